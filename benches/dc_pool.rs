@@ -1,12 +1,13 @@
-//! What a pool of DC initiators adds to an initiator of one's own: the work that callgrind counts.
+//! Cost of a pool of DC initiators over a dedicated initiator, for counting with callgrind.
 //!
 //! ```text
 //! dc_pool count initiator|pool|lease|switch OPERATIONS
 //! ```
 //!
-//! Each operation is an awaited WRITE of 8 bytes: by an initiator, by a peer of a pool that has one, through a lease, or by two peers
-//! in turn that take the only one from each other. Run it with two numbers of operations under `valgrind --tool=callgrind`
-//! and subtract; without arguments it runs each once, so that `cargo bench` knows that it works.
+//! Each operation is an awaited WRITE of 8 bytes: by a dedicated initiator, by a pool's peer that
+//! keeps its initiator, through a lease, or by two peers that take the only initiator from each
+//! other. Run it twice under `valgrind --tool=callgrind` with different numbers of operations and
+//! subtract. Without arguments it runs each mode once, as a test for `cargo bench`.
 
 use std::error::Error;
 
@@ -62,8 +63,8 @@ async fn count(side: &str, operations: u32) -> Result<(), Box<dyn Error>> {
             }
         }
         _ => {
-            for turn in 0..operations {
-                buffer = peers[turn as usize % 2].write(buffer, remote).await?;
+            for round in 0..operations {
+                buffer = peers[round as usize % 2].write(buffer, remote).await?;
             }
             assert_eq!(pool.counters().switches, u64::from(operations));
         }

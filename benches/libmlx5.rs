@@ -1,15 +1,22 @@
-//! Instructions of this crate beside those of libmlx5 alone, on an emulated ConnectX: nothing but user space is there, as on a NIC.
+//! Instructions of this crate and of libmlx5 alone, on an emulated ConnectX: user space only, as on
+//! a NIC.
 //!
 //! ```text
 //! libmlx5 side=bare|extended|awaited|batch [depth=1] [rounds=1000]
 //! ```
 //!
-//! Each round posts `depth` WRITEs of 8 bytes, lets the device execute them, and takes the completions: `bare` by
-//! `ibv_post_send` and `ibv_poll_cq`, `extended` by `ibv_start_poll`, `awaited` as futures of this crate, `batch` as one of them. What is to be counted
-//! happens in functions whose names begin with `counted_`; `scripts/instructions libmlx5` counts them.
+//! Each round posts `depth` WRITEs of 8 bytes, lets the device execute them, and takes the
+//! completions:
+//!
+//! - `bare`: `ibv_post_send` and `ibv_poll_cq`;
+//! - `extended`: `ibv_post_send` and `ibv_start_poll`;
+//! - `awaited`: futures of this crate;
+//! - `batch`: one batch of this crate.
+//!
+//! Only functions named `counted_*` count; `scripts/instructions libmlx5` counts them.
 
 #![allow(unsafe_code, missing_docs, clippy::undocumented_unsafe_blocks)]
-// Every `unsafe` here is a call of libibverbs with objects that live, as in the module below.
+// Every `unsafe` here calls libibverbs with live objects, as in the module below.
 
 #[path = "../testing/emulated-connectx/tests/common/mod.rs"]
 mod verbs;
@@ -35,7 +42,7 @@ use tokio_rdma::{
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 const WORD: usize = 8;
-/// Completions taken at once, as this crate does.
+/// Completions polled at once, like in this crate.
 const BATCH: usize = 32;
 
 fn main() -> ExitCode {
@@ -56,10 +63,10 @@ fn run(emulated: &EmulatedConnectX) -> Result<()> {
         ("rounds", "1000".into()),
     ]);
     for argument in std::env::args().skip(1).filter(|argument| argument != "--bench") {
-        let (name, value) =
-            argument.split_once('=').ok_or_else(|| format!("{argument}: no name=value"))?;
-        *values.get_mut(name).ok_or_else(|| format!("{name}: no such argument"))? =
-            value.to_owned();
+        let (name, value) = argument
+            .split_once('=')
+            .ok_or_else(|| format!("invalid argument {argument}, must be name=value"))?;
+        *values.get_mut(name).ok_or_else(|| format!("unknown argument {name}"))? = value.to_owned();
     }
     let (depth, rounds) = (values["depth"].parse()?, values["rounds"].parse()?);
     match &*values["side"] {
@@ -67,7 +74,7 @@ fn run(emulated: &EmulatedConnectX) -> Result<()> {
         "extended" => Bare::new(true).run(emulated, depth, rounds),
         "awaited" => Awaited::new()?.run(emulated, depth, rounds),
         "batch" => Awaited::new()?.run_batches(emulated, depth, rounds),
-        other => Err(format!("{other}: no such side").into()),
+        other => Err(format!("unknown side {other}").into()),
     }
 }
 
@@ -76,7 +83,7 @@ fn run(emulated: &EmulatedConnectX) -> Result<()> {
 struct Bare {
     qps: [verbs::Qp; 2],
     cq: Arc<verbs::Cq>,
-    /// The same queue, if it is to be polled so.
+    /// The same queue, if polled by the extended interface.
     extended: Option<*mut ibv_cq_ex>,
     memory: verbs::Mr,
 }
@@ -97,11 +104,11 @@ impl Bare {
             );
             let raw = unsafe { ibv_create_cq_ex(context.0, &raw mut attr) };
             assert!(!raw.is_null(), "{}", std::io::Error::last_os_error());
-            (verbs::Cq::of(raw.cast(), &context), Some(raw))
+            (verbs::Cq::from_raw(raw.cast(), &context), Some(raw))
         } else {
             (verbs::Cq::new(&context, 255), None)
         };
-        let qps = [(); 2].map(|()| verbs::Qp::new(&pd, verbs::RC, verbs::Ends::one(&cq)));
+        let qps = [(); 2].map(|()| verbs::Qp::new(&pd, verbs::RC, verbs::Queues::one(&cq)));
         qps[0].connect(qps[1].number(), context.route(), |_| {});
         qps[1].connect(qps[0].number(), context.route(), |_| {});
         Self { qps, cq, extended, memory: verbs::Mr::new(&pd, 2 * WORD, verbs::ALL) }
@@ -132,7 +139,7 @@ impl Bare {
                         .iter()
                         .any(|wc| wc.status != ibv_wc_status::IBV_WC_SUCCESS)
                 {
-                    return Err("a completion is missing, or not a success".into());
+                    return Err("a completion is missing or failed".into());
                 }
                 left -= found;
             }
@@ -155,7 +162,7 @@ fn counted_take(cq: *mut ibv_cq, out: &mut [ibv_wc]) -> usize {
     usize::try_from(found).unwrap_or(0)
 }
 
-/// What `ibv_poll_cq` gives of a completion.
+/// Reads what `ibv_poll_cq` returns for a completion.
 #[inline(never)]
 fn counted_take_extended(cq: *mut ibv_cq_ex, out: &mut [ibv_wc]) -> usize {
     unsafe {
@@ -283,7 +290,7 @@ fn counted_await(
 ) -> Result<()> {
     for mut write in writes.drain(..) {
         let buffer = loop {
-            // Every so often one that is done yields to others.
+            // A ready operation occasionally yields to other tasks.
             if let Poll::Ready(result) = Pin::new(&mut write).poll(context) {
                 break result?;
             }

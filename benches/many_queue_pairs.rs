@@ -1,9 +1,10 @@
-//! Does an operation cost more among many queue pairs? `cargo bench --bench many_queue_pairs`.
+//! Cost of an operation among many queue pairs: `cargo bench --bench many_queue_pairs`.
 //!
-//! All queue pairs are on one completion queue in one process, and all are active: each round every one of them has
-//! an 8-byte WRITE in flight, posted in one order and awaited in the same. Printed are the time of an operation with
-//! 10 and with 10,000 queue pairs (least of several rounds, taken turn about), their ratio, and the memory of an idle
-//! queue pair. `count <queue pairs> <operations>` runs operations alone, to be counted by callgrind.
+//! All queue pairs share one completion queue in one process. In each round every queue pair has an
+//! 8-byte WRITE in flight; they are posted and awaited in the same order. Prints the time per
+//! operation with 10 and with 10,000 queue pairs (minimum of interleaved rounds), their ratio, and
+//! the memory of an idle queue pair. `count <queue pairs> <operations>` only runs operations, for
+//! callgrind.
 
 use std::time::{Duration, Instant};
 
@@ -15,13 +16,11 @@ use tokio_rdma::{
 
 const FEW: usize = 10;
 const MANY: usize = 10_000;
-/// Work requests that each queue holds.
 const DEPTH: u32 = 4;
-/// Operations of one measurement.
 const OPERATIONS: usize = 200_000;
 const ROUNDS: usize = 7;
 
-/// Queue pairs connected in twos, on one completion queue.
+/// Queue pairs connected in pairs, on one completion queue.
 struct Crowd {
     queue_pairs: Vec<QueuePair>,
     _queue: CompletionQueue,
@@ -55,7 +54,7 @@ impl Crowd {
         Self { queue_pairs, _queue: queue, region, buffers, bytes_each }
     }
 
-    /// Each queue pair writes once, all at the same time, `rounds` times.
+    /// Posts one WRITE per queue pair and awaits all of them, `rounds` times.
     async fn write_all(&mut self, rounds: usize) -> Duration {
         let remote = self.region.grant();
         let word = |at: usize| -> RemoteRegion {
@@ -82,7 +81,7 @@ impl Crowd {
     }
 }
 
-/// Bytes of memory in use by this process, where the system tells.
+/// Returns the resident memory of this process, if the system reports it.
 fn resident() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;

@@ -1,11 +1,13 @@
-//! Messages beside Tokio's TCP: `cargo bench --bench message [rounds of 64 B] [event|hybrid|busy_poll]`.
+//! Messages compared with Tokio's TCP: `cargo bench --bench message [rounds of 64 B]
+//! [event|hybrid|busy_poll]`.
 //!
-//! Both ends are tasks of this process, on one thread, with TCP as with RDMA; the device is the one that
-//! `TOKIO_RDMA_DEVICE` names, or the software device, and TCP goes to the same address. TCP carries messages as a service
-//! would: a length of four bytes, then the bytes, without delay, read into a buffer that is made for each.
+//! Both ends are tasks on one thread of this process, for RDMA and TCP alike. The device is the one
+//! that `TOKIO_RDMA_DEVICE` names, or the software device; TCP uses the same address. Over TCP, a
+//! message is a length of four bytes and the payload, sent without delay and read into a new
+//! buffer.
 //!
-//! Ping-pong: half of a round trip, p50 and p99. Stream: messages one way, the last one answered. CPU is that of all threads
-//! of the process for one message, both ends together.
+//! Ping-pong: half of a round trip, p50 and p99. Stream: messages in one direction, the last one
+//! answered. CPU: time of all threads of the process per message, both ends together.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -18,7 +20,7 @@ use tokio_rdma::{CompletionMode, Connection, ConnectionConfig, Device, Listener}
 
 const SIZES: [(usize, u32); 3] = [(64, 1), (4 << 10, 1), (1 << 20, 50)];
 
-/// One end of something that carries messages.
+/// One end of a transport of messages.
 trait End: Sized + 'static {
     const NAME: &'static str;
 
@@ -47,7 +49,7 @@ impl End for Tcp {
 
     async fn send(&mut self, message: &Bytes) {
         let len = (message.len() as u32).to_be_bytes();
-        // One system call, as far as the socket takes it.
+        // One system call, if the socket takes everything.
         let mut both = bytes::Buf::chain(&len[..], &message[..]);
         while bytes::Buf::has_remaining(&both) {
             self.0.get_mut().write_buf(&mut both).await.expect("writes");
@@ -85,7 +87,7 @@ async fn tcp(address: SocketAddr) -> (Tcp, Tcp) {
     (end(a), end(b.0))
 }
 
-/// Time that the processors have spent on this process.
+/// Returns the CPU time of this process.
 fn cpu() -> Duration {
     let tasks = std::fs::read_dir("/proc/self/task").expect("a process has tasks");
     let of_task = |task: std::fs::DirEntry| {
@@ -164,7 +166,7 @@ fn main() {
         "event" => CompletionMode::Event,
         "hybrid" => CompletionMode::Hybrid,
         "busy_poll" => CompletionMode::busy_poll().expect("a thread"),
-        other => panic!("no such mode: {other}"),
+        other => panic!("unknown mode {other}"),
     };
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");

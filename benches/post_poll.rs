@@ -1,12 +1,12 @@
-//! What awaiting costs: operations of 8 bytes awaited, beside the same work through the bare `verbs` objects, beside
-//! an echo of 8 bytes over TCP on the loopback interface, all in one run: `cargo bench --bench post_poll`.
+//! Cost of awaiting: awaited operations of 8 bytes, the same work with bare `verbs` objects, and an
+//! 8-byte echo over TCP on loopback, in one run: `cargo bench --bench post_poll`.
 //!
-//! Rounds are interleaved, so that what disturbs the machine disturbs all alike. Fails if an awaited WRITE is not at
-//! least [`FACTOR`] times faster than the echo. `POST_POLL_QUICK=1` makes it short.
+//! Rounds are interleaved, so that disturbances affect all alike. Fails if an awaited WRITE is less
+//! than [`FACTOR`] times faster than the echo. `POST_POLL_QUICK=1` shortens it.
 //!
-//! `post_poll count <side> <operation> <depth> <operations>` does one thing so many times and measures nothing: for
-//! `scripts/instructions`, which counts instructions. There is a `batch` of WRITEs there, too: `depth` with one doorbell and
-//! one completion, made anew of the same buffers each time.
+//! `post_poll count <side> <operation> <depth> <operations>` only runs operations, for
+//! `scripts/instructions`. There, `batch` is also an operation: `depth` WRITEs with one doorbell
+//! and one completion, rebuilt from the same buffers each time.
 
 #![allow(unsafe_code)]
 
@@ -30,8 +30,8 @@ use tokio_rdma::{
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
-/// How much faster than the echo an awaited WRITE must be. A round trip over TCP is two system calls and a trip
-/// through the scheduler at each end; an operation that is done by the time it is awaited is none of these.
+/// Required speed of an awaited WRITE relative to the echo. A TCP round trip costs two system calls
+/// and a scheduler pass at each end; an operation already complete when awaited costs neither.
 const FACTOR: f64 = 10.0;
 
 const BYTES: usize = 8;
@@ -67,7 +67,6 @@ enum Kind {
     Batch,
 }
 
-/// Who does the work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Side {
     Bare,
@@ -88,7 +87,7 @@ impl Side {
         }
     }
 
-    /// How its completion queue is watched; `None` if nobody awaits.
+    /// Returns the completion mode; `None` if nothing is awaited.
     fn mode(self) -> Result<Option<CompletionMode>> {
         Ok(match self {
             Self::Bare => None,
@@ -122,7 +121,7 @@ impl Series {
         median(self.rounds.clone())
     }
 
-    /// Median of how many times longer this took than `base` in the same round.
+    /// Returns the median of the ratios to `base` in the same round.
     fn ratio(&self, base: &Self) -> f64 {
         median(self.rounds.iter().zip(&base.rounds).map(|(ours, theirs)| ours / theirs).collect())
     }
@@ -133,7 +132,6 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// True if awaiting is fast enough.
 fn compare() -> Result<bool> {
     let quick = std::env::var_os("POST_POLL_QUICK").is_some();
     let (rounds, operations) = if quick { (5, 2_000) } else { (21, 20_000) };
@@ -179,8 +177,8 @@ fn print_table(series: &[Series], echo: &Series) {
     println!("{:<22}{:<13}{:>9.0}{:>11.0}", echo.label, echo.side, echo.min(), echo.median());
 }
 
-/// Whoever polls by itself must beat the echo by far. A thread that polls for others takes part in the table only:
-/// what it gains depends on having a core of its own.
+/// Checks that the modes that poll on the task's own thread beat the echo. Busy polling is only in
+/// the table: its gain depends on a core of its own.
 fn check(series: &[Series], echo: &Series) -> bool {
     println!();
     let mut good = true;
@@ -191,7 +189,8 @@ fn check(series: &[Series], echo: &Series) -> bool {
         let faster = echo.ratio(line);
         let verdict = if faster >= FACTOR { "ok" } else { "FAILED" };
         println!(
-            "{verdict}: awaited WRITE ({}) is {faster:.1} times faster than TCP, at least {FACTOR} asked",
+            "{verdict}: awaited WRITE ({}) is {faster:.1} times faster than TCP, at least {FACTOR} \
+             required",
             line.side
         );
         good &= faster >= FACTOR;
@@ -259,10 +258,10 @@ fn count(side: &str, kind: &str, depth: &str, operations: &str) -> Result<()> {
     let side = SIDES
         .into_iter()
         .find(|known| known.name().replace(' ', "-") == side)
-        .ok_or("no such side")?;
+        .ok_or("unknown side")?;
     let kind = COUNTED.into_iter().find(|known| format!("{known:?}").to_lowercase() == kind);
     let (kind, depth, operations) =
-        (kind.ok_or("no such operation")?, depth.parse()?, operations.parse()?);
+        (kind.ok_or("unknown operation")?, depth.parse()?, operations.parse()?);
     match side.mode()? {
         None => Bare::new()?.run(kind, depth, operations),
         Some(mode) => {
@@ -345,7 +344,7 @@ impl Awaited {
         Ok(())
     }
 
-    /// Keeps `depth` in flight: awaits the oldest, posts its buffer again.
+    /// Keeps `depth` operations in flight: awaits the oldest and posts its buffer again.
     #[inline]
     async fn window(
         &self,
@@ -371,10 +370,10 @@ impl Awaited {
     }
 }
 
-// The same work by bare objects.
+// The same work with bare objects.
 
 struct Bare {
-    // First: queue pairs are destroyed before the memory they may use.
+    // First: queue pairs are destroyed before the memory that they use.
     qp: Qp,
     _peer: Qp,
     cq: Cq,
@@ -419,7 +418,7 @@ impl Bare {
                     data,
                     target: None,
                 };
-                // SAFETY: S1: the buffers are touched by nobody and outlive the queue pair.
+                // SAFETY: S1: nothing else accesses the buffers, which outlive the queue pair.
                 unsafe { self.qp.post_send(&[wr]) }?;
                 posted += 1;
             }
@@ -450,7 +449,7 @@ impl Bare {
                 data: Data::Sges(sge),
                 target: None,
             }));
-            // SAFETY: S1: the buffers are touched by nobody and outlive the queue pair.
+            // SAFETY: S1: nothing else accesses the buffers, which outlive the queue pair.
             unsafe { self.qp.post_send(&list) }?;
             let mut completion = [WorkCompletion::default()];
             while self.cq.poll(&mut completion)? == 0 {

@@ -1,15 +1,17 @@
-//! What a node needs to talk to many peers, by how it talks to them: `cargo bench --bench scaling`.
+//! Memory that a node needs to talk to many peers, by kind of connection: `cargo bench --bench
+//! scaling`.
 //!
 //! ```text
-//! --peers N     peers; 10, 1,000 and 100,000 one after the other unless given
-//! --make M      queue pairs and connections made of a kind, at most; 1,000 unless given
-//! --emulated    the queues of libmlx5 instead, on an emulated ConnectX (feature `mlx5`, libmlx5 installed)
+//! --peers N     number of peers; 10, 1,000 and 100,000 by default
+//! --make M      maximum number of queue pairs and connections created; 1,000 by default
+//! --emulated    queues of libmlx5 on an emulated ConnectX (feature `mlx5`, libmlx5 installed)
 //! ```
 //!
-//! Memory is what Rust has allocated and not freed, with the software device, which is all that there is of its objects.
-//! Each end was connected (to another one of the same kind) and has written once. `measured`: so many were made.
-//! `computed`: as many as given were made, and the rest is proportion. With `--emulated` it is the bytes of the
-//! queues that libmlx5 has told the device of: what an adapter reads and writes in the memory of its host.
+//! Memory is what Rust has allocated and not freed, which includes all objects of the software
+//! device. Each end is connected (to another one of the same kind) and has written once.
+//! `measured`: all were created. `computed`: fewer were created, the rest is extrapolated. With
+//! `--emulated`, memory is the queues that libmlx5 announced to the device: what an adapter
+//! accesses in host memory.
 
 #[path = "../tests/common/live.rs"]
 mod live;
@@ -26,18 +28,18 @@ use tokio_rdma::{
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-/// Work requests of each send queue and of each receive queue.
+/// Work requests per send queue and per receive queue.
 const DEPTH: u32 = 32;
-/// Receives of a shared queue, for all peers together.
+/// Receives of a shared receive queue for all peers.
 const SHARED: u32 = 1024;
-/// Initiators of a node with dynamic connections.
+/// DC initiators per node.
 const INITIATORS: u32 = 4;
-/// Queue pairs with a completion queue each that are made: each of them takes a descriptor, of which there are 1,024 in many
-/// a shell.
+/// Maximum number of queue pairs with their own completion queues: each takes a descriptor, and
+/// many shells allow 1,024.
 const DESCRIPTORS: usize = 256;
-/// Connections that are made: each has more than a megabyte of buffers.
+/// Maximum number of connections: each has more than 1 MiB of buffers.
 const CONNECTIONS: usize = 64;
-/// Nobody waits longer for a write within the process.
+/// Maximum wait for a write within the process.
 const DEADLINE: Duration = Duration::from_secs(60);
 
 struct Options {
@@ -46,9 +48,9 @@ struct Options {
     emulated: bool,
 }
 
-/// Waits until what was dropped is freed: connections say goodbye in the background.
+/// Waits until dropped objects are freed: connections disconnect in the background.
 async fn freed(before: usize) -> Result<()> {
-    /// What the runtime and the process's device keep for later.
+    /// Memory retained by the runtime and the process's device.
     const KEPT: usize = 256 << 10;
     let gone = async {
         while live::bytes() > before + KEPT {
@@ -57,12 +59,12 @@ async fn freed(before: usize) -> Result<()> {
     };
     tokio::time::timeout(DEADLINE, gone)
         .await
-        .map_err(|_| "memory of what was dropped is not freed".into())
+        .map_err(|_| "memory of dropped objects was not freed".into())
 }
 
-/// How peers are reached.
+/// The kind of connection to peers.
 #[derive(Clone, Copy, PartialEq)]
-enum Way {
+enum Kind {
     Messages,
     SmallMessages,
     Own,
@@ -71,11 +73,11 @@ enum Way {
     Dynamic,
 }
 
-/// What was made for so many peers.
+/// Memory measured for a number of peers.
 #[derive(Clone, Copy)]
-struct Seen {
+struct Measurement {
     peers: usize,
-    /// What does not grow with the peers, and what does.
+    /// Memory independent of the number of peers, and memory proportional to it.
     base: f64,
     grown: f64,
 }
@@ -90,16 +92,16 @@ fn main() -> Result<()> {
     );
     for &peers in &options.peers {
         println!("\n{peers} peers");
-        for way in Way::ALL {
-            // Buffers are memory of the host, whatever the device.
-            if options.emulated && way.made_of_messages() {
+        for kind in Kind::ALL {
+            // Buffers are host memory, whatever the device.
+            if options.emulated && kind.uses_messages() {
                 continue;
             }
-            let made = peers.min(way.most(options.make));
+            let made = peers.min(kind.maximum(options.make));
             let before = live::bytes();
-            let seen = runtime.block_on(meter.look(way, made))?;
+            let measurement = runtime.block_on(meter.measure(kind, made))?;
             runtime.block_on(freed(before))?;
-            println!("  {way:44} {}", Row { way, peers, seen });
+            println!("  {kind:44} {}", Row { kind, peers, measurement });
         }
     }
     Ok(())
@@ -114,7 +116,6 @@ fn options() -> Result<Options> {
             Long("peers") => options.peers = vec![arguments.value()?.parse::<usize>()?.max(2)],
             Long("make") => options.make = arguments.value()?.parse::<usize>()?.max(2),
             Long("emulated") => options.emulated = true,
-            // Of `cargo bench`.
             Long("bench") => {}
             other => return Err(other.unexpected().into()),
         }
@@ -122,7 +123,6 @@ fn options() -> Result<Options> {
     Ok(options)
 }
 
-/// A device, and how the memory of its objects is measured.
 struct Meter {
     device: Device,
     #[cfg(all(feature = "mlx5", target_os = "linux", target_env = "gnu"))]
@@ -143,12 +143,11 @@ impl Meter {
     #[cfg(not(all(feature = "mlx5", target_os = "linux", target_env = "gnu")))]
     fn new(emulated: bool) -> Result<Self> {
         match emulated {
-            true => Err("--emulated: only with feature mlx5, on Linux".into()),
+            true => Err("--emulated requires feature mlx5 and glibc on Linux".into()),
             false => Ok(Self { device: Device::software()? }),
         }
     }
 
-    /// Bytes so far.
     fn bytes(&self) -> f64 {
         #[cfg(all(feature = "mlx5", target_os = "linux", target_env = "gnu"))]
         if let Some(adapter) = &self.adapter {
@@ -157,37 +156,43 @@ impl Meter {
         live::bytes() as f64
     }
 
-    /// Makes what reaches `peers` peers, and looks at what that took.
-    async fn look(&self, way: Way, peers: usize) -> Result<Seen> {
+    /// Creates connections to `peers` peers and returns their memory.
+    async fn measure(&self, kind: Kind, peers: usize) -> Result<Measurement> {
         let pd = self.device.protection_domain()?;
-        match way {
-            Way::Messages => self.connections(&pd, peers, &ConnectionConfig::default()).await,
-            Way::SmallMessages => self.connections(&pd, peers, &small()).await,
-            Way::Dynamic => self.dynamic(&pd, peers).await,
-            _ => self.reliable(&pd, way, peers).await,
+        match kind {
+            Kind::Messages => self.connections(&pd, peers, &ConnectionConfig::default()).await,
+            Kind::SmallMessages => self.connections(&pd, peers, &small()).await,
+            Kind::Dynamic => self.dynamic(&pd, peers).await,
+            _ => self.reliable(&pd, kind, peers).await,
         }
     }
 
-    async fn reliable(&self, pd: &ProtectionDomain, way: Way, peers: usize) -> Result<Seen> {
-        // Two ends for each connection, so an even number.
+    async fn reliable(
+        &self,
+        pd: &ProtectionDomain,
+        kind: Kind,
+        peers: usize,
+    ) -> Result<Measurement> {
+        // Two ends per connection: an even number.
         let peers = peers.next_multiple_of(2);
         let region = ExposedRegion::new(pd, HostMemory::zeroed(8)?, Access::REMOTE_WRITE)?;
         let start = self.bytes();
-        let capacity = match way {
-            Way::SharedReceives => DEPTH * peers as u32 + SHARED,
+        let capacity = match kind {
+            Kind::SharedReceives => DEPTH * peers as u32 + SHARED,
             _ => 2 * DEPTH * peers as u32,
         };
         let completions =
             |capacity| CompletionQueue::builder(&self.device).capacity(capacity).build();
-        let shared = if way == Way::Own { None } else { Some(completions(capacity)?) };
+        let shared = if kind == Kind::Own { None } else { Some(completions(capacity)?) };
         let queue = self.bytes() - start;
-        let receives = match (&shared, way) {
-            (Some(queue), Way::SharedReceives) => {
+        let receives = match (&shared, kind) {
+            (Some(queue), Kind::SharedReceives) => {
                 Some(SharedReceiveQueue::new(pd, queue, SHARED, 1)?)
             }
             _ => None,
         };
-        // Of the completion queue, room for shared receives does not grow with the peers; all else does.
+        // Entries of the completion queue for shared receives are independent of the number of
+        // peers; all else is proportional to it.
         let fixed = if receives.is_some() { f64::from(SHARED) / f64::from(capacity) } else { 0.0 };
         let base = self.bytes() - start - queue * (1.0 - fixed);
         let mut ends = Vec::with_capacity(peers);
@@ -209,10 +214,10 @@ impl Meter {
         for end in &ends {
             tokio::time::timeout(DEADLINE, end.write_inline(b"measured", region.grant())).await??;
         }
-        Ok(Seen { peers, base, grown: self.bytes() - start - base })
+        Ok(Measurement { peers, base, grown: self.bytes() - start - base })
     }
 
-    async fn dynamic(&self, pd: &ProtectionDomain, peers: usize) -> Result<Seen> {
+    async fn dynamic(&self, pd: &ProtectionDomain, peers: usize) -> Result<Measurement> {
         let region = ExposedRegion::new(pd, HostMemory::zeroed(8)?, Access::REMOTE_WRITE)?;
         let start = self.bytes();
         let queue =
@@ -221,7 +226,7 @@ impl Meter {
         let target = DcTarget::new(pd, &receives)?;
         let pool = DcPool::builder(pd, &queue).initiators(INITIATORS as usize);
         let pool = pool.initiator(|each| each.max_send_wr(DEPTH).max_sge(1)).build()?;
-        // Each initiator once, for what it takes when it is first used.
+        // Uses each initiator once, to include memory allocated on first use.
         for _ in 0..INITIATORS {
             let peer = pool.peer(&target.address())?;
             tokio::time::timeout(DEADLINE, peer.write_inline(b"measured", region.grant()))
@@ -230,14 +235,14 @@ impl Meter {
         let base = self.bytes() - start;
         let mut all = Vec::with_capacity(peers);
         for _ in 0..peers {
-            // Of one address there are as many peers as one likes.
+            // An address can have any number of peers.
             all.push(pool.peer(&target.address())?);
         }
         for peer in all.iter().take(1_000) {
             tokio::time::timeout(DEADLINE, peer.write_inline(b"measured", region.grant()))
                 .await??;
         }
-        Ok(Seen { peers, base, grown: self.bytes() - start - base })
+        Ok(Measurement { peers, base, grown: self.bytes() - start - base })
     }
 
     async fn connections(
@@ -245,7 +250,7 @@ impl Meter {
         pd: &ProtectionDomain,
         peers: usize,
         config: &ConnectionConfig,
-    ) -> Result<Seen> {
+    ) -> Result<Measurement> {
         let peers = peers.next_multiple_of(2);
         let start = self.bytes();
         let mut ends = Vec::with_capacity(peers);
@@ -261,18 +266,18 @@ impl Meter {
             tokio::time::timeout(DEADLINE, two[1].recv()).await??;
         }
         let grown = self.bytes() - start;
-        Ok(Seen { peers, base: 0.0, grown })
+        Ok(Measurement { peers, base: 0.0, grown })
     }
 }
 
-/// A connection for requests that are short and few at a time.
+/// Returns the configuration of a connection for few, short requests.
 fn small() -> ConnectionConfig {
     let config =
         ConnectionConfig::default().receive_buffer_size(1024).receive_buffers(8).spare_buffers(4);
     config.send_buffers(8).max_send_wr(16)
 }
 
-impl Way {
+impl Kind {
     const ALL: [Self; 6] = [
         Self::Messages,
         Self::SmallMessages,
@@ -282,12 +287,11 @@ impl Way {
         Self::Dynamic,
     ];
 
-    fn made_of_messages(self) -> bool {
+    fn uses_messages(self) -> bool {
         matches!(self, Self::Messages | Self::SmallMessages)
     }
 
-    /// How many are made at most.
-    fn most(self, make: usize) -> usize {
+    fn maximum(self, make: usize) -> usize {
         match self {
             Self::Messages | Self::SmallMessages => make.min(CONNECTIONS),
             Self::Own => make.min(DESCRIPTORS),
@@ -297,7 +301,7 @@ impl Way {
     }
 }
 
-impl fmt::Display for Way {
+impl fmt::Display for Kind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
             Self::Messages => "Connection, default sizes, with buffers",
@@ -311,22 +315,22 @@ impl fmt::Display for Way {
 }
 
 struct Row {
-    way: Way,
+    kind: Kind,
     peers: usize,
-    seen: Seen,
+    measurement: Measurement,
 }
 
 impl fmt::Display for Row {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { way, peers, seen } = *self;
-        let each = seen.grown / seen.peers as f64;
-        let total = seen.base + each * peers as f64;
-        let queue_pairs = if way == Way::Dynamic { INITIATORS as usize } else { peers };
+        let Self { kind, peers, measurement } = *self;
+        let each = measurement.grown / measurement.peers as f64;
+        let total = measurement.base + each * peers as f64;
+        let queue_pairs = if kind == Kind::Dynamic { INITIATORS as usize } else { peers };
         write!(f, "{queue_pairs:6} queue pairs {:>12}, each peer {each:7.0} B", Bytes(total))?;
-        if seen.peers >= peers {
+        if measurement.peers >= peers {
             f.write_str(", measured")
         } else {
-            write!(f, ", computed from {}", seen.peers)
+            write!(f, ", computed from {}", measurement.peers)
         }
     }
 }

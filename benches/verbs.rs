@@ -1,13 +1,16 @@
-//! The work of `benches/c/raw.c` through this crate, for comparing with it: same arguments, same line of output.
+//! The work of `benches/c/raw.c` through this crate, with the same arguments and the same line of
+//! output.
 //!
 //! ```text
-//! verbs work=write|read|write-batch|read-batch|pingpong|pingpong-tasks mode=event|cooperative|hybrid|busy-poll [depth=1] [operations=10000]
-//!       [warmup=1000] [devices=soft0[,rxe1]] [times=yes|no] [runtime=current|multi]
+//! verbs work=write|read|write-batch|read-batch|pingpong|pingpong-tasks
+//!       mode=event|cooperative|hybrid|busy-poll [depth=1] [operations=10000] [warmup=1000]
+//!       [devices=soft0[,rxe1]] [times=yes|no] [runtime=current|multi]
 //! ```
 //!
-//! `write-batch` and `read-batch` post `depth` with one doorbell, wait for all, and so on; times are of batches.
-//! `pingpong` does both ends in turn, in one task, as the C program does; in `pingpong-tasks` the other end is a task of
-//! its own. `scripts/bench-verbs` builds and runs both.
+//! `write-batch` and `read-batch` repeatedly post `depth` operations with one doorbell and wait for
+//! all; times are of batches. `pingpong` runs both ends alternately in one task, like the C
+//! program; in `pingpong-tasks` the other end is a task of its own. `scripts/bench-verbs` builds
+//! and runs both programs.
 
 use std::collections::HashMap;
 use std::error::Error;
@@ -54,16 +57,17 @@ impl Arguments {
         let mut values: HashMap<String, String> =
             DEFAULTS.iter().map(|&(k, v)| (k.to_owned(), v.to_owned())).collect();
         for argument in arguments {
-            let (name, value) =
-                argument.split_once('=').ok_or_else(|| format!("{argument}: no name=value"))?;
-            let known = values.get_mut(name).ok_or_else(|| format!("{name}: no such argument"))?;
+            let (name, value) = argument
+                .split_once('=')
+                .ok_or_else(|| format!("invalid argument {argument}, must be name=value"))?;
+            let known = values.get_mut(name).ok_or_else(|| format!("unknown argument {name}"))?;
             value.clone_into(known);
         }
         let number = |name: &str| values[name].parse::<usize>();
         let (depth, operations, warmup) =
             (number("depth")?, number("operations")?, number("warmup")?);
         if depth == 0 || operations == 0 {
-            return Err("depth or operations: 0".into());
+            return Err("depth and operations must not be 0".into());
         }
         Ok(Self { depth, operations, warmup, values })
     }
@@ -74,7 +78,7 @@ impl Arguments {
             "cooperative" => CompletionMode::Cooperative,
             "hybrid" => CompletionMode::Hybrid,
             "busy-poll" => CompletionMode::busy_poll()?,
-            other => return Err(format!("{other}: no such mode").into()),
+            other => return Err(format!("unknown mode {other}").into()),
         })
     }
 
@@ -82,7 +86,7 @@ impl Arguments {
         let mut builder = match self.get("runtime") {
             "current" => tokio::runtime::Builder::new_current_thread(),
             "multi" => tokio::runtime::Builder::new_multi_thread(),
-            other => return Err(format!("{other}: no such runtime").into()),
+            other => return Err(format!("unknown runtime {other}").into()),
         };
         Ok(builder.enable_io().build()?)
     }
@@ -105,7 +109,6 @@ const DEFAULTS: [(&str, &str); 8] = [
 
 // Comparing.
 
-/// Does the work and describes it in a line.
 async fn compare(arguments: &Arguments) -> Result<String> {
     let (first, second) =
         arguments.get("devices").split_once(',').unwrap_or((arguments.get("devices"), ""));
@@ -125,7 +128,8 @@ async fn compare(arguments: &Arguments) -> Result<String> {
     let after = counters(&ours, &theirs);
 
     Ok(format!(
-        "who=rust work={} mode={} depth={} operations={} p50_ns={} p99_ns={} mean_ns={mean} arms={} events={}",
+        "program=rust work={} mode={} depth={} operations={} p50_ns={} p99_ns={} mean_ns={mean} \
+         arms={} events={}",
         arguments.get("work"),
         arguments.get("mode"),
         arguments.depth,
@@ -176,24 +180,24 @@ async fn run(
         }
         ("pingpong", 1) => ping_pong(ours, theirs, operations, times).await,
         ("pingpong-tasks", 1) => ping_pong_of_tasks(ours, theirs, operations, times).await,
-        (other, _) => Err(format!("{other}: no such work, or not so deep").into()),
+        (other, _) => Err(format!("unknown work {other}, or unsupported depth").into()),
     }
 }
 
-/// Of single operations, in nanoseconds; none if none are to be taken.
+/// Times of single operations in nanoseconds; none if `capacity` is 0.
 struct Times {
-    room: usize,
+    capacity: usize,
     taken: Vec<u64>,
 }
 
 impl Times {
-    fn new(room: usize) -> Self {
-        Self { room, taken: Vec::with_capacity(room) }
+    fn new(capacity: usize) -> Self {
+        Self { capacity, taken: Vec::with_capacity(capacity) }
     }
 
     #[inline]
     fn start(&self) -> Option<Instant> {
-        (self.room > 0).then(Instant::now)
+        (self.capacity > 0).then(Instant::now)
     }
 
     #[inline]
@@ -211,7 +215,6 @@ impl Times {
 
 // The work.
 
-/// Everything that one end has, and its own open device.
 struct End {
     qp: QueuePair,
     queue: CompletionQueue,
@@ -253,7 +256,7 @@ async fn one_by_one(
     Ok(())
 }
 
-/// Keeps `depth` in flight: awaits the oldest, posts its buffer again.
+/// Keeps `depth` operations in flight: awaits the oldest and posts its buffer again.
 #[inline]
 async fn window(
     ours: &End,
@@ -283,7 +286,7 @@ async fn window(
     Ok(())
 }
 
-/// `depth` with one doorbell and one completion, again and again.
+/// Posts `depth` operations with one doorbell and one completion.
 async fn batches(
     ours: &End,
     add: impl for<'a> Fn(&'a mut Batch<BufMut>, BufMut) -> &'a mut Batch<BufMut>,
@@ -309,8 +312,8 @@ async fn batches(
     Ok(())
 }
 
-/// Both ends in turn. An answer is awaited before the next one needs its buffer: over a wire its acknowledgement takes
-/// as long as the next question.
+/// Runs both ends alternately. The completion of an answer is awaited only before its buffer is
+/// reused: over a wire, the acknowledgement takes as long as the next question.
 async fn ping_pong(ours: &End, theirs: &End, operations: usize, times: &mut Times) -> Result<()> {
     let (mut ping, mut answer, mut question) =
         (ours.buffer(MESSAGE)?, ours.buffer(MESSAGE)?, theirs.buffer(MESSAGE)?);
@@ -336,7 +339,7 @@ async fn ping_pong(ours: &End, theirs: &End, operations: usize, times: &mut Time
     Ok(())
 }
 
-/// Each end a task, which posts its next receive before it sends.
+/// Runs each end as a task that posts its next receive before it sends.
 async fn ping_pong_of_tasks(
     ours: &End,
     theirs: &End,

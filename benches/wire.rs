@@ -1,13 +1,13 @@
-//! RoCE v2 over UDP beside TCP, between two processes over loopback: latency of 8 bytes, throughput of 64 KiB, and what they
-//! cost.
+//! RoCE v2 over UDP compared with TCP, between two processes over loopback: latency of 8 bytes,
+//! throughput of 64 KiB, and CPU cost.
 //!
 //! ```text
 //! cargo bench --bench wire                  the table
 //! cargo bench --bench wire -- only=WRITE    lines that contain a word
 //! ```
 //!
-//! The other process is this program again. A line's rounds take turns with those of the other lines, so that what else the
-//! machine does hits all; of each the median round counts. Processor time is that of both processes.
+//! The other process runs this program too. Rounds of all lines are interleaved, so that
+//! disturbances affect all; the median round counts. CPU time is the sum of both processes.
 
 use std::error::Error;
 use std::fs;
@@ -31,7 +31,7 @@ const BLOCK: usize = 64 << 10;
 /// Blocks in flight.
 const DEPTH: usize = 8;
 const ROUNDS: usize = 7;
-/// Operations of a round: of latency, and of throughput.
+/// Operations per round, for latency and for throughput.
 const WORDS: usize = 3000;
 const BLOCKS: usize = 3000;
 
@@ -55,7 +55,6 @@ fn runtime() -> Result<tokio::runtime::Runtime> {
 
 // The other process.
 
-/// One end of a connection.
 struct End {
     qp: QueuePair,
     pool: Pool,
@@ -75,7 +74,7 @@ impl End {
         Ok(Self { qp, pool, region, _network: network })
     }
 
-    /// Tells the other end of this one over `stream`, and connects to it; its memory.
+    /// Exchanges endpoints over `stream` and connects; returns the region of the other end.
     async fn connect(&self, stream: &mut TcpStream) -> Result<RemoteRegion> {
         stream.write_all(&self.qp.endpoint().to_bytes()).await?;
         stream.write_all(&self.region.grant().to_bytes()).await?;
@@ -84,14 +83,14 @@ impl End {
         let mut region = [0; RemoteRegion::ENCODED_LEN];
         stream.read_exact(&mut region).await?;
         self.qp.connect(&QueuePairEndpoint::from_bytes(&endpoint)?)?;
-        // Not before both are connected.
+        // Both ends are connected before either sends.
         stream.write_u8(0).await?;
         stream.read_u8().await?;
         RemoteRegion::from_bytes(&region).ok_or_else(|| "not a region".into())
     }
 }
 
-/// A network over UDP with one device at a loopback address of this process.
+/// Creates a network over UDP with one device at a loopback address of this process.
 fn network() -> Result<Network> {
     let id = std::process::id();
     let mut port = UdpConfig::PORT;
@@ -104,10 +103,10 @@ fn network() -> Result<Network> {
             result => return Ok(result?),
         }
     }
-    Err("no address of 100 is free".into())
+    Err("none of 100 loopback addresses is free".into())
 }
 
-/// Serves one connection: echoes words, takes blocks, or has its memory reached.
+/// Serves one connection: echoes words, receives blocks, or exposes its memory.
 async fn serve(mode: &str) -> Result<()> {
     let listener = TcpListener::bind("127.0.0.1:0").await?;
     println!("{}", listener.local_addr()?);
@@ -130,7 +129,6 @@ async fn serve(mode: &str) -> Result<()> {
         _ => {
             let end = End::open(CompletionMode::Event)?;
             end.connect(&mut stream).await?;
-            // Until the other end goes.
             match stream.read_u8().await {
                 Ok(_) | Err(_) => Ok(()),
             }
@@ -138,7 +136,7 @@ async fn serve(mode: &str) -> Result<()> {
     }
 }
 
-/// This program as the other process.
+/// The other process.
 struct Peer {
     child: Child,
     stream: TcpStream,
@@ -153,7 +151,7 @@ impl Peer {
             .stdout(Stdio::piped())
             .spawn()?;
         let output = child.stdout.take().ok_or("no output")?;
-        let line = BufReader::new(output).lines().next().ok_or("it ended")??;
+        let line = BufReader::new(output).lines().next().ok_or("the peer process exited")??;
         let address: SocketAddr = line.parse()?;
         let stream = TcpStream::connect(address).await?;
         stream.set_nodelay(true)?;
@@ -163,7 +161,7 @@ impl Peer {
 
 impl Drop for Peer {
     fn drop(&mut self) {
-        // It ends with its stream, or is ended; of no matter here.
+        // It exits when its stream closes, or is killed; errors do not matter.
         drop(self.child.kill());
         drop(self.child.wait());
     }
@@ -171,11 +169,10 @@ impl Drop for Peer {
 
 // Comparing.
 
-/// A line of the table.
 struct Line {
     name: String,
-    /// The line it is compared with.
-    of: &'static str,
+    /// Name of the line to compare with.
+    baseline: &'static str,
     work: Work,
     peer: Peer,
     end: Option<(End, RemoteRegion)>,
@@ -218,7 +215,7 @@ async fn compare() -> Result<()> {
         let peer = Peer::start(mode).await?;
         lines.push(Line {
             name: name.to_owned(),
-            of: name,
+            baseline: name,
             work,
             peer,
             end: None,
@@ -226,7 +223,7 @@ async fn compare() -> Result<()> {
         });
     }
     for (label, mode) in [("event", CompletionMode::Event), ("hybrid", CompletionMode::Hybrid)] {
-        for (name, of, work) in [
+        for (name, baseline, work) in [
             ("WRITE, 8 B", "TCP echo, 8 B", Work::Write),
             ("READ, 8 B", "TCP echo, 8 B", Work::Read),
             ("WRITE, 64 KiB", "TCP stream, 64 KiB", Work::Blocks),
@@ -239,7 +236,7 @@ async fn compare() -> Result<()> {
                 let remote = end.connect(&mut peer.stream).await?;
                 lines.push(Line {
                     name,
-                    of,
+                    baseline,
                     work,
                     peer,
                     end: Some((end, remote)),
@@ -248,7 +245,7 @@ async fn compare() -> Result<()> {
             }
         }
     }
-    // The first warms up.
+    // The first round is a warm-up.
     for round in 0..=ROUNDS {
         for line in &mut lines {
             let measured = line.round().await?;
@@ -258,12 +255,15 @@ async fn compare() -> Result<()> {
         }
     }
     println!(
-        "| Work, two processes over loopback | µs each | processor µs each | MB/s | of TCP (time) |\n|---|---|---|---|---|"
+        "| Work, two processes over loopback | µs each | processor µs each | MB/s | of TCP (time) \
+         |\n|---|---|---|---|---|"
     );
     for line in &lines {
         let (time, processor) = line.median();
-        let base =
-            lines.iter().find(|other| other.name == line.of).map_or(time, |other| other.median().0);
+        let base = lines
+            .iter()
+            .find(|other| other.name == line.baseline)
+            .map_or(time, |other| other.median().0);
         let bytes = if matches!(line.work, Work::Sink | Work::Blocks | Work::BlocksRead) {
             BLOCK
         } else {
@@ -276,7 +276,7 @@ async fn compare() -> Result<()> {
         if let Some((end, _)) = &line.end {
             let counters = end.qp.software_counters().ok_or("no counters")?.0;
             println!(
-                "{}: {} packets, {} again, {} timeouts",
+                "{}: {} packets, {} retransmitted, {} timeouts",
                 line.name, counters.packets, counters.retransmitted, counters.timeouts
             );
         }
@@ -285,7 +285,7 @@ async fn compare() -> Result<()> {
 }
 
 impl Line {
-    /// Microseconds of an operation: passed, and of processors.
+    /// Returns the elapsed time and the CPU time of an operation in microseconds.
     fn median(&self) -> (f64, f64) {
         let count = self.work.operations() as f64;
         let mut rounds = self.rounds.clone();
@@ -309,7 +309,7 @@ impl Line {
     }
 }
 
-/// TCP: words echoed one by one, blocks taken with few in flight.
+/// Runs operations over TCP: words echoed one by one, blocks streamed.
 async fn exchange(stream: &mut TcpStream, work: Work, count: usize) -> Result<()> {
     let mut block = vec![1; BLOCK];
     if matches!(work, Work::Echo) {
@@ -370,7 +370,7 @@ async fn blocks(end: &End, remote: RemoteRegion, work: Work, count: usize) -> Re
     Ok(())
 }
 
-/// All results, each future polled in turn.
+/// Polls all futures until each is ready; returns their results.
 async fn join_all<T>(futures: Vec<impl Future<Output = T>>) -> Vec<T> {
     let mut futures: Vec<_> = futures.into_iter().map(|future| (Box::pin(future), None)).collect();
     std::future::poll_fn(|context| {
@@ -389,7 +389,7 @@ async fn join_all<T>(futures: Vec<impl Future<Output = T>>) -> Vec<T> {
     futures.into_iter().filter_map(|(_, result)| result).collect()
 }
 
-/// Processor time of all threads of a process, by `proc_pid_stat(5)`'s finer sibling.
+/// Returns the CPU time of all threads of a process, from `schedstat`.
 fn processor(process: &str) -> Result<Duration> {
     let mut total = 0;
     for task in fs::read_dir(format!("/proc/{process}/task"))? {

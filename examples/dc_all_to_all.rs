@@ -1,24 +1,26 @@
-//! Every node writes into every other, by dynamic connections: `cargo run --release --example dc_all_to_all`.
+//! All-to-all WRITEs over dynamically connected (DC) transport.
 //!
 //! ```text
-//! --nodes N        nodes, all in this process; 8, 64 and 512 one after the other unless given
-//! --initiators K   initiators of each node; 4 unless given
-//! --bytes B        bytes of each write; 8 unless given
-//! --measure M      queue pairs made to measure what one takes; 256 unless given, 0 for none
-//! --emulated       through libmlx5, on an emulated ConnectX in this process (feature `mlx5`, libmlx5 installed)
+//! cargo run --release --example dc_all_to_all -- [OPTIONS]
+//!
+//! --nodes N        nodes, all in this process; default: 8, 64 and 512 in succession
+//! --initiators K   DC initiators per node; default 4
+//! --bytes B        bytes per WRITE; default 8
+//! --measure M      queue pairs created to measure the memory of one; default 256, 0 for none
+//! --emulated       libmlx5 on an emulated ConnectX (needs feature `mlx5` and libmlx5)
 //! ```
 //!
-//! Each node has one target, K initiators in a pool, and an address for each other node. It writes a message of its own into
-//! each of them, and all bytes are checked. Printed beside it is what reliable connections would need: one queue pair on each
-//! node for each other node, N × (N − 1) in all.
+//! Each node has one DC target and a pool of K initiators. It writes to every other node, and every
+//! byte is checked. For comparison the program computes what reliable connections would need: one
+//! queue pair per node for each other node, N × (N − 1) in total.
 //!
-//! Memory is what was allocated by Rust and not freed, exactly, and beside it what the kernel says is resident, which counts
-//! whole pages and leaves out what is used again. On the software device that is all that an object takes; on a real one its
-//! library takes more (resident), and so do the kernel and the adapter, which is not seen here. What is marked "computed"
-//! was not made: the number of queue pairs times what one was measured to take.
+//! Heap memory is what Rust code has allocated and not freed. Resident memory is the kernel's
+//! figure for whole pages, and misses reused memory. The heap is all that an object of the software
+//! device takes. A library for a real device takes more (resident); kernel and adapter memory is
+//! not measured.
 //!
-//! The device is the one that `TOKIO_RDMA_DEVICE` names, if it has DC, or the software device. Exits with 0 if every byte
-//! arrived.
+//! The device is the one named by `TOKIO_RDMA_DEVICE`, if it supports DC, or else the software
+//! device.
 
 #[path = "../tests/common/live.rs"]
 mod live;
@@ -36,11 +38,10 @@ use tokio_rdma::{
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 
-/// Nobody waits longer for a write to nodes of the same process.
-const DEADLINE: Duration = Duration::from_secs(60);
-/// Work requests of a send queue, of an initiator and of a queue pair alike.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(60);
+/// The send queue length of an initiator, and of a queue pair.
 const DEPTH: u32 = 32;
-/// Writes that a node has underway.
+/// The WRITEs that a node keeps in flight.
 const WINDOW: usize = 16;
 
 struct Options {
@@ -56,7 +57,8 @@ fn main() -> ExitCode {
         Ok(options) => options,
         Err(error) => {
             eprintln!(
-                "{error}\nusage: dc_all_to_all [--nodes N] [--initiators K] [--bytes B] [--measure M] [--emulated]"
+                "{error}\nusage: dc_all_to_all [--nodes N] [--initiators K] [--bytes B] \
+                 [--measure M] [--emulated]"
             );
             return ExitCode::from(2);
         }
@@ -71,7 +73,6 @@ fn main() -> ExitCode {
     }
 }
 
-/// The device of the adapter that tests of libmlx5 use.
 #[cfg(all(feature = "mlx5", target_os = "linux", target_env = "gnu"))]
 fn emulated() -> Result<Device, Failure> {
     emulated_connectx::EmulatedConnectX::start(emulated_connectx::Options::default())?;
@@ -80,7 +81,7 @@ fn emulated() -> Result<Device, Failure> {
 
 #[cfg(not(all(feature = "mlx5", target_os = "linux", target_env = "gnu")))]
 fn emulated() -> Result<Device, Failure> {
-    Err("--emulated: only with feature mlx5, on Linux".into())
+    Err("--emulated needs feature mlx5 on Linux".into())
 }
 
 fn options() -> Result<Options, lexopt::Error> {
@@ -103,7 +104,7 @@ fn options() -> Result<Options, lexopt::Error> {
     }
     let (nodes, bytes) = (options.nodes.iter().min().copied().unwrap_or(0), options.bytes);
     if nodes < 2 || bytes < 8 || options.initiators == 0 {
-        return Err("at least 2 nodes, 1 initiator and 8 bytes, which say who wrote them".into());
+        return Err("needs at least 2 nodes, 1 initiator and 8 bytes".into());
     }
     Ok(options)
 }
@@ -111,10 +112,10 @@ fn options() -> Result<Options, lexopt::Error> {
 async fn run(options: &Options) -> Result<(), Failure> {
     let device = if options.emulated { emulated()? } else { Device::open_default()? };
     if device.attr().dc.is_none() {
-        return Err(format!("{} has no dynamic connections", device.name()).into());
+        return Err(format!("{} does not support dynamic connections", device.name()).into());
     }
     println!(
-        "device {}, {} initiators for each node, send queues of {DEPTH}",
+        "device {}, {} initiators per node, send queues of {DEPTH}",
         device.name(),
         options.initiators
     );
@@ -122,7 +123,7 @@ async fn run(options: &Options) -> Result<(), Failure> {
         0 => None,
         count => {
             let each = measure_queue_pairs(&device, count).await?;
-            println!("a reliable connection's queue pair: {} (of {count} made)", each);
+            println!("queue pair of a reliable connection: {each} (mean of {count})");
             Some(each)
         }
     };
@@ -133,21 +134,19 @@ async fn run(options: &Options) -> Result<(), Failure> {
     Ok(())
 }
 
-/// One node. Fields drop in this order.
+/// The fields drop in this order.
 struct Node {
     peers: Vec<(DcPoolPeer, RemoteRegion)>,
     pool: DcPool,
     target: DcTarget,
     region: ExposedRegion,
     buffers: Pool,
-    /// Last: the others are made of them.
     _queue: CompletionQueue,
     _pd: ProtectionDomain,
 }
 
-/// What a node tells the others.
 #[derive(Clone, Copy)]
-struct Introduction {
+struct NodeAddress {
     address: DcAddress,
     region: RemoteRegion,
 }
@@ -157,7 +156,7 @@ impl Node {
         let pd = device.protection_domain()?;
         let capacity = DEPTH * options.initiators as u32 + 16;
         let queue = CompletionQueue::builder(device).capacity(capacity).build()?;
-        // Writes take no receives; a target is not made without a queue of them.
+        // WRITEs consume no receives, but a DC target needs a shared receive queue.
         let srq = SharedReceiveQueue::new(&pd, &queue, 1, 1)?;
         let target = DcTarget::new(&pd, &srq)?;
         let pool = DcPool::builder(&pd, &queue).initiators(options.initiators);
@@ -168,11 +167,10 @@ impl Node {
         Ok(Self { peers: Vec::new(), pool, target, region, buffers, _queue: queue, _pd: pd })
     }
 
-    fn introduction(&self) -> Introduction {
-        Introduction { address: self.target.address(), region: self.region.grant() }
+    fn address(&self) -> NodeAddress {
+        NodeAddress { address: self.target.address(), region: self.region.grant() }
     }
 
-    /// Writes a message of its own into its place at every other node.
     async fn write_to_all(&self, number: usize, bytes: usize) -> Result<(), Failure> {
         let others = (0..self.peers.len())
             .map(|at| (number + at) % self.peers.len())
@@ -188,13 +186,13 @@ impl Node {
                 writes.push(peer.write(buffer, region.slice(start..start + bytes as u64)?));
             }
             for write in writes {
-                tokio::time::timeout(DEADLINE, write).await??;
+                tokio::time::timeout(WRITE_TIMEOUT, write).await??;
             }
         }
         Ok(())
     }
 
-    /// Checks that what every other node has written is there, and nothing else.
+    /// Checks that the region holds the messages of all other nodes and nothing else.
     fn check(&self, number: usize, nodes: usize, bytes: usize) -> Result<(), Failure> {
         let (mut found, mut expected) = (vec![0; bytes], vec![0; bytes]);
         for from in 0..nodes {
@@ -204,14 +202,14 @@ impl Node {
                 fill(&mut expected, from, number);
             }
             if found != expected {
-                return Err(format!("node {number} has not what node {from} wrote").into());
+                return Err(format!("node {number}: wrong bytes from node {from}").into());
             }
         }
         Ok(())
     }
 }
 
-/// Bytes that say who wrote them to whom.
+/// Fills `bytes` with a pattern that identifies sender and receiver.
 fn fill(bytes: &mut [u8], from: usize, to: usize) {
     let tag = (((from as u64 + 1) << 32) | (to as u64 + 1)).to_be_bytes();
     for (at, byte) in bytes.iter_mut().enumerate() {
@@ -220,11 +218,11 @@ fn fill(bytes: &mut [u8], from: usize, to: usize) {
 }
 
 struct Report {
-    /// Of all nodes, without their peers.
+    /// All nodes, without their peers.
     base: Memory,
-    /// Of all addresses of all nodes.
+    /// All peers of all nodes.
     peers: Memory,
-    /// Of all nodes with all of it, after the writes.
+    /// All nodes and peers, after the WRITEs.
     used: Memory,
     switches: u64,
     elapsed: Duration,
@@ -234,15 +232,15 @@ async fn all_to_all(device: &Device, nodes: usize, options: &Options) -> Result<
     let start = Memory::now()?;
     let mut all =
         (0..nodes).map(|_| Node::new(device, nodes, options)).collect::<Result<Vec<_>, _>>()?;
-    let made = Memory::now()?;
-    let introductions: Vec<_> = all.iter().map(Node::introduction).collect();
+    let created = Memory::now()?;
+    let addresses: Vec<_> = all.iter().map(Node::address).collect();
     for node in &mut all {
         node.peers.reserve_exact(nodes);
-        for &Introduction { address, region } in &introductions {
+        for &NodeAddress { address, region } in &addresses {
             node.peers.push((node.pool.peer(&address)?, region));
         }
     }
-    let met = Memory::now()?;
+    let connected = Memory::now()?;
 
     let began = Instant::now();
     let bytes = options.bytes;
@@ -265,13 +263,16 @@ async fn all_to_all(device: &Device, nodes: usize, options: &Options) -> Result<
         node.check(*number, nodes, bytes)?;
         let counters = node.pool.counters();
         if counters.repairs > 0 {
-            return Err(format!("node {number} had to repair an initiator: {counters:?}").into());
+            return Err(format!(
+                "node {number}: an initiator failed and was repaired: {counters:?}"
+            )
+            .into());
         }
         switches += counters.switches;
     }
     Ok(Report {
-        base: made.since(start),
-        peers: met.since(made),
+        base: created.since(start),
+        peers: connected.since(created),
         used: Memory::now()?.since(start),
         switches,
         elapsed,
@@ -282,31 +283,31 @@ fn print(nodes: usize, options: &Options, report: &Report, queue_pair: Option<Me
     let Options { initiators, bytes, .. } = options;
     let pairs = nodes * (nodes - 1);
     println!(
-        "\n{nodes} nodes: {pairs} writes of {bytes} bytes in {:?}, each byte checked",
+        "\n{nodes} nodes: {pairs} WRITEs of {bytes} bytes in {:?}, every byte checked",
         report.elapsed
     );
-    println!("  dynamic connections, made:");
+    println!("  dynamic connections, measured:");
     println!(
-        "    {} queue pairs and targets in all, {} on each node ({initiators} initiators, 1 target)",
+        "    {} queue pairs and targets, {} per node ({initiators} initiators, 1 target)",
         nodes * (initiators + 1),
         initiators + 1
     );
     println!("    node without its peers  {}", report.base.over(nodes));
-    println!("    peer of a node          {}", report.peers.over(nodes * nodes));
-    println!("    node after its writes   {}", report.used.over(nodes));
-    println!("    {} switches of an initiator to another peer", report.switches);
+    println!("    each peer of a node     {}", report.peers.over(nodes * nodes));
+    println!("    node after its WRITEs   {}", report.used.over(nodes));
+    println!("    {} times an initiator switched to another peer", report.switches);
     println!("  reliable connections, computed:");
-    println!("    {pairs} queue pairs in all, {} on each node", nodes - 1);
+    println!("    {pairs} queue pairs, {} per node", nodes - 1);
     if let Some(each) = queue_pair {
         println!("    queue pairs of a node   {}", each.times((nodes - 1) as f64));
     }
 }
 
-/// What one of `count` queue pairs takes, connected two by two, after a write of each.
+/// Measures the memory of one of `count` connected queue pairs, after a WRITE on each.
 async fn measure_queue_pairs(device: &Device, count: usize) -> Result<Memory, Failure> {
     let count = count.next_multiple_of(2);
     let pd = device.protection_domain()?;
-    // Their receives are those of one shared queue, as targets have it.
+    // All share one receive queue, as with DC targets.
     let queue = CompletionQueue::builder(device).capacity(DEPTH * count as u32 + 16).build()?;
     let srq = SharedReceiveQueue::new(&pd, &queue, 1, 1)?;
     let region = ExposedRegion::new(&pd, HostMemory::zeroed(8)?, Access::REMOTE_WRITE)?;
@@ -321,18 +322,16 @@ async fn measure_queue_pairs(device: &Device, count: usize) -> Result<Memory, Fa
         made.extend([one, other]);
     }
     for queue_pair in &made {
-        tokio::time::timeout(DEADLINE, queue_pair.write_inline(b"measured", region.grant()))
+        tokio::time::timeout(WRITE_TIMEOUT, queue_pair.write_inline(b"measured", region.grant()))
             .await??;
     }
     Ok(Memory::now()?.since(start).over(count))
 }
 
-/// Memory of this process, in bytes; of one object, so much as it took.
+/// Memory of this process, in bytes.
 #[derive(Clone, Copy)]
 struct Memory {
-    /// Allocated by Rust and not freed.
     heap: f64,
-    /// In memory, as the kernel says.
     resident: f64,
 }
 
@@ -341,7 +340,7 @@ impl Memory {
         let status = std::fs::read_to_string("/proc/self/status")?;
         let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
         let kib = line.and_then(|line| line.trim().split(' ').next()?.parse::<f64>().ok());
-        let resident = kib.ok_or("no VmRSS in /proc/self/status")? * 1024.0;
+        let resident = kib.ok_or("VmRSS missing in /proc/self/status")? * 1024.0;
         Ok(Self { heap: live::bytes() as f64, resident })
     }
 
@@ -349,7 +348,6 @@ impl Memory {
         Self { heap: join(self.heap, other.heap), resident: join(self.resident, other.resident) }
     }
 
-    /// Since `before`.
     fn since(self, before: Self) -> Self {
         self.each(before, |now, before| (now - before).max(0.0))
     }

@@ -1,22 +1,22 @@
-//! What works on this machine, and what to do about the rest: `cargo run --example doctor`.
+//! A diagnosis of RDMA on this machine: `cargo run --example doctor`.
 //!
 //! ```text
-//! --device NAME    this device only
-//! --memory BYTES   whether this much can be registered
-//! --hardware       the software device does not count
-//! --json           for programs
+//! --device NAME    examines this device only
+//! --memory BYTES   tests whether this much memory can be registered
+//! --hardware       ignores the software device
+//! --json           prints JSON
 //! ```
 //!
-//! Exits with 0 if a device works, which is to say that an awaited WRITE to itself succeeded; with 1 if none does; with
-//! 2 for arguments it does not understand. The software device works everywhere and counts, since programs run on it;
-//! with `--hardware`, or `--device` and another name, it does not.
+//! The exit status is 0 if a device works, that is if an awaited WRITE to itself succeeded; 1 if
+//! none does; 2 for unknown arguments. The software device counts, unless `--hardware` or
+//! `--device` excludes it.
 
 use std::io::Write;
 use std::process::ExitCode;
 
 use serde_json::{Value, json};
 use tokio_rdma::doctor::{
-    Ability, DeviceReport, Examine, Finding, Host, PortReport, Report, Verdict,
+    Capability, CapabilityStatus, DeviceReport, Examination, Finding, Host, PortReport, Report,
 };
 use tokio_rdma::types::{DeviceAttr, RankedGid};
 
@@ -38,7 +38,7 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    let mut examine = Examine::new();
+    let mut examine = Examination::new();
     if let Some(bytes) = options.memory {
         examine = examine.memory(bytes);
     }
@@ -54,7 +54,7 @@ fn main() -> ExitCode {
     if options.json {
         text = format!("{:#}\n", report_as_json(&report, works));
     }
-    // Who reads through `head` has seen enough.
+    // A reader such as `head` may close the pipe early.
     let _ = std::io::stdout().write_all(text.as_bytes());
     if works { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
@@ -75,7 +75,7 @@ fn options() -> Result<Options, lexopt::Error> {
     Ok(options)
 }
 
-// JSON. Names are those of the types; what is absent is null.
+// JSON. Absent values are null.
 
 fn report_as_json(report: &Report, works: bool) -> Value {
     json!({
@@ -118,6 +118,7 @@ fn host(host: &Host) -> Value {
 }
 
 fn device(device: &DeviceReport) -> Value {
+    let capabilities = device.capabilities.iter().map(capability);
     json!({
         "name": device.name,
         "software": device.is_software(),
@@ -125,7 +126,7 @@ fn device(device: &DeviceReport) -> Value {
         "error": device.error,
         "attr": device.attr.as_ref().map(attr),
         "ports": device.ports.iter().map(port).collect::<Vec<_>>(),
-        "abilities": device.abilities.iter().map(ability).collect::<serde_json::Map<_, _>>(),
+        "capabilities": capabilities.collect::<serde_json::Map<_, _>>(),
     })
 }
 
@@ -193,17 +194,21 @@ fn gid(gid: &RankedGid) -> Value {
     })
 }
 
-fn ability(ability: &Ability) -> (String, Value) {
-    let (verdict, detail) = match &ability.verdict {
-        Verdict::Works(seen) => ("works", seen.as_str()),
-        Verdict::Claimed(how) => ("claimed", how.as_str()),
-        Verdict::Absent => ("absent", ""),
-        Verdict::Failed(error) => ("failed", error.as_str()),
+fn capability(capability: &Capability) -> (String, Value) {
+    let (status, detail) = match &capability.status {
+        CapabilityStatus::Works(seen) => ("works", seen.as_str()),
+        CapabilityStatus::Claimed(how) => ("claimed", how.as_str()),
+        CapabilityStatus::Absent => ("absent", ""),
+        CapabilityStatus::Failed(error) => ("failed", error.as_str()),
         _ => ("unknown", ""),
     };
-    (ability.name.to_owned(), json!({ "verdict": verdict, "detail": detail }))
+    (capability.name.to_owned(), json!({ "status": status, "detail": detail }))
 }
 
 fn finding(finding: &Finding) -> Value {
-    json!({ "severity": finding.severity.to_string(), "what": finding.what, "advice": finding.advice })
+    json!({
+        "severity": finding.severity.to_string(),
+        "what": finding.what,
+        "advice": finding.advice,
+    })
 }

@@ -1,15 +1,14 @@
-//! `ibv_rc_pingpong(1)`, `ibv_uc_pingpong(1)`, `ibv_ud_pingpong(1)` and `ibv_srq_pingpong(1)` of libibverbs, in Rust: talks to
-//! those in C, as client and as server.
+//! `ibv_rc_pingpong(1)`, `ibv_uc_pingpong(1)`, `ibv_ud_pingpong(1)` and `ibv_srq_pingpong(1)` of
+//! libibverbs in Rust. Client and server interoperate with the C programs.
 //!
 //! ```text
 //! pingpong [rc | uc | ud] [--udp ADDRESS] [-q COUNT] [-s SIZE] [-n COUNT] [-p PORT] [HOST]
 //! ```
 //!
-//! Without HOST it is the server. The two meet over TCP, where each tells the other its queue pairs: the protocol that these
-//! programs have, and an example of one of your own. Then the client sends SIZE bytes (4096; of datagrams 1024), the server as
-//! many, and so on, COUNT times (1,000). `ibv_srq_pingpong` is met with `-q 16`: so many queue pairs at once. The device is a
-//! software device that speaks RoCE v2 over UDP from the address that --udp names, or else that of `TOKIO_RDMA_DEVICE`, or the
-//! first there is. Exits with 0 if all went well.
+//! Without HOST the program is the server. The ends exchange queue pair addresses over TCP, then
+//! send SIZE bytes (4096; 1024 for datagrams) to and fro in COUNT rounds (1,000). `-q 16` matches
+//! `ibv_srq_pingpong`. With --udp the device is a software device that sends RoCE v2 from ADDRESS;
+//! otherwise the one named by `TOKIO_RDMA_DEVICE`, or the first.
 
 use std::error::Error;
 use std::net::{IpAddr, Ipv6Addr};
@@ -29,16 +28,13 @@ use tokio_rdma::{
 
 type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 
-/// A peer that is there answers long before.
 const DEADLINE: Duration = Duration::from_secs(60);
-/// How long a server waits for its client.
-const PATIENCE: Duration = Duration::from_secs(120);
-/// Longer than a peer waits before it repeats what was not acknowledged.
+const ACCEPT_TIMEOUT: Duration = Duration::from_secs(120);
+/// Longer than a peer's ACK timeout.
 const LINGER: Duration = Duration::from_secs(1);
-/// Of the programs in C.
 const QKEY: Qkey = Qkey(0x1111_1111);
-/// Bytes in front of a datagram.
-const ROUTING: usize = 40;
+/// The global routing header in front of a datagram.
+const GRH_LEN: usize = 40;
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> ExitCode {
@@ -46,7 +42,8 @@ async fn main() -> ExitCode {
         Ok(options) => options,
         Err(error) => {
             eprintln!(
-                "{error}\nusage: pingpong [rc | uc | ud] [--udp ADDRESS] [-q COUNT] [-s SIZE] [-n COUNT] [-p PORT] [HOST]"
+                "{error}\nusage: pingpong [rc | uc | ud] [--udp ADDRESS] [-q COUNT] [-s SIZE] \
+                 [-n COUNT] [-p PORT] [HOST]"
             );
             return ExitCode::from(2);
         }
@@ -77,33 +74,33 @@ async fn run(options: &Options) -> Result<()> {
             let listener = TcpListener::bind((Ipv6Addr::UNSPECIFIED, options.port)).await?;
             // Scripts wait for this line.
             println!("server: listening on {}", listener.local_addr()?);
-            tokio::time::timeout(PATIENCE, listener.accept()).await??.0
+            tokio::time::timeout(ACCEPT_TIMEOUT, listener.accept()).await??.0
         }
     };
     let peer = stream.peer_addr()?.ip().to_canonical();
-    let ends = Ends::new(&device, peer, options)?;
-    let routes = tokio::time::timeout(DEADLINE, ends.meet(&mut stream, options)).await??;
-    ends.play(&routes, options).await
+    let local = LocalEnd::new(&device, peer, options)?;
+    let routes =
+        tokio::time::timeout(DEADLINE, local.exchange_addresses(&mut stream, options)).await??;
+    local.run_rounds(&routes, options).await
 }
 
-/// Our queue pairs, with a receive posted for each message that may come.
-struct Ends {
+struct LocalEnd {
     pd: ProtectionDomain,
     pool: Pool,
     queue_pairs: Vec<QueuePair>,
-    /// Two of each, so that one is there while the other one is looked at.
+    /// Two per queue pair: one stays posted while the other is processed.
     receives: Vec<[Recv<BufMut>; 2]>,
 }
 
-/// Where messages of a queue pair go: to its peer, or of datagrams each by this route.
+/// The destination of datagrams; `None` for a connected queue pair.
 type Route = Option<(AddressHandle, Qpn)>;
 
-impl Ends {
+impl LocalEnd {
     fn new(device: &Device, peer: IpAddr, options: &Options) -> Result<Self> {
         let pd = device.protection_domain()?;
         let queue = CompletionQueue::new(device, CompletionMode::Event)?;
         let pool = Pool::builder(&pd)
-            .buffer_size(ROUTING + options.size)
+            .buffer_size(GRH_LEN + options.size)
             .buffers(4 * options.queue_pairs)
             .build()?;
         let make = |_| {
@@ -117,29 +114,33 @@ impl Ends {
         };
         let queue_pairs =
             (0..options.queue_pairs).map(make).collect::<std::result::Result<Vec<_>, _>>()?;
-        // Before the peer knows of them: a datagram that finds none is lost.
-        let room = || pool.try_alloc(pool.buffer_size());
+        // Posted before the peer learns the addresses: a datagram without a receive is lost.
+        let buffer = || pool.try_alloc(pool.buffer_size());
         let mut receives = Vec::new();
         for qp in &queue_pairs {
-            receives.push([qp.recv(room()?), qp.recv(room()?)]);
+            receives.push([qp.recv(buffer()?), qp.recv(buffer()?)]);
         }
         Ok(Self { pd, pool, queue_pairs, receives })
     }
 
-    /// Both tell their queue pairs, and connect them.
-    async fn meet(&self, stream: &mut TcpStream, options: &Options) -> Result<Vec<Route>> {
+    async fn exchange_addresses(
+        &self,
+        stream: &mut TcpStream,
+        options: &Options,
+    ) -> Result<Vec<Route>> {
         let mut lines = String::new();
         for qp in &self.queue_pairs {
             lines.push_str(&line(&qp.endpoint()));
         }
-        // The program with several tells as many as it could have.
+        // `ibv_srq_pingpong` always sends its maximum number of addresses.
         if self.queue_pairs.len() > 1 {
             lines.extend(
-                (self.queue_pairs.len()..MOST).map(|_| format!("0000:000000:000000:{:032}\0", 0)),
+                (self.queue_pairs.len()..MAX_QUEUE_PAIRS)
+                    .map(|_| format!("0000:000000:000000:{:032}\0", 0)),
             );
         }
         let mut theirs = vec![0; lines.len()];
-        // The server connects before it answers: its receives are there when the first message comes.
+        // The server connects before it replies, so it is ready for the first message.
         if options.host.is_some() {
             stream.write_all(lines.as_bytes()).await?;
             stream.read_exact(&mut theirs).await?;
@@ -147,7 +148,7 @@ impl Ends {
             stream.read_exact(&mut theirs).await?;
         }
         let mut routes = Vec::new();
-        for (qp, theirs) in self.queue_pairs.iter().zip(theirs.chunks(LINE)) {
+        for (qp, theirs) in self.queue_pairs.iter().zip(theirs.chunks(ADDRESS_LEN)) {
             routes.push(self.connect(qp, theirs)?);
         }
         if options.host.is_some() {
@@ -168,26 +169,26 @@ impl Ends {
             let route = self.pd.address_handle(&AddressVector::new(PortNum(1), index, peer.gid))?;
             return Ok(Some((route, peer.qpn)));
         }
-        // Half a second: the other end may be a process that has to wait for a processor.
+        // 0.5 s: the peer may be a process that waits for a processor.
         let options =
             ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() };
         qp.connect_with(&peer, &options)?;
         Ok(None)
     }
 
-    /// Sends and answers until as many messages as there are rounds have gone either way, and says how many.
-    async fn play(self, routes: &[Route], options: &Options) -> Result<()> {
+    /// Sends and receives until the rounds are complete in both directions.
+    async fn run_rounds(self, routes: &[Route], options: &Options) -> Result<()> {
         let start = Instant::now();
         let (sent, received) = (std::cell::Cell::new(0), std::cell::Cell::new(0));
-        let over = || sent.get() >= options.rounds && received.get() >= options.rounds;
+        let finished = || sent.get() >= options.rounds && received.get() >= options.rounds;
         let Self { pool, queue_pairs, receives, .. } = self;
-        let one = async |qp: &QueuePair,
-                         route: &Route,
-                         mut receives: [Recv<BufMut>; 2]|
+        let ping_pong = async |qp: &QueuePair,
+                               route: &Route,
+                               mut receives: [Recv<BufMut>; 2]|
                -> Result<()> {
-            let mut turn = options.host.is_some();
-            while !over() {
-                if turn {
+            let mut sending = options.host.is_some();
+            while !finished() {
+                if sending {
                     let message = pool.copy_from(&pattern(options.size))?;
                     match route {
                         Some((route, qpn)) => drop(qp.send_to(message, route, *qpn, QKEY).await?),
@@ -196,11 +197,11 @@ impl Ends {
                     sent.set(sent.get() + 1);
                 } else {
                     let message = (&mut receives[0]).await?;
-                    let routing = if route.is_some() { ROUTING } else { 0 };
-                    if message.buffer.len() != routing + options.size {
+                    let header = if route.is_some() { GRH_LEN } else { 0 };
+                    if message.buffer.len() != header + options.size {
                         return Err(format!(
                             "{} bytes instead of {}",
-                            message.buffer.len() - routing,
+                            message.buffer.len() - header,
                             options.size
                         )
                         .into());
@@ -209,14 +210,14 @@ impl Ends {
                     receives[0] = qp.recv(message.buffer);
                     receives.swap(0, 1);
                 }
-                turn = !turn;
+                sending = !sending;
             }
             Ok(())
         };
-        let ends = queue_pairs.iter().zip(routes).zip(receives);
-        let all = ends.map(|((qp, route), receives)| Box::pin(one(qp, route, receives)));
+        let local = queue_pairs.iter().zip(routes).zip(receives);
+        let all = local.map(|((qp, route), receives)| Box::pin(ping_pong(qp, route, receives)));
         let all = futures::future::select_all(all);
-        // The first to see that it is over ends it: the others may wait for a peer that has left.
+        // The first to finish ends the run: the others may wait for a peer that has exited.
         tokio::time::timeout(DEADLINE, all).await?.0?;
         println!(
             "{} messages sent and {} received in {:.1?}",
@@ -224,7 +225,8 @@ impl Ends {
             received.get(),
             start.elapsed()
         );
-        // A message is here before its acknowledgement leaves, and that may be lost: who repeats the last one is still answered.
+        // The acknowledgement of the last message may be lost; a retransmission must still be
+        // answered.
         tokio::time::sleep(LINGER).await;
         Ok(())
     }
@@ -234,11 +236,11 @@ fn pattern(size: usize) -> Vec<u8> {
     vec![0x7b; size]
 }
 
-/// Bytes of a queue pair on TCP: LID, number, first PSN and GID in hexadecimal, and a zero.
-const LINE: usize = "0000:000000:000000:00000000000000000000000000000000\0".len();
+/// LID, queue pair number, first PSN and GID in hexadecimal, and a zero byte.
+const ADDRESS_LEN: usize = "0000:000000:000000:00000000000000000000000000000000\0".len();
 
-/// Queue pairs of `ibv_srq_pingpong` at most.
-const MOST: usize = 256;
+/// The maximum of `ibv_srq_pingpong`.
+const MAX_QUEUE_PAIRS: usize = 256;
 
 fn line(end: &QueuePairEndpoint) -> String {
     let gid: String = end.gid.0.iter().map(|byte| format!("{byte:02x}")).collect();
@@ -248,13 +250,13 @@ fn line(end: &QueuePairEndpoint) -> String {
 fn parse(line: &[u8], peer: &mut QueuePairEndpoint) -> Result<()> {
     let text = std::str::from_utf8(line)?.trim_end_matches('\0');
     let [lid, qpn, psn, gid] = text.split(':').collect::<Vec<_>>()[..] else {
-        return Err(format!("{text:?} is no queue pair").into());
+        return Err(format!("invalid queue pair address {text:?}").into());
     };
     peer.lid = u16::from_str_radix(lid, 16)?;
     peer.qpn = Qpn(u32::from_str_radix(qpn, 16)?);
     peer.psn = Psn::new(u32::from_str_radix(psn, 16)?);
     peer.gid = Gid(u128::from_str_radix(gid, 16)?.to_be_bytes());
-    // Unless they are told otherwise.
+    // The default of the C programs.
     peer.mtu = Mtu::Mtu1024;
     Ok(())
 }
@@ -273,7 +275,7 @@ impl Options {
     fn from_arguments() -> std::result::Result<Self, lexopt::Error> {
         use lexopt::prelude::{Long, Short, Value, ValueExt};
         let (mut transport, mut size) = (None, None);
-        // Those of the programs in C.
+        // The defaults of the C programs.
         let mut options = Self {
             transport: Transport::Rc,
             udp: None,
@@ -302,11 +304,11 @@ impl Options {
         }
         options.transport = transport.unwrap_or(Transport::Rc);
         options.size = size.unwrap_or(if options.transport == Transport::Ud { 1024 } else { 4096 });
-        if options.queue_pairs > MOST {
-            return Err(format!("-q takes at most {MOST}").into());
+        if options.queue_pairs > MAX_QUEUE_PAIRS {
+            return Err(format!("-q: at most {MAX_QUEUE_PAIRS} queue pairs").into());
         }
         if options.queue_pairs == 0 || options.size == 0 || options.rounds == 0 {
-            return Err("-q, -s and -n take at least 1".into());
+            return Err("-q, -s and -n must be at least 1".into());
         }
         Ok(options)
     }

@@ -1,30 +1,29 @@
-//! The whole tour in one program: `cargo run --release --example quickstart`.
+//! A tour of reliable connections: `cargo run --release --example quickstart`.
 //!
-//! Two tasks, a server and a client, each with an open device of its own, connect two queue pairs and do
-//! everything that the crate can do with a reliable connection, three times: with completions found by events,
-//! by a busy-polling thread, and by both. Each step checks what it did. At the end come the latencies.
-//!
-//! The same between two processes, or two hosts, which meet by address:
+//! A server task and a client task each open a device, connect two queue pairs, and run every
+//! operation of a reliable connection in three completion modes: event, busy-poll and hybrid. Each
+//! step checks its result. At the end the program prints latencies. The ends can also be two
+//! processes or hosts:
 //!
 //! ```text
 //! quickstart --listen 127.0.0.1:7471
 //! quickstart --connect 127.0.0.1:7471 [--from ADDRESS]
 //! ```
 //!
-//! Either has a software device that speaks RoCE v2 over UDP: at the address that it listens at, or that leads to the
-//! other (for one on loopback, the first that is free from 127.0.0.254 down; port 4791 has room for one program at each
-//! address), unless there is a real one at the address, or `TOKIO_RDMA_DEVICE` names one.
+//! Each process then uses a real device with that address, or the one named by `TOKIO_RDMA_DEVICE`,
+//! or a software device that sends RoCE v2 over UDP. UDP port 4791 of an address belongs to one
+//! program, so on loopback the client takes the first free address from 127.0.0.254 downwards.
 //!
 //! ```text
 //!   client                                     server
-//!     │ ◀────── endpoints, any channel ───────▶ │      QueuePair::endpoint, connect; or cm::resolve, cm::Listener
-//!     │ ◀────── SEND: key of its memory ─────── │      ExposedRegion::grant
-//!     │ ─────── WRITE, READ ──────────────────▶ │      (the server does nothing)
-//!     │ ─────── WRITE_WITH_IMM ───────────────▶ │      and is told
-//!     │ ─────── compare-and-swap, fetch-add ──▶ │      (the server does nothing)
+//!     │ ◀────── endpoints, any channel ───────▶ │    QueuePair::endpoint, connect; or cm
+//!     │ ◀────── SEND: address and key ───────── │    ExposedRegion::grant
+//!     │ ─────── WRITE, READ ──────────────────▶ │    (the server does nothing)
+//!     │ ─────── WRITE_WITH_IMM ───────────────▶ │    consumes a receive of the server
+//!     │ ─────── compare-and-swap, fetch-add ──▶ │    (the server does nothing)
 //!     │ ─────── SEND ─────────────────────────▶ │
 //!     │ ◀───────────────────────────── SEND ─── │
-//!     │ ─────── WRITE with a wrong key ───────▶ ✗      both ends are told, and connect anew
+//!     │ ─────── WRITE with a wrong key ───────▶ ✗    both queue pairs fail and reconnect
 //! ```
 
 use std::error::Error;
@@ -35,7 +34,7 @@ use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
 use tokio::sync::mpsc;
-use tokio_rdma::cm::{self, Link};
+use tokio_rdma::cm::{self, CmConnection};
 use tokio_rdma::op::{ConnectOptions, Recv};
 use tokio_rdma::types::{AckTimeout, Rkey, WcStatus};
 use tokio_rdma::{
@@ -45,17 +44,14 @@ use tokio_rdma::{
 
 type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 
-/// How often each operation is timed, in each mode.
 const ROUNDS: u32 = 5_000;
 
-/// Of one kind of operation.
-const ENOUGH: Duration = Duration::from_secs(2);
-/// A mode that has not finished by then never will.
+/// Ends the measurement of one operation early.
+const TIME_LIMIT: Duration = Duration::from_secs(2);
 const DEADLINE: Duration = Duration::from_secs(30);
-/// How long a server waits for its client.
-const PATIENCE: Duration = Duration::from_secs(300);
+const SERVER_DEADLINE: Duration = Duration::from_secs(300);
 
-/// What is where in the server's memory.
+/// The layout of the server's memory.
 const TEXT: std::ops::Range<u64> = 0..13;
 const COUNTER: std::ops::Range<u64> = 64..72;
 const SCRATCH: std::ops::Range<u64> = 128..136;
@@ -71,7 +67,7 @@ async fn main() -> Result<()> {
     let mut latencies = Vec::new();
     for (name, mode) in modes {
         println!("{name}");
-        let limit = if matches!(place, Place::Server(..)) { PATIENCE } else { DEADLINE };
+        let limit = if matches!(place, Place::Server(..)) { SERVER_DEADLINE } else { DEADLINE };
         latencies.extend(
             tokio::time::timeout(limit, tour(&place, mode))
                 .await??
@@ -83,7 +79,7 @@ async fn main() -> Result<()> {
     Ok(())
 }
 
-/// Everything once, and the latencies that the client saw, if it is here.
+/// Runs all steps once. Returns the latencies if the client is in this process.
 async fn tour(place: &Place, mode: CompletionMode) -> Result<Option<Vec<Latency>>> {
     let [server, client] = place.peers(&mode)?;
     let server = server.map(|peer| task(serve(peer)));
@@ -110,36 +106,37 @@ async fn task<T: Send + 'static>(
 async fn serve(mut peer: Peer) -> Result<()> {
     let qp = peer.connect().await?;
 
-    // Memory that others may reach is a type of its own; `grant` names it and holds its key.
+    // Peers may access an `ExposedRegion`. `grant` returns its address, length and key.
     let region = ExposedRegion::new(&peer.pd, vec![0; 4096], Access::REMOTE_ALL)?;
     qp.send(peer.pool.copy_from(&region.grant().to_bytes())?).await?;
-    peer.did("exposed 4096 bytes and sent their key");
+    peer.did("exposed 4096 bytes and sent their address and key");
 
     wait_for_write(&peer, &qp, &region).await?;
     let next = answer_message(&peer, &qp, &region).await?;
-    wait_for_the_end(&peer, next).await?;
+    wait_for_disconnect(&peer, next).await?;
 
-    // The region is still exposed: the client's grant works over the new connection too.
+    // The client's grant is also valid on the new connection.
     let qp = peer.connect().await?;
-    answer_everything(&peer, &qp).await?;
+    answer_until_empty(&peer, &qp).await?;
     qp.close().await;
     Ok(())
 }
 
-/// WRITE and READ pass unnoticed. WRITE_WITH_IMM consumes a receive, and so we learn of it.
+/// Waits for WRITE_WITH_IMM, which consumes a receive. WRITE and READ produce no completion here.
 async fn wait_for_write(peer: &Peer, qp: &QueuePair, region: &ExposedRegion) -> Result<()> {
-    let news = qp.recv(peer.pool.try_alloc(64)?).await?;
-    check("immediate", news.imm, Some(Imm(7)))?;
-    check("is a write", news.written, true)?;
+    let received = qp.recv(peer.pool.try_alloc(64)?).await?;
+    check("immediate", received.imm, Some(Imm(7)))?;
+    check("is a write", received.written, true)?;
 
     let mut text = [0; 13];
     region.read(TEXT.start as usize, &mut text)?;
     check("text", &text, b"hello, remote")?;
-    peer.did("was told of WRITE_WITH_IMM, and found the text in its memory");
+    peer.did("received WRITE_WITH_IMM and found the text in its memory");
     Ok(())
 }
 
-/// Gives the receive for what comes next: posted before the answer is sent, so that whatever comes finds it.
+/// Answers a message. Returns the next receive, posted before the answer is sent so that the next
+/// message always finds it.
 async fn answer_message(
     peer: &Peer,
     qp: &QueuePair,
@@ -150,7 +147,7 @@ async fn answer_message(
     check("counter", region.load(COUNTER.start as usize)?, 42)?;
     let next = qp.recv(peer.pool.try_alloc(64)?);
     let answer = qp.send(peer.pool.copy_from(b"pong")?).await;
-    // The client ends the connection once it has the answer: what it does for that may overtake its acknowledgement.
+    // The client's next step may overtake the acknowledgement of this SEND and flush it.
     if let Err(error) = answer {
         check("status of the answer", error.status(), Some(WcStatus::WR_FLUSH_ERR))?;
     }
@@ -158,10 +155,11 @@ async fn answer_message(
     Ok(next)
 }
 
-/// The client uses a wrong key. Our device refuses and ends the connection: receives come back unfilled.
-async fn wait_for_the_end(peer: &Peer, next: Recv<BufMut>) -> Result<()> {
+/// Waits for the connection to fail: this device refuses the client's wrong key and flushes the
+/// receives.
+async fn wait_for_disconnect(peer: &Peer, next: Recv<BufMut>) -> Result<()> {
     match next.await {
-        Ok(message) => Err(format!("expected the end, received {message:?}").into()),
+        Ok(message) => Err(format!("expected a disconnect, received {message:?}").into()),
         Err(error) => {
             check("status of the receive", error.status(), Some(WcStatus::WR_FLUSH_ERR))?;
             peer.did(&format!("lost the connection: {error}"));
@@ -170,8 +168,7 @@ async fn wait_for_the_end(peer: &Peer, next: Recv<BufMut>) -> Result<()> {
     }
 }
 
-/// Answers messages and writes until an empty message comes.
-async fn answer_everything(peer: &Peer, qp: &QueuePair) -> Result<()> {
+async fn answer_until_empty(peer: &Peer, qp: &QueuePair) -> Result<()> {
     let mut next = qp.recv(peer.pool.try_alloc(64)?);
     loop {
         let request = next.await?;
@@ -188,7 +185,7 @@ async fn answer_everything(peer: &Peer, qp: &QueuePair) -> Result<()> {
 async fn request(mut peer: Peer) -> Result<Vec<Latency>> {
     let qp = peer.connect().await?;
     let key = qp.recv(peer.pool.try_alloc(RemoteRegion::ENCODED_LEN)?).await?;
-    let remote = RemoteRegion::from_bytes(&key.buffer).ok_or("that is no key")?;
+    let remote = RemoteRegion::from_bytes(&key.buffer).ok_or("invalid address and key")?;
 
     write_and_read(&peer, &qp, remote).await?;
     change_atomically(&peer, &qp, remote).await?;
@@ -196,7 +193,7 @@ async fn request(mut peer: Peer) -> Result<Vec<Latency>> {
     use_wrong_key(&peer, &qp, remote).await?;
 
     let qp = peer.connect().await?;
-    peer.did("connected anew");
+    peer.did("reconnected");
     let latencies = measure(&peer, &qp, remote).await?;
     qp.send(peer.pool.try_alloc(0)?).await?;
     qp.close().await;
@@ -205,13 +202,13 @@ async fn request(mut peer: Peer) -> Result<Vec<Latency>> {
 
 async fn write_and_read(peer: &Peer, qp: &QueuePair, remote: RemoteRegion) -> Result<()> {
     let text = remote.slice(TEXT)?;
-    // An operation owns its buffer while the device uses it, and gives it back with the result.
+    // An operation owns its buffer while in flight, and returns it with the result.
     let mut buffer = qp.write(peer.pool.copy_from(b"hello, remote")?, text).await?;
     peer.did("wrote 13 bytes to the server's memory");
 
     buffer.fill(0);
     let buffer = qp.read(buffer, text).await?;
-    check("what was read", &buffer[..], b"hello, remote")?;
+    check("data read", &buffer[..], b"hello, remote")?;
     peer.did("read them back");
 
     qp.write_with_imm(buffer, text, Imm(7)).await?;
@@ -221,15 +218,15 @@ async fn write_and_read(peer: &Peer, qp: &QueuePair, remote: RemoteRegion) -> Re
 async fn change_atomically(peer: &Peer, qp: &QueuePair, remote: RemoteRegion) -> Result<()> {
     let counter = remote.slice(COUNTER)?;
     check("before compare-and-swap", qp.compare_swap(counter, 0, 40).await?, 0)?;
-    check("a second one does nothing", qp.compare_swap(counter, 0, 1).await?, 40)?;
-    peer.did("compared and swapped: 0 became 40");
+    check("second compare-and-swap", qp.compare_swap(counter, 0, 1).await?, 40)?;
+    peer.did("compare-and-swap changed 0 to 40");
     check("before fetch-and-add", qp.fetch_add(counter, 2).await?, 40)?;
-    peer.did("fetched and added: 40 became 42");
+    peer.did("fetch-and-add changed 40 to 42");
     Ok(())
 }
 
 async fn exchange_messages(peer: &Peer, qp: &QueuePair) -> Result<()> {
-    // Calling posts, awaiting waits: the receive is there before the answer can come.
+    // The call posts, the await waits: the receive is posted before the answer can arrive.
     let answer = qp.recv(peer.pool.try_alloc(64)?);
     qp.send(peer.pool.copy_from(b"ping")?).await?;
     check("answer", &answer.await?.buffer[..], b"pong")?;
@@ -240,15 +237,15 @@ async fn exchange_messages(peer: &Peer, qp: &QueuePair) -> Result<()> {
 async fn use_wrong_key(peer: &Peer, qp: &QueuePair, remote: RemoteRegion) -> Result<()> {
     let forged = RemoteRegion::new(remote.addr(), remote.len(), Rkey(!remote.rkey().0));
     let Err(error) = qp.write(peer.pool.copy_from(b"intruder")?, forged).await else {
-        return Err("a wrong key opened the door".into());
+        return Err("a WRITE with a wrong key succeeded".into());
     };
     check("status", error.status(), Some(WcStatus::REM_ACCESS_ERR))?;
     peer.did(&format!("was refused: {error}"));
-    // The error carries the buffer.
+    // The error returns the buffer.
     let buffer = error.into_buffer();
     check("buffer", &buffer[..], b"intruder")?;
 
-    // A failure ends a reliable connection; what is posted from then on is flushed.
+    // The queue pair is in the error state, which flushes later operations.
     let flushed = qp.write(buffer, remote).await;
     check(
         "status afterwards",
@@ -259,7 +256,7 @@ async fn use_wrong_key(peer: &Peer, qp: &QueuePair, remote: RemoteRegion) -> Res
 
 // Latencies.
 
-/// Of one operation, in nanoseconds.
+/// An operation and its latencies in nanoseconds.
 type Latency = (&'static str, Histogram<u64>);
 
 async fn measure(peer: &Peer, qp: &QueuePair, remote: RemoteRegion) -> Result<Vec<Latency>> {
@@ -273,8 +270,8 @@ async fn measure(peer: &Peer, qp: &QueuePair, remote: RemoteRegion) -> Result<Ve
             time(|| async { done(qp.compare_swap(counter, 42, 42).await) }).await?,
         ),
         ("fetch-and-add", time(|| async { done(qp.fetch_add(counter, 1).await) }).await?),
-        ("WRITE_WITH_IMM + answer", time(|| told(peer, qp, &payload, word)).await?),
-        ("SEND 8 B + answer", time(|| asked(peer, qp, &payload)).await?),
+        ("WRITE_WITH_IMM + answer", time(|| write_and_wait(peer, qp, &payload, word)).await?),
+        ("SEND 8 B + answer", time(|| send_and_wait(peer, qp, &payload)).await?),
     ])
 }
 
@@ -284,12 +281,11 @@ async fn time<F: Future<Output = Result<()>>>(operation: impl Fn() -> F) -> Resu
     for round in 0..ROUNDS + ROUNDS / 100 {
         let start = Instant::now();
         operation().await?;
-        // The first ones warm up.
+        // Warm-up.
         if round >= ROUNDS / 100 {
             histogram.record(start.elapsed().as_nanos() as u64)?;
         }
-        // A slow device need not go through all of them.
-        if begin.elapsed() > ENOUGH && !histogram.is_empty() {
+        if begin.elapsed() > TIME_LIMIT && !histogram.is_empty() {
             break;
         }
     }
@@ -300,15 +296,18 @@ fn done<T, E: Error + Send + Sync + 'static>(result: std::result::Result<T, E>) 
     Ok(result.map(drop)?)
 }
 
-/// Writes, and waits for the server to say that it was told.
-async fn told(peer: &Peer, qp: &QueuePair, payload: &Buf, word: RemoteRegion) -> Result<()> {
+async fn write_and_wait(
+    peer: &Peer,
+    qp: &QueuePair,
+    payload: &Buf,
+    word: RemoteRegion,
+) -> Result<()> {
     let answer = qp.recv(peer.pool.try_alloc(64)?);
     qp.write_with_imm(payload.clone(), word, Imm(1)).await?;
     done(answer.await)
 }
 
-/// Sends, and waits for the answer.
-async fn asked(peer: &Peer, qp: &QueuePair, payload: &Buf) -> Result<()> {
+async fn send_and_wait(peer: &Peer, qp: &QueuePair, payload: &Buf) -> Result<()> {
     let answer = qp.recv(peer.pool.try_alloc(64)?);
     qp.send(payload.clone()).await?;
     done(answer.await)
@@ -331,29 +330,28 @@ fn print_table(modes: &[(&str, Vec<Latency>)]) {
 
 // Either end.
 
-/// One end: an open device, and what is made once and used for ever.
+/// One end: an open device and the objects that serve all connections.
 struct Peer {
     name: &'static str,
     device: Device,
     pd: ProtectionDomain,
     queue: CompletionQueue,
     pool: Pool,
-    meeting: Meeting,
-    /// Of a connection made by address: it lasts as long as this.
-    link: Option<Link>,
+    rendezvous: Rendezvous,
+    /// Dropping it disconnects the queue pair.
+    link: Option<CmConnection>,
 }
 
-/// What is not acknowledged is repeated after half a second, and given up after seven times that: the other end may be a
-/// process that has to wait for a processor, as those who poll take them all.
-fn patient() -> cm::Options {
+/// Sets an ACK timeout of 0.5 s with seven retries: polling threads may occupy all processors.
+fn long_ack_timeout() -> cm::ConnectionOptions {
     let transport =
         ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() };
-    cm::Options::default().transport(transport)
+    cm::ConnectionOptions::default().transport(transport)
 }
 
-/// How it finds the other end.
-enum Meeting {
-    /// Stands for whatever brings services together: TCP, gRPC, a database.
+/// The channel by which the ends exchange queue pair addresses.
+enum Rendezvous {
+    /// Any transport will do: TCP, gRPC, a database.
     Channel(mpsc::Sender<QueuePairEndpoint>, mpsc::Receiver<QueuePairEndpoint>),
     Listener(Arc<cm::Listener>),
     Address(SocketAddr),
@@ -364,35 +362,34 @@ impl Peer {
         name: &'static str,
         device: Device,
         mode: &CompletionMode,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
     ) -> Result<Self> {
         let pd = device.protection_domain()?;
         let queue = CompletionQueue::new(&device, mode.clone())?;
         let pool = Pool::new(&pd, 64, 16)?;
-        Ok(Self { name, device, pd, queue, pool, meeting, link: None })
+        Ok(Self { name, device, pd, queue, pool, rendezvous, link: None })
     }
 
-    /// A new connection: each end tells the other what it needs to know.
     async fn connect(&mut self) -> Result<QueuePair> {
         let builder = QueuePair::builder(&self.pd, &self.queue);
-        match &mut self.meeting {
-            Meeting::Channel(to_peer, from_peer) => {
+        match &mut self.rendezvous {
+            Rendezvous::Channel(to_peer, from_peer) => {
                 let qp = builder.build()?;
                 to_peer.send(qp.endpoint()).await?;
-                let theirs = from_peer.recv().await.ok_or("the peer is gone")?;
+                let theirs = from_peer.recv().await.ok_or("the peer has exited")?;
                 qp.connect(&theirs)?;
                 Ok(qp)
             }
-            Meeting::Listener(listener) => {
+            Rendezvous::Listener(listener) => {
                 let request = listener.accept().await?;
                 let qp = request.prepare(builder).build()?;
-                self.link = Some(request.accept(&qp, &patient()).await?);
+                self.link = Some(request.accept(&qp, &long_ack_timeout()).await?);
                 Ok(qp)
             }
-            Meeting::Address(address) => {
+            Rendezvous::Address(address) => {
                 let route = cm::resolve(&self.device, *address).await?;
                 let qp = route.prepare(builder).build()?;
-                self.link = Some(route.connect(&qp, &patient()).await?);
+                self.link = Some(route.connect(&qp, &long_ack_timeout()).await?);
                 Ok(qp)
             }
         }
@@ -407,21 +404,20 @@ fn check<T: Debug + PartialEq>(what: &str, is: T, expected: T) -> Result<()> {
     if is == expected {
         Ok(())
     } else {
-        Err(format!("{what}: {is:?} instead of {expected:?}").into())
+        Err(format!("{what}: expected {expected:?}, got {is:?}").into())
     }
 }
 
-// Where the two ends are.
+// Location of the ends.
 
 enum Place {
-    /// Both here.
     Here,
     Server(Device, Arc<cm::Listener>),
     Client(Device, SocketAddr),
 }
 
 impl Place {
-    /// By the arguments.
+    /// Parses the arguments and opens device and listener.
     async fn find() -> Result<Self> {
         use lexopt::prelude::{Long, ValueExt};
         let (mut listen, mut connect, mut from) = (None, None, None);
@@ -450,30 +446,32 @@ impl Place {
                 println!("connecting from {} to {address}", device.name());
                 Ok(Self::Client(device, address))
             }
-            _ => Err("usage: quickstart [--listen ADDRESS:PORT | --connect ADDRESS:PORT [--from ADDRESS]]".into()),
+            _ => Err("usage: quickstart [--listen ADDRESS:PORT | \
+                 --connect ADDRESS:PORT [--from ADDRESS]]"
+                .into()),
         }
     }
 
-    /// Server and client, those of them that are here.
+    /// Returns server and client, as far as they are in this process.
     fn peers(&self, mode: &CompletionMode) -> Result<[Option<Peer>; 2]> {
         match self {
             Self::Here => {
                 let (to_client, from_server) = mpsc::channel(1);
                 let (to_server, from_client) = mpsc::channel(1);
-                let server = Meeting::Channel(to_client, from_client);
-                let client = Meeting::Channel(to_server, from_server);
+                let server = Rendezvous::Channel(to_client, from_client);
+                let client = Rendezvous::Channel(to_server, from_server);
                 Ok([
                     Some(Peer::new("server", Device::open_default()?, mode, server)?),
                     Some(Peer::new("client", Device::open_default()?, mode, client)?),
                 ])
             }
             Self::Server(device, listener) => {
-                let meeting = Meeting::Listener(Arc::clone(listener));
-                Ok([Some(Peer::new("server", device.clone(), mode, meeting)?), None])
+                let rendezvous = Rendezvous::Listener(Arc::clone(listener));
+                Ok([Some(Peer::new("server", device.clone(), mode, rendezvous)?), None])
             }
             Self::Client(device, address) => Ok([
                 None,
-                Some(Peer::new("client", device.clone(), mode, Meeting::Address(*address))?),
+                Some(Peer::new("client", device.clone(), mode, Rendezvous::Address(*address))?),
             ]),
         }
     }

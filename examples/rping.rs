@@ -1,25 +1,25 @@
-//! `rping(1)` of rdmacm-utils, in Rust: talks to the one in C as client and as server.
+//! `rping(1)` of rdmacm-utils in Rust. Client and server interoperate with the C program.
 //!
 //! ```text
-//! rping -s [--udp ADDRESS] [-a ADDRESS] [-p PORT] [-C COUNT] [-S SIZE] [-v] [-V]    serves one client
+//! rping -s [--udp ADDRESS] [-a ADDRESS] [-p PORT] [-C COUNT] [-S SIZE] [-v] [-V]
 //! rping -c [--udp ADDRESS] -a ADDRESS [-I ADDRESS] [-p PORT] [-C COUNT] [-S SIZE] [-v] [-V]
-//! rping                                                             both, in this process
 //! ```
+//!
+//! `-s` serves one client, `-c` is the client; without either both ends run in this process.
 //!
 //! ```text
 //!   client                                               server
-//!     │ ─── SEND: address, key, size of its source ────────▶ │
+//!     │ ─── SEND: address, key, length of its source ──────▶ │
 //!     │ ◀────────────────────────────────────── RDMA READ ── │
 //!     │ ◀──────────────────────────────── SEND: go ahead ─── │
-//!     │ ─── SEND: address, key, size of its sink ──────────▶ │
+//!     │ ─── SEND: address, key, length of its sink ────────▶ │
 //!     │ ◀───────────────────────────────────── RDMA WRITE ── │
 //!     │ ◀──────────────────────────────── SEND: go ahead ─── │
 //! ```
 //!
-//! That is a round, COUNT of them are made (1,000 unless set; the client says when it is over). With -V the client
-//! compares what came back with what it had exposed, and, which the one in C does not, the server what it read with what
-//! rping always sends. The device is a software device that speaks RoCE v2 over UDP from the address that --udp names, or
-//! else that of `TOKIO_RDMA_DEVICE`, or the first there is. Exits with 0 if all went well.
+//! The client repeats this COUNT times (1,000) and then disconnects. With -V both ends check the
+//! data; the C program's server does not. With --udp the device is a software device that sends
+//! RoCE v2 from ADDRESS; otherwise the one named by `TOKIO_RDMA_DEVICE`, or the first.
 
 use std::error::Error;
 use std::fmt::Debug;
@@ -27,7 +27,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use tokio_rdma::cm::{self, Link, Listener, Options as CmOptions};
+use tokio_rdma::cm::{self, CmConnection, ConnectionOptions, Listener};
 use tokio_rdma::op::{ConnectOptions, QueuePairBuilder, Recv};
 use tokio_rdma::software::{Network, UdpConfig};
 use tokio_rdma::types::{AckTimeout, Rkey};
@@ -38,11 +38,9 @@ use tokio_rdma::{
 
 type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 
-/// A peer that is there answers long before.
 const DEADLINE: Duration = Duration::from_secs(30);
-/// How long a server waits for its client.
-const PATIENCE: Duration = Duration::from_secs(120);
-/// Bytes of a ping, as rping allows: room for its text, and less than 64 KiB.
+const ACCEPT_TIMEOUT: Duration = Duration::from_secs(120);
+/// The sizes that rping allows: at least its text, less than 64 KiB.
 const SIZES: std::ops::RangeInclusive<usize> = 26..=65535;
 
 #[tokio::main(flavor = "current_thread")]
@@ -51,8 +49,8 @@ async fn main() -> ExitCode {
         Ok(options) => options,
         Err(error) => {
             eprintln!(
-                "{error}\nusage: rping [-s | -c] [--udp ADDRESS] [-a ADDRESS] [-I ADDRESS] [-p PORT] [-C COUNT] [-S SIZE] \
-                 [-v] [-V]"
+                "{error}\nusage: rping [-s | -c] [--udp ADDRESS] [-a ADDRESS] [-I ADDRESS] \
+                 [-p PORT] [-C COUNT] [-S SIZE] [-v] [-V]"
             );
             return ExitCode::from(2);
         }
@@ -76,16 +74,17 @@ async fn run(options: &Options) -> Result<()> {
     };
     let address = match options.address {
         Some(address) => address,
-        // The first of the device.
         None => device.default_path()?.1.gid.to_ip(),
     };
     let address = SocketAddr::new(address, options.port);
     match options.role {
-        Role::Server => serve(&listen(&device, address).await?, Side::new(device)?, options).await,
-        Role::Client => ping(Side::new(device)?, address, options).await,
+        Role::Server => {
+            serve(&listen(&device, address).await?, Resources::new(device)?, options).await
+        }
+        Role::Client => ping(Resources::new(device)?, address, options).await,
         Role::Both => {
             let listener = listen(&device, SocketAddr::new(address.ip(), 0)).await?;
-            let (server, client) = (Side::new(device.clone())?, Side::new(device)?);
+            let (server, client) = (Resources::new(device.clone())?, Resources::new(device)?);
             let address = listener.local_addr();
             tokio::try_join!(serve(&listener, server, options), ping(client, address, options))?;
             Ok(())
@@ -102,40 +101,43 @@ async fn listen(device: &Device, address: SocketAddr) -> Result<Listener> {
     Ok(listener)
 }
 
-async fn serve(listener: &Listener, side: Side, options: &Options) -> Result<()> {
-    let request = tokio::time::timeout(PATIENCE, listener.accept()).await??;
-    let qp = request.prepare(side.builder()).build()?;
-    // Posted before we accept, since the client may send at once.
-    let mut news = side.receive(&qp).await?;
-    let link = request.accept(&qp, &patient()).await?;
+async fn serve(listener: &Listener, resources: Resources, options: &Options) -> Result<()> {
+    let request = tokio::time::timeout(ACCEPT_TIMEOUT, listener.accept()).await??;
+    let qp = request.prepare(resources.builder()).build()?;
+    // Posted first: the client may send as soon as the server accepts.
+    let mut receive = resources.receive(&qp).await?;
+    let link = request.accept(&qp, &long_ack_timeout()).await?;
     let start = Instant::now();
     let mut rounds = 0;
-    // Where the client's goodbye stands instead of a source, it is over.
-    while let Some(message) = next(&link, news).await? {
+    // The client ends the run by disconnecting.
+    while let Some(message) = next(&link, receive).await? {
         let source = Advertisement::parse(&message)?;
         let ping =
-            within("RDMA READ", qp.read(side.pool.alloc(source.len()).await?, source.0)).await?;
+            within("RDMA READ", qp.read(resources.pool.alloc(source.len()).await?, source.0))
+                .await?;
         if options.verbose {
             println!("server ping data: {}", text(&ping));
         }
         if options.validate {
-            check("what was read", &ping[..], &pattern(rounds, ping.len())[..])?;
+            check("data read", &ping[..], &pattern(rounds, ping.len())[..])?;
         }
-        news = side.receive(&qp).await?;
-        side.go_ahead(&qp).await?;
+        receive = resources.receive(&qp).await?;
+        resources.go_ahead(&qp).await?;
 
-        let message = next(&link, news).await?.ok_or("the client left within a round")?;
+        let message = next(&link, receive)
+            .await?
+            .ok_or("the client disconnected in the middle of a round")?;
         let sink = Advertisement::parse(&message)?;
-        // A client that gives less room than it has sent gets as much.
+        // A sink shorter than the source receives only a part.
         let mut pong = ping;
         pong.truncate(sink.len());
         let sink = sink.0.slice(..pong.len() as u64)?;
         within("RDMA WRITE", qp.write(pong, sink)).await?;
-        news = side.receive(&qp).await?;
+        receive = resources.receive(&qp).await?;
         rounds += 1;
-        match side.go_ahead(&qp).await {
-            // The client may leave as soon as it has this SEND. If the acknowledgement is lost then, the SEND fails.
-            Err(_) if ends_soon(&link).await => break,
+        match resources.go_ahead(&qp).await {
+            // The client may disconnect before it acknowledges this SEND, which then fails.
+            Err(_) if disconnects(&link).await => break,
             sent => sent?,
         }
     }
@@ -144,53 +146,53 @@ async fn serve(listener: &Listener, side: Side, options: &Options) -> Result<()>
     Ok(())
 }
 
-/// The next message, or `None` if the connection has ended, for whatever reason.
-async fn next(link: &Link, receive: Recv<BufMut>) -> Result<Option<BufMut>> {
+/// Returns the next message, or `None` if the connection has ended.
+async fn next(link: &CmConnection, receive: Recv<BufMut>) -> Result<Option<BufMut>> {
     tokio::select! {
         biased;
         received = tokio::time::timeout(DEADLINE, receive) => match received? {
             Ok(received) => Ok(Some(received.buffer)),
-            // Flushed with the connection.
-            Err(_) if ends_soon(link).await => Ok(None),
+            Err(_) if disconnects(link).await => Ok(None),
             Err(error) => Err(error.into()),
         },
         _ = link.disconnected() => Ok(None),
     }
 }
 
-/// Waits up to [`DEADLINE`] for the link to end, and says whether it did. An operation can fail first: a disconnect request that was
-/// lost is repeated after seconds, and a failed probe of the keepalive flushes the receives before the link ends.
-async fn ends_soon(link: &Link) -> bool {
+/// Waits up to [`DEADLINE`] for the link to disconnect. An operation can fail earlier: a lost
+/// disconnect request is retransmitted after seconds, and a failed keepalive probe flushes the
+/// receives first.
+async fn disconnects(link: &CmConnection) -> bool {
     tokio::time::timeout(DEADLINE, link.disconnected()).await.is_ok()
 }
 
 // The client.
 
-async fn ping(side: Side, address: SocketAddr, options: &Options) -> Result<()> {
-    let source = ExposedRegion::new(&side.pd, vec![0; options.size], Access::REMOTE_READ)?;
-    let sink = ExposedRegion::new(&side.pd, vec![0; options.size], Access::REMOTE_WRITE)?;
+async fn ping(resources: Resources, address: SocketAddr, options: &Options) -> Result<()> {
+    let source = ExposedRegion::new(&resources.pd, vec![0; options.size], Access::REMOTE_READ)?;
+    let sink = ExposedRegion::new(&resources.pd, vec![0; options.size], Access::REMOTE_WRITE)?;
     let connecting = match options.source {
-        Some(source) => patient().source(source),
-        None => patient(),
+        Some(source) => long_ack_timeout().source(source),
+        None => long_ack_timeout(),
     };
-    let route = cm::resolve_with(&side.device, address, &connecting).await?;
-    let qp = route.prepare(side.builder()).build()?;
+    let route = cm::resolve_with(&resources.device, address, &connecting).await?;
+    let qp = route.prepare(resources.builder()).build()?;
     let link = route.connect(&qp, &connecting).await?;
     let start = Instant::now();
     let mut pong = vec![0; options.size];
     for round in 0..options.count {
         let sent = pattern(round, options.size);
         source.write(0, &sent)?;
-        side.advertise(&qp, &source).await?;
-        side.advertise(&qp, &sink).await?;
+        resources.advertise(&qp, &source).await?;
+        resources.advertise(&qp, &sink).await?;
         sink.read(0, &mut pong)?;
         if options.validate {
-            check("what came back", &pong[..], &sent[..])?;
+            check("data in the sink", &pong[..], &sent[..])?;
         }
         if options.verbose {
             println!("ping data: {}", text(&pong));
         }
-        // Not to be found there again if nobody writes it.
+        // A missing WRITE shows in the next round.
         sink.write(0, &vec![0; options.size])?;
     }
     report("client", options.count, start);
@@ -198,7 +200,7 @@ async fn ping(side: Side, address: SocketAddr, options: &Options) -> Result<()> 
     Ok(())
 }
 
-/// The text of a round and then letters, from another one each time, up to a zero.
+/// Returns the text of the round, letters that start one later each round, and a zero.
 fn pattern(round: u32, size: usize) -> Vec<u8> {
     const LETTERS: std::ops::RangeInclusive<u8> = b'A'..=b'z';
     let mut bytes = format!("rdma-ping-{round}: ").into_bytes();
@@ -208,25 +210,24 @@ fn pattern(round: u32, size: usize) -> Vec<u8> {
     bytes
 }
 
-// Either side.
+// Either end.
 
-/// What is not acknowledged is repeated after half a second, and given up after seven times that: the other end may be a
-/// process that has to wait for a processor. A peer that is killed while this side waits to receive is noticed, too.
-fn patient() -> CmOptions {
+/// Sets an ACK timeout of 0.5 s with seven retries: the peer may wait for a processor. The
+/// keepalive detects a killed peer while this end waits to receive.
+fn long_ack_timeout() -> ConnectionOptions {
     let transport =
         ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() };
-    CmOptions::default().transport(transport).keepalive(Some(Duration::from_secs(1)))
+    ConnectionOptions::default().transport(transport).keepalive(Some(Duration::from_secs(1)))
 }
 
-/// What queue pairs are made of.
-struct Side {
+struct Resources {
     device: Device,
     pd: ProtectionDomain,
     queue: CompletionQueue,
     pool: Pool,
 }
 
-impl Side {
+impl Resources {
     fn new(device: Device) -> Result<Self> {
         let pd = device.protection_domain()?;
         let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
@@ -242,13 +243,13 @@ impl Side {
         Ok(qp.recv(self.pool.alloc(Advertisement::LEN).await?))
     }
 
-    /// As long as an advertisement; what it says means nothing.
+    /// Sends a message with the length of an advertisement. The peer ignores its content.
     async fn go_ahead(&self, qp: &QueuePair) -> Result<()> {
         within("SEND", qp.send(self.pool.copy_from(&[0; Advertisement::LEN])?)).await?;
         Ok(())
     }
 
-    /// Tells the server of a region, and waits until it has done with it.
+    /// Grants a region to the server, and waits until the server has used it.
     async fn advertise(&self, qp: &QueuePair, region: &ExposedRegion) -> Result<()> {
         let answer = self.receive(qp).await?;
         within("SEND", qp.send(self.pool.copy_from(&Advertisement(region.grant()).bytes())?))
@@ -258,7 +259,7 @@ impl Side {
     }
 }
 
-/// A region as rping describes it: address (8 bytes), key (4) and length (4), big-endian.
+/// A region in rping's format: address (8 bytes), key (4) and length (4), big-endian.
 struct Advertisement(RemoteRegion);
 
 impl Advertisement {
@@ -268,22 +269,21 @@ impl Advertisement {
         let mut bytes = [0; Self::LEN];
         bytes[..8].copy_from_slice(&self.0.addr().to_be_bytes());
         bytes[8..12].copy_from_slice(&self.0.rkey().0.to_be_bytes());
-        // At most 64 KiB.
         bytes[12..].copy_from_slice(&(self.0.len() as u32).to_be_bytes());
         bytes
     }
 
     fn parse(bytes: &[u8]) -> Result<Self> {
-        let bytes: &[u8; Self::LEN] = bytes
-            .try_into()
-            .map_err(|_| format!("a message of {} bytes instead of {}", bytes.len(), Self::LEN))?;
+        let bytes: &[u8; Self::LEN] = bytes.try_into().map_err(|_| {
+            format!("expected a message of {} bytes, got {}", Self::LEN, bytes.len())
+        })?;
         let word = |at: usize| {
             u32::from_be_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
         };
         let (addr, len) = (u64::from(word(0)) << 32 | u64::from(word(4)), word(12));
         if !SIZES.contains(&(len as usize)) {
             return Err(format!(
-                "a region of {len} bytes; {} to {} are possible",
+                "region of {len} bytes advertised; expected {} to {}",
                 SIZES.start(),
                 SIZES.end()
             )
@@ -302,22 +302,22 @@ async fn within<T, E: Error + Send + Sync + 'static>(
     operation: impl Future<Output = std::result::Result<T, E>>,
 ) -> Result<T> {
     let result = tokio::time::timeout(DEADLINE, operation).await;
-    Ok(result.map_err(|_| format!("{what} is not done after {DEADLINE:?}"))??)
+    Ok(result.map_err(|_| format!("{what} timed out after {DEADLINE:?}"))??)
 }
 
 fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).trim_end_matches('\0').to_owned()
 }
 
-fn report(who: &str, rounds: u32, start: Instant) {
-    println!("{who}: {rounds} rounds in {:.1?}", start.elapsed());
+fn report(role: &str, rounds: u32, start: Instant) {
+    println!("{role}: {rounds} rounds in {:.1?}", start.elapsed());
 }
 
 fn check<T: Debug + PartialEq>(what: &str, is: T, expected: T) -> Result<()> {
     if is == expected {
         Ok(())
     } else {
-        Err(format!("{what}: {is:?} instead of {expected:?}").into())
+        Err(format!("{what}: expected {expected:?}, got {is:?}").into())
     }
 }
 
@@ -349,7 +349,7 @@ impl Options {
             address: None,
             source: None,
             udp: None,
-            // Those of rping.
+            // The defaults of rping.
             port: 7174,
             count: 1000,
             size: 64,
@@ -373,7 +373,9 @@ impl Options {
             }
         }
         if !SIZES.contains(&options.size) {
-            return Err(format!("-S takes {} to {}", SIZES.start(), SIZES.end()).into());
+            return Err(
+                format!("-S: expected a size from {} to {}", SIZES.start(), SIZES.end()).into()
+            );
         }
         Ok(options)
     }

@@ -1,4 +1,5 @@
-//! Code of users that runs in the frame of another task, a thread of this crate, or a driver of the runtime: its panics end there.
+//! Containment of panics in users' wakers and destructors, which run in unrelated tasks, in threads
+//! of this crate and in the I/O drivers of runtimes.
 
 use std::future::{Future, poll_fn};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -9,19 +10,20 @@ use std::task::{Context, Poll, Wake, Waker};
 
 /// Runs a waker or a destructor of a user and stops its panic here.
 ///
-/// The caller has other work to finish: it is another operation's task, a busy-poll thread, a runtime's I/O driver, or a poll that
-/// wakes its own task. A panic would abort that work. The panic hook has reported the panic already.
+/// The caller is another operation's task, a busy-poll thread, a runtime's I/O driver, or a poll
+/// that wakes its own task. A panic would abort its other work. The panic hook has already reported
+/// it.
 pub(crate) fn contained(run: impl FnOnce()) {
     panics(run);
 }
 
-/// [`contained`]; true if it panicked.
+/// Runs user code like [`contained`]; returns true if it panicked.
 fn panics(run: impl FnOnce()) -> bool {
     let Err(panic) = catch_unwind(AssertUnwindSafe(run)) else { return false };
     tracing::error!(
-        "a waker, or the destructor of what an abandoned operation owned, panicked; the panic is ignored"
+        "a waker or the destructor of an abandoned operation's buffers panicked; ignoring it"
     );
-    // The payload is of the user as well, and so is its destructor.
+    // The destructor of the payload is user code too.
     if let Err(another) = catch_unwind(AssertUnwindSafe(|| drop(panic))) {
         std::mem::forget(another);
     }
@@ -30,14 +32,15 @@ fn panics(run: impl FnOnce()) -> bool {
 
 /// Awaits `future` with a waker whose panics are contained.
 ///
-/// Tokio wakes the waiters of a `Notify`, a `Semaphore`, a timer or a descriptor in batches. A waker that panics unwinds out of
-/// the batch: the wakers behind it are dropped, and their tasks sleep for ever.
+/// Tokio wakes the waiters of a `Notify`, a `Semaphore`, a timer or a descriptor in batches. A
+/// panic unwinds out of the batch: later wakers are dropped, and their tasks are never woken.
 pub(crate) async fn wakes_contained<F: Future>(future: F) -> F::Output {
     let (mut future, mut wakers) = (pin!(future), ContainedWaker::default());
     poll_fn(|context| wakers.poll(context, |context| future.as_mut().poll(context))).await
 }
 
-/// The contained waker of one task. It is kept between polls, so that a task which waits allocates once.
+/// A contained waker of the task that polls. Kept between polls, so that a waiting task allocates
+/// once.
 #[derive(Debug, Default)]
 pub(crate) struct ContainedWaker {
     current: Option<(Arc<Inner>, Waker)>,
@@ -46,13 +49,14 @@ pub(crate) struct ContainedWaker {
 
 #[derive(Debug)]
 struct Inner {
-    /// `None` once dropped.
+    /// The task's waker. Taken only by `drop`, which contains the panic of its destructor.
     waker: Option<Waker>,
     panicked: Option<Arc<AtomicBool>>,
 }
 
 impl ContainedWaker {
-    /// Sets `panicked` when the waker panics: the task did not learn what it was woken for, so another one has to.
+    /// Creates a contained waker that sets `panicked` if the task's waker panics. That task misses
+    /// the notification, so the notifier must notify another.
     #[cfg(not(loom))]
     pub(crate) fn reporting(panicked: &Arc<AtomicBool>) -> Self {
         Self { current: None, panicked: Some(Arc::clone(panicked)) }
@@ -67,7 +71,7 @@ impl ContainedWaker {
         let same = |inner: &Inner| {
             inner.waker.as_ref().is_some_and(|waker| waker.will_wake(context.waker()))
         };
-        // `will_wake` is best effort: without it each poll makes a new one.
+        // `will_wake` may be false for wakers of the same task: then each poll allocates.
         let current = self.current.take().filter(|(inner, _)| same(inner)).unwrap_or_else(|| {
             let inner = Arc::new(Inner {
                 waker: Some(context.waker().clone()),
@@ -110,7 +114,7 @@ pub(crate) mod tests {
 
     use super::*;
 
-    /// Panics when it is woken, and when it is dropped after that.
+    /// A waker that panics when it is called, and when it is dropped after that.
     #[derive(Default)]
     pub(crate) struct Panics(AtomicBool);
 
@@ -127,7 +131,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// Counts how often it is woken.
+    /// A waker that counts its calls.
     #[derive(Default)]
     pub(crate) struct Counts(pub(crate) AtomicUsize);
 
@@ -140,15 +144,15 @@ pub(crate) mod tests {
     #[test]
     fn waiter_behind_one_whose_waker_panics_is_woken() {
         let (notify, counts) = (Notify::new(), Arc::new(Counts::default()));
-        let rude = Waker::from(Arc::new(Panics::default()));
-        let honest = Waker::from(counts.clone());
+        let panicking = Waker::from(Arc::new(Panics::default()));
+        let counting = Waker::from(counts.clone());
         let mut waiters: Vec<_> =
             (0..40).map(|_| Box::pin(wakes_contained(notify.notified()))).collect();
         for (number, waiter) in waiters.iter_mut().enumerate() {
-            let waker = if number % 3 == 0 { &rude } else { &honest };
+            let waker = if number % 3 == 0 { &panicking } else { &counting };
             assert!(waiter.poll_unpin(&mut Context::from_waker(waker)).is_pending());
         }
-        drop(rude);
+        drop(panicking);
         notify.notify_waiters();
         assert_eq!(counts.0.load(Ordering::Relaxed), 26);
         let mut noop = Context::from_waker(Waker::noop());

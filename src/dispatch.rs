@@ -1,7 +1,8 @@
-//! The closed set of providers: one variant each, one branch per verb call (none, if there is but one).
+//! The closed set of providers: an enum with one variant each, and one branch per verb call (none
+//! for a single provider).
 //!
-//! Public types hold these enums, so they are not generic over who executes them. Objects of
-//! different providers never meet: whoever mixes them gets EINVAL, as from a foreign protection domain.
+//! Public types hold these enums, so they are not generic over the provider. Mixing objects of
+//! different providers fails with EINVAL, like an object of a foreign protection domain.
 
 // Passes the obligations of the contract's `unsafe fn`s through unchanged.
 #![allow(unsafe_code)]
@@ -25,7 +26,7 @@ use rdma_provider::contract::{self, DctInit, DmaBufRange, PostError, Provider, Q
 use rdma_soft::Soft;
 pub(crate) use rdma_soft::{CqCounters, ReceiveCounters, SendCounters, TargetCounters};
 
-/// Whichever provider was chosen at run time.
+/// The provider chosen at run time.
 #[derive(Debug)]
 pub(crate) struct Any;
 
@@ -39,7 +40,7 @@ macro_rules! objects {
                 Ibverbs(<Ibverbs as Provider>::$name),
             }
 
-            #[allow(dead_code, reason = "asked of those objects only that others are made from")]
+            #[allow(dead_code, reason = "called only for objects that others are created from")]
             impl $name {
                 fn soft(&self) -> Result<&<Soft as Provider>::$name, VerbError> {
                     match self {
@@ -65,13 +66,13 @@ macro_rules! objects {
     };
 }
 
-/// Two objects of different providers, which have nothing to do with each other.
+/// The error for mixing objects of different providers.
 #[cfg(feature = "ibverbs")]
-const FOREIGN: VerbError = VerbError::new("provider", VerbError::EINVAL);
+const FOREIGN: VerbError = VerbError::new("mixing objects of two providers", VerbError::EINVAL);
 
 objects!(Context, Pd, Mr, Mw, Channel, Cq, Qp, Dct, Srq, Ah, CmChannel, CmId);
 
-/// Calls the same method on whichever provider's object this is.
+/// Calls the same method on the object of either provider.
 macro_rules! each {
     ($object:expr, $inner:ident => $call:expr) => {
         match $object {
@@ -82,7 +83,7 @@ macro_rules! each {
     };
 }
 
-/// The same, wrapping what comes back as an object of that provider.
+/// Calls the same method and wraps the returned object.
 macro_rules! make {
     ($object:expr, $name:ident, $inner:ident => $call:expr) => {
         match $object {
@@ -162,8 +163,8 @@ impl contract::Context<Any> for Context {
         each!(self, inner => inner.serve())
     }
 
-    fn leave(&self) {
-        each!(self, inner => inner.leave());
+    fn stop_serving(&self) {
+        each!(self, inner => inner.stop_serving());
     }
 }
 
@@ -175,7 +176,7 @@ impl contract::Pd<Any> for Pd {
         access: Access,
         shared: bool,
     ) -> Result<Mr, VerbError> {
-        // SAFETY: S1, S2: the caller's promise is passed on unchanged.
+        // SAFETY: S1, S2: the caller's promise.
         make!(self, Mr, inner => unsafe { inner.register(addr, len, access, shared) })
     }
 
@@ -288,12 +289,10 @@ impl contract::Channel for Channel {
 }
 
 impl Cq {
-    /// True for a completion queue of the software device.
     pub(crate) const fn is_software(&self) -> bool {
         matches!(self, Self::Soft(_))
     }
 
-    /// Counters of the software device.
     pub(crate) fn software_counters(&self) -> Option<CqCounters> {
         match self {
             Self::Soft(inner) => Some(inner.counters()),
@@ -331,7 +330,6 @@ impl contract::Cq for Cq {
 }
 
 impl Qp {
-    /// Counters of the software device.
     pub(crate) fn software_counters(&self) -> Option<(SendCounters, ReceiveCounters)> {
         match self {
             Self::Soft(inner) => Some(inner.counters()),
@@ -363,16 +361,16 @@ impl contract::Qp for Qp {
         &self,
         list: impl IntoIterator<Item = impl Borrow<SendWr<'a>>>,
     ) -> Result<(), PostError> {
-        // The caller's branch on the result follows the call of the same provider, so that one that posts in place
-        // writes no result to memory.
-        // SAFETY: S1: the caller's promise is passed on unchanged.
+        // The caller's branch on the result follows the call of the same provider, so that a
+        // provider that posts in place writes no result to memory.
+        // SAFETY: S1: the caller's promise.
         each!(self, inner => unsafe { inner.post_send(list)? });
         Ok(())
     }
 
     #[inline]
     unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
-        // SAFETY: S1: the caller's promise is passed on unchanged.
+        // SAFETY: S1: the caller's promise.
         each!(self, inner => unsafe { inner.post_recv(list) })
     }
 
@@ -382,7 +380,6 @@ impl contract::Qp for Qp {
 }
 
 impl Dct {
-    /// Counters of the software device.
     pub(crate) fn software_counters(&self) -> Option<TargetCounters> {
         match self {
             Self::Soft(inner) => Some(inner.counters()),
@@ -433,7 +430,7 @@ impl contract::Srq for Srq {
 
     #[inline]
     unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
-        // SAFETY: S1: the caller's promise is passed on unchanged.
+        // SAFETY: S1: the caller's promise.
         each!(self, inner => unsafe { inner.post_recv(list) })
     }
 

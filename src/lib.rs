@@ -1,41 +1,19 @@
-//! RDMA that you await: every work request is a future on Tokio.
+//! RDMA for Tokio: every work request is a future.
 //!
-//! Remote direct memory access (RDMA) lets a network adapter read and write the memory of another host without a system call
-//! on either side. A program registers memory with its device, connects a queue pair to that of a peer, and posts work
-//! requests: SEND, RECV, WRITE, READ and atomics. The device executes them and puts a completion for each into a completion
-//! queue. This crate makes a future of each work request: calling posts it, awaiting waits for its completion.
+//! With remote direct memory access (RDMA), a network adapter reads and writes the memory of
+//! another host without a system call on either host. This crate is an asynchronous interface to
+//! the verbs of RDMA devices:
 //!
-//! Start with [`Device::open_default`]; with [`Connection`] and [`Listener`] if peers exchange messages. The same program
-//! runs on a software device inside the process, with no hardware, no kernel module and no root, and with feature `ibverbs`
-//! on SoftRoCE and on network adapters, through libibverbs.
-//!
-//! ```text
-//!        your service
-//!  message     Connection: messages with flow control, and the operations below beside them
-//!  cm          listen, connect and disconnect by IP address
-//!  doctor      what works on this machine, and what to do if not
-//!  op, dc      QueuePair::{send, recv, write, read, compare_swap, fetch_add}, Batch; DcInitiator, DcPool → futures
-//!  completion  CompletionQueue: modes (events, busy polling or both), counters
-//!  memory      Buf, Pool, ExposedRegion: registered memory, freed when no device reaches it any more
-//!  verbs       the bare objects: Device, ProtectionDomain, Qp, Cq, Srq
-//!  ───────────────────────────────────────────────────────────────────────────────────────────────
-//!  rdma-soft   the embedded software device      rdma-ibverbs   libibverbs, librdmacm, libmlx5
-//! ```
-//!
-//! [`error`] has the errors of all layers, [`types`] the values of the verbs interface, [`software`] the networks of the
-//! software device, and [`raw`](raw/index.html) the handles of libibverbs.
-//!
-//! | Feature | What it adds |
-//! |---|---|
-//! | none | the software device, in memory and as RoCE v2 over UDP |
-//! | `ibverbs` | devices that libibverbs opens, and connections by librdmacm; [`raw`](raw/index.html) |
-//! | `mlx5` | dynamic connections (DC) of ConnectX adapters; includes `ibverbs` |
-//! | `serde` | [`QueuePairEndpoint`], [`DcAddress`](dc::DcAddress) and [`RemoteRegion`] in any format of serde |
-//!
-//! # A first run
+//! - Calling an operation (SEND, RECV, WRITE, READ, atomics) posts it. Awaiting the returned
+//!   future waits for its completion.
+//! - An operation owns its buffers until the device has finished. A dropped future does not cancel
+//!   the operation, and cannot corrupt memory.
+//! - A program runs unchanged on the embedded software device, which needs no hardware, kernel
+//!   module or privileges, and, with feature `ibverbs`, on network adapters and SoftRoCE.
 //!
 //! ```
-//! use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, QueuePair};
+//! use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device};
+//! use tokio_rdma::{ExposedRegion, Pool, QueuePair};
 //!
 //! # #[tokio::main(flavor = "current_thread")]
 //! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -57,6 +35,43 @@
 //! # Ok(())
 //! # }
 //! ```
+//!
+//! # Where to start
+//!
+//! | Task | Types |
+//! |---|---|
+//! | Open a device | [`Device::open_default`] |
+//! | Exchange messages with peers found by IP address | [`Connection`], [`Listener`] |
+//! | Read and write the memory of a peer | [`QueuePair`], [`ExposedRegion`], [`RemoteRegion`] |
+//! | Reach many peers with few queue pairs | [`DcPool`](dc::DcPool) |
+//! | Choose between completion events and busy polling | [`CompletionQueue`], [`CompletionMode`] |
+//! | Handle errors | [`error`] |
+//! | Find out what works on this machine | [`doctor`] |
+//! | Call verbs directly | [`verbs`], [`types`], [`raw`](raw/index.html) |
+//! | Simulate networks and faults in tests | [`software`] |
+//!
+//! # Layers
+//!
+//! ```text
+//! message        Connection: messages with flow control, and one-sided operations
+//! cm             listen, connect and disconnect by IP address
+//! op, dc         QueuePair, Batch, DcInitiator, DcPool: operations as futures
+//! completion     CompletionQueue: modes and counters
+//! memory         Buf, Pool, ExposedRegion: registered memory
+//! verbs          Device, ProtectionDomain, Qp, Cq, Srq: the objects of the verbs interface
+//! ───────────────────────────────────────────────────────────────────────────────────────
+//! rdma-soft      the software device
+//! rdma-ibverbs   libibverbs, librdmacm, libmlx5
+//! ```
+//!
+//! # Features
+//!
+//! | Feature | Adds |
+//! |---|---|
+//! | none | The software device, in memory or as RoCE v2 over UDP |
+//! | `ibverbs` | Devices of libibverbs, connections by librdmacm, [`raw`](raw/index.html) handles |
+//! | `mlx5` | Dynamic connections (DC) of ConnectX adapters; enables `ibverbs` |
+//! | `serde` | serde for [`QueuePairEndpoint`], [`DcAddress`](dc::DcAddress), [`RemoteRegion`] |
 
 #![cfg_attr(
     not(test),
@@ -64,7 +79,7 @@
 )]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
-/// Compiles the programs of the Markdown pages.
+/// The Markdown pages, whose programs are compiled as documentation tests.
 #[cfg(doctest)]
 mod pages {
     #[doc = include_str!("../README.md")]
@@ -86,7 +101,7 @@ mod pages {
     mod software_device {}
 }
 
-// Under Miri, which parking_lot does not run on, the locks of that name are those of the standard library.
+// parking_lot does not run under Miri: there its names resolve to locks of the standard library.
 #[cfg(miri)]
 extern crate rdma_provider as parking_lot;
 
@@ -110,7 +125,7 @@ mod dispatch;
 mod engine;
 mod sync;
 
-/// Completion queues: how they are watched, and what they count.
+/// Completion queues, their modes and counters.
 pub mod completion {
     pub use crate::engine::{
         BusyPoller, CompletionMode, CompletionQueue, CompletionQueueBuilder,
@@ -130,21 +145,22 @@ pub use op::{Batch, QueuePair, QueuePairEndpoint, SharedReceiveQueue};
 pub use types::{Access, Imm};
 pub use verbs::{Device, ProtectionDomain};
 
-/// The parsers of what a peer sends, for `fuzz/`.
+/// The parsers of data from peers, for `fuzz/`.
 #[cfg(fuzzing)]
 #[doc(hidden)]
 pub mod fuzzing {
     pub use crate::message::fuzzing::*;
 }
 
-/// Values of the verbs interface: what is asked of a device and what it answers.
+/// Values of the verbs interface: attributes, work requests and completions.
 pub mod types {
     pub use rdma_provider::types::*;
 
     pub use crate::verbs::gid_rank::{GidReason, IpPrefix, RankedGid};
 }
 
-/// The software device's own interface: networks within this process and over UDP, their faults and their clock.
+/// Control of the software device: networks within this process and over UDP, faults, clock and
+/// counters.
 pub mod software {
     pub use crate::error::UdpError;
     pub use rdma_soft::{

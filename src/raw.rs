@@ -1,11 +1,11 @@
-//! Handles of the C library, for verbs that this crate does not have.
+//! Handles of the C libraries, for verbs that this crate does not wrap.
 //!
 //! ```no_run
 //! use tokio_rdma::Device;
 //! use tokio_rdma::raw::rdma_sys;
 //!
 //! let device = Device::open("mlx5_0")?;
-//! // SAFETY: the query leaves the device as it is, and `device` outlives it.
+//! // SAFETY: the query changes nothing, and `device` outlives it.
 //! unsafe {
 //!     if let Some(context) = device.as_raw() {
 //!         let mut attr: rdma_sys::ibv_device_attr = std::mem::zeroed();
@@ -16,17 +16,18 @@
 //! # Ok::<(), tokio_rdma::error::OpenError>(())
 //! ```
 //!
-//! Each `as_raw` gives `None` for an object of the software device, and for a queue pair or shared receive queue that was closed.
+//! # Safety
 //!
-//! # Safety of all of them
+//! A handle is valid while its object lives; a queue pair's, until the queue pair is closed. Keep a
+//! clone of the object. The caller must not:
 //!
-//! A handle is valid while the object that gave it lives, a queue pair's until it is closed: keep a clone. The caller
-//!
-//! - does not end it, nor anything else that the crate made from it;
-//! - does not take what the crate waits for: completions, asynchronous events, events of the connection manager;
-//! - posts work only with numbers (`wr_id`) that no operation has, and to completion queues that the crate does not watch:
-//!   a completion with the number of an operation in flight would end it and return its buffer;
-//! - does not change the state of a queue pair, but by [`QueuePair::modify`].
+//! - destroy the handle, or any other object that the crate made from it;
+//! - consume what the crate waits for: completions, asynchronous events, events of the connection
+//!   manager;
+//! - post work with a number (`wr_id`) that an operation has, or to a completion queue that the
+//!   crate polls: a completion with the number of an operation in flight would complete it and
+//!   return its buffer;
+//! - change the state of a queue pair, except by [`QueuePair::modify`].
 
 #![allow(unsafe_code)]
 
@@ -36,22 +37,24 @@ pub use rdma_sys;
 
 use rdma_sys::{ibv_context, ibv_cq, ibv_mr, ibv_pd, ibv_qp, ibv_srq, rdma_cm_id};
 
-use crate::cm::Link;
+use crate::cm::CmConnection;
 use crate::engine::CompletionQueue;
 use crate::memory::{BufMut, DmaBufRegion, ExposedRegion};
 use crate::op::{QueuePair, SharedReceiveQueue};
 use crate::verbs::{Cq, Device, ProtectionDomain, Qp, Srq};
 
-/// One method for each object: what it is, its handle, and the provider's object.
+/// Implements `as_raw` for each object: its handle, the verb that made it, the provider's object.
 macro_rules! handles {
     ($($object:ty, $handle:ty, $verb:literal, $this:ident => $raw:expr;)*) => {
         $(
             impl $object {
-                #[doc = concat!("The `", stringify!($handle), "` behind it, of ", $verb, ".")]
+                #[doc = concat!("Returns the `", stringify!($handle), "` made by ", $verb, ".")]
+                ///
+                /// Returns `None` for an object of the software device, and for a closed one.
                 ///
                 /// # Safety
                 ///
-                /// As [`raw`](crate::raw) says.
+                /// See [`raw`](crate::raw#safety).
                 #[must_use]
                 pub unsafe fn as_raw(&self) -> Option<NonNull<$handle>> {
                     let $this = self;
@@ -69,11 +72,16 @@ handles! {
     Cq, ibv_cq, "`ibv_create_cq(3)`", this => this.raw().ibverbs().ok();
     CompletionQueue, ibv_cq, "`ibv_create_cq(3)`", this => this.cq().raw().ibverbs().ok();
     Qp, ibv_qp, "`ibv_create_qp(3)`", this => this.raw().ibverbs().ok();
-    QueuePair, ibv_qp, "`ibv_create_qp(3)`", this => this.bare().as_ref().and_then(|qp| qp.raw().ibverbs().ok());
+    QueuePair, ibv_qp, "`ibv_create_qp(3)`", this =>
+        this.verbs().as_ref().and_then(|qp| qp.raw().ibverbs().ok());
     Srq, ibv_srq, "`ibv_create_srq(3)`", this => this.raw().ibverbs().ok();
     SharedReceiveQueue, ibv_srq, "`ibv_create_srq(3)`", this => this.verbs().raw().ibverbs().ok();
-    BufMut, ibv_mr, "`ibv_reg_mr(3)`: that of all buffers of its pool", this => this.registration().raw().and_then(|raw| raw.ibverbs().ok());
-    ExposedRegion, ibv_mr, "`ibv_reg_mr(3)`", this => this.registration().raw().and_then(|raw| raw.ibverbs().ok());
-    DmaBufRegion, ibv_mr, "`ibv_reg_dmabuf_mr(3)`", this => this.registration().raw().and_then(|raw| raw.ibverbs().ok());
-    Link, rdma_cm_id, "`rdma_create_id(3)`", this => this.id().and_then(|id| id.ibverbs().ok());
+    BufMut, ibv_mr, "`ibv_reg_mr(3)`, which all buffers of a pool share", this =>
+        this.registration().raw().and_then(|raw| raw.ibverbs().ok());
+    ExposedRegion, ibv_mr, "`ibv_reg_mr(3)`", this =>
+        this.registration().raw().and_then(|raw| raw.ibverbs().ok());
+    DmaBufRegion, ibv_mr, "`ibv_reg_dmabuf_mr(3)`", this =>
+        this.registration().raw().and_then(|raw| raw.ibverbs().ok());
+    CmConnection, rdma_cm_id, "`rdma_create_id(3)`", this =>
+        this.id().and_then(|id| id.ibverbs().ok());
 }

@@ -1,4 +1,4 @@
-//! The primitives of the in-flight machine: of the standard library, or of loom under `--cfg loom`.
+//! The synchronisation primitives of the engine; replaced by loom's under `--cfg loom`.
 
 #[cfg(not(loom))]
 mod imp {
@@ -15,12 +15,12 @@ mod imp {
         mutex.try_lock()
     }
 
-    /// Stands between a sequentially consistent store and a sequentially consistent load of something else. The
-    /// two are in order without it; loom knows that order of fences only.
+    /// Marks the place between a sequentially consistent store and load of two locations. They are
+    /// ordered without it, but loom models that order for fences only.
     #[inline(always)]
     pub(crate) fn between_store_and_load() {}
 
-    /// `UnsafeCell` with the interface of loom's.
+    /// An `UnsafeCell` with the interface of loom's.
     #[derive(Debug, Default)]
     pub(crate) struct UnsafeCell<T>(std::cell::UnsafeCell<T>);
 

@@ -1,4 +1,4 @@
-//! Steady state allocates nothing: every operation, in every completion mode, with all threads counted.
+//! Operations in steady state allocate nothing, in every completion mode and on any thread.
 
 #![allow(unsafe_code, reason = "a global allocator is unsafe to implement")]
 
@@ -19,31 +19,29 @@ use tokio_rdma::{
 };
 use torture::{Flavour, LONG, Mode, bounded, device, pair, scaled};
 
-/// Operations of each kind while allocations are counted.
 const OPERATIONS: u64 = if cfg!(debug_assertions) { 2_500 } else { 10_000 };
-/// Operations before, until all that grows has grown.
+/// Operations before counting, so that queues and caches reach their final size.
 const WARM_UP: u64 = 1_000;
-/// So many on the software device.
+
+/// Returns `count`, or 1/64 of it on a real device.
 fn few(count: u64) -> u64 {
     scaled(scaled(count))
 }
 
-/// Work requests of a batch: the most for which none is promised.
+/// The largest batch that is documented not to allocate.
 const BATCH: u64 = 16;
 
-/// The system's allocator, which counts while it is told to, on all threads.
+/// The system's allocator, which counts while [`ON`] is set.
 struct Counting;
 
 static ON: AtomicBool = AtomicBool::new(false);
 static COUNT: AtomicU64 = AtomicU64::new(0);
-/// Bytes of what was counted.
 static BYTES: AtomicU64 = AtomicU64::new(0);
 static SHOWN: AtomicU64 = AtomicU64::new(0);
-/// Allocations that say where they come from.
-const SHOWN_AT_MOST: u64 = 3;
+const MAX_BACKTRACES: u64 = 3;
 
 thread_local! {
-    /// Backtraces allocate too.
+    /// Excludes the allocations of backtraces.
     static SHOWING: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -56,36 +54,35 @@ impl Counting {
         }
         COUNT.fetch_add(1, Ordering::Relaxed);
         BYTES.fetch_add(size as u64, Ordering::Relaxed);
-        // The first few say where they come from.
-        if SHOWN.fetch_add(1, Ordering::Relaxed) < SHOWN_AT_MOST {
+        if SHOWN.fetch_add(1, Ordering::Relaxed) < MAX_BACKTRACES {
             eprintln!("allocation of {size} bytes:\n{}", Backtrace::force_capture());
         }
         let _ = SHOWING.try_with(|showing| showing.set(false));
     }
 }
 
-// SAFETY: all is left to the system's allocator.
+// SAFETY: all calls are forwarded to `System`.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         Self::note(layout.size());
-        // SAFETY: passed on.
+        // SAFETY: forwarded.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         Self::note(layout.size());
-        // SAFETY: passed on.
+        // SAFETY: forwarded.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         Self::note(size);
-        // SAFETY: passed on.
+        // SAFETY: forwarded.
         unsafe { System.realloc(at, layout, size) }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        // SAFETY: passed on.
+        // SAFETY: forwarded.
         unsafe { System.dealloc(at, layout) }
     }
 }
@@ -124,14 +121,13 @@ impl Setup {
         self.remote.slice(8..16).unwrap()
     }
 
-    /// A message, received by a receive posted before.
     async fn send(&self) {
         let receive = self.theirs.recv(self.buffer());
         self.ours.send(self.buffer()).await.unwrap();
         receive.await.unwrap();
     }
 
-    /// A message that finds nobody waiting at first: the receiver parks until it comes.
+    /// Lets the receiver park before the message is sent.
     async fn receive_first(&self) {
         let receive = self.theirs.recv(self.buffer());
         let (received, sent) = tokio::join!(receive, async {
@@ -174,7 +170,7 @@ impl Setup {
         self.ours.fetch_add(self.word(), 0).await.unwrap();
     }
 
-    /// More than the send queue takes at once is not steady; this many are.
+    /// Stays within the send queue's capacity, because queued work allocates.
     async fn eight_writes_in_flight(&self) {
         let writes: [_; 8] = std::array::from_fn(|_| self.ours.write(self.buffer(), self.remote));
         for write in writes {
@@ -197,13 +193,13 @@ impl Setup {
     }
 }
 
-/// As [`counted_to`], of what is to allocate nothing.
+/// Calls [`counted_to`] for an operation that must not allocate.
 async fn counted(what: &str, operation: impl AsyncFnMut(), found: &mut Vec<String>) {
     counted_to(what, 0, operation, found).await;
 }
 
-/// Runs `operation` until nothing grows any more, then counts, and counts again if there was more than `each`: a lock allocates
-/// its queue when a thread first finds it taken, which happens once. What an operation allocates happens every time.
+/// Reports in `found` an operation that allocates more than `each` times in three of three counts.
+/// One excess is no failure: a lock allocates its wait queue when it is first contended.
 async fn counted_to(
     what: &str,
     each: u64,
@@ -219,8 +215,8 @@ async fn counted_to(
     let mut counts = [0; 3];
     for count in &mut counts {
         COUNT.store(0, Ordering::Relaxed);
-        // Of what may allocate, nothing is known to be too much.
-        SHOWN.store(if each == 0 { 0 } else { SHOWN_AT_MOST }, Ordering::Relaxed);
+        // Permitted allocations are not printed.
+        SHOWN.store(if each == 0 { 0 } else { MAX_BACKTRACES }, Ordering::Relaxed);
         ON.store(true, Ordering::SeqCst);
         for _ in 0..operations {
             operation().await;
@@ -237,7 +233,10 @@ async fn counted_to(
 async fn all(setting: &str, setup: &Setup, found: &mut Vec<String>) {
     macro_rules! count {
         ($($operation:ident),*) => {
-            $( counted(&format!("{setting}: {}", stringify!($operation)), async || setup.$operation().await, found).await; )*
+            $(
+                let what = format!("{setting}: {}", stringify!($operation));
+                counted(&what, async || setup.$operation().await, found).await;
+            )*
         };
     }
     count!(send, receive_first, send_inline, write, write_inline, write_with_imm, read);
@@ -247,8 +246,7 @@ async fn all(setting: &str, setup: &Setup, found: &mut Vec<String>) {
     counted(&format!("{setting}: batch"), once, found).await;
 }
 
-/// Operations of a pool of DC initiators: by a peer that has one, and by two that take one from each other each time. And what
-/// a peer more costs.
+/// Counts allocations of operations of a DC pool, and the bytes for each further peer.
 async fn pooled(setting: &str, mode: Mode, found: &mut Vec<String>) {
     let (device, pd) = device(&Network::new());
     if device.attr().dc.is_none() {
@@ -276,7 +274,7 @@ async fn pooled(setting: &str, mode: Mode, found: &mut Vec<String>) {
             write(&peers[0]).await;
             write(&peers[1]).await;
         };
-        counted(&format!("{setting}: {policy:?}, two peers in turn"), alternate, found).await;
+        counted(&format!("{setting}: {policy:?}, two peers alternating"), alternate, found).await;
         let lease = async || {
             let lease = peers[0].borrow().await.unwrap();
             lease.write_inline(&[7; 32], remote).await.unwrap();
@@ -285,7 +283,7 @@ async fn pooled(setting: &str, mode: Mode, found: &mut Vec<String>) {
 
         let mut more = Vec::with_capacity(1000);
         BYTES.store(0, Ordering::Relaxed);
-        SHOWN.store(SHOWN_AT_MOST, Ordering::Relaxed);
+        SHOWN.store(MAX_BACKTRACES, Ordering::Relaxed);
         ON.store(true, Ordering::SeqCst);
         for _ in 0..1000 {
             more.push(pool.peer(&target.address()).unwrap());
@@ -299,15 +297,14 @@ async fn pooled(setting: &str, mode: Mode, found: &mut Vec<String>) {
     }
 }
 
-/// A message costs one allocation: the `Bytes` that the receiver hands out, of a copy or with the buffer in it. Sending, credits
-/// and acknowledgements cost none.
+/// Permits one allocation for each message: the `Bytes` that the receiver returns.
 async fn messages(setting: &str, mode: Mode, found: &mut Vec<String>) {
-    // No keepalive: what a timer allocates is not a message's.
+    // Without keepalive, whose timer allocates.
     let (a, b) = connected::pair(&connected::config().mode(mode.make()).keepalive(None));
     let inline: &'static [u8] = &[7; 32];
     let copied: &'static [u8] = &[7; 200];
-    let handed_out: &'static [u8] = &[7; 4096];
-    for (kind, message) in [("inline", inline), ("copied", copied), ("handed out", handed_out)] {
+    let lent: &'static [u8] = &[7; 4096];
+    for (kind, message) in [("inline", inline), ("copied", copied), ("lent", lent)] {
         let one_way = async || {
             a.send(Bytes::from_static(message)).await.unwrap();
             assert_eq!(b.recv().await.unwrap().unwrap().len(), message.len());
@@ -322,7 +319,7 @@ async fn messages(setting: &str, mode: Mode, found: &mut Vec<String>) {
             assert_eq!(received.unwrap().unwrap().len(), message.len());
         };
         counted_to(
-            &format!("{setting}: message that is waited for, {kind}"),
+            &format!("{setting}: message with a parked receiver, {kind}"),
             1,
             receive_first,
             found,
@@ -331,7 +328,7 @@ async fn messages(setting: &str, mode: Mode, found: &mut Vec<String>) {
     }
 }
 
-/// One test, for there is one allocator.
+// One test, because the process has one allocator.
 #[test]
 fn operations_allocate_nothing_once_warm() {
     let found = bounded("allocations", 5 * LONG, || {

@@ -1,6 +1,7 @@
-//! Connections that come and go leave nothing: no queue pair, descriptor, task or byte. `TOKIO_RDMA_CYCLES` sets how many.
+//! Closed connections leak no queue pair, descriptor, task or memory.
 //!
-//! A test program of its own, as all of its memory is counted.
+//! `TOKIO_RDMA_CYCLES` sets the number of connections. The tests are a separate program because
+//! they count all memory of the process.
 
 mod connected;
 #[path = "common/live.rs"]
@@ -15,13 +16,13 @@ use tokio_rdma::software::Network;
 use tokio_rdma::{CompletionQueue, Connection, Listener};
 use torture::{Flavour, LONG, bounded, device, eventually, scaled, soon};
 
-/// Protection domains, regions, queues and ids of rdma_cm that the kernel holds for its device; the software device has none.
+/// Returns the number of kernel objects of the device under test, 0 for the software device.
 fn kernel_objects() -> u64 {
     let Some(name) = torture::hardware() else { return 0 };
     let shown =
         Command::new("rdma").args(["resource", "show", &name]).output().expect("rdma of iproute2");
     assert!(shown.status.success(), "{shown:?}");
-    // Numbers behind their names: "1: rxe0: qp 3 cq 2 pd 1 mr 0 ...".
+    // "1: rxe0: qp 3 cq 2 pd 1 mr 0 ..."
     let shown = String::from_utf8(shown.stdout).expect("text");
     let counts: Vec<u64> = shown.split_whitespace().filter_map(|word| word.parse().ok()).collect();
     assert!(!counts.is_empty(), "{shown}");
@@ -29,7 +30,7 @@ fn kernel_objects() -> u64 {
 }
 
 #[test]
-fn connections_that_come_and_go_leave_nothing_behind() {
+fn closed_connections_leak_nothing() {
     let cycles = std::env::var("TOKIO_RDMA_CYCLES")
         .map_or(scaled(400), |cycles| cycles.parse().expect("a number"));
     bounded("churn", LONG * 4 + LONG * (cycles / 2000) as u32, move || {
@@ -38,26 +39,27 @@ fn connections_that_come_and_go_leave_nothing_behind() {
             let (device, _) = device(&Network::new());
             let queue = CompletionQueue::builder(&device).capacity(1024).build().unwrap();
             let shared = config().completion_queue(&queue).receive_buffers(8).spare_buffers(4);
-            let listener = Listener::bind_with(&device, connected::address(&device), &shared).await.unwrap();
+            let local = connected::address(&device);
+            let listener = Listener::bind_with(&device, local, &shared).await.unwrap();
             let address = listener.local_addr();
             let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
             let tasks = || tokio::runtime::Handle::current().metrics().num_alive_tasks();
             let mut before = None;
             for cycle in 0..cycles {
-                // Every other one has a completion queue of its own.
                 let own = config().receive_buffers(8).spare_buffers(4);
                 let config = if cycle % 2 == 0 { &shared } else { &own };
                 let connecting = Connection::connect_with(&device, address, config);
-                let (a, b) = soon("connect", async { tokio::try_join!(connecting, listener.accept()) }).await.unwrap();
+                let both = async { tokio::try_join!(connecting, listener.accept()) };
+                let (a, b) = soon("connect", both).await.unwrap();
                 let len = [10, 5_000, 50_000][cycle as usize % 3];
                 a.send(pattern(len, cycle)).await.unwrap();
                 let message = recv(&b).await;
                 b.send(message.clone()).await.unwrap();
                 assert!(recv(&a).await == message);
                 match cycle % 4 {
-                    // In order, and in disorder.
                     0 | 1 => {
-                        assert_eq!(soon("close", async { tokio::join!(a.close(), b.close()) }).await, (Ok(()), Ok(())))
+                        let both = async { tokio::join!(a.close(), b.close()) };
+                        assert_eq!(soon("close", both).await, (Ok(()), Ok(())))
                     }
                     2 => drop((a, b)),
                     _ => {
@@ -67,12 +69,12 @@ fn connections_that_come_and_go_leave_nothing_behind() {
                     }
                 }
                 if cycle == cycles / 4 {
-                    eventually("the first end", || queue.counters().reserved == 0).await;
+                    eventually("destroyed queue pairs", || queue.counters().reserved == 0).await;
                     before = Some((descriptors(), tasks(), live::bytes(), kernel_objects()));
                 }
             }
-            let (fds, alive, bytes, objects) = before.expect("a quarter is done");
-            eventually("queue pairs end", || queue.counters().reserved == 0).await;
+            let (fds, alive, bytes, objects) = before.expect("a quarter of the cycles ran");
+            eventually("destroyed queue pairs", || queue.counters().reserved == 0).await;
             eventually("tasks end", || tasks() <= alive).await;
             eventually("descriptors are closed", || descriptors() <= fds).await;
             eventually("the kernel's objects are destroyed", || kernel_objects() <= objects).await;
@@ -80,8 +82,8 @@ fn connections_that_come_and_go_leave_nothing_behind() {
             eventually("memory is free", || live::bytes() < bytes + connection).await;
             let left = live::bytes() as isize - bytes as isize;
             eprintln!(
-                "{cycles} cycles: {} descriptors of {fds}, {} tasks of {alive}, {} kernel objects of {objects} after a quarter, \
-                 and {left} bytes more",
+                "{cycles} cycles; after a quarter and now: {fds} and {} descriptors, {alive} and \
+                 {} tasks, {objects} and {} kernel objects, {left} bytes more",
                 descriptors(),
                 tasks(),
                 kernel_objects()
@@ -90,14 +92,13 @@ fn connections_that_come_and_go_leave_nothing_behind() {
     });
 }
 
-/// Set in the process whose memory is measured.
 const MEASURED: &str = "TOKIO_RDMA_MEASURED";
 
 #[test]
-fn memory_of_connections_that_have_ended_goes_back_to_the_system() {
-    // Of a process of its own: whatever other tests do with memory would count.
+fn memory_of_closed_connections_is_returned_to_the_system() {
+    // In a separate process, because the memory of other tests would count.
     let measured = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "the_measured", "--nocapture", "--test-threads=1"])
+        .args(["--exact", "measured_process", "--nocapture", "--test-threads=1"])
         .env(MEASURED, "1")
         .stdout(Stdio::null())
         .status()
@@ -105,11 +106,11 @@ fn memory_of_connections_that_have_ended_goes_back_to_the_system() {
     assert!(measured.success(), "{measured}");
 }
 
-/// The other process; of no use alone.
+/// Runs in the process that the test above starts.
 #[test]
-fn the_measured() {
+fn measured_process() {
     const PAIRS: usize = 100;
-    // What either end has in its buffers, and memory for long messages.
+    // The second length needs memory for long messages.
     const LENGTHS: [usize; 2] = [8192, 100_000];
     if std::env::var_os(MEASURED).is_none() {
         return;
@@ -120,7 +121,7 @@ fn the_measured() {
             pages.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * 4096
         };
         Flavour::MultiThread.runtime().block_on(async {
-            // What the process and its first connection need once.
+            // Allocates what the process and its first connection need once.
             let (a, b) = pair(&config());
             drop(soon("close", async { tokio::join!(a.close(), b.close()) }).await);
             drop((a, b));
@@ -146,16 +147,16 @@ fn the_measured() {
                 }
             }
             let peak = resident() - before;
-            // Memory of different ends lies side by side, and one half of the ends goes first.
+            // Memory of both halves is interleaved: freeing one half must not keep the pages.
             let (firsts, seconds): (Vec<_>, Vec<_>) = pairs.into_iter().unzip();
             let ends = firsts.iter().chain(&seconds).map(|end| end.close());
             soon("close", join_all(ends)).await.into_iter().for_each(|end| end.unwrap());
             drop(firsts);
             drop(seconds);
             let left = || resident().saturating_sub(before);
-            eprintln!("{PAIRS} pairs: {} KiB at their peak", peak / 1024);
-            eventually("memory goes back to the system", || left() <= peak / 5).await;
-            eprintln!("{} KiB are left", left() / 1024);
+            eprintln!("{PAIRS} pairs: {} KiB at the peak", peak / 1024);
+            eventually("memory is returned to the system", || left() <= peak / 5).await;
+            eprintln!("{} KiB are still resident", left() / 1024);
         });
     });
 }

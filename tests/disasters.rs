@@ -1,12 +1,13 @@
-//! A peer's process that is killed, a link that goes down, a device that is removed, all under load.
+//! A killed peer process, a link that goes down and a removed device, all under load.
 //!
-//! They happen to the device that `TOKIO_RDMA_DEVICE` names: `scripts/rxe-vm cargo test --features ibverbs --test disasters`.
-//! The link and the device are touched only if it is SoftRoCE and we are root, as in that machine; other tests of the
-//! same device must not run meanwhile, so these run one after the other. What the software device does when it is killed
-//! or unplugged is in `teardown.rs` and `faults`.
+//! The tests use the device that `TOKIO_RDMA_DEVICE` names:
+//! `scripts/rxe-vm cargo test --features ibverbs --test disasters`.
+//! They change the link and the device only as root and only for SoftRoCE. No other test may use
+//! the device meanwhile.
 //!
-//! The removal of the interface below the device is left out: SoftRoCE of Linux 6.1 then at times neither ends nor repeats
-//! what is in flight, in a queue pair that stays in RTS, and `unregister_netdevice` waits for it for ever.
+//! Removal of the network interface is not tested: SoftRoCE of Linux 6.1 then sometimes neither
+//! completes nor retransmits work in flight, the queue pair stays in RTS, and
+//! `unregister_netdevice` never returns.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
@@ -23,22 +24,21 @@ use tokio_rdma::{
     QueuePair, QueuePairEndpoint, RemoteRegion,
 };
 
-/// Only a hang takes this long.
 const HANG: Duration = Duration::from_secs(60);
-/// SoftRoCE of Linux 6.1, when its link goes down between a request and its answer, at times forgets to repeat the request
-/// (the queue pair stays in RTS, with all that was posted in flight), and after an error to flush receives. So long it is
-/// waited for; then closing must end it all.
+/// The time after which a SoftRoCE queue pair counts as stalled; closing it must then end all work.
+///
+/// If the link goes down between a request and its answer, SoftRoCE of Linux 6.1 sometimes does not
+/// retransmit (the queue pair stays in RTS with its work in flight), or does not flush receives
+/// after an error.
 const STALL: Duration = Duration::from_secs(10);
 const SOFT_ROCE: u32 = 0xff_ffff;
-/// Operations in flight.
 const DEPTH: usize = 16;
 const BLOCK: usize = 1024;
-/// What is written into memory that was handed back.
 const MARK: u8 = 0xa5;
 
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
-/// The real device under test, or `None` with a word about it.
+/// Returns the real device under test, or reports that the test is skipped.
 fn device() -> Option<String> {
     let name = std::env::var("TOKIO_RDMA_DEVICE").ok().filter(|name| name != Device::SOFTWARE);
     if name.is_none() {
@@ -56,7 +56,6 @@ fn modes() -> [(&'static str, CompletionMode); 4] {
     ]
 }
 
-/// One end of a connection, with memory of its own.
 struct End {
     qp: QueuePair,
     pool: Pool,
@@ -78,12 +77,11 @@ impl End {
         self.qp.connect_with(to, &ConnectOptions::default()).unwrap();
     }
 
-    fn room(&self) -> BufMut {
+    fn buffer(&self) -> BufMut {
         self.pool.try_alloc(BLOCK).unwrap()
     }
 }
 
-/// How operations ended.
 #[derive(Debug, Default)]
 struct Load {
     done: u64,
@@ -91,14 +89,14 @@ struct Load {
     kept: Vec<BufMut>,
 }
 
-/// Keeps operations of every kind in flight until each kind has failed.
-async fn load(end: &End, remote: RemoteRegion, shout: impl FnOnce()) -> Load {
-    let mut shout = Some(shout);
+/// Keeps operations of every kind in flight, calls `disaster`, and waits until all have failed.
+async fn load(end: &End, remote: RemoteRegion, disaster: impl FnOnce()) -> Load {
+    let mut disaster = Some(disaster);
     let mut load = Load::default();
     let mut work: JoinSet<(u64, OpErrorKind, Option<BufMut>)> = JoinSet::new();
-    let under_way = Arc::new(Semaphore::new(0));
+    let started = Arc::new(Semaphore::new(0));
     for at in 0..DEPTH {
-        let (qp, pool, under_way) = (end.qp.clone(), end.pool.clone(), under_way.clone());
+        let (qp, pool, started) = (end.qp.clone(), end.pool.clone(), started.clone());
         let block = remote.slice(at as u64 * BLOCK as u64..(at as u64 + 1) * BLOCK as u64).unwrap();
         work.spawn(async move {
             let mut done = 0;
@@ -118,25 +116,24 @@ async fn load(end: &End, remote: RemoteRegion, shout: impl FnOnce()) -> Load {
                     Err(error) => return (done, error.kind(), Some(error.into_buffer())),
                 }
                 if done == 0 {
-                    under_way.add_permits(1);
+                    started.add_permits(1);
                 }
                 done += 1;
             }
         });
     }
     for _ in 0..4 {
-        let (qp, buffer) = (end.qp.clone(), end.room());
+        let (qp, buffer) = (end.qp.clone(), end.buffer());
         work.spawn(async move {
             match qp.recv(buffer).await {
-                Ok(message) => panic!("nobody sends: {message:?}"),
+                Ok(message) => panic!("received without a sender: {message:?}"),
                 Err(error) => (0, error.kind(), Some(error.into_buffer())),
             }
         });
     }
-    // All have done something, and most are at it again.
-    let all = tokio::time::timeout(HANG, under_way.acquire_many(DEPTH as u32)).await;
-    drop(all.expect("the load does not get under way"));
-    shout.take().unwrap()();
+    let all = tokio::time::timeout(HANG, started.acquire_many(DEPTH as u32)).await;
+    drop(all.expect("the load does not start"));
+    disaster.take().unwrap()();
     let start = Instant::now();
     let mut stalls = end.qp.protection_domain().device().attr().vendor_id == SOFT_ROCE;
     loop {
@@ -152,7 +149,7 @@ async fn load(end: &End, remote: RemoteRegion, shout: impl FnOnce()) -> Load {
                 continue;
             }
             let (state, sent) = (end.qp.query().map(|(state, _)| state), end.qp.send_counters());
-            panic!("{} operations hang; {:?} ended; {state:?}, {sent:?}", work.len(), load.ends);
+            panic!("{} operations hang; {:?} failed; {state:?}, {sent:?}", work.len(), load.ends);
         };
         let Some(ended) = ended else { break };
         let (done, kind, buffer) = ended.unwrap();
@@ -165,12 +162,16 @@ async fn load(end: &End, remote: RemoteRegion, shout: impl FnOnce()) -> Load {
             load.kept.push(buffer);
         }
     }
-    println!("  {} operations, then after {:?}: {:?}", load.done, start.elapsed(), load.ends);
-    assert!(load.done > 0, "nothing worked before");
+    println!(
+        "  {} operations succeeded; failures within {:?}: {:?}",
+        load.done,
+        start.elapsed(),
+        load.ends
+    );
+    assert!(load.done > 0, "no operation succeeded before the disaster");
     load
 }
 
-/// Two ends of one device, connected.
 fn connected(name: &str, mode: &CompletionMode) -> (End, End) {
     let (a, b) = (End::open(name, mode.clone()), End::open(name, mode.clone()));
     a.connect(&b.qp.endpoint());
@@ -178,29 +179,28 @@ fn connected(name: &str, mode: &CompletionMode) -> (End, End) {
     (a, b)
 }
 
-/// Closes both ends after `load`: what `receiving` had posted at the peer ends, and no memory is touched any more.
+/// Closes both ends after `load`; checks that `receiving` finishes and no buffer is written.
 async fn ended((end, peer): (End, End), receiving: JoinHandle<()>, load: &Load) {
-    // Nothing tells it that nobody will send any more.
+    // Its receives would otherwise wait for messages.
     peer.qp.clone().close().await;
     drop((end, peer));
     tokio::time::timeout(HANG, receiving).await.expect("receives hang").unwrap();
     untouched(load).await;
 }
 
-/// Nothing writes to memory that was handed back. What does not happen cannot be awaited, only given time to.
+/// Checks that no returned buffer is written to, after giving the device time to do so.
 async fn untouched(load: &Load) {
     tokio::time::sleep(Duration::from_millis(200)).await;
     assert!(
         load.kept.iter().all(|buffer| buffer.iter().all(|&byte| byte == MARK)),
-        "touched after it was handed back"
+        "buffer written after it was returned"
     );
 }
 
-/// The device can be opened again, and works.
 async fn works(name: &str) {
     let (a, b) = connected(name, &CompletionMode::Event);
-    let result = tokio::time::timeout(HANG, a.qp.write(a.room(), b.region.grant())).await;
-    result.expect("hangs afterwards").expect("does not work afterwards");
+    let result = tokio::time::timeout(HANG, a.qp.write(a.buffer(), b.region.grant())).await;
+    result.expect("a WRITE hangs afterwards").expect("a WRITE fails afterwards");
 }
 
 fn runtime(mode: &str) -> tokio::runtime::Runtime {
@@ -211,15 +211,15 @@ fn runtime(mode: &str) -> tokio::runtime::Runtime {
     builder.enable_all().build().unwrap()
 }
 
-fn only_as(ends: &BTreeMap<String, u32>, allowed: &[WcStatus]) {
+fn assert_only(ends: &BTreeMap<String, u32>, allowed: &[WcStatus]) {
     let mut allowed: Vec<_> = allowed.iter().map(|status| format!("{status:?}")).collect();
-    // By `load`, if SoftRoCE stalls.
+    // `load` closes a stalled SoftRoCE queue pair.
     allowed.push("Closed".to_owned());
     assert!(ends.keys().all(|status| allowed.contains(status)), "{ends:?} instead of {allowed:?}");
 }
 
 #[test]
-fn peer_that_is_killed_ends_every_operation_in_the_time_of_its_retries() {
+fn killed_peer_fails_every_operation_within_the_retry_time() {
     let Some(name) = device() else { return };
     let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     for (label, mode) in modes() {
@@ -227,18 +227,18 @@ fn peer_that_is_killed_ends_every_operation_in_the_time_of_its_retries() {
         runtime(label).block_on(async {
             let end = End::open(&name, mode);
             let mut child = Command::new(std::env::current_exe().unwrap())
-                .args(["--exact", "the_peer", "--nocapture", "--test-threads=1"])
+                .args(["--exact", "peer_process", "--nocapture", "--test-threads=1"])
                 .env("TOKIO_RDMA_PEER_OF", encode(&end.qp.endpoint()))
                 .stdout(Stdio::piped())
                 .stdin(Stdio::piped())
                 .spawn()
                 .unwrap();
             let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
-            let said = lines.find_map(|line| {
+            let endpoints = lines.find_map(|line| {
                 line.unwrap().split_once("PEER ").map(|(_, rest)| rest.to_owned())
             });
-            let said = said.expect("the peer's process says where it is");
-            let (endpoint, region) = said.split_once(' ').unwrap();
+            let endpoints = endpoints.expect("the peer process prints its endpoint");
+            let (endpoint, region) = endpoints.split_once(' ').unwrap();
             end.connect(&decode(endpoint));
             let remote = RemoteRegion::from_bytes(&unhex(region)).unwrap();
             child.stdin.take().unwrap().write_all(b"go\n").unwrap();
@@ -247,12 +247,12 @@ fn peer_that_is_killed_ends_every_operation_in_the_time_of_its_retries() {
                 child.wait().unwrap();
             })
             .await;
-            // The kernel may take the peer's memory away before its queue pair.
+            // The kernel may deregister the peer's memory before it destroys the queue pair.
             let causes = [WcStatus::RETRY_EXC_ERR, WcStatus::REM_ACCESS_ERR, WcStatus::REM_OP_ERR];
-            only_as(&load.ends, &[&causes[..], &[WcStatus::WR_FLUSH_ERR]].concat());
+            assert_only(&load.ends, &[&causes[..], &[WcStatus::WR_FLUSH_ERR]].concat());
             assert!(
                 load.ends.keys().any(|end| end != "WR_FLUSH_ERR"),
-                "the first to fail says why"
+                "the first failure has a cause"
             );
             drop(end);
             untouched(&load).await;
@@ -261,9 +261,9 @@ fn peer_that_is_killed_ends_every_operation_in_the_time_of_its_retries() {
     }
 }
 
-/// The process that is killed; of no use alone.
+/// Runs in the child process that the test above kills.
 #[test]
-fn the_peer() {
+fn peer_process() {
     let Ok(endpoint) = std::env::var("TOKIO_RDMA_PEER_OF") else { return };
     let name = std::env::var("TOKIO_RDMA_DEVICE").unwrap();
     runtime("event").block_on(async {
@@ -272,32 +272,32 @@ fn the_peer() {
         let region: String =
             end.region.grant().to_bytes().iter().map(|byte| format!("{byte:02x}")).collect();
         println!("PEER {} {region}", encode(&end.qp.endpoint()));
-        // Not before the other end can receive.
+        // The other end must be connected before the first receive completes.
         std::io::stdin().lines().next();
         let mut receives = JoinSet::new();
         for _ in 0..DEPTH {
-            let (qp, mut buffer) = (end.qp.clone(), end.room());
+            let (qp, mut buffer) = (end.qp.clone(), end.buffer());
             receives.spawn(async move {
                 while let Ok(message) = qp.recv(buffer).await {
                     buffer = message.buffer;
                 }
             });
         }
-        // Until it is killed, or the one that would do it is gone.
+        // The parent kills this process; the timeout ends it if the parent is gone.
         tokio::time::timeout(HANG, async { while receives.join_next().await.is_some() {} })
             .await
             .ok();
     });
 }
 
-/// The interface that SoftRoCE device `name` lies on, if we may take it down.
+/// Returns the network interface of SoftRoCE device `name` if this process may take it down.
 fn interface(name: &str) -> Option<String> {
     let parent = std::fs::read_to_string(format!("/sys/class/infiniband/{name}/parent"));
     let root = Command::new("id").arg("-u").output().is_ok_and(|output| output.stdout == b"0\n");
     match parent {
         Ok(parent) if root => Some(parent.trim().to_owned()),
         _ => {
-            eprintln!("SKIPPED: {name} is not SoftRoCE, or we are not root");
+            eprintln!("SKIPPED: {name} is not SoftRoCE, or this process is not root");
             None
         }
     }
@@ -309,7 +309,6 @@ fn run(command: &str) {
     assert!(status.as_ref().is_ok_and(std::process::ExitStatus::success), "{command}: {status:?}");
 }
 
-/// Waits until a port of the device is active again.
 fn active(name: &str) {
     let start = Instant::now();
     while !Device::open(name).is_ok_and(|device| {
@@ -317,13 +316,13 @@ fn active(name: &str) {
             .default_path()
             .is_ok_and(|(port, gid)| port.state == PortState::Active && gid.gid.to_ip().is_ipv4())
     }) {
-        assert!(start.elapsed() < HANG, "{name} does not come back");
+        assert!(start.elapsed() < HANG, "{name} does not become active");
         std::thread::sleep(Duration::from_millis(20));
     }
 }
 
 #[test]
-fn link_that_goes_down_ends_every_operation() {
+fn link_down_fails_every_operation() {
     let Some(name) = device() else { return };
     let Some(interface) = interface(&name) else { return };
     let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -344,7 +343,7 @@ fn link_that_goes_down_ends_every_operation() {
 }
 
 #[test]
-fn device_that_is_removed_serves_until_it_is_closed_and_can_be_opened_when_it_is_back() {
+fn removed_device_works_until_closed_and_can_be_reopened() {
     let Some(name) = device() else { return };
     let Some(interface) = interface(&name) else { return };
     let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -357,7 +356,7 @@ fn device_that_is_removed_serves_until_it_is_closed_and_can_be_opened_when_it_is
             let load = load(&end, peer.region.grant(), || {
                 removal =
                     Some(Command::new("rdma").args(["link", "delete", &name]).spawn().unwrap());
-                // SoftRoCE cannot take a device away from those who use it: the command waits for them, unnoticed.
+                // SoftRoCE does not revoke an open device: the command waits until it is closed.
                 let (qp, name) = (end.qp.clone(), name.clone());
                 tokio::spawn(async move {
                     while Device::open(&name).is_ok() {
@@ -367,9 +366,9 @@ fn device_that_is_removed_serves_until_it_is_closed_and_can_be_opened_when_it_is
                 });
             })
             .await;
-            assert!(Device::open(&name).is_err(), "it is there for nobody else");
+            assert!(Device::open(&name).is_err(), "a removed device cannot be opened");
             ended((end, peer), receiving, &load).await;
-            // The buffers are the last that hold it.
+            // Its buffers hold the last references to the device.
             drop(load);
             let removed = removal.unwrap().wait().unwrap();
             assert!(removed.success(), "rdma link delete: {removed}");
@@ -380,7 +379,6 @@ fn device_that_is_removed_serves_until_it_is_closed_and_can_be_opened_when_it_is
     }
 }
 
-/// Receives until that fails.
 fn receive(end: &End) -> JoinHandle<()> {
     let (qp, pool) = (end.qp.clone(), end.pool.clone());
     tokio::spawn(async move {
@@ -394,8 +392,6 @@ fn receive(end: &End) -> JoinHandle<()> {
         }
     })
 }
-
-// What two processes tell each other.
 
 fn encode(endpoint: &QueuePairEndpoint) -> String {
     let QueuePairEndpoint { qpn, psn, gid, lid, mtu, reads, link_layer, .. } = endpoint;

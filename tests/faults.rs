@@ -1,11 +1,12 @@
-//! Seeded campaigns: what the network may do to packets, and what queue pairs make of it.
+//! Seeded campaigns of queue pairs over a simulated network with faults.
 //!
-//! Every seed decides a whole run: faults, MTU, sequence numbers, queue depths, operations, sizes and the turns in
-//! which both sides act. The network is simulated, so a run happens the same each time, on any machine.
+//! A seed determines the whole run, which is the same each time on any machine.
 //!
 //! ```text
-//! TOKIO_RDMA_SEEDS=20000 cargo test --test faults                         that many seeds; unless set 500, or 2000 with --release
-//! TOKIO_RDMA_SEED=17 cargo test --test faults <test> -- --nocapture       one seed, told step by step
+//! TOKIO_RDMA_SEEDS=20000 cargo test --test faults
+//!     runs 20000 seeds; the default is 500, or 2000 with --release
+//! TOKIO_RDMA_SEED=17 cargo test --test faults <test> -- --nocapture
+//!     runs one seed and prints each step
 //! ```
 
 #![allow(missing_docs)]

@@ -1,16 +1,18 @@
-//! Rules on the source that no compiler and no lint holds: which module of this crate may name which, that each `unsafe` names an
-//! invariant of docs/safety.md, how long a file may be, and which builds have the test controls of the software device.
+//! Rules on the source that neither compiler nor lints enforce.
 //!
-//! `cargo test --test layering`. What the workspace holds by itself is not here: the crates below cannot name those above
-//! (`cargo tree`), Tokio is no dependency of theirs, only rdma-ibverbs has the C binding, `unsafe_code` is denied but in files
-//! that allow it, and clippy refuses `unwrap`, `expect`, `todo!` and `dbg!` outside of tests.
+//! - A module uses only modules of its own layer and of lower layers.
+//! - Each `unsafe` names an invariant of docs/safety.md.
+//! - A file has a maximum length.
+//! - Only the tests that need them are built with the test controls of the software device.
+//!
+//! Manifests and lints enforce dependencies between crates and where `unsafe` is allowed.
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Modules of this crate from the bottom. A module may name those of its own layer and below.
+/// The modules of this crate, from the lowest layer to the highest.
 const LAYERS: [&[&str]; 9] = [
     &["contained", "error", "software", "sync", "types"],
     &["dispatch"],
@@ -23,11 +25,10 @@ const LAYERS: [&[&str]; 9] = [
     &["message", "raw"],
 ];
 
-/// Most lines of a file.
 const LONGEST: usize = 900;
 
 #[test]
-fn modules_name_their_own_layer_and_those_below() {
+fn modules_use_only_their_own_and_lower_layers() {
     let wrong = files("src")
         .iter()
         .flat_map(|file| names_above(&file.name, &file.text))
@@ -40,7 +41,7 @@ fn each_unsafe_names_an_invariant() {
     let known = invariants(&read("docs/safety.md"));
     assert!(
         known.contains("S1") && known.contains("E2"),
-        "docs/safety.md lost its headings: {known:?}"
+        "docs/safety.md has no headings of invariants: {known:?}"
     );
     let unexplained =
         all_files().iter().flat_map(|file| without_invariant(file, &known)).collect::<Vec<_>>();
@@ -48,7 +49,7 @@ fn each_unsafe_names_an_invariant() {
 }
 
 #[test]
-fn no_file_is_too_long() {
+fn files_are_within_the_line_limit() {
     let long = all_files()
         .into_iter()
         .filter(|file| file.text.lines().count() > LONGEST)
@@ -56,19 +57,19 @@ fn no_file_is_too_long() {
     assert_eq!(long.collect::<Vec<_>>(), [""; 0], "more than {LONGEST} lines");
 }
 
-/// Test controls add a check to each post. Cargo unifies the features of a crate among all packages that it builds at once, so a
-/// dev-dependency would put them into the benches whose instructions are counted.
+// Test controls add a check to each post. Cargo unifies features among the packages of one build,
+// so a dev-dependency would add them to the benches, whose instructions are counted.
 #[test]
 fn benches_and_examples_are_built_without_test_controls() {
     assert!(
         test_controls(&["--package", "misbehaviour"]),
-        "the tests of testing/misbehaviour need them"
+        "the tests of testing/misbehaviour need test controls"
     );
     assert!(!test_controls(&["--package", "tokio-rdma", "--all-features"]));
     assert!(!test_controls(&["--workspace", "--exclude", "misbehaviour"]));
 }
 
-/// True if a build of `packages`, with the tests, benches and examples, has feature `testing` of rdma-soft.
+/// Returns whether a build of `packages` enables feature `testing` of rdma-soft.
 fn test_controls(packages: &[&str]) -> bool {
     let mut tree = Command::new(env!("CARGO"));
     tree.current_dir(env!("CARGO_MANIFEST_DIR"));
@@ -79,7 +80,6 @@ fn test_controls(packages: &[&str]) -> bool {
     String::from_utf8_lossy(&output.stdout).contains("rdma-soft feature \"testing\"")
 }
 
-/// Lines of a file of `src` that name a module of a layer above.
 fn names_above(file: &str, text: &str) -> Vec<String> {
     let path = file.trim_start_matches("src/").trim_end_matches(".rs").trim_end_matches("/mod");
     let own: Vec<&str> = path.split('/').collect();
@@ -90,10 +90,10 @@ fn names_above(file: &str, text: &str) -> Vec<String> {
             match layer_of(module) {
                 Some(named) if named <= layer => {}
                 Some(_) => {
-                    found.push(format!("{file}:{number}: names `{module}`, which is above it"))
+                    found.push(format!("{file}:{number}: uses `{module}` of a higher layer"))
                 }
                 None => found
-                    .push(format!("{file}:{number}: names `crate::{module}`, which is no layer")),
+                    .push(format!("{file}:{number}: uses `crate::{module}`, which has no layer")),
             }
         }
     }
@@ -104,7 +104,7 @@ fn layer_of(module: &str) -> Option<usize> {
     LAYERS.iter().position(|layer| layer.contains(&module))
 }
 
-/// First names of the paths in a line that begin at the root: by `crate`, or by as many `super` as the file is deep.
+/// Returns the first names of paths that begin with `crate` or with `depth` times `super`.
 fn rooted(line: &str, depth: usize) -> Vec<&str> {
     let mut found = Vec::new();
     for root in ["crate::".to_owned(), "super::".repeat(depth)] {
@@ -114,14 +114,14 @@ fn rooted(line: &str, depth: usize) -> Vec<&str> {
             }
             let rest = &line[at + root.len()..];
             let end = rest.find(|c: char| !c.is_alphanumeric() && c != '_').unwrap_or(rest.len());
-            // Of a group nothing is said, and so it is refused as no layer.
+            // A group gives an empty name, which has no layer and is refused.
             found.push(&rest[..end]);
         }
     }
     found
 }
 
-/// Lines of code with their numbers: no comments, and nothing of the tests at the end of the file.
+/// Returns numbered lines without comments and tests.
 fn code(text: &str) -> impl Iterator<Item = (usize, &str)> {
     let lines = text.lines().enumerate().map(|(number, line)| (number + 1, line.trim()));
     let lines = lines.take_while(|(_, line)| {
@@ -130,7 +130,6 @@ fn code(text: &str) -> impl Iterator<Item = (usize, &str)> {
     lines.filter(|(_, line)| !line.starts_with("//"))
 }
 
-/// `SAFETY` comments that name none of the invariants.
 fn without_invariant(file: &File, known: &BTreeSet<String>) -> Vec<String> {
     let lines: Vec<&str> = file.text.lines().map(str::trim).collect();
     let mut found = Vec::new();
@@ -142,7 +141,7 @@ fn without_invariant(file: &File, known: &BTreeSet<String>) -> Vec<String> {
         let names = comment.flat_map(|line| line.split(|c: char| !c.is_ascii_alphanumeric()));
         if !names.into_iter().any(|word| known.contains(word)) {
             found.push(format!(
-                "{}:{}: SAFETY without an invariant of docs/safety.md",
+                "{}:{}: SAFETY comment names no invariant of docs/safety.md",
                 file.name,
                 at + 1
             ));
@@ -151,7 +150,6 @@ fn without_invariant(file: &File, known: &BTreeSet<String>) -> Vec<String> {
     found
 }
 
-/// Ids that docs/safety.md has a heading for.
 fn invariants(text: &str) -> BTreeSet<String> {
     text.lines()
         .filter_map(|line| line.strip_prefix("### ")?.split_whitespace().next().map(str::to_owned))
@@ -159,12 +157,10 @@ fn invariants(text: &str) -> BTreeSet<String> {
 }
 
 struct File {
-    /// Path from the root of the workspace.
     name: String,
     text: String,
 }
 
-/// The source of all crates, but for files of tests.
 fn all_files() -> Vec<File> {
     ["src", "crates/rdma-provider/src", "crates/rdma-soft/src", "crates/rdma-ibverbs/src"]
         .into_iter()
@@ -199,10 +195,8 @@ fn read(path: &str) -> String {
     fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(path)).unwrap()
 }
 
-// The rules themselves.
-
 #[test]
-fn a_name_of_a_layer_above_is_found() {
+fn use_of_a_higher_layer_is_found() {
     let above = |file: &str, text: &str| names_above(file, text).len();
     assert_eq!(above("src/verbs/qp.rs", "use crate::op::QueuePair;"), 1);
     assert_eq!(above("src/verbs/mod.rs", "use super::engine::X;"), 1);
@@ -229,7 +223,7 @@ fn a_name_of_a_layer_above_is_found() {
 }
 
 #[test]
-fn a_safety_comment_without_an_invariant_is_found() {
+fn safety_comment_without_an_invariant_is_found() {
     let known = invariants("# Safety\n### S1 Memory stays\n### C2 No lost wake-up\n");
     let missing = |text: &str| {
         without_invariant(&File { name: "a.rs".into(), text: text.into() }, &known).len()

@@ -1,5 +1,4 @@
-//! What a service sees of the crate through `tracing`: a span for each queue pair, events for changes of state, failures,
-//! flushes and asynchronous events, and one for each work request at the trace level.
+//! Spans and events of the crate in `tracing`.
 
 mod torture;
 
@@ -16,17 +15,16 @@ use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
 
-/// Keeps a line for each span and event: level, name or message, fields.
 #[derive(Clone)]
 struct Journal {
     lines: Arc<Mutex<Vec<String>>>,
     spans: Arc<AtomicU64>,
-    most: Level,
+    max: Level,
 }
 
 impl Journal {
-    fn new(most: Level) -> Self {
-        Self { lines: Arc::default(), spans: Arc::default(), most }
+    fn new(max: Level) -> Self {
+        Self { lines: Arc::default(), spans: Arc::default(), max }
     }
 
     fn has(&self, what: &[&str]) -> bool {
@@ -49,11 +47,11 @@ impl Visit for Line {
 
 impl Subscriber for Journal {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        *metadata.level() <= self.most && metadata.target().starts_with("tokio_rdma")
+        *metadata.level() <= self.max && metadata.target().starts_with("tokio_rdma")
     }
 
     fn max_level_hint(&self) -> Option<tracing::level_filters::LevelFilter> {
-        Some(self.most.into())
+        Some(self.max.into())
     }
 
     fn new_span(&self, span: &Attributes<'_>) -> Id {
@@ -78,8 +76,8 @@ impl Subscriber for Journal {
     fn exit(&self, _span: &Id) {}
 }
 
-/// A write, and one that is refused.
-async fn story() {
+/// Executes one WRITE that succeeds and one that fails.
+async fn succeed_and_fail() {
     let network = Network::new();
     let (device, pd) = device(&network);
     let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
@@ -95,22 +93,22 @@ async fn story() {
     soon("an event", events.next()).await.unwrap().unwrap();
 }
 
-/// One test, for the level is that of all subscribers there are.
+// One test, because the maximum level is shared by all subscribers of the process.
 #[test]
-fn a_service_can_follow_what_happens() {
+fn spans_and_events_report_queue_pair_activity() {
     bounded("tracing", 2 * LONG, || {
         let runtime = Flavour::CurrentThread.runtime();
         let debug = Journal::new(Level::DEBUG);
-        tracing::subscriber::with_default(debug.clone(), || runtime.block_on(story()));
+        tracing::subscriber::with_default(debug.clone(), || runtime.block_on(succeed_and_fail()));
         assert_eq!(debug.count(&["span queue_pair", "qpn=", "transport=Rc"]), 2);
-        assert!(debug.has(&["DEBUG", "queue pair state", "to=Rts"]));
+        assert!(debug.has(&["DEBUG", "queue pair changed state", "to=Rts"]));
         assert!(debug.has(&["WARN", "work request failed", "remote access error"]));
         assert!(debug.has(&["DEBUG", "flushed"]));
         assert!(debug.has(&["INFO", "asynchronous event", "QpAccessError"]));
-        assert!(!debug.has(&["TRACE"]), "what happens for each work request is not debug");
+        assert!(!debug.has(&["TRACE"]), "work requests are not logged at the debug level");
 
         let trace = Journal::new(Level::TRACE);
-        tracing::subscriber::with_default(trace.clone(), || runtime.block_on(story()));
+        tracing::subscriber::with_default(trace.clone(), || runtime.block_on(succeed_and_fail()));
         assert_eq!(trace.count(&["TRACE", "posted", "wr_id="]), 3, "two writes and a receive");
         assert_eq!(trace.count(&["TRACE", "completed", "wr_id="]), 3);
     });

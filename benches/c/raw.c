@@ -1,18 +1,19 @@
-/* What the bare C interface of libibverbs takes for the work that benches/verbs.rs does through tokio-rdma.
+/* The work of benches/verbs.rs with the C interface of libibverbs, for comparison with tokio-rdma.
  *
- *   raw work=write|read|write-batch|read-batch|pingpong mode=poll|event|arm-first [depth=1] [operations=10000] [warmup=1000]
- *       [devices=rxe0[,rxe1]] [times=yes|no]
+ *   raw work=write|read|write-batch|read-batch|pingpong mode=poll|event|arm-first [depth=1]
+ *       [operations=10000] [warmup=1000] [devices=rxe0[,rxe1]] [times=yes|no]
  *
- * Two queue pairs in one process. With one device they are connected through it; with two, the second queue pair is on
- * the second. WRITE and READ take 8 bytes, a ping-pong sends 64 there and 64 back. Every send is signaled, as every
- * operation that somebody awaits is; of a batch, `depth` in one chain, the last, and times are of batches.
+ * Two connected queue pairs in one process, on one device or on two. WRITE and READ transfer 8 bytes, a ping-pong 64
+ * in each direction. Every send is signaled, like every awaited operation. In a batch (a chain of `depth`), only the
+ * last is signaled, and times are of batches.
  *
  *   poll       spins on ibv_poll_cq
- *   event      polls; if there is nothing arms, polls again, and only then sleeps in epoll. One event is read at a
- *              time, many are acknowledged at once.
- *   arm-first  arms before it posts and sleeps for every completion
+ *   event      polls; without a completion arms, polls again, and then sleeps in epoll. Reads one event at a time and
+ *              acknowledges many at once.
+ *   arm-first  arms before posting and sleeps for every completion
  *
- * times=no takes no time of single operations: for counting instructions. The line it prints is that of benches/verbs.rs.
+ * times=no omits the times of single operations, for counting instructions. The line of output is the same as that of
+ * benches/verbs.rs.
  */
 
 #include <arpa/inet.h>
@@ -28,7 +29,7 @@
 enum { WORD = 8, MESSAGE = 64, MAX_DEPTH = 64, CQ_SIZE = 256, ACK_EVERY = 1000 };
 enum mode { POLL, EVENT, ARM_FIRST };
 
-/* Everything that one end has, and its own device. */
+/* One end with its own open device. */
 struct end {
     struct ibv_context *context;
     struct ibv_pd *pd;
@@ -40,7 +41,7 @@ struct end {
     union ibv_gid gid;
     enum ibv_mtu mtu;
     unsigned unacknowledged;
-    unsigned sends, receives; /* completions polled and not yet asked for */
+    unsigned sends, receives; /* completions polled but not yet consumed by finish() */
     struct ibv_sge sge, receive_sge;
     struct ibv_send_wr wr;
     struct ibv_recv_wr receive_wr;
@@ -66,7 +67,7 @@ static unsigned long now(void) {
 
 /* Setup. */
 
-/* RoCE v2 over IPv4, whose GID is the address mapped into IPv6. */
+/* Chooses a GID of RoCE v2 over IPv4: an IPv4-mapped IPv6 address. */
 static void choose_gid(struct end *end, int entries) {
     static const unsigned char mapped[12] = {[10] = 0xff, [11] = 0xff};
     for (int index = 0; index < entries; index++) {
@@ -158,7 +159,7 @@ static void acknowledge(struct end *end) {
     acks++;
 }
 
-/* Sleeps until a completion channel has an event and takes that one. */
+/* Sleeps until a completion channel has an event, and reads it. */
 static void sleep_for_event(void) {
     struct epoll_event ready;
     int count;
@@ -176,8 +177,8 @@ static void sleep_for_event(void) {
         acknowledge(end);
 }
 
-static inline int poll(struct end *end, struct ibv_wc *completions, int room) {
-    int taken = ibv_poll_cq(end->cq, room, completions);
+static inline int poll(struct end *end, struct ibv_wc *completions, int capacity) {
+    int taken = ibv_poll_cq(end->cq, capacity, completions);
     check(taken >= 0, "ibv_poll_cq");
     for (int index = 0; index < taken; index++)
         if (completions[index].status != IBV_WC_SUCCESS) {
@@ -187,23 +188,23 @@ static inline int poll(struct end *end, struct ibv_wc *completions, int room) {
     return taken;
 }
 
-/* At least one completion, at most `room`. */
-static inline int take(struct end *end, struct ibv_wc *completions, int room) {
+/* Waits for completions: returns at least one, at most `capacity`. */
+static inline int take(struct end *end, struct ibv_wc *completions, int capacity) {
     int taken;
     if (mode == ARM_FIRST)
         sleep_for_event();
-    while ((taken = poll(end, completions, room)) == 0) {
+    while ((taken = poll(end, completions, capacity)) == 0) {
         if (mode == POLL)
             continue;
         arm(end);
-        if ((taken = poll(end, completions, room)) != 0)
+        if ((taken = poll(end, completions, capacity)) != 0)
             break;
         sleep_for_event();
     }
     return taken;
 }
 
-/* WRITE and READ: `depth` in flight, each one's time from its post to its completion. */
+/* WRITE and READ: `depth` in flight, each timed from post to completion. */
 
 static void prepare_rdma(struct end *from, struct end *to, enum ibv_wr_opcode opcode) {
     from->sge = (struct ibv_sge){.length = WORD, .lkey = from->mr->lkey};
@@ -244,7 +245,7 @@ static void rdma(struct end *from, unsigned long depth, unsigned long operations
     }
 }
 
-/* The same in chains that are made once and named anew. */
+/* The same in chains, which are built once; only addresses and ids change. */
 static void batches(struct end *from, unsigned long depth, unsigned long operations, unsigned long *times) {
     struct ibv_send_wr chain[MAX_DEPTH], *bad;
     struct ibv_sge sges[MAX_DEPTH];
@@ -269,8 +270,8 @@ static void batches(struct end *from, unsigned long depth, unsigned long operati
     }
 }
 
-/* Ping-pong: both ends in turn. An answer's own completion is awaited before the next answer: over a wire it takes as long
- * as the next question. */
+/* Ping-pong: both ends alternately. An answer's send completion is awaited only before the next answer: over a wire it
+ * takes as long as the next question. */
 
 static void prepare_messages(struct end *end) {
     end->receive_sge = (struct ibv_sge){.addr = (uintptr_t)end->memory, .length = MESSAGE, .lkey = end->mr->lkey};
@@ -290,7 +291,7 @@ static void post_send(struct end *end) {
     check(ibv_post_send(end->qp, &end->wr, &bad) == 0, "ibv_post_send");
 }
 
-/* Until `sends` and `receives` of an end are done. */
+/* Waits for `sends` and `receives` completions of an end. */
 static void finish(struct end *end, unsigned sends, unsigned receives) {
     struct ibv_wc completions[4];
     while (end->sends < sends || end->receives < receives) {
@@ -396,7 +397,7 @@ int main(int count, char **arguments) {
     unsigned long timed = is_batch ? operations / depth : operations;
     if (measured)
         qsort(measured, timed, sizeof *measured, later);
-    printf("who=c work=%s mode=%s depth=%lu operations=%lu p50_ns=%lu p99_ns=%lu mean_ns=%lu", work, how, depth,
+    printf("program=c work=%s mode=%s depth=%lu operations=%lu p50_ns=%lu p99_ns=%lu mean_ns=%lu", work, how, depth,
            operations, measured ? measured[timed / 2] : 0, measured ? measured[timed * 99 / 100] : 0, mean);
     printf(" arms=%lu events=%lu acks=%lu sleeps=%lu\n", arms, events, acks, waits);
     if (ours.unacknowledged)

@@ -2,7 +2,7 @@
 
 use tokio_rdma::{QueuePairEndpoint, RemoteRegion};
 
-// Any bytes are an endpoint or are not; what is, encodes to the same bytes. So for regions.
+// Bytes that decode as an endpoint or region encode to the same bytes.
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     if let Ok(endpoint) = QueuePairEndpoint::from_bytes(bytes) {
         assert_eq!(endpoint.to_bytes(), bytes);

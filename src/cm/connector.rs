@@ -1,4 +1,4 @@
-//! The active side: resolve, connect.
+//! The active side: resolves a route and connects.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -12,71 +12,73 @@ use crate::types::{Gid, PortNum};
 use crate::verbs::Device;
 use rdma_provider::cm_contract::{CmId as _, MAX_REQUEST_DATA};
 
-use super::endpoint::{Endpoint, Halfway, within};
-use super::error::{ConnectError, Step};
+use super::connection::CmConnection;
+use super::endpoint::{Endpoint, FailUnlessConnected, with_deadline};
+use super::error::{ConnectError, ConnectStep};
 use super::keepalive::Keepalive;
-use super::link::Link;
-use super::options::Options;
+use super::options::ConnectionOptions;
 use super::path::{Path, Reads, make_ready};
 use super::router::Router;
 
-/// Connects to a listener: to the first of the addresses that answers. `make` makes a queue pair for a route, mostly by
-/// [`Route::prepare`], anew for each address that is tried.
+/// Connects to the first of the addresses that answers.
+///
+/// `make` builds a queue pair for each route tried, usually with [`Route::prepare`].
 ///
 /// # Errors
 ///
-/// That of the last address: as [`resolve`] and [`Route::connect`], and what `make` gives. [`ConnectError::NoRuntime`] outside
-/// of a Tokio runtime with an I/O driver.
+/// The last address's error from [`resolve`], [`Route::connect`] or `make`.
 ///
 /// # Cancel safety
 ///
-/// Dropping the future takes the request back; the queue pair made for it is in the error state.
+/// Dropping the future withdraws the request; its queue pair goes to the error state.
 pub async fn connect(
     device: &Device,
     address: impl ToSocketAddrs,
-    options: &Options,
+    options: &ConnectionOptions,
     mut make: impl FnMut(&Route) -> Result<QueuePair, SetupError>,
-) -> Result<(QueuePair, Link), ConnectError> {
+) -> Result<(QueuePair, CmConnection), ConnectError> {
     let mut last = no_address();
     for address in lookup(address, options).await? {
         let attempt = async {
             let route = resolve_one(device, address, options).await?;
-            let unprepared = |error| ConnectError::from(error).during(Step::Prepare, address);
-            let queue_pair = make(&route).map_err(unprepared)?;
+            let prepare_error =
+                |error| ConnectError::from(error).during(ConnectStep::Prepare, address);
+            let queue_pair = make(&route).map_err(prepare_error)?;
             let link = route.connect(&queue_pair, options).await?;
             Ok((queue_pair, link))
         };
         match attempt.await {
             Ok(connected) => return Ok(connected),
-            Err(error) => last = ConnectError::during(error, Step::Resolve, address),
+            Err(error) => last = ConnectError::during(error, ConnectStep::Resolve, address),
         }
     }
     Err(last)
 }
 
-/// The way to a listener, with default [`Options`].
+/// Resolves a route to a listener, with default [`ConnectionOptions`].
 ///
 /// # Errors
 ///
-/// As [`resolve_with`].
+/// See [`resolve_with`].
 ///
 /// # Cancel safety
 ///
-/// As [`resolve_with`]: dropping the future leaves nothing behind.
+/// Dropping the future leaves nothing behind.
 pub async fn resolve(device: &Device, address: impl ToSocketAddrs) -> Result<Route, ConnectError> {
-    resolve_with(device, address, &Options::default()).await
+    resolve_with(device, address, &ConnectionOptions::default()).await
 }
 
-/// The way to a listener: `rdma_resolve_addr(3)` and `rdma_resolve_route(3)`. Of several addresses the first to which
-/// there is one.
+/// Resolves a route to the first reachable address: `rdma_resolve_addr(3)` and
+/// `rdma_resolve_route(3)`.
 ///
 /// # Errors
 ///
-/// [`ConnectError::NoRuntime`] outside of a Tokio runtime with an I/O driver, [`ConnectError::Lookup`] for a host
-/// name that means nothing, [`ConnectError::Resolve`] if no device leads there,
-/// [`ConnectError::OtherDevice`] if another one than `device` does, [`ConnectError::AddressNotAvailable`] if
-/// [`Options::source`] is not ours, [`ConnectError::Setup`] if that is of another family, [`ConnectError::TimedOut`] after
-/// [`Options::resolve_timeout`].
+/// - [`ConnectError::Lookup`] for an unknown host name;
+/// - [`ConnectError::Resolve`] if no device reaches the address;
+/// - [`ConnectError::OtherDevice`] if the route goes through another device than `device`;
+/// - [`ConnectError::AddressNotAvailable`] if `device` lacks [`ConnectionOptions::source`];
+/// - [`ConnectError::Setup`] if the source address is of another family;
+/// - [`ConnectError::TimedOut`] after [`ConnectionOptions::resolve_timeout`].
 ///
 /// # Cancel safety
 ///
@@ -84,19 +86,18 @@ pub async fn resolve(device: &Device, address: impl ToSocketAddrs) -> Result<Rou
 pub async fn resolve_with(
     device: &Device,
     address: impl ToSocketAddrs,
-    options: &Options,
+    options: &ConnectionOptions,
 ) -> Result<Route, ConnectError> {
     let mut last = no_address();
     for address in lookup(address, options).await? {
         match resolve_one(device, address, options).await {
             Ok(route) => return Ok(route),
-            Err(error) => last = error.during(Step::Resolve, address),
+            Err(error) => last = error.during(ConnectStep::Resolve, address),
         }
     }
     Err(last)
 }
 
-/// What a lookup without an error and without an address comes to.
 pub(super) fn no_address() -> ConnectError {
     ConnectError::Lookup {
         kind: std::io::ErrorKind::NotFound,
@@ -104,12 +105,11 @@ pub(super) fn no_address() -> ConnectError {
     }
 }
 
-/// All addresses, looked up by Tokio's resolver.
 pub(super) async fn lookup(
     address: impl ToSocketAddrs,
-    options: &Options,
+    options: &ConnectionOptions,
 ) -> Result<Vec<SocketAddr>, ConnectError> {
-    within(options.time_to_resolve(), Step::Lookup, async {
+    with_deadline(options.time_to_resolve(), ConnectStep::Lookup, async {
         let found = lookup_host(address).await.map_err(|error| ConnectError::lookup(&error))?;
         Ok(found.collect())
     })
@@ -119,18 +119,17 @@ pub(super) async fn lookup(
 async fn resolve_one(
     device: &Device,
     address: SocketAddr,
-    options: &Options,
+    options: &ConnectionOptions,
 ) -> Result<Route, ConnectError> {
-    /// Of `errno(3)`.
+    /// From `errno(3)`.
     const ENETUNREACH: i32 = 101;
-    /// Of `errno(3)`.
     const EHOSTUNREACH: i32 = 113;
     let source = options.source_to(address)?;
     let endpoint = Endpoint::create(&Router::of(device).await?)?;
     let (timeout, start) = (options.time_to_resolve(), Instant::now());
     let unresolved = move |errno| ConnectError::Resolve { address, errno };
-    within(timeout, Step::Resolve, async {
-        // The provider's own timeouts end later than ours, which has the better error.
+    with_deadline(timeout, ConnectStep::Resolve, async {
+        // Expires before the provider's own timeout, and has the more precise error.
         endpoint
             .call(move |id| {
                 id.resolve_addr(source, address, timeout).map_err(|error| {
@@ -140,10 +139,10 @@ async fn resolve_one(
                             ConnectError::AddressNotAvailable {
                                 address,
                                 source,
-                                step: Step::Resolve,
+                                step: ConnectStep::Resolve,
                             }
                         }
-                        // Found out at once.
+                        // Returned by the call itself, without an event.
                         (ENETUNREACH | EHOSTUNREACH | VerbError::ENODEV, _) => {
                             unresolved(error.errno)
                         }
@@ -153,16 +152,16 @@ async fn resolve_one(
             })
             .await?;
         endpoint
-            .until(|happened| {
-                happened.address.or_else(|| happened.end.as_ref().map(|_| Err(VerbError::ENODEV)))
+            .wait_for(|state| {
+                state.address.or_else(|| state.end.as_ref().map(|_| Err(VerbError::ENODEV)))
             })
             .await
             .map_err(unresolved)?;
         let left = timeout.saturating_sub(start.elapsed());
         endpoint.call(move |id| Ok(id.resolve_route(left)?)).await?;
         endpoint
-            .until(|happened| {
-                happened.route.or_else(|| happened.end.as_ref().map(|_| Err(VerbError::ENODEV)))
+            .wait_for(|state| {
+                state.route.or_else(|| state.end.as_ref().map(|_| Err(VerbError::ENODEV)))
             })
             .await
             .map_err(unresolved)
@@ -176,7 +175,7 @@ async fn resolve_one(
     Ok(Route { endpoint, path, destination: route.destination, address })
 }
 
-/// The way to a listener, found by [`resolve`].
+/// A route to a listener, found by [`resolve`].
 pub struct Route {
     endpoint: Endpoint,
     path: Path,
@@ -185,66 +184,69 @@ pub struct Route {
 }
 
 impl Route {
-    /// Makes a queue pair to be described by `builder` send from the port and GID of this route.
+    /// Sets the builder's port and GID, from this route.
     #[must_use]
     pub fn prepare(&self, builder: QueuePairBuilder) -> QueuePairBuilder {
         builder.source(self.path.port, self.path.gid_index)
     }
 
-    /// Port that it leaves from.
+    /// Returns the local port of the route.
     #[must_use]
     pub const fn port(&self) -> PortNum {
         self.path.port
     }
 
-    /// Index of the GID that it leaves from, in the table of that port.
+    /// Returns the index of the source GID in that port's table.
     #[must_use]
     pub const fn gid_index(&self) -> u8 {
         self.path.gid_index
     }
 
-    /// GID at the other end.
+    /// Returns the peer's GID.
     #[must_use]
     pub const fn destination(&self) -> Gid {
         self.destination
     }
 
-    /// Address of the listener.
+    /// Returns the address of the listener.
     #[must_use]
     pub const fn peer_addr(&self) -> SocketAddr {
         self.address
     }
 
-    /// Connects `queue_pair`, which is in INIT and sends from the port and GID of this route. It is ready to use when
-    /// this returns.
+    /// Connects `queue_pair`, which must be in INIT and send from the route's port and GID. It is
+    /// ready to use when this returns.
     ///
     /// # Errors
     ///
-    /// [`ConnectError::NoRuntime`] outside of a Tokio runtime with an I/O driver, [`ConnectError::Refused`] if
-    /// no listener has the address, [`ConnectError::Rejected`] if the listener rejects the request,
-    /// [`ConnectError::TimedOut`] after [`Options::timeout`], [`ConnectError::Limit`] for private data of more than 56
-    /// bytes or more [`Options::reads`] than the device can, [`ConnectError::Setup`] for a queue pair that does not fit. The queue
-    /// pair is in the error state then,
-    /// unless it did not fit.
+    /// Once the handshake has begun, any error leaves the queue pair in the error state.
+    ///
+    /// - [`ConnectError::Refused`] if no listener has the address;
+    /// - [`ConnectError::Rejected`] if the listener rejects the request;
+    /// - [`ConnectError::Unreachable`], or [`ConnectError::TimedOut`] after
+    ///   [`ConnectionOptions::timeout`], if the peer does not answer;
+    /// - [`ConnectError::Limit`] for private data of more than 56 bytes, or for more
+    ///   [`ConnectionOptions::reads`] than the device supports;
+    /// - [`ConnectError::Setup`] for a queue pair that does not fit.
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future takes the request back, and the queue pair goes to the error state.
+    /// Dropping the future withdraws the request; the queue pair goes to the error state.
     pub async fn connect(
         self,
         queue_pair: &QueuePair,
-        options: &Options,
-    ) -> Result<Link, ConnectError> {
+        options: &ConnectionOptions,
+    ) -> Result<CmConnection, ConnectError> {
         let Self { endpoint, path, address, .. } = self;
-        endpoint.ready()?;
+        endpoint.watch()?;
         let device = endpoint.router().device().clone();
         let (_, transport) = options.checked(MAX_REQUEST_DATA)?;
-        let misfit = |error| ConnectError::from(error).during(Step::Prepare, address);
+        let misfit = |error| ConnectError::from(error).during(ConnectStep::Prepare, address);
         path.check(&device, queue_pair).map_err(misfit)?;
         Keepalive::check(options.probes(), transport.timeout, queue_pair).map_err(misfit)?;
-        let halfway = Halfway::new(queue_pair);
+        let guard = FailUnlessConnected::new(queue_pair);
         let reads = Reads::of(&device, options)?;
-        let peer = within(options.deadline(), Step::Response, async {
+        let peer = with_deadline(options.deadline(), ConnectStep::Response, async {
             let (ours, options) = (queue_pair.clone(), options.clone());
             endpoint
                 .call(move |id| {
@@ -252,15 +254,17 @@ impl Route {
                     Ok(id.connect(&reads.params(&ours, private_data, options.deadline()))?)
                 })
                 .await
-                .map_err(|error| error.during(Step::Request, address))?;
+                .map_err(|error| error.during(ConnectStep::Request, address))?;
             let peer = endpoint
-                .until(|happened| match (&happened.end, &happened.response) {
-                    (Some(end), _) => Some(Err(ConnectError::ended(end, Step::Response, address))),
+                .wait_for(|state| match (&state.end, &state.response) {
+                    (Some(end), _) => {
+                        Some(Err(ConnectError::from_end(end, ConnectStep::Response, address)))
+                    }
                     (None, Some(peer)) => Some(Ok(peer.clone())),
                     (None, None) => None,
                 })
                 .await?;
-            endpoint.inbox().tie(queue_pair);
+            endpoint.inbox().attach_queue_pair(queue_pair);
             let (ours, reads) = (queue_pair.clone(), reads.agreed(&peer));
             let confirmed = endpoint
                 .call(move |id| {
@@ -268,14 +272,15 @@ impl Route {
                     Ok(id.establish()?)
                 })
                 .await;
-            endpoint.blame(confirmed, Step::Confirm, address).await?;
+            endpoint.explain(confirmed, ConnectStep::Confirm, address).await?;
             Ok(peer)
         })
         .await
-        .map_err(|error| error.during(Step::Response, address))?;
-        halfway.arrived();
+        .map_err(|error| error.during(ConnectStep::Response, address))?;
+        guard.connected();
         let local = endpoint.local_addr().unwrap_or(SocketAddr::new(path.gid.to_ip(), 0));
-        let link = Link::new(endpoint, peer.private_data, (local, address), options.deadline());
+        let link =
+            CmConnection::new(endpoint, peer.private_data, (local, address), options.deadline());
         Ok(link.with_keepalive(options.probes(), queue_pair)?)
     }
 }

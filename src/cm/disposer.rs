@@ -1,4 +1,4 @@
-//! Destroys what may take its time, where that holds up nobody.
+//! Drops objects whose destruction may block.
 
 use std::mem;
 use std::sync::Arc;
@@ -6,23 +6,20 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
 
-/// Things to be dropped by one thread that may block, one after the other: however many there are, they take no more
-/// threads from others.
+/// A queue of items that one blocking thread drops in order.
 #[derive(Debug)]
 pub(super) struct Disposer<T>(Mutex<State<T>>);
 
 #[derive(Debug)]
 struct State<T> {
     waiting: Vec<T>,
-    /// A thread is at it.
     busy: bool,
-    /// Somebody has seen that there were too many, and is to be told when there are not.
+    /// True if `on_resume` must be called.
     stalled: bool,
 }
 
-/// Things that wait before [`Disposer::stalls`] says that it is too many: destroying them takes as long as a hundred
-/// calls of the kernel.
-pub(super) const MOST: usize = 256;
+/// Queue length at which [`Disposer::is_stalled`] returns true.
+pub(super) const STALL_LENGTH: usize = 256;
 
 impl<T> Default for Disposer<T> {
     fn default() -> Self {
@@ -31,51 +28,53 @@ impl<T> Default for Disposer<T> {
 }
 
 impl<T: Send + 'static> Disposer<T> {
-    /// Leaves `things` to a thread of `runtime`; if that has shut down, drops them here. `relieved` is called if somebody
-    /// was told to wait.
+    /// Queues `items` for a blocking thread of `runtime`, or drops them here if that has shut down.
+    ///
+    /// Calls `on_resume` when the queue is empty again after [`is_stalled`](Self::is_stalled) has
+    /// returned true.
     pub(super) fn dispose<F: Fn() + Send + 'static>(
         self: &Arc<Self>,
-        things: impl IntoIterator<Item = T>,
+        items: impl IntoIterator<Item = T>,
         runtime: &Handle,
-        relieved: F,
+        on_resume: F,
     ) {
         let mut state = self.0.lock();
-        state.waiting.extend(things);
+        state.waiting.extend(items);
         if state.waiting.is_empty() || mem::replace(&mut state.busy, true) {
             return;
         }
         drop(state);
-        let disposal = Disposal { disposer: Arc::clone(self), relieved };
+        let disposal = Disposal { disposer: Arc::clone(self), on_resume };
         drop(runtime.spawn_blocking(move || drop(disposal)));
     }
 
-    /// True if so many wait that no more should be added; then `relieved` is called when they are gone.
-    pub(super) fn stalls(&self) -> bool {
+    pub(super) fn is_stalled(&self) -> bool {
         let mut state = self.0.lock();
-        let many = state.busy && state.waiting.len() >= MOST;
+        let many = state.busy && state.waiting.len() >= STALL_LENGTH;
         state.stalled |= many;
         many
     }
 }
 
-/// Somebody's turn to drop things. Done by its drop: a runtime that shuts down drops it without running it.
+/// The exclusive right to drop items. Its own drop does the work, because a runtime that shuts down
+/// does not run it.
 struct Disposal<T, F: Fn()> {
     disposer: Arc<Disposer<T>>,
-    relieved: F,
+    on_resume: F,
 }
 
 impl<T, F: Fn()> Drop for Disposal<T, F> {
     fn drop(&mut self) {
         loop {
             let mut state = self.disposer.0.lock();
-            let things = mem::take(&mut state.waiting);
-            state.busy = !things.is_empty();
-            let relieves = !state.busy && mem::take(&mut state.stalled);
+            let items = mem::take(&mut state.waiting);
+            state.busy = !items.is_empty();
+            let resumes = !state.busy && mem::take(&mut state.stalled);
             let done = !state.busy;
             drop(state);
-            drop(things);
-            if relieves {
-                (self.relieved)();
+            drop(items);
+            if resumes {
+                (self.on_resume)();
             }
             if done {
                 return;
@@ -92,60 +91,61 @@ mod tests {
 
     use super::*;
 
-    /// Takes until it is let go.
+    /// Blocks in its drop until its sender is dropped.
     struct Slow(mpsc::Receiver<()>, Arc<AtomicUsize>);
 
     impl Drop for Slow {
         fn drop(&mut self) {
-            // An error: nobody holds it up any more.
             let _ = self.0.recv();
             self.1.fetch_add(1, Ordering::SeqCst);
         }
     }
 
     #[test]
-    fn a_flood_takes_one_thread_and_says_when_it_is_too_much() {
+    fn many_items_use_one_thread_and_stall_at_limit() {
         let runtime =
             tokio::runtime::Builder::new_current_thread().max_blocking_threads(1).build().unwrap();
-        let (disposer, gone, relieved) =
+        let (disposer, gone, on_resume) =
             (Arc::new(Disposer::default()), Arc::default(), Arc::new(AtomicUsize::new(0)));
         let mut held = Vec::new();
         let mut dispose = |count: usize| {
-            let things: Vec<_> = (0..count)
+            let items: Vec<_> = (0..count)
                 .map(|_| {
                     let (hold, wait) = mpsc::channel();
                     held.push(hold);
                     Slow(wait, Arc::clone(&gone))
                 })
                 .collect();
-            let relieved = Arc::clone(&relieved);
-            disposer.dispose(things, runtime.handle(), move || {
-                relieved.fetch_add(1, Ordering::SeqCst);
+            let on_resume = Arc::clone(&on_resume);
+            disposer.dispose(items, runtime.handle(), move || {
+                on_resume.fetch_add(1, Ordering::SeqCst);
             });
         };
         dispose(0);
         dispose(1);
-        // Until the thread has taken the first.
         while !disposer.0.lock().waiting.is_empty() {
             thread::yield_now();
         }
-        for _ in 1..MOST {
+        for _ in 1..STALL_LENGTH {
             dispose(1);
         }
-        assert!(!disposer.stalls());
+        assert!(!disposer.is_stalled());
         dispose(1);
-        assert!(disposer.stalls());
-        assert_eq!((gone.load(Ordering::SeqCst), relieved.load(Ordering::SeqCst)), (0, 0));
+        assert!(disposer.is_stalled());
+        assert_eq!((gone.load(Ordering::SeqCst), on_resume.load(Ordering::SeqCst)), (0, 0));
         held.clear();
-        while relieved.load(Ordering::SeqCst) == 0 {
+        while on_resume.load(Ordering::SeqCst) == 0 {
             thread::yield_now();
         }
-        assert_eq!((gone.load(Ordering::SeqCst), relieved.load(Ordering::SeqCst)), (MOST + 1, 1));
-        assert!(!disposer.stalls());
+        assert_eq!(
+            (gone.load(Ordering::SeqCst), on_resume.load(Ordering::SeqCst)),
+            (STALL_LENGTH + 1, 1)
+        );
+        assert!(!disposer.is_stalled());
     }
 
     #[test]
-    fn what_is_left_to_a_runtime_that_has_shut_down_is_dropped_here() {
+    fn items_for_shut_down_runtime_are_dropped_by_caller() {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let handle = runtime.handle().clone();
         drop(runtime);

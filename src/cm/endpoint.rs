@@ -1,4 +1,4 @@
-//! An id with its events: called where that holds up nobody, awaited with a deadline.
+//! An id of the connection manager and the inbox of its events.
 
 use std::fmt;
 use std::future::{Future, poll_fn};
@@ -16,10 +16,10 @@ use crate::types::Qpn;
 use rdma_provider::cm_contract::{CmAnswer, CmId as _, CmRoute};
 
 use super::clock;
-use super::error::{ConnectError, Step};
-use super::router::{Happened, Inbox, Router, fail};
+use super::error::{ConnectError, ConnectStep};
+use super::router::{IdState, Inbox, Router, fail};
 
-/// See the module. Its drop destroys the id.
+/// An id and its inbox. Dropping it destroys the id.
 pub(super) struct Endpoint {
     raw: Option<Arc<CmId>>,
     inbox: Arc<Inbox>,
@@ -27,18 +27,15 @@ pub(super) struct Endpoint {
 }
 
 impl Endpoint {
-    /// Takes an id, whose events go to `inbox` from now on.
     pub(super) fn new(router: &Arc<Router>, id: CmId, inbox: Arc<Inbox>) -> Self {
         router.add(id.key(), &inbox);
         Self { raw: Some(Arc::new(id)), inbox, router: Arc::clone(router) }
     }
 
-    /// A new id that is not a listener.
     pub(super) fn create(router: &Arc<Router>) -> Result<Self, VerbError> {
         Ok(Self::new(router, router.create_id()?, Inbox::new(None)))
     }
 
-    /// The provider's object.
     #[cfg(feature = "ibverbs")]
     pub(super) fn id(&self) -> Option<&CmId> {
         self.raw.as_deref()
@@ -72,9 +69,7 @@ impl Endpoint {
         self.raw.as_ref()?.route()
     }
 
-    /// Calls the id; on a thread for such things if it may block.
-    ///
-    /// If the future is dropped, the call is made all the same.
+    /// Calls `f`, on a blocking thread if it may block, even if the future is dropped.
     pub(super) async fn call<T: Send + 'static>(
         &self,
         f: impl FnOnce(&CmId) -> Result<T, ConnectError> + Send + 'static,
@@ -84,29 +79,28 @@ impl Endpoint {
             return f(raw);
         }
         let raw = Arc::clone(raw);
-        where_it_may_block(move || f(&raw)).await
+        on_blocking_thread(move || f(&raw)).await
     }
 
-    /// Makes sure that the current runtime watches events.
-    pub(super) fn ready(&self) -> Result<(), NoRuntime> {
+    pub(super) fn watch(&self) -> Result<(), NoRuntime> {
         self.router.watch()
     }
 
-    /// Waits until `f` finds what it looks for in what has happened. Where no runtime watches events, it polls for them.
-    pub(super) async fn until<T>(&self, mut f: impl FnMut(&Happened) -> Option<T>) -> T {
+    /// Waits until `f` returns `Some`. Polls for events if no runtime watches them.
+    pub(super) async fn wait_for<T>(&self, mut f: impl FnMut(&IdState) -> Option<T>) -> T {
         let mut wakers = ContainedWaker::default();
         loop {
             let mut changed = pin!(self.inbox.changed.notified());
             changed.as_mut().enable();
-            // In a statement of its own: the lock is not held any longer.
-            let found = f(&self.inbox.happened());
+            // A separate statement releases the lock before the wait.
+            let found = f(&self.inbox.state());
             if let Some(found) = found {
                 return found;
             }
             let mut again = false;
             poll_fn(|context| {
                 let polled = wakers.poll(context, |context| changed.as_mut().poll(context));
-                // At each poll: the task may be in another runtime than at the last one, which may be gone.
+                // Checked on each poll: the task may have moved from a runtime that has shut down.
                 if polled.is_ready() || self.router.watch().is_ok() || self.router.is_watched() {
                     return polled;
                 }
@@ -121,38 +115,38 @@ impl Endpoint {
         }
     }
 
-    /// The result of a call; if it was refused because the peer has ended the connection meanwhile, that is why.
-    pub(super) async fn blame<T>(
+    /// Returns `result`, or the end of the connection if that caused the failure.
+    pub(super) async fn explain<T>(
         &self,
         result: Result<T, ConnectError>,
-        step: Step,
+        step: ConnectStep,
         address: SocketAddr,
     ) -> Result<T, ConnectError> {
-        /// For the event, which may be there and not taken yet. If there is none, the refusal is this much later.
+        /// Time for the end event to arrive; delays the error if there is none.
         const GRACE: Duration = Duration::from_millis(100);
         let Err(error) = result else { return result };
         if !matches!(error, ConnectError::Verb { .. } | ConnectError::Setup { .. }) {
             return Err(error);
         }
-        // One that the refused call itself has raised does not make the channel readable.
+        // An event raised by the failed call does not make the channel readable.
         self.router.drain();
-        let end = self.until(|happened| happened.end.clone());
+        let end = self.wait_for(|state| state.end.clone());
         match clock::timeout(GRACE, end).await {
-            Some(end) => Err(ConnectError::ended(&end, step, address)),
+            Some(end) => Err(ConnectError::from_end(&end, step, address)),
             None => Err(error.during(step, address)),
         }
     }
 
-    pub(super) fn ended(&self) -> bool {
-        self.inbox.happened().end.is_some()
+    pub(super) fn has_ended(&self) -> bool {
+        self.inbox.state().end.is_some()
     }
 }
 
-/// `ECANCELED` of `errno(3)`.
-const CANCELLED: VerbError = VerbError::new("spawn_blocking", 125);
+/// `ECANCELED` of `errno(3)`: the runtime has shut down.
+const CANCELLED: VerbError = VerbError::new("call on a blocking thread", 125);
 
-/// Calls `f` on a thread that may block; also if the future is dropped.
-pub(super) async fn where_it_may_block<T: Send + 'static>(
+/// Calls `f` on a blocking thread, even if the future is dropped.
+pub(super) async fn on_blocking_thread<T: Send + 'static>(
     f: impl FnOnce() -> Result<T, ConnectError> + Send + 'static,
 ) -> Result<T, ConnectError> {
     match NoRuntime::or_current()?.spawn_blocking(f).await {
@@ -164,11 +158,11 @@ pub(super) async fn where_it_may_block<T: Send + 'static>(
     }
 }
 
-/// `future`, or an error that names the step when it takes too long in real time, whatever the clock of the runtime says; the caller
-/// adds the address by [`ConnectError::during`].
-pub(super) async fn within<T>(
+/// Fails with [`ConnectError::TimedOut`] if `future` takes longer than `after` in real time. The
+/// caller adds the address, see [`ConnectError::during`].
+pub(super) async fn with_deadline<T>(
     after: Duration,
-    step: Step,
+    step: ConnectStep,
     future: impl Future<Output = Result<T, ConnectError>>,
 ) -> Result<T, ConnectError> {
     NoRuntime::or_current()?;
@@ -194,20 +188,20 @@ impl fmt::Debug for Endpoint {
     }
 }
 
-/// A queue pair on its way: in the error state unless it arrives.
-pub(super) struct Halfway(Option<QueuePair>);
+/// A guard that moves its queue pair to the error state unless the connection is established.
+pub(super) struct FailUnlessConnected(Option<QueuePair>);
 
-impl Halfway {
+impl FailUnlessConnected {
     pub(super) fn new(queue_pair: &QueuePair) -> Self {
         Self(Some(queue_pair.clone()))
     }
 
-    pub(super) fn arrived(mut self) {
+    pub(super) fn connected(mut self) {
         self.0 = None;
     }
 }
 
-impl Drop for Halfway {
+impl Drop for FailUnlessConnected {
     fn drop(&mut self) {
         if let Some(queue_pair) = self.0.take() {
             fail(&queue_pair);

@@ -1,4 +1,4 @@
-//! Why two sides did not meet.
+//! Errors of listening, resolving, connecting and disconnecting.
 
 use std::fmt;
 use std::io;
@@ -8,123 +8,122 @@ use std::time::Duration;
 use crate::error::{LimitError, NoRuntime, SetupError, VerbError};
 use crate::types::RejectReason;
 
-use super::router::End;
+use super::router::EndReason;
 
-/// An attempt to listen or to connect failed, or a connection ended before it was complete.
+/// Error of listening, resolving, connecting or disconnecting.
 ///
-/// Each variant names the address and the step of the attempt, as far as there is an address: a lookup has none yet, and
-/// [`Limit`](Self::Limit) is refused before anything is attempted.
+/// A lookup has a step but no address; [`Limit`](Self::Limit) and [`NoRuntime`](Self::NoRuntime)
+/// have neither.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ConnectError {
-    /// The lookup of the host name failed, or gave no address.
+    /// The host name lookup failed, or returned no address.
     Lookup {
         /// Kind of the error.
         kind: io::ErrorKind,
         /// Text of the resolver's error.
         message: String,
     },
-    /// No device leads to the address, or no host has it.
+    /// No RDMA device reaches the address, or no host has it.
     Resolve {
         /// Address to connect to.
         address: SocketAddr,
-        /// Reason, as in `errno(3)`.
+        /// Reason, see `errno(3)`.
         errno: i32,
     },
-    /// The address is reached over another device than the one that was asked.
+    /// The route to the address goes through another device than the one passed.
     OtherDevice {
         /// Address to connect to.
         address: SocketAddr,
-        /// Name of the device that leads there.
+        /// Name of the device on the route.
         device: String,
     },
     /// Another listener has the address.
     AddressInUse {
         /// Address to listen at.
         address: SocketAddr,
-        /// Name of the device of that listener, if the listener belongs to this process.
+        /// Name of that listener's device, if the listener belongs to this process.
         device: Option<String>,
     },
     /// The device does not have the address to listen at, or to connect from.
     AddressNotAvailable {
         /// Address to listen at, or to connect to.
         address: SocketAddr,
-        /// The [source](super::Options::source) that the device does not have; none with [`Step::Listen`].
+        /// The [source](super::ConnectionOptions::source) address, when connecting.
         source: Option<IpAddr>,
-        /// [`Step::Listen`] or [`Step::Resolve`].
-        step: Step,
+        /// [`ConnectStep::Listen`] or [`ConnectStep::Resolve`].
+        step: ConnectStep,
     },
     /// No listener has the address.
     Refused {
         /// Address to connect to.
         address: SocketAddr,
     },
-    /// The peer rejected the request, or gave its own request up.
+    /// The peer rejected the request, or withdrew its own.
     Rejected {
-        /// Address of the peer, and step of the attempt.
-        attempt: Attempt,
+        /// Step and peer.
+        attempt: ConnectAttempt,
         /// Reason given by the peer.
         reason: RejectReason,
-        /// Private data of the rejection. They are padded with zeros to 148 bytes, because their length does not travel; or
-        /// they are empty.
+        /// Private data of the rejection: empty, or padded with zeros to 148 bytes.
         private_data: Vec<u8>,
     },
-    /// The peer does not answer, and all retransmissions are used up.
+    /// The peer does not answer any retransmission.
     Unreachable {
-        /// Address of the peer, and step of the attempt.
-        attempt: Attempt,
-        /// Reason, as in `errno(3)`.
+        /// Step and peer.
+        attempt: ConnectAttempt,
+        /// Reason, see `errno(3)`.
         errno: i32,
     },
-    /// The deadline has passed.
+    /// A time limit has passed.
     TimedOut {
-        /// Address of the peer; none for a lookup.
+        /// Address of the peer; `None` for a lookup.
         address: Option<SocketAddr>,
         /// Step that took too long.
-        step: Step,
-        /// The time allowed.
+        step: ConnectStep,
+        /// Time allowed.
         after: Duration,
     },
     /// The peer disconnected before the connection was complete.
     Disconnected {
-        /// Address of the peer, and step of the attempt.
-        attempt: Attempt,
+        /// Step and peer.
+        attempt: ConnectAttempt,
     },
-    /// The local address was moved to another device, or another network interface, before the connection was complete.
+    /// The local address was moved to another device or network interface during the handshake.
     AddressChanged {
-        /// Address of the peer, and step of the attempt.
-        attempt: Attempt,
+        /// Step and peer.
+        attempt: ConnectAttempt,
     },
     /// The device was removed.
     DeviceRemoved {
-        /// Address of the listener or the peer, and step of the attempt.
-        attempt: Attempt,
+        /// Step, and listener or peer.
+        attempt: ConnectAttempt,
     },
-    /// The runtime that polls the future lacks what it needs.
+    /// The current runtime is missing, or lacks an I/O driver.
     NoRuntime(NoRuntime),
-    /// A setting is beyond its limit, private data for example.
+    /// A setting exceeds its limit, for example the length of the private data.
     Limit(LimitError),
-    /// The queue pair does not fit the connection, or cannot be made ready.
+    /// The queue pair does not fit the connection, or cannot be brought to RTS.
     Setup {
-        /// Address of the peer, and step of the attempt.
-        attempt: Option<Attempt>,
-        /// Reason; boxed, to keep this type and those that hold it small.
+        /// Step and peer.
+        attempt: Option<ConnectAttempt>,
+        /// Reason; boxed to keep this type small.
         error: Box<SetupError>,
     },
-    /// The provider refused.
+    /// A verb failed.
     Verb {
-        /// Address of the listener or the peer, and step of the attempt.
-        attempt: Option<Attempt>,
+        /// Step, and listener or peer.
+        attempt: Option<ConnectAttempt>,
         /// Verb and reason.
         error: VerbError,
     },
 }
 
-/// What an attempt was doing when it failed: its step and the address of the listener or the peer.
+/// The step that failed, and the address of the listener or the peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Attempt {
+pub struct ConnectAttempt {
     /// Step that failed.
-    pub step: Step,
+    pub step: ConnectStep,
     /// Address to listen at, or of the peer.
     pub address: SocketAddr,
 }
@@ -132,14 +131,14 @@ pub struct Attempt {
 /// A step of listening, connecting or disconnecting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum Step {
-    /// From a host name to addresses.
+pub enum ConnectStep {
+    /// Looks up the addresses of a host name.
     Lookup,
-    /// From an address to a device and a route.
+    /// Resolves an address to a device and a route.
     Resolve,
-    /// Binds the address and listens there.
+    /// Binds an address and listens there.
     Listen,
-    /// Makes a queue pair for the connection.
+    /// Builds a queue pair for the connection.
     Prepare,
     /// Sends the connection request.
     Request,
@@ -155,37 +154,37 @@ pub enum Step {
     Reject,
     /// Waits for the answer to a disconnect request.
     Disconnect,
-    /// Waits for the end of TIMEWAIT, after the end of a connection.
+    /// Waits for the end of TIMEWAIT after a disconnect.
     Timewait,
 }
 
 impl ConnectError {
-    /// From the end of a handshake with the peer at `address`, which came in `step`.
-    pub(super) fn ended(end: &End, step: Step, address: SocketAddr) -> Self {
-        let attempt = Attempt { step, address };
+    /// Converts the end of a handshake with `address` during `step`.
+    pub(super) fn from_end(end: &EndReason, step: ConnectStep, address: SocketAddr) -> Self {
+        let attempt = ConnectAttempt { step, address };
         match end {
-            End::Rejected { reason: RejectReason::INVALID_SERVICE_ID, .. } => {
+            EndReason::Rejected { reason: RejectReason::INVALID_SERVICE_ID, .. } => {
                 Self::Refused { address }
             }
-            End::Rejected { reason, private_data } => {
+            EndReason::Rejected { reason, private_data } => {
                 Self::Rejected { attempt, reason: *reason, private_data: private_data.clone() }
             }
-            End::Unreachable(errno) | End::Error(errno) => {
+            EndReason::Unreachable(errno) | EndReason::Error(errno) => {
                 Self::Unreachable { attempt, errno: *errno }
             }
-            End::Disconnected | End::TimewaitExit | End::Keepalive(_) => {
+            EndReason::Disconnected | EndReason::TimewaitExit | EndReason::Keepalive(_) => {
                 Self::Disconnected { attempt }
             }
-            End::AddressChange => Self::AddressChanged { attempt },
-            End::DeviceRemoval => Self::DeviceRemoved { attempt },
+            EndReason::AddressChange => Self::AddressChanged { attempt },
+            EndReason::DeviceRemoval => Self::DeviceRemoved { attempt },
         }
     }
 
-    /// Names the attempt in an error that does not name one yet.
-    pub(super) fn during(mut self, step: Step, address: SocketAddr) -> Self {
+    /// Adds the attempt if the error has none.
+    pub(super) fn during(mut self, step: ConnectStep, address: SocketAddr) -> Self {
         match &mut self {
             Self::Setup { attempt, .. } | Self::Verb { attempt, .. } => {
-                attempt.get_or_insert(Attempt { step, address });
+                attempt.get_or_insert(ConnectAttempt { step, address });
             }
             Self::TimedOut { address: unknown, .. } => {
                 unknown.get_or_insert(address);
@@ -195,16 +194,17 @@ impl ConnectError {
         self
     }
 
-    /// Step that failed; none for a [`Limit`](Self::Limit) or without a [runtime](Self::NoRuntime).
+    /// Returns the step that failed; `None` for [`Limit`](Self::Limit) and
+    /// [`NoRuntime`](Self::NoRuntime).
     #[must_use]
-    pub const fn step(&self) -> Option<Step> {
+    pub const fn step(&self) -> Option<ConnectStep> {
         match self.attempt() {
             Some((step, _)) => Some(step),
             None => None,
         }
     }
 
-    /// Address of the listener or the peer, if the attempt had one.
+    /// Returns the address of the listener or the peer, if the attempt had one.
     #[must_use]
     pub const fn address(&self) -> Option<SocketAddr> {
         match self.attempt() {
@@ -213,15 +213,14 @@ impl ConnectError {
         }
     }
 
-    /// Step that failed, and the address of the listener or the peer.
-    const fn attempt(&self) -> Option<(Step, Option<SocketAddr>)> {
+    const fn attempt(&self) -> Option<(ConnectStep, Option<SocketAddr>)> {
         match self {
-            Self::Lookup { .. } => Some((Step::Lookup, None)),
+            Self::Lookup { .. } => Some((ConnectStep::Lookup, None)),
             Self::Resolve { address, .. } | Self::OtherDevice { address, .. } => {
-                Some((Step::Resolve, Some(*address)))
+                Some((ConnectStep::Resolve, Some(*address)))
             }
-            Self::AddressInUse { address, .. } => Some((Step::Listen, Some(*address))),
-            Self::Refused { address } => Some((Step::Response, Some(*address))),
+            Self::AddressInUse { address, .. } => Some((ConnectStep::Listen, Some(*address))),
+            Self::Refused { address } => Some((ConnectStep::Response, Some(*address))),
             Self::AddressNotAvailable { address, step, .. } => Some((*step, Some(*address))),
             Self::TimedOut { address, step, .. } => Some((*step, *address)),
             Self::Rejected { attempt, .. }
@@ -244,7 +243,7 @@ impl ConnectError {
         Self::Lookup { kind: error.kind(), message: error.to_string() }
     }
 
-    /// Nearest kind of I/O error.
+    /// Returns the nearest kind of I/O error.
     #[must_use]
     pub fn io_kind(&self) -> io::ErrorKind {
         use io::ErrorKind;
@@ -273,7 +272,7 @@ impl fmt::Display for ConnectError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Some(step) = self.step() {
             match self.address() {
-                Some(address) => Attempt { step, address }.fmt(f)?,
+                Some(address) => ConnectAttempt { step, address }.fmt(f)?,
                 None => f.write_str("looking up the host name")?,
             }
             f.write_str(": ")?;
@@ -281,27 +280,45 @@ impl fmt::Display for ConnectError {
         let reason = |errno: i32| io::Error::from_raw_os_error(errno);
         match self {
             Self::Lookup { message, .. } => f.write_str(message),
-            Self::Resolve { errno, .. } => write!(f, "no RDMA device leads there: {}", reason(*errno)),
-            Self::OtherDevice { device, .. } => {
-                write!(f, "the route leaves by device {device}, not by the device that was passed; open {device}")
+            Self::Resolve { errno, .. } => {
+                write!(f, "no RDMA device leads to the address: {}", reason(*errno))
             }
-            Self::AddressInUse { device: Some(device), .. } => {
-                write!(f, "another listener of this process, on device {device}, has the address")
-            }
-            Self::AddressInUse { device: None, .. } => f.write_str("the address is in use"),
-            Self::AddressNotAvailable { source: Some(source), .. } => {
-                write!(f, "the device does not have the source address {source}")
-            }
-            Self::AddressNotAvailable { source: None, .. } => f.write_str("the device does not have the address"),
-            Self::Refused { .. } => f.write_str("refused: no listener has the address"),
-            Self::Rejected { private_data, .. } if is_for_messages(private_data) => f.write_str(
-                "rejected: the listener is a tokio_rdma::Listener for messages, and the request carries no handshake; \
-                 connect with tokio_rdma::Connection",
+            Self::OtherDevice { device, .. } => write!(
+                f,
+                "the route goes through device {device}, not through the device that was passed; \
+                 open {device}"
             ),
-            Self::Rejected { reason, .. } => write!(f, "rejected: {reason}"),
-            Self::Unreachable { errno, .. } => write!(f, "the peer does not answer: {}", reason(*errno)),
-            Self::TimedOut { after, .. } => write!(f, "took longer than {after:?}"),
-            Self::Disconnected { .. } => f.write_str("the peer disconnected before the connection was complete"),
+            Self::AddressInUse { device: Some(device), .. } => {
+                write!(
+                    f,
+                    "the address is in use by another listener of this process, on device {device}"
+                )
+            }
+            Self::AddressInUse { device: None, .. } => {
+                f.write_str("the address is in use; choose another port or stop its listener")
+            }
+            Self::AddressNotAvailable { source: Some(source), .. } => {
+                write!(f, "the source address {source} does not belong to the device")
+            }
+            Self::AddressNotAvailable { source: None, .. } => f.write_str(
+                "the address does not belong to the device; open the device that has it, for \
+                 example with Device::open_default_at",
+            ),
+            Self::Refused { .. } => {
+                f.write_str("refused: the peer does not listen at this address and port")
+            }
+            Self::Rejected { private_data, .. } if is_for_messages(private_data) => f.write_str(
+                "rejected: the listener is a tokio_rdma::Listener for messages, and the request \
+                 carries no handshake; connect with tokio_rdma::Connection",
+            ),
+            Self::Rejected { reason, .. } => write!(f, "rejected by the peer: {reason}"),
+            Self::Unreachable { errno, .. } => {
+                write!(f, "the peer does not answer: {}", reason(*errno))
+            }
+            Self::TimedOut { after, .. } => write!(f, "timed out after {after:?}"),
+            Self::Disconnected { .. } => {
+                f.write_str("the peer disconnected before the connection was established")
+            }
             Self::AddressChanged { .. } => {
                 f.write_str("the local address was moved to another device or network interface")
             }
@@ -314,29 +331,33 @@ impl fmt::Display for ConnectError {
     }
 }
 
-impl fmt::Display for Attempt {
+impl fmt::Display for ConnectAttempt {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { step, address } = self;
         match step {
-            Step::Lookup => write!(f, "looking up {address}"),
-            Step::Resolve => write!(f, "resolving a route to {address}"),
-            Step::Listen => write!(f, "listening at {address}"),
-            Step::Prepare => write!(f, "preparing a queue pair for {address}"),
-            Step::Request => write!(f, "sending a connection request to {address}"),
-            Step::Response => write!(f, "waiting for {address} to answer the connection request"),
-            Step::Confirm => write!(f, "confirming the answer of {address}"),
-            Step::Accept => write!(f, "accepting the connection request of {address}"),
-            Step::Establish => write!(f, "waiting for {address} to confirm the connection"),
-            Step::Reject => write!(f, "rejecting the connection request of {address}"),
-            Step::Disconnect => write!(f, "waiting for {address} to answer the disconnect request"),
-            Step::Timewait => {
+            ConnectStep::Lookup => write!(f, "looking up {address}"),
+            ConnectStep::Resolve => write!(f, "resolving a route to {address}"),
+            ConnectStep::Listen => write!(f, "listening at {address}"),
+            ConnectStep::Prepare => write!(f, "preparing a queue pair for {address}"),
+            ConnectStep::Request => write!(f, "sending a connection request to {address}"),
+            ConnectStep::Response => {
+                write!(f, "waiting for {address} to answer the connection request")
+            }
+            ConnectStep::Confirm => write!(f, "confirming the answer of {address}"),
+            ConnectStep::Accept => write!(f, "accepting the connection request of {address}"),
+            ConnectStep::Establish => write!(f, "waiting for {address} to confirm the connection"),
+            ConnectStep::Reject => write!(f, "rejecting the connection request of {address}"),
+            ConnectStep::Disconnect => {
+                write!(f, "waiting for {address} to answer the disconnect request")
+            }
+            ConnectStep::Timewait => {
                 write!(f, "waiting for the end of TIMEWAIT of the connection to {address}")
             }
         }
     }
 }
 
-impl fmt::Display for Step {
+impl fmt::Display for ConnectStep {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Lookup => "lookup of the host name",
@@ -355,8 +376,8 @@ impl fmt::Display for Step {
     }
 }
 
-/// Private data with which a message [`Listener`](crate::Listener) rejects a request without a handshake: what it is, in words for
-/// programs in C, too.
+/// Private data with which a message [`Listener`](crate::Listener) rejects a request without a
+/// handshake. Readable, also for peers in C.
 pub(crate) const FOR_MESSAGES: &[u8] =
     b"tRDM: this is a tokio-rdma listener for messages; the request has no handshake";
 
@@ -366,7 +387,7 @@ fn is_for_messages(private_data: &[u8]) -> bool {
 
 impl std::error::Error for ConnectError {}
 
-/// Half of what clippy allows for an error (`result_large_err`): errors of programs hold this one beside fields of their own.
+/// Half the limit of clippy's `result_large_err`: errors of programs can contain this one.
 const _: () = assert!(size_of::<ConnectError>() <= 64);
 
 impl From<NoRuntime> for ConnectError {

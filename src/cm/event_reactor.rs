@@ -1,6 +1,7 @@
-//! The event channel in Tokio's reactor: a registration for each runtime in which somebody waits.
+//! Registrations of the event channel with the I/O drivers of Tokio runtimes.
 //!
-//! As that of completion channels: no task is spawned, the waker that the reactor holds drains the channel itself.
+//! The channel is registered with each runtime in which a task has waited for an event, until the
+//! runtime shuts down. The registered waker drains the channel itself, without a task.
 
 use std::future::{Future, poll_fn};
 use std::pin::pin;
@@ -15,16 +16,17 @@ use tokio::task::unconstrained;
 use super::router::{Router, Watched};
 use crate::error::NoRuntime;
 
-/// Registrations of one channel.
+/// The registrations of one channel, at most one for each runtime.
 pub(super) struct Reactors(parking_lot::Mutex<Vec<Arc<Reactor>>>);
 
+/// A registration with one runtime.
 struct Reactor {
     runtime: runtime::Id,
     handle: Handle,
-    /// Owns a share of the channel, so that the descriptor is deregistered before it is closed.
+    /// Owns a reference to the channel, so that the descriptor is deregistered before it is closed.
     fd: AsyncFd<Watched>,
     router: Weak<Router>,
-    /// Holds the reactor weakly: the registration holds the waker.
+    /// Holds this `Reactor` weakly: `fd` stores the waker, so a strong reference would be a cycle.
     waker: Waker,
 }
 
@@ -33,7 +35,8 @@ impl Reactors {
         Self(parking_lot::Mutex::new(Vec::new()))
     }
 
-    /// Makes sure that the current runtime watches the channel, if it can.
+    /// Ensures that the current runtime watches the channel. A failed registration is only logged:
+    /// the next poll retries, and deadlines still end the wait.
     pub(super) fn watch(&self, router: &Arc<Router>) -> Result<(), NoRuntime> {
         let handle = NoRuntime::or_current()?;
         let runtime = handle.id();
@@ -42,14 +45,16 @@ impl Reactors {
             return Ok(());
         }
         let watched = router.watched();
-        // Deprecated because an `AsRawFd` can lie about its descriptor; ours owns it.
-        #[allow(deprecated, reason = "its successor is not in the oldest Tokio we work with")]
+        // Deprecated because an `AsRawFd` may not own its descriptor; `Watched` does.
+        #[allow(deprecated, reason = "its replacement is missing in the oldest supported Tokio")]
         let register = || AsyncFd::with_interest(watched, Interest::READABLE);
         let fd = match NoRuntime::or_registered(register)? {
             Ok(fd) => fd,
             Err(error) => {
-                // Deadlines still hold; and the next wait tries again.
-                tracing::error!(%error, "events of the connection manager cannot be watched");
+                tracing::error!(
+                    %error,
+                    "failed to watch the connection manager's event channel; the next wait retries"
+                );
                 return Ok(());
             }
         };
@@ -66,12 +71,11 @@ impl Reactors {
         Ok(())
     }
 
-    /// True if a runtime watches the channel.
     pub(super) fn is_watched(&self) -> bool {
         !self.0.lock().is_empty()
     }
 
-    /// A runtime in which somebody waits, if there is one besides those.
+    /// Returns a watching runtime that is not in `except`.
     pub(super) fn handle(&self, except: &[runtime::Id]) -> Option<Handle> {
         let list = self.0.lock();
         list.iter()
@@ -79,35 +83,39 @@ impl Reactors {
             .map(|reactor| reactor.handle.clone())
     }
 
-    fn forget(&self, gone: &Reactor) {
+    fn deregister(&self, gone: &Reactor) {
         let mut list = self.0.lock();
-        let forgotten = list
+        let removed = list
             .iter()
             .position(|reactor| reactor.runtime == gone.runtime)
             .map(|at| list.swap_remove(at));
         drop(list);
-        drop(forgotten);
+        drop(removed);
     }
 }
 
 impl Reactor {
-    /// Serves the channel until it is not readable; then the reactor has the waker.
+    /// Drains the channel until it has no new events and the I/O driver holds the waker.
+    ///
+    /// [`Router::drain`] may leave further events to a task. The readiness is cleared nevertheless.
     fn run(&self) {
         let Some(router) = self.router.upgrade() else { return };
         let mut context = Context::from_waker(&self.waker);
         loop {
-            // Not charged to the budget of the task that happens to be here.
+            // The waker may run within any task. Once that task's budget is used up, the poll would
+            // be pending although the channel is readable.
             let ready = pin!(unconstrained(poll_fn(|context| self.fd.poll_read_ready(context))));
             match ready.poll(&mut context) {
                 Poll::Ready(Ok(mut ready)) => {
                     router.drain();
-                    // A new event meanwhile makes the descriptor ready anew, which this does not clear.
+                    // Keeps the readiness if an event has arrived since the poll.
                     ready.clear_ready();
                 }
                 Poll::Ready(Err(_)) => {
-                    // The runtime shuts down, and its tasks with it. Futures that were polled there may be elsewhere.
-                    router.reactors().forget(self);
-                    router.rouse();
+                    // The runtime shuts down. Futures that move to another runtime must register
+                    // the channel there, so wake them.
+                    router.reactors().deregister(self);
+                    router.wake_waiters();
                     return;
                 }
                 Poll::Pending => return,

@@ -1,4 +1,4 @@
-//! Keepalive: finds out that a peer is gone while nothing is in flight.
+//! Keepalive: detects that the peer is gone while nothing is in flight.
 
 use std::future::poll_fn;
 use std::net::SocketAddr;
@@ -8,14 +8,14 @@ use std::time::Duration;
 use tokio::task::AbortHandle;
 
 use super::clock::{self, Sleep};
-use super::link::Disconnection;
+use super::connection::Disconnection;
 use super::router::{Inbox, fail};
 use crate::error::{NoRuntime, OpErrorKind, SetupError};
 use crate::memory::RemoteRegion;
 use crate::op::{QueuePair, WeakQueuePair};
 use crate::types::{AckTimeout, QpState, Rkey, WcStatus};
 
-/// The task that probes the peer of a link. Dropping it ends the task.
+/// The task that probes a connection's peer, stopped on drop.
 #[derive(Debug)]
 pub(super) struct Keepalive(AbortHandle);
 
@@ -26,14 +26,14 @@ impl Drop for Keepalive {
 }
 
 impl Keepalive {
-    /// Checks that `queue_pair` can be probed each `interval`, and that a probe can fail: it is given up after `timeout`s.
+    /// Checks that `queue_pair` can be probed, and that `timeout` is finite.
     pub(super) fn check(
         interval: Option<Duration>,
         timeout: AckTimeout,
         queue_pair: &QueuePair,
     ) -> Result<(), SetupError> {
         let Some(interval) = interval else { return Ok(()) };
-        // Timers tick in milliseconds.
+        // Timers have a resolution of milliseconds.
         let millis = u64::try_from(interval.as_millis()).unwrap_or(u64::MAX);
         SetupError::at_least("keepalive in milliseconds", millis, 1)?;
         SetupError::at_least(
@@ -44,7 +44,7 @@ impl Keepalive {
         SetupError::at_least("max_send_wr with keepalive", queue_pair.caps().max_send_wr.into(), 1)
     }
 
-    /// Starts to probe the peer of a queue pair that is connected, in a task of the current runtime.
+    /// Starts to probe the peer, in a task of the current runtime.
     pub(super) fn start(
         interval: Duration,
         queue_pair: &QueuePair,
@@ -56,7 +56,7 @@ impl Keepalive {
     }
 }
 
-/// Work of a queue pair so far. If it has changed, the peer has acknowledged or sent something.
+/// Completed work. A change proves that the peer has acknowledged or sent something.
 #[derive(Debug, PartialEq, Eq)]
 struct Activity {
     sent: u64,
@@ -78,10 +78,10 @@ async fn probe(interval: Duration, queue_pair: WeakQueuePair, inbox: Arc<Inbox>,
     loop {
         let mut sleep = Sleep::new(clock::deadline(interval));
         poll_fn(|context| sleep.poll(context)).await;
-        let ended = inbox.happened().end.is_some();
+        let ended = inbox.state().end.is_some();
         let Some(qp) = queue_pair.upgrade().filter(|_| !ended) else { return };
         let now = Some(Activity::of(&qp));
-        // An operation in flight fails by its own retries.
+        // An operation in flight detects a lost peer by its retries.
         let idle = qp.send_counters().in_flight == 0 && before == now;
         before = now;
         if !idle {
@@ -104,19 +104,19 @@ async fn probe(interval: Duration, queue_pair: WeakQueuePair, inbox: Arc<Inbox>,
             }
             OpErrorKind::CompletionQueue(_) => Disconnection::ProbeFailed,
             OpErrorKind::Closed => return,
-            // The end of the connection has moved it to the error state, and is told in a moment.
+            // The connection has ended, which fails the queue pair; its event follows.
             _ if inbox.is_ending() => return,
-            // Other work has found out first that the connection is broken, or the peer has sent what is not allowed.
+            // Other work failed first, or the peer attempted a forbidden operation.
             _ if queue_pair
                 .upgrade()
                 .is_some_and(|qp| matches!(qp.query(), Ok((QpState::Err, _)))) =>
             {
                 Disconnection::ProbeFailed
             }
-            // The program has moved it to a state in which nothing can be posted.
+            // The program moved it to a state in which it cannot post.
             _ => continue,
         };
-        tracing::warn!(%peer, error = %kind, "a probe of the keepalive failed; ending the link");
+        tracing::warn!(%peer, error = %kind, "keepalive probe failed; disconnecting");
         if let Some(qp) = queue_pair.upgrade() {
             fail(&qp);
         }

@@ -1,4 +1,4 @@
-//! The passive side: listen, accept, reject.
+//! The passive side: listens, accepts and rejects connection requests.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -25,18 +25,19 @@ use rdma_provider::cm_contract::{
 };
 
 use super::clock::{self, Sleep};
+use super::connection::CmConnection;
 use super::connector::{lookup, no_address};
-use super::endpoint::{Endpoint, Halfway, within};
-use super::error::{ConnectError, Step};
+use super::endpoint::{Endpoint, FailUnlessConnected, with_deadline};
+use super::error::{ConnectError, ConnectStep};
 use super::keepalive::Keepalive;
-use super::link::Link;
-use super::options::{ListenOptions, Options};
+use super::options::{ConnectionOptions, ListenOptions};
 use super::path::{Path, Reads, make_ready};
 use super::router::{Inbox, Router};
 
-/// Takes requests to connect that arrive at an address.
+/// Listens for connection requests at an address.
 ///
-/// Dropping it gives the address back and rejects the requests that nobody has accepted; connections go on.
+/// Dropping it releases the address and rejects the requests that were not accepted. Established
+/// connections continue.
 ///
 /// ```
 /// use tokio_rdma::cm::{ConnectError, ListenOptions, Listener};
@@ -45,7 +46,8 @@ use super::router::{Inbox, Router};
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let device = Device::software()?;
-/// let listener = Listener::bind_with(&device, "127.0.0.1:0", &ListenOptions::default().backlog(16)).await?;
+/// let options = ListenOptions::default().backlog(16);
+/// let listener = Listener::bind_with(&device, "127.0.0.1:0", &options).await?;
 /// let taken = Listener::bind(&device, listener.local_addr()).await;
 /// assert!(matches!(taken, Err(ConnectError::AddressInUse { .. })));
 /// # Ok(())
@@ -54,36 +56,37 @@ use super::router::{Inbox, Router};
 pub struct Listener {
     endpoint: Endpoint,
     address: SocketAddr,
-    _held: Holding,
+    _entry: AddressEntry,
 }
 
 impl Listener {
-    /// Listens at the first of the addresses that can be had, with default [`ListenOptions`].
+    /// Listens at the first available of the addresses, with default [`ListenOptions`].
     ///
     /// # Errors
     ///
-    /// As [`bind_with`](Self::bind_with).
+    /// See [`bind_with`](Self::bind_with).
     ///
     /// # Cancel safety
     ///
-    /// As [`bind_with`](Self::bind_with): dropping the future leaves nothing behind.
+    /// Dropping the future leaves no listener behind.
     pub async fn bind(device: &Device, address: impl ToSocketAddrs) -> Result<Self, ConnectError> {
         Self::bind_with(device, address, &ListenOptions::default()).await
     }
 
-    /// Listens at the first of the addresses that can be had. Port 0 takes one that is free; the unspecified address is
-    /// every one of the device (0.0.0.0 of IPv4, :: of both families).
+    /// Listens at the first available of the addresses.
+    ///
+    /// Port 0 picks a free port. The unspecified address stands for every address of the device:
+    /// 0.0.0.0 for IPv4, :: for both families.
     ///
     /// # Errors
     ///
-    /// [`ConnectError::NoRuntime`] outside of a Tokio runtime with an I/O driver,
-    /// [`ConnectError::AddressInUse`], [`ConnectError::AddressNotAvailable`] for one that is not of the device,
-    /// [`ConnectError::Lookup`] for a host name that means nothing, [`ConnectError::Setup`] for a backlog of 0,
-    /// [`ConnectError::Verb`] if the provider refuses.
+    /// [`ConnectError::AddressInUse`], [`ConnectError::AddressNotAvailable`] for an address that
+    /// the device does not have, [`ConnectError::Lookup`] for an unknown host name,
+    /// [`ConnectError::Setup`] for a backlog of 0, [`ConnectError::Verb`] if a verb fails.
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future leaves nothing behind.
+    /// Dropping the future leaves no listener behind.
     pub async fn bind_with(
         device: &Device,
         address: impl ToSocketAddrs,
@@ -91,12 +94,12 @@ impl Listener {
     ) -> Result<Self, ConnectError> {
         let backlog = options.checked()?;
         let mut last = no_address();
-        for address in lookup(address, &Options::default()).await? {
+        for address in lookup(address, &ConnectionOptions::default()).await? {
             let attempt =
                 async { Self::bind_one(&Router::of(device).await?, address, backlog).await };
             match attempt.await {
                 Ok(listener) => return Ok(listener),
-                Err(error) => last = error.during(Step::Listen, address),
+                Err(error) => last = error.during(ConnectStep::Listen, address),
             }
         }
         Err(last)
@@ -113,11 +116,13 @@ impl Listener {
         let refused = move |error: VerbError| match error.errno {
             VerbError::EADDRINUSE => ConnectError::AddressInUse {
                 address,
-                device: Holding::device_at(port_space, address),
+                device: AddressEntry::device_at(port_space, address),
             },
-            VerbError::EADDRNOTAVAIL => {
-                ConnectError::AddressNotAvailable { address, source: None, step: Step::Listen }
-            }
+            VerbError::EADDRNOTAVAIL => ConnectError::AddressNotAvailable {
+                address,
+                source: None,
+                step: ConnectStep::Listen,
+            },
             _ => error.into(),
         };
         let bound = endpoint
@@ -128,32 +133,33 @@ impl Listener {
             })
             .await?;
         let address = bound.unwrap_or(address);
-        let held = Holding::new(router, address);
+        let entry = AddressEntry::new(router, address);
         tracing::debug!(%address, backlog, device = router.device().name(), "listening");
-        Ok(Self { endpoint, address, _held: held })
+        Ok(Self { endpoint, address, _entry: entry })
     }
 
-    /// Address that it listens at, with the port that was taken.
+    /// Returns the listening address, with the actual port.
     #[must_use]
     pub const fn local_addr(&self) -> SocketAddr {
         self.address
     }
 
-    /// The next request. Several tasks may wait; each request is given to one of them, in the order of their arrival.
+    /// Returns the next connection request.
     ///
-    /// Requests that their peers have taken back meanwhile are left out.
+    /// Several tasks may wait; they receive requests in the order of arrival. Withdrawn requests
+    /// are skipped.
     ///
     /// # Errors
     ///
-    /// [`ConnectError::NoRuntime`] outside of a Tokio runtime with an I/O driver.
-    /// [`ConnectError::DeviceRemoved`]: there will be no more. That its address was moved to another network interface
-    /// (`RDMA_CM_EVENT_ADDR_CHANGE` of `rdma_get_cm_event(3)`) is logged and no error: the listener is bound as before.
+    /// [`ConnectError::DeviceRemoved`] if no more requests can arrive. A move of the address to
+    /// another network interface (`RDMA_CM_EVENT_ADDR_CHANGE` of `rdma_get_cm_event(3)`) is only
+    /// logged: the listener stays bound.
     ///
     /// # Cancel safety
     ///
     /// Dropping the future loses no request.
-    pub async fn accept(&self) -> Result<Request, ConnectError> {
-        self.endpoint.ready()?;
+    pub async fn accept(&self) -> Result<ConnectionRequest, ConnectError> {
+        self.endpoint.watch()?;
         let router = self.endpoint.router();
         loop {
             let Pending { endpoint, peer, .. } = self.next().await?;
@@ -162,7 +168,7 @@ impl Listener {
                 tracing::warn!(
                     ?address,
                     device = device.name(),
-                    "rejected: the request came over another device"
+                    "rejected a connection request: it arrived on another device"
                 );
                 continue;
             };
@@ -170,7 +176,7 @@ impl Listener {
                 Ok(path) => {
                     let local = endpoint.local_addr().unwrap_or(self.address);
                     let address = address.unwrap_or(SocketAddr::new(route.destination.to_ip(), 0));
-                    return Ok(Request {
+                    return Ok(ConnectionRequest {
                         endpoint,
                         peer,
                         path,
@@ -179,29 +185,35 @@ impl Listener {
                         address,
                     });
                 }
-                Err(error) => tracing::warn!(?address, %error, "rejected: no way back"),
+                Err(error) => {
+                    tracing::warn!(
+                        ?address,
+                        device = device.name(),
+                        %error,
+                        "failed to find the path of a connection request; rejected it"
+                    )
+                }
             }
         }
     }
 
-    /// Has the provider answer requests as `admit` decides, if it can: then a request comes here when its peer has confirmed the
-    /// answer, and accepting it sends nothing.
+    /// Lets the provider answer requests as `admit` decides; returns false if it cannot. Each
+    /// request then arrives already confirmed by its peer, and accepting it sends no message.
     pub(crate) async fn answer(&self, admit: Arc<dyn Admit>) -> Result<bool, ConnectError> {
         self.endpoint.call(move |id| Ok(id.answer(admit))).await
     }
 
-    /// What [`answer`](Self::answer) sends to peers that are accepted with `options`.
+    /// Returns the answer that [`answer`](Self::answer) sends to peers accepted with `options`.
     pub(crate) fn answer_with(
         device: &Device,
-        options: &Options,
+        options: &ConnectionOptions,
     ) -> Result<CmAnswer, ConnectError> {
         let (private_data, _) = options.checked(MAX_RESPONSE_DATA)?;
         Ok(Reads::of(device, options)?.answer(private_data.to_vec()))
     }
 
-    /// Requests that wait at this listener.
-    pub(crate) fn waiting(&self) -> Waiting {
-        Waiting(Arc::downgrade(self.endpoint.inbox()))
+    pub(crate) fn waiting(&self) -> PendingRequests {
+        PendingRequests(Arc::downgrade(self.endpoint.inbox()))
     }
 
     #[cfg(all(test, not(loom)))]
@@ -217,7 +229,7 @@ impl Listener {
     async fn next(&self) -> Result<Pending, ConnectError> {
         let inbox = self.endpoint.inbox();
         let Some(incoming) = &inbox.incoming else {
-            unreachable!("that of a listener is made with one")
+            unreachable!("a listener's inbox holds incoming requests")
         };
         let mut wakers = ContainedWaker::reporting(&incoming.panicked);
         loop {
@@ -226,17 +238,18 @@ impl Listener {
             if let Some(pending) = incoming.pop() {
                 return Ok(pending);
             }
-            let end = inbox.happened().end.clone();
+            let end = inbox.state().end.clone();
             if let Some(end) = end {
-                return Err(ConnectError::ended(&end, Step::Listen, self.address));
+                return Err(ConnectError::from_end(&end, ConnectStep::Listen, self.address));
             }
             poll_fn(|context| {
                 match wakers.poll(context, |context| notified.as_mut().poll(context)) {
                     Poll::Ready(()) => Poll::Ready(Ok(())),
-                    // At each poll: the task may be in another runtime than at the last one, which may be gone.
+                    // Checked on each poll: the task may have moved from a runtime that has shut
+                    // down.
                     Poll::Pending => self
                         .endpoint
-                        .ready()
+                        .watch()
                         .map_or_else(|missing| Poll::Ready(Err(missing)), |()| Poll::Pending),
                 }
             })
@@ -251,13 +264,12 @@ impl fmt::Debug for Listener {
     }
 }
 
-/// Requests that wait at a [`Listener`].
 #[derive(Debug, Clone)]
-pub(crate) struct Waiting(Weak<Inbox>);
+pub(crate) struct PendingRequests(Weak<Inbox>);
 
-impl Waiting {
-    /// Ready when a request has waited for `age`, and `age` has passed since the first poll. Of several waiters, one is ready for each
-    /// such request. Never ready without the listener.
+impl PendingRequests {
+    /// Waits until a request has waited for `age`. Each request completes one call. Completes at
+    /// the earliest `age` after the first poll, and never without the listener.
     pub(crate) async fn displaced(&self, age: Duration) {
         let mut sleep = Sleep::new(clock::deadline(age));
         loop {
@@ -270,14 +282,14 @@ impl Waiting {
             {
                 return;
             }
-            // The age of a request raises no event.
+            // No event reports the age of a request, so poll for it.
             sleep.reset(clock::deadline(age / 2));
         }
     }
 }
 
 #[cfg(all(test, not(loom)))]
-impl Waiting {
+impl PendingRequests {
     pub(crate) fn any(&self) -> bool {
         let inbox = self.0.upgrade();
         let incoming = inbox.as_ref().and_then(|inbox| inbox.incoming.as_ref());
@@ -285,62 +297,59 @@ impl Waiting {
     }
 }
 
-/// Listeners of this process.
-static HELD: Mutex<Vec<Held>> = Mutex::new(Vec::new());
+static LISTEN_ADDRESSES: Mutex<Vec<ListenAddress>> = Mutex::new(Vec::new());
 
-/// An address that a listener has.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Held {
-    /// Of the provider, or of one network of software devices.
+struct ListenAddress {
+    /// Identifies the provider, or one network of software devices.
     port_space: usize,
     address: SocketAddr,
-    /// Name of the listener's device.
     device: String,
 }
 
-/// Removes its entry from [`HELD`] when it is dropped.
-struct Holding(Held);
+/// An entry of [`LISTEN_ADDRESSES`], removed on drop.
+struct AddressEntry(ListenAddress);
 
-impl Holding {
+impl AddressEntry {
     fn new(router: &Router, address: SocketAddr) -> Self {
-        let held = Held {
+        let held = ListenAddress {
             port_space: router.port_space(),
             address,
             device: router.device().name().to_owned(),
         };
-        HELD.lock().push(held.clone());
+        LISTEN_ADDRESSES.lock().push(held.clone());
         Self(held)
     }
 
-    /// Name of the device of the listener that keeps another one from having `address`; the unspecified address is each one.
+    /// Returns the device of the listener that conflicts with `address`. The unspecified address
+    /// conflicts with all.
     fn device_at(port_space: usize, address: SocketAddr) -> Option<String> {
-        let meet = |held: &&Held| {
+        let meet = |held: &&ListenAddress| {
             let any = held.address.ip().is_unspecified() || address.ip().is_unspecified();
             let same = held.port_space == port_space && held.address.port() == address.port();
             same && (any || held.address.ip() == address.ip())
         };
-        HELD.lock().iter().find(meet).map(|held| held.device.clone())
+        LISTEN_ADDRESSES.lock().iter().find(meet).map(|held| held.device.clone())
     }
 }
 
-impl Drop for Holding {
+impl Drop for AddressEntry {
     fn drop(&mut self) {
-        let mut held = HELD.lock();
+        let mut held = LISTEN_ADDRESSES.lock();
         if let Some(at) = held.iter().position(|held| *held == self.0) {
             held.swap_remove(at);
         }
     }
 }
 
-/// Requests that wait at a listener.
 #[derive(Debug)]
 pub(super) struct Incoming {
     queue: Mutex<VecDeque<Pending>>,
-    /// The wakers of the waiters are [contained](ContainedWaker).
+    /// Its waiters' wakers are [contained](ContainedWaker).
     notify: Notify,
-    /// The waker of an acceptor has panicked, so the next acceptor is woken instead.
+    /// The waker of an acceptor panicked: wake the next one instead.
     panicked: Arc<AtomicBool>,
-    most: usize,
+    limit: usize,
 }
 
 #[derive(Debug)]
@@ -348,7 +357,7 @@ struct Pending {
     endpoint: Endpoint,
     peer: CmPeer,
     since: Instant,
-    /// No handshake has given way to this request yet.
+    /// True until one handshake has been displaced on behalf of this request.
     displaces: bool,
 }
 
@@ -358,25 +367,28 @@ impl Incoming {
             queue: Mutex::default(),
             notify: Notify::new(),
             panicked: Arc::default(),
-            most: backlog as usize,
+            limit: backlog as usize,
         }
     }
 
-    /// Adds a request, or gives its id back if there are too many.
+    /// Queues a request. Returns its id if the backlog is full.
     pub(super) fn push(&self, router: &Arc<Router>, id: CmId, peer: CmPeer) -> Option<CmId> {
-        // A peer that was answered takes the connection for established, so it is kept beyond the backlog. The provider answers no
-        // more requests while the backlog is full, which bounds how many these are.
+        // An answered peer considers the connection established, so its request is kept. The excess
+        // is bounded: the provider does not answer while the backlog is full.
         let answered = id.reserved().is_some();
         let mut queue = self.queue.lock();
         let mut stale = VecDeque::new();
-        if queue.len() >= self.most {
-            // Those that were taken back make room. Dropped without the lock.
-            let (kept, gone) = queue.drain(..).partition(|pending| !pending.endpoint.ended());
+        if queue.len() >= self.limit {
+            // Remove withdrawn requests; drop them without the lock.
+            let (kept, gone) = queue.drain(..).partition(|pending| !pending.endpoint.has_ended());
             *queue = kept;
             stale = gone;
         }
-        let refused = if !answered && queue.len() >= self.most {
-            tracing::debug!(backlog = self.most, "rejected: too many requests wait");
+        let refused = if !answered && queue.len() >= self.limit {
+            tracing::debug!(
+                backlog = self.limit,
+                "rejected a connection request: the backlog is full"
+            );
             Some(id)
         } else {
             let endpoint = Endpoint::new(router, id, Inbox::new(None));
@@ -391,46 +403,47 @@ impl Incoming {
         refused
     }
 
-    /// The oldest that was not taken back.
+    /// Removes the oldest request that was not withdrawn.
     fn pop(&self) -> Option<Pending> {
         let mut stale = Vec::new();
         let mut queue = self.queue.lock();
         let found = loop {
             match queue.pop_front() {
-                Some(pending) if pending.endpoint.ended() => stale.push(pending),
+                Some(pending) if pending.endpoint.has_ended() => stale.push(pending),
                 found => break found,
             }
         };
         let more = !queue.is_empty();
-        // A waker may come back for the lock.
+        // Wakers may take the lock.
         drop(queue);
         if more {
-            // A permit may have been for one that was taken back.
+            // The permit may have been issued for a withdrawn request.
             self.wake_one();
         }
         drop(stale);
         found
     }
 
-    /// True if a request has waited for this long. Each request counts once, so that one handshake gives way to it.
+    /// Returns true once for each request that has waited for `age`.
     fn displaces(&self, age: Duration) -> bool {
         let mut queue = self.queue.lock();
         let old = |pending: &&mut Pending| {
-            pending.displaces && pending.since.elapsed() >= age && !pending.endpoint.ended()
+            pending.displaces && pending.since.elapsed() >= age && !pending.endpoint.has_ended()
         };
         let found = queue.iter_mut().find(old);
         found.is_some_and(|pending| std::mem::replace(&mut pending.displaces, false))
     }
 
-    /// Wakes all acceptors: there will be no more, or they have to look for another runtime.
+    /// Wakes all acceptors, because the listener has ended or their runtime has shut down.
     pub(super) fn wake_all(&self) {
         self.notify.notify_waiters();
     }
 
-    /// Wakes the first acceptor whose waker does not panic; if there is none, the next one does not wait.
+    /// Wakes the first acceptor whose waker does not panic. If none waits, the next acceptor
+    /// returns at once.
     fn wake_one(&self) {
         loop {
-            // Each call takes a waiter off the queue of `notify`.
+            // Each call dequeues one waiter.
             self.notify.notify_one();
             if !self.panicked.swap(false, Ordering::AcqRel) {
                 return;
@@ -439,8 +452,8 @@ impl Incoming {
     }
 }
 
-/// A peer that wants to connect. Dropping it rejects it.
-pub struct Request {
+/// A peer's request to connect. Dropping it rejects the request.
+pub struct ConnectionRequest {
     endpoint: Endpoint,
     peer: CmPeer,
     path: Path,
@@ -449,179 +462,192 @@ pub struct Request {
     address: SocketAddr,
 }
 
-impl Request {
-    /// Where it comes from.
+impl ConnectionRequest {
+    /// Returns the peer's address.
     #[must_use]
     pub const fn peer_addr(&self) -> SocketAddr {
         self.address
     }
 
-    /// Address that it was sent to.
+    /// Returns the address the request was sent to.
     #[must_use]
     pub const fn local_addr(&self) -> SocketAddr {
         self.local
     }
 
-    /// GID that it comes from.
+    /// Returns the peer's GID.
     #[must_use]
     pub const fn source(&self) -> Gid {
         self.source
     }
 
-    /// Port that it arrived at.
+    /// Returns the port on which the request arrived.
     #[must_use]
     pub const fn port(&self) -> PortNum {
         self.path.port
     }
 
-    /// Index of the GID that it was sent to, in the table of that port.
+    /// Returns the index of the destination GID in that port's table.
     #[must_use]
     pub const fn gid_index(&self) -> u8 {
         self.path.gid_index
     }
 
-    /// Private data of the request, padded with zeros to 56 bytes: a request of IBTA 12.6.5 does not carry their length. Begin them
-    /// with a length if trailing zeros matter.
+    /// Returns the request's private data, padded with zeros to 56 bytes: requests (IBTA 12.6.5) do
+    /// not carry its length.
     #[must_use]
     pub fn private_data(&self) -> &[u8] {
         &self.peer.private_data
     }
 
-    /// READs and atomics that the peer wants to issue at once.
+    /// Returns the number of outstanding READs and atomics the peer requests.
     #[must_use]
     pub const fn reads_issued(&self) -> u8 {
         self.peer.responder_resources
     }
 
-    /// READs and atomics that the peer serves at once.
+    /// Returns the number of outstanding READs and atomics the peer serves.
     #[must_use]
     pub const fn reads_served(&self) -> u8 {
         self.peer.initiator_depth
     }
 
-    /// Makes a queue pair to be described by `builder` send from the port and GID that this request was sent to.
+    /// Sets the builder's port and GID to the destination of the request.
     #[must_use]
     pub fn prepare(&self, builder: QueuePairBuilder) -> QueuePairBuilder {
         builder.source(self.path.port, self.path.gid_index).number(self.reserved())
     }
 
-    /// Leaves the answer to the provider, see [`Listener::answer`]; false if that cannot give it. If true, the request is not to be
-    /// used any more.
+    /// Lets the provider answer this request, see [`Listener::answer`]. Returns true if it does;
+    /// the request must then not be used any more.
     pub(crate) fn answer_late(&self, answer: &CmAnswer) -> bool {
         self.endpoint.answer_late(answer)
     }
 
-    /// Number that the peer was told, if the provider has answered it.
+    /// Returns the queue pair number in the provider's answer, if it has answered.
     pub(crate) fn reserved(&self) -> Option<Qpn> {
         self.endpoint.reserved()
     }
 
-    /// Says yes with `queue_pair`, which is in INIT and sends from the port and GID of this request, and waits until the
-    /// peer confirms. It is ready to use when this returns, and what the peer sends may arrive before: post the receives
-    /// for it first.
+    /// Accepts the request with `queue_pair`, and waits until the peer confirms.
+    ///
+    /// The queue pair must be in INIT and send from the request's port and GID. It is ready to use
+    /// when this returns. The peer's first messages may arrive earlier, so post receives first.
     ///
     /// # Errors
     ///
-    /// [`ConnectError::Rejected`] if the peer has given up, [`ConnectError::Unreachable`] or [`ConnectError::TimedOut`]
-    /// if it does not confirm, [`ConnectError::Limit`] for private data of more than 196 bytes, [`ConnectError::Setup`]
-    /// for a queue pair that does not fit. The queue pair is in the error state then, unless it did not fit, and the
-    /// request is rejected; so it is with [`ConnectError::NoRuntime`] outside of a Tokio runtime with an I/O driver.
+    /// Any error rejects the request. Once the handshake has begun, an error also leaves the queue
+    /// pair in the error state.
+    ///
+    /// - [`ConnectError::Rejected`] if the peer has withdrawn the request;
+    /// - [`ConnectError::Unreachable`] or [`ConnectError::TimedOut`] if the peer does not confirm;
+    /// - [`ConnectError::Limit`] for private data of more than 196 bytes;
+    /// - [`ConnectError::Setup`] for a queue pair that does not fit.
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future rejects the request, or ends the connection; the queue pair goes to the error state.
+    /// Dropping the future rejects the request or ends the connection; the queue pair goes to the
+    /// error state.
     pub async fn accept(
         self,
         queue_pair: &QueuePair,
-        options: &Options,
-    ) -> Result<Link, ConnectError> {
+        options: &ConnectionOptions,
+    ) -> Result<CmConnection, ConnectError> {
         let Self { endpoint, peer, path, local, address, .. } = self;
-        endpoint.ready()?;
+        endpoint.watch()?;
         let (_, transport) = options.checked(MAX_RESPONSE_DATA)?;
         let device = endpoint.router().device().clone();
-        let misfit = |error| ConnectError::from(error).during(Step::Prepare, address);
+        let misfit = |error| ConnectError::from(error).during(ConnectStep::Prepare, address);
         path.check(&device, queue_pair).map_err(misfit)?;
         Keepalive::check(options.probes(), transport.timeout, queue_pair).map_err(misfit)?;
-        let halfway = Halfway::new(queue_pair);
+        let guard = FailUnlessConnected::new(queue_pair);
         let reads = Reads::of(&device, options)?.agreed(&peer);
-        within(options.deadline(), Step::Establish, async {
-            endpoint.inbox().tie(queue_pair);
+        with_deadline(options.deadline(), ConnectStep::Establish, async {
+            endpoint.inbox().attach_queue_pair(queue_pair);
             let (ours, options) = (queue_pair.clone(), options.clone());
-            let said = endpoint
+            let result = endpoint
                 .call(move |id| {
                     let (private_data, _) = options.checked(MAX_RESPONSE_DATA)?;
                     make_ready(id, &ours, reads, transport)?;
                     Ok(id.accept(&reads.params(&ours, private_data, options.deadline()))?)
                 })
                 .await;
-            endpoint.blame(said, Step::Accept, address).await?;
+            endpoint.explain(result, ConnectStep::Accept, address).await?;
             endpoint
-                .until(|happened| match (happened.established, &happened.end) {
-                    // It may be over already: what the peer sent before is there all the same.
+                .wait_for(|state| match (state.established, &state.end) {
+                    // Established even if it has ended again: data of the peer may have arrived.
                     (true, _) => Some(Ok(())),
                     (false, Some(end)) => {
-                        Some(Err(ConnectError::ended(end, Step::Establish, address)))
+                        Some(Err(ConnectError::from_end(end, ConnectStep::Establish, address)))
                     }
                     (false, None) => None,
                 })
                 .await
         })
         .await
-        .map_err(|error| error.during(Step::Establish, address))?;
-        halfway.arrived();
-        let link = Link::new(endpoint, peer.private_data, (local, address), options.deadline());
+        .map_err(|error| error.during(ConnectStep::Establish, address))?;
+        guard.connected();
+        let link =
+            CmConnection::new(endpoint, peer.private_data, (local, address), options.deadline());
         Ok(link.with_keepalive(options.probes(), queue_pair)?)
     }
 
-    /// Says no. The peer gets [`ConnectError::Rejected`] with this private data.
+    /// Rejects the request. The peer gets [`ConnectError::Rejected`] with this private data.
     ///
     /// # Errors
     ///
-    /// [`ConnectError::NoRuntime`] outside of a Tokio runtime with an I/O driver (it is rejected all the same),
-    /// [`ConnectError::Limit`] for private data of more than 148 bytes (it is rejected without it then),
-    /// [`ConnectError::Rejected`] if the peer has given up.
+    /// [`ConnectError::Limit`] for private data of more than 148 bytes, [`ConnectError::Rejected`]
+    /// if the peer has withdrawn the request. `Limit` and [`ConnectError::NoRuntime`] reject the
+    /// request without private data.
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future rejects it all the same.
+    /// Dropping the future still rejects the request.
     pub async fn reject(self, private_data: &[u8]) -> Result<(), ConnectError> {
-        LimitError::check("private_data", private_data.len() as u64, MAX_REJECT_DATA as u64)?;
-        self.endpoint.ready()?;
+        LimitError::check(
+            "bytes of private_data",
+            private_data.len() as u64,
+            MAX_REJECT_DATA as u64,
+        )?;
+        self.endpoint.watch()?;
         let data = private_data.to_vec();
-        let said = self.endpoint.call(move |id| Ok(id.reject(&data)?)).await;
-        self.endpoint.blame(said, Step::Reject, self.address).await
+        let result = self.endpoint.call(move |id| Ok(id.reject(&data)?)).await;
+        self.endpoint.explain(result, ConnectStep::Reject, self.address).await
     }
 }
 
-impl Request {
-    /// Rejects the request with this private data, as far as that is possible; waits for no event.
+impl ConnectionRequest {
+    /// Rejects the request if possible, without waiting for an event.
     pub(crate) async fn refuse(self, private_data: &'static [u8]) {
         if let Err(error) = self.endpoint.call(move |id| Ok(id.reject(private_data)?)).await {
-            tracing::debug!(peer = %self.address, %error, "the request was withdrawn before it was rejected");
+            tracing::debug!(peer = %self.address, %error, "failed to reject connection request");
         }
     }
 
-    /// Why no queue pair could be made for this request: if the peer has left, its reserved number is gone, and that is why.
-    pub(crate) async fn not_made(&self, error: SetupError) -> Result<SetupError, ConnectError> {
+    /// Returns `error`, or the end of the connection if that has invalidated the reserved queue
+    /// pair number.
+    pub(crate) async fn explain_setup_error(
+        &self,
+        error: SetupError,
+    ) -> Result<SetupError, ConnectError> {
         if self.reserved().is_none() {
             return Ok(error);
         }
         let failed = Err::<(), _>(ConnectError::from(error.clone()));
-        match self.endpoint.blame(failed, Step::Prepare, self.address).await {
+        match self.endpoint.explain(failed, ConnectStep::Prepare, self.address).await {
             Err(ConnectError::Setup { .. }) | Ok(()) => Ok(error),
             Err(gone) => Err(gone),
         }
     }
 
-    /// No queue pair can be made for this request.
-    pub(crate) fn unprepared(&self, error: SetupError) -> ConnectError {
-        ConnectError::from(error).during(Step::Prepare, self.address)
+    pub(crate) fn prepare_error(&self, error: SetupError) -> ConnectError {
+        ConnectError::from(error).during(ConnectStep::Prepare, self.address)
     }
 }
 
-impl fmt::Debug for Request {
+impl fmt::Debug for ConnectionRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Request")
+        f.debug_struct("ConnectionRequest")
             .field("peer", &self.address)
             .field("local", &self.local)
             .field("path", &self.path)
@@ -641,7 +667,6 @@ mod tests {
     use crate::software::Network;
     use rdma_provider::cm_contract::Verdict;
 
-    /// Answers every peer.
     #[derive(Debug)]
     struct All(CmAnswer);
 
@@ -650,12 +675,12 @@ mod tests {
             Verdict::Answer(self.0.clone())
         }
 
-        fn gave_way(&self) {}
+        fn evicted(&self) {}
     }
 
-    /// All requests arrive before the first confirmation, which is when they begin to count.
+    /// Sends all requests before the first confirmation: a request counts only once confirmed.
     #[test]
-    fn peers_that_were_answered_are_kept_beyond_the_backlog() {
+    fn answered_peers_are_kept_beyond_backlog() {
         const ALL: usize = 6;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let test = async {
@@ -668,7 +693,7 @@ mod tests {
                 Listener::bind_with(&server, "127.0.0.1:0", &ListenOptions::default().backlog(2))
                     .await
                     .unwrap();
-            let options = Options::default();
+            let options = ConnectionOptions::default();
             let answer = Listener::answer_with(&server, &options).unwrap();
             assert!(listener.answer(Arc::new(All(answer))).await.unwrap());
             let pd = client.protection_domain().unwrap();
@@ -696,7 +721,7 @@ mod tests {
             assert!(links.iter().all(|(link, _)| link.is_connected()));
         };
         runtime.block_on(async {
-            tokio::time::timeout(Duration::from_secs(60), test).await.expect("hangs")
+            tokio::time::timeout(Duration::from_secs(60), test).await.expect("test timed out")
         });
     }
 }

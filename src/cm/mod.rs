@@ -1,17 +1,21 @@
-//! How two sides meet: listen, connect, say goodbye, by IP address.
+//! Connections by IP address: listen, resolve a route, connect, disconnect.
 //!
 //! ```text
-//!  Listener::bind ─▶ accept ─▶ Request ─▶ prepare a queue pair ─▶ Request::accept ─▶ Link
-//!                                  └────▶ Request::reject
-//!  resolve ─▶ Route ─▶ prepare a queue pair ─▶ Route::connect ─▶ Link
+//!  Listener::bind ─▶ accept ─▶ ConnectionRequest ─▶ prepare a queue pair ─▶ accept ─▶ CmConnection
+//!                                      └──────────▶ reject
+//!  resolve ─▶ Route ─▶ prepare a queue pair ─▶ Route::connect ─▶ CmConnection
 //! ```
 //!
-//! The manager signals and does not own queue pairs: a route, or a request, says from which port and GID a queue pair
-//! has to send; the caller makes it there, with whatever queues it likes, and it is ready to use when it comes back
-//! connected. If it does not, it is in the error state: nothing is ever half connected.
+//! The connection manager does not own queue pairs. A [`Route`] or [`ConnectionRequest`] names the
+//! port and GID to send from; the caller builds the queue pair there, on any completion queue. When
+//! `connect` or `accept` succeeds, the queue pair is ready to use. When the handshake fails, it is
+//! in the error state.
 //!
-//! On the software device the manager is the device's own; 127.0.0.1 and ::1 lead to whichever device of its network
-//! listens there. On real devices it is librdmacm.
+//! Functions that return [`ConnectError`] fail with [`ConnectError::NoRuntime`] outside of a Tokio
+//! runtime with an I/O driver.
+//!
+//! The connection manager of the software device is part of the device: 127.0.0.1 and ::1 lead to
+//! any device of its network that listens there. Real devices use librdmacm.
 //!
 //! ```
 //! use tokio_rdma::{CompletionMode, CompletionQueue, Device, Pool, QueuePair, cm};
@@ -29,16 +33,16 @@
 //!     let request = listener.accept().await?;
 //!     let qp = request.prepare(QueuePair::builder(&pd, &queue)).build()?;
 //!     let received = qp.recv(pool.alloc(64).await?);
-//!     let link = request.accept(&qp, &cm::Options::default()).await?;
+//!     let connection = request.accept(&qp, &cm::ConnectionOptions::default()).await?;
 //!     assert_eq!(&received.await?.buffer[..5], b"hello");
-//!     Ok::<_, Box<dyn std::error::Error>>((link, qp))
+//!     Ok::<_, Box<dyn std::error::Error>>((connection, qp))
 //! };
 //! let client = async {
 //!     let route = cm::resolve(&device, address).await?;
 //!     let qp = route.prepare(QueuePair::builder(&pd, &queue)).build()?;
-//!     let link = route.connect(&qp, &cm::Options::default()).await?;
+//!     let connection = route.connect(&qp, &cm::ConnectionOptions::default()).await?;
 //!     qp.send(pool.copy_from(b"hello")?).await?;
-//!     Ok::<_, Box<dyn std::error::Error>>((link, qp))
+//!     Ok::<_, Box<dyn std::error::Error>>((connection, qp))
 //! };
 //! let ((theirs, _server), (ours, _client)) = tokio::try_join!(server, client)?;
 //! ours.disconnect().await?;
@@ -50,24 +54,24 @@
 #![forbid(unsafe_code)]
 
 pub(crate) mod clock;
+mod connection;
 mod connector;
 mod disposer;
 mod endpoint;
 mod error;
 mod event_reactor;
 mod keepalive;
-mod link;
 mod listener;
 mod options;
 mod path;
 mod router;
 
+pub use connection::{CmConnection, Disconnection};
 pub use connector::{Route, connect, resolve, resolve_with};
 pub(crate) use error::FOR_MESSAGES;
-pub use error::{Attempt, ConnectError, Step};
-pub use link::{Disconnection, Link};
-pub(crate) use listener::Waiting;
-pub use listener::{Listener, Request};
-pub use options::{ListenOptions, Options};
+pub use error::{ConnectAttempt, ConnectError, ConnectStep};
+pub(crate) use listener::PendingRequests;
+pub use listener::{ConnectionRequest, Listener};
+pub use options::{ConnectionOptions, ListenOptions};
 
 pub use crate::types::RejectReason;

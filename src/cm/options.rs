@@ -6,11 +6,11 @@ use std::time::Duration;
 use crate::error::{LimitError, SetupError};
 use crate::op::ConnectOptions;
 
-/// How to connect, or to accept.
+/// Settings for connecting to a listener, or for accepting a request.
 ///
 /// ```
 /// use std::time::Duration;
-/// use tokio_rdma::cm::{self, Options};
+/// use tokio_rdma::cm::{self, ConnectionOptions};
 /// # use tokio_rdma::{CompletionMode, CompletionQueue, Device, QueuePair};
 ///
 /// # #[tokio::main(flavor = "current_thread")]
@@ -22,23 +22,24 @@ use crate::op::ConnectOptions;
 /// # let client = async {
 /// #     let route = cm::resolve(&device, listener.local_addr()).await?;
 /// #     let qp = route.prepare(QueuePair::builder(&pd, &queue)).build()?;
-/// let options = Options::default().timeout(Duration::from_secs(5)).private_data(*b"v2");
-/// let link = route.connect(&qp, &options).await?;
-/// #     Ok::<_, Box<dyn std::error::Error>>((link, qp))
+/// let options =
+///     ConnectionOptions::default().timeout(Duration::from_secs(5)).private_data(*b"v2");
+/// let connection = route.connect(&qp, &options).await?;
+/// #     Ok::<_, Box<dyn std::error::Error>>((connection, qp))
 /// # };
 /// # let server = async {
 /// let request = listener.accept().await?;
 /// assert!(request.private_data().starts_with(b"v2"));
 /// #     let qp = request.prepare(QueuePair::builder(&pd, &queue)).build()?;
-/// #     let link = request.accept(&qp, &Options::default()).await?;
-/// #     Ok::<_, Box<dyn std::error::Error>>((link, qp))
+/// #     let connection = request.accept(&qp, &ConnectionOptions::default()).await?;
+/// #     Ok::<_, Box<dyn std::error::Error>>((connection, qp))
 /// # };
 /// # tokio::try_join!(server, client)?;
 /// # Ok(())
 /// # }
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Options {
+pub struct ConnectionOptions {
     source: Option<IpAddr>,
     resolve_timeout: Duration,
     timeout: Duration,
@@ -48,13 +49,13 @@ pub struct Options {
     transport: ConnectOptions,
 }
 
-impl Default for Options {
+impl Default for ConnectionOptions {
     fn default() -> Self {
         Self {
             source: None,
-            // A lookup and ARP, each with a repetition or two.
+            // A DNS lookup and ARP with one or two retransmissions.
             resolve_timeout: Duration::from_secs(5),
-            // Some repetitions of the kernel's manager, which waits 4.3 s between two.
+            // A few retransmissions by the kernel, 4.3 s apart.
             timeout: Duration::from_secs(15),
             private_data: Vec::new(),
             reads: None,
@@ -64,84 +65,102 @@ impl Default for Options {
     }
 }
 
-impl Options {
-    /// Address to connect from, one of the device's; unless set, that which the routes of this machine choose. It decides
-    /// where several devices lead to the peer, or the shortest way is not to be taken.
+impl ConnectionOptions {
+    /// Sets the local address to connect from, which must be one of the device's. By default the
+    /// routing table selects it. Set it if that selects another device or an unwanted path.
     #[must_use]
     pub const fn source(mut self, address: IpAddr) -> Self {
         self.source = Some(address);
         self
     }
 
-    /// Time for looking up a host, and again for resolving the route to each of its addresses that is tried: one that does
-    /// not answer leaves the next as much; 5 s unless set.
+    /// Sets the time limit of the host name lookup, and of resolving the route to each address
+    /// tried. The default is 5 s.
     #[must_use]
     pub const fn resolve_timeout(mut self, timeout: Duration) -> Self {
         self.resolve_timeout = timeout;
         self
     }
 
-    /// Time for the handshake with each address that is tried, and later for the answer to our goodbye; 15 s unless set. The
-    /// peer's program has to accept within it. The kernel's manager repeats a lost message after 4.3 s; the software
-    /// device's after 0.27 s, then after twice the wait before, up to 4.3 s, until this time has passed.
+    /// Sets the time limit of the handshake with each address tried, and of the answer to a
+    /// disconnect request. The default is 15 s.
+    ///
+    /// The peer's program must accept within it. The kernel's connection manager retransmits a lost
+    /// message after 4.3 s. The software device does so after 0.27 s, then after twice the previous
+    /// wait, up to 4.3 s, until the time limit.
     #[must_use]
     pub const fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
     }
 
-    /// Bytes that travel with the request (at most 56), or with the answer (at most 196); none unless set.
+    /// Sets bytes to send with the request (at most 56) or the answer (at most 196). The default is
+    /// none.
     ///
-    /// The other side sees them padded with zeros, because the messages of IBTA 12.6 do not carry their length. Begin them with a
-    /// length if trailing zeros matter. [`ConnectionConfig::user_data`](crate::ConnectionConfig::user_data) arrives with its length.
+    /// The peer receives them padded with zeros: the messages of IBTA 12.6 do not carry their
+    /// length. If trailing zeros matter, start with the length.
+    /// [`ConnectionConfig::user_data`](crate::ConnectionConfig::user_data) arrives with its length.
     #[must_use]
     pub fn private_data(mut self, data: impl Into<Vec<u8>>) -> Self {
         self.private_data = data.into();
         self
     }
 
-    /// READs and atomics that either side issues at once, at most; as many as both devices can unless set. With 0 there
-    /// are none. More than this side's device serves or issues ([`DeviceAttr::max_qp_rd_atom`](crate::types::DeviceAttr),
-    /// `max_qp_init_rd_atom`) are refused; the other side may agree to fewer.
+    /// Sets the maximum of outstanding READs and atomics in each direction. The default is as many
+    /// as both devices support; 0 disables them.
+    ///
+    /// A value beyond [`DeviceAttr::max_qp_rd_atom`](crate::types::DeviceAttr) or
+    /// `max_qp_init_rd_atom` is refused. The peer may agree to fewer.
     #[must_use]
     pub const fn reads(mut self, reads: u8) -> Self {
         self.reads = Some(reads);
         self
     }
 
-    /// Probes the peer when nothing was in flight and nothing has arrived for `interval`; never unless set. For a side that only
-    /// waits to receive: a peer whose process is killed, or whose host is gone, says no goodbye, and nothing of a queue pair that
-    /// sends nothing notices that.
+    /// Probes the peer when nothing was in flight and nothing has arrived for `interval`, at least
+    /// 1 ms. The default is no probes.
     ///
-    /// A probe is a WRITE of no bytes, which no program at the peer sees. If it is not acknowledged within the retries of
-    /// [`transport`](Self::transport), the link ends as [`Disconnection::Silent`](super::Disconnection::Silent), the queue pair
-    /// goes to the error state, and its receives are flushed: that takes at most two intervals and the retries.
+    /// A side that only receives needs probes: a killed process or crashed host sends no disconnect
+    /// request, and a queue pair that sends nothing does not detect the loss.
     ///
-    /// - The peer's queue pair must allow REMOTE_WRITE, as it does unless told otherwise, here and in librdmacm; else the first
-    ///   probe ends the link as [`Disconnection::ProbeFailed`](super::Disconnection::ProbeFailed).
-    /// - So does a queue pair in the error state: other work has failed, or the peer has asked for what is not allowed. A program
-    ///   that resets its queue pair itself is left alone until that can post again.
-    /// - An acknowledgement timeout without end ([`AckTimeout`](crate::types::AckTimeout) of code 0) is refused.
-    /// - A probe takes one of [`max_send_wr`](crate::op::QueuePairBuilder::max_send_wr) until it is acknowledged, and one completion,
-    ///   which is counted there. It is posted only while nothing else is in flight; what is posted meanwhile may have to wait
-    ///   for it if the send queue is otherwise full. Make the send queue one larger if a `try_` form must not find it full.
-    /// - Deadlines are in real time; probes are sent by a task of the runtime that has connected, as long as that runs.
+    /// A probe is a WRITE of no bytes, which the peer's program does not see. If it is not
+    /// acknowledged within the retries of [`transport`](Self::transport), the connection ends with
+    /// [`Disconnection::Silent`](super::Disconnection::Silent), the queue pair goes to the error
+    /// state, and its receives are flushed. This takes at most two intervals plus the retries.
+    ///
+    /// - The peer's queue pair must allow REMOTE_WRITE, the default here and in librdmacm.
+    ///   Otherwise the first probe ends the connection with
+    ///   [`Disconnection::ProbeFailed`](super::Disconnection::ProbeFailed).
+    /// - A probe also ends the connection with `ProbeFailed` if the queue pair is in the error
+    ///   state, because other work failed or the peer attempted a forbidden operation. If the
+    ///   program resets the queue pair itself, probing pauses until it can post again.
+    /// - Arrivals in a shared receive queue are not seen: they do not defer a probe.
+    /// - An infinite acknowledgement timeout ([`AckTimeout`](crate::types::AckTimeout) code 0) is
+    ///   refused.
+    /// - A probe takes one entry of [`max_send_wr`](crate::op::QueuePairBuilder::max_send_wr) and
+    ///   its completion until acknowledged. It is posted only while nothing else is in flight.
+    ///   Enlarge the send queue by one if a `try_` method must not find it full because of a probe.
+    /// - Intervals are in real time, even if Tokio's clock is paused. A task sends the probes, so
+    ///   they end when the runtime that established the connection shuts down.
     #[must_use]
     pub const fn keepalive(mut self, interval: Option<Duration>) -> Self {
         self.keepalive = interval;
         self
     }
 
-    /// Timeouts and retries of the connection. They hold for this side, whatever the other one proposes, and are not sent to
-    /// it: a peer that sets none of its own gets 6 retries, RNR retries without end, and from a software device an
-    /// acknowledgement timeout of 537 ms.
+    /// Sets this side's timeouts and retries, whatever the peer proposes.
+    ///
+    /// They are not sent to the peer. The crate always proposes 6 retries and infinite RNR retries
+    /// to the peer, and the software device an acknowledgement timeout of 537 ms. The peer may set
+    /// others.
     #[must_use]
     pub const fn transport(mut self, transport: ConnectOptions) -> Self {
         self.transport = transport;
         self
     }
 
-    /// Where to connect from, with any port; of the family of `destination`.
+    /// Returns the source address, if set, with port 0. Fails if its family is not
+    /// `destination`'s.
     pub(super) fn source_to(
         &self,
         destination: SocketAddr,
@@ -150,7 +169,7 @@ impl Options {
         if source.is_ipv4() != destination.is_ipv4() {
             let (ours, theirs) = (source.to_string(), destination.ip().to_string());
             return Err(SetupError::Mismatch {
-                what: "family of the source address",
+                what: "address families of the source and the destination",
                 ours,
                 theirs,
             });
@@ -170,20 +189,23 @@ impl Options {
         self.keepalive
     }
 
-    /// READs and atomics at once, unless the devices decide.
-    pub(super) const fn reads_asked(&self) -> Option<u8> {
+    pub(super) const fn reads_requested(&self) -> Option<u8> {
         self.reads
     }
 
-    /// What is sent along, and the timers, all within their limits.
-    pub(super) fn checked(&self, most_data: usize) -> Result<(&[u8], ConnectOptions), LimitError> {
-        LimitError::check("private_data", self.private_data.len() as u64, most_data as u64)?;
+    /// Returns the private data and [`transport`](Self::transport), after checking their limits.
+    pub(super) fn checked(&self, max_data: usize) -> Result<(&[u8], ConnectOptions), LimitError> {
+        LimitError::check(
+            "bytes of private_data",
+            self.private_data.len() as u64,
+            max_data as u64,
+        )?;
         self.transport.check()?;
         Ok((&self.private_data, self.transport))
     }
 }
 
-/// How to listen.
+/// Settings for listening.
 ///
 /// ```
 /// use tokio_rdma::cm::{ListenOptions, Listener};
@@ -211,27 +233,30 @@ impl Default for ListenOptions {
 }
 
 impl ListenOptions {
-    /// Requests that wait at most; 1024 unless set, some 2 KiB each. At least 1: 0 is refused.
+    /// Sets the maximum number of waiting requests. The default is 1024, at about 2 KiB each; 0 is
+    /// refused.
     ///
-    /// The software device's manager asks the peers beyond that to try again a little later, until a request was answered or
-    /// their deadline has passed; a request counts until it is accepted or rejected. The kernel's counts only those that the
-    /// program has not seen; beyond, requests are rejected here, with reason
-    /// [`CONSUMER`](crate::cm::RejectReason::CONSUMER).
+    /// - The software device asks further peers to retry later, until a request is answered or
+    ///   their deadline passes. A request counts until it is accepted or rejected.
+    /// - The kernel counts requests that the program has not received, and rejects further ones
+    ///   with reason [`CONSUMER`](crate::cm::RejectReason::CONSUMER).
     ///
-    /// The backlog is the only limit of a [`Listener`](super::Listener) on requests that wait. A request that the program has
-    /// accepted counts no more, although its peer may never confirm: it holds the program's queue pair until
-    /// [`Request::accept`](super::Request::accept) returns, at the latest after [`Options::timeout`]. The program bounds how many
-    /// requests it accepts at a time. On the software device, 256 requests of one source and 4,096 of all sources may wait for their
-    /// answer or its confirmation; further ones are asked to try again. While more than 2,048 do, a request that the
-    /// program has accepted is given up after 1.1 s. Requests that wait do not give way to later ones: a listener that
-    /// has to withstand forged requests is a [`tokio_rdma::Listener`](crate::Listener).
+    /// The backlog is the only limit of a [`Listener`](super::Listener) on waiting requests. An
+    /// accepted request no longer counts, but holds the program's queue pair until
+    /// [`ConnectionRequest::accept`](super::ConnectionRequest::accept) returns, at the latest after
+    /// [`ConnectionOptions::timeout`]. The program must limit how many it accepts at a time.
+    ///
+    /// On the software device, at most 256 requests of one source and 4,096 of all sources may wait
+    /// for the program's answer or the peer's confirmation. Further peers are asked to retry. While
+    /// more than 2,048 wait, an accepted request is abandoned if its peer does not confirm within
+    /// 1.1 s. Later requests do not displace waiting ones: to withstand forged requests, use
+    /// [`tokio_rdma::Listener`](crate::Listener).
     #[must_use]
     pub const fn backlog(mut self, requests: u32) -> Self {
         self.backlog = requests;
         self
     }
 
-    /// Requests that wait at most, within its limit.
     pub(super) fn checked(&self) -> Result<u32, SetupError> {
         SetupError::at_least("backlog", self.backlog.into(), 1)?;
         Ok(self.backlog)

@@ -1,4 +1,4 @@
-//! What a route asks of a queue pair, and how it is made ready.
+//! The port and GID that a route requires of a queue pair, and its transition to RTS.
 
 use std::time::Duration;
 
@@ -10,9 +10,9 @@ use crate::verbs::Device;
 use rdma_provider::cm_contract::{CmAnswer, CmId as _, CmParams, CmPeer, CmRoute};
 
 use super::error::ConnectError;
-use super::options::Options;
+use super::options::ConnectionOptions;
 
-/// Port and GID that a queue pair has to send from.
+/// The port and GID that a queue pair must send from.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Path {
     pub(super) port: PortNum,
@@ -21,7 +21,6 @@ pub(super) struct Path {
 }
 
 impl Path {
-    /// The entry of the device's GID table that the manager means.
     pub(super) fn find(device: &Device, route: &CmRoute) -> Result<Self, ConnectError> {
         let ranked = device.gids(route.port, Some(route.destination))?;
         let entry = ranked.iter().find(|other| other.entry.gid == route.source);
@@ -29,7 +28,6 @@ impl Path {
         Ok(Self { port: route.port, gid: entry.gid, gid_index: entry.index })
     }
 
-    /// Refuses queue pairs that cannot be connected over it.
     pub(super) fn check(&self, device: &Device, queue_pair: &QueuePair) -> Result<(), SetupError> {
         let mismatch =
             |what, ours: String, theirs: String| Err(SetupError::Mismatch { what, ours, theirs });
@@ -37,19 +35,23 @@ impl Path {
             return Err(SetupError::Foreign { what: "queue pair" });
         }
         if queue_pair.transport() != Transport::Rc {
-            return mismatch("transport", format!("{:?}", queue_pair.transport()), "Rc".to_owned());
+            return mismatch(
+                "transports of the queue pair and the connection manager",
+                format!("{:?}", queue_pair.transport()),
+                "Rc".to_owned(),
+            );
         }
         let (port, entry) = queue_pair.path();
         if port != self.port {
             return mismatch(
-                "port of the queue pair (see prepare)",
+                "ports of the queue pair and the path to the peer (use prepare)",
                 port.to_string(),
                 self.port.to_string(),
             );
         }
         if entry.gid != self.gid {
             return mismatch(
-                "GID of the queue pair (see prepare)",
+                "GIDs of the queue pair and the path to the peer (use prepare)",
                 entry.gid.to_string(),
                 self.gid.to_string(),
             );
@@ -61,13 +63,13 @@ impl Path {
     }
 }
 
-/// Retries proposed to the peer's queue pair. A peer without options of its own takes them over: SoftRoCE would take 7 for
-/// without end and never notice that we are gone.
+/// Retries that a peer without options of its own adopts. SoftRoCE treats 7 as infinite and would
+/// never detect that this side is gone.
 const PEER_RETRIES: u8 = 6;
-/// Without end: how long this side takes to post a receive is for deadlines of the service.
+/// Infinite: a late receive is a matter of the service's own deadlines.
 const PEER_RNR_RETRIES: u8 = 7;
 
-/// READs and atomics that we serve and issue at most.
+/// The maximum of outstanding READs and atomics in each direction.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Reads {
     pub(super) serve: u8,
@@ -75,15 +77,13 @@ pub(super) struct Reads {
 }
 
 impl Reads {
-    /// As many as `options` ask for, or as the device can.
-    pub(super) fn of(device: &Device, options: &Options) -> Result<Self, LimitError> {
+    pub(super) fn of(device: &Device, options: &ConnectionOptions) -> Result<Self, LimitError> {
         let (serve, issue) = (device.attr().max_qp_rd_atom, device.attr().max_qp_init_rd_atom);
-        let Some(asked) = options.reads_asked() else { return Ok(Self { serve, issue }) };
+        let Some(asked) = options.reads_requested() else { return Ok(Self { serve, issue }) };
         LimitError::check("reads", asked.into(), serve.min(issue).into())?;
         Ok(Self { serve: asked, issue: asked })
     }
 
-    /// No more than the peer asks for, or can.
     pub(super) fn agreed(self, peer: &CmPeer) -> Self {
         Self {
             serve: self.serve.min(peer.responder_resources),
@@ -91,7 +91,7 @@ impl Reads {
         }
     }
 
-    /// What travels: none of our [`ConnectOptions`], which are about what this side waits for.
+    /// Returns the parameters to send. Our [`ConnectOptions`] apply to this side only.
     pub(super) fn params<'a>(
         self,
         queue_pair: &QueuePair,
@@ -105,7 +105,7 @@ impl Reads {
             initiator_depth: self.issue,
             retry_count: PEER_RETRIES,
             rnr_retry: PEER_RNR_RETRIES,
-            // The layer above ends earlier, and has the better error.
+            // Later than the caller's deadline, whose error is more precise.
             timeout: deadline.saturating_add(Duration::from_secs(1)),
             srq: queue_pair.shares_receives(),
         }
@@ -113,7 +113,7 @@ impl Reads {
 }
 
 impl Reads {
-    /// What the provider answers in place of the program, with the same numbers as [`params`](Self::params).
+    /// Returns the same values as [`params`](Self::params), for the provider to send.
     pub(super) const fn answer(self, private_data: Vec<u8>) -> CmAnswer {
         CmAnswer {
             private_data,
@@ -125,7 +125,7 @@ impl Reads {
     }
 }
 
-/// Takes a queue pair from INIT to RTS, by the manager's attributes and our own timers.
+/// Takes a queue pair from INIT to RTS, with our own timers.
 pub(super) fn make_ready(
     id: &CmId,
     queue_pair: &QueuePair,

@@ -1,7 +1,7 @@
-//! One event channel for each open device, and where its events go.
+//! The event channel of each open device, and the dispatch of its events.
 //!
-//! Whoever waits makes sure that its runtime watches the channel ([`Reactors`]). The reactor's waker drains the channel
-//! there and then; each event is filed with the id that it belongs to, whose waiters are woken.
+//! The waker that Tokio's reactor calls in a runtime with waiting tasks ([`Reactors`]) drains the
+//! channel directly. It records each event in its id's inbox and wakes the waiters.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -20,127 +20,122 @@ use crate::verbs::Device;
 use rdma_provider::cm_contract::{CmChannel as _, CmEvent, CmEventKind, CmPeer};
 use rdma_provider::contract::Context as _;
 
+use super::connection::Disconnection;
 use super::disposer::Disposer;
-use super::endpoint::where_it_may_block;
+use super::endpoint::on_blocking_thread;
 use super::error::ConnectError;
 use super::event_reactor::Reactors;
-use super::link::Disconnection;
 use super::listener::Incoming;
 
-/// What has happened to an id so far. Nothing happens twice, so nothing is overwritten.
+/// The events of an id so far. Each occurs at most once.
 #[derive(Debug, Default)]
-pub(super) struct Happened {
+pub(super) struct IdState {
     pub(super) address: Option<Result<(), i32>>,
     pub(super) route: Option<Result<(), i32>>,
     pub(super) response: Option<CmPeer>,
     pub(super) established: bool,
-    /// The first of the ends that there may be.
-    pub(super) end: Option<End>,
-    /// The peer's manager knows of the end, or never will. Neither an address that was moved nor a probe that failed is told to it.
+    /// The first end event.
+    pub(super) end: Option<EndReason>,
+    /// True if the peer's connection manager knows of the end or cannot be notified; false after an
+    /// address change or a failed probe.
     pub(super) peer_knows: bool,
-    /// TIMEWAIT is over, or there is none.
+    /// True if TIMEWAIT is over or did not begin.
     pub(super) exited: bool,
 }
 
-/// How a connection, or the attempt at one, ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum End {
-    Rejected {
-        reason: RejectReason,
-        private_data: Vec<u8>,
-    },
+pub(super) enum EndReason {
+    Rejected { reason: RejectReason, private_data: Vec<u8> },
     Unreachable(i32),
     Error(i32),
     Disconnected,
     TimewaitExit,
     DeviceRemoval,
     AddressChange,
-    /// A probe of ours failed.
     Keepalive(Disconnection),
 }
 
-/// Where the events of one id go. No lock is held while somebody is woken, or a queue pair is changed, which wakes those
-/// who wait for its work: what they do may come back here.
+/// The receiver of one id's events.
+///
+/// Tasks are woken and queue pairs modified without any lock held: both may call back into this
+/// module.
 #[derive(Debug)]
 pub(super) struct Inbox {
-    happened: Mutex<Happened>,
-    /// Told of each change of `happened`. The wakers of the waiters are [contained](crate::contained::ContainedWaker).
+    state: Mutex<IdState>,
+    /// Notified of each change of `state`. Its wakers are
+    /// [contained](crate::contained::ContainedWaker).
     pub(super) changed: Notify,
-    tied: Mutex<Tied>,
-    /// Of a listener.
+    attached: Mutex<AttachedQueuePair>,
+    /// Only for listeners.
     pub(super) incoming: Option<Incoming>,
 }
 
-/// The queue pair that goes to the error state with the connection.
+/// The queue pair that fails with the connection.
 #[derive(Debug, Default)]
-struct Tied {
+struct AttachedQueuePair {
     queue_pair: Option<WeakQueuePair>,
-    /// The connection is over; whoever comes later fails the queue pair himself.
-    over: bool,
+    /// True once the connection has ended; a queue pair attached later fails at once.
+    ended: bool,
 }
 
-/// See the module.
+/// The event channel and inboxes of one open device.
 pub(super) struct Router {
     device: Device,
     channel: Arc<CmChannel>,
     inboxes: Mutex<HashMap<u64, Arc<Inbox>>>,
-    filing: Mutex<Filing>,
+    drain_state: Mutex<DrainState>,
     reactors: Reactors,
-    /// Destroys ids that nobody wants.
     disposer: Arc<Disposer<Arc<CmId>>>,
 }
 
-/// Whether somebody takes events: one at a time, so that those of one id stay in order.
+/// The lock that allows one drain at a time, so that each id's events stay in order.
 #[derive(Debug, Default)]
-struct Filing {
+struct DrainState {
     busy: bool,
-    /// There may be more.
+    /// True if a drain was requested meanwhile.
     again: bool,
 }
 
-/// Somebody's turn to take events.
-struct Turn<'a>(&'a Mutex<Filing>);
+struct DrainLock<'a>(&'a Mutex<DrainState>);
 
-impl<'a> Turn<'a> {
-    /// `None` if it is somebody else's, who is told to look again.
-    fn begin(filing: &'a Mutex<Filing>) -> Option<Self> {
-        let mut state = filing.lock();
+impl<'a> DrainLock<'a> {
+    /// Returns `None` if another drain is running, and makes it check again.
+    fn try_lock(drain_state: &'a Mutex<DrainState>) -> Option<Self> {
+        let mut state = drain_state.lock();
         if std::mem::replace(&mut state.busy, true) {
             state.again = true;
             return None;
         }
-        Some(Self(filing))
+        Some(Self(drain_state))
     }
 }
 
-impl Drop for Turn<'_> {
+impl Drop for DrainLock<'_> {
     fn drop(&mut self) {
         self.0.lock().busy = false;
     }
 }
 
-/// The next turn, in a runtime that may shut down before.
-struct GoOn {
-    /// `None` once it came.
+/// A scheduled drain. If dropped because its runtime shut down, it is scheduled elsewhere.
+struct DrainTask {
     router: Option<Arc<Router>>,
     runtime: runtime::Id,
     gone: Vec<runtime::Id>,
 }
 
-impl Drop for GoOn {
+impl Drop for DrainTask {
     fn drop(&mut self) {
         if let Some(router) = self.router.take() {
             let mut gone = std::mem::take(&mut self.gone);
             gone.push(self.runtime);
-            router.go_on(gone);
+            router.schedule_drain(gone);
         }
     }
 }
 
-/// Events that are filed before others get their turn.
 const QUOTA: usize = 64;
 
-/// The channel as something that a reactor can watch.
+/// The channel's descriptor for a reactor.
 pub(super) struct Watched(Arc<CmChannel>);
 
 impl std::os::fd::AsRawFd for Watched {
@@ -150,22 +145,20 @@ impl std::os::fd::AsRawFd for Watched {
     }
 }
 
-/// Routers in use.
 static ROUTERS: Mutex<Vec<Weak<Router>>> = Mutex::new(Vec::new());
 
 impl Router {
-    /// That of an open device, made when first needed and gone with the last id.
+    /// Returns the router of an open device, and lets the current runtime watch it.
     ///
-    /// To make one may take a while: the first time librdmacm reads from sysfs what devices there are.
-    ///
-    /// The current runtime watches its events from now on.
+    /// It is created on first use, which may block (librdmacm reads sysfs), and dropped with its
+    /// last id.
     pub(super) async fn of(device: &Device) -> Result<Arc<Self>, ConnectError> {
         NoRuntime::or_current()?;
         let router = match Self::known(device, None) {
             Some(router) => router,
             None => {
                 let device = device.clone();
-                where_it_may_block(move || Ok(Self::make(&device)?)).await?
+                on_blocking_thread(move || Ok(Self::make(&device)?)).await?
             }
         };
         router.watch()?;
@@ -175,21 +168,20 @@ impl Router {
     fn make(device: &Device) -> Result<Arc<Self>, VerbError> {
         let router = Arc::new(Self {
             device: device.clone(),
-            // Without the lock for all routers.
+            // May block, so before taking the lock on all routers.
             channel: Arc::new(device.context().create_cm_channel()?),
             inboxes: Mutex::default(),
-            filing: Mutex::default(),
+            drain_state: Mutex::default(),
             reactors: Reactors::new(),
             disposer: Arc::default(),
         });
-        // Somebody else may have been faster.
         let known = Self::known(device, Some(&router));
         Ok(known.unwrap_or(router))
     }
 
-    /// The router of a device, if there is one; if not, it is `new` from now on.
+    /// Returns the router of `device`, or registers `new`.
     fn known(device: &Device, new: Option<&Arc<Self>>) -> Option<Arc<Self>> {
-        // Dropped without the lock: one of them may be the last share of its router by then.
+        // May hold a last reference, so dropped after the lock.
         let mut seen = Vec::new();
         let mut routers = ROUTERS.lock();
         routers.retain(|router| router.strong_count() > 0);
@@ -207,8 +199,8 @@ impl Router {
         &self.device
     }
 
-    /// Waits for nobody, so it may be called anywhere: librdmacm writes one command to the channel's descriptor, for which the
-    /// kernel makes an entry in a list of that descriptor, under a lock that is held for as long as that takes only.
+    /// Creates an id without blocking: librdmacm writes one command, and the kernel takes a short
+    /// lock.
     pub(super) fn create_id(&self) -> Result<CmId, VerbError> {
         self.channel.create_id()
     }
@@ -221,13 +213,12 @@ impl Router {
         &self.reactors
     }
 
-    /// Makes sure that the current runtime watches the channel, if it can.
     pub(super) fn watch(self: &Arc<Self>) -> Result<(), NoRuntime> {
         self.reactors.watch(self)
     }
 
-    /// Wakes all tasks that wait for events: a runtime that watched the channel for them is gone.
-    pub(super) fn rouse(&self) {
+    /// Wakes all waiters, because a runtime that watched the channel has shut down.
+    pub(super) fn wake_waiters(&self) {
         let inboxes: Vec<_> = self.inboxes.lock().values().cloned().collect();
         for inbox in inboxes {
             inbox.changed.notify_waiters();
@@ -237,7 +228,6 @@ impl Router {
         }
     }
 
-    /// True if a runtime watches the channel.
     pub(super) fn is_watched(&self) -> bool {
         self.reactors.is_watched()
     }
@@ -251,17 +241,15 @@ impl Router {
         drop(removed);
     }
 
-    /// True if calls of ids may have to wait.
     pub(super) fn may_block(&self) -> bool {
         self.channel.may_block()
     }
 
-    /// Identifies the set of ports that listeners take theirs from.
     pub(super) fn port_space(&self) -> usize {
         self.channel.port_space()
     }
 
-    /// Drops ids where that holds up nobody.
+    /// Drops ids on a blocking thread if that may block.
     pub(super) fn dispose(self: &Arc<Self>, ids: impl IntoIterator<Item = Arc<CmId>>) {
         if !self.may_block() {
             return ids.into_iter().for_each(drop);
@@ -270,53 +258,58 @@ impl Router {
         let router = Arc::downgrade(self);
         self.disposer.dispose(ids, &runtime, move || {
             if let Some(router) = router.upgrade() {
-                router.go_on(Vec::new());
+                router.schedule_drain(Vec::new());
             }
         });
     }
 
-    /// Wakers of the reactor may run outside of the context of their runtime.
+    /// Returns a runtime to spawn on. The reactor's wakers may run outside of any runtime context.
     fn runtime(&self) -> Option<Handle> {
         Handle::try_current().ok().or_else(|| self.reactors.handle(&[]))
     }
 
-    /// Takes and files events, unless somebody is at it, who goes on until there are none, or until others shall have their
-    /// turn: peers may raise as many as they like.
+    /// Dispatches at most [`QUOTA`] events; a task continues later, because a peer can cause any
+    /// number. If a drain is running, that one continues instead.
     pub(super) fn drain(self: &Arc<Self>) {
         let (mut left, mut refused) = (QUOTA, Vec::new());
         loop {
-            let Some(turn) = Turn::begin(&self.filing) else { break };
-            while left > 0 && !self.disposer.stalls() {
+            let Some(lock) = DrainLock::try_lock(&self.drain_state) else { break };
+            while left > 0 && !self.disposer.is_stalled() {
                 match self.channel.take_event() {
                     Ok(Some(event)) => {
                         left -= 1;
-                        refused.extend(self.file(event).map(Arc::new));
+                        refused.extend(self.dispatch(event).map(Arc::new));
                     }
                     Ok(None) => break,
                     Err(error) => {
-                        tracing::error!(%error, "events of the connection manager cannot be read");
+                        tracing::error!(
+                            device = self.device.name(),
+                            %error,
+                            "failed to read a connection manager event; retrying at the next wake"
+                        );
                         break;
                     }
                 }
             }
-            drop(turn);
-            if left == 0 || !std::mem::take(&mut self.filing.lock().again) {
+            drop(lock);
+            if left == 0 || !std::mem::take(&mut self.drain_state.lock().again) {
                 break;
             }
         }
-        // All at once: it takes one thread, however many there are.
+        // Together, to occupy one blocking thread.
         self.dispose(refused);
         if left == 0 {
-            self.go_on(Vec::new());
+            self.schedule_drain(Vec::new());
         }
     }
 
-    /// Goes on to drain when others have had their turn, in a runtime other than those that have shut down.
-    fn go_on(self: &Arc<Self>, gone: Vec<runtime::Id>) {
+    /// Schedules another drain behind the ready tasks, in a runtime not in `gone`.
+    fn schedule_drain(self: &Arc<Self>, gone: Vec<runtime::Id>) {
         let runtime = if gone.is_empty() { self.runtime() } else { self.reactors.handle(&gone) };
-        // Without one nobody waits; whoever comes watches the channel, which is readable.
+        // Otherwise no task waits, and the channel stays readable for a later waiter.
         if let Some(runtime) = runtime {
-            let mut next = GoOn { router: Some(Arc::clone(self)), runtime: runtime.id(), gone };
+            let mut next =
+                DrainTask { router: Some(Arc::clone(self)), runtime: runtime.id(), gone };
             drop(runtime.spawn(async move {
                 if let Some(router) = next.router.take() {
                     router.drain();
@@ -325,13 +318,13 @@ impl Router {
         }
     }
 
-    /// Files one event. What comes back is an id that nobody wants.
-    fn file(self: &Arc<Self>, event: CmEvent<Any>) -> Option<CmId> {
+    /// Dispatches one event; returns the id of an unwanted connection request.
+    fn dispatch(self: &Arc<Self>, event: CmEvent<Any>) -> Option<CmId> {
         let CmEvent { key, kind } = event;
         tracing::trace!(key, ?kind, "connection event");
         let inbox = self.inboxes.lock().get(&key).cloned();
         let Some(inbox) = inbox else {
-            // Of an id that is gone.
+            // The event's id has been destroyed.
             return match kind {
                 CmEventKind::ConnectRequest { id, .. } => Some(id),
                 _ => None,
@@ -352,35 +345,38 @@ impl Router {
 impl Inbox {
     pub(super) fn new(incoming: Option<Incoming>) -> Arc<Self> {
         Arc::new(Self {
-            happened: Mutex::default(),
+            state: Mutex::default(),
             changed: Notify::new(),
-            tied: Mutex::default(),
+            attached: Mutex::default(),
             incoming,
         })
     }
 
-    /// What has happened so far. Not to be kept: events wait for it.
-    pub(super) fn happened(&self) -> MutexGuard<'_, Happened> {
-        self.happened.lock()
+    /// Returns the events so far. Dispatch waits for this lock.
+    pub(super) fn state(&self) -> MutexGuard<'_, IdState> {
+        self.state.lock()
     }
 
     pub(super) fn on_event(&self, kind: CmEventKind<Any>) {
         if self.incoming.is_some() && matches!(kind, CmEventKind::AddressChange) {
-            // The manager goes on to take requests for it: it listens by address and device, not by network interface.
-            tracing::warn!("the address of a listener was moved to another network interface");
+            // Connection managers bind listeners to address and device, not to the network
+            // interface.
+            tracing::warn!(
+                "address of a listener moved to another network interface; it still listens"
+            );
             return;
         }
         let ends = kind.is_end();
         if ends {
-            // Before it is told: who sees the end finds the queue pair in the error state.
+            // Before waking: a task that sees the end must find the queue pair in the error state.
             let queue_pair = {
-                let mut tied = self.tied.lock();
-                tied.over = true;
-                tied.queue_pair.take()
+                let mut attached = self.attached.lock();
+                attached.ended = true;
+                attached.queue_pair.take()
             };
             fail_weak(queue_pair);
         }
-        if !self.happened.lock().on_event(kind) {
+        if !self.state.lock().on_event(kind) {
             return;
         }
         self.changed.notify_waiters();
@@ -389,35 +385,34 @@ impl Inbox {
         }
     }
 
-    /// A probe failed, and the queue pair is in the error state.
+    /// Records a failed probe. The queue pair is in the error state already.
     pub(super) fn probe_failed(&self, end: Disconnection) {
-        self.happened.lock().end.get_or_insert(End::Keepalive(end));
+        self.state.lock().end.get_or_insert(EndReason::Keepalive(end));
         self.changed.notify_waiters();
     }
 
-    /// The queue pair ends with the connection from now on; at once, if that is over.
-    pub(super) fn tie(&self, queue_pair: &QueuePair) {
-        let over = {
-            let mut tied = self.tied.lock();
-            if !tied.over {
-                tied.queue_pair = Some(queue_pair.downgrade());
+    /// Makes the queue pair fail with the connection, at once if that has ended.
+    pub(super) fn attach_queue_pair(&self, queue_pair: &QueuePair) {
+        let ended = {
+            let mut attached = self.attached.lock();
+            if !attached.ended {
+                attached.queue_pair = Some(queue_pair.downgrade());
             }
-            tied.over
+            attached.ended
         };
-        if over {
+        if ended {
             fail(queue_pair);
         }
     }
 
-    /// True if the queue pair went to the error state, or is about to, because the connection ends, at this end or at the peer.
+    /// Returns true if the end of the connection fails, or has failed, the queue pair.
     pub(super) fn is_ending(&self) -> bool {
-        let tied = self.tied.lock();
-        tied.over || tied.queue_pair.is_none()
+        let attached = self.attached.lock();
+        attached.ended || attached.queue_pair.is_none()
     }
 
-    /// Ends what is in flight, once.
     pub(super) fn fail_queue_pair(&self) {
-        let queue_pair = self.tied.lock().queue_pair.take();
+        let queue_pair = self.attached.lock().queue_pair.take();
         fail_weak(queue_pair);
     }
 }
@@ -428,16 +423,19 @@ fn fail_weak(queue_pair: Option<WeakQueuePair>) {
     }
 }
 
-/// To the error state.
 pub(super) fn fail(queue_pair: &QueuePair) {
     if let Err(error) = queue_pair.modify(&QpAttr::to_state(QpState::Err)) {
-        // Closed, or its device is gone: then it does nothing more either.
-        tracing::debug!(%error, qpn = %queue_pair.qpn(), "queue pair of a connection that ended");
+        // Closed, or its device is gone, so nothing is in flight.
+        tracing::debug!(
+            %error,
+            qpn = %queue_pair.qpn(),
+            "failed to move queue pair to the error state; it is closed or its device is lost"
+        );
     }
 }
 
-impl Happened {
-    /// True if somebody may be interested.
+impl IdState {
+    /// Records the event. Returns true if waiters must check it.
     fn on_event(&mut self, kind: CmEventKind<Any>) -> bool {
         let end = match kind {
             CmEventKind::AddressResolved => {
@@ -465,23 +463,23 @@ impl Happened {
                 None
             }
             CmEventKind::Rejected { reason, private_data } => {
-                Some(End::Rejected { reason, private_data })
+                Some(EndReason::Rejected { reason, private_data })
             }
-            CmEventKind::Unreachable(errno) => Some(End::Unreachable(errno)),
-            CmEventKind::ConnectError(errno) => Some(End::Error(errno)),
-            CmEventKind::Disconnected => Some(End::Disconnected),
+            CmEventKind::Unreachable(errno) => Some(EndReason::Unreachable(errno)),
+            CmEventKind::ConnectError(errno) => Some(EndReason::Error(errno)),
+            CmEventKind::Disconnected => Some(EndReason::Disconnected),
             CmEventKind::TimewaitExit => {
                 self.exited = true;
-                Some(End::TimewaitExit)
+                Some(EndReason::TimewaitExit)
             }
             CmEventKind::DeviceRemoval => {
                 self.exited = true;
-                Some(End::DeviceRemoval)
+                Some(EndReason::DeviceRemoval)
             }
-            CmEventKind::AddressChange => Some(End::AddressChange),
+            CmEventKind::AddressChange => Some(EndReason::AddressChange),
             CmEventKind::ConnectRequest { .. } | CmEventKind::Other(_) => return false,
         };
-        self.peer_knows |= end.as_ref().is_some_and(|end| *end != End::AddressChange);
+        self.peer_knows |= end.as_ref().is_some_and(|end| *end != EndReason::AddressChange);
         if self.end.is_none() {
             self.end = end;
         }
@@ -510,7 +508,7 @@ mod tests {
     }
 
     #[test]
-    fn every_event_is_filed_and_the_first_end_is_the_end() {
+    fn every_event_is_recorded_and_first_end_wins() {
         let peer = CmPeer {
             private_data: vec![2],
             responder_resources: 1,
@@ -527,22 +525,21 @@ mod tests {
             || CmEventKind::AddressChange,
         ];
         let ends = [
-            End::Rejected { reason: RejectReason::CONSUMER, private_data: vec![1] },
-            End::Unreachable(110),
-            End::Error(22),
-            End::Disconnected,
-            End::TimewaitExit,
-            End::DeviceRemoval,
-            End::AddressChange,
+            EndReason::Rejected { reason: RejectReason::CONSUMER, private_data: vec![1] },
+            EndReason::Unreachable(110),
+            EndReason::Error(22),
+            EndReason::Disconnected,
+            EndReason::TimewaitExit,
+            EndReason::DeviceRemoval,
+            EndReason::AddressChange,
         ];
         for (event, end) in events.into_iter().zip(ends) {
             assert!(event().is_end());
             let inbox = Inbox::new(None);
             inbox.on_event(event());
-            // What comes after is not why it ended.
             inbox.on_event(CmEventKind::Disconnected);
             inbox.on_event(rejection());
-            assert_eq!(inbox.happened().end, Some(end));
+            assert_eq!(inbox.state().end, Some(end));
         }
         let inbox = Inbox::new(None);
         let mut changed = pin!(inbox.changed.notified());
@@ -557,14 +554,14 @@ mod tests {
             inbox.on_event(event);
         }
         assert!(changed.enable());
-        let happened = inbox.happened();
-        assert_eq!((happened.address, happened.route), (Some(Ok(())), Some(Err(113))));
-        assert_eq!((&happened.response, happened.established), (&Some(peer), true));
-        assert_eq!((&happened.end, happened.exited), (&None, false));
+        let state = inbox.state();
+        assert_eq!((state.address, state.route), (Some(Ok(())), Some(Err(113))));
+        assert_eq!((&state.response, state.established), (&Some(peer), true));
+        assert_eq!((&state.end, state.exited), (&None, false));
     }
 
     #[test]
-    fn a_flood_of_events_lets_others_have_their_turn() {
+    fn draining_many_events_yields_to_other_tasks() {
         const EVENTS: usize = 5 * QUOTA / 2;
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         runtime.block_on(async {
@@ -574,17 +571,17 @@ mod tests {
                 .map(|_| {
                     let (id, inbox) = (router.create_id().unwrap(), Inbox::new(None));
                     router.add(id.key(), &inbox);
-                    let nobody = ([127, 0, 0, 1], 1).into();
-                    id.resolve_addr(None, nobody, std::time::Duration::from_secs(1)).unwrap();
+                    let unreachable = ([127, 0, 0, 1], 1).into();
+                    id.resolve_addr(None, unreachable, std::time::Duration::from_secs(1)).unwrap();
                     (id, inbox)
                 })
                 .collect();
             let inboxes: Vec<_> = ids.iter().map(|(_, inbox)| inbox.clone()).collect();
             let filed =
-                move || inboxes.iter().filter(|inbox| inbox.happened().address.is_some()).count();
+                move || inboxes.iter().filter(|inbox| inbox.state().address.is_some()).count();
             router.drain();
             assert_eq!(filed(), QUOTA);
-            // A task that stands in line behind the next turn comes before the one after that.
+            // Runs between the next two drains.
             let other = tokio::spawn({
                 let filed = filed.clone();
                 async move { filed() }
@@ -596,7 +593,7 @@ mod tests {
     }
 
     #[test]
-    fn event_that_nobody_knows_wakes_nobody() {
+    fn unknown_event_wakes_no_waiter() {
         let inbox = Inbox::new(None);
         let mut changed = pin!(inbox.changed.notified());
         changed.as_mut().enable();
@@ -605,12 +602,12 @@ mod tests {
     }
 
     #[test]
-    fn an_open_device_has_one_router_as_long_as_somebody_uses_it() {
+    fn open_device_shares_one_router_while_in_use() {
         let network = crate::software::Network::new();
         let open = || Device::software_in(&network, "routed").unwrap();
         let (first, second) = (open(), open());
         let router = Router::make(&first).unwrap();
-        // As those do who come at once.
+        // Loses a race against the first.
         assert!(Arc::ptr_eq(&router, &Router::make(&first.clone()).unwrap()));
         assert!(Arc::ptr_eq(&router, &Router::known(&first, None).unwrap()));
         assert!(Router::known(&second, None).is_none());

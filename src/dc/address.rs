@@ -1,58 +1,59 @@
-//! What an initiator needs to know of a target, over whatever the two ends talk by.
+//! The address of a DC target, which initiators obtain by any channel.
 
 use crate::op::EndpointError;
 use crate::op::address_codec::{self, Address, Reader, Writer, link_code};
 use crate::types::{DcKey, Gid, LinkLayer, Mtu, Qpn};
 
-/// All that a peer needs to reach a [`DcTarget`](super::DcTarget): any number of peers, the same for all, nothing in return.
+/// The address of a [`DcTarget`](super::DcTarget), the same for all peers.
 ///
-/// It travels as [`to_bytes`](Self::to_bytes), or with feature `serde` by any format: as named fields where that is read by
-/// people, as those bytes where not. Whatever arrives is checked before it becomes one. It holds the access key.
+/// It travels like a [`QueuePairEndpoint`](crate::QueuePairEndpoint) and is validated like one. It
+/// contains the access key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct DcAddress {
-    /// Number of the target.
+    /// The DC target number.
     pub number: Qpn,
-    /// Its access key.
+    /// The access key.
     pub key: DcKey,
-    /// Address of its port.
+    /// The GID of its port.
     pub gid: Gid,
-    /// Local identifier of its port (InfiniBand); 0 on Ethernet.
+    /// The local identifier of its port (InfiniBand); 0 on Ethernet.
     pub lid: u16,
-    /// What its port is attached to.
+    /// The link layer of its port.
     pub link_layer: LinkLayer,
-    /// Largest packet payload that it takes.
+    /// The largest accepted packet payload.
     pub mtu: Mtu,
 }
 
 impl DcAddress {
-    /// Bytes of the compact form.
+    /// The length of the compact form in bytes.
     pub const ENCODED_LEN: usize = address_codec::LEN;
 
-    /// The compact form, numbers big-endian.
+    /// Returns the compact form; numbers are big-endian.
     ///
     /// ```text
     ///  0        1           2         3       6    8    16   32
     ///  version  link layer  MTU code  number  lid  key  gid
     /// ```
     ///
-    /// The version is 0x41; link layers are 1 (InfiniBand) and 2 (Ethernet), MTU codes 1 (256) to 5 (4096).
+    /// The version is 0x41. [`QueuePairEndpoint::to_bytes`](crate::QueuePairEndpoint::to_bytes)
+    /// explains the codes.
     #[must_use]
     pub fn to_bytes(&self) -> [u8; Self::ENCODED_LEN] {
         address_codec::to_bytes(self)
     }
 
-    /// What [`to_bytes`](Self::to_bytes) wrote.
+    /// Decodes the result of [`to_bytes`](Self::to_bytes).
     ///
     /// # Errors
     ///
-    /// [`EndpointError`] with the field that cannot be: the length, the version, or a value out of its range.
+    /// [`EndpointError`] names the invalid field.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, EndpointError> {
         address_codec::from_bytes(bytes)
     }
 }
 
 impl Address for DcAddress {
-    // It is not a version of the endpoint of a queue pair, which is as long.
+    // Differs from the versions of queue pair endpoints, which have the same length.
     const VERSION: u8 = 0x41;
     const ALLOWED_VERSION: &'static str = "65";
 
@@ -72,7 +73,6 @@ impl Address for DcAddress {
     }
 }
 
-/// For people as named fields, for programs as the compact form.
 #[cfg(feature = "serde")]
 mod form {
     use std::net::Ipv6Addr;
@@ -85,14 +85,14 @@ mod form {
     #[derive(Serialize, Deserialize)]
     struct Fields {
         number: u32,
-        /// 16 hexadecimal digits: some formats have no integers of 64 bits.
+        /// 16 hexadecimal digits: some formats have no 64-bit integers.
         key: String,
         gid: Ipv6Addr,
         #[serde(default)]
         lid: u16,
-        /// Code of `ibv_query_port(3)`.
+        /// The code of `ibv_query_port(3)`.
         link_layer: u8,
-        /// Bytes.
+        /// In bytes.
         mtu: u16,
     }
 
@@ -113,7 +113,7 @@ mod form {
         type Error = EndpointError;
 
         fn try_from(fields: Fields) -> Result<Self, EndpointError> {
-            // A sign would be taken for part of the number.
+            // `from_str_radix` accepts a sign.
             let digits =
                 fields.key.len() == 16 && fields.key.bytes().all(|digit| digit.is_ascii_hexdigit());
             let key = u64::from_str_radix(&fields.key, 16).ok().filter(|_| digits);
@@ -140,7 +140,7 @@ mod form {
 mod tests {
     use super::address_codec::tests::{
         assert_fields_are_named, assert_numbers_are_checked, assert_other_lengths_are_refused,
-        assert_random_bytes_are_refused_or_come_back,
+        assert_random_bytes_are_refused_or_round_trip,
     };
     use super::*;
     use crate::op::QueuePairEndpoint;
@@ -182,8 +182,8 @@ mod tests {
     }
 
     #[test]
-    fn random_bytes_are_refused_or_come_back() {
-        assert_random_bytes_are_refused_or_come_back(&address());
+    fn random_bytes_are_refused_or_round_trip() {
+        assert_random_bytes_are_refused_or_round_trip(&address());
     }
 
     #[test]
@@ -195,11 +195,14 @@ mod tests {
 
     #[cfg(feature = "serde")]
     #[test]
-    fn people_read_fields() {
+    fn serde_uses_named_fields_in_readable_formats() {
         let text = serde_json::to_string(&address()).unwrap();
         assert_eq!(
             text,
-            r#"{"number":1193046,"key":"0102030405060708","gid":"::ffff:10.9.0.1","lid":1800,"link_layer":2,"mtu":4096}"#
+            concat!(
+                r#"{"number":1193046,"key":"0102030405060708","gid":"::ffff:10.9.0.1","#,
+                r#""lid":1800,"link_layer":2,"mtu":4096}"#
+            )
         );
         assert_eq!(serde_json::from_str::<DcAddress>(&text).unwrap(), address());
         for (field, from, to) in [

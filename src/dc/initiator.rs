@@ -1,4 +1,4 @@
-//! DC initiator: made, repaired, and whom it sends to.
+//! DC initiators: creation, repair and destinations.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,20 +9,21 @@ use parking_lot::Mutex;
 use super::target::path_mtu;
 use super::{DcAddress, DcSender};
 use crate::dispatch::SendCounters;
-use crate::engine::{CompletionQueue, Key, To, WorkQueueCounters};
-use crate::error::{LimitError, SetupError};
+use crate::engine::{CompletionQueue, Receiver, ReceiverKey, WorkQueueCounters};
+use crate::error::{LimitError, NO_DC, SetupError};
 use crate::op::{ConnectOptions, QueuePair, QueuePairBuilder};
 use crate::types::{
     AddressVector, DcKey, Gid, Mtu, PortNum, QpAttr, QpCaps, QpState, Qpn, SendFlags, Transport,
 };
 use crate::verbs::{AddressHandle, ProtectionDomain};
 
-/// Where dynamic connections begin: a send queue whose work goes to any number of [`DcTarget`](super::DcTarget)s, one after
-/// the other. Clones share it.
+/// The sending end of dynamic connections: a send queue for any number of
+/// [`DcTarget`](super::DcTarget)s. Clones refer to the same initiator.
 ///
 /// ```
 /// # use tokio_rdma::dc::DcTarget;
-/// # use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, SharedReceiveQueue};
+/// # use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device};
+/// # use tokio_rdma::{ExposedRegion, Pool, SharedReceiveQueue};
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let device = Device::software()?;
@@ -46,41 +47,39 @@ use crate::verbs::{AddressHandle, ProtectionDomain};
 /// # }
 /// ```
 ///
-/// Work completes in the order in which it was posted, also that to different targets: one that is slow, or gone, holds up
-/// what is behind it. A failure puts the initiator in the error state as a whole, in which all behind it is flushed:
-/// [`repair`](Self::repair) brings it back.
+/// Work completes in the order of posting, over all targets: a slow or unreachable target delays
+/// later work. A failure moves the initiator to the error state and flushes all later work;
+/// [`repair`](Self::repair) restores it.
 ///
-/// Dropping the last clone ends it at once: what is in flight is flushed or fails as
-/// [`OpErrorKind::Closed`](crate::OpErrorKind::Closed), and when the drop returns the device touches no buffer any more.
+/// Dropping the last clone closes the initiator immediately, as [`QueuePair`] describes.
 #[derive(Clone)]
 pub struct DcInitiator {
     qp: QueuePair,
     setup: Arc<Setup>,
 }
 
-/// What brings it up, again and again.
+/// The settings that each transition to RTS needs.
 struct Setup {
     options: ConnectOptions,
     mtu: Mtu,
     reads: u8,
-    /// One repair at a time.
     repair: Mutex<()>,
 }
 
-/// How long a device may take to flush what is in flight before a reset makes it forget the rest.
+/// Time to flush the work in flight. A reset discards the rest.
 const FLUSH: Duration = Duration::from_millis(1);
 
 impl DcInitiator {
-    /// An initiator with default settings, ready to send; `queue` takes its completions.
+    /// Creates an initiator with default settings, ready to send.
     ///
     /// # Errors
     ///
-    /// As [`DcInitiatorBuilder::build`].
+    /// See [`DcInitiatorBuilder::build`].
     pub fn new(pd: &ProtectionDomain, queue: &CompletionQueue) -> Result<Self, SetupError> {
         Self::builder(pd, queue).build()
     }
 
-    /// An initiator to be described further; `queue` takes its completions.
+    /// Returns a builder for an initiator. `queue` receives its completions.
     #[must_use]
     pub fn builder(pd: &ProtectionDomain, queue: &CompletionQueue) -> DcInitiatorBuilder {
         DcInitiatorBuilder {
@@ -96,71 +95,74 @@ impl DcInitiator {
         &self.qp
     }
 
-    /// Ends it, as dropping the last clone does.
     pub(super) fn end(&self) {
-        self.qp.end();
+        self.qp.shut_down();
     }
 
-    /// Its number.
+    /// Returns the queue pair number.
     #[must_use]
     pub fn qpn(&self) -> Qpn {
         self.qp.qpn()
     }
 
-    /// Sizes granted.
+    /// Returns the granted sizes.
     #[must_use]
     pub fn caps(&self) -> QpCaps {
         self.qp.caps()
     }
 
-    /// The protection domain it belongs to.
+    /// Returns the protection domain.
     #[must_use]
     pub fn protection_domain(&self) -> &ProtectionDomain {
         self.qp.protection_domain()
     }
 
-    /// Largest packet payload it sends.
+    /// Returns the maximum packet payload.
     #[must_use]
     pub fn mtu(&self) -> Mtu {
         self.setup.mtu
     }
 
-    /// READ and atomic requests it issues at once; more wait, in order.
+    /// Returns the maximum of READs and atomics in flight; more wait, in order.
     #[must_use]
     pub fn reads(&self) -> u8 {
         self.setup.reads
     }
 
-    /// What its send queue has done so far.
+    /// Returns the counters of the send queue.
     #[must_use]
     pub fn counters(&self) -> WorkQueueCounters {
         self.qp.send_counters()
     }
 
-    /// Packets, retries and sessions so far, if it is of a software device and not closed.
+    /// Returns the counters of a software device; `None` on hardware or after closing.
     #[must_use]
     pub fn software_counters(&self) -> Option<SendCounters> {
         self.qp.software_counters().map(|(sent, _)| sent)
     }
 
-    /// A peer to send to: made once from its address, used by any initiator of the same protection domain and port that sends
-    /// no larger packets than it takes.
+    /// Creates a peer, for all initiators of the same protection domain and port whose MTU it
+    /// accepts.
     ///
-    /// On RoCE it may be a system call.
+    /// On RoCE this may take a system call.
     ///
     /// # Errors
     ///
-    /// [`SetupError::Mismatch`] if it is on another kind of link, of the other IP version, or takes smaller packets than this
-    /// initiator sends ([`DcInitiatorBuilder::mtu`]); [`SetupError::Verb`] if the provider refuses.
+    /// [`SetupError::Mismatch`] if link layer or IP version differ, or if the peer's MTU is smaller
+    /// than this initiator's ([`DcInitiatorBuilder::mtu`]).
     pub fn peer(&self, address: &DcAddress) -> Result<DcPeer, SetupError> {
         let local = self.qp.local();
-        self.qp.agree("link layer", local.link_layer, address.link_layer)?;
+        self.qp.require_equal(
+            "link layers of the initiator and the peer",
+            local.link_layer,
+            address.link_layer,
+        )?;
         self.qp.check_family(address.gid)?;
         if address.mtu < self.setup.mtu {
             let (ours, theirs) =
                 (self.setup.mtu.bytes().to_string(), address.mtu.bytes().to_string());
             return Err(SetupError::Mismatch {
-                what: "path MTU (see DcInitiatorBuilder::mtu)",
+                what: "path MTUs of the initiator and the peer (lower DcInitiatorBuilder::mtu)",
                 ours,
                 theirs,
             });
@@ -171,58 +173,64 @@ impl DcInitiator {
         Ok(DcPeer { handle, number: address.number, key: address.key, mtu: address.mtu })
     }
 
-    /// Operations to this peer.
+    /// Returns a sender for operations to this peer.
     #[inline]
     #[must_use]
     pub fn to<'a>(&'a self, peer: &'a DcPeer) -> DcSender<'a> {
         DcSender { qp: &self.qp, peer, mtu: self.setup.mtu, flags: SendFlags::empty() }
     }
 
-    /// Current state and all attributes that have been set, `ibv_query_qp(3)`.
+    /// Returns the state and all attributes set so far, `ibv_query_qp(3)`.
     ///
     /// # Errors
     ///
-    /// [`SetupError::Verb`] if the device refuses, [`SetupError::Closed`] if its completion queue has failed.
+    /// [`SetupError::Closed`].
     pub fn query(&self) -> Result<(QpState, QpAttr), SetupError> {
         self.qp.query()
     }
 
-    /// Brings it back if it is in the error state, as after any operation that failed with a completion; says whether it
-    /// was. Whoever comes second finds it repaired.
+    /// Restores the initiator if it is in the error state, and returns true if it was. Concurrent
+    /// calls repair it once.
     ///
     /// # Errors
     ///
-    /// As [`reset`](Self::reset).
+    /// See [`reset`](Self::reset).
     pub fn repair(&self) -> Result<bool, SetupError> {
         let _one_at_a_time = self.setup.repair.lock();
         if self.query()?.0 == QpState::Rts {
             return Ok(false);
         }
-        self.start_over()?;
+        self.restart()?;
         Ok(true)
     }
 
-    /// Ends all that is in flight and brings it back, in whatever state it is. Operations that the device has not flushed
-    /// within a millisecond fail as [`OpErrorKind::Closed`](crate::OpErrorKind::Closed), and so do those that wait for
-    /// room. When it returns the device touches no buffer of them any more. An operation that is called meanwhile may be
-    /// refused as [`OpErrorKind::State`](crate::OpErrorKind::State).
+    /// Restores the initiator from any state and ends all its operations.
+    ///
+    /// Operations that the device does not flush within 1 ms, and those that wait for a free slot,
+    /// fail with [`OpErrorKind::Closed`](crate::OpErrorKind::Closed). Afterwards the device no
+    /// longer accesses their buffers. Concurrent operations may fail with
+    /// [`OpErrorKind::State`](crate::OpErrorKind::State).
     ///
     /// # Errors
     ///
-    /// [`SetupError::Verb`] if the device refuses, [`SetupError::Closed`] if its completion queue has failed.
+    /// [`SetupError::Closed`].
     pub fn reset(&self) -> Result<(), SetupError> {
         let _one_at_a_time = self.setup.repair.lock();
-        self.start_over()
+        self.restart()
     }
 
-    fn start_over(&self) -> Result<(), SetupError> {
-        // A reset takes completions along that nobody has seen, which say more than that they are gone.
+    fn restart(&self) -> Result<(), SetupError> {
+        // A reset would discard completions that carry the reason of the failure.
         if let Err(error) = self.qp.modify(&QpAttr::to_state(QpState::Err)) {
-            tracing::debug!(qpn = %self.qpn(), %error, "not moved to the error state before it is reset");
+            tracing::debug!(
+                qpn = %self.qpn(),
+                %error,
+                "failed to move DC initiator to the error state; resetting it without a flush"
+            );
         }
         let end = Instant::now() + FLUSH;
         while {
-            self.qp.take_completions();
+            self.qp.drain_completions();
             self.counters().in_flight > 0 && Instant::now() < end
         } {
             std::thread::yield_now();
@@ -234,15 +242,14 @@ impl DcInitiator {
             port: Some(port),
             ..QpAttr::to_state(QpState::Init)
         })?;
-        self.bring_up()
+        self.move_to_rts()
     }
 
-    /// From INIT to RTS.
-    fn bring_up(&self) -> Result<(), SetupError> {
+    fn move_to_rts(&self) -> Result<(), SetupError> {
         let Setup { options, mtu, reads, .. } = *self.setup;
         let local = self.qp.local();
         self.qp.modify(&QpAttr {
-            // Where packets leave from: the way to its target is named by each work request.
+            // The source of packets; each work request names its route.
             address: Some(AddressVector::new(local.port, local.gid.index, local.gid.gid)),
             path_mtu: Some(mtu),
             ..QpAttr::to_state(QpState::Rtr)
@@ -268,37 +275,36 @@ impl fmt::Debug for DcInitiator {
     }
 }
 
-/// A [`DcTarget`](super::DcTarget) of a peer, as initiators name it: its route, number and key. Cheap to clone; work in
-/// line keeps what it needs of it.
+/// A [`DcTarget`](super::DcTarget) as initiators address it: route, number and key. Clones are
+/// cheap.
 #[derive(Debug, Clone)]
 pub struct DcPeer {
     pub(super) handle: AddressHandle,
     number: Qpn,
     key: DcKey,
-    /// Largest packet payload that it takes.
     pub(super) mtu: Mtu,
 }
 
 impl DcPeer {
-    /// Number of the target.
+    /// Returns the DC target number.
     #[must_use]
     pub fn number(&self) -> Qpn {
         self.number
     }
 
-    /// The route to it.
+    /// Returns the route.
     #[must_use]
     pub fn route(&self) -> &AddressVector {
         self.handle.address()
     }
 
     #[inline]
-    pub(super) fn receiver(&self) -> To<'_> {
-        To { handle: &self.handle, number: self.number, key: Key::Dc(self.key) }
+    pub(super) fn receiver(&self) -> Receiver<'_> {
+        Receiver { handle: &self.handle, number: self.number, key: ReceiverKey::Dc(self.key) }
     }
 }
 
-/// Describes a [`DcInitiator`].
+/// A builder for a [`DcInitiator`].
 #[derive(Debug, Clone)]
 pub struct DcInitiatorBuilder {
     queue_pair: QueuePairBuilder,
@@ -308,75 +314,76 @@ pub struct DcInitiatorBuilder {
 }
 
 impl DcInitiatorBuilder {
-    /// Work requests the send queue holds; 128 unless set. More operations wait for room.
+    /// Sets the capacity of the send queue, see [`QueuePairBuilder::max_send_wr`].
     #[must_use]
     pub fn max_send_wr(mut self, work_requests: u32) -> Self {
         self.queue_pair = self.queue_pair.max_send_wr(work_requests);
         self
     }
 
-    /// Scatter/gather elements of a work request, that is buffers in a `Vec`; 4 unless set.
+    /// Sets the scatter/gather elements of a work request, see [`QueuePairBuilder::max_sge`].
     #[must_use]
     pub fn max_sge(mut self, elements: u32) -> Self {
         self.queue_pair = self.queue_pair.max_sge(elements);
         self
     }
 
-    /// Most bytes that can be sent inline; 64 unless set. Devices take queue memory for it.
+    /// Sets the maximum of inline bytes, see [`QueuePairBuilder::max_inline`].
     #[must_use]
     pub fn max_inline(mut self, bytes: u32) -> Self {
         self.queue_pair = self.queue_pair.max_inline(bytes);
         self
     }
 
-    /// Timeouts and retries; those of [`ConnectOptions`] unless set, but its `rnr_timer`, which is the target's.
+    /// Sets timeouts and retries; [`ConnectOptions`] has the defaults. Its `rnr_timer` has no
+    /// effect: the target's applies.
     #[must_use]
     pub fn options(mut self, options: ConnectOptions) -> Self {
         self.options = options;
         self
     }
 
-    /// Largest packet payload; the port's unless set. Targets must not have a smaller one.
+    /// Sets the maximum packet payload; the MTU of the port by default. Targets must accept it.
     #[must_use]
     pub fn mtu(mut self, mtu: Mtu) -> Self {
         self.mtu = Some(mtu);
         self
     }
 
-    /// READ and atomic requests issued at once; unless set, as many as a target on a device like ours serves. It must not be
-    /// more than any target's device serves.
+    /// Sets the maximum of READs and atomics in flight, which every target's device must support.
+    /// The default suits targets on the same model of device.
     #[must_use]
     pub fn reads(mut self, requests: u8) -> Self {
         self.reads = Some(requests);
         self
     }
 
-    /// Chooses port and GID to reach this peer, as [`QueuePairBuilder::peer`].
+    /// Chooses the port and GID that reach this peer, see [`QueuePairBuilder::peer`].
     #[must_use]
     pub fn peer(mut self, peer: impl Into<Gid>) -> Self {
         self.queue_pair = self.queue_pair.peer(peer);
         self
     }
 
-    /// Sends from this entry of this port's GID table, whatever [`Device::gids`](crate::Device::gids) prefers.
+    /// Sets port and GID index, see [`QueuePairBuilder::source`].
     #[must_use]
     pub fn source(mut self, port: PortNum, gid_index: u8) -> Self {
         self.queue_pair = self.queue_pair.source(port, gid_index);
         self
     }
 
-    /// Makes it, in RTS: ready to send.
+    /// Creates the initiator in state RTS, ready to send.
     ///
     /// # Errors
     ///
-    /// [`SetupError::Unsupported`] if the device has no DC ([`DeviceAttr::dc`](crate::types::DeviceAttr::dc)),
-    /// [`SetupError::Limit`] beyond a limit of the device, else as [`QueuePairBuilder::build`].
+    /// [`SetupError::Unsupported`] if the device does not support DC
+    /// ([`DeviceAttr::dc`](crate::types::DeviceAttr::dc)), else see [`QueuePairBuilder::build`].
     pub fn build(self) -> Result<DcInitiator, SetupError> {
         let Self { queue_pair, options, mtu, reads } = self;
         options.check()?;
         let qp = queue_pair.build_any()?;
         let Some(dc) = qp.protection_domain().device().attr().dc else {
-            return Err(SetupError::Unsupported { what: "dynamically connected transport (DC)" });
+            return Err(SetupError::Unsupported { what: NO_DC });
         };
         let reads = match reads {
             Some(reads) => {
@@ -390,7 +397,7 @@ impl DcInitiatorBuilder {
             qp,
             setup: Arc::new(Setup { options, mtu, reads, repair: Mutex::new(()) }),
         };
-        initiator.bring_up()?;
+        initiator.move_to_rts()?;
         Ok(initiator)
     }
 }

@@ -5,7 +5,7 @@
 //!  DcInitiator ── to(&peer) ── write, read, send, …  ──▶  DcTarget ── SharedReceiveQueue
 //!       peer = initiator.peer(&address)                      │
 //!                       ▲                                    │
-//!                       └──────────── DcAddress ◀────────────┘ address(), over anything
+//!                       └──────────── DcAddress ◀────────────┘ address(), by any channel
 //! ```
 
 mod address;
@@ -18,7 +18,8 @@ mod target;
 pub use address::DcAddress;
 pub use initiator::{DcInitiator, DcInitiatorBuilder, DcPeer};
 pub use pool::{
-    DcLease, DcPolicy, DcPool, DcPoolBuilder, DcPoolCounters, DcPoolPeer, PendingDcLease, Pooled,
+    DcLease, DcPolicy, DcPool, DcPoolBuilder, DcPoolCounters, DcPoolPeer, PendingDcLease,
+    PooledOperation,
 };
 pub use sender::DcSender;
 pub use target::{DcTarget, DcTargetBuilder};

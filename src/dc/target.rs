@@ -1,4 +1,4 @@
-//! DC target: made, and known by its address.
+//! DC targets, which peers reach by address.
 
 use std::fmt;
 use std::sync::Arc;
@@ -13,10 +13,12 @@ use crate::types::{
 };
 use crate::verbs::{Dct, ProtectionDomain};
 
-/// Where dynamic connections end: whoever has its [`address`](Self::address) reads and writes memory exposed in its
-/// protection domain, and sends messages to its shared receive queue. One is enough for any number of peers. Clones share it.
+/// The receiving end of dynamic connections from any number of peers. Clones refer to the same
+/// target.
 ///
-/// Messages arrive in [`SharedReceiveQueue::recv`], with the number of the target as [`Received::qpn`](crate::op::Received::qpn).
+/// Peers that have its [`address`](Self::address) access memory exposed in its protection domain
+/// and send to its shared receive queue, where [`Received::qpn`](crate::op::Received::qpn) is the
+/// number of the target.
 ///
 /// ```
 /// use tokio_rdma::dc::{DcInitiator, DcTarget};
@@ -32,7 +34,7 @@ use crate::verbs::{Dct, ProtectionDomain};
 /// let target = DcTarget::new(&pd, &receives)?;
 /// let receive = receives.recv(pool.alloc(64).await?);
 ///
-/// // The peer knows the target by its address, `DcAddress::to_bytes`.
+/// // The peer reaches the target by its address, `DcAddress::to_bytes`.
 /// let initiator = DcInitiator::new(&pd, &queue)?;
 /// let peer = initiator.peer(&target.address())?;
 /// initiator.to(&peer).send(pool.copy_from(b"hello")?).await?;
@@ -45,9 +47,10 @@ use crate::verbs::{Dct, ProtectionDomain};
 ///
 /// # Closing
 ///
-/// Dropping the last clone destroys it: when the drop returns no peer reaches anything through it any more. Their work fails
-/// when retries run out. With the software device a message that was acknowledged has arrived; on an adapter one that is
-/// arriving just then may take its receive along, which ends with the shared receive queue.
+/// Dropping the last clone destroys the target: when the drop returns, peers can reach nothing
+/// through it, and their work fails when retries are exhausted. With the software device every
+/// acknowledged message has been received. On an adapter, a message that is just arriving may
+/// consume a receive, which then completes only when the shared receive queue is destroyed.
 #[derive(Clone)]
 pub struct DcTarget {
     inner: Arc<Inner>,
@@ -61,16 +64,16 @@ struct Inner {
 }
 
 impl DcTarget {
-    /// A target with default settings, ready for peers, which draws receives from `srq`.
+    /// Creates a target with default settings, ready for peers.
     ///
     /// # Errors
     ///
-    /// As [`DcTargetBuilder::build`].
+    /// See [`DcTargetBuilder::build`].
     pub fn new(pd: &ProtectionDomain, srq: &SharedReceiveQueue) -> Result<Self, SetupError> {
         Self::builder(pd, srq).build()
     }
 
-    /// A target to be described further.
+    /// Returns a builder for a target.
     #[must_use]
     pub fn builder(pd: &ProtectionDomain, srq: &SharedReceiveQueue) -> DcTargetBuilder {
         DcTargetBuilder {
@@ -84,43 +87,43 @@ impl DcTarget {
         }
     }
 
-    /// What a peer needs to reach it. It holds the access key: who has it may do what the target allows.
+    /// Returns the address for peers. Keep it secret: it contains the access key.
     #[must_use]
     pub fn address(&self) -> DcAddress {
         self.inner.address
     }
 
-    /// Its number.
+    /// Returns the DC target number.
     #[must_use]
     pub fn number(&self) -> Qpn {
         self.inner.address.number
     }
 
-    /// The protection domain it belongs to.
+    /// Returns the protection domain.
     #[must_use]
     pub fn protection_domain(&self) -> &ProtectionDomain {
         &self.inner.pd
     }
 
-    /// Where its messages arrive.
+    /// Returns the queue that receives messages.
     #[must_use]
     pub fn shared_receive_queue(&self) -> &SharedReceiveQueue {
         &self.inner.srq
     }
 
-    /// Current state and all attributes that have been set, `ibv_query_qp(3)`.
+    /// Returns the state and all attributes set so far, `ibv_query_qp(3)`.
     ///
     /// # Errors
     ///
-    /// [`SetupError::Verb`] if the device refuses, [`SetupError::Closed`] if the completion queue of its receives has failed.
+    /// [`SetupError::Closed`].
     pub fn query(&self) -> Result<(QpState, QpAttr), SetupError> {
-        Ok(self.inner.core.ask(Dct::query)??)
+        Ok(self.inner.core.with_dct(Dct::query)??)
     }
 
-    /// Packets, sessions and refusals so far, if it is of a software device and not closed.
+    /// Returns the counters of a software device; `None` on hardware or after closing.
     #[must_use]
     pub fn software_counters(&self) -> Option<TargetCounters> {
-        self.inner.core.ask(Dct::software_counters).ok()?
+        self.inner.core.with_dct(Dct::software_counters).ok()?
     }
 }
 
@@ -130,7 +133,7 @@ impl fmt::Debug for DcTarget {
     }
 }
 
-/// Describes a [`DcTarget`].
+/// A builder for a [`DcTarget`].
 ///
 /// ```
 /// use tokio_rdma::dc::DcTarget;
@@ -163,57 +166,62 @@ pub struct DcTargetBuilder {
 }
 
 impl DcTargetBuilder {
-    /// What peers may do to regions exposed in the same protection domain; everything unless set.
+    /// Sets the access of peers to regions of the protection domain; all rights by default.
     #[must_use]
     pub fn access(mut self, access: Access) -> Self {
         self.access = access;
         self
     }
 
-    /// Largest packet payload; the port's unless set. Initiators must not have a larger one.
+    /// Sets the maximum packet payload, which initiators must not exceed; the MTU of the port by
+    /// default.
     #[must_use]
     pub fn mtu(mut self, mtu: Mtu) -> Self {
         self.mtu = Some(mtu);
         self
     }
 
-    /// Time that a peer waits before it repeats what found no receive posted. 0.64 ms unless set.
+    /// Sets how long a peer waits before it retries a message that found no receive; 0.64 ms by
+    /// default.
     #[must_use]
     pub fn rnr_timer(mut self, timer: RnrTimer) -> Self {
         self.rnr_timer = timer;
         self
     }
 
-    /// The access key; drawn at random unless set. It is a secret like a memory key: who knows it and the number of the
-    /// target may use it.
+    /// Sets the access key; random by default. Keep it secret: with it and the target number, a
+    /// peer can use the target.
     #[must_use]
     pub fn key(mut self, key: DcKey) -> Self {
         self.key = Some(key);
         self
     }
 
-    /// Chooses port and GID to be reached by this peer, as [`QueuePairBuilder::peer`](crate::op::QueuePairBuilder::peer).
+    /// Chooses the port and GID that reach this peer, see
+    /// [`QueuePairBuilder::peer`](crate::op::QueuePairBuilder::peer).
     #[must_use]
     pub fn peer(mut self, peer: impl Into<Gid>) -> Self {
         self.path = Path::To(peer.into());
         self
     }
 
-    /// Is reached at this entry of this port's GID table, whatever [`Device::gids`](crate::Device::gids) prefers.
+    /// Sets port and GID index, see
+    /// [`QueuePairBuilder::source`](crate::op::QueuePairBuilder::source).
     #[must_use]
     pub fn source(mut self, port: PortNum, gid_index: u8) -> Self {
         self.path = Path::From(port, gid_index);
         self
     }
 
-    /// Makes it, in RTR: peers can reach it.
+    /// Creates the target in state RTR, where peers can reach it.
     ///
     /// # Errors
     ///
-    /// [`SetupError::Unsupported`] if the device has no DC ([`DeviceAttr::dc`](crate::types::DeviceAttr::dc)),
-    /// [`SetupError::Foreign`] if the shared receive queue is of another protection domain, [`SetupError::NoGid`] without an
-    /// active port or the entry asked for, [`SetupError::Limit`] for an MTU above the port's,
-    /// [`SetupError::Verb`] if the provider refuses.
+    /// - [`SetupError::Unsupported`] if the device does not support DC
+    ///   ([`DeviceAttr::dc`](crate::types::DeviceAttr::dc)).
+    /// - [`SetupError::Foreign`] if the shared receive queue belongs to another protection domain.
+    /// - [`SetupError::NoGid`] without an active port or the requested GID.
+    /// - [`SetupError::Limit`] if the MTU exceeds the MTU of the port.
     pub fn build(self) -> Result<DcTarget, SetupError> {
         let Self { pd, srq, access, mtu, rnr_timer, key, path } = self;
         let device = pd.device();
@@ -224,7 +232,8 @@ impl DcTargetBuilder {
             None => DcKey(device.random()?),
         };
         let dct = Dct::new(&pd, srq.completion_queue().cq(), srq.verbs(), key)?;
-        // Before it takes any receive: a completion queue that has failed may have given them back.
+        // Precedes the consumption of receives: a failed completion queue may have returned their
+        // buffers.
         let core = TargetCore::new(dct, Shared::new(srq.work_queue().clone(), srq.clone()))?;
         let init = QpAttr {
             pkey_index: Some(0),
@@ -233,21 +242,21 @@ impl DcTargetBuilder {
             ..QpAttr::to_state(QpState::Init)
         };
         let rtr = QpAttr {
-            // Where answers leave from: of the route the device wants to know our end only.
+            // The source of responses: the device uses only the local side of the route.
             address: Some(AddressVector::new(port.port, gid.index, gid.gid)),
             path_mtu: Some(mtu),
             min_rnr_timer: Some(rnr_timer),
             ..QpAttr::to_state(QpState::Rtr)
         };
-        core.ask(|dct| dct.modify(&init).and_then(|()| dct.modify(&rtr)))??;
-        let Some(number) = core.ask(Dct::number)? else {
+        core.with_dct(|dct| dct.modify(&init).and_then(|()| dct.modify(&rtr)))??;
+        let Some(number) = core.with_dct(Dct::number)? else {
             return Err(crate::error::VerbError::new(
-                "number of a DC target in RTR",
+                "reading the number of a DC target",
                 crate::error::VerbError::EIO,
             )
             .into());
         };
-        tracing::debug!(%number, gid = %gid.gid, "DC target");
+        tracing::debug!(%number, gid = %gid.gid, "created DC target");
         let address = DcAddress {
             number,
             key,
@@ -260,7 +269,6 @@ impl DcTargetBuilder {
     }
 }
 
-/// The port's MTU, or a smaller one that was asked for.
 pub(super) fn path_mtu(asked: Option<Mtu>, active: Mtu) -> Result<Mtu, SetupError> {
     let mtu = asked.unwrap_or(active);
     crate::error::LimitError::check("path MTU", mtu.bytes() as u64, active.bytes() as u64)?;

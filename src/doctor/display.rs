@@ -1,11 +1,11 @@
-//! The report for humans.
+//! The report as text.
 
 use std::fmt;
 
 use super::findings::bytes;
 use super::{
-    Ability, Container, DeviceReport, Finding, Library, NodeAccess, PortReport, Report, Severity,
-    Verdict,
+    Capability, CapabilityStatus, Container, DeviceReport, Finding, LibraryState, NodeAccess,
+    PortReport, Report, Severity,
 };
 use crate::types::{AtomicCapability, DeviceAttr};
 
@@ -57,8 +57,8 @@ impl Report {
         }
         if let Some(container) = host.container {
             let kind = match container {
-                Container::Kubernetes => "of Kubernetes",
-                Container::Other => "Docker, Podman or the like",
+                Container::Kubernetes => "Kubernetes",
+                Container::Other => "Docker, Podman or similar",
             };
             line(f, "container", kind)?;
         }
@@ -86,12 +86,14 @@ fn line(f: &mut fmt::Formatter<'_>, name: &str, value: impl fmt::Display) -> fmt
     writeln!(f, "  {name:<26}{value}")
 }
 
-impl fmt::Display for Library {
+impl fmt::Display for LibraryState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::NotBuilt => f.write_str("not used: built without feature `ibverbs`"),
             Self::Missing => f.write_str("cannot be loaded"),
-            Self::NoKernelSupport => f.write_str("loaded; the kernel has no RDMA support loaded"),
+            Self::NoKernelSupport => {
+                f.write_str("loaded, but the kernel has no RDMA support loaded")
+            }
             Self::Failed(errno) => {
                 write!(f, "failed: {}", std::io::Error::from_raw_os_error(*errno))
             }
@@ -119,8 +121,8 @@ impl fmt::Display for DeviceReport {
         for port in &self.ports {
             port.fmt(f)?;
         }
-        for Ability { name, verdict } in &self.abilities {
-            line(f, name, verdict)?;
+        for Capability { name, status } in &self.capabilities {
+            line(f, name, status)?;
         }
         Ok(())
     }
@@ -139,13 +141,13 @@ fn limits(f: &mut fmt::Formatter<'_>, attr: &DeviceAttr) -> fmt::Result {
     line(f, "elements, inline", format_args!("{}, {} bytes", attr.max_sge, attr.max_inline))?;
     line(
         f,
-        "READs at once",
-        format_args!("{} out, {} in", attr.max_qp_init_rd_atom, attr.max_qp_rd_atom),
+        "READs in flight",
+        format_args!("{} outbound, {} inbound", attr.max_qp_init_rd_atom, attr.max_qp_rd_atom),
     )?;
     let atomic = match attr.atomic {
         AtomicCapability::None => "none",
-        AtomicCapability::Device => "among those through this device",
-        AtomicCapability::Global => "with the processor's too",
+        AtomicCapability::Device => "with respect to operations of this device",
+        AtomicCapability::Global => "with respect to the processor too",
     };
     line(f, "atomic", atomic)?;
     line(f, "completion vectors", attr.completion_vectors)
@@ -171,11 +173,11 @@ impl fmt::Display for PortReport {
     }
 }
 
-impl fmt::Display for Verdict {
+impl fmt::Display for CapabilityStatus {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (what, detail) = match self {
             Self::Works(seen) => ("works", seen),
-            Self::Claimed(how) => ("yes, by its own account", how),
+            Self::Claimed(how) => ("reported by the device, untested", how),
             Self::Failed(error) => ("FAILED", error),
             Self::Absent => return f.write_str("no"),
             Self::Unknown => return f.write_str("unknown"),

@@ -1,22 +1,21 @@
-//! From what was found to what it means and what to do. No I/O.
+//! Derives findings and advice from the facts of a report, without I/O.
 
-use super::host::HANDED_ON;
+use super::host::PASSTHROUGH_DRIVERS;
 use super::{
-    Container, DeviceReport, Examine, Finding, Host, KernelDevice, Library, NodeAccess,
-    PciFunction, PortReport, Report, Severity, Verdict, trial,
+    CapabilityStatus, Container, DeviceReport, Examination, Finding, Host, KernelDevice,
+    LibraryState, NodeAccess, PciFunction, PortReport, Report, Severity, trial,
 };
 use crate::types::{GidKind, GidReason, LinkLayer, Mtu, PortState};
 
-/// All findings, worst first.
-pub(super) fn of(report: &Report, asked: &Examine) -> Vec<Finding> {
+pub(super) fn of(report: &Report, asked: &Examination) -> Vec<Finding> {
     let mut found = Vec::new();
     missing_devices(report, asked, &mut found);
     for device in &report.devices {
-        of_device(device, &report.host, &mut found);
+        device_findings(device, &report.host, &mut found);
     }
     locked_memory(report, asked, &mut found);
-    of_host(&report.host, &mut found);
-    // Stable: of equal severity, causes come before what follows from them.
+    host_findings(&report.host, &mut found);
+    // The sort is stable: within a severity, causes stay before their consequences.
     found.sort_by_key(|finding| finding.severity);
     found
 }
@@ -33,41 +32,41 @@ fn note(what: impl Into<String>, advice: impl Into<String>) -> Finding {
     Finding { severity: Severity::Note, what: what.into(), advice: advice.into() }
 }
 
-// From hardware to an open device, each step needing the one before.
+// From hardware to an open device: each step requires the previous one.
 
-const BUILD: &str =
-    "build with `--features ibverbs`; libibverbs itself is opened when the program starts";
-const PACKAGES: &str = "install rdma-core: `apt install libibverbs1 ibverbs-providers` or `dnf install libibverbs`; in a \
-                        container, in its image";
+const BUILD: &str = "build with `--features ibverbs`; the program loads libibverbs when it starts";
+const PACKAGES: &str = "install rdma-core: `apt install libibverbs1 ibverbs-providers` or \
+                        `dnf install libibverbs`; for a container, in its image";
 
-fn missing_devices(report: &Report, asked: &Examine, found: &mut Vec<Finding>) {
+fn missing_devices(report: &Report, asked: &Examination, found: &mut Vec<Finding>) {
     if let Some(name) = asked.device.as_ref().filter(|_| report.devices.is_empty()) {
-        found.push(problem(format!("no device is called {name}"), String::new()));
+        found.push(problem(format!("device {name} not found"), String::new()));
     }
     let host = &report.host;
     let present = !host.devices.is_empty() || !host.hardware.is_empty();
     match &report.library {
-        Library::NotBuilt if present => {
+        LibraryState::NotBuilt if present => {
             found.push(warning(
-                "real devices are out of reach: built without feature `ibverbs`",
+                "real devices cannot be used: built without feature `ibverbs`",
                 BUILD,
             ));
         }
-        Library::NotBuilt => {
-            found.push(note("built without feature `ibverbs`: the software device only", BUILD))
-        }
-        Library::Missing if present => {
+        LibraryState::NotBuilt => found.push(note(
+            "built without feature `ibverbs`: only the software device is available",
+            BUILD,
+        )),
+        LibraryState::Missing if present => {
             found.push(problem("libibverbs.so.1 cannot be loaded", PACKAGES))
         }
-        Library::Missing => found.push(warning("libibverbs.so.1 cannot be loaded", PACKAGES)),
-        Library::Failed(errno) => {
+        LibraryState::Missing => found.push(warning("libibverbs.so.1 cannot be loaded", PACKAGES)),
+        LibraryState::Failed(errno) => {
             let error = std::io::Error::from_raw_os_error(*errno);
             found.push(problem(
                 format!("libibverbs cannot list devices: {error}"),
                 "see `strace -e openat ibv_devices`",
             ));
         }
-        Library::NoKernelSupport | Library::Devices(_) => {}
+        LibraryState::NoKernelSupport | LibraryState::Devices(_) => {}
     }
     if host.devices.is_empty() {
         no_kernel_device(host, found);
@@ -75,18 +74,19 @@ fn missing_devices(report: &Report, asked: &Examine, found: &mut Vec<Finding>) {
     for device in &host.devices {
         match (&device.node, device.access) {
             (None, _) => found.push(problem(
-                format!("{} has no node for programs", device.name),
-                "load the module for them, on the host: `modprobe ib_uverbs`",
+                format!("{} has no device node for programs", device.name),
+                "load the module on the host: `modprobe ib_uverbs`",
             )),
             (Some(node), access) => node_access(host, device, node, access, found),
         }
-        if let (Library::Devices(listed), NodeAccess::Open) = (&report.library, device.access)
+        if let (LibraryState::Devices(listed), NodeAccess::Open) = (&report.library, device.access)
             && !listed.contains(&device.name)
         {
             found.push(problem(
-                format!("{} is there, and libibverbs does not list it", device.name),
-                "its user-space driver is missing: `apt install ibverbs-providers` or `dnf install libibverbs`; with a \
-                 vendor's kernel driver, the rdma-core of the same vendor release",
+                format!("{} exists, but libibverbs does not list it", device.name),
+                "install its user-space driver: `apt install ibverbs-providers` or \
+                 `dnf install libibverbs`; with a vendor's kernel driver, the rdma-core of the \
+                 same vendor release",
             ));
         }
     }
@@ -104,8 +104,8 @@ fn no_kernel_device(host: &Host, found: &mut Vec<Finding>) {
     found.push(note(
         "no RDMA device and no RDMA-capable adapter on the PCI bus",
         format!(
-            "the software device needs none; for the kernel's own, SoftRoCE: `modprobe rdma_rxe && rdma link add rxe0 \
-             type rxe netdev {interface}`"
+            "the software device needs none; for SoftRoCE, the kernel's software device: \
+             `modprobe rdma_rxe && rdma link add rxe0 type rxe netdev {interface}`"
         ),
     ));
 }
@@ -117,12 +117,13 @@ fn idle_adapter(host: &Host, function: &PciFunction) -> Finding {
         None => command,
     };
     match driver {
-        Some(driver) if HANDED_ON.contains(&driver.as_str()) => problem(
+        Some(driver) if PASSTHROUGH_DRIVERS.contains(&driver.as_str()) => problem(
             format!(
                 "the {vendor} adapter {address} is bound to {driver}, so the kernel does not use it"
             ),
             here(format!(
-                "give it back: `driverctl unset-override {address}`, or take it from the virtual machine"
+                "return it to the kernel: `driverctl unset-override {address}`, or remove it from \
+                 the virtual machine"
             )),
         ),
         None => problem(
@@ -133,15 +134,18 @@ fn idle_adapter(host: &Host, function: &PciFunction) -> Finding {
         ),
         Some(_) if host.has_module(rdma_module) => problem(
             format!(
-                "the {vendor} adapter {address} is no RDMA device, although {rdma_module} is loaded"
+                "the {vendor} adapter {address} is not an RDMA device, although {rdma_module} is \
+                 loaded"
             ),
-            "RDMA may be off in its firmware or for this function (`devlink dev param show`), it may lack RDMA (see \
-             `dmesg`), or the device may be in another network namespace (`rdma system show`)",
+            "RDMA may be disabled in the firmware or for this function (`devlink dev param show`), \
+             the adapter may lack RDMA (see `dmesg`), or the device may be in another network \
+             namespace (`rdma system show`)",
         ),
         Some(_) => problem(
             format!("the {vendor} adapter {address} is not an RDMA device yet"),
             here(format!(
-                "`modprobe {rdma_module}`; to keep it, a line in /etc/modules-load.d/rdma.conf"
+                "`modprobe {rdma_module}`; to load it at boot, add a line to \
+                 /etc/modules-load.d/rdma.conf"
             )),
         ),
     }
@@ -157,22 +161,25 @@ fn node_access(
     let name = &device.name;
     let grant = match host.container {
         Some(Container::Kubernetes) => {
-            "request it from an RDMA device plugin in the pod's resources; mounting /dev/infiniband is not enough"
+            "request it from an RDMA device plugin in the pod's resources; mounting \
+             /dev/infiniband is not enough"
         }
         Some(_) => {
-            "start the container with `--device=/dev/infiniband`; a volume of it is not enough"
+            "start the container with `--device=/dev/infiniband`; mounting it as a volume is not \
+             enough"
         }
-        None => "see `ls -l /dev/infiniband`; udev makes the nodes, rdma-core has the rules",
+        None => "see `ls -l /dev/infiniband`; udev creates the nodes by the rules of rdma-core",
     };
     let finding = match access {
         NodeAccess::Open => return,
-        NodeAccess::Missing => problem(format!("{name} has no /dev/infiniband/{node} here"), grant),
+        NodeAccess::Missing => problem(format!("{name}: /dev/infiniband/{node} is missing"), grant),
         NodeAccess::Forbidden => {
-            problem(format!("{name}: /dev/infiniband/{node} may not be opened (EPERM)"), grant)
+            problem(format!("{name}: opening /dev/infiniband/{node} is forbidden (EPERM)"), grant)
         }
         NodeAccess::Denied => problem(
             format!("{name}: no permission for /dev/infiniband/{node} (EACCES)"),
-            "usual is mode 0666, by the udev rules of rdma-core; else join its group, see `ls -l /dev/infiniband`",
+            "the udev rules of rdma-core set mode 0666; otherwise join the group of the node, see \
+             `ls -l /dev/infiniband`",
         ),
         NodeAccess::Failed(errno) => problem(
             format!("{name}: /dev/infiniband/{node}: {}", std::io::Error::from_raw_os_error(errno)),
@@ -184,9 +191,9 @@ fn node_access(
 
 // An open device.
 
-fn of_device(device: &DeviceReport, host: &Host, found: &mut Vec<Finding>) {
+fn device_findings(device: &DeviceReport, host: &Host, found: &mut Vec<Finding>) {
     let name = &device.name;
-    // Without its node no device opens, and that is said already.
+    // A finding about the node exists already.
     let node = host.devices.iter().find(|known| known.name == *name).map(|known| known.access);
     if let Some(error) =
         device.error.as_ref().filter(|_| node.is_none_or(|access| access == NodeAccess::Open))
@@ -194,18 +201,18 @@ fn of_device(device: &DeviceReport, host: &Host, found: &mut Vec<Finding>) {
         found.push(problem(format!("{name}: {error}"), "see `dmesg`"));
     }
     for port in &device.ports {
-        of_port(device, port, host, found);
+        port_findings(device, port, host, found);
     }
     let any_active = device.ports.iter().any(|port| port.attr.state == PortState::Active);
-    for ability in &device.abilities {
-        if let Verdict::Failed(error) = &ability.verdict {
-            // Without a port nothing can work, and that is said already.
+    for capability in &device.capabilities {
+        if let CapabilityStatus::Failed(error) = &capability.status {
+            // A finding about the port exists already.
             if any_active {
-                found.push(failed(device, ability.name, error, host));
+                found.push(failed(device, capability.name, error, host));
             }
         }
-        if ability.verdict == Verdict::Absent && !device.is_software() {
-            found.push(note(format!("{name}: no {}", ability.name), instead(ability.name)));
+        if capability.status == CapabilityStatus::Absent && !device.is_software() {
+            found.push(note(format!("{name}: no {}", capability.name), instead(capability.name)));
         }
     }
     if let Some(unreachable) =
@@ -216,39 +223,41 @@ fn of_device(device: &DeviceReport, host: &Host, found: &mut Vec<Finding>) {
                 "{name}: {} GIDs have an index beyond 255 and cannot be sent from",
                 unreachable.unreachable_gids
             ),
-            "remove addresses or VLANs that are not needed, if one of them is",
+            "remove unneeded addresses or VLANs if such a GID is needed",
         ));
     }
 }
 
-/// What to do without an ability.
-fn instead(ability: &str) -> &'static str {
-    match ability {
-        trial::ATOMICS => "let the peer count, in answer to a SEND",
+/// Returns the alternative to a missing capability.
+fn instead(capability: &str) -> &'static str {
+    match capability {
+        trial::ATOMICS => "send a message with SEND and let the peer update the value",
         trial::SHARED_RECEIVES => "post receives to each queue pair: `QueuePair::recv`",
         trial::WINDOWS => "revoke access by dropping the exposed region",
-        trial::ON_DEMAND => "all registered memory is pinned: mind the limit of locked memory",
-        trial::DMA_BUF => "memory of other devices goes through memory of the host",
-        trial::DC => "one queue pair for each peer, or datagrams",
+        trial::ON_DEMAND => {
+            "all registered memory is pinned and counts towards the limit of locked memory"
+        }
+        trial::DMA_BUF => "copy memory of other devices through memory of the host",
+        trial::DC => "use one queue pair for each peer, or datagrams",
         _ => "",
     }
 }
 
-fn failed(device: &DeviceReport, ability: &str, error: &str, host: &Host) -> Finding {
+fn failed(device: &DeviceReport, capability: &str, error: &str, host: &Host) -> Finding {
     let limit = host.locked_memory.as_ref().and_then(super::LockLimit::effective);
     let advice = if error.contains("allocate memory") && limit.is_some() {
         format!("most likely the limit of locked memory: {}", raise_limit(host))
     } else if error.contains("no completion within") {
-        "packets of the device to itself are lost: see the state of its port and GIDs, and firewall rules for UDP port \
-         4791"
+        "packets from the device to itself are lost: check the state of its port and GIDs, and \
+         firewall rules for UDP port 4791"
             .to_owned()
     } else {
         String::new()
     };
-    problem(format!("{}: {ability} failed: {error}", device.name), advice)
+    problem(format!("{}: {capability} failed: {error}", device.name), advice)
 }
 
-fn of_port(device: &DeviceReport, port: &PortReport, host: &Host, found: &mut Vec<Finding>) {
+fn port_findings(device: &DeviceReport, port: &PortReport, host: &Host, found: &mut Vec<Finding>) {
     let (attr, number) = (&port.attr, port.attr.port.0);
     let name = format!("{} port {number}", device.name);
     let infiniband = attr.link_layer == LinkLayer::InfiniBand;
@@ -256,28 +265,30 @@ fn of_port(device: &DeviceReport, port: &PortReport, host: &Host, found: &mut Ve
     let inactive = match (attr.state, interface) {
         (PortState::Active, _) => None,
         (PortState::Initializing | PortState::Armed, _) if infiniband => Some(
-            "no subnet manager has configured it: start opensm on one host, or that of a switch"
+            "not configured by a subnet manager: start opensm on a host, or the one of a switch"
                 .to_owned(),
         ),
         _ if infiniband => {
-            Some("see cable and switch; `rdma link` shows the physical state".to_owned())
+            Some("check cable and switch; `rdma link` shows the physical state".to_owned())
         }
-        (_, Some(interface)) => Some(format!("`ip link set {interface} up`; see cable and switch")),
+        (_, Some(interface)) => {
+            Some(format!("`ip link set {interface} up`; check cable and switch"))
+        }
         (_, None) => Some(
-            "`rdma link` shows its interface: `ip link set <interface> up`; see cable and switch"
+            "`rdma link` shows its interface: `ip link set <interface> up`; check cable and switch"
                 .to_owned(),
         ),
     };
     if let Some(advice) = inactive {
-        // Adapters with two ports are often used with one.
+        // Adapters with two ports are often used with one port.
         let severity = if device.works() { Severity::Note } else { Severity::Problem };
         let what = format!("{name} is {}", state_of(attr.state));
         found.push(Finding { severity, what, advice });
         return;
     }
     if !infiniband {
-        of_gids(&name, device.works(), port, found);
-        of_mtu(&name, port, host, found);
+        gid_findings(&name, device.works(), port, found);
+        mtu_findings(&name, port, host, found);
     }
 }
 
@@ -290,7 +301,7 @@ fn state_of(state: PortState) -> String {
     }
 }
 
-fn of_gids(name: &str, works: bool, port: &PortReport, found: &mut Vec<Finding>) {
+fn gid_findings(name: &str, works: bool, port: &PortReport, found: &mut Vec<Finding>) {
     let Some(best) = port.gids.first() else {
         found.push(problem(
             format!("{name} has no GID"),
@@ -302,30 +313,32 @@ fn of_gids(name: &str, works: bool, port: &PortReport, found: &mut Vec<Finding>)
         |wanted: fn(&GidReason) -> bool| best.reasons.iter().find(|reason| wanted(reason));
     if !best.is_usable() {
         let reason = best.reasons.first().map(ToString::to_string).unwrap_or_default();
-        // Some drivers pass packets to the device itself all the same.
+        // Some drivers nevertheless deliver packets from the device to itself.
         let severity = if works { Severity::Warning } else { Severity::Problem };
-        let what = format!("{name}: no GID can be used here; of the best, {reason}");
-        let advice = "bring the interface up; in a container, use the host's network, or move interface and device into its \
-             namespace (`rdma system set netns exclusive`, `rdma dev set <device> netns <name>`)";
+        let what = format!("{name} has no usable GID; the best one: {reason}");
+        let advice = "bring the interface up; in a container, use the host's network, or move \
+                      interface and device into its namespace (`rdma system set netns exclusive`, \
+                      `rdma dev set <device> netns <name>`)";
         found.push(Finding { severity, what, advice: advice.to_owned() });
     } else if best.entry.kind == GidKind::RoceV1 {
         found.push(warning(
-            format!("{name} has GIDs of RoCE v1 only"),
-            "RoCE v2 may be off in the firmware, or the adapter older than that",
+            format!("{name} has only RoCE v1 GIDs"),
+            "RoCE v2 may be disabled in the firmware or unsupported by the adapter",
         ));
     } else if why_not(|reason| *reason == GidReason::LinkLocal).is_some() {
         found.push(warning(
-            format!("{name} has a link-local GID only"),
-            "give its network interface an IP address: link-local ones reach hosts on the same link only",
+            format!("{name} has only a link-local GID"),
+            "give its network interface an IP address: link-local ones reach only hosts on the \
+             same link",
         ));
     }
 }
 
-/// Ethernet's room for payload of 4096 bytes, with headers of RoCE v2 over IPv6 and immediate data, rounded up to what
-/// is customary.
+/// Interface MTU for a path MTU of 4096 bytes: headers of RoCE v2 over IPv6 and immediate data
+/// included, rounded up to the customary value.
 const FULL_MTU: u32 = 4200;
 
-fn of_mtu(name: &str, port: &PortReport, host: &Host, found: &mut Vec<Finding>) {
+fn mtu_findings(name: &str, port: &PortReport, host: &Host, found: &mut Vec<Finding>) {
     let interface = port.gids.first().and_then(|best| best.interface.as_ref());
     let interface = host.interfaces.iter().find(|known| Some(&known.name) == interface);
     let Some((interface, mtu)) = interface.and_then(|interface| Some((interface, interface.mtu?)))
@@ -336,18 +349,23 @@ fn of_mtu(name: &str, port: &PortReport, host: &Host, found: &mut Vec<Finding>) 
     if active.bytes() > mtu as usize {
         found.push(warning(
             format!(
-                "{name}: path MTU {} is more than {} of {}",
+                "{name}: path MTU {} exceeds MTU {} of {}",
                 active.bytes(),
                 mtu,
                 interface.name
             ),
-            "set the interface down and up, so that the device learns of its MTU",
+            "set the interface down and up, so that the device reads its MTU",
         ));
     } else if active < Mtu::Mtu4096 && active < port.attr.max_mtu && mtu < FULL_MTU {
         found.push(note(
-            format!("{name}: path MTU {}, for {} has {mtu}", active.bytes(), interface.name),
             format!(
-                "for packets of 4096 bytes: `ip link set {} mtu {FULL_MTU}` or 9000, on both ends and all switches",
+                "{name}: path MTU {}, because {} has MTU {mtu}",
+                active.bytes(),
+                interface.name
+            ),
+            format!(
+                "for packets of 4096 bytes: `ip link set {} mtu {FULL_MTU}` or 9000, on both ends \
+                 and all switches",
                 interface.name
             ),
         ));
@@ -356,10 +374,10 @@ fn of_mtu(name: &str, port: &PortReport, host: &Host, found: &mut Vec<Finding>) 
 
 // The process and the machine.
 
-/// Below this not even the queues and pools of a small service fit.
-const LITTLE: u64 = 64 << 20;
+/// The queues and pools of a small service do not fit below this limit.
+const SMALL_LIMIT: u64 = 64 << 20;
 
-fn locked_memory(report: &Report, asked: &Examine, found: &mut Vec<Finding>) {
+fn locked_memory(report: &Report, asked: &Examination, found: &mut Vec<Finding>) {
     let host = &report.host;
     let Some(limit) = &host.locked_memory else { return };
     let real = !host.devices.is_empty();
@@ -373,7 +391,7 @@ fn locked_memory(report: &Report, asked: &Examine, found: &mut Vec<Finding>) {
         }
         (None, None) => return,
         (Some(most), Some(wanted)) => most >= wanted,
-        (Some(most), None) => most >= LITTLE,
+        (Some(most), None) => most >= SMALL_LIMIT,
     };
     let most = limit.effective().map_or_else(String::new, bytes);
     let wanted =
@@ -381,14 +399,15 @@ fn locked_memory(report: &Report, asked: &Examine, found: &mut Vec<Finding>) {
     let what = format!("memory that can be registered: {most}{wanted}");
     if enough {
         if asked.memory.is_some() {
-            found.push(note(format!("{what}; queues count too"), ""));
+            found.push(note(format!("{what}; queues also count"), ""));
         }
         return;
     }
-    let raisable = limit.highest.is_none_or(|highest| asked.memory.unwrap_or(LITTLE) <= highest);
+    let raisable =
+        limit.highest.is_none_or(|highest| asked.memory.unwrap_or(SMALL_LIMIT) <= highest);
     let raise = raise_limit(host);
     let advice = if raisable {
-        format!("`ulimit -l` in this shell is enough; for good: {raise}")
+        format!("raise it with `ulimit -l` in this shell; permanently: {raise}")
     } else {
         raise
     };
@@ -397,7 +416,7 @@ fn locked_memory(report: &Report, asked: &Examine, found: &mut Vec<Finding>) {
         (true, None) => found.push(warning(what, advice)),
         (false, Some(_)) => {
             found.push(warning(
-                format!("{what}; the software device locks none, real ones do"),
+                format!("{what}; the software device locks no memory, real ones do"),
                 advice,
             ));
         }
@@ -408,18 +427,22 @@ fn locked_memory(report: &Report, asked: &Examine, found: &mut Vec<Finding>) {
 fn raise_limit(host: &Host) -> String {
     match host.container {
         Some(Container::Kubernetes) => {
-            "give the container capability IPC_LOCK in its securityContext, or the container runtime's service \
-             LimitMEMLOCK=infinity"
+            "give the container capability IPC_LOCK in its securityContext, or the container \
+             runtime's service LimitMEMLOCK=infinity"
                 .to_owned()
         }
-        Some(_) => "start the container with `--ulimit memlock=-1`, or with `--cap-add=IPC_LOCK`".to_owned(),
-        None => "`* - memlock unlimited` in /etc/security/limits.d/rdma.conf and a new login; for services of systemd \
-                 LimitMEMLOCK=infinity in the unit"
-            .to_owned(),
+        Some(_) => {
+            "start the container with `--ulimit memlock=-1` or `--cap-add=IPC_LOCK`".to_owned()
+        }
+        None => {
+            "put `* - memlock unlimited` into /etc/security/limits.d/rdma.conf and log in again; \
+                 for systemd services, LimitMEMLOCK=infinity into the unit"
+                .to_owned()
+        }
     }
 }
 
-/// In binary units; what is no whole number of one is followed by the bytes.
+/// Returns binary units, followed by the exact bytes if rounded.
 pub(super) fn bytes(number: u64) -> String {
     let units = ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     let unit = (number.checked_ilog2().unwrap_or(0) / 10) as usize;
@@ -431,18 +454,19 @@ pub(super) fn bytes(number: u64) -> String {
     }
 }
 
-fn of_host(host: &Host, found: &mut Vec<Finding>) {
+fn host_findings(host: &Host, found: &mut Vec<Finding>) {
     if host.has_module("rdma_rxe") {
         found.push(note(
-            "SoftRoCE (rdma_rxe) is loaded: the kernel takes UDP port 4791 of this machine for it",
-            "programs that speak RoCE v2 themselves cannot bind that port at the same time; peers behind a firewall need \
-             it open",
+            "SoftRoCE (rdma_rxe) is loaded: the kernel occupies UDP port 4791",
+            "programs that implement RoCE v2 cannot bind the port at the same time; firewalls must \
+             pass it",
         ));
     }
     if host.shared_namespaces == Some(false) && !host.devices.is_empty() {
         found.push(note(
             "RDMA devices belong to one network namespace each (exclusive mode)",
-            "a container sees those only that were moved into its namespace: `rdma dev set <device> netns <name>`",
+            "a container sees only devices moved into its namespace: \
+             `rdma dev set <device> netns <name>`",
         ));
     }
 }

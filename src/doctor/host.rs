@@ -1,4 +1,4 @@
-//! The machine as its kernel shows it: `/sys`, `/proc`, `/dev`. Reads files and nothing else.
+//! The machine as its kernel shows it in `/sys`, `/proc` and `/dev`. This module only reads files.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -7,21 +7,21 @@ use std::path::Path;
 use crate::verbs::gid_rank::NetInterface;
 use crate::verbs::interfaces::{Addresses, addresses, interfaces};
 
-/// The machine, as far as RDMA is concerned. What cannot be read counts as absent.
+/// The RDMA-related state of the machine. Unreadable items count as absent.
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct Host {
-    /// Adapters on the PCI bus that can do RDMA, or may.
+    /// Adapters on the PCI bus that support RDMA, or may.
     pub hardware: Vec<PciFunction>,
     /// Devices of `/sys/class/infiniband`.
     pub devices: Vec<KernelDevice>,
-    /// Kernel modules that have to do with RDMA and are loaded, or built in and visible.
+    /// RDMA-related kernel modules that are loaded, or built in and visible.
     pub modules: Vec<String>,
-    /// True if all network namespaces see all RDMA devices; `None` if the kernel does not say.
+    /// True if all network namespaces see all RDMA devices; `None` if unknown.
     pub shared_namespaces: Option<bool>,
-    /// The container that this process runs in, if it looks like one.
+    /// The container that this process runs in, if detected.
     pub container: Option<Container>,
-    /// Memory that this process may lock, and so register; `None` if the kernel does not say.
+    /// Limit of locked, hence of registered memory; `None` if unknown.
     pub locked_memory: Option<LockLimit>,
     /// Network interfaces, by index.
     pub(crate) interfaces: Vec<NetInterface>,
@@ -31,13 +31,13 @@ pub struct Host {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PciFunction {
-    /// Address, as in `lspci -D`.
+    /// Address in the form of `lspci -D`.
     pub address: String,
-    /// Who makes it.
+    /// Name of the vendor.
     pub vendor: &'static str,
-    /// Its kernel driver, if it has one.
+    /// Kernel driver, if one is bound.
     pub driver: Option<String>,
-    /// The kernel module that makes it an RDMA device.
+    /// Kernel module that makes an RDMA device of the adapter.
     pub rdma_module: &'static str,
 }
 
@@ -45,13 +45,13 @@ pub struct PciFunction {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct KernelDevice {
-    /// Name, `mlx5_0`.
+    /// Name, for example `mlx5_0`.
     pub name: String,
-    /// Name of its node for programs, `uverbs0`; `None` if module `ib_uverbs` made none.
+    /// Name of the device node, for example `uverbs0`; `None` without module `ib_uverbs`.
     pub node: Option<String>,
     /// Whether the node can be opened.
     pub access: NodeAccess,
-    /// Entries of its GID tables beyond index 255, which nothing can be sent from.
+    /// GIDs with an index above 255, which work requests cannot send from.
     pub unreachable_gids: usize,
 }
 
@@ -59,42 +59,42 @@ pub struct KernelDevice {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum NodeAccess {
-    /// It can.
+    /// The node can be opened.
     Open,
-    /// It is not in `/dev/infiniband`.
+    /// The node is not in `/dev/infiniband`.
     Missing,
-    /// Its mode or owner forbid it (EACCES).
+    /// Mode or owner of the node forbid it (EACCES).
     Denied,
-    /// Something else forbids it, as the device rules of a container (EPERM).
+    /// Another rule forbids it, for example the device rules of a container (EPERM).
     Forbidden,
-    /// It failed with this `errno`.
+    /// Opening the node fails with this `errno`.
     Failed(i32),
 }
 
-/// Kind of container.
+/// The kind of a container.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Container {
-    /// A pod of Kubernetes.
+    /// A Kubernetes pod.
     Kubernetes,
-    /// Docker, Podman or the like.
+    /// Docker, Podman or similar.
     Other,
 }
 
-/// Limit of locked memory, `RLIMIT_MEMLOCK` of `getrlimit(2)`.
+/// The limit of locked memory, `RLIMIT_MEMLOCK` of `getrlimit(2)`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LockLimit {
-    /// Bytes in force; `None` is no limit.
+    /// Soft limit in bytes; `None` if unlimited.
     pub current: Option<u64>,
-    /// Bytes to which this process may raise it; `None` is no limit.
+    /// Hard limit in bytes, to which this process may raise the soft limit; `None` if unlimited.
     pub highest: Option<u64>,
-    /// The process has CAP_IPC_LOCK, so that the limit does not bind it.
+    /// True if the process has CAP_IPC_LOCK, which lifts the limit.
     pub exempt: bool,
 }
 
 impl LockLimit {
-    /// Bytes that can be locked; `None` is no limit.
+    /// Returns the number of bytes that can be locked; `None` if unlimited.
     #[must_use]
     pub const fn effective(&self) -> Option<u64> {
         if self.exempt { None } else { self.current }
@@ -102,7 +102,6 @@ impl LockLimit {
 }
 
 impl Host {
-    /// Reads the machine whose file system starts at `root`.
     pub(super) fn read(root: &Path) -> Self {
         Self::with_addresses(root, &addresses())
     }
@@ -125,19 +124,17 @@ impl Host {
         }
     }
 
-    /// True if a module of this name is loaded.
+    /// Returns true if this module is loaded.
     #[must_use]
     pub fn has_module(&self, name: &str) -> bool {
         self.modules.iter().any(|module| module == name)
     }
 }
 
-/// Content of a file without the white space around it.
 fn text(path: &Path) -> Option<String> {
     fs::read_to_string(path).ok().map(|text| text.trim().to_owned())
 }
 
-/// Names in a directory, sorted.
 fn names(path: &Path) -> Vec<String> {
     let entries = fs::read_dir(path).into_iter().flatten().flatten();
     let mut names: Vec<String> =
@@ -146,12 +143,11 @@ fn names(path: &Path) -> Vec<String> {
     names
 }
 
-/// Last part of where a symbolic link points to.
 fn link(path: &Path) -> Option<String> {
     Some(fs::read_link(path).ok()?.file_name()?.to_string_lossy().into_owned())
 }
 
-/// Network drivers and what makes RDMA devices of their adapters: vendor, name, network driver, RDMA module.
+/// Adapters with RDMA: PCI vendor, vendor name, network driver, RDMA module.
 const ADAPTERS: [(&str, &str, &str, &str); 13] = [
     ("15b3", "NVIDIA (Mellanox)", "mlx5_core", "mlx5_ib"),
     ("15b3", "NVIDIA (Mellanox)", "mlx4_core", "mlx4_ib"),
@@ -173,16 +169,16 @@ fn hardware(sys: &Path) -> Vec<PciFunction> {
     let mut found = Vec::new();
     for address in names(&bus) {
         let function = bus.join(&address);
-        // Class 02: network controllers, those of InfiniBand among them.
+        // PCI class 02 is network controllers, InfiniBand included.
         let is_network =
             text(&function.join("class")).is_some_and(|class| class.starts_with("0x02"));
         let Some(vendor) = text(&function.join("vendor")).filter(|_| is_network) else { continue };
         let driver = link(&function.join("driver"));
-        // Vendors make adapters without RDMA too. The driver tells them apart; without one, or with one that only
-        // hands the adapter on, what the vendor's usual one needs is the best guess.
+        // Vendors also make adapters without RDMA: the bound driver tells. Without one, the
+        // vendor's usual driver is assumed.
         let of_vendor = |row: &&(&str, _, _, _)| vendor.strip_prefix("0x") == Some(row.0);
         let known = match driver.as_deref() {
-            Some(driver) if !HANDED_ON.contains(&driver) => {
+            Some(driver) if !PASSTHROUGH_DRIVERS.contains(&driver) => {
                 ADAPTERS.iter().find(|row| row.2 == driver)
             }
             _ => ADAPTERS.iter().filter(|row| RDMA_BY_VENDOR.contains(&row.0)).find(of_vendor),
@@ -194,10 +190,10 @@ fn hardware(sys: &Path) -> Vec<PciFunction> {
     found
 }
 
-/// Drivers that leave the adapter to a virtual machine or to a program.
-pub(super) const HANDED_ON: [&str; 3] = ["vfio-pci", "uio_pci_generic", "pci-stub"];
+/// Drivers that pass an adapter through to a virtual machine or a program.
+pub(super) const PASSTHROUGH_DRIVERS: [&str; 3] = ["vfio-pci", "uio_pci_generic", "pci-stub"];
 
-/// Vendors all of whose network adapters that are likely to be met do RDMA.
+/// Vendors whose current network adapters all support RDMA.
 const RDMA_BY_VENDOR: [&str; 3] = ["15b3", "1425", "1dd8"];
 
 fn modules(sys: &Path) -> Vec<String> {
@@ -237,7 +233,7 @@ fn devices(root: &Path) -> Vec<KernelDevice> {
     names(&sys.join("infiniband")).into_iter().map(device).collect()
 }
 
-/// Opens and closes the node, as libibverbs would.
+/// Opens and closes the node as libibverbs does.
 fn access(node: &Path) -> NodeAccess {
     match File::options().read(true).write(true).open(node) {
         Ok(_) => NodeAccess::Open,
@@ -250,7 +246,7 @@ fn access(node: &Path) -> NodeAccess {
     }
 }
 
-/// An address handle has eight bits for the index.
+/// Counts GIDs above index 255: an address handle has 8 bits for the index.
 fn unreachable_gids(device: &Path) -> usize {
     let ports = names(&device.join("ports"));
     let tables = ports.iter().map(|port| device.join("ports").join(port).join("gids"));
@@ -263,7 +259,7 @@ fn unreachable_gids(device: &Path) -> usize {
 }
 
 fn container(root: &Path) -> Option<Container> {
-    // By the first process: environment variables say nothing about it in a `sudo` shell.
+    // The first process shows the container; `sudo` clears the environment variables that would.
     let groups = text(&root.join("proc/1/cgroup")).unwrap_or_default();
     if groups.contains("kubepods") || root.join("var/run/secrets/kubernetes.io").exists() {
         return Some(Container::Kubernetes);
@@ -285,11 +281,11 @@ fn locked_memory(root: &Path) -> Option<LockLimit> {
     let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
     let effective =
         effective.and_then(|bits| u64::from_str_radix(bits.trim(), 16).ok()).unwrap_or(0);
-    // The kernel asks for the capability in the first user namespace; that of a rootless container does not count.
+    // The kernel requires the capability in the initial user namespace. A rootless container has it
+    // only in its own.
     let users = text(&root.join("proc/self/uid_map")).unwrap_or_default();
     let first = users.split_whitespace().eq(["0", "0", "4294967295"]) || users.is_empty();
     Some(LockLimit { current, highest, exempt: first && effective & CAP_IPC_LOCK != 0 })
 }
 
-/// capabilities(7).
 const CAP_IPC_LOCK: u64 = 1 << 14;

@@ -1,8 +1,9 @@
-//! What works on this machine, what does not, why, and what to do about it.
+//! Diagnosis of RDMA on this machine: what works, what does not, and how to fix it.
 //!
-//! [`examine()`] looks at the machine (hardware, kernel modules, device nodes, limits, container), opens every device
-//! and tries what a program needs; the [`Report`] says what was found, and its [`Finding`]s what to do. It works
-//! without any RDMA, never panics and always ends: what does not answer by the deadline is reported as such.
+//! [`examine()`] reads hardware, kernel modules, device nodes, limits and container from the
+//! system, then opens and tests every device. The [`Report`] lists the facts, its [`Finding`]s the
+//! conclusions with advice. The examination needs no RDMA, does not panic, and ends when every
+//! device's deadline has passed.
 //!
 //! ```
 //! let report = tokio_rdma::doctor::examine();
@@ -27,68 +28,70 @@ use crate::error::VerbError;
 use crate::types::{DeviceAttr, PortAttr, RankedGid};
 use crate::verbs::Device;
 
-/// Examines the machine and all devices, as [`Examine::run`].
+/// Examines the machine and all devices. See [`Examination::run`].
 #[must_use]
 pub fn examine() -> Report {
-    Examine::new().run()
+    Examination::new().run()
 }
 
-/// What to examine, and for what purpose.
+/// A builder for an examination of this machine.
 ///
 /// ```
 /// use std::time::Duration;
-/// use tokio_rdma::doctor::Examine;
+/// use tokio_rdma::doctor::Examination;
 ///
-/// let examine = Examine::new().device("soft0").memory(1 << 20).deadline(Duration::from_secs(30));
-/// let report = examine.run();
+/// let examination = Examination::new().device("soft0").memory(1 << 20);
+/// let report = examination.deadline(Duration::from_secs(30)).run();
 /// assert!(report.works("soft0"), "{report}");
 /// ```
 #[derive(Debug, Clone)]
-pub struct Examine {
+pub struct Examination {
     memory: Option<u64>,
     device: Option<String>,
     deadline: Duration,
 }
 
-impl Default for Examine {
+impl Default for Examination {
     fn default() -> Self {
-        // Devices answer within milliseconds; firmware that recovers from an error takes some seconds.
+        // Devices answer within milliseconds; firmware that recovers from an error takes seconds.
         Self { memory: None, device: None, deadline: Duration::from_secs(10) }
     }
 }
 
-impl Examine {
-    /// All devices, no particular purpose.
+impl Examination {
+    /// Creates an examination of all devices.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Says whether this many bytes can be registered.
+    /// Reports whether so many bytes can be registered.
     #[must_use]
     pub fn memory(mut self, bytes: u64) -> Self {
         self.memory = Some(bytes);
         self
     }
 
-    /// This device only. If there is none of this name, that is a [`Finding`].
+    /// Examines only the device of this name. If it does not exist, a [`Finding`] reports that.
     #[must_use]
     pub fn device(mut self, name: impl Into<String>) -> Self {
         self.device = Some(name.into());
         self
     }
 
-    /// Time that each device has to answer; 10 s unless set.
+    /// Sets the time within which each device must answer; 10 s by default.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
         self
     }
 
-    /// Examines. Takes some milliseconds for each device that works, and at most the deadline for one that does not.
+    /// Runs the examination.
     ///
-    /// It blocks: from a task, call it by `tokio::task::spawn_blocking`. A device that does not answer holds up a
-    /// thread of its own, which is left behind.
+    /// Takes some milliseconds for each working device, and at most the deadline for any other.
+    ///
+    /// The call blocks: in a task, use `tokio::task::spawn_blocking`. Each device is tested on its
+    /// own thread, which is left behind if the device does not answer.
     #[must_use]
     pub fn run(&self) -> Report {
         let host = Host::read(Path::new("/"));
@@ -103,148 +106,147 @@ impl Examine {
     }
 }
 
-/// What libibverbs says.
-fn library() -> Library {
+fn library() -> LibraryState {
     #[cfg(feature = "ibverbs")]
     return match rdma_ibverbs::devices() {
-        Ok(names) => Library::Devices(names),
+        Ok(names) => LibraryState::Devices(names),
         Err(error) => match error.errno {
-            VerbError::EOPNOTSUPP => Library::Missing,
-            VerbError::ENOSYS => Library::NoKernelSupport,
-            errno => Library::Failed(errno),
+            VerbError::EOPNOTSUPP => LibraryState::Missing,
+            VerbError::ENOSYS => LibraryState::NoKernelSupport,
+            errno => LibraryState::Failed(errno),
         },
     };
     #[cfg(not(feature = "ibverbs"))]
-    Library::NotBuilt
+    LibraryState::NotBuilt
 }
 
-/// State of the library that real devices are reached through.
+/// The state of libibverbs, through which real devices are reached.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Library {
+pub enum LibraryState {
     /// The crate was built without feature `ibverbs`.
     NotBuilt,
-    /// It cannot be loaded.
+    /// The library cannot be loaded.
     Missing,
-    /// It is there, and the kernel has no RDMA support loaded.
+    /// The library is loaded, but the kernel has no RDMA support loaded.
     NoKernelSupport,
-    /// It refuses to list devices, with this `errno`.
+    /// The library failed to list devices, with this `errno`.
     Failed(i32),
-    /// Names of the devices it lists.
+    /// Names of the devices that the library lists.
     Devices(Vec<String>),
 }
 
-/// What was found.
+/// The result of an examination.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Report {
-    /// The machine, as its kernel shows it.
+    /// The machine according to its kernel.
     pub host: Host,
-    /// The library that real devices are reached through.
-    pub library: Library,
-    /// Devices that [`Device::open`] takes, or the one asked for.
+    /// State of libibverbs.
+    pub library: LibraryState,
+    /// Devices that [`Device::open`] accepts, or the requested one.
     pub devices: Vec<DeviceReport>,
-    /// What follows from all this, worst first.
+    /// Conclusions, worst first.
     pub findings: Vec<Finding>,
 }
 
 impl Report {
-    /// True if the device of this name was examined and works: an awaited WRITE to itself succeeded.
+    /// Returns true if this device was examined and an awaited WRITE to itself succeeded.
     #[must_use]
     pub fn works(&self, device: &str) -> bool {
         self.devices.iter().any(|found| found.name == device && found.works())
     }
 }
 
-/// What was found about a device.
+/// The facts about a device.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct DeviceReport {
-    /// Its name.
+    /// Name of the device.
     pub name: String,
-    /// Limits and identity; `None` if it does not open.
+    /// Limits and identity; `None` if the device could not be opened.
     pub attr: Option<DeviceAttr>,
-    /// Its ports.
+    /// The ports.
     pub ports: Vec<PortReport>,
-    /// What it can do, as tried out where that is cheap, else as it says.
-    pub abilities: Vec<Ability>,
-    /// Why the rest is missing.
+    /// Capabilities: tested where a test is cheap, otherwise as the device reports them.
+    pub capabilities: Vec<Capability>,
+    /// Why the report is incomplete.
     pub error: Option<String>,
 }
 
 impl DeviceReport {
-    /// True if it is the software device of this process.
+    /// Returns true for the software device of this process.
     #[must_use]
     pub fn is_software(&self) -> bool {
         self.name == Device::SOFTWARE
     }
 
-    /// True if an awaited WRITE to itself succeeded.
+    /// Returns true if an awaited WRITE to itself succeeded.
     #[must_use]
     pub fn works(&self) -> bool {
-        let write = self.abilities.iter().find(|ability| ability.name == trial::WRITE);
-        write.is_some_and(|write| matches!(write.verdict, Verdict::Works(_)))
+        let write = self.capabilities.iter().find(|capability| capability.name == trial::WRITE);
+        write.is_some_and(|write| matches!(write.status, CapabilityStatus::Works(_)))
     }
 }
 
-/// What was found about a port.
+/// The facts about a port.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct PortReport {
     /// State and limits.
     pub attr: PortAttr,
-    /// Its GIDs, best first, with reasons, for an unknown peer.
+    /// GIDs with the reasons for their rank, best first, for an unknown peer.
     pub gids: Vec<RankedGid>,
     /// The partition key table, by index.
     pub pkeys: Vec<u16>,
 }
 
-/// Something that a device may be able to do.
+/// A function that devices may support.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Ability {
+pub struct Capability {
     /// Short name.
     pub name: &'static str,
-    /// Whether it can.
-    pub verdict: Verdict,
+    /// Whether the device supports it.
+    pub status: CapabilityStatus,
 }
 
-/// Whether a device can do something.
+/// Whether a device supports a function.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Verdict {
-    /// Tried, and it works; with what was seen.
+pub enum CapabilityStatus {
+    /// The test succeeded, with this observation.
     Works(String),
-    /// Not tried; the device says that it can.
+    /// Untested; the device reports support.
     Claimed(String),
-    /// The device says that it cannot.
+    /// The device reports no support.
     Absent,
-    /// Tried, and it failed; with the error.
+    /// The test failed, with this error.
     Failed(String),
-    /// Neither tried nor said.
+    /// Untested; the device reports nothing.
     Unknown,
 }
 
-/// Something to know or to do.
+/// A conclusion of the examination, with advice.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Finding {
-    /// How bad it is.
+    /// Severity.
     pub severity: Severity,
-    /// What was found.
+    /// The observation.
     pub what: String,
-    /// What to do; empty if there is nothing.
+    /// Advice; empty if there is none.
     pub advice: String,
 }
 
-/// How bad a [`Finding`] is.
+/// The severity of a [`Finding`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Severity {
-    /// Something does not work.
+    /// A function does not work.
     Problem,
-    /// Something will not work well, or not in all cases.
+    /// A function is slow or fails in some cases.
     Warning,
-    /// Good to know.
+    /// Information.
     Note,
 }

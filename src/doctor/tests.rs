@@ -1,4 +1,4 @@
-//! Machines made of files, and what is found about them.
+//! Findings about machines that are simulated by files.
 
 use std::collections::HashMap;
 use std::fs;
@@ -12,7 +12,7 @@ use crate::types::{
 };
 use crate::verbs::gid_rank::{NetInterface, Peer, rank};
 
-/// A root directory of files as a kernel would show them; gone on drop.
+/// A root directory with the files of a kernel, deleted on drop.
 struct Machine {
     root: PathBuf,
 }
@@ -59,7 +59,7 @@ impl Machine {
         self.pci("0000:41:00.0", "0x020000", "0x15b3", Some("mlx5_core")).module("mlx5_core")
     }
 
-    /// `mlx5_0` in sysfs, as after loading mlx5_ib.
+    /// Adds `mlx5_0` to sysfs, as loading mlx5_ib does.
     fn device(self) -> Self {
         self.connectx()
             .module("mlx5_ib")
@@ -67,7 +67,7 @@ impl Machine {
             .file("sys/class/infiniband/mlx5_0/node_type", "1: CA")
     }
 
-    /// And its node in sysfs, as after loading ib_uverbs.
+    /// Adds its node to sysfs, as loading ib_uverbs does.
     fn uverbs(self) -> Self {
         self.device().module("ib_uverbs").file("sys/class/infiniband_verbs/uverbs0/ibdev", "mlx5_0")
     }
@@ -89,15 +89,20 @@ impl Machine {
             .file("proc/self/status", "Name:\tx\nCapEff:\t0000000000000000")
     }
 
-    fn report(&self, library: Library, devices: Vec<DeviceReport>, asked: &Examine) -> Report {
+    fn report(
+        &self,
+        library: LibraryState,
+        devices: Vec<DeviceReport>,
+        asked: &Examination,
+    ) -> Report {
         let host = Host::with_addresses(&self.root, &HashMap::new());
         let mut report = Report { host, library, devices, findings: Vec::new() };
         report.findings = findings::of(&report, asked);
         report
     }
 
-    fn findings(&self, library: Library) -> Vec<Finding> {
-        self.report(library, Vec::new(), &Examine::new()).findings
+    fn findings(&self, library: LibraryState) -> Vec<Finding> {
+        self.report(library, Vec::new(), &Examination::new()).findings
     }
 }
 
@@ -107,15 +112,14 @@ impl Drop for Machine {
     }
 }
 
-fn listed() -> Library {
-    Library::Devices(vec!["mlx5_0".to_owned()])
+fn listed() -> LibraryState {
+    LibraryState::Devices(vec!["mlx5_0".to_owned()])
 }
 
-fn none_listed() -> Library {
-    Library::Devices(Vec::new())
+fn none_listed() -> LibraryState {
+    LibraryState::Devices(Vec::new())
 }
 
-/// The only finding is this one.
 #[track_caller]
 fn only(found: &[Finding], severity: Severity, what: &str, advice: &str) {
     assert_eq!(found.len(), 1, "{found:#?}");
@@ -135,15 +139,20 @@ fn contains(found: &[Finding], severity: Severity, what: &str, advice: &str) {
 use Severity::{Note, Problem, Warning};
 
 #[test]
-fn bare_machine_is_told_of_the_software_device_and_of_softroce() {
+fn machine_without_rdma_gets_advice_on_software_devices() {
     let machine = Machine::new()
         .file("sys/class/net/lo/ifindex", "1")
         .file("sys/class/net/ens3/ifindex", "2");
     only(&machine.findings(none_listed()), Note, "no RDMA device", "type rxe netdev ens3");
-    let found = machine.findings(Library::NotBuilt);
+    let found = machine.findings(LibraryState::NotBuilt);
     contains(&found, Note, "without feature `ibverbs`", "--features ibverbs");
-    contains(&machine.findings(Library::Missing), Warning, "libibverbs.so.1", "ibverbs-providers");
-    // Not even directories.
+    contains(
+        &machine.findings(LibraryState::Missing),
+        Warning,
+        "libibverbs.so.1",
+        "ibverbs-providers",
+    );
+    // A root without any directory.
     let nothing = Host::with_addresses(&machine.root.join("nothing"), &HashMap::new());
     assert!(
         nothing.hardware.is_empty()
@@ -153,17 +162,22 @@ fn bare_machine_is_told_of_the_software_device_and_of_softroce() {
 }
 
 #[test]
-fn hardware_without_feature_or_library_is_worse() {
+fn hardware_without_feature_or_library_raises_the_severity() {
     let machine = Machine::new().node();
-    only(&machine.findings(Library::NotBuilt), Warning, "out of reach", "--features ibverbs");
-    only(&machine.findings(Library::Missing), Problem, "cannot be loaded", "apt install");
-    only(&machine.findings(Library::Failed(13)), Problem, "Permission denied", "strace");
+    only(
+        &machine.findings(LibraryState::NotBuilt),
+        Warning,
+        "cannot be used",
+        "--features ibverbs",
+    );
+    only(&machine.findings(LibraryState::Missing), Problem, "cannot be loaded", "apt install");
+    only(&machine.findings(LibraryState::Failed(13)), Problem, "Permission denied", "strace");
     assert_eq!(machine.findings(listed()), []);
 }
 
 #[test]
 fn adapter_without_rdma_device_names_the_module() {
-    let found = Machine::new().connectx().findings(Library::NoKernelSupport);
+    let found = Machine::new().connectx().findings(LibraryState::NoKernelSupport);
     only(
         &found,
         Problem,
@@ -197,13 +211,13 @@ fn adapter_without_rdma_device_names_the_module() {
 }
 
 #[test]
-fn adapters_that_do_no_rdma_are_not_mentioned() {
+fn adapters_without_rdma_are_not_reported() {
     let machine = Machine::new()
         .pci("0000:02:00.0", "0x020000", "0x14e4", Some("tg3"))
         .pci("0000:03:00.0", "0x020000", "0x8086", Some("e1000e"))
         .pci("0000:04:00.0", "0x020000", "0x8086", None)
         .pci("0000:05:00.0", "0x020000", "0x1af4", Some("virtio-pci"))
-        // A disk.
+        // A disk controller.
         .pci("0000:06:00.0", "0x010802", "0x15b3", Some("nvme"));
     only(
         &machine.findings(none_listed()),
@@ -214,15 +228,15 @@ fn adapters_that_do_no_rdma_are_not_mentioned() {
 }
 
 #[test]
-fn device_without_node_wants_module_or_container_option() {
+fn device_without_node_names_module_or_container_option() {
     only(
         &Machine::new().device().findings(none_listed()),
         Problem,
-        "no node for programs",
+        "no device node for programs",
         "modprobe ib_uverbs",
     );
     let uverbs = || Machine::new().uverbs();
-    let missing = "mlx5_0 has no /dev/infiniband/uverbs0 here";
+    let missing = "mlx5_0: /dev/infiniband/uverbs0 is missing";
     only(&uverbs().findings(none_listed()), Problem, missing, "udev");
     let docker = uverbs().file(".dockerenv", "");
     only(&docker.findings(none_listed()), Problem, missing, "--device=/dev/infiniband");
@@ -233,25 +247,30 @@ fn device_without_node_wants_module_or_container_option() {
 }
 
 #[test]
-fn node_that_cannot_be_opened_says_why() {
+fn node_that_cannot_be_opened_is_reported_with_the_reason() {
     let machine = Machine::new().node();
     for (access, what, advice) in [
         (NodeAccess::Denied, "EACCES", "0666"),
         (NodeAccess::Forbidden, "EPERM", "udev"),
         (NodeAccess::Failed(5), "Input/output error", "dmesg"),
     ] {
-        let mut report = machine.report(none_listed(), Vec::new(), &Examine::new());
+        let mut report = machine.report(none_listed(), Vec::new(), &Examination::new());
         report.host.devices[0].access = access;
-        only(&findings::of(&report, &Examine::new()), Problem, what, advice);
+        only(&findings::of(&report, &Examination::new()), Problem, what, advice);
     }
-    let mut report = machine.report(none_listed(), Vec::new(), &Examine::new());
+    let mut report = machine.report(none_listed(), Vec::new(), &Examination::new());
     report.host.devices[0].access = NodeAccess::Forbidden;
     report.host.container = Some(Container::Other);
-    only(&findings::of(&report, &Examine::new()), Problem, "EPERM", "a volume of it is not enough");
+    only(
+        &findings::of(&report, &Examination::new()),
+        Problem,
+        "EPERM",
+        "mounting it as a volume is not enough",
+    );
 }
 
 #[test]
-fn device_that_the_library_does_not_list_lacks_its_provider() {
+fn device_missing_from_the_library_needs_its_provider() {
     only(
         &Machine::new().node().findings(none_listed()),
         Problem,
@@ -261,16 +280,16 @@ fn device_that_the_library_does_not_list_lacks_its_provider() {
 }
 
 #[test]
-fn device_asked_for_and_not_there_is_a_problem() {
-    let asked = Examine::new().device("mlx5_7");
+fn requested_device_that_does_not_exist_is_a_problem() {
+    let asked = Examination::new().device("mlx5_7");
     let found = Machine::new().node().report(listed(), Vec::new(), &asked).findings;
-    only(&found, Problem, "no device is called mlx5_7", "");
+    only(&found, Problem, "device mlx5_7 not found", "");
 }
 
 #[test]
-fn limit_of_locked_memory_is_held_against_what_is_wanted() {
+fn limit_of_locked_memory_is_compared_with_the_wanted_size() {
     let report = |machine: &Machine, wanted: Option<u64>| {
-        let asked = wanted.map_or(Examine::new(), |bytes| Examine::new().memory(bytes));
+        let asked = wanted.map_or(Examination::new(), |bytes| Examination::new().memory(bytes));
         machine.report(listed(), Vec::new(), &asked).findings
     };
     let small = Machine::new().node().limit("8388608", "8388608");
@@ -287,7 +306,7 @@ fn limit_of_locked_memory_is_held_against_what_is_wanted() {
         &report(&raisable, Some(1 << 20)),
         Problem,
         "64 KiB, 1 MiB wanted",
-        "`ulimit -l` in this shell is enough",
+        "raise it with `ulimit -l` in this shell",
     );
     let unlimited = Machine::new().node().limit("unlimited", "unlimited");
     only(&report(&unlimited, Some(1 << 40)), Note, "no limit", "");
@@ -301,13 +320,13 @@ fn limit_of_locked_memory_is_held_against_what_is_wanted() {
     only(&report(&first, Some(1 << 30)), Note, "no limit", "");
     let rootless = first.file("proc/self/uid_map", "0 1000 1");
     only(&report(&rootless, Some(1 << 30)), Problem, "64 KiB, 1 GiB wanted", "");
-    // Without real devices it does not matter yet.
+    // Without real devices the limit is a warning only.
     let none = Machine::new().limit("65536", "65536");
-    let asked = Examine::new().memory(1 << 20);
+    let asked = Examination::new().memory(1 << 20);
     contains(
         &none.report(none_listed(), Vec::new(), &asked).findings,
         Warning,
-        "the software device locks none",
+        "the software device locks no memory",
         "",
     );
     only(&none.findings(none_listed()), Note, "no RDMA device", "");
@@ -327,7 +346,7 @@ fn softroce_and_exclusive_namespaces_are_noted() {
 }
 
 #[test]
-fn gids_beyond_reach_are_counted() {
+fn gids_above_index_255_are_counted() {
     let table = "sys/class/infiniband/mlx5_0/ports/1/gids";
     let zero = "0000:0000:0000:0000:0000:0000:0000:0000";
     let used = "0000:0000:0000:0000:0000:ffff:0a09:0001";
@@ -336,7 +355,7 @@ fn gids_beyond_reach_are_counted() {
         .file(&format!("{table}/3"), used)
         .file(&format!("{table}/256"), used)
         .file(&format!("{table}/257"), zero);
-    let found = machine.report(listed(), vec![device(&[])], &Examine::new()).findings;
+    let found = machine.report(listed(), vec![device(&[])], &Examination::new()).findings;
     contains(&found, Note, "1 GIDs have an index beyond 255", "");
 }
 
@@ -347,17 +366,17 @@ fn device(ports: &[PortReport]) -> DeviceReport {
         name: "mlx5_0".to_owned(),
         attr: None,
         ports: ports.to_vec(),
-        abilities: vec![ability(trial::WRITE, Verdict::Works(String::new()))],
+        capabilities: vec![capability(trial::WRITE, CapabilityStatus::Works(String::new()))],
         error: None,
     }
 }
 
-fn ability(name: &'static str, verdict: Verdict) -> Ability {
-    Ability { name, verdict }
+fn capability(name: &'static str, status: CapabilityStatus) -> Capability {
+    Capability { name, status }
 }
 
 #[test]
-fn interfaces_of_another_namespace_in_sysfs_do_not_count() {
+fn interfaces_of_another_namespace_are_ignored() {
     let machine = Machine::new()
         .file("sys/class/net/eth0/ifindex", "2")
         .file("sys/class/net/eth0/uevent", "DEVTYPE=vlan\nINTERFACE=eth0")
@@ -376,7 +395,7 @@ fn interfaces_of_another_namespace_in_sysfs_do_not_count() {
     assert_eq!(found(&machine), both[..1]);
 }
 
-/// An Ethernet port on `eth0` with these addresses, and the interface.
+/// Returns an Ethernet port on `eth0` with these addresses, and the interface.
 fn port(addresses: &[&str], kind: GidKind, mtu: u32) -> (PortReport, NetInterface) {
     let addresses: Vec<std::net::IpAddr> =
         addresses.iter().map(|text| text.parse().unwrap()).collect();
@@ -405,9 +424,9 @@ fn port(addresses: &[&str], kind: GidKind, mtu: u32) -> (PortReport, NetInterfac
 }
 
 fn with(device: DeviceReport, interface: NetInterface) -> Vec<Finding> {
-    let mut report = Machine::new().node().report(listed(), vec![device], &Examine::new());
+    let mut report = Machine::new().node().report(listed(), vec![device], &Examination::new());
     report.host.interfaces = vec![interface];
-    findings::of(&report, &Examine::new())
+    findings::of(&report, &Examination::new())
 }
 
 #[test]
@@ -417,7 +436,7 @@ fn healthy_device_has_no_findings() {
 }
 
 #[test]
-fn ports_that_are_not_active_say_what_is_missing() {
+fn inactive_ports_are_reported_with_advice() {
     let (mut down, interface) = port(&["10.9.0.1"], GidKind::RoceV2, 9000);
     down.attr.state = PortState::Down;
     only(
@@ -427,7 +446,8 @@ fn ports_that_are_not_active_say_what_is_missing() {
         "ip link set",
     );
     let mut dead = device(&[down.clone()]);
-    dead.abilities = vec![ability(trial::WRITE, Verdict::Failed("port 1 has no GID".to_owned()))];
+    dead.capabilities =
+        vec![capability(trial::WRITE, CapabilityStatus::Failed("port 1 has no GID".to_owned()))];
     only(&with(dead.clone(), interface.clone()), Problem, "mlx5_0 port 1 is down", "ip link set");
     dead.ports[0].attr.link_layer = LinkLayer::InfiniBand;
     dead.ports[0].attr.state = PortState::Initializing;
@@ -435,14 +455,14 @@ fn ports_that_are_not_active_say_what_is_missing() {
 }
 
 #[test]
-fn gids_that_will_not_do_are_explained() {
+fn unusable_gids_are_explained() {
     let find = |addresses: &[&str], kind| {
         let (port, interface) = port(addresses, kind, 9000);
         with(device(&[port]), interface)
     };
     only(&find(&[], GidKind::RoceV2), Problem, "no GID", "IP address");
-    only(&find(&["10.9.0.1"], GidKind::RoceV1), Warning, "RoCE v1 only", "firmware");
-    only(&find(&["fe80::1"], GidKind::RoceV2), Warning, "link-local GID only", "IP address");
+    only(&find(&["10.9.0.1"], GidKind::RoceV1), Warning, "only RoCE v1 GIDs", "firmware");
+    only(&find(&["fe80::1"], GidKind::RoceV2), Warning, "only a link-local GID", "IP address");
     let (mut port, mut interface) = port(&["10.9.0.1"], GidKind::RoceV2, 9000);
     interface.up = false;
     port.gids = rank(&port.attr.gids, std::slice::from_ref(&interface), None);
@@ -451,7 +471,7 @@ fn gids_that_will_not_do_are_explained() {
     interface.index = 77;
     port.gids = rank(&port.attr.gids, &[interface.clone()], None);
     let mut broken = device(&[port]);
-    broken.abilities.clear();
+    broken.capabilities.clear();
     only(
         &with(broken, interface),
         Problem,
@@ -461,53 +481,56 @@ fn gids_that_will_not_do_are_explained() {
 }
 
 #[test]
-fn mtu_of_the_interface_limits_that_of_the_path() {
+fn interface_mtu_limits_the_path_mtu() {
     let (mut port, interface) = port(&["10.9.0.1"], GidKind::RoceV2, 1500);
     port.attr.active_mtu = Mtu::Mtu1024;
     only(
         &with(device(&[port.clone()]), interface.clone()),
         Note,
-        "path MTU 1024, for eth0 has 1500",
+        "path MTU 1024, because eth0 has MTU 1500",
         "mtu 4200",
     );
     port.attr.active_mtu = Mtu::Mtu4096;
     only(
         &with(device(&[port]), interface),
         Warning,
-        "path MTU 4096 is more than 1500 of eth0",
+        "path MTU 4096 exceeds MTU 1500 of eth0",
         "down and up",
     );
 }
 
 #[test]
-fn failures_and_absences_come_with_advice() {
+fn failures_and_missing_capabilities_come_with_advice() {
     let (port, interface) = port(&["10.9.0.1"], GidKind::RoceV2, 9000);
     let mut broken = device(&[port]);
-    let failed = |error: &str| Verdict::Failed(error.to_owned());
-    broken.abilities = vec![ability(trial::WRITE, failed("no completion within 2s"))];
+    let failed = |error: &str| CapabilityStatus::Failed(error.to_owned());
+    broken.capabilities = vec![capability(trial::WRITE, failed("no completion within 2s"))];
     only(&with(broken.clone(), interface.clone()), Problem, "awaited WRITE failed", "firewall");
-    broken.abilities = [trial::ON_DEMAND, trial::DMA_BUF, trial::ATOMICS]
-        .map(|name| ability(name, Verdict::Absent))
+    broken.capabilities = [trial::ON_DEMAND, trial::DMA_BUF, trial::ATOMICS]
+        .map(|name| capability(name, CapabilityStatus::Absent))
         .to_vec();
     let found = with(broken.clone(), interface.clone());
     contains(&found, Note, "no on-demand paging", "pinned");
     contains(&found, Note, "no registration of dma-bufs", "memory of the host");
     contains(&found, Note, "no atomics", "SEND");
-    broken.abilities =
-        vec![ability(trial::EVENTS, failed("ibv_create_cq: Cannot allocate memory (os error 12)"))];
+    broken.capabilities = vec![capability(
+        trial::EVENTS,
+        failed("ibv_create_cq: Cannot allocate memory (os error 12)"),
+    )];
     let machine = Machine::new().node().limit("65536", "65536");
-    let found = machine.report(listed(), vec![broken.clone()], &Examine::new()).findings;
+    let found = machine.report(listed(), vec![broken.clone()], &Examination::new()).findings;
     contains(&found, Problem, "completion events failed", "limit of locked memory");
-    broken.abilities.clear();
-    broken.error = Some("it did not answer within 10s".to_owned());
-    only(&with(broken.clone(), interface), Problem, "mlx5_0: it did not answer", "dmesg");
-    // What follows from a node that is missing is not said again.
-    let found = Machine::new().uverbs().report(listed(), vec![broken], &Examine::new()).findings;
-    only(&found, Problem, "mlx5_0 has no /dev/infiniband/uverbs0", "");
+    broken.capabilities.clear();
+    broken.error = Some("no answer within 10s".to_owned());
+    only(&with(broken.clone(), interface), Problem, "mlx5_0: no answer within 10s", "dmesg");
+    // A missing node suppresses the error that follows from it.
+    let found =
+        Machine::new().uverbs().report(listed(), vec![broken], &Examination::new()).findings;
+    only(&found, Problem, "mlx5_0: /dev/infiniband/uverbs0 is missing", "");
 }
 
 #[test]
-fn findings_come_worst_first() {
+fn findings_are_sorted_by_severity() {
     let machine = Machine::new().device().module("rdma_rxe").limit("65536", "65536");
     let found = machine.findings(none_listed());
     let severities: Vec<_> = found.iter().map(|finding| finding.severity).collect();
@@ -515,7 +538,7 @@ fn findings_come_worst_first() {
 }
 
 #[test]
-fn bytes_are_exact() {
+fn sizes_are_printed_exactly() {
     use super::findings::bytes;
     for (number, text) in [
         (0, "0 bytes"),
@@ -531,8 +554,8 @@ fn bytes_are_exact() {
 }
 
 #[test]
-fn report_of_this_machine_prints() {
-    let report = Examine::new().memory(1 << 20).run();
+fn report_of_this_machine_is_printed() {
+    let report = Examination::new().memory(1 << 20).run();
     let text = report.to_string();
     assert!(report.works(Device::SOFTWARE), "{text}");
     for expected in [
@@ -545,6 +568,6 @@ fn report_of_this_machine_prints() {
         assert!(text.contains(expected), "{text}");
     }
     assert!(text.lines().all(|line| !line.ends_with(' ')), "{text}");
-    let missing = Examine::new().device("mlx9_9").run();
+    let missing = Examination::new().device("mlx9_9").run();
     assert!(missing.devices.is_empty() && !missing.findings.is_empty());
 }

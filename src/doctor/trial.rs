@@ -1,11 +1,11 @@
-//! Tries a device out, on a thread of its own: whatever hangs, the report goes on.
+//! Tests a device on its own thread, so that a hanging device does not block the examination.
 
 use std::io;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::{Ability, DeviceReport, PortReport, Verdict};
+use super::{Capability, CapabilityStatus, DeviceReport, PortReport};
 use crate::dc::{DcInitiator, DcTarget};
 use crate::engine::{CompletionMode, CompletionQueue};
 use crate::error::{SetupError, VerbError};
@@ -23,38 +23,37 @@ pub(super) const ON_DEMAND: &str = "on-demand paging";
 pub(super) const DMA_BUF: &str = "registration of dma-bufs";
 pub(super) const DC: &str = "dynamic connections";
 
-/// WRITEs that the time is the median of.
+/// The number of WRITEs for the median latency.
 const ROUNDS: usize = 101;
 
-/// What the thread finds out, piece by piece, so that what hangs takes nothing along.
+/// A part of the report, sent as soon as it is known: a hanging device loses no earlier part.
 enum Piece {
     Attr(DeviceAttr),
     Port(PortReport),
-    Ability(Ability),
+    Capability(Capability),
     Error(String),
 }
 
-/// Opens the device and tries what programs need.
 pub(super) fn examine(name: &str, deadline: Duration) -> DeviceReport {
-    examine_by(name, deadline, look_at)
+    examine_with(name, deadline, probe)
 }
 
-fn examine_by(name: &str, deadline: Duration, look: fn(&str, &Sender<Piece>)) -> DeviceReport {
+fn examine_with(name: &str, deadline: Duration, probe: fn(&str, &Sender<Piece>)) -> DeviceReport {
     let end = Instant::now() + deadline;
     let mut report = DeviceReport {
         name: name.to_owned(),
         attr: None,
         ports: Vec::new(),
-        abilities: Vec::new(),
+        capabilities: Vec::new(),
         error: None,
     };
     let (found, pieces) = mpsc::channel();
-    let of_thread = name.to_owned();
+    let device = name.to_owned();
     let thread = thread::Builder::new().name(format!("doctor {name}"));
-    let thread = match thread.spawn(move || look(&of_thread, &found)) {
+    let thread = match thread.spawn(move || probe(&device, &found)) {
         Ok(thread) => thread,
         Err(error) => {
-            report.error = Some(format!("no thread to examine it on: {error}"));
+            report.error = Some(format!("failed to start a thread for the examination: {error}"));
             return report;
         }
     };
@@ -62,58 +61,61 @@ fn examine_by(name: &str, deadline: Duration, look: fn(&str, &Sender<Piece>)) ->
         match pieces.recv_timeout(end.saturating_duration_since(Instant::now())) {
             Ok(Piece::Attr(attr)) => report.attr = Some(attr),
             Ok(Piece::Port(port)) => report.ports.push(port),
-            Ok(Piece::Ability(ability)) => report.abilities.push(ability),
+            Ok(Piece::Capability(capability)) => report.capabilities.push(capability),
             Ok(Piece::Error(error)) => report.error = Some(error),
             Err(RecvTimeoutError::Timeout) => {
-                report.error = Some(format!("it did not answer within {deadline:?}"));
+                report.error = Some(format!("no answer within {deadline:?}"));
                 return report;
             }
             Err(RecvTimeoutError::Disconnected) => break,
         }
     }
     if thread.join().is_err() {
-        report.error =
-            Some("the examination itself failed, which is an error of this crate".to_owned());
+        report.error = Some("the examination panicked, which is a bug in tokio-rdma".to_owned());
     }
     report
 }
 
-fn look_at(name: &str, found: &Sender<Piece>) {
-    // The receiver gone means that the deadline has passed: nobody asks any more.
-    let tell = |piece| drop(found.send(piece));
+fn probe(name: &str, found: &Sender<Piece>) {
+    // Fails once the deadline has passed; the results are no longer needed.
+    let send = |piece| drop(found.send(piece));
     let device = match Device::open(name) {
         Ok(device) => device,
-        Err(error) => return tell(Piece::Error(format!("it does not open: {error}"))),
+        Err(error) => return send(Piece::Error(error.to_string())),
     };
     let attr = device.attr();
-    tell(Piece::Attr(attr.clone()));
+    send(Piece::Attr(attr.clone()));
     for number in 1..=attr.ports {
         match port_report(&device, PortNum(number)) {
-            Ok(report) => tell(Piece::Port(report)),
-            Err(error) => tell(Piece::Error(format!("port {number}: {error}"))),
+            Ok(report) => send(Piece::Port(report)),
+            Err(error) => send(Piece::Error(format!("port {number}: {error}"))),
         }
     }
-    let ability = |name, verdict| tell(Piece::Ability(Ability { name, verdict }));
+    let capability = |name, status| send(Piece::Capability(Capability { name, status }));
 
-    ability(EVENTS, verdict(channel(&device)));
+    capability(EVENTS, status(channel(&device)));
     let (write, atomic) = operations(&device);
-    ability(WRITE, write);
-    ability(ATOMICS, atomic);
-    ability(
+    capability(WRITE, write);
+    capability(ATOMICS, atomic);
+    capability(
         SHARED_RECEIVES,
-        if attr.max_srq == 0 { Verdict::Absent } else { verdict(shared_receives(&device)) },
+        if attr.max_srq == 0 { CapabilityStatus::Absent } else { status(shared_receives(&device)) },
     );
-    let claimed = |is: bool, how: String| if is { Verdict::Claimed(how) } else { Verdict::Absent };
-    ability(WINDOWS, claimed(attr.max_mw > 0, format!("up to {}", attr.max_mw)));
-    ability(ON_DEMAND, claimed(attr.on_demand_paging, String::new()));
-    ability(DMA_BUF, claimed(attr.dma_buf, String::new()));
-    ability(
+    let claimed = |is: bool, how: String| {
+        if is { CapabilityStatus::Claimed(how) } else { CapabilityStatus::Absent }
+    };
+    capability(WINDOWS, claimed(attr.max_mw > 0, format!("up to {}", attr.max_mw)));
+    capability(ON_DEMAND, claimed(attr.on_demand_paging, String::new()));
+    capability(DMA_BUF, claimed(attr.dma_buf, String::new()));
+    capability(
         DC,
         match attr.dc {
             Some(_) => dynamic_connection(&device),
-            // A real device may have it all the same.
-            None if !cfg!(feature = "mlx5") && name != Device::SOFTWARE => Verdict::Unknown,
-            None => Verdict::Absent,
+            // Without feature `mlx5` a real device may support DC unseen.
+            None if !cfg!(feature = "mlx5") && name != Device::SOFTWARE => {
+                CapabilityStatus::Unknown
+            }
+            None => CapabilityStatus::Absent,
         },
     );
 }
@@ -126,10 +128,10 @@ fn port_report(device: &Device, port: PortNum) -> Result<PortReport, VerbError> 
     })
 }
 
-fn verdict<E: ToString>(tried: Result<String, E>) -> Verdict {
+fn status<E: ToString>(tried: Result<String, E>) -> CapabilityStatus {
     match tried {
-        Ok(seen) => Verdict::Works(seen),
-        Err(error) => Verdict::Failed(error.to_string()),
+        Ok(seen) => CapabilityStatus::Works(seen),
+        Err(error) => CapabilityStatus::Failed(error.to_string()),
     }
 }
 
@@ -147,33 +149,37 @@ fn shared_receives(device: &Device) -> Result<String, SetupError> {
     Ok(String::new())
 }
 
-/// WRITE and atomic to itself, awaited as a service would: asleep in the reactor until the event comes.
-fn operations(device: &Device) -> (Verdict, Verdict) {
+/// Tests WRITE and atomics from the device to itself, awaiting completion events.
+fn operations(device: &Device) -> (CapabilityStatus, CapabilityStatus) {
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {
-            return (Verdict::Failed(format!("no Tokio runtime: {error}")), Verdict::Unknown);
+            return (
+                CapabilityStatus::Failed(format!("failed to create a Tokio runtime: {error}")),
+                CapabilityStatus::Unknown,
+            );
         }
     };
     let _entered = runtime.enter();
-    let ends = match Loop::new(device) {
+    let ends = match Loopback::new(device) {
         Ok(ends) => ends,
-        Err(error) => return (Verdict::Failed(error), Verdict::Unknown),
+        Err(error) => return (CapabilityStatus::Failed(error), CapabilityStatus::Unknown),
     };
-    let write = verdict(runtime.block_on(within(ends.write())));
+    let write = status(runtime.block_on(within(ends.write())));
     let atomic = match (device.attr().atomic, &write) {
-        (AtomicCapability::None, _) => Verdict::Absent,
-        (_, Verdict::Works(_)) => verdict(runtime.block_on(within(ends.atomic()))),
-        _ => Verdict::Unknown,
+        (AtomicCapability::None, _) => CapabilityStatus::Absent,
+        (_, CapabilityStatus::Works(_)) => status(runtime.block_on(within(ends.atomic()))),
+        _ => CapabilityStatus::Unknown,
     };
     (write, atomic)
 }
 
-/// WRITE by a dynamic connection to itself.
-fn dynamic_connection(device: &Device) -> Verdict {
+fn dynamic_connection(device: &Device) -> CapabilityStatus {
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,
-        Err(error) => return Verdict::Failed(format!("no Tokio runtime: {error}")),
+        Err(error) => {
+            return CapabilityStatus::Failed(format!("failed to create a Tokio runtime: {error}"));
+        }
     };
     let write = async {
         let pd = device.protection_domain()?;
@@ -193,27 +199,28 @@ fn dynamic_connection(device: &Device) -> Verdict {
         region.load(0).map_err(io::Error::other)
     };
     let tried = runtime.block_on(within(async { write.await.map_err(|error| error.to_string()) }));
-    verdict(tried.and_then(|arrived| match arrived {
+    status(tried.and_then(|arrived| match arrived {
         7 => Ok("a WRITE to itself".to_owned()),
-        _ => Err("it completed, and the bytes did not arrive".to_owned()),
+        _ => Err("the WRITE completed, but the bytes did not arrive".to_owned()),
     }))
 }
 
 async fn within<T>(work: impl Future<Output = Result<T, String>>) -> Result<T, String> {
-    // A peer in the same device answers within microseconds; a lost packet is repeated after 67 ms.
-    const PATIENCE: Duration = Duration::from_secs(2);
-    let late = |_| format!("no completion within {PATIENCE:?}");
-    tokio::time::timeout(PATIENCE, work).await.map_err(late)?
+    // A peer on the same device answers within microseconds; lost packets are retransmitted after
+    // 67 ms.
+    const TIMEOUT: Duration = Duration::from_secs(2);
+    let late = |_| format!("no completion within {TIMEOUT:?}");
+    tokio::time::timeout(TIMEOUT, work).await.map_err(late)?
 }
 
-/// A queue pair that is connected to itself, and memory for it to reach.
-struct Loop {
+/// A queue pair connected to itself, with memory as the target.
+struct Loopback {
     qp: QueuePair,
     region: ExposedRegion,
     pool: Pool,
 }
 
-impl Loop {
+impl Loopback {
     const BYTES: u64 = 64;
 
     fn new(device: &Device) -> Result<Self, String> {
@@ -250,7 +257,7 @@ impl Loop {
         let mut arrived = [0; Self::BYTES as usize];
         self.region.read(0, &mut arrived).map_err(|error| error.to_string())?;
         if arrived != [7; Self::BYTES as usize] {
-            return Err("it completed, and the bytes did not arrive".to_owned());
+            return Err("the WRITE completed, but the bytes did not arrive".to_owned());
         }
         times.sort_unstable();
         let median = times.get(times.len() / 2).copied().unwrap_or_default();
@@ -264,7 +271,7 @@ impl Loop {
         if after == before.wrapping_add(1) {
             Ok(String::new())
         } else {
-            Err(format!("one more than {before:#x} became {after:#x}"))
+            Err(format!("fetch-and-add of 1 to {before:#x} left {after:#x}"))
         }
     }
 }
@@ -274,18 +281,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn software_device_works_in_everything_it_claims() {
+    fn software_device_passes_all_tests() {
         let report = examine(Device::SOFTWARE, Duration::from_secs(10));
         assert!(report.works() && report.error.is_none(), "{report:?}");
         assert_eq!(report.ports.len(), 1);
-        assert_eq!(report.abilities.len(), 8);
-        let failed =
-            |ability: &&Ability| matches!(ability.verdict, Verdict::Failed(_) | Verdict::Unknown);
-        assert_eq!(report.abilities.iter().find(failed), None);
+        assert_eq!(report.capabilities.len(), 8);
+        let failed = |capability: &&Capability| {
+            matches!(capability.status, CapabilityStatus::Failed(_) | CapabilityStatus::Unknown)
+        };
+        assert_eq!(report.capabilities.iter().find(failed), None);
     }
 
     #[test]
-    fn device_that_does_not_exist_says_so() {
+    fn unknown_device_is_named_in_the_error() {
         let report = examine("mlx9_9", Duration::from_secs(10));
         assert!(
             report.error.as_ref().is_some_and(|error| error.contains("mlx9_9")) && !report.works()
@@ -293,21 +301,21 @@ mod tests {
     }
 
     #[test]
-    fn device_that_hangs_is_given_up_with_what_is_known() {
-        let report = examine_by("stuck", Duration::from_millis(20), |_, found| {
+    fn hanging_device_is_reported_with_the_results_so_far() {
+        let report = examine_with("stuck", Duration::from_millis(20), |_, found| {
             found.send(Piece::Attr(DeviceAttr::named("stuck"))).unwrap();
             loop {
                 thread::park();
             }
         });
         assert!(report.attr.is_some());
-        assert_eq!(report.error.as_deref(), Some("it did not answer within 20ms"));
+        assert_eq!(report.error.as_deref(), Some("no answer within 20ms"));
     }
 
     #[test]
-    fn panic_while_examining_becomes_an_error() {
+    fn panic_during_the_examination_is_reported() {
         let report =
-            examine_by("bad", Duration::from_secs(10), |_, _| panic!("as intended by the test"));
+            examine_with("bad", Duration::from_secs(10), |_, _| panic!("as intended by the test"));
         assert!(report.error.is_some());
     }
 }

@@ -1,29 +1,26 @@
-//! Arm, look again, park: how no completion is ever slept through.
+//! The arm, poll, park protocol, which prevents missed completions.
 //!
-//! Arming asks a completion queue for one event at the *next* completion. One that came before raises none, so
-//! whoever has armed looks once more before it parks (`ibv_get_cq_event(3)`, NOTES). While `armed` is set an
-//! event is either still to come or already in the channel; whoever takes it out of the channel looks, and arms
-//! again if somebody still waits. All of this happens under one lock.
+//! Arming requests one event at the *next* completion. An earlier completion raises none, so the
+//! queue is polled between arming and parking (`ibv_get_cq_event(3)`, NOTES). While `armed` is set,
+//! the event is still to come or in the channel. The component that takes it polls, and arms again
+//! if operations still wait. One lock covers all of this.
 
-/// A completion queue with its channel, as the protocol sees it.
 pub(super) trait Armed {
-    /// Takes all completions there are and finishes their operations.
     fn drain(&mut self);
 
-    /// Asks for one event at the next completion; false if the queue is dead.
+    /// Requests one event; returns false if the queue is dead.
     fn arm(&mut self) -> bool;
 
-    /// Takes an event out of the channel; false if there is none.
+    /// Takes an event from the channel; returns false if there is none.
     fn take_event(&mut self) -> bool;
 
-    /// True if an operation sleeps that only a completion can wake.
     fn is_awaited(&self) -> bool;
 
-    /// True from arming until its event was taken.
+    /// Accesses the flag: set from arming until the event is taken.
     fn armed(&mut self) -> &mut bool;
 }
 
-/// An operation has registered its waker and is about to park.
+/// Arms and polls the queue, after an operation has registered its waker.
 pub(super) fn before_park(queue: &mut impl Armed) {
     if !*queue.armed() && queue.arm() {
         *queue.armed() = true;
@@ -31,9 +28,8 @@ pub(super) fn before_park(queue: &mut impl Armed) {
     }
 }
 
-/// The channel has become readable.
 pub(super) fn on_event(queue: &mut impl Armed) {
-    // Armed once, the queue has raised at most one event: there is no second to look for.
+    // One arming raises at most one event, so one take suffices.
     if queue.take_event() {
         *queue.armed() = false;
     }

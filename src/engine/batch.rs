@@ -1,57 +1,54 @@
-//! Many work requests, one doorbell: what a batch consists of.
+//! The work requests of a batch, which are posted with one doorbell.
 //!
-//! A batch is in one slot, which its last work request ends: unsignalled work before a completion is done. Which of those before
-//! the last failed is noted aside.
+//! A batch shares one slot, which its last work request completes, because a completion covers the
+//! unsignalled work before it. The work queue records which earlier parts failed.
 
 use smallvec::SmallVec;
 
 use super::slot::Slot;
-use super::work_request::To;
+use super::work_request::Receiver;
 use crate::types::{Data, SendFlags, SendOp, SendWr, Sge};
 
-/// Work requests of a batch for which posting needs no allocation.
+/// Work requests that are posted without an allocation.
 const BATCH_INLINE: usize = 32;
 
-/// One work request of a batch, without its buffer.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct BatchEntry {
     pub(crate) op: SendOp,
     pub(crate) flags: SendFlags,
-    pub(crate) room: u64,
+    pub(crate) remote_len: u64,
 }
 
-/// Scatter/gather elements of a batch, one work request after the other.
 #[derive(Default)]
 pub(super) struct Pieces {
     pub(super) sges: SmallVec<[Sge; BATCH_INLINE]>,
-    /// How many are of each work request; empty if one is of each.
+    /// Elements of each work request; empty if each has one.
     pub(super) lengths: SmallVec<[usize; BATCH_INLINE]>,
 }
 
-/// A batch that may be posted.
+/// A batch that has passed all checks.
 pub(super) struct Parts<'a> {
     pub(super) entries: &'a [BatchEntry],
     pub(super) pieces: Pieces,
     pub(super) common: SendFlags,
     pub(super) signal_every: u32,
-    pub(super) to: Option<To<'a>>,
+    pub(super) to: Option<Receiver<'a>>,
 }
 
 impl Parts<'_> {
-    /// True if each has one element and none a receiver of its own.
+    /// Returns true if each work request has one element and there is no receiver.
     pub(super) fn is_plain(&self) -> bool {
         self.pieces.lengths.is_empty() && self.to.is_none()
     }
 
-    /// Its work requests, put together one by one, with the numbers that those in `slot` have.
     pub(super) fn list<Q>(&self, slot: &Slot<Q>) -> impl Iterator<Item = SendWr<'_>> {
         let (mut sges, mut lengths) = (&self.pieces.sges[..], self.pieces.lengths.iter());
-        let target = self.to.map(To::target);
+        let target = self.to.map(Receiver::target);
         let (mut ids, mut flags) = (slot.ids(), self.flags());
         self.entries.iter().map(move |entry| {
             let length = lengths.next().copied().unwrap_or(1);
-            let (own, behind) = sges.split_at_checked(length).unwrap_or_default();
-            sges = behind;
+            let (own, rest) = sges.split_at_checked(length).unwrap_or_default();
+            sges = rest;
             SendWr {
                 wr_id: ids.next(),
                 op: entry.op,
@@ -62,7 +59,8 @@ impl Parts<'_> {
         })
     }
 
-    /// As [`list`](Self::list), if all [are plain](Self::is_plain): what they have in common, the compiler knows.
+    /// Builds the work requests of a [plain](Self::is_plain) batch, whose shape is known at compile
+    /// time.
     pub(super) fn plain_list<Q>(&self, slot: &Slot<Q>) -> impl Iterator<Item = SendWr<'_>> {
         let (mut ids, mut flags) = (slot.ids(), self.flags());
         self.entries.iter().zip(&self.pieces.sges).map(move |(entry, sge)| {
@@ -72,19 +70,23 @@ impl Parts<'_> {
     }
 
     fn flags(&self) -> Flags {
-        let left = self.entries.len();
-        let every = if self.signal_every == 0 { left } else { self.signal_every as usize };
-        Flags { common: self.common - SendFlags::SIGNALED, every, left, until: every.min(left) }
+        let remaining = self.entries.len();
+        let every = if self.signal_every == 0 { remaining } else { self.signal_every as usize };
+        Flags {
+            common: self.common - SendFlags::SIGNALED,
+            every,
+            remaining,
+            until: every.min(remaining),
+        }
     }
 }
 
-/// Flags of the work requests of a batch: the last is signalled, and each so many.
+/// The flags of the work requests: every `every`-th and the last are signalled.
 struct Flags {
     common: SendFlags,
     every: usize,
-    /// From behind the last that was signalled.
-    left: usize,
-    /// The next to be signalled.
+    /// Work requests after the last signalled one.
+    remaining: usize,
     until: usize,
 }
 
@@ -96,8 +98,8 @@ impl Flags {
         if self.until > 0 {
             return flags;
         }
-        self.left = self.left.saturating_sub(self.every);
-        self.until = self.every.min(self.left);
+        self.remaining = self.remaining.saturating_sub(self.every);
+        self.until = self.every.min(self.remaining);
         flags | SendFlags::SIGNALED
     }
 }

@@ -10,14 +10,14 @@ use std::thread::{self, JoinHandle};
 
 use parking_lot::Mutex;
 
-/// Empty rounds before an unpinned poller lets others have the core.
+/// Empty rounds after which an unpinned poller yields its core.
 const ROUNDS_BEFORE_YIELD: u32 = 64;
-/// Processors that a set of them has room for (`CPU_SETSIZE`). Whoever puts another into one aborts the process.
+/// Capacity of a processor set (`CPU_SETSIZE`). A larger number aborts the process.
 const CORES: usize = 1024;
 
-/// A thread that polls all completion queues given to it, and never sleeps while there is one; clones share it.
+/// A thread that polls completion queues and never sleeps while it has one. Clones share it.
 ///
-/// It ends when the last clone, and the last completion queue that uses it, is dropped.
+/// The thread ends when the last clone and the last completion queue that uses it are dropped.
 ///
 /// ```
 /// use tokio_rdma::completion::BusyPoller;
@@ -43,9 +43,9 @@ pub struct BusyPoller {
     handle: Arc<ThreadHandle>,
 }
 
-/// What a poller polls: a completion queue.
 pub(super) trait Polled: Send + Sync {
-    /// Takes what completions there are, unless somebody else is at it; false if there was nothing to do.
+    /// Takes the available completions unless another thread is draining; returns false if there
+    /// was nothing to do.
     fn poll(&self) -> bool;
 }
 
@@ -56,27 +56,28 @@ struct ThreadHandle {
 
 struct Shared {
     queues: Mutex<Vec<Weak<dyn Polled>>>,
-    /// `queues` has grown, or the thread shall end.
+    /// Set when `queues` has grown or the thread is to stop.
     changed: AtomicBool,
     stop: AtomicBool,
     pinned: bool,
 }
 
 impl BusyPoller {
-    /// A poller that runs wherever the system puts it.
+    /// Starts an unpinned poller.
     ///
     /// # Errors
     ///
-    /// If no thread can be started.
+    /// The error of the operating system if the thread cannot be started.
     pub fn new() -> io::Result<Self> {
         Self::start(None)
     }
 
-    /// A poller on processor `core`, counted as the system does. Nothing else should run there.
+    /// Starts a poller on processor `core`, in the numbering of the operating system. Nothing else
+    /// should run there.
     ///
     /// # Errors
     ///
-    /// `InvalidInput` if there is no such core or it cannot be pinned there.
+    /// `InvalidInput` if the core does not exist or the thread cannot be pinned there.
     pub fn pinned(core: usize) -> io::Result<Self> {
         if core >= CORES { Err(unpinnable(core)) } else { Self::start(Some(core)) }
     }
@@ -93,10 +94,10 @@ impl BusyPoller {
             let pinned =
                 core.is_none_or(|id| core_affinity::set_for_current(core_affinity::CoreId { id }));
             if report.send(pinned).is_ok() && pinned {
-                // Wakers that panic are contained where they are woken. Should anything else panic, all other queues that
-                // this thread serves shall not wait for ever.
+                // Wakers contain their own panics. After any other panic the thread continues, for
+                // its other queues.
                 while catch_unwind(AssertUnwindSafe(|| poller.run())).is_err() {
-                    tracing::error!("a busy-poll thread panicked and goes on");
+                    tracing::error!("a busy-poll thread panicked; continuing");
                     poller.changed.store(true, Ordering::Release);
                 }
             }
@@ -107,7 +108,6 @@ impl BusyPoller {
         Ok(Self { handle: Arc::new(ThreadHandle { shared, thread: Mutex::new(Some(thread)) }) })
     }
 
-    /// Adds a queue.
     pub(super) fn serve(&self, queue: Weak<dyn Polled>) {
         self.handle.shared.queues.lock().push(queue);
         self.handle.shared.changed.store(true, Ordering::Release);
@@ -129,7 +129,8 @@ impl Shared {
                 queues.clone_from(&self.queues.lock());
             }
             if queues.is_empty() {
-                // `serve` and the end both unpark, after they have stored what is to be seen here.
+                // `serve` and the drop of the handle store their change before they unpark this
+                // thread.
                 thread::park();
                 continue;
             }
@@ -163,9 +164,11 @@ impl Drop for ThreadHandle {
         self.shared.stop.store(true, Ordering::Release);
         let Some(thread) = self.thread.lock().take() else { return };
         thread.thread().unpark();
-        // The poller itself may be the last holder of a queue, and with it of this.
+        // The poller itself may drop the last reference to a queue, and with it this handle.
         if thread.thread().id() != thread::current().id() && thread.join().is_err() {
-            tracing::error!("a busy-poll thread panicked");
+            tracing::error!(
+                "a busy-poll thread panicked; its completion queues were no longer polled"
+            );
         }
     }
 }
@@ -184,7 +187,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn cores_that_are_not_there_are_refused() {
+    fn pinning_to_a_missing_core_is_refused() {
         for core in [CORES, 9999, usize::MAX] {
             assert_eq!(
                 BusyPoller::pinned(core).unwrap_err().kind(),

@@ -1,4 +1,4 @@
-//! A slot in the hands of its operation.
+//! The claim of an operation to its slot.
 
 #![allow(unsafe_code)]
 
@@ -9,10 +9,11 @@ use std::sync::Arc;
 use super::slot::Slot;
 use crate::error::OpErrorKind;
 
-/// The right to one slot for one life: from posting until the operation has taken the result or is abandoned. No larger than a
-/// pointer, so that an operation is handed over in registers; the slot keeps the share of the work queue.
+/// The exclusive right to one generation of a slot, from posting until the operation takes the
+/// result or is abandoned.
 ///
-/// Dropping a claim without ending it leaks the slot and the share.
+/// It has the size of a pointer, so that an operation is passed in registers. The slot holds the
+/// reference to the work queue. Dropping a claim without ending it leaks both.
 #[must_use]
 pub(crate) struct Claim<Q>(NonNull<Slot<Q>>);
 
@@ -22,24 +23,26 @@ unsafe impl<Q: Send + Sync> Send for Claim<Q> {}
 unsafe impl<Q: Send + Sync> Sync for Claim<Q> {}
 
 impl<Q> Claim<Q> {
+    /// Creates the claim to a slot.
+    ///
     /// # Safety
     ///
-    /// `slot` is part of `queue`, and was claimed for this.
+    /// `slot` is part of `queue`, and the caller has just claimed it.
     #[inline(always)]
     pub(super) unsafe fn new(queue: &Arc<Q>, slot: &Slot<Q>) -> Self {
-        // SAFETY: C1: promised.
-        unsafe { slot.keep(queue.clone()) };
+        // SAFETY: C1: the caller's promise.
+        unsafe { slot.keep_queue(queue.clone()) };
         Self(NonNull::from(slot))
     }
 
-    /// A slot of its own for an operation that was never posted.
+    /// Creates a claim to a separate slot, for an operation that is never posted.
     #[cold]
     pub(crate) fn refused(kind: OpErrorKind) -> Self {
-        tracing::debug!(error = %kind, "operation refused");
+        tracing::debug!(error = %kind, "refused operation; nothing was posted");
         Self(NonNull::from(Box::leak(Box::new(Slot::refused(kind)))))
     }
 
-    /// The same claim, for a caller that takes this one out of its place meanwhile.
+    /// Copies this claim, for a caller that moves the original while it uses the copy.
     ///
     /// # Safety
     ///
@@ -49,56 +52,56 @@ impl<Q> Claim<Q> {
         Self(self.0)
     }
 
-    /// Where the work is in flight.
+    /// Returns the work queue.
     ///
     /// # Panics
     ///
-    /// If it was never posted.
+    /// If the operation was never posted.
     #[inline(always)]
     pub(super) fn queue(&self) -> &Arc<Q> {
         match self.posted_to() {
             Some(queue) => queue,
-            None => unreachable!("complete from the start"),
+            None => unreachable!("a refused operation has no work queue"),
         }
     }
 
-    /// Where the work is in flight, if it was posted.
     #[inline(always)]
     pub(super) fn posted_to(&self) -> Option<&Arc<Q>> {
         // SAFETY: C1: this is the claim.
         unsafe { Slot::queue(self) }
     }
 
-    /// Why it was never posted, if it was not.
     pub(super) fn refusal(&self) -> Option<OpErrorKind> {
         if self.posted_to().is_none() { self.outcome(|outcome| outcome.err()) } else { None }
     }
 
-    /// Ends the claim of an operation that was [refused](Self::refused).
+    /// Ends the claim of a [refused](Self::refused) operation.
     ///
     /// # Safety
     ///
-    /// It was.
+    /// The operation was refused.
     #[cold]
     pub(super) unsafe fn end_refused(self) {
-        debug_assert!(self.posted_to().is_none(), "its slot is part of a work queue");
+        debug_assert!(self.posted_to().is_none(), "a posted operation was ended as refused");
         // SAFETY: C1: made by `refused`, for this one claim.
         drop(unsafe { Box::from_raw(self.0.as_ptr()) });
     }
 
-    /// Frees the slot of work that was posted; the slot is [hinted at](super::slot_table::Slots::hint).
+    /// Frees the slot of a posted operation. The caller passes the slot to
+    /// [`Slots::hint`](super::slot_table::Slots::hint).
     ///
     /// # Safety
     ///
     /// The operation was not [refused](Self::refused).
     #[inline(always)]
     pub(super) unsafe fn end(self) {
-        // SAFETY: C1: this is the claim, and ends here. M1: the share is dropped last, when no reference to the slot is left.
-        let share = unsafe { self.let_go() };
-        debug_assert!(share.is_some(), "it was posted");
+        // SAFETY: C1: this is the claim, and ends here. M1: the reference is dropped after the
+        // slot's last use.
+        let reference = unsafe { self.take_queue() };
+        debug_assert!(reference.is_some(), "a refused operation was ended as posted");
         self.free();
-        // SAFETY: C1: `new` put it there, for the work was posted.
-        drop(unsafe { share.unwrap_unchecked() });
+        // SAFETY: C1: `new` stored it, because the work was posted.
+        drop(unsafe { reference.unwrap_unchecked() });
     }
 }
 
@@ -107,7 +110,8 @@ impl<Q> Deref for Claim<Q> {
 
     #[inline(always)]
     fn deref(&self) -> &Slot<Q> {
-        // SAFETY: C1: the slot keeps the queue that it is part of, and never moves; or it is a slot of its own.
+        // SAFETY: C1: the slot references the queue that contains it and never moves, or it is a
+        // separate slot.
         unsafe { self.0.as_ref() }
     }
 }

@@ -1,21 +1,22 @@
-//! What a completion queue counts.
+//! The counters of a completion queue.
 
-/// What a completion queue has done so far.
+/// The counters of a completion queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct CompletionQueueCounters {
-    /// Completions it holds at most.
+    /// Number of entries.
     pub capacity: u32,
-    /// Completions that the queues on it can produce at most.
+    /// Entries reserved by queue pairs and shared receive queues.
     pub reserved: u32,
     /// Completions taken.
     pub completions: u64,
-    /// Events asked for.
+    /// Events requested.
     pub arms: u64,
     /// Events taken from the channel.
     pub events: u64,
-    /// Operations that wait now, for a completion or for room, and abandoned ones that are still in flight.
+    /// Operations that now wait for a completion or for capacity, and abandoned operations in
+    /// flight.
     pub waiting: u32,
-    /// Rounds a hybrid wait may spin now.
+    /// Rounds that a hybrid wait may spin now.
     pub spin_rounds: u32,
 }

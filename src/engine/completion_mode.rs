@@ -1,9 +1,9 @@
-//! How a completion queue is watched.
+//! The modes in which tasks wait for completions.
 
 use super::BusyPoller;
 
-/// How a completion queue is watched while operations wait. All modes have the same semantics; whoever
-/// waits looks once itself before it parks.
+/// A mode of waiting for completions. Semantics are the same in all modes; in each, an operation
+/// polls the queue once before it parks.
 ///
 /// ```
 /// use tokio_rdma::{CompletionMode, CompletionQueue};
@@ -27,33 +27,32 @@ use super::BusyPoller;
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub enum CompletionMode {
-    /// Arm the queue and sleep: its completion channel is registered with Tokio's reactor. Costs no processor
-    /// time while nothing happens, and some microseconds when it does.
+    /// Arms the queue and sleeps until Tokio's reactor reports its event. Costs no processor time
+    /// while idle, and some microseconds per event.
     #[default]
     Event,
-    /// A dedicated thread polls, and burns a core. Lowest latency for tasks on many threads.
+    /// A dedicated thread polls and occupies a core. Lowest latency for tasks on many threads.
     BusyPoll(BusyPoller),
-    /// The task that waits polls, each time its runtime comes round to it, and asks to come round again.
-    /// Meant for a current-thread runtime with a core of its own: no other thread is involved, and the
-    /// runtime never sleeps while an operation waits. Operations that nobody awaits any more are watched by events.
+    /// The waiting task polls each time its runtime schedules it, and reschedules itself. For a
+    /// current-thread runtime with a core of its own: no other thread is involved, and the runtime
+    /// never sleeps while an operation waits. Events report completions of abandoned operations.
     Cooperative,
-    /// As [`Cooperative`](Self::Cooperative) for a number of rounds that adapts to what they found, then as
-    /// [`Event`](Self::Event).
+    /// Polls like [`Cooperative`](Self::Cooperative) for a number of rounds that adapts to the
+    /// observed latency, then waits like [`Event`](Self::Event).
     Hybrid,
 }
 
 impl CompletionMode {
-    /// True if the queue is armed when something sleeps that only a completion can wake: a task, or the buffers of
-    /// an abandoned operation.
+    /// Returns true if the queue is armed for operations that wait or were abandoned.
     pub(super) fn arms(&self) -> bool {
         !matches!(self, Self::BusyPoll(_))
     }
 
-    /// [`BusyPoll`](Self::BusyPoll) with a thread of its own, not pinned.
+    /// Returns [`BusyPoll`](Self::BusyPoll) with a thread of its own, not pinned.
     ///
     /// # Errors
     ///
-    /// If no thread can be started.
+    /// The error of the operating system if the thread cannot be started.
     pub fn busy_poll() -> std::io::Result<Self> {
         BusyPoller::new().map(Self::BusyPoll)
     }

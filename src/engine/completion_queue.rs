@@ -1,6 +1,6 @@
-//! Completion queue: what users hold.
+//! The public handle of a completion queue, and its builder.
 
-// Lends the bare queue under a condition that the caller promises.
+// For `verbs`, which is unsafe to call.
 #![allow(unsafe_code)]
 
 use std::fmt;
@@ -14,10 +14,10 @@ use crate::dispatch::CqCounters;
 use crate::error::{SetupError, VerbError};
 use crate::verbs::{Channel, Cq, Device};
 
-/// Where completions arrive and how they are watched; clones share it.
+/// A completion queue with its mode of waiting. Clones share it.
 ///
-/// Many queue pairs may share one: the room for their completions is set aside when they are made, so that
-/// it cannot be overrun.
+/// Many queue pairs may share one. Each reserves entries for its completions, so the queue cannot
+/// overrun.
 ///
 /// ```
 /// use tokio_rdma::{CompletionMode, CompletionQueue, QueuePair};
@@ -40,16 +40,16 @@ pub struct CompletionQueue {
 }
 
 impl CompletionQueue {
-    /// A queue of 1024 completions watched in `mode`.
+    /// Creates a queue of 1024 entries with the given `mode`.
     ///
     /// # Errors
     ///
-    /// As [`CompletionQueueBuilder::build`].
+    /// See [`CompletionQueueBuilder::build`].
     pub fn new(device: &Device, mode: CompletionMode) -> Result<Self, SetupError> {
         Self::builder(device).mode(mode).build()
     }
 
-    /// A queue to be described further.
+    /// Returns a builder for a queue of this device.
     #[must_use]
     pub fn builder(device: &Device) -> CompletionQueueBuilder {
         CompletionQueueBuilder {
@@ -61,47 +61,49 @@ impl CompletionQueue {
         }
     }
 
-    /// The device it belongs to.
+    /// Returns the device of the queue.
     #[must_use]
     pub fn device(&self) -> &Device {
         self.cq().device()
     }
 
-    /// Number by which asynchronous events name it ([`AsyncEvent::CqError`](crate::types::AsyncEvent::CqError)).
+    /// Returns the number that identifies the queue in asynchronous events
+    /// ([`AsyncEvent::CqError`](crate::types::AsyncEvent::CqError)).
     #[must_use]
     pub fn id(&self) -> u64 {
         self.cq().id()
     }
 
-    /// Completions it holds; at least as many as asked for.
+    /// Returns the number of entries; at least as many as requested.
     #[must_use]
     pub fn capacity(&self) -> u32 {
         self.cq().capacity()
     }
 
-    /// Why it is dead, if it is: it was overrun, or its device is gone. All operations on it have failed or are about to.
+    /// Returns why the queue is dead (overrun, or its device is gone), or `None` while it works.
+    /// All operations on a dead queue have failed or are about to.
     #[must_use]
     pub fn failure(&self) -> Option<VerbError> {
         self.shared.failure()
     }
 
-    /// Completions, events and losses so far, if it is of a software device.
+    /// Returns the counters of completions, events and losses, if the device is a software device.
     #[must_use]
     pub fn software_counters(&self) -> Option<CqCounters> {
         self.cq().software_counters()
     }
 
-    /// The bare queue, for experiments that disturb it. Its attributes have safe methods here; for completions of a
-    /// [bare queue pair](crate::verbs::Qp), create a [bare completion queue](crate::verbs::Cq).
+    /// Lends the bare queue, for experiments that disturb it. For completions of a [bare queue
+    /// pair](crate::verbs::Qp), create a [bare completion queue](crate::verbs::Cq).
     ///
     /// # Safety
     ///
-    /// Every completion on it must stem from this crate's operations: a completion with the work request number of an
-    /// operation in flight ends that operation and returns its buffer while the device may still use it. So a bare queue
-    /// pair that uses it must post no such number.
+    /// A completion with the work request number of an operation in flight must be that operation's
+    /// own. Any other ends the operation and returns its buffer while the device may still use it.
+    /// So a bare queue pair that uses this queue must post no such number.
     ///
-    /// Besides, an operation whose completion [`Cq::poll`] takes never completes, and one that waits may never be woken
-    /// after [`Cq::arm`], [`Cq::acknowledge`] or a take from [`Cq::channel`].
+    /// An operation whose completion [`Cq::poll`] takes never completes. A waiting operation may
+    /// never be woken after [`Cq::arm`], [`Cq::acknowledge`] or a take from [`Cq::channel`].
     #[must_use]
     pub unsafe fn verbs(&self) -> &Cq {
         self.cq()
@@ -111,7 +113,7 @@ impl CompletionQueue {
         self.shared.verbs()
     }
 
-    /// What it has done so far.
+    /// Returns the counters of the queue.
     #[must_use]
     pub fn counters(&self) -> CompletionQueueCounters {
         self.shared.counters()
@@ -132,7 +134,7 @@ impl fmt::Debug for CompletionQueue {
     }
 }
 
-/// Describes a [`CompletionQueue`].
+/// A builder for a [`CompletionQueue`].
 ///
 /// ```
 /// use tokio_rdma::{CompletionMode, CompletionQueue};
@@ -140,7 +142,8 @@ impl fmt::Debug for CompletionQueue {
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let device = Device::open_default()?;
-/// let queue = CompletionQueue::builder(&device).capacity(4096).mode(CompletionMode::Hybrid).build()?;
+/// let mode = CompletionMode::Hybrid;
+/// let queue = CompletionQueue::builder(&device).capacity(4096).mode(mode).build()?;
 /// assert!(queue.capacity() >= 4096);
 /// let refused = CompletionQueue::builder(&device).capacity(0).build();
 /// assert!(matches!(refused, Err(SetupError::TooSmall { .. })));
@@ -157,43 +160,46 @@ pub struct CompletionQueueBuilder {
 }
 
 impl CompletionQueueBuilder {
-    /// Completions it holds; 1024 unless set. Each queue pair takes as many as its queues hold work requests. A device may grant
-    /// more, as `ibv_create_cq(3)` allows: [`CompletionQueueCounters::capacity`] is what it granted.
+    /// Sets the number of entries; default: 1024. Each queue pair reserves as many as its queues
+    /// hold work requests. A device may grant more (`ibv_create_cq(3)`); see
+    /// [`CompletionQueueCounters::capacity`].
     #[must_use]
     pub fn capacity(mut self, completions: u32) -> Self {
         self.capacity = completions;
         self
     }
 
-    /// How it is watched; by events unless set.
+    /// Sets how tasks wait; default: [`CompletionMode::Event`].
     #[must_use]
     pub fn mode(mut self, mode: CompletionMode) -> Self {
         self.mode = mode;
         self
     }
 
-    /// Which of the device's completion vectors interrupts; unless set, each of them in turn.
+    /// Sets the completion vector that interrupts; default: each vector of the device in turn.
     #[must_use]
     pub fn vector(mut self, vector: u32) -> Self {
         self.vector = Some(vector);
         self
     }
 
-    /// Has the device raise an event only when so many `completions` are there, or so much time (in microseconds, at
-    /// most 65,535; the next whole one counts) has passed since the first of them, `ibv_modify_cq(3)`: fewer interrupts, later
-    /// ones. Not unless set.
+    /// Limits the rate of events, `ibv_modify_cq(3)`: fewer interrupts, later ones. The device
+    /// raises an event after `completions`, or `period` after the first of them. The period is
+    /// rounded up to whole microseconds, at most 65,535. Default: no moderation.
     #[must_use]
     pub fn moderation(mut self, completions: u16, period: Duration) -> Self {
         self.moderation = Some((completions, period));
         self
     }
 
-    /// Makes it.
+    /// Creates the queue.
     ///
     /// # Errors
     ///
-    /// [`SetupError::TooSmall`] for a capacity of 0, [`SetupError::Limit`] beyond the device's, [`SetupError::Verb`] if the
-    /// provider refuses; with EOPNOTSUPP, if it has no moderation; with EAGAIN, if the machine has no thread left to tell of a dead queue.
+    /// - [`SetupError::TooSmall`] for a capacity of 0;
+    /// - [`SetupError::Limit`] for a capacity above the device's limit;
+    /// - [`SetupError::Verb`] if the provider refuses: with EOPNOTSUPP if it has no moderation,
+    ///   with EAGAIN if the thread that reports a dead queue cannot be started.
     pub fn build(self) -> Result<CompletionQueue, SetupError> {
         let channel = if self.mode.arms() { Some(Channel::new(&self.device)?) } else { None };
         let vector = self.vector.unwrap_or_else(|| self.device.next_vector());
@@ -204,7 +210,7 @@ impl CompletionQueueBuilder {
         let shared = Arc::new(CompletionQueueCore::new(cq, channel, self.mode));
         let weak = Arc::downgrade(&shared);
         shared.verbs().on_fault(Box::new(move || {
-            // Finds the queue dead, and ends what is on it.
+            // The drain finds the queue dead.
             if let Some(shared) = weak.upgrade() {
                 shared.drain();
             }

@@ -1,4 +1,4 @@
-//! A completion queue and the work queues on it: completions are taken here, and their operations finished.
+//! A completion queue and its work queues: takes completions and finishes their operations.
 
 mod wait;
 
@@ -21,21 +21,19 @@ use crate::sync::{AtomicU32, Mutex, MutexGuard, Ordering, lock, try_lock};
 use crate::types::WorkCompletion;
 use crate::verbs::{Channel, Cq, Device};
 
-/// Completions taken from the device at once: enough to spread the cost of a poll, few enough that a drain
-/// does not keep the lock for long.
+/// Completions taken at once: spreads the cost of a poll, but keeps the lock short.
 const BATCH: usize = 32;
 
-/// Operations that end without waiting before one of them yields to the runtime, as Tokio's own resources do
-/// after 128: a task that never waits would starve the others.
-const RUN: usize = 128;
+/// Operations that may complete without waiting before one yields to the runtime, so that tasks
+/// that never wait do not starve others. Tokio's own resources have the same limit.
+const READY_BUDGET: usize = 128;
 
-/// What all holders of a completion queue share.
 pub(crate) struct CompletionQueueCore {
     mode: CompletionMode,
-    /// Operations that registered a waker, were abandoned or are queued for capacity, and are not finished; and those who wait
-    /// for a work queue to be idle.
+    /// Number of operations in flight that registered a waker or were abandoned, queued work
+    /// requests, and watchers for an idle work queue.
     waiting: AtomicU32,
-    /// Futures that poll it for all.
+    /// Number of [`Drive`](super::Drive) futures.
     drivers: AtomicU32,
     spin: SpinBudget,
     reactors: Reactors,
@@ -44,34 +42,32 @@ pub(crate) struct CompletionQueueCore {
     channel: Option<Channel>,
 }
 
-/// Of whoever drains.
+/// The state of the drainer: the thread that holds its lock and takes completions.
 struct State {
     completions: Box<[WorkCompletion; BATCH]>,
-    /// Work queues by owner number.
     queues: Vec<Option<Attached>>,
     vacant: Vec<u32>,
-    /// Completions that the attached queues can produce.
+    /// Sum of the reservations in `queues`.
     reserved: u32,
-    /// An event was asked for and has not been taken from the channel.
+    /// An event was requested and not yet taken from the channel.
     armed: bool,
     unacknowledged: u32,
-    /// Where in `completions` those begin that were taken from the device and left for who asks, and where they end: there are
-    /// none while anybody waits.
+    /// `completions[next..end]` is taken from the device and not yet dispatched. Empty while a task
+    /// waits.
     next: usize,
     end: usize,
-    /// How many more operations may end without waiting, one after the other.
-    run: usize,
-    /// The queue is dead.
+    /// Operations that may still complete in a row without waiting.
+    ready_budget: usize,
     failed: Option<VerbError>,
-    /// What is left to do when the lock is released.
+    /// Finished after the lock is released.
     woken: WakeList,
     counters: CompletionQueueCounters,
 }
 
 struct Attached {
     queue: Arc<WorkQueue>,
-    /// What is not destroyed and draws from it, if it is a shared receive queue.
-    drawing: Vec<Weak<dyn Teardown>>,
+    /// Live objects that receive from a shared receive queue.
+    consumers: Vec<Weak<dyn Teardown>>,
     reserved: u32,
 }
 
@@ -93,7 +89,7 @@ impl CompletionQueueCore {
                 unacknowledged: 0,
                 next: 0,
                 end: 0,
-                run: RUN,
+                ready_budget: READY_BUDGET,
                 failed: None,
                 woken: WakeList::new(),
                 counters: CompletionQueueCounters { capacity: cq.capacity(), ..Default::default() },
@@ -120,7 +116,7 @@ impl CompletionQueueCore {
         }
     }
 
-    /// Makes a work queue whose completions arrive here, and sets room aside for them.
+    /// Creates a work queue whose completions arrive here, and reserves entries for them.
     pub(crate) fn attach(
         self: &Arc<Self>,
         poster: Poster,
@@ -139,7 +135,7 @@ impl CompletionQueueCore {
             None => {
                 let number = state.queues.len() as u32;
                 LimitError::check(
-                    "queues of a completion queue",
+                    "work queues of the completion queue",
                     u64::from(number) + 1,
                     Owner::MAX.into(),
                 )?;
@@ -150,17 +146,18 @@ impl CompletionQueueCore {
         state.reserved += limits.depth;
         let queue = Arc::new(WorkQueue::new(Owner(number), poster, limits, self.clone()));
         state.queues[number as usize] =
-            Some(Attached { queue: queue.clone(), drawing: Vec::new(), reserved: limits.depth });
+            Some(Attached { queue: queue.clone(), consumers: Vec::new(), reserved: limits.depth });
         Ok(queue)
     }
 
-    /// Notes which queue pair `queue` is of, to be destroyed if this completion queue fails; not if it has.
-    pub(super) fn own(
+    /// Sets the queue pair to destroy if this completion queue fails. Returns an error if it has
+    /// failed already.
+    pub(super) fn set_queue_pair(
         &self,
         queue: &WorkQueue,
         queue_pair: Weak<dyn Teardown>,
     ) -> Result<(), VerbError> {
-        // Under the lock, so that a failure either comes first or finds the queue pair.
+        // Under the lock, a failure either comes first or finds the queue pair.
         let state = lock(&self.state);
         if let Some(error) = state.failed {
             return Err(error);
@@ -169,9 +166,9 @@ impl CompletionQueueCore {
         Ok(())
     }
 
-    /// Notes that `core` draws from the shared receive queue `queue`, whose buffers are free only after it is gone; not
-    /// if this completion queue has failed.
-    pub(super) fn draw(
+    /// Adds a consumer of a shared receive queue, whose buffers are free only after all consumers
+    /// are gone. Returns an error if this completion queue has failed.
+    pub(super) fn add_consumer(
         &self,
         queue: &WorkQueue,
         core: &Arc<dyn Teardown>,
@@ -181,57 +178,63 @@ impl CompletionQueueCore {
             return Err(error);
         }
         if let Some(Some(attached)) = state.queues.get_mut(queue.owner().0 as usize) {
-            attached.drawing.push(Arc::downgrade(core));
+            attached.consumers.push(Arc::downgrade(core));
         }
         Ok(())
     }
 
-    /// `core` is destroyed. If this completion queue has failed and it was the last, the receives end.
-    pub(super) fn no_longer_draws(&self, queue: &Arc<WorkQueue>, core: &impl Teardown) {
+    /// Removes the destroyed `core`. The last consumer to go ends the receives if this completion
+    /// queue has failed.
+    pub(super) fn remove_consumer(&self, queue: &Arc<WorkQueue>, core: &impl Teardown) {
         let mut state = lock(&self.state);
         let failed = state.failed;
         if let Some(Some(attached)) = state.queues.get_mut(queue.owner().0 as usize) {
-            attached.drawing.retain(|drawing| !std::ptr::addr_eq(drawing.as_ptr(), core));
-            if let Some(error) = failed.filter(|_| attached.drawing.is_empty()) {
-                state.woken.end(queue.clone(), OpErrorKind::CompletionQueue(error));
+            attached.consumers.retain(|consumer| !std::ptr::addr_eq(consumer.as_ptr(), core));
+            if let Some(error) = failed.filter(|_| attached.consumers.is_empty()) {
+                state.woken.shut_down(queue.clone(), OpErrorKind::CompletionQueue(error));
             }
         }
         self.release(state);
     }
 
-    /// Ends everything in flight on a queue that the device has destroyed or reset, and forgets a destroyed one.
-    pub(super) fn abandon(&self, queue: &WorkQueue, kind: OpErrorKind, forget: bool) {
-        self.forget(queue, kind, forget).finish();
+    /// Ends all work in flight on a queue that the device has destroyed or reset. `detach` also
+    /// removes the queue from this completion queue.
+    pub(super) fn abandon(&self, queue: &WorkQueue, kind: OpErrorKind, detach: bool) {
+        self.abandon_deferred(queue, kind, detach).finish();
     }
 
-    /// As [`abandon`](Self::abandon); who is to be woken is left to the caller.
-    pub(super) fn forget(&self, queue: &WorkQueue, kind: OpErrorKind, forget: bool) -> WakeList {
+    /// Does the same as [`abandon`](Self::abandon), and leaves the wake-ups to the caller.
+    pub(super) fn abandon_deferred(
+        &self,
+        queue: &WorkQueue,
+        kind: OpErrorKind,
+        detach: bool,
+    ) -> WakeList {
         let mut state = lock(&self.state);
-        // Completions that are already here tell more than `kind`.
+        // Available completions are more precise than `kind`.
         while self.drain_batch(&mut state) {}
         queue.abandon(kind, &mut state.woken);
         let entry = &mut state.queues[queue.owner().0 as usize];
-        let forgotten = if forget { entry.take() } else { None };
-        if let Some(attached) = &forgotten {
+        let detached = if detach { entry.take() } else { None };
+        if let Some(attached) = &detached {
             state.reserved -= attached.reserved;
             state.vacant.push(queue.owner().0);
         }
-        // The poster is dropped without the lock.
-        let poster = forgotten.as_ref().and_then(|_| queue.close());
+        // Dropped without the lock.
+        let poster = detached.as_ref().and_then(|_| queue.close());
         let woken = std::mem::take(&mut state.woken);
         drop(state);
-        drop((forgotten, poster));
+        drop((detached, poster));
         woken
     }
 
-    /// Takes all completions there are; who is to be woken is left to the caller.
+    /// Takes all available completions and leaves the wake-ups to the caller.
     pub(super) fn drain_all(&self) -> WakeList {
         let mut state = lock(&self.state);
         while self.drain_batch(&mut state) {}
         std::mem::take(&mut state.woken)
     }
 
-    /// Takes all completions there are.
     pub(crate) fn drain(&self) {
         loop {
             let mut state = lock(&self.state);
@@ -243,50 +246,47 @@ impl CompletionQueueCore {
         }
     }
 
-    /// Sees to what has arrived at a device that is a program; true if there was anything.
+    /// Processes arrivals at a software device; returns true if there were any.
     pub(super) fn serve(&self) -> bool {
         self.cq.device().serve()
     }
 
-    /// Takes one batch of completions and finishes their operations; true if there may be more.
+    /// Takes one batch and finishes its operations; returns true if there may be more.
     fn drain_batch(&self, state: &mut State) -> bool {
-        self.finish_left(state);
+        self.finish_remaining(state);
         let taken = self.take_batch(state);
         taken > 0 && self.finish_batch(state, 0, taken)
     }
 
-    /// Finishes the operations of completions that were left for whoever asks for them.
     #[inline]
-    fn finish_left(&self, state: &mut State) {
+    fn finish_remaining(&self, state: &mut State) {
         let (next, end) = (std::mem::take(&mut state.next), std::mem::take(&mut state.end));
         if next < end {
             self.finish_batch(state, next, end);
         }
     }
 
-    /// As [`finish_left`](Self::finish_left), for who looks at a result, or for room, without waiting for it; true if there
-    /// were any.
-    pub(super) fn hand_out(&self) -> bool {
+    /// Dispatches the remaining completions; returns true if there were any.
+    pub(super) fn dispatch_remaining(&self) -> bool {
         if !self.mode.arms() {
             return false;
         }
         let mut state = lock(&self.state);
         let any = state.next < state.end;
-        self.finish_left(&mut state);
+        self.finish_remaining(&mut state);
         self.release(state);
         any
     }
 
-    /// Takes one batch of completions; how many.
     fn take_batch(&self, state: &mut State) -> usize {
-        let found = self.cq.take(&mut state.completions[..]);
+        let found = self.cq.poll_device(&mut state.completions[..]);
         self.count(state, found)
     }
 
-    /// How many were taken.
+    /// Counts the completions taken. On an error, marks the queue as dead and returns 0.
     fn count(&self, state: &mut State, found: Result<usize, VerbError>) -> usize {
         let found =
-            found.and_then(|taken| if taken > 0 { Ok(taken) } else { self.cq.found_nothing() });
+            found.and_then(|taken| if taken > 0 { Ok(taken) } else { self.cq.after_empty_poll() });
         match found {
             Ok(taken) => {
                 state.counters.completions += taken as u64;
@@ -299,46 +299,53 @@ impl CompletionQueueCore {
         }
     }
 
-    /// Finishes the operations of completions `from..taken` of a batch; true if there may be more to take.
+    /// Finishes the operations of completions `from..taken`; returns true if the device may have
+    /// more.
     #[inline(never)]
     fn finish_batch(&self, state: &mut State, from: usize, taken: usize) -> bool {
         let State { completions, queues, woken, .. } = state;
         for wc in completions.iter().take(taken).skip(from) {
             match queues.get(Owner::of(wc.wr_id).0 as usize) {
                 Some(Some(attached)) => attached.queue.complete(wc, woken),
-                _ => tracing::warn!(wr_id = %wc.wr_id, "completion of a queue that is gone"),
+                _ => {
+                    tracing::warn!(wr_id = %wc.wr_id, "ignored a completion of a destroyed queue")
+                }
             }
         }
         taken == BATCH
     }
 
-    /// The queue is dead (overrun, or the device is gone): nothing on it will ever complete.
+    /// Marks the queue as dead (overrun or lost device) and ends its work, because nothing will
+    /// complete.
     #[cold]
     fn fail(&self, state: &mut State, error: VerbError) {
         if state.failed.replace(error).is_some() {
             return;
         }
         let woken = &mut state.woken;
-        tracing::error!(cq = self.cq.id(), %error, "completion queue failed");
+        tracing::error!(
+            cq = self.cq.id(),
+            %error,
+            "completion queue failed; failing all its work requests"
+        );
         for attached in state.queues.iter().flatten() {
             match attached.queue.queue_pair() {
-                Some(core) => woken.end(core, OpErrorKind::CompletionQueue(error)),
-                None if attached.queue.is_shared() && attached.drawing.is_empty() => {
-                    woken.end(attached.queue.clone(), OpErrorKind::CompletionQueue(error));
+                Some(core) => woken.shut_down(core, OpErrorKind::CompletionQueue(error)),
+                None if attached.queue.is_shared() && attached.consumers.is_empty() => {
+                    woken.shut_down(attached.queue.clone(), OpErrorKind::CompletionQueue(error));
                 }
-                // The last of them ends it, when nothing draws from it any more; see `no_longer_draws`.
+                // The last consumer ends it; see `remove_consumer`.
                 None if attached.queue.is_shared() => {
-                    for core in attached.drawing.iter().filter_map(Weak::upgrade) {
-                        woken.end(core, OpErrorKind::CompletionQueue(error));
+                    for core in attached.consumers.iter().filter_map(Weak::upgrade) {
+                        woken.shut_down(core, OpErrorKind::CompletionQueue(error));
                     }
                 }
-                // Its queue pair is being destroyed by somebody else, who ends what is in flight afterwards.
+                // Another thread is destroying the queue pair, and ends its work.
                 None => {}
             }
         }
     }
 
-    /// Unlocks, then wakes who is to be woken.
     #[inline(always)]
     fn release(&self, state: MutexGuard<'_, State>) {
         if !state.woken.is_empty() {
@@ -348,7 +355,7 @@ impl CompletionQueueCore {
 
     #[cold]
     fn release_and_wake(mut state: MutexGuard<'_, State>) {
-        if let Some(waker) = state.woken.only() {
+        if let Some(waker) = state.woken.take_single_waker() {
             drop(state);
             return wake(waker);
         }
@@ -357,45 +364,41 @@ impl CompletionQueueCore {
         woken.finish();
     }
 
-    /// Makes sure that a completion is noticed though nobody may be waiting for one: an abandoned operation holds
-    /// buffers until then, and room that others wait for. A poller needs no telling.
-    pub(super) fn attend(self: &Arc<Self>) {
+    /// Ensures that a completion is noticed although no task may wait for it: an abandoned
+    /// operation holds buffers, and capacity that others wait for. A busy poller needs no event.
+    pub(super) fn ensure_watched(self: &Arc<Self>) {
         if !self.mode.arms() {
             return;
         }
         let mut state = lock(&self.state);
-        self.finish_left(&mut state);
+        self.finish_remaining(&mut state);
         arm::before_park(&mut Draining { queue: self, state: &mut state });
         self.release(state);
         self.reactors.watch(self);
     }
 
-    /// An operation begins to wait.
-    pub(super) fn now_waiting(&self) {
+    pub(super) fn add_waiter(&self) {
         self.waiting.fetch_add(1, Ordering::Relaxed);
     }
 
     #[inline]
-    pub(super) fn no_longer_waiting(&self) {
+    pub(super) fn remove_waiter(&self) {
         self.waiting.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Somebody polls for all from now on.
     pub(super) fn begin_driving(&self) {
         self.drivers.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// True if somebody polls for all.
     pub(super) fn is_driven(&self) -> bool {
         self.drivers.load(Ordering::Relaxed) > 0
     }
 
-    /// Why it is dead, if it is.
     pub(crate) fn failure(&self) -> Option<VerbError> {
         lock(&self.state).failed
     }
 
-    /// A driver ends. If it was the last, those who wait are woken by events until they look again.
+    /// Removes a driver. After the last one, events wake waiting operations until they poll again.
     pub(super) fn end_driving(&self) {
         self.drivers.fetch_sub(1, Ordering::Relaxed);
     }
@@ -442,7 +445,6 @@ impl Polled for CompletionQueueCore {
     }
 }
 
-/// The queue in the hands of whoever holds its lock.
 struct Draining<'a> {
     queue: &'a CompletionQueueCore,
     state: &'a mut State,
@@ -472,7 +474,8 @@ impl Armed for Draining<'_> {
             Ok(Some(_)) => {
                 self.state.counters.events += 1;
                 self.state.unacknowledged += 1;
-                // Acknowledging takes a lock and wakes whoever destroys the queue: seldom is enough.
+                // Acknowledging takes a lock and wakes a thread that destroys the queue, so it is
+                // done rarely.
                 if self.state.unacknowledged == u32::from(u16::MAX) {
                     self.queue.cq.acknowledge(std::mem::take(&mut self.state.unacknowledged));
                 }
@@ -497,7 +500,7 @@ impl Armed for Draining<'_> {
 
 impl Drop for CompletionQueueCore {
     fn drop(&mut self) {
-        // The device waits for acknowledgements when the queue is destroyed, `ibv_destroy_cq(3)`.
+        // `ibv_destroy_cq(3)` waits for the acknowledgements.
         let state = lock(&self.state);
         if state.unacknowledged > 0 {
             self.cq.acknowledge(state.unacknowledged);

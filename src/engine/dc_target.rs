@@ -1,8 +1,9 @@
-//! A DC target, from the first message to the last.
+//! A DC target and its teardown.
 //!
-//! The end: no more messages; take those that are there; destroy it, after which it takes no receive any more. Of a device
-//! that cannot be told to take no more, what arrives in between takes its receive along, which ends with the shared queue
-//! then: a target has no error state in which it would say what its last receive was.
+//! Teardown order: stop accepting messages, take the available completions, destroy the target. A
+//! device that cannot stop accepting may take further receives before the destruction. These end
+//! with the shared receive queue, because a target has no error state in which it would report its
+//! last receive.
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,7 +15,6 @@ use super::wake_list::Teardown;
 use crate::error::{OpErrorKind, SetupError};
 use crate::verbs::Dct;
 
-/// A DC target and the shared receive queue that it draws from.
 pub(crate) struct TargetCore {
     /// `None` once destroyed.
     dct: Mutex<Option<Dct>>,
@@ -22,16 +22,15 @@ pub(crate) struct TargetCore {
 }
 
 impl TargetCore {
-    /// Takes charge of `dct`, which is to draw from `shared`, and is in RESET.
+    /// Takes over `dct`, which is in RESET and will receive from `shared`.
     pub(crate) fn new(dct: Dct, shared: Shared) -> Result<Arc<Self>, SetupError> {
         let core = Arc::new(Self { dct: Mutex::new(Some(dct)), shared });
-        let drawing: Arc<dyn Teardown> = core.clone();
-        core.shared.queue.cq().draw(&core.shared.queue, &drawing)?;
+        let teardown: Arc<dyn Teardown> = core.clone();
+        core.shared.queue.cq().add_consumer(&core.shared.queue, &teardown)?;
         Ok(core)
     }
 
-    /// Asks the bare target.
-    pub(crate) fn ask<T>(&self, question: impl FnOnce(&Dct) -> T) -> Result<T, SetupError> {
+    pub(crate) fn with_dct<T>(&self, question: impl FnOnce(&Dct) -> T) -> Result<T, SetupError> {
         self.dct.lock().as_ref().map(question).ok_or(SetupError::Closed)
     }
 }
@@ -39,20 +38,25 @@ impl TargetCore {
 impl Teardown for TargetCore {
     fn shut_down(&self, _kind: OpErrorKind) {
         let Some(dct) = self.dct.lock().take() else { return };
-        let _span = tracing::debug_span!("shut_down", target_number = ?dct.number()).entered();
+        let number = dct.number();
+        let _span = tracing::debug_span!("shut_down", target_number = ?number).entered();
         let queue = &self.shared.queue;
         dct.quiesce();
         queue.cq().drain();
         match dct.destroy() {
             Err(error) if !error.is_device_gone() => {
-                tracing::error!(%error, "what it draws from stays as long as the program runs");
-                self.shared.keep();
+                tracing::error!(
+                    ?number,
+                    %error,
+                    "failed to destroy DC target; leaking its shared receive queue"
+                );
+                self.shared.leak();
                 return;
             }
-            // The kernel takes the target of a device that is gone down by itself.
+            // The kernel destroys the target of a lost device.
             Ok(()) | Err(_) => {}
         }
-        queue.cq().no_longer_draws(queue, self);
+        queue.cq().remove_consumer(queue, self);
     }
 }
 

@@ -18,21 +18,23 @@ use crate::types::AsyncEvent;
 use crate::verbs::{Device, Listener};
 
 impl Device {
-    /// Watches the asynchronous events of this device: faults and changes that belong to no work request.
+    /// Returns a stream of the device's asynchronous events: faults and changes that belong to no
+    /// work request, for example of a port. Operations report faults by their own results; events
+    /// add the reason.
     ///
-    /// Each event is given to one stream only; of those that nobody takes, the latest 4096 are kept. Operations learn of faults by their own results; this is to know
-    /// why, and of ports.
+    /// Each event is delivered to one stream only. The latest 4096 undelivered events are kept.
     ///
     /// # Errors
     ///
-    /// Kind `Unsupported` with [`NoRuntime`] outside of a Tokio runtime with an I/O driver. Else if the descriptor cannot be
-    /// registered with the current runtime, or there is no thread to tell of events that another task has read.
+    /// - Kind `Unsupported` with [`NoRuntime`] outside of a Tokio runtime with an I/O driver;
+    /// - an I/O error if the descriptor cannot be registered with the current runtime, or the
+    ///   thread that reports events read by another task cannot be started.
     pub fn events(&self) -> io::Result<DeviceEvents> {
         let fd = NoRuntime::or_registered(|| readable(self))??;
         let waker = Arc::new(AtomicWaker::new());
-        let told = waker.clone();
-        // Called where another task or a reactor has read the events.
-        let listener: Arc<Listener> = Arc::new(move || contained(|| told.wake()));
+        let notified = waker.clone();
+        // Called after another task or a reactor has read the events.
+        let listener: Arc<Listener> = Arc::new(move || contained(|| notified.wake()));
         self.on_events(&listener)?;
         Ok(DeviceEvents {
             fd,
@@ -45,27 +47,29 @@ impl Device {
     }
 }
 
-/// Readable while the device has asynchronous events that nobody has read. A descriptor of its own: one cannot be registered
-/// twice.
+/// Returns a descriptor that is readable while the device has unread events. It is a duplicate,
+/// because a descriptor can be registered once.
 pub(super) fn readable(device: &Device) -> io::Result<AsyncFd<OwnedFd>> {
     let fd = device.event_fd().try_clone_to_owned()?;
     // Deprecated because an `AsRawFd` can lie about its descriptor; an `OwnedFd` does not.
-    #[allow(deprecated, reason = "its successor is not in the oldest Tokio we work with")]
+    #[allow(deprecated, reason = "its successor is newer than the oldest supported Tokio")]
     AsyncFd::with_interest(fd, Interest::READABLE)
 }
 
-/// Stream of a device's asynchronous events; ends when the device is gone. See [`Device::events`].
+/// A stream of a device's asynchronous events, which ends when the device is gone. See
+/// [`Device::events`].
 ///
 /// # Cancel safety
 ///
-/// Dropping it, or a future of its next item, loses no event that was not given yet.
+/// Dropping the stream, or a future of its next item, loses no undelivered event.
 pub struct DeviceEvents {
     fd: AsyncFd<OwnedFd>,
     device: Device,
-    /// Woken when another task has read events, which are in the backlog then and not in the descriptor.
+    /// Woken when another task has read events, which are then in the backlog and no longer make
+    /// the descriptor readable.
     waker: Arc<AtomicWaker>,
     _listener: Arc<Listener>,
-    /// For the descriptor: a panic would keep the driver from waking others.
+    /// Contains panics of wakers, which would keep the I/O driver from waking other tasks.
     wakers: ContainedWaker,
     ended: bool,
 }
@@ -77,12 +81,12 @@ impl Stream for DeviceEvents {
         if self.ended {
             return Poll::Ready(None);
         }
-        // Before the backlog is looked at, so that whoever fills it afterwards wakes us.
+        // Before the backlog is read, so that a later addition wakes this task.
         self.waker.register(context.waker());
         loop {
             match self.device.next_event() {
                 Ok(Some(event)) => {
-                    tracing::info!(?event, "asynchronous event");
+                    tracing::info!(device = self.device.name(), ?event, "asynchronous event");
                     return Poll::Ready(Some(Ok(event)));
                 }
                 Ok(None) => {}
@@ -97,9 +101,10 @@ impl Stream for DeviceEvents {
             }
             let Self { fd, wakers, .. } = &mut *self;
             match ready!(wakers.poll(context, |context| fd.poll_read_ready(context))) {
-                // An event meanwhile makes the descriptor ready anew, and one before is looked for again.
+                // A concurrent event makes the descriptor ready again; the loop finds an earlier
+                // one.
                 Ok(mut ready) => ready.clear_ready(),
-                // The runtime shuts down.
+                // The runtime is shutting down.
                 Err(_) => {
                     self.ended = true;
                     return Poll::Ready(None);

@@ -1,4 +1,4 @@
-//! One future that polls for all: the heart of a thread-per-core service.
+//! A future that polls a completion queue for all operations, for thread-per-core services.
 
 use std::fmt;
 use std::future::Future;
@@ -13,16 +13,19 @@ use super::completion_queue_core::CompletionQueueCore;
 use crate::contained::contained;
 
 impl CompletionQueue {
-    /// Runs `future` and polls this queue each time the runtime comes round to it, which is at once.
+    /// Runs `future` and polls this queue each time the runtime schedules the returned future,
+    /// which always reschedules itself.
     ///
-    /// Under a [`Cooperative`](super::CompletionMode::Cooperative) queue every waiting operation polls for itself; while
-    /// this runs it polls for all of them, however many tasks of the runtime wait, and they sleep until their
-    /// completion is there; should it not be polled for a while, events wake them. Meant for the main task of a current-thread runtime with a core of its own:
-    /// `runtime.block_on(queue.drive(serve()))`. In the other modes it makes completions be noticed earlier.
+    /// Otherwise every waiting operation of a [`Cooperative`](super::CompletionMode::Cooperative)
+    /// queue polls for itself. While this future runs, they sleep until their completion arrives.
+    /// If it is not polled for a while, events wake them. In the other modes it reduces latency.
+    ///
+    /// Use it as the main task of a current-thread runtime with a core of its own:
+    /// `runtime.block_on(queue.drive(serve()))`.
     ///
     /// # Cancel safety
     ///
-    /// That of `future`. When it is dropped, operations poll for themselves again.
+    /// Cancel safe if `future` is. After it is dropped, operations poll for themselves again.
     pub fn drive<F: Future>(&self, future: F) -> Drive<F> {
         Drive { driver: Driver::new(self.shared()), future }
     }
@@ -32,7 +35,7 @@ impl CompletionQueue {
 ///
 /// # Cancel safety
 ///
-/// That of the future within.
+/// Cancel safe if the inner future is.
 #[pin_project]
 #[must_use = "futures do nothing unless they are awaited"]
 pub struct Drive<F> {
@@ -62,7 +65,7 @@ impl<F> fmt::Debug for Drive<F> {
     }
 }
 
-/// As long as it lives, somebody polls the queue.
+/// A driver of the queue, registered until dropped.
 struct Driver {
     queue: Arc<CompletionQueueCore>,
 }

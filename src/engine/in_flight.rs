@@ -1,4 +1,5 @@
-//! What an operation's future holds: its slot and, until the device is done, its buffers.
+//! The state of an operation's future: its claim to a slot and, until the device is done, its
+//! buffers.
 
 #![allow(unsafe_code)]
 
@@ -13,9 +14,9 @@ use super::work_request_id::index_of;
 use crate::error::OpErrorKind;
 use crate::types::WorkCompletion;
 
-/// One work request in flight with the buffers `B` it names, or one that was refused.
+/// One work request with its buffers `B`, in flight or refused.
 ///
-/// Dropping it detaches: the buffers move into the slot and are dropped when the completion has come.
+/// Dropping it detaches: the buffers move into the slot and are dropped at the completion.
 pub(crate) struct InFlight<B: Send + 'static> {
     /// `None` once the outcome was taken.
     held: Option<(Claim<WorkQueue>, B)>,
@@ -27,29 +28,29 @@ impl<B: Send + 'static> InFlight<B> {
         Self { held: Some((claim, buffer)) }
     }
 
-    /// True if the completion has been found, and not been taken yet.
+    /// Returns true if the outcome is available and was not taken.
     pub(crate) fn is_finished(&self) -> bool {
         self.held.as_ref().is_some_and(|(claim, _)| {
             claim.is_complete() || {
-                claim.queue().cq().hand_out();
+                claim.queue().cq().dispatch_remaining();
                 claim.is_complete()
             }
         })
     }
 
-    /// Why it was never posted, if it was not and that has not been told.
+    /// Returns why the operation was refused, unless the error was taken.
     pub(crate) fn refusal(&self) -> Option<OpErrorKind> {
         self.held.as_ref().and_then(|(claim, _)| claim.refusal())
     }
 
-    /// True if it waits for room, and the device has not seen it.
-    pub(crate) fn is_in_line(&self) -> bool {
+    pub(crate) fn is_queued(&self) -> bool {
         self.held.as_ref().is_some_and(|(claim, _)| {
-            claim.posted_to().is_some_and(|queue| queue.is_in_line(claim.id()))
+            claim.posted_to().is_some_and(|queue| queue.is_queued(claim.id()))
         })
     }
 
-    /// What `finish` makes of the buffers and of what `see` has seen in the completion, once.
+    /// Polls for the outcome; passes the buffers and the result of `see`, which reads the
+    /// completion, to `finish`, once.
     ///
     /// # Panics
     ///
@@ -62,18 +63,18 @@ impl<B: Send + 'static> InFlight<B> {
         finish: impl FnOnce(B, Result<S, OpErrorKind>) -> R,
     ) -> Poll<R> {
         let Some((claim, _)) = &self.held else { polled_again() };
-        // SAFETY: C1: where this one is ended, the other was taken out of `held` and forgotten.
+        // SAFETY: C1: only this copy is ended: `end` takes the other out of `held` and forgets it.
         let (claim, held) = (unsafe { claim.same() }, &mut self.held);
         let end = |claim: Claim<WorkQueue>, seen: Option<S>| {
-            // Before the claim is ended: should that unwind, nothing is left to abandon.
-            // SAFETY: C1: it is what `claim` is of, and this is the first that takes it.
+            // Before the claim is ended: if that unwinds, the drop has nothing to abandon.
+            // SAFETY: C1: `held` has the claim copied above, and this is the first take.
             let (_, buffer) = unsafe { held.take().unwrap_unchecked() };
             // SAFETY: C1: the slot is complete.
             Poll::Ready(finish(buffer, unsafe { claim.take(seen, &see) }))
         };
         if claim.is_new() {
             let queue = claim.queue();
-            return match queue.cq().look_first(queue, &claim, context, &see) {
+            return match queue.cq().poll_first(queue, &claim, context, &see) {
                 Poll::Ready(Some(seen)) => end(claim, Some(seen)),
                 Poll::Ready(None) => end(claim, None),
                 Poll::Pending => Poll::Pending,
@@ -85,7 +86,8 @@ impl<B: Send + 'static> InFlight<B> {
         }
     }
 
-    /// As [`poll`](Self::poll), of a batch: how its last work request ended, and those before it that failed.
+    /// Polls a batch; returns its buffers, the result of its last work request and the earlier
+    /// parts that failed.
     pub(crate) fn poll_batch(
         &mut self,
         context: &mut Context<'_>,
@@ -93,7 +95,7 @@ impl<B: Send + 'static> InFlight<B> {
         let Some((claim, _)) = &self.held else { polled_again() };
         let see = |_: &WorkCompletion| claim.queue().end_parts(claim);
         let seen = if claim.is_new() {
-            ready!(claim.queue().cq().look_first(claim.queue(), claim, context, see))
+            ready!(claim.queue().cq().poll_first(claim.queue(), claim, context, see))
         } else {
             ready!(claim.wait(context, &see))
         };
@@ -137,7 +139,6 @@ fn polled_again() -> ! {
 }
 
 impl Claim<WorkQueue> {
-    /// Frees the slot: nothing was posted, the result was taken, or no future will take it.
     pub(super) fn release(self) {
         if let Some(queue) = self.posted_to() {
             queue.slots().hint(&self);
@@ -149,31 +150,31 @@ impl Claim<WorkQueue> {
         }
     }
 
-    /// Leaves the slot and `held` to the drainer, which drops `held` when the device is done; if that is so, drops it here.
+    /// Leaves the slot and `held` to the drainer, or drops `held` if the device is done.
     #[cold]
     pub(super) fn abandon<T: Send + 'static>(self, held: T) {
-        // SAFETY: C1: this is the claim, and ends here. The share is taken out before the drainer may free the slot, and dropped
-        // when this is done with the slot.
-        let Some(queue) = (unsafe { self.let_go() }) else {
+        // SAFETY: C1: this is the claim, and ends here. The reference is taken before the drainer
+        // may free the slot, and dropped after the last use of the slot.
+        let Some(queue) = (unsafe { self.take_queue() }) else {
             // SAFETY: C1: it was not posted.
             return unsafe { self.end_refused() };
         };
         let index = index_of(self.id());
         let held: Option<Held> =
             if std::mem::needs_drop::<T>() { Some(Box::new(held)) } else { None };
-        // Until it is reaped it counts as waiting, as what it owned and those who wait for capacity do: counted before it is
-        // visible, so that the count never falls below zero.
-        queue.cq().now_waiting();
+        // Counts as a waiter until reaped, because other tasks may wait for its buffers or
+        // capacity. Counted before it is visible, so that the count never falls below zero.
+        queue.cq().add_waiter();
         match self.detach(held) {
             Detach::InFlight { waiting } => {
                 tracing::trace!(index, "detached");
                 if waiting {
-                    queue.cq().no_longer_waiting();
+                    queue.cq().remove_waiter();
                 }
-                queue.cq().attend();
+                queue.cq().ensure_watched();
             }
             Detach::Complete(held) => {
-                queue.cq().no_longer_waiting();
+                queue.cq().remove_waiter();
                 queue.end_parts(&self);
                 queue.release(&self);
                 drop(held);
@@ -181,7 +182,6 @@ impl Claim<WorkQueue> {
         }
     }
 
-    /// Goes on to wait, as [`look_again`](super::completion_queue_core::CompletionQueueCore::look_again).
     #[inline(never)]
     fn wait<S>(
         &self,
@@ -191,14 +191,14 @@ impl Claim<WorkQueue> {
         if self.is_complete() {
             return Poll::Ready(None);
         }
-        self.queue().cq().look_again(self.queue(), self, context, see)
+        self.queue().cq().poll_again(self.queue(), self, context, see)
     }
 
-    /// Ends the claim. Gives what was `seen` in the completion of a success, or else what the slot has.
+    /// Ends the claim and returns `seen`, the result of a success, or else the outcome in the slot.
     ///
     /// # Safety
     ///
-    /// The operation is complete, and was posted if something was seen.
+    /// The operation is complete, and was posted if `seen` is some.
     #[inline(always)]
     unsafe fn take<S>(
         self,
@@ -206,7 +206,7 @@ impl Claim<WorkQueue> {
         see: &impl Fn(&WorkCompletion) -> S,
     ) -> Result<S, OpErrorKind> {
         let Some(seen) = seen else { return self.take_outcome(see) };
-        // SAFETY: C1: promised.
+        // SAFETY: C1: the caller's promise.
         unsafe { self.end() };
         Ok(seen)
     }
@@ -219,7 +219,6 @@ impl Claim<WorkQueue> {
     }
 }
 
-/// The completion of a success, or why there is none.
 #[inline]
 fn ending(outcome: &Outcome) -> Result<&WorkCompletion, OpErrorKind> {
     match outcome {

@@ -1,4 +1,5 @@
-//! Every interleaving of the in-flight machine: `RUSTFLAGS="--cfg loom" cargo test --release --lib loom`.
+//! Every interleaving of the slot, capacity and arming protocols: `RUSTFLAGS="--cfg loom" cargo
+//! test --release --lib loom`.
 
 #![allow(unsafe_code)]
 
@@ -11,7 +12,7 @@ use ::loom::thread;
 
 use super::arm::{self, Armed};
 use super::capacity::Capacity;
-use super::slot::{Detach, Finished, Held, Outcome, Registered, Slot, Spent};
+use super::slot::{Detach, Discarded, Finished, Held, Outcome, Registered, Slot};
 use crate::error::OpErrorKind;
 use crate::types::{WorkCompletion, WrId};
 
@@ -53,7 +54,6 @@ fn take(slot: &Slot<()>) -> Outcome {
     outcome
 }
 
-/// As the work queue does with a completion.
 fn completed(slot: &Slot<()>, id: WrId) -> Finished {
     if slot.finish_unwatched(id, &POSTED) {
         Finished::Unwatched
@@ -87,7 +87,7 @@ fn loom_a_registered_waker_is_woken_or_the_result_is_seen() {
             move || assert!(finish(&slot, id).is_none())
         });
         let (woken, waker) = flag();
-        let registered = slot.register(waker, &mut Spent::default());
+        let registered = slot.register(waker, &mut Discarded::default());
         drainer.join().unwrap();
         assert!(slot.is_complete());
         if registered != Registered::Complete {
@@ -108,10 +108,10 @@ fn loom_the_latest_of_two_wakers_is_woken() {
         });
         let (_, first) = flag();
         let (woken, second) = flag();
-        slot.register(first, &mut Spent::default());
-        let registered = slot.register(second, &mut Spent::default());
+        slot.register(first, &mut Discarded::default());
+        let registered = slot.register(second, &mut Discarded::default());
         drainer.join().unwrap();
-        // Of these the caller looks again.
+        // Otherwise the caller polls again.
         if !matches!(
             registered,
             Registered::Complete | Registered::Overtaken | Registered::Imminent
@@ -122,7 +122,6 @@ fn loom_the_latest_of_two_wakers_is_woken() {
     });
 }
 
-/// Counts drops of what an operation held.
 struct Buffer(Arc<AtomicU32>);
 
 impl Drop for Buffer {
@@ -139,7 +138,7 @@ fn loom_an_abandoned_operation_is_freed_once_and_never_before_its_completion() {
             let drops = Arc::new(AtomicU32::new(0));
             let (_, waker) = flag();
             if waits {
-                assert_eq!(slot.register(waker, &mut Spent::default()), Registered::Fresh);
+                assert_eq!(slot.register(waker, &mut Discarded::default()), Registered::Fresh);
             }
             let drainer = thread::spawn({
                 let (slot, drops) = (slot.clone(), drops.clone());
@@ -162,7 +161,7 @@ fn loom_an_abandoned_operation_is_freed_once_and_never_before_its_completion() {
     }
 }
 
-/// A slot whose first life is over, and the number of that.
+/// Returns a slot whose first generation is over, and the id of that generation.
 fn over() -> (Arc<Slot<()>>, WrId) {
     let (slot, id) = claimed();
     assert!(finish(&slot, id).is_none());
@@ -171,7 +170,7 @@ fn over() -> (Arc<Slot<()>>, WrId) {
 }
 
 #[test]
-fn loom_a_late_completion_of_an_earlier_life_changes_nothing() {
+fn loom_a_stale_completion_of_an_earlier_generation_changes_nothing() {
     ::loom::model(|| {
         let (slot, old) = over();
         let stale = thread::spawn({
@@ -189,7 +188,7 @@ fn loom_a_late_completion_of_an_earlier_life_changes_nothing() {
 }
 
 #[test]
-fn loom_a_late_completion_of_an_earlier_life_is_of_no_batch() {
+fn loom_a_stale_completion_of_an_earlier_generation_matches_no_batch_part() {
     ::loom::model(|| {
         let (slot, old) = over();
         let stale = thread::spawn({
@@ -233,41 +232,43 @@ fn loom_an_abandoned_batch_leaves_a_slot_of_one() {
     });
 }
 
-/// One operation abandons its slot, and the next claims it while the drainer frees it: each has a share of the queue of its own.
+// An operation abandons its slot, and the next one claims it while the drainer frees it: each has
+// its own reference to the queue.
 #[test]
-fn loom_each_life_has_its_own_share_of_the_work_queue() {
+fn loom_each_generation_has_its_own_reference_to_the_work_queue() {
     ::loom::model(|| {
         let queue = StdArc::new(());
         let slot = Arc::new(Slot::<()>::new(POSTED.wr_id, false));
         assert!(slot.claim(1), "a new slot is free");
-        // SAFETY: C1: claimed; as `Claim` does.
-        unsafe { slot.keep(queue.clone()) };
+        // SAFETY: C1: claimed; same as in `Claim`.
+        unsafe { slot.keep_queue(queue.clone()) };
         let id = slot.id();
         let drainer = thread::spawn({
             let slot = slot.clone();
             move || assert!(finish(&slot, id).is_none())
         });
-        // SAFETY: C1: as above; the share is dropped behind the last use of the slot in this life.
-        let share = unsafe { slot.let_go() };
+        // SAFETY: C1: as above; the reference is dropped after the last use of the slot in this
+        // generation.
+        let reference = unsafe { slot.take_queue() };
         if let Detach::Complete(_) = slot.detach(None) {
             slot.free();
         }
-        drop(share);
+        drop(reference);
         if slot.claim(1) {
             // SAFETY: C1: as above.
-            unsafe { slot.keep(queue.clone()) };
+            unsafe { slot.keep_queue(queue.clone()) };
             assert_eq!(StdArc::strong_count(&queue), 2);
             // SAFETY: C1: as above.
-            drop(unsafe { slot.let_go() });
+            drop(unsafe { slot.take_queue() });
         }
         drainer.join().unwrap();
         assert_eq!(StdArc::strong_count(&queue), 1);
     });
 }
 
-/// A poster with one line of waiting work, and a drainer that frees room: as `WorkQueue` uses `Capacity`.
-struct Line {
-    room: Capacity,
+/// A poster with queued work and a drainer that frees capacity, like `WorkQueue` uses `Capacity`.
+struct PostQueue {
+    capacity: Capacity,
     posting: Mutex<Posting>,
 }
 
@@ -276,51 +277,55 @@ struct Posting {
     waiting: u32,
 }
 
-impl Line {
-    fn post_waiting(&self, posting: &mut Posting) {
-        while posting.waiting > 0 && self.room.left(posting.posted) > 0 {
+impl PostQueue {
+    fn post_queued(&self, posting: &mut Posting) {
+        while posting.waiting > 0 && self.capacity.free(posting.posted) > 0 {
             posting.waiting -= 1;
             posting.posted += 1;
         }
         if posting.waiting == 0 {
-            self.room.clear();
+            self.capacity.clear_waiters();
         }
     }
 }
 
 #[test]
-fn loom_whoever_waits_for_room_gets_it() {
+fn loom_queued_work_is_posted_when_capacity_is_freed() {
     ::loom::model(|| {
-        let line = Arc::new(Line {
-            room: Capacity::new(1, false),
+        let queue = Arc::new(PostQueue {
+            capacity: Capacity::new(1, false),
             posting: Mutex::new(Posting { posted: 1, waiting: 0 }),
         });
         let drainer = thread::spawn({
-            let line = line.clone();
+            let queue = queue.clone();
             move || {
-                if line.room.retire(0) {
-                    line.post_waiting(&mut line.posting.lock().unwrap());
+                if queue.capacity.retire(0) {
+                    queue.post_queued(&mut queue.posting.lock().unwrap());
                 }
             }
         });
         {
-            let mut posting = line.posting.lock().unwrap();
-            if posting.waiting == 0 && line.room.left(posting.posted) > 0 {
+            let mut posting = queue.posting.lock().unwrap();
+            if posting.waiting == 0 && queue.capacity.free(posting.posted) > 0 {
                 posting.posted += 1;
             } else {
                 posting.waiting += 1;
-                line.room.crowd();
-                line.post_waiting(&mut posting);
+                queue.capacity.announce_waiter();
+                queue.post_queued(&mut posting);
             }
         }
         drainer.join().unwrap();
-        let posting = line.posting.lock().unwrap();
-        assert_eq!((posting.waiting, posting.posted), (0, 2), "work waits for room that is there");
-        assert_eq!(line.room.in_flight(posting.posted), 1);
+        let posting = queue.posting.lock().unwrap();
+        assert_eq!(
+            (posting.waiting, posting.posted),
+            (0, 2),
+            "work is queued although capacity is free"
+        );
+        assert_eq!(queue.capacity.in_flight(posting.posted), 1);
     });
 }
 
-/// A device's completion queue: completions, one-shot arming, a channel.
+/// The completion queue of a device: completions, one-shot arming, a channel.
 #[derive(Default)]
 struct Device {
     completions: u32,
@@ -328,7 +333,7 @@ struct Device {
     events: u32,
 }
 
-/// A completion queue watched by events, with one operation in flight in `slot`.
+/// A completion queue in event mode, with one operation in flight in `slot`.
 struct Queue {
     device: Mutex<Device>,
     state: Mutex<bool>,
@@ -392,8 +397,7 @@ impl Queue {
 }
 
 #[test]
-fn loom_a_completion_is_never_slept_through() {
-    // Armed before by somebody else, or not.
+fn loom_a_parked_task_never_misses_a_completion() {
     for armed in [false, true] {
         ::loom::model(move || {
             let slot = Slot::new(POSTED.wr_id, false);
@@ -416,7 +420,7 @@ fn loom_a_completion_is_never_slept_through() {
                         device.events += u32::from(event);
                         event
                     };
-                    // The reactor sees the channel become readable, and only then does anything.
+                    // The reactor acts only after the channel becomes readable.
                     if readable {
                         queue.with(|draining| arm::on_event(draining));
                     }
@@ -429,7 +433,10 @@ fn loom_a_completion_is_never_slept_through() {
                     return true;
                 }
                 queue.waiting.fetch_add(1, Ordering::Relaxed);
-                assert_eq!(queue.slot.register(waker, &mut Spent::default()), Registered::Fresh);
+                assert_eq!(
+                    queue.slot.register(waker, &mut Discarded::default()),
+                    Registered::Fresh
+                );
                 arm::before_park(draining);
                 queue.slot.is_complete()
             });

@@ -1,34 +1,38 @@
-//! From a posted work request to a woken task.
+//! The path of an operation: post, wait, completion, wake-up.
 //!
 //! ```text
 //!  post:  Operation ──▶ WorkQueue ──▶ slot claimed ──▶ device
-//!                          │ no capacity: queued, first in, first out
-//!  wait:  InFlight::poll ── outcome in the slot? ── take completions once ── poll again (hybrid) ── register, arm, park
+//!                          │ no free capacity: queued, first in, first out
+//!  wait:  InFlight::poll ── outcome in the slot? ── poll the device once
+//!                        ── poll again (hybrid) ── register, arm, park
 //!  wake:  event (Reactor) │ thread (BusyPoller) │ another task that waits
-//!                          └──▶ take completions ▶ free capacity ▶ finish slots ▶ wake
+//!                         └──▶ take completions ▶ free capacity ▶ finish slots ▶ wake
 //! ```
 //!
-//! Completions are taken under the lock of the completion queue, by whoever comes first: a task that waits for one of them takes
-//! its own without the detour of its slot ([`wait`](completion_queue_core)), all others are finished in their slots. Completion
-//! modes differ in who comes, and in nothing else. This module knows no contents of buffers and no peers.
+//! Completions are taken under the lock of the completion queue. A task that finds its own
+//! completion takes it directly; all others are finished through their slots. Completion modes
+//! differ only in which component polls. This module knows neither the contents of buffers nor
+//! peers.
 //!
-//! # Who owns what
+//! # Ownership
 //!
 //! ```text
 //!  QueuePair ──▶ QueuePairCore ──▶ Qp, its WorkQueues
-//!  CompletionQueue ──▶ CompletionQueueCore ──▶ WorkQueue ──▶ slots          until the device has forgotten the work queue
-//!  Operation ──▶ InFlight: buffers, Claim ──▶ a slot, and in it a share of its WorkQueue
+//!  CompletionQueue ──▶ CompletionQueueCore ──▶ WorkQueue ──▶ slots
+//!  Operation ──▶ InFlight: buffers, Claim ──▶ a slot, which references its WorkQueue
 //! ```
 //!
-//! A work queue has a share of its completion queue, which has one of the work queue until the device has forgotten it
-//! (`CompletionQueueCore::forget`): what the device may still write stays, even if nothing else keeps it. Of its queue pair a work
-//! queue has a weak reference, for the case that the completion queue fails.
+//! A work queue and its completion queue reference each other until `CompletionQueueCore::abandon`
+//! detaches the work queue, after the device has destroyed it. So memory that the device may still
+//! write stays alive. A work queue references its queue pair weakly, to destroy it if the
+//! completion queue fails.
 //!
-//! # Order of locks
+//! # Lock order
 //!
-//! `QueuePairCore::change`, then `CompletionQueueCore::state`, then `WorkQueue::posting`, then those of `Failures`. Under none of
-//! them a waker is cloned, woken or dropped, nor a buffer dropped, for that can run code of users: [`wake_list`] keeps them until
-//! the locks are released.
+//! `QueuePairCore::change`, then `CompletionQueueCore::state`, then `WorkQueue::posting`, then the
+//! locks of `Failures`. Cloning, waking or dropping a waker and dropping a buffer can run user
+//! code, so none of these happens under a lock: [`wake_list`] keeps them until the locks are
+//! released.
 
 mod arm;
 mod batch;
@@ -74,8 +78,8 @@ pub use device_events::DeviceEvents;
 pub use drive::Drive;
 pub(crate) use in_flight::InFlight;
 pub(crate) use posting::Poster;
-pub(crate) use queue_pair_core::{QueuePairCore, Shared, end_shared};
+pub(crate) use queue_pair_core::{QueuePairCore, Shared, destroy_shared};
 pub(crate) use wake_list::{Deferral, wake};
 pub(crate) use work_queue::WorkQueue;
 pub use work_request::WorkQueueCounters;
-pub(crate) use work_request::{Key, Limits, Patience, Refusal, Request, To, What};
+pub(crate) use work_request::{Limits, OnFull, Receiver, ReceiverKey, Refusal, Request, WorkKind};

@@ -1,4 +1,4 @@
-//! Giving work requests to the device: the side of a work queue that is under its lock.
+//! The state of a work queue under its lock, and the calls that post to the device.
 
 #![allow(unsafe_code)]
 
@@ -9,38 +9,33 @@ use super::slot::Slot;
 use super::slot_table::Cursor;
 use super::wait_queue::Queued;
 use super::watch::Watch;
-use super::work_request::What;
+use super::work_request::WorkKind;
 use crate::error::{OpErrorKind, VerbError};
 use crate::types::{QpState, RecvWr, SendWr, Sge, WrId};
 use crate::verbs::{PostError, Qp, Srq};
 
-/// No queue is given the other kind of work.
+/// The error for work of the other direction, which a queue is never given.
 pub(super) const WRONG_QUEUE: PostError =
     PostError { posted: 0, error: VerbError::new("post to the wrong queue", VerbError::EINVAL) };
 
-/// What posts to the device.
 #[derive(Debug, Clone)]
 pub(crate) enum Poster {
-    /// Send queue.
     Send(Arc<Qp>),
-    /// Receive queue.
     Receive(Arc<Qp>),
-    /// Shared receive queue.
     Shared(Srq),
 }
 
-/// What a work queue gives to its device; under one lock.
 pub(super) struct Posting {
     /// `None` once closed.
     pub(super) poster: Option<Poster>,
     pub(super) cursor: Cursor,
-    /// Work requests given to the device. Modulo 2^32 it is the position of the next.
+    /// Work requests given to the device; modulo 2^32, the position of the next one.
     pub(super) posted: u64,
-    /// Up to where they are known to have room, and need not line up. Not beyond `posted` if somebody is in line, or nothing
-    /// can be posted.
+    /// The value of `posted` up to which there is known capacity. Not above `posted` if work is
+    /// queued or the queue is closed.
     pub(super) until: u64,
     pub(super) waited: u64,
-    pub(super) queued: VecDeque<Queued>,
+    pub(super) wait_queue: VecDeque<Queued>,
     pub(super) watch: Watch,
 }
 
@@ -52,35 +47,35 @@ impl Posting {
             posted: 0,
             until: 0,
             waited: 0,
-            queued: VecDeque::new(),
+            wait_queue: VecDeque::new(),
             watch: Watch::default(),
         }
     }
 
-    /// Gives one work request, which is in `slot`, to the device.
     #[inline]
     pub(super) fn post_one<Q>(
         &mut self,
         slot: &Slot<Q>,
-        what: What,
+        kind: WorkKind,
         wr: SendWr<'_>,
         sges: &[Sge],
     ) -> Result<(), VerbError> {
-        slot.place_part(wr.wr_id, self.posted as u32);
-        let result = match (what, &self.poster) {
-            // SAFETY: S1: for all three: the elements name buffers that the operation owns, and what a window is bound
-            // to, the window keeps until it is not bound any more. The operation keeps them until
-            // the slot is COMPLETE, or leaves them in the slot, which `shutdown` empties only after the queue
-            // pair is destroyed.
-            (What::Send(op), Some(Poster::Send(qp))) => unsafe {
+        slot.set_part_position(wr.wr_id, self.posted as u32);
+        let result = match (kind, &self.poster) {
+            // SAFETY: S1: for all three: the operation owns the buffers that the elements name, and
+            // a bound window keeps its memory until unbound. The operation keeps its buffers until
+            // the slot is COMPLETE, or leaves them in the slot, which is emptied only at the
+            // completion or after the device has destroyed or reset the queue.
+            (WorkKind::Send(op), Some(Poster::Send(qp))) => unsafe {
                 qp.post_send(&[SendWr { op, ..wr }])
             },
             // SAFETY: S1: as above.
-            (What::Receive, Some(Poster::Receive(qp))) => unsafe {
+            (WorkKind::Receive, Some(Poster::Receive(qp))) => unsafe {
                 qp.post_recv(&[RecvWr { wr_id: wr.wr_id, sges }])
             },
-            // SAFETY: S1: as above; the shared receive queue is destroyed first.
-            (What::Receive, Some(Poster::Shared(srq))) => unsafe {
+            // SAFETY: S1: as above; the shared receive queue is destroyed before its slots are
+            // emptied.
+            (WorkKind::Receive, Some(Poster::Shared(srq))) => unsafe {
                 srq.post_recv(&[RecvWr { wr_id: wr.wr_id, sges }])
             },
             _ => Err(WRONG_QUEUE),
@@ -88,13 +83,13 @@ impl Posting {
         result.map_err(|refused| refused.error)?;
         self.posted += 1;
         if is_traced() {
-            trace_posted(slot, wr.wr_id, what);
+            trace_posted(slot, wr.wr_id, kind);
         }
         Ok(())
     }
 
-    /// Why the device refused a work request: `error`, or the state of the queue pair, if it takes no such work in that state. A full
-    /// queue and a device that is gone have errors of their own.
+    /// Returns why the device refused a work request. For EINVAL this is the state of the queue
+    /// pair, if it accepts no such work in that state; otherwise `error`.
     #[cold]
     pub(super) fn refusal(&self, error: VerbError) -> OpErrorKind {
         if error.errno != VerbError::EINVAL {
@@ -114,14 +109,13 @@ impl Posting {
     }
 }
 
-/// True if somebody wants to see each work request.
 #[inline(always)]
 pub(super) fn is_traced() -> bool {
     tracing::Level::TRACE <= tracing::level_filters::LevelFilter::current()
 }
 
 #[cold]
-pub(super) fn trace_posted<Q>(slot: &Slot<Q>, id: WrId, what: What) {
-    tracing::trace!(wr_id = %id, ?what, "posted");
+pub(super) fn trace_posted<Q>(slot: &Slot<Q>, id: WrId, kind: WorkKind) {
+    tracing::trace!(wr_id = %id, ?kind, "posted");
     slot.trace();
 }

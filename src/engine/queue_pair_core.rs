@@ -1,9 +1,16 @@
-//! A queue pair with its two work queues, from first post to last flush.
+//! A queue pair with its two work queues, and its teardown.
 //!
-//! The end, in this order: no more posts; to the error state, so that the device flushes; take the flushes
-//! that are there; destroy, after which the device touches nothing any more; take what it left in the
-//! completion queues; fail what never got a completion. Only then are buffers free. If the device refuses to destroy it,
-//! they are free when their flushes come, those of work in line at once.
+//! Teardown order:
+//!
+//! 1. stop posting;
+//! 2. move to the error state, so that the device flushes;
+//! 3. take the available flushes;
+//! 4. destroy the queue pair, after which the device accesses nothing;
+//! 5. take the completions that it left in the completion queues;
+//! 6. fail the work that has no completion. Only now are its buffers free.
+//!
+//! If the device refuses to destroy it, posted buffers are free when their flushes arrive, queued
+//! buffers at once.
 
 use std::any::Any;
 use std::fmt;
@@ -22,18 +29,17 @@ use crate::verbs::{Qp, Srq};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
-/// A queue pair and what is in flight on it.
 pub(crate) struct QueuePairCore {
     /// `None` once destroyed.
     qp: Mutex<Option<Arc<Qp>>>,
-    /// One change of state at a time, together with what it makes the device forget: nobody posts again before that has
-    /// ended. Nobody is woken under it.
+    /// Serialises state changes. A reset holds it until the work in flight has failed, so nothing
+    /// is posted earlier. Tasks are not woken under it.
     change: Mutex<()>,
     send: Arc<WorkQueue>,
     /// `None` with a shared receive queue.
     receive: Option<Arc<WorkQueue>>,
     shared: Option<Shared>,
-    /// Of leases. They end before the queue pair does.
+    /// Windows of leases, deallocated before the queue pair is destroyed.
     windows: Arc<WindowSet>,
 }
 
@@ -43,28 +49,28 @@ impl Teardown for QueuePairCore {
     }
 }
 
-/// A shared receive queue that a queue pair or DC target draws from.
+/// A shared receive queue that a queue pair or DC target receives from.
 pub(crate) struct Shared {
     pub(super) queue: Arc<WorkQueue>,
-    /// Dropped with the queue pair and not before: it ends the receives. Never, if that is not destroyed.
+    /// Its drop ends the receives, so it is dropped after the queue pair is destroyed, and leaked
+    /// if that fails.
     owner: Mutex<Option<Box<dyn Any + Send + Sync>>>,
 }
 
 impl Shared {
-    /// `owner` ends `queue` when it is dropped.
     pub(crate) fn new(queue: Arc<WorkQueue>, owner: impl Any + Send + Sync) -> Self {
         Self { queue, owner: Mutex::new(Some(Box::new(owner))) }
     }
 
-    /// Keeps it for ever: what draws from it was not destroyed.
-    pub(super) fn keep(&self) {
+    /// Leaks the shared receive queue, because its consumer was not destroyed.
+    pub(super) fn leak(&self) {
         std::mem::forget(self.owner.lock().take());
     }
 }
 
 impl QueuePairCore {
-    /// Takes charge of `qp`, whose completions go to `send_cq` and `recv_cq`. No limits for receives: it draws
-    /// from `shared`.
+    /// Takes over `qp`, whose completions go to `send_cq` and `recv_cq`. `receive` has no limits if
+    /// the queue pair uses `shared`.
     pub(crate) fn new(
         qp: Qp,
         (send_cq, send): (&Arc<CompletionQueueCore>, Limits),
@@ -91,13 +97,14 @@ impl QueuePairCore {
             shared,
             windows: Arc::default(),
         });
-        // Fails if a completion queue has failed meanwhile, which then did not know of this queue pair.
+        // If a completion queue has failed meanwhile, the failure missed this queue pair, and this
+        // fails.
         let this: Arc<dyn Teardown> = core.clone();
         for queue in core.queues() {
-            queue.cq().own(queue, Arc::downgrade(&this))?;
+            queue.cq().set_queue_pair(queue, Arc::downgrade(&this))?;
         }
         if let Some(Shared { queue, .. }) = &core.shared {
-            queue.cq().draw(queue, &this)?;
+            queue.cq().add_consumer(queue, &this)?;
         }
         Ok(core)
     }
@@ -114,17 +121,17 @@ impl QueuePairCore {
         std::iter::once(&self.send).chain(&self.receive)
     }
 
-    /// The bare queue pair.
     pub(crate) fn qp(&self) -> Result<Arc<Qp>, SetupError> {
         self.qp.lock().clone().ok_or(SetupError::Closed)
     }
 
-    /// The windows of its leases. None may be made without a share of the bare queue pair, which keeps it from its end.
+    /// Returns the windows of its leases. A reference to the bare queue pair, required to create
+    /// one, defers the destruction.
     pub(crate) fn windows(&self) -> &Arc<WindowSet> {
         &self.windows
     }
 
-    /// Changes attributes and state. Work that a reset makes the device forget fails as closed.
+    /// Changes attributes and state. A reset fails work in flight with `Closed`.
     pub(crate) fn modify(&self, attr: &QpAttr) -> Result<(), SetupError> {
         let _deferral = Deferral::begin();
         let change = self.change.lock();
@@ -133,20 +140,22 @@ impl QueuePairCore {
         }
         let mut woken: [WakeList; 3] = Default::default();
         if let Some(Shared { queue, .. }) = &self.shared {
-            // What has arrived goes with the completions of a queue pair that is reset, and it alone knows of it.
+            // A reset discards the completions of the queue pair, and only they record the receives
+            // it has taken from the shared queue.
             self.flush(&*self.qp()?);
             woken[2] = queue.cq().drain_all();
         }
         let qp = self.qp()?;
-        // Who is about to post has seen a state in which that can be done: behind the reset the driver would take it, and the
-        // device would execute it when it is up again, long after it was given up here.
+        // Excludes posters that checked the state before the reset. The driver would accept their
+        // work in RESET, and the device would execute it after the next transition to RTS, long
+        // after it failed here.
         let posting: SmallVec<[_; 2]> = self.queues().map(|queue| lock(&queue.posting)).collect();
         let result = qp.modify(attr);
         drop(posting);
         drop(qp);
         if result.is_ok() {
             for (queue, woken) in self.queues().zip(&mut woken) {
-                *woken = queue.cq().forget(queue, OpErrorKind::Closed, false);
+                *woken = queue.cq().abandon_deferred(queue, OpErrorKind::Closed, false);
             }
         }
         drop(change);
@@ -154,26 +163,31 @@ impl QueuePairCore {
         result
     }
 
-    /// To the error state, and past the last receive that it takes from a shared queue. Refused in RESET, where nothing is in flight, and by a device that is gone, which flushes
-    /// nothing.
+    /// Moves the queue pair to the error state and waits for its last receive from a shared queue.
+    /// Fails in RESET, where nothing is in flight, and on a lost device, which flushes nothing.
     fn flush(&self, qp: &Qp) {
         match qp.modify(&QpAttr::to_state(QpState::Err)) {
             Ok(()) => qp.await_last_receive(),
             Err(error) => {
-                tracing::debug!(%error, "not moved to the error state before it is reset or destroyed")
+                tracing::debug!(
+                    qpn = %qp.qpn(),
+                    %error,
+                    "failed to move queue pair to the error state; continuing without a flush"
+                )
             }
         }
     }
 
-    /// Destroys the queue pair and ends all that is in flight, with `kind` where the device said nothing.
+    /// Destroys the queue pair and ends all work in flight; `kind` is the result of work without a
+    /// completion.
     pub(crate) fn shut_down(&self, kind: OpErrorKind) {
-        // Tasks are woken when all of it has ended.
         let _deferral = Deferral::begin();
         let change = self.change.lock();
         let taken = self.qp.lock().take();
         drop(change);
         let Some(qp) = taken else { return };
-        let _span = tracing::debug_span!("shut_down", qpn = %qp.qpn()).entered();
+        let qpn = qp.qpn();
+        let _span = tracing::debug_span!("shut_down", %qpn).entered();
         let posters: [_; 2] =
             [self.send.close(), self.receive.as_ref().and_then(|queue| queue.close())];
         self.flush(&qp);
@@ -184,25 +198,30 @@ impl QueuePairCore {
         drop(posters);
         match self.destroy(qp) {
             Err(error) if !error.is_device_gone() => {
-                tracing::error!(%error, "what is in flight ends when the device says so");
-                self.shared.iter().for_each(Shared::keep);
-                self.queues().for_each(|queue| queue.end_line(kind));
-                self.send.tell_of_end();
+                tracing::error!(
+                    %qpn,
+                    %error,
+                    "failed to destroy queue pair; holding posted buffers until they complete"
+                );
+                self.shared.iter().for_each(Shared::leak);
+                self.queues().for_each(|queue| queue.fail_queued(kind));
+                self.send.notify_closed();
                 return;
             }
-            // The kernel takes the queue pair of a device that is gone down by itself.
+            // The kernel destroys the queue pair of a lost device.
             Ok(()) | Err(_) => {}
         }
         for queue in self.queues() {
             queue.cq().abandon(queue, kind, true);
         }
         if let Some(queue) = shared {
-            queue.cq().no_longer_draws(queue, self);
+            queue.cq().remove_consumer(queue, self);
         }
-        self.send.tell_of_end();
+        self.send.notify_closed();
     }
 
-    /// Takes the last share and destroys it. Whoever holds another is in the middle of a verb and done with it at once.
+    /// Waits for the last reference and destroys the queue pair. Other references are held only
+    /// during a verb.
     fn destroy(&self, mut qp: Arc<Qp>) -> Result<(), VerbError> {
         loop {
             match Arc::try_unwrap(qp) {
@@ -217,17 +236,23 @@ impl QueuePairCore {
     }
 }
 
-/// Ends a shared receive queue that nothing draws from any more: receives fail as closed, and their buffers are free.
+/// Destroys a shared receive queue without consumers; its receives fail as closed and return their
+/// buffers.
 ///
-/// Not if the device refuses to destroy it. Then nothing of it is ever free, for nothing ever completes.
-pub(crate) fn end_shared(queue: &Arc<WorkQueue>, srq: Srq) {
+/// If the device refuses, its receives never complete and their buffers are leaked.
+pub(crate) fn destroy_shared(queue: &Arc<WorkQueue>, srq: Srq) {
     drop(queue.close());
+    let id = srq.id();
     match srq.destroy() {
         Err(error) if !error.is_device_gone() => {
-            tracing::error!(%error, "receives of a shared queue stay with the device for ever");
-            queue.end_line(OpErrorKind::Closed);
+            tracing::error!(
+                srq = id,
+                %error,
+                "failed to destroy shared receive queue; leaking the buffers of its receives"
+            );
+            queue.fail_queued(OpErrorKind::Closed);
         }
-        Ok(()) | Err(_) => queue.shut(OpErrorKind::Closed),
+        Ok(()) | Err(_) => queue.shut_down_destroyed(OpErrorKind::Closed),
     }
 }
 

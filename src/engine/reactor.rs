@@ -1,11 +1,11 @@
 //! The completion channel in Tokio's reactor.
 //!
-//! No task is spawned. What the reactor wakes is not an operation but the completion queue: its waker drains
-//! the queue right there, and the operations found complete are what gets scheduled, with one wake each.
+//! The crate spawns no task. The reactor wakes the completion queue, not an operation: its waker
+//! drains the queue in place, and each operation found complete is woken once.
 //!
-//! Every runtime in which an operation waits watches the channel with a registration of its own. So it does
-//! not matter which of them is running: a waiting task's own runtime is, whenever that task could go on. It watches the
-//! asynchronous events of the device too: after the last of them no completion may ever come.
+//! Every runtime in which an operation waits has its own registration, so no wake-up depends on
+//! another runtime. The reactor also watches the asynchronous events of the device, because no
+//! completion may arrive after a fatal event.
 
 use std::future::{Future, poll_fn};
 use std::io;
@@ -23,41 +23,42 @@ use super::device_events::readable;
 use crate::error::NoRuntime;
 use crate::verbs::{Channel, Device, Inlet};
 
-/// What a reactor tells of events: a completion queue.
+/// A completion queue to which a reactor reports events.
 pub(super) trait Watched: Send + Sync {
-    /// Where its events arrive; none if it has none.
     fn channel(&self) -> Option<&Channel>;
 
     fn device(&self) -> &Device;
 
-    /// The channel may have an event.
     fn on_event(&self);
 
-    /// A reactor is gone: those who relied on it look again, and find another or do without.
+    /// Wakes all waiting operations after a reactor is gone, to find another one or to poll.
     fn rouse(&self);
 
-    /// Its registrations.
     fn reactors(&self) -> &Reactors;
 }
 
-/// Registrations of one channel, one for each runtime that has waited for it.
+/// The registrations of one channel, at most one per runtime.
 pub(super) struct Reactors {
     list: parking_lot::Mutex<Vec<Arc<Reactor>>>,
 }
 
+/// A registration with one runtime.
+///
+/// Each `serve_` function runs until its descriptor is not readable and the reactor holds the
+/// waker. It polls `unconstrained`: the budget belongs to the task that happens to run, and once
+/// that is exhausted, Tokio would wake the waker, which calls the function again.
 struct Reactor {
     runtime: runtime::Id,
-    /// Owns a share of the channel, so that the descriptor is deregistered before it is closed. `None` if the
-    /// runtime has no I/O driver.
+    /// Holds a reference to the channel, so that the descriptor is deregistered before it is
+    /// closed. `None` if the runtime has no I/O driver.
     fd: Option<AsyncFd<Channel>>,
-    /// Readable when the device has asynchronous events.
     events: Option<AsyncFd<OwnedFd>>,
-    /// Readable when something has arrived that a device that is a program would see to in a thread of its own, which would
-    /// then wake us.
+    /// Readable when data has arrived for a software device. Its own thread processes the data
+    /// otherwise, and then wakes this reactor.
     inlet: Option<AsyncFd<Inlet>>,
     cq: Weak<dyn Watched>,
-    /// One for each descriptor, so that a completion costs no look at the other. They hold the reactor weakly: the registration
-    /// holds the waker.
+    /// One waker per descriptor, so that a completion does not poll the others. They reference the
+    /// reactor weakly, because the registration holds the waker.
     completion_waker: Waker,
     event_waker: Waker,
     arrival_waker: Waker,
@@ -68,7 +69,8 @@ impl Reactors {
         Self { list: parking_lot::Mutex::new(Vec::new()) }
     }
 
-    /// Makes sure that the current runtime watches the channel. False if there is none that could.
+    /// Ensures that the current runtime watches the channel; returns false if there is no runtime
+    /// that can.
     pub(super) fn watch<W: Watched + 'static>(&self, cq: &Arc<W>) -> bool {
         let (Some(channel), Ok(handle)) = (cq.channel(), Handle::try_current()) else {
             return false;
@@ -88,19 +90,18 @@ impl Reactors {
         reactor.fd.is_some()
     }
 
-    /// True if some runtime sees to what arrives.
     pub(super) fn has_inlet(&self) -> bool {
         self.list.lock().iter().any(|reactor| reactor.inlet.is_some())
     }
 
-    fn forget(&self, gone: &Reactor) {
+    fn remove(&self, gone: &Reactor) {
         let mut list = self.list.lock();
-        let forgotten = list
+        let removed = list
             .iter()
             .position(|reactor| reactor.runtime == gone.runtime)
             .map(|at| list.swap_remove(at));
         drop(list);
-        drop(forgotten);
+        drop(removed);
     }
 }
 
@@ -113,35 +114,53 @@ impl Reactor {
     ) -> Arc<Self> {
         let channel = channel.clone();
         // Deprecated because an `AsRawFd` can lie about its descriptor; ours owns it.
-        #[allow(deprecated, reason = "its successor is not in the oldest Tokio we work with")]
+        #[allow(deprecated, reason = "its successor is newer than the oldest supported Tokio")]
         let register = || AsyncFd::with_interest(channel, Interest::READABLE);
         let fd = match NoRuntime::or_registered(register) {
             Ok(Ok(fd)) => Some(fd),
             Ok(Err(error)) => {
-                tracing::warn!(%error, "completion channel cannot be watched, polling instead");
+                tracing::warn!(
+                    device = device.name(),
+                    %error,
+                    "failed to watch a completion channel; waiting tasks poll instead"
+                );
                 None
             }
             Err(missing) => {
-                tracing::warn!(%missing, "completion channel cannot be watched, polling instead of sleeping");
+                tracing::warn!(
+                    device = device.name(),
+                    error = %missing,
+                    "failed to watch a completion channel; waiting tasks poll instead"
+                );
                 None
             }
         };
         let events = fd.as_ref().and_then(|_| match readable(device) {
             Ok(events) => Some(events),
             Err(error) => {
-                tracing::warn!(%error, "asynchronous events cannot be watched, polls alone notice a lost device");
+                tracing::warn!(
+                    device = device.name(),
+                    %error,
+                    "failed to watch asynchronous events; a lost device is noticed by polls only"
+                );
                 None
             }
         });
-        // Without it all is as well, if later.
+        // Optional: without it, the device's own thread processes arrivals, with more latency.
         let inlet = fd.as_ref().and_then(|_| {
             let inlet = device.inlet();
-            #[allow(deprecated, reason = "its successor is not in the oldest Tokio we work with")]
+            #[allow(deprecated, reason = "its successor is newer than the oldest supported Tokio")]
             let registered = inlet.and_then(|inlet| {
                 inlet.map(|inlet| AsyncFd::with_interest(inlet, Interest::READABLE)).transpose()
             });
             registered
-                .inspect_err(|error| tracing::debug!(%error, "arrivals cannot be watched"))
+                .inspect_err(|error| {
+                    tracing::debug!(
+                        device = device.name(),
+                        %error,
+                        "failed to watch for packets; the thread of the device processes them"
+                    );
+                })
                 .ok()
                 .flatten()
         });
@@ -162,11 +181,9 @@ impl Reactor {
         })
     }
 
-    /// Serves the device's asynchronous events until there are none; then the reactor has the waker.
     fn serve_events(&self) {
         let (Some(events), Some(cq)) = (&self.events, self.cq.upgrade()) else { return };
         let mut context = Context::from_waker(&self.event_waker);
-        // Not charged to a budget, as below.
         while let Poll::Ready(Ok(mut ready)) =
             pin!(unconstrained(poll_fn(|context| events.poll_read_ready(context))))
                 .poll(&mut context)
@@ -176,13 +193,11 @@ impl Reactor {
         }
     }
 
-    /// Has what has arrived seen to until there is nothing; then the reactor has the waker.
     fn serve_arrivals(&self) {
         let (Some(inlet), Some(fd), Some(cq)) = (&self.inlet, &self.fd, self.cq.upgrade()) else {
             return;
         };
         let mut context = Context::from_waker(&self.arrival_waker);
-        // Not charged to a budget, as below.
         while let Poll::Ready(Ok(mut ready)) =
             pin!(unconstrained(poll_fn(|context| inlet.poll_read_ready(context))))
                 .poll(&mut context)
@@ -196,14 +211,14 @@ impl Reactor {
         }
     }
 
-    /// Serves the completion channel until it is not readable; then the reactor has the waker.
     fn serve_completions(&self) {
         let (Some(fd), Some(cq)) = (&self.fd, self.cq.upgrade()) else { return };
         let mut context = Context::from_waker(&self.completion_waker);
         loop {
-            // A new event meanwhile makes the descriptor ready anew, which this does not clear.
+            // A concurrent event makes the descriptor ready again; `try_io` does not clear that.
             let served = fd.try_io(Interest::READABLE, |_| {
-                // Somebody else has seen to what has arrived, perhaps before we could have; the next is ours.
+                // Another thread processed the arrivals that led to this completion. Later arrivals
+                // are processed here.
                 if let Some(inlet) = &self.inlet {
                     inlet.get_ref().serve();
                 }
@@ -211,15 +226,16 @@ impl Reactor {
                 Err::<(), _>(io::ErrorKind::WouldBlock.into())
             });
             debug_assert!(served.is_err(), "nothing is read here");
-            // Not charged to the budget of the task that happens to be here: if that were spent, Tokio would ask to
-            // try again by waking the waker, which is us.
             let ready = pin!(unconstrained(poll_fn(|context| fd.poll_read_ready(context))));
             match ready.poll(&mut context) {
                 Poll::Ready(Ok(_)) => {}
                 Poll::Ready(Err(_)) => {
-                    // The runtime shuts down, and its tasks with it; a thread that waits in its context does not.
-                    tracing::debug!("runtime is gone, no longer watching for it");
-                    cq.reactors().forget(self);
+                    // The tasks of the runtime end with it. Threads that wait in its context
+                    // continue.
+                    tracing::debug!(
+                        "runtime shut down; removed its registration of the completion channel"
+                    );
+                    cq.reactors().remove(self);
                     cq.rouse();
                     return;
                 }
@@ -229,7 +245,7 @@ impl Reactor {
     }
 }
 
-/// Has the reactor serve one of its descriptors, there and then.
+/// A waker that serves one descriptor of the reactor in place.
 struct ReadyWaker {
     reactor: Weak<Reactor>,
     serve: fn(&Reactor),

@@ -8,19 +8,19 @@ use tokio::runtime::{Handle, Id};
 
 use crate::error::NoRuntime;
 
-/// Runtimes without an I/O driver, the latest of them: each is asked once.
+/// The latest runtimes without an I/O driver, so that each is tried once.
 static WITHOUT_IO: Mutex<VecDeque<Id>> = Mutex::new(VecDeque::new());
 
-/// Runtimes of which is known that they have no I/O driver. A program has one or two.
-const KNOWN: usize = 64;
+/// Runtimes remembered. A program has one or two.
+const MAX_KNOWN: usize = 64;
 
 impl NoRuntime {
-    /// The runtime that polls the current task.
     pub(crate) fn or_current() -> Result<Handle, Self> {
         Handle::try_current().map_err(|_| Self::Outside)
     }
 
-    /// Calls `register`, which registers a descriptor with the I/O driver of the current runtime, if that has one.
+    /// Calls `register`, which registers a descriptor with the I/O driver of the current runtime.
+    /// Fails if there is none.
     pub(crate) fn or_registered<T>(register: impl FnOnce() -> T) -> Result<T, Self> {
         let runtime = Self::or_current()?.id();
         if WITHOUT_IO.lock().contains(&runtime) {
@@ -28,7 +28,7 @@ impl NoRuntime {
         }
         catch_unwind(AssertUnwindSafe(register)).map_err(|_| {
             let mut known = WITHOUT_IO.lock();
-            if known.len() == KNOWN {
+            if known.len() == MAX_KNOWN {
                 known.pop_front();
             }
             known.push_back(runtime);

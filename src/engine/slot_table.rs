@@ -1,4 +1,4 @@
-//! The slots of one work queue: found by number, growing in steps that never move them.
+//! The slots of one work queue, found by index. The table grows in steps that never move a slot.
 
 #![allow(unsafe_code)]
 
@@ -9,34 +9,31 @@ use super::slot::Slot;
 use super::work_request_id::INDEX_BITS;
 use crate::sync::{AtomicPtr, Ordering};
 
-/// Slots of the first step, 4 KiB; each further step doubles what there is.
+/// Slots of the first step, 4 KiB; each further step doubles the table.
 const FIRST: u32 = 32;
 const FIRST_BITS: u32 = FIRST.trailing_zeros();
 
 const STEPS: usize = (INDEX_BITS - FIRST_BITS) as usize;
 
-/// Slots by number.
-///
-/// There are more slots than the device holds work requests, for a slot is taken until its operation has
-/// looked at the result. In a steady state none is added.
+/// A table of slots, more than the device holds work requests, because a slot stays claimed until
+/// its operation has taken the result.
 pub(super) struct Slots<Q> {
-    /// The first step apart: most queues never need another, and it is found with fewer instructions.
+    /// A separate field, because most queues need no further step and the lookup takes fewer
+    /// instructions.
     first: OnceLock<Box<[Slot<Q>; FIRST as usize]>>,
-    /// Made when the first step is full: most queues need no more than one pointer for it.
+    /// Allocated when the first step is full; until then it costs one pointer.
     steps: OnceLock<Box<[Step<Q>; STEPS]>>,
-    /// Where to look for a free slot first: that which was released last, for its memory is near.
+    /// First candidate in the search for a free slot: the last one released, which is likely in the
+    /// cache.
     hint: Hint<Q>,
 }
 
-/// Slots that were added together.
 type Step<Q> = OnceLock<Box<[Slot<Q>]>>;
 
-/// How far the poster has to look; under the lock of the queue.
+/// The state of the search for free slots, under the lock of the queue.
 #[derive(Debug, Default)]
 pub(super) struct Cursor {
-    /// Slots there are.
     len: u32,
-    /// Where the last search ended.
     next: u32,
 }
 
@@ -45,13 +42,12 @@ impl<Q> Slots<Q> {
         Self { first: OnceLock::new(), steps: OnceLock::new(), hint: Hint::new() }
     }
 
-    /// Step and offset of a slot beyond the first step: 32..64, 64..128, 128..256, …
-    fn place(index: u32) -> (usize, usize) {
+    /// Returns step and offset of a slot beyond the first step: 32..64, 64..128, 128..256, …
+    fn locate(index: u32) -> (usize, usize) {
         let step = index.ilog2() - FIRST_BITS;
         (step as usize, (index - (FIRST << step)) as usize)
     }
 
-    /// The slot with this number, if there is one.
     #[inline(always)]
     pub(super) fn find(&self, index: u32) -> Option<&Slot<Q>> {
         if index < FIRST {
@@ -61,11 +57,10 @@ impl<Q> Slots<Q> {
     }
 
     fn find_beyond(&self, index: u32) -> Option<&Slot<Q>> {
-        let (step, offset) = Self::place(index);
+        let (step, offset) = Self::locate(index);
         self.steps.get()?.get(step)?.get()?.get(offset)
     }
 
-    /// A slot that was claimed before.
     #[inline]
     pub(super) fn slot(&self, index: u32) -> &Slot<Q> {
         match self.find(index) {
@@ -74,17 +69,16 @@ impl<Q> Slots<Q> {
         }
     }
 
-    /// Starts a life in the slot that is probably free.
     #[inline(always)]
     pub(super) fn claim_next(&self) -> Option<&Slot<Q>> {
         self.hint.claim(1)
     }
 
-    /// Starts a life of `parts` work requests in a free slot; `None` if there are 2^20 and all are taken. `make` makes a slot
-    /// with this number.
+    /// Claims a free slot for `parts` work requests; `None` if there are 2^20 and all are taken.
+    /// `make` creates the slot with the given index.
     ///
-    /// One operation after the other uses the same slot; of many that end in the order they began, each uses that
-    /// which was released before.
+    /// Consecutive operations use the same slot. Concurrent operations that end in the order they
+    /// began each use the slot released before.
     #[inline(always)]
     pub(super) fn claim(
         &self,
@@ -109,7 +103,7 @@ impl<Q> Slots<Q> {
             let index = cursor.next.wrapping_add(step) % cursor.len;
             if let Some(slot) = self.hint.claim_at(self.slot(index), parts) {
                 cursor.next = index + 1;
-                // More than half of them are held: search less next time.
+                // More than half of them are held: grow, to shorten later searches.
                 if step > cursor.len / 2 {
                     self.grow(cursor, make);
                 }
@@ -126,12 +120,12 @@ impl<Q> Slots<Q> {
             self.first.get_or_init(|| Box::new(std::array::from_fn(|index| make(index as u32))));
             cursor.len = FIRST;
         } else {
-            let (step, _) = Self::place(cursor.len);
+            let (step, _) = Self::locate(cursor.len);
             let steps = self.steps.get_or_init(|| Box::new([const { OnceLock::new() }; STEPS]));
             steps.get(step)?.get_or_init(|| (cursor.len..2 * cursor.len).map(make).collect());
             cursor.len *= 2;
         }
-        // In a ring.
+        // Links all slots into a ring.
         let mut before = self.slot(cursor.len - 1);
         for (_, slot) in self.iter() {
             before.link(slot);
@@ -140,19 +134,17 @@ impl<Q> Slots<Q> {
         Some(())
     }
 
-    /// `slot` is about to be free.
+    /// Makes `slot`, which is about to be free, the first candidate.
     #[inline(always)]
     pub(super) fn hint(&self, slot: &Slot<Q>) {
         self.hint.set(slot);
     }
 
-    /// All that there are, with their numbers.
     pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &Slot<Q>)> {
         (0..1 << INDEX_BITS).map_while(|index| self.find(index).map(|slot| (index, slot)))
     }
 }
 
-/// Where to look for a free slot first.
 struct Hint<Q>(AtomicPtr<Slot<Q>>);
 
 impl<Q> Hint<Q> {
@@ -160,15 +152,13 @@ impl<Q> Hint<Q> {
         Self(AtomicPtr::new(ptr::null_mut()))
     }
 
-    /// Starts a life in that slot, if it is free.
     #[inline(always)]
     fn claim(&self, parts: u32) -> Option<&Slot<Q>> {
-        // SAFETY: C1: it is a slot of the table that the hint is part of, and slots never move.
+        // SAFETY: C1: a slot of the table that the hint is part of; slots never move.
         let slot = unsafe { self.0.load(Ordering::Relaxed).as_ref() }?;
         self.claim_at(slot, parts)
     }
 
-    /// Starts a life in `slot`, of the same table, if it is free.
     #[inline(always)]
     fn claim_at<'a>(&self, slot: &'a Slot<Q>, parts: u32) -> Option<&'a Slot<Q>> {
         if !slot.claim(parts) {
@@ -178,7 +168,7 @@ impl<Q> Hint<Q> {
         Some(slot)
     }
 
-    /// `slot` is of the table that the hint is part of.
+    /// Sets the candidate to `slot`, which is of the same table.
     #[inline(always)]
     fn set(&self, slot: &Slot<Q>) {
         self.0.store(ptr::from_ref(slot).cast_mut(), Ordering::Relaxed);
@@ -195,14 +185,14 @@ mod tests {
         let mut expected = (0, 0);
         let mut len = FIRST;
         for index in FIRST..if cfg!(miri) { 512 } else { 4096 } {
-            assert_eq!(Slots::<()>::place(index), expected, "slot {index}");
+            assert_eq!(Slots::<()>::locate(index), expected, "slot {index}");
             expected.1 += 1;
             if expected.1 == len as usize {
                 len *= 2;
                 expected = (expected.0 + 1, 0);
             }
         }
-        assert_eq!(Slots::<()>::place((1 << INDEX_BITS) - 1).0, STEPS - 1);
+        assert_eq!(Slots::<()>::locate((1 << INDEX_BITS) - 1).0, STEPS - 1);
     }
 
     fn claim<'a>(slots: &'a Slots<()>, cursor: &mut Cursor) -> &'a Slot<()> {
@@ -229,7 +219,6 @@ mod tests {
             std::ptr::eq(slots.hint.claim(1).unwrap(), slots.slot(0)),
             "the first comes after the last"
         );
-        // Another step: the table and the ring have twice as many.
         assert_eq!(claim(&slots, &mut cursor).id(), WrId(FIRST.into()));
         let others: Vec<_> =
             (1..FIRST).map(|_| slots.hint.claim(1).unwrap().id().0 as u32).collect();
@@ -244,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_held_by_idle_operations_do_not_make_the_table_grow_for_ever() {
+    fn slots_held_by_idle_operations_do_not_make_the_table_grow_without_bound() {
         let (slots, mut cursor) = (Slots::<()>::new(), Cursor::default());
         for _ in 0..100 {
             claim(&slots, &mut cursor);
@@ -256,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slot_comes_back_in_another_life() {
+    fn reused_slot_has_another_generation() {
         let (slots, mut cursor) = (Slots::<()>::new(), Cursor::default());
         let slot = claim(&slots, &mut cursor);
         let first = slot.id();
@@ -270,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn batches_have_a_number_for_each_work_request_and_lives_stay_apart() {
+    fn batch_has_an_id_for_each_work_request_and_generations_stay_distinct() {
         let (slots, mut cursor) = (Slots::<()>::new(), Cursor::default());
         let mut before = Vec::new();
         for parts in [5, 1, 32, 2, crate::engine::slot::MAX_PARTS, 3] {

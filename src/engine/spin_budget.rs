@@ -1,18 +1,18 @@
-//! How long a hybrid wait spins: a budget of rounds that follows what spinning found. No clock, no lock.
+//! The number of rounds that a hybrid wait spins, adapted to earlier waits. No clock, no lock.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Rounds of the longest spin. A round is one turn of the runtime's scheduler and one poll, some 0.2 µs when
-/// there is nothing else to do, so that this is about the 50 µs that arming, sleeping and waking can cost.
-const MOST: u32 = 256;
+/// Maximum rounds. A round is one pass of the runtime's scheduler and one poll, about 0.2 µs on an
+/// idle runtime. So the maximum is about the 50 µs that arming, sleeping and waking can cost.
+const MAX_ROUNDS: u32 = 256;
 
-/// Rounds that are always tried: a completion may have come while the waiting task was on its way to park.
-const LEAST: u32 = 2;
+/// Minimum rounds: a completion may arrive while the task is about to park.
+const MIN_ROUNDS: u32 = 2;
 
-/// Every so many parks the longest spin is tried, to find out whether it pays by now.
+/// One in so many parks tries the maximum, to detect that spinning pays again.
 const PROBE_EVERY: u32 = 32;
 
-/// Adaptive budget, shared by all who wait on a completion queue.
+/// An adaptive budget, shared by all waiters of a completion queue.
 #[derive(Debug)]
 pub(super) struct SpinBudget {
     rounds: AtomicU32,
@@ -21,33 +21,33 @@ pub(super) struct SpinBudget {
 
 impl SpinBudget {
     pub(super) const fn new() -> Self {
-        Self { rounds: AtomicU32::new(MOST), parks: AtomicU32::new(0) }
+        Self { rounds: AtomicU32::new(MAX_ROUNDS), parks: AtomicU32::new(0) }
     }
 
-    /// True if one who has spun `rounds` should go on.
     pub(super) fn allows(&self, rounds: u32) -> bool {
         let probing = self.parks.load(Ordering::Relaxed) % PROBE_EVERY == PROBE_EVERY - 1;
-        rounds < if probing { MOST } else { self.rounds.load(Ordering::Relaxed) }
+        rounds < if probing { MAX_ROUNDS } else { self.rounds.load(Ordering::Relaxed) }
     }
 
-    /// Spinning found the completion after `rounds`: allow twice that, approached by quarters.
+    /// Records that spinning found the completion after `rounds`. The budget approaches twice that:
+    /// up at once, down by quarters.
     ///
-    /// Racing updates may lose one another; it is an estimate.
+    /// Racing updates may be lost; the budget is an estimate.
     pub(super) fn found(&self, rounds: u32) {
-        let (now, wanted) = (self.rounds.load(Ordering::Relaxed), (2 * rounds).clamp(LEAST, MOST));
+        let (now, wanted) =
+            (self.rounds.load(Ordering::Relaxed), (2 * rounds).clamp(MIN_ROUNDS, MAX_ROUNDS));
         let next = if wanted > now { wanted } else { now - (now - wanted) / 4 };
         self.rounds.store(next, Ordering::Relaxed);
         self.parks.store(0, Ordering::Relaxed);
     }
 
-    /// Spinning was in vain: allow half.
+    /// Records that spinning found nothing: halves the budget.
     pub(super) fn missed(&self) {
         let now = self.rounds.load(Ordering::Relaxed);
-        self.rounds.store((now / 2).max(LEAST), Ordering::Relaxed);
+        self.rounds.store((now / 2).max(MIN_ROUNDS), Ordering::Relaxed);
         self.parks.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Rounds allowed now.
     pub(super) fn rounds(&self) -> u32 {
         self.rounds.load(Ordering::Relaxed)
     }
@@ -58,18 +58,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn spinning_in_vain_soon_costs_little() {
+    fn missed_spins_lower_the_budget_to_its_minimum() {
         let budget = SpinBudget::new();
         (0..10).for_each(|_| budget.missed());
-        assert_eq!(budget.rounds(), LEAST);
-        assert!(!budget.allows(LEAST));
+        assert_eq!(budget.rounds(), MIN_ROUNDS);
+        assert!(!budget.allows(MIN_ROUNDS));
     }
 
     #[test]
-    fn what_a_probe_finds_is_allowed_from_then_on() {
+    fn probe_that_finds_a_completion_raises_the_budget() {
         let budget = SpinBudget::new();
         (0..PROBE_EVERY - 1).for_each(|_| budget.missed());
-        assert!(budget.allows(MOST - 1), "a probe may spin long");
+        assert!(budget.allows(MAX_ROUNDS - 1), "a probe may spin long");
         budget.found(40);
         assert!(budget.allows(79) && !budget.allows(80));
     }

@@ -1,5 +1,6 @@
-//! What Miri checks of operations: each kind of them, abandoned ones, threads that share a queue, and operations that outlive all
-//! handles to their queues. Miri interprets each step, so these tests are short and, but for one, need no runtime.
+//! The tests that Miri runs: each kind of operation, abandoned operations, threads that share a
+//! queue, and operations that outlive all handles to their queues. They are short because Miri is
+//! slow; all but one need no runtime.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -24,7 +25,6 @@ fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
     Pin::new(future).poll(&mut Context::from_waker(Waker::noop()))
 }
 
-/// The result of a future that is ready.
 fn ready<F: Future + Unpin>(mut future: F) -> F::Output {
     let Poll::Ready(output) = poll(&mut future) else { panic!("it is pending") };
     output
@@ -44,7 +44,6 @@ impl Setup {
         Self::with_depth(mode, 16)
     }
 
-    /// With send queues for `depth` work requests.
     fn with_depth(mode: CompletionMode, depth: u32) -> Self {
         let device = Device::software_in(&Network::new(), "outlived0").unwrap();
         let pd = device.protection_domain().unwrap();
@@ -63,7 +62,6 @@ impl Setup {
         self.region.grant()
     }
 
-    /// The granted word at `offset`.
     fn word(&self, offset: u64) -> RemoteRegion {
         self.grant().slice(offset..offset + 8).unwrap()
     }
@@ -79,7 +77,8 @@ impl Setup {
     }
 }
 
-/// Of those without a thread of their own; Miri takes seconds for each, and lifetimes are the same in all.
+/// Returns the modes without a thread of their own. Miri takes seconds for each, and lifetimes are
+/// the same in all.
 fn modes() -> impl Iterator<Item = CompletionMode> {
     let modes = [CompletionMode::Event, CompletionMode::Cooperative, CompletionMode::Hybrid];
     modes.into_iter().take(if cfg!(miri) { 1 } else { 3 })
@@ -139,11 +138,10 @@ fn operation_dropped_after_all_handles_are_dropped_frees_its_work_queue() {
     }
 }
 
-/// It is refused when it is attached; one that was attached before the failure must be refused afterwards, too, for the failure
-/// did not destroy it.
+// Attaching is refused after the failure. A queue pair attached before it must be refused at its
+// registration, because the failure did not destroy it.
 #[test]
-fn completion_queue_that_has_failed_takes_no_queue_pair_between_its_creation_and_its_registration()
-{
+fn failed_completion_queue_refuses_queue_pairs_that_are_not_registered_yet() {
     let network = Network::new();
     let device = Device::software_in(&network, "failed0").unwrap();
     let pd = device.protection_domain().unwrap();
@@ -163,9 +161,11 @@ fn completion_queue_that_has_failed_takes_no_queue_pair_between_its_creation_and
     device.next_event().unwrap();
     cq.drain();
     assert!(queue.failure().is_some());
-    let drawing: Arc<dyn Teardown> = core.clone();
-    let owned = cq.own(core.send(), Arc::downgrade(&drawing));
-    for refused in [owned, cq.draw(core.send(), &drawing), create().map(drop).map_err(verb)] {
+    let teardown: Arc<dyn Teardown> = core.clone();
+    let owned = cq.set_queue_pair(core.send(), Arc::downgrade(&teardown));
+    for refused in
+        [owned, cq.add_consumer(core.send(), &teardown), create().map(drop).map_err(verb)]
+    {
         assert_eq!(refused.unwrap_err().errno, VerbError::EIO);
     }
 }
@@ -175,7 +175,7 @@ fn verb(error: SetupError) -> VerbError {
     error
 }
 
-/// The first operation of a queue finds no free slot, and is posted in another way than those behind it.
+// The first operation finds no free slot, so it takes another path than later ones.
 #[test]
 fn operation_behind_others_is_checked_as_the_first_is() {
     let setup = Setup::new(CompletionMode::Event);
@@ -211,7 +211,7 @@ fn operation_behind_others_is_checked_as_the_first_is() {
     drop(received);
 }
 
-/// To some devices an element of no bytes means one of 2^31.
+// To some devices an element of no bytes means one of 2^31.
 #[test]
 fn element_of_no_bytes_is_no_element() {
     let setup = Setup::new(CompletionMode::Event);
@@ -303,8 +303,8 @@ fn every_operation_moves_its_bytes_and_returns_its_buffer() {
     }
 }
 
-/// Dropped at once, or after a poll that has registered a waker: what was posted is done, once, and its buffer is free then and
-/// not before. What is forgotten keeps its buffer.
+// Operations are dropped at once, or after a poll that registered a waker. A forgotten operation
+// keeps its buffer.
 #[test]
 fn abandoned_operations_are_done_once_and_their_buffers_are_free_afterwards() {
     for mode in modes() {
@@ -339,7 +339,7 @@ fn abandoned_operations_are_done_once_and_their_buffers_are_free_afterwards() {
 }
 
 #[test]
-fn work_that_waits_for_room_is_done_whether_it_is_awaited_or_abandoned() {
+fn queued_work_is_done_whether_it_is_awaited_or_abandoned() {
     for mode in modes() {
         let setup = Setup::with_depth(mode, 2);
         let post = || setup.a.fetch_add(setup.word(0), 1);
@@ -377,15 +377,15 @@ fn receives_of_a_shared_queue_end_when_it_is_dropped_with_its_queue_pair() {
 }
 
 /// A waker with a reference count that Miri checks.
-struct Deaf;
+struct NoopWake;
 
-impl Wake for Deaf {
+impl Wake for NoopWake {
     fn wake(self: Arc<Self>) {}
 }
 
-/// Polls until `future` is ready. Wake-ups play no part.
+/// Polls until `future` is ready, without using its wake-ups.
 fn wait<F: Future + Unpin>(mut future: F) -> F::Output {
-    let (start, waker) = (Instant::now(), Waker::from(Arc::new(Deaf)));
+    let (start, waker) = (Instant::now(), Waker::from(Arc::new(NoopWake)));
     loop {
         if let Poll::Ready(output) = Pin::new(&mut future).poll(&mut Context::from_waker(&waker)) {
             return output;
@@ -397,7 +397,7 @@ fn wait<F: Future + Unpin>(mut future: F) -> F::Output {
 
 const HANG: Duration = Duration::from_secs(60);
 
-/// The reactor wakes it: no task polls the completion queue meanwhile.
+// The reactor wakes it: no task polls the completion queue meanwhile.
 #[test]
 fn receive_that_waits_in_a_runtime_is_woken_by_the_event_of_its_completion() {
     let setup = Setup::new(CompletionMode::Event);
@@ -421,7 +421,6 @@ fn receive_that_waits_in_a_runtime_is_woken_by_the_event_of_its_completion() {
     assert_eq!(setup.pool.available(), 8);
 }
 
-/// Threads post to one queue pair, abandon some operations and await others, whose completions another thread may take.
 #[test]
 fn threads_that_share_a_queue_pair_lose_no_operation() {
     let setup = &Setup::with_depth(CompletionMode::Event, 2);
@@ -446,9 +445,9 @@ fn threads_that_share_a_queue_pair_lose_no_operation() {
     assert_eq!(setup.pool.available(), 8);
 }
 
-/// A waker that asks the completion queue for its counters, which takes its lock, whatever is done to it.
-#[allow(unsafe_code, reason = "wakers that are no `Wake` are made of raw parts")]
-mod curious {
+/// A waker whose functions all take the lock of the completion queue, by reading its counters.
+#[allow(unsafe_code, reason = "a waker without `Wake` is made of raw parts")]
+mod locking_waker {
     use std::sync::Arc;
     use std::task::{RawWaker, RawWakerVTable, Waker};
 
@@ -456,13 +455,14 @@ mod curious {
 
     const TABLE: RawWakerVTable = RawWakerVTable::new(clone, wake, wake_by_ref, drop_waker);
 
-    pub(super) fn waker(queue: &CompletionQueue) -> Waker {
-        // SAFETY: C2: the data are a share of the queue, as each function of the table takes it.
+    pub(super) fn new(queue: &CompletionQueue) -> Waker {
+        // SAFETY: C2: the data are a reference to the queue, as each function of the table takes
+        // it.
         unsafe { Waker::new(Arc::into_raw(queue.shared().clone()).cast(), &TABLE) }
     }
 
     unsafe fn clone(data: *const ()) -> RawWaker {
-        // SAFETY: C2: a share that the caller keeps.
+        // SAFETY: C2: a reference that the caller keeps.
         unsafe {
             wake_by_ref(data);
             Arc::increment_strong_count(data.cast::<CompletionQueueCore>());
@@ -471,17 +471,17 @@ mod curious {
     }
 
     unsafe fn wake(data: *const ()) {
-        // SAFETY: C2: the share goes with this.
+        // SAFETY: C2: this function consumes the reference.
         unsafe { drop_waker(data) };
     }
 
     unsafe fn wake_by_ref(data: *const ()) {
-        // SAFETY: C2: a share that the caller keeps.
+        // SAFETY: C2: a reference that the caller keeps.
         unsafe { (*data.cast::<CompletionQueueCore>()).counters() };
     }
 
     unsafe fn drop_waker(data: *const ()) {
-        // SAFETY: C2: the share goes with this.
+        // SAFETY: C2: this function consumes the reference.
         unsafe { Arc::from_raw(data.cast::<CompletionQueueCore>()) }.counters();
     }
 }
@@ -493,19 +493,17 @@ fn waker_that_takes_the_lock_of_the_completion_queue_is_cloned_woken_and_dropped
     let test = thread::spawn(move || {
         for mode in modes {
             let it = Setup::new(mode);
-            let waker = curious::waker(&it.queue);
+            let waker = locking_waker::new(&it.queue);
             let mut context = Context::from_waker(&waker);
             let mut receive = it.b.recv(it.buffer(&[0; 8]));
             for _ in 0..3 {
                 assert!(Pin::new(&mut receive).poll(&mut context).is_pending());
             }
-            // The completion finds the waker.
             ready(it.a.send(it.buffer(b"12345678"))).unwrap();
             let Poll::Ready(received) = Pin::new(&mut receive).poll(&mut context) else {
                 panic!("it has arrived")
             };
             assert_eq!(received.unwrap().buffer[..], *b"12345678");
-            // Abandoned while it waits.
             let mut abandoned = it.b.recv(it.buffer(&[0; 8]));
             assert!(Pin::new(&mut abandoned).poll(&mut context).is_pending());
             drop(abandoned);
@@ -513,7 +511,7 @@ fn waker_that_takes_the_lock_of_the_completion_queue_is_cloned_woken_and_dropped
         }
         done.send(()).unwrap();
     });
-    // Far more than it takes: without an end it would wait for its own lock.
+    // Far more than it takes: a deadlock would never end.
     ended.recv_timeout(Duration::from_secs(120)).expect("a lock was held");
     test.join().unwrap();
 }

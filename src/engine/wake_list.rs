@@ -1,5 +1,9 @@
-//! What is left to do when the locks are released: those of a completion queue, and with a [`Deferral`] those of whoever
-//! polls operations under a lock of its own.
+//! Actions to run after locks are released: waking tasks, dropping buffers, and shutting down the
+//! objects of a failed completion queue.
+//!
+//! The drainer collects them in a [`WakeList`] under the lock of the completion queue, and runs
+//! them after the release. Within a [`Deferral`] they run at its end instead, because the component
+//! that polls an operation may hold a lock too.
 
 use std::cell::{Cell, RefCell};
 use std::marker::PhantomData;
@@ -13,21 +17,27 @@ use super::slot::Held;
 use crate::contained::contained;
 use crate::error::OpErrorKind;
 
-/// What has work in flight, which ends with it: a queue pair, a DC target, a shared receive queue.
+/// An object to shut down when its completion queue fails: a queue pair, a DC target or a shared
+/// receive queue.
 pub(super) trait Teardown: Send + Sync {
-    /// Destroys it and ends all that is in flight on it, with `kind` where the device said nothing.
+    /// Destroys a queue pair or DC target, or closes a shared receive queue. Work without a
+    /// completion fails with `kind`.
+    ///
+    /// Takes the lock of the completion queue.
     fn shut_down(&self, kind: OpErrorKind);
 }
 
-/// Tasks to wake, and what abandoned operations owned to drop: both can run code of users, which no lock may be held for.
+/// Tasks to wake, buffers and wakers to drop, and objects to shut down. Each can run user code or
+/// take locks, so [`finish`](Self::finish) requires no lock held, or a [`Deferral`].
 #[derive(Default)]
 pub(super) struct WakeList {
     any: bool,
     wakers: SmallVec<[Waker; 16]>,
+    /// Buffers of abandoned operations, to be dropped.
     held: SmallVec<[Held; 2]>,
-    /// To be dropped, not woken.
-    spent: SmallVec<[Waker; 1]>,
-    ends: SmallVec<[(Arc<dyn Teardown>, OpErrorKind); 1]>,
+    /// Wakers of abandoned operations, to be dropped without waking their tasks.
+    discarded: SmallVec<[Waker; 1]>,
+    teardowns: SmallVec<[(Arc<dyn Teardown>, OpErrorKind); 1]>,
 }
 
 impl WakeList {
@@ -46,28 +56,31 @@ impl WakeList {
         self.wakers.push(waker);
     }
 
-    /// The one task to wake, if that is all that is left to do, as it is most of the time: spares moving the list.
-    pub(super) fn only(&mut self) -> Option<Waker> {
-        let else_nothing = self.held.is_empty() && self.spent.is_empty() && self.ends.is_empty();
-        if self.wakers.len() != 1 || !else_nothing {
+    /// Removes and returns the waker if the list contains nothing else. This common case avoids
+    /// moving the list.
+    pub(super) fn take_single_waker(&mut self) -> Option<Waker> {
+        let no_other =
+            self.held.is_empty() && self.discarded.is_empty() && self.teardowns.is_empty();
+        if self.wakers.len() != 1 || !no_other {
             return None;
         }
         self.any = false;
         self.wakers.pop()
     }
 
+    /// Adds the buffers and the waker of an abandoned operation.
     pub(super) fn dispose(&mut self, held: Option<Held>, waker: Option<Waker>) {
         self.any |= held.is_some() || waker.is_some();
         self.held.extend(held);
-        self.spent.extend(waker);
+        self.discarded.extend(waker);
     }
 
-    /// What is to be destroyed, with the reason.
-    pub(super) fn end(&mut self, object: Arc<dyn Teardown>, kind: OpErrorKind) {
+    pub(super) fn shut_down(&mut self, object: Arc<dyn Teardown>, kind: OpErrorKind) {
         self.any = true;
-        self.ends.push((object, kind));
+        self.teardowns.push((object, kind));
     }
 
+    /// Runs the actions, or adds them to the current [`Deferral`].
     #[inline]
     pub(super) fn finish(self) {
         if !self.is_empty() {
@@ -77,18 +90,18 @@ impl WakeList {
 
     fn finish_slow(self) {
         if DEFERRALS.get() > 0 {
-            return later(|deferred| deferred.append(self));
+            return defer(|deferred| deferred.append(self));
         }
         for waker in self.wakers {
             contained(|| waker.wake());
         }
-        for (object, kind) in self.ends {
+        for (object, kind) in self.teardowns {
             object.shut_down(kind);
         }
         for held in self.held {
             contained(|| drop(held));
         }
-        for waker in self.spent {
+        for waker in self.discarded {
             contained(|| drop(waker));
         }
     }
@@ -97,37 +110,37 @@ impl WakeList {
         self.any |= more.any;
         self.wakers.extend(more.wakers);
         self.held.extend(more.held);
-        self.spent.extend(more.spent);
-        self.ends.extend(more.ends);
+        self.discarded.extend(more.discarded);
+        self.teardowns.extend(more.teardowns);
     }
 }
 
-/// Wakes one task, now or when it may be.
+/// Wakes one task, immediately or at the end of the current [`Deferral`].
 #[inline]
 pub(crate) fn wake(waker: Waker) {
     if DEFERRALS.get() > 0 {
-        later(|deferred| deferred.wake(waker));
+        defer(|deferred| deferred.wake(waker));
     } else {
         contained(|| waker.wake());
     }
 }
 
-/// While it lives, nothing of what completion queues have to do for others is done on this thread: nobody is woken, and
-/// what abandoned operations owned is not dropped. All of that is done when the last of them is dropped.
+/// Defers the actions of all [`WakeList`]s on this thread until its last `Deferral` is dropped.
 ///
-/// Who posts and polls operations under a lock makes one before it takes the lock, and drops it after the lock was released:
-/// an operation that is polled finds the completions of all others, and what it leads to may be code of users that comes
-/// back for the same lock.
+/// A component that posts or polls operations under a lock creates a `Deferral` before it takes the
+/// lock and drops it after the release. Polling an operation finishes other operations too, and
+/// their wakers and buffers may run user code that takes the same lock.
 #[derive(Debug)]
 pub(crate) struct Deferral(PhantomData<*const ()>);
 
 thread_local! {
     static DEFERRALS: Cell<u32> = const { Cell::new(0) };
-    /// Without a destructor: destructors of other variables of a thread may still need it. It is empty by then.
+    /// Empty unless a `Deferral` exists. Has no destructor, so that destructors of other
+    /// thread-local variables can still use it.
     static DEFERRED: RefCell<Option<ManuallyDrop<WakeList>>> = const { RefCell::new(None) };
 }
 
-fn later(add: impl FnOnce(&mut WakeList)) {
+fn defer(add: impl FnOnce(&mut WakeList)) {
     DEFERRED.with_borrow_mut(|deferred| {
         add(deferred.get_or_insert_with(|| ManuallyDrop::new(WakeList::new())))
     });
@@ -146,7 +159,7 @@ impl Drop for Deferral {
         DEFERRALS.set(others);
         if others == 0
             && DEFERRED.with_borrow(Option::is_some)
-            // Taken out: what is done now may make another deferral on this thread.
+            // Taken first, because the actions may begin another `Deferral` on this thread.
             && let Some(deferred) = DEFERRED.take()
         {
             ManuallyDrop::into_inner(deferred).finish_slow();

@@ -1,15 +1,15 @@
-//! Being told of a work queue: that nothing is in flight on it any more, and that work has failed. For who shares queues
-//! out, and must not hand one on before the device is done with it.
+//! Notifications about a work queue. The initiator pool, which shares work queues between peers,
+//! must not reassign one in use.
 
 use std::task::Waker;
 
-/// Who is to be told, once.
+/// Wakers to notify. Each is woken once, except `rouse`.
 #[derive(Default)]
 pub(super) struct Watch {
-    /// That the queue is idle. It counts as somebody who waits: the completion queue is armed for it.
+    /// Woken when the queue is idle. Counted as a waiter, so the completion queue is armed for it.
     pub(super) idle: Option<Waker>,
-    /// That work has failed, or that the queue has ended.
+    /// Woken when work fails or the queue is closed.
     pub(super) failure: Option<Waker>,
-    /// That a reactor is gone, each time.
+    /// Woken each time a reactor goes away.
     pub(super) rouse: Option<Waker>,
 }

@@ -1,4 +1,4 @@
-//! A send, receive or shared receive queue: posting, room, and who is in flight.
+//! A send, receive or shared receive queue: posting, capacity and the work in flight.
 
 #![allow(unsafe_code)]
 
@@ -24,22 +24,21 @@ use crate::error::{CompletionError, OpErrorKind, ReceiveLengths};
 use crate::sync::{Mutex, lock};
 use crate::types::{WcOpcode, WcStatus, WorkCompletion, WrId};
 
-/// A work queue of a device and all that is in flight on it.
 pub(crate) struct WorkQueue {
     pub(super) slots: Slots<Self>,
     pub(super) limits: Limits,
-    /// Where the completion queue finds it.
     owner: Owner,
-    /// Most bytes of a request of one element that nothing else need be asked about; 0 if there is always something.
+    /// Maximum bytes of a single-element request that needs no further check; 0 if all need one.
     plain: u64,
-    /// Shared receives complete in any order, others as posted.
+    /// True for a shared receive queue, whose receives complete in any order.
     shared: bool,
-    pub(super) room: Capacity,
+    pub(super) capacity: Capacity,
     failures: Failures,
     pub(super) posting: Mutex<Posting>,
-    /// Its queue pair; of a shared receive queue, never set.
+    /// Never set for a shared receive queue.
     queue_pair: OnceLock<Weak<dyn Teardown>>,
-    /// Which has a share of this until [`CompletionQueueCore::forget`]: what the device still uses stays though nobody else keeps it.
+    /// References this queue until [`CompletionQueueCore::abandon`] detaches it, which keeps alive
+    /// what the device still uses.
     cq: Arc<CompletionQueueCore>,
 }
 
@@ -56,7 +55,7 @@ impl WorkQueue {
             owner,
             plain: if limits.max_sge > 0 { limits.max_message } else { 0 },
             shared: matches!(poster, Poster::Shared(_)),
-            room: Capacity::new(limits.depth, matches!(poster, Poster::Shared(_))),
+            capacity: Capacity::new(limits.depth, matches!(poster, Poster::Shared(_))),
             failures: Failures::new(),
             posting: Mutex::new(Posting::new(poster)),
             queue_pair: OnceLock::new(),
@@ -72,13 +71,12 @@ impl WorkQueue {
         self.shared
     }
 
-    /// Notes which queue pair it is of.
     pub(super) fn set_queue_pair(&self, queue_pair: Weak<dyn Teardown>) {
         let set = self.queue_pair.set(queue_pair);
         debug_assert!(set.is_ok(), "a work queue has one queue pair");
     }
 
-    /// Its queue pair, if it has one that lives. To be dropped without any lock.
+    /// Returns the live queue pair. The caller drops it without any lock held.
     pub(super) fn queue_pair(&self) -> Option<Arc<dyn Teardown>> {
         self.queue_pair.get()?.upgrade()
     }
@@ -87,7 +85,6 @@ impl WorkQueue {
         &self.cq
     }
 
-    /// True if a thread polls for all.
     pub(super) fn is_polled(&self) -> bool {
         !self.cq.mode().arms()
     }
@@ -96,32 +93,28 @@ impl WorkQueue {
         &self.slots
     }
 
-    /// Starts a life of `parts` work requests in a free slot; `None` if there are 2^20 and all are taken.
     #[inline]
     pub(super) fn claim(self: &Arc<Self>, cursor: &mut Cursor, parts: u32) -> Option<Claim<Self>> {
         let make = |index| Slot::new(self.owner.first_id(index), self.is_polled());
-        // SAFETY: C1: claimed for this.
+        // SAFETY: C1: just claimed.
         self.slots.claim(cursor, parts, make).map(|slot| unsafe { Claim::new(self, slot) })
     }
 
-    /// Frees a slot that was claimed.
     #[inline(always)]
     pub(super) fn release(&self, slot: &Slot<Self>) {
         self.slots.hint(slot);
         slot.free();
     }
 
-    /// Ends a work request by its completion, a success, in the hands of the operation that waits for it: the
-    /// caller is both the drainer and the future, so nothing is handed over. True if somebody waits for room, who is to be
-    /// [let in](Self::let_in).
+    /// Finishes a successful work request for a caller that is both drainer and future. Returns
+    /// true if queued posts are to be [admitted](Self::admit_queued).
     #[inline(always)]
-    pub(super) fn end_own(&self, slot: &Slot<Self>) -> bool {
+    pub(super) fn finish_own(&self, slot: &Slot<Self>) -> bool {
         slot.finish_own();
-        // A completion stands for all unsignalled work before it.
-        self.room.retire(slot.position())
+        // A completion also completes all unsignalled work before it.
+        self.capacity.retire(slot.position())
     }
 
-    /// A completion has come: its slot is finished, room is free, and who waits for room gets it.
     #[inline(always)]
     pub(super) fn complete(&self, wc: &WorkCompletion, woken: &mut WakeList) {
         let Some(slot) = self.slots.find(index_of(wc.wr_id)) else { return stale(wc) };
@@ -131,16 +124,16 @@ impl WorkQueue {
         if is_traced() {
             trace_completed(wc);
         }
-        // First the room, then the result: whoever has seen the result finds the room.
-        if self.room.retire(slot.position()) {
-            self.let_in(woken);
+        // Capacity first: a task that has seen the result then finds the capacity.
+        if self.capacity.retire(slot.position()) {
+            self.admit_queued(woken);
         }
         if !slot.finish_unwatched(wc.wr_id, wc) {
             self.settle(wc.wr_id, Ok(*wc), woken);
         }
     }
 
-    /// As [`complete`](Self::complete), if it failed or somebody waits for it.
+    /// Handles a completion that failed, or whose slot has a waker.
     #[inline(never)]
     fn complete_watched(&self, slot: &Slot<Self>, wc: &WorkCompletion, woken: &mut WakeList) {
         let Some(part) = slot.current_part(wc.wr_id) else { return stale(wc) };
@@ -149,12 +142,12 @@ impl WorkQueue {
         }
         if !wc.status.is_success() {
             self.failures.count(wc, self.failure(wc));
-            self.tell_failure(woken);
+            self.notify_failure(woken);
         }
         let is_last = wc.wr_id == slot.id();
         let position = if is_last { slot.position() } else { slot.start().wrapping_add(part) };
-        if self.room.retire(position) {
-            self.let_in(woken);
+        if self.capacity.retire(position) {
+            self.admit_queued(woken);
         }
         if !wc.status.is_success() {
             let kind = OpErrorKind::Completion(self.failure(wc));
@@ -168,17 +161,18 @@ impl WorkQueue {
         }
     }
 
-    /// What the completion says, and the lengths of a message that does not fit its receive, which the software device tells.
+    /// Returns the error of a failed completion. The software device also reports the lengths of a
+    /// message that exceeds its receive.
     #[cold]
     fn failure(&self, wc: &WorkCompletion) -> CompletionError {
-        let told = wc.status == WcStatus::LOC_LEN_ERR
+        let has_lengths = wc.status == WcStatus::LOC_LEN_ERR
             && wc.opcode == WcOpcode::RECV
             && self.cq.verbs().is_software();
         let lengths = ReceiveLengths { capacity: wc.imm_or_rkey, arrived: wc.byte_len };
-        CompletionError { lengths: told.then_some(lengths), ..failure(wc) }
+        CompletionError { lengths: has_lengths.then_some(lengths), ..failure(wc) }
     }
 
-    /// Hands the outcome to the operation; what that leaves to do is added to `woken`.
+    /// Stores the outcome in the slot and collects wake-ups and drops in `woken`.
     #[inline]
     pub(super) fn settle(&self, id: WrId, outcome: Outcome, woken: &mut WakeList) {
         let slot = self.slots.slot(index_of(id));
@@ -191,82 +185,82 @@ impl WorkQueue {
         match finished {
             Finished::Unwatched | Finished::Stale => {}
             Finished::Wake(waker) => {
-                self.cq.no_longer_waiting();
+                self.cq.remove_waiter();
                 woken.wake(waker);
             }
             Finished::Detached { held, waker } => {
                 self.failures.end_parts(slot);
                 self.release(slot);
-                self.cq.no_longer_waiting();
+                self.cq.remove_waiter();
                 woken.dispose(held, waker);
             }
         }
     }
 
-    /// Stops posting. What is posted stays with the device, and what is in line stays there: it may be the end of a
-    /// batch of which a part is posted, and a batch gives its buffers back when its last work request ends.
+    /// Stops posting. Queued work stays queued: it may be the rest of a partly posted batch, and a
+    /// batch returns its buffers when its last work request ends.
     pub(crate) fn close(&self) -> Option<Poster> {
         let mut posting = lock(&self.posting);
         posting.until = posting.posted;
         posting.poster.take()
     }
 
-    /// Ends a shared receive queue that was destroyed, and forgets it.
-    pub(super) fn shut(&self, kind: OpErrorKind) {
+    /// Ends and detaches a shared receive queue that was destroyed.
+    pub(super) fn shut_down_destroyed(&self, kind: OpErrorKind) {
         drop(self.close());
         self.cq.abandon(self, kind, true);
     }
 
-    /// Ends all that is in flight. The device must have forgotten it: the queue was destroyed or reset.
+    /// Ends all work in flight. Requires that the device has destroyed or reset the queue.
     pub(super) fn abandon(&self, kind: OpErrorKind, woken: &mut WakeList) {
         let mut posting = lock(&self.posting);
-        while let Some(next) = posting.queued.pop_front() {
-            self.cq.no_longer_waiting();
+        while let Some(next) = posting.wait_queue.pop_front() {
+            self.cq.remove_waiter();
             let slot = self.slots.slot(index_of(next.id));
             if let Some(part) = slot.part(next.id).filter(|_| next.id != slot.id()) {
                 self.failures.fail_part(slot, part, kind);
             }
         }
-        self.room.clear();
+        self.capacity.clear_waiters();
         for (_, slot) in self.slots.iter() {
             if let Some(id) = slot.in_flight() {
                 self.abandon_parts(slot, kind);
                 self.settle(id, Outcome::Err(kind), woken);
             }
         }
-        self.room.retire_all(posting.posted as u32);
-        self.tell_idle(&mut posting, woken);
+        self.capacity.retire_all(posting.posted as u32);
+        self.notify_idle(&mut posting, woken);
     }
 
-    /// Ends those before the last of a batch, if it is one, that were posted, have not failed, and are not done: a completion
-    /// behind them in the batch stands for those.
+    /// Fails the parts of a batch before its last one, unless they have failed or a later
+    /// completion of the batch has completed them.
     fn abandon_parts(&self, slot: &Slot<Self>, kind: OpErrorKind) {
         if slot.parts() > 1 {
-            self.failures.fail_parts_from(slot, self.room.done_from(slot.start()), kind);
+            self.failures.fail_parts_from(slot, self.capacity.done_from(slot.start()), kind);
         }
     }
 
-    /// Wakes all that wait, to look again.
+    /// Wakes all waiting tasks to poll again.
     pub(super) fn rouse(&self, woken: &mut WakeList) {
-        // Keeps out those who finish what was never posted.
+        // Excludes the poster, which finishes queued work that was never posted.
         let posting = lock(&self.posting);
         posting.watch.rouse.iter().for_each(|waker| woken.wake(waker.clone()));
         for (_, slot) in self.slots.iter() {
-            if let Some((waker, waits_no_more)) = slot.rouse() {
-                if waits_no_more {
-                    self.cq.no_longer_waiting();
+            if let Some((waker, stopped_waiting)) = slot.rouse() {
+                if stopped_waiting {
+                    self.cq.remove_waiter();
                 }
                 woken.wake(waker);
             }
         }
     }
 
-    /// Why work is flushed: the first failure since the queue was made that is no flush, whoever has posted what failed.
+    /// Returns the first failure since the queue was created that is not a flush, also of other
+    /// operations: the reason why work is flushed.
     pub(crate) fn cause(&self) -> Option<OpErrorKind> {
         self.failures.cause()
     }
 
-    /// Leaves one work request in the slot of a batch that is over; which of the others failed.
     #[inline]
     pub(super) fn end_parts(&self, slot: &Slot<Self>) -> FailedParts {
         self.failures.end_parts(slot)
@@ -276,135 +270,136 @@ impl WorkQueue {
         let posting = lock(&self.posting);
         WorkQueueCounters {
             posted: posting.posted,
-            in_flight: self.room.in_flight(posting.posted as u32),
-            waiting: posting.queued.len(),
+            in_flight: self.capacity.in_flight(posting.posted as u32),
+            waiting: posting.wait_queue.len(),
             waited: posting.waited,
             failed: self.failures.failed(),
             flushed: self.failures.flushed(),
         }
     }
 
-    // Being told of it.
-
-    /// True if the device holds none of its work, and none waits for room.
     pub(crate) fn is_idle(&self) -> bool {
         self.is_idle_now(&lock(&self.posting))
     }
 
-    /// Work requests that the device holds or that wait for room.
+    /// Returns the number of work requests that are queued or held by the device.
     pub(crate) fn load(&self) -> usize {
         let posting = lock(&self.posting);
-        self.room.in_flight(posting.posted as u32) as usize + posting.queued.len()
+        self.capacity.in_flight(posting.posted as u32) as usize + posting.wait_queue.len()
     }
 
-    /// Up to where work was given to it so far, to ask [`has_passed`](Self::has_passed) with.
+    /// Returns the position behind all work submitted so far, for [`has_passed`](Self::has_passed).
     pub(crate) fn mark(&self) -> u32 {
         let posting = lock(&self.posting);
-        (posting.posted as u32).wrapping_add(posting.queued.len() as u32)
+        (posting.posted as u32).wrapping_add(posting.wait_queue.len() as u32)
     }
 
-    /// True if all is done that was given to it before that mark. It may take longer to be said if work in line was refused.
+    /// Returns true if all work submitted before `mark` is done. It may become true late if queued
+    /// work was refused.
     pub(crate) fn has_passed(&self, mark: u32) -> bool {
         let posting = lock(&self.posting);
-        let done = (posting.posted as u32).wrapping_sub(self.room.in_flight(posting.posted as u32));
+        let done =
+            (posting.posted as u32).wrapping_sub(self.capacity.in_flight(posting.posted as u32));
         self.is_idle_now(&posting) || done.wrapping_sub(mark) < 1 << 31
     }
 
-    /// True if work can be given to it: it was not destroyed.
     pub(crate) fn is_open(&self) -> bool {
         lock(&self.posting).poster.is_some()
     }
 
-    /// Completions that were errors, modulo 2^32.
+    /// Returns the number of failed completions, modulo 2^32.
     #[inline]
     pub(crate) fn failures(&self) -> u32 {
         self.failures.failed()
     }
 
-    /// As [`is_idle`](Self::is_idle). If it is not, `waker` is woken once when it is, however that comes about, and whoever
-    /// else waits for completions or not; another waker that waits for the same is kept instead.
+    /// Returns true if the queue is idle. Otherwise wakes `waker` once when it becomes idle,
+    /// whether or not tasks wait for its completions. An earlier waker is kept instead.
     pub(crate) fn when_idle(&self, waker: &Waker) -> bool {
-        // No lock may be held for what the clone or the drop of a waker runs.
+        // Cloned, and dropped below, without the lock.
         let mut waker = Some(waker.clone());
         let mut posting = lock(&self.posting);
         if self.is_idle_now(&posting) {
             return true;
         }
         if posting.watch.idle.is_none() {
-            self.cq().now_waiting();
+            self.cq().add_waiter();
             posting.watch.idle = waker.take();
         }
-        // As who waits for room: either we see that it is idle, or the drainer sees us.
-        self.room.crowd();
+        // Either this thread sees the idle queue, or the drainer sees the waiter, as for queued
+        // work.
+        self.capacity.announce_waiter();
         let idle = self.is_idle_now(&posting);
-        let spent = if idle { posting.watch.idle.take() } else { None };
-        if spent.is_some() {
-            self.cq().no_longer_waiting();
-            self.room.clear();
+        let discarded = if idle { posting.watch.idle.take() } else { None };
+        if discarded.is_some() {
+            self.cq().remove_waiter();
+            self.capacity.clear_waiters();
         }
         drop(posting);
-        drop(spent);
+        drop(discarded);
         if !idle {
-            self.cq().attend();
+            self.cq().ensure_watched();
         }
         idle
     }
 
-    /// Has `waker` woken once, when work fails next, or has failed since `failures`, or when the queue ends.
+    /// Wakes `waker` once at the next failure, or immediately if work has failed since `failures`
+    /// or the queue is closed.
     pub(crate) fn when_failed(&self, waker: &Waker, failures: u32) {
         let waker = waker.clone();
         let mut posting = lock(&self.posting);
         let before = posting.watch.failure.replace(waker);
-        // Counted first, and told under this lock: either the drainer sees us, or we see that it has counted.
+        // The drainer counts a failure before it notifies under this lock: either it sees the
+        // waker, or this thread sees the count.
         let is_over = self.failures() != failures || posting.poster.is_none();
-        let spent = if is_over { posting.watch.failure.take() } else { None };
+        let discarded = if is_over { posting.watch.failure.take() } else { None };
         drop(posting);
         drop(before);
-        if let Some(waker) = spent {
+        if let Some(waker) = discarded {
             super::wake_list::wake(waker);
         }
     }
 
     fn is_idle_now(&self, posting: &Posting) -> bool {
-        posting.queued.is_empty() && self.room.in_flight(posting.posted as u32) == 0
+        posting.wait_queue.is_empty() && self.capacity.in_flight(posting.posted as u32) == 0
     }
 
-    /// Called when room has come up and some of it was used: tells who waits for all of it.
-    pub(super) fn tell_idle(&self, posting: &mut Posting, woken: &mut WakeList) {
+    /// Notifies the watcher if the queue is idle. Called after queued work was posted to freed
+    /// capacity.
+    pub(super) fn notify_idle(&self, posting: &mut Posting, woken: &mut WakeList) {
         if self.is_idle_now(posting)
             && let Some(waker) = posting.watch.idle.take()
         {
-            self.cq().no_longer_waiting();
+            self.cq().remove_waiter();
             woken.wake(waker);
         }
     }
 
-    /// Has `waker` woken whenever those who wait are to look again, for who has others wait.
+    /// Wakes `waker` each time waiting tasks are to poll again. For components with waiters of
+    /// their own.
     pub(crate) fn when_roused(&self, waker: &Waker) {
         let waker = waker.clone();
         let before = lock(&self.posting).watch.rouse.replace(waker);
         drop(before);
     }
 
-    /// No work can be given to it any more.
-    pub(super) fn tell_of_end(&self) {
+    pub(super) fn notify_closed(&self) {
         let waker = lock(&self.posting).watch.failure.take();
         if let Some(waker) = waker {
             super::wake_list::wake(waker);
         }
     }
 
-    /// Work has failed.
     #[cold]
-    pub(super) fn tell_failure(&self, woken: &mut WakeList) {
+    pub(super) fn notify_failure(&self, woken: &mut WakeList) {
         if let Some(waker) = lock(&self.posting).watch.failure.take() {
             woken.wake(waker);
         }
     }
 }
 
-/// Of a shared receive queue whose completion queue has failed, when nothing draws from it any more. It is not destroyed yet, so
-/// not forgotten.
+/// Ends a shared receive queue whose completion queue has failed, after its last consumer is gone.
+/// It is not destroyed yet, so not detached.
 impl Teardown for WorkQueue {
     fn shut_down(&self, kind: OpErrorKind) {
         drop(self.close());
@@ -419,7 +414,10 @@ pub(super) fn trace_completed(wc: &WorkCompletion) {
 
 #[cold]
 fn stale(wc: &WorkCompletion) {
-    tracing::warn!(wr_id = %wc.wr_id, "completion of a work request that is not in flight");
+    tracing::warn!(
+        wr_id = %wc.wr_id,
+        "ignored a completion of a work request that is not in flight"
+    );
 }
 
 impl fmt::Debug for WorkQueue {

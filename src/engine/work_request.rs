@@ -1,112 +1,100 @@
-//! What is asked of a work queue, and what it counts.
+//! Requests to a work queue, and its counters.
 
 use crate::error::{LimitError, OpErrorKind};
 use crate::memory::PdKey;
 use crate::types::{Data, DcKey, Qkey, Qpn, SendFlags, SendOp, SendTarget, Sge, WindowBind};
 use crate::verbs::AddressHandle;
 
-/// Limits that are checked before the device is asked.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limits {
-    /// Work requests the device holds.
     pub(crate) depth: u32,
     pub(crate) max_sge: u32,
     pub(crate) max_inline: u32,
-    /// Bytes of a message.
     pub(crate) max_message: u64,
-    /// Where buffers must be registered.
+    /// The protection domain of all buffers.
     pub(crate) pd: PdKey,
 }
 
-/// What to do when the queue is full.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Patience {
-    /// Wait in line.
+pub(crate) enum OnFull {
     Queue,
-    /// Give the buffer back.
+    /// Refuses the work request and returns its buffer.
     Try,
 }
 
-/// Which kind of work.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum What {
+pub(crate) enum WorkKind {
     Send(SendOp),
     Receive,
 }
 
-/// What a receiver demands of whoever sends to it.
+/// The key that a receiver demands of its senders.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Key {
-    /// Of datagrams.
+pub(crate) enum ReceiverKey {
     Datagram(Qkey),
-    /// Of dynamic connections.
     Dc(DcKey),
 }
 
-/// Receiver of work on a transport without connections: a number at the end of a route.
+/// The receiver of a work request on a transport without connections.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct To<'a> {
+pub(crate) struct Receiver<'a> {
     pub(crate) handle: &'a AddressHandle,
     pub(crate) number: Qpn,
-    pub(crate) key: Key,
+    pub(crate) key: ReceiverKey,
 }
 
-impl<'a> To<'a> {
+impl<'a> Receiver<'a> {
     pub(super) fn target(self) -> SendTarget<'a> {
         match self.key {
-            Key::Datagram(qkey) => self.handle.target(self.number, qkey).into(),
-            Key::Dc(key) => self.handle.dct(self.number, key).into(),
+            ReceiverKey::Datagram(qkey) => self.handle.target(self.number, qkey).into(),
+            ReceiverKey::Dc(key) => self.handle.dct(self.number, key).into(),
         }
     }
 
-    pub(super) fn keep(self) -> Kept {
-        Kept { handle: self.handle.clone(), number: self.number, key: self.key }
+    pub(super) fn into_owned(self) -> OwnedReceiver {
+        OwnedReceiver { handle: self.handle.clone(), number: self.number, key: self.key }
     }
 }
 
-/// The same, kept until it is posted.
 #[derive(Debug, Clone)]
-pub(super) struct Kept {
+pub(super) struct OwnedReceiver {
     handle: AddressHandle,
     number: Qpn,
-    key: Key,
+    key: ReceiverKey,
 }
 
-impl Kept {
+impl OwnedReceiver {
     pub(super) fn target(&self) -> SendTarget<'_> {
-        To { handle: &self.handle, number: self.number, key: self.key }.target()
+        Receiver { handle: &self.handle, number: self.number, key: self.key }.target()
     }
 }
 
 /// A work request without its buffers.
 #[derive(Debug)]
 pub(crate) struct Request<'a> {
-    pub(crate) what: What,
+    pub(crate) kind: WorkKind,
     pub(crate) flags: SendFlags,
     /// Data that is copied while posting, instead of a buffer.
     pub(crate) inline: Option<&'a [u8]>,
-    /// What a binding binds, which its buffer keeps.
+    /// Memory that a window is bound to; the buffer of the request keeps it alive.
     pub(crate) window: Option<&'a WindowBind>,
-    /// Receiver, of a datagram or by a dynamic connection.
-    pub(crate) to: Option<To<'a>>,
-    /// Bytes at the remote end, if it is memory.
-    pub(crate) room: u64,
+    pub(crate) to: Option<Receiver<'a>>,
+    /// Length of the remote memory; `u64::MAX` if none is accessed.
+    pub(crate) remote_len: u64,
 }
 
 impl Request<'_> {
-    /// A request for the bytes of a buffer, to the connected peer if it is a send.
+    /// Creates a request for a buffer; a send goes to the connected peer.
     #[inline(always)]
-    pub(crate) const fn new(what: What, flags: SendFlags, room: u64) -> Self {
-        Self { what, flags, inline: None, window: None, to: None, room }
+    pub(crate) const fn new(kind: WorkKind, flags: SendFlags, remote_len: u64) -> Self {
+        Self { kind, flags, inline: None, window: None, to: None, remote_len }
     }
 }
 
-/// Why nothing was posted.
 #[derive(Debug)]
 pub(crate) enum Refusal {
-    /// No room, and no patience.
+    /// The queue is full, for [`OnFull::Try`].
     Full,
-    /// It cannot be done.
     Error(OpErrorKind),
 }
 
@@ -134,17 +122,17 @@ impl From<LimitError> for OpErrorKind {
     }
 }
 
-/// What a send or receive queue has done so far.
+/// Counters of a send or receive queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct WorkQueueCounters {
     /// Work requests given to the device.
     pub posted: u64,
-    /// Work requests the device holds.
+    /// Work requests that the device holds.
     pub in_flight: u32,
-    /// Operations that wait for room now.
+    /// Work requests that are queued for a free entry now.
     pub waiting: usize,
-    /// Operations that had to wait for room.
+    /// Work requests that were queued for a free entry.
     pub waited: u64,
     /// Completions that were errors.
     pub failed: u32,

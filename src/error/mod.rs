@@ -1,7 +1,8 @@
-//! Errors: the side at fault, the object and the numbers.
+//! Errors of all layers.
 //!
-//! Every error of this crate prints its whole cause: `{error}` is complete, in a log line too. [`source`](std::error::Error::source)
-//! returns `None`, so that a report which prints the chain prints nothing twice. The cause as a value is in the variant.
+//! `{error}` prints the complete cause: what failed, on which object and with which numbers.
+//! [`source`](std::error::Error::source) returns `None`, so a report that prints the chain repeats
+//! nothing. Variants hold the cause as a value.
 
 use std::fmt;
 use std::io;
@@ -13,22 +14,23 @@ pub use rdma_soft::UdpError;
 use crate::types::{Access, QpState, Qpn, TransitionError, WcStatus};
 
 mod runtime;
+#[cfg(all(test, not(loom)))]
+mod tests;
 
 pub use runtime::NoRuntime;
 
-/// A value beyond what the device or the queue allows.
+/// A value beyond the limit of the device or the queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LimitError {
-    /// What was asked for, for example `max_send_wr`.
+    /// Name of the value, for example `max_send_wr`.
     pub field: &'static str,
-    /// How much was asked.
+    /// Requested value.
     pub asked: u64,
-    /// The most that is allowed.
+    /// Largest allowed value.
     pub allowed: u64,
 }
 
 impl LimitError {
-    /// `Ok` if `asked` is at most `allowed`.
     pub(crate) fn check(field: &'static str, asked: u64, allowed: u64) -> Result<(), Self> {
         if asked <= allowed { Ok(()) } else { Err(Self { field, asked, allowed }) }
     }
@@ -36,25 +38,25 @@ impl LimitError {
 
 impl fmt::Display for LimitError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: asked for {}, at most {} allowed", self.field, self.asked, self.allowed)
+        write!(f, "{}: {} requested, at most {} allowed", self.field, self.asked, self.allowed)
     }
 }
 
 impl std::error::Error for LimitError {}
 
-/// A range that leaves the memory it is taken from.
+/// A range that does not lie within its memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OutOfBounds {
-    /// First byte asked for.
+    /// First requested byte.
     pub offset: u64,
-    /// Bytes asked for.
+    /// Requested bytes.
     pub len: u64,
-    /// Bytes there are.
+    /// Bytes of the memory.
     pub size: u64,
 }
 
 impl OutOfBounds {
-    /// Start and length of `range` within `size`.
+    /// Returns the start and the length of `range` within `size` bytes.
     pub(crate) fn resolve(range: impl RangeBounds<u64>, size: u64) -> Result<(u64, u64), Self> {
         let start = match range.start_bound() {
             Bound::Included(&start) => start,
@@ -75,7 +77,6 @@ impl OutOfBounds {
         Ok((start, len))
     }
 
-    /// `Ok` if `len` bytes from `offset` lie within `size`.
     pub(crate) fn check(offset: u64, len: u64, size: u64) -> Result<(), Self> {
         match offset.checked_add(len) {
             Some(end) if end <= size => Ok(()),
@@ -88,42 +89,53 @@ impl fmt::Display for OutOfBounds {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { offset, len, size } = self;
         match offset.checked_add(*len) {
-            Some(_) => write!(f, "{len} bytes at offset {offset} do not lie within {size} bytes"),
-            None => {
-                write!(f, "{offset}..{} is no range within {size} bytes", offset.wrapping_add(*len))
-            }
+            Some(end) if end <= *size => write!(
+                f,
+                "invalid access to {len} bytes at offset {offset} of {size}: misaligned, or the \
+                 addresses wrap around"
+            ),
+            Some(_) => write!(
+                f,
+                "out of bounds: {len} bytes at offset {offset} of a memory of {size} bytes"
+            ),
+            None => write!(
+                f,
+                "invalid range {offset}..{} in a memory of {size} bytes: the end precedes the \
+                 start",
+                offset.wrapping_add(*len)
+            ),
         }
     }
 }
 
 impl std::error::Error for OutOfBounds {}
 
-/// No device could be opened.
+/// The reason why a device could not be opened.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OpenError {
     /// No device has this name.
     NotFound {
-        /// Name asked for.
+        /// Requested name.
         name: String,
-        /// Names there are.
+        /// Names of the existing devices.
         available: Vec<String>,
-        /// Why there are no others, if that is known.
+        /// Why the list is incomplete, if known.
         reason: Option<&'static str>,
     },
-    /// The device is there, and a verb of opening it failed.
+    /// The device exists, but a verb failed while opening it.
     Verb {
         /// Name of the device.
         device: String,
-        /// Verb and reason.
+        /// Failed verb and errno.
         error: VerbError,
     },
-    /// A software device cannot speak over UDP here.
+    /// A software device could not be opened over UDP.
     Udp(UdpError),
 }
 
 impl OpenError {
-    /// Names the device in the error of a verb.
+    /// Returns a function that adds the name of the device to the error of a verb.
     #[cfg(any(feature = "ibverbs", test))]
     pub(crate) fn of(device: &str) -> impl Fn(VerbError) -> Self {
         move |error| Self::Verb { device: device.to_owned(), error }
@@ -145,78 +157,85 @@ impl fmt::Display for OpenError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::NotFound { name, available, reason } => {
-                write!(f, "no RDMA device is called {name:?}; there is {}", available.join(", "))?;
-                reason.map_or(Ok(()), |reason| write!(f, " ({reason})"))
+                write!(f, "device {name:?} not found")?;
+                if let Some(reason) = reason {
+                    write!(f, ": {reason}")?;
+                }
+                let available = if available.is_empty() { "none" } else { &*available.join(", ") };
+                write!(f, "; available: {available}")
             }
-            Self::Verb { device, error } => write!(f, "opening device {device:?}: {error}"),
+            Self::Verb { device, error } => write!(f, "failed to open device {device:?}: {error}"),
             Self::Udp(error) => error.fmt(f),
         }
     }
 }
 
-/// An object could not be made, changed or connected.
+/// The reason why an object could not be created, modified or connected.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum SetupError {
-    /// The provider refused.
+    /// A verb failed. Every function that returns this error may fail with it.
     Verb(VerbError),
-    /// A size is beyond the device's limit.
+    /// A size exceeds a limit of the device.
     Limit(LimitError),
-    /// A size is too small to work.
+    /// A size is too small.
     TooSmall {
-        /// What was asked for.
+        /// Name of the size, for example `max_send_wr`.
         field: &'static str,
-        /// How much was asked.
+        /// Requested size.
         asked: u64,
-        /// The least that works.
+        /// Smallest allowed size.
         least: u64,
     },
-    /// The state machine of the queue pair does not allow it.
+    /// The state machine of the queue pair does not allow the transition.
     Transition(TransitionError),
-    /// An object of another protection domain or device was passed.
+    /// An argument belongs to another protection domain or device.
     Foreign {
-        /// Which one.
+        /// The argument.
         what: &'static str,
     },
-    /// The work of all queue pairs on a completion queue must fit it, and this one's would not.
+    /// The completion queue has too few free entries for the work of another queue pair.
     CompletionQueueFull {
-        /// Completions the new queues can produce.
+        /// Entries that the new queue pair needs.
         asked: u32,
-        /// Completions not yet spoken for.
+        /// Entries that no queue pair has reserved.
         free: u32,
     },
-    /// The two ends do not fit together.
+    /// Two values that must be equal differ: of this side and the peer, or of a setting and the
+    /// path to the peer.
     Mismatch {
-        /// Which property.
+        /// The two values, for example `transports of the queue pair and its peer`.
         what: &'static str,
-        /// Ours.
+        /// First value: of this side or of the setting.
         ours: String,
-        /// The peer's.
+        /// Second value: of the peer or of the path.
         theirs: String,
     },
-    /// Receives of a shared receive queue complete on its own completion queue, and another one was asked for.
+    /// Another completion queue was given than the one of the shared receive queue.
     OtherCompletionQueue {
-        /// Number of the completion queue that was asked for.
+        /// Number of the given completion queue.
         asked: u64,
-        /// Number of that of the shared receive queue.
+        /// Number of the shared receive queue's completion queue.
         queue: u64,
     },
-    /// An address has no use here: this port has no such GID, or none at all.
+    /// The port is not active or has no GID that fits.
     NoGid {
-        /// The port asked.
+        /// Number of the port.
         port: u8,
     },
-    /// The device does not have it.
+    /// The device or the kind of object does not support a function or setting.
     Unsupported {
-        /// What was asked for.
+        /// The reason, for example `the device lacks on-demand paging`.
         what: &'static str,
     },
-    /// The object was closed.
+    /// The object is closed, or its completion queue has failed.
     Closed,
 }
 
+/// Clause of [`SetupError::Unsupported`].
+pub(crate) const NO_DC: &str = "the device lacks the dynamically connected transport (DC)";
+
 impl SetupError {
-    /// `Ok` if it is large enough to work.
     pub(crate) fn at_least(field: &'static str, asked: u64, least: u64) -> Result<(), Self> {
         if asked >= least { Ok(()) } else { Err(Self::TooSmall { field, asked, least }) }
     }
@@ -228,11 +247,11 @@ impl fmt::Display for SetupError {
             Self::Verb(error) => error.fmt(f),
             Self::Limit(error) => error.fmt(f),
             Self::TooSmall { field, asked, least } => {
-                write!(f, "{field}: asked for {asked}, at least {least} needed")
+                write!(f, "{field}: {asked} requested, at least {least} required")
             }
             Self::Transition(error) => error.fmt(f),
             Self::Foreign { what } => {
-                write!(f, "{what} belongs to another protection domain or device")
+                write!(f, "the {what} belongs to another device or protection domain")
             }
             Self::CompletionQueueFull { asked, free } => write!(
                 f,
@@ -240,17 +259,22 @@ impl fmt::Display for SetupError {
                  CompletionQueueBuilder::capacity, or lower max_send_wr or max_recv_wr"
             ),
             Self::Mismatch { what, ours, theirs } => {
-                write!(f, "mismatch in {what}: ours is {ours}, the peer's is {theirs}")
+                write!(f, "{what} do not match: {ours} and {theirs}")
             }
             Self::OtherCompletionQueue { asked, queue } => write!(
                 f,
-                "asked for completion queue {asked}; receives of this shared receive queue complete on completion queue {queue}"
+                "wrong completion queue {asked} for receives: the shared receive queue completes \
+                 on completion queue {queue}; omit QueuePairBuilder::receive_completions"
             ),
             Self::NoGid { port } => {
-                write!(f, "port {port} is not active, or has no such GID to send from")
+                write!(
+                    f,
+                    "port {port} is not active or lacks a suitable GID; check its link and the \
+                     addresses of its network interface"
+                )
             }
-            Self::Unsupported { what } => write!(f, "the device has no {what}"),
-            Self::Closed => f.write_str("the object is closed"),
+            Self::Unsupported { what } => write!(f, "unsupported: {what}"),
+            Self::Closed => f.write_str("the object is closed, or its completion queue has failed"),
         }
     }
 }
@@ -296,26 +320,29 @@ impl From<SetupError> for io::Error {
     }
 }
 
-/// A work request that failed: what its completion says.
+/// The failed completion of a work request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CompletionError {
-    /// What went wrong.
+    /// Status of the completion.
     pub status: WcStatus,
-    /// The device's own code, for its vendor's tables.
+    /// Vendor-specific error code.
     pub vendor_error: u32,
-    /// Queue pair.
+    /// Queue pair number.
     pub qpn: Qpn,
-    /// Lengths of a message and the receive that is too small for it, with [`LOC_LEN_ERR`](WcStatus::LOC_LEN_ERR), on the
-    /// software device. Adapters report none.
+    /// The software device reports them with [`LOC_LEN_ERR`](WcStatus::LOC_LEN_ERR), adapters
+    /// never.
     pub lengths: Option<ReceiveLengths>,
 }
 
-/// Lengths of a message and of the receive that is too small for it. Those of datagrams have 40 bytes for the routing header.
+/// Lengths of a message and of the receive that is too small for it.
+///
+/// For a datagram both include the 40 bytes of the routing header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ReceiveLengths {
-    /// Bytes that the receive has room for.
+    /// Bytes that the receive holds.
     pub capacity: u32,
-    /// Bytes of the message when it was refused: all of them if it takes one packet, fewer if more were to follow.
+    /// Bytes that had arrived when the message was refused: the whole message if it is one packet,
+    /// else a part of it.
     pub arrived: u32,
 }
 
@@ -325,73 +352,79 @@ impl fmt::Display for CompletionError {
         if let Some(ReceiveLengths { capacity, arrived }) = lengths {
             return write!(
                 f,
-                "{status} (queue pair {qpn}: {arrived} bytes of the message had arrived, the receive holds {capacity}; post \
-                 larger receives)"
+                "work request failed on queue pair {qpn}: {status} ({arrived} bytes of the message \
+                 had arrived, the receive holds {capacity}); post larger receives"
             );
         }
-        write!(f, "{status} (queue pair {qpn}, vendor error {vendor_error:#x})")
+        write!(f, "work request failed on queue pair {qpn}: {status}")?;
+        if *status == WcStatus::WR_FLUSH_ERR {
+            f.write_str("; look for an earlier failure or a disconnect")?;
+        }
+        if *vendor_error == 0 { Ok(()) } else { write!(f, " (vendor error {vendor_error:#x})") }
     }
 }
 
 impl std::error::Error for CompletionError {}
 
-/// Why an operation failed.
+/// The reason why an operation failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OpErrorKind {
-    /// The device tried and reports a failure.
+    /// The device reported the failure of the work request. An RC connection has failed then.
     Completion(CompletionError),
-    /// The device refused the work request, or something that it needs; nothing was sent.
+    /// The device refused the work request or a resource that it needs. Nothing was sent.
     Post(VerbError),
-    /// The device refused the work request because the queue pair is not connected, or not any more; nothing was sent.
+    /// The device refused the work request because the queue pair is not connected, or no longer
+    /// connected. Nothing was sent.
     State {
-        /// Queue pair.
+        /// Queue pair number.
         qpn: Qpn,
-        /// State it was found in, after the refusal.
+        /// State of the queue pair after the refusal.
         state: QpState,
-        /// Verb and reason.
+        /// Failed verb and errno.
         error: VerbError,
     },
-    /// The work request is beyond a limit of the queue pair; nothing was sent.
+    /// The work request exceeds a limit of the queue pair. Nothing was sent.
     Limit(LimitError),
-    /// A buffer, region or address handle belongs to another protection domain; nothing was sent.
+    /// A buffer, region or address handle belongs to another protection domain. Nothing was sent.
     Foreign {
-        /// Which one.
+        /// The argument.
         what: &'static str,
     },
-    /// The region was not exposed with rights that the operation needs; nothing was sent.
+    /// The region was exposed without access rights that the operation needs. Nothing was sent.
     Rights {
-        /// Those it lacks.
+        /// The missing rights.
         missing: Access,
     },
-    /// The operation does not exist on this transport; nothing was sent.
+    /// The queue pair does not support the operation. Nothing was sent.
     Unsupported {
-        /// Which one.
+        /// The operation and its requirement, for example `READ (transport RC or DC required)`.
         what: &'static str,
     },
-    /// It would consume a receive of the peer, and those are for the messages of its [`Connection`](crate::Connection);
-    /// nothing of its batch was sent.
+    /// The work request would consume a receive of the peer. The receives of a
+    /// [`Connection`](crate::Connection) are reserved for messages. Nothing of the batch was sent.
     NotOneSided {
-        /// Its place in the batch.
+        /// Index in the batch.
         index: usize,
-        /// What it is.
+        /// The operation.
         what: &'static str,
     },
-    /// An atomic's target is not 8 bytes on an 8-byte boundary; nothing was sent.
+    /// The target of an atomic is not 8 bytes on an 8-byte boundary. Nothing was sent.
     Misaligned {
         /// Address of the target.
         addr: u64,
-        /// Its bytes.
+        /// Length of the target in bytes.
         len: u64,
     },
-    /// The queue pair was closed or dropped first. Whether a peer saw the operation is unknown.
+    /// The queue pair was closed or dropped before the completion. Whether the peer saw the
+    /// operation is unknown.
     Closed,
-    /// The completion queue failed, so the outcome is unknown.
+    /// The completion queue failed. The outcome of the operation is unknown.
     CompletionQueue(VerbError),
 }
 
 impl OpErrorKind {
-    /// Status of the completion, if there was one.
+    /// Returns the status of the completion, if there was one.
     #[must_use]
     pub const fn status(&self) -> Option<WcStatus> {
         match self {
@@ -400,7 +433,7 @@ impl OpErrorKind {
         }
     }
 
-    /// Nearest kind of I/O error.
+    /// Returns the closest kind of I/O error.
     #[must_use]
     pub fn io_kind(&self) -> io::ErrorKind {
         use io::ErrorKind;
@@ -433,44 +466,67 @@ impl fmt::Display for OpErrorKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Completion(error) => error.fmt(f),
-            Self::Post(error) => error.fmt(f),
+            Self::Post(error) => write!(f, "failed to post the work request: {error}"),
             Self::State { qpn, state: state @ (QpState::Err | QpState::Sqe), error } => {
                 write!(
                     f,
-                    "queue pair {qpn} has failed (state {state:?}); make a new one and connect it ({error})"
+                    "queue pair {qpn} has failed (state {state:?}); create and connect a new one \
+                     ({error})"
                 )
             }
             Self::State { qpn, state, error } => write!(
                 f,
-                "queue pair {qpn} is not connected (state {state:?}): sends need state Rts, receives Init or later; connect it \
-                 first ({error})"
+                "queue pair {qpn} is not connected (state {state:?}): sends need state Rts, \
+                 receives Init or later; connect it first ({error})"
             ),
             Self::Limit(error) => error.fmt(f),
-            Self::Foreign { what } => write!(f, "{what} belongs to another protection domain"),
-            Self::Rights { missing } => write!(f, "the region lacks the access rights {missing:?}"),
-            Self::Unsupported { what } => write!(f, "unsupported on this transport: {what}"),
+            Self::Foreign { what } => {
+                write!(f, "the {what} belongs to another protection domain than the queue pair")
+            }
+            Self::Rights { missing } => {
+                let names: Vec<_> = missing.iter_names().map(|(name, _)| name).collect();
+                write!(
+                    f,
+                    "the region lacks access rights {}; add them when the region is created",
+                    names.join(" | ")
+                )
+            }
+            Self::Unsupported { what } => write!(f, "the queue pair does not support {what}"),
             Self::NotOneSided { index, what } => {
                 write!(
                     f,
-                    "work request {index} of the batch is a {what}, which takes a receive of the peer's messages"
+                    "work request {index} of the batch is a {what}, which would consume a receive \
+                     that the peer's Connection reserves for messages; post only WRITE and READ"
                 )
             }
             Self::Misaligned { addr, len } => {
-                write!(f, "an atomic needs 8 bytes on an 8-byte boundary, not {len} at {addr:#x}")
+                write!(
+                    f,
+                    "invalid target of an atomic, {len} bytes at {addr:#x}: 8 bytes on an 8-byte \
+                     boundary required"
+                )
             }
-            Self::Closed => f.write_str("the queue pair was closed before the operation was done"),
-            Self::CompletionQueue(error) => write!(f, "completion queue failed: {error}"),
+            Self::Closed => f.write_str(
+                "the queue pair was closed before the operation completed; its outcome is unknown",
+            ),
+            Self::CompletionQueue(error) => {
+                write!(
+                    f,
+                    "the completion queue failed, and the outcome of the operation is unknown: \
+                     {error}"
+                )
+            }
         }
     }
 }
 
 impl std::error::Error for OpErrorKind {}
 
-/// An operation that failed, with the buffers it was given.
+/// A failed operation with its buffers.
 ///
-/// Turning it into another error (`?` does) drops the buffers, which go back to where they came from.
+/// Conversion into another error, for example by `?`, drops the buffers.
 pub struct OpError<B> {
-    // Boxed, so that the result of an operation is no larger than its buffer: it is moved with every success.
+    // Boxed: otherwise every result, success included, would be as large as the error.
     failure: Box<(OpErrorKind, B)>,
 }
 
@@ -480,19 +536,19 @@ impl<B> OpError<B> {
         Self { failure: Box::new((kind, buffer)) }
     }
 
-    /// Why it failed.
+    /// Returns the reason.
     #[must_use]
     pub fn kind(&self) -> OpErrorKind {
         self.failure.0
     }
 
-    /// Status of the completion, if there was one.
+    /// Returns the status of the completion, if there was one.
     #[must_use]
     pub fn status(&self) -> Option<WcStatus> {
         self.kind().status()
     }
 
-    /// The buffers back. After a failure the content of a buffer that was to be filled is arbitrary.
+    /// Returns the buffers. The content of a buffer that the operation was to fill is unspecified.
     #[must_use]
     pub fn into_buffer(self) -> B {
         self.failure.1
@@ -525,16 +581,16 @@ impl<B> From<OpError<B>> for io::Error {
     }
 }
 
-/// What a `try_` form answers when it posted nothing.
+/// The reason why a `try_` operation posted nothing.
 pub enum TryError<B> {
-    /// The queue holds as much work as it can; the buffers come back.
+    /// The work queue has no free slot, or the DC pool no available initiator. Holds the buffers.
     Full(B),
-    /// The operation was refused.
+    /// The work request was refused for another reason.
     Refused(OpError<B>),
 }
 
 impl<B> TryError<B> {
-    /// The buffers back.
+    /// Returns the buffers.
     #[must_use]
     pub fn into_buffer(self) -> B {
         match self {
@@ -543,12 +599,14 @@ impl<B> TryError<B> {
         }
     }
 
-    /// True if trying again later may succeed.
+    /// Returns true if a later attempt may succeed.
     #[must_use]
     pub const fn is_full(&self) -> bool {
         matches!(self, Self::Full(_))
     }
 }
+
+const FULL: &str = "the work queue is full; retry after a completion";
 
 impl<B> fmt::Debug for TryError<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -562,7 +620,7 @@ impl<B> fmt::Debug for TryError<B> {
 impl<B> fmt::Display for TryError<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Full(_) => f.write_str("the work queue is full"),
+            Self::Full(_) => f.write_str(FULL),
             Self::Refused(error) => error.fmt(f),
         }
     }
@@ -573,7 +631,7 @@ impl<B> std::error::Error for TryError<B> {}
 impl<B> From<TryError<B>> for io::Error {
     fn from(error: TryError<B>) -> Self {
         match error {
-            TryError::Full(_) => Self::new(io::ErrorKind::WouldBlock, "the work queue is full"),
+            TryError::Full(_) => Self::new(io::ErrorKind::WouldBlock, FULL),
             TryError::Refused(error) => error.into(),
         }
     }

@@ -1,17 +1,20 @@
-//! What a future needs of the runtime that polls it.
+//! The error of a future that is polled without the Tokio runtime it needs.
 
 use std::fmt;
 use std::io;
 
-/// What a future needs of the Tokio runtime that polls it, and did not find.
+/// A Tokio runtime or I/O driver that a future needs, but that does not exist.
 ///
-/// Tokio has no other check for an I/O driver than a panic where it is missed. That panic is caught; but the panic hook runs for it,
-/// which by default prints a message, once for each runtime without the driver; and a program that is built with
-/// `panic = "abort"` ends there. Operations in a completion mode that sleeps meet the same check; without the driver they poll.
+/// Tokio panics if a runtime has no I/O driver and offers no other check. This crate catches that
+/// panic, with two visible effects. The panic hook runs once for each such runtime; by default it
+/// prints a message. A program built with `panic = "abort"` aborts.
+///
+/// Operations in a completion mode that waits for events do the same check. Without a driver they
+/// poll instead of failing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum NoRuntime {
-    /// The future was polled outside of a Tokio runtime.
+    /// The future was polled outside a Tokio runtime.
     Outside,
     /// The runtime has no I/O driver.
     Io,
@@ -21,7 +24,8 @@ impl fmt::Display for NoRuntime {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Outside => {
-                "polled outside of a Tokio runtime; await it within `Runtime::block_on` or a task"
+                "the future was polled outside a Tokio runtime; await it within \
+                 `Runtime::block_on` or a task"
             }
             Self::Io => {
                 "the Tokio runtime has no I/O driver; build it with `enable_io` or `enable_all`"

@@ -2,12 +2,13 @@
 //!
 //! ```text
 //! Slab: ┌ stride ┬────────┬────────┬────────┐  one registration
-//!       │ BufMut │  free  │  Buf ──┼─ Buf   │  Buf: counted, BufMut: alone
+//!       │ BufMut │  free  │  Buf ──┼─ Buf   │  BufMut: exclusive, Buf: counted
 //!       └────────┴────────┴────────┴────────┘
 //! ```
 //!
-//! A buffer holds its slab, a slab its registration. The last holder of a chunk hands it back to the
-//! slab's free list; a slab made of user memory has one chunk and no free list.
+//! A buffer references its slab, and a slab its registration. When the last view of a chunk is
+//! dropped, the chunk returns to the slab's free list, which a slab of user memory (one chunk)
+//! lacks.
 
 #![allow(unsafe_code)]
 
@@ -28,16 +29,15 @@ use crate::types::Access;
 use crate::types::Sge;
 use crate::verbs::ProtectionDomain;
 
-/// Views of one chunk beyond which cloning aborts the process; only leaked views can be so many.
+/// Views of a chunk above which a clone aborts the process; only leaked views reach it.
 const MAX_VIEWS: u32 = u32::MAX / 2;
 
-/// Registered memory cut into chunks of equal size.
 pub(crate) struct Slab {
     registration: Registration,
     stride: u32,
-    /// Holders of each chunk that was frozen; meaningless for the others.
-    shares: Box<[AtomicU32]>,
-    /// Where chunks go when their last holder drops; `None` for user memory.
+    /// Views of each frozen chunk.
+    views: Box<[AtomicU32]>,
+    /// The destination of released chunks; `None` for user memory.
     free: Option<Arc<FreeList>>,
 }
 
@@ -52,8 +52,8 @@ impl Slab {
             stride as usize * chunks as usize <= registration.len(),
             "chunks lie within the registration"
         );
-        let shares = (0..chunks).map(|_| AtomicU32::new(0)).collect();
-        Self { registration, stride, shares, free }
+        let views = (0..chunks).map(|_| AtomicU32::new(0)).collect();
+        Self { registration, stride, views, free }
     }
 
     pub(crate) fn registration(&self) -> &Registration {
@@ -62,21 +62,20 @@ impl Slab {
 
     #[inline]
     fn chunk(&self, index: u32) -> NonNull<u8> {
-        // SAFETY: S1: chunk indices come from `new`, which checked that all lie within the registration.
+        // SAFETY: S1: indices come from `new`, which checked that all chunks lie within the
+        // registration.
         unsafe { self.registration.base().add(index as usize * self.stride as usize) }
     }
 
-    /// Of the chunk that starts at `start`.
     fn index(&self, start: NonNull<u8>) -> u32 {
         let offset = start.addr().get() - self.registration.base().addr().get();
-        // Without bytes there is one chunk.
+        // A stride of 0 means one empty chunk.
         offset.checked_div(self.stride as usize).unwrap_or(0) as u32
     }
 
-    /// Gives a chunk back, or drops the slab's share if it has no free list.
     fn release(self: Arc<Self>, index: u32) {
         if self.free.is_some() {
-            FreeList::give_back(self, index);
+            FreeList::return_chunk(self, index);
         }
     }
 
@@ -85,33 +84,31 @@ impl Slab {
     }
 }
 
-/// A chunk of registered memory that its holder owns alone.
+/// An exclusively owned chunk of registered memory.
 ///
-/// Dereferences to its bytes, which are always initialised (with what was there before, at first zeros).
-/// An operation takes it by value and gives it back, so that nobody looks while a device writes.
-/// Dropping it returns it to its pool.
+/// It dereferences to its bytes, which are always initialised: zero at first, then with the
+/// previous content. An operation takes and returns the buffer by value, so the program never reads
+/// bytes while a device writes them. A dropped buffer returns to its pool.
 pub struct BufMut {
-    /// Start of its chunk.
     ptr: NonNull<u8>,
     len: u32,
     slab: ManuallyDrop<Arc<Slab>>,
 }
 
-// SAFETY: S1: a `BufMut` is the only way to its chunk.
+// SAFETY: S1: a `BufMut` is the only access to its chunk.
 unsafe impl Send for BufMut {}
-// SAFETY: S1: through a shared `BufMut` bytes can only be read.
+// SAFETY: S1: a shared `BufMut` gives read access only.
 unsafe impl Sync for BufMut {}
 
 impl ProtectionDomain {
-    /// Registers memory of yours for local use and gives it as a buffer.
+    /// Registers `storage` for local use as a buffer.
     ///
-    /// The buffer takes part in operations as one of a [`Pool`](crate::Pool) does. Dropping it ends the registration,
-    /// then frees the memory; [`BufMut::into_storage`] gives the memory back instead.
+    /// Dropping the buffer deregisters and frees the memory; [`BufMut::into_storage`] returns it.
     ///
     /// # Errors
     ///
-    /// [`SetupError`] if it is longer than a buffer (2^32 - 1 bytes) or a registration can be, or if the
-    /// provider refuses.
+    /// [`SetupError`] if the memory exceeds the maximum length of a buffer (2^32 - 1 bytes) or of a
+    /// registration, or if a verb fails.
     pub fn register<S: Storage>(&self, storage: S) -> Result<BufMut, SetupError> {
         BufMut::from_storage(Registration::new(self, storage, Access::LOCAL_WRITE, false)?)
     }
@@ -123,59 +120,58 @@ impl BufMut {
         self.slab.registration()
     }
 
-    /// Chunk `index`, which the caller took from the slab's free list (or made just now).
+    /// Wraps chunk `index`, which the caller took from the free list or just created.
     #[inline]
     pub(crate) fn from_chunk(slab: Arc<Slab>, index: u32, len: u32) -> Self {
         Self { ptr: slab.chunk(index), len, slab: ManuallyDrop::new(slab) }
     }
 
-    /// One buffer of all the memory of a registration.
     pub(crate) fn from_storage(registration: Registration) -> Result<Self, SetupError> {
         LimitError::check("buffer bytes", registration.len() as u64, u64::from(u32::MAX))?;
         let len = registration.len() as u32;
         Ok(Self::from_chunk(Arc::new(Slab::new(registration, len, 1, None)), 0, len))
     }
 
-    /// Bytes it can be resized to.
+    /// Returns the maximum length.
     #[must_use]
     pub fn capacity(&self) -> usize {
         self.slab.stride as usize
     }
 
-    /// Sets the length. Bytes that come into view hold what was there before.
+    /// Sets the length. Added bytes have their previous content.
     ///
     /// # Errors
     ///
-    /// [`LimitError`] above the capacity; nothing is changed.
+    /// [`LimitError`] above the capacity; the length is unchanged.
     pub fn resize(&mut self, len: usize) -> Result<(), LimitError> {
         LimitError::check("buffer bytes", len as u64, u64::from(self.slab.stride))?;
         self.len = len as u32;
         Ok(())
     }
 
-    /// Shortens it to at most `len` bytes.
+    /// Shortens the buffer to at most `len` bytes.
     pub fn truncate(&mut self, len: usize) {
         if len < self.len as usize {
             self.len = len as u32;
         }
     }
 
-    /// Gives up writing, to share the bytes: clones, slices, `bytes::Bytes`.
+    /// Converts the buffer into a read-only view, for clones, slices and `bytes::Bytes`.
     #[must_use]
     pub fn freeze(self) -> Buf {
         let this = ManuallyDrop::new(self);
         let index = this.slab.index(this.ptr);
-        this.slab.shares[index as usize].store(1, Ordering::Relaxed);
-        // SAFETY: S1: `this` is never dropped, so its share of the slab moves to the new value.
+        this.slab.views[index as usize].store(1, Ordering::Relaxed);
+        // SAFETY: S1: `this` is never dropped, so its reference to the slab moves to the new value.
         let slab = unsafe { std::ptr::read(&raw const this.slab) };
         Buf { ptr: this.ptr, len: this.len, index, slab }
     }
 
-    /// Ends the registration and gives back memory that [`ProtectionDomain::register`] took.
+    /// Deregisters and returns memory that [`ProtectionDomain::register`] took.
     ///
     /// # Errors
     ///
-    /// The buffer itself, if it is of a pool, the memory is not an `S`, or its registration does not end.
+    /// The buffer, if it belongs to a pool, the memory is not an `S`, or deregistration fails.
     ///
     /// [`ProtectionDomain::register`]: crate::verbs::ProtectionDomain::register
     pub fn into_storage<S: Storage>(self) -> Result<S, Self> {
@@ -184,11 +180,11 @@ impl BufMut {
         }
         let len = self.len;
         let mut this = ManuallyDrop::new(self);
-        // SAFETY: S1: `this` is never dropped, so its share of the slab is taken once.
+        // SAFETY: S1: `this` is never dropped, so its reference to the slab is taken once.
         let slab = unsafe { ManuallyDrop::take(&mut this.slab) };
         match Arc::try_unwrap(slab) {
             Ok(mut slab) => {
-                let Some(storage) = slab.registration.end() else {
+                let Some(storage) = slab.registration.deregister() else {
                     return Err(Self::from_chunk(Arc::new(slab), 0, len));
                 };
                 let storage: Box<dyn Any> = storage;
@@ -200,8 +196,8 @@ impl BufMut {
         }
     }
 
-    /// As a scatter/gather element, for the bare [`Qp`](crate::verbs::Qp) and [`Srq`](crate::verbs::Srq): whoever posts it keeps the buffer
-    /// until the completion.
+    /// Returns the scatter/gather element for a bare [`Qp`](crate::verbs::Qp) or
+    /// [`Srq`](crate::verbs::Srq). Keep the buffer until the completion.
     #[inline]
     #[must_use]
     pub fn sge(&self) -> Sge {
@@ -223,8 +219,8 @@ impl Deref for BufMut {
 
     #[inline]
     fn deref(&self) -> &[u8] {
-        // SAFETY: S1: the chunk belongs to this buffer alone and no posted work names it, for that
-        // would own the buffer; its bytes are initialised.
+        // SAFETY: S1: this buffer owns the chunk exclusively; posted work would own the buffer. The
+        // bytes are initialised.
         unsafe { slice::from_raw_parts(self.ptr.as_ptr(), self.len as usize) }
     }
 }
@@ -232,7 +228,7 @@ impl Deref for BufMut {
 impl DerefMut for BufMut {
     #[inline]
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: S1: as in `deref`; and the borrow is exclusive.
+        // SAFETY: S1: see `deref`; the borrow is exclusive.
         unsafe { slice::from_raw_parts_mut(self.ptr.as_ptr(), self.len as usize) }
     }
 }
@@ -240,7 +236,8 @@ impl DerefMut for BufMut {
 impl Drop for BufMut {
     #[inline]
     fn drop(&mut self) {
-        // SAFETY: S1: taken once, here; `freeze` and `into_storage` never drop the value they took it from.
+        // SAFETY: S1: taken only here; `freeze` and `into_storage` never drop the value they take
+        // it from.
         let slab = unsafe { ManuallyDrop::take(&mut self.slab) };
         let index = slab.index(self.ptr);
         slab.release(index);
@@ -256,10 +253,10 @@ impl fmt::Debug for BufMut {
     }
 }
 
-/// A view of registered memory that several holders read.
+/// A shared, read-only view of registered memory.
 ///
-/// Cloning and slicing copy nothing. Operations that only read it (SEND, WRITE) take it by value; keep a
-/// clone to go on reading. The chunk returns to its pool when the last view is dropped.
+/// Clones and slices copy no bytes. Operations that read their buffer (SEND, WRITE) take a view by
+/// value; keep a clone to continue reading. The chunk returns to its pool with the last view.
 pub struct Buf {
     ptr: NonNull<u8>,
     len: u32,
@@ -267,17 +264,17 @@ pub struct Buf {
     slab: ManuallyDrop<Arc<Slab>>,
 }
 
-// SAFETY: S1: nobody writes a frozen chunk.
+// SAFETY: S1: a frozen chunk is never written.
 unsafe impl Send for Buf {}
-// SAFETY: S1: nobody writes a frozen chunk.
+// SAFETY: S1: a frozen chunk is never written.
 unsafe impl Sync for Buf {}
 
 impl Buf {
-    /// A part of it.
+    /// Returns a view of a part.
     ///
     /// # Errors
     ///
-    /// [`OutOfBounds`] if the range ends before it starts or reaches beyond the view.
+    /// [`OutOfBounds`] if the range is reversed or not within the view.
     pub fn slice(&self, range: impl RangeBounds<usize>) -> Result<Self, OutOfBounds> {
         let bounds = (
             range.start_bound().map(|&start| start as u64),
@@ -285,33 +282,32 @@ impl Buf {
         );
         let (start, len) = OutOfBounds::resolve(bounds, self.len.into())?;
         let mut part = self.clone();
-        // SAFETY: S1: `start` is within the view, as just checked.
+        // SAFETY: S1: `resolve` checked that `start` is within the view.
         part.ptr = unsafe { part.ptr.add(start as usize) };
         part.len = len as u32;
         Ok(part)
     }
 
-    /// The right to write, if this is the only view of its chunk. The length stays as it is.
+    /// Converts the view into a writable buffer if no other view of the chunk exists.
     ///
     /// # Errors
     ///
-    /// The view itself, if there are others or it does not start where its chunk does.
+    /// The view, if there are others, or if it does not start with its chunk.
     pub fn try_into_mut(self) -> Result<BufMut, Self> {
-        if self.shares().load(Ordering::Acquire) != 1 || self.ptr != self.slab.chunk(self.index) {
+        if self.views().load(Ordering::Acquire) != 1 || self.ptr != self.slab.chunk(self.index) {
             return Err(self);
         }
         let this = ManuallyDrop::new(self);
-        // SAFETY: S1: `this` is never dropped, so its share of the slab moves to the new value.
+        // SAFETY: S1: `this` is never dropped, so its reference to the slab moves to the new value.
         let slab = unsafe { std::ptr::read(&raw const this.slab) };
         Ok(BufMut { ptr: this.ptr, len: this.len, slab })
     }
 
-    fn shares(&self) -> &AtomicU32 {
-        &self.slab.shares[self.index as usize]
+    fn views(&self) -> &AtomicU32 {
+        &self.slab.views[self.index as usize]
     }
 
-    /// As a scatter/gather element, for the bare [`Qp`](crate::verbs::Qp) and [`Srq`](crate::verbs::Srq): whoever posts it keeps the buffer
-    /// until the completion.
+    /// Returns the view as a scatter/gather element, see [`BufMut::sge`].
     #[inline]
     #[must_use]
     pub fn sge(&self) -> Sge {
@@ -330,9 +326,9 @@ impl Buf {
 
 impl Clone for Buf {
     fn clone(&self) -> Self {
-        let before = self.shares().fetch_add(1, Ordering::Relaxed);
-        // As `Arc`: a panic could be caught and the clone tried again until the count wraps around. So many threads that
-        // it wraps between the addition and the check do not exist.
+        let before = self.views().fetch_add(1, Ordering::Relaxed);
+        // Aborts like `Arc`: a program could catch a panic and clone until the count wraps around.
+        // Too few threads exist to wrap it between the addition and the check.
         if before > MAX_VIEWS {
             std::process::abort();
         }
@@ -345,8 +341,8 @@ impl Deref for Buf {
 
     #[inline]
     fn deref(&self) -> &[u8] {
-        // SAFETY: S1: a frozen chunk is written by nobody, the device included, until its last view is
-        // gone; its bytes are initialised.
+        // SAFETY: S1: neither program nor device writes a frozen chunk before its last view is
+        // dropped. The bytes are initialised.
         unsafe { slice::from_raw_parts(self.ptr.as_ptr(), self.len as usize) }
     }
 }
@@ -359,11 +355,11 @@ impl AsRef<[u8]> for Buf {
 
 impl Drop for Buf {
     fn drop(&mut self) {
-        let last = self.shares().fetch_sub(1, Ordering::Release) == 1;
-        // SAFETY: S1: taken once, here; `try_into_mut` never drops the value it took it from.
+        let last = self.views().fetch_sub(1, Ordering::Release) == 1;
+        // SAFETY: S1: taken only here; `try_into_mut` never drops the value it takes it from.
         let slab = unsafe { ManuallyDrop::take(&mut self.slab) };
         if last {
-            // Reads through other views happen before the chunk is handed out again.
+            // Reads through other views happen before the chunk is reused.
             fence(Ordering::Acquire);
             slab.release(self.index);
         }
@@ -371,14 +367,13 @@ impl Drop for Buf {
 }
 
 impl From<Buf> for bytes::Bytes {
-    /// Without a copy; the chunk returns to its pool when the last clone is dropped.
+    /// Copies nothing. The chunk returns to its pool with the last clone.
     fn from(buf: Buf) -> Self {
         Self::from_owner(buf)
     }
 }
 
 impl From<BufMut> for bytes::Bytes {
-    /// Without a copy, as of a [`Buf`].
     fn from(buf: BufMut) -> Self {
         buf.freeze().into()
     }
@@ -412,11 +407,11 @@ mod tests {
         Device::software_in(&Network::new(), "one").unwrap().protection_domain().unwrap()
     }
 
-    /// Twice, in the ways that buffers are made: of a pool, and of memory that was registered.
+    /// Runs `test` with buffers of pools and of registered memory.
     fn both(test: impl Fn(BufMut)) {
         let pd = domain();
         let pool = Pool::new(&pd, 64, 1).unwrap();
-        // Of a pool whose second chunk it is, too: views are counted for each chunk.
+        // Uses the second chunk of a slab.
         let pair = Pool::new(&pd, 64, 2).unwrap();
         let _first = pair.try_alloc(64).unwrap().freeze();
         for mut buffer in [
@@ -427,11 +422,11 @@ mod tests {
             buffer.iter_mut().zip(1..).for_each(|(byte, value)| *byte = value);
             test(buffer);
         }
-        assert_eq!((pool.available(), pair.available()), (1, 1), "every chunk has returned once");
+        assert_eq!((pool.available(), pair.available()), (1, 1), "each chunk was returned once");
     }
 
     #[test]
-    fn the_only_view_becomes_writable_again() {
+    fn only_view_of_a_chunk_becomes_writable_again() {
         both(|buffer| {
             let bytes: Vec<u8> = buffer.to_vec();
             let mut again = buffer.freeze().try_into_mut().expect("it is the only view");
@@ -443,12 +438,12 @@ mod tests {
     }
 
     #[test]
-    fn view_beside_others_does_not_become_writable() {
+    fn view_of_a_shared_chunk_does_not_become_writable() {
         both(|buffer| {
             let view = buffer.freeze();
             let clone = view.clone();
             let view = view.try_into_mut().expect_err("there is a clone");
-            assert_eq!(view[..], clone[..], "the view comes back as it was");
+            assert_eq!(view[..], clone[..], "the error holds the unchanged view");
             let clone = clone.try_into_mut().expect_err("there is the original");
             let part = view.slice(8..16).unwrap();
             drop(clone);
@@ -463,7 +458,7 @@ mod tests {
     }
 
     #[test]
-    fn slice_becomes_writable_if_it_is_alone_and_begins_where_its_chunk_does() {
+    fn only_slice_becomes_writable_if_it_starts_with_its_chunk() {
         both(|buffer| {
             let view = buffer.freeze();
             let inner = view.slice(1..9).unwrap();
@@ -478,7 +473,6 @@ mod tests {
             drop(view);
             let mut front = front.try_into_mut().expect("it begins where its chunk does");
             assert_eq!(front[..], [1, 2, 3, 4, 5, 6, 7, 8]);
-            // The rest of the chunk is there.
             front.resize(64).unwrap();
             assert_eq!(front[8..10], [9, 10]);
             assert!(front.resize(65).is_err() && front.len() == 64);
@@ -489,9 +483,9 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_taken_back_only_as_what_it_is_and_never_from_a_pool() {
+    fn storage_is_returned_only_as_its_type_and_never_from_a_pool() {
         let pd = domain();
-        // Of a pool of one buffer, which has nothing else of its slab.
+        // The pool has one buffer, which is the only reference to the slab.
         let pool = Pool::new(&pd, 64, 1).unwrap();
         let buffer = pool
             .try_alloc(8)
@@ -522,7 +516,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_beyond_a_view_are_refused() {
+    fn slices_beyond_a_view_are_refused() {
         let pd = domain();
         let view = pd.register(vec![7; 16]).unwrap().freeze();
         let inner = view.slice(4..=11).unwrap();
@@ -536,7 +530,6 @@ mod tests {
         assert_eq!((inner.sge().length, inner.sge().lkey), (8, view.sge().lkey));
     }
 
-    /// SIGABRT of `signal(7)`.
     const SIGABRT: i32 = 6;
 
     #[test]
@@ -549,7 +542,7 @@ mod tests {
                 .protection_domain()
                 .unwrap();
             let buf = Pool::new(&pd, 64, 1).unwrap().try_alloc(8).unwrap().freeze();
-            buf.shares().store(MAX_VIEWS, Ordering::Relaxed);
+            buf.views().store(MAX_VIEWS, Ordering::Relaxed);
             for _ in 0..4 {
                 let _ = catch_unwind(AssertUnwindSafe(|| std::mem::forget(buf.clone())));
             }

@@ -1,4 +1,4 @@
-//! Memory that a dma-buf names, that of another device for example.
+//! Regions of dma-buf memory.
 
 #![forbid(unsafe_code)]
 
@@ -15,17 +15,18 @@ use crate::types::Access;
 use crate::verbs::ProtectionDomain;
 use rdma_provider::contract::DmaBufRange;
 
-/// Memory that a dma-buf names, registered without a mapping: that of a GPU, of a camera, of `/dev/udmabuf`.
+/// Memory of a dma-buf (of a GPU, a camera, `/dev/udmabuf`), registered without a mapping.
 ///
-/// Operations take [`slice`](Self::slice)s of it, and peers reach it as far as its access rights go, as they do an
-/// [`ExposedRegion`](crate::memory::ExposedRegion). There are no methods to read or write its bytes: the processor may not reach
-/// them at all, and who can map the descriptor does it as its exporter demands.
+/// Operations use its [`slice`](Self::slice)s, and peers access it within its rights, as with an
+/// [`ExposedRegion`](crate::memory::ExposedRegion). It offers no access to its bytes, which the
+/// processor may be unable to reach. A program that maps the descriptor must follow the rules of
+/// its exporter.
 ///
-/// Real devices need Linux 5.12, rdma-core 34 and a driver that takes dma-bufs
-/// ([`DeviceAttr::dma_buf`](crate::types::DeviceAttr::dma_buf)). The software device takes dma-bufs that can be mapped, and
-/// `memfd_create(2)`s that are sealed against shrinking.
+/// Real devices need Linux 5.12, rdma-core 34 and a driver with support
+/// ([`DeviceAttr::dma_buf`](crate::types::DeviceAttr::dma_buf)). The software device accepts
+/// dma-bufs that can be mapped, and `memfd_create(2)` descriptors sealed against shrinking.
 ///
-/// Dropping it (and all slices) revokes the access first and closes the descriptor after.
+/// When the region and all slices are dropped, the access is revoked, then the descriptor closed.
 ///
 /// ```
 /// use std::fs::File;
@@ -67,15 +68,16 @@ impl DmaBufRegion {
         &self.inner
     }
 
-    /// Registers bytes `range` of `fd` with the rights `access` (remote ones; local writing is always included). Peers and
-    /// bare work requests count them from `range.start` on.
+    /// Registers bytes `range` of `fd` with remote rights `access` and local writes. Addresses of
+    /// the region start at `range.start`.
     ///
     /// # Errors
     ///
-    /// [`SetupError::Unsupported`] if the device takes no dma-bufs, or `access` has more than remote rights (windows and
-    /// on-demand paging are not for dma-bufs); [`SetupError::Limit`] if the range ends before it starts or is longer than a
-    /// registration can be; [`SetupError::Verb`] as `ibv_reg_dmabuf_mr(3)`: EBADF or EINVAL for what is no dma-buf, EINVAL
-    /// beyond its end.
+    /// - [`SetupError::Unsupported`] if the device lacks dma-bufs, or `access` contains windows or
+    ///   on-demand paging.
+    /// - [`SetupError::Limit`] if the range is reversed or too long for a registration.
+    /// - [`SetupError::Verb`] of `ibv_reg_dmabuf_mr(3)`: EBADF or EINVAL if `fd` is not a dma-buf,
+    ///   EINVAL if the range exceeds it.
     pub fn new(
         pd: &ProtectionDomain,
         fd: OwnedFd,
@@ -86,12 +88,13 @@ impl DmaBufRegion {
         Self::at(pd, fd, range, iova, access)
     }
 
-    /// As [`new`](Self::new), counted from `iova` on: the address of the memory on the other device, for example.
+    /// Registers like [`new`](Self::new), with addresses from `iova`, for example the address on
+    /// the other device.
     ///
     /// # Errors
     ///
-    /// As [`new`](Self::new); EINVAL also if `iova` is at another place in its page than `range.start`, or the range wraps
-    /// around from there.
+    /// See [`new`](Self::new). Also EINVAL if `iova` and `range.start` differ in their offset
+    /// within a page, or the addresses wrap around.
     pub fn at(
         pd: &ProtectionDomain,
         fd: OwnedFd,
@@ -102,66 +105,62 @@ impl DmaBufRegion {
         let access = access | Access::LOCAL_WRITE;
         if !(Access::REMOTE_ALL | Access::LOCAL_WRITE).contains(access) {
             return Err(SetupError::Unsupported {
-                what: "windows or on-demand paging of dma-bufs",
+                what: "a dma-buf accepts neither memory windows nor on-demand paging",
             });
         }
-        LimitError::check("start of the range", range.start, range.end)?;
+        LimitError::check("start of the range (its end)", range.start, range.end)?;
         let bytes = range.end - range.start;
         LimitError::check("registration bytes", bytes, isize::MAX as u64)?;
         let range = DmaBufRange { offset: range.start, len: bytes as usize, iova };
-        Ok(Self { inner: Arc::new(Registration::of_dma_buf(pd, fd, range, access)?), access })
+        Ok(Self { inner: Arc::new(Registration::from_dma_buf(pd, fd, range, access)?), access })
     }
 
-    /// What peers may do.
+    /// Returns the access rights.
     #[must_use]
     pub fn access(&self) -> Access {
         self.access
     }
 
-    /// Bytes.
+    /// Returns the number of bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.inner.len()
     }
 
-    /// True without any byte.
+    /// Returns true if there are no bytes.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Address and key of the whole region, to hand to a peer.
-    ///
-    /// Whoever knows them can use them over any queue pair of the same protection domain that allows remote access, until
-    /// the region is dropped.
+    /// Returns address and key of the whole region, see
+    /// [`ExposedRegion::grant`](crate::memory::ExposedRegion::grant).
     #[must_use]
     pub fn grant(&self) -> RemoteRegion {
         RemoteRegion::new(self.inner.addr(), self.len() as u64, self.inner.rkey())
     }
 
-    /// A part of the region, counted from its own start, as the local side of an operation: data to send, or room to read
-    /// into.
+    /// Returns a part as local memory of an operation. `range` counts from the start of the region.
     ///
     /// # Errors
     ///
-    /// [`SetupError::Limit`] if the range ends before it starts, reaches beyond the region, or is longer than a
-    /// scatter/gather element (2^32 - 1 bytes).
+    /// See [`ExposedRegion::slice`](crate::memory::ExposedRegion::slice).
     pub fn slice(&self, range: Range<usize>) -> Result<ExposedSlice, SetupError> {
         ExposedSlice::new(&self.inner, range)
     }
 
-    /// Revokes the access and gives the descriptor back.
+    /// Revokes the access and returns the descriptor.
     ///
     /// # Errors
     ///
-    /// The region itself, if operations or slices still use it, or its registration does not end.
+    /// The region, if operations or slices still use it, or deregistration fails.
     pub fn into_fd(self) -> Result<OwnedFd, Self> {
         let access = self.access;
         let mut registration = match Arc::try_unwrap(self.inner) {
             Ok(registration) => registration,
             Err(inner) => return Err(Self { inner, access }),
         };
-        match registration.end().map(|owner| owner.downcast::<OwnedFd>()) {
+        match registration.deregister().map(|owner| owner.downcast::<OwnedFd>()) {
             Some(Ok(fd)) => Ok(*fd),
             _ => Err(Self { inner: Arc::new(registration), access }),
         }

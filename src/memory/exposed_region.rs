@@ -1,4 +1,4 @@
-//! Memory that peers may reach.
+//! Memory that peers may access.
 
 #![allow(unsafe_code)]
 
@@ -16,14 +16,18 @@ use rdma_provider::shared_memory as shared;
 use crate::memory::{RemoteRegion, Storage};
 use crate::types::{Access, Sge};
 
-/// Memory that peers may read, write or change atomically, as far as its access rights go.
+/// Memory that peers may read, write or update atomically, within its access rights.
 ///
-/// A peer may do so at any moment, so there is no reference to the bytes: they are read and written by
-/// copies, which can see a peer's write half done, and in words of 8 bytes, which cannot. Order comes from
-/// messages: what a peer wrote before it sent one is seen after that one was received.
+/// A peer may access the bytes at any time, so there are no references to them:
 ///
-/// Dropping the region (and all slices in flight, and all [leases](crate::op::Lease)) revokes the access first and frees the memory after; what
-/// peers do with the key from then on fails at their side with
+/// - [`read`](Self::read) and [`write`](Self::write) copy, perhaps a part of a peer's concurrent
+///   write.
+/// - [`load`](Self::load) and [`store`](Self::store) access 8 bytes atomically.
+/// - Messages give the order: a peer's write is visible once a message that the peer sent later is
+///   received.
+///
+/// When the region, its slices and its [leases](crate::op::Lease) are dropped, the access is
+/// revoked, then the memory freed. Peers' later operations fail on their side with
 /// [`REM_ACCESS_ERR`](crate::types::WcStatus::REM_ACCESS_ERR).
 ///
 /// ```
@@ -51,94 +55,96 @@ pub struct ExposedRegion {
 }
 
 impl ExposedRegion {
-    /// Exposes `memory` with the rights `access` (remote ones; local writing is always included).
+    /// Exposes `memory` with remote rights `access`, and for local writes.
     ///
     /// # Errors
     ///
-    /// [`SetupError`] if it is longer than a registration can be, the device lacks what `access` asks for, or the provider
-    /// refuses.
+    /// [`SetupError`] if the memory is too long for a registration, the device does not support
+    /// `access`, or a verb fails.
     pub fn new<S: Storage>(
         pd: &ProtectionDomain,
         memory: S,
         access: Access,
     ) -> Result<Self, SetupError> {
         let access = access | Access::LOCAL_WRITE;
-        // Shared even without remote rights: slices of it may be in several operations, and are read and written here.
+        // `shared` even without remote rights: several operations may use slices at once, while the
+        // program reads and writes.
         Ok(Self { inner: Arc::new(Registration::new(pd, memory, access, true)?), access })
     }
 
-    /// What peers may do.
+    /// Returns the access rights.
     #[must_use]
     pub fn access(&self) -> Access {
         self.access
     }
 
-    /// Bytes.
+    /// Returns the number of bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.inner.len()
     }
 
-    /// True without any byte.
+    /// Returns true if there are no bytes.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Address and key of the whole region, to hand to a peer.
+    /// Returns address and key of the whole region, for a peer.
     ///
-    /// Whoever knows them can use them over any queue pair of the same protection domain that allows remote
-    /// access, until the region is dropped. [`QueuePair::lease`](crate::QueuePair::lease) grants a part of it to one peer,
-    /// for a time.
+    /// Until the region is dropped, they give access over any queue pair of the protection domain
+    /// that allows remote access. [`QueuePair::lease`](crate::QueuePair::lease) grants a part to
+    /// one peer, for a limited time.
     #[must_use]
     pub fn grant(&self) -> RemoteRegion {
         RemoteRegion::new(self.inner.addr(), self.inner.len() as u64, self.inner.rkey())
     }
 
-    /// Copies bytes out, from `offset`.
+    /// Copies bytes from `offset` into `out`.
     ///
     /// # Errors
     ///
     /// [`OutOfBounds`]; nothing is copied.
     pub fn read(&self, offset: usize, out: &mut [u8]) -> Result<(), OutOfBounds> {
         OutOfBounds::check(offset as u64, out.len() as u64, self.len() as u64)?;
-        // SAFETY: S2: the range lies within the registration and is reached by atomic accesses only;
-        // `out` is borrowed exclusively.
+        // SAFETY: S2: the range lies within the registration and is only accessed atomically; `out`
+        // is borrowed exclusively.
         unsafe {
             shared::load(self.inner.base().add(offset).as_ptr(), out.as_mut_ptr(), out.len())
         };
         Ok(())
     }
 
-    /// Copies `bytes` in, to `offset`.
+    /// Copies `bytes` to `offset`.
     ///
     /// # Errors
     ///
     /// [`OutOfBounds`]; nothing is copied.
     pub fn write(&self, offset: usize, bytes: &[u8]) -> Result<(), OutOfBounds> {
         OutOfBounds::check(offset as u64, bytes.len() as u64, self.len() as u64)?;
-        // SAFETY: S2: the range lies within the registration and is reached by atomic accesses only;
-        // `bytes` is borrowed, so nobody writes it.
+        // SAFETY: S2: the range lies within the registration and is only accessed atomically;
+        // `bytes` is borrowed and therefore unchanged.
         unsafe {
             shared::store(bytes.as_ptr(), self.inner.base().add(offset).as_ptr(), bytes.len())
         };
         Ok(())
     }
 
-    /// Reads the word at `offset` with acquire order, in the byte order of this machine, as atomics leave it.
+    /// Reads the 8-byte word at `offset` with acquire ordering, in native byte order like remote
+    /// atomics.
     ///
     /// # Errors
     ///
-    /// [`OutOfBounds`] if 8 bytes from `offset` reach beyond the region or do not start on an 8-byte boundary.
+    /// [`OutOfBounds`] if the word is not within the region or not on an 8-byte boundary.
     pub fn load(&self, offset: usize) -> Result<u64, OutOfBounds> {
         Ok(self.word(offset)?.load(Ordering::Acquire))
     }
 
-    /// Writes the word at `offset` with release order.
+    /// Writes the 8-byte word at `offset` with release ordering.
     ///
     /// # Errors
     ///
-    /// As [`load`](Self::load).
+    /// See [`load`](Self::load).
     pub fn store(&self, offset: usize, value: u64) -> Result<(), OutOfBounds> {
         self.word(offset)?.store(value, Ordering::Release);
         Ok(())
@@ -150,22 +156,21 @@ impl ExposedRegion {
         if !word.is_aligned() {
             return Err(OutOfBounds { offset: offset as u64, len: 8, size: self.len() as u64 });
         }
-        // SAFETY: S2: within the registration, on a boundary, and reached by atomic accesses only; the
-        // reference lives no longer than the region.
+        // SAFETY: S2: the word is within the registration, aligned and only accessed atomically;
+        // the reference does not outlive the region.
         Ok(unsafe { AtomicU64::from_ptr(word) })
     }
 
-    /// A part of the region as the local side of an operation: data to send, or room to read into.
+    /// Returns a part as local memory of an operation.
     ///
     /// # Errors
     ///
-    /// [`SetupError::Limit`] if the range ends before it starts, reaches beyond the region, or is longer than a
-    /// scatter/gather element (2^32 - 1 bytes).
+    /// [`SetupError::Limit`] if the range is reversed, not within the region, or longer than 2^32 -
+    /// 1 bytes.
     pub fn slice(&self, range: Range<usize>) -> Result<ExposedSlice, SetupError> {
         ExposedSlice::new(&self.inner, range)
     }
 
-    /// `Ok` if the range is one, and within the region.
     pub(crate) fn check(&self, range: &Range<usize>) -> Result<(), LimitError> {
         check(&self.inner, range)
     }
@@ -174,12 +179,12 @@ impl ExposedRegion {
         &self.inner
     }
 
-    /// Revokes the access and gives the memory back.
+    /// Revokes the access and returns the memory.
     ///
     /// # Errors
     ///
-    /// The region itself, if operations, slices or leases still use it, the memory is not an `S`, or its registration does
-    /// not end.
+    /// The region, if operations, slices or leases still use it, the memory is not an `S`, or
+    /// deregistration fails.
     pub fn into_storage<S: Storage>(self) -> Result<S, Self> {
         if !self.inner.holds::<S>() {
             return Err(self);
@@ -187,7 +192,7 @@ impl ExposedRegion {
         let access = self.access;
         match Arc::try_unwrap(self.inner) {
             Ok(mut registration) => {
-                let Some(storage) = registration.end() else {
+                let Some(storage) = registration.deregister() else {
                     return Err(Self { inner: Arc::new(registration), access });
                 };
                 let storage: Box<dyn Any> = storage;
@@ -210,14 +215,17 @@ impl fmt::Debug for ExposedRegion {
     }
 }
 
-/// `Ok` if the range is one, and within the registration.
 fn check(registration: &Registration, range: &Range<usize>) -> Result<(), LimitError> {
-    LimitError::check("start of the range", range.start as u64, range.end as u64)?;
-    LimitError::check("end of the range", range.end as u64, registration.len() as u64)
+    LimitError::check("start of the range (its end)", range.start as u64, range.end as u64)?;
+    LimitError::check(
+        "end of the range (bytes of the region)",
+        range.end as u64,
+        registration.len() as u64,
+    )
 }
 
-/// A part of an [`ExposedRegion`] or a [`DmaBufRegion`](crate::memory::DmaBufRegion) as the local side of an operation; keeps the
-/// region registered.
+/// A part of an [`ExposedRegion`] or [`DmaBufRegion`](crate::memory::DmaBufRegion) as local memory
+/// of an operation. It keeps the region registered.
 #[derive(Clone)]
 pub struct ExposedSlice {
     inner: Arc<Registration>,
@@ -232,13 +240,13 @@ impl ExposedSlice {
         Ok(Self { inner: of.clone(), offset: range.start, len: range.len() as u32 })
     }
 
-    /// Bytes.
+    /// Returns the number of bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.len as usize
     }
 
-    /// True without any byte.
+    /// Returns true if there are no bytes.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
@@ -248,8 +256,8 @@ impl ExposedSlice {
         self.len = self.len.min(u32::try_from(len).unwrap_or(u32::MAX));
     }
 
-    /// As a scatter/gather element, for the bare [`Qp`](crate::verbs::Qp) and [`Srq`](crate::verbs::Srq): whoever posts it keeps the slice
-    /// until the completion.
+    /// Returns the slice as a scatter/gather element, see
+    /// [`BufMut::sge`](crate::memory::BufMut::sge).
     #[must_use]
     pub fn sge(&self) -> Sge {
         Sge {
@@ -280,7 +288,7 @@ mod tests {
     use crate::verbs::Device;
 
     #[test]
-    fn slices_stay_within_the_region_and_do_not_end_before_they_start() {
+    fn reversed_or_outside_slices_are_refused() {
         let pd = Device::software_in(&Network::new(), "one").unwrap().protection_domain().unwrap();
         let region = ExposedRegion::new(&pd, vec![0; 16], Access::empty()).unwrap();
         assert_eq!(region.slice(16..16).unwrap().len(), 0);

@@ -1,4 +1,4 @@
-//! Local sides of operations: what a device may read, and what it may write.
+//! Local buffers of operations: memory that a device reads or writes.
 
 #![forbid(unsafe_code)]
 
@@ -9,31 +9,31 @@ use crate::memory::{Buf, BufMut, ExposedSlice};
 use crate::types::Sge;
 use crate::verbs::PdId;
 
-/// Scatter/gather list of usual length without an allocation.
+/// A scatter/gather list that allocates only above 4 elements.
 pub(crate) type SgeList = SmallVec<[Sge; 4]>;
 
-/// What an operation can read its data from: [`Buf`], [`BufMut`], [`ExposedSlice`], and `Vec`s of them as
-/// scatter/gather lists. `()` stands for no data at all.
+/// Local memory that an operation reads: [`Buf`], [`BufMut`], [`ExposedSlice`], a `Vec` of them as
+/// a scatter/gather list, or `()` for no data.
 ///
-/// The operation owns it until the device is done. This trait is sealed.
+/// The operation owns the memory until the device has finished. This trait is sealed.
 pub trait Gather: Sealed + Send + Unpin + 'static {}
 
-/// What an operation can put its data into: [`BufMut`], [`ExposedSlice`], `Vec`s of them, and `()`.
+/// Local memory that an operation writes: [`BufMut`], [`ExposedSlice`], a `Vec` of them, or `()`.
 ///
 /// This trait is sealed.
 pub trait Scatter: Gather {
-    /// Cuts the view down to the first `len` bytes, those that a message filled.
+    /// Shortens the view to the `len` bytes that a message filled.
     #[doc(hidden)]
     fn filled(&mut self, len: usize);
 }
 
-/// Keeps the promise of [`Gather`] within this crate: the bytes stay where they are while it is owned.
+/// Seals [`Gather`]. The bytes do not move while the value is owned.
 pub trait Sealed {
-    /// Calls `visit` for each piece with its registration's protection domain.
+    /// Calls `visit` for each element and its protection domain.
     #[doc(hidden)]
     fn pieces(&self, visit: &mut dyn FnMut(Sge, PdKey));
 
-    /// The only piece, if there is exactly one: spares the visitor.
+    /// Returns the element, for types that have exactly one: avoids the visitor.
     #[doc(hidden)]
     #[inline]
     fn single(&self) -> Option<(Sge, PdKey)> {
@@ -41,7 +41,7 @@ pub trait Sealed {
     }
 }
 
-/// Opaque key of a protection domain.
+/// The identity of a protection domain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PdKey(pub(crate) PdId);
 
@@ -106,7 +106,7 @@ impl Scatter for ExposedSlice {
 }
 
 impl<B: Scatter + Length> Scatter for Vec<B> {
-    /// Pieces beyond the message stay, with no bytes.
+    /// Elements beyond the message become empty.
     fn filled(&mut self, mut len: usize) {
         for buffer in self {
             let take = len.min(buffer.length());
@@ -120,9 +120,7 @@ impl Scatter for () {
     fn filled(&mut self, _len: usize) {}
 }
 
-/// Bytes of one piece.
 pub trait Length {
-    /// Bytes.
     #[doc(hidden)]
     fn length(&self) -> usize;
 }

@@ -11,7 +11,7 @@ use memmap2::{MmapMut, MmapOptions};
 
 use crate::error::{LimitError, SetupError, VerbError};
 
-/// Zeroed memory on a page boundary, so that a registration pins no page of anyone else.
+/// Page-aligned, zeroed memory. Its registration pins no page that holds other data.
 ///
 /// ```
 /// use tokio_rdma::memory::HostMemory;
@@ -34,50 +34,49 @@ pub struct HostMemory {
     backing: Backing,
 }
 
-/// Where it came from and goes back to.
 enum Backing {
     Heap(Layout),
     Mapped { _map: MmapMut },
 }
 
-// SAFETY: S1: the allocation is owned alone; the pointer is only a way to name it.
+// SAFETY: S1: the value owns the allocation exclusively.
 unsafe impl Send for HostMemory {}
-// SAFETY: S2: nothing reads or writes through a shared `HostMemory`; its users guard the bytes.
+// SAFETY: S2: a shared `HostMemory` gives no access to the bytes; its owners guard them.
 unsafe impl Sync for HostMemory {}
 
 impl HostMemory {
     /// Devices register whole pages.
     const PAGE: usize = 4096;
-    /// From so many bytes on memory is mapped, and returned to the system when it is freed. glibc's threshold begins here, too, but
-    /// grows to the largest block that was freed, up to 32 MiB, and what it then frees stays with the process.
+    /// Size from which memory is mapped, so that freeing returns it to the system. glibc's
+    /// threshold starts here too, but grows with freed blocks, up to 32 MiB, and the process keeps
+    /// smaller blocks.
     const LARGE: usize = 128 << 10;
 
-    /// `len` zero bytes. Of 128 KiB and more, pages that are not touched take no memory, unless a device pins them, and all of it
-    /// goes back to the system when it is dropped.
+    /// Allocates `len` zero bytes.
+    ///
+    /// From 128 KiB on, untouched pages take no memory unless a device pins them, and dropping
+    /// returns all memory to the system. The process aborts if the system is out of memory.
     ///
     /// # Errors
     ///
-    /// [`LimitError`] if `len` is more than an allocation can hold.
-    ///
-    /// # Panics
-    ///
-    /// Does not; if the system has no memory the process ends, as with any allocation.
+    /// [`LimitError`] if `len` exceeds the maximum size of an allocation.
     pub fn zeroed(len: usize) -> Result<Self, LimitError> {
         let layout = Self::layout(len)?;
         Ok(Self::allocated(len, layout).unwrap_or_else(|_| handle_alloc_error(layout)))
     }
 
-    /// As [`zeroed`](Self::zeroed), but that the system has no memory is an error: for lengths that others choose.
+    /// Fails if the system is out of memory, unlike [`zeroed`](Self::zeroed): for lengths that a
+    /// peer chooses.
     pub(crate) fn try_zeroed(len: usize) -> Result<Self, SetupError> {
         Ok(Self::allocated(len, Self::layout(len)?)?)
     }
 
     fn layout(len: usize) -> Result<Layout, LimitError> {
         let allowed = isize::MAX as u64 - Self::PAGE as u64;
-        LimitError::check("memory", len as u64, allowed)?;
+        LimitError::check("bytes of memory", len as u64, allowed)?;
         let asked = len as u64;
         Layout::from_size_align(len.max(1), Self::PAGE).map_err(|_| LimitError {
-            field: "memory",
+            field: "bytes of memory",
             asked,
             allowed,
         })
@@ -93,37 +92,44 @@ impl HostMemory {
                 .map_err(|error| VerbError::new("mmap", errno(error)))?;
             return Ok(Self::mapped(len, map));
         }
-        // SAFETY: S1: the layout has at least one byte.
+        // SAFETY: S1: the size of the layout is not 0.
         let base = NonNull::new(unsafe { alloc_zeroed(layout) });
         let base = base.ok_or(VerbError::new("posix_memalign", VerbError::ENOMEM))?;
         Ok(Self { base, len, backing: Backing::Heap(layout) })
     }
 
-    /// The first `len` bytes of `map`, which has as many.
     fn mapped(len: usize, mut map: MmapMut) -> Self {
         let base = NonNull::from(&mut map[..len]).cast();
         Self { base, len, backing: Backing::Mapped { _map: map } }
     }
 
-    /// `len` zero bytes on huge pages of the system's default size: of those that are reserved
-    /// (`/proc/sys/vm/nr_hugepages`), or else such as the kernel puts together when it can (`MADV_HUGEPAGE`).
+    /// Allocates `len` zero bytes on huge pages of the system's default size.
     ///
-    /// A device looks up fewer addresses, and registering takes less time. Takes whole pages: 2 MiB each on x86-64.
+    /// Takes reserved pages (`/proc/sys/vm/nr_hugepages`), or, if too few are free, transparent
+    /// huge pages where possible (`MADV_HUGEPAGE`). They make registration faster, and the device
+    /// translates fewer addresses. The size is rounded up to 2 MiB.
     ///
     /// # Errors
     ///
-    /// What `mmap(2)` says if there is no memory.
+    /// The error of `mmap(2)`.
     pub fn huge(len: usize) -> io::Result<Self> {
         const HUGE: usize = 2 << 20;
         let whole = len.max(1).checked_next_multiple_of(HUGE).ok_or(io::ErrorKind::InvalidInput)?;
         let map = match MmapOptions::new().len(whole).huge(None).map_anon() {
             Ok(map) => map,
             Err(error) => {
-                tracing::debug!(%error, len, "no huge pages are reserved, asking for transparent ones");
+                tracing::debug!(
+                    %error,
+                    len,
+                    "failed to map reserved huge pages; using transparent huge pages"
+                );
                 let map = MmapOptions::new().len(whole).map_anon()?;
                 #[cfg(target_os = "linux")]
                 if let Err(error) = map.advise(memmap2::Advice::HugePage) {
-                    tracing::debug!(%error, "the kernel has no transparent huge pages");
+                    tracing::debug!(
+                        %error,
+                        "failed to enable transparent huge pages; using small pages"
+                    );
                 }
                 map
             }
@@ -131,18 +137,17 @@ impl HostMemory {
         Ok(Self::mapped(len, map))
     }
 
-    /// First byte.
     pub(crate) fn base(&self) -> NonNull<u8> {
         self.base
     }
 
-    /// Bytes.
+    /// Returns the number of bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// True without any byte.
+    /// Returns true if there are no bytes.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
@@ -151,9 +156,8 @@ impl HostMemory {
 
 impl Drop for HostMemory {
     fn drop(&mut self) {
-        // A mapping unmaps itself.
         if let Backing::Heap(layout) = self.backing {
-            // SAFETY: S1: allocated in `allocated` with this layout; registrations of it were dropped before.
+            // SAFETY: S1: `allocated` used this layout, and registrations were dropped before.
             unsafe { dealloc(self.base.as_ptr(), layout) }
         }
     }
@@ -170,8 +174,8 @@ mod tests {
     use super::*;
 
     #[test]
-    #[cfg_attr(miri, ignore = "asks for more memory than there are addresses")]
-    fn every_length_has_pages_of_its_own() {
+    #[cfg_attr(miri, ignore = "requests more memory than the address space")]
+    fn every_length_is_page_aligned() {
         for len in [
             0,
             1,
@@ -186,17 +190,17 @@ mod tests {
             assert_eq!((memory.len(), memory.base().addr().get() % HostMemory::PAGE), (len, 0));
         }
         assert!(HostMemory::zeroed(usize::MAX).is_err());
-        assert!(HostMemory::try_zeroed(1 << 55).is_err(), "more than there are addresses");
+        assert!(HostMemory::try_zeroed(1 << 55).is_err(), "more than the address space");
     }
 
     #[test]
     #[cfg_attr(miri, ignore = "Miri maps no huge pages")]
-    fn huge_memory_has_the_length_asked_for_and_is_zeroed() {
+    fn huge_memory_has_the_requested_length_and_is_zeroed() {
         const WHOLE: usize = 2 << 20;
         for len in [0, 1, 5000, WHOLE, WHOLE + 1] {
             let memory = HostMemory::huge(len).unwrap();
             assert_eq!((memory.len(), memory.is_empty()), (len, len == 0));
-            // SAFETY: S1: the mapping has as many bytes, and this test alone reaches them.
+            // SAFETY: S1: the mapping has `len` bytes, which only this test accesses.
             let bytes = unsafe { std::slice::from_raw_parts_mut(memory.base().as_ptr(), len) };
             if let ([_, ..], Some(last)) = (&*bytes, len.checked_sub(1)) {
                 assert_eq!((bytes[0], bytes[last]), (0, 0));
@@ -208,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_beyond_what_an_allocation_can_hold_names_the_limit() {
+    fn too_long_memory_is_refused_with_the_limit() {
         let allowed = (isize::MAX as usize) - HostMemory::PAGE;
         let refused = HostMemory::layout(allowed + 1).unwrap_err();
         assert_eq!((refused.asked, refused.allowed), (allowed as u64 + 1, allowed as u64));
@@ -217,15 +221,15 @@ mod tests {
 
     #[test]
     #[cfg(target_os = "linux")]
-    #[cfg_attr(miri, ignore = "reads how much memory the process has")]
-    fn large_memory_takes_what_is_touched() {
+    #[cfg_attr(miri, ignore = "reads the resident memory of the process")]
+    fn untouched_large_memory_takes_no_memory() {
         let resident = || {
             let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
             pages.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * HostMemory::PAGE
         };
         let before = resident();
         let memory = HostMemory::zeroed(1 << 30).unwrap();
-        // Of other tests, too, which run at the same time.
+        // Other tests of the process allocate at the same time.
         assert!(resident() < before + memory.len() / 2);
     }
 }

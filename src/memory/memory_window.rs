@@ -1,4 +1,4 @@
-//! Memory windows: access to a part of a registration that work requests turn on and off.
+//! Memory windows, opened and closed by work requests.
 
 #![forbid(unsafe_code)]
 
@@ -16,14 +16,14 @@ use crate::types::{Access, Rkey, WindowBind};
 use crate::verbs::ProtectionDomain;
 use rdma_provider::contract::{Mw as _, Pd as _};
 
-/// Bare memory window of type 2, `ibv_alloc_mw(3)`.
+/// A type 2 memory window, `ibv_alloc_mw(3)`.
 ///
-/// A [`BindWindow`](crate::types::SendOp::BindWindow) that is posted to a queue pair opens it to the peer of this queue
-/// pair, a [`LocalInvalidate`](crate::types::SendOp::LocalInvalidate) closes it, and so does the peer's
-/// [`SendWithInvalidate`](crate::types::SendOp::SendWithInvalidate). Dropping it ends the access whatever state the queue
-/// pair is in, and only then lets go of the regions it was [prepared](Self::prepare) for.
+/// A posted [`BindWindow`](crate::types::SendOp::BindWindow) opens the window to the queue pair's
+/// peer. [`LocalInvalidate`](crate::types::SendOp::LocalInvalidate), or the peer's
+/// [`SendWithInvalidate`](crate::types::SendOp::SendWithInvalidate), closes it. Dropping the window
+/// revokes the access in any state, then releases the regions it was [prepared](Self::prepare) for.
 ///
-/// Most programs rather use a [`Lease`](crate::op::Lease).
+/// Most programs use a [`Lease`](crate::op::Lease) instead.
 ///
 /// ```
 /// use tokio_rdma::memory::MemoryWindow;
@@ -37,7 +37,7 @@ use rdma_provider::contract::{Mw as _, Pd as _};
 /// let region = ExposedRegion::new(&pd, vec![0; 4096], Access::MW_BIND)?;
 /// let window = MemoryWindow::new(&pd)?;
 /// let bind = window.prepare(&region, 0..64, Access::REMOTE_WRITE)?;
-/// // Once this work request has completed, the peer reaches 64 bytes at `bind.addr` by `bind.rkey`.
+/// // After the completion, the peer accesses 64 bytes at `bind.addr` by `bind.rkey`.
 /// let work_request = SendWr {
 ///     wr_id: WrId(1),
 ///     op: SendOp::BindWindow,
@@ -56,7 +56,7 @@ pub struct MemoryWindow {
 }
 
 struct State {
-    /// `None` once deallocated: before the regions, which no device touches through the window then.
+    /// `None` after deallocation, which must precede the release of `regions`.
     raw: Option<Mw>,
     current: Rkey,
     regions: Vec<Arc<Registration>>,
@@ -66,11 +66,15 @@ impl State {
     fn free(&mut self) {
         let Some(mut raw) = self.raw.take() else { return };
         if let Err(error) = raw.deallocate() {
-            tracing::error!(%error, rkey = %self.current, "a window does not end, its regions are kept for ever");
+            tracing::error!(
+                %error,
+                rkey = %self.current,
+                "failed to deallocate memory window; leaking it and its regions"
+            );
             std::mem::forget((raw, std::mem::take(&mut self.regions)));
             return;
         }
-        // Gone before the regions, also where only the drop ends it.
+        // Dropping `raw` may free the window, so it precedes the release of the regions.
         drop(raw);
         self.regions.clear();
     }
@@ -83,13 +87,17 @@ impl Drop for State {
 }
 
 impl MemoryWindow {
-    /// A window that is not bound.
+    /// Allocates an unbound window.
     ///
     /// # Errors
     ///
-    /// [`SetupError::Limit`] if the device has none (`max_mw` is 0), [`SetupError::Verb`] if the provider refuses.
+    /// [`SetupError::Limit`] if the device supports no windows (`max_mw` is 0).
     pub fn new(pd: &ProtectionDomain) -> Result<Self, SetupError> {
-        LimitError::check("memory windows", 1, pd.device().attr().max_mw.into())?;
+        LimitError::check(
+            "memory windows (max_mw of the device)",
+            1,
+            pd.device().attr().max_mw.into(),
+        )?;
         Ok(Self::allocate(pd)?)
     }
 
@@ -99,21 +107,22 @@ impl MemoryWindow {
         Ok(Self { state: Mutex::new(state), pd: pd.clone() })
     }
 
-    /// Its key: as allocated, or as prepared last.
+    /// Returns the current key: of the allocation or of the last `prepare`.
     #[must_use]
     pub fn rkey(&self) -> Rkey {
         self.state.lock().current
     }
 
-    /// What to post to bind it to `range` of `region`, under its next key, for `access`. The region stays registered
-    /// until the window is dropped.
+    /// Returns the data of a work request that binds the window to `range` of `region` under its
+    /// next key.
     ///
-    /// Whether the region allows it (it needs [`Access::MW_BIND`]), and whether the window is free, the device finds out.
+    /// The region stays registered until the window is dropped. The device checks whether it allows
+    /// binding ([`Access::MW_BIND`]) and whether the window is unbound.
     ///
     /// # Errors
     ///
-    /// [`SetupError::Limit`] if the range is not within the region, [`SetupError::Foreign`] if that is of another
-    /// protection domain.
+    /// [`SetupError::Limit`] if the range is not within the region, [`SetupError::Foreign`] if the
+    /// region belongs to another protection domain.
     pub fn prepare(
         &self,
         region: &ExposedRegion,
@@ -138,7 +147,7 @@ impl MemoryWindow {
         state.current = current.next();
         state.regions.push(region.clone());
         WindowBind {
-            // 0 names no window: the device refuses it.
+            // Number 0 is no window: the device refuses it.
             window: state.raw.as_ref().map_or(0, |raw| raw.handle()),
             region: region.handle(),
             current,
@@ -150,12 +159,12 @@ impl MemoryWindow {
         }
     }
 
-    /// It is not bound: lets go of the regions.
-    pub(crate) fn unbound(&self) {
+    /// Releases the regions. The window must be unbound.
+    pub(crate) fn release_regions(&self) {
         self.state.lock().regions.clear();
     }
 
-    /// Ends the access and the window.
+    /// Revokes the access and frees the window.
     pub(crate) fn free(&self) {
         self.state.lock().free();
     }

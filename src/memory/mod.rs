@@ -1,6 +1,4 @@
-//! Memory a device may touch.
-//!
-//! [`HostMemory`] is what the crate allocates itself, [`Storage`] what users bring. [`RemoteRegion`] names a peer's memory.
+//! Registered memory: buffers and pools for local use, and memory that peers access.
 
 mod buf;
 mod dma_buf_region;

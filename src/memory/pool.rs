@@ -1,4 +1,4 @@
-//! Registered slabs cut into buffers that come back.
+//! Pools of registered buffers, cut from slabs and reused.
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,11 +15,11 @@ use crate::memory::HostMemory;
 use crate::types::Access;
 use crate::verbs::ProtectionDomain;
 
-/// A pool of registered buffers of equal size; clones share it.
+/// A pool of registered buffers of equal size. Clones refer to the same pool.
 ///
-/// Registering memory is slow and counts against limits, so it is done once, in slabs. An empty pool makes
-/// [`alloc`](Self::alloc) wait for a buffer to come back, in order of asking; buffers come back when they are
-/// dropped, those of abandoned operations when the device is done with them.
+/// Registration is slow and counts towards limits, so the pool registers large slabs.
+/// [`alloc`](Self::alloc) waits in FIFO order for a free buffer. A dropped buffer returns to the
+/// pool; the buffer of an abandoned operation returns when the device has finished.
 ///
 /// ```
 /// use tokio_rdma::Pool;
@@ -54,28 +54,27 @@ struct Inner {
     free: Arc<FreeList>,
 }
 
-/// Chunks nobody holds. Its entries keep their slabs alive, so the pool empties it when it goes.
+/// Free chunks. Each keeps its slab alive, so dropping the pool empties the list.
 pub(crate) struct FreeList {
     chunks: Mutex<Chunks>,
-    /// One permit per free chunk that no waiter has been promised. The wakers of the waiters are contained: a task that
-    /// returns a buffer is not to panic by the waker of another one.
+    /// One permit for each free chunk not promised to a waiter. Wakers are contained: their panic
+    /// must not unwind into the task that returns a buffer.
     permits: Semaphore,
 }
 
 struct Chunks {
     free: Vec<(Arc<Slab>, u32)>,
     total: usize,
-    /// The pool is gone: chunks that come back are dropped.
+    /// True once the pool is dropped: returned chunks are released.
     closed: bool,
 }
 
 impl FreeList {
-    /// Puts a chunk of `slab` back.
-    pub(crate) fn give_back(slab: Arc<Slab>, index: u32) {
+    pub(crate) fn return_chunk(slab: Arc<Slab>, index: u32) {
         let Some(list) = slab.free_list().cloned() else { return };
         let mut chunks = list.chunks.lock();
         if chunks.closed {
-            // Unlock first: this may be the last holder, and ending a registration takes time.
+            // Unlocked first: this may be the last chunk of the slab, and deregistration is slow.
             drop(chunks);
             drop(slab);
             return;
@@ -87,11 +86,11 @@ impl FreeList {
 }
 
 impl Pool {
-    /// `buffers` buffers of `buffer_size` bytes.
+    /// Creates a pool of `buffers` buffers of `buffer_size` bytes.
     ///
     /// # Errors
     ///
-    /// [`SetupError`] if the memory cannot be registered.
+    /// See [`PoolBuilder::build`].
     pub fn new(
         pd: &ProtectionDomain,
         buffer_size: usize,
@@ -100,7 +99,7 @@ impl Pool {
         Self::builder(pd).buffer_size(buffer_size).buffers(buffers).build()
     }
 
-    /// A pool to be described further.
+    /// Returns a builder for a pool.
     #[must_use]
     pub fn builder(pd: &ProtectionDomain) -> PoolBuilder {
         PoolBuilder {
@@ -112,16 +111,16 @@ impl Pool {
         }
     }
 
-    /// A buffer of `len` bytes, waiting for one to come back if there is none.
+    /// Takes a buffer of `len` bytes, waiting until one is free.
     ///
     /// # Errors
     ///
-    /// [`PoolError::TooLong`] if `len` is above the size of the pool's buffers; [`PoolError::Register`] if a
-    /// growing pool cannot register more.
+    /// [`PoolError::TooLong`] if `len` exceeds the buffer size; [`PoolError::Register`] if a
+    /// growing pool fails to register memory.
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future loses nothing but its place in the queue.
+    /// Dropping the future only gives up the place in the wait queue.
     pub async fn alloc(&self, len: usize) -> Result<BufMut, PoolError> {
         match self.try_alloc(len) {
             Err(PoolError::Empty) => {}
@@ -134,11 +133,11 @@ impl Pool {
         Ok(self.take(len))
     }
 
-    /// A buffer of `len` bytes if there is one now.
+    /// Takes a buffer of `len` bytes without waiting.
     ///
     /// # Errors
     ///
-    /// As [`alloc`](Self::alloc), and [`PoolError::Empty`].
+    /// See [`alloc`](Self::alloc); [`PoolError::Empty`] if no buffer is free.
     pub fn try_alloc(&self, len: usize) -> Result<BufMut, PoolError> {
         loop {
             match self.take_free(len)? {
@@ -149,7 +148,6 @@ impl Pool {
         }
     }
 
-    /// A buffer of `len` bytes if there is one now; never grows.
     pub(crate) fn take_free(&self, len: usize) -> Result<Option<BufMut>, PoolError> {
         LimitError::check(
             "buffer bytes (PoolBuilder::buffer_size)",
@@ -162,47 +160,46 @@ impl Pool {
         Ok(Some(self.take(len)))
     }
 
-    /// A buffer that holds a copy of `bytes`, if there is one now.
+    /// Takes a buffer without waiting and copies `bytes` into it.
     ///
     /// # Errors
     ///
-    /// As [`try_alloc`](Self::try_alloc).
+    /// See [`try_alloc`](Self::try_alloc).
     pub fn copy_from(&self, bytes: &[u8]) -> Result<BufMut, PoolError> {
         let mut buf = self.try_alloc(bytes.len())?;
         buf.copy_from_slice(bytes);
         Ok(buf)
     }
 
-    /// Bytes of each buffer.
+    /// Returns the number of bytes of each buffer.
     #[must_use]
     pub fn buffer_size(&self) -> usize {
         self.inner.buffer_size as usize
     }
 
-    /// Buffers that are in the pool now.
+    /// Returns the number of free buffers.
     #[must_use]
     pub fn available(&self) -> usize {
         self.inner.free.chunks.lock().free.len()
     }
 
-    /// Buffers there are, in the pool and out of it.
+    /// Returns the number of buffers, free or in use.
     #[must_use]
     pub fn total(&self) -> usize {
         self.inner.free.chunks.lock().total
     }
 
-    /// Takes the chunk that a forgotten permit promises.
+    /// Takes the chunk of a permit that the caller has forgotten.
     fn take(&self, len: usize) -> BufMut {
         let chunk = self.inner.free.chunks.lock().free.pop();
         let Some((slab, index)) = chunk else {
-            unreachable!("a permit stands for a chunk in the list")
+            unreachable!("each permit stands for a chunk in the list")
         };
         BufMut::from_chunk(slab, index, len as u32)
     }
 }
 
 impl Inner {
-    /// Registers one more slab.
     fn grow(&self) -> Result<(), SetupError> {
         let len = self.stride as usize * self.per_slab as usize;
         let memory = if self.huge_pages {
@@ -216,9 +213,9 @@ impl Inner {
             Arc::new(Slab::new(registration, self.stride, self.per_slab, Some(self.free.clone())));
         let mut chunks = self.free.chunks.lock();
         chunks.total += self.per_slab as usize;
-        // Room for all there are, so that giving back never allocates.
-        let room = chunks.total - chunks.free.len();
-        chunks.free.reserve(room);
+        // Capacity for all chunks: returning one never allocates.
+        let in_use = chunks.total - chunks.free.len();
+        chunks.free.reserve(in_use);
         chunks.free.extend((0..self.per_slab).rev().map(|index| (slab.clone(), index)));
         drop(chunks);
         self.free.permits.add_permits(self.per_slab as usize);
@@ -246,7 +243,7 @@ impl fmt::Debug for Pool {
     }
 }
 
-/// Describes a [`Pool`].
+/// A builder for a [`Pool`].
 ///
 /// ```
 /// use tokio_rdma::Pool;
@@ -272,43 +269,44 @@ pub struct PoolBuilder {
 }
 
 impl PoolBuilder {
-    /// Bytes of each buffer; 4096 unless set. Memory use is this, rounded up to 64, times the number of buffers.
+    /// Sets the bytes of each buffer; 4096 by default. A buffer takes this size rounded up to a
+    /// multiple of 64; sizes up to 8 take 8 bytes.
     #[must_use]
     pub fn buffer_size(mut self, bytes: usize) -> Self {
         self.buffer_size = bytes;
         self
     }
 
-    /// Number of buffers, or of those added each time a growing pool grows; 64 unless set, at least 1.
+    /// Sets the number of buffers, also of those added by growing; at least 1, 64 by default.
     #[must_use]
     pub fn buffers(mut self, number: usize) -> Self {
         self.buffers = number;
         self
     }
 
-    /// Registers more buffers instead of waiting for one to come back; without limit, so bound the
-    /// number in use in some other way.
+    /// Makes the pool register more buffers instead of waiting, without an upper limit: bound the
+    /// number in use otherwise.
     #[must_use]
     pub fn growing(mut self, growing: bool) -> Self {
         self.growing = growing;
         self
     }
 
-    /// Takes its memory from huge pages, [`HostMemory::huge`]; not unless set. Worth it for pools of many megabytes.
+    /// Takes huge pages ([`HostMemory::huge`]), for pools of many megabytes; off by default.
     #[must_use]
     pub fn huge_pages(mut self, huge: bool) -> Self {
         self.huge_pages = huge;
         self
     }
 
-    /// Registers the memory.
+    /// Registers the memory and returns the pool.
     ///
     /// # Errors
     ///
-    /// [`SetupError::TooSmall`] for no buffers, [`SetupError::Limit`] for too many or too long ones; [`SetupError::Verb`] if the
-    /// provider refuses.
+    /// [`SetupError::TooSmall`] for 0 buffers, [`SetupError::Limit`] if number or size exceed a
+    /// limit.
     pub fn build(self) -> Result<Pool, SetupError> {
-        // A cache line each, so that neighbours do not fight; words of 8 bytes stay words.
+        // Alignment to cache lines avoids false sharing; chunks of up to 8 bytes are packed.
         let align = if self.buffer_size <= 8 { 8 } else { 64 };
         LimitError::check("buffer_size", self.buffer_size as u64, u64::from(u32::MAX - 63))?;
         SetupError::at_least("buffers", self.buffers as u64, 1)?;
@@ -332,24 +330,26 @@ impl PoolBuilder {
     }
 }
 
-/// No buffer to be had.
+/// The reason why a pool returned no buffer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PoolError {
-    /// All buffers are out.
+    /// All buffers are in use.
     Empty,
-    /// Longer than the pool's buffers.
+    /// The requested length exceeds the buffer size.
     TooLong(LimitError),
-    /// The pool should grow and could not.
+    /// A growing pool failed to register memory.
     Register(SetupError),
 }
 
 impl fmt::Display for PoolError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Empty => f.write_str("all buffers of the pool are in use"),
+            Self::Empty => f.write_str(
+                "all buffers of the pool are in use; wait with Pool::alloc or enlarge the pool",
+            ),
             Self::TooLong(error) => error.fmt(f),
-            Self::Register(error) => error.fmt(f),
+            Self::Register(error) => write!(f, "failed to grow the buffer pool: {error}"),
         }
     }
 }
@@ -374,7 +374,7 @@ mod tests {
     use crate::verbs::Device;
 
     #[test]
-    fn buffers_lie_side_by_side_by_their_size() {
+    fn buffers_are_adjacent_with_the_stride_of_their_size() {
         let pd =
             Device::software_in(&Network::new(), "strides0").unwrap().protection_domain().unwrap();
         for (size, stride) in [(0, 8), (1, 8), (8, 8), (9, 64), (64, 64), (65, 128)] {
@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_of_a_pool_ends_with_its_last_buffer() {
+    fn memory_of_a_pool_is_freed_with_its_last_buffer() {
         let pd =
             Device::software_in(&Network::new(), "ends0").unwrap().protection_domain().unwrap();
         let pool = Pool::new(&pd, 64, 3).unwrap();
@@ -402,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_and_numbers_beyond_the_limits_are_named() {
+    fn sizes_and_numbers_beyond_the_limits_are_refused() {
         let pd =
             Device::software_in(&Network::new(), "limits0").unwrap().protection_domain().unwrap();
         let refused = |size: u64, buffers: u64| {

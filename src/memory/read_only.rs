@@ -1,4 +1,4 @@
-//! Memory that peers may read and nobody writes.
+//! Memory that peers may read and that is never written.
 
 #![allow(unsafe_code)]
 
@@ -13,20 +13,19 @@ use crate::memory::{RemoteRegion, Storage};
 use crate::types::Access;
 use crate::verbs::ProtectionDomain;
 
-/// Bytes that peers may read where they are, without a copy.
+/// Bytes that peers may read in place.
 ///
-/// Neither a device nor a peer may write them, so that other clones of the [`Bytes`] can be read at the same time; the
-/// software device reads them as plain memory, as they do. Dropping
-/// it revokes the access first and lets go of the bytes after; what peers read from then on fails at their side.
+/// Neither device nor peers may write, so other clones of the [`Bytes`] can be read at the same
+/// time. The software device reads them as plain memory. Dropping the region revokes the access,
+/// then drops the bytes; later reads fail at the peer.
 pub(crate) struct ReadOnlyRegion {
     registration: Registration,
 }
 
-/// The bytes as memory to be registered.
 struct Shared(Bytes);
 
-// SAFETY: S1: the bytes stay where they are and unchanged while the value lives, and the value holds a share of them. That
-// others do too is why they are registered for nothing but reading.
+// SAFETY: S1: the bytes neither move nor change while the value lives, which holds a reference to
+// them. Other references may exist, so the bytes are registered for reading only.
 unsafe impl Storage for Shared {
     fn base(&mut self) -> NonNull<u8> {
         NonNull::from(&self.0[..]).cast()
@@ -38,22 +37,15 @@ unsafe impl Storage for Shared {
 }
 
 impl ReadOnlyRegion {
-    /// Lets peers read `bytes`.
-    ///
-    /// # Errors
-    ///
-    /// [`SetupError`] if they are longer than a registration can be, or the provider refuses.
     pub(crate) fn new(pd: &ProtectionDomain, bytes: Bytes) -> Result<Self, SetupError> {
         Ok(Self { registration: Registration::new(pd, Shared(bytes), Access::REMOTE_READ, false)? })
     }
 
-    /// Address and key, to hand to a peer.
     pub(crate) fn grant(&self) -> RemoteRegion {
         let base = self.registration.base().addr().get() as u64;
         RemoteRegion::new(base, self.len(), self.registration.rkey())
     }
 
-    /// Bytes.
     pub(crate) fn len(&self) -> u64 {
         self.registration.len() as u64
     }
@@ -75,9 +67,9 @@ mod tests {
     use crate::software::Network;
     use crate::{CompletionMode, CompletionQueue, Device, Pool, QueuePair};
 
-    /// Miri rejects atomic accesses to memory that is not valid for writes.
+    /// Runs under Miri, which rejects atomic accesses to read-only memory.
     #[test]
-    fn peers_read_bytes_that_nobody_may_write_while_their_owner_reads_them() {
+    fn peers_read_read_only_bytes_while_the_owner_reads_them() {
         static BYTES: [u8; 64] = [7; 64];
         let device = Device::software_in(&Network::new(), "reader0").unwrap();
         let pd = device.protection_domain().unwrap();

@@ -1,4 +1,4 @@
-//! Memory and its registration, freed in the right order.
+//! Registered memory, deregistered before it is freed.
 
 #![allow(unsafe_code)]
 
@@ -15,28 +15,28 @@ use crate::types::{Access, Lkey, Rkey};
 use crate::verbs::ProtectionDomain;
 use rdma_provider::contract::{DmaBufRange, Mr as _, Pd as _};
 
-/// Registered memory with its owner: the registration ends before the memory is freed.
 pub(crate) struct Registration {
-    /// Dangling, if it is memory that programs do not reach.
+    /// Dangling for a dma-buf, which is not mapped.
     base: NonNull<u8>,
-    /// What work and peers call the first byte.
+    /// Address of the first byte in work requests.
     addr: u64,
     len: usize,
     lkey: Lkey,
     rkey: Rkey,
-    /// `None` once it has ended.
+    /// `None` after deregistration.
     held: Option<(Mr, Box<dyn Any + Send>)>,
     pd: ProtectionDomain,
 }
 
-// SAFETY: S1: `base` names memory owned by `storage`, which is `Send`; who may touch it is decided by
-// the buffer types, not by who holds the registration.
+// SAFETY: S1: `held` owns the memory at `base` and is `Send`. The buffer types decide which code
+// may access the bytes.
 unsafe impl Send for Registration {}
-// SAFETY: S2: a shared registration gives out addresses and keys only.
+// SAFETY: S2: a shared registration exposes addresses and keys only.
 unsafe impl Sync for Registration {}
 
 impl Registration {
-    /// `shared`: not only the device reaches the bytes while work names them.
+    /// Registers `storage`. `shared`: the program may access the bytes while posted work requests
+    /// use them.
     pub(crate) fn new<S: Storage>(
         pd: &ProtectionDomain,
         storage: S,
@@ -46,34 +46,35 @@ impl Registration {
         let mut storage = Box::new(storage);
         let (base, len) = (storage.base(), storage.len());
         if access.contains(Access::ON_DEMAND) && !pd.device().attr().on_demand_paging {
-            return Err(SetupError::Unsupported { what: "on-demand paging" });
+            return Err(SetupError::Unsupported { what: "the device lacks on-demand paging" });
         }
         LimitError::check("registration bytes", len as u64, pd.device().attr().max_mr_size)?;
-        // SAFETY: S1: `storage` owns the bytes and moves into the same value as the registration, which
-        // ends first. S2: `storage` is private and no reference to its bytes is made from here on but
-        // by the buffer types, which keep to their rules.
+        // SAFETY: S1: `storage` owns the bytes and moves into the same value as the registration,
+        // which is deregistered first. S2: `storage` is private; only the buffer types create
+        // references to its bytes, by their rules.
         let raw = unsafe { pd.raw().register(base, len, access, shared) }?;
-        tracing::debug!(base = ?base, len, ?access, lkey = %raw.lkey(), "registered");
-        Ok(Self::made(pd, (base, base.addr().get() as u64, len), raw, storage))
+        tracing::debug!(base = ?base, len, ?access, lkey = %raw.lkey(), "registered memory");
+        Ok(Self::assemble(pd, (base, base.addr().get() as u64, len), raw, storage))
     }
 
-    /// Of what a dma-buf names.
-    pub(crate) fn of_dma_buf(
+    pub(crate) fn from_dma_buf(
         pd: &ProtectionDomain,
         fd: OwnedFd,
         range: DmaBufRange,
         access: Access,
     ) -> Result<Self, SetupError> {
         if !pd.device().attr().dma_buf {
-            return Err(SetupError::Unsupported { what: "registration of dma-bufs" });
+            return Err(SetupError::Unsupported {
+                what: "the device lacks registration of dma-bufs",
+            });
         }
         LimitError::check("registration bytes", range.len as u64, pd.device().attr().max_mr_size)?;
         let raw = pd.raw().register_dma_buf(fd.as_fd(), range, access)?;
-        tracing::debug!(?fd, ?range, ?access, lkey = %raw.lkey(), "registered a dma-buf");
-        Ok(Self::made(pd, (NonNull::dangling(), range.iova, range.len), raw, Box::new(fd)))
+        tracing::debug!(?fd, ?range, ?access, lkey = %raw.lkey(), "registered dma-buf");
+        Ok(Self::assemble(pd, (NonNull::dangling(), range.iova, range.len), raw, Box::new(fd)))
     }
 
-    fn made(
+    fn assemble(
         pd: &ProtectionDomain,
         (base, addr, len): (NonNull<u8>, u64, usize),
         raw: Mr,
@@ -90,12 +91,10 @@ impl Registration {
         }
     }
 
-    /// First byte, of memory that programs reach.
     pub(crate) fn base(&self) -> NonNull<u8> {
         self.base
     }
 
-    /// What work and peers call the first byte.
     pub(crate) fn addr(&self) -> u64 {
         self.addr
     }
@@ -112,12 +111,10 @@ impl Registration {
         self.rkey
     }
 
-    /// The provider's number of it.
     pub(crate) fn handle(&self) -> usize {
         self.held.as_ref().map_or(0, |(raw, _)| raw.handle())
     }
 
-    /// The provider's object.
     #[cfg(feature = "ibverbs")]
     pub(crate) fn raw(&self) -> Option<&Mr> {
         self.held.as_ref().map(|(raw, _)| raw)
@@ -127,16 +124,20 @@ impl Registration {
         &self.pd
     }
 
-    /// True if the memory is owned by an `S`.
     pub(crate) fn holds<S: Any>(&self) -> bool {
         self.held.as_ref().is_some_and(|(_, storage)| storage.is::<S>())
     }
 
-    /// Ends the registration and gives the memory back; `None` if it does not end and the device may go on using it.
-    pub(crate) fn end(&mut self) -> Option<Box<dyn Any + Send>> {
+    /// Returns the memory; `None` if the device refuses and may still use it.
+    pub(crate) fn deregister(&mut self) -> Option<Box<dyn Any + Send>> {
         let (raw, _) = self.held.as_mut()?;
         if let Err(error) = raw.deregister() {
-            tracing::error!(%error, len = self.len, "a registration does not end");
+            tracing::error!(
+                %error,
+                lkey = %self.lkey,
+                len = self.len,
+                "failed to deregister memory; leaking it"
+            );
             return None;
         }
         self.held.take().map(|(_, storage)| storage)
@@ -145,11 +146,10 @@ impl Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        // Nothing is held any more once the memory was taken back.
-        if self.held.is_some() && self.end().is_none() {
-            // Better leaked than freed under the eyes of a device.
+        if self.held.is_some() && self.deregister().is_none() {
+            // Leaked: the device may still access the memory.
             mem::forget(self.held.take());
-            // The number of its protection domain must not become that of another, which would reach it.
+            // The number of the protection domain must not be reused while the registration exists.
             mem::forget(self.pd.clone());
         }
     }

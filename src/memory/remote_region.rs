@@ -1,4 +1,4 @@
-//! A piece of a peer's memory.
+//! A region of a peer's memory.
 
 #![forbid(unsafe_code)]
 
@@ -7,10 +7,10 @@ use std::ops::RangeBounds;
 use crate::error::OutOfBounds;
 use crate::types::{RemoteAddr, Rkey};
 
-/// A piece of a peer's memory that the peer granted access to.
+/// A region of a peer's memory, to which the peer granted access.
 ///
-/// It is the only way to aim an operation at remote memory, and a slice of it never reaches beyond it.
-/// Whether the grant still holds only the peer's device knows: if not, the operation fails with
+/// Operations take remote memory only in this form, and slices stay within the region. If the grant
+/// is revoked, operations fail with
 /// [`WcStatus::REM_ACCESS_ERR`](crate::types::WcStatus::REM_ACCESS_ERR).
 ///
 /// ```
@@ -35,40 +35,40 @@ pub struct RemoteRegion {
 }
 
 impl RemoteRegion {
-    /// Bytes of the fixed form.
+    /// Length in bytes of the encoded form.
     pub const ENCODED_LEN: usize = 20;
 
-    /// A region as its owner describes it.
+    /// Creates a region from the values that its owner published.
     #[must_use]
     pub const fn new(addr: u64, len: u64, rkey: Rkey) -> Self {
         Self { addr, len, rkey }
     }
 
-    /// Address in the peer's registration.
+    /// Returns the address in the peer's registration.
     #[must_use]
     pub const fn addr(&self) -> u64 {
         self.addr
     }
 
-    /// Bytes.
+    /// Returns the number of bytes.
     #[must_use]
     pub const fn len(&self) -> u64 {
         self.len
     }
 
-    /// True without any byte.
+    /// Returns true if there are no bytes.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The peer's key.
+    /// Returns the peer's key.
     #[must_use]
     pub const fn rkey(&self) -> Rkey {
         self.rkey
     }
 
-    /// A part of it, in bytes counted from its start.
+    /// Returns a part of the region; offsets count from its start.
     ///
     /// # Errors
     ///
@@ -83,7 +83,7 @@ impl RemoteRegion {
         Ok(Self { addr, len, rkey: self.rkey })
     }
 
-    /// Address, length and key, big-endian, to hand to a peer over any channel.
+    /// Encodes address, length and key, big-endian, for transfer by any channel.
     #[must_use]
     pub fn to_bytes(&self) -> [u8; Self::ENCODED_LEN] {
         let mut bytes = [0; Self::ENCODED_LEN];
@@ -93,7 +93,7 @@ impl RemoteRegion {
         bytes
     }
 
-    /// What [`to_bytes`](Self::to_bytes) wrote; `None` if there are not exactly 20 bytes.
+    /// Decodes [`to_bytes`](Self::to_bytes). Returns `None` unless there are exactly 20 bytes.
     #[must_use]
     pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (addr, rest) = bytes.split_first_chunk()?;
@@ -111,7 +111,6 @@ impl RemoteRegion {
     }
 }
 
-/// Its fixed form, to be sent as a message.
 impl From<RemoteRegion> for bytes::Bytes {
     fn from(region: RemoteRegion) -> Self {
         Self::copy_from_slice(&region.to_bytes())
@@ -132,18 +131,21 @@ mod tests {
         assert!(region.slice(17..).is_err());
         #[expect(clippy::reversed_empty_ranges, reason = "that is the case under test")]
         let reversed = region.slice(8..4);
-        assert_eq!(reversed.unwrap_err().to_string(), "8..4 is no range within 16 bytes");
+        assert_eq!(
+            reversed.unwrap_err().to_string(),
+            "invalid range 8..4 in a memory of 16 bytes: the end precedes the start"
+        );
         assert!(region.slice(..=u64::MAX).is_err());
     }
 
     #[test]
-    fn a_hostile_region_that_wraps_around_cannot_be_sliced_across_the_end() {
+    fn slice_of_a_region_that_wraps_around_is_refused() {
         let region = RemoteRegion::new(u64::MAX - 3, 16, Rkey(7));
         assert!(region.slice(8..).is_err());
     }
 
     #[test]
-    fn encoding_is_twenty_bytes_and_reversible() {
+    fn encoding_is_20_bytes_and_reversible() {
         let region = RemoteRegion::new(0x0102_0304_0506_0708, 9, Rkey(0x0a0b_0c0d));
         assert_eq!(RemoteRegion::from_bytes(&region.to_bytes()), Some(region));
         assert_eq!(RemoteRegion::from_bytes(&[0; 19]), None);
@@ -152,7 +154,7 @@ mod tests {
 
     #[cfg(feature = "serde")]
     #[test]
-    fn formats_of_serde_take_it() {
+    fn region_is_serialised_by_serde() {
         let region = RemoteRegion::new(u64::MAX, 9, Rkey(0x0a0b_0c0d));
         let text = serde_json::to_string(&region).unwrap();
         assert_eq!(text, r#"{"addr":18446744073709551615,"len":9,"rkey":168496141}"#);

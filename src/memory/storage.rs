@@ -1,4 +1,4 @@
-//! Memory that users bring.
+//! Memory supplied by the user.
 
 #![allow(unsafe_code)]
 
@@ -7,26 +7,26 @@ use std::ptr::NonNull;
 
 use super::HostMemory;
 
-/// Owned bytes at an address that does not change when the owner is moved.
+/// Owned bytes at a stable address.
 ///
 /// # Safety
 ///
-/// Until the value is dropped, [`base`](Self::base) and [`len`](Self::len) always give the same answer,
-/// name initialised memory that nobody else owns, and stay the same when the value is moved.
+/// Until the value is dropped, even if it is moved, [`base`](Self::base) and [`len`](Self::len)
+/// return the same values. They describe initialised memory without any other owner.
 pub unsafe trait Storage: Any + Send {
-    /// First byte; well aligned and not null even if there is none.
+    /// Returns the first byte: aligned and not null, even if `len` is 0.
     fn base(&mut self) -> NonNull<u8>;
 
-    /// Bytes.
+    /// Returns the number of bytes.
     fn len(&self) -> usize;
 
-    /// True without any byte.
+    /// Returns true if there are no bytes.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-// SAFETY: S1: the heap buffer of a `Vec` that nobody resizes stays where it is.
+// SAFETY: S1: a `Vec` owns its heap buffer, which does not move unless the `Vec` is resized.
 unsafe impl Storage for Vec<u8> {
     fn base(&mut self) -> NonNull<u8> {
         NonNull::from(self.as_mut_slice()).cast()
@@ -37,7 +37,7 @@ unsafe impl Storage for Vec<u8> {
     }
 }
 
-// SAFETY: S1: a boxed slice owns its heap memory alone.
+// SAFETY: S1: a boxed slice owns its heap memory exclusively.
 unsafe impl Storage for Box<[u8]> {
     fn base(&mut self) -> NonNull<u8> {
         NonNull::from(&mut **self).cast()
@@ -48,7 +48,7 @@ unsafe impl Storage for Box<[u8]> {
     }
 }
 
-// SAFETY: S1: the allocation belongs to the value alone.
+// SAFETY: S1: the value owns its allocation exclusively.
 unsafe impl Storage for HostMemory {
     fn base(&mut self) -> NonNull<u8> {
         Self::base(self)
@@ -64,13 +64,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_storage_names_its_own_bytes() {
+    fn storages_keep_their_address_when_moved() {
         fn named<S: Storage>(mut storage: S) -> (usize, bool, Vec<u8>) {
             let before = storage.base();
             let mut moved = Box::new(storage);
             let (len, is_empty, base) = (moved.len(), moved.is_empty(), moved.base());
-            assert_eq!(base, before, "it stays when its owner moves");
-            // SAFETY: S1: the storage names so many initialised bytes, which nothing else reaches.
+            assert_eq!(base, before, "a move of the owner does not move the bytes");
+            // SAFETY: S1: the storage owns `len` initialised bytes, which nothing else accesses.
             (len, is_empty, unsafe { std::slice::from_raw_parts(base.as_ptr(), len) }.to_vec())
         }
         for bytes in [vec![], vec![7], vec![1, 2, 3]] {

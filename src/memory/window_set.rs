@@ -1,4 +1,4 @@
-//! The windows of leases: made when needed, used again, gone before their queue pair.
+//! Memory windows of leases: allocated on demand, reused, and freed before their queue pair.
 
 #![forbid(unsafe_code)]
 
@@ -12,20 +12,19 @@ use crate::memory::{ExposedRegion, MemoryWindow};
 use crate::types::{Access, WindowBind};
 use crate::verbs::ProtectionDomain;
 
-/// The windows of one queue pair.
 #[derive(Debug, Default)]
 pub(crate) struct WindowSet(Mutex<Windows>);
 
 #[derive(Debug, Default)]
 struct Windows {
-    /// Not bound, to be used again: a device may take long to make one.
+    /// Unbound windows for reuse, since allocation may be slow.
     idle: Vec<Arc<MemoryWindow>>,
-    /// All of them.
     all: Vec<Weak<MemoryWindow>>,
 }
 
 impl WindowSet {
-    /// A window for `range` of `region`, and what to post to bind it. `pd` is that of the queue pair.
+    /// Returns a window and the work request that binds it to `range` of `region`. `pd` is the
+    /// queue pair's protection domain.
     pub(crate) fn lease(
         self: &Arc<Self>,
         pd: &ProtectionDomain,
@@ -33,15 +32,20 @@ impl WindowSet {
         range: Range<usize>,
         access: Access,
     ) -> Result<(BoundWindow, WindowBind), OpErrorKind> {
-        LimitError::check("memory windows", 1, pd.device().attr().max_mw.into())?;
+        LimitError::check(
+            "memory windows (max_mw of the device)",
+            1,
+            pd.device().attr().max_mw.into(),
+        )?;
         if !region.registration().pd().same(pd) {
             return Err(OpErrorKind::Foreign { what: "exposed region" });
         }
         region.check(&range)?;
-        // Devices refuse to bind nothing, and the connection would end of it.
+        // Devices refuse to bind an empty range, which would break the connection.
         if range.is_empty() {
             let (asked, allowed) = (range.start as u64, (range.end as u64).saturating_sub(1));
-            return Err(LimitError { field: "start of the lease", asked, allowed }.into());
+            let field = "start of the leased range, which must not be empty";
+            return Err(LimitError { field, asked, allowed }.into());
         }
         let missing = Access::MW_BIND.difference(region.access());
         if !missing.is_empty() {
@@ -65,7 +69,7 @@ impl WindowSet {
         Ok(window)
     }
 
-    /// Ends the access through all of them: the queue pair is about to be destroyed.
+    /// Revokes access through all windows, before the queue pair is destroyed.
     pub(crate) fn end(&self) {
         let Windows { idle, all } = std::mem::take(&mut *self.0.lock());
         all.iter().filter_map(Weak::upgrade).for_each(|window| window.free());
@@ -73,19 +77,19 @@ impl WindowSet {
     }
 }
 
-/// Window that a queue pair is to bind, or has bound. Dropping it ends the access and the window.
+/// A window that a queue pair binds or has bound. Dropping it revokes the access.
 #[derive(Debug)]
 pub(crate) struct BoundWindow {
-    /// `None` once recycled.
+    /// `None` after `recycle`.
     window: Option<Arc<MemoryWindow>>,
     set: Arc<WindowSet>,
 }
 
 impl BoundWindow {
-    /// The device has invalidated it: its region is free, and it can be bound again.
+    /// Makes the window idle. The device must have invalidated it.
     pub(crate) fn recycle(mut self) {
         if let Some(window) = self.window.take() {
-            window.unbound();
+            window.release_regions();
             self.set.0.lock().idle.push(window);
         }
     }

@@ -1,4 +1,4 @@
-//! Which peers a [`Listener`](super::Listener) lets in, and how many: in all, and from each source address.
+//! Limits on the connections of a [`Listener`](super::Listener).
 
 use std::collections::HashMap;
 use std::fmt;
@@ -13,24 +13,22 @@ use super::handshake::{Handshake, HandshakeError};
 use crate::cm;
 use rdma_provider::cm_contract::{Admit, CmAnswer, Verdict};
 
-/// Why a [`Listener`](super::Listener) refuses a peer whose request it understands.
+/// The reason why a [`Listener`](super::Listener) refuses a valid request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum Refusal {
-    /// The listener has as many connections as
-    /// [`max_connections`](super::ConnectionConfig::max_connections) allows.
+pub enum RefusalReason {
+    /// The listener has reached [`max_connections`](super::ConnectionConfig::max_connections).
     ListenerFull,
-    /// The peer's address has as many connections as
-    /// [`max_connections_per_source`](super::ConnectionConfig::max_connections_per_source) allows.
+    /// The peer's address has reached
+    /// [`max_connections_per_source`](super::ConnectionConfig::max_connections_per_source).
     SourceFull,
 }
 
-impl Refusal {
-    /// Distinguishes the private data from those of a service's rejection (`handshake.rs`), which begin with the same magic and
-    /// version.
+impl RefusalReason {
+    /// Distinguishes a refusal from a service's rejection (`handshake.rs`).
     const KIND: u8 = 2;
 
-    /// The private data of a rejection: magic, version, kind, code, zero.
+    /// Encodes the private data of a refusal: magic, version, kind, code, zero.
     pub(super) fn encode(self) -> Vec<u8> {
         let code = match self {
             Self::ListenerFull => 1,
@@ -39,7 +37,7 @@ impl Refusal {
         [&Handshake::MAGIC[..], &[Handshake::VERSION, Self::KIND, code, 0]].concat()
     }
 
-    /// The refusal that a peer's listener has sent as private data, if it is one.
+    /// Decodes the private data of a refusal; `None` for other data.
     pub(super) fn decode(private_data: &[u8]) -> Option<Self> {
         let (magic, rest) = private_data.split_first_chunk::<4>()?;
         let [Handshake::VERSION, Self::KIND, code, padding @ ..] = rest else { return None };
@@ -52,12 +50,15 @@ impl Refusal {
     }
 }
 
-impl fmt::Display for Refusal {
+impl fmt::Display for RefusalReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::ListenerFull => "the listener has as many connections as its max_connections allows",
+            Self::ListenerFull => {
+                "the listener has reached its limit ConnectionConfig::max_connections"
+            }
             Self::SourceFull => {
-                "the listener has as many connections from this address as its max_connections_per_source allows"
+                "the listener has reached its limit ConnectionConfig::max_connections_per_source \
+                 for this address"
             }
         })
     }
@@ -67,31 +68,29 @@ impl fmt::Display for Refusal {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ListenerStats {
-    /// Connections accepted that still hold memory: neither end has ended them, or the service holds a handle.
+    /// Accepted connections that a side has not closed, or that the service holds.
     pub open: u32,
-    /// Connections accepted so far.
+    /// Accepted connections.
     pub accepted: u64,
-    /// Peers refused with [`Refusal::ListenerFull`].
+    /// Peers refused with [`RefusalReason::ListenerFull`].
     pub refused_full: u64,
-    /// Peers refused with [`Refusal::SourceFull`].
+    /// Peers refused with [`RefusalReason::SourceFull`].
     pub refused_source: u64,
-    /// Peers rejected because their request carried no [`Handshake`] of this protocol.
+    /// Peers rejected because their request had no valid [`Handshake`].
     pub refused_protocol: u64,
-    /// Handshakes that gave way to newer ones before their peer had confirmed, see
+    /// Handshakes evicted before their peer confirmed; see
     /// [`handshakes`](super::ConnectionConfig::handshakes).
-    pub gave_way: u64,
-    /// Peers that asked, but disconnected or did not confirm before they were accepted.
+    pub evicted: u64,
+    /// Peers that disconnected or did not confirm before they were accepted.
     pub failed: u64,
 }
 
-/// The limits of a listener, and what counts against them.
 #[derive(Debug)]
 pub(super) struct Admission {
     max_connections: u32,
     max_per_source: u32,
-    /// What every peer is answered.
     answer: CmAnswer,
-    /// The provider may answer requests without the service.
+    /// The provider may answer requests itself.
     answering: AtomicBool,
     #[cfg(test)]
     never: AtomicBool,
@@ -101,12 +100,12 @@ pub(super) struct Admission {
 #[derive(Debug, Default)]
 struct State {
     by_source: HashMap<IpAddr, u32>,
-    /// Connections that count against the limits: those that are open, and those whose queue pair is being made.
-    places: u32,
+    /// Open connections and reservations.
+    connections: u32,
     stats: ListenerStats,
 }
 
-/// A connection that counts against the limits until this is dropped.
+/// A reserved connection, until dropped.
 pub(super) struct Admitted {
     admission: Arc<Admission>,
     source: IpAddr,
@@ -114,7 +113,6 @@ pub(super) struct Admitted {
 }
 
 impl Admission {
-    /// Admits as many connections as `config` allows, and answers each with `answer`.
     pub(super) fn new(config: &ConnectionConfig, answer: CmAnswer) -> Arc<Self> {
         Arc::new(Self {
             max_connections: config.max_connections,
@@ -127,7 +125,6 @@ impl Admission {
         })
     }
 
-    /// Lets the provider answer requests without the service, or leaves them to the service.
     pub(super) fn set_answering(&self, answering: bool) {
         self.answering.store(answering, Ordering::Relaxed);
     }
@@ -137,31 +134,30 @@ impl Admission {
         self.never.store(true, Ordering::Relaxed);
     }
 
-    /// Fails, and counts the refusal, if another connection from `source` is one too many.
-    pub(super) fn check(&self, source: IpAddr) -> Result<(), Refusal> {
+    /// Checks the limits, and counts a refusal.
+    pub(super) fn check(&self, source: IpAddr) -> Result<(), RefusalReason> {
         self.state.lock().check(self, source)
     }
 
-    /// True if another connection from `source` is not one too many.
-    pub(super) fn may_enter(&self, source: IpAddr) -> bool {
+    /// Returns true if the limits allow a connection from `source`.
+    pub(super) fn has_capacity(&self, source: IpAddr) -> bool {
         self.state.lock().refusal(self, source).is_none()
     }
 
-    /// Counts a connection from `source` against the limits, unless it is one too many.
-    pub(super) fn enter(self: &Arc<Self>, source: IpAddr) -> Result<Admitted, Refusal> {
+    pub(super) fn reserve(self: &Arc<Self>, source: IpAddr) -> Result<Admitted, RefusalReason> {
         let mut state = self.state.lock();
         state.check(self, source)?;
         *state.by_source.entry(source).or_default() += 1;
-        state.places += 1;
+        state.connections += 1;
         Ok(Admitted { admission: Arc::clone(self), source, accepted: false })
     }
 
-    /// Counts a peer that asked and did not go through with it.
-    pub(super) fn failed(&self) {
+    /// Counts an incomplete handshake.
+    pub(super) fn count_failed(&self) {
         self.state.lock().stats.failed += 1;
     }
 
-    /// What the provider answers, if it may.
+    /// Returns the provider's answer if answering is enabled.
     pub(super) fn answer(&self) -> Option<&CmAnswer> {
         #[cfg(test)]
         if self.never.load(Ordering::Relaxed) {
@@ -170,7 +166,7 @@ impl Admission {
         self.answering.load(Ordering::Relaxed).then_some(&self.answer)
     }
 
-    /// Decodes a request's handshake, and counts requests without one.
+    /// Decodes a request's handshake, and counts invalid ones.
     pub(super) fn handshake<'a>(
         &self,
         private_data: &'a [u8],
@@ -185,7 +181,6 @@ impl Admission {
 }
 
 impl Admitted {
-    /// Counts the connection as accepted: it is complete.
     pub(super) fn accepted(mut self) -> Self {
         self.accepted = true;
         let mut state = self.admission.state.lock();
@@ -197,24 +192,24 @@ impl Admitted {
 }
 
 impl State {
-    fn refusal(&self, limits: &Admission, source: IpAddr) -> Option<Refusal> {
-        let of_source = self.by_source.get(&source).copied().unwrap_or_default();
-        if self.places >= limits.max_connections {
-            Some(Refusal::ListenerFull)
-        } else if of_source >= limits.max_per_source {
-            Some(Refusal::SourceFull)
+    fn refusal(&self, limits: &Admission, source: IpAddr) -> Option<RefusalReason> {
+        let from_source = self.by_source.get(&source).copied().unwrap_or_default();
+        if self.connections >= limits.max_connections {
+            Some(RefusalReason::ListenerFull)
+        } else if from_source >= limits.max_per_source {
+            Some(RefusalReason::SourceFull)
         } else {
             None
         }
     }
 
-    fn check(&mut self, limits: &Admission, source: IpAddr) -> Result<(), Refusal> {
-        let Some(refusal) = self.refusal(limits, source) else { return Ok(()) };
-        match refusal {
-            Refusal::ListenerFull => self.stats.refused_full += 1,
-            Refusal::SourceFull => self.stats.refused_source += 1,
+    fn check(&mut self, limits: &Admission, source: IpAddr) -> Result<(), RefusalReason> {
+        let Some(reason) = self.refusal(limits, source) else { return Ok(()) };
+        match reason {
+            RefusalReason::ListenerFull => self.stats.refused_full += 1,
+            RefusalReason::SourceFull => self.stats.refused_source += 1,
         }
-        Err(refusal)
+        Err(reason)
     }
 }
 
@@ -222,9 +217,9 @@ impl Admit for Admission {
     fn admit(&self, source: IpAddr, private_data: &[u8]) -> Verdict {
         let Some(answer) = self.answer() else { return Verdict::Ask };
         if let Err(error) = self.handshake(private_data) {
-            // Not a warning: each forged request would log one.
-            tracing::debug!(peer = %source, %error, "rejected");
-            // Tells the peer's program what it has met.
+            // Every forged request logs this, so it is not a warning.
+            tracing::debug!(peer = %source, %error, "rejected connection request");
+            // Lets the peer report the protocol mismatch.
             return Verdict::Reject(if error.is_foreign() {
                 cm::FOR_MESSAGES.to_vec()
             } else {
@@ -233,22 +228,22 @@ impl Admit for Admission {
         }
         match self.check(source) {
             Ok(()) => Verdict::Answer(answer.clone()),
-            Err(refusal) => {
-                tracing::debug!(peer = %source, %refusal, "rejected");
-                Verdict::Reject(refusal.encode())
+            Err(reason) => {
+                tracing::debug!(peer = %source, %reason, "rejected connection request");
+                Verdict::Reject(reason.encode())
             }
         }
     }
 
-    fn gave_way(&self) {
-        self.state.lock().stats.gave_way += 1;
+    fn evicted(&self) {
+        self.state.lock().stats.evicted += 1;
     }
 }
 
 impl Drop for Admitted {
     fn drop(&mut self) {
         let mut state = self.admission.state.lock();
-        state.places -= 1;
+        state.connections -= 1;
         if self.accepted {
             state.stats.open -= 1;
         }
@@ -276,13 +271,14 @@ mod tests {
     }
 
     #[test]
-    fn connections_are_limited_in_all_and_for_each_source_and_give_their_place_back() {
+    fn connection_limits_apply_in_total_and_per_source_until_release() {
         let config = ConnectionConfig::default().max_connections(3).max_connections_per_source(2);
         let admission = Admission::new(&config, CmAnswer::default());
-        let mut ours: Vec<_> = (0..2).map(|_| admission.enter(ip(1)).unwrap().accepted()).collect();
-        assert_eq!(admission.enter(ip(1)).unwrap_err(), Refusal::SourceFull);
-        let other = admission.enter(ip(2)).unwrap();
-        assert_eq!(admission.check(ip(3)), Err(Refusal::ListenerFull));
+        let mut ours: Vec<_> =
+            (0..2).map(|_| admission.reserve(ip(1)).unwrap().accepted()).collect();
+        assert_eq!(admission.reserve(ip(1)).unwrap_err(), RefusalReason::SourceFull);
+        let other = admission.reserve(ip(2)).unwrap();
+        assert_eq!(admission.check(ip(3)), Err(RefusalReason::ListenerFull));
         assert_eq!(
             (admission.stats().open, admission.stats().accepted),
             (2, 2),
@@ -301,14 +297,14 @@ mod tests {
     }
 
     #[test]
-    fn refusals_travel_as_private_data_and_other_bytes_are_none() {
-        for refusal in [Refusal::ListenerFull, Refusal::SourceFull] {
+    fn refusal_reasons_round_trip_as_private_data() {
+        for refusal in [RefusalReason::ListenerFull, RefusalReason::SourceFull] {
             let mut bytes = refusal.encode();
-            assert_eq!(Refusal::decode(&bytes), Some(refusal));
+            assert_eq!(RefusalReason::decode(&bytes), Some(refusal));
             bytes.resize(148, 0);
-            assert_eq!(Refusal::decode(&bytes), Some(refusal), "as it is padded");
+            assert_eq!(RefusalReason::decode(&bytes), Some(refusal), "with padding");
             bytes[147] = 1;
-            assert_eq!(Refusal::decode(&bytes), None);
+            assert_eq!(RefusalReason::decode(&bytes), None);
         }
         for other in [
             &b""[..],
@@ -318,7 +314,7 @@ mod tests {
             b"tRDM\x01\x01\0\0",
             b"tRDM\x02\x02\x01\0",
         ] {
-            assert_eq!(Refusal::decode(other), None);
+            assert_eq!(RefusalReason::decode(other), None);
         }
     }
 }

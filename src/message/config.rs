@@ -1,4 +1,4 @@
-//! Settings of a connection, with the reasons of their defaults.
+//! Settings of a connection.
 
 use std::time::Duration;
 
@@ -14,11 +14,15 @@ use crate::op::{ConnectOptions, Path};
 use crate::types::{Gid, PortNum};
 use crate::verbs::{Device, ProtectionDomain};
 
-/// Settings of a [`Connection`](super::Connection). The two ends need not agree: each tells the other what it can receive.
+/// Settings of a [`Connection`](super::Connection). The two sides may differ: each announces what
+/// it can receive.
 ///
-/// What a connection takes, whatever its peer does: `receive_buffer_size` × (`receive_buffers` + `spare_buffers` + 4 +
-/// `send_buffers`), `receive_memory` or the longest message if that is more, and as much as `receive_memory` in buffers kept
-/// for reuse. Messages that were received belong to whoever received them.
+/// A connection uses at most this much memory, whatever its peer sends. Received messages held by
+/// the service come on top.
+///
+/// - `receive_buffer_size` × (`receive_buffers` + `spare_buffers` + 4 + `send_buffers`)
+/// - `receive_memory`, or the longest message if that is more
+/// - `receive_memory` again, in buffers kept for reuse
 ///
 /// ```
 /// use tokio_rdma::{CompletionMode, Connection, ConnectionConfig, Listener};
@@ -66,15 +70,12 @@ pub struct ConnectionConfig {
     pub(super) path: Path,
 }
 
-/// Maximum of [`ConnectionConfig::spare_buffers`] and of [`ConnectionConfig::send_buffers`].
+/// The maximum of `spare_buffers` and `send_buffers`.
 const MAX_BUFFERS: u32 = 1 << 20;
 
-/// Where completions arrive.
 #[derive(Debug, Clone)]
 pub(super) enum Completions {
-    /// In a queue of the connection's own.
     Own(CompletionMode),
-    /// In one that others use too.
     Shared(CompletionQueue),
 }
 
@@ -108,224 +109,241 @@ impl Default for ConnectionConfig {
 }
 
 impl ConnectionConfig {
-    /// Bytes of each receive buffer; 8192 unless set. Messages up to this length are sent at once, into a buffer; longer
-    /// ones cost one more message and a READ, and no copy. At 8 KiB copying takes about as long as that.
+    /// Sets the size of each receive buffer in bytes; default 8192. Messages up to this length are
+    /// copied into a buffer. Longer ones cost an additional frame and a READ instead, which takes
+    /// about as long as copying 8 KiB.
     pub fn receive_buffer_size(mut self, bytes: u32) -> Self {
         self.receive_buffer_size = bytes;
         self
     }
 
-    /// Messages that the peer may send before the service has received any; 64 unless set: enough for 32 each way
-    /// and the time that news of free buffers takes. Four more receives are posted for the connection's own use.
+    /// Sets how many messages the peer may send before the service receives any; default 64: 32 in
+    /// flight each way plus the delay of credit updates. Four more receives are posted for control
+    /// frames.
     pub fn receive_buffers(mut self, buffers: u32) -> Self {
         self.receive_buffers = buffers;
         self
     }
 
-    /// Received messages that the service may keep without a copy; 32 unless set. If it keeps more, the next ones are
-    /// copied out of their buffer, so that a service that keeps messages for ever costs itself memory and nobody a wait. At most
-    /// 1,048,576, and as many as the device registers at once with the other receive buffers (`DeviceAttr::max_mr_size`).
+    /// Sets how many received messages the service may hold without a copy; default 32. Further
+    /// ones are copied out of their buffers, so they never block the peer. At most 1,048,576; all
+    /// receive buffers must fit one registration (`DeviceAttr::max_mr_size`).
     pub fn spare_buffers(mut self, buffers: u32) -> Self {
         self.spare_buffers = buffers;
         self
     }
 
-    /// Messages longer than `max_inline` that are copied and on their way; 64 unless set, as many as a peer with default
-    /// settings takes at once. At most 1,048,576, and as many as the device registers at once (`DeviceAttr::max_mr_size`).
+    /// Sets how many copied messages longer than `max_inline` may be in flight; default 64, a
+    /// peer's default window. At most 1,048,576; they must fit one registration
+    /// (`DeviceAttr::max_mr_size`).
     pub fn send_buffers(mut self, buffers: u32) -> Self {
         self.send_buffers = buffers;
         self
     }
 
-    /// Work requests that the send queue holds, the service's own operations included; 128 unless set: all messages to
-    /// a peer with default settings, and as much again. More wait for room.
+    /// Sets the capacity of the send queue in work requests, one-sided operations included; default
+    /// 128, twice a peer's default window. Further work requests are queued.
     pub fn max_send_wr(mut self, work_requests: u32) -> Self {
         self.max_send_wr = work_requests;
         self
     }
 
-    /// Longest message that travels within its work request, in bytes; 64 unless set, which all devices have, and from
-    /// which on the queue's memory grows. At least 20.
+    /// Sets the longest message copied into its work request, in bytes; default 64, which all
+    /// devices support. Larger values increase the queue's memory. At least 20.
     pub fn max_inline(mut self, bytes: u32) -> Self {
         self.max_inline = bytes;
         self
     }
 
-    /// Longest message that is received; 64 MiB unless set. A peer can make this end set aside as much memory. The limit holds
-    /// for short messages, too: it may be below [`receive_buffer_size`](Self::receive_buffer_size), and with 0 only empty
-    /// messages are received. The peer learns it when it connects, and its `send` refuses longer ones; a peer that sends one all
-    /// the same ends the connection as a [`Violation`](super::Violation).
+    /// Sets the longest accepted message in bytes; default 64 MiB. A peer can make this side
+    /// allocate that much. The limit may be below
+    /// [`receive_buffer_size`](Self::receive_buffer_size); 0 allows only empty messages. It is
+    /// announced to the peer, whose `send` refuses longer messages; sending one anyway is a
+    /// [`Violation`](super::Violation).
     pub fn max_message(mut self, bytes: u64) -> Self {
         self.max_message = bytes;
         self
     }
 
-    /// Memory for long messages that were not received by the service yet; 16 MiB unless set: some messages ahead, and what is
-    /// used again and again stays in the processor's cache. One message is fetched in any case, others wait at their sender.
-    /// What the peer's [`keepalive`](Self::keepalive) asks for waits for what is being fetched: not more than the device fetches in
-    /// that time.
+    /// Sets the memory for long messages that the service has not received, in bytes; default 16
+    /// MiB, which fits processor caches. One message is always fetched; others wait at their
+    /// sender. Answers to the peer's [`keepalive`](Self::keepalive) queue behind fetches: choose no
+    /// more than the device fetches within its `timeout`.
     pub fn receive_memory(mut self, bytes: u64) -> Self {
         self.receive_memory = bytes;
         self
     }
 
-    /// Bytes of long messages that the peer has not fetched yet, before `send` waits; 64 MiB unless set. One message is
-    /// offered in any case.
+    /// Sets how many bytes of long messages may await the peer's fetch before `send` waits; default
+    /// 64 MiB. One message is always offered.
     pub fn send_memory(mut self, bytes: u64) -> Self {
         self.send_memory = bytes;
         self
     }
 
-    /// Asks the peer to answer when nothing was heard of it for `interval`, and ends the connection as
-    /// [`CloseReason::Silent`](super::CloseReason::Silent) if nothing is heard for `timeout` after that; 5 s and 10 s unless
-    /// set. The peer's end answers by itself, so only a peer whose runtime makes no progress for so long is taken for dead;
-    /// one whose device is gone is noticed by its retries, in seconds. `None`: never; neither can be less than 1 ms.
+    /// Sends a `Ping` after `interval` without a frame from the peer, and closes the connection as
+    /// [`CloseReason::Silent`](super::CloseReason::Silent) after another `timeout`. Default 5 s and
+    /// 10 s; each at least 1 ms; `None` disables it. The peer's driver answers, so this detects a
+    /// stuck runtime. Retransmission detects a lost device within seconds.
     ///
-    /// Its answer stands in line behind the READs and WRITEs that the peer's service has in flight on the connection, and behind the
-    /// messages that it fetches. Whose device may take longer than `timeout` for all of these, and for
-    /// [`receive_memory`](Self::receive_memory), has fewer in flight, or its peer a longer `timeout`.
+    /// The answer queues behind READs and WRITEs of the peer's service and behind fetched messages.
+    /// If these and [`receive_memory`](Self::receive_memory) may take longer than `timeout`, raise
+    /// `timeout` or reduce the operations in flight.
     pub fn keepalive(mut self, times: Option<(Duration, Duration)>) -> Self {
         self.keepalive = times;
         self
     }
 
-    /// Ends the connection as [`CloseReason::Stalled`](super::CloseReason::Stalled) if a `send` has waited for so long and
-    /// the peer took nothing meanwhile; never unless set, for a peer may be slow for good reasons. A single `send` can be put
-    /// under a timeout instead. At least 1 ms.
+    /// Closes the connection as [`CloseReason::Stalled`](super::CloseReason::Stalled) if a `send`
+    /// has waited this long while the peer accepted nothing; disabled by default, because slow
+    /// peers are legitimate. At least 1 ms. A timeout on a single `send` is an alternative.
     pub fn stall_timeout(mut self, timeout: Option<Duration>) -> Self {
         self.stall_timeout = timeout;
         self
     }
 
-    /// Time that `close` waits for the peer; 10 s unless set: above what retries take to find out that it is dead.
+    /// Sets how long `close` waits for the peer; default 10 s, longer than retransmissions take to
+    /// detect a dead peer.
     pub fn close_timeout(mut self, timeout: Duration) -> Self {
         self.close_timeout = timeout;
         self
     }
 
-    /// Timeouts and retries of the queue pair; see [`ConnectOptions`] for their defaults.
+    /// Sets the timeouts and retries of the queue pair; see [`ConnectOptions`] for defaults.
     pub fn options(mut self, options: ConnectOptions) -> Self {
         self.options = options;
         self
     }
 
-    /// How the connection's own completion queue is watched; by events unless set.
+    /// Sets how the connection's own completion queue is polled; by events unless set.
     pub fn mode(mut self, mode: CompletionMode) -> Self {
         self.completions = Completions::Own(mode);
         self
     }
 
-    /// Uses this completion queue, which other connections may use too, instead of one of its own. It needs room for
-    /// `max_send_wr` + `receive_buffers` + 4 completions. Many connections on one queue share its channel and interrupts.
+    /// Uses `queue` instead of an own completion queue. Connections can share it, including its
+    /// channel and interrupts; each needs `max_send_wr` + `receive_buffers` + 4 entries.
     pub fn completion_queue(mut self, queue: &CompletionQueue) -> Self {
         self.completions = Completions::Shared(queue.clone());
         self
     }
 
-    /// Time for finding the peer and for the handshake, each, and for each of its addresses that is tried; 15 s unless set:
-    /// the kernel's manager repeats a lost message after 4.3 s.
+    /// Sets the timeout for resolving the peer and for the handshake, each, per address tried;
+    /// default 15 s, because the kernel retransmits after 4.3 s.
     pub fn connect_timeout(mut self, timeout: Duration) -> Self {
         self.connect_timeout = timeout;
         self
     }
 
-    /// Handshakes that a [`Listener`](super::Listener) makes at once; 32 unless set. At least 1: 0 is refused. If there are as many and
-    /// another peer asks, the oldest handshake of the source address with the most of them gives way: its peer is rejected.
+    /// Sets how many handshakes a [`Listener`](super::Listener) runs at once; default 32,
+    /// minimum 1. Beyond that a new request evicts the oldest handshake of the source address with
+    /// the most: its peer is rejected.
     ///
-    /// On the software device a handshake holds a connection's buffers only after its peer has confirmed the answer, and ends
-    /// at once then. On other devices the peer confirms later: each handshake holds a connection's buffers meanwhile, for up to
-    /// [`connect_timeout`](Self::connect_timeout) if its peer falls silent and does not give way.
+    /// On the software device a handshake holds buffers only after the peer's confirmation, and
+    /// completes at once. On other devices it holds them until the peer confirms, eviction, or
+    /// [`connect_timeout`](Self::connect_timeout).
     pub fn handshakes(mut self, handshakes: u32) -> Self {
         self.handshakes = handshakes;
         self
     }
 
-    /// Connections that a [`Listener`](super::Listener) has open at once, in all; 4,096 unless set, which is 5.3 GiB with the
-    /// other settings as they are. A connection counts until both ends have ended it and its handles are dropped. Peers
-    /// beyond the limit are rejected as [`Refusal::ListenerFull`](super::Refusal::ListenerFull), and counted in
-    /// [`ListenerStats`](super::ListenerStats). Peers that ask at the same time may all be answered while there is one place: those
-    /// beyond the limit end as [`CloseReason::Refused`](super::CloseReason::Refused) then, when the service accepts, and the service
-    /// sees nothing of them.
+    /// Sets how many connections a [`Listener`](super::Listener) has open; default 4,096 (5.3 GiB
+    /// with default settings). A connection counts until both sides have closed it and its handles
+    /// are dropped. Further peers are rejected with
+    /// [`RefusalReason::ListenerFull`](super::RefusalReason::ListenerFull).
+    ///
+    /// Simultaneous requests may all be answered for one remaining connection. Those beyond the
+    /// limit then close with [`CloseReason::Refused`](super::CloseReason::Refused) when the service
+    /// accepts; the service does not see them.
     pub fn max_connections(mut self, connections: u32) -> Self {
         self.max_connections = connections;
         self
     }
 
-    /// Connections that a [`Listener`](super::Listener) has open at once from one source address; 1,024 unless set. Peers
-    /// beyond the limit are rejected as [`Refusal::SourceFull`](super::Refusal::SourceFull), or end as
-    /// [`CloseReason::Refused`](super::CloseReason::Refused), as with [`max_connections`](Self::max_connections).
+    /// Sets how many connections a [`Listener`](super::Listener) has open per source address;
+    /// default 1,024. Further peers get
+    /// [`RefusalReason::SourceFull`](super::RefusalReason::SourceFull) as for
+    /// [`max_connections`](Self::max_connections).
     pub fn max_connections_per_source(mut self, connections: u32) -> Self {
         self.max_connections_per_source = connections;
         self
     }
 
-    /// Ends the connection as [`CloseReason::NoFirstMessage`](super::CloseReason::NoFirstMessage) if no message of the peer has
-    /// arrived for so long after it was made; never unless set. A service whose peers speak first sets it: a peer that
-    /// connects and sends nothing holds the buffers of a connection no longer than that. An announcement of a long message
-    /// counts as its arrival. At least 1 ms.
+    /// Closes the connection as [`CloseReason::NoFirstMessage`](super::CloseReason::NoFirstMessage)
+    /// if the peer sends no message within this time; disabled by default; at least 1 ms. It limits
+    /// how long a peer that sends nothing holds buffers. The offer of a long message counts.
     pub fn first_message_timeout(mut self, timeout: Option<Duration>) -> Self {
         self.first_message_timeout = timeout;
         self
     }
 
-    /// Bytes for the peer's service, which finds them in [`Connection::user_data`](super::Connection::user_data); none unless
-    /// set. At most 32 with a request to connect, 172 with the answer.
+    /// Sets bytes for the peer's [`Connection::user_data`](super::Connection::user_data); default
+    /// empty. At most 32 bytes when connecting, 172 when accepting.
     pub fn user_data(mut self, data: impl Into<Bytes>) -> Self {
         self.user_data = data.into();
         self
     }
 
-    /// Makes the queue pair in this protection domain. Unless set, each connection has one of its own, so that what is
-    /// exposed to one peer is out of reach for all others; and so that buffers of one connection are no use for another.
+    /// Creates the queue pair in this protection domain. By default each connection has its own, so
+    /// that memory exposed to one peer is inaccessible to others. Buffers of one connection are
+    /// then unusable in another.
     pub fn protection_domain(mut self, pd: &ProtectionDomain) -> Self {
         self.protection_domain = Some(pd.clone());
         self
     }
 
-    /// Chooses port and GID to reach this peer, for [`Connection::prepare`](super::Connection::prepare): as
-    /// [`QueuePairBuilder::peer`](crate::op::QueuePairBuilder::peer) does. Unless this or [`source`](Self::source) is set they are those
-    /// of [`Device::default_path`]. The last one set counts.
+    /// Selects the port and GID that reach this peer, for
+    /// [`Connection::prepare`](super::Connection::prepare); see
+    /// [`QueuePairBuilder::peer`](crate::op::QueuePairBuilder::peer). The last call of this or
+    /// [`source`](Self::source) counts; default [`Device::default_path`].
     ///
-    /// By address, the connection manager chooses them. There, this is the only peer to connect to, or to accept: any other is
-    /// [`SetupError::Mismatch`], and a listener rejects it.
+    /// By address, the connection manager selects the path. Other peers then fail with
+    /// [`SetupError::Mismatch`], or are rejected by a listener.
     pub fn peer(mut self, peer: impl Into<Gid>) -> Self {
         self.path = Path::To(peer.into());
         self
     }
 
-    /// Sends from this entry of this port's GID table, for [`Connection::prepare`](super::Connection::prepare): as
-    /// [`QueuePairBuilder::source`](crate::op::QueuePairBuilder::source) does. The last of this and [`peer`](Self::peer) counts.
+    /// Sends from this entry of this port's GID table, for
+    /// [`Connection::prepare`](super::Connection::prepare); see
+    /// [`QueuePairBuilder::source`](crate::op::QueuePairBuilder::source). The last call of this or
+    /// [`peer`](Self::peer) counts.
     ///
-    /// By address, the connection manager chooses them. There, any other choice is [`SetupError::Mismatch`], and a listener
-    /// rejects the peer.
+    /// By address, the connection manager selects the path. Other entries then fail with
+    /// [`SetupError::Mismatch`], or the listener rejects the peer.
     pub fn source(mut self, port: PortNum, gid_index: u8) -> Self {
         self.path = Path::From(port, gid_index);
         self
     }
 
-    /// Checks that port and GID index, by which the connection manager reaches `peer`, are what was asked for.
+    /// Checks the path that the connection manager selected for `peer`.
     pub(super) fn check_path(
         &self,
         (port, gid_index): (PortNum, u8),
         peer: Gid,
     ) -> Result<(), SetupError> {
         let (what, ours, theirs) = match self.path {
-            Path::To(asked) if asked != peer => ("peer", asked.to_string(), peer.to_string()),
+            Path::To(asked) if asked != peer => {
+                ("peer GIDs of the configuration and the path", asked.to_string(), peer.to_string())
+            }
             Path::From(asked, index) if (asked, index) != (port, gid_index) => {
                 let name = |port, index| format!("port {port}, GID index {index}");
-                ("source", name(asked, index), name(port, gid_index))
+                (
+                    "sources of the configuration and the path",
+                    name(asked, index),
+                    name(port, gid_index),
+                )
             }
             Path::Any | Path::To(_) | Path::From(..) => return Ok(()),
         };
         Err(SetupError::Mismatch { what, ours, theirs })
     }
 
-    /// True if peers need not be looked at before they are answered.
-    pub(super) const fn answers_all(&self) -> bool {
+    /// Returns true if requests can be answered without checking their path.
+    pub(super) const fn accepts_any_peer(&self) -> bool {
         matches!(self.path, Path::Any)
     }
 
-    /// Where to make the queue pair.
     pub(super) fn domain(&self, device: &Device) -> Result<ProtectionDomain, SetupError> {
         self.check(device)?;
         match &self.protection_domain {
@@ -334,25 +352,26 @@ impl ConnectionConfig {
         }
     }
 
-    /// What the connection manager is told, and tells the peer: with a request or an answer, which has so much `room`.
-    pub(super) fn cm_options(&self, room: usize) -> Result<cm::Options, HandshakeError> {
-        let (len, allowed) = (self.user_data.len(), room - Handshake::LEN);
+    /// Returns the connection manager's options. The handshake must fit `capacity` bytes.
+    pub(super) fn cm_options(
+        &self,
+        capacity: usize,
+    ) -> Result<cm::ConnectionOptions, HandshakeError> {
+        let (len, allowed) = (self.user_data.len(), capacity - Handshake::LEN);
         if len > allowed {
             return Err(HandshakeError::UserData { len, allowed });
         }
         let handshake = self.handshake().encode(&self.user_data)?;
-        let options = cm::Options::default()
+        let options = cm::ConnectionOptions::default()
             .resolve_timeout(self.connect_timeout)
             .timeout(self.connect_timeout);
         Ok(options.transport(self.options).private_data(handshake))
     }
 
-    /// Receives that are posted.
     pub(super) fn receives(&self) -> u32 {
         self.receive_buffers.saturating_add(RESERVE)
     }
 
-    /// What the peer is told.
     pub(super) fn handshake(&self) -> Handshake {
         Handshake {
             buffer_size: self.receive_buffer_size,
@@ -361,7 +380,7 @@ impl ConnectionConfig {
         }
     }
 
-    /// Checks that all of it is possible, and possible on this device.
+    /// Checks all settings against the limits of protocol and device.
     pub(super) fn check(&self, device: &Device) -> Result<(), SetupError> {
         let foreign = |what, of: &Device| {
             if of.same(device) { Ok(()) } else { Err(SetupError::Foreign { what }) }
@@ -380,7 +399,7 @@ impl ConnectionConfig {
         at_least("handshakes", self.handshakes.into(), 1)?;
         at_least("max_send_wr", self.max_send_wr.into(), 2)?;
         at_least("max_inline", self.max_inline.into(), OFFER_LEN as u64)?;
-        // Timers tick in milliseconds; one that is always due would never let go of its processor.
+        // A timer below the timers' resolution would always be due and occupy the processor.
         let times = [
             ("keepalive interval in milliseconds", self.keepalive.map(|(interval, _)| interval)),
             ("keepalive timeout in milliseconds", self.keepalive.map(|(_, timeout)| timeout)),
@@ -404,7 +423,7 @@ impl ConnectionConfig {
         LimitError::check("max_message", self.max_message, isize::MAX as u64)?;
         LimitError::check("spare_buffers", self.spare_buffers.into(), MAX_BUFFERS.into())?;
         LimitError::check("send_buffers", self.send_buffers.into(), MAX_BUFFERS.into())?;
-        // Each pool is one registration, in which a buffer takes whole cache lines.
+        // Each pool is one registration; buffers occupy whole cache lines.
         let buffers = attr.max_mr_size / u64::from(self.receive_buffer_size).next_multiple_of(64);
         LimitError::check("receive_buffers", self.receives().into(), buffers)?;
         LimitError::check(
@@ -425,7 +444,7 @@ mod tests {
     use crate::software::Network;
 
     #[test]
-    fn buffers_that_no_pool_can_have_are_refused_by_name_at_both_ends() {
+    fn buffer_counts_beyond_the_pool_limits_are_refused_when_binding_and_connecting() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let device = Device::software_in(&Network::new(), "buffers").unwrap();

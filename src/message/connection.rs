@@ -1,4 +1,4 @@
-//! What a service holds of a connection.
+//! Connections as a service uses them.
 
 use std::fmt;
 use std::future::poll_fn;
@@ -12,15 +12,15 @@ use bytes::Bytes;
 use futures::{Sink, Stream};
 use tokio::net::ToSocketAddrs;
 
-use super::admission::{Admitted, Refusal};
+use super::admission::{Admitted, RefusalReason};
 use super::config::{Completions, ConnectionConfig};
 use super::core::{ConnectionCounters, Core};
 use super::driver::drive;
 use super::error::{CloseReason, EstablishError, MessageError};
-use super::halves::{RecvHalf, SendHalf, Turn};
+use super::halves::{RecvHalf, SendHalf, WaitGuard};
 use super::handshake::{Handshake, HandshakeError, Rejection};
 use super::shared::Shared;
-use crate::cm::{self, Link, clock};
+use crate::cm::{self, CmConnection, clock};
 use crate::dispatch::{ReceiveCounters, SendCounters};
 use crate::engine::CompletionQueue;
 use crate::error::{NoRuntime, OpErrorKind, SetupError};
@@ -29,10 +29,10 @@ use crate::op::{QueuePair, QueuePairBuilder, QueuePairEndpoint};
 use crate::verbs::{Device, ProtectionDomain};
 use rdma_provider::cm_contract::MAX_REQUEST_DATA;
 
-/// A reliable connection that carries messages both ways, and reads and writes memory that the peer has exposed.
+/// A reliable connection that carries messages and accesses memory exposed by the peer.
 ///
-/// All methods take `&self`: tasks may share it, in an `Arc`. Messages sent by one task arrive in the order in which it sent
-/// them. [`into_split`](Self::into_split) gives halves to own, which are a [`Sink`] and a [`Stream`].
+/// Methods take `&self`, so tasks can share it in an `Arc`. Messages from one task arrive in order.
+/// [`into_split`](Self::into_split) returns owned halves, a [`Sink`] and a [`Stream`].
 ///
 /// ```
 /// use tokio_rdma::{Connection, Listener};
@@ -52,42 +52,40 @@ use rdma_provider::cm_contract::MAX_REQUEST_DATA;
 /// # }
 /// ```
 ///
-/// # The end
+/// # Closing
 ///
-/// [`finish`](Self::finish) says that no more messages come: the peer's [`recv`](Self::recv) gives `None` after the last one.
-/// [`close`](Self::close) finishes, and waits until the peer has, too. When both have, and all messages have arrived, the
-/// connection ends cleanly, by itself. Any other end is an error with its [`CloseReason`], at both ends.
-/// [`abort`](Self::abort) ends it at once.
+/// [`finish`](Self::finish) ends this side's messages: the peer's [`recv`](Self::recv) then returns
+/// `None`. [`close`](Self::close) finishes and waits for the peer to finish. When both have
+/// finished and all messages have arrived, the connection closes cleanly. Any other termination is
+/// an error with a [`CloseReason`] on both sides.
 ///
-/// Dropping it is a clean end only if `recv` has given `None`: then it finishes as `close` does, and nobody is told whether
-/// the last messages have arrived. Otherwise the peer is told, as well as that is possible, that this end was dropped
-/// ([`CloseReason::Dropped`]). Either takes place in the background, for at most a second; messages that the peer was to
-/// fetch, and has not, are lost.
+/// Dropping the connection after `recv` has returned `None` finishes, without a report whether the
+/// last messages arrived. Otherwise the peer is notified if possible ([`CloseReason::Dropped`]).
+/// Both continue in the background for at most one second; messages not fetched by then are lost.
 ///
-/// # Operations of the service
+/// # One-sided operations
 ///
-/// [`read`](Self::read), [`write`](Self::write), the atomics and [batches](Self::post_batch) use the queue pair of the messages,
-/// and wait in line with them for room: a service that lets thousands line up holds up its own messages, and the answers that
-/// its peer waits for. One that fails at the peer ends the connection, as it ends the queue pair.
+/// [`read`](Self::read), [`write`](Self::write), atomics and [batches](Self::post_batch) queue with
+/// messages in FIFO order. Thousands of them delay messages and answers to the peer. An operation
+/// that fails at the peer closes the connection.
 ///
 /// # Cancel safety
 ///
-/// That of its methods, of its halves where it is used as a [`Stream`] or a [`Sink`].
+/// See each method; for a [`Sink`] and [`Stream`], see [`SendHalf`] and [`RecvHalf`].
 pub struct Connection {
     send: SendHalf,
     recv: RecvHalf,
 }
 
-/// What all parts of a connection that a service holds share.
 pub(super) struct Handle {
     pub(super) shared: Arc<Shared>,
     close_timeout: Duration,
     pub(super) buffer_size: usize,
     peer: Handshake,
     user_data: Bytes,
-    /// Ours and the peer's.
+    /// Local and peer address.
     addresses: Option<(SocketAddr, SocketAddr)>,
-    /// Of [`Connection::alloc`]; made when first needed.
+    /// Pool of [`Connection::alloc`], created on first use.
     pub(super) buffers: OnceLock<Pool>,
 }
 
@@ -98,15 +96,16 @@ impl Drop for Handle {
 }
 
 impl Connection {
-    /// Connects to a [`Listener`](super::Listener), with default settings: to the first of the addresses that answers.
+    /// Connects to a [`Listener`](super::Listener) at the first address that answers, with default
+    /// settings.
     ///
     /// # Errors
     ///
-    /// As [`connect_with`](Self::connect_with).
+    /// See [`connect_with`](Self::connect_with).
     ///
     /// # Cancel safety
     ///
-    /// As [`connect_with`](Self::connect_with): dropping the future takes the request back.
+    /// Dropping the future withdraws the request.
     pub async fn connect(
         device: &Device,
         address: impl ToSocketAddrs,
@@ -114,22 +113,26 @@ impl Connection {
         Self::connect_with(device, address, &ConnectionConfig::default()).await
     }
 
-    /// Connects to a [`Listener`](super::Listener): to the first of the addresses that answers.
+    /// Connects to a [`Listener`](super::Listener) at the first address that answers.
     ///
     /// # Errors
     ///
-    /// [`EstablishError::NoRuntime`] outside of a Tokio runtime with an I/O driver,
-    /// [`EstablishError::Connect`] if the two sides do not meet, also within
-    /// [`connect_timeout`](ConnectionConfig::connect_timeout), [`EstablishError::Setup`] for settings that the device does
-    /// not allow, [`EstablishError::Handshake`] for more [`user_data`](ConnectionConfig::user_data) than a request carries,
-    /// [`EstablishError::OtherProtocol`] if the other side is no listener of this kind, [`EstablishError::Rejected`] if its
-    /// service rejects the connection, [`EstablishError::Refused`] if it has as many as it may have. An address that leads elsewhere than
-    /// [`peer`](ConnectionConfig::peer) or [`source`](ConnectionConfig::source) of the settings say is passed over; if there is no
-    /// other, that is [`ConnectError::Setup`](cm::ConnectError::Setup) with [`SetupError::Mismatch`].
+    /// - [`EstablishError::NoRuntime`]: no Tokio runtime with an I/O driver.
+    /// - [`EstablishError::Connect`]: also after
+    ///   [`connect_timeout`](ConnectionConfig::connect_timeout).
+    /// - [`EstablishError::Setup`]: unsupported settings.
+    /// - [`EstablishError::Handshake`]: [`user_data`](ConnectionConfig::user_data) too long.
+    /// - [`EstablishError::OtherProtocol`]: not a listener of this kind.
+    /// - [`EstablishError::Rejected`]: by the peer's service.
+    /// - [`EstablishError::Refused`]: a connection limit of the listener.
+    ///
+    /// Addresses whose path differs from [`peer`](ConnectionConfig::peer) or
+    /// [`source`](ConnectionConfig::source) are skipped. If none is left, the error is
+    /// [`ConnectError::Setup`](cm::ConnectError::Setup) with [`SetupError::Mismatch`].
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future takes the request back.
+    /// Dropping the future withdraws the request.
     pub async fn connect_with(
         device: &Device,
         address: impl ToSocketAddrs,
@@ -145,7 +148,7 @@ impl Connection {
         })
         .await
         .map_err(rejected)?;
-        let Some(prepared) = prepared else { unreachable!("a queue pair was connected") };
+        let Some(prepared) = prepared else { unreachable!("a connected queue pair was prepared") };
         let address = link.peer_addr();
         let (handshake, user_data) = Handshake::decode(link.private_data())
             .map_err(|error| EstablishError::OtherProtocol { address, error })?;
@@ -153,14 +156,15 @@ impl Connection {
         prepared.start(handshake, user_data, Some(link), None)
     }
 
-    /// Makes what is needed to connect: a queue pair in INIT with its receives posted. For services with a control plane of
-    /// their own; exchange [`PreparedConnection::endpoint`] and [`PreparedConnection::handshake`] with the peer over that. On a port with several GIDs, say
-    /// whom it is for by [`ConnectionConfig::peer`], or where it sends from by [`ConnectionConfig::source`].
+    /// Creates a queue pair in INIT with posted receives, for services with their own control
+    /// plane. Exchange [`PreparedConnection::endpoint`] and [`PreparedConnection::handshake`] with
+    /// the peer. On a port with several GIDs, set [`ConnectionConfig::peer`] or
+    /// [`ConnectionConfig::source`].
     ///
     /// # Errors
     ///
-    /// [`SetupError::Limit`] and [`SetupError::TooSmall`] with the setting that the device or the protocol does not allow,
-    /// [`SetupError::NoGid`] without an active port or the entry asked for, else as [`QueuePairBuilder::build`].
+    /// [`SetupError::Limit`] or [`SetupError::TooSmall`] for a setting, [`SetupError::NoGid`]
+    /// without an active port or the requested entry; otherwise see [`QueuePairBuilder::build`].
     pub fn prepare(
         pd: &ProtectionDomain,
         config: &ConnectionConfig,
@@ -168,136 +172,141 @@ impl Connection {
         PreparedConnection::new(pd, config, |builder| builder.path(config.path))
     }
 
-    /// Sends a message: up to the peer's `receive_buffer_size` it is copied, a longer one is read by the peer from where it
-    /// is. Ready when it is on its way and others may follow; [`flush`](Self::flush) waits until it has arrived.
+    /// Sends a message. Messages up to the peer's `receive_buffer_size` are copied, longer ones are
+    /// read by the peer. The future is ready when the message is queued; [`flush`](Self::flush)
+    /// waits for its arrival.
     ///
-    /// Waits while the peer's service takes no messages, and while it has as many long ones to fetch as `send_memory` allows.
+    /// Waits for credits of the peer and within `send_memory`.
     ///
     /// # Errors
     ///
-    /// [`MessageError::TooLong`] above the peer's longest message, [`MessageError::Finished`] after
-    /// [`finish`](Self::finish), [`MessageError::Register`] if a long message cannot be registered;
-    /// [`MessageError::Closed`] with the reason if the connection has ended, which also loses messages on their way.
+    /// [`MessageError::TooLong`], [`MessageError::Finished`] after [`finish`](Self::finish),
+    /// [`MessageError::Register`] if a long message cannot be registered. [`MessageError::Closed`]
+    /// on a closed connection; messages in flight are then lost, too.
     ///
     /// # Cancel safety
     ///
-    /// If it is dropped before it was ready, the message was not sent, and will not be.
+    /// If the future is dropped before it is ready, the message is not sent.
     pub async fn send(&self, message: impl Into<Bytes>) -> Result<(), MessageError> {
         self.send.send(message).await
     }
 
-    /// The next message, or `None` if the peer has finished.
+    /// Returns the next message, or `None` after the peer has finished.
     ///
-    /// It is not copied unless it is short (256 bytes) or [`spare_buffers`](ConnectionConfig::spare_buffers) messages are
-    /// held already; its buffer is used again when its last clone is dropped.
+    /// Messages up to 256 bytes are copied, and others if the service holds
+    /// [`spare_buffers`](ConnectionConfig::spare_buffers) messages. Otherwise the buffer is reused
+    /// when the last clone is dropped.
     ///
     /// # Errors
     ///
-    /// [`MessageError::Closed`] with the reason if the connection has ended otherwise. Messages that had arrived before come
-    /// first.
+    /// [`MessageError::Closed`] after the last message if the peer has not finished.
     ///
     /// # Cancel safety
     ///
-    /// If it is dropped before it was ready, no message is lost.
+    /// If the future is dropped before it is ready, no message is lost.
     pub async fn recv(&self) -> Result<Option<Bytes>, MessageError> {
         self.recv.recv().await
     }
 
-    /// Waits until all messages sent so far have arrived: short ones in a buffer of the peer, long ones fetched.
+    /// Waits until all messages sent so far have arrived, long ones by a fetch.
     ///
     /// # Errors
     ///
-    /// [`MessageError::Closed`] with the reason if the connection has ended.
+    /// [`MessageError::Closed`] with the reason.
     ///
     /// # Cancel safety
     ///
-    /// Nothing is lost if it is dropped.
+    /// Dropping the future loses nothing.
     pub async fn flush(&self) -> Result<(), MessageError> {
         self.send.flush().await
     }
 
-    /// Says that no more messages come. The peer's may go on.
+    /// Finishes sending. The peer may continue to send.
     ///
-    /// Sends that still wait fail as [`MessageError::Finished`].
+    /// Pending sends fail with [`MessageError::Finished`].
     ///
     /// # Errors
     ///
-    /// [`MessageError::Closed`] with the reason if the connection has ended.
+    /// [`MessageError::Closed`] with the reason.
     pub fn finish(&self) -> Result<(), MessageError> {
         self.send.finish()
     }
 
-    /// Finishes, waits until the peer has finished too and all has arrived, and closes the queue pair. Messages of the peer that
-    /// were not received are thrown away: receive until `None` before, if they matter.
+    /// Finishes, waits until the peer has finished and all messages have arrived, and closes the
+    /// queue pair. Discards unreceived messages; receive until `None` first to keep them.
     ///
     /// # Errors
     ///
-    /// [`MessageError::Closed`] with the reason if the connection ends otherwise; after
-    /// [`close_timeout`](ConnectionConfig::close_timeout) that is [`CloseReason::CloseTimeout`].
+    /// [`MessageError::Closed`] unless closed cleanly; after
+    /// [`close_timeout`](ConnectionConfig::close_timeout) with [`CloseReason::CloseTimeout`].
     ///
     /// # Cancel safety
     ///
-    /// Once polled, no messages are sent or received any more, and the rest goes on in the background until the connection
-    /// is dropped. It can be called again, to wait.
+    /// From the first poll, no messages are sent or received. Closing continues in the background
+    /// until the connection is dropped; call `close` again to wait.
     pub async fn close(&self) -> Result<(), MessageError> {
         let handle = self.handle();
-        handle.shared.with(|core, bell| core.close(bell));
-        let mut turn = Turn::new(&handle.shared, Core::leave_flushers);
-        let mut gone = async || {
+        handle.shared.with(|core, driver| core.close(driver));
+        let mut guard = WaitGuard::new(&handle.shared, Core::withdraw_flusher);
+        let mut closed = async || {
             poll_fn(|context| {
-                handle.shared.poll(context, |core, bell, guest| {
-                    core.poll_closed(&mut turn.ticket, bell, guest)
+                handle.shared.poll(context, |core, driver, caller| {
+                    core.poll_closed(&mut guard.ticket, driver, caller)
                 })
             })
             .await
         };
-        let reason = match clock::timeout(handle.close_timeout, gone()).await {
+        let reason = match clock::timeout(handle.close_timeout, closed()).await {
             Some(reason) => reason,
             None => {
                 handle.shared.abort(CloseReason::CloseTimeout);
-                gone().await
+                closed().await
             }
         };
         if reason == CloseReason::Clean { Ok(()) } else { Err(reason.into()) }
     }
 
-    /// Ends it now, without having finished: for a service that is wrong about its peer, or must not write any more. If it has
-    /// ended already, nothing changes.
+    /// Terminates the connection at once, for a service that distrusts its peer or must stop
+    /// writing. Does nothing on a closed connection.
     ///
-    /// When this returns, messages that wait to be sent or received fail with [`CloseReason::Aborted`], messages that have arrived
-    /// are thrown away, and operations that are called fail as [`OpErrorKind::Closed`]. Those that
-    /// stand in line are not carried out any more. They fail, and those that are in flight end, flushed or as `Closed`, once the
-    /// peer's device has taken the word that this end is gone, and within a second if it does not: until then what is in flight may
-    /// be carried out, and its buffers belong to the device. [`close`](Self::close), called after this, waits until all of that is
-    /// over. If its runtime shuts down before, that is over with it.
+    /// On return:
     ///
-    /// The peer finds [`CloseReason::Dropped`], or [`CloseReason::Disconnected`] if the connection manager is faster; the reason is
-    /// not for it to know, and a service that wants to tell it sends a message before. It is not told if operations stand in line
-    /// before the word, if it has no receive for that, if it has not established the connection yet, or if the runtime shuts down.
-    /// Out of band it then finds out when it asks for an answer ([`keepalive`](ConnectionConfig::keepalive)), or by an operation
-    /// that fails.
+    /// - Pending sends and receives fail with [`CloseReason::Aborted`]; arrived messages are
+    ///   discarded.
+    /// - New operations fail with [`OpErrorKind::Closed`]. Queued ones are never carried out.
+    /// - Operations in flight may still be carried out, and the device uses their buffers.
+    ///
+    /// Queued operations and those in flight complete, flushed or as `Closed`, when the peer's
+    /// device acknowledges the `Abort` frame, after at most one second, or when the runtime shuts
+    /// down. [`close`](Self::close) waits for that.
+    ///
+    /// The peer gets [`CloseReason::Dropped`], or [`CloseReason::Disconnected`] if the connection
+    /// manager is faster; to give a reason, send a message first. The `Abort` is not sent behind
+    /// queued operations, without a credit, before the peer has established the connection, or if
+    /// the runtime shuts down. Without a connection manager the peer then notices only by
+    /// [`keepalive`](ConnectionConfig::keepalive) or a failed operation.
     pub fn abort(&self) {
         self.send.abort();
     }
 
-    /// Why it has ended, if it has.
+    /// Returns the reason why the connection closed, if it has.
     #[must_use]
     pub fn close_reason(&self) -> Option<CloseReason> {
-        self.handle().shared.with(|core, _| core.ended())
+        self.handle().shared.with(|core, _| core.close_reason())
     }
 
-    /// Halves that two tasks can own. The connection is dropped when both are.
+    /// Splits the connection into halves for two tasks. Dropping both drops the connection.
     #[must_use]
     pub fn into_split(self) -> (SendHalf, RecvHalf) {
         (self.send, self.recv)
     }
 
-    /// The connection of two halves.
+    /// Reunites the halves of a connection.
     ///
     /// # Errors
     ///
-    /// The halves, if they are not of one connection.
-    #[expect(clippy::result_large_err, reason = "it gives back what it was given")]
+    /// Returns the halves if they belong to different connections.
+    #[expect(clippy::result_large_err, reason = "the halves are returned")]
     pub fn reunite(send: SendHalf, recv: RecvHalf) -> Result<Self, (SendHalf, RecvHalf)> {
         if Arc::ptr_eq(&send.handle, &recv.handle) {
             Ok(Self { send, recv })
@@ -306,43 +315,43 @@ impl Connection {
         }
     }
 
-    /// Longest message that the peer takes, in bytes.
+    /// Returns the longest message that the peer accepts, in bytes.
     #[must_use]
     pub fn max_message(&self) -> u64 {
         self.handle().shared.with(|core, _| core.max_message())
     }
 
-    /// What the peer said of itself.
+    /// Returns the peer's handshake.
     #[must_use]
     pub fn peer(&self) -> Handshake {
         self.handle().peer
     }
 
-    /// Our address, if it was connected by address.
+    /// Returns the local address if connected by address.
     #[must_use]
     pub fn local_addr(&self) -> Option<SocketAddr> {
         self.handle().addresses.map(|(local, _)| local)
     }
 
-    /// The peer's address, if it was connected by address.
+    /// Returns the peer's address if connected by address.
     #[must_use]
     pub fn peer_addr(&self) -> Option<SocketAddr> {
         self.handle().addresses.map(|(_, peer)| peer)
     }
 
-    /// What the peer's service gave along when it connected.
+    /// Returns the user data of the peer's service.
     #[must_use]
     pub fn user_data(&self) -> &Bytes {
         &self.handle().user_data
     }
 
-    /// What it has done so far.
+    /// Returns the counters of this connection.
     #[must_use]
     pub fn counters(&self) -> ConnectionCounters {
         self.handle().shared.with(|core, _| core.counters())
     }
 
-    /// What its queue pair has done so far, if it is of a software device and still open: see
+    /// Returns the queue pair's counters, on a software device while it is open; see
     /// [`QueuePair::software_counters`].
     #[must_use]
     pub fn software_counters(&self) -> Option<(SendCounters, ReceiveCounters)> {
@@ -353,7 +362,7 @@ impl Connection {
         &self.send.handle
     }
 
-    /// Not for users: what they sent or received on it would be taken for messages.
+    /// Returns the queue pair. Services must not SEND on it: the peer would take that for a frame.
     pub(super) fn qp(&self) -> &QueuePair {
         &self.handle().shared.qp
     }
@@ -406,8 +415,7 @@ impl Sink<Bytes> for Connection {
     }
 }
 
-/// An error of connecting, with the user data of the listener's service if that rejected the connection, or the limit that the
-/// listener has reached.
+/// Converts a connection manager's error, decoding rejections and refusals.
 fn rejected(error: cm::ConnectError) -> EstablishError {
     match &error {
         cm::ConnectError::Rejected { attempt, private_data, .. } => {
@@ -415,8 +423,8 @@ fn rejected(error: cm::ConnectError) -> EstablishError {
                 Some(Rejection { user_data }) => {
                     EstablishError::Rejected { address: attempt.address, user_data }
                 }
-                None => match Refusal::decode(private_data) {
-                    Some(refusal) => EstablishError::Refused { address: attempt.address, refusal },
+                None => match RefusalReason::decode(private_data) {
+                    Some(reason) => EstablishError::Refused { address: attempt.address, reason },
                     None => error.into(),
                 },
             }
@@ -425,7 +433,7 @@ fn rejected(error: cm::ConnectError) -> EstablishError {
     }
 }
 
-/// One end that is ready to be connected: its receives are posted.
+/// A side whose receives are posted, ready to be connected.
 #[must_use = "it is connected by establish"]
 pub struct PreparedConnection {
     pub(super) core: Core,
@@ -434,7 +442,7 @@ pub struct PreparedConnection {
 }
 
 impl PreparedConnection {
-    /// As [`Connection::prepare`], with a queue pair that is described further.
+    /// Prepares a connection with a queue pair further configured by `describe`.
     pub(super) fn new(
         pd: &ProtectionDomain,
         config: &ConnectionConfig,
@@ -470,13 +478,13 @@ impl PreparedConnection {
         Ok(Self { core, qp, config: config.clone() })
     }
 
-    /// What the peer needs to connect its queue pair to this one.
+    /// Returns the endpoint to which the peer connects its queue pair.
     #[must_use]
     pub fn endpoint(&self) -> QueuePairEndpoint {
         self.qp.endpoint()
     }
 
-    /// What the peer needs to know besides, with bytes of the service's.
+    /// Returns the handshake for the peer, with user data for its service.
     ///
     /// # Errors
     ///
@@ -485,12 +493,12 @@ impl PreparedConnection {
         self.config.handshake().encode(user_data)
     }
 
-    /// Connects to the peer, whose endpoint and handshake these are. It must do the same; messages may be sent before it has.
+    /// Connects to the peer, which must do the same; messages may be sent before it has.
     ///
     /// # Errors
     ///
-    /// [`EstablishError::Handshake`] if the peer's handshake is not one, [`EstablishError::Setup`] if the ends do not fit together,
-    /// [`EstablishError::NoRuntime`] outside of a Tokio runtime.
+    /// [`EstablishError::Handshake`] for an invalid handshake, [`EstablishError::Setup`] for
+    /// incompatible sides, [`EstablishError::NoRuntime`] outside a Tokio runtime.
     pub fn establish(
         self,
         peer: &QueuePairEndpoint,
@@ -503,18 +511,18 @@ impl PreparedConnection {
         self.start(handshake, user_data, None, None)
     }
 
-    /// The connection of a queue pair that is connected.
+    /// Starts the driver on the connected queue pair.
     pub(super) fn start(
         mut self,
         peer: Handshake,
         user_data: Bytes,
-        link: Option<Link>,
+        link: Option<CmConnection>,
         admitted: Option<Admitted>,
     ) -> Result<Connection, EstablishError> {
         let runtime = NoRuntime::or_current()?;
         let addresses = link.as_ref().map(|link| (link.local_addr(), link.peer_addr()));
         let link = link.map(Arc::new);
-        self.core.meet(&self.config, &peer, link.clone());
+        self.core.set_peer(&self.config, &peer, link.clone());
         let shared = Shared::new(self.core, self.qp, runtime.clone(), admitted);
         drop(runtime.spawn(drive(shared.clone(), link)));
         let handle = Arc::new(Handle {

@@ -1,14 +1,14 @@
-//! One end at work: frames in, frames out, under one lock.
+//! The I/O of one side of a connection, under one lock.
 //!
 //! ```text
-//!  poll_send ─▶ inline │ copied │ offered ─▶ sends ─▶ peer        credits, phases, time: protocol.rs
+//!  poll_send ─▶ inline │ copied │ offered ─▶ sends ─▶ peer      credits, phases, time: protocol.rs
 //!  poll_recv ◀─ inbox ◀─ receives ◀───────────────── peer
 //!                 └─ long: READ, then done ────────▶ peer
 //! ```
 //!
-//! [`Core::progress`] does whatever can be done now. Whoever has something to do calls it first: a task that sends or
-//! receives, or the connection's driver. All operations wake the driver, so that nothing depends on a task of the service
-//! that may not be polled for a while.
+//! [`Core::progress`] does all work that is possible now. Tasks that send or receive call it, and
+//! so does the driver. Operations wake the driver, so progress never depends on the service's
+//! tasks.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -25,120 +25,118 @@ use super::config::ConnectionConfig;
 use super::error::{CloseReason, Violation};
 use super::frame::{Header, Kind, decode_offer};
 use super::handshake::Handshake;
-use super::helper::Chores;
+use super::helper::Jobs;
 use super::inbound::{Inbox, Incoming};
 use super::lifecycle::Event;
-use super::message_memory::{Chore, Landings, Made};
+use super::message_memory::{FetchMemory, Job, JobOutput};
 use super::outbound::{Block, Sent};
 use super::protocol::{Due, Protocol};
 use super::timers::{Observed, Times};
 use super::waiters::Waiters;
-use crate::cm::Link;
+use crate::cm::CmConnection;
 use crate::contained::contained;
 use crate::error::OpErrorKind;
 use crate::memory::{BufMut, Pool, ReadOnlyRegion};
 use crate::op::{QueuePair, Received, Recv};
 
-/// Frames that are dealt with before others get their turn.
+/// The number of frames handled before the task yields.
 pub(super) const BATCH: usize = 128;
 
-/// One end of a connection.
 #[derive(Debug)]
 pub(super) struct Core {
     pub(super) protocol: Protocol,
-    /// The connection manager's part, which ends the connection at the peer when it is dropped.
-    pub(super) link: Option<Arc<Link>>,
+    /// Dropping it disconnects the peer.
+    pub(super) link: Option<Arc<CmConnection>>,
     pub(super) qp: QueuePair,
     pub(super) limits: Limits,
     pub(super) receive_pool: Pool,
     pub(super) send_pool: Pool,
-    pub(super) landings: Landings,
-    pub(super) chores: Chores,
+    pub(super) fetch_memory: FetchMemory,
+    pub(super) jobs: Jobs,
 
     pub(super) receives: VecDeque<Recv<BufMut>>,
     pub(super) inbox: Inbox,
-    /// Frames on their way. After the end: the `Abort` that the driver awaits, if there is one.
+    /// Frames in flight; after termination, an `Abort` that the driver awaits.
     pub(super) sends: VecDeque<Sent>,
-    /// Frames before them.
+    /// Frames removed from `sends`.
     pub(super) reaped: u64,
-    /// Long messages that the peer has not fetched.
+    /// Long messages not fetched by the peer.
     pub(super) offers: VecDeque<ReadOnlyRegion>,
     pub(super) offered: u64,
 
     pub(super) senders: Waiters,
-    /// What the first of them waits for.
+    /// Resource that the first sender lacks.
     pub(super) blocked: Block,
     pub(super) receivers: Waiters,
     pub(super) flushers: Waiters,
-    /// What the first of those that flush waits for.
+    /// Position that the earliest flush waits for.
     pub(super) mark: Option<Mark>,
 
     pub(super) counters: ConnectionCounters,
-    pub(super) after: After,
+    pub(super) after: AfterUnlock,
 }
 
-/// A moment in what is sent: frames, and offers among them. A later one is not less in either.
+/// A position in the stream of sent frames; both counts are monotonic.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Mark {
     pub(super) frames: u64,
     pub(super) offers: u64,
 }
 
-/// Sizes agreed.
+/// Negotiated limits, in bytes.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Limits {
     pub(super) inline: usize,
-    /// Longest message that is sent at once.
+    /// Longest message sent without an offer.
     pub(super) eager: usize,
-    /// Longest that the peer takes.
+    /// Longest message that the peer accepts.
     pub(super) send: u64,
-    /// Longest that the peer was told to be possible.
+    /// Longest message announced to the peer.
     pub(super) receive: u64,
     pub(super) send_memory: u64,
     pub(super) receive_memory: u64,
 }
 
-/// What is to be done when the lock is released: it may run code of the service.
+/// Wakers and values to be called and dropped without the lock, because both may run code of the
+/// service.
 #[derive(Debug, Default)]
-pub(super) struct After {
+pub(super) struct AfterUnlock {
     pub(super) wakers: SmallVec<[Waker; 4]>,
-    /// Wakers of tasks that wait no more.
-    pub(super) spent: SmallVec<[Waker; 2]>,
+    pub(super) stale_wakers: SmallVec<[Waker; 2]>,
     pub(super) fetched: SmallVec<[ReadOnlyRegion; 2]>,
-    /// Their registrations may end with them.
+    /// Dropping them may deregister memory.
     pub(super) discarded: Vec<Bytes>,
-    pub(super) unneeded: Vec<Made>,
-    /// There are chores, and nobody does them.
-    pub(super) help: bool,
+    pub(super) unneeded: Vec<JobOutput>,
+    /// True if jobs are queued without a helper thread.
+    pub(super) start_helper: bool,
     pub(super) operations: Vec<Operations>,
-    pub(super) chores: VecDeque<Chore>,
-    pub(super) link: Option<Arc<Link>>,
-    /// The driver shall look.
-    pub(super) ring: bool,
+    pub(super) jobs: VecDeque<Job>,
+    pub(super) link: Option<Arc<CmConnection>>,
+    pub(super) wake_driver: bool,
 }
 
-/// Operations of an end that has ended.
+/// Detached operations.
 type Operations = (VecDeque<Recv<BufMut>>, VecDeque<Sent>, VecDeque<Incoming>);
 
-impl After {
-    /// What is dropped may run destructors of the service, too: of the owner of a `Bytes`.
+impl AfterUnlock {
+    /// Calls wakers and drops values, whose destructors may be the service's.
     pub(super) fn run(self) {
         let Self {
             wakers,
-            spent,
+            stale_wakers,
             fetched,
             discarded,
             unneeded,
             operations,
-            chores,
+            jobs,
             link,
-            help: _,
-            ring: _,
+            start_helper: _,
+            wake_driver: _,
         } = self;
         for waker in wakers {
             contained(|| waker.wake());
         }
-        for waker in spent {
+        for waker in stale_wakers {
             contained(|| drop(waker));
         }
         for region in fetched {
@@ -147,12 +145,12 @@ impl After {
         for bytes in discarded {
             contained(|| drop(bytes));
         }
-        contained(|| drop((unneeded, operations, chores, link)));
+        contained(|| drop((unneeded, operations, jobs, link)));
     }
 }
 
 impl Core {
-    /// An end whose queue pair takes receives.
+    /// Creates a side and posts its receives.
     pub(super) fn new(
         qp: QueuePair,
         config: &ConnectionConfig,
@@ -168,8 +166,8 @@ impl Core {
         };
         let mut core = Self {
             protocol: Protocol::new(config.receives()),
-            landings: Landings::new(qp.protection_domain(), config.receive_memory),
-            chores: Chores::None,
+            fetch_memory: FetchMemory::new(qp.protection_domain(), config.receive_memory),
+            jobs: Jobs::None,
             link: None,
             qp,
             limits,
@@ -187,70 +185,71 @@ impl Core {
             flushers: Waiters::default(),
             mark: None,
             counters: ConnectionCounters::default(),
-            after: After::default(),
+            after: AfterUnlock::default(),
         };
         for _ in 0..config.receives() {
             match core.receive_pool.try_alloc(core.receive_pool.buffer_size()) {
                 Ok(buffer) => core.post_receive(buffer),
                 Err(error) => {
-                    unreachable!("the pool has as many buffers as there are receives: {error}")
+                    unreachable!("the pool has a buffer for each receive: {error}")
                 }
             }
         }
         core
     }
 
-    /// The peer is connected, and has said what it takes.
-    pub(super) fn meet(
+    pub(super) fn set_peer(
         &mut self,
         config: &ConnectionConfig,
         peer: &Handshake,
-        link: Option<Arc<Link>>,
+        link: Option<Arc<CmConnection>>,
     ) {
         self.link = link;
-        self.protocol.meet(config.receives(), peer.receives, Times::new(config), Instant::now());
+        self.protocol.set_peer(
+            config.receives(),
+            peer.receives,
+            Times::new(config),
+            Instant::now(),
+        );
         self.limits.eager = self.limits.eager.min(peer.buffer_size as usize);
         self.limits.send = peer.max_message;
     }
 
-    /// What is left to do without the lock.
-    pub(super) fn take_after(&mut self) -> After {
+    pub(super) fn take_after(&mut self) -> AfterUnlock {
         std::mem::take(&mut self.after)
     }
 
-    // Progress.
-
-    /// Does what can be done now; all operations wake `bell`.
-    pub(super) fn progress(&mut self, bell: &Waker) {
-        if self.ended().is_some() {
+    /// Does all work that is possible now. Operations wake `driver`.
+    pub(super) fn progress(&mut self, driver: &Waker) {
+        if self.close_reason().is_some() {
             return;
         }
-        let context = &mut Context::from_waker(bell);
+        let context = &mut Context::from_waker(driver);
         let result = self.work(context);
         if let Err(reason) = result {
-            self.on(Event::End(reason));
+            self.on(Event::Terminate(reason));
         }
         self.wake();
     }
 
-    /// Makes progress for the driver. Returns when it has to look again by itself, until the connection has ended.
-    pub(super) fn drive(&mut self, bell: &Waker) -> ControlFlow<CloseReason, Option<Instant>> {
-        self.progress(bell);
+    /// Makes progress for the driver. Returns its next deadline, or the close reason.
+    pub(super) fn drive(&mut self, driver: &Waker) -> ControlFlow<CloseReason, Option<Instant>> {
+        self.progress(driver);
         self.protocol.linger(Instant::now);
-        if self.is_abort_taken(bell) {
-            self.on(Event::End(CloseReason::Local));
+        if self.is_abort_acknowledged(driver) {
+            self.on(Event::Terminate(CloseReason::Local));
         }
-        self.ended().map_or(ControlFlow::Continue(self.protocol.deadline()), ControlFlow::Break)
+        self.close_reason()
+            .map_or(ControlFlow::Continue(self.protocol.deadline()), ControlFlow::Break)
     }
 
-    /// Does what is due at `now`.
-    pub(super) fn on_time(&mut self, now: Instant) {
+    pub(super) fn on_deadline(&mut self, now: Instant) {
         let stalled_at = (!self.senders.is_empty()).then_some(self.counters.sent);
-        let observed = Observed { stalled_at, begun: self.inbox.has_begun() };
-        while let (None, Some(due)) = (self.ended(), self.protocol.due(now, observed)) {
+        let observed = Observed { stalled_at, message_seen: self.inbox.has_seen_message() };
+        while let (None, Some(due)) = (self.close_reason(), self.protocol.due(now, observed)) {
             match due {
                 Due::Frame(header) => self.send_bare(header),
-                Due::End(reason) => self.on(Event::End(reason)),
+                Due::Terminate(reason) => self.on(Event::Terminate(reason)),
             }
         }
     }
@@ -258,7 +257,7 @@ impl Core {
     fn work(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
         self.take_frames(context)?;
         if let Some(kind) = self.protocol.phase().failure() {
-            return self.failed(kind, context);
+            return self.on_failure(kind, context);
         }
         self.reap();
         self.fetch(context)?;
@@ -268,7 +267,7 @@ impl Core {
         self.send_due();
         self.watch_sends(context)?;
         match self.protocol.phase().failure() {
-            Some(kind) => self.failed(kind, context),
+            Some(kind) => self.on_failure(kind, context),
             None if self.protocol.flow.is_over() && self.sends.is_empty() => {
                 Err(CloseReason::Clean)
             }
@@ -276,7 +275,7 @@ impl Core {
         }
     }
 
-    /// Deals with frames that have arrived.
+    /// Handles up to [`BATCH`] received frames.
     pub(super) fn take_frames(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
         for _ in 0..BATCH {
             let Some(receive) = self.receives.front_mut() else { return Ok(()) };
@@ -290,7 +289,7 @@ impl Core {
                 }
             }
         }
-        // Others shall run, too.
+        // Yields to other tasks.
         context.waker().wake_by_ref();
         Ok(())
     }
@@ -315,12 +314,12 @@ impl Core {
                 if len > allowed {
                     return Err(Violation::TooLong { len, allowed }.into());
                 }
-                self.inbox.push(Incoming::Here(buffer));
+                self.inbox.push(Incoming::Buffered(buffer));
             }
             Kind::Offer => {
                 let region = decode_offer(&buffer, self.limits.receive)?;
                 self.post_receive(buffer);
-                // The peer keeps the credit until the message was handed out.
+                // Keeps the credit until the service receives the message.
                 self.inbox.push(Incoming::Offered(region));
             }
             Kind::Ack | Kind::Ping | Kind::Fin | Kind::Abort => {
@@ -331,25 +330,24 @@ impl Core {
         Ok(())
     }
 
-    /// Posts a receive.
     pub(super) fn post_receive(&mut self, mut buffer: BufMut) {
         let whole = buffer.resize(self.receive_pool.buffer_size());
-        debug_assert!(whole.is_ok(), "it is of the pool");
+        debug_assert!(whole.is_ok(), "buffer of the receive pool");
         let receive = self.qp.recv(buffer);
         self.note_refusal(receive.refusal());
         self.receives.push_back(receive);
     }
 
-    /// An operation that was not posted does not end by itself, nor does its queue pair: without this it would be found when
-    /// all before it have ended.
+    /// Records a failed post. The queue pair still works then, so the failure would otherwise be
+    /// noticed only after all earlier operations.
     pub(super) fn note_refusal(&mut self, refusal: Option<OpErrorKind>) {
         if let Some(kind) = refusal {
             self.on(Event::Fail(kind));
-            self.after.ring = true;
+            self.after.wake_driver = true;
         }
     }
 
-    /// Forgets sends that are done.
+    /// Removes completed frames.
     pub(super) fn reap(&mut self) {
         while self.sends.front().is_some_and(Sent::is_finished) {
             self.reaped += 1;
@@ -361,7 +359,7 @@ impl Core {
         }
     }
 
-    /// Sends the frames that are due: that offers are done, that receives are free, that this end has finished.
+    /// Sends the `Ack` and `Fin` that are due.
     pub(super) fn send_due(&mut self) {
         while let Some(header) = self.protocol.next_frame() {
             self.counters.acks += u64::from(header.kind == Kind::Ack);
@@ -369,7 +367,7 @@ impl Core {
         }
     }
 
-    /// Has the driver woken by sends that somebody waits for.
+    /// Registers the driver with the send that termination, a flush or the first sender waits for.
     fn watch_sends(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
         let waited_for = if self.protocol.flow.is_over() {
             self.sends.back_mut()
@@ -378,7 +376,7 @@ impl Core {
         {
             self.sends.get_mut(last as usize)
         } else if !self.senders.is_empty() && self.blocked == Block::Buffers {
-            // Not the first: it would wake for each of them.
+            // The first would wake the driver for every send.
             let middle = self.sends.len() / 2;
             self.sends.get_mut(middle)
         } else {
@@ -387,25 +385,25 @@ impl Core {
         if let Some(sent) = waited_for {
             let polled = sent.poll(context);
             if let Poll::Ready(Err(kind)) = polled {
-                return self.failed(kind, context);
+                return self.on_failure(kind, context);
             }
             self.reap();
         }
         Ok(())
     }
 
-    /// Tells those who wait for something that has happened.
+    /// Collects the wakers of tasks whose condition holds.
     fn wake(&mut self) {
-        let ended = self.ended().is_some();
+        let ended = self.close_reason().is_some();
         if ended || self.inbox.is_ready() || self.is_at_end() {
-            self.after.wakers.extend(self.receivers.first());
+            self.after.wakers.extend(self.receivers.take_first());
         }
         if !self.senders.is_empty() && self.is_unblocked() {
-            self.after.wakers.extend(self.senders.first());
+            self.after.wakers.extend(self.senders.take_first());
         }
         if ended || self.mark.is_some_and(|mark| self.has_reached(mark)) {
             self.mark = None;
-            self.after.wakers.extend(self.flushers.all());
+            self.after.wakers.extend(self.flushers.take_all());
         }
     }
 
@@ -422,25 +420,23 @@ impl Core {
         }
     }
 
-    /// All that was sent so far.
     pub(super) fn sent_so_far(&self) -> Mark {
         Mark { frames: self.reaped + self.sends.len() as u64, offers: self.counters.offered }
     }
 
-    /// True if all that had been sent then has arrived.
+    /// Returns true if all frames before `mark` were acknowledged and all offers fetched.
     pub(super) fn has_reached(&self, mark: Mark) -> bool {
         self.reaped >= mark.frames
             && self.counters.offered - self.offers.len() as u64 >= mark.offers
     }
 
-    /// True if the peer's messages have all been handed out.
+    /// Returns true if the service has received all messages of a peer that has finished.
     pub(super) fn is_at_end(&self) -> bool {
         self.protocol.flow.peer_has_finished() && self.inbox.messages.is_empty() && !self.inbox.lost
     }
 
-    /// Why the connection has ended, if it has.
-    pub(super) fn ended(&self) -> Option<CloseReason> {
-        self.protocol.phase().ended()
+    pub(super) fn close_reason(&self) -> Option<CloseReason> {
+        self.protocol.phase().close_reason()
     }
 
     pub(super) fn max_message(&self) -> u64 {
@@ -462,25 +458,25 @@ impl From<Violation> for CloseReason {
     }
 }
 
-/// What a connection has done so far.
+/// Counters of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct ConnectionCounters {
     /// Messages sent.
     pub sent: u64,
-    /// Of those, how many were left for the peer to fetch.
+    /// Sent messages that the peer fetches.
     pub offered: u64,
     /// Messages received.
     pub received: u64,
-    /// Of those, how many were copied because the service kept too many buffers.
+    /// Received messages copied for lack of spare buffers.
     pub copied_out: u64,
-    /// Messages of the peer that were thrown away after `close` or by `abort`.
+    /// Messages of the peer discarded by `close` or `abort`.
     pub discarded: u64,
-    /// Times that the peer was told of free receives or fetched messages without a message of ours to do so.
+    /// `Ack` frames sent.
     pub acks: u64,
     /// Frames that may be sent now.
     pub credits: u32,
-    /// Messages that have arrived, or are announced, and were not received yet.
+    /// Messages arrived or offered, not received by the service yet.
     pub inbox: usize,
 }
 
@@ -492,7 +488,7 @@ mod tests {
     use crate::verbs::Device;
 
     #[test]
-    fn receive_that_is_refused_is_noticed_at_once() {
+    fn failed_receive_post_fails_the_connection_at_once() {
         let pd =
             Device::software_in(&Network::new(), "refused").unwrap().protection_domain().unwrap();
         let mut core = Connection::prepare(&pd, &ConnectionConfig::default()).unwrap().core;
@@ -501,8 +497,12 @@ mod tests {
         runtime.block_on(core.qp.clone().close());
         core.post_receive(spare);
         assert_eq!(core.protocol.phase().failure(), Some(OpErrorKind::Closed));
-        assert!(core.take_after().ring, "and the driver is told");
+        assert!(core.take_after().wake_driver, "the driver is notified");
         core.progress(Waker::noop());
-        assert!(matches!(core.ended(), Some(CloseReason::Operation(_))), "{:?}", core.ended());
+        assert!(
+            matches!(core.close_reason(), Some(CloseReason::Operation(_))),
+            "{:?}",
+            core.close_reason()
+        );
     }
 }

@@ -1,13 +1,13 @@
-//! The driver: the task that runs a connection while no task of the service does.
+//! The driver: a task that runs a connection while the service is idle.
 //!
-//! Credits, fetches and answers to the peer must continue while the service waits for something else. A task that sends or
-//! receives makes this progress itself, and does not wait for the driver. Three things happen in the driver only:
+//! Tasks that send or receive make progress themselves. Meanwhile, the driver returns credits,
+//! fetches messages and answers the peer. Only the driver:
 //!
-//! - It reads the clock and executes deadlines, `Core::on_time`.
-//! - It notices that the peer has disconnected, `Core::disconnected`.
-//! - It closes the queue pair of a connection that has ended: `Connection::close` waits for that.
+//! - executes deadlines (`Core::on_deadline`)
+//! - notices that the peer has disconnected (`Core::on_disconnect`)
+//! - closes the queue pair after termination, for which `Connection::close` waits
 //!
-//! The driver ends with the connection: when that is closed or has failed, or after the service has dropped its last handle.
+//! It exits when the connection is closed, has failed, or was dropped.
 
 use std::future::{Future, poll_fn};
 use std::ops::ControlFlow;
@@ -23,55 +23,60 @@ use super::error::CloseReason;
 use super::lifecycle::Event;
 use super::shared::{DriverPoll, Shared};
 use super::timers::LINGER;
-use crate::cm::Link;
+use crate::cm::CmConnection;
 use crate::cm::clock::{self, Sleep, timeout};
 
-/// Runs a connection until it has ended.
+/// Runs a connection until its queue pair is closed.
 pub(super) fn drive(
     shared: Arc<Shared>,
-    link: Option<Arc<Link>>,
+    link: Option<Arc<CmConnection>>,
 ) -> impl Future<Output = ()> + Send {
-    // Made before the first poll: a runtime that shuts down may drop a task that was never polled.
+    // Created before the first poll: a runtime may drop an unpolled task.
     let mut guard = ShutdownGuard { shared: Some(shared.clone()) };
     async move {
         let mut sleep = Sleep::new(clock::deadline(Duration::MAX));
-        let alone = shared.runtime.runtime_flavor() == RuntimeFlavor::CurrentThread;
+        let single_threaded = shared.runtime.runtime_flavor() == RuntimeFlavor::CurrentThread;
         let mut disconnected = pin!(disconnected(link));
         poll_fn(|context| {
-            shared.bell.register(context.waker());
-            let driver_poll = DriverPoll::begin(&shared.bell);
+            shared.driver_waker.register(context.waker());
+            let driver_poll = DriverPoll::begin(&shared.driver_waker);
             let result = poll(&shared, &mut sleep, disconnected.as_mut(), context);
-            let again = driver_poll.end() && result.is_pending();
-            if again && alone {
-                // A runtime of one thread polls its own future, that of `block_on` or a `LocalSet`, and its sockets only every
-                // `event_interval` polls, 61 by default, as long as tasks wake themselves. A yield wakes the driver after them.
+            let repoll = driver_poll.end() && result.is_pending();
+            if repoll && single_threaded {
+                // While tasks wake themselves, a single-threaded runtime polls sockets and its own
+                // future (`block_on`, `LocalSet`) only every `event_interval` polls, 61 by default.
+                // A yield lets them run first.
                 let _ = pin!(yield_now()).poll(context);
-            } else if again {
-                // Another thread may steal the driver if the next task on this thread runs for long.
+            } else if repoll {
+                // Another thread may steal the driver if the next task on this thread runs for
+                // long.
                 context.waker().wake_by_ref();
             }
             result
         })
         .await;
         if let Some(mut abort) = shared.with(|core, _| core.sends.pop_back()) {
-            // Closing enters the error state, where nothing is sent; wait for the Abort first.
-            let taken = timeout(LINGER, poll_fn(|context| abort.poll(context))).await;
-            tracing::debug!(qpn = %shared.qp.qpn(), ?taken, "abort");
+            // The error state stops sending: await the `Abort` first.
+            let acknowledged = timeout(LINGER, poll_fn(|context| abort.poll(context))).await;
+            tracing::debug!(qpn = %shared.qp.qpn(), ?acknowledged, "waited for the Abort frame");
         }
-        // Operations in flight are flushed first. If sending was stopped, no marker can be posted behind them, and operations
-        // without a completion end as closed when the queue pair is destroyed. A device that does not flush is not awaited:
-        // memory that it may still access is kept until the queue pair is destroyed.
+        // Flushes operations in flight. After `stop_sending` no marker can be posted, and
+        // operations without a completion end as closed when the queue pair is destroyed. If the
+        // device does not flush, memory that it may access stays allocated until then.
         if timeout(LINGER, shared.qp.clone().close()).await.is_none() {
-            tracing::warn!(qpn = %shared.qp.qpn(), "a queue pair is not flushed");
+            tracing::warn!(
+                qpn = %shared.qp.qpn(),
+                "failed to flush queue pair within {LINGER:?}; its buffers stay allocated"
+            );
         }
         drop(guard.shared.take());
         shared.with(|core, _| core.on(Event::QueuePairClosed));
-        drop(shared.bell.take());
+        drop(shared.driver_waker.take());
     }
 }
 
-/// Waits until the peer has disconnected; for ever without a connection manager.
-async fn disconnected(link: Option<Arc<Link>>) {
+/// Waits until the peer has disconnected; stays pending without a connection manager.
+async fn disconnected(link: Option<Arc<CmConnection>>) {
     match link {
         Some(link) => drop(link.disconnected().await),
         None => std::future::pending().await,
@@ -84,22 +89,22 @@ fn poll(
     disconnected: Pin<&mut impl Future<Output = ()>>,
     context: &mut Context<'_>,
 ) -> Poll<()> {
-    // Once it is ready the connection has ended, so it is not polled again.
+    // When ready, the connection has terminated and this is not polled again.
     if disconnected.poll(context).is_ready() {
-        shared.with(|core, bell| core.disconnected(bell));
+        shared.with(|core, driver| core.on_disconnect(driver));
     }
-    while let ControlFlow::Continue(deadline) = shared.with(|core, bell| core.drive(bell)) {
+    while let ControlFlow::Continue(deadline) = shared.with(|core, driver| core.drive(driver)) {
         let Some(deadline) = deadline else { return Poll::Pending };
         if sleep.deadline() != deadline {
             sleep.reset(deadline);
         }
         std::task::ready!(sleep.poll(context));
-        shared.with(|core, _| core.on_time(Instant::now()));
+        shared.with(|core, _| core.on_deadline(Instant::now()));
     }
     Poll::Ready(())
 }
 
-/// Ends a connection whose runtime drops the driver, and its queue pair.
+/// Terminates the connection and shuts down its queue pair if the runtime drops the driver.
 struct ShutdownGuard {
     shared: Option<Arc<Shared>>,
 }
@@ -107,12 +112,16 @@ struct ShutdownGuard {
 impl Drop for ShutdownGuard {
     fn drop(&mut self) {
         if let Some(shared) = &self.shared {
-            let ended =
+            let state_change =
                 shared.qp.modify(&crate::types::QpAttr::to_state(crate::types::QpState::Err));
-            tracing::debug!(qpn = %shared.qp.qpn(), ?ended, "the runtime of a connection has shut down");
-            shared.with(|core, _| core.on(Event::End(CloseReason::Runtime)));
-            // If sending was stopped, a flush does not end queued operations.
-            shared.qp.end();
+            tracing::debug!(
+                qpn = %shared.qp.qpn(),
+                ?state_change,
+                "Tokio runtime of the connection shut down; closing its queue pair"
+            );
+            shared.with(|core, _| core.on(Event::Terminate(CloseReason::Runtime)));
+            // If sending was stopped, a flush does not complete queued operations.
+            shared.qp.shut_down();
             shared.with(|core, _| core.on(Event::QueuePairClosed));
         }
     }

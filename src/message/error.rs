@@ -1,4 +1,4 @@
-//! Why a message did not go, and why a connection ended.
+//! Errors of messages and connections.
 
 use std::fmt;
 use std::io;
@@ -6,126 +6,124 @@ use std::net::SocketAddr;
 
 use bytes::Bytes;
 
-use super::admission::Refusal;
+use super::admission::RefusalReason;
 use super::handshake::HandshakeError;
 use crate::cm::ConnectError;
 use crate::error::{LimitError, NoRuntime, OpErrorKind, SetupError};
 
-/// Why a message was not sent or received.
+/// An error of sending or receiving a message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum MessageError {
-    /// It is longer than the peer takes; nothing was sent.
+    /// The message exceeds the peer's limit; nothing was sent.
     TooLong(LimitError),
-    /// This end has finished sending; nothing was sent.
+    /// This side has finished sending; nothing was sent.
     Finished,
-    /// Its memory could not be registered; nothing was sent.
+    /// The message could not be registered; nothing was sent.
     Register(SetupError),
-    /// The connection has ended.
+    /// The connection is closed.
     Closed(CloseReason),
 }
 
-/// Why a connection ended.
+/// The reason why a connection closed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CloseReason {
-    /// Both ends have finished, and all messages have arrived.
+    /// Both sides have finished, and all messages have arrived.
     Clean,
-    /// It was closed or dropped here.
+    /// This side closed or dropped it.
     Local,
-    /// It was [aborted](super::Connection::abort) here.
+    /// This side [aborted](super::Connection::abort) it.
     Aborted,
-    /// The peer dropped it without having finished, or aborted it.
+    /// The peer aborted it, or dropped it before finishing.
     Dropped,
-    /// The connection manager says that the peer has disconnected, without having finished.
+    /// The connection manager reported a disconnect before the peer finished.
     Disconnected,
-    /// The listener had given the connection up, or let it give way to others, before it heard that this end had confirmed. Its
-    /// service has seen nothing of the connection, and no message: connect again. A listener beset by forged requests does this.
+    /// The listener discarded or evicted the handshake before this side's confirmation arrived, and
+    /// received no message; connect again. Forged requests can cause this.
     Unconfirmed,
-    /// The listener has as many connections as it may have. Other peers asked at the same time, so this connection was answered
-    /// before the limit was reached; the listener's service has seen nothing of it. A peer that asks later is refused when it
-    /// connects, with [`EstablishError::Refused`].
-    Refused(Refusal),
-    /// The listener's service rejected the connection by [`ConnectionRequest::reject`](super::ConnectionRequest::reject) after its
-    /// device had answered the request.
+    /// The listener reached a connection limit after it had answered this request; its service has
+    /// not seen the connection. Later requests fail with [`EstablishError::Refused`].
+    Refused(RefusalReason),
+    /// The peer's service called [`ConnectionRequest::reject`](super::ConnectionRequest::reject)
+    /// after its device had answered.
     Rejected,
-    /// An operation failed: of this crate, or another on the same connection. If work of this end has failed at the peer, this is
-    /// that, and not the flush of all else which follows it.
+    /// An operation on the connection failed. A failure at the peer is reported rather than the
+    /// flush that follows.
     Operation(OpErrorKind),
-    /// The peer did what no peer does.
+    /// The peer violated the protocol.
     Violation(Violation),
-    /// Nothing was heard of the peer, though it was asked.
+    /// The peer did not answer the [`keepalive`](super::ConnectionConfig::keepalive).
     Silent,
-    /// No message of the peer arrived in time, see
-    /// [`ConnectionConfig::first_message_timeout`](super::ConnectionConfig::first_message_timeout).
+    /// [`first_message_timeout`](super::ConnectionConfig::first_message_timeout) expired.
     NoFirstMessage,
-    /// The peer took nothing for too long, see [`ConnectionConfig::stall_timeout`](super::ConnectionConfig::stall_timeout).
+    /// [`stall_timeout`](super::ConnectionConfig::stall_timeout) expired.
     Stalled,
-    /// The peer did not finish in time after this end had been closed.
+    /// [`close_timeout`](super::ConnectionConfig::close_timeout) expired.
     CloseTimeout,
-    /// No memory for a message of the peer, or no receive could be posted.
+    /// Memory for the peer's message was unavailable, or a receive could not be posted.
     Memory,
-    /// The runtime that the connection was made on has shut down.
+    /// The Tokio runtime of the connection has shut down.
     Runtime,
 }
 
-/// What a peer did against the protocol.
+/// A protocol violation by the peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Violation {
-    /// A frame without a header, or with one that means nothing.
+    /// A missing or invalid header.
     Header {
-        /// The header; 0 if there was none.
+        /// Header; 0 if missing.
         header: u32,
     },
-    /// A frame of a length that its kind does not have.
+    /// An invalid payload length for the kind of frame.
     FrameLength {
-        /// Bytes of its payload.
+        /// Bytes.
         len: usize,
     },
-    /// It announces more receives than were used.
+    /// More receives announced than in use.
     Credits {
         /// Receives announced.
         announced: u32,
         /// Receives in use.
         in_use: u32,
     },
-    /// It has sent more than there were receives.
+    /// More frames sent than receives posted.
     Window {
-        /// Receives there are.
+        /// Receives posted.
         receives: u32,
     },
-    /// It is done with more messages than were offered.
+    /// More messages done than offered.
     Done {
-        /// Messages it says to be done with.
+        /// Messages reported done.
         announced: u32,
         /// Messages offered.
         offered: u32,
     },
-    /// It announces the receives of messages that it has not fetched.
+    /// Receives of unfetched messages announced.
     Unfetched {
-        /// Receives that would still be in use.
+        /// Receives still in use.
         in_use: u32,
-        /// Messages offered that it is not done with.
+        /// Offered messages not done.
         offered: u32,
     },
-    /// It has offered memory that cannot be.
+    /// An offer that is empty or exceeds the address space.
     Offer {
-        /// Its address.
+        /// Address.
         addr: u64,
         /// Bytes.
         len: u64,
     },
-    /// A message longer than it was told to be possible.
+    /// A message above the announced limit.
     TooLong {
         /// Bytes.
         len: u64,
-        /// Most that is allowed.
+        /// Limit in bytes.
         allowed: u64,
     },
-    /// A message after it had finished.
+    /// A message after `Fin`.
     AfterFinish,
-    /// It says to know that this end has finished, which it has not.
+    /// An acknowledgement of a `Fin` that was not sent.
     NotFinished,
 }
 
@@ -133,9 +131,9 @@ impl fmt::Display for MessageError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::TooLong(error) => error.fmt(f),
-            Self::Finished => f.write_str("this end has finished sending"),
-            Self::Register(error) => write!(f, "the message cannot be registered: {error}"),
-            Self::Closed(reason) => write!(f, "the connection has ended: {reason}"),
+            Self::Finished => f.write_str("cannot send: `finish` was called on this side"),
+            Self::Register(error) => write!(f, "failed to register the message: {error}"),
+            Self::Closed(reason) => write!(f, "connection closed: {reason}"),
         }
     }
 }
@@ -143,24 +141,31 @@ impl fmt::Display for MessageError {
 impl fmt::Display for CloseReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Clean => f.write_str("both ends have finished"),
-            Self::Local => f.write_str("it was closed here"),
-            Self::Aborted => f.write_str("it was aborted here"),
-            Self::Dropped => f.write_str("the peer dropped it without having finished, or aborted it"),
-            Self::Disconnected => f.write_str("the peer has disconnected without having finished"),
+            Self::Clean => f.write_str("both sides have finished"),
+            Self::Local => f.write_str("closed by this side"),
+            Self::Aborted => f.write_str("aborted by this side"),
+            Self::Dropped => {
+                f.write_str("the peer aborted or dropped the connection before it called `finish`")
+            }
+            Self::Disconnected => f.write_str("the peer disconnected before it called `finish`"),
             Self::Unconfirmed => f.write_str(
-                "the listener gave the connection up before it heard the confirmation, and delivered nothing; connect again",
+                "the listener discarded the handshake before this side's confirmation arrived, \
+                 and received no message; connect again",
             ),
-            Self::Refused(refusal) => write!(f, "the connection was refused: {refusal}"),
-            Self::Rejected => f.write_str("the peer's service rejected the connection"),
+            Self::Refused(reason) => write!(f, "refused: {reason}"),
+            Self::Rejected => f.write_str("rejected by the peer's service"),
             Self::Operation(kind) => kind.fmt(f),
-            Self::Violation(violation) => write!(f, "the peer broke the protocol: {violation}"),
-            Self::Silent => f.write_str("nothing was heard of the peer"),
-            Self::NoFirstMessage => f.write_str("the peer sent no first message in time"),
-            Self::Stalled => f.write_str("the peer took nothing for too long"),
-            Self::CloseTimeout => f.write_str("the peer did not finish in time"),
-            Self::Memory => f.write_str("no memory for a message of the peer"),
-            Self::Runtime => f.write_str("its runtime has shut down"),
+            Self::Violation(violation) => write!(f, "protocol violation by the peer: {violation}"),
+            Self::Silent => f.write_str("the peer did not answer within the keepalive timeout"),
+            Self::NoFirstMessage => {
+                f.write_str("the peer sent no message within first_message_timeout")
+            }
+            Self::Stalled => f.write_str("the peer accepted no message within stall_timeout"),
+            Self::CloseTimeout => f.write_str("the peer did not finish within close_timeout"),
+            Self::Memory => {
+                f.write_str("failed to register memory or post a receive for messages of the peer")
+            }
+            Self::Runtime => f.write_str("the Tokio runtime of the connection has shut down"),
         }
     }
 }
@@ -168,31 +173,30 @@ impl fmt::Display for CloseReason {
 impl fmt::Display for Violation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
-            Self::Header { header } => write!(f, "header {header:#010x}"),
+            Self::Header { header } => write!(f, "invalid frame header {header:#010x}"),
             Self::FrameLength { len } => {
-                write!(f, "a frame of {len} bytes, which its kind does not have")
+                write!(f, "invalid payload length of {len} bytes for the kind of frame")
             }
             Self::Credits { announced, in_use } => {
-                write!(f, "{announced} receives announced, {in_use} were in use")
+                write!(f, "{announced} receives announced as free, only {in_use} in use")
             }
             Self::Window { receives } => {
-                write!(f, "more sent than the {receives} receives there were")
+                write!(f, "more frames sent than receives posted ({receives})")
             }
             Self::Done { announced, offered } => {
-                write!(f, "done with {announced} messages, {offered} were offered")
+                write!(f, "{announced} messages reported fetched, only {offered} offered")
             }
-            Self::Unfetched { in_use, offered } => {
-                write!(
-                    f,
-                    "{offered} offered messages are not fetched, and only {in_use} receives in use"
-                )
-            }
-            Self::Offer { addr, len } => write!(f, "an offer of {len} bytes at {addr:#x}"),
+            Self::Unfetched { in_use, offered } => write!(
+                f,
+                "receives announced as free that hold offered messages: {offered} not fetched, \
+                 {in_use} in use"
+            ),
+            Self::Offer { addr, len } => write!(f, "invalid offer of {len} bytes at {addr:#x}"),
             Self::TooLong { len, allowed } => {
-                write!(f, "a message of {len} bytes, at most {allowed} are allowed (max_message)")
+                write!(f, "message of {len} bytes, at most {allowed} allowed (max_message)")
             }
-            Self::AfterFinish => f.write_str("a message after it had finished"),
-            Self::NotFinished => f.write_str("it knows of an end that was not reached"),
+            Self::AfterFinish => f.write_str("message sent after Fin"),
+            Self::NotFinished => f.write_str("acknowledgement of a Fin that was not sent"),
         }
     }
 }
@@ -210,7 +214,7 @@ impl From<CloseReason> for MessageError {
 }
 
 impl MessageError {
-    /// Nearest kind of I/O error.
+    /// Returns the nearest kind of I/O error.
     #[must_use]
     pub fn io_kind(&self) -> io::ErrorKind {
         use io::ErrorKind;
@@ -243,40 +247,40 @@ impl From<MessageError> for io::Error {
     }
 }
 
-/// Why there is no connection.
+/// An error of establishing a connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum EstablishError {
-    /// The queue pair could not be made or connected.
+    /// The queue pair could not be created or connected.
     Setup(SetupError),
-    /// The two sides did not meet.
+    /// The connection manager failed to connect or accept.
     Connect(ConnectError),
-    /// The peer's handshake was refused, or there is too much [`user_data`](super::ConnectionConfig::user_data) for one.
+    /// The peer's handshake is invalid, or [`user_data`](super::ConnectionConfig::user_data) is too
+    /// long.
     Handshake(HandshakeError),
-    /// The listener accepted, but not as a [`Listener`](super::Listener) for messages does: a plain
-    /// [`cm::Listener`](crate::cm::Listener), a program of another kind, or another version of this crate.
+    /// The listener accepted but is not a [`Listener`](super::Listener) of this version, for
+    /// example a plain [`cm::Listener`](crate::cm::Listener).
     OtherProtocol {
         /// Address of the listener.
         address: SocketAddr,
-        /// What is wrong with its handshake.
+        /// Defect of its handshake.
         error: HandshakeError,
     },
-    /// The service at the other end rejected the connection by
-    /// [`ConnectionRequest::reject`](super::ConnectionRequest::reject).
+    /// The peer's service called [`ConnectionRequest::reject`](super::ConnectionRequest::reject).
     Rejected {
         /// Address of the listener.
         address: SocketAddr,
-        /// What the service passed to `reject`, with its length.
+        /// Data passed to `reject`.
         user_data: Bytes,
     },
-    /// The listener has as many connections as it may have: the peer's listener, or this one.
+    /// A listener, of the peer or this one, has reached a connection limit.
     Refused {
-        /// Address of the other side.
+        /// Peer's address.
         address: SocketAddr,
-        /// The limit that was reached.
-        refusal: Refusal,
+        /// Limit.
+        reason: RefusalReason,
     },
-    /// The runtime that polls the future lacks what a connection needs: its tasks run there.
+    /// The current Tokio runtime lacks a driver that a connection needs.
     NoRuntime(NoRuntime),
 }
 
@@ -288,13 +292,14 @@ impl fmt::Display for EstablishError {
             Self::Handshake(error) => error.fmt(f),
             Self::OtherProtocol { address, error } if error.is_foreign() => write!(
                 f,
-                "{address} accepted the connection request but is no tokio_rdma::Listener for messages: {error}; connect \
-                 with tokio_rdma::cm::connect, or have the peer listen with tokio_rdma::Listener"
+                "{address} accepted the connection request but is not a tokio_rdma::Listener for \
+                 messages: {error}; connect with tokio_rdma::cm::connect, or listen with \
+                 tokio_rdma::Listener on the peer"
             ),
             Self::OtherProtocol { address, error } => {
                 write!(
                     f,
-                    "{address} accepted the connection request with an unusable handshake: {error}"
+                    "{address} accepted the connection request with an invalid handshake: {error}"
                 )
             }
             Self::Rejected { address, user_data } => {
@@ -305,8 +310,8 @@ impl fmt::Display for EstablishError {
                     write!(f, " ({} bytes of user data)", user_data.len())
                 }
             }
-            Self::Refused { address, refusal } => {
-                write!(f, "connection with {address} refused: {refusal}")
+            Self::Refused { address, reason } => {
+                write!(f, "connection with {address} refused: {reason}")
             }
             Self::NoRuntime(error) => error.fmt(f),
         }

@@ -1,4 +1,4 @@
-//! Long messages of the peer: memory for them, READs of them, and what is not read any more.
+//! Fetching of the peer's long messages by READ.
 
 use std::task::{Context, Poll, Waker};
 
@@ -8,31 +8,31 @@ use super::core::Core;
 use super::error::CloseReason;
 use super::inbound::Incoming;
 use super::lifecycle::Event;
-use super::message_memory::{Arrived, Chore, Done, Landing, Made};
+use super::message_memory::{Fetch, FetchOutput, Job, JobDone, JobOutput};
 
 impl Core {
-    /// Starts to fetch long messages, and takes those that are there.
+    /// Starts fetches within `receive_memory` and takes completed ones, in order.
     pub(super) fn fetch(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
         while let Some(&number) = self.inbox.waiting.front()
             && self.protocol.phase().takes_messages()
         {
             let Some(message) = self.inbox.messages.get_mut((number - self.inbox.base) as usize)
             else {
-                unreachable!("it is offered")
+                unreachable!("waiting messages are in the inbox")
             };
-            let Incoming::Offered(region) = *message else { unreachable!("it waits") };
+            let Incoming::Offered(region) = *message else {
+                unreachable!("waiting messages are offers")
+            };
             if self.inbox.memory > 0
                 && self.inbox.memory + region.len() > self.limits.receive_memory
             {
                 break;
             }
-            match self.landings.find(number, region.len()) {
-                Ok(buffer) => {
-                    *message = Incoming::Landing(Landing::whole(&self.qp, buffer, region))
-                }
-                Err(chore) => {
+            match self.fetch_memory.find(number, region.len()) {
+                Ok(buffer) => *message = Incoming::Fetching(Fetch::whole(&self.qp, buffer, region)),
+                Err(job) => {
                     *message = Incoming::Preparing(region);
-                    self.add_chore(chore);
+                    self.add_job(job);
                 }
             }
             self.inbox.memory += region.len();
@@ -45,24 +45,26 @@ impl Core {
                 break;
             };
             match message {
-                Incoming::Landed(_) => {}
-                Incoming::Landing(landing) => match landing.poll(&self.qp, context) {
+                Incoming::Fetched(_) => {}
+                Incoming::Fetching(fetch) => match fetch.poll(&self.qp, context) {
                     Poll::Pending => break,
-                    Poll::Ready(Ok(Arrived::Message(bytes))) => *message = Incoming::Landed(bytes),
-                    Poll::Ready(Ok(Arrived::Region(region))) => {
+                    Poll::Ready(Ok(FetchOutput::Message(bytes))) => {
+                        *message = Incoming::Fetched(bytes)
+                    }
+                    Poll::Ready(Ok(FetchOutput::Region(region))) => {
                         *message = Incoming::Releasing;
-                        let chore = self.landings.release(number, region);
-                        self.add_chore(chore);
+                        let job = self.fetch_memory.release(number, region);
+                        self.add_job(job);
                         break;
                     }
                     Poll::Ready(Err(kind)) => {
                         *message = Incoming::Lost;
-                        return self.failed(kind, context);
+                        return self.on_failure(kind, context);
                     }
                 },
                 Incoming::Preparing(_) | Incoming::Releasing => break,
-                Incoming::Here(_) | Incoming::Offered(_) | Incoming::Lost => {
-                    unreachable!("it is being fetched")
+                Incoming::Buffered(_) | Incoming::Offered(_) | Incoming::Lost => {
+                    unreachable!("not being fetched")
                 }
             }
             self.inbox.fetching.pop_front();
@@ -71,54 +73,54 @@ impl Core {
         Ok(())
     }
 
-    /// Leaves something to a thread that may block.
-    pub(super) fn add_chore(&mut self, chore: Chore) {
-        self.after.help |= self.chores.add(chore);
+    /// Queues a job for the helper thread.
+    pub(super) fn add_job(&mut self, job: Job) {
+        self.after.start_helper |= self.jobs.add(job);
     }
 
-    /// It has done something.
-    pub(super) fn on_done(&mut self, done: Done, bell: &Waker) {
-        self.landings.not_kept(done.not_kept);
-        // Of an end that has ended there is nothing left that is being fetched.
+    /// Continues with the result of a job.
+    pub(super) fn on_job_done(&mut self, done: JobDone, driver: &Waker) {
+        self.fetch_memory.cancel_reservation(done.unpooled);
+        // After termination no fetch is left.
         let message = self.inbox.get(done.number);
         match (message, done.result) {
-            (_, Err(reason)) => self.on(Event::End(reason)),
+            (_, Err(reason)) => self.on(Event::Terminate(reason)),
             (Some(message @ Incoming::Preparing(_)), Ok(made)) => {
                 let Incoming::Preparing(remote) = *message else { unreachable!("as matched") };
-                *message = Incoming::Landing(match made {
-                    Made::Buffer(buffer) => Landing::whole(&self.qp, buffer, remote),
-                    Made::Region(region) => Landing::parts(&self.qp, region, remote),
-                    Made::Message(_) => unreachable!("it was to be registered"),
+                *message = Incoming::Fetching(match made {
+                    JobOutput::Buffer(buffer) => Fetch::whole(&self.qp, buffer, remote),
+                    JobOutput::Region(region) => Fetch::parts(&self.qp, region, remote),
+                    JobOutput::Message(_) => unreachable!("a registration job"),
                 });
             }
-            (Some(message @ Incoming::Releasing), Ok(Made::Message(bytes))) => {
-                *message = Incoming::Landed(bytes)
+            (Some(message @ Incoming::Releasing), Ok(JobOutput::Message(bytes))) => {
+                *message = Incoming::Fetched(bytes)
             }
             (_, Ok(made)) => self.after.unneeded.push(made),
         }
-        self.progress(bell);
+        self.progress(driver);
     }
 
-    /// Throws away what arrives after this end was closed.
+    /// Discards messages after `close`.
     pub(super) fn discard(&mut self) -> Result<(), CloseReason> {
-        // What nobody will read need not be fetched; what is being fetched is awaited.
+        // Offers are not fetched any more; fetches in progress are awaited.
         while self.inbox.fetching.is_empty()
             && let Some(number) = self.inbox.waiting.pop_front()
         {
             if let Some(message) = self.inbox.get(number) {
-                *message = Incoming::Landed(Bytes::new());
+                *message = Incoming::Fetched(Bytes::new());
             }
             self.protocol.flow.done();
         }
         while let Some(message) = self.inbox.pop() {
             self.counters.discarded += 1;
             match message {
-                Incoming::Here(buffer) => self.post_receive(buffer),
-                Incoming::Landed(bytes) => {
+                Incoming::Buffered(buffer) => self.post_receive(buffer),
+                Incoming::Fetched(bytes) => {
                     self.inbox.memory -= bytes.len() as u64;
                     self.after.discarded.push(bytes);
                 }
-                _ => unreachable!("only what is ready is taken"),
+                _ => unreachable!("only ready messages are popped"),
             }
             self.protocol.flow.release_message();
         }
@@ -136,7 +138,7 @@ mod tests {
     use crate::types::Rkey;
     use crate::verbs::Device;
 
-    /// An end that the peer has offered messages of these lengths, and is not connected: READs are refused.
+    /// Creates an unconnected side with offers of these lengths. Its READs are refused.
     fn offered(config: &ConnectionConfig, lens: impl IntoIterator<Item = u64>) -> Core {
         let pd =
             Device::software_in(&Network::new(), "offered").unwrap().protection_domain().unwrap();
@@ -154,64 +156,64 @@ mod tests {
         assert!(
             core.inbox.messages.iter().all(|message| matches!(message, Incoming::Preparing(_)))
         );
-        assert!(core.take_after().help, "one is asked for");
+        assert!(core.take_after().start_helper, "a helper is requested");
         core.progress(Waker::noop());
-        assert!(!core.take_after().help, "and not another");
+        assert!(!core.take_after().start_helper, "only one helper");
         for _ in 0..3 {
             assert!(matches!(
-                core.chores.pop().unwrap().run().result,
-                Ok(Made::Buffer(_) | Made::Region(_))
+                core.jobs.pop().unwrap().run().result,
+                Ok(JobOutput::Buffer(_) | JobOutput::Region(_))
             ));
         }
-        assert!(core.chores.pop().is_none());
-        assert!(core.ended().is_none());
+        assert!(core.jobs.pop().is_none());
+        assert!(core.close_reason().is_none());
     }
 
     #[test]
-    fn offers_beyond_the_memory_for_messages_wait_and_are_no_chores() {
+    fn offers_beyond_receive_memory_wait_without_jobs() {
         let config = ConnectionConfig::default().receive_memory(1 << 20);
         let mut core = offered(&config, std::iter::repeat_n(600_000, 10));
         core.progress(Waker::noop());
-        assert_eq!((core.chores.take().len(), core.inbox.waiting.len()), (1, 9));
+        assert_eq!((core.jobs.take().len(), core.inbox.waiting.len()), (1, 9));
     }
 
     #[test]
-    fn buffer_that_comes_back_meanwhile_is_used_and_what_was_set_aside_is_free_again() {
+    fn returned_buffer_is_reused_and_its_reservation_released() {
         let config = ConnectionConfig::default().receive_memory(64 << 10);
         let mut core = offered(&config, []);
-        let register = |core: &mut Core| core.landings.find(0, 20_000).unwrap_err().run();
+        let register = |core: &mut Core| core.fetch_memory.find(0, 20_000).unwrap_err().run();
         let (first, second) = (register(&mut core), register(&mut core));
-        assert_eq!((first.not_kept, second.not_kept), (0, 0));
-        let third = core.landings.find(0, 20_000).unwrap_err();
+        assert_eq!((first.unpooled, second.unpooled), (0, 0));
+        let third = core.fetch_memory.find(0, 20_000).unwrap_err();
         drop(first);
         let third = third.run();
-        // 64 KiB are two buffers of 32: the third was of its own from the start.
-        assert_eq!(third.not_kept, 0);
+        // 64 KiB hold two buffers of 32 KiB: the third one was not pooled from the start.
+        assert_eq!(third.unpooled, 0);
         drop((second, third));
         let mut core = offered(&config, []);
-        let (first, late) = (register(&mut core), core.landings.find(0, 20_000).unwrap_err());
+        let (first, late) = (register(&mut core), core.fetch_memory.find(0, 20_000).unwrap_err());
         drop(first);
         let late = late.run();
-        assert_eq!(late.not_kept, 32 << 10);
-        core.landings.not_kept(late.not_kept);
-        assert!(core.landings.find(0, 20_000).is_err_and(|chore| chore.run().not_kept == 0));
+        assert_eq!(late.unpooled, 32 << 10);
+        core.fetch_memory.cancel_reservation(late.unpooled);
+        assert!(core.fetch_memory.find(0, 20_000).is_err_and(|job| job.run().unpooled == 0));
     }
 
     #[test]
-    fn memory_for_an_end_that_has_ended_is_dropped() {
+    fn memory_for_a_terminated_connection_is_dropped() {
         let mut core = offered(&ConnectionConfig::default(), [20_000]);
         core.progress(Waker::noop());
-        let done = core.chores.pop().unwrap().run();
-        core.on(Event::End(CloseReason::Silent));
-        core.on_done(done, Waker::noop());
+        let done = core.jobs.pop().unwrap().run();
+        core.on(Event::Terminate(CloseReason::Silent));
+        core.on_job_done(done, Waker::noop());
         assert_eq!(core.take_after().unneeded.len(), 1);
         let mut core = offered(&ConnectionConfig::default(), [20_000]);
         core.progress(Waker::noop());
-        let done = core.chores.pop().unwrap().run();
-        core.on_done(done, Waker::noop());
-        // It is read at once; here that is refused.
+        let done = core.jobs.pop().unwrap().run();
+        core.on_job_done(done, Waker::noop());
+        // The READ is posted at once and refused.
         let refused =
-            matches!(core.ended(), Some(CloseReason::Operation(OpErrorKind::State { .. })));
-        assert!(refused, "{:?}", core.ended());
+            matches!(core.close_reason(), Some(CloseReason::Operation(OpErrorKind::State { .. })));
+        assert!(refused, "{:?}", core.close_reason());
     }
 }

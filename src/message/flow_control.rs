@@ -1,89 +1,93 @@
-//! Who may send what when, so that a frame always finds a receive: pure, one for each end of a connection.
+//! Flow control of one side: which frames may be sent, so that each finds a posted receive.
 //!
 //! # Credits
 //!
-//! A frame of any kind uses up a receive of the peer. The peer counts those that it has posted again (`released`) and says
-//! so in the header of each frame of its own; `window - (sent - released)` is what may be sent, and never more than there
-//! are receives. So "receiver not ready" cannot happen, whatever is lost and repeated below.
+//! Each frame uses up one receive of the peer. The peer counts receives posted again (`released`)
+//! and announces the count in every header. `window - (sent - released)` frames may be sent, never
+//! more than receives are posted. "Receiver not ready" therefore cannot occur, even under packet
+//! loss and retransmission.
 //!
-//! A message keeps its receive until it was handed to the service: a slow reader stops its sender. All other frames are
-//! dealt with at once, and their receives posted again before anything else is sent.
+//! A message keeps its receive until the service receives it, so slow readers stop senders.
+//! Receives of other frames are posted again before anything else is sent.
 //!
-//! # Nobody waits for ever
+//! # Freedom from deadlock
 //!
-//! Credits travel on frames that themselves need credits, so the last ones are not for everybody:
+//! Credits travel on frames that need credits, so the last ones are reserved:
 //!
-//! | Frame | Needs |
+//! | Frame | Credits needed |
 //! |---|---|
 //! | message (`Data`, `Offer`) | [`RESERVE`] |
-//! | `Fin`, `Ping`, and an `Ack` that tells of offers done or answers a `Ping` | 2 |
+//! | `Fin`, `Ping`, and an `Ack` that reports done offers or answers a `Ping` | 2 |
 //! | `Ack` for credits alone, `Abort` | 1 |
 //!
-//! An `Ack` for credits is due when a quarter of the receives for messages, released by messages, is to be announced, or
-//! [`CONTROL_ACK`] that other frames had used. Each announces at least one receive.
+//! An `Ack` for credits is due when messages have released a quarter of their receives, or other
+//! frames [`CONTROL_ACK`], since the last announcement. It announces at least one.
 //!
-//! 1. *Not both ends are without any credit while nothing is on the way.* Let each end's last credit be used by a frame.
-//!    It was an `Ack` for credits (nothing else may use the last one, but `Abort`, after which there is nothing to wait for).
-//!    If one of the two had arrived before the other was sent, the other would have announced its receive, for an `Ack`
-//!    gives it back at once: then the first end has a credit. If they crossed, each announced at least one: both have.
-//! 2. *An end that needs 2 gets them, however slow the service at the other end is.* Messages leave `RESERVE - 1` alone. If
-//!    only one credit is left, `RESERVE - 2` frames that are no messages are unannounced, which is
-//!    [`CONTROL_ACK`]; all have arrived or will; so the peer owes an `Ack`, for which it needs one credit. If it has none,
-//!    then by 1 this end has one and something to announce (the frames that used up the peer's credits are messages that
-//!    its service still keeps, at most the window less the reserve, and at least `CONTROL_ACK` others): its `Ack` is due.
-//! 3. *A message gets its credits once the service at the other end has taken those before it:* then all receives are
-//!    released, and of those that are not announced messages had used fewer than a quarter, other frames fewer than
-//!    `CONTROL_ACK`: together at most as many as there are for messages, which leaves [`RESERVE`].
-//! 4. *Acks do not go back and forth for ever:* for two that arrive at most one is sent.
+//! 1. *The two sides are never both without credits while nothing is in flight.* Only an `Ack` for
+//!    credits (or an `Abort`, after which nothing is awaited) uses a last credit. Consider the two
+//!    frames that did. If one arrived before the other was sent, the other announced its receive,
+//!    which is released at once: the first side has a credit. If they crossed, each announced a
+//!    receive: both have one.
+//! 2. *A side that needs 2 credits gets them, even if the peer's service is slow.* Messages leave
+//!    `RESERVE - 1`. With one credit left, `RESERVE - 2` = [`CONTROL_ACK`] receives of other frames
+//!    are unannounced. These frames have arrived or will, so the peer owes an `Ack`. If it has no
+//!    credit for that, this side has one by 1, and owes an `Ack` itself: the peer's credits were
+//!    used by messages that this service holds, at most the window less the reserve, and by at
+//!    least `CONTROL_ACK` other frames.
+//! 3. *A message gets its credits once the peer's service has received all earlier ones.* All
+//!    receives are then released. Unannounced are less than a quarter of the receives for messages,
+//!    and fewer than `CONTROL_ACK` of other frames. Together these are at most the receives for
+//!    messages, which leaves [`RESERVE`].
+//! 4. *Acks do not alternate indefinitely:* two received cause at most one sent.
 //!
-//! `flow_model.rs` goes through all interleavings of two ends for small windows and finds the same.
+//! `flow_model.rs` confirms this for all interleavings with small windows.
 
 use super::error::Violation;
 use super::frame::{COUNT_MASK, Header, Kind};
 
-/// Receives beyond those for messages: one more than the frames that make an `Ack` due, and one for the last of them, of
-/// which nobody was told yet.
+/// The receives beyond those for messages: [`CONTROL_ACK`] + 1, and one for the last of these
+/// frames, still unannounced.
 pub(super) const RESERVE: u32 = 4;
 
-/// Frames other than messages after which an `Ack` is due.
+/// The frames other than messages after which an `Ack` is due.
 const CONTROL_ACK: u32 = 2;
 
-/// One end. Counts are since the start, modulo 2^32.
+/// One side's state. Counts wrap at 2^32.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Flow {
-    // What we send.
-    /// Receives of the peer, those in reserve included.
+    // Sending.
+    /// Peer's receives, including the reserve.
     window: u32,
     sent: u32,
-    /// Of those, how many the peer has posted a receive for again.
+    /// Sent frames whose receives are posted again.
     confirmed: u32,
     offered: u32,
-    /// Of those, how many the peer is done with.
+    /// Offers reported done.
     fetched: u32,
     finished: bool,
-    /// The peer knows that.
-    finish_heard: bool,
+    /// The peer has received the `Fin`.
+    fin_acked: bool,
 
-    // What the peer sends.
-    /// Our receives, those in reserve included.
+    // Receiving.
+    /// Own receives, including the reserve.
     receives: u32,
     arrived: u32,
     released: u32,
     announced: u32,
-    /// Receives of frames that are no messages, released and not announced.
+    /// Unannounced receives of frames other than messages.
     control: u32,
     offers: u32,
     done: u32,
     done_announced: u32,
-    /// An `Ack` is due: the peer has asked for it, or has finished and must hear that this is known.
-    asked: bool,
+    /// The peer awaits an answer to a `Ping` or `Fin`.
+    ack_requested: bool,
     peer_finished: bool,
-    /// The peer was told that its end is known.
-    answered: bool,
+    /// This side has acknowledged the peer's `Fin`.
+    peer_fin_acked: bool,
 }
 
 impl Flow {
-    /// `receives` here and `window` at the peer's end, the reserve included.
+    /// Creates the state. Both sizes include the reserve.
     pub(super) fn new(receives: u32, window: u32) -> Self {
         Self {
             window,
@@ -92,7 +96,7 @@ impl Flow {
             offered: 0,
             fetched: 0,
             finished: false,
-            finish_heard: false,
+            fin_acked: false,
             receives,
             arrived: 0,
             released: 0,
@@ -101,18 +105,17 @@ impl Flow {
             offers: 0,
             done: 0,
             done_announced: 0,
-            asked: false,
+            ack_requested: false,
             peer_finished: false,
-            answered: false,
+            peer_fin_acked: false,
         }
     }
 
-    /// Frames that may be sent now.
     pub(super) fn credits(&self) -> u32 {
         self.window - self.sent.wrapping_sub(self.confirmed)
     }
 
-    /// True if a frame of this kind may be sent now; an `Ack`, if it is for credits alone.
+    /// Returns true if this frame may be sent now; an `Ack`, if for credits alone.
     pub(super) fn may_send(&self, kind: Kind) -> bool {
         let needed = match kind {
             Kind::Data | Kind::Offer => RESERVE,
@@ -123,7 +126,8 @@ impl Flow {
             && !(self.finished && matches!(kind, Kind::Data | Kind::Offer | Kind::Fin))
     }
 
-    /// Uses a credit; the header of the frame, which must be sent. The caller has asked [`may_send`](Self::may_send).
+    /// Uses a credit and returns the header of a frame that must be sent. The caller checks
+    /// [`may_send`](Self::may_send) first.
     pub(super) fn send(&mut self, kind: Kind) -> Header {
         debug_assert!(self.may_send(kind), "{kind:?} with {} credits", self.credits());
         self.sent = self.sent.wrapping_add(1);
@@ -135,22 +139,22 @@ impl Flow {
         self.announced = self.released;
         self.control = 0;
         self.done_announced = self.done;
-        self.asked = false;
-        self.answered = self.peer_finished;
+        self.ack_requested = false;
+        self.peer_fin_acked = self.peer_finished;
         Header {
             kind,
-            heard: self.peer_finished,
+            fin_acked: self.peer_finished,
             released: self.released & COUNT_MASK,
             done: self.done & COUNT_MASK,
         }
     }
 
-    /// True if an `Ack` is to be sent now.
+    /// Returns true if an `Ack` must be sent now.
     pub(super) fn ack_due(&self) -> bool {
-        if (self.done != self.done_announced || self.asked) && self.credits() >= 2 {
+        if (self.done != self.done_announced || self.ack_requested) && self.credits() >= 2 {
             return true;
         }
-        // A peer that is waiting for nothing more may be gone already.
+        // A peer that has everything may be gone.
         let needed = !self.is_over();
         let messages = (self.receives - RESERVE).div_ceil(4);
         let due = self.control >= CONTROL_ACK || self.unannounced() - self.control >= messages;
@@ -161,11 +165,11 @@ impl Flow {
         self.released.wrapping_sub(self.announced)
     }
 
-    /// A frame of the peer has arrived: takes its counts. How many offers of ours it says to be done since the last one.
+    /// Processes a received header. Returns how many more offers are done.
     ///
     /// # Errors
     ///
-    /// What the peer did that no peer does; nothing is to be believed then.
+    /// Returns a violation, which leaves the state meaningless.
     pub(super) fn receive(&mut self, header: Header) -> Result<u32, Violation> {
         let released = header.released.wrapping_sub(self.confirmed) & COUNT_MASK;
         let in_use = self.sent.wrapping_sub(self.confirmed);
@@ -177,14 +181,14 @@ impl Flow {
         if fetched > offered {
             return Err(Violation::Done { announced: fetched, offered });
         }
-        // An offer keeps its credit until it is done, and longer.
+        // An offer keeps its credit until it is done.
         if in_use - released < offered - fetched {
             return Err(Violation::Unfetched {
                 in_use: in_use - released,
                 offered: offered - fetched,
             });
         }
-        if header.heard && !self.finished {
+        if header.fin_acked && !self.finished {
             return Err(Violation::NotFinished);
         }
         if self.peer_finished && matches!(header.kind, Kind::Data | Kind::Offer | Kind::Fin) {
@@ -194,56 +198,54 @@ impl Flow {
         if self.arrived.wrapping_sub(self.announced) > self.receives {
             return Err(Violation::Window { receives: self.receives });
         }
-        self.finish_heard |= header.heard;
+        self.fin_acked |= header.fin_acked;
         self.confirmed = self.confirmed.wrapping_add(released);
         self.fetched = self.fetched.wrapping_add(fetched);
         match header.kind {
             Kind::Offer => self.offers = self.offers.wrapping_add(1),
-            Kind::Ping => self.asked = true,
-            Kind::Fin => (self.peer_finished, self.asked) = (true, true),
+            Kind::Ping => self.ack_requested = true,
+            Kind::Fin => (self.peer_finished, self.ack_requested) = (true, true),
             Kind::Data | Kind::Ack | Kind::Abort => {}
         }
         Ok(fetched)
     }
 
-    /// The receive of a message that was handed to the service is posted again.
+    /// Counts the posted receive of a message.
     pub(super) fn release_message(&mut self) {
         self.released = self.released.wrapping_add(1);
     }
 
-    /// The receive of any other frame is posted again.
+    /// Counts the posted receive of another frame.
     pub(super) fn release_control(&mut self) {
         self.released = self.released.wrapping_add(1);
         self.control += 1;
     }
 
-    /// The oldest offer of the peer that was not done is done.
+    /// Marks the peer's oldest pending offer as done.
     pub(super) fn done(&mut self) {
-        debug_assert_ne!(self.done, self.offers, "an offer for each");
+        debug_assert_ne!(self.done, self.offers, "each done has an offer");
         self.done = self.done.wrapping_add(1);
     }
 
-    /// Frames of the peer that have arrived, modulo 2^32.
     pub(super) fn arrived(&self) -> u32 {
         self.arrived
     }
 
-    /// True if the peer is done with all that was offered to it.
+    /// Returns true if all offers are done.
     pub(super) fn all_fetched(&self) -> bool {
         self.offered == self.fetched
     }
 
-    /// True if the peer has.
     pub(super) fn peer_has_finished(&self) -> bool {
         self.peer_finished
     }
 
-    /// True if neither end has anything more to say: both have finished, and know that of each other, and that all messages
-    /// have arrived and all offers are done. That is not for the device to say, whose acknowledgements may be lost together with
-    /// a peer that has closed its queue pair.
+    /// Returns true if both sides have received the other's `Fin`, all messages and all done
+    /// counts. Acknowledgements of the device do not suffice: they may be lost with a peer that has
+    /// closed its queue pair.
     pub(super) fn is_over(&self) -> bool {
-        self.finish_heard
-            && self.answered
+        self.fin_acked
+            && self.peer_fin_acked
             && self.all_fetched()
             && self.offers == self.done
             && self.done == self.done_announced
@@ -252,15 +254,19 @@ impl Flow {
 
 #[cfg(test)]
 impl Flow {
-    /// True if we have sent `Fin`.
     pub(super) fn has_finished(&self) -> bool {
         self.finished
     }
 
-    /// All that decides what it does next, and no more: counts matter by their differences.
+    /// Returns everything that determines future behaviour.
     pub(super) fn shape(&self) -> [u32; 9] {
-        let flags =
-            [self.asked, self.peer_finished, self.answered, self.finished, self.finish_heard];
+        let flags = [
+            self.ack_requested,
+            self.peer_finished,
+            self.peer_fin_acked,
+            self.finished,
+            self.fin_acked,
+        ];
         [
             self.credits(),
             self.offered.wrapping_sub(self.fetched),
@@ -274,10 +280,15 @@ impl Flow {
         ]
     }
 
-    /// A header on its way to this end, by what it adds.
+    /// Returns the effect of a header in flight.
     pub(super) fn shape_of(&self, header: Header) -> (Kind, bool, u32, u32) {
         let released = header.released.wrapping_sub(self.confirmed) & COUNT_MASK;
-        (header.kind, header.heard, released, header.done.wrapping_sub(self.fetched) & COUNT_MASK)
+        (
+            header.kind,
+            header.fin_acked,
+            released,
+            header.done.wrapping_sub(self.fetched) & COUNT_MASK,
+        )
     }
 }
 
@@ -286,11 +297,11 @@ mod tests {
     use super::*;
 
     fn header(kind: Kind, released: u32, done: u32) -> Header {
-        Header { kind, heard: false, released, done }
+        Header { kind, fin_acked: false, released, done }
     }
 
     #[test]
-    fn a_window_is_used_up_and_comes_back() {
+    fn sent_messages_use_up_the_window_and_an_ack_returns_credits() {
         let mut flow = Flow::new(RESERVE + 2, RESERVE + 2);
         for _ in 0..3 {
             assert!(flow.may_send(Kind::Data));
@@ -304,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_announces_what_was_not_used_is_found_out() {
+    fn announcing_unused_receives_is_a_violation() {
         let mut flow = Flow::new(8, 8);
         flow.send(Kind::Data);
         assert_eq!(
@@ -323,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_frees_the_receives_of_offers_that_are_not_done_is_found_out() {
+    fn releasing_the_receive_of_an_unfetched_offer_is_a_violation() {
         let mut flow = Flow::new(8, 8);
         flow.send(Kind::Offer);
         flow.send(Kind::Data);
@@ -338,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_uses_more_receives_than_were_announced_is_found_out() {
+    fn using_more_receives_than_announced_is_a_violation() {
         let full = |kinds: &[Kind]| {
             let mut flow = Flow::new(8, 8);
             for kind in kinds.iter().cycle().take(8) {
@@ -355,14 +366,14 @@ mod tests {
                 "{kind:?}"
             );
         }
-        // A receive that is posted again is the peer's once it was told.
+        // The peer may use a receive only after its announcement.
         let mut flow = full(&[Kind::Data]);
         flow.release_message();
         assert_eq!(flow.clone().receive(header(Kind::Data, 0, 0)), window);
         flow.send(Kind::Ack);
         assert_eq!(flow.receive(header(Kind::Data, 1, 0)), Ok(0));
         assert_eq!(flow.receive(header(Kind::Data, 1, 0)), window);
-        // So are those of other frames.
+        // The same holds for other frames.
         let mut flow = full(&[Kind::Ping]);
         flow.release_control();
         flow.release_control();
@@ -374,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn each_end_knows_which_has_finished_and_which_offers_were_fetched() {
+    fn each_side_knows_which_side_finished_and_which_offers_were_fetched() {
         let mut flow = Flow::new(8, 8);
         let known = |flow: &Flow| {
             (flow.all_fetched(), flow.has_finished(), flow.peer_has_finished(), flow.is_over())
@@ -386,7 +397,7 @@ mod tests {
         assert_eq!(known(&flow), (false, false, true, false));
         flow.send(Kind::Fin);
         assert_eq!(known(&flow), (false, true, true, false));
-        assert_eq!(flow.receive(Header { heard: true, ..header(Kind::Ack, 1, 0) }), Ok(0));
+        assert_eq!(flow.receive(Header { fin_acked: true, ..header(Kind::Ack, 1, 0) }), Ok(0));
         assert_eq!(known(&flow), (false, true, true, false), "the offer is still to be fetched");
         assert_eq!(flow.receive(header(Kind::Ack, 2, 1)), Ok(1));
         assert_eq!(known(&flow), (true, true, true, true));
@@ -396,7 +407,7 @@ mod tests {
     fn ack_is_due_when_a_quarter_of_the_receives_for_messages_was_released() {
         for (messages, quarter) in [(1, 1), (4, 1), (5, 2), (8, 2), (12, 3), (100, 25), (101, 26)] {
             let mut flow = Flow::new(RESERVE + messages, RESERVE + 1);
-            // An announcement begins the count again.
+            // An announcement resets the count.
             for _ in 0..2 {
                 for released in 1..=quarter {
                     assert_eq!(flow.receive(header(Kind::Data, 0, 0)), Ok(0));
@@ -406,7 +417,7 @@ mod tests {
                 flow.send(Kind::Ack);
                 assert!(!flow.ack_due());
             }
-            // The receive of another frame does not count as that of a message.
+            // Another frame's receive does not count.
             assert_eq!(flow.receive(header(Kind::Ack, 0, 0)), Ok(0));
             flow.release_control();
             assert!(!flow.ack_due(), "{messages}");
@@ -414,9 +425,9 @@ mod tests {
     }
 
     #[test]
-    fn nothing_comes_after_the_end() {
+    fn messages_after_fin_are_a_violation() {
         let mut flow = Flow::new(8, 8);
-        let early = Header { heard: true, ..header(Kind::Ack, 0, 0) };
+        let early = Header { fin_acked: true, ..header(Kind::Ack, 0, 0) };
         assert_eq!(flow.receive(early), Err(Violation::NotFinished));
         assert_eq!(flow.receive(header(Kind::Fin, 0, 0)), Ok(0));
         for kind in [Kind::Data, Kind::Offer, Kind::Fin] {
@@ -425,12 +436,12 @@ mod tests {
         assert_eq!(flow.receive(header(Kind::Ack, 0, 0)), Ok(0));
         flow.send(Kind::Fin);
         assert!(!flow.may_send(Kind::Data) && !flow.may_send(Kind::Fin) && !flow.is_over());
-        assert_eq!(flow.receive(Header { heard: true, ..header(Kind::Ack, 0, 0) }), Ok(0));
+        assert_eq!(flow.receive(Header { fin_acked: true, ..header(Kind::Ack, 0, 0) }), Ok(0));
         assert!(flow.is_over());
     }
 
     #[test]
-    fn counts_go_round() {
+    fn counts_wrap_around() {
         let (mut a, mut b) = (Flow::new(12, 12), Flow::new(12, 12));
         for _ in 0..3 * COUNT_MASK {
             let sent = a.send(Kind::Offer);
@@ -444,7 +455,6 @@ mod tests {
         }
     }
 
-    /// Any sequence of headers is taken or refused, and never makes more credits than there are receives.
     #[test]
     fn hostile_headers_do_no_harm() {
         for seed in 0..if cfg!(miri) { 10 } else { 2_000 } {
@@ -453,14 +463,14 @@ mod tests {
             let window = flow.window;
             for _ in 0..200 {
                 if let Ok(header) = Header::decode(crate::types::Imm(random.u32(..))) {
-                    // Nearly right ones get further.
+                    // Nearly valid headers get further.
                     let near = |random: &mut fastrand::Rng, count: u32| {
                         count.wrapping_add(random.u32(..3)) & COUNT_MASK
                     };
                     let (released, done) =
                         (near(&mut random, flow.confirmed), near(&mut random, flow.fetched));
                     let header = if random.bool() {
-                        Header { heard: false, released, done, ..header }
+                        Header { fin_acked: false, released, done, ..header }
                     } else {
                         header
                     };

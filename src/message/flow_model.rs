@@ -1,89 +1,88 @@
-//! Model checker: two ends of a connection, a network that delivers in order, and slow services, in every interleaving.
+//! A model checker for two sides of a connection, slow services and an in-order network, in every
+//! interleaving.
 //!
-//! Each end is a real [`Protocol`](super::protocol::Protocol). The model adds its surroundings:
+//! Each side is a real [`Protocol`](super::protocol::Protocol). The model adds:
 //!
-//! - posted receives, and frames in flight
-//! - queue pairs that fail or are closed, and a network that is cut
+//! - posted receives and frames in flight
+//! - queue pairs that fail or close, and a network that is cut
 //! - services that send, receive, finish, close, abort and drop at any time
 //!
-//! A frame that arrives is acknowledged at once: a later acknowledgement differs only if it is lost, together with the peer's
-//! queue pair or the network. Time passes only while no end and no network can make progress.
+//! Frames are acknowledged on arrival. A later acknowledgement differs only if it is lost with the
+//! peer's queue pair or the network. Time passes only when neither side nor the network can make
+//! progress.
 
-mod end;
+mod side;
 mod steps;
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-use self::end::{Call, End};
+use self::side::{Call, Side};
 use self::steps::{World, steps};
 use super::error::CloseReason;
 use super::flow_control::RESERVE;
 use super::lifecycle::{Phase, Stage};
 
-/// Asserts what holds in a state that no other state follows.
+/// Asserts the properties of a final state.
 fn assert_over(world: &World) {
-    assert!(
-        world.ends.iter().all(End::is_closed),
-        "nothing can happen, and not all is over: {world:#?}"
-    );
-    let reason = |own: usize| world.ends[own].protocol.phase().ended();
-    for (own, end) in world.ends.iter().enumerate() {
+    assert!(world.sides.iter().all(Side::is_closed), "deadlock: {world:#?}");
+    let reason = |own: usize| world.sides[own].protocol.phase().close_reason();
+    for (own, side) in world.sides.iter().enumerate() {
         let peer = 1 - own;
-        let alone = !world.cut && !world.ends[peer].disturbed;
-        if alone && (!end.disturbed || reason(own) == Some(CloseReason::Clean)) {
+        let alone = !world.cut && !world.sides[peer].disturbed;
+        if alone && (!side.disturbed || reason(own) == Some(CloseReason::Clean)) {
             assert_eq!(
                 reason(peer),
                 Some(CloseReason::Clean),
-                "both ends know of a clean end: {world:#?}"
+                "both sides close cleanly: {world:#?}"
             );
         }
         if reason(own) == Some(CloseReason::Dropped) {
             assert_ne!(
                 reason(peer),
                 Some(CloseReason::Clean),
-                "one end is told otherwise: {world:#?}"
+                "the peer considers it clean: {world:#?}"
             );
         }
-        if alone && end.aborted && !matches!(reason(own), Some(CloseReason::Operation(_))) {
-            let told = [CloseReason::Dropped, CloseReason::Clean].map(Some).contains(&reason(peer));
-            assert!(told, "an Abort was sent, and its peer is not told: {world:#?}");
+        if alone && side.aborted && !matches!(reason(own), Some(CloseReason::Operation(_))) {
+            let notified =
+                [CloseReason::Dropped, CloseReason::Clean].map(Some).contains(&reason(peer));
+            assert!(notified, "an Abort did not notify the peer: {world:#?}");
         }
     }
 }
 
-/// Returns a number for everything that decides the states that follow. Among some millions of states two with the same
-/// number are improbable.
+/// Returns a hash of everything that determines later states. Collisions among some million states
+/// are improbable.
 fn key(world: &World) -> u64 {
     let mut key = Mix::default();
     key.add([world.cut, world.may_be_cut].map(u32::from));
-    for (own, end) in world.ends.iter().enumerate() {
-        key.add([end.unacknowledged, end.disturbed, end.aborted, end.may_fail].map(u32::from));
-        key.add([end.sent, end.arrived].map(u32::from));
-        key.add(match *end.protocol.phase() {
+    for (own, side) in world.sides.iter().enumerate() {
+        key.add([side.unacknowledged, side.disturbed, side.aborted, side.may_fail].map(u32::from));
+        key.add([side.sent, side.arrived].map(u32::from));
+        key.add(match *side.protocol.phase() {
             Phase::Running(stage) => [0, stage as u32],
             Phase::Failing(stage, _) => [1, stage as u32],
-            Phase::Ended(how) => [2, number(how.reason)],
-            Phase::Closed(how) => [3, number(how.reason)],
+            Phase::Terminated(outcome) => [2, number(outcome.reason)],
+            Phase::Closed(outcome) => [3, number(outcome.reason)],
         });
-        let peer = &world.ends[1 - own];
+        let peer = &world.sides[1 - own];
         key.add([peer.wire.len as u32]);
-        if end.protocol.phase().ended().is_some() {
+        if side.protocol.phase().close_reason().is_some() {
             continue;
         }
-        key.add(end.protocol.flow.shape());
-        key.add([end.data, end.offers, end.pings, end.inbox, end.reading].map(u32::from));
-        key.add([end.posted]);
-        key.add(end.calls.map(u32::from));
+        key.add(side.protocol.flow.shape());
+        key.add([side.data, side.offers, side.pings, side.inbox, side.reading].map(u32::from));
+        key.add([side.posted]);
+        key.add(side.calls.map(u32::from));
         for &header in &peer.wire.frames[..peer.wire.len] {
-            let (kind, heard, released, done) = end.protocol.flow.shape_of(header);
-            key.add([kind as u32, u32::from(heard), released, done]);
+            let (kind, fin_acked, released, done) = side.protocol.flow.shape_of(header);
+            key.add([kind as u32, u32::from(fin_acked), released, done]);
         }
     }
     key.0
 }
 
-/// Numbers the reasons that occur here.
 fn number(reason: CloseReason) -> u32 {
     match reason {
         CloseReason::Clean => 0,
@@ -96,7 +95,7 @@ fn number(reason: CloseReason) -> u32 {
     }
 }
 
-/// Hash function that is fast without optimisation, unlike SipHash.
+/// A hash function that is fast without optimisation, unlike SipHash.
 #[derive(Default)]
 struct Mix(u64);
 
@@ -115,7 +114,7 @@ impl Hasher for Mix {
         self.0
     }
 
-    /// Takes a key, which is mixed already.
+    /// Takes a key, which is a hash already.
     fn write_u64(&mut self, key: u64) {
         self.0 = key;
     }
@@ -125,24 +124,25 @@ impl Hasher for Mix {
     }
 }
 
-/// Visits every state that can be reached, and returns their number.
+/// Visits every reachable state and counts them.
 fn explore(start: World) -> usize {
     let mut seen: HashMap<u64, usize, BuildHasherDefault<Mix>> = HashMap::default();
     seen.insert(key(&start), 0);
-    // For each state, the states that follow it.
+    // For each state, its successors.
     let mut after: Vec<Vec<usize>> = vec![Vec::new()];
     let mut ahead = vec![(0, start)];
     while let Some((number, world)) = ahead.pop() {
         let (next, engine) = steps(&world);
         if !engine
             && world
-                .ends
+                .sides
                 .iter()
-                .all(|end| end.stage().is_some_and(|stage| stage != Stage::Aborting))
+                .all(|side| side.stage().is_some_and(|stage| stage != Stage::Aborting))
         {
-            // Even if the services make no calls, an end learns that its offers were fetched.
-            let told = world.cut || world.ends.iter().all(|end| end.protocol.flow.all_fetched());
-            assert!(told, "an offer is done and its owner is not told: {world:#?}");
+            // A side learns without any call of a service that its offers were fetched.
+            let notified =
+                world.cut || world.sides.iter().all(|side| side.protocol.flow.all_fetched());
+            assert!(notified, "a done offer was not announced: {world:#?}");
         }
         if next.is_empty() {
             assert_over(&world);
@@ -161,7 +161,7 @@ fn explore(start: World) -> usize {
     after.len()
 }
 
-/// Asserts that no state follows itself: every order of steps comes to an end.
+/// Asserts that no state can recur, so every order of steps terminates.
 fn assert_ends(after: &[Vec<usize>]) {
     let mut before = vec![0; after.len()];
     after.iter().flatten().for_each(|&next| before[next] += 1);
@@ -176,83 +176,95 @@ fn assert_ends(after: &[Vec<usize>]) {
             }
         }
     }
-    assert_eq!(ended, after.len(), "some states go round in circles");
+    assert_eq!(ended, after.len(), "the states contain a cycle");
 }
 
-/// Explores two ends on a network that is not cut.
-fn holds(a: End, b: End) {
-    explored(World { ends: [a, b], may_be_cut: false, cut: false });
+/// Explores two sides on a reliable network.
+fn assert_holds(a: Side, b: Side) {
+    assert_explored(World { sides: [a, b], may_be_cut: false, cut: false });
 }
 
-/// Explores, and asserts that there was something to explore.
-fn explored(world: World) {
+/// Explores a world and asserts that it has enough states.
+fn assert_explored(world: World) {
     let states = explore(world);
     println!("{states} states");
     assert!(states > 1_000, "{states} states");
 }
 
 #[test]
-fn both_send_at_once_with_the_smallest_windows() {
-    let end = || End::new(RESERVE + 1, RESERVE + 1, 4, 0);
-    holds(end(), end());
+fn both_sides_send_with_the_smallest_windows() {
+    let side = || Side::new(RESERVE + 1, RESERVE + 1, 4, 0);
+    assert_holds(side(), side());
 }
 
 #[test]
-fn both_send_at_once_and_ask_for_answers() {
-    let end = |pings, data| End { pings, ..End::new(RESERVE + 1, RESERVE + 1, data, 0) };
-    holds(end(1, 1), end(0, 2));
+fn both_sides_send_messages_and_one_sends_pings() {
+    let side = |pings, data| Side { pings, ..Side::new(RESERVE + 1, RESERVE + 1, data, 0) };
+    assert_holds(side(1, 1), side(0, 2));
 }
 
 #[test]
-fn windows_that_differ() {
-    holds(End::new(RESERVE + 1, RESERVE + 5, 3, 0), End::new(RESERVE + 5, RESERVE + 1, 1, 0));
+fn sides_with_different_windows() {
+    assert_holds(
+        Side::new(RESERVE + 1, RESERVE + 5, 3, 0),
+        Side::new(RESERVE + 5, RESERVE + 1, 1, 0),
+    );
 }
 
 #[test]
-fn one_sends_and_the_other_never_does() {
-    holds(End::new(RESERVE + 1, RESERVE + 2, 16, 0), End::new(RESERVE + 2, RESERVE + 1, 0, 0));
+fn only_one_side_sends() {
+    assert_holds(
+        Side::new(RESERVE + 1, RESERVE + 2, 16, 0),
+        Side::new(RESERVE + 2, RESERVE + 1, 0, 0),
+    );
 }
 
 #[test]
-fn offers_are_told_done_while_the_other_service_takes_nothing() {
-    holds(End::new(RESERVE + 1, RESERVE + 2, 0, 2), End::new(RESERVE + 2, RESERVE + 1, 0, 0));
+fn offers_are_announced_done_while_the_peer_service_receives_nothing() {
+    assert_holds(
+        Side::new(RESERVE + 1, RESERVE + 2, 0, 2),
+        Side::new(RESERVE + 2, RESERVE + 1, 0, 0),
+    );
 }
 
 #[test]
-fn offers_both_ways() {
-    let end = || End::new(RESERVE + 1, RESERVE + 1, 0, 1);
-    holds(end(), end());
+fn both_sides_send_offers() {
+    let side = || Side::new(RESERVE + 1, RESERVE + 1, 0, 1);
+    assert_holds(side(), side());
 }
 
 #[test]
-fn offers_against_messages() {
-    holds(End::new(RESERVE + 1, RESERVE + 1, 0, 2), End::new(RESERVE + 1, RESERVE + 1, 1, 0));
+fn one_side_sends_offers_and_the_other_messages() {
+    assert_holds(
+        Side::new(RESERVE + 1, RESERVE + 1, 0, 2),
+        Side::new(RESERVE + 1, RESERVE + 1, 1, 0),
+    );
 }
 
 #[test]
-fn ends_that_finish_close_and_drop_in_any_order_end_at_both_sides() {
-    let end = |data| End::calling(data, 0, &[Call::Finish, Call::Close, Call::Drop]);
-    holds(end(1), end(1));
+fn both_sides_terminate_after_finish_close_and_drop_in_any_order() {
+    let side = |data| Side::calling(data, 0, &[Call::Finish, Call::Close, Call::Drop]);
+    assert_holds(side(1), side(1));
 }
 
 #[test]
-fn end_that_closes_discards_and_ends_cleanly_with_a_peer_that_finishes() {
-    let closes = |data, offers| End::calling(data, offers, &[Call::Close]);
-    holds(closes(0, 0), End::new(RESERVE + 1, RESERVE + 1, 1, 1));
-    holds(closes(1, 1), End::new(RESERVE + 1, RESERVE + 1, 0, 0));
-    holds(closes(1, 0), closes(0, 1));
+fn side_that_closes_discards_messages_and_closes_cleanly_when_the_peer_finishes() {
+    let closes = |data, offers| Side::calling(data, offers, &[Call::Close]);
+    assert_holds(closes(0, 0), Side::new(RESERVE + 1, RESERVE + 1, 1, 1));
+    assert_holds(closes(1, 1), Side::new(RESERVE + 1, RESERVE + 1, 0, 0));
+    assert_holds(closes(1, 0), closes(0, 1));
 }
 
 #[test]
-fn abort_and_drop_at_any_time_are_told_to_a_peer_that_does_anything() {
-    let end =
-        |offers| End::calling(0, offers, &[Call::Finish, Call::Close, Call::Abort, Call::Drop]);
-    holds(end(1), end(0));
+fn abort_and_drop_at_any_time_notify_the_peer() {
+    let side =
+        |offers| Side::calling(0, offers, &[Call::Finish, Call::Close, Call::Abort, Call::Drop]);
+    assert_holds(side(1), side(0));
 }
 
 #[test]
-fn failure_of_either_end_or_of_the_network_ends_both() {
+fn failure_of_a_side_or_of_the_network_terminates_both() {
     let calls = [Call::Finish, Call::Close, Call::Abort, Call::Drop];
-    let end = |data| End { may_fail: true, ..End::calling(data, 0, &calls) };
-    explored(World { ends: [end(1), end(0)], may_be_cut: true, cut: false });
+    let side = |data| Side { may_fail: true, ..Side::calling(data, 0, &calls) };
+    assert_explored(World { sides: [side(1), side(0)], may_be_cut: true, cut: false });
 }

@@ -1,60 +1,60 @@
-//! What travels beside and in a SEND: the immediate is the header, the payload is the message and nothing else.
+//! Frames: SENDs with a header as immediate data. The payload is the message or offer alone; other
+//! frames have none.
 //!
 //! ```text
 //!  31      29  28  27            14 13             0
 //! ┌──────────┬───┬────────────────┬────────────────┐
-//! │ kind     │ h │ released       │ done           │   released, done: counts since the start, modulo 2^14
-//! └──────────┴───┴────────────────┴────────────────┘   h: the receiver's Fin was heard
+//! │ kind     │ f │ released       │ done           │   f: `fin_acked`; released, done: counts
+//! └──────────┴───┴────────────────┴────────────────┘   since the start, modulo 2^14
 //! ```
 
 use super::error::Violation;
 use crate::memory::RemoteRegion;
 use crate::types::Imm;
 
-/// Bits of a count in a header. Counts never differ by more than receives, of which there are less than half as many.
+/// The number of bits of `released` and `done`.
 const COUNT_BITS: u32 = 14;
 
-/// Takes the low bits of a count.
 pub(super) const COUNT_MASK: u32 = (1 << COUNT_BITS) - 1;
 
-/// Most receives that counts can tell apart, with a bit to spare.
+/// The maximum number of receives of a side, and so the maximum by which a count advances from one
+/// frame to the next. A larger difference is a violation.
 pub(super) const MAX_RECEIVES: u32 = COUNT_MASK / 2;
 
-/// What a frame is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Kind {
-    /// A message: the payload, from nothing to a receive.
+    /// A message.
     Data,
-    /// A message that waits in the sender's memory to be READ: the payload says where.
+    /// The location of a message that the peer must READ.
     Offer,
-    /// Nothing but the counts.
+    /// An announcement of counts.
     Ack,
-    /// Asks for an `Ack`.
+    /// A request for an `Ack`.
     Ping,
-    /// No message comes after it.
+    /// The end of the sender's messages.
     Fin,
-    /// The sender is gone, and has not finished.
+    /// The end of the connection without a clean shutdown.
     Abort,
 }
 
 impl Kind {
     const ALL: [Self; 6] = [Self::Data, Self::Offer, Self::Ack, Self::Ping, Self::Fin, Self::Abort];
 
-    /// True if it carries a message, and thus keeps its receive until that is consumed.
+    /// Returns true for messages. Their receives count as released only when the service has
+    /// received the message; receives of other frames do at once.
     pub(super) fn is_message(self) -> bool {
         matches!(self, Self::Data | Self::Offer)
     }
 }
 
-/// Header of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Header {
     pub(super) kind: Kind,
-    /// The sender knows that the receiver has finished.
-    pub(super) heard: bool,
-    /// Receives posted again so far, low bits.
+    /// True if the sender has received the peer's `Fin`.
+    pub(super) fin_acked: bool,
+    /// Number of receives that the sender has released for new frames; the low bits.
     pub(super) released: u32,
-    /// Offers done so far, low bits.
+    /// Number of the peer's offers that the sender has fetched or discarded; the low bits.
     pub(super) done: u32,
 }
 
@@ -62,29 +62,29 @@ impl Header {
     pub(super) fn encode(self) -> Imm {
         let kind = Kind::ALL.iter().position(|&kind| kind == self.kind).unwrap_or_default() as u32;
         Imm(kind << 29
-            | u32::from(self.heard) << 28
+            | u32::from(self.fin_acked) << 28
             | (self.released & COUNT_MASK) << COUNT_BITS
             | (self.done & COUNT_MASK))
     }
 
-    /// A peer's header.
     pub(super) fn decode(imm: Imm) -> Result<Self, Violation> {
         let &kind =
             Kind::ALL.get((imm.0 >> 29) as usize).ok_or(Violation::Header { header: imm.0 })?;
-        let heard = imm.0 & (1 << 28) != 0;
+        let fin_acked = imm.0 & (1 << 28) != 0;
         Ok(Self {
             kind,
-            heard,
+            fin_acked,
             released: imm.0 >> COUNT_BITS & COUNT_MASK,
             done: imm.0 & COUNT_MASK,
         })
     }
 }
 
-/// Bytes of an offer: a [`RemoteRegion`].
+/// The payload length of an offer, an encoded [`RemoteRegion`].
 pub(super) const OFFER_LEN: usize = RemoteRegion::ENCODED_LEN;
 
-/// A peer's offer: 1 to `max_message` bytes that lie in one piece in its address space.
+/// Decodes the payload of an offer. The message must have 1 to `max_message` bytes and must not
+/// exceed the address space.
 pub(super) fn decode_offer(payload: &[u8], max_message: u64) -> Result<RemoteRegion, Violation> {
     let region =
         RemoteRegion::from_bytes(payload).ok_or(Violation::FrameLength { len: payload.len() })?;
@@ -103,10 +103,10 @@ mod tests {
     use crate::types::Rkey;
 
     #[test]
-    fn headers_are_reversible_and_anything_else_is_refused() {
+    fn headers_round_trip_and_unknown_kinds_are_refused() {
         for (number, kind) in Kind::ALL.into_iter().enumerate() {
             let header =
-                Header { kind, heard: number % 2 == 0, released: COUNT_MASK - 5, done: 77 };
+                Header { kind, fin_acked: number % 2 == 0, released: COUNT_MASK - 5, done: 77 };
             assert_eq!(Header::decode(header.encode()), Ok(header));
         }
         for bad in [6 << 29, 7 << 29, u32::MAX] {
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_decodes_encodes_to_the_same_bits() {
+    fn decoded_headers_encode_to_the_same_bits() {
         let mut random = fastrand::Rng::with_seed(7);
         for _ in 0..if cfg!(miri) { 1_000 } else { 100_000 } {
             let imm = Imm(random.u32(..));

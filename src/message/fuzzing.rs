@@ -1,11 +1,11 @@
-//! What a fuzzer feeds: each parser of what a peer sends, with what must hold whatever that is.
+//! Fuzz targets for the parsers of data from peers.
 
 use super::flow_control::{Flow, RESERVE};
 use super::frame::{Header, Kind, decode_offer};
 use super::handshake::Handshake;
 use crate::types::Imm;
 
-/// Any bytes are a handshake or are not; what is, encodes to the same bytes.
+/// Checks that decoded handshakes encode to the same bytes.
 pub fn handshake(bytes: &[u8]) {
     if let Ok((handshake, user)) = Handshake::decode(bytes) {
         match handshake.encode(user) {
@@ -16,8 +16,8 @@ pub fn handshake(bytes: &[u8]) {
     }
 }
 
-/// A peer's frames, four bytes of header and 20 that may be an offer each, against an end that answers: credits stay within
-/// the window, and nothing panics.
+/// Feeds frames (4 bytes of header and 20 bytes of a possible offer each) to a side that answers.
+/// Checks that credits stay within the window.
 pub fn frames(bytes: &[u8]) {
     let Some((&[receives, window], frames)) = bytes.split_first_chunk() else { return };
     let (receives, window) = (RESERVE + 1 + u32::from(receives), RESERVE + 1 + u32::from(window));
@@ -54,7 +54,7 @@ pub fn frames(bytes: &[u8]) {
 #[cfg(test)]
 mod tests {
     #[test]
-    fn a_hundred_thousand_random_inputs_do_no_harm() {
+    fn random_inputs_keep_invariants() {
         let good = super::Handshake { buffer_size: 4096, receives: 68, max_message: 1 << 20 }
             .encode(b"user")
             .unwrap();
@@ -68,7 +68,7 @@ mod tests {
                 }
             }
             super::handshake(&bytes);
-            // Kinds that exist, so that it does not end at the first.
+            // Valid kinds, so that decoding does not stop at the first frame.
             bytes.iter_mut().skip(2).step_by(24).for_each(|byte| *byte = random.u8(..6) << 5);
             super::frames(&bytes);
         }

@@ -1,4 +1,4 @@
-//! The two directions of a connection, to be owned by two tasks.
+//! The two directions of a connection, owned by different tasks.
 
 use std::fmt;
 use std::future::poll_fn;
@@ -16,53 +16,53 @@ use super::outbound::Flush;
 use super::shared::Shared;
 use super::waiters::Ticket;
 
-/// A place in a line of the connection that is given up when this is dropped.
-pub(super) struct Turn<'a> {
+/// A position in a wait queue. Dropping it withdraws the waiter.
+pub(super) struct WaitGuard<'a> {
     shared: &'a Shared,
     pub(super) ticket: Option<Ticket>,
-    leave: fn(&mut Core, &mut Option<Ticket>),
+    withdraw: fn(&mut Core, &mut Option<Ticket>),
 }
 
-impl<'a> Turn<'a> {
-    pub(super) fn new(shared: &'a Shared, leave: fn(&mut Core, &mut Option<Ticket>)) -> Self {
-        Self { shared, ticket: None, leave }
+impl<'a> WaitGuard<'a> {
+    pub(super) fn new(shared: &'a Shared, withdraw: fn(&mut Core, &mut Option<Ticket>)) -> Self {
+        Self { shared, ticket: None, withdraw }
     }
 }
 
-impl Drop for Turn<'_> {
+impl Drop for WaitGuard<'_> {
     fn drop(&mut self) {
         if self.ticket.is_some() {
-            self.shared.with(|core, _| (self.leave)(core, &mut self.ticket));
+            self.shared.with(|core, _| (self.withdraw)(core, &mut self.ticket));
         }
     }
 }
 
-/// A flush that is given up when this is dropped.
-struct Leaving<'a> {
+/// A flush. Dropping it withdraws the waiter.
+struct FlushGuard<'a> {
     shared: &'a Shared,
     flush: Flush,
 }
 
-impl Drop for Leaving<'_> {
+impl Drop for FlushGuard<'_> {
     fn drop(&mut self) {
         if self.flush.ticket.is_some() {
-            self.shared.with(|core, _| core.leave_flushers(&mut self.flush.ticket));
+            self.shared.with(|core, _| core.withdraw_flusher(&mut self.flush.ticket));
         }
     }
 }
 
-/// The half of a [`Connection`](super::Connection) that sends; a [`Sink`] of messages.
+/// The sending half of a [`Connection`](super::Connection), and a [`Sink`] of messages.
 ///
-/// As a sink it holds one message that there was no room for, until it is polled as a sink again; [`send`](Self::send) does not
-/// wait for that one, and overtakes it. Closing the sink sends it, and finishes; dropping the half does not.
+/// As a sink it holds one message that could not be sent yet, which [`send`](Self::send) overtakes.
+/// Closing the sink sends it and finishes; dropping the half does neither.
 ///
 /// # Cancel safety
 ///
-/// A `send` of the sink's adapter that is dropped has not sent its message, has sent it, or has left it with the sink, which sends
-/// it when it is polled next. A `flush` or `close` that is dropped may be called again.
+/// A dropped `send` of the sink's adapter has sent its message or not, or left it in the sink for
+/// the next poll. `flush` and `close` may be called again.
 pub struct SendHalf {
     pub(super) handle: Arc<Handle>,
-    /// Of the sink: a message that waits for room, and places in line.
+    /// Unsent message of the sink.
     pending: Option<Bytes>,
     sending: Option<Ticket>,
     flushing: Flush,
@@ -73,73 +73,72 @@ impl SendHalf {
         Self { handle, pending: None, sending: None, flushing: Flush::default() }
     }
 
-    /// As [`Connection::send`](super::Connection::send).
+    /// Sends a message; see [`Connection::send`](super::Connection::send).
     ///
     /// # Errors
     ///
-    /// As there.
+    /// See [`Connection::send`](super::Connection::send).
     ///
     /// # Cancel safety
     ///
-    /// As there: the message was sent, or will not be.
+    /// If the future is dropped before it is ready, the message is not sent.
     pub async fn send(&self, message: impl Into<Bytes>) -> Result<(), MessageError> {
         let message = message.into();
         let shared = &self.handle.shared;
-        // Nobody polls the sink while this borrows it: its place in line would hold up this one for ever.
+        // A sink that is not polled must not block this send.
         if let mut left @ Some(_) = self.sending {
-            shared.with(|core, _| core.next_sender(&mut left));
+            shared.with(|core, _| core.withdraw_sender(&mut left));
         }
-        let mut turn = Turn::new(shared, Core::next_sender);
+        let mut guard = WaitGuard::new(shared, Core::withdraw_sender);
         poll_fn(|context| {
-            shared.poll(context, |core, bell, guest| {
-                core.poll_send(&message, &mut turn.ticket, bell, guest)
+            shared.poll(context, |core, driver, caller| {
+                core.poll_send(&message, &mut guard.ticket, driver, caller)
             })
         })
         .await
     }
 
-    /// As [`Connection::flush`](super::Connection::flush).
+    /// Waits until all messages have arrived; see [`Connection::flush`](super::Connection::flush).
     ///
     /// # Errors
     ///
-    /// As there.
+    /// See [`Connection::flush`](super::Connection::flush).
     ///
     /// # Cancel safety
     ///
-    /// As there: nothing is lost.
+    /// Dropping the future loses nothing.
     pub async fn flush(&self) -> Result<(), MessageError> {
         let shared = &self.handle.shared;
-        let mut flush = Leaving { shared, flush: Flush::default() };
+        let mut flush = FlushGuard { shared, flush: Flush::default() };
         poll_fn(|context| {
-            shared.poll(context, |core, bell, guest| core.poll_flush(&mut flush.flush, bell, guest))
+            shared.poll(context, |core, driver, caller| {
+                core.poll_flush(&mut flush.flush, driver, caller)
+            })
         })
         .await
     }
 
-    /// As [`Connection::finish`](super::Connection::finish).
+    /// Finishes sending; see [`Connection::finish`](super::Connection::finish).
     ///
     /// # Errors
     ///
-    /// As there.
+    /// See [`Connection::finish`](super::Connection::finish).
     pub fn finish(&self) -> Result<(), MessageError> {
-        self.handle.shared.with(|core, bell| core.finish(bell))
+        self.handle.shared.with(|core, driver| core.finish(driver))
     }
 
-    /// As [`Connection::abort`](super::Connection::abort): ends both directions.
+    /// Aborts both directions; see [`Connection::abort`](super::Connection::abort).
     pub fn abort(&self) {
         self.handle.shared.abort(CloseReason::Aborted);
     }
 
-    /// Sends the message that the sink holds.
     fn poll_pending(&mut self, context: &mut Context<'_>) -> Poll<Result<(), MessageError>> {
         let Self { handle, pending, sending, .. } = self;
         let Some(message) = pending else { return Poll::Ready(Ok(())) };
-        let result = ready!(
-            handle
-                .shared
-                .poll(context, |core, bell, guest| core.poll_send(message, sending, bell, guest))
-        );
-        // One that cannot be sent is not sent later, either.
+        let result = ready!(handle.shared.poll(context, |core, driver, caller| {
+            core.poll_send(message, sending, driver, caller)
+        }));
+        // A message that failed is not retried.
         *pending = None;
         Poll::Ready(result)
     }
@@ -158,7 +157,7 @@ impl Sink<Bytes> for SendHalf {
     fn start_send(mut self: Pin<&mut Self>, message: Bytes) -> Result<(), MessageError> {
         assert!(self.pending.is_none(), "start_send without poll_ready");
         self.pending = Some(message);
-        // If there is room it leaves now; if not, whoever asks for more room is woken.
+        // If this fails, the next poll registers a waker.
         match self.poll_pending(&mut Context::from_waker(std::task::Waker::noop())) {
             Poll::Ready(result) => result,
             Poll::Pending => Ok(()),
@@ -171,9 +170,9 @@ impl Sink<Bytes> for SendHalf {
     ) -> Poll<Result<(), MessageError>> {
         ready!(self.poll_pending(context))?;
         let Self { handle, flushing, .. } = &mut *self;
-        handle.shared.poll(context, |core, bell, guest| {
+        handle.shared.poll(context, |core, driver, caller| {
             flushing.renew(core);
-            core.poll_flush(flushing, bell, guest)
+            core.poll_flush(flushing, driver, caller)
         })
     }
 
@@ -192,8 +191,8 @@ impl Drop for SendHalf {
         if self.sending.is_some() || self.flushing.ticket.is_some() {
             let Self { handle, sending, flushing, .. } = self;
             handle.shared.with(|core, _| {
-                core.next_sender(sending);
-                core.leave_flushers(&mut flushing.ticket);
+                core.withdraw_sender(sending);
+                core.withdraw_flusher(&mut flushing.ticket);
             });
         }
     }
@@ -207,15 +206,15 @@ impl fmt::Debug for SendHalf {
     }
 }
 
-/// The half of a [`Connection`](super::Connection) that receives; a [`Stream`] of messages, which ends when the peer has
-/// finished, or after an error.
+/// The receiving half of a [`Connection`](super::Connection), and a [`Stream`] of messages that
+/// ends after the peer has finished or after an error.
 ///
 /// # Cancel safety
 ///
-/// No message is lost with a future of the stream's adapters, such as `next`, that is dropped before it was ready.
+/// Dropping a future of the stream's adapters, such as `next`, loses no message.
 pub struct RecvHalf {
     pub(super) handle: Arc<Handle>,
-    /// Of the stream: place in line, and whether it has ended.
+    /// Position of the stream.
     receiving: Option<Ticket>,
     ended: bool,
 }
@@ -225,29 +224,31 @@ impl RecvHalf {
         Self { handle, receiving: None, ended: false }
     }
 
-    /// As [`Connection::recv`](super::Connection::recv).
+    /// Receives a message; see [`Connection::recv`](super::Connection::recv).
     ///
     /// # Errors
     ///
-    /// As there.
+    /// See [`Connection::recv`](super::Connection::recv).
     ///
     /// # Cancel safety
     ///
-    /// As there: no message is lost.
+    /// Dropping the future loses no message.
     pub async fn recv(&self) -> Result<Option<Bytes>, MessageError> {
         let shared = &self.handle.shared;
-        // Nobody polls the stream while this borrows it: its place in line would hold up this one for ever.
+        // A stream that is not polled must not block this receive.
         if let mut left @ Some(_) = self.receiving {
-            shared.with(|core, _| core.next_receiver(&mut left));
+            shared.with(|core, _| core.withdraw_receiver(&mut left));
         }
-        let mut turn = Turn::new(shared, Core::next_receiver);
+        let mut guard = WaitGuard::new(shared, Core::withdraw_receiver);
         poll_fn(|context| {
-            shared.poll(context, |core, bell, guest| core.poll_recv(&mut turn.ticket, bell, guest))
+            shared.poll(context, |core, driver, caller| {
+                core.poll_recv(&mut guard.ticket, driver, caller)
+            })
         })
         .await
     }
 
-    /// As [`Connection::abort`](super::Connection::abort): ends both directions.
+    /// Aborts both directions; see [`Connection::abort`](super::Connection::abort).
     pub fn abort(&self) {
         self.handle.shared.abort(CloseReason::Aborted);
     }
@@ -262,7 +263,9 @@ impl Stream for RecvHalf {
         }
         let Self { handle, receiving, ended } = &mut *self;
         let next = ready!(
-            handle.shared.poll(context, |core, bell, guest| core.poll_recv(receiving, bell, guest))
+            handle
+                .shared
+                .poll(context, |core, driver, caller| core.poll_recv(receiving, driver, caller))
         )
         .transpose();
         *ended = !matches!(next, Some(Ok(_)));
@@ -274,7 +277,7 @@ impl Drop for RecvHalf {
     fn drop(&mut self) {
         if self.receiving.is_some() {
             let Self { handle, receiving, .. } = self;
-            handle.shared.with(|core, _| core.next_receiver(receiving));
+            handle.shared.with(|core, _| core.withdraw_receiver(receiving));
         }
     }
 }

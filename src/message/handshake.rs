@@ -1,4 +1,4 @@
-//! What the two ends tell each other while they connect.
+//! Private data exchanged while connecting.
 
 use std::fmt;
 
@@ -9,7 +9,7 @@ use super::frame::{MAX_RECEIVES, OFFER_LEN};
 use crate::error::LimitError;
 use rdma_provider::cm_contract::MAX_REJECT_DATA;
 
-/// What an end says of itself while it connects: how much it can receive.
+/// The receive limits announced while connecting.
 ///
 /// ```text
 ///  0        4         5       6          7      8             12         16          24
@@ -18,36 +18,35 @@ use rdma_provider::cm_contract::MAX_REJECT_DATA;
 /// └────────┴─────────┴───────┴──────────┴──────┴─────────────┴──────────┴───────────┘
 /// ```
 ///
-/// Numbers are big-endian. The user's bytes and their length are part of it, as connection managers pad private data with
-/// zeros: of the 56 bytes that a request of librdmacm has room for, 32 are the user's.
+/// Numbers are big-endian. The user data has a length because connection managers pad private data
+/// with zeros. A librdmacm request of 56 bytes has space for 32 bytes of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Handshake {
-    /// Bytes of each receive buffer: a message up to that length is sent at once, a longer one is fetched. The longest message
-    /// may be shorter than that.
+    /// Bytes of each receive buffer. Longer messages are offered. May exceed `max_message`.
     pub buffer_size: u32,
-    /// Receives that are posted: what the peer may send before it hears of new ones.
+    /// Posted receives: the peer's window.
     pub receives: u32,
-    /// Longest message it takes, in bytes.
+    /// Longest accepted message, in bytes.
     pub max_message: u64,
 }
 
 impl Handshake {
-    /// Bytes without the user's.
+    /// Encoded length without user data.
     pub const LEN: usize = 24;
 
-    /// The only version there is.
+    /// The only protocol version.
     pub const VERSION: u8 = 1;
 
-    /// Most bytes that a user can add.
+    /// Maximum length of user data.
     pub const MAX_USER_DATA: usize = u8::MAX as usize;
 
     pub(super) const MAGIC: [u8; 4] = *b"tRDM";
 
-    /// As it travels, with the user's bytes.
+    /// Encodes the handshake with user data.
     ///
     /// # Errors
     ///
-    /// [`HandshakeError::UserData`] if there are more than [`MAX_USER_DATA`](Self::MAX_USER_DATA) of them.
+    /// [`HandshakeError::UserData`] above [`MAX_USER_DATA`](Self::MAX_USER_DATA) bytes.
     pub fn encode(&self, user: &[u8]) -> Result<Vec<u8>, HandshakeError> {
         let too_long = HandshakeError::UserData { len: user.len(), allowed: Self::MAX_USER_DATA };
         let user_len = u8::try_from(user.len()).map_err(|_| too_long)?;
@@ -61,11 +60,11 @@ impl Handshake {
         Ok(bytes)
     }
 
-    /// A peer's handshake and its user's bytes. What follows must be zeros: that is how private data is padded.
+    /// Decodes a handshake and its user data. Only zero padding may follow.
     ///
     /// # Errors
     ///
-    /// [`HandshakeError`] for whatever is not exactly that.
+    /// [`HandshakeError`] for any other bytes.
     pub fn decode(bytes: &[u8]) -> Result<(Self, &[u8]), HandshakeError> {
         let truncated = HandshakeError::Truncated { len: bytes.len() };
         let (magic, rest) = bytes.split_first_chunk::<4>().ok_or(truncated)?;
@@ -105,8 +104,7 @@ impl Handshake {
     }
 }
 
-/// Rejection of a connection for messages, with bytes of the service that rejects it. It carries their length, as a connection
-/// manager pads private data with zeros.
+/// A service's rejection with user data. It includes their length because private data is padded.
 ///
 /// ```text
 ///  0        4         5      6          7
@@ -120,14 +118,11 @@ pub(super) struct Rejection {
 }
 
 impl Rejection {
-    /// Bytes without the user's.
     const LEN: usize = 8;
-    /// Most bytes that a service can add.
     pub(super) const MAX_USER_DATA: usize = MAX_REJECT_DATA - Self::LEN;
     /// Distinguishes it from other rejections.
     const KIND: u8 = 1;
 
-    /// As it travels.
     pub(super) fn encode(user_data: &[u8]) -> Result<Vec<u8>, LimitError> {
         LimitError::check(
             "user_data of a rejection",
@@ -141,7 +136,7 @@ impl Rejection {
         Ok(bytes)
     }
 
-    /// `None` for private data that are something else.
+    /// Returns `None` for other private data.
     pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
         let (magic, rest) = bytes.split_first_chunk::<4>()?;
         let (&[version, kind, user_len, zero], rest) = rest.split_first_chunk()?;
@@ -153,61 +148,61 @@ impl Rejection {
     }
 }
 
-/// Why a peer's [`Handshake`] was refused.
+/// A defect of a peer's [`Handshake`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum HandshakeError {
-    /// It ends too early.
+    /// Too short.
     Truncated {
-        /// Bytes there are.
+        /// Bytes.
         len: usize,
     },
-    /// It is something else.
+    /// Not a handshake.
     Magic {
-        /// What it starts with.
+        /// First bytes.
         found: [u8; 4],
     },
-    /// Another version of this protocol.
+    /// Different versions.
     Version {
-        /// The peer's.
+        /// Peer's version.
         theirs: u8,
-        /// Ours.
+        /// This side's version.
         ours: u8,
     },
-    /// Bits are set that mean nothing in this version.
+    /// Reserved bits set.
     Reserved {
         /// Flags.
         flags: u8,
-        /// What must be zero.
+        /// Byte that must be zero.
         zero: u8,
     },
-    /// A number that cannot be.
+    /// Out of range.
     Range {
-        /// Which.
+        /// Name of the value.
         field: &'static str,
-        /// The peer's.
+        /// Value.
         value: u64,
-        /// The least.
+        /// Minimum.
         min: u64,
-        /// The most.
+        /// Maximum.
         max: u64,
     },
-    /// Something that is not zeros comes after it.
+    /// Nonzero bytes after the handshake.
     Trailing {
-        /// Bytes after it.
+        /// Number of bytes after the handshake.
         bytes: usize,
     },
-    /// Too many bytes of the user's, here or for what carries them.
+    /// User data too long for the handshake or its private data.
     UserData {
-        /// Bytes asked for.
+        /// Bytes.
         len: usize,
-        /// Most that are possible.
+        /// Maximum.
         allowed: usize,
     },
 }
 
 impl HandshakeError {
-    /// True if the peer sent something that is no handshake of any version.
+    /// Returns true if the data is not a handshake of any version.
     pub(super) const fn is_foreign(&self) -> bool {
         matches!(self, Self::Magic { .. } | Self::Truncated { .. })
     }
@@ -219,34 +214,42 @@ impl fmt::Display for HandshakeError {
             Self::Truncated { len: 0 } | Self::Magic { found: [0, 0, 0, 0] } => {
                 f.write_str("the peer sent no handshake")
             }
-            Self::Truncated { len } => write!(f, "the peer's handshake ends after {len} bytes"),
+            Self::Truncated { len } => {
+                write!(f, "the peer's handshake is truncated to {len} bytes")
+            }
             Self::Magic { found } => {
                 write!(
                     f,
-                    "the peer sent something other than a handshake: it starts with \"{}\"",
+                    "the peer's private data is not a handshake: it starts with \"{}\"",
                     found.escape_ascii()
                 )
             }
             Self::Version { theirs, ours } => {
-                write!(f, "the peer speaks version {theirs}, ours is {ours}")
+                write!(
+                    f,
+                    "handshake versions do not match: {ours} here, {theirs} at the peer; use the \
+                     same release of tokio-rdma on both sides"
+                )
             }
             Self::Reserved { flags, zero } => {
                 write!(
                     f,
-                    "the peer's handshake has flags {flags:#x} and {zero:#x} where there is nothing"
+                    "the peer's handshake sets reserved bits: flags {flags:#x}, reserved byte \
+                     {zero:#x}"
                 )
             }
             Self::Range { field, value, min, max } => {
-                write!(f, "the peer's {field} is {value}, which is not within {min} and {max}")
+                write!(
+                    f,
+                    "invalid value in the peer's handshake: {field} is {value}, allowed: {min} to \
+                     {max}"
+                )
             }
             Self::Trailing { bytes } => {
                 write!(f, "the peer's handshake is followed by {bytes} bytes that are not all zero")
             }
             Self::UserData { len, allowed } => {
-                write!(
-                    f,
-                    "user_data: {len} bytes, at most {allowed} are possible in what carries the handshake"
-                )
+                write!(f, "user_data too long: {len} bytes, at most {allowed} fit in the handshake")
             }
         }
     }
@@ -271,7 +274,7 @@ mod tests {
     const HELLO: Handshake = Handshake { buffer_size: 8192, receives: 68, max_message: 1 << 30 };
 
     #[test]
-    fn it_comes_back_with_the_users_bytes_and_padding() {
+    fn encoded_handshake_decodes_with_user_data_and_padding() {
         let mut bytes = HELLO.encode(b"token").unwrap();
         assert_eq!(bytes.len(), Handshake::LEN + 5);
         assert_eq!(Handshake::decode(&bytes), Ok((HELLO, &b"token"[..])));
@@ -284,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn rejection_comes_back_with_the_length_that_was_sent() {
+    fn encoded_rejection_decodes_to_user_data_of_the_same_length() {
         for len in [0, 1, 7, Rejection::MAX_USER_DATA] {
             let user_data: Vec<u8> = (0..len).map(|at| (at % 3) as u8).collect();
             let mut bytes = Rejection::encode(&user_data).unwrap();
@@ -306,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn every_truncation_and_every_other_version_is_refused() {
+    fn truncated_or_altered_handshakes_are_refused() {
         let bytes = HELLO.encode(b"token").unwrap();
         for len in 0..bytes.len() {
             assert_eq!(Handshake::decode(&bytes[..len]), Err(HandshakeError::Truncated { len }));
@@ -324,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_are_within_range() {
+    fn out_of_range_sizes_are_refused() {
         let refused =
             |handshake: Handshake| match Handshake::decode(&handshake.encode(b"").unwrap()) {
                 Err(HandshakeError::Range { field, .. }) => field,
@@ -344,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_decodes_encodes_to_the_same_bytes() {
+    fn decoded_handshakes_encode_to_the_same_bytes() {
         let mut taken = 0;
         for seed in 0..200_000 {
             let mut random = fastrand::Rng::with_seed(seed);
@@ -361,6 +364,6 @@ mod tests {
                 taken += 1;
             }
         }
-        assert!(taken > 1_000, "{taken} were taken");
+        assert!(taken > 1_000, "only {taken} decoded");
     }
 }

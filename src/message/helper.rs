@@ -1,88 +1,87 @@
-//! Chores of a connection, which may block, and the thread that does them.
+//! Blocking jobs of a connection, and their thread.
 
 use std::collections::VecDeque;
 use std::sync::Weak;
 
 use super::error::CloseReason;
 use super::lifecycle::Event;
-use super::message_memory::Chore;
+use super::message_memory::Job;
 use super::shared::Shared;
 
-/// Chores of a connection.
 #[derive(Debug, Default)]
-pub(super) enum Chores {
-    /// There are no chores, and there is no thread.
+pub(super) enum Jobs {
+    /// No jobs and no thread.
     #[default]
     None,
-    /// The chores that come next. There is a thread, or one is being started.
-    Helped(VecDeque<Chore>),
+    /// Pending jobs of a thread.
+    Running(VecDeque<Job>),
 }
 
-impl Chores {
-    /// Adds a chore. True if a thread is to be started for it.
+impl Jobs {
+    /// Adds a job. Returns true if a thread must be started.
     #[must_use]
-    pub(super) fn add(&mut self, chore: Chore) -> bool {
+    pub(super) fn add(&mut self, job: Job) -> bool {
         match self {
             Self::None => {
-                *self = Self::Helped(VecDeque::from([chore]));
+                *self = Self::Running(VecDeque::from([job]));
                 true
             }
-            Self::Helped(chores) => {
-                chores.push_back(chore);
+            Self::Running(jobs) => {
+                jobs.push_back(job);
                 false
             }
         }
     }
 
-    /// Removes the next chore. If there is none, the thread ends.
-    pub(super) fn pop(&mut self) -> Option<Chore> {
-        let Self::Helped(chores) = self else { return None };
-        let next = chores.pop_front();
+    /// Removes the next job. If none is left, the thread exits.
+    pub(super) fn pop(&mut self) -> Option<Job> {
+        let Self::Running(jobs) = self else { return None };
+        let next = jobs.pop_front();
         if next.is_none() {
             *self = Self::None;
         }
         next
     }
 
-    /// Removes all chores, to be dropped. The thread continues, and finds none.
-    pub(super) fn take(&mut self) -> VecDeque<Chore> {
+    /// Removes all jobs; the thread exits.
+    pub(super) fn take(&mut self) -> VecDeque<Job> {
         match self {
             Self::None => VecDeque::new(),
-            Self::Helped(chores) => std::mem::take(chores),
+            Self::Running(jobs) => std::mem::take(jobs),
         }
     }
 }
 
-/// A thread that does one chore after the other until none is left. A connection has at most one, however much its peer offers.
+/// The thread. A connection has at most one, whatever its peer offers.
 pub(super) struct Helper {
     shared: Weak<Shared>,
-    at_it: bool,
+    running: bool,
 }
 
 impl Helper {
     pub(super) fn new(shared: Weak<Shared>) -> Self {
-        Self { shared, at_it: true }
+        Self { shared, running: true }
     }
 
     pub(super) fn run(mut self) {
         while let Some(shared) = self.shared.upgrade()
-            && let Some(chore) = shared.with(|core, _| core.chores.pop())
+            && let Some(job) = shared.with(|core, _| core.jobs.pop())
         {
-            let done = chore.run();
-            shared.with(|core, bell| core.on_done(done, bell));
+            let done = job.run();
+            shared.with(|core, driver| core.on_job_done(done, driver));
         }
-        self.at_it = false;
+        self.running = false;
     }
 }
 
 impl Drop for Helper {
     fn drop(&mut self) {
-        if let (true, Some(shared)) = (self.at_it, self.shared.upgrade()) {
-            // Otherwise a task that waits for a message waits for ever.
+        if let (true, Some(shared)) = (self.running, self.shared.upgrade()) {
+            // Otherwise receivers of the message would never be woken.
             let reason =
                 if std::thread::panicking() { CloseReason::Memory } else { CloseReason::Runtime };
-            shared.with(|core, _| core.on(Event::End(reason)));
-            shared.bell.ring();
+            shared.with(|core, _| core.on(Event::Terminate(reason)));
+            shared.driver_waker.wake_driver();
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What an end receives: messages in order, those to be fetched among them.
+//! The inbox: messages in order, including offers to be fetched.
 
 use std::collections::VecDeque;
 use std::task::{Poll, Waker};
@@ -8,40 +8,40 @@ use bytes::Bytes;
 use super::core::Core;
 use super::error::{CloseReason, MessageError};
 use super::lifecycle::Event;
-use super::message_memory::Landing;
-use super::waiters::{Guest, Ticket};
+use super::message_memory::Fetch;
+use super::waiters::{Caller, Ticket};
 use crate::memory::BufMut;
 use crate::memory::RemoteRegion;
 
-/// Messages up to this length are copied out: that costs less than to keep their buffer and to find another.
+/// The longest copied message: copying costs less than replacing the buffer.
 const COPIED_OUT: usize = 256;
 
-/// Messages that have arrived, or will have once they are fetched, in order.
+/// Messages that have arrived or were offered, in order.
 #[derive(Debug, Default)]
 pub(super) struct Inbox {
     pub(super) messages: VecDeque<Incoming>,
-    /// Number of the first.
+    /// Number of the first message.
     pub(super) base: u64,
-    /// Numbers of those that are not being fetched yet, and of those that are.
+    /// Numbers of offers that wait for a fetch, and of those being fetched.
     pub(super) waiting: VecDeque<u64>,
     pub(super) fetching: VecDeque<u64>,
-    /// Bytes of those that are being fetched or have been.
+    /// Bytes being fetched or fetched.
     pub(super) memory: u64,
-    /// The connection has ended, and some were lost.
+    /// Messages were lost at termination.
     pub(super) lost: bool,
 }
 
 #[derive(Debug)]
 pub(super) enum Incoming {
-    Here(BufMut),
+    Buffered(BufMut),
     Offered(RemoteRegion),
-    /// Memory for it is being registered.
+    /// Memory is being registered.
     Preparing(RemoteRegion),
-    Landing(Landing),
-    /// It is there; the registration of its memory is being ended.
+    Fetching(Fetch),
+    /// Memory of the arrived message is being deregistered.
     Releasing,
-    Landed(Bytes),
-    /// Could not be fetched; the connection has failed.
+    Fetched(Bytes),
+    /// The fetch failed.
     Lost,
 }
 
@@ -53,8 +53,8 @@ impl Inbox {
         self.messages.push_back(message);
     }
 
-    /// True if a message has arrived, or was announced.
-    pub(super) fn has_begun(&self) -> bool {
+    /// Returns true if a message has arrived or was offered.
+    pub(super) fn has_seen_message(&self) -> bool {
         self.base > 0 || !self.messages.is_empty()
     }
 
@@ -63,7 +63,7 @@ impl Inbox {
     }
 
     pub(super) fn is_ready(&self) -> bool {
-        matches!(self.messages.front(), Some(Incoming::Here(_) | Incoming::Landed(_)))
+        matches!(self.messages.front(), Some(Incoming::Buffered(_) | Incoming::Fetched(_)))
     }
 
     pub(super) fn pop(&mut self) -> Option<Incoming> {
@@ -76,78 +76,77 @@ impl Inbox {
 }
 
 impl Core {
-    /// The next message; `None` after the last.
+    /// Returns the next message, or `None` after the last.
     pub(super) fn poll_recv(
         &mut self,
         ticket: &mut Option<Ticket>,
-        bell: &Waker,
-        guest: &mut Guest<'_>,
+        driver: &Waker,
+        caller: &mut Caller<'_>,
     ) -> Poll<Result<Option<Bytes>, MessageError>> {
         if self.receivers.is_first(*ticket) {
             if !self.inbox.is_ready() {
-                self.progress(bell);
+                self.progress(driver);
             }
-            // After `close`, those before it may be gone.
+            // After `close`, earlier messages may be discarded.
             if self.protocol.phase().takes_messages()
                 && let Some(message) = self.take_message()
             {
-                self.next_receiver(ticket);
-                if self.ended().is_none() {
+                self.withdraw_receiver(ticket);
+                if self.close_reason().is_none() {
                     self.send_due();
                     if !self.inbox.waiting.is_empty() {
-                        self.progress(bell);
+                        self.progress(driver);
                     }
                 }
                 return Poll::Ready(Ok(Some(message)));
             }
             if let Some(end) = self.end_of_messages() {
-                self.next_receiver(ticket);
+                self.withdraw_receiver(ticket);
                 return Poll::Ready(end);
             }
         }
-        self.receivers.wait(ticket, guest);
+        self.receivers.wait(ticket, caller);
         Poll::Pending
     }
 
     pub(super) fn end_of_messages(&mut self) -> Option<Result<Option<Bytes>, MessageError>> {
-        // Only to whoever has received all of them.
         if self.is_at_end() && self.counters.discarded == 0 {
             self.on(Event::EndReceived);
             return Some(Ok(None));
         }
         if !self.protocol.phase().takes_messages() {
             let reason = self
-                .ended()
+                .close_reason()
                 .filter(|&reason| reason == CloseReason::Aborted)
                 .unwrap_or(CloseReason::Local);
             return Some(Err(MessageError::Closed(reason)));
         }
-        self.ended().map(|reason| Err(MessageError::Closed(reason)))
+        self.close_reason().map(|reason| Err(MessageError::Closed(reason)))
     }
 
-    /// Leaves the line of receivers.
-    pub(super) fn next_receiver(&mut self, ticket: &mut Option<Ticket>) {
-        self.after.spent.extend(self.receivers.leave(ticket));
-        if self.ended().is_some() || self.inbox.is_ready() || self.is_at_end() {
-            self.after.wakers.extend(self.receivers.first());
+    /// Withdraws a receiver and wakes the next one.
+    pub(super) fn withdraw_receiver(&mut self, ticket: &mut Option<Ticket>) {
+        self.after.stale_wakers.extend(self.receivers.withdraw(ticket));
+        if self.close_reason().is_some() || self.inbox.is_ready() || self.is_at_end() {
+            self.after.wakers.extend(self.receivers.take_first());
         }
     }
 
     pub(super) fn take_message(&mut self) -> Option<Bytes> {
         let message = self.inbox.pop()?;
         self.counters.received += 1;
-        let open = self.ended().is_none();
+        let open = self.close_reason().is_none();
         let bytes = match message {
-            Incoming::Landed(bytes) => {
+            Incoming::Fetched(bytes) => {
                 self.inbox.memory -= bytes.len() as u64;
                 bytes
             }
-            Incoming::Here(buffer) => self.hand_out(buffer, open),
+            Incoming::Buffered(buffer) => self.message_in(buffer, open),
             Incoming::Offered(_)
             | Incoming::Preparing(_)
-            | Incoming::Landing(_)
+            | Incoming::Fetching(_)
             | Incoming::Releasing
-            | Incoming::Lost => unreachable!("it was ready"),
+            | Incoming::Lost => unreachable!("only ready messages are popped"),
         };
         if open {
             self.protocol.flow.release_message();
@@ -155,8 +154,8 @@ impl Core {
         Some(bytes)
     }
 
-    /// Makes a message of a buffer, and posts a receive with another, or with the same if there is none.
-    fn hand_out(&mut self, buffer: BufMut, open: bool) -> Bytes {
+    /// Returns a buffer's message. Posts a spare buffer, or copies the message if none is free.
+    fn message_in(&mut self, buffer: BufMut, open: bool) -> Bytes {
         if buffer.len() > COPIED_OUT {
             let spare = self.receive_pool.try_alloc(self.receive_pool.buffer_size());
             match spare {

@@ -1,11 +1,11 @@
-//! Lifecycle of one end of a connection, as data.
+//! The lifecycle of one side of a connection, as a table of transitions.
 //!
-//! A phase carries a stage while the connection runs: how far the service is. These are all transitions; an event that is not
-//! drawn leaves the phase and the stage as they are.
+//! While the connection runs, its phase contains a stage: the progress of the service. All
+//! transitions are drawn; other events change neither.
 //!
 //! ```text
-//!  Running ── fail ────────▶ Failing ── abort, end ──▶ Ended ── queue pair closed ──▶ Closed
-//!  Running ── abort, end ────────────────────────────▶ Ended
+//!  Running ── fail ───▶ Failing ── abort, terminate ──▶ Terminated ── queue pair closed ──▶ Closed
+//!  Running ── abort, terminate ───────────────────────▶ Terminated
 //!
 //!  Open ── finish ─────────▶ Finished ───── end received ──▶ Complete
 //!  Open ── end received ───▶ ReceivedAll ── finish ────────▶ Complete
@@ -24,108 +24,98 @@
 //! | `Closing`, `Lingering` | no | no: messages are discarded | `Fin` |
 //! | `Aborting` | no | no: messages are discarded | `Abort` |
 //!
-//! The service holds a handle in all stages but `Lingering` and `Aborting`, which last at most
-//! [`LINGER`](super::timers::LINGER). A phase does not include what the peer has sent: [`Flow`](super::flow_control::Flow)
-//! knows whether both ends have finished, and the connection then ends as [`CloseReason::Clean`].
+//! In `Lingering` and `Aborting` the service holds no handle. They last at most
+//! [`LINGER`](super::timers::LINGER). [`Flow`](super::flow_control::Flow) knows whether both sides
+//! have finished; the connection then terminates with [`CloseReason::Clean`].
 //!
-//! [`transition`] is the only place where a phase changes. The tests read the drawing and the table above, and compare them with
-//! the result for every pair of a phase and an event. `flow_model.rs` runs two ends through every interleaving of these events.
+//! Only [`transition`] changes a phase. Tests compare the drawing and the table with every pair of
+//! phase and event, and `flow_model.rs` explores all interleavings of two sides.
 
 use super::error::{CloseReason, MessageError};
 use crate::error::OpErrorKind;
 use crate::types::WcStatus;
 
-/// Phase of one end of a connection.
+/// The phase of one side of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Phase {
-    /// Frames are sent and received.
     Running(Stage),
-    /// An operation has failed, and the queue pair with it. Other completions are polled until the first cause is known.
+    /// An operation and its queue pair have failed. Completions are polled to find the first cause.
     Failing(Stage, OpErrorKind),
-    /// The connection sends and receives no more frames. The queue pair is still to be closed.
-    Ended(End),
+    /// No more frames are sent or received. The queue pair is not closed yet.
+    Terminated(Outcome),
     /// The queue pair is closed.
-    Closed(End),
+    Closed(Outcome),
 }
 
-/// Calls of the service so far, as far as they change what the connection does.
+/// The progress of the service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Stage {
-    /// The service sends and receives.
     Open,
-    /// The service has received the end of the peer's messages.
+    /// `recv` has returned the end of the peer's messages.
     ReceivedAll,
-    /// The service has finished.
     Finished,
-    /// The service has finished, and has received the end of the peer's messages.
+    /// `Finished` and `ReceivedAll`.
     Complete,
-    /// The service has closed the connection.
     Closing,
-    /// The service has dropped the connection after it had received all messages. This end finishes as in `Closing`.
+    /// Dropped after all messages were received. This side finishes as in `Closing`.
     Lingering,
-    /// The service has dropped the connection before it had received all messages. An `Abort` notifies the peer.
+    /// Dropped before all messages were received. An `Abort` notifies the peer.
     Aborting,
 }
 
-/// Outcome of a connection that has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct End {
+pub(super) struct Outcome {
     pub(super) reason: CloseReason,
-    /// True if the service can still receive messages that had arrived.
+    /// True if the service can still receive messages that have arrived.
     pub(super) readable: bool,
 }
 
-/// Cause of a transition.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Event {
-    /// The service finishes: it sends no more messages.
     Finish,
-    /// The service closes the connection: it neither sends nor receives any more messages.
     Close,
-    /// The service has received the end of the peer's messages.
+    /// `recv` has returned the end of the peer's messages.
     EndReceived,
     /// The service has dropped its last handle.
     Drop {
-        /// True if the peer has finished, and none of its messages is left.
+        /// True if the peer has finished and none of its messages is left.
         at_end: bool,
     },
-    /// The service ends the connection at once, for this reason.
+    /// The service aborts.
     Abort(CloseReason),
     /// An operation has failed.
     Fail(OpErrorKind),
-    /// The connection ends for another reason.
-    End(CloseReason),
-    /// The queue pair is closed.
+    /// Any other cause.
+    Terminate(CloseReason),
     QueuePairClosed,
 }
 
-/// Side effect of a transition. [`Core`](super::core::Core) executes them in order.
+/// A side effect of a transition. [`Core`](super::core::Core) executes them in order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Action {
-    /// Send an `Abort`, if there is a credit for it.
+    /// Requires a credit; otherwise nothing is sent.
     SendAbort,
-    /// Stop posting, for the service's operations, too.
+    /// Stops posting, including operations of the service.
     StopSending,
-    /// Detach all operations, and drop the messages that can no longer be received.
+    /// Detaches all operations and drops unreadable messages.
     Release,
-    /// As `Release`, except that an `Abort` that is posted stays: the driver awaits it before it closes the queue pair.
+    /// Keeps a posted `Abort`, which the driver awaits before it closes the queue pair.
     ReleaseAllButAbort,
-    /// Deregister messages that the peer has not fetched.
+    /// Deregisters unfetched messages.
     ReleaseOffers,
-    /// Drop the link of the connection manager.
+    /// Drops the connection manager's connection.
     ReleaseLink,
-    /// Wake all tasks that wait to send.
     WakeSenders,
-    /// Wake all tasks that wait to receive.
     WakeReceivers,
-    /// Wake all tasks that wait for a flush or for the end.
+    /// Includes tasks that wait for the queue pair to close.
     WakeFlushers,
 }
 
 const FINISH: &[Action] = &[Action::WakeSenders];
 const CLOSE: &[Action] = &[Action::WakeSenders, Action::WakeReceivers];
 const DROP_BEFORE_END: &[Action] = &[Action::SendAbort];
-/// The offers stay registered until the queue pair is closed: a peer whose READ is refused would report that as the reason.
+/// Offers stay registered until the queue pair is closed. Otherwise the peer would report its
+/// refused READ as the reason.
 const ABORT: &[Action] = &[
     Action::SendAbort,
     Action::StopSending,
@@ -134,12 +124,12 @@ const ABORT: &[Action] = &[
     Action::WakeReceivers,
     Action::WakeFlushers,
 ];
-/// The `Abort` was sent when the service dropped the connection.
+/// The drop has already sent the `Abort`.
 const ABORT_AFTER_DROP: &[Action] = ABORT.split_at(1).1;
-/// The offers stay as in [`ABORT`].
-const END_AFTER_DROP: &[Action] =
+/// Offers stay registered, as in [`ABORT`].
+const TERMINATE_AFTER_DROP: &[Action] =
     &[Action::Release, Action::WakeSenders, Action::WakeReceivers, Action::WakeFlushers];
-const END: &[Action] = &[
+const TERMINATE: &[Action] = &[
     Action::Release,
     Action::ReleaseOffers,
     Action::WakeSenders,
@@ -149,53 +139,57 @@ const END: &[Action] = &[
 const QUEUE_PAIR_CLOSED: &[Action] =
     &[Action::ReleaseOffers, Action::ReleaseLink, Action::WakeFlushers];
 
-/// Returns the phase after `event`, and the actions that it requires.
+/// Returns the phase after `event`, and the required actions.
 pub(super) fn transition(from: Phase, event: Event) -> (Phase, &'static [Action]) {
     match from {
         Phase::Running(stage) => match event {
             Event::Fail(kind) => (Phase::Failing(stage, kind), &[]),
-            _ => end_stage(stage, event).unwrap_or_else(|| {
+            _ => terminate_stage(stage, event).unwrap_or_else(|| {
                 let (stage, actions) = next_stage(stage, event);
                 (Phase::Running(stage), actions)
             }),
         },
         Phase::Failing(stage, cause) => match event {
-            // The flush of other work follows the failure that caused it, but may be polled before it.
+            // The flush of other work follows the failure that caused it, but may be polled first.
             Event::Fail(kind) => {
                 (Phase::Failing(stage, if is_flush(cause) { kind } else { cause }), &[])
             }
-            _ => end_stage(stage, event).unwrap_or_else(|| {
+            _ => terminate_stage(stage, event).unwrap_or_else(|| {
                 let (stage, actions) = next_stage(stage, event);
                 (Phase::Failing(stage, cause), actions)
             }),
         },
-        Phase::Ended(end) => match event {
-            Event::QueuePairClosed => (Phase::Closed(end), QUEUE_PAIR_CLOSED),
-            Event::Close => (Phase::Ended(End { readable: false, ..end }), CLOSE),
+        Phase::Terminated(outcome) => match event {
+            Event::QueuePairClosed => (Phase::Closed(outcome), QUEUE_PAIR_CLOSED),
+            Event::Close => (Phase::Terminated(Outcome { readable: false, ..outcome }), CLOSE),
             _ => (from, &[]),
         },
-        Phase::Closed(end) => match event {
-            Event::Close => (Phase::Closed(End { readable: false, ..end }), CLOSE),
+        Phase::Closed(outcome) => match event {
+            Event::Close => (Phase::Closed(Outcome { readable: false, ..outcome }), CLOSE),
             _ => (from, &[]),
         },
     }
 }
 
-/// Returns the phase after an event that ends the connection; `None` for another event.
-fn end_stage(stage: Stage, event: Event) -> Option<(Phase, &'static [Action])> {
-    let (end, actions) = match (event, stage) {
+/// Returns the phase after a terminating event; `None` for other events.
+fn terminate_stage(stage: Stage, event: Event) -> Option<(Phase, &'static [Action])> {
+    let (outcome, actions) = match (event, stage) {
         (Event::Abort(reason), Stage::Aborting) => {
-            (End { reason, readable: false }, ABORT_AFTER_DROP)
+            (Outcome { reason, readable: false }, ABORT_AFTER_DROP)
         }
-        (Event::Abort(reason), _) => (End { reason, readable: false }, ABORT),
-        (Event::End(reason), Stage::Aborting) => (End { reason, readable: false }, END_AFTER_DROP),
-        (Event::End(reason), _) => (End { reason, readable: stage.takes_messages() }, END),
+        (Event::Abort(reason), _) => (Outcome { reason, readable: false }, ABORT),
+        (Event::Terminate(reason), Stage::Aborting) => {
+            (Outcome { reason, readable: false }, TERMINATE_AFTER_DROP)
+        }
+        (Event::Terminate(reason), _) => {
+            (Outcome { reason, readable: stage.takes_messages() }, TERMINATE)
+        }
         _ => return None,
     };
-    Some((Phase::Ended(end), actions))
+    Some((Phase::Terminated(outcome), actions))
 }
 
-/// Returns the stage after an event that does not end the connection.
+/// Returns the stage after any other event.
 fn next_stage(stage: Stage, event: Event) -> (Stage, &'static [Action]) {
     use Stage::{Aborting, Closing, Complete, Finished, Lingering, Open, ReceivedAll};
     match (stage, event) {
@@ -215,17 +209,15 @@ fn next_stage(stage: Stage, event: Event) -> (Stage, &'static [Action]) {
 }
 
 impl Phase {
-    /// Returns the outcome of a connection that has ended.
-    pub(super) fn end(&self) -> Option<End> {
+    pub(super) fn outcome(&self) -> Option<Outcome> {
         match *self {
             Self::Running(_) | Self::Failing(..) => None,
-            Self::Ended(end) | Self::Closed(end) => Some(end),
+            Self::Terminated(outcome) | Self::Closed(outcome) => Some(outcome),
         }
     }
 
-    /// Returns the reason of a connection that has ended.
-    pub(super) fn ended(&self) -> Option<CloseReason> {
-        self.end().map(|end| end.reason)
+    pub(super) fn close_reason(&self) -> Option<CloseReason> {
+        self.outcome().map(|outcome| outcome.reason)
     }
 
     /// Returns the cause of a failure, as far as it is known.
@@ -236,20 +228,19 @@ impl Phase {
         }
     }
 
-    /// True if the service has dropped the connection before it had received all messages.
+    /// Returns true if an `Abort` notifies the peer of a drop.
     pub(super) fn is_aborting(&self) -> bool {
         matches!(self, Self::Running(Stage::Aborting) | Self::Failing(Stage::Aborting, _))
     }
 
-    /// True if messages of the peer are for the service. Otherwise they are discarded.
+    /// Returns true if messages are delivered and not discarded.
     pub(super) fn takes_messages(&self) -> bool {
         match self {
             Self::Running(stage) | Self::Failing(stage, _) => stage.takes_messages(),
-            Self::Ended(end) | Self::Closed(end) => end.readable,
+            Self::Terminated(outcome) | Self::Closed(outcome) => outcome.readable,
         }
     }
 
-    /// Checks that the service may send a message.
     pub(super) fn check_open(&self) -> Result<(), MessageError> {
         match self {
             Self::Running(stage) | Self::Failing(stage, _) => match stage {
@@ -259,7 +250,9 @@ impl Phase {
                     Err(MessageError::Closed(CloseReason::Local))
                 }
             },
-            Self::Ended(end) | Self::Closed(end) => Err(MessageError::Closed(end.reason)),
+            Self::Terminated(outcome) | Self::Closed(outcome) => {
+                Err(MessageError::Closed(outcome.reason))
+            }
         }
     }
 }
@@ -269,13 +262,12 @@ impl Stage {
         !matches!(self, Self::Closing | Self::Lingering | Self::Aborting)
     }
 
-    /// True if the last frame is a `Fin`.
     pub(super) fn sends_fin(self) -> bool {
         matches!(self, Self::Finished | Self::Complete | Self::Closing | Self::Lingering)
     }
 }
 
-/// True if an operation has failed as a consequence of another failure.
+/// Returns true if another failure is the cause.
 pub(super) fn is_flush(kind: OpErrorKind) -> bool {
     kind.status() == Some(WcStatus::WR_FLUSH_ERR) || kind == OpErrorKind::Closed
 }
@@ -310,7 +302,7 @@ mod tests {
         Event::Abort(CloseReason::Aborted),
         Event::Fail(FLUSH),
         Event::Fail(OTHER),
-        Event::End(CloseReason::Silent),
+        Event::Terminate(CloseReason::Silent),
         Event::QueuePairClosed,
     ];
 
@@ -318,22 +310,26 @@ mod tests {
         let running = STAGES.map(Phase::Running);
         let failing =
             [FLUSH, FAILURE].map(|cause| STAGES.map(|stage| Phase::Failing(stage, cause)));
-        let ends = [true, false].map(|readable| End { reason: CloseReason::Dropped, readable });
-        [&running[..], &failing.concat(), &ends.map(Phase::Ended), &ends.map(Phase::Closed)]
-            .concat()
+        let outcomes =
+            [true, false].map(|readable| Outcome { reason: CloseReason::Dropped, readable });
+        [
+            &running[..],
+            &failing.concat(),
+            &outcomes.map(Phase::Terminated),
+            &outcomes.map(Phase::Closed),
+        ]
+        .concat()
     }
 
-    /// Name of a phase in the drawing.
     fn phase_name(phase: Phase) -> &'static str {
         match phase {
             Phase::Running(_) => "Running",
             Phase::Failing(..) => "Failing",
-            Phase::Ended(_) => "Ended",
+            Phase::Terminated(_) => "Terminated",
             Phase::Closed(_) => "Closed",
         }
     }
 
-    /// Name of a stage in the drawing and in the table.
     fn stage_name(stage: Stage) -> &'static str {
         match stage {
             Stage::Open => "Open",
@@ -346,7 +342,7 @@ mod tests {
         }
     }
 
-    /// Name of an event in the drawing.
+    /// Returns the name of an event in the drawing.
     fn event_name(event: Event) -> &'static str {
         match event {
             Event::Finish => "finish",
@@ -356,20 +352,19 @@ mod tests {
             Event::Drop { at_end: false } => "drop before end",
             Event::Abort(_) => "abort",
             Event::Fail(_) => "fail",
-            Event::End(_) => "end",
+            Event::Terminate(_) => "terminate",
             Event::QueuePairClosed => "queue pair closed",
         }
     }
 
-    /// Stage that continues in a phase.
     fn stage(phase: Phase) -> Option<Stage> {
         match phase {
             Phase::Running(stage) | Phase::Failing(stage, _) => Some(stage),
-            Phase::Ended(_) | Phase::Closed(_) => None,
+            Phase::Terminated(_) | Phase::Closed(_) => None,
         }
     }
 
-    /// Lines of the module's documentation.
+    /// Returns the lines of the module's documentation.
     fn docs() -> impl Iterator<Item = &'static str> {
         include_str!("lifecycle.rs")
             .lines()
@@ -377,7 +372,7 @@ mod tests {
             .map(str::trim)
     }
 
-    /// Reads the drawing: for a phase or stage and an event, the phase or stage that follows.
+    /// Parses the drawing into (state, event) → next state.
     fn drawing() -> BTreeMap<(&'static str, &'static str), &'static str> {
         let mut edges = BTreeMap::new();
         for line in
@@ -448,19 +443,19 @@ mod tests {
     }
 
     #[test]
-    fn end_keeps_its_reason_and_is_readable_unless_the_service_gave_up_reading() {
+    fn outcome_keeps_its_reason_and_is_readable_unless_the_service_closed() {
         for from in phases() {
             for event in EVENTS {
-                let expected = match (from.end(), event) {
-                    (Some(end), Event::Close) => Some(End { readable: false, ..end }),
-                    (Some(end), _) => Some(end),
-                    (None, Event::Abort(reason)) => Some(End { reason, readable: false }),
-                    (None, Event::End(reason)) => {
-                        Some(End { reason, readable: from.takes_messages() })
+                let expected = match (from.outcome(), event) {
+                    (Some(outcome), Event::Close) => Some(Outcome { readable: false, ..outcome }),
+                    (Some(outcome), _) => Some(outcome),
+                    (None, Event::Abort(reason)) => Some(Outcome { reason, readable: false }),
+                    (None, Event::Terminate(reason)) => {
+                        Some(Outcome { reason, readable: from.takes_messages() })
                     }
                     (None, _) => None,
                 };
-                assert_eq!(transition(from, event).0.end(), expected, "{from:?}, {event:?}");
+                assert_eq!(transition(from, event).0.outcome(), expected, "{from:?}, {event:?}");
             }
         }
     }
@@ -471,7 +466,7 @@ mod tests {
         for from in phases() {
             for event in EVENTS {
                 let (to, actions) = transition(from, event);
-                let (ended, dropped) = (from.end().is_some(), from.is_aborting());
+                let (ended, dropped) = (from.outcome().is_some(), from.is_aborting());
                 let expected = match event {
                     Event::Finish if stage(from) != stage(to) => vec![WakeSenders],
                     Event::Close if ended || stage(to) == Some(Stage::Closing) => {
@@ -488,11 +483,11 @@ mod tests {
                         ];
                         [&[SendAbort][usize::from(dropped)..], &rest].concat()
                     }
-                    Event::End(_) if !ended => {
+                    Event::Terminate(_) if !ended => {
                         let offers = &[ReleaseOffers][usize::from(dropped)..];
                         [&[Release], offers, &[WakeSenders, WakeReceivers, WakeFlushers]].concat()
                     }
-                    Event::QueuePairClosed if matches!(from, Phase::Ended(_)) => {
+                    Event::QueuePairClosed if matches!(from, Phase::Terminated(_)) => {
                         vec![ReleaseOffers, ReleaseLink, WakeFlushers]
                     }
                     _ => vec![],
@@ -511,7 +506,7 @@ mod tests {
                 let stage = STAGES
                     .into_iter()
                     .find(|&stage| stage_name(stage) == name.trim_matches('`'))
-                    .expect("a stage");
+                    .expect("name of a stage");
                 rows += 1;
                 assert_eq!(stage.sends_fin(), cells[3] == "`Fin`", "{stage:?}");
                 for phase in [Phase::Running(stage), Phase::Failing(stage, FLUSH)] {
@@ -528,8 +523,8 @@ mod tests {
         {
             assert_eq!(Phase::Running(stage).check_open(), error);
         }
-        let end = End { reason: CloseReason::Silent, readable: true };
-        for phase in [Phase::Ended(end), Phase::Closed(end)] {
+        let outcome = Outcome { reason: CloseReason::Silent, readable: true };
+        for phase in [Phase::Terminated(outcome), Phase::Closed(outcome)] {
             assert_eq!(phase.check_open(), Err(MessageError::Closed(CloseReason::Silent)));
             assert!(phase.takes_messages());
         }

@@ -1,4 +1,4 @@
-//! Connections that peers ask for.
+//! A listener for connections from peers.
 
 use std::cmp::Reverse;
 use std::collections::{HashMap, VecDeque};
@@ -29,7 +29,7 @@ use crate::error::NoRuntime;
 use crate::verbs::Device;
 use rdma_provider::cm_contract::{Admit as _, MAX_RESPONSE_DATA};
 
-/// Takes connections that peers ask for by address.
+/// A listener that accepts connections at an address.
 ///
 /// ```
 /// use tokio_rdma::{Access, Connection, Device, Listener, RemoteRegion};
@@ -67,15 +67,15 @@ pub struct Listener {
     device: Device,
     config: ConnectionConfig,
     admission: Arc<Admission>,
-    /// Those that were begun by `accept`, whoever has called it: one caller at a time starts and collects them.
+    /// Handshakes of all `accept` calls. The call that holds the lock starts and completes them;
+    /// the others wait.
     handshakes: Mutex<Handshakes>,
 }
 
-/// Handshakes in progress.
 #[derive(Debug, Default)]
 struct Handshakes {
     tasks: JoinSet<Result<Connection, EstablishError>>,
-    /// By age; those that were aborted are in `tasks` only.
+    /// Handshakes from the oldest to the newest, except evicted ones.
     running: VecDeque<Running>,
 }
 
@@ -84,39 +84,44 @@ struct Running {
     task: AbortHandle,
     source: IpAddr,
     since: Instant,
-    /// Its peer has not confirmed, so far as is known.
-    yields: bool,
+    /// False if the provider has answered the request: its peer has confirmed before `accept` sees
+    /// it.
+    evictable: bool,
 }
 
-/// Age from which a handshake gives way to another one: above what a round trip takes, so that peers which connect at once
-/// wait for each other.
+/// The age from which a handshake can be evicted. It exceeds a round trip, so that simultaneous
+/// peers do not evict each other.
 pub(super) const GRACE: Duration = Duration::from_millis(100);
 
-/// What an acceptor waits for.
-#[allow(clippy::large_enum_variant, reason = "it is taken apart where it is made")]
+#[allow(clippy::large_enum_variant, reason = "it is matched where it is created")]
 enum Next {
-    Asked(Result<ConnectionRequest, EstablishError>),
-    Made(Result<(tokio::task::Id, Result<Connection, EstablishError>), JoinError>),
-    /// A handshake has become old enough to give way.
+    Requested(Result<ConnectionRequest, EstablishError>),
+    Established(Result<(tokio::task::Id, Result<Connection, EstablishError>), JoinError>),
+    /// A handshake has reached the age of [`GRACE`].
     Aged,
 }
 
 impl Handshakes {
-    /// The handshake to give way: the oldest of the source with the most of them, of those that may. Else when there will be
-    /// one, if ever.
+    /// Returns the index in `running` of the handshake to evict: the oldest of the source with the
+    /// most. Only evictable handshakes of the age [`GRACE`] qualify.
+    ///
+    /// # Errors
+    ///
+    /// The time at which the next handshake reaches that age; `None` if none is evictable.
     fn victim(&self) -> Result<usize, Option<Instant>> {
         let now = Instant::now();
-        let mut shares: HashMap<IpAddr, usize> = HashMap::new();
+        let mut counts: HashMap<IpAddr, usize> = HashMap::new();
         for running in &self.running {
-            *shares.entry(running.source).or_default() += 1;
+            *counts.entry(running.source).or_default() += 1;
         }
-        let yielding = || self.running.iter().enumerate().filter(|(_, running)| running.yields);
-        let old = yielding().filter(|(_, running)| now.duration_since(running.since) >= GRACE);
-        // Of equal shares the first, which is the oldest.
-        let victim = old.min_by_key(|(_, running)| Reverse(shares.get(&running.source).copied()));
+        let candidates =
+            || self.running.iter().enumerate().filter(|(_, running)| running.evictable);
+        let old = candidates().filter(|(_, running)| now.duration_since(running.since) >= GRACE);
+        // `min_by_key` returns the first of equal elements, which is the oldest.
+        let victim = old.min_by_key(|(_, running)| Reverse(counts.get(&running.source).copied()));
         victim
             .map(|(at, _)| at)
-            .ok_or_else(|| yielding().next().map(|(_, running)| running.since + GRACE))
+            .ok_or_else(|| candidates().next().map(|(_, running)| running.since + GRACE))
     }
 
     fn finished(&mut self, task: tokio::task::Id) {
@@ -125,15 +130,15 @@ impl Handshakes {
 }
 
 impl Listener {
-    /// Listens at the first of the addresses that can be had, with default settings for its connections.
+    /// Listens at the first usable address with default settings.
     ///
     /// # Errors
     ///
-    /// As [`bind_with`](Self::bind_with).
+    /// See [`bind_with`](Self::bind_with).
     ///
     /// # Cancel safety
     ///
-    /// As [`bind_with`](Self::bind_with): dropping the future leaves nothing behind.
+    /// Dropping the future stops listening.
     pub async fn bind(
         device: &Device,
         address: impl ToSocketAddrs,
@@ -141,111 +146,117 @@ impl Listener {
         Self::bind_with(device, address, &ConnectionConfig::default()).await
     }
 
-    /// Listens at the first of the addresses that can be had. Port 0 takes one that is free.
+    /// Listens at the first usable address. Port 0 selects a free port.
     ///
     /// # Errors
     ///
-    /// [`EstablishError::NoRuntime`] outside of a Tokio runtime with an I/O driver; [`EstablishError::Setup`] for
-    /// settings that the device does not allow; [`EstablishError::Handshake`] for more
-    /// [`user_data`](ConnectionConfig::user_data) than an answer has room for; [`EstablishError::Connect`] as
+    /// [`EstablishError::NoRuntime`] outside a Tokio runtime with an I/O driver,
+    /// [`EstablishError::Setup`] for unsupported settings, [`EstablishError::Handshake`] if
+    /// [`user_data`](ConnectionConfig::user_data) is too long, [`EstablishError::Connect`] as for
     /// [`cm::Listener::bind_with`].
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future leaves nothing behind.
+    /// Dropping the future stops listening.
     pub async fn bind_with(
         device: &Device,
         address: impl ToSocketAddrs,
         config: &ConnectionConfig,
     ) -> Result<Self, EstablishError> {
         config.check(device)?;
-        // What cannot be said to any peer would have all of them rejected, and nobody told why.
+        // Invalid settings must fail here: later they would reject every peer without a reason.
         let answer = cm::Listener::answer_with(device, &config.cm_options(MAX_RESPONSE_DATA)?)?;
         let admission = Admission::new(config, answer);
         let inner = cm::Listener::bind(device, address).await?;
         let answered = inner.answer(admission.clone()).await?;
-        tracing::debug!(address = %inner.local_addr(), answered, "the provider answers requests");
+        tracing::debug!(address = %inner.local_addr(), answered, "listening for connections");
         let (device, config) = (device.clone(), config.clone());
         Ok(Self { inner, device, config, admission, handshakes: Mutex::default() })
     }
 
-    /// Leaves each request to the program, as devices do whose manager cannot answer.
+    /// Makes the provider leave all requests to the program, as providers that cannot answer do.
     #[cfg(all(test, not(loom)))]
     pub(super) fn never_answer(&self) {
         self.admission.never_answer();
     }
 
-    /// True if a request waits to be taken.
     #[cfg(all(test, not(loom)))]
     pub(super) fn has_requests(&self) -> bool {
         self.inner.waiting().any()
     }
 
-    /// Counters of what was accepted and refused.
+    /// Returns the counters of this listener.
     #[must_use]
     pub fn stats(&self) -> ListenerStats {
         self.admission.stats()
     }
 
-    /// Address that it listens at.
+    /// Returns the local address.
     #[must_use]
     pub fn local_addr(&self) -> SocketAddr {
         self.inner.local_addr()
     }
 
-    /// The next connection that is complete. A peer that asks for another protocol, or for a connection more than
+    /// Returns the next established connection. Rejects peers with another protocol or beyond
     /// [`max_connections`](ConnectionConfig::max_connections) or
-    /// [`max_connections_per_source`](ConnectionConfig::max_connections_per_source) allow, is rejected, and one that does not
-    /// go through with it is passed over; neither is an error here. [`stats`](Self::stats) counts them.
+    /// [`max_connections_per_source`](ConnectionConfig::max_connections_per_source), and skips
+    /// peers that do not confirm. [`stats`](Self::stats) counts both.
     ///
-    /// Connections come in the order in which they are complete, so that a peer that is slow, or does not answer at all, holds up
-    /// no other. Up to [`handshakes`](ConnectionConfig::handshakes) are made at once, each in a task of its own. To decide about
-    /// each peer, take the [`request`](Self::request) and accept that.
+    /// Connections are returned in order of completion: slow peers delay no other. Up to
+    /// [`handshakes`](ConnectionConfig::handshakes) run at once, each in its own task. To decide
+    /// about each peer, use [`request`](Self::request).
     ///
-    /// From the first call on, the software device answers peers by itself, as a kernel does for TCP: a peer takes its connection
-    /// for complete when it has the answer, and whatever it sends waits until `accept` has returned the connection. Nothing
-    /// is made for a peer that has not confirmed that answer, but a record of about 1 KiB; of 4,096 such records, and 256 of each
-    /// source, the oldest of the source with the most give way. A real device has a handshake made for each peer that asks.
+    /// From the first call on, the software device answers requests itself, as a kernel does for
+    /// TCP. The answer establishes the peer's connection; its messages wait for `accept`. An
+    /// unconfirmed peer costs a record of about 1 KiB. At 256 records of a source its oldest is
+    /// evicted; at 4,096 in total, the oldest of the source with the most. On a real device, or if
+    /// the settings restrict the [peer](ConnectionConfig::peer) or
+    /// [source](ConnectionConfig::source), each request starts a handshake instead.
     ///
     /// # Errors
     ///
-    /// [`EstablishError::NoRuntime`] outside of a Tokio runtime with an I/O driver,
-    /// [`EstablishError::Connect`] if there will be no more, [`EstablishError::Setup`] if no queue pair can be made.
+    /// [`EstablishError::NoRuntime`] outside a Tokio runtime with an I/O driver,
+    /// [`EstablishError::Connect`] if listening has ended, [`EstablishError::Setup`] if no queue
+    /// pair can be created.
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future loses no connection: handshakes that were begun go on, and whoever accepts next has them. Dropping
-    /// the listener rejects their peers.
+    /// Dropping the future loses no connection: handshakes continue for the next call. Dropping the
+    /// listener rejects their peers.
     pub async fn accept(&self) -> Result<Connection, EstablishError> {
         let mut handshakes = wakes_contained(self.handshakes.lock()).await;
-        // Where the settings name one peer, that is to be looked at before the answer.
-        self.admission.set_answering(self.config.answers_all());
+        // The provider does not check paths, so it must not answer if they are restricted.
+        self.admission.set_answering(self.config.accepts_any_peer());
         loop {
-            // Dropped with each round, which loses no request.
+            // Dropped at the end of each round, which loses no request.
             let mut request = pin!(self.next_request());
             let full = handshakes.running.len() >= self.config.handshakes as usize;
             let victim = if full { handshakes.victim() } else { Err(None) };
             let mut aged = victim.err().flatten().map(Sleep::new);
             let next = poll_fn(|context| {
-                if let Poll::Ready(Some(made)) = handshakes.tasks.poll_join_next_with_id(context) {
-                    return Poll::Ready(Next::Made(made));
+                if let Poll::Ready(Some(established)) =
+                    handshakes.tasks.poll_join_next_with_id(context)
+                {
+                    return Poll::Ready(Next::Established(established));
                 }
-                // For the task of the handshake. At each poll: the future may have been moved to where there is none.
+                // Spawning needs a runtime. Checked on each poll, because this future may have
+                // moved out of its runtime.
                 if let Err(missing) = NoRuntime::or_current() {
-                    return Poll::Ready(Next::Asked(Err(missing.into())));
+                    return Poll::Ready(Next::Requested(Err(missing.into())));
                 }
                 if !full || victim.is_ok() {
-                    return request.as_mut().poll(context).map(Next::Asked);
+                    return request.as_mut().poll(context).map(Next::Requested);
                 }
                 aged.as_mut().map_or(Poll::Pending, |aged| aged.poll(context).map(|()| Next::Aged))
             });
             match next.await {
                 Next::Aged => {}
-                Next::Asked(request) => {
+                Next::Requested(request) => {
                     let request = request?;
-                    // Of a peer that asked before it was known whether the provider answers.
+                    // The request arrived while answering was disabled. If the provider answers it
+                    // now, it arrives again once the peer has confirmed.
                     if request.inner.reserved().is_none()
-                        && self.admission.may_enter(request.peer_addr().ip())
+                        && self.admission.has_capacity(request.peer_addr().ip())
                         && self
                             .admission
                             .answer()
@@ -256,18 +267,25 @@ impl Listener {
                     if let Ok(at) = victim
                         && let Some(running) = handshakes.running.remove(at)
                     {
-                        tracing::debug!(peer = %running.source, "handshake gives way to another one");
+                        tracing::debug!(
+                            peer = %running.source,
+                            "evicted the oldest handshake; its peer is rejected"
+                        );
                         running.task.abort();
-                        self.admission.gave_way();
+                        self.admission.evicted();
                     }
-                    let (source, yields) =
+                    let (source, evictable) =
                         (request.peer_addr().ip(), request.inner.reserved().is_none());
                     let task = handshakes.tasks.spawn(async move {
                         let peer = request.peer_addr();
                         let config = request.config.clone();
                         let result = request.establish(&config).await;
                         if let Err(error) = &result {
-                            tracing::debug!(%peer, %error, "not accepted");
+                            tracing::debug!(
+                                %peer,
+                                %error,
+                                "handshake failed; dropped the connection"
+                            );
                         }
                         result
                     });
@@ -275,44 +293,43 @@ impl Listener {
                         task,
                         source,
                         since: Instant::now(),
-                        yields,
+                        evictable,
                     });
                 }
-                Next::Made(Ok((task, made))) => {
+                Next::Established(Ok((task, established))) => {
                     handshakes.finished(task);
-                    match made {
+                    match established {
                         Ok(connection) => return Ok(connection),
                         Err(EstablishError::Setup(error)) => return Err(error.into()),
                         Err(_) => {}
                     }
                 }
-                Next::Made(Err(error)) => {
+                Next::Established(Err(error)) => {
                     handshakes.finished(error.id());
                     match error.try_into_panic() {
                         Ok(panic) => resume_unwind(panic),
-                        // It gave way; or the runtime of an acceptor has shut down, and rejected it.
-                        Err(error) => tracing::debug!(%error, "not accepted"),
+                        // Evicted, or the runtime that it was spawned on has shut down.
+                        Err(error) => tracing::debug!(%error, "handshake task cancelled"),
                     }
                 }
             }
         }
     }
 
-    /// The next peer that asks, to be accepted or rejected. One that asks for another protocol is rejected.
+    /// Returns the next request. Rejects peers with another protocol.
     ///
-    /// From now on no peer is answered without the program, until [`accept`](Self::accept) is called. A peer that was answered
-    /// before has the settings of the listener, and ends as [`CloseReason::Rejected`](super::CloseReason::Rejected) by
-    /// [`reject`](ConnectionRequest::reject).
+    /// Afterwards the device answers no peer until [`accept`](Self::accept). Peers answered earlier
+    /// have the listener's settings; [rejecting](ConnectionRequest::reject) closes their connection
+    /// with [`CloseReason::Rejected`](super::CloseReason::Rejected).
     ///
-    /// The address of such a peer may be forged: it has proved nothing. To accept it, a queue pair and buffers are made, and held until
-    /// it confirms or [gives way](ConnectionRequest::accept_with). A service whose peers are not trusted calls
-    /// [`accept`](Self::accept), which makes nothing for a peer that has not confirmed, or accepts each request in a task of its own
-    /// and limits the number of these tasks.
+    /// A request's address may be forged, yet accepting it holds a queue pair and buffers until
+    /// confirmation or [eviction](ConnectionRequest::accept_with). For untrusted peers use
+    /// [`accept`](Self::accept), or a limited number of tasks.
     ///
     /// # Errors
     ///
-    /// [`EstablishError::NoRuntime`] outside of a Tokio runtime with an I/O driver,
-    /// [`EstablishError::Connect`] if there will be no more.
+    /// [`EstablishError::NoRuntime`] outside a Tokio runtime with an I/O driver,
+    /// [`EstablishError::Connect`] if listening has ended.
     ///
     /// # Cancel safety
     ///
@@ -342,9 +359,13 @@ impl Listener {
                     });
                 }
                 Err(error) => {
-                    tracing::warn!(peer = %inner.peer_addr(), %error, "rejected");
+                    tracing::warn!(
+                        peer = %inner.peer_addr(),
+                        %error,
+                        "rejected connection request"
+                    );
                     if error.is_foreign() {
-                        // Tells the peer's program what it has met.
+                        // Lets the peer report the protocol mismatch.
                         inner.refuse(cm::FOR_MESSAGES).await;
                     }
                 }
@@ -362,43 +383,43 @@ impl fmt::Debug for Listener {
     }
 }
 
-/// A peer that wants a connection. Dropping it rejects it.
+/// A peer's request for a connection. Dropping it rejects the peer.
 #[must_use = "dropping it rejects it"]
 pub struct ConnectionRequest {
-    inner: cm::Request,
+    inner: cm::ConnectionRequest,
     handshake: Handshake,
     user_data: Bytes,
     device: Device,
     config: ConnectionConfig,
     admission: Arc<Admission>,
-    /// Requests that wait behind this one.
-    waiting: cm::Waiting,
+    /// The requests that wait at the listener. One of them may evict this one.
+    waiting: cm::PendingRequests,
 }
 
 impl ConnectionRequest {
-    /// Where it comes from.
+    /// Returns the peer's address.
     #[must_use]
     pub fn peer_addr(&self) -> SocketAddr {
         self.inner.peer_addr()
     }
 
-    /// What the peer's service gave along.
+    /// Returns the user data that the peer has sent.
     #[must_use]
     pub fn user_data(&self) -> &Bytes {
         &self.user_data
     }
 
-    /// What the peer says of itself.
+    /// Returns the receive limits that the peer has announced.
     #[must_use]
     pub fn peer(&self) -> Handshake {
         self.handshake
     }
 
-    /// Says yes, with the settings of the listener.
+    /// Accepts with the settings of the listener.
     ///
     /// # Errors
     ///
-    /// As [`accept_with`](Self::accept_with).
+    /// See [`accept_with`](Self::accept_with).
     ///
     /// # Cancel safety
     ///
@@ -408,19 +429,21 @@ impl ConnectionRequest {
         self.accept_with(&config).await
     }
 
-    /// Says yes, with settings of its own, but for the limits of the listener.
+    /// Accepts with these settings. The connection limits are always the listener's. If the device
+    /// has already answered the peer, all settings are.
     ///
-    /// Waits until the peer confirms, for up to [`connect_timeout`](ConnectionConfig::connect_timeout). If that takes longer than
-    /// 0.1 s, and another request has waited for 0.1 s at the listener, this one gives way: the peer is rejected, so that a peer
-    /// that asks and falls silent does not hold up those behind it. A service that takes requests faster than ten in a second
-    /// accepts each in a task of its own.
+    /// Waits for the confirmation for at most
+    /// [`connect_timeout`](ConnectionConfig::connect_timeout). After 0.1 s, another request that
+    /// has waited for 0.1 s evicts this one, so that silent peers do not block others. The evicted
+    /// peer is rejected. For more than ten requests per second, accept each in its own task.
     ///
     /// # Errors
     ///
-    /// [`EstablishError::Refused`] if the listener has as many connections as it may have: the peer finds the same, in
-    /// [`CloseReason::Refused`](super::CloseReason::Refused) if it was answered already. [`EstablishError::Connect`] with
-    /// [`cm::ConnectError::Disconnected`] if the peer has left, with [`cm::ConnectError::TimedOut`] if it does not confirm, or gives
-    /// way. As [`Connection::connect_with`] otherwise.
+    /// [`EstablishError::Refused`] at a connection limit; the peer gets that too, or
+    /// [`CloseReason::Refused`](super::CloseReason::Refused) if already answered.
+    /// [`EstablishError::Connect`] with [`cm::ConnectError::Disconnected`] if the peer has
+    /// disconnected, or [`cm::ConnectError::TimedOut`] if unconfirmed or evicted. Otherwise see
+    /// [`Connection::connect_with`].
     ///
     /// # Cancel safety
     ///
@@ -439,19 +462,19 @@ impl ConnectionRequest {
         match select(established, pin!(waiting.displaced(GRACE))).await {
             Either::Left((result, _)) => result,
             Either::Right(((), _)) => {
-                admission.gave_way();
-                let (address, step) = (Some(address), cm::Step::Establish);
+                admission.evicted();
+                let (address, step) = (Some(address), cm::ConnectStep::Establish);
                 Err(cm::ConnectError::TimedOut { address, step, after: start.elapsed() }.into())
             }
         }
     }
 
-    /// As [`accept_with`](Self::accept_with), but gives way to no other request.
+    /// Accepts without a check for eviction, and counts a failure.
     async fn establish(self, config: &ConnectionConfig) -> Result<Connection, EstablishError> {
         let admission = self.admission.clone();
         let result = self.establish_uncounted(config).await;
         if let Err(EstablishError::Connect(_)) = &result {
-            admission.failed();
+            admission.count_failed();
         }
         result
     }
@@ -462,53 +485,56 @@ impl ConnectionRequest {
     ) -> Result<Connection, EstablishError> {
         let address = self.peer_addr();
         let answered = self.inner.reserved().is_some();
-        // A peer that was answered has been told them.
+        // The provider's answer has announced the listener's settings to the peer.
         let config = if answered { &self.config } else { config };
-        // Before anything is made. A peer that has not confirmed yet takes no place from those that have.
-        let place = if answered {
-            self.admission.enter(address.ip()).map(Some)
+        // Checked before buffers are allocated. An unanswered peer may be forged, so it reserves a
+        // connection only after its confirmation.
+        let reservation = if answered {
+            self.admission.reserve(address.ip()).map(Some)
         } else {
             self.admission.check(address.ip()).map(|()| None)
         };
-        let place = match place {
-            Ok(place) => place,
-            Err(refusal) => {
-                self.inner.reject(&refusal.encode()).await?;
-                return Err(EstablishError::Refused { address, refusal });
+        let reservation = match reservation {
+            Ok(reservation) => reservation,
+            Err(reason) => {
+                self.inner.reject(&reason.encode()).await?;
+                return Err(EstablishError::Refused { address, reason });
             }
         };
         let options = config.cm_options(MAX_RESPONSE_DATA)?;
         let pd = config.domain(&self.device)?;
         let path = (self.inner.port(), self.inner.gid_index());
-        // No fault of this end, so that a listener goes on.
+        // Reported as `Connect`, because the peer's path does not fit: `accept` returns `Setup`
+        // errors, but skips this peer.
         config
             .check_path(path, self.inner.source())
-            .map_err(|error| self.inner.unprepared(error))?;
+            .map_err(|error| self.inner.prepare_error(error))?;
         let prepared =
             match PreparedConnection::new(&pd, config, |builder| self.inner.prepare(builder)) {
                 Ok(prepared) => prepared,
-                Err(error) => return Err(self.inner.not_made(error).await?.into()),
+                Err(error) => return Err(self.inner.explain_setup_error(error).await?.into()),
             };
         let link = self.inner.accept(&prepared.qp, &options).await?;
-        // Others may have been faster; then the link is dropped, and the peer disconnected.
-        let refused = |refusal| EstablishError::Refused { address, refusal };
-        let admitted = match place {
+        // If other peers have reached the limit meanwhile, dropping `link` disconnects this peer.
+        let refused = |reason| EstablishError::Refused { address, reason };
+        let admitted = match reservation {
             Some(admitted) => admitted,
-            None => self.admission.enter(address.ip()).map_err(refused)?,
+            None => self.admission.reserve(address.ip()).map_err(refused)?,
         };
         prepared.start(self.handshake, self.user_data, Some(link), Some(admitted.accepted()))
     }
 
-    /// Rejects the connection. The peer finds the bytes, at most 140 and with their length, in [`EstablishError::Rejected`].
+    /// Rejects the connection. The peer gets `user_data`, at most 140 bytes, in
+    /// [`EstablishError::Rejected`].
     ///
     /// # Errors
     ///
-    /// [`EstablishError::Connect`] with [`cm::ConnectError::Limit`] for more bytes (the peer is rejected without them then), else
-    /// as [`cm::Request::reject`].
+    /// [`EstablishError::Connect`] with [`cm::ConnectError::Limit`] for longer data; the peer is
+    /// then rejected without data. Otherwise see [`cm::ConnectionRequest::reject`].
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future rejects the peer all the same.
+    /// Dropping the future rejects the peer anyway.
     pub async fn reject(self, user_data: &[u8]) -> Result<(), EstablishError> {
         let rejection = Rejection::encode(user_data).map_err(cm::ConnectError::from)?;
         Ok(self.inner.reject(&rejection).await?)

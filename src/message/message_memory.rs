@@ -1,4 +1,4 @@
-//! Memory that long messages are fetched into.
+//! Memory for long messages, and the READs that fill it.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -16,204 +16,201 @@ use crate::op::{QueuePair, Read};
 use crate::types::Access;
 use crate::verbs::ProtectionDomain;
 
-/// Bytes of one READ: long enough for its answer to be most of what travels, short enough to let others in between.
-const READ: u64 = 1 << 20;
+/// The length of a READ: amortises headers, but lets other traffic interleave.
+const READ_LEN: u64 = 1 << 20;
 
-/// READs of one message in flight: the next is on its way when one is done.
-const READS: usize = 2;
+const MAX_READS: usize = 2;
 
-/// Smallest buffers that are kept for reuse.
-const SMALLEST: usize = 16 << 10;
+const MIN_BUFFER: usize = 16 << 10;
 
-/// Registered buffers for messages of up to [`READ`] bytes, in sizes of powers of two, kept for reuse as far as that is
-/// allowed: to register memory takes longer than to fetch a message into it. It may take milliseconds, and so may ending a
-/// registration: both are [`Chore`]s for a thread that may block, done without any lock.
+/// Registered buffers up to [`READ_LEN`], in powers of two, pooled because registration takes
+/// longer than a fetch. Both it and deregistration may take milliseconds, so [`Job`]s do
+/// them without locks.
 #[derive(Debug)]
-pub(super) struct Landings {
-    kept: Arc<Kept>,
-    /// Bytes that are kept, or will be.
-    used: u64,
-    keep: u64,
+pub(super) struct FetchMemory {
+    pools: Arc<Pools>,
+    /// Bytes in the pools or reserved by jobs.
+    pooled: u64,
+    max_pooled: u64,
 }
 
-/// Buffers by size; made when first needed.
 #[derive(Debug)]
-struct Kept {
+struct Pools {
     pd: ProtectionDomain,
-    pools: [OnceLock<Pool>; SIZES],
+    by_size: [OnceLock<Pool>; SIZES],
 }
 
-/// Sizes from [`SMALLEST`] to [`READ`].
-const SIZES: usize = (READ as usize / SMALLEST).ilog2() as usize + 1;
+const SIZES: usize = (READ_LEN as usize / MIN_BUFFER).ilog2() as usize + 1;
 
-impl Landings {
-    /// Keeps up to `keep` bytes of buffers.
-    pub(super) fn new(pd: &ProtectionDomain, keep: u64) -> Self {
-        let pools = std::array::from_fn(|_| OnceLock::new());
-        Self { kept: Arc::new(Kept { pd: pd.clone(), pools }), used: 0, keep }
+impl FetchMemory {
+    pub(super) fn new(pd: &ProtectionDomain, max_pooled: u64) -> Self {
+        let by_size = std::array::from_fn(|_| OnceLock::new());
+        Self { pools: Arc::new(Pools { pd: pd.clone(), by_size }), pooled: 0, max_pooled }
     }
 
-    /// A buffer for message `number` of `len` bytes, or what is to be done to have one.
-    pub(super) fn find(&mut self, number: u64, len: u64) -> Result<BufMut, Chore> {
-        let place = match size_of_buffer(len) {
-            None => Place::Parts,
+    /// Returns a buffer for message `number`, or a job to prepare one.
+    pub(super) fn find(&mut self, number: u64, len: u64) -> Result<BufMut, Job> {
+        let target = match size_of_buffer(len) {
+            None => Target::Parts,
             Some((at, size)) => {
                 let free = self
-                    .kept
                     .pools
+                    .by_size
                     .get(at)
                     .and_then(OnceLock::get)
                     .map(|pool| pool.take_free(len as usize));
                 if let Some(Ok(Some(buffer))) = free {
                     return Ok(buffer);
                 }
-                if self.used + size <= self.keep {
-                    self.used += size;
-                    Place::Kept
+                if self.pooled + size <= self.max_pooled {
+                    self.pooled += size;
+                    Target::Pooled
                 } else {
-                    Place::Once
+                    Target::Dedicated
                 }
             }
         };
-        Err(Chore { number, kept: self.kept.clone(), task: Task::Register { len, place } })
+        Err(Job { number, pools: self.pools.clone(), task: Task::Register { len, target } })
     }
 
-    /// What ends the registration of a message that was fetched in parts.
-    pub(super) fn release(&self, number: u64, region: ExposedRegion) -> Chore {
-        Chore { number, kept: self.kept.clone(), task: Task::Release(region) }
+    /// Returns the job that deregisters a message fetched in parts.
+    pub(super) fn release(&self, number: u64, region: ExposedRegion) -> Job {
+        Job { number, pools: self.pools.clone(), task: Task::Release(region) }
     }
 
-    /// So many bytes that were to be kept are not.
-    pub(super) fn not_kept(&mut self, bytes: u64) {
-        self.used -= bytes;
+    /// Returns unused reserved bytes.
+    pub(super) fn cancel_reservation(&mut self, bytes: u64) {
+        self.pooled -= bytes;
     }
 }
 
-/// Which of the sizes a message of `len` bytes takes, and how long that is; `None` above [`READ`].
+/// Returns the index and size of the pool for `len`; `None` above [`READ_LEN`].
 fn size_of_buffer(len: u64) -> Option<(usize, u64)> {
-    let size = len.checked_next_power_of_two()?.max(SMALLEST as u64);
-    (size <= READ).then(|| ((size / SMALLEST as u64).ilog2() as usize, size))
+    let size = len.checked_next_power_of_two()?.max(MIN_BUFFER as u64);
+    (size <= READ_LEN).then(|| ((size / MIN_BUFFER as u64).ilog2() as usize, size))
 }
 
-/// Something that may take its time, done where that holds up nobody.
+/// Blocking work for one message.
 #[derive(Debug)]
-pub(super) struct Chore {
-    /// Of the message that it is for.
+pub(super) struct Job {
     number: u64,
-    kept: Arc<Kept>,
+    pools: Arc<Pools>,
     task: Task,
 }
 
 #[derive(Debug)]
 enum Task {
-    Register { len: u64, place: Place },
+    Register { len: u64, target: Target },
     Release(ExposedRegion),
 }
 
-/// Where a message is fetched to.
 #[derive(Debug, Clone, Copy)]
-enum Place {
-    /// A buffer that is kept.
-    Kept,
-    /// A buffer of its own.
-    Once,
-    /// Memory of its own, filled by several READs.
+enum Target {
+    Pooled,
+    /// A buffer registered for one message.
+    Dedicated,
     Parts,
 }
 
-/// A chore that is done. What is not needed any more is dropped without a lock.
+/// The result of a job. Unneeded outputs are dropped without a lock.
 #[derive(Debug)]
-pub(super) struct Done {
+pub(super) struct JobDone {
     pub(super) number: u64,
-    /// Bytes that were set aside to be kept and are not.
-    pub(super) not_kept: u64,
-    pub(super) result: Result<Made, CloseReason>,
+    /// Reserved bytes that were not pooled.
+    pub(super) unpooled: u64,
+    pub(super) result: Result<JobOutput, CloseReason>,
 }
 
-/// What a chore gives.
 #[derive(Debug)]
-pub(super) enum Made {
+pub(super) enum JobOutput {
     Buffer(BufMut),
     Region(ExposedRegion),
     Message(Bytes),
 }
 
-impl Chore {
-    /// Takes as long as it takes.
-    pub(super) fn run(self) -> Done {
-        let Self { number, kept, task } = self;
-        let (result, not_kept) = match task {
-            Task::Release(region) => (release(region).map(Made::Message), 0),
-            Task::Register { len, place } => {
-                let (made, not_kept) = kept.register(len, place);
+impl Job {
+    pub(super) fn run(self) -> JobDone {
+        let Self { number, pools, task } = self;
+        let (result, unpooled) = match task {
+            Task::Release(region) => (release(region).map(JobOutput::Message), 0),
+            Task::Register { len, target } => {
+                let (made, unpooled) = pools.register(len, target);
                 let result = made.map_err(|error| {
-                    tracing::warn!(%error, len, "no memory for a message");
+                    tracing::warn!(
+                        %error,
+                        len,
+                        "failed to register memory for a message; closing the connection"
+                    );
                     CloseReason::Memory
                 });
-                (result, not_kept)
+                (result, unpooled)
             }
         };
-        Done { number, not_kept, result }
+        JobDone { number, unpooled, result }
     }
 }
 
-impl Kept {
-    /// Memory for a message, and bytes that were to be kept and are not.
-    fn register(&self, len: u64, place: Place) -> (Result<Made, SetupError>, u64) {
+impl Pools {
+    /// Registers memory. Returns also the reserved bytes that were not pooled.
+    fn register(&self, len: u64, target: Target) -> (Result<JobOutput, SetupError>, u64) {
         let Ok(bytes) = usize::try_from(len) else {
-            return (Err(SetupError::Unsupported { what: "so long a message" }), 0);
+            return (
+                Err(SetupError::Unsupported {
+                    what: "the message is longer than the address space",
+                }),
+                0,
+            );
         };
-        match (place, size_of_buffer(len)) {
-            (Place::Kept, Some((at, size))) => {
-                let Some(place) = self.pools.get(at) else {
-                    unreachable!("there is one for each size")
+        match (target, size_of_buffer(len)) {
+            (Target::Pooled, Some((at, size))) => {
+                let Some(target) = self.by_size.get(at) else {
+                    unreachable!("each size has a pool")
                 };
-                // One chore of a connection is done at a time, and nothing else grows the pool.
-                let before = place.get().map_or(0, Pool::total);
-                let buffer = self.grow(place, size as usize).and_then(|pool| {
+                // Only jobs grow the pool, one at a time.
+                let before = target.get().map_or(0, Pool::total);
+                let buffer = self.grow(target, size as usize).and_then(|pool| {
                     pool.try_alloc(bytes).map_err(|error| match error {
                         PoolError::Register(error) => error,
                         PoolError::TooLong(limit) => limit.into(),
-                        PoolError::Empty => unreachable!("it grows"),
+                        PoolError::Empty => unreachable!("the pool grows"),
                     })
                 });
-                // One may have come back meanwhile.
-                let grown = place.get().map_or(0, Pool::total) > before;
-                (buffer.map(Made::Buffer), if grown { 0 } else { size })
+                // A returned buffer may have been used instead.
+                let grown = target.get().map_or(0, Pool::total) > before;
+                (buffer.map(JobOutput::Buffer), if grown { 0 } else { size })
             }
-            (Place::Parts, _) => {
-                // From the heap, so that it can be given away without a copy. Nobody is granted access; that it is reached by
-                // slices is what an exposed region is for.
+            (Target::Parts, _) => {
+                // On the heap, to become a `Bytes` without a copy; an exposed region for its
+                // slices, without remote access.
                 let region = zeroed(bytes)
                     .and_then(|memory| ExposedRegion::new(&self.pd, memory, Access::empty()));
-                (region.map(Made::Region), 0)
+                (region.map(JobOutput::Region), 0)
             }
-            (Place::Once | Place::Kept, _) => {
+            (Target::Dedicated | Target::Pooled, _) => {
                 let memory = HostMemory::try_zeroed(bytes);
-                (memory.and_then(|memory| self.pd.register(memory)).map(Made::Buffer), 0)
+                (memory.and_then(|memory| self.pd.register(memory)).map(JobOutput::Buffer), 0)
             }
         }
     }
 
-    fn grow<'a>(&self, place: &'a OnceLock<Pool>, size: usize) -> Result<&'a Pool, SetupError> {
-        if let Some(pool) = place.get() {
+    fn grow<'a>(&self, target: &'a OnceLock<Pool>, size: usize) -> Result<&'a Pool, SetupError> {
+        if let Some(pool) = target.get() {
             return Ok(pool);
         }
         let pool = Pool::builder(&self.pd).buffer_size(size).buffers(1).growing(true).build()?;
-        Ok(place.get_or_init(|| pool))
+        Ok(target.get_or_init(|| pool))
     }
 }
 
-/// The message in a region that was filled.
 fn release(region: ExposedRegion) -> Result<Bytes, CloseReason> {
     region.into_storage::<Vec<u8>>().map(Bytes::from).map_err(|region| {
-        // The device does not end its registration; then the connection ends, and the memory is leaked.
-        tracing::error!(?region, "a message that was fetched cannot be taken from its region");
+        // The connection terminates and the memory is leaked.
+        tracing::error!(?region, "failed to deregister a fetched message; leaking its memory");
         CloseReason::Operation(OpErrorKind::Post(VerbError::new("ibv_dereg_mr", VerbError::EIO)))
     })
 }
 
-/// Zeroed memory, or an error where `vec!` would end the process: a peer says how much.
+/// Allocates zeroed memory. `vec!` would abort the process if a peer's length is too large.
 fn zeroed(len: usize) -> Result<Vec<u8>, SetupError> {
     let mut memory = Vec::new();
     memory
@@ -223,58 +220,55 @@ fn zeroed(len: usize) -> Result<Vec<u8>, SetupError> {
     Ok(memory)
 }
 
-/// A message that is being fetched.
 #[derive(Debug)]
-pub(super) enum Landing {
-    /// By one READ.
+pub(super) enum Fetch {
     Whole(Read<BufMut>),
-    /// By several.
     Parts(Parts),
 }
 
-/// A message that is there.
 #[derive(Debug)]
-pub(super) enum Arrived {
+pub(super) enum FetchOutput {
     Message(Bytes),
-    /// Its registration is still to be ended: [`Landings::release`].
+    /// Memory still to be deregistered by [`FetchMemory::release`].
     Region(ExposedRegion),
 }
 
-/// A message that is fetched by several READs.
+/// A fetch by several READs.
 #[derive(Debug)]
 pub(super) struct Parts {
-    /// `None` once it was given away.
+    /// Taken on completion.
     region: Option<ExposedRegion>,
     remote: RemoteRegion,
-    /// Bytes for which a READ was posted.
-    asked: u64,
+    /// Bytes covered by posted READs.
+    posted: u64,
     reads: VecDeque<Read<ExposedSlice>>,
 }
 
-impl Landing {
-    /// Starts to fetch a message into a buffer of its length.
+impl Fetch {
     pub(super) fn whole(qp: &QueuePair, buffer: BufMut, remote: RemoteRegion) -> Self {
         Self::Whole(qp.read(buffer, remote))
     }
 
-    /// Starts to fetch a message into a region of its length.
     pub(super) fn parts(qp: &QueuePair, region: ExposedRegion, remote: RemoteRegion) -> Self {
-        let mut parts =
-            Parts { region: Some(region), remote, asked: 0, reads: VecDeque::with_capacity(READS) };
-        parts.ask(qp);
+        let mut parts = Parts {
+            region: Some(region),
+            remote,
+            posted: 0,
+            reads: VecDeque::with_capacity(MAX_READS),
+        };
+        parts.post_reads(qp);
         Self::Parts(parts)
     }
 
-    /// The message, once it is all there.
     pub(super) fn poll(
         &mut self,
         qp: &QueuePair,
         context: &mut Context<'_>,
-    ) -> Poll<Result<Arrived, OpErrorKind>> {
+    ) -> Poll<Result<FetchOutput, OpErrorKind>> {
         match self {
             Self::Whole(read) => {
                 let read = std::pin::Pin::new(read).poll(context);
-                let done = read.map_ok(|buffer| Arrived::Message(buffer.freeze().into()));
+                let done = read.map_ok(|buffer| FetchOutput::Message(buffer.freeze().into()));
                 done.map_err(|error| error.kind())
             }
             Self::Parts(parts) => parts.poll(qp, context),
@@ -283,21 +277,20 @@ impl Landing {
 }
 
 impl Parts {
-    /// Posts READs as far as they may be in flight.
-    fn ask(&mut self, qp: &QueuePair) {
+    fn post_reads(&mut self, qp: &QueuePair) {
         while let Some(region) = &self.region
-            && self.reads.len() < READS
-            && self.asked < self.remote.len()
+            && self.reads.len() < MAX_READS
+            && self.posted < self.remote.len()
         {
-            let end = self.remote.len().min(self.asked + READ);
+            let end = self.remote.len().min(self.posted + READ_LEN);
             let (Ok(slice), Ok(remote)) = (
-                region.slice(self.asked as usize..end as usize),
-                self.remote.slice(self.asked..end),
+                region.slice(self.posted as usize..end as usize),
+                self.remote.slice(self.posted..end),
             ) else {
-                unreachable!("within the length of both, which is the same")
+                unreachable!("local and remote region have the same length")
             };
             self.reads.push_back(qp.read(slice, remote));
-            self.asked = end;
+            self.posted = end;
         }
     }
 
@@ -305,16 +298,16 @@ impl Parts {
         &mut self,
         qp: &QueuePair,
         context: &mut Context<'_>,
-    ) -> Poll<Result<Arrived, OpErrorKind>> {
+    ) -> Poll<Result<FetchOutput, OpErrorKind>> {
         while let Some(read) = self.reads.front_mut() {
             let done = std::task::ready!(std::pin::Pin::new(read).poll(context));
             self.reads.pop_front();
             if let Err(error) = done {
                 return Poll::Ready(Err(error.kind()));
             }
-            self.ask(qp);
+            self.post_reads(qp);
         }
-        let Some(region) = self.region.take() else { unreachable!("it is given away once") };
-        Poll::Ready(Ok(Arrived::Region(region)))
+        let Some(region) = self.region.take() else { unreachable!("the region is taken once") };
+        Poll::Ready(Ok(FetchOutput::Region(region)))
     }
 }

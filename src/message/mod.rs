@@ -1,17 +1,18 @@
-//! Connections that carry messages, and one-sided operations beside them.
+//! Connections that carry messages, and one-sided operations on the same queue pair.
 //!
 //! ```text
-//!   Connection ─ SendHalf, RecvHalf        connection.rs, halves.rs    what a service holds
-//!        │                                 one_sided.rs               the peer's memory
-//!   Listener                               listener.rs, admission.rs   which peers become connections
-//!        │ driver.rs: time, and progress when nobody asks for any
+//!   Connection ─ SendHalf, RecvHalf   connection.rs, halves.rs    handles of the service
+//!        │                            one_sided.rs                access to the peer's memory
+//!   Listener                          listener.rs, admission.rs   accepts and refuses peers
+//!        │ driver.rs: deadlines, and progress while the service is idle
 //!        ▼
-//!      core.rs: one end at work            inbound.rs, fetching.rs, message_memory.rs, outbound.rs, ending.rs, waiters.rs
-//!        │ asks, tells
+//!      core.rs: I/O of one side       inbound.rs, fetching.rs, message_memory.rs, outbound.rs,
+//!        │                            ending.rs, waiters.rs
+//!        │ headers, events, time ▼ ▲ headers to send, actions, deadline
 //!        ▼
-//!      protocol.rs: frames and time in, frames, actions and a deadline out      pure, judges what a peer sends
-//!        │                                 frame.rs, handshake.rs
-//!        └─ lifecycle.rs: phases           flow_control.rs: credits           timers.rs: deadlines
+//!      protocol.rs: no I/O; validates what the peer sends
+//!        │                            frame.rs, handshake.rs
+//!        └─ lifecycle.rs: phases      flow_control.rs: credits    timers.rs: deadlines
 //! ```
 
 #![forbid(unsafe_code)]
@@ -29,7 +30,7 @@ mod flow_control;
 mod flow_model;
 mod frame;
 #[cfg(any(fuzzing, all(test, not(loom))))]
-#[allow(unreachable_pub, reason = "a fuzzer reaches it")]
+#[allow(unreachable_pub, reason = "used by fuzz targets")]
 pub mod fuzzing;
 mod halves;
 mod handshake;
@@ -47,7 +48,7 @@ mod tests;
 mod timers;
 mod waiters;
 
-pub use admission::{ListenerStats, Refusal};
+pub use admission::{ListenerStats, RefusalReason};
 pub use config::ConnectionConfig;
 pub use connection::{Connection, PreparedConnection};
 pub use core::ConnectionCounters;

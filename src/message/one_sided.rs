@@ -1,7 +1,7 @@
-//! Operations on the peer's memory, beside the messages.
+//! One-sided operations on the peer's memory.
 //!
-//! They share the queue pair, and its send queue, with the messages: what consumes a receive of the peer is not for services,
-//! since the peer takes it for a frame.
+//! They share the send queue with messages. Operations that consume a receive of the peer are not
+//! offered: the peer would take them for frames.
 
 use super::connection::Connection;
 use crate::error::{LimitError, SetupError};
@@ -12,17 +12,17 @@ use crate::types::Access;
 use crate::verbs::ProtectionDomain;
 
 impl Connection {
-    /// Its protection domain: what is exposed there, the peer reaches.
+    /// Returns the protection domain. The peer can access memory exposed in it.
     #[must_use]
     pub fn protection_domain(&self) -> &ProtectionDomain {
         self.qp().protection_domain()
     }
 
-    /// Exposes memory to the peer; send it the [`grant`](ExposedRegion::grant).
+    /// Exposes memory to the peer. Send the [`grant`](ExposedRegion::grant) in a message.
     ///
     /// # Errors
     ///
-    /// As [`ExposedRegion::new`].
+    /// See [`ExposedRegion::new`].
     pub fn expose<S: Storage>(
         &self,
         memory: S,
@@ -31,15 +31,16 @@ impl Connection {
         ExposedRegion::new(self.protection_domain(), memory, access)
     }
 
-    /// A buffer of `len` bytes for operations: from a pool up to `receive_buffer_size`, beyond that registered for this.
+    /// Allocates a buffer of `len` bytes, from a pool up to `receive_buffer_size`. Longer ones are
+    /// registered individually.
     ///
     /// # Errors
     ///
-    /// [`SetupError`] if it is longer than a buffer can be, or cannot be registered.
+    /// [`SetupError`] if the length is unsupported or registration fails.
     pub fn alloc(&self, len: usize) -> Result<BufMut, SetupError> {
         let handle = self.handle();
         if len > handle.buffer_size {
-            // Before there is memory for it.
+            // Checked before memory is allocated.
             LimitError::check("buffer bytes", len as u64, u64::from(u32::MAX))?;
             return self.protection_domain().register(HostMemory::try_zeroed(len)?);
         }
@@ -56,98 +57,101 @@ impl Connection {
         pool.try_alloc(len).map_err(|error| match error {
             PoolError::Register(error) => error,
             PoolError::TooLong(limit) => limit.into(),
-            PoolError::Empty => unreachable!("it grows"),
+            PoolError::Empty => unreachable!("the pool grows"),
         })
     }
 
-    /// A buffer for operations that holds a copy of `bytes`.
+    /// Allocates a buffer with a copy of `bytes`.
     ///
     /// # Errors
     ///
-    /// As [`alloc`](Self::alloc).
+    /// See [`alloc`](Self::alloc).
     pub fn copy_from(&self, bytes: &[u8]) -> Result<BufMut, SetupError> {
         let mut buffer = self.alloc(bytes.len())?;
         buffer.copy_from_slice(bytes);
         Ok(buffer)
     }
 
-    /// Writes to memory of the peer: [`QueuePair::write`](crate::QueuePair::write). A message sent afterwards tells the peer, and
-    /// makes it visible.
+    /// Writes to the peer's memory; see [`QueuePair::write`](crate::QueuePair::write). A message
+    /// sent afterwards makes the data visible to the peer.
     ///
     /// # Errors
     ///
-    /// As there, of the future, with the buffer; [`OpErrorKind::Closed`](crate::OpErrorKind::Closed) once the connection is gone.
+    /// See `QueuePair::write`; the buffer is returned.
+    /// [`OpErrorKind::Closed`](crate::OpErrorKind::Closed) on a closed connection.
     ///
     /// # Cancel safety
     ///
-    /// As [`Operation`](crate::op::Operation): the bytes are written even if the future is dropped.
+    /// Dropping the future does not stop the [`Operation`](crate::op::Operation).
     pub fn write<B: Gather>(&self, buffer: B, remote: RemoteRegion) -> Write<B> {
         self.qp().destination().post(SendRequest::write(remote), buffer)
     }
 
-    /// As [`write`](Self::write), of at most [`max_inline`](super::ConnectionConfig::max_inline) bytes that are copied now: no
-    /// buffer is needed, and `bytes` can be reused at once.
+    /// Writes at most [`max_inline`](super::ConnectionConfig::max_inline) bytes, which are copied
+    /// at once.
     ///
     /// # Errors
     ///
-    /// As [`write`](Self::write), and [`OpErrorKind::Limit`](crate::OpErrorKind::Limit) beyond `max_inline`.
+    /// See [`write`](Self::write); [`OpErrorKind::Limit`](crate::OpErrorKind::Limit) above
+    /// `max_inline`.
     ///
     /// # Cancel safety
     ///
-    /// As [`Operation`](crate::op::Operation): the bytes are written even if the future is dropped.
+    /// Dropping the future does not stop the [`Operation`](crate::op::Operation).
     pub fn write_inline(&self, bytes: &[u8], remote: RemoteRegion) -> Write<()> {
         self.qp().destination().post_inline(SendRequest::write(remote), bytes)
     }
 
-    /// Reads memory of the peer: [`QueuePair::read`](crate::QueuePair::read).
+    /// Reads the peer's memory; see [`QueuePair::read`](crate::QueuePair::read).
     ///
     /// # Errors
     ///
-    /// As there, of the future, with the buffer, whose content is arbitrary then.
+    /// See `QueuePair::read`; the buffer is returned with arbitrary content.
     ///
     /// # Cancel safety
     ///
-    /// As [`Operation`](crate::op::Operation): if the future is dropped, the buffer comes back to its pool when the device has filled
-    /// it.
+    /// If the future is dropped, the device still fills the buffer, which then returns to its pool;
+    /// see [`Operation`](crate::op::Operation).
     pub fn read<B: Scatter>(&self, buffer: B, remote: RemoteRegion) -> Read<B> {
         self.qp().destination().post(SendRequest::read(remote), buffer)
     }
 
-    /// Compares and swaps a word of the peer's memory: [`QueuePair::compare_swap`](crate::QueuePair::compare_swap).
+    /// Compares and swaps a word of the peer's memory; see
+    /// [`QueuePair::compare_swap`](crate::QueuePair::compare_swap).
     ///
     /// # Errors
     ///
-    /// As there, of the future.
+    /// See `QueuePair::compare_swap`.
     ///
     /// # Cancel safety
     ///
-    /// As [`Operation`](crate::op::Operation): it is done even if the future is dropped.
+    /// Dropping the future does not stop the [`Operation`](crate::op::Operation).
     pub fn compare_swap(&self, remote: RemoteRegion, compare: u64, swap: u64) -> Atomic {
         self.qp().destination().post_atomic(AtomicRequest::compare_swap(remote, compare, swap))
     }
 
-    /// Adds to a word of the peer's memory: [`QueuePair::fetch_add`](crate::QueuePair::fetch_add).
+    /// Adds to a word of the peer's memory; see
+    /// [`QueuePair::fetch_add`](crate::QueuePair::fetch_add).
     ///
     /// # Errors
     ///
-    /// As there, of the future.
+    /// See `QueuePair::fetch_add`.
     ///
     /// # Cancel safety
     ///
-    /// As [`Operation`](crate::op::Operation): it is done even if the future is dropped.
+    /// Dropping the future does not stop the [`Operation`](crate::op::Operation).
     pub fn fetch_add(&self, remote: RemoteRegion, add: u64) -> Atomic {
         self.qp().destination().post_atomic(AtomicRequest::fetch_add(remote, add))
     }
 
-    /// Posts many WRITEs and READs with one doorbell: [`QueuePair::post_batch`](crate::QueuePair::post_batch). If the send queue
-    /// has no room for all of them, they join the line of messages and operations one by one.
-    ///
-    /// A READ may be answered after a WRITE behind it is carried out. Where that matters, put [`Batch::fence`] between the two; as
-    /// the first of a batch it waits for READs and atomics that were posted before the batch.
+    /// Posts WRITEs and READs with one doorbell; see
+    /// [`QueuePair::post_batch`](crate::QueuePair::post_batch). If they do not all fit the send
+    /// queue, they are queued one by one.
     ///
     /// ```
     /// # use tokio_rdma::{Access, Batch, Connection, RemoteRegion};
-    /// # async fn example(connection: &Connection, remote: RemoteRegion) -> Result<(), Box<dyn std::error::Error>> {
+    /// # async fn example(connection: &Connection, remote: RemoteRegion)
+    /// # -> Result<(), Box<dyn std::error::Error>> {
     /// let mut batch = Batch::new();
     /// for (block, bytes) in [[1; 512], [2; 512]].iter().enumerate() {
     ///     let start = 512 * block as u64;
@@ -160,16 +164,24 @@ impl Connection {
     /// # }
     /// ```
     ///
+    /// READs may be answered after later WRITEs are carried out, unless [`Batch::fence`] separates
+    /// them. At the start of a batch, the fence waits for earlier READs and atomics.
+    ///
     /// # Errors
     ///
-    /// In the result, for each work request, with all buffers. If one is refused, none is posted and all have its error:
-    /// [`OpErrorKind::NotOneSided`](crate::OpErrorKind::NotOneSided), which names it, for what consumes a receive of the peer (SEND,
-    /// SEND and WRITE with immediate data), [`OpErrorKind::Limit`](crate::OpErrorKind::Limit) for more than
-    /// [`max_send_wr`](super::ConnectionConfig::max_send_wr) or too many bytes. One that fails at the peer ends the connection.
+    /// The result has an error per work request, and all buffers. If one is refused, none is
+    /// posted and all report its error:
+    ///
+    /// - [`OpErrorKind::NotOneSided`](crate::OpErrorKind::NotOneSided) with the index of a SEND or
+    ///   an operation with immediate data, which consumes a receive of the peer.
+    /// - [`OpErrorKind::Limit`](crate::OpErrorKind::Limit) above
+    ///   [`max_send_wr`](super::ConnectionConfig::max_send_wr) or for too many bytes.
+    ///
+    /// A failure at the peer closes the connection.
     ///
     /// # Cancel safety
     ///
-    /// As [`Operation`](crate::op::Operation): the batch goes on if the future is dropped.
+    /// Dropping the future does not stop the [`Operation`](crate::op::Operation).
     pub fn post_batch<B: Gather>(&self, batch: Batch<B>) -> BatchOp<B> {
         self.qp().destination().post_one_sided(batch)
     }

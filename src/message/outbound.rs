@@ -1,4 +1,4 @@
-//! What an end sends: each message in the way that its length asks for.
+//! Sending: inline, copied, or as an offer.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -9,20 +9,18 @@ use bytes::Bytes;
 use super::core::{Core, Mark};
 use super::error::{CloseReason, MessageError};
 use super::frame::{Header, Kind};
-use super::waiters::{Guest, Ticket};
+use super::waiters::{Caller, Ticket};
 use crate::error::{LimitError, OpErrorKind};
 use crate::memory::{BufMut, PoolError, ReadOnlyRegion};
 use crate::op::Send;
 
-/// Frames on their way before those that are done are looked for, though nobody needs what they hold.
-const LOOK: usize = 256;
+/// The number of frames in flight above which completed ones are removed.
+const REAP_THRESHOLD: usize = 256;
 
-/// A frame on its way.
 #[derive(Debug)]
 pub(super) enum Sent {
     Inline(Send<()>),
     Copied(Send<BufMut>),
-    /// An `Abort`.
     Abort(Send<()>),
     Done,
 }
@@ -44,9 +42,9 @@ impl Sent {
         }
     }
 
-    /// True if it is an `Abort` that the device has.
+    /// Returns true if it is a posted `Abort`.
     pub(super) fn is_posted_abort(&self) -> bool {
-        matches!(self, Self::Abort(send) if !send.is_in_line())
+        matches!(self, Self::Abort(send) if !send.is_queued())
     }
 
     pub(super) fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), OpErrorKind>> {
@@ -66,7 +64,7 @@ impl Sent {
     }
 }
 
-/// Why the first in line cannot send.
+/// The resource that the first waiting sender lacks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Block {
     Credits,
@@ -74,18 +72,18 @@ pub(super) enum Block {
     Memory(u64),
 }
 
-/// A wait for what was sent to arrive.
+/// A wait for sent messages to arrive.
 #[derive(Debug, Default)]
 pub(super) struct Flush {
     pub(super) ticket: Option<Ticket>,
-    /// What had been sent when it began.
+    /// Position to reach.
     target: Option<Mark>,
-    /// Messages that had been sent then.
+    /// Messages sent when `target` was set.
     messages: u64,
 }
 
 impl Flush {
-    /// Waits for all that was sent so far, if there was more since it began: a sink may have begun to flush, and stopped, before.
+    /// Extends the flush to later messages: an earlier flush of a sink may have been abandoned.
     pub(super) fn renew(&mut self, core: &Core) {
         if self.messages != core.counters.sent {
             self.target = None;
@@ -94,7 +92,6 @@ impl Flush {
 }
 
 impl Core {
-    /// Posts a frame of which there is nothing but its header.
     pub(super) fn send_bare(&mut self, header: Header) {
         let send = self.qp.send_inline_with_imm(&[], header.encode());
         self.add_sent(if header.kind == Kind::Abort {
@@ -109,52 +106,52 @@ impl Core {
         self.sends.push_back(sent);
     }
 
-    /// Sends `message` if that is possible now and nobody is before it in line. It is the caller's to drop, without the lock:
-    /// that may run code of the service.
+    /// Sends `message` if it is first in the queue and resources are free. The caller must drop it
+    /// without the lock.
     pub(super) fn poll_send(
         &mut self,
         message: &Bytes,
         ticket: &mut Option<Ticket>,
-        bell: &Waker,
-        guest: &mut Guest<'_>,
+        driver: &Waker,
+        caller: &mut Caller<'_>,
     ) -> Poll<Result<(), MessageError>> {
         if self.senders.is_first(*ticket) {
             let mut result = self.try_send(message);
             if matches!(result, Ok(Some(_))) {
-                self.progress(bell);
+                self.progress(driver);
                 result = self.try_send(message);
             }
             match result {
                 Ok(Some(block)) => self.blocked = block,
                 Ok(None) => {
-                    self.next_sender(ticket);
+                    self.withdraw_sender(ticket);
                     return Poll::Ready(Ok(()));
                 }
                 Err(error) => {
-                    self.next_sender(ticket);
+                    self.withdraw_sender(ticket);
                     return Poll::Ready(Err(error));
                 }
             }
         } else if let Err(error) = self.protocol.phase().check_open() {
-            self.next_sender(ticket);
+            self.withdraw_sender(ticket);
             return Poll::Ready(Err(error));
         }
-        self.senders.wait(ticket, guest);
+        self.senders.wait(ticket, caller);
         if self.blocked == Block::Buffers {
-            // Somebody must be told when one comes back.
-            self.progress(bell);
+            // Registers the driver with a buffer's send.
+            self.progress(driver);
         }
         Poll::Pending
     }
 
-    /// Leaves the line of senders.
-    pub(super) fn next_sender(&mut self, ticket: &mut Option<Ticket>) {
-        self.after.spent.extend(self.senders.leave(ticket));
-        // What it needs nobody knows; it will say so.
-        self.after.wakers.extend(self.senders.first());
+    /// Withdraws a sender and wakes the next one.
+    pub(super) fn withdraw_sender(&mut self, ticket: &mut Option<Ticket>) {
+        self.after.stale_wakers.extend(self.senders.withdraw(ticket));
+        // It checks its own resource.
+        self.after.wakers.extend(self.senders.take_first());
     }
 
-    /// Sends a message, or says why not now.
+    /// Sends a message, or returns the missing resource.
     pub(super) fn try_send(&mut self, message: &Bytes) -> Result<Option<Block>, MessageError> {
         self.protocol.phase().check_open()?;
         let len = message.len();
@@ -191,18 +188,18 @@ impl Core {
             self.counters.offered += 1;
         }
         self.counters.sent += 1;
-        if self.sends.len() > LOOK {
+        if self.sends.len() > REAP_THRESHOLD {
             self.reap();
         }
         Ok(None)
     }
 
-    /// Waits until all that was sent when it was first asked has arrived: others may go on sending.
+    /// Waits until everything sent before the first poll has arrived.
     pub(super) fn poll_flush(
         &mut self,
         flush: &mut Flush,
-        bell: &Waker,
-        guest: &mut Guest<'_>,
+        driver: &Waker,
+        caller: &mut Caller<'_>,
     ) -> Poll<Result<(), MessageError>> {
         let target = match flush.target {
             Some(target) => target,
@@ -211,26 +208,26 @@ impl Core {
                 *flush.target.insert(self.sent_so_far())
             }
         };
-        // In line first: progress looks at sends that somebody waits for. If it reaches the mark of another, it wakes this task.
-        self.flushers.wait(&mut flush.ticket, guest);
+        // First, because `progress` watches only sends with waiters. It may wake this task for
+        // another flush.
+        self.flushers.wait(&mut flush.ticket, caller);
         self.mark = Some(self.mark.map_or(target, |mark| mark.min(target)));
-        self.progress(bell);
-        let result = match self.ended() {
+        self.progress(driver);
+        let result = match self.close_reason() {
             Some(CloseReason::Clean) => Ok(()),
             Some(reason) => Err(MessageError::Closed(reason)),
             None if self.has_reached(target) => Ok(()),
             None => {
-                self.flushers.wait(&mut flush.ticket, guest);
+                self.flushers.wait(&mut flush.ticket, caller);
                 return Poll::Pending;
             }
         };
         flush.target = None;
-        self.leave_flushers(&mut flush.ticket);
+        self.withdraw_flusher(&mut flush.ticket);
         Poll::Ready(result)
     }
 
-    /// No longer waits for a flush, or for the end.
-    pub(super) fn leave_flushers(&mut self, ticket: &mut Option<Ticket>) {
-        self.after.spent.extend(self.flushers.leave(ticket));
+    pub(super) fn withdraw_flusher(&mut self, ticket: &mut Option<Ticket>) {
+        self.after.stale_wakers.extend(self.flushers.withdraw(ticket));
     }
 }

@@ -1,4 +1,4 @@
-//! State shared by the tasks of a connection: one end under a lock, and the bell that wakes the driver.
+//! State shared by the tasks of a connection.
 
 use std::cell::Cell;
 use std::ptr;
@@ -12,27 +12,27 @@ use super::admission::Admitted;
 use super::core::Core;
 use super::error::CloseReason;
 use super::helper::Helper;
-use super::waiters::Guest;
+use super::waiters::Caller;
 use crate::engine::Deferral;
 use crate::op::QueuePair;
 
 thread_local! {
-    /// The bell of the driver that is being polled on this thread, and whether it has rung since.
-    static POLLED: Cell<(*const Bell, bool)> = const { Cell::new((ptr::null(), false)) };
+    /// The connection whose driver this thread polls, and whether it was woken since.
+    static POLLED: Cell<(*const DriverWaker, bool)> = const { Cell::new((ptr::null(), false)) };
 }
 
-/// Waker of operations: wakes the driver of their connection.
+/// The waker of all operations of a connection.
 #[derive(Debug, Default)]
-pub(super) struct Bell {
+pub(super) struct DriverWaker {
     driver: futures::task::AtomicWaker,
 }
 
-impl Bell {
+impl DriverWaker {
     pub(super) fn register(&self, waker: &Waker) {
         self.driver.register(waker);
     }
 
-    pub(super) fn ring(&self) {
+    pub(super) fn wake_driver(&self) {
         if ptr::eq(POLLED.get().0, self) {
             POLLED.set((self, true));
         } else {
@@ -40,36 +40,35 @@ impl Bell {
         }
     }
 
-    /// Removes the waker of the driver.
     pub(super) fn take(&self) -> Option<Waker> {
         self.driver.take()
     }
 }
 
-impl std::task::Wake for Bell {
+impl std::task::Wake for DriverWaker {
     fn wake(self: Arc<Self>) {
-        self.ring();
+        self.wake_driver();
     }
 
     fn wake_by_ref(self: &Arc<Self>) {
-        self.ring();
+        self.wake_driver();
     }
 }
 
-/// A poll of the driver of a bell. The driver is not woken by its own bell meanwhile.
+/// A poll of the driver, during which its waker only sets a flag.
 pub(super) struct DriverPoll {
-    bell: *const Bell,
-    before: (*const Bell, bool),
+    driver_waker: *const DriverWaker,
+    before: (*const DriverWaker, bool),
 }
 
 impl DriverPoll {
-    pub(super) fn begin(bell: &Bell) -> Self {
-        Self { bell, before: POLLED.replace((bell, false)) }
+    pub(super) fn begin(driver_waker: &DriverWaker) -> Self {
+        Self { driver_waker, before: POLLED.replace((driver_waker, false)) }
     }
 
-    /// Ends the poll. True if the bell has rung.
+    /// Ends the poll. Returns true if the driver was woken meanwhile.
     pub(super) fn end(self) -> bool {
-        POLLED.get() == (self.bell, true)
+        POLLED.get() == (self.driver_waker, true)
     }
 }
 
@@ -79,17 +78,14 @@ impl Drop for DriverPoll {
     }
 }
 
-/// State shared by the tasks of a connection.
 #[derive(Debug)]
 pub(super) struct Shared {
     core: Mutex<Core>,
-    pub(super) bell: Arc<Bell>,
-    /// The bell as a waker.
+    pub(super) driver_waker: Arc<DriverWaker>,
+    /// `driver_waker` as a waker.
     waker: Waker,
     pub(super) qp: QueuePair,
-    /// The runtime of the driver.
     pub(super) runtime: Handle,
-    /// Place among the connections of a listener.
     _admitted: Option<Admitted>,
     this: Weak<Self>,
 }
@@ -101,12 +97,12 @@ impl Shared {
         runtime: Handle,
         admitted: Option<Admitted>,
     ) -> Arc<Self> {
-        let bell = Arc::new(Bell::default());
-        let waker = bell.clone().into();
+        let driver_waker = Arc::new(DriverWaker::default());
+        let waker = driver_waker.clone().into();
         Arc::new_cyclic(|this| Self {
             core: Mutex::new(core),
             waker,
-            bell,
+            driver_waker,
             qp,
             runtime,
             _admitted: admitted,
@@ -114,8 +110,8 @@ impl Shared {
         })
     }
 
-    /// Runs `work` under the lock, and without the lock what `work` has left to do: wakers and destructors of the service, which
-    /// may call this function again. Polling operations may leave such work for other connections, too.
+    /// Runs `work` under the lock, then, without it, deferred wakers and destructors, which may
+    /// call this function again. Operations may defer them for other connections, too.
     pub(super) fn with<R>(&self, work: impl FnOnce(&mut Core, &Waker) -> R) -> R {
         let deferral = Deferral::begin();
         let mut core = self.core.lock();
@@ -123,41 +119,39 @@ impl Shared {
         let after = core.take_after();
         drop(core);
         drop(deferral);
-        if after.help {
+        if after.start_helper {
             let helper = Helper::new(self.this.clone());
             drop(self.runtime.spawn_blocking(move || helper.run()));
         }
-        if after.ring {
-            self.bell.ring();
+        if after.wake_driver {
+            self.driver_waker.wake_driver();
         }
         after.run();
         result
     }
 
-    /// Runs `work` as [`with`](Self::with) does, for a task that may have to wait.
+    /// Runs `work` like [`with`](Self::with), for a task that may wait.
     pub(super) fn poll<R>(
         &self,
         context: &mut Context<'_>,
-        mut work: impl FnMut(&mut Core, &Waker, &mut Guest<'_>) -> Poll<R>,
+        mut work: impl FnMut(&mut Core, &Waker, &mut Caller<'_>) -> Poll<R>,
     ) -> Poll<R> {
-        let mut guest = Guest::new(context.waker());
-        let first = self.with(|core, bell| work(core, bell, &mut guest));
-        if first.is_ready() || !guest.clone_if_needed() {
+        let mut caller = Caller::new(context.waker());
+        let first = self.with(|core, driver_waker| work(core, driver_waker, &mut caller));
+        if first.is_ready() || !caller.clone_if_needed() {
             return first;
         }
-        // With the clone the task is registered, so that a third call is never needed.
-        self.with(|core, bell| work(core, bell, &mut guest))
+        // The clone registers the task: no third call is needed.
+        self.with(|core, driver_waker| work(core, driver_waker, &mut caller))
     }
 
-    /// Continues without the service, which has dropped its last handle.
     pub(super) fn abandon(&self) {
-        self.with(|core, bell| core.abandon(bell));
-        self.bell.ring();
+        self.with(|core, driver_waker| core.abandon(driver_waker));
+        self.driver_waker.wake_driver();
     }
 
-    /// Ends the connection at once, without having finished.
     pub(super) fn abort(&self, reason: CloseReason) {
-        self.with(|core, bell| core.abort(reason, bell));
-        self.bell.ring();
+        self.with(|core, driver_waker| core.abort(reason, driver_waker));
+        self.driver_waker.wake_driver();
     }
 }

@@ -1,38 +1,37 @@
-//! Tasks that wait for the same thing, served in the order in which they came.
+//! A FIFO of tasks that wait for the same condition.
 
 use std::collections::VecDeque;
 use std::task::Waker;
 
 use smallvec::SmallVec;
 
-/// A place in line.
+/// A task's position in a wait queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Ticket(u64);
 
-/// A task that checks a condition under the lock, and may have to wait. Cloning and dropping its waker runs code of the user, so
-/// both happen without the lock: [`Shared::poll`](super::shared::Shared::poll) checks a second time with a clone if the task
-/// has to wait.
+/// A task that checks a condition under the lock and may have to wait. Cloning and dropping its
+/// waker runs user code, which must not happen under the lock.
+/// [`Shared::poll`](super::shared::Shared::poll) therefore checks again with a clone.
 ///
-/// A guest is registered at most once in a poll. Whether `will_wake` recognises the clone is irrelevant: it is best effort,
-/// and only saves the clone when the waker registered by an earlier poll wakes the same task.
+/// One poll registers it at most once. `will_wake` is best effort and only saves a clone if an
+/// earlier poll registered the same task.
 #[derive(Debug)]
-pub(super) struct Guest<'a> {
+pub(super) struct Caller<'a> {
     waker: &'a Waker,
     clone: Option<Waker>,
     needs_clone: bool,
-    /// Place in line where this poll has registered the task.
+    /// Position registered by this poll.
     registered: Option<Ticket>,
-    /// Wakers that others took the place of.
-    spent: SmallVec<[Waker; 1]>,
+    /// Replaced wakers, dropped without the lock.
+    replaced: SmallVec<[Waker; 1]>,
 }
 
-impl<'a> Guest<'a> {
+impl<'a> Caller<'a> {
     pub(super) fn new(waker: &'a Waker) -> Self {
-        Self { waker, clone: None, needs_clone: false, registered: None, spent: SmallVec::new() }
+        Self { waker, clone: None, needs_clone: false, registered: None, replaced: SmallVec::new() }
     }
 
-    /// Clones the waker if registering failed for want of a clone. True if the task must check again: with the clone it is
-    /// registered then.
+    /// Clones the waker if needed. Returns true if the task must then check again.
     pub(super) fn clone_if_needed(&mut self) -> bool {
         if std::mem::take(&mut self.needs_clone) {
             self.clone = Some(self.waker.clone());
@@ -42,71 +41,70 @@ impl<'a> Guest<'a> {
     }
 }
 
-/// Tasks in line.
 #[derive(Debug, Default)]
 pub(super) struct Waiters {
-    line: VecDeque<(Ticket, Option<Waker>)>,
+    queue: VecDeque<(Ticket, Option<Waker>)>,
     next: u64,
 }
 
 impl Waiters {
     pub(super) fn is_empty(&self) -> bool {
-        self.line.is_empty()
+        self.queue.is_empty()
     }
 
-    /// True if whoever holds `ticket`, or has none and would be the first, is not behind another.
+    /// Returns true if no other task is ahead; `None` stands for a new waiter.
     pub(super) fn is_first(&self, ticket: Option<Ticket>) -> bool {
-        self.line.front().is_none_or(|(first, _)| Some(*first) == ticket)
+        self.queue.front().is_none_or(|(first, _)| Some(*first) == ticket)
     }
 
-    /// Has `guest` woken when it is its turn; joins the line if it is not in it.
+    /// Registers `caller`, at the end of the queue if it has no position.
     ///
-    /// If the registered waker was taken since this poll registered it, the wake that follows polls the task again: there is
-    /// nothing to register then.
-    pub(super) fn wait(&mut self, ticket: &mut Option<Ticket>, guest: &mut Guest<'_>) {
-        if ticket.is_some() && guest.registered == *ticket {
+    /// If the waker was taken since this poll registered it, the task will be polled again and
+    /// needs no registration.
+    pub(super) fn wait(&mut self, ticket: &mut Option<Ticket>, caller: &mut Caller<'_>) {
+        if ticket.is_some() && caller.registered == *ticket {
             return;
         }
         let found =
-            ticket.and_then(|ticket| self.line.iter_mut().find(|(other, _)| *other == ticket));
+            ticket.and_then(|ticket| self.queue.iter_mut().find(|(other, _)| *other == ticket));
         if let Some((_, Some(registered))) = &found
-            && registered.will_wake(guest.waker)
+            && registered.will_wake(caller.waker)
         {
-            guest.registered = *ticket;
+            caller.registered = *ticket;
             return;
         }
-        let Some(waker) = guest.clone.take() else {
-            guest.needs_clone = true;
+        let Some(waker) = caller.clone.take() else {
+            caller.needs_clone = true;
             return;
         };
         match found {
-            Some((_, registered)) => guest.spent.extend(registered.replace(waker)),
+            Some((_, registered)) => caller.replaced.extend(registered.replace(waker)),
             None => {
                 let new = Ticket(self.next);
                 self.next += 1;
-                self.line.push_back((new, Some(waker)));
+                self.queue.push_back((new, Some(waker)));
                 *ticket = Some(new);
             }
         }
-        guest.registered = *ticket;
+        caller.registered = *ticket;
     }
 
-    /// Leaves the line; who was to be woken is the caller's to drop, without the lock.
+    /// Removes a waiter. The waker must be dropped without the lock.
     #[must_use]
-    pub(super) fn leave(&mut self, ticket: &mut Option<Ticket>) -> Option<Waker> {
+    pub(super) fn withdraw(&mut self, ticket: &mut Option<Ticket>) -> Option<Waker> {
         let ticket = ticket.take()?;
-        let place = self.line.iter().position(|(other, _)| *other == ticket)?;
-        self.line.remove(place)?.1
+        let place = self.queue.iter().position(|(other, _)| *other == ticket)?;
+        self.queue.remove(place)?.1
     }
 
-    /// Who is first and was not woken yet.
-    pub(super) fn first(&mut self) -> Option<Waker> {
-        self.line.front_mut().and_then(|(_, waker)| waker.take())
+    /// Takes the first waiter's waker if not taken yet.
+    pub(super) fn take_first(&mut self) -> Option<Waker> {
+        self.queue.front_mut().and_then(|(_, waker)| waker.take())
     }
 
-    /// Everybody who was not woken yet.
-    pub(super) fn all(&mut self) -> impl Iterator<Item = Waker> {
-        self.line.iter_mut().filter_map(|(_, waker)| waker.take())
+    /// Takes all remaining wakers.
+    pub(super) fn take_all(&mut self) -> impl Iterator<Item = Waker> {
+        self.queue.iter_mut().filter_map(|(_, waker)| waker.take())
     }
 }
 
@@ -115,25 +113,25 @@ mod tests {
     use super::*;
 
     fn wait(waiters: &mut Waiters, ticket: &mut Option<Ticket>, waker: &Waker) {
-        let mut guest = Guest::new(waker);
-        waiters.wait(ticket, &mut guest);
-        assert!(ticket.is_none() && guest.clone_if_needed(), "not without a clone");
-        waiters.wait(ticket, &mut guest);
-        assert!(ticket.is_some() && !guest.clone_if_needed());
+        let mut caller = Caller::new(waker);
+        waiters.wait(ticket, &mut caller);
+        assert!(ticket.is_none() && caller.clone_if_needed(), "registration needs a clone");
+        waiters.wait(ticket, &mut caller);
+        assert!(ticket.is_some() && !caller.clone_if_needed());
     }
 
     #[test]
-    fn whoever_came_first_is_first_and_whoever_leaves_is_passed_over() {
+    fn waiters_are_served_in_fifo_order_and_withdrawn_ones_are_skipped() {
         let mut waiters = Waiters::default();
         let (mut a, mut b) = (None, None);
         assert!(waiters.is_first(a));
         wait(&mut waiters, &mut a, Waker::noop());
         wait(&mut waiters, &mut b, Waker::noop());
         assert!(waiters.is_first(a) && !waiters.is_first(b) && !waiters.is_first(None));
-        assert!(waiters.first().is_some() && waiters.first().is_none(), "woken once");
-        assert!(waiters.leave(&mut a).is_none(), "its waker was taken");
+        assert!(waiters.take_first().is_some() && waiters.take_first().is_none(), "woken once");
+        assert!(waiters.withdraw(&mut a).is_none(), "its waker was taken");
         assert!(waiters.is_first(b));
-        assert!(waiters.leave(&mut b).is_some(), "its waker comes back");
+        assert!(waiters.withdraw(&mut b).is_some(), "its waker is returned");
         assert!(waiters.is_empty() && a.is_none() && b.is_none());
     }
 
@@ -142,14 +140,14 @@ mod tests {
         let (mut waiters, mut ticket) = (Waiters::default(), None);
         let [waker, other] = [(); 2].map(|()| Waker::from(std::sync::Arc::new(Other)));
         wait(&mut waiters, &mut ticket, &waker);
-        let mut again = Guest::new(&waker);
+        let mut again = Caller::new(&waker);
         waiters.wait(&mut ticket, &mut again);
         assert!(!again.clone_if_needed());
-        let mut moved = Guest::new(&other);
+        let mut moved = Caller::new(&other);
         waiters.wait(&mut ticket, &mut moved);
         assert!(moved.clone_if_needed());
         waiters.wait(&mut ticket, &mut moved);
-        assert_eq!(moved.spent.len(), 1, "the earlier one is dropped with the guest");
+        assert_eq!(moved.replaced.len(), 1, "the replaced waker is dropped with the caller");
     }
 
     struct Other;

@@ -1,5 +1,5 @@
-//! The codec of the addresses that two ends exchange, [`QueuePairEndpoint`](super::QueuePairEndpoint) and
-//! [`DcAddress`](crate::dc::DcAddress): 32 bytes for programs and named fields for people.
+//! The codec of the addresses that peers exchange, [`QueuePairEndpoint`](super::QueuePairEndpoint)
+//! and [`DcAddress`](crate::dc::DcAddress): 32 bytes, or named fields in human-readable formats.
 
 #![forbid(unsafe_code)]
 
@@ -9,24 +9,20 @@ use std::ops::RangeInclusive;
 
 use crate::types::{Gid, LinkLayer, Mtu, Qpn};
 
-/// Bytes of an address.
 pub(crate) const LEN: usize = 32;
 
-/// An address with a compact form of 32 bytes, which begins with a byte for its layout.
 pub(crate) trait Address: Sized {
-    /// The first byte. Each layout of each address has its own.
+    /// The first byte, different for each layout of each address.
     const VERSION: u8;
-    /// The same in an error.
+    /// [`VERSION`](Self::VERSION) as text, for errors.
     const ALLOWED_VERSION: &'static str;
 
-    /// Writes the fields behind the version.
+    /// Writes the fields that follow the version byte.
     fn write(&self, out: &mut Writer);
 
-    /// Reads what [`write`](Self::write) wrote.
     fn read(bytes: &mut Reader<'_>) -> Result<Self, EndpointError>;
 }
 
-/// Encodes `address` in its compact form.
 pub(crate) fn to_bytes<A: Address>(address: &A) -> [u8; LEN] {
     let mut out = Writer { bytes: [0; LEN], at: 0 };
     out.put(&[A::VERSION]);
@@ -34,7 +30,6 @@ pub(crate) fn to_bytes<A: Address>(address: &A) -> [u8; LEN] {
     out.bytes
 }
 
-/// Decodes the compact form of an address.
 pub(crate) fn from_bytes<A: Address>(bytes: &[u8]) -> Result<A, EndpointError> {
     let Ok(bytes) = <&[u8; LEN]>::try_from(bytes) else {
         return Err(EndpointError {
@@ -49,7 +44,7 @@ pub(crate) fn from_bytes<A: Address>(bytes: &[u8]) -> Result<A, EndpointError> {
     A::read(&mut reader)
 }
 
-/// Writes fields one after the other, numbers big-endian.
+/// Writes consecutive fields; numbers are big-endian.
 pub(crate) struct Writer {
     bytes: [u8; LEN],
     at: usize,
@@ -61,13 +56,13 @@ impl Writer {
         self.at += bytes.len();
     }
 
-    /// Writes a number of 24 bits.
+    /// Writes a 24-bit number.
     pub(crate) fn number(&mut self, number: u32) {
         self.put(&number.to_be_bytes()[1..]);
     }
 }
 
-/// Reads fields one after the other, numbers big-endian, and checks them.
+/// Reads and checks consecutive fields.
 pub(crate) struct Reader<'a> {
     rest: &'a [u8],
 }
@@ -85,7 +80,6 @@ impl Reader<'_> {
         u8::from_be_bytes(self.take())
     }
 
-    /// Reads a number of 24 bits.
     pub(crate) fn number(&mut self) -> u32 {
         let [high, middle, low] = self.take();
         u32::from_be_bytes([0, high, middle, low])
@@ -116,7 +110,6 @@ impl Reader<'_> {
         Gid(self.take())
     }
 
-    /// Reads `N` bytes that no field of this layout uses.
     pub(crate) fn reserved<const N: usize>(&mut self) -> Result<(), EndpointError> {
         for byte in self.take::<N>() {
             within("reserved bytes", byte.into(), 0..=0, "0")?;
@@ -134,12 +127,11 @@ pub(crate) fn link_code(link_layer: LinkLayer) -> u8 {
     }
 }
 
-/// Decodes a link layer from the code of `ibv_query_port(3)`.
 pub(crate) fn link_layer(code: u8) -> Result<LinkLayer, EndpointError> {
     match code {
         1 => Ok(LinkLayer::InfiniBand),
         2 => Ok(LinkLayer::Ethernet),
-        // Two ends that agree on it may know what it is.
+        // Both peers may know a link layer that this crate does not.
         3.. => Ok(LinkLayer::Other(code)),
         0 => Err(EndpointError {
             field: "link layer",
@@ -149,13 +141,11 @@ pub(crate) fn link_layer(code: u8) -> Result<LinkLayer, EndpointError> {
     }
 }
 
-/// Checks the number of a queue pair or DC target.
 pub(crate) fn qpn(field: &'static str, number: u32) -> Result<Qpn, EndpointError> {
-    // 0 and 1 manage the port, the last one stands for many.
+    // 0 and 1 are the management queue pairs of a port; 0xffffff is the multicast number.
     within(field, number, 2..=Qpn::MAX.0 - 1, "2 to 0xfffffe").map(Qpn)
 }
 
-/// Decodes an MTU from its number of bytes.
 #[cfg(feature = "serde")]
 pub(crate) fn mtu_of_bytes(bytes: u16) -> Result<Mtu, EndpointError> {
     let mtu = Mtu::ALL.into_iter().find(|mtu| mtu.bytes() == usize::from(bytes));
@@ -179,20 +169,21 @@ pub(crate) fn within(
     }
 }
 
-/// A description of a queue pair or DC target that cannot be one.
+/// An invalid field of an encoded address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EndpointError {
-    /// Which part of it.
+    /// The name of the field.
     pub field: &'static str,
-    /// What was found there.
+    /// The value of the field.
     pub found: u64,
-    /// What may be there.
+    /// The allowed values.
     pub allowed: &'static str,
 }
 
 impl fmt::Display for EndpointError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} of the endpoint is {}, allowed: {}", self.field, self.found, self.allowed)
+        let Self { field, found, allowed } = self;
+        write!(f, "invalid QueuePairEndpoint or DcAddress: {field} is {found}, allowed: {allowed}")
     }
 }
 
@@ -204,7 +195,7 @@ impl From<EndpointError> for io::Error {
     }
 }
 
-/// Implements serde for an address: as `$fields` in formats that people read, as the compact form in others.
+/// Implements serde: as `$fields` in human-readable formats, else as the compact form.
 #[cfg(feature = "serde")]
 macro_rules! serde_address {
     ($address:ty, $fields:ty) => {
@@ -246,8 +237,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// Asserts that an address which is decoded is encoded the same: no byte of it is overlooked.
-    pub(crate) fn assert_random_bytes_are_refused_or_come_back<A: Address>(address: &A) {
+    pub(crate) fn assert_random_bytes_are_refused_or_round_trip<A: Address>(address: &A) {
         let (mut random, mut taken) = (fastrand::Rng::with_seed(7), 0);
         for _ in 0..100_000 {
             let mut bytes = to_bytes(address);
@@ -262,7 +252,7 @@ pub(crate) mod tests {
         assert!(taken > 1000, "{taken} taken");
     }
 
-    /// Asserts that `address` with each of these bytes replaced is refused because of the field named beside it.
+    /// Asserts that `address` with one byte replaced is refused, naming the given field.
     pub(crate) fn assert_fields_are_named<A: Address + Debug>(
         address: &A,
         cases: &[(usize, u8, &str)],
@@ -275,7 +265,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// Asserts that the numbers of no queue pair are refused in the 24 bits from byte `at`.
+    /// Asserts that reserved numbers are refused in the 24 bits from byte `at`.
     pub(crate) fn assert_numbers_are_checked<A: Address + Debug>(
         address: &A,
         at: usize,

@@ -1,72 +1,67 @@
-//! Atomics on 8 bytes of the peer's memory.
+//! Atomic operations on 8 bytes of the peer's memory.
 
 use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use super::checked::Checked;
-use super::operation::{Finish, Operation};
-use super::post::{Destination, Route, SendRequest};
+use super::operation::{Operation, OperationKind};
+use super::post::{Destination, SendRequest, SendRoute};
 use super::queue_pair::QueuePair;
 use crate::error::{OpError, OpErrorKind, TryError, VerbError};
 use crate::memory::{BufMut, PoolError, RemoteRegion};
 use crate::types::{SendOp, WorkCompletion};
 
-/// An atomic in flight; gives the value that was there before.
+/// An atomic operation in flight. The future returns the previous value.
 ///
 /// # Cancel safety
 ///
-/// As [`Operation`]: it is done even if the future is dropped.
+/// Dropping the future does not cancel the operation.
 ///
 /// # Panics
 ///
-/// If polled again after it was ready.
+/// Panics if polled after completion.
 #[derive(Debug)]
-#[must_use = "it is posted already, but only awaiting it tells whether it succeeded"]
+#[must_use = "it is already posted, but only awaiting it returns its result"]
 pub struct Atomic {
-    operation: Checked<Original>,
+    operation: Checked<ReturnOriginal>,
 }
 
 impl QueuePair {
-    /// Stores `swap` in the 8 bytes of `remote` if they hold `compare`, and gives what they held before (RC).
+    /// Stores `swap` in the 8 bytes of `remote` if they hold `compare`, and returns the previous
+    /// value (RC).
     ///
-    /// It is done exactly once, whatever the network loses or repeats. Whether it is atomic against the peer's
-    /// processor too, [`DeviceAttr::atomic`](crate::types::DeviceAttr::atomic) of the peer's device tells.
+    /// It executes exactly once, even if packets are lost or repeated. The peer's
+    /// [`DeviceAttr::atomic`](crate::types::DeviceAttr::atomic) tells whether it is atomic for the
+    /// peer's processors too.
     ///
     /// # Errors
     ///
-    /// Of the future: [`OpErrorKind::Misaligned`] if `remote` is not 8 bytes on an 8-byte boundary,
-    /// [`REM_ACCESS_ERR`](crate::types::WcStatus::REM_ACCESS_ERR) if the peer does not grant it (any more); the
-    /// connection has ended then.
+    /// - [`OpErrorKind::Misaligned`] if `remote` is not 8 bytes at a multiple of 8;
+    /// - [`REM_ACCESS_ERR`](crate::types::WcStatus::REM_ACCESS_ERR) if the peer grants no access,
+    ///   or no longer.
     ///
     /// # Cancel safety
     ///
-    /// As [`Operation`]: it is done even if the future is dropped.
+    /// Dropping the future does not cancel the operation.
     #[inline]
     pub fn compare_swap(&self, remote: RemoteRegion, compare: u64, swap: u64) -> Atomic {
         self.destination().post_atomic(AtomicRequest::compare_swap(remote, compare, swap))
     }
 
-    /// Adds `add`, wrapping, to the 8 bytes of `remote`, and gives what they held before (RC). See
-    /// [`compare_swap`](Self::compare_swap).
+    /// Adds `add`, wrapping, to the 8 bytes of `remote`, and returns the previous value (RC).
     ///
-    /// # Errors
-    ///
-    /// As [`compare_swap`](Self::compare_swap).
-    ///
-    /// # Cancel safety
-    ///
-    /// As [`Operation`]: it is done even if the future is dropped.
+    /// See [`compare_swap`](Self::compare_swap) for errors and cancel safety.
     #[inline]
     pub fn fetch_add(&self, remote: RemoteRegion, add: u64) -> Atomic {
         self.destination().post_atomic(AtomicRequest::fetch_add(remote, add))
     }
 
-    /// As [`compare_swap`](Self::compare_swap), if there is room in the send queue.
+    /// Posts a [`compare_swap`](Self::compare_swap) if the send queue has a free slot.
     ///
     /// # Errors
     ///
-    /// [`TryError::Full`] if there is none.
+    /// See [`TryError`].
     pub fn try_compare_swap(
         &self,
         remote: RemoteRegion,
@@ -76,17 +71,16 @@ impl QueuePair {
         self.destination().try_post_atomic(AtomicRequest::compare_swap(remote, compare, swap))
     }
 
-    /// As [`fetch_add`](Self::fetch_add), if there is room in the send queue.
+    /// Posts a [`fetch_add`](Self::fetch_add) if the send queue has a free slot.
     ///
     /// # Errors
     ///
-    /// [`TryError::Full`] if there is none.
+    /// See [`TryError`].
     pub fn try_fetch_add(&self, remote: RemoteRegion, add: u64) -> Result<Atomic, TryError<()>> {
         self.destination().try_post_atomic(AtomicRequest::fetch_add(remote, add))
     }
 }
 
-/// An atomic operation on 8 bytes of the peer's memory.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct AtomicRequest {
     op: SendOp,
@@ -106,7 +100,6 @@ impl AtomicRequest {
 }
 
 impl<'a> Destination<'a> {
-    /// Posts an atomic operation, with a registered word that its result arrives in.
     #[inline]
     pub(crate) fn post_atomic(self, atomic: AtomicRequest) -> Atomic {
         let operation =
@@ -114,7 +107,6 @@ impl<'a> Destination<'a> {
         Atomic { operation: operation.into() }
     }
 
-    /// Posts an atomic operation if the send queue has a free slot.
     fn try_post_atomic(self, atomic: AtomicRequest) -> Result<Atomic, TryError<()>> {
         let operation = match self.prepare(&atomic) {
             Ok((route, request, word)) => {
@@ -125,7 +117,7 @@ impl<'a> Destination<'a> {
         Ok(Atomic { operation: operation.into() })
     }
 
-    /// Checks the operation and allocates a word for its result.
+    /// Checks the operation and allocates memory for its result.
     #[inline]
     fn prepare(
         self,
@@ -135,7 +127,7 @@ impl<'a> Destination<'a> {
         if remote.len() != 8 || !remote.addr().is_multiple_of(8) {
             return Err(OpErrorKind::Misaligned { addr: remote.addr(), len: remote.len() });
         }
-        let word = route.queue_pair.word().map_err(|error| match error {
+        let word = route.queue_pair.alloc_atomic_result().map_err(|error| match error {
             PoolError::TooLong(limit) => OpErrorKind::Limit(limit),
             _ => OpErrorKind::Post(VerbError::new("ibv_reg_mr", VerbError::ENOMEM)),
         })?;
@@ -143,8 +135,7 @@ impl<'a> Destination<'a> {
     }
 }
 
-/// The route of an atomic operation, its request, and the word that its result arrives in.
-type Prepared<'a> = (Route<'a>, SendRequest, BufMut);
+type Prepared<'a> = (SendRoute<'a>, SendRequest, BufMut);
 
 impl Future for Atomic {
     type Output = Result<u64, OpError<()>>;
@@ -155,27 +146,26 @@ impl Future for Atomic {
     }
 }
 
-/// Reads the original value out of the word it arrived in.
 #[derive(Debug)]
-pub(crate) struct Original(());
+pub(crate) struct ReturnOriginal(());
 
-impl Finish for Original {
+impl OperationKind for ReturnOriginal {
     type Held = BufMut;
     type Buffer = ();
     type Output = u64;
-    type Seen = ();
+    type Details = ();
 
     #[inline]
-    fn see(_completion: &WorkCompletion) {}
+    fn details(_completion: &WorkCompletion) {}
 
     #[inline]
     fn finish(held: BufMut, (): ()) -> u64 {
-        // Devices leave it in the byte order of this machine.
+        // In this machine's byte order.
         match held.first_chunk() {
             Some(bytes) => u64::from_ne_bytes(*bytes),
-            None => unreachable!("words are 8 bytes"),
+            None => unreachable!("an atomic result is 8 bytes long"),
         }
     }
 
-    fn give_back(_held: BufMut) {}
+    fn into_buffer(_held: BufMut) {}
 }

@@ -1,25 +1,27 @@
-//! Many work requests, one doorbell.
+//! Batches: many work requests posted with one doorbell.
 
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
-use super::operation::kept;
-use super::post::{Destination, Route, SendRequest};
+use super::operation::leak_on_panic;
+use super::post::{Destination, READ, SendRequest, SendRoute};
 use super::queue_pair::QueuePair;
-use crate::engine::{BatchEntry, InFlight, Patience, Refusal};
+use crate::engine::{BatchEntry, InFlight, OnFull, Refusal};
 use crate::error::{OpErrorKind, TryError};
 use crate::memory::{Gather, RemoteRegion, Scatter};
 use crate::types::{Imm, SendFlags, SendOp, Transport};
 
-/// Work requests to be posted together: one doorbell, one completion (or some), one future.
+/// Work requests with one doorbell, one future, and one completion unless
+/// [`signal_every`](Self::signal_every()) requests more.
 ///
-/// It can be used again: [`BatchResult::into_batch`] gives it back empty, with the memory it has grown to, so that
-/// batches of up to 32 work requests with a buffer each are posted without an allocation.
+/// Reuse a batch by [`BatchResult::into_batch`]: posting up to 32 work requests of one buffer each
+/// then allocates nothing.
 ///
 /// ```
-/// # use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, QueuePair};
+/// # use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device};
+/// # use tokio_rdma::{ExposedRegion, Pool, QueuePair};
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let device = Device::open_default()?;
@@ -42,17 +44,15 @@ use crate::types::{Imm, SendFlags, SendOp, Transport};
 pub struct Batch<B> {
     entries: Vec<BatchEntry>,
     buffers: Vec<B>,
-    /// What became of each; successes only, perhaps not as many, unless `failed`.
+    /// The outcomes, once the batch is complete. Before, successes left from an earlier use.
     results: Vec<Result<(), OpErrorKind>>,
-    /// Not all of it succeeded.
     failed: bool,
-    /// A completion for each so many, besides the last; 0 for none.
     signal_every: u32,
     flags: SendFlags,
 }
 
 impl<B: Gather> Batch<B> {
-    /// An empty batch.
+    /// Returns an empty batch.
     #[must_use]
     pub fn new() -> Self {
         Self {
@@ -65,14 +65,14 @@ impl<B: Gather> Batch<B> {
         }
     }
 
-    /// Asks for a completion after every `work_requests` and not only after the last: room in the send queue comes
-    /// free earlier. 0, the default, asks for none.
+    /// Requests a completion after every `work_requests` work requests, so that send queue slots
+    /// become free earlier. 0, the default, requests one after the last only.
     pub fn signal_every(&mut self, work_requests: u32) -> &mut Self {
         self.signal_every = work_requests;
         self
     }
 
-    /// Lets what is added next wait for all READs and atomics before it.
+    /// Makes the next work request wait for all earlier READs and atomics (`IBV_SEND_FENCE`).
     pub fn fence(&mut self) -> &mut Self {
         self.flags |= SendFlags::FENCE;
         self
@@ -84,7 +84,7 @@ impl<B: Gather> Batch<B> {
         self.push(SendRequest::send(), buffer)
     }
 
-    /// Adds a SEND with four bytes beside it.
+    /// Adds a SEND with 4 bytes of immediate data.
     #[inline(always)]
     pub fn send_with_imm(&mut self, buffer: B, imm: Imm) -> &mut Self {
         self.push(SendRequest::send_with_imm(imm), buffer)
@@ -96,7 +96,7 @@ impl<B: Gather> Batch<B> {
         self.push(SendRequest::write(remote), buffer)
     }
 
-    /// Adds a WRITE that consumes a receive of the peer and reports `imm`.
+    /// Adds a WRITE that consumes a receive of the peer, which reports `imm`.
     #[inline(always)]
     pub fn write_with_imm(&mut self, buffer: B, remote: RemoteRegion, imm: Imm) -> &mut Self {
         self.push(SendRequest::write_with_imm(remote, imm), buffer)
@@ -111,13 +111,13 @@ impl<B: Gather> Batch<B> {
         self.push(SendRequest::read(remote), buffer)
     }
 
-    /// Work requests so far.
+    /// Returns the number of work requests.
     #[must_use]
     pub fn len(&self) -> usize {
         self.entries.len()
     }
 
-    /// True without any.
+    /// Returns true if the batch contains no work requests.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
@@ -125,15 +125,14 @@ impl<B: Gather> Batch<B> {
 
     #[inline(always)]
     fn push(&mut self, request: SendRequest, buffer: B) -> &mut Self {
-        let SendRequest { op, remote_len: room } = request;
-        self.entries.push(BatchEntry { op, flags: std::mem::take(&mut self.flags), room });
+        let SendRequest { op, remote_len } = request;
+        self.entries.push(BatchEntry { op, flags: std::mem::take(&mut self.flags), remote_len });
         self.buffers.push(buffer);
         self
     }
 }
 
 impl<B> Batch<B> {
-    /// None of it was posted.
     #[cold]
     fn fail(&mut self, kind: OpErrorKind) {
         self.results.clear();
@@ -141,16 +140,20 @@ impl<B> Batch<B> {
         self.failed = true;
     }
 
-    /// It is over: so ended its last work request, and these before it failed.
-    fn end(&mut self, last: Result<(), OpErrorKind>, failed: &[(u32, OpErrorKind)]) {
+    /// Records the outcome of the last work request, and failures before it by index.
+    fn complete(&mut self, last: Result<(), OpErrorKind>, failed: &[(u32, OpErrorKind)]) {
         self.results.resize(self.entries.len(), Ok(()));
         if last.is_err() || !failed.is_empty() {
-            self.end_in_part(last, failed);
+            self.complete_with_failures(last, failed);
         }
     }
 
     #[cold]
-    fn end_in_part(&mut self, last: Result<(), OpErrorKind>, failed: &[(u32, OpErrorKind)]) {
+    fn complete_with_failures(
+        &mut self,
+        last: Result<(), OpErrorKind>,
+        failed: &[(u32, OpErrorKind)],
+    ) {
         self.failed = true;
         for &(part, kind) in failed {
             self.results[part as usize] = Err(kind);
@@ -177,28 +180,27 @@ impl<B> fmt::Debug for Batch<B> {
 }
 
 impl QueuePair {
-    /// Posts all of a batch with one doorbell (RC, UC); if the send queue has no room for all of it, they join the
-    /// line one by one.
-    ///
-    /// An empty batch is done at once.
+    /// Posts a batch with one doorbell (RC, UC), or queues its work requests one by one if too few
+    /// send queue slots are free. An empty batch completes immediately.
     ///
     /// # Errors
     ///
-    /// In the result, for each work request. If one is refused before posting (too long, foreign, more than
-    /// `max_send_wr` or 2^19), none is posted and all have that error.
+    /// See the [`BatchResult`] for each work request. If one is refused (too long, foreign,
+    /// unsupported), or there are more than `max_send_wr` or 2^19 of them, nothing is posted and
+    /// all fail with that error.
     ///
     /// # Cancel safety
     ///
-    /// As [`Operation`](super::Operation): the batch goes on if the future is dropped.
+    /// Dropping the future does not cancel the batch.
     pub fn post_batch<B: Gather>(&self, batch: Batch<B>) -> BatchOp<B> {
         self.destination().post_batch(batch)
     }
 
-    /// As [`post_batch`](Self::post_batch), if there is room for all of it.
+    /// Posts a batch if the send queue has free slots for all of it.
     ///
     /// # Errors
     ///
-    /// [`TryError::Full`] with the batch if there is not.
+    /// [`TryError::Full`] with the batch otherwise.
     pub fn try_post_batch<B: Gather>(
         &self,
         batch: Batch<B>,
@@ -208,49 +210,47 @@ impl QueuePair {
 }
 
 impl Destination<'_> {
-    /// Posts all of a batch with one doorbell, or queues its work requests.
     pub(crate) fn post_batch<B: Gather>(self, batch: Batch<B>) -> BatchOp<B> {
         self.post_checked(batch, batch_refusal)
     }
 
-    /// Posts a batch of WRITEs and READs, for a peer whose receives are for the messages of a connection. A batch with work that
-    /// would consume one of them is refused.
+    /// Posts a batch, but refuses work requests that consume a receive of the peer: its receives
+    /// are reserved for the messages of a connection.
     pub(crate) fn post_one_sided<B: Gather>(self, batch: Batch<B>) -> BatchOp<B> {
         self.post_checked(batch, not_one_sided)
     }
 
     fn post_checked<B: Gather>(self, batch: Batch<B>, check: BatchCheck) -> BatchOp<B> {
-        match self.submit_batch(batch, Patience::Queue, check) {
+        match self.submit_batch(batch, OnFull::Queue, check) {
             Ok(operation) => operation,
-            Err(_) => unreachable!("patience waits for room"),
+            Err(_) => unreachable!("a batch that may be queued is never refused as full"),
         }
     }
 
-    /// Posts all of a batch if the send queue has free slots for it.
     pub(crate) fn try_post_batch<B: Gather>(
         self,
         batch: Batch<B>,
     ) -> Result<BatchOp<B>, TryError<Batch<B>>> {
-        self.submit_batch(batch, Patience::Try, batch_refusal).map_err(TryError::Full)
+        self.submit_batch(batch, OnFull::Try, batch_refusal).map_err(TryError::Full)
     }
 
     fn submit_batch<B: Gather>(
         self,
         mut batch: Batch<B>,
-        patience: Patience,
+        patience: OnFull,
         check: BatchCheck,
     ) -> Result<BatchOp<B>, Batch<B>> {
         let checked =
             self.route().and_then(|route| check(&route, &batch.entries).map_or(Ok(route), Err));
         let route = match checked {
             Ok(_) if batch.is_empty() => {
-                batch.end(Ok(()), &[]);
+                batch.complete(Ok(()), &[]);
                 return Ok(BatchOp { in_flight: None, batch: Some(batch) });
             }
             Ok(route) => route,
             Err(kind) => return Ok(BatchOp::refused(kind, batch)),
         };
-        let (submitted, mut batch) = kept(batch, |batch| {
+        let (submitted, mut batch) = leak_on_panic(batch, |batch| {
             let queue = &route.queue_pair.send;
             queue.submit_batch(
                 &batch.entries,
@@ -272,25 +272,22 @@ impl Destination<'_> {
     }
 }
 
-/// Decides why a batch may not be posted to a route, if it may not.
-type BatchCheck = fn(&Route<'_>, &[BatchEntry]) -> Option<OpErrorKind>;
+type BatchCheck = fn(&SendRoute<'_>, &[BatchEntry]) -> Option<OpErrorKind>;
 
-/// Refuses what the transport of the route does not have.
-fn batch_refusal(route: &Route<'_>, entries: &[BatchEntry]) -> Option<OpErrorKind> {
+fn batch_refusal(route: &SendRoute<'_>, entries: &[BatchEntry]) -> Option<OpErrorKind> {
     if route.to.is_some() {
-        // A dynamic connection has every operation of a batch; datagrams are not sent in batches.
+        // DC has all operations of a batch; datagrams are not batched.
         return None;
     }
-    // A reliable connection has every operation of a batch.
-    let no_read = route.unsupported("READ", &[Transport::Rc])?;
+    // RC has all operations of a batch.
+    let no_read = route.unsupported(READ, &[Transport::Rc])?;
     entries.iter().find_map(|entry| match entry.op {
         SendOp::Read(_) => Some(no_read),
-        _ => route.unsupported("a batch", &[Transport::Uc]),
+        _ => route.unsupported("batches (transport RC, UC or DC required)", &[Transport::Uc]),
     })
 }
 
-/// Refuses what would consume a receive of the peer.
-fn not_one_sided(_route: &Route<'_>, entries: &[BatchEntry]) -> Option<OpErrorKind> {
+fn not_one_sided(_route: &SendRoute<'_>, entries: &[BatchEntry]) -> Option<OpErrorKind> {
     entries.iter().enumerate().find_map(|(index, entry)| {
         let what = match entry.op {
             SendOp::Write(_) | SendOp::Read(_) => return None,
@@ -303,16 +300,16 @@ fn not_one_sided(_route: &Route<'_>, entries: &[BatchEntry]) -> Option<OpErrorKi
     })
 }
 
-/// A batch in flight; gives a [`BatchResult`].
+/// A batch in flight. The future returns a [`BatchResult`].
 ///
 /// # Cancel safety
 ///
-/// As [`Operation`](super::Operation): the batch goes on if the future is dropped, and its buffers come back to their pool.
+/// Dropping the future does not cancel the batch. Its buffers return to their pool afterwards.
 ///
 /// # Panics
 ///
-/// If polled again after it was ready.
-#[must_use = "it is posted already, but only awaiting it tells whether it succeeded"]
+/// Panics if polled after completion.
+#[must_use = "it is already posted, but only awaiting it returns its result"]
 pub struct BatchOp<B: Gather> {
     /// `None` if nothing was posted.
     in_flight: Option<InFlight<Vec<B>>>,
@@ -320,7 +317,6 @@ pub struct BatchOp<B: Gather> {
 }
 
 impl<B: Gather> BatchOp<B> {
-    /// None of it was posted.
     pub(crate) fn refused(kind: OpErrorKind, mut batch: Batch<B>) -> Self {
         batch.fail(kind);
         Self { in_flight: None, batch: Some(batch) }
@@ -332,11 +328,11 @@ impl<B: Gather> Future for BatchOp<B> {
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<BatchResult<B>> {
         let Self { in_flight, batch } = &mut *self;
-        let Some(posted) = batch else { panic!("a batch was polled after it had completed") };
+        let Some(posted) = batch else { panic!("batch polled after completion") };
         if let Some(in_flight) = in_flight {
             let (buffers, last, failed) = ready!(in_flight.poll_batch(context));
             posted.buffers = buffers;
-            posted.end(last, &failed);
+            posted.complete(last, &failed);
         }
         match batch.take() {
             Some(batch) => Poll::Ready(BatchResult { batch }),
@@ -354,7 +350,7 @@ impl<B: Gather> fmt::Debug for BatchOp<B> {
     }
 }
 
-/// What became of a batch, in the order in which its work requests were added.
+/// The outcome of a batch. Work requests are in the order of their addition.
 #[derive(Debug)]
 #[must_use = "it may hold failures"]
 pub struct BatchResult<B> {
@@ -362,22 +358,23 @@ pub struct BatchResult<B> {
 }
 
 impl<B: Gather> BatchResult<B> {
-    /// True if all succeeded.
+    /// Returns true if all work requests succeeded.
     #[must_use]
     pub fn is_ok(&self) -> bool {
         !self.batch.failed
     }
 
-    /// The outcome of each.
+    /// Returns the outcome of each work request.
     pub fn results(&self) -> &[Result<(), OpErrorKind>] {
         &self.batch.results
     }
 
-    /// The first failure: those behind it were flushed because of it.
+    /// Returns the buffers, one per work request, if all succeeded.
     ///
     /// # Errors
     ///
-    /// That failure.
+    /// The first failure, which flushed all later work requests. The buffers are dropped;
+    /// [`drain`](Self::drain) keeps them.
     pub fn into_buffers(self) -> Result<Vec<B>, OpErrorKind> {
         match self.results().iter().find_map(|result| result.err()) {
             None => Ok(self.batch.buffers),
@@ -385,18 +382,18 @@ impl<B: Gather> BatchResult<B> {
         }
     }
 
-    /// The buffers, one for each.
+    /// Returns the buffers, one per work request.
     #[must_use]
     pub fn buffers(&self) -> &[B] {
         &self.batch.buffers
     }
 
-    /// Takes the buffers out, one for each.
+    /// Removes and returns the buffers, one per work request.
     pub fn drain(&mut self) -> impl Iterator<Item = B> + '_ {
         self.batch.buffers.drain(..)
     }
 
-    /// The batch, empty, to be used again; drops buffers that were not taken.
+    /// Returns the batch, empty, for reuse. Drops buffers that were not [drained](Self::drain).
     #[must_use]
     pub fn into_batch(self) -> Batch<B> {
         let mut batch = self.batch;

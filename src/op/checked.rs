@@ -1,24 +1,24 @@
-//! An operation that may have been refused before there was anything for it to own.
+//! An operation that may be refused before it owns anything.
 
 use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
-use super::operation::{Finish, Operation};
+use super::operation::{Operation, OperationKind};
 use crate::error::{OpError, OpErrorKind};
 
-/// An operation, or why there is none; `None` once that was said.
+/// An operation, or why it was refused; `None` once the future has returned the reason.
 #[derive(Debug)]
-pub(crate) struct Checked<F: Finish>(Result<Operation<F>, Option<OpErrorKind>>);
+pub(crate) struct Checked<F: OperationKind>(Result<Operation<F>, Option<OpErrorKind>>);
 
-impl<F: Finish> From<Result<Operation<F>, OpErrorKind>> for Checked<F> {
+impl<F: OperationKind> From<Result<Operation<F>, OpErrorKind>> for Checked<F> {
     #[inline]
     fn from(checked: Result<Operation<F>, OpErrorKind>) -> Self {
         Self(checked.map_err(Some))
     }
 }
 
-impl<F: Finish<Buffer = ()>> Future for Checked<F> {
+impl<F: OperationKind<Buffer = ()>> Future for Checked<F> {
     type Output = Result<F::Output, OpError<()>>;
 
     #[inline]
@@ -27,7 +27,7 @@ impl<F: Finish<Buffer = ()>> Future for Checked<F> {
             Ok(operation) => Pin::new(operation).poll(context),
             Err(refused) => match refused.take() {
                 Some(kind) => Poll::Ready(Err(OpError::new(kind, ()))),
-                None => panic!("an operation was polled after it had completed"),
+                None => panic!("operation polled after completion"),
             },
         }
     }

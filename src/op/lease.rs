@@ -1,4 +1,4 @@
-//! Leases: a peer's access to a part of a region, and its end.
+//! Leases: a peer's temporary access to a part of a region.
 
 use std::fmt;
 use std::future::Future;
@@ -8,32 +8,32 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use super::checked::Checked;
-use super::operation::{Finish, Operation};
+use super::operation::{Operation, OperationKind};
 use super::queue_pair::QueuePair;
-use crate::engine::{What, WorkQueue};
+use crate::engine::{WorkKind, WorkQueue};
 use crate::error::{OpError, OpErrorKind};
 use crate::memory::RemoteRegion;
 use crate::memory::{BoundWindow, ExposedRegion, Gather, PdKey, Sealed};
 use crate::types::{Access, Rkey, SendFlags, SendOp, WorkCompletion};
 
-/// A part of an [`ExposedRegion`] that the peer of one queue pair may reach, and nobody else: a memory window of type 2
-/// that this queue pair has bound.
+/// A part of an [`ExposedRegion`] that only the peer of one queue pair may access: a type 2 memory
+/// window.
 ///
-/// It ends in one of three ways, and each time nobody reaches the bytes any more and the region is free:
+/// The access ends, and the region can be reclaimed, in one of three ways:
 ///
-/// - [`revoke`](Self::revoke), or dropping it, deallocates the window (`ibv_dealloc_mw(3)`) and returns when that is
-///   done. It works at any time: with the queue pair in the error state or gone, with the peer alive or not, and if the
-///   peer has invalidated the key itself. For a peer that may do so ([`Received::invalidated`](crate::op::Received::invalidated)) it is the
-///   only one to use.
-/// - [`invalidate`](Self::invalidate) has the device do it as work of the queue pair, behind all that was posted before,
-///   and the window is bound again by a later lease. On a device that is hardware it is the cheaper one.
+/// - [`revoke`](Self::revoke), or a drop, deallocates the window (`ibv_dealloc_mw(3)`) before it
+///   returns. It works in every state of the queue pair and the peer, and is the only choice if the
+///   peer may invalidate the key.
+/// - [`invalidate`](Self::invalidate) posts an invalidation, ordered after all earlier work. A
+///   later lease reuses the window. This is cheaper on hardware.
 /// - The queue pair is closed or dropped.
 ///
-/// A peer that uses the key afterwards gets [`REM_ACCESS_ERR`](crate::types::WcStatus::REM_ACCESS_ERR), and the connection
-/// has ended then.
+/// A peer that uses the key afterwards gets
+/// [`REM_ACCESS_ERR`](crate::types::WcStatus::REM_ACCESS_ERR), and the connection fails.
 ///
 /// ```
-/// # use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, QueuePair};
+/// # use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device};
+/// # use tokio_rdma::{ExposedRegion, Pool, QueuePair};
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let device = Device::software()?;
@@ -57,64 +57,66 @@ pub struct Lease {
     leased: Leased,
 }
 
-/// What a lease is made of, and what its work requests hold.
+/// The state of a lease, owned by its work requests in flight.
 #[derive(Debug)]
 pub struct Leased {
     window: BoundWindow,
     grant: RemoteRegion,
     access: Access,
-    /// Where it is invalidated. Not the queue pair, which it does not keep alive.
+    /// The queue for the invalidation; a lease does not keep its queue pair open.
     queue: Arc<WorkQueue>,
 }
 
-// No bytes of it are sent: it is there to be kept.
+// A lease sends no data: its work requests only keep it alive.
 impl Gather for Leased {}
 
 impl Sealed for Leased {
     fn pieces(&self, _visit: &mut dyn FnMut(crate::types::Sge, PdKey)) {}
 }
 
-/// A binding in flight; gives the [`Lease`].
+/// A binding in flight. The future returns the [`Lease`].
 ///
 /// # Cancel safety
 ///
-/// Dropping it revokes the lease when the work request has completed, or the queue pair has ended.
+/// Dropping the future revokes the lease, whose key is unknown to the peer, once the work request
+/// is complete or the queue pair is closed.
 ///
 /// # Panics
 ///
-/// If polled again after it was ready.
+/// Panics if polled after completion.
 #[derive(Debug)]
-#[must_use = "it is posted already, but only awaiting it tells whether it succeeded; dropping it revokes the lease"]
+#[must_use = "it is already posted; await it for the lease, or drop it to revoke the lease"]
 pub struct PendingLease {
-    operation: Checked<Granting>,
+    operation: Checked<BindLease>,
 }
 
-/// An invalidation in flight.
-///
-/// # Cancel safety
-///
-/// As [`Operation`]: dropped, it goes on, and the window goes back to the queue pair when it is done.
-pub type Invalidate = Operation<Ending>;
+/// The [`Operation`] of [`Lease::invalidate`].
+pub type Invalidate = Operation<InvalidateLease>;
 
 impl QueuePair {
-    /// Lets the peer of this queue pair, and nobody else, do `access` to `range` of `region` (RC, UC): binds a memory
-    /// window of type 2, `ibv_bind_mw(3)`.
+    /// Grants only the peer of this queue pair the rights `access` to `range` of `region` (RC, UC),
+    /// by a type 2 memory window, `ibv_bind_mw(3)`.
     ///
-    /// Rights of the region do not matter but [`Access::MW_BIND`], which it must have; expose it with that alone, and
-    /// peers reach of it what they hold leases of. Work posted afterwards finds the lease in force, so a message with its
-    /// [`grant`](Lease::grant) may be sent at once. It waits for work posted before.
+    /// The region needs no right but [`Access::MW_BIND`]: with it alone, it is accessible through
+    /// leases only. The binding is ordered with the work before and after it, so you may send the
+    /// [`grant`](Lease::grant) in a message immediately.
     ///
     /// # Errors
     ///
-    /// Of the future. Before anything was posted: [`OpErrorKind::Limit`] if the device has no memory windows or the range
-    /// is empty or not within the region, [`OpErrorKind::Rights`], [`OpErrorKind::Foreign`] for a region of another
-    /// protection domain, [`OpErrorKind::Post`] if no window can be allocated. Of the completion:
-    /// [`MW_BIND_ERR`](crate::types::WcStatus::MW_BIND_ERR) if the device refuses; the connection has ended then.
+    /// Before anything is posted:
+    ///
+    /// - [`OpErrorKind::Limit`] if the device has no memory windows, or `range` is empty or outside
+    ///   the region;
+    /// - [`OpErrorKind::Rights`] if the region lacks [`Access::MW_BIND`];
+    /// - [`OpErrorKind::Foreign`] if the region belongs to another protection domain;
+    /// - [`OpErrorKind::Post`] if no window can be allocated.
+    ///
+    /// From the completion: [`MW_BIND_ERR`](crate::types::WcStatus::MW_BIND_ERR) if the device
+    /// refuses. The connection has failed then.
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future revokes the lease when the work request has completed, or the queue pair has ended. Nobody
-    /// knows its key.
+    /// See [`PendingLease`].
     pub fn lease(
         &self,
         region: &ExposedRegion,
@@ -129,12 +131,12 @@ impl QueuePair {
         region: &ExposedRegion,
         range: Range<usize>,
         access: Access,
-    ) -> Result<Operation<Granting>, OpErrorKind> {
+    ) -> Result<Operation<BindLease>, OpErrorKind> {
         let route = self.destination().route_for(SendOp::BindWindow)?;
         let qp = self.inner.core.qp().map_err(|_| OpErrorKind::Closed)?;
         let (window, bind) =
             self.inner.core.windows().lease(self.protection_domain(), region, range, access)?;
-        // Whoever holds it holds up the end of the queue pair.
+        // Closing the queue pair waits for this reference.
         drop(qp);
         let grant = RemoteRegion::new(bind.addr, bind.len, bind.rkey);
         let leased = Leased { window, grant, access, queue: self.send_queue().clone() };
@@ -143,48 +145,46 @@ impl QueuePair {
 }
 
 impl Lease {
-    /// Address and key, to hand to the peer.
+    /// Returns the address and key to send to the peer.
     #[must_use]
     pub fn grant(&self) -> RemoteRegion {
         self.leased.grant
     }
 
-    /// Key alone: what [`Received::invalidated`](crate::op::Received::invalidated) has if the peer has invalidated it.
+    /// Returns the key, as reported in [`Received::invalidated`](crate::op::Received::invalidated).
     #[must_use]
     pub fn rkey(&self) -> Rkey {
         self.grant().rkey()
     }
 
-    /// What the peer may do, as far as the queue pair allows it too.
+    /// Returns the rights of the peer, which the queue pair may limit further.
     #[must_use]
     pub fn access(&self) -> Access {
         self.leased.access
     }
 
-    /// Ends the access: when it returns the peer does not reach the bytes any more, and the region may be taken back.
-    ///
-    /// A system call of some microseconds on a device that is hardware.
+    /// Revokes the access before it returns. On hardware, this is a system call of a few
+    /// microseconds.
     pub fn revoke(self) {
         drop(self);
     }
 
-    /// Has the device end the access, LOCAL_INV of `ibv_post_send(3)`: in order, behind all work posted to the queue pair
-    /// before. When it is done, in success or not, the peer does not reach the bytes any more.
-    ///
-    /// Only for a lease that the peer does not invalidate: a device refuses to invalidate what is invalid.
+    /// Posts an invalidation of the key, `IBV_WR_LOCAL_INV` of `ibv_post_send(3)`, ordered after
+    /// all earlier work. Once it is complete, even with an error, the peer has no access.
     ///
     /// # Errors
     ///
-    /// Of the future: [`LOC_QP_OP_ERR`](crate::types::WcStatus::LOC_QP_OP_ERR) or, by some devices,
-    /// [`MW_BIND_ERR`](crate::types::WcStatus::MW_BIND_ERR) if the peer has invalidated it, and the connection has ended
-    /// then; [`OpErrorKind::Closed`] if the queue pair has ended.
+    /// - [`LOC_QP_OP_ERR`](crate::types::WcStatus::LOC_QP_OP_ERR), or on some devices
+    ///   [`MW_BIND_ERR`](crate::types::WcStatus::MW_BIND_ERR), if the peer has invalidated the key.
+    ///   The connection has failed then.
+    /// - [`OpErrorKind::Closed`] if the queue pair is closed.
     ///
     /// # Cancel safety
     ///
-    /// The access ends even if the future is dropped: when the work request has completed, or the queue pair has ended.
+    /// Dropping the future does not cancel the invalidation.
     pub fn invalidate(self) -> Invalidate {
         let queue = self.leased.queue.clone();
-        let what = What::Send(SendOp::LocalInvalidate(self.rkey()));
+        let what = WorkKind::Send(SendOp::LocalInvalidate(self.rkey()));
         Operation::post(&queue, what, SendFlags::SIGNALED, u64::MAX, self.leased)
     }
 }
@@ -206,41 +206,40 @@ impl Future for PendingLease {
     }
 }
 
-/// Makes a [`Lease`] of a window that is bound.
 #[derive(Debug)]
-pub(crate) struct Granting(());
+pub(crate) struct BindLease(());
 
-impl Finish for Granting {
+impl OperationKind for BindLease {
     type Held = Leased;
     type Buffer = ();
     type Output = Lease;
-    type Seen = ();
+    type Details = ();
 
-    fn see(_completion: &WorkCompletion) {}
+    fn details(_completion: &WorkCompletion) {}
 
     fn finish(leased: Leased, (): ()) -> Lease {
         Lease { leased }
     }
 
-    fn give_back(_leased: Leased) {}
+    fn into_buffer(_leased: Leased) {}
 }
 
-/// Gives the window of a lease back to the queue pair.
+/// The kind of invalidations: returns the window to the queue pair.
 #[derive(Debug)]
-pub struct Ending(());
+pub struct InvalidateLease(());
 
-impl Finish for Ending {
+impl OperationKind for InvalidateLease {
     type Held = Leased;
     type Buffer = ();
     type Output = ();
-    type Seen = ();
+    type Details = ();
 
-    fn see(_completion: &WorkCompletion) {}
+    fn details(_completion: &WorkCompletion) {}
 
     fn finish(leased: Leased, (): ()) {
         leased.window.recycle();
     }
 
-    /// Not invalidated: the window goes, and the access with it.
-    fn give_back(_leased: Leased) {}
+    /// Drops the window, which ends the access: the invalidation failed.
+    fn into_buffer(_leased: Leased) {}
 }

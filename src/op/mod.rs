@@ -1,8 +1,9 @@
-//! Operations: each a future that owns what the device touches.
+//! Queue pairs, and work requests as futures that own the memory the device uses.
 //!
-//! Calling posts, awaiting waits: two operations called one after the other are in flight together, in that
-//! order. A result brings the buffer home, an error too. Dropping the future detaches: the work goes on, and
-//! its buffers return to where they came from when the device is done with them.
+//! Calling a method posts the work request; awaiting the future waits for its completion.
+//! Operations called one after the other are in flight together, in that order. The result returns
+//! the buffer, after an error too. Dropping the future does not cancel the work request, see
+//! [`Operation`].
 
 #![forbid(unsafe_code)]
 

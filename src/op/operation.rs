@@ -7,172 +7,167 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use crate::engine::{Claim, InFlight, Patience, Refusal, Request, What, WorkQueue};
+use crate::engine::{Claim, InFlight, OnFull, Refusal, Request, WorkKind, WorkQueue};
 use crate::error::{OpError, OpErrorKind, TryError};
 use crate::memory::Gather;
 use crate::types::{SendFlags, WorkCompletion};
 
-/// What an operation makes of its completion. Sealed.
-pub trait Finish: Unpin + 'static {
-    /// What the operation owns while it is in flight.
+/// The kind of an [`Operation`]: what it owns while it is in flight and what its future returns.
+///
+/// This trait is sealed.
+pub trait OperationKind: Unpin + 'static {
+    /// The buffers and handles that the operation owns while it is in flight.
     type Held: Gather;
-    /// What comes back on failure.
+    /// The part of [`Held`](Self::Held) that an error returns to the caller.
     type Buffer;
-    /// What comes back on success.
+    /// The result of a success.
     type Output;
 
-    /// What it needs to know of the completion.
+    /// The part of the completion that the result depends on.
     #[doc(hidden)]
-    type Seen;
+    type Details;
 
-    /// Looks at the completion of a success.
     #[doc(hidden)]
-    fn see(completion: &WorkCompletion) -> Self::Seen;
+    fn details(completion: &WorkCompletion) -> Self::Details;
 
-    /// The result of a success.
     #[doc(hidden)]
-    fn finish(held: Self::Held, seen: Self::Seen) -> Self::Output;
+    fn finish(held: Self::Held, details: Self::Details) -> Self::Output;
 
-    /// The caller's part of what was held.
     #[doc(hidden)]
-    fn give_back(held: Self::Held) -> Self::Buffer;
+    fn into_buffer(held: Self::Held) -> Self::Buffer;
 }
 
-/// A posted work request. It is in flight whether it is polled or not; awaiting it gives its result.
+/// A posted work request, in flight whether or not it is polled.
 ///
 /// # Cancel safety
 ///
-/// Dropping it, by hand, by a timeout or with its task, abandons the result and not the work: the peer may
-/// still see it, and the device may still read and write the buffers, which therefore stay with the queue
-/// pair until the completion has come, and then go back to their pool or are freed.
+/// Dropping the future discards the result but does not cancel the work request: the peer may still
+/// see its effect, and the device may still access the buffers. They return to their pool, or are
+/// freed, when the completion arrives.
 ///
 /// # Panics
 ///
-/// If polled again after it was ready.
-#[must_use = "it is posted already, but only awaiting it tells whether it succeeded"]
-pub struct Operation<F: Finish> {
+/// Panics if polled after completion.
+#[must_use = "it is already posted, but only awaiting it returns its result"]
+pub struct Operation<F: OperationKind> {
     in_flight: InFlight<F::Held>,
 }
 
-impl<F: Finish> Operation<F> {
-    /// Posts a work request whose data are the buffers of `held`, to the connected peer if it is a send, or queues it behind
-    /// requests that wait for free slots. `room`: bytes at the remote end, if it is memory.
+impl<F: OperationKind> Operation<F> {
+    /// Posts or queues a work request for the buffers of `held`, to the connected peer if it is a
+    /// send. `remote_len` is the length of the remote memory in bytes, `u64::MAX` without any.
     ///
-    /// The parts of the request are arguments, so that they stay in registers while it is posted at once.
+    /// The request is passed in parts, to stay in registers.
     #[inline(always)]
     pub(crate) fn post(
         queue: &Arc<WorkQueue>,
-        what: What,
+        kind: WorkKind,
         flags: SendFlags,
-        room: u64,
+        remote_len: u64,
         held: F::Held,
     ) -> Self {
-        // The operation is put together in one place, so that it is built where it will be awaited: no call is given
-        // all of it. The buffer is kept as `kept` does.
+        // Built in place: passing the operation to a call would copy it. A panic leaks `held`, as
+        // in `leak_on_panic`.
         let held = ManuallyDrop::new(held);
-        let claim = match queue.submit_now(what, flags, room, &*held) {
+        let claim = match queue.submit_now(kind, flags, remote_len, &*held) {
             Some(claim) => claim,
-            None => submit(queue, Request::new(what, flags, room), &*held),
+            None => submit(queue, Request::new(kind, flags, remote_len), &*held),
         };
         let held = ManuallyDrop::into_inner(held);
         Self { in_flight: InFlight::new(claim, held) }
     }
 
-    /// Posts a work request of any kind, or queues it behind requests that wait for free slots.
+    /// Posts or queues a work request that has a receiver, inline data or a window.
     pub(crate) fn post_any(queue: &Arc<WorkQueue>, request: Request<'_>, held: F::Held) -> Self {
-        let (claim, held) = kept(held, |held| submit(queue, request, held));
+        let (claim, held) = leak_on_panic(held, |held| submit(queue, request, held));
         Self { in_flight: InFlight::new(claim, held) }
     }
 
-    /// Posts, if there is room.
     #[inline]
     pub(crate) fn try_post(
         queue: &Arc<WorkQueue>,
         request: Request<'_>,
         held: F::Held,
     ) -> Result<Self, TryError<F::Buffer>> {
-        let (submitted, held) = kept(held, |held| queue.submit(request, held, Patience::Try));
+        let (submitted, held) =
+            leak_on_panic(held, |held| queue.submit(request, held, OnFull::Try));
         match submitted {
             Ok(claim) => Ok(Self { in_flight: InFlight::new(claim, held) }),
-            Err(Refusal::Full) => Err(TryError::Full(F::give_back(held))),
+            Err(Refusal::Full) => Err(TryError::Full(F::into_buffer(held))),
             Err(Refusal::Error(kind)) => {
-                Err(TryError::Refused(OpError::new(kind, F::give_back(held))))
+                Err(TryError::Refused(OpError::new(kind, F::into_buffer(held))))
             }
         }
     }
 
-    /// True once it is over and awaiting it gives its result at once. It does not look for completions by itself: somebody who
-    /// waits for work on the same completion queue does.
+    /// Returns true if awaiting the operation would return immediately. Does not poll the device.
     pub fn is_finished(&self) -> bool {
         self.in_flight.is_finished()
     }
 
-    /// Why it was not posted, if it was not.
     pub(crate) fn refusal(&self) -> Option<OpErrorKind> {
         self.in_flight.refusal()
     }
 
-    /// True if it stands in line: the device has not seen it.
-    pub(crate) fn is_in_line(&self) -> bool {
-        self.in_flight.is_in_line()
+    /// Returns true while the operation is queued, unknown to the device.
+    pub(crate) fn is_queued(&self) -> bool {
+        self.in_flight.is_queued()
     }
 
-    /// Was never posted.
     #[inline(always)]
     pub(crate) fn refused(kind: OpErrorKind, held: F::Held) -> Self {
         Self { in_flight: InFlight::new(Claim::refused(kind), held) }
     }
 }
 
-/// Posts, or lines up, with patience.
 #[inline(never)]
 fn submit<B: Gather>(queue: &Arc<WorkQueue>, request: Request<'_>, held: &B) -> Claim<WorkQueue> {
-    match queue.submit(request, held, Patience::Queue) {
+    match queue.submit(request, held, OnFull::Queue) {
         Ok(claim) => claim,
         Err(Refusal::Error(kind)) => Claim::refused(kind),
-        Err(Refusal::Full) => unreachable!("patience waits for room"),
+        Err(Refusal::Full) => unreachable!("a request that may be queued is never refused as full"),
     }
 }
 
-/// What `post` makes of what is posted, and that again. Posting emits events of `tracing`, and a subscriber may panic: what the
-/// device has, or what stands in line for it, is not dropped then but leaked.
+/// Calls `post`. If it panics, as a `tracing` subscriber may, `held` is leaked: the device or the
+/// wait queue may already use the buffers.
 #[inline(always)]
-pub(crate) fn kept<B, R>(held: B, post: impl FnOnce(&B) -> R) -> (R, B) {
+pub(crate) fn leak_on_panic<B, R>(held: B, post: impl FnOnce(&B) -> R) -> (R, B) {
     let held = ManuallyDrop::new(held);
-    let made = post(&held);
-    (made, ManuallyDrop::into_inner(held))
+    let posted = post(&held);
+    (posted, ManuallyDrop::into_inner(held))
 }
 
-impl<F: Finish> Future for Operation<F> {
+impl<F: OperationKind> Future for Operation<F> {
     type Output = Result<F::Output, OpError<F::Buffer>>;
 
     #[inline(always)]
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        self.in_flight.poll(context, F::see, |held, result| match result {
-            Ok(seen) => Ok(F::finish(held, seen)),
-            Err(kind) => Err(OpError::new(kind, F::give_back(held))),
+        self.in_flight.poll(context, F::details, |held, result| match result {
+            Ok(details) => Ok(F::finish(held, details)),
+            Err(kind) => Err(OpError::new(kind, F::into_buffer(held))),
         })
     }
 }
 
-impl<F: Finish> fmt::Debug for Operation<F> {
+impl<F: OperationKind> fmt::Debug for Operation<F> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.in_flight.fmt(f)
     }
 }
 
-/// Gives back what was held, filled or sent.
+/// The kind of SENDs, WRITEs and READs: returns the buffer.
 #[derive(Debug)]
-pub struct Return<B>(std::marker::PhantomData<fn() -> B>);
+pub struct ReturnBuffer<B>(std::marker::PhantomData<fn() -> B>);
 
-impl<B: Gather> Finish for Return<B> {
+impl<B: Gather> OperationKind for ReturnBuffer<B> {
     type Held = B;
     type Buffer = B;
     type Output = B;
-    type Seen = ();
+    type Details = ();
 
     #[inline]
-    fn see(_completion: &WorkCompletion) {}
+    fn details(_completion: &WorkCompletion) {}
 
     #[inline]
     fn finish(held: B, (): ()) -> B {
@@ -180,7 +175,7 @@ impl<B: Gather> Finish for Return<B> {
     }
 
     #[inline]
-    fn give_back(held: B) -> B {
+    fn into_buffer(held: B) -> B {
         held
     }
 }

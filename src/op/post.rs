@@ -1,4 +1,4 @@
-//! The posting core: every send operation, whichever object offers it, is checked and posted here.
+//! The posting core: every send operation is checked and posted here, whichever object offers it.
 //!
 //! ```text
 //! QueuePair ──────────┐
@@ -9,14 +9,17 @@
 
 #![forbid(unsafe_code)]
 
-use super::operation::{Finish, Operation, Return};
+use super::operation::{Operation, OperationKind, ReturnBuffer};
 use super::queue_pair::Inner;
-use crate::engine::{Key, Request, To, What};
+use crate::engine::{Receiver, ReceiverKey, Request, WorkKind};
 use crate::error::{OpErrorKind, TryError};
 use crate::memory::{Gather, RemoteRegion};
 use crate::types::{Imm, SendFlags, SendOp, Transport, WindowBind};
 
-/// A send operation and the length of the remote memory that it names, which its buffer must not exceed.
+/// The requirement of READ, for [`OpErrorKind::Unsupported`].
+pub(super) const READ: &str = "READ (transport RC or DC required)";
+
+/// A send operation and the length in bytes of its remote memory, which limits its buffer.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SendRequest {
     pub(super) op: SendOp,
@@ -24,7 +27,6 @@ pub(crate) struct SendRequest {
 }
 
 impl SendRequest {
-    /// A request that names no remote memory and so has no limit but that of the transport.
     #[inline(always)]
     const fn message(op: SendOp) -> Self {
         Self { op, remote_len: u64::MAX }
@@ -63,40 +65,42 @@ impl SendRequest {
 
 /// A destination of operations, or the reason why nothing can be posted to it.
 #[derive(Clone, Copy)]
-pub(crate) struct Destination<'a>(Result<Route<'a>, OpErrorKind>);
+pub(crate) struct Destination<'a>(Result<SendRoute<'a>, OpErrorKind>);
 
-/// The send queue that leads to a peer, and what all work requests to that peer have in common.
+/// The send queue to a peer, and the parameters of all work requests to it.
 #[derive(Clone, Copy)]
-pub(super) struct Route<'a> {
-    /// What its clones share. With a reference to one of the clones here, that clone would have to be in memory where an
-    /// operation is posted, and not in registers.
+pub(super) struct SendRoute<'a> {
+    /// The state shared by the clones of the queue pair. A reference to a clone would force it out
+    /// of registers.
     pub(super) queue_pair: &'a Inner,
-    /// Modifiers of each work request, beside [`SendFlags::SIGNALED`].
+    /// The flags of each work request, besides [`SendFlags::SIGNALED`].
     pub(super) flags: SendFlags,
     /// The receiver, unless the queue pair is connected to it.
-    pub(super) to: Option<To<'a>>,
+    pub(super) to: Option<Receiver<'a>>,
 }
 
 impl<'a> Destination<'a> {
-    /// The peer that `queue_pair` is connected to, or `to` on a transport without connections.
+    /// Without `to`, the destination is the connected peer.
     #[inline(always)]
-    pub(crate) const fn new(queue_pair: &'a Inner, flags: SendFlags, to: Option<To<'a>>) -> Self {
-        Self(Ok(Route { queue_pair, flags, to }))
+    pub(crate) const fn new(
+        queue_pair: &'a Inner,
+        flags: SendFlags,
+        to: Option<Receiver<'a>>,
+    ) -> Self {
+        Self(Ok(SendRoute { queue_pair, flags, to }))
     }
 
-    /// A destination to which every operation fails with `kind`.
     pub(crate) const fn refused(kind: OpErrorKind) -> Self {
         Self(Err(kind))
     }
 
-    /// The route of a batch, whose operations the caller checks.
-    pub(super) fn route(self) -> Result<Route<'a>, OpErrorKind> {
+    /// Returns the route of a batch, whose operations the caller checks.
+    pub(super) fn route(self) -> Result<SendRoute<'a>, OpErrorKind> {
         self.0
     }
 
-    /// The route, if `op` may be posted to it.
     #[inline(always)]
-    pub(super) fn route_for(self, op: SendOp) -> Result<Route<'a>, OpErrorKind> {
+    pub(super) fn route_for(self, op: SendOp) -> Result<SendRoute<'a>, OpErrorKind> {
         let route = self.0?;
         match route.refusal(op) {
             Some(kind) => Err(kind),
@@ -104,18 +108,25 @@ impl<'a> Destination<'a> {
         }
     }
 
-    /// Posts `request` for the data of `held`, or queues it behind requests that wait for free slots.
     #[inline(always)]
-    pub(crate) fn post<F: Finish>(self, request: SendRequest, held: F::Held) -> Operation<F> {
+    pub(crate) fn post<F: OperationKind>(
+        self,
+        request: SendRequest,
+        held: F::Held,
+    ) -> Operation<F> {
         match self.route_for(request.op) {
             Ok(route) => route.post(request, held),
             Err(kind) => Operation::refused(kind, held),
         }
     }
 
-    /// Posts `request` for `bytes`, which are copied by this call.
+    /// Posts `request` for a copy of `bytes`.
     #[inline(always)]
-    pub(crate) fn post_inline(self, request: SendRequest, bytes: &[u8]) -> Operation<Return<()>> {
+    pub(crate) fn post_inline(
+        self,
+        request: SendRequest,
+        bytes: &[u8],
+    ) -> Operation<ReturnBuffer<()>> {
         match self.route_for(request.op) {
             Ok(route) => {
                 let request = Request { inline: Some(bytes), ..route.request(request) };
@@ -125,13 +136,12 @@ impl<'a> Destination<'a> {
         }
     }
 
-    /// Posts `request` if the send queue has a free slot.
     #[inline(always)]
     pub(crate) fn try_post<B: Gather>(
         self,
         request: SendRequest,
         buffer: B,
-    ) -> Result<Operation<Return<B>>, TryError<B>> {
+    ) -> Result<Operation<ReturnBuffer<B>>, TryError<B>> {
         match self.route_for(request.op) {
             Ok(route) => {
                 Operation::try_post(&route.queue_pair.send, route.request(request), buffer)
@@ -141,10 +151,10 @@ impl<'a> Destination<'a> {
     }
 }
 
-impl<'a> Route<'a> {
+impl<'a> SendRoute<'a> {
     #[inline(always)]
     pub(super) fn request(self, SendRequest { op, remote_len }: SendRequest) -> Request<'a> {
-        Request { to: self.to, ..Request::new(What::Send(op), self.signaled(), remote_len) }
+        Request { to: self.to, ..Request::new(WorkKind::Send(op), self.signaled(), remote_len) }
     }
 
     #[inline(always)]
@@ -152,14 +162,18 @@ impl<'a> Route<'a> {
         self.flags | SendFlags::SIGNALED
     }
 
-    /// Posts `request`, whose operation the caller has [checked](Destination::route_for).
+    /// Posts `request`. The caller has [checked](Destination::route_for) the operation.
     #[inline(always)]
-    pub(super) fn post<F: Finish>(self, request: SendRequest, held: F::Held) -> Operation<F> {
+    pub(super) fn post<F: OperationKind>(
+        self,
+        request: SendRequest,
+        held: F::Held,
+    ) -> Operation<F> {
         let queue = &self.queue_pair.send;
         match self.to {
             None => Operation::post(
                 queue,
-                What::Send(request.op),
+                WorkKind::Send(request.op),
                 self.signaled(),
                 request.remote_len,
                 held,
@@ -168,8 +182,11 @@ impl<'a> Route<'a> {
         }
     }
 
-    /// Posts the binding of a window, which `held` keeps.
-    pub(super) fn post_binding<F: Finish>(self, bind: &WindowBind, held: F::Held) -> Operation<F> {
+    pub(super) fn post_binding<F: OperationKind>(
+        self,
+        bind: &WindowBind,
+        held: F::Held,
+    ) -> Operation<F> {
         let request = Request {
             window: Some(bind),
             ..self.request(SendRequest::message(SendOp::BindWindow))
@@ -177,37 +194,42 @@ impl<'a> Route<'a> {
         Operation::post_any(&self.queue_pair.send, request, held)
     }
 
-    /// Why `op` does not exist on the transport. The compiler decides all of it but the comparison of the transport.
+    /// Returns why the transport lacks `op`, if it does. `op` is a constant in every caller: only
+    /// the comparison of the transport remains at run time.
     #[inline(always)]
     fn refusal(self, op: SendOp) -> Option<OpErrorKind> {
         use Transport::{Rc, Uc, Ud};
         match self.to {
-            Some(To { key: Key::Datagram(_), handle, .. }) => {
+            Some(Receiver { key: ReceiverKey::Datagram(_), handle, .. }) => {
                 let foreign = !handle.protection_domain().same(&self.queue_pair.pd);
                 let foreign = foreign.then_some(OpErrorKind::Foreign { what: "address handle" });
-                return self.unsupported("a datagram", &[Ud]).or(foreign);
+                return self.unsupported("datagrams (transport UD required)", &[Ud]).or(foreign);
             }
-            // A dynamic connection is a reliable one, which has all operations.
-            Some(To { key: Key::Dc(_), .. }) => return None,
+            // DC is a reliable transport with all operations.
+            Some(Receiver { key: ReceiverKey::Dc(_), .. }) => return None,
             None => {}
         }
         match op {
             SendOp::Send | SendOp::SendWithImm(_) => {
-                self.unsupported("SEND to a connected peer", &[Rc, Uc])
+                self.unsupported("SEND without a destination; use send_to", &[Rc, Uc])
             }
-            SendOp::SendWithInvalidate(_) => self.unsupported("SEND with invalidate", &[Rc]),
-            SendOp::Write(_) | SendOp::WriteWithImm(..) => self.unsupported("WRITE", &[Rc, Uc]),
-            SendOp::Read(_) => self.unsupported("READ", &[Rc]),
+            SendOp::SendWithInvalidate(_) => {
+                self.unsupported("SEND with invalidate (transport RC or DC required)", &[Rc])
+            }
+            SendOp::Write(_) | SendOp::WriteWithImm(..) => {
+                self.unsupported("WRITE (transport RC, UC or DC required)", &[Rc, Uc])
+            }
+            SendOp::Read(_) => self.unsupported(READ, &[Rc]),
             SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. } => {
-                self.unsupported("an atomic", &[Rc])
+                self.unsupported("atomics (transport RC or DC required)", &[Rc])
             }
             SendOp::BindWindow | SendOp::LocalInvalidate(_) => {
-                self.unsupported("a lease", &[Rc, Uc])
+                self.unsupported("leases (transport RC or UC required)", &[Rc, Uc])
             }
         }
     }
 
-    /// Why `what` cannot be posted, if the transport is none of `on`.
+    /// Refuses `what` unless the transport is one of `on`.
     #[inline(always)]
     pub(super) fn unsupported(self, what: &'static str, on: &[Transport]) -> Option<OpErrorKind> {
         (!on.contains(&self.queue_pair.transport)).then_some(OpErrorKind::Unsupported { what })

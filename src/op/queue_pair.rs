@@ -1,4 +1,4 @@
-//! Queue pair: made, connected, closed.
+//! Queue pairs: build, connect, query, close.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use crate::dispatch::{ReceiveCounters, SendCounters};
 use crate::engine::{
-    CompletionQueue, Limits, QueuePairCore, Shared, What, WorkQueue, WorkQueueCounters,
+    CompletionQueue, Limits, QueuePairCore, Shared, WorkKind, WorkQueue, WorkQueueCounters,
 };
 use crate::error::{LimitError, OpErrorKind, SetupError};
 use crate::memory::{BufMut, PdKey, Pool, PoolError};
@@ -18,7 +18,7 @@ use crate::types::{
 };
 use crate::verbs::{Device, ProtectionDomain, Qp, QpOptions};
 
-/// A queue pair whose work requests are futures; clones share it.
+/// A queue pair whose work requests are futures. Clones refer to the same queue pair.
 ///
 /// ```
 /// use tokio_rdma::QueuePair;
@@ -45,8 +45,9 @@ use crate::verbs::{Device, ProtectionDomain, Qp, QpOptions};
 ///
 /// # Closing
 ///
-/// [`close`](Self::close) ends it in order. Dropping the last clone ends it at once: what is in flight is flushed
-/// or fails as [`OpErrorKind::Closed`], and when the drop returns the device touches no buffer any more.
+/// [`close`](Self::close) flushes all work requests first. Dropping the last clone destroys the
+/// queue pair immediately: operations in flight are flushed or fail with [`OpErrorKind::Closed`].
+/// Afterwards the device accesses no buffer.
 #[derive(Clone)]
 pub struct QueuePair {
     pub(crate) inner: Arc<Inner>,
@@ -55,19 +56,19 @@ pub struct QueuePair {
 
 pub(crate) struct Inner {
     pub(crate) core: Arc<QueuePairCore>,
-    /// That of `core`, one step nearer.
+    /// The send queue of `core`, reachable with one load less.
     pub(super) send: Arc<WorkQueue>,
     pub(super) pd: ProtectionDomain,
     pub(super) transport: Transport,
     qpn: Qpn,
     caps: QpCaps,
-    /// Our first packet sequence number, drawn at random, anew for each connection.
+    /// The first packet sequence number, random and new for each connection.
     psn: AtomicU32,
     local: Local,
-    /// Where results of atomics arrive; registered when first needed.
-    words: OnceLock<Pool>,
+    /// Created by the first atomic.
+    atomic_results: OnceLock<Pool>,
     span: tracing::Span,
-    // Last, for they are needed while the core shuts down.
+    // Dropped last: the teardown of `core` needs them.
     queues: [CompletionQueue; 2],
 }
 
@@ -76,27 +77,25 @@ impl Inner {
         Psn::new(self.psn.load(Ordering::Relaxed))
     }
 
-    /// A registered word for the result of an atomic.
-    pub(super) fn word(&self) -> Result<BufMut, PoolError> {
-        let words = match self.words.get() {
-            Some(words) => words,
+    pub(super) fn alloc_atomic_result(&self) -> Result<BufMut, PoolError> {
+        let results = match self.atomic_results.get() {
+            Some(results) => results,
             None => {
-                let made = Pool::builder(&self.pd).buffer_size(8).buffers(64).growing(true).build();
-                let made = made.map_err(PoolError::Register)?;
-                self.words.get_or_init(|| made)
+                let pool = Pool::builder(&self.pd).buffer_size(8).buffers(64).growing(true).build();
+                let pool = pool.map_err(PoolError::Register)?;
+                self.atomic_results.get_or_init(|| pool)
             }
         };
-        words.try_alloc(8)
+        results.try_alloc(8)
     }
 }
 
-/// Our side of a connection.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Local {
     pub(crate) port: PortNum,
     pub(crate) gid: GidEntry,
-    /// The caller chose it by number.
-    chosen: bool,
+    /// True if the caller chose the GID by its index.
+    fixed_gid: bool,
     lid: u16,
     pub(crate) link_layer: LinkLayer,
     pub(crate) mtu: Mtu,
@@ -104,16 +103,16 @@ pub(crate) struct Local {
 }
 
 impl QueuePair {
-    /// A reliable connection with default sizes, in INIT: receives can be posted.
+    /// Creates an RC queue pair with default sizes, in INIT: receives can be posted.
     ///
     /// # Errors
     ///
-    /// As [`QueuePairBuilder::build`].
+    /// See [`QueuePairBuilder::build`].
     pub fn new(pd: &ProtectionDomain, queue: &CompletionQueue) -> Result<Self, SetupError> {
         Self::builder(pd, queue).build()
     }
 
-    /// A queue pair to be described further; `queue` takes its completions.
+    /// Returns a builder for a queue pair whose completions go to `queue`.
     #[must_use]
     pub fn builder(pd: &ProtectionDomain, queue: &CompletionQueue) -> QueuePairBuilder {
         QueuePairBuilder {
@@ -137,38 +136,37 @@ impl QueuePair {
         }
     }
 
-    /// The bare queue pair, unless it is closed.
     #[cfg(feature = "ibverbs")]
-    pub(crate) fn bare(&self) -> Option<Arc<Qp>> {
+    pub(crate) fn verbs(&self) -> Option<Arc<Qp>> {
         self.inner.core.qp().ok()
     }
 
-    /// Its number.
+    /// Returns the queue pair number.
     #[must_use]
     pub fn qpn(&self) -> Qpn {
         self.inner.qpn
     }
 
-    /// Service type.
+    /// Returns the service type.
     #[inline]
     #[must_use]
     pub fn transport(&self) -> Transport {
         self.inner.transport
     }
 
-    /// Sizes granted.
+    /// Returns the granted sizes.
     #[must_use]
     pub fn caps(&self) -> QpCaps {
         self.inner.caps
     }
 
-    /// The protection domain it belongs to.
+    /// Returns its protection domain.
     #[must_use]
     pub fn protection_domain(&self) -> &ProtectionDomain {
         &self.inner.pd
     }
 
-    /// What a peer needs to connect to it. A change to RESET makes it another one: exchange it again.
+    /// Returns the address that a peer needs to connect. A transition to RESET changes it.
     #[must_use]
     pub fn endpoint(&self) -> QueuePairEndpoint {
         let Local { gid, lid, link_layer, mtu, reads, .. } = self.inner.local;
@@ -184,33 +182,41 @@ impl QueuePair {
         }
     }
 
-    /// Connects to a peer, which does the same with our [`endpoint`](Self::endpoint). UD needs no peer and is
-    /// ready after [`activate`](Self::activate).
+    /// Connects to a peer, which must connect to this [`endpoint`](Self::endpoint) in turn. UD
+    /// queue pairs [`activate`](Self::activate) instead.
     ///
-    /// Both ends may send as soon as both have called it; what is sent before the other end has is repeated until
-    /// it answers, or lost if the connection is unreliable.
+    /// You may send once the call has returned. Until the peer has connected too, packets are
+    /// retransmitted (RC) or lost (UC).
     ///
     /// # Errors
     ///
-    /// [`SetupError::Mismatch`] if the ends do not fit together, [`SetupError::Transition`] if it is connected
-    /// already, [`SetupError::Verb`] if the device refuses.
+    /// - [`SetupError::Mismatch`] if transport, link layer or address family differ;
+    /// - [`SetupError::Transition`] if this queue pair is already connected.
     pub fn connect(&self, peer: &QueuePairEndpoint) -> Result<(), SetupError> {
         self.connect_with(peer, &ConnectOptions::default())
     }
 
-    /// As [`connect`](Self::connect), with timeouts and retries of your own.
+    /// Connects as [`connect`](Self::connect) does, with the given timeouts and retries.
     ///
     /// # Errors
     ///
-    /// As [`connect`](Self::connect).
+    /// See [`connect`](Self::connect); [`SetupError::Limit`] if an option is out of range.
     pub fn connect_with(
         &self,
         peer: &QueuePairEndpoint,
         options: &ConnectOptions,
     ) -> Result<(), SetupError> {
         let local = self.inner.local;
-        self.agree("transport", self.inner.transport, peer.transport)?;
-        self.agree("link layer", local.link_layer, peer.link_layer)?;
+        self.require_equal(
+            "transports of the queue pair and its peer",
+            self.inner.transport,
+            peer.transport,
+        )?;
+        self.require_equal(
+            "link layers of the queue pair and its peer",
+            local.link_layer,
+            peer.link_layer,
+        )?;
         self.check_path(peer.gid)?;
         options.check()?;
         let reliable = self.inner.transport == Transport::Rc;
@@ -233,9 +239,9 @@ impl QueuePair {
             max_rd_atomic: reliable.then_some(local.reads.min(peer.reads)),
             ..QpAttr::to_state(QpState::Rts)
         })?;
-        self.inner
-            .span
-            .in_scope(|| tracing::debug!(peer = %peer.qpn, gid = %peer.gid, "connected"));
+        self.inner.span.in_scope(
+            || tracing::debug!(peer = %peer.qpn, gid = %peer.gid, "connected queue pair"),
+        );
         Ok(())
     }
 
@@ -243,20 +249,20 @@ impl QueuePair {
     ///
     /// # Errors
     ///
-    /// [`SetupError::Transition`] if it is ready already or not of datagrams.
+    /// [`SetupError::Transition`] if it is ready already, or not a datagram queue pair.
     pub fn activate(&self) -> Result<(), SetupError> {
         self.modify(&QpAttr::to_state(QpState::Rtr))?;
         self.modify(&QpAttr { sq_psn: Some(self.inner.psn()), ..QpAttr::to_state(QpState::Rts) })
     }
 
-    /// An IPv4 packet cannot leave from an IPv6 address, nor the reverse.
+    /// Refuses a peer of the other address family: a packet has one family.
     pub(crate) fn check_family(&self, peer: Gid) -> Result<(), SetupError> {
         let gid = self.inner.local.gid;
         let (ours, theirs) = (gid.gid.to_ip(), peer.to_ip());
         if gid.is_roce_v2() && ours.is_ipv4() != theirs.is_ipv4() {
             let (ours, theirs) = (ours.to_string(), theirs.to_string());
             return Err(SetupError::Mismatch {
-                what: "address family (see `peer` of the builder)",
+                what: "address families of queue pair and peer (set QueuePairBuilder::peer)",
                 ours,
                 theirs,
             });
@@ -264,26 +270,29 @@ impl QueuePair {
         Ok(())
     }
 
-    /// Whatever is of the same family may work by routing, though there may be better.
+    /// Checks the address family, and warns if another GID suits the peer better: routing may work.
     fn check_path(&self, peer: Gid) -> Result<(), SetupError> {
         self.check_family(peer)?;
-        let Local { port, gid, chosen, .. } = self.inner.local;
+        let Local { port, gid, fixed_gid, .. } = self.inner.local;
         let theirs = peer.to_ip();
-        if chosen {
+        if fixed_gid {
             return Ok(());
         }
         let ranked = self.inner.pd.device().gids(port, Some(peer))?;
         let used = ranked.iter().find(|other| other.entry.index == gid.index);
         if let (Some(used), Some(better)) = (used, ranked.first())
-            && better.merit() < used.merit()
+            && better.penalty() < used.penalty()
         {
             let _entered = self.inner.span.enter();
-            tracing::warn!(%used, %better, peer = %theirs, "another GID fits this peer better: QueuePairBuilder::peer");
+            tracing::warn!(
+                %used, %better, peer = %theirs,
+                "another GID suits this peer better; set QueuePairBuilder::peer"
+            );
         }
         Ok(())
     }
 
-    pub(crate) fn agree<T: fmt::Debug + PartialEq>(
+    pub(crate) fn require_equal<T: fmt::Debug + PartialEq>(
         &self,
         what: &'static str,
         ours: T,
@@ -295,101 +304,106 @@ impl QueuePair {
         Err(SetupError::Mismatch { what, ours: format!("{ours:?}"), theirs: format!("{theirs:?}") })
     }
 
-    /// Changes attributes and state, `ibv_modify_qp(3)`; a refused change changes nothing. Work that a change to
-    /// RESET makes the device forget fails as [`OpErrorKind::Closed`].
+    /// Changes attributes and state, `ibv_modify_qp(3)`. A refused change has no effect. RESET
+    /// discards work in flight, which fails with [`OpErrorKind::Closed`].
     ///
     /// # Errors
     ///
-    /// [`SetupError::Transition`] with what is missing or not allowed, [`SetupError::Verb`] if the device refuses,
-    /// [`SetupError::Closed`] after [`close`](Self::close).
+    /// - [`SetupError::Transition`] names missing or forbidden attributes;
+    /// - [`SetupError::Closed`].
     pub fn modify(&self, attr: &QpAttr) -> Result<(), SetupError> {
         let _entered = self.inner.span.enter();
         if attr.state != Some(QpState::Reset) {
             return self.inner.core.modify(attr);
         }
-        // Late packets of one connection must not pass for the first ones of the next.
+        // Delayed packets of the old connection must not match the next one.
         let psn = self.inner.pd.device().random_psn()?;
         self.inner.core.modify(attr)?;
         self.inner.psn.store(psn.value(), Ordering::Relaxed);
         Ok(())
     }
 
-    /// Current state and all attributes that have been set, `ibv_query_qp(3)`.
+    /// Returns the state and all attributes set so far, `ibv_query_qp(3)`.
     ///
     /// # Errors
     ///
-    /// [`SetupError::Verb`] if the device refuses, [`SetupError::Closed`] after [`close`](Self::close).
+    /// [`SetupError::Closed`].
     pub fn query(&self) -> Result<(QpState, QpAttr), SetupError> {
         Ok(self.inner.core.qp()?.query()?)
     }
 
-    /// Ends it in order: no more sends start, what is in flight is flushed and awaited, then it is destroyed.
+    /// Stops new sends, waits until work in flight is flushed, and destroys the queue pair.
     ///
-    /// Operations that peers have not acknowledged fail with
-    /// [`WR_FLUSH_ERR`](crate::types::WcStatus::WR_FLUSH_ERR): await those that matter before. Clones stay valid and
-    /// answer [`OpErrorKind::Closed`].
+    /// Operations not yet acknowledged fail with
+    /// [`WR_FLUSH_ERR`](crate::types::WcStatus::WR_FLUSH_ERR); await important ones first. Later
+    /// operations of clones fail with [`OpErrorKind::Closed`].
     ///
     /// # Cancel safety
     ///
-    /// Once polled, dropping the future leaves the queue pair in the error state; the rest happens when its last
-    /// clone is dropped.
+    /// If dropped after its first poll, the future leaves the queue pair in the error state.
+    /// Dropping the last clone then destroys it.
     pub async fn close(self) {
         if self.modify(&QpAttr::to_state(QpState::Err)).is_ok() {
-            // In the error state work is taken and flushed, in order: this flush comes after all others.
+            // The error state flushes work in order, so this is flushed last.
             let flags = self.flags | SendFlags::SIGNALED;
-            let beacon =
-                super::Send::post(self.send_queue(), What::Send(SendOp::Send), flags, u64::MAX, ());
-            if let Err(error) = beacon.await {
-                tracing::debug!(%error, qpn = %self.qpn(), "drained");
+            let marker = super::Send::post(
+                self.send_queue(),
+                WorkKind::Send(SendOp::Send),
+                flags,
+                u64::MAX,
+                (),
+            );
+            if let Err(error) = marker.await {
+                tracing::debug!(%error, qpn = %self.qpn(), "flushed all work requests");
             }
         }
         self.inner.core.shut_down(OpErrorKind::Closed);
     }
 
-    /// Ends it at once, as dropping the last clone does.
-    pub(crate) fn end(&self) {
+    /// Destroys the queue pair immediately, as dropping the last clone does.
+    pub(crate) fn shut_down(&self) {
         self.inner.core.shut_down(OpErrorKind::Closed);
     }
 
-    /// Posts no more sends, of whomever: those in line stay there until it is closed or [ended](Self::end), and fail then; nothing
-    /// else moves the line any more. What the device has goes on.
+    /// Stops sends from every handle. Queued sends fail with `Closed` when the queue pair is closed
+    /// or [shut down](Self::shut_down). Work in flight continues.
     pub(crate) fn stop_sending(&self) {
-        // Dropped without the lock.
+        // The returned poster is dropped outside the lock.
         drop(self.send_queue().close());
     }
 
-    /// The failure that has put it in the error state, if it was that of a send of whomever and its completion was taken.
+    /// Returns the failure that led to the error state, if it was of a send and has been polled.
     pub(crate) fn cause(&self) -> Option<OpErrorKind> {
         self.send_queue().cause()
     }
 
-    /// What its send queue has done so far.
+    /// Returns the counters of its send queue.
     #[must_use]
     pub fn send_counters(&self) -> WorkQueueCounters {
         self.send_queue().counters()
     }
 
-    /// What its receive queue has done so far; nothing, if it draws from a shared one.
+    /// Returns the counters of its receive queue; all zero with a shared receive queue.
     #[must_use]
     pub fn receive_counters(&self) -> WorkQueueCounters {
         self.inner.core.receive().map(|queue| queue.counters()).unwrap_or_default()
     }
 
-    /// Packets, retries and refusals so far, if it is of a software device and not closed.
+    /// Returns the counters of a software device; `None` on hardware or after closing.
     #[must_use]
     pub fn software_counters(&self) -> Option<(SendCounters, ReceiveCounters)> {
         self.inner.core.qp().ok()?.software_counters()
     }
 
-    /// The same queue pair; what is posted through this handle waits for all READs and atomics posted before, as
-    /// `IBV_SEND_FENCE` of `ibv_post_send(3)` (RC).
+    /// Returns a handle whose work requests wait for all READs and atomics posted before (RC,
+    /// `IBV_SEND_FENCE`).
     #[must_use]
     pub fn fenced(&self) -> Self {
         Self { inner: self.inner.clone(), flags: self.flags | SendFlags::FENCE }
     }
 
-    /// The same queue pair; messages sent through this handle raise a solicited event at the receiver, as
-    /// `IBV_SEND_SOLICITED` of `ibv_post_send(3)`.
+    /// Returns a handle whose messages raise a solicited event at the receiver
+    /// (`IBV_SEND_SOLICITED`).
     #[must_use]
     pub fn solicited(&self) -> Self {
         Self { inner: self.inner.clone(), flags: self.flags | SendFlags::SOLICITED }
@@ -399,23 +413,20 @@ impl QueuePair {
         self.inner.local
     }
 
-    /// Port and GID that it sends from.
     pub(crate) fn path(&self) -> (PortNum, GidEntry) {
         (self.inner.local.port, self.inner.local.gid)
     }
 
-    /// True if it draws receives from a shared queue.
     pub(crate) fn shares_receives(&self) -> bool {
         self.inner.core.receive().is_none()
     }
 
-    /// A handle that does not keep it alive.
     pub(crate) fn downgrade(&self) -> WeakQueuePair {
         WeakQueuePair(Arc::downgrade(&self.inner))
     }
 
-    /// Takes the completions that are there, whoever else does that and when.
-    pub(crate) fn take_completions(&self) {
+    /// Polls and dispatches available completions, whether or not other threads poll.
+    pub(crate) fn drain_completions(&self) {
         for queue in &self.inner.queues {
             queue.shared().drain();
         }
@@ -426,14 +437,12 @@ impl QueuePair {
         &self.inner.send
     }
 
-    /// The connected peer.
     #[inline(always)]
     pub(crate) fn destination(&self) -> Destination<'_> {
         Destination::new(&self.inner, self.flags, None)
     }
 }
 
-/// A queue pair that somebody else holds.
 #[derive(Clone)]
 pub(crate) struct WeakQueuePair(Weak<Inner>);
 
@@ -444,7 +453,6 @@ impl fmt::Debug for WeakQueuePair {
 }
 
 impl WeakQueuePair {
-    /// The queue pair, unless it is gone.
     pub(crate) fn upgrade(&self) -> Option<QueuePair> {
         Some(QueuePair { inner: self.0.upgrade()?, flags: SendFlags::empty() })
     }
@@ -461,7 +469,7 @@ impl fmt::Debug for QueuePair {
     }
 }
 
-/// Describes a [`QueuePair`].
+/// A builder for a [`QueuePair`].
 ///
 /// ```
 /// use tokio_rdma::QueuePair;
@@ -491,16 +499,16 @@ pub struct QueuePairBuilder {
     srq: Option<SharedReceiveQueue>,
     transport: Transport,
     caps: QpCaps,
-    /// Receives asked for.
+    /// The requested `max_recv_wr`.
     receives: Option<u32>,
     access: Option<Access>,
     qkey: Option<Qkey>,
     path: Path,
-    /// Reserved by the connection manager.
+    /// The number reserved by the connection manager.
     number: Option<Qpn>,
 }
 
-/// How the port and its GID are chosen.
+/// The choice of the local port and GID.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Path {
     Any,
@@ -519,45 +527,48 @@ impl Path {
 }
 
 impl QueuePairBuilder {
-    /// Service type; RC unless set. [`Transport::Dci`] is for [`DcInitiator`](crate::dc::DcInitiator)s.
+    /// Sets the service type, RC by default. [`Transport::Dci`] requires a
+    /// [`DcInitiator`](crate::dc::DcInitiator).
     #[must_use]
     pub fn transport(mut self, transport: Transport) -> Self {
         self.transport = transport;
         self
     }
 
-    /// Another queue for completions of receives than for those of sends. With a shared receive queue it can only be the
-    /// completion queue of that.
+    /// Sets a separate completion queue for receives. With a shared receive queue, only its own is
+    /// allowed.
     #[must_use]
     pub fn receive_completions(mut self, queue: &CompletionQueue) -> Self {
         self.recv_queue = Some(queue.clone());
         self
     }
 
-    /// Draws receives from a shared queue, whose completion queue becomes that of receives. The queue pair has no receive queue
-    /// of its own then: [`max_recv_wr`](Self::max_recv_wr) can only be 0.
+    /// Uses a shared receive queue and its completion queue. [`max_recv_wr`](Self::max_recv_wr)
+    /// must then be 0 or unset.
     #[must_use]
     pub fn shared_receive_queue(mut self, srq: &SharedReceiveQueue) -> Self {
         self.srq = Some(srq.clone());
         self
     }
 
-    /// Work requests the send queue holds; 128 unless set. More operations wait for room. A device may grant more, here and for
-    /// the other sizes, as `ibv_create_qp(3)` allows: [`QueuePair::caps`] has what it granted.
+    /// Sets the capacity of the send queue in work requests, 128 by default.
+    ///
+    /// Operations on a full queue wait. A device may grant more of this and the other sizes
+    /// (`ibv_create_qp(3)`), see [`QueuePair::caps`].
     #[must_use]
     pub fn max_send_wr(mut self, work_requests: u32) -> Self {
         self.caps.max_send_wr = work_requests;
         self
     }
 
-    /// Work requests the receive queue holds; 128 unless set. More operations wait for room.
+    /// Sets the capacity of the receive queue in work requests, 128 by default.
     #[must_use]
     pub fn max_recv_wr(mut self, work_requests: u32) -> Self {
         self.receives = Some(work_requests);
         self
     }
 
-    /// Scatter/gather elements of a work request, that is buffers in a `Vec`; 4 unless set.
+    /// Sets the scatter/gather elements of a work request (buffers in a `Vec`), 4 by default.
     #[must_use]
     pub fn max_sge(mut self, elements: u32) -> Self {
         self.caps.max_send_sge = elements;
@@ -565,74 +576,78 @@ impl QueuePairBuilder {
         self
     }
 
-    /// Most bytes that can be sent inline; 64 unless set. Devices take queue memory for it.
+    /// Sets the maximum bytes of inline data, which take queue memory; 64 by default.
     #[must_use]
     pub fn max_inline(mut self, bytes: u32) -> Self {
         self.caps.max_inline = bytes;
         self
     }
 
-    /// What a peer may do to regions exposed in the same protection domain (RC, UC); everything unless set.
+    /// Sets the peer's access to exposed regions of the protection domain (RC, UC), all by default.
     #[must_use]
     pub fn access(mut self, access: Access) -> Self {
         self.access = Some(access);
         self
     }
 
-    /// Queue key that datagrams must carry (UD); 0 unless set.
+    /// Sets the queue key that datagrams must have (UD), 0 by default.
     #[must_use]
     pub fn qkey(mut self, qkey: Qkey) -> Self {
         self.qkey = Some(qkey);
         self
     }
 
-    /// Chooses port and GID to reach this peer, as [`Device::path_to`](crate::Device::path_to) does; without it they
-    /// are those of [`Device::default_path`](crate::Device::default_path).
+    /// Chooses port and GID by [`Device::path_to`](crate::Device::path_to) instead of
+    /// [`Device::default_path`](crate::Device::default_path).
     ///
-    /// The GID is part of the [`endpoint`](QueuePair::endpoint): the peer sends to it, and may refuse packets from
-    /// another one. So it is chosen here and does not change when the queue pair connects.
+    /// The GID is part of the [`endpoint`](QueuePair::endpoint), so it is chosen before connecting,
+    /// and a peer may drop packets from another GID.
     #[must_use]
     pub fn peer(mut self, peer: impl Into<Gid>) -> Self {
         self.path = Path::To(peer.into());
         self
     }
 
-    /// Sends from this entry of this port's GID table, whatever [`Device::gids`](crate::Device::gids) prefers.
+    /// Sets port and GID index, whatever [`Device::gids`](crate::Device::gids) prefers.
     #[must_use]
     pub fn source(mut self, port: PortNum, gid_index: u8) -> Self {
         self.path = Path::From(port, gid_index);
         self
     }
 
-    /// Makes it under a number that the connection manager has reserved, if there is one.
     pub(crate) fn number(mut self, number: Option<Qpn>) -> Self {
         self.number = number;
         self
     }
 
-    /// As [`peer`](Self::peer) or [`source`](Self::source), whichever it is.
     pub(crate) fn path(mut self, path: Path) -> Self {
         self.path = path;
         self
     }
 
-    /// Makes it, in INIT: receives can be posted, nothing arrives yet.
+    /// Creates the queue pair, in INIT: receives can be posted, nothing arrives yet.
     ///
     /// # Errors
     ///
-    /// [`SetupError::Limit`] beyond a limit of the device, and for receives of its own beside a shared receive queue,
-    /// [`SetupError::CompletionQueueFull`] if the completion queue has no room for its work, [`SetupError::Foreign`] for queues
-    /// of another device or protection domain, [`SetupError::OtherCompletionQueue`] for another completion queue of receives
-    /// than that of the shared receive queue, [`SetupError::NoGid`] without an active port or the entry asked for, [`SetupError::Verb`] if
-    /// the provider refuses, [`SetupError::Unsupported`] for DC, and for a setting that the transport does not have.
+    /// - [`SetupError::Limit`] above a limit of the device, or for `max_recv_wr` with a shared
+    ///   receive queue;
+    /// - [`SetupError::CompletionQueueFull`] if a completion queue has too few unreserved entries;
+    /// - [`SetupError::Foreign`] for queues of another device or protection domain;
+    /// - [`SetupError::OtherCompletionQueue`] if [`receive_completions`](Self::receive_completions)
+    ///   contradicts the shared receive queue;
+    /// - [`SetupError::NoGid`] without an active port or the requested GID;
+    /// - [`SetupError::Unsupported`] for [`Transport::Dci`], and for settings that the transport
+    ///   lacks.
     pub fn build(self) -> Result<QueuePair, SetupError> {
         if self.transport == Transport::Dci {
-            return Err(SetupError::Unsupported { what: "queue pairs of DC but in a DcInitiator" });
+            return Err(SetupError::Unsupported {
+                what: "transport DC needs a DcInitiator instead of a QueuePair",
+            });
         }
         self.build_any()
     }
 
-    /// As [`build`](Self::build), of any transport.
+    /// Creates a queue pair of any transport, otherwise as [`build`](Self::build).
     pub(crate) fn build_any(self) -> Result<QueuePair, SetupError> {
         let Self {
             pd,
@@ -652,12 +667,12 @@ impl QueuePairBuilder {
             (matches!(transport, Transport::Rc | Transport::Uc), transport == Transport::Ud);
         if access.is_some() && !connected {
             return Err(SetupError::Unsupported {
-                what: "remote access (`access`) on transports but RC and UC",
+                what: "`access` applies to the transports RC and UC only",
             });
         }
         if qkey.is_some() && !datagram {
             return Err(SetupError::Unsupported {
-                what: "queue key (`qkey`) on transports but UD",
+                what: "`qkey` applies to the transport UD only",
             });
         }
         let recv_queue = match (&srq, recv_queue) {
@@ -665,7 +680,8 @@ impl QueuePairBuilder {
                 caps.max_recv_wr = receives.unwrap_or(caps.max_recv_wr);
                 asked.unwrap_or_else(|| send_queue.clone())
             }
-            // Its work request numbers mean something on its completion queue only, which has entries reserved for them.
+            // Its work request numbers are valid only on its own completion queue, which reserves
+            // entries for them.
             (Some(srq), asked) => {
                 let queue = srq.completion_queue();
                 if let Some(asked) =
@@ -695,7 +711,7 @@ impl QueuePairBuilder {
             ..QpAttr::to_state(QpState::Init)
         })?;
 
-        // The depth asked for, not the one granted: completion queue room is set aside by it.
+        // Completion queue entries are reserved for the requested depth, not the granted one.
         let limits = |depth, max_sge| Limits {
             depth,
             max_sge,
@@ -718,11 +734,11 @@ impl QueuePairBuilder {
             srq.map(|srq| Shared::new(srq.work_queue().clone(), srq)),
         )?;
         let span = tracing::info_span!("queue_pair", %qpn, ?transport);
-        span.in_scope(|| tracing::debug!(?caps, "created"));
+        span.in_scope(|| tracing::debug!(?caps, "created queue pair"));
         let local = Local {
             port: port.port,
             gid,
-            chosen: matches!(path, Path::From(..)),
+            fixed_gid: matches!(path, Path::From(..)),
             lid: port.lid,
             link_layer: port.link_layer,
             mtu: port.active_mtu,
@@ -736,7 +752,7 @@ impl QueuePairBuilder {
             caps: granted,
             psn: AtomicU32::new(device.random_psn()?.value()),
             local,
-            words: OnceLock::new(),
+            atomic_results: OnceLock::new(),
             span,
             pd,
             queues: [send_queue, recv_queue],

@@ -1,4 +1,4 @@
-//! What two ends tell each other to connect, over whatever they talk by: a request of HTTP, a message queue, a file.
+//! Addresses and options to connect queue pairs, exchanged over any channel.
 
 #![forbid(unsafe_code)]
 
@@ -6,52 +6,53 @@ use super::address_codec::{self, Address, EndpointError, Reader, Writer, link_co
 use crate::error::LimitError;
 use crate::types::{AckTimeout, Gid, LinkLayer, Mtu, Psn, Qpn, RnrTimer, Transport};
 
-/// What a peer needs to know to connect to a queue pair.
+/// The address that a peer needs to connect to a queue pair.
 ///
-/// It travels as [`to_bytes`](Self::to_bytes), or with feature `serde` by any format: as named fields where that is read by
-/// people, as those bytes where not. Whatever arrives is checked before it becomes one.
+/// Send it as [`to_bytes`](Self::to_bytes) or by serde (feature `serde`): named fields in
+/// human-readable formats, else the same bytes. Decoding validates every field.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueuePairEndpoint {
-    /// Service type.
+    /// The service type.
     pub transport: Transport,
-    /// Queue pair number.
+    /// The queue pair number.
     pub qpn: Qpn,
-    /// First packet sequence number it sends.
+    /// The first packet sequence number it sends.
     pub psn: Psn,
-    /// Address of its port.
+    /// The GID of its port.
     pub gid: Gid,
-    /// Local identifier of its port (InfiniBand); 0 on Ethernet.
+    /// The local identifier of its port (InfiniBand); 0 on Ethernet.
     pub lid: u16,
-    /// What its port is attached to.
+    /// The link layer of its port.
     pub link_layer: LinkLayer,
-    /// Largest packet payload; the smaller of both ends is used.
+    /// The largest packet payload; a connection uses the smaller of both.
     pub mtu: Mtu,
-    /// READ and atomic requests it serves at once.
+    /// The number of READs and atomics it serves at once.
     pub reads: u8,
 }
 
 impl QueuePairEndpoint {
-    /// Bytes of the compact form.
+    /// The length of the compact form in bytes.
     pub const ENCODED_LEN: usize = address_codec::LEN;
 
-    /// The compact form, numbers big-endian.
+    /// Returns the compact form; numbers are big-endian.
     ///
     /// ```text
     ///  0        1          2           3        4      5    8    9    12   14        16     32
     ///  version  transport  link layer  MTU code reads  qpn  zero psn  lid  zero (2)  gid
     /// ```
     ///
-    /// Transports are 0 (RC), 1 (UC) and 2 (UD), link layers 1 (InfiniBand) and 2 (Ethernet), MTU codes 1 (256) to 5 (4096).
+    /// Transports are 0 (RC), 1 (UC) and 2 (UD); link layers 1 (InfiniBand) and 2 (Ethernet); MTU
+    /// codes 1 (256 bytes) to 5 (4096).
     #[must_use]
     pub fn to_bytes(&self) -> [u8; Self::ENCODED_LEN] {
         address_codec::to_bytes(self)
     }
 
-    /// What [`to_bytes`](Self::to_bytes) wrote.
+    /// Decodes the result of [`to_bytes`](Self::to_bytes).
     ///
     /// # Errors
     ///
-    /// [`EndpointError`] with the field that cannot be: the length, the version, or a value out of its range.
+    /// [`EndpointError`] names the invalid field: the length, the version, or a value out of range.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, EndpointError> {
         address_codec::from_bytes(bytes)
     }
@@ -92,7 +93,7 @@ fn transport_code(transport: Transport) -> u8 {
         Transport::Rc => 0,
         Transport::Uc => 1,
         Transport::Ud => 2,
-        // No peer connects to an initiator of dynamic connections, and a peer refuses this code.
+        // Peers refuse this code: a DC initiator has no connection.
         Transport::Dci => 3,
     }
 }
@@ -131,16 +132,16 @@ fn transport_of(code: u8) -> Result<Transport, EndpointError> {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConnectOptions {
-    /// Time to wait for an acknowledgement. 67 ms unless set, code 14, as librdmacm and most applications do: far
-    /// above the latency of a loaded network, and six retries notice a dead peer within some seconds.
+    /// The timeout of acknowledgements. Default: 67 ms (code 14), as in librdmacm: far above the
+    /// latency of a loaded network, and six retries detect a dead peer within seconds.
     pub timeout: AckTimeout,
-    /// Repetitions of what was not acknowledged, 0 to 7. 6 unless set: to the kernel's SoftRoCE 7 means for ever, and a
-    /// dead peer would never be noticed.
+    /// Retransmissions without acknowledgement, 0 to 7. Default: 6, since SoftRoCE takes 7 as
+    /// infinite and would never detect a dead peer.
     pub retry_count: u8,
-    /// Repetitions of what found no receive posted, 0 to 6, or 7 for ever. For ever unless set: the peer is there
-    /// and slow, which deadlines of the service should decide about.
+    /// Retries while the peer has no receive posted: 0 to 6, or 7 for infinite. Default: 7, since
+    /// such a peer is alive; bound the wait by deadlines of your service.
     pub rnr_retry: u8,
-    /// Time that a peer waits before it repeats what found no receive posted here. 0.64 ms unless set.
+    /// The delay before a peer retries when no receive is posted here. Default: 0.64 ms.
     pub rnr_timer: RnrTimer,
 }
 
@@ -156,14 +157,12 @@ impl Default for ConnectOptions {
 }
 
 impl ConnectOptions {
-    /// Checks that all of it is possible.
     pub(crate) fn check(&self) -> Result<(), LimitError> {
         LimitError::check("retry_count", self.retry_count.into(), 7)?;
         LimitError::check("rnr_retry", self.rnr_retry.into(), 7)
     }
 }
 
-/// For people as named fields, for programs as the compact form.
 #[cfg(feature = "serde")]
 mod form {
     use std::net::Ipv6Addr;
@@ -181,9 +180,9 @@ mod form {
         gid: Ipv6Addr,
         #[serde(default)]
         lid: u16,
-        /// Code of `ibv_query_port(3)`.
+        /// The code of `ibv_query_port(3)`.
         link_layer: u8,
-        /// Bytes.
+        /// In bytes.
         mtu: u16,
         reads: u8,
     }
@@ -248,7 +247,7 @@ mod form {
 mod tests {
     use super::address_codec::tests::{
         assert_fields_are_named, assert_numbers_are_checked, assert_other_lengths_are_refused,
-        assert_random_bytes_are_refused_or_come_back,
+        assert_random_bytes_are_refused_or_round_trip,
     };
     use super::*;
 
@@ -295,17 +294,20 @@ mod tests {
     }
 
     #[test]
-    fn random_bytes_are_refused_or_come_back() {
-        assert_random_bytes_are_refused_or_come_back(&endpoint());
+    fn random_bytes_are_refused_or_round_trip() {
+        assert_random_bytes_are_refused_or_round_trip(&endpoint());
     }
 
     #[cfg(feature = "serde")]
     #[test]
-    fn people_read_fields() {
+    fn serde_uses_named_fields_in_readable_formats() {
         let text = serde_json::to_string(&endpoint()).unwrap();
         assert_eq!(
             text,
-            r#"{"transport":"RC","qpn":1193046,"psn":11259375,"gid":"::ffff:10.9.0.1","lid":1800,"link_layer":2,"mtu":4096,"reads":16}"#
+            concat!(
+                r#"{"transport":"RC","qpn":1193046,"psn":11259375,"gid":"::ffff:10.9.0.1","#,
+                r#""lid":1800,"link_layer":2,"mtu":4096,"reads":16}"#
+            )
         );
         assert_eq!(serde_json::from_str::<QueuePairEndpoint>(&text).unwrap(), endpoint());
         for (field, from, to) in [
@@ -325,11 +327,11 @@ mod tests {
 
     #[cfg(feature = "serde")]
     #[test]
-    fn programs_read_the_compact_form() {
+    fn serde_uses_the_compact_form_in_binary_formats() {
         use serde::de::value::{Error, SeqDeserializer};
         use serde::{Deserialize, Deserializer, forward_to_deserialize_any};
 
-        /// The least that is not read by people: a list of bytes.
+        /// A minimal binary format: a list of bytes.
         struct Bytes([u8; 32]);
 
         impl<'de> Deserializer<'de> for Bytes {
@@ -347,8 +349,9 @@ mod tests {
             }
 
             forward_to_deserialize_any! {
-                bool i8 i16 i32 i64 u8 u16 u32 u64 f32 f64 char str string bytes byte_buf option unit unit_struct
-                newtype_struct seq tuple tuple_struct map struct enum identifier ignored_any
+                bool i8 i16 i32 i64 u8 u16 u32 u64 f32 f64 char str string bytes byte_buf option
+                unit unit_struct newtype_struct seq tuple tuple_struct map struct enum identifier
+                ignored_any
             }
         }
 

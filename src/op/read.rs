@@ -1,41 +1,36 @@
-//! READ: from the peer's memory.
+//! READ: copies the peer's memory into a buffer.
 
-use super::operation::{Operation, Return};
+use super::operation::{Operation, ReturnBuffer};
 use super::post::SendRequest;
 use super::queue_pair::QueuePair;
 use crate::error::TryError;
 use crate::memory::{RemoteRegion, Scatter};
 
-/// A READ in flight; gives the buffer back, filled.
-///
-/// # Cancel safety
-///
-/// As [`Operation`]: dropped, it goes on, and the buffer stays with the queue pair until it is done.
-pub type Read<B> = Operation<Return<B>>;
+/// A READ [`Operation`], which returns the filled buffer.
+pub type Read<B> = Operation<ReturnBuffer<B>>;
 
 impl QueuePair {
-    /// Fills the buffer, all of its length, from the start of `remote` (RC).
+    /// Fills the whole buffer from the start of `remote` (RC).
     ///
     /// # Errors
     ///
-    /// Of the future, with the buffer, whose content is arbitrary then:
-    /// [`OpErrorKind::Limit`](crate::OpErrorKind::Limit) if the buffer is longer than `remote`,
-    /// [`REM_ACCESS_ERR`](crate::types::WcStatus::REM_ACCESS_ERR) if the peer does not grant it (any more); the
-    /// connection has ended then.
+    /// - [`OpErrorKind::Limit`](crate::OpErrorKind::Limit) if the buffer is longer than `remote`;
+    /// - [`REM_ACCESS_ERR`](crate::types::WcStatus::REM_ACCESS_ERR) if the peer grants no access,
+    ///   or no longer.
     ///
     /// # Cancel safety
     ///
-    /// As [`Operation`]: if the future is dropped, the buffer comes back to its pool when the device has filled it.
+    /// Dropping the future does not cancel the READ.
     #[inline(always)]
     pub fn read<B: Scatter>(&self, buffer: B, remote: RemoteRegion) -> Read<B> {
         self.destination().post(SendRequest::read(remote), buffer)
     }
 
-    /// As [`read`](Self::read), if there is room in the send queue.
+    /// Posts a [`read`](Self::read) if the send queue has a free slot.
     ///
     /// # Errors
     ///
-    /// [`TryError::Full`] with the buffer if there is none.
+    /// See [`TryError`].
     #[inline(always)]
     pub fn try_read<B: Scatter>(
         &self,

@@ -1,59 +1,55 @@
-//! RECV: room for the peer's next message.
+//! RECV: posts a buffer for the next message of the peer.
 
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use super::operation::{Finish, Operation};
+use super::operation::{Operation, OperationKind};
 use super::queue_pair::QueuePair;
-use crate::engine::{Request, What, WorkQueue};
+use crate::engine::{Request, WorkKind, WorkQueue};
 use crate::error::{OpErrorKind, TryError};
 use crate::memory::Scatter;
 use crate::types::{Imm, Qpn, Rkey, SendFlags, WcFlags, WcOpcode, WorkCompletion};
 
-/// A receive in flight; gives what was [`Received`].
-///
-/// # Cancel safety
-///
-/// As [`Operation`]: dropped, it still takes a message, which is lost then.
-pub type Recv<B> = Operation<Receipt<B>>;
+/// A receive [`Operation`], which returns the [`Received`] message.
+pub type Recv<B> = Operation<ReceiveMessage<B>>;
 
-/// A message that arrived, or the news of a peer's WRITE_WITH_IMM.
+/// A message that arrived, or the notification of a WRITE with immediate data.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Received<B> {
-    /// The buffer, cut down to the bytes that arrived; empty for a WRITE_WITH_IMM.
+    /// The buffer, truncated to the bytes that arrived; empty for a WRITE with immediate data.
     ///
-    /// A datagram's first 40 bytes are its routing header, see [`WcFlags::GRH`].
+    /// A datagram begins with its 40-byte global routing header, see [`WcFlags::GRH`].
     pub buffer: B,
-    /// Bytes of the message, or bytes that the WRITE_WITH_IMM wrote.
+    /// The length in bytes of the message, or of the WRITE.
     pub len: usize,
-    /// Four bytes beside it, if the peer sent them.
+    /// The immediate data, if the peer sent any.
     pub imm: Option<Imm>,
-    /// The key of ours that the peer invalidated with it, if it did: that of a [`Lease`](crate::op::Lease), which has ended
-    /// then and is to be dropped.
+    /// The local key that the peer invalidated, if any. Drop its [`Lease`](crate::op::Lease), which
+    /// is not in force any more.
     pub invalidated: Option<Rkey>,
-    /// True if it is a WRITE_WITH_IMM: the data are where the peer wrote them.
+    /// True for a WRITE with immediate data, which has written the exposed memory.
     pub written: bool,
-    /// Queue pair it arrived on: of interest with a shared receive queue.
+    /// The queue pair it arrived on, for users of a shared receive queue.
     pub qpn: Qpn,
-    /// The sender (UD).
+    /// The queue pair of the sender (UD).
     pub src_qpn: Qpn,
-    /// Flags of the completion.
+    /// The flags of the completion.
     pub flags: WcFlags,
 }
 
-/// Makes a [`Received`] of a buffer.
+/// The kind of receives: returns a [`Received`] message.
 #[derive(Debug)]
-pub struct Receipt<B>(PhantomData<fn() -> B>);
+pub struct ReceiveMessage<B>(PhantomData<fn() -> B>);
 
-impl<B: Scatter> Finish for Receipt<B> {
+impl<B: Scatter> OperationKind for ReceiveMessage<B> {
     type Held = B;
     type Buffer = B;
     type Output = Received<B>;
-    type Seen = WorkCompletion;
+    type Details = WorkCompletion;
 
     #[inline]
-    fn see(completion: &WorkCompletion) -> WorkCompletion {
+    fn details(completion: &WorkCompletion) -> WorkCompletion {
         *completion
     }
 
@@ -75,14 +71,14 @@ impl<B: Scatter> Finish for Receipt<B> {
     }
 
     #[inline]
-    fn give_back(held: B) -> B {
+    fn into_buffer(held: B) -> B {
         held
     }
 }
 
 #[inline(always)]
 pub(crate) fn recv<B: Scatter>(queue: &Arc<WorkQueue>, buffer: B) -> Recv<B> {
-    Operation::post(queue, What::Receive, SendFlags::empty(), u64::MAX, buffer)
+    Operation::post(queue, WorkKind::Receive, SendFlags::empty(), u64::MAX, buffer)
 }
 
 #[inline]
@@ -90,25 +86,30 @@ pub(crate) fn try_recv<B: Scatter>(
     queue: &Arc<WorkQueue>,
     buffer: B,
 ) -> Result<Recv<B>, TryError<B>> {
-    Operation::try_post(queue, Request::new(What::Receive, SendFlags::empty(), u64::MAX), buffer)
+    Operation::try_post(
+        queue,
+        Request::new(WorkKind::Receive, SendFlags::empty(), u64::MAX),
+        buffer,
+    )
 }
 
 impl QueuePair {
-    /// Posts a receive: the next message that finds it first goes into `buffer`, all of its length.
+    /// Posts a receive for the next message.
     ///
-    /// Messages fill receives in the order in which both were posted. A WRITE_WITH_IMM of the peer consumes
-    /// one too.
+    /// Messages, and WRITEs with immediate data, use receives in the order of posting.
     ///
     /// # Errors
     ///
-    /// Of the future, with the buffer: [`LOC_LEN_ERR`](crate::types::WcStatus::LOC_LEN_ERR) if the message is longer,
-    /// [`WR_FLUSH_ERR`](crate::types::WcStatus::WR_FLUSH_ERR) when the connection ends,
-    /// [`OpErrorKind::Unsupported`] if receives come from a shared queue.
+    /// - [`LOC_LEN_ERR`](crate::types::WcStatus::LOC_LEN_ERR) if the message is longer than the
+    ///   buffer;
+    /// - [`WR_FLUSH_ERR`](crate::types::WcStatus::WR_FLUSH_ERR) when the connection fails or
+    ///   closes;
+    /// - [`OpErrorKind::Unsupported`] if the queue pair has a shared receive queue.
     ///
     /// # Cancel safety
     ///
-    /// The receive stays posted if the future is dropped, and the message that finds it is lost, its buffer back
-    /// in its pool. To wait with a deadline, poll the same future again: `timeout(deadline, &mut receive)`.
+    /// Dropping the future does not cancel the receive: its message is lost. To wait with a
+    /// deadline, keep the future: `timeout(deadline, &mut receive)`.
     #[inline(always)]
     pub fn recv<B: Scatter>(&self, buffer: B) -> Recv<B> {
         match self.inner.core.receive() {
@@ -117,11 +118,11 @@ impl QueuePair {
         }
     }
 
-    /// As [`recv`](Self::recv), if there is room in the receive queue.
+    /// Posts a [`recv`](Self::recv) if the receive queue has a free slot.
     ///
     /// # Errors
     ///
-    /// [`TryError::Full`] with the buffer if there is none.
+    /// See [`TryError`].
     #[inline(always)]
     pub fn try_recv<B: Scatter>(&self, buffer: B) -> Result<Recv<B>, TryError<B>> {
         match self.inner.core.receive() {
@@ -132,4 +133,4 @@ impl QueuePair {
 }
 
 const SHARED: OpErrorKind =
-    OpErrorKind::Unsupported { what: "a receive of its own beside a shared receive queue" };
+    OpErrorKind::Unsupported { what: "receives of its own; post them to its shared receive queue" };

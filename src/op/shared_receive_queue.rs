@@ -1,18 +1,21 @@
-//! Shared receive queue: receives that many queue pairs draw from.
+//! A receive queue that several queue pairs share.
 
 use std::fmt;
 use std::sync::Arc;
 
 use super::recv::{Recv, recv, try_recv};
-use crate::engine::{CompletionQueue, Limits, Poster, WorkQueue, WorkQueueCounters, end_shared};
+use crate::engine::{
+    CompletionQueue, Limits, Poster, WorkQueue, WorkQueueCounters, destroy_shared,
+};
 use crate::error::{SetupError, TryError};
 use crate::memory::{PdKey, Scatter};
 use crate::types::SrqCaps;
 use crate::verbs::{ProtectionDomain, Srq};
 
-/// Receives that many queue pairs draw from, in the order in which messages arrive; clones share it.
+/// A receive queue that several queue pairs share, in order of message arrival. Clones refer to the
+/// same queue.
 ///
-/// All its completions arrive on one completion queue, which its queue pairs use for receives.
+/// The receive completions of its queue pairs use one completion queue.
 ///
 /// ```
 /// use tokio_rdma::{QueuePair, SharedReceiveQueue};
@@ -43,19 +46,21 @@ pub struct SharedReceiveQueue {
 
 struct Inner {
     queue: Arc<WorkQueue>,
-    /// `None` once destroyed, with the last share of this.
+    /// `None` only while the last reference is being dropped.
     srq: Option<Srq>,
     completions: CompletionQueue,
 }
 
 impl SharedReceiveQueue {
-    /// A queue for `max_wr` receives of up to `max_sge` buffers each. A device may grant more, as `ibv_create_srq(3)` allows:
-    /// [`caps`](Self::caps) has what it granted.
+    /// Creates a queue for `max_wr` receives of up to `max_sge` buffers each. A device may grant
+    /// more (`ibv_create_srq(3)`), see [`caps`](Self::caps).
     ///
     /// # Errors
     ///
-    /// [`SetupError::TooSmall`] for no receives, [`SetupError::Limit`] beyond a limit of the device, [`SetupError::CompletionQueueFull`] if `completions` has no
-    /// room for its work, [`SetupError::Foreign`] if it is of another device, [`SetupError::Verb`] if the provider refuses.
+    /// - [`SetupError::TooSmall`] if `max_wr` is 0;
+    /// - [`SetupError::Limit`] above a limit of the device;
+    /// - [`SetupError::CompletionQueueFull`] if `completions` has too few unreserved entries;
+    /// - [`SetupError::Foreign`] if `completions` belongs to another device.
     pub fn new(
         pd: &ProtectionDomain,
         completions: &CompletionQueue,
@@ -79,69 +84,73 @@ impl SharedReceiveQueue {
         })
     }
 
-    /// Posts a receive: the next message to any of its queue pairs goes into `buffer`;
-    /// [`Received::qpn`](super::Received::qpn) tells which.
+    /// Posts a receive for the next message to any of its queue pairs;
+    /// [`Received::qpn`](super::Received::qpn) names it.
     ///
     /// # Errors
     ///
-    /// Of the future, with the buffer; see [`QueuePair::recv`](super::QueuePair::recv). Receives that no message has
-    /// found are not flushed when a queue pair ends; they fail as
-    /// [`OpErrorKind::CompletionQueue`](crate::OpErrorKind::CompletionQueue) when the device is lost, and as
-    /// [`OpErrorKind::Closed`](crate::OpErrorKind::Closed) when the shared queue is dropped with its last queue pair. So
-    /// does the one that a message was arriving in when its queue pair was closed or dropped, if a device takes longer than
-    /// a millisecond to report it. Should a device refuse to destroy the queue, which no device is known to do, they never
-    /// end, and their buffers are leaked.
+    /// See [`QueuePair::recv`](super::QueuePair::recv), but queue pairs flush no unused receives.
+    /// They fail with:
+    ///
+    /// - [`OpErrorKind::CompletionQueue`](crate::OpErrorKind::CompletionQueue) when the device is
+    ///   lost;
+    /// - [`OpErrorKind::Closed`](crate::OpErrorKind::Closed) when the shared queue is dropped with
+    ///   its last queue pair.
+    ///
+    /// A receive whose message is arriving when its queue pair is closed fails with `Closed` too if
+    /// the device takes more than 1 ms to report it. If a device refused to destroy the queue (none
+    /// is known to), receives would never complete, and their buffers leak.
     ///
     /// # Cancel safety
     ///
-    /// The receive stays posted if the future is dropped, and the message that finds it is lost.
+    /// Dropping the future does not cancel the receive: its message is lost.
     pub fn recv<B: Scatter>(&self, buffer: B) -> Recv<B> {
         recv(&self.inner.queue, buffer)
     }
 
-    /// As [`recv`](Self::recv), if there is room.
+    /// Posts a [`recv`](Self::recv) if the queue has a free slot.
     ///
     /// # Errors
     ///
-    /// [`TryError::Full`] with the buffer if there is none.
+    /// See [`TryError`].
     pub fn try_recv<B: Scatter>(&self, buffer: B) -> Result<Recv<B>, TryError<B>> {
         try_recv(&self.inner.queue, buffer)
     }
 
-    /// Asks for [`AsyncEvent::SrqLimitReached`](crate::types::AsyncEvent::SrqLimitReached), once, when fewer than
-    /// `limit` receives are left.
+    /// Requests one [`AsyncEvent::SrqLimitReached`](crate::types::AsyncEvent::SrqLimitReached) when
+    /// fewer than `limit` receives are left.
     ///
     /// # Errors
     ///
-    /// [`SetupError::Limit`] above its size.
+    /// [`SetupError::Limit`] if `limit` exceeds the granted size.
     pub fn set_limit(&self, limit: u32) -> Result<(), SetupError> {
         self.verbs().set_limit(limit)
     }
 
-    /// Sizes granted.
+    /// Returns the granted sizes.
     #[must_use]
     pub fn caps(&self) -> SrqCaps {
         self.verbs().caps()
     }
 
-    /// What it has done so far.
+    /// Returns the counters of the queue.
     #[must_use]
     pub fn counters(&self) -> WorkQueueCounters {
         self.inner.queue.counters()
     }
 
-    /// The completion queue of its receives.
+    /// Returns the completion queue of its receives.
     #[must_use]
     pub fn completion_queue(&self) -> &CompletionQueue {
         &self.inner.completions
     }
 
-    /// The bare queue. Not for users: receives that a bare queue pair drew from it would complete who knows where,
-    /// and it would still draw from it when the receives are given back.
+    /// Crate-private: a [`Qp`](crate::verbs::Qp) created with it could send completions to another
+    /// queue, and could use receives whose buffers were returned.
     pub(crate) fn verbs(&self) -> &Srq {
         match &self.inner.srq {
             Some(srq) => srq,
-            None => unreachable!("destroyed with the last share of it"),
+            None => unreachable!("destroyed only while the last reference is dropped"),
         }
     }
 
@@ -152,9 +161,9 @@ impl SharedReceiveQueue {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // Its queue pairs hold it until they are destroyed, so nothing draws from it any more.
+        // Its queue pairs hold references, so none is left.
         if let Some(srq) = self.srq.take() {
-            end_shared(&self.queue, srq);
+            destroy_shared(&self.queue, srq);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Address handle: a route for datagrams and dynamic connections.
+//! Address handles: routes for datagrams and dynamic connections.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use crate::error::VerbError;
 use crate::types::{AddressVector, DcKey, DctTarget, Qkey, Qpn, UdTarget};
 use rdma_provider::contract::{Ah as _, Pd as _};
 
-/// Route to a peer, `ibv_create_ah(3)`; clones share it.
+/// A route to a peer, `ibv_create_ah(3)`. Clones refer to the same handle.
 #[derive(Clone)]
 pub struct AddressHandle {
     inner: Arc<Inner>,
@@ -27,25 +27,25 @@ impl AddressHandle {
         Ok(Self { inner: Arc::new(Inner { raw, address: *address, pd: pd.clone() }) })
     }
 
-    /// The route.
+    /// Returns the address of the route.
     #[must_use]
     pub fn address(&self) -> &AddressVector {
         &self.inner.address
     }
 
-    /// The protection domain it belongs to.
+    /// Returns its protection domain.
     #[must_use]
     pub fn protection_domain(&self) -> &ProtectionDomain {
         &self.inner.pd
     }
 
-    /// Queue pair `qpn` at the end of this route, as a datagram names its receiver.
+    /// Returns queue pair `qpn` along this route, for a datagram.
     #[must_use]
     pub fn target(&self, qpn: Qpn, qkey: Qkey) -> UdTarget<'_> {
         UdTarget { address: &self.inner.address, handle: self.inner.raw.handle(), qpn, qkey }
     }
 
-    /// DC target `number` at the end of this route, as work of an initiator names it.
+    /// Returns DC target `number` along this route, for an initiator.
     #[must_use]
     pub fn dct(&self, number: Qpn, key: DcKey) -> DctTarget<'_> {
         DctTarget { address: &self.inner.address, handle: self.inner.raw.handle(), number, key }

@@ -1,8 +1,8 @@
 //! Asynchronous events: read in one place, for users and for the crate itself.
 //!
-//! Whoever reads, be it a user's stream, an idle poll or the end of a queue pair, takes all there are into one backlog. What
-//! they mean for queues of this device is seen to there and then; the events themselves stay for the user. So an event
-//! is stolen from nobody, and one that nobody asks for is not missed by the queue that it ends.
+//! Every reader (a user's stream, an idle poll, a teardown) moves all pending events into one
+//! backlog and applies them to the device's queues: a fatal event takes effect even if no user
+//! reads events, and the user still gets every event.
 
 #![forbid(unsafe_code)]
 
@@ -20,10 +20,9 @@ use parking_lot::Mutex;
 use crate::error::VerbError;
 use crate::types::{AsyncEvent, Qpn};
 
-/// Events kept for a user who does not ask for them; then the oldest go.
+/// The capacity of the backlog, which drops the oldest events.
 const BACKLOG: usize = 4096;
 
-/// The events of an open device.
 #[derive(Default)]
 pub(super) struct Events {
     state: Mutex<State>,
@@ -31,28 +30,24 @@ pub(super) struct Events {
 
 #[derive(Default)]
 struct State {
-    /// Read, and not yet given.
+    /// Events not yet returned to the user.
     backlog: VecDeque<AsyncEvent>,
-    /// The device has no more.
+    /// The error that ended the events.
     ended: Option<VerbError>,
-    /// Events that nobody asked for in time.
     lost: u64,
-    /// Completion queues that live.
+    /// Existing completion queues.
     queues: Vec<Weak<Fault>>,
-    /// Queue pairs with a shared receive queue: set once they draw nothing more.
-    drawing: HashMap<Qpn, Arc<AtomicBool>>,
+    last_receives: HashMap<Qpn, Arc<AtomicBool>>,
     listeners: Vec<Weak<Listener>>,
 }
 
-/// Told that events are there.
 pub(crate) type Listener = dyn Fn() + Send + Sync;
 
-/// What an event says of a completion queue.
+/// The fault of a completion queue, reported by an event.
 pub(super) struct Fault {
     id: u64,
-    /// An `errno(3)`; 0: nothing.
+    /// An `errno(3)` value; 0 without a fault.
     errno: AtomicI32,
-    /// Told when it is set.
     listener: OnceLock<Box<Listener>>,
 }
 
@@ -61,7 +56,6 @@ impl Fault {
         Arc::new(Self { id, errno: AtomicI32::new(0), listener: OnceLock::new() })
     }
 
-    /// The error of the queue, if an event has said that it is dead.
     #[inline]
     pub(super) fn check(&self) -> Result<(), VerbError> {
         match self.errno.load(Ordering::Relaxed) {
@@ -70,15 +64,15 @@ impl Fault {
         }
     }
 
-    /// Calls `listener`, once, on a thread of its own, when an event says that the queue is dead.
+    /// Calls `listener` once, on a separate thread, when an event reports the queue as dead.
     pub(super) fn listen(&self, listener: Box<Listener>) -> Result<(), VerbError> {
         reserve()?;
-        // Whoever comes second has the same to say: there is one awaited queue to each bare one.
+        // A second listener would be equal: each `Cq` belongs to one `CompletionQueue`.
         let _ = self.listener.set(listener);
         Ok(())
     }
 
-    fn tell(&self) {
+    fn notify(&self) {
         if let Some(listener) = self.listener.get() {
             listener();
         }
@@ -86,14 +80,15 @@ impl Fault {
 }
 
 impl Events {
-    /// Reads all there are with `next`; the oldest that was not given yet. Listeners are told here and now.
+    /// Reads all pending events with `next`, calls the listeners on this thread, and returns the
+    /// oldest event.
     pub(super) fn next(
         &self,
         next: impl FnMut() -> Result<Option<AsyncEvent>, VerbError>,
     ) -> Result<Option<AsyncEvent>, VerbError> {
-        let News { listeners, dead } = self.read(next);
+        let Notifications { listeners, dead } = self.read(next);
         listeners.iter().for_each(|listener| listener());
-        News { listeners: Vec::new(), dead }.tell();
+        Notifications { listeners: Vec::new(), dead }.notify();
         let mut state = self.state.lock();
         match (state.backlog.pop_front(), state.ended) {
             (None, Some(error)) => Err(error),
@@ -101,44 +96,47 @@ impl Events {
         }
     }
 
-    /// Reads all there are with `next`. Nobody is told on this thread: it may be in the middle of a drain, or of a change of
-    /// state.
+    /// Reads all pending events with `next`. Calls no listener on this thread, which may be
+    /// draining a queue or changing a state.
     pub(super) fn take(&self, next: impl FnMut() -> Result<Option<AsyncEvent>, VerbError>) {
-        self.read(next).tell();
+        self.read(next).notify();
     }
 
-    fn read(&self, mut next: impl FnMut() -> Result<Option<AsyncEvent>, VerbError>) -> News {
+    fn read(
+        &self,
+        mut next: impl FnMut() -> Result<Option<AsyncEvent>, VerbError>,
+    ) -> Notifications {
         let (mut dead, mut any) = (Vec::new(), false);
         let mut state = self.state.lock();
         while state.ended.is_none() {
             match next() {
                 Ok(Some(event)) => {
                     any = true;
-                    // Under the lock: a number is not given to another object before the event is understood.
-                    state.understand(event, &mut dead);
-                    state.keep(event);
+                    // Under the lock: no object may get the number before the event is applied.
+                    state.apply(event, &mut dead);
+                    state.enqueue(event);
                 }
                 Ok(None) => break,
                 Err(error) => {
                     any = true;
                     state.ended = Some(error);
                     if error.is_device_gone() {
-                        state.understand(AsyncEvent::DeviceFatal, &mut dead);
+                        state.apply(AsyncEvent::DeviceFatal, &mut dead);
                     }
                 }
             }
         }
-        News { listeners: if any { state.listeners() } else { Vec::new() }, dead }
+        Notifications { listeners: if any { state.listeners() } else { Vec::new() }, dead }
     }
 
-    /// Calls `listener` whenever events were read, as long as it lives.
+    /// Calls `listener`, until it is dropped, after events are read.
     pub(super) fn listen(&self, listener: &Arc<Listener>) -> Result<(), VerbError> {
         reserve()?;
         self.state.lock().listeners.push(Arc::downgrade(listener));
         Ok(())
     }
 
-    /// Watches over a completion queue, as long as it lives.
+    /// Applies events to a completion queue until it is dropped.
     pub(super) fn watch(&self, fault: &Arc<Fault>) {
         let queues = &mut self.state.lock().queues;
         if queues.len() == queues.capacity() {
@@ -147,29 +145,31 @@ impl Events {
         queues.push(Arc::downgrade(fault));
     }
 
-    /// What becomes true when queue pair `qpn`, in the error state, takes no more receives from its shared queue.
+    /// Returns a flag that becomes true when queue pair `qpn`, in the error state, uses no more
+    /// shared receives.
     pub(super) fn watch_last_receive(&self, qpn: Qpn) -> Arc<AtomicBool> {
         let reached = Arc::new(AtomicBool::new(false));
-        self.state.lock().drawing.insert(qpn, reached.clone());
+        self.state.lock().last_receives.insert(qpn, reached.clone());
         reached
     }
 
-    /// Queue pair `qpn` is gone; `reached` is its own, for its number may have gone to another already.
-    pub(super) fn forget_last_receive(&self, qpn: Qpn, reached: &Arc<AtomicBool>) {
-        let drawing = &mut self.state.lock().drawing;
-        if drawing.get(&qpn).is_some_and(|known| Arc::ptr_eq(known, reached)) {
-            drawing.remove(&qpn);
+    /// Removes the flag of a destroyed queue pair, but not the flag of a new one with the same
+    /// number.
+    pub(super) fn unwatch_last_receive(&self, qpn: Qpn, reached: &Arc<AtomicBool>) {
+        let last_receives = &mut self.state.lock().last_receives;
+        if last_receives.get(&qpn).is_some_and(|known| Arc::ptr_eq(known, reached)) {
+            last_receives.remove(&qpn);
         }
     }
 }
 
 impl State {
-    fn understand(&mut self, event: AsyncEvent, dead: &mut Vec<Arc<Fault>>) {
+    fn apply(&mut self, event: AsyncEvent, dead: &mut Vec<Arc<Fault>>) {
         let is_dead: &dyn Fn(&Fault) -> bool = match event {
             AsyncEvent::DeviceFatal => &|_| true,
             AsyncEvent::CqError { cq } => &move |fault| fault.id == cq,
             AsyncEvent::LastWqeReached(qpn) => {
-                if let Some(reached) = self.drawing.get(&qpn) {
+                if let Some(reached) = self.last_receives.get(&qpn) {
                     reached.store(true, Ordering::Release);
                 }
                 return;
@@ -183,14 +183,14 @@ impl State {
         }
     }
 
-    fn keep(&mut self, event: AsyncEvent) {
+    fn enqueue(&mut self, event: AsyncEvent) {
         if self.backlog.len() == BACKLOG {
             self.backlog.pop_front();
             self.lost += 1;
             if self.lost.is_power_of_two() {
                 tracing::warn!(
                     lost = self.lost,
-                    "asynchronous events that nobody takes are forgotten"
+                    "asynchronous event backlog full; dropping the oldest events"
                 );
             }
         }
@@ -203,63 +203,66 @@ impl State {
     }
 }
 
-/// Who is to hear of what was read.
-struct News {
+struct Notifications {
     listeners: Vec<Arc<Listener>>,
     dead: Vec<Arc<Fault>>,
 }
 
-impl News {
-    /// Tells them, on a thread of its own: what they do runs code of users, which no lock may be held for. News are rare.
-    fn tell(self) {
-        self.tell_by(|news| {
-            thread::Builder::new().name("rdma-events".to_owned()).spawn(news).map(drop)
+impl Notifications {
+    /// Calls the listeners on a new thread: they run user code, which must hold no lock. Events are
+    /// rare.
+    fn notify(self) {
+        self.notify_on(|run| {
+            thread::Builder::new().name("rdma-events".to_owned()).spawn(run).map(drop)
         });
     }
 
-    /// As [`tell`](Self::tell), on a thread that `spawn` starts; on the one in reserve, if it cannot.
-    fn tell_by(mut self, spawn: impl FnOnce(Box<dyn FnOnce() + Send>) -> io::Result<()>) {
+    /// Calls the listeners on a thread started by `spawn`, else on the reserve thread.
+    fn notify_on(mut self, spawn: impl FnOnce(Box<dyn FnOnce() + Send>) -> io::Result<()>) {
         self.dead.retain(|fault| fault.listener.get().is_some());
         if self.listeners.is_empty() && self.dead.is_empty() {
             return;
         }
-        let news = Arc::new(self);
-        let told = Arc::clone(&news);
-        if let Err(error) = spawn(Box::new(move || told.tell_here())) {
-            tracing::warn!(%error, "no thread for an asynchronous event but the one in reserve");
+        let notifications = Arc::new(self);
+        let sent = Arc::clone(&notifications);
+        if let Err(error) = spawn(Box::new(move || sent.notify_here())) {
+            tracing::warn!(
+                %error,
+                "failed to start a thread for asynchronous events; using the reserve thread"
+            );
             match reserve() {
-                Ok(reserve) if reserve.send(news).is_ok() => {}
-                // It was started before there was anybody to tell, and does not end.
-                _ => unreachable!("who listens has made sure of it"),
+                Ok(reserve) if reserve.send(notifications).is_ok() => {}
+                // The reserve thread never ends.
+                _ => unreachable!("registering a listener starts the reserve thread"),
             }
         }
     }
 
-    fn tell_here(&self) {
+    fn notify_here(&self) {
         self.listeners.iter().for_each(|listener| listener());
-        self.dead.iter().for_each(|fault| fault.tell());
+        self.dead.iter().for_each(|fault| fault.notify());
     }
 }
 
-/// `EAGAIN` of `errno(3)`.
 const EAGAIN: i32 = 11;
 
-/// The thread that tells news when no other can be started: one for all devices, started with the first listener, so that
-/// who sleeps hears of the end of his device on a machine that has run out of threads.
-fn reserve() -> Result<Sender<Arc<News>>, VerbError> {
-    static RESERVE: Mutex<Option<Sender<Arc<News>>>> = Mutex::new(None);
+/// Returns the thread that calls listeners when no other can be started: waiting tasks learn of a
+/// lost device even on a machine without threads left. It serves all devices and starts with the
+/// first listener.
+fn reserve() -> Result<Sender<Arc<Notifications>>, VerbError> {
+    static RESERVE: Mutex<Option<Sender<Arc<Notifications>>>> = Mutex::new(None);
     let mut reserve = RESERVE.lock();
     if let Some(reserve) = &*reserve {
         return Ok(reserve.clone());
     }
-    let (send, receive) = mpsc::channel::<Arc<News>>();
-    let tell = move || {
-        for news in receive {
-            // A panic of a user's code is said by its hook, and holds up nobody else's news.
-            let _ = catch_unwind(AssertUnwindSafe(|| news.tell_here()));
+    let (send, receive) = mpsc::channel::<Arc<Notifications>>();
+    let notify = move || {
+        for notifications in receive {
+            // The panic hook has reported it; later notifications must be delivered.
+            let _ = catch_unwind(AssertUnwindSafe(|| notifications.notify_here()));
         }
     };
-    let started = thread::Builder::new().name("rdma-events".to_owned()).spawn(tell);
+    let started = thread::Builder::new().name("rdma-events".to_owned()).spawn(notify);
     started.map_err(|error| {
         VerbError::new("pthread_create", error.raw_os_error().unwrap_or(EAGAIN))
     })?;
@@ -284,21 +287,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn news_for_which_no_thread_can_be_started_are_told_by_the_one_in_reserve() {
-        let (heard, hears) = mpsc::channel();
-        let tell = |fault: Arc<Fault>| {
-            let news = News { listeners: Vec::new(), dead: vec![fault] };
-            news.tell_by(|_| Err(io::Error::from_raw_os_error(EAGAIN)));
+    fn notifications_use_the_reserve_thread_when_no_other_starts() {
+        let (called, calls) = mpsc::channel();
+        let notify = |fault: Arc<Fault>| {
+            let notifications = Notifications { listeners: Vec::new(), dead: vec![fault] };
+            notifications.notify_on(|_| Err(io::Error::from_raw_os_error(EAGAIN)));
         };
-        // One whose code panics is no harm to those after it.
-        let rude = Fault::new(1);
-        rude.listen(Box::new(|| panic!("as told"))).unwrap();
-        tell(rude);
+        // A panicking listener does not affect later ones.
+        let panicking = Fault::new(1);
+        panicking.listen(Box::new(|| panic!("intended"))).unwrap();
+        notify(panicking);
         for id in 2..5 {
-            let (fault, heard) = (Fault::new(id), heard.clone());
-            fault.listen(Box::new(move || heard.send(id).unwrap())).unwrap();
-            tell(fault);
-            assert_eq!(hears.recv_timeout(Duration::from_secs(60)), Ok(id));
+            let (fault, called) = (Fault::new(id), called.clone());
+            fault.listen(Box::new(move || called.send(id).unwrap())).unwrap();
+            notify(fault);
+            assert_eq!(calls.recv_timeout(Duration::from_secs(60)), Ok(id));
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Completion channel: the descriptor behind the event driver.
+//! Completion channels: file descriptors for completion events.
 
 use std::fmt;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
@@ -9,7 +9,7 @@ use crate::dispatch;
 use crate::error::VerbError;
 use rdma_provider::contract::{Channel as _, Context as _};
 
-/// Completion channel, `ibv_create_comp_channel(3)`; clones share it.
+/// A completion channel, `ibv_create_comp_channel(3)`. Clones refer to the same channel.
 ///
 /// ```
 /// use tokio_rdma::verbs::{Channel, Cq};
@@ -19,7 +19,7 @@ use rdma_provider::contract::{Channel as _, Context as _};
 /// # let device = Device::open_default()?;
 /// let channel = Channel::new(&device)?;
 /// let cq = Cq::new(&device, 16, Some(&channel), 7)?;
-/// // Wait until the descriptor of the channel is readable, and take the event.
+/// // Wait until the descriptor of the channel is readable, then take the event.
 /// cq.arm(false)?;
 /// assert_eq!(channel.next_event()?, None);
 /// # Ok(())
@@ -36,28 +36,31 @@ struct Inner {
 }
 
 impl Channel {
-    /// A channel of `device`; its descriptor does not block.
+    /// Creates a channel of `device` with a non-blocking descriptor.
     ///
     /// # Errors
     ///
-    /// [`VerbError`] as the provider gives it, for example if there is no descriptor left.
+    /// [`VerbError`] of the provider, for example if no file descriptor is left.
     pub fn new(device: &Device) -> Result<Self, VerbError> {
         let raw = device.context().create_channel()?;
         Ok(Self { inner: Arc::new(Inner { raw, device: device.clone() }) })
     }
 
-    /// Cookie of the next completion queue that had an event, `ibv_get_cq_event(3)`; `None` if there is none now.
+    /// Returns the cookie of the next completion queue with an event, if any,
+    /// `ibv_get_cq_event(3)`.
     ///
-    /// Each event is to be acknowledged by [`Cq::acknowledge`](super::Cq::acknowledge) of its queue; its drop does the rest.
+    /// Acknowledge each event with [`Cq::acknowledge`](super::Cq::acknowledge); dropping the `Cq`
+    /// acknowledges the rest.
     ///
     /// # Errors
     ///
-    /// [`VerbError`] as the provider gives it.
+    /// [`VerbError`] of the provider.
     pub fn next_event(&self) -> Result<Option<u64>, VerbError> {
         self.inner.raw.next_event()
     }
 
-    /// Whoever has the result looks for events without being told; what is left when it is dropped is told.
+    /// Suppresses the readiness of the descriptor: the caller checks for events. Dropping the
+    /// result signals remaining events.
     pub(crate) fn hold(&self) -> Held<'_> {
         self.inner.raw.hold();
         Held(self)
@@ -72,7 +75,6 @@ impl Channel {
     }
 }
 
-/// See [`Channel::hold`].
 pub(crate) struct Held<'a>(&'a Channel);
 
 impl Drop for Held<'_> {

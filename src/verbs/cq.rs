@@ -1,4 +1,4 @@
-//! Completion queue: poll and arm.
+//! Completion queues of the verbs interface: poll and arm.
 
 use std::fmt;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::error::{LimitError, SetupError, VerbError};
 use crate::types::WorkCompletion;
 use rdma_provider::contract::{Context as _, Cq as _};
 
-/// Bare completion queue, `ibv_create_cq(3)`; clones share it.
+/// A completion queue of the verbs interface, `ibv_create_cq(3)`. Clones refer to the same queue.
 ///
 /// ```
 /// use tokio_rdma::types::WorkCompletion;
@@ -38,21 +38,23 @@ struct Inner {
     channel: Option<Channel>,
     device: Device,
     fault: Arc<Fault>,
-    /// Polls that found nothing, modulo 2^32.
+    /// Empty polls, modulo 2^32.
     empty: AtomicU32,
 }
 
-/// Polls that find nothing before one looks for asynchronous events: a device that has been removed is heard of by those
-/// only. About a millisecond of a thread that does nothing else.
+/// Empty polls between two checks for asynchronous events, the only notice of a removed device:
+/// about 1 ms of continuous polling.
 const POLLS_BEFORE_EVENTS: u32 = 1 << 14;
 
 impl Cq {
-    /// A queue for at least `capacity` completions, with its events (marked `cookie`) on `channel`.
+    /// Creates a queue for at least `capacity` completions, with events on `channel` marked
+    /// `cookie`.
     ///
     /// # Errors
     ///
-    /// [`SetupError::TooSmall`] for a capacity of 0, [`SetupError::Limit`] above the device's, [`SetupError::Foreign`] for a
-    /// channel of another device, [`SetupError::Verb`] if the provider refuses.
+    /// - [`SetupError::TooSmall`] if `capacity` is 0;
+    /// - [`SetupError::Limit`] above a limit of the device;
+    /// - [`SetupError::Foreign`] for a channel of another device.
     pub fn new(
         device: &Device,
         capacity: u32,
@@ -62,11 +64,11 @@ impl Cq {
         Self::on_vector(device, capacity, channel, 0, cookie)
     }
 
-    /// As [`new`](Self::new), with the interrupt of completion vector `vector`.
+    /// Creates a queue that uses the interrupt of completion vector `vector`.
     ///
     /// # Errors
     ///
-    /// As [`new`](Self::new), and for a vector the device does not have.
+    /// See [`new`](Self::new); [`SetupError::Limit`] also for a vector that the device lacks.
     pub fn on_vector(
         device: &Device,
         capacity: u32,
@@ -97,41 +99,41 @@ impl Cq {
         Ok(Self { inner: Arc::new(Inner { raw, channel, device, fault, empty }) })
     }
 
-    /// Number by which asynchronous events name it.
+    /// Returns the number that asynchronous events use for the queue.
     #[must_use]
     pub fn id(&self) -> u64 {
         self.inner.raw.id()
     }
 
-    /// Completions it holds.
+    /// Returns the number of completions that the queue holds.
     #[must_use]
     pub fn capacity(&self) -> u32 {
         self.inner.raw.capacity()
     }
 
-    /// Takes the oldest completions, `ibv_poll_cq(3)`; how many were written to `out`.
+    /// Moves the oldest completions to `out` and returns their number, `ibv_poll_cq(3)`.
     ///
     /// # Errors
     ///
-    /// [`VerbError`] for ever once the queue was overrun, and once it is empty, if its device is lost: by itself, or because
-    /// an asynchronous event says so.
+    /// [`VerbError`] from every call after an overrun, and from calls on an empty queue of a lost
+    /// device.
     #[inline(always)]
     pub fn poll(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError> {
-        match self.take(out) {
-            Ok(0) => self.found_nothing(),
+        match self.poll_device(out) {
+            Ok(0) => self.after_empty_poll(),
             found => found,
         }
     }
 
-    /// As [`poll`](Self::poll), for who asks [`found_nothing`](Self::found_nothing) if it finds none.
+    /// Polls the device only; on 0, call [`after_empty_poll`](Self::after_empty_poll).
     #[inline(always)]
-    pub(crate) fn take(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError> {
+    pub(crate) fn poll_device(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError> {
         self.inner.raw.poll(out)
     }
 
-    /// 0, if there is no reason for it.
+    /// Returns 0, or the error of a dead queue. Sometimes reads asynchronous events.
     #[inline(never)]
-    pub(crate) fn found_nothing(&self) -> Result<usize, VerbError> {
+    pub(crate) fn after_empty_poll(&self) -> Result<usize, VerbError> {
         let empty = self.inner.empty.load(Ordering::Relaxed).wrapping_add(1);
         self.inner.empty.store(empty, Ordering::Relaxed);
         if empty.is_multiple_of(POLLS_BEFORE_EVENTS) {
@@ -140,29 +142,33 @@ impl Cq {
         self.inner.fault.check().map(|()| 0)
     }
 
-    /// Calls `listener` when an asynchronous event says that the queue is dead. EAGAIN: there is no thread to do so.
+    /// Calls `listener` when an asynchronous event reports the queue as dead. Fails with EAGAIN if
+    /// no thread can be started.
     pub(crate) fn on_fault(&self, listener: Box<Listener>) -> Result<(), VerbError> {
         self.inner.fault.listen(listener)
     }
 
-    /// Asks for one event at the next completion (the next solicited or failed one if `solicited_only`),
-    /// `ibv_req_notify_cq(3)`. Completions already there raise none: poll again afterwards.
+    /// Requests one event at the next completion, or, if `solicited_only`, at the next solicited or
+    /// failed one, `ibv_req_notify_cq(3)`. Completions already in the queue raise none: poll again
+    /// after arming.
     ///
     /// # Errors
     ///
-    /// [`VerbError`] as the provider gives it.
+    /// [`VerbError`] of the provider.
     pub fn arm(&self, solicited_only: bool) -> Result<(), VerbError> {
         self.inner.raw.arm(solicited_only)
     }
 
-    /// Has the device raise an event only when so many `completions` are there or `period` (at most 65,535 µs, in whole ones: the
-    /// next counts) has passed since the first of them, `ibv_modify_cq(3)`. 0 and 0: at every completion.
+    /// Moderates events, `ibv_modify_cq(3)`: one is raised once `completions` have arrived or
+    /// `period` (rounded up to microseconds, at most 65,535) has passed since the first. 0 and 0
+    /// disable moderation.
     ///
     /// # Errors
     ///
-    /// [`SetupError::Limit`] for a longer period, [`SetupError::Verb`] with EOPNOTSUPP if the device has no moderation.
+    /// [`SetupError::Limit`] for a longer period, [`SetupError::Verb`] with EOPNOTSUPP if the
+    /// device has no moderation.
     pub fn moderate(&self, completions: u16, period: Duration) -> Result<(), SetupError> {
-        // Rounded up: less than a microsecond is not 0, which means no moderation.
+        // Rounded up, because 0 would disable moderation.
         let period = u64::try_from(period.as_nanos().div_ceil(1000)).unwrap_or(u64::MAX);
         LimitError::check("moderation period in microseconds", period, u16::MAX.into())?;
         Ok(self.inner.raw.moderate(completions, period as u16)?)
@@ -173,24 +179,23 @@ impl Cq {
         self.inner.raw.ack(events);
     }
 
-    /// Completions, events and losses so far, if it is of a software device.
+    /// Returns the counters of a software device; `None` on hardware.
     #[must_use]
     pub fn software_counters(&self) -> Option<CqCounters> {
         self.inner.raw.software_counters()
     }
 
-    /// True for a completion queue of the software device.
     pub(crate) fn is_software(&self) -> bool {
         self.inner.raw.is_software()
     }
 
-    /// The channel its events go to.
+    /// Returns the channel of its events.
     #[must_use]
     pub fn channel(&self) -> Option<&Channel> {
         self.inner.channel.as_ref()
     }
 
-    /// The device it belongs to.
+    /// Returns its device.
     #[must_use]
     pub fn device(&self) -> &Device {
         &self.inner.device

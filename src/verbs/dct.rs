@@ -1,4 +1,4 @@
-//! Target of dynamic connections: create, bring to RTR.
+//! Targets of dynamic connections: create, bring to RTR, destroy.
 
 #![forbid(unsafe_code)]
 
@@ -8,15 +8,14 @@ use parking_lot::Mutex;
 
 use super::{Cq, ProtectionDomain, Srq};
 use crate::dispatch::{self, TargetCounters};
-use crate::error::{SetupError, VerbError};
+use crate::error::{NO_DC, SetupError, VerbError};
 use crate::types::{DcKey, QpAttr, QpState, Qpn, TransitionError, check_dct_transition};
 use rdma_provider::contract::{Dct as _, DctInit, Pd as _};
 
-/// Bare DC target, a DCT of `mlx5dv_create_qp(3)`: initiators that know its number and key reach the memory and the shared
-/// receives of its protection domain.
+/// A DC target, a DCT of `mlx5dv_create_qp(3)`. Initiators that know its number and key access its
+/// protection domain's memory and its shared receives.
 ///
-/// Dropping it destroys it: nobody reaches anything through it any more, and completions of its receives that are not yet
-/// polled may be gone.
+/// Dropping the target destroys it: initiators lose access, and unpolled completions may be lost.
 ///
 /// ```
 /// use tokio_rdma::types::{DcKey, SrqCaps};
@@ -29,14 +28,14 @@ use rdma_provider::contract::{Dct as _, DctInit, Pd as _};
 /// let cq = Cq::new(&device, 16, None, 0)?;
 /// let srq = Srq::new(&pd, SrqCaps { max_wr: 16, max_sge: 1 })?;
 /// let target = Dct::new(&pd, &cq, &srq, DcKey(0x5eed))?;
-/// // `Dct::modify` to RTR gives it its number.
+/// // `Dct::modify` to RTR assigns its number.
 /// assert_eq!(target.number(), None);
 /// # Ok(())
 /// # }
 /// ```
 pub struct Dct {
     raw: dispatch::Dct,
-    /// One transition at a time, so that what is checked is what is changed.
+    /// Serialises transitions: the state checked is the state changed.
     transition: Mutex<()>,
     recv_cq: Cq,
     srq: Srq,
@@ -44,12 +43,12 @@ pub struct Dct {
 }
 
 impl Dct {
-    /// A target in RESET that draws receives from `srq`, and whose completions of them go to `recv_cq`.
+    /// Creates a target in RESET with receives from `srq`, which complete on `recv_cq`.
     ///
     /// # Errors
     ///
-    /// [`SetupError::Unsupported`] if the device has no DC, [`SetupError::Foreign`] for queues of another device or
-    /// protection domain, [`SetupError::Verb`] if the provider refuses.
+    /// - [`SetupError::Unsupported`] if the device has no DC;
+    /// - [`SetupError::Foreign`] for queues of another device or protection domain.
     pub fn new(
         pd: &ProtectionDomain,
         recv_cq: &Cq,
@@ -57,7 +56,7 @@ impl Dct {
         key: DcKey,
     ) -> Result<Self, SetupError> {
         if pd.device().attr().dc.is_none() {
-            return Err(SetupError::Unsupported { what: "dynamically connected transport (DC)" });
+            return Err(SetupError::Unsupported { what: NO_DC });
         }
         if !recv_cq.device().same(pd.device()) {
             return Err(SetupError::Foreign { what: "completion queue" });
@@ -75,37 +74,36 @@ impl Dct {
         })
     }
 
-    /// Its number, once it is in RTR.
+    /// Returns its number, assigned by the transition to RTR.
     #[must_use]
     pub fn number(&self) -> Option<Qpn> {
         self.raw.number()
     }
 
-    /// The protection domain it belongs to.
+    /// Returns its protection domain.
     #[must_use]
     pub fn protection_domain(&self) -> &ProtectionDomain {
         &self.pd
     }
 
-    /// Queue of its receive completions.
+    /// Returns the completion queue of its receives.
     #[must_use]
     pub fn recv_cq(&self) -> &Cq {
         &self.recv_cq
     }
 
-    /// Shared receive queue it draws from.
+    /// Returns its shared receive queue.
     #[must_use]
     pub fn srq(&self) -> &Srq {
         &self.srq
     }
 
-    /// Changes attributes and state, `ibv_modify_qp(3)`, by [`dct_transition`](crate::types::dct_transition); a refused
-    /// change changes nothing.
+    /// Changes attributes and state, `ibv_modify_qp(3)`, see
+    /// [`dct_transition`](crate::types::dct_transition). A refused change has no effect.
     ///
     /// # Errors
     ///
-    /// [`SetupError::Transition`] with what is missing or not allowed, [`SetupError::Verb`] if a value is not
-    /// valid or the device refuses.
+    /// [`SetupError::Transition`] names missing or forbidden attributes.
     pub fn modify(&self, attr: &QpAttr) -> Result<(), SetupError> {
         let _one_at_a_time = self.transition.lock();
         let (now, _) = self.raw.query()?;
@@ -115,40 +113,41 @@ impl Dct {
         let to = attr.state.unwrap_or(now);
         check_dct_transition(now, to, attr.mask())?;
         self.raw.modify(attr)?;
-        tracing::debug!(number = ?self.number(), from = ?now, ?to, "DC target state");
+        tracing::debug!(number = ?self.number(), from = ?now, ?to, "DC target changed state");
         Ok(())
     }
 
-    /// Current state and all attributes that have been set, `ibv_query_qp(3)`.
+    /// Returns the state and all attributes set so far, `ibv_query_qp(3)`.
     ///
     /// # Errors
     ///
-    /// [`VerbError`] as the provider gives it.
+    /// [`VerbError`] of the provider.
     pub fn query(&self) -> Result<(QpState, QpAttr), VerbError> {
         self.raw.query()
     }
 
-    /// Packets, sessions and refusals so far, if it is of a software device.
+    /// Returns the counters of a software device; `None` on hardware.
     #[must_use]
     pub fn software_counters(&self) -> Option<TargetCounters> {
         self.raw.software_counters()
     }
 
-    /// Takes no message any more, if the device can do that without destroying it: then all that it has taken can be polled.
+    /// Refuses further messages, if the device can without destroying the target.
     pub(crate) fn quiesce(&self) {
         self.raw.quiesce();
     }
 
-    /// Destroys it, `ibv_destroy_qp(3)`, and says whether it is gone; a drop can only log that.
+    /// Destroys the target, `ibv_destroy_qp(3)`. A drop can only log an error.
     ///
     /// # Errors
     ///
-    /// [`VerbError`] if the device refuses: messages may go on to arrive. Nothing that the target is made of is freed then,
-    /// as long as the program runs.
+    /// [`VerbError`] if the device refuses. Messages may still arrive; the target and all it uses
+    /// are leaked.
     pub fn destroy(mut self) -> Result<(), VerbError> {
         let result = self.raw.destroy();
         if let Err(error) = &result {
-            tracing::error!(number = ?self.number(), %error, "DC target is not destroyed");
+            let number = self.number();
+            tracing::error!(?number, %error, "failed to destroy DC target; leaking it");
             std::mem::forget(self);
         }
         result

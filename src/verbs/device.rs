@@ -1,4 +1,4 @@
-//! Find, choose and open a device.
+//! Devices: find, choose and open.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -19,7 +19,28 @@ use rdma_provider::contract::Context as _;
 use rdma_soft as soft;
 use rdma_soft::interface_at;
 
-/// An open device; clones share it.
+/// An open device. Clones refer to the same device.
+///
+/// # Examples
+///
+/// ```no_run
+/// use std::net::SocketAddr;
+/// use tokio_rdma::{Connection, Device, Listener};
+/// # type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+///
+/// async fn serve(address: SocketAddr) -> Result<()> {
+///     let device = Device::open_default_at(address.ip())?;
+///     let listener = Listener::bind(&device, address).await?;
+///     // ...
+/// #   let _ = listener;
+///     Ok(())
+/// }
+///
+/// async fn call(server: SocketAddr) -> Result<Connection> {
+///     let device = Device::open_default_to(server.ip())?;
+///     Ok(Connection::connect(&device, server).await?)
+/// }
+/// ```
 #[derive(Clone)]
 pub struct Device {
     inner: Arc<Inner>,
@@ -27,18 +48,19 @@ pub struct Device {
 
 struct Inner {
     context: Context,
-    /// Completion queues that were given a vector so far.
+    /// The number of completion vectors assigned so far.
     vectors: AtomicU32,
     events: Events,
-    /// There is an [`Inlet`].
+    /// True while an [`Inlet`] exists.
     watched: AtomicBool,
 }
 
 impl Device {
-    /// Name of the software device of this process.
+    /// The name of the software device of this process.
     pub const SOFTWARE: &'static str = "soft0";
 
-    /// Opens the software device of this process: no hardware, no kernel module, no root.
+    /// Opens the software device of this process, which needs no hardware, kernel module or root
+    /// rights.
     ///
     /// # Errors
     ///
@@ -47,21 +69,22 @@ impl Device {
         Self::software_in(soft::Network::global(), Self::SOFTWARE)
     }
 
-    /// Opens the software device `name` of a network of your own, made on first use.
+    /// Opens the software device `name` of `network`, created on first use. A network over UDP has
+    /// only the configured devices.
     ///
-    /// Devices of one network within the process reach each other, and no others. A network over UDP has the devices of its
-    /// configuration.
+    /// Only devices of one network reach each other.
     ///
     /// # Errors
     ///
-    /// As [`software`](Self::software); [`OpenError::NotFound`] if a network over UDP has no device of this name.
+    /// See [`software`](Self::software); [`OpenError::NotFound`] if a network over UDP has no such
+    /// device.
     pub fn software_in(network: &soft::Network, name: &str) -> Result<Self, OpenError> {
         let context = network.open(name)?;
         Ok(Self::new(Context::Soft(context)))
     }
 
-    /// Names of the devices that [`open`](Self::open) takes: those of libibverbs, if feature `ibverbs` is on, and the
-    /// software device.
+    /// Returns the names that [`open`](Self::open) accepts: libibverbs devices (feature `ibverbs`)
+    /// and the software device.
     #[must_use]
     pub fn list() -> Vec<String> {
         real_devices().unwrap_or_default().into_iter().chain([Self::SOFTWARE.to_owned()]).collect()
@@ -69,12 +92,13 @@ impl Device {
 
     /// Opens a device by name.
     ///
-    /// Real devices are posted to by `ibv_wr_*` where their driver has them; SoftRoCE, which gets them wrong, by
-    /// `ibv_post_send(3)`. `TOKIO_RDMA_POST` set to `extended` or `chain` decides for all.
+    /// Real devices are posted to by `ibv_wr_*` if their driver has it, else (and for SoftRoCE,
+    /// whose `ibv_wr_*` is incorrect) by `ibv_post_send(3)`. Environment variable
+    /// `TOKIO_RDMA_POST`, `extended` or `chain`, overrides this.
     ///
     /// # Errors
     ///
-    /// [`OpenError::NotFound`] with the names there are; [`OpenError::Verb`] if the device refuses.
+    /// [`OpenError::NotFound`] lists available names; [`OpenError::Verb`] if the device refuses.
     pub fn open(name: &str) -> Result<Self, OpenError> {
         if name == Self::SOFTWARE {
             return Self::software();
@@ -83,7 +107,7 @@ impl Device {
         if real_devices().is_ok()
             && let Some(context) = rdma_ibverbs::Context::open(name).map_err(OpenError::of(name))?
         {
-            tracing::debug!(device = name, "opened");
+            tracing::debug!(device = name, "opened device");
             return Ok(Self::new(Context::Ibverbs(context)));
         }
         Err(OpenError::NotFound {
@@ -93,20 +117,23 @@ impl Device {
         })
     }
 
-    /// Opens the device that `TOKIO_RDMA_DEVICE` names. If that is not set: the first real device with an active port,
-    /// or else, with a warning, the software device.
+    /// Opens the device named by environment variable `TOKIO_RDMA_DEVICE`, else the first real
+    /// device with an active port, else, with a warning, the software device.
     ///
     /// # Errors
     ///
-    /// As [`open`](Self::open); a name that does not exist is an error and never replaced by another device.
+    /// See [`open`](Self::open). No other device replaces a named one that does not exist.
     pub fn open_default() -> Result<Self, OpenError> {
-        if let Some(name) = named() {
+        if let Some(name) = device_from_env() {
             return Self::open(&name);
         }
         let usable = |device: &Self| {
             let usable = device.default_path().is_ok();
             if !usable {
-                tracing::warn!(device = device.name(), "not used: no active port with a GID");
+                tracing::warn!(
+                    device = device.name(),
+                    "skipping device: it has no active port with a GID"
+                );
             }
             usable
         };
@@ -116,108 +143,91 @@ impl Device {
         })
     }
 
-    /// Opens the device for a service at `address` of this host, which other processes and hosts are to reach: as
-    /// [`open_default`](Self::open_default), but for
+    /// Opens the device for a service at `address` of this host with clients in other processes and
+    /// hosts:
     ///
-    /// - the real device, which, unless `TOKIO_RDMA_DEVICE` names one, is the first with an active port that has this address
-    ///   as a GID (so none has one of loopback), or the first if the address is `0.0.0.0` or `::`. A port of InfiniBand, whose
-    ///   GIDs are no addresses, has those of IP over InfiniBand on it;
-    /// - the software device, which is one of its own, named by the address, that speaks RoCE v2 over UDP there,
-    ///   [`Network::udp`](crate::software::Network::udp), until it and all that was made on it is dropped.
+    /// - the real device named by `TOKIO_RDMA_DEVICE`;
+    /// - else the first real device with an active port that has `address` as a GID (InfiniBand: as
+    ///   an address of IP over InfiniBand), or, if it is `0.0.0.0` or `::`, with any active port.
+    ///   No real device has a loopback address;
+    /// - else, or if `TOKIO_RDMA_DEVICE` is `soft0`, a software device. It is named by the address
+    ///   and uses RoCE v2 over UDP, [`Network::udp`](crate::software::Network::udp), until
+    ///   everything created from it is dropped.
     ///
-    /// Clients take [`open_default_to`](Self::open_default_to). Port 4791 of RoCE v2 has room for one program at each address, so
-    /// several services on loopback need several of its addresses, 127.0.0.1 to 127.255.255.254; `::1` is the only one of IPv6.
-    /// It asks the kernel alone; a port that is taken is waited for for 0.1 s.
+    /// Clients use [`open_default_to`](Self::open_default_to); [`Device`] has an example.
+    ///
+    /// UDP port 4791 (RoCE v2) of an address serves one program; the call waits up to 0.1 s for it.
+    /// Several services on loopback need several addresses of 127.0.0.0/8; IPv6 has only `::1`.
     ///
     /// # Security
     ///
-    /// A software device at an address that other hosts reach hears all of them, and RoCE v2 has neither encryption nor
-    /// passwords. To hear some only, make the network with [`UdpConfig::allow`](crate::software::UdpConfig::allow) and open its
-    /// device by [`software_in`](Self::software_in). docs/software-device.md has more.
+    /// A software device accepts packets from every host that can reach it; RoCE v2 neither
+    /// encrypts nor authenticates. To restrict hosts, create the network with
+    /// [`UdpConfig::allow`](crate::software::UdpConfig::allow) and open its device by
+    /// [`software_in`](Self::software_in). See docs/software-device.md.
     ///
     /// # Errors
     ///
-    /// Of a real device as [`open`](Self::open); one that `TOKIO_RDMA_DEVICE` names is never replaced by another. Of a software
-    /// device [`OpenError::Udp`]:
+    /// See [`open`](Self::open); no other device replaces one named by `TOKIO_RDMA_DEVICE`. For a
+    /// software device, [`OpenError::Udp`]:
     ///
-    /// - [`PortTaken`](crate::software::UdpError::PortTaken): another program has port 4791 there, or the kernel, which takes it
-    ///   at all addresses with module `rdma_rxe` (`soft_roce`);
+    /// - [`PortTaken`](crate::software::UdpError::PortTaken): another program has the port there,
+    ///   or kernel module `rdma_rxe` (SoftRoCE) has it at all addresses;
     /// - [`NotLocal`](crate::software::UdpError::NotLocal): this host does not have the address;
-    /// - [`NotOneHost`](crate::software::UdpError::NotOneHost): `0.0.0.0`, `::`, or the address of a group;
-    /// - [`NotLinux`](crate::software::UdpError::NotLinux), [`System`](crate::software::UdpError::System).
-    ///
-    /// # Examples
-    ///
-    /// ```no_run
-    /// use std::net::SocketAddr;
-    /// use tokio_rdma::{Connection, Device, Listener};
-    ///
-    /// async fn serve(address: SocketAddr) -> Result<(), Box<dyn std::error::Error>> {
-    ///     let device = Device::open_default_at(address.ip())?;
-    ///     let listener = Listener::bind(&device, address).await?;
-    ///     // ...
-    /// #   let _ = listener;
-    ///     Ok(())
-    /// }
-    ///
-    /// async fn call(server: SocketAddr) -> Result<Connection, Box<dyn std::error::Error>> {
-    ///     let device = Device::open_default_to(server.ip())?;
-    ///     Ok(Connection::connect(&device, server).await?)
-    /// }
-    /// ```
+    /// - [`NotOneHost`](crate::software::UdpError::NotOneHost): `0.0.0.0`, `::` or a multicast
+    ///   address;
+    /// - [`NotLinux`](crate::software::UdpError::NotLinux),
+    ///   [`System`](crate::software::UdpError::System).
     pub fn open_default_at(address: IpAddr) -> Result<Self, OpenError> {
         let address = address.to_canonical();
-        match named() {
+        match device_from_env() {
             Some(name) if name != Self::SOFTWARE => Self::open(&name),
             Some(_) => Self::over_udp(&[address], None),
-            None => Self::real_at(address).or_else(|()| Self::over_udp(&[address], None)),
+            None => Self::real_device_at(address).or_else(|()| Self::over_udp(&[address], None)),
         }
     }
 
-    /// Opens the device for a client of the service at `peer`: as [`open_default_at`](Self::open_default_at), at the address from
-    /// which the kernel would send to `peer`.
+    /// Opens the device for a client of the service at `peer`, like
+    /// [`open_default_at`](Self::open_default_at) at the address from which the kernel would send
+    /// to `peer`. Sends nothing.
     ///
-    /// To a peer on this host that would be the peer's own, or that of another service. So a software device is at the first free
-    /// address from 127.0.0.254 down to 127.0.0.2 then, or, for a peer by IPv6, at `::1`. That is one address only: a
-    /// software device at `::1` has no clients on IPv6, so let its service listen in 127.0.0.0/8 instead.
+    /// If `peer` is on this host, that address may belong to the peer or another service. A
+    /// software device then uses the first free address from 127.0.0.254 down to 127.0.0.2, or
+    /// `::1` for IPv6. A service at `::1` therefore has no clients: let it listen in 127.0.0.0/8.
     ///
-    /// A software device hears `peer` only: packets from all other addresses are dropped before the device reads them, as by
-    /// [`UdpConfig::allow`](crate::software::UdpConfig::allow). A client of several hosts takes
-    /// [`open_default_towards`](Self::open_default_towards). A real device hears every host, and so does SoftRoCE. RoCE v2
-    /// has no authentication, so a host that forges the address of `peer` is heard as well.
-    ///
-    /// Nothing is sent, and nothing is waited for but what is said there.
+    /// A software device accepts packets only from `peer`, or a host that forges its address, see
+    /// [`UdpConfig::allow`](crate::software::UdpConfig::allow).
+    /// [`open_default_towards`](Self::open_default_towards) accepts several hosts. Real devices,
+    /// SoftRoCE included, accept packets from every host.
     ///
     /// # Errors
     ///
-    /// As [`open_default_at`](Self::open_default_at); besides [`OpenError::Udp`] with
+    /// See [`open_default_at`](Self::open_default_at). [`OpenError::Udp`] also with:
     ///
-    /// - [`NoRoute`](crate::software::UdpError::NoRoute): nothing leads from this host to the peer. That is so of all link-local
-    ///   addresses of IPv6 (`fe80::/10`), which mean nothing without their interface;
-    /// - [`AllTaken`](crate::software::UdpError::AllTaken): other programs have the port at all the addresses of loopback;
-    /// - [`NotOneHost`](crate::software::UdpError::NotOneHost): `peer` is `0.0.0.0`, `::`, or the address of a group.
+    /// - [`NoRoute`](crate::software::UdpError::NoRoute): this host has no route to `peer`, or
+    ///   `peer` is a link-local IPv6 address (`fe80::/10`), meaningless without an interface;
+    /// - [`AllTaken`](crate::software::UdpError::AllTaken): other programs use the port at all
+    ///   loopback addresses.
     pub fn open_default_to(peer: IpAddr) -> Result<Self, OpenError> {
         Self::open_client(peer, Some(peer.to_canonical()))
     }
 
-    /// Opens the device at the address from which `peer` is reached, chosen as by [`open_default_to`](Self::open_default_to),
-    /// and hears every host: for a client that connects to several hosts, or listens itself.
+    /// Opens the device like [`open_default_to`](Self::open_default_to), but accepts packets from
+    /// every host: for clients of several hosts, or that also listen.
     ///
     /// # Security
     ///
-    /// As [`open_default_at`](Self::open_default_at).
+    /// See [`open_default_at`](Self::open_default_at).
     ///
     /// # Errors
     ///
-    /// As [`open_default_to`](Self::open_default_to).
+    /// See [`open_default_to`](Self::open_default_to).
     pub fn open_default_towards(peer: IpAddr) -> Result<Self, OpenError> {
         Self::open_client(peer, None)
     }
 
-    /// Opens the device at the address from which `peer` is reached. A software device hears `only` that address, if there is
-    /// one.
     fn open_client(peer: IpAddr, only: Option<IpAddr>) -> Result<Self, OpenError> {
-        let (peer, named) = (peer.to_canonical(), named());
+        let (peer, named) = (peer.to_canonical(), device_from_env());
         if let Some(name) = named.as_ref().filter(|name| *name != Self::SOFTWARE) {
             return Self::open(name);
         }
@@ -225,78 +235,86 @@ impl Device {
         let by_route = source_to(peer)?;
         let software =
             || Self::over_udp(&sources_to(peer, by_route, interface_at(peer).is_some()), only);
-        if named.is_some() { software() } else { Self::real_at(by_route).or_else(|()| software()) }
+        if named.is_some() {
+            software()
+        } else {
+            Self::real_device_at(by_route).or_else(|()| software())
+        }
     }
 
-    /// Limits and identity.
+    /// Returns its limits and identity.
     #[must_use]
     pub fn attr(&self) -> &DeviceAttr {
         self.inner.context.attr()
     }
 
-    /// Name, for example `mlx5_0` or `soft0`.
+    /// Returns its name, for example `mlx5_0` or `soft0`.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.attr().name
     }
 
-    /// Current state of a port.
+    /// Returns the current attributes of a port, `ibv_query_port(3)`.
     ///
     /// # Errors
     ///
-    /// [`VerbError`] with EINVAL for a port the device does not have.
+    /// [`VerbError`] with EINVAL if the device has no such port.
     pub fn port(&self, port: PortNum) -> Result<PortAttr, VerbError> {
         self.inner.context.port(port)
     }
 
-    /// The partition key table of a port, by index; empty entries are 0. Bit 15: full member. One system call for each of its
-    /// [entries](PortAttr::pkeys).
+    /// Returns the partition keys of a port by index; empty entries are 0, bit 15 marks a full
+    /// member. Costs a system call for each of its [entries](PortAttr::pkeys).
     ///
     /// # Errors
     ///
-    /// As [`port`](Self::port).
+    /// See [`port`](Self::port).
     pub fn pkey_table(&self, port: PortNum) -> Result<Vec<u16>, VerbError> {
         self.inner.context.pkey_table(port)
     }
 
-    /// A new protection domain: objects of one may be used together, `ibv_alloc_pd(3)`.
+    /// Creates a protection domain, `ibv_alloc_pd(3)`. Objects of one domain may be used together.
     ///
     /// # Errors
     ///
-    /// [`VerbError`] as the provider gives it.
+    /// [`VerbError`] of the provider.
     pub fn protection_domain(&self) -> Result<ProtectionDomain, VerbError> {
         ProtectionDomain::new(self)
     }
 
-    /// The GID table of a port, best first, with the reasons.
+    /// Returns the GID table of a port, best entry first, with reasons. Criteria, in order:
     ///
-    /// In this order: entries whose interface is up and in this network namespace; RoCE v2 before v1; then, if `peer`
-    /// is given, its address family, its subnet, the address from which the kernel routes to it; interfaces without
-    /// VLAN; addresses that are not link-local, unless the peer's is; the lowest index. On InfiniBand the subnet prefix
-    /// of the peer, then the lowest index.
+    /// 1. the interface is up and in this network namespace;
+    /// 2. RoCE v2 before v1;
+    /// 3. with a `peer`: its address family, its subnet, the kernel's source address for it;
+    /// 4. interfaces without VLAN;
+    /// 5. addresses that are not link-local, unless the peer's is;
+    /// 6. the lowest index.
+    ///
+    /// On InfiniBand: the peer's subnet prefix, then the lowest index.
     ///
     /// # Errors
     ///
-    /// As [`port`](Self::port).
+    /// See [`port`](Self::port).
     pub fn gids(&self, port: PortNum, peer: Option<Gid>) -> Result<Vec<RankedGid>, VerbError> {
         Ok(rank_gids(&self.port(port)?, peer))
     }
 
-    /// Active port and entry of its GID table to send from when nothing is known of the peer: the first of
-    /// [`gids`](Self::gids), of several active ports the one whose first is better, else the lower one.
+    /// Returns the best active port and GID for an unknown peer, by the order of
+    /// [`gids`](Self::gids); of equal ones, the lower port's.
     ///
     /// # Errors
     ///
-    /// [`SetupError::NoGid`] if no port is active or no active one has a GID.
+    /// [`SetupError::NoGid`] if no active port has a GID.
     pub fn default_path(&self) -> Result<(PortAttr, GidEntry), SetupError> {
         self.path(None)
     }
 
-    /// Active port and entry of its GID table to reach `peer` from, chosen as by [`default_path`](Self::default_path).
+    /// Returns the best active port and GID to reach `peer` from.
     ///
     /// # Errors
     ///
-    /// As [`default_path`](Self::default_path).
+    /// See [`default_path`](Self::default_path).
     pub fn path_to(&self, peer: Gid) -> Result<(PortAttr, GidEntry), SetupError> {
         self.path(Some(peer))
     }
@@ -308,15 +326,10 @@ impl Device {
         let Some((port, gid)) = best else {
             return Err(SetupError::NoGid { port: self.attr().ports });
         };
-        tracing::debug!(device = self.name(), port = port.port.0, %gid, "path");
+        tracing::debug!(device = self.name(), port = port.port.0, %gid, "chose port and GID");
         Ok((port, gid.entry))
     }
 
-    /// An active port and the entry of its GID table with this index.
-    ///
-    /// # Errors
-    ///
-    /// [`SetupError::NoGid`] if the port is not active or has no such entry; as [`port`](Self::port) otherwise.
     pub(crate) fn path_from(
         &self,
         port: PortNum,
@@ -331,14 +344,14 @@ impl Device {
         Ok((attr, entry))
     }
 
-    /// Descriptor that is readable while [`next_event`](Self::next_event) has something to give.
+    /// Returns a descriptor that is readable while [`next_event`](Self::next_event) has an event.
     pub(crate) fn event_fd(&self) -> BorrowedFd<'_> {
         self.inner.context.event_fd()
     }
 
-    /// Next asynchronous event, `ibv_get_async_event(3)`; `None` if there is none now.
+    /// Returns the next asynchronous event, `ibv_get_async_event(3)`; `None` if there is none now.
     ///
-    /// Each event is given once. Services rather await them: [`events`](Self::events).
+    /// Each event is returned once. [`events`](Self::events) awaits them.
     ///
     /// # Errors
     ///
@@ -347,13 +360,13 @@ impl Device {
         self.inner.events.next(|| self.inner.context.next_event())
     }
 
-    /// Reads the asynchronous events that there are: sees to what they mean, and leaves them to the user.
+    /// Reads pending asynchronous events and applies them to the queues. The user still gets them.
     pub(crate) fn read_events(&self) {
         self.inner.events.take(|| self.inner.context.next_event());
     }
 
-    /// Calls `listener` whenever events were read by anybody, as long as it lives: what made the descriptor readable may be
-    /// gone from it.
+    /// Calls `listener`, until it is dropped, after events are read: another reader may have made
+    /// the descriptor unreadable.
     pub(crate) fn on_events(&self, listener: &Arc<Listener>) -> Result<(), VerbError> {
         self.inner.events.listen(listener)
     }
@@ -362,63 +375,64 @@ impl Device {
         &self.inner.events
     }
 
-    /// A first packet sequence number that nobody can guess.
     pub(crate) fn random_psn(&self) -> Result<Psn, VerbError> {
         Ok(Psn::new(self.random()? as u32))
     }
 
-    /// A number that nobody can guess.
+    /// Returns an unpredictable number.
     pub(crate) fn random(&self) -> Result<u64, VerbError> {
         self.inner.context.random()
     }
 
-    /// A completion vector for the next completion queue: each in turn, so that their interrupts are spread.
+    /// Returns completion vectors round robin, to spread interrupts.
     pub(crate) fn next_vector(&self) -> u32 {
         self.inner.vectors.fetch_add(1, Ordering::Relaxed) % self.attr().completion_vectors.max(1)
     }
 
-    /// What tells that something has arrived which the device has not seen to; `None` if the device sees to it without
-    /// anybody's help, or somebody else has it: each is woken by all that arrives, and one is enough.
+    /// Returns a descriptor that is readable when unprocessed packets have arrived. `None` if the
+    /// device processes them itself, or another `Inlet` exists: an arrival would wake all, but one
+    /// suffices.
     pub(crate) fn inlet(&self) -> std::io::Result<Option<Inlet>> {
         let Some(fd) = self.inner.context.inlet() else { return Ok(None) };
         if self.inner.watched.swap(true, Ordering::AcqRel) {
             return Ok(None);
         }
         let release = |_: &_| self.inner.watched.store(false, Ordering::Release);
-        // A descriptor of its own: one cannot be registered twice.
+        // A duplicate: a descriptor can be registered only once.
         let fd = fd.try_clone_to_owned().inspect_err(release)?;
         Ok(Some(Inlet { fd, device: self.clone() }))
     }
 
-    /// Sees to what has arrived, if the device is a program and nobody is at it; true if there was anything.
+    /// Processes arrived packets of a software device, unless another thread does. Returns true if
+    /// there were any.
     pub(crate) fn serve(&self) -> bool {
         self.inner.context.serve()
     }
 
-    /// Whoever called [`serve`](Self::serve) goes to sleep, and has no [`Inlet`] that wakes it.
-    pub(crate) fn leave(&self) {
-        self.inner.context.leave();
+    /// Notes that a caller of [`serve`](Self::serve) sleeps without an [`Inlet`] to wake it.
+    pub(crate) fn stop_serving(&self) {
+        self.inner.context.stop_serving();
     }
 
-    /// The first real device that opens and is `usable`, or why there is none.
     fn first_real(usable: impl Fn(&Self) -> bool) -> Result<Self, &'static str> {
         let names = real_devices()?;
         for name in &names {
             match Self::open(name) {
                 Ok(device) if usable(&device) => return Ok(device),
                 Ok(_) => {}
-                Err(error) => tracing::warn!(device = name, %error, "not used: it does not open"),
+                Err(error) => {
+                    tracing::warn!(device = name, %error, "skipping device: it failed to open")
+                }
             }
         }
         Err(if names.is_empty() {
             "libibverbs finds no device"
         } else {
-            "no real device can be used"
+            "no real device is usable"
         })
     }
 
-    /// The first real device at this address.
-    fn real_at(address: IpAddr) -> Result<Self, ()> {
+    fn real_device_at(address: IpAddr) -> Result<Self, ()> {
         let ports = |device: &Self| (1..=device.attr().ports).map(PortNum);
         let is_here = |device: &Self| {
             let mut ports = ports(device).filter_map(|number| device.port(number).ok());
@@ -433,8 +447,8 @@ impl Device {
         })
     }
 
-    /// A software device that speaks over UDP, at the first of these addresses that is free; with `only`, it hears no other
-    /// address.
+    /// Opens a software device over UDP at the first free address. With `only`, it accepts packets
+    /// from that address only.
     fn over_udp(addresses: &[IpAddr], only: Option<IpAddr>) -> Result<Self, OpenError> {
         let (network, address) =
             soft::Network::at_first_free(soft::UdpConfig::PORT, addresses, only)?;
@@ -450,20 +464,17 @@ impl Device {
         &self.inner.context
     }
 
-    /// True if both are the same open device.
     pub(crate) fn same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.inner, &other.inner)
     }
 }
 
-/// See [`Device::inlet`].
 pub(crate) struct Inlet {
     fd: OwnedFd,
     device: Device,
 }
 
 impl Inlet {
-    /// As [`Device::serve`].
     pub(crate) fn serve(&self) -> bool {
         self.device.serve()
     }
@@ -487,18 +498,16 @@ impl fmt::Debug for Device {
     }
 }
 
-/// What `TOKIO_RDMA_DEVICE` says.
-fn named() -> Option<String> {
+fn device_from_env() -> Option<String> {
     std::env::var("TOKIO_RDMA_DEVICE").ok()
 }
 
-/// Names of the devices that libibverbs finds, or why it finds none.
 fn real_devices() -> Result<Vec<String>, &'static str> {
     #[cfg(feature = "ibverbs")]
     return rdma_ibverbs::devices().map_err(|error| match error.errno {
         VerbError::EOPNOTSUPP => "libibverbs.so.1 cannot be loaded: rdma-core is not installed",
         VerbError::ENOSYS => {
-            "the kernel has no RDMA support loaded: there is no /sys/class/infiniband_verbs"
+            "RDMA support of the kernel is not loaded: /sys/class/infiniband_verbs does not exist"
         }
         _ => "libibverbs cannot list its devices",
     });

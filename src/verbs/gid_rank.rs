@@ -1,7 +1,7 @@
-//! Which entry of a GID table to send from: an order, and the reasons for it.
+//! The ranking of GID table entries, with reasons.
 //!
-//! Picking the wrong entry is the most frequent failure of a first set-up: the table mixes RoCE v1 with v2,
-//! link-local with global addresses and all networks of a port, and most of its entries do not reach a given peer.
+//! A wrong entry is the most frequent failure of a first set-up: tables mix RoCE v1 with v2,
+//! link-local with global addresses, and networks; most entries do not reach a given peer.
 
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
@@ -10,7 +10,7 @@ use std::net::IpAddr;
 
 use crate::types::{Gid, GidEntry, GidKind};
 
-/// An IP address with the length of its network's prefix: `10.9.0.1/24`.
+/// An IP address with the prefix length of its network: `10.9.0.1/24`.
 ///
 /// ```
 /// use tokio_rdma::types::IpPrefix;
@@ -30,19 +30,20 @@ pub struct IpPrefix {
 }
 
 impl IpPrefix {
-    /// `address` in a network whose prefix has `len` bits; at most all of the address.
+    /// Returns `address` in a network with a prefix of `len` bits, at most the length of the
+    /// address.
     #[must_use]
     pub fn new(address: IpAddr, len: u8) -> Self {
         Self { address, len: len.min(bits(address)) }
     }
 
-    /// The address.
+    /// Returns the address.
     #[must_use]
     pub const fn address(self) -> IpAddr {
         self.address
     }
 
-    /// True if `other` is in the same network.
+    /// Returns true if `other` is in the same network.
     #[must_use]
     pub fn contains(self, other: IpAddr) -> bool {
         self.address.is_ipv4() == other.is_ipv4() && self.masked(other) == self.masked(self.address)
@@ -62,7 +63,7 @@ fn bits(address: IpAddr) -> u8 {
 }
 
 impl fmt::Display for IpPrefix {
-    /// The network: `10.9.0.0/24`.
+    /// Prints the network: `10.9.0.0/24`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let masked = self.masked(self.address);
         let network = match self.address {
@@ -73,66 +74,64 @@ impl fmt::Display for IpPrefix {
     }
 }
 
-/// A network interface, as far as it matters for the choice of a GID.
+/// The properties of a network interface that the ranking uses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct NetInterface {
-    /// Index, as in [`GidEntry::interface`].
+    /// The index, as in [`GidEntry::interface`].
     pub(crate) index: u32,
-    /// Name, `eth0`.
     pub(crate) name: String,
     pub(crate) up: bool,
     pub(crate) vlan: bool,
-    /// Bytes of a packet, without the Ethernet header; `None` if that is not known.
+    /// The maximum packet size in bytes, without the Ethernet header.
     pub(crate) mtu: Option<u32>,
     pub(crate) addresses: Vec<IpPrefix>,
 }
 
-/// Whom a GID is to reach.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Peer {
     pub(crate) gid: Gid,
-    /// Our address from which the kernel would send to the peer, if it has a route there.
+    /// The local address from which the kernel would send to the peer, if any.
     pub(crate) from: Option<IpAddr>,
 }
 
-/// Something that speaks for or against an entry of a GID table.
+/// A reason for or against an entry of a GID table.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum GidReason {
-    /// RoCE v2, in a table that has v1 too.
+    /// RoCE v2, in a table that also contains v1.
     RoceV2,
-    /// RoCE v1, which no router passes on.
+    /// RoCE v1, which routers do not forward.
     RoceV1,
-    /// An address of the peer's family, in a table that has others too.
+    /// An address of the peer's family, in a table that also contains others.
     PeerFamily,
-    /// An IPv4 address for an IPv6 peer, or the other way round.
+    /// An IPv4 address for an IPv6 peer, or the reverse.
     OtherFamily,
-    /// The peer is in the same network, which is this one.
+    /// The peer is in the same network, which is given.
     PeerSubnet(IpPrefix),
-    /// The peer is in another network than this one.
+    /// The peer is not in this network of the entry.
     OtherSubnet(IpPrefix),
-    /// Kernel routing sends to the peer from this address.
+    /// The kernel sends to the peer from this address.
     Routed,
-    /// Its interface is a VLAN.
+    /// The interface is a VLAN.
     Vlan {
-        /// Name of the interface.
+        /// The name of the interface.
         interface: String,
     },
-    /// Its address is link-local: valid on one link only.
+    /// The address is link-local: valid on one link only.
     LinkLocal,
-    /// Its interface is down.
+    /// The interface is down.
     Down {
-        /// Name of the interface.
+        /// The name of the interface.
         interface: String,
     },
-    /// Its interface is not in this network namespace.
-    Elsewhere,
-    /// First of those that are equal otherwise.
+    /// The interface is in another network namespace.
+    OtherNamespace,
+    /// The lowest index of otherwise equal entries.
     LowestIndex,
 }
 
 impl GidReason {
-    /// True if it speaks for the entry.
+    /// Returns true for a reason in favour of the entry.
     #[must_use]
     pub const fn favours(&self) -> bool {
         matches!(
@@ -150,49 +149,49 @@ impl fmt::Display for GidReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::RoceV2 => f.write_str("RoCE v2 over v1"),
-            Self::RoceV1 => f.write_str("RoCE v1, which no router passes on"),
+            Self::RoceV1 => f.write_str("RoCE v1, which routers do not forward"),
             Self::PeerFamily => f.write_str("address family of the peer"),
             Self::OtherFamily => f.write_str("not the address family of the peer"),
             Self::PeerSubnet(prefix) => write!(f, "in the peer's subnet {prefix}"),
             Self::OtherSubnet(prefix) => write!(f, "the peer is not in its subnet {prefix}"),
             Self::Routed => f.write_str("the kernel routes to the peer from this address"),
             Self::Vlan { interface } => write!(f, "VLAN interface {interface}"),
-            Self::LinkLocal => f.write_str("link-local last"),
+            Self::LinkLocal => f.write_str("link-local address"),
             Self::Down { interface } => write!(f, "interface {interface} is down"),
-            Self::Elsewhere => f.write_str("its interface is not in this network namespace"),
-            Self::LowestIndex => f.write_str("lowest index of equals"),
+            Self::OtherNamespace => f.write_str("its interface is not in this network namespace"),
+            Self::LowestIndex => f.write_str("lowest index of equal entries"),
         }
     }
 }
 
-/// An entry of a GID table with its place in the order of preference.
+/// A ranked entry of a GID table.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RankedGid {
     /// The entry.
     pub entry: GidEntry,
-    /// Name of its network interface, if that is known.
+    /// The name of its network interface, if known.
     pub interface: Option<String>,
-    /// What speaks for it and against it, weightiest first.
+    /// The reasons for and against it, most important first.
     pub reasons: Vec<GidReason>,
-    merit: Merit,
+    penalty: Penalty,
 }
 
 impl RankedGid {
-    /// True unless its interface is down or in another network namespace.
+    /// Returns true unless its interface is down or in another network namespace.
     #[must_use]
     pub const fn is_usable(&self) -> bool {
-        !self.merit.unusable
+        !self.penalty.unusable
     }
 
-    /// What entries of different tables are compared by: less is better.
-    pub(crate) const fn merit(&self) -> Merit {
-        self.merit
+    /// Orders entries of different tables: less is better.
+    pub(crate) const fn penalty(&self) -> Penalty {
+        self.penalty
     }
 }
 
 impl fmt::Display for RankedGid {
-    /// One line: `3: 10.9.0.1, RoCE v2, eth0 (+ RoCE v2 over v1; - VLAN interface eth0.5)`.
+    /// Prints one line: `3: 10.9.0.1, RoCE v2, eth0 (+ RoCE v2 over v1; - VLAN interface eth0.5)`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let GidEntry { index, gid, kind, .. } = self.entry;
         match kind {
@@ -210,9 +209,9 @@ impl fmt::Display for RankedGid {
     }
 }
 
-/// The rules in their order, as what counts against an entry.
+/// The criteria in order of importance; true counts against an entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Merit {
+pub(crate) struct Penalty {
     unusable: bool,
     roce_v1: bool,
     other_family: bool,
@@ -222,38 +221,35 @@ pub(crate) struct Merit {
     link_local: bool,
 }
 
-/// Entries of one table, best first.
-///
-/// Usable ones before others; then RoCE v2 before v1, the peer's address family, the peer's subnet, where the kernel
-/// routes to the peer from, untagged before VLAN, link-local last unless the peer is link-local, lower index first.
-/// The order does not depend on the order of `entries`.
+/// Ranks one table, best first, by the criteria of [`Device::gids`](crate::Device::gids). The order
+/// of `entries` does not matter.
 pub(crate) fn rank(
     entries: &[GidEntry],
     interfaces: &[NetInterface],
     peer: Option<Peer>,
 ) -> Vec<RankedGid> {
     let mut ranked: Vec<RankedGid> =
-        entries.iter().map(|entry| judge(*entry, interfaces, peer.as_ref())).collect();
+        entries.iter().map(|entry| evaluate(*entry, interfaces, peer.as_ref())).collect();
     ranked.sort_by_key(|gid| {
-        (gid.merit, gid.entry.index, gid.entry.gid, Reverse(gid.entry.is_roce_v2()))
+        (gid.penalty, gid.entry.index, gid.entry.gid, Reverse(gid.entry.is_roce_v2()))
     });
-    leave_out_the_obvious(&mut ranked);
+    remove_undecisive_reasons(&mut ranked);
     ranked
 }
 
-fn judge(entry: GidEntry, interfaces: &[NetInterface], peer: Option<&Peer>) -> RankedGid {
+fn evaluate(entry: GidEntry, interfaces: &[NetInterface], peer: Option<&Peer>) -> RankedGid {
     let mut reasons = Vec::new();
     if entry.kind == GidKind::InfiniBand {
         let not_in_peers_subnet =
-            peer.is_some_and(|peer| judge_prefix(entry.gid, peer.gid, &mut reasons));
-        let merit = Merit { not_in_peers_subnet, ..Merit::NOTHING_AGAINST };
-        return RankedGid { entry, interface: None, reasons, merit };
+            peer.is_some_and(|peer| evaluate_prefix(entry.gid, peer.gid, &mut reasons));
+        let penalty = Penalty { not_in_peers_subnet, ..Penalty::NONE };
+        return RankedGid { entry, interface: None, reasons, penalty };
     }
     let address = entry.gid.to_ip();
     let interface = interface_of(&entry, interfaces);
     let peers = peer.map(|peer| peer.gid.to_ip());
 
-    // Of no known interface: nothing can be said against it.
+    // If no interface could be read, no entry counts as elsewhere.
     let elsewhere = entry.interface.is_some() && interface.is_none() && !interfaces.is_empty();
     let down = interface.is_some_and(|interface| !interface.up);
     let vlan = interface.is_some_and(|interface| interface.vlan);
@@ -268,7 +264,7 @@ fn judge(entry: GidEntry, interfaces: &[NetInterface], peer: Option<&Peer>) -> R
         reasons.push(GidReason::Down { interface: interface.name.clone() });
     }
     if elsewhere {
-        reasons.push(GidReason::Elsewhere);
+        reasons.push(GidReason::OtherNamespace);
     }
     reasons.push(if entry.is_roce_v2() { GidReason::RoceV2 } else { GidReason::RoceV1 });
     if peer.is_some() {
@@ -289,7 +285,7 @@ fn judge(entry: GidEntry, interfaces: &[NetInterface], peer: Option<&Peer>) -> R
     if link_local {
         reasons.push(GidReason::LinkLocal);
     }
-    let merit = Merit {
+    let penalty = Penalty {
         unusable: down || elsewhere,
         roce_v1: !entry.is_roce_v2(),
         other_family,
@@ -302,12 +298,12 @@ fn judge(entry: GidEntry, interfaces: &[NetInterface], peer: Option<&Peer>) -> R
         entry,
         interface: interface.map(|interface| interface.name.clone()),
         reasons,
-        merit,
+        penalty,
     }
 }
 
-impl Merit {
-    const NOTHING_AGAINST: Self = Self {
+impl Penalty {
+    const NONE: Self = Self {
         unusable: false,
         roce_v1: false,
         other_family: false,
@@ -318,17 +314,20 @@ impl Merit {
     };
 }
 
-/// On InfiniBand the upper half of a GID is the prefix of its subnet.
-fn judge_prefix(ours: Gid, peers: Gid, reasons: &mut Vec<GidReason>) -> bool {
+/// Returns true if the peer is in another InfiniBand subnet, whose prefix is the upper half of a
+/// GID.
+fn evaluate_prefix(ours: Gid, peers: Gid, reasons: &mut Vec<GidReason>) -> bool {
     let subnet = IpPrefix::new(IpAddr::V6(ours.0.into()), 64);
     let same = subnet.contains(IpAddr::V6(peers.0.into()));
     reasons.push(if same { GidReason::PeerSubnet(subnet) } else { GidReason::OtherSubnet(subnet) });
     !same
 }
 
-/// By its index. Numbers of another network namespace may be in use here for other interfaces: what has an address
-/// must have this one, but for the default entries, whose link-local address is made up by the device. An entry of
-/// no known interface belongs to the one that has its address.
+/// Finds the interface of an entry.
+///
+/// An index may name a different interface of another network namespace, so the interface must have
+/// the address too, unless it is link-local: devices make up such entries. Entries without an index
+/// belong to the interface with their address.
 fn interface_of<'a>(entry: &GidEntry, interfaces: &'a [NetInterface]) -> Option<&'a NetInterface> {
     let address = entry.gid.to_ip();
     let has_address =
@@ -347,7 +346,7 @@ fn subnet_of(address: IpAddr, interface: Option<&NetInterface>) -> Option<IpPref
         .and_then(|interface| interface.addresses.iter().find(|own| own.address() == address));
     match (known, address) {
         (Some(known), _) => Some(*known),
-        // The only prefix that needs no configuration.
+        // Known without configuration.
         (None, IpAddr::V6(v6)) if v6.is_unicast_link_local() => Some(IpPrefix::new(address, 64)),
         _ => None,
     }
@@ -360,8 +359,9 @@ fn is_link_local(address: IpAddr) -> bool {
     }
 }
 
-/// A reason that holds for all entries decides nothing; of those for the best one's lead the last may be its index.
-fn leave_out_the_obvious(ranked: &mut [RankedGid]) {
+/// Removes reasons that all entries share, and adds the index if nothing else puts the first entry
+/// ahead.
+fn remove_undecisive_reasons(ranked: &mut [RankedGid]) {
     let kinds: BTreeSet<bool> = ranked.iter().map(|gid| gid.entry.is_roce_v2()).collect();
     let families: BTreeSet<bool> =
         ranked.iter().map(|gid| gid.entry.gid.to_ip().is_ipv4()).collect();
@@ -373,7 +373,7 @@ fn leave_out_the_obvious(ranked: &mut [RankedGid]) {
         });
     }
     if let [first, second, ..] = ranked
-        && first.merit == second.merit
+        && first.penalty == second.penalty
     {
         first.reasons.push(GidReason::LowestIndex);
     }
@@ -408,7 +408,7 @@ mod tests {
         Some(Peer { gid: Gid::from(peer.parse::<IpAddr>().unwrap()), from: None })
     }
 
-    /// Indices, best first.
+    /// Returns the indices, best first.
     #[track_caller]
     fn order(entries: &[GidEntry], interfaces: &[NetInterface], peer: Option<Peer>) -> Vec<u8> {
         let order = |entries: &[GidEntry]| -> Vec<u8> {
@@ -419,14 +419,14 @@ mod tests {
         let mut random = fastrand::Rng::with_seed(7);
         for _ in 0..20 {
             random.shuffle(&mut shuffled);
-            assert_eq!(order(&shuffled), found, "the order depends on that of the input");
+            assert_eq!(order(&shuffled), found, "the order depends on the order of the input");
         }
         found
     }
 
     use GidKind::{InfiniBand, RoceV1, RoceV2};
 
-    /// v1 and v2 of link-local IPv6, IPv4, IPv4 of VLAN 5, and a global IPv6 address.
+    /// Returns v1 and v2 entries of link-local IPv6, IPv4, IPv4 of VLAN 5 and global IPv6.
     fn connectx() -> (Vec<GidEntry>, Vec<NetInterface>) {
         let addresses = ["fe80::e42:a1ff:fe5b:1", "10.9.0.1", "10.5.0.1", "2001:db8::1"];
         let entries = addresses.iter().zip([4, 4, 9, 4]).enumerate().flat_map(
@@ -455,11 +455,12 @@ mod tests {
         assert_eq!(ranked[0].reasons, [GidReason::RoceV2, GidReason::LowestIndex]);
         assert_eq!(
             ranked[0].to_string(),
-            "3: 10.9.0.1, RoCE v2, ens1 (+ RoCE v2 over v1; + lowest index of equals)"
+            "3: 10.9.0.1, RoCE v2, ens1 (+ RoCE v2 over v1; + lowest index of equal entries)"
         );
         assert_eq!(
             ranked[7].to_string(),
-            "4: ::ffff:10.5.0.1, RoCE v1, ens1.5 (- RoCE v1, which no router passes on; - VLAN interface ens1.5)"
+            "4: ::ffff:10.5.0.1, RoCE v1, ens1.5 (- RoCE v1, which routers do not forward; \
+             - VLAN interface ens1.5)"
         );
     }
 
@@ -493,14 +494,14 @@ mod tests {
         let interfaces = [interface(2, "eth0", &["192.168.122.7/24", "fe80::77/64"])];
         assert_eq!(order(&entries, &interfaces, None), [1, 0]);
         assert_eq!(order(&entries, &interfaces, to("192.168.122.8")), [1, 0]);
-        // Its own link-local entry is made from the MAC and need not be an address of the interface.
+        // rxe derives this entry from the MAC; the interface need not have it.
         assert_eq!(order(&entries, &interfaces, to("fe80::1")), [0, 1]);
-        // All are RoCE v2, which thus is no reason.
+        // All entries are RoCE v2, so that is no reason.
         assert_eq!(rank(&entries, &interfaces, None)[1].reasons, [GidReason::LinkLocal]);
     }
 
     #[test]
-    fn two_subnets_and_routes() {
+    fn peer_subnet_decides_before_route() {
         let entries = [
             entry(0, "10.1.0.1", RoceV2, 2),
             entry(1, "10.2.0.1", RoceV2, 2),
@@ -512,7 +513,7 @@ mod tests {
         ];
         assert_eq!(order(&entries, &interfaces, to("10.2.0.9")), [1, 0, 2]);
         assert_eq!(order(&entries, &interfaces, to("10.3.0.0")), [2, 0, 1]);
-        // A fabric of point-to-point links: no peer is in a subnet of ours, and routing decides.
+        // A fabric of point-to-point links: no local subnet contains the peer, so routing decides.
         let from = Some("10.3.0.1".parse().unwrap());
         let peer = to("10.77.0.1").map(|peer| Peer { from, ..peer });
         assert_eq!(order(&entries, &interfaces, peer), [2, 0, 1]);
@@ -520,7 +521,7 @@ mod tests {
     }
 
     #[test]
-    fn infiniband_goes_by_subnet_prefix_then_index() {
+    fn infiniband_ranks_by_subnet_prefix_then_index() {
         let entries = [
             entry(0, "fe80::2:c903:1:1", InfiniBand, 0),
             entry(1, "fec0:0:0:1:2:c903:1:1", InfiniBand, 0),
@@ -533,7 +534,7 @@ mod tests {
     }
 
     #[test]
-    fn interfaces_that_are_down_or_elsewhere_come_last() {
+    fn entries_of_down_or_foreign_interfaces_rank_last() {
         let entries = [
             entry(0, "10.1.0.1", RoceV2, 2),
             entry(1, "10.2.0.1", RoceV2, 3),
@@ -549,17 +550,17 @@ mod tests {
             [true, false, false]
         );
         assert_eq!(ranked[1].reasons[0], GidReason::Down { interface: "eth0".into() });
-        assert_eq!(ranked[2].reasons[0], GidReason::Elsewhere);
-        // The same number, in this namespace another interface.
+        assert_eq!(ranked[2].reasons[0], GidReason::OtherNamespace);
+        // The index names a different interface in this namespace.
         let entries = [entry(0, "10.99.0.1", RoceV2, 4), entry(1, "10.3.0.1", RoceV2, 4)];
         assert_eq!(order(&entries, &interfaces, None), [1, 0]);
     }
 
     #[test]
-    fn nothing_known_of_interfaces_is_nothing_against_an_entry() {
+    fn entries_stay_usable_when_interfaces_are_unknown() {
         let entries = [entry(0, "10.1.0.1", RoceV2, 2), entry(1, "10.2.0.1", RoceV2, 0)];
         assert!(rank(&entries, &[], None).iter().all(RankedGid::is_usable));
-        // Without number, the address tells.
+        // Without an index, the address identifies the interface.
         let interfaces =
             [interface(7, "eth7", &["10.2.0.1/24"]), interface(2, "eth0", &["10.1.0.1/24"])];
         assert_eq!(
@@ -569,7 +570,6 @@ mod tests {
         assert!(rank(&[], &interfaces, None).is_empty());
     }
 
-    /// The order is total, whatever the table, and no worse entry becomes first when a better one is added.
     #[test]
     fn order_is_total_and_stable_under_additions() {
         let addresses = ["fe80::1", "10.1.0.1", "10.2.0.1", "2001:db8::1", "169.254.3.4"];
@@ -597,13 +597,13 @@ mod tests {
             let all = order(&entries, &interfaces, peer);
             assert_eq!(all.len(), entries.len(), "seed {seed}");
             let fewer: Vec<GidEntry> = entries.iter().copied().filter(|_| random.bool()).collect();
-            let kept: Vec<u8> = all
+            let remaining: Vec<u8> = all
                 .into_iter()
                 .filter(|index| fewer.iter().any(|entry| entry.index == *index))
                 .collect();
             assert_eq!(
                 order(&fewer, &interfaces, peer),
-                kept,
+                remaining,
                 "seed {seed}: the order of two depends on others"
             );
         }

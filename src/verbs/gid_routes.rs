@@ -1,4 +1,4 @@
-//! Network interfaces and routes in the choice of a GID.
+//! The choice of a GID: applies network interfaces and routes of this host.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -13,20 +13,23 @@ use super::gid_rank::{NetInterface, Peer, RankedGid, rank};
 use crate::types::{Gid, GidEntry, LinkLayer, PortAttr, PortState};
 use crate::verbs::interfaces::{addresses, interface, interfaces};
 
-/// UDP port of RoCE v2.
-const ROCE: u16 = 4791;
+const ROCE_PORT: u16 = 4791;
 
-/// The entries of a port's table, best first; asks the kernel only if that can make a difference.
+/// Ranks the GID table of a port, best first. Queries the kernel only if that can change the
+/// ranking.
 pub(crate) fn rank_gids(port: &PortAttr, peer: Option<Gid>) -> Vec<RankedGid> {
     let of_interfaces = port.gids.iter().any(|entry| entry.interface.is_some());
-    let asks = port.link_layer == LinkLayer::Ethernet && (of_interfaces || port.gids.len() > 1);
-    let interfaces = if asks { interfaces_of(&port.gids) } else { Vec::new() };
-    let peer =
-        peer.map(|gid| Peer { gid, from: if asks { source_to(gid.to_ip()).ok() } else { None } });
+    let queries_kernel =
+        port.link_layer == LinkLayer::Ethernet && (of_interfaces || port.gids.len() > 1);
+    let interfaces = if queries_kernel { interfaces_of(&port.gids) } else { Vec::new() };
+    let peer = peer.map(|gid| Peer {
+        gid,
+        from: if queries_kernel { source_to(gid.to_ip()).ok() } else { None },
+    });
     rank(&port.gids, &interfaces, peer)
 }
 
-/// The best entry of all active ports; of equals that of the lower port.
+/// Returns the best entry of all active ports; of equal entries, the lower port's.
 pub(super) fn best_path(
     ports: impl IntoIterator<Item = PortAttr>,
     rank: impl Fn(&PortAttr) -> Vec<RankedGid>,
@@ -34,11 +37,11 @@ pub(super) fn best_path(
     let active = ports.into_iter().filter(|port| port.state == PortState::Active);
     let firsts =
         active.filter_map(|port| rank(&port).into_iter().next().map(|first| (port, first)));
-    firsts.min_by_key(|(port, first)| (first.merit(), port.port.0))
+    firsts.min_by_key(|(port, first)| (first.penalty(), port.port.0))
 }
 
-/// True if whoever sends to `address` of this host reaches this port of the device. On InfiniBand addresses are no GIDs, but
-/// those of IP over it, whose interface (`root`/sys/class/net) says whose it is.
+/// Returns true if packets to `address` of this host reach this port. On InfiniBand, it is an
+/// address of IP over InfiniBand, whose interface in `root`/sys/class/net names the device.
 pub(super) fn is_at(root: &Path, device: &str, port: &PortAttr, address: IpAddr) -> bool {
     if port.state != PortState::Active || port.gids.is_empty() {
         return false;
@@ -47,22 +50,22 @@ pub(super) fn is_at(root: &Path, device: &str, port: &PortAttr, address: IpAddr)
         _ if address.is_unspecified() => true,
         LinkLayer::Ethernet => port.gids.iter().any(|entry| entry.gid == Gid::from(address)),
         LinkLayer::InfiniBand => {
-            interface_at(address).is_some_and(|name| is_ip_over(root, &name, device))
+            interface_at(address).is_some_and(|name| is_ipoib(root, &name, device))
         }
         LinkLayer::Other(_) => false,
     }
 }
 
-/// True if the interface is IP over InfiniBand (ARPHRD_INFINIBAND, 32) of this device.
-fn is_ip_over(root: &Path, interface: &str, device: &str) -> bool {
+/// Returns true if the interface is IP over InfiniBand (ARPHRD_INFINIBAND, 32) of this device.
+fn is_ipoib(root: &Path, interface: &str, device: &str) -> bool {
     let interface = root.join("sys/class/net").join(interface);
     let kind = fs::read_to_string(interface.join("type"));
     kind.is_ok_and(|kind| kind.trim() == "32")
         && interface.join("device/infiniband").join(device).exists()
 }
 
-/// Interfaces that these entries belong to. Where every entry names its own, only those are looked at, for a host of
-/// containers has hundreds, and each queue pair asks.
+/// Returns the interfaces of these entries. Reads no others if all entries name theirs: a container
+/// host has hundreds, and every queue pair asks.
 fn interfaces_of(gids: &[GidEntry]) -> Vec<NetInterface> {
     let (root, addresses) = (Path::new("/"), addresses());
     let name_of =
@@ -77,7 +80,7 @@ fn interfaces_of(gids: &[GidEntry]) -> Vec<NetInterface> {
     }
 }
 
-/// Our address from which the kernel would send to `peer`. Nothing is sent.
+/// Returns the local address from which the kernel would send to `peer`. Sends nothing.
 pub(super) fn source_to(peer: IpAddr) -> Result<IpAddr, UdpError> {
     let system = |verb, error: io::Error| {
         VerbError::new(verb, error.raw_os_error().unwrap_or(VerbError::EIO))
@@ -88,23 +91,26 @@ pub(super) fn source_to(peer: IpAddr) -> Result<IpAddr, UdpError> {
         |verb| move |error| UdpError::System { address: peer, error: system(verb, error) };
     let socket = UdpSocket::bind(SocketAddr::new(any, 0)).map_err(refused("bind"))?;
     let no_route = |error| UdpError::NoRoute { peer, error: system("connect", error) };
-    socket.connect(SocketAddr::new(peer, ROCE)).map_err(no_route)?;
+    socket.connect(SocketAddr::new(peer, ROCE_PORT)).map_err(no_route)?;
     Ok(socket.local_addr().map_err(refused("getsockname"))?.ip())
 }
 
-/// Our addresses to send to `peer` from, best first, given the one that the kernel would take. If the peer is `here`, on this
-/// host, that may be the peer's own, or another service's, now or later: so it is one of loopback, which are nobody's. The high
-/// ones first, as who names one by hand names a low one.
+/// Returns the local addresses to send to `peer` from, best first. `by_route` is the kernel's
+/// choice.
+///
+/// If the peer is on this host (`here`), that choice may belong to the peer or another service. The
+/// result is then loopback addresses, high ones first, because low ones are usually configured by
+/// hand.
 pub(super) fn sources_to(peer: IpAddr, by_route: IpAddr, here: bool) -> Vec<IpAddr> {
     match (here, peer) {
         (false, _) => vec![by_route],
-        // 127.0.0.1 is for whoever says so.
+        // 127.0.0.1 is left to services configured for it.
         (true, IpAddr::V4(_)) => (2..=254)
             .rev()
             .map(|host| IpAddr::from([127, 0, 0, host]))
             .filter(|&address| address != peer)
             .collect(),
-        // There is no other.
+        // The only IPv6 loopback address.
         (true, IpAddr::V6(_)) => vec![Ipv6Addr::LOCALHOST.into()],
     }
 }
@@ -115,7 +121,7 @@ mod tests {
     use crate::types::{GidKind, IpPrefix, PortNum};
 
     #[test]
-    fn loopback_is_routed_to() {
+    fn source_address_for_loopback_is_loopback() {
         let local: IpAddr = Ipv4Addr::LOCALHOST.into();
         assert_eq!(source_to(local).unwrap(), local);
     }
@@ -132,8 +138,13 @@ mod tests {
             (253, "127.0.0.254", "127.0.0.2")
         );
         let beside = sources("127.0.0.254", "127.0.0.1", true);
-        assert_eq!((beside.len(), &*beside[0]), (252, "127.0.0.253"), "not the peer's own");
-        // The kernel would send from the address itself, or from another one of the interface that somebody else may have.
+        assert_eq!(
+            (beside.len(), &*beside[0]),
+            (252, "127.0.0.253"),
+            "without the address of the peer"
+        );
+        // The kernel would choose the address itself, or another of the interface that a service
+        // may use.
         assert_eq!(sources("192.0.2.1", "192.0.2.1", true), loopback);
         assert_eq!(sources("192.0.2.2", "192.0.2.1", true), loopback);
         assert_eq!(sources("::1", "::1", true), ["::1"]);
@@ -147,18 +158,18 @@ mod tests {
     }
 
     #[test]
-    fn entries_that_name_their_interface_ask_for_no_other() {
+    fn only_interfaces_named_by_entries_are_read() {
         let all = interfaces(Path::new("/"), &addresses());
         let loopback = all.iter().find(|interface| interface.name == "lo").unwrap();
         let named = entry(0, "127.0.0.1").on_interface(loopback.index);
         assert_eq!(interfaces_of(&[named]), std::slice::from_ref(loopback));
-        // One that is not known by its number may be known by its address.
+        // An entry with an unknown index may still be matched by its address.
         assert_eq!(interfaces_of(&[named, entry(1, "127.0.0.2")]), all);
         assert_eq!(interfaces_of(&[named, entry(1, "127.0.0.2").on_interface(u32::MAX)]), all);
     }
 
     #[test]
-    fn ports_are_at_the_addresses_of_their_gids() {
+    fn port_matches_the_addresses_of_its_gids() {
         let port = PortAttr::ethernet(PortNum(1), vec![entry(0, "fe80::1"), entry(1, "10.1.0.1")]);
         let root = std::env::temp_dir().join(format!("tokio-rdma-net-{}", std::process::id()));
         let at =
@@ -181,19 +192,22 @@ mod tests {
                 && !at(&infiniband, "10.1.0.1")
                 && !at(&infiniband, "127.0.0.1")
         );
-        // As if loopback were IP over InfiniBand.
+        // Makes loopback look like IP over InfiniBand.
         let lo = root.join("sys/class/net/lo");
         fs::create_dir_all(lo.join("device/infiniband/mlx5_0")).unwrap();
         fs::write(lo.join("type"), "32\n").unwrap();
         assert!(at(&infiniband, "127.0.0.1") && !at(&infiniband, "198.51.100.1"));
-        assert!(!is_at(&root, "mlx5_1", &infiniband, "127.0.0.1".parse().unwrap()), "another's");
+        assert!(
+            !is_at(&root, "mlx5_1", &infiniband, "127.0.0.1".parse().unwrap()),
+            "interface of another device"
+        );
         fs::write(lo.join("type"), "772\n").unwrap();
         assert!(!at(&infiniband, "127.0.0.1"));
         fs::remove_dir_all(&root).unwrap();
     }
 
     #[test]
-    fn best_path_is_that_of_the_better_active_port() {
+    fn best_path_uses_the_better_active_port() {
         let port = |number, addresses: &[&str]| {
             let gids = addresses
                 .iter()
@@ -227,21 +241,21 @@ mod tests {
         };
         let (one, two) =
             (|| port(1, &["fe80::1", "10.1.0.1"]), || port(2, &["fe80::2", "10.2.0.1"]));
-        assert_eq!(best(vec![one(), two()], None), Some((1, 1)), "of equals the lower port");
+        assert_eq!(best(vec![one(), two()], None), Some((1, 1)), "the lower of equal ports");
         assert_eq!(
             best(vec![one(), two()], Some("10.2.0.9")),
             Some((2, 1)),
-            "the one in the peer's subnet"
+            "the port in the subnet of the peer"
         );
         assert_eq!(
             best(vec![down(one()), two()], Some("10.1.0.9")),
             Some((2, 1)),
-            "the active one"
+            "the active port"
         );
         assert_eq!(
             best(vec![port(1, &["fe80::1"]), two()], None),
             Some((2, 1)),
-            "the one with an address"
+            "the port with an address"
         );
         assert_eq!(best(vec![port(1, &[]), down(two())], None), None);
     }

@@ -1,4 +1,4 @@
-//! What the kernel says about the network interfaces of this host.
+//! Network interfaces of this host, read from the kernel.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fs;
@@ -8,14 +8,13 @@ use if_addrs::IfAddr;
 
 use crate::verbs::gid_rank::{IpPrefix, NetInterface};
 
-/// Addresses of an interface of this network namespace.
 #[derive(Debug, Default)]
 pub(crate) struct Addresses {
     pub(crate) index: Option<u32>,
     prefixes: Vec<IpPrefix>,
 }
 
-/// Addresses of this network namespace, by name of the interface; none if the kernel does not say.
+/// Returns this network namespace's addresses by interface name; none if the kernel refuses.
 pub(crate) fn addresses() -> HashMap<String, Addresses> {
     let mut found: HashMap<String, Addresses> = HashMap::new();
     for interface in if_addrs::get_if_addrs().unwrap_or_default() {
@@ -30,9 +29,9 @@ pub(crate) fn addresses() -> HashMap<String, Addresses> {
     found
 }
 
-/// Interfaces of this network namespace, of a file system that starts at `root`; what cannot be read is left out.
+/// Returns this network namespace's interfaces that are readable below `root`.
 pub(crate) fn interfaces(root: &Path, addresses: &HashMap<String, Addresses>) -> Vec<NetInterface> {
-    // What is mounted at /sys may be that of another namespace; /proc/net is always our own.
+    // The /sys mounted here may belong to another namespace; /proc/net always belongs to this one.
     let own = fs::read_to_string(root.join("proc/net/dev")).ok();
     let own: Option<BTreeSet<&str>> = own
         .as_deref()
@@ -46,7 +45,6 @@ pub(crate) fn interfaces(root: &Path, addresses: &HashMap<String, Addresses>) ->
     found
 }
 
-/// The same of one of them.
 pub(crate) fn interface(
     root: &Path,
     name: &str,
@@ -58,7 +56,7 @@ pub(crate) fn interface(
     Some(NetInterface {
         index: read("ifindex").parse().ok()?,
         name: name.to_owned(),
-        // Software interfaces are `unknown` for ever.
+        // The state of software interfaces is always `unknown`.
         up: !["down", "lowerlayerdown", "notpresent"].contains(&read("operstate").as_str()),
         vlan: read("uevent").lines().any(|line| line == "DEVTYPE=vlan"),
         mtu: read("mtu").parse().ok(),

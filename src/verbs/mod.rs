@@ -1,16 +1,16 @@
-//! The objects of the verbs interface, each freed after all that was made from it.
+//! The objects of the verbs interface.
 //!
 //! ```text
 //! Device ── ProtectionDomain ── Registration ── BufMut, Buf, Pool, ExposedRegion, DmaBufRegion
-//!   │              ├─────────── Qp, Dct, SharedQueue (Srq)
+//!   │              ├─────────── Qp, Dct, Srq
 //!   │              ├─────────── MemoryWindow
 //!   │              └─────────── AddressHandle
 //!   └────── Channel ─────────── Cq
 //! ```
 //!
-//! A child holds its parent by `Arc`, so there is no wrong order to drop them in. `Qp`, `Cq` and `Srq`
-//! are the bare objects: post, poll, arm. Nothing here waits and nothing knows about tasks; the futures
-//! are made of these by [`QueuePair`](crate::QueuePair) and [`CompletionQueue`](crate::CompletionQueue).
+//! A child holds its parent by `Arc`: drop objects in any order; each is freed after everything
+//! created from it. All are synchronous: post, poll, arm. [`QueuePair`](crate::QueuePair) and
+//! [`CompletionQueue`](crate::CompletionQueue) build futures on them.
 
 mod address_handle;
 mod async_events;

@@ -1,4 +1,4 @@
-//! Protection domain: what belongs together may be used together.
+//! Protection domains: groups of objects that may be used together.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use crate::error::VerbError;
 use crate::types::AddressVector;
 use rdma_provider::contract::Context as _;
 
-/// Protection domain, `ibv_alloc_pd(3)`; clones share it.
+/// A protection domain, `ibv_alloc_pd(3)`. Clones refer to the same domain.
 #[derive(Clone)]
 pub struct ProtectionDomain {
     inner: Arc<Inner>,
@@ -26,17 +26,17 @@ impl ProtectionDomain {
         Ok(Self { inner: Arc::new(Inner { raw, device: device.clone() }) })
     }
 
-    /// The device it belongs to.
+    /// Returns its device.
     #[must_use]
     pub fn device(&self) -> &Device {
         &self.inner.device
     }
 
-    /// A route to a peer for datagrams and dynamic connections, `ibv_create_ah(3)`.
+    /// Creates an address handle for datagrams and dynamic connections, `ibv_create_ah(3)`.
     ///
     /// # Errors
     ///
-    /// [`VerbError`] as the provider gives it.
+    /// [`VerbError`] of the provider.
     pub fn address_handle(&self, address: &AddressVector) -> Result<AddressHandle, VerbError> {
         AddressHandle::new(self, address)
     }
@@ -45,18 +45,16 @@ impl ProtectionDomain {
         &self.inner.raw
     }
 
-    /// True if both are the same protection domain.
     pub(crate) fn same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.inner, &other.inner)
     }
 
-    /// Number that tells protection domains apart while they live.
     pub(crate) fn id(&self) -> PdId {
         PdId(Arc::as_ptr(&self.inner).addr())
     }
 }
 
-/// Tells protection domains apart while they live.
+/// A number that is unique among existing protection domains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct PdId(usize);
 

@@ -1,4 +1,4 @@
-//! Queue pair: create, move through its states, post.
+//! Queue pairs of the verbs interface: create, change state, post.
 
 #![allow(unsafe_code)]
 
@@ -13,24 +13,24 @@ use parking_lot::Mutex;
 use super::{Cq, ProtectionDomain, Srq};
 use crate::dispatch;
 use crate::dispatch::{ReceiveCounters, SendCounters};
-use crate::error::{LimitError, SetupError, VerbError};
+use crate::error::{LimitError, NO_DC, SetupError, VerbError};
 use crate::types::{
     QpAttr, QpCaps, QpState, Qpn, RecvWr, SendWr, TransitionError, Transport, check_transition,
 };
 use rdma_provider::contract::{Context as _, Pd as _, PostError, Qp as _, QpInit};
 
-/// What a queue pair is made of.
+/// The options of a [`Qp`].
 #[derive(Debug, Clone)]
 pub struct QpOptions {
-    /// Service type.
+    /// The service type.
     pub transport: Transport,
-    /// Sizes asked for.
+    /// The requested sizes.
     pub caps: QpCaps,
 }
 
-/// Bare queue pair, `ibv_create_qp(3)`.
+/// A queue pair of the verbs interface, `ibv_create_qp(3)`.
 ///
-/// Dropping it destroys it: work in flight is abandoned, completions not yet polled are gone.
+/// Dropping it destroys it: work in flight is abandoned, and unpolled completions are lost.
 ///
 /// ```
 /// use tokio_rdma::types::{QpAttr, QpCaps, QpState, Transport};
@@ -43,7 +43,13 @@ pub struct QpOptions {
 /// # let device = Device::software()?;
 /// # let pd = device.protection_domain()?;
 /// let cq = Cq::new(&device, 16, None, 0)?;
-/// let caps = QpCaps { max_send_wr: 4, max_recv_wr: 4, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 };
+/// let caps = QpCaps {
+///     max_send_wr: 4,
+///     max_recv_wr: 4,
+///     max_send_sge: 1,
+///     max_recv_sge: 1,
+///     max_inline: 0,
+/// };
 /// let qp = Qp::new(&pd, &cq, &cq, None, &QpOptions { transport: Transport::Rc, caps })?;
 /// qp.modify(&QpAttr {
 ///     pkey_index: Some(0),
@@ -58,27 +64,26 @@ pub struct QpOptions {
 pub struct Qp {
     raw: dispatch::Qp,
     transport: Transport,
-    /// One transition at a time, so that what is checked is what is changed.
+    /// Serialises transitions: the state checked is the state changed.
     transition: Mutex<()>,
     send_cq: Cq,
     recv_cq: Cq,
     srq: Option<Srq>,
-    /// With a shared receive queue: that, in the error state, it takes nothing more from it.
+    /// With a shared receive queue: true once, in the error state, it uses no more receives.
     last_receive: Option<Arc<AtomicBool>>,
     pd: ProtectionDomain,
 }
 
-/// How long a device may take to say that a queue pair in the error state takes no more receives.
 const LAST_RECEIVE: Duration = Duration::from_millis(1);
 
 impl Qp {
-    /// A queue pair in RESET.
+    /// Creates a queue pair in RESET.
     ///
     /// # Errors
     ///
-    /// [`SetupError::Limit`] above a limit of the device, [`SetupError::Foreign`] for queues of another device or
-    /// protection domain, [`SetupError::Unsupported`] for an initiator of a device without DC,
-    /// [`SetupError::Verb`] if the provider refuses.
+    /// - [`SetupError::Limit`] above a limit of the device;
+    /// - [`SetupError::Foreign`] for queues of another device or protection domain;
+    /// - [`SetupError::Unsupported`] for a DC initiator without DC or with a shared receive queue.
     pub fn new(
         pd: &ProtectionDomain,
         send_cq: &Cq,
@@ -89,7 +94,7 @@ impl Qp {
         Self::numbered(pd, send_cq, recv_cq, srq, options, None)
     }
 
-    /// As [`new`](Self::new), under a number that the connection manager has reserved, if there is one.
+    /// Creates a queue pair with a number reserved by the connection manager, if any.
     pub(crate) fn numbered(
         pd: &ProtectionDomain,
         send_cq: &Cq,
@@ -106,15 +111,13 @@ impl Qp {
         LimitError::check("max_inline", caps.max_inline.into(), attr.max_inline.into())?;
         if options.transport == Transport::Dci {
             if attr.dc.is_none() {
-                return Err(SetupError::Unsupported {
-                    what: "dynamically connected transport (DC)",
-                });
+                return Err(SetupError::Unsupported { what: NO_DC });
             }
-            // It receives nothing.
+            // A DC initiator receives nothing.
             LimitError::check("max_recv_wr", caps.max_recv_wr.into(), 0)?;
             if srq.is_some() {
                 return Err(SetupError::Unsupported {
-                    what: "DC initiator with a shared receive queue",
+                    what: "a DC initiator receives nothing; omit the shared receive queue",
                 });
             }
         }
@@ -150,60 +153,58 @@ impl Qp {
         })
     }
 
-    /// Its number.
+    /// Returns the queue pair number.
     #[must_use]
     pub fn qpn(&self) -> Qpn {
         self.raw.qpn()
     }
 
-    /// Sizes granted.
+    /// Returns the granted sizes.
     #[must_use]
     pub fn caps(&self) -> QpCaps {
         self.raw.caps()
     }
 
-    /// Service type.
+    /// Returns the service type.
     #[must_use]
     pub fn transport(&self) -> Transport {
         self.transport
     }
 
-    /// The provider's object.
     #[cfg(feature = "ibverbs")]
     pub(crate) fn raw(&self) -> &dispatch::Qp {
         &self.raw
     }
 
-    /// The protection domain it belongs to.
+    /// Returns its protection domain.
     #[must_use]
     pub fn protection_domain(&self) -> &ProtectionDomain {
         &self.pd
     }
 
-    /// Queue of its send completions.
+    /// Returns the completion queue of its sends.
     #[must_use]
     pub fn send_cq(&self) -> &Cq {
         &self.send_cq
     }
 
-    /// Queue of its receive completions.
+    /// Returns the completion queue of its receives.
     #[must_use]
     pub fn recv_cq(&self) -> &Cq {
         &self.recv_cq
     }
 
-    /// Shared receive queue it draws from.
+    /// Returns its shared receive queue, if any.
     #[must_use]
     pub fn srq(&self) -> Option<&Srq> {
         self.srq.as_ref()
     }
 
-    /// Changes attributes and state, `ibv_modify_qp(3)`; a refused change changes nothing.
+    /// Changes attributes and state, `ibv_modify_qp(3)`. A refused change has no effect.
     ///
     /// # Errors
     ///
-    /// [`SetupError::Transition`] with what is missing or not allowed, [`SetupError::Verb`] if a value is not
-    /// valid or the device refuses.
+    /// [`SetupError::Transition`] names missing or forbidden attributes.
     pub fn modify(&self, attr: &QpAttr) -> Result<(), SetupError> {
         let _one_at_a_time = self.transition.lock();
         let (now, _) = self.raw.query()?;
@@ -213,13 +214,15 @@ impl Qp {
         let to = attr.state.unwrap_or(now);
         check_transition(self.transport, now, to, attr.mask())?;
         self.raw.modify(attr)?;
-        tracing::debug!(qpn = %self.qpn(), from = ?now, ?to, "queue pair state");
+        tracing::debug!(qpn = %self.qpn(), from = ?now, ?to, "queue pair changed state");
         Ok(())
     }
 
-    /// Waits until the device takes nothing more from the shared receive queue, if there is one: the receive that a message
-    /// was arriving in has its completion then, which destroying the queue pair would take along. In the error state only,
-    /// and no longer than a millisecond: not every change of state makes a device say so (`LAST_WQE_REACHED`).
+    /// Waits, in the error state, until the device uses no more shared receives: destroying the
+    /// queue pair earlier would discard the completion of an arriving message.
+    ///
+    /// Waits at most 1 ms: not every transition makes a device report
+    /// `IBV_EVENT_QP_LAST_WQE_REACHED`.
     pub(crate) fn await_last_receive(&self) {
         let Some(reached) = &self.last_receive else { return };
         let end = Instant::now() + LAST_RECEIVE;
@@ -229,68 +232,75 @@ impl Qp {
                 return;
             }
             if Instant::now() >= end {
-                tracing::debug!(qpn = %self.qpn(), "the device does not say that it takes no more shared receives");
+                tracing::debug!(
+                    qpn = %self.qpn(),
+                    "device did not report LAST_WQE_REACHED within 1 ms; proceeding"
+                );
                 return;
             }
             std::thread::yield_now();
         }
     }
 
-    /// Current state and all attributes that have been set, `ibv_query_qp(3)`.
+    /// Returns the state and all attributes set so far, `ibv_query_qp(3)`.
     ///
     /// # Errors
     ///
-    /// [`VerbError`] as the provider gives it.
+    /// [`VerbError`] of the provider.
     pub fn query(&self) -> Result<(QpState, QpAttr), VerbError> {
         self.raw.query()
     }
 
-    /// Destroys it, `ibv_destroy_qp(3)`, and says whether it is gone; a drop can only log that.
+    /// Destroys the queue pair, `ibv_destroy_qp(3)`. A drop can only log an error.
     ///
     /// # Errors
     ///
-    /// [`VerbError`] if the device refuses: it may go on with what was posted. Nothing that the queue pair is made of is
-    /// freed then, as long as the program runs, and the memory that its work names must not be either.
+    /// [`VerbError`] if the device refuses and may continue with posted work. The queue pair and
+    /// all it uses are leaked; you must not free the memory that its work requests name.
     pub fn destroy(mut self) -> Result<(), VerbError> {
         let result = self.raw.destroy();
         if let Err(error) = &result {
-            tracing::error!(qpn = %self.qpn(), %error, "queue pair is not destroyed");
+            tracing::error!(qpn = %self.qpn(), %error, "failed to destroy queue pair; leaking it");
             std::mem::forget(self);
         }
         result
     }
 
-    /// Packets, retries and refusals so far, if it is of a software device.
+    /// Returns the counters of a software device; `None` on hardware.
     #[must_use]
     pub fn software_counters(&self) -> Option<(SendCounters, ReceiveCounters)> {
         self.raw.software_counters()
     }
 
-    /// Posts a list with one doorbell, `ibv_post_send(3)`.
+    /// Posts a list of sends with one doorbell, `ibv_post_send(3)`.
     ///
     /// # Errors
     ///
-    /// [`PostError`]: EINVAL for a malformed request or a wrong state, ENOMEM for a full queue.
+    /// [`PostError`] with EINVAL for a malformed request or a wrong state, ENOMEM for a full queue.
     ///
     /// # Safety
     ///
-    /// The memory that the list names stays valid and untouched until its completion has been polled or this
-    /// queue pair was [destroyed](Self::destroy). The window that a [`BindWindow`](crate::types::SendOp::BindWindow) names
-    /// is alive, and no other binding of it is posted at the same time. If completions go to the queue of a [`CompletionQueue`](crate::CompletionQueue), no work
-    /// request number is taken for that of an operation there: the queue would give back what that operation holds.
-    /// What a window is bound to stays registered, and untouched but through its [`ExposedRegion`](crate::ExposedRegion),
-    /// until the window was invalidated or dropped; windows that it bound are dropped before this queue pair.
+    /// - The memory that the list names stays valid and untouched until its completion has been
+    ///   polled or this queue pair has been [destroyed](Self::destroy).
+    /// - The window of a [`BindWindow`](crate::types::SendOp::BindWindow) exists, and no other
+    ///   binding of it is posted meanwhile.
+    /// - The memory that a window is bound to stays registered, and is accessed only through its
+    ///   [`ExposedRegion`](crate::ExposedRegion), until the window is invalidated or dropped.
+    ///   Windows bound by this queue pair are dropped before it.
+    /// - If completions go to a [`CompletionQueue`](crate::CompletionQueue), no work request has
+    ///   the number of an operation there, whose buffers would be returned too early.
     #[inline]
     pub unsafe fn post_send(&self, list: &[SendWr<'_>]) -> Result<(), PostError> {
         // SAFETY: S1: promised by the caller.
         unsafe { self.raw.post_send(list) }
     }
 
-    /// Posts work requests that are put together where the device takes them, as [`post_send`](Self::post_send) does.
+    /// Posts as [`post_send`](Self::post_send) does, but builds work requests where the device
+    /// reads them.
     ///
     /// # Safety
     ///
-    /// As [`post_send`](Self::post_send).
+    /// See [`post_send`](Self::post_send).
     #[inline(always)]
     pub(crate) unsafe fn post_in_place<'a>(
         &self,
@@ -300,15 +310,15 @@ impl Qp {
         unsafe { self.raw.post_send(list) }
     }
 
-    /// Posts a list, `ibv_post_recv(3)`.
+    /// Posts a list of receives, `ibv_post_recv(3)`.
     ///
     /// # Errors
     ///
-    /// As [`post_send`](Self::post_send); EINVAL also if there is a shared receive queue.
+    /// See [`post_send`](Self::post_send); EINVAL also with a shared receive queue.
     ///
     /// # Safety
     ///
-    /// As [`post_send`](Self::post_send).
+    /// See [`post_send`](Self::post_send).
     #[inline]
     pub unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
         // SAFETY: S1: promised by the caller.
@@ -319,7 +329,7 @@ impl Qp {
 impl Drop for Qp {
     fn drop(&mut self) {
         if let Some(reached) = &self.last_receive {
-            self.pd.device().async_events().forget_last_receive(self.qpn(), reached);
+            self.pd.device().async_events().unwatch_last_receive(self.qpn(), reached);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Shared receive queue: receives that many queue pairs draw from.
+//! Shared receive queues of the verbs interface.
 
 #![allow(unsafe_code)]
 
@@ -11,7 +11,8 @@ use crate::error::{LimitError, SetupError, VerbError};
 use crate::types::{RecvWr, SrqCaps};
 use rdma_provider::contract::{Pd as _, Srq as _};
 
-/// Bare shared receive queue, `ibv_create_srq(3)`; clones share it.
+/// A shared receive queue of the verbs interface, `ibv_create_srq(3)`. Clones refer to the same
+/// queue.
 ///
 /// ```
 /// use tokio_rdma::types::SrqCaps;
@@ -39,81 +40,96 @@ struct Inner {
 }
 
 impl Srq {
-    /// A queue for at least `caps.max_wr` receives.
+    /// Creates a queue for at least `caps.max_wr` receives.
     ///
     /// # Errors
     ///
-    /// [`SetupError::TooSmall`] for no receives, [`SetupError::Limit`] above the device's limits, [`SetupError::Verb`] if the provider refuses.
+    /// - [`SetupError::TooSmall`] if `max_wr` is 0;
+    /// - [`SetupError::Limit`] above a limit of the device.
     pub fn new(pd: &ProtectionDomain, caps: SrqCaps) -> Result<Self, SetupError> {
         let attr = pd.device().attr();
-        SetupError::at_least("srq max_wr", caps.max_wr.into(), 1)?;
-        LimitError::check("srq max_wr", caps.max_wr.into(), attr.max_srq_wr.into())?;
-        LimitError::check("srq max_sge", caps.max_sge.into(), attr.max_srq_sge.into())?;
+        SetupError::at_least("max_wr of the shared receive queue", caps.max_wr.into(), 1)?;
+        LimitError::check(
+            "max_wr of the shared receive queue",
+            caps.max_wr.into(),
+            attr.max_srq_wr.into(),
+        )?;
+        LimitError::check(
+            "max_sge of the shared receive queue",
+            caps.max_sge.into(),
+            attr.max_srq_sge.into(),
+        )?;
         let raw = pd.raw().create_srq(caps)?;
         Ok(Self { inner: Arc::new(Inner { raw, pd: pd.clone() }) })
     }
 
-    /// Number by which asynchronous events name it.
+    /// Returns the number that asynchronous events use for the queue.
     #[must_use]
     pub fn id(&self) -> u64 {
         self.inner.raw.id()
     }
 
-    /// Sizes granted.
+    /// Returns the granted sizes.
     #[must_use]
     pub fn caps(&self) -> SrqCaps {
         self.inner.raw.caps()
     }
 
-    /// Arms the limit event: raised once when fewer than `limit` receives are left, `ibv_modify_srq(3)`.
+    /// Arms an event that is raised once when fewer than `limit` receives are left,
+    /// `ibv_modify_srq(3)`.
     ///
     /// # Errors
     ///
-    /// [`SetupError::Limit`] above `max_wr`.
+    /// [`SetupError::Limit`] if `limit` exceeds `max_wr`.
     pub fn set_limit(&self, limit: u32) -> Result<(), SetupError> {
-        LimitError::check("srq limit", limit.into(), self.caps().max_wr.into())?;
+        LimitError::check(
+            "limit of the shared receive queue",
+            limit.into(),
+            self.caps().max_wr.into(),
+        )?;
         Ok(self.inner.raw.set_limit(limit)?)
     }
 
-    /// The armed limit; 0 after its event.
+    /// Returns the armed limit; 0 after its event.
     ///
     /// # Errors
     ///
-    /// [`VerbError`] as the provider gives it.
+    /// [`VerbError`] of the provider.
     pub fn limit(&self) -> Result<u32, VerbError> {
         self.inner.raw.limit()
     }
 
-    /// The protection domain it belongs to.
+    /// Returns its protection domain.
     #[must_use]
     pub fn protection_domain(&self) -> &ProtectionDomain {
         &self.inner.pd
     }
 
-    /// Posts a list, `ibv_post_srq_recv(3)`.
+    /// Posts a list of receives, `ibv_post_srq_recv(3)`.
     ///
     /// # Errors
     ///
-    /// [`PostError`]: EINVAL for a malformed request, ENOMEM for a full queue.
+    /// [`PostError`] with EINVAL for a malformed request, ENOMEM for a full queue.
     ///
     /// # Safety
     ///
-    /// The memory that the list names stays valid and untouched until its completion has been polled or the
-    /// last clone of this queue was dropped.
+    /// The memory that the list names stays valid and untouched until its completion has been
+    /// polled or the last clone of this queue has been dropped.
     pub unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
         // SAFETY: S1: promised by the caller.
         unsafe { self.inner.raw.post_recv(list) }
     }
 
-    /// Destroys it, if this is the last share, and says whether it is gone. Others are held by queue pairs only that went with
-    /// their device and were leaked: nothing draws for them either.
+    /// Destroys the queue if this is the last reference. Others exist only in queue pairs that were
+    /// leaked with a lost device.
     ///
-    /// After an error the device may go on with what was posted. Nothing that it is made of is freed then.
+    /// After an error the queue is leaked: the device may continue with posted receives.
     pub(crate) fn destroy(self) -> Result<(), VerbError> {
         let Ok(mut inner) = Arc::try_unwrap(self.inner) else { return Ok(()) };
         let result = inner.raw.destroy();
         if let Err(error) = &result {
-            tracing::error!(srq = inner.raw.id(), %error, "shared receive queue is not destroyed");
+            let srq = inner.raw.id();
+            tracing::error!(srq, %error, "failed to destroy shared receive queue; leaking it");
             std::mem::forget(inner);
         }
         result

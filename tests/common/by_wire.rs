@@ -1,4 +1,4 @@
-//! The wire of this process, and starting this program again on another one: the wire is a setting of the process.
+//! The wire of this process, and runs of this program on other wires.
 
 use std::process::Command;
 use std::sync::OnceLock;
@@ -7,10 +7,9 @@ use tokio_rdma::Device;
 
 use crate::common::Wire;
 
-/// Names the wire of this process.
 const SETTING: &str = "TOKIO_RDMA_SUITE_WIRE";
 
-/// The wire of this process: from memory to memory unless the environment names another.
+/// Returns the wire of this process; the default is [`Wire::Memory`].
 pub(crate) fn wire() -> Wire {
     static WIRE: OnceLock<Wire> = OnceLock::new();
     *WIRE.get_or_init(|| match std::env::var(SETTING).as_deref() {
@@ -22,7 +21,7 @@ pub(crate) fn wire() -> Wire {
     })
 }
 
-/// Runs the tests whose names contain one of `names` on `wire`. At least `count` tests must run and none may fail.
+/// Runs the tests with one of `names` in their names on `wire`; at least `count` must pass.
 pub(crate) fn run(wire: &str, names: &[&str], count: usize) {
     if let Ok(device) = std::env::var("TOKIO_RDMA_DEVICE")
         && device != Device::SOFTWARE
@@ -39,7 +38,8 @@ pub(crate) fn run(wire: &str, names: &[&str], count: usize) {
     let passed: usize = passed.map_or(0, |number| number.parse().unwrap());
     assert!(
         output.status.success() && passed >= count,
-        "wire {wire}: {}, {passed} tests passed of at least {count}; repeat with {SETTING}={wire}\n{text}\n{}",
+        "wire {wire}: {}, {passed} tests passed of at least {count}; \
+         repeat with {SETTING}={wire}\n{text}\n{}",
         output.status,
         String::from_utf8_lossy(&output.stderr)
     );

@@ -1,7 +1,7 @@
-//! What the tests share: the device under test, ends to connect, memory, and waiting that cannot hang.
+//! The device under test, connected ends, registered memory and bounded waits.
 //!
-//! The device is the one that `TOKIO_RDMA_DEVICE` names, or a software device on a network of its own, so that
-//! faults of one test do not reach another.
+//! The device is the one that `TOKIO_RDMA_DEVICE` names, or a software device. Each test has its
+//! own network, so that faults of one test do not affect another.
 
 #[allow(dead_code, reason = "a program may have one wire only")]
 pub(crate) mod by_wire;
@@ -20,10 +20,10 @@ use tokio_rdma::software::{DeviceControl, Faults, Network};
 use tokio_rdma::types::{Access, AsyncEvent, RemoteAddr, Sge, Transport};
 use tokio_rdma::{CompletionMode, Device, ExposedRegion, ProtectionDomain, RemoteRegion};
 
-/// Only a hang takes this long: it bounds a test and asserts nothing about speed. A real device may be the kernel's, in an
-/// emulated machine, with its processors taken by threads that poll.
+/// Returns the time after which a test counts as hung. A real device may be the kernel's in an
+/// emulated machine whose processors run polling threads.
 pub(crate) fn hang() -> Duration {
-    // The emulated adapter is as quick as a thread beside all others.
+    // The emulated adapter is a thread of this process.
     Duration::from_secs(match hardware() {
         Some(_) if crate::wire() == Wire::Emulated => 60,
         Some(_) => 120,
@@ -31,7 +31,7 @@ pub(crate) fn hang() -> Duration {
     })
 }
 
-/// The result of `future`, or a panic if it hangs.
+/// Awaits `future`; panics if it hangs.
 pub(crate) async fn within<T>(what: &str, future: impl Future<Output = T>) -> T {
     match tokio::time::timeout(hang(), future).await {
         Ok(value) => value,
@@ -39,7 +39,7 @@ pub(crate) async fn within<T>(what: &str, future: impl Future<Output = T>) -> T 
     }
 }
 
-/// Lets others run until it is so: what a thread that woke this one is about to do.
+/// Waits for an effect of another thread after it woke this one.
 pub(crate) async fn until(what: &str, mut ready: impl FnMut() -> bool) {
     within(what, async {
         while !ready() {
@@ -49,7 +49,7 @@ pub(crate) async fn until(what: &str, mut ready: impl FnMut() -> bool) {
     .await;
 }
 
-/// Calls `ready` until it gives something, or panics if it never does.
+/// Calls `ready` until it returns a value; panics if it never does.
 pub(crate) fn eventually<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
     let (start, hang) = (Instant::now(), hang());
     loop {
@@ -61,7 +61,7 @@ pub(crate) fn eventually<T>(what: &str, mut ready: impl FnMut() -> Option<T>) ->
     }
 }
 
-/// Two openings of the device under test, so that asynchronous events of one end are not those of the other.
+/// Two handles of the device under test, each with its own asynchronous events.
 pub(crate) struct Setup {
     pub(crate) a: Device,
     pub(crate) b: Device,
@@ -69,32 +69,30 @@ pub(crate) struct Setup {
 }
 
 impl Setup {
-    /// Both ends on one device: all that a real one needs to be tested.
+    /// Opens both ends on one device, or on two networks if the wire is UDP.
     pub(crate) fn new() -> Self {
         match hardware() {
             Some(name) => {
                 let open = || Device::open(&name).unwrap_or_else(|error| panic!("{name}: {error}"));
                 Self { a: open(), b: open(), network: None }
             }
-            None if crate::wire() == Wire::Udp => Self::apart(),
+            None if crate::wire() == Wire::Udp => Self::on_two_networks(),
             None => Self::in_network(&network()),
         }
     }
 
-    /// Each end on a software device of a network of its own.
-    fn apart() -> Self {
+    fn on_two_networks() -> Self {
         let (here, there) = (network(), network());
         let open = |network: &Network| Device::software_in(network, "both").unwrap();
         Self { a: open(&here), b: open(&there), network: Some(here) }
     }
 
-    /// Both ends on the software device `both` of `network`.
     pub(crate) fn in_network(network: &Network) -> Self {
         let open = || Device::software_in(network, "both").unwrap();
         Self { a: open(), b: open(), network: Some(network.clone()) }
     }
 
-    /// Two software devices that can be killed and unplugged; `None`, loudly, elsewhere.
+    /// Opens two software devices with their controls. On a real device, `test` is skipped.
     pub(crate) fn controlled(test: &str) -> Option<(Self, DeviceControl, DeviceControl)> {
         if let Some(name) = hardware() {
             skip(test, &format!("{name} cannot be made to fail"));
@@ -108,34 +106,28 @@ impl Setup {
         Some((Self { a, b, network: Some(network) }, first, second))
     }
 
-    /// False on a real device, where what only a faithful one does cannot be expected.
+    /// Returns false on a real device, which may deviate from the specification.
     pub(crate) fn is_software(&self) -> bool {
         self.network.is_some()
     }
 
-    /// True if the device is one that does this in its own way.
     pub(crate) fn known(&self, deviation: &rxe::Deviation) -> bool {
         rxe::known(&self.a, deviation)
     }
 }
 
-/// How messages travel between software devices; `wire` of each test program returns it.
+/// The transport of messages between devices. Each test program has a function `wire`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(dead_code, reason = "a program may have one wire only")]
 pub(crate) enum Wire {
-    /// From memory to memory.
     Memory,
-    /// As encoded packets.
     Packets,
-    /// As encoded packets through sockets.
     Udp,
-    /// As encoded packets that are lost, repeated, overtaken and damaged.
     Faults,
-    /// As an emulated ConnectX moves them, under the real libmlx5.
+    /// An emulated ConnectX below the real libmlx5.
     Emulated,
 }
 
-/// A network of its own for a test.
 pub(crate) fn network() -> Network {
     match crate::wire() {
         Wire::Memory | Wire::Emulated => Network::new(),
@@ -150,7 +142,6 @@ pub(crate) fn network() -> Network {
                 Ok(seed) => seed.parse().unwrap(),
                 Err(_) => RandomState::new().build_hasher().finish(),
             };
-            // Shown if the test fails.
             eprintln!("faults: TOKIO_RDMA_SEED={seed}");
             let faults = Faults::none().loss(0.02).duplicate(0.02).reorder(0.02).corrupt(0.01);
             Network::with_faults(seed, faults.delay(Duration::ZERO..Duration::from_micros(50)))
@@ -158,28 +149,28 @@ pub(crate) fn network() -> Network {
     }
 }
 
-/// Those of `transports` that bring everything across the network there is.
+/// Returns the `transports` that lose nothing on the wire of this process.
 pub(crate) fn transports(transports: &[Transport]) -> impl Iterator<Item = Transport> + use<> {
-    let dependable =
+    let lossless =
         |&transport: &Transport| transport == Transport::Rc || crate::wire() != Wire::Faults;
-    transports.iter().copied().filter(dependable).collect::<Vec<_>>().into_iter()
+    transports.iter().copied().filter(lossless).collect::<Vec<_>>().into_iter()
 }
 
-/// Name of the real device under test, if it is one.
+/// Returns the name of the real device under test, if there is one.
 pub(crate) fn hardware() -> Option<String> {
     std::env::var("TOKIO_RDMA_DEVICE").ok().filter(|name| name != Device::SOFTWARE)
 }
 
-/// Says that a test proves nothing here. On the software device nothing is ever missing.
+/// Reports that `test` is skipped; panics on the software device, which supports everything.
 pub(crate) fn skip(test: &str, why: &str) {
     assert!(hardware().is_some(), "skipped on the software device: {test}: {why}");
     eprintln!("SKIPPED {test}: {why}");
 }
 
+/// Reports that `test` is skipped and returns true on the emulated ConnectX, for behaviour that the
+/// emulation lacks or invents.
 #[allow(dead_code, reason = "some test binaries mount a part of the suite")]
-/// True, loudly, on the emulated ConnectX that does not do what a test asks for, or in its own way: nobody here knows what a
-/// real one does.
-pub(crate) fn is_made_up(test: &str, why: &str) -> bool {
+pub(crate) fn skip_on_emulated_device(test: &str, why: &str) -> bool {
     let emulated = crate::wire() == Wire::Emulated;
     if emulated {
         skip(test, &format!("emulated: {why}"));
@@ -187,21 +178,19 @@ pub(crate) fn is_made_up(test: &str, why: &str) -> bool {
     emulated
 }
 
-/// Every way to watch a completion queue.
 pub(crate) const MODES: [&str; 4] = ["event", "busy_poll", "cooperative", "hybrid"];
 
-/// A mode by its name; `busy_poll` starts a thread.
 pub(crate) fn mode(name: &str) -> CompletionMode {
     match name {
         "event" => CompletionMode::Event,
         "busy_poll" => CompletionMode::busy_poll().unwrap(),
         "cooperative" => CompletionMode::Cooperative,
         "hybrid" => CompletionMode::Hybrid,
-        _ => panic!("no such mode: {name}"),
+        _ => panic!("unknown completion mode: {name}"),
     }
 }
 
-/// Runs a scenario on a runtime with one thread or several, bounded.
+/// Runs a scenario; panics if it hangs.
 pub(crate) fn run(threads: usize, what: &str, scenario: impl Future<Output = ()>) {
     let mut builder = match threads {
         1 => tokio::runtime::Builder::new_current_thread(),
@@ -213,7 +202,7 @@ pub(crate) fn run(threads: usize, what: &str, scenario: impl Future<Output = ()>
     builder.enable_all().build().unwrap().block_on(within(what, scenario));
 }
 
-/// Makes a test of each scenario (`async fn(mode: &str)`) in each completion mode, and on each kind of runtime.
+/// Defines tests of scenarios (`async fn(mode: &str)`) for each mode and kind of runtime.
 macro_rules! in_every_mode {
     ($($scenario:ident),* $(,)?) => {
         $(mod $scenario {
@@ -254,11 +243,9 @@ macro_rules! in_every_mode {
 }
 pub(crate) use in_every_mode;
 
-/// Registered memory, page-aligned, that both sides of an operation can name.
 pub(crate) struct Memory(pub(crate) ExposedRegion);
 
 impl Memory {
-    /// `len` bytes that peers may do everything to.
     pub(crate) fn new(pd: &ProtectionDomain, len: usize) -> Self {
         Self::with(pd, len, Access::REMOTE_ALL)
     }
@@ -267,20 +254,19 @@ impl Memory {
         Self(ExposedRegion::new(pd, HostMemory::zeroed(len).unwrap(), access).unwrap())
     }
 
-    /// `len` bytes that follow a pattern of their own.
     pub(crate) fn patterned(pd: &ProtectionDomain, len: usize, seed: u8) -> Self {
         let memory = Self::new(pd, len);
         memory.0.write(0, &pattern(len, seed)).unwrap();
         memory
     }
 
-    /// The element that names `len` bytes from `offset`, also beyond the end.
+    /// Returns an element that may exceed the region.
     pub(crate) fn sge(&self, offset: usize, len: usize) -> Sge {
         let all = self.0.slice(0..0).unwrap().sge();
         Sge { addr: all.addr + offset as u64, length: len as u32, ..all }
     }
 
-    /// What a peer names the byte at `offset`, also beyond the end.
+    /// Returns an address that may exceed the region.
     pub(crate) fn remote(&self, offset: usize) -> RemoteAddr {
         let grant = self.grant();
         RemoteAddr { addr: grant.addr() + offset as u64, rkey: grant.rkey() }
@@ -301,14 +287,13 @@ impl Memory {
     }
 }
 
-/// Bytes that tell their place and `seed`: a shifted, swapped or stale copy differs.
+/// Returns bytes that depend on position and `seed`, to detect misplaced or stale copies.
 pub(crate) fn pattern(len: usize, seed: u8) -> Vec<u8> {
     (0..len)
         .map(|at| (at as u32).wrapping_mul(0x9e37_79b1).wrapping_add(at as u32 >> 8) as u8 ^ seed)
         .collect()
 }
 
-/// The asynchronous events that are there.
 pub(crate) fn events(device: &Device) -> Vec<AsyncEvent> {
     std::iter::from_fn(|| device.next_event().unwrap_or(None)).collect()
 }

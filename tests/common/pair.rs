@@ -1,4 +1,4 @@
-//! Two connected queue pairs with the operations of the crate.
+//! Two connected queue pairs of the operation layer.
 
 use std::future::Future;
 use std::time::Duration;
@@ -13,10 +13,8 @@ use tokio_rdma::{
 
 use super::{Setup, Wire, rxe};
 
-/// Queue key of datagram queue pairs made here.
 pub(crate) const QKEY: Qkey = Qkey(0x1111_2222);
 
-/// One end.
 pub(crate) struct Side {
     pub(crate) qp: QueuePair,
     pub(crate) queue: CompletionQueue,
@@ -40,13 +38,12 @@ impl Side {
         Self { qp, queue, pool, pd }
     }
 
-    /// A buffer that holds `bytes`.
     pub(crate) fn buffer(&self, bytes: &[u8]) -> BufMut {
         self.pool.copy_from(bytes).unwrap()
     }
 
-    /// A buffer of `len` bytes with nothing of interest.
-    pub(crate) fn room(&self, len: usize) -> BufMut {
+    /// Returns a buffer of `len` filler bytes.
+    pub(crate) fn blank(&self, len: usize) -> BufMut {
         let mut buffer = self.pool.try_alloc(len).unwrap();
         buffer.fill(0xee);
         buffer
@@ -65,7 +62,6 @@ impl Side {
         self.qp.query().unwrap().0
     }
 
-    /// A route to `peer`.
     pub(crate) fn route_to(&self, peer: &Self) -> AddressHandle {
         let index = self.pd.device().default_path().unwrap().1.index;
         let endpoint = peer.qp.endpoint();
@@ -77,7 +73,6 @@ impl Side {
     }
 }
 
-/// How to make a pair.
 pub(crate) struct Shape<'a> {
     pub(crate) transport: Transport,
     pub(crate) mode: CompletionMode,
@@ -95,7 +90,7 @@ impl Shape<'_> {
             mtu: Mtu::Mtu4096,
             buffer_size: 16384,
             options: match crate::wire() {
-                // Short, because it is waited for often.
+                // Short, because lost packets are retransmitted after it.
                 Wire::Faults => {
                     ConnectOptions { timeout: AckTimeout::from_code(14), ..Default::default() }
                 }
@@ -106,7 +101,7 @@ impl Shape<'_> {
     }
 }
 
-/// Two connected ends; both are dropped before the device.
+/// Two connected ends, dropped before their devices.
 pub(crate) struct Pair {
     pub(crate) a: Side,
     pub(crate) b: Side,
@@ -125,26 +120,26 @@ impl Pair {
     }
 }
 
-/// Awaits work of `side` that is fenced, or has something fenced in it.
+/// Awaits fenced work of `side`, or a batch that contains some.
 pub(crate) async fn fenced<T>(
     side: &Side,
     remote: RemoteRegion,
     work: impl Future<Output = T>,
 ) -> T {
     let mut work = std::pin::pin!(work);
-    if !rxe::known(side.pd.device(), &rxe::FENCE_FORGOTTEN) {
+    if !rxe::known(side.pd.device(), &rxe::FENCED_WORK_STALLS) {
         return work.await;
     }
     loop {
         match tokio::time::timeout(Duration::from_millis(20), &mut work).await {
             Ok(output) => return output,
-            // Posted, which is all that it is for.
+            // SoftRoCE resumes stalled fenced work at the next post.
             Err(_) => drop(side.qp.write_inline(b"", remote)),
         }
     }
 }
 
-/// Connects, or activates, both.
+/// Connects two queue pairs, or activates both if they are of datagrams.
 pub(crate) fn connect(a: &QueuePair, b: &QueuePair, mtu: Mtu, options: &ConnectOptions) {
     if a.transport() == Transport::Ud {
         a.activate().unwrap();

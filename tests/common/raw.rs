@@ -1,4 +1,4 @@
-//! Two ends of bare objects, to say what the operations of the crate refuse to say.
+//! Two connected ends of the verbs layer, which posts what the operation layer refuses.
 
 #![allow(unsafe_code)]
 
@@ -15,10 +15,8 @@ use tokio_rdma::{Device, ProtectionDomain};
 
 use super::{Memory, Setup, events, eventually, rxe};
 
-/// Queue key of datagram queue pairs made here.
 pub(crate) const QKEY: Qkey = Qkey(0x1234);
 
-/// How ends are made and connected.
 #[derive(Debug, Clone)]
 pub(crate) struct Options {
     pub(crate) transport: Transport,
@@ -64,29 +62,29 @@ impl Options {
     }
 }
 
-/// A first sequence number close to where it wraps.
+/// The first packet sequence number, shortly before it wraps.
 const PSN: Psn = Psn::new(0xff_fffe);
 
-/// One end, with a completion queue for each direction. Fields drop in this order.
+/// One end with a completion queue for each direction. The order of fields is the drop order.
 pub(crate) struct End {
     pub(crate) qp: Qp,
     pub(crate) send_cq: Cq,
     pub(crate) recv_cq: Cq,
-    /// Where receives put what nobody looks at: room for a datagram's header and some bytes.
+    /// Memory for receives whose contents are not checked, for a datagram's header and 24 bytes.
     pub(crate) scratch: Memory,
-    /// Routes of its datagrams, which the device may need until they have gone.
+    /// The address handles of posted datagrams, which must stay until these are sent.
     routes: RefCell<Vec<AddressHandle>>,
     pub(crate) pd: ProtectionDomain,
     pub(crate) device: Device,
 }
 
 impl End {
-    /// In RESET.
     pub(crate) fn new(device: &Device, options: &Options) -> Self {
         Self::with(device, options, None, None)
     }
 
-    /// In RESET, with a channel for its receive completions or a shared receive queue, in whose domain it is then.
+    /// Creates an end with a channel for receive completions or a shared receive queue, whose
+    /// protection domain it uses.
     pub(crate) fn with(
         device: &Device,
         options: &Options,
@@ -138,14 +136,13 @@ impl End {
         }
     }
 
-    /// In RESET, in the protection domain of another.
+    /// Creates an end in the protection domain of another.
     pub(crate) fn beside(other: &Self, options: &Options) -> Self {
         let send_cq = Cq::new(&other.device, options.send_cqe, None, 1).unwrap();
         let recv_cq = Cq::new(&other.device, options.recv_cqe, None, 2).unwrap();
         Self::within(&other.pd, options, send_cq, recv_cq, None)
     }
 
-    /// The route to it.
     pub(crate) fn address(&self) -> AddressVector {
         let (port, gid) = self.device.default_path().unwrap();
         let mut address = AddressVector::new(port.port, gid.index, gid.gid);
@@ -177,7 +174,6 @@ impl End {
         Memory::new(&self.pd, len)
     }
 
-    /// Posts a signalled send.
     pub(crate) fn send(&self, wr_id: u64, op: SendOp, sges: &[Sge]) -> Result<(), PostError> {
         self.send_with(wr_id, op, SendFlags::SIGNALED, Data::Sges(sges))
     }
@@ -192,7 +188,6 @@ impl End {
         self.post(&[SendWr { wr_id: WrId(wr_id), op, flags, data, target: None }])
     }
 
-    /// Posts a signalled datagram.
     pub(crate) fn send_to(
         &self,
         wr_id: u64,
@@ -204,7 +199,7 @@ impl End {
         self.send_at(wr_id, &to.address(), qpn, qkey, sges)
     }
 
-    /// Posts a signalled datagram to an address that is perhaps another process's.
+    /// Posts a datagram to an address, which may belong to another process.
     pub(crate) fn send_at(
         &self,
         wr_id: u64,
@@ -221,8 +216,8 @@ impl End {
     }
 
     pub(crate) fn post(&self, list: &[SendWr<'_>]) -> Result<(), PostError> {
-        // SAFETY: the elements name registered memory, which no device touches once its registration has ended;
-        // tests reach it by copies through the registration's owner only.
+        // SAFETY: no device accesses memory after deregistration; tests access it only by copies
+        // through the registration's owner.
         unsafe { self.qp.post_send(list) }
     }
 
@@ -231,7 +226,7 @@ impl End {
         unsafe { self.qp.post_recv(&[RecvWr { wr_id: WrId(wr_id), sges }]) }
     }
 
-    /// Posts a receive in the error state, to be flushed.
+    /// Posts a receive in the error state, which flushes it.
     pub(crate) fn recv_late(&self, wr_id: u64, sges: &[Sge]) -> Result<(), PostError> {
         let result = self.recv(wr_id, sges);
         if rxe::known(&self.device, &rxe::LATE_RECEIVES) {
@@ -240,7 +235,7 @@ impl End {
         result
     }
 
-    /// Waits until its send queue has drained, where it must be waited for.
+    /// Waits until the send queue has drained, on devices that require it.
     pub(crate) fn drained(&self) {
         if rxe::known(&self.device, &rxe::WAITS_FOR_DRAINED)
             && rxe::known(&self.device, &rxe::DRAINED_UNASKED)
@@ -252,24 +247,20 @@ impl End {
         }
     }
 
-    /// Waits for exactly `count` send completions.
     pub(crate) fn sent(&self, count: usize) -> Vec<WorkCompletion> {
         take(&self.send_cq, count)
     }
 
-    /// Waits for exactly `count` receive completions.
     pub(crate) fn received(&self, count: usize) -> Vec<WorkCompletion> {
         take(&self.recv_cq, count)
     }
 }
 
-/// Posts a shared receive.
 pub(crate) fn post_shared(srq: &Srq, wr_id: u64, sges: &[Sge]) -> Result<(), PostError> {
     // SAFETY: as in `End::post`.
     unsafe { srq.post_recv(&[RecvWr { wr_id: WrId(wr_id), sges }]) }
 }
 
-/// The completions that are there now.
 pub(crate) fn poll(cq: &Cq) -> Vec<WorkCompletion> {
     let mut all = Vec::new();
     let mut out = [WorkCompletion::default(); 16];
@@ -282,7 +273,6 @@ pub(crate) fn poll(cq: &Cq) -> Vec<WorkCompletion> {
     }
 }
 
-/// Waits for `count` completions; more are a failure.
 pub(crate) fn take(cq: &Cq, count: usize) -> Vec<WorkCompletion> {
     let mut all = Vec::new();
     eventually(&format!("{count} completions"), || {
@@ -293,7 +283,6 @@ pub(crate) fn take(cq: &Cq, count: usize) -> Vec<WorkCompletion> {
     all
 }
 
-/// Ids and statuses, to be compared at once.
 pub(crate) fn outcome(completions: &[WorkCompletion]) -> Vec<(u64, WcStatus)> {
     completions.iter().map(|completion| (completion.wr_id.0, completion.status)).collect()
 }
@@ -313,7 +302,6 @@ pub(crate) fn rtr(options: &Options, peer: &End) -> QpAttr {
     rtr_to(options, peer.address(), peer.qp.qpn())
 }
 
-/// Towards a queue pair that is perhaps in another process.
 pub(crate) fn rtr_to(options: &Options, address: AddressVector, qpn: Qpn) -> QpAttr {
     let connected = options.transport != Transport::Ud;
     let reliable = options.transport == Transport::Rc;
@@ -341,7 +329,6 @@ pub(crate) fn rts(options: &Options) -> QpAttr {
     }
 }
 
-/// Takes both to RTS, connected to each other.
 pub(crate) fn connect(a: &End, b: &End, options: &Options) {
     for end in [a, b] {
         end.init(options);
@@ -353,7 +340,7 @@ pub(crate) fn connect(a: &End, b: &End, options: &Options) {
     }
 }
 
-/// Two ends in RTS. The setup comes last: it outlives them.
+/// Returns two ends in RTS and the setup, which outlives them.
 pub(crate) fn connected(options: &Options) -> (End, End, Setup) {
     let setup = Setup::new();
     let (a, b) = (End::new(&setup.a, options), End::new(&setup.b, options));
@@ -361,8 +348,7 @@ pub(crate) fn connected(options: &Options) -> (End, End, Setup) {
     (a, b, setup)
 }
 
-/// Waits until what was sent from one device to another has arrived: packets between two ports stay in order, and
-/// unreliable transports do not say when.
+/// Waits until earlier packets have arrived, because packets between two ports stay in order.
 pub(crate) fn settle(from: &Device, to: &Device) {
     let options = Options::default();
     let (first, last) = (End::new(from, &options), End::new(to, &options));

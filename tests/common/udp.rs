@@ -1,4 +1,4 @@
-//! Networks over UDP for tests, which run at the same time and beside other programs.
+//! Networks over UDP for tests that run concurrently with each other and with other programs.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::net::{IpAddr, Ipv4Addr};
@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use tokio_rdma::software::{Network, UdpConfig, UdpError};
 
-/// A loopback address that is hardly in use: from 127.64.0.0 up, from a random place on.
+/// Returns a loopback address that is unlikely to be in use: from 127.64.0.0, at a random offset.
 pub(crate) fn address() -> IpAddr {
     static NEXT: OnceLock<AtomicU32> = OnceLock::new();
     let next =
@@ -16,12 +16,12 @@ pub(crate) fn address() -> IpAddr {
     Ipv4Addr::from(u32::from_be_bytes([127, 64, 0, 0]) + number).into()
 }
 
-/// A network over UDP with devices of these names.
 pub(crate) fn network(names: &[&str]) -> Network {
     configured(names, |config| config)
 }
 
-/// The same with more to its configuration. Where SoftRoCE has the port, all use the next.
+/// Creates a network with a changed configuration. If SoftRoCE occupies the port, all devices use
+/// the next one.
 pub(crate) fn configured(names: &[&str], more: impl Fn(UdpConfig) -> UdpConfig) -> Network {
     let mut port = UdpConfig::PORT;
     for _ in 0..100 {
@@ -35,5 +35,5 @@ pub(crate) fn configured(names: &[&str], more: impl Fn(UdpConfig) -> UdpConfig) 
             Err(error) => panic!("{error}"),
         }
     }
-    panic!("no address of 100 is free");
+    panic!("none of 100 addresses is free");
 }

@@ -1,4 +1,4 @@
-//! Batches: signalled at the end, in between, always; their results when all goes well and when not.
+//! Batches: signalling intervals, mixed operations, failures, full queues.
 
 use tokio_rdma::error::{LimitError, TryError};
 use tokio_rdma::types::{Qpn, Rkey, Transport, WcStatus};
@@ -8,11 +8,11 @@ use crate::common::pair::{Pair, Shape, Side, fenced};
 use crate::common::{Setup, Wire, in_every_mode, pattern, transports, within};
 
 in_every_mode! {
-    every_way_to_signal_gives_the_same_results,
-    kinds_of_work_mix_in_a_batch,
-    failure_splits_the_results,
-    batch_can_be_used_again,
-    full_queue_gives_the_batch_back_or_lets_it_wait,
+    signalling_interval_does_not_change_results,
+    batch_mixes_operation_kinds,
+    failed_part_splits_batch_results,
+    batch_is_reusable,
+    full_queue_returns_or_queues_a_batch,
 }
 
 fn small(transport: Transport, mode: &str, depth: u32) -> Pair {
@@ -20,19 +20,19 @@ fn small(transport: Transport, mode: &str, depth: u32) -> Pair {
     Pair::shaped(Setup::new(), &Shape { build: &build, ..Shape::new(transport, mode) })
 }
 
-/// A message from `a` to `b`, behind all that came before.
+/// Sends a message from `a` to `b`; earlier work has then arrived.
 async fn message(a: &Side, b: &Side) {
     let receive = b.qp.recv(());
     a.qp.send(()).await.unwrap();
     receive.await.unwrap();
 }
 
-async fn every_way_to_signal_gives_the_same_results(mode: &str) {
+async fn signalling_interval_does_not_change_results(mode: &str) {
     for transport in transports(&[Transport::Rc, Transport::Uc]) {
         let Pair { a, b, .. } = Pair::new(transport, mode);
         let region = b.region(32 * 500);
         let bytes = pattern(32 * 500, 1);
-        // The last only, every fifth, every one, fewer than there are.
+        // 0 signals the last only; 100 is over the batch length.
         for every in [0, 5, 1, 100] {
             region.write(0, &vec![0; 32 * 500]).unwrap();
             let mut batch = Batch::new();
@@ -73,17 +73,17 @@ async fn every_way_to_signal_gives_the_same_results(mode: &str) {
     }
 }
 
-async fn kinds_of_work_mix_in_a_batch(mode: &str) {
+async fn batch_mixes_operation_kinds(mode: &str) {
     let Pair { a, b, .. } = Pair::new(Transport::Rc, mode);
     let region = b.region(64);
-    let receives = [b.qp.recv(b.room(8)), b.qp.recv(b.room(8)), b.qp.recv(b.room(8))];
+    let receives = [b.qp.recv(b.blank(8)), b.qp.recv(b.blank(8)), b.qp.recv(b.blank(8))];
     let mut batch = Batch::new();
     batch
         .write(a.buffer(b"written."), region.grant().slice(8..16).unwrap())
         .send(a.buffer(b"sent"))
         .send_with_imm(a.buffer(b"with"), Imm(1))
         .write_with_imm(a.buffer(b"noticed!"), region.grant().slice(24..32).unwrap(), Imm(2))
-        .read(a.room(24), region.grant().slice(8..32).unwrap())
+        .read(a.blank(24), region.grant().slice(8..32).unwrap())
         .fence()
         .write(a.buffer(b"overwrit"), region.grant().slice(8..16).unwrap());
     let posted = a.qp.post_batch(batch);
@@ -91,7 +91,7 @@ async fn kinds_of_work_mix_in_a_batch(mode: &str) {
     assert_eq!(
         &buffers[4][..],
         b"written.\0\0\0\0\0\0\0\0noticed!",
-        "read before what is fenced behind it"
+        "READ before the fenced WRITE"
     );
     let mut received = Vec::new();
     for receive in receives {
@@ -111,7 +111,7 @@ async fn kinds_of_work_mix_in_a_batch(mode: &str) {
     assert!(nothing.is_ok() && nothing.results().is_empty());
 }
 
-async fn failure_splits_the_results(mode: &str) {
+async fn failed_part_splits_batch_results(mode: &str) {
     for every in [0, 1, 2] {
         let Pair { a, b, .. } = Pair::new(Transport::Rc, mode);
         let region = b.region(64);
@@ -124,8 +124,8 @@ async fn failure_splits_the_results(mode: &str) {
         let result = within("batch", a.qp.post_batch(batch)).await;
         let statuses: Vec<_> =
             result.results().iter().map(|result| result.map_err(|kind| kind.status())).collect();
-        // The refusal can be lost on the way, and so can acknowledgements before it: the peer, in the error state by then,
-        // repeats neither. The oldest work request that is not acknowledged fails.
+        // The negative acknowledgement and acknowledgements before it can be lost, and the peer in
+        // the error state retransmits neither. The oldest unacknowledged work request then fails.
         let failed = statuses.iter().position(Result::is_err).unwrap();
         let lost =
             crate::wire() == Wire::Faults && statuses[failed] == Err(Some(WcStatus::RETRY_EXC_ERR));
@@ -138,17 +138,17 @@ async fn failure_splits_the_results(mode: &str) {
         expected[..failed].fill(Ok(()));
         expected[failed] = Err(Some(reason));
         assert_eq!(statuses, expected, "signalled every {every}");
-        assert_eq!(result.buffers().len(), 8, "all buffers come back");
+        assert_eq!(result.buffers().len(), 8, "all buffers are returned");
         let first = result.into_buffers().unwrap_err();
         assert_eq!(first.status(), Some(reason));
         let mut there = [0; 8];
         region.read(0, &mut there).unwrap();
-        assert_eq!(there, [4; 8], "what came before is done, what came behind is not");
+        assert_eq!(there, [4; 8], "work before the failure is done, work after it is not");
         assert_eq!(a.pool.available(), a.pool.total());
     }
 }
 
-async fn batch_can_be_used_again(mode: &str) {
+async fn batch_is_reusable(mode: &str) {
     let Pair { a, b, .. } = Pair::new(Transport::Rc, mode);
     let region = b.region(8);
     let mut batch = Batch::new();
@@ -167,9 +167,8 @@ async fn batch_can_be_used_again(mode: &str) {
     }
 }
 
-async fn full_queue_gives_the_batch_back_or_lets_it_wait(mode: &str) {
+async fn full_queue_returns_or_queues_a_batch(mode: &str) {
     let Pair { a, b, .. } = small(Transport::Rc, mode, 8);
-    // One that waits for a receive, so that the queue stays full.
     let held = a.qp.send(());
     let fill = |count: u8| {
         let mut batch = Batch::new();
@@ -182,14 +181,13 @@ async fn full_queue_gives_the_batch_back_or_lets_it_wait(mode: &str) {
         Err(TryError::Full(batch)) => batch,
         other => panic!("{other:?}"),
     };
-    assert_eq!(batch.len(), 8, "the batch comes back whole");
+    assert_eq!(batch.len(), 8, "the whole batch is returned");
     let first = a.qp.try_post_batch(fill(7)).unwrap();
-    // In line behind, in order, also across batches.
     let second = a.qp.post_batch(batch);
     let third = a.qp.post_batch(fill(3));
     assert!(matches!(a.qp.try_post_batch(fill(1)), Err(TryError::Full(_))));
     assert_eq!(a.qp.send_counters().waiting, 11);
-    let receives: Vec<_> = (0..19).map(|_| b.qp.recv(b.room(1))).collect();
+    let receives: Vec<_> = (0..19).map(|_| b.qp.recv(b.blank(1))).collect();
     within("the first", held).await.unwrap();
     for batch in [first, second, third] {
         assert!(within("a batch", batch).await.is_ok());
@@ -211,7 +209,7 @@ async fn full_queue_gives_the_batch_back_or_lets_it_wait(mode: &str) {
 }
 
 #[test]
-fn batch_that_is_wrong_in_one_place_is_not_posted_at_all() {
+fn batch_with_one_invalid_part_is_not_posted() {
     crate::common::run(1, "wrong batch", async {
         let Pair { a, b, setup } = Pair::new(Transport::Rc, "event");
         let region = b.region(8);
@@ -221,7 +219,7 @@ fn batch_that_is_wrong_in_one_place_is_not_posted_at_all() {
         let long = LimitError { field: "bytes for the remote region", asked: 9, allowed: 8 };
         let cases: [Case<'_>; 2] = [
             (OpErrorKind::Foreign { what: "buffer" }, &|batch| _ = batch.send(foreign())),
-            (OpErrorKind::Limit(long), &|batch| _ = batch.write(a.room(9), region.grant())),
+            (OpErrorKind::Limit(long), &|batch| _ = batch.write(a.blank(9), region.grant())),
         ];
         for (expected, spoil) in cases {
             let mut batch = Batch::new();
@@ -241,18 +239,24 @@ fn batch_that_is_wrong_in_one_place_is_not_posted_at_all() {
 }
 
 #[test]
-fn what_a_transport_does_not_have_is_refused_in_a_batch_too() {
+fn batch_with_unsupported_operation_is_refused() {
     crate::common::run(1, "unsupported batch", async {
         let Pair { a, b, .. } = Pair::new(Transport::Uc, "event");
         let mut batch = Batch::new();
-        batch.send(a.room(1)).read(a.room(8), b.region(8).grant());
+        batch.send(a.blank(1)).read(a.blank(8), b.region(8).grant());
         let result = within("READ on UC", a.qp.post_batch(batch)).await;
-        assert_eq!(result.results(), [Err(OpErrorKind::Unsupported { what: "READ" }); 2]);
+        assert_eq!(
+            result.results(),
+            [Err(OpErrorKind::Unsupported { what: "READ (transport RC or DC required)" }); 2]
+        );
         let Pair { a, .. } = Pair::new(Transport::Ud, "event");
         let mut batch = Batch::new();
-        batch.send(a.room(1));
+        batch.send(a.blank(1));
         let result = within("SEND on UD", a.qp.post_batch(batch)).await;
-        assert_eq!(result.results(), [Err(OpErrorKind::Unsupported { what: "a batch" })]);
+        assert_eq!(
+            result.results(),
+            [Err(OpErrorKind::Unsupported { what: "batches (transport RC, UC or DC required)" })]
+        );
         assert_ne!(a.qp.qpn(), Qpn(0));
     });
 }

@@ -1,8 +1,7 @@
-//! Operations abandoned in every way and at every moment, and what must be true afterwards.
+//! Operations whose futures are dropped, timed out, aborted or leaked at random.
 //!
-//! Well over 100,000 operations are dropped, timed out, aborted, selected away, leaked or left to a queue pair that
-//! goes away. Whatever happens: buffers come back, no byte of a buffer changes once somebody else has it, work that
-//! was posted is done exactly once, and who still waits gets an answer.
+//! Buffers return to their pools, a returned buffer does not change, posted work is executed once,
+//! and the remaining futures complete.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -25,17 +24,16 @@ use tokio_rdma::{
     RemoteRegion, SharedReceiveQueue,
 };
 
-/// Operations of each storm; there are 96 of them, and 32 on a real device, or 48 if it has DC. Release builds run all of
-/// them.
+/// Returns the number of operations of one storm. There are 96 storms; on a real device 32, or 48
+/// if it has DC.
 fn operations() -> u64 {
     scaled(if cfg!(debug_assertions) { 800 } else { 3_200 })
 }
-/// Tasks that post them.
 const TASKS: u64 = 4;
-/// Bytes of a buffer.
 const SIZE: usize = 256;
 
-/// Layout of the exposed region: a word that all add to, words of each task, a pattern to read, room for each task.
+// Layout of the region: shared counter, a word for each task, a pattern to read, an area for each
+// task.
 const COUNTER: u64 = 0;
 const WORDS: u64 = 64;
 const PATTERN: u64 = 256;
@@ -48,7 +46,7 @@ fn pattern(at: usize) -> u8 {
     (at * 31 + 7) as u8
 }
 
-/// Bytes that say themselves what they should be: a tag, then bytes that follow from it.
+/// Fills a buffer with a tag and bytes derived from it.
 fn stamp(buffer: &mut [u8], tag: u64) {
     let mut rng = Rng::with_seed(tag);
     for (at, byte) in buffer.iter_mut().enumerate() {
@@ -63,21 +61,18 @@ fn assert_stamped(what: &str, buffer: &[u8]) {
     assert!(wanted == buffer, "{what}: foreign bytes in {buffer:?}");
 }
 
-/// One configuration with all that its tasks share.
 struct Storm {
     client: Client,
     remote: RemoteRegion,
     region: ExposedRegion,
     pool: Pool,
-    /// Whether some operations are fenced.
     fences: bool,
-    /// FETCH_ADDs posted: each is done once, dropped or not.
+    /// Posted FETCH_ADDs; each is executed once, even if dropped.
     added: AtomicU64,
-    /// Operations that consume a receive.
     messages: AtomicU64,
-    /// Buffers that `forget` took out of the world.
+    /// Buffers leaked by `forget`.
     leaked: AtomicU64,
-    /// Operations whose answer nobody got.
+    /// Operations whose result was not received.
     abandoned: AtomicU64,
 }
 
@@ -90,34 +85,28 @@ struct Setting {
     ends: Ends,
 }
 
-/// What the operations go from and to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Ends {
-    /// A queue pair with its own receives.
     Own,
-    /// One with those of a shared queue.
     Shared,
-    /// From an initiator of dynamic connections to some targets, in turn.
     Dynamic,
 }
 
-/// Where operations go from.
 #[derive(Clone)]
 enum Client {
     Pair(QueuePair),
     Dynamic { initiator: DcInitiator, peers: Vec<DcPeer> },
 }
 
-/// The same for the next one.
-enum Way<'a> {
+enum Sender<'a> {
     Pair(QueuePair),
     Dynamic(DcSender<'a>),
 }
 
-/// Calls the same method, of whichever it is.
+/// Defines methods of [`Sender`] that call the method of the same name.
 macro_rules! either {
     ($($method:ident($($argument:ident: $type:ty),*) -> $result:ty;)*) => {
-        impl Way<'_> {
+        impl Sender<'_> {
             $(fn $method(&self, $($argument: $type),*) -> $result {
                 match self {
                     Self::Pair(qp) => qp.$method($($argument),*),
@@ -140,14 +129,13 @@ either! {
 }
 
 impl Client {
-    /// `chance` decides where to, of those that there are.
-    fn way(&self, chance: usize, fenced: bool) -> Way<'_> {
+    fn sender(&self, choice: usize, fenced: bool) -> Sender<'_> {
         match self {
-            Self::Pair(qp) if fenced => Way::Pair(qp.fenced()),
-            Self::Pair(qp) => Way::Pair(qp.clone()),
+            Self::Pair(qp) if fenced => Sender::Pair(qp.fenced()),
+            Self::Pair(qp) => Sender::Pair(qp.clone()),
             Self::Dynamic { initiator, peers } => {
-                let to = initiator.to(&peers[chance % peers.len()]);
-                Way::Dynamic(if fenced { to.fenced() } else { to })
+                let to = initiator.to(&peers[choice % peers.len()]);
+                Sender::Dynamic(if fenced { to.fenced() } else { to })
             }
         }
     }
@@ -160,14 +148,13 @@ impl Client {
     }
 }
 
-/// A poster of operations with the memory it watches.
 struct Poster {
     storm: Arc<Storm>,
     rng: Rng,
     task: u64,
-    /// Buffers handed out again while abandoned operations may still be landing, and what is in them.
+    /// Reused buffers and their contents, which abandoned operations must not change.
     canaries: VecDeque<(BufMut, Vec<u8>)>,
-    /// Operations that will be awaited later, in another order.
+    /// Operations to await later in another order.
     pending: Vec<Work>,
     word: u64,
 }
@@ -176,7 +163,6 @@ impl Poster {
     async fn run(mut self) {
         for _ in 0..operations() / TASKS {
             let Some((work, buffers)) = self.post() else {
-                // All buffers are in flight or watched.
                 self.release_canaries(0);
                 self.settle().await;
                 continue;
@@ -187,7 +173,7 @@ impl Poster {
             self.watch();
             if self.pending.len() > 6 {
                 let at = self.rng.usize(..self.pending.len());
-                soon("an operation put aside", self.pending.swap_remove(at)).await;
+                soon("a deferred operation", self.pending.swap_remove(at)).await;
             }
         }
         self.release_canaries(0);
@@ -196,13 +182,13 @@ impl Poster {
         }
     }
 
-    /// Awaits an operation: with it, all that were posted before it are done.
+    /// Awaits a FETCH_ADD, which completes after all work posted before it.
     async fn settle(&mut self) {
         for work in std::mem::take(&mut self.pending) {
-            soon("an operation put aside", work).await;
+            soon("a deferred operation", work).await;
         }
         let word = self.storm.remote.slice(COUNTER..COUNTER + 8).unwrap();
-        let last = self.storm.client.way(self.rng.usize(..), false).fetch_add(word, 0);
+        let last = self.storm.client.sender(self.rng.usize(..), false).fetch_add(word, 0);
         soon("settling", last).await.unwrap();
     }
 
@@ -218,10 +204,10 @@ impl Poster {
         self.storm.remote.slice(start..start + SIZE as u64).unwrap()
     }
 
-    /// Posts a random operation; the work is to await and check it. With the number of pool buffers it owns.
+    /// Posts a random operation; returns a future that checks it, and its number of pool buffers.
     fn post(&mut self) -> Option<(Work, u64)> {
         let (storm, task) = (self.storm.clone(), self.task);
-        let qp = storm.client.way(self.rng.usize(..), storm.fences && self.rng.u8(..8) == 0);
+        let qp = storm.client.sender(self.rng.usize(..), storm.fences && self.rng.u8(..8) == 0);
         let work: Work = match self.rng.u8(..16) {
             0..=2 => {
                 let buffer = self.buffer()?;
@@ -230,7 +216,6 @@ impl Poster {
                 Box::pin(async move { assert_stamped("sent", &send.await.unwrap()) })
             }
             3 | 4 => {
-                // Watched from here while it is in flight.
                 let buffer = self.buffer()?.freeze();
                 let write = qp.write(buffer.clone(), self.area());
                 Box::pin(async move {
@@ -274,7 +259,7 @@ impl Poster {
                 ));
             }
             12 => {
-                // Of this task alone, and in order: it holds what the one before put there.
+                // Only this task writes the word, so it holds the previous swap's value.
                 let at = WORDS + 8 * task;
                 let (before, after) = (self.word, self.rng.u64(..));
                 self.word = after;
@@ -286,7 +271,7 @@ impl Poster {
         Some((work, 1))
     }
 
-    fn post_batch(&mut self, qp: &Way<'_>) -> Option<(Work, u64)> {
+    fn post_batch(&mut self, qp: &Sender<'_>) -> Option<(Work, u64)> {
         let mut batch = Batch::new();
         let (len, mut reads) = (self.rng.u64(1..=4), Vec::new());
         batch.signal_every(self.rng.u32(..3));
@@ -319,7 +304,7 @@ impl Poster {
         Some((work, len))
     }
 
-    /// Ends an operation in one of many ways; true if nobody got its answer.
+    /// Awaits or abandons an operation at random; returns whether it was abandoned.
     async fn dispose(&mut self, mut work: Work, buffers: u64) -> bool {
         match self.rng.u8(..24) {
             0..=3 => {
@@ -327,7 +312,6 @@ impl Poster {
                 true
             }
             4..=6 => {
-                // Polled once, so that a waker is there; then dropped.
                 let first = std::future::poll_fn(|context| {
                     std::task::Poll::Ready(work.as_mut().poll(context))
                 })
@@ -340,10 +324,10 @@ impl Poster {
                 .await
                 .is_err(),
             10..=12 => {
-                let turns = self.rng.u32(..6);
+                let times = self.rng.u32(..6);
                 tokio::select! {
                     biased;
-                    () = yields(turns) => true,
+                    () = yields(times) => true,
                     () = work => false,
                 }
             }
@@ -364,16 +348,16 @@ impl Poster {
                 if tokio::time::timeout(Duration::ZERO, &mut work).await.is_ok() {
                     return false;
                 }
-                let moved = tokio::spawn(async move {
-                    let ended = tokio::time::timeout(Duration::from_micros(5), &mut work).await;
-                    (work, ended.is_err())
+                let second = tokio::spawn(async move {
+                    let result = tokio::time::timeout(Duration::from_micros(5), &mut work).await;
+                    (work, result.is_err())
                 });
-                let (work, abandoned) = soon("the task that took it over", moved).await.unwrap();
+                let (work, abandoned) = soon("the second task", second).await.unwrap();
                 drop(tokio::spawn(async move { drop(work) }));
                 abandoned
             }
             17 if self.storm.leaked.load(Ordering::Relaxed) < 24 => {
-                // Keeps its buffers for ever, waker registered or not.
+                // Leaked with or without a registered waker.
                 if self.rng.bool() && tokio::time::timeout(Duration::ZERO, &mut work).await.is_ok()
                 {
                     return false;
@@ -393,7 +377,7 @@ impl Poster {
         }
     }
 
-    /// Takes buffers that have just come back and looks later whether somebody still writes to them.
+    /// Allocates a buffer to check later that no operation wrote to it.
     fn watch(&mut self) {
         if self.rng.bool()
             && let Ok(mut canary) = self.storm.pool.try_alloc(SIZE)
@@ -411,27 +395,26 @@ impl Poster {
             if let Some((canary, copy)) = self.canaries.pop_front() {
                 assert!(
                     canary[..] == copy[..],
-                    "an abandoned operation wrote into a buffer that somebody else owns"
+                    "an abandoned operation wrote into a reused buffer"
                 );
             }
         }
     }
 }
 
-/// Where receives come from.
 #[derive(Clone)]
 enum Receiver {
     Own(QueuePair),
     Shared(SharedReceiveQueue),
 }
 
-/// Posts receives late, some of them to be abandoned, until told to stop.
+/// Posts receives late and abandons some; returns the number of abandoned ones.
 async fn receive(receiver: Receiver, pool: Pool, mut rng: Rng, stop: Arc<AtomicBool>) -> u64 {
     let mut posted: Vec<Work> = Vec::new();
     let (mut abandoned, mut canaries) = (0, VecDeque::new());
     while !stop.load(Ordering::Relaxed) {
-        let turns = if rng.u8(..4) == 0 { rng.u32(..40) } else { 1 };
-        yields(turns).await;
+        let times = if rng.u8(..4) == 0 { rng.u32(..40) } else { 1 };
+        yields(times).await;
         for _ in 0..rng.u32(..4) {
             let Ok(buffer) = pool.try_alloc(SIZE) else { break };
             let recv = match &receiver {
@@ -439,7 +422,6 @@ async fn receive(receiver: Receiver, pool: Pool, mut rng: Rng, stop: Arc<AtomicB
                 Receiver::Shared(queue) => queue.recv(buffer),
             };
             let mut work: Work = Box::pin(async move {
-                // Flushed at the end.
                 if let Ok(received) = recv.await {
                     assert_eq!(
                         received.written,
@@ -469,23 +451,19 @@ async fn receive(receiver: Receiver, pool: Pool, mut rng: Rng, stop: Arc<AtomicB
         if canaries.len() > 6
             && let Some((canary, copy)) = canaries.pop_front()
         {
-            assert!(
-                canary[..] == copy[..],
-                "a message arrived in a buffer that somebody else owns"
-            );
+            assert!(canary[..] == copy[..], "a message arrived in a reused buffer");
         }
-        // Wait a moment for the oldest; all of them if no buffer is left.
         if posted.len() > 8 || pool.available() < 8 {
             canaries.clear();
             let oldest = posted.len().min(4);
             for work in posted.drain(..oldest) {
-                // A timeout abandons it: the message that finds it is lost.
+                // A timeout abandons the receive, which may lose a message.
                 let _ = tokio::time::timeout(Duration::from_micros(200), work).await;
             }
         }
     }
     for (canary, copy) in canaries {
-        assert!(canary[..] == copy[..], "a message arrived in a buffer that somebody else owns");
+        assert!(canary[..] == copy[..], "a message arrived in a reused buffer");
     }
     for work in posted {
         drop(work);
@@ -572,25 +550,25 @@ async fn storm(setting: Setting, seed: u64) -> u64 {
             std::panic::resume_unwind(error.into_panic());
         }
     }
-    // The last of all: when it is done, everything before it is.
+    // Completes after all other work.
     let word = storm.remote.slice(COUNTER..COUNTER + 8).unwrap();
-    let added = soon("the last operation", client.way(rng.usize(..), false).fetch_add(word, 0))
+    let added = soon("the last operation", client.sender(rng.usize(..), false).fetch_add(word, 0))
         .await
         .unwrap();
     stop.store(true, Ordering::Relaxed);
     let abandoned = soon("the receiver", receiver).await.unwrap();
 
-    assert_eq!(added, storm.added.load(Ordering::Relaxed), "each FETCH_ADD is done once");
+    assert_eq!(added, storm.added.load(Ordering::Relaxed), "each FETCH_ADD is executed once");
     assert_eq!(storm.region.load(COUNTER as usize), Ok(added));
     let counters = client.counters();
     assert_eq!((counters.in_flight, counters.waiting, counters.failed), (0, 0, 0), "{counters:?}");
-    assert_eq!(queue.counters().waiting, 0, "nobody waits: {:?}", queue.counters());
+    assert_eq!(queue.counters().waiting, 0, "waiters remain: {:?}", queue.counters());
     let leaked = storm.leaked.load(Ordering::Relaxed) as usize;
-    // A busy-poll thread may be about to drop what it has just reaped.
-    eventually("buffers of sends come back", || pool.available() == pool.total() - leaked).await;
+    // A busy-poll thread may be about to drop completed operations.
+    eventually("buffers of sends are returned", || pool.available() == pool.total() - leaked).await;
     let area = &mut [0; SIZE];
     storm.region.read(PATTERN as usize, area).unwrap();
-    assert!(area[..] == readable[..SIZE], "what is only read stays as it is");
+    assert!(area[..] == readable[..SIZE], "memory that is only read is unchanged");
 
     drop(client);
     if let Some(server) = server {
@@ -598,15 +576,15 @@ async fn storm(setting: Setting, seed: u64) -> u64 {
     }
     let abandoned = storm.abandoned.load(Ordering::Relaxed) + abandoned;
     drop((storm, targets, srq));
-    assert_eq!(elsewhere.counters().waiting, 0, "nobody waits: {:?}", elsewhere.counters());
-    eventually("buffers of receives come back", || received.available() == received.total()).await;
+    assert_eq!(elsewhere.counters().waiting, 0, "waiters remain: {:?}", elsewhere.counters());
+    eventually("buffers of receives are returned", || received.available() == received.total())
+        .await;
     abandoned
 }
 
 fn storms(mode: Mode) {
     let seed = Seed::new("--test conformance cancel");
     let (mut rng, mut abandoned) = (Rng::with_seed(seed.value), 0);
-    // A real device takes the time it takes.
     let has_dc = device(&Network::new()).0.attr().dc.is_some();
     let speeds: &[bool] = if hardware().is_some() { &[false] } else { &[false, true] };
     for flavour in Flavour::ALL {
@@ -626,33 +604,33 @@ fn storms(mode: Mode) {
             }
         }
     }
-    // Four modes of a release build: 100,000 in all; 6,000 on a real device.
+    // 100,000 in the four modes of a release build, 6,000 on a real device.
     println!("{abandoned} abandoned");
-    let least = operations() * 8 * speeds.len() as u64 / 2;
-    assert!(abandoned >= least, "{abandoned} operations were abandoned");
+    let min = operations() * 8 * speeds.len() as u64 / 2;
+    assert!(abandoned >= min, "{abandoned} operations were abandoned");
 }
 
 #[test]
-fn nothing_is_lost_or_overwritten_whatever_is_abandoned_in_event_mode() {
+fn abandoned_operations_lose_and_overwrite_nothing_in_event_mode() {
     storms(Mode::Event);
 }
 
 #[test]
-fn nothing_is_lost_or_overwritten_whatever_is_abandoned_in_busy_poll_mode() {
+fn abandoned_operations_lose_and_overwrite_nothing_in_busy_poll_mode() {
     storms(Mode::BusyPoll);
 }
 
 #[test]
-fn nothing_is_lost_or_overwritten_whatever_is_abandoned_in_cooperative_mode() {
+fn abandoned_operations_lose_and_overwrite_nothing_in_cooperative_mode() {
     storms(Mode::Cooperative);
 }
 
 #[test]
-fn nothing_is_lost_or_overwritten_whatever_is_abandoned_in_hybrid_mode() {
+fn abandoned_operations_lose_and_overwrite_nothing_in_hybrid_mode() {
     storms(Mode::Hybrid);
 }
 
-/// A connected pair on a network where nothing is done at once, with memory to write to.
+/// Returns a connected pair on a network with delays.
 fn slow_pair(mode: Mode, depth: u32) -> (QueuePair, QueuePair, ExposedRegion, CompletionQueue) {
     let (device, pd) = device(&slow_network(7));
     let queue = CompletionQueue::new(&device, mode.make()).unwrap();
@@ -664,7 +642,7 @@ fn slow_pair(mode: Mode, depth: u32) -> (QueuePair, QueuePair, ExposedRegion, Co
 }
 
 #[test]
-fn an_abandoned_buffer_comes_back_though_nobody_waits_for_any_operation() {
+fn abandoned_buffer_is_returned_without_an_awaited_operation() {
     for (mode, flavour) in
         Mode::ALL.into_iter().flat_map(|mode| Flavour::ALL.map(|flavour| (mode, flavour)))
     {
@@ -676,14 +654,14 @@ fn an_abandoned_buffer_comes_back_though_nobody_waits_for_any_operation() {
                     drop(a.write(pool.try_alloc(64).unwrap(), region.grant()));
                     soon("a buffer", pool.alloc(64)).await.unwrap();
                 }
-                eventually("the count", || queue.counters().waiting == 0).await;
+                eventually("the end of all waiters", || queue.counters().waiting == 0).await;
             });
         });
     }
 }
 
 #[test]
-fn abandoned_work_that_waits_for_room_is_done_though_nobody_waits_for_it() {
+fn abandoned_queued_work_is_still_executed() {
     for (mode, flavour) in
         Mode::ALL.into_iter().flat_map(|mode| Flavour::ALL.map(|flavour| (mode, flavour)))
     {
@@ -693,17 +671,17 @@ fn abandoned_work_that_waits_for_room_is_done_though_nobody_waits_for_it() {
                 for _ in 0..50 {
                     drop(a.fetch_add(region.grant().slice(0..8).unwrap(), 1));
                 }
-                eventually("all of it", || region.load(0) == Ok(50)).await;
+                eventually("all additions", || region.load(0) == Ok(50)).await;
             });
         });
     }
 }
 
-/// On the software device all three are done when they are posted, and whoever looks first takes all completions.
+// On the software device WRITEs complete when posted, so the first poll returns all completions.
 #[test]
-fn completions_that_one_operation_took_for_others_are_theirs_when_they_are_dropped_or_asked() {
+fn completions_polled_by_one_operation_are_dispatched_to_others() {
     for mode in Mode::ALL {
-        bounded("completions of others", LONG, move || {
+        bounded("dispatch to others", LONG, move || {
             Flavour::CurrentThread.runtime().block_on(async {
                 let device = Device::software().unwrap();
                 let pd = device.protection_domain().unwrap();
@@ -717,10 +695,14 @@ fn completions_that_one_operation_took_for_others_are_theirs_when_they_are_dropp
                     let post = || a.write(pool.try_alloc(64).unwrap(), region.grant());
                     let (first, second, third) = (post(), post(), post());
                     let held = first.await.unwrap();
-                    assert!(pool.try_alloc(64).is_err(), "two are in flight, or not asked for");
+                    assert!(
+                        pool.try_alloc(64).is_err(),
+                        "two buffers are in operations that were not polled"
+                    );
                     drop(second);
-                    drop(soon("the buffer that was dropped", pool.alloc(64)).await.unwrap());
-                    // It is said to be over before anybody has waited for it.
+                    drop(
+                        soon("the buffer of the dropped operation", pool.alloc(64)).await.unwrap(),
+                    );
                     eventually("the third", || third.is_finished()).await;
                     assert_eq!(queue.counters().waiting, 0);
                     drop((third.await.unwrap(), held));
@@ -731,9 +713,9 @@ fn completions_that_one_operation_took_for_others_are_theirs_when_they_are_dropp
 }
 
 #[test]
-fn room_of_completions_that_one_operation_took_for_others_is_there_for_who_tries() {
+fn completions_polled_by_one_operation_free_slots_for_others() {
     for mode in [Mode::Event, Mode::Cooperative, Mode::Hybrid] {
-        bounded("room of others", LONG, move || {
+        bounded("slots of others", LONG, move || {
             Flavour::CurrentThread.runtime().block_on(async {
                 let device = Device::software().unwrap();
                 let pd = device.protection_domain().unwrap();
@@ -748,13 +730,13 @@ fn room_of_completions_that_one_operation_took_for_others_is_there_for_who_tries
                     let (first, second) =
                         (a.write(new(), region.grant()), a.write(new(), region.grant()));
                     first.await.unwrap();
-                    let third = a.try_write(new(), region.grant()).expect("room of the first");
-                    let fourth = a.try_write(new(), region.grant()).expect("room of the second");
+                    let third = a.try_write(new(), region.grant()).expect("the first one's slot");
+                    let fourth = a.try_write(new(), region.grant()).expect("the second one's slot");
                     third.await.unwrap();
                     drop(second.await.unwrap());
                     let mut batch = Batch::new();
                     batch.write(new(), region.grant()).write(new(), region.grant());
-                    let batch = a.try_post_batch(batch).expect("room of both");
+                    let batch = a.try_post_batch(batch).expect("both slots");
                     batch.await.into_buffers().unwrap();
                     drop(fourth.await.unwrap());
                 }

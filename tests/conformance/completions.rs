@@ -1,4 +1,4 @@
-//! Completion queues: slots, order, overrun, arming, channels.
+//! Completion queues: slots, order, overrun, notification and channels.
 
 use std::os::fd::{AsFd, AsRawFd};
 use std::pin::Pin;
@@ -17,14 +17,16 @@ use tokio_rdma::verbs::{Channel, Cq};
 use tokio_rdma::{CompletionMode, CompletionQueue, Device, OpErrorKind, SetupError};
 
 use crate::common::raw::{End, Options, connect, connected, outcome, poll, take};
-use crate::common::{Memory, Setup, events, eventually, is_made_up, run, rxe, skip, within};
+use crate::common::{
+    Memory, Setup, events, eventually, run, rxe, skip, skip_on_emulated_device, within,
+};
 
 const ENOMEM: i32 = 12;
 const NONE: SendFlags = SendFlags::empty();
 const SIGNALED: SendFlags = SendFlags::SIGNALED;
 
 #[test]
-fn send_slots_are_free_when_a_completion_at_or_behind_them_is_polled() {
+fn polling_a_send_completion_frees_the_slots_up_to_it() {
     let mut options = Options::default();
     options.caps.max_send_wr = 4;
     let (a, b, setup) = connected(&options);
@@ -34,13 +36,12 @@ fn send_slots_are_free_when_a_completion_at_or_behind_them_is_polled() {
         a.send_with(id, SendOp::Write(to.remote(0)), flags, Data::Inline(&[1; 8]))
             .map_err(|error| error.error.errno)
     };
-    // Two unsignalled, one signalled, the rest unsignalled.
     for id in 0..u64::from(depth) {
         post(id, if id == 2 { SIGNALED } else { NONE }).unwrap();
     }
     if setup.known(&rxe::SLOTS_FREED_EARLY) {
         assert_eq!(outcome(&a.sent(1)), [(2, WcStatus::SUCCESS)]);
-        // Full is what has not been executed.
+        // Only work that is not executed fills the queue.
         for id in 10..10 + u64::from(depth) {
             a.send(id, SendOp::Send, &[]).unwrap();
         }
@@ -51,12 +52,13 @@ fn send_slots_are_free_when_a_completion_at_or_behind_them_is_polled() {
         assert_eq!((post(99, SIGNALED), a.state()), (Err(ENOMEM), QpState::Rts));
         return;
     }
-    assert_eq!(post(99, NONE), Err(ENOMEM), "executed is not polled");
+    assert_eq!(post(99, NONE), Err(ENOMEM), "execution alone frees no slot");
     assert_eq!(outcome(&a.sent(1)), [(2, WcStatus::SUCCESS)]);
     for id in 10..13 {
-        post(id, NONE).unwrap_or_else(|errno| panic!("{id}: {errno}, and three were freed"));
+        post(id, NONE)
+            .unwrap_or_else(|errno| panic!("{id}: {errno}, although three slots were freed"));
     }
-    // Without a completion to come there is no way on: so it is on real devices.
+    // Without a completion the slots are never freed, as on real devices.
     assert_eq!(post(99, SIGNALED), Err(ENOMEM));
     assert_eq!(outcome(&a.sent(0)), []);
     assert_eq!(post(99, SIGNALED), Err(ENOMEM));
@@ -64,13 +66,13 @@ fn send_slots_are_free_when_a_completion_at_or_behind_them_is_polled() {
 }
 
 #[test]
-fn list_that_fills_the_send_queue_is_posted_as_far_as_it_goes() {
+fn list_longer_than_the_send_queue_is_posted_in_part() {
     let mut options = Options::default();
     options.caps.max_send_wr = 4;
     let (a, b, setup) = connected(&options);
     let depth = rxe::depth(&setup.a, a.qp.caps().max_send_wr) as usize;
     let to = b.memory(8);
-    // What finds no receive is not executed, and so holds its slot anywhere.
+    // A SEND without a receive is not executed and so holds its slot on every device.
     let op = if setup.known(&rxe::SLOTS_FREED_EARLY) {
         SendOp::Send
     } else {
@@ -87,7 +89,7 @@ fn list_that_fills_the_send_queue_is_posted_as_far_as_it_goes() {
         .collect();
     let refused = a.post(&list).unwrap_err();
     if !setup.is_software() && refused.error.verb == "ibv_wr_complete" {
-        // All or nothing.
+        // The list is posted whole or not at all.
         assert_eq!(refused.posted, 0);
         return assert_eq!(outcome(&a.sent(0)), []);
     }
@@ -104,7 +106,7 @@ fn list_that_fills_the_send_queue_is_posted_as_far_as_it_goes() {
 }
 
 #[test]
-fn receive_slots_are_free_when_their_completion_is_polled() {
+fn polling_a_receive_completion_frees_its_slot() {
     let mut options = Options::default();
     options.caps.max_recv_wr = 2;
     let (a, b, setup) = connected(&options);
@@ -116,7 +118,11 @@ fn receive_slots_are_free_when_their_completion_is_polled() {
     a.send(1, SendOp::Send, &[]).unwrap();
     a.sent(1);
     if !setup.known(&rxe::SLOTS_FREED_EARLY) {
-        assert_eq!(b.recv(9, &[]).unwrap_err().error.errno, ENOMEM, "consumed is not polled");
+        assert_eq!(
+            b.recv(9, &[]).unwrap_err().error.errno,
+            ENOMEM,
+            "consumption alone frees no slot"
+        );
     }
     assert_eq!(outcome(&b.received(1)), [(0, WcStatus::SUCCESS)]);
     b.recv(9, &[]).unwrap();
@@ -124,7 +130,7 @@ fn receive_slots_are_free_when_their_completion_is_polled() {
 }
 
 #[test]
-fn completions_come_in_the_order_of_posting_and_say_what_they_are_of() {
+fn completions_arrive_in_posting_order_with_their_opcodes() {
     let (a, b, _setup) = connected(&Options::default());
     let (from, to) = (a.memory(8192), b.memory(8192));
     let (remote, word) = (to.remote(0), from.sge(0, 8));
@@ -168,7 +174,7 @@ fn completions_come_in_the_order_of_posting_and_say_what_they_are_of() {
 }
 
 #[test]
-fn one_completion_stands_for_all_unsignalled_work_before_it() {
+fn signalled_completion_covers_unsignalled_work_before_it() {
     let (a, b, _setup) = connected(&Options::default());
     let (from, to) = (Memory::patterned(&a.pd, 2400, 3), b.memory(2400));
     for at in 0..24 {
@@ -186,7 +192,7 @@ fn one_completion_stands_for_all_unsignalled_work_before_it() {
 }
 
 #[test]
-fn reads_beyond_what_may_be_outstanding_wait_and_do_not_fail() {
+fn reads_over_the_outstanding_limit_wait() {
     let (a, b, _setup) =
         connected(&Options { rd_atomic: 1, dest_rd_atomic: 1, ..Options::default() });
     let (to, from) = (a.memory(20 * 3000), Memory::patterned(&b.pd, 20 * 3000, 4));
@@ -202,8 +208,8 @@ fn reads_beyond_what_may_be_outstanding_wait_and_do_not_fail() {
     assert_eq!(to.all(), from.all());
 }
 
-/// The event of a completion that found no room. Each that is lost raises one.
-fn lost(device: &tokio_rdma::Device) -> AsyncEvent {
+/// Returns the event that each lost completion raises.
+fn overrun_event(device: &tokio_rdma::Device) -> AsyncEvent {
     let mut seen = Vec::new();
     eventually("an event", || {
         seen.extend(events(device));
@@ -214,10 +220,10 @@ fn lost(device: &tokio_rdma::Device) -> AsyncEvent {
 }
 
 #[test]
-fn overrun_by_sends_ends_the_queue_for_ever_and_its_queue_pairs() {
-    if is_made_up(
-        "overrun_by_sends_ends_the_queue_for_ever_and_its_queue_pairs",
-        "an overrun is told by an event, which nobody reads for bare queues",
+fn overrun_by_sends_fails_the_queue_and_its_queue_pairs() {
+    if skip_on_emulated_device(
+        "overrun_by_sends_fails_the_queue_and_its_queue_pairs",
+        "an overrun is reported by an event, which queues of the verbs layer do not read",
     ) {
         return;
     }
@@ -227,7 +233,6 @@ fn overrun_by_sends_ends_the_queue_for_ever_and_its_queue_pairs() {
         return skip("overrun_by_sends", "the completion queue was rounded up");
     }
     let to = b.memory(8);
-    // Another queue pair on the same queue.
     let other = End::on(
         &setup.a,
         &options,
@@ -242,7 +247,7 @@ fn overrun_by_sends_ends_the_queue_for_ever_and_its_queue_pairs() {
         a.send_with(id, SendOp::Write(to.remote(0)), SIGNALED, Data::Inline(&[1; 8])).unwrap();
     }
     if setup.known(&rxe::OVERRUN_IS_AN_EVENT) {
-        assert_eq!(lost(&setup.a), AsyncEvent::CqError { cq: a.send_cq.id() });
+        assert_eq!(overrun_event(&setup.a), AsyncEvent::CqError { cq: a.send_cq.id() });
         let kept = u64::from(a.send_cq.capacity());
         let done: Vec<_> = (0..kept).map(|id| (id, WcStatus::SUCCESS)).collect();
         assert_eq!(outcome(&a.sent(done.len())), done);
@@ -276,10 +281,10 @@ fn overrun_by_sends_ends_the_queue_for_ever_and_its_queue_pairs() {
 }
 
 #[test]
-fn overrun_by_receives_ends_the_queue_for_ever_and_its_queue_pair() {
-    if is_made_up(
-        "overrun_by_receives_ends_the_queue_for_ever_and_its_queue_pair",
-        "an overrun is told by an event, which nobody reads for bare queues",
+fn overrun_by_receives_fails_the_queue_and_its_queue_pair() {
+    if skip_on_emulated_device(
+        "overrun_by_receives_fails_the_queue_and_its_queue_pair",
+        "an overrun is reported by an event, which queues of the verbs layer do not read",
     ) {
         return;
     }
@@ -294,7 +299,7 @@ fn overrun_by_receives_ends_the_queue_for_ever_and_its_queue_pair() {
         a.send(id, SendOp::Send, &[]).unwrap();
     }
     if setup.known(&rxe::OVERRUN_IS_AN_EVENT) {
-        assert_eq!(lost(&setup.b), AsyncEvent::CqError { cq: b.recv_cq.id() });
+        assert_eq!(overrun_event(&setup.b), AsyncEvent::CqError { cq: b.recv_cq.id() });
         eventually("ERR", || (b.state() == QpState::Err).then_some(()));
         let done: Vec<_> = (0..messages - 1).map(|id| (id, WcStatus::SUCCESS)).collect();
         assert_eq!(outcome(&poll(&b.recv_cq)[..done.len()]), done);
@@ -313,7 +318,6 @@ fn overrun_by_receives_ends_the_queue_for_ever_and_its_queue_pair() {
         (seen.len() >= 2).then_some(())
     });
     assert_eq!(seen, expected);
-    // Its peer finds nobody.
     let (sent, last) = (a.sent(messages as usize), messages);
     a.send(last, SendOp::Send, &[]).unwrap();
     assert!(
@@ -323,8 +327,8 @@ fn overrun_by_receives_ends_the_queue_for_ever_and_its_queue_pair() {
     assert!([WcStatus::RETRY_EXC_ERR, WcStatus::WR_FLUSH_ERR].contains(&after), "{after:?}");
 }
 
-/// A pair whose receiver has a channel and 16 receives posted.
-fn watched() -> (End, End, Channel, Setup) {
+/// Returns a pair whose receiver has a channel and 16 posted receives.
+fn with_channel() -> (End, End, Channel, Setup) {
     let setup = Setup::new();
     let options = Options::default();
     let channel = Channel::new(&setup.b).unwrap();
@@ -337,7 +341,6 @@ fn watched() -> (End, End, Channel, Setup) {
     (a, b, channel, setup)
 }
 
-/// Cookie of the receive queue, see `End::with`.
 const COOKIE: u64 = 2;
 
 fn send(a: &End, solicited: bool) {
@@ -346,16 +349,16 @@ fn send(a: &End, solicited: bool) {
     a.sent(1);
 }
 
-/// The next event: a real device may raise it after the completion can be seen.
+/// Waits for an event, which a real device may raise after the completion is visible.
 fn event(channel: &Channel) -> u64 {
     eventually("event", || channel.next_event().unwrap())
 }
 
-/// What was taken and never acknowledged does not hold up the end of a queue, nor does what was never given.
+// Neither unacknowledged events nor surplus acknowledgements block destruction.
 #[test]
-fn queue_ends_whatever_was_acknowledged() {
+fn queue_is_destroyed_with_any_number_of_acknowledged_events() {
     for acknowledged in [0, 1, 2, 100] {
-        let (a, b, channel, _setup) = watched();
+        let (a, b, channel, _setup) = with_channel();
         for _ in 0..2 {
             b.recv_cq.arm(false).unwrap();
             send(&a, false);
@@ -368,11 +371,11 @@ fn queue_ends_whatever_was_acknowledged() {
 
 #[test]
 fn arm_fires_once_for_the_next_completion() {
-    let (a, b, channel, _setup) = watched();
+    let (a, b, channel, _setup) = with_channel();
     send(&a, false);
     assert_eq!(channel.next_event().unwrap(), None, "not armed");
     b.recv_cq.arm(false).unwrap();
-    assert_eq!(channel.next_event().unwrap(), None, "what is there already raises none");
+    assert_eq!(channel.next_event().unwrap(), None, "queued completions raise no event");
     send(&a, false);
     send(&a, false);
     assert_eq!(event(&channel), COOKIE);
@@ -386,14 +389,14 @@ fn arm_fires_once_for_the_next_completion() {
 }
 
 #[test]
-fn arm_for_solicited_fires_for_those_and_for_errors_only() {
-    if is_made_up(
-        "arm_for_solicited_fires_for_those_and_for_errors_only",
-        "libmlx5 says from where on to tell, so a completion that was not polled before is told of",
+fn solicited_arm_fires_for_solicited_completions_and_errors_only() {
+    if skip_on_emulated_device(
+        "solicited_arm_fires_for_solicited_completions_and_errors_only",
+        "libmlx5 arms from the consumer index, so unpolled completions raise an event",
     ) {
         return;
     }
-    let (a, b, channel, _setup) = watched();
+    let (a, b, channel, _setup) = with_channel();
     b.recv_cq.arm(true).unwrap();
     send(&a, false);
     assert_eq!(channel.next_event().unwrap(), None);
@@ -410,7 +413,7 @@ fn arm_for_solicited_fires_for_those_and_for_errors_only() {
     a.sent(1);
     assert_eq!(event(&channel), COOKIE, "solicited WRITE_WITH_IMM");
     b.recv_cq.arm(true).unwrap();
-    // A solicited WRITE consumes no receive, so there is nothing to tell.
+    // A solicited WRITE consumes no receive and so raises no event.
     let remote = tokio_rdma::types::RemoteAddr::default();
     a.send_with(3, SendOp::Write(remote), SIGNALED | SendFlags::SOLICITED, Data::Sges(&[]))
         .unwrap();
@@ -423,14 +426,14 @@ fn arm_for_solicited_fires_for_those_and_for_errors_only() {
 }
 
 #[test]
-fn arm_for_the_next_is_not_weakened_and_one_for_solicited_is_strengthened() {
-    if is_made_up(
-        "arm_for_the_next_is_not_weakened_and_one_for_solicited_is_strengthened",
-        "the last request counts",
+fn arm_for_any_completion_overrides_a_solicited_arm() {
+    if skip_on_emulated_device(
+        "arm_for_any_completion_overrides_a_solicited_arm",
+        "the last arm request applies",
     ) {
         return;
     }
-    let (a, b, channel, _setup) = watched();
+    let (a, b, channel, _setup) = with_channel();
     b.recv_cq.arm(false).unwrap();
     b.recv_cq.arm(true).unwrap();
     send(&a, false);
@@ -445,7 +448,7 @@ fn arm_for_the_next_is_not_weakened_and_one_for_solicited_is_strengthened() {
 #[test]
 fn channel_descriptor_is_readable_while_it_has_events() {
     run(1, "channel descriptor", async {
-        let (a, b, channel, _setup) = watched();
+        let (a, b, channel, _setup) = with_channel();
         #[allow(deprecated, reason = "its successor is not in the oldest Tokio we work with")]
         let fd = AsyncFd::with_interest(channel.as_fd().as_raw_fd(), Interest::READABLE).unwrap();
         b.recv_cq.arm(false).unwrap();
@@ -454,7 +457,6 @@ fn channel_descriptor_is_readable_while_it_has_events() {
         assert_eq!(event(&channel), COOKIE);
         assert_eq!(channel.next_event().unwrap(), None);
         ready.clear_ready();
-        // Nothing to read: whoever believes it is ready finds nothing, and the descriptor does not block.
         b.received(1);
         b.recv_cq.arm(false).unwrap();
         let (waited, ()) =
@@ -466,7 +468,7 @@ fn channel_descriptor_is_readable_while_it_has_events() {
 }
 
 #[test]
-fn one_channel_serves_many_queues_and_tells_them_apart() {
+fn events_of_one_channel_identify_their_queues() {
     let setup = Setup::new();
     let options = Options::default();
     let channel = Channel::new(&setup.b).unwrap();
@@ -493,8 +495,8 @@ fn one_channel_serves_many_queues_and_tells_them_apart() {
 }
 
 #[test]
-fn poll_takes_no_more_than_fits_and_the_oldest_first() {
-    let (a, b, _channel, _setup) = watched();
+fn poll_returns_the_oldest_completions_that_fit() {
+    let (a, b, _channel, _setup) = with_channel();
     for _ in 0..5 {
         send(&a, false);
     }
@@ -509,9 +511,9 @@ fn poll_takes_no_more_than_fits_and_the_oldest_first() {
     assert_eq!(poll(&b.recv_cq), []);
 }
 
-/// Whoever arms the queue, polls it and gets fewer than fit goes to sleep.
+// A waiter arms the queue, polls, and sleeps if a poll returns fewer completions than fit.
 #[test]
-fn poll_that_gives_fewer_than_fit_has_emptied_the_queue() {
+fn short_poll_means_the_queue_is_empty() {
     let setup = Setup::new();
     let mut options = Options::default();
     (options.caps.max_send_wr, options.caps.max_recv_wr) = (128, 128);
@@ -519,20 +521,22 @@ fn poll_that_gives_fewer_than_fit_has_emptied_the_queue() {
     let (a, b) = (End::new(&setup.a, &options), End::new(&setup.b, &options));
     connect(&a, &b, &options);
     let mut all = [WorkCompletion::default(); 100];
-    for (many, room) in [(15, 32), (16, 32), (17, 32), (32, 32), (33, 100), (99, 100), (100, 100)] {
+    for (many, capacity) in
+        [(15, 32), (16, 32), (17, 32), (32, 32), (33, 100), (99, 100), (100, 100)]
+    {
         for id in 0..many {
             b.recv(id, &[]).unwrap();
         }
         for id in 0..many {
             a.send(id, SendOp::Send, &[]).unwrap();
         }
-        // The last send is done when all receives are.
+        // When the last send completes, all receives have completed.
         a.sent(many as usize);
         let expected: Vec<_> = (0..many).map(|id| (id, WcStatus::SUCCESS)).collect();
         assert_eq!(
-            b.recv_cq.poll(&mut all[..room]).unwrap(),
+            b.recv_cq.poll(&mut all[..capacity]).unwrap(),
             many as usize,
-            "of {many} with room for {room}"
+            "{many} completions, capacity {capacity}"
         );
         assert_eq!(outcome(&all[..many as usize]), expected);
     }
@@ -561,7 +565,7 @@ fn sends_and_receives_can_share_a_queue() {
 }
 
 #[test]
-fn queue_sizes_and_vectors_beyond_the_device_are_named() {
+fn queue_sizes_and_vectors_over_device_limits_are_refused() {
     let setup = Setup::new();
     let attr = setup.a.attr();
     let too_large = Cq::new(&setup.a, attr.max_cqe + 1, None, 0).unwrap_err();
@@ -570,13 +574,13 @@ fn queue_sizes_and_vectors_beyond_the_device_are_named() {
     let vector = Cq::on_vector(&setup.a, 8, None, attr.completion_vectors, 0).unwrap_err();
     let SetupError::Limit(limit) = vector else { panic!("{vector:?}") };
     assert_eq!((limit.field, limit.asked), ("completion vector", attr.completion_vectors.into()));
-    assert!(Cq::new(&setup.a, 0, None, 0).is_err(), "for no completion at all");
+    assert!(Cq::new(&setup.a, 0, None, 0).is_err(), "a queue without entries");
     let channel = Channel::new(&setup.b).unwrap();
     let foreign = Cq::new(&setup.a, 8, Some(&channel), 0).unwrap_err();
     assert_eq!(foreign, SetupError::Foreign { what: "completion channel" });
 }
 
-/// A waker in which the thread that calls it stays, unless that is the thread of the test.
+/// A waker that blocks other threads until the gate opens.
 struct Gate {
     test: ThreadId,
     entered: AtomicBool,
@@ -592,10 +596,10 @@ impl Wake for Gate {
     }
 }
 
-/// Holds the thread that polls the queues of a [`CompletionMode::BusyPoll`], until it is dropped.
+/// Blocks the polling thread of a [`CompletionMode::BusyPoll`] until dropped.
 struct Held {
     gate: Arc<Gate>,
-    /// The receive whose waker holds the thread is on it.
+    /// The queue pair of the receive whose waker blocks the thread.
     _receiver: tokio_rdma::QueuePair,
 }
 
@@ -606,7 +610,7 @@ impl Held {
             let queue = CompletionQueue::new(device, mode).unwrap();
             tokio_rdma::QueuePair::new(&pd, &queue).unwrap()
         };
-        // The sender has a queue of its own, so that only the thread polls that of the receiver.
+        // Two queues, so that only the thread polls the receiver's.
         let (receiver, sender) = (build(mode), build(CompletionMode::Cooperative));
         receiver.connect(&sender.endpoint()).unwrap();
         sender.connect(&receiver.endpoint()).unwrap();
@@ -635,8 +639,8 @@ impl Drop for Held {
 }
 
 #[test]
-fn dead_completion_queue_ends_every_operation_on_it() {
-    // The crate sets room aside, so only the bare objects can overrun a queue that it watches.
+fn failed_completion_queue_fails_every_operation() {
+    // The operation layer reserves entries, so only verbs objects can overrun its queue.
     for mode in ["event", "busy_poll", "cooperative", "hybrid"] {
         run(1, mode, async {
             let setup = Setup::new();
@@ -647,10 +651,13 @@ fn dead_completion_queue_ends_every_operation_on_it() {
                 .build()
                 .unwrap();
             if queue.capacity() > 8 {
-                return skip("dead_completion_queue", "the completion queue was rounded up");
+                return skip("failed_completion_queue", "the completion queue was rounded up");
             }
             if setup.known(&rxe::OVERRUN_IS_AN_EVENT) {
-                return skip("dead_completion_queue", "no completion queue ever ends");
+                return skip(
+                    "failed_completion_queue",
+                    "an overrun does not fail a completion queue",
+                );
             }
             let pd = setup.a.protection_domain().unwrap();
             let build = || {
@@ -668,15 +675,15 @@ fn dead_completion_queue_ends_every_operation_on_it() {
                 [first.recv(pool.try_alloc(8).unwrap()), second.recv(pool.try_alloc(8).unwrap())];
             let options = Options::default();
             let recv_cq = Cq::new(&setup.a, 8, None, 0).unwrap();
-            // SAFETY: the numbers posted below are of no operation.
+            // SAFETY: the work request identifiers posted below belong to no operation.
             #[allow(unsafe_code, reason = "overruns the queue")]
             let shared = unsafe { queue.verbs() }.clone();
             let intruder = End::on(&setup.a, &options, shared.clone(), recv_cq, None);
             let peer = End::new(&setup.b, &options);
             connect(&intruder, &peer, &options);
-            // A thread that polls could keep up with the device, so it waits in a waker meanwhile.
+            // The polling thread could keep up with the device, so it is blocked meanwhile.
             let held = (mode == "busy_poll").then(|| Held::hold(&setup.a, completion_mode));
-            // Until one is lost: the send queue may be full before.
+            // Posted until a completion is lost, because the send queue may be full before.
             let write = |wr_id| SendWr {
                 wr_id: WrId(wr_id),
                 op: SendOp::Write(tokio_rdma::types::RemoteAddr::default()),
@@ -685,18 +692,18 @@ fn dead_completion_queue_ends_every_operation_on_it() {
                 target: None,
             };
             let list: Vec<_> = (0..16).map(|id| write(u64::MAX - id)).collect();
-            // An empty poll asks for asynchronous events once in 16384 times: an attempt makes a tenth of them, because on a busy
-            // machine each attempt gives the processor away for milliseconds.
+            // One of 16384 empty polls reads asynchronous events. An attempt makes a tenth of them,
+            // because on a busy machine each attempt yields the processor for milliseconds.
             eventually("overrun", || {
                 let _full_or_not = intruder.post(&list);
                 (0..1638).any(|_| shared.poll(&mut []).is_err()).then_some(())
             });
             drop(held);
             for receive in receives {
-                let error = within("a receive on a dead queue", receive).await.unwrap_err();
-                let dead = matches!(error.kind(), OpErrorKind::CompletionQueue(_))
+                let error = within("a receive on a failed queue", receive).await.unwrap_err();
+                let failed = matches!(error.kind(), OpErrorKind::CompletionQueue(_))
                     || error.status() == Some(WcStatus::WR_FLUSH_ERR);
-                assert!(dead, "{mode}: {error}");
+                assert!(failed, "{mode}: {error}");
                 assert_eq!(error.into_buffer().len(), 8);
             }
             let late = within("a late send", first.send(())).await.unwrap_err();
@@ -705,18 +712,18 @@ fn dead_completion_queue_ends_every_operation_on_it() {
                 "{mode}: {late}"
             );
             drop((first, second));
-            assert_eq!(pool.available(), 4, "{mode}: no buffer is lost");
+            assert_eq!(pool.available(), 4, "{mode}: buffers are lost");
         });
     }
 }
 
 #[test]
-fn events_are_moderated_or_that_is_refused() {
+fn event_moderation_is_applied_or_refused() {
     let setup = Setup::new();
     let cq = Cq::new(&setup.a, 16, None, 0).unwrap();
     match cq.moderate(4, Duration::from_micros(50)) {
         Ok(()) => cq.moderate(0, Duration::ZERO).unwrap(),
-        // EOPNOTSUPP; some drivers have no such call at all and say ENOSYS.
+        // EOPNOTSUPP, or ENOSYS from drivers without the call.
         Err(SetupError::Verb(error)) => assert!([95, 38].contains(&error.errno), "{error}"),
         Err(error) => panic!("{error}"),
     }

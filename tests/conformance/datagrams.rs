@@ -1,4 +1,4 @@
-//! What is lost, cut or refused on unreliable datagrams.
+//! Datagrams that are delivered, dropped or refused.
 
 use tokio_rdma::types::{
     Data, Qkey, QpState, Qpn, SendFlags, SendOp, SendWr, Transport, WcFlags, WcStatus, WrId,
@@ -11,7 +11,7 @@ fn pair() -> (End, End, crate::common::Setup) {
     connected(&Options::of(Transport::Ud))
 }
 
-/// Sends one good datagram and asserts that receive `id` is the one that takes it: nothing before it was taken.
+/// Sends a valid datagram and checks that it consumes receive `id`, so no earlier datagram did.
 fn next_is(a: &End, b: &End, from: &Memory, id: u64) {
     a.send_to(77, b, b.qp.qpn(), QKEY, &[from.sge(0, 8)]).unwrap();
     assert_eq!(outcome(&a.sent(1)), [(77, WcStatus::SUCCESS)]);
@@ -22,7 +22,7 @@ fn next_is(a: &End, b: &End, from: &Memory, id: u64) {
 }
 
 #[test]
-fn wrong_key_or_number_is_sent_and_lost() {
+fn datagram_with_wrong_qkey_or_qpn_is_dropped() {
     let (a, b, _setup) = pair();
     let (from, to) = (a.memory(8), b.memory(64));
     b.recv(1, &[to.sge(0, 64)]).unwrap();
@@ -39,7 +39,7 @@ fn wrong_key_or_number_is_sent_and_lost() {
 }
 
 #[test]
-fn datagram_without_a_receive_is_lost() {
+fn datagram_without_a_receive_is_dropped() {
     let (a, b, _setup) = pair();
     let (from, to) = (a.memory(8), b.memory(64));
     a.send_to(5, &b, b.qp.qpn(), QKEY, &[from.sge(0, 8)]).unwrap();
@@ -51,7 +51,7 @@ fn datagram_without_a_receive_is_lost() {
 }
 
 #[test]
-fn datagram_of_the_whole_mtu_arrives_and_one_byte_more_is_refused() {
+fn datagram_of_mtu_size_arrives_and_a_longer_one_is_refused() {
     let (a, b, setup) = pair();
     let mtu = setup.a.default_path().unwrap().0.active_mtu.bytes();
     let (from, to) = (Memory::patterned(&a.pd, mtu + 1, 5), b.memory(mtu + 40));
@@ -59,7 +59,7 @@ fn datagram_of_the_whole_mtu_arrives_and_one_byte_more_is_refused() {
     a.send_to(2, &b, b.qp.qpn(), QKEY, &[from.sge(0, mtu)]).unwrap();
     assert_eq!(outcome(&a.sent(1)), [(2, WcStatus::SUCCESS)]);
     let received = b.received(1)[0];
-    // Within an InfiniBand subnet datagrams go by LID and have no header; its room is there all the same.
+    // Datagrams by LID have no header, but the receive reserves its 40 bytes.
     let header = if b.address().dlid == 0 { WcFlags::GRH } else { WcFlags::empty() };
     assert_eq!((received.byte_len as usize, received.flags), (mtu + 40, header));
     assert_eq!((received.qpn, received.src_qpn), (b.qp.qpn(), a.qp.qpn()));
@@ -76,7 +76,6 @@ fn datagram_of_the_whole_mtu_arrives_and_one_byte_more_is_refused() {
 fn header_and_datagram_are_scattered_over_the_list() {
     let (a, b, _setup) = pair();
     let (from, to) = (Memory::patterned(&a.pd, 100, 6), b.memory(400));
-    // The header alone in the first element.
     b.recv(1, &[to.sge(0, 40), to.sge(100, 60), to.sge(200, 60)]).unwrap();
     a.send_to(2, &b, b.qp.qpn(), QKEY, &[from.sge(0, 50), from.sge(50, 50)]).unwrap();
     assert_eq!(b.received(1)[0].byte_len, 140);
@@ -85,8 +84,8 @@ fn header_and_datagram_are_scattered_over_the_list() {
 }
 
 #[test]
-fn receive_too_short_for_header_and_datagram_costs_the_datagram_only() {
-    // IBTA 9.8.4: dropped, or the receive fails; the queue pair stays in RTS either way.
+fn too_short_receive_loses_only_its_datagram() {
+    // IBTA 9.8.4: the datagram is dropped or the receive fails; the queue pair stays in RTS.
     let (a, b, setup) = pair();
     let (from, to) = (a.memory(64), b.memory(128));
     b.recv(1, &[to.sge(0, 47)]).unwrap();
@@ -107,7 +106,7 @@ fn receive_too_short_for_header_and_datagram_costs_the_datagram_only() {
 }
 
 #[test]
-fn posts_that_a_datagram_queue_pair_cannot_do_are_refused() {
+fn connected_operations_on_a_datagram_queue_pair_are_refused() {
     let (a, b, _setup) = pair();
     let (from, to) = (a.memory(8), b.memory(64));
     let route = a.pd.address_handle(&b.address()).unwrap();
@@ -138,7 +137,7 @@ fn posts_that_a_datagram_queue_pair_cannot_do_are_refused() {
 }
 
 #[test]
-fn one_queue_pair_hears_many_senders_and_tells_them_apart() {
+fn datagrams_identify_their_senders() {
     let (a, b, setup) = pair();
     let options = Options::of(Transport::Ud);
     let c = End::new(&setup.a, &options);
@@ -155,13 +154,13 @@ fn one_queue_pair_hears_many_senders_and_tells_them_apart() {
 }
 
 #[test]
-fn route_that_the_device_does_not_have_is_refused() {
+fn address_handle_with_unknown_port_or_gid_is_refused() {
     let (a, b, setup) = pair();
     let good = b.address();
-    // ENODATA is the kernel's word for an entry that its table has room for.
+    // The kernel returns ENODATA for an unused entry of the GID table.
     let empty = if setup.is_software() { 22 } else { 61 };
     for (port, index, errno) in [(0, 0, 22), (9, 0, 22), (1, 200, empty)] {
-        // By LID no entry of the table is looked at.
+        // Routes by LID do not use the GID table.
         if index != 0 && good.dlid != 0 {
             continue;
         }

@@ -1,4 +1,4 @@
-//! Memory that a dma-buf names. The software device takes a `memfd` too, which tests can write and read by its descriptor.
+//! Memory of dma-bufs. The software device also accepts a `memfd`, which tests can read and write.
 
 use std::fs::File;
 use std::io::Write;
@@ -15,7 +15,7 @@ use crate::common::{Setup, pattern, run, skip, within};
 
 const LEN: usize = 3 * 4096;
 
-/// `LEN` bytes that follow a pattern, in memory that only the descriptor names.
+/// Creates a `memfd`, sealed against shrinking if `seal` is set.
 fn memory(seed: u8, seal: bool) -> File {
     let mut file = File::from(
         memfd_create("tokio-rdma", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap(),
@@ -37,8 +37,8 @@ fn contents(file: &File, offset: u64, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// False, loudly, on a device that takes no dma-bufs, or has none to be given; that it says so is tested then.
-fn possible(test: &str, setup: &Setup, pd: &ProtectionDomain) -> bool {
+/// Returns whether dma-bufs can be tested; otherwise checks that descriptors are refused.
+fn has_dma_buf(test: &str, setup: &Setup, pd: &ProtectionDomain) -> bool {
     let takes = setup.a.attr().dma_buf;
     if !takes {
         let refused =
@@ -50,38 +50,36 @@ fn possible(test: &str, setup: &Setup, pd: &ProtectionDomain) -> bool {
         assert_eq!(std::io::Error::from(refused).kind(), std::io::ErrorKind::Unsupported);
         skip(test, "the device takes no dma-bufs");
     } else if !setup.is_software() {
-        // The kernel looks behind the descriptor: that of ordinary memory is none of a dma-buf.
+        // The kernel refuses descriptors of ordinary memory.
         let refused =
             DmaBufRegion::new(pd, fd(&memory(0, true)), 0..4096, Access::REMOTE_ALL).unwrap_err();
         assert!(matches!(refused, SetupError::Verb(_)), "{refused:?}");
-        skip(test, "no driver that exports a dma-buf is asked for one");
+        skip(test, "no driver that exports a dma-buf is known");
     }
     setup.is_software()
 }
 
 #[test]
-fn memory_of_a_descriptor_is_written_and_read_by_both_ends() {
+fn dma_buf_memory_is_read_and_written_by_both_ends() {
     run(1, "dma-buf", async {
         let Pair { a, b, setup } = Pair::new(Transport::Rc, "event");
-        if !possible("memory_of_a_descriptor", &setup, &b.pd) {
+        if !has_dma_buf("dma_buf_memory", &setup, &b.pd) {
             return;
         }
         let (near, far) = (memory(1, true), memory(2, true));
-        // Not whole pages, and under a name of its own.
+        // Neither page-aligned nor at the address of the mapping.
         let theirs =
             DmaBufRegion::at(&b.pd, fd(&far), 100..8292, 0x7000_0064, Access::REMOTE_ALL).unwrap();
         assert_eq!((theirs.len(), theirs.grant().addr()), (8192, 0x7000_0064));
         let ours = DmaBufRegion::new(&a.pd, fd(&near), 0..LEN as u64, Access::empty()).unwrap();
         let (before, sent) = (pattern(LEN, 2), pattern(LEN, 1));
 
-        // From its memory to the peer's, without a byte in a buffer.
         let to = theirs.grant().slice(4000..4100).unwrap();
         drop(within("write", a.qp.write(ours.slice(4050..4150).unwrap(), to)).await.unwrap());
         assert_eq!(contents(&far, 4100, 100), sent[4050..4150]);
-        assert_eq!(contents(&far, 0, 4100), before[..4100], "nothing else is touched");
-        assert_eq!(contents(&far, 4200, LEN - 4200), before[4200..], "nothing else is touched");
+        assert_eq!(contents(&far, 0, 4100), before[..4100], "other bytes are unchanged");
+        assert_eq!(contents(&far, 4200, LEN - 4200), before[4200..], "other bytes are unchanged");
 
-        // And back; what the processor writes meanwhile is seen.
         far.write_all_at(b"later", 200).unwrap();
         drop(
             within(
@@ -94,7 +92,7 @@ fn memory_of_a_descriptor_is_written_and_read_by_both_ends() {
         assert_eq!(contents(&near, 0, 5), b"later");
         assert_eq!(contents(&near, 5, 100), sent[5..105]);
 
-        // Messages, and atomics on an 8-byte boundary of the peer's memory: 100 + 4 is one.
+        // Offset 4 of the region is aligned for atomics, because the region starts at byte 100.
         let receive = b.qp.recv(theirs.slice(8000..8192).unwrap());
         drop(within("send", a.qp.send(ours.slice(12_000..12_192).unwrap())).await.unwrap());
         assert_eq!(within("receive", receive).await.unwrap().len, 192);
@@ -104,12 +102,11 @@ fn memory_of_a_descriptor_is_written_and_read_by_both_ends() {
         assert_eq!(within("fetch and add", a.qp.fetch_add(word, 2)).await.unwrap(), 40);
         assert_eq!(contents(&far, 104, 8), 42_u64.to_ne_bytes());
 
-        // Not beyond it, and not any more once it is gone.
         let held = theirs.slice(0..1).unwrap();
-        let theirs = theirs.into_fd().expect_err("a slice uses it");
+        let theirs = theirs.into_fd().expect_err("a slice uses the region");
         drop(held);
         let grant = theirs.grant();
-        drop(File::from(theirs.into_fd().expect("nobody uses it")));
+        drop(File::from(theirs.into_fd().expect("the region is unused")));
         let late =
             within("late write", a.qp.write(ours.slice(0..8).unwrap(), grant.slice(..8).unwrap()))
                 .await;
@@ -118,10 +115,10 @@ fn memory_of_a_descriptor_is_written_and_read_by_both_ends() {
 }
 
 #[test]
-fn descriptor_that_names_no_memory_is_refused() {
+fn invalid_dma_buf_descriptor_is_refused() {
     let setup = Setup::new();
     let pd = setup.a.protection_domain().unwrap();
-    if !possible("descriptor_that_names_no_memory", &setup, &pd) {
+    if !has_dma_buf("invalid_dma_buf_descriptor", &setup, &pd) {
         return;
     }
     let whole = 0..LEN as u64;
@@ -132,7 +129,7 @@ fn descriptor_that_names_no_memory_is_refused() {
     let refused = ("ibv_reg_dmabuf_mr", 22);
     let (sealed, shrinks) = (memory(1, true), memory(1, false));
     let new = |file: &File, range| DmaBufRegion::new(&pd, fd(file), range, Access::REMOTE_READ);
-    assert_eq!(verb(new(&shrinks, whole.clone())), refused, "it may shrink under the device");
+    assert_eq!(verb(new(&shrinks, whole.clone())), refused, "the file may shrink while registered");
     assert_eq!(verb(new(&File::open("/dev/zero").unwrap(), 0..4096)), refused);
     assert_eq!(
         verb(new(
@@ -141,11 +138,11 @@ fn descriptor_that_names_no_memory_is_refused() {
         )),
         refused
     );
-    assert_eq!(verb(new(&sealed, 1..LEN as u64 + 1)), refused, "beyond its end");
+    assert_eq!(verb(new(&sealed, 1..LEN as u64 + 1)), refused, "past its end");
     assert_eq!(verb(new(&sealed, u64::MAX - 8..u64::MAX)), refused);
     assert_eq!(verb(new(&sealed, 0..0)), refused);
     let at = |range, iova| DmaBufRegion::at(&pd, fd(&sealed), range, iova, Access::REMOTE_READ);
-    assert_eq!(verb(at(whole.clone(), 4097)), refused, "at another place in its page");
+    assert_eq!(verb(at(whole.clone(), 4097)), refused, "a different offset in the page");
     assert_eq!(verb(at(whole.clone(), u64::MAX - 4095)), refused, "wraps around");
     let reversed = std::ops::Range { start: 8, end: 4 };
     assert!(matches!(new(&sealed, reversed).unwrap_err(), SetupError::Limit(_)));

@@ -1,4 +1,4 @@
-//! Dynamic connections: one target for many peers, one initiator for many targets.
+//! Dynamic connections: one target for many initiators, one initiator for many targets.
 
 use std::future::Future;
 use std::pin::{Pin, pin};
@@ -20,7 +20,7 @@ use tokio_rdma::{
 
 use crate::common::{Setup, in_every_mode, mode, pattern, run, within};
 
-/// A setup with DC; `None`, loudly, on a device without.
+/// Returns a setup, or reports that `test` is skipped on a device without DC.
 fn setup(test: &str) -> Option<Setup> {
     let setup = Setup::new();
     if setup.a.attr().dc.is_none() {
@@ -31,7 +31,7 @@ fn setup(test: &str) -> Option<Setup> {
     Some(setup)
 }
 
-/// All of one node: one of each kind is enough. Fields drop in this order.
+/// The objects of one node. The order of fields is the drop order.
 struct Node {
     target: DcTarget,
     srq: SharedReceiveQueue,
@@ -41,7 +41,6 @@ struct Node {
     pd: ProtectionDomain,
 }
 
-/// Bytes of a node's region.
 const REGION: usize = 16384;
 
 impl Node {
@@ -76,8 +75,7 @@ impl Node {
     }
 }
 
-/// Gives up soon where it must not wait for ever. Answers that a thread delivers may take as long as that has to wait for a
-/// processor.
+/// Returns options with few retries. The timeout allows for answers that a thread delivers late.
 fn brief_options() -> ConnectOptions {
     ConnectOptions {
         timeout: AckTimeout::from_code(match crate::wire() {
@@ -102,8 +100,7 @@ fn state(initiator: &DcInitiator) -> QpState {
     initiator.query().unwrap().0
 }
 
-/// Writes and looks whether it arrived: what a working initiator can do.
-async fn works(from: &Node, initiator: &DcInitiator, peer: &DcPeer, to: &Node, seed: u8) {
+async fn assert_works(from: &Node, initiator: &DcInitiator, peer: &DcPeer, to: &Node, seed: u8) {
     let bytes = pattern(100, seed);
     within("write", initiator.to(peer).write(from.buffer(&bytes), to.remote(0, 100)))
         .await
@@ -111,18 +108,17 @@ async fn works(from: &Node, initiator: &DcInitiator, peer: &DcPeer, to: &Node, s
     assert_eq!(to.bytes(0, 100), bytes);
 }
 
-in_every_mode!(each_operation, targets_alternate, batch_goes_to_one_peer);
+in_every_mode!(each_operation_works_over_dc, queued_work_keeps_its_target, batch_goes_to_one_peer);
 
-async fn each_operation(mode: &str) {
-    let Some(setup) = setup("each_operation") else { return };
+async fn each_operation_works_over_dc(mode: &str) {
+    let Some(setup) = setup("each_operation_works_over_dc") else { return };
     let (here, there) = (Node::new(&setup.a, mode), Node::new(&setup.b, mode));
     let initiator = DcInitiator::new(&here.pd, &here.queue).unwrap();
     let peer = initiator.peer(&there.target.address()).unwrap();
     let to = initiator.to(&peer);
 
-    // Of every size, through several packets.
-    for (turn, len) in [1, 7, 255, 256, 4096, 8192].into_iter().enumerate() {
-        let bytes = pattern(len, turn as u8);
+    for (seed, len) in [1, 7, 255, 256, 4096, 8192].into_iter().enumerate() {
+        let bytes = pattern(len, seed as u8);
         let buffer =
             within("write", to.write(here.buffer(&bytes), there.remote(8, len))).await.unwrap();
         assert_eq!(there.bytes(8, len), bytes);
@@ -134,13 +130,12 @@ async fn each_operation(mode: &str) {
     within("inline", to.write_inline(b"inline", there.remote(32, 6))).await.unwrap();
     assert_eq!(there.bytes(32, 6), b"inline");
     within("try", to.try_write(here.buffer(b"tried"), there.remote(64, 5)).unwrap()).await.unwrap();
-    let mut room = here.pool.try_alloc(5).unwrap();
-    room.fill(0);
+    let mut buffer = here.pool.try_alloc(5).unwrap();
+    buffer.fill(0);
     let read =
-        within("try", to.fenced().try_read(room, there.remote(64, 5)).unwrap()).await.unwrap();
+        within("try", to.fenced().try_read(buffer, there.remote(64, 5)).unwrap()).await.unwrap();
     assert_eq!(&read[..], b"tried");
 
-    // Messages, with all that they can carry.
     let number = there.target.number();
     let receive = || there.srq.recv(there.pool.try_alloc(64).unwrap());
     let received = receive();
@@ -192,7 +187,6 @@ async fn each_operation(mode: &str) {
     );
     assert_eq!(there.bytes(96, 5), b"brief");
 
-    // Atomics.
     there.region.store(0, 40).unwrap();
     assert_eq!(within("add", to.fetch_add(there.remote(0, 8), 2)).await.unwrap(), 40);
     assert_eq!(within("swap", to.compare_swap(there.remote(0, 8), 42, 7)).await.unwrap(), 42);
@@ -203,11 +197,11 @@ async fn each_operation(mode: &str) {
     assert_eq!(initiator.counters().failed, 0);
 }
 
-/// More work than the queue holds, to another target each time: what waits in line keeps where it goes.
-async fn targets_alternate(mode: &str) {
+/// Queues work over the initiator's capacity, for alternating targets.
+async fn queued_work_keeps_its_target(mode: &str) {
     const TARGETS: usize = 5;
     const ROUNDS: usize = 40;
-    let Some(setup) = setup("targets_alternate") else { return };
+    let Some(setup) = setup("queued_work_keeps_its_target") else { return };
     let here = Node::new(&setup.a, mode);
     let initiator = DcInitiator::builder(&here.pd, &here.queue).max_send_wr(16).build().unwrap();
     let pd = setup.b.protection_domain().unwrap();
@@ -220,7 +214,6 @@ async fn targets_alternate(mode: &str) {
     let (mut adds, mut writes) = (Vec::new(), Vec::new());
     for round in 0..ROUNDS {
         for (at, node) in nodes.iter().enumerate() {
-            // Its peer is gone when this turn is over.
             let peer = peers[at].clone();
             adds.push(initiator.to(&peer).fetch_add(node.remote(0, 8), 1 + at as u64));
             let tag = [round as u8, at as u8, 0x5a, !(round as u8)];
@@ -233,14 +226,14 @@ async fn targets_alternate(mode: &str) {
         .map(|(at, peer)| initiator.to(peer).send_inline(&[at as u8; 3]))
         .collect();
     drop(peers);
-    // Unless a thread that polls has made room as fast.
+    // In busy-poll mode, the thread may free slots as fast as they are used.
     assert!(
         mode == "busy_poll" || initiator.counters().waited > 0,
-        "all of it had room: {:?}",
+        "no work was queued: {:?}",
         initiator.counters()
     );
-    for (turn, add) in adds.into_iter().enumerate() {
-        let (round, at) = (turn / TARGETS, turn % TARGETS);
+    for (number, add) in adds.into_iter().enumerate() {
+        let (round, at) = (number / TARGETS, number % TARGETS);
         let before = within("add", add).await.unwrap();
         assert_eq!(before, (round * (1 + at)) as u64, "add {round} to target {at}");
     }
@@ -271,7 +264,7 @@ async fn batch_goes_to_one_peer(mode: &str) {
         (Node::new(&setup.a, mode), Node::new(&setup.b, mode), Node::new(&setup.b, mode));
     let initiator = DcInitiator::builder(&here.pd, &here.queue).max_send_wr(8).build().unwrap();
     let peers = [&there, &other].map(|node| initiator.peer(&node.target.address()).unwrap());
-    // The second finds no room and joins the line.
+    // The second batch exceeds the free slots and is queued.
     let batches: Vec<_> = [(&peers[0], &there, 1_u8), (&peers[1], &other, 2)]
         .into_iter()
         .map(|(peer, node, seed)| {
@@ -287,9 +280,9 @@ async fn batch_goes_to_one_peer(mode: &str) {
     let mut full = Batch::new();
     full.write(here.buffer(b"x"), there.remote(1024, 1))
         .write(here.buffer(b"y"), there.remote(1024, 1));
-    // Unless somebody who polls has found the first ones done.
+    // A poll may already have completed the first batches.
     if let Ok(full) = initiator.to(&peers[0]).try_post_batch(full) {
-        assert!(within("batch with room", full).await.is_ok());
+        assert!(within("batch posted at once", full).await.is_ok());
     }
     drop(peers);
     for (batch, (node, seed)) in batches.into_iter().zip([(&there, 1_u8), (&other, 2)]) {
@@ -307,8 +300,8 @@ async fn batch_goes_to_one_peer(mode: &str) {
 }
 
 #[test]
-fn number_of_a_target_is_there_from_rtr_on() {
-    let Some(setup) = setup("number_of_a_target_is_there_from_rtr_on") else { return };
+fn target_has_a_number_from_rtr_on() {
+    let Some(setup) = setup("target_has_a_number_from_rtr_on") else { return };
     let (port, gid) = setup.a.default_path().unwrap();
     let pd = setup.a.protection_domain().unwrap();
     let cq = Cq::new(&setup.a, 16, None, 1).unwrap();
@@ -344,7 +337,6 @@ fn number_of_a_target_is_there_from_rtr_on() {
     let (number, attr) = (dct.number().unwrap(), dct.query().unwrap().1);
     assert!((2..Qpn::MAX.0).contains(&number.0), "{number}");
     assert_eq!((attr.path_mtu, attr.access), (Some(Mtu::Mtu1024), Some(Access::REMOTE_WRITE)));
-    // It goes no further, and keeps its number.
     for to in [QpState::Rts, QpState::Err, QpState::Reset] {
         assert!(dct.modify(&QpAttr::to_state(to)).is_err(), "{to:?}");
     }
@@ -354,8 +346,8 @@ fn number_of_a_target_is_there_from_rtr_on() {
 }
 
 #[test]
-fn addresses_that_do_not_fit_are_refused() {
-    let Some(setup) = setup("addresses_that_do_not_fit_are_refused") else { return };
+fn mismatched_dc_addresses_are_refused() {
+    let Some(setup) = setup("mismatched_dc_addresses_are_refused") else { return };
     let (here, there) = (Node::new(&setup.a, "event"), Node::new(&setup.b, "event"));
     let initiator = DcInitiator::new(&here.pd, &here.queue).unwrap();
     let good = there.target.address();
@@ -365,15 +357,14 @@ fn addresses_that_do_not_fit_are_refused() {
         _ => LinkLayer::Ethernet,
     };
     for (bad, named) in [
-        (DcAddress { link_layer: other, ..good }, "link layer"),
-        (DcAddress { mtu: Mtu::Mtu256, ..good }, "path MTU"),
+        (DcAddress { link_layer: other, ..good }, "link layers"),
+        (DcAddress { mtu: Mtu::Mtu256, ..good }, "path MTUs"),
     ] {
         match initiator.peer(&bad) {
             Err(SetupError::Mismatch { what, .. }) => assert!(what.starts_with(named), "{what}"),
             refused => panic!("{named}: {refused:?}"),
         }
     }
-    // One that sends no more than that may.
     let small = DcInitiator::builder(&here.pd, &here.queue).mtu(Mtu::Mtu256).build().unwrap();
     small.peer(&DcAddress { mtu: Mtu::Mtu256, ..good }).unwrap();
     let nowhere = DcInitiator::builder(&here.pd, &here.queue).source(PortNum(1), 255).build();
@@ -385,9 +376,9 @@ fn addresses_that_do_not_fit_are_refused() {
 }
 
 #[test]
-fn peer_of_another_domain_is_refused_and_nothing_sent() {
+fn peer_of_another_domain_is_refused() {
     run(1, "foreign", async {
-        let Some(setup) = setup("peer_of_another_domain_is_refused_and_nothing_sent") else {
+        let Some(setup) = setup("peer_of_another_domain_is_refused") else {
             return;
         };
         let (here, there, other) = (
@@ -416,15 +407,15 @@ fn peer_of_another_domain_is_refused_and_nothing_sent() {
                 .all(|part| foreign(part.unwrap_err()))
         );
         assert_eq!((initiators[0].counters().posted, state(&initiators[0])), (0, QpState::Rts));
-        // In its own domain it is good for all.
         let second = DcInitiator::new(&other.pd, &other.queue).unwrap();
         for initiator in [&initiators[1], &second] {
-            works(&other, initiator, &peer, &there, 3).await;
+            assert_works(&other, initiator, &peer, &there, 3).await;
         }
     });
 }
 
-/// What is wrong about the peer that `wrong` makes of a good address fails, with all behind it; a repair brings the rest back.
+/// Checks that work for the address from `wrong` fails, that later work is flushed, and that a
+/// repair succeeds.
 async fn fails_and_is_repaired(
     test: &str,
     statuses: &[WcStatus],
@@ -435,7 +426,7 @@ async fn fails_and_is_repaired(
     let (initiator, bystander) = (impatient(&here), impatient(&here));
     let good = initiator.peer(&there.target.address()).unwrap();
     let bad = initiator.peer(&wrong(&there)).unwrap();
-    works(&here, &initiator, &good, &there, 1).await;
+    assert_works(&here, &initiator, &good, &there, 1).await;
 
     let before =
         within("before", initiator.to(&good).write(here.buffer(b"before"), there.remote(200, 6)));
@@ -449,31 +440,30 @@ async fn fails_and_is_repaired(
     assert_eq!(flushed.status(), Some(WcStatus::WR_FLUSH_ERR));
     assert_eq!((there.bytes(300, 7), there.bytes(400, 6)), (vec![0; 7], vec![0; 6]));
 
-    // In the error state all fails, and nobody else notices.
+    // The error state affects this initiator only.
     assert_eq!(state(&initiator), QpState::Err);
     let late = within("late", initiator.to(&good).write(here.buffer(b"late"), there.remote(0, 4)))
         .await
         .unwrap_err();
     assert_eq!(late.status(), Some(WcStatus::WR_FLUSH_ERR));
-    works(&here, &bystander, &good, &there, 2).await;
+    assert_works(&here, &bystander, &good, &there, 2).await;
     assert!(!bystander.repair().unwrap());
 
     assert!(initiator.repair().unwrap());
-    assert!(!initiator.repair().unwrap(), "it is repaired already");
+    assert!(!initiator.repair().unwrap(), "the initiator works already");
     assert_eq!(state(&initiator), QpState::Rts);
-    works(&here, &initiator, &good, &there, 4).await;
-    // As often as it takes.
+    assert_works(&here, &initiator, &good, &there, 4).await;
     for seed in 5..8 {
         within("failing", initiator.to(&bad).write(here.buffer(b"x"), there.remote(0, 1)))
             .await
             .unwrap_err();
         assert!(initiator.repair().unwrap());
-        works(&here, &initiator, &good, &there, seed).await;
+        assert_works(&here, &initiator, &good, &there, seed).await;
     }
     assert_eq!(there.target.query().unwrap().0, QpState::Rtr);
 }
 
-/// What devices make of a target that does not answer, or not to this key.
+/// The statuses that devices report for a missing target or another key.
 const NO_ANSWER: [WcStatus; 4] = [
     WcStatus::RETRY_EXC_ERR,
     WcStatus::REM_INV_REQ_ERR,
@@ -503,9 +493,8 @@ fn unknown_target_fails_and_the_initiator_is_repaired() {
             "unknown_target_fails_and_the_initiator_is_repaired",
             &NO_ANSWER,
             |there| {
-                // The number of one that was there.
-                let gone = DcTarget::new(&there.pd, &there.srq).unwrap();
-                gone.address()
+                let dropped = DcTarget::new(&there.pd, &there.srq).unwrap();
+                dropped.address()
             },
         )
         .await;
@@ -513,16 +502,16 @@ fn unknown_target_fails_and_the_initiator_is_repaired() {
 }
 
 #[test]
-fn target_refuses_what_it_does_not_allow() {
+fn target_refuses_operations_it_does_not_allow() {
     run(1, "access", async {
         let refused = [WcStatus::REM_ACCESS_ERR, WcStatus::REM_INV_REQ_ERR];
-        fails_and_is_repaired("target_refuses_what_it_does_not_allow", &refused, |there| {
+        fails_and_is_repaired("target_refuses_operations_it_does_not_allow", &refused, |there| {
             let reads = DcTarget::builder(&there.pd, &there.srq)
                 .access(Access::REMOTE_READ)
                 .build()
                 .unwrap();
             let address = reads.address();
-            // Alive as long as the test.
+            // The target must outlive this closure.
             std::mem::forget(reads);
             address
         })
@@ -531,44 +520,46 @@ fn target_refuses_what_it_does_not_allow() {
 }
 
 #[test]
-fn memory_that_is_not_granted_is_the_initiators_error() {
+fn write_to_deregistered_memory_fails_the_initiator() {
     run(1, "key of memory", async {
-        let Some(setup) = setup("memory_that_is_not_granted_is_the_initiators_error") else {
+        let Some(setup) = setup("write_to_deregistered_memory_fails_the_initiator") else {
             return;
         };
         let (here, there) = (Node::new(&setup.a, "event"), Node::new(&setup.b, "event"));
         let initiator = impatient(&here);
         let peer = initiator.peer(&there.target.address()).unwrap();
-        let gone =
+        let region =
             ExposedRegion::new(&there.pd, HostMemory::zeroed(64).unwrap(), Access::REMOTE_ALL)
                 .unwrap();
-        let remote = gone.grant();
-        drop(gone);
+        let remote = region.grant();
+        drop(region);
         let error = within("write", initiator.to(&peer).write(here.buffer(b"x"), remote))
             .await
             .unwrap_err();
         assert_eq!(error.status(), Some(WcStatus::REM_ACCESS_ERR));
         assert!(initiator.repair().unwrap());
-        works(&here, &initiator, &peer, &there, 1).await;
+        assert_works(&here, &initiator, &peer, &there, 1).await;
     });
 }
 
 #[test]
-fn target_is_destroyed_under_load() {
+fn operations_end_when_the_target_is_destroyed_under_load() {
     run(3, "target gone", async {
-        let Some(setup) = setup("target_is_destroyed_under_load") else { return };
-        let (here, stays) = (Node::new(&setup.a, "event"), Node::new(&setup.b, "event"));
+        let Some(setup) = setup("operations_end_when_the_target_is_destroyed_under_load") else {
+            return;
+        };
+        let (here, kept) = (Node::new(&setup.a, "event"), Node::new(&setup.b, "event"));
         let initiator = impatient(&here);
-        let stable = initiator.peer(&stays.target.address()).unwrap();
+        let stable = initiator.peer(&kept.target.address()).unwrap();
         for round in 0..8_u8 {
-            let goes = Node::within(&stays.pd, &stays.queue);
-            let peer = initiator.peer(&goes.target.address()).unwrap();
-            let Node { target, srq, region, pool, .. } = goes;
+            let node = Node::within(&kept.pd, &kept.queue);
+            let peer = initiator.peer(&node.target.address()).unwrap();
+            let Node { target, srq, region, pool, .. } = node;
             let receives: Vec<_> = (0..8).map(|_| srq.recv(pool.try_alloc(64).unwrap())).collect();
             let remote = region.grant().slice(..64).unwrap();
             let bytes = pattern(64, round);
             let load: Vec<_> = (0..32)
-                .map(|turn| match turn % 8 {
+                .map(|number| match number % 8 {
                     0 => initiator.to(&peer).send(here.buffer(&bytes)),
                     _ => initiator.to(&peer).write(here.buffer(&bytes), remote),
                 })
@@ -577,8 +568,7 @@ fn target_is_destroyed_under_load() {
                 tokio::task::yield_now().await;
             }
             drop(target);
-            // Nobody writes there any more, whatever is still under way.
-            let memory: HostMemory = region.into_storage().expect("nothing uses it");
+            let memory: HostMemory = region.into_storage().expect("the region is unused");
             let (mut done, mut failed) = (0, 0);
             for operation in load {
                 match within("load", operation).await {
@@ -591,7 +581,7 @@ fn target_is_destroyed_under_load() {
             }
             assert_eq!(done + failed, 32);
             drop(memory);
-            // Those that no message has found end with the shared queue.
+            // Receives without a message fail when the shared queue is dropped.
             drop(srq);
             for receive in receives {
                 match within("receive", receive).await {
@@ -599,21 +589,20 @@ fn target_is_destroyed_under_load() {
                     Err(error) => assert!(matches!(error.kind(), OpErrorKind::Closed), "{error}"),
                 }
             }
-            assert_eq!(pool.available(), 64, "all buffers are back");
-            // Sooner or later it finds out.
+            assert_eq!(pool.available(), 64, "all buffers are returned");
             let late = initiator.to(&peer).write_inline(b"x", remote.slice(..1).unwrap());
-            within("late", late).await.expect_err("nobody is there");
+            within("late", late).await.expect_err("the target is destroyed");
             assert!(initiator.repair().unwrap());
-            works(&here, &initiator, &stable, &stays, round).await;
+            assert_works(&here, &initiator, &stable, &kept, round).await;
             assert_eq!(here.pool.available(), 64);
         }
     });
 }
 
 #[test]
-fn message_without_a_receive_waits_or_fails_as_asked() {
+fn message_without_a_receive_waits_or_fails_as_configured() {
     run(1, "no receive", async {
-        let Some(setup) = setup("message_without_a_receive_waits_or_fails_as_asked") else {
+        let Some(setup) = setup("message_without_a_receive_waits_or_fails_as_configured") else {
             return;
         };
         let (here, there) = (Node::new(&setup.a, "event"), Node::new(&setup.b, "event"));
@@ -622,66 +611,66 @@ fn message_without_a_receive_waits_or_fails_as_asked() {
         let error = within("send", hasty.to(&peer).send(here.buffer(b"early"))).await.unwrap_err();
         assert_eq!(error.status(), Some(WcStatus::RNR_RETRY_EXC_ERR));
         assert!(hasty.repair().unwrap());
-        works(&here, &hasty, &peer, &there, 1).await;
+        assert_works(&here, &hasty, &peer, &there, 1).await;
 
-        // For ever unless asked otherwise.
         let patient = DcInitiator::new(&here.pd, &here.queue).unwrap();
         let mut send = patient.to(&peer).send(here.buffer(b"in time"));
         tokio::time::sleep(std::time::Duration::from_millis(20)).await;
         assert!(poll(&mut send).is_pending());
-        // It holds up nobody but those behind it.
-        works(&here, &hasty, &peer, &there, 2).await;
+        assert_works(&here, &hasty, &peer, &there, 2).await;
         let receive = there.srq.recv(there.pool.try_alloc(64).unwrap());
         within("send", send).await.unwrap();
         assert_eq!(&within("receive", receive).await.unwrap().buffer[..], b"in time");
     });
 }
 
-/// Work that nobody answers, and more in line behind it, ends by a reset and gives its buffers back.
+// The work includes operations whose futures are dropped.
 #[test]
-fn reset_ends_what_is_in_flight_and_in_line() {
+fn reset_fails_work_in_flight_and_queued() {
     run(1, "reset", async {
-        let Some(setup) = setup("reset_ends_what_is_in_flight_and_in_line") else { return };
+        let Some(setup) = setup("reset_fails_work_in_flight_and_queued") else { return };
         let (here, there) = (Node::new(&setup.a, "event"), Node::new(&setup.b, "event"));
         let initiator = DcInitiator::builder(&here.pd, &here.queue).max_send_wr(8).build().unwrap();
         let peer = initiator.peer(&there.target.address()).unwrap();
         for round in 0..4_u8 {
-            // There is no receive, and never will be.
             let mut work = vec![initiator.to(&peer).send(here.buffer(b"stuck"))];
             work.extend((0..20).map(|_| {
                 initiator.to(&peer).write(here.buffer(&[0xbb; 8]), there.remote(8192, 8))
             }));
-            // Some of them nobody waits for.
             let abandoned = work.split_off(11);
             assert!(poll(&mut work[0]).is_pending());
             drop(abandoned);
             assert!(initiator.counters().waiting > 0);
             initiator.reset().unwrap();
             assert_eq!((initiator.counters().in_flight, initiator.counters().waiting), (0, 0));
-            assert_eq!(here.pool.available(), 64 - work.len(), "abandoned buffers are back");
+            assert_eq!(
+                here.pool.available(),
+                64 - work.len(),
+                "buffers of dropped operations are returned"
+            );
             for operation in work {
                 let error = within("stuck", operation).await.unwrap_err();
-                let ended = matches!(error.kind(), OpErrorKind::Closed)
+                let expected = matches!(error.kind(), OpErrorKind::Closed)
                     || error.status() == Some(WcStatus::WR_FLUSH_ERR);
-                assert!(ended, "{error}");
+                assert!(expected, "{error}");
             }
             assert_eq!((here.pool.available(), there.bytes(8192, 8)), (64, vec![0; 8]));
-            works(&here, &initiator, &peer, &there, round).await;
+            assert_works(&here, &initiator, &peer, &there, round).await;
         }
     });
 }
 
 #[test]
-fn initiators_and_targets_go_in_any_order() {
+fn initiators_and_targets_drop_in_any_order() {
     run(1, "order", async {
-        let Some(setup) = setup("initiators_and_targets_go_in_any_order") else { return };
+        let Some(setup) = setup("initiators_and_targets_drop_in_any_order") else { return };
         for order in 0..6 {
             let (here, there) = (Node::new(&setup.a, "event"), Node::new(&setup.b, "event"));
             let initiator = DcInitiator::new(&here.pd, &here.queue).unwrap();
             let peer = initiator.peer(&there.target.address()).unwrap();
-            works(&here, &initiator, &peer, &there, order).await;
+            assert_works(&here, &initiator, &peer, &there, order).await;
             let Node { target, srq, region, pool, queue, pd } = there;
-            // In flight, and stuck: nothing is posted to receive it.
+            // Stays in flight, because no receive is posted.
             let stuck = initiator.to(&peer).send(here.buffer(b"stuck"));
             let receive = |srq: &SharedReceiveQueue| srq.recv(pool.try_alloc(64).unwrap());
             match order {
@@ -700,14 +689,14 @@ fn initiators_and_targets_go_in_any_order() {
                     let (first, second) = (receive(&srq), receive(&srq));
                     drop(srq);
                     drop(target);
-                    // The message may have reached the target's socket before its initiator was dropped.
+                    // The message may have reached the target before its initiator was dropped.
                     match within("first receive", first).await {
                         Ok(received) => assert_eq!(&received.buffer[..], b"stuck"),
                         Err(error) => assert_eq!(error.kind(), OpErrorKind::Closed, "{error}"),
                     }
                     let error = within("second receive", second)
                         .await
-                        .expect_err("the message arrives once");
+                        .expect_err("the message is delivered once");
                     assert_eq!(error.kind(), OpErrorKind::Closed, "{error}");
                 }
                 3 => {
@@ -725,7 +714,7 @@ fn initiators_and_targets_go_in_any_order() {
                 }
                 _ => drop((pd, queue, srq, initiator, target)),
             }
-            // Done, or ended with its initiator.
+            // In order 4 a receive was posted; otherwise the send fails with its initiator.
             match within("stuck", stuck).await {
                 Ok(_) => assert_eq!(order, 4),
                 Err(error) => assert!(
@@ -739,7 +728,6 @@ fn initiators_and_targets_go_in_any_order() {
     });
 }
 
-/// Each address has a word of its own, to which somebody adds once.
 #[test]
 fn ten_thousand_addresses_through_eight_initiators() {
     const ADDRESSES: usize = 10_000;

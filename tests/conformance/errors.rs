@@ -1,4 +1,4 @@
-//! Every way that work can fail on a connection: status at the requester, status at the responder, events.
+//! Failures of work on a connection: status at the requester, status at the responder, events.
 
 use tokio_rdma::Access;
 use tokio_rdma::types::{
@@ -9,17 +9,14 @@ use tokio_rdma::types::{
 use tokio_rdma::verbs::PostError;
 
 use crate::common::raw::{End, Options, connected, outcome, settle};
-use crate::common::{Memory, events, is_made_up, rxe};
+use crate::common::{Memory, events, rxe, skip_on_emulated_device};
 
-/// What the far end of a failed request sees.
 enum Responder {
-    /// Its receive number 100 ends with this status.
     Receive(rxe::Status),
-    /// An event.
     Event(fn(Qpn) -> AsyncEvent),
 }
 
-/// Keeps the memory that a case uses until the check is over.
+/// The memory of a case, kept until its check is over.
 #[derive(Default)]
 struct Kept(Vec<Memory>, Vec<tokio_rdma::ProtectionDomain>);
 
@@ -30,11 +27,9 @@ impl Kept {
     }
 
     fn sge(&mut self, end: &End, len: usize) -> Sge {
-        // There is no registration of nothing.
         self.memory(end, len.max(1), Access::REMOTE_ALL).sge(0, len)
     }
 
-    /// Memory of another protection domain of the same device.
     fn foreign(&mut self, end: &End, len: usize) -> &Memory {
         let pd = end.device.protection_domain().unwrap();
         self.0.push(Memory::new(&pd, len));
@@ -43,8 +38,8 @@ impl Kept {
     }
 }
 
-/// Runs a case that ends the connection at both ends: work before it is done, it fails as said, work behind it is
-/// flushed at both ends in the order of posting. The case posts send 1 and, if it needs one, receive 100.
+/// Runs a case that posts send 1, and receive 100 if needed, and fails both ends. Earlier work is
+/// done, later work is flushed in posting order.
 fn fails_at_both_ends(
     options: &Options,
     requester: impl Into<rxe::Status>,
@@ -53,7 +48,6 @@ fn fails_at_both_ends(
 ) {
     let (a, b, setup) = connected(options);
     let mut kept = Kept::default();
-    // Done before: no failure behind it changes that.
     b.recv(99, &[]).unwrap();
     a.send(0, SendOp::Send, &[]).unwrap();
     assert_eq!(outcome(&a.sent(1)), [(0, WcStatus::SUCCESS)]);
@@ -66,7 +60,7 @@ fn fails_at_both_ends(
     assert_eq!(outcome(&first), [(1, requester.into().on(&a.device))]);
     assert_eq!(first[0].qpn, a.qp.qpn());
     assert_eq!((a.state(), b.state()), (QpState::Err, QpState::Err));
-    // Posted to a queue pair in the error state: taken and flushed, also if not signalled.
+    // The error state accepts and flushes work, signalled or not.
     a.send_with(2, SendOp::Send, SendFlags::empty(), Data::Sges(&[])).unwrap();
     a.send(3, SendOp::Send, &[]).unwrap();
     a.recv_late(4, &[]).unwrap();
@@ -93,17 +87,17 @@ fn fails_at_both_ends(
 }
 
 #[test]
-fn send_longer_than_the_receive_is_a_length_error_there_and_an_invalid_request_here() {
+fn send_longer_than_the_receive_fails_both_ends() {
     let responder = || Responder::Receive(rxe::TOO_LONG_THERE);
-    // One packet, the first of many, the last of many.
-    for (room, len) in [(16, 17), (0, 1), (16, 5000), (4999, 5000), (1024, 1025)] {
+    // The excess is in a single packet, or in the first or last of several.
+    for (capacity, len) in [(16, 17), (0, 1), (16, 5000), (4999, 5000), (1024, 1025)] {
         for op in [SendOp::Send, SendOp::SendWithImm(Imm(1))] {
             fails_at_both_ends(
                 &Options::default(),
                 rxe::TOO_LONG_HERE,
                 responder(),
                 |a, b, kept| {
-                    b.recv(100, &[kept.sge(b, room)]).unwrap();
+                    b.recv(100, &[kept.sge(b, capacity)]).unwrap();
                     a.send(1, op, &[kept.sge(a, len)]).unwrap();
                 },
             );
@@ -112,15 +106,14 @@ fn send_longer_than_the_receive_is_a_length_error_there_and_an_invalid_request_h
 }
 
 #[test]
-fn receive_into_memory_that_is_not_covered_is_a_protection_error_there() {
+fn receive_into_uncovered_memory_is_a_protection_error() {
     let cases: [fn(&End, &mut Kept) -> Vec<Sge>; 6] = [
         |b, kept| vec![Sge { lkey: Lkey(kept.sge(b, 16).lkey.0 ^ 0x10), ..kept.sge(b, 16) }],
         |b, kept| vec![Sge { lkey: Lkey(0), ..kept.sge(b, 16) }],
-        // Past the end, and before the start.
+        // Past the end; before the start.
         |b, kept| vec![kept.memory(b, 16, Access::empty()).sge(1, 16)],
         |b, kept| vec![Sge { addr: kept.sge(b, 16).addr - 1, ..kept.0[0].sge(0, 16) }],
         |b, kept| vec![kept.foreign(b, 16).sge(0, 16)],
-        // The second element of two.
         |b, kept| vec![kept.sge(b, 8), kept.foreign(b, 8).sge(0, 8)],
     ];
     for case in cases {
@@ -134,7 +127,7 @@ fn receive_into_memory_that_is_not_covered_is_a_protection_error_there() {
 }
 
 #[test]
-fn receive_whose_registration_has_ended_is_a_protection_error_there() {
+fn receive_into_deregistered_memory_is_a_protection_error() {
     let responder = Responder::Receive(rxe::RECEIVE_NOT_COVERED);
     fails_at_both_ends(&Options::default(), WcStatus::REM_OP_ERR, responder, |a, b, kept| {
         let memory = b.memory(16);
@@ -144,16 +137,16 @@ fn receive_whose_registration_has_ended_is_a_protection_error_there() {
     });
 }
 
-/// Remote memory that does not allow what is asked.
+/// Remote memory that does not permit the request.
 const FORBIDDEN: [fn(&End, &mut Kept, Access) -> RemoteAddr; 10] = [
-    // Key unknown, zero, of a registration that has ended.
+    // Keys: unknown, zero, of deregistered memory.
     |b, kept, _| RemoteAddr {
         rkey: Rkey(kept.memory(b, 64, Access::REMOTE_ALL).remote(0).rkey.0 ^ 4),
         ..kept.0[0].remote(0)
     },
     |b, kept, _| RemoteAddr { rkey: Rkey(0), ..kept.memory(b, 64, Access::REMOTE_ALL).remote(0) },
     |b, _, _| b.memory(64).remote(0),
-    // Past the end, across it, before the start, wrapping around, at zero.
+    // Ranges: past the end, across it, before the start, wrapping, at zero.
     |b, kept, _| kept.memory(b, 64, Access::REMOTE_ALL).remote(64),
     |b, kept, _| kept.memory(b, 60, Access::REMOTE_ALL).remote(56),
     |b, kept, _| RemoteAddr {
@@ -165,14 +158,12 @@ const FORBIDDEN: [fn(&End, &mut Kept, Access) -> RemoteAddr; 10] = [
         ..kept.memory(b, 64, Access::REMOTE_ALL).remote(0)
     },
     |b, kept, _| RemoteAddr { addr: 0, ..kept.memory(b, 64, Access::REMOTE_ALL).remote(0) },
-    // Everything allowed but this.
     |b, kept, needed| kept.memory(b, 64, Access::REMOTE_ALL.difference(needed)).remote(0),
-    // Another protection domain.
     |b, kept, _| kept.foreign(b, 64).remote(0),
 ];
 
 #[test]
-fn write_to_memory_that_does_not_allow_it_is_a_remote_access_error_here_and_an_event_there() {
+fn forbidden_write_is_a_remote_access_error() {
     for forbidden in FORBIDDEN {
         let responder = Responder::Event(AsyncEvent::QpAccessError);
         fails_at_both_ends(
@@ -188,7 +179,7 @@ fn write_to_memory_that_does_not_allow_it_is_a_remote_access_error_here_and_an_e
 }
 
 #[test]
-fn read_of_memory_that_does_not_allow_it_is_a_remote_access_error_here_and_an_event_there() {
+fn forbidden_read_is_a_remote_access_error() {
     for forbidden in FORBIDDEN {
         let responder = Responder::Event(AsyncEvent::QpAccessError);
         fails_at_both_ends(
@@ -204,7 +195,7 @@ fn read_of_memory_that_does_not_allow_it_is_a_remote_access_error_here_and_an_ev
 }
 
 #[test]
-fn atomic_on_memory_that_does_not_allow_it_is_a_remote_access_error_here_and_an_event_there() {
+fn forbidden_atomic_is_a_remote_access_error() {
     let ops: [fn(RemoteAddr) -> SendOp; 2] = [
         |remote| SendOp::FetchAdd { remote, add: 1 },
         |remote| SendOp::CompareSwap { remote, compare: 0, swap: 1 },
@@ -227,7 +218,7 @@ fn atomic_on_memory_that_does_not_allow_it_is_a_remote_access_error_here_and_an_
 }
 
 #[test]
-fn write_with_imm_to_forbidden_memory_fails_the_receive_it_took() {
+fn forbidden_write_with_imm_fails_its_receive() {
     for forbidden in FORBIDDEN {
         let responder = Responder::Receive(rxe::RECEIVE_OF_FORBIDDEN_WRITE);
         fails_at_both_ends(
@@ -244,7 +235,7 @@ fn write_with_imm_to_forbidden_memory_fails_the_receive_it_took() {
 }
 
 #[test]
-fn long_write_that_leaves_its_memory_changes_nothing() {
+fn long_write_past_the_region_changes_nothing() {
     let responder = Responder::Event(AsyncEvent::QpAccessError);
     fails_at_both_ends(&Options::default(), WcStatus::REM_ACCESS_ERR, responder, |a, b, kept| {
         kept.0.push(Memory::patterned(&a.pd, 5001, 1));
@@ -257,7 +248,7 @@ fn long_write_that_leaves_its_memory_changes_nothing() {
 }
 
 #[test]
-fn queue_pair_without_the_right_makes_the_request_invalid() {
+fn request_without_queue_pair_access_is_invalid() {
     type Op = fn(RemoteAddr) -> SendOp;
     let ops: [(Access, Op); 4] = [
         (Access::REMOTE_WRITE, SendOp::Write),
@@ -276,8 +267,8 @@ fn queue_pair_without_the_right_makes_the_request_invalid() {
     }
 }
 
-/// True if the device's library refuses a malformed atomic while it is posted, where others let it fail.
-fn refused_at_once(case: impl Fn(&End, &End, &mut Kept) -> Result<(), PostError>) -> bool {
+/// Returns whether posting a malformed atomic fails, as on SoftRoCE.
+fn is_refused_by_post(case: impl Fn(&End, &End, &mut Kept) -> Result<(), PostError>) -> bool {
     let (a, b, setup) = connected(&Options::default());
     if !setup.known(&rxe::ATOMICS_REFUSED) {
         return false;
@@ -290,7 +281,7 @@ fn refused_at_once(case: impl Fn(&End, &End, &mut Kept) -> Result<(), PostError>
 }
 
 #[test]
-fn atomic_off_its_boundary_is_an_invalid_request() {
+fn misaligned_atomic_is_an_invalid_request() {
     for offset in [1, 4, 7] {
         for atomic in [
             |remote| SendOp::FetchAdd { remote, add: 1 },
@@ -300,7 +291,7 @@ fn atomic_off_its_boundary_is_an_invalid_request() {
                 let remote = kept.memory(b, 64, Access::REMOTE_ALL).remote(offset);
                 a.send(1, atomic(remote), &[kept.sge(a, 8)])
             };
-            if refused_at_once(post) {
+            if is_refused_by_post(post) {
                 continue;
             }
             let responder = Responder::Event(AsyncEvent::QpRequestError);
@@ -317,7 +308,7 @@ fn atomic_off_its_boundary_is_an_invalid_request() {
 }
 
 #[test]
-fn read_at_a_responder_that_serves_none_is_an_invalid_request() {
+fn read_at_a_responder_without_read_resources_is_invalid() {
     let options = Options { dest_rd_atomic: 0, ..Options::default() };
     for atomic in [false, true] {
         let responder = Responder::Event(AsyncEvent::QpRequestError);
@@ -330,8 +321,8 @@ fn read_at_a_responder_that_serves_none_is_an_invalid_request() {
     }
 }
 
-/// Runs a case that fails before anything of it is sent: the far end does not notice.
-fn fails_here(
+/// Runs a case that fails before anything is sent, so the responder does not notice.
+fn fails_locally(
     options: &Options,
     status: impl Into<rxe::Status>,
     case: impl Fn(&End, &End, &mut Kept),
@@ -344,7 +335,7 @@ fn fails_here(
     a.recv(50, &[]).unwrap();
     a.send(0, SendOp::Write(remote), &[good]).unwrap();
     case(&a, &b, &mut kept);
-    // Behind the failure, posted perhaps before it is noticed and perhaps after.
+    // Posted before or after the device detects the failure.
     a.send(2, SendOp::Write(remote), &[good]).unwrap();
     assert_eq!(
         outcome(&a.sent(3)),
@@ -357,13 +348,12 @@ fn fails_here(
 }
 
 #[test]
-fn local_memory_that_is_not_covered_is_a_protection_error_here() {
+fn uncovered_local_memory_is_a_protection_error() {
     type Bad = fn(&End, &mut Kept) -> Sge;
     let no_key: [Bad; 4] = [
         |a, kept| Sge { lkey: Lkey(kept.sge(a, 16).lkey.0 ^ 0x10), ..kept.sge(a, 16) },
         |a, kept| Sge { lkey: Lkey(0), ..kept.sge(a, 16) },
         |a, kept| kept.foreign(a, 16).sge(0, 16),
-        // Ended.
         |a, _| a.memory(16).sge(0, 16),
     ];
     let beyond: [Bad; 2] = [
@@ -387,7 +377,7 @@ fn local_memory_that_is_not_covered_is_a_protection_error_here() {
         ];
         for op in ops {
             let reads_back = op(RemoteAddr::default()).reads_back();
-            fails_here(
+            fails_locally(
                 &Options::default(),
                 if reads_back { protection } else { sending },
                 |a, b, kept| {
@@ -400,7 +390,6 @@ fn local_memory_that_is_not_covered_is_a_protection_error_here() {
                     if reads_back && rxe::known(&a.device, &rxe::ATOMIC_FIRST) {
                         return;
                     }
-                    // An atomic that failed here was not done there.
                     assert_eq!(
                         kept.0
                             .iter()
@@ -415,14 +404,14 @@ fn local_memory_that_is_not_covered_is_a_protection_error_here() {
 }
 
 #[test]
-fn atomic_result_of_less_than_a_word_is_a_length_error_here() {
+fn short_atomic_result_is_a_length_error() {
     for len in [0, 4, 7] {
         let post = |a: &End, b: &End, kept: &mut Kept| {
             let remote = kept.memory(b, 16, Access::REMOTE_ALL).remote(0);
             a.send(1, SendOp::FetchAdd { remote, add: 1 }, &[Sge { length: len, ..kept.sge(a, 8) }])
         };
-        if !refused_at_once(post) {
-            fails_here(&Options::default(), rxe::NO_ROOM_FOR_RESULT, |a, b, kept| {
+        if !is_refused_by_post(post) {
+            fails_locally(&Options::default(), rxe::SHORT_ATOMIC_RESULT, |a, b, kept| {
                 post(a, b, kept).unwrap()
             });
         }
@@ -430,21 +419,21 @@ fn atomic_result_of_less_than_a_word_is_a_length_error_here() {
 }
 
 #[test]
-fn message_beyond_the_largest_is_a_length_error_here() {
-    if is_made_up(
-        "message_beyond_the_largest_is_a_length_error_here",
-        "an element of 2^31 bytes is none to libmlx5",
+fn message_over_the_size_limit_is_a_length_error() {
+    if skip_on_emulated_device(
+        "message_over_the_size_limit_is_a_length_error",
+        "libmlx5 treats an element of 2^31 bytes as empty",
     ) {
         return;
     }
-    fails_here(&Options::default(), rxe::BEYOND_LARGEST, |a, _, kept| {
+    fails_locally(&Options::default(), rxe::BEYOND_LARGEST, |a, _, kept| {
         let sge = Sge { length: 1 << 31, ..kept.sge(a, 8) };
         a.send(1, SendOp::Send, &[sge, sge, sge]).unwrap();
     });
 }
 
 #[test]
-fn read_with_no_read_of_its_own_allowed_fails_here() {
+fn read_without_requester_read_resources_fails_locally() {
     let options = Options { rd_atomic: 0, ..Options::default() };
     let (a, b, setup) = connected(&options);
     if setup.known(&rxe::READS_WAIT) {
@@ -457,14 +446,14 @@ fn read_with_no_read_of_its_own_allowed_fails_here() {
         assert_eq!(outcome(&a.sent(2)), [(1, WcStatus::WR_FLUSH_ERR), (2, WcStatus::WR_FLUSH_ERR)]);
         return;
     }
-    fails_here(&options, WcStatus::LOC_QP_OP_ERR, |a, b, kept| {
+    fails_locally(&options, WcStatus::LOC_QP_OP_ERR, |a, b, kept| {
         let remote = kept.memory(b, 16, Access::REMOTE_ALL).remote(0);
         a.send(1, SendOp::Read(remote), &[kept.sge(a, 16)]).unwrap();
     });
 }
 
 #[test]
-fn no_receive_for_too_long_is_an_error_here_and_nothing_there() {
+fn missing_receive_fails_only_the_requester() {
     for rnr_retry in [0, 1, 6] {
         for with_imm in [false, true] {
             let (a, b, setup) = connected(&Options { rnr_retry, ..Options::default() });
@@ -479,8 +468,7 @@ fn no_receive_for_too_long_is_an_error_here_and_nothing_there() {
                 [(1, WcStatus::RNR_RETRY_EXC_ERR), (2, WcStatus::WR_FLUSH_ERR)]
             );
             assert_eq!((a.state(), b.state()), (QpState::Err, QpState::Rts));
-            assert_eq!(to.all(), [0; 8], "nothing is written before the receive is there");
-            // The responder goes on as if nothing had happened.
+            assert_eq!(to.all(), [0; 8], "nothing is written without a receive");
             b.recv(5, &[to.sge(0, 8)]).unwrap();
             assert_eq!(outcome(&b.received(0)), []);
             assert_eq!((events(&setup.a), events(&setup.b)), (vec![], vec![]));
@@ -489,12 +477,12 @@ fn no_receive_for_too_long_is_an_error_here_and_nothing_there() {
 }
 
 #[test]
-fn late_receive_is_waited_for_for_ever_with_seven_retries() {
+fn seven_rnr_retries_wait_without_limit() {
     let (a, b, _setup) = connected(&Options { rnr_retry: 7, ..Options::default() });
     let (from, to) = (Memory::patterned(&a.pd, 5000, 3), b.memory(5000));
     a.send(1, SendOp::Send, &[from.sge(0, 5000)]).unwrap();
     a.send(2, SendOp::WriteWithImm(to.remote(0), Imm(7)), &[from.sge(0, 8)]).unwrap();
-    // Far more retries than seven, of 0.01 ms each.
+    // Time for far more than seven retries of 0.01 ms.
     let start = std::time::Instant::now();
     while start.elapsed() < std::time::Duration::from_millis(5) {
         assert_eq!(outcome(&a.sent(0)), []);
@@ -512,7 +500,7 @@ fn late_receive_is_waited_for_for_ever_with_seven_retries() {
 }
 
 #[test]
-fn peer_that_is_gone_exceeds_the_retries() {
+fn destroyed_peer_exceeds_the_retries() {
     let options = Options { retry_count: 2, timeout: 4, ..Options::default() };
     let ops: [fn(RemoteAddr) -> SendOp; 4] = [
         |_| SendOp::Send,
@@ -538,7 +526,7 @@ fn peer_that_is_gone_exceeds_the_retries() {
 }
 
 #[test]
-fn peer_that_does_not_listen_exceeds_the_retries() {
+fn peer_in_reset_or_error_exceeds_the_retries() {
     let options = Options { retry_count: 1, timeout: 4, ..Options::default() };
     for state in [QpState::Reset, QpState::Err] {
         let (a, b, _setup) = connected(&options);
@@ -550,24 +538,24 @@ fn peer_that_does_not_listen_exceeds_the_retries() {
 }
 
 #[test]
-fn invalidation_of_a_key_that_cannot_be_fails_the_receive() {
+fn invalidation_of_a_region_key_fails_the_receive() {
     let (a, b, _setup) = connected(&Options { retry_count: 1, timeout: 4, ..Options::default() });
     let to = b.memory(8);
     b.recv(5, &[to.sge(0, 8)]).unwrap();
     b.recv(6, &[to.sge(0, 8)]).unwrap();
-    // An ordinary registration is not the peer's to invalidate.
+    // Peers may invalidate windows, but not regions.
     a.send(1, SendOp::SendWithInvalidate(to.remote(0).rkey), &[]).unwrap();
     assert_eq!(
         outcome(&b.received(2)),
         [(5, WcStatus::REM_INV_REQ_ERR), (6, WcStatus::WR_FLUSH_ERR)]
     );
     assert_eq!(b.state(), QpState::Err);
-    // Class J: there is no negative acknowledgement.
+    // A class J error has no negative acknowledgement.
     assert_eq!(outcome(&a.sent(1)), [(1, rxe::INVALIDATION_HERE.on(&a.device))]);
 }
 
 #[test]
-fn unsignalled_work_is_silent_before_a_failure_and_reported_in_it_and_behind_it() {
+fn unsignalled_work_completes_only_if_it_fails() {
     let (a, b, _setup) = connected(&Options::default());
     let (from, to) = (a.memory(8), b.memory(8));
     let sges = [from.sge(0, 8)];
@@ -601,7 +589,7 @@ fn unsignalled_work_is_silent_before_a_failure_and_reported_in_it_and_behind_it(
 }
 
 #[test]
-fn malformed_posts_are_refused_where_they_stand() {
+fn malformed_work_request_stops_its_list() {
     let (a, b, setup) = connected(&Options::default());
     let (from, to) = (a.memory(4096), b.memory(4096));
     let caps = a.qp.caps();
@@ -620,14 +608,13 @@ fn malformed_posts_are_refused_where_they_stand() {
         wr(2, SendOp::Send, Data::Sges(&elements)),
         wr(2, SendOp::Send, Data::Inline(&long)),
         wr(2, write, Data::Inline(&long)),
-        // There is nothing to copy of an operation that brings data back.
         wr(2, SendOp::Read(to.remote(0)), Data::Inline(&[1])),
     ];
     for (at, bad) in bad.into_iter().enumerate() {
         let refused = a
             .post(&[wr(1, write, Data::Sges(&good)), bad, wr(3, write, Data::Sges(&good))])
             .unwrap_err();
-        // `ibv_wr_complete(3)` of a device that posts that way takes all or nothing, and has an errno of its own.
+        // `ibv_wr_complete(3)` accepts a whole list or nothing, and returns other errnos.
         let all_or_nothing = !setup.is_software() && refused.error.verb == "ibv_wr_complete";
         let posted = usize::from(!all_or_nothing);
         if !all_or_nothing {
@@ -638,14 +625,13 @@ fn malformed_posts_are_refused_where_they_stand() {
             );
         }
         assert_eq!(refused.posted, posted, "case {at}");
-        // What stood before it was posted, what stood behind it was not; the queue pair works on.
+        // Work before the malformed request is posted, work after it is not.
         assert_eq!(outcome(&a.sent(posted)), vec![(1, WcStatus::SUCCESS); posted]);
         assert_eq!(a.state(), QpState::Rts);
     }
     let refused =
         b.recv(1, &vec![to.sge(0, 1); b.qp.caps().max_recv_sge as usize + 1]).unwrap_err();
     assert_eq!((refused.posted, refused.error.verb, refused.error.errno), (0, "ibv_post_recv", 22));
-    // The most that is allowed is taken.
     b.recv(2, &vec![to.sge(0, 8); b.qp.caps().max_recv_sge as usize]).unwrap();
     a.send_with(4, SendOp::Send, SendFlags::SIGNALED, Data::Inline(&long[1..])).unwrap();
     if long.len() - 1 <= 8 * b.qp.caps().max_recv_sge as usize {
@@ -656,11 +642,10 @@ fn malformed_posts_are_refused_where_they_stand() {
 }
 
 #[test]
-fn unreliable_connection_drops_in_silence_what_it_cannot_serve() {
+fn unreliable_connection_drops_invalid_requests_silently() {
     let (a, b, _setup) = connected(&Options::of(Transport::Uc));
     let (from, to) = (Memory::patterned(&a.pd, 5000, 2), b.memory(5000));
     let bad = RemoteAddr { addr: to.remote(0).addr, rkey: Rkey(0) };
-    // No receive; a key that is not one.
     a.send(1, SendOp::Send, &[from.sge(0, 8)]).unwrap();
     a.send(2, SendOp::Write(bad), &[from.sge(0, 8)]).unwrap();
     a.send(3, SendOp::Write(bad), &[from.sge(0, 5000)]).unwrap();
@@ -674,7 +659,6 @@ fn unreliable_connection_drops_in_silence_what_it_cannot_serve() {
     assert_eq!(outcome(&a.sent(4)), sent);
     settle(&a.device, &b.device);
     assert_eq!(to.all(), vec![0; 5000]);
-    // What comes after is served.
     b.recv(7, &[to.sge(0, 5000)]).unwrap();
     a.send(5, SendOp::Send, &[from.sge(0, 5000)]).unwrap();
     assert_eq!(outcome(&a.sent(1)), [(5, WcStatus::SUCCESS)]);
@@ -682,7 +666,6 @@ fn unreliable_connection_drops_in_silence_what_it_cannot_serve() {
     assert_eq!((outcome(&received), received[0].byte_len), (vec![(7, WcStatus::SUCCESS)], 5000));
     assert_eq!(to.all(), from.all());
     assert_eq!((a.state(), b.state()), (QpState::Rts, QpState::Rts));
-    // What does not exist is refused while posting.
     for op in [
         SendOp::Read(to.remote(0)),
         SendOp::FetchAdd { remote: to.remote(0), add: 1 },
@@ -694,7 +677,7 @@ fn unreliable_connection_drops_in_silence_what_it_cannot_serve() {
 }
 
 #[test]
-fn queue_pairs_that_hold_nothing_refuse_everything() {
+fn zero_capacity_queue_pair_refuses_posts() {
     let caps =
         QpCaps { max_send_wr: 0, max_recv_wr: 0, max_send_sge: 0, max_recv_sge: 0, max_inline: 0 };
     let (a, _b, setup) = connected(&Options { caps, ..Options::default() });

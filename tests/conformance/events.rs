@@ -1,4 +1,4 @@
-//! A device that fails, ports that go down and come up.
+//! Failures of devices and completion queues, and ports that go down and up.
 
 use futures::StreamExt;
 use tokio_rdma::types::{
@@ -10,10 +10,10 @@ use crate::common::pair::{Pair, Shape};
 use crate::common::raw::{End, Options, connect, outcome};
 use crate::common::{Setup, events, in_every_mode, run, within};
 
-in_every_mode! { device_that_is_lost_ends_every_operation }
+in_every_mode! { lost_device_fails_every_operation }
 
-async fn device_that_is_lost_ends_every_operation(mode: &str) {
-    let Some((setup, control, _other)) = Setup::controlled("device_that_is_lost") else { return };
+async fn lost_device_fails_every_operation(mode: &str) {
+    let Some((setup, control, _other)) = Setup::controlled("lost_device") else { return };
     let shape = Shape {
         options: tokio_rdma::op::ConnectOptions {
             timeout: tokio_rdma::types::AckTimeout::from_code(5),
@@ -24,23 +24,23 @@ async fn device_that_is_lost_ends_every_operation(mode: &str) {
         ..Shape::new(Transport::Rc, mode)
     };
     let Pair { a, b, setup } = Pair::shaped(setup, &shape);
-    // In flight for want of a receive, in line for want of room, and receives in both conditions.
-    let sends: Vec<_> = (0..8).map(|_| a.qp.send(a.room(8))).collect();
-    let receives: Vec<_> = (0..8).map(|_| a.qp.recv(a.room(8))).collect();
+    // Four of each are in flight and four are queued.
+    let sends: Vec<_> = (0..8).map(|_| a.qp.send(a.blank(8))).collect();
+    let receives: Vec<_> = (0..8).map(|_| a.qp.recv(a.blank(8))).collect();
     let waiting = tokio::spawn(async move {
-        let mut ended = Vec::new();
+        let mut results = Vec::new();
         for send in sends {
-            ended.push(send.await.map(drop).unwrap_err().kind());
+            results.push(send.await.map(drop).unwrap_err().kind());
         }
         for receive in receives {
-            ended.push(receive.await.map(drop).unwrap_err().kind());
+            results.push(receive.await.map(drop).unwrap_err().kind());
         }
-        ended
+        results
     });
     tokio::task::yield_now().await;
     control.kill();
     for kind in within("operations on a lost device", waiting).await.unwrap() {
-        // Its timers may run out between the end of its link and that of its queue pairs.
+        // A retry timer may expire between the failure of the link and of the queue pairs.
         let known = matches!(kind.status(), Some(WcStatus::WR_FLUSH_ERR | WcStatus::RETRY_EXC_ERR))
             || matches!(
                 kind,
@@ -50,53 +50,50 @@ async fn device_that_is_lost_ends_every_operation(mode: &str) {
     }
     assert_eq!(setup.a.next_event().unwrap(), Some(AsyncEvent::DeviceFatal));
     assert_eq!(setup.a.next_event().unwrap_err().errno, 19);
-    assert!(within("a late send", a.qp.send(a.room(8))).await.is_err());
-    // Every verb says so.
+    assert!(within("a late send", a.qp.send(a.blank(8))).await.is_err());
     assert_eq!(setup.a.protection_domain().unwrap_err().errno, 5);
     assert_eq!(setup.a.port(PortNum(1)).unwrap_err().errno, 5);
     assert!(a.qp.modify(&tokio_rdma::types::QpAttr::to_state(QpState::Reset)).is_err());
-    // The peer hears nothing and finds out by itself.
-    let error = within("the peer", b.qp.send(b.room(8))).await.unwrap_err();
+    let error = within("the peer", b.qp.send(b.blank(8))).await.unwrap_err();
     assert_eq!(error.status(), Some(WcStatus::RETRY_EXC_ERR));
     within("close", a.qp.close()).await;
-    assert_eq!(a.pool.available(), a.pool.total(), "no buffer is lost");
+    assert_eq!(a.pool.available(), a.pool.total(), "buffers are lost");
 }
 
-in_every_mode! { device_that_says_that_it_is_lost_and_no_more_ends_every_operation }
+in_every_mode! { device_fatal_event_alone_fails_every_operation }
 
-/// As an adapter that is pulled out: no completion, no error of a poll, an event and nothing else.
-async fn device_that_says_that_it_is_lost_and_no_more_ends_every_operation(mode: &str) {
-    let Some((setup, control, _other)) = Setup::controlled("device_that_says_that_it_is_lost")
-    else {
+/// Simulates a pulled-out adapter: an event, but neither completions nor errors of polls.
+async fn device_fatal_event_alone_fails_every_operation(mode: &str) {
+    let Some((setup, control, _other)) = Setup::controlled("device_fatal_event_alone") else {
         return;
     };
-    // It never gives up by itself.
-    let forever =
+    // Timeout 0 is no timeout, so sends never fail by themselves.
+    let without_timeout =
         tokio_rdma::op::ConnectOptions { timeout: AckTimeout::from_code(0), ..Default::default() };
     let Pair { a, b, setup } =
-        Pair::shaped(setup, &Shape { options: forever, ..Shape::new(Transport::Rc, mode) });
+        Pair::shaped(setup, &Shape { options: without_timeout, ..Shape::new(Transport::Rc, mode) });
     let srq = SharedReceiveQueue::new(&a.pd, &a.queue, 4, 1).unwrap();
     control.set_port(false);
-    let sends: Vec<_> = (0..3).map(|_| tokio::spawn(a.qp.send(a.room(8)))).collect();
-    let receives = [a.qp.recv(a.room(8)), srq.recv(a.room(8))].map(tokio::spawn);
-    let (later, shared) = (a.qp.recv(a.room(8)), srq.recv(a.room(8)));
-    drop(a.qp.recv(a.room(8)));
+    let sends: Vec<_> = (0..3).map(|_| tokio::spawn(a.qp.send(a.blank(8)))).collect();
+    let receives = [a.qp.recv(a.blank(8)), srq.recv(a.blank(8))].map(tokio::spawn);
+    let (later, shared) = (a.qp.recv(a.blank(8)), srq.recv(a.blank(8)));
+    drop(a.qp.recv(a.blank(8)));
     tokio::task::yield_now().await;
     let mut stream = setup.a.events().unwrap();
     assert_eq!(within("port", stream.next()).await, Some(Ok(AsyncEvent::PortError(PortNum(1)))));
     control.announce(AsyncEvent::DeviceFatal);
-    let mut ended = Vec::new();
+    let mut results = Vec::new();
     for send in sends {
-        ended.push(within("a send", send).await.unwrap().unwrap_err().kind());
+        results.push(within("a send", send).await.unwrap().unwrap_err().kind());
     }
     for receive in receives {
-        ended.push(within("a receive", receive).await.unwrap().unwrap_err().kind());
+        results.push(within("a receive", receive).await.unwrap().unwrap_err().kind());
     }
-    ended.push(within("a later receive", later).await.unwrap_err().kind());
-    ended.push(within("a later shared receive", shared).await.unwrap_err().kind());
-    for kind in ended {
+    results.push(within("a later receive", later).await.unwrap_err().kind());
+    results.push(within("a later shared receive", shared).await.unwrap_err().kind());
+    for kind in results {
         let known = matches!(kind, OpErrorKind::CompletionQueue(error) if error.errno == 5)
-            // Its queue pair is flushed by this device, which is not gone at all.
+            // This device still works, so it flushes the queue pair.
             || kind.status() == Some(WcStatus::WR_FLUSH_ERR);
         assert!(known, "{mode}: {kind:?}");
     }
@@ -104,40 +101,43 @@ async fn device_that_says_that_it_is_lost_and_no_more_ends_every_operation(mode:
     assert_eq!(
         within("the event", stream.next()).await,
         Some(Ok(AsyncEvent::DeviceFatal)),
-        "it is the user's too"
+        "the user's stream receives the event too"
     );
-    assert!(within("a late send", a.qp.send(a.room(8))).await.is_err());
+    assert!(within("a late send", a.qp.send(a.blank(8))).await.is_err());
     assert!(a.queue.failure().is_some());
     drop(b);
 }
 
-in_every_mode! { queue_that_an_event_calls_dead_ends_its_operations_and_no_others }
+in_every_mode! { cq_error_event_fails_only_its_queue }
 
-async fn queue_that_an_event_calls_dead_ends_its_operations_and_no_others(mode: &str) {
-    let Some((setup, control, _other)) = Setup::controlled("queue_that_an_event_calls_dead") else {
+async fn cq_error_event_fails_only_its_queue(mode: &str) {
+    let Some((setup, control, _other)) = Setup::controlled("cq_error_event") else {
         return;
     };
     let Pair { a, b, setup } = Pair::shaped(setup, &Shape::new(Transport::Rc, mode));
     let bystander = CompletionQueue::new(&setup.a, crate::common::mode(mode)).unwrap();
     let qp = QueuePair::builder(&a.pd, &bystander).build().unwrap();
     qp.connect(&qp.endpoint()).unwrap();
-    let (dead, alive) = (tokio::spawn(a.qp.recv(a.room(8))), tokio::spawn(qp.recv(a.room(8))));
+    let (failed, working) =
+        (tokio::spawn(a.qp.recv(a.blank(8))), tokio::spawn(qp.recv(a.blank(8))));
     tokio::task::yield_now().await;
     control.announce(AsyncEvent::CqError { cq: a.queue.id() });
-    let kind = within("on the dead queue", dead).await.unwrap().unwrap_err().kind();
+    let kind = within("on the failed queue", failed).await.unwrap().unwrap_err().kind();
     let known = matches!(kind, OpErrorKind::CompletionQueue(error) if error.errno == 5)
         || kind.status() == Some(WcStatus::WR_FLUSH_ERR);
     assert!(known, "{mode}: {kind:?}");
-    within("on another queue", qp.send(a.room(5))).await.unwrap();
-    assert_eq!(within("on another queue", alive).await.unwrap().unwrap().len, 5);
+    within("on another queue", qp.send(a.blank(5))).await.unwrap();
+    assert_eq!(within("on another queue", working).await.unwrap().unwrap().len, 5);
     assert_eq!(setup.a.next_event().unwrap(), Some(AsyncEvent::CqError { cq: a.queue.id() }));
     drop(b);
 }
 
 #[test]
-fn stream_hears_of_events_that_somebody_else_has_read() {
+fn stream_receives_events_that_other_code_has_read() {
     run(1, "backlog", async {
-        let Some((setup, control, _other)) = Setup::controlled("stream_hears") else { return };
+        let Some((setup, control, _other)) = Setup::controlled("stream_receives_events") else {
+            return;
+        };
         let mut stream = setup.a.events().unwrap();
         let mut second = setup.a.events().unwrap();
         let pd = setup.a.protection_domain().unwrap();
@@ -148,7 +148,7 @@ fn stream_hears_of_events_that_somebody_else_has_read() {
         let qpn = qp.endpoint().qpn;
         let waits = tokio::spawn(async move { stream.next().await });
         tokio::task::yield_now().await;
-        // The end of the queue pair reads this one, and what came before it.
+        // Closing the queue pair reads this event and the last-WQE event.
         control.set_port(false);
         within("close", qp.close()).await;
         assert_eq!(
@@ -159,25 +159,29 @@ fn stream_hears_of_events_that_somebody_else_has_read() {
             within("second", second.next()).await,
             Some(Ok(AsyncEvent::LastWqeReached(qpn)))
         );
-        assert_eq!(events(&setup.a), [], "each is given once");
+        assert_eq!(events(&setup.a), [], "each event is delivered once");
     });
 }
 
 #[test]
-fn events_that_nobody_takes_do_not_fill_the_memory() {
-    let Some((setup, control, _other)) = Setup::controlled("events_that_nobody_takes") else {
+fn unread_events_are_bounded() {
+    let Some((setup, control, _other)) = Setup::controlled("unread_events") else {
         return;
     };
     for up in [false, true].into_iter().cycle().take(5000) {
         control.set_port(up);
     }
-    let kept = events(&setup.a);
-    assert_eq!(kept.len(), 4096);
-    assert_eq!(kept.last(), Some(&AsyncEvent::PortActive(PortNum(1))), "the latest");
+    let unread = events(&setup.a);
+    assert_eq!(unread.len(), 4096);
+    assert_eq!(
+        unread.last(),
+        Some(&AsyncEvent::PortActive(PortNum(1))),
+        "the newest events are kept"
+    );
 }
 
 #[test]
-fn event_stream_gives_each_event_once_and_ends_with_the_device() {
+fn event_stream_yields_each_event_once_and_ends_with_the_device() {
     run(1, "event stream", async {
         let Some((setup, control, _other)) = Setup::controlled("event_stream") else { return };
         let mut stream = setup.a.events().unwrap();
@@ -195,13 +199,13 @@ fn event_stream_gives_each_event_once_and_ends_with_the_device() {
         assert_eq!(fatal, Some(Ok(AsyncEvent::DeviceFatal)));
         assert_eq!(within("the end", stream.next()).await, None);
         assert_eq!(within("after the end", stream.next()).await, None);
-        assert_eq!(events(&setup.b), [], "the other device is another");
+        assert_eq!(events(&setup.b), [], "events of one device do not reach the other");
     });
 }
 
 #[test]
-fn port_that_is_down_for_a_while_delays_reliable_work() {
-    let Some((setup, _control, other)) = Setup::controlled("port_that_is_down") else { return };
+fn port_outage_delays_reliable_work() {
+    let Some((setup, _control, other)) = Setup::controlled("port_outage") else { return };
     let options = Options { timeout: 10, ..Options::default() };
     let (a, b) = (End::new(&setup.a, &options), End::new(&setup.b, &options));
     connect(&a, &b, &options);
@@ -239,7 +243,7 @@ fn port_that_stays_down_exceeds_the_retries() {
 }
 
 #[test]
-fn every_opening_of_a_device_hears_of_its_port_and_its_end() {
+fn every_handle_of_a_device_receives_its_events() {
     let network = crate::common::network();
     let open = || Device::software_in(&network, "x").unwrap();
     let (first, second) = (open(), open());
@@ -251,18 +255,18 @@ fn every_opening_of_a_device_hears_of_its_port_and_its_end() {
         assert_eq!(device.next_event().unwrap(), Some(AsyncEvent::DeviceFatal));
         assert_eq!(device.next_event().unwrap_err().errno, 19);
     }
-    assert!(Device::software_in(&network, "x").is_err(), "still open, so still the dead one");
+    assert!(Device::software_in(&network, "x").is_err(), "the failed device is still open");
     drop((first, second, control));
     assert!(Device::software_in(&network, "x").is_ok());
 }
 
 #[test]
-fn shared_receives_end_with_their_device() {
-    for (mode, draws) in
+fn shared_receives_fail_with_their_device() {
+    for (mode, attached) in
         crate::common::MODES.into_iter().flat_map(|mode| [(mode, false), (mode, true)])
     {
         run(1, mode, async {
-            let Some((setup, control, _other)) = Setup::controlled("shared_receives_end") else {
+            let Some((setup, control, _other)) = Setup::controlled("shared_receives_fail") else {
                 return;
             };
             let pd = setup.a.protection_domain().unwrap();
@@ -270,31 +274,31 @@ fn shared_receives_end_with_their_device() {
                 tokio_rdma::CompletionQueue::new(&setup.a, crate::common::mode(mode)).unwrap();
             let srq = tokio_rdma::SharedReceiveQueue::new(&pd, &queue, 4, 1).unwrap();
             let builder = || tokio_rdma::QueuePair::builder(&pd, &queue).shared_receive_queue(&srq);
-            let qp = draws.then(|| builder().build().unwrap());
+            let qp = attached.then(|| builder().build().unwrap());
             let pool = tokio_rdma::Pool::new(&pd, 64, 12).unwrap();
             let receive = || srq.recv(pool.try_alloc(8).unwrap());
-            // Posted and in line, waited for, abandoned, and looked at later.
+            // Posted and queued receives; some are awaited now, some later, some are dropped.
             let waiting: Vec<_> = (0..3).map(|_| tokio::spawn(receive())).collect();
             drop(receive());
             let later: Vec<_> = (0..4).map(|_| receive()).collect();
             drop(receive());
             tokio::task::yield_now().await;
             control.kill();
-            let mut ended = Vec::new();
+            let mut results = Vec::new();
             for receive in waiting {
-                ended.push(within("a shared receive", receive).await.unwrap());
+                results.push(within("a shared receive", receive).await.unwrap());
             }
             for receive in later {
-                ended.push(within("a shared receive", receive).await);
+                results.push(within("a shared receive", receive).await);
             }
-            for result in ended {
+            for result in results {
                 let kind = result.unwrap_err().kind();
                 assert!(
                     matches!(kind, OpErrorKind::CompletionQueue(error) if error.errno == 5),
                     "{mode}: {kind:?}"
                 );
             }
-            // Those of abandoned receives too, which the thread of a poller may still have in hand.
+            // A polling thread may be about to drop the buffers of dropped receives.
             crate::common::eventually("buffers", || (pool.available() == 12).then_some(()));
             let late = within("a late receive", receive()).await.unwrap_err();
             assert!(matches!(late.kind(), OpErrorKind::Closed), "{mode}: {:?}", late.kind());

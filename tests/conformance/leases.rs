@@ -1,4 +1,4 @@
-//! Leases: a peer let in and shut out, in order, in time, and whatever becomes of those who asked.
+//! Leases: grants, revocation, invalidation, queueing and cancellation.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,7 +12,7 @@ use crate::common::pair::{Pair, Shape, Side};
 use crate::common::{Setup, Wire, in_every_mode, run, rxe, skip, within};
 use crate::wire;
 
-/// Two connected ends whose device has windows.
+/// Returns two connected ends if their device has memory windows.
 fn pair(test: &str, mode: &str) -> Option<Pair> {
     shaped(test, &Shape::new(Transport::Rc, mode))
 }
@@ -26,7 +26,7 @@ fn shaped(test: &str, shape: &Shape<'_>) -> Option<Pair> {
     Some(pair)
 }
 
-/// A region that peers reach through leases only.
+/// Registers a region that peers access only through leases.
 fn closed(side: &Side, len: usize) -> ExposedRegion {
     ExposedRegion::new(&side.pd, HostMemory::zeroed(len).unwrap(), Access::MW_BIND).unwrap()
 }
@@ -37,13 +37,14 @@ fn bytes(region: &ExposedRegion) -> Vec<u8> {
     bytes
 }
 
-/// What whoever comes too late is told; if that is lost on the way, nobody is there any more who says it again.
+/// Returns whether `status` means that access was denied. A lost negative acknowledgement is not
+/// retransmitted, because the peer is then in the error state.
 fn is_refusal(status: Option<WcStatus>) -> bool {
     status == Some(WcStatus::REM_ACCESS_ERR)
         || wire() == Wire::Faults && status == Some(WcStatus::RETRY_EXC_ERR)
 }
 
-async fn is_shut_out(pair: &Pair, grant: RemoteRegion) {
+async fn assert_denied(pair: &Pair, grant: RemoteRegion) {
     let refused = within(
         "a refused write",
         pair.a.qp.write(pair.a.buffer(b"too late"), grant.slice(..8).unwrap()),
@@ -53,9 +54,9 @@ async fn is_shut_out(pair: &Pair, grant: RemoteRegion) {
     assert!(is_refusal(status), "{status:?}");
 }
 
-/// Waits until nobody but the caller has the region.
-async fn is_free(mut region: ExposedRegion) -> HostMemory {
-    within("a region that is let go", async {
+/// Waits until the caller has the only reference to the region.
+async fn wait_unused(mut region: ExposedRegion) -> HostMemory {
+    within("the release of the region", async {
         loop {
             match region.into_storage::<HostMemory>() {
                 Ok(storage) => return storage,
@@ -67,46 +68,45 @@ async fn is_free(mut region: ExposedRegion) -> HostMemory {
     .await
 }
 
-async fn lease_lets_the_peer_in_until_it_is_invalidated(mode: &str) {
-    let Some(pair) = pair("lease_lets_the_peer_in", mode) else { return };
+async fn lease_grants_access_until_invalidated(mode: &str) {
+    let Some(pair) = pair("lease_grants_access", mode) else { return };
     let Pair { a, b, .. } = &pair;
     let region = closed(b, 4096);
-    let mut family = None;
+    let mut window = None;
     let mut last = None;
     for round in 0..5_u8 {
-        let receive = a.qp.recv(a.room(RemoteRegion::ENCODED_LEN));
+        let receive = a.qp.recv(a.blank(RemoteRegion::ENCODED_LEN));
         let lease = b.qp.lease(&region, 1024..2048, Access::REMOTE_ALL).await.unwrap();
         let grant = lease.grant();
         assert_eq!(
             (grant.len(), grant.rkey(), lease.access()),
             (1024, lease.rkey(), Access::REMOTE_ALL)
         );
-        // One window serves all.
-        assert_eq!(*family.get_or_insert(grant.rkey().0 >> 8), grant.rkey().0 >> 8);
+        assert_eq!(*window.get_or_insert(grant.rkey().0 >> 8), grant.rkey().0 >> 8);
         b.qp.send(b.buffer(&grant.to_bytes())).await.unwrap();
-        let told = RemoteRegion::from_bytes(&receive.await.unwrap().buffer).unwrap();
-        assert_eq!(told, grant);
+        let received = RemoteRegion::from_bytes(&receive.await.unwrap().buffer).unwrap();
+        assert_eq!(received, grant);
 
-        a.qp.write(a.buffer(&[round + 1; 1024]), told).await.unwrap();
+        a.qp.write(a.buffer(&[round + 1; 1024]), received).await.unwrap();
         let word = u64::from_ne_bytes([round + 1; 8]);
-        assert_eq!(a.qp.fetch_add(told.slice(8..16).unwrap(), 1).await.unwrap(), word);
-        let read = a.qp.read(a.room(16), told.slice(..16).unwrap()).await.unwrap();
+        assert_eq!(a.qp.fetch_add(received.slice(8..16).unwrap(), 1).await.unwrap(), word);
+        let read = a.qp.read(a.blank(16), received.slice(..16).unwrap()).await.unwrap();
         assert_eq!(
             (read[..8].to_vec(), region.load(1032).unwrap()),
             (vec![round + 1; 8], word + 1)
         );
         lease.invalidate().await.unwrap();
-        last = Some(told);
+        last = Some(received);
     }
     let before = bytes(&region);
-    is_shut_out(&pair, last.unwrap()).await;
+    assert_denied(&pair, last.unwrap()).await;
     assert_eq!(bytes(&region), before);
-    is_free(region).await;
+    wait_unused(region).await;
 }
 
-async fn lease_that_is_revoked_or_dropped_is_over_at_once(mode: &str) {
+async fn revoked_or_dropped_lease_ends_at_once(mode: &str) {
     for drops in [false, true] {
-        let Some(pair) = pair("lease_that_is_revoked", mode) else { return };
+        let Some(pair) = pair("revoked_lease", mode) else { return };
         let Pair { a, b, .. } = &pair;
         let region = closed(b, 64);
         let lease = b.qp.lease(&region, 0..64, Access::REMOTE_WRITE).await.unwrap();
@@ -118,33 +118,33 @@ async fn lease_that_is_revoked_or_dropped_is_over_at_once(mode: &str) {
         } else {
             lease.revoke()
         }
-        // Nobody waits for anything: the memory is free, and gone before the peer knocks.
+        // The memory is unused at once and is freed before the peer's next access.
         drop(region.into_storage::<HostMemory>().unwrap());
-        is_shut_out(&pair, grant).await;
+        assert_denied(&pair, grant).await;
     }
 }
 
-async fn peer_invalidates_and_the_connection_goes_on(mode: &str) {
-    let Some(pair) = pair("peer_invalidates", mode) else { return };
+async fn invalidation_by_the_peer_keeps_the_connection(mode: &str) {
+    let Some(pair) = pair("invalidation_by_the_peer", mode) else { return };
     let Pair { a, b, .. } = &pair;
     let region = closed(b, 64);
     for round in 0..10_u8 {
-        let receive = b.qp.recv(b.room(64));
+        let receive = b.qp.recv(b.blank(64));
         let lease =
             b.qp.lease(&region, 0..64, Access::REMOTE_WRITE | Access::REMOTE_READ).await.unwrap();
         let grant = lease.grant();
         let written = a.qp.write(a.buffer(&[round; 64]), grant);
-        let read = a.qp.read(a.room(64), grant);
+        let read = a.qp.read(a.blank(64), grant);
         let done = a.qp.fenced().send_with_invalidate(a.buffer(b"done"), grant);
         written.await.unwrap();
         assert_eq!(read.await.unwrap()[..], [round; 64]);
         done.await.unwrap();
         let received = receive.await.unwrap();
         assert_eq!(received.buffer[..], *b"done");
-        if !rxe::known(b.pd.device(), &rxe::INVALIDATION_UNSAID) {
+        if !rxe::known(b.pd.device(), &rxe::INVALIDATION_NOT_REPORTED) {
             assert_eq!(received.invalidated, Some(lease.rkey()));
         }
-        // One way or the other: neither asks the device to invalidate what is invalid.
+        // Neither may invalidate the window again.
         if round % 2 == 0 {
             drop(lease)
         } else {
@@ -152,15 +152,15 @@ async fn peer_invalidates_and_the_connection_goes_on(mode: &str) {
         }
         assert_eq!(bytes(&region), [round; 64]);
     }
-    let receive = b.qp.recv(b.room(8));
+    let receive = b.qp.recv(b.blank(8));
     a.qp.send(a.buffer(b"plain")).await.unwrap();
     assert_eq!(receive.await.unwrap().invalidated, None);
     assert_eq!((a.state(), b.state()), (QpState::Rts, QpState::Rts));
-    is_free(region).await;
+    wait_unused(region).await;
 }
 
-async fn lease_that_cannot_be_is_refused_and_the_connection_goes_on(mode: &str) {
-    let Some(pair) = pair("lease_that_cannot_be", mode) else { return };
+async fn invalid_lease_is_refused_and_keeps_the_connection(mode: &str) {
+    let Some(pair) = pair("invalid_lease", mode) else { return };
     let Pair { a, b, .. } = &pair;
     let region = closed(b, 64);
     let refused = |lease: Result<Lease, tokio_rdma::OpError<()>>| lease.unwrap_err().kind();
@@ -177,7 +177,7 @@ async fn lease_that_cannot_be_is_refused_and_the_connection_goes_on(mode: &str) 
     let lease = b.qp.lease(&region, 0..64, Access::REMOTE_WRITE).await.unwrap();
     a.qp.write(a.buffer(&[1; 64]), lease.grant()).await.unwrap();
 
-    let Some(datagrams) = shaped("lease_that_cannot_be", &Shape::new(Transport::Ud, mode)) else {
+    let Some(datagrams) = shaped("invalid_lease", &Shape::new(Transport::Ud, mode)) else {
         return;
     };
     let region = closed(&datagrams.b, 64);
@@ -187,19 +187,19 @@ async fn lease_that_cannot_be_is_refused_and_the_connection_goes_on(mode: &str) 
     assert!(matches!(send.unwrap_err().kind(), OpErrorKind::Unsupported { .. }));
 }
 
-async fn leases_in_line_are_served_in_order_and_dropped_ones_let_go(mode: &str) {
+async fn queued_leases_are_granted_in_order_and_released_when_dropped(mode: &str) {
     let build = |builder: tokio_rdma::op::QueuePairBuilder| builder.max_send_wr(2);
     let Some(pair) =
-        shaped("leases_in_line", &Shape { build: &build, ..Shape::new(Transport::Rc, mode) })
+        shaped("queued_leases", &Shape { build: &build, ..Shape::new(Transport::Rc, mode) })
     else {
         return;
     };
     let Pair { a, b, .. } = &pair;
-    if rxe::known(b.pd.device(), &rxe::LOCAL_WORK_AGAIN) {
+    if rxe::known(b.pd.device(), &rxe::LOCAL_WORK_REPEATED) {
         return;
     }
     let region = closed(b, 640);
-    // Finds no receive: what is behind it stays in flight, or in line.
+    // Finds no receive, so the work after it stays in flight or queued.
     let blocked = b.qp.send(b.buffer(b"blocked"));
     let mut leasing: Vec<_> = (0..10)
         .map(|at| Some(b.qp.lease(&region, at * 64..at * 64 + 64, Access::REMOTE_WRITE)))
@@ -207,25 +207,24 @@ async fn leases_in_line_are_served_in_order_and_dropped_ones_let_go(mode: &str) 
     for at in [0, 3, 9] {
         leasing[at] = None;
     }
-    let receive = a.qp.recv(a.room(16));
+    let receive = a.qp.recv(a.blank(16));
     blocked.await.unwrap();
     receive.await.unwrap();
     let mut leases = Vec::new();
     for leasing in leasing.into_iter().flatten() {
-        leases.push(within("a lease in line", leasing).await.unwrap());
+        leases.push(within("a queued lease", leasing).await.unwrap());
     }
     assert_eq!(leases.len(), 7);
     for lease in &leases {
         a.qp.write(a.buffer(&[5; 64]), lease.grant()).await.unwrap();
     }
-    // In flight together, awaited or not.
-    let ending: Vec<_> = leases.into_iter().map(Lease::invalidate).collect();
-    for (at, ending) in ending.into_iter().enumerate() {
+    let invalidations: Vec<_> = leases.into_iter().map(Lease::invalidate).collect();
+    for (at, invalidation) in invalidations.into_iter().enumerate() {
         if at % 2 == 0 {
-            within("an end", ending).await.unwrap();
+            within("an invalidation", invalidation).await.unwrap();
         }
     }
-    is_free(region).await;
+    wait_unused(region).await;
     assert_eq!((a.state(), b.state()), (QpState::Rts, QpState::Rts));
 }
 
@@ -257,47 +256,47 @@ async fn lease_ends_with_its_queue_pair(mode: &str) {
             );
         }
         drop((waiting, late, b.qp));
-        drop(is_free(region).await);
+        drop(wait_unused(region).await);
         drop((a, setup));
     }
 }
 
-/// The peer writes as fast as it can; once a lease is over, not a byte changes any more.
-async fn memory_is_left_alone_once_a_lease_is_over(mode: &str) {
+/// Checks that a peer's continuous WRITEs change no byte after the lease ends.
+async fn memory_is_unchanged_after_a_lease_ends(mode: &str) {
     const LEN: usize = 16384;
     let rounds = if wire() == Wire::Faults { 3 } else { 10 };
     for round in 0..rounds {
-        let Some(pair) = pair("memory_is_left_alone", mode) else { return };
+        let Some(pair) = pair("memory_is_unchanged", mode) else { return };
         if rxe::known(pair.b.pd.device(), &rxe::MESSAGE_OUTLIVES_WINDOW) {
             return;
         }
         let region = Arc::new(closed(&pair.b, LEN));
         let lease = pair.b.qp.lease(&region, 0..LEN, Access::REMOTE_WRITE).await.unwrap();
         let grant = lease.grant();
-        let under_way = Arc::new(AtomicBool::new(false));
+        let started = Arc::new(AtomicBool::new(false));
         let Pair { a, b, setup } = pair;
         let writer = tokio::spawn({
-            let under_way = under_way.clone();
+            let started = started.clone();
             async move {
                 loop {
                     let writes: Vec<_> =
                         (0..8).map(|_| a.qp.write(a.buffer(&[0xaa; LEN]), grant)).collect();
                     for write in writes {
                         match write.await {
-                            Ok(_) => under_way.store(true, Ordering::Release),
+                            Ok(_) => started.store(true, Ordering::Release),
                             Err(error) => {
                                 assert!(is_refusal(error.status()), "{error}");
                                 return a;
                             }
                         }
                     }
-                    // A task that finds all its work done does not wait; the owner has the same thread, perhaps.
+                    // The writes may not have to wait, and the owner may run on this thread.
                     tokio::task::yield_now().await;
                 }
             }
         });
         within("the writer", async {
-            while !under_way.load(Ordering::Acquire) {
+            while !started.load(Ordering::Acquire) {
                 tokio::task::yield_now().await;
             }
         })
@@ -308,29 +307,29 @@ async fn memory_is_left_alone_once_a_lease_is_over(mode: &str) {
             _ => lease.invalidate().await.unwrap(),
         }
         region.write(0, &[0x55; LEN]).unwrap();
-        let a = within("the writer's end", writer).await.unwrap();
+        let a = within("the writer's failure", writer).await.unwrap();
         assert_eq!(bytes(&region), [0x55; LEN], "round {round}");
         drop((a, b, setup));
     }
 }
 
 in_every_mode!(
-    lease_lets_the_peer_in_until_it_is_invalidated,
-    lease_that_is_revoked_or_dropped_is_over_at_once,
-    peer_invalidates_and_the_connection_goes_on,
-    lease_that_cannot_be_is_refused_and_the_connection_goes_on,
-    leases_in_line_are_served_in_order_and_dropped_ones_let_go,
+    lease_grants_access_until_invalidated,
+    revoked_or_dropped_lease_ends_at_once,
+    invalidation_by_the_peer_keeps_the_connection,
+    invalid_lease_is_refused_and_keeps_the_connection,
+    queued_leases_are_granted_in_order_and_released_when_dropped,
     lease_ends_with_its_queue_pair,
-    memory_is_left_alone_once_a_lease_is_over,
+    memory_is_unchanged_after_a_lease_ends,
 );
 
 #[test]
-fn lease_crosses_threads() {
-    run(2, "lease_crosses_threads", async {
-        let Some(pair) = pair("lease_crosses_threads", "event") else { return };
+fn lease_is_invalidated_by_another_task() {
+    run(2, "lease_is_invalidated_by_another_task", async {
+        let Some(pair) = pair("lease_is_invalidated_by_another_task", "event") else { return };
         let region = closed(&pair.b, 64);
         let lease = pair.b.qp.lease(&region, 0..64, Access::REMOTE_WRITE).await.unwrap();
         tokio::spawn(async move { lease.invalidate().await.unwrap() }).await.unwrap();
-        is_free(region).await;
+        wait_unused(region).await;
     });
 }

@@ -1,4 +1,4 @@
-//! Every object can be dropped in any order, from any thread, with work in flight; nothing is left behind.
+//! Objects are dropped in any order and on any thread, with work in flight, without leaks.
 
 use std::any::Any;
 use std::thread;
@@ -10,41 +10,40 @@ use tokio_rdma::{Batch, CompletionQueue, Device, QueuePair, SharedReceiveQueue};
 use crate::common::pair::{Pair, QKEY, Shape};
 use crate::common::{MODES, Memory, Setup, mode as mode_of, run};
 
-type Things = Vec<Box<dyn Any + Send>>;
+type Objects = Vec<Box<dyn Any + Send>>;
 
-/// Two ends with work in flight of every kind, as a heap of things.
-fn everything(setup: Setup, mode: &str, transport: Transport) -> Things {
+fn everything(setup: Setup, mode: &str, transport: Transport) -> Objects {
     let build = |builder: tokio_rdma::op::QueuePairBuilder| builder.max_send_wr(8).max_recv_wr(4);
     let Pair { a, b, setup } =
         Pair::shaped(setup, &Shape { build: &build, ..Shape::new(transport, mode) });
-    let mut things: Things = Vec::new();
+    let mut objects: Objects = Vec::new();
     let region = b.region(4096);
     let grant = region.grant();
     if transport == Transport::Ud {
         let route = a.route_to(&b);
         for _ in 0..3 {
-            things.push(Box::new(a.qp.send_to(a.room(8), &route, b.qp.qpn(), QKEY)));
+            objects.push(Box::new(a.qp.send_to(a.blank(8), &route, b.qp.qpn(), QKEY)));
         }
-        things.push(Box::new(route));
+        objects.push(Box::new(route));
     } else {
-        // The first finds no receive, so all behind it stays in flight or in line.
-        things.push(Box::new(a.qp.send(a.room(8))));
-        things.push(Box::new(a.qp.write(vec![a.room(8), a.room(8)], grant)));
-        things.push(Box::new(a.qp.read(a.room(64), grant)));
-        things.push(Box::new(a.qp.fetch_add(grant.slice(..8).unwrap(), 1)));
+        // The first send finds no receive, so the work after it stays in flight or queued.
+        objects.push(Box::new(a.qp.send(a.blank(8))));
+        objects.push(Box::new(a.qp.write(vec![a.blank(8), a.blank(8)], grant)));
+        objects.push(Box::new(a.qp.read(a.blank(64), grant)));
+        objects.push(Box::new(a.qp.fetch_add(grant.slice(..8).unwrap(), 1)));
         let mut batch = Batch::new();
         for _ in 0..6 {
-            batch.write(a.room(8), grant);
+            batch.write(a.blank(8), grant);
         }
-        things.push(Box::new(a.qp.post_batch(batch)));
-        drop(a.qp.send(a.room(8)));
+        objects.push(Box::new(a.qp.post_batch(batch)));
+        drop(a.qp.send(a.blank(8)));
     }
     for _ in 0..6 {
-        things.push(Box::new(a.qp.recv(a.room(8))));
+        objects.push(Box::new(a.qp.recv(a.blank(8))));
     }
     let srq = SharedReceiveQueue::new(&b.pd, &b.queue, 4, 1).unwrap();
     for _ in 0..6 {
-        things.push(Box::new(srq.recv(b.room(8))));
+        objects.push(Box::new(srq.recv(b.blank(8))));
     }
     let sharing = QueuePair::builder(&b.pd, &b.queue)
         .max_send_wr(4)
@@ -52,32 +51,32 @@ fn everything(setup: Setup, mode: &str, transport: Transport) -> Things {
         .build()
         .unwrap();
     let buffer = b.buffer(b"shared").freeze();
-    things.push(Box::new(buffer.clone()));
-    things.push(Box::new(bytes::Bytes::from(buffer)));
+    objects.push(Box::new(buffer.clone()));
+    objects.push(Box::new(bytes::Bytes::from(buffer)));
     let memory = Memory::new(&a.pd, 64);
-    things.push(Box::new(memory.0.slice(0..8).unwrap()));
-    things.push(Box::new(memory.0));
+    objects.push(Box::new(memory.0.slice(0..8).unwrap()));
+    objects.push(Box::new(memory.0));
     if transport != Transport::Ud && a.pd.device().attr().max_mw > 0 {
         let leased = Memory::with(&a.pd, 64, tokio_rdma::Access::MW_BIND);
         for _ in 0..4 {
-            things.push(Box::new(a.qp.lease(&leased.0, 0..64, tokio_rdma::Access::REMOTE_ALL)));
+            objects.push(Box::new(a.qp.lease(&leased.0, 0..64, tokio_rdma::Access::REMOTE_ALL)));
         }
         drop(a.qp.lease(&leased.0, 0..64, tokio_rdma::Access::REMOTE_ALL));
-        things.push(Box::new(leased.0));
+        objects.push(Box::new(leased.0));
     }
-    things.push(Box::new(region));
-    things.push(Box::new((sharing, a.qp.clone())));
-    things.push(Box::new(srq));
+    objects.push(Box::new(region));
+    objects.push(Box::new((sharing, a.qp.clone())));
+    objects.push(Box::new(srq));
     let (first, second) = (a, b);
     for side in [first, second] {
-        things.push(Box::new(side.qp));
-        things.push(Box::new(side.queue));
-        things.push(Box::new(side.pool));
-        things.push(Box::new(side.pd));
+        objects.push(Box::new(side.qp));
+        objects.push(Box::new(side.queue));
+        objects.push(Box::new(side.pool));
+        objects.push(Box::new(side.pd));
     }
-    things.push(Box::new(setup.a.clone()));
-    things.push(Box::new(setup));
-    things
+    objects.push(Box::new(setup.a.clone()));
+    objects.push(Box::new(setup));
+    objects
 }
 
 fn software() -> (Setup, Network) {
@@ -85,24 +84,23 @@ fn software() -> (Setup, Network) {
     (Setup::in_network(&network), network)
 }
 
-/// Nobody has the device open any more: all that was made of it is gone. The thread of a poller may be the last
-/// to look at a queue.
+/// Waits until the device is closed. A polling thread may hold the last reference.
 fn assert_nothing_left(network: &Network, what: &str) {
     crate::common::eventually(what, || network.control("both").is_none().then_some(()));
 }
 
 #[test]
-fn any_order_on_one_thread_leaves_nothing_behind() {
+fn objects_drop_in_any_order_on_one_thread() {
     for mode in MODES {
         for transport in [Transport::Rc, Transport::Uc, Transport::Ud] {
             for seed in 0..8 {
                 let what = format!("{mode}, {transport:?}, seed {seed}");
                 run(1, &what, async {
                     let (setup, network) = software();
-                    let mut things = everything(setup, mode, transport);
-                    fastrand::Rng::with_seed(seed).shuffle(&mut things);
-                    for thing in things {
-                        drop(thing);
+                    let mut objects = everything(setup, mode, transport);
+                    fastrand::Rng::with_seed(seed).shuffle(&mut objects);
+                    for object in objects {
+                        drop(object);
                         tokio::task::yield_now().await;
                     }
                     assert_nothing_left(&network, &what);
@@ -113,22 +111,22 @@ fn any_order_on_one_thread_leaves_nothing_behind() {
 }
 
 #[test]
-fn any_order_on_many_threads_leaves_nothing_behind() {
+fn objects_drop_in_any_order_on_many_threads() {
     for mode in MODES {
         for seed in 0..8 {
             let what = format!("{mode}, seed {seed}");
             let (setup, network) = software();
-            // The futures are made within a runtime and dropped outside of it.
-            let mut things = None;
-            run(2, &what, async { things = Some(everything(setup, mode, Transport::Rc)) });
-            let mut things = things.unwrap();
-            fastrand::Rng::with_seed(seed).shuffle(&mut things);
-            let mut hands: [Things; 4] = Default::default();
-            for (at, thing) in things.into_iter().enumerate() {
-                hands[at % 4].push(thing);
+            // Futures are created in a runtime and dropped outside of it.
+            let mut objects = None;
+            run(2, &what, async { objects = Some(everything(setup, mode, Transport::Rc)) });
+            let mut objects = objects.unwrap();
+            fastrand::Rng::with_seed(seed).shuffle(&mut objects);
+            let mut parts: [Objects; 4] = Default::default();
+            for (at, object) in objects.into_iter().enumerate() {
+                parts[at % 4].push(object);
             }
             let threads: Vec<_> =
-                hands.into_iter().map(|hand| thread::spawn(move || drop(hand))).collect();
+                parts.into_iter().map(|part| thread::spawn(move || drop(part))).collect();
             threads.into_iter().for_each(|thread| thread.join().unwrap());
             assert_nothing_left(&network, &what);
         }
@@ -136,26 +134,29 @@ fn any_order_on_many_threads_leaves_nothing_behind() {
 }
 
 #[test]
-fn device_killed_under_everything_lets_go_of_everything() {
+fn killed_device_releases_all_objects() {
     for mode in MODES {
         for seed in 0..4 {
             let what = format!("{mode}, seed {seed}");
             run(2, &what, async {
                 let (setup, network) = software();
-                let mut things = everything(setup, mode, Transport::Rc);
+                let mut objects = everything(setup, mode, Transport::Rc);
                 network.control("both").unwrap().kill();
-                fastrand::Rng::with_seed(seed).shuffle(&mut things);
-                drop(things);
+                fastrand::Rng::with_seed(seed).shuffle(&mut objects);
+                drop(objects);
                 tokio::task::yield_now().await;
                 assert_nothing_left(&network, &what);
-                assert!(Device::software_in(&network, "both").is_ok(), "and a new one can be made");
+                assert!(
+                    Device::software_in(&network, "both").is_ok(),
+                    "a new device can be created"
+                );
             });
         }
     }
 }
 
 #[test]
-fn queue_that_outlives_its_queue_pairs_has_its_room_back() {
+fn dropped_queue_pair_frees_completion_queue_entries() {
     let setup = Setup::new();
     let pd = setup.a.protection_domain().unwrap();
     let queue = CompletionQueue::builder(&setup.a)

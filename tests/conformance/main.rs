@@ -1,8 +1,8 @@
-//! The conformance suite: what a device and this crate on top of it must do, said once for every device.
+//! The conformance suite: required behaviour of a device and of this crate on top of it.
 //!
-//! It runs on the software device; with `TOKIO_RDMA_DEVICE` set it runs on that one. [`by_wire`] runs it on the other wires of
-//! the software device, with the pools of DC initiators (`pool`). The program also has the operations that are abandoned in
-//! every way (`cancel`) and shared receive queues and completion queues (`shared_queues`).
+//! It runs on the device that `TOKIO_RDMA_DEVICE` names; the default is the software device.
+//! [`by_wire`] repeats `suite` and `pool` (DC initiators) on the other wires of the software
+//! device. The program also contains `cancel` (abandoned operations) and `shared_queues`.
 
 #[path = "../common/mod.rs"]
 mod common;

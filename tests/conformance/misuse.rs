@@ -1,4 +1,4 @@
-//! Bad use of the crate: the right status or a typed error, the buffers back, and never a hang.
+//! Misuse of the crate gives a status or a typed error, returns the buffers, and never hangs.
 
 use std::net::IpAddr;
 
@@ -17,14 +17,14 @@ use crate::common::raw::Options;
 use crate::common::{Setup, in_every_mode, mode as mode_of, pattern, run, rxe, until, within};
 
 in_every_mode! {
-    more_work_than_the_queue_holds_waits_in_line,
-    region_dropped_in_flight_is_a_remote_access_error,
-    failures_bring_the_buffers_home,
-    dropped_queue_pair_ends_what_is_in_flight,
-    closed_queue_pair_ends_what_is_in_flight_and_answers_closed,
-    reset_under_operations_ends_them,
-    state_that_takes_no_sends_refuses_them,
-    short_receive_and_no_receive_have_their_statuses,
+    work_over_the_queue_capacity_waits,
+    dropped_remote_region_is_an_access_error,
+    failed_operations_return_their_buffers,
+    dropped_queue_pair_fails_pending_operations,
+    closed_queue_pair_fails_operations_with_closed,
+    reset_fails_pending_operations,
+    unconnected_queue_pair_refuses_sends,
+    short_and_missing_receives_have_their_statuses,
 }
 
 fn with_depth(mode: &str, depth: u32, options: ConnectOptions) -> Pair {
@@ -32,14 +32,14 @@ fn with_depth(mode: &str, depth: u32, options: ConnectOptions) -> Pair {
     Pair::shaped(Setup::new(), &Shape { build: &build, options, ..Shape::new(Transport::Rc, mode) })
 }
 
-async fn more_work_than_the_queue_holds_waits_in_line(mode: &str) {
+async fn work_over_the_queue_capacity_waits(mode: &str) {
     let Pair { a, b, .. } = with_depth(mode, 4, ConnectOptions::default());
     let sends: Vec<_> = (0..20_u8).map(|at| a.qp.send(a.buffer(&[at]))).collect();
     let counters = a.qp.send_counters();
     assert_eq!(
         (counters.in_flight, counters.waiting),
         (4, 16),
-        "no receive is posted, so none is done"
+        "without a receive, no send completes"
     );
     match a.qp.try_send(a.buffer(b"mine")) {
         Err(TryError::Full(buffer)) => assert_eq!(&buffer[..], b"mine"),
@@ -49,21 +49,21 @@ async fn more_work_than_the_queue_holds_waits_in_line(mode: &str) {
     let full = a.qp.try_write(a.buffer(b"mine"), region.grant()).unwrap_err();
     assert!(full.is_full());
     assert_eq!(&full.into_buffer()[..], b"mine");
-    assert!(a.qp.try_read(a.room(8), region.grant()).unwrap_err().is_full());
+    assert!(a.qp.try_read(a.blank(8), region.grant()).unwrap_err().is_full());
     assert!(a.qp.try_fetch_add(region.grant(), 1).unwrap_err().is_full());
     assert!(a.qp.try_compare_swap(region.grant(), 0, 1).unwrap_err().is_full());
 
-    let receives: Vec<_> = (0..20).map(|_| b.qp.recv(b.room(1))).collect();
+    let receives: Vec<_> = (0..20).map(|_| b.qp.recv(b.blank(1))).collect();
     let counters = b.qp.receive_counters();
     assert_eq!(counters.posted + counters.waiting as u64, 20);
-    // Both ends are awaited at once: a cooperative queue goes on only while somebody waits for it.
+    // Both ends are awaited at once: a cooperative queue makes progress only while it is awaited.
     let sends = tokio::spawn(async move {
         for (at, send) in sends.into_iter().enumerate() {
-            assert_eq!(within("a send in line", send).await.unwrap()[..], [at as u8]);
+            assert_eq!(within("a queued send", send).await.unwrap()[..], [at as u8]);
         }
     });
     for (at, receive) in receives.into_iter().enumerate() {
-        let received = within("a receive in line", receive).await.unwrap();
+        let received = within("a queued receive", receive).await.unwrap();
         assert_eq!(received.buffer[..], [at as u8], "first in, first out");
     }
     within("all sends", sends).await.unwrap();
@@ -72,27 +72,26 @@ async fn more_work_than_the_queue_holds_waits_in_line(mode: &str) {
         (counters.posted, counters.waiting, counters.waited, counters.failed),
         (20, 0, 16, 0)
     );
-    // There is room again.
-    let receive = b.qp.try_recv(b.room(1)).unwrap();
+    let receive = b.qp.try_recv(b.blank(1)).unwrap();
     a.qp.try_send(a.buffer(b"x")).unwrap().await.unwrap();
     assert_eq!(&receive.await.unwrap().buffer[..], b"x");
-    let receives: Vec<_> = (0..4).map(|_| b.qp.try_recv(b.room(1)).unwrap()).collect();
-    let full = b.qp.try_recv(b.room(7)).unwrap_err();
+    let receives: Vec<_> = (0..4).map(|_| b.qp.try_recv(b.blank(1)).unwrap()).collect();
+    let full = b.qp.try_recv(b.blank(7)).unwrap_err();
     assert_eq!((full.is_full(), full.into_buffer().len()), (true, 7));
     drop(receives);
 }
 
-async fn region_dropped_in_flight_is_a_remote_access_error(mode: &str) {
+async fn dropped_remote_region_is_an_access_error(mode: &str) {
     for remote_end in [true, false] {
         let Pair { a, b, .. } = Pair::new(Transport::Rc, mode);
         let region = b.region(64);
         let slice = a.region(64);
         let grant = region.grant();
-        // Held up by a message that finds no receive.
+        // Delayed by a message without a receive.
         let held = a.qp.send(());
         let write = a.qp.write(slice.slice(0..64).unwrap(), grant);
         let behind = a.qp.send(());
-        // A slice in flight keeps its own region; the peer's is the peer's to drop.
+        // An operation in flight holds its local region, but not the peer's.
         let kept = if remote_end {
             drop(region);
             slice
@@ -105,7 +104,6 @@ async fn region_dropped_in_flight_is_a_remote_access_error(mode: &str) {
         within("the receive", receive).await.unwrap();
         if remote_end {
             let error = within("the write", write).await;
-            // It may have overtaken the drop only if it was started before, which the message held up.
             let status = error.as_ref().map(drop).map_err(|error| error.status());
             assert_eq!(status, Err(Some(WcStatus::REM_ACCESS_ERR)));
             let flushed = within("behind it", behind).await.unwrap_err();
@@ -120,10 +118,10 @@ async fn region_dropped_in_flight_is_a_remote_access_error(mode: &str) {
     }
 }
 
-async fn failures_bring_the_buffers_home(mode: &str) {
+async fn failed_operations_return_their_buffers(mode: &str) {
     let Pair { a, b, .. } = Pair::new(Transport::Rc, mode);
     let bad = RemoteRegion::new(b.region(64).grant().addr(), 64, Rkey(0));
-    let receives = [a.qp.recv(a.room(3)), a.qp.recv(a.room(4))];
+    let receives = [a.qp.recv(a.blank(3)), a.qp.recv(a.blank(4))];
     let list = vec![a.buffer(b"a"), a.buffer(b"bc")];
     let failed = a.qp.write(list, bad);
     let flushed = a.qp.send(a.buffer(b"sent"));
@@ -141,8 +139,7 @@ async fn failures_bring_the_buffers_home(mode: &str) {
             (Some(WcStatus::WR_FLUSH_ERR), len)
         );
     }
-    // What is posted now is flushed at once.
-    let late = within("late", a.qp.read(a.room(8), bad)).await.unwrap_err();
+    let late = within("late", a.qp.read(a.blank(8), bad)).await.unwrap_err();
     assert_eq!(late.status(), Some(WcStatus::WR_FLUSH_ERR));
     assert_eq!(
         within("late", a.qp.fetch_add(bad.slice(..8).unwrap(), 1)).await.unwrap_err().status(),
@@ -153,15 +150,14 @@ async fn failures_bring_the_buffers_home(mode: &str) {
     assert_eq!((counters.failed, counters.flushed, counters.in_flight), (4, 3, 0));
 }
 
-fn ended(kind: OpErrorKind) -> bool {
+fn is_closed_or_flushed(kind: OpErrorKind) -> bool {
     kind == OpErrorKind::Closed || kind.status() == Some(WcStatus::WR_FLUSH_ERR)
 }
 
-async fn dropped_queue_pair_ends_what_is_in_flight(mode: &str) {
+async fn dropped_queue_pair_fails_pending_operations(mode: &str) {
     let Pair { a, b, .. } = with_depth(mode, 2, ConnectOptions::default());
     let (a_qp, pool) = (a.qp, a.pool);
     let buffer = || pool.copy_from(b"12345678").unwrap();
-    // In flight and in line.
     let sends: Vec<_> = (0..5).map(|_| a_qp.send(buffer())).collect();
     let receives: Vec<_> = (0..5).map(|_| a_qp.recv(buffer())).collect();
     let detached = a_qp.recv(buffer());
@@ -169,36 +165,36 @@ async fn dropped_queue_pair_ends_what_is_in_flight(mode: &str) {
     drop(a_qp);
     for send in sends {
         let error = within("send", send).await.unwrap_err();
-        assert!(ended(error.kind()), "{error}");
+        assert!(is_closed_or_flushed(error.kind()), "{error}");
         assert_eq!(&error.into_buffer()[..], b"12345678");
     }
     for receive in receives {
         let error = within("receive", receive).await.unwrap_err();
-        assert!(ended(error.kind()), "{error}");
+        assert!(is_closed_or_flushed(error.kind()), "{error}");
         assert_eq!(error.into_buffer().len(), 8);
     }
-    until("the abandoned one's buffer", || pool.available() == pool.total()).await;
-    until("its room", || a.queue.counters().reserved == 0).await;
+    until("the buffer of the dropped receive", || pool.available() == pool.total()).await;
+    until("its completion queue entries", || a.queue.counters().reserved == 0).await;
     drop(b);
 }
 
-async fn closed_queue_pair_ends_what_is_in_flight_and_answers_closed(mode: &str) {
+async fn closed_queue_pair_fails_operations_with_closed(mode: &str) {
     let Pair { a, b, .. } = with_depth(mode, 2, ConnectOptions::default());
-    let sends: Vec<_> = (0..5).map(|_| a.qp.send(a.room(8))).collect();
-    let receives: Vec<_> = (0..5).map(|_| a.qp.recv(a.room(8))).collect();
+    let sends: Vec<_> = (0..5).map(|_| a.qp.send(a.blank(8))).collect();
+    let receives: Vec<_> = (0..5).map(|_| a.qp.recv(a.blank(8))).collect();
     let clone = a.qp.clone();
     within("close", a.qp.clone().close()).await;
     for send in sends {
         let error = within("send", send).await.unwrap_err();
-        assert!(ended(error.kind()), "{error}");
+        assert!(is_closed_or_flushed(error.kind()), "{error}");
     }
     for receive in receives {
         let error = within("receive", receive).await.unwrap_err();
-        assert!(ended(error.kind()), "{error}");
+        assert!(is_closed_or_flushed(error.kind()), "{error}");
     }
-    let error = within("late send", clone.send(a.room(8))).await.unwrap_err();
+    let error = within("late send", clone.send(a.blank(8))).await.unwrap_err();
     assert_eq!((error.kind(), error.into_buffer().len()), (OpErrorKind::Closed, 8));
-    let error = within("late receive", clone.recv(a.room(8))).await.unwrap_err();
+    let error = within("late receive", clone.recv(a.blank(8))).await.unwrap_err();
     assert_eq!((error.kind(), error.into_buffer().len()), (OpErrorKind::Closed, 8));
     assert_eq!(clone.query().unwrap_err(), SetupError::Closed);
     assert_eq!(clone.modify(&QpAttr::to_state(QpState::Reset)).unwrap_err(), SetupError::Closed);
@@ -207,10 +203,10 @@ async fn closed_queue_pair_ends_what_is_in_flight_and_answers_closed(mode: &str)
     assert_eq!(a.pool.available(), a.pool.total());
 }
 
-async fn reset_under_operations_ends_them(mode: &str) {
+async fn reset_fails_pending_operations(mode: &str) {
     let Pair { a, b, .. } = with_depth(mode, 2, ConnectOptions::default());
-    let sends: Vec<_> = (0..5).map(|_| a.qp.send(a.room(8))).collect();
-    let receives: Vec<_> = (0..5).map(|_| a.qp.recv(a.room(8))).collect();
+    let sends: Vec<_> = (0..5).map(|_| a.qp.send(a.blank(8))).collect();
+    let receives: Vec<_> = (0..5).map(|_| a.qp.recv(a.blank(8))).collect();
     a.qp.modify(&QpAttr::to_state(QpState::Reset)).unwrap();
     for send in sends {
         assert_eq!(within("send", send).await.unwrap_err().kind(), OpErrorKind::Closed);
@@ -219,7 +215,7 @@ async fn reset_under_operations_ends_them(mode: &str) {
         assert_eq!(within("receive", receive).await.unwrap_err().kind(), OpErrorKind::Closed);
     }
     assert_eq!(a.pool.available(), a.pool.total());
-    // It can be connected again, and holds as much as before.
+    // The queue pair can be connected again and has its full capacity.
     b.qp.modify(&QpAttr::to_state(QpState::Reset)).unwrap();
     for qp in [&a.qp, &b.qp] {
         let init = QpAttr {
@@ -231,15 +227,18 @@ async fn reset_under_operations_ends_them(mode: &str) {
         qp.modify(&init).unwrap();
     }
     connect(&a.qp, &b.qp, Mtu::Mtu4096, &ConnectOptions::default());
-    let receives: Vec<_> = (0..5).map(|_| b.qp.recv(b.room(8))).collect();
+    let receives: Vec<_> = (0..5).map(|_| b.qp.recv(b.blank(8))).collect();
     let sends: Vec<_> = (0..5_u8).map(|at| a.qp.send(a.buffer(&[at; 8]))).collect();
     for (at, (send, receive)) in sends.into_iter().zip(receives).enumerate() {
-        within("send again", send).await.unwrap();
-        assert_eq!(&within("receive again", receive).await.unwrap().buffer[..], [at as u8; 8]);
+        within("send after reset", send).await.unwrap();
+        assert_eq!(
+            &within("receive after reset", receive).await.unwrap().buffer[..],
+            [at as u8; 8]
+        );
     }
 }
 
-async fn state_that_takes_no_sends_refuses_them(mode: &str) {
+async fn unconnected_queue_pair_refuses_sends(mode: &str) {
     let setup = Setup::new();
     let pd = setup.a.protection_domain().unwrap();
     let queue = CompletionQueue::new(&setup.a, mode_of(mode)).unwrap();
@@ -254,7 +253,6 @@ async fn state_that_takes_no_sends_refuses_them(mode: &str) {
         other => panic!("{other}"),
     };
     let refused = |kind: OpErrorKind| refused_in(QpState::Init, kind);
-    // INIT.
     let error = within("send", qp.send(pool.try_alloc(8).unwrap())).await.unwrap_err();
     refused(error.kind());
     assert_eq!(error.into_buffer().len(), 8);
@@ -264,7 +262,6 @@ async fn state_that_takes_no_sends_refuses_them(mode: &str) {
     result.results().iter().for_each(|result| refused(result.unwrap_err()));
     drop(result);
     let receive = qp.recv(pool.try_alloc(8).unwrap());
-    // RESET.
     qp.modify(&QpAttr::to_state(QpState::Reset)).unwrap();
     assert_eq!(within("receive", receive).await.unwrap_err().kind(), OpErrorKind::Closed);
     refused_in(
@@ -278,10 +275,10 @@ async fn state_that_takes_no_sends_refuses_them(mode: &str) {
     within("close", qp.close()).await;
 }
 
-async fn short_receive_and_no_receive_have_their_statuses(mode: &str) {
+async fn short_and_missing_receives_have_their_statuses(mode: &str) {
     let Pair { a, b, setup } = Pair::new(Transport::Rc, mode);
-    let receive = b.qp.recv(b.room(4));
-    let error = within("send", a.qp.send(a.room(5))).await.unwrap_err();
+    let receive = b.qp.recv(b.blank(4));
+    let error = within("send", a.qp.send(a.blank(5))).await.unwrap_err();
     assert_eq!(error.status(), Some(rxe::TOO_LONG_HERE.on(&setup.a)));
     let error = within("receive", receive).await.unwrap_err();
     let status = rxe::TOO_LONG_THERE.on(&setup.b);
@@ -297,8 +294,8 @@ async fn short_receive_and_no_receive_have_their_statuses(mode: &str) {
     // A message of several packets is refused at the packet that does not fit.
     let Pair { a, b, setup } = Pair::new(Transport::Rc, mode);
     if setup.is_software() {
-        let receive = b.qp.recv(b.room(4097));
-        let send = a.qp.send(a.room(3 * 4096));
+        let receive = b.qp.recv(b.blank(4097));
+        let send = a.qp.send(a.blank(3 * 4096));
         let OpErrorKind::Completion(completion) =
             within("receive", receive).await.unwrap_err().kind()
         else {
@@ -324,7 +321,7 @@ async fn short_receive_and_no_receive_have_their_statuses(mode: &str) {
 }
 
 #[test]
-fn line_moves_on_while_nobody_awaits_it() {
+fn queued_work_proceeds_without_being_awaited() {
     for mode in ["event", "busy_poll", "hybrid"] {
         for threads in [1, 3] {
             run(threads, mode, async {
@@ -332,7 +329,7 @@ fn line_moves_on_while_nobody_awaits_it() {
                 let kept: Vec<_> = (0..10_u8).map(|at| a.qp.send(a.buffer(&[at]))).collect();
                 (10..20_u8).for_each(|at| drop(a.qp.send(a.buffer(&[at]))));
                 for at in 0..20 {
-                    let received = within("receive", b.qp.recv(b.room(1))).await.unwrap();
+                    let received = within("receive", b.qp.recv(b.blank(1))).await.unwrap();
                     assert_eq!(received.buffer[..], [at]);
                 }
                 for send in kept {
@@ -344,7 +341,7 @@ fn line_moves_on_while_nobody_awaits_it() {
 }
 
 #[test]
-fn lengths_beyond_a_limit_name_field_asked_and_allowed() {
+fn limit_errors_name_field_asked_and_allowed() {
     run(1, "limits", async {
         let Pair { a, b, setup } = Pair::new(Transport::Rc, "event");
         let region = b.region(8);
@@ -356,27 +353,27 @@ fn lengths_beyond_a_limit_name_field_asked_and_allowed() {
             error.kind(),
             limit("inline bytes (max_inline)", max_inline as u64 + 1, max_inline as u64)
         );
-        let room = "bytes for the remote region";
-        let error = a.qp.write(a.room(9), region.grant()).await.unwrap_err();
-        assert_eq!(error.kind(), limit(room, 9, 8));
+        let field = "bytes for the remote region";
+        let error = a.qp.write(a.blank(9), region.grant()).await.unwrap_err();
+        assert_eq!(error.kind(), limit(field, 9, 8));
         assert_eq!(error.into_buffer().len(), 9);
         assert_eq!(
-            a.qp.write_with_imm(a.room(9), region.grant(), tokio_rdma::Imm(0))
+            a.qp.write_with_imm(a.blank(9), region.grant(), tokio_rdma::Imm(0))
                 .await
                 .unwrap_err()
                 .kind(),
-            limit(room, 9, 8)
+            limit(field, 9, 8)
         );
         assert_eq!(
             a.qp.write_inline(&[0; 9], region.grant()).await.unwrap_err().kind(),
-            limit(room, 9, 8)
+            limit(field, 9, 8)
         );
         assert_eq!(
-            a.qp.read(a.room(9), region.grant()).await.unwrap_err().kind(),
-            limit(room, 9, 8)
+            a.qp.read(a.blank(9), region.grant()).await.unwrap_err().kind(),
+            limit(field, 9, 8)
         );
-        match a.qp.try_write(a.room(9), region.grant()) {
-            Err(TryError::Refused(error)) => assert_eq!(error.kind(), limit(room, 9, 8)),
+        match a.qp.try_write(a.blank(9), region.grant()) {
+            Err(TryError::Refused(error)) => assert_eq!(error.kind(), limit(field, 9, 8)),
             other => panic!("{other:?}"),
         }
         let pool = LimitError {
@@ -388,10 +385,9 @@ fn lengths_beyond_a_limit_name_field_asked_and_allowed() {
             Err(PoolError::TooLong(error)) => assert_eq!(error, pool),
             other => panic!("{other:?}"),
         }
-        assert_eq!(a.qp.send_counters().posted, 0, "nothing reached the device");
+        assert_eq!(a.qp.send_counters().posted, 0, "no operation reached the device");
         assert_eq!(a.state(), QpState::Rts);
 
-        // Sizes of objects.
         let attr = setup.a.attr();
         type Build = fn(QueuePairBuilder, u32) -> QueuePairBuilder;
         let cases: [(&str, u32, Build); 4] = [
@@ -400,15 +396,18 @@ fn lengths_beyond_a_limit_name_field_asked_and_allowed() {
             ("max_send_sge", attr.max_sge, QueuePairBuilder::max_sge),
             ("max_inline", attr.max_inline, QueuePairBuilder::max_inline),
         ];
-        for (field, most, build) in cases {
-            let error = build(QueuePair::builder(&a.pd, &a.queue), most + 1).build().unwrap_err();
-            let allowed = u64::from(most);
+        for (field, max, build) in cases {
+            let error = build(QueuePair::builder(&a.pd, &a.queue), max + 1).build().unwrap_err();
+            let allowed = u64::from(max);
             assert_eq!(error, SetupError::Limit(LimitError { field, asked: allowed + 1, allowed }));
         }
         let small = |field| Some(SetupError::TooSmall { field, asked: 0, least: 1 });
         let none = CompletionQueue::builder(&setup.a).mode(mode_of("event")).capacity(0).build();
         assert_eq!(none.err(), small("completion queue entries (capacity)"));
-        assert_eq!(SharedReceiveQueue::new(&a.pd, &a.queue, 0, 1).err(), small("srq max_wr"));
+        assert_eq!(
+            SharedReceiveQueue::new(&a.pd, &a.queue, 0, 1).err(),
+            small("max_wr of the shared receive queue")
+        );
         let (reserved, capacity) = (a.queue.counters().reserved, a.queue.counters().capacity);
         let error = QueuePair::builder(&a.pd, &a.queue)
             .max_send_wr(capacity)
@@ -417,12 +416,12 @@ fn lengths_beyond_a_limit_name_field_asked_and_allowed() {
             .unwrap_err();
         let SetupError::CompletionQueueFull { asked, free } = error else { panic!("{error:?}") };
         assert!(asked > free && free == capacity - reserved, "{error}");
-        assert_eq!(a.queue.counters().reserved, reserved, "nothing stays set aside");
+        assert_eq!(a.queue.counters().reserved, reserved, "no entries stay reserved");
     });
 }
 
 #[test]
-fn atomic_on_anything_but_an_aligned_word_is_refused_here() {
+fn misaligned_atomic_is_refused_locally() {
     run(1, "misaligned", async {
         let Pair { a, b, .. } = Pair::new(Transport::Rc, "event");
         let grant = b.region(64).grant();
@@ -437,7 +436,7 @@ fn atomic_on_anything_but_an_aligned_word_is_refused_here() {
 }
 
 #[test]
-fn strangers_are_named() {
+fn foreign_objects_are_refused_by_name() {
     run(1, "foreign", async {
         let Pair { a, b, setup } = Pair::new(Transport::Rc, "event");
         let other = setup.a.protection_domain().unwrap();
@@ -454,8 +453,7 @@ fn strangers_are_named() {
             a.qp.read(buffer(), region.grant()).await.unwrap_err().kind(),
             foreign("buffer")
         );
-        // One among friends.
-        let mixed = vec![a.room(8), buffer(), a.room(8)];
+        let mixed = vec![a.blank(8), buffer(), a.blank(8)];
         let error = a.qp.send(mixed).await.unwrap_err();
         assert_eq!((error.kind(), error.into_buffer().len()), (foreign("buffer"), 3));
         let exposed =
@@ -470,31 +468,31 @@ fn strangers_are_named() {
         let other = setup.a.protection_domain().unwrap();
         let address = *a.route_to(&b).address();
         let route = other.address_handle(&address).unwrap();
-        let error = a.qp.send_to(a.room(8), &route, b.qp.qpn(), QKEY).await.unwrap_err();
+        let error = a.qp.send_to(a.blank(8), &route, b.qp.qpn(), QKEY).await.unwrap_err();
         assert_eq!((error.kind(), error.into_buffer().len()), (foreign("address handle"), 8));
 
-        let stranger = |what| SetupError::Foreign { what };
+        let foreign = |what| SetupError::Foreign { what };
         let far = CompletionQueue::new(&setup.b, mode_of("event")).unwrap();
-        assert_eq!(QueuePair::new(&a.pd, &far).unwrap_err(), stranger("completion queue"));
+        assert_eq!(QueuePair::new(&a.pd, &far).unwrap_err(), foreign("completion queue"));
         let mixed = QueuePair::builder(&a.pd, &a.queue).receive_completions(&far).build();
-        assert_eq!(mixed.unwrap_err(), stranger("completion queue"));
+        assert_eq!(mixed.unwrap_err(), foreign("completion queue"));
         assert_eq!(
             SharedReceiveQueue::new(&a.pd, &far, 4, 1).unwrap_err(),
-            stranger("completion queue")
+            foreign("completion queue")
         );
         let srq = SharedReceiveQueue::new(&other, &a.queue, 4, 1).unwrap();
         let mixed = QueuePair::builder(&a.pd, &a.queue).shared_receive_queue(&srq).build();
-        assert_eq!(mixed.unwrap_err(), stranger("shared receive queue"));
+        assert_eq!(mixed.unwrap_err(), foreign("shared receive queue"));
         let options = QpOptions { transport: Transport::Rc, caps: Options::default().caps };
         let [own, far] =
             [a.queue.device(), far.device()].map(|device| Cq::new(device, 8, None, 0).unwrap());
         let bare = Qp::new(&a.pd, &own, &far, None, &options);
-        assert_eq!(bare.unwrap_err(), stranger("completion queue"));
+        assert_eq!(bare.unwrap_err(), foreign("completion queue"));
     });
 }
 
 #[test]
-fn connections_that_cannot_be_are_refused_with_the_reason() {
+fn invalid_connections_are_refused_with_the_reason() {
     let setup = Setup::new();
     let pd = setup.a.protection_domain().unwrap();
     let queue = CompletionQueue::new(&setup.a, mode_of("cooperative")).unwrap();
@@ -508,13 +506,16 @@ fn connections_that_cannot_be_are_refused_with_the_reason() {
     };
     let (rc, uc, ud) = (make(Transport::Rc), make(Transport::Uc), make(Transport::Ud));
     let error = rc.connect(&uc.endpoint()).unwrap_err();
-    let expected =
-        SetupError::Mismatch { what: "transport", ours: "Rc".to_owned(), theirs: "Uc".to_owned() };
+    let expected = SetupError::Mismatch {
+        what: "transports of the queue pair and its peer",
+        ours: "Rc".to_owned(),
+        theirs: "Uc".to_owned(),
+    };
     assert_eq!(error, expected);
     assert!(matches!(rc.activate().unwrap_err(), SetupError::Transition(_)), "it needs a peer");
     assert!(
         matches!(ud.connect(&ud.endpoint()).unwrap_err(), SetupError::Transition(_)),
-        "it has none"
+        "a datagram queue pair has no peer"
     );
     for (field, options) in [
         ("retry_count", ConnectOptions { retry_count: 8, ..Default::default() }),
@@ -538,7 +539,7 @@ fn connections_that_cannot_be_are_refused_with_the_reason() {
 }
 
 #[test]
-fn gid_is_chosen_by_number_or_by_peer_and_must_fit() {
+fn gid_is_chosen_by_index_or_peer_and_must_match() {
     let setup = Setup::new();
     let pd = setup.a.protection_domain().unwrap();
     let queue = CompletionQueue::new(&setup.a, mode_of("cooperative")).unwrap();
@@ -548,7 +549,7 @@ fn gid_is_chosen_by_number_or_by_peer_and_must_fit() {
     let qp = builder().source(port.port, entry.index).build().unwrap();
     assert_eq!(qp.endpoint().gid, entry.gid);
     for (number, index) in [(port.port, 255), (PortNum(77), entry.index)] {
-        assert!(builder().source(number, index).build().is_err(), "there is no such entry");
+        assert!(builder().source(number, index).build().is_err(), "the GID table lacks the entry");
     }
     let peer = setup.b.default_path().unwrap().1.gid;
     let ours = setup.a.path_to(peer).unwrap().1;
@@ -585,7 +586,7 @@ fn queue_pair_can_be_connected_to_itself() {
             0
         );
         assert_eq!(region.load(0).unwrap(), 5);
-        // Its end is that of both halves.
+        // The error state flushes both its queues.
         let receive = qp.recv(pool.try_alloc(8).unwrap());
         qp.modify(&QpAttr::to_state(QpState::Err)).unwrap();
         let error = within("a send", qp.send(pool.try_alloc(8).unwrap())).await.unwrap_err();

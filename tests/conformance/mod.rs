@@ -1,4 +1,4 @@
-//! The scenarios, mounted by one test binary for each kind of device.
+//! The scenarios; one test program for each kind of device includes them.
 
 mod batches;
 mod completions;

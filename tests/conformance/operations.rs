@@ -1,4 +1,4 @@
-//! Every operation on every transport in every completion mode, and what it must leave behind.
+//! Every operation on every transport in every completion mode, and its effects.
 
 use tokio_rdma::error::LimitError;
 use tokio_rdma::memory::HostMemory;
@@ -15,23 +15,23 @@ const ALL: [Transport; 3] = [Transport::Rc, Transport::Uc, Transport::Ud];
 
 in_every_mode! {
     send_fills_the_next_receive,
-    send_with_imm_delivers_both,
-    inline_send_can_reuse_its_bytes_at_once,
+    send_with_imm_delivers_data_and_immediate,
+    inline_operations_copy_their_bytes_when_posted,
     write_reaches_exactly_its_range,
     write_with_imm_consumes_a_receive_and_reports_its_length,
     read_fills_the_whole_buffer,
-    atomics_give_the_value_before,
+    atomics_return_the_previous_value,
     lists_scatter_and_gather_in_order,
-    zero_length_is_a_message_too,
-    datagram_arrives_behind_its_header,
+    zero_length_operations_complete,
+    datagram_follows_its_header,
     shared_receives_serve_many_queue_pairs,
-    fenced_write_waits_for_the_read_before,
-    solicited_handle_sends_the_same,
-    many_operations_at_once_complete_in_order,
-    lengths_around_packets_arrive_whole,
+    fenced_write_waits_for_the_preceding_read,
+    solicited_handle_sends_the_same_data,
+    concurrent_operations_complete_in_order,
+    lengths_around_packet_boundaries_arrive_whole,
 }
 
-/// Those of a connection's receive that mean something.
+/// Returns the flags that are defined for receives of a connection.
 fn flags(setup: &Setup, flags: WcFlags) -> WcFlags {
     if setup.known(&rxe::GRH_ON_CONNECTIONS) { flags.difference(WcFlags::GRH) } else { flags }
 }
@@ -39,11 +39,11 @@ fn flags(setup: &Setup, flags: WcFlags) -> WcFlags {
 async fn send_fills_the_next_receive(mode: &str) {
     for transport in transports(&CONNECTED) {
         let Pair { a, b, setup } = Pair::new(transport, mode);
-        let receives = [b.qp.recv(b.room(100)), b.qp.recv(b.room(100))];
+        let receives = [b.qp.recv(b.blank(100)), b.qp.recv(b.blank(100))];
         for (len, receive) in [33, 100].into_iter().zip(receives) {
             let bytes = pattern(len, 1);
             let sent = a.qp.send(a.buffer(&bytes)).await.unwrap();
-            assert_eq!(&sent[..], bytes, "the buffer comes home as it was");
+            assert_eq!(&sent[..], bytes, "the buffer is returned unchanged");
             let received = receive.await.unwrap();
             assert_eq!(&received.buffer[..], bytes);
             assert_eq!((received.len, received.imm, received.written), (len, None, false));
@@ -52,17 +52,16 @@ async fn send_fills_the_next_receive(mode: &str) {
                 (b.qp.qpn(), WcFlags::empty())
             );
         }
-        // And the other way.
-        let receive = a.qp.recv(a.room(10));
+        let receive = a.qp.recv(a.blank(10));
         b.qp.send(b.buffer(b"back").freeze()).await.unwrap();
         assert_eq!(&receive.await.unwrap().buffer[..], b"back");
     }
 }
 
-async fn send_with_imm_delivers_both(mode: &str) {
+async fn send_with_imm_delivers_data_and_immediate(mode: &str) {
     for transport in transports(&CONNECTED) {
         let Pair { a, b, setup } = Pair::new(transport, mode);
-        let receive = b.qp.recv(b.room(16));
+        let receive = b.qp.recv(b.blank(16));
         a.qp.send_with_imm(a.buffer(b"data"), Imm(0x0102_0304)).await.unwrap();
         let received = receive.await.unwrap();
         assert_eq!((&received.buffer[..], received.imm), (&b"data"[..], Some(Imm(0x0102_0304))));
@@ -70,11 +69,11 @@ async fn send_with_imm_delivers_both(mode: &str) {
     }
 }
 
-async fn inline_send_can_reuse_its_bytes_at_once(mode: &str) {
+async fn inline_operations_copy_their_bytes_when_posted(mode: &str) {
     for transport in transports(&CONNECTED) {
         let Pair { a, b, .. } = Pair::new(transport, mode);
         let region = b.region(64);
-        let receives = [b.qp.recv(b.room(64)), b.qp.recv(b.room(64))];
+        let receives = [b.qp.recv(b.blank(64)), b.qp.recv(b.blank(64))];
         let mut bytes = pattern(64, 2);
         let first = a.qp.send_inline(&bytes);
         bytes.fill(0);
@@ -97,12 +96,11 @@ async fn write_reaches_exactly_its_range(mode: &str) {
     for transport in transports(&CONNECTED) {
         let Pair { a, b, .. } = Pair::new(transport, mode);
         let region = b.region(8192);
-        // Both unaligned.
         let source = a.buffer(&pattern(5001, 3)).freeze();
         let part = source.slice(1..).unwrap();
         let back: Buf = a.qp.write(part, region.grant().slice(7..).unwrap()).await.unwrap();
         assert_eq!(back.len(), 5000);
-        // UC tells when it is sent; a message behind it tells when it is there.
+        // A UC completion means sent; a message posted after it arrives after the data.
         message(&a, &b).await;
         assert_eq!(contents(&region, 7, 5000), pattern(5001, 3)[1..]);
         assert_eq!(contents(&region, 0, 7), [0; 7]);
@@ -114,7 +112,7 @@ async fn write_with_imm_consumes_a_receive_and_reports_its_length(mode: &str) {
     for transport in transports(&CONNECTED) {
         let Pair { a, b, setup } = Pair::new(transport, mode);
         let region = b.region(8192);
-        let (first, second, third) = (b.qp.recv(b.room(4)), b.qp.recv(()), b.qp.recv(()));
+        let (first, second, third) = (b.qp.recv(b.blank(4)), b.qp.recv(()), b.qp.recv(()));
         let bytes = pattern(5000, 4);
         let target = region.grant().slice(100..).unwrap();
         a.qp.write_with_imm(a.buffer(&bytes), target, Imm(u32::MAX)).await.unwrap();
@@ -149,18 +147,21 @@ async fn read_fills_the_whole_buffer(mode: &str) {
     region.write(0, &pattern(8192, 5)).unwrap();
     for (offset, len) in [(0, 8192), (3, 5001), (8191, 1)] {
         let remote = region.grant().slice(offset..offset + len).unwrap();
-        let buffer = a.qp.read(a.room(len as usize), remote).await.unwrap();
+        let buffer = a.qp.read(a.blank(len as usize), remote).await.unwrap();
         assert_eq!(&buffer[..], &pattern(8192, 5)[offset as usize..][..len as usize]);
     }
     for transport in transports(&[Transport::Uc, Transport::Ud]) {
         let Pair { a, b, .. } = Pair::new(transport, mode);
-        let error = a.qp.read(a.room(8), b.region(8).grant()).await.unwrap_err();
-        assert_eq!(error.kind(), OpErrorKind::Unsupported { what: "READ" });
-        assert_eq!(error.into_buffer().len(), 8, "the buffer comes back");
+        let error = a.qp.read(a.blank(8), b.region(8).grant()).await.unwrap_err();
+        assert_eq!(
+            error.kind(),
+            OpErrorKind::Unsupported { what: "READ (transport RC or DC required)" }
+        );
+        assert_eq!(error.into_buffer().len(), 8, "the buffer is returned");
     }
 }
 
-async fn atomics_give_the_value_before(mode: &str) {
+async fn atomics_return_the_previous_value(mode: &str) {
     let Pair { a, b, .. } = Pair::new(Transport::Rc, mode);
     let region = b.region(64);
     let word = region.grant().slice(16..24).unwrap();
@@ -176,7 +177,8 @@ async fn atomics_give_the_value_before(mode: &str) {
     for transport in transports(&[Transport::Uc, Transport::Ud]) {
         let Pair { a, b, .. } = Pair::new(transport, mode);
         let word = b.region(8).grant();
-        let unsupported = OpErrorKind::Unsupported { what: "an atomic" };
+        let unsupported =
+            OpErrorKind::Unsupported { what: "atomics (transport RC or DC required)" };
         assert_eq!(a.qp.fetch_add(word, 1).await.unwrap_err().kind(), unsupported);
         assert_eq!(a.qp.compare_swap(word, 0, 1).await.unwrap_err().kind(), unsupported);
     }
@@ -192,7 +194,7 @@ async fn lists_scatter_and_gather_in_order(mode: &str) {
         let mut gathered = pieces(&a);
         gathered.push(a.buffer(&bytes[5990..]));
 
-        let receive = b.qp.recv(vec![b.room(10), b.room(5000), b.room(3000)]);
+        let receive = b.qp.recv(vec![b.blank(10), b.blank(5000), b.blank(3000)]);
         let back: Vec<BufMut> = a.qp.send(gathered).await.unwrap();
         assert_eq!(back.iter().map(|piece| piece.len()).collect::<Vec<_>>(), [1, 0, 5989, 10]);
         let received = receive.await.unwrap();
@@ -212,12 +214,12 @@ async fn lists_scatter_and_gather_in_order(mode: &str) {
         assert_eq!(contents(&region, 0, 6000), bytes);
         if transport == Transport::Rc {
             let read =
-                a.qp.read(vec![a.room(4000), a.room(2), a.room(1998)], region.grant())
+                a.qp.read(vec![a.blank(4000), a.blank(2), a.blank(1998)], region.grant())
                     .await
                     .unwrap();
             assert_eq!(read.iter().flat_map(|piece| piece.to_vec()).collect::<Vec<_>>(), bytes);
         }
-        // One more than the queue pair takes; elements without bytes do not count.
+        // One element over the limit; empty elements do not count.
         let five = (0..5).map(|_| a.buffer(b"x")).collect::<Vec<_>>();
         let error = a.qp.send(five).await.unwrap_err();
         let allowed = u64::from(a.qp.caps().max_send_sge);
@@ -227,11 +229,11 @@ async fn lists_scatter_and_gather_in_order(mode: &str) {
     }
 }
 
-async fn zero_length_is_a_message_too(mode: &str) {
+async fn zero_length_operations_complete(mode: &str) {
     for transport in transports(&CONNECTED) {
         let Pair { a, b, .. } = Pair::new(transport, mode);
         let region = b.region(8);
-        let receives = [b.qp.recv(b.room(8)), b.qp.recv(b.room(8)), b.qp.recv(b.room(8))];
+        let receives = [b.qp.recv(b.blank(8)), b.qp.recv(b.blank(8)), b.qp.recv(b.blank(8))];
         a.qp.send(()).await.unwrap();
         a.qp.send(a.buffer(b"")).await.unwrap();
         a.qp.send_inline(b"").await.unwrap();
@@ -254,15 +256,15 @@ async fn zero_length_is_a_message_too(mode: &str) {
     }
 }
 
-async fn datagram_arrives_behind_its_header(mode: &str) {
+async fn datagram_follows_its_header(mode: &str) {
     if transports(&[Transport::Ud]).next().is_none() {
-        // Datagrams are lost on such a network, as they should be.
+        // The faults of the network lose datagrams.
         return;
     }
     let Pair { a, b, .. } = Pair::new(Transport::Ud, mode);
     let route = a.route_to(&b);
     for (len, imm) in [(0, None), (1, Some(Imm(5))), (4095, None), (4096, Some(Imm(6)))] {
-        let receive = b.qp.recv(b.room(5000));
+        let receive = b.qp.recv(b.blank(5000));
         let bytes = pattern(len, 7);
         let sent = match imm {
             None => a.qp.send_to(a.buffer(&bytes), &route, b.qp.qpn(), QKEY).await,
@@ -273,23 +275,32 @@ async fn datagram_arrives_behind_its_header(mode: &str) {
         assert_eq!(sent.unwrap().len(), len);
         let received = receive.await.unwrap();
         assert_eq!((received.len, received.imm, received.src_qpn), (40 + len, imm, a.qp.qpn()));
-        // By LID it has none, but the room for it.
+        // A datagram by LID has no header, but its 40 bytes are reserved.
         assert_eq!(received.flags.contains(WcFlags::GRH), route.address().dlid == 0);
         assert_eq!(&received.buffer[40..], bytes);
     }
     let error = a.qp.send_to(a.buffer(&[0; 4097]), &route, b.qp.qpn(), QKEY).await.unwrap_err();
-    let limit = LimitError { field: "message bytes", asked: 4097, allowed: 4096 };
+    let limit = LimitError {
+        field: "message bytes (the path MTU for datagrams)",
+        asked: 4097,
+        allowed: 4096,
+    };
     assert_eq!(error.kind(), OpErrorKind::Limit(limit));
-    // What needs a connection does not exist here.
-    let connected = OpErrorKind::Unsupported { what: "SEND to a connected peer" };
+    let connected = OpErrorKind::Unsupported { what: "SEND without a destination; use send_to" };
     assert_eq!(a.qp.send(()).await.unwrap_err().kind(), connected);
     assert_eq!(a.qp.send_inline(b"x").await.unwrap_err().kind(), connected);
     let write = a.qp.write((), b.region(8).grant()).await.unwrap_err();
-    assert_eq!(write.kind(), OpErrorKind::Unsupported { what: "WRITE" });
+    assert_eq!(
+        write.kind(),
+        OpErrorKind::Unsupported { what: "WRITE (transport RC, UC or DC required)" }
+    );
     for transport in transports(&CONNECTED) {
         let Pair { a, b, .. } = Pair::new(transport, mode);
         let error = a.qp.send_to((), &a.route_to(&b), Qpn(7), QKEY).await.unwrap_err();
-        assert_eq!(error.kind(), OpErrorKind::Unsupported { what: "a datagram" });
+        assert_eq!(
+            error.kind(),
+            OpErrorKind::Unsupported { what: "datagrams (transport UD required)" }
+        );
     }
 }
 
@@ -354,24 +365,23 @@ async fn shared_receives_serve_many_queue_pairs(mode: &str) {
     }
 }
 
-async fn fenced_write_waits_for_the_read_before(mode: &str) {
+async fn fenced_write_waits_for_the_preceding_read(mode: &str) {
     let Pair { a, b, .. } = Pair::new(Transport::Rc, mode);
     let region = b.region(8192);
     region.write(0, &pattern(8192, 8)).unwrap();
-    // What is read must be what was there before the write behind it.
-    let read = a.qp.read(a.room(8192), region.grant());
+    let read = a.qp.read(a.blank(8192), region.grant());
     let write = a.qp.fenced().write(a.buffer(&[0; 8192]), region.grant());
     assert_eq!(&read.await.unwrap()[..], pattern(8192, 8));
     fenced(&a, region.grant(), write).await.unwrap();
     assert_eq!(contents(&region, 0, 8192), vec![0; 8192]);
 }
 
-async fn solicited_handle_sends_the_same(mode: &str) {
+async fn solicited_handle_sends_the_same_data(mode: &str) {
     for transport in transports(&CONNECTED) {
         let Pair { a, b, .. } = Pair::new(transport, mode);
-        let receives = [b.qp.recv(b.room(8)), b.qp.recv(b.room(8))];
+        let receives = [b.qp.recv(b.blank(8)), b.qp.recv(b.blank(8))];
         let solicited = a.qp.solicited();
-        assert_eq!(solicited.qpn(), a.qp.qpn(), "another handle of the same");
+        assert_eq!(solicited.qpn(), a.qp.qpn(), "another handle of the same queue pair");
         solicited.send(a.buffer(b"first")).await.unwrap();
         let second = solicited.fenced().send(a.buffer(b"second"));
         fenced(&a, b.region(8).grant(), second).await.unwrap();
@@ -381,11 +391,10 @@ async fn solicited_handle_sends_the_same(mode: &str) {
     }
 }
 
-async fn many_operations_at_once_complete_in_order(mode: &str) {
+async fn concurrent_operations_complete_in_order(mode: &str) {
     let Pair { a, b, .. } = Pair::new(Transport::Rc, mode);
-    // More than the queues hold: those that find no room line up.
     let count = 400_u32;
-    let receives: Vec<_> = (0..count).map(|_| b.qp.recv(b.room(4))).collect();
+    let receives: Vec<_> = (0..count).map(|_| b.qp.recv(b.blank(4))).collect();
     let sends: Vec<_> = (0..count).map(|at| a.qp.send(a.buffer(&at.to_be_bytes()))).collect();
     for (at, (send, receive)) in sends.into_iter().zip(receives).enumerate() {
         send.await.unwrap();
@@ -396,12 +405,11 @@ async fn many_operations_at_once_complete_in_order(mode: &str) {
     assert_eq!((counters.posted, counters.waiting, counters.failed), (u64::from(count), 0, 0));
 }
 
-async fn lengths_around_packets_arrive_whole(mode: &str) {
+async fn lengths_around_packet_boundaries_arrive_whole(mode: &str) {
     for transport in transports(&CONNECTED) {
         for mtu in Mtu::ALL {
             let packet = mtu.bytes();
             let lengths = [0, 1, packet - 1, packet, packet + 1, 2 * packet, 3 * packet + 5];
-            // Once is enough for the long one: it is the same for all.
             let long = (mtu == Mtu::Mtu1024).then_some(1 << 20);
             let largest = long.unwrap_or(3 * packet + 5);
             let shape = Shape { mtu, buffer_size: largest, ..Shape::new(transport, mode) };
@@ -418,7 +426,7 @@ async fn round_trip(a: &Side, b: &Side, region: &tokio_rdma::ExposedRegion, len:
     let what = format!("{:?}, {len} bytes", a.qp.transport());
     let bytes = pattern(len, 9);
     region.write(0, &vec![0; len]).unwrap();
-    let receive = b.qp.recv(b.room(len));
+    let receive = b.qp.recv(b.blank(len));
     let buffer = within(&what, a.qp.send(a.buffer(&bytes))).await.unwrap();
     let received = within(&what, receive).await.unwrap();
     assert_eq!(received.len, len, "{what}");
@@ -428,16 +436,16 @@ async fn round_trip(a: &Side, b: &Side, region: &tokio_rdma::ExposedRegion, len:
     let remote = region.grant().slice(..len as u64).unwrap();
     let buffer = within(&what, a.qp.write_with_imm(buffer, remote, Imm(1))).await.unwrap();
     assert_eq!(within(&what, notice).await.unwrap().len, len, "{what}");
-    assert!(contents(region, 0, len) == bytes, "{what}: what was written differs");
+    assert!(contents(region, 0, len) == bytes, "{what}: the written bytes differ");
     drop(buffer);
 
     if a.qp.transport() == Transport::Rc {
-        let read = within(&what, a.qp.read(a.room(len), remote)).await.unwrap();
-        assert!(read[..] == bytes, "{what}: what was read differs");
+        let read = within(&what, a.qp.read(a.blank(len), remote)).await.unwrap();
+        assert!(read[..] == bytes, "{what}: the read bytes differ");
     }
 }
 
-/// One message from `a` to `b`: what `a` wrote before is there after it.
+/// Sends a message from `a` to `b`; earlier WRITEs of `a` have then arrived.
 async fn message(a: &Side, b: &Side) {
     let receive = b.qp.recv(());
     a.qp.send(()).await.unwrap();
@@ -450,7 +458,7 @@ fn contents(region: &tokio_rdma::ExposedRegion, offset: usize, len: usize) -> Ve
     bytes
 }
 
-/// Memory on huge pages, if the system has some, and such as is not pinned, if the device can: written and read as any.
+// Huge pages are used if the system has some, on-demand paging if the device supports it.
 #[test]
 fn memory_of_every_kind_is_written_and_read() {
     run(1, "memory_of_every_kind", async {
@@ -462,7 +470,7 @@ fn memory_of_every_kind_is_written_and_read() {
                 Err(SetupError::Unsupported { what })
                     if !on_demand && access.contains(Access::ON_DEMAND) =>
                 {
-                    assert_eq!(what, "on-demand paging");
+                    assert_eq!(what, "the device lacks on-demand paging");
                     continue;
                 }
                 region => region.unwrap(),

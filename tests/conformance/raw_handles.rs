@@ -1,4 +1,4 @@
-//! Handles of the C library: those of the objects, of real devices alone.
+//! Handles of the C library, which only objects of real devices have.
 
 #![allow(unsafe_code, reason = "what handles point to")]
 
@@ -10,7 +10,7 @@ use tokio_rdma::{
 use crate::common::{Setup, hardware};
 
 #[test]
-fn handles_are_those_of_the_objects() {
+fn raw_handles_refer_to_their_objects() {
     let setup = Setup::new();
     let (device, real) = (&setup.a, hardware().is_some());
     let pd = device.protection_domain().unwrap();
@@ -19,7 +19,7 @@ fn handles_are_those_of_the_objects() {
     let srq = SharedReceiveQueue::new(&pd, &queue, 4, 1).unwrap();
     let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_WRITE).unwrap();
     let buffer = Pool::new(&pd, 64, 1).unwrap().try_alloc(64).unwrap();
-    // SAFETY: all of them live to the end; nothing is changed.
+    // SAFETY: the objects live to the end of the test, and handles are only read.
     unsafe {
         let Some(context) = device.as_raw() else {
             assert!(!real, "a real device has a handle");
@@ -39,7 +39,6 @@ fn handles_are_those_of_the_objects() {
         assert_eq!((*buffer.as_raw().unwrap().as_ptr()).context, context);
         let raw = qp.as_raw().unwrap().as_ptr();
         assert_eq!(((*raw).qp_num, (*raw).send_cq), (qp.qpn().0, cq));
-        // A verb by hand.
         let (mut attr, mut init): (ibv_qp_attr, ibv_qp_init_attr) =
             (std::mem::zeroed(), std::mem::zeroed());
         assert_eq!(

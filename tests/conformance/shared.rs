@@ -1,4 +1,4 @@
-//! Shared receive queues: limit, room, emptiness, the last receive.
+//! Shared receive queues: limit event, capacity, empty queue, failures.
 
 use tokio_rdma::SetupError;
 use tokio_rdma::error::LimitError;
@@ -8,7 +8,7 @@ use tokio_rdma::verbs::{Cq, Srq};
 use crate::common::raw::{End, Options, connect, outcome, poll, post_shared};
 use crate::common::{Memory, Setup, events, eventually, rxe};
 
-/// Receivers on one shared queue, each with its sender. Fields drop in this order.
+/// Receivers on one shared queue and their senders. The order of fields is the drop order.
 struct Fan {
     pairs: Vec<(End, End)>,
     srq: Srq,
@@ -33,14 +33,14 @@ fn fan(width: usize, max_wr: u32, options: &Options) -> Fan {
     Fan { pairs, srq, recv_cq, setup }
 }
 
-/// One message; of a reliable connection it has arrived when this returns.
+/// Sends a message. On a reliable connection it has arrived when this function returns.
 fn send(end: &End, id: u64) {
     end.send(id, SendOp::Send, &[]).unwrap();
     assert_eq!(outcome(&end.sent(1)), [(id, WcStatus::SUCCESS)]);
 }
 
 #[test]
-fn limit_event_comes_once_when_fewer_are_left() {
+fn limit_event_is_raised_once_below_the_limit() {
     for transport in [Transport::Rc, Transport::Uc] {
         let Fan { pairs, srq, recv_cq, setup } = fan(2, 8, &Options::of(transport));
         let memory = Memory::new(srq.protection_domain(), 64);
@@ -50,7 +50,6 @@ fn limit_event_comes_once_when_fewer_are_left() {
         assert_eq!(srq.limit().unwrap(), 0);
         srq.set_limit(4).unwrap();
         assert_eq!(srq.limit().unwrap(), 4);
-        // Has arrived when this returns; the receive that it took.
         let message = |pair: usize, id: u64| {
             send(&pairs[pair].0, id);
             let received = crate::common::raw::take(&recv_cq, 1);
@@ -58,13 +57,12 @@ fn limit_event_comes_once_when_fewer_are_left() {
             received[0].wr_id.0
         };
         assert_eq!((message(0, 1), message(1, 2)), (0, 1), "in the order of arrival");
-        assert_eq!(events(&setup.b), [], "4 are left, that is not fewer than 4");
+        assert_eq!(events(&setup.b), [], "4 are left, which is not below the limit");
         assert_eq!(message(0, 3), 2);
         assert_eq!(events(&setup.b), [AsyncEvent::SrqLimitReached { srq: srq.id() }]);
-        assert_eq!(srq.limit().unwrap(), 0, "it is armed once");
+        assert_eq!(srq.limit().unwrap(), 0, "the event disarms the limit");
         assert_eq!(message(1, 4), 3);
         assert_eq!(events(&setup.b), []);
-        // Armed again it comes again.
         srq.set_limit(2).unwrap();
         assert_eq!(message(0, 5), 4);
         assert_eq!(events(&setup.b), [AsyncEvent::SrqLimitReached { srq: srq.id() }]);
@@ -72,13 +70,17 @@ fn limit_event_comes_once_when_fewer_are_left() {
         let asked = u64::from(srq.caps().max_wr) + 1;
         assert_eq!(
             beyond,
-            SetupError::Limit(LimitError { field: "srq limit", asked, allowed: asked - 1 })
+            SetupError::Limit(LimitError {
+                field: "limit of the shared receive queue",
+                asked,
+                allowed: asked - 1
+            })
         );
     }
 }
 
 #[test]
-fn empty_queue_is_receiver_not_ready() {
+fn empty_shared_queue_is_receiver_not_ready() {
     let Fan { pairs, srq, setup, .. } = fan(1, 8, &Options { rnr_retry: 1, ..Options::default() });
     let (sender, receiver) = &pairs[0];
     sender.send(1, SendOp::Send, &[]).unwrap();
@@ -87,7 +89,7 @@ fn empty_queue_is_receiver_not_ready() {
     post_shared(&srq, 1, &[]).unwrap();
     assert_eq!(events(&setup.b), []);
 
-    // And for ever with seven retries, until one is posted.
+    // Seven retries mean no limit.
     let Fan { pairs, srq, recv_cq, .. } = fan(1, 8, &Options::default());
     pairs[0].0.send(1, SendOp::Send, &[]).unwrap();
     assert_eq!(outcome(&pairs[0].0.sent(0)), []);
@@ -97,7 +99,7 @@ fn empty_queue_is_receiver_not_ready() {
 }
 
 #[test]
-fn full_queue_refuses_until_a_completion_is_polled() {
+fn full_shared_queue_refuses_until_a_completion_is_polled() {
     let Fan { pairs, srq, recv_cq, setup } = fan(1, 4, &Options::default());
     let depth = u64::from(rxe::depth(&setup.b, srq.caps().max_wr));
     for id in 0..depth {
@@ -118,7 +120,7 @@ fn full_queue_refuses_until_a_completion_is_polled() {
 }
 
 #[test]
-fn list_is_posted_as_far_as_it_goes() {
+fn full_shared_queue_refuses_further_receives() {
     let Fan { srq, setup, .. } = fan(0, 4, &Options::default());
     let depth = rxe::depth(&setup.b, srq.caps().max_wr);
     let list: Vec<_> =
@@ -134,7 +136,7 @@ fn list_is_posted_as_far_as_it_goes() {
 }
 
 #[test]
-fn queue_pair_has_no_receives_of_its_own() {
+fn queue_pair_on_a_shared_queue_refuses_receives() {
     let Fan { pairs, .. } = fan(1, 4, &Options::default());
     let refused = pairs[0].1.recv(1, &[]).unwrap_err();
     assert_eq!((refused.posted, refused.error.errno), (0, 22));
@@ -142,7 +144,7 @@ fn queue_pair_has_no_receives_of_its_own() {
 }
 
 #[test]
-fn queue_pair_that_ends_says_so_and_leaves_the_receives_to_the_others() {
+fn failed_queue_pair_leaves_shared_receives_to_others() {
     let Fan { pairs, srq, recv_cq, setup } = fan(2, 8, &Options::default());
     for id in 0..3 {
         post_shared(&srq, id, &[]).unwrap();
@@ -159,7 +161,7 @@ fn queue_pair_that_ends_says_so_and_leaves_the_receives_to_the_others() {
 }
 
 #[test]
-fn failed_receive_ends_its_queue_pair_only() {
+fn failed_receive_fails_only_its_queue_pair() {
     let Fan { pairs, srq, recv_cq, setup } = fan(2, 8, &Options::default());
     for id in 0..3 {
         post_shared(&srq, id, &[]).unwrap();
@@ -180,7 +182,7 @@ fn failed_receive_ends_its_queue_pair_only() {
 }
 
 #[test]
-fn receives_are_of_the_domain_of_the_queue() {
+fn shared_receive_from_another_domain_fails() {
     let Fan { pairs, srq, recv_cq, setup } = fan(1, 8, &Options::default());
     let other = setup.b.protection_domain().unwrap();
     let foreign = Memory::new(&other, 8);
@@ -195,16 +197,18 @@ fn receives_are_of_the_domain_of_the_queue() {
 }
 
 #[test]
-fn sizes_beyond_the_device_are_named() {
+fn shared_queue_sizes_over_device_limits_are_refused() {
     let setup = Setup::new();
     let pd = setup.a.protection_domain().unwrap();
     let attr = setup.a.attr();
     let caps = SrqCaps { max_wr: attr.max_srq_wr + 1, max_sge: 1 };
     let asked = u64::from(attr.max_srq_wr) + 1;
-    let limit = LimitError { field: "srq max_wr", asked, allowed: asked - 1 };
+    let limit =
+        LimitError { field: "max_wr of the shared receive queue", asked, allowed: asked - 1 };
     assert_eq!(Srq::new(&pd, caps).unwrap_err(), SetupError::Limit(limit));
     let caps = SrqCaps { max_wr: 1, max_sge: attr.max_srq_sge + 1 };
     let asked = u64::from(attr.max_srq_sge) + 1;
-    let limit = LimitError { field: "srq max_sge", asked, allowed: asked - 1 };
+    let limit =
+        LimitError { field: "max_sge of the shared receive queue", asked, allowed: asked - 1 };
     assert_eq!(Srq::new(&pd, caps).unwrap_err(), SetupError::Limit(limit));
 }

@@ -1,4 +1,4 @@
-//! Shared receive queues and queue pairs that are reset, under the operations of the crate.
+//! Shared receive queues and resets of queue pairs, in the operation layer.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -14,7 +14,6 @@ use tokio_rdma::{
     SetupError, SharedReceiveQueue,
 };
 
-/// Polls once, from nowhere.
 fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
     Pin::new(future).poll(&mut Context::from_waker(Waker::noop()))
 }
@@ -24,7 +23,7 @@ fn queue(pd: &ProtectionDomain) -> CompletionQueue {
 }
 
 #[test]
-fn receives_of_a_shared_queue_arrive_on_its_completion_queue_and_no_other_can_be_asked_for() {
+fn shared_receives_complete_on_the_completion_queue_of_their_queue() {
     bounded("receive", LONG, || {
         Flavour::CurrentThread.runtime().block_on(async {
             let (_device, pd) = device(&Network::new());
@@ -44,18 +43,19 @@ fn receives_of_a_shared_queue_arrive_on_its_completion_queue_and_no_other_can_be
             let receiver = sharing().receive_completions(&own).max_recv_wr(0).build().unwrap();
             assert_eq!(receiver.caps().max_recv_wr, 0);
             connect(&sender, &receiver);
-            // In `other`, the number of the shared queue is that of this queue, and its slot that of this receive.
+            // A receive with the same queue number and slot in `other` as the shared receive has in
+            // `own`: completions of one must not reach the other.
             let mut bystander = sender.recv(pool.try_alloc(8).unwrap());
             let shared = srq.recv(pool.try_alloc(8).unwrap());
             soon("send", sender.send(pool.copy_from(b"hello").unwrap())).await.unwrap();
-            assert!(poll(&mut bystander).is_pending(), "nothing was sent to it");
+            assert!(poll(&mut bystander).is_pending(), "the message was for the shared queue");
             assert_eq!(&soon("receive", shared).await.unwrap().buffer[..], b"hello");
         });
     });
 }
 
 #[test]
-fn settings_that_a_queue_pair_or_pool_cannot_have_are_refused_by_name() {
+fn invalid_queue_pair_and_pool_settings_are_refused_by_name() {
     let (_device, pd) = device(&Network::new());
     let own = queue(&pd);
     let builder = || QueuePair::builder(&pd, &own);
@@ -67,7 +67,7 @@ fn settings_that_a_queue_pair_or_pool_cannot_have_are_refused_by_name() {
         matches!(reached, SetupError::Unsupported { what } if what.contains("access")),
         "{reached}"
     );
-    // Sizes may be rounded up, and what was granted can be read.
+    // Sizes may be rounded up.
     let granted =
         builder().max_send_wr(3).max_recv_wr(3).max_sge(1).max_inline(1).build().unwrap().caps();
     assert!(
@@ -82,7 +82,7 @@ fn settings_that_a_queue_pair_or_pool_cannot_have_are_refused_by_name() {
 }
 
 #[test]
-fn what_arrived_in_a_shared_receive_is_not_lost_with_the_queue_pair() {
+fn completed_shared_receive_outlives_its_queue_pair() {
     bounded("receive", LONG, || {
         Flavour::CurrentThread.runtime().block_on(async {
             for reset in [false, true] {
@@ -107,7 +107,7 @@ fn what_arrived_in_a_shared_receive_is_not_lost_with_the_queue_pair() {
 }
 
 #[test]
-fn a_reset_ends_nothing_that_was_posted_after_it() {
+fn reset_keeps_receives_posted_after_it() {
     bounded("reset", LONG, || {
         let (_device, pd) = device(&Network::new());
         let completions = queue(&pd);
@@ -120,7 +120,7 @@ fn a_reset_ends_nothing_that_was_posted_after_it() {
         };
         for round in 0..scaled(300) {
             let qp = QueuePair::new(&pd, &completions).unwrap();
-            // Something to end takes a while.
+            // Many receives, so that the reset takes a while.
             let before: Vec<_> = (0..100).map(|_| qp.recv(pool.try_alloc(8).unwrap())).collect();
             qp.modify(&QpAttr::to_state(QpState::Err)).unwrap();
             let other = qp.clone();
@@ -135,7 +135,7 @@ fn a_reset_ends_nothing_that_was_posted_after_it() {
             if let Poll::Ready(ended) = poll(&mut after) {
                 assert!(
                     !matches!(ended.unwrap_err().kind(), OpErrorKind::Closed),
-                    "round {round}: given back, and posted"
+                    "round {round}: returned as closed although posted"
                 );
             }
             drop((before, after, qp));

@@ -1,4 +1,4 @@
-//! What each state takes, serves and drops.
+//! Sends, receives and incoming messages in each state.
 
 use tokio_rdma::types::{
     AsyncEvent, Data, QpAttr, QpState, SendFlags, SendOp, Transport, WcStatus,
@@ -10,7 +10,6 @@ use crate::common::{Memory, Setup, events, eventually, rxe, skip};
 const ALL: [Transport; 3] = [Transport::Rc, Transport::Uc, Transport::Ud];
 const EINVAL: i32 = 22;
 
-/// Posts a send to itself or its peer, as the transport has it.
 fn send(from: &End, to: &End, id: u64) -> Result<(), i32> {
     let result = match from.qp.transport() {
         Transport::Ud => from.send_to(id, to, to.qp.qpn(), crate::common::raw::QKEY, &[]),
@@ -45,7 +44,7 @@ fn init_refuses_sends_and_keeps_receives() {
         b.rtr(&options, &a);
         b.rts(&options);
         if transport != Transport::Rc {
-            // What arrives is dropped: the receive is not for it.
+            // The message is dropped and does not consume the receive.
             send(&b, &a, 3).unwrap();
             assert_eq!(outcome(&b.sent(1)), [(3, WcStatus::SUCCESS)]);
             settle(&setup.b, &setup.a);
@@ -61,7 +60,7 @@ fn init_refuses_sends_and_keeps_receives() {
 }
 
 #[test]
-fn message_that_finds_its_peer_in_init_is_repeated_until_it_is_ready() {
+fn message_to_a_peer_in_init_is_retransmitted_until_rtr() {
     let setup = Setup::new();
     let options = Options { timeout: 12, ..Options::default() };
     let (a, b) = (End::new(&setup.a, &options), End::new(&setup.b, &options));
@@ -78,7 +77,7 @@ fn message_that_finds_its_peer_in_init_is_repeated_until_it_is_ready() {
 }
 
 #[test]
-fn rtr_refuses_sends_and_serves_what_arrives() {
+fn rtr_refuses_sends_and_receives_messages() {
     let setup = Setup::new();
     for transport in ALL {
         let options = Options::of(transport);
@@ -97,7 +96,6 @@ fn rtr_refuses_sends_and_serves_what_arrives() {
         assert_eq!(outcome(&b.sent(2)), [(4, WcStatus::SUCCESS), (5, WcStatus::SUCCESS)]);
         assert_eq!(outcome(&a.received(2)), [(2, WcStatus::SUCCESS), (3, WcStatus::SUCCESS)]);
         if transport != Transport::Ud && !setup.known(&rxe::FEW_EVENTS) {
-            // By the first packet, once.
             assert_eq!(
                 events(&setup.a),
                 [AsyncEvent::CommunicationEstablished(a.qp.qpn())],
@@ -113,12 +111,11 @@ fn rtr_refuses_sends_and_serves_what_arrives() {
 }
 
 #[test]
-fn sqd_holds_sends_back_and_receives_on() {
+fn sqd_delays_sends_and_keeps_receiving() {
     for transport in ALL {
         let (a, b, setup) = connected(&Options::of(transport));
         a.qp.modify(&QpAttr { notify_drained: Some(true), ..QpAttr::to_state(QpState::Sqd) })
             .unwrap();
-        // Nothing was in flight.
         eventually("the drained event", || {
             let events = events(&setup.a);
             (events == [AsyncEvent::SendQueueDrained(a.qp.qpn())]).then_some(())
@@ -129,7 +126,7 @@ fn sqd_holds_sends_back_and_receives_on() {
         send(&a, &b, 4).unwrap();
         recv(&a, 5).unwrap();
         send(&b, &a, 6).unwrap();
-        assert_eq!(outcome(&a.received(1)), [(5, WcStatus::SUCCESS)], "receives go on");
+        assert_eq!(outcome(&a.received(1)), [(5, WcStatus::SUCCESS)], "receives continue");
         assert_eq!(outcome(&b.sent(1)), [(6, WcStatus::SUCCESS)]);
         settle(&setup.a, &setup.b);
         assert_eq!(
@@ -140,7 +137,7 @@ fn sqd_holds_sends_back_and_receives_on() {
         assert_eq!(a.state(), QpState::Sqd);
         a.to(QpState::Rts);
         let mut expected = vec![(3, WcStatus::SUCCESS), (4, WcStatus::SUCCESS)];
-        if setup.known(&rxe::WAKES_AT_NEXT_POST) {
+        if setup.known(&rxe::RESUMES_AT_NEXT_POST) {
             recv(&b, 7).unwrap();
             send(&a, &b, 8).unwrap();
             expected.push((8, WcStatus::SUCCESS));
@@ -153,15 +150,14 @@ fn sqd_holds_sends_back_and_receives_on() {
 }
 
 #[test]
-fn sqd_lets_what_is_in_flight_finish_before_it_says_drained() {
+fn sqd_finishes_work_in_flight_before_the_drained_event() {
     let (a, b, setup) = connected(&Options::default());
     if setup.known(&rxe::DRAINED_TOO_EARLY) {
         return skip(
-            "sqd_lets_what_is_in_flight_finish",
-            "what finds no receive is held back with the rest",
+            "sqd_finishes_work_in_flight_before_the_drained_event",
+            "a message without a receive is delayed with the rest",
         );
     }
-    // No receive yet: in flight and not acknowledged.
     let from = Memory::patterned(&a.pd, 3000, 1);
     let to = b.memory(3000);
     a.send(1, SendOp::Send, &[from.sge(0, 3000)]).unwrap();
@@ -180,7 +176,7 @@ fn sqd_lets_what_is_in_flight_finish_before_it_says_drained() {
 }
 
 #[test]
-fn sqd_without_asking_raises_no_event() {
+fn sqd_without_notification_raises_no_event() {
     for transport in ALL {
         let (a, _b, setup) = connected(&Options::of(transport));
         a.to(QpState::Sqd);
@@ -195,7 +191,7 @@ fn sqd_without_asking_raises_no_event() {
 }
 
 #[test]
-fn err_takes_everything_and_flushes_it_in_order() {
+fn error_state_flushes_posted_work_in_order() {
     for transport in ALL {
         let (a, b, setup) = connected(&Options::of(transport));
         recv(&a, 1).unwrap();
@@ -214,7 +210,7 @@ fn err_takes_everything_and_flushes_it_in_order() {
             |ids: &[u64]| ids.iter().map(|id| (*id, WcStatus::WR_FLUSH_ERR)).collect::<Vec<_>>();
         assert_eq!(outcome(&a.received(3)), flushed(&[1, 2, 3]));
         assert_eq!(outcome(&a.sent(2)), flushed(&[4, 5]));
-        // Flushed work names no memory that must be valid.
+        // The memory of flushed work is not checked.
         a.recv_late(
             6,
             &[tokio_rdma::types::Sge { addr: 1, length: 1, lkey: tokio_rdma::types::Lkey(1) }],
@@ -227,14 +223,13 @@ fn err_takes_everything_and_flushes_it_in_order() {
 }
 
 #[test]
-fn err_flushes_what_is_in_flight_and_what_waits_in_sqd() {
-    for way in [&[QpState::Err][..], &[QpState::Sqd, QpState::Err]] {
+fn error_state_flushes_work_in_flight_and_delayed_in_sqd() {
+    for path in [&[QpState::Err][..], &[QpState::Sqd, QpState::Err]] {
         let (a, _b, _setup) = connected(&Options::default());
         let none = SendFlags::empty();
-        // No receive: the first is in flight.
         a.send(1, SendOp::Send, &[]).unwrap();
         a.send_with(2, SendOp::Send, none, Data::Sges(&[])).unwrap();
-        for state in way {
+        for state in path {
             a.to(*state);
         }
         a.send(3, SendOp::Send, &[]).unwrap();
@@ -245,7 +240,7 @@ fn err_flushes_what_is_in_flight_and_what_waits_in_sqd() {
 }
 
 #[test]
-fn reset_empties_the_queues_and_the_connection_can_be_made_again() {
+fn reset_empties_the_queues_and_permits_reconnection() {
     for transport in ALL {
         let options = Options::of(transport);
         let (a, b, setup) = connected(&options);
@@ -253,7 +248,6 @@ fn reset_empties_the_queues_and_the_connection_can_be_made_again() {
         recv(&b, 2).unwrap();
         send(&a, &b, 3).unwrap();
         eventually("the receive", || (!poll(&b.recv_cq).is_empty()).then_some(()));
-        // With its completion not polled, and a receive posted.
         a.to(QpState::Reset);
         b.to(QpState::Reset);
         assert_eq!(recv(&a, 4), Err(EINVAL));
@@ -262,7 +256,7 @@ fn reset_empties_the_queues_and_the_connection_can_be_made_again() {
             assert!(left.0.iter().all(|left| *left == (3, WcStatus::SUCCESS)), "{left:?}");
             assert_eq!(left.1, []);
         } else {
-            assert_eq!(left, (vec![], vec![]), "as mlx5: purged");
+            assert_eq!(left, (vec![], vec![]), "a reset removes completions");
         }
         connect(&a, &b, &options);
         recv(&b, 5).unwrap();
@@ -291,8 +285,9 @@ fn reset_frees_all_slots() {
 }
 
 #[test]
-fn failed_send_of_an_unreliable_queue_pair_stops_its_send_queue_only() {
-    // IBTA 10.3.1: a completion error of a send takes UC and UD to SQE, where receives go on and sends are flushed.
+fn failed_unreliable_send_stops_only_the_send_queue() {
+    // IBTA 10.3.1: a failed send moves UC and UD to SQE, where receives continue and sends are
+    // flushed.
     for transport in [Transport::Uc, Transport::Ud] {
         let (a, b, setup) = connected(&Options::of(transport));
         let bad = [tokio_rdma::types::Sge { addr: 8, length: 8, lkey: tokio_rdma::types::Lkey(0) }];
@@ -311,8 +306,7 @@ fn failed_send_of_an_unreliable_queue_pair_stops_its_send_queue_only() {
         }
         assert_eq!(a.state(), QpState::Sqe, "{transport:?}");
         send(&b, &a, 4).unwrap();
-        assert_eq!(outcome(&a.received(1)), [(1, WcStatus::SUCCESS)], "receives go on");
-        // The only way on is RTS, RESET or ERR.
+        assert_eq!(outcome(&a.received(1)), [(1, WcStatus::SUCCESS)], "receives continue");
         for (to, legal) in
             QpState::ALL.into_iter().zip([true, false, false, true, false, false, true])
         {

@@ -1,7 +1,6 @@
-//! The state machine: every pair of states, every attribute too few and too many, refused without a trace.
+//! The state machine: each pair of states, each missing and each superfluous attribute.
 //!
-//! The expectation is written down here a second time, from `ibv_modify_qp(3)` and the table that all Linux
-//! drivers share, and not taken from the crate.
+//! The expected transitions are from `ibv_modify_qp(3)` and the table that all Linux drivers share.
 
 use tokio_rdma::SetupError;
 use tokio_rdma::types::{
@@ -12,13 +11,13 @@ use tokio_rdma::types::{
 use crate::common::raw::{End, Options, QKEY, init, outcome, rtr, rts};
 use crate::common::{Setup, rxe, skip};
 
-/// Attributes by the short names of the tables below.
+/// The short names of attributes in [`TABLE`].
 const NAMES: [&str; 17] = [
     "cur", "notify", "access", "pkey", "port", "qkey", "av", "mtu", "timeout", "retry", "rnr",
     "rqpsn", "sqpsn", "rd", "destrd", "minrnr", "dest",
 ];
 
-/// Legal transitions besides those to RESET and to ERR: transport, from, to, required, optional.
+/// Legal transitions except to RESET and ERR, with required and optional attributes.
 const TABLE: &str = "
     RC Reset Init | pkey port access                      |
     UC Reset Init | pkey port access                      |
@@ -41,15 +40,14 @@ const TABLE: &str = "
     RC Sqd   Rts  |                                       | cur access minrnr
     UC Sqd   Rts  |                                       | cur access
     UD Sqd   Rts  |                                       | cur qkey
-    RC Sqd   Sqd  |                                       | port av timeout retry rnr rd destrd access pkey minrnr
+    RC Sqd   Sqd  | | port av timeout retry rnr rd destrd access pkey minrnr
     UC Sqd   Sqd  |                                       | av access pkey
     UD Sqd   Sqd  |                                       | pkey qkey
     UC Sqe   Rts  |                                       | cur access
     UD Sqe   Rts  |                                       | cur qkey
 ";
 
-/// States that a queue pair can be in. SQE is never asked for: a device enters it when a send of an unreliable
-/// transport fails at its own end. A reliable connection has none.
+/// Returns the states of a queue pair. A local failure of an unreliable send leads to SQE.
 fn states(setup: &Setup, transport: Transport) -> impl Iterator<Item = QpState> + use<> {
     let sqe = transport != Transport::Rc && has_sqe(setup);
     QpState::ALL.into_iter().filter(move |&state| state != QpState::Sqe || sqe)
@@ -58,7 +56,7 @@ fn states(setup: &Setup, transport: Transport) -> impl Iterator<Item = QpState> 
 fn has_sqe(setup: &Setup) -> bool {
     let none = setup.known(&rxe::NO_SQE);
     if none {
-        skip("transitions from SQE", "there is no such state");
+        skip("transitions from SQE", "the device lacks the state");
     }
     !none
 }
@@ -66,7 +64,7 @@ fn has_sqe(setup: &Setup) -> bool {
 const TRANSPORTS: [(Transport, &str); 3] =
     [(Transport::Rc, "RC"), (Transport::Uc, "UC"), (Transport::Ud, "UD")];
 
-/// Required and optional attributes of a transition, or `None` if there is none.
+/// Returns the required and optional attributes of a transition, or `None` if it is illegal.
 fn row(
     transport: &str,
     from: QpState,
@@ -89,8 +87,7 @@ fn row(
     })
 }
 
-/// `attr` with one attribute given, a valid one.
-fn give(attr: &mut QpAttr, name: &str, state: QpState, peer: &End) {
+fn set(attr: &mut QpAttr, name: &str, state: QpState, peer: &End) {
     match name {
         "cur" => attr.current_state = Some(state),
         "notify" => attr.notify_drained = Some(true),
@@ -109,23 +106,22 @@ fn give(attr: &mut QpAttr, name: &str, state: QpState, peer: &End) {
         "destrd" => attr.max_dest_rd_atomic = Some(1),
         "minrnr" => attr.min_rnr_timer = Some(RnrTimer::from_code(5)),
         "dest" => attr.dest_qpn = Some(Qpn(0x1234)),
-        _ => panic!("no such attribute: {name}"),
+        _ => panic!("unknown attribute: {name}"),
     }
 }
 
 fn attributes(names: &[&str], from: QpState, to: QpState, peer: &End) -> QpAttr {
     let mut attr = QpAttr::to_state(to);
     for name in names {
-        give(&mut attr, name, from, peer);
+        set(&mut attr, name, from, peer);
     }
     attr
 }
 
-/// A queue pair in `state`, by the shortest legal way.
 fn end_in(setup: &Setup, transport: Transport, state: QpState, peer: &End) -> End {
     let options = Options::of(transport);
     let end = End::new(&setup.a, &options);
-    let way: &[QpState] = match state {
+    let path: &[QpState] = match state {
         QpState::Reset => &[],
         QpState::Init => &[QpState::Init],
         QpState::Rtr => &[QpState::Init, QpState::Rtr],
@@ -134,7 +130,7 @@ fn end_in(setup: &Setup, transport: Transport, state: QpState, peer: &End) -> En
         QpState::Err => &[QpState::Init, QpState::Err],
         QpState::Sqe => &[QpState::Init, QpState::Rtr, QpState::Rts],
     };
-    for step in way {
+    for step in path {
         let attr = match step {
             QpState::Init => init(&options),
             QpState::Rtr => rtr(&options, peer),
@@ -158,16 +154,16 @@ fn end_in(setup: &Setup, transport: Transport, state: QpState, peer: &End) -> En
     end
 }
 
-/// `attr` must be refused and leave no trace.
+/// Checks that `attr` is refused and changes nothing.
 fn refused(end: &End, attr: &QpAttr, what: &str) -> SetupError {
     let before = end.qp.query().unwrap();
-    let Err(error) = end.qp.modify(attr) else { panic!("{what}: taken") };
-    assert_eq!(end.qp.query().unwrap(), before, "{what}: refused, and something changed");
+    let Err(error) = end.qp.modify(attr) else { panic!("{what}: accepted") };
+    assert_eq!(end.qp.query().unwrap(), before, "{what}: refused, but the queue pair changed");
     error
 }
 
 #[test]
-fn every_pair_of_states_is_legal_or_refused_as_the_standard_says() {
+fn every_state_transition_follows_the_specification() {
     let setup = Setup::new();
     for (transport, name) in TRANSPORTS {
         let peer = End::new(&setup.b, &Options::of(transport));
@@ -193,7 +189,6 @@ fn every_pair_of_states_is_legal_or_refused_as_the_standard_says() {
                             SetupError::Transition(TransitionError::Illegal { from, to }),
                             "{what}"
                         );
-                        // Nor do attributes help.
                         for all in [init(&Options::of(transport)), rts(&Options::of(transport))] {
                             refused(&end, &QpAttr { state: Some(to), ..all }, &what);
                         }
@@ -202,7 +197,7 @@ fn every_pair_of_states_is_legal_or_refused_as_the_standard_says() {
                 }
             }
         }
-        // RC: 6 to RESET, 5 to ERR and the 8 of the table, of 6 times 7. UC and UD: 7, 6 and 9, of 7 times 7.
+        // RC: 6 to RESET, 5 to ERR and 8 of the table, of 6 * 7. UC and UD: 7, 6 and 9, of 7 * 7.
         let sqe = transport != Transport::Rc && has_sqe(&setup);
         assert_eq!((legal, illegal), if sqe { (22, 27) } else { (19, 23) }, "{name}");
     }
@@ -223,7 +218,7 @@ fn each_missing_attribute_is_refused_by_name() {
                     let given: Vec<_> =
                         required.iter().copied().filter(|name| name != missing).collect();
                     let mut only = QpAttr::default();
-                    give(&mut only, missing, from, &peer);
+                    set(&mut only, missing, from, &peer);
                     let error = refused(&end, &attributes(&given, from, to, &peer), &what);
                     let superfluous = tokio_rdma::types::QpAttrMask::empty();
                     let expected =
@@ -255,7 +250,7 @@ fn each_superfluous_attribute_is_refused_by_name() {
                     let what = format!("{name} {from:?} to {to:?} with {extra}");
                     let given: Vec<_> = required.iter().copied().chain([extra]).collect();
                     let mut only = QpAttr::default();
-                    give(&mut only, extra, from, &peer);
+                    set(&mut only, extra, from, &peer);
                     let error = refused(&end, &attributes(&given, from, to, &peer), &what);
                     let missing = tokio_rdma::types::QpAttrMask::empty();
                     let expected =
@@ -266,14 +261,14 @@ fn each_superfluous_attribute_is_refused_by_name() {
             }
         }
     }
-    // 17 attributes for each legal transition, but for those that are required (26) or optional (25 + 17 + 16).
+    // 17 attributes of each legal transition, minus required (26) and optional ones (25 + 17 + 16).
     let expected = 17 * (19 + 22 + 22) - 26 - 58;
-    // Three transitions from SQE of each of two transports, of which two have two optional attributes.
+    // Two transports have three transitions from SQE each, one with two optional attributes.
     assert_eq!(cases, if has_sqe(&setup) { expected } else { expected - 17 * 6 + 4 });
 }
 
 #[test]
-fn each_optional_attribute_is_taken_and_kept() {
+fn each_optional_attribute_is_applied() {
     let setup = Setup::new();
     for (transport, name) in TRANSPORTS {
         let peer = End::new(&setup.b, &Options::of(transport));
@@ -289,15 +284,15 @@ fn each_optional_attribute_is_taken_and_kept() {
                     if (transport, from, extra) == (Transport::Uc, QpState::Sqd, "av")
                         && !setup.is_software()
                     {
-                        // With a new route the kernel sets its port as well (`modify_qp` of uverbs), which UC must not.
-                        skip(&what, "this kernel's own table refuses it");
+                        // With a new address the kernel also sets the port (`modify_qp` of uverbs),
+                        // which is illegal for UC.
+                        skip(&what, "the kernel's table refuses it");
                         refused(&end, &attr, &what);
                         continue;
                     }
                     end.qp.modify(&attr).unwrap_or_else(|error| panic!("{what}: {error}"));
                     let (state, after) = end.qp.query().unwrap();
                     assert_eq!(state, to, "{what}");
-                    // What was given is what it has now; what was not is what it had.
                     let expected = QpAttr {
                         state: Some(to),
                         current_state: after.current_state,
@@ -326,7 +321,7 @@ fn each_optional_attribute_is_taken_and_kept() {
 }
 
 #[test]
-fn wrong_idea_of_the_current_state_is_refused() {
+fn wrong_current_state_is_refused() {
     let setup = Setup::new();
     for (transport, name) in TRANSPORTS {
         let peer = End::new(&setup.b, &Options::of(transport));
@@ -356,12 +351,12 @@ fn values_out_of_range_are_refused() {
     let limits = setup.a.attr();
     let refuse = |state: QpState, attr: QpAttr| {
         let end = end_in(&setup, Transport::Rc, state, &peer);
-        let any = attr.pkey_index == Some(u16::MAX)
+        let unchecked = attr.pkey_index == Some(u16::MAX)
             || attr.max_dest_rd_atomic == Some(limits.max_qp_rd_atom + 1);
-        if any && setup.known(&rxe::TAKES_ANY_VALUE) {
+        if unchecked && setup.known(&rxe::TAKES_ANY_VALUE) {
             return end.qp.modify(&attr).unwrap();
         }
-        // ENODATA is the kernel's word for an entry of the GID table that is not in use.
+        // The kernel returns ENODATA for an unused entry of the GID table.
         let errno = if attr.address.is_some_and(|address| address.sgid_index == 255)
             && !setup.is_software()
         {
@@ -387,7 +382,7 @@ fn values_out_of_range_are_refused() {
     );
     let mut address = peer.address();
     address.sgid_index = 255;
-    // Within an InfiniBand subnet the route is the LID.
+    // With a LID, the GID index would not be used.
     address.dlid = 0;
     refuse(QpState::Init, QpAttr { address: Some(address), ..rtr(&options, &peer) });
     refuse(QpState::Rtr, QpAttr { retry_count: Some(8), ..rts(&options) });
@@ -399,7 +394,7 @@ fn values_out_of_range_are_refused() {
 }
 
 #[test]
-fn reset_forgets_every_attribute() {
+fn reset_clears_every_attribute() {
     let setup = Setup::new();
     for (transport, _) in TRANSPORTS {
         let peer = End::new(&setup.b, &Options::of(transport));

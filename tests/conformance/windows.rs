@@ -1,4 +1,4 @@
-//! Memory windows of type 2: what a binding opens, to whom, and every way in which it ends.
+//! Type 2 memory windows: the access that a binding grants, and how it ends.
 
 use tokio_rdma::memory::MemoryWindow;
 use tokio_rdma::types::{
@@ -10,7 +10,7 @@ use tokio_rdma::{Access, ProtectionDomain, SetupError};
 use crate::common::raw::{End, Options, connect, connected, outcome};
 use crate::common::{Memory, Setup, eventually, pattern, rxe, skip};
 
-/// Two ends in RTS, if their device has windows. `b` is the one that binds.
+/// Returns two ends in RTS if their device has windows. The second end binds.
 fn ends(test: &str, options: &Options) -> Option<(End, End, Setup)> {
     let (a, b, setup) = connected(options);
     if b.device.attr().max_mw == 0 {
@@ -20,7 +20,6 @@ fn ends(test: &str, options: &Options) -> Option<(End, End, Setup)> {
     Some((a, b, setup))
 }
 
-/// Memory that only windows open.
 fn closed(end: &End, len: usize) -> Memory {
     Memory::with(&end.pd, len, Access::MW_BIND)
 }
@@ -29,7 +28,7 @@ fn post(end: &End, wr_id: u64, bind: &WindowBind) {
     end.send_with(wr_id, SendOp::BindWindow, SendFlags::SIGNALED, Data::Window(bind)).unwrap();
 }
 
-/// A window over `range` of `memory`, bound; and where its first byte is.
+/// Returns a bound window and the address of its first byte.
 fn bound(
     end: &End,
     memory: &Memory,
@@ -69,15 +68,14 @@ fn at(remote: RemoteAddr, offset: i64) -> RemoteAddr {
     RemoteAddr { addr: remote.addr.wrapping_add_signed(offset), ..remote }
 }
 
-/// `a` does `op`, which fails for lack of access.
-fn is_shut_out(a: &End, b: &End, op: SendOp, sges: &[Sge]) {
+fn assert_denied(a: &End, b: &End, op: SendOp, sges: &[Sge]) {
     a.send(1, op, sges).unwrap();
     assert_eq!(outcome(&a.sent(1)), [(1, WcStatus::REM_ACCESS_ERR)], "{op:?}");
     assert_eq!((a.state(), b.state()), (QpState::Err, QpState::Err));
 }
 
 #[test]
-fn bound_window_is_written_read_and_changed_atomically() {
+fn bound_window_allows_writes_reads_and_atomics() {
     let Some((a, b, _setup)) = ends("bound_window", &Options::default()) else { return };
     let (from, memory) = (Memory::patterned(&a.pd, 6000, 3), closed(&b, 8192));
     let (_window, remote) = bound(&b, &memory, 1024..7168, Access::REMOTE_ALL);
@@ -110,7 +108,7 @@ fn bound_window_is_written_read_and_changed_atomically() {
 }
 
 #[test]
-fn what_a_window_does_not_grant_is_a_remote_access_error() {
+fn access_that_a_window_does_not_grant_is_a_remote_access_error() {
     type Case = fn(RemoteAddr, &Memory) -> SendOp;
     let outside: [Case; 9] = [
         |remote, _| SendOp::Write(at(remote, -1)),
@@ -118,7 +116,7 @@ fn what_a_window_does_not_grant_is_a_remote_access_error() {
         |remote, _| SendOp::Read(at(remote, 64)),
         |remote, _| SendOp::FetchAdd { remote: at(remote, 64), add: 1 },
         |remote, _| SendOp::CompareSwap { remote: at(remote, -8), compare: 0, swap: 1 },
-        // The key it was allocated with, and one it was never bound with.
+        // A key that was never bound; the window's key before the binding.
         |remote, _| SendOp::Write(RemoteAddr { rkey: Rkey(remote.rkey.0 ^ 0x80), ..remote }),
         |remote, _| {
             SendOp::Write(RemoteAddr {
@@ -126,7 +124,7 @@ fn what_a_window_does_not_grant_is_a_remote_access_error() {
                 ..remote
             })
         },
-        // The region is closed but for the window.
+        // The region's key grants no remote access.
         |_, memory| SendOp::Write(memory.remote(64)),
         |_, memory| SendOp::Read(memory.remote(64)),
     ];
@@ -140,38 +138,39 @@ fn what_a_window_does_not_grant_is_a_remote_access_error() {
     ];
     let cases = outside.map(|case| (Access::REMOTE_ALL, case)).into_iter().chain(rights);
     for (number, (access, case)) in cases.enumerate() {
-        let Some((a, b, _setup)) = ends("what_a_window_does_not_grant", &Options::default()) else {
+        let Some((a, b, _setup)) = ends("access_that_a_window_does_not_grant", &Options::default())
+        else {
             return;
         };
-        // The first five are out of the window and in the region.
+        // The first five addresses are outside the window but inside the region.
         if number < 5 && rxe::known(&b.device, &rxe::WINDOW_AS_WIDE_AS_ITS_REGION) {
             continue;
         }
         let (from, memory) = (Memory::patterned(&a.pd, 8, 3), closed(&b, 256));
         let (_window, remote) = bound(&b, &memory, 64..128, access);
-        is_shut_out(&a, &b, case(remote, &memory), &[from.sge(0, 8)]);
+        assert_denied(&a, &b, case(remote, &memory), &[from.sge(0, 8)]);
         assert_eq!(memory.all(), [0; 256]);
     }
 }
 
 #[test]
-fn window_is_open_to_the_peer_of_the_queue_pair_that_bound_it_and_to_no_other() {
+fn window_is_accessible_only_through_its_connection() {
     let options = Options::default();
-    let Some((a, b, setup)) = ends("window_is_open_to_the_peer", &options) else { return };
+    let Some((a, b, setup)) = ends("window_is_accessible", &options) else { return };
     let (other, beside) = (End::new(&setup.a, &options), End::beside(&b, &options));
     connect(&other, &beside, &options);
     let (from, memory) = (Memory::patterned(&a.pd, 8, 3), closed(&b, 64));
     let (_window, remote) = bound(&b, &memory, 0..64, Access::REMOTE_ALL);
     let theirs = other.memory(8);
-    is_shut_out(&other, &beside, SendOp::Write(remote), &[theirs.sge(0, 8)]);
+    assert_denied(&other, &beside, SendOp::Write(remote), &[theirs.sge(0, 8)]);
     a.send(1, SendOp::Write(remote), &[from.sge(0, 8)]).unwrap();
     assert_eq!(outcome(&a.sent(1)), [(1, WcStatus::SUCCESS)]);
     assert_eq!(memory.bytes(0, 8), from.all());
 }
 
 #[test]
-fn key_of_a_window_is_no_local_key() {
-    let Some((_a, b, _setup)) = ends("key_of_a_window_is_no_local_key", &Options::default()) else {
+fn window_key_is_not_a_local_key() {
+    let Some((_a, b, _setup)) = ends("window_key_is_not_a_local_key", &Options::default()) else {
         return;
     };
     let memory = closed(&b, 64);
@@ -179,34 +178,34 @@ fn key_of_a_window_is_no_local_key() {
     let sge = Sge { addr: remote.addr, length: 8, lkey: tokio_rdma::types::Lkey(remote.rkey.0) };
     b.send(1, SendOp::Send, &[sge]).unwrap();
     let status = b.sent(1)[0].status;
-    // rxe looks for the key at another moment.
+    // SoftRoCE checks the key at a different step.
     assert!(matches!(status, WcStatus::LOC_PROT_ERR | WcStatus::LOC_QP_OP_ERR), "{status}");
 }
 
 #[test]
-fn invalidated_window_is_shut_and_bound_again_under_another_key() {
-    for again in [false, true] {
-        let Some((a, b, _setup)) = ends("invalidated_window_is_shut", &Options::default()) else {
+fn invalidated_window_denies_access_and_rebinds_under_another_key() {
+    for rebinds in [false, true] {
+        let Some((a, b, _setup)) = ends("invalidated_window", &Options::default()) else {
             return;
         };
         let (from, memory) = (Memory::patterned(&a.pd, 8, 3), closed(&b, 64));
         let (window, first) = bound(&b, &memory, 0..32, Access::REMOTE_ALL);
         invalidate(&b, first.rkey);
-        if again {
+        if rebinds {
             let second = bind(&b, &window, &memory, 32..64, Access::REMOTE_WRITE);
             assert_eq!((second.rkey, second.addr), (first.rkey.next(), first.addr + 32));
             a.send(5, SendOp::Write(second), &[from.sge(0, 8)]).unwrap();
             assert_eq!(outcome(&a.sent(1)), [(5, WcStatus::SUCCESS)]);
             assert_eq!(memory.bytes(32, 8), from.all());
         }
-        is_shut_out(&a, &b, SendOp::Write(first), &[from.sge(0, 8)]);
+        assert_denied(&a, &b, SendOp::Write(first), &[from.sge(0, 8)]);
         assert_eq!(memory.bytes(0, 32), [0; 32]);
     }
 }
 
 #[test]
-fn window_can_be_bound_more_often_than_it_has_keys() {
-    let Some((a, b, _setup)) = ends("window_can_be_bound_more_often", &Options::default()) else {
+fn window_rebinds_after_its_keys_wrap() {
+    let Some((a, b, _setup)) = ends("window_rebinds", &Options::default()) else {
         return;
     };
     let (from, memory) = (Memory::patterned(&a.pd, 8, 3), closed(&b, 600 * 8));
@@ -221,11 +220,10 @@ fn window_can_be_bound_more_often_than_it_has_keys() {
 }
 
 #[test]
-fn invalidation_waits_for_all_work_before_it() {
+fn invalidation_waits_for_preceding_work() {
     let Some((a, b, _setup)) = ends("invalidation_waits", &Options::default()) else { return };
     let (from, memory) = (Memory::patterned(&a.pd, 8, 3), closed(&b, 64));
     let (_window, remote) = bound(&b, &memory, 0..64, Access::REMOTE_ALL);
-    // Finds no receive, and tries again.
     b.send(1, SendOp::Send, &[]).unwrap();
     b.send(2, SendOp::LocalInvalidate(remote.rkey), &[]).unwrap();
     b.send(3, SendOp::Send, &[]).unwrap();
@@ -237,12 +235,12 @@ fn invalidation_waits_for_all_work_before_it() {
     let done = [(1, WcStatus::SUCCESS), (2, WcStatus::SUCCESS), (3, WcStatus::SUCCESS)];
     assert_eq!(outcome(&b.sent(3)), done);
     assert_eq!(outcome(&a.received(2)), [(5, WcStatus::SUCCESS), (6, WcStatus::SUCCESS)]);
-    is_shut_out(&a, &b, SendOp::Write(remote), &[from.sge(0, 8)]);
+    assert_denied(&a, &b, SendOp::Write(remote), &[from.sge(0, 8)]);
 }
 
 #[test]
-fn message_posted_with_a_binding_finds_it_done() {
-    let Some((a, b, _setup)) = ends("message_posted_with_a_binding", &Options::default()) else {
+fn binding_completes_before_a_message_posted_with_it() {
+    let Some((a, b, _setup)) = ends("binding_completes", &Options::default()) else {
         return;
     };
     let (from, memory) = (Memory::patterned(&a.pd, 8, 3), closed(&b, 64));
@@ -268,7 +266,7 @@ fn message_posted_with_a_binding_finds_it_done() {
 }
 
 #[test]
-fn send_with_invalidate_shuts_the_window_and_says_so() {
+fn send_with_invalidate_closes_and_reports_the_window() {
     for len in [0, 8, 5000] {
         let Some((a, b, _setup)) = ends("send_with_invalidate", &Options::default()) else {
             return;
@@ -290,7 +288,7 @@ fn send_with_invalidate_shuts_the_window_and_says_so() {
             assert_eq!(outcome(&received), [(1, WcStatus::SUCCESS)]);
             assert_eq!((received[0].byte_len, received[0].opcode), (len as u32, WcOpcode::RECV));
             assert!(received[0].imm().is_none());
-            if !rxe::known(&b.device, &rxe::INVALIDATION_UNSAID) {
+            if !rxe::known(&b.device, &rxe::INVALIDATION_NOT_REPORTED) {
                 assert!(received[0].flags.contains(WcFlags::WITH_INV));
                 assert_eq!(received[0].invalidated(), Some(remote.rkey));
             }
@@ -298,7 +296,7 @@ fn send_with_invalidate_shuts_the_window_and_says_so() {
         }
         assert_eq!(memory.bytes(0, 8), from.bytes(0, 8));
         memory.0.write(0, &[9; 64]).unwrap();
-        is_shut_out(
+        assert_denied(
             &a,
             &b,
             SendOp::Write(RemoteAddr { rkey: window.rkey(), ..first }),
@@ -309,7 +307,7 @@ fn send_with_invalidate_shuts_the_window_and_says_so() {
 }
 
 #[test]
-fn send_that_invalidates_what_is_not_bound_fails_the_receive() {
+fn invalidating_send_of_an_unbound_key_fails_the_receive() {
     type Case = fn(RemoteAddr, &MemoryWindow) -> Rkey;
     let cases: [Case; 3] = [
         |remote, _| Rkey(remote.rkey.0 ^ 0x40),
@@ -318,7 +316,7 @@ fn send_that_invalidates_what_is_not_bound_fails_the_receive() {
     ];
     for (number, case) in cases.into_iter().enumerate() {
         let options = Options { retry_count: 1, timeout: 4, ..Options::default() };
-        let Some((a, b, _setup)) = ends("send_that_invalidates", &options) else { return };
+        let Some((a, b, _setup)) = ends("invalidating_send", &options) else { return };
         if number == 2 && rxe::known(&b.device, &rxe::INVALID_TWICE) {
             continue;
         }
@@ -329,7 +327,7 @@ fn send_that_invalidates_what_is_not_bound_fails_the_receive() {
         a.send(2, SendOp::SendWithInvalidate(case(remote, &idle)), &[from.sge(0, 8)]).unwrap();
         assert_eq!(outcome(&b.received(1)), [(1, WcStatus::REM_INV_REQ_ERR)]);
         assert_eq!(b.state(), QpState::Err);
-        // Class J has no negative answer.
+        // A class J error has no negative acknowledgement.
         assert_eq!(outcome(&a.sent(1)), [(2, rxe::INVALIDATION_HERE.on(&a.device))]);
     }
 }
@@ -338,7 +336,7 @@ fn send_that_invalidates_what_is_not_bound_fails_the_receive() {
 fn send_over_another_connection_does_not_invalidate() {
     let options = Options { retry_count: 1, timeout: 14, ..Options::default() };
     let Some((a, b, setup)) = ends("send_over_another_connection", &options) else { return };
-    if rxe::known(&b.device, &rxe::ANYBODY_INVALIDATES) {
+    if rxe::known(&b.device, &rxe::OTHER_QUEUE_PAIR_INVALIDATES) {
         return;
     }
     let (other, beside) = (End::new(&setup.a, &options), End::beside(&b, &options));
@@ -353,14 +351,14 @@ fn send_over_another_connection_does_not_invalidate() {
 }
 
 #[test]
-fn binding_that_cannot_be_is_a_bind_error_and_ends_the_connection() {
+fn invalid_binding_fails_the_connection() {
     type Case = fn(WindowBind, &End) -> (WindowBind, Option<(MemoryWindow, Memory)>);
     let cases: [(&str, Case); 10] = [
         ("past the end", |bind, _| (WindowBind { len: 65, ..bind }, None)),
         ("before the start", |bind, _| (WindowBind { addr: bind.addr - 1, ..bind }, None)),
         ("wraps around", |bind, _| (WindowBind { addr: u64::MAX - 7, ..bind }, None)),
-        ("endless", |bind, _| (WindowBind { len: u64::MAX, ..bind }, None)),
-        ("nothing", |bind, _| (WindowBind { len: 0, ..bind }, None)),
+        ("whole address space", |bind, _| (WindowBind { len: u64::MAX, ..bind }, None)),
+        ("empty", |bind, _| (WindowBind { len: 0, ..bind }, None)),
         ("same key", |bind, _| (WindowBind { rkey: bind.current, ..bind }, None)),
         ("region without MW_BIND", |bind, b| with_region(bind, &b.pd, Access::REMOTE_ALL)),
         ("region of another domain", |bind, b| {
@@ -385,26 +383,27 @@ fn binding_that_cannot_be_is_a_bind_error_and_ends_the_connection() {
         pd: &ProtectionDomain,
         access: Access,
     ) -> (WindowBind, Option<(MemoryWindow, Memory)>) {
-        // A window of the region's domain says how the device numbers the region.
+        // A window of the region's domain supplies the device's number of the region.
         let (window, memory) = (MemoryWindow::new(pd).unwrap(), Memory::with(pd, 64, access));
         let WindowBind { region, lkey, addr, .. } =
             window.prepare(&memory.0, 0..64, Access::REMOTE_READ).unwrap();
         (WindowBind { region, lkey, addr, ..bind }, Some((window, memory)))
     }
     for (what, case) in cases {
-        let Some((_a, b, _setup)) = ends("binding_that_cannot_be", &Options::default()) else {
+        let Some((_a, b, _setup)) = ends("invalid_binding", &Options::default()) else {
             return;
         };
-        let lax =
-            ["wraps around", "endless", "same key", "region of another domain"].contains(&what);
-        if lax && rxe::known(&b.device, &rxe::BINDS_TOO_MUCH) {
+        let unchecked =
+            ["wraps around", "whole address space", "same key", "region of another domain"]
+                .contains(&what);
+        if unchecked && rxe::known(&b.device, &rxe::INVALID_BINDINGS_ACCEPTED) {
             continue;
         }
         let memory = closed(&b, 64);
         let window = MemoryWindow::new(&b.pd).unwrap();
         let good = window.prepare(&memory.0, 0..64, Access::REMOTE_ALL).unwrap();
         let (bad, _kept) = case(good, &b);
-        // Also if it is not signalled; and what is behind it is flushed.
+        // An unsignalled binding reports its failure too.
         b.send_with(1, SendOp::BindWindow, SendFlags::empty(), Data::Window(&bad)).unwrap();
         b.send(2, SendOp::Send, &[]).unwrap();
         let failed = [(1, WcStatus::MW_BIND_ERR), (2, WcStatus::WR_FLUSH_ERR)];
@@ -414,7 +413,7 @@ fn binding_that_cannot_be_is_a_bind_error_and_ends_the_connection() {
 }
 
 #[test]
-fn invalidation_of_what_is_not_bound_is_an_error_and_ends_the_connection() {
+fn invalidation_of_an_unbound_key_fails_the_connection() {
     type Case = fn(&MemoryWindow, RemoteAddr, &End) -> Rkey;
     let cases: [Case; 4] = [
         |_, remote, _| Rkey(remote.rkey.0 ^ 0x40),
@@ -426,7 +425,7 @@ fn invalidation_of_what_is_not_bound_is_an_error_and_ends_the_connection() {
         |idle, _, _| idle.rkey(),
     ];
     for (number, case) in cases.into_iter().enumerate() {
-        let Some((_a, b, _setup)) = ends("invalidation_of_what_is_not_bound", &Options::default())
+        let Some((_a, b, _setup)) = ends("invalidation_of_an_unbound_key", &Options::default())
         else {
             return;
         };
@@ -440,7 +439,7 @@ fn invalidation_of_what_is_not_bound_is_an_error_and_ends_the_connection() {
         b.send_with(1, SendOp::LocalInvalidate(rkey), SendFlags::empty(), Data::Sges(&[])).unwrap();
         b.send(2, SendOp::Send, &[]).unwrap();
         let done = b.sent(2);
-        // The standard's memory management operation error, for which some devices say this and some that.
+        // Devices report a memory management operation error as either status.
         assert!(
             matches!(done[0].status, WcStatus::LOC_QP_OP_ERR | WcStatus::MW_BIND_ERR),
             "{}",
@@ -455,18 +454,17 @@ fn invalidation_of_what_is_not_bound_is_an_error_and_ends_the_connection() {
 }
 
 #[test]
-fn window_that_is_dropped_while_bound_is_shut() {
-    let Some((a, b, _setup)) = ends("window_that_is_dropped", &Options::default()) else { return };
+fn dropped_window_denies_access() {
+    let Some((a, b, _setup)) = ends("dropped_window", &Options::default()) else { return };
     let (from, memory) = (Memory::patterned(&a.pd, 8, 3), closed(&b, 64));
     let (window, remote) = bound(&b, &memory, 0..64, Access::REMOTE_ALL);
     drop(window);
-    // The region is free again.
     let storage = memory
         .0
         .into_storage::<tokio_rdma::memory::HostMemory>()
         .map_err(|_| "still in use")
         .unwrap();
-    is_shut_out(&a, &b, SendOp::Write(remote), &[from.sge(0, 8)]);
+    assert_denied(&a, &b, SendOp::Write(remote), &[from.sge(0, 8)]);
     drop(storage);
 }
 
@@ -485,8 +483,9 @@ fn window_keeps_its_region_registered() {
 }
 
 #[test]
-fn window_work_with_the_wrong_data_is_refused() {
-    let Some((_a, b, _setup)) = ends("window_work_with_the_wrong_data", &Options::default()) else {
+fn window_operation_with_wrong_data_is_refused() {
+    let Some((_a, b, _setup)) = ends("window_operation_with_wrong_data", &Options::default())
+    else {
         return;
     };
     let memory = closed(&b, 64);
@@ -507,7 +506,6 @@ fn window_work_with_the_wrong_data_is_refused() {
         let refused = b.send_with(1, op, SendFlags::SIGNALED, data).unwrap_err();
         assert_eq!((refused.posted, refused.error.errno), (0, 22), "{op:?} {data:?}");
     }
-    // Nothing has happened.
     post(&b, 2, &bind);
     assert_eq!(outcome(&b.sent(1)), [(2, WcStatus::SUCCESS)]);
     assert!(matches!(
@@ -520,9 +518,9 @@ fn window_work_with_the_wrong_data_is_refused() {
 }
 
 #[test]
-fn unreliable_connection_has_windows_and_datagrams_have_none() {
+fn unreliable_connections_support_windows_and_datagrams_do_not() {
     let Some((a, b, setup)) =
-        ends("unreliable_connection_has_windows", &Options::of(Transport::Uc))
+        ends("unreliable_connections_support_windows", &Options::of(Transport::Uc))
     else {
         return;
     };
@@ -533,8 +531,8 @@ fn unreliable_connection_has_windows_and_datagrams_have_none() {
         assert_eq!(outcome(&a.sent(1)), [(1, WcStatus::SUCCESS)]);
     }
     crate::common::raw::settle(&a.device, &b.device);
-    // On a busy machine loopback, too, may have one packet overtake another that was sent on another processor.
-    eventually("what was written", || (memory.bytes(0, 32) == from.bytes(0, 32)).then_some(()));
+    // Loopback packets sent on different processors may be reordered on a busy machine.
+    eventually("the written bytes", || (memory.bytes(0, 32) == from.bytes(0, 32)).then_some(()));
     if !rxe::known(&b.device, &rxe::WINDOW_AS_WIDE_AS_ITS_REGION) {
         assert_eq!(memory.bytes(32, 32), [0; 32]);
     }
@@ -543,7 +541,9 @@ fn unreliable_connection_has_windows_and_datagrams_have_none() {
     }
     drop((a, b, setup));
 
-    let Some((_a, b, _setup)) = ends("datagrams_have_none", &Options::of(Transport::Ud)) else {
+    let Some((_a, b, _setup)) =
+        ends("datagrams_do_not_support_windows", &Options::of(Transport::Ud))
+    else {
         return;
     };
     let (window, memory) = (MemoryWindow::new(&b.pd).unwrap(), closed(&b, 64));

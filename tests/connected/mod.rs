@@ -1,4 +1,4 @@
-//! Connected ends, for the tests of messages: over an exchange in this process, or by address.
+//! Pairs of connected ends for tests of messages.
 
 #![allow(dead_code, unreachable_pub, reason = "each test file uses a part of it")]
 
@@ -17,12 +17,11 @@ thread_local! {
     static MODE: Cell<Mode> = const { Cell::new(Mode::Event) };
 }
 
-/// What [`config`] gives on this thread from now on has this mode.
+/// Sets the completion mode that [`config`] uses on this thread.
 pub fn use_mode(mode: Mode) {
     MODE.set(mode);
 }
 
-/// Runs `test` in every completion mode, on the runtime that services use.
 pub fn modes<F: Future<Output = ()>>(
     what: &'static str,
     test: impl Fn() -> F + Send + Copy + 'static,
@@ -35,7 +34,7 @@ pub fn modes<F: Future<Output = ()>>(
     }
 }
 
-/// Runs `test` in every completion mode, and the usual one on each runtime.
+/// Runs `test` in each completion mode, and the event mode on each runtime flavour.
 pub fn run<F: Future<Output = ()>>(
     what: &'static str,
     test: impl Fn() -> F + Send + Copy + 'static,
@@ -55,7 +54,7 @@ pub fn run<F: Future<Output = ()>>(
     }
 }
 
-/// Settings of tests: a peer that is gone is found out in some tens of milliseconds on the software device.
+/// Returns settings that detect a lost peer in tens of milliseconds on the software device.
 pub fn config() -> ConnectionConfig {
     let config = ConnectionConfig::default().mode(MODE.get().make());
     match torture::hardware() {
@@ -64,18 +63,15 @@ pub fn config() -> ConnectionConfig {
     }
 }
 
-/// Timeouts of the software device, which answers at once.
 pub fn brief() -> ConnectOptions {
     ConnectOptions { timeout: AckTimeout::from_code(10), retry_count: 3, ..Default::default() }
 }
 
-/// Two connected ends on one device.
 pub fn pair(config: &ConnectionConfig) -> (Connection, Connection) {
     let (_, pd) = torture::device(&Network::new());
     pair_in(&pd, &pd, config, config)
 }
 
-/// Two connected ends in these protection domains.
 pub fn pair_in(
     a_pd: &ProtectionDomain,
     b_pd: &ProtectionDomain,
@@ -88,7 +84,6 @@ pub fn pair_in(
     (a.establish(&b_end, &b_hello).unwrap(), b.establish(&a_end, &a_hello).unwrap())
 }
 
-/// Two software devices that can be unplugged and lost.
 pub fn two(network: &Network) -> [(Device, ProtectionDomain); 2] {
     ["one", "two"].map(|name| {
         let device = Device::software_in(network, name).unwrap();
@@ -97,7 +92,6 @@ pub fn two(network: &Network) -> [(Device, ProtectionDomain); 2] {
     })
 }
 
-/// Where a listener on `device` can be reached, at any port.
 pub fn address(device: &Device) -> SocketAddr {
     match torture::hardware() {
         Some(_) => SocketAddr::new(device.default_path().unwrap().1.gid.to_ip(), 0),
@@ -105,7 +99,7 @@ pub fn address(device: &Device) -> SocketAddr {
     }
 }
 
-/// Bytes that tell their place and `seed`.
+/// Returns pseudo-random bytes, so that data of another position or seed is detected.
 pub fn pattern(len: usize, seed: u64) -> Bytes {
     let mut word = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut bytes = Vec::with_capacity(len + 8);
@@ -119,12 +113,11 @@ pub fn pattern(len: usize, seed: u64) -> Bytes {
     bytes.into()
 }
 
-/// The next message, which there must be.
 pub async fn recv(connection: &Connection) -> Bytes {
     soon("a message", connection.recv()).await.expect("no error").expect("not the end")
 }
 
-/// No receive was ever missing, at either end.
+/// Asserts that each message found a posted receive.
 pub fn assert_ready(connections: [&Connection; 2]) {
     for connection in connections {
         if let Some((sent, _)) = connection.software_counters() {

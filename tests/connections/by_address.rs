@@ -1,6 +1,7 @@
-//! Connections by address: how they come about, how they do not, and how they end.
+//! Connections by address: establishment, refusal and disconnection.
 //!
-//! On the device under test; what needs a device to fail, or addresses that only the software device has, uses that.
+//! Uses the device under test, or the software device where a test needs device failures or several
+//! addresses.
 
 use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
@@ -10,8 +11,8 @@ use std::time::Duration;
 
 use crate::torture::{self, Flavour, LONG, bounded, eventually, hardware, scaled, soon};
 use tokio_rdma::cm::{
-    self, Attempt, ConnectError, Disconnection, Link, ListenOptions, Listener, Options,
-    RejectReason, Request, Step,
+    self, CmConnection, ConnectAttempt, ConnectError, ConnectStep, ConnectionOptions,
+    ConnectionRequest, Disconnection, ListenOptions, Listener, RejectReason,
 };
 use tokio_rdma::error::LimitError;
 use tokio_rdma::op::QueuePairBuilder;
@@ -21,7 +22,6 @@ use tokio_rdma::{
     Access, CompletionQueue, Device, Pool, ProtectionDomain, QueuePair, RemoteRegion, SetupError,
 };
 
-/// What one side needs.
 #[derive(Clone)]
 struct Side {
     device: Device,
@@ -32,11 +32,12 @@ struct Side {
 
 impl Side {
     fn new(device: &Device) -> Self {
-        Self::with_room(device, 8192)
+        Self::with_capacity(device, 8192)
     }
 
-    /// Room for so many completions, four for each queue pair: one that is left behind takes some for ever.
-    fn with_room(device: &Device, completions: u32) -> Self {
+    /// Makes a side with a small completion queue. A queue pair reserves four entries, and a leaked
+    /// one never releases them.
+    fn with_capacity(device: &Device, completions: u32) -> Self {
         let pd = device.protection_domain().unwrap();
         let queue = CompletionQueue::builder(device).capacity(completions).build().unwrap();
         let pool = Pool::builder(&pd).buffer_size(256).buffers(64).growing(true).build().unwrap();
@@ -47,7 +48,6 @@ impl Side {
         QueuePair::builder(&self.pd, &self.queue).max_send_wr(2).max_recv_wr(2)
     }
 
-    /// Its address, any port.
     fn address(&self) -> SocketAddr {
         SocketAddr::new(self.ip(), 0)
     }
@@ -63,22 +63,21 @@ impl Side {
     async fn connect(
         &self,
         to: SocketAddr,
-        options: &Options,
-    ) -> Result<(QueuePair, Link), ConnectError> {
+        options: &ConnectionOptions,
+    ) -> Result<(QueuePair, CmConnection), ConnectError> {
         cm::connect(&self.device, to, options, |route| route.prepare(self.builder()).build()).await
     }
 
     async fn accept(
         &self,
-        request: Request,
-        options: &Options,
-    ) -> Result<(QueuePair, Link), ConnectError> {
+        request: ConnectionRequest,
+        options: &ConnectionOptions,
+    ) -> Result<(QueuePair, CmConnection), ConnectError> {
         let queue_pair = request.prepare(self.builder()).build().unwrap();
         let link = request.accept(&queue_pair, options).await?;
         Ok((queue_pair, link))
     }
 
-    /// A message of each end arrives at the other.
     async fn exchange(&self, ours: &QueuePair, peer: &Self, theirs: &QueuePair) {
         let receives = (
             ours.recv(self.pool.alloc(64).await.unwrap()),
@@ -96,7 +95,6 @@ impl Side {
     }
 }
 
-/// Two openings of the device under test, as two programs have.
 fn sides() -> (Side, Side) {
     match hardware() {
         Some(name) => {
@@ -114,7 +112,6 @@ fn of_network(network: &Network) -> (Side, Side) {
     (open("active"), open("passive"))
 }
 
-/// Runs a scenario on a runtime with one thread and on one with several.
 fn run<F: Future<Output = ()>>(what: &'static str, scenario: impl Fn() -> F + Send + 'static) {
     bounded(what, 2 * LONG, move || {
         for flavour in Flavour::ALL {
@@ -123,19 +120,22 @@ fn run<F: Future<Output = ()>>(what: &'static str, scenario: impl Fn() -> F + Se
     });
 }
 
-/// True for an error of setup that says that the two ends do not fit, in `property` if it is given.
+/// Returns whether the error reports a mismatch, in `property` if given.
 fn is_mismatch(error: &ConnectError, property: Option<&str>) -> bool {
     let ConnectError::Setup { error, .. } = error else { return false };
-    matches!(**error, SetupError::Mismatch { what, .. } if property.is_none_or(|property| property == what))
+    matches!(
+        **error,
+        SetupError::Mismatch { what, .. } if property.is_none_or(|property| property == what)
+    )
 }
 
 fn state(queue_pair: &QueuePair) -> QpState {
     queue_pair.query().unwrap().0
 }
 
-/// A connected pair: active end, passive end.
-async fn connected(a: &Side, b: &Side) -> ((QueuePair, Link), (QueuePair, Link)) {
-    let (listener, options) = (b.listen().await, Options::default());
+/// Connects two sides and returns the active end and the passive end.
+async fn connected(a: &Side, b: &Side) -> ((QueuePair, CmConnection), (QueuePair, CmConnection)) {
+    let (listener, options) = (b.listen().await, ConnectionOptions::default());
     let passive = async { b.accept(listener.accept().await?, &options).await };
     soon("connection", async {
         tokio::try_join!(a.connect(listener.local_addr(), &options), passive)
@@ -145,7 +145,7 @@ async fn connected(a: &Side, b: &Side) -> ((QueuePair, Link), (QueuePair, Link))
 }
 
 #[test]
-fn both_ends_get_each_others_private_data_and_a_working_queue_pair() {
+fn connect_exchanges_private_data_and_yields_working_queue_pairs() {
     run("connect", || async {
         let (a, b) = sides();
         let listener = b.listen().await;
@@ -161,9 +161,11 @@ fn both_ends_get_each_others_private_data_and_a_working_queue_pair() {
             assert!(request.private_data()[8..].iter().all(|&byte| byte == 0));
             assert_eq!((request.peer_addr().ip(), request.local_addr()), (a.ip(), address));
             assert!(request.reads_issued() > 0 && request.reads_served() > 0);
-            b.accept(request, &Options::default().private_data(*b"answer").reads(3)).await.unwrap()
+            b.accept(request, &ConnectionOptions::default().private_data(*b"answer").reads(3))
+                .await
+                .unwrap()
         };
-        let options = Options::default().private_data(*b"question");
+        let options = ConnectionOptions::default().private_data(*b"question");
         let active = async { a.connect(address, &options).await.unwrap() };
         let ((ours, link), (theirs, other)) =
             soon("connection", async { tokio::join!(active, passive) }).await;
@@ -173,7 +175,7 @@ fn both_ends_get_each_others_private_data_and_a_working_queue_pair() {
         assert!(link.is_connected() && other.is_connected());
         a.exchange(&ours, &b, &theirs).await;
         let (ours, theirs) = (ours.query().unwrap().1, theirs.query().unwrap().1);
-        // What the one issues the other serves; SoftRoCE rounds up.
+        // Each end serves at least as many READs as the other issues. SoftRoCE rounds up.
         assert!(
             ours.max_rd_atomic.unwrap() <= 4 && theirs.max_rd_atomic.unwrap() <= 4,
             "{ours:?} {theirs:?}"
@@ -187,12 +189,12 @@ fn both_ends_get_each_others_private_data_and_a_working_queue_pair() {
 }
 
 #[test]
-fn nobody_listens() {
+fn connect_without_a_listener_is_refused() {
     run("refused", || async {
         let (a, b) = sides();
         let address = b.listen().await.local_addr();
-        // Given back by now.
-        let options = Options::default();
+        // The listener is dropped, so its address is unused.
+        let options = ConnectionOptions::default();
         let route = cm::resolve(&a.device, address).await.unwrap();
         let queue_pair = route.prepare(a.builder()).build().unwrap();
         let error = soon("refusal", route.connect(&queue_pair, &options)).await.unwrap_err();
@@ -203,19 +205,20 @@ fn nobody_listens() {
 }
 
 #[test]
-fn request_that_is_rejected_or_dropped_tells_the_peer() {
+fn rejected_or_dropped_request_notifies_the_peer() {
     run("rejected", || async {
         let (a, b) = sides();
         let listener = b.listen().await;
-        let options = Options::default();
+        let options = ConnectionOptions::default();
         let passive = async {
             listener.accept().await.unwrap().reject(b"not today").await.unwrap();
             drop(listener.accept().await.unwrap());
             let long = [7; 149];
             let error = listener.accept().await.unwrap().reject(&long).await.unwrap_err();
-            assert!(
-                matches!(error, ConnectError::Limit(limit) if limit.asked == 149 && limit.allowed == 148)
-            );
+            assert!(matches!(
+                error,
+                ConnectError::Limit(limit) if limit.asked == 149 && limit.allowed == 148
+            ));
         };
         let active = async {
             let mut said = Vec::new();
@@ -240,7 +243,7 @@ fn request_that_is_rejected_or_dropped_tells_the_peer() {
 }
 
 #[test]
-fn address_that_is_taken_or_not_ours_is_named() {
+fn bind_errors_name_the_address() {
     run("addresses", || async {
         let (a, b) = sides();
         let listener = b.listen().await;
@@ -252,7 +255,7 @@ fn address_that_is_taken_or_not_ours_is_named() {
         );
         assert_eq!(error.io_kind(), std::io::ErrorKind::AddrInUse);
         drop(listener);
-        // A provider that may block gives it back in its own time.
+        // A provider whose calls may block releases the address asynchronously.
         let again = soon("the address", async {
             loop {
                 match Listener::bind(&b.device, address).await {
@@ -262,7 +265,7 @@ fn address_that_is_taken_or_not_ours_is_named() {
             }
         });
         assert_eq!(again.await.local_addr(), address);
-        // A network for documentation: RFC 5737.
+        // A documentation address (RFC 5737), assigned to no host.
         let foreign: SocketAddr = "192.0.2.1:7471".parse().unwrap();
         let error = Listener::bind(&a.device, foreign).await.unwrap_err();
         assert_eq!(
@@ -270,14 +273,14 @@ fn address_that_is_taken_or_not_ours_is_named() {
             ConnectError::AddressNotAvailable {
                 address: foreign,
                 source: None,
-                step: Step::Listen
+                step: ConnectStep::Listen
             }
         );
     });
 }
 
 #[test]
-fn address_in_use_names_the_device_of_the_listener_in_the_same_network() {
+fn address_in_use_error_names_the_device_of_the_listener() {
     run("names", || async {
         let address: SocketAddr = ([127, 0, 0, 1], 7471).into();
         let devices =
@@ -293,48 +296,47 @@ fn address_in_use_names_the_device_of_the_listener_in_the_same_network() {
                 ConnectError::AddressInUse { address, device: Some(device.name().to_owned()) }
             );
         }
-        // Its own listener is gone, so the address is free, whatever the other network holds.
+        // The address is free in this network, although it is in use in the other.
         drop(listeners.remove(0));
         let _first = Listener::bind(&devices[0], address).await.unwrap();
     });
 }
 
 #[test]
-fn every_failure_to_connect_names_the_address_and_the_step() {
+fn each_connect_error_names_the_address_and_the_step() {
     run("named failures", || async {
         let network = Network::new();
         let (a, b) = of_network(&network);
         let listener = b.listen().await;
         let (taken, foreign) =
             (listener.local_addr(), "192.0.2.1:7471".parse::<SocketAddr>().unwrap());
-        let nobody = SocketAddr::new(taken.ip(), if taken.port() == 1 { 2 } else { 1 });
-        let brief = Options::default().timeout(Duration::from_millis(50));
+        let unused = SocketAddr::new(taken.ip(), if taken.port() == 1 { 2 } else { 1 });
+        let brief = ConnectionOptions::default().timeout(Duration::from_millis(50));
         let failing =
             cm::connect(&a.device, taken, &brief, |_| Err(SetupError::Closed)).await.map(drop);
         let datagram =
             |route: &cm::Route| route.prepare(a.builder()).transport(Transport::Ud).build();
         let other_queue_pair = cm::connect(&a.device, taken, &brief, datagram).await.map(drop);
-        let failures: [(Result<(), ConnectError>, Step, SocketAddr); 6] = [
-            (Listener::bind(&b.device, taken).await.map(drop), Step::Listen, taken),
-            (Listener::bind(&b.device, foreign).await.map(drop), Step::Listen, foreign),
-            (cm::resolve(&a.device, foreign).await.map(drop), Step::Resolve, foreign),
-            (a.connect(nobody, &brief).await.map(drop), Step::Response, nobody),
-            (failing, Step::Prepare, taken),
-            (other_queue_pair, Step::Prepare, taken),
+        let failures: [(Result<(), ConnectError>, ConnectStep, SocketAddr); 6] = [
+            (Listener::bind(&b.device, taken).await.map(drop), ConnectStep::Listen, taken),
+            (Listener::bind(&b.device, foreign).await.map(drop), ConnectStep::Listen, foreign),
+            (cm::resolve(&a.device, foreign).await.map(drop), ConnectStep::Resolve, foreign),
+            (a.connect(unused, &brief).await.map(drop), ConnectStep::Response, unused),
+            (failing, ConnectStep::Prepare, taken),
+            (other_queue_pair, ConnectStep::Prepare, taken),
         ];
         for (result, step, address) in failures {
             let error = result.expect_err("it fails");
             assert_eq!((error.step(), error.address()), (Some(step), Some(address)), "{error}");
             assert!(
-                error.to_string().starts_with(&Attempt { step, address }.to_string()),
+                error.to_string().starts_with(&ConnectAttempt { step, address }.to_string()),
                 "{error}"
             );
         }
-        // Of a listener that holds the address, the process knows the device.
         let taken = Listener::bind(&b.device, taken).await.unwrap_err();
         assert!(
             taken.to_string().contains(&format!(
-                "another listener of this process, on device {}",
+                "in use by another listener of this process, on device {}",
                 b.device.name()
             )),
             "{taken}"
@@ -343,7 +345,7 @@ fn every_failure_to_connect_names_the_address_and_the_step() {
 }
 
 #[test]
-fn address_that_nobody_has_cannot_be_reached() {
+fn unassigned_address_is_unreachable() {
     run("unreachable", || async {
         let (a, _) = of_network(&Network::new());
         let address: SocketAddr = "192.0.2.1:7471".parse().unwrap();
@@ -354,10 +356,10 @@ fn address_that_nobody_has_cannot_be_reached() {
 }
 
 #[test]
-fn source_address_is_what_the_peer_sees_or_is_refused() {
+fn source_address_is_seen_by_the_peer_or_refused() {
     run("source", || async {
         let (a, b) = sides();
-        let (listener, options) = (b.listen().await, Options::default());
+        let (listener, options) = (b.listen().await, ConnectionOptions::default());
         let address = listener.local_addr();
         let passive = async {
             let request = listener.accept().await.unwrap();
@@ -369,7 +371,7 @@ fn source_address_is_what_the_peer_sees_or_is_refused() {
         let ((_, link), _) = soon("connection", async { tokio::join!(active, passive) }).await;
         assert_eq!(link.local_addr().ip(), a.ip());
 
-        // A network for documentation: RFC 5737.
+        // A documentation address (RFC 5737), assigned to no host.
         let foreign: SocketAddr = "192.0.2.1:0".parse().unwrap();
         let error = cm::resolve_with(&a.device, address, &options.clone().source(foreign.ip()))
             .await
@@ -377,10 +379,11 @@ fn source_address_is_what_the_peer_sees_or_is_refused() {
         let source = Some(foreign.ip());
         assert_eq!(
             error,
-            ConnectError::AddressNotAvailable { address, source, step: Step::Resolve }
+            ConnectError::AddressNotAvailable { address, source, step: ConnectStep::Resolve }
         );
         let text = format!(
-            "resolving a route to {address}: the device does not have the source address 192.0.2.1"
+            "resolving a route to {address}: the source address 192.0.2.1 does not belong to the \
+             device"
         );
         assert_eq!((error.to_string(), error.address()), (text, Some(address)));
         let other = if address.is_ipv4() { "::1" } else { "127.0.0.1" };
@@ -392,28 +395,30 @@ fn source_address_is_what_the_peer_sees_or_is_refused() {
 }
 
 #[test]
-fn peer_that_never_accepts_is_given_up() {
+fn connect_without_an_answer_times_out() {
     run("timeout", || async {
         let (a, b) = sides();
         let listener = b.listen().await;
         let after = Duration::from_millis(300);
         let route = cm::resolve(&a.device, listener.local_addr()).await.unwrap();
         let queue_pair = route.prepare(a.builder()).build().unwrap();
-        let error =
-            soon("deadline", route.connect(&queue_pair, &Options::default().timeout(after)))
-                .await
-                .unwrap_err();
+        let error = soon(
+            "deadline",
+            route.connect(&queue_pair, &ConnectionOptions::default().timeout(after)),
+        )
+        .await
+        .unwrap_err();
         let address = Some(listener.local_addr());
-        assert_eq!(error, ConnectError::TimedOut { address, step: Step::Response, after });
+        assert_eq!(error, ConnectError::TimedOut { address, step: ConnectStep::Response, after });
         assert_eq!(state(&queue_pair), QpState::Err);
-        // The request was taken back, so the next one is another.
-        let options = Options::default().private_data(*b"second");
+        // The first request is cancelled.
+        let options = ConnectionOptions::default().private_data(*b"second");
         let passive = async {
             loop {
-                // That it was taken back may still be underway.
+                // The cancellation may arrive after the request was accepted.
                 let request = listener.accept().await.unwrap();
                 if request.private_data().starts_with(b"second") {
-                    break b.accept(request, &Options::default()).await.unwrap();
+                    break b.accept(request, &ConnectionOptions::default()).await.unwrap();
                 }
             }
         };
@@ -423,13 +428,13 @@ fn peer_that_never_accepts_is_given_up() {
 }
 
 #[test]
-fn request_that_was_taken_back_cannot_be_accepted() {
+fn cancelled_request_cannot_be_accepted() {
     run("taken back", || async {
         let (a, b) = sides();
         let listener = b.listen().await;
         let route = cm::resolve(&a.device, listener.local_addr()).await.unwrap();
         let ours = route.prepare(a.builder()).build().unwrap();
-        let options = Options::default();
+        let options = ConnectionOptions::default();
         let request = {
             let mut connecting = std::pin::pin!(route.connect(&ours, &options));
             tokio::select! {
@@ -437,7 +442,7 @@ fn request_that_was_taken_back_cannot_be_accepted() {
                 request = soon("request", listener.accept()) => request.unwrap(),
             }
         };
-        // Dropped halfway.
+        // The connect future was dropped after it had sent its request.
         assert_eq!(state(&ours), QpState::Err);
         let theirs = request.prepare(b.builder()).build().unwrap();
         let error = soon("answer", request.accept(&theirs, &options)).await.unwrap_err();
@@ -452,19 +457,19 @@ fn request_that_was_taken_back_cannot_be_accepted() {
 }
 
 #[test]
-fn accept_that_is_dropped_loses_no_request_and_rejects_when_it_has_begun() {
+fn dropped_accepts_lose_no_request_and_reject_once_begun() {
     run("cancelled", || async {
         let (a, b) = sides();
         let listener = b.listen().await;
         for _ in 0..20 {
             let waiting = tokio::time::timeout(Duration::ZERO, listener.accept());
-            assert!(waiting.await.is_err(), "nobody has asked yet");
+            assert!(waiting.await.is_err(), "no request was sent");
         }
-        let options = Options::default();
+        let options = ConnectionOptions::default();
         let active = a.connect(listener.local_addr(), &options);
         let passive = async {
             let request = loop {
-                // Mostly before it has arrived.
+                // Most of these accepts are dropped before the request arrives.
                 if let Ok(request) =
                     tokio::time::timeout(Duration::from_micros(50), listener.accept()).await
                 {
@@ -474,7 +479,7 @@ fn accept_that_is_dropped_loses_no_request_and_rejects_when_it_has_begun() {
             let theirs = request.prepare(b.builder()).build().unwrap();
             {
                 let mut accepting = Box::pin(request.accept(&theirs, &options));
-                // As far as the answer, and no further.
+                // One poll sends the reply.
                 let polled =
                     std::future::poll_fn(|context| Poll::Ready(accepting.as_mut().poll(context)))
                         .await;
@@ -485,9 +490,9 @@ fn accept_that_is_dropped_loses_no_request_and_rejects_when_it_has_begun() {
         let (result, ()) = soon("end", async { tokio::join!(active, passive) }).await;
         match result {
             Err(ConnectError::Rejected { .. } | ConnectError::Disconnected { .. }) => {}
-            // The answer was quicker: then the goodbye is what it sees.
+            // The reply arrived before the rejection, so the peer sees a disconnect.
             Ok((_, link)) => {
-                assert_eq!(soon("goodbye", link.disconnected()).await, Disconnection::Peer)
+                assert_eq!(soon("disconnection", link.disconnected()).await, Disconnection::Peer)
             }
             Err(other) => panic!("{other:?}"),
         }
@@ -495,8 +500,8 @@ fn accept_that_is_dropped_loses_no_request_and_rejects_when_it_has_begun() {
 }
 
 #[test]
-fn either_end_says_goodbye_and_both_queue_pairs_flush() {
-    run("goodbye", || async {
+fn disconnect_by_either_end_flushes_both_queue_pairs() {
+    run("disconnect", || async {
         let (a, b) = sides();
         for active_first in [true, false] {
             let ((ours, link), (theirs, other)) = connected(&a, &b).await;
@@ -506,11 +511,10 @@ fn either_end_says_goodbye_and_both_queue_pairs_flush() {
                 theirs.recv(b.pool.alloc(8).await.unwrap()),
             ];
             let (first, second) = if active_first { (&link, &other) } else { (&other, &link) };
-            soon("goodbye", first.disconnect()).await.unwrap();
+            soon("disconnect", first.disconnect()).await.unwrap();
             assert_eq!(soon("local", first.disconnected()).await, Disconnection::Local);
             assert_eq!(soon("peer", second.disconnected()).await, Disconnection::Peer);
             assert!(!first.is_connected() && !second.is_connected());
-            // Again, from both: nothing more to do.
             first.disconnect().await.unwrap();
             second.disconnect().await.unwrap();
             for receive in pending {
@@ -529,12 +533,13 @@ fn either_end_says_goodbye_and_both_queue_pairs_flush() {
 }
 
 #[test]
-fn both_ends_say_goodbye_at_once() {
-    run("goodbyes", || async {
+fn both_ends_disconnect_at_once() {
+    run("simultaneous disconnect", || async {
         let (a, b) = sides();
         let ((_ours, link), (_theirs, other)) = connected(&a, &b).await;
         let (first, second) =
-            soon("goodbyes", async { tokio::join!(link.disconnect(), other.disconnect()) }).await;
+            soon("disconnects", async { tokio::join!(link.disconnect(), other.disconnect()) })
+                .await;
         first.unwrap();
         second.unwrap();
         assert!(!link.is_connected() && !other.is_connected());
@@ -542,22 +547,22 @@ fn both_ends_say_goodbye_at_once() {
 }
 
 #[test]
-fn link_that_is_dropped_tells_the_peer() {
+fn dropped_connection_disconnects_the_peer() {
     run("drop", || async {
         let (a, b) = sides();
         let ((ours, link), (theirs, other)) = connected(&a, &b).await;
         drop(link);
         assert_eq!(state(&ours), QpState::Err);
-        assert_eq!(soon("goodbye", other.disconnected()).await, Disconnection::Peer);
+        assert_eq!(soon("disconnection", other.disconnected()).await, Disconnection::Peer);
         eventually("the peer's queue pair", || state(&theirs) == QpState::Err).await;
     });
 }
 
 #[test]
-fn listener_that_is_dropped_rejects_who_waits_and_leaves_connections_alone() {
+fn dropped_listener_rejects_requests_and_keeps_connections() {
     run("listener", || async {
         let (a, b) = sides();
-        let (listener, options) = (b.listen().await, Options::default());
+        let (listener, options) = (b.listen().await, ConnectionOptions::default());
         let address = listener.local_addr();
         let passive = async { b.accept(listener.accept().await?, &options).await };
         let (active, passive) =
@@ -565,7 +570,6 @@ fn listener_that_is_dropped_rejects_who_waits_and_leaves_connections_alone() {
                 .await
                 .unwrap();
         let mut waiting = Box::pin(a.connect(address, &options));
-        // Until the request is there: taken and put aside.
         let request = tokio::select! {
             result = &mut waiting => panic!("{result:?}"),
             request = soon("request", listener.accept()) => request.unwrap(),
@@ -591,7 +595,7 @@ fn listener_that_is_dropped_rejects_who_waits_and_leaves_connections_alone() {
 }
 
 #[test]
-fn private_data_and_queue_pairs_that_do_not_fit_are_refused_untouched() {
+fn unsuitable_private_data_and_queue_pairs_are_refused_unchanged() {
     run("misfits", || async {
         let (a, b) = sides();
         let listener = b.listen().await;
@@ -602,7 +606,7 @@ fn private_data_and_queue_pairs_that_do_not_fit_are_refused_untouched() {
         let route = to().await.unwrap();
         let queue_pair = fresh(&route);
         let error = route
-            .connect(&queue_pair, &Options::default().private_data([1; 57]))
+            .connect(&queue_pair, &ConnectionOptions::default().private_data([1; 57]))
             .await
             .unwrap_err();
         assert!(
@@ -612,75 +616,75 @@ fn private_data_and_queue_pairs_that_do_not_fit_are_refused_untouched() {
 
         let route = to().await.unwrap();
         let datagrams = route.prepare(a.builder()).transport(Transport::Ud).build().unwrap();
-        let error = route.connect(&datagrams, &Options::default()).await.unwrap_err();
-        assert!(is_mismatch(&error, Some("transport")), "{error:?}");
+        let error = route.connect(&datagrams, &ConnectionOptions::default()).await.unwrap_err();
+        let property = "transports of the queue pair and the connection manager";
+        assert!(is_mismatch(&error, Some(property)), "{error:?}");
 
         let route = to().await.unwrap();
         queue_pair.modify(&QpAttr::to_state(QpState::Err)).unwrap();
-        let error = route.connect(&queue_pair, &Options::default()).await.unwrap_err();
+        let error = route.connect(&queue_pair, &ConnectionOptions::default()).await.unwrap_err();
         let expected = TransitionError::NotInState { claimed: QpState::Init, actual: QpState::Err };
-        let attempt = Some(Attempt { step: Step::Prepare, address });
+        let attempt = Some(ConnectAttempt { step: ConnectStep::Prepare, address });
         let prepare = |error: SetupError| ConnectError::Setup { attempt, error: error.into() };
         assert_eq!(error, prepare(SetupError::Transition(expected)));
 
         let route = to().await.unwrap();
         let foreign = b.builder().build().unwrap();
-        let error = route.connect(&foreign, &Options::default()).await.unwrap_err();
+        let error = route.connect(&foreign, &ConnectionOptions::default()).await.unwrap_err();
         assert_eq!(error, prepare(SetupError::Foreign { what: "queue pair" }));
         let route = to().await.unwrap();
         let (port, gid) = a.device.default_path().unwrap();
-        // The software device has one GID only.
         match port.gids.iter().find(|other| other.gid != gid.gid) {
             None => assert!(hardware().is_none() || port.gids.len() == 1),
             Some(other) => {
                 let elsewhere = a.builder().source(route.port(), other.index).build().unwrap();
-                let error = route.connect(&elsewhere, &Options::default()).await.unwrap_err();
+                let error =
+                    route.connect(&elsewhere, &ConnectionOptions::default()).await.unwrap_err();
                 assert!(is_mismatch(&error, None), "{error:?}");
             }
         }
-        // None of them has sent anything.
+        // None of the connects has sent a request.
         assert!(tokio::time::timeout(Duration::from_millis(20), listener.accept()).await.is_err());
     });
 }
 
-/// Retries that end soon on the software device, and still survive a machine that is busy: some 0.6 s.
-fn probing(interval: Duration) -> Options {
+/// Returns keepalive options whose retries take about 0.6 s: enough for a busy machine.
+fn probing(interval: Duration) -> ConnectionOptions {
     let transport = tokio_rdma::op::ConnectOptions {
         timeout: AckTimeout::from_code(14),
         retry_count: 7,
         ..Default::default()
     };
-    Options::default().transport(transport).keepalive(Some(interval))
+    ConnectionOptions::default().transport(transport).keepalive(Some(interval))
 }
 
 #[test]
-fn peer_that_is_gone_while_nothing_is_in_flight_is_noticed_by_keepalive() {
+fn keepalive_detects_a_lost_peer_of_an_idle_connection() {
     run("keepalive", || async {
         let network = Network::new();
         let (a, b) = of_network(&network);
-        let (listener, plain) = (b.listen().await, Options::default());
+        let (listener, plain) = (b.listen().await, ConnectionOptions::default());
         let options = probing(Duration::from_millis(20));
         let passive = async { b.accept(listener.accept().await?, &plain).await };
         let ends = async { tokio::try_join!(a.connect(listener.local_addr(), &options), passive) };
         let ((ours, link), (theirs, peer)) = soon("connection", ends).await.unwrap();
-        // The peer is there: probes are sent, and change nothing.
         let waits = ours.recv(a.pool.alloc(64).await.unwrap());
         eventually("probes", || ours.send_counters().posted >= 3).await;
         assert!(link.is_connected() && peer.is_connected());
         assert_eq!(theirs.receive_counters().posted, 0);
-        // Gone, without a word.
+        // The peer vanishes without a disconnect.
         network.control("passive").unwrap().set_port(false);
         let error = soon("the receive", waits).await.unwrap_err();
         assert_eq!(error.kind().status(), Some(tokio_rdma::types::WcStatus::WR_FLUSH_ERR));
         assert_eq!(soon("the end", link.disconnected()).await, Disconnection::Silent);
         assert_eq!(state(&ours), QpState::Err);
-        // The other side has no keepalive.
+        // Without keepalive, the peer notices nothing.
         assert!(peer.is_connected() && state(&theirs) == QpState::Rts);
     });
 }
 
 #[test]
-fn keepalive_that_the_peer_refuses_ends_the_link_and_says_so() {
+fn refused_keepalive_probe_disconnects_with_probe_failed() {
     run("keepalive refused", || async {
         let (a, b) = of_network(&Network::new());
         let (listener, options) = (b.listen().await, probing(Duration::from_millis(1)));
@@ -689,7 +693,7 @@ fn keepalive_that_the_peer_refuses_ends_the_link_and_says_so() {
         let passive = async {
             let request = listener.accept().await?;
             let qp = request.prepare(closed(&b)).build()?;
-            request.accept(&qp, &Options::default()).await.map(|link| (qp, link))
+            request.accept(&qp, &ConnectionOptions::default()).await.map(|link| (qp, link))
         };
         let ends = async { tokio::try_join!(a.connect(listener.local_addr(), &options), passive) };
         let ((ours, link), (_theirs, _peer)) = soon("connection", ends).await.unwrap();
@@ -699,43 +703,43 @@ fn keepalive_that_the_peer_refuses_ends_the_link_and_says_so() {
 }
 
 #[test]
-fn link_with_keepalive_ends_though_other_work_found_out_first() {
+fn keepalive_ends_the_connection_after_other_work_failed() {
     run("keepalive behind work", || async {
         let network = Network::new();
         let (a, b) = of_network(&network);
-        let (listener, plain) = (b.listen().await, Options::default());
+        let (listener, plain) = (b.listen().await, ConnectionOptions::default());
         let options = probing(Duration::from_millis(20));
         let passive = async { b.accept(listener.accept().await?, &plain).await };
         let ends = async { tokio::try_join!(a.connect(listener.local_addr(), &options), passive) };
         let ((ours, link), (_theirs, peer)) = soon("connection", ends).await.unwrap();
         network.control("passive").unwrap().set_port(false);
-        // In flight before the next probe: that waits until nothing is.
+        // The next probe waits until this send is no longer in flight.
         let error =
             soon("a send", ours.send(a.pool.copy_from(b"lost").unwrap())).await.unwrap_err();
         assert_eq!(error.kind().status(), Some(tokio_rdma::types::WcStatus::RETRY_EXC_ERR));
         let end = soon("the end", link.disconnected()).await;
         assert!(matches!(end, Disconnection::ProbeFailed | Disconnection::Silent), "{end:?}");
-        // The peer has not heard of it, and says so once it has.
+        // The disconnect reaches the peer once its port is up again.
         let short = tokio::time::timeout(Duration::from_millis(50), link.disconnect()).await;
-        assert!(short.is_err(), "nobody has heard the goodbye: {short:?}");
+        assert!(short.is_err(), "the peer cannot have answered: {short:?}");
         assert!(peer.is_connected());
         network.control("passive").unwrap().set_port(true);
-        assert_eq!(soon("the goodbye", peer.disconnected()).await, Disconnection::Peer);
-        soon("the answer", link.disconnect()).await.unwrap();
+        assert_eq!(soon("the disconnection", peer.disconnected()).await, Disconnection::Peer);
+        soon("the reply", link.disconnect()).await.unwrap();
     });
 }
 
 #[test]
-fn peer_that_breaks_the_queue_pair_does_not_end_the_keepalive_alone() {
+fn keepalive_detects_a_queue_pair_broken_by_the_peer() {
     run("keepalive of a broken queue pair", || async {
         let network = Network::new();
         let (a, b) = of_network(&network);
-        let (listener, plain) = (b.listen().await, Options::default());
+        let (listener, plain) = (b.listen().await, ConnectionOptions::default());
         let options = probing(Duration::from_millis(20));
         let passive = async { b.accept(listener.accept().await?, &options).await };
         let ends = async { tokio::try_join!(a.connect(listener.local_addr(), &plain), passive) };
         let ((ours, _link), (theirs, server)) = soon("connection", ends).await.unwrap();
-        // The peer has no work of its own, and no goodbye will come.
+        // The passive end has no work in flight, and the killed device sends no disconnect.
         let wrong = RemoteRegion::new(0x1000, 8, Rkey(0x1234_5678));
         soon("a READ", ours.read(a.pool.alloc(8).await.unwrap(), wrong)).await.unwrap_err();
         network.control("active").unwrap().kill();
@@ -745,7 +749,7 @@ fn peer_that_breaks_the_queue_pair_does_not_end_the_keepalive_alone() {
 }
 
 #[test]
-fn keepalive_of_a_send_queue_of_one_lets_work_through_and_ends_with_the_link() {
+fn keepalive_with_one_send_slot_lets_work_proceed() {
     run("keepalive beside work", || async {
         let (a, b) = of_network(&Network::new());
         let (listener, options) = (b.listen().await, probing(Duration::from_millis(1)));
@@ -770,15 +774,14 @@ fn keepalive_of_a_send_queue_of_one_lets_work_through_and_ends_with_the_link() {
             }
         }
         assert!(link.is_connected() && peer.is_connected());
-        soon("goodbye", link.disconnect()).await.unwrap();
-        assert_eq!(soon("goodbye", peer.disconnected()).await, Disconnection::Peer);
-        // What ended otherwise is not called silence.
+        soon("disconnect", link.disconnect()).await.unwrap();
+        assert_eq!(soon("disconnection", peer.disconnected()).await, Disconnection::Peer);
         assert_eq!(link.disconnected().await, Disconnection::Local);
     });
 }
 
 #[test]
-fn keepalive_that_cannot_be_is_refused_by_name() {
+fn invalid_keepalive_settings_are_refused_by_name() {
     run("keepalive settings", || async {
         let (a, b) = of_network(&Network::new());
         let listener = b.listen().await;
@@ -787,7 +790,8 @@ fn keepalive_that_cannot_be_is_refused_by_name() {
                 timeout: AckTimeout::from_code(timeout),
                 ..Default::default()
             };
-            let options = Options::default().transport(transport).keepalive(Some(interval));
+            let options =
+                ConnectionOptions::default().transport(transport).keepalive(Some(interval));
             let to = listener.local_addr();
             let asked = cm::connect(&a.device, to, &options, |route| {
                 route.prepare(builder.clone()).build()
@@ -813,7 +817,7 @@ fn keepalive_that_cannot_be_is_refused_by_name() {
 }
 
 #[test]
-fn settings_of_connections_are_refused_by_name_and_not_changed() {
+fn invalid_connection_settings_are_refused_and_not_adjusted() {
     run("settings", || async {
         let (a, b) = sides();
         let none =
@@ -826,15 +830,14 @@ fn settings_of_connections_are_refused_by_name_and_not_changed() {
         let attr = a.device.attr();
         let most = attr.max_qp_rd_atom.min(attr.max_qp_init_rd_atom);
         let listener = b.listen().await;
-        let too_many = Options::default().reads(most + 1);
+        let too_many = ConnectionOptions::default().reads(most + 1);
         let refused = LimitError { field: "reads", asked: (most + 1).into(), allowed: most.into() };
         let error = soon("refusal", a.connect(listener.local_addr(), &too_many))
             .await
             .map(drop)
             .unwrap_err();
         assert_eq!(error, ConnectError::Limit(refused));
-        // As many as the device can are what the queue pair gets.
-        let options = Options::default().reads(most);
+        let options = ConnectionOptions::default().reads(most);
         let passive = async { b.accept(listener.accept().await?, &options).await };
         let ends = async { tokio::try_join!(a.connect(listener.local_addr(), &options), passive) };
         let ((ours, _link), _theirs) = soon("connection", ends).await.unwrap();
@@ -843,13 +846,11 @@ fn settings_of_connections_are_refused_by_name_and_not_changed() {
 }
 
 #[test]
-fn a_thousand_at_once_are_all_served_each_by_one_acceptor() {
+fn thousand_simultaneous_connects_are_each_accepted_once() {
     bounded("storm", 5 * LONG, || {
         for backlog in [1024, 16] {
             if backlog == 16 && hardware().is_some() {
-                eprintln!(
-                    "SKIPPED a small backlog: the kernel's manager counts what was not seen yet only"
-                );
+                eprintln!("SKIPPED a small backlog: the kernel counts only requests not read yet");
                 continue;
             }
             Flavour::MultiThread.runtime().block_on(storm(scaled(1000) as u32, backlog));
@@ -862,7 +863,7 @@ async fn storm(count: u32, backlog: u32) {
     let options = ListenOptions::default().backlog(backlog);
     let listener = Arc::new(Listener::bind_with(&b.device, b.address(), &options).await.unwrap());
     let address = listener.local_addr();
-    let patient = Options::default().timeout(LONG);
+    let patient = ConnectionOptions::default().timeout(LONG);
     let acceptors: Vec<_> = (0..8)
         .map(|_| {
             let (listener, b, patient) = (listener.clone(), b.clone(), patient.clone());
@@ -885,7 +886,6 @@ async fn storm(count: u32, backlog: u32) {
             let (a, options) = (a.clone(), patient.clone().private_data(number.to_be_bytes()));
             tokio::spawn(async move {
                 let (queue_pair, link) = a.connect(address, &options).await.unwrap();
-                // The one that was meant.
                 assert_eq!(link.private_data()[..4], number.to_be_bytes());
                 (queue_pair, link)
             })
@@ -911,14 +911,14 @@ async fn storm(count: u32, backlog: u32) {
 }
 
 #[test]
-fn hosts_by_name_and_ipv6_lead_to_who_listens() {
+fn host_names_and_ipv6_addresses_reach_the_listener() {
     run("names", || async {
         let (a, b) = of_network(&Network::new());
         for bound in ["127.0.0.1:0", "[::1]:0", "localhost:0", "[::]:0", "0.0.0.0:0"] {
             let listener = Listener::bind(&b.device, bound).await.unwrap();
             let port = listener.local_addr().port();
             let hosts: &[&str] = match bound {
-                // Not every machine calls that localhost.
+                // Not every machine resolves `localhost` to ::1.
                 "[::1]:0" => &["::1"],
                 "[::]:0" => &["localhost", "::1", "127.0.0.1", "::ffff:127.0.0.1"],
                 "0.0.0.0:0" => &["localhost", "127.0.0.1"],
@@ -927,7 +927,7 @@ fn hosts_by_name_and_ipv6_lead_to_who_listens() {
             let own = bound.contains("[::]") || bound.starts_with("0.0.0.0");
             let of_device = b.ip().to_string();
             for host in hosts.iter().copied().chain(own.then_some(of_device.as_str())) {
-                let options = Options::default();
+                let options = ConnectionOptions::default();
                 let passive =
                     async { b.accept(listener.accept().await.unwrap(), &options).await.unwrap() };
                 let active = async {
@@ -946,19 +946,19 @@ fn hosts_by_name_and_ipv6_lead_to_who_listens() {
         let error = cm::resolve(&a.device, "no.such.host.invalid:1").await.unwrap_err();
         assert!(matches!(
             error,
-            ConnectError::Lookup { .. } | ConnectError::TimedOut { step: Step::Lookup, .. }
+            ConnectError::Lookup { .. } | ConnectError::TimedOut { step: ConnectStep::Lookup, .. }
         ));
     });
 }
 
 #[test]
-fn device_that_is_lost_ends_listeners_links_and_handshakes() {
+fn lost_device_ends_listeners_connections_and_handshakes() {
     run("lost", || async {
         let network = Network::new();
         let (a, b) = of_network(&network);
         let ((_ours, link), (_theirs, other)) = connected(&a, &b).await;
         let listener = b.listen().await;
-        let patient = Options::default().timeout(Duration::from_millis(300));
+        let patient = ConnectionOptions::default().timeout(Duration::from_millis(300));
         let handshake = a.connect(listener.local_addr(), &patient);
         let kill = async {
             let request = listener.accept().await.unwrap();
@@ -970,22 +970,22 @@ fn device_that_is_lost_ends_listeners_links_and_handshakes() {
         let (handshake, error) = soon("kill", async { tokio::join!(handshake, kill) }).await;
         assert!(matches!(error, ConnectError::DeviceRemoved { .. }), "{error:?}");
         assert!(
-            matches!(handshake, Err(ConnectError::TimedOut { step: Step::Response, .. })),
+            matches!(handshake, Err(ConnectError::TimedOut { step: ConnectStep::Response, .. })),
             "{:?}",
             handshake.err()
         );
         assert_eq!(soon("removal", other.disconnected()).await, Disconnection::DeviceRemoved);
         soon("drained", other.drained()).await.unwrap();
-        assert!(link.is_connected(), "it cannot know");
+        assert!(link.is_connected(), "the active device is not affected");
         let error = cm::Listener::bind(&b.device, b_address()).await.unwrap_err();
         assert!(
             matches!(error, ConnectError::Verb { .. } | ConnectError::DeviceRemoved { .. }),
             "{error:?}"
         );
-        // A goodbye that nobody answers ends with its repetitions or the deadline, whichever comes first.
+        // The disconnect ends after its retransmissions or at the deadline.
         assert!(matches!(
-            soon("goodbye", link.disconnect()).await,
-            Ok(()) | Err(ConnectError::TimedOut { step: Step::Disconnect, .. })
+            soon("disconnect", link.disconnect()).await,
+            Ok(()) | Err(ConnectError::TimedOut { step: ConnectStep::Disconnect, .. })
         ));
     });
 }
@@ -995,7 +995,7 @@ fn b_address() -> SocketAddr {
 }
 
 #[test]
-fn connections_come_about_where_packets_are_lost_repeated_and_delayed() {
+fn connections_are_established_despite_packet_faults() {
     bounded("faults", 5 * LONG, || {
         let seed = torture::Seed::new("--test connections by_address");
         let faults = Faults::none().loss(0.1).duplicate(0.1).reorder(0.1).corrupt(0.05);
@@ -1004,7 +1004,8 @@ fn connections_come_about_where_packets_are_lost_repeated_and_delayed() {
         Flavour::MultiThread.runtime().block_on(async {
             let (a, b) = of_network(&network);
             let listener = Arc::new(b.listen().await);
-            let (address, options) = (listener.local_addr(), Options::default().timeout(LONG));
+            let (address, options) =
+                (listener.local_addr(), ConnectionOptions::default().timeout(LONG));
             let passive = {
                 let (listener, b, options) = (listener.clone(), b.clone(), options.clone());
                 tokio::spawn(async move {
@@ -1016,7 +1017,7 @@ fn connections_come_about_where_packets_are_lost_repeated_and_delayed() {
                             return all;
                         }
                         let (b, options) = (b.clone(), options.clone().private_data(number));
-                        // One whose request was a ghost, repeated too late, comes to nothing.
+                        // The accept of a late duplicate of a request fails.
                         all.push(tokio::spawn(
                             async move { b.accept(request, &options).await.ok() },
                         ));
@@ -1043,12 +1044,12 @@ fn connections_come_about_where_packets_are_lost_repeated_and_delayed() {
             let (mut served, all) = (0, soon("acceptor", passive).await.unwrap());
             for accepted in all {
                 if let Some((_, link)) = soon("accepted", accepted).await.unwrap() {
-                    soon("goodbye", link.disconnected()).await;
+                    soon("disconnection", link.disconnected()).await;
                     served += 1;
                 }
             }
             assert_eq!(served, 60);
-            // Some four packets of each connection, of which one in ten meets each of these.
+            // Each fault affects 5 to 10 % of about 240 packets.
             let counters = network.counters();
             let each = [counters.lost, counters.duplicated, counters.reordered, counters.corrupted];
             assert!(each.iter().all(|&count| count > 0), "{counters:?}");
@@ -1057,13 +1058,13 @@ fn connections_come_about_where_packets_are_lost_repeated_and_delayed() {
 }
 
 #[test]
-fn churn_leaves_no_descriptor_and_no_address_behind() {
+fn repeated_connections_leak_no_descriptor_or_address() {
     bounded("churn", 5 * LONG, || {
         Flavour::CurrentThread.runtime().block_on(async {
             let (a, b) = sides();
-            let (a, b) = (Side::with_room(&a.device, 64), Side::with_room(&b.device, 64));
+            let (a, b) = (Side::with_capacity(&a.device, 64), Side::with_capacity(&b.device, 64));
             let listener = b.listen().await;
-            let (address, options) = (listener.local_addr(), Options::default());
+            let (address, options) = (listener.local_addr(), ConnectionOptions::default());
             let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
             let mut before = None;
             for round in 0..scaled(1000) {
@@ -1077,15 +1078,15 @@ fn churn_leaves_no_descriptor_and_no_address_behind() {
                     a.exchange(&ours.0, &b, &theirs.0).await;
                 }
                 if round % 2 == 0 {
-                    soon("goodbye", ours.1.disconnect()).await.unwrap();
-                    soon("goodbye", theirs.1.disconnected()).await;
+                    soon("disconnect", ours.1.disconnect()).await.unwrap();
+                    soon("disconnection", theirs.1.disconnected()).await;
                 }
                 drop((ours, theirs));
                 if round == 10 {
                     before = Some(descriptors());
                 }
             }
-            // Other tests of this program run beside this one, and have some.
+            // Other tests of this process open descriptors at the same time.
             if let Some(before) = before {
                 let slack = 256;
                 assert!(descriptors() <= before + slack, "{} of {before}", descriptors());
@@ -1095,17 +1096,18 @@ fn churn_leaves_no_descriptor_and_no_address_behind() {
 }
 
 #[test]
-fn whenever_either_end_gives_up_nothing_hangs_and_no_queue_pair_is_half_connected() {
+fn cancelled_connects_and_accepts_hang_nothing_and_fail_their_queue_pairs() {
     bounded("giving up", 5 * LONG, || {
         let seed = torture::Seed::new("--test connections by_address");
         for (number, flavour) in Flavour::ALL.into_iter().enumerate() {
             let mut random = fastrand::Rng::with_seed(seed.value.wrapping_add(number as u64));
             flavour.runtime().block_on(async {
                 let (a, b) = sides();
-                // For two queue pairs of each side, and those that a provider has not destroyed yet.
-                let (a, b) = (Side::with_room(&a.device, 64), Side::with_room(&b.device, 64));
+                // Suffices for two queue pairs per side, and for some that are not destroyed yet.
+                let (a, b) =
+                    (Side::with_capacity(&a.device, 64), Side::with_capacity(&b.device, 64));
                 let listener = b.listen().await;
-                let (address, options) = (listener.local_addr(), Options::default());
+                let (address, options) = (listener.local_addr(), ConnectionOptions::default());
                 let mut outcomes = [0; 2];
                 for _ in 0..scaled(400) {
                     let mut moment = |most: u64| Duration::from_micros(random.u64(..most));
@@ -1136,22 +1138,20 @@ fn whenever_either_end_gives_up_nothing_hangs_and_no_queue_pair_is_half_connecte
                         if let Some(queue_pair) = queue_pair.filter(|_| !ready) {
                             assert_eq!(state(&queue_pair), QpState::Err);
                         }
-                        // What ends it for the other.
                         drop(link);
                     }
                 }
-                assert!(outcomes[0] > 0, "nobody gave up: {outcomes:?}");
-                // And after all that it works.
+                assert!(outcomes[0] > 0, "no future was cancelled: {outcomes:?}");
                 let late = async {
                     loop {
-                        // Requests that were given up may still be taken back.
+                        // Cancelled requests may still be queued.
                         let request = listener.accept().await.unwrap();
                         if request.private_data().starts_with(b"last") {
                             break b.accept(request, &options).await.unwrap();
                         }
                     }
                 };
-                let last = Options::default().private_data(*b"last");
+                let last = ConnectionOptions::default().private_data(*b"last");
                 let (ours, theirs) =
                     soon("last", async { tokio::join!(a.connect(address, &last), late) }).await;
                 a.exchange(&ours.unwrap().0, &b, &theirs.0).await;
@@ -1161,7 +1161,7 @@ fn whenever_either_end_gives_up_nothing_hangs_and_no_queue_pair_is_half_connecte
 }
 
 #[test]
-fn connection_goes_on_in_another_runtime_than_it_was_made_in() {
+fn connection_works_in_a_runtime_other_than_its_first() {
     bounded("runtimes", LONG, || {
         let (first, second) = (Flavour::CurrentThread.runtime(), Flavour::MultiThread.runtime());
         let (a, b) = sides();
@@ -1170,13 +1170,13 @@ fn connection_goes_on_in_another_runtime_than_it_was_made_in() {
         second.block_on(async {
             a.exchange(&ours, &b, &theirs).await;
             let waiting = tokio::spawn(async move { other.disconnected().await });
-            soon("goodbye", link.disconnect()).await.unwrap();
+            soon("disconnect", link.disconnect()).await.unwrap();
             assert_eq!(soon("other", waiting).await.unwrap(), Disconnection::Peer);
         });
     });
 }
 
-/// Goes on in the middle of being woken, as some executors do.
+/// A waker that polls its future inside `wake`, as some executors do.
 struct Inline {
     future: Mutex<Option<Pin<Box<dyn Future<Output = Disconnection> + Send>>>>,
     ended: Mutex<Option<Disconnection>>,
@@ -1193,7 +1193,7 @@ impl Wake for Inline {
 }
 
 #[test]
-fn whoever_is_woken_may_go_on_there_and_then() {
+fn waker_may_poll_its_future_inline() {
     run("inline", || async {
         let (a, b) = sides();
         let ((_ours, link), (_theirs, other)) = connected(&a, &b).await;
@@ -1208,19 +1208,19 @@ fn whoever_is_woken_may_go_on_there_and_then() {
             ended: Mutex::default(),
         });
         inline.clone().wake();
-        soon("goodbye", link.disconnect()).await.unwrap();
+        soon("disconnect", link.disconnect()).await.unwrap();
         eventually("the end", || inline.ended.lock().unwrap().is_some()).await;
         assert_eq!(*inline.ended.lock().unwrap(), Some(Disconnection::Peer));
     });
 }
 
 #[test]
-fn futures_may_move_between_threads() {
+fn connection_futures_are_send() {
     fn send<T: Send>(_: T) {}
     fn sync<T: Send + Sync + Unpin>() {}
-    sync::<(Listener, Request, cm::Route, Link, ConnectError)>();
+    sync::<(Listener, ConnectionRequest, cm::Route, CmConnection, ConnectError)>();
     let (a, _) = of_network(&Network::new());
-    let options = Options::default();
+    let options = ConnectionOptions::default();
     send(cm::connect(&a.device, b_address(), &options, |route| route.prepare(a.builder()).build()));
     send(Listener::bind(&a.device, b_address()));
 }

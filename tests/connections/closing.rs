@@ -1,5 +1,7 @@
-//! The end of connections: clean, half, dropped, late, silent, with lost devices and runtimes. On the device that
-//! `TOKIO_RDMA_DEVICE` names, or the software device.
+//! Closing of connections: clean, half, dropped, aborted, timed out, or with lost devices and
+//! runtimes.
+//!
+//! Uses the device that `TOKIO_RDMA_DEVICE` names, or the software device.
 
 use std::time::Duration;
 
@@ -26,8 +28,7 @@ fn closed<T>(result: Result<T, MessageError>) -> CloseReason {
     }
 }
 
-/// Sends until that ends the connection, or finds out that it has ended.
-async fn until_closed(connection: &Connection) -> CloseReason {
+async fn send_until_closed(connection: &Connection) -> CloseReason {
     loop {
         match connection.send("x").await {
             Ok(()) => tokio::task::yield_now().await,
@@ -36,7 +37,6 @@ async fn until_closed(connection: &Connection) -> CloseReason {
     }
 }
 
-/// Two connected ends, by address.
 async fn by_address(device: &Device, config: &ConnectionConfig) -> (Connection, Connection) {
     let listener = Listener::bind_with(device, connected::address(device), config).await.unwrap();
     let connecting = Connection::connect_with(device, listener.local_addr(), config);
@@ -44,7 +44,7 @@ async fn by_address(device: &Device, config: &ConnectionConfig) -> (Connection, 
 }
 
 #[test]
-fn both_close_at_once_and_it_is_clean() {
+fn simultaneous_close_is_clean() {
     run("both close", || async {
         let (a, b) = pair(&config());
         a.send(pattern(100, 1)).await.unwrap();
@@ -52,7 +52,6 @@ fn both_close_at_once_and_it_is_clean() {
         assert_eq!((first, second), (Ok(()), Ok(())));
         assert_eq!(b.counters().discarded, 1);
         assert_eq!(a.close_reason(), Some(CloseReason::Clean));
-        // Again, it is just as clean.
         assert_eq!(soon("again", a.close()).await, Ok(()));
         assert_eq!(closed(a.send("x").await), CloseReason::Clean);
         assert_eq!(
@@ -62,13 +61,12 @@ fn both_close_at_once_and_it_is_clean() {
     });
 }
 
-/// Some memory of a peer.
 fn grant_of(connection: &Connection) -> tokio_rdma::RemoteRegion {
     connection.expose(vec![0; 64], Access::REMOTE_ALL).unwrap().grant()
 }
 
 #[test]
-fn close_flushes_what_was_sent_and_the_peer_sees_the_end_after_it() {
+fn close_delivers_sent_messages_before_the_end() {
     run("flush", || async {
         let (a, b) = pair(&config());
         let sent: Vec<_> = [10, 9_000, 3_000_000, 0, 500_000]
@@ -94,7 +92,7 @@ fn close_flushes_what_was_sent_and_the_peer_sees_the_end_after_it() {
 }
 
 #[test]
-fn one_end_finishes_and_the_other_goes_on() {
+fn finished_end_still_receives() {
     run("half-close", || async {
         let (a, b) = pair(&config().receive_buffers(4));
         a.send("last").await.unwrap();
@@ -109,7 +107,6 @@ fn one_end_finishes_and_the_other_goes_on() {
             sent.unwrap();
             assert!(received.unwrap().unwrap() == message);
         }
-        // It is over when the other finishes, too, without a close.
         b.finish().unwrap();
         assert_eq!(soon("end", a.recv()).await, Ok(None));
         while a.close_reason().is_none() || b.close_reason().is_none() {
@@ -123,7 +120,7 @@ fn one_end_finishes_and_the_other_goes_on() {
 }
 
 #[test]
-fn dropping_after_the_end_was_seen_is_clean_and_before_is_not() {
+fn drop_is_clean_only_after_the_end_was_received() {
     run("drop", || async {
         let (a, b) = pair(&config());
         let serving = async {
@@ -147,7 +144,7 @@ fn dropping_after_the_end_was_seen_is_clean_and_before_is_not() {
 }
 
 #[test]
-fn sends_and_receives_that_wait_are_told_of_the_end() {
+fn waiting_sends_and_receives_end_with_the_connection() {
     run("waiting", || async {
         let (a, b) = pair(&config().receive_buffers(1));
         while a.send("fill").now_or_never().is_some() {}
@@ -158,10 +155,9 @@ fn sends_and_receives_that_wait_are_told_of_the_end() {
         };
         tokio::task::yield_now().await;
         drop(other);
-        let (sent, received, _) = soon("told", waiting).await.unwrap();
+        let (sent, received, _) = soon("waiters", waiting).await.unwrap();
         assert_eq!((closed(sent), closed(received)), (CloseReason::Dropped, CloseReason::Dropped));
 
-        // The same if this end is closed while others wait.
         let (a, b) = pair(&config());
         let a = std::sync::Arc::new(a);
         let waiting = tokio::spawn({
@@ -171,29 +167,30 @@ fn sends_and_receives_that_wait_are_told_of_the_end() {
         tokio::task::yield_now().await;
         let (closing, other) = soon("close", async { tokio::join!(a.close(), b.close()) }).await;
         assert_eq!((closing, other), (Ok(()), Ok(())));
-        assert!(matches!(soon("told", waiting).await.unwrap(), Ok(None) | Err(_)));
+        assert!(matches!(soon("receive", waiting).await.unwrap(), Ok(None) | Err(_)));
     });
 }
 
 #[test]
-fn peer_that_does_not_finish_is_waited_for_until_the_deadline() {
+fn close_waits_for_the_peer_until_the_deadline() {
     run("late", || async {
         let (a, b) = pair(&config().close_timeout(Duration::from_millis(50)));
         assert_eq!(closed(soon("close", a.close()).await), CloseReason::CloseTimeout);
         assert_eq!(soon("end", b.recv()).await, Ok(None));
-        let reason = soon("told", until_closed(&b)).await;
+        let reason = soon("reason", send_until_closed(&b)).await;
         assert_ne!(reason, CloseReason::Clean);
     });
 }
 
 #[test]
-fn peer_whose_device_is_gone_is_noticed_by_what_is_sent_and_by_asking() {
+fn lost_peer_device_is_detected_by_sends_and_by_keepalive() {
     for asks in [true, false] {
         bounded("gone", LONG, move || {
             Flavour::CurrentThread.runtime().block_on(async {
                 let network = Network::new();
                 let [(_, a_pd), (_two, b_pd)] = two(&network);
-                let keepalive = asks.then_some((Duration::from_millis(20), Duration::from_millis(200)));
+                let keepalive =
+                    asks.then_some((Duration::from_millis(20), Duration::from_millis(200)));
                 let config = config().keepalive(keepalive);
                 let (a, b) = pair_in(&a_pd, &b_pd, &config, &config);
                 a.send("there").await.unwrap();
@@ -203,8 +200,11 @@ fn peer_whose_device_is_gone_is_noticed_by_what_is_sent_and_by_asking() {
                     a.send("gone").await.unwrap();
                 }
                 let reason = closed(soon("notices", a.recv()).await);
-                let lost =
-                    matches!(reason, CloseReason::Operation(kind) if kind.status() == Some(WcStatus::RETRY_EXC_ERR));
+                let lost = matches!(
+                    reason,
+                    CloseReason::Operation(kind)
+                        if kind.status() == Some(WcStatus::RETRY_EXC_ERR)
+                );
                 assert!(lost || asks && reason == CloseReason::Silent, "{reason:?}");
             });
         });
@@ -212,7 +212,7 @@ fn peer_whose_device_is_gone_is_noticed_by_what_is_sent_and_by_asking() {
 }
 
 #[test]
-fn what_did_not_arrive_is_not_called_clean_though_the_peer_has_finished() {
+fn close_with_undelivered_messages_is_not_clean() {
     run("lost at the end", || async {
         let network = Network::new();
         let [(_, a_pd), (_two, b_pd)] = two(&network);
@@ -223,7 +223,10 @@ fn what_did_not_arrive_is_not_called_clean_though_the_peer_has_finished() {
         a.send("never arrives").await.unwrap();
         let reason = closed(soon("close", a.close()).await);
         assert!(
-            matches!(reason, CloseReason::Operation(kind) if kind.status() == Some(WcStatus::RETRY_EXC_ERR)),
+            matches!(
+                reason,
+                CloseReason::Operation(kind) if kind.status() == Some(WcStatus::RETRY_EXC_ERR)
+            ),
             "{reason:?}"
         );
         drop(b);
@@ -231,15 +234,14 @@ fn what_did_not_arrive_is_not_called_clean_though_the_peer_has_finished() {
 }
 
 #[test]
-fn quiet_connection_is_kept_alive_by_answers_alone() {
+fn idle_connection_is_kept_alive_by_acks() {
     run("quiet", || async {
-        // The timeout is long enough for a machine with more to do than processors. An end asks for a second time when it is over.
+        // Long enough for an overloaded machine. An end pings again when it expires.
         let (a, b) =
             pair(&config().keepalive(Some((Duration::from_millis(5), Duration::from_secs(2)))));
-        // Neither service does anything, and each end asks until this many answers have come.
-        let answers = || a.counters().acks.min(b.counters().acks);
-        eventually("answers", || answers() >= 2 || a.close_reason().or(b.close_reason()).is_some())
-            .await;
+        // The applications are idle, so all acknowledgements answer pings.
+        let acks = || a.counters().acks.min(b.counters().acks);
+        eventually("acks", || acks() >= 2 || a.close_reason().or(b.close_reason()).is_some()).await;
         assert_eq!((a.close_reason(), b.close_reason()), (None, None));
         a.send("x").await.unwrap();
         assert_eq!(recv(&b).await, "x");
@@ -247,23 +249,23 @@ fn quiet_connection_is_kept_alive_by_answers_alone() {
 }
 
 #[test]
-fn sender_whose_peer_takes_nothing_stalls_if_that_is_asked_for() {
+fn stall_timeout_closes_a_connection_whose_peer_receives_nothing() {
     run("stalled", || async {
         let (a, _b) =
             pair(&config().receive_buffers(2).stall_timeout(Some(Duration::from_millis(60))));
-        let reason = soon("stalls", until_closed(&a)).await;
+        let reason = soon("stall", send_until_closed(&a)).await;
         assert_eq!(reason, CloseReason::Stalled);
     });
 }
 
 #[test]
-fn operation_that_fails_ends_the_connection_with_its_reason() {
+fn failed_operation_is_the_close_reason() {
     run("operation", || async {
         let (a, b) = pair(&config());
         let region = b.expose(vec![0; 64], Access::REMOTE_READ).unwrap();
         let refused = a.write(a.copy_from(b"no").unwrap(), region.grant()).await.unwrap_err();
         assert_eq!(refused.status(), Some(WcStatus::REM_ACCESS_ERR));
-        // That, and not the flush of the receives.
+        // The reason is the failed operation, not the flush of the receives.
         let reason = closed(soon("ends", a.recv()).await);
         assert_eq!(reason, CloseReason::Operation(refused.kind()));
         assert_eq!(a.close_reason(), Some(reason));
@@ -272,7 +274,7 @@ fn operation_that_fails_ends_the_connection_with_its_reason() {
 }
 
 #[test]
-fn operation_that_nobody_waits_for_is_the_reason_if_it_fails() {
+fn failed_abandoned_operation_is_the_close_reason() {
     run("abandoned", || async {
         let (a, b) = pair(&config());
         let region = b.expose(vec![0; 64], Access::REMOTE_READ).unwrap();
@@ -281,7 +283,7 @@ fn operation_that_nobody_waits_for_is_the_reason_if_it_fails() {
             batch.write(a.copy_from(b"no").unwrap(), region.grant());
         }
         drop(a.post_batch(batch));
-        // It may find that out.
+        // This send may fail because of the operation.
         drop(a.send("behind").await);
         let reason = closed(soon("ends", a.recv()).await);
         assert_eq!(status(reason), Some(WcStatus::REM_ACCESS_ERR), "{reason:?}");
@@ -289,7 +291,7 @@ fn operation_that_nobody_waits_for_is_the_reason_if_it_fails() {
 }
 
 #[test]
-fn operation_that_a_dead_peer_does_not_answer_is_the_reason() {
+fn unanswered_operation_is_the_close_reason() {
     run("dead", || async {
         let network = Network::new();
         let [(_, a_pd), (_two, b_pd)] = two(&network);
@@ -308,7 +310,6 @@ fn operation_that_a_dead_peer_does_not_answer_is_the_reason() {
     });
 }
 
-/// Status of the operation that has ended a connection.
 fn status(reason: CloseReason) -> Option<WcStatus> {
     match reason {
         CloseReason::Operation(kind) => kind.status(),
@@ -316,7 +317,7 @@ fn status(reason: CloseReason) -> Option<WcStatus> {
     }
 }
 
-/// True if that may have become of an operation that was in flight, or in line, when its connection was aborted.
+/// Returns whether an operation may have this result after an abort.
 fn may_be_aborted<T, B>(result: &Result<T, OpError<B>>) -> bool {
     match result {
         Ok(_) => true,
@@ -326,8 +327,7 @@ fn may_be_aborted<T, B>(result: &Result<T, OpError<B>>) -> bool {
     }
 }
 
-/// Receives until that fails.
-async fn last(connection: &Connection) -> CloseReason {
+async fn recv_until_closed(connection: &Connection) -> CloseReason {
     loop {
         match connection.recv().await {
             Ok(Some(_)) => {}
@@ -337,15 +337,15 @@ async fn last(connection: &Connection) -> CloseReason {
 }
 
 #[test]
-fn abort_ends_both_ends_with_messages_and_operations_in_flight() {
-    let seed = Seed::new("--test connections abort_ends_both_ends");
+fn abort_closes_both_ends_with_work_in_flight() {
+    let seed = Seed::new("--test connections abort_closes_both_ends");
     let value = seed.value;
     run("abort", move || async move {
         let (_, pd) = device(&slow_network(value));
         let config = config().max_send_wr(8);
         let config = match hardware() {
             Some(_) => config,
-            // The network is late, and this machine may be: no peer that lives is to be taken for dead.
+            // A live peer must not exceed its retries on the slow network.
             None => config.options(ConnectOptions {
                 timeout: AckTimeout::from_code(18),
                 retry_count: 1,
@@ -359,7 +359,7 @@ fn abort_ends_both_ends_with_messages_and_operations_in_flight() {
         let (a, b) = (std::sync::Arc::new(a), std::sync::Arc::new(b));
         let waiting = [&a, &b].map(|end| {
             let end = end.clone();
-            tokio::spawn(async move { last(&end).await })
+            tokio::spawn(async move { recv_until_closed(&end).await })
         });
         for len in [10, 1000, 3 << 20] {
             a.send(pattern(len, 1)).await.unwrap();
@@ -386,11 +386,10 @@ fn abort_ends_both_ends_with_messages_and_operations_in_flight() {
         let late = a.write(buffer(0), theirs.grant()).await.unwrap_err();
         assert_eq!(late.kind(), OpErrorKind::Closed);
         drop(late);
-        // Again, it is no harm.
         a.abort();
 
-        // The peer is told, or finds out.
-        let reason = soon("peer", until_closed(&b)).await;
+        // The peer receives the abort frame, or its operations fail.
+        let reason = soon("peer", send_until_closed(&b)).await;
         let flushed = [WcStatus::RETRY_EXC_ERR, WcStatus::WR_FLUSH_ERR].map(Some);
         assert!(reason == CloseReason::Dropped || flushed.contains(&status(reason)), "{reason:?}");
         let [our_wait, their_wait] = waiting;
@@ -423,31 +422,30 @@ fn abort_ends_both_ends_with_messages_and_operations_in_flight() {
 }
 
 #[test]
-fn abort_tells_the_peer_behind_what_was_sent() {
-    run("word", || async {
+fn abort_notifies_the_peer_after_sent_messages() {
+    run("abort notification", || async {
         let (a, b) = pair(&config());
         a.send("before").await.unwrap();
         b.send("not received").await.unwrap();
         eventually("arrival", || a.counters().inbox == 1).await;
         a.abort();
-        // It is thrown away at once, and not kept until the connection is dropped.
+        // Received messages are discarded at the abort, not at the drop.
         assert_eq!((a.counters().inbox, a.counters().discarded), (0, 1));
         assert_eq!(recv(&b).await, "before");
-        assert_eq!(closed(soon("told", b.recv()).await), CloseReason::Dropped);
+        assert_eq!(closed(soon("abort", b.recv()).await), CloseReason::Dropped);
         assert_eq!(closed(a.recv().await), CloseReason::Aborted);
         assert_eq!(closed(soon("close", a.close()).await), CloseReason::Aborted);
         let (_, mut receiving) = a.into_split();
         assert!(receiving.next().await.unwrap().is_err() && receiving.next().await.is_none());
 
-        // By address, the connection manager says so besides.
+        // With an address, the connection manager disconnects as well.
         let (device, _) = device(&Network::new());
         let (a, b) = by_address(&device, &config()).await;
         a.abort();
-        let reason = closed(soon("told", b.recv()).await);
+        let reason = closed(soon("abort", b.recv()).await);
         assert!(matches!(reason, CloseReason::Dropped | CloseReason::Disconnected), "{reason:?}");
         assert_eq!(a.close_reason(), Some(CloseReason::Aborted));
 
-        // Either half ends both.
         for by_sender in [true, false] {
             let (a, b) = pair(&config());
             let (sender, receiver) = a.into_split();
@@ -462,22 +460,22 @@ fn abort_tells_the_peer_behind_what_was_sent() {
             if by_sender {
                 sender.abort();
             }
-            let (received, receiver) = soon("told", receiving).await.unwrap();
+            let (received, receiver) = soon("receiver", receiving).await.unwrap();
             assert!(received.is_none_or(|received| closed(received) == CloseReason::Aborted));
             let refused = sender.send("late").await.unwrap_err();
             assert!(matches!(refused, MessageError::Closed(CloseReason::Aborted)), "{refused:?}");
-            assert_eq!(closed(soon("told", b.recv()).await), CloseReason::Dropped);
+            assert_eq!(closed(soon("abort", b.recv()).await), CloseReason::Dropped);
             drop((sender, receiver));
         }
     });
 }
 
 #[test]
-fn abort_ends_what_the_peer_would_never_answer() {
+fn abort_ends_unanswered_operations() {
     run("silence", || async {
         let network = Network::new();
         let [(_, a_pd), (_two, b_pd)] = two(&network);
-        // No timeout: nothing but an abort ends it.
+        // Without an ACK timeout, only an abort ends the operations.
         let options = ConnectOptions { timeout: AckTimeout::from_code(0), ..Default::default() };
         let config = config().keepalive(None).options(options);
         let (a, b) = pair_in(&a_pd, &b_pd, &config, &config);
@@ -508,20 +506,20 @@ fn abort_ends_what_the_peer_would_never_answer() {
 }
 
 #[test]
-fn abort_whose_runtime_goes_away_ends_what_was_in_line() {
+fn abort_ends_queued_work_after_its_runtime_is_dropped() {
     for mode in Mode::ALL {
         bounded("no runtime", LONG, move || {
             connected::use_mode(mode);
             let network = Network::new();
             let [(_, a_pd), (_two, b_pd)] = two(&network);
-            // No timeout: nothing but the end of the queue pair makes room.
+            // Without an ACK timeout, only closing the queue pair frees slots.
             let options =
                 ConnectOptions { timeout: AckTimeout::from_code(0), ..Default::default() };
             let config = config().keepalive(None).options(options).max_send_wr(4);
             let (first, second) =
                 (Flavour::CurrentThread.runtime(), Flavour::CurrentThread.runtime());
             let pool = Pool::new(&a_pd, 64, 16).unwrap();
-            // Without an await: the driver does not get to close the queue pair.
+            // Without an await, the driver task does not run and close the queue pair.
             let (a, _b, writes, batches) = first.block_on(async {
                 let (a, b) = pair_in(&a_pd, &b_pd, &config, &config);
                 let remote = grant_of(&b);
@@ -535,7 +533,7 @@ fn abort_whose_runtime_goes_away_ends_what_was_in_line() {
                     a.post_batch(batch)
                 };
                 let mut writes = vec![a.write(buffer(), remote)];
-                // In line: the end of a batch, writes, and a whole batch.
+                // The wait queue holds a part of a batch, WRITEs, and a whole batch.
                 let mut batches = vec![batch(5)];
                 writes.extend((0..4).map(|_| a.write(buffer(), remote)));
                 batches.push(batch(3));
@@ -560,7 +558,7 @@ fn abort_whose_runtime_goes_away_ends_what_was_in_line() {
 }
 
 #[test]
-fn abort_changes_nothing_once_it_is_over() {
+fn abort_after_close_changes_nothing() {
     run("over", || async {
         let (a, b) = pair(&config());
         let (first, second) = soon("close", async { tokio::join!(a.close(), b.close()) }).await;
@@ -572,7 +570,7 @@ fn abort_changes_nothing_once_it_is_over() {
 }
 
 #[test]
-fn device_that_is_lost_ends_both_with_an_error() {
+fn lost_device_closes_both_ends_with_an_error() {
     run("lost", || async {
         let network = Network::new();
         let [(_, a_pd), (_two, b_pd)] = two(&network);
@@ -585,8 +583,8 @@ fn device_that_is_lost_ends_both_with_an_error() {
 }
 
 #[test]
-fn runtime_that_shuts_down_ends_its_connections() {
-    // A runtime of one thread has polled nothing that was spawned when it shuts down.
+fn runtime_shutdown_closes_its_connections() {
+    // A current-thread runtime may shut down before polling a spawned task.
     for flavour in [Flavour::MultiThread, Flavour::CurrentThread] {
         bounded("runtime", LONG, move || {
             let (first, second) = (flavour.runtime(), Flavour::CurrentThread.runtime());
@@ -598,14 +596,14 @@ fn runtime_that_shuts_down_ends_its_connections() {
                     assert_eq!(closed(soon("close", end.close()).await), CloseReason::Runtime);
                 }
             });
-            // Dropped where there is no runtime at all.
+            // Drops the ends outside of any runtime.
             drop((a, b));
         });
     }
 }
 
 #[test]
-fn connection_by_address_carries_user_data_and_ends_with_its_link() {
+fn connection_by_address_carries_user_data_and_detects_a_dropped_peer() {
     run("by address", || async {
         let (device, _) = device(&Network::new());
         let listener = Listener::bind_with(
@@ -631,7 +629,7 @@ fn connection_by_address_carries_user_data_and_ends_with_its_link() {
             assert!(recv(&b).await == pattern(100_000, 1));
         };
         soon("exchange", exchange).await;
-        // What is exposed to one peer is out of reach for another.
+        // Memory exposed to one peer is inaccessible to another.
         let (c, _d) = by_address(&device, &config()).await;
         let region = b.expose(vec![0; 8], Access::REMOTE_ALL).unwrap();
         assert!(a.fetch_add(region.grant(), 1).await.is_ok());
@@ -640,21 +638,20 @@ fn connection_by_address_carries_user_data_and_ends_with_its_link() {
             Some(WcStatus::REM_ACCESS_ERR)
         );
         drop(b);
-        let reason = closed(soon("told", a.recv()).await);
+        let reason = closed(soon("drop", a.recv()).await);
         assert!(matches!(reason, CloseReason::Dropped | CloseReason::Disconnected), "{reason:?}");
 
-        // The 33rd byte does not fit a request.
+        // A request holds at most 32 bytes of user data.
         let too_much =
             Connection::connect_with(&device, address, &config().user_data(vec![1; 33])).await;
         assert!(too_much.is_err());
-        // A request can be looked at, and rejected.
         let asking = Connection::connect(&device, address);
         let rejecting =
-            async { listener.request().await.unwrap().reject(b"no room\0").await.unwrap() };
+            async { listener.request().await.unwrap().reject(b"too busy\0").await.unwrap() };
         let (refused, ()) = soon("reject", async { tokio::join!(asking, rejecting) }).await;
         match refused {
             Err(tokio_rdma::EstablishError::Rejected { user_data, .. }) => {
-                assert_eq!(&user_data[..], b"no room\0", "with its length")
+                assert_eq!(&user_data[..], b"too busy\0", "the trailing zero is kept")
             }
             other => panic!("{other:?}"),
         }
@@ -662,8 +659,8 @@ fn connection_by_address_carries_user_data_and_ends_with_its_link() {
 }
 
 #[test]
-fn ends_by_address_close_cleanly_in_every_order() {
-    let seed = Seed::new("--test connections ends_by_address");
+fn both_ends_by_address_close_cleanly_in_any_order() {
+    let seed = Seed::new("--test connections both_ends_by_address");
     let value = seed.value;
     bounded("orders", 2 * LONG, move || {
         Flavour::MultiThread.runtime().block_on(async {
@@ -693,7 +690,7 @@ fn ends_by_address_close_cleanly_in_every_order() {
 }
 
 #[test]
-fn timeout_on_receive_leaves_the_connection_as_it_was() {
+fn timed_out_receive_leaves_the_connection_unchanged() {
     run("timeout", || async {
         let (a, b) = pair(&config());
         for _ in 0..20 {
@@ -705,8 +702,8 @@ fn timeout_on_receive_leaves_the_connection_as_it_was() {
 }
 
 #[test]
-fn receiver_is_not_told_of_the_end_of_messages_that_close_has_thrown_away() {
-    run("thrown away", || async {
+fn receive_after_close_discarded_messages_reports_local_close() {
+    run("discarded", || async {
         let (a, b) = pair(&config());
         for number in 0..3 {
             a.send(pattern(100, number)).await.unwrap();
@@ -720,7 +717,7 @@ fn receiver_is_not_told_of_the_end_of_messages_that_close_has_thrown_away() {
         assert_eq!(b.counters().discarded, 2);
         assert_eq!(closed(b.recv().await), CloseReason::Local);
 
-        // Whoever has received them all is told.
+        // An application that has received all messages gets the end of messages.
         let (a, b) = pair(&config());
         a.send("last").await.unwrap();
         a.finish().unwrap();

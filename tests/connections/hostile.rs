@@ -1,12 +1,14 @@
-//! Peers that break the protocol: hellos and headers that are truncated, damaged, random or lies, peers that stop, vanish, and
-//! fetch what is not theirs. Each ends with a reason and within a time, none with a panic or with memory.
+//! Peers that break the protocol with invalid handshakes and frames, by silence, and by access to
+//! memory that is not granted.
+//!
+//! Each connection closes with a reason within a time limit, without a panic or exposed memory.
 
 use std::time::Duration;
 
 use crate::connected::{self, config, pattern, two};
 use crate::torture::{Flavour, LONG, Seed, bounded, eventually, soon};
 use futures::FutureExt;
-use tokio_rdma::message::{Handshake, HandshakeError, Refusal, Violation};
+use tokio_rdma::message::{Handshake, HandshakeError, RefusalReason, Violation};
 use tokio_rdma::software::Network;
 use tokio_rdma::types::{Imm, Rkey, WcStatus};
 use tokio_rdma::{
@@ -14,7 +16,7 @@ use tokio_rdma::{
     EstablishError, Listener, MessageError, Pool, ProtectionDomain, QueuePair, RemoteRegion, cm,
 };
 
-/// A peer that does what the test wants: a bare queue pair with receives.
+/// A plain queue pair with receives, controlled by the test.
 struct Peer {
     qp: QueuePair,
     pool: Pool,
@@ -23,7 +25,7 @@ struct Peer {
     _device: Device,
 }
 
-const HELLO: Handshake = Handshake { buffer_size: 4096, receives: 68, max_message: 1 << 20 };
+const HANDSHAKE: Handshake = Handshake { buffer_size: 4096, receives: 68, max_message: 1 << 20 };
 
 const DATA: u32 = 0;
 const OFFER: u32 = 1;
@@ -39,19 +41,18 @@ fn header(kind: u32, released: u32, done: u32) -> Imm {
 impl Peer {
     async fn send(&self, payload: &[u8], imm: Imm) {
         let sent = self.qp.send_with_imm(self.pool.copy_from(payload).unwrap(), imm);
-        // Whether it is taken or not shows at the other end.
+        // The send may fail. The test checks the other end.
         drop(soon("send", sent).await);
     }
 
-    /// Its next frame: payload and header.
+    /// Receives a frame: payload and header.
     async fn recv(&mut self) -> (Vec<u8>, u32) {
         let received = soon("frame", self.receives.remove(0)).await.unwrap();
         (received.buffer.to_vec(), received.imm.unwrap().0)
     }
 }
 
-/// A connection with such a peer.
-fn meet(network: &Network, config: &ConnectionConfig) -> (Connection, Peer) {
+fn connect_peer(network: &Network, config: &ConnectionConfig) -> (Connection, Peer) {
     let [(_, pd), (peer_device, peer_pd)] = two(network);
     let queue = CompletionQueue::new(&peer_device, CompletionMode::Event).unwrap();
     let qp =
@@ -61,7 +62,7 @@ fn meet(network: &Network, config: &ConnectionConfig) -> (Connection, Peer) {
     let receives = (0..100).map(|_| qp.recv(pool.try_alloc(8192).unwrap())).collect();
     let prepared = Connection::prepare(&pd, config).unwrap();
     qp.connect(&prepared.endpoint()).unwrap();
-    let hello = HELLO.encode(b"").unwrap();
+    let hello = HANDSHAKE.encode(b"").unwrap();
     let connection = prepared.establish(&qp.endpoint(), &hello).unwrap();
     (connection, Peer { qp, pool, receives, _pd: peer_pd, _device: peer_device })
 }
@@ -70,7 +71,6 @@ fn run<F: Future<Output = ()>>(what: &'static str, test: impl FnOnce() -> F + Se
     bounded(what, LONG, move || Flavour::CurrentThread.runtime().block_on(test()));
 }
 
-/// Receives until that ends the connection.
 async fn reason(connection: &Connection) -> CloseReason {
     loop {
         match soon("reason", connection.recv()).await {
@@ -83,17 +83,22 @@ async fn reason(connection: &Connection) -> CloseReason {
 }
 
 #[test]
-fn every_violation_ends_the_connection_by_its_name() {
+fn each_violation_closes_the_connection_with_its_reason() {
     run("violations", || async {
         let region = |addr, len| RemoteRegion::new(addr, len, Rkey(7)).to_bytes();
-        let most = 64 << 20;
+        let max_message = 64 << 20;
         let cases: [(&str, Vec<u8>, Imm, Violation); 14] = [
             ("kind 6", vec![], header(6, 0, 0), Violation::Header { header: 6 << 29 }),
             ("kind 7", vec![1], header(7, 0, 0), Violation::Header { header: 7 << 29 }),
-            ("an end not reached", vec![], Imm(1 << 28 | ACK << 29), Violation::NotFinished),
+            (
+                "acknowledged Fin that was not sent",
+                vec![],
+                Imm(1 << 28 | ACK << 29),
+                Violation::NotFinished,
+            ),
             ("credits", vec![], header(ACK, 1, 0), Violation::Credits { announced: 1, in_use: 0 }),
             (
-                "credits back",
+                "decreased credits",
                 vec![],
                 header(ACK, 0x3fff, 0),
                 Violation::Credits { announced: 0x3fff, in_use: 0 },
@@ -110,26 +115,26 @@ fn every_violation_ends_the_connection_by_its_name() {
                 Violation::Offer { addr: 9, len: 0 },
             ),
             (
-                "offer around the end",
+                "offer that wraps around",
                 region(u64::MAX, 2).to_vec(),
                 header(OFFER, 0, 0),
                 Violation::Offer { addr: u64::MAX, len: 2 },
             ),
             (
                 "large offer",
-                region(9, most + 1).to_vec(),
+                region(9, max_message + 1).to_vec(),
                 header(OFFER, 0, 0),
-                Violation::TooLong { len: most + 1, allowed: most },
+                Violation::TooLong { len: max_message + 1, allowed: max_message },
             ),
             (
                 "huge offer",
                 region(9, 1 << 62).to_vec(),
                 header(OFFER, 0, 0),
-                Violation::TooLong { len: 1 << 62, allowed: most },
+                Violation::TooLong { len: 1 << 62, allowed: max_message },
             ),
         ];
         for (what, payload, imm, violation) in cases {
-            let (connection, peer) = meet(&Network::new(), &config());
+            let (connection, peer) = connect_peer(&Network::new(), &config());
             peer.send(b"fine", header(DATA, 0, 0)).await;
             peer.send(&payload, imm).await;
             assert_eq!(reason(&connection).await, CloseReason::Violation(violation), "{what}");
@@ -138,10 +143,10 @@ fn every_violation_ends_the_connection_by_its_name() {
                 Err(MessageError::Closed(CloseReason::Violation(violation)))
             );
         }
-        let (connection, peer) = meet(&Network::new(), &config());
+        let (connection, peer) = connect_peer(&Network::new(), &config());
         peer.send(b"", header(FIN, 0, 0)).await;
         peer.send(b"after", header(DATA, 0, 0)).await;
-        // The end may be seen before the violation is.
+        // The end may be received before the violation is detected.
         let ended = async {
             while connection.close_reason().is_none() {
                 tokio::task::yield_now().await;
@@ -150,24 +155,23 @@ fn every_violation_ends_the_connection_by_its_name() {
         soon("end", ended).await;
         assert_eq!(connection.close_reason(), Some(CloseReason::Violation(Violation::AfterFinish)));
 
-        // A frame without a header.
-        let (connection, peer) = meet(&Network::new(), &config());
+        let (connection, peer) = connect_peer(&Network::new(), &config());
         drop(peer.qp.send(peer.pool.copy_from(b"bare").unwrap()).await);
         assert_eq!(
             reason(&connection).await,
             CloseReason::Violation(Violation::Header { header: 0 })
         );
 
-        let (connection, peer) = meet(&Network::new(), &config());
+        let (connection, peer) = connect_peer(&Network::new(), &config());
         peer.send(b"", header(ABORT, 0, 0)).await;
         assert_eq!(reason(&connection).await, CloseReason::Dropped);
     });
 }
 
 #[test]
-fn write_with_a_header_is_no_frame() {
+fn write_with_immediate_data_is_a_violation() {
     run("write", || async {
-        let (connection, peer) = meet(&Network::new(), &config());
+        let (connection, peer) = connect_peer(&Network::new(), &config());
         let region = connection.expose(vec![0; 64], tokio_rdma::Access::REMOTE_WRITE).unwrap();
         drop(
             peer.qp
@@ -186,9 +190,9 @@ fn write_with_a_header_is_no_frame() {
 }
 
 #[test]
-fn message_longer_than_a_buffer_ends_the_connection() {
+fn message_longer_than_a_buffer_closes_the_connection() {
     run("overlong", || async {
-        let (connection, peer) = meet(&Network::new(), &config().receive_buffer_size(100));
+        let (connection, peer) = connect_peer(&Network::new(), &config().receive_buffer_size(100));
         peer.send(&[1; 101], header(DATA, 0, 0)).await;
         match reason(&connection).await {
             CloseReason::Operation(kind) => assert_eq!(kind.status(), Some(WcStatus::LOC_LEN_ERR)),
@@ -198,12 +202,12 @@ fn message_longer_than_a_buffer_ends_the_connection() {
 }
 
 #[test]
-fn message_above_a_limit_that_is_shorter_than_a_buffer_ends_the_connection() {
+fn message_above_max_message_closes_the_connection() {
     run("over the limit", || async {
         let (len, allowed) = (1001, 1000);
         let offer = RemoteRegion::new(4096, len, Rkey(7)).to_bytes();
         for (payload, kind) in [(&[1; 1001][..], DATA), (&offer, OFFER)] {
-            let (connection, peer) = meet(&Network::new(), &config().max_message(allowed));
+            let (connection, peer) = connect_peer(&Network::new(), &config().max_message(allowed));
             peer.send(&[1; 1000], header(DATA, 0, 0)).await;
             peer.send(payload, header(kind, 0, 0)).await;
             let expected = CloseReason::Violation(Violation::TooLong { len, allowed });
@@ -213,10 +217,10 @@ fn message_above_a_limit_that_is_shorter_than_a_buffer_ends_the_connection() {
 }
 
 #[test]
-fn offer_of_memory_that_is_not_there_fails_and_frees_what_was_set_aside() {
+fn offer_of_unregistered_memory_closes_the_connection() {
     run("offers", || async {
         for len in [100, 5 << 20] {
-            let (connection, peer) = meet(&Network::new(), &config());
+            let (connection, peer) = connect_peer(&Network::new(), &config());
             peer.send(&RemoteRegion::new(4096, len, Rkey(0xbad)).to_bytes(), header(OFFER, 0, 0))
                 .await;
             match reason(&connection).await {
@@ -230,32 +234,33 @@ fn offer_of_memory_that_is_not_there_fails_and_frees_what_was_set_aside() {
 }
 
 #[test]
-fn peer_that_sends_more_than_it_may_meets_no_receive() {
+fn sends_beyond_the_credits_find_no_receive() {
     run("flood", || async {
         let config = config().receive_buffers(4);
-        let (connection, peer) = meet(&Network::new(), &config);
-        // 8 receives, and a service that takes nothing.
+        let (connection, peer) = connect_peer(&Network::new(), &config);
+        // 8 receives are posted, and the application receives nothing.
         let flood: Vec<_> = (0..200)
             .map(|_| peer.qp.send_with_imm(peer.pool.copy_from(b"x").unwrap(), header(DATA, 0, 0)))
             .collect();
         let inbox = || connection.counters().inbox;
-        eventually("as many as there are receives", || inbox() >= 8).await;
+        eventually("8 received messages", || inbox() >= 8).await;
         assert_eq!(inbox(), 8);
-        // When it takes some, more come in, which had not been allowed: they are found out, or wait for their turn.
+        // Each receive that becomes free takes a message, or reveals that the peer had no credit.
         for _ in 0..8 {
             drop(soon("message", connection.recv()).await);
         }
-        eventually("others", || inbox() >= 8 || connection.close_reason().is_some()).await;
+        eventually("further messages", || inbox() >= 8 || connection.close_reason().is_some())
+            .await;
         assert!(inbox() <= 8);
         drop((connection, flood));
     });
 }
 
 #[test]
-fn peer_that_never_frees_a_buffer_holds_up_a_sender_for_as_long_as_it_likes() {
+fn peer_that_frees_no_buffer_blocks_senders_until_the_stall_timeout() {
     run("credits", || async {
         let (connection, mut peer) =
-            meet(&Network::new(), &config().stall_timeout(Some(Duration::from_millis(50))));
+            connect_peer(&Network::new(), &config().stall_timeout(Some(Duration::from_millis(50))));
         let mut sent = 0;
         let stalled = loop {
             match soon("send", connection.send("x")).await {
@@ -267,8 +272,8 @@ fn peer_that_never_frees_a_buffer_holds_up_a_sender_for_as_long_as_it_likes() {
         assert_eq!(sent, 65, "messages leave three of its receives");
         assert_eq!(peer.recv().await.0, b"x");
 
-        // Or the service gives up by itself, which harms nothing.
-        let (connection, _peer) = meet(&Network::new(), &config());
+        // Without a stall timeout, a cancelled send leaves the connection open.
+        let (connection, _peer) = connect_peer(&Network::new(), &config());
         while connection.send("x").now_or_never().is_some() {}
         let waits = tokio::time::timeout(Duration::from_millis(20), connection.send("y")).await;
         assert!(waits.is_err() && connection.close_reason().is_none());
@@ -276,14 +281,15 @@ fn peer_that_never_frees_a_buffer_holds_up_a_sender_for_as_long_as_it_likes() {
 }
 
 #[test]
-fn peer_that_frees_receives_of_messages_it_has_not_fetched_is_found_out() {
+fn freed_receive_of_an_unfetched_message_is_a_violation() {
     run("unfetched", || async {
-        let (connection, mut peer) = meet(&Network::new(), &config());
+        let (connection, mut peer) = connect_peer(&Network::new(), &config());
         for _ in 0..2 {
             soon("send", connection.send(pattern(5_000, 1))).await.unwrap();
             assert_eq!(peer.recv().await.1 >> 29, OFFER);
         }
-        // Else it would get registrations without end, each of a page, though their bytes are few.
+        // Otherwise a peer could cause an unlimited number of registrations, each of a page, for
+        // few bytes.
         peer.send(&[], header(ACK, 1, 0)).await;
         let violation = Violation::Unfetched { in_use: 1, offered: 2 };
         assert_eq!(reason(&connection).await, CloseReason::Violation(violation));
@@ -291,16 +297,16 @@ fn peer_that_frees_receives_of_messages_it_has_not_fetched_is_found_out() {
 }
 
 #[test]
-fn peer_that_never_answers_is_noticed_in_time() {
+fn silent_peer_closes_the_connection_by_timeout() {
     run("silent", || async {
         let keepalive = Some((Duration::from_millis(10), Duration::from_millis(40)));
-        let (connection, mut peer) = meet(&Network::new(), &config().keepalive(keepalive));
+        let (connection, mut peer) = connect_peer(&Network::new(), &config().keepalive(keepalive));
         assert_eq!(reason(&connection).await, CloseReason::Silent);
-        assert_eq!(peer.recv().await.1, PING << 29, "it was asked");
+        assert_eq!(peer.recv().await.1, PING << 29, "a ping was sent");
 
-        // One that never fetches, and one that never says goodbye.
+        // This peer neither fetches nor finishes.
         let config = config().keepalive(None).close_timeout(Duration::from_millis(40));
-        let (connection, _peer) = meet(&Network::new(), &config);
+        let (connection, _peer) = connect_peer(&Network::new(), &config);
         connection.send(pattern(100_000, 1)).await.unwrap();
         assert!(tokio::time::timeout(Duration::from_millis(20), connection.flush()).await.is_err());
         assert_eq!(
@@ -311,9 +317,9 @@ fn peer_that_never_answers_is_noticed_in_time() {
 }
 
 #[test]
-fn memory_of_a_message_is_out_of_reach_once_it_is_done() {
+fn memory_of_a_message_is_inaccessible_once_fetched() {
     run("revoked", || async {
-        let (connection, mut peer) = meet(&Network::new(), &config());
+        let (connection, mut peer) = connect_peer(&Network::new(), &config());
         let message = pattern(100_000, 3);
         connection.send(message.clone()).await.unwrap();
         let (payload, _) = peer.recv().await;
@@ -323,8 +329,7 @@ fn memory_of_a_message_is_out_of_reach_once_it_is_done() {
         assert_eq!(part[..], message[50..5050]);
         peer.send(b"", header(ACK, 1, 1)).await;
         soon("flush", connection.flush()).await.unwrap();
-        // Only this share of the message is left.
-        assert!(message.try_into_mut().is_ok(), "the connection has let go of it");
+        assert!(message.try_into_mut().is_ok(), "the connection still references the message");
         let again = peer.pool.try_alloc(8).unwrap();
         let refused =
             soon("read", peer.qp.read(again, region.slice(..8).unwrap())).await.unwrap_err();
@@ -333,9 +338,9 @@ fn memory_of_a_message_is_out_of_reach_once_it_is_done() {
 }
 
 #[test]
-fn memory_of_a_message_is_only_read() {
+fn memory_of_a_message_refuses_remote_writes() {
     run("written", || async {
-        let (connection, mut peer) = meet(&Network::new(), &config());
+        let (connection, mut peer) = connect_peer(&Network::new(), &config());
         let message = pattern(100_000, 3);
         connection.send(message.clone()).await.unwrap();
         let region = RemoteRegion::from_bytes(&peer.recv().await.0).unwrap();
@@ -359,7 +364,7 @@ fn random_frames_do_no_harm() {
             for _ in 0..200 {
                 let config =
                     config().receive_buffers(random.u32(1..8)).keepalive(None).max_message(1 << 20);
-                let (connection, peer) = meet(&Network::new(), &config);
+                let (connection, peer) = connect_peer(&Network::new(), &config);
                 for _ in 0..random.u32(1..30) {
                     let payload: Vec<u8> = match random.u8(..4) {
                         0 => (0..random.usize(..100)).map(|_| random.u8(..)).collect(),
@@ -372,7 +377,7 @@ fn random_frames_do_no_harm() {
                         .to_vec(),
                         _ => vec![],
                     };
-                    // Nearly right headers get further.
+                    // Mostly valid headers reach more checks.
                     let imm = if random.u8(..4) == 0 {
                         Imm(random.u32(..))
                     } else {
@@ -402,10 +407,10 @@ fn random_frames_do_no_harm() {
 }
 
 #[test]
-fn hellos_that_are_none_are_refused_here_and_there() {
+fn invalid_handshakes_are_refused_at_both_ends() {
     run("hellos", || async {
         let network = Network::new();
-        let good = HELLO.encode(b"").unwrap();
+        let good = HANDSHAKE.encode(b"").unwrap();
         let with = |at: usize, value: u8| {
             let mut bytes = good.clone();
             bytes[at] = value;
@@ -426,13 +431,12 @@ fn hellos_that_are_none_are_refused_here_and_there() {
             assert!(matches!(refused, Err(EstablishError::Handshake(_))), "{what}: {refused:?}");
         }
 
-        // A listener rejects them, and goes on.
         let listener = Listener::bind_with(&device, "127.0.0.1:0", &config()).await.unwrap();
         let address = listener.local_addr();
         let accepting = tokio::spawn(async move { (listener.accept().await.unwrap(), listener) });
         let queue = CompletionQueue::new(&client, CompletionMode::Event).unwrap();
         for (bytes, what) in bad {
-            let options = cm::Options::default().private_data(bytes);
+            let options = cm::ConnectionOptions::default().private_data(bytes);
             let make =
                 |route: &cm::Route| route.prepare(QueuePair::builder(&client_pd, &queue)).build();
             let refused = soon("reject", cm::connect(&client, address, &options, make)).await;
@@ -448,12 +452,13 @@ fn hellos_that_are_none_are_refused_here_and_there() {
         assert_eq!(connected::recv(&accepted).await, "x");
         let _accepting = tokio::spawn(async move { listener.accept().await.map(drop) });
 
-        // A program without messages is told what it has met, and the reverse.
+        // A client without the message protocol learns that the listener expects it.
         let make =
             |route: &cm::Route| route.prepare(QueuePair::builder(&client_pd, &queue)).build();
-        let plain = soon("reject", cm::connect(&client, address, &cm::Options::default(), make))
-            .await
-            .unwrap_err();
+        let plain =
+            soon("reject", cm::connect(&client, address, &cm::ConnectionOptions::default(), make))
+                .await
+                .unwrap_err();
         let (text, expected) =
             (plain.to_string(), format!("waiting for {address} to answer the connection request"));
         assert!(
@@ -461,14 +466,14 @@ fn hellos_that_are_none_are_refused_here_and_there() {
             "{text}"
         );
 
-        // A listener of another protocol is none.
+        // In the reverse case, the listener accepts but sends no valid handshake.
         let other = cm::Listener::bind(&device, "127.0.0.1:0").await.unwrap();
         let (address, server_queue) =
             (other.local_addr(), CompletionQueue::new(&device, CompletionMode::Event).unwrap());
         let serving = async |answer: &str| {
             let request = other.accept().await.unwrap();
             let qp = request.prepare(QueuePair::builder(&pd, &server_queue)).build().unwrap();
-            drop(request.accept(&qp, &cm::Options::default().private_data(answer)).await);
+            drop(request.accept(&qp, &cm::ConnectionOptions::default().private_data(answer)).await);
         };
         let config = config();
         let connecting = || Connection::connect_with(&client, address, &config);
@@ -476,7 +481,8 @@ fn hellos_that_are_none_are_refused_here_and_there() {
             soon("connect", async { tokio::join!(serving(""), connecting()) }).await;
         let text = refused.unwrap_err().to_string();
         let expected = format!(
-            "{address} accepted the connection request but is no tokio_rdma::Listener for messages"
+            "{address} accepted the connection request but is not a tokio_rdma::Listener for \
+             messages"
         );
         assert!(
             text.starts_with(&expected) && text.contains("the peer sent no handshake"),
@@ -497,7 +503,6 @@ fn hellos_that_are_none_are_refused_here_and_there() {
     });
 }
 
-/// A device of `network` that has its own address, and that.
 fn device(network: &Network, name: &str) -> (Device, std::net::IpAddr) {
     let device = Device::software_in(network, name).unwrap();
     let address = device.default_path().unwrap().1.gid.to_ip();
@@ -505,7 +510,7 @@ fn device(network: &Network, name: &str) -> (Device, std::net::IpAddr) {
 }
 
 #[test]
-fn peers_beyond_the_limits_read_why_and_are_counted() {
+fn peers_beyond_the_limits_get_the_reason_and_are_counted() {
     run("limits", || async {
         let network = Network::new();
         let (server, at) = device(&network, "server");
@@ -527,23 +532,28 @@ fn peers_beyond_the_limits_read_why_and_are_counted() {
             let config = config();
             let connect = |client: usize| {
                 let (device, config) = (clients[client].clone(), config.clone());
-                async move { soon("answer", Connection::connect_with(&device, address, &config)).await }
+                async move {
+                    let connecting = Connection::connect_with(&device, address, &config);
+                    soon("answer", connecting).await
+                }
             };
             let one = (connect(0).await.unwrap(), connect(0).await.unwrap());
             open(2).await;
             assert_eq!(
                 connect(0).await.unwrap_err(),
-                EstablishError::Refused { address, refusal: Refusal::SourceFull }
+                EstablishError::Refused { address, reason: RefusalReason::SourceFull }
             );
             let two = connect(1).await.unwrap();
             open(3).await;
             let full = connect(2).await.unwrap_err();
-            assert_eq!(full, EstablishError::Refused { address, refusal: Refusal::ListenerFull });
+            assert_eq!(
+                full,
+                EstablishError::Refused { address, reason: RefusalReason::ListenerFull }
+            );
             assert!(full.to_string().contains("max_connections"), "{full}");
             assert_eq!(std::io::Error::from(full).kind(), std::io::ErrorKind::ConnectionRefused);
             let stats = listener.stats();
             assert_eq!((stats.accepted, stats.refused_full, stats.refused_source), (3, 1, 1));
-            // A place is free when both ends are gone.
             drop(one);
             eventually("ends", || {
                 accepted
@@ -558,7 +568,7 @@ fn peers_beyond_the_limits_read_why_and_are_counted() {
             drop((two, three));
         };
         tokio::select! {
-            () = serve => unreachable!("it accepts for ever"),
+            () = serve => unreachable!("the loop never returns"),
             () = test => {}
         }
         assert_eq!(listener.stats().accepted, 4);
@@ -566,7 +576,7 @@ fn peers_beyond_the_limits_read_why_and_are_counted() {
 }
 
 #[test]
-fn peer_whose_request_is_the_programs_to_answer_is_refused_all_the_same() {
+fn limits_apply_to_requests_accepted_by_the_program() {
     run("limits by request", || async {
         let network = Network::new();
         let (server, at) = device(&network, "server");
@@ -584,20 +594,20 @@ fn peer_whose_request_is_the_programs_to_answer_is_refused_all_the_same() {
         };
         let ((_ours, here), (_theirs, there)) =
             soon("answers", async { tokio::join!(serve, ask) }).await;
-        assert_eq!(there, EstablishError::Refused { address, refusal: Refusal::ListenerFull });
+        assert_eq!(there, EstablishError::Refused { address, reason: RefusalReason::ListenerFull });
         assert!(
-            matches!(here, EstablishError::Refused { refusal: Refusal::ListenerFull, .. }),
+            matches!(here, EstablishError::Refused { reason: RefusalReason::ListenerFull, .. }),
             "{here:?}"
         );
     });
 }
 
 #[test]
-fn peer_that_sends_no_first_message_in_time_is_ended_and_others_are_not() {
+fn first_message_timeout_closes_only_silent_peers() {
     run("first message", || async {
         let network = Network::new();
         let (server, at) = device(&network, "server");
-        // The time that a first message may take on a busy machine.
+        // Long enough for a first message on a busy machine.
         let limit = Duration::from_secs(3);
         let patient = config().first_message_timeout(Some(limit));
         let listener = Listener::bind_with(&server, (at, 0), &patient).await.unwrap();
@@ -614,7 +624,8 @@ fn peer_that_sends_no_first_message_in_time_is_ended_and_others_are_not() {
         speaks.send("first").await.unwrap();
         let (_silent, waited) = connect().await;
         assert_eq!(reason(&waited).await, CloseReason::NoFirstMessage);
-        // Its time has passed, too; the message need not have been received by the service.
+        // The timeout of this connection has expired as well. A message counts even if the
+        // application has not received it yet.
         assert_eq!(heard.close_reason(), None);
         assert_eq!(heard.recv().await.unwrap().unwrap(), "first");
         let none = config().first_message_timeout(Some(Duration::ZERO));
@@ -623,11 +634,12 @@ fn peer_that_sends_no_first_message_in_time_is_ended_and_others_are_not() {
 }
 
 #[test]
-fn peer_that_vanishes_at_any_step_leaves_a_reason() {
+fn peer_lost_at_any_step_leaves_a_close_reason() {
     run("vanishes", || async {
         for step in 0..6 {
             let keepalive = Some((Duration::from_millis(10), Duration::from_millis(50)));
-            let (connection, mut peer) = meet(&Network::new(), &config().keepalive(keepalive));
+            let (connection, mut peer) =
+                connect_peer(&Network::new(), &config().keepalive(keepalive));
             if step >= 1 {
                 peer.send(b"hello", header(DATA, 0, 0)).await;
             }

@@ -1,4 +1,5 @@
-//! Connections: by address, with messages and operations, their end, and peers that break the protocol.
+//! Connections: establishment by address, messages, operations, closing, and peers that break the
+//! protocol.
 
 #[path = "../connected/mod.rs"]
 mod connected;

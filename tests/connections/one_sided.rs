@@ -1,5 +1,6 @@
-//! Operations of a service on its peer's memory, beside the messages of their connection: batches, what travels inline, what is
-//! refused. On the device that `TOKIO_RDMA_DEVICE` names, or the software device.
+//! One-sided operations on a connection with messages.
+//!
+//! Uses the device that `TOKIO_RDMA_DEVICE` names, or the software device.
 
 use std::io::ErrorKind;
 
@@ -12,23 +13,20 @@ use tokio_rdma::{
     RemoteRegion, SetupError,
 };
 
-/// Bytes of each work request of the batches here.
+/// Bytes per work request.
 const BLOCK: usize = 512;
 
-/// Memory of `owner`, for `blocks`.
 fn exposed(owner: &Connection, blocks: usize) -> (ExposedRegion, RemoteRegion) {
     let region = owner.expose(vec![0; blocks * BLOCK], Access::REMOTE_ALL).unwrap();
     let remote = region.grant();
     (region, remote)
 }
 
-/// Where `block` is.
 fn place(remote: RemoteRegion, block: usize) -> RemoteRegion {
     let start = (block * BLOCK) as u64;
     remote.slice(start..start + BLOCK as u64).unwrap()
 }
 
-/// A batch that writes `blocks` of `seed` to their places.
 fn writes(from: &Connection, remote: RemoteRegion, blocks: usize, seed: u64) -> Batch<BufMut> {
     let mut batch = Batch::new();
     for (block, bytes) in pattern(blocks * BLOCK, seed).chunks(BLOCK).enumerate() {
@@ -43,7 +41,6 @@ fn bytes_of(region: &ExposedRegion) -> Vec<u8> {
     bytes
 }
 
-/// The connection is as good as before.
 async fn assert_open(a: &Connection, b: &Connection) {
     for (from, to) in [(a, b), (b, a)] {
         from.send("still there").await.unwrap();
@@ -53,10 +50,10 @@ async fn assert_open(a: &Connection, b: &Connection) {
 }
 
 #[test]
-fn batch_is_one_completion_and_done_before_the_message_behind_it() {
+fn batch_has_one_completion_and_precedes_a_later_message() {
     modes("batch", || async {
         let (device, pd) = device(&Network::new());
-        // No keepalive, whose completions would be counted.
+        // Keepalive completions would be counted.
         let config = config().keepalive(None);
         let queue = CompletionQueue::builder(&device)
             .capacity(512)
@@ -74,7 +71,11 @@ fn batch_is_one_completion_and_done_before_the_message_behind_it() {
             let before = queue.counters().completions;
             let written = soon("writes", a.post_batch(batch)).await;
             assert!(written.is_ok(), "{:?}", written.results());
-            assert_eq!(queue.counters().completions, before + 1, "one for 16");
+            assert_eq!(
+                queue.counters().completions,
+                before + 1,
+                "one completion for 16 work requests"
+            );
             batch = written.into_batch();
             for block in 0..16 {
                 batch.read(a.alloc(BLOCK).unwrap(), place(remote, block));
@@ -86,7 +87,7 @@ fn batch_is_one_completion_and_done_before_the_message_behind_it() {
             assert!(bytes_of(&region) == bytes);
         }
 
-        // Nobody waits for it: the message behind it says that it is done.
+        // The later message shows that the dropped batch has completed.
         drop(a.post_batch(writes(&a, remote, 16, 99)));
         a.send("written").await.unwrap();
         assert_eq!(recv(&b).await, "written");
@@ -96,7 +97,7 @@ fn batch_is_one_completion_and_done_before_the_message_behind_it() {
 }
 
 #[test]
-fn batch_that_would_take_a_receive_of_the_peer_is_refused_and_nothing_of_it_sent() {
+fn batch_that_consumes_peer_receives_is_refused_whole() {
     modes("refused", || async {
         let (a, b) = pair(&config());
         let (region, remote) = exposed(&b, 4);
@@ -123,7 +124,7 @@ fn batch_that_would_take_a_receive_of_the_peer_is_refused_and_nothing_of_it_sent
                 "{refusal}"
             );
             let first: Vec<_> = result.buffers().iter().map(|buffer| buffer[0]).collect();
-            assert_eq!(first, [7, 7, 8, 9], "all of them come back, as they were");
+            assert_eq!(first, [7, 7, 8, 9], "all buffers are returned unchanged");
             batch = result.into_batch();
             assert!(batch.is_empty());
             assert_open(&a, &b).await;
@@ -131,14 +132,13 @@ fn batch_that_would_take_a_receive_of_the_peer_is_refused_and_nothing_of_it_sent
         }
         batch.write(a.copy_from(&[7; BLOCK]).unwrap(), place(remote, 0));
         assert!(soon("again", a.post_batch(batch)).await.is_ok());
-        // Nothing at all is no harm, either.
         assert!(soon("empty", a.post_batch(Batch::<BufMut>::new())).await.is_ok());
     });
 }
 
 #[test]
-fn batches_stand_in_line_with_messages_and_none_is_longer_than_the_send_queue() {
-    modes("line", || async {
+fn batches_share_the_send_queue_with_messages_and_fit_its_length() {
+    modes("send queue", || async {
         let (a, b) = pair(&config().max_send_wr(8));
         let (region, remote) = exposed(&b, 9);
         let limit =
@@ -168,7 +168,7 @@ fn batches_stand_in_line_with_messages_and_none_is_longer_than_the_send_queue() 
             }
         };
         soon("all", async { tokio::join!(sending, receiving, ending) }).await;
-        // Of the last two, the first writes all blocks and the second the first three again.
+        // The last batch rewrites only the first three blocks.
         let (long, short) = (pattern(8 * BLOCK, count - 2), pattern(3 * BLOCK, count - 1));
         assert!(bytes_of(&region)[..8 * BLOCK] == [&short[..], &long[3 * BLOCK..]].concat());
         assert_open(&a, &b).await;
@@ -176,13 +176,13 @@ fn batches_stand_in_line_with_messages_and_none_is_longer_than_the_send_queue() 
 }
 
 #[test]
-fn bytes_that_travel_inline_need_no_buffer() {
+fn inline_writes_need_no_buffer() {
     modes("inline", || async {
         let (a, b) = pair(&config().max_inline(64));
         let (region, remote) = exposed(&b, 1);
         let mut bytes = [1; 64];
         let write = a.write_inline(&bytes, remote);
-        // They are the caller's again.
+        // The bytes are copied when the write is posted.
         bytes = [2; 64];
         let second = a.write_inline(&bytes[..32], remote.slice(64..96).unwrap());
         bytes.fill(3);
@@ -197,8 +197,9 @@ fn bytes_that_travel_inline_need_no_buffer() {
             matches!(refused, OpErrorKind::Limit(LimitError { asked: 513, .. })),
             "{refused:?}"
         );
-        let refused =
-            kind(soon("no room", a.write_inline(&[4; 9], remote.slice(..8).unwrap())).await);
+        let refused = kind(
+            soon("beyond the region", a.write_inline(&[4; 9], remote.slice(..8).unwrap())).await,
+        );
         assert!(
             matches!(refused, OpErrorKind::Limit(LimitError { asked: 9, allowed: 8, .. })),
             "{refused:?}"
@@ -209,7 +210,7 @@ fn bytes_that_travel_inline_need_no_buffer() {
 }
 
 #[test]
-fn write_behind_a_fence_waits_for_the_read_before_it() {
+fn fenced_write_waits_for_the_earlier_read() {
     modes("fence", || async {
         let (device, pd) = device(&Network::new());
         if !keeps_fences(&device) {
@@ -223,14 +224,14 @@ fn write_behind_a_fence_waits_for_the_read_before_it() {
             batch.fence().write(a.copy_from(&pattern(BLOCK, round + 1)).unwrap(), remote);
             let buffers = soon("both", a.post_batch(batch)).await.into_buffers().unwrap();
             let before = if round == 0 { vec![0; BLOCK] } else { pattern(BLOCK, round).to_vec() };
-            assert!(buffers[0][..] == before[..], "what was there before the WRITE");
+            assert!(buffers[0][..] == before[..], "the READ returns the bytes before the WRITE");
             assert!(bytes_of(&region) == pattern(BLOCK, round + 1));
         }
     });
 }
 
 #[test]
-fn batch_that_is_dropped_goes_on_and_its_buffers_come_back() {
+fn dropped_batch_completes_and_returns_its_buffers() {
     modes("dropped", || async {
         let (a, b) = pair(&config().max_send_wr(8));
         let (region, remote) = exposed(&b, 8);
@@ -250,10 +251,10 @@ fn batch_that_is_dropped_goes_on_and_its_buffers_come_back() {
 }
 
 #[test]
-fn buffers_that_cannot_be_are_errors_before_there_is_memory_for_them() {
+fn impossible_buffers_are_refused_before_allocation() {
     modes("too long", || async {
         let (a, _b) = pair(&config());
-        // More than a buffer can be, and than a machine has.
+        // Above the maximum length, and above any machine's memory.
         for len in [u32::MAX as usize + 1, 1 << 61, usize::MAX] {
             match a.alloc(len) {
                 Err(SetupError::Limit(limit)) => {

@@ -1,8 +1,8 @@
-//! Code of a service that runs in the middle of a connection's work, and uses the connection: drops and wakers.
+//! Wakers and destructors that use the connection which calls them.
 //!
-//! Each of these hangs if a lock of the connection is held while such code runs.
+//! Each test hangs if the connection holds a lock during the call.
 
-#![allow(unsafe_code, reason = "memory of one's own is unsafe to implement")]
+#![allow(unsafe_code, reason = "implementing `Storage` is unsafe")]
 
 use std::pin::pin;
 use std::ptr::NonNull;
@@ -16,7 +16,6 @@ use futures::FutureExt;
 use tokio_rdma::memory::Storage;
 use tokio_rdma::{Access, CloseReason, Connection, ConnectionConfig, ExposedRegion, RemoteRegion};
 
-/// Two ends on a network that answers late, and memory of the second.
 struct Setup {
     ours: Arc<Connection>,
     theirs: Connection,
@@ -32,8 +31,8 @@ impl Setup {
         Self { ours: Arc::new(ours), theirs, remote: region.grant(), _region: region }
     }
 
-    /// Receives nothing until `called`, without letting anybody else run: it is this end that finds what is done.
-    fn look_until(&self, called: &AtomicUsize, times: usize) {
+    /// Polls until `called` reaches `times`. No other task runs, so this end polls the completions.
+    fn poll_until(&self, called: &AtomicUsize, times: usize) {
         while called.load(Ordering::SeqCst) < times {
             assert!(self.ours.recv().now_or_never().is_none());
             std::thread::yield_now();
@@ -41,7 +40,6 @@ impl Setup {
     }
 }
 
-/// In every mode in which the tasks of a connection find completions themselves.
 fn everywhere(what: &'static str, test: impl Fn(Setup) + Send + Copy + 'static) {
     for mode in Mode::ALL {
         bounded(what, LONG, move || {
@@ -53,29 +51,28 @@ fn everywhere(what: &'static str, test: impl Fn(Setup) + Send + Copy + 'static) 
     }
 }
 
-/// What uses a connection when it is dropped or woken, and counts that.
+/// A connection, and how often the application used it within a call.
 #[derive(Clone)]
-struct Nosy {
+struct Caller {
     connection: Arc<Connection>,
     called: Arc<AtomicUsize>,
 }
 
-impl Nosy {
+impl Caller {
     fn new(connection: &Arc<Connection>) -> Self {
         Self { connection: connection.clone(), called: Arc::default() }
     }
 
-    fn look(&self) {
+    fn use_connection(&self) {
         assert!(self.connection.counters().sent < u64::MAX);
         assert!(self.connection.recv().now_or_never().is_none());
         self.called.fetch_add(1, Ordering::SeqCst);
     }
 }
 
-/// Memory that looks when it is freed.
-struct Memory(Box<[u8]>, Nosy);
+struct Memory(Box<[u8]>, Caller);
 
-// SAFETY: a boxed slice owns its heap memory alone, wherever it is moved.
+// SAFETY: a boxed slice alone owns its heap memory, whose address moves do not change.
 unsafe impl Storage for Memory {
     fn base(&mut self) -> NonNull<u8> {
         NonNull::from(&mut *self.0).cast()
@@ -88,21 +85,19 @@ unsafe impl Storage for Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        self.1.look();
+        self.1.use_connection();
     }
 }
 
-/// A waker that looks when it is woken.
-struct Woken(Nosy);
+struct Woken(Caller);
 
 impl Wake for Woken {
     fn wake(self: Arc<Self>) {
-        self.0.look();
+        self.0.use_connection();
     }
 }
 
-/// A waker that looks when it is dropped.
-struct Dropped(Nosy);
+struct Dropped(Caller);
 
 impl Wake for Dropped {
     fn wake(self: Arc<Self>) {}
@@ -110,19 +105,19 @@ impl Wake for Dropped {
 
 impl Drop for Dropped {
     fn drop(&mut self) {
-        self.0.look();
+        self.0.use_connection();
     }
 }
 
 #[test]
-fn memory_of_an_abandoned_operation_may_use_the_connection_when_it_is_dropped() {
+fn memory_of_an_abandoned_operation_may_use_the_connection_in_its_destructor() {
     everywhere("memory", |setup| {
         for _ in 0..20 {
-            let nosy = Nosy::new(&setup.ours);
-            let memory = Memory(vec![7; 64].into(), nosy.clone());
+            let caller = Caller::new(&setup.ours);
+            let memory = Memory(vec![7; 64].into(), caller.clone());
             let buffer = setup.ours.protection_domain().register(memory).unwrap();
             drop(setup.ours.write(buffer, setup.remote));
-            setup.look_until(&nosy.called, 1);
+            setup.poll_until(&caller.called, 1);
         }
     });
 }
@@ -131,35 +126,33 @@ fn memory_of_an_abandoned_operation_may_use_the_connection_when_it_is_dropped() 
 fn waker_of_an_operation_may_use_the_connection() {
     everywhere("waker", |setup| {
         for _ in 0..20 {
-            let nosy = Nosy::new(&setup.ours);
-            let waker = Waker::from(Arc::new(Woken(nosy.clone())));
+            let caller = Caller::new(&setup.ours);
+            let waker = Waker::from(Arc::new(Woken(caller.clone())));
             let mut write = pin!(setup.ours.write(setup.ours.alloc(64).unwrap(), setup.remote));
             if write.as_mut().poll(&mut Context::from_waker(&waker)).is_pending() {
-                setup.look_until(&nosy.called, 1);
+                setup.poll_until(&caller.called, 1);
             }
         }
     });
 }
 
 #[test]
-fn waker_of_a_wait_may_use_the_connection_when_it_is_dropped() {
-    everywhere("place in line", |setup| {
-        let nosy = Nosy::new(&setup.ours);
-        let new = || Waker::from(Arc::new(Dropped(nosy.clone())));
+fn dropped_waker_may_use_the_connection() {
+    everywhere("queued receive", |setup| {
+        let caller = Caller::new(&setup.ours);
+        let new = || Waker::from(Arc::new(Dropped(caller.clone())));
         let mut waiting = Box::pin(setup.ours.recv());
-        // The line has the last share of each of the first two when the next takes its place.
+        // Each poll replaces the waker in the wait queue, which holds its last reference.
         for _ in 0..3 {
             assert!(waiting.as_mut().poll(&mut Context::from_waker(&new())).is_pending());
         }
-        assert_eq!(nosy.called.load(Ordering::SeqCst), 2);
-        // And of the third when it leaves the line.
+        assert_eq!(caller.called.load(Ordering::SeqCst), 2);
         drop(waiting);
-        assert_eq!(nosy.called.load(Ordering::SeqCst), 3);
+        assert_eq!(caller.called.load(Ordering::SeqCst), 3);
     });
 }
 
-/// A waker that ends the connection when it is woken.
-struct Aborts(Nosy);
+struct Aborts(Caller);
 
 impl Wake for Aborts {
     fn wake(self: Arc<Self>) {
@@ -171,13 +164,13 @@ impl Wake for Aborts {
 #[test]
 fn waker_of_an_operation_may_abort_the_connection() {
     everywhere("abort", |setup| {
-        let nosy = Nosy::new(&setup.ours);
-        let waker = Waker::from(Arc::new(Aborts(nosy.clone())));
-        while nosy.called.load(Ordering::SeqCst) == 0 {
+        let caller = Caller::new(&setup.ours);
+        let waker = Waker::from(Arc::new(Aborts(caller.clone())));
+        while caller.called.load(Ordering::SeqCst) == 0 {
             let mut write = pin!(setup.ours.write(setup.ours.alloc(64).unwrap(), setup.remote));
             if write.as_mut().poll(&mut Context::from_waker(&waker)).is_pending() {
-                // It is this end that finds what is done, under its lock.
-                while nosy.called.load(Ordering::SeqCst) == 0 {
+                // This end polls the completion, under its lock.
+                while caller.called.load(Ordering::SeqCst) == 0 {
                     drop(setup.ours.recv().now_or_never());
                     std::thread::yield_now();
                 }
@@ -189,14 +182,14 @@ fn waker_of_an_operation_may_abort_the_connection() {
 }
 
 #[test]
-fn connection_works_after_all_of_that() {
+fn connection_works_after_reentrant_calls() {
     bounded("works", LONG, || {
-        let seed = Seed::new("connection_works_after_all_of_that");
+        let seed = Seed::new("connection_works_after_reentrant_calls");
         Flavour::CurrentThread.runtime().block_on(async {
             let setup = Setup::new(seed.value, &config());
-            let nosy = Nosy::new(&setup.ours);
+            let caller = Caller::new(&setup.ours);
             for number in 0..100_u64 {
-                let memory = Memory(vec![7; 64].into(), nosy.clone());
+                let memory = Memory(vec![7; 64].into(), caller.clone());
                 drop(
                     setup.ours.write(
                         setup.ours.protection_domain().register(memory).unwrap(),
@@ -207,7 +200,7 @@ fn connection_works_after_all_of_that() {
                 assert_eq!(recv(&setup.theirs).await[..], number.to_be_bytes());
             }
             setup.ours.flush().await.unwrap();
-            torture::eventually("drops", || nosy.called.load(Ordering::SeqCst) == 100).await;
+            torture::eventually("drops", || caller.called.load(Ordering::SeqCst) == 100).await;
         });
     });
 }

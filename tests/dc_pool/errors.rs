@@ -1,4 +1,4 @@
-//! What an error ends, and what it does not.
+//! Errors of DC pools and their effect on other operations.
 
 use tokio_rdma::dc::DcPolicy;
 use tokio_rdma::types::{AsyncEvent, WcStatus};
@@ -8,17 +8,16 @@ use super::{Home, Node, block, exclusive, poll, setup, unblock, until};
 use crate::common::{Setup, in_every_mode, within};
 
 in_every_mode!(
-    errors_of_one_peer_are_seen_by_no_other,
-    failure_that_nobody_awaits_is_repaired,
+    errors_of_one_peer_affect_no_other,
+    unawaited_failure_is_repaired,
     lease_ends_with_its_first_failure,
-    sharing_peers_go_on_after_a_failure,
-    device_that_is_lost_ends_every_operation,
-    lease_that_is_kept_holds_up_nobody_when_the_device_is_lost,
-    pool_on_a_dead_completion_queue_names_its_error,
+    shared_initiators_continue_after_a_failure,
+    lost_device_fails_every_operation,
+    retained_lease_blocks_no_operation_after_device_loss,
+    pool_on_a_failed_completion_queue_reports_its_error,
 );
 
-/// Three bad peers among four good ones, on three initiators.
-async fn errors_of_one_peer_are_seen_by_no_other(mode: &str) {
+async fn errors_of_one_peer_affect_no_other(mode: &str) {
     const ROUNDS: u64 = 12;
     let Some(setup) = setup("errors_of_one_peer") else { return };
     let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
@@ -37,7 +36,7 @@ async fn errors_of_one_peer_are_seen_by_no_other(mode: &str) {
     let bad = [
         (greedy, there.forbidden(), ROUNDS),
         (stranger, there.remote(0, 4), ROUNDS),
-        // Each takes as long as its retries.
+        // Each round takes as long as its retries.
         (gone_peer, there.remote(0, 4), 2),
     ];
     let failing = bad.into_iter().map(|(peer, remote, rounds)| {
@@ -71,14 +70,14 @@ async fn errors_of_one_peer_are_seen_by_no_other(mode: &str) {
     }
     until("repaired", || pool.counters().repairs >= 2 * ROUNDS + 2).await;
     let counters = pool.counters();
-    assert_eq!((counters.failed_repairs, counters.peers_in_line), (0, 0), "{counters:?}");
+    assert_eq!((counters.failed_repairs, counters.waiting_peers), (0, 0), "{counters:?}");
     let mut bytes = [1; 8];
     there.region.read(0, &mut bytes).unwrap();
     assert_eq!(bytes, [0; 8]);
 }
 
-async fn failure_that_nobody_awaits_is_repaired(mode: &str) {
-    let Some(setup) = setup("failure_that_nobody_awaits") else { return };
+async fn unawaited_failure_is_repaired(mode: &str) {
+    let Some(setup) = setup("unawaited_failure") else { return };
     let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
     let pool = home.pool(2, exclusive(5));
     let peer = |_| pool.peer(&there.target.address()).unwrap();
@@ -110,7 +109,6 @@ async fn lease_ends_with_its_first_failure(mode: &str) {
             within("behind", behind).await.unwrap_err().status(),
             Some(WcStatus::WR_FLUSH_ERR)
         );
-        // Others go on, it does not.
         within("write", peer.write_inline(b"others", there.remote(8, 6))).await.unwrap();
         let late =
             within("late", lease.write_inline(b"late", there.remote(0, 4))).await.unwrap_err();
@@ -124,12 +122,12 @@ async fn lease_ends_with_its_first_failure(mode: &str) {
     }
 }
 
-async fn sharing_peers_go_on_after_a_failure(mode: &str) {
-    let Some(setup) = setup("sharing_peers") else { return };
+async fn shared_initiators_continue_after_a_failure(mode: &str) {
+    let Some(setup) = setup("shared_initiators") else { return };
     let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
     let pool = home.pool(2, DcPolicy::Shared);
     let peers: Vec<_> = (0..5).map(|_| pool.peer(&there.target.address()).unwrap()).collect();
-    // Nobody waits for anybody.
+    // Peers that share an initiator do not wait for each other.
     let blocked = block(&there, &peers[0]).await;
     for peer in &peers[1..] {
         assert!(
@@ -144,15 +142,14 @@ async fn sharing_peers_go_on_after_a_failure(mode: &str) {
             within("good", peer.write_inline(b"good", there.remote(64, 4))).await.unwrap();
         }
     }
-    // The last one may be under way: the others served what came behind it.
+    // The last repair may still be in progress.
     until("repaired", || pool.counters().repairs >= 20).await;
     let counters = pool.counters();
     assert_eq!((counters.repairs, counters.failed_repairs), (20, 0), "{counters:?}");
 }
 
-/// Killed with work in flight, in line and about to be called, in every mode.
-async fn device_that_is_lost_ends_every_operation(mode: &str) {
-    let Some((setup, control, _)) = Setup::controlled("device_that_is_lost") else { return };
+async fn lost_device_fails_every_operation(mode: &str) {
+    let Some((setup, control, _)) = Setup::controlled("lost_device") else { return };
     let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
     let pool = home.pool(2, exclusive(3));
     let address = there.target.address();
@@ -176,7 +173,7 @@ async fn device_that_is_lost_ends_every_operation(mode: &str) {
             })
         })
         .collect();
-    until("in line", || pool.counters().peers_in_line == 6).await;
+    until("waiting peers", || pool.counters().waiting_peers == 6).await;
     let lent = pool.peer(&address).unwrap().borrow();
     control.kill();
     let typed = |kind: OpErrorKind| {
@@ -200,12 +197,12 @@ async fn device_that_is_lost_ends_every_operation(mode: &str) {
     typed(within("lease", lent).await.unwrap_err().kind());
     let late = stuck[0].write(home.buffer(b"late"), there.remote(0, 4));
     typed(within("late", late).await.unwrap_err().kind());
-    assert_eq!((home.buffers.available(), pool.counters().peers_in_line), (free, 0));
+    assert_eq!((home.buffers.available(), pool.counters().waiting_peers), (free, 0));
 }
 
-/// Nothing is in flight, so nothing of it fails.
-async fn lease_that_is_kept_holds_up_nobody_when_the_device_is_lost(mode: &str) {
-    let Some((setup, control, _)) = Setup::controlled("lease_that_is_kept") else { return };
+/// Removes the device while nothing is in flight, so the lease sees no failure.
+async fn retained_lease_blocks_no_operation_after_device_loss(mode: &str) {
+    let Some((setup, control, _)) = Setup::controlled("retained_lease") else { return };
     let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
     let pool = home.pool(1, exclusive(3));
     let [one, other] = [0, 1].map(|_| pool.peer(&there.target.address()).unwrap());
@@ -216,12 +213,12 @@ async fn lease_that_is_kept_holds_up_nobody_when_the_device_is_lost(mode: &str) 
     within("write", write).await.unwrap_err();
     within("late", other.write(home.buffer(b"late"), there.remote(0, 4))).await.unwrap_err();
     within("lent", lease.write(home.buffer(b"lent"), there.remote(0, 4))).await.unwrap_err();
-    assert_eq!(pool.counters().peers_in_line, 0);
+    assert_eq!(pool.counters().waiting_peers, 0);
 }
 
-/// The device is well, so no verb fails: the completion queue alone knows why the initiators are closed.
-async fn pool_on_a_dead_completion_queue_names_its_error(mode: &str) {
-    let Some((setup, control, _)) = Setup::controlled("pool_on_a_dead_completion_queue") else {
+/// Fails only the completion queue. Verbs still succeed, so the queue alone knows the cause.
+async fn pool_on_a_failed_completion_queue_reports_its_error(mode: &str) {
+    let Some((setup, control, _)) = Setup::controlled("pool_on_a_failed_completion_queue") else {
         return;
     };
     let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
@@ -235,7 +232,7 @@ async fn pool_on_a_dead_completion_queue_names_its_error(mode: &str) {
     assert_eq!(setup.a.next_event().unwrap(), Some(event));
     within("send", stuck).await.unwrap_err();
     assert!(home.queue.failure().is_some_and(|error| error.errno == 5), "{mode}");
-    // Until the pool has noticed, a write is done, or refused by an initiator that is being destroyed.
+    // Until the pool notices, a write succeeds, or fails on an initiator that is being destroyed.
     until_final_error(mode, async || {
         let late = within("late", peer.write(home.buffer(b"late"), there.remote(0, 4))).await;
         match late.map_err(|error| error.kind()) {
@@ -248,14 +245,17 @@ async fn pool_on_a_dead_completion_queue_names_its_error(mode: &str) {
         }
     })
     .await;
-    // A leased initiator is outside the pool, so it is closed, not repaired.
+    // A leased initiator is closed, not repaired.
     until_final_error(mode, async || {
         let lent = within("lent", lease.write(home.buffer(b"lent"), there.remote(0, 4))).await;
         match lent.unwrap_err().kind() {
             OpErrorKind::Closed => Some(()),
             other => {
                 assert!(
-                    matches!(other, OpErrorKind::Completion(error) if error.status == WcStatus::WR_FLUSH_ERR),
+                    matches!(
+                        other,
+                        OpErrorKind::Completion(error) if error.status == WcStatus::WR_FLUSH_ERR
+                    ),
                     "{mode}: {other:?}"
                 );
                 None
@@ -265,26 +265,25 @@ async fn pool_on_a_dead_completion_queue_names_its_error(mode: &str) {
     .await;
 }
 
-/// Repeats `operation` until it returns `Some`.
 async fn until_final_error(mode: &str, mut operation: impl AsyncFnMut() -> Option<()>) {
     let start = std::time::Instant::now();
     while operation().await.is_none() {
         assert!(
             start.elapsed() < std::time::Duration::from_secs(60),
-            "{mode}: the expected error never came"
+            "{mode}: the expected error did not occur within 60 s"
         );
         tokio::task::yield_now().await;
     }
 }
 
 #[test]
-fn pool_is_checked_when_it_is_made() {
-    let Some(setup) = setup("pool_is_checked") else { return };
+fn pool_settings_are_validated_at_build() {
+    let Some(setup) = setup("pool_settings") else { return };
     let home = Home::new(&setup.a, "event");
     let builder = || tokio_rdma::dc::DcPool::builder(&home.pd, &home.queue);
     let error = builder().initiators(0).build().unwrap_err();
     assert_eq!(error, SetupError::TooSmall { field: "initiators", asked: 0, least: 1 });
-    // Devices may give more room than was asked for.
+    // Devices may round the capacity up.
     let fit = home.queue.counters().capacity / 128;
     let error = builder()
         .initiators(fit as usize + 1)

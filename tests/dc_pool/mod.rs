@@ -1,8 +1,8 @@
-//! The scenarios, for any device with DC, and what they are made of.
+//! Tests of DC pools for any device with DC.
 
 mod campaign;
 mod errors;
-mod turns;
+mod scheduling;
 
 use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
@@ -18,7 +18,6 @@ use tokio_rdma::{
 
 use crate::common::{Setup, mode, skip, until};
 
-/// A setup with DC; `None`, loudly, on a device without.
 fn setup(test: &str) -> Option<Setup> {
     let setup = Setup::new();
     if setup.a.attr().dc.is_none() {
@@ -28,8 +27,8 @@ fn setup(test: &str) -> Option<Setup> {
     Some(setup)
 }
 
-/// Gives up soon where nobody answers, and waits for ever where no receive is posted: so initiators are kept busy. Answers that
-/// a thread delivers may take as long as that has to wait for a processor.
+/// Returns options with a short ACK timeout but unlimited RNR retries, so that a missing receive
+/// keeps an initiator busy. Over UDP, answers wait for a thread.
 fn options() -> ConnectOptions {
     ConnectOptions {
         timeout: AckTimeout::from_code(match crate::wire() {
@@ -42,7 +41,6 @@ fn options() -> ConnectOptions {
     }
 }
 
-/// Where pools are made.
 struct Home {
     buffers: Pool,
     queue: CompletionQueue,
@@ -67,13 +65,12 @@ impl Home {
     }
 }
 
-/// A peer's end.
 struct Node {
     target: DcTarget,
     srq: SharedReceiveQueue,
     region: ExposedRegion,
     buffers: Pool,
-    /// Last.
+    /// Dropped last.
     _queue: CompletionQueue,
 }
 
@@ -101,7 +98,6 @@ impl Node {
         self.remote(8 * at, 8)
     }
 
-    /// Memory that is not granted: the key is another one.
     fn forbidden(&self) -> RemoteRegion {
         let mut bytes = self.remote(0, 8).to_bytes();
         bytes[16] ^= 0x5a;
@@ -117,14 +113,16 @@ fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
     Pin::new(future).poll(&mut Context::from_waker(Waker::noop()))
 }
 
-/// Keeps the initiator of `peer` busy until a receive is posted at `node`.
-async fn block(node: &Node, peer: &DcPoolPeer) -> tokio_rdma::dc::Pooled<tokio_rdma::op::Send<()>> {
+/// Keeps the initiator of `peer` busy until `node` posts a receive.
+async fn block(
+    node: &Node,
+    peer: &DcPoolPeer,
+) -> tokio_rdma::dc::PooledOperation<tokio_rdma::op::Send<()>> {
     let mut send = peer.send_inline(b"blocks");
     assert!(poll(&mut send).is_pending(), "there is a receive: {:?}", node.srq);
     send
 }
 
-/// Posts the receive that it takes.
 async fn unblock(node: &Node) {
     let receive = node.srq.recv(node.buffers.try_alloc(64).unwrap());
     let received = crate::common::within("receive", receive).await.unwrap();

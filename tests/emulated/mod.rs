@@ -1,4 +1,4 @@
-//! Starts the emulated ConnectX of a test program, as the device under test.
+//! The emulated ConnectX of a test program, as the device under test.
 
 use std::process::Command;
 use std::sync::OnceLock;
@@ -7,31 +7,30 @@ use emulated_connectx::{EmulatedConnectX, Link, Options};
 
 static DEVICE: OnceLock<EmulatedConnectX> = OnceLock::new();
 
-/// Set in the process that has RoCE ports; other processes have InfiniBand ports.
 const ROCE: &str = "TOKIO_RDMA_EMULATED_ROCE";
 
-/// Starts the device before the program's first thread: tests find a device `mlx5_0`, as on a machine that has one.
+/// Starts device `mlx5_0` before the program starts threads.
 ///
 /// # Panics
 ///
-/// If it cannot be started.
+/// Panics if the device cannot be started.
 extern "C" fn start() {
     let mut options = Options::default();
     options.link = if std::env::var_os(ROCE).is_some() { Link::Roce } else { Link::InfiniBand };
     let device = EmulatedConnectX::start(options).expect("the emulated device starts");
-    assert!(DEVICE.set(device).is_ok(), "started twice");
-    // SAFETY: called before `main`, so no other thread of the program runs that could look at the environment.
+    assert!(DEVICE.set(device).is_ok(), "the device was started twice");
+    // SAFETY: called before `main`, so no other thread can read the environment.
     unsafe { std::env::set_var("TOKIO_RDMA_DEVICE", "mlx5_0") };
 }
 
-/// The loader calls it before `main`.
+// The loader calls `start` before `main`.
 #[used]
 #[unsafe(link_section = ".init_array")]
 static START: extern "C" fn() = start;
 
-/// All suites again with RoCE ports. The kind of port is a setting of the process, so this starts the program again.
+// The link layer is a setting of the process, so this starts the program again.
 #[test]
-fn all_suites_with_roce_ports() {
+fn all_suites_pass_with_roce_ports() {
     if std::env::var_os(ROCE).is_some() {
         return;
     }
@@ -45,11 +44,11 @@ fn all_suites_with_roce_ports() {
     );
 }
 
-/// What libmlx5 wrote is what a device can read, whichever tests ran before this one.
+// Checks what libmlx5 wrote to the device in the tests that ran before this one.
 #[test]
-fn emulated_device_has_nothing_to_complain_about() {
+fn emulated_device_reports_no_violations() {
     let device = tokio_rdma::Device::open("mlx5_0").unwrap();
-    let dc = device.attr().dc.expect("it has DC");
+    let dc = device.attr().dc.expect("the emulated device has DC");
     assert!(dc.max_rd_atomic > 0 && dc.max_init_rd_atomic > 0, "{dc:?}");
-    DEVICE.get().expect("it was started").assert_clean();
+    DEVICE.get().expect("the device was started before main").assert_clean();
 }

@@ -1,4 +1,4 @@
-//! The same faults, seen by whoever awaits operations: tasks polled by hand while the test moves the time.
+//! Awaited operations under faults. The test polls the tasks and advances the simulated time.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -37,10 +37,8 @@ struct Outcome {
     operations: usize,
 }
 
-/// `None` once it is done.
 type Task = Option<Pin<Box<dyn Future<Output = ()>>>>;
 
-/// Counts how often tasks were woken.
 struct Count(AtomicU64);
 
 impl Wake for Count {
@@ -49,20 +47,18 @@ impl Wake for Count {
     }
 }
 
-/// What a receiver shall see.
 #[derive(Debug, Clone, Copy)]
 struct Expected {
     bytes: &'static [u8],
     imm: Option<Imm>,
-    /// Where a WRITE_WITH_IMM went.
     written: Option<usize>,
 }
 
-/// What both ends of one direction, and the test, know.
+/// One direction, from a sender to a receiver.
 struct Direction {
     name: usize,
     messages: RefCell<Vec<Expected>>,
-    /// Exact contents of the peer's region as far as they are known to be written.
+    /// The WRITEs to the peer's region: offset and contents.
     writes: RefCell<Vec<(usize, &'static [u8])>>,
     delivered: Cell<usize>,
     finished: Cell<bool>,
@@ -72,18 +68,16 @@ struct Direction {
     operations: Cell<usize>,
 }
 
-/// What one run shares.
 struct World {
     random: RefCell<Rng>,
     trace: RefCell<Trace>,
     network: Network,
     mtu: Mtu,
     directions: Vec<Direction>,
-    /// Values that additions found, by side they went to.
+    /// The previous values that additions returned, by target side.
     sums: [RefCell<Vec<u64>>; 2],
 }
 
-/// An operation in flight and what it must give.
 enum Pending {
     Sent(Send<BufMut>, &'static [u8]),
     Inline(Send<()>),
@@ -102,7 +96,7 @@ async fn pause() {
     .await;
 }
 
-/// Posts `STEPS` operations, several at once, and awaits them in order.
+/// Posts operations concurrently and awaits them in order.
 async fn sender(
     world: Rc<World>,
     index: usize,
@@ -134,22 +128,22 @@ async fn sender(
             let qp = if fence { qp.fenced() } else { qp.clone() };
             let imm = Imm(next as u32);
             let remote = |place: usize| grant.slice(place as u64..(place + len) as u64).unwrap();
-            let tell = |bytes, imm, written| {
+            let expect = |bytes, imm, written| {
                 this.messages.borrow_mut().push(Expected { bytes, imm, written });
             };
             this.operations.set(this.operations.get() + 1);
             let operation = match kind {
                 0 => {
-                    tell(bytes, None, None);
+                    expect(bytes, None, None);
                     Pending::Sent(qp.send(pool.copy_from(bytes).unwrap()), bytes)
                 }
                 1 => {
-                    tell(bytes, Some(imm), None);
+                    expect(bytes, Some(imm), None);
                     Pending::Sent(qp.send_with_imm(pool.copy_from(bytes).unwrap(), imm), bytes)
                 }
                 2 => {
                     let bytes = &bytes[..len.min(64)];
-                    tell(bytes, None, None);
+                    expect(bytes, None, None);
                     Pending::Inline(qp.send_inline(bytes))
                 }
                 3 | 4 => {
@@ -158,14 +152,14 @@ async fn sender(
                     let operation = if kind == 3 {
                         Pending::Sent(qp.write(buffer, remote), bytes)
                     } else {
-                        tell(bytes, Some(imm), Some(place));
+                        expect(bytes, Some(imm), Some(place));
                         Pending::Sent(qp.write_with_imm(buffer, remote, imm), bytes)
                     };
                     place += len;
                     operation
                 }
                 5 => {
-                    // What was written before is read, acknowledged or not.
+                    // A READ returns the preceding WRITE, acknowledged or not.
                     let written = this.writes.borrow().last().copied();
                     let (at, bytes) = written.unwrap_or((0, &[]));
                     let remote = grant.slice(at as u64..(at + bytes.len()) as u64).unwrap();
@@ -188,13 +182,13 @@ async fn sender(
                     batch.signal_every(world.random.borrow_mut().u32(..3));
                     for part in 0..count {
                         let bytes = &bytes[len * part / count..len * (part + 1) / count];
-                        tell(bytes, None, None);
+                        expect(bytes, None, None);
                         batch.send(pool.copy_from(bytes).unwrap());
                     }
                     Pending::Batch(qp.post_batch(batch), count)
                 }
             };
-            // Dropped, it goes on.
+            // A dropped operation is still executed.
             if !abandon {
                 pending.push_back(operation);
             }
@@ -204,7 +198,7 @@ async fn sender(
         let outcome = match oldest {
             Pending::Sent(operation, bytes) => match operation.await {
                 Ok(buffer) => {
-                    assert!(buffer[..] == *bytes, "it comes back as it was");
+                    assert!(buffer[..] == *bytes, "the buffer is returned unchanged");
                     Ok(())
                 }
                 Err(error) => Err(error.kind()),
@@ -212,7 +206,7 @@ async fn sender(
             Pending::Inline(operation) => operation.await.map_err(|error| error.kind()),
             Pending::Read(operation, bytes) => match operation.await {
                 Ok(buffer) => {
-                    assert!(buffer[..] == *bytes, "read after written");
+                    assert!(buffer[..] == *bytes, "READ returns the written bytes");
                     Ok(())
                 }
                 Err(error) => Err(error.kind()),
@@ -226,7 +220,7 @@ async fn sender(
             },
             Pending::Swapped(operation, expected) => match operation.await {
                 Ok(old) => {
-                    assert_eq!(old, expected, "swapped once each");
+                    assert_eq!(old, expected, "each swap is executed once");
                     Ok(())
                 }
                 Err(error) => Err(error.kind()),
@@ -237,7 +231,7 @@ async fn sender(
                 let good = result.results().iter().take_while(|one| one.is_ok()).count();
                 assert!(
                     result.results()[good..].iter().all(|one| one.is_err()),
-                    "nothing succeeds after a failure"
+                    "an operation succeeded after a failure"
                 );
                 result.into_buffers().map(|buffers| assert_eq!(buffers.len(), count))
             }
@@ -248,7 +242,7 @@ async fn sender(
             Err(kind) => kind.status().unwrap_or_else(|| panic!("direction {}: {kind}", this.name)),
         };
         world.trace.borrow_mut().add(&[now, index as u64, next as u64, status.0.into()]);
-        world.trace.borrow().say(|| format!("{now} ns, direction {index}: awaited, {status:?}"));
+        world.trace.borrow().print(|| format!("{now} ns, direction {index}: awaited, {status:?}"));
         match (this.failed.get(), status) {
             (None, WcStatus::SUCCESS) => {}
             (None, _) => {
@@ -257,19 +251,18 @@ async fn sender(
                     [WcStatus::RETRY_EXC_ERR, WcStatus::RNR_RETRY_EXC_ERR, WcStatus::WR_FLUSH_ERR];
                 assert!(known.contains(&status), "{status:?}");
                 this.failed.set(Some(status));
-                // The peer is told some other way, as a service would.
+                // A service would notify the peer by other means.
                 peer.modify(&QpAttr::to_state(QpState::Err)).unwrap();
                 next = STEPS;
             }
             (Some(_), status) => {
-                assert_eq!(status, WcStatus::WR_FLUSH_ERR, "after a failure all is flushed")
+                assert_eq!(status, WcStatus::WR_FLUSH_ERR, "operations after a failure are flushed")
             }
         }
     }
     this.finished.set(true);
 }
 
-/// Keeps some receives posted and takes the messages of one direction, not always at once.
 async fn receiver(
     world: Rc<World>,
     index: usize,
@@ -311,7 +304,8 @@ async fn receiver(
 fn check(world: &World, this: &Direction, received: &Received<BufMut>, region: &ExposedRegion) {
     let number = this.delivered.get();
     this.delivered.set(number + 1);
-    let expected = this.messages.borrow().get(number).copied().expect("it was sent");
+    let expected =
+        this.messages.borrow().get(number).copied().expect("a received message was sent");
     let now = world.network.now().as_nanos() as u64;
     world.trace.borrow_mut().add(&[
         now,
@@ -319,7 +313,7 @@ fn check(world: &World, this: &Direction, received: &Received<BufMut>, region: &
         1 << 32 | number as u64,
         received.len as u64,
     ]);
-    world.trace.borrow().say(|| {
+    world.trace.borrow().print(|| {
         format!("{now} ns, direction {}: message {number}, {} bytes", this.name, received.len)
     });
     assert_eq!(received.len, expected.bytes.len(), "message {number} of direction {}", this.name);
@@ -327,13 +321,13 @@ fn check(world: &World, this: &Direction, received: &Received<BufMut>, region: &
     if let Some(at) = expected.written {
         let mut found = vec![0; expected.bytes.len()];
         region.read(at, &mut found).unwrap();
-        assert!(found == expected.bytes, "all of it is written when that is told");
+        assert!(found == expected.bytes, "the bytes are written before the receive completes");
     } else {
-        assert!(received.buffer[..] == *expected.bytes, "message {number} has other contents");
+        assert!(received.buffer[..] == *expected.bytes, "message {number} has wrong contents");
     }
 }
 
-/// Takes the messages of all directions to a side from its shared queue.
+/// Checks the messages of all directions that share a receive queue.
 async fn shared_receiver(
     world: Rc<World>,
     srq: SharedReceiveQueue,
@@ -347,7 +341,7 @@ async fn shared_receiver(
         while posted.len() < many {
             posted.push_back(srq.recv(pool.try_alloc(pool.buffer_size()).unwrap()));
         }
-        // The first of them that is done: messages of different peers end in any order.
+        // Messages of different peers complete in any order.
         let result = poll_fn(|context| {
             for (place, one) in posted.iter_mut().enumerate() {
                 if let Poll::Ready(result) = Pin::new(one).poll(context) {
@@ -363,7 +357,6 @@ async fn shared_receiver(
                 let pair = qps.iter().position(|qp| qp.qpn() == received.qpn).unwrap();
                 check(&world, &world.directions[2 * pair], &received, &regions[pair]);
             }
-            // One that a failed queue pair held.
             Err(error) => assert_eq!(error.kind().status(), Some(WcStatus::WR_FLUSH_ERR)),
         }
     }
@@ -405,7 +398,7 @@ fn run(seed: u64, verbose: bool) -> Outcome {
     let pairs = random.usize(1..=2);
     let is_shared = random.u8(..4) == 0;
     let trace = Trace::new(verbose);
-    trace.say(|| {
+    trace.print(|| {
         format!(
             "seed {seed}: {mix:?}, {mtu:?}, {pairs} pairs, patient {patient}, shared {is_shared}"
         )
@@ -437,7 +430,7 @@ fn run(seed: u64, verbose: bool) -> Outcome {
         qps.push(pair);
     }
     let count = 2 * pairs;
-    // WRITEs of each direction to a region of its own, and the counter of a side in that of its first.
+    // Each direction has its own region. The first region of a side contains the counter.
     let area = STEPS * LARGEST / 2 + 256;
     let regions: Vec<_> = (0..count)
         .map(|index| {
@@ -469,7 +462,7 @@ fn run(seed: u64, verbose: bool) -> Outcome {
     let mut tasks: Vec<Task> = Vec::new();
     let mut senders = Vec::new();
     for index in 0..count {
-        // Direction `index` goes from side `index % 2` to the other.
+        // Direction `index` sends from side `index % 2` to the other.
         let (pair, side) = (&qps[index / 2], index % 2);
         let (qp, peer, region) =
             (pair[side].clone(), pair[1 - side].clone(), regions[index].clone());
@@ -525,7 +518,7 @@ fn run(seed: u64, verbose: bool) -> Outcome {
         if mix == Mix::Changing && world.random.borrow_mut().u8(..20) == 0 {
             network.set_faults(mix.faults(&mut world.random.borrow_mut()));
         }
-        // Lazy receivers pause for some rounds.
+        // Receivers may pause for some rounds, so several idle rounds are no hang.
         let after = seen(&world);
         still = if moved == 0 && after == before { still + 1 } else { 0 };
         before = after;
@@ -535,9 +528,9 @@ fn run(seed: u64, verbose: bool) -> Outcome {
             network.now(),
             wakes.0.load(Ordering::Relaxed)
         );
-        assert!(network.now() < Duration::from_secs(100), "never ends");
+        assert!(network.now() < Duration::from_secs(100), "the run does not end");
     }
-    // What was abandoned goes on to its end.
+    // Dropped operations are executed.
     let mut still = 0;
     while still < 300 {
         let moved = (0..200).filter(|_| network.step()).count();
@@ -545,7 +538,7 @@ fn run(seed: u64, verbose: bool) -> Outcome {
         let after = seen(&world);
         still = if moved == 0 && after == before { still + 1 } else { 0 };
         before = after;
-        assert!(network.now() < Duration::from_secs(100), "never ends");
+        assert!(network.now() < Duration::from_secs(100), "the run does not end");
     }
     assert!(network.run_until_idle(Duration::ZERO));
     let hash = world.trace.borrow().hash();
@@ -570,7 +563,7 @@ fn run(seed: u64, verbose: bool) -> Outcome {
     }
     for side in 0..2 {
         let there = || world.directions.iter().skip(side).step_by(2);
-        let (most, added) =
+        let (max, added) =
             (there().map(|one| one.additions.get()).sum::<u64>(), regions[side].load(0).unwrap());
         let mut found = world.sums[1 - side].borrow().clone();
         found.sort_unstable();
@@ -578,13 +571,12 @@ fn run(seed: u64, verbose: bool) -> Outcome {
             found.windows(2).all(|two| two[0] < two[1])
                 && found.last().is_none_or(|&last| last < added)
         );
-        assert!((found.len() as u64..=most).contains(&added), "{added} of {most} additions");
+        assert!((found.len() as u64..=max).contains(&added), "{added} of {max} additions");
         let failed = (side..count)
             .step_by(2)
             .any(|index| qps[index / 2][side].query().unwrap().0 == QpState::Err);
-        assert!(failed || added == most, "each addition once");
+        assert!(failed || added == max, "each addition is executed once");
     }
-    // Ending the connections ends the receivers.
     for pair in &qps {
         pair.iter().for_each(|qp| qp.modify(&QpAttr::to_state(QpState::Err)).unwrap());
     }
@@ -593,10 +585,9 @@ fn run(seed: u64, verbose: bool) -> Outcome {
         network.run_until_idle(Duration::from_secs(1));
     }
     let left = tasks.iter().filter(|task| task.is_some()).count();
-    assert_eq!(left, usize::from(is_shared), "all receives were flushed");
+    assert_eq!(left, usize::from(is_shared), "all receives are flushed");
     tasks.clear();
     drop((qps, srq));
-    // All buffers came home.
     for pool in &pools {
         assert_eq!(pool.available(), pool.total());
     }
@@ -606,12 +597,12 @@ fn run(seed: u64, verbose: bool) -> Outcome {
 }
 
 #[test]
-fn operations_end_once_and_right() {
-    let test = "awaited::operations_end_once_and_right";
+fn operations_complete_once_with_correct_results() {
+    let test = "awaited::operations_complete_once_with_correct_results";
     let Some(outcomes) = seeds(test, 1.0, |seed, verbose| {
         let outcome = run(seed, verbose);
         if verbose || seed % 16 == 0 {
-            assert_eq!(run(seed, false), outcome, "a seed decides the whole run");
+            assert_eq!(run(seed, false), outcome, "a seed determines the whole run");
         }
         outcome
     }) else {

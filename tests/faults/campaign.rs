@@ -1,11 +1,11 @@
-//! Runs seeds, on two threads, and says how to run the one that failed again.
+//! Runs seeds on two threads and prints how to repeat a failed one.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-/// Seeds of a campaign unless `TOKIO_RDMA_SEEDS` says otherwise. A release build runs a seed in a tenth of the time.
+/// The default number of seeds. A release build runs a seed in a tenth of the time.
 const SEEDS: u64 = if cfg!(debug_assertions) { 500 } else { 2000 };
 const THREADS: usize = 2;
 
@@ -14,15 +14,16 @@ fn number(name: &str) -> Option<u64> {
     Some(text.parse().unwrap_or_else(|_| panic!("{name}={text} is not a number")))
 }
 
-/// Runs `run(seed, verbose)` for each seed; `part` of the usual number. All results, in the order of the seeds;
-/// `None` if only one seed was asked for.
+/// Runs `run(seed, verbose)` for a fraction `part` of the configured number of seeds.
+///
+/// Returns the results in the order of the seeds, or `None` if `TOKIO_RDMA_SEED` selects one seed.
 pub(crate) fn seeds<R: Send>(
     test: &str,
     part: f64,
     run: impl Fn(u64, bool) -> R + Sync,
 ) -> Option<Vec<R>> {
     if let Some(seed) = number("TOKIO_RDMA_SEED") {
-        // Another campaign of this process may have set it.
+        // Another campaign of this process may have set the subscriber.
         let _ = tracing::subscriber::set_global_default(Printer);
         run(seed, true);
         return None;
@@ -34,7 +35,7 @@ pub(crate) fn seeds<R: Send>(
     std::thread::scope(|scope| {
         for _ in 0..THREADS {
             scope.spawn(|| {
-                // A few failures tell as much as thousands.
+                // A few failures are enough.
                 while failed.load(Ordering::Relaxed) < 3 {
                     let seed = next.fetch_add(1, Ordering::Relaxed);
                     if seed >= count {
@@ -45,8 +46,8 @@ pub(crate) fn seeds<R: Send>(
                         Err(_) => {
                             failed.fetch_add(1, Ordering::Relaxed);
                             eprintln!(
-                                "seed {seed} fails, to replay it: \
-                                 TOKIO_RDMA_SEED={seed} cargo test --test faults {test} -- --exact --nocapture"
+                                "seed {seed} failed; replay it with TOKIO_RDMA_SEED={seed} cargo \
+                                 test --test faults {test} -- --exact --nocapture"
                             );
                         }
                     }
@@ -62,7 +63,7 @@ pub(crate) fn seeds<R: Send>(
     Some(results.into_iter().map(|(_, result)| result).collect())
 }
 
-/// What happened, told if somebody listens, and boiled down to a number.
+/// A hash of the events of a run, which are also printed in verbose mode.
 #[derive(Debug)]
 pub(crate) struct Trace {
     verbose: bool,
@@ -81,7 +82,7 @@ impl Trace {
         }
     }
 
-    pub(crate) fn say(&self, what: impl FnOnce() -> String) {
+    pub(crate) fn print(&self, what: impl FnOnce() -> String) {
         if self.verbose {
             println!("{}", what());
         }
@@ -92,7 +93,7 @@ impl Trace {
     }
 }
 
-/// Prints what the crate says about packets, for a seed that is run alone.
+/// A subscriber that prints the crate's events, for the run of a single seed.
 struct Printer;
 
 struct Line(String);

@@ -1,4 +1,4 @@
-//! What seeds draw.
+//! Random choices of a run.
 
 use std::time::Duration;
 
@@ -6,17 +6,15 @@ use fastrand::Rng;
 use tokio_rdma::software::Faults;
 use tokio_rdma::types::Mtu;
 
-/// Most probable any fault is.
 const MOST: f64 = 0.1;
 pub(crate) const LARGEST: usize = 64 << 10;
 
-/// How faults are mixed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Mix {
     None,
     All,
     Single(u8),
-    /// Drawn anew now and then.
+    /// Changes at random during the run.
     Changing,
 }
 
@@ -51,7 +49,7 @@ impl Mix {
     }
 }
 
-/// A number of bytes, mostly around multiples of the MTU.
+/// Returns a length, mostly near multiples of the MTU.
 pub(crate) fn size(random: &mut Rng, mtu: Mtu, largest: usize) -> usize {
     let mtu = mtu.bytes();
     let size = match random.u8(..40) {
@@ -65,7 +63,7 @@ pub(crate) fn size(random: &mut Rng, mtu: Mtu, largest: usize) -> usize {
     size.min(largest)
 }
 
-/// Bytes that everything sent is a part of: where a part was taken from can be told by looking at it.
+/// Returns random bytes from which all sent data are taken; a part identifies its position.
 pub(crate) fn noise() -> &'static [u8] {
     static NOISE: std::sync::OnceLock<Vec<u8>> = std::sync::OnceLock::new();
     NOISE.get_or_init(|| {

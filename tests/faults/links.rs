@@ -1,4 +1,4 @@
-//! Links that are dead, one-way or heal again.
+//! Links that fail, fail in one direction, or recover.
 
 #![allow(unsafe_code)]
 
@@ -11,7 +11,7 @@ use tokio_rdma::types::{
 use tokio_rdma::verbs::Qp;
 
 use super::memory::Memory;
-use super::setup::{Side, Terms, connect, end, is};
+use super::setup::{Side, Terms, connect, fail, is};
 
 const DELAY: Duration = Duration::from_micros(1);
 
@@ -41,7 +41,7 @@ impl Pair {
             data: Data::Sges(&sges),
             target: None,
         };
-        // SAFETY: the memory outlives the queue pairs and is looked at only after the completion.
+        // SAFETY: the memory outlives the queue pairs and is read only after the completion.
         unsafe { self.qps[side].post_send(&[wr]) }.unwrap();
     }
 
@@ -59,7 +59,6 @@ impl Pair {
         SendOp::FetchAdd { remote: self.memories[1].remote(8), add: 1 }
     }
 
-    /// What comes to side 0, and when.
     fn wait(&self, count: usize) -> (Vec<(u64, WcStatus)>, Duration) {
         let (start, mut all) = (self.network.now(), Vec::new());
         while all.len() < count {
@@ -69,13 +68,13 @@ impl Pair {
         (all, self.network.now() - start)
     }
 
-    /// Lets everything from side 0 arrive, and nothing that comes back, until there are `count` completions.
-    fn deaf(&self, count: usize) -> Vec<(u64, WcStatus)> {
+    /// Delivers requests of side 0 and drops all answers until there are `count` completions.
+    fn lose_answers(&self, count: usize) -> Vec<(u64, WcStatus)> {
         let mut all = Vec::new();
         while all.len() < count {
-            // Packets take a microsecond and timers much longer: what leaves with a timer is a request, and what
-            // leaves when a packet arrives is an answer.
-            // All answers are lost, and nothing else: a request is underway if there are more of them than answers.
+            // Timers are much longer than the delay of packets, so a packet sent by a timer is a
+            // request, and a packet sent on arrival of another is an answer. Only answers are lost,
+            // so a request is in flight if more requests than answers were sent.
             let link = self.network.counters();
             let arrives = link.sent - link.lost > link.lost;
             self.network.set_loss(if arrives { 1.0 } else { 0.0 });
@@ -88,14 +87,14 @@ impl Pair {
 }
 
 #[test]
-fn a_dead_link_is_noticed_in_time() {
+fn dead_link_fails_within_the_retry_time() {
     for retry_count in [0, 1, 3, 7] {
         for code in [1, 5, 8, 14, 18] {
             let timeout = AckTimeout::from_code(code);
             let pair = Pair::new(Terms { timeout, retry_count, ..Terms::usual() });
             pair.receive(0, 9);
             pair.receive(1, 19);
-            // The link worked before: retries count from now.
+            // Retries are counted from the last success.
             pair.send(0, 1, SendOp::Write(pair.memories[1].remote(0)), 8);
             assert_eq!(pair.wait(1).0, [(1, WcStatus::SUCCESS)]);
             pair.network.set_loss(1.0);
@@ -117,27 +116,26 @@ fn a_dead_link_is_noticed_in_time() {
                 "{retry_count} retries of {each:?} took {took:?}"
             );
             assert_eq!(pair.network.counters().lost, 3 * (u64::from(retry_count) + 1));
-            // The other side has heard nothing, and tells when it is asked to do something.
+            // The peer is unaffected.
             assert!(pair.network.run_until_idle(Duration::from_secs(1)));
             assert_eq!(pair.poll(1), []);
-            end(&pair.qps[1]);
+            fail(&pair.qps[1]);
             assert_eq!(pair.poll(1), [(19, flushed)]);
         }
     }
 }
 
 #[test]
-fn a_link_that_heals_in_time_loses_nothing() {
+fn link_restored_in_time_loses_nothing() {
     for retry_count in 1..=7 {
         let pair = Pair::new(Terms { retry_count, ..Terms::usual() });
         let each = Duration::from_nanos(Terms::usual().timeout.nanoseconds().unwrap());
-        // Twice: the first outage does not count for the second.
+        // The second outage has all retries again.
         for round in 1..=2 {
             pair.network.set_loss(1.0);
             pair.receive(1, round);
             pair.send(0, 10 * round, pair.add(), 8);
             pair.send(0, 10 * round + 1, SendOp::Send, 100);
-            // Until only one repetition is left.
             let start = pair.network.now();
             while pair.network.now() - start < each * u32::from(retry_count - 1) {
                 assert!(pair.network.step());
@@ -154,34 +152,33 @@ fn a_link_that_heals_in_time_loses_nothing() {
 }
 
 #[test]
-fn what_was_done_and_not_answered_is_not_done_again() {
-    // One-way: requests arrive, answers do not.
+fn retransmitted_request_is_executed_once() {
     for retry_count in [0, 2, 7] {
         let pair = Pair::new(Terms { retry_count, ..Terms::usual() });
         pair.send(0, 1, pair.add(), 8);
-        assert_eq!(pair.deaf(1), [(1, WcStatus::RETRY_EXC_ERR)]);
+        assert_eq!(pair.lose_answers(1), [(1, WcStatus::RETRY_EXC_ERR)]);
         assert_eq!(
             pair.memories[1].word(8),
             1,
-            "executed once, although sent {} times",
+            "executed once although sent {} times",
             retry_count + 1
         );
         let pair = Pair::new(Terms { retry_count, ..Terms::usual() });
         pair.receive(1, 5);
         pair.receive(1, 6);
         pair.send(0, 1, SendOp::Send, 100);
-        assert_eq!(pair.deaf(1), [(1, WcStatus::RETRY_EXC_ERR)]);
+        assert_eq!(pair.lose_answers(1), [(1, WcStatus::RETRY_EXC_ERR)]);
         assert_eq!(pair.poll(1), [(5, WcStatus::SUCCESS)], "delivered once");
-        end(&pair.qps[1]);
+        fail(&pair.qps[1]);
         assert_eq!(pair.poll(1), [(6, WcStatus::WR_FLUSH_ERR)]);
     }
 }
 
 #[test]
-fn answers_that_come_at_last_are_those_of_the_first_time() {
+fn retransmitted_atomic_returns_the_first_result() {
     let pair = Pair::new(Terms::usual());
     pair.send(0, 1, pair.add(), 8);
-    // The request arrives, the answer is lost, and so are the next two.
+    // Three times, the request arrives and its answer is lost.
     for loss in [1.0, 0.0, 1.0, 0.0, 1.0, 0.0] {
         pair.network.set_loss(loss);
         let sent = pair.network.counters().sent;
@@ -189,7 +186,7 @@ fn answers_that_come_at_last_are_those_of_the_first_time() {
             assert!(pair.network.step());
         }
     }
-    // Meanwhile its owner changes the word.
+    // The owner changes the word, but a repeated answer has the first result.
     assert_eq!(pair.memories[1].word(8), 1);
     pair.memories[1].fill(8, &77_u64.to_ne_bytes());
     assert_eq!(pair.wait(1).0, [(1, WcStatus::SUCCESS)]);
@@ -197,7 +194,7 @@ fn answers_that_come_at_last_are_those_of_the_first_time() {
 }
 
 #[test]
-fn a_port_that_goes_down_and_comes_back_loses_nothing() {
+fn port_outage_loses_nothing() {
     for down in ["a", "b"] {
         let pair = Pair::new(Terms::usual());
         let control = pair.network.control(down).unwrap();

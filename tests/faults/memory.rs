@@ -1,10 +1,9 @@
-//! Registered memory that the bare verbs can name.
+//! Registered memory for the verbs layer.
 
 use tokio_rdma::memory::HostMemory;
 use tokio_rdma::types::{Lkey, RemoteAddr, Sge};
 use tokio_rdma::{Access, ExposedRegion, ProtectionDomain};
 
-/// A region for local and for remote use.
 #[derive(Debug)]
 pub(crate) struct Memory(ExposedRegion);
 

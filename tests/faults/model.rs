@@ -1,27 +1,23 @@
-//! What memory may look like.
+//! A model of the contents that WRITEs may leave in memory.
 
-/// A WRITE, as it was posted.
 #[derive(Debug, Clone)]
 pub(crate) struct Write {
-    /// Work request.
     pub(crate) index: usize,
     pub(crate) at: usize,
     pub(crate) bytes: &'static [u8],
 }
 
 impl Write {
-    /// Byte that it leaves at `at`.
     fn byte(&self, at: usize) -> Option<u8> {
         self.bytes.get(at.checked_sub(self.at)?).copied()
     }
 }
 
-/// All WRITEs to a piece of memory that nobody else writes.
+/// The WRITEs to memory that has no other writer.
 #[derive(Debug)]
 pub(crate) struct Model {
     initial: &'static [u8],
     writes: Vec<Write>,
-    /// All of them done.
     newest: Vec<u8>,
 }
 
@@ -39,8 +35,8 @@ impl Model {
         &self.newest
     }
 
-    /// Panics unless each byte of `found`, from `at`, is that of `base` or of one of the WRITEs from `first` to
-    /// before `end`, which may or may not have been executed yet.
+    /// Checks the bytes `found` at `at`: each is from `base` or from one of WRITEs `first..end`,
+    /// which may or may not have been executed.
     pub(crate) fn check(
         &self,
         what: &str,
@@ -59,12 +55,13 @@ impl Model {
             let right = found == base || later.any(|write| write.byte(at + offset) == Some(found));
             assert!(
                 right,
-                "{what}: byte {offset} at {at} is {found}, expected {base}; WRITEs {first}..{end} are open"
+                "{what}: byte {offset} at {at} is {found}, expected {base}; \
+                 WRITEs {first}..{end} are in flight"
             );
         }
     }
 
-    /// After all WRITEs before `index`.
+    /// Returns the contents after all WRITEs before `index`.
     pub(crate) fn before(&self, index: usize) -> Vec<u8> {
         let mut image = self.initial.to_vec();
         for write in self.writes.iter().filter(|write| write.index < index) {

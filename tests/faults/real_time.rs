@@ -1,4 +1,4 @@
-//! Faults in real time, under every completion mode, on several threads.
+//! Faults in real time, in every completion mode and on several threads.
 
 use std::time::Duration;
 
@@ -44,7 +44,7 @@ async fn send(qp: QueuePair, pool: Pool, remote: RemoteRegion) {
 
 async fn receive(qp: QueuePair, pool: Pool) {
     for number in 0..MESSAGES {
-        // One at a time: often too late.
+        // One receive at a time, so that messages often have to wait.
         let received = qp.recv(pool.try_alloc(LARGEST).unwrap()).await.unwrap();
         assert_eq!(received.imm, Some(Imm(number as u32)), "in order");
         assert_eq!(received.buffer[..], *message(number));
@@ -55,7 +55,7 @@ async fn both_directions(mode: fn() -> CompletionMode, seed: u64) {
     let delay = Duration::from_micros(1)..Duration::from_micros(60);
     let faults = Faults::none().loss(0.03).duplicate(0.03).reorder(0.03).corrupt(0.03).delay(delay);
     let network = Network::with_faults(seed, faults);
-    // Threads of a loaded machine come late, so timeouts are not too short.
+    // Threads of a loaded machine are delayed, so timeouts are long.
     let options = ConnectOptions {
         timeout: AckTimeout::from_code(12),
         rnr_timer: RnrTimer::from_code(6),
@@ -88,10 +88,10 @@ async fn both_directions(mode: fn() -> CompletionMode, seed: u64) {
         task.unwrap();
     }
     for (_, region, _) in &ends {
-        assert_eq!(region.load(0).unwrap(), ADDITIONS, "each addition once");
+        assert_eq!(region.load(0).unwrap(), ADDITIONS, "each addition is executed once");
     }
     assert!(network.counters().lost > 0 && network.counters().rejected > 0);
-    // The link dies: whoever waits is told.
+    // A link failure fails all waiting operations.
     network.set_loss(1.0);
     let [(qp, _, pool), (peer, ..)] = &ends;
     let (first, second) =
@@ -103,7 +103,7 @@ async fn both_directions(mode: fn() -> CompletionMode, seed: u64) {
     peer.clone().close().await;
 }
 
-fn bounded(threads: usize, mode: fn() -> CompletionMode, seed: u64) {
+fn run_bounded(threads: usize, mode: fn() -> CompletionMode, seed: u64) {
     let runtime = if threads == 1 {
         tokio::runtime::Builder::new_current_thread().enable_all().build()
     } else {
@@ -114,27 +114,27 @@ fn bounded(threads: usize, mode: fn() -> CompletionMode, seed: u64) {
         let task = tokio::spawn(both_directions(mode, seed));
         tokio::time::timeout(Duration::from_secs(60), task).await
     });
-    done.expect("it hangs").unwrap();
+    done.expect("the run hangs").unwrap();
     runtime.shutdown_background();
 }
 
 #[test]
-fn event() {
-    bounded(2, || CompletionMode::Event, 1);
+fn operations_succeed_in_event_mode() {
+    run_bounded(2, || CompletionMode::Event, 1);
 }
 
 #[test]
-fn busy_poll() {
-    bounded(2, || CompletionMode::busy_poll().unwrap(), 2);
+fn operations_succeed_in_busy_poll_mode() {
+    run_bounded(2, || CompletionMode::busy_poll().unwrap(), 2);
 }
 
 #[test]
-fn cooperative() {
-    bounded(1, || CompletionMode::Cooperative, 3);
-    bounded(2, || CompletionMode::Cooperative, 4);
+fn operations_succeed_in_cooperative_mode() {
+    run_bounded(1, || CompletionMode::Cooperative, 3);
+    run_bounded(2, || CompletionMode::Cooperative, 4);
 }
 
 #[test]
-fn hybrid() {
-    bounded(2, || CompletionMode::Hybrid, 5);
+fn operations_succeed_in_hybrid_mode() {
+    run_bounded(2, || CompletionMode::Hybrid, 5);
 }

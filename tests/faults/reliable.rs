@@ -1,4 +1,5 @@
-//! Reliable connections on the bare verbs: whatever the network does, once and in order, or an error and nothing after.
+//! Reliable connections of the verbs layer: work is executed once in order, or fails with all later
+//! work.
 
 #![allow(unsafe_code)]
 
@@ -18,15 +19,13 @@ use super::campaign::{Trace, seeds};
 use super::chance::{LARGEST, Mix, noise, size};
 use super::memory::Memory;
 use super::model::Model;
-use super::setup::{Side, Terms, connect, end, is, number};
+use super::setup::{Side, Terms, connect, fail, is, number};
 
-/// Bytes of the memory that WRITEs of one direction go to.
 const TARGET: usize = LARGEST + 4096;
-/// Bytes behind each receive that must not change.
+/// The number of bytes after each buffer that must not change.
 const GUARD: usize = 16;
-/// Marks work requests of receive queues.
 const RECEIVE: u64 = 1 << 63;
-/// Words of a side: counter, contended word, then one word for each queue pair.
+// Words of a side: counter, contended word, one word for each queue pair.
 const COUNTER: usize = 0;
 const CONTENDED: usize = 8;
 const CHAINS: usize = 16;
@@ -38,11 +37,9 @@ enum Kind {
     Write,
     WriteImm,
     Read,
-    /// Addition to the counter that all queue pairs share.
     Add,
-    /// Compare-and-swap of the queue pair's own word; true if it shall not match.
+    /// A compare-and-swap of the queue pair's own word; `true` if it must not match.
     Chain(bool),
-    /// Compare-and-swap of the word that all queue pairs share.
     Contend,
 }
 
@@ -56,12 +53,11 @@ impl Kind {
     }
 }
 
-/// A work request as planned, and what is known of it once posted.
 #[derive(Debug)]
 struct Step {
     kind: Kind,
     len: usize,
-    /// Where in the noise the data come from, or where in `results` they go to.
+    /// The offset of the data in the noise, or of the result in `results`.
     local: usize,
     remote: usize,
     fence: bool,
@@ -69,45 +65,39 @@ struct Step {
     solicited: bool,
     inline: bool,
     pieces: usize,
-    /// What an own word must have held, or what was compared with in the shared word.
+    /// The expected value of the own word, or the compared value of the shared word.
     compare: u64,
     swap: u64,
-    /// READ: the target when it was posted.
+    /// READ: the contents of the target when posted.
     snapshot: Vec<u8>,
-    /// READ: WRITEs from here on cannot overtake it.
+    /// READ: the first fenced step after it; WRITEs from there cannot overtake it.
     fenced_by: Option<usize>,
-    /// READ: what came back.
     result: Option<Vec<u8>>,
 }
 
-/// One end of a connection.
 struct End {
     qp: Qp,
     side: usize,
     terms: Terms,
     queue: usize,
-    /// Data of READs and atomics.
     results: Memory,
-    /// Memory that the peer writes to.
     target: Memory,
-    /// What the target of the peer looks like to who writes it, this end.
+    /// A model of the peer's `target`, which this end writes.
     model: Model,
     plan: Vec<Step>,
     next: usize,
     done: usize,
     failed: Option<(usize, WcStatus)>,
-    /// Work requests that consumed a receive of the peer, in order.
+    /// The posted steps that consume a receive of the peer, in order.
     messages: Vec<usize>,
-    /// How many messages of the peer have arrived.
     delivered: usize,
     newest_receive: u64,
     chain: u64,
     seen: u64,
-    /// Told to stop.
+    /// Moved to the error state by the test.
     ended: bool,
 }
 
-/// Receives of a queue pair, or of a shared queue.
 struct Queue {
     shared: Option<Srq>,
     end: usize,
@@ -117,10 +107,9 @@ struct Queue {
     free: Vec<usize>,
     posted: VecDeque<(u64, usize)>,
     next: u64,
-    most: u64,
+    max: u64,
 }
 
-/// What became of a seed.
 #[derive(Debug, PartialEq, Eq)]
 struct Outcome {
     hash: u64,
@@ -128,7 +117,7 @@ struct Outcome {
     link: LinkCounters,
     completions: u64,
     ends: usize,
-    /// Ends that failed although they were patient, and although not.
+    /// The number of failed ends: with the maximum of retries, and with fewer.
     failed: [usize; 2],
     patient: bool,
     not_ready: bool,
@@ -146,7 +135,7 @@ struct Run {
     sources: [Memory; 2],
     words: [Memory; 2],
     sums: [Vec<u64>; 2],
-    /// Successes on the contended word of each side: what was compared, what was swapped in, what was there.
+    /// Compare-and-swaps of the shared word of each side: compared, new and previous value.
     contended: [Vec<(u64, u64, u64)>; 2],
 }
 
@@ -210,8 +199,7 @@ fn plan(random: &mut Rng, mtu: Mtu, results: &mut usize, count: usize, depth: us
         .collect()
 }
 
-/// `at..at + len` in about equal pieces.
-fn cut(memory: &Memory, at: usize, len: usize, pieces: usize) -> Vec<Sge> {
+fn split(memory: &Memory, at: usize, len: usize, pieces: usize) -> Vec<Sge> {
     (0..pieces)
         .map(|piece| {
             let (from, to) = (len * piece / pieces, len * (piece + 1) / pieces);
@@ -226,7 +214,7 @@ impl Run {
         let mix = Mix::draw(&mut random);
         let faults = mix.faults(&mut random);
         let trace = Trace::new(verbose);
-        trace.say(|| format!("seed {seed}: {mix:?}, {faults:?}"));
+        trace.print(|| format!("seed {seed}: {mix:?}, {faults:?}"));
         let network = Network::simulated(seed, faults);
         let sides = [Side::new(&network, "a"), Side::new(&network, "b")];
         let mtu = Mtu::ALL[random.usize(..5)];
@@ -248,7 +236,7 @@ impl Run {
                 free: Vec::new(),
                 posted: VecDeque::new(),
                 next: 0,
-                most: 0,
+                max: 0,
             });
             srq
         });
@@ -266,9 +254,9 @@ impl Run {
                 let srq = srq.as_ref().filter(|_| side == 1);
                 let qp = here.queue_pair(Transport::Rc, srq, terms.caps);
                 let count = if random.u8(..8) == 0 { 0 } else { random.usize(1..24) };
-                let mut room = 0;
+                let mut results = 0;
                 let plan =
-                    plan(&mut random, mtu, &mut room, count, terms.caps.max_send_wr as usize);
+                    plan(&mut random, mtu, &mut results, count, terms.caps.max_send_wr as usize);
                 let pd = &here.pd;
                 let target = Memory::new(pd, TARGET);
                 let initial = &noise()[2 * LARGEST - 7 * pair..][..TARGET];
@@ -285,16 +273,16 @@ impl Run {
                         free: Vec::new(),
                         posted: VecDeque::new(),
                         next: 0,
-                        most: 0,
+                        max: 0,
                     });
                 }
-                trace.say(|| format!("end {index}: qpn {} {terms:?}", qp.qpn()));
+                trace.print(|| format!("end {index}: qpn {} {terms:?}", qp.qpn()));
                 made.push(End {
                     qp,
                     side,
                     terms,
                     queue,
-                    results: Memory::new(pd, room),
+                    results: Memory::new(pd, results),
                     target,
                     model: Model::new(initial),
                     plan,
@@ -327,9 +315,9 @@ impl Run {
                 largest = largest.max(if step.kind == Kind::WriteImm { 0 } else { step.len });
             }
             queue.slot = largest + GUARD;
-            // A queue pair that fails in the middle of a message takes one along.
-            queue.most = count + 4;
-            queue.depth = queue.depth.min(queue.most as usize);
+            // A queue pair that fails in the middle of a message consumes one more.
+            queue.max = count + 4;
+            queue.depth = queue.depth.min(queue.max as usize);
             queue.free = (0..queue.depth).collect();
             queue.memory = Memory::new(&sides[ends[queue.end].side].pd, queue.slot * queue.depth);
         }
@@ -356,12 +344,12 @@ impl Run {
         (run, mix, patient && ready, eager)
     }
 
-    /// Posts receives to `queue`; true if any.
-    fn receive(&mut self, number: usize, most: usize) -> bool {
+    /// Posts up to `max` receives; returns whether it posted any.
+    fn receive(&mut self, number: usize, max: usize) -> bool {
         let queue = &mut self.queues[number];
         let mut any = false;
-        for _ in 0..most {
-            if queue.next >= queue.most
+        for _ in 0..max {
+            if queue.next >= queue.max
                 || (queue.shared.is_none() && self.ends[queue.end].failed.is_some())
             {
                 break;
@@ -371,9 +359,9 @@ impl Run {
             let len = queue.slot - GUARD;
             queue.memory.fill(at + len, &[0xa5; GUARD]);
             let wr_id = WrId(RECEIVE | (number as u64) << 40 | queue.next);
-            let sges = cut(&queue.memory, at, len, self.random.usize(1..=3));
+            let sges = split(&queue.memory, at, len, self.random.usize(1..=3));
             let list = [RecvWr { wr_id, sges: &sges }];
-            // SAFETY: the memory of a queue outlives its queue pairs, and is looked at only after its completion.
+            // SAFETY: the memory outlives the queue pairs and is read only after the completion.
             let posted = unsafe {
                 match &queue.shared {
                     Some(srq) => srq.post_recv(&list),
@@ -388,15 +376,15 @@ impl Run {
         any
     }
 
-    /// Posts some of the plan of `number`, with one doorbell; true if any.
-    fn send(&mut self, number: usize, most: usize) -> bool {
+    /// Posts up to `max` steps as one list; returns whether it posted any.
+    fn send(&mut self, number: usize, max: usize) -> bool {
         let [this, peer] = self.ends.get_disjoint_mut([number, number ^ 1]).unwrap();
         if this.failed.is_some() {
             return false;
         }
         let (side, there) = (this.side, peer.side);
         let first = this.next;
-        let last = this.plan.len().min(first + most);
+        let last = this.plan.len().min(first + max);
         let words = &self.words[there];
         let mut sges = Vec::new();
         for (step, index) in this.plan[first..last].iter_mut().zip(first..) {
@@ -405,7 +393,7 @@ impl Run {
                     (step.compare, step.swap) = (this.chain, this.chain + 1);
                     this.chain += 1;
                 }
-                // Twice: what is expected to be there. It is asked for something else.
+                // `compare` is the expected value; the posted request compares with another one.
                 Kind::Chain(true) => (step.compare, step.swap) = (this.chain, 7777),
                 Kind::Contend => {
                     step.compare = this.seen;
@@ -418,7 +406,7 @@ impl Run {
             } else {
                 &self.sources[side]
             };
-            sges.push(cut(memory, step.local, step.len, step.pieces));
+            sges.push(split(memory, step.local, step.len, step.pieces));
         }
         let list: Vec<_> = this.plan[first..last]
             .iter()
@@ -460,16 +448,19 @@ impl Run {
                 }
             })
             .collect();
-        // SAFETY: sources are never written, results looked at only after their completion, and both outlive `qp`.
+        // SAFETY: sources are never written, results are read after completion, both outlive `qp`.
         let posted = match unsafe { this.qp.post_send(&list) } {
             Ok(()) => list.len(),
             Err(error) => {
-                assert_eq!(error.error.errno, 12, "only a full queue refuses: {error}");
+                assert_eq!(
+                    error.error.errno, 12,
+                    "a post failed although the queue is not full: {error}"
+                );
                 error.posted
             }
         };
         drop(list);
-        // What was not posted will be planned again.
+        // Steps that were not posted are prepared again by the next call.
         for step in &this.plan[first + posted..last] {
             this.chain -= u64::from(step.kind == Kind::Chain(false));
         }
@@ -478,7 +469,7 @@ impl Run {
                 let step = &this.plan[index];
                 (step.kind, step.remote, step.len, step.local, step.fence)
             };
-            self.trace.say(|| {
+            self.trace.print(|| {
                 format!(
                     "end {number} posts {index}: {kind:?} {len} bytes, remote {at}, fence {fence}"
                 )
@@ -505,12 +496,11 @@ impl Run {
         posted > 0
     }
 
-    /// Polls both sides; true if anything was there.
     fn poll(&mut self) -> bool {
         let found: Vec<_> = self.sides.iter().map(Side::poll).collect();
         let now = self.network.now().as_nanos() as u64;
         let mut any = false;
-        // Receives first: what was acknowledged has been delivered.
+        // Receives first, because acknowledged messages have been delivered.
         for receives in [true, false] {
             for (side, found) in found.iter().enumerate() {
                 for done in found.iter().filter(|done| (done.wr_id.0 & RECEIVE != 0) == receives) {
@@ -526,7 +516,7 @@ impl Run {
                         number(done.qpn),
                     ];
                     self.trace.add(&values);
-                    self.trace.say(|| format!("{now} ns, side {side}: {done:?}"));
+                    self.trace.print(|| format!("{now} ns, side {side}: {done:?}"));
                     if receives {
                         self.received(side, done);
                     } else {
@@ -546,15 +536,12 @@ impl Run {
             .iter()
             .position(|&(posted, _)| posted == id)
             .expect("each receive completes once");
-        assert!(
-            position == 0 || queue.shared.is_some(),
-            "receives complete in the order in which they were posted"
-        );
+        assert!(position == 0 || queue.shared.is_some(), "receives complete in posting order");
         let (_, slot) = queue.posted.remove(position).unwrap();
         let index =
             self.ends.iter().position(|end| end.side == side && end.qp.qpn() == done.qpn).unwrap();
         let [this, peer] = self.ends.get_disjoint_mut([index, index ^ 1]).unwrap();
-        assert!(id + 1 > this.newest_receive, "receives of a queue pair are taken in order");
+        assert!(id + 1 > this.newest_receive, "receives of a queue pair are consumed in order");
         this.newest_receive = id + 1;
         if !done.status.is_success() {
             assert_eq!(
@@ -564,12 +551,12 @@ impl Run {
             );
             assert!(
                 this.failed.is_some() || this.ended || is(&this.qp, QpState::Err),
-                "nothing is flushed in {:?}",
+                "a receive was flushed in {:?}",
                 this.qp.query()
             );
             return;
         }
-        assert!(!this.ended, "nothing arrives any more");
+        assert!(!this.ended, "a message arrived in the error state");
         let number = this.delivered;
         this.delivered += 1;
         let message = *peer
@@ -588,19 +575,19 @@ impl Run {
         let sent = &noise()[step.local..step.local + step.len];
         let at = slot * queue.slot;
         if step.kind == Kind::WriteImm {
-            // All of it is there, unless written over by what was posted later.
+            // Later WRITEs may have overwritten some bytes.
             let found = this.target.bytes(step.remote, step.len);
             peer.model.check("WRITE_WITH_IMM", &found, step.remote, sent, message + 1, peer.next);
         } else {
             assert!(
                 queue.memory.bytes(at, step.len) == sent,
-                "message {number} has other contents"
+                "message {number} has wrong contents"
             );
         }
         assert_eq!(
             queue.memory.bytes(at + queue.slot - GUARD, GUARD),
             [0xa5; GUARD],
-            "written beyond the receive"
+            "bytes after the receive changed"
         );
         queue.free.push(slot);
     }
@@ -623,7 +610,7 @@ impl Run {
                     WcStatus::WR_FLUSH_ERR,
                     "end {number}: {index} after a failure"
                 );
-                assert_eq!(index, this.done, "end {number}: flushed in order, each of them");
+                assert_eq!(index, this.done, "end {number}: work is flushed in order");
                 this.done += 1;
                 return;
             }
@@ -641,10 +628,9 @@ impl Run {
                     || (this.ended && done.status == WcStatus::WR_FLUSH_ERR);
             assert!(known, "end {number}: work request {index} fails as {:?}", done.status);
             if done.status == WcStatus::RNR_RETRY_EXC_ERR {
-                assert!(this.terms.rnr_retry < 7, "7 is without end");
+                assert!(this.terms.rnr_retry < 7, "7 RNR retries have no limit");
             }
         }
-        // The others before it succeeded without a word.
         let last = if done.status.is_success() { index + 1 } else { index };
         for good in this.done..last {
             let step = &mut this.plan[good];
@@ -661,7 +647,7 @@ impl Run {
                     assert_eq!(
                         this.results.word(step.local),
                         step.compare,
-                        "end {number}: {good} swapped once"
+                        "end {number}: swap {good} is executed once"
                     );
                 }
                 Kind::Contend => {
@@ -673,18 +659,18 @@ impl Run {
             }
         }
         this.done = last;
-        let told = this.messages.iter().filter(|&&message| message < last).count();
-        assert!(peer.delivered >= told, "end {number}: {index} was acknowledged and not delivered");
+        let acknowledged = this.messages.iter().filter(|&&message| message < last).count();
+        assert!(peer.delivered >= acknowledged, "end {number}: {index} is not delivered");
         if !done.status.is_success() {
             this.failed = Some((index, done.status));
             this.done += 1;
-            assert!(is(&this.qp, QpState::Err), "a failure ends the connection");
+            assert!(is(&this.qp, QpState::Err), "a failure moves the queue pair to ERR");
         }
     }
 
     fn change_faults(&mut self) {
         if self.random.u8(..4) == 0 {
-            // A short blackout, or only the loss.
+            // Loss of all packets for a short time, or some loss.
             let loss = if self.random.bool() { 1.0 } else { self.random.f64() * 0.1 };
             self.network.set_loss(loss);
             self.last_fault = "loss";
@@ -699,7 +685,7 @@ impl Run {
             self.network.set_faults(faults);
             self.last_fault = "all";
         }
-        self.trace.say(|| format!("{:?}: other faults ({})", self.network.now(), self.last_fault));
+        self.trace.print(|| format!("{:?}: new faults ({})", self.network.now(), self.last_fault));
     }
 
     fn is_done(&self) -> bool {
@@ -715,14 +701,14 @@ impl Run {
             let mut moved = false;
             for queue in 0..self.queues.len() {
                 if force || self.random.u8(..100) < eager {
-                    let most = self.random.usize(1..=8);
-                    moved |= self.receive(queue, most);
+                    let max = self.random.usize(1..=8);
+                    moved |= self.receive(queue, max);
                 }
             }
             for end in 0..self.ends.len() {
                 if force || self.random.u8(..3) > 0 {
-                    let most = self.random.usize(1..=5);
-                    moved |= self.send(end, most);
+                    let max = self.random.usize(1..=5);
+                    moved |= self.send(end, max);
                 }
             }
             if changing && self.random.u8(..20) == 0 {
@@ -736,7 +722,11 @@ impl Run {
             }
             assert!(moved || !force, "hangs: {}", self.state());
             force = !moved;
-            assert!(self.network.now() < Duration::from_secs(100), "never ends: {}", self.state());
+            assert!(
+                self.network.now() < Duration::from_secs(100),
+                "the run does not end: {}",
+                self.state()
+            );
         }
     }
 
@@ -755,17 +745,17 @@ impl Run {
         format!("{:?} at {:?}", ends.collect::<Vec<_>>(), self.network.now())
     }
 
-    /// After the last completion: nothing more happens, everything is where it belongs, and what is left is flushed.
+    /// Checks the final state after the last completion, and that remaining work is flushed.
     fn finish(mut self, patient: bool) -> Outcome {
         assert!(self.network.run_until_idle(Duration::from_secs(10)), "idle: {}", self.state());
         let before: Vec<_> = self.ends.iter().map(|end| (end.done, end.delivered)).collect();
         self.poll();
         for (index, (end, before)) in self.ends.iter().zip(before).enumerate() {
-            // Only what was underway when its sender gave up arrives so late.
+            // Only packets in flight when their sender failed arrive now.
             let late = end.delivered - before.1;
             assert!(
                 end.done == before.0 && (late == 0 || self.ends[index ^ 1].failed.is_some()),
-                "completes late"
+                "work completed after the end"
             );
         }
         for index in 0..self.ends.len() {
@@ -773,12 +763,12 @@ impl Run {
             assert!(is(&this.qp, if this.failed.is_some() { QpState::Err } else { QpState::Rts }));
             let peer = &self.ends[index ^ 1];
             assert!(peer.delivered <= this.messages.len());
-            // Also late answers changed nothing.
+            // Late answers must not change results.
             for step in &this.plan[..this.next] {
                 if let Some(result) = &step.result {
                     assert!(
                         this.results.bytes(step.local, step.len) == *result,
-                        "a READ was changed afterwards"
+                        "the result of a READ changed after its completion"
                     );
                 }
             }
@@ -786,7 +776,10 @@ impl Run {
             let word = self.words[peer.side].word(CHAINS + 8 * index);
             match this.failed {
                 None => {
-                    assert!(found == this.model.newest(), "WRITEs of end {index} arrived exactly");
+                    assert!(
+                        found == this.model.newest(),
+                        "the target of end {index} has wrong contents"
+                    );
                     assert_eq!(peer.delivered, this.messages.len());
                     assert_eq!(word, this.chain);
                 }
@@ -799,11 +792,11 @@ impl Run {
                         first,
                         this.next,
                     );
-                    let links = |steps: &[Step]| {
+                    let swaps = |steps: &[Step]| {
                         steps.iter().filter(|step| step.kind == Kind::Chain(false)).count() as u64
                     };
                     assert!(
-                        (links(&this.plan[..first])..=links(&this.plan[..this.next]))
+                        (swaps(&this.plan[..first])..=swaps(&this.plan[..this.next]))
                             .contains(&word)
                     );
                 }
@@ -812,7 +805,7 @@ impl Run {
         for queue in self.queues.iter().filter(|queue| queue.shared.is_none()) {
             assert!(
                 self.ends[queue.end].failed.is_none() || queue.posted.is_empty(),
-                "receives fail with the sends"
+                "receives are flushed when sends fail"
             );
         }
         for side in 0..2 {
@@ -836,7 +829,6 @@ impl Run {
         }
     }
 
-    /// Atomics to the words of `side` that all its peers use.
     fn check_words(&self, side: usize) {
         let unsure = |kind| {
             let ends = self.ends.iter().filter(|end| end.side != side);
@@ -849,9 +841,12 @@ impl Run {
         let sure = sums.len() as u64;
         assert!(
             (sure..=sure + unsure(Kind::Add).count() as u64).contains(&total),
-            "each addition once"
+            "each addition is executed once"
         );
-        assert!(sums.windows(2).all(|two| two[0] < two[1]), "no old value twice: {sums:?}");
+        assert!(
+            sums.windows(2).all(|two| two[0] < two[1]),
+            "two additions returned the same value: {sums:?}"
+        );
         assert!(sums.last().is_none_or(|&last| last < total));
         let swaps = &self.contended[side];
         let sure = || swaps.iter().filter(|(compare, _, old)| compare == old);
@@ -864,24 +859,27 @@ impl Run {
         won.sort_unstable();
         assert!(
             won.windows(2).all(|two| two[0] < two[1]),
-            "one value was swapped out twice: {swaps:?}"
+            "one value was replaced twice: {swaps:?}"
         );
-        assert!(swaps.iter().all(|swap| possible(swap.2)), "a value that nobody stored: {swaps:?}");
+        assert!(
+            swaps.iter().all(|swap| possible(swap.2)),
+            "a value that was never stored: {swaps:?}"
+        );
         assert!(possible(self.words[side].word(CONTENDED)));
         if unsure(Kind::Contend).count() == 0 {
             let mut value = 0;
             for _ in 0..won.len() {
-                value = sure().find(|swap| swap.0 == value).expect("an unbroken chain").1;
+                value = sure().find(|swap| swap.0 == value).expect("the swaps form a chain").1;
             }
             assert_eq!(value, self.words[side].word(CONTENDED));
         }
     }
 
-    /// Ends all connections: what is left is flushed, in order, and what is posted afterwards too.
+    /// Moves all queue pairs to ERR; checks that remaining and later work is flushed in order.
     fn flush(&mut self) {
         for index in 0..self.ends.len() {
             let this = &mut self.ends[index];
-            end(&this.qp);
+            fail(&this.qp);
             this.ended = true;
             let rest = this.plan.len() - this.next;
             let failed = this.failed.is_some();
@@ -889,7 +887,6 @@ impl Run {
             if !failed {
                 continue;
             }
-            // In ERR work is taken, and flushed.
             let this = &mut self.ends[index];
             if rest > 0 {
                 this.plan[this.next].kind = Kind::Send;
@@ -901,14 +898,14 @@ impl Run {
                     data: Data::Sges(&[]),
                     target: None,
                 };
-                // SAFETY: no memory is named.
+                // SAFETY: the request names no memory.
                 unsafe { this.qp.post_send(&[wr]) }.unwrap();
                 this.next += 1;
             }
         }
         self.poll();
         for (index, end) in self.ends.iter().enumerate() {
-            assert_eq!(end.done, end.next, "end {index}: everything posted completes");
+            assert_eq!(end.done, end.next, "end {index}: all posted work completes");
         }
         for queue in self.queues.iter().filter(|queue| queue.shared.is_none()) {
             assert!(queue.posted.is_empty(), "each receive completes");
@@ -930,21 +927,20 @@ impl Run {
 fn run(seed: u64, verbose: bool) -> Outcome {
     let (mut run, mix, patient, eager) = Run::new(seed, verbose);
     for queue in 0..run.queues.len() {
-        let most = run.random.usize(..=run.queues[queue].depth);
-        run.receive(queue, most);
+        let max = run.random.usize(..=run.queues[queue].depth);
+        run.receive(queue, max);
     }
     run.drive(mix == Mix::Changing, eager);
     run.finish(patient)
 }
 
 #[test]
-fn once_and_in_order_or_an_error() {
-    let test = "reliable::once_and_in_order_or_an_error";
+fn messages_arrive_once_in_order_or_fail() {
+    let test = "reliable::messages_arrive_once_in_order_or_fail";
     let Some(outcomes) = seeds(test, 1.0, |seed, verbose| {
         let outcome = run(seed, verbose);
-        // The same seed, the same run: completions, times, packets.
         if verbose || seed % 8 == 0 {
-            assert_eq!(run(seed, false), outcome, "a seed decides the whole run");
+            assert_eq!(run(seed, false), outcome, "a seed determines the whole run");
         }
         outcome
     }) else {
@@ -954,8 +950,8 @@ fn once_and_in_order_or_an_error() {
     let ends = sum(|one| if one.patient { one.ends as u64 } else { 0 });
     let failed = sum(|one| one.failed[0] as u64);
     println!(
-        "{} completions, {} packets: {} lost, {} twice, {} overtaken, {} damaged; {failed} of {ends} patient ends failed, \
-         {} others; {} seeds not ready; {:?} simulated",
+        "{} completions, {} packets: {} lost, {} duplicated, {} reordered, {} corrupted; {failed} \
+         of {ends} patient ends failed, {} others; {} seeds not ready; {:?} simulated",
         sum(|one| one.completions),
         sum(|one| one.link.sent),
         sum(|one| one.link.lost),
@@ -967,12 +963,12 @@ fn once_and_in_order_or_an_error() {
         outcomes.iter().map(|one| one.now).sum::<Duration>(),
     );
     if outcomes.len() >= 500 {
-        assert!(failed * 500 <= ends, "of {ends} ends with seven retries, {failed} gave up");
+        assert!(failed * 500 <= ends, "{failed} of {ends} ends with seven retries failed");
         assert!(
             sum(|one| one.failed[1] as u64) > 0,
-            "no impatient end failed: errors are not covered"
+            "errors are not covered: every end with few retries succeeded"
         );
-        assert!(sum(|one| one.not_ready.into()) > 0, "nobody was refused for good");
+        assert!(sum(|one| one.not_ready.into()) > 0, "exceeded RNR retries are not covered");
         assert!(sum(|one| one.link.lost) > 0 && sum(|one| one.link.rejected) > 0);
     }
 }

@@ -1,4 +1,4 @@
-//! Devices and connected queue pairs, bare.
+//! Devices and connected queue pairs of the verbs layer.
 
 use fastrand::Rng;
 use tokio_rdma::software::Network;
@@ -11,7 +11,6 @@ use tokio_rdma::{Access, Device, ProtectionDomain};
 
 pub(crate) const QKEY: Qkey = Qkey(0x1234);
 
-/// A device, and one completion queue for all of it.
 #[derive(Debug)]
 pub(crate) struct Side {
     pub(crate) cq: Cq,
@@ -34,7 +33,6 @@ impl Side {
         Qp::new(&self.pd, &self.cq, &self.cq, srq, &QpOptions { transport, caps }).unwrap()
     }
 
-    /// All completions that are there.
     pub(crate) fn poll(&self) -> Vec<WorkCompletion> {
         let mut out = [WorkCompletion::default(); 16];
         let mut all = Vec::new();
@@ -48,7 +46,6 @@ impl Side {
     }
 }
 
-/// How one end of a connection is set up.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Terms {
     pub(crate) mtu: Mtu,
@@ -62,7 +59,7 @@ pub(crate) struct Terms {
 }
 
 impl Terms {
-    /// Patient ones, for links that are tried on purpose.
+    /// Returns attributes with the maximum number of retries.
     pub(crate) fn usual() -> Self {
         Self {
             mtu: Mtu::Mtu1024,
@@ -83,7 +80,7 @@ impl Terms {
     }
 
     pub(crate) fn draw(random: &mut Rng, mtu: Mtu) -> Self {
-        // Mostly about to wrap.
+        // Mostly shortly before it wraps.
         let psn =
             if random.u8(..4) == 0 { random.u32(..) } else { 0x100_0000 - random.u32(0..200) };
         Self {
@@ -105,7 +102,6 @@ impl Terms {
     }
 }
 
-/// Brings both ends of a connection to RTS.
 pub(crate) fn connect(ends: [(&Side, &Qp, &Terms); 2]) {
     for (_, qp, _) in ends {
         qp.modify(&QpAttr {
@@ -144,7 +140,6 @@ pub(crate) fn connect(ends: [(&Side, &Qp, &Terms); 2]) {
     }
 }
 
-/// Makes a datagram queue pair ready.
 pub(crate) fn activate(qp: &Qp, psn: Psn) {
     qp.modify(&QpAttr {
         pkey_index: Some(0),
@@ -157,8 +152,8 @@ pub(crate) fn activate(qp: &Qp, psn: Psn) {
     qp.modify(&QpAttr { sq_psn: Some(psn), ..QpAttr::to_state(QpState::Rts) }).unwrap();
 }
 
-/// Ends it: everything in it is flushed.
-pub(crate) fn end(qp: &Qp) {
+/// Moves a queue pair to ERR, which flushes its work.
+pub(crate) fn fail(qp: &Qp) {
     qp.modify(&QpAttr::to_state(QpState::Err)).unwrap();
 }
 

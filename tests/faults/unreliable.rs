@@ -1,4 +1,4 @@
-//! Unreliable connections and datagrams: anything may be missing, nothing may be wrong.
+//! Unreliable connections and datagrams: messages may be lost, but not damaged.
 
 #![allow(unsafe_code)]
 
@@ -16,12 +16,11 @@ use tokio_rdma::types::{
 use super::campaign::{Trace, seeds};
 use super::chance::{LARGEST, Mix, noise, size};
 use super::memory::Memory;
-use super::setup::{QKEY, Side, Terms, activate, connect, end, is, number};
+use super::setup::{QKEY, Side, Terms, activate, connect, fail, is, number};
 
 const MESSAGES: usize = 40;
 const SLOTS: usize = 16;
 const RECEIVE: u64 = 1 << 63;
-/// Bytes before a datagram.
 const HEADER: usize = 40;
 
 #[derive(Debug, PartialEq, Eq)]
@@ -33,13 +32,13 @@ struct Outcome {
     arrived: usize,
 }
 
-/// A message: where its bytes are in the noise, tells it from all others.
+/// A message, identified by the position of its bytes in the noise.
 #[derive(Debug, Clone, Copy)]
 struct Message {
     kind: u8,
     at: usize,
     len: usize,
-    /// Where it is written to, a place of its own.
+    /// The target offset of a WRITE, unique to the message.
     to: usize,
 }
 
@@ -52,11 +51,10 @@ impl Message {
 fn receive(qp: &tokio_rdma::verbs::Qp, memory: &Memory, slot: usize, number: u64, size: usize) {
     let sges = [memory.sge(slot * size, size)];
     let wr = RecvWr { wr_id: WrId(RECEIVE | number << 16 | slot as u64), sges: &sges };
-    // SAFETY: the memory outlives the queue pair, and is looked at only after the completion.
+    // SAFETY: the memory outlives the queue pair and is read only after the completion.
     unsafe { qp.post_recv(&[wr]) }.unwrap();
 }
 
-/// Both directions of a connection at once.
 fn connection(seed: u64, verbose: bool) -> Outcome {
     let mut random = Rng::with_seed(seed);
     let mix = Mix::draw(&mut random);
@@ -103,7 +101,6 @@ fn connection(seed: u64, verbose: bool) -> Outcome {
                 let Message { kind, at, len, to } = plans[side][index];
                 let (remote, imm) = (targets[side].remote(to), Imm(index as u32));
                 let op = match kind {
-                    // Always with a number, to tell which it is.
                     0 | 1 => SendOp::SendWithImm(imm),
                     2 => SendOp::WriteWithImm(remote, imm),
                     _ => SendOp::Write(remote),
@@ -141,12 +138,12 @@ fn connection(seed: u64, verbose: bool) -> Outcome {
                     wc.byte_len.into(),
                     number(wc.qpn),
                 ]);
-                trace.say(|| format!("{now} ns, side {side}: {wc:?}"));
+                trace.print(|| format!("{now} ns, side {side}: {wc:?}"));
                 idle = false;
                 assert_eq!(
                     wc.status,
                     WcStatus::SUCCESS,
-                    "an unreliable connection reports no fault of the network"
+                    "an unreliable connection reported a network fault"
                 );
                 if wc.wr_id.0 & RECEIVE == 0 {
                     assert_eq!(wc.wr_id.0, done[side] as u64);
@@ -154,13 +151,13 @@ fn connection(seed: u64, verbose: bool) -> Outcome {
                     continue;
                 }
                 let order = wc.wr_id.0 & !RECEIVE;
-                assert!(order >> 16 > last_received[side], "receives in order");
+                assert!(order >> 16 > last_received[side], "receives complete in order");
                 last_received[side] = order >> 16;
                 let slot = (order & 0xffff) as usize;
-                let index = wc.imm().expect("all of them have a number").0 as usize;
+                let index = wc.imm().expect("each message has immediate data").0 as usize;
                 assert!(
                     newest[side].is_none_or(|newest| newest < index),
-                    "{index} after {newest:?}: twice or late"
+                    "{index} after {newest:?}: duplicate or late"
                 );
                 assert!(index < next[1 - side], "{index} was never sent");
                 newest[side] = Some(index);
@@ -174,7 +171,7 @@ fn connection(seed: u64, verbose: bool) -> Outcome {
                     assert_eq!(wc.opcode, WcOpcode::RECV);
                     receives[side].bytes(slot * largest[1 - side], message.len)
                 };
-                assert!(found == message.bytes(), "{index} is torn: {message:?}");
+                assert!(found == message.bytes(), "{index} has wrong contents: {message:?}");
                 free[side].push(slot);
             }
         }
@@ -182,7 +179,7 @@ fn connection(seed: u64, verbose: bool) -> Outcome {
     assert!(network.run_until_idle(Duration::from_secs(1)));
     for side in 0..2 {
         assert!(is(&qps[side], QpState::Rts));
-        // Each byte of a WRITE arrived, or none was touched.
+        // Each byte is written correctly or unchanged.
         for message in &plans[side] {
             let found = targets[side].bytes(message.to, message.len);
             let wrote = message.kind >= 2;
@@ -192,7 +189,7 @@ fn connection(seed: u64, verbose: bool) -> Outcome {
                 .all(|(&found, &sent)| found == 0 || wrote && found == sent);
             assert!(right, "{message:?}");
         }
-        end(&qps[side]);
+        fail(&qps[side]);
         let flushed = sides[side].poll();
         assert_eq!(flushed.len(), SLOTS - free[side].len());
         assert!(flushed.iter().all(|wc| wc.status == WcStatus::WR_FLUSH_ERR));
@@ -203,7 +200,6 @@ fn connection(seed: u64, verbose: bool) -> Outcome {
     Outcome { hash: trace.hash(), now: network.now(), link, sent, arrived: arrived.iter().sum() }
 }
 
-/// Several queue pairs on each side, each sending to any of the others.
 fn datagrams(seed: u64, verbose: bool) -> Outcome {
     const EACH: usize = 2;
     let mut random = Rng::with_seed(seed);
@@ -225,7 +221,7 @@ fn datagrams(seed: u64, verbose: bool) -> Outcome {
         sides.each_ref().map(|to| sides[from].pd.address_handle(&to.address()).unwrap())
     });
     let eager = random.u8(10..=100);
-    // By number: who sent what to whom, and how often it arrived.
+    // The sender, receiver and contents of each message, and how often it arrived.
     let mut sent: Vec<(usize, usize, Message)> = Vec::new();
     let mut copies: HashMap<usize, u64> = HashMap::new();
     let mut free = vec![(0..SLOTS).collect::<Vec<_>>(); 2 * EACH];
@@ -278,7 +274,7 @@ fn datagrams(seed: u64, verbose: bool) -> Outcome {
                     wc.byte_len.into(),
                     number(wc.qpn),
                 ]);
-                trace.say(|| format!("{now} ns, side {side}: {wc:?}"));
+                trace.print(|| format!("{now} ns, side {side}: {wc:?}"));
                 idle = false;
                 assert_eq!(wc.status, WcStatus::SUCCESS);
                 if wc.wr_id.0 & RECEIVE == 0 {
@@ -287,13 +283,13 @@ fn datagrams(seed: u64, verbose: bool) -> Outcome {
                 }
                 let end = qps.iter().position(|qp| qp.qpn() == wc.qpn).unwrap();
                 let slot = (wc.wr_id.0 & 0xffff) as usize;
-                let index = wc.imm().expect("all of them have a number").0 as usize;
-                let (from, to, message) = *sent.get(index).expect("it was sent");
+                let index = wc.imm().expect("each message has immediate data").0 as usize;
+                let (from, to, message) = *sent.get(index).expect("a received message was sent");
                 assert_eq!((end, wc.src_qpn), (to, qps[from].qpn()));
                 assert!(wc.flags.contains(WcFlags::GRH));
                 assert_eq!(wc.byte_len as usize, HEADER + message.len);
                 let found = memories[end].bytes(slot * size + HEADER, message.len);
-                assert!(found == message.bytes(), "datagram {index} has other contents");
+                assert!(found == message.bytes(), "datagram {index} has wrong contents");
                 *copies.entry(index).or_default() += 1;
                 free[end].push(slot);
             }
@@ -303,9 +299,9 @@ fn datagrams(seed: u64, verbose: bool) -> Outcome {
     let extra: u64 = copies.values().map(|&count| count - 1).sum();
     assert!(
         copies.values().all(|&count| count <= 2) && extra <= link.duplicated,
-        "more often than sent and duplicated"
+        "more copies than the network made"
     );
-    assert_eq!(link.sent, MESSAGES as u64, "one packet each");
+    assert_eq!(link.sent, MESSAGES as u64, "one packet for each message");
     if mix == Mix::None && eager == 100 {
         assert!(!copies.is_empty());
     }
@@ -318,7 +314,7 @@ fn campaign(test: &str, run: fn(u64, bool) -> Outcome) {
     let Some(outcomes) = seeds(test, 1.0, |seed, verbose| {
         let outcome = run(seed, verbose);
         if verbose || seed % 8 == 0 {
-            assert_eq!(run(seed, false), outcome, "a seed decides the whole run");
+            assert_eq!(run(seed, false), outcome, "a seed determines the whole run");
         }
         outcome
     }) else {
@@ -331,11 +327,11 @@ fn campaign(test: &str, run: fn(u64, bool) -> Outcome) {
 }
 
 #[test]
-fn connections_report_nothing_wrong() {
-    campaign("unreliable::connections_report_nothing_wrong", connection);
+fn unreliable_connections_deliver_only_correct_data() {
+    campaign("unreliable::unreliable_connections_deliver_only_correct_data", connection);
 }
 
 #[test]
-fn datagrams_are_those_that_were_sent() {
-    campaign("unreliable::datagrams_are_those_that_were_sent", datagrams);
+fn datagrams_deliver_only_sent_data() {
+    campaign("unreliable::datagrams_deliver_only_sent_data", datagrams);
 }

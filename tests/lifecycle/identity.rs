@@ -1,8 +1,9 @@
-//! Futures that wait correctly whatever `Waker::will_wake` returns, which is best effort. Each future, stream and sink of the
-//! public API that waits is polled with wakers that never recognise each other, and with one waker that all tasks share.
+//! Futures polled with wakers that have unusual results of `Waker::will_wake`, which is best
+//! effort.
 //!
-//! Wakers of the first kind obey the rest of the contract strictly: the waker of the latest poll is the only one that wakes, and
-//! a task that was not woken is not polled.
+//! Each public future, stream and sink is polled with wakers whose `will_wake` is always false, and
+//! with one waker shared by all tasks. Wakers of the first kind are otherwise strict: only the
+//! waker of the latest poll wakes, and only a task that was woken is polled.
 
 #![allow(unsafe_code, reason = "a waker whose clones differ is unsafe to implement")]
 
@@ -14,7 +15,7 @@ use std::task::{Context, Poll, RawWaker, RawWakerVTable, Wake, Waker};
 
 use futures::future::join_all;
 use futures::{Sink, SinkExt, StreamExt};
-use tokio_rdma::cm::{self, Options};
+use tokio_rdma::cm::{self, ConnectionOptions};
 use tokio_rdma::dc::{DcPool, DcTarget};
 use tokio_rdma::software::Network;
 use tokio_rdma::{
@@ -27,28 +28,25 @@ use crate::torture::{
     self, Flavour, LONG, Mode, bounded, pair, slow_network, software, soon, yields,
 };
 
-/// What `will_wake` returns among the wakers of a test.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Identity {
-    /// False, for a waker and its own clone, too.
+    /// False, even for a waker and its clone.
     Never,
-    /// True, for wakers of different tasks, too: waking one wakes all.
+    /// True, even between tasks. Waking one wakes all.
     Always,
 }
 
-/// More clones in one poll are those of a loop that does not end.
-const MOST_CLONES: usize = 100;
+/// A poll that makes more clones is in an endless loop.
+const MAX_CLONES: usize = 100;
 
-/// More polls of a future that sleeps in between are those of a future that wakes itself without end.
-const MOST_POLLS: usize = 100_000;
+/// A sleeping future that is polled more often wakes itself endlessly.
+const MAX_POLLS: usize = 100_000;
 
-/// A task that is polled by [`Odd`].
 struct Task {
     outer: Mutex<Waker>,
     woken: AtomicBool,
-    /// The waker of the latest poll: earlier ones do not wake.
+    /// Number of the latest poll. Only the waker of that poll wakes.
     poll: AtomicUsize,
-    /// Clones made in the latest poll.
     clones: AtomicUsize,
 }
 
@@ -60,7 +58,7 @@ impl Task {
     }
 }
 
-/// The data of a waker of [`Identity::Never`]: an allocation of its own for each clone.
+/// The data of a waker of [`Identity::Never`]. Each clone has an allocation of its own.
 struct Unique {
     task: Arc<Task>,
     poll: usize,
@@ -71,7 +69,8 @@ impl Unique {
         RawWakerVTable::new(Self::clone, Self::wake, Self::wake_by_ref, Self::drop);
 
     fn waker(task: &Arc<Task>, poll: usize) -> Waker {
-        // SAFETY: the table keeps the contract of `RawWaker`: each waker owns its box, and `Task` is `Send` and `Sync`.
+        // SAFETY: the table keeps the contract of `RawWaker`: each waker owns its box, and `Task`
+        // is `Send` and `Sync`.
         unsafe { Waker::from_raw(Self::raw(task, poll)) }
     }
 
@@ -81,15 +80,15 @@ impl Unique {
     }
 
     unsafe fn clone(data: *const ()) -> RawWaker {
-        // SAFETY: made by `raw`, and owned by a waker that lives.
+        // SAFETY: `raw` made the data, and its waker is alive.
         let this = unsafe { &*data.cast::<Self>() };
         let clones = this.task.clones.fetch_add(1, Ordering::SeqCst);
-        assert!(clones < MOST_CLONES, "a poll clones its waker without end");
+        assert!(clones < MAX_CLONES, "a poll clones its waker without end");
         Self::raw(&this.task, this.poll)
     }
 
     unsafe fn wake(data: *const ()) {
-        // SAFETY: as below; and this consumes the waker.
+        // SAFETY: as in `wake_by_ref` and `drop`. This consumes the waker.
         unsafe {
             Self::wake_by_ref(data);
             Self::drop(data);
@@ -97,7 +96,7 @@ impl Unique {
     }
 
     unsafe fn wake_by_ref(data: *const ()) {
-        // SAFETY: made by `raw`, and owned by a waker that lives.
+        // SAFETY: `raw` made the data, and its waker is alive.
         let this = unsafe { &*data.cast::<Self>() };
         if this.task.poll.load(Ordering::SeqCst) == this.poll {
             this.task.wake();
@@ -105,16 +104,16 @@ impl Unique {
     }
 
     unsafe fn drop(data: *const ()) {
-        // SAFETY: made by `raw`, and owned by the waker that ends here.
+        // SAFETY: `raw` made the data, and this consumes its waker.
         drop(unsafe { Box::from_raw(data.cast_mut().cast::<Self>()) });
     }
 }
 
-/// The tasks of a test, woken together by the one waker of [`Identity::Always`].
+/// The tasks that the shared waker of [`Identity::Always`] wakes.
 #[derive(Default)]
-struct Crowd(Mutex<Vec<Weak<Task>>>);
+struct WakesAll(Mutex<Vec<Weak<Task>>>);
 
-impl Wake for Crowd {
+impl Wake for WakesAll {
     fn wake(self: Arc<Self>) {
         let tasks: Vec<_> = {
             let mut tasks = self.0.lock().unwrap();
@@ -125,50 +124,47 @@ impl Wake for Crowd {
     }
 }
 
-/// Polls futures with wakers of one kind.
 #[derive(Clone)]
 struct Wakers {
     identity: Identity,
-    crowd: Arc<Crowd>,
-    /// The shared waker.
+    all: Arc<WakesAll>,
     shared: Waker,
-    /// Whether futures sleep until they are woken by others.
+    /// True in modes in which waiting futures do not wake themselves.
     sleeps: bool,
 }
 
 impl Wakers {
     fn new(identity: Identity, mode: Mode) -> Self {
-        let crowd = Arc::<Crowd>::default();
+        let all = Arc::<WakesAll>::default();
         let sleeps = matches!(mode, Mode::Event | Mode::BusyPoll);
-        Self { identity, shared: crowd.clone().into(), crowd, sleeps }
+        Self { identity, shared: all.clone().into(), all, sleeps }
     }
 
-    /// Awaits `future`, which fails the test if it hangs.
     async fn soon<F: Future>(&self, what: &str, future: F) -> F::Output {
-        soon(what, self.odd(what, future)).await
+        soon(what, self.wrap(what, future)).await
     }
 
-    fn odd<F: Future>(&self, what: &str, future: F) -> Odd<F> {
+    fn wrap<F: Future>(&self, what: &str, future: F) -> Checked<F> {
         let task = Arc::new(Task {
             outer: Mutex::new(Waker::noop().clone()),
             woken: true.into(),
             poll: AtomicUsize::new(0),
             clones: AtomicUsize::new(0),
         });
-        self.crowd.0.lock().unwrap().push(Arc::downgrade(&task));
-        Odd { what: what.to_owned(), future: Box::pin(future), task, wakers: self.clone() }
+        self.all.0.lock().unwrap().push(Arc::downgrade(&task));
+        Checked { what: what.to_owned(), future: Box::pin(future), task, wakers: self.clone() }
     }
 }
 
-/// A future that is polled with the wakers of a test, when it was woken and only then.
-struct Odd<F> {
+/// A future that is polled with the wakers of a test, and only after a wake-up.
+struct Checked<F> {
     what: String,
     future: Pin<Box<F>>,
     task: Arc<Task>,
     wakers: Wakers,
 }
 
-impl<F: Future> Future for Odd<F> {
+impl<F: Future> Future for Checked<F> {
     type Output = F::Output;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<F::Output> {
@@ -178,7 +174,7 @@ impl<F: Future> Future for Odd<F> {
         }
         self.task.clones.store(0, Ordering::SeqCst);
         let poll = self.task.poll.fetch_add(1, Ordering::SeqCst) + 1;
-        assert!(!self.wakers.sleeps || poll < MOST_POLLS, "{}: polled without end", self.what);
+        assert!(!self.wakers.sleeps || poll < MAX_POLLS, "{}: polled without end", self.what);
         let waker = match self.wakers.identity {
             Identity::Never => Unique::waker(&self.task, poll),
             Identity::Always => self.wakers.shared.clone(),
@@ -187,7 +183,7 @@ impl<F: Future> Future for Odd<F> {
     }
 }
 
-/// Runs `scenario` with both kinds of wakers, in each of `modes` and on each runtime.
+/// Runs `scenario` with both kinds of wakers in `modes` on each runtime flavour.
 fn everywhere<F: Future<Output = ()>>(
     what: &'static str,
     modes: &'static [Mode],
@@ -206,10 +202,10 @@ fn everywhere<F: Future<Output = ()>>(
 }
 
 #[test]
-fn wakers_of_the_tests_are_what_they_claim_to_be() {
+fn test_wakers_behave_as_documented() {
     let [never, always] =
         [Identity::Never, Identity::Always].map(|identity| Wakers::new(identity, Mode::Event));
-    let (one, two) = (never.odd("one", async {}), always.odd("two", async {}));
+    let (one, two) = (never.wrap("one", async {}), always.wrap("two", async {}));
     let unique = Unique::waker(&one.task, 0);
     assert!(!unique.will_wake(&unique.clone()) && !unique.clone().will_wake(&unique));
     assert!(always.shared.will_wake(&always.shared.clone()));
@@ -222,11 +218,11 @@ fn wakers_of_the_tests_are_what_they_claim_to_be() {
     one.task.woken.store(false, Ordering::SeqCst);
     one.task.poll.store(1, Ordering::SeqCst);
     unique.wake();
-    assert!(!one.task.woken.load(Ordering::SeqCst), "the waker of an earlier poll");
+    assert!(!one.task.woken.load(Ordering::SeqCst), "the waker of an earlier poll does not wake");
 }
 
 #[test]
-fn operations_batches_and_waits_for_a_full_queue_end_whatever_will_wake_returns() {
+fn operations_end_whatever_will_wake_returns() {
     everywhere("operations", &Mode::ALL, async |wakers, mode| {
         let (device, pd) = software(&slow_network(3));
         let queue = CompletionQueue::new(&device, mode.make()).unwrap();
@@ -237,16 +233,16 @@ fn operations_batches_and_waits_for_a_full_queue_end_whatever_will_wake_returns(
         let (new, remote) = (|| pool.try_alloc(8).unwrap(), region.grant().slice(..8).unwrap());
         for round in 0..4 {
             let what = |name: &str| format!("{name} in round {round}");
-            let received = wakers.odd("receive", b.recv(pool.try_alloc(64).unwrap()));
-            let sent = wakers.odd("send", a.send(new()));
-            let inlined = wakers.odd("inline", a.write_inline(b"12345678", remote));
-            let written = wakers.odd("write", a.write(new(), remote));
-            let read = wakers.odd("read", a.read(new(), remote));
-            let swapped = wakers.odd("swap", a.compare_swap(remote, 0, 1));
-            let added = wakers.odd("add", a.fetch_add(remote, 1));
+            let received = wakers.wrap("receive", b.recv(pool.try_alloc(64).unwrap()));
+            let sent = wakers.wrap("send", a.send(new()));
+            let inlined = wakers.wrap("inline", a.write_inline(b"12345678", remote));
+            let written = wakers.wrap("write", a.write(new(), remote));
+            let read = wakers.wrap("read", a.read(new(), remote));
+            let swapped = wakers.wrap("swap", a.compare_swap(remote, 0, 1));
+            let added = wakers.wrap("add", a.fetch_add(remote, 1));
             let mut batch = Batch::new();
             batch.write(new(), remote).write(new(), remote);
-            let batch = wakers.odd("batch", a.post_batch(batch));
+            let batch = wakers.wrap("batch", a.post_batch(batch));
             let all = async {
                 tokio::join!(received, sent, inlined, written, read, swapped, added, batch)
             };
@@ -267,36 +263,36 @@ fn operations_batches_and_waits_for_a_full_queue_end_whatever_will_wake_returns(
         let few = QueuePair::builder(&pd, &queue).max_send_wr(2).build().unwrap();
         let other = QueuePair::new(&pd, &queue).unwrap();
         torture::connect(&few, &other);
-        let writes = (0..40).map(|_| wakers.odd("queued write", few.write(new(), remote)));
+        let writes = (0..40).map(|_| wakers.wrap("queued write", few.write(new(), remote)));
         for written in soon("writes to a full queue", join_all(writes)).await {
             written.unwrap();
         }
         let one = Pool::new(&pd, 64, 1).unwrap();
-        let turns = (0..8).map(|_| {
-            wakers.odd("buffer", async {
+        let waits = (0..8).map(|_| {
+            wakers.wrap("buffer", async {
                 let buffer = one.alloc(8).await.unwrap();
                 few.write(buffer, remote).await.unwrap();
             })
         });
-        soon("waits for one buffer", join_all(turns)).await;
+        soon("waits for one buffer", join_all(waits)).await;
         let (drive, write) = (queue.clone(), few.write(new(), remote));
         wakers.soon("drive", drive.drive(write)).await.unwrap();
-        let flushed = wakers.odd("flush", b.recv(new()));
-        let closed = wakers.odd("close", b.clone().close());
+        let flushed = wakers.wrap("flush", b.recv(new()));
+        let closed = wakers.wrap("close", b.clone().close());
         let (flushed, ()) = soon("close", async { tokio::join!(flushed, closed) }).await;
         flushed.unwrap_err();
     });
 }
 
 #[test]
-fn messages_waits_and_ends_of_a_connection_end_whatever_will_wake_returns() {
+fn connection_futures_end_whatever_will_wake_returns() {
     everywhere("connection", &Mode::ALL, async |wakers, mode| {
         let config = connected::config().mode(mode.make());
         let (a, b) = connected::pair(&config);
-        // One byte more than is copied: the flush lasts until the peer has fetched the message.
+        // A message of 8193 bytes is not copied, so the flush waits for its fetch.
         a.send(vec![7; 8193]).await.unwrap();
         let (flushed, received) = soon("fetch", async {
-            tokio::join!(wakers.odd("flush", a.flush()), wakers.odd("receive", b.recv()))
+            tokio::join!(wakers.wrap("flush", a.flush()), wakers.wrap("receive", b.recv()))
         })
         .await;
         flushed.unwrap();
@@ -306,10 +302,10 @@ fn messages_waits_and_ends_of_a_connection_end_whatever_will_wake_returns() {
         let (a, b) = connected::pair(&few.receive_memory(1).send_memory(1));
         const MESSAGES: usize = 60;
         let sending = async {
-            // In line for credits, buffers and memory, and in the line of flushes.
+            // The sends wait for credits, buffers and memory, and the flushes for each other.
             let (a, wakers) = (&a, &wakers);
             let sends = (0..MESSAGES).map(|number| {
-                wakers.odd("send", async move {
+                wakers.wrap("send", async move {
                     a.send(vec![1; [10, 5000, 20_000][number % 3]]).await.unwrap();
                     a.flush().await.unwrap();
                 })
@@ -317,18 +313,19 @@ fn messages_waits_and_ends_of_a_connection_end_whatever_will_wake_returns() {
             join_all(sends).await;
         };
         let receiving = async {
-            let turns = (0..MESSAGES).map(|_| wakers.odd("receive", b.recv()));
-            for message in join_all(turns).await {
+            let waits = (0..MESSAGES).map(|_| wakers.wrap("receive", b.recv()));
+            for message in join_all(waits).await {
                 assert!(message.unwrap().is_some());
             }
         };
-        soon("crowd", async { tokio::join!(sending, receiving) }).await;
+        soon("concurrent sends", async { tokio::join!(sending, receiving) }).await;
         let remote = b.expose(vec![0; 64], Access::REMOTE_ALL).unwrap();
         let word = remote.grant().slice(..8).unwrap();
         wakers.soon("write", a.write(a.copy_from(b"8 bytes!").unwrap(), word)).await.unwrap();
         wakers.soon("read", a.read(a.alloc(8).unwrap(), word)).await.unwrap();
-        let ends =
-            async { tokio::join!(wakers.odd("close", a.close()), wakers.odd("close", b.close())) };
+        let ends = async {
+            tokio::join!(wakers.wrap("close", a.close()), wakers.wrap("close", b.close()))
+        };
         let (a_end, b_end) = soon("close", ends).await;
         a_end.unwrap();
         b_end.unwrap();
@@ -336,7 +333,7 @@ fn messages_waits_and_ends_of_a_connection_end_whatever_will_wake_returns() {
 }
 
 #[test]
-fn sinks_and_streams_of_a_connection_end_whatever_will_wake_returns() {
+fn sinks_and_streams_end_whatever_will_wake_returns() {
     everywhere("halves", &Mode::ALL, async |wakers, mode| {
         let config = connected::config().mode(mode.make()).receive_buffers(2).send_buffers(1);
         let (a, mut b) = connected::pair(&config);
@@ -345,7 +342,7 @@ fn sinks_and_streams_of_a_connection_end_whatever_will_wake_returns() {
         let sending = async {
             for number in 0..MESSAGES {
                 wakers
-                    .odd("ready", poll_fn(|context| Pin::new(&mut sink).poll_ready(context)))
+                    .wrap("ready", poll_fn(|context| Pin::new(&mut sink).poll_ready(context)))
                     .await
                     .unwrap();
                 Pin::new(&mut sink)
@@ -353,22 +350,22 @@ fn sinks_and_streams_of_a_connection_end_whatever_will_wake_returns() {
                     .unwrap();
                 if number % 4 == 0 {
                     wakers
-                        .odd("sink's flush", SinkExt::<bytes::Bytes>::flush(&mut sink))
+                        .wrap("sink's flush", SinkExt::<bytes::Bytes>::flush(&mut sink))
                         .await
                         .unwrap();
                 }
             }
-            wakers.odd("sink's close", SinkExt::<bytes::Bytes>::close(&mut sink)).await.unwrap();
+            wakers.wrap("sink's close", SinkExt::<bytes::Bytes>::close(&mut sink)).await.unwrap();
         };
         let answering = async {
-            while let Some(message) = wakers.odd("next", b.next()).await {
-                wakers.odd("answer", SinkExt::send(&mut b, message.unwrap())).await.unwrap();
+            while let Some(message) = wakers.wrap("next", b.next()).await {
+                wakers.wrap("answer", SinkExt::send(&mut b, message.unwrap())).await.unwrap();
             }
-            wakers.odd("close", Connection::close(&b)).await.unwrap();
+            wakers.wrap("close", Connection::close(&b)).await.unwrap();
         };
         let receiving = async {
             let mut received = 0;
-            while let Some(message) = wakers.odd("answer's arrival", stream.next()).await {
+            while let Some(message) = wakers.wrap("answer's arrival", stream.next()).await {
                 message.unwrap();
                 received += 1;
             }
@@ -380,7 +377,7 @@ fn sinks_and_streams_of_a_connection_end_whatever_will_wake_returns() {
 }
 
 #[test]
-fn connecting_accepting_and_ending_by_address_end_whatever_will_wake_returns() {
+fn connects_and_accepts_end_whatever_will_wake_returns() {
     everywhere("connecting", &[Mode::Event, Mode::BusyPoll], async |wakers, mode| {
         let network = Network::new();
         let [active, passive] =
@@ -390,21 +387,21 @@ fn connecting_accepting_and_ending_by_address_end_whatever_will_wake_returns() {
         let listener = Listener::bind_with(&passive, address, &config);
         let listener = wakers.soon("bind", listener).await.unwrap();
         let to = listener.local_addr();
-        let connect = || wakers.odd("connect", Connection::connect_with(&active, to, &config));
+        let connect = || wakers.wrap("connect", Connection::connect_with(&active, to, &config));
         let accepted =
-            async { tokio::join!(connect(), connect(), wakers.odd("accept", listener.accept())) };
+            async { tokio::join!(connect(), connect(), wakers.wrap("accept", listener.accept())) };
         let (first, second, peer) = soon("accept", accepted).await;
         let (first, second) = (first.unwrap(), second.unwrap());
         let other = wakers.soon("second accept", listener.accept()).await.unwrap();
         let ends = [first, second, peer.unwrap(), other];
-        let closed = join_all(ends.iter().map(|end| wakers.odd("close", end.close())));
+        let closed = join_all(ends.iter().map(|end| wakers.wrap("close", end.close())));
         for end in soon("close", closed).await {
             end.unwrap();
         }
         let answered = async {
-            let request = wakers.odd("request", listener.request()).await.unwrap();
-            wakers.odd("accept of a request", request.accept()).await.unwrap();
-            wakers.odd("request", listener.request()).await.unwrap().reject(b"no").await.unwrap();
+            let request = wakers.wrap("request", listener.request()).await.unwrap();
+            wakers.wrap("accept of a request", request.accept()).await.unwrap();
+            wakers.wrap("request", listener.request()).await.unwrap().reject(b"no").await.unwrap();
         };
         let asked = async { (connect().await, connect().await) };
         let (asked, ()) = soon("request", async { tokio::join!(asked, answered) }).await;
@@ -418,33 +415,33 @@ fn connecting_accepting_and_ending_by_address_end_whatever_will_wake_returns() {
             (pd, queue)
         };
         let ((a_pd, a_queue), (b_pd, b_queue)) = (make(&active), make(&passive));
-        let options = Options::default();
+        let options = ConnectionOptions::default();
         let asking = async {
             let route =
-                wakers.odd("resolve", cm::resolve(&active, listener.local_addr())).await.unwrap();
+                wakers.wrap("resolve", cm::resolve(&active, listener.local_addr())).await.unwrap();
             let qp = route.prepare(QueuePair::builder(&a_pd, &a_queue)).build().unwrap();
-            let link = wakers.odd("cm connect", route.connect(&qp, &options)).await.unwrap();
+            let link = wakers.wrap("cm connect", route.connect(&qp, &options)).await.unwrap();
             (qp, link)
         };
         let answering = async {
-            let request = wakers.odd("cm accept", listener.accept()).await.unwrap();
+            let request = wakers.wrap("cm accept", listener.accept()).await.unwrap();
             let qp = request.prepare(QueuePair::builder(&b_pd, &b_queue)).build().unwrap();
-            let link = wakers.odd("establish", request.accept(&qp, &options)).await.unwrap();
+            let link = wakers.wrap("establish", request.accept(&qp, &options)).await.unwrap();
             (qp, link)
         };
         let ((_qp, link), (_peer_qp, peer)) =
             soon("cm", async { tokio::join!(asking, answering) }).await;
         let end = async {
             tokio::join!(
-                wakers.odd("disconnected", peer.disconnected()),
-                wakers.odd("disconnect", link.disconnect())
+                wakers.wrap("disconnected", peer.disconnected()),
+                wakers.wrap("disconnect", link.disconnect())
             )
         };
         soon("end", end).await.1.unwrap();
         let drained = async {
             tokio::join!(
-                wakers.odd("drained", link.drained()),
-                wakers.odd("drained", peer.drained())
+                wakers.wrap("drained", link.drained()),
+                wakers.wrap("drained", peer.drained())
             )
         };
         let drained = soon("timewait", drained).await;
@@ -454,7 +451,7 @@ fn connecting_accepting_and_ending_by_address_end_whatever_will_wake_returns() {
 }
 
 #[test]
-fn pool_of_dc_initiators_and_device_events_end_whatever_will_wake_returns() {
+fn dc_pool_and_device_events_end_whatever_will_wake_returns() {
     everywhere("dc pool", &Mode::ALL, async |wakers, mode| {
         let network = slow_network(4);
         let (device, pd) = software(&network);
@@ -468,13 +465,13 @@ fn pool_of_dc_initiators_and_device_events_end_whatever_will_wake_returns() {
         let word = region.grant().slice(..8).unwrap();
         for _ in 0..3 {
             let writes = peers.iter().map(|peer| {
-                wakers.odd("pooled write", async {
+                wakers.wrap("pooled write", async {
                     peer.write(buffers.try_alloc(8).unwrap(), word).await.unwrap();
                     peer.fetch_add(word, 1).await.unwrap();
                 })
             });
             let leases = peers.iter().map(|peer| {
-                wakers.odd("pooled lease", async {
+                wakers.wrap("pooled lease", async {
                     let lease = peer.borrow().await.unwrap();
                     lease.write(buffers.try_alloc(8).unwrap(), word).await.unwrap();
                 })
@@ -482,7 +479,7 @@ fn pool_of_dc_initiators_and_device_events_end_whatever_will_wake_returns() {
             soon("pool", async { tokio::join!(join_all(writes), join_all(leases)) }).await;
         }
         let mut events = device.events().unwrap();
-        let seen = wakers.odd("event", events.next());
+        let seen = wakers.wrap("event", events.next());
         let port = async {
             yields(10).await;
             network.control("torture0").unwrap().set_port(false);

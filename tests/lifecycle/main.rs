@@ -1,5 +1,4 @@
-//! The life of queue pairs and what they share: runtimes that end, objects dropped in any order, wakers, DC targets, many queue
-//! pairs at once.
+//! Lifetimes of queue pairs and of what they use: runtimes, drop order, wakers, DC targets.
 
 #[path = "../connected/mod.rs"]
 mod connected;

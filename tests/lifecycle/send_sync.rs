@@ -1,5 +1,4 @@
-//! What may cross threads, be moved after it was polled, outlive its maker, and be printed: pinned for every public
-//! type and future.
+//! `Send`, `Sync`, `Unpin` and `Debug` of each public type and future.
 
 use crate::torture;
 use std::fmt::Debug;
@@ -7,8 +6,8 @@ use std::fmt::Debug;
 use tokio_rdma::completion::*;
 use tokio_rdma::dc::*;
 use tokio_rdma::doctor::{
-    Ability, Container, DeviceReport, Examine, Finding, Host, KernelDevice, Library, LockLimit,
-    NodeAccess, PciFunction, PortReport, Report, Severity, Verdict,
+    Capability, CapabilityStatus, Container, DeviceReport, Examination, Finding, Host,
+    KernelDevice, LibraryState, LockLimit, NodeAccess, PciFunction, PortReport, Report, Severity,
 };
 use tokio_rdma::error::*;
 use tokio_rdma::memory::*;
@@ -39,20 +38,43 @@ macro_rules! each {
 
 #[test]
 fn objects_are_send_sync_unpin_and_debug() {
-    each!(value: BusyPoller, CompletionMode, CompletionQueue, CompletionQueueBuilder, CompletionQueueCounters);
+    each!(
+        value: BusyPoller, CompletionMode, CompletionQueue, CompletionQueueBuilder,
+        CompletionQueueCounters
+    );
     each!(value: DcPool, DcPoolPeer, DcPoolBuilder, DcPoolCounters, DcPolicy);
     each!(free: DcLease);
-    each!(future: Pooled<Write<BufMut>>, Pooled<Read<BufMut>>, Pooled<Atomic>, Pooled<BatchOp<BufMut>>, Pooled<PendingDcLease>);
-    each!(value: WorkQueueCounters, RemoteRegion, ConnectOptions, QueuePair, QueuePairBuilder, QueuePairEndpoint);
-    each!(value: SharedReceiveQueue, AddressHandle, Buf, Device, ExposedSlice, Pool, PoolBuilder, PoolError);
+    each!(
+        future: PooledOperation<Write<BufMut>>, PooledOperation<Read<BufMut>>,
+        PooledOperation<Atomic>, PooledOperation<BatchOp<BufMut>>, PooledOperation<PendingDcLease>
+    );
+    each!(
+        value: WorkQueueCounters, RemoteRegion, ConnectOptions, QueuePair, QueuePairBuilder,
+        QueuePairEndpoint
+    );
+    each!(
+        value: SharedReceiveQueue, AddressHandle, Buf, Device, ExposedSlice, Pool, PoolBuilder,
+        PoolError
+    );
     each!(value: ProtectionDomain, Access, Imm);
-    each!(free: DeviceEvents, HostMemory, Batch<BufMut>, Batch<Vec<Buf>>, BatchResult<BufMut>, Received<BufMut>);
+    each!(
+        free: DeviceEvents, HostMemory, Batch<BufMut>, Batch<Vec<Buf>>, BatchResult<BufMut>,
+        Received<BufMut>
+    );
     each!(free: BufMut, ExposedRegion, Lease, MemoryWindow);
     each!(free: DcInitiator, DcInitiatorBuilder, DcTarget, DcTargetBuilder);
-    each!(free: verbs::Channel, verbs::Cq, verbs::Dct, verbs::Qp, verbs::QpOptions, verbs::Srq, verbs::PostError);
-    each!(value: cm::Options, cm::ListenOptions, cm::Disconnection, cm::Step, cm::RejectReason);
-    each!(free: cm::Listener, cm::Request, cm::Route, cm::Link);
-    each!(value: software::DeviceControl, software::Faults, software::LinkCounters, software::Network);
+    each!(
+        free: verbs::Channel, verbs::Cq, verbs::Dct, verbs::Qp, verbs::QpOptions, verbs::Srq,
+        verbs::PostError
+    );
+    each!(
+        value: cm::ConnectionOptions, cm::ListenOptions, cm::Disconnection, cm::ConnectStep,
+        cm::RejectReason
+    );
+    each!(free: cm::Listener, cm::ConnectionRequest, cm::Route, cm::CmConnection);
+    each!(
+        value: software::DeviceControl, software::Faults, software::LinkCounters, software::Network
+    );
     each!(value: software::CqCounters, software::SendCounters, software::ReceiveCounters);
 }
 
@@ -74,27 +96,56 @@ fn connections_are_send_sync_unpin_and_debug() {
 
 #[test]
 fn values_are_send_sync_unpin_and_debug() {
-    each!(value: DcAddress, DcAttr, DcKey, DcPeer, DcSender<'static>, DciStreams, DctTarget<'static>, SendTarget<'static>);
-    each!(value: AckTimeout, AddressVector, AsyncEvent, AtomicCapability, DeviceAttr, Gid, GidEntry, GidKind, LinkLayer, Lkey);
+    each!(
+        value: DcAddress, DcAttr, DcKey, DcPeer, DcSender<'static>, DciStreams, DctTarget<'static>,
+        SendTarget<'static>
+    );
+    each!(
+        value: AckTimeout, AddressVector, AsyncEvent, AtomicCapability, DeviceAttr, Gid, GidEntry,
+        GidKind, LinkLayer, Lkey
+    );
     each!(value: GidReason, IpPrefix, RankedGid);
-    each!(value: Ability, Container, DeviceReport, Examine, Finding, Host, KernelDevice, Library, LockLimit);
-    each!(value: NodeAccess, PciFunction, PortReport, Report, Severity, Verdict);
-    each!(value: Mtu, PortAttr, PortNum, PortState, Psn, Qkey, QpAttr, QpAttrMask, QpCaps, QpState, Qpn);
-    each!(value: RemoteAddr, Rkey, RnrTimer, SendFlags, SendOp, Sge, SrqCaps, Transport, WcFlags, WcOpcode, WcStatus);
-    each!(value: WorkCompletion, WrId, Data<'static>, WindowBind, RecvWr<'static>, SendWr<'static>, UdTarget<'static>);
+    each!(
+        value: Capability, Container, DeviceReport, Examination, Finding, Host, KernelDevice,
+        LibraryState, LockLimit
+    );
+    each!(value: NodeAccess, PciFunction, PortReport, Report, Severity, CapabilityStatus);
+    each!(
+        value: Mtu, PortAttr, PortNum, PortState, Psn, Qkey, QpAttr, QpAttrMask, QpCaps, QpState,
+        Qpn
+    );
+    each!(
+        value: RemoteAddr, Rkey, RnrTimer, SendFlags, SendOp, Sge, SrqCaps, Transport, WcFlags,
+        WcOpcode, WcStatus
+    );
+    each!(
+        value: WorkCompletion, WrId, Data<'static>, WindowBind, RecvWr<'static>, SendWr<'static>,
+        UdTarget<'static>
+    );
 }
 
 #[test]
-fn errors_are_errors_that_cross_threads() {
-    each!(error: CompletionError, LimitError, OpError<()>, OpError<BufMut>, OpError<Vec<Buf>>, OpErrorKind, OpenError);
-    each!(error: cm::ConnectError, OutOfBounds, SetupError, TryError<()>, TryError<BufMut>, VerbError, PoolError, TransitionError);
+fn errors_are_send_sync_and_unpin() {
+    each!(
+        error: CompletionError, LimitError, OpError<()>, OpError<BufMut>, OpError<Vec<Buf>>,
+        OpErrorKind, OpenError
+    );
+    each!(
+        error: cm::ConnectError, OutOfBounds, SetupError, TryError<()>, TryError<BufMut>, VerbError,
+        PoolError, TransitionError
+    );
 }
 
 #[test]
-fn operations_are_futures_that_may_be_moved_to_any_task_even_after_they_were_polled() {
+fn operations_are_send_sync_unpin_futures() {
     each!(future: Send<BufMut>, Send<Buf>, Send<()>, Send<Vec<BufMut>>);
-    each!(future: Send<ExposedSlice>, SendTo<Buf>, SendTo<BufMut>, Write<Buf>, Write<()>, Read<BufMut>);
-    each!(future: Read<Vec<BufMut>>, Read<ExposedSlice>, Recv<BufMut>, Recv<Vec<BufMut>>, Recv<()>, Recv<ExposedSlice>);
+    each!(
+        future: Send<ExposedSlice>, SendTo<Buf>, SendTo<BufMut>, Write<Buf>, Write<()>, Read<BufMut>
+    );
+    each!(
+        future: Read<Vec<BufMut>>, Read<ExposedSlice>, Recv<BufMut>, Recv<Vec<BufMut>>, Recv<()>,
+        Recv<ExposedSlice>
+    );
     each!(future: Drive<std::future::Ready<()>>, Drive<Write<Buf>>);
     each!(future: PendingLease, Invalidate);
     each!(future: Atomic, BatchOp<BufMut>, BatchOp<Buf>, BatchOp<Vec<Buf>>);

@@ -1,18 +1,18 @@
-//! Many queue pairs on one completion queue, all active at once: each byte where it belongs, and nothing left behind.
-//! What an operation costs among many is measured by `cargo bench --bench many_queue_pairs`.
+//! Many queue pairs on one completion queue. `cargo bench --bench many_queue_pairs` measures the
+//! cost per operation.
 
 use crate::torture::{self, Flavour, LONG, bounded, connect, device, scaled, soon};
 use tokio_rdma::software::Network;
 use tokio_rdma::{Access, CompletionMode, CompletionQueue, ExposedRegion, Pool, QueuePair};
 
-/// Ten thousand are asked for; a debug build does them in some seconds. A real device makes each in the kernel.
+/// Returns fewer than 10,000 on a real device, where the kernel creates each queue pair.
 fn many() -> usize {
     scaled(10_000) as usize
 }
 const DEPTH: u32 = 2;
 
 #[test]
-fn ten_thousand_queue_pairs_on_one_completion_queue_are_all_served() {
+fn ten_thousand_queue_pairs_share_one_completion_queue() {
     bounded("ten thousand queue pairs", 3 * LONG, || {
         Flavour::MultiThread.runtime().block_on(async {
             let (device, pd) = device(&Network::new());
@@ -39,7 +39,6 @@ fn ten_thousand_queue_pairs_on_one_completion_queue_are_all_served() {
             let remote = region.grant();
 
             for round in 1..=3_u64 {
-                // Everything is in flight before the first is awaited.
                 let receives: Vec<_> = queue_pairs
                     .iter()
                     .map(|queue_pair| queue_pair.recv(pool.try_alloc(8).unwrap()))
@@ -65,7 +64,7 @@ fn ten_thousand_queue_pairs_on_one_completion_queue_are_all_served() {
                     assert_eq!(
                         received.buffer[..],
                         (round << 32 | from).to_ne_bytes(),
-                        "the other of the two"
+                        "a message of the connected queue pair"
                     );
                     assert_eq!(received.qpn, queue_pairs[at].qpn());
                 }
@@ -81,11 +80,7 @@ fn ten_thousand_queue_pairs_on_one_completion_queue_are_all_served() {
             assert_eq!((pool.available(), queue.counters().waiting), (pool.total(), 0));
             assert_eq!(queue.counters().reserved, capacity);
             drop(queue_pairs);
-            assert_eq!(
-                queue.counters().reserved,
-                0,
-                "room of queue pairs that are gone is free again"
-            );
+            assert_eq!(queue.counters().reserved, 0, "dropped queue pairs release their entries");
         });
     });
 }
@@ -115,7 +110,6 @@ fn one_driver_polls_for_all_tasks_of_a_cooperative_queue() {
                 }
             };
             soon("the client", queue.drive(client)).await;
-            // Without a driver the rest polls for itself.
             soon("the server", echo).await.unwrap();
             assert_eq!((pool.available(), queue.counters().waiting), (pool.total(), 0));
         });
@@ -123,7 +117,7 @@ fn one_driver_polls_for_all_tasks_of_a_cooperative_queue() {
 }
 
 #[test]
-fn a_driver_that_is_not_polled_holds_nobody_up() {
+fn unpolled_driver_blocks_no_other_task() {
     bounded("an idle driver", 3 * LONG, || {
         Flavour::CurrentThread.runtime().block_on(async {
             let (device, pd) = device(&Network::new());

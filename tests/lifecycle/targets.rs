@@ -1,4 +1,4 @@
-//! DC targets and initiators that end, fail and are repaired while messages arrive.
+//! DC targets and initiators that are dropped, fail or are repaired while messages arrive.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -22,7 +22,6 @@ use tracing::span::{Attributes, Id, Record};
 use tracing::subscriber::NoSubscriber;
 use tracing::{Dispatch, Event, Level, Metadata, Subscriber};
 
-/// Polls once, from nowhere.
 fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
     Pin::new(future).poll(&mut Context::from_waker(Waker::noop()))
 }
@@ -31,38 +30,38 @@ fn queue(pd: &ProtectionDomain) -> CompletionQueue {
     CompletionQueue::new(pd.device(), CompletionMode::Event).unwrap()
 }
 
-/// Work is done by who posts it, or `slow`: when it has travelled.
+/// Returns a network that completes work at the post, or later if `slow`.
 fn network(slow: bool) -> Network {
     if slow { torture::slow_network(7) } else { Network::new() }
 }
 
-/// Nobody waits long for a target that is not there.
-fn hasty() -> ConnectOptions {
+fn short_timeouts() -> ConnectOptions {
     ConnectOptions { timeout: AckTimeout::from_code(6), retry_count: 1, ..Default::default() }
 }
 
-fn hasty_initiator(pd: &ProtectionDomain, queue: &CompletionQueue) -> DcInitiator {
-    DcInitiator::builder(pd, queue).options(hasty()).build().unwrap()
+fn initiator_with_short_timeouts(pd: &ProtectionDomain, queue: &CompletionQueue) -> DcInitiator {
+    DcInitiator::builder(pd, queue).options(short_timeouts()).build().unwrap()
 }
 
-/// Does something in the middle of what emits an event that has `message`, and these fields.
-struct Amid<F> {
+/// A subscriber that calls a function within the code that logs `message`.
+struct OnEvent<F> {
     message: &'static str,
     level: Level,
-    act: F,
+    callback: F,
 }
 
-impl<F: Fn(&str) + Send + Sync + 'static> Amid<F> {
-    /// Calls `scene` with it. One at a time: what is traced at all is one setting of the whole process, which changes as each
-    /// of these comes and goes.
-    fn during<T>(self, scene: impl FnOnce() -> T) -> T {
-        // Of one subscriber alone, an event that another thread reaches first would never be given to any: `tracing` would ask
-        // only the subscriber of that thread, which has none.
-        static SECOND: LazyLock<Dispatch> = LazyLock::new(|| Dispatch::new(NoSubscriber::new()));
-        LazyLock::force(&SECOND);
-        static STAGE: Mutex<()> = Mutex::new(());
-        let _stage = STAGE.lock().unwrap_or_else(PoisonError::into_inner);
-        tracing::subscriber::with_default(self, scene)
+impl<F: Fn(&str) + Send + Sync + 'static> OnEvent<F> {
+    /// Calls `scenario` with this subscriber. Calls are serialised, since subscribers change the
+    /// global maximum level.
+    fn during<T>(self, scenario: impl FnOnce() -> T) -> T {
+        // With a single dispatcher, `tracing` asks only the first thread that reaches an event, and
+        // caches its answer. A thread without a subscriber would disable the event.
+        static SECOND_DISPATCH: LazyLock<Dispatch> =
+            LazyLock::new(|| Dispatch::new(NoSubscriber::new()));
+        LazyLock::force(&SECOND_DISPATCH);
+        static SERIAL: Mutex<()> = Mutex::new(());
+        let _serial = SERIAL.lock().unwrap_or_else(PoisonError::into_inner);
+        tracing::subscriber::with_default(self, scenario)
     }
 }
 
@@ -76,7 +75,7 @@ impl Visit for Line {
     }
 }
 
-impl<F: Fn(&str) + Send + Sync + 'static> Subscriber for Amid<F> {
+impl<F: Fn(&str) + Send + Sync + 'static> Subscriber for OnEvent<F> {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
         *metadata.level() <= self.level && metadata.target().starts_with("tokio_rdma")
     }
@@ -97,7 +96,7 @@ impl<F: Fn(&str) + Send + Sync + 'static> Subscriber for Amid<F> {
         let mut line = Line::default();
         event.record(&mut line);
         if line.0.contains(&format!("message={}", self.message)) {
-            (self.act)(&line.0);
+            (self.callback)(&line.0);
         }
     }
 
@@ -106,9 +105,9 @@ impl<F: Fn(&str) + Send + Sync + 'static> Subscriber for Amid<F> {
     fn exit(&self, _span: &Id) {}
 }
 
-/// Its receives have been handed back, since nothing drew from it; the device has them still.
+/// Fails the completion queue first. Its receives are returned, but the device still has them.
 #[test]
-fn a_target_is_not_reached_before_its_completion_queue_knows_of_it() {
+fn target_is_unreachable_before_its_completion_queue_knows_it() {
     bounded("target", LONG, || {
         let network = Network::new();
         let (_device, pd) = software(&network);
@@ -117,20 +116,20 @@ fn a_target_is_not_reached_before_its_completion_queue_knows_of_it() {
         let pool = Pool::new(&pd, 64, 8).unwrap();
         let key = DcKey(7);
         let known = DcTarget::builder(&pd, &srq).key(key).build().unwrap().address();
-        let initiator = hasty_initiator(&pd, &other);
+        let initiator = initiator_with_short_timeouts(&pd, &other);
         let mut receive = srq.recv(pool.copy_from(b"untouched").unwrap());
         network.control("torture0").unwrap().announce(AsyncEvent::CqError { cq: own.id() });
         let buffer = loop {
-            look(&own);
+            poll_raw(&own);
             if let Poll::Ready(ended) = poll(&mut receive) {
                 break ended.unwrap_err().into_buffer();
             }
         };
         let reached = Arc::new(AtomicBool::new(false));
-        let amid = Amid {
-            message: "DC target state",
+        let on_event = OnEvent {
+            message: "DC target changed state",
             level: Level::DEBUG,
-            act: {
+            callback: {
                 let reached = reached.clone();
                 move |line: &str| {
                     let Some((_, digits)) = line.split_once("number=Some(") else { return };
@@ -147,31 +146,31 @@ fn a_target_is_not_reached_before_its_completion_queue_knows_of_it() {
                 }
             },
         };
-        let made = amid.during(|| DcTarget::builder(&pd, &srq).key(key).build());
+        let made = on_event.during(|| DcTarget::builder(&pd, &srq).key(key).build());
         assert!(made.is_err(), "its completion queue is dead");
-        assert_eq!(&buffer[..], b"untouched", "handed back, and written");
-        assert!(!reached.load(Ordering::Relaxed), "it was in RTR");
+        assert_eq!(&buffer[..], b"untouched", "a returned buffer was written");
+        assert!(!reached.load(Ordering::Relaxed), "the target entered RTR");
     });
 }
 
-/// A message that the sender knows to have arrived, just when the target ends.
+/// Sends a message while the target is being destroyed.
 #[test]
-fn what_was_acknowledged_is_not_lost_with_the_target() {
+fn acknowledged_message_is_not_lost_with_the_target() {
     bounded("target", LONG, || {
         let (_device, pd) = software(&Network::new());
         let (own, other) = (queue(&pd), queue(&pd));
         let srq = SharedReceiveQueue::new(&pd, &own, 8, 1).unwrap();
         let pool = Pool::new(&pd, 64, 8).unwrap();
         let target = DcTarget::new(&pd, &srq).unwrap();
-        let initiator = hasty_initiator(&pd, &other);
+        let initiator = initiator_with_short_timeouts(&pd, &other);
         let peer = initiator.peer(&target.address()).unwrap();
         let mut receives: Vec<_> = (0..3).map(|_| srq.recv(pool.try_alloc(8).unwrap())).collect();
         torture::block_on(initiator.to(&peer).send_inline(b"first")).unwrap();
         let late = Arc::new(Mutex::new(None));
-        let amid = Amid {
+        let on_event = OnEvent {
             message: "completed",
             level: Level::TRACE,
-            act: {
+            callback: {
                 let (late, initiator, peer) = (late.clone(), initiator.clone(), peer.clone());
                 move |_: &str| {
                     late.lock()
@@ -180,8 +179,9 @@ fn what_was_acknowledged_is_not_lost_with_the_target() {
                 }
             },
         };
-        amid.during(|| drop(target));
-        let late = late.lock().unwrap().take().expect("the first is taken while the target ends");
+        on_event.during(|| drop(target));
+        let late =
+            late.lock().unwrap().take().expect("dropping the target polls the first completion");
         let acknowledged = torture::block_on(late).is_ok();
         let arrived = receives.iter_mut().map(poll).filter(Poll::is_ready).count();
         assert_eq!(arrived, 1 + usize::from(acknowledged), "acknowledged: {acknowledged}");
@@ -189,7 +189,7 @@ fn what_was_acknowledged_is_not_lost_with_the_target() {
 }
 
 #[test]
-fn receives_are_there_for_the_next_target_however_many_have_ended_under_load() {
+fn next_target_finds_receives_after_targets_ended_under_load() {
     bounded("targets", 2 * LONG, || {
         let network = Network::new();
         let (_device, pd) = software(&network);
@@ -203,7 +203,7 @@ fn receives_are_there_for_the_next_target_however_many_have_ended_under_load() {
             let (pd, place, acknowledged, stop) =
                 (pd.clone(), place.clone(), acknowledged.clone(), stop.clone());
             thread::spawn(move || {
-                let initiator = hasty_initiator(&pd, &queue(&pd));
+                let initiator = initiator_with_short_timeouts(&pd, &queue(&pd));
                 while !stop.load(Ordering::Relaxed) {
                     let address = *place.lock().unwrap();
                     let Some(address) = address else { continue };
@@ -245,13 +245,13 @@ fn receives_are_there_for_the_next_target_however_many_have_ended_under_load() {
         let left = receives.iter_mut().map(poll).filter(Poll::is_ready).count() as u64;
         let (sent, got) =
             (acknowledged.load(Ordering::Relaxed), arrived.load(Ordering::Relaxed) + left);
-        assert!(sent > 100, "{sent} messages show nothing");
+        assert!(sent > 100, "only {sent} messages were acknowledged");
         assert!(got >= sent, "{sent} acknowledged, {got} arrived");
     });
 }
 
 #[test]
-fn a_peer_that_takes_smaller_packets_is_refused_by_whoever_names_it() {
+fn peer_with_a_smaller_mtu_is_refused() {
     bounded("peer", LONG, || {
         let (_device, pd) = software(&Network::new());
         let completions = queue(&pd);
@@ -270,9 +270,9 @@ fn a_peer_that_takes_smaller_packets_is_refused_by_whoever_names_it() {
     });
 }
 
-/// Several tasks on one initiator, one of two peers with a wrong key, and whoever fails repairs.
+/// Uses a peer with a wrong key. Each task repairs the initiator after a failure.
 #[test]
-fn every_operation_ends_though_its_initiator_is_reset_all_the_time() {
+fn every_operation_ends_while_its_initiator_is_reset_repeatedly() {
     for mode in Mode::ALL {
         for (flavour, slow) in [
             (Flavour::CurrentThread, false),
@@ -286,15 +286,21 @@ fn every_operation_ends_though_its_initiator_is_reset_all_the_time() {
                     let srq = SharedReceiveQueue::new(&pd, &completions, 8, 1).unwrap();
                     let target = DcTarget::new(&pd, &srq).unwrap();
                     let pool = Pool::new(&pd, 4096, 64).unwrap();
-                    let region = ExposedRegion::new(&pd, vec![0; 4096], Access::REMOTE_ALL).unwrap();
-                    let initiator =
-                        DcInitiator::builder(&pd, &completions).max_send_wr(4).options(hasty()).build().unwrap();
+                    let region =
+                        ExposedRegion::new(&pd, vec![0; 4096], Access::REMOTE_ALL).unwrap();
+                    let initiator = DcInitiator::builder(&pd, &completions)
+                        .max_send_wr(4)
+                        .options(short_timeouts())
+                        .build()
+                        .unwrap();
                     let good = initiator.peer(&target.address()).unwrap();
+                    let wrong_key = DcKey(!target.address().key.0);
                     let bad =
-                        initiator.peer(&DcAddress { key: DcKey(!target.address().key.0), ..target.address() }).unwrap();
+                        initiator.peer(&DcAddress { key: wrong_key, ..target.address() }).unwrap();
                     let mut tasks = tokio::task::JoinSet::new();
                     for task in 0..8 {
-                        let (initiator, good, bad, pool) = (initiator.clone(), good.clone(), bad.clone(), pool.clone());
+                        let (initiator, good, bad, pool) =
+                            (initiator.clone(), good.clone(), bad.clone(), pool.clone());
                         let grant = region.grant();
                         tasks.spawn(async move {
                             let mut done = [0_u32; 3];
@@ -310,11 +316,19 @@ fn every_operation_ends_though_its_initiator_is_reset_all_the_time() {
                                     Ok(_) => done[0] += 1,
                                     Err(error) => {
                                         let kind = error.kind();
-                                        let known = matches!(kind, OpErrorKind::Closed | OpErrorKind::Post(_) | OpErrorKind::State { .. })
-                                            || kind.status() == Some(WcStatus::WR_FLUSH_ERR)
-                                            // Of a thread that was not run for long.
-                                            || kind.status() == Some(WcStatus::RETRY_EXC_ERR) && slow
-                                            || kind.status() == Some(WcStatus::REM_ACCESS_ERR) && task == 0;
+                                        // On a busy machine, the device's thread may not run in
+                                        // time.
+                                        let known = matches!(
+                                            kind,
+                                            OpErrorKind::Closed
+                                                | OpErrorKind::Post(_)
+                                                | OpErrorKind::State { .. }
+                                        ) || kind.status()
+                                            == Some(WcStatus::WR_FLUSH_ERR)
+                                            || kind.status() == Some(WcStatus::RETRY_EXC_ERR)
+                                                && slow
+                                            || kind.status() == Some(WcStatus::REM_ACCESS_ERR)
+                                                && task == 0;
                                         assert!(known, "{mode:?}: {kind:?}");
                                         done[1] += 1;
                                         initiator.repair().unwrap();
@@ -334,12 +348,10 @@ fn every_operation_ends_though_its_initiator_is_reset_all_the_time() {
                     }
                     assert!(all[0] > 100 && all[1] > 10, "{mode:?}: {all:?}");
                     initiator.repair().unwrap();
-                    soon(
-                        "a last write",
-                        initiator.to(&good).write_inline(b"12345678", region.grant().slice(..8).unwrap()),
-                    )
-                    .await
-                    .unwrap();
+                    let word = region.grant().slice(..8).unwrap();
+                    soon("a last write", initiator.to(&good).write_inline(b"12345678", word))
+                        .await
+                        .unwrap();
                     torture::eventually("buffers", || pool.available() == pool.total()).await;
                 });
             });
@@ -347,9 +359,9 @@ fn every_operation_ends_though_its_initiator_is_reset_all_the_time() {
     }
 }
 
-/// Of a batch that waits for room, a part may find the initiator in RESET.
+/// Resets the initiator while parts of batches wait for a free slot.
 #[test]
-fn batches_in_line_do_not_end_an_initiator_that_is_reset() {
+fn queued_batches_do_not_fail_an_initiator_that_is_reset() {
     for mode in Mode::ALL {
         bounded("batches", 2 * LONG, move || {
             Flavour::MultiThread.runtime().block_on(async {
@@ -388,7 +400,7 @@ fn batches_in_line_do_not_end_an_initiator_that_is_reset() {
                 let other = initiator.clone();
                 tokio::task::spawn_blocking(move || {
                     for _ in 0..2000 {
-                        other.reset().expect("it can be reset as often as one likes");
+                        other.reset().expect("a reset of a working initiator");
                     }
                 })
                 .await
@@ -408,9 +420,8 @@ fn batches_in_line_do_not_end_an_initiator_that_is_reset() {
     }
 }
 
-/// All that there is is dropped in each order, with messages arriving and receives waiting.
 #[test]
-fn whatever_is_dropped_first_every_operation_ends() {
+fn dc_operations_end_in_any_drop_order() {
     for mode in Mode::ALL {
         for order in 0..120 {
             bounded("drop", LONG, move || {
@@ -423,7 +434,7 @@ fn whatever_is_dropped_first_every_operation_ends() {
                     let target = DcTarget::new(&pd, &srq).unwrap();
                     let pool = Pool::new(&pd, 1 << 16, 32).unwrap();
                     let initiator = DcInitiator::builder(&pd, &sending)
-                        .options(hasty())
+                        .options(short_timeouts())
                         .max_send_wr(4)
                         .build()
                         .unwrap();
@@ -468,7 +479,7 @@ fn whatever_is_dropped_first_every_operation_ends() {
 }
 
 #[test]
-fn a_device_that_is_lost_ends_all_of_its_dynamic_connections() {
+fn lost_device_ends_its_dynamic_connections() {
     for mode in Mode::ALL {
         for at in 0..20_u64 {
             bounded("kill", LONG, move || {
@@ -524,9 +535,9 @@ fn a_device_that_is_lost_ends_all_of_its_dynamic_connections() {
     }
 }
 
-/// Polls the bare queue, which finds out that it is dead.
+/// Polls the completion queue, which detects its failure.
 #[allow(unsafe_code, reason = "polls a queue beside its operations")]
-fn look(queue: &CompletionQueue) {
-    // SAFETY: no bare queue pair uses it; none of its operations ends by a completion.
+fn poll_raw(queue: &CompletionQueue) {
+    // SAFETY: no raw queue pair uses the queue, and none of its operations ends by a completion.
     unsafe { queue.verbs() }.poll(&mut [tokio_rdma::types::WorkCompletion::EMPTY]).ok();
 }

@@ -1,6 +1,6 @@
-//! Objects that go away with work in flight: in any order, from any thread, and by failure.
+//! Objects that are dropped or fail with work in flight, in any order and on any thread.
 
-#![allow(unsafe_code, reason = "overrun through the bare verbs")]
+#![allow(unsafe_code, reason = "overruns a queue through raw verbs")]
 
 use std::any::Any;
 use std::future::Future;
@@ -25,7 +25,6 @@ use tokio_rdma::{
     QueuePair, SetupError, SharedReceiveQueue,
 };
 
-/// Polls once, from nowhere.
 fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
     Pin::new(future).poll(&mut Context::from_waker(Waker::noop()))
 }
@@ -78,7 +77,6 @@ fn objects_may_be_dropped_in_any_order_from_any_thread() {
                     let part = objects.split_off(objects.len().saturating_sub(rng.usize(1..12)));
                     scope.spawn(move || drop(part));
                 }
-                // Meanwhile they are waited for.
                 runtime.block_on(async {
                     for survivor in survivors {
                         soon("a survivor", survivor).await.unwrap();
@@ -89,21 +87,20 @@ fn objects_may_be_dropped_in_any_order_from_any_thread() {
     });
 }
 
-/// Ends with a success or with an error, but ends.
 async fn finished<T, E: std::fmt::Display>(operation: impl Future<Output = Result<T, E>>) {
     if let Err(error) = operation.await {
         assert!(!error.to_string().is_empty());
     }
 }
 
-/// Takes a batch's buffers the moment it is woken, uses them for something else, and lets the network go on.
-struct Impatient {
+/// A waker that takes and overwrites the buffers of a finished batch, then runs the network.
+struct TakesBuffers {
     batch: Mutex<Option<BatchOp<BufMut>>>,
     taken: Mutex<Option<(Vec<BufMut>, Vec<bool>)>>,
     network: Network,
 }
 
-impl Wake for Impatient {
+impl Wake for TakesBuffers {
     fn wake(self: Arc<Self>) {
         let Some(mut batch) = self.batch.lock().unwrap().take() else { return };
         let Poll::Ready(mut result) = poll(&mut batch) else {
@@ -119,7 +116,7 @@ impl Wake for Impatient {
 }
 
 #[test]
-fn a_batch_of_which_a_part_waits_for_room_keeps_its_buffers_until_the_queue_pair_is_gone() {
+fn partly_posted_batch_keeps_its_buffers_until_the_queue_pair_is_destroyed() {
     bounded("half a batch", LONG, || {
         let network = Network::simulated(1, Faults::none());
         let (device, pd) = software(&network);
@@ -138,42 +135,43 @@ fn a_batch_of_which_a_part_waits_for_room_keeps_its_buffers_until_the_queue_pair
         assert_eq!(
             (a.send_counters().in_flight, a.send_counters().waiting),
             (2, 1),
-            "one part of it is posted"
+            "one work request of the batch is posted"
         );
 
-        let impatient = Arc::new(Impatient {
+        let taker = Arc::new(TakesBuffers {
             batch: Mutex::new(Some(batch)),
             taken: Mutex::new(None),
             network: network.clone(),
         });
-        let waker = Waker::from(impatient.clone());
+        let waker = Waker::from(taker.clone());
         let pending = {
-            let mut batch = impatient.batch.lock().unwrap().take().unwrap();
+            let mut batch = taker.batch.lock().unwrap().take().unwrap();
             let pending = Pin::new(&mut batch).poll(&mut Context::from_waker(&waker)).is_pending();
-            *impatient.batch.lock().unwrap() = Some(batch);
+            *taker.batch.lock().unwrap() = Some(batch);
             pending
         };
         assert!(pending);
         drop(a);
         network.run_until_idle(Duration::from_secs(1));
-        let (buffers, succeeded) =
-            impatient.taken.lock().unwrap().take().expect("the batch has ended");
-        assert_eq!(succeeded, [false, false], "nothing of it was done");
+        let (buffers, succeeded) = taker.taken.lock().unwrap().take().expect("the batch has ended");
+        assert_eq!(succeeded, [false, false], "no work request of the batch succeeded");
         for buffer in buffers {
             assert!(
                 buffer.iter().all(|&byte| byte == 0x55),
-                "a READ landed in a buffer that was given back"
+                "a READ changed a buffer that was returned"
             );
         }
-        assert!(
-            matches!(block_on(first), Err(error) if matches!(error.kind(), OpErrorKind::Closed | OpErrorKind::Completion(_)))
-        );
+        assert!(matches!(
+            block_on(first),
+            Err(error)
+                if matches!(error.kind(), OpErrorKind::Closed | OpErrorKind::Completion(_))
+        ));
     });
 }
 
 #[test]
-fn a_queue_without_room_refuses_work_instead_of_waiting_for_ever() {
-    bounded("no room", LONG, || {
+fn zero_capacity_queue_refuses_work() {
+    bounded("zero capacity", LONG, || {
         let (device, pd) = device(&Network::new());
         let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
         let qp = QueuePair::builder(&pd, &queue).max_send_wr(0).max_recv_wr(0).build().unwrap();
@@ -191,7 +189,6 @@ fn a_queue_without_room_refuses_work_instead_of_waiting_for_ever() {
     });
 }
 
-/// Overruns a completion queue by means of a bare queue pair.
 fn overrun(pd: &tokio_rdma::ProtectionDomain, queue: &CompletionQueue) -> Qp {
     let caps = QpCaps {
         max_send_wr: 1,
@@ -200,29 +197,30 @@ fn overrun(pd: &tokio_rdma::ProtectionDomain, queue: &CompletionQueue) -> Qp {
         max_recv_sge: 1,
         max_inline: 0,
     };
-    // SAFETY: the numbers posted below are of no operation.
+    // SAFETY: the work request ids posted below belong to no operation.
     let cq = unsafe { queue.verbs() };
-    let bare = Qp::new(pd, cq, cq, None, &QpOptions { transport: Transport::Rc, caps }).unwrap();
+    let raw = Qp::new(pd, cq, cq, None, &QpOptions { transport: Transport::Rc, caps }).unwrap();
     let init = QpAttr {
         pkey_index: Some(0),
         port: Some(tokio_rdma::types::PortNum(1)),
         access: Some(Access::empty()),
         ..QpAttr::to_state(QpState::Init)
     };
-    bare.modify(&init).unwrap();
-    bare.modify(&QpAttr::to_state(QpState::Err)).unwrap();
-    // Flushed as they are posted. Whoever watches the queue takes some away meanwhile, so once may not be enough.
+    raw.modify(&init).unwrap();
+    raw.modify(&QpAttr::to_state(QpState::Err)).unwrap();
+    // The receives are flushed at once. The queue's driver may poll some of them, so one list may
+    // not overrun the queue.
     let list: Vec<_> =
         (0..4096).map(|number| RecvWr { wr_id: WrId(u64::MAX - number), sges: &[] }).collect();
     while queue.software_counters().is_some_and(|counters| counters.lost == 0) {
-        // SAFETY: it names no memory.
-        let _ = unsafe { bare.post_recv(&list) };
+        // SAFETY: the receives name no memory.
+        let _ = unsafe { raw.post_recv(&list) };
     }
-    bare
+    raw
 }
 
 #[test]
-fn a_dead_completion_queue_ends_all_its_operations_and_takes_no_more() {
+fn overrun_completion_queue_ends_its_operations_and_refuses_work() {
     for mode in Mode::ALL {
         bounded("overrun", LONG, move || {
             Flavour::MultiThread.runtime().block_on(async move {
@@ -245,15 +243,15 @@ fn a_dead_completion_queue_ends_all_its_operations_and_takes_no_more() {
                 waiting.extend((0..12).map(|_| srq.recv(pool.try_alloc(64).unwrap())));
                 let waiting: Vec<_> = waiting.into_iter().map(tokio::spawn).collect();
                 tokio::task::yield_now().await;
-                let bare = overrun(&pd, &queue);
+                let raw = overrun(&pd, &queue);
                 for operation in waiting {
-                    soon("an operation on it", operation).await.unwrap().unwrap_err();
+                    soon("an operation", operation).await.unwrap().unwrap_err();
                 }
                 soon("a later send", a.send(pool.try_alloc(64).unwrap())).await.unwrap_err();
                 soon("a later receive", srq.recv(pool.try_alloc(64).unwrap())).await.unwrap_err();
                 let refused = QueuePair::builder(&pd, &queue).max_send_wr(1).max_recv_wr(1).build();
                 assert!(matches!(refused, Err(SetupError::Verb(_))), "{refused:?}");
-                drop((bare, others));
+                drop((raw, others));
                 torture::eventually("buffers", || pool.available() == pool.total()).await;
             });
         });
@@ -261,7 +259,7 @@ fn a_dead_completion_queue_ends_all_its_operations_and_takes_no_more() {
 }
 
 #[test]
-fn a_shared_receive_queue_alone_on_a_dead_completion_queue_ends_too() {
+fn shared_receive_queue_alone_on_an_overrun_completion_queue_ends() {
     for mode in Mode::ALL {
         bounded("overrun", LONG, move || {
             Flavour::CurrentThread.runtime().block_on(async move {
@@ -275,18 +273,17 @@ fn a_shared_receive_queue_alone_on_a_dead_completion_queue_ends_too() {
                 let pool = Pool::new(&pd, 64, 8).unwrap();
                 let waiting = tokio::spawn(srq.recv(pool.try_alloc(64).unwrap()));
                 tokio::task::yield_now().await;
-                let bare = overrun(&pd, &queue);
+                let raw = overrun(&pd, &queue);
                 soon("the receive", waiting).await.unwrap().unwrap_err();
-                soon("a later one", srq.recv(pool.try_alloc(64).unwrap())).await.unwrap_err();
-                drop(bare);
+                soon("a later receive", srq.recv(pool.try_alloc(64).unwrap())).await.unwrap_err();
+                drop(raw);
             });
         });
     }
 }
 
 #[test]
-fn a_shared_receive_queue_on_a_dead_completion_queue_ends_after_the_queue_pairs_that_draw_from_it()
-{
+fn shared_receive_queue_on_an_overrun_completion_queue_ends_after_its_queue_pairs() {
     for mode in Mode::ALL {
         bounded("overrun", LONG, move || {
             Flavour::CurrentThread.runtime().block_on(async move {
@@ -298,31 +295,31 @@ fn a_shared_receive_queue_on_a_dead_completion_queue_ends_after_the_queue_pairs_
                     .unwrap();
                 let other = CompletionQueue::new(&device, mode.make()).unwrap();
                 let srq = SharedReceiveQueue::new(&pd, &queue, 8, 1).unwrap();
-                // Only its receives complete on the queue that dies.
+                // Only receives of the shared queue complete on the overrun queue.
                 let drawing =
                     QueuePair::builder(&pd, &other).shared_receive_queue(&srq).build().unwrap();
                 let pool = Pool::new(&pd, 64, 8).unwrap();
                 let waiting = tokio::spawn(srq.recv(pool.try_alloc(64).unwrap()));
                 tokio::task::yield_now().await;
-                let bare = overrun(&pd, &queue);
+                let raw = overrun(&pd, &queue);
                 soon("the receive", waiting).await.unwrap().unwrap_err();
                 assert_eq!(
                     drawing.query(),
                     Err(SetupError::Closed),
-                    "its buffers are given back before"
+                    "the queue pair is destroyed before the buffers are returned"
                 );
                 let refused = QueuePair::builder(&pd, &other).shared_receive_queue(&srq).build();
                 assert!(matches!(refused, Err(SetupError::Verb(_))), "{refused:?}");
-                drop(bare);
+                drop(raw);
             });
         });
     }
 }
 
 #[test]
-fn what_waits_for_room_is_posted_though_nobody_polls_anything_of_its_queue() {
+fn queued_work_is_posted_without_polling_its_queue() {
     for mode in Mode::ALL {
-        bounded("work in line", LONG, move || {
+        bounded("queued work", LONG, move || {
             Flavour::CurrentThread.runtime().block_on(async move {
                 let (device, pd) = device(&slow_network(3));
                 let [ours, theirs] =
@@ -343,11 +340,11 @@ fn what_waits_for_room_is_posted_though_nobody_polls_anything_of_its_queue() {
 }
 
 #[test]
-fn waker_that_panics_leaves_no_other_operation_of_its_queue_pair_behind() {
+fn panicking_waker_leaves_no_operation_of_its_queue_pair_pending() {
     struct Panics;
     impl Wake for Panics {
         fn wake(self: Arc<Self>) {
-            panic!("as the waker of a task may");
+            panic!("a waker that panics");
         }
     }
     struct Woken(AtomicBool);
@@ -357,7 +354,7 @@ fn waker_that_panics_leaves_no_other_operation_of_its_queue_pair_behind() {
         }
     }
     for reset in [false, true] {
-        // Who waits without a runtime is woken at once.
+        // Outside of a runtime, a pending poll wakes its own task.
         let runtime = Flavour::CurrentThread.runtime();
         let _entered = runtime.enter();
         let (_network, [a, _b], pool, region) = narrow(5);
@@ -380,7 +377,7 @@ fn waker_that_panics_leaves_no_other_operation_of_its_queue_pair_behind() {
             .expect("the panic of another task's waker");
         assert!(
             wakers[1..].iter().all(|woken| woken.0.load(Ordering::SeqCst)),
-            "all others were woken"
+            "a waker was not called"
         );
         assert!(writes.iter_mut().all(|write| matches!(poll(write), Poll::Ready(Err(_)))));
         assert!(receives.iter_mut().all(|receive| matches!(poll(receive), Poll::Ready(Err(_)))));
@@ -389,7 +386,7 @@ fn waker_that_panics_leaves_no_other_operation_of_its_queue_pair_behind() {
 }
 
 #[test]
-fn nothing_is_created_on_a_dead_completion_queue_and_its_entries_are_released() {
+fn failed_completion_queue_refuses_new_objects_and_releases_its_entries() {
     bounded("dead queue", LONG, || {
         let network = Network::new();
         let (device, pd) = software(&network);
@@ -404,18 +401,22 @@ fn nothing_is_created_on_a_dead_completion_queue_and_its_entries_are_released() 
         block_on(receive).unwrap_err();
         assert!(queue.failure().is_some_and(|error| error.errno == 5));
 
-        let is_dead = |error: SetupError| {
+        let assert_failed = |error: SetupError| {
             assert!(matches!(error, SetupError::Verb(error) if error.errno == 5), "{error}")
         };
-        is_dead(SharedReceiveQueue::new(&pd, &queue, 4, 1).unwrap_err());
-        is_dead(QueuePair::new(&pd, &queue).unwrap_err());
-        is_dead(QueuePair::builder(&pd, &alive).receive_completions(&queue).build().unwrap_err());
-        is_dead(QueuePair::builder(&pd, &queue).receive_completions(&alive).build().unwrap_err());
-        // The reason is the dead queue, although it has too few entries as well.
-        is_dead(QueuePair::builder(&pd, &queue).max_send_wr(1025).build().unwrap_err());
+        assert_failed(SharedReceiveQueue::new(&pd, &queue, 4, 1).unwrap_err());
+        assert_failed(QueuePair::new(&pd, &queue).unwrap_err());
+        assert_failed(
+            QueuePair::builder(&pd, &alive).receive_completions(&queue).build().unwrap_err(),
+        );
+        assert_failed(
+            QueuePair::builder(&pd, &queue).receive_completions(&alive).build().unwrap_err(),
+        );
+        // The failure takes precedence over the lack of entries.
+        assert_failed(QueuePair::builder(&pd, &queue).max_send_wr(1025).build().unwrap_err());
         assert_eq!((alive.counters().reserved, alive.failure()), (0, None));
         drop((a, b));
-        // The thread that reads events may still be destroying them.
+        // The thread that reads events may still be destroying the queue pairs.
         while queue.counters().reserved > 0 {
             thread::yield_now();
         }

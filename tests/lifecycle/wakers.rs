@@ -1,4 +1,5 @@
-//! Wakers are code of users: they may end what woke them, look at the queue, panic. No other task or operation is affected.
+//! Wakers that drop the objects that wake them, use the queue, or panic, without effect on other
+//! tasks.
 
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -19,15 +20,14 @@ use tokio_rdma::{
     Access, BufMut, CompletionMode, CompletionQueue, ExposedRegion, OpErrorKind, Pool, QueuePair,
 };
 
-/// Polls once, from nowhere.
 fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
     Pin::new(future).poll(&mut Context::from_waker(Waker::noop()))
 }
 
-/// An executor whose tasks are owned by their wakers alone.
-struct Lonely(Mutex<Option<Pin<Box<dyn Future<Output = ()> + Send>>>>);
+/// A task that only its wakers own, and that runs inside `wake`.
+struct SelfOwned(Mutex<Option<Pin<Box<dyn Future<Output = ()> + Send>>>>);
 
-impl Wake for Lonely {
+impl Wake for SelfOwned {
     fn wake(self: Arc<Self>) {
         let Some(mut future) = self.0.lock().unwrap().take() else { return };
         let waker = Waker::from(self.clone());
@@ -38,9 +38,9 @@ impl Wake for Lonely {
 }
 
 #[test]
-fn the_last_waker_of_a_task_may_end_the_queue_pair_it_waits_for() {
+fn replaced_waker_may_drop_the_queue_pair_it_waits_for() {
     for mode in [Mode::BusyPoll, Mode::Event, Mode::Hybrid] {
-        bounded("a lonely task", LONG, move || {
+        bounded("a task owned by its waker", LONG, move || {
             let runtime = Flavour::CurrentThread.runtime();
             runtime.block_on(async move {
                 let (device, pd) = device(&slow_network(9));
@@ -50,7 +50,8 @@ fn the_last_waker_of_a_task_may_end_the_queue_pair_it_waits_for() {
                     let pool = Pool::new(&pd, 64, 2).unwrap();
                     let shared =
                         Arc::new(tokio::sync::Mutex::new(a.recv(pool.try_alloc(64).unwrap())));
-                    // The task owns both queue pairs, and is owned by the waker it leaves with the receive.
+                    // The task owns the queue pairs. The waker registered with the receive owns the
+                    // task.
                     let receive = shared.clone();
                     let task = async move {
                         let _owned = (a, b);
@@ -62,8 +63,8 @@ fn the_last_waker_of_a_task_may_end_the_queue_pair_it_waits_for() {
                         drop(receive);
                         std::future::pending::<()>().await;
                     };
-                    Waker::from(Arc::new(Lonely(Mutex::new(Some(Box::pin(task)))))).wake();
-                    // Another task takes the receive over, and with that replaces the waker.
+                    Waker::from(Arc::new(SelfOwned(Mutex::new(Some(Box::pin(task)))))).wake();
+                    // Polling the receive from another task replaces, and so drops, that waker.
                     let mut receive = shared.lock().await;
                     soon("the receive", &mut *receive).await.unwrap_err();
                     drop(receive);
@@ -74,24 +75,23 @@ fn the_last_waker_of_a_task_may_end_the_queue_pair_it_waits_for() {
     }
 }
 
-/// A waker that looks at the queue.
-struct Curious(CompletionQueue);
+struct CountersReader(CompletionQueue);
 
-impl Wake for Curious {
+impl Wake for CountersReader {
     fn wake(self: Arc<Self>) {
         let _ = self.0.counters();
     }
 }
 
 #[test]
-fn a_waker_may_look_at_the_queue() {
-    bounded("a curious waker", LONG, || {
+fn waker_may_read_the_queue_counters() {
+    bounded("a waker that reads counters", LONG, || {
         let (device, pd) = device(&Network::new());
         let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
         let (a, b) = pair(&pd, &queue);
         let pool = Pool::new(&pd, 64, 2).unwrap();
-        let waker = Waker::from(Arc::new(Curious(queue)));
-        // More than end at once before one of them yields.
+        let waker = Waker::from(Arc::new(CountersReader(queue)));
+        // More operations than can end before one has to yield.
         for _ in 0..1000 {
             let mut receive = b.recv(pool.try_alloc(64).unwrap());
             let mut send = a.send(pool.try_alloc(8).unwrap());
@@ -101,32 +101,31 @@ fn a_waker_may_look_at_the_queue() {
     });
 }
 
-/// A waker that does what it was given, once.
 #[derive(Default)]
-struct Deed(Mutex<Option<Box<dyn FnOnce() + Send>>>);
+struct Action(Mutex<Option<Box<dyn FnOnce() + Send>>>);
 
-impl Wake for Deed {
+impl Wake for Action {
     fn wake(self: Arc<Self>) {
-        let deed = self.0.lock().unwrap().take();
-        if let Some(deed) = deed {
-            deed();
+        let action = self.0.lock().unwrap().take();
+        if let Some(action) = action {
+            action();
         }
     }
 }
 
-/// A write whose completion is found together with that of a receive, for which somebody waits.
-struct Together {
+/// A write whose completion is polled together with the completion of a receive.
+struct PolledTogether {
     queue: CompletionQueue,
     ends: (QueuePair, QueuePair),
     write: Write<BufMut>,
-    /// Polled until it waited, with the waker of `deed`.
+    /// A pending receive that holds the waker of `action`.
     receive: Recv<BufMut>,
     send: tokio_rdma::op::Send<BufMut>,
-    deed: Arc<Deed>,
+    action: Arc<Action>,
 }
 
-impl Together {
-    /// `spins`: the write was looked for before; `None` if it was done by then.
+impl PolledTogether {
+    /// Posts the work. If `spins`, polls the write first, and returns `None` if it is complete.
     fn new(mode: Mode, spins: bool) -> Option<Self> {
         let (device, pd) = software(&slow_network(5));
         let queue = CompletionQueue::new(&device, mode.make()).unwrap();
@@ -134,8 +133,8 @@ impl Together {
         let pool = Pool::new(&pd, 64, 4).unwrap();
         let new = || pool.try_alloc(64).unwrap();
         let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_ALL).unwrap();
-        let deed = Arc::<Deed>::default();
-        let waker = Waker::from(deed.clone());
+        let action = Arc::<Action>::default();
+        let waker = Waker::from(action.clone());
         let mut receive = ends.0.recv(new());
         while queue.counters().waiting == 0 {
             assert!(Pin::new(&mut receive).poll(&mut Context::from_waker(&waker)).is_pending());
@@ -144,94 +143,92 @@ impl Together {
         if spins && poll(&mut write).is_ready() {
             return None;
         }
-        // Nobody looks meanwhile: there is no reactor.
+        // Without a reactor, nothing polls during the sleeps.
         thread::sleep(Duration::from_millis(5));
         let send = ends.1.send(new());
         thread::sleep(Duration::from_millis(5));
-        Some(Self { queue, ends, write, receive, send, deed })
+        Some(Self { queue, ends, write, receive, send, action })
     }
 }
 
-/// Times that a thing is tried whose moment may be missed.
-const TRIES: usize = 200;
+/// Limit of attempts to poll both completions at once.
+const ATTEMPTS: usize = 200;
 
 #[test]
-fn whoever_is_woken_by_an_operation_may_drop_all_that_it_is_of() {
-    bounded("the last of its queue", LONG, || {
-        for _ in 0..TRIES {
-            let Some(Together { queue, ends, mut write, receive, send, deed }) =
-                Together::new(Mode::Hybrid, true)
+fn waker_may_drop_the_queue_that_calls_it() {
+    bounded("last reference to a queue", LONG, || {
+        for _ in 0..ATTEMPTS {
+            let Some(PolledTogether { queue, ends, mut write, receive, send, action }) =
+                PolledTogether::new(Mode::Hybrid, true)
             else {
                 continue;
             };
             let (before, at_end) = (queue.counters().spin_rounds, Arc::new(Mutex::new(None)));
             let seen = at_end.clone();
-            *deed.0.lock().unwrap() = Some(Box::new(move || {
+            *action.0.lock().unwrap() = Some(Box::new(move || {
                 *seen.lock().unwrap() = Some(queue.counters().spin_rounds);
                 drop((send, receive, ends, queue));
             }));
             let found = poll(&mut write);
-            // Still there if they were not found together: the message had not arrived yet.
-            let missed = deed.0.lock().unwrap().take();
+            // The action is left if the message had not arrived.
+            let missed = action.0.lock().unwrap().take();
             drop(missed);
             if let (Poll::Ready(result), Some(at_end)) = (found, *at_end.lock().unwrap()) {
                 result.unwrap();
-                // What the queue counts it has counted while it is sure to be there. Found before the first round, there was
-                // nothing to count.
+                // The queue updates its counters before it calls wakers, which may drop it. Without
+                // a spin round, this proves nothing.
                 if at_end != before {
                     return;
                 }
             }
         }
-        panic!("never found together, or the rounds were not counted");
+        panic!("no poll found both completions, or spin rounds were not counted");
     });
 }
 
 #[test]
-fn operation_that_wakes_a_waker_that_panics_has_its_result() {
+fn panicking_waker_of_another_task_does_not_lose_a_result() {
     for mode in [Mode::Event, Mode::Hybrid] {
         bounded("a waker that panics", LONG, move || {
-            for _ in 0..TRIES {
-                let Some(mut together) = Together::new(mode, false) else { continue };
-                *together.deed.0.lock().unwrap() =
+            for _ in 0..ATTEMPTS {
+                let Some(mut together) = PolledTogether::new(mode, false) else { continue };
+                *together.action.0.lock().unwrap() =
                     Some(Box::new(|| resume_unwind(Box::new("woken"))));
                 let found = catch_unwind(AssertUnwindSafe(|| poll(&mut together.write)));
                 let found = found.expect("the panic of another task's waker");
-                if together.deed.0.lock().unwrap().take().is_some() {
-                    // Not found together.
+                if together.action.0.lock().unwrap().take().is_some() {
                     continue;
                 }
-                let Poll::Ready(result) = found else { panic!("it was found") };
+                let Poll::Ready(result) = found else { panic!("the write is pending") };
                 result.unwrap();
                 return;
             }
-            panic!("never found together");
+            panic!("no poll found both completions");
         });
     }
 }
 
 #[test]
-fn who_is_woken_by_a_reset_may_change_the_state_at_once() {
+fn waker_called_by_a_reset_may_modify_the_queue_pair() {
     bounded("a reset", LONG, || {
         let (device, pd) = device(&Network::new());
         let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
         let qp = QueuePair::new(&pd, &queue).unwrap();
         let pool = Pool::new(&pd, 64, 1).unwrap();
         let (receive, woken) = (qp.recv(pool.try_alloc(64).unwrap()), qp.clone());
-        // Runs where it is woken.
         let task = async move {
             assert!(
                 matches!(receive.await, Err(error) if matches!(error.kind(), OpErrorKind::Closed))
             );
             woken.modify(&QpAttr::to_state(QpState::Reset)).unwrap();
         };
-        Waker::from(Arc::new(Lonely(Mutex::new(Some(Box::pin(task)))))).wake();
+        Waker::from(Arc::new(SelfOwned(Mutex::new(Some(Box::pin(task)))))).wake();
         qp.modify(&QpAttr::to_state(QpState::Reset)).unwrap();
         assert_eq!(pool.available(), 1);
     });
 }
 
-/// A waker that counts, and panics from when it shall.
+/// A waker that counts wake-ups, and panics while `panics` is set.
 #[derive(Default)]
 struct Counting {
     woken: AtomicUsize,
@@ -247,7 +244,7 @@ impl Wake for Counting {
     }
 }
 
-/// Lets `future` wait with `waker`.
+/// Polls `future` until the queue counts it as waiting.
 fn let_wait<F: Future + Unpin>(queue: &CompletionQueue, waker: &Waker, future: &mut F) {
     let before = queue.counters().waiting;
     while queue.counters().waiting == before {
@@ -256,7 +253,7 @@ fn let_wait<F: Future + Unpin>(queue: &CompletionQueue, waker: &Waker, future: &
 }
 
 #[test]
-fn waker_that_panics_leaves_nobody_asleep() {
+fn panicking_waker_does_not_suppress_other_wakeups() {
     bounded("wakers that panic", LONG, || {
         let (device, pd) = device(&Network::new());
         let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
@@ -269,7 +266,7 @@ fn waker_that_panics_leaves_nobody_asleep() {
             let_wait(&queue, &Waker::from(waker.clone()), receive);
         }
         for (waker, panics) in wakers.iter().zip([true, false, true, false]) {
-            // Without a runtime whoever waits is asked to look again at once.
+            // Without a runtime, a pending poll wakes its own task, which is not counted.
             waker.woken.store(0, Ordering::SeqCst);
             waker.panics.store(panics, Ordering::SeqCst);
         }
@@ -277,14 +274,16 @@ fn waker_that_panics_leaves_nobody_asleep() {
         reset.expect("the panic of another task's waker").unwrap();
         assert_eq!(wakers.map(|waker| waker.woken.load(Ordering::SeqCst)), [1; 4]);
         for mut receive in receives {
-            let Poll::Ready(Err(error)) = poll(&mut receive) else { panic!("it is over") };
+            let Poll::Ready(Err(error)) = poll(&mut receive) else {
+                panic!("the receive is pending")
+            };
             assert!(matches!(error.kind(), OpErrorKind::Closed), "{error}");
         }
         assert_eq!(pool.available(), 4);
     });
 }
 
-/// Polls `future` until it is over, with a waker that panics.
+/// Polls `future` to completion with a waker that panics.
 fn poll_with_a_panicking_waker<F: Future>(what: &str, future: F) -> F::Output {
     let (mut future, waker) =
         (Box::pin(future), Arc::new(Counting { panics: true.into(), ..Counting::default() }));
@@ -301,7 +300,7 @@ fn poll_with_a_panicking_waker<F: Future>(what: &str, future: F) -> F::Output {
 }
 
 #[test]
-fn operation_that_wakes_its_own_task_survives_a_waker_that_panics() {
+fn operation_completes_although_its_own_waker_panics() {
     for mode in Mode::ALL {
         for flavour in [None, Some(Flavour::CurrentThread), Some(Flavour::MultiThread)] {
             bounded(&format!("{mode:?} {flavour:?}"), LONG, move || {
@@ -335,7 +334,6 @@ fn operation_that_wakes_its_own_task_survives_a_waker_that_panics() {
     }
 }
 
-/// The payload of a panic, whose destructor panics as well.
 struct PanicsAgain;
 
 impl Drop for PanicsAgain {
@@ -344,7 +342,6 @@ impl Drop for PanicsAgain {
     }
 }
 
-/// Panics when it is woken, from when it shall.
 #[derive(Default)]
 struct Panicking {
     woken: AtomicUsize,
@@ -360,7 +357,7 @@ impl Wake for Panicking {
     }
 }
 
-/// Three rounds in which one receive has a waker that panics and another, of the same queue, has a task that waits.
+/// Completes, three times, a receive whose waker panics and a receive that a task awaits.
 async fn panics_beside_a_task(
     queue: CompletionQueue,
     ends: [(QueuePair, QueuePair); 2],
@@ -386,7 +383,7 @@ async fn panics_beside_a_task(
 }
 
 #[test]
-fn waker_that_panics_affects_no_other_task_in_any_mode_on_any_runtime() {
+fn panicking_waker_affects_no_other_task_in_any_mode() {
     for mode in Mode::ALL {
         for flavour in Flavour::ALL {
             bounded(&format!("{mode:?} {flavour:?}"), LONG, move || {
@@ -397,10 +394,10 @@ fn waker_that_panics_affects_no_other_task_in_any_mode_on_any_runtime() {
                     ([pair(&pd, &queue), pair(&pd, &queue)], Pool::new(&pd, 64, 8).unwrap());
                 let test = panics_beside_a_task(queue.clone(), ends, pool);
                 if mode == Mode::Cooperative {
-                    // Without a driver each operation polls for itself, and no other wakes it.
+                    // Without a driver, each operation polls for itself.
                     runtime.block_on(queue.drive(test));
                 } else {
-                    // As a task, so that the thread that waits here leaves the I/O driver to a worker.
+                    // Spawned, so that a worker thread and not this one runs the I/O driver.
                     runtime
                         .block_on(async { tokio::spawn(test).await.expect("it does not panic") });
                 }
@@ -410,7 +407,7 @@ fn waker_that_panics_affects_no_other_task_in_any_mode_on_any_runtime() {
 }
 
 #[test]
-fn task_that_returns_a_buffer_survives_the_waker_of_one_that_waits_for_it() {
+fn returning_a_buffer_survives_a_panicking_waker() {
     bounded("a pool", LONG, || {
         let (_device, pd) = device(&Network::new());
         let pool = Pool::new(&pd, 64, 1).unwrap();
@@ -423,15 +420,12 @@ fn task_that_returns_a_buffer_survives_the_waker_of_one_that_waits_for_it() {
         drop(buffer);
         assert_eq!(waker.woken.load(Ordering::SeqCst), 1);
         drop(first);
-        assert!(
-            pool.try_alloc(64).is_ok(),
-            "the place of the first in the queue goes with its future"
-        );
+        assert!(pool.try_alloc(64).is_ok(), "the dropped future left the wait queue");
     });
 }
 
 #[test]
-fn thread_that_polls_survives_a_waker_that_panics() {
+fn polling_thread_survives_a_panicking_waker() {
     bounded("a poller", LONG, || {
         let (device, pd) = device(&Network::new());
         let queue = CompletionQueue::new(&device, Mode::BusyPoll.make()).unwrap();

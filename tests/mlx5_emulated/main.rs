@@ -1,7 +1,8 @@
-//! The suites on the real libibverbs and libmlx5, over an emulated ConnectX with InfiniBand ports and with RoCE ports.
+//! The conformance suites on the real libibverbs and libmlx5, over an emulated ConnectX with
+//! InfiniBand ports and with RoCE ports.
 //!
-//! It shows that this crate drives libmlx5 rightly, and says nothing of a ConnectX: what the device does is made up in
-//! `testing/emulated-connectx`.
+//! They test this crate's use of libmlx5, not a real ConnectX: `testing/emulated-connectx` invents
+//! the behaviour of the device.
 
 #![cfg(all(
     feature = "mlx5",

@@ -1,4 +1,4 @@
-//! What the hostile tests share: seeds that can be replayed, limits on every wait, modes, connected pairs.
+//! Replayable seeds, bounded waits, completion modes and connected pairs for stress tests.
 
 #![allow(dead_code, unreachable_pub, reason = "each test file uses a part of it")]
 
@@ -20,26 +20,23 @@ use tokio_rdma::{
     QueuePair,
 };
 
-/// No wait of a test that works takes anywhere near this long, on however slow a machine.
 pub const LONG: Duration = Duration::from_secs(60);
 
-/// Name of the real device under test, if `TOKIO_RDMA_DEVICE` names one.
+/// Returns the name of the real device under test, if `TOKIO_RDMA_DEVICE` names one.
 pub fn hardware() -> Option<String> {
     std::env::var("TOKIO_RDMA_DEVICE").ok().filter(|name| name != Device::SOFTWARE)
 }
 
-/// `count` on the software device. A real one may be that of an emulated machine: there each operation costs a
-/// millisecond, so a test makes do with fewer.
+/// Returns fewer on a real device: in an emulated machine an operation takes a millisecond.
 pub fn scaled(count: u64) -> u64 {
     if hardware().is_some() { count / 8 } else { count }
 }
 
-/// As long as `limit` on the software device, longer on a real one.
 fn patience(limit: Duration) -> Duration {
     if hardware().is_some() { limit * 5 } else { limit }
 }
 
-/// Runs `test` in a thread of its own, and fails if it does not end: a hang is a failure that names itself.
+/// Runs `test` in a thread; panics if it takes longer than `limit`.
 pub fn bounded<T: Send + 'static>(
     what: &str,
     limit: Duration,
@@ -53,23 +50,22 @@ pub fn bounded<T: Send + 'static>(
     });
     let thread = thread.expect("a thread can be started");
     match ended.recv_timeout(limit) {
-        // Disconnected without a word: it panicked, which `join` tells.
+        // If disconnected, the thread panicked, and `join` returns its panic.
         Ok(()) | Err(RecvTimeoutError::Disconnected) => {
             thread.join().unwrap_or_else(|panic| resume_unwind(panic))
         }
-        Err(RecvTimeoutError::Timeout) => panic!("{what}: hangs, given up after {limit:?}"),
+        Err(RecvTimeoutError::Timeout) => panic!("{what}: hangs, stopped waiting after {limit:?}"),
     }
 }
 
-/// Fails if `future` does not end.
+/// Awaits `future`; panics if it hangs.
 pub async fn soon<F: Future>(what: &str, future: F) -> F::Output {
     match tokio::time::timeout(patience(LONG), future).await {
         Ok(output) => output,
-        Err(_) => panic!("{what}: hangs, given up"),
+        Err(_) => panic!("{what}: hangs"),
     }
 }
 
-/// Drives `future` on this thread without any runtime, as `futures::executor::block_on`.
 pub fn block_on<F: Future>(future: F) -> F::Output {
     struct Unpark(thread::Thread);
     impl Wake for Unpark {
@@ -87,14 +83,13 @@ pub fn block_on<F: Future>(future: F) -> F::Output {
     }
 }
 
-/// A seed, printed if the test that holds it fails.
+/// A seed that is printed if the test fails.
 pub struct Seed {
     test: &'static str,
     pub value: u64,
 }
 
 impl Seed {
-    /// A new seed, or that of `TOKIO_RDMA_SEED`.
     pub fn new(test: &'static str) -> Self {
         let value = match std::env::var("TOKIO_RDMA_SEED") {
             Ok(given) => given.parse().expect("TOKIO_RDMA_SEED is a number"),
@@ -104,7 +99,7 @@ impl Seed {
     }
 }
 
-/// Without fastrand's `std` feature: hash keys are random.
+/// Returns a random number; fastrand is built without feature `std`.
 fn random() -> u64 {
     use std::hash::{BuildHasher, RandomState};
     RandomState::new().hash_one(std::process::id())
@@ -118,7 +113,6 @@ impl Drop for Seed {
     }
 }
 
-/// The completion modes, each made anew.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
     Event,
@@ -140,7 +134,6 @@ impl Mode {
     }
 }
 
-/// Flavours of Tokio's runtime.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Flavour {
     CurrentThread,
@@ -159,7 +152,7 @@ impl Flavour {
     }
 }
 
-/// A network on which nothing is done before the posting verb has returned.
+/// Creates a network on which no work completes before its post returns.
 pub fn slow_network(seed: u64) -> Network {
     Network::with_faults(
         seed,
@@ -167,8 +160,8 @@ pub fn slow_network(seed: u64) -> Network {
     )
 }
 
-/// Receivers are late on purpose, so those who find none try again soon. Nothing is lost, so acknowledgements are
-/// waited for as long as a loaded machine may take.
+/// Returns options with a short RNR timer, because receives are late on purpose, and a long
+/// timeout, because nothing is lost and the machine may be loaded.
 pub fn impatient() -> ConnectOptions {
     ConnectOptions {
         timeout: AckTimeout::from_code(18),
@@ -177,13 +170,11 @@ pub fn impatient() -> ConnectOptions {
     }
 }
 
-/// Connects two queue pairs with each other.
 pub fn connect(a: &QueuePair, b: &QueuePair) {
     a.connect_with(&b.endpoint(), &impatient()).expect("connects");
     b.connect_with(&a.endpoint(), &impatient()).expect("connects");
 }
 
-/// The device under test with a protection domain: a real one, or one in `network`.
 pub fn device(network: &Network) -> (Device, ProtectionDomain) {
     let Some(name) = hardware() else { return software(network) };
     let device = Device::open(&name).unwrap_or_else(|error| panic!("{name}: {error}"));
@@ -191,24 +182,21 @@ pub fn device(network: &Network) -> (Device, ProtectionDomain) {
     (device, pd)
 }
 
-/// A software device, for what no other can show, with a protection domain.
 pub fn software(network: &Network) -> (Device, ProtectionDomain) {
     let device = Device::software_in(network, "torture0").expect("opens");
     let pd = device.protection_domain().expect("a protection domain");
     (device, pd)
 }
 
-/// False on SoftRoCE (Linux 6.1): it may miss that what fenced work waits for has ended, and looks again at the next post
-/// only. With a full send queue there is none.
+/// Returns false on SoftRoCE (Linux 6.1), which may stall fenced work until the next post.
 pub fn keeps_fences(device: &Device) -> bool {
     let keeps = device.attr().vendor_id != 0xff_ffff;
     if !keeps {
-        eprintln!("SKIPPED fences: SoftRoCE may forget fenced work");
+        eprintln!("SKIPPED fences: SoftRoCE may stall fenced work");
     }
     keeps
 }
 
-/// A connected pair on one completion queue.
 pub fn pair(pd: &ProtectionDomain, queue: &CompletionQueue) -> (QueuePair, QueuePair) {
     let new = || QueuePair::new(pd, queue).expect("a queue pair");
     let (a, b) = (new(), new());
@@ -216,8 +204,8 @@ pub fn pair(pd: &ProtectionDomain, queue: &CompletionQueue) -> (QueuePair, Queue
     (a, b)
 }
 
-/// Two connected queue pairs with room for two sends and one receive, on a network where nothing moves; buffers, and memory of the
-/// same device.
+/// Returns connected queue pairs with capacity for two sends and one receive on a network that
+/// stands still, buffers and a region.
 pub fn narrow(buffers: usize) -> (Network, [QueuePair; 2], Pool, ExposedRegion) {
     let network = Network::simulated(1, Faults::none());
     let (device, pd) = software(&network);
@@ -229,7 +217,6 @@ pub fn narrow(buffers: usize) -> (Network, [QueuePair; 2], Pool, ExposedRegion) 
     (network, [a, b], Pool::new(&pd, 64, buffers).unwrap(), region)
 }
 
-/// Waits until `condition` holds: what other threads are about to do.
 pub async fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
     soon(what, async {
         while !condition() {
@@ -239,7 +226,6 @@ pub async fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
     .await;
 }
 
-/// Lets other tasks run `times` times.
 pub async fn yields(times: u32) {
     for _ in 0..times {
         tokio::task::yield_now().await;

@@ -1,5 +1,4 @@
-//! Two processes on one machine that meet by address and talk RoCE v2 over UDP: the whole stack, from the connection manager's
-//! messages to those of a service. No root, no RDMA. The other process is this test binary again, see `the_peer`.
+//! Connections by address between two processes over UDP, without root or RDMA hardware.
 
 use crate::common::udp;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -18,11 +17,11 @@ use tokio_rdma::{
     RemoteRegion,
 };
 
-/// Set in the other process.
+/// Environment variable that is set in the other process.
 const ROLE: &str = "TOKIO_RDMA_CONNECTIONS_UDP";
 
-/// 33 ms, seven times: a machine with other things to do is no peer that is gone, and one that is gone is found out in a
-/// second or so.
+/// Returns an ACK timeout of 33 ms and seven retries. That suffices on a busy machine, and detects
+/// a lost peer in about a second.
 fn config() -> ConnectionConfig {
     let options =
         ConnectOptions { timeout: AckTimeout::from_code(13), retry_count: 7, ..Default::default() };
@@ -33,17 +32,16 @@ fn run<F: Future<Output = ()>>(what: &'static str, test: impl FnOnce() -> F + Se
     bounded(what, 2 * LONG, move || Flavour::MultiThread.runtime().block_on(test()));
 }
 
-/// A device of this process, at an address of its own.
 fn device() -> Device {
     Device::software_in(&udp::network(&["here"]), "here").unwrap()
 }
 
-/// The other process, and where it listens. It ends when this is dropped.
+/// The other process, which is killed on drop.
 struct Peer {
     child: Child,
-    /// Of messages.
+    /// The listener for messages.
     address: SocketAddr,
-    /// Of queue pairs without any.
+    /// The listener for plain queue pairs.
     plain: SocketAddr,
     stdin: Option<ChildStdin>,
 }
@@ -59,11 +57,11 @@ impl Peer {
             .unwrap();
         let stdin = child.stdin.take();
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        let said = lines
+        let addresses = lines
             .find_map(|line| line.unwrap().split_once("PEER ").map(|(_, rest)| rest.to_owned()));
-        let said = said.expect("the other process says where it is");
-        let (address, plain) = said.split_once(' ').unwrap();
-        // What it says later must go somewhere.
+        let addresses = addresses.expect("a line with the addresses of the other process");
+        let (address, plain) = addresses.split_once(' ').unwrap();
+        // Drains the pipe, so that the other process does not block.
         std::thread::spawn(move || {
             lines.for_each(|line| println!("  peer: {}", line.unwrap_or_default()))
         });
@@ -75,7 +73,7 @@ impl Peer {
         self.child.wait().unwrap();
     }
 
-    /// It ends as it should.
+    /// Closes standard input, which ends the process, and checks its status.
     fn finish(mut self) {
         drop(self.stdin.take());
         assert!(self.child.wait().unwrap().success());
@@ -84,22 +82,25 @@ impl Peer {
     async fn connect(
         &self,
         device: &Device,
-        wish: &'static str,
+        behaviour: &'static str,
     ) -> Result<Connection, EstablishError> {
-        soon("connect", Connection::connect_with(device, self.address, &config().user_data(wish)))
-            .await
+        soon(
+            "connect",
+            Connection::connect_with(device, self.address, &config().user_data(behaviour)),
+        )
+        .await
     }
 }
 
 impl Drop for Peer {
     fn drop(&mut self) {
-        // Fails if it has ended, which is as well.
+        // Fails if the process has already ended.
         self.child.kill().ok();
         self.child.wait().ok();
     }
 }
 
-/// The other process; of no use alone.
+/// Runs the other process of [`Peer::start`].
 #[test]
 fn the_peer() {
     if std::env::var_os(ROLE).is_none() {
@@ -111,32 +112,30 @@ fn the_peer() {
         let listener = Listener::bind_with(&device, (ip, 0), &config().user_data("from the peer"))
             .await
             .unwrap();
-        // The unspecified address is that of the device.
         let plain = cm::Listener::bind(&device, "0.0.0.0:0").await.unwrap();
         let plain_address = SocketAddr::new(ip, plain.local_addr().port());
         let mut out = std::io::stdout();
         writeln!(out, "PEER {} {plain_address}", listener.local_addr()).unwrap();
         tokio::spawn(serve(listener));
         tokio::spawn(answer(plain, device.clone()));
-        let told = tokio::task::spawn_blocking(|| std::io::stdin().read(&mut [0]).unwrap());
-        tokio::time::timeout(2 * LONG, told)
+        let input_closed = tokio::task::spawn_blocking(|| std::io::stdin().read(&mut [0]).unwrap());
+        tokio::time::timeout(2 * LONG, input_closed)
             .await
-            .expect("the other process is forgotten")
+            .expect("standard input was not closed in time")
             .unwrap();
     });
 }
 
-/// Does for each connection what it wishes.
 async fn serve(listener: Listener) {
     loop {
         let request = listener.request().await.unwrap();
         tokio::spawn(async move {
-            let wish = request.user_data().clone();
-            if wish == "refuse me" {
-                return request.reject(b"as you wish").await.unwrap();
+            let behaviour = request.user_data().clone();
+            if behaviour == "refuse me" {
+                return request.reject(b"as requested").await.unwrap();
             }
             let connection = request.accept().await.unwrap();
-            match &wish[..] {
+            match &behaviour[..] {
                 b"echo" => {
                     while let Some(message) = connection.recv().await.unwrap() {
                         connection.send(message).await.unwrap();
@@ -160,7 +159,7 @@ async fn serve(listener: Listener) {
     }
 }
 
-/// Queue pairs without a protocol: each first message is sent back, and a goodbye answered.
+/// Echoes the first message on plain queue pairs, then disconnects or waits for that.
 async fn answer(listener: cm::Listener, device: Device) {
     let (pd, queue) = queues(&device);
     let pool = Pool::new(&pd, 4096, 64).unwrap();
@@ -173,12 +172,12 @@ async fn answer(listener: cm::Listener, device: Device) {
                 return request.reject(b"no, then").await.unwrap();
             }
             let received = qp.recv(pool.alloc(4096).await.unwrap());
-            let options = cm::Options::default().private_data(b"welcome".to_vec());
+            let options = cm::ConnectionOptions::default().private_data(b"welcome".to_vec());
             let link = request.accept(&qp, &options).await.unwrap();
             let received = received.await.unwrap();
-            let leave = received.buffer.starts_with(b"leave");
+            let disconnect = received.buffer.starts_with(b"disconnect");
             qp.send(received.buffer).await.unwrap();
-            if leave {
+            if disconnect {
                 link.disconnect().await.unwrap();
             } else {
                 assert_eq!(link.disconnected().await, Disconnection::Peer);
@@ -195,13 +194,13 @@ fn queues(device: &Device) -> (ProtectionDomain, CompletionQueue) {
 }
 
 #[test]
-fn a_thousand_messages_of_mixed_sizes_go_and_come_back() {
+fn thousand_messages_of_mixed_sizes_are_echoed() {
     run("messages", || async {
         let (peer, device) = (Peer::start(), device());
         let connection = peer.connect(&device, "echo").await.unwrap();
         assert_eq!(connection.user_data(), "from the peer");
         assert_eq!(connection.peer_addr(), Some(peer.address));
-        // Up to 8 KiB into a receive, above fetched; around the MTU, and several times it.
+        // Around the MTU, around 8 KiB (longer messages are fetched), and many packets long.
         let lengths =
             [0, 1, 5, 64, 1023, 1024, 1025, 4095, 4096, 4097, 8192, 8193, 20_000, 65_536, 200_001];
         let length = |number: usize| {
@@ -232,7 +231,7 @@ fn a_thousand_messages_of_mixed_sizes_go_and_come_back() {
 }
 
 #[test]
-fn many_connections_at_once_and_one_after_the_other() {
+fn many_connections_work_in_parallel_and_in_sequence() {
     run("connections", || async {
         let (peer, device) = (Peer::start(), device());
         let talk = async |number: u64| {
@@ -250,7 +249,7 @@ fn many_connections_at_once_and_one_after_the_other() {
 }
 
 #[test]
-fn either_side_may_end_it_cleanly_or_not() {
+fn either_side_may_close_or_drop_the_connection() {
     run("ends", || async {
         let (peer, device) = (Peer::start(), device());
         let closed_there = peer.connect(&device, "close").await.unwrap();
@@ -265,7 +264,6 @@ fn either_side_may_end_it_cleanly_or_not() {
 
         let dropped_here = peer.connect(&device, "drop").await.unwrap();
         drop(dropped_here);
-        // The other process is as before.
         let echo = peer.connect(&device, "echo").await.unwrap();
         echo.send("still there?").await.unwrap();
         assert_eq!(recv(&echo).await, "still there?");
@@ -275,28 +273,27 @@ fn either_side_may_end_it_cleanly_or_not() {
 }
 
 #[test]
-fn requests_are_refused_with_what_the_other_side_has_to_say() {
+fn rejections_carry_the_data_of_the_other_process() {
     run("refusals", || async {
         let (peer, device) = (Peer::start(), device());
         match peer.connect(&device, "refuse me").await {
             Err(EstablishError::Rejected { user_data, .. }) => {
-                assert_eq!(&user_data[..], b"as you wish")
+                assert_eq!(&user_data[..], b"as requested")
             }
             other => panic!("{other:?}"),
         }
-        // The process is there, and nobody in it listens.
-        let nobody = SocketAddr::new(peer.address.ip(), 1);
-        match soon("refusal", Connection::connect_with(&device, nobody, &config())).await {
+        // The process has no listener at this port.
+        let unused = SocketAddr::new(peer.address.ip(), 1);
+        match soon("refusal", Connection::connect_with(&device, unused, &config())).await {
             Err(EstablishError::Connect(ConnectError::Refused { address })) => {
-                assert_eq!(address, nobody)
+                assert_eq!(address, unused)
             }
             other => panic!("{other:?}"),
         }
-        // Without messages.
         let (pd, queue) = queues(&device);
         let route = cm::resolve(&device, peer.plain).await.unwrap();
         let qp = route.prepare(QueuePair::builder(&pd, &queue)).build().unwrap();
-        let options = cm::Options::default().private_data(b"no".to_vec());
+        let options = cm::ConnectionOptions::default().private_data(b"no".to_vec());
         match soon("refusal", route.connect(&qp, &options)).await {
             Err(ConnectError::Rejected { private_data, .. }) => {
                 assert_eq!(&private_data[..8], b"no, then")
@@ -308,26 +305,26 @@ fn requests_are_refused_with_what_the_other_side_has_to_say() {
 }
 
 #[test]
-fn queue_pairs_meet_with_private_data_and_part_from_either_side() {
+fn queue_pairs_exchange_private_data_and_either_side_disconnects() {
     run("queue pairs", || async {
         let (peer, device) = (Peer::start(), device());
         let (pd, queue) = queues(&device);
         let pool = Pool::new(&pd, 4096, 4).unwrap();
-        for leaves in ["here", "there"] {
+        for disconnects in ["here", "there"] {
             let route = cm::resolve(&device, peer.plain).await.unwrap();
             let qp = route.prepare(QueuePair::builder(&pd, &queue)).build().unwrap();
             let received = qp.recv(pool.alloc(4096).await.unwrap());
-            let options = cm::Options::default().private_data(b"good morning".to_vec());
+            let options = cm::ConnectionOptions::default().private_data(b"good morning".to_vec());
             let link = soon("connect", route.connect(&qp, &options)).await.unwrap();
             assert_eq!(&link.private_data()[..8], b"welcome\0");
             assert_eq!(link.peer_addr(), peer.plain);
-            let text = if leaves == "there" { &b"leave"[..] } else { b"stay" };
+            let text = if disconnects == "there" { &b"disconnect"[..] } else { b"wait" };
             qp.send(pool.copy_from(text).unwrap()).await.unwrap();
             assert_eq!(&soon("answer", received).await.unwrap().buffer[..], text);
-            if leaves == "there" {
-                assert_eq!(soon("goodbye", link.disconnected()).await, Disconnection::Peer);
+            if disconnects == "there" {
+                assert_eq!(soon("disconnection", link.disconnected()).await, Disconnection::Peer);
             } else {
-                soon("goodbye", link.disconnect()).await.unwrap();
+                soon("disconnect", link.disconnect()).await.unwrap();
                 assert_eq!(link.disconnected().await, Disconnection::Local);
             }
             soon("timewait", link.drained()).await.unwrap();
@@ -337,7 +334,7 @@ fn queue_pairs_meet_with_private_data_and_part_from_either_side() {
 }
 
 #[test]
-fn memory_of_the_other_process_is_read_and_written_beside_messages() {
+fn peer_process_memory_is_read_and_written_alongside_messages() {
     run("memory", || async {
         let (peer, device) = (Peer::start(), device());
         let connection = peer.connect(&device, "expose").await.unwrap();
@@ -365,12 +362,12 @@ fn memory_of_the_other_process_is_read_and_written_beside_messages() {
     });
 }
 
-/// A link without messages to the other process, idle, with a receive that waits.
+/// Connects a plain queue pair with a receive in flight.
 async fn idle(
     peer: &Peer,
     device: &Device,
-    options: &cm::Options,
-) -> (cm::Link, QueuePair, Recv<BufMut>) {
+    options: &cm::ConnectionOptions,
+) -> (cm::CmConnection, QueuePair, Recv<BufMut>) {
     let (pd, queue) = queues(device);
     let pool = Pool::new(&pd, 4096, 4).unwrap();
     let route = cm::resolve(device, peer.plain).await.unwrap();
@@ -381,7 +378,7 @@ async fn idle(
 }
 
 #[test]
-fn process_that_is_killed_while_nothing_is_in_flight_is_noticed_by_keepalive() {
+fn keepalive_detects_a_killed_idle_process() {
     run("killed while idle", || async {
         for signal in ["TERM", "KILL"] {
             let (mut peer, device) = (Peer::start(), device());
@@ -390,7 +387,7 @@ fn process_that_is_killed_while_nothing_is_in_flight_is_noticed_by_keepalive() {
                 retry_count: 7,
                 ..Default::default()
             };
-            let options = cm::Options::default()
+            let options = cm::ConnectionOptions::default()
                 .transport(transport)
                 .keepalive(Some(Duration::from_millis(50)));
             let (link, qp, waits) = idle(&peer, &device, &options).await;
@@ -413,10 +410,10 @@ fn process_that_is_killed_while_nothing_is_in_flight_is_noticed_by_keepalive() {
 }
 
 #[test]
-fn process_that_returns_from_main_disconnects_its_peers() {
+fn returning_from_main_disconnects_the_peers() {
     run("returned", || async {
         let (peer, device) = (Peer::start(), device());
-        let (link, _qp, waits) = idle(&peer, &device, &cm::Options::default()).await;
+        let (link, _qp, waits) = idle(&peer, &device, &cm::ConnectionOptions::default()).await;
         let connection = peer.connect(&device, "echo").await.unwrap();
         peer.finish();
         assert_eq!(soon("the end", link.disconnected()).await, Disconnection::Peer);
@@ -426,7 +423,7 @@ fn process_that_returns_from_main_disconnects_its_peers() {
 }
 
 #[test]
-fn peer_that_is_killed_is_an_error_and_its_address_can_be_used_again() {
+fn killed_peer_fails_connections_and_a_new_peer_is_reachable() {
     run("kill", || async {
         let (mut peer, device) = (Peer::start(), device());
         let (echo, idle) = (
@@ -436,7 +433,7 @@ fn peer_that_is_killed_is_an_error_and_its_address_can_be_used_again() {
         echo.send("there?").await.unwrap();
         assert_eq!(recv(&echo).await, "there?");
         peer.kill();
-        // Until its retries are over, sends are only on their way.
+        // Sends succeed until the retries are exceeded.
         let end = soon("the end", async {
             loop {
                 if let Err(error) = echo.send(pattern(100, 1)).await {
@@ -447,39 +444,36 @@ fn peer_that_is_killed_is_an_error_and_its_address_can_be_used_again() {
         });
         let error = end.await;
         assert!(matches!(error, MessageError::Closed(CloseReason::Operation(_))), "{error:?}");
-        // Nobody is there any more, and nobody answers.
         let hasty = config().connect_timeout(Duration::from_millis(500));
         match soon("no answer", Connection::connect_with(&device, peer.address, &hasty)).await {
             Err(EstablishError::Connect(ConnectError::TimedOut { .. })) => {}
             other => panic!("{other:?}"),
         }
-        // Another process knows nothing of the old connections.
         drop((echo, idle));
         let next = Peer::start();
         let echo = next.connect(&device, "echo").await.unwrap();
-        echo.send("who is there?").await.unwrap();
-        assert_eq!(recv(&echo).await, "who is there?");
+        echo.send("a new peer?").await.unwrap();
+        assert_eq!(recv(&echo).await, "a new peer?");
         soon("close", echo.close()).await.unwrap();
         next.finish();
     });
 }
 
 #[test]
-fn address_of_nobody_is_given_up_at_the_deadline() {
-    run("nobody", || async {
+fn connect_to_an_unused_address_times_out() {
+    run("unused address", || async {
         let device = device();
-        let nobody = SocketAddr::new(udp::address(), 7471);
+        let unused = SocketAddr::new(udp::address(), 7471);
         let after = Duration::from_millis(1_500);
         match soon(
             "no answer",
-            Connection::connect_with(&device, nobody, &config().connect_timeout(after)),
+            Connection::connect_with(&device, unused, &config().connect_timeout(after)),
         )
         .await
         {
             Err(EstablishError::Connect(ConnectError::TimedOut { .. })) => {}
             other => panic!("{other:?}"),
         }
-        // A loopback device has no way to other hosts.
         let outside = "192.0.2.1:7471".parse::<SocketAddr>().unwrap();
         match soon("no route", cm::resolve(&device, outside)).await {
             Err(ConnectError::Resolve { address, .. }) => assert_eq!(address, outside),

@@ -1,7 +1,7 @@
-//! The device of a service and that of its clients: what is opened, at which address, and why it is not.
+//! Default devices of services and of their clients: addresses, and errors of opening.
 //!
-//! Software devices over UDP on loopback, at the port of RoCE v2. Where SoftRoCE has that, or `TOKIO_RDMA_DEVICE` names a real
-//! device, the tests that need one are skipped, and say so.
+//! The tests are skipped, with a message, if SoftRoCE uses the port or `TOKIO_RDMA_DEVICE` names a
+//! real device.
 
 use crate::common::udp;
 use std::io;
@@ -17,10 +17,10 @@ use tokio_rdma::{
     OpErrorKind, Pool, QueuePair,
 };
 
-/// Only a hang takes this long.
+/// A timeout that only a hang reaches.
 const HANG: Duration = Duration::from_secs(60);
 
-/// False, with a word, where there is no software device over UDP.
+/// Returns whether software devices over UDP are available, and prints why not.
 fn runs() -> bool {
     if let Some(name) =
         std::env::var("TOKIO_RDMA_DEVICE").ok().filter(|name| name != Device::SOFTWARE)
@@ -37,7 +37,6 @@ fn runs() -> bool {
     }
 }
 
-/// A device at an address that nobody has, and the address.
 fn somewhere() -> (Device, IpAddr) {
     for _ in 0..100 {
         let address = udp::address();
@@ -63,7 +62,7 @@ fn refused(opened: Result<Device, OpenError>) -> UdpError {
 }
 
 #[test]
-fn device_is_at_its_address_alone_until_it_is_gone() {
+fn device_holds_its_address_exclusively_until_dropped() {
     if !runs() {
         return;
     }
@@ -81,11 +80,11 @@ fn device_is_at_its_address_alone_until_it_is_gone() {
     drop(pd);
     let IpAddr::V4(v4) = address else { panic!("{address}") };
     let again = Device::open_default_at(v4.to_ipv6_mapped().into()).unwrap();
-    assert_eq!(address_of(&again), address, "the same address in another form");
+    assert_eq!(address_of(&again), address, "an IPv4-mapped address is the same address");
 }
 
 #[test]
-fn clients_of_a_service_have_an_address_each_and_reach_it() {
+fn clients_get_distinct_addresses_and_reach_the_service() {
     if !runs() {
         return;
     }
@@ -113,7 +112,6 @@ fn clients_of_a_service_have_an_address_each_and_reach_it() {
     runtime.block_on(async { tokio::time::timeout(HANG, scenario).await.expect("hangs") });
 }
 
-/// A queue pair, and memory that its peer may write.
 fn end(device: &Device) -> (QueuePair, Pool, ExposedRegion) {
     let pd = device.protection_domain().unwrap();
     let queue = CompletionQueue::new(device, CompletionMode::Event).unwrap();
@@ -122,10 +120,10 @@ fn end(device: &Device) -> (QueuePair, Pool, ExposedRegion) {
     (QueuePair::new(&pd, &queue).unwrap(), pool, region)
 }
 
-/// Connects a queue pair of `writer` to one of `target`, both ways, and writes. The result, and what the target's memory holds.
+/// Writes from one device to another. Returns the result and the first byte of the target's memory.
 async fn write_from(writer: &Device, target: &Device) -> (Result<(), OpErrorKind>, u8) {
     let ((qp, pool, _ours), (theirs, _pool, region)) = (end(writer), end(target));
-    // The fewest repetitions that a busy machine does not exceed: the writer that is not heard has to use them all.
+    // As few retries as a busy machine allows. A writer that is ignored uses all of them.
     let options =
         ConnectOptions { timeout: AckTimeout::from_code(16), retry_count: 3, ..Default::default() };
     qp.connect_with(&theirs.endpoint(), &options).unwrap();
@@ -137,7 +135,7 @@ async fn write_from(writer: &Device, target: &Device) -> (Result<(), OpErrorKind
 }
 
 #[test]
-fn client_of_one_service_executes_nothing_from_a_third_address() {
+fn client_of_one_service_ignores_other_addresses() {
     if !runs() {
         return;
     }
@@ -151,11 +149,15 @@ fn client_of_one_service_executes_nothing_from_a_third_address() {
             panic!("executed: {refused:?}, {byte}")
         };
         assert_eq!((error.status, byte), (WcStatus::RETRY_EXC_ERR, 0));
-        assert_eq!(write_from(&server, &client).await, (Ok(()), 7), "the service is heard");
+        assert_eq!(
+            write_from(&server, &client).await,
+            (Ok(()), 7),
+            "packets of the service are accepted"
+        );
         assert_eq!(
             write_from(&third, &open).await,
             (Ok(()), 7),
-            "a client of several hosts hears all of them"
+            "a client of several hosts accepts packets of all"
         );
     };
     let runtime =
@@ -164,22 +166,22 @@ fn client_of_one_service_executes_nothing_from_a_third_address() {
 }
 
 #[test]
-fn peer_that_has_one_of_the_addresses_keeps_it() {
+fn client_does_not_take_the_address_of_its_peer() {
     if !runs() {
         return;
     }
-    // A client that comes before its server.
+    // The server is not open yet, so its address is unused.
     let peer: IpAddr = Ipv4Addr::new(127, 0, 0, 254).into();
     assert_ne!(address_of(&Device::open_default_to(peer).unwrap()), peer);
 }
 
 #[test]
-fn ipv6_has_one_loopback_address_for_both_ends() {
+fn ipv6_loopback_address_holds_one_device() {
     if !runs() {
         return;
     }
     let loopback = IpAddr::V6(Ipv6Addr::LOCALHOST);
-    // Another program may have it, for a while.
+    // Another program may use the address for a while.
     let device = (0..100).find_map(|_| Device::open_default_at(loopback).ok());
     let device = device.expect("port 4791 of ::1, and IPv6");
     let error = refused(Device::open_default_to(loopback));
@@ -195,11 +197,11 @@ fn ipv6_has_one_loopback_address_for_both_ends() {
     assert!(error.to_string().contains("IPv6 has no other loopback address"), "{error}");
     drop(device);
     let device = (0..100).find_map(|_| Device::open_default_to(loopback).ok());
-    assert_eq!(address_of(&device.expect("it is free again")), loopback);
+    assert_eq!(address_of(&device.expect("the address is unused")), loopback);
 }
 
 #[test]
-fn addresses_that_cannot_work_are_refused() {
+fn unusable_addresses_are_refused() {
     if !runs() {
         return;
     }
@@ -209,14 +211,20 @@ fn addresses_that_cannot_work_are_refused() {
         assert_eq!(refused(Device::open_default_at(address)), error);
         assert_eq!(refused(Device::open_default_to(address)), error);
     }
-    // Reserved for documentation: nobody has it.
-    let nobody: IpAddr = "198.51.100.1".parse().unwrap();
-    assert_eq!(refused(Device::open_default_at(nobody)), UdpError::NotLocal { address: nobody });
-    // Without its interface.
+    // A documentation address (RFC 5737), assigned to no host.
+    let unassigned: IpAddr = "198.51.100.1".parse().unwrap();
+    assert_eq!(
+        refused(Device::open_default_at(unassigned)),
+        UdpError::NotLocal { address: unassigned }
+    );
+    // A link-local address without its interface.
     let link_local: IpAddr = "fe80::1".parse().unwrap();
     let error = refused(Device::open_default_to(link_local));
     assert!(
-        matches!(error, UdpError::NoRoute { peer, error } if peer == link_local && error.errno != 0),
+        matches!(
+            error,
+            UdpError::NoRoute { peer, error } if peer == link_local && error.errno != 0
+        ),
         "{error:?}"
     );
     assert_eq!(io::Error::from(OpenError::from(error)).kind(), io::ErrorKind::NetworkUnreachable);

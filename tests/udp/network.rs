@@ -1,4 +1,4 @@
-//! A network over UDP: what its configuration may say, and what strangers can do to it.
+//! Networks over UDP: their configuration, and packets of unknown senders.
 
 use crate::common::udp;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, UdpSocket};
@@ -13,7 +13,7 @@ use tokio_rdma::{
     QueuePair,
 };
 
-/// Only a hang takes this long.
+/// A timeout that only a hang reaches.
 const HANG: Duration = Duration::from_secs(60);
 const BLOCK: usize = 64 << 10;
 
@@ -51,7 +51,6 @@ impl End {
     }
 }
 
-/// Address of the only device of a network, and the device.
 fn only(network: &Network) -> (Device, SocketAddr) {
     let device = Device::software_in(network, "one").unwrap();
     let ip = device.default_path().unwrap().1.gid.to_ip();
@@ -70,7 +69,7 @@ fn run(scenario: impl Future<Output = ()>) {
 }
 
 #[test]
-fn port_is_taken_until_the_network_is_gone() {
+fn port_is_in_use_until_network_and_devices_are_dropped() {
     let network = udp::network(&["one"]);
     let (device, address) = only(&network);
     let config = UdpConfig::new().device("two", address.ip()).port(address.port());
@@ -89,18 +88,21 @@ fn port_is_taken_until_the_network_is_gone() {
 }
 
 #[test]
-fn network_that_cannot_be_made_leaves_nothing_behind() {
-    // Reserved for documentation: nobody has it.
-    let nobody: IpAddr = "192.0.2.1".parse().unwrap();
+fn failed_network_releases_its_addresses() {
+    // A documentation address (RFC 5737), assigned to no host.
+    let unassigned: IpAddr = "192.0.2.1".parse().unwrap();
     let (address, port) = (udp::address(), UdpConfig::PORT + 1);
-    let config = UdpConfig::new().port(port).device("one", address).device("two", nobody);
-    assert_eq!(Network::udp(&config).unwrap_err(), UdpError::NotLoopback { address: nobody });
-    assert_eq!(Network::udp(&config.expose()).unwrap_err(), UdpError::NotLocal { address: nobody });
+    let config = UdpConfig::new().port(port).device("one", address).device("two", unassigned);
+    assert_eq!(Network::udp(&config).unwrap_err(), UdpError::NotLoopback { address: unassigned });
+    assert_eq!(
+        Network::udp(&config.expose()).unwrap_err(),
+        UdpError::NotLocal { address: unassigned }
+    );
     Network::udp(&UdpConfig::new().port(port).device("one", address)).unwrap();
 }
 
 #[test]
-fn devices_are_those_of_the_configuration() {
+fn network_has_exactly_the_configured_devices() {
     let network = udp::network(&["one", "two"]);
     match Device::software_in(&network, "three") {
         Err(OpenError::NotFound { mut available, .. }) => {
@@ -119,9 +121,9 @@ fn devices_are_those_of_the_configuration() {
 }
 
 #[test]
-fn ipv6_carries_the_same() {
+fn operations_work_over_ipv6() {
     let loopback = IpAddr::V6(Ipv6Addr::LOCALHOST);
-    // Other programs may have the port of the only address there is.
+    // There is only one loopback address, and another program may use the port.
     let network = (0..100).find_map(|offset| {
         Network::udp(&UdpConfig::new().device("one", loopback).port(UdpConfig::PORT + 100 + offset))
             .ok()
@@ -140,7 +142,6 @@ fn ipv6_carries_the_same() {
     });
 }
 
-/// Waits until the network has counted as much.
 fn counted(network: &Network, enough: impl Fn(&tokio_rdma::software::LinkCounters) -> bool) {
     let start = Instant::now();
     while !enough(&network.counters()) {
@@ -169,12 +170,13 @@ fn noise_is_dropped_and_not_answered() {
     counted(&network, |counters| counters.received >= sent);
     let counters = network.counters();
     assert_eq!((counters.received, counters.sent), (sent, 0));
-    // Too short for a check, or with a wrong one; of 67, none has a right one but once in 500 runs.
+    // The packets are too short for an ICRC or have a wrong one. In one of 500 runs, one is correct
+    // by chance.
     assert_eq!(counters.rejected + counters.unwanted, sent, "{counters:?}");
 }
 
 #[test]
-fn peers_that_are_not_allowed_are_not_heard() {
+fn packets_from_disallowed_peers_are_ignored() {
     let here = udp::network(&["one"]);
     let (mine, address) = only(&here);
     let elsewhere: IpAddr = "127.0.0.200".parse().unwrap();
@@ -185,18 +187,19 @@ fn peers_that_are_not_allowed_are_not_heard() {
         a.connect(&b);
         b.connect(&a);
         let error = a.qp.write(a.buffer(8), b.region.grant()).await.unwrap_err();
-        assert!(
-            matches!(error.kind(), OpErrorKind::Completion(error) if error.status == WcStatus::RETRY_EXC_ERR)
-        );
-        // The last may still lie in the socket.
+        assert!(matches!(
+            error.kind(),
+            OpErrorKind::Completion(error) if error.status == WcStatus::RETRY_EXC_ERR
+        ));
+        // The last packet may still be in the socket.
         counted(&theirs, |counters| counters.unwanted >= 4);
         assert_eq!(theirs.counters().sent, 0);
     });
 }
 
-/// Somebody who knows all numbers of a connection, but is at another address.
+/// Sends with all numbers of a connection, but from another address.
 #[test]
-fn queue_pair_hears_its_peer_only() {
+fn queue_pair_ignores_packets_from_other_addresses() {
     let (here, there, elsewhere) =
         (udp::network(&["one"]), udp::network(&["one"]), udp::network(&["one"]));
     run(async {
@@ -206,17 +209,18 @@ fn queue_pair_hears_its_peer_only() {
         b.connect(&a);
         stranger.connect(&b);
         let error = stranger.qp.write(stranger.buffer(8), b.region.grant()).await.unwrap_err();
-        assert!(
-            matches!(error.kind(), OpErrorKind::Completion(error) if error.status == WcStatus::RETRY_EXC_ERR)
-        );
-        assert_eq!(b.qp.query().unwrap().0, QpState::Rts, "nothing happened to the connection");
+        assert!(matches!(
+            error.kind(),
+            OpErrorKind::Completion(error) if error.status == WcStatus::RETRY_EXC_ERR
+        ));
+        assert_eq!(b.qp.query().unwrap().0, QpState::Rts, "the connection is not affected");
         a.qp.write(a.buffer(8), b.region.grant()).await.unwrap();
     });
 }
 
-/// Whoever waits receives in place of the device's thread, which has to see when nobody does any more.
+/// Lets a task receive instead of the device's thread, which must take over when no task waits.
 #[test]
-fn peers_are_served_while_the_runtime_that_received_does_something_else() {
+fn peers_are_served_while_the_receiving_runtime_is_idle() {
     for mode in [CompletionMode::Event, CompletionMode::Cooperative, CompletionMode::Hybrid] {
         let (here, there) = (udp::network(&["one"]), udp::network(&["one"]));
         let a = End::watched(&Device::software_in(&here, "one").unwrap(), mode.clone());
@@ -232,7 +236,6 @@ fn peers_are_served_while_the_runtime_that_received_does_something_else() {
             };
             tokio::time::timeout(HANG, write).await.expect("hangs");
         });
-        // The runtime is there and nobody runs it.
         run(async {
             for _ in 0..50 {
                 b.qp.write(b.buffer(5000), a.region.grant()).await.unwrap();
@@ -245,9 +248,9 @@ fn peers_are_served_while_the_runtime_that_received_does_something_else() {
     }
 }
 
-/// Threads and runtimes that all would receive for the same device, beside its own thread.
+/// Receives in several threads and runtimes besides the device's thread.
 #[test]
-fn no_packet_is_overlooked_by_many_who_would_receive() {
+fn concurrent_receivers_miss_no_packet() {
     let (here, there) = (udp::network(&["one"]), udp::network(&["one"]));
     let (mine, theirs) =
         (Device::software_in(&here, "one").unwrap(), Device::software_in(&there, "one").unwrap());
@@ -268,7 +271,7 @@ fn no_packet_is_overlooked_by_many_who_would_receive() {
                 b.qp.connect_with(&a.qp.endpoint(), &options).unwrap();
                 run(async {
                     for round in 0..60 {
-                        // So little at once that no socket overflows.
+                        // Too few bytes in flight to overflow a socket.
                         let len = if round % 8 == 0 { 5000 } else { 8 };
                         let (written, read) = tokio::join!(
                             a.qp.write(a.buffer(len), b.region.grant()),
@@ -284,14 +287,14 @@ fn no_packet_is_overlooked_by_many_who_would_receive() {
             });
         }
     });
-    // What was not lost in front of a full socket has been taken out of it.
+    // No socket was full, so each packet was received.
     for (from, to) in [(&here, &there), (&there, &here)] {
         counted(to, |counters| counters.received == from.counters().sent);
     }
 }
 
 #[test]
-fn many_queue_pairs_share_the_way_to_a_peer() {
+fn many_queue_pairs_share_the_path_to_a_peer() {
     let (here, there) = (udp::network(&["one"]), udp::network(&["one"]));
     run(async {
         let (mine, theirs) = (
@@ -301,7 +304,7 @@ fn many_queue_pairs_share_the_way_to_a_peer() {
         let pairs: Vec<_> = (0..48).map(|_| (End::new(&mine), End::new(&theirs))).collect();
         let mut work = tokio::task::JoinSet::new();
         for (a, b) in pairs {
-            // Of so many some wait long for their turn on a busy machine.
+            // On a busy machine, some of the 48 queue pairs are served late.
             let options =
                 ConnectOptions { timeout: AckTimeout::from_code(17), ..Default::default() };
             a.qp.connect_with(&b.qp.endpoint(), &options).unwrap();

@@ -1,10 +1,10 @@
-//! Two processes that share nothing but the loopback interface: every operation on every transport, both ways, on a clean
-//! wire and on one that loses, repeats, reorders and damages packets; and the end of one of them.
+//! Two processes over loopback: every operation and transport in both directions, with and without
+//! packet faults, and the death of a process.
 //!
-//! Each test starts its own binary again as the other process, which runs the same scenario from the other side. They meet
-//! over a TCP connection, which also tells each the other's queue pairs and regions. A scenario of the conformance suite holds
-//! both ends in one function, so both in one process: `over_udp` of the program `conformance` runs it over the same wire; here `errors` goes through
-//! what can fail, and `campaign` through work of all kinds over a [`shim`] with faults.
+//! Each test starts its own binary as the other process, which runs the same scenario from the
+//! other side. A TCP connection synchronises the two and exchanges addresses. The program
+//! `conformance` runs its scenarios over the same wire (`over_udp`), but with both ends in one
+//! process.
 
 mod campaign;
 mod errors;
@@ -32,10 +32,10 @@ use tokio_rdma::{
     ProtectionDomain, QueuePair, QueuePairEndpoint, RemoteRegion,
 };
 
-/// Only a hang takes this long.
+/// A timeout that only a hang reaches.
 const HANG: Duration = Duration::from_secs(60);
 const QKEY: Qkey = Qkey(0x1111_2222);
-/// Around packets of every MTU, and long.
+/// Lengths around the packet sizes of each MTU, and long ones.
 const LENGTHS: [usize; 22] = [
     0,
     1,
@@ -60,27 +60,26 @@ const LENGTHS: [usize; 22] = [
     262_144,
     1 << 20,
 ];
-/// Of them, those up to a little more than the largest packet: what an unreliable connection never loses here.
+/// Number of lengths up to just above the largest packet. Unreliable connections lose none of these
+/// over loopback.
 const SHORT: usize = 19;
 const LARGEST: usize = 1 << 20;
 
-/// Which process it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Role {
     Client,
     Server,
 }
 
-/// A connection with the other process.
 trait Stream: AsyncRead + AsyncWrite + Unpin + Send {}
 
 impl<T: AsyncRead + AsyncWrite + Unpin + Send> Stream for T {}
 
-/// The way to the other process, and its GID where the choice of ours depends on it.
+/// The stream to the other process, and its GID if the choice of the local GID depends on it.
 struct Meeting(Box<dyn Stream>, Option<Gid>);
 
 impl Meeting {
-    /// Gives `bytes` to the other side and takes what it gives; neither goes on without the other.
+    /// Exchanges `bytes` with the other process. Each waits for the other.
     async fn swap(&mut self, bytes: &[u8]) -> Vec<u8> {
         let exchange = async {
             self.0.write_u32(bytes.len() as u32).await.unwrap();
@@ -89,9 +88,7 @@ impl Meeting {
             self.0.read_exact(&mut theirs).await.unwrap();
             theirs
         };
-        tokio::time::timeout(HANG, exchange)
-            .await
-            .expect("the other process does not come to the meeting")
+        tokio::time::timeout(HANG, exchange).await.expect("no answer of the other process")
     }
 
     async fn meet(&mut self) {
@@ -99,13 +96,12 @@ impl Meeting {
     }
 }
 
-/// One end of a connection.
 struct End {
     qp: QueuePair,
     pd: ProtectionDomain,
     pool: Pool,
     region: ExposedRegion,
-    /// Of the other end.
+    /// The region of the other end.
     remote: RemoteRegion,
     peer: QueuePairEndpoint,
 }
@@ -143,7 +139,7 @@ impl End {
         Self { qp, pd, pool, region, remote, peer }
     }
 
-    fn room(&self, len: usize) -> BufMut {
+    fn alloc(&self, len: usize) -> BufMut {
         self.pool.try_alloc(len).unwrap()
     }
 
@@ -158,19 +154,20 @@ impl End {
     }
 }
 
-/// Bytes that tell their place and `seed`.
+/// Returns bytes that depend on position and `seed`.
 fn pattern(len: usize, seed: u8) -> Vec<u8> {
     (0..len)
         .map(|at| (at as u32).wrapping_mul(0x9e37_79b1).wrapping_add(at as u32 >> 8) as u8 ^ seed)
         .collect()
 }
 
-/// Every operation in both directions; both processes run it at once.
+/// Runs each operation in both directions, in step with the other process.
 async fn every_operation(end: &End, meeting: &mut Meeting, role: Role, lengths: &[usize]) {
     let transport = end.qp.transport();
-    for (turn, active) in [role == Role::Client, role == Role::Server].into_iter().enumerate() {
+    for (direction, active) in [role == Role::Client, role == Role::Server].into_iter().enumerate()
+    {
         for (at, &len) in lengths.iter().enumerate() {
-            let seed = (turn * 50 + at) as u8;
+            let seed = (direction * 50 + at) as u8;
             let bytes = pattern(len, seed);
             let qp = &end.qp;
             if active {
@@ -184,7 +181,7 @@ async fn every_operation(end: &End, meeting: &mut Meeting, role: Role, lengths: 
                 meeting.meet().await;
                 if transport == Transport::Rc {
                     let back = qp
-                        .read(end.room(len), end.remote.slice(..len as u64).unwrap())
+                        .read(end.alloc(len), end.remote.slice(..len as u64).unwrap())
                         .await
                         .unwrap();
                     assert_eq!(&back[..], bytes, "READ of {len}");
@@ -197,14 +194,14 @@ async fn every_operation(end: &End, meeting: &mut Meeting, role: Role, lengths: 
                     assert_eq!(
                         qp.compare_swap(word, before, 0).await.unwrap(),
                         before + 4,
-                        "another value"
+                        "the compared value differs"
                     );
                 }
             } else {
                 end.region.write(0, &vec![0; len]).unwrap();
                 let before = end.region.load(LARGEST).unwrap();
                 let receives =
-                    [qp.recv(end.room(len)), qp.recv(end.room(len)), qp.recv(end.room(0))];
+                    [qp.recv(end.alloc(len)), qp.recv(end.alloc(len)), qp.recv(end.alloc(0))];
                 meeting.meet().await;
                 let [plain, imm, written] = receives;
                 let plain = plain.await.unwrap();
@@ -251,7 +248,7 @@ async fn datagrams(end: &End, meeting: &mut Meeting, role: Role) {
                 meeting.meet().await;
                 end.qp.send_to(end.buffer(&bytes), &route, end.peer.qpn, QKEY).await.unwrap();
             } else {
-                let receive = end.qp.recv(end.room(40 + len));
+                let receive = end.qp.recv(end.alloc(40 + len));
                 meeting.meet().await;
                 let received = receive.await.unwrap();
                 assert_eq!(&received.buffer[40..], bytes);
@@ -262,13 +259,13 @@ async fn datagrams(end: &End, meeting: &mut Meeting, role: Role) {
     }
 }
 
-/// Memory that is lent, reached, given back by the one who reached it, and not reached any more.
+/// Leases memory to the other process, which accesses it and invalidates the lease.
 async fn leases(end: &End, meeting: &mut Meeting, role: Role) {
     for active in [role == Role::Client, role == Role::Server] {
         if active {
             let lent = RemoteRegion::from_bytes(&meeting.swap(&[]).await).unwrap();
             end.qp.write(end.buffer(&[7; 100]), lent).await.unwrap();
-            assert_eq!(end.qp.read(end.room(100), lent).await.unwrap()[..], [7; 100]);
+            assert_eq!(end.qp.read(end.alloc(100), lent).await.unwrap()[..], [7; 100]);
             end.qp.send_with_invalidate(end.buffer(b"done"), lent).await.unwrap();
             meeting.meet().await;
         } else {
@@ -276,7 +273,7 @@ async fn leases(end: &End, meeting: &mut Meeting, role: Role) {
             let region = ExposedRegion::new(&end.pd, memory, Access::MW_BIND).unwrap();
             let rights = Access::REMOTE_WRITE | Access::REMOTE_READ;
             let lease = end.qp.lease(&region, 0..100, rights).await.unwrap();
-            let receive = end.qp.recv(end.room(4));
+            let receive = end.qp.recv(end.alloc(4));
             meeting.swap(&lease.grant().to_bytes()).await;
             let received = receive.await.unwrap();
             assert_eq!(
@@ -291,7 +288,6 @@ async fn leases(end: &End, meeting: &mut Meeting, role: Role) {
     }
 }
 
-/// Several connections with work of all kinds at once, from both processes.
 async fn load(device: &Device, meeting: &mut Meeting, options: &ConnectOptions, rounds: usize) {
     const BLOCK: usize = 20_000;
     let mut ends = Vec::new();
@@ -301,7 +297,7 @@ async fn load(device: &Device, meeting: &mut Meeting, options: &ConnectOptions, 
     let mut work = JoinSet::new();
     for end in ends {
         work.spawn(async move {
-            let mut receives: Vec<_> = (0..4).map(|_| end.qp.recv(end.room(BLOCK))).collect();
+            let mut receives: Vec<_> = (0..4).map(|_| end.qp.recv(end.alloc(BLOCK))).collect();
             for round in 0..rounds {
                 let bytes = pattern(BLOCK, round as u8);
                 let target = end.remote.slice((round % 8 * BLOCK) as u64..).unwrap();
@@ -316,7 +312,7 @@ async fn load(device: &Device, meeting: &mut Meeting, options: &ConnectOptions, 
                 assert_eq!(added.unwrap(), round as u64, "once each, in order");
                 let back = end
                     .qp
-                    .read(end.room(BLOCK), target.slice(..BLOCK as u64).unwrap())
+                    .read(end.alloc(BLOCK), target.slice(..BLOCK as u64).unwrap())
                     .await
                     .unwrap();
                 assert_eq!(&back[..], bytes);
@@ -331,11 +327,12 @@ async fn load(device: &Device, meeting: &mut Meeting, options: &ConnectOptions, 
     while let Some(end) = work.join_next().await {
         ends.push(end.unwrap());
     }
-    // The other process may still have work under way.
+    // The other process may still have work in flight.
     meeting.meet().await;
 }
 
-/// Short, because it is waited for often: a second with all retries, in which a peer must have had a processor.
+/// Returns options for frequent losses: all retries take a second, within which a busy machine runs
+/// the peer.
 fn patient() -> ConnectOptions {
     ConnectOptions { timeout: AckTimeout::from_code(15), ..Default::default() }
 }
@@ -364,7 +361,10 @@ async fn clean(network: &Network, meeting: &mut Meeting, role: Role) {
     meeting.meet().await;
     load(&device, meeting, &patient(), 20).await;
     let counters = network.counters();
-    assert!(counters.received > 10_000 && counters.sent > 10_000, "by UDP: {counters:?}");
+    assert!(
+        counters.received > 10_000 && counters.sent > 10_000,
+        "the packets used UDP: {counters:?}"
+    );
     assert_eq!((counters.rejected, counters.corrupted), (0, 0), "{counters:?}");
 }
 
@@ -381,17 +381,15 @@ async fn lossy(network: &Network, meeting: &mut Meeting, role: Role) {
     let rejected = u64::from_be_bytes(
         meeting.swap(&counters.corrupted.to_be_bytes()).await.try_into().unwrap(),
     );
-    // Some were lost, some arrived twice; a flipped congestion bit is no damage.
+    // Packets were lost or duplicated, and a flipped congestion bit is not detected.
     assert!(counters.rejected > rejected / 2, "{counters:?}, the peer damaged {rejected}");
     network.set_faults(Faults::none());
     meeting.meet().await;
 }
 
-/// What the responder refuses, and a receiver that is not ready.
 async fn refusals(network: &Network, meeting: &mut Meeting, role: Role) {
     let device = Device::software_in(network, "one").unwrap();
     let client = role == Role::Client;
-    // A key that nobody has.
     let end =
         End::new(&device, meeting, Transport::Rc, Mtu::Mtu1024, &ConnectOptions::default()).await;
     if client {
@@ -405,10 +403,9 @@ async fn refusals(network: &Network, meeting: &mut Meeting, role: Role) {
     }
     meeting.meet().await;
     assert_eq!(end.qp.query().unwrap().0, QpState::Err, "both ends");
-    // A message that its receive does not hold.
     let end =
         End::new(&device, meeting, Transport::Rc, Mtu::Mtu1024, &ConnectOptions::default()).await;
-    let receive = end.qp.recv(end.room(2));
+    let receive = end.qp.recv(end.alloc(2));
     meeting.meet().await;
     if client {
         let error = end.qp.send(end.buffer(b"long")).await.unwrap_err();
@@ -417,7 +414,6 @@ async fn refusals(network: &Network, meeting: &mut Meeting, role: Role) {
         assert_eq!(status(receive.await.unwrap_err().kind()), Some(WcStatus::LOC_LEN_ERR));
     }
     meeting.meet().await;
-    // Nobody receives, until somebody does.
     let options = ConnectOptions { rnr_timer: RnrTimer::from_code(10), ..Default::default() };
     let end = End::new(&device, meeting, Transport::Rc, Mtu::Mtu1024, &options).await;
     if client {
@@ -429,19 +425,17 @@ async fn refusals(network: &Network, meeting: &mut Meeting, role: Role) {
         sent.await.unwrap();
     } else {
         meeting.meet().await;
-        assert_eq!(&end.qp.recv(end.room(3000)).await.unwrap().buffer[..], pattern(3000, 1));
+        assert_eq!(&end.qp.recv(end.alloc(3000)).await.unwrap().buffer[..], pattern(3000, 1));
     }
     meeting.meet().await;
 }
 
-/// The server is killed with work under way.
 async fn killed(network: &Network, meeting: &mut Meeting, role: Role, child: Option<&mut Child>) {
     let device = Device::software_in(network, "one").unwrap();
     let options =
         ConnectOptions { timeout: AckTimeout::from_code(14), retry_count: 3, ..Default::default() };
     let end = End::new(&device, meeting, Transport::Rc, Mtu::Mtu1024, &options).await;
     if role == Role::Server {
-        // Until it is killed.
         tokio::time::sleep(HANG).await;
         return;
     }
@@ -475,7 +469,7 @@ async fn scenario(name: &str, meeting: &mut Meeting, role: Role, child: Option<&
                 let device = Device::software_in(&network, "one").unwrap();
                 errors::every_error(&device, meeting, role).await;
             }
-            _ => panic!("no scenario is called {name}"),
+            _ => panic!("unknown scenario {name}"),
         }
     };
     tokio::time::timeout(HANG, run).await.unwrap_or_else(|_| panic!("{name} hangs as {role:?}"));
@@ -485,18 +479,17 @@ fn runtime() -> tokio::runtime::Runtime {
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
 }
 
-/// The other process. It does not outlive a test that fails.
+/// The other process, which is killed on drop.
 struct Other(Child);
 
 impl Drop for Other {
     fn drop(&mut self) {
-        // Fails if it has ended, which is as well.
+        // Fails if the process has already ended.
         self.0.kill().ok();
         self.0.wait().ok();
     }
 }
 
-/// Runs a scenario between this process and another.
 fn between_processes(name: &str) {
     runtime().block_on(async {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -509,7 +502,7 @@ fn between_processes(name: &str) {
         let mut other = Other(child.unwrap());
         let accepted = tokio::time::timeout(HANG, listener.accept())
             .await
-            .expect("the other process does not start");
+            .expect("the other process did not connect");
         let stream = accepted.unwrap().0;
         stream.set_nodelay(true).unwrap();
         let mut meeting = Meeting(Box::new(stream), None);
@@ -520,7 +513,7 @@ fn between_processes(name: &str) {
     });
 }
 
-/// The other process; of no use alone.
+/// Runs the other process of [`between_processes`].
 #[test]
 fn the_peer() {
     let Ok(meeting) = std::env::var("TOKIO_RDMA_MEETING") else { return };
@@ -533,14 +526,18 @@ fn the_peer() {
     });
 }
 
-/// One end between the software device and another, of no use alone: scripts/wire-interop runs both. `TOKIO_RDMA_WIRE` says
-/// `listen` or `connect`, the address of the meeting, that of a software device, or `real` for the one that
-/// `TOKIO_RDMA_DEVICE` names, and whether the wire loses packets.
+/// Runs one end between the software device and another, only within scripts/wire-interop.
+///
+/// `TOKIO_RDMA_WIRE` holds four words:
+/// - `listen` or `connect`;
+/// - the address of the TCP connection;
+/// - the address of a software device, or `real` for the device that `TOKIO_RDMA_DEVICE` names;
+/// - `clean`, or `lossy` for a wire that loses packets.
 #[test]
 fn one_end_of_a_wire() {
-    let Ok(said) = std::env::var("TOKIO_RDMA_WIRE") else { return };
-    let [role, address, device, wire] = said.split(' ').collect::<Vec<_>>()[..] else {
-        panic!("{said}")
+    let Ok(setting) = std::env::var("TOKIO_RDMA_WIRE") else { return };
+    let [role, address, device, wire] = setting.split(' ').collect::<Vec<_>>()[..] else {
+        panic!("{setting}")
     };
     let address: SocketAddr = address.parse().unwrap();
     let device = match device.parse() {
@@ -570,7 +567,6 @@ fn one_end_of_a_wire() {
     });
 }
 
-/// Every operation, with the patience that an emulated machine needs.
 async fn wired(device: &Device, meeting: &mut Meeting, role: Role, lossy: bool, v4: bool) {
     let timeout = AckTimeout::from_code(if lossy { 15 } else { 17 });
     let options = ConnectOptions { timeout, retry_count: 7, ..Default::default() };
@@ -602,7 +598,8 @@ async fn wired(device: &Device, meeting: &mut Meeting, role: Role, lossy: bool, 
     println!("8 connections with work of all kinds at once");
 }
 
-/// A network with one device at `near`, and the shim that stands in for the one at `far`; `None` if an address is taken.
+/// Returns a network with a device at `near` and a shim in place of `far`, or `None` if an address
+/// is in use.
 async fn shimmed(
     near: IpAddr,
     far: IpAddr,
@@ -614,10 +611,9 @@ async fn shimmed(
     Some((network, shim))
 }
 
-/// Another port than that of RoCE v2, which SoftRoCE may have.
+/// The port differs from the RoCE v2 port, which SoftRoCE may use.
 const SHIM_PORT: u16 = UdpConfig::PORT + 2;
 
-/// Campaigns over a wire with faults; both processes run it at once.
 async fn over_the_shim(
     network: &Network,
     shim: &shim::Shim,
@@ -634,16 +630,16 @@ async fn over_the_shim(
     eprintln!("{role:?}: passed, lost, repeated, held back, damaged: {counts:?}; {counters:?}");
     let damaged = meeting.swap(&counts[4].to_be_bytes()).await;
     let damaged = u64::from_be_bytes(damaged.try_into().unwrap());
-    // Of few seeds some may have had luck.
+    // With few seeds, a fault may not occur at all.
     if seeds.1 >= 10 {
         assert!(counts[0] > 100 * seeds.1 && counts.iter().all(|&count| count > 0), "{counts:?}");
-        // What is damaged there is found out here; some was lost at the socket, or damaged where nothing looks.
+        // Some damaged packets are lost at the socket, and the ICRC misses some damage.
         assert!(counters.rejected > damaged / 2, "{counters:?}, {damaged} were damaged");
     }
     meeting.meet().await;
 }
 
-/// Seeds of a campaign: the first, and how many.
+/// Returns the first seed and the number of seeds.
 fn seeds() -> (u64, u64) {
     let number = |name| std::env::var(name).ok().map(|value| value.parse::<u64>().unwrap());
     match number("TOKIO_RDMA_SEED") {
@@ -652,17 +648,16 @@ fn seeds() -> (u64, u64) {
     }
 }
 
-/// Bounds a campaign: only a hang takes this long.
 fn long(seeds: u64) -> Duration {
     HANG + Duration::from_secs(5 * seeds)
 }
 
-/// The other process of `everything_happens_once_over_a_wire_with_faults`; of no use alone.
+/// Runs the other process of `random_work_completes_exactly_once_over_a_faulty_wire`.
 #[test]
 fn the_peer_behind_the_shim() {
-    let Ok(said) = std::env::var("TOKIO_RDMA_SHIM") else { return };
-    let [directory, near, far, first, count] = said.split(' ').collect::<Vec<_>>()[..] else {
-        panic!("{said}")
+    let Ok(setting) = std::env::var("TOKIO_RDMA_SHIM") else { return };
+    let [directory, near, far, first, count] = setting.split(' ').collect::<Vec<_>>()[..] else {
+        panic!("{setting}")
     };
     let (near, far) = (near.parse().unwrap(), far.parse().unwrap());
     let seeds: (u64, u64) = (first.parse().unwrap(), count.parse().unwrap());
@@ -670,7 +665,7 @@ fn the_peer_behind_the_shim() {
     runtime().block_on(async {
         let paths = (&*directory.join("there"), &*directory.join("here"));
         let (network, shim) =
-            shimmed(near, far, paths, !seeds.0).await.expect("a namespace of its own is free");
+            shimmed(near, far, paths, !seeds.0).await.expect("free addresses in a new namespace");
         let mut meeting =
             Meeting(Box::new(UnixStream::connect(directory.join("meeting")).await.unwrap()), None);
         let run = over_the_shim(&network, &shim, &mut meeting, Role::Server, seeds);
@@ -678,7 +673,6 @@ fn the_peer_behind_the_shim() {
     });
 }
 
-/// A directory that goes with it.
 struct Directory(PathBuf);
 
 impl Drop for Directory {
@@ -688,12 +682,16 @@ impl Drop for Directory {
 }
 
 #[test]
-fn everything_happens_once_over_a_wire_with_faults() {
+fn random_work_completes_exactly_once_over_a_faulty_wire() {
     let Some(mut command) = shim::in_namespace(&std::env::current_exe().unwrap()) else {
         let required = std::env::var("TOKIO_RDMA_SHIM_REQUIRED").is_ok();
-        assert!(!required, "no network namespaces for users, by `unshare --user --net` and `ip`");
+        assert!(
+            !required,
+            "`unshare --user --net` or `ip` failed: no network namespace without privilege"
+        );
         eprintln!(
-            "SKIPPED everything_happens_once_over_a_wire_with_faults: no network namespace without privilege"
+            "SKIPPED random_work_completes_exactly_once_over_a_faulty_wire: no network namespace \
+             without privilege"
         );
         return;
     };
@@ -711,9 +709,9 @@ fn everything_happens_once_over_a_wire_with_faults() {
                 break;
             }
         }
-        let ((network, shim), near, far) = made.expect("no two addresses of 100 are free");
+        let ((network, shim), near, far) = made.expect("two free addresses among 100 pairs");
         let listener = UnixListener::bind(directory.0.join("meeting")).unwrap();
-        let said = format!("{} {far} {near} {} {}", directory.0.display(), seeds.0, seeds.1);
+        let setting = format!("{} {far} {near} {} {}", directory.0.display(), seeds.0, seeds.1);
         let child = command
             .args([
                 "--exact",
@@ -721,14 +719,14 @@ fn everything_happens_once_over_a_wire_with_faults() {
                 "--nocapture",
                 "--test-threads=1",
             ])
-            .env("TOKIO_RDMA_SHIM", said)
+            .env("TOKIO_RDMA_SHIM", setting)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .spawn();
         let mut other = Other(child.unwrap());
         let accepted = tokio::time::timeout(HANG, listener.accept())
             .await
-            .expect("the other process does not start");
+            .expect("the other process did not connect");
         let mut meeting = Meeting(Box::new(accepted.unwrap().0), None);
         let run = over_the_shim(&network, &shim, &mut meeting, Role::Client, seeds);
         tokio::time::timeout(long(seeds.1), run).await.expect("hangs");
@@ -737,17 +735,17 @@ fn everything_happens_once_over_a_wire_with_faults() {
 }
 
 #[test]
-fn every_error_is_the_same_between_processes() {
+fn each_error_is_reported_across_processes() {
     between_processes("errors");
 }
 
 #[test]
-fn every_operation_works_both_ways() {
+fn every_operation_works_in_both_directions() {
     between_processes("clean");
 }
 
 #[test]
-fn nothing_is_lost_on_a_wire_that_loses() {
+fn operations_succeed_over_a_lossy_wire() {
     between_processes("lossy");
 }
 
@@ -757,6 +755,6 @@ fn refusals_reach_the_other_process() {
 }
 
 #[test]
-fn peer_that_is_killed_ends_what_is_under_way() {
+fn killed_peer_fails_work_in_flight() {
     between_processes("killed");
 }

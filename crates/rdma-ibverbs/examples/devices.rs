@@ -1,4 +1,4 @@
-//! Lists the RDMA devices of this machine with their ports and GIDs, as `ibv_devinfo -v` does in part.
+//! Lists the RDMA devices of this machine with their ports and GIDs, like `ibv_devinfo -v`.
 //!
 //! `cargo run -p rdma-ibverbs --example devices`
 

@@ -1,4 +1,4 @@
-//! Values of this crate in the form of libibverbs, and back.
+//! Conversions between our types and libibverbs structures.
 
 #![allow(unsafe_code)]
 
@@ -13,7 +13,7 @@ use rdma_provider::types::{
     WcOpcode, WindowBind, WorkCompletion,
 };
 
-// A scatter/gather list is handed over as it is.
+// Scatter/gather lists are passed without conversion.
 const _: () = {
     assert!(size_of::<Sge>() == size_of::<ibv_sge>() && align_of::<Sge>() == align_of::<ibv_sge>());
     assert!(mem::offset_of!(Sge, addr) == mem::offset_of!(ibv_sge, addr));
@@ -22,13 +22,13 @@ const _: () = {
     assert!(size_of::<Lkey>() == size_of::<u32>());
 };
 
-/// The list as libibverbs takes it; it does not write to it.
+/// Returns the list for libibverbs, which does not write to it.
 #[inline]
 pub(super) fn sge_list(sges: &[Sge]) -> *mut ibv_sge {
     sges.as_ptr().cast_mut().cast()
 }
 
-/// `access_flags` of `ibv_reg_mr(3)`.
+/// Converts to the `access` flags of `ibv_reg_mr(3)`.
 pub(super) fn access_flags(access: Access) -> u32 {
     const PAIRS: [(Access, ibv_access_flags); 6] = [
         (Access::LOCAL_WRITE, ibv_access_flags::IBV_ACCESS_LOCAL_WRITE),
@@ -44,7 +44,7 @@ pub(super) fn access_flags(access: Access) -> u32 {
         .fold(0, |flags, (_, theirs)| flags | theirs.0)
 }
 
-/// What a window is bound to.
+/// Returns the region and range of a binding.
 pub(super) fn bind_info(bind: &WindowBind) -> ibv_mw_bind_info {
     ibv_mw_bind_info {
         mr: ptr::with_exposed_provenance_mut(bind.region),
@@ -58,7 +58,7 @@ fn access_of(flags: u32) -> Access {
     Access::all().iter().filter(|&access| flags & access_flags(access) != 0).collect()
 }
 
-/// `send_flags` of `ibv_post_send(3)` without IBV_SEND_INLINE.
+/// Converts to the `send_flags` of `ibv_post_send(3)`, without IBV_SEND_INLINE.
 #[inline]
 pub(super) fn send_flags(flags: SendFlags) -> u32 {
     const {
@@ -99,12 +99,12 @@ pub(super) fn caps_from(cap: &ibv_qp_cap) -> QpCaps {
 }
 
 pub(super) fn gid_from(gid: &ibv_gid) -> Gid {
-    // SAFETY: S4: 16 bytes of any value are a GID in each form of the union.
+    // SAFETY: S4: any 16 bytes are a valid GID.
     Gid(unsafe { gid.raw })
 }
 
 pub(super) fn mtu_from(code: ibv_mtu::Type) -> Mtu {
-    // A code beyond those of the specification is larger than all of them.
+    // Unknown codes are larger than all in the specification.
     u8::try_from(code).ok().and_then(Mtu::from_code).unwrap_or(if code == 0 {
         Mtu::Mtu256
     } else {
@@ -124,7 +124,7 @@ pub(super) fn port_state(state: ibv_port_state::Type) -> PortState {
 
 pub(super) fn link_layer(code: u8) -> LinkLayer {
     match code {
-        // Unspecified stands for InfiniBand, `ibv_query_port(3)`.
+        // Unspecified means InfiniBand, `ibv_query_port(3)`.
         0 | 1 => LinkLayer::InfiniBand,
         2 => LinkLayer::Ethernet,
         other => LinkLayer::Other(other),
@@ -132,7 +132,7 @@ pub(super) fn link_layer(code: u8) -> LinkLayer {
 }
 
 pub(super) fn address_to(address: &AddressVector) -> ibv_ah_attr {
-    // Within an InfiniBand subnet packets go by LID and need no global header.
+    // Within an InfiniBand subnet, packets are routed by LID without a global header.
     let within_subnet = address.dlid != 0 && address.dgid.0[..8] == [0xfe, 0x80, 0, 0, 0, 0, 0, 0];
     ibv_ah_attr {
         grh: ibv_global_route {
@@ -165,12 +165,12 @@ fn address_from(attr: &ibv_ah_attr) -> AddressVector {
 }
 
 fn state_from(code: ibv_qp_state::Type) -> QpState {
-    // A state that is not of the specification takes no work.
+    // An unknown state accepts no work.
     QpState::ALL.into_iter().find(|&state| state as u32 == code).unwrap_or(QpState::Err)
 }
 
-/// False for a value with more bits than its field has on the wire or in a device's memory: drivers cut it down without
-/// a word.
+/// Returns false if a value exceeds its field on the wire or in the device; drivers truncate it
+/// silently.
 pub(super) fn fits(attr: &QpAttr) -> bool {
     let three_bits = |value: Option<u8>| value.is_none_or(|value| value < 1 << 3);
     three_bits(attr.retry_count)
@@ -178,9 +178,10 @@ pub(super) fn fits(attr: &QpAttr) -> bool {
         && attr.dest_qpn.is_none_or(|qpn| qpn.0 < 1 << 24)
 }
 
-/// Values for `ibv_modify_qp(3)`; which of them count is in [`QpAttr::mask`], whose bits are the same.
+/// Converts to the attributes of `ibv_modify_qp(3)`. [`QpAttr::mask`] selects the valid ones, with
+/// the same bits.
 pub(super) fn qp_attr_to(attr: &QpAttr) -> ibv_qp_attr {
-    // SAFETY: S3: all zero is a value of every field: numbers, and null or no pointers.
+    // SAFETY: S3: zeros are valid.
     let mut raw: ibv_qp_attr = unsafe { mem::zeroed() };
     raw.qp_state = attr.state.map_or(0, |state| state as u32);
     raw.cur_qp_state = attr.current_state.map_or(0, |state| state as u32);
@@ -205,7 +206,7 @@ pub(super) fn qp_attr_to(attr: &QpAttr) -> ibv_qp_attr {
     raw
 }
 
-/// The attributes that `mask` names, as `rdma_init_qp_attr(3)` gives them. An alternate path is left out.
+/// Converts the attributes of `rdma_init_qp_attr(3)` that `mask` selects, except an alternate path.
 pub(super) fn qp_attr_given(raw: &ibv_qp_attr, mask: u32) -> QpAttr {
     use QpAttrMask as Mask;
     let given = |attribute: Mask| mask & attribute.bits() != 0;
@@ -231,9 +232,9 @@ pub(super) fn qp_attr_given(raw: &ibv_qp_attr, mask: u32) -> QpAttr {
     }
 }
 
-/// State and those attributes that a queue pair of `transport` has been given by the time it is in that state.
+/// Converts the state and the attributes that are set in that state.
 ///
-/// In the error state it may never have been connected: what then was not given reads as zero.
+/// A queue pair in the error state may never have been connected: unset attributes then read as 0.
 pub(super) fn qp_attr_from(raw: &ibv_qp_attr, transport: Transport) -> (QpState, QpAttr) {
     let state = state_from(raw.qp_state);
     let mut attr = QpAttr { state: Some(state), ..QpAttr::default() };
@@ -272,7 +273,7 @@ pub(super) fn qp_attr_from(raw: &ibv_qp_attr, transport: Transport) -> (QpState,
     (state, attr)
 }
 
-// Completions are written by libibverbs where they are to be.
+// libibverbs writes completions directly into ours.
 const _: () = {
     assert!(
         size_of::<WorkCompletion>() == size_of::<ibv_wc>()
@@ -310,7 +311,7 @@ const _: () = {
     assert!(WcOpcode::RECV_RDMA_WITH_IMM.0 == ibv_wc_opcode::IBV_WC_RECV_RDMA_WITH_IMM);
 };
 
-/// Where libibverbs writes completions: all of their fields are numbers of any value.
+/// Returns the completions for libibverbs to write: all fields are numbers of any value.
 #[inline]
 pub(super) fn completions(out: &mut [WorkCompletion]) -> *mut ibv_wc {
     out.as_mut_ptr().cast()

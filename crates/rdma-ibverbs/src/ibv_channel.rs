@@ -1,4 +1,4 @@
-//! Completion channel: the descriptor that completion queues raise their events on.
+//! Completion channels: the descriptor that reports events of completion queues.
 
 #![allow(unsafe_code)]
 
@@ -14,13 +14,13 @@ use super::sys;
 use rdma_provider::VerbError;
 use rdma_provider::contract;
 
-/// `ibv_comp_channel`.
+/// A completion channel, `ibv_comp_channel`.
 #[derive(Debug)]
 pub struct Channel {
     raw: NonNull<ibv_comp_channel>,
 }
 
-// SAFETY: S3: libibverbs is safe to call from any thread at once; the handle is used until `Drop` only.
+// SAFETY: S3: libibverbs is thread-safe.
 unsafe impl Send for Channel {}
 // SAFETY: S3: as above.
 unsafe impl Sync for Channel {}
@@ -32,7 +32,7 @@ impl Channel {
             ibv_create_comp_channel(context.as_ptr())
         })?;
         let channel = Self { raw };
-        do_not_block(contract::Channel::fd(&channel))?;
+        set_nonblocking(contract::Channel::fd(&channel))?;
         Ok(channel)
     }
 
@@ -41,24 +41,24 @@ impl Channel {
     }
 }
 
-/// Descriptors of libibverbs block when they are made.
-pub(super) fn do_not_block(fd: BorrowedFd<'_>) -> Result<(), VerbError> {
+/// Makes a descriptor non-blocking, which libibverbs does not.
+pub(super) fn set_nonblocking(fd: BorrowedFd<'_>) -> Result<(), VerbError> {
     let set = || fcntl_setfl(fd, fcntl_getfl(fd)? | OFlags::NONBLOCK);
     set().map_err(|error| VerbError::new("fcntl", error.raw_os_error()))
 }
 
 impl contract::Channel for Channel {
     fn fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: S3: the descriptor is open as long as the channel, which is borrowed.
+        // SAFETY: S3: the descriptor is open as long as the channel.
         unsafe { BorrowedFd::borrow_raw(self.raw.as_ref().fd) }
     }
 
     fn next_event(&self) -> Result<Option<u64>, VerbError> {
         let (mut cq, mut events) = (ptr::null_mut(), ptr::null_mut());
-        // SAFETY: S3: the channel is open, both results are ours.
+        // SAFETY: S3: the channel is open, the results local.
         let result = unsafe { ibv_get_cq_event(self.raw(), &raw mut cq, &raw mut events) };
         match sys::status("ibv_get_cq_event", result) {
-            // SAFETY: S3: just given, and queues of this channel are made by `Cq::new`.
+            // SAFETY: S3: just taken; `Cq::new` makes all queues of this channel.
             Ok(()) => Ok(Some(unsafe { Events::take(cq, events) })),
             Err(error) if error.errno == EAGAIN => Ok(None),
             Err(error) => Err(error),
@@ -68,7 +68,9 @@ impl contract::Channel for Channel {
 
 impl Drop for Channel {
     fn drop(&mut self) {
-        // SAFETY: S3: made by us; its completion queues are gone.
-        sys::freed("ibv_destroy_comp_channel", unsafe { ibv_destroy_comp_channel(self.raw()) });
+        // SAFETY: S3: created by this object; its completion queues are gone.
+        sys::log_failure("ibv_destroy_comp_channel", unsafe {
+            ibv_destroy_comp_channel(self.raw())
+        });
     }
 }

@@ -9,7 +9,7 @@ use std::ptr::{self, NonNull};
 
 use rdma_sys::*;
 
-use super::ibv_channel::{Channel, do_not_block};
+use super::ibv_channel::{Channel, set_nonblocking};
 use super::ibv_cq::Cq;
 use super::ibv_pd::Pd;
 use super::{Ibverbs, convert, mlx5_dc, sys};
@@ -20,7 +20,7 @@ use rdma_provider::types::{
     Transport,
 };
 
-/// The devices there are, freed on drop.
+/// The device list of `ibv_get_device_list(3)`, freed on drop.
 struct List {
     first: NonNull<*mut ibv_device>,
     len: usize,
@@ -29,7 +29,7 @@ struct List {
 impl List {
     fn new() -> Result<Self, VerbError> {
         let mut len = 0;
-        // SAFETY: S3: `len` is ours and lives through the call.
+        // SAFETY: S3: `len` outlives the call.
         let first = unsafe { ibv_get_device_list(&raw mut len) };
         let first = sys::handle("ibv_get_device_list", first)?;
         Ok(Self { first, len: usize::try_from(len).unwrap_or(0) })
@@ -37,8 +37,8 @@ impl List {
 
     fn iter(&self) -> impl Iterator<Item = (*mut ibv_device, String)> {
         (0..self.len).map(|index| {
-            // SAFETY: S3: the list holds `len` pointers to devices, which live as long as the list; a name is a string
-            // that ends in a zero.
+            // SAFETY: S3: the list has `len` pointers to devices that live as long as it; names are
+            // NUL-terminated.
             unsafe {
                 let device = *self.first.add(index).as_ptr();
                 (device, CStr::from_ptr(ibv_get_device_name(device)).to_string_lossy().into_owned())
@@ -49,14 +49,14 @@ impl List {
 
 impl Drop for List {
     fn drop(&mut self) {
-        // SAFETY: S3: made by `ibv_get_device_list` and not used again. Devices that are open stay.
+        // SAFETY: S3: from `ibv_get_device_list`, not used again. Open devices stay valid.
         unsafe { ibv_free_device_list(self.first.as_ptr()) };
     }
 }
 
-/// Names of the devices that libibverbs finds.
+/// Returns the names of the devices that libibverbs finds.
 ///
-/// EOPNOTSUPP: the library could not be loaded. ENOSYS: the kernel has no RDMA support, or it is not loaded.
+/// EOPNOTSUPP if the library could not be loaded, ENOSYS if the kernel's RDMA support is missing.
 pub fn devices() -> Result<Vec<String>, VerbError> {
     Ok(List::new()?.iter().map(|(_, name)| name).collect())
 }
@@ -64,45 +64,45 @@ pub fn devices() -> Result<Vec<String>, VerbError> {
 /// Vendor number of the kernel's SoftRoCE.
 const SOFT_ROCE: u32 = 0xff_ffff;
 
-/// An open device.
+/// An open device, `ibv_context`.
 #[derive(Debug)]
 pub struct Context {
     raw: NonNull<ibv_context>,
     attr: DeviceAttr,
-    /// Entries of the GID table of all ports together.
+    /// Number of GID table entries of all ports.
     gids: usize,
-    /// Work requests go through `ibv_wr_*` where the driver offers it.
+    /// True if `ibv_wr_*` is preferred for posting.
     extended: bool,
 }
 
-// SAFETY: S3: libibverbs is safe to call from any thread at once, `ibv_open_device(3)`; the handle is used until `Drop` only.
+// SAFETY: S3: libibverbs is thread-safe.
 unsafe impl Send for Context {}
 // SAFETY: S3: as above.
 unsafe impl Sync for Context {}
 
 impl Context {
-    /// The handle of the C library.
+    /// Returns the C library's handle.
     ///
     /// # Safety
     ///
-    /// It is valid while this object lives. What the object is for is left to the object: the caller neither ends the handle
-    /// nor takes its asynchronous events.
+    /// Valid while this object lives. The caller must neither close it nor take its asynchronous
+    /// events.
     #[must_use]
     pub const unsafe fn as_raw(&self) -> NonNull<ibv_context> {
         self.raw
     }
 
-    /// Opens the device called `name`; `None` if there is none.
+    /// Opens the device called `name`. Returns `None` if it does not exist.
     pub fn open(name: &str) -> Result<Option<Self>, VerbError> {
         let list = List::new()?;
         let Some((device, _)) = list.iter().find(|(_, found)| found == name) else {
             return Ok(None);
         };
-        // SAFETY: S3: a device of a list that lives.
+        // SAFETY: S3: the device is in a live list.
         let raw = sys::handle("ibv_open_device", unsafe { ibv_open_device(device) })?;
-        // From here on dropped, and so closed, if anything is refused.
+        // From here on, an error closes the context.
         let mut context = Self { raw, attr: DeviceAttr::named(name), gids: 0, extended: false };
-        do_not_block(context.event_fd())?;
+        set_nonblocking(context.event_fd())?;
         context.attr = context.query(name)?;
         context.extended = match std::env::var("TOKIO_RDMA_POST").as_deref() {
             Ok("extended") => true,
@@ -113,7 +113,8 @@ impl Context {
                     VerbError::EINVAL,
                 ));
             }
-            // That of SoftRoCE forgets that data is inline and all but the first length of a list (rdma-core 44).
+            // SoftRoCE's `ibv_wr_*` lose the inline flag and all but the first length of a list
+            // (rdma-core 44).
             Err(_) => context.attr.vendor_id != SOFT_ROCE,
         };
         for port in 1..=context.attr.ports {
@@ -121,19 +122,19 @@ impl Context {
             context.gids += usize::try_from(entries).unwrap_or(0);
         }
         context.attr.max_inline = context.probe_inline();
-        context.attr.dma_buf = context.create_pd()?.takes_dma_bufs();
+        context.attr.dma_buf = context.create_pd()?.supports_dma_bufs();
         context.attr.dc = mlx5_dc::attributes(&context, raw, &context.attr);
         Ok(Some(context))
     }
 
     fn query(&self, name: &str) -> Result<DeviceAttr, VerbError> {
         let raw = self.raw.as_ptr();
-        // SAFETY: S3: a structure of numbers; the context is open, and without an input the call takes null.
+        // SAFETY: S3: zeros are valid; the context is open; a null input is allowed.
         let all: ibv_device_attr_ex = unsafe {
             filled("ibv_query_device_ex", |all| ibv_query_device_ex(raw, ptr::null(), all))
         }?;
         let raw = &all.orig_attr;
-        // Counts are signed in C and never negative.
+        // Counts are signed in C but never negative.
         let count = |value: i32| u32::try_from(value).unwrap_or(0);
         let small = |value: i32| u8::try_from(value.max(0)).unwrap_or(u8::MAX);
         // SAFETY: S3: the context is open.
@@ -157,7 +158,7 @@ impl Context {
         attr.completion_vectors = count(vectors).max(1);
         attr.vendor_id = raw.vendor_id;
         attr.vendor_part_id = raw.vendor_part_id;
-        // Ends in a zero, or is as long as its place.
+        // Ends at a NUL or at the end of the array.
         let firmware: Vec<u8> =
             raw.fw_ver.iter().map(|&c| c as u8).take_while(|&c| c != 0).collect();
         attr.firmware = String::from_utf8_lossy(&firmware).into_owned();
@@ -175,22 +176,22 @@ impl Context {
     }
 
     fn query_port(&self, port: PortNum) -> Result<ibv_port_attr, VerbError> {
-        // SAFETY: S3: a structure of numbers; the context is open.
+        // SAFETY: S3: zeros are valid; the context is open.
         unsafe { filled("ibv_query_port", |attr| ibv_query_port(self.raw.as_ptr(), port.0, attr)) }
     }
 
-    /// The entries of `port`'s GID table that are in use, `ibv_query_gid_table(3)`.
+    /// Returns the used entries of `port`'s GID table.
     fn gid_table(&self, port: PortNum) -> Result<Vec<GidEntry>, VerbError> {
         let mut entries: Vec<ibv_gid_entry> = Vec::with_capacity(self.gids);
-        // SAFETY: S3: there is room for as many entries as the ports said.
+        // SAFETY: S3: the vector has the capacity that is passed.
         let found = unsafe {
             ibv_query_gid_table(self.raw.as_ptr(), entries.as_mut_ptr(), entries.capacity(), 0)
         };
         let found = sys::count("ibv_query_gid_table", found)?;
-        // SAFETY: S4: so many entries have been written, at most the room there was.
+        // SAFETY: S4: the call has written `found` entries, at most the capacity.
         unsafe { entries.set_len(found.min(entries.capacity())) };
         let of_port = entries.iter().filter(|entry| entry.port_num == u32::from(port.0));
-        // A route names its entry in 8 bits.
+        // Paths name a GID by an 8-bit index.
         let reachable =
             of_port.filter_map(|entry| Some((u8::try_from(entry.gid_index).ok()?, entry)));
         Ok(reachable
@@ -206,7 +207,7 @@ impl Context {
             .collect())
     }
 
-    /// Most inline bytes of a queue pair: no verb tells, so queue pairs are made and thrown away.
+    /// Returns the maximum inline length, which no verb reports, by creating queue pairs.
     fn probe_inline(&self) -> u32 {
         let largest = || -> Result<u32, VerbError> {
             let (pd, cq) = (self.create_pd()?, self.create_cq(1, None, 0, 0)?);
@@ -233,30 +234,33 @@ impl Context {
                 .unwrap_or(0))
         };
         largest().unwrap_or_else(|error| {
-            tracing::warn!(%error, "inline data is not used: a queue pair to find its limit was refused");
+            tracing::warn!(
+                %error,
+                "failed to find the maximum inline length; reporting 0"
+            );
             0
         })
     }
 }
 
-/// What `query` fills in.
+/// Returns the structure that `query` fills in.
 ///
 /// # Safety
 ///
-/// All zero is a `T`, and `query` may be called with a pointer to one.
+/// All zero must be a valid `T`, and `query` must accept a pointer to one.
 unsafe fn filled<T>(
     verb: &'static str,
     query: impl FnOnce(*mut T) -> c_int,
 ) -> Result<T, VerbError> {
     let mut value = MaybeUninit::zeroed();
     sys::status(verb, query(value.as_mut_ptr()))?;
-    // SAFETY: S3: zero, and filled in.
+    // SAFETY: S3: zeros are valid, and `query` has filled them in.
     Ok(unsafe { value.assume_init() })
 }
 
 impl contract::Context<Ibverbs> for Context {
     fn reports_last_receive(&self) -> bool {
-        // SoftRoCE never does; it is done with what arrives when it has changed the state.
+        // SoftRoCE never does, but has processed earlier arrivals when the state change returns.
         self.attr.vendor_id != SOFT_ROCE
     }
 
@@ -286,7 +290,7 @@ impl contract::Context<Ibverbs> for Context {
     fn pkey_table(&self, port: PortNum) -> Result<Vec<u16>, VerbError> {
         let read = |index| {
             let mut pkey = 0;
-            // SAFETY: S3: the context is open, the result ours.
+            // SAFETY: S3: the context is open, the result local.
             let result = unsafe { ibv_query_pkey(self.raw.as_ptr(), port.0, index, &raw mut pkey) };
             sys::status("ibv_query_pkey", result).map(|()| u16::from_be(pkey))
         };
@@ -316,28 +320,29 @@ impl contract::Context<Ibverbs> for Context {
     }
 
     fn event_fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: S3: the descriptor is open as long as the context, which is borrowed.
+        // SAFETY: S3: the descriptor is open as long as the context.
         unsafe { BorrowedFd::borrow_raw(self.raw.as_ref().async_fd) }
     }
 
     fn next_event(&self) -> Result<Option<AsyncEvent>, VerbError> {
         let mut raw = MaybeUninit::<RawEvent>::uninit();
-        // SAFETY: S3: the context is open, and the event has the layout of `struct ibv_async_event`.
+        // SAFETY: S3: the context is open; `RawEvent` has the layout of `struct ibv_async_event`.
         let result = unsafe { ibv_get_async_event(self.raw.as_ptr(), raw.as_mut_ptr().cast()) };
         match sys::status("ibv_get_async_event", result) {
             Ok(()) => {}
             Err(error) if error.errno == EAGAIN => return Ok(None),
-            // All have been read, and the kernel has taken the device away.
+            // All events have been read and the device was removed.
             Err(error) if error.errno == VerbError::EIO => {
                 return Err(VerbError::new("ibv_get_async_event", VerbError::ENODEV));
             }
             Err(error) => return Err(error),
         }
-        // SAFETY: S4: written by the call that succeeded; every code is a value of its type, which is an integer.
+        // SAFETY: S4: written by the successful call; the code is an integer, so any value is
+        // valid.
         let mut event = unsafe { raw.assume_init() };
-        // SAFETY: S3: what the event names cannot be destroyed before the event is acknowledged.
+        // SAFETY: S3: the object cannot be destroyed before its event is acknowledged.
         let meaning = unsafe { event.meaning() };
-        // SAFETY: S3: taken above and acknowledged once.
+        // SAFETY: S3: taken above, acknowledged once.
         unsafe { ibv_ack_async_event((&raw mut event).cast()) };
         Ok(Some(meaning))
     }
@@ -345,15 +350,15 @@ impl contract::Context<Ibverbs> for Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: S3: opened by us; all that was made from it is gone, as the layer above sees to.
-        sys::freed("ibv_close_device", unsafe { ibv_close_device(self.raw.as_ptr()) });
+        // SAFETY: S3: opened by this object; everything created from it is gone.
+        sys::log_failure("ibv_close_device", unsafe { ibv_close_device(self.raw.as_ptr()) });
     }
 }
 
-/// EAGAIN of `errno(3)`, which reading a descriptor that does not block gives.
+/// EAGAIN of `errno(3)`: a non-blocking descriptor is not readable.
 pub(super) const EAGAIN: i32 = 11;
 
-/// `struct ibv_async_event` with its code as a number: one that the binding's enumeration does not know is no bug of ours.
+/// `struct ibv_async_event` with an integer code, because the binding's enumeration may lack codes.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct RawEvent {
@@ -373,14 +378,16 @@ union Element {
 const _: () = assert!(size_of::<RawEvent>() == size_of::<ibv_async_event>());
 
 impl RawEvent {
+    /// Converts the event.
+    ///
     /// # Safety
     ///
-    /// It was given by `ibv_get_async_event` and is not yet acknowledged.
+    /// It comes from `ibv_get_async_event(3)` and is not acknowledged yet.
     unsafe fn meaning(&self) -> AsyncEvent {
         use ibv_event_type as code;
         let element = self.element;
-        // SAFETY: S3: which element is set follows from the code, `ibv_get_async_event(3)`, and a queue pair lives until
-        // its events are acknowledged.
+        // SAFETY: S3: the code determines the union's field, `ibv_get_async_event(3)`; a queue pair
+        // lives until its events are acknowledged.
         let qpn = || Qpn(unsafe { (*element.qp).qp_num });
         // SAFETY: S3: as above; only the address is used.
         let cq = || unsafe { element.cq }.expose_provenance() as u64;

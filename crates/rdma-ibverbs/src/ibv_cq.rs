@@ -1,4 +1,4 @@
-//! Completion queue: poll, arm, acknowledge.
+//! Completion queues: create, poll, arm, acknowledge events.
 
 #![allow(unsafe_code)]
 
@@ -16,58 +16,59 @@ use rdma_provider::VerbError;
 use rdma_provider::contract;
 use rdma_provider::types::WorkCompletion;
 
-/// `ibv_cq`.
+/// A completion queue, `ibv_cq`.
 #[derive(Debug)]
 pub struct Cq {
     raw: NonNull<ibv_cq>,
     events: Arc<Events>,
 }
 
-/// What libibverbs gives back with each event of a queue: its cookie, and how many were given and not acknowledged.
+/// The `cq_context` that libibverbs returns with each event of a queue.
 ///
-/// `ibv_destroy_cq` waits until all are, for ever; and for ever, too, if more are acknowledged than were given.
+/// `ibv_destroy_cq(3)` blocks forever if the number of acknowledged events differs from the number
+/// taken.
 #[derive(Debug)]
 pub(super) struct Events {
     cookie: u64,
-    /// Or [`ENDING`].
-    given: AtomicU32,
+    /// Events taken and not acknowledged, with the flag [`DESTROYING`].
+    unacknowledged: AtomicU32,
 }
 
-/// Nobody acknowledges any more.
-const ENDING: u32 = 1 << 31;
+/// The queue is being destroyed: only [`Events::take`] acknowledges its events.
+const DESTROYING: u32 = 1 << 31;
 
 impl Events {
-    /// Counts an event that was just taken; its queue's cookie. If the queue is being destroyed, acknowledges it.
+    /// Counts an event just taken and returns its queue's cookie. If the queue is being destroyed,
+    /// acknowledges the event.
     ///
     /// # Safety
     ///
-    /// Both are what `ibv_get_cq_event` gave: an event of a queue that was made by [`Cq::new`].
+    /// Both arguments must come from `ibv_get_cq_event(3)`, for a queue made by [`Cq::new`].
     pub(super) unsafe fn take(cq: *mut ibv_cq, events: *mut c_void) -> u64 {
         let events: *const Self = events.cast_const().cast();
-        // SAFETY: S3: the queue is not destroyed before this event is acknowledged, and keeps its `Events` until then.
+        // SAFETY: S3: the queue and its `Events` exist until this event is acknowledged.
         let (cookie, before) =
-            unsafe { ((*events).cookie, (*events).given.fetch_add(1, Ordering::AcqRel)) };
-        // From here on the queue may be gone, unless it is this event that it waits for.
-        if before & ENDING != 0 {
-            // SAFETY: S3: it is.
+            unsafe { ((*events).cookie, (*events).unacknowledged.fetch_add(1, Ordering::AcqRel)) };
+        // From here on the queue may be gone, unless its destruction waits for this event.
+        if before & DESTROYING != 0 {
+            // SAFETY: S3: it does.
             unsafe { ibv_ack_cq_events(cq, 1) };
         }
         cookie
     }
 }
 
-// SAFETY: S3: libibverbs is safe to call from any thread at once; the handle is used until `Drop` only.
+// SAFETY: S3: libibverbs is thread-safe.
 unsafe impl Send for Cq {}
 // SAFETY: S3: as above.
 unsafe impl Sync for Cq {}
 
 impl Cq {
-    /// The handle of the C library.
+    /// Returns the C library's handle.
     ///
     /// # Safety
     ///
-    /// It is valid while this object lives. What the object is for is left to the object: the caller neither ends the handle
-    /// nor polls it.
+    /// Valid while this object lives. The caller must neither destroy nor poll it.
     #[must_use]
     pub const unsafe fn as_raw(&self) -> NonNull<ibv_cq> {
         self.raw
@@ -85,11 +86,11 @@ impl Cq {
             return Err(VerbError::new(verb, VerbError::EINVAL));
         };
         let channel = channel.map_or(ptr::null_mut(), Channel::raw);
-        let events = Arc::new(Events { cookie, given: AtomicU32::new(0) });
-        // libibverbs gives it back and never looks behind it.
-        let behind = Arc::as_ptr(&events).cast_mut().cast();
-        // SAFETY: S3: the context is open and the channel, if any, is of it.
-        let raw = unsafe { ibv_create_cq(context.as_ptr(), capacity, behind, channel, vector) };
+        let events = Arc::new(Events { cookie, unacknowledged: AtomicU32::new(0) });
+        // Opaque to libibverbs, which returns it with each event.
+        let cq_context = Arc::as_ptr(&events).cast_mut().cast();
+        // SAFETY: S3: the context is open and owns the channel, if any.
+        let raw = unsafe { ibv_create_cq(context.as_ptr(), capacity, cq_context, channel, vector) };
         Ok(Self { raw: sys::handle(verb, raw)?, events })
     }
 
@@ -100,7 +101,7 @@ impl Cq {
 
 impl contract::Cq for Cq {
     fn id(&self) -> u64 {
-        // What an asynchronous event carries.
+        // Asynchronous events carry the pointer.
         self.raw().expose_provenance() as u64
     }
 
@@ -112,9 +113,9 @@ impl contract::Cq for Cq {
     #[inline(always)]
     fn poll(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError> {
         let wanted = i32::try_from(out.len()).unwrap_or(i32::MAX);
-        // SAFETY: S3: the queue is alive; S4: there is room for as many as are asked for, of numbers of any value.
+        // SAFETY: S3: the queue is alive; S4: `out` has `wanted` entries, and any bytes are valid.
         let found = unsafe { ibv_poll_cq(self.raw(), wanted, convert::completions(out)) };
-        // Of some drivers a failure is a code of their own; none sets `errno`.
+        // Some drivers return codes of their own; none sets `errno`.
         usize::try_from(found).map_err(|_| VerbError::new("ibv_poll_cq", VerbError::EIO))
     }
 
@@ -129,14 +130,17 @@ impl contract::Cq for Cq {
         let moderate = ibv_moderate_cq { cq_count: completions, cq_period: period };
         let mut attr =
             ibv_modify_cq_attr { attr_mask: ibv_cq_attr_mask::IBV_CQ_ATTR_MODERATE.0, moderate };
-        // SAFETY: S3: the queue is alive, the attributes ours.
+        // SAFETY: S3: the queue is alive, the attributes local.
         sys::status("ibv_modify_cq", unsafe { ibv_modify_cq(self.raw(), &raw mut attr) })
     }
 
     fn ack(&self, events: u32) {
         let count = |given: u32| Some(given - events.min(given));
-        let given = match self.events.given.fetch_update(Ordering::AcqRel, Ordering::Acquire, count)
-        {
+        let given = match self.events.unacknowledged.fetch_update(
+            Ordering::AcqRel,
+            Ordering::Acquire,
+            count,
+        ) {
             Ok(given) | Err(given) => given,
         };
         if given < events {
@@ -144,25 +148,26 @@ impl contract::Cq for Cq {
                 cq = self.id(),
                 events,
                 given,
-                "acknowledged more events than were given"
+                "acknowledged more completion events than were taken; ignoring the excess"
             );
         }
-        // SAFETY: S3: the queue is alive; so many events were given.
+        // SAFETY: S3: the queue is alive; at least as many events were taken.
         unsafe { ibv_ack_cq_events(self.raw(), events.min(given)) };
     }
 }
 
 impl Drop for Cq {
     fn drop(&mut self) {
-        let left = self.events.given.fetch_or(ENDING, Ordering::AcqRel);
-        // SAFETY: S3: the queue is alive; so many events were given. Its queue pairs are gone.
+        let left = self.events.unacknowledged.fetch_or(DESTROYING, Ordering::AcqRel);
+        // SAFETY: S3: the queue is alive, its queue pairs are gone; as many events were taken.
         let result = unsafe {
             ibv_ack_cq_events(self.raw(), left);
             ibv_destroy_cq(self.raw())
         };
         if let Err(error) = sys::status("ibv_destroy_cq", result) {
-            tracing::error!(%error, "not freed");
-            // It may go on to raise events.
+            let cq = contract::Cq::id(self);
+            tracing::error!(cq, %error, "failed to destroy completion queue; leaking it");
+            // Later events of the queue may still refer to it.
             mem::forget(self.events.clone());
         }
     }

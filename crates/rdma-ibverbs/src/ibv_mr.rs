@@ -1,4 +1,4 @@
-//! Memory registration and memory window.
+//! Memory regions and memory windows.
 
 #![allow(unsafe_code)]
 
@@ -11,26 +11,25 @@ use rdma_provider::VerbError;
 use rdma_provider::contract;
 use rdma_provider::types::{Lkey, Rkey};
 
-/// `ibv_mr`.
+/// A memory region, `ibv_mr`.
 #[derive(Debug)]
 pub struct Mr {
     raw: Owned<ibv_mr>,
 }
 
 impl Mr {
-    /// The handle of the C library.
+    /// Returns the C library's handle.
     ///
     /// # Safety
     ///
-    /// It is valid while this object lives. What the object is for is left to the object: the caller neither ends the handle
-    /// nor registers it anew.
+    /// Valid while this object lives. The caller must neither deregister nor re-register it.
     #[must_use]
     pub const unsafe fn as_raw(&self) -> NonNull<ibv_mr> {
         self.raw.get()
     }
 
     pub(super) fn new(raw: NonNull<ibv_mr>) -> Self {
-        // SAFETY: S3: just made, and ours; the layer above ends windows of it before.
+        // SAFETY: S3: just created; the layer above destroys its windows first.
         Self { raw: unsafe { Owned::new(raw) } }
     }
 }
@@ -51,11 +50,11 @@ impl contract::Mr for Mr {
     }
 
     fn deregister(&mut self) -> Result<(), VerbError> {
-        self.raw.end()
+        self.raw.destroy()
     }
 }
 
-/// `ibv_mw`.
+/// A memory window, `ibv_mw`.
 #[derive(Debug)]
 pub struct Mw {
     raw: Owned<ibv_mw>,
@@ -63,7 +62,7 @@ pub struct Mw {
 
 impl Mw {
     pub(super) fn new(raw: NonNull<ibv_mw>) -> Self {
-        // SAFETY: S3: just made, and ours; a binding is none of its objects.
+        // SAFETY: S3: just created; a binding is not an object created from it.
         Self { raw: unsafe { Owned::new(raw) } }
     }
 }
@@ -79,6 +78,6 @@ impl contract::Mw for Mw {
     }
 
     fn deallocate(&mut self) -> Result<(), VerbError> {
-        self.raw.end()
+        self.raw.destroy()
     }
 }

@@ -1,4 +1,4 @@
-//! Protection domain.
+//! Protection domains: `ibv_alloc_pd(3)`.
 
 #![allow(unsafe_code)]
 
@@ -18,31 +18,30 @@ use rdma_provider::VerbError;
 use rdma_provider::contract::{self, DctInit, DmaBufRange, NoDct, QpInit};
 use rdma_provider::types::{Access, AddressVector, DcAttr, DeviceAttr, SrqCaps};
 
-/// Of `errno(3)`.
+/// The error of a kernel whose verbs interface lacks a method, `errno(3)`.
 const EPROTONOSUPPORT: i32 = 93;
 
-/// `ibv_pd`.
+/// A protection domain, `ibv_pd`.
 #[derive(Debug)]
 pub struct Pd {
     raw: NonNull<ibv_pd>,
-    /// What queue pairs may be asked to do.
+    /// The device's attributes, which limit queue pairs and address handles.
     device: DeviceAttr,
-    /// They are posted to by `ibv_wr_*`.
+    /// True if queue pairs post with `ibv_wr_*` instead of `ibv_post_send`.
     extended: bool,
 }
 
-// SAFETY: S3: libibverbs is safe to call from any thread at once; the handle is used until `Drop` only.
+// SAFETY: S3: libibverbs is thread-safe; the handle is not used after `Drop`.
 unsafe impl Send for Pd {}
 // SAFETY: S3: as above.
 unsafe impl Sync for Pd {}
 
 impl Pd {
-    /// The handle of the C library.
+    /// Returns the C library's handle.
     ///
     /// # Safety
     ///
-    /// It is valid while this object lives. What the object is for is left to the object: the caller neither ends the handle
-    /// nor changes it.
+    /// The handle is valid while this object lives. The caller must neither destroy nor change it.
     #[must_use]
     pub const unsafe fn as_raw(&self) -> NonNull<ibv_pd> {
         self.raw
@@ -58,27 +57,30 @@ impl Pd {
         Ok(Self { raw, device, extended })
     }
 
-    /// The same, of a device that has DC, to find out whether it has.
+    /// Sets the DC attributes, for probing whether the device supports DC.
     pub(super) fn with_dc(mut self, dc: DcAttr) -> Self {
         self.device.dc = Some(dc);
         self
     }
 
-    /// Registers what the descriptor `fd` names, which the kernel looks up.
+    /// Calls `ibv_reg_dmabuf_mr(3)`.
     fn reg_dma_buf(&self, fd: c_int, range: DmaBufRange, access: Access) -> Result<Mr, VerbError> {
         let DmaBufRange { offset, len, iova } = range;
         let flags = convert::access_flags(access) as i32;
-        // SAFETY: S3: the protection domain is alive; what the number names is looked up by the kernel.
+        // SAFETY: S3: the protection domain is alive; the kernel validates the descriptor.
         let raw = unsafe { ibv_reg_dmabuf_mr(self.raw.as_ptr(), offset, len, iova, fd, flags) };
         Ok(Mr::new(sys::handle("ibv_reg_dmabuf_mr", raw)?))
     }
 
-    /// True if the device registers dma-bufs. No verb tells, so one that cannot be is offered: who looks at it can.
-    pub(super) fn takes_dma_bufs(&self) -> bool {
+    /// Returns true if the device registers dma-bufs.
+    ///
+    /// No verb reports this, so it is probed with an invalid descriptor. With support, the error is
+    /// about the descriptor (EBADF).
+    pub(super) fn supports_dma_bufs(&self) -> bool {
         let nothing = DmaBufRange { offset: 0, len: 4096, iova: 0 };
         match self.reg_dma_buf(-1, nothing, Access::LOCAL_WRITE) {
             Ok(_) => true,
-            // Of a library or kernel that does not know the verb, of a driver that does not, of one that cannot.
+            // The library, the kernel or the driver lacks support.
             Err(error) => {
                 !matches!(error.errno, VerbError::EOPNOTSUPP | VerbError::ENOSYS | EPROTONOSUPPORT)
             }
@@ -96,7 +98,7 @@ impl contract::Pd<Ibverbs> for Pd {
     ) -> Result<Mr, VerbError> {
         let verb = "ibv_reg_mr";
         let flags = convert::access_flags(access);
-        // SAFETY: S1, S2: the caller keeps the range allocated and unaliased; the protection domain is alive.
+        // SAFETY: S1, S2: the caller keeps the range allocated and unaliased; the domain is alive.
         let raw = unsafe { ibv_reg_mr(self.raw.as_ptr(), addr.as_ptr().cast(), len, flags as i32) };
         Ok(Mr::new(sys::handle(verb, raw)?))
     }
@@ -122,7 +124,7 @@ impl contract::Pd<Ibverbs> for Pd {
     }
 
     fn create_mw(&self) -> Result<Mw, VerbError> {
-        // SAFETY: S3: the protection domain is alive.
+        // SAFETY: S3: the domain is alive.
         let raw = unsafe { ibv_alloc_mw(self.raw.as_ptr(), ibv_mw_type::IBV_MW_TYPE_2) };
         Ok(Mw::new(sys::handle("ibv_alloc_mw", raw)?))
     }
@@ -132,7 +134,7 @@ impl contract::Pd<Ibverbs> for Pd {
     }
 
     fn create_ah(&self, address: &AddressVector) -> Result<Ah, VerbError> {
-        // libmlx5 does not say why it has no such port.
+        // For an invalid port, libmlx5 fails without setting `errno`.
         if !(1..=self.device.ports).contains(&address.port.0) {
             return Err(VerbError::new("ibv_create_ah", VerbError::EINVAL));
         }
@@ -142,7 +144,7 @@ impl contract::Pd<Ibverbs> for Pd {
 
 impl Drop for Pd {
     fn drop(&mut self) {
-        // SAFETY: S3: made by us; all that was made from it is gone.
-        sys::freed("ibv_dealloc_pd", unsafe { ibv_dealloc_pd(self.raw.as_ptr()) });
+        // SAFETY: S3: created by this object; everything created from it is gone.
+        sys::log_failure("ibv_dealloc_pd", unsafe { ibv_dealloc_pd(self.raw.as_ptr()) });
     }
 }

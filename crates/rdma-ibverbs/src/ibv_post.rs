@@ -1,4 +1,4 @@
-//! Work requests in the form of libibverbs: chains for `ibv_post_send(3)` and `ibv_post_recv(3)`, calls for
+//! Conversion of work requests: chains for `ibv_post_send(3)` and `ibv_post_recv(3)`, calls for
 //! `ibv_wr_post(3)`.
 
 #![allow(unsafe_code)]
@@ -17,37 +17,38 @@ use rdma_provider::types::{
     WindowBind,
 };
 
-/// Work requests of one chain: a longer list rings one doorbell for each so many. They stand on the stack while posted.
+/// Maximum length of a chain on the stack. A longer list takes several chains, each with a
+/// doorbell.
 const CHAIN: usize = 32;
 
-/// One element of a chain of sends, with the place that inline data is named from.
+/// An element of a send chain, with the entry of its inline data.
 #[repr(C)]
 struct Element {
     wr: ibv_send_wr,
     inline: ibv_sge,
 }
 
-/// Of a request that a queue pair cannot execute, behind `posted` that were.
+/// Returns the error for a request that the queue pair does not support, after `posted` others.
 ///
-/// Drivers do not look: they take the address handle of a datagram for granted, and what they make of an operation that
-/// the transport does not have is theirs.
+/// Drivers do not check: they assume that a datagram has an address handle, and differ in their
+/// handling of operations that the transport lacks.
 #[cold]
-fn impossible(posted: usize) -> PostError {
+fn unsupported(posted: usize) -> PostError {
     PostError { posted, error: VerbError::new("ibv_post_send", VerbError::EINVAL) }
 }
 
-/// True for what is posted most, of which a reliable connection needs to ask nothing else.
+/// Returns true for the most common requests, which every reliable connection supports.
 #[inline(always)]
 pub(super) fn is_plain(wr: &SendWr<'_>) -> bool {
     matches!(wr.data, Data::Sges([_])) && wr.target.is_none() && !wr.op.is_local()
 }
 
 #[inline(always)]
-fn is_possible(transport: Transport, wr: &SendWr<'_>) -> bool {
-    transport == Transport::Rc && is_plain(wr) || is_possible_at_all(transport, wr)
+fn is_supported(transport: Transport, wr: &SendWr<'_>) -> bool {
+    transport == Transport::Rc && is_plain(wr) || transport_supports(transport, wr)
 }
 
-fn is_possible_at_all(transport: Transport, wr: &SendWr<'_>) -> bool {
+fn transport_supports(transport: Transport, wr: &SendWr<'_>) -> bool {
     let binds = matches!(transport, Transport::Rc | Transport::Uc);
     let has_operation = match wr.op {
         SendOp::Send | SendOp::SendWithImm(_) => true,
@@ -64,7 +65,7 @@ fn is_possible_at_all(transport: Transport, wr: &SendWr<'_>) -> bool {
         Some(SendTarget::Datagram(_)) => transport == Transport::Ud,
         Some(SendTarget::Dc(_)) => transport == Transport::Dci,
     };
-    // What an operation brings back needs a place to go to.
+    // The result of an operation needs a local buffer.
     let placed = match wr.data {
         Data::Sges(_) => true,
         Data::Inline(_) => !wr.op.reads_back(),
@@ -73,16 +74,17 @@ fn is_possible_at_all(transport: Transport, wr: &SendWr<'_>) -> bool {
     has_operation && addressed && placed
 }
 
-/// Posts one request that [`is_plain`], put together in registers: every branch of it is decided by the compiler.
+/// Posts one [plain](is_plain) request. It is built in registers: the compiler decides all
+/// branches.
 ///
 /// # Safety
 ///
-/// `qp` is alive, and the memory of the request is kept as for `ibv_post_send(3)`.
+/// `qp` must be alive, and the request's memory kept as for `ibv_post_send(3)`.
 #[inline(always)]
 pub(super) unsafe fn send_in_place(qp: *mut ibv_qp, wr: &SendWr<'_>) -> Result<(), VerbError> {
     let mut element = MaybeUninit::<Element>::uninit();
     let mut refused = ptr::null_mut();
-    // SAFETY: S1, S3: as the caller promises; the element is ours.
+    // SAFETY: S1, S3: the caller's promise; the element is local.
     let result = unsafe {
         write_send(element.as_mut_ptr(), ptr::null_mut(), wr);
         ibv_post_send(qp, element.as_mut_ptr().cast(), &raw mut refused)
@@ -90,17 +92,17 @@ pub(super) unsafe fn send_in_place(qp: *mut ibv_qp, wr: &SendWr<'_>) -> Result<(
     sys::status("ibv_post_send", result)
 }
 
-/// As [`send_in_place`], by the calls of `ibv_wr_post(3)`.
+/// Does the same as [`send_in_place`], with the calls of `ibv_wr_post(3)`.
 ///
 /// # Safety
 ///
-/// As [`send_in_place`]; the queue pair was made for those calls.
+/// See [`send_in_place`]; the queue pair must have been created for these calls.
 #[inline(always)]
 pub(super) unsafe fn extended_in_place(
     qp: *mut ibv_qp_ex,
     wr: &SendWr<'_>,
 ) -> Result<(), VerbError> {
-    // SAFETY: S1, S3: as the caller promises; as in `extended`.
+    // SAFETY: S1, S3: the caller's promise; as in `extended`.
     let result = unsafe {
         ibv_wr_start(qp);
         if !request(qp, None, wr) {
@@ -111,8 +113,9 @@ pub(super) unsafe fn extended_in_place(
     sys::status("ibv_wr_complete", result)
 }
 
-/// Posts what of `list` comes before the first that a queue pair of `transport` cannot execute, by `post`, which takes a chain
-/// and says through its second argument which element was refused.
+/// Posts `list` up to the first request that `transport` does not support.
+///
+/// `post` takes a chain, and stores the refused element in its second argument.
 #[inline]
 pub(super) fn sends<'a>(
     transport: Transport,
@@ -123,13 +126,13 @@ pub(super) fn sends<'a>(
     let first = chain.as_mut_ptr().cast::<Element>();
     let mut posted = 0;
     loop {
-        let (mut length, mut all_possible) = (0, true);
+        let (mut length, mut all_supported) = (0, true);
         for wr in list.by_ref().take(CHAIN) {
-            all_possible = is_possible(transport, wr.borrow());
-            if !all_possible {
+            all_supported = is_supported(transport, wr.borrow());
+            if !all_supported {
                 break;
             }
-            // SAFETY: S3: `length` is within the chain, which nobody else looks at.
+            // SAFETY: S3: `length` is within the local chain.
             unsafe {
                 write_send(
                     first.wrapping_add(length),
@@ -140,7 +143,7 @@ pub(super) fn sends<'a>(
             length += 1;
         }
         if length > 0 {
-            // SAFETY: S3: just written.
+            // SAFETY: S3: written above.
             unsafe { (*first.wrapping_add(length - 1)).wr.next = ptr::null_mut() };
             let mut refused = ptr::null_mut();
             if let Err(error) = post(first.cast(), &raw mut refused) {
@@ -148,8 +151,8 @@ pub(super) fn sends<'a>(
             }
             posted += length;
         }
-        if !all_possible {
-            return Err(impossible(posted));
+        if !all_supported {
+            return Err(unsupported(posted));
         }
         if length < CHAIN {
             return Ok(());
@@ -157,7 +160,7 @@ pub(super) fn sends<'a>(
     }
 }
 
-/// Posts `list` by `post`; as [`sends`].
+/// Posts `list` with `post`, see [`sends`].
 #[inline]
 pub(super) fn receives(
     list: &[RecvWr<'_>],
@@ -173,7 +176,7 @@ pub(super) fn receives(
                 ptr::null_mut()
             };
             let (sg_list, num_sge) = (convert::sge_list(wr.sges), wr.sges.len() as i32);
-            // SAFETY: S3: `index` is within the chain, which nobody else looks at.
+            // SAFETY: S3: `index` is within the local chain.
             unsafe {
                 first.wrapping_add(index).write(ibv_recv_wr {
                     wr_id: wr.wr_id.0,
@@ -191,20 +194,20 @@ pub(super) fn receives(
     Ok(())
 }
 
-/// How many elements of a chain come before `refused`. A driver that names none refused all of it.
+/// Returns the number of elements before `refused`; null means that the driver refused all.
 fn position<T>(first: *mut T, refused: *mut T) -> usize {
     if refused.is_null() { 0 } else { (refused.addr() - first.addr()) / size_of::<T>() }
 }
 
-/// Writes those fields that `wr` gives a meaning to; libibverbs reads no others.
+/// Writes the fields that `wr` uses; libibverbs reads no others.
 ///
 /// # Safety
 ///
-/// `element` is valid for writes.
+/// `element` must be valid for writes.
 #[inline(always)]
 unsafe fn write_send(element: *mut Element, next: *mut ibv_send_wr, wr: &SendWr<'_>) {
     use ibv_wr_opcode as code;
-    // SAFETY: S3: valid for writes, as the caller says; fields of numbers and pointers have no destructors.
+    // SAFETY: S3: valid for writes; the fields have no destructors.
     unsafe {
         let raw = &raw mut (*element).wr;
         let immediate = |value| (*raw).imm_data_invalidated_rkey_union.imm_data = value;
@@ -253,7 +256,7 @@ unsafe fn write_send(element: *mut Element, next: *mut ibv_send_wr, wr: &SendWr<
                 code::IBV_WR_LOCAL_INV
             }
             SendOp::BindWindow => {
-                // Looked at, and refused if there is any.
+                // Drivers refuse a value other than 0.
                 immediate(0);
                 code::IBV_WR_BIND_MW
             }
@@ -261,7 +264,7 @@ unsafe fn write_send(element: *mut Element, next: *mut ibv_send_wr, wr: &SendWr<
         (*raw).wr_id = wr.wr_id.0;
         (*raw).next = next;
         (*raw).opcode = opcode;
-        // What names a DC target is not posted in a chain.
+        // Requests to DC targets are never posted in chains.
         if let Some(SendTarget::Datagram(UdTarget { handle, qpn, qkey, .. })) = wr.target {
             (*raw).wr.ud = ud_t {
                 ah: ptr::with_exposed_provenance_mut(handle),
@@ -300,26 +303,26 @@ unsafe fn write_send(element: *mut Element, next: *mut ibv_send_wr, wr: &SendWr<
     }
 }
 
-/// The window of `bind`, which from now on has the key of its binding before: drivers compare it with what they know, and
-/// leave it to the program to note what each binding changed.
+/// Returns the window of `bind` after restoring the key of its previous binding, which drivers
+/// compare and rely on the program to update.
 ///
 /// # Safety
 ///
-/// The window is alive, and no other binding of it is posted at the same time.
+/// The window must be alive, and no other binding of it may be posted concurrently.
 unsafe fn window(bind: &WindowBind) -> *mut ibv_mw {
     let window: *mut ibv_mw = ptr::with_exposed_provenance_mut(bind.window);
-    // SAFETY: S3: as the caller promises.
+    // SAFETY: S3: the caller's promise.
     unsafe { (*window).rkey = bind.current.0 };
     window
 }
 
-/// Posts what of `list` comes before the first that a queue pair of `transport` cannot execute, all of that or nothing, by the
-/// calls of `ibv_wr_post(3)`.
+/// Posts `list` up to the first request that `transport` does not support, with the calls of
+/// `ibv_wr_post(3)`. Posts either all of these requests or none.
 ///
 /// # Safety
 ///
-/// `qp` is alive, `dc` is the same queue pair if it initiates dynamic connections, and the memory of the list is kept as for
-/// `ibv_post_send(3)`.
+/// `qp` must be alive, `dc` the same queue pair if it is a DC initiator, and the list's memory kept
+/// as for `ibv_post_send(3)`.
 #[inline]
 pub(super) unsafe fn extended<'a>(
     qp: *mut ibv_qp_ex,
@@ -327,14 +330,14 @@ pub(super) unsafe fn extended<'a>(
     transport: Transport,
     list: impl Iterator<Item = impl Borrow<SendWr<'a>>>,
 ) -> Result<(), PostError> {
-    let (mut posted, mut all_possible) = (0, true);
-    // SAFETY: S1, S3: as the caller promises; each request is one operation and one or two setters, between start and
-    // completion, as the manual page asks.
+    let (mut posted, mut all_supported) = (0, true);
+    // SAFETY: S1, S3: the caller's promise. Between start and complete, each request is one
+    // operation and one or two setters, as `ibv_wr_post(3)` requires.
     let result = unsafe {
         ibv_wr_start(qp);
         for wr in list {
-            all_possible = is_possible(transport, wr.borrow());
-            if !all_possible {
+            all_supported = is_supported(transport, wr.borrow());
+            if !all_supported {
                 break;
             }
             if !request(qp, dc, wr.borrow()) {
@@ -350,26 +353,27 @@ pub(super) unsafe fn extended<'a>(
         }
     };
     sys::status("ibv_wr_complete", result).map_err(|error| PostError { posted: 0, error })?;
-    if all_possible { Ok(()) } else { Err(impossible(posted)) }
+    if all_supported { Ok(()) } else { Err(unsupported(posted)) }
 }
 
-/// Gives up what was begun, as it has an operation that the queue pair was not made for.
+/// Aborts the batch, because the queue pair was not created for an operation.
 ///
 /// # Safety
 ///
-/// As [`extended`], after `ibv_wr_start`.
+/// See [`extended`]; `ibv_wr_start` must have been called.
 #[cold]
 unsafe fn abort(qp: *mut ibv_qp_ex) -> VerbError {
-    // SAFETY: S3: the queue pair is alive, as the caller says.
+    // SAFETY: S3: the queue pair is alive.
     unsafe { ibv_wr_abort(qp) };
     VerbError::new("ibv_wr_start", VerbError::EINVAL)
 }
 
-/// One work request; false for an operation that the queue pair was not made for: its function may not be there.
+/// Adds one work request. Returns false if the queue pair was not created for the operation: its
+/// function pointer may be null.
 ///
 /// # Safety
 ///
-/// As [`extended`], after `ibv_wr_start`.
+/// See [`extended`]; `ibv_wr_start` must have been called.
 #[inline(always)]
 unsafe fn request(qp: *mut ibv_qp_ex, dc: Option<NonNull<mlx5dv_qp_ex>>, wr: &SendWr<'_>) -> bool {
     macro_rules! call {
@@ -385,7 +389,7 @@ unsafe fn request(qp: *mut ibv_qp_ex, dc: Option<NonNull<mlx5dv_qp_ex>>, wr: &Se
         (*qp).wr_id = wr.wr_id.0;
         (*qp).wr_flags = convert::send_flags(wr.flags);
         match wr.op {
-            // The two that have no data and take no setter.
+            // These two have no data and take no setter.
             SendOp::LocalInvalidate(rkey) => {
                 call!(wr_local_inv, rkey.0);
                 return true;

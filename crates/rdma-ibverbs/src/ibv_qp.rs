@@ -1,4 +1,4 @@
-//! Queue pair: create, change state, post.
+//! Queue pairs: create, modify, query, post.
 
 #![allow(unsafe_code)]
 
@@ -19,43 +19,43 @@ use rdma_provider::types::{
     AtomicCapability, DeviceAttr, QpAttr, QpCaps, QpState, Qpn, RecvWr, SendWr, Transport,
 };
 
-/// `ibv_qp`.
+/// A queue pair, `ibv_qp`.
 #[derive(Debug)]
 pub struct Qp {
     raw: Owned<ibv_qp>,
-    /// The same queue pair for `ibv_wr_*`, where the driver has them.
+    /// The same queue pair for `ibv_wr_*`, if the driver supports it.
     extended: Option<NonNull<ibv_qp_ex>>,
-    /// The same for what names a DC target, of an initiator.
+    /// The same queue pair for setting the DC target, if it is an initiator.
     dc: Option<NonNull<mlx5dv_qp_ex>>,
     transport: Transport,
     caps: QpCaps,
-    /// It has receives of its own, and not a shared queue's or none.
+    /// True if it has a receive queue of its own.
     receives: bool,
-    /// State that it was last put into. Drivers differ in what they do with work that is posted too early: one refuses
-    /// it and keeps it in the ring, another takes it.
+    /// Last state set. Drivers differ on work posted too early: some refuse it but leave it in the
+    /// ring, some accept it.
     state: AtomicU8,
-    /// State from which on plain requests are put together where they are posted: RTS, or none.
+    /// Lowest state in which plain requests are posted in place: RTS, or none.
     in_place: u8,
 }
 
-// SAFETY: S3: libibverbs is safe to call from any thread at once; the handle is used until `Drop` only.
+// SAFETY: S3: libibverbs is thread-safe.
 unsafe impl Send for Qp {}
 // SAFETY: S3: as above.
 unsafe impl Sync for Qp {}
 
 impl Qp {
-    /// The handle of the C library.
+    /// Returns the C library's handle.
     ///
     /// # Safety
     ///
-    /// It is valid while this object lives. What the object is for is left to the object: the caller neither ends the handle
-    /// nor changes its state.
+    /// Valid while this object lives. The caller must neither destroy nor modify it.
     #[must_use]
     pub const unsafe fn as_raw(&self) -> NonNull<ibv_qp> {
         self.raw.get()
     }
 
-    /// With `ibv_wr_*` if they are wanted (`extended`) and its driver has them, or if it is of DC.
+    /// Creates a queue pair. It posts through `ibv_wr_*` if it is a DC initiator, or if `extended`
+    /// is true and the driver supports it.
     pub(super) fn new(
         pd: NonNull<ibv_pd>,
         init: &QpInit<'_, Ibverbs>,
@@ -75,7 +75,7 @@ impl Qp {
             });
         }
         let receives = init.srq.is_none();
-        // SAFETY: S3: all zero is a value of this structure of numbers and pointers.
+        // SAFETY: S3: zeros are valid.
         let mut raw: ibv_qp_init_attr_ex = unsafe { mem::zeroed() };
         raw.send_cq = init.send_cq.raw();
         raw.recv_cq = init.recv_cq.raw();
@@ -89,10 +89,10 @@ impl Qp {
                 | ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_SEND_OPS_FLAGS)
                 .0;
             wanted.send_ops_flags = u64::from(send_operations(init.transport, device).0);
-            // SAFETY: S3: the protection domain and the queues are alive, the attributes ours.
+            // SAFETY: S3: domain and queues are alive, the attributes local.
             let qp = unsafe { ibv_create_qp_ex(pd.as_ref().context, &raw mut wanted) };
             if let Ok(qp) = sys::handle("ibv_create_qp_ex", qp) {
-                // SAFETY: S3: just made.
+                // SAFETY: S3: just created.
                 let extended = NonNull::new(unsafe { ibv_qp_to_qp_ex(qp.as_ptr()) });
                 return Ok(Self {
                     receives,
@@ -100,8 +100,8 @@ impl Qp {
                 });
             }
         }
-        // The structure starts as `ibv_qp_init_attr` does, and goes on where that ends.
-        // SAFETY: S3: the protection domain and the queues are alive, the attributes ours.
+        // `ibv_qp_init_attr_ex` starts with the fields of `ibv_qp_init_attr`.
+        // SAFETY: S3: domain and queues are alive, the attributes local.
         let qp = unsafe { ibv_create_qp(pd.as_ptr(), (&raw mut raw).cast()) };
         let qp = sys::handle("ibv_create_qp", qp)?;
         Ok(Self { receives, ..Self::made(qp, None, init.transport, &raw.cap) })
@@ -115,7 +115,7 @@ impl Qp {
     ) -> Self {
         let state = AtomicU8::new(QpState::Reset as u8);
         let in_place = if transport == Transport::Rc { QpState::Rts as u8 } else { u8::MAX };
-        // SAFETY: S3: just made, and ours.
+        // SAFETY: S3: just created.
         let raw = unsafe { Owned::new(raw) };
         Self {
             raw,
@@ -133,11 +133,11 @@ impl Qp {
         self.raw.get().as_ptr()
     }
 
-    /// Posts a list of any length, whatever its operations.
+    /// Posts a list of any length and any operations.
     ///
     /// # Safety
     ///
-    /// As [`post_send`](contract::Qp::post_send).
+    /// See [`post_send`](contract::Qp::post_send).
     #[inline(never)]
     unsafe fn post_list<'a>(
         &self,
@@ -145,16 +145,16 @@ impl Qp {
     ) -> Result<(), PostError> {
         self.check("ibv_post_send", QpState::Rts as u8)?;
         match self.extended {
-            // SAFETY: S1: the memory of the list is kept by the caller; S3: the queue pair is alive.
+            // SAFETY: S1: the caller's promise; S3: the queue pair is alive.
             Some(qp) => unsafe { ibv_post::extended(qp.as_ptr(), self.dc, self.transport, list) },
             None => ibv_post::sends(self.transport, list, |first, refused| {
-                // SAFETY: S1: the memory of the list is kept by the caller; S3: the queue pair is alive, the chain ours.
+                // SAFETY: S1: the caller's promise; S3: the queue pair is alive, the chain local.
                 sys::status("ibv_post_send", unsafe { ibv_post_send(self.raw(), first, refused) })
             }),
         }
     }
 
-    /// Refuses work in the states before `first`.
+    /// Refuses work in states below `first`.
     #[inline]
     fn check(&self, verb: &'static str, first: u8) -> Result<(), PostError> {
         if self.state.load(Ordering::Acquire) >= first {
@@ -164,7 +164,7 @@ impl Qp {
     }
 }
 
-/// What `ibv_wr_*` must be able to do on a queue pair of `transport`.
+/// Returns the `ibv_wr_*` operations for a queue pair of `transport`.
 fn send_operations(transport: Transport, device: &DeviceAttr) -> ibv_qp_create_send_ops_flags {
     use ibv_qp_create_send_ops_flags as op;
     let send = op::IBV_QP_EX_WITH_SEND | op::IBV_QP_EX_WITH_SEND_WITH_IMM;
@@ -208,12 +208,13 @@ impl contract::Qp for Qp {
             return Err(VerbError::new("ibv_modify_qp", VerbError::EINVAL));
         }
         let mut raw = convert::qp_attr_to(attr);
-        // Back to a state that takes no work: refused from now on. Forward: only once the device has agreed.
+        // An earlier state refuses work from now on, a later one accepts it once the device has
+        // agreed.
         let before = self.state.load(Ordering::Acquire);
         if let Some(lower) = attr.state.map(|state| state as u8).filter(|&state| state < before) {
             self.state.store(lower, Ordering::Release);
         }
-        // SAFETY: S3: the queue pair is alive, the attributes ours.
+        // SAFETY: S3: the queue pair is alive, the attributes local.
         let result = unsafe { ibv_modify_qp(self.raw(), &raw mut raw, attr.mask().bits() as i32) };
         let result = sys::status("ibv_modify_qp", result);
         self.state.store(
@@ -227,12 +228,12 @@ impl contract::Qp for Qp {
     }
 
     fn query(&self) -> Result<(QpState, QpAttr), VerbError> {
-        // SAFETY: S3: all zero is a value of these structures of numbers and pointers.
+        // SAFETY: S3: zeros are valid.
         let (mut raw, mut init) =
             unsafe { (mem::zeroed::<ibv_qp_attr>(), mem::zeroed::<ibv_qp_init_attr>()) };
-        // Every attribute that `ibv_query_qp(3)` knows.
+        // All attributes of `ibv_query_qp(3)`.
         let mask = (1 << 21) - 1;
-        // SAFETY: S3: the queue pair is alive, both structures ours.
+        // SAFETY: S3: the queue pair is alive, both structures are local.
         sys::status("ibv_query_qp", unsafe {
             ibv_query_qp(self.raw(), &raw mut raw, mask, &raw mut init)
         })?;
@@ -246,16 +247,16 @@ impl contract::Qp for Qp {
     ) -> Result<(), PostError> {
         let mut list = list.into_iter();
         if list.size_hint().1 != Some(1) {
-            // SAFETY: S1: the caller's promise is passed on unchanged.
+            // SAFETY: S1: the caller's promise.
             return unsafe { self.post_list(list) };
         }
         let Some(wr) = list.next() else { return Ok(()) };
-        // A copy, so that its fields stay in registers: only `post_list` needs it in memory.
+        // Copied so that its fields stay in registers; only `post_list` needs it in memory.
         let wr = *wr.borrow();
         let posted =
             if self.state.load(Ordering::Acquire) >= self.in_place && ibv_post::is_plain(&wr) {
                 match self.extended {
-                    // SAFETY: S1: the memory of the request is kept by the caller; S3: the queue pair is alive.
+                    // SAFETY: S1: the caller's promise; S3: the queue pair is alive.
                     Some(qp) => unsafe { ibv_post::extended_in_place(qp.as_ptr(), &wr) },
                     // SAFETY: S1, S3: as above.
                     None => unsafe { ibv_post::send_in_place(self.raw(), &wr) },
@@ -269,16 +270,16 @@ impl contract::Qp for Qp {
 
     #[inline]
     unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
-        // Of one that has none, drivers say this, or that its queue is full.
+        // Without a receive queue, drivers return EINVAL or report a full queue.
         let first = if self.receives { QpState::Init as u8 } else { u8::MAX };
         self.check("ibv_post_recv", first)?;
         ibv_post::receives(list, |first, refused| {
-            // SAFETY: S1: the memory of the list is kept by the caller; S3: the queue pair is alive, the chain ours.
+            // SAFETY: S1: the caller's promise; S3: the queue pair is alive, the chain local.
             sys::status("ibv_post_recv", unsafe { ibv_post_recv(self.raw(), first, refused) })
         })
     }
 
     fn destroy(&mut self) -> Result<(), VerbError> {
-        self.raw.end()
+        self.raw.destroy()
     }
 }

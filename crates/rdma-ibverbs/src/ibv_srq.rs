@@ -1,4 +1,4 @@
-//! Shared receive queue.
+//! Shared receive queues: `ibv_create_srq(3)`.
 
 #![allow(unsafe_code)]
 
@@ -12,7 +12,7 @@ use rdma_provider::VerbError;
 use rdma_provider::contract::{self, PostError};
 use rdma_provider::types::{RecvWr, SrqCaps};
 
-/// `ibv_srq`.
+/// A shared receive queue, `ibv_srq`.
 #[derive(Debug)]
 pub struct Srq {
     raw: Owned<ibv_srq>,
@@ -20,12 +20,11 @@ pub struct Srq {
 }
 
 impl Srq {
-    /// The handle of the C library.
+    /// Returns the C library's handle.
     ///
     /// # Safety
     ///
-    /// It is valid while this object lives. What the object is for is left to the object: the caller neither ends the handle
-    /// nor changes its size.
+    /// Valid while this object lives. The caller must neither destroy nor resize it.
     #[must_use]
     pub const unsafe fn as_raw(&self) -> NonNull<ibv_srq> {
         self.raw.get()
@@ -36,14 +35,14 @@ impl Srq {
             srq_context: ptr::null_mut(),
             attr: ibv_srq_attr { max_wr: caps.max_wr, max_sge: caps.max_sge, srq_limit: 0 },
         };
-        // SAFETY: S3: the protection domain is alive, the attributes ours; granted sizes come back in them.
+        // SAFETY: S3: the domain is alive; `init` is local.
         let raw =
             sys::handle("ibv_create_srq", unsafe { ibv_create_srq(pd.as_ptr(), &raw mut init) })?;
         let caps = SrqCaps {
             max_wr: init.attr.max_wr.max(caps.max_wr),
             max_sge: init.attr.max_sge.max(caps.max_sge),
         };
-        // SAFETY: S3: just made, and ours; its queue pairs go before it.
+        // SAFETY: S3: just created; its queue pairs are destroyed before it.
         Ok(Self { raw: unsafe { Owned::new(raw) }, caps })
     }
 
@@ -54,7 +53,7 @@ impl Srq {
 
 impl contract::Srq for Srq {
     fn id(&self) -> u64 {
-        // What an asynchronous event carries.
+        // Asynchronous events carry the pointer.
         self.raw().expose_provenance() as u64
     }
 
@@ -65,20 +64,20 @@ impl contract::Srq for Srq {
     fn set_limit(&self, limit: u32) -> Result<(), VerbError> {
         let mut attr = ibv_srq_attr { max_wr: 0, max_sge: 0, srq_limit: limit };
         let mask = ibv_srq_attr_mask::IBV_SRQ_LIMIT.0 as i32;
-        // SAFETY: S3: the queue is alive, the attributes ours.
+        // SAFETY: S3: the queue is alive, the attributes local.
         sys::status("ibv_modify_srq", unsafe { ibv_modify_srq(self.raw(), &raw mut attr, mask) })
     }
 
     fn limit(&self) -> Result<u32, VerbError> {
         let mut attr = ibv_srq_attr { max_wr: 0, max_sge: 0, srq_limit: 0 };
-        // SAFETY: S3: the queue is alive, the attributes ours.
+        // SAFETY: S3: the queue is alive, the attributes local.
         sys::status("ibv_query_srq", unsafe { ibv_query_srq(self.raw(), &raw mut attr) })?;
         Ok(attr.srq_limit)
     }
 
     unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
         ibv_post::receives(list, |first, refused| {
-            // SAFETY: S1: the memory of the list is kept by the caller; S3: the queue is alive, the chain ours.
+            // SAFETY: S1: the caller's promise; S3: the queue is alive, the chain local.
             sys::status("ibv_post_srq_recv", unsafe {
                 ibv_post_srq_recv(self.raw(), first, refused)
             })
@@ -86,6 +85,6 @@ impl contract::Srq for Srq {
     }
 
     fn destroy(&mut self) -> Result<(), VerbError> {
-        self.raw.end()
+        self.raw.destroy()
     }
 }

@@ -1,16 +1,17 @@
-//! The provider for real devices: libibverbs, librdmacm and libmlx5. The binding, rdma-mummy-sys, opens the libraries when
-//! the program starts, so a program builds and runs without them.
+//! The provider for real devices: libibverbs, librdmacm and libmlx5.
 //!
-//! Each object owns one handle of the C library and frees it on drop. The caller keeps parents alive longer than their
-//! children. Each function is one verb.
+//! The binding, rdma-mummy-sys, opens the libraries when the program starts, so programs build and
+//! run without them. Each object owns one C handle and frees it on drop; the caller must drop
+//! children before their parents. Each function is one verb.
 //!
 //! ```text
-//!   traits of rdma-provider ──▶ ibv_context, ibv_qp, ibv_cq, … ──▶ owned handle ──▶ libibverbs.so.1
-//!                               cm ──────────────────────────────────────▶ librdmacm.so.1
-//!                               mlx5_dc ─────────────────────────────────▶ libmlx5.so.1
+//! traits of rdma-provider ──▶ ibv_context, ibv_qp, ibv_cq, … ──▶ owned handle ──▶ libibverbs.so.1
+//!                             cm ──────────────────────────────────────▶ librdmacm.so.1
+//!                             mlx5_dc ─────────────────────────────────▶ libmlx5.so.1
 //! ```
 //!
-//! `sys` undoes the C library's four ways to report an error, and `convert` translates values between C and Rust.
+//! `sys` unifies the C library's four error conventions. `convert` translates values between C and
+//! Rust.
 //!
 //! ```
 //! match rdma_ibverbs::devices() {
@@ -19,8 +20,8 @@
 //! }
 //! ```
 //!
-//! [`Context::open`] opens a device by name. The methods of all objects are those of the traits in [`contract`]; the values are
-//! in [`types`].
+//! [`Context::open`] opens a device by name. All objects implement the traits in [`contract`];
+//! their values are in [`types`].
 //!
 //! ```no_run
 //! use rdma_ibverbs::Context;
@@ -29,7 +30,8 @@
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let context = Context::open("mlx5_0")?.ok_or("no such device")?;
-//! println!("{} queue pairs, port 1: {:?}", context.attr().max_qp, context.port(PortNum(1))?.state);
+//! println!("{} queue pairs", context.attr().max_qp);
+//! println!("port 1: {:?}", context.port(PortNum(1))?.state);
 //! let pd = context.create_pd()?;
 //! let cq = context.create_cq(16, None, 0, 0)?;
 //! # drop((pd, cq));
@@ -72,7 +74,7 @@ pub use mlx5_dc::Dct;
 
 pub use rdma_provider::{VerbError, cm_contract, contract, types};
 
-/// The provider that calls libibverbs.
+/// The provider for real devices.
 #[derive(Debug)]
 pub struct Ibverbs;
 
@@ -91,7 +93,7 @@ impl contract::Provider for Ibverbs {
     type CmId = CmId;
 }
 
-/// Compiles the examples of the README.
+/// Compiles the README's examples.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 #[derive(Debug)]

@@ -1,5 +1,5 @@
-//! Dynamically connected transport, which libmlx5 has and libibverbs does not: what a device can do of it, initiators,
-//! targets.
+//! Dynamically connected transport (DC) of libmlx5, `mlx5dv_create_qp(3)`: capabilities,
+//! initiators, targets.
 
 #![allow(unsafe_code)]
 
@@ -20,10 +20,11 @@ use rdma_provider::types::{
 
 use super::ibv_context::Context;
 
-/// What such a device would answer.
+/// The error of a device without DC.
 const NONE: VerbError = VerbError::new("mlx5dv_create_qp", VerbError::EOPNOTSUPP);
 
-/// What `context` can do of DC: nothing without feature `mlx5`, without libmlx5, or if it is no device of that.
+/// Returns the device's DC capabilities; `None` without feature `mlx5` or libmlx5, or for another
+/// driver's device.
 pub(super) fn attributes(
     context: &Context,
     raw: NonNull<ibv_context>,
@@ -33,23 +34,23 @@ pub(super) fn attributes(
         return None;
     }
     use mlx5dv_context_comp_mask as field;
-    // SAFETY: S3: all zero is a value of this structure of numbers and pointers.
+    // SAFETY: S3: zeros are valid.
     let mut found: mlx5dv_context = unsafe { mem::zeroed() };
     found.comp_mask = (field::MLX5DV_CONTEXT_MASK_DCI_STREAMS
         | field::MLX5DV_CONTEXT_MASK_MAX_DC_RD_ATOM)
         .0
         .into();
-    // SAFETY: S3: the context is open, the result ours; of another driver's device the library says so.
+    // SAFETY: S3: the context is open, the result local; fails for another driver's device.
     let asked = sys::status("mlx5dv_query_device", unsafe {
         mlx5dv_query_device(raw.as_ptr(), &raw mut found)
     });
     if let Err(error) = asked {
-        tracing::debug!(%error, "no DC");
+        tracing::debug!(%error, "failed to query mlx5 attributes; reporting no DC support");
         return None;
     }
-    // Older libraries leave fields alone that they do not know, and take their bits out of the mask.
+    // Older libraries ignore unknown fields and clear their bits in the mask.
     let has = |bit: field| found.comp_mask & u64::from(bit.0) != 0;
-    // Zero is said by a library that could not ask the firmware, too: then what holds for connections stands in.
+    // Zero may mean that the library could not query the firmware: use the RC limit then.
     let limit = |value: u64, otherwise: u8| match u8::try_from(value) {
         _ if !has(field::MLX5DV_CONTEXT_MASK_MAX_DC_RD_ATOM) => otherwise,
         Ok(0) => otherwise,
@@ -66,11 +67,14 @@ pub(super) fn attributes(
         limit(found.max_dc_init_rd_atom, device.max_qp_init_rd_atom),
     );
     attr.streams = any.then_some(streams);
-    // No field says whether there is DC at all, so both kinds are made and thrown away.
+    // No attribute reports DC support, so create an initiator and a target.
     match try_both(context, attr) {
         Ok(()) => Some(attr),
         Err(error) => {
-            tracing::debug!(%error, "no DC, though it is a device of libmlx5");
+            tracing::debug!(
+                %error,
+                "failed to create a DC initiator or target; reporting no DC support"
+            );
             None
         }
     }
@@ -92,7 +96,6 @@ fn try_both(context: &Context, attr: DcAttr) -> Result<(), VerbError> {
     Ok(())
 }
 
-/// Makes a DC queue pair of what `attr` says.
 fn create(
     pd: NonNull<ibv_pd>,
     attr: &mut ibv_qp_init_attr_ex,
@@ -101,25 +104,25 @@ fn create(
     attr.qp_type = convert::qp_type(Transport::Dci);
     attr.pd = pd.as_ptr();
     attr.comp_mask |= ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_PD.0;
-    // SAFETY: S3: all zero is a value of this structure of numbers.
+    // SAFETY: S3: zeros are valid.
     let mut special: mlx5dv_qp_init_attr = unsafe { mem::zeroed() };
     special.comp_mask = mlx5dv_qp_init_attr_mask::MLX5DV_QP_INIT_ATTR_MASK_DC.0.into();
     special.dc_init_attr = dc;
-    // SAFETY: S3: the protection domain and the queues are alive, the attributes ours.
+    // SAFETY: S3: domain and queues are alive, the attributes local.
     let raw = unsafe { mlx5dv_create_qp(pd.as_ref().context, &raw mut *attr, &raw mut special) };
     sys::handle("mlx5dv_create_qp", raw)
 }
 
-/// What kind of DC queue pair, and the key of a target.
+/// Returns the type of DC queue pair, with the key of a target.
 fn kind(dc_type: mlx5dv_dc_type, key: u64) -> mlx5dv_dc_init_attr {
-    // SAFETY: S3: all zero is a value of this structure of numbers.
+    // SAFETY: S3: zeros are valid.
     let mut kind: mlx5dv_dc_init_attr = unsafe { mem::zeroed() };
     kind.dc_type = dc_type;
     kind.__bindgen_anon_1.bindgen_union_field = key;
     kind
 }
 
-/// A queue pair that initiates, for `ibv_wr_*` and, with its target, `mlx5dv_wr_set_dc_addr`.
+/// A DC initiator, for `ibv_wr_*` and `mlx5dv_wr_set_dc_addr`.
 pub(super) struct Initiator {
     pub(super) raw: NonNull<ibv_qp>,
     pub(super) extended: NonNull<ibv_qp_ex>,
@@ -128,13 +131,12 @@ pub(super) struct Initiator {
 }
 
 impl Initiator {
-    /// Its work is described by `operations`.
     pub(super) fn new(
         pd: NonNull<ibv_pd>,
         init: &QpInit<'_, Ibverbs>,
         operations: ibv_qp_create_send_ops_flags,
     ) -> Result<Self, VerbError> {
-        // SAFETY: S3: all zero is a value of this structure of numbers and pointers.
+        // SAFETY: S3: zeros are valid.
         let mut attr: ibv_qp_init_attr_ex = unsafe { mem::zeroed() };
         attr.send_cq = init.send_cq.raw();
         attr.recv_cq = init.recv_cq.raw();
@@ -142,42 +144,42 @@ impl Initiator {
         attr.comp_mask = ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_SEND_OPS_FLAGS.0;
         attr.send_ops_flags = operations.0.into();
         let raw = create(pd, &mut attr, kind(MLX5DV_DCTYPE_DCI, 0))?;
-        // SAFETY: S3: just made, with extended operations.
+        // SAFETY: S3: just created, with extended operations.
         let extended = unsafe { ibv_qp_to_qp_ex(raw.as_ptr()) };
-        // SAFETY: S3: as above; null is not passed on.
+        // SAFETY: S3: as above; not null.
         let dc = NonNull::new(extended)
             .and_then(|qp| NonNull::new(unsafe { mlx5dv_qp_ex_from_ibv_qp_ex(qp.as_ptr()) }));
         match (NonNull::new(extended), dc) {
             (Some(extended), Some(dc)) => Ok(Self { raw, extended, dc, granted: attr.cap }),
             _ => {
-                // SAFETY: S3: just made, and not used again.
-                sys::freed("ibv_destroy_qp", unsafe { ibv_destroy_qp(raw.as_ptr()) });
+                // SAFETY: S3: just created, not used again.
+                sys::log_failure("ibv_destroy_qp", unsafe { ibv_destroy_qp(raw.as_ptr()) });
                 Err(NONE)
             }
         }
     }
 }
 
-/// A DC target, which the library keeps in an `ibv_qp`.
+/// A DC target, represented by an `ibv_qp`.
 #[derive(Debug)]
 pub struct Dct {
     raw: Owned<ibv_qp>,
-    /// 0 before RTR.
+    /// Number of the target; 0 before RTR.
     number: AtomicU32,
-    /// The kernel tells nothing of a target before RTR, and nothing new afterwards.
+    /// Kept here, because the kernel reports nothing before RTR and no changes afterwards.
     known: Mutex<(QpState, QpAttr)>,
 }
 
 impl Dct {
     pub(super) fn new(pd: NonNull<ibv_pd>, init: &DctInit<'_, Ibverbs>) -> Result<Self, VerbError> {
-        // SAFETY: S3: all zero is a value of this structure of numbers and pointers.
+        // SAFETY: S3: zeros are valid.
         let mut attr: ibv_qp_init_attr_ex = unsafe { mem::zeroed() };
-        // It sends nothing, but the kernel looks the queue up.
+        // A target does not send, but the kernel requires a send queue.
         attr.send_cq = init.recv_cq.raw();
         attr.recv_cq = init.recv_cq.raw();
         attr.srq = init.srq.raw();
         let raw = create(pd, &mut attr, kind(MLX5DV_DCTYPE_DCT, init.key.0))?;
-        // SAFETY: S3: just made, and ours.
+        // SAFETY: S3: just created.
         let raw = unsafe { Owned::new(raw) };
         let known = QpAttr { state: Some(QpState::Reset), ..QpAttr::default() };
         Ok(Self { raw, number: AtomicU32::new(0), known: Mutex::new((QpState::Reset, known)) })
@@ -196,7 +198,7 @@ impl contract::Dct for Dct {
         let mut known = self.known.lock();
         let mut raw = convert::qp_attr_to(attr);
         let qp = self.raw.get();
-        // SAFETY: S3: the target is alive, the attributes ours.
+        // SAFETY: S3: the target is alive, the attributes local.
         let result = unsafe { ibv_modify_qp(qp.as_ptr(), &raw mut raw, attr.mask().bits() as i32) };
         sys::status("ibv_modify_qp", result)?;
         let before = known.1;
@@ -212,7 +214,7 @@ impl contract::Dct for Dct {
             ..before
         };
         if known.0 == QpState::Rtr {
-            // SAFETY: S3: the target is alive, and its number is written by the call above, under our lock.
+            // SAFETY: S3: the target is alive; the call above wrote the number, under our lock.
             self.number
                 .store(unsafe { ptr::read(&raw const (*qp.as_ptr()).qp_num) }, Ordering::Release);
         }
@@ -224,6 +226,6 @@ impl contract::Dct for Dct {
     }
 
     fn destroy(&mut self) -> Result<(), VerbError> {
-        self.raw.end()
+        self.raw.destroy()
     }
 }

@@ -1,4 +1,4 @@
-//! A handle that is ended once.
+//! An owner that destroys its C handle once.
 
 #![allow(unsafe_code)]
 
@@ -11,27 +11,27 @@ use rdma_sys::*;
 use super::sys;
 use rdma_provider::VerbError;
 
-/// What a function of libibverbs ends.
-pub(super) trait Ends {
-    /// The function.
+/// A type of handle that libibverbs destroys by a function.
+pub(super) trait Destroy {
+    /// Name of the function.
     const VERB: &'static str;
 
-    /// Calls it.
+    /// Calls the function named [`VERB`](Self::VERB).
     ///
     /// # Safety
     ///
-    /// `raw` is a live handle, and all that was made from it is gone.
-    unsafe fn end(raw: *mut Self) -> c_int;
+    /// `raw` must be a live handle, and everything created from it must be gone.
+    unsafe fn destroy(raw: *mut Self) -> c_int;
 }
 
-macro_rules! ends {
+macro_rules! destroys {
     ($($handle:ty, $function:ident;)*) => {
         $(
-            impl Ends for $handle {
+            impl Destroy for $handle {
                 const VERB: &'static str = stringify!($function);
 
-                unsafe fn end(raw: *mut Self) -> c_int {
-                    // SAFETY: S3: passed on from the caller.
+                unsafe fn destroy(raw: *mut Self) -> c_int {
+                    // SAFETY: S3: the caller's promise.
                     unsafe { $function(raw) }
                 }
             }
@@ -39,59 +39,61 @@ macro_rules! ends {
     };
 }
 
-ends! {
+destroys! {
     ibv_mr, ibv_dereg_mr;
     ibv_mw, ibv_dealloc_mw;
     ibv_qp, ibv_destroy_qp;
     ibv_srq, ibv_destroy_srq;
 }
 
-/// A handle of libibverbs that is ended by its owner, who hears whether it did, or by its drop, which can only say so in the
-/// log.
-pub(super) struct Owned<T: Ends> {
+/// A handle of libibverbs. It is destroyed explicitly, which returns errors, or on drop, which logs
+/// them.
+pub(super) struct Owned<T: Destroy> {
     raw: NonNull<T>,
-    ended: bool,
+    destroyed: bool,
 }
 
-// SAFETY: S3: libibverbs is safe to call from any thread at once; the handle is used until it has ended only.
-unsafe impl<T: Ends> Send for Owned<T> {}
+// SAFETY: S3: libibverbs is thread-safe.
+unsafe impl<T: Destroy> Send for Owned<T> {}
 // SAFETY: S3: as above.
-unsafe impl<T: Ends> Sync for Owned<T> {}
+unsafe impl<T: Destroy> Sync for Owned<T> {}
 
-impl<T: Ends> Owned<T> {
+impl<T: Destroy> Owned<T> {
+    /// Takes ownership of a handle.
+    ///
     /// # Safety
     ///
-    /// `raw` is a live handle that nobody else ends, and all that is made from it is gone before.
+    /// `raw` must be a live handle without another owner. Everything created from it must be gone
+    /// before it is destroyed.
     pub(super) const unsafe fn new(raw: NonNull<T>) -> Self {
-        Self { raw, ended: false }
+        Self { raw, destroyed: false }
     }
 
-    /// The handle, alive until [`end`](Self::end) has returned `Ok`.
     #[inline]
     pub(super) const fn get(&self) -> NonNull<T> {
         self.raw
     }
 
-    /// Ends it; nothing more, if it has ended. After an error it lives on, and this may be tried again.
-    pub(super) fn end(&mut self) -> Result<(), VerbError> {
-        if !self.ended {
-            // SAFETY: S3: promised by whoever made us, and not called again once it has ended.
-            sys::status(T::VERB, unsafe { T::end(self.raw.as_ptr()) })?;
-            self.ended = true;
+    /// Destroys the handle, once. After an error it is alive, and the call may be repeated.
+    pub(super) fn destroy(&mut self) -> Result<(), VerbError> {
+        if !self.destroyed {
+            // SAFETY: S3: promised to `new`; not called again after success.
+            sys::status(T::VERB, unsafe { T::destroy(self.raw.as_ptr()) })?;
+            self.destroyed = true;
         }
         Ok(())
     }
 }
 
-impl<T: Ends> Drop for Owned<T> {
+impl<T: Destroy> Drop for Owned<T> {
     fn drop(&mut self) {
-        if let Err(error) = self.end() {
-            tracing::error!(%error, "not freed");
+        if let Err(error) = self.destroy() {
+            tracing::error!(raw = ?self.raw, %error, "failed to destroy verbs object; leaking it");
         }
     }
 }
 
-impl<T: Ends> fmt::Debug for Owned<T> {
+impl<T: Destroy> fmt::Debug for Owned<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("Owned").field(&self.raw).finish()
     }
@@ -101,23 +103,23 @@ impl<T: Ends> fmt::Debug for Owned<T> {
 mod tests {
     use super::*;
 
-    /// Refuses as often as the number says, then ends and is -1.
+    /// Fails the given number of times, then succeeds and is -1.
     struct Reluctant(i32);
 
-    impl Ends for Reluctant {
+    impl Destroy for Reluctant {
         const VERB: &'static str = "v";
 
-        unsafe fn end(raw: *mut Self) -> c_int {
-            // SAFETY: the test below passes a number that lives.
+        unsafe fn destroy(raw: *mut Self) -> c_int {
+            // SAFETY: the test below passes a live number.
             let left = unsafe { &mut (*raw).0 };
-            assert!(*left >= 0, "ended twice");
+            assert!(*left >= 0, "destroyed twice");
             *left -= 1;
             if *left >= 0 { 16 } else { 0 }
         }
     }
 
     #[test]
-    fn handle_is_ended_once_and_what_refuses_may_be_tried_again() {
+    fn handle_is_destroyed_once_and_failed_destroy_can_be_retried() {
         for (refusals, tries) in [(0, 0), (0, 1), (0, 3), (2, 2), (2, 3), (2, 4)] {
             let mut number = Reluctant(refusals);
             // SAFETY: the number outlives its owner.
@@ -125,13 +127,13 @@ mod tests {
             for attempt in 0..tries {
                 let expected =
                     if attempt < refusals { Err(VerbError::new("v", 16)) } else { Ok(()) };
-                assert_eq!(owned.end(), expected);
+                assert_eq!(owned.destroy(), expected);
             }
             drop(owned);
             assert_eq!(
                 number.0,
                 (refusals - tries - 1).max(-1),
-                "its drop tries once more, if it has not ended"
+                "drop retries once if not destroyed"
             );
         }
     }

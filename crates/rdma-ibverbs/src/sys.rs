@@ -1,8 +1,13 @@
-//! The C library's ways to report an error, undone in one place.
+//! Unifies the C library's error conventions.
 //!
-//! A function of libibverbs gives 0 or an `errno` (`ibv_modify_qp`), or -1 with `errno` set (`ibv_get_cq_event`), or a
-//! null pointer with `errno` set (`ibv_reg_mr`), or a count that is negative on failure (`ibv_poll_cq`). Where a version
-//! or a driver mixes them up, the value itself tells which was meant.
+//! A function of libibverbs returns one of:
+//!
+//! - 0 or an `errno` (`ibv_modify_qp(3)`),
+//! - -1 with `errno` set (`ibv_get_cq_event(3)`),
+//! - a null pointer with `errno` set (`ibv_reg_mr(3)`),
+//! - a count that is negative on failure (`ibv_poll_cq(3)`).
+//!
+//! Versions and drivers mix these up, so the value decides.
 
 use std::ffi::c_int;
 use std::io;
@@ -10,18 +15,18 @@ use std::ptr::NonNull;
 
 use rdma_provider::VerbError;
 
-/// Of a function that gives 0 or an `errno`, positive or negated, or -1 with `errno` set.
+/// Converts 0, an `errno` of either sign, or -1 with `errno` set.
 #[inline]
 pub(super) fn status(verb: &'static str, result: c_int) -> Result<(), VerbError> {
     if result == 0 { Ok(()) } else { Err(failure(verb, result)) }
 }
 
-/// Of a function that gives a handle, or null with `errno` set.
+/// Converts a handle, or null with `errno` set.
 pub(super) fn handle<T>(verb: &'static str, pointer: *mut T) -> Result<NonNull<T>, VerbError> {
     NonNull::new(pointer).ok_or_else(|| failure(verb, -1))
 }
 
-/// Of a function that gives a count, or something negative.
+/// Converts a count, or a negative error.
 #[inline]
 pub(super) fn count(verb: &'static str, result: isize) -> Result<usize, VerbError> {
     usize::try_from(result).map_err(|_| failure(verb, c_int::try_from(result).unwrap_or(-1)))
@@ -33,14 +38,14 @@ fn failure(verb: &'static str, result: c_int) -> VerbError {
         -1 => io::Error::last_os_error().raw_os_error().unwrap_or(0),
         code => code.saturating_abs(),
     };
-    // A function that fails without saying why.
+    // The function failed without an `errno`.
     VerbError::new(verb, if errno == 0 { VerbError::EIO } else { errno })
 }
 
-/// Frees a handle in a `Drop`, which can only say that it failed.
-pub(super) fn freed(verb: &'static str, result: c_int) {
+/// Logs the failure to free a handle in a `Drop`.
+pub(super) fn log_failure(verb: &'static str, result: c_int) {
     if let Err(error) = status(verb, result) {
-        tracing::error!(%error, "not freed");
+        tracing::error!(%error, "failed to free a handle; leaking it");
     }
 }
 
@@ -49,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_convention_gives_its_errno() {
+    fn each_error_convention_yields_its_errno() {
         assert_eq!(status("v", 0), Ok(()));
         assert_eq!(status("v", 22), Err(VerbError::new("v", 22)));
         assert_eq!(status("v", -22), Err(VerbError::new("v", 22)));

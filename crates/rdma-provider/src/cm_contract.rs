@@ -1,8 +1,9 @@
-//! What every provider's connection manager guarantees.
+//! The contract of a provider's connection manager.
 //!
-//! It signals, and that is all: it never owns a queue pair, nor touches one. Who connects makes the queue pair on the
-//! [device, port and GID](CmRoute) that the manager names, tells the manager its number, and applies the
-//! [attributes](CmId::qp_attr) that the manager gives. So queue pairs are always those of an opening of ours.
+//! The manager only exchanges messages; it neither owns nor changes queue pairs. The caller creates
+//! the queue pair on the [device, port and GID](CmRoute) that the manager names, reports its
+//! number, and applies the manager's [attributes](CmId::qp_attr). So queue pairs belong to a
+//! context that the caller opened.
 //!
 //! ```text
 //!  active                                              passive
@@ -20,15 +21,15 @@
 //!                 ──▶ TimewaitExit                     TimewaitExit
 //! ```
 //!
-//! The names and the semantics are those of librdmacm for ids without a queue pair (port space TCP); where its manual
-//! pages leave a choice, the text here makes it.
+//! Names and semantics follow librdmacm for ids without a queue pair (port space TCP); the text
+//! here defines what its manual pages leave open.
 //!
 //! # Blocking
 //!
-//! No call waits for a peer. If [`CmChannel::may_block`] says so, the calls of a channel's ids, and their drop, may
-//! wait for locks of the kernel, and the layer above makes them where that holds up nobody (`spawn_blocking`).
-//! [`CmChannel::take_event`], [`CmChannel::create_id`], [`CmId::key`], [`CmId::local_addr`], [`CmId::peer_addr`] and
-//! [`CmId::route`] never do.
+//! No call waits for a peer. If [`CmChannel::may_block`] returns true, calls on ids, including
+//! `Drop`, may wait for kernel locks, and the layer above runs them on a blocking thread.
+//! [`CmChannel::take_event`], [`CmChannel::create_id`], [`CmId::key`], [`CmId::local_addr`],
+//! [`CmId::peer_addr`] and [`CmId::route`] never block.
 
 use std::fmt::Debug;
 use std::net::{IpAddr, SocketAddr};
@@ -40,76 +41,86 @@ use super::contract::Provider;
 use crate::error::VerbError;
 use crate::types::{Gid, Mtu, PortNum, QpAttr, QpState, Qpn, RejectReason};
 
-/// Event channel, `rdma_create_event_channel(3)`. Ids keep what they need of it alive.
+/// An event channel, `rdma_create_event_channel(3)`. Ids keep what they need of it alive.
 pub trait CmChannel<P: Provider>: Debug + Send + Sync {
-    /// Readable while there are events, but for those that a call which fails has raised: who made it takes them. Does not
-    /// block.
+    /// Returns a non-blocking descriptor, readable while events are pending. It need not report
+    /// events raised by a call that fails: the caller takes them.
     fn fd(&self) -> BorrowedFd<'_>;
 
-    /// True if calls of the ids, and their drop, may wait for locks; see the module.
+    /// Returns true if calls on ids may block; see the [module](self).
     fn may_block(&self) -> bool;
 
-    /// Identifies the set of ports that [`CmId::bind`] takes from, as long as an id of the channel exists. Two ids compete for an
-    /// address if it is the same for both. 0 is the network namespace of the process.
+    /// Identifies the ports used by [`CmId::bind`] while an id of the channel exists. Ids with
+    /// equal values compete for addresses; 0 is the process's network namespace.
     fn port_space(&self) -> usize;
 
-    /// Takes the next event, `rdma_get_cm_event(3)`; copied and acknowledged already. `None` if there is none now.
+    /// Returns the next event, `rdma_get_cm_event(3)`, copied and acknowledged; `None` if none is
+    /// pending.
     ///
-    /// Events of one id come in the order in which they happened, and a connect request before all others of its id.
-    /// One caller at a time: the layer above holds a lock.
+    /// Events of one id are in order, and its connect request is the first. The layer above
+    /// serialises calls by a lock.
     fn take_event(&self) -> Result<Option<CmEvent<P>>, VerbError>;
 
-    /// `rdma_create_id(3)`: an id whose events come by this channel, bound to nothing.
+    /// Creates an unbound id that reports to this channel, `rdma_create_id(3)`.
     fn create_id(&self) -> Result<P::CmId, VerbError>;
 }
 
-/// Listener or connection, `struct rdma_cm_id`.
+/// A listener or connection, `struct rdma_cm_id`.
 ///
-/// Its drop is `rdma_destroy_id(3)` and is seen by the peer: a request that was not answered, or whose answer was not
-/// confirmed, is rejected; a connection is disconnected as by [`disconnect`](Self::disconnect). Events that were raised
-/// before may still be taken, under a [key](Self::key) that names nothing any more. A connect request that is not taken
-/// when its listener is dropped is rejected, at the latest when it is taken and dropped.
+/// `Drop` is `rdma_destroy_id(3)`, which the peer sees:
+///
+/// - An unanswered request, or an unconfirmed answer, is rejected.
+/// - A connection is disconnected as by [`disconnect`](Self::disconnect).
+/// - Pending connect requests of a listener are rejected, at the latest when taken and dropped.
+///
+/// Events raised before may still be taken, under a [key](Self::key) that no longer names an id.
 pub trait CmId: Debug + Send + Sync {
-    /// What its events carry: unique in its channel for ever, and constant.
+    /// Returns the key of the id's events: constant, and never reused in the channel.
     fn key(&self) -> u64;
 
-    /// `rdma_bind_addr(3)`. Port 0 takes one that is free. EADDRINUSE: taken. EADDRNOTAVAIL: not an address of the
-    /// provider's devices. EINVAL: bound already.
+    /// Binds to a local address, `rdma_bind_addr(3)`. Port 0 selects a free port. The unspecified
+    /// address covers its family; the IPv6 one also covers IPv4.
     ///
-    /// The unspecified address is every one of its family, and that of IPv6 every IPv4 one too.
+    /// EADDRINUSE if taken, EADDRNOTAVAIL if not an address of the provider's devices, EINVAL if
+    /// already bound.
     fn bind(&self, address: SocketAddr) -> Result<(), VerbError>;
 
-    /// `rdma_listen(3)` on the address bound to. `backlog` requests at most wait to be answered (or to be taken, if the
-    /// provider can tell no more); requests beyond that are dropped unseen or put off, so that the peer repeats them.
+    /// Listens on the bound address, `rdma_listen(3)`. At most `backlog` requests wait for an
+    /// answer, or to be taken if the provider cannot tell. Further requests are dropped or delayed;
+    /// their peers repeat them.
     fn listen(&self, backlog: u32) -> Result<(), VerbError>;
 
-    /// Has the provider answer the requests of this listener as `admit` decides. The connect request of a peer that was
-    /// answered comes when that peer has confirmed, on an id with a [reserved number](Self::reserved): until then the
-    /// provider keeps a record of bounded size, and the oldest records of the source with the most of them give way.
+    /// Lets the provider answer requests of this listener as `admit` decides. Returns false if it
+    /// cannot; the program then receives each request.
     ///
-    /// False: the provider cannot, and each request comes to the program.
+    /// An answered request is reported when the peer has confirmed, on an id with a [reserved
+    /// number](Self::reserved). Until then the provider keeps a record. At its limit, it evicts the
+    /// oldest record of the source with the most.
     fn answer(&self, admit: Arc<dyn Admit>) -> bool {
         let _ = admit;
         false
     }
 
-    /// Has the provider answer this connect request, which came to the program because nothing else had been decided then. If
-    /// true, the id names nothing any more, and another one comes when the peer has confirmed.
+    /// Lets the provider answer this connect request, which [`Admit`] left to the program. If true,
+    /// the id is void, and a new one is reported when the peer has confirmed.
     fn answer_late(&self, answer: &CmAnswer) -> bool {
         let _ = answer;
         false
     }
 
-    /// Number that the peer of this connect request was told, if the provider has answered it. The queue pair is made under
-    /// that number; what the peer sends before the queue pair is ready is answered as "receiver not ready". Then
-    /// [`accept`](Self::accept) sends nothing, and [`reject`](Self::reject) disconnects.
+    /// Returns the queue pair number with which the provider has answered this request, if any.
+    ///
+    /// The queue pair is created under that number. Until it is ready, packets are answered with
+    /// "receiver not ready". [`accept`](Self::accept) then sends nothing, and
+    /// [`reject`](Self::reject) disconnects.
     fn reserved(&self) -> Option<Qpn> {
         None
     }
 
-    /// `rdma_resolve_addr(3)`: binds to a local device by source and destination.
-    /// [`AddressResolved`](CmEventKind::AddressResolved) or [`AddressError`](CmEventKind::AddressError) follows, unless
-    /// the call fails, with EADDRNOTAVAIL for a source that is not an address of the provider's devices. Timeouts of less than 1 ms count as that.
+    /// Binds to a local device by source and destination, `rdma_resolve_addr(3)`.
+    /// [`AddressResolved`](CmEventKind::AddressResolved) or
+    /// [`AddressError`](CmEventKind::AddressError) follows. EADDRNOTAVAIL if `source` is not an
+    /// address of the provider's devices. The minimum `timeout` is 1 ms.
     fn resolve_addr(
         &self,
         source: Option<SocketAddr>,
@@ -117,205 +128,213 @@ pub trait CmId: Debug + Send + Sync {
         timeout: Duration,
     ) -> Result<(), VerbError>;
 
-    /// `rdma_resolve_route(3)`. [`RouteResolved`](CmEventKind::RouteResolved) or [`RouteError`](CmEventKind::RouteError)
-    /// follows, unless the call fails.
+    /// Resolves the route, `rdma_resolve_route(3)`. [`RouteResolved`](CmEventKind::RouteResolved)
+    /// or [`RouteError`](CmEventKind::RouteError) follows.
     fn resolve_route(&self, timeout: Duration) -> Result<(), VerbError>;
 
-    /// `rdma_connect(3)`, after the route was resolved. [`ConnectResponse`](CmEventKind::ConnectResponse),
-    /// [`Rejected`](CmEventKind::Rejected), [`Unreachable`](CmEventKind::Unreachable) or
-    /// [`ConnectError`](CmEventKind::ConnectError) follows, unless the call fails. EINVAL for private data of more than
-    /// [`MAX_REQUEST_DATA`] bytes.
+    /// Requests a connection over the resolved route, `rdma_connect(3)`.
+    /// [`ConnectResponse`](CmEventKind::ConnectResponse), [`Rejected`](CmEventKind::Rejected),
+    /// [`Unreachable`](CmEventKind::Unreachable) or [`ConnectError`](CmEventKind::ConnectError)
+    /// follows. EINVAL for more than [`MAX_REQUEST_DATA`] bytes of private data.
     fn connect(&self, params: &CmParams<'_>) -> Result<(), VerbError>;
 
-    /// `rdma_accept(3)` on an id of a connect request, whose queue pair is in RTS already: the peer may send before
-    /// [`Established`](CmEventKind::Established) comes. If it does not, [`Rejected`](CmEventKind::Rejected),
-    /// [`Unreachable`](CmEventKind::Unreachable) or [`ConnectError`](CmEventKind::ConnectError) does. EINVAL for private
-    /// data of more than [`MAX_RESPONSE_DATA`] bytes, and if the peer has given up meanwhile.
+    /// Accepts a connect request, `rdma_accept(3)`. The queue pair is already in RTS: the peer may
+    /// send before [`Established`](CmEventKind::Established). [`Rejected`](CmEventKind::Rejected),
+    /// [`Unreachable`](CmEventKind::Unreachable) or [`ConnectError`](CmEventKind::ConnectError) may
+    /// follow instead. EINVAL for more than [`MAX_RESPONSE_DATA`] bytes of private data, or if the
+    /// peer has abandoned the request.
     fn accept(&self, params: &CmParams<'_>) -> Result<(), VerbError>;
 
-    /// `rdma_reject(3)` on an id of a connect request: the peer gets [`Rejected`](CmEventKind::Rejected) with reason
-    /// [`CONSUMER`](RejectReason::CONSUMER). EINVAL for private data of more than [`MAX_REJECT_DATA`] bytes, and if the
-    /// request was answered or the peer has given up.
+    /// Rejects a connect request, `rdma_reject(3)`. The peer receives
+    /// [`Rejected`](CmEventKind::Rejected) with reason [`CONSUMER`](RejectReason::CONSUMER). EINVAL
+    /// for more than [`MAX_REJECT_DATA`] bytes of private data, or if the request was answered or
+    /// abandoned.
     fn reject(&self, private_data: &[u8]) -> Result<(), VerbError>;
 
-    /// `rdma_establish(3)` on the active id after [`ConnectResponse`](CmEventKind::ConnectResponse), when the queue pair
-    /// is in RTS. It is connected when this returns; no event follows. [`Rejected`](CmEventKind::Rejected) comes later if the
-    /// listener's manager had given the request up before it heard the confirmation.
+    /// Confirms the connection on the active id, `rdma_establish(3)`, after
+    /// [`ConnectResponse`](CmEventKind::ConnectResponse) and with the queue pair in RTS. The id is
+    /// then connected; no event follows. A later [`Rejected`](CmEventKind::Rejected) means that the
+    /// listener's manager abandoned the request before the confirmation arrived.
     fn establish(&self) -> Result<(), VerbError>;
 
-    /// `rdma_disconnect(3)`: says goodbye. [`Disconnected`](CmEventKind::Disconnected) follows when the peer has answered
-    /// or did not for too long. `Ok` also if it is disconnected already; EINVAL if it never was connected.
+    /// Disconnects, `rdma_disconnect(3)`. [`Disconnected`](CmEventKind::Disconnected) follows the
+    /// peer's reply or a timeout. `Ok` if already disconnected; EINVAL if never connected.
     fn disconnect(&self) -> Result<(), VerbError>;
 
-    /// Attributes for the transition to `state`, `rdma_init_qp_attr(3)`: INIT after the route is known, RTR and RTS
-    /// after [`ConnectResponse`](CmEventKind::ConnectResponse), or on an id of a connect request before it is accepted.
+    /// Returns the attributes for the transition to `state`, `rdma_init_qp_attr(3)`: INIT once the
+    /// route is known; RTR and RTS after [`ConnectResponse`](CmEventKind::ConnectResponse), or
+    /// before a connect request is accepted.
     ///
-    /// Those of RTR and RTS have all that [`transition`](crate::types::transition()) requires for RC; `rq_psn` and
-    /// `sq_psn` are those of the handshake. What is a matter of taste (`min_rnr_timer`, `timeout`, `retry_count`, `rnr_retry`,
-    /// `max_rd_atomic`, `max_dest_rd_atomic` within what was agreed) the layer above may replace.
+    /// RTR and RTS include everything that [`transition`](crate::types::transition()) requires for
+    /// RC, with `rq_psn` and `sq_psn` of the handshake. The layer above may replace
+    /// `min_rnr_timer`, `timeout`, `retry_count`, `rnr_retry` and, within the negotiated limits,
+    /// `max_rd_atomic` and `max_dest_rd_atomic`.
     fn qp_attr(&self, state: QpState) -> Result<QpAttr, VerbError>;
 
-    /// `rdma_get_local_addr(3)`; `None` if it is not bound.
+    /// Returns the local address, `rdma_get_local_addr(3)`; `None` if unbound.
     fn local_addr(&self) -> Option<SocketAddr>;
 
-    /// `rdma_get_peer_addr(3)`; `None` if there is no peer yet.
+    /// Returns the peer's address, `rdma_get_peer_addr(3)`; `None` without a peer.
     fn peer_addr(&self) -> Option<SocketAddr>;
 
-    /// Over which device and addresses it goes; `None` before [`AddressResolved`](CmEventKind::AddressResolved), and of
-    /// a listener. The id of a connect request always has one.
+    /// Returns device and addresses. `None` for a listener and before
+    /// [`AddressResolved`](CmEventKind::AddressResolved); never for a connect request.
     fn route(&self) -> Option<CmRoute>;
 }
 
-/// Decides about connect requests for a listener, see [`CmId::answer`].
+/// A policy for connect requests, see [`CmId::answer`].
 pub trait Admit: Debug + Send + Sync {
-    /// Decides about a request from `source`. The caller holds the lock of the manager: implementations return at once, and
-    /// call nothing of the provider.
+    /// Decides on a request from `source`. Runs under the manager's lock: it must return at once
+    /// and not call the provider.
     fn admit(&self, source: IpAddr, private_data: &[u8]) -> Verdict;
 
-    /// The handshake of a request that was answered gave way to another one. The same restriction holds.
-    fn gave_way(&self);
+    /// Reports that the record of an answered, unconfirmed request was evicted. Same restrictions
+    /// as [`admit`](Self::admit).
+    fn evicted(&self);
 }
 
-/// What an [`Admit`] decides.
+/// The decision of an [`Admit`].
 #[derive(Debug)]
 pub enum Verdict {
     /// The program decides.
     Ask,
     /// The provider answers.
     Answer(CmAnswer),
-    /// The provider rejects with these private data, and remembers nothing.
+    /// The provider rejects with these private data and keeps no record.
     Reject(Vec<u8>),
 }
 
-/// An answer to connect requests; fields as in [`CmParams`], counts cut to what the peer asks for.
+/// An answer to connect requests, see [`CmParams`]. Counts are reduced to the peer's request.
 #[derive(Debug, Clone, Default)]
 pub struct CmAnswer {
     /// Private data of the response.
     pub private_data: Vec<u8>,
-    /// READ and atomic requests that the listener's side serves at once.
+    /// READs and atomics that the listener's side serves at once.
     pub responder_resources: u8,
-    /// READ and atomic requests that the listener's side issues at once.
+    /// READs and atomics that the listener's side issues at once.
     pub initiator_depth: u8,
-    /// Retransmissions of what was not acknowledged, 0 to 7, by the listener's queue pair.
+    /// Retransmissions of unacknowledged packets by the listener's queue pair, 0 to 7.
     pub retry_count: u8,
-    /// Retransmissions of what found no receive, 0 to 7, that the peer shall make.
+    /// The peer's retransmissions after "receiver not ready", 0 to 6; 7 is unlimited.
     pub rnr_retry: u8,
 }
 
-/// Most bytes of private data in a request: 92 less the IP addresses that rdma_cm puts before them.
+/// Maximum private data of a request in bytes: 92 less the IP addresses of rdma_cm.
 pub const MAX_REQUEST_DATA: usize = 56;
-/// Most bytes of private data in a response.
+/// Maximum private data of a response in bytes.
 pub const MAX_RESPONSE_DATA: usize = 196;
-/// Most bytes of private data in a rejection.
+/// Maximum private data of a rejection in bytes.
 pub const MAX_REJECT_DATA: usize = 148;
 
-/// Over which device a connection goes.
+/// The device and addresses of a connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CmRoute {
     /// Name of the device.
     pub device: String,
     /// Port of the device.
     pub port: PortNum,
-    /// Our GID; an entry of the port's table.
+    /// Local GID, from the port's table.
     pub source: Gid,
     /// GID of the peer.
     pub destination: Gid,
-    /// Path MTU, if it is known yet.
+    /// Path MTU, if known.
     pub mtu: Option<Mtu>,
 }
 
-/// What one side says of its queue pair, `struct rdma_conn_param`.
+/// The queue pair parameters of one side, `struct rdma_conn_param`.
 #[derive(Debug, Clone, Copy)]
 pub struct CmParams<'a> {
-    /// Number of the queue pair.
+    /// Queue pair number.
     pub qpn: Qpn,
-    /// Bytes for the peer's program, at most [`MAX_REQUEST_DATA`] or [`MAX_RESPONSE_DATA`].
+    /// Private data, at most [`MAX_REQUEST_DATA`] or [`MAX_RESPONSE_DATA`] bytes.
     pub private_data: &'a [u8],
-    /// READ and atomic requests that it serves at once.
+    /// READs and atomics that this side serves at once.
     pub responder_resources: u8,
-    /// READ and atomic requests that it issues at once.
+    /// READs and atomics that this side issues at once.
     pub initiator_depth: u8,
-    /// Repetitions of what was not acknowledged, 0 to 7, that the *peer* shall make; read by `connect` only. Our own queue
-    /// pair gets it, too, until the layer above [replaces](CmId::qp_attr) it.
+    /// The *peer's* retransmissions of unacknowledged packets, 0 to 7; read by `connect` only. The
+    /// local queue pair uses the same value unless [replaced](CmId::qp_attr).
     pub retry_count: u8,
-    /// Repetitions of what found no receive, 0 to 7, that the *peer* shall make.
+    /// The *peer's* retransmissions after "receiver not ready", 0 to 6; 7 is unlimited.
     pub rnr_retry: u8,
-    /// How long `connect` repeats its request. The kernel's manager has times of its own.
+    /// Period in which `connect` repeats its request. The kernel's manager uses its own.
     pub timeout: Duration,
-    /// Receives come from a shared queue.
+    /// True for a shared receive queue.
     pub srq: bool,
 }
 
-/// What the peer said of its queue pair.
+/// The queue pair parameters of the peer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CmPeer {
-    /// As it travels: filled up with zeros to [`MAX_REQUEST_DATA`] or [`MAX_RESPONSE_DATA`] bytes.
+    /// Private data, padded with zeros to [`MAX_REQUEST_DATA`] or [`MAX_RESPONSE_DATA`] bytes.
     pub private_data: Vec<u8>,
-    /// READ and atomic requests that *we* may be asked to serve at once: the peer's `initiator_depth`.
+    /// READs and atomics that the local side serves at once: the peer's `initiator_depth`.
     pub responder_resources: u8,
-    /// READ and atomic requests that *we* may issue at once: the peer's `responder_resources`.
+    /// READs and atomics that the local side may issue at once: the peer's `responder_resources`.
     pub initiator_depth: u8,
-    /// Receives of the peer come from a shared queue.
+    /// True if the peer uses a shared receive queue.
     pub srq: bool,
 }
 
-/// Something that happened to an id, `rdma_get_cm_event(3)`.
+/// An event of an id, `rdma_get_cm_event(3)`.
 #[derive(Debug)]
 pub struct CmEvent<P: Provider> {
-    /// [Key](CmId::key) of the id; of the listener for a connect request.
+    /// [Key](CmId::key) of the id; for a connect request, of its listener.
     pub key: u64,
-    /// What happened.
+    /// Event.
     pub kind: CmEventKind<P>,
 }
 
-/// What happened. Numbers are those of `errno(3)`, positive.
+/// The kind of an event. Numbers are positive `errno(3)` values.
 #[derive(Debug)]
 #[allow(dead_code, reason = "some only real devices raise")]
 pub enum CmEventKind<P: Provider> {
-    /// [`CmId::resolve_addr`] has succeeded: the id is bound to a device and has a [route](CmId::route).
+    /// [`CmId::resolve_addr`] succeeded: the id is bound to a device and has a
+    /// [route](CmId::route).
     AddressResolved,
-    /// [`CmId::resolve_addr`] has failed.
+    /// [`CmId::resolve_addr`] failed.
     AddressError(i32),
-    /// [`CmId::resolve_route`] has succeeded: the id may connect.
+    /// [`CmId::resolve_route`] succeeded: the id may connect.
     RouteResolved,
-    /// [`CmId::resolve_route`] has failed.
+    /// [`CmId::resolve_route`] failed.
     RouteError(i32),
-    /// A peer asks; the new id reports by the listener's channel under its own key.
+    /// A peer requests a connection. The new id reports to the listener's channel under its own
+    /// key.
     ConnectRequest {
-        /// The new id, which is accepted, rejected or dropped.
+        /// New id, to be accepted, rejected or dropped.
         id: P::CmId,
-        /// What the peer said of its queue pair.
+        /// Parameters of the peer's queue pair.
         peer: CmPeer,
     },
-    /// The peer has accepted and waits for [`CmId::establish`].
+    /// The peer accepted and waits for [`CmId::establish`].
     ConnectResponse(CmPeer),
-    /// Passive side: the peer has confirmed, or used the connection.
+    /// Passive side: the peer confirmed the connection or used it.
     Established,
-    /// The peer refused, or gave up its request.
+    /// The peer rejected the connection, or abandoned its request.
     Rejected {
         /// Reason code of the rejection.
         reason: RejectReason,
-        /// As it travels: filled up with zeros to [`MAX_REJECT_DATA`] bytes, or empty.
+        /// Private data, padded with zeros to [`MAX_REJECT_DATA`] bytes, or empty.
         private_data: Vec<u8>,
     },
-    /// No answer, after all repetitions.
+    /// The peer did not answer.
     Unreachable(i32),
     /// The handshake failed for another reason.
     ConnectError(i32),
-    /// Either side has said goodbye, or the peer does not answer ours.
+    /// Either side disconnected, or the peer does not reply to the disconnect.
     Disconnected,
-    /// What was underway is gone: the queue pair may be used for another connection.
+    /// No packet of the connection remains in the network: the queue pair may be reused.
     TimewaitExit,
-    /// The device is being taken away: the id must be dropped. Every id of it gets this.
+    /// The device is being removed. All its ids receive this and must be dropped.
     DeviceRemoval,
-    /// The local address was moved to another device.
+    /// The local address moved to another device.
     AddressChange,
-    /// One that this crate does not know, and may ignore.
+    /// An unknown event, which may be ignored.
     Other(u32),
 }
 
 impl<P: Provider> CmEventKind<P> {
-    /// True if the connection, or the attempt at one, is over.
+    /// Returns true if the event ends the connection or the attempt to connect.
     pub const fn is_end(&self) -> bool {
         match self {
             Self::Rejected { .. }
@@ -338,7 +357,7 @@ impl<P: Provider> CmEventKind<P> {
 }
 
 impl<P: Provider> CmEvent<P> {
-    /// The same event, with its id as that of provider `Q`.
+    /// Converts the event to provider `Q`, with its id mapped by `id_of`.
     pub fn map<Q: Provider>(self, id_of: impl FnOnce(P::CmId) -> Q::CmId) -> CmEvent<Q> {
         use CmEventKind as Kind;
         let kind = match self.kind {

@@ -1,11 +1,10 @@
-//! What every provider guarantees, object by object.
+//! The contract of a device provider: one trait per object type.
 //!
-//! The names and the semantics are those of libibverbs; where its manual pages leave a choice, the
-//! text here makes it. All objects may be used from any thread at once. Destruction is `Drop`: it
-//! never panics, and when it returns the device uses nothing of the object any more. The layer above
-//! keeps parents alive longer than their children.
+//! Names and semantics follow libibverbs; the text here defines what its manual pages leave open.
+//! All objects may be used from several threads at once. `Drop` destroys an object and never
+//! panics; afterwards the device no longer uses it. The layer above drops children first.
 
-// Declares `unsafe fn`; holds no unsafe block.
+// Declares `unsafe fn`; contains no unsafe block.
 #![allow(unsafe_code)]
 
 use std::borrow::Borrow;
@@ -20,7 +19,7 @@ use crate::types::{
     QpState, Qpn, RecvWr, Rkey, SendWr, SrqCaps, Transport, WorkCompletion,
 };
 
-/// The object types of one provider.
+/// The object types of a provider.
 pub trait Provider: Sized + 'static {
     /// An open device.
     type Context: Context<Self>;
@@ -50,30 +49,33 @@ pub trait Provider: Sized + 'static {
 
 /// An open device, `ibv_open_device(3)`.
 pub trait Context<P: Provider>: Debug + Send + Sync {
-    /// Limits and identity; constant while open.
+    /// Returns limits and identity, constant while the device is open.
     fn attr(&self) -> &DeviceAttr;
 
-    /// True if it says by an event, `LAST_WQE_REACHED`, that a queue pair in the error state takes no more receives from its
-    /// shared queue; what it has taken is in the completion queue then.
+    /// Returns true if the device raises `LAST_WQE_REACHED` when a queue pair in the error state
+    /// stops taking receives from its shared queue. Completions of all receives taken are queued by
+    /// then.
     fn reports_last_receive(&self) -> bool;
 
-    /// A number that peers cannot predict, for packet sequence numbers; in a simulation it comes from the seed.
+    /// Returns a number that peers cannot predict, for packet sequence numbers. Simulations draw it
+    /// from their seed.
     fn random(&self) -> Result<u64, VerbError>;
 
-    /// Current state of a port. EINVAL for a port the device does not have.
+    /// Returns the state of a port, `ibv_query_port(3)`. EINVAL for a port that does not exist.
     fn port(&self, port: PortNum) -> Result<PortAttr, VerbError>;
 
-    /// The partition key table of a port, `ibv_query_pkey(3)` of each entry. EINVAL as [`port`](Self::port).
+    /// Returns a port's partition key table, `ibv_query_pkey(3)`. EINVAL for a port that does not
+    /// exist.
     fn pkey_table(&self, port: PortNum) -> Result<Vec<u16>, VerbError>;
 
-    /// `ibv_alloc_pd(3)`.
+    /// Allocates a protection domain, `ibv_alloc_pd(3)`.
     fn create_pd(&self) -> Result<P::Pd, VerbError>;
 
-    /// `ibv_create_comp_channel(3)`; its descriptor does not block.
+    /// Creates a completion channel, `ibv_create_comp_channel(3)`, with a non-blocking descriptor.
     fn create_channel(&self) -> Result<P::Channel, VerbError>;
 
-    /// `ibv_create_cq(3)`: room for at least `capacity` completions. `cookie` comes back in the
-    /// channel's events. EINVAL if `capacity` is 0 or above the device's limit.
+    /// Creates a completion queue for at least `capacity` completions, `ibv_create_cq(3)`. Its
+    /// events carry `cookie`. EINVAL if `capacity` is 0 or above the device's limit.
     fn create_cq(
         &self,
         capacity: u32,
@@ -82,47 +84,51 @@ pub trait Context<P: Provider>: Debug + Send + Sync {
         cookie: u64,
     ) -> Result<P::Cq, VerbError>;
 
-    /// A connection manager's event channel, `rdma_create_event_channel(3)`; its descriptor does not block. Ids of it
-    /// may turn out to go over another device: see [`CmRoute`](super::cm_contract::CmRoute). EOPNOTSUPP without one.
+    /// Creates an event channel of the connection manager, `rdma_create_event_channel(3)`. Its ids
+    /// may use other devices, see [`CmRoute`](super::cm_contract::CmRoute). EOPNOTSUPP without a
+    /// connection manager.
     fn create_cm_channel(&self) -> Result<P::CmChannel, VerbError>;
 
-    /// Descriptor that is readable while [`next_event`](Self::next_event) has something to give; it
-    /// does not block.
+    /// Returns a non-blocking descriptor, readable while [`next_event`](Self::next_event) has an
+    /// event.
     fn event_fd(&self) -> BorrowedFd<'_>;
 
-    /// Next asynchronous event, already acknowledged; `None` if there is none now.
-    /// ENODEV once the device is gone and all events have been given.
+    /// Returns the next asynchronous event, already acknowledged; `None` if none is pending. ENODEV
+    /// after the last event of a lost device.
     fn next_event(&self) -> Result<Option<AsyncEvent>, VerbError>;
 
-    /// Of a device that is a program: readable when something has arrived that [`serve`](Self::serve) would see to.
+    /// Returns a descriptor that is readable while packets wait for [`serve`](Self::serve); `None`
+    /// for hardware and in-memory devices.
     fn inlet(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 
-    /// Does what the device would do by itself, a thread later: sees to what has arrived. True if there was anything. Waits
-    /// for nothing; nobody needs to call it.
+    /// Processes arrived packets in place of the device's own thread, without blocking; returns
+    /// true if there were any. Optional.
     fn serve(&self) -> bool {
         false
     }
 
-    /// Whoever called [`serve`](Self::serve) goes to sleep, and what tells of arrivals does not wake it.
-    fn leave(&self) {}
+    /// Makes the device's own thread take over at once: the caller of [`serve`](Self::serve) goes
+    /// to sleep without watching [`inlet`](Self::inlet).
+    fn stop_serving(&self) {}
 }
 
-/// Protection domain, `ibv_alloc_pd(3)`: what belongs together may be used together.
+/// A protection domain, `ibv_alloc_pd(3)`: its objects may be used together.
 pub trait Pd<P: Provider>: Debug + Send + Sync {
-    /// `ibv_reg_mr(3)`. EINVAL if `access` is not legal or the range wraps around.
+    /// Registers memory, `ibv_reg_mr(3)`. EINVAL if `access` is not [legal](Access::is_legal) or
+    /// the range wraps around.
     ///
-    /// `shared`: a device that is a program reaches the memory by atomic accesses, as it always does what peers may
-    /// write, for the caller does so at the same time, or posts work that names the same bytes more than once. Memory that
-    /// is neither shared nor writable by the device (no LOCAL_WRITE, REMOTE_WRITE or REMOTE_ATOMIC) is only read, as plain
-    /// memory: it need not be valid for writes.
+    /// `shared`: the caller accesses the memory at the same time, or posts work that names the same
+    /// bytes more than once. A software device then uses atomic accesses, as for memory that peers
+    /// may write. Memory that is neither shared nor writable by the device (LOCAL_WRITE,
+    /// REMOTE_WRITE, REMOTE_ATOMIC) is only read, so it need not be valid for writes.
     ///
     /// # Safety
     ///
-    /// `addr..addr + len` stays allocated until the registration is dropped. While it may be
-    /// written by the device (a posted work request names it, or `access` lets peers in), nobody
-    /// holds a reference to it.
+    /// `addr..addr + len` stays allocated until the registration is dropped. While the device may
+    /// write it (a posted work request names it, or `access` admits peers), no reference to it
+    /// exists.
     unsafe fn register(
         &self,
         addr: NonNull<u8>,
@@ -131,12 +137,11 @@ pub trait Pd<P: Provider>: Debug + Send + Sync {
         shared: bool,
     ) -> Result<P::Mr, VerbError>;
 
-    /// `ibv_reg_dmabuf_mr(3)`: `len` bytes from `offset` of what the dma-buf `fd` names, which work and peers know as
-    /// `iova` and onwards. The registration keeps the memory, whatever becomes of `fd`; programs reach it by mappings of
-    /// their own, if at all.
+    /// Registers `range` of the dma-buf `fd`, `ibv_reg_dmabuf_mr(3)`. The registration keeps the
+    /// memory alive without `fd`. Programs access it by their own mappings, if at all.
     ///
-    /// EOPNOTSUPP if [`DeviceAttr::dma_buf`] is false; EINVAL if `iova` and `offset` are at different places in a page, or
-    /// the range is not within the memory.
+    /// EOPNOTSUPP if [`DeviceAttr::dma_buf`] is false. EINVAL if `iova` and `offset` differ modulo
+    /// the page size, or the range exceeds the memory.
     fn register_dma_buf(
         &self,
         fd: BorrowedFd<'_>,
@@ -144,68 +149,74 @@ pub trait Pd<P: Provider>: Debug + Send + Sync {
         access: Access,
     ) -> Result<P::Mr, VerbError>;
 
-    /// `ibv_alloc_mw(3)` of type 2, bound to nothing. A device whose `max_mw` is 0 has none.
+    /// Allocates an unbound memory window of type 2, `ibv_alloc_mw(3)`. Fails if the device's
+    /// `max_mw` is 0.
     fn create_mw(&self) -> Result<P::Mw, VerbError>;
 
-    /// `ibv_create_qp(3)`, in RESET. EINVAL if a size is above the device's limit.
+    /// Creates a queue pair in RESET, `ibv_create_qp(3)`. EINVAL if a size exceeds the device's
+    /// limit.
     ///
-    /// An initiator of DC ([`Transport::Dci`]) has `max_recv_wr` 0 and no shared receive queue; EOPNOTSUPP if
-    /// [`DeviceAttr::dc`] is `None`. Each of its work requests names a target
-    /// ([`SendTarget::Dc`](crate::types::SendTarget)); one that names none, or a datagram's receiver, is EINVAL, and so
-    /// is a `BindWindow`, a `LocalInvalidate` or a `SendWithInvalidate`. Of the target's address handle the device keeps
-    /// nothing when the post returns. Work completes in the order in which it was posted, whatever its targets.
-    /// A failure puts it in ERR as a whole, whichever target was at fault; RESET and the way back to RTS repair it.
+    /// A DC initiator ([`Transport::Dci`]):
+    ///
+    /// - EOPNOTSUPP if [`DeviceAttr::dc`] is `None`. `max_recv_wr` is 0 and `srq` is `None`.
+    /// - Each work request names a [DC target](crate::types::SendTarget). EINVAL otherwise, and for
+    ///   `BindWindow`, `LocalInvalidate` and `SendWithInvalidate`. The address handle is used only
+    ///   while posting.
+    /// - Work completes in posting order, whatever its targets.
+    /// - A failure at any target puts the initiator in ERR; RESET and the transitions to RTS repair
+    ///   it.
     fn create_qp(&self, init: &QpInit<'_, P>) -> Result<P::Qp, VerbError>;
 
-    /// As [`create_qp`](Self::create_qp), under a number that the connection manager has
-    /// [reserved](super::cm_contract::CmId::reserved); EINVAL for any other.
+    /// Creates a queue pair under a number [reserved](super::cm_contract::CmId::reserved) by the
+    /// connection manager, like [`create_qp`](Self::create_qp). EINVAL for any other number.
     fn create_numbered_qp(&self, number: Qpn, init: &QpInit<'_, P>) -> Result<P::Qp, VerbError> {
         let _ = (number, init);
         Err(VerbError::new("ibv_create_qp", VerbError::EINVAL))
     }
 
-    /// A target of DC, in RESET: a DCT of `mlx5dv_create_qp(3)`. EOPNOTSUPP if [`DeviceAttr::dc`] is `None`.
+    /// Creates a DC target in RESET, `mlx5dv_create_qp(3)`. EOPNOTSUPP if [`DeviceAttr::dc`] is
+    /// `None`.
     fn create_dct(&self, init: &DctInit<'_, P>) -> Result<P::Dct, VerbError>;
 
-    /// `ibv_create_srq(3)`.
+    /// Creates a shared receive queue, `ibv_create_srq(3)`.
     fn create_srq(&self, caps: SrqCaps) -> Result<P::Srq, VerbError>;
 
-    /// `ibv_create_ah(3)`.
+    /// Creates an address handle, `ibv_create_ah(3)`.
     fn create_ah(&self, address: &AddressVector) -> Result<P::Ah, VerbError>;
 }
 
-/// A part of a dma-buf, and how work names it.
+/// A range of a dma-buf and its address in work requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DmaBufRange {
-    /// First byte, counted from the start of the memory.
+    /// Offset of the first byte in the dma-buf.
     pub offset: u64,
-    /// Number of bytes.
+    /// Length in bytes.
     pub len: usize,
-    /// What work and peers call the first byte.
+    /// Address of the first byte for work requests and peers.
     pub iova: u64,
 }
 
-/// What a queue pair is made of, `struct ibv_qp_init_attr`.
+/// Parameters of a new queue pair, `struct ibv_qp_init_attr`.
 #[derive(Debug)]
 pub struct QpInit<'a, P: Provider> {
-    /// Transport service, which a queue pair keeps for its lifetime.
+    /// Transport service.
     pub transport: Transport,
     /// Completion queue of send work requests.
     pub send_cq: &'a P::Cq,
-    /// Completion queue of receive work requests. May be the same as `send_cq`.
+    /// Completion queue of receive work requests; may equal `send_cq`.
     pub recv_cq: &'a P::Cq,
-    /// Source of receives. If `None`, the queue pair has a receive queue of its own.
+    /// Shared receive queue; if `None`, the queue pair has its own receive queue.
     pub srq: Option<&'a P::Srq>,
-    /// Sizes of its queues that are required at least.
+    /// Minimum queue sizes.
     pub caps: QpCaps,
 }
 
 impl<'a, P: Provider> QpInit<'a, P> {
-    /// The same for provider `Q`, with its queues in place of those of `P`.
+    /// Converts the parameters to provider `Q`, with its queues.
     ///
     /// # Errors
     ///
-    /// Those of `cq` and `srq`, which refuse a queue of another provider.
+    /// Errors of `cq` and `srq` for queues of another provider.
     pub fn with_queues_of<Q: Provider>(
         &self,
         cq: impl Fn(&'a P::Cq) -> Result<&'a Q::Cq, VerbError>,
@@ -221,23 +232,23 @@ impl<'a, P: Provider> QpInit<'a, P> {
     }
 }
 
-/// What a target of DC is made of.
+/// Parameters of a new DC target.
 #[derive(Debug)]
 pub struct DctInit<'a, P: Provider> {
-    /// Where messages find receives.
+    /// Shared receive queue of incoming messages.
     pub srq: &'a P::Srq,
-    /// Where their completions go.
+    /// Completion queue of receives.
     pub recv_cq: &'a P::Cq,
-    /// What an initiator must know.
+    /// Access key of the target.
     pub key: DcKey,
 }
 
 impl<'a, P: Provider> DctInit<'a, P> {
-    /// The same for provider `Q`, with its queues in place of those of `P`.
+    /// Converts like [`QpInit::with_queues_of`].
     ///
     /// # Errors
     ///
-    /// Those of `cq` and `srq`, which refuse a queue of another provider.
+    /// Errors of `cq` and `srq` for queues of another provider.
     pub fn with_queues_of<Q: Provider>(
         &self,
         cq: impl Fn(&'a P::Cq) -> Result<&'a Q::Cq, VerbError>,
@@ -247,175 +258,184 @@ impl<'a, P: Provider> DctInit<'a, P> {
     }
 }
 
-/// Registration, `ibv_reg_mr(3)`. Its drop tries to end it, and cannot tell whether it did.
+/// A memory registration, `ibv_reg_mr(3)`. `Drop` deregisters it, but cannot report a failure.
 ///
-/// A window that is bound to it is dropped first: a device may refuse to end a registration under one.
+/// Drop bound windows first: a device may refuse to deregister memory under them.
 pub trait Mr: Debug + Send + Sync {
-    /// The key by which local work requests name the memory.
+    /// Returns the key that names the memory in local work requests.
     fn lkey(&self) -> Lkey;
 
-    /// The key by which peers name the memory.
+    /// Returns the key that names the memory for peers.
     fn rkey(&self) -> Rkey;
 
-    /// What [`WindowBind::region`](crate::types::WindowBind::region) carries.
+    /// Returns the value for [`WindowBind::region`](crate::types::WindowBind::region).
     fn handle(&self) -> usize;
 
-    /// `ibv_dereg_mr(3)`. When it returns `Ok`, the device does not touch the memory any more; work that names it fails
-    /// with a protection or access error, and nothing may be asked of it any more. After an error it may go on, so the
-    /// memory must never be used again unless a further attempt succeeds.
+    /// Deregisters the memory, `ibv_dereg_mr(3)`. After `Ok` the device no longer accesses the
+    /// memory, work that names it fails with a protection or access error, and no other method may
+    /// be called. After an error the device may still access the memory, which must not be reused
+    /// before a later attempt succeeds.
     fn deregister(&mut self) -> Result<(), VerbError>;
 }
 
-/// Memory window of type 2, `ibv_alloc_mw(3)`. When it is deallocated, bound or not, no peer reaches anything through
-/// it any more; that is before the queue pair that bound it, and before the registration.
+/// A memory window of type 2, `ibv_alloc_mw(3)`. Deallocation, even while bound, ends all access of
+/// peers through it. Drop it before the registration and the queue pair that bound it.
 ///
-/// A binding belongs to the queue pair that made it (type 2B): the key is good for its peer only.
+/// A binding belongs to the queue pair that made it (type 2B): only its peer can use the key.
 pub trait Mw: Debug + Send + Sync {
-    /// As allocated; the first binding has the [next](Rkey::next) one.
+    /// Returns the key of the allocation; the first binding has the [next](Rkey::next) key.
     fn rkey(&self) -> Rkey;
-    /// What [`WindowBind::window`](crate::types::WindowBind::window) carries.
+    /// Returns the value for [`WindowBind::window`](crate::types::WindowBind::window).
     fn handle(&self) -> usize;
 
-    /// `ibv_dealloc_mw(3)`; its drop does nothing more then. After an error peers may go on.
+    /// Deallocates the window, `ibv_dealloc_mw(3)`; `Drop` then does nothing. After an error peers
+    /// may retain access.
     fn deallocate(&mut self) -> Result<(), VerbError>;
 }
 
-/// Completion channel, `ibv_create_comp_channel(3)`.
+/// A completion channel, `ibv_create_comp_channel(3)`.
 pub trait Channel: Debug + Send + Sync {
-    /// Readable while there are events; does not block.
+    /// Returns a non-blocking descriptor, readable while events are pending.
     fn fd(&self) -> BorrowedFd<'_>;
 
-    /// The cookie of the next completion queue that had an event, `ibv_get_cq_event(3)`; `None` if
-    /// there is none now. Each event given is to be acknowledged by [`Cq::ack`].
+    /// Returns the cookie of the next completion queue with an event, `ibv_get_cq_event(3)`; `None`
+    /// if no event is pending. Acknowledge each by [`Cq::ack`].
     fn next_event(&self) -> Result<Option<u64>, VerbError>;
 
-    /// The caller is about to look for events without being told: the descriptor need not say so until
-    /// [`release`](Self::release), which follows.
+    /// Announces that the caller polls for events: the descriptor may stay unreadable until
+    /// [`release`](Self::release), which must follow.
     fn hold(&self) {}
 
-    /// Ends a [`hold`](Self::hold): what is left is told.
+    /// Ends a [`hold`](Self::hold): pending events make the descriptor readable.
     fn release(&self) {}
 }
 
-/// Completion queue, `ibv_create_cq(3)`.
+/// A completion queue, `ibv_create_cq(3)`.
 pub trait Cq: Debug + Send + Sync {
-    /// Number by which asynchronous events name it.
+    /// Returns the number that asynchronous events carry.
     fn id(&self) -> u64;
 
-    /// Completions it holds; at least what was asked.
+    /// Returns the capacity; at least the requested one.
     fn capacity(&self) -> u32;
 
-    /// Takes the oldest completions, `ibv_poll_cq(3)`; how many were written to `out`. Fewer than fit: there are no more.
+    /// Moves the oldest completions to `out`, `ibv_poll_cq(3)`, and returns their number. Less than
+    /// `out.len()` means that the queue is empty.
     ///
-    /// A queue that was overrun gives an error for ever, and so does one of a device that is lost, once it is empty.
+    /// Fails permanently after an overrun, and for a lost device once the queue is empty.
     fn poll(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError>;
 
-    /// Asks for one event at the next completion, or the next solicited or failed one,
-    /// `ibv_req_notify_cq(3)`. Completions already in the queue raise none: poll again afterwards.
+    /// Requests one event for the next completion, or the next solicited or failed one,
+    /// `ibv_req_notify_cq(3)`. Queued completions raise no event: poll after arming.
     fn arm(&self, solicited_only: bool) -> Result<(), VerbError>;
 
-    /// Events only for so many `completions` or after `period` µs, `ibv_modify_cq(3)`. EOPNOTSUPP without moderation.
+    /// Moderates events: one per `completions` completions or `period` µs, `ibv_modify_cq(3)`.
+    /// EOPNOTSUPP if unsupported.
     fn moderate(&self, completions: u16, period: u16) -> Result<(), VerbError>;
 
-    /// Acknowledges `events` events, `ibv_ack_cq_events(3)`; more than were given is an error in the log. Dropping the
-    /// queue acknowledges the rest.
+    /// Acknowledges `events` events, `ibv_ack_cq_events(3)`; a surplus is logged as an error.
+    /// `Drop` acknowledges the rest.
     fn ack(&self, events: u32);
 }
 
-/// A post that stopped part-way: `bad_wr` of `ibv_post_send(3)`.
+/// The error of a partly posted list, `bad_wr` of `ibv_post_send(3)`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PostError {
-    /// Work requests of the list that were posted, all before the refused one.
+    /// Number of work requests posted before the refused one.
     pub posted: usize,
-    /// Why the next one was refused. EINVAL: malformed, or wrong state. ENOMEM: queue full.
+    /// Reason of the refusal. EINVAL: malformed, or wrong state. ENOMEM: queue full.
     pub error: VerbError,
 }
 
 impl fmt::Display for PostError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} after {} work requests", self.error, self.posted)
+        let Self { posted, error } = self;
+        write!(f, "failed to post a work request (posted before it: {posted}): {error}")
     }
 }
 
 impl std::error::Error for PostError {}
 
-/// Queue pair, `ibv_create_qp(3)`.
+/// A queue pair, `ibv_create_qp(3)`.
 pub trait Qp: Debug + Send + Sync {
-    /// The number that peers address. It is constant.
+    /// Returns the queue pair number, which is constant.
     fn qpn(&self) -> Qpn;
 
-    /// Sizes granted; at least what was asked.
+    /// Returns the granted sizes; at least the requested ones.
     fn caps(&self) -> QpCaps;
 
-    /// `ibv_modify_qp(3)`; a refused change changes nothing.
+    /// Changes state and attributes, `ibv_modify_qp(3)`; on error nothing changes.
     fn modify(&self, attr: &QpAttr) -> Result<(), VerbError>;
 
-    /// Current state and all attributes that have been set, `ibv_query_qp(3)`.
+    /// Returns the current state and all attributes set so far, `ibv_query_qp(3)`.
     fn query(&self) -> Result<(QpState, QpAttr), VerbError>;
 
-    /// Posts work requests with one doorbell, `ibv_post_send(3)`. A slot of the send queue is free again when
-    /// a completion at or after it has been polled.
+    /// Posts work requests with one doorbell, `ibv_post_send(3)`. Polling a completion frees its
+    /// slot and all earlier slots.
     ///
-    /// The iterator may build each work request as it is posted. A caller with a single one passes `Some` of it: a provider that
-    /// is inlined then knows at compile time that there is only one, and most of its fields.
+    /// The iterator may build each request as it is posted. A single request passed as `Some` lets
+    /// an inlined provider know the count, and most fields, at compile time.
     ///
-    /// A `BindWindow` without a window, one of another work request, and a `LocalInvalidate` with data are EINVAL.
-    /// Work behind a binding finds it done; a `LocalInvalidate` waits for all work before it, and when it has completed
-    /// no peer reaches anything by that key. A bad binding is `MW_BIND_ERR`, a bad key `LOC_QP_OP_ERR`, and the queue
-    /// pair is in ERR then.
+    /// - EINVAL: `BindWindow` without [`Data::Window`](crate::types::Data::Window) and vice versa;
+    ///   `LocalInvalidate` with data.
+    /// - Work posted after a binding sees it bound. `LocalInvalidate` waits for earlier work; after
+    ///   its completion no peer can use the key.
+    /// - A bad binding fails with `MW_BIND_ERR`, a bad key with `LOC_QP_OP_ERR`; the queue pair
+    ///   enters ERR.
     ///
     /// # Safety
     ///
-    /// The memory that the list names stays valid and untouched until its completion has been
-    /// polled or the queue pair was dropped. The registration that a window is bound to outlives the window.
+    /// The memory named stays valid and untouched until the completion is polled or the queue pair
+    /// is dropped. The registration of a bound window outlives the window.
     unsafe fn post_send<'a>(
         &self,
         list: impl IntoIterator<Item = impl Borrow<SendWr<'a>>>,
     ) -> Result<(), PostError>;
 
-    /// Posts a list, `ibv_post_recv(3)`.
+    /// Posts receive work requests, `ibv_post_recv(3)`.
     ///
     /// # Safety
     ///
-    /// As [`post_send`](Self::post_send).
+    /// As for [`post_send`](Self::post_send).
     unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError>;
 
-    /// `ibv_destroy_qp(3)`, for those who drop it next if it succeeds. After an error the device may go on
-    /// with what was posted, and nothing that the queue pair is made of may be freed.
+    /// Destroys the queue pair, `ibv_destroy_qp(3)`; drop it after success. After an error the
+    /// device may still execute posted work, so nothing that the work uses may be freed.
     fn destroy(&mut self) -> Result<(), VerbError>;
 }
 
-/// Target of DC: any number of initiators that know its number and key reach it at once, each as if by a reliable
-/// connection. Receives come from its shared receive queue; completions of them carry its number as their `qpn`.
+/// A target of dynamic connections (DC). Initiators that know its number and key reach it as if
+/// each had a reliable connection. Receives come from its shared receive queue; completions carry
+/// its number as `qpn`.
 ///
-/// What asks for more than it allows (a wrong key, an operation that its access flags or the memory key refuse) is an error of
-/// the initiator: it goes on itself.
+/// A wrong key or a forbidden operation fails at the initiator; the target continues.
 pub trait Dct: Debug + Send + Sync {
-    /// Its number, once it is in RTR; it does not change any more.
+    /// Returns the number, constant from RTR on; `None` before.
     fn number(&self) -> Option<Qpn>;
 
-    /// `ibv_modify_qp(3)`, by [`dct_transition`](crate::types::dct_transition); a refused change changes nothing.
+    /// Changes state and attributes, `ibv_modify_qp(3)`, by
+    /// [`dct_transition`](crate::types::dct_transition); on error nothing changes.
     fn modify(&self, attr: &QpAttr) -> Result<(), VerbError>;
 
-    /// Current state and all attributes that have been set, `ibv_query_qp(3)`.
+    /// Returns the current state and all attributes set so far, `ibv_query_qp(3)`.
     fn query(&self) -> Result<(QpState, QpAttr), VerbError>;
 
-    /// The end begins. When it returns, no message takes a receive for it any more and completions of all that have are in
-    /// their queue: so none is lost with it. A device that cannot be told so does nothing.
+    /// Stops accepting messages before destruction. Afterwards no message takes a receive, and
+    /// completions of all receives taken are queued, so destruction loses none. Does nothing on a
+    /// device that cannot stop.
     fn quiesce(&self) {}
 
-    /// `ibv_destroy_qp(3)`, as [`Qp::destroy`]. When it returns `Ok`, no message takes a receive for it any more and no
-    /// initiator reaches memory through it: their work fails when retries run out. Completions not yet polled may be
-    /// gone with it.
+    /// Destroys the target, `ibv_destroy_qp(3)`, like [`Qp::destroy`]. After `Ok` no message takes
+    /// a receive and no initiator reaches memory through the target: its work fails when retries
+    /// run out. Unpolled completions may be lost.
     fn destroy(&mut self) -> Result<(), VerbError>;
 }
 
-/// The target of a provider that has none.
+/// The target type of a provider without DC.
 #[derive(Debug)]
 pub enum NoDct {}
 
 impl NoDct {
-    /// What such a provider answers.
+    /// The error of creating a target.
     pub const REFUSED: VerbError = VerbError::new("mlx5dv_create_qp", VerbError::EOPNOTSUPP);
 }
 
@@ -437,36 +457,37 @@ impl Dct for NoDct {
     }
 }
 
-/// Shared receive queue, `ibv_create_srq(3)`.
+/// A shared receive queue, `ibv_create_srq(3)`.
 pub trait Srq: Debug + Send + Sync {
-    /// Number by which asynchronous events name it.
+    /// Returns the number that asynchronous events carry.
     fn id(&self) -> u64;
 
-    /// Sizes granted; at least what was asked.
+    /// Returns the granted sizes; at least the requested ones.
     fn caps(&self) -> SrqCaps;
 
-    /// Arms the limit event: raised once when fewer than `limit` receives are left,
+    /// Arms the limit event, raised once when fewer than `limit` receives remain,
     /// `ibv_modify_srq(3)`. EINVAL above `max_wr`.
     fn set_limit(&self, limit: u32) -> Result<(), VerbError>;
 
-    /// The armed limit; 0 after the event.
+    /// Returns the armed limit; 0 after the event.
     fn limit(&self) -> Result<u32, VerbError>;
 
-    /// Posts a list, `ibv_post_srq_recv(3)`.
+    /// Posts receive work requests, `ibv_post_srq_recv(3)`.
     ///
     /// # Safety
     ///
-    /// The memory that the list names stays valid and untouched until its completion has been
-    /// polled or the shared receive queue was dropped.
+    /// The memory named stays valid and untouched until the completion is polled or the shared
+    /// receive queue is dropped.
     unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError>;
 
-    /// `ibv_destroy_srq(3)`, once its queue pairs are gone; its drop does nothing more then. After an error the device may go
-    /// on with what was posted.
+    /// Destroys the queue after its queue pairs, `ibv_destroy_srq(3)`; `Drop` then does nothing.
+    /// After an error the device may still use posted receives.
     fn destroy(&mut self) -> Result<(), VerbError>;
 }
 
-/// Address handle, `ibv_create_ah(3)`.
+/// An address handle, `ibv_create_ah(3)`.
 pub trait Ah: Debug + Send + Sync {
-    /// What [`UdTarget::handle`](crate::types::UdTarget) and [`DctTarget::handle`](crate::types::DctTarget) carry.
+    /// Returns the value for [`UdTarget::handle`](crate::types::UdTarget) and
+    /// [`DctTarget::handle`](crate::types::DctTarget).
     fn handle(&self) -> usize;
 }

@@ -1,12 +1,9 @@
-//! The error of a verb.
+//! The error of a failed verb.
 
 use std::fmt;
 use std::io;
 
-/// A verb that the provider refused: its name and the `errno` it gave.
-///
-/// The four return conventions of libibverbs and librdmacm are already undone: `errno` is positive
-/// and is the reason.
+/// The error of a verb, with a positive `errno` whatever the C function's return convention.
 ///
 /// ```
 /// use rdma_provider::VerbError;
@@ -17,39 +14,39 @@ use std::io;
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct VerbError {
-    /// Name of the C function, for example `ibv_reg_mr`.
+    /// C function, for example `ibv_reg_mr`.
     pub verb: &'static str,
-    /// Reason, as in `errno(3)`.
+    /// Reason, `errno(3)`.
     pub errno: i32,
 }
 
 impl VerbError {
-    /// I/O error: the device failed.
+    /// The device failed.
     pub const EIO: i32 = 5;
     /// Out of memory, or queue full.
     pub const ENOMEM: i32 = 12;
-    /// Something uses it.
+    /// The object is in use.
     pub const EBUSY: i32 = 16;
-    /// No such device, or it is gone.
+    /// The device does not exist or was removed.
     pub const ENODEV: i32 = 19;
-    /// Wrong argument or wrong state.
+    /// Invalid argument or state.
     pub const EINVAL: i32 = 22;
-    /// The kernel does not know it.
+    /// The kernel lacks the call.
     pub const ENOSYS: i32 = 38;
     /// The address is taken.
     pub const EADDRINUSE: i32 = 98;
-    /// No address of ours.
+    /// The address is not local.
     pub const EADDRNOTAVAIL: i32 = 99;
-    /// The driver or the library does not have it.
+    /// The driver or library lacks the operation.
     pub const EOPNOTSUPP: i32 = 95;
 
-    /// `verb` refused with `errno`.
+    /// Creates an error.
     #[must_use]
     pub const fn new(verb: &'static str, errno: i32) -> Self {
         Self { verb, errno }
     }
 
-    /// True if the kernel has taken the device away, and with it all that was made on it.
+    /// Returns true if the device was removed, and with it all its objects.
     #[must_use]
     pub const fn is_device_gone(&self) -> bool {
         matches!(self.errno, Self::EIO | Self::ENODEV)

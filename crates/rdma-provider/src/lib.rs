@@ -1,23 +1,24 @@
-//! The interface between RDMA devices and the layers above them: the values of the verbs interface, the error of a verb, and
-//! the contract that each provider keeps.
+//! The interface between RDMA devices and the layers above: verbs values, the error of a verb, and
+//! the contract of a provider.
 //!
 //! ```text
 //!   tokio-rdma      futures, connections, messages
-//!       │ names the traits
+//!       │ uses the traits
 //!  rdma-provider    contract: Context ▸ Pd, Mr, Cq, Qp, Srq, …    cm_contract: CmChannel ▸ CmId
-//!       ▲ implement them                                          types: what is passed     shared_memory: copies
+//!       ▲           types: values passed to and from devices      shared_memory: copies
+//!       │ implement the traits
 //!   rdma-soft       the software RoCE v2 device
 //!   rdma-ibverbs    libibverbs, librdmacm and libmlx5
 //! ```
 //!
-//! The traits are for these providers and may change with any version. The types are those of
-//! [`ibv_post_send(3)`](https://man7.org/linux/man-pages/man3/ibv_post_send.3.html) and related verbs; tokio-rdma and
-//! rdma-soft re-export them.
+//! The traits serve the providers of this workspace and may change with any version. The types are
+//! the values of [`ibv_post_send(3)`](https://man7.org/linux/man-pages/man3/ibv_post_send.3.html)
+//! and related verbs; tokio-rdma and rdma-soft re-export them.
 //!
 //! ```
 //! use rdma_provider::types::{QpAttrMask, QpState, Transport, transition};
 //!
-//! // The attributes that ibv_modify_qp(3) requires of a reliable connection on its way to RTS.
+//! // The attributes that ibv_modify_qp(3) requires for RC from RTR to RTS.
 //! let to_rts = transition(Transport::Rc, QpState::Rtr, QpState::Rts).unwrap();
 //! assert!(to_rts.required.contains(QpAttrMask::SQ_PSN | QpAttrMask::TIMEOUT));
 //! ```
@@ -30,6 +31,8 @@
 pub mod cm_contract;
 pub mod contract;
 mod error;
+#[cfg(test)]
+mod error_texts;
 #[cfg(miri)]
 mod locks;
 pub mod shared_memory;

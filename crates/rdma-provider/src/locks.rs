@@ -1,9 +1,7 @@
-//! Under Miri alone: locks with the interface of parking_lot, on those of the standard library.
-//!
-//! Threads of parking_lot park by a system call of its own, which Miri does not have. The crates that use parking_lot give
-//! this crate its name then.
+//! Locks of the standard library with parking_lot's interface, for Miri, which lacks the system
+//! call by which parking_lot parks threads. Under Miri, crates import this crate as `parking_lot`.
 
-#![allow(missing_docs, reason = "of no build that anybody uses")]
+#![allow(missing_docs, reason = "compiled under Miri only")]
 
 use std::ops::{Deref, DerefMut};
 use std::sync::{PoisonError, TryLockError};
@@ -14,7 +12,7 @@ pub use std::sync::{RwLockReadGuard, RwLockWriteGuard};
 #[derive(Debug, Default)]
 pub struct Mutex<T: ?Sized>(std::sync::Mutex<T>);
 
-/// `None` while it is unlocked for a time.
+/// The guard of a [`Mutex`]; `None` while temporarily unlocked.
 #[derive(Debug)]
 pub struct MutexGuard<'a, T>(&'a Mutex<T>, Option<std::sync::MutexGuard<'a, T>>);
 
@@ -57,7 +55,7 @@ impl<T> Deref for MutexGuard<'_, T> {
     fn deref(&self) -> &T {
         match &self.1 {
             Some(guard) => guard,
-            None => unreachable!("locked again when `unlocked` and `wait` return"),
+            None => unreachable!("`unlocked` and `wait` lock again before they return"),
         }
     }
 }
@@ -66,7 +64,7 @@ impl<T> DerefMut for MutexGuard<'_, T> {
     fn deref_mut(&mut self) -> &mut T {
         match &mut self.1 {
             Some(guard) => guard,
-            None => unreachable!("locked again when `unlocked` and `wait` return"),
+            None => unreachable!("`unlocked` and `wait` lock again before they return"),
         }
     }
 }

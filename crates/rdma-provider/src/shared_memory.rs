@@ -1,36 +1,41 @@
-//! Copies to and from memory that others change at the same time.
+//! Copies to and from memory that other threads or devices change at the same time.
 //!
-//! A region that peers may write is read and written by relaxed atomic accesses, never through a
-//! reference: a torn value is possible, a compiler that takes the bytes for unshared is not. Words are 8 bytes on 8-byte
-//! boundaries; the bytes before the first and after the last whole word go one by one. Copies ascend,
-//! and the last store has release order, so that whoever sees the last byte sees all before it. The layers
-//! above and the software device's copies share these functions.
+//! Memory that peers may write is accessed by relaxed atomics, never by reference: values may be
+//! torn, but the compiler may not assume unshared bytes. tokio-rdma and the software device share
+//! these functions.
 //!
-//! One limit is known: where one side's range begins or ends within a word of the other's, a byte access meets a word
-//! access at the same time. Rust's memory model does not define that for atomics of different size. It is accepted here,
-//! because copies by bytes alone move an eighth as much with each access, and because all that is relied on holds on the
-//! targets:
-//! the processor executes an aligned access of 1 or 8 bytes as one, so each byte that is read is one that was written; and
-//! the compiler neither splits, repeats nor invents an atomic access, nor concludes anything from its size. The order that
-//! a release store and an acquire load establish is relied on only where both have the same size.
+//! Copies ascend: aligned 8-byte words, single bytes before and after. The last store has release
+//! order, so a reader that acquires the last byte sees all others.
 //!
-//! Miri rejects such a race, and stays on: under Miri copies go byte by byte, so that racing copies are defined. What is
-//! a word by its nature stays one: a copy of exactly one aligned word, and the words of remote atomics.
+//! # Mixed access sizes
+//!
+//! Where one side's range ends within a word of the other's, a byte access races with a word
+//! access, which Rust's memory model leaves undefined. Avoiding that would need bytes alone, eight
+//! times the accesses, so the race is accepted. The code relies on two properties of the targets:
+//!
+//! - An aligned access of 1 or 8 bytes is indivisible, so each byte read was written.
+//! - The compiler does not split, repeat or invent atomic accesses, nor infer anything from their
+//!   size.
+//!
+//! Release/acquire order is relied on only between accesses of equal size.
+//!
+//! Miri rejects such races. Under Miri, copies go by bytes, except single aligned words and the
+//! words of remote atomics.
 
 #![allow(unsafe_code)]
 
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering, fence};
 
-/// Plain to shared.
+/// Copies from plain to shared memory.
 ///
 /// # Safety
 ///
-/// `from` is valid for reads and `to` for writes of `len` bytes; nobody writes `from` meanwhile, and `to` is reached by
-/// atomic accesses only.
+/// `from` is valid for reads and `to` for writes of `len` bytes. `from` is not written during the
+/// copy, and `to` is accessed by atomics only.
 #[inline]
 pub unsafe fn store(from: *const u8, to: *mut u8, len: usize) {
-    // SAFETY: S2: all offsets are below `len`; words are stored only where `to` is aligned, sources are read
-    // unaligned.
+    // SAFETY: S2: offsets are below `len`; words are stored only where `to` is aligned; sources are
+    // read unaligned.
     unsafe {
         if len == 8 && to.cast::<u64>().is_aligned() {
             AtomicU64::from_ptr(to.cast())
@@ -49,12 +54,12 @@ pub unsafe fn store(from: *const u8, to: *mut u8, len: usize) {
     }
 }
 
-/// Shared to plain.
+/// Copies from shared to plain memory.
 ///
 /// # Safety
 ///
-/// `from` is valid for reads and `to` for writes of `len` bytes; `to` is reached by nobody else, and `from` by atomic
-/// accesses only.
+/// `from` is valid for reads and `to` for writes of `len` bytes. `from` is accessed by atomics
+/// only, and `to` by this thread only.
 #[inline]
 pub unsafe fn load(from: *const u8, to: *mut u8, len: usize) {
     let from = from.cast_mut();
@@ -69,20 +74,21 @@ pub unsafe fn load(from: *const u8, to: *mut u8, len: usize) {
             }
         });
     }
-    // Whoever published the bytes with release order is seen from here on.
+    // Pairs with the writer's release store.
     fence(Ordering::Acquire);
 }
 
-/// Shared to shared. Words only where both sides are aligned alike, else the source goes byte by byte:
-/// an aligned word around an odd byte could reach out of the registration.
+/// Copies from shared to shared memory. Unless both sides are aligned alike, source bytes are
+/// loaded one by one: a word around an odd byte could exceed the registration.
 ///
 /// # Safety
 ///
-/// `from` is valid for reads and `to` for writes of `len` bytes; both are reached by atomic accesses only.
+/// `from` is valid for reads and `to` for writes of `len` bytes, and both are accessed by atomics
+/// only.
 pub unsafe fn exchange(from: *const u8, to: *mut u8, len: usize) {
     let from = from.cast_mut();
     if len == 8 && (from.addr() | to.addr()) & 7 == 0 {
-        // SAFETY: S2: one aligned word on both sides, in range as the caller says, reached by atomic accesses only.
+        // SAFETY: S2: one aligned word on both sides, in range and atomic by the caller's promise.
         unsafe {
             let value = AtomicU64::from_ptr(from.cast()).load(Ordering::Relaxed);
             AtomicU64::from_ptr(to.cast()).store(value, Ordering::Release);
@@ -90,7 +96,7 @@ pub unsafe fn exchange(from: *const u8, to: *mut u8, len: usize) {
         return;
     }
     let alike = (from.addr() ^ to.addr()) & 7 == 0;
-    // SAFETY: S2: as in `store`; the source of a word is aligned if `alike`, else it is read as bytes.
+    // SAFETY: S2: as in `store`; the source word is aligned if `alike`, else it is read as bytes.
     unsafe {
         split(to, len, |offset, word, last| {
             let order = if last { Ordering::Release } else { Ordering::Relaxed };
@@ -109,8 +115,7 @@ pub unsafe fn exchange(from: *const u8, to: *mut u8, len: usize) {
     }
 }
 
-/// Calls `step(offset, is_word, is_last)` over `len` bytes in ascending order, words where `at` is
-/// aligned, bytes before and after.
+/// Calls `step(offset, is_word, is_last)` in ascending order over `len` bytes; words are aligned.
 #[inline]
 fn split(at: *const u8, len: usize, mut step: impl FnMut(usize, bool, bool)) {
     let head = (at.addr().wrapping_neg() & 7).min(len);
@@ -142,7 +147,8 @@ mod tests {
                 let mut shared = [0_u64; 8];
                 let base: *mut u8 = shared.as_mut_ptr().cast();
                 let mut back = vec![0; len];
-                // SAFETY: S2: both lie within their arrays (9 + 40 < 64), which only this thread reaches.
+                // SAFETY: S2: both lie within their arrays (9 + 40 < 64), which only this thread
+                // accesses.
                 unsafe {
                     store(private.as_ptr(), base.add(offset), len);
                     load(base.add(offset), back.as_mut_ptr(), len);
@@ -158,7 +164,7 @@ mod tests {
 
     #[test]
     fn exchange_copies_every_pair_of_alignments_and_nothing_else() {
-        // Miri takes a second for some ten copies.
+        // Miri takes about a second for ten copies.
         let (step, lengths) =
             if cfg!(miri) { (4, vec![0, 1, 8, 9]) } else { (1, (0..26).collect()) };
         let pairs = (0..9)
@@ -172,7 +178,8 @@ mod tests {
             });
             let before: Vec<u8> = from.iter().flat_map(|word| word.to_ne_bytes()).collect();
             let mut to = [0_u64; 8];
-            // SAFETY: S2: both lie within their arrays (9 + 26 < 64), which only this thread reaches.
+            // SAFETY: S2: both lie within their arrays (9 + 26 < 64), which only this thread
+            // accesses.
             unsafe {
                 let from: *mut u8 = from.as_mut_ptr().cast();
                 exchange(from.add(source), to.as_mut_ptr().cast::<u8>().add(target), len);
@@ -199,7 +206,7 @@ mod tests {
                 assert!(!word || aligned, "a word is aligned");
                 assert!(
                     word || cfg!(miri) || !aligned || len - step < 8,
-                    "no word goes byte by byte"
+                    "a whole word is not copied by bytes"
                 );
                 next += if word { 8 } else { 1 };
                 ended = last;

@@ -1,4 +1,4 @@
-//! An RDMA WRITE between two software devices, by verbs alone: no runtime, no thread of the program's own.
+//! An RDMA WRITE between two software devices by synchronous verbs, without runtime or threads.
 //!
 //! `cargo run -p rdma-soft --example write`
 //!
@@ -7,7 +7,7 @@
 //!  a: poll the completion queue ◀── completion
 //! ```
 
-#![allow(unsafe_code, reason = "what a device may reach is named by address")]
+#![allow(unsafe_code, reason = "device memory is registered by address")]
 
 use std::cell::UnsafeCell;
 use std::error::Error;
@@ -21,7 +21,7 @@ use rdma_soft::types::{
 };
 use rdma_soft::{Context, Cq, Network, Pd, Qp};
 
-/// A device with all that one connection needs.
+/// A device and the objects of one connection.
 struct Side {
     qp: Qp,
     cq: Cq,
@@ -46,7 +46,7 @@ impl Side {
         Ok(Self { qp, cq, pd, context })
     }
 
-    /// From RESET to RTS, `ibv_modify_qp(3)`.
+    /// Moves the queue pair from RESET to RTS, `ibv_modify_qp(3)`.
     fn connect(&self, peer: &Self) -> Result<(), Box<dyn Error>> {
         let port = PortNum(1);
         let address = AddressVector::new(port, 0, peer.context.port(port)?.gids[0].gid);
@@ -83,10 +83,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     a.connect(&b)?;
     b.connect(&a)?;
 
-    // Memory that a device reaches is touched by pointers only while it is registered.
+    // While registered, memory is accessed by pointers only.
     let (source, target) = (UnsafeCell::new(*b"hello, b"), UnsafeCell::new([0_u8; 8]));
     let (from, to) = (NonNull::from(&source).cast::<u8>(), NonNull::from(&target).cast::<u8>());
-    // SAFETY: both outlive their registrations, which are dropped below, and no reference to the bytes exists meanwhile.
+    // SAFETY: the memory outlives the registration, which is dropped below; meanwhile no reference
+    // to it exists.
     let from_mr = unsafe { a.pd.register(from, 8, Access::empty(), false)? };
     // SAFETY: as above.
     let to_mr = unsafe { b.pd.register(to, 8, Access::LOCAL_WRITE | Access::REMOTE_WRITE, false)? };

@@ -1,32 +1,32 @@
-//! Errors of opening a device of a network.
+//! The error of opening a device.
 
 use std::fmt;
 
 use rdma_provider::VerbError;
 
-/// Error of [`Network::open`](crate::Network::open).
+/// The error of [`Network::open`](crate::Network::open).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum OpenError {
-    /// No device has this name.
+    /// The device does not exist.
     NotFound {
-        /// Name asked for.
+        /// Requested name.
         name: String,
-        /// Names of the devices that exist.
+        /// Existing devices.
         available: Vec<String>,
-        /// Why no other device exists, if that is known.
+        /// Reason why others do not exist, if known.
         reason: Option<&'static str>,
     },
-    /// A verb failed while the device was opened.
+    /// A verb failed.
     Verb {
         /// Name of the device.
         device: String,
-        /// Verb and reason.
+        /// Failed verb and reason.
         error: VerbError,
     },
 }
 
 impl OpenError {
-    /// Names the device in the error of a verb.
+    /// Adds the device's name to the error of a verb.
     pub(crate) fn of(device: &str) -> impl Fn(VerbError) -> Self {
         move |error| Self::Verb { device: device.to_owned(), error }
     }
@@ -36,10 +36,14 @@ impl fmt::Display for OpenError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::NotFound { name, available, reason } => {
-                write!(f, "no RDMA device is called {name:?}; there is {}", available.join(", "))?;
-                reason.map_or(Ok(()), |reason| write!(f, " ({reason})"))
+                write!(f, "device {name:?} not found")?;
+                if let Some(reason) = reason {
+                    write!(f, ": {reason}")?;
+                }
+                let available = if available.is_empty() { "none" } else { &*available.join(", ") };
+                write!(f, "; available: {available}")
             }
-            Self::Verb { device, error } => write!(f, "opening device {device:?}: {error}"),
+            Self::Verb { device, error } => write!(f, "failed to open device {device:?}: {error}"),
         }
     }
 }

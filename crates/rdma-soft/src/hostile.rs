@@ -1,6 +1,6 @@
-//! What a fuzzer feeds: packets, and sequences of requests into a responder, with what must hold whatever they are.
+//! Fuzzing entry points for packets, requests and DC sessions, with their invariants.
 
-// Registers memory of its own, to see that nothing else changes.
+// Registers memory, to check that nothing else changes.
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -10,20 +10,20 @@ use rdma_provider::types::{
     Rkey, RnrTimer, Sge, Transport, WorkCompletion, WrId,
 };
 
-use super::dc::{Header, Outcome, SessionNumber, Surroundings, Target};
+use super::dc::{Environment, Header, Outcome, SessionNumber, Target};
 use super::device::dma::{Gather, Memory, Payload};
 use super::device::keys::Keys;
 use super::roce::packet::{AtomicOp, Body, Packet, Part, Reth, Tail};
 use super::roce::responder::{ReceiveConfig, ReceiveWqe, Receiver, Responder};
 
-/// Bytes that are registered, and on either side bytes that are not.
+/// Registered bytes, and unregistered bytes on either side.
 const REGION: usize = 4096;
 const MARGIN: usize = 1024;
 const MARK: u8 = 0xa5;
 const PD: u32 = 1;
 const MTU: Mtu = Mtu::Mtu256;
 
-/// Bytes between UDP header and check. What is a packet encodes to one that is the same.
+/// Parses the bytes between UDP header and ICRC; a valid packet survives encoding.
 pub fn packet(bytes: &[u8]) {
     let Ok((packet, payload)) = Packet::parse(bytes) else { return };
     let mut again = Vec::new();
@@ -37,7 +37,7 @@ pub fn packet(bytes: &[u8]) {
     }
 }
 
-/// A registered region, and bytes on either side of it that are nobody's.
+/// A registered region between unregistered bytes.
 struct Region {
     memory: Vec<u8>,
     base: *mut u8,
@@ -50,7 +50,8 @@ impl Region {
         let mut memory = vec![MARK; MARGIN + REGION + MARGIN];
         let base = memory[MARGIN..].as_mut_ptr();
         let keys = Keys::new();
-        // SAFETY: S1: the bytes are not freed before the registration ends in `check`, and are looked at after it.
+        // SAFETY: S1: the bytes are not freed before `check` removes the registration, and are read
+        // only afterwards.
         let region = unsafe { Memory::new(base, REGION, base as u64) };
         let key = keys.insert(region, Access::LOCAL_WRITE | Access::REMOTE_ALL, false, PD, 3)?;
         Some(Self { memory, base, keys, key })
@@ -60,16 +61,17 @@ impl Region {
         self.base as u64
     }
 
-    /// Panics if anything else has changed.
+    /// Asserts that no byte outside the region changed.
     fn check(self) {
         self.keys.remove(self.key);
         let outside = self.memory[..MARGIN].iter().chain(&self.memory[MARGIN + REGION..]);
-        assert!(outside.copied().all(|byte| byte == MARK), "bytes changed that nobody exposed");
+        assert!(outside.copied().all(|byte| byte == MARK), "a byte outside the region changed");
     }
 }
 
-/// A peer's requests, each of 16 bytes and a payload: what they say of kind, sequence, key, place and length is near to what
-/// a peer may say, or beside it. Nothing but the region changes, and there are no more replies than what asks for one.
+/// Executes requests of a peer: 16 bytes of parameters each, which yield valid or nearly valid
+/// kinds, sequence numbers, keys, addresses and lengths, and a payload. Only the region changes,
+/// and only requests are answered.
 pub fn requests(bytes: &[u8]) {
     let Some(region) = Region::new() else { return };
     let transport = if bytes.first().is_some_and(|first| first & 1 == 1) {
@@ -124,8 +126,8 @@ pub fn requests(bytes: &[u8]) {
     region.check();
 }
 
-/// What initiators say to a DC target, each packet of 16 bytes and a payload as in [`requests`]: in sessions that there are,
-/// or not. Nothing but the region changes, no more sessions are kept than the target takes, and no receive is lost.
+/// Executes packets of initiators at a DC target, encoded as for [`requests`], in existing or other
+/// sessions. Only the region changes, the session limit holds, and no receive is lost.
 pub fn sessions(bytes: &[u8]) {
     const LIMIT: usize = 4;
     const KEY: DcKey = DcKey(5);
@@ -133,7 +135,7 @@ pub fn sessions(bytes: &[u8]) {
     let mut target = Target::new(config(Transport::Rc, true), KEY, LIMIT);
     let mut log = Log::default();
     target.set_state(QpState::Rtr, &mut log);
-    // Of each of eight initiators: its session, the cookie it was given, and what it sends next.
+    // Session, cookie and next PSN of eight initiators.
     let mut known = [(0_u32, 0_u32, Psn::new(0)); 8];
     let mut rest = bytes;
     let mut posted = 0;
@@ -171,7 +173,8 @@ pub fn sessions(bytes: &[u8]) {
             session,
             cookie: cookie.wrapping_add(u32::from(lies)),
         };
-        let packet = Packet { ack_request: head[1] & 4 != 0, ..Packet::of_dc(Qpn(2), psn, body) };
+        let packet =
+            Packet { ack_request: head[1] & 4 != 0, ..Packet::dc_control(Qpn(2), psn, body) };
         if psn == *next {
             *next = psn.add(1);
         }
@@ -205,12 +208,11 @@ pub fn sessions(bytes: &[u8]) {
     assert_eq!(
         log.taken + log.receives.len() as u64,
         posted,
-        "each receive completes once, or is there"
+        "each receive completes once or remains posted"
     );
     region.check();
 }
 
-/// Of whoever is fed.
 fn config(transport: Transport, shared: bool) -> ReceiveConfig {
     ReceiveConfig {
         transport,
@@ -229,7 +231,6 @@ fn config(transport: Transport, shared: bool) -> ReceiveConfig {
     }
 }
 
-/// Where a receive goes.
 fn sge(head: &[u8; 16], region: &Region) -> Sge {
     Sge {
         addr: region.addr() + u64::from(head[2]),
@@ -238,11 +239,11 @@ fn sge(head: &[u8; 16], region: &Region) -> Sge {
     }
 }
 
-/// What a request says, from 16 bytes.
+/// Derives a request body from 16 bytes.
 fn body(head: &[u8; 16], base: u64, key: u32) -> Body {
     let word = |at: usize| u32::from_be_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
     let part = [Part::First, Part::Middle, Part::Last, Part::Only][usize::from(head[0] >> 1 & 3)];
-    // Within the region, across its ends, or anywhere.
+    // Inside the region, across its bounds, or anywhere.
     let addr = match head[5] & 3 {
         0 => base + u64::from(word(6) % REGION as u32),
         1 => base.wrapping_sub(8) + u64::from(word(6) % 16),
@@ -282,7 +283,7 @@ fn body(head: &[u8; 16], base: u64, key: u32) -> Body {
 
 fn drain<'k>(mut next_reply: impl FnMut(&mut Gather<'k>, &mut Log) -> bool, log: &mut Log) {
     let mut gather = Gather::new();
-    // Three answers of READs at most, each of not more packets than the region has; and acknowledgements between them.
+    // At most three READ responses, each within the region, and acknowledgements.
     for _ in 0..100 {
         if !next_reply(&mut gather, log) {
             return;
@@ -292,7 +293,7 @@ fn drain<'k>(mut next_reply: impl FnMut(&mut Gather<'k>, &mut Log) -> bool, log:
     panic!("replies without end");
 }
 
-/// What is around the responder, or the target.
+/// A receiver that records completions.
 #[derive(Default)]
 struct Log {
     taken: u64,
@@ -315,8 +316,8 @@ impl Receiver for Log {
     fn failed(&mut self) {}
 }
 
-impl Surroundings for Log {
-    fn give_back(&mut self, receive: &mut ReceiveWqe) {
+impl Environment for Log {
+    fn return_receive(&mut self, receive: &mut ReceiveWqe) {
         self.receives.push_back(std::mem::take(receive));
     }
 
@@ -340,7 +341,7 @@ mod tests {
         for _ in 0..if cfg!(debug_assertions) { 4_000 } else { 40_000 } {
             let mut bytes: Vec<u8> = (0..random.usize(0..600)).map(|_| random.u8(..)).collect();
             packet(&bytes);
-            // Mostly short payloads, so that there are many requests.
+            // Mostly short payloads, for many requests.
             for head in bytes.chunks_mut(16) {
                 if let [.., high, low] = head {
                     (*high, *low) = (0, *low % 24);

@@ -1,7 +1,8 @@
-//! The software device: a complete verbs device in user space that needs neither hardware nor privilege.
+//! The software device: a complete verbs device in user space that needs neither hardware nor
+//! privilege.
 //!
-//! It is not a mock: it has the state machine, the checks, the completion statuses and the events of a
-//! device for RoCE v2, and its channels are real file descriptors.
+//! It has the states, checks, completion statuses and events of a RoCE v2 adapter, and its channels
+//! are file descriptors.
 //!
 //! ```text
 //!   post_send                                              poll
@@ -17,8 +18,9 @@
 //!
 //! # Use
 //!
-//! The API is synchronous verbs: a [`Network`] opens devices, a device creates objects, a queue pair posts, a completion
-//! queue polls. No runtime is involved. The methods are those of the traits in [`contract`]; the values are in [`types`].
+//! The API is synchronous verbs without a runtime: a [`Network`] opens devices, a device creates
+//! objects, a queue pair posts, a completion queue polls. Methods are in the traits of
+//! [`contract`], values in [`types`].
 //!
 //! ```
 //! use rdma_soft::Network;
@@ -34,28 +36,27 @@
 //! # }
 //! ```
 //!
-//! `examples/write.rs` continues from there: it connects two devices and executes a WRITE between them.
+//! `examples/write.rs` connects two devices and executes a WRITE.
 //!
-//! | Network | Made by | Devices | Time |
+//! | Network | Created by | Devices | Time |
 //! |---|---|---|---|
-//! | in memory | [`Network::new`] | of this process; a post copies the data once | real |
-//! | with faults | [`Network::with_faults`] | of this process, by encoded packets | real |
-//! | simulated | [`Network::simulated`] | of this process, by encoded packets | virtual, drawn from a seed |
-//! | UDP | [`Network::udp`] | of processes and hosts that speak RoCE v2 | real |
+//! | in memory | [`Network::new`] | in this process; a post copies the data once | real |
+//! | with faults | [`Network::with_faults`] | in this process; packets are encoded | real |
+//! | simulated | [`Network::simulated`] | in this process; packets are encoded | virtual, seeded |
+//! | UDP | [`Network::udp`] | in processes and hosts that speak RoCE v2 | real |
 //!
 //! # Structure
 //!
-//! Requester and responder are pure: packets and time go in, packets and deadlines come out. On a
-//! network without faults the thread that posts runs the whole exchange and copies the data once from the memory
-//! of the sender to the memory of the receiver. With faults, or in virtual time, the same state machines
-//! exchange encoded packets.
+//! Requester and responder are pure state machines: packets and time in, packets and deadlines out.
+//! In memory and without faults the posting thread runs both and copies the data once. Otherwise
+//! they exchange encoded packets.
 
 #![cfg_attr(
     not(test),
     deny(clippy::unwrap_used, clippy::expect_used, clippy::todo, clippy::unimplemented)
 )]
 
-// Under Miri, which parking_lot does not run on, the locks of that name are those of the standard library.
+// Under Miri, which parking_lot does not support, the standard library's locks replace it.
 #[cfg(miri)]
 extern crate rdma_provider as parking_lot;
 
@@ -82,7 +83,7 @@ pub use roce::{ReceiveCounters, SendCounters};
 
 pub use rdma_provider::{VerbError, cm_contract, contract, types};
 
-/// What a fuzzer feeds.
+/// Entry points of fuzzers.
 #[cfg(fuzzing)]
 #[allow(unreachable_pub, reason = "reachable for a fuzzer only")]
 pub mod fuzzing {
@@ -90,7 +91,7 @@ pub mod fuzzing {
     pub use super::hostile::*;
 }
 
-/// The provider of software devices: names their object types.
+/// The provider of software devices, which names their object types.
 #[derive(Debug, Clone, Copy)]
 pub enum Soft {}
 

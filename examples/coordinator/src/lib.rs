@@ -1,4 +1,5 @@
-//! Nodes find each other through a small HTTP service, then write and read each other's memory by RDMA.
+//! Two nodes that find each other through an HTTP service and then access each other's memory by
+//! RDMA.
 //!
 //! ```text
 //!   node a ── POST /nodes/a/rdma/endpoint ──▶ service ◀── POST /nodes/b/rdma/endpoint ── node b
@@ -6,8 +7,8 @@
 //!          ◀────────────────────── WRITE, READ, SEND ──────────────────────▶
 //! ```
 //!
-//! What travels by HTTP is JSON: the queue pair's endpoint and the region that the node grants. Whoever can post there can
-//! have memory of the nodes read and written: put such a service where your other secrets are safe.
+//! A client that can POST here can gain access to the nodes' memory: protect the service like your
+//! secrets.
 
 pub mod node;
 pub mod service;
@@ -15,11 +16,11 @@ pub mod service;
 use serde::{Deserialize, Serialize};
 use tokio_rdma::{QueuePairEndpoint, RemoteRegion};
 
-/// What one node tells the other.
+/// A queue pair and memory, offered to the peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Announcement {
-    /// To connect to.
+    /// The queue pair to connect to.
     pub endpoint: QueuePairEndpoint,
-    /// To write to and read from.
+    /// The memory that the peer may read and write.
     pub region: RemoteRegion,
 }

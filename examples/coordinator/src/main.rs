@@ -1,13 +1,14 @@
-//! `coordinator demo`: the service and two nodes in one process, on whatever device there is.
+//! The coordinator's command line.
 //!
 //! ```text
-//! coordinator serve [--listen ADDRESS]                            the service (127.0.0.1:7480)
-//! coordinator node NAME --peer NAME [--service URL]               one node (http://127.0.0.1:7480)
-//! coordinator demo                                                all of it
+//! coordinator serve [--listen ADDRESS]                   the service (127.0.0.1:7480)
+//! coordinator node NAME --peer NAME [--service URL]      one node (http://127.0.0.1:7480)
+//! coordinator demo                                       the service and two nodes in one process
 //! ```
 //!
-//! The device is a real one (feature `ibverbs`) that `TOKIO_RDMA_DEVICE` names or that has the address from which the service
-//! is reached, or else a software device: within the process, or, of a node of its own, over UDP from that address.
+//! The device is a real one (feature `ibverbs`) that `TOKIO_RDMA_DEVICE` names or that has the
+//! local address of the route to the service. Otherwise it is a software device: within the process
+//! for `demo`, over UDP from that address for `node`.
 
 use std::error::Error;
 use std::net::SocketAddr;
@@ -40,17 +41,20 @@ async fn main() -> Result<(), Failure> {
         (["serve"], None) => {
             let listener = TcpListener::bind(&listen).await?;
             println!("listening on http://{}", listener.local_addr()?);
-            let stop = async { tokio::signal::ctrl_c().await.expect("no signals on this system") };
+            let stop = async { tokio::signal::ctrl_c().await.expect("cannot wait for Ctrl-C") };
             Ok(axum::serve(listener, service::router()).with_graceful_shutdown(stop).await?)
         }
         (["node", name], Some(peer)) => {
-            // Whence the service is reached, the peer is.
+            // The peer is assumed to have the same route as the service.
             let service: reqwest::Url = url.parse()?;
-            let found = tokio::task::spawn_blocking(move || service.socket_addrs(|| None)).await??;
-            let service = found.first().ok_or("the service has no address")?;
+            let found =
+                tokio::task::spawn_blocking(move || service.socket_addrs(|| None)).await??;
+            let service = found.first().ok_or("the service's URL has no address")?;
             let ip = service.ip();
-            // On the service's own host others reach us at its address, unless a node there has it.
-            let device = Device::open_default_at(ip).or_else(|_| Device::open_default_towards(ip))?;
+            // On the service's host, peers reach this node at the service's address unless another
+            // node has it.
+            let device =
+                Device::open_default_at(ip).or_else(|_| Device::open_default_towards(ip))?;
             meet(&device, name, &peer, &url).await
         }
         (["demo"], None) => {
@@ -61,7 +65,9 @@ async fn main() -> Result<(), Failure> {
             tokio::try_join!(meet(&a, "a", "b", &url), meet(&b, "b", "a", &url))?;
             Ok(())
         }
-        _ => Err("usage: coordinator serve [--listen ADDRESS] | node NAME --peer NAME [--service URL] | demo".into()),
+        _ => Err("usage: coordinator serve [--listen ADDRESS] | \
+             node NAME --peer NAME [--service URL] | demo"
+            .into()),
     }
 }
 
@@ -72,6 +78,6 @@ fn url_of(address: SocketAddr) -> String {
 async fn meet(device: &Device, name: &str, peer: &str, service: &str) -> Result<(), Failure> {
     let node = Node { name: name.to_owned(), peer: peer.to_owned(), service: service.to_owned() };
     let found = node.run(device).await?;
-    println!("{name}: found {found:?} in our memory");
+    println!("{name}: found {found:?} in its memory");
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! A node: announces itself, finds its peer, then uses the peer's memory.
+//! A node: it announces itself, finds its peer, then accesses the peer's memory.
 
 use std::error::Error;
 use std::time::Duration;
@@ -9,29 +9,28 @@ use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device, ExposedRegion,
 
 use crate::Announcement;
 
-/// Bytes that each node grants.
 const SLOT: usize = 256;
 
-/// Longest that a node waits for its peer, at each step.
-const PATIENCE: Duration = Duration::from_secs(30);
+const STEP_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Who we are and whom we look for.
+/// A node and its peer.
 #[derive(Debug, Clone)]
 pub struct Node {
-    /// Our name at the service.
+    /// This node's name.
     pub name: String,
     /// The peer's name.
     pub peer: String,
-    /// Where the service is: `http://host:port`.
+    /// The service's URL: `http://host:port`.
     pub service: String,
 }
 
 impl Node {
-    /// Meets the peer: writes a greeting into its memory, and gives what it wrote into ours.
+    /// Writes a greeting into the peer's memory, and returns the greeting that the peer wrote into
+    /// this node's.
     ///
     /// # Errors
     ///
-    /// Whatever goes wrong, within 30 seconds for each step.
+    /// Any failure of the service, the device or the peer. Each step has a limit of 30 seconds.
     pub async fn run(&self, device: &Device) -> Result<String, Box<dyn Error + Send + Sync>> {
         let pd = device.protection_domain()?;
         let queue = CompletionQueue::new(device, CompletionMode::Event)?;
@@ -39,12 +38,12 @@ impl Node {
         let pool = Pool::new(&pd, SLOT, 4)?;
         let region =
             ExposedRegion::new(&pd, vec![0; SLOT], Access::REMOTE_READ | Access::REMOTE_WRITE)?;
-        // Before anybody knows of us: whatever the peer sends finds a receive.
+        // Posted before the announcement, so that the peer's message always finds a receive.
         let written = qp.recv(pool.try_alloc(0)?);
 
         let ours = Announcement { endpoint: qp.endpoint(), region: region.grant() };
         let theirs = self.exchange(&ours).await?;
-        // The peer knows of us as well, but may be seconds behind: what we send is repeated until it has connected.
+        // The peer may connect seconds later: the device retransmits until then.
         let options =
             ConnectOptions { timeout: AckTimeout::from_code(19), ..ConnectOptions::default() };
         qp.connect_with(&theirs.endpoint, &options)?;
@@ -52,16 +51,16 @@ impl Node {
         let greeting = format!("{} was here", self.name);
         let there = theirs.region.slice(..greeting.len() as u64)?;
         qp.write(pool.copy_from(greeting.as_bytes())?, there).await?;
-        // What it reads back is there: the peer's memory was written before the message is sent.
+        // The READ proves that the WRITE is in the peer's memory before the message is sent.
         let back = qp.read(pool.try_alloc(greeting.len())?, there).await?;
         if back[..] != *greeting.as_bytes() {
             return Err(
                 format!("{} has {:?} in its memory, not {greeting:?}", self.peer, back).into()
             );
         }
-        let told = qp.send(pool.copy_from(b"")?);
-        let message = tokio::time::timeout(PATIENCE, written).await??;
-        told.await?;
+        let sent = qp.send(pool.copy_from(b"")?);
+        let message = tokio::time::timeout(STEP_TIMEOUT, written).await??;
+        sent.await?;
         debug_assert!(message.buffer.is_empty());
 
         let mut bytes = vec![0; SLOT];
@@ -70,13 +69,12 @@ impl Node {
         Ok(String::from_utf8(bytes[..len].to_vec())?)
     }
 
-    /// Announces ourselves and waits for the peer's announcement.
     async fn exchange(&self, ours: &Announcement) -> Result<Announcement, reqwest::Error> {
         let client =
-            reqwest::Client::builder().timeout(PATIENCE + Duration::from_secs(5)).build()?;
+            reqwest::Client::builder().timeout(STEP_TIMEOUT + Duration::from_secs(5)).build()?;
         let at = |name: &str| format!("{}/nodes/{name}/rdma/endpoint", self.service);
         client.post(at(&self.name)).json(ours).send().await?.error_for_status()?;
-        let wait = [("wait", PATIENCE.as_secs())];
+        let wait = [("wait", STEP_TIMEOUT.as_secs())];
         client.get(at(&self.peer)).query(&wait).send().await?.error_for_status()?.json().await
     }
 }

@@ -1,4 +1,4 @@
-//! The service: keeps what nodes announce, and lets others wait for it.
+//! The HTTP service, which stores announcements.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,33 +13,32 @@ use tokio::sync::watch;
 
 use crate::Announcement;
 
-/// Nodes that are kept at once: a service that anybody can fill is no service.
+/// The maximum number of nodes: any client may POST, so memory must be bounded.
 pub const MAX_NODES: usize = 1024;
 
-/// Bytes of a name.
+/// The maximum length of a name, in bytes.
 const MAX_NAME: usize = 64;
 
-/// Bytes of an announcement; a real one has some 200.
+/// The maximum length of an announcement, in bytes; a real one has about 200.
 pub const MAX_BODY: usize = 4096;
 
-/// Longest that one request waits.
+/// The maximum time that a request waits.
 pub const MAX_WAIT: Duration = Duration::from_secs(30);
 
-/// Status and reason.
+/// An HTTP status and the reason.
 pub type Refusal = (StatusCode, String);
 
-/// All announcements by node.
 #[derive(Clone, Default)]
 struct Nodes {
     known: Arc<Mutex<HashMap<String, Announcement>>>,
-    /// Counts announcements, for those who wait for one.
+    /// The number of announcements so far.
     changed: watch::Sender<u64>,
 }
 
-/// `POST` and `GET /nodes/{id}/rdma/endpoint`.
+/// Returns the routes `POST` and `GET /nodes/{id}/rdma/endpoint`.
 ///
-/// POST replaces what the node has announced before. GET answers 404 for a node that is not known; with `?wait=SECONDS`
-/// (30 at most) only if it is not by then.
+/// POST replaces an earlier announcement. GET answers 404 for an unknown node; `?wait=SECONDS` (at
+/// most 30) waits that long for an announcement.
 pub fn router() -> Router {
     Router::new()
         .route("/nodes/{id}/rdma/endpoint", get(find).post(announce))
@@ -47,20 +46,20 @@ pub fn router() -> Router {
         .with_state(Nodes::default())
 }
 
-/// Whether a node may be kept beside the `others`, or in its own place if it is `known`.
+/// Checks whether a node may be stored beside `others` nodes; `known` if it is one of them.
 ///
 /// # Errors
 ///
-/// 400 for its name, 507 if there are too many.
-pub fn check_room(id: &str, others: usize, known: bool) -> Result<(), Refusal> {
+/// 400 for an invalid name, 507 if the service is full.
+pub fn check_capacity(id: &str, others: usize, known: bool) -> Result<(), Refusal> {
     if id.is_empty() || id.len() > MAX_NAME {
         return Err((
             StatusCode::BAD_REQUEST,
-            format!("a name has 1 to {MAX_NAME} bytes, this one {}", id.len()),
+            format!("name of {} bytes; expected 1 to {MAX_NAME}", id.len()),
         ));
     }
     if others >= MAX_NODES && !known {
-        let reason = format!("{MAX_NODES} nodes are known, which is all there may be");
+        let reason = format!("service full: {MAX_NODES} nodes stored, which is the maximum");
         return Err((StatusCode::INSUFFICIENT_STORAGE, reason));
     }
     Ok(())
@@ -72,7 +71,7 @@ async fn announce(
     Json(announcement): Json<Announcement>,
 ) -> Result<StatusCode, Refusal> {
     let mut known = nodes.known.lock().unwrap_or_else(PoisonError::into_inner);
-    check_room(&id, known.len(), known.contains_key(&id))?;
+    check_capacity(&id, known.len(), known.contains_key(&id))?;
     let status = match known.insert(id, announcement) {
         None => StatusCode::CREATED,
         Some(_) => StatusCode::OK,
@@ -93,7 +92,7 @@ async fn find(
     Path(id): Path<String>,
     Query(Wait { wait }): Query<Wait>,
 ) -> Result<Json<Announcement>, Refusal> {
-    // Subscribed before the first look: no announcement falls in between.
+    // Subscribes before the first check, so that no announcement is missed.
     let mut changed = nodes.changed.subscribe();
     let found = async {
         loop {
@@ -110,5 +109,5 @@ async fn find(
     let wait = Duration::from_secs(wait).min(MAX_WAIT);
     tokio::time::timeout(wait, found)
         .await
-        .map_err(|_| (StatusCode::NOT_FOUND, format!("no node {id}")))
+        .map_err(|_| (StatusCode::NOT_FOUND, format!("node {id} unknown")))
 }

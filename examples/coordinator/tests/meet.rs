@@ -1,4 +1,4 @@
-//! The service and its nodes, in one process.
+//! Tests of the service and its nodes, in one process.
 
 use std::net::Ipv4Addr;
 use std::time::Duration;
@@ -21,7 +21,7 @@ fn node(name: &str, peer: &str, service: &str) -> Node {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn two_nodes_find_each_other_and_write_into_each_other() {
+async fn two_nodes_write_into_each_other() {
     let url = serve().await;
     let device = Device::open_default().unwrap();
     let (a, b) = (node("a", "b", &url), node("b", "a", &url));
@@ -31,7 +31,7 @@ async fn two_nodes_find_each_other_and_write_into_each_other() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn nodes_with_devices_for_other_processes_meet() {
+async fn nodes_with_udp_devices_connect() {
     let url = serve().await;
     let device = || Device::open_default_towards(Ipv4Addr::LOCALHOST.into()).unwrap();
     let devices = [device(), device()];
@@ -42,7 +42,7 @@ async fn nodes_with_devices_for_other_processes_meet() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn many_pairs_meet_at_once() {
+async fn many_pairs_connect_at_once() {
     let url = serve().await;
     let device = Device::open_default().unwrap();
     let mut meetings = tokio::task::JoinSet::new();
@@ -61,7 +61,7 @@ async fn many_pairs_meet_at_once() {
 }
 
 #[tokio::test]
-async fn service_refuses_what_is_no_announcement() {
+async fn service_refuses_malformed_announcements() {
     let url = format!("{}/nodes/a/rdma/endpoint", serve().await);
     let client = reqwest::Client::new();
     assert_eq!(client.get(&url).send().await.unwrap().status(), 404);
@@ -91,7 +91,7 @@ async fn service_refuses_what_is_no_announcement() {
     assert_eq!(client.post(&url).json(&ours).send().await.unwrap().status(), 200);
     let found: Announcement = client.get(&url).send().await.unwrap().json().await.unwrap();
     assert_eq!(found, ours);
-    // A queue pair that cannot be is refused by name, and what was known before stays.
+    // A field out of range is refused by name.
     json = json.replace(&format!("\"qpn\":{}", ours.endpoint.qpn.0), "\"qpn\":1");
     let sent = client
         .post(&url)
@@ -106,7 +106,7 @@ async fn service_refuses_what_is_no_announcement() {
 }
 
 #[tokio::test]
-async fn who_waits_gets_the_announcement_when_it_comes() {
+async fn waiting_request_receives_the_announcement() {
     let url = serve().await;
     let client = reqwest::Client::new();
     let at = format!("{url}/nodes/late/rdma/endpoint");

@@ -1,4 +1,4 @@
-//! What is asked for on the command line.
+//! The command line.
 
 #[path = "../../common/seconds.rs"]
 mod seconds;
@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-/// A key-value service: readers READ the server's memory, writers ask the server.
+/// A key-value service: clients READ the server's memory to get, and send messages to write.
 #[derive(Debug, Parser)]
 #[command(name = "kv", version)]
 pub(crate) struct Arguments {
@@ -18,9 +18,9 @@ pub(crate) struct Arguments {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Serve an empty table, until this is ended
+    /// Serve an empty table until the process is terminated
     Serve {
-        /// Where clients find it; also the address of a software device
+        /// Address for clients, and for the server's software device
         #[arg(long, value_name = "ADDRESS:PORT")]
         listen: SocketAddr,
         #[command(flatten)]
@@ -30,32 +30,32 @@ pub(crate) enum Command {
     Get {
         #[command(flatten)]
         client: Client,
-        /// Ask the server, instead of reading its memory
+        /// Send a message to the server instead of reading its memory
         #[arg(long)]
         by_message: bool,
         key: String,
     },
-    /// Give a key a value
+    /// Set the value of a key
     Put {
         #[command(flatten)]
         client: Client,
         key: String,
         value: String,
     },
-    /// Take a key away
+    /// Delete a key
     Delete {
         #[command(flatten)]
         client: Client,
         key: String,
     },
-    /// Measure latency and throughput, of a server in this process unless told otherwise
+    /// Measure latency and throughput, by default of a server in this process
     Load {
         #[command(flatten)]
         place: Place,
         #[command(flatten)]
         load: LoadOptions,
     },
-    /// Have many clients read and write at once, and check every answer; with a server in this process unless told otherwise
+    /// Run many clients and check every answer, by default with a server in this process
     Check {
         #[command(flatten)]
         place: Place,
@@ -66,40 +66,40 @@ pub(crate) enum Command {
 
 #[derive(Debug, Clone, Args)]
 pub(crate) struct Client {
-    /// The server
+    /// The server's address
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub(crate) connect: SocketAddr,
-    /// Address of the client's software device over UDP; unless given, one that reaches the server
+    /// Address of the client's UDP software device; by default one that routes to the server
     #[arg(long, value_name = "ADDRESS")]
     pub(crate) from: Option<IpAddr>,
 }
 
 #[derive(Debug, Clone, Args)]
 pub(crate) struct Table {
-    /// Buckets of the table
+    /// Number of buckets
     #[arg(long, default_value_t = 8192)]
     pub(crate) buckets: u32,
-    /// Slots of a bucket: keys that it has room for
+    /// Slots per bucket; each holds one key
     #[arg(long, default_value_t = 8)]
     pub(crate) slots: u32,
-    /// Bytes of the longest key
+    /// Maximum key length in bytes
     #[arg(long, default_value_t = 32)]
     pub(crate) max_key: u32,
-    /// Bytes of the longest value
+    /// Maximum value length in bytes
     #[arg(long, default_value_t = 256)]
     pub(crate) max_value: u32,
 }
 
 #[derive(Debug, Clone, Args)]
 pub(crate) struct Place {
-    /// A server that is there, instead of one in this process
+    /// Use the server at this address instead of one in this process
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub(crate) connect: Option<SocketAddr>,
-    /// Address of the clients' software device over UDP; unless given, one that reaches the server
+    /// Address of the clients' UDP software device; by default one that routes to the server
     #[arg(long, value_name = "ADDRESS", requires = "connect")]
     pub(crate) from: Option<IpAddr>,
-    /// Server and clients each on a software device of their own, which speak over UDP on loopback, unless TOKIO_RDMA_DEVICE
-    /// names a real one
+    /// Give server and clients a UDP software device each; a device named by TOKIO_RDMA_DEVICE
+    /// takes precedence
     #[arg(long, conflicts_with = "connect")]
     pub(crate) udp: bool,
     #[command(flatten)]
@@ -111,40 +111,44 @@ pub(crate) struct LoadOptions {
     /// Connections
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) clients: u32,
-    /// Calls at once on each
+    /// Concurrent calls per connection
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(crate) depth: u32,
-    /// Keys
-    #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
+    /// Number of keys
+    #[arg(
+        long,
+        default_value_t = 10_000,
+        value_parser = clap::value_parser!(u32).range(1..=10_000_000)
+    )]
     pub(crate) keys: u32,
-    /// How keys are chosen
+    /// Distribution of keys
     #[arg(long, value_enum, default_value = "zipf")]
     pub(crate) choice: Choice,
-    /// Bytes of a value
+    /// Bytes per value
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(4..))]
     pub(crate) value: u32,
-    /// PUTs in 100 calls; the others are GETs
+    /// PUTs per 100 calls; the others are GETs
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u8).range(0..=100))]
     pub(crate) puts: u8,
-    /// How a GET goes; both: each by a throw of dice, so that whatever else the machine does hits both
+    /// Kind of GET; with "both", each GET picks one at random
     #[arg(long, value_enum, default_value = "both")]
     pub(crate) get: GetBy,
-    /// Seconds
+    /// Seconds to measure
     #[arg(long, default_value = "3", value_parser = seconds::parse)]
     pub(crate) duration: Duration,
-    /// Of the choice of keys and calls
+    /// Seed of the random choices
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
-    /// Report for programs
+    /// Print the report as JSON
     #[arg(long)]
     pub(crate) json: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Choice {
-    /// The key of rank n is n^0.99 times rarer than that of rank 1, as in YCSB
+    /// The key of rank n is n^0.99 times rarer than rank 1, as in YCSB
     Zipf,
-    /// All alike
+    /// All keys are equally frequent
     Uniform,
 }
 
@@ -160,22 +164,22 @@ pub(crate) struct CheckOptions {
     /// Connections
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) clients: u32,
-    /// Calls at once on each
+    /// Concurrent calls per connection
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(crate) depth: u32,
-    /// Keys that all of them write and read: the fewer, the more often they meet
+    /// Number of keys that all clients share; fewer keys cause more conflicts
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub(crate) keys: u32,
-    /// Bytes of the longest value, of at least 16; what the table takes unless given
+    /// Maximum value length in bytes, at least 16; by default the table's
     #[arg(long, value_parser = clap::value_parser!(u32).range(16..))]
     pub(crate) value: Option<u32>,
-    /// Seconds; all calls are kept in memory until they are checked
+    /// Seconds to run; all calls are kept in memory until they are checked
     #[arg(long, default_value = "3", value_parser = seconds::parse)]
     pub(crate) duration: Duration,
-    /// Of the choice of keys and calls
+    /// Seed of the random choices
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
-    /// Take what is read without looking at its checksum: this check must fail then
+    /// Accept READs without verifying their checksums, which the check must detect
     #[arg(long)]
     pub(crate) accept_torn: bool,
 }
@@ -186,7 +190,7 @@ mod tests {
     use clap::CommandFactory;
 
     #[test]
-    fn options_are_put_together_as_they_should() {
+    fn invalid_arguments_are_refused_by_name() {
         Arguments::command().debug_assert();
         for (line, option) in [
             ("load --udp --connect 127.0.0.1:1", "--connect"),
@@ -206,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn durations_are_seconds_and_parts_of_them() {
+    fn durations_are_fractional_seconds() {
         let duration = |text| match Arguments::try_parse_from(["kv", "load", "--duration", text])
             .expect(text)
             .command

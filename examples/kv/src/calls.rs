@@ -1,4 +1,4 @@
-//! Which answer belongs to which call.
+//! Matches answers to calls.
 
 use std::collections::HashMap;
 
@@ -9,7 +9,6 @@ use tokio::sync::oneshot;
 use crate::error::{KvError, ProtocolError};
 use crate::protocol::Answer;
 
-/// Calls that wait for their answers.
 #[derive(Debug)]
 pub(crate) struct Calls {
     state: Mutex<State>,
@@ -17,16 +16,11 @@ pub(crate) struct Calls {
 
 #[derive(Debug)]
 enum State {
-    Open {
-        /// Number of the next call.
-        next: u64,
-        waiting: HashMap<u64, oneshot::Sender<Answer>>,
-    },
-    /// No more answers come.
-    Over(KvError),
+    Open { next: u64, pending: HashMap<u64, oneshot::Sender<Answer>> },
+    Failed(KvError),
 }
 
-/// A call that was begun. Dropping it gives it up.
+/// A call in flight. Dropping it cancels it.
 #[derive(Debug)]
 pub(crate) struct Call<'a> {
     calls: &'a Calls,
@@ -36,64 +30,63 @@ pub(crate) struct Call<'a> {
 
 impl Calls {
     pub(crate) fn new() -> Self {
-        Self { state: Mutex::new(State::Open { next: 0, waiting: HashMap::new() }) }
+        Self { state: Mutex::new(State::Open { next: 0, pending: HashMap::new() }) }
     }
 
-    /// A call, whose number the request has.
+    /// Registers a call, whose number the request carries.
     pub(crate) fn begin(&self) -> Result<Call<'_>, KvError> {
         match &mut *self.state.lock() {
-            State::Over(error) => Err(error.clone()),
-            State::Open { next, waiting } => {
+            State::Failed(error) => Err(error.clone()),
+            State::Open { next, pending } => {
                 let number = *next;
                 *next += 1;
                 let (sender, answer) = oneshot::channel();
-                waiting.insert(number, sender);
+                pending.insert(number, sender);
                 Ok(Call { calls: self, number, answer })
             }
         }
     }
 
-    /// Takes an answer. That of a call which was given up is of no use to anybody.
+    /// Delivers an answer to its call. The answer to a cancelled call is dropped.
     pub(crate) fn on_message(&self, message: &Bytes) -> Result<(), ProtocolError> {
         let (number, answer) = Answer::decode(message)?;
         match &mut *self.state.lock() {
-            State::Open { next, waiting } if number < *next => {
-                // Nobody is there any more if sending fails.
-                waiting.remove(&number).map(|call| call.send(answer).ok());
+            State::Open { next, pending } if number < *next => {
+                // Fails if the call was dropped at the same time.
+                pending.remove(&number).map(|call| call.send(answer).ok());
                 Ok(())
             }
-            State::Open { .. } => Err(ProtocolError::Unasked(number)),
-            State::Over(_) => Ok(()),
+            State::Open { .. } => Err(ProtocolError::UnknownRequest(number)),
+            State::Failed(_) => Ok(()),
         }
     }
 
-    /// No more answers come, and this is why: for the calls that wait, and those to come.
-    pub(crate) fn end(&self, error: KvError) {
+    /// Fails the pending calls and all later ones.
+    pub(crate) fn fail_all(&self, error: KvError) {
         let mut state = self.state.lock();
         if let State::Open { .. } = *state {
-            *state = State::Over(error);
+            *state = State::Failed(error);
         }
     }
 
-    /// Calls that wait.
+    /// Returns the number of calls that wait.
     #[cfg(test)]
-    fn waiting(&self) -> usize {
+    fn pending(&self) -> usize {
         match &*self.state.lock() {
-            State::Open { waiting, .. } => waiting.len(),
-            State::Over(_) => 0,
+            State::Open { pending, .. } => pending.len(),
+            State::Failed(_) => 0,
         }
     }
 }
 
 impl Call<'_> {
-    /// Its answer.
     pub(crate) async fn answer(mut self) -> Result<Answer, KvError> {
         match (&mut self.answer).await {
             Ok(answer) => Ok(answer),
             Err(_) => match &*self.calls.state.lock() {
-                State::Over(error) => Err(error.clone()),
+                State::Failed(error) => Err(error.clone()),
                 State::Open { .. } => {
-                    unreachable!("while it waits, its other end is among those that wait")
+                    unreachable!("an open state holds the sender of each pending call")
                 }
             },
         }
@@ -102,8 +95,8 @@ impl Call<'_> {
 
 impl Drop for Call<'_> {
     fn drop(&mut self) {
-        if let State::Open { waiting, .. } = &mut *self.calls.state.lock() {
-            waiting.remove(&self.number);
+        if let State::Open { pending, .. } = &mut *self.calls.state.lock() {
+            pending.remove(&self.number);
         }
     }
 }
@@ -113,7 +106,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn answers_find_their_calls_in_any_order() {
+    async fn answers_reach_their_calls_in_any_order() {
         let calls = Calls::new();
         let (a, b) = (calls.begin().unwrap(), calls.begin().unwrap());
         calls.on_message(&Answer::Done(20).encode(b.number)).unwrap();
@@ -122,28 +115,28 @@ mod tests {
             (a.answer().await, b.answer().await),
             (Ok(Answer::Done(10)), Ok(Answer::Done(20)))
         );
-        assert_eq!(calls.waiting(), 0);
+        assert_eq!(calls.pending(), 0);
     }
 
     #[test]
-    fn call_that_is_given_up_leaves_nothing_and_its_answer_is_not_unasked() {
+    fn dropped_call_is_removed_and_its_late_answer_is_ignored() {
         let calls = Calls::new();
         let number = calls.begin().unwrap().number;
-        assert_eq!(calls.waiting(), 0);
+        assert_eq!(calls.pending(), 0);
         assert_eq!(calls.on_message(&Answer::Absent.encode(number)), Ok(()));
         assert_eq!(
             calls.on_message(&Answer::Absent.encode(number + 1)),
-            Err(ProtocolError::Unasked(number + 1))
+            Err(ProtocolError::UnknownRequest(number + 1))
         );
     }
 
     #[tokio::test]
-    async fn end_reaches_those_who_wait_and_those_to_come() {
+    async fn error_reaches_pending_and_later_calls() {
         let calls = Calls::new();
         let call = calls.begin().unwrap();
-        calls.end(KvError::ServerLeft);
-        calls.end(ProtocolError::Answer.into());
-        assert_eq!(call.answer().await, Err(KvError::ServerLeft));
-        assert_eq!(calls.begin().unwrap_err(), KvError::ServerLeft);
+        calls.fail_all(KvError::ServerClosed);
+        calls.fail_all(ProtocolError::Answer.into());
+        assert_eq!(call.answer().await, Err(KvError::ServerClosed));
+        assert_eq!(calls.begin().unwrap_err(), KvError::ServerClosed);
     }
 }

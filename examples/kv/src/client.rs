@@ -1,4 +1,4 @@
-//! GET, PUT and DELETE.
+//! The client: GET, PUT and DELETE.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,7 +19,7 @@ use crate::protocol::{Answer, OVERHEAD, Request};
 use crate::slot::{Slot, Torn};
 use crate::table::Versioned;
 
-/// Settings of a [`KvClient`].
+/// The settings of a [`KvClient`].
 #[derive(Debug, Clone)]
 #[must_use]
 pub struct ClientConfig {
@@ -43,42 +43,45 @@ impl Default for ClientConfig {
 }
 
 impl ClientConfig {
-    /// Time for finding the server and for the handshake, each; 15 s unless set.
+    /// Sets the limit for resolving the address, and for the handshake; default 15 s each.
     pub fn connect_timeout(mut self, timeout: Duration) -> Self {
         self.connect_timeout = timeout;
         self
     }
 
-    /// Time for each call, and for taking leave; 10 s unless set: more than it takes to find out that a server is gone.
+    /// Sets the limit for each call, and for closing; default 10 s, longer than the detection of a
+    /// failed server takes.
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
         self
     }
 
-    /// How often a GET reads again what it found torn, before it asks the server; 8 unless set.
+    /// Sets how often a GET repeats a torn READ before it sends a message; default 8.
     pub fn torn_retries(mut self, retries: u32) -> Self {
         self.torn_retries = retries;
         self
     }
 
-    /// READs at once, each with a buffer for a bucket; 16 unless set, and at least 1. Further GETs wait for one, within their
-    /// [`deadline`](Self::deadline): a slow device does not do more of them in that time for having more at once.
+    /// Sets the maximum number of READs in flight, each with a buffer for a bucket; default 16, at
+    /// least 1. Further GETs wait for a buffer within their [`deadline`](Self::deadline). More
+    /// READs do not speed up a slow device.
     pub fn reads(mut self, reads: usize) -> Self {
         self.reads = reads.max(1);
         self
     }
 
-    /// Takes whatever it reads for whole, to see what that leads to: `kv check --accept-torn` finds it. Never otherwise.
+    /// Accepts torn READs, for tests only: `kv check --accept-torn` must detect the consequences.
     pub fn accept_torn(mut self) -> Self {
         self.checksums = false;
         self
     }
 }
 
-/// A client of a [`Server`](crate::Server). All methods take `&self`: tasks may share it, in an `Arc`.
+/// A client of a [`Server`](crate::Server). Tasks can share it in an `Arc`.
 ///
-/// Every call ends within the [`deadline`](ClientConfig::deadline). After [`KvError::Connection`], [`KvError::Read`],
-/// [`KvError::ServerLeft`] or [`KvError::Protocol`] nothing can be asked of the server any more: connect anew.
+/// Every call returns within the [`deadline`](ClientConfig::deadline). [`KvError::Connection`],
+/// [`KvError::Read`], [`KvError::ServerClosed`] and [`KvError::Protocol`] are permanent: connect
+/// again.
 #[derive(Debug)]
 pub struct KvClient {
     connection: Arc<Connection>,
@@ -93,44 +96,43 @@ pub struct KvClient {
     fallbacks: AtomicU64,
 }
 
-/// What a client's GETs have met.
+/// Counters of a client's GETs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ReadCounters {
     /// READs.
     pub reads: u64,
-    /// READs, of a slot or a bucket, in which something was torn.
+    /// READs, of a slot or a bucket, with a torn slot.
     pub torn: u64,
-    /// GETs that asked the server in the end.
+    /// GETs that sent a message after too many torn READs.
     pub fallbacks: u64,
 }
 
-/// What a READ has found of a key.
-enum Look {
+enum Lookup {
     Found(Versioned),
     Absent,
     Torn,
 }
 
 impl KvClient {
-    /// Connects to a server, with default settings.
+    /// Connects with the default settings.
     ///
     /// # Errors
     ///
-    /// As [`connect_with`](Self::connect_with).
+    /// See [`connect_with`](Self::connect_with).
     pub async fn connect(device: &Device, address: impl ToSocketAddrs) -> Result<Self, KvError> {
         Self::connect_with(device, address, ClientConfig::default()).await
     }
 
-    /// Connects to a server: to the first of the addresses that answers.
+    /// Connects to the first of the addresses that answers.
     ///
     /// # Errors
     ///
-    /// [`KvError::Establish`] if the two do not meet, [`KvError::Protocol`] if it is another kind of server,
-    /// [`KvError::Setup`] if there is no memory for READs.
+    /// [`KvError::Establish`] if the connection fails, [`KvError::Protocol`] if the peer is not a
+    /// kv server, [`KvError::Setup`] if the buffers for READs cannot be registered.
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future takes the request back.
+    /// Dropping the future cancels the connection request.
     pub async fn connect_with(
         device: &Device,
         address: impl ToSocketAddrs,
@@ -138,7 +140,7 @@ impl KvClient {
     ) -> Result<Self, KvError> {
         let longest = OVERHEAD as u64 + u64::from(Layout::MAX_VALUE);
         let settings = ConnectionConfig::default()
-            .options(patient())
+            .options(long_ack_timeout())
             .connect_timeout(config.connect_timeout)
             .close_timeout(config.deadline)
             .max_message(longest);
@@ -147,7 +149,7 @@ impl KvClient {
         let buffers =
             Pool::new(connection.protection_domain(), layout.bucket_bytes(), config.reads)?;
         let calls = Arc::new(Calls::new());
-        let answers = tokio::spawn(take_answers(connection.clone(), calls.clone()));
+        let answers = tokio::spawn(dispatch_answers(connection.clone(), calls.clone()));
         Ok(Self {
             connection,
             layout,
@@ -162,13 +164,13 @@ impl KvClient {
         })
     }
 
-    /// How the server's table is made.
+    /// Returns the layout of the server's table.
     #[must_use]
     pub fn layout(&self) -> Layout {
         self.layout
     }
 
-    /// What its GETs have met so far.
+    /// Returns the counters of this client.
     #[must_use]
     pub fn counters(&self) -> ReadCounters {
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -179,59 +181,61 @@ impl KvClient {
         }
     }
 
-    /// The value of a key, by READ of the server's memory; or by message, if what it reads is torn again and again.
+    /// Returns the value of a key, by READ, or by message after repeated torn READs.
     ///
-    /// It is that of the last PUT which was answered before the GET began, or of a later one.
+    /// It is the value of the last PUT that was answered before this call began, or of a later one.
     ///
     /// # Errors
     ///
-    /// [`KvError::Refused`] for a key that no table has; [`KvError::Deadline`]; others if the connection has ended.
+    /// [`KvError::Refused`] for an invalid key length; [`KvError::Deadline`]; others if the
+    /// connection has failed.
     ///
     /// # Cancel safety
     ///
-    /// It changes nothing; a READ that was posted is done by the device, into a buffer that nobody else has.
+    /// The call changes nothing. A READ in flight completes into a buffer that no other call uses.
     pub async fn get(&self, key: &[u8]) -> Result<Option<Versioned>, KvError> {
         self.layout.check_key(key)?;
         self.in_time(async {
             for _ in 0..=self.config.torn_retries {
-                match self.look(key).await? {
-                    Look::Found(found) => return Ok(Some(found)),
-                    Look::Absent => return Ok(None),
-                    // The server may need this processor to go on.
-                    Look::Torn => yield_now().await,
+                match self.lookup(key).await? {
+                    Lookup::Found(found) => return Ok(Some(found)),
+                    Lookup::Absent => return Ok(None),
+                    // The server may need this processor to finish its write.
+                    Lookup::Torn => yield_now().await,
                 }
             }
             self.fallbacks.fetch_add(1, Ordering::Relaxed);
-            self.ask_for(key).await
+            self.get_from_server(key).await
         })
         .await
     }
 
-    /// As [`get`](Self::get), always by message.
+    /// Returns the value of a key like [`get`](Self::get), always by message.
     ///
     /// # Errors
     ///
-    /// As there.
+    /// See [`get`](Self::get).
     ///
     /// # Cancel safety
     ///
-    /// It changes nothing.
+    /// The call changes nothing.
     pub async fn get_by_message(&self, key: &[u8]) -> Result<Option<Versioned>, KvError> {
         self.layout.check_key(key)?;
-        self.in_time(self.ask_for(key)).await
+        self.in_time(self.get_from_server(key)).await
     }
 
-    /// Gives a key a value. The version of that: greater than those of all PUTs and DELETEs of the key that were answered
-    /// before this began.
+    /// Sets the value of a key. Returns the new version, which is greater than the version of every
+    /// PUT and DELETE of the key that was answered before this call began.
     ///
     /// # Errors
     ///
-    /// [`KvError::Refused`] for a key or a value that is too long, and if the table is full; [`KvError::Deadline`]; others
-    /// if the connection has ended. Unless it was refused, it may have been done.
+    /// [`KvError::Refused`] if the key or value is too long or the bucket is full;
+    /// [`KvError::Deadline`]; others if the connection has failed. Unless refused, the PUT may have
+    /// taken effect.
     ///
     /// # Cancel safety
     ///
-    /// If it is dropped, it may be done or not.
+    /// If the future is dropped, the PUT may or may not take effect.
     pub async fn put(&self, key: &[u8], value: &[u8]) -> Result<u64, KvError> {
         self.layout.check_key(key)?;
         self.layout.check_value(value)?;
@@ -241,15 +245,15 @@ impl KvClient {
         }
     }
 
-    /// Takes a key away. The version of that, or `None` if there is no such key.
+    /// Deletes a key. Returns the version of the deletion, or `None` if the key is absent.
     ///
     /// # Errors
     ///
-    /// As [`put`](Self::put).
+    /// See [`put`](Self::put).
     ///
     /// # Cancel safety
     ///
-    /// As [`put`](Self::put).
+    /// See [`put`](Self::put).
     pub async fn delete(&self, key: &[u8]) -> Result<Option<u64>, KvError> {
         self.layout.check_key(key)?;
         match self.in_time(self.call(Request::Delete(key))).await? {
@@ -259,27 +263,27 @@ impl KvClient {
         }
     }
 
-    /// Takes leave of the server.
+    /// Closes the connection.
     ///
     /// # Errors
     ///
-    /// If the connection has ended otherwise, or the server does not take leave within the deadline.
+    /// The connection has failed, or the server does not close within the deadline.
     ///
     /// # Cancel safety
     ///
-    /// If it is dropped, so is the connection.
+    /// Dropping the future drops the connection.
     pub async fn close(self) -> Result<(), KvError> {
         Ok(self.connection.close().await?)
     }
 
-    /// Looks for a key: in the slot where it is if that was vacant when it came, then in all of its bucket.
-    async fn look(&self, key: &[u8]) -> Result<Look, KvError> {
+    /// Looks up a key by READ: first in its home slot, then in the whole bucket.
+    async fn lookup(&self, key: &[u8]) -> Result<Lookup, KvError> {
         let place = self.layout.place(key);
         let home = self.layout.slot(place.bucket, place.home);
         for range in [home, self.layout.bucket(place.bucket)] {
             let buffer = self.buffers.alloc((range.end - range.start) as usize).await?;
             self.reads.fetch_add(1, Ordering::Relaxed);
-            // Layout and length of the table were checked against each other.
+            // The layout was checked against the length of the table.
             let remote = self.table.slice(range).unwrap_or_else(|error| unreachable!("{error}"));
             let slots = self
                 .connection
@@ -290,9 +294,9 @@ impl KvClient {
             for slot in slots.chunks_exact(self.layout.slot_bytes()).map(|bytes| self.decode(bytes))
             {
                 match slot {
-                    // A copy: the buffer is for the next READ.
+                    // Copied, so that the buffer is free for the next READ.
                     Ok(Slot { version, key: of, value }) if of == key => {
-                        return Ok(Look::Found(Versioned {
+                        return Ok(Lookup::Found(Versioned {
                             version,
                             value: Bytes::copy_from_slice(value),
                         }));
@@ -301,20 +305,20 @@ impl KvClient {
                     Err(Torn) => torn = true,
                 }
             }
-            // It may be in what was torn.
+            // The torn slot may hold the key.
             if torn {
                 self.torn.fetch_add(1, Ordering::Relaxed);
-                return Ok(Look::Torn);
+                return Ok(Lookup::Torn);
             }
         }
-        Ok(Look::Absent)
+        Ok(Lookup::Absent)
     }
 
     fn decode<'a>(&self, slot: &'a [u8]) -> Result<Slot<'a>, Torn> {
         if self.config.checksums { Slot::decode(slot) } else { Slot::decode_unchecked(slot) }
     }
 
-    async fn ask_for(&self, key: &[u8]) -> Result<Option<Versioned>, KvError> {
+    async fn get_from_server(&self, key: &[u8]) -> Result<Option<Versioned>, KvError> {
         match self.call(Request::Get(key)).await? {
             Answer::Found(found) => Ok(Some(found)),
             Answer::Absent => Ok(None),
@@ -339,26 +343,26 @@ impl KvClient {
 
 impl Drop for KvClient {
     fn drop(&mut self) {
-        // It has a share of the connection, which ends when the last one is dropped.
+        // The task holds a reference to the connection, which would keep it open.
         self.answers.abort();
     }
 }
 
-async fn take_answers(connection: Arc<Connection>, calls: Arc<Calls>) {
+async fn dispatch_answers(connection: Arc<Connection>, calls: Arc<Calls>) {
     let end = loop {
         match connection.recv().await {
             Ok(Some(message)) => match calls.on_message(&message) {
                 Ok(()) => {}
                 Err(error) => break error.into(),
             },
-            Ok(None) => break KvError::ServerLeft,
+            Ok(None) => break KvError::ServerClosed,
             Err(error) => break error.into(),
         }
     };
-    calls.end(end);
+    calls.fail_all(end);
 }
 
-/// The error of an answer that is none to the request.
+/// Returns the error for an answer that does not match its request.
 fn unexpected(answer: Answer) -> KvError {
     match answer {
         Answer::Refused(refusal) => refusal.into(),
@@ -366,8 +370,8 @@ fn unexpected(answer: Answer) -> KvError {
     }
 }
 
-/// What is not acknowledged is repeated after half a second, instead of 67 ms: on a busy machine the other end may have to
-/// wait for a processor. A peer that is gone is noticed in about 4 s.
-pub(crate) fn patient() -> ConnectOptions {
+/// Returns an ACK timeout of 0.5 s instead of 67 ms: on a busy machine the peer may wait for a
+/// processor. A failed peer is detected after about 4 s.
+pub(crate) fn long_ack_timeout() -> ConnectOptions {
     ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() }
 }

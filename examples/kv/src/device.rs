@@ -1,4 +1,4 @@
-//! Which device.
+//! Selection of the device.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
@@ -6,7 +6,6 @@ use tokio_rdma::Device;
 
 use crate::Result;
 
-/// For clients of the server at `server`.
 pub(crate) fn connecting(server: SocketAddr, from: Option<IpAddr>) -> Result<Device> {
     Ok(match from {
         Some(from) => Device::open_default_at(from)?,
@@ -14,10 +13,10 @@ pub(crate) fn connecting(server: SocketAddr, from: Option<IpAddr>) -> Result<Dev
     })
 }
 
-/// For both ends in one process, with the address at which the server listens.
+/// Opens the devices of server and clients in one process.
 pub(crate) fn both(udp: bool) -> Result<[Device; 2]> {
     if udp {
-        // As two processes would, wherever nobody else is.
+        // Each takes a free loopback address, as two processes would.
         let free = || Device::open_default_towards(Ipv4Addr::LOCALHOST.into());
         return Ok([free()?, free()?]);
     }
@@ -25,7 +24,6 @@ pub(crate) fn both(udp: bool) -> Result<[Device; 2]> {
     Ok([device.clone(), device])
 }
 
-/// Address of a device.
 pub(crate) fn address(device: &Device) -> Result<IpAddr> {
     Ok(device.default_path()?.1.gid.to_ip())
 }

@@ -1,4 +1,4 @@
-//! What can go wrong.
+//! The errors of the service.
 
 use std::time::Duration;
 
@@ -8,100 +8,100 @@ use tokio_rdma::{EstablishError, MessageError, OpErrorKind, RemoteRegion, SetupE
 
 use crate::layout::Layout;
 
-/// Why a call did not do what it was asked for.
+/// The reason why a call failed.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum KvError {
-    /// It cannot be done; nothing was changed.
+    /// The table refused the call and is unchanged.
     #[error(transparent)]
     Refused(#[from] Refusal),
-    /// No result came in time. A PUT or DELETE may have been done, or may still be.
+    /// The deadline passed. A PUT or DELETE may have taken effect, or may still do so.
     #[error("no result within {0:?}")]
     Deadline(Duration),
-    /// There is no connection.
-    #[error("no connection: {0}")]
+    /// Connecting failed.
+    #[error(transparent)]
     Establish(#[from] EstablishError),
-    /// The connection has ended. A PUT or DELETE may have been done.
+    /// The connection failed. A PUT or DELETE may have taken effect.
     #[error(transparent)]
     Connection(#[from] MessageError),
-    /// The server has finished; it was not to. A PUT or DELETE may have been done.
-    #[error("the server has left")]
-    ServerLeft,
-    /// A READ failed, and with it the connection.
-    #[error("READ: {0}")]
+    /// The server closed the connection. A PUT or DELETE may have taken effect.
+    #[error("the server closed the connection")]
+    ServerClosed,
+    /// A READ failed, which puts the connection into the error state.
+    #[error("READ failed: {0}")]
     Read(OpErrorKind),
-    /// The peer does not keep to the protocol.
-    #[error("the peer: {0}")]
+    /// The peer violates the protocol.
+    #[error(transparent)]
     Protocol(#[from] ProtocolError),
-    /// Memory or queues could not be had.
+    /// Memory or queues could not be created.
     #[error(transparent)]
     Setup(#[from] SetupError),
-    /// No buffer for a READ.
-    #[error("no buffer: {0}")]
+    /// A buffer for a READ could not be allocated.
+    #[error(transparent)]
     Buffer(#[from] PoolError),
 }
 
-/// What a table does not do.
+/// The reason why a table refuses a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum Refusal {
-    /// The key has no byte, or too many.
-    #[error("a key of {len} bytes; 1 to {allowed} are allowed")]
+    /// The key is empty or too long.
+    #[error("key of {len} bytes refused; expected 1 to {allowed}")]
     KeyLength {
-        /// Bytes of the key.
+        /// The length in bytes.
         len: u64,
-        /// Longest key.
+        /// The maximum in bytes.
         allowed: u64,
     },
     /// The value is too long.
-    #[error("a value of {len} bytes; at most {allowed} are allowed")]
+    #[error("value of {len} bytes refused; the limit is {allowed}")]
     ValueLength {
-        /// Bytes of the value.
+        /// The length in bytes.
         len: u64,
-        /// Longest value.
+        /// The maximum in bytes.
         allowed: u64,
     },
-    /// The table is full where the key belongs: all slots of its bucket have other keys.
-    #[error("the table is full: all {slots} slots of the key's bucket have other keys")]
+    /// All slots of the key's bucket hold other keys.
+    #[error("bucket full: all {slots} slots of the key's bucket hold other keys")]
     Full {
-        /// Slots of the bucket.
+        /// The slots of the bucket.
         slots: u64,
     },
 }
 
-/// How a peer breaks the protocol.
+/// A violation of the protocol by the peer.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ProtocolError {
-    /// What a server says to a client that connects has another form.
-    #[error("no server of this kind: {len} bytes of welcome")]
-    Welcome {
-        /// Bytes.
+    /// The server's user data has another format.
+    #[error("not a kv server: {len} bytes of unknown user data")]
+    UserData {
+        /// The length in bytes.
         len: usize,
     },
-    /// The layout is not one.
+    /// The server's layout is invalid.
     #[error(transparent)]
     Layout(#[from] SetupError),
-    /// The memory is not as long as a table of the layout, or nowhere.
-    #[error("{table:?} is no memory for {layout:?}")]
+    /// The server's memory does not match its layout, or wraps around the address space.
+    #[error("the server's memory {table:?} does not match its layout {layout:?}")]
     Table {
-        /// Of the table.
+        /// The layout.
         layout: Layout,
         /// The memory.
         table: RemoteRegion,
     },
-    /// A message ends too early, or too late.
-    #[error("a message of {len} bytes, which its kind does not have")]
+    /// The message is too short or too long for its kind.
+    #[error("message of {len} bytes from the peer: invalid length for its kind")]
     Length {
-        /// Bytes.
+        /// The length in bytes.
         len: usize,
     },
-    /// A message of no known kind.
-    #[error("a message of kind {0}")]
+    /// The kind of the message is unknown.
+    #[error("message of unknown kind {0} from the peer")]
     Kind(u8),
-    /// An answer to what was not asked.
-    #[error("an answer to request {0}, which was not made")]
-    Unasked(u64),
-    /// An answer of a kind that the request does not have.
-    #[error("an answer to something else")]
+    /// The answer belongs to a request that was not made.
+    #[error("answer from the server to unknown request {0}")]
+    UnknownRequest(u64),
+    /// The answer does not fit the kind of the request.
+    #[error("answer from the server does not fit the request")]
     Answer,
 }

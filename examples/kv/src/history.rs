@@ -1,21 +1,23 @@
-//! Was every answer right?
+//! A checker for linearizability.
 //!
-//! A history is what clients have asked and been told, with the times between which each call was under way. It is right if
-//! one can find, for each call, an instant within its time at which it took effect at once, such that each GET tells what
-//! the last PUT or DELETE before it has left: if it is *linearizable* (Herlihy and Wing, 1990). For histories in
-//! general that is hard to decide. Here each PUT and DELETE comes back with a version, and each GET with the version of what
-//! it found, so that the order is known, and only has to be looked at:
+//! A history lists the calls of all clients, with their results and times. It is *linearizable*
+//! (Herlihy and Wing, 1990) if every call can take effect at one instant within its time, such that
+//! each GET returns the result of the last PUT or DELETE before it. In general that is hard to
+//! decide. Here every PUT, DELETE and successful GET returns a version, so the order is known and
+//! only needs to be checked:
 //!
-//! 1. No two writes of a key have the same version, and what a GET found is what the write of that version has put.
-//! 2. A call that began when another one of the same key was over does not have a lower version than that; and a write has a
-//!    higher one.
+//! 1. Two writes of a key have different versions, and a GET finds the value that the write of its
+//!    version put.
+//! 2. A call that begins after another call of the key has ended has no lower version; a write has
+//!    a higher one.
 //!
-//! With both, the order "by version; a write before the GETs that found it; those as they began" is such a choice of instants:
-//! (1) says that GETs tell the truth in it, (2) that it does not contradict time. Without one of them there is none that
-//! agrees with the versions. Keys do not matter to each other: a history is linearizable if that of each key is.
+//! If both hold, the following order explains all results: by version; a write before the GETs that
+//! found it; GETs of one version by start time. By (1) the GETs return correct values, and by (2)
+//! the order agrees with the times. If (1) or (2) fails, no order agrees with the versions. Keys
+//! are independent.
 //!
-//! A GET that found nothing has no version. It is given the lowest that does not contradict (2) of those at which the key was
-//! not there. A lower one is ruled out, and a higher one could only rule out more of what comes later.
+//! A GET that found nothing gets the lowest version that (2) permits among those at which the key
+//! was absent. A higher one could only exclude more of the later calls.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -23,91 +25,91 @@ use thiserror::Error;
 
 use crate::stamp::{Mixed, Stamp};
 
-/// A call that was answered.
+/// A completed call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Event {
-    /// Number of the key.
+    /// The number of the key.
     pub key: u32,
-    /// Before it was made, in nanoseconds of a clock that all events of the history share.
+    /// The time before the call, in nanoseconds of a clock that all events share.
     pub start: u64,
-    /// After it was answered, on the same clock.
+    /// The time after the answer.
     pub end: u64,
-    /// What was asked, and answered.
-    pub what: What,
+    /// The operation and its result.
+    pub outcome: Outcome,
 }
 
-/// What was asked, and answered.
+/// The operation of a call, and its result.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum What {
-    /// A PUT of a value made of the stamp has made this version.
+pub enum Outcome {
+    /// A PUT created a version.
     Put {
-        /// The answer.
+        /// The version.
         version: u64,
-        /// Of the value.
+        /// The stamp of the value.
         stamp: Stamp,
     },
-    /// A DELETE has made this version.
+    /// A DELETE created a version.
     Deleted {
-        /// The answer.
+        /// The version.
         version: u64,
     },
-    /// A GET has found this.
+    /// A GET found a value.
     Found {
-        /// The answer.
+        /// The version.
         version: u64,
-        /// What became of reading the stamp of the value.
+        /// The stamp of the value, or the error of decoding it.
         value: Result<Stamp, Mixed>,
     },
-    /// A GET or a DELETE has found nothing.
+    /// A GET or a DELETE found nothing.
     Absent,
 }
 
-/// How a history is wrong.
+/// A proof that a history is not linearizable.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
-pub enum Wrong {
-    /// A value was found that nobody has put.
-    #[error("torn: {mixed}, by {event:?}")]
+pub enum Violation {
+    /// A GET found a value that was never put.
+    #[error("torn value found ({mixed}): {event:?}")]
     Torn {
-        /// How it is none.
+        /// The error of decoding the value.
         mixed: Mixed,
-        /// Who has found it.
+        /// The GET.
         event: Box<Event>,
     },
-    /// Two writes have made the same version.
-    #[error("one version for two writes: {0:?} and {1:?}")]
+    /// Two writes created the same version.
+    #[error("two writes have the same version: {0:?} and {1:?}")]
     SameVersion(Box<Event>, Box<Event>),
-    /// A version was found that nobody has made, or that has another value.
-    #[error("found what was not put: {found:?}; the write of that version: {write:?}")]
+    /// A GET found a version that was never created, or has another value.
+    #[error("version or value found that was not put: {found:?}; write of the version: {write:?}")]
     NotPut {
         /// The GET.
         found: Box<Event>,
-        /// The write of that version, if there is one.
+        /// The write of that version.
         write: Option<Box<Event>>,
     },
-    /// Nothing was found when there must have been something.
-    #[error("found nothing after {after:?}, and nobody had deleted it: {absent:?}")]
+    /// A call found nothing although the key was present.
+    #[error("key absent after {after:?} without a DELETE: {absent:?}")]
     Vanished {
-        /// Who has found nothing.
+        /// The call.
         absent: Box<Event>,
-        /// What was over before it began.
+        /// A call that ended before it.
         after: Box<Event>,
     },
-    /// A call went back behind what was over before it began.
-    #[error("back in time: {later:?} has begun when {earlier:?} was over")]
-    Back {
-        /// Was over.
+    /// A call has a lower version than a call that ended before it.
+    #[error("{later:?} began after {earlier:?} ended but has an older version")]
+    OutOfOrder {
+        /// The call that ended first.
         earlier: Box<Event>,
-        /// Began after that, and has a lower version.
+        /// The later call.
         later: Box<Event>,
     },
 }
 
-/// Looks at all of it. Keys have no version before they are put the first time, and are not there.
+/// Checks a history. Initially every key is absent and has version 0.
 ///
 /// # Errors
 ///
-/// The first thing that is [`Wrong`].
-pub fn check(history: &[Event]) -> Result<(), Wrong> {
+/// The first [`Violation`] found.
+pub fn check(history: &[Event]) -> Result<(), Violation> {
     let mut keys: BTreeMap<u32, Vec<&Event>> = BTreeMap::new();
     for event in history {
         keys.entry(event.key).or_default().push(event);
@@ -115,71 +117,71 @@ pub fn check(history: &[Event]) -> Result<(), Wrong> {
     keys.into_values().try_for_each(check_key)
 }
 
-/// Looks at the events of one key.
-fn check_key(mut events: Vec<&Event>) -> Result<(), Wrong> {
+fn check_key(mut events: Vec<&Event>) -> Result<(), Violation> {
     events.sort_by_key(|event| event.start);
     let writes = writes(&events)?;
     let absences: BTreeSet<u64> =
         writes.values().filter_map(|event| event.deleted()).chain(std::iter::once(0)).collect();
 
-    let mut over: Vec<_> = (0..events.len()).collect();
-    // None is over before it began.
+    let mut by_end: Vec<_> = (0..events.len()).collect();
+    // An event ends no earlier than it starts.
     let end = |index: usize| events[index].end.max(events[index].start);
-    over.sort_by_key(|&index| end(index));
-    let mut over = over.into_iter().peekable();
-    // By index of the event: that of whatever began before is known.
+    by_end.sort_by_key(|&index| end(index));
+    let mut by_end = by_end.into_iter().peekable();
+    // By index, for the events that started before.
     let mut versions: Vec<u64> = Vec::with_capacity(events.len());
-    // Of all that was over when the event began.
+    // The highest version among the events that ended before this one started.
     let mut latest: Option<(u64, &Event)> = None;
     for event in &events {
-        while let Some(index) = over.next_if(|&index| end(index) < event.start) {
+        while let Some(index) = by_end.next_if(|&index| end(index) < event.start) {
             if latest.is_none_or(|(version, _)| version < versions[index]) {
                 latest = Some((versions[index], events[index]));
             }
         }
         let floor = latest.map_or(0, |(version, _)| version);
-        let version = match &event.what {
-            What::Put { version, .. } | What::Deleted { version } => *version,
-            What::Found { version, value } => {
+        let version = match &event.outcome {
+            Outcome::Put { version, .. } | Outcome::Deleted { version } => *version,
+            Outcome::Found { version, value } => {
                 let stamp = value.as_ref().map_err(|mixed| torn(mixed, event))?;
                 match writes.get(version) {
-                    Some(Event { what: What::Put { stamp: put, .. }, .. }) if put == stamp => {
+                    Some(Event { outcome: Outcome::Put { stamp: put, .. }, .. })
+                        if put == stamp =>
+                    {
                         *version
                     }
                     other => {
-                        return Err(Wrong::NotPut {
+                        return Err(Violation::NotPut {
                             found: boxed(event),
                             write: other.map(|event| boxed(event)),
                         });
                     }
                 }
             }
-            What::Absent => match (absences.range(floor..).next(), latest) {
+            Outcome::Absent => match (absences.range(floor..).next(), latest) {
                 (Some(&version), _) => version,
                 (None, Some((_, after))) => {
-                    return Err(Wrong::Vanished { absent: boxed(event), after: boxed(after) });
+                    return Err(Violation::Vanished { absent: boxed(event), after: boxed(after) });
                 }
-                (None, None) => unreachable!("it was absent at first"),
+                (None, None) => unreachable!("initially the key is absent"),
             },
         };
         if let Some((floor, earlier)) = latest
             && (version < floor || version == floor && event.writes())
         {
-            return Err(Wrong::Back { earlier: boxed(earlier), later: boxed(event) });
+            return Err(Violation::OutOfOrder { earlier: boxed(earlier), later: boxed(event) });
         }
         versions.push(version);
     }
     Ok(())
 }
 
-/// Writes by their version.
-fn writes<'a>(events: &[&'a Event]) -> Result<HashMap<u64, &'a Event>, Wrong> {
+fn writes<'a>(events: &[&'a Event]) -> Result<HashMap<u64, &'a Event>, Violation> {
     let mut writes: HashMap<u64, &Event> = HashMap::new();
     for event in events {
-        if let What::Put { version, .. } | What::Deleted { version } = event.what
+        if let Outcome::Put { version, .. } | Outcome::Deleted { version } = event.outcome
             && let Some(other) = writes.insert(version, event)
         {
-            return Err(Wrong::SameVersion(boxed(other), boxed(event)));
+            return Err(Violation::SameVersion(boxed(other), boxed(event)));
         }
     }
     Ok(writes)
@@ -187,19 +189,19 @@ fn writes<'a>(events: &[&'a Event]) -> Result<HashMap<u64, &'a Event>, Wrong> {
 
 impl Event {
     fn writes(&self) -> bool {
-        matches!(self.what, What::Put { .. } | What::Deleted { .. })
+        matches!(self.outcome, Outcome::Put { .. } | Outcome::Deleted { .. })
     }
 
     fn deleted(&self) -> Option<u64> {
-        match self.what {
-            What::Deleted { version } => Some(version),
+        match self.outcome {
+            Outcome::Deleted { version } => Some(version),
             _ => None,
         }
     }
 }
 
-fn torn(mixed: &Mixed, event: &Event) -> Wrong {
-    Wrong::Torn { mixed: mixed.clone(), event: boxed(event) }
+fn torn(mixed: &Mixed, event: &Event) -> Violation {
+    Violation::Torn { mixed: mixed.clone(), event: boxed(event) }
 }
 
 fn boxed(event: &Event) -> Box<Event> {

@@ -1,4 +1,4 @@
-//! Where the slots are.
+//! The layout of the table in memory.
 
 use std::ops::Range;
 
@@ -10,10 +10,9 @@ use twox_hash::XxHash3_64;
 use crate::error::{ProtocolError, Refusal};
 use crate::slot::HEADER;
 
-/// How a table is made: buckets of slots, each of which has room for one key and its value.
+/// The layout of a table: buckets of slots, each of which holds one key and its value.
 ///
-/// A key belongs to one bucket. The server looks for room in that bucket only, so that whoever reads it has seen all places
-/// where the key can be.
+/// A key is stored only in its bucket, so a reader of the bucket sees every place where it can be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Layout {
     buckets: u32,
@@ -22,32 +21,30 @@ pub struct Layout {
     max_value: u32,
 }
 
-/// Where a key may be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Place {
     pub(crate) bucket: u32,
-    /// Slot of the bucket that it has if that is vacant.
+    /// The slot that the key gets if it is vacant.
     pub(crate) home: u32,
 }
 
 impl Layout {
-    /// Most slots of a bucket.
+    /// The maximum number of slots in a bucket.
     pub const MAX_SLOTS: u32 = 8;
-    /// Longest key that a table may take, in bytes.
+    /// The maximum length of keys, in bytes.
     pub const MAX_KEY: u32 = 1024;
-    /// Longest value that a table may take, in bytes: a client holds whole buckets, several at a time.
+    /// The maximum length of values, in bytes. A client buffers several buckets.
     pub const MAX_VALUE: u32 = 64 << 10;
-    /// Most memory of a table, in bytes.
+    /// The maximum size of a table, in bytes.
     pub const MAX_BYTES: u64 = 1 << 40;
 
-    /// Bytes of [`encode`](Self::encode).
     const ENCODED: usize = 16;
 
-    /// So many buckets of so many slots, for keys of 1 to `max_key` and values of 0 to `max_value` bytes.
+    /// Creates a layout for keys of 1 to `max_key` and values of 0 to `max_value` bytes.
     ///
     /// # Errors
     ///
-    /// [`SetupError::Limit`] and [`SetupError::TooSmall`], by name, for what is above the limits here, or nothing at all.
+    /// [`SetupError::Limit`] or [`SetupError::TooSmall`], with the name of the value out of range.
     pub fn new(buckets: u32, slots: u32, max_key: u32, max_value: u32) -> Result<Self, SetupError> {
         for (field, asked) in
             [("buckets", buckets), ("slots of a bucket", slots), ("bytes of a key", max_key)]
@@ -64,85 +61,81 @@ impl Layout {
         within("slots of a bucket", slots.into(), Self::MAX_SLOTS.into())?;
         within("bytes of a key", max_key.into(), Self::MAX_KEY.into())?;
         within("bytes of a value", max_value.into(), Self::MAX_VALUE.into())?;
-        // Of those that are within their limits the product is a number.
+        // With the limits above the product does not overflow.
         within("bytes of the table", layout.bytes(), Self::MAX_BYTES)?;
         Ok(layout)
     }
 
-    /// Buckets.
+    /// Returns the number of buckets.
     #[must_use]
     pub fn buckets(&self) -> u32 {
         self.buckets
     }
 
-    /// Slots of a bucket: keys that it has room for.
+    /// Returns the number of slots in a bucket.
     #[must_use]
     pub fn slots(&self) -> u32 {
         self.slots
     }
 
-    /// Longest key, in bytes.
+    /// Returns the maximum key length, in bytes.
     #[must_use]
     pub fn max_key(&self) -> usize {
         self.max_key as usize
     }
 
-    /// Longest value, in bytes.
+    /// Returns the maximum value length, in bytes.
     #[must_use]
     pub fn max_value(&self) -> usize {
         self.max_value as usize
     }
 
-    /// Bytes from one slot to the next. Slots begin with a cache line, so that no two share one.
+    /// Returns the size of a slot, in bytes. Slots do not share a cache line of 64 bytes.
     #[must_use]
     pub fn slot_bytes(&self) -> usize {
         (HEADER + self.max_key() + self.max_value()).next_multiple_of(64)
     }
 
-    /// Bytes of a bucket.
+    /// Returns the size of a bucket, in bytes.
     #[must_use]
     pub fn bucket_bytes(&self) -> usize {
         self.slots as usize * self.slot_bytes()
     }
 
-    /// Bytes of the table.
+    /// Returns the size of the table, in bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         u64::from(self.buckets) * self.bucket_bytes() as u64
     }
 
-    /// `Ok` if a key has a length that the table takes.
     pub(crate) fn check_key(&self, key: &[u8]) -> Result<(), Refusal> {
         let (len, allowed) = (key.len() as u64, self.max_key.into());
         if (1..=allowed).contains(&len) { Ok(()) } else { Err(Refusal::KeyLength { len, allowed }) }
     }
 
-    /// `Ok` if a value has a length that the table takes.
     pub(crate) fn check_value(&self, value: &[u8]) -> Result<(), Refusal> {
         let (len, allowed) = (value.len() as u64, self.max_value.into());
         if len <= allowed { Ok(()) } else { Err(Refusal::ValueLength { len, allowed }) }
     }
 
-    /// Where a key may be.
     pub(crate) fn place(&self, key: &[u8]) -> Place {
         let hash = XxHash3_64::oneshot(key);
         let (bucket, rest) = (hash % u64::from(self.buckets), hash / u64::from(self.buckets));
         Place { bucket: bucket as u32, home: (rest % u64::from(self.slots)) as u32 }
     }
 
-    /// Bytes of the table that a slot has.
+    /// Returns the byte range of a slot in the table.
     pub(crate) fn slot(&self, bucket: u32, slot: u32) -> Range<u64> {
         let start = self.bucket(bucket).start + u64::from(slot) * self.slot_bytes() as u64;
         start..start + self.slot_bytes() as u64
     }
 
-    /// Bytes of the table that a bucket has.
     pub(crate) fn bucket(&self, bucket: u32) -> Range<u64> {
         let start = u64::from(bucket) * self.bucket_bytes() as u64;
         start..start + self.bucket_bytes() as u64
     }
 
-    /// What a client has to know, with the memory that the table is in.
+    /// Encodes the layout and the table's memory for clients.
     pub(crate) fn encode(&self, table: &RemoteRegion) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(MAGIC.len() + Self::ENCODED + RemoteRegion::ENCODED_LEN);
         bytes.put_slice(MAGIC);
@@ -153,17 +146,17 @@ impl Layout {
         bytes
     }
 
-    /// What [`encode`](Self::encode) wrote, or someone who is no server of this kind.
+    /// Decodes the result of [`encode`](Self::encode). The peer is not trusted.
     pub(crate) fn decode(bytes: &[u8]) -> Result<(Self, RemoteRegion), ProtocolError> {
         let (mut fields, table) = bytes
             .strip_prefix(MAGIC)
             .and_then(|rest| rest.split_at_checked(Self::ENCODED))
-            .ok_or(ProtocolError::Welcome { len: bytes.len() })?;
+            .ok_or(ProtocolError::UserData { len: bytes.len() })?;
         let table =
-            RemoteRegion::from_bytes(table).ok_or(ProtocolError::Welcome { len: bytes.len() })?;
+            RemoteRegion::from_bytes(table).ok_or(ProtocolError::UserData { len: bytes.len() })?;
         let [buckets, slots, max_key, max_value] = [(); 4].map(|()| fields.get_u32_le());
         let layout = Self::new(buckets, slots, max_key, max_value)?;
-        // All slices of it are then within the address space.
+        // Every slice of the table is within the address space.
         if layout.bytes() != table.len() || table.addr().checked_add(table.len()).is_none() {
             return Err(ProtocolError::Table { layout, table });
         }
@@ -171,7 +164,7 @@ impl Layout {
     }
 }
 
-/// Of this protocol, in this version.
+/// Protocol and version.
 const MAGIC: &[u8] = b"kv 1";
 
 #[cfg(test)]
@@ -208,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_are_named() {
+    fn exceeded_limits_are_reported_by_name() {
         for (layout, field, allowed) in [
             (Layout::new(1, 9, 1, 1), "slots of a bucket", 8),
             (Layout::new(1, 1, 1025, 1), "bytes of a key", 1024),
@@ -225,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_is_known_by_what_it_says_and_nothing_else_is_taken() {
+    fn malformed_user_data_is_refused() {
         let layout = Layout::new(3, 4, 10, 100).unwrap();
         let table = RemoteRegion::new(4096, layout.bytes(), Rkey(7));
         let bytes = layout.encode(&table);
@@ -239,7 +232,7 @@ mod tests {
             let wrong = layout.encode(&RemoteRegion::new(addr, len, Rkey(7)));
             assert!(matches!(Layout::decode(&wrong), Err(ProtocolError::Table { .. })));
         }
-        // Each field, and each two of them.
+        // Corrupts each field, and each pair of fields.
         for (field, other) in (0..16).map(|both| (both / 4, both % 4)) {
             for value in [0, u32::MAX] {
                 let mut wrong = bytes.clone();

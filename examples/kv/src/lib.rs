@@ -1,15 +1,16 @@
-//! A key-value service on tokio-rdma: readers READ the server's hash table, writers ask the server.
+//! A key-value service on tokio-rdma: clients READ the server's hash table, and send messages to
+//! write.
 //!
 //! ```text
-//!   KvClient::get ── RDMA READ ──▶ ┌ table ──────────────┐    the server's processor has no part in it
+//!   KvClient::get ── RDMA READ ──▶ ┌ table ──────────────┐    no work for the server's processor
 //!                                  │ bucket │ bucket │ … │
 //!   KvClient::put ── message ────▶ └─────────▲───────────┘
 //!                 ◀── answer ──── Server ────╯ Table::put
 //! ```
 //!
-//! A reader may find a slot in the middle of being written. It knows by the slot's checksum, reads again, and, when that
-//! happens too often, asks the server. `docs/kv.md` has the design of a slot and why nobody accepts a torn value, what was
-//! measured, and what happens when one side fails.
+//! A READ may overlap with a write of the same slot, which the slot's checksum reveals. The client
+//! repeats a torn READ, and sends a message after several. `examples/kv/README.md` describes the
+//! design, measurements and failures.
 //!
 //! ```
 //! use kv::{KvClient, Layout, Server};
@@ -32,16 +33,6 @@
 //! # Ok(())
 //! # }
 //! ```
-//!
-//! | File | What |
-//! |---|---|
-//! | `slot.rs` | what a reader finds, and how it knows that it is whole |
-//! | `layout.rs` | where the slots are |
-//! | `table.rs` | the server's side of the table |
-//! | `protocol.rs` | messages |
-//! | `server.rs` | clients come, ask and go |
-//! | `client.rs`, `calls.rs` | GET, PUT and DELETE; which answer belongs to which call |
-//! | `history.rs`, `stamp.rs` | was every answer right? values that tell where they are from |
 
 mod calls;
 mod client;

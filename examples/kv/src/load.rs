@@ -10,10 +10,9 @@ use tokio::task::JoinSet;
 
 use crate::Result;
 use crate::args::{Choice, GetBy, LoadOptions};
-use crate::place::{Target, part};
+use crate::place::{Target, close_all};
 use crate::report::Report;
 
-/// What a call was.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Call {
     GetByRead,
@@ -25,7 +24,7 @@ impl Call {
     pub(crate) const ALL: [Self; 3] = [Self::GetByRead, Self::GetByMessage, Self::Put];
 }
 
-/// Nanoseconds of each kind of call, to three digits.
+/// Nanoseconds, with three significant digits.
 #[derive(Debug)]
 pub(crate) struct Times([Histogram<u64>; 3]);
 
@@ -48,7 +47,6 @@ impl Times {
     }
 }
 
-/// Puts all keys, then measures.
 pub(crate) async fn run(server: Target, load: LoadOptions) -> Result<Report> {
     let mut clients = Vec::new();
     for _ in 0..load.clients {
@@ -56,17 +54,18 @@ pub(crate) async fn run(server: Target, load: LoadOptions) -> Result<Report> {
     }
     let keys = Arc::new(Keys::new(&load));
     let mut times = Times::new()?;
-    for (task, result) in work(&clients, &load, |client, task| fill(client, load.clone(), task))
-        .await?
-        .into_iter()
-        .enumerate()
+    for (task, result) in
+        run_tasks(&clients, &load, |client, task| fill(client, load.clone(), task))
+            .await?
+            .into_iter()
+            .enumerate()
     {
-        result.map_err(|error| format!("filling the table, task {task}: {error}"))?;
+        result.map_err(|error| format!("failed to fill the table, task {task}: {error}"))?;
     }
 
     let start = Instant::now();
     let until = start + load.duration;
-    for measured in work(&clients, &load, |client, task| {
+    for measured in run_tasks(&clients, &load, |client, task| {
         measure(client, load.clone(), keys.clone(), task, until)
     })
     .await?
@@ -75,12 +74,12 @@ pub(crate) async fn run(server: Target, load: LoadOptions) -> Result<Report> {
     }
     let took = start.elapsed();
 
-    let counters = part(clients).await?;
+    let counters = close_all(clients).await?;
     Ok(Report::new(load, &server, took, &times, counters))
 }
 
-/// Does it in as many tasks as the load has calls at once; what came of each.
-async fn work<T: Send + 'static, F: Future<Output = T> + Send + 'static>(
+/// Runs a task for each concurrent call.
+async fn run_tasks<T: Send + 'static, F: Future<Output = T> + Send + 'static>(
     clients: &[Arc<KvClient>],
     load: &LoadOptions,
     task: impl Fn(Arc<KvClient>, u32) -> F,
@@ -97,7 +96,7 @@ async fn work<T: Send + 'static, F: Future<Output = T> + Send + 'static>(
     Ok(done)
 }
 
-/// Puts each key that is this task's turn.
+/// Puts this task's part of the keys.
 async fn fill(client: Arc<KvClient>, load: LoadOptions, task: u32) -> Result<()> {
     for key in (task..load.keys).step_by((load.clients * load.depth) as usize) {
         client.put(&key_of(key), &value_of(key, load.value)).await?;
@@ -105,7 +104,7 @@ async fn fill(client: Arc<KvClient>, load: LoadOptions, task: u32) -> Result<()>
     Ok(())
 }
 
-/// Every call is timed, and every value looked at.
+/// Measures each call, and checks each value.
 async fn measure(
     client: Arc<KvClient>,
     load: LoadOptions,
@@ -136,7 +135,7 @@ async fn measure(
         if call != Call::Put
             && found.as_ref().is_none_or(|Versioned { value: found, .. }| found != &value)
         {
-            return Err(format!("key {number}: {found:?} is not what was put").into());
+            return Err(format!("key {number}: wrong value {found:?}").into());
         }
         if end >= until {
             return Ok(times);
@@ -148,38 +147,37 @@ fn key_of(number: u32) -> [u8; 8] {
     u64::from(number).to_be_bytes()
 }
 
-/// The same for each PUT of a key.
+/// Returns the value of a key, which is the same in each PUT.
 fn value_of(key: u32, len: u32) -> Vec<u8> {
     key.to_be_bytes().into_iter().cycle().take(len as usize).collect()
 }
 
-/// Keys by how often they are asked for.
 #[derive(Debug)]
 struct Keys {
     count: u32,
-    /// Of Zipf's law: how many of all calls go to the keys up to this one.
-    shares: Vec<f64>,
+    /// For Zipf, the cumulative frequency up to each key; empty for a uniform distribution.
+    cumulative: Vec<f64>,
 }
 
 impl Keys {
     fn new(load: &LoadOptions) -> Self {
-        let mut shares = Vec::new();
+        let mut cumulative = Vec::new();
         if load.choice == Choice::Zipf {
             let mut sum = 0.0;
-            shares.extend((1..=load.keys).map(|rank| {
+            cumulative.extend((1..=load.keys).map(|rank| {
                 sum += f64::from(rank).powf(-0.99);
                 sum
             }));
-            shares.iter_mut().for_each(|share| *share /= sum);
+            cumulative.iter_mut().for_each(|part| *part /= sum);
         }
-        Self { count: load.keys, shares }
+        Self { count: load.keys, cumulative }
     }
 
     fn choose(&self, random: &mut Rng) -> u32 {
-        if self.shares.is_empty() {
+        if self.cumulative.is_empty() {
             return random.u32(..self.count);
         }
-        let thrown = random.f64();
-        (self.shares.partition_point(|&share| share <= thrown) as u32).min(self.count - 1)
+        let draw = random.f64();
+        (self.cumulative.partition_point(|&part| part <= draw) as u32).min(self.count - 1)
     }
 }

@@ -1,27 +1,18 @@
-//! A key-value service on tokio-rdma: its server, its clients, a load generator and a checker.
+//! The server, the clients, a load generator and a checker of a key-value service on tokio-rdma.
 //!
 //! ```text
-//! kv serve --listen 127.0.0.1:7474                  a server; in other terminals, or on other hosts:
+//! kv serve --listen 127.0.0.1:7474         a server; the following run in other terminals or hosts
 //! kv put --connect 127.0.0.1:7474 colour red
 //! kv get --connect 127.0.0.1:7474 colour
-//! kv load --connect 127.0.0.1:7474                  latency of GET by READ and by message, and of PUT
-//! kv check --connect 127.0.0.1:7474                 many clients at once: was every answer right?
-//! kv load                                           the same with a server in this process, or, with --udp, two software
-//! kv check --udp                                    devices that speak over UDP
+//! kv load --connect 127.0.0.1:7474         measures GET by READ, GET by message, and PUT
+//! kv check --connect 127.0.0.1:7474        runs many clients at once and checks every answer
+//! kv load                                  the same with a server in this process
+//! kv check --udp                           the same with two software devices over UDP
 //! ```
 //!
-//! `kv COMMAND --help` has all options; docs/kv.md tells how it works. The device is the one that `TOKIO_RDMA_DEVICE` names, or a
-//! real one that there is, or else a software device: within the process, or, of two processes, over UDP.
-//!
-//! | File | What |
-//! |---|---|
-//! | `args.rs` | what is asked for |
-//! | `device.rs` | which device |
-//! | `place.rs` | which server: one that is there, or one of this process |
-//! | `load.rs`, `report.rs` | the load generator |
-//! | `torture.rs` | the checker's clients |
-//!
-//! The rest is the library, for all programs.
+//! `kv COMMAND --help` lists all options; `examples/kv/README.md` explains the design. The device
+//! is the one named by `TOKIO_RDMA_DEVICE`, or a real device, or a software device, which between
+//! two processes sends RoCE v2 over UDP.
 
 mod args;
 mod device;
@@ -40,7 +31,6 @@ use tokio_rdma::Device;
 
 use crate::args::{Arguments, Client, Command, Table};
 
-/// What goes wrong is told to whoever runs the program, in words.
 type Failure = Box<dyn Error + Send + Sync>;
 type Result<T> = std::result::Result<T, Failure>;
 

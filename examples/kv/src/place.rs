@@ -1,4 +1,4 @@
-//! Which server: one that is there, or one of this process; and taking leave of it.
+//! Selection of the server.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -11,17 +11,16 @@ use tokio_rdma::Device;
 use crate::args::Place;
 use crate::{Result, device};
 
-/// Where the server is, and the device to reach it with.
 #[derive(Debug, Clone)]
 pub(crate) struct Target {
     pub(crate) address: SocketAddr,
     pub(crate) device: Device,
-    /// The server is in this process.
+    /// True if the server is in this process.
     pub(crate) here: bool,
 }
 
 impl Place {
-    /// Does `work` with the server, which, if it is of this process, ends with it.
+    /// Runs `work` with the server, which shuts down afterwards if it is in this process.
     pub(crate) async fn with_server<T, F: Future<Output = Result<T>>>(
         &self,
         work: impl FnOnce(Target) -> F,
@@ -33,16 +32,16 @@ impl Place {
         let [servers, device] = device::both(self.udp)?;
         let (server, address) = LocalServer::start(servers, self.table.layout()?).await?;
         let done = work(Target { address, device, here: true }).await;
-        let ended = server.end();
-        // Of two errors that of the work says more.
+        let stopped = server.shut_down();
+        // The error of the work is more precise.
         let done = done?;
-        ended?;
+        stopped?;
         Ok(done)
     }
 }
 
-/// Clients whose tasks have all ended take leave; what they have met, together.
-pub(crate) async fn part(clients: Vec<Arc<KvClient>>) -> Result<ReadCounters> {
+/// Closes clients whose tasks have ended. Returns the sum of their counters.
+pub(crate) async fn close_all(clients: Vec<Arc<KvClient>>) -> Result<ReadCounters> {
     let mut counters = ReadCounters::default();
     for client in clients {
         let seen = client.counters();
@@ -54,10 +53,10 @@ pub(crate) async fn part(clients: Vec<Arc<KvClient>>) -> Result<ReadCounters> {
     Ok(counters)
 }
 
-/// A server with threads and a runtime of its own, as if it were another process.
+/// A server with its own threads and runtime, like a process of its own.
 #[derive(Debug)]
 struct LocalServer {
-    /// Dropping it ends the server.
+    /// Dropping the sender stops the server.
     stop: oneshot::Sender<()>,
     thread: JoinHandle<Result<()>>,
 }
@@ -65,13 +64,12 @@ struct LocalServer {
 impl LocalServer {
     async fn start(device: Device, layout: Layout) -> Result<(Self, SocketAddr)> {
         let (stop, stopped) = oneshot::channel::<()>();
-        let (tell, told) = oneshot::channel();
+        let (address_sender, address) = oneshot::channel();
         let thread = Builder::new().name("server".to_owned()).spawn(move || {
             let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
             runtime.block_on(async {
                 let server = Server::bind(&device, (device::address(&device)?, 0), layout).await?;
-                // Whoever has started it waits for this.
-                tell.send(server.local_addr()).ok();
+                address_sender.send(server.local_addr()).ok();
                 tokio::select! {
                     ended = server.run() => match ended? {},
                     _ = stopped => Ok(()),
@@ -79,16 +77,16 @@ impl LocalServer {
             })
         })?;
         let server = Self { stop, thread };
-        match told.await {
+        match address.await {
             Ok(address) => Ok((server, address)),
             Err(_) => Err(server
-                .end()
+                .shut_down()
                 .err()
-                .unwrap_or_else(|| "the server does not say where it is".into())),
+                .unwrap_or_else(|| "the server exited without an address".into())),
         }
     }
 
-    fn end(self) -> Result<()> {
+    fn shut_down(self) -> Result<()> {
         drop(self.stop);
         self.thread.join().map_err(|_| "the server's thread panicked")?
     }

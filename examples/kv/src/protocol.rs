@@ -1,18 +1,17 @@
-//! Messages: what a client asks, and what the server answers.
+//! The messages between client and server.
 //!
 //! ```text
 //! request   number: 8  kind: 1  GET, DELETE: key    PUT: key length: 2, key, value
 //! answer    number: 8  kind: 1  see `Answer`
 //! ```
 //!
-//! Numbers are little-endian; keys and values reach to the end of the message.
+//! Numbers are little-endian. The last key or value extends to the end of the message.
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 
 use crate::error::{ProtocolError, Refusal};
 use crate::table::Versioned;
 
-/// What a client asks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Request<'a> {
     Get(&'a [u8]),
@@ -20,23 +19,22 @@ pub(crate) enum Request<'a> {
     Delete(&'a [u8]),
 }
 
-/// What the server answers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Answer {
-    /// To GET.
+    /// The result of GET.
     Found(Versioned),
-    /// To GET and DELETE: there is no such key.
+    /// The result of GET and DELETE: the key is absent.
     Absent,
-    /// To PUT and DELETE: the version that this has made.
+    /// The result of PUT and DELETE: the new version.
     Done(u64),
-    /// Nothing was changed.
+    /// The table is unchanged.
     Refused(Refusal),
 }
 
 /// Number and kind.
 const HEADER: usize = 9;
 
-/// Bytes of the longest request or answer that has nothing to do with keys and values.
+/// The maximum length of a request or answer without its key and value.
 pub(crate) const OVERHEAD: usize = HEADER + 16;
 
 const GET: u8 = 1;
@@ -55,14 +53,13 @@ impl<'a> Request<'a> {
         match *self {
             Self::Get(key) => message(number, GET, &[key]),
             Self::Delete(key) => message(number, DELETE, &[key]),
-            // Keys are checked before: the longest has 1024 bytes.
+            // The length was checked: at most 1024.
             Self::Put(key, value) => {
                 message(number, PUT, &[&(key.len() as u16).to_le_bytes(), key, value])
             }
         }
     }
 
-    /// A request and its number.
     pub(crate) fn decode(message: &'a [u8]) -> Result<(u64, Self), ProtocolError> {
         let (number, kind, mut rest) = split(message)?;
         let length = || ProtocolError::Length { len: message.len() };
@@ -100,7 +97,7 @@ impl Answer {
         }
     }
 
-    /// An answer and its number. A value is a part of the message, not a copy.
+    /// Decodes an answer and its number. A value shares the message's memory.
     pub(crate) fn decode(message: &Bytes) -> Result<(u64, Self), ProtocolError> {
         let (number, kind, rest) = split(message)?;
         let mut rest = message.slice_ref(rest);

@@ -1,4 +1,4 @@
-//! What was measured, for people and programs.
+//! The report of the load generator, as a table and as JSON.
 
 use std::fmt;
 use std::time::Duration;
@@ -12,11 +12,10 @@ use crate::args::LoadOptions;
 use crate::load::{Call, Times};
 use crate::place::Target;
 
-/// What was measured.
 #[derive(Debug, Serialize)]
 pub(crate) struct Report {
     device: String,
-    /// 1 if the server is in this one.
+    /// 1 if the server is in this process.
     processes: u32,
     clients: u32,
     depth: u32,
@@ -24,13 +23,12 @@ pub(crate) struct Report {
     value_bytes: u32,
     seconds: f64,
     calls_per_second: f64,
-    /// In microseconds; `null` for what was not called.
+    /// In microseconds; `null` for a kind of call that was not made.
     get_by_read: Option<Percentiles>,
     get_by_message: Option<Percentiles>,
     put: Option<Percentiles>,
-    /// p50 of GET by message to that of GET by READ.
+    /// The p50 of GET by message divided by the p50 of GET by READ.
     message_to_read: Option<f64>,
-    /// READs, those in which something was torn, and GETs that asked the server in the end.
     reads: u64,
     torn: u64,
     fallbacks: u64,
@@ -113,7 +111,8 @@ impl fmt::Display for Report {
         let processes = if self.processes == 1 { "one process" } else { "two processes" };
         writeln!(
             f,
-            "{device}, {processes}: {clients} clients, {depth} calls at once on each; {keys} keys, {value_bytes} bytes of value"
+            "{device}, {processes}: {clients} clients with {depth} concurrent calls each; \
+             {keys} keys, values of {value_bytes} bytes"
         )?;
         writeln!(f, "{:.0} calls/s for {seconds:.1} s", self.calls_per_second)?;
         writeln!(
@@ -138,7 +137,7 @@ impl fmt::Display for Report {
         }
         write!(
             f,
-            "{} READs, torn: {}; GETs that asked the server in the end: {}",
+            "{} READs, {} torn; GETs that fell back to a message: {}",
             self.reads, self.torn, self.fallbacks
         )
     }

@@ -1,50 +1,49 @@
-//! What stands in a slot, and how a reader knows that it is whole.
+//! The encoding of a slot, and the detection of torn READs.
 //!
 //! ```text
-//!        0          16        24       26         28             32
-//!        ├──────────┼─────────┼────────┼──────────┼──────────────┼─────────┬───────────┬╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌┐
-//!        │ checksum │ version │ key    │ 0        │ value length │ key     │ value     │ of older values │
-//!        │          │         │ length │          │              │         │           │                 │
-//!        └──────────┴─────────┴────────┴──────────┴──────────────┴─────────┴───────────┴╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌┘
-//!                   ╰───────────── what the checksum is of: XXH3, 128 bits ───────────╯
+//!  0          16        24       26       28             32
+//!  ├──────────┼─────────┼────────┼────────┼──────────────┼───────┬─────────┬╌╌╌╌╌╌╌╌╌╌╌╌┐
+//!  │ checksum │ version │ key    │ 0      │ value length │ key   │ value   │ stale bytes│
+//!  │          │         │ length │        │              │       │         │            │
+//!  └──────────┴─────────┴────────┴────────┴──────────────┴───────┴─────────┴╌╌╌╌╌╌╌╌╌╌╌╌┘
+//!             ╰────────── covered by the checksum: XXH3, 128 bits ─────────╯
 //! ```
 //!
-//! Numbers are little-endian. A slot with a key of no bytes is vacant; its version tells when it became so.
+//! Numbers are little-endian. A slot with an empty key is vacant; its version is the one of the
+//! deletion.
 //!
-//! The server writes a slot while readers READ it, and neither side does so in any order that could be relied on. So what
-//! was read may be of several versions, in any mixture. The checksum binds all of it to one version: a mixture passes with a
-//! probability of 2^-128, however it came about. docs/kv.md says what follows from that.
+//! The server writes a slot while clients READ it, and neither access has a guaranteed order. A
+//! READ may return any mixture of versions, which passes the checksum with a probability of 2^-128.
 
 use bytes::{Buf, BufMut};
 use twox_hash::XxHash3_128;
 
-/// Bytes before the key.
+/// Fixed fields before the key.
 pub(crate) const HEADER: usize = 32;
 
-/// Bytes of the checksum, which comes first.
+/// The first field.
 const CHECKSUM: usize = 16;
 
-/// A slot that was read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Slot<'a> {
-    /// Of the bucket, when this was written: each PUT and each DELETE has the next one.
+    /// The bucket's version, which each PUT and each DELETE increments.
     pub(crate) version: u64,
-    /// Without a byte if the slot is vacant.
+    /// Empty if the slot is vacant.
     pub(crate) key: &'a [u8],
     pub(crate) value: &'a [u8],
 }
 
-/// What was read is not what was written at any one time.
+/// The error of a READ that returned a mixture of versions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Torn;
 
 impl<'a> Slot<'a> {
-    /// Without a key or a value.
     pub(crate) fn vacant(version: u64) -> Self {
         Self { version, key: &[], value: &[] }
     }
 
-    /// As it is in memory, in whole words; the lengths are within those of a [`Layout`](crate::Layout).
+    /// Encodes the slot, padded to whole words. The lengths must be within a
+    /// [`Layout`](crate::Layout).
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut bytes =
             Vec::with_capacity((HEADER + self.key.len() + self.value.len()).next_multiple_of(8));
@@ -61,7 +60,7 @@ impl<'a> Slot<'a> {
         bytes
     }
 
-    /// What is in `bytes`, if it was written in one piece.
+    /// Decodes `bytes` and verifies the checksum.
     pub(crate) fn decode(bytes: &'a [u8]) -> Result<Self, Torn> {
         let slot = Self::decode_unchecked(bytes)?;
         let end = HEADER + slot.key.len() + slot.value.len();
@@ -69,7 +68,7 @@ impl<'a> Slot<'a> {
         if checksum.get_u128_le() == XxHash3_128::oneshot(content) { Ok(slot) } else { Err(Torn) }
     }
 
-    /// What seems to be in `bytes`, which may be a mixture; `Torn` only if its lengths reach beyond them.
+    /// Decodes `bytes` without the checksum. Returns `Torn` only if the lengths exceed `bytes`.
     pub(crate) fn decode_unchecked(bytes: &'a [u8]) -> Result<Self, Torn> {
         let (header, content) = bytes.split_at_checked(HEADER).ok_or(Torn)?;
         let mut header = &header[CHECKSUM..];
@@ -92,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_and_rest_of_the_slot_does_not_matter() {
+    fn slot_round_trips_and_ignores_stale_bytes() {
         let mut bytes = slot(7, 0xaa, 100);
         bytes[200..].fill(0x55);
         let read = Slot::decode(&bytes).unwrap();
@@ -102,7 +101,7 @@ mod tests {
 
     #[test]
     fn every_mixture_of_two_versions_by_words_is_torn() {
-        // Of another length, of the same, and of the same content but for the version.
+        // Different lengths, equal lengths, and equal values of different versions.
         for (newer, older) in [
             (slot(2, 2, 48), slot(1, 1, 90)),
             (slot(2, 2, 40), slot(1, 1, 40)),
@@ -117,7 +116,7 @@ mod tests {
             for round in 0..5_000_u32 {
                 let mixed: Vec<u8> = (0..newer.len() / 8)
                     .flat_map(|word| {
-                        // All prefixes and suffixes first, then anything.
+                        // All prefixes and suffixes, then random mixtures.
                         let cut = round as usize / 2;
                         let new = if cut <= words {
                             (word < cut) == (round % 2 == 0)
@@ -136,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn every_single_flipped_bit_is_found() {
+    fn every_flipped_bit_is_detected() {
         let bytes = slot(7, 0xaa, 100);
         for bit in 0..(HEADER + 3 + 100) * 8 {
             let mut flipped = bytes.clone();
@@ -152,7 +151,7 @@ mod tests {
             for _ in 0..100 {
                 let mut bytes: Vec<u8> = (0..len).map(|_| random.u8(..)).collect();
                 assert_eq!(Slot::decode(&bytes), Err(Torn));
-                // Small lengths get past the first check.
+                // Small lengths pass the length check.
                 if len >= HEADER {
                     bytes[24..HEADER].fill(0);
                     bytes[24] = random.u8(..);

@@ -1,43 +1,44 @@
-//! Values that tell where they are from, all over.
+//! Values that identify their writer in every word.
 
 use std::fmt;
 
-/// Who has put a value, and which of its values it is. A value made of a stamp has it at its beginning, and in every word
-/// after that, so that no part of it can be taken for a part of another value.
+/// The identity of a value. A value starts with its stamp, and every further word depends on it, so
+/// no part can pass for a part of another value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Stamp {
-    /// Number of the key.
+    /// The number of the key.
     pub key: u32,
-    /// Number of the writer.
+    /// The number of the writer.
     pub writer: u32,
-    /// How many values the writer had made before.
+    /// The number of values that the writer made before.
     pub sequence: u64,
 }
 
-/// A value that was made of no stamp, or of several.
+/// The error of a value that is not made from one stamp.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mixed {
-    /// Bytes of the value.
+    /// The length of the value, in bytes.
     pub len: usize,
-    /// What its beginning says, if it is long enough.
+    /// The stamp at the start, if the value is long enough.
     pub stamp: Option<Stamp>,
-    /// First byte that does not fit to that.
+    /// The first byte that does not match the stamp.
     pub at: usize,
 }
 
 impl Stamp {
-    /// Bytes of the shortest value.
+    /// The minimum length of a value, in bytes.
     pub const LEN: usize = 16;
 
-    /// A value of at least [`LEN`](Self::LEN) and at most `longest` bytes; how many exactly depends on the stamp.
+    /// Returns the value of this stamp, of [`LEN`](Self::LEN) to `longest` bytes.
     ///
     /// # Panics
     ///
-    /// If `longest` is less than that.
+    /// Panics if `longest` is less than [`LEN`](Self::LEN).
     #[must_use]
     pub fn value(&self, longest: usize) -> Vec<u8> {
-        assert!(longest >= Self::LEN, "room for a stamp");
-        // Half of the values are of full length: the same bytes of the slot are written again and again.
+        assert!(longest >= Self::LEN, "too short for a stamp");
+        // Half of the values have the maximum length, so that all bytes of the slot are written
+        // often.
         let len = match self.word(0) % 2 {
             0 => longest,
             _ => Self::LEN + (self.word(1) % (longest - Self::LEN + 1) as u64) as usize,
@@ -45,12 +46,12 @@ impl Stamp {
         self.fill(len)
     }
 
-    /// The stamp of a value.
+    /// Returns the stamp of a value.
     ///
     /// # Errors
     ///
-    /// [`Mixed`] if it is not a whole value of the stamp at its beginning, with at most `longest` bytes.
-    pub fn of(value: &[u8], longest: usize) -> Result<Self, Mixed> {
+    /// [`Mixed`] if the value is not the one that its stamp makes with the same `longest`.
+    pub fn decode(value: &[u8], longest: usize) -> Result<Self, Mixed> {
         let Some((key, rest)) = value.split_first_chunk() else {
             return Err(Mixed { len: value.len(), stamp: None, at: 0 });
         };
@@ -90,11 +91,12 @@ impl Stamp {
         value
     }
 
-    /// A word that is like no other one, of this value or of others, at any place: the finalizer of SplitMix64.
+    /// Returns a word that is distinct for each index and stamp: the finalizer of SplitMix64.
     fn word(&self, index: u64) -> u64 {
-        let who = u64::from(self.key) << 32 | u64::from(self.writer);
-        let mut word =
-            who.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ self.sequence.rotate_left(32) ^ (index << 8);
+        let writer_id = u64::from(self.key) << 32 | u64::from(self.writer);
+        let mut word = writer_id.wrapping_mul(0x9e37_79b9_7f4a_7c15)
+            ^ self.sequence.rotate_left(32)
+            ^ (index << 8);
         word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         word ^ (word >> 31)
@@ -107,11 +109,11 @@ impl fmt::Display for Mixed {
             Some(stamp) => {
                 write!(
                     f,
-                    "{} bytes that begin as {stamp:?} and are something else from byte {} on",
+                    "{} bytes that start with {stamp:?} but differ from it at byte {}",
                     self.len, self.at
                 )
             }
-            None => write!(f, "{} bytes, which no value here has", self.len),
+            None => write!(f, "{} bytes, an invalid length", self.len),
         }
     }
 }
@@ -132,12 +134,12 @@ mod tests {
     }
 
     #[test]
-    fn stamp_is_read_back_and_lengths_differ() {
+    fn stamps_round_trip_and_lengths_vary() {
         let mut lens = std::collections::BTreeSet::new();
         for stamp in stamps() {
             let value = stamp.value(LONGEST);
             lens.insert(value.len());
-            assert_eq!(Stamp::of(&value, LONGEST), Ok(stamp));
+            assert_eq!(Stamp::decode(&value, LONGEST), Ok(stamp));
         }
         assert!(lens.len() > 10, "{lens:?}");
     }
@@ -150,8 +152,8 @@ mod tests {
                 for at in (0..a.len().min(b.len()) / 8 * 8).step_by(8) {
                     let mut mixed = a.clone();
                     mixed[at..at + 8].copy_from_slice(&b[at..at + 8]);
-                    // Stamps that have a word in common may be taken for each other at that word alone.
-                    assert_eq!(Stamp::of(&mixed, LONGEST).is_err(), mixed != *a, "byte {at}");
+                    // Two stamps may have a word in common.
+                    assert_eq!(Stamp::decode(&mixed, LONGEST).is_err(), mixed != *a, "byte {at}");
                 }
             }
         }
@@ -162,7 +164,7 @@ mod tests {
         let mut random = fastrand::Rng::with_seed(4);
         for len in 0..2 * LONGEST {
             let value: Vec<u8> = (0..len).map(|_| random.u8(..)).collect();
-            assert!(Stamp::of(&value, LONGEST).is_err(), "{len} bytes");
+            assert!(Stamp::decode(&value, LONGEST).is_err(), "{len} bytes");
         }
     }
 }

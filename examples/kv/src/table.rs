@@ -10,45 +10,45 @@ use crate::layout::Layout;
 use crate::protocol::{Answer, Request};
 use crate::slot::{HEADER, Slot};
 
-/// A value, and the version of its bucket that brought it.
+/// A value with its version.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Versioned {
-    /// Later PUTs and DELETEs of the same key have greater ones.
+    /// Later PUTs and DELETEs of the same key have greater versions.
     pub version: u64,
-    /// What was put.
+    /// The value.
     pub value: Bytes,
 }
 
-/// A hash table in memory that peers may READ, and do nothing else with.
+/// A hash table in memory that peers may READ but not write.
 ///
-/// Each bucket has a lock, which its writers take one after the other; readers over RDMA know of no lock. A key stays in
-/// its slot until it is deleted, so that a reader who has seen all slots of the bucket has not overlooked one that moved.
+/// Each bucket has a lock for its writers; READs take no lock. A key stays in its slot until it is
+/// deleted, so a client that reads the whole bucket cannot miss a key that moved.
 #[derive(Debug)]
 pub struct Table {
     layout: Layout,
-    /// Nobody but this writes it. It is never borrowed, only copied to and from, for devices read it at any time.
+    /// Copied to and from, never borrowed, because devices read it at any time.
     memory: ExposedRegion,
     buckets: Box<[Mutex<Bucket>]>,
 }
 
-/// What the server knows of a bucket without looking.
+/// The server's private state of a bucket.
 #[derive(Debug)]
 struct Bucket {
-    /// Of the last change.
+    /// The version of the last change.
     version: u64,
-    /// Of each slot.
+    /// The key in each slot.
     keys: Box<[Option<Box<[u8]>>]>,
 }
 
 impl Table {
-    /// An empty one.
+    /// Creates an empty table.
     ///
     /// # Errors
     ///
-    /// If its memory cannot be registered.
+    /// The memory cannot be allocated or registered.
     pub fn new(pd: &ProtectionDomain, layout: Layout) -> Result<Self, SetupError> {
         let bytes = usize::try_from(layout.bytes())
-            .map_err(|_| SetupError::Unsupported { what: "so large a table" })?;
+            .map_err(|_| SetupError::Unsupported { what: "tables beyond the address space" })?;
         let memory = ExposedRegion::new(pd, HostMemory::zeroed(bytes)?, Access::REMOTE_READ)?;
         let bucket =
             |_| Mutex::new(Bucket { version: 0, keys: vec![None; layout.slots() as usize].into() });
@@ -61,19 +61,19 @@ impl Table {
         Ok(table)
     }
 
-    /// How it is made.
+    /// Returns the layout.
     #[must_use]
     pub fn layout(&self) -> Layout {
         self.layout
     }
 
-    /// What a client needs to read it.
+    /// Returns the grant that allows clients to read the table.
     #[must_use]
     pub fn grant(&self) -> RemoteRegion {
         self.memory.grant()
     }
 
-    /// The value of a key.
+    /// Returns the value of a key.
     #[must_use]
     pub fn get(&self, key: &[u8]) -> Option<Versioned> {
         let place = self.layout.place(key);
@@ -85,19 +85,18 @@ impl Table {
             .read(range.start as usize, &mut bytes)
             .unwrap_or_else(|error| unreachable!("{error}"));
         drop(bucket);
-        // Written under the lock, by this alone.
-        let Ok(slot) = Slot::decode(&bytes) else {
-            unreachable!("a slot that is not what was written")
-        };
+        // Slots are written only under the lock.
+        let Ok(slot) = Slot::decode(&bytes) else { unreachable!("a torn slot under the lock") };
         let (version, start, len) = (slot.version, HEADER + slot.key.len(), slot.value.len());
         Some(Versioned { version, value: Bytes::from(bytes).slice(start..start + len) })
     }
 
-    /// Gives a key a value; the version of that.
+    /// Sets the value of a key and returns the new version.
     ///
     /// # Errors
     ///
-    /// [`Refusal`] if the key or the value is too long, or there is no room; nothing is changed.
+    /// [`Refusal`] if the key or the value is too long, or the bucket is full. The table is
+    /// unchanged.
     pub fn put(&self, key: &[u8], value: &[u8]) -> Result<u64, Refusal> {
         self.layout.check_key(key)?;
         self.layout.check_value(value)?;
@@ -113,7 +112,7 @@ impl Table {
         Ok(bucket.version)
     }
 
-    /// Takes a key away; the version of that, or `None` if there is no such key.
+    /// Deletes a key. Returns the version of the deletion, or `None` if the key is absent.
     pub fn delete(&self, key: &[u8]) -> Option<u64> {
         let place = self.layout.place(key);
         let mut bucket = self.buckets[place.bucket as usize].lock();
@@ -124,7 +123,6 @@ impl Table {
         Some(bucket.version)
     }
 
-    /// Does what is asked.
     pub(crate) fn answer(&self, request: &Request<'_>) -> Answer {
         match *request {
             Request::Get(key) => self.get(key).map_or(Answer::Absent, Answer::Found),
@@ -135,7 +133,7 @@ impl Table {
         }
     }
 
-    /// Readers see it half done, and find that out by its checksum.
+    /// Writes a slot. A READ that overlaps detects it by the checksum.
     fn write(&self, bucket: u32, slot: u32, content: &Slot<'_>) {
         let range = self.layout.slot(bucket, slot);
         self.memory
@@ -144,15 +142,16 @@ impl Table {
     }
 }
 
-/// A server that is interrupted.
+/// Writes with a pause, for tests.
 #[cfg(test)]
 impl Table {
-    /// Puts as [`put`](Self::put) does, and does something else after the first `half` bytes of the slot.
-    pub(crate) fn put_in_two<T>(
+    /// Puts like [`put`](Self::put), and calls `meanwhile` after the first `split` bytes of the
+    /// slot.
+    pub(crate) fn put_with_pause<T>(
         &self,
         key: &[u8],
         value: &[u8],
-        half: usize,
+        split: usize,
         meanwhile: impl FnOnce() -> T,
     ) -> (u64, T) {
         let place = self.layout.place(key);
@@ -162,9 +161,9 @@ impl Table {
         bucket.keys[slot as usize].get_or_insert_with(|| key.into());
         let start = self.layout.slot(place.bucket, slot).start as usize;
         let image = Slot { version: bucket.version, key, value }.encode();
-        self.memory.write(start, &image[..half]).unwrap();
+        self.memory.write(start, &image[..split]).unwrap();
         let done = meanwhile();
-        self.memory.write(start + half, &image[half..]).unwrap();
+        self.memory.write(start + split, &image[split..]).unwrap();
         (bucket.version, done)
     }
 }
@@ -174,7 +173,7 @@ impl Bucket {
         self.keys.iter().position(|other| other.as_deref() == Some(key)).map(|slot| slot as u32)
     }
 
-    /// The home of a key, if it is vacant, or else the first that is.
+    /// Returns the home slot if it is vacant, or else the first vacant slot.
     fn vacant_slot(&self, home: u32) -> Option<u32> {
         if self.keys[home as usize].is_none() {
             return Some(home);
@@ -195,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn versions_of_a_key_grow_also_over_its_deletion() {
+    fn versions_of_a_key_increase_across_deletion() {
         let table = table(1, 2);
         let first = table.put(b"key", b"one").unwrap();
         let second = table.put(b"key", b"two").unwrap();
@@ -207,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn full_bucket_refuses_other_keys_and_takes_those_it_has() {
+    fn full_bucket_refuses_new_keys_and_accepts_existing_ones() {
         let table = table(1, 3);
         for key in [b"a", b"b", b"c"] {
             table.put(key, b"value").unwrap();
@@ -222,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn lengths_are_checked_by_their_limits() {
+    fn lengths_beyond_the_limits_are_refused() {
         let table = table(4, 2);
         table.put(&[1; 8], &[2; 16]).unwrap();
         assert_eq!(table.put(&[1; 9], b""), Err(Refusal::KeyLength { len: 9, allowed: 8 }));

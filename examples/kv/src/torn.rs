@@ -1,4 +1,4 @@
-//! Readers while the server is in the middle of writing: not now and then, as under load, but every time.
+//! Tests of READs that overlap with a write in every run.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -8,25 +8,23 @@ use tokio::time::timeout;
 use tokio_rdma::Device;
 use tokio_rdma::software::Network;
 
-use crate::history::{Event, What, Wrong, check};
+use crate::history::{Event, Outcome, Violation, check};
 use crate::slot::HEADER;
 use crate::stamp::Stamp;
 use crate::{ClientConfig, KvClient, KvError, Layout, Server, Table, Versioned};
 
 const KEY: &[u8] = b"key";
 const LONGEST: usize = 1000;
-/// More than anything here takes.
-const LONG: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 const RETRIES: u32 = 3;
 
-/// A stamp whose values are of full length: the old one is of writer 0, the new one of writer 1.
+/// Returns a stamp whose value has the maximum length.
 fn stamp(writer: u32) -> Stamp {
     let mut stamps = (0..).map(|sequence| Stamp { key: 0, writer, sequence });
     stamps.find(|stamp| stamp.value(LONGEST).len() == LONGEST).unwrap()
 }
 
-/// What a GET gave.
-type Got = Result<Option<Versioned>, KvError>;
+type GetResult = Result<Option<Versioned>, KvError>;
 
 struct Fixture {
     table: Arc<Table>,
@@ -36,46 +34,47 @@ struct Fixture {
 }
 
 impl Fixture {
-    /// A server with one key, and a client.
+    /// Starts a server with one key, and a client.
     async fn new(config: ClientConfig) -> Self {
         let device = Device::software_in(&Network::new(), "one").unwrap();
         let layout = Layout::new(1, 2, 8, LONGEST as u32).unwrap();
         let server = Server::bind(&device, "127.0.0.1:0", layout).await.unwrap();
         let (table, address) = (server.table().clone(), server.local_addr());
         let server = tokio::spawn(async move { drop(server.run().await) });
-        let config = config.deadline(LONG).torn_retries(RETRIES);
+        let config = config.deadline(TIMEOUT).torn_retries(RETRIES);
         let client = Arc::new(KvClient::connect_with(&device, address, config).await.unwrap());
         let old = client.put(KEY, &stamp(0).value(LONGEST)).await.unwrap();
         Self { table, client, server, old }
     }
 
-    /// Writes the new value in two, with a GET in the middle that is given `until` to show something; what it gave, and the
-    /// version of the new value.
-    async fn get_within_a_put(
+    /// Writes the new value in two parts, and starts a GET in between. The second part follows when
+    /// `until` returns true. Returns the new version and the result of the GET.
+    async fn get_during_put(
         &self,
-        half: usize,
-        until: impl Fn(&KvClient, &JoinHandle<Got>) -> bool + Send + 'static,
-    ) -> (u64, Got) {
+        split: usize,
+        until: impl Fn(&KvClient, &JoinHandle<GetResult>) -> bool + Send + 'static,
+    ) -> (u64, GetResult) {
         let (table, client) = (self.table.clone(), self.client.clone());
         let runtime = tokio::runtime::Handle::current();
-        // The lock of the bucket is held: that is for a thread that may wait.
+        // The write holds the lock of the bucket, so it needs a thread that may block.
         let put = tokio::task::spawn_blocking(move || {
-            table.put_in_two(KEY, &stamp(1).value(LONGEST), half, || {
+            table.put_with_pause(KEY, &stamp(1).value(LONGEST), split, || {
                 let getting = runtime.spawn({
                     let client = client.clone();
                     async move { client.get(KEY).await }
                 });
-                // Not by the runtime's clock: the server's task may wait for the lock where the runtime looks at it.
+                // System clock: the server's task may block on the lock and with it the runtime's
+                // timers.
                 let start = Instant::now();
                 while !until(&client, &getting) {
-                    assert!(start.elapsed() < LONG, "what was waited for");
+                    assert!(start.elapsed() < TIMEOUT, "the condition was not met");
                     std::thread::sleep(Duration::from_millis(1));
                 }
                 getting
             })
         });
         let (new, getting) = put.await.unwrap();
-        let got = timeout(LONG, getting).await.unwrap().unwrap();
+        let got = timeout(TIMEOUT, getting).await.unwrap().unwrap();
         (new, got)
     }
 }
@@ -86,53 +85,59 @@ impl Drop for Fixture {
     }
 }
 
-/// Places to be interrupted at: after the checksum, after the header, and within the value.
-const HALVES: [usize; 4] = [16, HEADER, 512, HEADER + LONGEST - 8];
+/// After the checksum, after the header, and within the value.
+const SPLITS: [usize; 4] = [16, HEADER, 512, HEADER + LONGEST - 8];
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn torn_value_is_read_again_and_in_the_end_asked_for() {
-    for half in HALVES {
+async fn torn_read_is_retried_then_answered_by_the_server() {
+    for split in SPLITS {
         let fixture = Fixture::new(ClientConfig::default()).await;
-        // It gives up reading, and the server does not answer before it has finished the PUT.
+        // The server answers the client's message only when the PUT is complete.
         let (new, got) =
-            fixture.get_within_a_put(half, |client, _| client.counters().fallbacks == 1).await;
+            fixture.get_during_put(split, |client, _| client.counters().fallbacks == 1).await;
         let found = got.unwrap().unwrap();
         assert_eq!(
-            (found.version, Stamp::of(&found.value, LONGEST)),
+            (found.version, Stamp::decode(&found.value, LONGEST)),
             (new, Ok(stamp(1))),
-            "half {half}"
+            "split {split}"
         );
         let counters = fixture.client.counters();
-        assert_eq!((counters.torn, counters.fallbacks), (u64::from(RETRIES) + 1, 1), "half {half}");
-        // From now on it is whole.
+        assert_eq!(
+            (counters.torn, counters.fallbacks),
+            (u64::from(RETRIES) + 1, 1),
+            "split {split}"
+        );
         assert_eq!(fixture.client.get(KEY).await.unwrap().unwrap(), found);
         assert_eq!(fixture.client.counters().fallbacks, 1);
     }
 }
 
-/// The same without looking at the checksum: the checker finds it. So it would if the checksum did not do what it is for.
+/// Shows that the checker would detect a checksum that does not work.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn reader_that_accepts_torn_values_is_found_out() {
-    // With a new checksum alone it would be right by chance.
-    for half in HALVES.into_iter().skip(1) {
+async fn checker_detects_a_reader_without_checksums() {
+    // With only the checksum replaced, the value is correct by chance.
+    for split in SPLITS.into_iter().skip(1) {
         let fixture = Fixture::new(ClientConfig::default().accept_torn()).await;
-        let (new, got) = fixture.get_within_a_put(half, |_, getting| getting.is_finished()).await;
+        let (new, got) = fixture.get_during_put(split, |_, getting| getting.is_finished()).await;
         let found = got.unwrap().unwrap();
-        let event = |start, end, what| Event { key: 0, start, end, what };
+        let event = |start, end, outcome| Event { key: 0, start, end, outcome };
         let history = [
-            event(0, 1, What::Put { version: fixture.old, stamp: stamp(0) }),
-            event(2, 5, What::Put { version: new, stamp: stamp(1) }),
+            event(0, 1, Outcome::Put { version: fixture.old, stamp: stamp(0) }),
+            event(2, 5, Outcome::Put { version: new, stamp: stamp(1) }),
             event(
                 3,
                 4,
-                What::Found { version: found.version, value: Stamp::of(&found.value, LONGEST) },
+                Outcome::Found {
+                    version: found.version,
+                    value: Stamp::decode(&found.value, LONGEST),
+                },
             ),
         ];
-        let wrong = check(&history).expect_err("a torn value");
-        match half {
-            // The old value under the new version.
-            HEADER => assert!(matches!(wrong, Wrong::NotPut { .. }), "{wrong}"),
-            _ => assert!(matches!(wrong, Wrong::Torn { .. }), "{wrong}"),
+        let violation = check(&history).expect_err("a torn value");
+        match split {
+            // The old value with the new version.
+            HEADER => assert!(matches!(violation, Violation::NotPut { .. }), "{violation}"),
+            _ => assert!(matches!(violation, Violation::Torn { .. }), "{violation}"),
         }
     }
 }

@@ -1,20 +1,19 @@
-//! The checker's clients: all of them write and read the same few keys, and remember what they were told.
+//! The clients of the checker: all write and read the same few keys and record the answers.
 
 use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
 use fastrand::Rng;
-use kv::history::{Event, What, check};
+use kv::history::{Event, Outcome, check};
 use kv::stamp::Stamp;
 use kv::{ClientConfig, KvClient, KvError, ReadCounters, Refusal};
 use tokio::task::JoinSet;
 
 use crate::Result;
 use crate::args::CheckOptions;
-use crate::place::{Target, part};
+use crate::place::{Target, close_all};
 
-/// What was checked and found right.
 #[derive(Debug)]
 pub(crate) struct Checked {
     calls: usize,
@@ -23,26 +22,25 @@ pub(crate) struct Checked {
     counters: ReadCounters,
 }
 
-/// One task.
 struct Writer {
     client: Arc<KvClient>,
     number: u32,
     random: Rng,
-    /// Bytes before the number of a key: tables may have keys of an earlier run.
+    /// The prefix of all keys: the table may hold keys of an earlier run.
     run: u64,
     longest: usize,
-    /// Of the clock that all writers share.
-    zero: Instant,
+    /// The origin of the clock that all writers share.
+    epoch: Instant,
     until: Instant,
 }
 
-/// Has clients write and read until the time is over, and checks what they saw.
+/// Runs the clients, then checks their history.
 pub(crate) async fn run(server: Target, asked: CheckOptions) -> Result<Checked> {
     let mut config = ClientConfig::default();
     if asked.accept_torn {
         config = config.accept_torn();
     }
-    let (zero, run) = (Instant::now(), fastrand::u64(..));
+    let (epoch, run) = (Instant::now(), fastrand::u64(..));
     let mut clients = Vec::new();
     let mut tasks = JoinSet::new();
     for number in 0..asked.clients {
@@ -51,7 +49,7 @@ pub(crate) async fn run(server: Target, asked: CheckOptions) -> Result<Checked> 
         let max_value = client.layout().max_value();
         if max_value < Stamp::LEN || client.layout().max_key() < key_of(0, 0).len() {
             return Err(format!(
-                "keys of {} and values of {} bytes are needed",
+                "the table must allow keys of {} and values of {} bytes",
                 key_of(0, 0).len(),
                 Stamp::LEN
             )
@@ -65,7 +63,7 @@ pub(crate) async fn run(server: Target, asked: CheckOptions) -> Result<Checked> 
                 random: Rng::with_seed(asked.seed.wrapping_add(number.into())),
                 run,
                 longest: asked.value.map_or(max_value, |value| max_value.min(value as usize)),
-                zero,
+                epoch,
                 until: Instant::now() + asked.duration,
             };
             tasks.spawn(writer.work(asked.keys));
@@ -74,28 +72,28 @@ pub(crate) async fn run(server: Target, asked: CheckOptions) -> Result<Checked> 
     }
     let (mut history, mut refused) = (Vec::new(), 0);
     while let Some(done) = tasks.join_next().await {
-        let (seen, not_done) = done??;
+        let (seen, full) = done??;
         history.extend(seen);
-        refused += not_done;
+        refused += full;
     }
-    let counters = part(clients).await?;
-    // Long histories take their time.
+    let counters = close_all(clients).await?;
+    // A long history takes a while to check.
     let calls = history.len();
     tokio::task::spawn_blocking(move || check(&history)).await??;
     Ok(Checked { calls, keys: asked.keys, refused, counters })
 }
 
 impl Writer {
-    /// What it has seen, and how many PUTs there was no room for.
+    /// Returns the history, and the number of PUTs to full buckets.
     async fn work(mut self, keys: u32) -> Result<(Vec<Event>, u64)> {
         let (mut seen, mut refused) = (Vec::new(), 0);
         for sequence in 0.. {
             let key = self.random.u32(..keys);
             let start = self.now();
-            let what = self.call(key, sequence).await?;
+            let outcome = self.call(key, sequence).await?;
             let end = self.now();
-            match what {
-                Some(what) => seen.push(Event { key, start, end, what }),
+            match outcome {
+                Some(outcome) => seen.push(Event { key, start, end, outcome }),
                 None => refused += 1,
             }
             if Instant::now() >= self.until {
@@ -105,33 +103,35 @@ impl Writer {
         Ok((seen, refused))
     }
 
-    /// What came of a call; `None` if there was no room.
-    async fn call(&mut self, key: u32, sequence: u64) -> Result<Option<What>> {
+    /// Makes a call and returns its outcome, or `None` for a PUT to a full bucket.
+    async fn call(&mut self, key: u32, sequence: u64) -> Result<Option<Outcome>> {
         let name = key_of(self.run, key);
         let found = match self.random.u8(0..100) {
             0..45 => self.client.get(&name).await?,
             45..55 => self.client.get_by_message(&name).await?,
             55..60 => {
                 let deleted = self.client.delete(&name).await?;
-                return Ok(Some(deleted.map_or(What::Absent, |version| What::Deleted { version })));
+                return Ok(Some(
+                    deleted.map_or(Outcome::Absent, |version| Outcome::Deleted { version }),
+                ));
             }
             _ => {
                 let stamp = Stamp { key, writer: self.number, sequence };
                 return match self.client.put(&name, &stamp.value(self.longest)).await {
-                    Ok(version) => Ok(Some(What::Put { version, stamp })),
+                    Ok(version) => Ok(Some(Outcome::Put { version, stamp })),
                     Err(KvError::Refused(Refusal::Full { .. })) => Ok(None),
                     Err(error) => Err(error.into()),
                 };
             }
         };
-        Ok(Some(found.map_or(What::Absent, |found| What::Found {
+        Ok(Some(found.map_or(Outcome::Absent, |found| Outcome::Found {
             version: found.version,
-            value: Stamp::of(&found.value, self.longest),
+            value: Stamp::decode(&found.value, self.longest),
         })))
     }
 
     fn now(&self) -> u64 {
-        self.zero.elapsed().as_nanos() as u64
+        self.epoch.elapsed().as_nanos() as u64
     }
 }
 
@@ -147,12 +147,13 @@ impl fmt::Display for Checked {
         let ReadCounters { reads, torn, fallbacks } = self.counters;
         writeln!(
             f,
-            "{} calls on {} keys, all answers right: whole values, linearizable",
+            "{} calls on {} keys, all answers correct: whole values, linearizable",
             self.calls, self.keys
         )?;
         write!(
             f,
-            "{reads} READs, torn: {torn}; GETs that asked the server in the end: {fallbacks}; no room: {}",
+            "{reads} READs, {torn} torn; GETs that fell back to a message: {fallbacks}; \
+             PUTs to a full bucket: {}",
             self.refused
         )
     }

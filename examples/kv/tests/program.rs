@@ -1,4 +1,4 @@
-//! The program as users run it, in one process and in two. It checks its own work: what is looked at here is what it says.
+//! Runs the program as a user does. The program checks its own data; these tests check its output.
 
 use std::fs::File;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -13,14 +13,12 @@ use tokio::time::timeout;
 use tokio_rdma::Device;
 use tokio_rdma::software::{Network, UdpConfig};
 
-/// More than anything here takes.
-const LONG: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// A program that was started. It ends when this is dropped.
+/// A running program, killed on drop.
 struct Program {
     child: Child,
     line: String,
-    /// What it says.
     file: std::path::PathBuf,
 }
 
@@ -28,36 +26,36 @@ impl Program {
     fn start(line: &str) -> Self {
         static STARTED: AtomicU64 = AtomicU64::new(0);
         let number = STARTED.fetch_add(1, Ordering::Relaxed);
-        // A file has room for all that it says, whoever looks when.
+        // Unlike a pipe, a file never blocks the program.
         let file = std::env::temp_dir().join(format!("kv-{}-{number}", std::process::id()));
-        let said = File::create(&file).unwrap();
+        let output = File::create(&file).unwrap();
         let mut command = Command::new(env!("CARGO_BIN_EXE_kv"));
         command
             .args(line.split(' '))
             .stdin(Stdio::null())
-            .stdout(said.try_clone().unwrap())
-            .stderr(said);
-        // What listens at addresses of loopback is a software device.
+            .stdout(output.try_clone().unwrap())
+            .stderr(output);
+        // The loopback addresses of these tests need software devices.
         command.env_remove("TOKIO_RDMA_DEVICE");
         Self { child: command.spawn().unwrap(), line: line.to_owned(), file }
     }
 
-    fn said(&self) -> String {
+    fn output(&self) -> String {
         std::fs::read_to_string(&self.file).unwrap()
     }
 
-    /// What it has said when it has ended as it should.
+    /// Waits for success and returns the output.
     fn finish(mut self) -> String {
         let status = self.wait();
-        assert!(status.success(), "{}: {}", self.line, self.said());
-        self.said()
+        assert!(status.success(), "{}: {}", self.line, self.output());
+        self.output()
     }
 
-    /// What it has said when it has ended with an error.
+    /// Waits for failure and returns the output.
     fn fail(mut self) -> String {
         let status = self.wait();
-        assert_eq!(status.code(), Some(1), "{}: {}", self.line, self.said());
-        self.said()
+        assert_eq!(status.code(), Some(1), "{}: {}", self.line, self.output());
+        self.output()
     }
 
     fn wait(&mut self) -> ExitStatus {
@@ -66,7 +64,12 @@ impl Program {
             match self.child.try_wait().unwrap() {
                 Some(status) => return status,
                 None => {
-                    assert!(start.elapsed() < LONG, "{} does not end: {}", self.line, self.said())
+                    assert!(
+                        start.elapsed() < TIMEOUT,
+                        "{} does not end: {}",
+                        self.line,
+                        self.output()
+                    )
                 }
             }
             std::thread::sleep(Duration::from_millis(5));
@@ -76,7 +79,7 @@ impl Program {
 
 impl Drop for Program {
     fn drop(&mut self) {
-        // Fails if it has ended, which is as well.
+        // Fails if the program has exited, which is fine.
         self.child.kill().ok();
         self.child.wait().ok();
         std::fs::remove_file(&self.file).ok();
@@ -87,23 +90,22 @@ fn run(line: &str) -> String {
     Program::start(line).finish()
 }
 
-/// A server at 127.0.77.`host`, which no other test has: the software device over UDP has one program at each address.
+/// Starts a server at 127.0.77.`host`. UDP software devices need an address each.
 fn serve(host: u8, options: &str) -> (Program, SocketAddr) {
     let server = Program::start(&format!("serve --listen 127.0.77.{host}:0{options}"));
     let start = Instant::now();
     loop {
-        let said = server.said();
-        if let Some((said, _)) =
-            said.strip_prefix("listening on ").and_then(|rest| rest.split_once(" with "))
+        let output = server.output();
+        if let Some((output, _)) =
+            output.strip_prefix("listening on ").and_then(|rest| rest.split_once(" with "))
         {
-            return (server, said.parse().unwrap());
+            return (server, output.parse().unwrap());
         }
-        assert!(start.elapsed() < LONG, "no server: {said}");
+        assert!(start.elapsed() < TIMEOUT, "no server: {output}");
         std::thread::sleep(Duration::from_millis(5));
     }
 }
 
-/// A client's, at 127.0.77.`host`.
 fn udp_device(host: u8) -> Device {
     let ip = IpAddr::V4(Ipv4Addr::new(127, 0, 77, host));
     Device::software_in(&Network::udp(&UdpConfig::new().address(ip)).unwrap(), &ip.to_string())
@@ -111,44 +113,44 @@ fn udp_device(host: u8) -> Device {
 }
 
 #[test]
-fn every_answer_is_right_in_one_process() {
+fn every_answer_is_correct_in_one_process() {
     for wire in ["", " --udp"] {
-        // Few keys, some without room, and values long enough to be torn.
-        let said = run(&format!(
+        // Few keys, some without a free slot, and values long enough to be torn.
+        let output = run(&format!(
             "check --duration 0.5 --keys 5 --buckets 1 --slots 4 --max-value 4096{wire}"
         ));
-        assert!(said.contains("all answers right: whole values, linearizable"), "{said}");
+        assert!(output.contains("all answers correct: whole values, linearizable"), "{output}");
     }
 }
 
 #[test]
-fn load_is_measured_in_every_way() {
+fn load_measures_each_kind_of_call() {
     for (line, by_read, by_message, put) in [
         ("--puts 50", true, true, true),
         ("--get read --puts 0 --choice uniform --clients 1 --depth 16", true, false, false),
         ("--get message --puts 0 --value 256 --udp", false, true, false),
         ("--puts 100", false, false, true),
     ] {
-        let said = run(&format!("load --duration 1 --keys 300 --json {line}"));
-        let report: Value = serde_json::from_str(&said).unwrap();
+        let output = run(&format!("load --duration 1 --keys 300 --json {line}"));
+        let report: Value = serde_json::from_str(&output).unwrap();
         for (name, called) in
             [("get_by_read", by_read), ("get_by_message", by_message), ("put", put)]
         {
             let times = &report[name];
-            assert_eq!(times.is_object(), called, "{line}: {name}: {said}");
+            assert_eq!(times.is_object(), called, "{line}: {name}: {output}");
             if called {
-                assert!(times["p50"].as_f64() <= times["p99_9"].as_f64(), "{line}: {said}");
+                assert!(times["p50"].as_f64() <= times["p99_9"].as_f64(), "{line}: {output}");
             }
         }
     }
-    let said = run("load --duration 1 --keys 10");
-    assert!(said.contains("GET by READ") && said.contains("times as long"), "{said}");
+    let output = run("load --duration 1 --keys 10");
+    assert!(output.contains("GET by READ") && output.contains("times as long"), "{output}");
 }
 
 #[test]
-fn table_without_room_for_the_load_says_so() {
-    let said = Program::start("load --duration 0.1 --keys 10 --buckets 1 --slots 8").fail();
-    assert!(said.contains("the table is full: all 8 slots"), "{said}");
+fn full_table_is_reported() {
+    let output = Program::start("load --duration 0.1 --keys 10 --buckets 1 --slots 8").fail();
+    assert!(output.contains("bucket full: all 8 slots"), "{output}");
 }
 
 #[test]
@@ -158,26 +160,26 @@ fn two_processes_put_get_delete_measure_and_check() {
     assert_eq!(run(&format!("get --connect {address} colour")), "red\n");
     assert_eq!(run(&format!("get --connect {address} --by-message colour")), "red\n");
     assert_eq!(run(&format!("delete --connect {address} colour")), "version 2\n");
-    let said = Program::start(&format!("get --connect {address} colour")).fail();
-    assert_eq!(said, "kv: no such key: colour\n");
-    let said = run(&format!("load --connect {address} --duration 0.5 --keys 500 --json"));
-    let report: Value = serde_json::from_str(&said).unwrap();
+    let output = Program::start(&format!("get --connect {address} colour")).fail();
+    assert_eq!(output, "kv: no such key: colour\n");
+    let output = run(&format!("load --connect {address} --duration 0.5 --keys 500 --json"));
+    let report: Value = serde_json::from_str(&output).unwrap();
     assert_eq!(report["processes"], 2);
-    // Twice: keys of another run are in the table.
+    // The second run finds keys of the first in the table.
     for _ in 0..2 {
-        let said = run(&format!("check --connect {address} --duration 0.5 --clients 2"));
-        assert!(said.contains("all answers right: whole values, linearizable"), "{said}");
+        let output = run(&format!("check --connect {address} --duration 0.5 --clients 2"));
+        assert!(output.contains("all answers correct: whole values, linearizable"), "{output}");
     }
     drop(server);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn program_whose_server_is_killed_says_so() {
+async fn killed_server_is_reported() {
     let (server, address) = serve(2, "");
     let client = KvClient::connect(&udp_device(201), address).await.unwrap();
     let load =
         Program::start(&format!("load --connect {address} --duration 600 --keys 100 --puts 50"));
-    // Each key is put once before anything is measured: one that is put again says that this has begun.
+    // The load puts each key once before it measures. A second PUT shows that measuring has begun.
     let key = 0_u64.to_be_bytes();
     let version = async || client.get(&key).await.unwrap().map(|found| found.version);
     let measuring = async {
@@ -187,19 +189,24 @@ async fn program_whose_server_is_killed_says_so() {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
     };
-    timeout(LONG, measuring).await.expect("a key is put again");
+    timeout(TIMEOUT, measuring).await.expect("a key is put again");
     drop(server);
-    let said = tokio::task::spawn_blocking(|| load.fail()).await.unwrap();
-    assert!(said.starts_with("kv: ") && !said.contains("filling the table"), "{said}");
-    let gone = ["the connection has ended", "READ: ", "the server has left", "no result within"];
-    assert!(gone.iter().any(|gone| said.contains(gone)), "{said}");
+    let output = tokio::task::spawn_blocking(|| load.fail()).await.unwrap();
+    assert!(output.starts_with("kv: ") && !output.contains("failed to fill the table"), "{output}");
+    let gone = [
+        "connection closed",
+        "READ failed: ",
+        "the server closed the connection",
+        "no result within",
+    ];
+    assert!(gone.iter().any(|gone| output.contains(gone)), "{output}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_call_to_a_server_that_is_killed_ends_with_an_error() {
+async fn every_call_fails_when_the_server_is_killed() {
     let (server, address) = serve(3, "");
     let device = udp_device(200);
-    let config = ClientConfig::default().deadline(LONG / 6);
+    let config = ClientConfig::default().deadline(TIMEOUT / 6);
     let client = Arc::new(KvClient::connect_with(&device, address, config).await.unwrap());
     let done = Arc::new(AtomicU64::new(0));
     let calls: Vec<_> = (0..24_u64)
@@ -227,21 +234,23 @@ async fn every_call_to_a_server_that_is_killed_ends_with_an_error() {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
     };
-    timeout(LONG, some).await.expect("some calls");
+    timeout(TIMEOUT, some).await.expect("some calls");
     drop(server);
     for call in calls {
-        let error = timeout(LONG, call).await.expect("in bounded time").unwrap();
+        let error = timeout(TIMEOUT, call).await.expect("in bounded time").unwrap();
         let gone = matches!(
             error,
-            KvError::Connection(_) | KvError::Read(_) | KvError::ServerLeft | KvError::Deadline(_)
+            KvError::Connection(_)
+                | KvError::Read(_)
+                | KvError::ServerClosed
+                | KvError::Deadline(_)
         );
         assert!(gone, "{error:?}");
     }
-    let late = timeout(LONG, client.put(b"late", b"")).await.expect("in bounded time");
+    let late = timeout(TIMEOUT, client.put(b"late", b"")).await.expect("in bounded time");
     assert!(late.is_err());
-    // And there is nobody to connect to.
     let config = ClientConfig::default().connect_timeout(Duration::from_millis(200));
-    let none = timeout(LONG, KvClient::connect_with(&device, address, config))
+    let none = timeout(TIMEOUT, KvClient::connect_with(&device, address, config))
         .await
         .expect("in bounded time");
     assert!(matches!(none, Err(KvError::Establish(_))), "{none:?}");

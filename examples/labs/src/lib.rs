@@ -1,8 +1,8 @@
-//! What the labs share: the two ends, how they meet, checks, and processor time. The labs are the programs in `src/bin`; each
-//! has a page in `docs/labs`.
+//! Code shared by the labs. The labs are the programs in `src/bin`; each has a page in
+//! `examples/labs/docs`.
 //!
-//! A lab is two functions, a client and a server, each of which has a [`Peer`]: its end. They run on two threads of one
-//! process, or, with `--listen` and `--connect`, in two processes.
+//! A lab consists of a client and a server, each with a [`Peer`]. They run on two threads of one
+//! process or, with `--listen` and `--connect`, in two processes.
 
 mod peer;
 mod place;
@@ -17,18 +17,17 @@ use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::time::TimeVal;
 use tokio_rdma::Device;
 
-pub use peer::{End, Peer, patient};
+pub use peer::{End, Peer, long_ack_timeout};
 use place::{Arguments, Place};
 
-/// What goes wrong is told to whoever runs the lab, in words.
+/// An error of a lab, which is printed.
 pub type Failure = Box<dyn Error + Send + Sync>;
-/// Of everything here.
+/// The result of a lab's functions.
 pub type Result<T> = std::result::Result<T, Failure>;
 
-/// A peer that is there answers long before.
 const DEADLINE: Duration = Duration::from_secs(30);
 
-/// Runs a lab as its arguments say, and gives what the shell is told: 0 only if every check held.
+/// Runs a lab as its arguments ask. The exit status is 0 only if every check passed.
 pub fn run<C, S>(
     name: &'static str,
     client: impl FnOnce(Peer) -> C,
@@ -72,30 +71,31 @@ where
         }),
         Place::Connect(address) => runtime()?.block_on(async {
             let device = Device::open_default_to(address.ip())?;
-            client(Peer::new(name, quick, device, place::call(address).await?, false).await?).await
+            client(Peer::new(name, quick, device, place::connect(address).await?, false).await?)
+                .await
         }),
         Place::Here { udp } => {
             let (listener, address) = place::listen_here()?;
-            // The server has a thread and a runtime of its own, as if it were another process.
+            // Like a process of its own.
             let serving = std::thread::spawn(move || {
                 runtime()?.block_on(async {
                     let device = place::device_here(udp, 1)?;
                     server(
-                        Peer::new(name, quick, device, place::answer(listener).await?, true)
+                        Peer::new(name, quick, device, place::accept(listener).await?, true)
                             .await?,
                     )
                     .await
                 })
             });
-            let asked = runtime()?.block_on(async {
+            let client_result = runtime()?.block_on(async {
                 let device = place::device_here(udp, 0)?;
-                client(Peer::new(name, quick, device, place::call(address).await?, true).await?)
+                client(Peer::new(name, quick, device, place::connect(address).await?, true).await?)
                     .await
             });
-            let served = serving.join().map_err(|_| "the server's thread panicked")?;
-            match (asked, served) {
+            let server_result = serving.join().map_err(|_| "the server's thread panicked")?;
+            match (client_result, server_result) {
                 (Err(error), Err(cause)) => Err(format!("client: {error}; server: {cause}").into()),
-                (asked, served) => asked.and(served),
+                (client_result, server_result) => client_result.and(server_result),
             }
         }
     }
@@ -105,36 +105,36 @@ fn runtime() -> Result<tokio::runtime::Runtime> {
     Ok(tokio::runtime::Builder::new_current_thread().enable_all().build()?)
 }
 
-/// Says what was done, if it is as it should be.
+/// Compares a value with the expected one.
 ///
 /// # Errors
 ///
-/// If it is not.
+/// The values differ.
 pub fn check<T: Debug + PartialEq>(what: &str, is: T, expected: T) -> Result<()> {
     if is != expected {
-        return Err(format!("{what}: {is:?} instead of {expected:?}").into());
+        return Err(format!("{what}: expected {expected:?}, got {is:?}").into());
     }
     Ok(())
 }
 
-/// Fails if it takes longer than anything here takes.
+/// Limits `work` to 30 seconds.
 ///
 /// # Errors
 ///
-/// Those of `work`, or that it is not done.
+/// The error of `work`, or a timeout.
 pub async fn in_time<T, E: Into<Failure>>(
     what: &str,
     work: impl Future<Output = std::result::Result<T, E>>,
 ) -> Result<T> {
     let done = tokio::time::timeout(DEADLINE, work).await;
-    done.map_err(|_| format!("{what} is not done after {DEADLINE:?}"))?.map_err(Into::into)
+    done.map_err(|_| format!("{what} timed out after {DEADLINE:?}"))?.map_err(Into::into)
 }
 
-/// Time of processors that this process has used.
+/// Returns the processor time of this process.
 ///
 /// # Errors
 ///
-/// If the kernel does not say.
+/// `getrusage(2)` failed.
 pub fn processor_time() -> Result<Duration> {
     let usage = getrusage(UsageWho::RUSAGE_SELF)?;
     let time = |time: TimeVal| {

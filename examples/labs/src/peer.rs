@@ -1,4 +1,4 @@
-//! One end of a lab, and the channel over which it tells the other what RDMA has to know before it begins.
+//! One end of a lab, and the TCP control channel between the ends.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -16,24 +16,23 @@ use tokio_rdma::{
 
 use crate::{Result, check, in_time, processor_time};
 
-/// Most bytes of one thing told.
-const LONGEST: usize = 64 << 10;
-/// The other end may have work of its own to do first. If its process ends, we hear of it at once.
-const PATIENCE: Duration = Duration::from_secs(300);
+const MAX_MESSAGE: usize = 64 << 10;
+/// The other end may have work to do first. If its process exits, the channel closes at once.
+const EXCHANGE_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// One end.
+/// One end of a lab.
 #[derive(Debug)]
 pub struct Peer {
-    /// `--quick`: as little as shows that it works.
+    /// True with `--quick`.
     pub quick: bool,
     device: Device,
     stream: TcpStream,
-    /// Both ends are one process.
+    /// True if both ends are in this process.
     here: bool,
 }
 
 impl Peer {
-    /// Makes sure that the other end is of the same lab.
+    /// Checks that the other end runs the same lab.
     pub(crate) async fn new(
         name: &str,
         quick: bool,
@@ -45,21 +44,21 @@ impl Peer {
         let mut peer = Self { quick, device, stream, here };
         let ours = format!("{name}{}", if quick { " --quick" } else { "" });
         let theirs = in_time("the other end's greeting", peer.exchange(ours.as_bytes())).await?;
-        check("what the other end runs", String::from_utf8_lossy(&theirs).into_owned(), ours)?;
+        check("the other end's lab", String::from_utf8_lossy(&theirs).into_owned(), ours)?;
         Ok(peer)
     }
 
-    /// Its device.
+    /// Returns the device.
     #[must_use]
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// Port and GID from which the other end is reached.
+    /// Returns the port and the GID of the path to the other end.
     ///
     /// # Errors
     ///
-    /// If no port is active.
+    /// No port is active.
     pub fn path(&self) -> Result<(PortAttr, GidEntry)> {
         Ok(match self.host()? {
             Some(host) => self.device.path_to(host.into())?,
@@ -67,37 +66,37 @@ impl Peer {
         })
     }
 
-    /// The host to choose a GID for: another one.
+    /// Returns the address to select a GID for; `None` if the other end is on this host.
     fn host(&self) -> Result<Option<IpAddr>> {
         let host = self.stream.peer_addr()?.ip();
         Ok((!host.is_loopback()).then_some(host))
     }
 
-    /// What queue pairs and memory are made of.
+    /// Creates the objects that queue pairs and memory are made from.
     ///
     /// # Errors
     ///
-    /// If the device refuses.
+    /// The device refuses one of them.
     pub fn end(&self, mode: &CompletionMode) -> Result<End> {
         let pd = self.device.protection_domain()?;
         let queue = CompletionQueue::new(&self.device, mode.clone())?;
         Ok(End { pd, queue, host: self.host()? })
     }
 
-    /// Address of the channel at this end.
+    /// Returns the local address of the control channel.
     ///
     /// # Errors
     ///
-    /// If the kernel does not say.
+    /// `getsockname(2)` failed.
     pub fn address(&self) -> Result<IpAddr> {
         Ok(self.stream.local_addr()?.ip())
     }
 
-    /// Tells the other end something, and hears what it tells: both have come as far as this.
+    /// Exchanges messages with the other end, which makes the same call.
     ///
     /// # Errors
     ///
-    /// If the other end is gone, says too much, or nothing.
+    /// The other end has exited, or sends too long a message, or none.
     pub async fn exchange(&mut self, ours: &[u8]) -> Result<Vec<u8>> {
         let exchanged = async {
             let length = u32::try_from(ours.len())?;
@@ -106,111 +105,112 @@ impl Peer {
                 .stream
                 .read_u32()
                 .await
-                .map_err(|error| format!("the other end is gone: {error}"))?
+                .map_err(|error| format!("the other end has exited: {error}"))?
                 as usize;
-            if length > LONGEST {
-                return Err(
-                    format!("the other end tells {length} bytes; {LONGEST} are allowed").into()
-                );
+            if length > MAX_MESSAGE {
+                return Err(format!(
+                    "the other end sent {length} bytes; the limit is {MAX_MESSAGE}"
+                )
+                .into());
             }
             let mut theirs = vec![0; length];
             self.stream.read_exact(&mut theirs).await?;
             Ok(theirs)
         };
-        timeout(PATIENCE, exchanged)
+        timeout(EXCHANGE_TIMEOUT, exchanged)
             .await
-            .map_err(|_| format!("the other end says nothing for {PATIENCE:?}"))?
+            .map_err(|_| format!("the other end sent nothing for {EXCHANGE_TIMEOUT:?}"))?
     }
 
-    /// Waits until the other end has come as far as this.
+    /// Waits until the other end has reached this point too.
     ///
     /// # Errors
     ///
-    /// As [`exchange`](Self::exchange), or if the other end is elsewhere.
-    pub async fn meet(&mut self) -> Result<()> {
-        let told = self.exchange(&[]).await?;
-        check("bytes told where nothing was to be told", told.len(), 0)
+    /// See [`exchange`](Self::exchange).
+    pub async fn barrier(&mut self) -> Result<()> {
+        let received = self.exchange(&[]).await?;
+        check("length of the other end's barrier message", received.len(), 0)
     }
 
-    /// Connects a queue pair to that of the other end, which does the same.
+    /// Connects a queue pair to the other end's, which makes the same call.
     ///
     /// # Errors
     ///
-    /// As [`exchange`](Self::exchange), or if the two do not fit together.
+    /// See [`exchange`](Self::exchange); or the queue pairs do not match.
     pub async fn connect(&mut self, qp: &QueuePair) -> Result<()> {
-        self.connect_with(qp, &patient()).await
+        self.connect_with(qp, &long_ack_timeout()).await
     }
 
-    /// As [`connect`](Self::connect), with timeouts and retries of one's own.
+    /// Connects with the given timeouts and retries.
     ///
     /// # Errors
     ///
-    /// As [`connect`](Self::connect).
+    /// See [`connect`](Self::connect).
     pub async fn connect_with(&mut self, qp: &QueuePair, options: &ConnectOptions) -> Result<()> {
         let theirs = self.exchange(&qp.endpoint().to_bytes()).await?;
         qp.connect_with(&QueuePairEndpoint::from_bytes(&theirs)?, options)?;
-        // Nothing is sent before both hear.
-        self.meet().await
+        // Neither end may send before both are connected.
+        self.barrier().await
     }
 
-    /// Lets the other end, which calls [`offered`](Self::offered), use this memory.
+    /// Grants memory to the other end, which calls [`offered`](Self::offered).
     ///
     /// # Errors
     ///
-    /// As [`exchange`](Self::exchange).
+    /// See [`exchange`](Self::exchange).
     pub async fn offer(&mut self, memory: &ExposedRegion) -> Result<()> {
         self.exchange(&memory.grant().to_bytes()).await?;
         Ok(())
     }
 
-    /// The memory that the other end [`offer`](Self::offer)s.
+    /// Returns the memory that the other end grants by [`offer`](Self::offer).
     ///
     /// # Errors
     ///
-    /// As [`exchange`](Self::exchange), or if what was told is no memory.
+    /// See [`exchange`](Self::exchange); or the message is not a grant.
     pub async fn offered(&mut self) -> Result<RemoteRegion> {
-        let told = self.exchange(&[]).await?;
-        Ok(RemoteRegion::from_bytes(&told).ok_or("the other end offers what is no memory")?)
+        let received = self.exchange(&[]).await?;
+        Ok(RemoteRegion::from_bytes(&received).ok_or("malformed memory grant of the other end")?)
     }
 
-    /// Processor time that both ends have used since each called [`processor_time`] and got `before`.
+    /// Returns the processor time of both ends since each got `before` from [`processor_time`].
     ///
     /// # Errors
     ///
-    /// As [`exchange`](Self::exchange).
+    /// See [`exchange`](Self::exchange).
     pub async fn used_since(&mut self, before: Duration) -> Result<Duration> {
-        self.meet().await?;
+        self.barrier().await?;
         let ours = processor_time()?.saturating_sub(before);
         let theirs = self.exchange(&u64::try_from(ours.as_nanos())?.to_be_bytes()).await?;
         let theirs = Duration::from_nanos(u64::from_be_bytes(theirs[..].try_into()?));
-        // What one process has used, both of its ends have counted.
+        // Both ends count the same process.
         Ok(if self.here { ours } else { ours + theirs })
     }
 }
 
-/// What is not acknowledged is repeated after half a second instead of 67 ms: on a busy machine the other end may have to wait
-/// for a processor.
+/// Returns an ACK timeout of 0.5 s instead of 67 ms: on a busy machine the peer may wait for a
+/// processor.
 #[must_use]
-pub fn patient() -> ConnectOptions {
+pub fn long_ack_timeout() -> ConnectOptions {
     ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() }
 }
 
-/// What queue pairs and memory of one end are made of.
+/// The objects that queue pairs and memory are made from.
 #[derive(Debug)]
 pub struct End {
-    /// Who may reach what.
+    /// The protection domain.
     pub pd: ProtectionDomain,
-    /// Where completions arrive.
+    /// The completion queue.
     pub queue: CompletionQueue,
     host: Option<IpAddr>,
 }
 
 impl End {
-    /// A queue pair of reliable connection, to be connected.
+    /// Creates a queue pair for a reliable connection.
     ///
     /// # Errors
     ///
-    /// If the device refuses.
+    /// The device refuses.
     pub fn queue_pair(&self) -> Result<QueuePair> {
         let builder = QueuePair::builder(&self.pd, &self.queue);
         Ok(match self.host {
@@ -219,20 +219,20 @@ impl End {
         })
     }
 
-    /// Zeroed memory that peers may read, write and change atomically.
+    /// Allocates zeroed memory that peers may read, write and change atomically.
     ///
     /// # Errors
     ///
-    /// If there is no such memory, or it cannot be registered.
+    /// The memory cannot be allocated or registered.
     pub fn expose(&self, bytes: usize) -> Result<ExposedRegion> {
         Ok(ExposedRegion::new(&self.pd, HostMemory::zeroed(bytes)?, Access::REMOTE_ALL)?)
     }
 
-    /// Registered buffers.
+    /// Creates a pool of registered buffers.
     ///
     /// # Errors
     ///
-    /// If they cannot be registered.
+    /// The memory cannot be registered.
     pub fn pool(&self, bytes: usize, buffers: usize) -> Result<Pool> {
         Ok(Pool::new(&self.pd, bytes, buffers)?)
     }

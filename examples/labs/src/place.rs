@@ -1,4 +1,4 @@
-//! Where the two ends are, and with which devices.
+//! The location of the ends, and their devices.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
@@ -8,20 +8,18 @@ use tokio_rdma::software::{Network, UdpConfig};
 
 use crate::{Result, in_time};
 
-/// How a lab was started.
 #[derive(Debug)]
 pub(crate) struct Arguments {
-    /// `--quick`: as little as shows that it works.
     pub(crate) quick: bool,
     pub(crate) place: Place,
 }
 
-/// Which ends this process is.
+/// The ends that this process runs.
 #[derive(Debug)]
 pub(crate) enum Place {
-    /// Both. `--udp`: they speak over UDP on loopback, so that their packets can be captured.
+    /// Both. With `udp` their packets can be captured on loopback.
     Here { udp: bool },
-    /// The server, at this address.
+    /// The server, listening at this address.
     Listen(SocketAddr),
     /// The client of the server at this address.
     Connect(SocketAddr),
@@ -51,11 +49,10 @@ impl Arguments {
     }
 }
 
-const USAGE: &str =
-    "a lab takes --quick, and one of --udp, --listen ADDRESS:PORT and --connect ADDRESS:PORT";
+const USAGE: &str = "usage: [--quick] [--udp | --listen ADDRESS:PORT | --connect ADDRESS:PORT]";
 
-/// Of end number `index` of two in this process: with `udp` a software device of its own, at 127.0.73.1 and 127.0.73.2, else
-/// the one that `TOKIO_RDMA_DEVICE` names, or the first there is.
+/// Opens the device of end 0 or 1. With `udp` that is a software device at 127.0.73.1 or
+/// 127.0.73.2.
 pub(crate) fn device_here(udp: bool, index: u8) -> Result<Device> {
     if !udp {
         return Ok(Device::open_default()?);
@@ -65,7 +62,7 @@ pub(crate) fn device_here(udp: bool, index: u8) -> Result<Device> {
     Ok(Device::software_in(&network, &address.to_string())?)
 }
 
-/// Where a client in this process finds the server.
+/// Opens the listener for a client in this process.
 pub(crate) fn listen_here() -> Result<(std::net::TcpListener, SocketAddr)> {
     let listener = std::net::TcpListener::bind("127.0.0.1:0")?;
     listener.set_nonblocking(true)?;
@@ -73,14 +70,12 @@ pub(crate) fn listen_here() -> Result<(std::net::TcpListener, SocketAddr)> {
     Ok((listener, address))
 }
 
-/// The client in this process.
-pub(crate) async fn answer(listener: std::net::TcpListener) -> Result<TcpStream> {
+pub(crate) async fn accept(listener: std::net::TcpListener) -> Result<TcpStream> {
     let listener = TcpListener::from_std(listener)?;
-    Ok(in_time("the client's call", listener.accept()).await?.0)
+    Ok(in_time("the client's connection", listener.accept()).await?.0)
 }
 
-/// The server.
-pub(crate) async fn call(address: SocketAddr) -> Result<TcpStream> {
-    let called = in_time("the call", TcpStream::connect(address)).await;
-    called.map_err(|error| format!("no server at {address}: {error}").into())
+pub(crate) async fn connect(address: SocketAddr) -> Result<TcpStream> {
+    let connected = in_time("the connection", TcpStream::connect(address)).await;
+    connected.map_err(|error| format!("no server at {address}: {error}").into())
 }

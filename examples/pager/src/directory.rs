@@ -1,16 +1,16 @@
-//! How the coordinator is asked.
+//! HTTP client of the coordinator.
 
 use std::time::Duration;
 
 use reqwest::{Method, RequestBuilder, Response, StatusCode};
 
-use crate::service::{Before, Joined, Lent, Of, Writing};
+use crate::service::{ByInstance, Joined, JoinedBefore, LeaseGranted, Writing};
 use crate::{Conflict, Instance, Map, Share, ShareError, Wanted, WriterId};
 
-/// Longest that a request takes besides what it is to wait, unless set.
+/// Default of [`Directory::patience`].
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// The coordinator, as owners and clients see it; clones share its connections.
+/// A client of the coordinator for owners and clients. Clones share its connections.
 #[derive(Debug, Clone)]
 pub struct Directory {
     url: String,
@@ -18,41 +18,41 @@ pub struct Directory {
     patience: Duration,
 }
 
-/// Why the coordinator did not do it.
+/// The error of a request to the coordinator.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum DirectoryError {
-    /// It is not there, or it is not one.
-    #[error("the coordinator at {url}: {reason}")]
+    /// The coordinator is unreachable or its response is invalid.
+    #[error("request to coordinator {url} failed: {reason}")]
     Http {
-        /// Where it should be.
+        /// URL of the coordinator.
         url: String,
-        /// What went wrong, with all its causes.
+        /// The error with all its causes.
         reason: String,
     },
-    /// It said no.
-    #[error("the coordinator: {reason} ({status})")]
+    /// The coordinator refused the request.
+    #[error("coordinator refused the request: {reason} ({status})")]
     Refused {
-        /// Of the answer.
+        /// HTTP status.
         status: StatusCode,
-        /// Its words.
+        /// Text of the response.
         reason: String,
     },
-    /// It does not go with what the coordinator knows.
-    #[error("the coordinator: {0}")]
+    /// The request conflicts with the coordinator's state.
+    #[error("coordinator refused the request: {0}")]
     Conflict(Conflict),
-    /// It has a share that cannot be.
-    #[error("the coordinator says of node {node}: {error}")]
+    /// The coordinator returned an invalid share.
+    #[error("coordinator returned an invalid share of node {node}: {error}")]
     Share {
-        /// Whose.
+        /// The node with the share.
         node: String,
-        /// Why not.
+        /// Why the share is invalid.
         error: ShareError,
     },
 }
 
 impl Directory {
-    /// Of the coordinator at `http://host:port`. Nothing is asked yet.
+    /// Creates a client of the coordinator at `http://host:port`. Sends nothing yet.
     #[must_use]
     pub fn new(url: &str) -> Self {
         Self {
@@ -62,20 +62,21 @@ impl Directory {
         }
     }
 
-    /// Longest that an answer takes, besides what a request is to wait; 5 s unless set. For as long after one that has failed
-    /// the coordinator is not asked again to take a node off the map.
+    /// Sets the maximum duration of a request in addition to the wait that it asks for; 5 s by
+    /// default. After a failed removal of a node from the map, the next attempt is made no sooner
+    /// than this.
     #[must_use]
     pub fn patience(mut self, patience: Duration) -> Self {
         self.patience = patience;
         self
     }
 
-    /// How long that is.
-    pub(crate) fn patient_for(&self) -> Duration {
+    pub(crate) fn pause(&self) -> Duration {
         self.patience
     }
 
-    /// Lends pages: new ones, or those that were lent `before`. The instance of the coordinator that has them on its map.
+    /// Joins a node with its share to the map: a new share, or one that joined coordinator
+    /// `before`. Returns the instance of the coordinator.
     pub(crate) async fn join(
         &self,
         node: &str,
@@ -83,21 +84,22 @@ impl Directory {
         before: Option<Instance>,
     ) -> Result<Instance, DirectoryError> {
         let request = self.request(Method::POST, &format!("nodes/{node}/pages"), Duration::ZERO);
-        let joined: Joined = self.json(request.query(&Before { before }).json(share)).await?;
+        let joined: Joined = self.json(request.query(&JoinedBefore { before }).json(share)).await?;
         Ok(joined.instance)
     }
 
-    /// Takes a node off the map of that coordinator. One that is not there is no error.
+    /// Removes a node from the map of coordinator `instance`. It is not an error if the node is not
+    /// on it.
     ///
     /// # Errors
     ///
-    /// If the coordinator is not there, or is another one.
+    /// If the coordinator is unreachable or another instance.
     pub async fn leave(&self, node: &str, instance: Instance) -> Result<(), DirectoryError> {
         let request = self.request(Method::DELETE, &format!("nodes/{node}/pages"), Duration::ZERO);
-        self.send(request.query(&Of { instance })).await.map(drop)
+        self.send(request.query(&ByInstance { instance })).await.map(drop)
     }
 
-    /// Begins to write, or goes on, for as long as the coordinator hears of it at least that often.
+    /// Begins or renews a lease to write. Returns the interval within which it must be renewed.
     pub(crate) async fn write(
         &self,
         id: WriterId,
@@ -105,25 +107,26 @@ impl Directory {
         how: &Writing,
     ) -> Result<Duration, DirectoryError> {
         let request = self.request(Method::PUT, &format!("writers/{}", id.0), Duration::ZERO);
-        let lent: Lent = self.json(request.query(&Of { instance }).query(how)).await?;
+        let lent: LeaseGranted =
+            self.json(request.query(&ByInstance { instance }).query(how)).await?;
         Ok(Duration::from_millis(lent.lease_ms))
     }
 
-    /// Ends to write.
-    pub(crate) async fn give_back(
+    /// Ends a lease to write.
+    pub(crate) async fn end_write(
         &self,
         id: WriterId,
         instance: Instance,
     ) -> Result<(), DirectoryError> {
         let request = self.request(Method::DELETE, &format!("writers/{}", id.0), Duration::ZERO);
-        self.send(request.query(&Of { instance })).await.map(drop)
+        self.send(request.query(&ByInstance { instance })).await.map(drop)
     }
 
-    /// The pages that a node lends, waiting for it for up to 30 seconds.
+    /// Returns the share of a node; waits for it for up to 30 seconds.
     ///
     /// # Errors
     ///
-    /// [`DirectoryError::Refused`] with 404 if it does not come.
+    /// [`DirectoryError::Refused`] with 404 if it does not join in time.
     pub async fn find(&self, node: &str, wait: Duration) -> Result<Share, DirectoryError> {
         let share =
             self.json(self.request(Method::GET, &format!("nodes/{node}/pages"), wait)).await?;
@@ -131,11 +134,12 @@ impl Directory {
         Ok(share)
     }
 
-    /// The map, waiting for up to 30 seconds until it has what is wanted. From then on no node joins.
+    /// Returns the map once it has what is wanted; waits for up to 30 seconds. From then on no node
+    /// can join.
     ///
     /// # Errors
     ///
-    /// [`DirectoryError::Refused`] with 404 if there are not as many pages.
+    /// [`DirectoryError::Refused`] with 404 if pages or copies are missing.
     pub async fn map(&self, wanted: Wanted, wait: Duration) -> Result<Map, DirectoryError> {
         let map: Map = self.json(self.request(Method::GET, "pages", wait).query(&wanted)).await?;
         for (node, share) in &map.shares {
@@ -179,7 +183,7 @@ impl Directory {
     }
 
     fn failed(&self, error: &reqwest::Error) -> DirectoryError {
-        // The error itself says as much as "error sending request".
+        // reqwest's error alone says little more than "error sending request".
         let causes =
             std::iter::successors(std::error::Error::source(error), |cause| cause.source());
         let reason = causes.fold(error.to_string(), |said, cause| format!("{said}: {cause}"));

@@ -1,4 +1,4 @@
-//! What goes wrong: with which page, at which node, and why.
+//! Errors: which page, at which node, and why.
 
 use std::time::Duration;
 
@@ -9,195 +9,195 @@ use tokio_rdma::{CloseReason, EstablishError, OpErrorKind, SetupError, VerbError
 
 use crate::{DirectoryError, Instance};
 
-/// Why the coordinator does not do what may be right of itself: it does not go with what it knows.
+/// A request that is valid in itself but conflicts with the coordinator's state.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Conflict {
-    /// Nobody joins any more.
-    #[error("clients have the map already; a node that joins would not have what they write")]
+    /// A client has the map, so that no node can join.
+    #[error("clients have the map already, and a node that joins would lack their writes")]
     Sealed,
-    /// Memory that was lent before, and was not on the map all the time since.
+    /// The memory was lent before and has not been on the map ever since.
     #[error(
-        "this memory was lent by the map of coordinator {before} and is not on that of coordinator {now}: it may lack what was \
-         written since; start the owner anew"
+        "memory lent by the map of coordinator {before} is not on the map of coordinator {now} and \
+         may lack writes; restart the owner"
     )]
     Stale {
-        /// When it joined.
+        /// The coordinator that it joined.
         before: Instance,
-        /// Who was asked.
+        /// The coordinator asked.
         now: Instance,
     },
-    /// Somebody has a map that is no more.
+    /// The map is another coordinator's.
     #[error(
-        "the coordinator was started anew: asked for {asked}, it is {now} and knows nothing of the nodes of that map"
+        "map is from coordinator {asked}, but coordinator {now} is running and lacks its nodes"
     )]
     Instance {
-        /// Of the map.
+        /// The coordinator that the map is from.
         asked: Instance,
-        /// Who was asked.
+        /// The coordinator asked.
         now: Instance,
     },
-    /// One client writes at a time.
-    #[error("another client writes")]
+    /// Another client has the lease to write.
+    #[error("another client is writing")]
     Writing,
-    /// A client that wrote was not heard of any more.
+    /// A client stopped renewing its lease while writing.
     #[error(
-        "a client has not come to the end of writing: copies of a page may differ, or be half of one and half of another"
+        "a client stopped without finishing its writes: copies of a page may differ or be torn"
     )]
     Unclean,
-    /// Nothing was heard of this one for too long.
-    #[error(
-        "this client does not write, or was not heard of for so long that others were told that copies may differ"
-    )]
+    /// This client has no lease to write.
+    #[error("this client has no lease to write or did not renew it in time")]
     Lapsed,
 }
 
-/// Why a page could not be had, or kept.
+/// Why a page cannot be accessed or written back.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum PagerError {
-    /// There is no such page.
-    #[error("page {page}: there are {pages}, from 0 on")]
+    /// The page does not exist.
+    #[error("page {page} does not exist: {pages} pages available")]
     NoPage {
-        /// Asked for.
+        /// The page requested.
         page: u64,
-        /// Pages there are.
+        /// Number of pages.
         pages: u64,
     },
-    /// The bytes asked for are not all within the page.
+    /// The bytes requested exceed the page.
     #[error("page {page}: {bounds}")]
     Bounds {
-        /// Asked for.
+        /// The page requested.
         page: u64,
-        /// By how much.
+        /// Bounds of the request.
         bounds: OutOfBounds,
     },
-    /// All nodes that had the page are lost. If it was to be written back, it is still in the cache.
-    #[error("page {page} is lost: no node has it any more, and the last, {node}: {cause}")]
+    /// All nodes with the page are lost. A dirty page is still in the cache.
+    #[error("page {page} is lost: all nodes with a copy failed; last node {node}: {cause}")]
     Lost {
         /// The page.
         page: u64,
-        /// The last that was tried.
+        /// The last node tried.
         node: String,
-        /// What became of it.
+        /// Cause of its failure.
         cause: NodeError,
     },
-    /// A node was not written to, and the coordinator could not be told that it lacks this page. It is still in the cache.
+    /// A node was not written to, and the coordinator did not confirm its removal from the map. The
+    /// page is still in the cache.
     #[error(
-        "page {page} is not written back: node {node} does not have it and is still on the map: {cause}"
+        "page {page} is not written back: node {node} lacks it and is still on the map: {cause}"
     )]
     Unsure {
         /// The page.
         page: u64,
-        /// Who lacks it.
+        /// The node that lacks the page.
         node: String,
-        /// Why the coordinator does not know.
+        /// Why the removal failed.
         cause: DirectoryError,
     },
-    /// This client does not write, or no more: there is another one, or the coordinator was started anew, or it has not heard of
-    /// this one for too long. What was changed before is still in the cache.
-    #[error("page {page} is not written to: {cause}")]
+    /// This client has no lease to write: another client writes, or the coordinator was restarted
+    /// or considers this client dead. Earlier changes are still in the cache.
+    #[error("cannot write to page {page}: {cause}")]
     NotWriter {
         /// The page.
         page: u64,
         /// Why not.
         cause: DirectoryError,
     },
-    /// All is written back, and the coordinator could not be told: it will say of the map that copies may differ.
-    #[error("all pages are written back, which the coordinator does not know: {0}")]
+    /// All pages are written back, but the coordinator was not notified: its map will say that
+    /// copies may differ.
+    #[error("all pages are written back, but the coordinator was not notified: {0}")]
     Unended(DirectoryError),
-    /// No buffer for the page.
-    #[error("page {page}: {cause}")]
+    /// The pool has no buffer for the page.
+    #[error("no buffer for page {page}: {cause}")]
     NoBuffer {
         /// The page.
         page: u64,
         /// Why not.
         cause: PoolError,
     },
-    /// The runtime that the pager was made on has shut down.
-    #[error("page {page}: the runtime of the pager has shut down")]
+    /// The pager's runtime has shut down.
+    #[error("cannot access page {page}: the pager's runtime has shut down")]
     Runtime {
         /// The page.
         page: u64,
     },
 }
 
-/// Why a node is lost. It stays lost, as it lacks what is written from then on.
+/// Why a node is lost. It stays lost, since it lacks later writes.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NodeError {
-    /// It was never reached.
-    #[error("not connected: {0}")]
+    /// The connection could not be established.
+    #[error("failed to connect: {0}")]
     Connect(Box<EstablishError>),
-    /// Its connection has ended.
-    #[error("the connection has ended: {0}")]
+    /// The connection closed.
+    #[error("connection closed: {0}")]
     Ended(CloseReason),
     /// A READ or WRITE failed.
     #[error(transparent)]
     Operation(OpErrorKind),
-    /// No READ or WRITE was done for so long, though some were under way.
-    #[error("nothing is done for {0:?}")]
+    /// No READ or WRITE completed for this time, though some were in flight.
+    #[error("no operation completed for {0:?}")]
     Deadline(Duration),
 }
 
-/// Why an owner or a client does not start.
+/// Why an owner or a client cannot start.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StartError {
-    /// A setting that does not work.
-    #[error("{field}: asked for {asked}, {least} to {most} work")]
+    /// A setting is out of range.
+    #[error("invalid {field}: {asked}, must be {min} to {max}")]
     Setting {
-        /// Which.
+        /// The setting.
         field: &'static str,
-        /// How much was asked.
+        /// The value given.
         asked: u64,
-        /// The least.
-        least: u64,
-        /// The most.
-        most: u64,
+        /// The minimum.
+        min: u64,
+        /// The maximum.
+        max: u64,
     },
-    /// The device does not open.
+    /// The device cannot be opened.
     #[error(transparent)]
     Open(#[from] OpenError),
-    /// The device refuses.
+    /// The device refuses to create an object.
     #[error(transparent)]
     Setup(#[from] SetupError),
-    /// No address to listen at.
+    /// The owner cannot listen at its address.
     #[error(transparent)]
     Listen(#[from] EstablishError),
-    /// No memory to lend.
-    #[error("{bytes} bytes of memory: {cause}")]
+    /// The memory to lend cannot be allocated.
+    #[error("failed to allocate {bytes} bytes: {cause}")]
     Memory {
-        /// Asked for.
+        /// Size requested.
         bytes: u64,
         /// Why not.
         cause: std::io::Error,
     },
-    /// The pages were not filled.
-    #[error("the pages are not filled: {0}")]
-    Fill(#[from] std::io::Error),
-    /// Nothing to count latencies with.
+    /// The pages could not be filled.
+    #[error("failed to fill the pages: {0}")]
+    Fill(std::io::Error),
+    /// The histograms cannot be created.
     #[error(transparent)]
     Meter(#[from] hdrhistogram::CreationError),
-    /// The coordinator says no.
+    /// The request to the coordinator failed.
     #[error(transparent)]
     Directory(#[from] DirectoryError),
-    /// A client has not come to the end of writing: copies of a page may differ. [`Config::unclean_too`](crate::Config) says that
-    /// this is fine.
+    /// A client died while writing: copies of a page may differ.
+    /// [`Config::unclean_too`](crate::Config) accepts this.
     #[error(
-        "coordinator {instance}: {}; owners and coordinator started anew are alike",
+        "coordinator {instance}: {}; restart owners and coordinator, or set unclean_too",
         Conflict::Unclean
     )]
     Unclean {
-        /// Of the map.
+        /// The coordinator of the map.
         instance: Instance,
     },
-    /// None of the nodes can be reached.
-    #[error("no node can be reached; {node}: {cause}")]
+    /// No node can be reached.
+    #[error("cannot reach any node; {node}: {cause}")]
     Alone {
-        /// One of them.
+        /// One of the nodes.
         node: String,
-        /// Why not.
+        /// Why it cannot be reached.
         cause: NodeError,
     },
 }

@@ -1,18 +1,19 @@
-//! What the coordinator knows, and who may do what: a machine without I/O, which is told the time.
+//! The coordinator's state: the map and the client that writes. A state machine without I/O;
+//! callers pass the time.
 //!
 //! ```text
-//!             write                 give back
-//!   nobody ─────────────▶ writing ─────────────▶ nobody
+//!             write                  end_write
+//!   no writer ─────────▶ writing ─────────────▶ no writer
 //!                           │
-//!                           │ not heard of for as long as a lease is
+//!                           │ not renewed for the duration of a lease
 //!                           ▼
-//!                        unclean, for as long as this coordinator runs: copies may differ
+//!                        unclean for as long as this coordinator runs: copies may differ
 //! ```
 
 use std::time::Duration;
 
 use axum::http::StatusCode;
-use coordinator::service::{Refusal, check_room};
+use coordinator::service::{Refusal, check_capacity};
 use tokio::time::Instant;
 
 use crate::{Conflict, Instance, Map, Share, WriterId};
@@ -20,7 +21,8 @@ use crate::{Conflict, Instance, Map, Share, WriterId};
 /// Settings of a coordinator.
 #[derive(Debug, Clone, Copy)]
 pub struct Settings {
-    /// Longest that is not heard of a client that writes; 30 s unless set. Clients let themselves be heard of six times in that.
+    /// Duration of the lease of a client that writes, unless renewed; 30 s by default. Clients
+    /// renew it six times in that time.
     pub lease: Duration,
 }
 
@@ -30,32 +32,31 @@ impl Default for Settings {
     }
 }
 
-/// Why something is not done.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum No {
+pub(crate) enum Rejection {
     Conflict(Conflict),
     Refusal(Refusal),
 }
 
-impl From<Conflict> for No {
+impl From<Conflict> for Rejection {
     fn from(conflict: Conflict) -> Self {
         Self::Conflict(conflict)
     }
 }
 
-/// Who writes.
 #[derive(Debug)]
 struct Writer {
     id: WriterId,
     until: Instant,
 }
 
-/// A map, and what keeps it right: it names nodes only that have all that was ever written, and says if that may not be so.
+/// The map with its invariants: it names only nodes that have every write, and is marked unclean if
+/// that is in doubt.
 #[derive(Debug)]
 pub(crate) struct Known {
     settings: Settings,
     map: Map,
-    /// A client has it: who joins now would miss what that client writes.
+    /// A client has the map. A node that joined now would lack that client's writes.
     sealed: bool,
     writer: Option<Writer>,
 }
@@ -66,31 +67,29 @@ impl Known {
         Self { settings, map, sealed: false, writer: None }
     }
 
-    /// Which coordinator this is.
     pub(crate) fn instance(&self) -> Instance {
         self.map.instance
     }
 
-    /// The map as it is now.
     pub(crate) fn map(&mut self, now: Instant) -> &Map {
-        self.notice(now);
+        self.expire_writer(now);
         &self.map
     }
 
-    /// A client takes the map.
     pub(crate) fn seal(&mut self) {
         self.sealed = true;
     }
 
-    /// A node lends pages: new ones, or those that it has lent `before`, by the word of the coordinator of then.
+    /// Joins a node with its share: a new one, or one that joined coordinator `before`.
     pub(crate) fn join(
         &mut self,
         id: String,
         share: Share,
         before: Option<Instance>,
-    ) -> Result<StatusCode, No> {
+    ) -> Result<StatusCode, Rejection> {
         if let Some(before) = before {
-            // Its memory has been written to, or should have been: it is what it was if it has been on the map ever since.
+            // The memory may have been written to. It lacks no write only if it has been on this
+            // map ever since.
             let kept = before == self.map.instance && self.map.shares.get(&id) == Some(&share);
             return if kept {
                 Ok(StatusCode::OK)
@@ -101,21 +100,22 @@ impl Known {
         if self.sealed {
             return Err(Conflict::Sealed.into());
         }
-        check_room(&id, self.map.shares.len(), self.map.shares.contains_key(&id))
-            .map_err(No::Refusal)?;
+        check_capacity(&id, self.map.shares.len(), self.map.shares.contains_key(&id))
+            .map_err(Rejection::Refusal)?;
         Ok(match self.map.shares.insert(id, share) {
             None => StatusCode::CREATED,
             Some(_) => StatusCode::OK,
         })
     }
 
-    /// A node leaves, or lacks what was written. True if it was there.
+    /// Removes a node that leaves or lacks a write. Returns whether it was on the map.
     pub(crate) fn leave(&mut self, id: &str, of: Instance) -> Result<bool, Conflict> {
         self.check(of)?;
         Ok(self.map.shares.remove(id).is_some())
     }
 
-    /// A client begins to write, for as long as it is heard of at least that often. It may ask again if it has not heard the answer.
+    /// Gives a client the lease to write. The client may repeat the request if it missed the
+    /// response.
     pub(crate) fn write(
         &mut self,
         now: Instant,
@@ -124,7 +124,7 @@ impl Known {
         unclean_too: bool,
     ) -> Result<Duration, Conflict> {
         self.check(of)?;
-        self.notice(now);
+        self.expire_writer(now);
         if self.writer.as_ref().is_some_and(|writer| writer.id != id) {
             return Err(Conflict::Writing);
         }
@@ -135,29 +135,28 @@ impl Known {
         Ok(self.settings.lease)
     }
 
-    /// A client goes on writing.
-    pub(crate) fn go_on(
+    pub(crate) fn renew(
         &mut self,
         now: Instant,
         id: WriterId,
         of: Instance,
     ) -> Result<Duration, Conflict> {
         self.check(of)?;
-        self.notice(now);
+        self.expire_writer(now);
         let writer =
             self.writer.as_mut().filter(|writer| writer.id == id).ok_or(Conflict::Lapsed)?;
         writer.until = now + self.settings.lease;
         Ok(self.settings.lease)
     }
 
-    /// A client has written all that it was to write.
-    pub(crate) fn give_back(
+    /// Ends the lease of a client that has written everything back.
+    pub(crate) fn end_write(
         &mut self,
         now: Instant,
         id: WriterId,
         of: Instance,
     ) -> Result<(), Conflict> {
-        self.go_on(now, id, of)?;
+        self.renew(now, id, of)?;
         self.writer = None;
         Ok(())
     }
@@ -167,8 +166,9 @@ impl Known {
         if of == now { Ok(()) } else { Err(Conflict::Instance { asked: of, now }) }
     }
 
-    /// A writer that is not heard of may have written to one copy and not to another.
-    fn notice(&mut self, now: Instant) {
+    /// Marks the map as unclean if the lease has expired: its client may have written to some
+    /// copies only.
+    fn expire_writer(&mut self, now: Instant) {
         if self.writer.as_ref().is_some_and(|writer| writer.until < now) {
             self.writer = None;
             self.map.unclean = true;
@@ -197,99 +197,103 @@ mod tests {
         Share { address: ([127, 0, 0, 1], 1).into(), first: 0, region, replica: 0 }
     }
 
-    fn stale(before: Instance) -> Result<StatusCode, No> {
-        Err(No::Conflict(Conflict::Stale { before, now: HERE }))
+    fn stale(before: Instance) -> Result<StatusCode, Rejection> {
+        Err(Rejection::Conflict(Conflict::Stale { before, now: HERE }))
     }
 
     #[test]
-    fn memory_that_may_lack_what_was_written_does_not_join() {
+    fn memory_that_may_lack_writes_does_not_join() {
         let (mut known, name) = (known(), || "a".to_owned());
-        // Of another coordinator, which may have taken it off the map.
+        // Another coordinator may have removed it from its map.
         assert_eq!(known.join(name(), share(0), Some(OTHER)), stale(OTHER));
-        // As if it had been here, which nobody remembers.
+        // The coordinator was restarted with the same instance number, without its state.
         assert_eq!(known.join(name(), share(0), Some(HERE)), stale(HERE));
         assert!(known.map.shares.is_empty());
         assert_eq!(known.join(name(), share(0), None), Ok(StatusCode::CREATED));
-        // It is still the same.
         assert_eq!(known.join(name(), share(0), Some(HERE)), Ok(StatusCode::OK));
-        // Other memory of that name is not.
         assert_eq!(known.join(name(), share(4096), Some(HERE)), stale(HERE));
         assert_eq!(known.join(name(), share(4096), None), Ok(StatusCode::OK));
         assert_eq!(known.join(name(), share(0), Some(HERE)), stale(HERE));
-        // A client has it, which takes nothing from who is there.
+        // Sealing does not affect nodes on the map.
         known.seal();
         assert_eq!(known.join(name(), share(4096), Some(HERE)), Ok(StatusCode::OK));
-        assert_eq!(known.join("b".to_owned(), share(0), None), Err(No::Conflict(Conflict::Sealed)));
-        // Not written to.
+        assert_eq!(
+            known.join("b".to_owned(), share(0), None),
+            Err(Rejection::Conflict(Conflict::Sealed))
+        );
+        // Removed because a write did not reach it.
         assert_eq!(known.leave("a", HERE), Ok(true));
         assert_eq!(known.leave("a", HERE), Ok(false));
         assert_eq!(known.join(name(), share(4096), Some(HERE)), stale(HERE));
-        assert_eq!(known.join(name(), share(4096), None), Err(No::Conflict(Conflict::Sealed)));
+        assert_eq!(
+            known.join(name(), share(4096), None),
+            Err(Rejection::Conflict(Conflict::Sealed))
+        );
     }
 
     #[test]
-    fn whoever_has_the_map_of_another_coordinator_changes_nothing() {
+    fn requests_with_another_coordinators_map_are_refused() {
         let (mut known, now) = (known(), Instant::now());
         known.join("a".to_owned(), share(0), None).unwrap();
         let other = Conflict::Instance { asked: OTHER, now: HERE };
         assert_eq!(known.leave("a", OTHER), Err(other.clone()));
         assert_eq!(known.write(now, WriterId(7), OTHER, true), Err(other.clone()));
         known.write(now, WriterId(7), HERE, false).unwrap();
-        assert_eq!(known.go_on(now, WriterId(7), OTHER), Err(other.clone()));
-        assert_eq!(known.give_back(now, WriterId(7), OTHER), Err(other));
+        assert_eq!(known.renew(now, WriterId(7), OTHER), Err(other.clone()));
+        assert_eq!(known.end_write(now, WriterId(7), OTHER), Err(other));
         assert_eq!(known.write(now, WriterId(8), HERE, false), Err(Conflict::Writing));
         assert_eq!(known.map(now).shares.len(), 1);
     }
 
     #[test]
-    fn one_writes_at_a_time() {
+    fn one_client_has_the_lease_at_a_time() {
         let (mut known, now) = (known(), Instant::now());
         let (a, b) = (WriterId(7), WriterId(8));
-        assert_eq!(known.give_back(now, a, HERE), Err(Conflict::Lapsed));
+        assert_eq!(known.end_write(now, a, HERE), Err(Conflict::Lapsed));
         assert_eq!(known.write(now, a, HERE, false), Ok(LEASE));
         assert_eq!(known.write(now, a, HERE, false), Ok(LEASE));
         for unclean_too in [false, true] {
             assert_eq!(known.write(now, b, HERE, unclean_too), Err(Conflict::Writing));
         }
-        assert_eq!(known.go_on(now, b, HERE), Err(Conflict::Lapsed));
-        assert_eq!(known.give_back(now, b, HERE), Err(Conflict::Lapsed));
-        assert_eq!(known.give_back(now, a, HERE), Ok(()));
+        assert_eq!(known.renew(now, b, HERE), Err(Conflict::Lapsed));
+        assert_eq!(known.end_write(now, b, HERE), Err(Conflict::Lapsed));
+        assert_eq!(known.end_write(now, a, HERE), Ok(()));
         assert_eq!(known.write(now, b, HERE, false), Ok(LEASE));
         assert!(!known.map(now).unclean);
     }
 
     #[test]
-    fn a_writer_that_is_not_heard_of_leaves_the_map_unclean() {
+    fn writer_that_stops_renewing_leaves_the_map_unclean() {
         let (mut known, mut now) = (known(), Instant::now());
         let (a, b, c) = (WriterId(7), WriterId(8), WriterId(9));
         known.write(now, a, HERE, false).unwrap();
         for _ in 0..5 {
             now += LEASE;
-            known.go_on(now, a, HERE).unwrap();
+            known.renew(now, a, HERE).unwrap();
         }
         now += LEASE;
         assert!(!known.map(now).unclean, "its time is not over");
         now += Duration::from_millis(1);
         assert!(known.map(now).unclean);
-        // It has not been there meanwhile, and is told so.
-        assert_eq!(known.go_on(now, a, HERE), Err(Conflict::Lapsed));
-        assert_eq!(known.give_back(now, a, HERE), Err(Conflict::Lapsed));
+        // Its lease has expired meanwhile.
+        assert_eq!(known.renew(now, a, HERE), Err(Conflict::Lapsed));
+        assert_eq!(known.end_write(now, a, HERE), Err(Conflict::Lapsed));
         assert_eq!(known.write(now, b, HERE, false), Err(Conflict::Unclean));
-        // One who says that this is fine may write, and makes nothing right by that.
+        // A client that accepts this may write, which does not make the map clean.
         assert_eq!(known.write(now, b, HERE, true), Ok(LEASE));
         assert_eq!(known.write(now, c, HERE, true), Err(Conflict::Writing));
-        known.give_back(now, b, HERE).unwrap();
+        known.end_write(now, b, HERE).unwrap();
         assert!(known.map(now).unclean);
     }
 
     #[test]
-    fn a_time_that_is_over_is_noticed_by_whoever_comes() {
+    fn every_request_notices_an_expired_lease() {
         let come: [fn(&mut Known, Instant); 3] = [
             |known, now| {
                 assert_eq!(known.write(now, WriterId(8), HERE, false), Err(Conflict::Unclean))
             },
-            |known, now| assert_eq!(known.go_on(now, WriterId(7), HERE), Err(Conflict::Lapsed)),
-            |known, now| assert_eq!(known.give_back(now, WriterId(7), HERE), Err(Conflict::Lapsed)),
+            |known, now| assert_eq!(known.renew(now, WriterId(7), HERE), Err(Conflict::Lapsed)),
+            |known, now| assert_eq!(known.end_write(now, WriterId(7), HERE), Err(Conflict::Lapsed)),
         ];
         for come in come {
             let (mut known, now) = (known(), Instant::now());

@@ -1,5 +1,6 @@
-//! One client writes at a time: it begins when it first changes a page, goes on for as long as anything has to be written back, and
-//! tells the coordinator when all is. Of one that does not the map says that copies may differ.
+//! The lease to write: one client writes at a time. It takes the lease before its first change,
+//! renews it, and ends it when everything is written back. If it stops renewing, the map says that
+//! copies may differ.
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -12,10 +13,9 @@ use tokio::time::{MissedTickBehavior, interval};
 use crate::service::Writing;
 use crate::{Conflict, Directory, DirectoryError, Instance, WriterId};
 
-/// How often the coordinator hears of a client that writes, in the time of a lease.
-const OFTEN: u32 = 6;
+/// Renewals per duration of the lease.
+const RENEWALS_PER_LEASE: u32 = 6;
 
-/// The right to write, of one client.
 #[derive(Debug)]
 pub(crate) struct Lease {
     terms: Arc<Terms>,
@@ -28,30 +28,30 @@ struct Terms {
     directory: Directory,
     instance: Instance,
     unclean_too: bool,
-    /// The coordinator has told others that copies may differ, or is another one. Not within the lock: whoever holds that may be
-    /// waiting for a page to be written back.
+    /// Set when the coordinator has declared the lease lapsed or was restarted. Outside the lock,
+    /// whose holder may be waiting for a write-back.
     lapsed: OnceLock<Conflict>,
 }
 
 #[derive(Debug)]
 enum State {
     Without,
-    /// It was asked for, and the answer is not known.
+    /// Requested, without a known response.
     Asked(WriterId),
-    Held(WriterId, #[expect(dead_code, reason = "held")] GoingOn),
+    Held(WriterId, #[expect(dead_code, reason = "held")] Renewal),
 }
 
-/// The task by which the coordinator hears of us; it ends when this is dropped.
+/// The task that renews the lease, aborted on drop.
 #[derive(Debug)]
-struct GoingOn(AbortHandle);
+struct Renewal(AbortHandle);
 
-impl Drop for GoingOn {
+impl Drop for Renewal {
     fn drop(&mut self) {
         self.0.abort();
     }
 }
 
-/// As long as somebody has one, the lease is not given back.
+/// A guard that prevents the end of the lease.
 #[derive(Debug)]
 #[must_use = "without it, others may write"]
 pub(crate) struct Held {
@@ -59,7 +59,6 @@ pub(crate) struct Held {
 }
 
 impl Lease {
-    /// By a map of that instance.
     pub(crate) fn new(directory: &Directory, instance: Instance, unclean_too: bool) -> Self {
         let terms =
             Terms { directory: directory.clone(), instance, unclean_too, lapsed: OnceLock::new() };
@@ -67,7 +66,7 @@ impl Lease {
         Self { terms: Arc::new(terms), state, runtime: Handle::current() }
     }
 
-    /// Waits until this client may write. `None` if the runtime has shut down.
+    /// Waits until this client may write. Returns `None` if the runtime has shut down.
     pub(crate) async fn hold(&self) -> Option<Result<Held, DirectoryError>> {
         loop {
             if let Err(lapsed) = self.check() {
@@ -78,17 +77,17 @@ impl Lease {
                 return Some(Ok(Held { _state: state }));
             }
             drop(state);
-            // In a task of its own: what the coordinator has heard it has heard, whoever gives up here.
+            // A separate task: dropping this future must not lose the coordinator's response.
             let (terms, state) = (self.terms.clone(), self.state.clone());
-            let taking =
-                self.runtime.spawn(async move { take(state.write_owned().await, terms).await });
-            if let Err(error) = taking.await.ok()? {
+            let requesting =
+                self.runtime.spawn(async move { request(state.write_owned().await, terms).await });
+            if let Err(error) = requesting.await.ok()? {
                 return Some(Err(error));
             }
         }
     }
 
-    /// Why nothing may be written back, if that is so: others may write.
+    /// Returns an error if nothing may be written back because other clients may write.
     pub(crate) fn check(&self) -> Result<(), DirectoryError> {
         self.terms
             .lapsed
@@ -96,15 +95,16 @@ impl Lease {
             .map_or(Ok(()), |conflict| Err(DirectoryError::Conflict(conflict.clone())))
     }
 
-    /// Gives it back, unless somebody writes or `is_needed` says so. `None` if the runtime has shut down.
-    pub(crate) async fn give_back(
+    /// Ends the lease unless a task writes or `is_needed`. Returns `None` if the runtime has shut
+    /// down.
+    pub(crate) async fn end(
         &self,
         is_needed: impl FnOnce() -> bool,
     ) -> Option<Result<(), DirectoryError>> {
         if let Err(lapsed) = self.check() {
             return Some(Err(lapsed));
         }
-        // Who has it will flush, too.
+        // A task that holds the lock writes now and will flush later.
         let Ok(mut state) = self.state.clone().try_write_owned() else { return Some(Ok(())) };
         let (id, known) = match &*state {
             State::Held(id, _) => (*id, true),
@@ -114,25 +114,26 @@ impl Lease {
         if is_needed() {
             return Some(Ok(()));
         }
-        // What is asked for next has another number, so that this may arrive whenever it does.
+        // The next request has another id, so this one may arrive at any time.
         *state = State::Without;
         let terms = self.terms.clone();
-        let giving = self.runtime.spawn(async move {
-            let given = terms.directory.give_back(id, terms.instance).await;
-            // Who asks for it next would be told that this one has it.
+        let ending = self.runtime.spawn(async move {
+            let ended = terms.directory.end_write(id, terms.instance).await;
+            // Locked until the response: an earlier request would find the lease taken by this
+            // client.
             drop(state);
-            match given {
-                // It has never heard that this one asked.
+            match ended {
+                // The coordinator never got the request for the lease.
                 Err(DirectoryError::Conflict(Conflict::Lapsed)) if !known => Ok(()),
-                given => given,
+                ended => ended,
             }
         });
-        giving.await.ok()
+        ending.await.ok()
     }
 }
 
-/// Asks for it, unless another task has done that meanwhile.
-async fn take(
+/// Requests the lease, unless another task already has.
+async fn request(
     mut state: OwnedRwLockWriteGuard<State>,
     terms: Arc<Terms>,
 ) -> Result<(), DirectoryError> {
@@ -145,11 +146,11 @@ async fn take(
     let how = Writing { going_on: false, unclean_too: terms.unclean_too };
     match terms.directory.write(id, terms.instance, &how).await {
         Ok(lease) => {
-            let going_on = tokio::spawn(go_on(id, terms, lease));
-            *state = State::Held(id, GoingOn(going_on.abort_handle()));
+            let renewal = tokio::spawn(renew(id, terms, lease));
+            *state = State::Held(id, Renewal(renewal.abort_handle()));
             Ok(())
         }
-        // It has said no.
+        // The coordinator refused.
         Err(error @ DirectoryError::Conflict(_)) => {
             *state = State::Without;
             Err(error)
@@ -158,15 +159,15 @@ async fn take(
     }
 }
 
-/// Until it is aborted, or the coordinator says no. One that does not answer gives the right to write to nobody else, and says so
-/// of this map when it does.
-async fn go_on(id: WriterId, terms: Arc<Terms>, lease: Duration) {
+/// Renews the lease until aborted or refused. A coordinator that does not answer grants the lease
+/// to no other client, and refuses if it was restarted.
+async fn renew(id: WriterId, terms: Arc<Terms>, lease: Duration) {
     let how = Writing { going_on: true, unclean_too: terms.unclean_too };
-    // Not without a pause, whatever the coordinator says.
-    let mut often = interval((lease / OFTEN).max(Duration::from_millis(1)));
-    often.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    // At least 1 ms, whatever the coordinator answers.
+    let mut ticks = interval((lease / RENEWALS_PER_LEASE).max(Duration::from_millis(1)));
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
-        often.tick().await;
+        ticks.tick().await;
         if let Err(DirectoryError::Conflict(conflict)) =
             terms.directory.write(id, terms.instance, &how).await
         {

@@ -1,4 +1,4 @@
-//! Whether pages hold what was written to them, with many tasks that read and write at once.
+//! Verification of page contents under concurrent reads and writes.
 
 use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,8 +7,8 @@ use tokio::sync::Mutex;
 
 use crate::{Content, PAGE, Pager, PagerError};
 
-/// What was written, by version. A page that is read must be one that was whole between the two moments: no older one than
-/// the last that was there before, and none of which nobody had begun to write.
+/// The versions written to each page. A READ must return a version between the last one complete
+/// before the READ began and the last one begun before it ended.
 #[derive(Debug)]
 pub struct Ledger {
     content: Content,
@@ -17,39 +17,39 @@ pub struct Ledger {
 
 #[derive(Debug, Default)]
 struct Versions {
-    /// One task writes at a time, so that versions come in order.
+    /// Serialises the writers of a page.
     writing: Mutex<()>,
     begun: AtomicU64,
     done: AtomicU64,
 }
 
-/// Why a page is not verified.
+/// Why the verification of a page failed.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Verdict {
-    /// There was none.
+    /// The page could not be accessed.
     #[error(transparent)]
     Pager(#[from] PagerError),
-    /// It is not what it has to be.
-    #[error("page {page} is WRONG: not one of its versions {versions:?}, but {what}")]
+    /// The page has the wrong content.
+    #[error("page {page} is WRONG: expected a version in {versions:?}, found {what}")]
     Wrong {
         /// The page.
         page: u64,
-        /// Those it may have had.
+        /// The permitted versions.
         versions: RangeInclusive<u64>,
-        /// What it is.
+        /// The content found.
         what: String,
     },
 }
 
 impl Ledger {
-    /// Of pages 0 to `pages`, which nobody has written to.
+    /// Creates a ledger of pages 0 to `pages`, which have not been written to.
     #[must_use]
     pub fn new(content: Content, pages: u64) -> Self {
         Self { content, pages: (0..pages).map(|_| Versions::default()).collect() }
     }
 
-    /// Reads a page and looks whether it is right.
+    /// Reads and verifies a page.
     ///
     /// # Errors
     ///
@@ -67,7 +67,7 @@ impl Ledger {
     ///
     /// # Errors
     ///
-    /// [`Verdict::Pager`]; nothing was changed then.
+    /// [`Verdict::Pager`]; the page is unchanged then.
     pub async fn write(&self, pager: &Pager, page: u64) -> Result<(), Verdict> {
         let versions = self.versions(page)?;
         let _alone = versions.writing.lock().await;
@@ -78,7 +78,8 @@ impl Ledger {
         Ok(())
     }
 
-    /// Writes to all pages what was there at first. Nobody reads or writes meanwhile, or afterwards.
+    /// Restores the initial content of all pages. No other task may access them during or after
+    /// this.
     ///
     /// # Errors
     ///
@@ -92,7 +93,7 @@ impl Ledger {
         Ok(pager.flush().await?)
     }
 
-    /// Looks whether these bytes are the last version of a page. Nobody writes meanwhile.
+    /// Verifies that `bytes` are the last version of a page. No task may write meanwhile.
     ///
     /// # Errors
     ///
@@ -116,9 +117,9 @@ impl Ledger {
         let other =
             || (0..self.pages.len() as u64).find(|&page| self.content.of(page, 0) == *bytes);
         let what = match (old, other()) {
-            (Some(version), _) => format!("the old version {version}"),
+            (Some(version), _) => format!("old version {version}"),
             (None, Some(other)) => format!("page {other}"),
-            (None, None) => "nothing that was ever written as a whole".to_owned(),
+            (None, None) => "content that was never written as a whole".to_owned(),
         };
         Err(Verdict::Wrong { page, versions, what })
     }

@@ -1,4 +1,4 @@
-//! Remote memory in pages of 4 KiB: nodes lend theirs, clients use it as if it were slow memory of their own.
+//! Remote memory in pages of 4 KiB: nodes lend memory, and clients use it like slow local memory.
 //!
 //! ```text
 //!   owner a ── POST /nodes/a/pages ──▶ coordinator ◀── GET /pages ── client
@@ -8,28 +8,9 @@
 //!      └──────────────── WRITE one that was changed, to all copies ─────┘
 //! ```
 //!
-//! Owners do nothing but lend: their pages are read and written by their adapters, without their processors.
+//! Owners only lend: their network adapters serve the pages without their processors.
 //!
-//! | File | What |
-//! |---|---|
-//! | `page.rs` | pages, and contents that can be computed |
-//! | `map.rs` | who has which pages |
-//! | `known.rs` | what the coordinator knows of them: a machine without I/O |
-//! | `service.rs`, `directory.rs` | the coordinator, and how it is asked |
-//! | `owner.rs` | the end that lends |
-//! | `node.rs` | the client's connection to an owner |
-//! | `progress.rs` | whether anything is done there |
-//! | `strike.rs` | nodes that lack something are taken off the map |
-//! | `lease.rs` | one client writes at a time, and says when it has written all |
-//! | `replicas.rs` | all of them: reads go to one, writes to all |
-//! | `cache.rs` | which pages are here, on their way here, or away: a machine without I/O |
-//! | `readahead.rs` | who reads in order, and what comes next: another |
-//! | `pager.rs` | pages for the asking |
-//! | `ledger.rs` | whether pages hold what was written to them |
-//! | `meter.rs` | what that took |
-//! | `mapping.rs` | pages by dereferencing a pointer (feature `userfaultfd`) |
-//!
-//! docs/pager.md says how to run it, and what was measured.
+//! examples/pager/README.md describes how to run it, and the measurements.
 //!
 //! ```no_run
 //! # async fn example() -> Result<(), Box<dyn std::error::Error>> {

@@ -1,4 +1,4 @@
-//! Who has which pages.
+//! The map of pages and nodes.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,47 +10,47 @@ use tokio_rdma::RemoteRegion;
 
 use crate::PAGE;
 
-/// Pages that a node lends: what it registers with the coordinator.
+/// The pages that a node lends, as registered with the coordinator.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Share {
-    /// Where its listener is.
+    /// Address of the node's listener.
     pub address: SocketAddr,
     /// Number of the first page.
     pub first: u64,
-    /// The pages, one after the other.
+    /// The pages, consecutively.
     pub region: RemoteRegion,
-    /// Which copy of them this is: pages are read from the lowest that lives.
+    /// Number of the copy: pages are read from the lowest live one.
     pub replica: u32,
 }
 
-/// Why a share cannot be. It comes from a peer.
+/// Why a share, received from a peer, is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ShareError {
-    /// Its memory is not a number of pages.
-    #[error("region: {len} bytes are not one or more pages of {PAGE}")]
+    /// The region is not a positive number of pages.
+    #[error("region has {len} bytes, not a positive multiple of {PAGE}")]
     Length {
-        /// Bytes.
+        /// Length of the region.
         len: u64,
     },
-    /// Its memory, or its pages, have no numbers.
-    #[error("{field}: {len} from {first} on are more than there are numbers")]
+    /// The addresses or page numbers overflow.
+    #[error("{field}: {first} + {len} exceeds 64 bits")]
     Range {
-        /// Which.
+        /// The overflowing field.
         field: &'static str,
-        /// The first.
+        /// The first number.
         first: u64,
-        /// How many.
+        /// The length.
         len: u64,
     },
 }
 
 impl Share {
-    /// Numbers of its pages.
+    /// Returns the numbers of its pages.
     ///
     /// # Errors
     ///
-    /// If there cannot be such a share.
+    /// If the share is invalid.
     pub fn pages(&self) -> Result<Range<u64>, ShareError> {
         let (first, len) = (self.first, self.region.len());
         if len == 0 || !len.is_multiple_of(PAGE as u64) {
@@ -63,7 +63,7 @@ impl Share {
         Ok(first..range("pages", first, len / PAGE as u64)?)
     }
 
-    /// Where a page is, if it is one of these.
+    /// Returns the region of a page, if it is part of this share.
     #[must_use]
     pub fn page(&self, number: u64) -> Option<RemoteRegion> {
         let start = number.checked_sub(self.first)?.checked_mul(PAGE as u64)?;
@@ -71,7 +71,8 @@ impl Share {
     }
 }
 
-/// Which coordinator it is: each that is started has a number of its own, as it knows nothing of what those before it knew.
+/// The identity of a coordinator. Each start has a new one, because it has no state of earlier
+/// ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Instance(pub u64);
@@ -82,29 +83,29 @@ impl fmt::Display for Instance {
     }
 }
 
-/// A client that writes, from when it begins until it has [flushed](crate::Pager::flush).
+/// A client that writes, from its first change until it has [flushed](crate::Pager::flush).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct WriterId(pub u64);
 
-/// All shares, by the name of their node.
+/// All shares by node name.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Map {
-    /// Of which coordinator.
+    /// The coordinator of the map.
     pub instance: Instance,
-    /// A client has begun to write and was not heard of any more: copies may differ.
+    /// A client died while writing: copies may differ.
     pub unclean: bool,
-    /// Each of them has been checked, by the coordinator and again by whoever gets them from there.
+    /// The shares, validated by the coordinator and again by each receiver.
     pub shares: BTreeMap<String, Share>,
 }
 
-/// What a client needs the map to have.
+/// A client's requirements of the map.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub struct Wanted {
-    /// Pages, from 0 on; 0: as many as there are.
+    /// Pages from 0 on; 0: as many as there are.
     #[serde(default)]
     pub pages: u64,
-    /// Nodes that have each of them.
+    /// Nodes that have each page.
     #[serde(default = "one")]
     pub copies: usize,
 }
@@ -120,10 +121,10 @@ impl Default for Wanted {
 }
 
 impl Map {
-    /// Pages from 0 on that at least `copies` nodes have.
+    /// Returns the number of pages from 0 on that at least `copies` nodes have.
     #[must_use]
     pub fn pages(&self, copies: usize) -> u64 {
-        // Copies change where a share begins or ends, and nowhere else.
+        // The number of copies changes only where a share begins or ends.
         let mut changes = BTreeMap::<u64, isize>::new();
         for pages in self.shares.values().filter_map(|share| share.pages().ok()) {
             *changes.entry(pages.start).or_default() += 1;
@@ -139,7 +140,7 @@ impl Map {
         end
     }
 
-    /// Has all that is wanted.
+    /// Returns whether the map has everything wanted.
     #[must_use]
     pub fn has(&self, wanted: Wanted) -> bool {
         self.pages(wanted.copies.max(1)) >= wanted.pages.max(1)
@@ -187,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_is_found_in_its_share_only() {
+    fn page_is_found_in_its_share_only() {
         let share = share(10, 2);
         assert_eq!(share.pages(), Ok(10..12));
         assert_eq!(share.page(11).unwrap().addr(), 0x2000);
@@ -198,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn shares_that_cannot_be_are_refused() {
+    fn invalid_shares_are_refused() {
         let with = |first, addr, len| Share {
             first,
             region: RemoteRegion::new(addr, len, Rkey(1)),

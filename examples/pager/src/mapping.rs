@@ -1,7 +1,8 @@
-//! Pages by dereferencing a pointer: addresses without memory, whose faults the kernel hands to us, by `userfaultfd(2)`.
+//! Pages accessed by pointers: addresses without memory, whose page faults are handled with
+//! `userfaultfd(2)`.
 //!
 //! ```text
-//!   a thread reads base + 4096 × n ──▶ fault ──▶ userfaultfd ──▶ Pager::read ──▶ UFFDIO_COPY ──▶ it goes on
+//!   reads base + 4096 × n ──▶ fault ──▶ userfaultfd ──▶ Pager::read ──▶ UFFDIO_COPY ──▶ resume
 //! ```
 
 #![allow(unsafe_code)]
@@ -24,57 +25,58 @@ use userfaultfd::{Event, Uffd, UffdBuilder};
 
 use crate::{PAGE, Pager};
 
-/// A range of addresses that holds pages of a [`Pager`], which are fetched when they are touched.
+/// A read-only range of addresses with pages of a [`Pager`], fetched on access.
 ///
-/// It is for reading: a store is a `SIGSEGV`, as to any memory that is read-only. A page is that of the moment of its fault, and
-/// what is written through the pager afterwards is seen when the page has been dropped from here and is touched again.
+/// A store raises `SIGSEGV`. A page has the content of the moment of its fault. Later writes
+/// through the pager become visible when the page is evicted from here and accessed again.
 ///
-/// A page that cannot be fetched is a `SIGSEGV` for whoever touches it, as an input error is for those who map files; the reason
-/// is on standard error.
+/// Access to a page that cannot be fetched raises `SIGSEGV`, like an input error in a mapped file.
+/// The reason is printed on standard error.
 #[derive(Debug)]
 pub struct Mapping {
     shared: Arc<Shared>,
     serving: JoinHandle<()>,
 }
 
-/// Why there is no mapping.
+/// Why a mapping cannot be created.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MappingError {
     /// The system does not let this process handle page faults.
     #[error(
-        "userfaultfd is not permitted ({0}): it takes CAP_SYS_PTRACE, or vm.unprivileged_userfaultfd=1 (sysctl), or the right \
-         to open /dev/userfaultfd; in a container its seccomp profile has to allow it, too"
+        "userfaultfd is not permitted ({0}): it requires CAP_SYS_PTRACE, sysctl \
+         vm.unprivileged_userfaultfd=1, or access to /dev/userfaultfd; in a container, the \
+         seccomp profile must allow it too"
     )]
     NotPermitted(userfaultfd::Error),
-    /// Pages of this system are not those of the pager.
-    #[error("pages have {system} bytes here, those of the pager {PAGE}")]
+    /// The system's page size differs from the pager's.
+    #[error("system page size is {system} bytes, must be {PAGE}")]
     PageSize {
-        /// Of the system.
+        /// Page size of the system.
         system: usize,
     },
-    /// No such pages, or no room for any.
-    #[error("{field}: asked for {asked}, {least} to {most} work")]
+    /// A setting is out of range.
+    #[error("invalid {field}: {asked}, must be {min} to {max}")]
     Setting {
-        /// Which.
+        /// The setting.
         field: &'static str,
-        /// How much was asked.
+        /// The value given.
         asked: u64,
-        /// The least.
-        least: u64,
-        /// The most.
-        most: u64,
+        /// The minimum.
+        min: u64,
+        /// The maximum.
+        max: u64,
     },
-    /// The system refuses.
-    #[error("{call}: {error}")]
+    /// A system call failed.
+    #[error("{call} failed: {error}")]
     System {
-        /// What was called.
+        /// The system call.
         call: &'static str,
-        /// Why not.
+        /// Why it failed.
         error: io::Error,
     },
-    /// The system refuses to handle these addresses.
-    #[error("userfaultfd: {0}")]
+    /// The addresses cannot be registered.
+    #[error("failed to register memory with userfaultfd: {0}")]
     Register(userfaultfd::Error),
 }
 
@@ -82,19 +84,20 @@ pub enum MappingError {
 struct Shared {
     pager: Pager,
     first: u64,
-    // Unmapped before its faults are left alone, upon which the kernel would fill it with zeros.
+    // Dropped before `faults`: after its close, the kernel would fill missing pages with zeros.
     memory: Memory,
     faults: AsyncFd<Uffd>,
-    /// Offsets of the pages that are there, the first to have come first.
+    /// Offsets of the pages that have memory, oldest first.
     resident: Mutex<VecDeque<usize>>,
-    most: usize,
+    max_resident: usize,
 }
 
 impl Mapping {
-    /// Maps pages, of which up to `most` have memory at a time: the first to have come make room.
+    /// Maps pages, of which at most `max_resident` have memory; the oldest is evicted first.
     ///
-    /// Touch them on threads only that no task of the pager's runtime is waiting for, for example those of `spawn_blocking`:
-    /// the thread stands still until the page is there, and other tasks have to bring it.
+    /// Access them only on threads on which the pager's runtime does not depend, such as the
+    /// threads of `spawn_blocking`: an access blocks until tasks of the runtime have fetched the
+    /// page.
     ///
     /// # Errors
     ///
@@ -103,14 +106,18 @@ impl Mapping {
     /// # Panics
     ///
     /// Outside of a Tokio runtime with its I/O driver.
-    pub fn new(pager: &Pager, pages: Range<u64>, most: usize) -> Result<Self, MappingError> {
-        let setting = |field, asked: u64, least: u64, most: u64| match asked {
-            asked if (least..=most).contains(&asked) => Ok(()),
-            asked => Err(MappingError::Setting { field, asked, least, most }),
+    pub fn new(
+        pager: &Pager,
+        pages: Range<u64>,
+        max_resident: usize,
+    ) -> Result<Self, MappingError> {
+        let setting = |field, asked: u64, min: u64, max: u64| match asked {
+            asked if (min..=max).contains(&asked) => Ok(()),
+            asked => Err(MappingError::Setting { field, asked, min, max }),
         };
         setting("end of pages", pages.end, 1, pager.pages())?;
         setting("start of pages", pages.start, 0, pages.end - 1)?;
-        setting("most", most as u64, 2, u64::MAX)?;
+        setting("max_resident", max_resident as u64, 2, u64::MAX)?;
         let system = rustix::param::page_size();
         if system != PAGE {
             return Err(MappingError::PageSize { system });
@@ -129,32 +136,32 @@ impl Mapping {
             memory,
             faults,
             resident,
-            most,
+            max_resident,
         });
         let serving = tokio::spawn(serve(Serving(shared.clone())));
         Ok(Self { shared, serving })
     }
 
-    /// The first byte of the first page. Reading is sound as long as the mapping lives, and only the bytes of a page that is
-    /// not written to by anybody stay what they are.
+    /// Returns the address of the first page. Reading is sound while the mapping is alive. Bytes
+    /// stay the same only if their page is not written to.
     #[must_use]
     pub fn as_ptr(&self) -> *const u8 {
         self.shared.memory.base.as_ptr().cast()
     }
 
-    /// Bytes.
+    /// Returns the length in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.shared.memory.len
     }
 
-    /// Never true: there is a page at least.
+    /// Returns `false`: there is at least one page.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Pages that have memory now.
+    /// Returns the number of pages that have memory.
     #[must_use]
     pub fn resident(&self) -> usize {
         self.shared.resident.lock().len()
@@ -167,7 +174,7 @@ impl Drop for Mapping {
     }
 }
 
-/// Who waits for a page when nobody serves any more gets a signal, rather than to wait for ever.
+/// Denies access on drop, so that waiting threads get a signal instead of hanging.
 struct Serving(Arc<Shared>);
 
 impl Drop for Serving {
@@ -176,7 +183,8 @@ impl Drop for Serving {
     }
 }
 
-/// Also faults of the kernel's on our behalf, as in `write(2)` from the mapping, if we may; else our own.
+/// Opens a userfaultfd that also handles faults in the kernel, as in `write(2)` from the mapping,
+/// if permitted; otherwise only faults in user mode.
 fn open() -> userfaultfd::Result<Uffd> {
     let open = |user_mode_only| {
         UffdBuilder::new()
@@ -192,29 +200,28 @@ fn failed<E: Into<io::Error>>(call: &'static str) -> impl FnOnce(E) -> MappingEr
     move |error| MappingError::System { call, error: error.into() }
 }
 
-/// Each fault in a task of its own: a page that takes long holds up nobody else.
+/// Serves page faults, each in a separate task so that a slow page delays no other.
 async fn serve(serving: Serving) {
     let shared = &serving.0;
     loop {
         let mut ready = match shared.faults.readable().await {
             Ok(ready) => ready,
-            Err(error) => return eprintln!("pager: no more page faults are served: {error}"),
+            Err(error) => return eprintln!("pager: stopped serving page faults: {error}"),
         };
         match ready.get_inner().read_event() {
             Ok(Some(Event::Pagefault { addr, .. })) => {
                 let at = (addr.addr() - shared.memory.base.addr().get()) / PAGE * PAGE;
-                drop(tokio::spawn(shared.clone().bring(at)));
+                drop(tokio::spawn(shared.clone().fetch(at)));
             }
             Ok(Some(_)) => {}
             Ok(None) => ready.clear_ready(),
-            Err(error) => return eprintln!("pager: no more page faults are served: {error}"),
+            Err(error) => return eprintln!("pager: stopped serving page faults: {error}"),
         }
     }
 }
 
 impl Shared {
-    /// Brings the page at this offset.
-    async fn bring(self: Arc<Self>, at: usize) {
+    async fn fetch(self: Arc<Self>, at: usize) {
         let page = self.first + (at / PAGE) as u64;
         let mut bytes = [0; PAGE];
         if let Err(error) = self.pager.read(page, 0, &mut bytes).await {
@@ -222,7 +229,7 @@ impl Shared {
             return self.refuse(at, PAGE);
         }
         if let Err(error) = self.fill(at, &bytes) {
-            eprintln!("pager: page {page} does not get into its place: {error}");
+            eprintln!("pager: failed to map page {page}: {error}");
             self.refuse(at, PAGE);
         }
     }
@@ -231,13 +238,13 @@ impl Shared {
         let (from, to) = (bytes.as_ptr().cast(), self.memory.at(at));
         let mut resident = self.resident.lock();
         loop {
-            // SAFETY: `to` is a whole page of memory that is ours as long as `self` is, and where nobody else puts anything but
-            // its content; the kernel puts all of it there, or none, before anybody sees it.
+            // SAFETY: `to` is a whole page of memory owned by `self`, filled by nothing but this
+            // function. The kernel copies all of it or nothing before a thread can read it.
             match unsafe { self.faults.get_ref().copy(from, to, PAGE, true) } {
                 Ok(_) => break,
-                // The address space was being changed.
+                // The address space was changing.
                 Err(userfaultfd::Error::PartiallyCopied(_)) => {}
-                // Two threads have touched it, and it has come for the other one.
+                // Another fault on the same page has been served already.
                 Err(userfaultfd::Error::CopyFailed(errno))
                     if errno as i32 == Errno::EXIST.raw_os_error() =>
                 {
@@ -247,40 +254,38 @@ impl Shared {
             }
         }
         resident.push_back(at);
-        if resident.len() > self.most
+        if resident.len() > self.max_resident
             && let Some(oldest) = resident.pop_front()
         {
-            // SAFETY: a page of memory that is ours, whose content comes again when it is touched.
+            // SAFETY: a page of memory owned by `self`, fetched again on its next access.
             let dropped = unsafe { madvise(self.memory.at(oldest), PAGE, Advice::LinuxDontNeed) };
             if let Err(error) = dropped {
-                eprintln!("pager: a page stays in memory: {error}");
+                eprintln!("pager: failed to evict a mapped page: {error}");
             }
         }
         Ok(())
     }
 
-    /// Has whoever touches these bytes get a `SIGSEGV`.
+    /// Makes access to these bytes raise `SIGSEGV`.
     fn refuse(&self, at: usize, len: usize) {
         let start = self.memory.at(at);
-        // SAFETY: memory that is ours; nobody holds a reference to it.
+        // SAFETY: memory owned by `self`, to which there are no references.
         let refused = unsafe { mprotect(start, len, MprotectFlags::empty()) };
         let woken = self.faults.get_ref().wake(start, len);
         if refused.is_err() || woken.is_err() {
-            eprintln!(
-                "pager: {len} bytes at {start:?} stay without an answer: {refused:?}, {woken:?}"
-            );
+            eprintln!("pager: threads may hang at {start:?}, {len} bytes: {refused:?}, {woken:?}");
         }
     }
 }
 
-/// Addresses without memory, unmapped when it is dropped.
+/// Reserved addresses, unmapped on drop.
 #[derive(Debug)]
 struct Memory {
     base: NonNull<c_void>,
     len: usize,
 }
 
-// SAFETY: addresses are the same for all threads, and nothing here reads or writes what is there.
+// SAFETY: addresses are valid in all threads, and this type does not access the memory.
 unsafe impl Send for Memory {}
 // SAFETY: as above.
 unsafe impl Sync for Memory {}
@@ -288,7 +293,7 @@ unsafe impl Sync for Memory {}
 impl Memory {
     fn new(len: usize) -> rustix::io::Result<Self> {
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-        // SAFETY: the kernel chooses addresses that nobody has.
+        // SAFETY: the kernel chooses unused addresses.
         let base = unsafe { mmap_anonymous(null_mut(), len, ProtFlags::READ, flags) }?;
         Ok(Self { base: NonNull::new(base).ok_or(Errno::FAULT)?, len })
     }
@@ -301,9 +306,9 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: it was mapped with this length, and whoever reads it holds the mapping.
+        // SAFETY: mapped with this length; readers hold the mapping.
         if let Err(error) = unsafe { munmap(self.base.as_ptr(), self.len) } {
-            eprintln!("pager: {} bytes stay mapped: {error}", self.len);
+            eprintln!("pager: failed to unmap {} bytes, leaking them: {error}", self.len);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What pages took.
+//! Counters and latencies.
 
 use std::fmt;
 use std::time::Duration;
@@ -6,13 +6,12 @@ use std::time::Duration;
 use hdrhistogram::Histogram;
 use parking_lot::Mutex;
 
-/// Longest time that is told from longer ones: no page takes it.
+/// Longer latencies are recorded as this.
 const LONGEST: Duration = Duration::from_secs(60);
 
-/// What was asked of real hardware: half of all pages in 100 µs, 99 of 100 in 500 µs.
+/// Targets on real hardware: p50 of 100 µs, p99 of 500 µs.
 const TARGETS: (Duration, Duration) = (Duration::from_micros(100), Duration::from_micros(500));
 
-/// Counts, by many tasks.
 #[derive(Debug)]
 pub(crate) struct Meter {
     inner: Mutex<Inner>,
@@ -26,54 +25,54 @@ struct Inner {
     waits: Histogram<u64>,
 }
 
-/// What was done.
+/// Event counts.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Counters {
-    /// Uses of a page that was in the cache.
+    /// Accesses to cached pages.
     pub hits: u64,
-    /// Uses that had to wait for it.
+    /// Accesses that waited for the page.
     pub misses: u64,
     /// Pages fetched from a node.
     pub fetched: u64,
-    /// Of these, before anybody asked.
+    /// Pages fetched before they were requested.
     pub prefetched: u64,
-    /// Pages that could not be fetched.
+    /// Pages whose fetch failed.
     pub failed: u64,
-    /// Pages that made room for others.
+    /// Pages evicted.
     pub evicted: u64,
-    /// Pages written to all their nodes.
+    /// Pages written back to all their nodes.
     pub written_back: u64,
 }
 
-/// Latencies of one kind.
+/// Latency statistics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Latency {
-    /// How many.
+    /// Number of samples.
     pub count: u64,
-    /// Half took at most this.
+    /// Median.
     pub p50: Duration,
-    /// 99 of 100 took at most this.
+    /// 99th percentile.
     pub p99: Duration,
-    /// The longest.
+    /// Maximum.
     pub max: Duration,
 }
 
-/// What was seen so far.
+/// Statistics since the start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Report {
-    /// What was done.
+    /// Event counts.
     pub counters: Counters,
-    /// From posting a READ to the page.
+    /// Time from posting a READ to its completion.
     pub read: Latency,
-    /// From asking for a page that is not in the cache to having it: with the wait for a place in line, for a buffer, and,
-    /// if that buffer has to be written back first, for that.
+    /// Time that an access waits for an uncached page, including the queue, the buffer, and the
+    /// write-back of an evicted page.
     pub wait: Latency,
 }
 
 impl Meter {
     pub(crate) fn new() -> Result<Self, hdrhistogram::CreationError> {
-        // Three digits: to a thousandth.
+        // Three significant digits.
         let histogram = || Histogram::new_with_max(nanoseconds(LONGEST), 3);
         let inner =
             Inner { counters: Counters::default(), reads: histogram()?, waits: histogram()? };
@@ -84,12 +83,10 @@ impl Meter {
         count(&mut self.inner.lock().counters);
     }
 
-    /// A READ gave a page.
     pub(crate) fn read(&self, time: Duration) {
         self.inner.lock().reads.saturating_record(nanoseconds(time));
     }
 
-    /// Somebody has waited for a page.
     pub(crate) fn waited(&self, time: Duration) {
         let mut inner = self.inner.lock();
         inner.counters.misses += 1;
@@ -126,7 +123,8 @@ impl fmt::Display for Report {
             self.counters;
         writeln!(
             f,
-            "{hits} hits, {misses} misses; {fetched} pages fetched, {prefetched} of them ahead, {failed} not"
+            "{hits} hits, {misses} misses; {fetched} pages fetched, {prefetched} of them ahead, \
+             {failed} failed"
         )?;
         writeln!(f, "{evicted} pages evicted, {written_back} written back")?;
         writeln!(f, "latency in µs        p50       p99       max")?;

@@ -13,14 +13,14 @@ use crate::progress::{DEADLINE, Progress};
 use crate::strike::Strike;
 use crate::{Directory, DirectoryError, Instance, NodeError, Share};
 
-/// READs and WRITEs that a connection holds at once, whatever the pager has on its way; more wait here for their turn. What the
-/// connection says for itself, that it is alive, stands in line behind them, and must not for so long that its peer takes it for dead.
+/// READs and WRITEs that a connection has in flight at once; more wait for a slot. The connection's
+/// own keep-alives queue behind them, and must not wait until the peer considers it dead.
 const DEPTH: u32 = 64;
 
-/// Settings of both ends. Pages need no messages, so there are buffers for hardly any.
+/// Returns the settings of both ends. Pages need no messages, hence few buffers.
 pub(crate) fn connection(pd: &ProtectionDomain) -> ConnectionConfig {
-    // What is not acknowledged is repeated after half a second, six times: a peer that is gone is found out in some seconds, and one
-    // that waits for a processor is not taken for it.
+    // Seven attempts of half a second: a dead peer is detected within seconds, and a peer that
+    // waits for a processor is not mistaken for dead.
     let options =
         ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() };
     let config =
@@ -33,14 +33,14 @@ pub(crate) fn connection(pd: &ProtectionDomain) -> ConnectionConfig {
         .max_message(256)
 }
 
-/// An owner, as long as it lives. A node that fails is lost for good: it may lack what was written since.
+/// A connection to an owner. A node that fails is lost for good, since it may lack later writes.
 #[derive(Debug)]
 pub(crate) struct Node {
     pub(crate) name: String,
     pub(crate) share: Share,
     state: Mutex<State>,
-    /// Permits are places at the connection.
-    places: Semaphore,
+    /// One permit per operation in flight.
+    slots: Semaphore,
     progress: Progress,
     strike: Strike,
 }
@@ -52,7 +52,7 @@ enum State {
 }
 
 impl Node {
-    /// A node that cannot be reached is made, too, and lost from the start.
+    /// Connects to a node. If that fails, the node is lost from the start.
     pub(crate) async fn connect(
         device: &Device,
         pd: &ProtectionDomain,
@@ -63,18 +63,10 @@ impl Node {
             Ok(connection) => State::Alive(connection),
             Err(error) => State::Lost(NodeError::Connect(Box::new(error))),
         };
-        let (state, places) = (Mutex::new(state), Semaphore::new(DEPTH as usize));
-        Self {
-            name,
-            share,
-            state,
-            places,
-            progress: Progress::default(),
-            strike: Strike::default(),
-        }
+        let (state, slots) = (Mutex::new(state), Semaphore::new(DEPTH as usize));
+        Self { name, share, state, slots, progress: Progress::default(), strike: Strike::default() }
     }
 
-    /// Why it is lost, if it is.
     pub(crate) fn lost(&self) -> Option<NodeError> {
         match &*self.state.lock() {
             State::Alive(_) => None,
@@ -82,25 +74,23 @@ impl Node {
         }
     }
 
-    /// Fills a buffer with a page that is one of its share.
     pub(crate) async fn read(
         &self,
         at: RemoteRegion,
         buffer: BufMut,
     ) -> Result<BufMut, (NodeError, BufMut)> {
-        self.carry(buffer, |connection, buffer| connection.read(buffer, at)).await
+        self.execute(buffer, |connection, buffer| connection.read(buffer, at)).await
     }
 
-    /// Writes a page of its share.
     pub(crate) async fn write(
         &self,
         at: RemoteRegion,
         buffer: BufMut,
     ) -> Result<BufMut, (NodeError, BufMut)> {
-        self.carry(buffer, |connection, buffer| connection.write(buffer, at)).await
+        self.execute(buffer, |connection, buffer| connection.write(buffer, at)).await
     }
 
-    /// Has the coordinator take it off the map, once.
+    /// Makes the coordinator remove the node from the map, once.
     pub(crate) async fn strike(
         &self,
         directory: &Directory,
@@ -110,16 +100,15 @@ impl Node {
             let (directory, name) = (directory.clone(), self.name.clone());
             async move { directory.leave(&name, instance).await }
         };
-        self.strike.once(directory.patient_for(), ask).await
+        self.strike.once(directory.pause(), ask).await
     }
 
-    /// The coordinator does not answer whether it is off the map.
     pub(crate) fn is_unsure(&self, directory: &Directory) -> bool {
-        self.strike.is_open(directory.patient_for())
+        self.strike.is_open(directory.pause())
     }
 
-    /// Gives the buffer back in any case.
-    async fn carry<O>(
+    /// Posts an operation and waits for it. Returns the buffer in any case.
+    async fn execute<O>(
         &self,
         buffer: BufMut,
         post: impl FnOnce(&Connection, BufMut) -> O,
@@ -127,8 +116,9 @@ impl Node {
     where
         O: Future<Output = Result<BufMut, OpError<BufMut>>> + Unpin,
     {
-        // Each of those before comes to an end: see below. It is never closed.
-        let _place = self.places.acquire().await;
+        // Permits are returned, since each operation ends (see below). The semaphore is never
+        // closed.
+        let _slot = self.slots.acquire().await;
         let mut operation = match &*self.state.lock() {
             State::Alive(connection) => post(connection, buffer),
             State::Lost(cause) => return Err((cause.clone(), buffer)),
@@ -136,7 +126,8 @@ impl Node {
         let done = match self.progress.watch(&mut operation).await {
             Some(done) => done,
             None => {
-                // Its queue pair goes, which ends the operation: a buffer that a device may touch is never left behind.
+                // Dropping the connection destroys the queue pair, which ends the operation: no
+                // buffer that the device may access is abandoned.
                 self.lose(NodeError::Deadline(DEADLINE));
                 operation.await
             }
@@ -144,23 +135,24 @@ impl Node {
         done.map_err(|error| (self.lose(NodeError::Operation(error.kind())), error.into_buffer()))
     }
 
-    /// The first cause stays, unless it says only that all work has ended: of what fails with a connection one thing says why.
+    /// Marks the node as lost. The first cause is kept, unless it is only a flush: one operation
+    /// reports the actual cause.
     fn lose(&self, cause: NodeError) -> NodeError {
-        let says_little = |cause: &NodeError| match cause {
+        let is_flush = |cause: &NodeError| match cause {
             NodeError::Operation(kind) => kind.status() == Some(WcStatus::WR_FLUSH_ERR),
             _ => false,
         };
         let mut state = self.state.lock();
         let known = match &*state {
-            State::Alive(connection) if says_little(&cause) => {
+            State::Alive(connection) if is_flush(&cause) => {
                 connection.close_reason().map(NodeError::Ended)
             }
-            State::Lost(known) if !says_little(known) => Some(known.clone()),
+            State::Lost(known) if !is_flush(known) => Some(known.clone()),
             State::Alive(_) | State::Lost(_) => None,
         };
         let cause = known.unwrap_or(cause);
         let before = std::mem::replace(&mut *state, State::Lost(cause.clone()));
-        // A connection wakes others when it is dropped.
+        // Dropping a connection wakes tasks, so not under the lock.
         drop(state);
         drop(before);
         cause

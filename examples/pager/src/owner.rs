@@ -1,4 +1,4 @@
-//! The end that lends.
+//! The owner, which lends memory.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -11,55 +11,55 @@ use tokio_rdma::{Access, Connection, Device, EstablishError, ExposedRegion, List
 use crate::node::connection;
 use crate::{Conflict, Content, Directory, DirectoryError, Instance, PAGE, Share, StartError};
 
-/// Clients that are served at once; others wait for one of them to leave.
-const MOST_CLIENTS: usize = 64;
+/// Maximum number of clients; others wait until one disconnects.
+const MAX_CLIENTS: usize = 64;
 
-/// What an owner lends.
+/// Configuration of an owner.
 #[derive(Debug, Clone)]
 pub struct OwnerConfig {
-    /// Its name at the coordinator.
+    /// Name at the coordinator.
     pub name: String,
-    /// Where to listen; port 0: one that is free.
+    /// Address to listen at; port 0: a free one.
     pub address: SocketAddr,
     /// Number of the first page.
     pub first: u64,
-    /// Pages.
+    /// Number of pages.
     pub pages: u64,
-    /// Which copy of them this is.
+    /// Number of the copy.
     pub replica: u32,
-    /// What they hold at first.
+    /// Initial content.
     pub content: Content,
 }
 
-/// Lends memory until it is dropped. Nothing here looks at the pages: clients read and write them by themselves.
+/// Lends memory until it is dropped. Clients read and write the pages without its involvement.
 #[derive(Debug)]
 pub struct Owner {
     name: String,
     share: Share,
-    /// Of the coordinator that it has joined.
+    /// The coordinator that it joined.
     instance: Instance,
     region: Arc<ExposedRegion>,
-    /// Ends when it is dropped.
+    /// Aborted on drop.
     #[expect(dead_code, reason = "held")]
     serving: JoinSet<()>,
 }
 
 impl Owner {
-    /// Fills the pages, listens, and registers with the coordinator.
+    /// Fills the pages, listens, and joins the coordinator's map.
     ///
     /// # Errors
     ///
-    /// [`StartError`]: no memory, or the device, the address or the coordinator is not to be had.
+    /// [`StartError`]: no memory, or the device, the address or the coordinator is unavailable.
     ///
     /// # Panics
     ///
-    /// Outside of a Tokio runtime with its I/O and time drivers.
+    /// Outside of a Tokio runtime with I/O and time drivers.
     pub async fn start(
         device: &Device,
         directory: &Directory,
         config: &OwnerConfig,
     ) -> Result<Self, StartError> {
-        // Of all clients: the memory is one, and so is its key.
+        // One protection domain for all clients, since they share the region and its key.
         let pd = device.protection_domain()?;
         let region = Arc::new(ExposedRegion::new(
             &pd,
@@ -73,41 +73,45 @@ impl Owner {
                 filled.write(at, &content.of(page, 0))
             })
         };
-        let filled: Result<(), OutOfBounds> =
-            tokio::task::spawn_blocking(fill).await.map_err(std::io::Error::from)?;
-        filled.map_err(std::io::Error::other)?;
+        let filled: Result<(), OutOfBounds> = tokio::task::spawn_blocking(fill)
+            .await
+            .map_err(|error| StartError::Fill(error.into()))?;
+        filled.map_err(|error| StartError::Fill(std::io::Error::other(error)))?;
         let listener = Listener::bind_with(device, config.address, &connection(&pd)).await?;
         let (address, replica) = (listener.local_addr(), config.replica);
         let share = Share { address, first, region: region.grant(), replica };
-        // Before anybody knows of us: who comes finds us listening.
+        // Serve before joining, so that the first client finds the listener ready.
         let mut serving = JoinSet::new();
         serving.spawn(serve(listener));
         let instance = directory.join(&config.name, &share, None).await?;
         Ok(Self { name: config.name.clone(), share, instance, region, serving })
     }
 
-    /// Asks the coordinator whether these pages are on its map. Once they are not, they never will be again: whoever has taken them
-    /// off may have written without them, and a coordinator that was started anew cannot know. Clients that have them may go on;
-    /// for others the owner is started anew.
+    /// Asks the coordinator whether the pages are on its map.
+    ///
+    /// Once they are not, they cannot return: a client may have removed them to write without them,
+    /// and a restarted coordinator has no record. Clients that have them may continue; for others,
+    /// restart the owner.
     ///
     /// # Errors
     ///
-    /// [`Conflict::Stale`](crate::Conflict::Stale) if not, others if the coordinator is not there.
+    /// [`Conflict::Stale`](crate::Conflict::Stale) if they are not on the map; others if the
+    /// coordinator is unreachable.
     pub async fn confirm(&self, directory: &Directory) -> Result<(), DirectoryError> {
         directory.join(&self.name, &self.share, Some(self.instance)).await.map(drop)
     }
 
-    /// What it lends.
+    /// Returns the pages it lends.
     #[must_use]
     pub fn share(&self) -> &Share {
         &self.share
     }
 
-    /// Copies a page as it is now, which clients may be writing to.
+    /// Copies a page, to which clients may be writing.
     ///
     /// # Errors
     ///
-    /// If it is none of this owner's.
+    /// If the page is not this owner's.
     pub fn page(&self, page: u64) -> Result<[u8; PAGE], OutOfBounds> {
         let mut bytes = [0; PAGE];
         let at = page.wrapping_sub(self.share.first).saturating_mul(PAGE as u64);
@@ -115,38 +119,39 @@ impl Owner {
         Ok(bytes)
     }
 
-    /// Leaves: the coordinator is told, and connections end.
+    /// Removes the pages from the map and closes the connections.
     ///
     /// # Errors
     ///
-    /// If the coordinator is not there.
+    /// If the coordinator is unreachable.
     pub async fn leave(self, directory: &Directory) -> Result<(), DirectoryError> {
         match directory.leave(&self.name, self.instance).await {
-            // Its map has never had these pages.
+            // Another coordinator, whose map has never had these pages.
             Err(DirectoryError::Conflict(Conflict::Instance { .. })) => Ok(()),
             left => left,
         }
     }
 }
 
-/// Zeroed pages, huge ones if there are: the adapter has fewer addresses to keep then.
+/// Allocates zeroed memory, in huge pages if available: the adapter then has fewer translations.
 fn memory(pages: u64) -> Result<HostMemory, StartError> {
     let bytes = pages.saturating_mul(PAGE as u64);
     let len = usize::try_from(bytes).unwrap_or(usize::MAX);
     HostMemory::huge(len).map_err(|cause| StartError::Memory { bytes, cause })
 }
 
-/// Takes clients, and holds their connections until they end.
+/// Accepts clients and holds their connections until they close.
 async fn serve(listener: Listener) {
     let mut clients = JoinSet::new();
     loop {
         tokio::select! {
-            connection = listener.accept(), if clients.len() < MOST_CLIENTS => match connection {
+            connection = listener.accept(), if clients.len() < MAX_CLIENTS => match connection {
                 Ok(connection) => drop(clients.spawn(hold(connection))),
-                // For this one.
-                Err(EstablishError::Setup(error)) => eprintln!("no room for a client: {error}"),
+                Err(EstablishError::Setup(error)) => {
+                    eprintln!("failed to set up a client's connection: {error}");
+                }
                 Err(error) => {
-                    eprintln!("no more clients: {error}");
+                    eprintln!("no longer accepting clients: {error}");
                     break;
                 }
             },
@@ -157,6 +162,6 @@ async fn serve(listener: Listener) {
 }
 
 async fn hold(connection: Connection) {
-    // Pages need no messages: whatever comes is not meant for us.
+    // Messages are ignored; receiving detects the end of the connection.
     while let Ok(Some(_)) = connection.recv().await {}
 }

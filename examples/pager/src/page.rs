@@ -1,22 +1,22 @@
 //! Pages, and contents that can be computed.
 
-/// Bytes of a page.
+/// Bytes per page.
 pub const PAGE: usize = 4096;
 
-/// What pages hold in the programs and tests here: other bytes for each seed, page and version, so that a page that is old,
-/// torn, or another one, is none of them.
+/// Page contents in the programs and tests. They differ by seed, page and version, so that an old,
+/// torn or wrong page is detected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Content {
-    /// Anything.
+    /// Any number.
     pub seed: u64,
 }
 
 impl Content {
-    /// Version `version` of a page; owners begin with 0.
+    /// Returns `version` of a page; owners begin with 0.
     #[must_use]
     pub fn of(&self, page: u64, version: u64) -> [u8; PAGE] {
         let mut bytes = [0; PAGE];
-        // SplitMix64, which two seeds do not run into each other with.
+        // SplitMix64, whose sequences for different seeds do not overlap in practice.
         let mut state = mix(mix(mix(self.seed) ^ page) ^ version);
         for word in bytes.as_chunks_mut().0 {
             state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);

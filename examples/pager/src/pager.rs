@@ -1,4 +1,4 @@
-//! Pages for the asking.
+//! The client: pages on demand, through a cache.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -21,17 +21,18 @@ use crate::{Directory, NodeError, PAGE, PagerError, Report, StartError, Wanted};
 /// Settings of a [`Pager`].
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// Pages that the cache holds, 4 KiB each of registered memory.
+    /// Capacity of the cache, in pages of 4 KiB of registered memory.
     pub cache: usize,
-    /// Pages on their way at once, either way: more wait in line. At most half of `cache`.
+    /// Pages in flight at once, in either direction; more wait in a FIFO. At most half of `cache`.
     pub in_flight: usize,
-    /// Pages to fetch ahead of somebody who reads in order, at most; 0: none. They take up to half of `in_flight`.
+    /// Maximum number of pages to prefetch for a sequential reader; 0: none. Prefetches take up to
+    /// half of `in_flight`.
     pub readahead: u64,
-    /// What the coordinator has to know before the pager starts.
+    /// Requirements of the map before the pager starts.
     pub wanted: Wanted,
-    /// How long to wait for that, up to 30 seconds.
+    /// Maximum wait for them, up to 30 seconds.
     pub patience: Duration,
-    /// A client that wrote and was not heard of any more may have left copies that differ, which is fine.
+    /// Accepts that a client died while writing, so that copies may differ.
     pub unclean_too: bool,
 }
 
@@ -49,16 +50,18 @@ impl Default for Config {
     }
 }
 
-/// The memory of all nodes of a coordinator, in pages, with a cache of those used last; clones share it.
+/// The memory of all nodes of a coordinator, in pages, with an LRU cache. Clones share it.
 ///
-/// A page is fetched when it is not in the cache, once however many ask for it. One that was written to is dirty, and written to
-/// all nodes that have it when it is evicted or [flushed](Self::flush). When nodes die, pages come from the others that have
-/// them; [`PagerError::Lost`] if there are none. What was not flushed when the last clone is dropped is gone.
+/// An access fetches a page that is not in the cache, once for all waiters. A changed page is
+/// dirty, and is written to all its nodes on eviction or [flush](Self::flush). If a node dies,
+/// pages come from other nodes with a copy; without one, accesses fail with [`PagerError::Lost`].
+/// Dropping the last clone discards what is not flushed.
 ///
-/// **One client writes at a time**, from its first [`write`](Self::write) to a [`flush`](Self::flush) after which nothing is left to
-/// be written back, and the coordinator refuses others: caches of several are not kept alike, as those of processors are. Others
-/// may read what was flushed before they began. Who writes and does not come to a flush leaves copies that may differ, and after
-/// 30 seconds the coordinator says so to those who come ([`StartError::Unclean`]).
+/// **One client writes at a time**: from its first [`write`](Self::write) until a
+/// [`flush`](Self::flush) after which nothing is dirty. The coordinator refuses other writers,
+/// because caches of several clients are not coherent. Others may read what was flushed before they
+/// began. A writer that dies before its flush leaves copies that may differ; after 30 seconds the
+/// coordinator refuses new clients with [`StartError::Unclean`].
 #[derive(Debug, Clone)]
 pub struct Pager {
     shared: Arc<Shared>,
@@ -72,33 +75,33 @@ struct Shared {
     pool: Pool,
     readahead: Mutex<Readahead>,
     meter: Meter,
-    /// Who has a permit has at most one frame in hand. There are fewer permits than frames, so that whoever needs one finds
-    /// it in the pool or in the cache.
-    movers: Semaphore,
-    /// Fetching ahead never takes all of them.
-    ahead: Arc<Semaphore>,
+    /// Permits to move pages. A holder has at most one frame outside the cache. There are fewer
+    /// permits than frames, so a holder always finds a frame in the pool or in the cache.
+    moves: Semaphore,
+    /// Permits for prefetches, fewer than `moves`.
+    prefetches: Arc<Semaphore>,
     runtime: Handle,
 }
 
 impl Pager {
-    /// Connects to all nodes that the coordinator has, when it has what is wanted.
+    /// Waits for the required pages, and connects to all nodes of the coordinator.
     ///
     /// # Errors
     ///
-    /// [`StartError`]: settings that do not work, no memory for the cache, not enough pages, no node that can be reached, or copies
-    /// that may differ.
+    /// [`StartError`]: invalid settings, no memory for the cache, too few pages, no reachable node,
+    /// or copies that may differ.
     ///
     /// # Panics
     ///
-    /// Outside of a Tokio runtime with its I/O and time drivers.
+    /// Outside of a Tokio runtime with I/O and time drivers.
     pub async fn connect(
         device: &Device,
         directory: &Directory,
         config: &Config,
     ) -> Result<Self, StartError> {
-        let setting = |field, asked: usize, least: u64, most: u64| match asked as u64 {
-            asked if (least..=most).contains(&asked) => Ok(()),
-            asked => Err(StartError::Setting { field, asked, least, most }),
+        let setting = |field, asked: usize, min: u64, max: u64| match asked as u64 {
+            asked if (min..=max).contains(&asked) => Ok(()),
+            asked => Err(StartError::Setting { field, asked, min, max }),
         };
         setting("cache", config.cache, 2, u64::from(u32::MAX))?;
         setting(
@@ -120,14 +123,14 @@ impl Pager {
             pool,
             readahead: Mutex::new(Readahead::new(config.readahead)),
             meter: Meter::new()?,
-            movers: Semaphore::new(config.in_flight),
-            ahead: Arc::new(Semaphore::new(config.in_flight / 2)),
+            moves: Semaphore::new(config.in_flight),
+            prefetches: Arc::new(Semaphore::new(config.in_flight / 2)),
             runtime: Handle::current(),
         };
         Ok(Self { shared: Arc::new(shared) })
     }
 
-    /// Pages there are, from 0 on.
+    /// Returns the number of pages, which are numbered from 0.
     #[must_use]
     pub fn pages(&self) -> u64 {
         self.shared.replicas.pages()
@@ -137,29 +140,31 @@ impl Pager {
     ///
     /// # Errors
     ///
-    /// [`PagerError::NoPage`] and [`PagerError::Bounds`] for what there is not, [`PagerError::Lost`] if no node has it any more.
+    /// - [`PagerError::NoPage`] or [`PagerError::Bounds`]: the bytes do not exist.
+    /// - [`PagerError::Lost`]: all nodes with the page are lost.
     ///
     /// # Cancel safety
     ///
-    /// If it is dropped, the page comes into the cache all the same.
+    /// Dropping the future does not stop the fetch: the page enters the cache.
     pub async fn read(&self, page: u64, offset: usize, out: &mut [u8]) -> Result<(), PagerError> {
         let range = self.range(page, offset, out.len())?;
         self.access(page, |frame| out.copy_from_slice(&frame.bytes[range])).await
     }
 
-    /// Changes bytes of a page, from `offset` on. Its nodes have them when it is evicted or flushed.
+    /// Changes bytes of a page, from `offset` on. Its nodes get them on eviction or flush.
     ///
     /// # Errors
     ///
-    /// As [`read`](Self::read): a page is fetched before it is changed. [`PagerError::NotWriter`] if another client writes, or the
-    /// coordinator is not there to say so.
+    /// Like [`read`](Self::read), since the page is fetched first. [`PagerError::NotWriter`] if
+    /// another client writes or the coordinator is unreachable.
     ///
     /// # Cancel safety
     ///
-    /// If it is dropped before it was ready, nothing was changed; this client may be the one that writes, until it flushes.
+    /// Dropping the future before completion changes no bytes. The client may keep the lease to
+    /// write until its next flush.
     pub async fn write(&self, page: u64, offset: usize, bytes: &[u8]) -> Result<(), PagerError> {
         let range = self.range(page, offset, bytes.len())?;
-        // Held until the page is dirty, which a flush sees.
+        // Held until the page is marked dirty, which prevents a flush from ending the lease.
         let held = self.shared.lease.hold().await.ok_or(PagerError::Runtime { page })?;
         let _held = held.map_err(|cause| PagerError::NotWriter { page, cause })?;
         let change = |frame: &mut Frame| {
@@ -169,30 +174,31 @@ impl Pager {
         self.access(page, change).await
     }
 
-    /// Has pages fetched that will be wanted, as far as nothing else is in the way: it is a hint, and failures are seen by those
-    /// who want a page that did not come.
+    /// Starts fetching pages ahead of their use, as far as capacity permits. It is a hint: failures
+    /// are reported only to later accesses.
     pub fn prefetch(&self, pages: Range<u64>) {
         for page in pages.start..pages.end.min(self.pages()) {
-            let Ok(permit) = self.shared.ahead.clone().try_acquire_owned() else { return };
+            let Ok(permit) = self.shared.prefetches.clone().try_acquire_owned() else { return };
             let mut cache = self.shared.cache.lock();
             if cache.is_absent(page) {
-                let (moving, _) = cache.depart(page);
+                let (moving, _) = cache.start_fetch(page);
                 self.shared.start_fetching(moving, Some(permit));
             }
         }
     }
 
-    /// Writes all that was changed before to the nodes. The pages stay in the cache. If nothing was changed meanwhile, other clients
-    /// may write from then on.
+    /// Writes all earlier changes to the nodes. The pages stay in the cache. If nothing was changed
+    /// meanwhile, other clients may write from then on.
     ///
     /// # Errors
     ///
-    /// The first of them; the others are written all the same, and what was not stays in the cache, dirty.
-    /// [`PagerError::Unended`] if all is written, and the coordinator cannot be told.
+    /// The first error. Other pages are still written; failed ones stay in the cache, dirty.
+    /// [`PagerError::Unended`] if everything is written, but the coordinator was not notified.
     ///
     /// # Cancel safety
     ///
-    /// If it is dropped, what was begun goes on. The coordinator may not have been told that all is written: flush again.
+    /// Dropping the future does not stop writes that have begun. The coordinator may not have been
+    /// notified: flush again.
     pub async fn flush(&self) -> Result<(), PagerError> {
         let pages = self.shared.cache.lock().dirty();
         let cleaning: Vec<_> = pages
@@ -205,18 +211,18 @@ impl Pager {
             result = result.and(cleaned);
         }
         result?;
-        let given = self.shared.lease.give_back(|| self.shared.cache.lock().is_dirty()).await;
-        // A runtime that has shut down has ended the tasks above, and nobody is told.
-        given.unwrap_or(Ok(())).map_err(PagerError::Unended)
+        let ended = self.shared.lease.end(|| self.shared.cache.lock().is_dirty()).await;
+        // `None` means that the runtime has shut down, which ended the tasks above too.
+        ended.unwrap_or(Ok(())).map_err(PagerError::Unended)
     }
 
-    /// What was done so far, and what it took.
+    /// Returns the statistics since the start.
     #[must_use]
     pub fn report(&self) -> Report {
         self.shared.meter.report()
     }
 
-    /// Nodes that were lost, with the reasons.
+    /// Returns the lost nodes with the causes.
     #[must_use]
     pub fn lost(&self) -> Vec<(String, NodeError)> {
         self.shared.replicas.lost()
@@ -236,30 +242,30 @@ impl Pager {
         }
     }
 
-    /// Does something with a page when it is here.
+    /// Applies `used` to a page once it is present.
     async fn access(&self, page: u64, used: impl FnOnce(&mut Frame)) -> Result<(), PagerError> {
-        let ahead = self.shared.readahead.lock().used(page);
+        let next = self.shared.readahead.lock().used(page);
         let missing = match self.shared.find(page, used) {
             Ok(()) => {
                 self.shared.meter.count(|counters| counters.hits += 1);
-                self.prefetch(ahead);
+                self.prefetch(next);
                 return Ok(());
             }
             Err(missing) => missing,
         };
         let start = Instant::now();
-        self.prefetch(ahead);
+        self.prefetch(next);
         let (mut used, mut flight) = missing;
         loop {
             let end = flight.wait_for(Option::is_some).await;
-            // A task that ends without a word was ended with its runtime.
+            // A dropped sender means that the runtime aborted the task.
             end.map_err(|_| PagerError::Runtime { page })?.clone().unwrap_or(Ok(()))?;
             match self.shared.find(page, used) {
                 Ok(()) => {
                     self.shared.meter.waited(start.elapsed());
                     return Ok(());
                 }
-                // It made room for others before we came here.
+                // Evicted before this task ran.
                 Err(missing) => (used, flight) = missing,
             }
         }
@@ -267,7 +273,7 @@ impl Pager {
 }
 
 impl Shared {
-    /// Uses a page if it is here. If not, it is on its way when this returns.
+    /// Applies `used` to a page if it is present; otherwise starts a fetch if none is in flight.
     fn find<U: FnOnce(&mut Frame)>(
         self: &Arc<Self>,
         page: u64,
@@ -275,47 +281,51 @@ impl Shared {
     ) -> Result<(), (U, Flight)> {
         let mut cache = self.cache.lock();
         match cache.find(page) {
-            Place::Here(frame) => {
+            Place::Present(frame) => {
                 used(frame);
                 Ok(())
             }
             Place::Moving(flight) => Err((used, flight)),
             Place::Absent => {
-                let (moving, flight) = cache.depart(page);
+                let (moving, flight) = cache.start_fetch(page);
                 self.start_fetching(moving, None);
                 Err((used, flight))
             }
         }
     }
 
-    /// In a task of its own, that nobody who asks for the page can end.
-    fn start_fetching(self: &Arc<Self>, moving: Moving, ahead: Option<OwnedSemaphorePermit>) {
-        drop(self.runtime.spawn(self.clone().fetch(moving, ahead)));
+    /// Fetches in a separate task, which dropped accesses do not cancel.
+    fn start_fetching(
+        self: &Arc<Self>,
+        moving: Moving,
+        prefetch_permit: Option<OwnedSemaphorePermit>,
+    ) {
+        drop(self.runtime.spawn(self.clone().fetch(moving, prefetch_permit)));
     }
 
-    async fn fetch(self: Arc<Self>, moving: Moving, ahead: Option<OwnedSemaphorePermit>) {
-        let permit = self.movers.acquire().await;
-        match self.bring(moving.page).await {
-            // Counted before anybody is told.
+    async fn fetch(self: Arc<Self>, moving: Moving, prefetch_permit: Option<OwnedSemaphorePermit>) {
+        let permit = self.moves.acquire().await;
+        match self.read_page(moving.page).await {
+            // Counted before waiters are notified.
             Ok(bytes) => {
                 self.meter.count(|counters| {
                     counters.fetched += 1;
-                    counters.prefetched += u64::from(ahead.is_some());
+                    counters.prefetched += u64::from(prefetch_permit.is_some());
                 });
                 let (page, mut cache) = (moving.page, self.cache.lock());
-                cache.land(moving, Frame { bytes, dirty: false });
-                // Else others might evict it before who asked for it has come.
+                cache.finish(moving, Frame { bytes, dirty: false });
+                // Marks it as used, or it might be evicted before its waiters run.
                 let _ = cache.find(page);
             }
             Err(error) => {
                 self.meter.count(|counters| counters.failed += 1);
-                self.cache.lock().vanish(moving, Err(error));
+                self.cache.lock().remove(moving, Err(error));
             }
         }
         drop(permit);
     }
 
-    async fn bring(&self, page: u64) -> Result<BufMut, PagerError> {
+    async fn read_page(&self, page: u64) -> Result<BufMut, PagerError> {
         let buffer = self.buffer(page).await?;
         let start = Instant::now();
         let buffer = self.replicas.read(page, buffer).await?;
@@ -323,16 +333,17 @@ impl Shared {
         Ok(buffer)
     }
 
-    /// A buffer for `page`, from the pool or of a page that makes room.
+    /// Returns a buffer for `page`, from the pool or by evicting another page.
     async fn buffer(&self, page: u64) -> Result<BufMut, PagerError> {
         let mut failed = PagerError::NoBuffer { page, cause: PoolError::Empty };
-        // A page that would have to wait for the coordinator does so only if there is no other.
+        // While a node's removal is unconfirmed, dirty pages are evicted only if no clean one is
+        // left: their write-back would wait for the coordinator.
         let mut waiting = self.replicas.is_unsure();
         let mut dirty_too = !waiting;
-        // Once for each page there may be: those that cannot be written back are not tried again.
+        // At most one iteration per frame: pages that fail to be written back are not retried.
         for _ in 0..self.pool.total() {
             let evicted = {
-                // Under one lock, as a frame that lands goes from hand to cache under it.
+                // One lock for both, because a fetched frame enters the cache under this lock.
                 let mut cache = self.cache.lock();
                 match self.pool.try_alloc(PAGE) {
                     Ok(buffer) => return Ok(buffer),
@@ -352,17 +363,17 @@ impl Shared {
                                 counters.evicted += 1;
                                 counters.written_back += 1;
                             });
-                            self.cache.lock().vanish(moving, Ok(()));
+                            self.cache.lock().remove(moving, Ok(()));
                             return Ok(bytes);
                         }
                         (bytes, Err(error)) => {
-                            // What is here is all there is of it: it stays, as the page used last.
+                            // The cache has the only copy: keep it, as most recently used.
                             let mut cache = self.cache.lock();
                             let kept = moving.page;
-                            cache.land(moving, Frame { bytes, dirty: true });
+                            cache.finish(moving, Frame { bytes, dirty: true });
                             let _ = cache.find(kept);
                             failed = error;
-                            // Others have other nodes, but no other coordinator.
+                            // Other pages may have other nodes, but have the same coordinator.
                             dirty_too = !matches!(
                                 failed,
                                 PagerError::Unsure { .. } | PagerError::NotWriter { .. }
@@ -377,7 +388,7 @@ impl Shared {
         Err(failed)
     }
 
-    /// Gives the buffer back in any case.
+    /// Writes a page back. Returns the buffer in any case.
     async fn write_back(&self, page: u64, bytes: BufMut) -> (BufMut, Result<(), PagerError>) {
         match self.lease.check() {
             Ok(()) => self.replicas.write(page, bytes).await,
@@ -385,12 +396,11 @@ impl Shared {
         }
     }
 
-    /// Writes a page back, if it is dirty, and keeps it.
     async fn clean(self: Arc<Self>, page: u64) -> Result<(), PagerError> {
         loop {
-            let permit = self.movers.acquire().await;
+            let permit = self.moves.acquire().await;
             let found = match self.cache.lock().find_dirty(page) {
-                Dirty::Here(moving, bytes) => Ok((moving, bytes)),
+                Dirty::Present(moving, bytes) => Ok((moving, bytes)),
                 Dirty::Moving(flight) => Err(flight),
                 Dirty::No => return Ok(()),
             };
@@ -398,11 +408,11 @@ impl Shared {
                 Ok((moving, bytes)) => {
                     let (bytes, result) = self.write_back(page, bytes).await;
                     self.meter.count(|counters| counters.written_back += u64::from(result.is_ok()));
-                    self.cache.lock().land(moving, Frame { bytes, dirty: result.is_err() });
+                    self.cache.lock().finish(moving, Frame { bytes, dirty: result.is_err() });
                     return result;
                 }
                 Err(mut flight) => {
-                    // Whoever moves it may need the permit.
+                    // The task that moves it may need the permit.
                     drop(permit);
                     let end = flight.wait_for(Option::is_some).await;
                     end.map(drop).map_err(|_| PagerError::Runtime { page })?;

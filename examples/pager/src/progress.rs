@@ -1,23 +1,24 @@
-//! Whether anything is done at all: what a node is asked for takes as long as there is before it in line, and none of it is hanging as
-//! long as something else is done.
+//! Detection of hanging connections. An operation may wait long behind others at its node, and is
+//! not hanging as long as any of them completes.
 
 use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::time::{Instant, timeout_at};
 
-/// Longest that nothing is done of all READs and WRITEs: retries find out before that a peer is gone. One of many on a slow device
-/// may take longer.
+/// Maximum time without any completion; a dead peer is detected sooner, by retransmissions. On a
+/// slow device, one operation among many may take longer.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
 
-/// When something was done last.
+/// Time of the last completion.
 #[derive(Debug, Default)]
 pub(crate) struct Progress {
     last: Mutex<Option<Instant>>,
 }
 
 impl Progress {
-    /// Waits for one of many. `None` if none of them is done for [`DEADLINE`], counted from now at the earliest.
+    /// Waits for one of several operations. Returns `None` if none of them completes for
+    /// [`DEADLINE`], counted from now at the earliest.
     pub(crate) async fn watch<F: Future + Unpin>(&self, operation: &mut F) -> Option<F::Output> {
         let mut since = Instant::now();
         loop {
@@ -40,12 +41,13 @@ mod tests {
 
     use super::*;
 
-    /// Operations of a device that does one after the other, each in `each`, up to `most`.
-    async fn done(progress: &Progress, operations: u32, each: Duration, most: u32) -> Vec<bool> {
+    /// Simulates a device that executes operations one by one, each in `each`, and stops after
+    /// `limit`.
+    async fn done(progress: &Progress, operations: u32, each: Duration, limit: u32) -> Vec<bool> {
         let all = (1..=operations).map(async |number| {
             let mut operation = std::pin::pin!(async {
                 sleep(each * number).await;
-                if number > most {
+                if number > limit {
                     std::future::pending::<()>().await;
                 }
             });
@@ -55,24 +57,24 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_slow_device_may_take_as_long_as_it_likes_for_many() {
+    async fn slow_device_may_exceed_the_deadline_in_total() {
         let (progress, begin) = (Progress::default(), Instant::now());
         let done = done(&progress, 200, DEADLINE / 2, 200).await;
         assert!(done.iter().all(|&done| done));
-        // Virtual time: far more than one may take that is alone.
+        // In virtual time: far longer than the deadline of a single operation.
         assert!(begin.elapsed() > DEADLINE * 90);
     }
 
     #[tokio::test(start_paused = true)]
-    async fn nothing_done_for_the_deadline_ends_all_that_wait() {
+    async fn no_progress_for_the_deadline_ends_all_waiters() {
         let progress = Progress::default();
-        for most in [0, 10] {
+        for limit in [0, 10] {
             let begin = Instant::now();
-            let done = done(&progress, 100, DEADLINE / 2, most).await;
-            assert_eq!(done.iter().filter(|&&done| done).count(), most as usize);
-            assert_eq!(begin.elapsed(), DEADLINE / 2 * most + DEADLINE, "{most}");
+            let done = done(&progress, 100, DEADLINE / 2, limit).await;
+            assert_eq!(done.iter().filter(|&&done| done).count(), limit as usize);
+            assert_eq!(begin.elapsed(), DEADLINE / 2 * limit + DEADLINE, "{limit}");
         }
-        // An hour in which nothing was asked is no hour in which nothing was done.
+        // Idle time without operations does not count.
         advance(DEADLINE * 100).await;
         assert_eq!(self::done(&progress, 3, DEADLINE / 2, 3).await, [true; 3]);
     }

@@ -1,55 +1,53 @@
-//! Who reads in order, and what comes next: a machine without I/O.
+//! Detection of sequential readers, and their next pages. A state machine without I/O.
 
 use std::ops::Range;
 
-/// Readers in order that are told apart.
+/// Concurrent sequences that are distinguished.
 const STREAMS: usize = 8;
 
-/// Pages in order before one believes in it.
+/// Pages in order that make a sequence.
 const RUN: u32 = 3;
 
-/// Pages asked for ahead at first; twice as many each time, up to the bound.
+/// Initial prefetch window, doubled each time up to the limit.
 const FIRST: u64 = 4;
 
-/// Finds sequences among the pages that are used.
 #[derive(Debug)]
 pub(crate) struct Readahead {
-    /// The one that went on last is first.
+    /// Most recently continued first.
     streams: Vec<Stream>,
-    most: u64,
+    limit: u64,
 }
 
-/// A sequence.
 #[derive(Debug)]
 struct Stream {
-    /// The page that would be in order.
+    /// The next page in order.
     next: u64,
     run: u32,
-    /// End of what was asked for ahead.
+    /// End of the range prefetched.
     asked: u64,
     window: u64,
 }
 
 impl Readahead {
-    /// That asks for up to `most` pages ahead, 0: never.
-    pub(crate) fn new(most: u64) -> Self {
-        Self { streams: Vec::with_capacity(STREAMS), most }
+    /// Prefetches up to `limit` pages ahead; 0: none.
+    pub(crate) fn new(limit: u64) -> Self {
+        Self { streams: Vec::with_capacity(STREAMS), limit }
     }
 
-    /// A page is used: what to fetch ahead, now.
+    /// Records an access; returns the pages to prefetch now.
     pub(crate) fn used(&mut self, page: u64) -> Range<u64> {
-        if self.most == 0 {
+        if self.limit == 0 {
             return 0..0;
         }
         let after = page.saturating_add(1);
-        // A page that is used several times in a row is no new sequence.
+        // Repeated use of a page is not a new sequence.
         let Some(at) =
             self.streams.iter().position(|stream| page == stream.next || after == stream.next)
         else {
             self.streams.truncate(STREAMS - 1);
             self.streams.insert(
                 0,
-                Stream { next: after, run: 1, asked: after, window: FIRST.min(self.most) },
+                Stream { next: after, run: 1, asked: after, window: FIRST.min(self.limit) },
             );
             return 0..0;
         };
@@ -61,13 +59,13 @@ impl Readahead {
         stream.next = after;
         stream.run = stream.run.saturating_add(1);
         stream.asked = stream.asked.max(after);
-        // More when half of it is used up, so that what comes next is on its way before it is wanted.
+        // Prefetch again when half of the window is used, so that pages arrive before their use.
         if stream.run < RUN || stream.asked - after > stream.window / 2 {
             return 0..0;
         }
         let from = stream.asked;
         stream.asked = after.saturating_add(stream.window);
-        stream.window = (stream.window * 2).min(self.most);
+        stream.window = (stream.window * 2).min(self.limit);
         from..stream.asked.max(from)
     }
 }
@@ -83,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_in_order_finds_all_that_follows_asked_for_once_and_not_too_far_ahead() {
+    fn sequential_reader_gets_each_page_prefetched_once_within_the_limit() {
         let mut readahead = Readahead::new(32);
         let mut ahead = Vec::new();
         for page in 100..1100 {
@@ -98,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn random_and_backward_and_repeated_reads_ask_for_nothing() {
+    fn random_backward_and_repeated_reads_prefetch_nothing() {
         let mut readahead = Readahead::new(32);
         assert_eq!(asked(&mut readahead, [5, 900, 17, 4000, 23, 1, 77, 5, 12, 800]), NOTHING);
         assert_eq!(asked(&mut readahead, (3000..3100).rev()), NOTHING);
@@ -107,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn readers_in_turn_are_told_apart_up_to_a_number() {
+    fn interleaved_readers_are_distinguished_up_to_a_limit() {
         let mut readahead = Readahead::new(8);
         let turns =
             (0..50).flat_map(|step| (0..STREAMS as u64).map(move |reader| reader * 10_000 + step));
@@ -121,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_page_of_all_is_no_end_of_the_world() {
+    fn last_page_number_does_not_overflow() {
         let mut readahead = Readahead::new(8);
         let ahead = asked(&mut readahead, u64::MAX - 10..=u64::MAX);
         assert!(ahead.iter().all(|&page| page > u64::MAX - 10));

@@ -1,4 +1,4 @@
-//! All nodes: a page is read from one of those that have it, and written to all of them.
+//! All nodes: a page is read from one node that has it, and written to all of them.
 
 use futures::future::join_all;
 use tokio_rdma::{BufMut, Device, ProtectionDomain, RemoteRegion};
@@ -8,16 +8,15 @@ use crate::{Directory, Instance, Map, PagerError, StartError};
 
 #[derive(Debug)]
 pub(crate) struct Replicas {
-    /// By replica, then by name.
+    /// In order of replica, then of name.
     nodes: Vec<Node>,
     directory: Directory,
-    /// Of the coordinator whose map it is.
+    /// The coordinator of the map.
     instance: Instance,
     pages: u64,
 }
 
 impl Replicas {
-    /// Connects to all nodes of a map that was checked.
     pub(crate) async fn connect(
         device: &Device,
         pd: &ProtectionDomain,
@@ -38,17 +37,15 @@ impl Replicas {
         Ok(Self { nodes, directory: directory.clone(), instance, pages })
     }
 
-    /// Pages there are, from 0 on.
     pub(crate) fn pages(&self) -> u64 {
         self.pages
     }
 
-    /// Names of the nodes that are lost, with the reasons.
     pub(crate) fn lost(&self) -> Vec<(String, crate::NodeError)> {
         self.nodes.iter().filter_map(|node| Some((node.name.clone(), node.lost()?))).collect()
     }
 
-    /// Fills the buffer, from the first node that lives.
+    /// Fills the buffer from the first live node.
     pub(crate) async fn read(&self, page: u64, mut buffer: BufMut) -> Result<BufMut, PagerError> {
         let mut lost = self.no_page(page);
         for (node, at) in self.copies(page) {
@@ -63,8 +60,9 @@ impl Replicas {
         Err(lost)
     }
 
-    /// Writes the buffer to all nodes that have the page, one after the other, so that it is ours alone again after each, and
-    /// gives it back in any case. It is written when those that lack it are off the map: no client reads it there.
+    /// Writes the buffer to all nodes with the page, one after the other because each operation
+    /// owns the buffer. Returns the buffer in any case. Succeeds only when nodes that lack the page
+    /// are off the map, so that no client reads it there.
     pub(crate) async fn write(
         &self,
         page: u64,
@@ -81,7 +79,7 @@ impl Replicas {
                 }
             }
         }
-        // Who reaches nobody is not the one to say that they are lost.
+        // A client that reaches no node must not declare all of them lost.
         if !written {
             return (buffer, Err(lost));
         }
@@ -92,7 +90,8 @@ impl Replicas {
         (buffer, join_all(strikes).await.into_iter().collect())
     }
 
-    /// The coordinator does not answer: what is written now may have to wait for it, or fail.
+    /// Returns whether a removal is unconfirmed: write-backs may have to wait for the coordinator,
+    /// or fail.
     pub(crate) fn is_unsure(&self) -> bool {
         self.nodes.iter().any(|node| node.is_unsure(&self.directory))
     }

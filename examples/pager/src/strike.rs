@@ -1,5 +1,5 @@
-//! Nodes that lack something are taken off the map: one question serves all pages that wait for the answer, and a coordinator that
-//! does not answer is not asked again at once.
+//! Removal of a failed node from the map. One request serves all pages that wait for it, and a
+//! failed request is not repeated at once.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,7 +13,6 @@ use crate::DirectoryError;
 
 type Answer = Result<(), DirectoryError>;
 
-/// Whether a node is off the map.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Strike {
     state: Arc<Mutex<State>>,
@@ -23,14 +22,15 @@ pub(crate) struct Strike {
 enum State {
     #[default]
     OnTheMap,
-    /// Whoever wants to know polls it.
+    /// Polled by all waiters.
     Asked(Shared<BoxFuture<'static, Answer>>),
     Failed(DirectoryError, Instant),
     Off,
 }
 
 impl Strike {
-    /// Has it taken off the map by what `ask` makes, once. For `pause` after it has failed, it has failed for all.
+    /// Removes the node by the request that `ask` makes, once. For `pause` after a failure, all
+    /// calls return that failure.
     pub(crate) async fn once<F>(&self, pause: Duration, ask: impl FnOnce() -> F) -> Answer
     where
         F: Future<Output = Answer> + Send + 'static,
@@ -49,7 +49,7 @@ impl Strike {
                             |error| State::Failed(error, Instant::now()),
                             |()| State::Off,
                         );
-                        // The question itself is dropped without the lock.
+                        // Drops the request outside the lock.
                         drop(std::mem::replace(&mut *this.lock(), now));
                         answer
                     };
@@ -62,7 +62,8 @@ impl Strike {
         answer.await
     }
 
-    /// The coordinator was asked and has not answered, so far or at all: who can do without should.
+    /// Returns whether the removal is unconfirmed: requested without a response, or failed
+    /// recently.
     pub(crate) fn is_open(&self, pause: Duration) -> bool {
         match &*self.state.lock() {
             State::Asked(_) => true,
@@ -84,7 +85,7 @@ mod tests {
 
     const PAUSE: Duration = Duration::from_secs(5);
 
-    /// A coordinator that takes its time, and counts what it is asked.
+    /// A coordinator that answers after [`PAUSE`] and counts requests.
     #[derive(Default)]
     struct Stub {
         asked: Arc<AtomicUsize>,
@@ -115,23 +116,22 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn one_question_serves_all_that_wait() {
+    async fn one_request_serves_all_waiters() {
         let (strike, stub) = (Strike::default(), Stub::default());
         assert!(!strike.is_open(PAUSE));
         let begin = Instant::now();
         let answers = join_all((0..1000).map(|_| stub.ask(&strike, Ok(())))).await;
         assert!(answers.iter().all(Result::is_ok));
-        // Virtual time: one wait, not a thousand.
+        // Virtual time: one wait instead of a thousand.
         assert_eq!((stub.asked(), begin.elapsed() < PAUSE * 2), (1, true));
         assert!(!strike.is_open(PAUSE));
-        // It stays off.
         advance(PAUSE * 100).await;
         stub.ask(&strike, no()).await.unwrap();
         assert_eq!(stub.asked(), 1);
     }
 
     #[tokio::test(start_paused = true)]
-    async fn who_does_not_answer_is_not_asked_again_at_once() {
+    async fn failed_removal_is_not_repeated_at_once() {
         let (strike, stub) = (Strike::default(), Stub::default());
         let answers = join_all((0..1000).map(|_| stub.ask(&strike, no()))).await;
         assert!(answers.iter().all(failed));
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_question_outlives_who_asked_it() {
+    async fn removal_continues_when_its_caller_gives_up() {
         let (strike, stub) = (Strike::default(), Stub::default());
         let given_up = tokio::time::timeout(PAUSE / 2, stub.ask(&strike, Ok(()))).await;
         assert!(given_up.is_err() && strike.is_open(PAUSE));

@@ -1,4 +1,4 @@
-//! Remote pages by plain pointers, where the system permits it.
+//! Access to remote pages by pointers, if the system permits it.
 #![cfg(feature = "userfaultfd")]
 #![allow(unsafe_code)]
 
@@ -16,7 +16,7 @@ use tokio_rdma::software::Network;
 
 const CONTENT: Content = Content { seed: 3 };
 const PAGES: u64 = 128;
-/// Set in a process that is to die.
+/// Set in a process that is expected to die.
 const DYING: &str = "PAGER_MAPPING_DYING";
 
 async fn start() -> (Owner, Pager) {
@@ -38,9 +38,9 @@ async fn start() -> (Owner, Pager) {
     (owner, Pager::connect(&device, &directory, &config).await.unwrap())
 }
 
-/// `None`, and says so, where it is not permitted.
-fn map(pager: &Pager, most: usize) -> Option<Mapping> {
-    match Mapping::new(pager, 0..PAGES, most) {
+/// Returns `None` and reports it if userfaultfd is not permitted.
+fn map(pager: &Pager, max_resident: usize) -> Option<Mapping> {
+    match Mapping::new(pager, 0..PAGES, max_resident) {
         Ok(mapping) => Some(mapping),
         Err(error @ MappingError::NotPermitted(_)) => {
             eprintln!("SKIPPED: {error}");
@@ -50,10 +50,10 @@ fn map(pager: &Pager, most: usize) -> Option<Mapping> {
     }
 }
 
-/// Copies a page by reading it.
+/// Reads a whole page.
 fn page(mapping: &Mapping, page: u64) -> [u8; PAGE] {
     assert!(page < PAGES);
-    // SAFETY: within the mapping, which lives, and nobody writes to its pages.
+    // SAFETY: within the live mapping, and no task writes to its pages.
     unsafe { mapping.as_ptr().add(page as usize * PAGE).cast::<[u8; PAGE]>().read_volatile() }
 }
 
@@ -63,12 +63,12 @@ fn runtime() -> tokio::runtime::Runtime {
 
 fn run<F: Future<Output = ()>>(test: F) {
     runtime().block_on(async {
-        tokio::time::timeout(Duration::from_secs(60), test).await.expect("it takes too long")
+        tokio::time::timeout(Duration::from_secs(60), test).await.expect("timed out")
     });
 }
 
 #[test]
-fn threads_that_dereference_find_remote_pages_and_no_more_than_allowed_have_memory() {
+fn threads_read_remote_pages_by_pointer_within_the_memory_limit() {
     run(async {
         let (_owner, pager) = start().await;
         let Some(mapping) = map(&pager, 24) else { return };
@@ -94,15 +94,15 @@ fn threads_that_dereference_find_remote_pages_and_no_more_than_allowed_have_memo
 }
 
 #[test]
-fn kernel_reads_remote_pages_on_our_behalf_if_it_may() {
+fn kernel_reads_remote_pages_if_permitted() {
     run(async {
         let (_owner, pager) = start().await;
         let Some(mapping) = map(&pager, 24) else { return };
         let written = tokio::task::spawn_blocking(move || {
             let (mut there, mut here) = std::io::pipe().unwrap();
-            // SAFETY: within the mapping, which lives, and nobody writes to its pages.
+            // SAFETY: within the live mapping, and no task writes to its pages.
             let pages = unsafe { std::slice::from_raw_parts(mapping.as_ptr().add(PAGE), PAGE) };
-            // Room for it is there: a pipe has 64 KiB.
+            // Does not block: a pipe holds 64 KiB.
             here.write_all(pages)?;
             let mut bytes = [0; PAGE];
             there.read_exact(&mut bytes)?;
@@ -110,13 +110,15 @@ fn kernel_reads_remote_pages_on_our_behalf_if_it_may() {
         });
         match written.await.unwrap() {
             Ok(bytes) => assert!(bytes == CONTENT.of(1, 0)),
-            Err(error) => eprintln!("SKIPPED: faults of the kernel's take CAP_SYS_PTRACE: {error}"),
+            Err(error) => {
+                eprintln!("SKIPPED: faults in the kernel require CAP_SYS_PTRACE: {error}")
+            }
         }
     });
 }
 
 #[test]
-fn a_page_that_is_lost_is_a_signal_and_no_wait_for_ever() {
+fn lost_page_raises_a_signal() {
     if std::env::var_os(DYING).is_some() {
         return run(async {
             let (owner, pager) = start().await;
@@ -131,29 +133,29 @@ fn a_page_that_is_lost_is_a_signal_and_no_wait_for_ever() {
             return;
         }
         let this = std::env::current_exe().unwrap();
-        let test = "a_page_that_is_lost_is_a_signal_and_no_wait_for_ever";
+        let test = "lost_page_raises_a_signal";
         let died = Command::new(this)
             .args(["--exact", test, "--nocapture"])
             .env(DYING, "1")
             .output()
             .unwrap();
-        let said = String::from_utf8_lossy(&died.stderr);
-        assert_eq!(died.status.signal(), Some(11), "{said}");
-        assert!(said.contains("page 5 is lost"), "{said}");
+        let output = String::from_utf8_lossy(&died.stderr);
+        assert_eq!(died.status.signal(), Some(11), "{output}");
+        assert!(output.contains("page 5 is lost"), "{output}");
     });
 }
 
 #[test]
-fn settings_that_do_not_work_are_named() {
+fn invalid_settings_are_named() {
     run(async {
         let (_owner, pager) = start().await;
-        for (pages, most, name) in [
+        for (pages, max_resident, name) in [
             (0..PAGES + 1, 1, "end of pages"),
             (0..0, 1, "end of pages"),
             (5..5, 1, "start of pages"),
-            (0..1, 1, "most"),
+            (0..1, 1, "max_resident"),
         ] {
-            let error = Mapping::new(&pager, pages, most).unwrap_err();
+            let error = Mapping::new(&pager, pages, max_resident).unwrap_err();
             assert!(
                 matches!(error, MappingError::Setting { field, .. } if field == name),
                 "{error}"

@@ -1,5 +1,5 @@
-//! Many tasks that read and write pages at random, against a model: no page is ever wrong. Owners, coordinator and client are in
-//! one process, the devices are software.
+//! Random reads and writes by many tasks, verified against a model. All roles run in one process on
+//! software devices.
 
 use std::future::poll_fn;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -21,7 +21,7 @@ use tokio::task::JoinSet;
 use tokio_rdma::Device;
 use tokio_rdma::software::{Faults, Network};
 
-/// Longest that a test takes, or anything in it.
+/// Limit for a test and everything in it.
 const LONG: Duration = Duration::from_secs(120);
 
 const CONTENT: Content = Content { seed: 7 };
@@ -41,7 +41,7 @@ impl Cluster {
     }
 
     async fn start_with(device: Device, replicas: u32, pages: u64, router: Router) -> Self {
-        // An address of its own, so that another coordinator finds its port free.
+        // A separate address, so that a restarted coordinator finds its port free.
         static CLUSTERS: AtomicU8 = AtomicU8::new(1);
         let host = Ipv4Addr::new(127, 0, 76, CLUSTERS.fetch_add(1, Ordering::Relaxed));
         let listener = TcpListener::bind((host, 0)).await.unwrap();
@@ -74,16 +74,16 @@ impl Cluster {
         Pager::connect(&self.device, &self.directory, config).await.unwrap()
     }
 
-    /// The coordinator ends, and with it what it knows.
+    /// Stops the coordinator, which loses its state.
     async fn stop_coordinator(&self) {
         self.service.abort();
-        // Connections that are there are answered for a moment.
+        // Existing connections are served for a moment.
         while !matches!(self.map().await, Err(DirectoryError::Http { .. })) {
             tokio::task::yield_now().await;
         }
     }
 
-    /// Another one, at the same address.
+    /// Starts another coordinator at the same address.
     async fn start_coordinator(&mut self) {
         let listener = TcpListener::bind(self.address).await.unwrap();
         self.service =
@@ -103,7 +103,7 @@ fn small(cache: usize, in_flight: usize) -> Config {
     Config { cache, in_flight, readahead: 8, patience: Duration::ZERO, ..Config::default() }
 }
 
-/// Test after test on a runtime of its own, within a time.
+/// Runs a test on its own runtime, within [`LONG`].
 fn run<F: Future<Output = ()>>(threads: usize, test: F) {
     let runtime = if threads == 0 {
         tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap()
@@ -114,10 +114,11 @@ fn run<F: Future<Output = ()>>(threads: usize, test: F) {
             .build()
             .unwrap()
     };
-    runtime.block_on(async { tokio::time::timeout(LONG, test).await.expect("it takes too long") });
+    runtime.block_on(async { tokio::time::timeout(LONG, test).await.expect("timed out") });
 }
 
-/// Tasks that read, write, read in order, hint, flush and give up, all at once, each so often.
+/// Runs tasks that randomly read, write, read in order, prefetch, flush and drop futures, `uses`
+/// times each.
 async fn crowd(
     pager: &Pager,
     ledger: &Arc<Ledger>,
@@ -128,7 +129,7 @@ async fn crowd(
     crowd_until(pager, ledger, seed, tasks, move |number| number == uses).await
 }
 
-/// The same until it is enough for each of them, who tell how often they have done something.
+/// Runs the tasks of [`crowd`] until `enough` accepts a task's number of accesses.
 async fn crowd_until(
     pager: &Pager,
     ledger: &Arc<Ledger>,
@@ -149,7 +150,7 @@ async fn crowd_until(
                     0..30 => ledger.write(&pager, page).await?,
                     30..34 => pager.prefetch(page..page + random.u64(..20)),
                     34..36 => pager.flush().await?,
-                    // Gives up at some point, and finds out that this has changed nothing.
+                    // Drops the future at some point, and verifies that this changed nothing.
                     36..44 => {
                         let read = ledger.read(&pager, page);
                         if let Some(read) = give_up(read, random.u8(..4)).await {
@@ -172,7 +173,6 @@ async fn crowd_until(
     Ok(())
 }
 
-/// Waits until pages were used so many times more.
 async fn uses(pager: &Pager, more: u64) {
     let count = || {
         let counters = pager.report().counters;
@@ -184,7 +184,7 @@ async fn uses(pager: &Pager, more: u64) {
     }
 }
 
-/// Polls a future so many times, in as many turns of the runtime.
+/// Polls a future `polls` times, once per scheduling round.
 async fn give_up<F: Future>(future: F, polls: u8) -> Option<F::Output> {
     let mut future = std::pin::pin!(future);
     for poll in 0..polls {
@@ -199,7 +199,7 @@ async fn give_up<F: Future>(future: F, polls: u8) -> Option<F::Output> {
     None
 }
 
-/// All owners hold the last version of all pages.
+/// Asserts that all owners have the last version of all pages.
 fn verify_owners(owners: &[Owner], ledger: &Ledger, pages: u64) {
     for owner in owners {
         for page in 0..pages {
@@ -209,7 +209,7 @@ fn verify_owners(owners: &[Owner], ledger: &Ledger, pages: u64) {
 }
 
 #[test]
-fn no_page_is_ever_wrong_however_small_the_cache_and_whatever_is_done_at_once() {
+fn no_page_is_wrong_with_small_caches_and_concurrent_accesses() {
     for (seed, threads, cache, in_flight, pages) in [
         (1, 0, 2, 1, 16),
         (2, 2, 4, 2, 16),
@@ -239,7 +239,7 @@ fn no_page_is_ever_wrong_however_small_the_cache_and_whatever_is_done_at_once() 
 }
 
 #[test]
-fn no_page_is_wrong_over_a_network_that_loses_repeats_and_reorders() {
+fn no_page_is_wrong_over_a_network_that_loses_duplicates_and_reorders() {
     let (mut lost, mut duplicated, mut reordered) = (0, 0, 0);
     for seed in 11..15 {
         let faults = Faults::none().loss(0.02).duplicate(0.02).reorder(0.02);
@@ -260,21 +260,21 @@ fn no_page_is_wrong_over_a_network_that_loses_repeats_and_reorders() {
         (lost, duplicated) = (lost + counters.lost, duplicated + counters.duplicated);
         reordered += counters.reordered;
     }
-    // Thousands of packets, of which one in fifty meets each of these.
+    // Each fault hits one in fifty of thousands of packets.
     assert!(
         lost > 0 && duplicated > 0 && reordered > 0,
-        "{lost} lost, {duplicated} twice, {reordered} held back"
+        "{lost} lost, {duplicated} duplicated, {reordered} reordered"
     );
 }
 
 #[test]
-fn an_owner_that_dies_is_replaced_by_its_replica_and_taken_off_the_map() {
+fn dead_owner_is_replaced_by_its_replica_and_removed_from_the_map() {
     for seed in [21, 22, 23] {
         run(2, async {
             let mut cluster = Cluster::start(software(), 3, 64).await;
             let pager = cluster.pager(&small(16, 8)).await;
             let ledger = Arc::new(Ledger::new(CONTENT, 64));
-            // Deaths that were noticed and outlived by enough of what goes on.
+            // Failures that were detected and followed by enough accesses.
             let survived = Arc::new(AtomicUsize::new(0));
             let enough = survived.clone();
             let used =
@@ -282,7 +282,7 @@ fn an_owner_that_dies_is_replaced_by_its_replica_and_taken_off_the_map() {
             let dying = async {
                 for deaths in 1..=2 {
                     uses(&pager, 50 * seed).await;
-                    // The first to be read from goes first.
+                    // The owner from which pages are read dies first.
                     drop(cluster.owners.remove(0));
                     while pager.lost().len() < deaths {
                         tokio::task::yield_now().await;
@@ -297,7 +297,7 @@ fn an_owner_that_dies_is_replaced_by_its_replica_and_taken_off_the_map() {
             verify_owners(&cluster.owners, &ledger, 64);
             let lost: Vec<String> = pager.lost().into_iter().map(|(node, _)| node).collect();
             assert_eq!(lost, ["owner-0", "owner-1"]);
-            // Whoever comes now does not see those who lack what was written.
+            // New clients do not see nodes that lack writes.
             let map = cluster.map().await.unwrap();
             assert_eq!(map.shares.keys().collect::<Vec<_>>(), ["owner-2"]);
             let next = cluster.pager(&small(16, 8)).await;
@@ -311,7 +311,7 @@ fn an_owner_that_dies_is_replaced_by_its_replica_and_taken_off_the_map() {
 }
 
 #[test]
-fn pages_whose_last_owner_dies_are_an_error_that_names_page_node_and_cause() {
+fn error_after_the_last_owner_died_names_page_node_and_cause() {
     run(2, async {
         let mut cluster = Cluster::start(software(), 1, 64).await;
         let other = cluster.owner("other", 64, 64, 0).await.unwrap();
@@ -326,7 +326,7 @@ fn pages_whose_last_owner_dies_are_an_error_that_names_page_node_and_cause() {
         assert_eq!(node, "owner-0");
         assert!(matches!(cause, NodeError::Ended(_) | NodeError::Operation(_)), "{cause:?}");
         assert!(error.to_string().contains("page 5") && error.to_string().contains("owner-0"));
-        // What was not written back is neither lost nor in the way of pages that have an owner.
+        // Dirty pages are neither lost nor do they block pages that have an owner.
         assert!(matches!(pager.flush().await, Err(PagerError::Lost { .. })));
         for page in 64..128 {
             ledger.read(&pager, page).await.unwrap();
@@ -334,7 +334,7 @@ fn pages_whose_last_owner_dies_are_an_error_that_names_page_node_and_cause() {
         for page in 0..3 {
             ledger.read(&pager, page).await.unwrap();
         }
-        // One who reaches nobody does not say that others are lost.
+        // A client that reaches no node removes none from the map.
         let map = cluster.map().await.unwrap();
         assert_eq!(map.shares.len(), 2);
         drop(other);
@@ -346,7 +346,7 @@ fn pages_whose_last_owner_dies_are_an_error_that_names_page_node_and_cause() {
 }
 
 #[test]
-fn what_a_dead_replica_lacks_is_not_written_back_before_the_coordinator_knows() {
+fn page_stays_dirty_until_a_dead_replica_is_removed_from_the_map() {
     run(2, async {
         let mut cluster = Cluster::start(software(), 2, 64).await;
         let pager = cluster.pager(&small(8, 4)).await;
@@ -359,7 +359,7 @@ fn what_a_dead_replica_lacks_is_not_written_back_before_the_coordinator_knows() 
             matches!(&error, PagerError::Unsure { page: 3, node, .. } if node == "owner-1"),
             "{error}"
         );
-        // It is still here, and in nobody's way.
+        // The page is still in the cache and blocks no other.
         ledger.read(&pager, 3).await.unwrap();
         for page in 10..40 {
             ledger.read(&pager, page).await.unwrap();
@@ -369,7 +369,7 @@ fn what_a_dead_replica_lacks_is_not_written_back_before_the_coordinator_knows() 
 }
 
 #[test]
-fn a_page_is_fetched_once_however_many_ask_for_it() {
+fn page_is_fetched_once_for_all_waiters() {
     run(2, async {
         let cluster = Cluster::start(software(), 1, 64).await;
         let pager = cluster.pager(&Config { readahead: 0, ..small(16, 8) }).await;
@@ -389,7 +389,7 @@ fn a_page_is_fetched_once_however_many_ask_for_it() {
 }
 
 #[test]
-fn far_more_pages_on_their_way_than_a_connection_holds_all_come() {
+fn more_pages_in_flight_than_a_connection_holds_all_arrive() {
     run(2, async {
         let slow = Faults::none().delay(Duration::ZERO..Duration::from_millis(2));
         let device = Device::software_in(&Network::with_faults(41, slow), "soft").unwrap();
@@ -420,7 +420,7 @@ fn far_more_pages_on_their_way_than_a_connection_holds_all_come() {
 }
 
 #[test]
-fn a_reader_in_order_finds_pages_there() {
+fn sequential_reader_hits_prefetched_pages() {
     run(2, async {
         let cluster = Cluster::start(software(), 1, 512).await;
         let pager = cluster.pager(&Config { readahead: 16, ..small(128, 64) }).await;
@@ -465,7 +465,7 @@ fn parts_of_pages_are_read_and_written_and_nothing_beyond_them() {
 }
 
 #[test]
-fn owners_join_before_clients_do_and_settings_that_do_not_work_are_named() {
+fn owners_join_before_clients_and_invalid_settings_are_named() {
     run(2, async {
         let cluster = Cluster::start(software(), 1, 8).await;
         let connect = async |config: Config| {
@@ -480,10 +480,10 @@ fn owners_join_before_clients_do_and_settings_that_do_not_work_are_named() {
         assert_eq!(setting(connect(small(8, 0)).await), "in_flight");
         let two = Wanted { pages: 8, copies: 2 };
         let refused = connect(Config { wanted: two, ..small(8, 4) }).await;
-        assert!(
-            matches!(&refused, Err(StartError::Directory(DirectoryError::Refused { status, .. })) if *status == 404)
-        );
-        // Nobody has the map so far.
+        assert!(matches!(
+            &refused,
+            Err(StartError::Directory(DirectoryError::Refused { status, .. })) if *status == 404
+        ));
         let second = cluster.owner("second", 0, 8, 1).await.unwrap();
         connect(Config { wanted: two, ..small(8, 4) }).await.unwrap();
         let late = cluster.owner("late", 0, 8, 2).await;
@@ -496,7 +496,7 @@ fn owners_join_before_clients_do_and_settings_that_do_not_work_are_named() {
     });
 }
 
-/// A conflict with what the coordinator knows, whoever met it.
+/// Returns the conflict reported by the coordinator.
 fn conflict(error: &PagerError) -> Option<&Conflict> {
     match error {
         PagerError::NotWriter { cause: DirectoryError::Conflict(conflict), .. }
@@ -507,14 +507,14 @@ fn conflict(error: &PagerError) -> Option<&Conflict> {
 }
 
 #[test]
-fn a_coordinator_that_is_started_anew_takes_nothing_that_another_one_had() {
+fn restarted_coordinator_refuses_nodes_and_clients_of_its_predecessor() {
     run(2, async {
         let mut cluster = Cluster::start(software(), 2, 64).await;
         let pager = cluster.pager(&small(16, 8)).await;
         pager.write(3, 0, b"of old").await.unwrap();
         pager.flush().await.unwrap();
         pager.write(4, 0, b"of old, too").await.unwrap();
-        // Flushed by nobody yet, and a node that lacks it dies unseen.
+        // Page 4 is not flushed; a node that lacks it dies later, unknown to the new coordinator.
         for owner in &cluster.owners {
             owner.confirm(&cluster.directory).await.unwrap();
         }
@@ -533,13 +533,15 @@ fn a_coordinator_that_is_started_anew_takes_nothing_that_another_one_had() {
             matches!(&none, Err(DirectoryError::Refused { status, .. }) if *status == 404),
             "{none:?}"
         );
-        // New memory joins, even by the name of another.
+        // New memory joins, even under a name used before.
         let fresh = cluster.owner("owner-1", 0, 64, 0).await.unwrap();
         drop(cluster.owners.pop());
         let error = pager.flush().await.unwrap_err();
-        let of_another = |conflict: &Conflict| matches!(conflict, Conflict::Instance { asked, .. } if *asked == before);
-        assert!(conflict(&error).is_some_and(of_another), "{error}");
-        // What another map's client says of a node is not said of this one.
+        assert!(
+            matches!(conflict(&error), Some(Conflict::Instance { asked, .. }) if *asked == before),
+            "{error}"
+        );
+        // A client of another map cannot remove a node from this one.
         assert_eq!(cluster.map().await.unwrap().shares.keys().collect::<Vec<_>>(), ["owner-1"]);
         let next = cluster.pager(&small(16, 8)).await;
         for page in 0..64 {
@@ -547,20 +549,20 @@ fn a_coordinator_that_is_started_anew_takes_nothing_that_another_one_had() {
             next.read(page, 0, &mut bytes).await.unwrap();
             assert!(bytes == CONTENT.of(page, 0), "page {page}");
         }
-        // The old one has what it had.
+        // The old client keeps its cache.
         let mut bytes = [0; 6];
         for page in [3, 4] {
             pager.read(page, 0, &mut bytes).await.unwrap();
             assert_eq!(&bytes, b"of old");
         }
-        // Of the new one's owners none is told to go by an old one that leaves.
+        // An owner of the old map cannot remove the new owner of the same name.
         cluster.owners.pop().unwrap().leave(&cluster.directory).await.unwrap();
         fresh.confirm(&cluster.directory).await.unwrap();
     });
 }
 
 #[test]
-fn an_owner_that_was_not_written_to_does_not_come_back() {
+fn owner_removed_from_the_map_cannot_rejoin() {
     run(2, async {
         let cluster = Cluster::start(software(), 2, 8).await;
         let instance = cluster.map().await.unwrap().instance;
@@ -573,11 +575,11 @@ fn an_owner_that_was_not_written_to_does_not_come_back() {
 }
 
 #[test]
-fn one_client_writes_at_a_time_until_it_has_flushed() {
+fn one_client_writes_at_a_time_until_it_flushes() {
     run(2, async {
         let cluster = Cluster::start(software(), 2, 64).await;
         let (a, b) = (cluster.pager(&small(16, 8)).await, cluster.pager(&small(16, 8)).await);
-        // Over and over, and by many tasks: each begins to write, all flush.
+        // Repeatedly, with many tasks: each starts to write, and all flush.
         for round in 0..20_u8 {
             let (writes, waits) = if round % 2 == 0 { (&a, &b) } else { (&b, &a) };
             let mut tasks = JoinSet::new();
@@ -598,7 +600,7 @@ fn one_client_writes_at_a_time_until_it_has_flushed() {
         }
         let map = cluster.map().await.unwrap();
         assert!(!map.unclean);
-        // Who has nothing to flush gives nothing back.
+        // A flush by a client without the lease does not end another client's lease.
         a.write(1, 0, b"x").await.unwrap();
         b.flush().await.unwrap();
         assert_eq!(conflict(&b.write(1, 0, b"y").await.unwrap_err()), Some(&Conflict::Writing));
@@ -607,7 +609,7 @@ fn one_client_writes_at_a_time_until_it_has_flushed() {
 }
 
 #[test]
-fn who_comes_after_a_client_that_did_not_end_its_writing_is_told() {
+fn new_clients_are_refused_after_a_writer_died() {
     run(2, async {
         let router = service::router_with(Settings { lease: Duration::from_millis(50) });
         let cluster = Cluster::start_with(software(), 2, 64, router).await;
@@ -623,7 +625,7 @@ fn who_comes_after_a_client_that_did_not_end_its_writing_is_told() {
         assert_eq!(conflict(&there.write(3, 0, b"x").await.unwrap_err()), Some(&Conflict::Unclean));
         let knows = cluster.pager(&Config { unclean_too: true, ..small(16, 8) }).await;
         knows.read(3, 0, &mut [0; PAGE]).await.unwrap();
-        // Until nothing was heard of it, for want of a processor.
+        // May lapse if this process gets no processor for too long.
         match knows.write(3, 0, b"x").await {
             Ok(()) => {}
             Err(error) => assert_eq!(conflict(&error), Some(&Conflict::Lapsed)),
@@ -632,7 +634,7 @@ fn who_comes_after_a_client_that_did_not_end_its_writing_is_told() {
 }
 
 #[test]
-fn a_client_that_does_not_write_any_more_is_told_and_writes_nothing_back() {
+fn client_without_its_lease_writes_nothing_back() {
     run(2, async {
         let router = service::router_with(Settings { lease: Duration::from_millis(200) });
         let mut cluster = Cluster::start_with(software(), 1, 64, router).await;
@@ -640,7 +642,7 @@ fn a_client_that_does_not_write_any_more_is_told_and_writes_nothing_back() {
         pager.write(3, 0, b"mine").await.unwrap();
         cluster.stop_coordinator().await;
         cluster.start_coordinator().await;
-        // It hears of that from the coordinator by itself.
+        // The client learns this by renewing its lease.
         let error = loop {
             match pager.write(5, 0, b"more").await {
                 Ok(()) => tokio::time::sleep(Duration::from_millis(1)).await,
@@ -651,7 +653,7 @@ fn a_client_that_does_not_write_any_more_is_told_and_writes_nothing_back() {
             |conflict: &Conflict| matches!(conflict, Conflict::Instance { .. } | Conflict::Lapsed);
         assert!(matches!(&error, PagerError::NotWriter { page: 5, .. }), "{error}");
         assert!(conflict(&error).is_some_and(gone), "{error}");
-        // Others have the cache meanwhile.
+        // The cache remains usable for reads.
         for page in 10..40 {
             pager.read(page, 0, &mut [0; PAGE]).await.unwrap();
         }
@@ -664,11 +666,11 @@ fn a_client_that_does_not_write_any_more_is_told_and_writes_nothing_back() {
 }
 
 #[test]
-fn a_coordinator_that_does_not_answer_is_not_asked_of_each_page() {
+fn unresponsive_coordinator_is_not_asked_for_each_page() {
     run(2, async {
         let asked = Arc::new(AtomicUsize::new(0));
         let counts = asked.clone();
-        // Whoever is to be taken off the map: no answer, ever.
+        // Removals from the map never get a response.
         let mute = from_fn(move |request: Request, next: Next| {
             let counts = counts.clone();
             async move {
@@ -688,10 +690,10 @@ fn a_coordinator_that_does_not_answer_is_not_asked_of_each_page() {
             pager.write(page, 0, b"changed").await.unwrap();
         }
         drop(cluster.owners.pop());
-        // One after the other these would be sixteen questions at least, as four pages are on their way at once.
+        // One by one, these would be at least sixteen requests, with four pages in flight.
         let error = pager.flush().await.unwrap_err();
         assert!(matches!(&error, PagerError::Unsure { node, .. } if node == "owner-1"), "{error}");
-        // They fill the cache, with others besides, for which nobody is asked.
+        // Dirty pages fill the cache; evicting others for reads sends no request.
         for page in 0..256 {
             pager.read(page, 0, &mut [0; 1]).await.unwrap();
         }
@@ -702,7 +704,7 @@ fn a_coordinator_that_does_not_answer_is_not_asked_of_each_page() {
 }
 
 #[test]
-fn a_write_that_is_given_up_has_changed_nothing() {
+fn dropped_write_changes_nothing() {
     run(0, async {
         let cluster = Cluster::start(software(), 2, 64).await;
         let pager = cluster.pager(&Config { readahead: 0, ..small(4, 2) }).await;
@@ -711,7 +713,7 @@ fn a_write_that_is_given_up_has_changed_nothing() {
             let page = u64::from(round % 64);
             let mut before = [0; PAGE];
             pager.read(page, 0, &mut before).await.unwrap();
-            // A hit, or else a page that makes room, dirty or not, and the page itself have to move first.
+            // The page is cached, or evicted so that it and perhaps a dirty page must move first.
             if round % 3 > 0 {
                 for other in 1..=4 {
                     pager.read((page + other) % 64, 0, &mut [0; 1]).await.unwrap();
@@ -728,7 +730,6 @@ fn a_write_that_is_given_up_has_changed_nothing() {
                 }
                 None => given_up += 1,
             }
-            // Whatever was begun has time to come to an end.
             pager.read((page + 7) % 64, 0, &mut [0; 1]).await.unwrap();
             if round % 5 == 0 {
                 pager.flush().await.unwrap();
@@ -748,9 +749,9 @@ fn a_write_that_is_given_up_has_changed_nothing() {
 }
 
 #[test]
-fn a_flush_that_is_given_up_goes_on_and_is_done_by_the_next() {
+fn dropped_flush_continues_and_the_next_completes_it() {
     run(0, async {
-        // So that there is something to wait for.
+        // A delay, so that flushes have to wait.
         let slow = Faults::none().delay(Duration::ZERO..Duration::from_micros(200));
         let device = Device::software_in(&Network::with_faults(31, slow), "soft").unwrap();
         let cluster = Cluster::start(device, 2, 64).await;
@@ -763,7 +764,7 @@ fn a_flush_that_is_given_up_goes_on_and_is_done_by_the_next() {
             }
             given_up += u32::from(give_up(pager.flush(), (round % 20) as u8).await.is_none());
             if round % 2 == 0 {
-                // By itself: nobody asks for it any more.
+                // The dropped flush completes on its own.
                 let written = || {
                     (0..16).all(|page| {
                         cluster.owners[1].page(page).unwrap()[..4] == round.to_be_bytes()
@@ -783,7 +784,7 @@ fn a_flush_that_is_given_up_goes_on_and_is_done_by_the_next() {
                     );
                 }
             }
-            // And all is told: another may write.
+            // The lease has ended: another client may write.
             other.write(40, 0, &round.to_be_bytes()).await.unwrap();
             other.flush().await.unwrap();
         }

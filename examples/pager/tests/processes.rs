@@ -1,4 +1,4 @@
-//! The program as users run it: coordinator, owners and client in processes of their own, which are killed.
+//! The program as users run it: all roles as separate processes, some of which are killed.
 
 use std::io::{BufRead, BufReader, Lines};
 use std::net::{IpAddr, Ipv4Addr};
@@ -6,10 +6,11 @@ use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-/// Longest that a process is waited for.
+/// Maximum wait for a process.
 const LONG: Duration = Duration::from_secs(120);
 
-/// A real device has its own address, which all may share; the software device one for each process.
+/// Returns an address for a process: a real device has one for all, the software device one per
+/// process.
 fn address(host: u8) -> IpAddr {
     match std::env::var("PAGER_TEST_ADDRESS") {
         Ok(address) => address.parse().unwrap(),
@@ -17,10 +18,10 @@ fn address(host: u8) -> IpAddr {
     }
 }
 
-/// The program in a role, killed when it is dropped.
+/// A process of the program, killed on drop.
 struct Process {
     child: Child,
-    said: Receiver<String>,
+    output: Receiver<String>,
     all: Vec<String>,
 }
 
@@ -29,22 +30,23 @@ impl Process {
         let mut command = Command::new(env!("CARGO_BIN_EXE_pager"));
         let mut child =
             command.args(line).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-        let (tell, said) = channel();
+        let (sender, output) = channel();
         let (out, err) = (child.stdout.take().unwrap(), child.stderr.take().unwrap());
         let out: Lines<BufReader<ChildStdout>> = BufReader::new(out).lines();
-        let told = tell.clone();
-        std::thread::spawn(move || out.map_while(Result::ok).try_for_each(|line| told.send(line)));
+        let stdout_sender = sender.clone();
         std::thread::spawn(move || {
-            BufReader::new(err).lines().map_while(Result::ok).try_for_each(|line| tell.send(line))
+            out.map_while(Result::ok).try_for_each(|line| stdout_sender.send(line))
         });
-        Self { child, said, all: Vec::new() }
+        std::thread::spawn(move || {
+            BufReader::new(err).lines().map_while(Result::ok).try_for_each(|line| sender.send(line))
+        });
+        Self { child, output, all: Vec::new() }
     }
 
-    /// The first line that has this.
     fn wait_for(&mut self, what: &str) -> String {
         let deadline = Instant::now() + LONG;
         loop {
-            match self.said.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+            match self.output.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
                 Ok(line) => {
                     println!("{line}");
                     self.all.push(line.clone());
@@ -52,7 +54,7 @@ impl Process {
                         return line;
                     }
                 }
-                Err(error) => panic!("{what:?} was not said ({error}), but {:#?}", self.all),
+                Err(error) => panic!("no line with {what:?} ({error}): {:#?}", self.all),
             }
         }
     }
@@ -62,31 +64,29 @@ impl Process {
         self.child.wait().unwrap();
     }
 
-    /// Ctrl-C.
     fn interrupt(&self) {
         let sent =
             Command::new("kill").args(["-INT", &self.child.id().to_string()]).status().unwrap();
         assert!(sent.success());
     }
 
-    /// How it ended by itself, and all that it has said.
+    /// Waits for the process to exit; returns its status and its whole output.
     fn end(mut self) -> (ExitStatus, String) {
         let deadline = Instant::now() + LONG;
-        // Its output ends with it.
         while let Ok(line) =
-            self.said.recv_timeout(deadline.saturating_duration_since(Instant::now()))
+            self.output.recv_timeout(deadline.saturating_duration_since(Instant::now()))
         {
             println!("{line}");
             self.all.push(line);
         }
-        assert!(Instant::now() < deadline, "it does not end: {:#?}", self.all);
+        assert!(Instant::now() < deadline, "the process does not exit: {:#?}", self.all);
         (self.child.wait().unwrap(), self.all.join("\n"))
     }
 }
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // Fails if it has ended, which is as well.
+        // Fails if the process has exited, which is fine.
         self.child.kill().ok();
         self.child.wait().ok();
     }
@@ -98,8 +98,8 @@ fn coordinator() -> (Process, String) {
 
 fn coordinator_with(more: &[&str]) -> (Process, String) {
     let mut process = Process::start(&[&["coordinator", "--listen", "127.0.0.1:0"], more].concat());
-    let said = process.wait_for("coordinator at ");
-    (process, said.replace("coordinator at ", ""))
+    let output = process.wait_for("coordinator at ");
+    (process, output.replace("coordinator at ", ""))
 }
 
 fn owner(url: &str, name: &str, host: u8, more: &[&str]) -> Process {
@@ -119,26 +119,26 @@ fn client(url: &str, host: u8, more: &[&str]) -> Process {
 }
 
 #[test]
-fn random_pages_of_two_owners_are_verified_and_left_as_they_were() {
+fn random_pages_of_two_owners_are_verified_and_restored() {
     let (_coordinator, url) = coordinator();
     let _a = owner(&url, "a", 1, &["--memory", "4"]);
     let _b = owner(&url, "b", 2, &["--memory", "4", "--first", "1024"]);
-    let (status, said) =
+    let (status, output) =
         client(&url, 3, &["--reads", "4000", "--writes", "20", "--pages", "2048"]).end();
-    assert!(status.success(), "{said}");
-    assert!(said.contains("4000 pages verified"), "{said}");
-    // What was written is undone: the next one finds what was there at first.
-    let (status, said) = client(&url, 3, &["--reads", "4000", "--in-order"]).end();
-    assert!(status.success(), "{said}");
-    assert!(said.contains("100.0     500.0   on real hardware"), "{said}");
+    assert!(status.success(), "{output}");
+    assert!(output.contains("4000 pages verified"), "{output}");
+    // The client restored the initial contents for the next one.
+    let (status, output) = client(&url, 3, &["--reads", "4000", "--in-order"]).end();
+    assert!(status.success(), "{output}");
+    assert!(output.contains("100.0     500.0   on real hardware"), "{output}");
 }
 
 #[test]
-fn an_owner_that_is_killed_is_replaced_by_its_replica() {
+fn killed_owner_is_replaced_by_its_replica() {
     let (_coordinator, url) = coordinator();
     let a = owner(&url, "a", 11, &["--memory", "4"]);
     let _b = owner(&url, "b", 12, &["--replica-of", "a"]);
-    // More than can be read while somebody looks away.
+    // More than can be read during the test.
     let line = ["--reads", "1000000000", "--writes", "10", "--copies", "2"];
     let mut client = client(&url, 13, &line);
     client.wait_for("pages verified, 0 nodes lost");
@@ -146,26 +146,26 @@ fn an_owner_that_is_killed_is_replaced_by_its_replica() {
     client.wait_for("pages verified, 1 nodes lost");
     client.wait_for("pages verified, 1 nodes lost");
     client.interrupt();
-    let (status, said) = client.end();
-    assert!(status.success(), "{said}");
-    assert!(said.contains("node a was lost: "), "{said}");
+    let (status, output) = client.end();
+    assert!(status.success(), "{output}");
+    assert!(output.contains("node a was lost: "), "{output}");
 }
 
 #[test]
-fn an_owner_that_is_killed_without_a_replica_is_an_error_that_says_which_page_and_node() {
+fn error_after_the_only_owner_was_killed_names_page_and_node() {
     let (_coordinator, url) = coordinator();
     let a = owner(&url, "a", 21, &["--memory", "4"]);
     let mut client = client(&url, 22, &["--reads", "1000000000"]);
     client.wait_for("pages verified, 0 nodes lost");
     a.kill();
-    let (status, said) = client.end();
-    assert_eq!(status.code(), Some(1), "{said}");
-    assert!(said.contains("is lost: no node has it any more, and the last, a: "), "{said}");
-    assert!(!said.contains("WRONG"), "{said}");
+    let (status, output) = client.end();
+    assert_eq!(status.code(), Some(1), "{output}");
+    assert!(output.contains("is lost: all nodes with a copy failed; last node a: "), "{output}");
+    assert!(!output.contains("WRONG"), "{output}");
 }
 
 #[test]
-fn an_owner_says_so_when_a_coordinator_that_does_not_know_it_takes_the_place_of_its_own() {
+fn owner_reports_a_coordinator_that_does_not_know_it() {
     let mut first = Process::start(&["coordinator", "--listen", "127.0.75.40:0"]);
     let url = first.wait_for("coordinator at ").replace("coordinator at ", "");
     let mut a = owner(&url, "a", 41, &["--memory", "4"]);
@@ -173,41 +173,41 @@ fn an_owner_says_so_when_a_coordinator_that_does_not_know_it_takes_the_place_of_
     let mut second =
         Process::start(&["coordinator", "--listen", url.trim_start_matches("http://")]);
     second.wait_for("coordinator at ");
-    a.wait_for("a is off the map: this memory was lent by the map of coordinator ");
-    // Its memory is on no map. One that is filled anew is.
+    a.wait_for("a is off the map: memory lent by the map of coordinator ");
+    // Its memory is on no map; a newly filled one is.
     let _b = owner(&url, "b", 42, &["--memory", "4"]);
-    let (status, said) =
+    let (status, output) =
         client(&url, 43, &["--reads", "1000", "--pages", "1024", "--writes", "10"]).end();
-    assert!(status.success(), "{said}");
+    assert!(status.success(), "{output}");
     a.interrupt();
-    let (status, said) = a.end();
-    assert!(status.success(), "{said}");
+    let (status, output) = a.end();
+    assert!(status.success(), "{output}");
 }
 
 #[test]
-fn a_client_that_is_killed_while_it_writes_is_told_of_to_the_next() {
+fn killed_writer_is_reported_to_the_next_client() {
     let (_coordinator, url) = coordinator_with(&["--lease", "5"]);
     let _a = owner(&url, "a", 51, &["--memory", "4"]);
     let mut writes = client(&url, 52, &["--reads", "1000000000", "--writes", "50"]);
     writes.wait_for("pages verified, 0 nodes lost");
     writes.kill();
-    // Its lease is over at some time, and until then others may come.
+    // Other clients may start until the lease expires.
     let deadline = Instant::now() + LONG;
-    let said = loop {
-        let (status, said) = client(&url, 53, &["--reads", "0"]).end();
+    let output = loop {
+        let (status, output) = client(&url, 53, &["--reads", "0"]).end();
         if !status.success() {
-            break said;
+            break output;
         }
-        assert!(Instant::now() < deadline, "nobody is told: {said}");
+        assert!(Instant::now() < deadline, "the next client is not refused: {output}");
     };
-    assert!(said.contains("a client has not come to the end of writing"), "{said}");
-    let (status, said) = client(&url, 53, &["--reads", "0", "--unclean-too"]).end();
-    assert!(status.success(), "{said}");
+    assert!(output.contains("a client stopped without finishing its writes"), "{output}");
+    let (status, output) = client(&url, 53, &["--reads", "0", "--unclean-too"]).end();
+    assert!(status.success(), "{output}");
 }
 
 #[test]
-fn who_finds_no_coordinator_says_so() {
-    let (status, said) = client("http://127.0.75.99:1", 31, &[]).end();
+fn missing_coordinator_is_reported() {
+    let (status, output) = client("http://127.0.75.99:1", 31, &[]).end();
     assert_eq!(status.code(), Some(1));
-    assert!(said.contains("the coordinator at http://127.0.75.99:1"), "{said}");
+    assert!(output.contains("request to coordinator http://127.0.75.99:1 failed"), "{output}");
 }

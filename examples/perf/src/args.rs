@@ -1,4 +1,4 @@
-//! What is asked for on the command line.
+//! The command line.
 
 #[path = "../../common/seconds.rs"]
 mod seconds;
@@ -11,68 +11,68 @@ use clap::{CommandFactory, Parser, ValueEnum};
 
 use crate::case::{Case, Mode, Over, Verb, Work};
 
-/// Latency and bandwidth of RDMA operations, beside TCP.
+/// Latency and bandwidth of RDMA operations, compared with TCP.
 #[derive(Debug, Parser)]
 #[command(name = "perf", version)]
 struct Arguments {
-    /// What to measure; not with --listen
+    /// Quantity to measure; not with --listen
     #[arg(value_enum, requires = "verb")]
     work: Option<Work>,
-    /// By which operation
+    /// Operation to measure
     #[arg(value_enum)]
     verb: Option<Verb>,
-    /// Wait at this address for one client, and serve it
+    /// Listen at this address and serve one client
     #[arg(long, value_name = "ADDRESS:PORT", conflicts_with_all = ["connect", "work"])]
     listen: Option<SocketAddr>,
-    /// Measure with the server at this address, instead of one in this process
+    /// Use the server at this address instead of one in this process
     #[arg(long, value_name = "ADDRESS:PORT")]
     connect: Option<SocketAddr>,
-    /// Address of the client's software device over UDP; unless given, one that reaches the server
+    /// Address of the client's UDP software device; by default one that routes to the server
     #[arg(long, value_name = "ADDRESS", requires = "connect")]
     from: Option<IpAddr>,
-    /// Bytes of an operation, or several sizes with commas between
+    /// Bytes per operation; several sizes are separated by commas
     #[arg(long, value_delimiter = ',', default_value = "8", value_parser = bytes)]
     size: Vec<usize>,
-    /// Sizes from 8 bytes to 512 KiB, four times as many each
+    /// Measure sizes from 8 bytes to 512 KiB, in steps of a factor of four
     #[arg(long, conflicts_with = "size")]
     sweep: bool,
     /// Operations in flight on each queue pair (bandwidth)
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
     depth: u32,
-    /// Queue pairs, each of which does the same
+    /// Queue pairs that run the operation in parallel
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     queue_pairs: u32,
-    /// Threads of each end's runtime, over which queue pairs are spread
+    /// Threads of each end's runtime
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256))]
     threads: u32,
-    /// Operations posted with one doorbell and one completion (bandwidth of send, write, write-imm, read)
+    /// Operations per doorbell and completion (bandwidth of send, write, write-imm, read)
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096))]
     batch: u32,
-    /// Data in the work request itself, instead of in registered memory (send, write)
+    /// Copy the data into the work request (send, write)
     #[arg(long)]
     inline: bool,
-    /// How completions are found
+    /// Completion mode
     #[arg(long, value_enum, default_value = "event")]
     mode: Mode,
-    /// Seconds that a round measures
+    /// Seconds to measure in each round
     #[arg(long, default_value = "1", value_parser = seconds::parse)]
     duration: Duration,
-    /// Rounds; the one in the middle counts for rates, all of them for percentiles
+    /// Rounds; rates are the median round's, percentiles cover all rounds
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     rounds: u32,
-    /// Seconds of work before each round, which are not measured
+    /// Seconds to run before each round without measuring
     #[arg(long, default_value = "0.1", value_parser = seconds::parse)]
     warm_up: Duration,
-    /// Do the same over TCP, round by round in turn, and compare
+    /// Run the same work over TCP in alternating rounds, and compare
     #[arg(long, value_enum)]
     against: Option<Against>,
-    /// Over what, where the one is to be looked at without the other
+    /// Measure over RDMA or TCP only
     #[arg(long, value_enum, default_value = "rdma", conflicts_with_all = ["against", "plot"])]
     over: Over,
-    /// Report for programs
+    /// Print the report as JSON
     #[arg(long)]
     json: bool,
-    /// Draw the result
+    /// Draw the result into this file
     #[arg(long, value_name = "FILE.svg")]
     plot: Option<PathBuf>,
 }
@@ -82,11 +82,10 @@ enum Against {
     Tcp,
 }
 
-/// Checked arguments.
 #[derive(Debug)]
 pub(crate) struct Options {
     pub(crate) place: Place,
-    /// What to measure, one size after the other; over each of `overs` the same.
+    /// One per size; each runs over all of `overs`.
     pub(crate) cases: Vec<Case>,
     pub(crate) overs: Vec<Over>,
     pub(crate) threads: usize,
@@ -97,7 +96,7 @@ pub(crate) struct Options {
     pub(crate) plot: Option<PathBuf>,
 }
 
-/// Which ends this process is.
+/// The ends that this process runs.
 #[derive(Debug)]
 pub(crate) enum Place {
     Here,
@@ -105,11 +104,11 @@ pub(crate) enum Place {
     Connect(SocketAddr, Option<IpAddr>),
 }
 
-/// Most memory that one queue pair's operations in flight may take.
-const MOST_IN_FLIGHT: usize = 1 << 30;
+/// The maximum bytes in flight on one queue pair.
+const MAX_IN_FLIGHT: usize = 1 << 30;
 
 impl Options {
-    /// Of this process; ends it with a message if they make no sense.
+    /// Parses the arguments, or exits with a message.
     pub(crate) fn from_arguments() -> Self {
         Self::check(Arguments::parse()).unwrap_or_else(|error| {
             Arguments::command().error(clap::error::ErrorKind::ValueValidation, error).exit()
@@ -125,7 +124,7 @@ impl Options {
         let cases = match (arguments.work, arguments.verb, &place) {
             (Some(work), Some(verb), _) => cases(&arguments, work, verb)?,
             (_, _, Place::Listen(_)) => Vec::new(),
-            _ => return Err("what is to be measured? For example: perf latency write".to_owned()),
+            _ => return Err("nothing to measure; for example: perf latency write".to_owned()),
         };
         Ok(Self {
             place,
@@ -156,21 +155,21 @@ fn cases(arguments: &Arguments, work: Work, verb: Verb) -> Result<Vec<Case>, Str
     let depth = if work == Work::Latency { 1 } else { arguments.depth as usize };
     let batch = if work == Work::Latency { 1 } else { arguments.batch as usize };
     if batch > 1 && !verb.batches() {
-        return Err(format!("--batch: there are no batches of {verb}"));
+        return Err(format!("--batch: {verb} does not support batches"));
     }
     if batch > 1 && arguments.inline {
-        return Err("--batch: a batch takes registered memory, not --inline".to_owned());
+        return Err("--batch: a batch needs registered memory; remove --inline".to_owned());
     }
     if arguments.inline && !verb.inlines() {
-        return Err(format!("--inline: {verb} is not sent inline here; send and write are"));
+        return Err(format!("--inline: {verb} does not support inline data; send and write do"));
     }
     if !depth.is_multiple_of(batch) {
-        return Err(format!("--depth: {depth} is no multiple of --batch {batch}"));
+        return Err(format!("--depth: {depth} is not a multiple of --batch {batch}"));
     }
     let case = |size: usize| {
-        if size.saturating_mul(depth) > MOST_IN_FLIGHT {
+        if size.saturating_mul(depth) > MAX_IN_FLIGHT {
             return Err(format!(
-                "--size: {depth} times {size} bytes in flight; {MOST_IN_FLIGHT} are allowed"
+                "--size: {depth} operations of {size} bytes exceed {MAX_IN_FLIGHT} bytes in flight"
             ));
         }
         Ok(Case {
@@ -189,7 +188,7 @@ fn cases(arguments: &Arguments, work: Work, verb: Verb) -> Result<Vec<Case>, Str
     sizes.into_iter().map(case).collect()
 }
 
-/// A number of bytes, with K, M or G for 1024 of the one before.
+/// Parses a number of bytes with an optional unit K, M or G (powers of 1024).
 fn bytes(text: &str) -> Result<usize, String> {
     let (number, unit) = match text.strip_suffix(['K', 'M', 'G']) {
         Some(number) => (number, &text[number.len()..]),
@@ -203,10 +202,10 @@ fn bytes(text: &str) -> Result<usize, String> {
     };
     let number: usize = number
         .parse()
-        .map_err(|_| format!("{text:?} is no number of bytes (for example 8, 64K, 1M)"))?;
+        .map_err(|_| format!("invalid number of bytes {text:?}; for example 8, 64K, 1M"))?;
     match number.checked_mul(1 << shift) {
-        Some(size) if (1..=MOST_IN_FLIGHT).contains(&size) => Ok(size),
-        _ => Err(format!("{text} bytes; 1 to {MOST_IN_FLIGHT} are allowed")),
+        Some(size) if (1..=MAX_IN_FLIGHT).contains(&size) => Ok(size),
+        _ => Err(format!("{text} bytes; expected 1 to {MAX_IN_FLIGHT}")),
     }
 }
 
@@ -222,17 +221,17 @@ mod tests {
     }
 
     #[test]
-    fn sizes_have_units_and_a_sweep_covers_them() {
+    fn sizes_accept_units_and_sweep_covers_the_range() {
         let sizes =
             |line| parse(line).unwrap().cases.iter().map(|case| case.size).collect::<Vec<_>>();
         assert_eq!(sizes("latency write --size 8,64K"), [8, 65536]);
         let sweep = sizes("bandwidth read --sweep");
         assert_eq!((sweep.first(), sweep.last(), sweep.len()), (Some(&8), Some(&524_288), 9));
-        assert_eq!(sizes("latency compare-swap --size 64"), [8], "a word is a word");
+        assert_eq!(sizes("latency compare-swap --size 64"), [8], "an atomic has 8 bytes");
     }
 
     #[test]
-    fn what_makes_no_sense_is_refused_by_the_name_of_the_option() {
+    fn invalid_arguments_are_refused_by_option_name() {
         for (line, option) in [
             ("bandwidth fetch-add --batch 4", "--batch"),
             ("bandwidth write --batch 3 --depth 16", "--depth"),
@@ -247,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn tcp_is_beside_rdma_or_alone() {
+    fn tcp_runs_with_rdma_or_alone() {
         let overs = |line| parse(line).map(|options| options.overs);
         assert_eq!(overs("latency write"), Ok(vec![Over::Rdma]));
         assert_eq!(overs("latency write --against tcp"), Ok(vec![Over::Rdma, Over::Tcp]));
@@ -256,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn one_operation_is_in_flight_when_latency_is_measured() {
+    fn latency_has_one_operation_in_flight() {
         assert_eq!(parse("latency write --depth 64").unwrap().cases[0].depth, 1);
     }
 }

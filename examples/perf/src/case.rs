@@ -1,51 +1,48 @@
-//! A measurement, as both ends know it.
+//! The parameters of a measurement, shared by both ends.
 
 use std::fmt;
 
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-/// What both ends do.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Case {
     pub(crate) work: Work,
     pub(crate) verb: Verb,
     pub(crate) over: Over,
-    /// Bytes of an operation.
+    /// Bytes per operation.
     pub(crate) size: usize,
-    /// Operations in flight on each lane.
+    /// Operations in flight per lane.
     pub(crate) depth: usize,
     /// Queue pairs, or connections.
     pub(crate) lanes: usize,
-    /// Completion queues, over which lanes are spread.
+    /// Completion queues that the lanes share.
     pub(crate) queues: usize,
-    /// Operations posted together.
+    /// Operations per doorbell.
     pub(crate) batch: usize,
     pub(crate) inline: bool,
     pub(crate) mode: Mode,
 }
 
-/// What is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Work {
-    /// Time of one operation after the other
+    /// Time per operation, one after the other
     Latency,
     /// Bytes and operations per second, with many in flight
     Bandwidth,
 }
 
-/// By which operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Verb {
-    /// A message into a receive of the peer, which answers with another
+    /// SEND; the peer answers with a SEND
     Send,
-    /// Into the peer's memory
+    /// WRITE into the peer's memory
     Write,
-    /// Into the peer's memory, and the peer is told, and answers the same way
+    /// WRITE with immediate; the peer's task answers with the same
     WriteImm,
-    /// From the peer's memory
+    /// READ from the peer's memory
     Read,
     /// Compare-and-swap of a word
     CompareSwap,
@@ -55,32 +52,30 @@ pub(crate) enum Verb {
     Messages,
 }
 
-/// Over what.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Over {
-    /// Operations of a device
+    /// RDMA operations of a device
     Rdma,
-    /// A stream
+    /// A TCP stream
     Tcp,
 }
 
-/// `CompletionMode`, with a thread of its own for each completion queue that has one.
+/// A `CompletionMode`. Busy-poll uses one thread per completion queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Mode {
     /// Sleep until the device raises an event
     Event,
-    /// A thread that polls
+    /// A dedicated thread polls
     BusyPoll,
-    /// The task that waits polls
+    /// The waiting task polls
     Cooperative,
     /// Poll for a while, then sleep
     Hybrid,
 }
 
 impl Case {
-    /// The smallest there is.
     pub(crate) const EXAMPLE: Self = Self {
         work: Work::Latency,
         verb: Verb::Write,
@@ -94,36 +89,35 @@ impl Case {
         mode: Mode::Event,
     };
 
-    /// Peer messages are answered one by one, or acknowledged each so many.
-    pub(crate) fn credit(&self) -> usize {
+    /// Returns the number of messages that the server acknowledges at a time.
+    pub(crate) fn ack_interval(&self) -> usize {
         (self.depth / 2).max(1)
     }
 
-    /// Operations in flight whose contents differ; the next one begins again with the first.
+    /// Returns the number of operations with distinct contents, which are used cyclically.
     pub(crate) fn slots(&self) -> usize {
         match (self.over, self.verb) {
             (Over::Rdma, Verb::Messages) => 1,
             (Over::Rdma, _) => self.depth,
-            (Over::Tcp, _) => self.unit(),
+            (Over::Tcp, _) => self.requests_per_answer(),
         }
     }
 
-    /// The slot of the last of so many operations.
     pub(crate) fn slot_of(&self, operations: u64) -> usize {
         (operations.saturating_sub(1) % self.slots() as u64) as usize
     }
 
-    /// Over TCP: operations that one answer is for.
-    pub(crate) fn unit(&self) -> usize {
+    /// Returns the number of requests over TCP that share one answer.
+    pub(crate) fn requests_per_answer(&self) -> usize {
         match (self.work, self.verb) {
             (Work::Bandwidth, Verb::Send | Verb::Write | Verb::WriteImm | Verb::Messages) => {
-                self.credit()
+                self.ack_interval()
             }
             _ => 1,
         }
     }
 
-    /// Content of the operation at `slot`; another one in each of two that could be mistaken for each other.
+    /// Returns the content of the operation at `slot`.
     pub(crate) fn pattern(&self, slot: usize) -> impl Iterator<Item = u8> + use<> {
         let first = slot.wrapping_mul(89).wrapping_add(17);
         (0..self.size).map(move |at| (first.wrapping_add(at).wrapping_add(at >> 8)) as u8)
@@ -131,7 +125,7 @@ impl Case {
 }
 
 impl Verb {
-    /// The peer takes part, and answers.
+    /// Returns whether the peer's task answers.
     pub(crate) fn two_sided(self) -> bool {
         matches!(self, Self::Send | Self::WriteImm | Self::Messages)
     }
@@ -145,7 +139,6 @@ impl Verb {
     }
 }
 
-/// As on the command line.
 impl fmt::Display for Verb {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {

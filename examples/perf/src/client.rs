@@ -1,4 +1,4 @@
-//! The end that measures: rounds, those over RDMA and over TCP in turn, so that what else the machine does hits both.
+//! The client. RDMA and TCP rounds alternate, so that other load on the machine affects both.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -18,8 +18,7 @@ use crate::meet::{Channel, DEADLINE, End, Reply, Request, unexpected};
 use crate::report::{Entry, Report};
 use crate::{Result, messages, queue_pair, tcp};
 
-/// Measures all that is asked for, with the server at `address`. `here`: the server is in this process, and what it uses is
-/// counted with what we use.
+/// Runs all measurements. If `here`, this process counts the usage of both ends.
 pub(crate) async fn measure(
     options: &Options,
     address: SocketAddr,
@@ -29,7 +28,7 @@ pub(crate) async fn measure(
     let device = open(reach)?;
     let stream = timeout(DEADLINE, TcpStream::connect(address))
         .await
-        .map_err(|_| format!("{address} does not answer"))?;
+        .map_err(|_| format!("{address} does not accept the connection"))?;
     let stream = stream.map_err(|error| format!("no server at {address}: {error}"))?;
     let mut client = Client { device, channel: Channel::new(stream)?, server: String::new(), here };
 
@@ -52,7 +51,7 @@ pub(crate) async fn measure(
                 })?);
                 progress.inc(1);
             }
-            // Whoever comes second must not always be the same.
+            // Alternates which transport runs first.
             rounds.reverse();
         }
         rounds.sort_by_key(|(over, _)| *over == Over::Tcp);
@@ -61,25 +60,25 @@ pub(crate) async fn measure(
         }
     }
     progress.finish_and_clear();
-    client.channel.say(&Request::Leave).await?;
+    client.channel.send(&Request::Exit).await?;
     Report::new(options, &client.device, client.server, here, entries)
 }
 
 struct Client {
     device: Device,
     channel: Channel,
-    /// Name of the server's device.
+    /// The name of the server's device.
     server: String,
     here: bool,
 }
 
 impl Client {
-    /// One round on connections of its own, so that nothing of another takes part in it: not a thread that polls, not a task.
+    /// Runs one round on new connections, so that no thread or task of another round interferes.
     async fn round(&mut self, case: &Case, options: &Options) -> Result<Round> {
         let lanes = self.open(case).await?;
         let (lanes, _) = run(lanes, options.warm_up).await?;
 
-        let reply = self.channel.ask(&Request::Begin).await?;
+        let reply = self.channel.request(&Request::Begin).await?;
         let Reply::Begun = reply else { return Err(unexpected(&reply)) };
         let (before, start) = (Usage::now()?, Instant::now());
         let (mut lanes, tallies) = run(lanes, options.duration).await?;
@@ -88,13 +87,17 @@ impl Client {
         for lane in &mut lanes {
             lane.check().await?;
         }
-        let reply =
-            self.channel.ask(&Request::End(lanes.iter().map(Lane::operations).collect())).await?;
+        let reply = self
+            .channel
+            .request(&Request::End(lanes.iter().map(Lane::operations).collect()))
+            .await?;
         let Reply::Ended(theirs) = reply else { return Err(unexpected(&reply)) };
         for lane in lanes {
-            timeout(DEADLINE, lane.close()).await.map_err(|_| "a connection does not close")??;
+            timeout(DEADLINE, lane.close())
+                .await
+                .map_err(|_| "closing a connection timed out")??;
         }
-        let reply = self.channel.ask(&Request::Close).await?;
+        let reply = self.channel.request(&Request::Close).await?;
         let Reply::Closed = reply else { return Err(unexpected(&reply)) };
 
         let usage = if self.here { used } else { used.and(theirs) };
@@ -131,8 +134,8 @@ impl Client {
                 })
                 .collect();
         }
-        let takes = queue_pair::takes(case)[0];
-        let prepare = |queue| queue_pair::Prepared::new(&pd, queue, case, peer, takes);
+        let max_message = queue_pair::message_limits(case)[0];
+        let prepare = |queue| queue_pair::Prepared::new(&pd, queue, case, peer, max_message);
         let prepared = queues.map(prepare).collect::<Result<Vec<_>>>()?;
         let theirs =
             self.exchange(case, prepared.iter().map(queue_pair::Prepared::end).collect()).await?;
@@ -144,9 +147,8 @@ impl Client {
             .collect()
     }
 
-    /// Tells the server of our ends; its ends.
     async fn exchange(&mut self, case: &Case, ours: Vec<End>) -> Result<Vec<End>> {
-        match self.channel.ask(&Request::Open(case.clone(), ours)).await? {
+        match self.channel.request(&Request::Open(case.clone(), ours)).await? {
             Reply::Opened(device, theirs) if theirs.len() == case.lanes => {
                 self.server = device;
                 Ok(theirs)
@@ -156,7 +158,6 @@ impl Client {
     }
 }
 
-/// All lanes work for so long, each as a task.
 async fn run(lanes: Vec<Lane>, time: Duration) -> Result<(Vec<Lane>, Vec<Tally>)> {
     let until = Until::after(time);
     let mut tasks = JoinSet::new();
@@ -175,7 +176,7 @@ async fn run(lanes: Vec<Lane>, time: Duration) -> Result<(Vec<Lane>, Vec<Tally>)
     };
     timeout(time + DEADLINE, all)
         .await
-        .map_err(|_| format!("operations are not done {DEADLINE:?} after their time"))??;
+        .map_err(|_| format!("operations in flight {DEADLINE:?} after the end of the round"))??;
     done.sort_by_key(|(index, ..)| *index);
     Ok(done.into_iter().map(|(_, lane, tally)| (lane, tally)).unzip())
 }

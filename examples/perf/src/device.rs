@@ -1,4 +1,4 @@
-//! Which device.
+//! Selection of the device.
 
 use std::net::IpAddr;
 
@@ -7,18 +7,17 @@ use tokio_rdma::{CompletionMode, CompletionQueue, Device, SetupError};
 use crate::Result;
 use crate::case::{Case, Mode};
 
-/// Whom a software device reaches.
+/// The peers that a software device has to reach.
 #[derive(Debug)]
 pub(crate) enum Reach {
-    /// Other devices of this process.
+    /// Devices of this process.
     Process,
     /// Other processes and hosts, from this address.
     From(IpAddr),
-    /// The same, from an address that leads to this one.
+    /// Other processes and hosts, from an address that routes to this peer.
     To(IpAddr),
 }
 
-/// The real device that there is, or is named, or a software device.
 pub(crate) fn open(reach: &Reach) -> Result<Device> {
     Ok(match *reach {
         Reach::Process => Device::open_default()?,
@@ -27,7 +26,6 @@ pub(crate) fn open(reach: &Reach) -> Result<Device> {
     })
 }
 
-/// Its name, with what it is.
 pub(crate) fn describe(device: &Device) -> String {
     // Only the software device has no vendor.
     if device.attr().vendor_id == 0 {
@@ -37,12 +35,11 @@ pub(crate) fn describe(device: &Device) -> String {
     }
 }
 
-/// The peer to choose a GID for: another host.
+/// Returns the address to select a GID for; `None` for a peer on this host.
 pub(crate) fn peer_of(address: IpAddr) -> Option<IpAddr> {
     (!address.is_loopback()).then_some(address)
 }
 
-/// Completion queues of a case, each with room for the lanes that use it.
 pub(crate) fn queues(device: &Device, case: &Case) -> Result<Vec<CompletionQueue>> {
     let lanes = case.lanes.div_ceil(case.queues);
     let capacity = u32::try_from(lanes * crate::queue_pair::completions(case))?;
@@ -50,7 +47,7 @@ pub(crate) fn queues(device: &Device, case: &Case) -> Result<Vec<CompletionQueue
         let mode = match case.mode {
             Mode::Event => CompletionMode::Event,
             Mode::BusyPoll => CompletionMode::busy_poll()
-                .map_err(|error| format!("no thread to poll: {error}"))?,
+                .map_err(|error| format!("failed to start the polling thread: {error}"))?,
             Mode::Cooperative => CompletionMode::Cooperative,
             Mode::Hybrid => CompletionMode::Hybrid,
         };

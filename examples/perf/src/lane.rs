@@ -1,4 +1,4 @@
-//! One stream of work: a queue pair, a connection with messages, or one of TCP.
+//! A lane: one stream of work over a queue pair, a `Connection` or a TCP stream.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -11,7 +11,7 @@ use crate::case::{Case, Verb};
 use crate::measure::{Tally, Until};
 use crate::{messages, queue_pair, tcp};
 
-/// The client's end.
+/// The client's end of a lane.
 #[derive(Debug)]
 pub(crate) enum Lane {
     QueuePair(queue_pair::Lane),
@@ -20,7 +20,6 @@ pub(crate) enum Lane {
 }
 
 impl Lane {
-    /// Works until then.
     pub(crate) async fn run(&mut self, until: Until) -> Result<Tally> {
         match self {
             Self::QueuePair(lane) => lane.run(until).await,
@@ -29,7 +28,7 @@ impl Lane {
         }
     }
 
-    /// Compares what came here with what should have come.
+    /// Checks the data that arrived at the client.
     pub(crate) async fn check(&mut self) -> Result<()> {
         match self {
             Self::QueuePair(lane) => lane.check().await,
@@ -38,7 +37,6 @@ impl Lane {
         }
     }
 
-    /// Operations done since it was opened.
     pub(crate) fn operations(&self) -> u64 {
         match self {
             Self::QueuePair(lane) => lane.operations,
@@ -55,17 +53,16 @@ impl Lane {
     }
 }
 
-/// What the server has seen of a lane.
+/// The messages that the server has received on a lane.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Seen(Arc<Mutex<Sight>>);
+pub(crate) struct Arrivals(Arc<Mutex<ArrivalState>>);
 
 #[derive(Debug, Default)]
-struct Sight {
+struct ArrivalState {
     messages: u64,
     last: Option<Held>,
 }
 
-/// A message, wherever it is.
 #[derive(Debug)]
 pub(crate) enum Held {
     Buffer(BufMut),
@@ -73,23 +70,23 @@ pub(crate) enum Held {
     Vec(Vec<u8>),
 }
 
-/// Messages that have been acknowledged may still wait for the server's task.
+/// The limit for acknowledged messages to reach the server's task.
 const ARRIVAL: Duration = Duration::from_secs(10);
 
-impl Seen {
-    /// One more message; gives the one before.
-    pub(crate) fn message(&self, message: Held) -> Option<Held> {
-        let mut sight = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        sight.messages += 1;
-        sight.last.replace(message)
+impl Arrivals {
+    /// Stores a message as the last one and returns the previous one.
+    pub(crate) fn record(&self, message: Held) -> Option<Held> {
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        state.messages += 1;
+        state.last.replace(message)
     }
 
-    /// One more message, without bytes.
-    pub(crate) fn told(&self) {
+    /// Counts a message without content.
+    pub(crate) fn count(&self) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).messages += 1;
     }
 
-    /// Compares with what the client says that it has sent.
+    /// Compares the messages with those that the client sent.
     pub(crate) async fn check(&self, case: &Case, sent: u64) -> Result<()> {
         let arrived = async {
             while self.0.lock().unwrap_or_else(PoisonError::into_inner).messages < sent {
@@ -97,15 +94,11 @@ impl Seen {
             }
         };
         let late = tokio::time::timeout(ARRIVAL, arrived).await.is_err();
-        let sight = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if late || sight.messages != sent {
-            return Err(format!(
-                "{} messages have arrived of {sent} that were sent",
-                sight.messages
-            )
-            .into());
+        let state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if late || state.messages != sent {
+            return Err(format!("{} of {sent} messages have arrived", state.messages).into());
         }
-        match &sight.last {
+        match &state.last {
             Some(last) => compare("the last message", last.as_ref(), case, case.slot_of(sent)),
             None => Ok(()),
         }
@@ -122,16 +115,16 @@ impl AsRef<[u8]> for Held {
     }
 }
 
-/// Fails if these are not the bytes of the operation at `slot`.
+/// Fails unless `bytes` is the content of the operation at `slot`.
 pub(crate) fn compare(what: &str, bytes: &[u8], case: &Case, slot: usize) -> Result<()> {
     if matches!(case.verb, Verb::CompareSwap | Verb::FetchAdd) {
         return Ok(());
     }
     if bytes.len() != case.size {
-        return Err(format!("{what} has {} bytes instead of {}", bytes.len(), case.size).into());
+        return Err(format!("{what}: expected {} bytes, got {}", case.size, bytes.len()).into());
     }
     match bytes.iter().copied().zip(case.pattern(slot)).position(|(is, expected)| is != expected) {
         None => Ok(()),
-        Some(at) => Err(format!("{what} (slot {slot}): byte {at} is wrong").into()),
+        Some(at) => Err(format!("{what} (slot {slot}): wrong byte at offset {at}").into()),
     }
 }

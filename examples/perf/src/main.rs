@@ -1,27 +1,15 @@
-//! Latency and bandwidth of every operation, beside TCP: what perftest is to C.
+//! Latency and bandwidth of every operation, compared with TCP: a counterpart of perftest.
 //!
 //! ```text
-//! perf latency write --size 8                          both ends in this process
-//! perf --listen 127.0.0.1:7471                         the server of two processes, or hosts: serves one client
-//! perf bandwidth read --sweep --connect 127.0.0.1:7471 its client
-//! perf latency send --against tcp --plot send.svg      the same work over TCP, in rounds that take turns
+//! perf latency write --size 8                           both ends in this process
+//! perf --listen 127.0.0.1:7471                          the server, which serves one client
+//! perf bandwidth read --sweep --connect 127.0.0.1:7471  its client
+//! perf latency send --against tcp --plot send.svg       alternating rounds of RDMA and TCP
 //! ```
 //!
-//! `perf --help` has all options, docs/perf.md says what is measured and how. The device is a real one, which
-//! `TOKIO_RDMA_DEVICE` names or which has the address, or else a software device: within the process, or, of two processes,
-//! over UDP from the address that they meet at.
-//!
-//! | File | What |
-//! |---|---|
-//! | `args.rs` | what is asked for |
-//! | `case.rs` | a measurement, as both ends know it |
-//! | `device.rs` | which device |
-//! | `meet.rs` | the channel over which the ends meet |
-//! | `server.rs` | the end that answers |
-//! | `client.rs` | the end that measures: rounds, in turn |
-//! | `lane.rs` | one stream of work; `queue_pair.rs`, `messages.rs`, `tcp.rs` are the kinds |
-//! | `measure.rs` | time, processor time, what became of them |
-//! | `report.rs`, `plot.rs` | tables, JSON, a picture |
+//! `perf --help` lists all options; `examples/perf/README.md` describes the method. The device is
+//! the one named by `TOKIO_RDMA_DEVICE`, or a real device with the given address, or a software
+//! device, which between two processes sends RoCE v2 over UDP.
 
 mod args;
 mod case;
@@ -46,7 +34,6 @@ use crate::args::{Options, Place};
 use crate::device::Reach;
 use crate::report::Report;
 
-/// What goes wrong is told to whoever runs the program, in words.
 type Failure = Box<dyn Error + Send + Sync>;
 type Result<T> = std::result::Result<T, Failure>;
 
@@ -71,7 +58,7 @@ fn run(options: &Options) -> Result<()> {
             show(options, &report)
         }
         Place::Here => {
-            // The server has a thread and a runtime of its own, as if it were another process.
+            // Like a process of its own.
             let (listening, address) = server::bind_here()?;
             let threads = options.threads;
             let server = std::thread::spawn(move || {
@@ -84,7 +71,7 @@ fn run(options: &Options) -> Result<()> {
                 true,
             ));
             let served = server.join().map_err(|_| "the server's thread panicked")?;
-            // Of two errors the client's says more, unless the server went first.
+            // The client's error is more precise, unless the server failed first: print both.
             let report = measured.map_err(|error| match &served {
                 Err(cause) => format!("{error} (server: {cause})").into(),
                 Ok(()) => error,
@@ -95,7 +82,7 @@ fn run(options: &Options) -> Result<()> {
     }
 }
 
-/// With one thread there is no other to hand tasks to.
+/// Builds a current-thread runtime for one thread.
 fn runtime(threads: usize) -> Result<Runtime> {
     let mut builder =
         if threads == 1 { Builder::new_current_thread() } else { Builder::new_multi_thread() };
@@ -113,7 +100,7 @@ fn show(options: &Options, report: &Report) -> Result<()> {
     }
     if let Some(path) = &options.plot {
         plot::draw(report, path)?;
-        eprintln!("drawn: {}", path.display());
+        eprintln!("wrote {}", path.display());
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Time, processor time, and what became of them.
+//! Times and resource usage.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::Result;
 
-/// When to stop.
+/// The end of a round.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Until(Instant);
 
@@ -23,7 +23,7 @@ impl Until {
     }
 }
 
-/// What one lane did in one round.
+/// The operations of one lane in one round.
 #[derive(Debug)]
 pub(crate) struct Tally {
     pub(crate) operations: u64,
@@ -33,31 +33,30 @@ pub(crate) struct Tally {
 
 impl Tally {
     pub(crate) fn new() -> Result<Self> {
-        // Three digits.
+        // Three significant digits.
         Ok(Self { operations: 0, times: Histogram::new(3)? })
     }
 
-    /// Counts operations that took as long as this, together.
+    /// Counts operations that took `time`, as one or as a batch.
     pub(crate) fn add(&mut self, operations: usize, time: Duration) -> Result<()> {
         self.operations += operations as u64;
         Ok(self.times.record_n(u64::try_from(time.as_nanos())?, operations as u64)?)
     }
 }
 
-/// What a process has used.
+/// The resources that a process has used.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Usage {
-    /// Seconds of processors, in programs and in the kernel.
+    /// Seconds of processor time in user mode and in the kernel.
     pub(crate) user: f64,
     pub(crate) system: f64,
-    /// Times that a thread went to sleep.
+    /// Voluntary context switches.
     pub(crate) sleeps: u64,
-    /// Times that a thread had to leave its processor.
+    /// Involuntary context switches.
     pub(crate) preemptions: u64,
 }
 
 impl Usage {
-    /// Of this process so far, `getrusage(2)`.
     pub(crate) fn now() -> Result<Self> {
         let usage = getrusage(UsageWho::RUSAGE_SELF)?;
         let seconds = |time: TimeVal| time.tv_sec() as f64 + time.tv_usec() as f64 / 1e6;
@@ -89,13 +88,12 @@ impl Usage {
     }
 }
 
-/// One round of all lanes.
 #[derive(Debug)]
 pub(crate) struct Round {
     pub(crate) operations: u64,
     pub(crate) time: Duration,
     pub(crate) times: Histogram<u64>,
-    /// Of both ends.
+    /// The usage of both ends.
     pub(crate) usage: Usage,
 }
 

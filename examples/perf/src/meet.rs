@@ -1,4 +1,4 @@
-//! The channel over which the ends meet: a line of JSON for each request and each reply, over TCP.
+//! The control channel between the ends: one line of JSON per request and per reply, over TCP.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -14,48 +14,43 @@ use crate::Result;
 use crate::case::Case;
 use crate::measure::Usage;
 
-/// Longest line. An end takes less than 500 bytes, and there are at most 1024 of them.
-const LONGEST: u64 = 1 << 20;
-/// A peer that is there answers long before.
+/// Enough for 1024 ends of less than 500 bytes.
+const MAX_LINE: u64 = 1 << 20;
 pub(crate) const DEADLINE: Duration = Duration::from_secs(30);
 
-/// What the client asks.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Request {
-    /// Make the other ends of these.
+    /// Create the peers of these ends.
     Open(Case, Vec<End>),
-    /// Note what you have used: a round begins.
+    /// Start measuring the resource usage.
     Begin,
-    /// It has ended; so many operations were done on each lane since it was opened. Check that.
+    /// Stop measuring, and check the data of so many operations on each lane since it was opened.
     End(Vec<u64>),
     /// Drop the ends.
     Close,
-    /// That was all.
-    Leave,
+    Exit,
 }
 
-/// What the server answers.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Reply {
-    /// With the name of the device.
+    /// The name of the server's device, and its ends.
     Opened(String, Vec<End>),
     Begun,
-    /// What it used in this round.
+    /// The usage of this round.
     Ended(Usage),
     Closed,
     Failed(String),
 }
 
-/// What the peer needs to know of one end of a lane.
+/// The address of one end of a lane.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) enum End {
     QueuePair(QueuePairEndpoint, RemoteRegion),
     Connection(QueuePairEndpoint, Vec<u8>),
-    /// Where the server listens; the client has no address to tell.
+    /// The server's listener; `None` for the client.
     Tcp(Option<SocketAddr>),
 }
 
-/// One end of the channel.
 #[derive(Debug)]
 pub(crate) struct Channel {
     stream: BufReader<TcpStream>,
@@ -71,48 +66,48 @@ impl Channel {
         self.stream.get_ref()
     }
 
-    pub(crate) async fn say(&mut self, message: &impl Serialize) -> Result<()> {
+    pub(crate) async fn send(&mut self, message: &impl Serialize) -> Result<()> {
         let mut line = serde_json::to_vec(message)?;
         line.push(b'\n');
         timeout(DEADLINE, self.stream.get_mut().write_all(&line))
             .await
-            .map_err(|_| "the peer does not listen")??;
+            .map_err(|_| "the peer does not read the control channel")??;
         Ok(())
     }
 
-    /// The next message, or `None` if the peer is gone.
-    pub(crate) async fn hear<T: DeserializeOwned>(
+    /// Receives the next message, or `None` if the peer has closed the channel.
+    pub(crate) async fn receive<T: DeserializeOwned>(
         &mut self,
         within: Duration,
     ) -> Result<Option<T>> {
         let mut line = Vec::new();
-        let mut limited = (&mut self.stream).take(LONGEST);
+        let mut limited = (&mut self.stream).take(MAX_LINE);
         let read = timeout(within, limited.read_until(b'\n', &mut line)).await;
-        read.map_err(|_| format!("the peer says nothing for {within:?}"))??;
+        read.map_err(|_| format!("no message from the peer for {within:?}"))??;
         match line.last() {
             None => Ok(None),
             Some(b'\n') => Ok(Some(
-                serde_json::from_slice(&line).map_err(|error| format!("the peer: {error}"))?,
+                serde_json::from_slice(&line)
+                    .map_err(|error| format!("malformed message from the peer: {error}"))?,
             )),
             Some(_) => {
-                Err(format!("the peer left within a line, or it has more than {LONGEST} bytes")
+                Err(format!("the peer exited within a line, or the line exceeds {MAX_LINE} bytes")
                     .into())
             }
         }
     }
 
-    /// Asks the server.
-    pub(crate) async fn ask(&mut self, request: &Request) -> Result<Reply> {
-        self.say(request).await?;
-        match self.hear(DEADLINE).await? {
-            Some(Reply::Failed(why)) => Err(format!("the server: {why}").into()),
+    pub(crate) async fn request(&mut self, request: &Request) -> Result<Reply> {
+        self.send(request).await?;
+        match self.receive(DEADLINE).await? {
+            Some(Reply::Failed(why)) => Err(format!("server: {why}").into()),
             Some(reply) => Ok(reply),
-            None => Err("the server is gone".into()),
+            None => Err("the server has exited".into()),
         }
     }
 }
 
-/// A reply to something else, or an end of another kind.
+/// Returns the error for a reply to another request, or an end of another kind.
 pub(crate) fn unexpected(what: &impl std::fmt::Debug) -> crate::Failure {
-    format!("the peer said {what:?}, which is no answer here").into()
+    format!("unexpected message from the peer: {what:?}").into()
 }

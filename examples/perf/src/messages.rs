@@ -9,30 +9,29 @@ use tokio_rdma::{CompletionQueue, Connection, ConnectionConfig, ProtectionDomain
 
 use crate::Result;
 use crate::case::{Case, Work};
-use crate::lane::{Held, Seen, compare};
+use crate::lane::{Arrivals, Held, compare};
 use crate::measure::{Tally, Until};
 use crate::meet::{End, unexpected};
 
-/// Room in the completion queue, for a connection's queues of default sizes.
+/// The completions of a connection with queues of default sizes.
 pub(crate) const COMPLETIONS: usize = 512;
 
-/// A connection that is not connected yet, at either end.
 #[derive(Debug)]
 pub(crate) struct Prepared(tokio_rdma::message::PreparedConnection);
 
 impl Prepared {
-    /// With a GID to reach `peer` from, if that is known.
+    /// Prepares a connection. With `peer`, selects a GID that routes to it.
     pub(crate) fn new(
         pd: &ProtectionDomain,
         queue: &CompletionQueue,
         case: &Case,
         peer: Option<IpAddr>,
     ) -> Result<Self> {
-        // Long messages stay where they are until the peer has read them: room for several.
+        // Long messages occupy memory until the peer has read them: allow for several.
         let (size, memory) = (case.size as u64, (4 * case.size as u64).max(64 << 20));
         let config = ConnectionConfig::default()
             .completion_queue(queue)
-            .options(crate::queue_pair::patient())
+            .options(crate::queue_pair::long_ack_timeout())
             .max_message(size.max(64 << 20))
             .receive_memory(memory)
             .send_memory(memory);
@@ -43,7 +42,6 @@ impl Prepared {
         Ok(Self(Connection::prepare(pd, &config)?))
     }
 
-    /// What the peer needs to know.
     pub(crate) fn end(&self) -> Result<End> {
         Ok(End::Connection(self.0.endpoint(), self.0.handshake(&[])?))
     }
@@ -92,7 +90,7 @@ impl Lane {
             }
             consume_budget().await;
         }
-        // Those on their way count once they have arrived.
+        // Messages count once they have arrived.
         self.connection.flush().await?;
         Ok(tally)
     }
@@ -110,33 +108,33 @@ impl Lane {
 #[derive(Debug)]
 pub(crate) struct Server {
     case: Case,
-    seen: Seen,
+    arrivals: Arrivals,
 }
 
 impl Server {
-    /// Connects, and gives what is to be done at this end, until the client has finished.
+    /// Returns the end, and a future that answers until the client closes.
     pub(crate) fn connect(
         prepared: Prepared,
         peer: &End,
         case: &Case,
     ) -> Result<(Self, impl Future<Output = Result<()>> + Send + use<>)> {
         let connection = prepared.connect(peer)?;
-        let server = Self { case: case.clone(), seen: Seen::default() };
-        let answering = answer(connection, case.work, server.seen.clone());
+        let server = Self { case: case.clone(), arrivals: Arrivals::default() };
+        let answering = answer(connection, case.work, server.arrivals.clone());
         Ok((server, answering))
     }
 
     pub(crate) async fn check(&self, operations: u64) -> Result<()> {
-        self.seen.check(&self.case, operations).await
+        self.arrivals.check(&self.case, operations).await
     }
 }
 
-async fn answer(connection: Connection, work: Work, seen: Seen) -> Result<()> {
+async fn answer(connection: Connection, work: Work, arrivals: Arrivals) -> Result<()> {
     while let Some(message) = connection.recv().await? {
         if work == Work::Latency {
             connection.send(message.clone()).await?;
         }
-        drop(seen.message(Held::Bytes(message)));
+        drop(arrivals.record(Held::Bytes(message)));
     }
     Ok(connection.close().await?)
 }

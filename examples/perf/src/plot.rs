@@ -1,4 +1,4 @@
-//! A picture: how times are distributed, and, of several sizes, how time or rate goes with size.
+//! The plot: the distribution of times, and the time or rate by size.
 
 use std::ops::Range;
 use std::path::Path;
@@ -16,7 +16,6 @@ const RDMA: RGBColor = RGBColor(0x1f, 0x5f, 0xbf);
 const TCP: RGBColor = RGBColor(0xd9, 0x6b, 0x0b);
 const FONT: &str = "sans-serif";
 
-/// Draws the report into an SVG file.
 pub(crate) fn draw(report: &Report, path: &Path) -> Result<()> {
     let sweep = report.pairs().count() > 1;
     let width = if sweep { 1400 } else { 760 };
@@ -35,7 +34,6 @@ pub(crate) fn draw(report: &Report, path: &Path) -> Result<()> {
     Ok(root.present().map_err(|error| format!("{}: {error}", path.display()))?)
 }
 
-/// One over the other on logarithmic axes.
 struct Line {
     name: String,
     over: Over,
@@ -43,7 +41,6 @@ struct Line {
     points: Vec<(f64, f64)>,
 }
 
-/// Latency, or rate, of each size.
 fn by_size(report: &Report, area: &Area<'_>) -> Result<()> {
     let mut lines = Vec::new();
     for over in [Over::Rdma, Over::Tcp] {
@@ -71,7 +68,7 @@ fn by_size(report: &Report, area: &Area<'_>) -> Result<()> {
     logarithmic(area, caption, ["bytes of an operation", name], &lines, &|size| bytes(*size))
 }
 
-/// Times at each quantile, those near to 1 spread out: at one in ten, one in a hundred, and so on.
+/// Draws the time at each quantile, on a logarithmic axis of 1 / (1 - quantile).
 fn distribution(report: &Report, area: &Area<'_>) -> Result<()> {
     let sizes: Vec<usize> = report.pairs().map(|(entry, _)| entry.size).collect();
     let size = sizes.first().copied().ok_or("nothing to draw")?;
@@ -132,7 +129,7 @@ fn logarithmic(
         };
         let dashed = line.dashed;
         series.label(&line.name).legend(move |(x, y)| {
-            // A dash and a gap, or the whole length.
+            // The key shows a dash and a gap, or a full line.
             PathElement::new([(x, y), (x + if dashed { 10 } else { 22 }, y)], style)
         });
     }
@@ -149,11 +146,11 @@ fn logarithmic(
     Ok(())
 }
 
-/// From the least to the greatest, which an axis can show: above zero, and not of one point.
+/// Returns a range that a logarithmic axis can show: positive and not empty.
 fn span(values: impl Iterator<Item = f64>) -> Range<f64> {
     let (mut least, mut greatest) = (f64::MAX, 0.0_f64);
     for value in values {
-        // Time that the clock does not resolve.
+        // Below the resolution of the clock.
         let value = value.max(0.001);
         least = least.min(value);
         greatest = greatest.max(value);
@@ -180,5 +177,5 @@ fn number(value: f64) -> String {
 }
 
 fn failed(error: impl std::fmt::Display) -> crate::Failure {
-    format!("the plot: {error}").into()
+    format!("failed to draw the plot: {error}").into()
 }

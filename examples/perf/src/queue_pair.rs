@@ -1,4 +1,4 @@
-//! Work on a queue pair, at both ends.
+//! Operations of a queue pair, at both ends.
 
 use std::collections::VecDeque;
 use std::net::IpAddr;
@@ -14,15 +14,14 @@ use tokio_rdma::{
 };
 
 use crate::case::{Case, Verb, Work};
-use crate::lane::{Held, Seen, compare};
+use crate::lane::{Arrivals, Held, compare};
 use crate::measure::{Tally, Until};
 use crate::meet::End;
 use crate::{Failure, Result};
 
-/// Room for answers beside the work.
-const BESIDE: usize = 8;
+/// Queue entries for answers and checks.
+const EXTRA: usize = 8;
 
-/// A queue pair that is not connected yet, at either end.
 #[derive(Debug)]
 pub(crate) struct Prepared {
     qp: QueuePair,
@@ -30,41 +29,41 @@ pub(crate) struct Prepared {
     receives: VecDeque<Recv<BufMut>>,
 }
 
-/// What is not acknowledged is repeated after half a second instead of 67 ms: the other end may be a process that has to wait
-/// for a processor, as those who poll take them all.
-pub(crate) fn patient() -> ConnectOptions {
+/// Returns an ACK timeout of 0.5 s instead of 67 ms: polling threads may occupy all processors.
+pub(crate) fn long_ack_timeout() -> ConnectOptions {
     ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() }
 }
 
-/// Completions that one lane's queues can have outstanding.
+/// Returns the maximum number of outstanding completions of a lane.
 pub(crate) fn completions(case: &Case) -> usize {
     match case.verb {
         Verb::Messages => crate::messages::COMPLETIONS,
-        _ => case.depth + BESIDE + receives(case),
+        _ => case.depth + EXTRA + receives(case),
     }
 }
 
-/// Messages that may wait for the server's task: twice as many as are in flight, so that those keep coming.
+/// Returns the number of messages that may wait for the server's task: twice the depth, so that the
+/// client need not wait for an acknowledgement.
 fn window(case: &Case) -> usize {
     2 * case.depth
 }
 
 fn receives(case: &Case) -> usize {
-    // One more is the last that came, which is kept to be looked at.
-    if case.verb.two_sided() { window(case).max(BESIDE) + 1 } else { 1 }
+    // One more, because the last message is kept for the check.
+    if case.verb.two_sided() { window(case).max(EXTRA) + 1 } else { 1 }
 }
 
 impl Prepared {
-    /// With receives posted, before the peer can send. `takes`: bytes of the longest message that comes.
+    /// Posts receives of `max_message` bytes, before the peer can send.
     pub(crate) fn new(
         pd: &ProtectionDomain,
         queue: &CompletionQueue,
         case: &Case,
         peer: Option<IpAddr>,
-        takes: usize,
+        max_message: usize,
     ) -> Result<Self> {
         let builder = QueuePair::builder(pd, queue)
-            .max_send_wr(u32::try_from(case.depth + BESIDE)?)
+            .max_send_wr(u32::try_from(case.depth + EXTRA)?)
             .max_recv_wr(u32::try_from(receives(case))?)
             .max_sge(1)
             .max_inline(if case.inline { u32::try_from(case.size)? } else { 0 });
@@ -80,33 +79,31 @@ impl Prepared {
         let mut receives = VecDeque::new();
         if case.verb.two_sided() {
             for _ in 0..self::receives(case) {
-                receives.push_back(qp.recv(pd.register(HostMemory::zeroed(takes)?)?));
+                receives.push_back(qp.recv(pd.register(HostMemory::zeroed(max_message)?)?));
             }
         }
         Ok(Self { qp, region, receives })
     }
 
-    /// What the peer needs to know.
     pub(crate) fn end(&self) -> End {
         End::QueuePair(self.qp.endpoint(), self.region.grant())
     }
 
-    /// Connects to the peer's; its memory.
     fn connect(&self, peer: &End) -> Result<RemoteRegion> {
         let End::QueuePair(endpoint, remote) = peer else {
             return Err(crate::meet::unexpected(peer));
         };
-        self.qp.connect_with(endpoint, &patient())?;
+        self.qp.connect_with(endpoint, &long_ack_timeout())?;
         Ok(*remote)
     }
 }
 
-/// Bytes of the longest message that comes to the client, and to the server.
-pub(crate) fn takes(case: &Case) -> [usize; 2] {
+/// Returns the length of the longest message that arrives at the client, and at the server.
+pub(crate) fn message_limits(case: &Case) -> [usize; 2] {
     match (case.verb, case.work) {
         (Verb::Send, Work::Latency) => [case.size, case.size],
         (Verb::Send, Work::Bandwidth) => [1, case.size],
-        // Data go to their place in memory; the receive only tells of it.
+        // The data is written to memory; the receive stays empty.
         _ => [1, 1],
     }
 }
@@ -120,12 +117,11 @@ pub(crate) struct Lane {
     qp: QueuePair,
     region: ExposedRegion,
     remote: RemoteRegion,
-    /// What is sent from, or read into: for each operation in flight, or for each batch, which has several.
+    /// First slot and buffers of each operation, or batch, that is not in flight.
     buffers: VecDeque<(usize, Vec<BufMut>)>,
     receives: VecDeque<Recv<BufMut>>,
     /// Messages that the server has not acknowledged.
     unacknowledged: usize,
-    /// The last answer.
     answer: Option<BufMut>,
     pub(crate) operations: u64,
 }
@@ -169,14 +165,15 @@ impl Lane {
     pub(crate) async fn run(&mut self, until: Until) -> Result<Tally> {
         let mut tally = Tally::new()?;
         match (self.case.work, self.case.verb) {
-            (Work::Latency, Verb::Send | Verb::WriteImm) => self.ask(until, &mut tally).await?,
+            (Work::Latency, Verb::Send | Verb::WriteImm) => {
+                self.run_round_trips(until, &mut tally).await?
+            }
             _ => self.keep_in_flight(until, &mut tally).await?,
         }
         Ok(tally)
     }
 
-    /// Sends, and waits for the answer.
-    async fn ask(&mut self, until: Until, tally: &mut Tally) -> Result<()> {
+    async fn run_round_trips(&mut self, until: Until, tally: &mut Tally) -> Result<()> {
         let (slot, mut buffers) = self.buffers.pop_front().ok_or("no buffer")?;
         loop {
             let start = Instant::now();
@@ -187,7 +184,11 @@ impl Lane {
             let length = answer.len;
             let mut next = self.answer.replace(answer.buffer).map_or_else(|| self.spare(), Ok)?;
             if length != self.case.size {
-                return Err(format!("an answer of {length} bytes to {}", self.case.size).into());
+                return Err(format!(
+                    "expected an answer of {} bytes, got {length}",
+                    self.case.size
+                )
+                .into());
             }
             next.resize(next.capacity())?;
             self.receives.push_back(self.qp.recv(next));
@@ -200,12 +201,14 @@ impl Lane {
         }
     }
 
-    /// A buffer for answers.
     fn spare(&self) -> Result<BufMut> {
-        Ok(self.qp.protection_domain().register(HostMemory::zeroed(takes(&self.case)[0])?)?)
+        Ok(self
+            .qp
+            .protection_domain()
+            .register(HostMemory::zeroed(message_limits(&self.case)[0])?)?)
     }
 
-    /// Posts as many operations as may be in flight, and another for each that is done.
+    /// Keeps the maximum number of operations in flight.
     async fn keep_in_flight(&mut self, until: Until, tally: &mut Tally) -> Result<()> {
         let mut in_flight = VecDeque::with_capacity(self.buffers.len());
         let mut over = false;
@@ -224,32 +227,32 @@ impl Lane {
                 self.await_acknowledgement().await?;
             }
             over |= until.is_over(end);
-            // Operations that are complete when they have been posted would keep other lanes from their turn.
+            // Operations that complete while they are posted would starve the other lanes.
             consume_budget().await;
         }
         Ok(())
     }
 
-    /// True if the server has receives for another batch.
+    /// Returns whether the server has receives for another batch.
     fn may_send(&self) -> bool {
-        !self.is_acknowledged() || self.unacknowledged + self.case.batch <= window(&self.case)
+        !self.uses_acknowledgements() || self.unacknowledged + self.case.batch <= window(&self.case)
     }
 
     async fn await_acknowledgement(&mut self) -> Result<()> {
         let received = self.receives.pop_front().ok_or("no receive")?.await?;
-        self.unacknowledged -= self.case.credit();
+        self.unacknowledged -= self.case.ack_interval();
         let mut buffer = received.buffer;
         buffer.resize(buffer.capacity())?;
         self.receives.push_back(self.qp.recv(buffer));
         Ok(())
     }
 
-    /// Posts the operation, or the batch, that begins at `slot`. Calling posts: it is in flight when this returns.
+    /// Posts the operation, or the batch, that begins at `slot`. It is in flight when this returns.
     fn post(&mut self, slot: usize, mut buffers: Vec<BufMut>) -> Result<Posted> {
         let (qp, case, before) = (&self.qp, &self.case, self.operations);
-        // In the order in which they are posted, which is that in which they are done.
+        // Operations execute in the order in which they are posted.
         self.operations += case.batch as u64;
-        if self.is_acknowledged() {
+        if self.uses_acknowledgements() {
             self.unacknowledged += case.batch;
         }
         if case.batch > 1 {
@@ -261,7 +264,7 @@ impl Lane {
                     Verb::Write => batch.write(buffer, remote),
                     Verb::WriteImm => batch.write_with_imm(buffer, remote, imm(slot)),
                     Verb::Read => batch.read(buffer, remote),
-                    other => return Err(format!("there are no batches of {other}").into()),
+                    other => return Err(format!("batches of {other} are not supported").into()),
                 };
             }
             return Ok(Posted::Batch(qp.post_batch(batch)));
@@ -292,12 +295,12 @@ impl Lane {
                 Posted::One(qp.write_with_imm(buffer, remote, imm(slot)), buffers)
             }
             (Verb::Read, _) => Posted::One(qp.read(buffer, remote), buffers),
-            (other, _) => return Err(format!("{other} is done otherwise").into()),
+            (other, _) => return Err(format!("{other} is not an operation of a queue pair").into()),
         })
     }
 
-    /// True if the server says each so many messages that it has taken them.
-    fn is_acknowledged(&self) -> bool {
+    /// Returns whether the server acknowledges messages in groups.
+    fn uses_acknowledgements(&self) -> bool {
         self.case.verb.two_sided() && self.case.work == Work::Bandwidth
     }
 
@@ -317,7 +320,7 @@ impl Lane {
                 let used = usize::try_from(self.operations)?.min(case.depth);
                 let of = |(first, buffers): &(usize, Vec<BufMut>)| {
                     (*first..).zip(buffers).try_for_each(|(slot, buffer)| match slot < used {
-                        true => compare("what was read", buffer, case, slot),
+                        true => compare("data read", buffer, case, slot),
                         false => Ok(()),
                     })
                 };
@@ -331,7 +334,8 @@ impl Lane {
                 compare_region("the last answer", &self.region, case, 1)
             }
             (Verb::Write, _) => {
-                // The answer to a READ says that the WRITEs before it are in place, which their own completions do not.
+                // The answer to a READ proves that the WRITEs are in the peer's memory. Their
+                // completions do not.
                 let buffer = self.qp.protection_domain().register(HostMemory::zeroed(1)?)?;
                 self.qp.read(buffer, self.remote.slice(..1)?).await?;
                 Ok(())
@@ -341,13 +345,12 @@ impl Lane {
     }
 }
 
-/// An operation in flight, and the empty list that its buffer was taken from and comes back in.
+/// An operation in flight, with the empty list that its buffer returns to.
 enum Posted {
-    /// One that gives its buffer back.
     One(Send<BufMut>, Vec<BufMut>),
-    /// One that copied its data while it was posted.
+    /// The data was copied when the operation was posted.
     Inline(Send<()>, BufMut, Vec<BufMut>),
-    /// One that must find the word as the one before has left it.
+    /// Must find the word as the previous operation left it.
     Counted(Atomic, u64, Vec<BufMut>),
     Batch(BatchOp<BufMut>),
 }
@@ -366,31 +369,31 @@ impl Posted {
             }
             Self::Counted(operation, before, buffers) => match operation.await? {
                 found if found == before => Ok(buffers),
-                found => Err(format!("the word was {found} instead of {before}").into()),
+                found => Err(format!("expected the word {before}, found {found}").into()),
             },
             Self::Batch(operation) => Ok(operation.await.into_buffers()?),
         }
     }
 }
 
-/// Tells the server which of the slots was written.
+/// Returns the immediate that names the written slot.
 fn imm(slot: usize) -> Imm {
     Imm(u32::try_from(slot).unwrap_or(u32::MAX))
 }
 
 // The server.
 
-/// The end that answers, or whose memory is reached.
+/// The end that answers, or whose memory the client accesses.
 #[derive(Debug)]
 pub(crate) struct Server {
     case: Case,
     qp: QueuePair,
     region: ExposedRegion,
-    seen: Seen,
+    arrivals: Arrivals,
 }
 
 impl Server {
-    /// Connects, and gives what is to be done at this end, until it is dropped.
+    /// Returns the end, and a future that answers messages until it is dropped.
     pub(crate) fn connect(
         prepared: Prepared,
         peer: &End,
@@ -403,9 +406,9 @@ impl Server {
                 region.write(slot * case.size, &case.pattern(slot).collect::<Vec<_>>())?;
             }
         }
-        let server = Self { case: case.clone(), qp, region, seen: Seen::default() };
+        let server = Self { case: case.clone(), qp, region, arrivals: Arrivals::default() };
         let answering =
-            answer(server.qp.clone(), receives, remote, case.clone(), server.seen.clone());
+            answer(server.qp.clone(), receives, remote, case.clone(), server.arrivals.clone());
         Ok((server, answering))
     }
 
@@ -413,11 +416,11 @@ impl Server {
         let case = &self.case;
         let used = usize::try_from(operations)?.min(case.depth);
         match case.verb {
-            Verb::Send => self.seen.check(case, operations).await,
-            Verb::Write => compare_region("what was written", &self.region, case, used),
+            Verb::Send => self.arrivals.check(case, operations).await,
+            Verb::Write => compare_region("data written", &self.region, case, used),
             Verb::WriteImm => {
-                self.seen.check(case, operations).await?;
-                compare_region("what was written", &self.region, case, used)
+                self.arrivals.check(case, operations).await?;
+                compare_region("data written", &self.region, case, used)
             }
             Verb::CompareSwap | Verb::FetchAdd => match self.region.load(0)? {
                 word if word == operations => Ok(()),
@@ -428,22 +431,22 @@ impl Server {
     }
 }
 
-/// Takes messages and answers them, one by one or each so many, until it is dropped.
+/// Answers messages, one by one or in groups, until it is dropped.
 async fn answer(
     qp: QueuePair,
     mut receives: VecDeque<Recv<BufMut>>,
     remote: RemoteRegion,
     case: Case,
-    seen: Seen,
+    arrivals: Arrivals,
 ) -> Result<()> {
-    // What a WRITE with immediate is answered with.
+    // The data that answers a WRITE with immediate.
     let mut reply = qp.protection_domain().register(case.pattern(0).collect::<Vec<_>>())?;
     let mut since = 0;
     while let Some(receive) = receives.pop_front() {
         let received = receive.await?;
         if received.len != case.size {
             return Err(
-                format!("a message of {} bytes instead of {}", received.len, case.size).into()
+                format!("expected a message of {} bytes, got {}", case.size, received.len).into()
             );
         }
         let mut buffer = received.buffer;
@@ -454,17 +457,17 @@ async fn answer(
             (Work::Latency, _) => {
                 reply = qp.write_with_imm(reply, remote.slice(..case.size as u64)?, imm(0)).await?
             }
-            (Work::Bandwidth, _) if since == case.credit() => {
+            (Work::Bandwidth, _) if since == case.ack_interval() => {
                 qp.send_inline(&[]).await?;
                 since = 0;
             }
             (Work::Bandwidth, _) => {}
         }
         let free = match case.verb {
-            Verb::Send => seen.message(Held::Buffer(buffer)),
-            // It holds nothing: the data are in memory.
+            Verb::Send => arrivals.record(Held::Buffer(buffer)),
+            // The data is in memory; the buffer is empty.
             _ => {
-                seen.told();
+                arrivals.count();
                 Some(Held::Buffer(buffer))
             }
         };

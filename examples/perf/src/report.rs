@@ -1,4 +1,4 @@
-//! Tables, and JSON.
+//! The report, as tables and as JSON.
 
 use std::fmt;
 
@@ -11,46 +11,45 @@ use crate::args::Options;
 use crate::case::{Case, Over, Work};
 use crate::measure::Round;
 
-/// What was measured, on what, and what came out.
 #[derive(Debug, Serialize)]
 pub(crate) struct Report {
     pub(crate) device: String,
     pub(crate) server_device: String,
     pub(crate) processes: u32,
-    /// All but its size, which the results have.
+    /// All parameters; the size is in each result.
     #[serde(flatten)]
     pub(crate) case: Case,
     pub(crate) threads: usize,
     pub(crate) seconds: f64,
     pub(crate) rounds: u32,
     pub(crate) results: Vec<Entry>,
-    /// What is not counted, and why.
     pub(crate) not_counted: [&'static str; 1],
 }
 
-/// System calls cannot be counted by a process itself as an ordinary user.
-const NOT_COUNTED: [&str; 1] =
-    ["system calls: only a tracer sees them (strace -f -c), and it slows what it counts; times \
-    that a thread went to sleep are counted instead"];
+/// A process without privileges cannot count its own system calls.
+const NOT_COUNTED: [&str; 1] = [
+    "system calls: counting them needs a tracer (strace -f -c), which slows the program; voluntary \
+    context switches (sleeps) are counted instead",
+];
 
-/// One size over RDMA or TCP.
+/// The results of one size.
 #[derive(Debug, Serialize)]
 pub(crate) struct Entry {
     pub(crate) over: Over,
     pub(crate) size: usize,
     pub(crate) operations: u64,
-    /// Of the round in the middle.
+    /// The rate of the median round.
     pub(crate) operations_per_second: f64,
     pub(crate) bytes_per_second: f64,
-    /// Of each round, in order.
+    /// The rate of each round, in order.
     pub(crate) operations_per_second_of_rounds: Vec<f64>,
     pub(crate) microseconds: Times,
-    /// Of processors, both ends together.
+    /// Processor time of both ends.
     pub(crate) cpu_microseconds_per_operation: f64,
     pub(crate) cpu_in_kernel: f64,
     pub(crate) sleeps_per_operation: f64,
     pub(crate) preemptions_per_operation: f64,
-    /// Quantile and microseconds, as the plot shows them.
+    /// Quantiles and microseconds, for the plot.
     pub(crate) distribution: Vec<(f64, f64)>,
 }
 
@@ -115,12 +114,12 @@ impl Times {
     }
 }
 
-/// Quantiles that come nearer to 1 step by step, as far as there are values that tell them apart.
+/// Returns times at quantiles that approach 1, as far as the number of values resolves them.
 fn distribution(times: &Histogram<u64>) -> Vec<(f64, f64)> {
-    // Ten steps for each nine.
+    // Ten steps per nine.
     let quantiles = (0..=50).map(|step| 1.0 - 10_f64.powf(-f64::from(step) / 10.0));
-    let told_apart = quantiles.take_while(|quantile| (1.0 - quantile) * times.len() as f64 >= 1.0);
-    told_apart.map(|quantile| (quantile, times.value_at_quantile(quantile) as f64 / 1e3)).collect()
+    let resolved = quantiles.take_while(|quantile| (1.0 - quantile) * times.len() as f64 >= 1.0);
+    resolved.map(|quantile| (quantile, times.value_at_quantile(quantile) as f64 / 1e3)).collect()
 }
 
 impl Report {
@@ -144,7 +143,6 @@ impl Report {
         })
     }
 
-    /// What it is about, in a line.
     pub(crate) fn title(&self) -> String {
         let Case { work, verb, mode, .. } = &self.case;
         let size = match self.pairs().count() {
@@ -156,7 +154,6 @@ impl Report {
         format!("{work} of {verb}{size}, {mode} mode")
     }
 
-    /// Where it was done, in a line.
     pub(crate) fn place(&self) -> String {
         let place = if self.processes == 1 { "within one process" } else { "two processes" };
         let devices = match (&self.device, &self.server_device) {
@@ -166,17 +163,17 @@ impl Report {
         format!("{devices}, {place}")
     }
 
-    /// How it was done, in a line.
     pub(crate) fn settings(&self) -> String {
         let Case { depth, lanes, batch, inline, .. } = self.case;
         let inline = if inline { ", inline" } else { "" };
         let Self { threads, rounds, seconds, .. } = self;
         format!(
-            "depth {depth}, queue pairs {lanes}, threads {threads}, batch {batch}{inline}, {rounds} rounds of {seconds} s"
+            "depth {depth}, queue pairs {lanes}, threads {threads}, batch {batch}{inline}, \
+             {rounds} rounds of {seconds} s"
         )
     }
 
-    /// Results over RDMA, each with that over TCP if there is one.
+    /// Returns the RDMA results, each with the TCP result of the same size.
     pub(crate) fn pairs(&self) -> impl Iterator<Item = (&Entry, Option<&Entry>)> {
         let of = |over| self.results.iter().filter(move |entry| entry.over == over);
         of(Over::Rdma)
@@ -192,7 +189,7 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{}\n{}\n{}\n", self.title(), self.place(), self.settings())?;
         let what = match self.case.work {
-            Work::Latency if self.case.verb.two_sided() => "µs there and back",
+            Work::Latency if self.case.verb.two_sided() => "µs per round trip",
             _ => "µs to completion",
         };
         writeln!(f, "{:>9} {:5} {what:>17}\n{HEAD}", "", "")?;
@@ -202,7 +199,7 @@ impl fmt::Display for Report {
         if self.is_compared() {
             writeln!(
                 f,
-                "\nRDMA as a part of TCP (time and processor: less is better; rate: more)"
+                "\nRDMA relative to TCP (rate: higher is better; times and processor: lower)"
             )?;
             for (rdma, tcp) in self.pairs() {
                 let Some(tcp) = tcp else { continue };
@@ -219,14 +216,14 @@ impl fmt::Display for Report {
         }
         writeln!(
             f,
-            "\nprocessor: µs of both ends for an operation; sleeps: threads that had to wait, for an operation"
+            "\nper operation: processor in µs of both ends; sleeps are voluntary context switches"
         )?;
         self.not_counted.iter().try_for_each(|line| writeln!(f, "not counted: {line}"))
     }
 }
 
-const HEAD: &str = "     size over         p50       p90       p99     p99.9    p99.99       max      op/s    MB/s  processor   \
-                    sleeps";
+const HEAD: &str = "     size over         p50       p90       p99     p99.9    p99.99       \
+                    max      op/s    MB/s  processor   sleeps";
 
 impl fmt::Display for Entry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -1,4 +1,4 @@
-//! The end that answers: it makes what the client asks for, and says what it used.
+//! The server, which creates the ends that the client asks for and reports its resource usage.
 
 use std::future::Future;
 use std::net::{IpAddr, SocketAddr};
@@ -15,10 +15,8 @@ use crate::measure::Usage;
 use crate::meet::{Channel, DEADLINE, End, Reply, Request};
 use crate::{Result, messages, queue_pair, tcp};
 
-/// Longest round, and then some.
-const PATIENCE: Duration = Duration::from_secs(2 * 3600);
+const ROUND_TIMEOUT: Duration = Duration::from_secs(2 * 3600);
 
-/// Waits for one client, and serves it.
 pub(crate) async fn listen(address: SocketAddr) -> Result<()> {
     let device = open(&Reach::From(address.ip()))?;
     let listener = TcpListener::bind(address).await?;
@@ -28,7 +26,6 @@ pub(crate) async fn listen(address: SocketAddr) -> Result<()> {
     serve(stream, &device).await
 }
 
-/// Where a client in this process finds the server.
 pub(crate) fn bind_here() -> Result<(std::net::TcpListener, SocketAddr)> {
     let listener = std::net::TcpListener::bind("127.0.0.1:0")?;
     listener.set_nonblocking(true)?;
@@ -36,11 +33,10 @@ pub(crate) fn bind_here() -> Result<(std::net::TcpListener, SocketAddr)> {
     Ok((listener, address))
 }
 
-/// Serves a client in this process.
 pub(crate) async fn serve_here(listener: std::net::TcpListener) -> Result<()> {
     let listener = TcpListener::from_std(listener)?;
     let (stream, _) =
-        timeout(DEADLINE, listener.accept()).await.map_err(|_| "the client does not come")??;
+        timeout(DEADLINE, listener.accept()).await.map_err(|_| "the client does not connect")??;
     serve(stream, &open(&Reach::Process)?).await
 }
 
@@ -49,7 +45,7 @@ async fn serve(stream: TcpStream, device: &Device) -> Result<()> {
     let mut channel = Channel::new(stream)?;
     let mut session: Option<Session> = None;
     let mut before = Usage::default();
-    while let Some(request) = channel.hear(PATIENCE).await? {
+    while let Some(request) = channel.receive(ROUND_TIMEOUT).await? {
         let reply = match (request, &mut session) {
             (Request::Open(case, ends), None) => {
                 match Session::open(device, &case, &ends, local, peer).await {
@@ -75,21 +71,20 @@ async fn serve(stream: TcpStream, device: &Device) -> Result<()> {
                 session = None;
                 Reply::Closed
             }
-            (Request::Leave, None) => return Ok(()),
-            (request, _) => Reply::Failed(format!("{request:?} comes out of turn")),
+            (Request::Exit, None) => return Ok(()),
+            (request, _) => Reply::Failed(format!("unexpected request {request:?}")),
         };
-        channel.say(&reply).await?;
+        channel.send(&reply).await?;
     }
     match session {
         None => Ok(()),
-        Some(_) => Err("the client is gone, in the middle of a round".into()),
+        Some(_) => Err("the client exited in the middle of a round".into()),
     }
 }
 
-/// The ends of the lanes of a case.
+/// The server's ends of the lanes of a case.
 struct Session {
     lanes: Vec<Lane>,
-    /// What is done at them.
     tasks: JoinSet<Result<()>>,
 }
 
@@ -99,12 +94,11 @@ enum Lane {
     Tcp(tcp::Server),
 }
 
-/// Most of what a client may ask for.
-const MOST: Case =
+/// The limits of a case.
+const MAX_CASE: Case =
     Case { size: 1 << 30, depth: 4096, lanes: 1024, queues: 256, batch: 4096, ..Case::EXAMPLE };
 
 impl Session {
-    /// Makes the other ends, and what the client needs to know of them.
     async fn open(
         device: &Device,
         case: &Case,
@@ -113,11 +107,11 @@ impl Session {
         peer: IpAddr,
     ) -> Result<(Self, Vec<End>)> {
         let wanted = [case.size, case.depth, case.lanes, case.queues, case.batch];
-        let most = [MOST.size, MOST.depth, MOST.lanes, MOST.queues, MOST.batch];
-        if wanted.iter().zip(most).any(|(&wanted, most)| !(1..=most).contains(&wanted))
+        let max = [MAX_CASE.size, MAX_CASE.depth, MAX_CASE.lanes, MAX_CASE.queues, MAX_CASE.batch];
+        if wanted.iter().zip(max).any(|(&wanted, max)| !(1..=max).contains(&wanted))
             || theirs.len() != case.lanes
         {
-            return Err(format!("{case:?} with {} ends cannot be served", theirs.len()).into());
+            return Err(format!("{case:?} with {} ends exceeds the limits", theirs.len()).into());
         }
         let mut session = Self { lanes: Vec::new(), tasks: JoinSet::new() };
         let mut ours = Vec::new();
@@ -139,8 +133,9 @@ impl Session {
                 let (lane, serving) = messages::Server::connect(prepared, theirs, case)?;
                 session.start(Lane::Messages(lane), serving);
             } else {
-                let takes = queue_pair::takes(case)[1];
-                let prepared = queue_pair::Prepared::new(&pd, queue, case, peer_of(peer), takes)?;
+                let max_message = queue_pair::message_limits(case)[1];
+                let prepared =
+                    queue_pair::Prepared::new(&pd, queue, case, peer_of(peer), max_message)?;
                 ours.push(prepared.end());
                 let (lane, serving) = queue_pair::Server::connect(prepared, theirs, case)?;
                 session.start(Lane::QueuePair(lane), serving);
@@ -154,7 +149,7 @@ impl Session {
         self.tasks.spawn(serving);
     }
 
-    /// Compares what has come with what the client says that it did.
+    /// Compares the received data with the number of operations that the client reports.
     async fn check(&mut self, operations: &[u64]) -> Result<()> {
         while let Some(ended) = self.tasks.try_join_next() {
             ended??;

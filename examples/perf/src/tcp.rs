@@ -1,12 +1,13 @@
 //! The same work over TCP, at both ends.
 //!
-//! A request is two lengths (of its data, and of the answer that it wants) and the data. What a device answers by itself
-//! over RDMA, a READ or the acknowledgement of a WRITE, a task answers here: that is what a service over TCP has to do.
+//! A request consists of two lengths (of its data and of the wanted answer) and the data. Over RDMA
+//! the device sends the response to a READ or the acknowledgement of a WRITE; over TCP a task has
+//! to.
 //!
 //! | Operation | Request | Answer |
 //! |---|---|---|
 //! | send, write-imm, messages (latency) | the data | the data |
-//! | send, write, write-imm, messages (bandwidth) | the data | a byte, when half of those in flight have come |
+//! | send, write, write-imm, messages (bandwidth) | the data | a byte per half of the depth |
 //! | write (latency) | the data | a byte |
 //! | read | nothing | the data |
 //! | compare-swap, fetch-add | 24 bytes | 8 bytes: the counter |
@@ -21,24 +22,24 @@ use tokio::time::timeout;
 
 use crate::Result;
 use crate::case::{Case, Verb, Work};
-use crate::lane::{Held, Seen, compare};
+use crate::lane::{Arrivals, Held, compare};
 use crate::measure::{Tally, Until};
 use crate::meet::{DEADLINE, End, unexpected};
 
-/// Bytes of the two lengths.
+/// The two lengths.
 const HEADER: usize = 8;
 
-/// Bytes of the data of a request.
+/// Returns the length of a request's data.
 fn data(case: &Case) -> usize {
     match case.verb {
         Verb::Read => 0,
-        // Address, what to compare with, and what to store, as RDMA has it.
+        // Address, compare value and swap value, as in RDMA.
         Verb::CompareSwap | Verb::FetchAdd => 24,
         _ => case.size,
     }
 }
 
-/// Bytes of an answer.
+/// Returns the length of an answer.
 fn answer(case: &Case) -> usize {
     match (case.verb, case.work) {
         (Verb::Read, _) => case.size,
@@ -53,8 +54,8 @@ fn answer(case: &Case) -> usize {
 pub(crate) struct Lane {
     case: Case,
     stream: TcpStream,
-    /// The requests that one answer is for, one after the other.
-    unit: Vec<u8>,
+    /// The encoded requests that share one answer.
+    requests: Vec<u8>,
     answer: Vec<u8>,
     pub(crate) operations: u64,
 }
@@ -64,30 +65,37 @@ impl Lane {
         let End::Tcp(Some(address)) = peer else { return Err(unexpected(peer)) };
         let stream = timeout(DEADLINE, TcpStream::connect(address))
             .await
-            .map_err(|_| "the server does not answer")??;
+            .map_err(|_| "the server does not accept the connection")??;
         stream.set_nodelay(true)?;
-        let mut unit = Vec::new();
-        for slot in 0..case.unit() {
-            let wanted = if slot + 1 == case.unit() { answer(case) } else { 0 };
-            unit.extend(u32::try_from(data(case))?.to_be_bytes());
-            unit.extend(u32::try_from(wanted)?.to_be_bytes());
-            unit.extend(case.pattern(slot).chain(std::iter::repeat(0)).take(data(case)));
+        let mut requests = Vec::new();
+        for slot in 0..case.requests_per_answer() {
+            let wanted = if slot + 1 == case.requests_per_answer() { answer(case) } else { 0 };
+            requests.extend(u32::try_from(data(case))?.to_be_bytes());
+            requests.extend(u32::try_from(wanted)?.to_be_bytes());
+            requests.extend(case.pattern(slot).chain(std::iter::repeat(0)).take(data(case)));
         }
-        Ok(Self { case: case.clone(), stream, unit, answer: vec![0; answer(case)], operations: 0 })
+        Ok(Self {
+            case: case.clone(),
+            stream,
+            requests,
+            answer: vec![0; answer(case)],
+            operations: 0,
+        })
     }
 
     pub(crate) async fn run(&mut self, until: Until) -> Result<Tally> {
         let mut tally = Tally::new()?;
-        // As many as over RDMA: in flight, and, of messages, waiting for the server's task.
-        let messages = if self.case.unit() > 1 { 2 * self.case.depth } else { self.case.depth };
-        let units = (messages / self.case.unit()).max(1);
+        // As many as over RDMA: operations in flight, and messages that wait for the server's task.
+        let messages =
+            if self.case.requests_per_answer() > 1 { 2 * self.case.depth } else { self.case.depth };
+        let groups = (messages / self.case.requests_per_answer()).max(1);
         let written = self.case.batch * (HEADER + data(&self.case));
-        let mut in_flight = VecDeque::with_capacity(units);
+        let mut in_flight = VecDeque::with_capacity(groups);
         let mut over = false;
         loop {
-            while !over && in_flight.len() < units {
+            while !over && in_flight.len() < groups {
                 in_flight.push_back(Instant::now());
-                for part in self.unit.chunks(written) {
+                for part in self.requests.chunks(written) {
                     self.stream.write_all(part).await?;
                 }
             }
@@ -95,8 +103,8 @@ impl Lane {
             self.stream.read_exact(&mut self.answer).await?;
             let end = Instant::now();
             self.check_counter()?;
-            tally.add(self.case.unit(), end - start)?;
-            self.operations += self.case.unit() as u64;
+            tally.add(self.case.requests_per_answer(), end - start)?;
+            self.operations += self.case.requests_per_answer() as u64;
             over |= until.is_over(end);
             consume_budget().await;
         }
@@ -107,7 +115,7 @@ impl Lane {
             (Verb::CompareSwap | Verb::FetchAdd, Some(&found)) => match u64::from_be_bytes(found) {
                 found if found == self.operations => Ok(()),
                 found => {
-                    Err(format!("the counter was {found} instead of {}", self.operations).into())
+                    Err(format!("expected the counter {}, found {found}", self.operations).into())
                 }
             },
             _ => Ok(()),
@@ -126,29 +134,29 @@ impl Lane {
 #[derive(Debug)]
 pub(crate) struct Server {
     case: Case,
-    seen: Seen,
+    arrivals: Arrivals,
 }
 
 impl Server {
-    /// What is to be done at this end, until the client leaves.
+    /// Returns the end, and a future that answers until the client disconnects.
     pub(crate) fn new(
         listener: TcpListener,
         case: &Case,
     ) -> (Self, impl Future<Output = Result<()>> + Send + use<>) {
-        let server = Self { case: case.clone(), seen: Seen::default() };
-        let serving = serve(listener, server.case.clone(), server.seen.clone());
+        let server = Self { case: case.clone(), arrivals: Arrivals::default() };
+        let serving = serve(listener, server.case.clone(), server.arrivals.clone());
         (server, serving)
     }
 
     pub(crate) async fn check(&self, operations: u64) -> Result<()> {
         match self.case.verb {
             Verb::Read | Verb::CompareSwap | Verb::FetchAdd => Ok(()),
-            _ => self.seen.check(&self.case, operations).await,
+            _ => self.arrivals.check(&self.case, operations).await,
         }
     }
 }
 
-async fn serve(listener: TcpListener, case: Case, seen: Seen) -> Result<()> {
+async fn serve(listener: TcpListener, case: Case, arrivals: Arrivals) -> Result<()> {
     let (stream, _) =
         timeout(DEADLINE, listener.accept()).await.map_err(|_| "the client does not connect")??;
     stream.set_nodelay(true)?;
@@ -156,11 +164,14 @@ async fn serve(listener: TcpListener, case: Case, seen: Seen) -> Result<()> {
     let mut answer: Vec<u8> = case.pattern(0).collect();
     let (mut message, mut counter) = (Vec::new(), 0_u64);
     loop {
-        // The end of the stream, where a request would begin, is the end.
+        // The stream may end only between requests.
         let Ok(length) = stream.read_u32().await else { return Ok(()) };
         let (length, wanted) = (length as usize, stream.read_u32().await? as usize);
         if length != data(&case) || wanted > answer.len().max(8) {
-            return Err(format!("a request of {length} bytes for {wanted}").into());
+            return Err(format!(
+                "malformed request: {length} bytes of data, {wanted} bytes of answer"
+            )
+            .into());
         }
         message.resize(length, 0);
         stream.read_exact(&mut message).await?;
@@ -175,8 +186,8 @@ async fn serve(listener: TcpListener, case: Case, seen: Seen) -> Result<()> {
         if wanted > 0 {
             stream.write_all(&answer[..wanted]).await?;
         }
-        // Swapped with the one before, so that none is allocated for each.
-        if let Some(Held::Vec(before)) = seen.message(Held::Vec(std::mem::take(&mut message))) {
+        // Reuses the buffer of the previous message.
+        if let Some(Held::Vec(before)) = arrivals.record(Held::Vec(std::mem::take(&mut message))) {
             message = before;
         }
     }

@@ -1,4 +1,4 @@
-//! The program as users run it. It checks its own work: what is looked at here is what it says.
+//! Runs the program as a user does. The program checks its own data; these tests check its output.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Output, Stdio};
@@ -21,7 +21,7 @@ fn run(line: &str) -> Value {
 }
 
 #[test]
-fn every_operation_is_measured_beside_tcp() {
+fn every_operation_is_measured_and_compared_with_tcp() {
     for verb in ["send", "write", "write-imm", "read", "compare-swap", "fetch-add", "messages"] {
         for work in ["latency", "bandwidth"] {
             let report = run(&format!("{work} {verb} --against tcp"));
@@ -42,7 +42,7 @@ fn every_operation_is_measured_beside_tcp() {
 }
 
 #[test]
-fn settings_are_put_into_practice_in_every_mode() {
+fn settings_work_in_every_mode() {
     for (mode, settings) in [
         ("event", "write --depth 32 --batch 8 --queue-pairs 3 --threads 2"),
         ("busy-poll", "send --size 100,5000 --queue-pairs 2"),
@@ -64,13 +64,13 @@ fn settings_are_put_into_practice_in_every_mode() {
 }
 
 #[test]
-fn two_processes_meet_and_their_work_is_drawn() {
+fn two_processes_measure_and_plot() {
     for verb in ["write", "send", "messages"] {
-        // The software device over UDP has one program at each address: not that of another test.
+        // UDP software devices need an address each: no other test uses this one.
         let mut server =
             perf().args(["--listen", "127.0.71.1:0"]).stdout(Stdio::piped()).spawn().unwrap();
-        let said = BufReader::new(server.stdout.take().unwrap()).lines().next().unwrap().unwrap();
-        let address = said.split(' ').nth(2).unwrap();
+        let line = BufReader::new(server.stdout.take().unwrap()).lines().next().unwrap().unwrap();
+        let address = line.split(' ').nth(2).unwrap();
         let plot = std::env::temp_dir().join(format!("perf-{}-{verb}.svg", std::process::id()));
         let mut client = perf();
         client.args([
@@ -103,7 +103,7 @@ fn two_processes_meet_and_their_work_is_drawn() {
 }
 
 #[test]
-fn client_without_a_server_says_so() {
+fn client_without_a_server_reports_it() {
     let output = perf().args(["latency", "write", "--connect", "127.0.71.9:1"]).output().unwrap();
     assert!(!output.status.success());
     assert!(String::from_utf8_lossy(&output.stderr).contains("no server at 127.0.71.9:1"));

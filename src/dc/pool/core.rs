@@ -1,19 +1,20 @@
-//! Who has which initiator: the line, turns, recalls and repairs.
+//! Assignment of initiators to peers: wait queue, quotas, recalls and repairs.
 //!
 //! ```text
-//!  peer wants one ─▶ idle one? ── yes ──▶ it takes that which was idle for longest: a switch
+//!  peer needs one ─▶ idle one? ── yes ──▶ takes the least recently used one: a switch
 //!                       │ no
 //!                       ▼
-//!                     line ─▶ those that have had their quota are recalled: what they call waits
-//!                       ▲                  │ in flight: nothing more
-//!                       └── has more ◀─────┴──▶ first in line takes it
+//!                  wait queue ─▶ initiators of peers beyond their quota are recalled:
+//!                       ▲        new operations of these peers wait
+//!                       │                  │ nothing in flight
+//!                       └── has more ◀─────┴──▶ first queued peer takes it
 //!
-//!  work fails ─▶ initiator taken from its peer ─▶ all flushed ─▶ repaired ─▶ free again, or set aside
+//!  work fails ─▶ taken from its peer ─▶ all flushed ─▶ repaired ─▶ idle, or set aside
 //! ```
 //!
-//! Locks are taken in this order: the state of the pool, the state of a peer (two at once only by who holds the former), the
-//! gate of an initiator, those of the queues below. An operation whose peer has an initiator takes only that of its peer.
-//! Nobody is woken under them: whoever takes one has begun a [`Deferral`] before.
+//! Lock order: pool state, peer state (two at once only under the pool state), gate of an
+//! initiator, queues of the engine. An operation whose peer has an initiator locks only the peer.
+//! Wakers are never called under these locks: a [`Deferral`] precedes each lock.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -29,32 +30,29 @@ use crate::dc::DcInitiator;
 use crate::engine::{CompletionQueueCore, Deferral, WorkQueue};
 use crate::error::{OpErrorKind, SetupError};
 
-/// What all handles of a pool share.
 pub(super) struct Core {
     pub(super) members: Box<[Member]>,
     pub(super) policy: DcPolicy,
     pub(super) state: Mutex<State>,
-    /// Peers in line.
-    crowd: AtomicUsize,
-    /// Advances with each switch: initiators note when they were used last.
+    /// Length of the wait queue, readable without the lock.
+    queued_peers: AtomicUsize,
+    /// The clock of `Member::last_used`; counts assignments.
     tick: AtomicU64,
     pub(super) switches: AtomicU64,
     pub(super) waited: AtomicU64,
     pub(super) repairs: AtomicU64,
     pub(super) failed_repairs: AtomicU64,
-    /// Rung when one that was asked for is idle, and when work fails.
-    bell: Waker,
+    /// Advances the pool when an awaited initiator becomes idle, and when work fails.
+    advance_waker: Waker,
     span: tracing::Span,
 }
 
-/// An initiator.
 pub(super) struct Member {
     pub(super) initiator: DcInitiator,
-    /// Failures up to which it was repaired.
-    seen: AtomicU32,
-    /// Tick of its last use.
-    stamp: AtomicU64,
-    /// Closed while it is repaired; of use when peers share it, for then it is nobody's to be taken from.
+    /// The number of failures at the last repair.
+    repaired_failures: AtomicU32,
+    last_used: AtomicU64,
+    /// Locked during repair and by posts to a shared initiator, which no owner's lock protects.
     pub(super) gate: Mutex<()>,
 }
 
@@ -64,26 +62,24 @@ impl Member {
         self.initiator.queue_pair().send_queue()
     }
 
-    /// True if nothing has failed on it since it was repaired.
     #[inline]
     pub(super) fn is_sound(&self) -> bool {
-        self.queue().failures() == self.seen.load(Ordering::Relaxed)
+        self.queue().failures() == self.repaired_failures.load(Ordering::Relaxed)
     }
 
-    /// The number of its life.
-    pub(super) fn life(&self) -> u32 {
-        self.seen.load(Ordering::Relaxed)
+    /// Returns a number that each repair changes.
+    pub(super) fn generation(&self) -> u32 {
+        self.repaired_failures.load(Ordering::Relaxed)
     }
 }
 
-/// Who has what.
 #[derive(Default)]
 pub(super) struct State {
-    seats: Vec<Seat>,
-    /// Peers without an initiator that have work for one; some may have given up.
-    line: VecDeque<Weak<Peer>>,
-    /// Those who have given up since they were looked for.
-    gone: usize,
+    assignments: Vec<Assignment>,
+    /// Peers that wait for an initiator. Some may have no waiting operation any more.
+    wait_queue: VecDeque<Weak<Peer>>,
+    /// Peers in the queue without a waiting operation, since its last compaction.
+    abandoned: usize,
     closed: bool,
 }
 
@@ -92,9 +88,8 @@ impl State {
         self.closed
     }
 
-    /// Why no operation can begin: it is closed, or no initiator is left that works or may yet.
     fn refusal(&self) -> Option<OpErrorKind> {
-        let failed = self.seats.iter().map(|seat| match seat.health {
+        let failed = self.assignments.iter().map(|assignment| match assignment.health {
             Health::Failed(kind) => Some(kind),
             _ => None,
         });
@@ -106,43 +101,40 @@ impl State {
     }
 }
 
-/// What is known of an initiator.
-struct Seat {
-    /// Whose it is, if they do not share.
+struct Assignment {
+    /// The peer that has the initiator (exclusive policy).
     owner: Weak<Peer>,
     health: Health,
-    /// Its peer has had its quota: what it calls waits until this one was handed on, or nobody is in line any more.
+    /// True if the peer has used its quota. Its new operations wait until the initiator is
+    /// reassigned or the wait queue is empty.
     recalled: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Health {
     Sound,
-    /// Work has failed; to be repaired when all of it was flushed.
+    /// Work has failed; repaired when all of it is flushed.
     Broken,
     Repairing,
-    /// Why it could not be repaired.
     Failed(OpErrorKind),
 }
 
-/// Rings a pool that may be gone.
-struct Bell(Weak<Core>);
+struct AdvanceWaker(Weak<Core>);
 
-impl Wake for Bell {
+impl Wake for AdvanceWaker {
     fn wake(self: Arc<Self>) {
         if let Some(core) = self.0.upgrade() {
-            core.go_on();
+            core.advance_now();
         }
     }
 }
 
-/// Has those in line look again.
-struct Rouser(Weak<Core>);
+struct RepollWaker(Weak<Core>);
 
-impl Wake for Rouser {
+impl Wake for RepollWaker {
     fn wake(self: Arc<Self>) {
         if let Some(core) = self.0.upgrade() {
-            core.rouse();
+            core.wake_tasks();
         }
     }
 }
@@ -150,44 +142,49 @@ impl Wake for Rouser {
 impl Core {
     pub(super) fn new(initiators: Vec<DcInitiator>, policy: DcPolicy) -> Arc<Self> {
         let span = tracing::debug_span!("dc_pool", initiators = initiators.len(), ?policy);
-        let seat = |_| Seat { owner: Weak::new(), health: Health::Sound, recalled: false };
-        let seats = (0..initiators.len()).map(seat).collect();
+        let assignment =
+            |_| Assignment { owner: Weak::new(), health: Health::Sound, recalled: false };
+        let assignments = (0..initiators.len()).map(assignment).collect();
         let member = |initiator| Member {
             initiator,
-            seen: AtomicU32::new(0),
-            stamp: AtomicU64::new(0),
+            repaired_failures: AtomicU32::new(0),
+            last_used: AtomicU64::new(0),
             gate: Mutex::new(()),
         };
         let core = Arc::new_cyclic(|core| Self {
             members: initiators.into_iter().map(member).collect(),
             policy,
-            state: Mutex::new(State { seats, ..State::default() }),
-            crowd: AtomicUsize::new(0),
+            state: Mutex::new(State { assignments, ..State::default() }),
+            queued_peers: AtomicUsize::new(0),
             tick: AtomicU64::new(0),
             switches: AtomicU64::new(0),
             waited: AtomicU64::new(0),
             repairs: AtomicU64::new(0),
             failed_repairs: AtomicU64::new(0),
-            bell: Arc::new(Bell(core.clone())).into(),
+            advance_waker: Arc::new(AdvanceWaker(core.clone())).into(),
             span,
         });
-        let rouser = Waker::from(Arc::new(Rouser(Arc::downgrade(&core))));
+        let repoll_waker = Waker::from(Arc::new(RepollWaker(Arc::downgrade(&core))));
         for member in &core.members {
-            member.queue().when_failed(&core.bell, 0);
-            member.queue().when_roused(&rouser);
+            member.queue().when_failed(&core.advance_waker, 0);
+            member.queue().when_roused(&repoll_waker);
         }
         core
     }
 
-    /// A reactor is gone: those who wait find another, or do without.
+    /// Wakes all waiting tasks after the end of a reactor: they use another one or poll.
     #[cold]
-    fn rouse(&self) {
+    fn wake_tasks(&self) {
         let _deferral = Deferral::begin();
         let state = self.state.lock();
-        for peer in
-            state.seats.iter().map(|seat| &seat.owner).chain(&state.line).filter_map(Weak::upgrade)
+        for peer in state
+            .assignments
+            .iter()
+            .map(|assignment| &assignment.owner)
+            .chain(&state.wait_queue)
+            .filter_map(Weak::upgrade)
         {
-            peer.state.lock().waiting.iter().for_each(|waiting| waiting.rouse());
+            peer.state.lock().waiting.iter().for_each(|waiting| waiting.wake_task());
         }
     }
 
@@ -207,126 +204,129 @@ impl Core {
         self.quota().is_some()
     }
 
-    /// True if a peer should let others have its initiator, before it begins an operation or another loan (`lends`). What is
-    /// lent stays, so that nothing is gained by stopping its operations; but loans upon loans would never end.
+    /// Returns true if a peer should yield its initiator before an operation or another lease
+    /// (`for_lease`). Under a lease, operations do not yield, since the initiator would stay
+    /// leased; chained leases must, or they would never end.
     #[inline]
-    pub(super) fn has_had_its_turn(&self, own: &PeerState, lends: bool) -> bool {
-        self.crowd.load(Ordering::Relaxed) > 0
-            && (lends || own.leases == 0)
+    pub(super) fn must_yield(&self, own: &PeerState, for_lease: bool) -> bool {
+        self.queued_peers.load(Ordering::Relaxed) > 0
+            && (for_lease || own.leases == 0)
             && self.quota().is_some_and(|quota| own.used >= quota)
     }
 
-    /// Notes a use of `member`.
     #[inline]
     pub(super) fn touch(&self, member: &Member) {
         let now = self.tick.load(Ordering::Relaxed);
-        if member.stamp.load(Ordering::Relaxed) != now {
-            member.stamp.store(now, Ordering::Relaxed);
+        if member.last_used.load(Ordering::Relaxed) != now {
+            member.last_used.store(now, Ordering::Relaxed);
         }
     }
 
-    pub(super) fn is_crowded(&self) -> bool {
-        self.crowd.load(Ordering::Relaxed) > 0
+    pub(super) fn has_queued_peers(&self) -> bool {
+        self.queued_peers.load(Ordering::Relaxed) > 0
     }
 
-    pub(super) fn counted_crowd(&self) -> usize {
-        self.crowd.load(Ordering::Relaxed)
+    pub(super) fn queued_peers_now(&self) -> usize {
+        self.queued_peers.load(Ordering::Relaxed)
     }
 
-    /// Why no operation can begin, if none can.
     pub(super) fn refusal(&self) -> Option<OpErrorKind> {
         self.state.lock().refusal()
     }
 
-    /// Looks at everything again.
     #[cold]
-    pub(super) fn go_on(&self) {
+    pub(super) fn advance_now(&self) {
         let deferral = Deferral::begin();
         self.advance(self.state.lock(), &deferral);
     }
 
-    /// A peer in line has nobody waiting any more. They leave the line by halves: behind one who waits for long there may
-    /// come any number who do not.
+    /// Notes that a queued peer has no waiting operation any more.
+    ///
+    /// Compacts the queue when half of it is abandoned: any number may be queued behind a peer that
+    /// waits for long.
     #[cold]
-    pub(super) fn gave_up(&self) {
+    pub(super) fn peer_abandoned(&self) {
         let deferral = Deferral::begin();
         let mut state = self.state.lock();
-        state.gone += 1;
-        if state.gone * 2 > state.line.len() {
-            state.gone = 0;
-            state.line.retain(|peer| {
+        state.abandoned += 1;
+        if state.abandoned * 2 > state.wait_queue.len() {
+            state.abandoned = 0;
+            state.wait_queue.retain(|peer| {
                 peer.upgrade().is_some_and(|peer| {
                     let mut own = peer.state.lock();
-                    own.lined = !own.waiting.is_empty();
-                    own.lined
+                    own.queued = !own.waiting.is_empty();
+                    own.queued
                 })
             });
         }
         self.advance(state, &deferral);
     }
 
-    /// Gives `peer`, which has nobody waiting, an initiator if that can be done at once; true if it has one now.
-    pub(super) fn seat_now(&self, state: &mut State, peer: &Arc<Peer>, lends: bool) -> bool {
+    /// Returns true if `peer`, which has no waiting operation, has or gets an initiator at once and
+    /// may post.
+    pub(super) fn assign_now(&self, state: &mut State, peer: &Arc<Peer>, for_lease: bool) -> bool {
         let mut own = peer.state.lock();
         if state.closed || !own.waiting.is_empty() {
             return false;
         }
-        if let Some(at) = own.seat {
-            let seat = &state.seats[at];
-            if !self.members[at].is_sound() || seat.recalled {
+        if let Some(at) = own.assignment {
+            let assignment = &state.assignments[at];
+            if !self.members[at].is_sound() || assignment.recalled {
                 return false;
             }
-            // As many are recalled as are waited for: more would stop for nothing. Those may have work that does not end, so
-            // that is for one more quota.
-            let recalled = state.seats.iter().filter(|seat| seat.recalled).count();
+            // Once as many initiators are recalled as peers wait, recalling more only stops work.
+            // But the recalled ones may never become idle, so a peer continues up to twice its
+            // quota only.
+            let recalled =
+                state.assignments.iter().filter(|assignment| assignment.recalled).count();
             let goes_on = || {
-                recalled >= state.line.len()
+                recalled >= state.wait_queue.len()
                     && self.quota().is_none_or(|quota| own.used / 2 < quota)
             };
-            return !self.has_had_its_turn(&own, lends) || goes_on();
+            return !self.must_yield(&own, for_lease) || goes_on();
         }
-        if !state.line.is_empty() {
+        if !state.wait_queue.is_empty() {
             return false;
         }
         let Some(at) = self.pick(state) else { return false };
-        self.take(state, at, peer, &mut own);
+        self.assign(state, at, peer, &mut own);
         true
     }
 
-    /// Lets `peer`, which has somebody waiting, wait for its turn.
-    pub(super) fn line_up(&self, state: &mut State, peer: &Arc<Peer>) {
+    /// Queues `peer`, which has a waiting operation, or recalls its initiator.
+    pub(super) fn enqueue(&self, state: &mut State, peer: &Arc<Peer>) {
         let mut own = peer.state.lock();
-        for seat in &mut state.seats {
-            // One more try for each that asks.
-            if matches!(seat.health, Health::Failed(_)) {
-                seat.health = Health::Broken;
+        for assignment in &mut state.assignments {
+            // Each new waiter allows one more repair.
+            if matches!(assignment.health, Health::Failed(_)) {
+                assignment.health = Health::Broken;
             }
         }
-        match own.seat {
-            Some(at) if self.is_exclusive() => state.seats[at].recalled = true,
-            seat => {
-                if seat.is_some() {
-                    own.leave();
+        match own.assignment {
+            Some(at) if self.is_exclusive() => state.assignments[at].recalled = true,
+            assignment => {
+                if assignment.is_some() {
+                    own.clear_assignment();
                 }
-                if own.joins() {
-                    state.line.push_back(Arc::downgrade(peer));
+                if own.joins_wait_queue() {
+                    state.wait_queue.push_back(Arc::downgrade(peer));
                 }
             }
         }
         self.waited.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Does all that can be done now: initiators to those in line, turns that go on, repairs; and sees to it that the bell
-    /// rings when there is more to do.
+    /// Does all possible work: detects failures, serves the wait queue, resumes recalled peers,
+    /// repairs. Arms wakers for the rest.
     pub(super) fn advance<'a>(&'a self, mut state: MutexGuard<'a, State>, _deferral: &Deferral) {
         let _entered = self.span.enter();
         loop {
-            self.notice(&mut state);
+            self.detect_failures(&mut state);
             while self.serve_next(&mut state) {}
-            if state.line.is_empty() {
-                self.resume(&mut state);
+            if state.wait_queue.is_empty() {
+                self.resume_recalled(&mut state);
             }
-            self.crowd.store(state.line.len(), Ordering::Relaxed);
+            self.queued_peers.store(state.wait_queue.len(), Ordering::Relaxed);
             let broken = self.take_broken(&mut state);
             if !broken.is_empty() {
                 drop(state);
@@ -334,9 +334,9 @@ impl Core {
                     broken.iter().map(|&at| (at, self.repair(at))).collect();
                 state = self.state.lock();
                 for (at, health) in results {
-                    state.seats[at].health = health;
+                    state.assignments[at].health = health;
                 }
-            } else if state.line.is_empty() || !self.watch(&state) {
+            } else if state.wait_queue.is_empty() || !self.arm_idle_wakers(&state) {
                 break;
             }
         }
@@ -345,126 +345,129 @@ impl Core {
         }
     }
 
-    /// Takes initiators on which work has failed away from their peers.
-    fn notice(&self, state: &mut State) {
+    fn detect_failures(&self, state: &mut State) {
         for at in 0..self.members.len() {
             let member = &self.members[at];
-            if !matches!(state.seats[at].health, Health::Sound | Health::Broken) {
+            if !matches!(state.assignments[at].health, Health::Sound | Health::Broken) {
                 continue;
             }
             let health = if !member.queue().is_open() {
-                // What it has in flight may never end.
+                // Its work in flight may never complete.
                 Health::Failed(self.kind_of(SetupError::Closed))
-            } else if state.seats[at].health == Health::Sound && !member.is_sound() {
+            } else if state.assignments[at].health == Health::Sound && !member.is_sound() {
                 Health::Broken
             } else {
                 continue;
             };
-            let seat = &mut state.seats[at];
-            (seat.health, seat.recalled) = (health, false);
-            if let Some(owner) = std::mem::take(&mut seat.owner).upgrade() {
+            let assignment = &mut state.assignments[at];
+            (assignment.health, assignment.recalled) = (health, false);
+            if let Some(owner) = std::mem::take(&mut assignment.owner).upgrade() {
                 let mut own = owner.state.lock();
-                own.leave();
-                if own.joins() {
-                    state.line.push_back(Arc::downgrade(&owner));
+                own.clear_assignment();
+                if own.joins_wait_queue() {
+                    state.wait_queue.push_back(Arc::downgrade(&owner));
                 }
             }
         }
     }
 
-    /// Gives an initiator to the first in line, if there is one and somebody waits; true if so.
+    /// Serves the first queued peer. Returns false if there is no peer or no initiator.
     fn serve_next(&self, state: &mut State) -> bool {
         let peer = loop {
-            let Some(first) = state.line.front() else { return false };
+            let Some(first) = state.wait_queue.front() else { return false };
             if let Some(peer) = first.upgrade() {
                 let mut own = peer.state.lock();
                 if !own.waiting.is_empty() {
                     drop(own);
                     break peer;
                 }
-                own.lined = false;
+                own.queued = false;
             }
-            state.line.pop_front();
+            state.wait_queue.pop_front();
         };
         let Some(at) = self.pick(state) else { return false };
-        state.line.pop_front();
+        state.wait_queue.pop_front();
         let mut own = peer.state.lock();
-        own.lined = false;
-        self.take(state, at, &peer, &mut own);
+        own.queued = false;
+        self.assign(state, at, &peer, &mut own);
         self.post_waiting(state, at, &peer, &mut own);
         true
     }
 
-    /// An initiator to be taken: of those that are nobody's or idle, the one that was used last the longest ago; if they are
+    /// Returns an initiator to assign: the least recently used of the free or idle ones, or, if
     /// shared, the one with the least work.
     fn pick(&self, state: &mut State) -> Option<usize> {
-        let sound =
-            |&at: &usize| state.seats[at].health == Health::Sound && self.members[at].is_sound();
+        let sound = |&at: &usize| {
+            state.assignments[at].health == Health::Sound && self.members[at].is_sound()
+        };
         let mut order: SmallVec<[usize; 32]> = (0..self.members.len()).filter(sound).collect();
         if !self.is_exclusive() {
             return order.into_iter().min_by_key(|&at| self.members[at].queue().load());
         }
-        order.sort_by_key(|&at| self.members[at].stamp.load(Ordering::Relaxed));
-        if let Some(&at) = order.iter().find(|&&at| self.vacate(state, at)) {
+        order.sort_by_key(|&at| self.members[at].last_used.load(Ordering::Relaxed));
+        if let Some(&at) = order.iter().find(|&&at| self.reclaim(state, at)) {
             return Some(at);
         }
-        // Some may be idle but for completions that nobody has looked at.
+        // Some may be idle except for unpolled completions.
         self.cq().drain();
-        order.into_iter().find(|&at| self.vacate(state, at))
+        order.into_iter().find(|&at| self.reclaim(state, at))
     }
 
-    /// Takes an idle initiator from whoever has it; false if it is not idle, or lent.
-    fn vacate(&self, state: &mut State, at: usize) -> bool {
-        let (seat, member) = (&mut state.seats[at], &self.members[at]);
-        // In this order: what made it idle may have been a failure, which was counted before.
+    /// Returns false if the initiator is busy or leased.
+    fn reclaim(&self, state: &mut State, at: usize) -> bool {
+        let (assignment, member) = (&mut state.assignments[at], &self.members[at]);
+        // Idle is checked first: a failure is counted before it makes the queue idle.
         let is_free = || member.queue().is_idle() && member.is_sound();
-        let Some(owner) = seat.owner.upgrade() else { return is_free() };
+        let Some(owner) = assignment.owner.upgrade() else { return is_free() };
         let mut own = owner.state.lock();
         if own.leases > 0 || !is_free() {
             return false;
         }
-        own.leave();
-        (seat.owner, seat.recalled) = (Weak::new(), false);
-        if own.joins() {
-            state.line.push_back(Arc::downgrade(&owner));
+        own.clear_assignment();
+        (assignment.owner, assignment.recalled) = (Weak::new(), false);
+        if own.joins_wait_queue() {
+            state.wait_queue.push_back(Arc::downgrade(&owner));
         }
         true
     }
 
-    fn take(&self, state: &mut State, at: usize, peer: &Arc<Peer>, own: &mut PeerState) {
-        own.arrive(at);
-        let (seat, member) = (&mut state.seats[at], &self.members[at]);
+    fn assign(&self, state: &mut State, at: usize, peer: &Arc<Peer>, own: &mut PeerState) {
+        own.set_assignment(at);
+        let (assignment, member) = (&mut state.assignments[at], &self.members[at]);
         if self.is_exclusive() {
-            seat.owner = Arc::downgrade(peer);
+            assignment.owner = Arc::downgrade(peer);
         }
         self.tick.fetch_add(1, Ordering::Relaxed);
         self.touch(member);
         self.switches.fetch_add(1, Ordering::Relaxed);
-        tracing::trace!(initiator = %member.initiator.qpn(), peer = %peer.to.number(), "taken");
+        tracing::trace!(
+            initiator = %member.initiator.qpn(),
+            peer = %peer.to.number(),
+            "assigned DC initiator"
+        );
     }
 
-    /// Posts what waits, as far as the quota goes while others are in line.
+    /// Posts waiting operations, up to the quota if other peers are queued.
     fn post_waiting(&self, state: &mut State, at: usize, peer: &Peer, own: &mut PeerState) {
         let member = &self.members[at];
         let _gate = member.gate.lock();
-        let quota = if state.line.is_empty() { None } else { self.quota() };
+        let quota = if state.wait_queue.is_empty() { None } else { self.quota() };
         while quota.is_none_or(|quota| own.leases > 0 || own.used < quota)
             && let Some(next) = own.waiting.pop_front()
         {
             own.used = own.used.saturating_add(1);
-            next.decide(Ok(peer.grant(member, own)));
+            next.resolve(Ok(peer.grant(member, own)));
         }
         if !self.is_exclusive() {
             own.mark(member);
         }
-        state.seats[at].recalled = !own.waiting.is_empty();
+        state.assignments[at].recalled = !own.waiting.is_empty();
     }
 
-    /// Nobody is in line: those that were to let others have their initiators go on.
-    fn resume(&self, state: &mut State) {
+    fn resume_recalled(&self, state: &mut State) {
         for at in 0..self.members.len() {
-            if std::mem::take(&mut state.seats[at].recalled)
-                && let Some(owner) = state.seats[at].owner.upgrade()
+            if std::mem::take(&mut state.assignments[at].recalled)
+                && let Some(owner) = state.assignments[at].owner.upgrade()
             {
                 let mut own = owner.state.lock();
                 own.used = 0;
@@ -473,34 +476,40 @@ impl Core {
         }
     }
 
-    /// Those that are to be repaired and have nothing in flight any more; of the others the bell tells.
+    /// Returns the broken initiators without work in flight; arms the waker for the others.
     fn take_broken(&self, state: &mut State) -> SmallVec<[usize; 8]> {
         let mut broken = SmallVec::new();
-        for (at, seat) in state.seats.iter_mut().enumerate() {
-            if seat.health == Health::Broken && self.members[at].queue().when_idle(&self.bell) {
-                seat.health = Health::Repairing;
+        for (at, assignment) in state.assignments.iter_mut().enumerate() {
+            if assignment.health == Health::Broken
+                && self.members[at].queue().when_idle(&self.advance_waker)
+            {
+                assignment.health = Health::Repairing;
                 broken.push(at);
             }
         }
         broken
     }
 
-    /// Without the lock of the pool: those that have an initiator go on meanwhile.
+    /// Holds no lock of the pool: peers with other initiators continue.
     fn repair(&self, at: usize) -> Health {
         let member = &self.members[at];
         let _gate = member.gate.lock();
-        // In whatever state it says that it is: work has failed, so it will be in the error state, if it is not yet.
+        // Needed in any state: after a failure the error state may be still to come.
         if let Err(error) = member.initiator.reset() {
             let kind = self.kind_of(error);
             self.failed_repairs.fetch_add(1, Ordering::Relaxed);
-            tracing::warn!(initiator = %member.initiator.qpn(), error = %kind, "not repaired");
+            tracing::warn!(
+                initiator = %member.initiator.qpn(),
+                error = %kind,
+                "failed to repair DC initiator; setting it aside"
+            );
             return Health::Failed(kind);
         }
         self.repairs.fetch_add(1, Ordering::Relaxed);
-        tracing::debug!(initiator = %member.initiator.qpn(), "repaired");
+        tracing::debug!(initiator = %member.initiator.qpn(), "repaired DC initiator");
         let failures = member.queue().failures();
-        member.seen.store(failures, Ordering::Relaxed);
-        member.queue().when_failed(&self.bell, failures);
+        member.repaired_failures.store(failures, Ordering::Relaxed);
+        member.queue().when_failed(&self.advance_waker, failures);
         Health::Sound
     }
 
@@ -512,38 +521,40 @@ impl Core {
         }
     }
 
-    /// Has the bell rung when an initiator is idle that somebody waits for; true if one is already.
-    fn watch(&self, state: &State) -> bool {
-        let idle = |(seat, member): (&Seat, &Member)| {
-            if seat.health != Health::Sound || !member.is_sound() {
+    /// Arms the waker for initiators to become idle. Returns true if one is idle already.
+    fn arm_idle_wakers(&self, state: &State) -> bool {
+        let idle = |(assignment, member): (&Assignment, &Member)| {
+            if assignment.health != Health::Sound || !member.is_sound() {
                 return false;
             }
-            let Some(owner) = seat.owner.upgrade() else {
-                return member.queue().when_idle(&self.bell);
+            let Some(owner) = assignment.owner.upgrade() else {
+                return member.queue().when_idle(&self.advance_waker);
             };
-            // Under the lock of who could give it work. When a loan ends it is looked at again.
+            // Locked, because the peer could post work. The end of a lease calls `advance`.
             let own = owner.state.lock();
-            own.leases == 0 && member.queue().when_idle(&self.bell)
+            own.leases == 0 && member.queue().when_idle(&self.advance_waker)
         };
-        state.seats.iter().zip(&self.members).any(idle)
+        state.assignments.iter().zip(&self.members).any(idle)
     }
 
-    /// Ends all that waits.
     fn fail_all(&self, state: &mut State, kind: OpErrorKind) {
-        let owners = state.seats.iter().map(|seat| seat.owner.clone());
-        for peer in
-            owners.chain(state.line.drain(..)).collect::<Vec<_>>().iter().filter_map(Weak::upgrade)
+        let owners = state.assignments.iter().map(|assignment| assignment.owner.clone());
+        for peer in owners
+            .chain(state.wait_queue.drain(..))
+            .collect::<Vec<_>>()
+            .iter()
+            .filter_map(Weak::upgrade)
         {
             let mut own = peer.state.lock();
-            own.lined = false;
+            own.queued = false;
             for waiting in std::mem::take(&mut own.waiting) {
-                waiting.decide(Err(kind));
+                waiting.resolve(Err(kind));
             }
         }
-        self.crowd.store(0, Ordering::Relaxed);
+        self.queued_peers.store(0, Ordering::Relaxed);
     }
 
-    /// No more operations begin, those that wait fail, and the initiators end.
+    /// Refuses new operations, fails waiting ones, and closes the initiators.
     pub(super) fn close(&self) {
         let deferral = Deferral::begin();
         let mut state = self.state.lock();

@@ -1,4 +1,4 @@
-//! Many peers, few initiators: whoever has work for a peer borrows one.
+//! Pools of initiators: many peers take turns on a few initiators.
 
 mod core;
 mod peer;
@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 pub use self::peer::{DcLease, DcPoolPeer, PendingDcLease};
-pub use self::pooled::Pooled;
+pub use self::pooled::PooledOperation;
 
 use self::core::Core;
 use super::{DcAddress, DcInitiator, DcInitiatorBuilder};
@@ -18,36 +18,40 @@ use crate::error::SetupError;
 use crate::types::Qpn;
 use crate::verbs::ProtectionDomain;
 
-/// Who uses an initiator of a [`DcPool`] at the same time.
+/// The way in which peers of a [`DcPool`] use its initiators.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DcPolicy {
-    /// One peer: an initiator has work in flight for one peer only, and so an error ends operations to that peer only. It
-    /// stays with its peer until another one needs it, and goes to that when it is idle. If none is idle, peers wait in a line,
-    /// first in, first out; and a peer that has begun `quota` operations since it has its initiator lets it go to the first in line before it
-    /// goes on, behind the others.
+    /// An initiator has work in flight for one peer only, so an error affects only that peer.
+    ///
+    /// The initiator stays with its peer until it is idle and another peer needs it. If none is
+    /// idle, peers wait in FIFO order. A peer that has begun `quota` operations since its
+    /// assignment then yields to the first waiting peer and queues at the end.
     Exclusive {
-        /// Operations; 0 counts as 1. A batch counts as one.
+        /// The number of operations, at least 1. A batch counts as one.
         quota: u32,
     },
-    /// Any number of peers: nobody waits for an initiator, and a peer changes to the one with the least work when it has
-    /// nothing in flight itself and its own has work of others. An error of one operation flushes all others on the same
-    /// initiator, those of other peers too.
+    /// An initiator serves any number of peers; no peer waits for one.
+    ///
+    /// A peer with nothing in flight switches from an initiator that is busy for other peers to the
+    /// one with the least work. An error of one operation flushes all operations on the initiator,
+    /// of other peers too.
     Shared,
 }
 
 impl Default for DcPolicy {
-    /// Exclusive, with 64 operations: half of the send queue that initiators have by default, so that a peer may keep it busy.
+    /// Returns an exclusive policy with a quota of 64, half of the default send queue.
     fn default() -> Self {
         Self::Exclusive { quota: 64 }
     }
 }
 
-/// A few [`DcInitiator`]s for any number of peers. Clones share them.
+/// A pool of a few [`DcInitiator`]s for any number of peers. Clones refer to the same pool.
 ///
 /// ```
 /// # use tokio_rdma::dc::DcTarget;
-/// # use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, SharedReceiveQueue};
+/// # use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device};
+/// # use tokio_rdma::{ExposedRegion, Pool, SharedReceiveQueue};
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let device = Device::software()?;
@@ -64,9 +68,10 @@ impl Default for DcPolicy {
 /// for peer in &peers {
 ///     peer.write(memory.copy_from(b"hello")?, remote.slice(..5)?).await?;
 /// }
-/// // A burst has an initiator for itself.
+/// // A lease reserves an initiator for a burst.
 /// let lease = peers[0].borrow().await?;
-/// let (first, second) = (lease.write_inline(b"one", remote.slice(..3)?), lease.write_inline(b"two", remote.slice(3..6)?));
+/// let first = lease.write_inline(b"one", remote.slice(..3)?);
+/// let second = lease.write_inline(b"two", remote.slice(3..6)?);
 /// first.await?;
 /// second.await?;
 /// # let mut bytes = [0; 6];
@@ -76,27 +81,30 @@ impl Default for DcPolicy {
 /// # }
 /// ```
 ///
-/// A peer costs its address, a handle of the route to it, and no object of the device beyond that.
+/// A peer costs its address and an address handle.
 ///
 /// # Errors
 ///
-/// When work fails with a completion, its initiator is taken out of use, repaired when the rest on it was flushed, and used
-/// again; other initiators go on meanwhile. Whoever finds the failure starts that, so that it happens with all futures
-/// dropped, too. Operations that wait are not concerned. An initiator that cannot be repaired is left alone until an operation
-/// finds no other, and tried again then; if none can be repaired, that operation and all that wait fail with the reason:
-/// [`OpErrorKind::CompletionQueue`](crate::OpErrorKind::CompletionQueue) or [`Post`](crate::OpErrorKind::Post).
+/// When an operation completes with an error, its initiator is repaired once the remaining work is
+/// flushed, even if all futures are dropped. Other initiators and waiting operations are not
+/// affected.
+///
+/// A failed repair is tried again when an operation finds no other initiator. If no initiator can
+/// be repaired, that operation and all waiting ones fail with the reason:
+/// [`OpErrorKind::CompletionQueue`](crate::OpErrorKind::CompletionQueue) or
+/// [`Post`](crate::OpErrorKind::Post).
 ///
 /// # Closing
 ///
-/// [`close`](Self::close), or dropping the pool, all its peers and leases, ends its initiators at once, as
-/// [`DcInitiator`] describes.
+/// [`close`](Self::close), or dropping the pool with all its peers and leases, closes the
+/// initiators at once.
 #[derive(Clone)]
 pub struct DcPool {
     core: Arc<Core>,
 }
 
 impl DcPool {
-    /// A pool to be described further; `queue` takes the completions of all its initiators.
+    /// Returns a builder for a pool. `queue` receives the completions of all initiators.
     #[must_use]
     pub fn builder(pd: &ProtectionDomain, queue: &CompletionQueue) -> DcPoolBuilder {
         DcPoolBuilder {
@@ -106,24 +114,24 @@ impl DcPool {
         }
     }
 
-    /// A peer, made once from its address, to be cloned: the order of operations is that of one peer, and one that is made
-    /// again from the same address is another one.
+    /// Creates a peer from its address. Clones share an order of operations; a second peer from the
+    /// same address is independent.
     ///
     /// # Errors
     ///
-    /// As [`DcInitiator::peer`].
+    /// See [`DcInitiator::peer`].
     pub fn peer(&self, address: &DcAddress) -> Result<DcPoolPeer, SetupError> {
         let to = self.core.members[0].initiator.peer(address)?;
         Ok(DcPoolPeer::new(self.core.clone(), to))
     }
 
-    /// How initiators are chosen.
+    /// Returns the policy.
     #[must_use]
     pub fn policy(&self) -> DcPolicy {
         self.core.policy
     }
 
-    /// What it has done so far.
+    /// Returns the counters.
     #[must_use]
     pub fn counters(&self) -> DcPoolCounters {
         let core = &self.core;
@@ -133,7 +141,7 @@ impl DcPool {
             waited: count(&core.waited),
             repairs: count(&core.repairs),
             failed_repairs: count(&core.failed_repairs),
-            peers_in_line: core.counted_crowd(),
+            waiting_peers: core.queued_peers_now(),
             initiators: core
                 .members
                 .iter()
@@ -142,9 +150,12 @@ impl DcPool {
         }
     }
 
-    /// Ends it: operations that wait for an initiator, and those called later, fail as
-    /// [`OpErrorKind::Closed`](crate::OpErrorKind::Closed); those in flight are flushed or fail so, too: await before those that matter.
-    /// When it returns the device touches no buffer of them any more.
+    /// Closes the pool.
+    ///
+    /// Operations that wait for an initiator, and later ones, fail with
+    /// [`OpErrorKind::Closed`](crate::OpErrorKind::Closed). Operations in flight are flushed or
+    /// fail likewise, so await important ones first. Afterwards the device accesses none of their
+    /// buffers.
     pub fn close(&self) {
         self.core.close();
     }
@@ -159,25 +170,25 @@ impl fmt::Debug for DcPool {
     }
 }
 
-/// What a [`DcPool`] has done so far.
+/// The counters of a [`DcPool`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DcPoolCounters {
-    /// Times that a peer got an initiator.
+    /// Assignments of an initiator to a peer.
     pub switches: u64,
-    /// Operations that had to wait for one.
+    /// Operations that waited for an initiator.
     pub waited: u64,
-    /// Initiators repaired.
+    /// Successful repairs.
     pub repairs: u64,
-    /// Repairs that failed.
+    /// Failed repairs.
     pub failed_repairs: u64,
-    /// Peers that wait for an initiator now.
-    pub peers_in_line: usize,
-    /// Each initiator, and what its send queue has done.
+    /// Peers that currently wait for an initiator.
+    pub waiting_peers: usize,
+    /// The counters of each initiator's send queue.
     pub initiators: Vec<(Qpn, WorkQueueCounters)>,
 }
 
-/// Describes a [`DcPool`].
+/// A builder for a [`DcPool`].
 #[derive(Debug, Clone)]
 pub struct DcPoolBuilder {
     initiator: DcInitiatorBuilder,
@@ -186,21 +197,22 @@ pub struct DcPoolBuilder {
 }
 
 impl DcPoolBuilder {
-    /// Initiators; 4 unless set. The completion queue needs room for the send queues of all of them.
+    /// Sets the number of initiators; 4 by default. The completion queue must hold all their send
+    /// queues.
     #[must_use]
     pub fn initiators(mut self, count: usize) -> Self {
         self.initiators = count;
         self
     }
 
-    /// How they are chosen; [`DcPolicy::default`] unless set.
+    /// Sets the policy; [`DcPolicy::default`] by default.
     #[must_use]
     pub fn policy(mut self, policy: DcPolicy) -> Self {
         self.policy = policy;
         self
     }
 
-    /// Describes the initiators further, which are all alike: sizes, timeouts, MTU, port.
+    /// Configures all initiators: sizes, timeouts, MTU, port.
     #[must_use]
     pub fn initiator(
         mut self,
@@ -210,12 +222,12 @@ impl DcPoolBuilder {
         self
     }
 
-    /// Makes it, with all its initiators ready to send.
+    /// Creates the pool, with all initiators ready to send.
     ///
     /// # Errors
     ///
-    /// [`SetupError::TooSmall`] for no initiators or a [quota](DcPolicy::Exclusive) of 0, [`SetupError::CompletionQueueFull`] if their completions do not fit the
-    /// queue, else as [`DcInitiatorBuilder::build`].
+    /// [`SetupError::TooSmall`] for 0 initiators or a [quota](DcPolicy::Exclusive) of 0, else see
+    /// [`DcInitiatorBuilder::build`].
     pub fn build(self) -> Result<DcPool, SetupError> {
         let Self { initiator, initiators, policy } = self;
         SetupError::at_least("initiators", initiators as u64, 1)?;

@@ -1,4 +1,4 @@
-//! A peer of a pool: its place, its turn, and what it lends.
+//! Peers of a pool: their operations, assignments and leases.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -11,18 +11,17 @@ use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
 
 use super::core::{Core, Member};
-use super::pooled::{Entry, Pooled, Waiting, Work};
+use super::pooled::{Entry, PooledOperation, Waiting, Work};
 use crate::dc::{DcPeer, DcSender};
 use crate::engine::Deferral;
 use crate::error::{CompletionError, OpError, OpErrorKind, TryError};
 use crate::op::Destination;
 use crate::types::{SendFlags, WcStatus};
 
-/// How much more work an initiator must have than another before a peer that shares it goes over to that: each change costs
-/// a connection.
-const SLACK: usize = 8;
+/// A peer leaves a shared initiator for one with this many fewer work requests: each switch costs a
+/// connection.
+const REBALANCE_MARGIN: usize = 8;
 
-/// What all handles of a peer share.
 pub(super) struct Peer {
     pub(super) core: Arc<Core>,
     pub(super) to: DcPeer,
@@ -31,37 +30,32 @@ pub(super) struct Peer {
 
 #[derive(Default)]
 pub(super) struct PeerState {
-    /// The initiator that its work goes to.
-    pub(super) seat: Option<usize>,
-    /// Operations since it has that.
+    pub(super) assignment: Option<usize>,
+    /// Operations begun since the assignment.
     pub(super) used: u32,
-    /// Leases in force.
     pub(super) leases: u32,
-    /// Number of its stay: of a lease that is told apart from a later one.
-    turn: u64,
-    /// Up to where its work was given to an initiator that is shared.
+    /// Counts changes of the assignment: a lease is valid within its epoch.
+    epoch: u64,
+    /// The position behind the peer's last work on a shared initiator.
     mark: u32,
-    /// It stands in the line of the pool.
-    pub(super) lined: bool,
+    pub(super) queued: bool,
     pub(super) waiting: VecDeque<Arc<dyn Waiting>>,
 }
 
 impl PeerState {
-    /// Has an initiator from now on.
-    pub(super) fn arrive(&mut self, at: usize) {
-        (self.seat, self.used, self.leases) = (Some(at), 0, 0);
-        self.turn += 1;
+    pub(super) fn set_assignment(&mut self, at: usize) {
+        (self.assignment, self.used, self.leases) = (Some(at), 0, 0);
+        self.epoch += 1;
     }
 
-    /// Has none any more.
-    pub(super) fn leave(&mut self) {
-        (self.seat, self.leases) = (None, 0);
-        self.turn += 1;
+    pub(super) fn clear_assignment(&mut self) {
+        (self.assignment, self.leases) = (None, 0);
+        self.epoch += 1;
     }
 
-    /// True if it is to be put into the line of the pool now, where it is not yet.
-    pub(super) fn joins(&mut self) -> bool {
-        !self.waiting.is_empty() && !std::mem::replace(&mut self.lined, true)
+    /// Marks the peer as queued, and returns true if the caller must put it into the wait queue.
+    pub(super) fn joins_wait_queue(&mut self) -> bool {
+        !self.waiting.is_empty() && !std::mem::replace(&mut self.queued, true)
     }
 
     pub(super) fn mark(&mut self, member: &Member) {
@@ -69,7 +63,7 @@ impl PeerState {
     }
 }
 
-/// Leave to post to an initiator.
+/// The permission to post to an initiator.
 pub(super) struct Grant<'a> {
     pub(super) to: DcSender<'a>,
     member: &'a Member,
@@ -82,23 +76,23 @@ impl<'a> Grant<'a> {
     }
 }
 
-/// It is this peer's turn, as long as this lives.
-struct Turn<'a> {
+/// The locks under which a peer posts to its initiator.
+struct PostGuard<'a> {
     own: MutexGuard<'a, PeerState>,
     gate: Option<MutexGuard<'a, ()>>,
     peer: &'a Peer,
     member: &'a Member,
-    /// Dropped last.
+    /// Dropped last: wakers are called after the locks are released.
     _deferral: Deferral,
 }
 
-impl Turn<'_> {
+impl PostGuard<'_> {
     fn grant(&mut self) -> Grant<'_> {
         self.peer.grant(self.member, &mut self.own)
     }
 }
 
-impl Drop for Turn<'_> {
+impl Drop for PostGuard<'_> {
     fn drop(&mut self) {
         if self.gate.is_some() {
             self.own.mark(self.member);
@@ -116,26 +110,26 @@ impl Peer {
         }
     }
 
-    /// Posts at once if it can, otherwise lines up. Not the same for what `lends` as for operations: see
-    /// [`has_had_its_turn`](super::core::Core::has_had_its_turn).
-    fn submit<F, W>(self: &Arc<Self>, lends: bool, work: W) -> Pooled<F>
+    /// Posts at once if possible; otherwise queues the work. `for_lease`: see
+    /// [`must_yield`](super::core::Core::must_yield).
+    fn submit<F, W>(self: &Arc<Self>, for_lease: bool, work: W) -> PooledOperation<F>
     where
         F: Send + 'static,
         W: for<'g> FnOnce(Result<Grant<'g>, OpErrorKind>) -> F + Send + 'static,
     {
-        match self.enter_somehow(lends) {
-            Some(mut turn) => Pooled::posted(work(Ok(turn.grant()))),
-            None => self.line_up(Box::new(work)),
+        match self.try_enter(for_lease) {
+            Some(mut guard) => PooledOperation::posted(work(Ok(guard.grant()))),
+            None => self.enqueue(Box::new(work)),
         }
     }
 
-    fn enter_somehow(self: &Arc<Self>, lends: bool) -> Option<Turn<'_>> {
-        self.enter(true, lends).or_else(|| self.take_seat(lends))
+    fn try_enter(self: &Arc<Self>, for_lease: bool) -> Option<PostGuard<'_>> {
+        self.enter(true, for_lease).or_else(|| self.acquire(for_lease))
     }
 
-    /// The turn of this peer, if it has an initiator.
+    /// Locks the peer for a post, if its assigned initiator is usable.
     #[inline]
-    fn enter(&self, with_quota: bool, lends: bool) -> Option<Turn<'_>> {
+    fn enter(&self, with_quota: bool, for_lease: bool) -> Option<PostGuard<'_>> {
         let deferral = Deferral::begin();
         let mut own = self.state.lock();
         if !own.waiting.is_empty() {
@@ -143,36 +137,36 @@ impl Peer {
         }
         let shared = !self.core.is_exclusive();
         if shared {
-            self.choose(&mut own);
+            self.rebalance(&mut own);
         }
-        let member = &self.core.members[own.seat?];
+        let member = &self.core.members[own.assignment?];
         if !member.is_sound() {
-            // Its gate may be closed for as long as it is repaired.
+            // The gate may be locked for as long as the repair takes.
             return None;
         }
         let gate = if shared { Some(member.gate.lock()) } else { None };
-        if !member.is_sound() || with_quota && self.core.has_had_its_turn(&own, lends) {
+        if !member.is_sound() || with_quota && self.core.must_yield(&own, for_lease) {
             return None;
         }
         own.used = own.used.saturating_add(1);
         self.core.touch(member);
-        Some(Turn { own, gate, peer: self, member, _deferral: deferral })
+        Some(PostGuard { own, gate, peer: self, member, _deferral: deferral })
     }
 
-    /// Its turn, if there is an initiator to be had.
+    /// Locks the peer for a post after assigning it an initiator.
     #[cold]
-    fn take_seat(self: &Arc<Self>, lends: bool) -> Option<Turn<'_>> {
+    fn acquire(self: &Arc<Self>, for_lease: bool) -> Option<PostGuard<'_>> {
         let deferral = Deferral::begin();
-        let seated = self.core.seat_now(&mut self.core.state.lock(), self, lends);
+        let assigned = self.core.assign_now(&mut self.core.state.lock(), self, for_lease);
         drop(deferral);
-        // Somebody else may have been faster.
-        if seated { self.enter(false, lends) } else { None }
+        // Another task may have reassigned the initiator.
+        if assigned { self.enter(false, for_lease) } else { None }
     }
 
-    /// Goes over to another initiator if its own is busy with work of others.
-    fn choose(&self, own: &mut PeerState) {
+    /// Switches to another shared initiator if the own one is busy only for other peers.
+    fn rebalance(&self, own: &mut PeerState) {
         let members = &self.core.members;
-        let Some(at) = own.seat.filter(|_| own.leases == 0) else { return };
+        let Some(at) = own.assignment.filter(|_| own.leases == 0) else { return };
         let queue = members[at].queue();
         if !members[at].is_sound() || queue.is_idle() || !queue.has_passed(own.mark) {
             return;
@@ -180,57 +174,56 @@ impl Peer {
         let others = members.iter().enumerate().filter(|(_, member)| member.is_sound());
         let least = others.map(|(at, member)| (member.queue().load(), at)).min();
         if let Some((load, other)) = least
-            && load + SLACK < queue.load()
+            && load + REBALANCE_MARGIN < queue.load()
         {
-            own.arrive(other);
+            own.set_assignment(other);
             self.core.switches.fetch_add(1, Ordering::Relaxed);
         }
     }
 
     #[cold]
-    fn line_up<F: Send + 'static>(self: &Arc<Self>, work: Work<F>) -> Pooled<F> {
+    fn enqueue<F: Send + 'static>(self: &Arc<Self>, work: Work<F>) -> PooledOperation<F> {
         let entry = Entry::new(work);
         let deferral = Deferral::begin();
         let mut state = self.core.state.lock();
         if state.is_closed() {
             drop(state);
-            entry.decide(Err(OpErrorKind::Closed));
+            entry.resolve(Err(OpErrorKind::Closed));
         } else {
             self.state.lock().waiting.push_back(entry.clone());
-            self.core.line_up(&mut state, self);
+            self.core.enqueue(&mut state, self);
             self.core.advance(state, &deferral);
         }
-        Pooled::lined(entry, self.clone())
+        PooledOperation::queued(entry, self.clone())
     }
 
-    /// One that waited has given up.
-    pub(super) fn step_out(&self, entry: *const ()) {
+    pub(super) fn withdraw(&self, entry: *const ()) {
         let mut own = self.state.lock();
         let at = own.waiting.iter().position(|waiting| Arc::as_ptr(waiting).cast::<()>() == entry);
-        let gone = at.and_then(|at| own.waiting.remove(at));
-        let was_last = own.waiting.is_empty() && own.lined;
+        let abandoned = at.and_then(|at| own.waiting.remove(at));
+        let was_last = own.waiting.is_empty() && own.queued;
         drop(own);
-        drop(gone);
+        drop(abandoned);
         if was_last {
-            self.core.gave_up();
+            self.core.peer_abandoned();
         }
     }
 
-    /// For a task that waits for a turn of this peer.
-    pub(super) fn attend(&self, context: &mut Context<'_>) {
-        self.core.cq().attend_for(context);
+    pub(super) fn watch_completions(&self, context: &mut Context<'_>) {
+        self.core.cq().ensure_watched_for(context);
     }
 }
 
-/// A peer of a [`DcPool`](super::DcPool): operations to it, whichever initiator they take. Clones are the same peer.
+/// A peer of a [`DcPool`](super::DcPool), on any of its initiators. Clones refer to the same peer.
 ///
-/// Each operation is that of [`DcSender`] with the same name. It is posted by the call if the peer has an initiator or there
-/// is one that is idle; otherwise it stands in line, and is posted when its turn comes, whether it is polled or not.
+/// Operations work like the methods of [`DcSender`]. A call posts the operation if the peer has an
+/// initiator or one is idle. Otherwise the operation is queued, and posted when the peer gets an
+/// initiator, even without being polled.
 ///
-/// Operations to one peer are given to the device in the order in which they were called, over all clones; one after the other
-/// on the same initiator, they arrive in that order. After one has failed nothing is said of the order of those behind it that
-/// were called before its failure was seen: they are flushed, or follow on a repaired initiator. For a sequence that shall end
-/// with its first failure, [`borrow`](Self::borrow).
+/// Operations to one peer are posted in call order over all clones, and arrive in that order on one
+/// initiator. After a failure, operations called before it was seen are flushed, or executed on a
+/// repaired initiator: their order is undefined. Use [`borrow`](Self::borrow) for a sequence that
+/// must end with its first failure.
 #[derive(Clone)]
 pub struct DcPoolPeer {
     peer: Arc<Peer>,
@@ -243,52 +236,54 @@ impl DcPoolPeer {
         Self { peer, flags: SendFlags::empty() }
     }
 
-    /// The target.
+    /// Returns the target.
     #[must_use]
     pub fn peer(&self) -> &DcPeer {
         &self.peer.to
     }
 
-    /// Operations of this peer that wait for an initiator.
+    /// Returns the number of operations that wait for an initiator.
     #[must_use]
     pub fn waiting(&self) -> usize {
         self.peer.state.lock().waiting.len()
     }
 
-    /// The same peer; what is posted through this handle waits for all READs and atomics that its initiator has posted before.
+    /// Returns a handle to the same peer with the operations of [`DcSender::fenced`].
     #[must_use]
     pub fn fenced(&self) -> Self {
         Self { peer: self.peer.clone(), flags: self.flags | SendFlags::FENCE }
     }
 
-    /// The same peer; messages sent through this handle raise a solicited event at the receiver.
+    /// Returns a handle to the same peer with the messages of [`DcSender::solicited`].
     #[must_use]
     pub fn solicited(&self) -> Self {
         Self { peer: self.peer.clone(), flags: self.flags | SendFlags::SOLICITED }
     }
 
-    /// Has an initiator for a burst of operations to this peer, which stays with it until the lease is dropped, busy or not.
+    /// Leases an initiator for a burst of operations to this peer, until the lease is dropped.
     ///
-    /// Hold it as you would hold a lock: nobody else has that initiator meanwhile, and who waits for an operation to another
-    /// peer, or for another lease of this one, while it holds a lease may wait for itself if all initiators are lent. Operations
-    /// to this peer that are not called through the lease go on with it, but not past another lease that was asked for before.
+    /// Treat the lease like a lock: no other peer can use the initiator. A task with a lease that
+    /// awaits another lease, or an operation to another peer, deadlocks if all initiators are
+    /// leased. Other operations to this peer use the leased initiator too, but stay behind earlier
+    /// calls of `borrow`.
     ///
     /// # Errors
     ///
-    /// Of the future: [`OpErrorKind::Closed`] if the pool is closed, or why no initiator can be repaired.
+    /// The future fails with [`OpErrorKind::Closed`] if the pool is closed, or with the error of
+    /// the repair if no initiator can be repaired.
     ///
     /// # Cancel safety
     ///
-    /// Dropped while it waits, those behind it move up; dropped when the initiator is there already, it goes back.
-    pub fn borrow(&self) -> Pooled<PendingDcLease> {
+    /// Dropping the future leaves the queue, or returns an initiator that was already assigned.
+    pub fn borrow(&self) -> PooledOperation<PendingDcLease> {
         let (peer, flags) = (self.peer.clone(), self.flags);
         self.peer.submit(true, move |grant| {
             let lease = grant.map(|Grant { member, own, .. }| {
                 own.leases += 1;
                 DcLease {
-                    at: own.seat.unwrap_or(0),
-                    turn: own.turn,
-                    life: member.life(),
+                    at: own.assignment.unwrap_or(0),
+                    epoch: own.epoch,
+                    generation: member.generation(),
                     peer,
                     flags,
                 }
@@ -297,8 +292,7 @@ impl DcPoolPeer {
         })
     }
 
-    /// Posts by `work`, now or when the turn of the peer comes.
-    pub(in crate::dc) fn submit<F, W>(&self, work: W) -> Pooled<F>
+    pub(in crate::dc) fn submit<F, W>(&self, work: W) -> PooledOperation<F>
     where
         F: Send + 'static,
         W: for<'g> FnOnce(Destination<'g>) -> F + Send + 'static,
@@ -309,27 +303,26 @@ impl DcPoolPeer {
         })
     }
 
-    /// Posts by `work`, as [`submit`](Self::submit); the bytes are copied if they have to wait.
-    pub(in crate::dc) fn submit_inline<F, W>(&self, bytes: &[u8], work: W) -> Pooled<F>
+    /// Posts like [`submit`](Self::submit). Copies the bytes if they must wait.
+    pub(in crate::dc) fn submit_inline<F, W>(&self, bytes: &[u8], work: W) -> PooledOperation<F>
     where
         F: Send + 'static,
         W: for<'g> FnOnce(Destination<'g>, &[u8]) -> F + Send + 'static,
     {
-        if let Some(mut turn) = self.peer.enter_somehow(false) {
-            return Pooled::posted(work(turn.grant().destination(self.flags), bytes));
+        if let Some(mut guard) = self.peer.try_enter(false) {
+            return PooledOperation::posted(work(guard.grant().destination(self.flags), bytes));
         }
         let bytes: SmallVec<[u8; 64]> = SmallVec::from_slice(bytes);
         self.submit(move |to| work(to, &bytes))
     }
 
-    /// Posts by `work` if there is an initiator for it now.
     pub(in crate::dc) fn try_submit<F, B>(
         &self,
         held: B,
         work: impl FnOnce(Destination<'_>, B) -> Result<F, TryError<B>>,
     ) -> Result<F, TryError<B>> {
-        match self.peer.enter_somehow(false) {
-            Some(mut turn) => work(turn.grant().destination(self.flags), held),
+        match self.peer.try_enter(false) {
+            Some(mut guard) => work(guard.grant().destination(self.flags), held),
             None => Err(match self.peer.core.refusal() {
                 Some(kind) => TryError::Refused(OpError::new(kind, held)),
                 None => TryError::Full(held),
@@ -341,7 +334,7 @@ impl DcPoolPeer {
 impl fmt::Debug for DcPoolPeer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let own = self.peer.state.lock();
-        let initiator = own.seat.map(|at| self.peer.core.members[at].initiator.qpn());
+        let initiator = own.assignment.map(|at| self.peer.core.members[at].initiator.qpn());
         f.debug_struct("DcPoolPeer")
             .field("target", &self.peer.to.number())
             .field("initiator", &initiator)
@@ -351,42 +344,42 @@ impl fmt::Debug for DcPoolPeer {
     }
 }
 
-/// An initiator of a [`DcPool`](super::DcPool), lent for a burst of operations to one peer: they are those of a
-/// [`DcSender`], posted by the call.
+/// An initiator of a [`DcPool`](super::DcPool), leased to one peer. Its operations work like the
+/// methods of [`DcSender`].
 ///
-/// Once one of them, or another operation to the same peer, has failed with a completion, all that are called through this
-/// lease later fail, too, as flushed ([`WR_FLUSH_ERR`](crate::types::WcStatus::WR_FLUSH_ERR)): the initiator is repaired
-/// meanwhile, for a new lease.
+/// Once any operation on the initiator fails, all later operations of the lease fail as flushed
+/// ([`WR_FLUSH_ERR`](crate::types::WcStatus::WR_FLUSH_ERR)). The initiator is repaired meanwhile,
+/// for a new lease.
 pub struct DcLease {
     peer: Arc<Peer>,
     flags: SendFlags,
     at: usize,
-    turn: u64,
-    life: u32,
+    epoch: u64,
+    generation: u32,
 }
 
 impl DcLease {
-    /// The same; what is posted through it from now on waits for all READs and atomics posted before.
+    /// Fences later operations, see [`DcSender::fenced`].
     #[must_use]
     pub fn fenced(mut self) -> Self {
         self.flags |= SendFlags::FENCE;
         self
     }
 
-    /// The same; messages sent through it from now on raise a solicited event at the receiver.
+    /// Makes later messages solicited, see [`DcSender::solicited`].
     #[must_use]
     pub fn solicited(mut self) -> Self {
         self.flags |= SendFlags::SOLICITED;
         self
     }
 
-    /// Calls `work` with the destination while it is the turn of this lease, or with the reason why the lease has ended.
+    /// Calls `work` with the destination, or with the reason why the lease is no longer valid.
     fn enter<R>(&self, work: impl FnOnce(Result<Destination<'_>, OpErrorKind>) -> R) -> R {
         let deferral = Deferral::begin();
         let mut own = self.peer.state.lock();
         let member = &self.peer.core.members[self.at];
         let gate = if self.peer.core.is_exclusive() { None } else { Some(member.gate.lock()) };
-        if own.turn != self.turn || member.queue().failures() != self.life {
+        if own.epoch != self.epoch || member.queue().failures() != self.generation {
             let flushed = CompletionError {
                 status: WcStatus::WR_FLUSH_ERR,
                 vendor_error: 0,
@@ -401,8 +394,8 @@ impl DcLease {
             }));
         }
         own.used = own.used.saturating_add(1);
-        let mut turn = Turn { own, gate, peer: &self.peer, member, _deferral: deferral };
-        work(Ok(turn.grant().destination(self.flags)))
+        let mut guard = PostGuard { own, gate, peer: &self.peer, member, _deferral: deferral };
+        work(Ok(guard.grant().destination(self.flags)))
     }
 
     pub(in crate::dc) fn submit<F>(&self, work: impl FnOnce(Destination<'_>) -> F) -> F {
@@ -432,13 +425,13 @@ impl DcLease {
 impl Drop for DcLease {
     fn drop(&mut self) {
         let mut own = self.peer.state.lock();
-        if own.turn == self.turn {
+        if own.epoch == self.epoch {
             own.leases -= 1;
         }
         let last = own.leases == 0;
         drop(own);
-        if last && self.peer.core.is_crowded() {
-            self.peer.core.go_on();
+        if last && self.peer.core.has_queued_peers() {
+            self.peer.core.advance_now();
         }
     }
 }
@@ -453,11 +446,11 @@ impl fmt::Debug for DcLease {
     }
 }
 
-/// What [`DcPoolPeer::borrow`] waits for; gives the [`DcLease`].
+/// The future of [`DcPoolPeer::borrow`], which returns a [`DcLease`].
 ///
 /// # Cancel safety
 ///
-/// Dropped with its [`Pooled`], which gives the initiator back if it is there already.
+/// Dropping the [`PooledOperation`] returns an initiator that was already assigned.
 #[derive(Debug)]
 pub struct PendingDcLease {
     lease: Option<Result<DcLease, OpErrorKind>>,
@@ -475,7 +468,7 @@ impl Future for PendingDcLease {
     fn poll(mut self: Pin<&mut Self>, _context: &mut Context<'_>) -> Poll<Self::Output> {
         match self.lease.take() {
             Some(lease) => Poll::Ready(lease.map_err(|kind| OpError::new(kind, ()))),
-            None => panic!("a lease was polled after it was there"),
+            None => panic!("PendingDcLease polled after completion"),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! An operation of a pool: one of its initiator, which may have to wait for that first.
+//! Operations of a pool, which may wait for an initiator.
 
 use std::fmt;
 use std::future::Future;
@@ -12,42 +12,39 @@ use super::peer::{Grant, Peer};
 use crate::engine::wake;
 use crate::error::OpErrorKind;
 
-/// An operation `F` that may have to wait for an initiator first: [`Write`](crate::op::Write), [`Read`](crate::op::Read), …; its
-/// result is that of `F`.
-///
-/// Once it has an initiator it is in flight, whether it is polled or not. Until then it stands in the line of its peer, and is
-/// posted when the turn comes, also without being polled.
+/// An operation `F` ([`Write`](crate::op::Write), [`Read`](crate::op::Read), …) that may wait for
+/// an initiator, see [`DcPoolPeer`](super::DcPoolPeer).
 ///
 /// # Cancel safety
 ///
-/// Dropped while it waits for an initiator, nothing is sent, its buffers are dropped at once, and those behind it move up.
-/// Dropped later it goes on, as [`Operation`](crate::op::Operation) does.
+/// Dropping it before it is posted sends nothing and drops its buffers. Dropping it later does not
+/// cancel the operation, see [`Operation`](crate::op::Operation).
 ///
 /// # Panics
 ///
-/// If polled again after it was ready.
-#[must_use = "it is posted or in line already, but only awaiting it tells whether it succeeded"]
-pub struct Pooled<F> {
+/// Panics if polled after completion.
+#[must_use = "the operation is posted or queued; await it for its result"]
+pub struct PooledOperation<F> {
     progress: Progress<F>,
 }
 
 enum Progress<F> {
     Posted(F),
-    Lined(Lined<F>),
+    Queued(Queued<F>),
 }
 
-impl<F> Pooled<F> {
+impl<F> PooledOperation<F> {
     #[inline]
     pub(super) fn posted(future: F) -> Self {
         Self { progress: Progress::Posted(future) }
     }
 
-    pub(super) fn lined(entry: Arc<Entry<F>>, peer: Arc<Peer>) -> Self {
-        Self { progress: Progress::Lined(Lined { entry, peer }) }
+    pub(super) fn queued(entry: Arc<Entry<F>>, peer: Arc<Peer>) -> Self {
+        Self { progress: Progress::Queued(Queued { entry, peer }) }
     }
 }
 
-impl<F: Future + Unpin> Future for Pooled<F> {
+impl<F: Future + Unpin> Future for PooledOperation<F> {
     type Output = F::Output;
 
     #[inline]
@@ -55,10 +52,10 @@ impl<F: Future + Unpin> Future for Pooled<F> {
         loop {
             match &mut self.progress {
                 Progress::Posted(future) => return Pin::new(future).poll(context),
-                Progress::Lined(lined) => match lined.entry.look(context.waker()) {
+                Progress::Queued(queued) => match queued.entry.poll_posted(context.waker()) {
                     Some(future) => self.progress = Progress::Posted(future),
                     None => {
-                        lined.peer.attend(context);
+                        queued.peer.watch_completions(context);
                         return Poll::Pending;
                     }
                 },
@@ -67,60 +64,58 @@ impl<F: Future + Unpin> Future for Pooled<F> {
     }
 }
 
-impl<F: fmt::Debug> fmt::Debug for Pooled<F> {
+impl<F: fmt::Debug> fmt::Debug for PooledOperation<F> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.progress {
-            Progress::Posted(future) => f.debug_tuple("Pooled").field(future).finish(),
-            Progress::Lined(_) => f.write_str("Pooled(in line)"),
+            Progress::Posted(future) => f.debug_tuple("PooledOperation").field(future).finish(),
+            Progress::Queued(_) => f.write_str("PooledOperation(queued)"),
         }
     }
 }
 
-/// Place in a line, given up when it is dropped.
-struct Lined<F> {
+struct Queued<F> {
     entry: Arc<Entry<F>>,
     peer: Arc<Peer>,
 }
 
-impl<F> Drop for Lined<F> {
+impl<F> Drop for Queued<F> {
     fn drop(&mut self) {
-        // What is taken out is dropped without a lock: it may be memory of the user's.
+        // Dropped outside the lock: it may contain values of the user.
         let stage = std::mem::replace(&mut *self.entry.stage.lock(), Stage::Taken);
-        if matches!(stage, Stage::Lined { .. }) {
-            self.peer.step_out(Arc::as_ptr(&self.entry).cast());
+        if matches!(stage, Stage::Queued { .. }) {
+            self.peer.withdraw(Arc::as_ptr(&self.entry).cast());
         }
     }
 }
 
-/// Posts what waits, or ends it.
+/// Posts a waiting operation, or fails it.
 pub(super) type Work<F> = Box<dyn FnOnce(Result<Grant<'_>, OpErrorKind>) -> F + Send>;
 
-/// What is to be posted when the turn comes.
 pub(super) struct Entry<F> {
     stage: Mutex<Stage<F>>,
 }
 
 enum Stage<F> {
-    Lined {
+    Queued {
         work: Work<F>,
         waker: Option<Waker>,
     },
-    /// For the future to take.
+    /// Posted, for the future to take.
     Posted(F),
     Taken,
 }
 
 impl<F> Entry<F> {
     pub(super) fn new(work: Work<F>) -> Arc<Self> {
-        Arc::new(Self { stage: Mutex::new(Stage::Lined { work, waker: None }) })
+        Arc::new(Self { stage: Mutex::new(Stage::Queued { work, waker: None }) })
     }
 
-    /// The operation if it was posted; otherwise `waker` is woken when it is.
-    fn look(&self, waker: &Waker) -> Option<F> {
-        // Cloning and dropping a waker runs code of the user, so both happen without the lock.
+    /// Returns the posted operation; otherwise registers `waker`.
+    fn poll_posted(&self, waker: &Waker) -> Option<F> {
+        // Cloning and dropping a waker runs user code: both happen without the lock.
         let mut clone = None;
         let mut stage = self.stage.lock();
-        if let Stage::Lined { waker: kept, .. } = &*stage {
+        if let Stage::Queued { waker: kept, .. } = &*stage {
             if kept.as_ref().is_some_and(|kept| kept.will_wake(waker)) {
                 return None;
             }
@@ -128,44 +123,44 @@ impl<F> Entry<F> {
             clone = Some(waker.clone());
             stage = self.stage.lock();
         }
-        if let Stage::Lined { waker: kept, .. } = &mut *stage {
+        if let Stage::Queued { waker: kept, .. } = &mut *stage {
             std::mem::swap(kept, &mut clone);
             return None;
         }
         match std::mem::replace(&mut *stage, Stage::Taken) {
             Stage::Posted(future) => Some(future),
-            _ => unreachable!("its future takes it once"),
+            _ => unreachable!("the future takes the operation once"),
         }
     }
 }
 
-/// An entry of a line, whatever it is made of.
 pub(super) trait Waiting: Send + Sync {
-    /// Posts it, or ends it with an error. Under a lock: the caller has deferred what wakes others.
-    fn decide(&self, grant: Result<Grant<'_>, OpErrorKind>);
+    /// Posts the operation or fails it. Called under locks, within a
+    /// [`Deferral`](crate::engine::Deferral).
+    fn resolve(&self, grant: Result<Grant<'_>, OpErrorKind>);
 
-    /// Has its task look again. Under a lock, as above.
-    fn rouse(&self);
+    /// Wakes the task. Called under locks, within a deferral.
+    fn wake_task(&self);
 }
 
 impl<F: Send> Waiting for Entry<F> {
-    fn decide(&self, grant: Result<Grant<'_>, OpErrorKind>) {
+    fn resolve(&self, grant: Result<Grant<'_>, OpErrorKind>) {
         let mut stage = self.stage.lock();
         match std::mem::replace(&mut *stage, Stage::Taken) {
-            Stage::Lined { work, waker } => {
+            Stage::Queued { work, waker } => {
                 *stage = Stage::Posted(work(grant));
                 drop(stage);
                 if let Some(waker) = waker {
                     wake(waker);
                 }
             }
-            // Its future was dropped just now, and has not stepped out of the line yet.
+            // The future was dropped but has not left the queue yet.
             other => *stage = other,
         }
     }
 
-    fn rouse(&self) {
-        if let Stage::Lined { waker, .. } = &mut *self.stage.lock()
+    fn wake_task(&self) {
+        if let Stage::Queued { waker, .. } = &mut *self.stage.lock()
             && let Some(waker) = waker.take()
         {
             wake(waker);

@@ -1,69 +1,71 @@
-//! Waiting for one operation: looking for its completion, then spinning or parking as the mode says.
+//! Waiting for one operation: polls for its completion, then spins or parks as the mode requires.
 
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-use super::{BATCH, CompletionQueueCore, Draining, RUN, State};
+use super::{BATCH, CompletionQueueCore, Draining, READY_BUDGET, State};
 use crate::contained::contained;
 use crate::engine::arm;
 use crate::engine::completion_mode::CompletionMode;
-use crate::engine::slot::{Registered, Slot, Spent};
+use crate::engine::slot::{Discarded, Registered, Slot};
 use crate::engine::work_queue::{WorkQueue, trace_completed};
 use crate::error::VerbError;
 use crate::sync::{MutexGuard, Ordering, lock, try_lock};
 use crate::types::WorkCompletion;
 
 impl CompletionQueueCore {
-    /// True if nobody waits for completions that are taken and not handed out. Whoever begins to wait later hands out what is
-    /// left before: `look_further`, `wait_slow`, `attend`. A poller never sleeps.
-    fn may_leave(&self) -> bool {
+    /// Returns true if taken completions may stay undispatched: no task waits, and no thread polls.
+    /// A task that begins to wait dispatches them first: `poll_further`, `wait_slow`,
+    /// `ensure_watched`.
+    fn may_defer(&self) -> bool {
         self.waiting.load(Ordering::Relaxed) == 0 && self.mode.arms()
     }
 
-    /// Ends the first of a batch of `taken`, which is in `slot` and was asked for. If nobody waits for the rest it is left for
-    /// who asks, and spared the way through the slot.
+    /// Finishes `slot`, to which the first of `taken` completions belongs. If no task waits, the
+    /// others stay undispatched until the next poll, which avoids the path through their slots.
     #[inline(never)]
-    fn leave(
+    fn finish_first(
         mut guard: MutexGuard<'_, State>,
         taken: usize,
         queue: &WorkQueue,
         slot: &Slot<WorkQueue>,
     ) {
         let (this, state) = (queue.cq(), &mut *guard);
-        state.run -= taken;
+        state.ready_budget -= taken;
         state.counters.completions += taken as u64;
-        let crowded = queue.end_own(slot);
-        if this.may_leave() {
+        let has_waiters = queue.finish_own(slot);
+        if this.may_defer() {
             (state.next, state.end) = (1, taken);
         } else {
             this.finish_batch(state, 1, taken);
         }
-        if crowded {
-            queue.let_in(&mut state.woken);
+        if has_waiters {
+            queue.admit_queued(&mut state.woken);
         }
         this.release(guard);
     }
 
-    /// Waits for the work request of `queue` that is in `slot`, which is [new](Slot::is_new): looks once, then as the mode
-    /// says.
+    /// Polls once for the work request in a [new](Slot::is_new) slot, then waits as the mode
+    /// requires.
     ///
-    /// When it is over, gives what `see` makes of the completion if that is the next one and a success, which spares the
-    /// operation the way through its slot; the caller is to [end](crate::engine::claim::Claim::end) the claim then, in a
-    /// frame whose arguments do not refer to the queue. Otherwise the slot has the outcome.
+    /// If the next completion is the operation's own and a success, returns the result of `see`;
+    /// otherwise the slot has the outcome. In the first case the caller must
+    /// [end](crate::engine::claim::Claim::end) the claim. That may free the queue, so the caller
+    /// has no reference arguments to it.
     #[inline(always)]
-    pub(in crate::engine) fn look_first<S>(
+    pub(in crate::engine) fn poll_first<S>(
         self: &Arc<Self>,
         queue: &WorkQueue,
         slot: &Slot<WorkQueue>,
         context: &mut Context<'_>,
         see: impl FnOnce(&WorkCompletion) -> S,
     ) -> Poll<Option<S>> {
-        self.look(lock(&self.state), queue, slot, context, see)
+        self.poll_once(lock(&self.state), queue, slot, context, see)
     }
 
-    /// As [`look_first`](Self::look_first), for an operation that is not complete and may have waited.
+    /// Polls again for an operation that is not complete and may have waited.
     #[inline(always)]
-    pub(in crate::engine) fn look_again<S>(
+    pub(in crate::engine) fn poll_again<S>(
         self: &Arc<Self>,
         queue: &WorkQueue,
         slot: &Slot<WorkQueue>,
@@ -71,7 +73,7 @@ impl CompletionQueueCore {
         see: impl FnOnce(&WorkCompletion) -> S,
     ) -> Poll<Option<S>> {
         let rounds = slot.rounds();
-        // Else its waker is in the slot.
+        // A watched slot holds a waker and is finished through the slot.
         if slot.is_unwatched()
             && let Some(state) = try_lock(&self.state)
         {
@@ -82,14 +84,13 @@ impl CompletionQueueCore {
                 self.found(rounds);
                 see(completion)
             };
-            return self.look(state, queue, slot, context, see);
+            return self.poll_once(state, queue, slot, context, see);
         }
         self.wait_slot(slot, context).map(|()| None)
     }
 
-    /// Looks once; for an operation whose waker is not in the slot.
     #[inline(always)]
-    fn look<'a, S>(
+    fn poll_once<'a, S>(
         self: &'a Arc<Self>,
         mut guard: MutexGuard<'a, State>,
         queue: &WorkQueue,
@@ -104,30 +105,30 @@ impl CompletionQueueCore {
             if is_success_of(next, slot) {
                 let seen = see(next);
                 state.next += 1;
-                if queue.end_own(slot) {
-                    Self::let_in(guard, queue);
+                if queue.finish_own(slot) {
+                    Self::admit_queued(guard, queue);
                 } else {
                     drop(guard);
                 }
                 queue.slots().hint(slot);
                 return Poll::Ready(Some(seen));
             }
-            self.look_further(guard, slot, context)
+            self.poll_further(guard, slot, context)
         } else {
-            let found = self.cq.take(&mut state.completions[..]);
+            let found = self.cq.poll_device(&mut state.completions[..]);
             if let Ok(taken) = found
                 && taken > 0
             {
                 let next = &state.completions[0];
-                if is_success_of(next, slot) && state.run >= taken {
+                if is_success_of(next, slot) && state.ready_budget >= taken {
                     let seen = see(next);
                     if taken > 1 {
-                        Self::leave(guard, taken, queue, slot);
+                        Self::finish_first(guard, taken, queue, slot);
                     } else {
-                        state.run -= 1;
+                        state.ready_budget -= 1;
                         state.counters.completions += 1;
-                        if queue.end_own(slot) {
-                            Self::let_in(guard, queue);
+                        if queue.finish_own(slot) {
+                            Self::admit_queued(guard, queue);
                         } else {
                             drop(guard);
                         }
@@ -136,14 +137,15 @@ impl CompletionQueueCore {
                     return Poll::Ready(Some(seen));
                 }
             }
-            self.look_at(guard, found, slot, context)
+            self.poll_slow(guard, found, slot, context)
         };
         waited.map(|()| None)
     }
 
-    /// What was taken is not what was looked for, or others shall run first.
+    /// Handles a batch that does not start with the expected completion, or an exhausted ready
+    /// budget.
     #[cold]
-    fn look_at<'a>(
+    fn poll_slow<'a>(
         self: &'a Arc<Self>,
         mut guard: MutexGuard<'a, State>,
         found: Result<usize, VerbError>,
@@ -152,8 +154,11 @@ impl CompletionQueueCore {
     ) -> Poll<()> {
         let state = &mut *guard;
         let taken = self.count(state, found);
-        if taken > state.run && self.may_leave() && is_success_of(&state.completions[0], slot) {
-            (state.run, state.next, state.end) = (RUN, 0, taken);
+        if taken > state.ready_budget
+            && self.may_defer()
+            && is_success_of(&state.completions[0], slot)
+        {
+            (state.ready_budget, state.next, state.end) = (READY_BUDGET, 0, taken);
             drop(guard);
             contained(|| context.waker().wake_by_ref());
             return Poll::Pending;
@@ -162,27 +167,26 @@ impl CompletionQueueCore {
         self.wait_slow(guard, more, slot, context)
     }
 
-    /// What was left is not what was looked for.
+    /// Dispatches the remaining completions, then polls if the operation is not complete.
     #[cold]
-    fn look_further<'a>(
+    fn poll_further<'a>(
         self: &'a Arc<Self>,
         mut state: MutexGuard<'a, State>,
         slot: &Slot<WorkQueue>,
         context: &mut Context<'_>,
     ) -> Poll<()> {
-        self.finish_left(&mut state);
+        self.finish_remaining(&mut state);
         let more = !slot.is_complete() && self.drain_batch(&mut state);
         self.wait_slow(state, more, slot, context)
     }
 
-    /// Unlocks. Before that, admits the operations that wait for free slots of `queue`.
+    /// Posts queued work of `queue`, then unlocks.
     #[cold]
-    fn let_in(mut state: MutexGuard<'_, State>, queue: &WorkQueue) {
-        queue.let_in(&mut state.woken);
+    fn admit_queued(mut state: MutexGuard<'_, State>, queue: &WorkQueue) {
+        queue.admit_queued(&mut state.woken);
         queue.cq().release(state);
     }
 
-    /// As [`look_again`](Self::look_again), always through the slot.
     pub(in crate::engine) fn wait_slot(
         self: &Arc<Self>,
         slot: &Slot<WorkQueue>,
@@ -193,16 +197,16 @@ impl CompletionQueueCore {
         self.wait_slow(state, more, slot, context)
     }
 
-    /// Somebody else is draining.
+    /// Waits while another thread drains.
     #[cold]
     fn wait_locked(
         self: &Arc<Self>,
         slot: &Slot<WorkQueue>,
         context: &mut Context<'_>,
     ) -> Poll<()> {
-        // A poller has the lock most of the time, and will find what there is.
+        // The busy poller holds the lock most of the time, and finds the completion.
         if matches!(self.mode, CompletionMode::BusyPoll(_)) {
-            if self.register(slot, context.waker().clone(), &mut Spent::default())
+            if self.register(slot, context.waker().clone(), &mut Discarded::default())
                 == Registered::Imminent
             {
                 contained(|| context.waker().wake_by_ref());
@@ -225,11 +229,11 @@ impl CompletionQueueCore {
         let rounds = slot.rounds();
         loop {
             if slot.is_complete() {
-                let yields = state.run == 0;
-                state.run = if yields { RUN } else { state.run - 1 };
+                let yields = state.ready_budget == 0;
+                state.ready_budget = if yields { READY_BUDGET } else { state.ready_budget - 1 };
                 self.release(state);
                 if yields {
-                    // Let others run; the result is there when the task comes back.
+                    // Yields to other tasks; the next poll finds the result.
                     contained(|| context.waker().wake_by_ref());
                 }
                 if more {
@@ -245,7 +249,7 @@ impl CompletionQueueCore {
             state = lock(&self.state);
             more = self.drain_batch(&mut state);
         }
-        state.run = RUN;
+        state.ready_budget = READY_BUDGET;
 
         let spins = match &self.mode {
             CompletionMode::Cooperative => self.drivers.load(Ordering::Relaxed) == 0,
@@ -267,70 +271,73 @@ impl CompletionQueueCore {
             return Poll::Pending;
         }
 
-        // To clone a waker, to wake it and to drop it is to run code of users, which no lock may be held for.
+        // The waker is cloned without the lock.
         self.release(state);
-        let (waker, mut spent) = (context.waker().clone(), Spent::default());
+        let (waker, mut discarded) = (context.waker().clone(), Discarded::default());
         let mut state = lock(&self.state);
-        self.finish_left(&mut state);
+        self.finish_remaining(&mut state);
         if state.failed.is_some() {
-            // A dead queue is being taken down by whoever noticed; look again until it is.
+            // The thread that noticed the failure is tearing the queue down; poll until it has.
             slot.spin(rounds.saturating_add(1));
             self.release(state);
             contained(|| context.waker().wake_by_ref());
             return Poll::Pending;
         }
-        let registered = self.register(slot, waker, &mut spent);
-        // Under a driver too, for it may be dropped, or not be polled for a while.
+        let registered = self.register(slot, waker, &mut discarded);
+        // Also with a driver, which may be dropped or not polled for a while.
         if matches!(registered, Registered::Fresh | Registered::Again) && self.mode.arms() {
             arm::before_park(&mut Draining { queue: self, state: &mut state });
         }
         self.release(state);
-        drop(spent);
+        drop(discarded);
         if slot.is_complete() {
             return Poll::Ready(());
         }
         if registered == Registered::Imminent {
             contained(|| context.waker().wake_by_ref());
         } else if self.mode.arms() && !self.reactors.watch(self) {
-            // No runtime, no reactor: the only way to be woken is to ask for it.
+            // Without a reactor, only the task itself can cause its next poll.
             contained(|| context.waker().wake_by_ref());
         } else if rounds > 0 && !self.reactors.has_inlet() {
-            self.cq.device().leave();
+            self.cq.device().stop_serving();
         }
         Poll::Pending
     }
 
-    /// For a task that waits for what completions of others lead to, and that is woken by whoever brings it about: sees to it
-    /// that they are found, in the runtime of this task too.
-    pub(crate) fn attend_for(self: &Arc<Self>, context: &mut Context<'_>) {
+    /// Ensures that completions are noticed for a task that waits for their consequences, also by
+    /// its own runtime.
+    pub(crate) fn ensure_watched_for(self: &Arc<Self>, context: &mut Context<'_>) {
         self.drain();
         if !self.mode().arms() {
             return;
         }
-        self.attend();
+        self.ensure_watched();
         let polls = matches!(self.mode(), CompletionMode::Cooperative) && !self.is_driven();
-        // As an operation that waits: without a reactor it has to ask.
+        // Without a reactor the task polls, like a waiting operation.
         if polls || !self.reactors.watch(self) {
             contained(|| context.waker().wake_by_ref());
         }
     }
 
-    /// What [`Slot::register`] says.
-    fn register(&self, slot: &Slot<WorkQueue>, waker: Waker, spent: &mut Spent) -> Registered {
-        // Counted before it is visible, so that whoever finishes it never counts below zero.
-        self.now_waiting();
-        let registered = slot.register(waker, spent);
+    fn register(
+        &self,
+        slot: &Slot<WorkQueue>,
+        waker: Waker,
+        discarded: &mut Discarded,
+    ) -> Registered {
+        // Counted before it is visible, so that the count never falls below zero.
+        self.add_waiter();
+        let registered = slot.register(waker, discarded);
         let counted = match registered {
             Registered::Fresh => 0,
             Registered::Again | Registered::Complete | Registered::Imminent => 1,
-            // It was counted when it began to wait, too.
+            // Its earlier wait was counted too.
             Registered::Overtaken => 2,
         };
         self.waiting.fetch_sub(counted, Ordering::Relaxed);
         registered
     }
 
-    /// A wait ended after `rounds` of spinning.
     #[inline]
     fn found(&self, rounds: u32) {
         if rounds > 0 && matches!(self.mode, CompletionMode::Hybrid) {
@@ -339,7 +346,6 @@ impl CompletionQueueCore {
     }
 }
 
-/// True if `completion` is that of the work request in `slot`, and a success.
 #[inline(always)]
 fn is_success_of(completion: &WorkCompletion, slot: &Slot<WorkQueue>) -> bool {
     completion.wr_id == slot.id() && completion.status.is_success()

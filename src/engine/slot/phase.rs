@@ -1,6 +1,6 @@
-//! The life cycle of a slot.
+//! The phases of a slot.
 
-/// Where a slot is in its life.
+/// The phase of a slot.
 ///
 /// ```text
 ///          claim             register               finish           free
@@ -13,20 +13,20 @@
 ///                   └─ free: the device refused it ────────────────▶ Free
 /// ```
 ///
-/// The table in `slot/tests.rs` has every phase and step.
+/// `slot/tests.rs` lists the result of every step in every phase.
 #[repr(u32)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Phase {
-    /// No operation has it.
+    /// No operation has claimed it.
     Free = 0,
-    /// Its work request is in flight or waits for capacity, and no task waits for it.
+    /// Its work request is in flight or queued; no waker is registered.
     Submitted = 1,
-    /// As `Submitted`; a task waits, and its waker is in the slot.
+    /// Its work request is in flight or queued; the waker of a task is in the slot.
     Waiting = 2,
-    /// The drainer takes the waker.
+    /// The drainer is taking the waker.
     Waking = 3,
-    /// The outcome is there. A bit of its own, to be asked for in one instruction.
+    /// The outcome is available. One instruction tests this bit.
     Complete = 4,
-    /// The operation was abandoned: the drainer frees what it held.
+    /// The operation was abandoned: the drainer drops its buffers.
     Detached = 8,
 }

@@ -1,4 +1,4 @@
-//! One slot through each step of its life, by one thread. `loom.rs` has what two threads do at once.
+//! Every phase and step of one slot, in one thread. `loom.rs` tests concurrent threads.
 
 use std::sync::atomic::AtomicUsize;
 use std::task::Wake;
@@ -11,7 +11,6 @@ fn slot() -> Slot<()> {
     Slot::new(ID, false)
 }
 
-/// Counts how often it is woken.
 #[derive(Default)]
 struct Count(AtomicUsize);
 
@@ -45,7 +44,7 @@ fn completion_of_an_operation_that_does_not_wait_stays_in_the_slot() {
     assert!(!slot.is_complete() && !slot.is_current(WrId(8)) && !slot.is_unwatched_in(WrId(8)));
     assert!(slot.rouse().is_none(), "nothing waits");
 
-    assert!(!slot.finish_unwatched(WrId(8), &success()), "the number of another life");
+    assert!(!slot.finish_unwatched(WrId(8), &success()), "the id of another generation");
     assert!(matches!(slot.finish(WrId(8), Ok(success())), Finished::Stale));
     assert!(!slot.is_complete());
     assert!(slot.finish_unwatched(ID, &success()));
@@ -54,12 +53,12 @@ fn completion_of_an_operation_that_does_not_wait_stays_in_the_slot() {
     );
     assert!(!slot.is_current(ID) && !slot.is_unwatched_in(ID));
     assert!(slot.outcome(|outcome| outcome.is_ok_and(|completion| completion.wr_id == ID)));
-    // Once.
+    // A second result changes nothing.
     assert!(!slot.finish_unwatched(ID, &success()));
     assert!(matches!(slot.finish(ID, Err(OpErrorKind::Closed)), Finished::Stale));
     assert!(slot.outcome(Result::is_ok));
     let [(_, waker), _] = wakers();
-    assert_eq!(slot.register(waker.clone(), &mut Spent::default()), Registered::Complete);
+    assert_eq!(slot.register(waker.clone(), &mut Discarded::default()), Registered::Complete);
 
     slot.free();
     assert!(!slot.is_complete() && slot.id() != ID);
@@ -67,7 +66,7 @@ fn completion_of_an_operation_that_does_not_wait_stays_in_the_slot() {
     assert!(slot.is_new());
     assert!(matches!(slot.finish(slot.id(), Ok(success())), Finished::Unwatched));
     slot.free();
-    // In the hands of its future from the start.
+    // The future is also the drainer.
     assert!(slot.claim(1));
     slot.finish_own();
     assert!(slot.is_complete());
@@ -78,20 +77,20 @@ fn completion_of_an_operation_that_does_not_wait_stays_in_the_slot() {
 fn operation_that_waits_is_woken_by_its_latest_waker() {
     let slot = slot();
     assert!(slot.claim(1));
-    let ([(first, earlier), (second, later)], mut spent) = (wakers(), Spent::default());
-    assert_eq!(slot.register(earlier.clone(), &mut spent), Registered::Fresh);
+    let ([(first, earlier), (second, later)], mut discarded) = (wakers(), Discarded::default());
+    assert_eq!(slot.register(earlier.clone(), &mut discarded), Registered::Fresh);
     assert!(
         !slot.is_new() && !slot.is_unwatched() && !slot.is_unwatched_in(ID) && slot.is_current(ID)
     );
-    assert!(spent.iter().all(Option::is_none) && slot.in_flight() == Some(ID));
+    assert!(discarded.iter().all(Option::is_none) && slot.in_flight() == Some(ID));
     assert!(!slot.finish_unwatched(ID, &success()), "its waker is to be taken");
-    assert_eq!(slot.register(later.clone(), &mut spent), Registered::Again);
-    assert!(spent[0].take().is_some_and(|waker| waker.data() == earlier.data()));
+    assert_eq!(slot.register(later.clone(), &mut discarded), Registered::Again);
+    assert!(discarded[0].take().is_some_and(|waker| waker.data() == earlier.data()));
 
-    let (waker, waits_no_more) = slot.rouse().expect("it waits");
-    assert!(waits_no_more && waker.data() == later.data());
+    let (waker, stopped_waiting) = slot.rouse().expect("it waits");
+    assert!(stopped_waiting && waker.data() == later.data());
     assert!(slot.is_unwatched() && slot.rouse().is_none());
-    assert_eq!(slot.register(waker.clone(), &mut spent), Registered::Fresh);
+    assert_eq!(slot.register(waker.clone(), &mut discarded), Registered::Fresh);
     let Finished::Wake(waker) = slot.finish(ID, Err(OpErrorKind::Closed)) else {
         panic!("it waits")
     };
@@ -102,7 +101,7 @@ fn operation_that_waits_is_woken_by_its_latest_waker() {
 }
 
 #[test]
-fn rounds_are_those_of_this_life() {
+fn spin_rounds_start_at_zero_in_each_generation() {
     let slot = slot();
     assert!(slot.claim(1));
     assert_eq!(slot.rounds(), 0);
@@ -119,7 +118,7 @@ fn rounds_are_those_of_this_life() {
 }
 
 #[test]
-fn what_an_abandoned_operation_held_comes_back_with_its_completion() {
+fn buffers_of_an_abandoned_operation_are_returned_by_its_completion() {
     let (slot, [(_, waker), _]) = (slot(), wakers());
     let held = |value: u8| -> Option<Held> { Some(Box::new(value)) };
     let value = |held: Option<Held>| *held.unwrap().downcast::<u8>().unwrap();
@@ -127,7 +126,7 @@ fn what_an_abandoned_operation_held_comes_back_with_its_completion() {
         assert!(slot.claim(1));
         let id = slot.id();
         if waits {
-            assert_eq!(slot.register(waker.clone(), &mut Spent::default()), Registered::Fresh);
+            assert_eq!(slot.register(waker.clone(), &mut Discarded::default()), Registered::Fresh);
         }
         assert!(matches!(slot.detach(held(1)), Detach::InFlight { waiting } if waiting == waits));
         assert!(slot.is_current(id) && slot.in_flight() == Some(id) && !slot.is_unwatched_in(id));
@@ -149,16 +148,20 @@ fn what_an_abandoned_operation_held_comes_back_with_its_completion() {
 }
 
 #[test]
-fn batch_takes_the_numbers_of_as_many_lives_and_positions() {
+fn batch_takes_one_generation_and_one_position_per_work_request() {
     let slot = slot();
     assert!(slot.claim(5));
     assert_eq!((slot.id(), slot.parts()), (WrId(ID.0 + 4 * GENERATION), 5));
-    slot.place_part(slot.id_of(1), u32::MAX);
+    slot.set_part_position(slot.id_of(1), u32::MAX);
     assert_eq!((slot.start(), slot.position()), (u32::MAX - 1, 2));
-    slot.place_part(slot.id(), 14);
+    slot.set_part_position(slot.id(), 14);
     assert_eq!((slot.start(), slot.position()), (10, 14));
     assert_eq!([0, 4].map(|part| slot.current_part(slot.id_of(part))), [Some(0), Some(4)]);
-    assert_eq!(slot.part(WrId(slot.id_of(0).0.wrapping_sub(GENERATION))), None, "the life before");
+    assert_eq!(
+        slot.part(WrId(slot.id_of(0).0.wrapping_sub(GENERATION))),
+        None,
+        "the preceding generation"
+    );
     slot.finish_own();
     assert_eq!(slot.current_part(slot.id()), None, "it is over");
     assert!(!slot.end_parts(), "none has failed");
@@ -178,7 +181,7 @@ enum Step {
     Free,
 }
 
-/// Where a step leads from a phase; `None` if no party takes it there.
+/// Returns the phase after a step; `None` if no party takes this step in this phase.
 fn after(phase: Phase, step: Step) -> Option<Phase> {
     use Phase::{Complete, Detached, Free, Submitted, Waiting, Waking};
     match (step, phase) {
@@ -189,11 +192,11 @@ fn after(phase: Phase, step: Step) -> Option<Phase> {
         (Step::Rouse, Waiting) => Some(Submitted),
         (Step::Detach, Submitted | Waiting | Waking) => Some(Detached),
         (Step::Free, Submitted | Complete | Detached) => Some(Free),
-        // The future has it before it registers or detaches, and has neither a free nor a detached one.
+        // The future owns the slot until it detaches.
         (Step::Register | Step::Detach, Free | Detached) => None,
-        // The drainer is still at it, or the future has it.
+        // The drainer or the future still uses the slot.
         (Step::Free, Free | Waiting | Waking) => None,
-        // Nothing changes. Whoever finishes or rouses takes the slot as it is; a detached one is freed by who finished it.
+        // Nothing changes. A detached slot is freed by the party that finished it.
         _ => Some(phase),
     }
 }
@@ -220,22 +223,21 @@ fn each_step_leads_from_each_phase_where_the_table_says() {
             match phase {
                 Free | Submitted => {}
                 Waiting | Waking => assert_eq!(
-                    slot.register(waker.clone(), &mut Spent::default()),
+                    slot.register(waker.clone(), &mut Discarded::default()),
                     Registered::Fresh
                 ),
                 Complete => assert!(slot.finish_unwatched(ID, &success())),
                 Detached => assert!(matches!(slot.detach(None), Detach::InFlight { .. })),
             }
             if phase == Waking {
-                // As the drainer does, which is another thread.
+                // Stands in for the drainer, which is another thread.
                 slot.state.store(WAKING, Ordering::Relaxed);
             }
-            // Told apart from the step by what it returns, too.
             let changed = match step {
                 Step::Claim => slot.claim(1),
                 Step::Register => {
                     matches!(
-                        slot.register(waker, &mut Spent::default()),
+                        slot.register(waker, &mut Discarded::default()),
                         Registered::Fresh | Registered::Again
                     )
                 }

@@ -1,4 +1,4 @@
-//! Posting: from an operation to the device, or in line behind those that wait for room.
+//! Posting: passes a work request to the device, or queues it until an entry is free.
 
 #![allow(unsafe_code)]
 
@@ -13,7 +13,9 @@ use crate::engine::posting::{Poster, Posting, WRONG_QUEUE, is_traced, trace_post
 use crate::engine::slot::{MAX_PARTS, Outcome, Slot};
 use crate::engine::wait_queue::Queued;
 use crate::engine::wake_list::WakeList;
-use crate::engine::work_request::{Kept, Patience, Refusal, Request, To, What, data_of};
+use crate::engine::work_request::{
+    OnFull, OwnedReceiver, Receiver, Refusal, Request, WorkKind, data_of,
+};
 use crate::engine::work_request_id::{INDEX_BITS, index_of};
 use crate::error::{LimitError, OpErrorKind, VerbError};
 use crate::memory::{Gather, PdKey, SgeList};
@@ -24,75 +26,78 @@ use crate::types::{
 use crate::verbs::PostError;
 
 impl WorkQueue {
-    /// Posts one work request if that is simple: one buffer, nothing to complain about, room in the queue. Nothing was
-    /// posted in any other case, which [`submit`](Self::submit) goes through with more care.
+    /// Posts one work request in the common case: one buffer within all limits, and free capacity.
+    /// Otherwise posts nothing, and the caller uses [`submit`](Self::submit).
     #[inline(always)]
     pub(crate) fn submit_now<B: Gather>(
         self: &Arc<Self>,
-        what: What,
+        kind: WorkKind,
         flags: SendFlags,
-        room: u64,
+        remote_len: u64,
         buffer: &B,
     ) -> Option<Claim<Self>> {
         let (sge, pd) = buffer.single()?;
-        match what {
-            What::Send(op) if self.is_plain(sge, pd, room) => self.send_now(op, flags, sge),
-            What::Receive if self.is_plain(sge, pd, u64::MAX) => self.receive_now(sge),
+        match kind {
+            WorkKind::Send(op) if self.is_plain(sge, pd, remote_len) => {
+                self.send_now(op, flags, sge)
+            }
+            WorkKind::Receive if self.is_plain(sge, pd, u64::MAX) => self.receive_now(sge),
             _ => None,
         }
     }
 
-    /// True if there is nothing to complain about in this one element. To some devices one of no bytes means 2^31.
+    /// Returns true if this single element needs no further check. Empty elements need one: some
+    /// devices take length 0 for 2^31.
     #[inline(always)]
-    pub(in crate::engine) fn is_plain(&self, sge: Sge, pd: PdKey, room: u64) -> bool {
+    pub(in crate::engine) fn is_plain(&self, sge: Sge, pd: PdKey, remote_len: u64) -> bool {
         let length = u64::from(sge.length);
-        pd == self.limits.pd && length > 0 && length <= room && length <= self.plain
+        pd == self.limits.pd && length > 0 && length <= remote_len && length <= self.plain
     }
 
-    /// Gives a send to the device if there is room. In place: a call would cost as much as what it keeps out of line.
+    /// Posts a send if there is capacity. Inlined: a call would cost as much as it saves.
     #[inline(always)]
     fn send_now(self: &Arc<Self>, op: SendOp, flags: SendFlags, sge: Sge) -> Option<Claim<Self>> {
         let mut posting = lock(&self.posting);
         let posting = &mut *posting;
-        if posting.posted >= posting.until && !self.is_clear(posting) {
+        if posting.posted >= posting.until && !self.can_post(posting) {
             return None;
         }
         let Some(Poster::Send(qp)) = &posting.poster else { return None };
-        // SAFETY: C1: claimed for this.
+        // SAFETY: C1: just claimed.
         let claim = unsafe { Claim::new(self, self.slots.claim_next()?) };
-        claim.place(posting.posted as u32);
+        claim.set_position(posting.posted as u32);
         let wr_id = claim.id();
         let sges = [sge];
         let wr = SendWr { wr_id, op, flags, data: Data::Sges(&sges), target: None };
-        // SAFETY: S1: the element names a buffer that the operation owns. It keeps it until the slot is COMPLETE,
-        // or leaves it in the slot, which is emptied only when the device is done or the queue was destroyed.
+        // SAFETY: S1: the operation owns the buffer until its slot is COMPLETE or emptied, see
+        // `Posting::post_one`.
         if unsafe { qp.post_in_place(Some(wr)) }.is_err() {
             claim.release();
             return None;
         }
         posting.posted += 1;
         if is_traced() {
-            trace_posted(&claim, wr_id, What::Send(op));
+            trace_posted(&claim, wr_id, WorkKind::Send(op));
         }
         Some(claim)
     }
 
-    /// Gives a receive to the device if there is room.
     #[inline(never)]
     fn receive_now(self: &Arc<Self>, sge: Sge) -> Option<Claim<Self>> {
         let mut posting = lock(&self.posting);
         let posting = &mut *posting;
-        if posting.posted >= posting.until && !self.is_clear(posting) {
+        if posting.posted >= posting.until && !self.can_post(posting) {
             return None;
         }
         let poster = posting.poster.as_ref()?;
         let claim = self.claim(&mut posting.cursor, 1)?;
-        claim.place(posting.posted as u32);
+        claim.set_position(posting.posted as u32);
         let list = [RecvWr { wr_id: claim.id(), sges: &[sge] }];
         let posted = match poster {
             // SAFETY: S1: as for sends.
             Poster::Receive(qp) => unsafe { qp.post_recv(&list) },
-            // SAFETY: S1: as for sends; the shared receive queue is destroyed first.
+            // SAFETY: S1: as for sends; the shared receive queue is destroyed before its slots are
+            // emptied.
             Poster::Shared(srq) => unsafe { srq.post_recv(&list) },
             Poster::Send(_) => Err(WRONG_QUEUE),
         };
@@ -102,44 +107,43 @@ impl WorkQueue {
         }
         posting.posted += 1;
         if is_traced() {
-            trace_posted(&claim, claim.id(), What::Receive);
+            trace_posted(&claim, claim.id(), WorkKind::Receive);
         }
         Some(claim)
     }
 
-    /// True if the next work request can go to the device now. Finds out how many can.
+    /// Returns true if the next work request can be posted now, and updates `until`.
     #[inline(never)]
-    pub(in crate::engine) fn is_clear(&self, posting: &mut Posting) -> bool {
-        let clear = posting.queued.is_empty() && posting.poster.is_some();
-        let left = if clear { self.room.left(posting.posted as u32) } else { 0 };
-        posting.until = posting.posted + u64::from(left);
-        left > 0
+    pub(in crate::engine) fn can_post(&self, posting: &mut Posting) -> bool {
+        let may_post = posting.wait_queue.is_empty() && posting.poster.is_some();
+        let free = if may_post { self.capacity.free(posting.posted as u32) } else { 0 };
+        posting.until = posting.posted + u64::from(free);
+        free > 0
     }
 
-    /// As [`is_clear`](Self::is_clear), for `count` work requests.
-    fn has_room(&self, posting: &mut Posting, count: usize) -> bool {
-        self.is_clear(posting) && posting.until - posting.posted >= count as u64
+    fn has_capacity(&self, posting: &mut Posting, count: usize) -> bool {
+        self.can_post(posting) && posting.until - posting.posted >= count as u64
     }
 
-    /// Posts one work request of any kind, or lines it up if there is no room.
+    /// Posts one work request, or queues it if there is no capacity.
     #[inline(never)]
     pub(crate) fn submit<B: Gather>(
         self: &Arc<Self>,
         request: Request<'_>,
         buffer: &B,
-        patience: Patience,
+        on_full: OnFull,
     ) -> Result<Claim<Self>, Refusal> {
         let mut sges = SgeList::new();
         self.gather(buffer, &mut sges)?;
-        self.check(&sges, request.inline, request.room)?;
+        self.check(&sges, request.inline, request.remote_len)?;
 
         let mut posting = lock(&self.posting);
         if posting.poster.is_none() {
             return Err(OpErrorKind::Closed.into());
         }
-        let direct = self.is_clear(&mut posting);
+        let direct = self.can_post(&mut posting);
         if self.limits.depth == 0 {
-            // There will never be room.
+            // It could never be posted.
             return Err(OpErrorKind::from(LimitError {
                 field: "work requests (max_send_wr, max_recv_wr)",
                 asked: 1,
@@ -147,11 +151,11 @@ impl WorkQueue {
             })
             .into());
         }
-        if !direct && patience == Patience::Try {
+        if !direct && on_full == OnFull::Try {
             drop(posting);
-            // Completions that were taken and not handed out may stand for room.
-            return if self.cq.hand_out() {
-                self.submit(request, buffer, patience)
+            // Dispatching completions may free capacity.
+            return if self.cq.dispatch_remaining() {
+                self.submit(request, buffer, on_full)
             } else {
                 Err(Refusal::Full)
             };
@@ -161,61 +165,61 @@ impl WorkQueue {
         };
         if direct {
             let data = data_of(&sges, request.inline, request.window);
-            let target = request.to.map(To::target);
+            let target = request.to.map(Receiver::target);
             let wr =
                 SendWr { wr_id: claim.id(), op: SendOp::Send, flags: request.flags, data, target };
-            if let Err(error) = posting.post_one(&claim, request.what, wr, &sges) {
+            if let Err(error) = posting.post_one(&claim, request.kind, wr, &sges) {
                 claim.release();
                 return Err(posting.refusal(error).into());
             }
         } else {
             let queued = Queued {
                 id: claim.id(),
-                what: request.what,
+                kind: request.kind,
                 flags: request.flags,
                 sges,
                 inline: request.inline.map(SmallVec::from_slice),
                 window: request.window.map(|bind| Box::new(*bind)),
-                to: request.to.map(To::keep),
+                to: request.to.map(Receiver::into_owned),
                 batch: false,
             };
-            self.line_up(&mut posting, queued);
-            self.announce(posting);
+            self.enqueue(&mut posting, queued);
+            self.announce_queued(posting);
         }
         Ok(claim)
     }
 
-    /// Posts a batch with one doorbell, or lines it up. `buffers` are those of `entries`, in order; all of it goes to `to`,
-    /// if the queue pair is not connected.
+    /// Posts a batch with one doorbell, or queues it. `buffers` belong to `entries`, in order. `to`
+    /// is the receiver of all parts if the queue pair is not connected.
     pub(crate) fn submit_batch<B: Gather>(
         self: &Arc<Self>,
         entries: &[BatchEntry],
         buffers: &[B],
         common: SendFlags,
         signal_every: u32,
-        to: Option<To<'_>>,
-        patience: Patience,
+        to: Option<Receiver<'_>>,
+        on_full: OnFull,
     ) -> Result<Claim<Self>, Refusal> {
         let pieces = self.check_batch(entries, buffers)?;
-        self.post_batch(&Parts { entries, pieces, common, signal_every, to }, patience)
+        self.post_batch(&Parts { entries, pieces, common, signal_every, to }, on_full)
     }
 
     fn post_batch(
         self: &Arc<Self>,
         parts: &Parts<'_>,
-        patience: Patience,
+        on_full: OnFull,
     ) -> Result<Claim<Self>, Refusal> {
         let count = parts.entries.len();
         let mut posting = lock(&self.posting);
         if posting.poster.is_none() {
             return Err(OpErrorKind::Closed.into());
         }
-        let direct = self.has_room(&mut posting, count);
-        if !direct && patience == Patience::Try {
+        let direct = self.has_capacity(&mut posting, count);
+        if !direct && on_full == OnFull::Try {
             drop(posting);
-            // Completions that were taken and not handed out may stand for room.
-            return if self.cq().hand_out() {
-                self.post_batch(parts, patience)
+            // Dispatching completions may free capacity.
+            return if self.cq().dispatch_remaining() {
+                self.post_batch(parts, on_full)
             } else {
                 Err(Refusal::Full)
             };
@@ -224,7 +228,7 @@ impl WorkQueue {
             return Err(self.too_many().into());
         };
         if direct {
-            claim.place_part(claim.id_of(0), posting.posted as u32);
+            claim.set_part_position(claim.id_of(0), posting.posted as u32);
             if parts.is_plain() {
                 self.post_list(posting, parts.plain_list(&claim), &claim, count, None);
             } else {
@@ -232,38 +236,41 @@ impl WorkQueue {
             }
         } else {
             for wr in parts.list(&claim) {
-                let Data::Sges(sges) = wr.data else { unreachable!("made so") };
+                let Data::Sges(sges) = wr.data else {
+                    unreachable!("a batch consists of scatter/gather lists")
+                };
                 let queued = Queued {
                     id: wr.wr_id,
-                    what: What::Send(wr.op),
+                    kind: WorkKind::Send(wr.op),
                     flags: wr.flags,
                     sges: SgeList::from_slice(sges),
                     inline: None,
                     window: None,
-                    to: parts.to.map(To::keep),
+                    to: parts.to.map(Receiver::into_owned),
                     batch: true,
                 };
-                self.line_up(&mut posting, queued);
+                self.enqueue(&mut posting, queued);
             }
-            self.announce(posting);
+            self.announce_queued(posting);
         }
         Ok(claim)
     }
 
-    /// One doorbell for many. A refusal part-way ends the queue pair: of those already posted some are
-    /// unsignalled, and only a completion behind them tells when their buffers are free.
+    /// Posts a list with one doorbell. If the device accepts some parts and refuses the next, the
+    /// queue pair is moved to the error state: the accepted parts may be unsignalled, so only a
+    /// later completion shows when their buffers are free.
     fn post_list<'a>(
         &self,
         mut posting: MutexGuard<'_, Posting>,
         list: impl Iterator<Item = SendWr<'a>>,
         slot: &Slot<Self>,
         count: usize,
-        to: Option<To<'_>>,
+        to: Option<Receiver<'_>>,
     ) {
         let Some(Poster::Send(qp)) = &posting.poster else {
-            unreachable!("batches are of send queues, and the caller saw it open")
+            unreachable!("the caller has checked that this send queue is open")
         };
-        // SAFETY: S1: the elements name buffers that the batch owns; see `post_one`.
+        // SAFETY: S1: the batch owns the buffers, see `Posting::post_one`.
         let refused = unsafe { qp.post_in_place(list) }.err();
         let posted = refused.map_or(count, |refused| refused.posted);
         posting.posted += posted as u64;
@@ -276,7 +283,7 @@ impl WorkQueue {
                 &mut posting,
                 slot,
                 posted as u32,
-                to.map(To::target),
+                to.map(Receiver::target),
                 error,
                 &mut woken,
             );
@@ -285,96 +292,92 @@ impl WorkQueue {
         }
     }
 
-    /// Joins the line.
     #[cold]
-    fn line_up(&self, posting: &mut Posting, queued: Queued) {
-        posting.queued.push_back(queued);
+    fn enqueue(&self, posting: &mut Posting, queued: Queued) {
+        posting.wait_queue.push_back(queued);
         posting.until = posting.posted;
         posting.waited += 1;
-        self.cq().now_waiting();
+        self.cq().add_waiter();
     }
 
-    /// Tells the drainer that somebody waits for room, which need not be somebody who is polled; if room came up
-    /// meanwhile, uses it.
-    pub(in crate::engine) fn announce(&self, mut posting: MutexGuard<'_, Posting>) {
-        self.room.crowd();
+    /// Announces queued work to the drainer and posts as much as possible. Arms the completion
+    /// queue if work remains, because its operations may not be polled.
+    pub(in crate::engine) fn announce_queued(&self, mut posting: MutexGuard<'_, Posting>) {
+        self.capacity.announce_waiter();
         let mut woken = WakeList::new();
         self.post_queued(&mut posting, &mut woken);
-        let waits = !posting.queued.is_empty();
+        let waits = !posting.wait_queue.is_empty();
         drop(posting);
         woken.finish();
         if waits {
-            self.cq().attend();
+            self.cq().ensure_watched();
         }
     }
 
-    /// Posts those in line as far as there is room.
     fn post_queued(&self, posting: &mut Posting, woken: &mut WakeList) {
         while posting.poster.is_some()
-            && self.room.left(posting.posted as u32) > 0
-            && let Some(next) = posting.queued.pop_front()
+            && self.capacity.free(posting.posted as u32) > 0
+            && let Some(next) = posting.wait_queue.pop_front()
         {
-            self.cq().no_longer_waiting();
+            self.cq().remove_waiter();
             let data = data_of(&next.sges, next.inline.as_deref(), next.window.as_deref());
-            let target = next.to.as_ref().map(Kept::target);
+            let target = next.to.as_ref().map(OwnedReceiver::target);
             let wr = SendWr { wr_id: next.id, op: SendOp::Send, flags: next.flags, data, target };
             if let Err(error) =
-                posting.post_one(self.slots.slot(index_of(next.id)), next.what, wr, &next.sges)
+                posting.post_one(self.slots.slot(index_of(next.id)), next.kind, wr, &next.sges)
             {
                 if next.batch {
-                    self.refuse_in_line(posting, wr, error, woken);
+                    self.refuse_queued(posting, wr, error, woken);
                 } else {
                     let kind = posting.refusal(error);
                     self.settle(next.id, Outcome::Err(kind), woken);
                 }
             }
         }
-        self.tell_idle(posting, woken);
-        if posting.queued.is_empty() && posting.watch.idle.is_none() {
-            self.room.clear();
+        self.notify_idle(posting, woken);
+        if posting.wait_queue.is_empty() && posting.watch.idle.is_none() {
+            self.capacity.clear_waiters();
         }
     }
 
-    /// Posts for those who wait for room.
     #[cold]
-    pub(in crate::engine) fn let_in(&self, woken: &mut WakeList) {
+    pub(in crate::engine) fn admit_queued(&self, woken: &mut WakeList) {
         self.post_queued(&mut lock(&self.posting), woken);
     }
 
-    /// True if this work request waits for room.
-    pub(in crate::engine) fn is_in_line(&self, id: WrId) -> bool {
-        lock(&self.posting).queued.iter().any(|queued| queued.id == id)
+    pub(in crate::engine) fn is_queued(&self, id: WrId) -> bool {
+        lock(&self.posting).wait_queue.iter().any(|queued| queued.id == id)
     }
 
-    /// Ends what is in line, which no device was given: for a queue that is [closed](Self::close) and not destroyed. But not the
-    /// rest of a batch of which a part is posted, see there.
-    pub(in crate::engine) fn end_line(&self, kind: OpErrorKind) {
+    /// Fails the queued work of a [closed](Self::close) queue that was not destroyed. The rest of a
+    /// partly posted batch stays queued.
+    pub(in crate::engine) fn fail_queued(&self, kind: OpErrorKind) {
         let mut woken = WakeList::new();
         let mut posting = lock(&self.posting);
-        // The slot of the batch that is in line with its first.
+        // The batch of which all parts are queued.
         let mut whole = None;
-        for queued in std::mem::take(&mut posting.queued) {
+        for queued in std::mem::take(&mut posting.wait_queue) {
             let slot = self.slots.slot(index_of(queued.id));
-            let place = slot.part(queued.id).unwrap_or(0);
-            if place > 0 && whole != Some(slot.id()) {
-                posting.queued.push_back(queued);
+            let part = slot.part(queued.id).unwrap_or(0);
+            if part > 0 && whole != Some(slot.id()) {
+                posting.wait_queue.push_back(queued);
                 continue;
             }
             whole = Some(slot.id());
-            self.cq().no_longer_waiting();
+            self.cq().remove_waiter();
             if queued.id == slot.id() {
                 self.settle(queued.id, Outcome::Err(kind), &mut woken);
             } else {
-                self.failures.fail_part(slot, place, kind);
+                self.failures.fail_part(slot, part, kind);
             }
         }
         drop(posting);
         woken.finish();
     }
 
-    /// The first in line, which is a part of a batch, was refused: so is the rest of it, behind it in line.
+    /// Refuses the rest of a queued batch after the device has refused its first queued part.
     #[cold]
-    fn refuse_in_line(
+    fn refuse_queued(
         &self,
         posting: &mut Posting,
         wr: SendWr<'_>,
@@ -383,16 +386,15 @@ impl WorkQueue {
     ) {
         let slot = self.slots.slot(index_of(wr.wr_id));
         let Some(part) = slot.part(wr.wr_id) else {
-            unreachable!("it is in flight until its last ends")
+            unreachable!("a queued part belongs to a batch in flight")
         };
         for _ in part + 1..slot.parts() {
-            posting.queued.pop_front();
-            self.cq().no_longer_waiting();
+            posting.wait_queue.pop_front();
+            self.cq().remove_waiter();
         }
         self.refuse_from(posting, slot, part, wr.target, error, woken);
     }
 
-    /// All of the batch in `slot` from part `first` on was refused.
     #[cold]
     fn refuse_from(
         &self,
@@ -415,10 +417,10 @@ impl WorkQueue {
         }
     }
 
-    /// A part of a batch was refused, and parts before it were posted: ends the queue pair, with a work request
-    /// that is flushed in the place of the `last`, so that the batch is finished when the device is done with
-    /// all of it. If even that is refused, the queue pair is destroyed as soon as the locks are released, after
-    /// which the device is done with all of it, and that finishes the batch.
+    /// Flushes the accepted beginning of a batch. Moves the queue pair to the error state and posts
+    /// a work request in place of the `last`, whose flush completes the batch when the device is
+    /// done with all of it. If the device refuses that too, the queue pair is destroyed after the
+    /// locks are released, which also completes the batch.
     fn flush_behind(
         &self,
         posting: &mut Posting,
@@ -428,19 +430,23 @@ impl WorkQueue {
         woken: &mut WakeList,
     ) {
         let Some(Poster::Send(qp)) = &posting.poster else { return };
-        tracing::warn!(qpn = %qp.qpn(), %error, "batch refused part-way, ending the queue pair");
+        tracing::warn!(
+            qpn = %qp.qpn(),
+            %error,
+            "device refused part of a batch; moving the queue pair to the error state"
+        );
         self.failures.note_cause(OpErrorKind::Post(error));
-        // Then the device has forgotten all of it, and whoever resets it ends what was in flight, as soon as we let go of
-        // the lock.
+        // A reset queue pair has no work in flight. The thread that resets it completes the batch
+        // after this one releases the lock.
         let is_reset = || qp.query().is_ok_and(|(state, _)| state == QpState::Reset);
         if let Err(stuck) = qp.modify(&QpAttr::to_state(QpState::Err)) {
             if !is_reset() {
-                self.give_up(&stuck, error, woken);
+                self.schedule_teardown(&stuck, error, woken);
             }
             return;
         }
-        self.slots.slot(index_of(last)).place(posting.posted as u32);
-        let beacon = SendWr {
+        self.slots.slot(index_of(last)).set_position(posting.posted as u32);
+        let marker = SendWr {
             wr_id: last,
             op: SendOp::Send,
             flags: SendFlags::SIGNALED,
@@ -448,23 +454,26 @@ impl WorkQueue {
             target,
         };
         // SAFETY: S1: it names no memory.
-        match unsafe { qp.post_send(&[beacon]) } {
+        match unsafe { qp.post_send(&[marker]) } {
             Ok(()) => posting.posted += 1,
-            Err(refused) if !is_reset() => self.give_up(&refused.error, error, woken),
+            Err(refused) if !is_reset() => self.schedule_teardown(&refused.error, error, woken),
             Err(_) => {}
         }
     }
 
-    /// The device refuses to flush what is behind work that it refused for `error`.
-    pub(super) fn give_up(
+    /// Schedules the destruction of a queue pair that cannot be flushed.
+    pub(super) fn schedule_teardown(
         &self,
         stuck: &dyn std::fmt::Display,
         error: VerbError,
         woken: &mut WakeList,
     ) {
-        tracing::warn!(error = %stuck, "a queue pair that cannot be flushed is destroyed");
+        tracing::warn!(
+            error = %stuck,
+            "failed to flush queue pair after a refused batch; destroying it"
+        );
         if let Some(queue_pair) = self.queue_pair() {
-            woken.end(queue_pair, OpErrorKind::Post(error));
+            woken.shut_down(queue_pair, OpErrorKind::Post(error));
         }
     }
 
@@ -481,10 +490,9 @@ impl WorkQueue {
         )?;
         let mut pieces = Pieces::default();
         let all = entries.iter().zip(buffers);
-        // What there is most of.
         pieces.sges.extend(all.clone().map_while(|(entry, buffer)| {
             let (sge, pd) = buffer.single()?;
-            self.is_plain(sge, pd, entry.room).then_some(sge)
+            self.is_plain(sge, pd, entry.remote_len).then_some(sge)
         }));
         let plain = pieces.sges.len();
         if plain < entries.len() {
@@ -492,14 +500,13 @@ impl WorkQueue {
             for (entry, buffer) in all.skip(plain) {
                 let start = pieces.sges.len();
                 self.gather(buffer, &mut pieces.sges)?;
-                self.check(&pieces.sges[start..], None, entry.room)?;
+                self.check(&pieces.sges[start..], None, entry.remote_len)?;
                 pieces.lengths.push(pieces.sges.len() - start);
             }
         }
         Ok(pieces)
     }
 
-    /// Adds the local elements of a buffer, or of a list of them, to `list`.
     pub(in crate::engine) fn gather<B: Gather, A: smallvec::Array<Item = Sge>>(
         &self,
         buffer: &B,
@@ -508,7 +515,7 @@ impl WorkQueue {
         let mut foreign = false;
         buffer.pieces(&mut |sge, pd| {
             foreign |= pd != self.limits.pd;
-            // To some devices an element of no bytes means one of 2^31.
+            // See `is_plain`.
             if sge.length > 0 {
                 list.push(sge);
             }
@@ -517,14 +524,19 @@ impl WorkQueue {
     }
 
     #[inline]
-    fn check(&self, sges: &[Sge], inline: Option<&[u8]>, room: u64) -> Result<(), OpErrorKind> {
+    fn check(
+        &self,
+        sges: &[Sge],
+        inline: Option<&[u8]>,
+        remote_len: u64,
+    ) -> Result<(), OpErrorKind> {
         if let Some(bytes) = inline {
             LimitError::check(
                 "inline bytes (max_inline)",
                 bytes.len() as u64,
                 self.limits.max_inline.into(),
             )?;
-            LimitError::check("bytes for the remote region", bytes.len() as u64, room)?;
+            LimitError::check("bytes for the remote region", bytes.len() as u64, remote_len)?;
             return Ok(());
         }
         let bytes: u64 = sges.iter().map(|sge| u64::from(sge.length)).sum();
@@ -533,8 +545,12 @@ impl WorkQueue {
             sges.len() as u64,
             self.limits.max_sge.into(),
         )?;
-        LimitError::check("message bytes", bytes, self.limits.max_message)?;
-        LimitError::check("bytes for the remote region", bytes, room)?;
+        LimitError::check(
+            "message bytes (the path MTU for datagrams)",
+            bytes,
+            self.limits.max_message,
+        )?;
+        LimitError::check("bytes for the remote region", bytes, remote_len)?;
         Ok(())
     }
 

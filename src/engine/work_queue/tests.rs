@@ -39,7 +39,7 @@ fn batch_that_was_done_before_a_reset_has_succeeded() {
         assert!(result.is_ok(), "{:?}", result.results());
         drop(result);
         assert_eq!(pool.available(), 8);
-        // Up again for the next turn, with both ends anew.
+        // Both ends are reset and reconnected for the next round.
         b.modify(&QpAttr::to_state(QpState::Reset)).unwrap();
         for qp in [&a, &b] {
             let path = qp.path().0;
@@ -60,7 +60,7 @@ fn batch_that_was_done_before_a_reset_has_succeeded() {
 #[test]
 fn batch_of_a_queue_pair_that_cannot_be_flushed_ends_and_keeps_its_buffers_until_that_is_destroyed()
 {
-    // Nothing moves there.
+    // The device processes nothing.
     let network = Network::simulated(1, Faults::none());
     let device = Device::software_in(&network, "stuck").unwrap();
     let pd = device.protection_domain().unwrap();
@@ -78,15 +78,14 @@ fn batch_of_a_queue_pair_that_cannot_be_flushed_ends_and_keeps_its_buffers_until
     let mut context = Context::from_waker(Waker::noop());
     assert!(batch.as_mut().poll(&mut context).is_pending());
 
-    let give_up = || {
+    let schedule_teardown = || {
         let mut woken = WakeList::new();
         let [stuck, refused] =
             ["ibv_modify_qp", "ibv_post_send"].map(|verb| VerbError::new(verb, VerbError::ENOMEM));
-        a.send_queue().give_up(&stuck, refused, &mut woken);
+        a.send_queue().schedule_teardown(&stuck, refused, &mut woken);
         woken
     };
-    // What is left to do is done when the locks are released.
-    let woken = give_up();
+    let woken = schedule_teardown();
     assert!(batch.as_mut().poll(&mut context).is_pending() && pool.available() == 0);
     woken.finish();
     let Poll::Ready(result) = batch.as_mut().poll(&mut context) else { panic!("it hangs") };
@@ -98,13 +97,12 @@ fn batch_of_a_queue_pair_that_cannot_be_flushed_ends_and_keeps_its_buffers_until
     );
     drop(result);
     assert_eq!(pool.available(), 2);
-    // Again, it is no harm.
-    give_up().finish();
+    schedule_teardown().finish();
 }
 
 #[test]
 fn part_in_flight_before_one_that_was_refused_has_not_succeeded() {
-    // Nothing moves there.
+    // The device processes nothing.
     let device = Device::software_in(&Network::simulated(1, Faults::none()), "stuck").unwrap();
     let pd = device.protection_domain().unwrap();
     let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
@@ -118,7 +116,8 @@ fn part_in_flight_before_one_that_was_refused_has_not_succeeded() {
         batch.read(pool.try_alloc(64).unwrap(), region.grant());
     }
     let mut batch = pin!(a.post_batch(batch));
-    // As `refuse_from` leaves it: the first part and what stands for the last are with the device.
+    // The state that `refuse_from` leaves: the device holds the first part and the one in place of
+    // the last.
     let refused = OpErrorKind::Post(VerbError::new("ibv_post_send", VerbError::ENOMEM));
     a.send_queue().failures.fail_part(a.send_queue().slots().slot(0), 1, refused);
     let mut context = Context::from_waker(Waker::noop());
@@ -133,7 +132,6 @@ fn part_in_flight_before_one_that_was_refused_has_not_succeeded() {
     assert_eq!(pool.available(), 3);
 }
 
-/// Panics at each event.
 struct Panics;
 
 impl tracing::Subscriber for Panics {
@@ -159,8 +157,8 @@ impl tracing::Subscriber for Panics {
 }
 
 #[test]
-fn what_is_posted_while_a_subscriber_panics_is_not_dropped() {
-    // Nothing moves there.
+fn buffers_posted_while_a_subscriber_panics_are_not_freed() {
+    // The device processes nothing.
     let device = Device::software_in(&Network::simulated(1, Faults::none()), "stuck").unwrap();
     let pd = device.protection_domain().unwrap();
     let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
@@ -170,7 +168,8 @@ fn what_is_posted_while_a_subscriber_panics_is_not_dropped() {
     let pool = Pool::new(&pd, 64, 4).unwrap();
     let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_ALL).unwrap();
     let alloc = || pool.try_alloc(64).unwrap();
-    // Of one subscriber alone, an event that the thread of another test reaches first would never be given to any.
+    // With a single subscriber, an event that another test's thread reaches first would never be
+    // enabled.
     let _second = tracing::Dispatch::new(tracing::subscriber::NoSubscriber::new());
     for left in [3, 2] {
         let posts = std::panic::AssertUnwindSafe(|| {
@@ -183,7 +182,7 @@ fn what_is_posted_while_a_subscriber_panics_is_not_dropped() {
             }
         });
         tracing::subscriber::with_default(Panics, || std::panic::catch_unwind(posts)).unwrap_err();
-        assert_eq!(pool.available(), left, "the buffer is handed out again");
+        assert_eq!(pool.available(), left, "the buffer is available again");
     }
 }
 
@@ -199,8 +198,8 @@ impl Wake for PanicsWhenWoken {
 }
 
 #[test]
-fn poster_that_wakes_a_waker_that_panics_does_not_notice() {
-    // Nothing moves there.
+fn panic_of_another_waker_does_not_reach_the_poster() {
+    // The device processes nothing.
     let device = Device::software_in(&Network::simulated(1, Faults::none()), "stuck").unwrap();
     let pd = device.protection_domain().unwrap();
     let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
@@ -211,12 +210,12 @@ fn poster_that_wakes_a_waker_that_panics_does_not_notice() {
     let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_ALL).unwrap();
     let alloc = || pool.try_alloc(64).unwrap();
     let _first = a.write(alloc(), region.grant());
-    // Waits for room; the device refuses it, which has none, once the queue believes that it has.
+    // Queued; the full device refuses it once the counted capacity says otherwise.
     let mut waits = pin!(a.write(alloc(), region.grant()));
     let panics = Arc::new(PanicsWhenWoken::default());
     assert!(waits.as_mut().poll(&mut Context::from_waker(&panics.clone().into())).is_pending());
     panics.0.store(true, Ordering::Relaxed);
-    a.send_queue().room.retire(0);
+    a.send_queue().capacity.retire(0);
     let posted =
         std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| a.write(alloc(), region.grant())));
     let mut posted = pin!(posted.expect("the panic of another task's waker"));

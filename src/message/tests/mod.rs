@@ -1,6 +1,5 @@
-//! Tests of listeners against peers that never become connections, and of every public error.
+//! Tests of listeners with failing peers.
 
-mod all_errors;
-mod stranger;
+mod silent_peer;
 mod unaccepted;
 mod unconfirmed;

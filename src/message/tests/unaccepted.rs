@@ -1,4 +1,4 @@
-//! A listener and peers that leave, fall silent or are too many before they are accepted.
+//! Peers that disconnect, fall silent or exceed the limits before they are accepted.
 
 use std::future::Future;
 use std::net::SocketAddr;
@@ -7,20 +7,20 @@ use std::time::Duration;
 use futures::future::{join_all, poll_immediate};
 use futures::pin_mut;
 
-use super::stranger::Stranger;
-use crate::cm::{ConnectError, Step};
+use super::silent_peer::SilentPeer;
+use crate::cm::{ConnectError, ConnectStep};
 use crate::message::{
-    CloseReason, Connection, ConnectionConfig, EstablishError, Listener, MessageError, Refusal,
+    CloseReason, Connection, ConnectionConfig, EstablishError, Listener, MessageError,
+    RefusalReason,
 };
 use crate::software::Network;
 use crate::verbs::Device;
 
-/// Only a hang takes this long.
 const HANG: Duration = Duration::from_secs(60);
 
 fn run<F: Future<Output = ()>>(test: impl FnOnce() -> F) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    runtime.block_on(async { tokio::time::timeout(HANG, test()).await.expect("hangs") });
+    runtime.block_on(async { tokio::time::timeout(HANG, test()).await.expect("timed out") });
 }
 
 struct Sides {
@@ -31,7 +31,7 @@ struct Sides {
 }
 
 impl Sides {
-    /// A listener whose device answers peers from now on.
+    /// Creates a listener whose device answers requests from now on.
     async fn new(config: &ConnectionConfig) -> Self {
         let network = Network::new();
         let (server, client) = (
@@ -45,14 +45,14 @@ impl Sides {
         Self { network, client, listener, address }
     }
 
-    /// True if the manager of the listener's device has forgotten all connections, TIMEWAIT included.
+    /// Returns true if the listener's connection manager holds no connection, TIMEWAIT included.
     fn forgotten(&self) -> bool {
         self.network.control("server").is_some_and(|server| server.connections() == 0)
     }
 }
 
 #[test]
-fn request_whose_peer_has_left_fails_as_disconnected() {
+fn request_of_a_disconnected_peer_fails_as_disconnected() {
     run(|| async {
         let sides = Sides::new(&ConnectionConfig::default()).await;
         let connection = Connection::connect(&sides.client, sides.address).await.unwrap();
@@ -66,14 +66,14 @@ fn request_whose_peer_has_left_fails_as_disconnected() {
         let EstablishError::Connect(error @ ConnectError::Disconnected { .. }) = &error else {
             panic!("{error:?}")
         };
-        assert_eq!((error.step(), error.address()), (Some(Step::Prepare), Some(peer)));
+        assert_eq!((error.step(), error.address()), (Some(ConnectStep::Prepare), Some(peer)));
         let stats = sides.listener.stats();
         assert_eq!((stats.open, stats.accepted, stats.failed), (0, 0, 1));
     });
 }
 
 #[test]
-fn accept_passes_over_a_peer_that_leaves_before_its_handshake_runs() {
+fn accept_skips_a_peer_that_disconnects_before_its_handshake_runs() {
     run(|| async {
         let sides = Sides::new(&ConnectionConfig::default()).await;
         let (client, address) = (sides.client.clone(), sides.address);
@@ -96,7 +96,7 @@ fn accept_passes_over_a_peer_that_leaves_before_its_handshake_runs() {
         while !sides.listener.has_requests() {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
-        // `accept` begins the handshake, whose task runs when this one waits.
+        // `accept` spawns the handshake; its task runs when this one yields.
         let pop = std::future::poll_fn(|context| {
             assert!(accept.as_mut().poll(context).is_pending());
             leave.0.send(()).unwrap();
@@ -112,7 +112,7 @@ fn accept_passes_over_a_peer_that_leaves_before_its_handshake_runs() {
         }
         assert!(sides.forgotten());
         let (next, theirs) = tokio::join!(accept, Connection::connect(&sides.client, address));
-        let (next, theirs) = (next.expect("the service goes on"), theirs.unwrap());
+        let (next, theirs) = (next.expect("the listener continues"), theirs.unwrap());
         next.send("next").await.unwrap();
         assert_eq!(theirs.recv().await.unwrap().unwrap(), "next");
         let stats = sides.listener.stats();
@@ -121,30 +121,30 @@ fn accept_passes_over_a_peer_that_leaves_before_its_handshake_runs() {
 }
 
 #[test]
-fn service_that_accepts_each_request_in_turn_serves_peers_behind_silent_ones() {
+fn service_that_accepts_requests_one_by_one_serves_peers_behind_silent_ones() {
     run(|| async {
-        // Longer than an honest client waits.
+        // Longer than a client waits.
         let patient = ConnectionConfig::default().connect_timeout(2 * HANG);
         let sides = Sides::new(&patient).await;
         drop(poll_immediate(Box::pin(sides.listener.request())).await);
         let mut silent: Vec<_> = (0..4)
-            .map(|number| Stranger::new(&sides.network, &format!("silent{number}")))
+            .map(|number| SilentPeer::new(&sides.network, &format!("silent{number}")))
             .collect();
         for peer in &mut silent {
             peer.request(sides.address);
         }
         let serve = async {
-            let mut gave_way = 0;
+            let mut evicted = 0;
             loop {
                 match sides.listener.request().await.unwrap().accept().await {
                     Ok(connection) => {
                         connection.send("served").await.unwrap();
-                        return (connection, gave_way);
+                        return (connection, evicted);
                     }
                     Err(EstablishError::Connect(ConnectError::TimedOut {
-                        step: Step::Establish,
+                        step: ConnectStep::Establish,
                         ..
-                    })) => gave_way += 1,
+                    })) => evicted += 1,
                     Err(error) => panic!("{error:?}"),
                 }
             }
@@ -152,17 +152,17 @@ fn service_that_accepts_each_request_in_turn_serves_peers_behind_silent_ones() {
         let connect = async {
             let connection = Connection::connect(&sides.client, sides.address)
                 .await
-                .expect("an honest client connects");
+                .expect("a working client connects");
             assert_eq!(connection.recv().await.unwrap().unwrap(), "served");
             connection
         };
-        let ((_ours, gave_way), _theirs) = tokio::join!(serve, connect);
-        assert_eq!((gave_way, sides.listener.stats().gave_way), (4, 4));
+        let ((_ours, evicted), _theirs) = tokio::join!(serve, connect);
+        assert_eq!((evicted, sides.listener.stats().evicted), (4, 4));
     });
 }
 
 #[test]
-fn peers_beyond_the_limit_that_were_answered_are_told_why_they_end() {
+fn answered_peers_beyond_the_limit_learn_the_refusal_reason() {
     const ALL: usize = 20;
     run(|| async {
         let sides = Sides::new(&ConnectionConfig::default().max_connections(2)).await;
@@ -177,7 +177,7 @@ fn peers_beyond_the_limit_that_were_answered_are_told_why_they_end() {
         let ask = async {
             let asked =
                 join_all((0..ALL).map(|_| Connection::connect(&sides.client, sides.address))).await;
-            let (mut served, mut told) = (Vec::new(), 0);
+            let (mut served, mut refused) = (Vec::new(), 0);
             for asked in asked {
                 match asked {
                     Ok(connection) => match connection.recv().await {
@@ -185,18 +185,18 @@ fn peers_beyond_the_limit_that_were_answered_are_told_why_they_end() {
                             assert_eq!(message.unwrap(), "served");
                             served.push(connection);
                         }
-                        Err(MessageError::Closed(CloseReason::Refused(Refusal::ListenerFull))) => {
-                            told += 1
-                        }
+                        Err(MessageError::Closed(CloseReason::Refused(
+                            RefusalReason::ListenerFull,
+                        ))) => refused += 1,
                         Err(error) => panic!("{error:?}"),
                     },
-                    Err(EstablishError::Refused { refusal: Refusal::ListenerFull, .. }) => {
-                        told += 1
-                    }
+                    Err(EstablishError::Refused {
+                        reason: RefusalReason::ListenerFull, ..
+                    }) => refused += 1,
                     Err(error) => panic!("{error:?}"),
                 }
             }
-            assert_eq!((served.len(), told), (2, ALL - 2));
+            assert_eq!((served.len(), refused), (2, ALL - 2));
             let stats = sides.listener.stats();
             assert_eq!(
                 (stats.open, stats.accepted, stats.refused_full, stats.failed),
@@ -204,14 +204,14 @@ fn peers_beyond_the_limit_that_were_answered_are_told_why_they_end() {
             );
         };
         tokio::select! {
-            () = serve => unreachable!("it accepts for ever"),
+            () = serve => unreachable!("the accept loop never returns"),
             () = ask => {}
         }
     });
 }
 
 #[test]
-fn peer_that_was_answered_learns_that_the_service_rejects_it() {
+fn answered_peer_learns_that_the_service_rejects_it() {
     run(|| async {
         let sides = Sides::new(&ConnectionConfig::default()).await;
         let connection = Connection::connect(&sides.client, sides.address).await.unwrap();

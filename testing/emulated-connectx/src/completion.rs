@@ -1,4 +1,4 @@
-//! Writing completions, and waking who asked for it.
+//! CQEs: writing them and notifying completion channels.
 
 use std::time::Instant;
 
@@ -10,22 +10,22 @@ use crate::lint::Problem;
 use crate::objects::{Arm, Cq, Handle, Qp};
 use crate::state::State;
 
-/// Consumer indices count in 24 bits.
+/// Consumer indices have 24 bits.
 const INDEX: u32 = 0xff_ffff;
 
 impl Cq {
-    /// Completions that the program has not taken.
     fn outstanding(&self) -> u32 {
         self.produced.wrapping_sub(self.records.record(0)) & INDEX
     }
 
     fn slot(&self) -> u64 {
         let slot = u64::from(self.produced & (self.entries - 1)) * u64::from(self.entry_size);
-        // The entry proper is the second half of a large one.
+        // A 128-byte entry has the CQE in its second half.
         slot + u64::from(self.entry_size - 64)
     }
 
-    /// The entries are marked as the device's, so that none counts in the first pass.
+    /// Returns the first entry not marked as owned by the device, which the first pass would take
+    /// for a CQE.
     pub(crate) fn unmarked(&self) -> Option<u32> {
         let last = |entry: u32| u64::from(entry + 1) * u64::from(self.entry_size) - 1;
         (0..self.entries).find(|&entry| {
@@ -36,7 +36,7 @@ impl Cq {
 }
 
 impl State {
-    /// A completion of queue pair `qpn`: now, or when it is due.
+    /// Writes a completion of queue pair `qpn`, or keeps it for as long as the policy says.
     pub(crate) fn complete(&mut self, cq: Handle, qpn: u32, cqe: Cqe) {
         match self.policy.waits(qpn) {
             Some(due) => self.policy.waiting.push(Waiting { cq, qpn, cqe, due }),
@@ -49,8 +49,11 @@ impl State {
         let Some(cq) = self.cqs.get_mut(&handle) else { return };
         let (outstanding, entries, number) = (cq.outstanding(), cq.entries, cq.number);
         if outstanding > entries {
-            let detail =
-                format!("{} is taken, {} written", cq.records.record(0), cq.produced & INDEX);
+            let detail = format!(
+                "consumer index {} is ahead of producer index {}",
+                cq.records.record(0),
+                cq.produced & INDEX
+            );
             self.lint.note(number, Problem::WrongOwner, detail);
         }
         if cq.overrun {
@@ -58,7 +61,7 @@ impl State {
         }
         if outstanding >= entries {
             cq.overrun = true;
-            let detail = format!("{entries} entries, and none is free");
+            let detail = format!("all {entries} entries are in use");
             self.lint.note(number, Problem::CompletionOverrun, detail);
             self.cq_event(handle, event::CQ_ERR);
             self.overrun.push(handle);
@@ -90,12 +93,13 @@ impl State {
         self.counters.completion_events += 1;
     }
 
-    /// Looks whether the program has armed the queue.
-    pub(crate) fn look_at_arm(&mut self, handle: Handle) {
+    /// Reads the arm record of a completion queue, and notifies if a completion is due already.
+    pub(crate) fn poll_arm_record(&mut self, handle: Handle) {
         const SOLICITED: u32 = 1 << 24;
         let Some(cq) = self.cqs.get_mut(&handle) else { return };
         let record = cq.records.record(1);
-        // Other queues ring on the same page. Zero is what the record begins with.
+        // Another queue of the UAR page may have rung: an unchanged record is no request. Records
+        // start at zero.
         if cq.last_arm == Some(record)
             || cq.last_arm.is_none() && record == 0 && cq.channel.is_none()
         {
@@ -108,7 +112,7 @@ impl State {
         if cq.armed != Some(Arm::Any) {
             cq.armed = Some(arm);
         }
-        // What was written since the program looked is told at once.
+        // Completions written after the program's consumer index notify at once.
         let written = if arm == Arm::Any { cq.produced } else { cq.solicited };
         let ahead = written.wrapping_sub(consumed) & INDEX;
         if ahead != 0 && ahead <= INDEX / 2 {
@@ -116,8 +120,7 @@ impl State {
         }
     }
 
-    /// Ends the queue pairs of queues that have overrun.
-    pub(crate) fn end_overrun(&mut self) {
+    pub(crate) fn fail_overrun(&mut self) {
         for cq in std::mem::take(&mut self.overrun) {
             let uses = |qp: &Qp| qp.send_cq == cq || qp.recv_cq == cq;
             let users: Vec<_> =
@@ -129,7 +132,7 @@ impl State {
         }
     }
 
-    /// Writes the completions that are due.
+    /// Writes delayed completions that are due; returns whether there were any.
     pub(crate) fn write_due(&mut self) -> bool {
         if self.policy.waiting.is_empty() {
             return false;
@@ -152,13 +155,15 @@ impl State {
         }
     }
 
-    /// Looks for a consumer index that is ahead of what was written.
     pub(crate) fn audit_cqs(&mut self) {
         let Self { cqs, lint, .. } = self;
         for cq in cqs.values() {
             if cq.outstanding() > cq.entries && !cq.overrun {
-                let detail =
-                    format!("{} is taken, {} written", cq.records.record(0), cq.produced & INDEX);
+                let detail = format!(
+                    "consumer index {} is ahead of producer index {}",
+                    cq.records.record(0),
+                    cq.produced & INDEX
+                );
                 lint.note(cq.number, Problem::WrongOwner, detail);
             }
         }

@@ -1,4 +1,4 @@
-//! What a test sees and steers: options, faults, held completions, counters, events.
+//! The interface for tests: options, faults, held completions, counters, events.
 
 use std::io;
 use std::sync::MutexGuard;
@@ -8,31 +8,33 @@ use crate::lint::Finding;
 use crate::state::{self, State};
 use crate::{abi, engine, interpose, sysfs, uar};
 
-/// What the ports are.
+/// The link layer of the ports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Link {
     /// InfiniBand: ports have LIDs.
     #[default]
     InfiniBand,
-    /// Ethernet: RoCE v2, ports have IPv4 and IPv6 GIDs.
+    /// Ethernet with RoCE v2: ports have IPv4 and IPv6 GIDs.
     Roce,
 }
 
-/// How to start the device.
+/// Options of [`EmulatedConnectX::start`].
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Options {
-    /// What the ports are.
+    /// The link layer of the ports.
     pub link: Link,
-    /// How many devices there are, `mlx5_0` and on: 1 to 4, all on one network.
+    /// Number of devices, `mlx5_0` and on, all on one network: 1 to 4.
     pub devices: usize,
-    /// Nothing is executed but by [`EmulatedConnectX::step`] and [`EmulatedConnectX::run_until_idle`].
+    /// Whether requests execute only in [`EmulatedConnectX::step`] and
+    /// [`EmulatedConnectX::run_until_idle`].
     pub manual_stepping: bool,
-    /// The longest time that an acknowledgement is waited for, whatever a queue pair says.
+    /// Upper limit of the ACK timeout that a queue pair sets.
     pub longest_timeout: Duration,
-    /// The longest time between two attempts for a receiver that is not ready, whatever it asks for.
+    /// Upper limit of the RNR wait that a receiver asks for.
     pub longest_rnr_wait: Duration,
-    /// After how long a doorbell record that is ahead of the doorbells is a [`Problem::MissedDoorbell`](crate::Problem::MissedDoorbell).
+    /// Time for which a doorbell record may be ahead of the doorbells. Beyond it is a
+    /// [`Problem::MissedDoorbell`](crate::Problem::MissedDoorbell).
     pub doorbell_patience: Duration,
 }
 
@@ -44,13 +46,13 @@ impl Default for Options {
             manual_stepping: false,
             longest_timeout: Duration::from_millis(5),
             longest_rnr_wait: Duration::from_millis(2),
-            // A busy machine may leave a thread between its record and its doorbell for as long as this.
+            // A busy machine may suspend a thread for this long between record and doorbell.
             doorbell_patience: Duration::from_secs(5),
         }
     }
 }
 
-/// How a request or receive ends: `MLX5_CQE_SYNDROME_*`.
+/// The completion status of a request or receive: `MLX5_CQE_SYNDROME_*`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Status {
@@ -96,45 +98,46 @@ impl Status {
     }
 }
 
-/// What has happened since the start.
+/// Event counts since the start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Counters {
-    /// Stores into registers of send queues; two that follow each other quickly may count as one.
+    /// Doorbells of send queues. Two in quick succession may count as one.
     pub doorbells: u64,
-    /// Requests executed, with those that failed and without those that were flushed.
+    /// Requests executed: failed ones included, flushed ones not.
     pub requests: u64,
-    /// Entries written into completion queues.
+    /// CQEs written.
     pub completions: u64,
-    /// Of these, errors; flushed ones too.
+    /// Error CQEs written, flushed requests and receives included.
     pub errors: u64,
-    /// Records put into completion channels.
+    /// Events sent to completion channels.
     pub completion_events: u64,
     /// Asynchronous events.
     pub async_events: u64,
-    /// Attempts for which the peer had no receive.
+    /// Attempts that found no receive at the peer.
     pub rnr_naks: u64,
-    /// Attempts that no one answered.
+    /// Attempts without an answer.
     pub timeouts: u64,
-    /// Datagrams and unreliable requests that were lost: no one there, wrong key, no receive.
+    /// Datagrams and UC requests dropped: no peer, wrong key, or no receive.
     pub dropped: u64,
-    /// Bytes of the queues that the program has made, where the device reads requests and receives and writes completions.
+    /// Bytes of all send, receive, shared receive and completion queues that the program has
+    /// created.
     pub queue_bytes: u64,
 }
 
-/// In which order held completions are written.
+/// The order in which held completions are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Release {
-    /// As they were held.
+    /// The order in which they completed.
     InOrder,
-    /// Queue pairs the other way round, each queue pair's own in order, as a device must.
+    /// Queue pairs in reverse; each queue pair's completions in order, as a device guarantees.
     QueuePairsReversed,
-    /// The oldest of each queue pair in turn.
+    /// Round robin over the queue pairs, oldest completions first.
     Interleaved,
 }
 
-/// The emulated device of this process. There is one; handles are alike.
+/// The emulated device of this process. All handles refer to the same device.
 #[derive(Clone, Copy, Debug)]
 pub struct EmulatedConnectX {
     _started: (),
@@ -145,23 +148,26 @@ fn lock() -> MutexGuard<'static, State> {
 }
 
 impl EmulatedConnectX {
-    /// Starts the device, or gives the one that was started.
+    /// Starts the device, or returns the running one.
     ///
-    /// From here on libibverbs of this process finds `mlx5_0` (and on), and no other device.
+    /// From then on, libibverbs in this process finds `mlx5_0` (and on) and no other device.
     ///
     /// # Errors
     ///
-    /// No memory, or no room for the device's files below the directory of temporary files. `InvalidInput`: `devices` is
-    /// not 1 to 4. `Unsupported`: the linker has not exported the calls that are taken over. `AlreadyExists`: it was started with another link or another number of devices.
+    /// - `InvalidInput`: `devices` is not 1 to 4.
+    /// - `Unsupported`: the linker did not export the interposed functions.
+    /// - `AlreadyExists`: the device runs with another link or another number of devices.
+    /// - Other kinds: no memory, or no space for the device's files in the temporary directory.
     pub fn start(options: Options) -> io::Result<Self> {
         if !(1..=4).contains(&options.devices) {
-            let message = format!("devices is {}, and may be 1 to 4", options.devices);
+            let message = format!("invalid number of devices: {}, must be 1 to 4", options.devices);
             return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
         }
         let missing = interpose::missing();
         if !missing.is_empty() {
-            let message =
-                format!("{missing:?} are not exported: link with -C link-arg=-Wl,--export-dynamic");
+            let message = format!(
+                "functions not exported: {missing:?}; link with -C link-arg=-Wl,--export-dynamic"
+            );
             return Err(io::Error::new(io::ErrorKind::Unsupported, message));
         }
         let (link, devices) = (options.link, options.devices);
@@ -171,8 +177,10 @@ impl EmulatedConnectX {
         }
         let state = lock();
         if (state.options.link, state.options.devices) != (link, devices) {
-            let message =
-                format!("{:?} of {} devices runs", state.options.link, state.options.devices);
+            let message = format!(
+                "already started: link {:?}, {} devices",
+                state.options.link, state.options.devices
+            );
             return Err(io::Error::new(io::ErrorKind::AlreadyExists, message));
         }
         let root = sysfs::build(&state.ports())?;
@@ -181,84 +189,93 @@ impl EmulatedConnectX {
         Ok(Self { _started: () })
     }
 
-    /// Executes one request of one queue pair, which of them in turn; `false` if none is ready.
+    /// Executes one request, of the next queue pair in round-robin order; returns `false` if none
+    /// is ready.
     ///
-    /// With manual stepping each attempt for a peer that is not ready, or not there, is a step, without the wait between.
+    /// Each attempt to reach a peer that is not ready or does not answer is one step. Steps do not
+    /// observe the wait between attempts.
     pub fn step(&self) -> bool {
         let mut state = lock();
         state.collect();
         state.step_one()
     }
 
-    /// Steps until nothing is ready; how many steps it took, at most `limit`.
+    /// Steps until nothing is ready, at most `limit` times; returns the number of steps.
     pub fn run_until_idle(&self, limit: usize) -> usize {
         (0..limit).take_while(|_| self.step()).count()
     }
 
-    /// Begins or ends manual stepping.
+    /// Enables or disables manual stepping.
     pub fn set_manual_stepping(&self, manual: bool) {
         lock().options.manual_stepping = manual;
     }
 
-    /// The `after`-th request from now (0: the next) of queue pair `qpn`, or of any, fails with `status` instead of being
-    /// executed, and the queue pair goes to the error state.
+    /// Makes a request of queue pair `qpn`, or of any, fail with `status` instead of executing it.
+    /// `after` requests precede it (0: the next one fails). The queue pair moves to the error
+    /// state.
     pub fn fail_request(&self, qpn: Option<u32>, after: u64, status: Status) {
         lock().faults.push(Fault { qpn, after, status });
     }
 
-    /// From now on completions of queue pair `qpn`, or of all, are kept back.
+    /// Holds the completions of queue pair `qpn`, or of all, from now on.
     pub fn hold_completions(&self, qpn: Option<u32>) {
         lock().policy.held = Some(qpn);
     }
 
-    /// How many completions are kept back.
+    /// Returns the number of completions held or delayed.
     pub fn held_completions(&self) -> usize {
         lock().policy.waiting.len()
     }
 
-    /// Ends holding, and writes what was held.
+    /// Stops holding and writes the held completions in `order`.
     pub fn release_completions(&self, order: Release) {
         lock().release(order);
     }
 
-    /// From now on completions are written so much later; zero ends that.
+    /// Delays completions by `delay` from now on; zero ends that.
     pub fn delay_completions(&self, delay: Duration) {
         lock().policy.delay = delay;
     }
 
-    /// What has happened since the start.
+    /// Returns the event counts since the start.
     pub fn counters(&self) -> Counters {
         lock().counters
     }
 
-    /// What was found wrong with what the program wrote.
+    /// Returns the errors found in what the program wrote.
     pub fn findings(&self) -> Vec<Finding> {
         lock().lint.findings.clone()
     }
 
-    /// As [`findings`](Self::findings), which are forgotten.
+    /// Returns the [`findings`](Self::findings) and clears them.
     pub fn take_findings(&self) -> Vec<Finding> {
         std::mem::take(&mut lock().lint.findings)
     }
 
+    /// Asserts that there are no findings.
+    ///
     /// # Panics
     ///
-    /// Something was found.
+    /// If there are findings.
     #[track_caller]
     pub fn assert_clean(&self) {
         let findings = self.findings();
-        assert!(findings.is_empty(), "the emulated device found: {findings:#?}");
+        assert!(findings.is_empty(), "findings of the emulated device: {findings:#?}");
     }
 
-    /// Takes port 1 of `device` down or up, with `IBV_EVENT_PORT_ERR` or `IBV_EVENT_PORT_ACTIVE`. While it is down nothing
-    /// leaves or reaches the device.
+    /// Takes port 1 of `device` down or up, with `IBV_EVENT_PORT_ERR` or `IBV_EVENT_PORT_ACTIVE`.
+    /// While it is down, the device neither sends nor receives.
     ///
     /// # Panics
     ///
-    /// There is no such device.
+    /// If `device` does not exist.
     pub fn set_port(&self, device: usize, up: bool) {
         let mut state = lock();
-        assert!(device < state.options.devices, "there are {} devices", state.options.devices);
+        assert!(
+            device < state.options.devices,
+            "no such device, there are {}",
+            state.options.devices
+        );
         if state.port_up[device] != up {
             state.port_up[device] = up;
             state.device_event(
@@ -269,12 +286,14 @@ impl EmulatedConnectX {
         }
     }
 
-    /// `device` is lost: `IBV_EVENT_DEVICE_FATAL` for all who have it open, and all its queue pairs are in the error state.
+    /// Simulates the loss of `device`: `IBV_EVENT_DEVICE_FATAL` for all its contexts, and the error
+    /// state for all its queue pairs.
     pub fn lose_device(&self, device: usize) {
         lock().lose_device(device);
     }
 
-    /// Queue pair `qpn` fails: `IBV_EVENT_QP_FATAL`, and the error state. `false`: there is none.
+    /// Moves queue pair `qpn` to the error state, with `IBV_EVENT_QP_FATAL`. Returns `false` if it
+    /// does not exist.
     pub fn fail_queue_pair(&self, qpn: u32) -> bool {
         let mut state = lock();
         let Some(qp) = state.qp_by_number.get(&qpn).copied() else { return false };
@@ -283,13 +302,12 @@ impl EmulatedConnectX {
         true
     }
 
-    /// How many queue pairs there are, of all devices.
+    /// Returns the number of queue pairs on all devices.
     pub fn queue_pairs(&self) -> usize {
         lock().qps.len()
     }
 }
 
-/// A request to come that fails.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Fault {
     qpn: Option<u32>,
@@ -297,7 +315,8 @@ pub(crate) struct Fault {
     status: Status,
 }
 
-/// How the request of queue pair `qpn` that comes now is to fail, if it is.
+/// Counts down the faults for a request of queue pair `qpn`; returns the status with which it
+/// fails, if any.
 pub(crate) fn fault(faults: &mut Vec<Fault>, qpn: u32) -> Option<Status> {
     let mut due = None;
     for (at, fault) in faults.iter_mut().enumerate() {
@@ -313,29 +332,27 @@ pub(crate) fn fault(faults: &mut Vec<Fault>, qpn: u32) -> Option<Status> {
     due.map(|at| faults.remove(at).status)
 }
 
-/// What happens to completions before they are written.
 #[derive(Debug, Default)]
 pub(crate) struct Policy {
-    /// Which are held: of one queue pair, or of all.
+    /// `Some` while holding: the queue pair, or `None` for all.
     pub(crate) held: Option<Option<u32>>,
     pub(crate) delay: Duration,
     pub(crate) waiting: Vec<Waiting>,
 }
 
-/// A completion that is kept back.
 #[derive(Clone, Debug)]
 pub(crate) struct Waiting {
     pub(crate) cq: u32,
     pub(crate) qpn: u32,
     pub(crate) cqe: crate::cqe::Cqe,
-    /// When it is written; `None` when it is released.
+    /// Time at which it is written; `None` until released.
     pub(crate) due: Option<Instant>,
 }
 
 impl Policy {
-    /// Whether a completion of `qpn` waits: until when, or until it is released.
+    /// Returns whether a completion of `qpn` must wait: until a time, or (`None`) until released.
     ///
-    /// One of a queue pair whose earlier ones wait does too: their order is kept.
+    /// To keep the order, it also waits behind earlier completions of its queue pair.
     pub(crate) fn waits(&self, qpn: u32) -> Option<Option<Instant>> {
         if self.held.is_some_and(|of| of.is_none_or(|of| of == qpn)) {
             return Some(None);
@@ -348,7 +365,7 @@ impl Policy {
         }
     }
 
-    /// All that were held, as they are to be written.
+    /// Stops holding and returns the completions in the order of writing.
     pub(crate) fn released(&mut self, order: Release) -> Vec<Waiting> {
         self.held = None;
         let mut all = std::mem::take(&mut self.waiting);
@@ -365,16 +382,16 @@ impl Policy {
                 all.sort_by_key(|waiting| std::cmp::Reverse(place(waiting.qpn)))
             }
             Release::Interleaved => {
-                let mut turns = vec![0_usize; qps.len()];
+                let mut rounds = vec![0_usize; qps.len()];
                 let mut keyed: Vec<_> = all
                     .into_iter()
                     .map(|waiting| {
                         let of = place(waiting.qpn);
-                        turns[of] += 1;
-                        (turns[of], waiting)
+                        rounds[of] += 1;
+                        (rounds[of], waiting)
                     })
                     .collect();
-                keyed.sort_by_key(|&(turn, _)| turn);
+                keyed.sort_by_key(|&(round, _)| round);
                 return keyed.into_iter().map(|(_, waiting)| waiting).collect();
             }
         }

@@ -1,14 +1,12 @@
-//! Entries of completion queues: `struct mlx5_cqe64`, `struct mlx5_err_cqe`.
+//! Completion queue entries (CQEs): `struct mlx5_cqe64`, `struct mlx5_err_cqe`.
 
 use crate::control::Status;
 
-/// The low bit of the last byte says in which pass over the ring the entry was written, bit 1 that it is solicited, and
-/// the high half what it is.
+/// Position of the opcode in the last byte. Bit 0 is the owner bit, bit 1 marks solicited events.
 const OPCODE: u32 = 4;
 const SOLICITED: u8 = 2;
 pub(crate) const INVALID: u8 = 15;
 
-/// What the high half says.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(u8)]
 pub(crate) enum Opcode {
@@ -20,7 +18,7 @@ pub(crate) enum Opcode {
     ResponseError = 14,
 }
 
-/// An entry without the bit of its pass.
+/// A CQE without its owner bit.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Cqe {
     bytes: [u8; 64],
@@ -41,14 +39,13 @@ impl Cqe {
         self.bytes[at..at + bytes.len()].copy_from_slice(bytes);
     }
 
-    /// A request that succeeded: `wqe` names it, `bytes` is what was read.
+    /// Creates the CQE of a successful request: `wqe` is the WQE counter, `bytes` the length read.
     pub(crate) fn request(uidx: u32, qpn: u32, wqe: u16, operation: u8, bytes: u32) -> Self {
         let mut cqe = Self::new(uidx, Opcode::Request, u32::from(operation) << 24 | qpn, wqe);
         cqe.put(44, &bytes.to_be_bytes());
         cqe
     }
 
-    /// A receive that succeeded.
     pub(crate) fn receive(
         uidx: u32,
         opcode: Opcode,
@@ -66,7 +63,6 @@ impl Cqe {
         cqe
     }
 
-    /// A request or receive that failed or was flushed.
     pub(crate) fn error(
         uidx: u32,
         opcode: Opcode,
@@ -75,7 +71,7 @@ impl Cqe {
         operation: u8,
         status: Status,
     ) -> Self {
-        /// Of the vendor; this one is made up.
+        /// Vendor error code, made up.
         const VENDOR: u8 = 0x68;
         let mut cqe = Self::new(uidx, opcode, u32::from(operation) << 24 | qpn, wqe);
         let vendor = if status == Status::WorkRequestFlushed { 0xf9 } else { VENDOR };
@@ -87,28 +83,27 @@ impl Cqe {
         matches!(self.opcode, Opcode::RequestError | Opcode::ResponseError)
     }
 
-    /// Says when it was written; errors have no place for it.
+    /// Sets the timestamp, which error CQEs lack.
     pub(crate) fn stamp(&mut self, nanoseconds: u64) {
         if !self.is_error() {
             self.put(48, &nanoseconds.to_be_bytes());
         }
     }
 
-    /// All but the last byte, and that byte in pass `odd`.
+    /// Returns all bytes but the last, and the last byte with owner bit `odd`.
     pub(crate) fn parts(&self, odd: bool) -> (&[u8], u8) {
         let solicited = if self.solicited { SOLICITED } else { 0 };
         (&self.bytes[..63], (self.opcode as u8) << OPCODE | solicited | u8::from(odd))
     }
 }
 
-/// What came with a message.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Arrived {
     pub(crate) source_qpn: u32,
     pub(crate) source_lid: u16,
     pub(crate) service_level: u8,
     pub(crate) has_grh: bool,
-    /// As in the request: in network order, or the key to invalidate.
+    /// Immediate data in network order, or the key to invalidate.
     pub(crate) immediate: [u8; 4],
     pub(crate) bytes: u32,
     pub(crate) solicited: bool,

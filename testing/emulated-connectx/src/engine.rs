@@ -1,4 +1,4 @@
-//! The thread that plays the device: sees doorbells, executes requests, writes completions.
+//! The device thread: polls doorbells, executes requests, writes CQEs.
 
 use std::io;
 use std::thread;
@@ -8,32 +8,34 @@ use crate::abi::state;
 use crate::lint::Problem;
 use crate::objects::Handle;
 use crate::state::{self as device, State};
-use crate::uar::Ring;
+use crate::uar::Doorbell;
 
-/// Requests of one queue pair before the next one's turn, and rounds with nothing to do before the thread sleeps, a little
-/// and then longer.
-const TURN: usize = 16;
-const EAGER: u32 = 200;
-const AWAKE: u32 = 5000;
-const SHORT: Duration = Duration::from_micros(20);
-const LONG: Duration = Duration::from_micros(200);
-/// How often all queues are looked at, for what no doorbell tells; less often if they are so many that it takes a while.
-const AUDIT: Duration = Duration::from_micros(500);
-const SHARE: u32 = 10;
+/// Limit of requests per queue pair and round.
+const QUANTUM: usize = 16;
+/// Idle rounds before the thread sleeps instead of yielding.
+const YIELD_ROUNDS: u32 = 200;
+/// Idle rounds before it sleeps longer.
+const SHORT_SLEEP_ROUNDS: u32 = 5000;
+const SHORT_SLEEP: Duration = Duration::from_micros(20);
+const LONG_SLEEP: Duration = Duration::from_micros(200);
+/// Interval of audits, which find work that no doorbell announces.
+const AUDIT_INTERVAL: Duration = Duration::from_micros(500);
+/// With many queues: minimum interval of audits, in durations of an audit.
+const AUDIT_SPACING: u32 = 10;
 
 pub(crate) fn spawn() -> io::Result<()> {
     let run = || {
         let mut idle = 0_u32;
         loop {
-            // The lock is not fair: who waits for it gets it while this thread yields or sleeps.
+            // The lock is not fair: waiters get it while this thread yields or sleeps.
             if device::lock_started().round() {
                 idle = 0;
             }
             idle = idle.saturating_add(1);
             match idle {
-                0..EAGER => thread::yield_now(),
-                EAGER..AWAKE => thread::sleep(SHORT),
-                AWAKE.. => thread::sleep(LONG),
+                0..YIELD_ROUNDS => thread::yield_now(),
+                YIELD_ROUNDS..SHORT_SLEEP_ROUNDS => thread::sleep(SHORT_SLEEP),
+                SHORT_SLEEP_ROUNDS.. => thread::sleep(LONG_SLEEP),
             }
         }
     };
@@ -41,62 +43,65 @@ pub(crate) fn spawn() -> io::Result<()> {
 }
 
 impl State {
-    /// One look at everything; whether there was anything to do.
     fn round(&mut self) -> bool {
         self.reap();
         let mut any = self.collect();
         if !self.options.manual_stepping {
-            for qp in self.turns() {
-                any |= self.run_send_queue(qp, TURN, true);
+            for qp in self.round_robin() {
+                any |= self.run_send_queue(qp, QUANTUM, true);
                 self.last_served = qp;
             }
         }
         any |= self.write_due();
-        self.end_overrun();
+        self.fail_overrun();
         if Instant::now() >= self.next_audit {
             any |= self.audit();
         }
         any
     }
 
-    /// Takes in doorbells.
     pub(crate) fn collect(&mut self) -> bool {
-        let rings = self.uar.rings();
+        let doorbells = self.uar.doorbells();
         let armed = self.uar.armed();
-        let any = !rings.is_empty() || !armed.is_empty();
-        for ring in rings {
+        let any = !doorbells.is_empty() || !armed.is_empty();
+        for ring in doorbells {
             self.counters.doorbells += 1;
             let senders = self.uar.senders(ring.page);
-            self.check_ring(&ring, &senders);
+            self.check_doorbell(&ring, &senders);
             self.ready.extend(senders);
         }
         for cq in armed {
-            self.look_at_arm(cq);
+            self.poll_arm_record(cq);
         }
         any
     }
 
-    /// A doorbell names a queue pair that rings there; one that has gone may have rung before.
-    fn check_ring(&mut self, ring: &Ring, senders: &[Handle]) {
+    /// Reports a doorbell for a queue pair that does not ring on its page. Destroyed queue pairs
+    /// are exempt: they may have rung before.
+    fn check_doorbell(&mut self, ring: &Doorbell, senders: &[Handle]) {
         let bytes = ring.value.to_ne_bytes();
         let number = u32::from_be_bytes([0, bytes[4], bytes[5], bytes[6]]);
         let known = senders.iter().any(|qp| self.qps.get(qp).is_some_and(|qp| qp.number == number));
-        let gone = !self.qp_by_number.contains_key(&number) && self.was_number(number);
+        let gone = !self.qp_by_number.contains_key(&number) && self.number_was_assigned(number);
         if !known && !gone {
-            let detail = format!("on page {}, with {:#x}", ring.page, u64::from_be_bytes(bytes));
+            let detail = format!(
+                "doorbell value {:#x} on UAR page {}",
+                u64::from_be_bytes(bytes),
+                ring.page
+            );
             self.lint.note(number, Problem::StrayDoorbell, detail);
         }
     }
 
-    /// Who may have something to do, from the one after the last that was served.
-    fn turns(&self) -> Vec<Handle> {
+    /// Returns the queue pairs that may have work, in round-robin order after the last one served.
+    fn round_robin(&self) -> Vec<Handle> {
         let after = self.ready.range(self.last_served + 1..);
         after.chain(self.ready.range(..=self.last_served)).copied().collect()
     }
 
-    /// One attempt at one request; `false` if there is none.
+    /// Makes one attempt at one request; returns `false` if none is ready.
     pub(crate) fn step_one(&mut self) -> bool {
-        for qp in self.turns() {
+        for qp in self.round_robin() {
             if self.run_send_queue(qp, 1, false) {
                 self.last_served = qp;
                 return true;
@@ -105,7 +110,8 @@ impl State {
         false
     }
 
-    /// What is posted to queues in the error state needs no doorbell; what else needs one and has none is a problem.
+    /// Flushes queues in the error state, which need no doorbell, and reports missed doorbells of
+    /// others. Returns whether anything was flushed.
     fn audit(&mut self) -> bool {
         let now = Instant::now();
         let mut flushed = Vec::new();
@@ -120,12 +126,12 @@ impl State {
                 continue;
             }
             if posted == 0 || qp.state != state::RTS || ready.contains(&handle) {
-                qp.unrung = None;
+                qp.doorbell_missing_since = None;
                 continue;
             }
-            let since = *qp.unrung.get_or_insert(now);
+            let since = *qp.doorbell_missing_since.get_or_insert(now);
             if now - since >= options.doorbell_patience {
-                let detail = format!("{posted} blocks posted and not rung for");
+                let detail = format!("{posted} WQE blocks posted without a doorbell");
                 lint.note(qp.number, Problem::MissedDoorbell, detail);
             }
         }
@@ -134,7 +140,7 @@ impl State {
             channel.flush();
         }
         let any = flushed.into_iter().fold(false, |any, qp| self.flush(qp) | any);
-        self.next_audit = Instant::now() + AUDIT.max(now.elapsed() * SHARE);
+        self.next_audit = Instant::now() + AUDIT_INTERVAL.max(now.elapsed() * AUDIT_SPACING);
         any
     }
 }

@@ -1,10 +1,11 @@
-//! The calls of libc that are taken over, linked into the test's executable: the dynamic linker finds them there before
-//! those of libc, so libibverbs and libmlx5 call these.
+//! Interposed libc functions, by which libibverbs and libmlx5 reach the kernel.
 //!
-//! All but the device's own paths and descriptors goes to the kernel as it is. That way is free of allocation and locks:
-//! these are called by the allocator's and the standard library's own code, and from signal handlers.
+//! They are linked into the test's executable, where the dynamic linker finds them before libc's.
+//!
+//! Calls that do not concern the device go straight to the kernel. That path neither allocates nor
+//! locks: the allocator, the standard library and signal handlers call it.
 
-// The linker sees them, and no one else.
+// Only the linker refers to the functions.
 #![allow(unreachable_pub)]
 
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_ulong, c_void};
@@ -14,23 +15,22 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use crate::abi;
 use crate::state;
 
-/// Descriptors above are not served.
+/// Descriptors from this number on are not served.
 const DESCRIPTORS: usize = 4096;
-/// What a descriptor is: 0, none of ours; `CHANNEL`; or the context it commands, times two, and one.
+/// The kind of each descriptor: 0 if not the device's, `CHANNEL`, or `context << 1 | 1`.
 static KIND: [AtomicU32; DESCRIPTORS] = [const { AtomicU32::new(0) }; DESCRIPTORS];
 const CHANNEL: u32 = 2;
-/// Descriptors of ours that were closed: the engine sees to what hangs on them.
+/// The former `KIND` of closed descriptors, whose objects the engine destroys.
 static CLOSED: [AtomicU32; DESCRIPTORS] = [const { AtomicU32::new(0) }; DESCRIPTORS];
 static CLOSINGS: AtomicU32 = AtomicU32::new(0);
-/// Stands for `/sys`; there once the device has been started.
+/// Replacement of `/sys`, set when the device starts.
 static SYSFS: OnceLock<CString> = OnceLock::new();
 
-/// From here on the device is to be found.
 pub(crate) fn activate(sysfs: CString) {
     SYSFS.get_or_init(|| sysfs);
 }
 
-/// The calls that the dynamic linker does not find here, so that the libraries would call those of libc.
+/// Returns the functions that the dynamic linker does not resolve to this module.
 pub(crate) fn missing() -> Vec<&'static str> {
     let ours: [(&CStr, *const c_void); 8] = [
         (c"open", open as *const c_void),
@@ -43,7 +43,7 @@ pub(crate) fn missing() -> Vec<&'static str> {
         (c"mmap", mmap as *const c_void),
     ];
     let found = |name: &CStr| {
-        // SAFETY: a name that ends in a zero.
+        // SAFETY: a NUL-terminated name.
         unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) }.cast_const()
     };
     ours.iter()
@@ -52,17 +52,15 @@ pub(crate) fn missing() -> Vec<&'static str> {
         .collect()
 }
 
-/// Names `fd` as the completion or event channel it is.
-pub(crate) fn is_channel(fd: c_int) {
+pub(crate) fn mark_channel(fd: c_int) {
     KIND[fd as usize].store(CHANNEL, Ordering::Release);
 }
 
-/// The largest descriptor served, and one.
 pub(crate) fn serves(fd: c_int) -> bool {
     usize::try_from(fd).is_ok_and(|fd| fd < DESCRIPTORS)
 }
 
-/// Descriptors that were closed since the last call, with what they were: `None` a channel, or the context.
+/// Returns the descriptors closed since the last call: `None` for a channel, else the context.
 pub(crate) fn closed() -> Vec<(c_int, Option<u32>)> {
     if CLOSINGS.swap(0, Ordering::Acquire) == 0 {
         return Vec::new();
@@ -82,32 +80,30 @@ fn kind(fd: c_int) -> u32 {
 }
 
 fn fail(errno: c_int) -> c_int {
-    // SAFETY: of this thread.
+    // SAFETY: the location belongs to this thread.
     unsafe { *libc::__errno_location() = errno };
     -1
 }
 
-/// Room for a path below `SYSFS`.
-type Room = [u8; 512];
+type PathBuffer = [u8; 512];
 
 enum Path<'a> {
-    /// Not of ours, or a file of the tree.
     File(&'a CStr),
-    /// The character device of the device of this number.
+    /// The character device with this index.
     Device(usize),
 }
 
-/// Where `path` really is.
+/// Returns the emulated target of `path`; `None` if it is not the device's.
 ///
 /// # Safety
 ///
-/// `path` is null or a string that ends in a zero.
-unsafe fn resolve<'a>(path: *const c_char, room: &'a mut Room) -> Option<Path<'a>> {
+/// `path` is null or NUL-terminated.
+unsafe fn resolve<'a>(path: *const c_char, buffer: &'a mut PathBuffer) -> Option<Path<'a>> {
     let sysfs = SYSFS.get()?;
     if path.is_null() {
         return None;
     }
-    // SAFETY: a string (caller).
+    // SAFETY: NUL-terminated (caller).
     let path = unsafe { CStr::from_ptr(path) }.to_bytes();
     if let Some(number) = path.strip_prefix(b"/dev/infiniband/uverbs") {
         return match number {
@@ -119,31 +115,33 @@ unsafe fn resolve<'a>(path: *const c_char, room: &'a mut Room) -> Option<Path<'a
         path.strip_prefix(b"/sys").filter(|below| below.starts_with(b"/class/infiniband"))?;
     let root = sysfs.as_bytes();
     let len = root.len() + below.len();
-    if len >= room.len() {
+    if len >= buffer.len() {
         return None;
     }
-    room[..root.len()].copy_from_slice(root);
-    room[root.len()..len].copy_from_slice(below);
-    room[len] = 0;
-    CStr::from_bytes_with_nul(&room[..=len]).ok().map(Path::File)
+    buffer[..root.len()].copy_from_slice(root);
+    buffer[root.len()..len].copy_from_slice(below);
+    buffer[len] = 0;
+    CStr::from_bytes_with_nul(&buffer[..=len]).ok().map(Path::File)
 }
 
+/// Implements `openat(2)`.
+///
 /// # Safety
 ///
-/// As `openat(2)`.
+/// See `openat(2)`.
 unsafe fn open_at(directory: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
-    // SAFETY: `directory`, `path` and the rest are the caller's.
+    // SAFETY: all arguments are the caller's, or `path` is a valid string.
     let open = |path: *const c_char| unsafe {
         libc::syscall(libc::SYS_openat, directory, path, flags, mode) as c_int
     };
-    let mut room = [0; 512];
-    // SAFETY: the caller's path, or null.
-    match unsafe { resolve(path, &mut room) } {
+    let mut buffer = [0; 512];
+    // SAFETY: null or NUL-terminated (caller).
+    match unsafe { resolve(path, &mut buffer) } {
         None => open(path),
         Some(Path::File(file)) => open(file.as_ptr()),
         Some(Path::Device(number)) => {
             let Some(context) = state::open_context(number) else { return fail(libc::ENOENT) };
-            // Of the kind and number that the tree says.
+            // `/dev/null` has the device number that the sysfs tree names.
             let fd = open(c"/dev/null".as_ptr());
             if fd >= 0 && !serves(fd) {
                 // SAFETY: opened above.
@@ -159,33 +157,34 @@ unsafe fn open_at(directory: c_int, path: *const c_char, flags: c_int, mode: c_u
     }
 }
 
-/// `open(2)`. The mode is read whether there is one or not: it is passed in a register on the machines served.
+/// Interposes `open(2)`. Reads `mode` even if the caller passed none: it is in a register on the
+/// supported machines.
 ///
 /// # Safety
 ///
-/// As `open(2)`.
+/// See `open(2)`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn open(path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller's contract.
     unsafe { open_at(libc::AT_FDCWD, path, flags, mode) }
 }
 
-/// `open(2)`.
+/// Interposes `open(2)`.
 ///
 /// # Safety
 ///
-/// As `open(2)`.
+/// See `open(2)`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn open64(path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller's contract.
     unsafe { open_at(libc::AT_FDCWD, path, flags, mode) }
 }
 
-/// `openat(2)`.
+/// Interposes `openat(2)`.
 ///
 /// # Safety
 ///
-/// As `openat(2)`.
+/// See `openat(2)`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn openat(
     directory: c_int,
@@ -193,15 +192,15 @@ pub unsafe extern "C" fn openat(
     flags: c_int,
     mode: c_uint,
 ) -> c_int {
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller's contract.
     unsafe { open_at(directory, path, flags, mode) }
 }
 
-/// `openat(2)`.
+/// Interposes `openat(2)`.
 ///
 /// # Safety
 ///
-/// As `openat(2)`.
+/// See `openat(2)`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn openat64(
     directory: c_int,
@@ -209,19 +208,20 @@ pub unsafe extern "C" fn openat64(
     flags: c_int,
     mode: c_uint,
 ) -> c_int {
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller's contract.
     unsafe { open_at(directory, path, flags, mode) }
 }
 
-/// `opendir(3)`: that of libc opens where no `open` of ours is called.
+/// Interposes `opendir(3)`, since libc's does not call the interposed `open`.
 ///
 /// # Safety
 ///
-/// As `opendir(3)`.
+/// See `opendir(3)`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn opendir(path: *const c_char) -> *mut libc::DIR {
     let flags = libc::O_RDONLY | libc::O_NONBLOCK | libc::O_DIRECTORY | libc::O_CLOEXEC;
-    // SAFETY: as the caller promises; the descriptor is ours until `fdopendir` takes it.
+    // SAFETY: the caller's contract; the descriptor belongs to this function until `fdopendir`
+    // succeeds.
     unsafe {
         let fd = open_at(libc::AT_FDCWD, path, flags, 0);
         if fd < 0 {
@@ -237,55 +237,59 @@ pub unsafe extern "C" fn opendir(path: *const c_char) -> *mut libc::DIR {
     }
 }
 
+/// Implements `stat(2)`.
+///
 /// # Safety
 ///
-/// As `stat(2)`.
+/// See `stat(2)`.
 unsafe fn stat_at(path: *const c_char, into: *mut c_void) -> c_int {
-    let mut room = [0; 512];
-    // SAFETY: the caller's path, or null.
-    let path = match unsafe { resolve(path, &mut room) } {
+    let mut buffer = [0; 512];
+    // SAFETY: null or NUL-terminated (caller).
+    let path = match unsafe { resolve(path, &mut buffer) } {
         None => path,
         Some(Path::File(file)) => file.as_ptr(),
         Some(Path::Device(_)) => c"/dev/null".as_ptr(),
     };
-    // SAFETY: a path, and room for the structure of the kernel, which is that of libc on the machines served.
+    // SAFETY: a valid path, and space for libc's structure, which is the kernel's on the supported
+    // machines.
     unsafe { libc::syscall(libc::SYS_newfstatat, libc::AT_FDCWD, path, into, 0) as c_int }
 }
 
-/// `stat(2)`.
+/// Interposes `stat(2)`.
 ///
 /// # Safety
 ///
-/// As `stat(2)`.
+/// See `stat(2)`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn stat(path: *const c_char, into: *mut c_void) -> c_int {
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller's contract.
     unsafe { stat_at(path, into) }
 }
 
-/// `stat(2)`.
+/// Interposes `stat(2)`.
 ///
 /// # Safety
 ///
-/// As `stat(2)`.
+/// See `stat(2)`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn stat64(path: *const c_char, into: *mut c_void) -> c_int {
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller's contract.
     unsafe { stat_at(path, into) }
 }
 
-/// `socket(2)`: without that of the kernel's RDMA stack, libibverbs lists devices by sysfs, and finds none but ours.
+/// Interposes `socket(2)`. Refused the RDMA netlink socket, libibverbs lists devices by sysfs and
+/// finds only the emulated ones.
 #[unsafe(no_mangle)]
 pub extern "C" fn socket(domain: c_int, kind: c_int, protocol: c_int) -> c_int {
     const NETLINK_RDMA: c_int = 20;
     if domain == libc::AF_NETLINK && protocol == NETLINK_RDMA && SYSFS.get().is_some() {
         return fail(libc::EPROTONOSUPPORT);
     }
-    // SAFETY: of numbers.
+    // SAFETY: integers only.
     unsafe { libc::syscall(libc::SYS_socket, domain, kind, protocol) as c_int }
 }
 
-/// `close(2)`.
+/// Interposes `close(2)`.
 #[unsafe(no_mangle)]
 pub extern "C" fn close(fd: c_int) -> c_int {
     if kind(fd) != 0 {
@@ -297,11 +301,12 @@ pub extern "C" fn close(fd: c_int) -> c_int {
     unsafe { libc::syscall(libc::SYS_close, fd) as c_int }
 }
 
-/// `ioctl(2)`.
+/// Interposes `ioctl(2)`.
 ///
 /// # Safety
 ///
-/// As `ioctl(2)`: on the device's descriptor, a request of `rdma/rdma_user_ioctl_cmds.h`.
+/// See `ioctl(2)`. On the device's descriptor, `argument` is a request of
+/// `rdma/rdma_user_ioctl_cmds.h`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
     let kind = kind(fd);
@@ -312,15 +317,15 @@ pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, argument: *mut c_voi
             Err(errno) => fail(errno),
         };
     }
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller's contract.
     unsafe { libc::syscall(libc::SYS_ioctl, fd, request, argument) as c_int }
 }
 
-/// `mmap(2)`: of the device's descriptor, a page of doorbell registers.
+/// Interposes `mmap(2)`, which maps UAR pages of the device's descriptor.
 ///
 /// # Safety
 ///
-/// As `mmap(2)`.
+/// See `mmap(2)`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mmap(
     address: *mut c_void,
@@ -340,17 +345,17 @@ pub unsafe extern "C" fn mmap(
             }
         }
     }
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller's contract.
     unsafe {
         libc::syscall(libc::SYS_mmap, address, len, protection, flags, fd, offset) as *mut c_void
     }
 }
 
-/// `mmap(2)`.
+/// Interposes `mmap(2)`.
 ///
 /// # Safety
 ///
-/// As `mmap(2)`.
+/// See `mmap(2)`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mmap64(
     address: *mut c_void,
@@ -360,6 +365,6 @@ pub unsafe extern "C" fn mmap64(
     fd: c_int,
     offset: i64,
 ) -> *mut c_void {
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller's contract.
     unsafe { mmap(address, len, protection, flags, fd, offset) }
 }

@@ -1,8 +1,9 @@
-//! An emulated ConnectX, for tests.
+//! An emulated ConnectX for tests.
 //!
-//! The distribution's own libibverbs and libmlx5 open a device `mlx5_0` that is in the test process itself: this crate
-//! defines the calls of libc by which they reach the kernel, a thread reads the work queues that libmlx5 writes, moves the
-//! bytes and writes completions. README.md says what of it is real and what is made up.
+//! The unmodified libibverbs and libmlx5 of the distribution open a device `mlx5_0` inside the test
+//! process. This crate interposes the libc functions by which they reach the kernel. A thread reads
+//! the WQEs that libmlx5 writes, moves the data and writes CQEs. README.md says which parts are
+//! real and which are made up.
 //!
 //! ```no_run
 //! use emulated_connectx::{EmulatedConnectX, Link, Options};
@@ -14,14 +15,15 @@
 //! device.assert_clean();
 //! ```
 //!
-//! One process has one device, started once: tests in one file share it, and those that need another link are another file.
+//! A process has one device, started once, which the tests of one file share. Tests that need
+//! another link go into another file.
 
 #[cfg(not(all(
     target_os = "linux",
     target_env = "gnu",
     any(target_arch = "x86_64", target_arch = "aarch64")
 )))]
-compile_error!("the calls that are taken over are those of glibc on Linux, x86-64 or aarch64");
+compile_error!("emulated-connectx supports only glibc on Linux, on x86-64 and aarch64");
 
 mod abi;
 mod channel;

@@ -1,45 +1,48 @@
-//! What is wrong with what the program wrote into queues, records and registers, and would be silent or late on a device.
+//! Findings: errors in what the program wrote into queues, doorbell records and registers. Hardware
+//! would report them late or never.
 
 use std::fmt;
 
-/// What can be wrong.
+/// The kind of a [`Finding`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Problem {
-    /// An entry of a send queue that is none: wrong index or queue pair number, segments that do not add up, an operation
-    /// that there is not.
+    /// A malformed send WQE: wrong index or queue pair number, inconsistent segments, or unknown
+    /// opcode.
     MalformedWqe,
-    /// The record of a send queue was ahead of the doorbells for longer than the patience.
+    /// A send queue's doorbell record stayed ahead of its doorbells for longer than
+    /// [`Options::doorbell_patience`](crate::Options::doorbell_patience).
     MissedDoorbell,
-    /// A doorbell for a queue pair that does not ring on this page, or that there has never been.
+    /// A doorbell for a queue pair that does not use this UAR page or never existed.
     StrayDoorbell,
-    /// More entries posted than the queue holds: some were overwritten before they were executed.
+    /// More WQE blocks posted than the queue holds: some were overwritten before execution.
     QueueOverflow,
-    /// A completion queue whose entries are not marked as the device's own when it is made: the first pass over them would
-    /// take them for completions.
+    /// A new completion queue whose entries are not marked as owned by the device. The first pass
+    /// would take them for CQEs.
     UnmarkedCompletions,
-    /// The consumer index is ahead of what was written: a completion was taken that was none, or taken twice, which is what
-    /// a wrong owner bit does.
+    /// The consumer index is ahead of the producer index: the program consumed an entry that was no
+    /// CQE, or one twice. A wrong owner bit check causes this.
     WrongOwner,
-    /// A completion for which the queue had no room. `ibv_poll_cq(3)`: the queue is in the error state.
+    /// A completion for a full completion queue, which is then in the error state
+    /// (`ibv_poll_cq(3)`).
     CompletionOverrun,
 }
 
-/// Something that was found.
+/// An error in what the program wrote.
 #[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Finding {
     /// Number of the queue pair or completion queue.
     pub number: u32,
-    /// What it is.
+    /// The kind of error.
     pub problem: Problem,
-    /// What was there and what should be.
+    /// The value found and the value expected.
     pub detail: String,
 }
 
 impl fmt::Debug for Finding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?} of {:#x}: {}", self.problem, self.number, self.detail)
+        write!(f, "{:?} on queue {:#x}: {}", self.problem, self.number, self.detail)
     }
 }
 
@@ -49,12 +52,12 @@ pub(crate) struct Lint {
 }
 
 impl Lint {
-    /// Kept at most: a queue that is broken is so with every entry.
-    const MOST: usize = 1000;
+    /// Limit of stored findings: a broken queue yields one for each WQE.
+    const MAX_FINDINGS: usize = 1000;
 
     pub(crate) fn note(&mut self, number: u32, problem: Problem, detail: String) {
         let finding = Finding { number, problem, detail };
-        if self.findings.len() < Self::MOST && !self.findings.contains(&finding) {
+        if self.findings.len() < Self::MAX_FINDINGS && !self.findings.contains(&finding) {
             self.findings.push(finding);
         }
     }

@@ -1,19 +1,18 @@
-//! What commands make: protection domains, regions, queues, queue pairs.
+//! Objects that commands create: protection domains, regions, queues, queue pairs.
 
 use std::time::Instant;
 
 use crate::abi::{QpCap, QpDest, state};
 use crate::memory::Buffer;
 
-/// What commands name an object by.
+/// The number by which commands name an object.
 pub(crate) type Handle = u32;
 pub(crate) type ContextId = u32;
 
 #[derive(Clone, Debug)]
 pub(crate) struct Context {
-    /// Index of the device.
     pub(crate) device: usize,
-    /// Where its asynchronous events are read.
+    /// Descriptor of its asynchronous events.
     pub(crate) events: Option<i32>,
 }
 
@@ -27,7 +26,7 @@ pub(crate) struct Mr {
     pub(crate) context: ContextId,
     pub(crate) pd: Handle,
     pub(crate) key: u32,
-    /// The address that requests name its first byte by.
+    /// The address of the first byte in requests.
     pub(crate) iova: u64,
     pub(crate) access: u32,
     pub(crate) memory: Buffer,
@@ -46,20 +45,20 @@ pub(crate) struct Cq {
     pub(crate) number: u32,
     pub(crate) user_handle: u64,
     pub(crate) ring: Buffer,
-    /// Consumer index and arm record.
+    /// Doorbell records: consumer index and arm.
     pub(crate) records: Buffer,
     pub(crate) entries: u32,
     pub(crate) entry_size: u32,
     pub(crate) page: u32,
     pub(crate) channel: Option<i32>,
-    /// Entries written.
     pub(crate) produced: u32,
-    /// Entries written up to the last one that is solicited or an error.
+    /// CQEs written up to the last solicited or error CQE.
     pub(crate) solicited: u32,
     pub(crate) armed: Option<Arm>,
     pub(crate) last_arm: Option<u32>,
-    /// Records put into the channel, and events.
+    /// Events sent to the channel.
     pub(crate) completion_events: u32,
+    /// Asynchronous events sent.
     pub(crate) async_events: u32,
     pub(crate) overrun: bool,
 }
@@ -80,17 +79,15 @@ pub(crate) struct Srq {
     pub(crate) shift: u32,
     pub(crate) max_wr: u32,
     pub(crate) max_sge: u32,
-    /// Of the next receive to use.
     pub(crate) head: u16,
     /// Receives used.
     pub(crate) used: u16,
-    /// Below which the event comes; 0 for never.
+    /// Number of posted receives below which the limit event is sent; 0: never.
     pub(crate) limit: u32,
     pub(crate) async_events: u32,
 }
 
 impl Srq {
-    /// Receives that are posted and not used.
     pub(crate) fn posted(&self) -> u16 {
         (self.records.record(0) as u16).wrapping_sub(self.used)
     }
@@ -108,13 +105,12 @@ pub(crate) enum Kind {
 #[derive(Clone, Debug)]
 pub(crate) struct Qp {
     pub(crate) context: ContextId,
-    /// Index of the device.
     pub(crate) device: usize,
     pub(crate) kind: Kind,
-    /// 0: a target that has none yet.
+    /// 0 for a DC target without a number yet.
     pub(crate) number: u32,
     pub(crate) user_handle: u64,
-    /// By which completions name it.
+    /// User index, by which CQEs name it.
     pub(crate) uidx: u32,
     pub(crate) pd: Handle,
     pub(crate) send_cq: Handle,
@@ -129,26 +125,25 @@ pub(crate) struct Qp {
     pub(crate) attr: Attr,
     pub(crate) attempt: Attempt,
     pub(crate) async_events: u32,
-    /// The first message has arrived.
+    /// Whether the first message has arrived.
     pub(crate) established: bool,
-    /// In SQD: an event is asked for when the send queue is drained.
-    pub(crate) tells_drained: bool,
-    /// In SQD: the request at the head is still under way.
+    /// In SQD: whether to send an event when the send queue is drained.
+    pub(crate) notify_drained: bool,
+    /// In SQD: whether the request at the head is still in flight.
     pub(crate) draining: bool,
-    /// When a record was seen to be ahead of the doorbells.
-    pub(crate) unrung: Option<Instant>,
+    /// When the doorbell record was first found ahead of the doorbells.
+    pub(crate) doorbell_missing_since: Option<Instant>,
 }
 
-/// A send or receive queue.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ring {
     pub(crate) memory: Buffer,
-    /// Which is the producer's.
+    /// Doorbell record with the producer index.
     pub(crate) record: Buffer,
-    /// Entries, or basic blocks of 64 bytes.
+    /// WQEs, or basic blocks of 64 bytes.
     pub(crate) entries: u32,
     pub(crate) shift: u32,
-    /// Of the next entry to use.
+    /// Index of the next WQE.
     pub(crate) index: u16,
 }
 
@@ -157,13 +152,11 @@ impl Ring {
         (self.record.record(0) as u16).wrapping_sub(self.index)
     }
 
-    /// Where entry `index` is.
     pub(crate) fn offset(&self, index: u16) -> u64 {
         u64::from(u32::from(index) & (self.entries - 1)) << self.shift
     }
 }
 
-/// What `ibv_modify_qp` sets.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Attr {
     pub(crate) dest: QpDest,
@@ -183,7 +176,7 @@ pub(crate) struct Attr {
     pub(crate) rnr_retry: u8,
 }
 
-/// How the request at the head of a send queue fares.
+/// Retry state of the request at the head of a send queue.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Attempt {
     pub(crate) rnr_naks: u32,
@@ -192,18 +185,16 @@ pub(crate) struct Attempt {
 }
 
 impl Qp {
-    /// It takes requests of others.
     pub(crate) fn responds(&self) -> bool {
         matches!(self.state, state::RTR | state::RTS | state::SQD | state::SQE)
     }
 
-    /// As after its creation.
     pub(crate) fn reset(&mut self) {
         for ring in [&mut self.sq, &mut self.rq].into_iter().flatten() {
             ring.index = 0;
         }
         self.attempt = Attempt::default();
         (self.established, self.draining) = (false, false);
-        self.unrung = None;
+        self.doorbell_missing_since = None;
     }
 }

@@ -1,28 +1,26 @@
-//! What a device and its port are said to be: addresses, limits, capabilities.
+//! Identity of a device and its port: addresses, limits, capabilities.
 
 use crate::abi::{EINVAL, ENODATA, GidEntry, Plain, QueryDevice, QueryPort};
 use crate::control::Link;
 
-/// The kinds in `struct ib_uverbs_gid_entry`.
+/// GID types in `struct ib_uverbs_gid_entry`.
 const INFINIBAND: u32 = 0;
 const ROCE_V1: u32 = 1;
 const ROCE_V2: u32 = 2;
 
-/// What a send queue takes at most.
 pub(crate) const MAX_SEND_WQEBB: u32 = 32768;
 pub(crate) const MAX_RECV_WR: u32 = 32768;
 pub(crate) const MAX_SRQ_WR: u32 = 32767;
 /// 1 GiB.
 pub(crate) const MAX_MESSAGE: u64 = 1 << 30;
-/// Of a datagram, on paths with an MTU of 4096.
+/// Maximum datagram, with a path MTU of 4096.
 pub(crate) const MAX_DATAGRAM: u64 = 4096;
 pub(crate) const COMPLETION_VECTORS: u32 = 4;
-/// Places in the GID table; most are empty.
+/// Entries of the GID table; most are empty.
 pub(crate) const GID_ENTRIES: u32 = 256;
-/// The firmware it claims: none there is.
+/// Firmware version, which no real device has.
 pub(crate) const FIRMWARE: [u32; 3] = [99, 44, 0];
 
-/// Port 1 of a device.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Port {
     pub(crate) device: usize,
@@ -35,7 +33,7 @@ impl Port {
         format!("mlx5_{}", self.device)
     }
 
-    /// Of Mellanox's range, with a card number that says what it is.
+    /// Returns the GUID: Mellanox's prefix and a recognisable number.
     pub(crate) fn guid(self) -> u64 {
         0x0002_c903_00e0_e000 + self.device as u64
     }
@@ -51,21 +49,20 @@ impl Port {
         [2, 0, 0, 0xe0, 0xe0, self.device as u8 + 1]
     }
 
-    /// The GID table: GIDs and their kinds.
     pub(crate) fn gids(self) -> Vec<([u8; 16], u32)> {
         let mut local = [0; 16];
         local[..2].copy_from_slice(&[0xfe, 0x80]);
         local[8..].copy_from_slice(&self.guid().to_be_bytes());
         match self.link {
             Link::InfiniBand => {
-                // The second of a subnet with a prefix, as an alias GUID has it.
+                // A second GID with a subnet prefix, as an alias GUID has it.
                 let mut alias = local;
                 alias[..8].copy_from_slice(&[0xfe, 0xc0, 0, 0, 0, 0, 0, 0x44]);
                 alias[8] |= 0x02;
                 vec![(local, INFINIBAND), (alias, INFINIBAND)]
             }
             Link::Roce => {
-                // 192.0.2.0/24 and 2001:db8::/32 are for documentation.
+                // Addresses reserved for documentation: 192.0.2.0/24 and 2001:db8::/32.
                 let host = self.device as u8 + 1;
                 let mut v4 = [0; 16];
                 v4[10..].copy_from_slice(&[0xff, 0xff, 192, 0, 2, host]);
@@ -85,7 +82,6 @@ impl Port {
         Some(GidEntry { gid, index: index as u32, port: 1, kind, interface: 0 })
     }
 
-    /// There is an entry of this index that a route may name.
     pub(crate) fn check_gid(self, index: u8) -> Result<(), i32> {
         match usize::from(index) {
             index if index < self.gids().len() => Ok(()),
@@ -122,7 +118,8 @@ impl Port {
         }
     }
 
-    /// What there is not is 0: memory windows, multicast, on-demand paging.
+    /// Returns the device attributes. Unsupported features (memory windows, multicast, on-demand
+    /// paging) are 0.
     pub(crate) fn device_attributes(self) -> QueryDevice {
         const PORT_ACTIVE_EVENT: u32 = 1 << 10;
         const SYS_IMAGE_GUID: u32 = 1 << 11;
@@ -162,7 +159,6 @@ impl Port {
     }
 }
 
-/// Which of `devices` has the address.
 pub(crate) fn find(link: Link, devices: usize, lid: u16, gid: Option<&[u8; 16]>) -> Option<usize> {
     (0..devices).find(|&device| {
         let port = Port { device, link, up: true };
@@ -173,8 +169,7 @@ pub(crate) fn find(link: Link, devices: usize, lid: u16, gid: Option<&[u8; 16]>)
     })
 }
 
-/// The device that has `gid`.
-pub(crate) fn of_gid(link: Link, devices: usize, gid: &[u8; 16]) -> Option<Port> {
+pub(crate) fn port_with_gid(link: Link, devices: usize, gid: &[u8; 16]) -> Option<Port> {
     let mut ports = (0..devices).map(|device| Port { device, link, up: true });
     ports.find(|port| port.gids().iter().any(|(of, _)| of == gid))
 }

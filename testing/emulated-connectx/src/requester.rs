@@ -1,4 +1,4 @@
-//! The side that asks: takes requests off send queues and sees them through.
+//! The requester: executes requests of send queues.
 
 use std::time::{Duration, Instant};
 
@@ -13,15 +13,13 @@ use crate::responder::{self, Answer};
 use crate::state::State;
 use crate::wqe::{BLOCK, Control, Data, Local, Operation, Send};
 
-/// How one attempt at a request ends.
 #[derive(Debug)]
 enum Outcome {
-    /// So many bytes came back.
+    /// Success, with the number of bytes returned by the peer.
     Done(u32),
-    /// The peer has no receive, and asks to wait so many microseconds.
+    /// RNR NAK: the peer has no receive and asks for a wait of so many microseconds.
     NotReady(u64),
-    /// No one answered.
-    Silent,
+    NoAnswer,
     Failed(Status),
 }
 
@@ -32,11 +30,11 @@ impl From<Status> for Outcome {
 }
 
 impl State {
-    /// Executes requests of `handle`, at most `most`; whether anything came of it.
+    /// Executes up to `limit` requests of `handle`; returns whether it made progress.
     ///
-    /// `patient` keeps to the waits between attempts.
-    pub(crate) fn run_send_queue(&mut self, handle: Handle, most: usize, patient: bool) -> bool {
-        for done in 0..most {
+    /// `patient`: observe the waits between attempts.
+    pub(crate) fn run_send_queue(&mut self, handle: Handle, limit: usize, patient: bool) -> bool {
+        for done in 0..limit {
             if !self.run_request(handle, patient) {
                 return done > 0;
             }
@@ -44,7 +42,8 @@ impl State {
         true
     }
 
-    /// One attempt at the request at the head; `false` if there is none, or its time has not come.
+    /// Makes one attempt at the request at the head; returns `false` if there is none or its wait
+    /// is not over.
     fn run_request(&mut self, handle: Handle, patient: bool) -> bool {
         let Some(qp) = self.qps.get(&handle).cloned() else { return false };
         let runs = qp.state == state::RTS || qp.state == state::SQD && qp.draining;
@@ -61,7 +60,7 @@ impl State {
             return false;
         }
         if u32::from(posted) > sq.entries {
-            let detail = format!("{posted} blocks of {}", sq.entries);
+            let detail = format!("{posted} WQE blocks posted, capacity {}", sq.entries);
             self.lint.note(qp.number, Problem::QueueOverflow, detail);
         }
         let (control, entry) = read_entry(&sq);
@@ -84,10 +83,10 @@ impl State {
             Outcome::NotReady(wait) => {
                 self.counters.rnr_naks += 1;
                 let naks = qp.attempt.rnr_naks + 1;
-                // 7 is for ever.
+                // 7 means infinite retries.
                 if qp.attr.rnr_retry == 7 || naks <= u32::from(qp.attr.rnr_retry) {
                     let wait = Duration::from_micros(wait).min(self.options.longest_rnr_wait);
-                    self.again(
+                    self.set_attempt(
                         handle,
                         Attempt {
                             rnr_naks: naks,
@@ -99,14 +98,14 @@ impl State {
                 }
                 Status::RnrRetryExceeded
             }
-            Outcome::Silent => {
+            Outcome::NoAnswer => {
                 self.counters.timeouts += 1;
                 let timeouts = qp.attempt.timeouts + 1;
                 let wait = ack_timeout(qp.attr.timeout).min(self.options.longest_timeout);
                 if timeouts <= u32::from(qp.attr.retry_cnt) + 1 {
-                    // The first attempt waits as each repetition does.
+                    // The first attempt has a timeout, like each retry.
                     let not_before = Some(Instant::now() + wait);
-                    self.again(
+                    self.set_attempt(
                         handle,
                         Attempt { rnr_naks: qp.attempt.rnr_naks, timeouts, not_before },
                     );
@@ -121,7 +120,7 @@ impl State {
             Cqe::error(qp.uidx, Opcode::RequestError, qp.number, sq.index, control.opcode, status);
         self.complete(qp.send_cq, qp.number, cqe);
         match is_unreliable(qp.kind) {
-            // Receives go on.
+            // Receives continue.
             true => {
                 if let Some(qp) = self.qps.get_mut(&handle) {
                     qp.state = state::SQE;
@@ -135,7 +134,7 @@ impl State {
 
     fn advance(&mut self, handle: Handle, blocks: u16) {
         self.counters.requests += 1;
-        // It may have failed, and been flushed, as its own peer.
+        // A queue pair that is its own peer may have failed and been flushed.
         let Some(qp) = self.qps.get_mut(&handle) else { return };
         qp.attempt = Attempt::default();
         if let Some(sq) = &mut qp.sq {
@@ -143,14 +142,14 @@ impl State {
         }
     }
 
-    fn again(&mut self, handle: Handle, attempt: Attempt) {
+    fn set_attempt(&mut self, handle: Handle, attempt: Attempt) {
         if let Some(qp) = self.qps.get_mut(&handle) {
             qp.attempt = attempt;
         }
     }
 
     fn attempt(&mut self, handle: Handle, qp: &Qp, control: &Control, entry: &[u8]) -> Outcome {
-        let index = qp.sq.expect("it has a request").index;
+        let index = qp.sq.expect("the caller found a request").index;
         let addressed = matches!(qp.kind, Kind::Ud | Kind::Dci);
         let checked = check(control, index, qp.number).and_then(|()| {
             Send::parse(control, entry, addressed).map_err(|malformed| malformed.to_string())
@@ -161,7 +160,7 @@ impl State {
                 self.lint.note(
                     qp.number,
                     Problem::MalformedWqe,
-                    format!("at {index:#x}: {detail}"),
+                    format!("WQE {index:#x}: {detail}"),
                 );
                 return Status::LocalQueuePairOperation.into();
             }
@@ -183,31 +182,30 @@ impl State {
             Err(status) => return status.into(),
         };
         let Some(target) = self.target(handle, qp, &request) else {
-            return self.lost(qp);
+            return self.unreachable(qp);
         };
         self.establish(target);
         let outcome = self.transfer(qp, target, control, &request, &payload, &local);
         match outcome {
-            // No one tells the sender.
-            Outcome::NotReady(_) | Outcome::Silent | Outcome::Failed(_)
+            // An unreliable sender does not learn about failures.
+            Outcome::NotReady(_) | Outcome::NoAnswer | Outcome::Failed(_)
                 if is_unreliable(qp.kind) =>
             {
-                self.lost(qp)
+                self.unreachable(qp)
             }
             outcome => outcome,
         }
     }
 
-    /// Of a request that reaches no one.
-    fn lost(&mut self, qp: &Qp) -> Outcome {
+    fn unreachable(&mut self, qp: &Qp) -> Outcome {
         if is_unreliable(qp.kind) {
             self.counters.dropped += 1;
             return Outcome::Done(0);
         }
-        Outcome::Silent
+        Outcome::NoAnswer
     }
 
-    /// The bytes to send, and where what comes back goes.
+    /// Returns the bytes to send, and the buffers for returned data.
     fn gather(&self, qp: &Qp, request: &Send) -> Result<(Vec<u8>, Vec<Buffer>), Status> {
         let wanted = if request.operation.writes_locally() { access::LOCAL_WRITE } else { 0 };
         let (mut payload, mut buffers, mut len) = (Vec::new(), Vec::new(), 0);
@@ -222,7 +220,7 @@ impl State {
                 Data::Memory(local) => self.readable(qp, local, wanted)?,
             };
             len += buffer.len();
-            // Before it is copied.
+            // Checked before copying.
             if len > longest {
                 return Err(Status::LocalLength);
             }
@@ -241,7 +239,7 @@ impl State {
         self.local(qp.pd, local, wanted).ok_or(Status::LocalProtection)
     }
 
-    /// Whom the request is for, if it is there and takes it.
+    /// Returns the peer, if it exists and accepts the request.
     fn target(&self, handle: Handle, qp: &Qp, request: &Send) -> Option<Handle> {
         if !self.port_up[qp.device] || self.lost[qp.device] {
             return None;
@@ -265,7 +263,7 @@ impl State {
         let knows = match qp.kind {
             Kind::Rc | Kind::Uc => peer.attr.dest_qpn == qp.number,
             Kind::Dci => request.address.is_some_and(|to| to.key == peer.dc_key),
-            // The high bit of the Q_Key stands for the sender's own.
+            // The high bit of the Q_Key selects the sender's own.
             Kind::Ud => request.address.is_some_and(|to| {
                 let given = (to.key >> 32) as u32;
                 let key = if given >> 31 == 1 { qp.attr.qkey } else { given };
@@ -275,7 +273,8 @@ impl State {
         };
         let there =
             peer.kind == expected && peer.responds() && Some(peer.device) == device && knows;
-        // To itself only if it says so, which the check of its peer's number has shown.
+        // RC, UC and UD queue pairs may address themselves: the checks above have shown that the
+        // number is meant.
         (there && (target != handle || matches!(qp.kind, Kind::Rc | Kind::Uc | Kind::Ud)))
             .then_some(target)
     }
@@ -300,11 +299,11 @@ impl State {
         };
         match request.operation {
             Operation::Nop => Outcome::Done(0),
-            // There are no keys that may be invalidated.
+            // The device has no keys that can be invalidated.
             Operation::SendInvalidate => {
                 match self.refuse_receive(target, Status::RemoteInvalidRequest) {
                     Answer::NotReady => self.outcome(target, Answer::NotReady),
-                    _ => Outcome::Silent,
+                    _ => Outcome::NoAnswer,
                 }
             }
             Operation::Send | Operation::SendImm => {
@@ -332,7 +331,7 @@ impl State {
                 self.outcome(target, answer)
             }
             Operation::Write | Operation::WriteImm => {
-                let remote = request.remote.expect("writes have one");
+                let remote = request.remote.expect("a WRITE has a remote address");
                 let wanted = responder::wanted(request.operation);
                 let takes_receive = request.operation == Operation::WriteImm;
                 if takes_receive && !self.has_receive(target) {
@@ -359,7 +358,7 @@ impl State {
                 self.outcome(target, answer)
             }
             Operation::Read => {
-                let remote = request.remote.expect("reads have one");
+                let remote = request.remote.expect("a READ has a remote address");
                 let len: u64 = local.iter().map(Buffer::len).sum();
                 match self.remote(target, &remote, len, responder::wanted(request.operation), false)
                 {
@@ -378,7 +377,7 @@ impl State {
     }
 
     fn atomic(&mut self, target: Handle, request: &Send, local: &[Buffer]) -> Outcome {
-        let remote = request.remote.expect("atomics have one");
+        let remote = request.remote.expect("an atomic operation has a remote address");
         let [new, compare] = request.operands;
         if !remote.address.is_multiple_of(8) {
             self.qp_event(target, crate::abi::event::QP_REQ_ERR);
@@ -387,10 +386,10 @@ impl State {
         }
         let memory =
             match self.remote(target, &remote, 8, responder::wanted(request.operation), false) {
-                Ok(memory) => memory.expect("eight bytes"),
+                Ok(memory) => memory.expect("a length of eight bytes"),
                 Err(status) => return status.into(),
             };
-        // A region may begin at an address that is not that of its memory.
+        // The addresses in a region may differ in alignment from its memory.
         if !memory.address().is_multiple_of(8) {
             return Status::RemoteInvalidRequest.into();
         }
@@ -402,7 +401,6 @@ impl State {
         Outcome::Done(8)
     }
 
-    /// Fails the next receive of `target`, and so the target.
     fn refuse_receive(&mut self, target: Handle, status: Status) -> Answer {
         let wqe = match self.take_receive(target) {
             responder::Receive::None => return Answer::NotReady,
@@ -424,7 +422,7 @@ impl State {
         }
     }
 
-    /// The receive that a write with immediate data uses gets none of the bytes.
+    /// Uses a receive for a WRITE with immediate data, without writing to its buffers.
     fn deliver_immediate(
         &mut self,
         target: Handle,
@@ -456,7 +454,8 @@ impl State {
         }
     }
 
-    /// Completes all that is posted to a queue pair in the error state as flushed; in SQE, its requests.
+    /// Flushes what is posted to a queue pair: everything in the error state, only requests in SQE.
+    /// Returns whether there was anything.
     pub(crate) fn flush(&mut self, handle: Handle) -> bool {
         let mut any = false;
         loop {
@@ -493,7 +492,7 @@ fn is_unreliable(kind: Kind) -> bool {
     matches!(kind, Kind::Uc | Kind::Ud)
 }
 
-/// The entry at the head of `sq`, which may go on at the start of the queue.
+/// Reads the WQE at the head of `sq`, which may wrap around the end of the queue.
 fn read_entry(sq: &crate::objects::Ring) -> (Control, Vec<u8>) {
     let mut first = [0; BLOCK];
     sq.memory.read(sq.offset(sq.index), &mut first);
@@ -509,21 +508,20 @@ fn read_entry(sq: &crate::objects::Ring) -> (Control, Vec<u8>) {
     (control, entry)
 }
 
-/// The control segment is of this queue pair, and of this place in its queue.
 fn check(control: &Control, index: u16, number: u32) -> Result<(), String> {
     if control.index != index {
-        return Err(format!("it says that it is at {:#x}", control.index));
+        return Err(format!("control segment has index {:#x}", control.index));
     }
     if control.qpn != number {
-        return Err(format!("it says that it is of queue pair {:#x}", control.qpn));
+        return Err(format!("control segment names queue pair {:#x}", control.qpn));
     }
     if control.segments == 0 {
-        return Err("it has no segments".into());
+        return Err("control segment has a length of 0".into());
     }
     Ok(())
 }
 
-/// `timeout` of `ibv_modify_qp(3)`: 0 is for ever, which here is as long as the options say.
+/// Converts `timeout` of `ibv_modify_qp(3)`. 0 means infinite, so that only the option limits it.
 fn ack_timeout(timeout: u8) -> Duration {
     match timeout & 31 {
         0 => Duration::MAX,
@@ -531,7 +529,6 @@ fn ack_timeout(timeout: u8) -> Duration {
     }
 }
 
-/// A route to `gid` leads to this physical address, on Ethernet.
 pub(crate) fn mac_of(state: &State, gid: &[u8; 16]) -> Option<[u8; 6]> {
-    port::of_gid(state.options.link, state.options.devices, gid).map(port::Port::mac)
+    port::port_with_gid(state.options.link, state.options.devices, gid).map(port::Port::mac)
 }

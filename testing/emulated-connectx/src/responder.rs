@@ -1,4 +1,4 @@
-//! The side that a request reaches: receives, memory access, datagrams.
+//! The responder: receives, memory access, datagrams.
 
 use crate::abi::{access, event};
 use crate::control::{Link, Status};
@@ -9,36 +9,26 @@ use crate::port::Port;
 use crate::state::State;
 use crate::wqe::{self, GlobalRoute, Local};
 
-/// The bytes before a datagram: a global route header, or the last 20 of them an IPv4 header.
+/// Length of the header before a datagram: a GRH, or an IPv4 header in its last 20 bytes.
 pub(crate) const GRH: u64 = 40;
 
-/// The receive that a message uses.
 #[derive(Debug)]
 pub(crate) enum Receive {
-    /// None is posted.
     None,
-    Taken {
-        wqe: u16,
-        buffers: Vec<Buffer>,
-        room: u64,
-    },
-    /// One that names memory it may not.
-    Refused {
-        wqe: u16,
-    },
+    Taken { wqe: u16, buffers: Vec<Buffer>, capacity: u64 },
+    Refused { wqe: u16 },
 }
 
-/// How a peer answers.
 #[derive(Debug, PartialEq)]
 pub(crate) enum Answer {
     Done,
-    /// No receive is posted: try again.
+    /// Nothing is posted; the requester retries.
     NotReady,
     Failed(Status),
 }
 
 impl State {
-    /// The memory that `local` names, if protection domain `pd` may touch it so.
+    /// Returns the memory of `local`, if protection domain `pd` permits access `wanted`.
     pub(crate) fn local(&self, pd: Handle, local: &Local, wanted: u32) -> Option<Buffer> {
         self.region(pd, local.key, local.address, local.len, wanted)
     }
@@ -55,7 +45,6 @@ impl State {
         (mr.pd == pd && mr.access & wanted == wanted).then(|| mr.part(address, len)).flatten()
     }
 
-    /// Takes the next receive of `target`, or of its shared queue.
     pub(crate) fn take_receive(&mut self, target: Handle) -> Receive {
         let Some(qp) = self.qps.get_mut(&target) else { return Receive::None };
         let (wqe, segments) = if let Some(srq) = qp.srq {
@@ -66,7 +55,7 @@ impl State {
             let mut entry = vec![0; 1 << srq.shift];
             let wqe = srq.head;
             srq.ring.read(u64::from(wqe) << srq.shift, &mut entry);
-            // Each entry names the one after it.
+            // Each WQE names the next.
             srq.head = u16::from_be_bytes([entry[2], entry[3]]);
             srq.used = srq.used.wrapping_add(1);
             (wqe, entry[16..].to_vec())
@@ -93,13 +82,13 @@ impl State {
             .collect();
         match buffers {
             Some(buffers) => {
-                Receive::Taken { wqe, room: buffers.iter().map(Buffer::len).sum(), buffers }
+                Receive::Taken { wqe, capacity: buffers.iter().map(Buffer::len).sum(), buffers }
             }
             None => Receive::Refused { wqe },
         }
     }
 
-    /// The event of a shared receive queue that runs low, once for each time it is armed.
+    /// Sends the limit event of a shared receive queue that runs low, once per arming.
     pub(crate) fn watch_limit(&mut self, handle: Handle) {
         let Some(srq) = self.srqs.get_mut(&handle) else { return };
         if u32::from(srq.posted()) < srq.limit {
@@ -108,7 +97,7 @@ impl State {
         }
     }
 
-    /// A message of `source` that uses a receive of `target`: `header` and `payload` are what the receive gets.
+    /// Delivers a message into a receive of `target`: first `header`, then `payload`.
     pub(crate) fn deliver(
         &mut self,
         target: Handle,
@@ -123,7 +112,7 @@ impl State {
         let broken = |state: &mut Self, wqe, status, answer| {
             let cqe = Cqe::error(uidx, Opcode::ResponseError, number, wqe, 0, status);
             state.complete(cq, number, cqe);
-            // A datagram costs its receive only.
+            // A failed datagram fails only its receive.
             if kind != Kind::Ud {
                 state.fail_qp(target);
             }
@@ -134,7 +123,9 @@ impl State {
             Receive::Refused { wqe } => {
                 broken(self, wqe, Status::LocalProtection, Status::RemoteOperation)
             }
-            Receive::Taken { wqe, room, .. } if room < (header.len() + payload.len()) as u64 => {
+            Receive::Taken { wqe, capacity, .. }
+                if capacity < (header.len() + payload.len()) as u64 =>
+            {
                 broken(self, wqe, Status::LocalLength, Status::RemoteInvalidRequest)
             }
             Receive::Taken { wqe, buffers, .. } => {
@@ -146,7 +137,7 @@ impl State {
                 if opcode != Opcode::WriteImm {
                     scatter(&buffers, &[header, payload].concat());
                 }
-                // A datagram's says nothing of its header.
+                // The length of a datagram includes its header.
                 arrived.bytes = len as u32;
                 debug_assert!(kind == Kind::Ud || header.is_empty());
                 self.complete(cq, number, Cqe::receive(uidx, opcode, number, wqe, &arrived));
@@ -155,10 +146,10 @@ impl State {
         }
     }
 
-    /// The memory of `target` that a request of its peer names.
+    /// Returns the memory of `target` that a peer's request names.
     ///
-    /// A connected peer that names what it may not ends in the error state too, with an event, unless there is a receive
-    /// that tells of it.
+    /// If an RC peer names memory that it may not access, `target` fails too, with an event unless
+    /// a receive reports the error.
     pub(crate) fn remote(
         &mut self,
         target: Handle,
@@ -179,7 +170,7 @@ impl State {
             }
             return Err(Status::RemoteInvalidRequest);
         }
-        // Of no bytes, neither key nor address is looked at.
+        // An access to zero bytes checks neither key nor address.
         let found = match len {
             0 => Some(None),
             _ => self.region(qp.pd, remote.key, remote.address, len, wanted).map(Some),
@@ -197,7 +188,6 @@ impl State {
     }
 }
 
-/// Writes `bytes` into `buffers`, one after the other.
 pub(crate) fn scatter(buffers: &[Buffer], mut bytes: &[u8]) {
     for buffer in buffers {
         let (now, rest) = bytes.split_at(bytes.len().min(buffer.len() as usize));
@@ -206,7 +196,7 @@ pub(crate) fn scatter(buffers: &[Buffer], mut bytes: &[u8]) {
     }
 }
 
-/// What a datagram's first 40 bytes are, from `source` to `port`.
+/// Returns the 40 bytes before a datagram from `source` along `route`.
 pub(crate) fn datagram_header(
     link: Link,
     source: &Port,
@@ -219,7 +209,7 @@ pub(crate) fn datagram_header(
     let from = gids.get(usize::from(route.source_index)).map_or([0; 16], |&(gid, _)| gid);
     let is_v4 = |gid: &[u8; 16]| gid[..10] == [0; 10] && gid[10..12] == [0xff; 2];
     if link == Link::Roce && is_v4(&route.gid) {
-        // UDP, the transport header and the check come with it.
+        // IPv4, UDP, BTH, DETH, padded payload, ICRC.
         let total = (20 + 8 + 12 + 8 + payload.next_multiple_of(4) + 4) as u16;
         let ip = &mut header[20..];
         ip[0] = 0x45;
@@ -250,7 +240,6 @@ pub(crate) fn datagram_header(
     header
 }
 
-/// The access that a target needs of the peer's region for atomics, writes and reads.
 pub(crate) fn wanted(operation: wqe::Operation) -> u32 {
     match operation {
         wqe::Operation::Read => access::REMOTE_READ,
@@ -259,9 +248,9 @@ pub(crate) fn wanted(operation: wqe::Operation) -> u32 {
     }
 }
 
-/// How long `qp` has its peers wait that came too early, `min_rnr_timer` of `ibv_modify_qp(3)`, in microseconds.
+/// Returns the RNR wait of `qp` in microseconds: `min_rnr_timer` of `ibv_modify_qp(3)`.
 pub(crate) fn rnr_wait(qp: &Qp) -> u64 {
-    /// In hundredths of a millisecond, from 1; 0 is the longest.
+    /// In units of 10 µs, from code 1; code 0 is the longest wait.
     const TABLE: [u64; 31] = [
         1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536,
         2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152,

@@ -1,4 +1,4 @@
-//! All that the device knows, behind one lock.
+//! The state of all devices, behind one lock.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
@@ -31,14 +31,15 @@ pub(crate) struct State {
     pub(crate) srqs: BTreeMap<Handle, Srq>,
     pub(crate) qps: BTreeMap<Handle, Qp>,
     pub(crate) qp_by_number: HashMap<u32, Handle>,
-    /// With the protection domain.
+    /// Address handles with their protection domain.
     pub(crate) ahs: BTreeMap<Handle, (ContextId, Handle)>,
-    /// With the page.
+    /// UAR objects with their page.
     pub(crate) uars: BTreeMap<Handle, (ContextId, u32)>,
     pub(crate) uar: Uar,
     pub(crate) channels: HashMap<i32, Channel>,
-    /// Queue pairs whose send queue may have something to do, and who was served last.
+    /// Queue pairs whose send queue may have work.
     pub(crate) ready: BTreeSet<Handle>,
+    /// The queue pair served last.
     pub(crate) last_served: Handle,
     pub(crate) port_up: Vec<bool>,
     pub(crate) lost: Vec<bool>,
@@ -47,11 +48,11 @@ pub(crate) struct State {
     pub(crate) faults: Vec<Fault>,
     pub(crate) policy: Policy,
     pub(crate) next_audit: Instant,
-    /// Completion queues whose queue pairs are to end.
+    /// Overrun completion queues, whose queue pairs must fail.
     pub(crate) overrun: Vec<Handle>,
 }
 
-/// Makes the state; `false` if it was there.
+/// Creates the state; returns `false` if it exists.
 pub(crate) fn begin(options: Options) -> bool {
     let mut fresh = false;
     STATE.get_or_init(|| {
@@ -61,13 +62,12 @@ pub(crate) fn begin(options: Options) -> bool {
     fresh
 }
 
-/// The state of the device, which has been started.
 pub(crate) fn lock_started() -> MutexGuard<'static, State> {
-    // A test that panicked in here has failed; the others go on.
+    // Poison marks another test's panic; this test continues.
     STATE.get().expect("the device was started").lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A new context of device `number`; `None` if there is none.
+/// Opens a context of device `number`; returns `None` if the device does not exist.
 pub(crate) fn open_context(number: usize) -> Option<ContextId> {
     let mut state = lock_started();
     if number >= state.options.devices {
@@ -88,7 +88,7 @@ impl State {
             contexts: HashMap::new(),
             next_context: 0,
             next_handle: 0,
-            // As far from 0 and 1, which are special, as on devices.
+            // Above 0 and 1, which are special, as on real devices.
             next_number: 0x40,
             next_key: 0x10,
             pds: BTreeMap::new(),
@@ -128,26 +128,23 @@ impl State {
         self.next_handle
     }
 
-    /// A number for a queue pair or other queue: 24 bits, not used again.
+    /// Returns an unused 24-bit number for a queue or queue pair. Numbers are not reused.
     pub(crate) fn number(&mut self) -> u32 {
         self.next_number += 1;
-        assert!(self.next_number < 1 << 24, "sixteen million queues");
+        assert!(self.next_number < 1 << 24, "queue numbers are exhausted");
         self.next_number
     }
 
-    /// There is, or was, a queue of this number.
-    pub(crate) fn was_number(&self, number: u32) -> bool {
+    pub(crate) fn number_was_assigned(&self, number: u32) -> bool {
         number <= self.next_number
     }
 
-    /// A key that no region has had.
     pub(crate) fn key(&mut self) -> u32 {
         self.next_key += 1;
-        assert!(self.next_key < 1 << 24, "sixteen million regions");
+        assert!(self.next_key < 1 << 24, "memory keys are exhausted");
         self.next_key << 8 | self.next_key & 0xff
     }
 
-    /// Sees to descriptors that were closed.
     pub(crate) fn reap(&mut self) {
         for (fd, context) in interpose::closed() {
             match context {
@@ -159,7 +156,7 @@ impl State {
         }
     }
 
-    /// All that was made from `context` goes, as when the kernel closes the descriptor.
+    /// Destroys all objects of `context`, as the kernel does when the descriptor closes.
     fn close_context(&mut self, context: ContextId) {
         let qps: Vec<_> =
             self.qps.iter().filter(|(_, qp)| qp.context == context).map(|(&qp, _)| qp).collect();
@@ -211,7 +208,8 @@ impl State {
         }
     }
 
-    /// An asynchronous event of `context`, about `element`.
+    /// Sends an asynchronous event about `element`; returns `false` if `context` has no event
+    /// channel.
     fn event(&mut self, context: ContextId, element: u64, kind: u32) -> bool {
         let events = self.contexts.get(&context).and_then(|context| context.events);
         let Some(channel) = events.and_then(|fd| self.channels.get_mut(&fd)) else { return false };
@@ -220,7 +218,7 @@ impl State {
         true
     }
 
-    /// An event of all who have `device` open; `port` if it is about a port.
+    /// Sends an event to all contexts of `device`; `port` is 0 unless it concerns a port.
     pub(crate) fn device_event(&mut self, device: usize, port: u64, kind: u32) {
         let open: Vec<_> = self
             .contexts
@@ -264,8 +262,7 @@ impl State {
         }
     }
 
-    /// Events about `element` that the program has not read are taken back; how many.
-    pub(crate) fn take_back_events(
+    pub(crate) fn remove_unread_events(
         &mut self,
         context: ContextId,
         element: u64,
@@ -273,13 +270,12 @@ impl State {
     ) -> u32 {
         let events = self.contexts.get(&context).and_then(|context| context.events);
         let Some(channel) = events.and_then(|fd| self.channels.get_mut(&fd)) else { return 0 };
-        channel.take_back(|record| {
+        channel.remove_unread(|record| {
             channel::element_of(record)
                 .is_some_and(|(of, kind)| of == element && kinds.contains(&kind))
         })
     }
 
-    /// Queue pair `qp` goes to the error state, and what is posted is flushed.
     pub(crate) fn fail_qp(&mut self, handle: Handle) {
         let Some(qp) = self.qps.get_mut(&handle) else { return };
         if qp.kind == Kind::Dct || qp.state == state::ERR || qp.state == state::RESET {
@@ -288,23 +284,23 @@ impl State {
         qp.state = state::ERR;
         qp.attempt = Default::default();
         qp.draining = false;
-        let shares = qp.srq.is_some();
+        let has_srq = qp.srq.is_some();
         self.flush(handle);
-        if shares {
+        if has_srq {
             self.qp_event(handle, event::LAST_WQE_REACHED);
         }
     }
 
-    /// A queue pair in SQD has nothing under way any more.
+    /// Records that a queue pair in SQD has nothing in flight.
     pub(crate) fn drained(&mut self, handle: Handle) {
         let Some(qp) = self.qps.get_mut(&handle) else { return };
         qp.draining = false;
-        if std::mem::take(&mut qp.tells_drained) {
+        if std::mem::take(&mut qp.notify_drained) {
             self.qp_event(handle, event::SQ_DRAINED);
         }
     }
 
-    /// The first message reaches a queue pair that is not yet ready to send.
+    /// Records a message for a queue pair. The first one in RTR raises COMM_EST.
     pub(crate) fn establish(&mut self, handle: Handle) {
         let Some(qp) = self.qps.get_mut(&handle) else { return };
         let first = !std::mem::replace(&mut qp.established, true);
@@ -323,7 +319,7 @@ impl State {
         self.device_event(device, 0, event::DEVICE_FATAL);
     }
 
-    /// The device that `lid` or `gid` is an address of, if its port is up.
+    /// Returns the device with address `lid` or `gid`, if its port is up.
     pub(crate) fn device_at(&self, lid: u16, gid: Option<&[u8; 16]>) -> Option<usize> {
         let found = port::find(self.options.link, self.options.devices, lid, gid)?;
         (self.port_up[found] && !self.lost[found]).then_some(found)

@@ -1,5 +1,5 @@
-//! The files of `/sys/class/infiniband` and `/sys/class/infiniband_verbs`: a real tree below the directory of temporary
-//! files, which paths are led to.
+//! The emulated `/sys/class/infiniband` and `/sys/class/infiniband_verbs`: a real tree in the
+//! temporary directory, to which paths are redirected.
 
 use std::ffi::CString;
 use std::fs::{self, File};
@@ -13,19 +13,19 @@ use std::time::{Duration, SystemTime};
 use crate::control::Link;
 use crate::port::{FIRMWARE, Port};
 
-/// With the file that is locked as long as the process lives.
+/// Root of the tree, and its file that stays locked while the process lives.
 static ROOT: OnceLock<(PathBuf, File)> = OnceLock::new();
 
 const NAME: &str = "emulated-connectx-";
 const LOCK: &str = "lock";
 
-/// Makes the tree, once; removed when the process ends as it should.
+/// Creates the tree once. A normal exit removes it.
 pub(crate) fn build(ports: &[Port]) -> io::Result<CString> {
     let path = |root: &Path| Ok(CString::new(root.as_os_str().as_bytes())?);
     if let Some((root, _)) = ROOT.get() {
         return path(root);
     }
-    // Another process may have had the same number, or has it elsewhere.
+    // The time distinguishes processes with the same id, earlier or in another PID namespace.
     let age = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_err(io::Error::other)?;
     let root =
         std::env::temp_dir().join(format!("{NAME}{}-{}", std::process::id(), age.as_nanos()));
@@ -33,10 +33,10 @@ pub(crate) fn build(ports: &[Port]) -> io::Result<CString> {
     remove_old(&std::env::temp_dir())?;
     fs::create_dir(&root)?;
     let lock = File::create(root.join(LOCK))?;
-    if !is_free(&lock) {
+    if !try_lock(&lock) {
         return Err(io::Error::new(
             io::ErrorKind::AlreadyExists,
-            format!("{} is in use", root.display()),
+            format!("directory {} is locked by another process", root.display()),
         ));
     }
     put(&root, "class/infiniband_verbs/abi_version", "6")?;
@@ -44,19 +44,19 @@ pub(crate) fn build(ports: &[Port]) -> io::Result<CString> {
         device(&root, port)?;
     }
     if ROOT.set((root, lock)).is_ok() {
-        // SAFETY: a function that may be called at exit.
+        // SAFETY: `remove` may be called at exit.
         unsafe { libc::atexit(remove) };
     }
     named
 }
 
-/// Nobody has locked `file`; now we have.
-fn is_free(file: &File) -> bool {
-    // SAFETY: a descriptor that is open.
+/// Locks `file`; returns `false` if another process has it locked.
+fn try_lock(file: &File) -> bool {
+    // SAFETY: an open descriptor.
     unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) == 0 }
 }
 
-/// Removes the trees of processes that were killed. One that is young may not have got its lock yet.
+/// Removes the trees of killed processes. A young tree may not be locked yet.
 fn remove_old(directory: &Path) -> io::Result<()> {
     const YOUNG: Duration = Duration::from_secs(600);
     for entry in fs::read_dir(directory)?.flatten() {
@@ -65,8 +65,8 @@ fn remove_old(directory: &Path) -> io::Result<()> {
         if !named || old().map_or(true, |age| age < YOUNG) {
             continue;
         }
-        // Of another user, or gone meanwhile: none of our business.
-        if File::open(entry.path().join(LOCK)).is_ok_and(|lock| is_free(&lock)) {
+        // Fails for another user's tree or one removed meanwhile.
+        if File::open(entry.path().join(LOCK)).is_ok_and(|lock| try_lock(&lock)) {
             let _ = fs::remove_dir_all(entry.path());
         }
     }
@@ -75,7 +75,7 @@ fn remove_old(directory: &Path) -> io::Result<()> {
 
 extern "C" fn remove() {
     if let Some((root, _)) = ROOT.get() {
-        // What is left of it stays; nothing can be done about that here.
+        // An exit handler cannot report errors.
         let _ = fs::remove_dir_all(root);
     }
 }
@@ -83,7 +83,7 @@ extern "C" fn remove() {
 fn device(root: &Path, port: &Port) -> io::Result<()> {
     let name = port.name();
     let verbs = format!("class/infiniband_verbs/uverbs{}", port.device);
-    // Of /dev/null, to which the device's path leads.
+    // `/dev/null`, to which the device's path is redirected.
     put(root, &format!("{verbs}/dev"), "1:3")?;
     put(root, &format!("{verbs}/ibdev"), &name)?;
     put(root, &format!("{verbs}/abi_version"), "1")?;
@@ -101,7 +101,7 @@ fn device(root: &Path, port: &Port) -> io::Result<()> {
     put(root, &format!("{device}/board_id"), "EMULATED00001")?;
     put(root, &format!("{device}/hca_type"), "MT4123")?;
     put(root, &format!("{device}/fw_ver"), &format!("{major}.{minor}.{patch:04}"))?;
-    // By this libibverbs chooses libmlx5: a ConnectX-6.
+    // libibverbs selects libmlx5 by this alias of a ConnectX-6.
     let alias = "pci:v000015B3d0000101Bsv000015B3sd00000001bc02sc07i00";
     put(root, &format!("{device}/device/modalias"), alias)?;
     let ports = format!("{device}/ports/1");

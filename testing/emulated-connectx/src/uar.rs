@@ -1,7 +1,9 @@
-//! Doorbell registers: pages that the program maps and stores into, and the device watches.
+//! UAR pages: the program maps them and stores into their doorbell registers, which the device
+//! polls.
 //!
-//! A page has two pairs of registers of send queues at 0x800, and the one that arms completion queues at 0x20. Two stores
-//! into one register may be seen as one, so whoever sees one looks at all queues of that page.
+//! A page has two pairs of send registers at 0x800, and the register that arms completion queues at
+//! 0x20. Two stores into one register may be seen as one, so each store makes the device check all
+//! queues of the page.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -12,7 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 const PAGE: u64 = 4096;
 const PAGES: u64 = 1024;
-/// Where the pages are in the descriptor, as the device answers.
+/// Offset of the pages in the device's descriptor.
 const FIRST: i64 = 0x1_0000_0000;
 const SEND_REGISTERS: [u64; 4] = [0x800, 0x900, 0xa00, 0xb00];
 const ARM_REGISTER: u64 = 0x20;
@@ -23,14 +25,14 @@ struct Memory {
     start: NonNull<u8>,
 }
 
-// SAFETY: only accessed by atomics.
+// SAFETY: accessed by atomics only.
 unsafe impl Send for Memory {}
-// SAFETY: as above.
+// SAFETY: accessed by atomics only.
 unsafe impl Sync for Memory {}
 
 static MEMORY: OnceLock<Memory> = OnceLock::new();
 
-/// The descriptor and place of what is at `offset` of the device's.
+/// Returns the descriptor and offset behind `offset` of the device's descriptor.
 pub(crate) fn mapping(offset: i64, len: usize) -> Option<(RawFd, i64)> {
     let at = offset.checked_sub(FIRST)?;
     let inside =
@@ -38,11 +40,10 @@ pub(crate) fn mapping(offset: i64, len: usize) -> Option<(RawFd, i64)> {
     inside.then_some((MEMORY.get()?.fd, at))
 }
 
-/// The pages in use.
 #[derive(Default)]
 pub(crate) struct Uar {
     used: BTreeSet<u32>,
-    /// Which queue pairs and completion queues ring on a page.
+    /// Queue pairs and completion queues that ring on each page.
     senders: BTreeMap<u32, Vec<u32>>,
     armers: BTreeMap<u32, Vec<u32>>,
 }
@@ -53,21 +54,19 @@ impl fmt::Debug for Uar {
     }
 }
 
-/// A store that was seen.
 #[derive(Debug)]
-pub(crate) struct Ring {
+pub(crate) struct Doorbell {
     pub(crate) page: u32,
-    /// The first eight bytes of the control segment that was stored, as they are in memory.
+    /// The first eight bytes of the control segment, in memory order.
     pub(crate) value: u64,
 }
 
-/// Makes the memory behind the pages.
 pub(crate) fn prepare() -> std::io::Result<()> {
     if MEMORY.get().is_some() {
         return Ok(());
     }
     let len = (PAGES * PAGE) as usize;
-    // SAFETY: a name that ends in a zero; what is made is ours.
+    // SAFETY: a NUL-terminated name; descriptor and mapping are new.
     let (fd, start) = unsafe {
         let fd = libc::memfd_create(c"emulated-connectx".as_ptr(), libc::MFD_CLOEXEC);
         if fd < 0 || libc::ftruncate(fd, len as i64) != 0 {
@@ -88,18 +87,18 @@ pub(crate) fn prepare() -> std::io::Result<()> {
 fn register(page: u32, at: u64) -> &'static AtomicU64 {
     let memory = MEMORY.get().expect("the device was started");
     let offset = u64::from(page) * PAGE + at;
-    assert!(offset < PAGES * PAGE && offset.is_multiple_of(8), "a register of a page there is");
-    // SAFETY: within the memory, aligned, never unmapped; all others store whole words.
+    assert!(offset < PAGES * PAGE && offset.is_multiple_of(8), "register is outside the UAR pages");
+    // SAFETY: within the memory, aligned, never unmapped; all stores are whole words.
     unsafe { &*memory.start.as_ptr().add(offset as usize).cast::<AtomicU64>() }
 }
 
-/// What was stored since the last look; quick when nothing was.
-fn taken(register: &AtomicU64) -> Option<u64> {
+/// Takes the value stored since the last call. Costs one load if there is none.
+fn take_stored(register: &AtomicU64) -> Option<u64> {
     (register.load(Ordering::Relaxed) != 0).then(|| register.swap(0, Ordering::AcqRel))
 }
 
 impl Uar {
-    /// A page of its own, and where to map it.
+    /// Allocates a page; returns its index and the offset to map.
     pub(crate) fn allocate(&mut self) -> Option<(u32, u64)> {
         let page = (1..PAGES as u32).find(|page| !self.used.contains(page))?;
         for at in SEND_REGISTERS.into_iter().chain([ARM_REGISTER]) {
@@ -133,26 +132,25 @@ impl Uar {
         remove(&mut self.armers, page, cq);
     }
 
-    /// Queue pairs that ring on `page`.
     pub(crate) fn senders(&self, page: u32) -> Vec<u32> {
         self.senders.get(&page).cloned().unwrap_or_default()
     }
 
-    /// Doorbells of send queues.
-    pub(crate) fn rings(&self) -> Vec<Ring> {
-        let mut rings = Vec::new();
+    /// Takes the doorbells of send queues.
+    pub(crate) fn doorbells(&self) -> Vec<Doorbell> {
+        let mut doorbells = Vec::new();
         for &page in &self.used {
-            let stored = SEND_REGISTERS.into_iter().filter_map(|at| taken(register(page, at)));
-            rings.extend(stored.map(|value| Ring { page, value }));
+            let stored =
+                SEND_REGISTERS.into_iter().filter_map(|at| take_stored(register(page, at)));
+            doorbells.extend(stored.map(|value| Doorbell { page, value }));
         }
-        rings
+        doorbells
     }
 
-    /// Completion queues that may have been armed.
     pub(crate) fn armed(&self) -> Vec<u32> {
         let mut armed = Vec::new();
         for &page in &self.used {
-            if taken(register(page, ARM_REGISTER)).is_some() {
+            if take_stored(register(page, ARM_REGISTER)).is_some() {
                 armed.extend(self.armers.get(&page).into_iter().flatten());
             }
         }

@@ -1,4 +1,4 @@
-//! Requests of the kernel's interface: their attributes, and who answers them.
+//! Requests of the kernel's ioctl interface: parsing and dispatch.
 
 use std::ptr;
 
@@ -6,14 +6,14 @@ use crate::abi::{self, Attribute, EPROTONOSUPPORT, Header, Plain, device, object
 use crate::objects::ContextId;
 use crate::state::{self, State};
 
-/// An answer, or a number of `errno(3)`.
+/// Success, or an `errno(3)` value.
 pub(crate) type Reply = Result<(), i32>;
 
-/// Attributes of up to so many bytes are in the attribute itself.
+/// Attributes of up to this many bytes are stored inline.
 const INSIDE: usize = 8;
 const VALID_OUTPUT: u16 = 2;
 
-/// A request: attributes that are read, and places for the answer.
+/// A request: attributes to read, and space for the response.
 #[derive(Debug)]
 pub(crate) struct Request<'a> {
     pub(crate) context: ContextId,
@@ -22,16 +22,16 @@ pub(crate) struct Request<'a> {
     attributes: &'a mut [Attribute],
 }
 
-/// Answers the request at `header`.
+/// Executes the request at `header`.
 ///
 /// # Safety
 ///
-/// A header that its attributes follow, as `rdma/rdma_user_ioctl_cmds.h` says; what they point to is there to be read and
-/// written.
+/// The header is followed by its attributes, as `rdma/rdma_user_ioctl_cmds.h` describes. Their
+/// pointers are valid for reads and writes.
 pub(crate) unsafe fn serve(context: ContextId, header: *mut Header) -> Reply {
     // SAFETY: a header (caller).
     let (header, first) = unsafe { (header.read(), header.add(1).cast::<Attribute>()) };
-    // SAFETY: so many follow it (caller), and no one else uses them meanwhile.
+    // SAFETY: so many attributes follow (caller), which nothing else uses during the call.
     let attributes =
         unsafe { std::slice::from_raw_parts_mut(first, usize::from(header.attributes)) };
     let mut request = Request { context, object: header.object, method: header.method, attributes };
@@ -49,7 +49,7 @@ impl Request<'_> {
         self.find(id).is_some()
     }
 
-    /// A number or handle: the attribute itself.
+    /// Returns a number or handle, which is stored inline.
     pub(crate) fn number(&self, id: u16) -> Option<u64> {
         self.find(id).map(|attribute| attribute.data)
     }
@@ -58,7 +58,7 @@ impl Request<'_> {
         self.number(id).map(|number| number as u32).ok_or(abi::EINVAL)
     }
 
-    /// A structure; what the program's is shorter is zero, what it is longer is not looked at.
+    /// Returns a structure. Bytes that the program did not pass are zero; excess bytes are ignored.
     pub(crate) fn get<T: Plain>(&self, id: u16) -> Option<T> {
         let attribute = self.find(id)?;
         let len = usize::from(attribute.len);
@@ -73,7 +73,7 @@ impl Request<'_> {
         Some(value)
     }
 
-    /// Answers in attribute `id`, if the program asks for it; what its place is longer becomes zero.
+    /// Writes a response to attribute `id`, if the program asks for it. Excess space is zeroed.
     pub(crate) fn put<T: Plain>(&mut self, id: u16, value: &T) {
         let len = size_of::<T>();
         // SAFETY: a plain structure is that many bytes.
@@ -86,36 +86,33 @@ impl Request<'_> {
         else {
             return;
         };
-        let room = usize::from(attribute.len);
-        let now = bytes.len().min(room);
+        let capacity = usize::from(attribute.len);
+        let now = bytes.len().min(capacity);
         let into: *mut u8 = ptr::with_exposed_provenance_mut(attribute.data as usize);
-        // SAFETY: the attribute has `room` bytes there (`serve`).
+        // SAFETY: the attribute has `capacity` bytes there (`serve`).
         unsafe {
             ptr::copy_nonoverlapping(bytes.as_ptr(), into, now);
-            ptr::write_bytes(into.add(now), 0, room - now);
+            ptr::write_bytes(into.add(now), 0, capacity - now);
         }
         attribute.flags |= VALID_OUTPUT;
     }
 
-    /// Bytes that there is room for in attribute `id`.
-    pub(crate) fn room(&self, id: u16) -> usize {
+    pub(crate) fn capacity(&self, id: u16) -> usize {
         self.find(id).map_or(0, |attribute| usize::from(attribute.len))
     }
 
-    /// The handle or descriptor of what was made.
-    pub(crate) fn made(&mut self, id: u16, handle: u64) {
+    pub(crate) fn set_handle(&mut self, id: u16, handle: u64) {
         if let Some(attribute) = self.attributes.iter_mut().find(|attribute| attribute.id == id) {
             attribute.data = handle;
         }
     }
 }
 
-/// Methods of objects, but those of the device.
 const CREATE: u16 = 0;
 const DESTROY: u16 = 1;
-/// Objects that are made otherwise have this alone.
+/// The destroy method of objects without a create method.
 const ONLY_DESTROY: u16 = 0;
-/// `UVERBS_METHOD_REG_MR`, of `ibv_reg_mr_ex` (rdma-core 59).
+/// `UVERBS_METHOD_REG_MR`, which `ibv_reg_mr_ex` calls (rdma-core 59).
 const REG_MR: u16 = 5;
 
 impl State {
@@ -140,7 +137,7 @@ impl State {
             (object::QP, DESTROY) => self.destroy_qp(request),
             (object::UAR, abi::DRIVER) => self.allocate_uar(request),
             (object::UAR, UAR_DESTROY) => self.destroy_uar(request.handle(abi::DRIVER)?),
-            // What is not there, the libraries do without, or say so.
+            // On this error, the libraries do without the method or report it.
             _ => Err(EPROTONOSUPPORT),
         }
     }

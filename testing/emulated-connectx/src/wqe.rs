@@ -1,12 +1,13 @@
-//! Work queue entries as libmlx5 writes them: `struct mlx5_wqe_ctrl_seg` and what follows it.
+//! Work queue entries (WQEs) as libmlx5 writes them: `struct mlx5_wqe_ctrl_seg` and the segments
+//! after it.
 
 use std::fmt;
 
-/// Blocks that entries of send queues are made of.
+/// Size of the blocks that send WQEs consist of.
 pub(crate) const BLOCK: usize = 64;
 const SEGMENT: usize = 16;
 
-/// What a send queue is asked for: `MLX5_OPCODE_*`.
+/// The operation of a send WQE: `MLX5_OPCODE_*`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Operation {
     Nop,
@@ -40,24 +41,21 @@ impl Operation {
         matches!(self, Self::CompareSwap | Self::FetchAdd)
     }
 
-    /// It names memory of the peer.
     fn has_remote(self) -> bool {
         matches!(self, Self::Write | Self::WriteImm | Self::Read) || self.is_atomic()
     }
 
-    /// It puts what the peer answers into local memory.
     pub(crate) fn writes_locally(self) -> bool {
         self == Self::Read || self.is_atomic()
     }
 }
 
-/// The control segment.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Control {
     pub(crate) index: u16,
     pub(crate) opcode: u8,
     pub(crate) qpn: u32,
-    /// Of the whole entry, in segments of 16 bytes.
+    /// Length of the WQE in 16-byte segments.
     pub(crate) segments: u8,
     pub(crate) signaled: bool,
     pub(crate) solicited: bool,
@@ -65,7 +63,6 @@ pub(crate) struct Control {
 }
 
 impl Control {
-    /// The first block of an entry.
     pub(crate) fn parse(block: &[u8; BLOCK]) -> Self {
         let word = |at: usize| {
             u32::from_be_bytes([block[at], block[at + 1], block[at + 2], block[at + 3]])
@@ -82,16 +79,15 @@ impl Control {
         }
     }
 
-    /// Blocks that the entry takes.
     pub(crate) fn blocks(&self) -> u16 {
         (usize::from(self.segments.max(1)) * SEGMENT).div_ceil(BLOCK) as u16
     }
 }
 
-/// `struct mlx5_wqe_av`: to whom a datagram, or a request of a DC initiator, goes.
+/// The destination of a datagram or a DC request: `struct mlx5_wqe_av`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Address {
-    /// The Q_Key in the high half of a datagram's, the access key of a DC target.
+    /// Access key of a DC target; for a datagram, the Q_Key in the high half.
     pub(crate) key: u64,
     pub(crate) qpn: u32,
     pub(crate) service_level: u8,
@@ -114,7 +110,6 @@ pub(crate) struct Remote {
     pub(crate) key: u32,
 }
 
-/// A stretch of data.
 #[derive(Clone, Debug)]
 pub(crate) enum Data {
     Inline(Vec<u8>),
@@ -128,18 +123,16 @@ pub(crate) struct Local {
     pub(crate) key: u32,
 }
 
-/// A whole entry of a send queue.
 #[derive(Clone, Debug)]
 pub(crate) struct Send {
     pub(crate) operation: Operation,
     pub(crate) address: Option<Address>,
     pub(crate) remote: Option<Remote>,
-    /// What to add or swap in, and what to compare with.
+    /// The value to add or swap in, and the value to compare with.
     pub(crate) operands: [u64; 2],
     pub(crate) data: Vec<Data>,
 }
 
-/// Why an entry is none.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Malformed(pub(crate) String);
 
@@ -149,13 +142,12 @@ impl fmt::Display for Malformed {
     }
 }
 
-/// Segments one after the other.
 struct Segments<'a>(&'a [u8]);
 
 impl<'a> Segments<'a> {
     fn take(&mut self, len: usize, what: &str) -> Result<&'a [u8], Malformed> {
         let (taken, rest) = self.0.split_at_checked(len).ok_or_else(|| {
-            Malformed(format!("the entry ends {} bytes short of its {what}", len - self.0.len()))
+            Malformed(format!("truncated {what}: {} bytes missing", len - self.0.len()))
         })?;
         self.0 = rest;
         Ok(taken)
@@ -171,14 +163,14 @@ fn double(bytes: &[u8], at: usize) -> u64 {
 }
 
 impl Send {
-    /// `bytes` is the whole entry, `addressed` whether one of this queue pair has an address.
+    /// Parses a WQE. `addressed`: whether WQEs of this queue pair contain an address.
     pub(crate) fn parse(
         control: &Control,
         bytes: &[u8],
         addressed: bool,
     ) -> Result<Self, Malformed> {
         let operation = Operation::new(control.opcode).ok_or_else(|| {
-            Malformed(format!("operation {:#x} is not one that is emulated", control.opcode))
+            Malformed(format!("opcode {:#x} is not supported by the emulation", control.opcode))
         })?;
         let mut rest = Segments(bytes);
         rest.take(SEGMENT, "control segment")?;
@@ -209,7 +201,7 @@ impl Send {
 
 impl Address {
     fn parse(rest: &mut Segments<'_>) -> Result<Self, Malformed> {
-        /// The long form, with a global route, follows.
+        /// Flag of the long form, which includes a global route.
         const EXTENDED: u32 = 1 << 31;
         const HAS_ROUTE: u32 = 1 << 30;
         let short = rest.take(SEGMENT, "address")?;
@@ -225,7 +217,7 @@ impl Address {
             let long = rest.take(2 * SEGMENT, "long address")?;
             let route = word(long, 12);
             let gid: [u8; 16] = *long[16..].first_chunk().expect("32 bytes");
-            // On Ethernet there is always one, and the bit is not set.
+            // On Ethernet there is always a route, and the bit is not set.
             address.route = (route & HAS_ROUTE != 0 || gid != [0; 16]).then_some(GlobalRoute {
                 traffic_class: long[10],
                 hop_limit: long[11],
@@ -241,10 +233,7 @@ impl Address {
 impl Data {
     fn parse(rest: &mut Segments<'_>) -> Result<Option<Self>, Malformed> {
         const INLINE: u32 = 1 << 31;
-        let first = rest
-            .0
-            .get(..4)
-            .ok_or_else(|| Malformed("the entry ends within a data segment".into()))?;
+        let first = rest.0.get(..4).ok_or_else(|| Malformed("truncated data segment".into()))?;
         let count = word(first, 0);
         if count & INLINE != 0 {
             let len = (count & !INLINE) as usize;
@@ -259,7 +248,7 @@ impl Data {
 impl Local {
     fn parse(segment: &[u8]) -> Result<Option<Self>, Malformed> {
         let (count, key, address) = (word(segment, 0), word(segment, 4), double(segment, 8));
-        // A list of no length is written as nothing at all.
+        // An empty list is written as zeros.
         if count == 0 && key == 0 && address == 0 {
             return Ok(None);
         }
@@ -268,7 +257,7 @@ impl Local {
     }
 }
 
-/// The stretches of a receive: up to the one with the key that ends the list.
+/// Returns the scatter list of a receive, which a special key terminates.
 pub(crate) fn receive(segments: &[u8]) -> Vec<Local> {
     const LAST: u32 = 0x100;
     let mut list = Vec::new();

@@ -1,4 +1,4 @@
-//! What a test can do with the emulated device: stepping, faults, held and delayed completions.
+//! The interface for tests: stepping, faults, held and delayed completions.
 
 mod common;
 
@@ -9,7 +9,7 @@ use common::*;
 use emulated_connectx::{EmulatedConnectX, Release, Status};
 use rdma_sys::*;
 
-/// Stepping and holding are of the whole device: one test at a time.
+/// Returns the device to one test at a time: stepping and holding affect all of it.
 fn device() -> (EmulatedConnectX, MutexGuard<'static, ()>) {
     static ALONE: Mutex<()> = Mutex::new(());
     let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -31,7 +31,7 @@ fn steps_execute_one_request_each_in_turn() {
     for id in 0..3 {
         assert!(device.step() && device.step());
         pairs.iter().for_each(|pair| pair.succeed(id..id + 1));
-        assert!(pairs.iter().all(|pair| pair.a.ends.send.poll().is_none()));
+        assert!(pairs.iter().all(|pair| pair.a.queues.send.poll().is_none()));
     }
     assert!(!device.step());
     device.assert_clean();
@@ -52,9 +52,9 @@ fn chosen_request_fails_with_the_chosen_status() {
         device.run_until_idle(100);
         other.succeed(0..4);
         pair.succeed(0..2);
-        pair.a.ends.send.ends(2, expected);
-        pair.a.ends.send.ends(3, ibv_wc_status::IBV_WC_WR_FLUSH_ERR);
-        assert_eq!(pair.b.state(), ibv_qp_state::IBV_QPS_RTS, "the peer does not know");
+        pair.a.queues.send.fails_with(2, expected);
+        pair.a.queues.send.fails_with(3, ibv_wc_status::IBV_WC_WR_FLUSH_ERR);
+        assert_eq!(pair.b.state(), ibv_qp_state::IBV_QPS_RTS, "the peer is unaffected");
     }
     device.assert_clean();
 }
@@ -70,7 +70,7 @@ fn held_completions_come_in_the_order_of_the_release() {
         let context = Context::open(0);
         let pd = Pd::new(&context);
         let cq = Cq::new(&context, 31);
-        let make = || Qp::new(&pd, RC, Ends::one(&cq));
+        let make = || Qp::new(&pd, RC, Queues::one(&cq));
         let (a, b, c, d) = (make(), make(), make(), make());
         for (from, to) in [(&a, &b), (&b, &a), (&c, &d), (&d, &c)] {
             from.connect(to.number(), context.route(), |_| {});
@@ -100,12 +100,11 @@ fn completions_of_one_queue_pair_are_held_and_others_are_not() {
     writes(&free, 0..2);
     device.run_until_idle(10);
     free.succeed(0..2);
-    assert!(held.a.ends.send.poll().is_none());
-    // The bytes are there.
+    assert!(held.a.queues.send.poll().is_none());
     assert_eq!(held.target.bytes()[..8], held.source.bytes()[..8]);
     device.release_completions(Release::InOrder);
     held.succeed(0..2);
-    // What is held goes with its queue pair.
+    // Held completions are dropped with their queue pair.
     device.hold_completions(None);
     writes(&held, 0..1);
     device.run_until_idle(10);
@@ -136,7 +135,7 @@ fn counters_count() {
     let without = device.counters();
     let pair = Pair::new(RC);
     let before = device.counters();
-    // Of each end at least 32 requests and 32 receives with lists of 4.
+    // Each end has at least 32 requests, and 32 receives with lists of 4.
     assert!(before.queue_bytes - without.queue_bytes >= 2 * 2 * 32 * 64);
     writes(&pair, 0..5);
     device.run_until_idle(10);
@@ -155,27 +154,26 @@ fn attempts_without_a_receive_are_counted() {
         let before = device.counters();
         pair.a.post(Work::send(1, vec![]));
         assert_eq!(device.run_until_idle(1000), usize::from(retries) + 1);
-        pair.a.ends.send.ends(1, ibv_wc_status::IBV_WC_RNR_RETRY_EXC_ERR);
+        pair.a.queues.send.fails_with(1, ibv_wc_status::IBV_WC_RNR_RETRY_EXC_ERR);
         assert_eq!(device.counters().rnr_naks - before.rnr_naks, u64::from(retries) + 1);
         assert_eq!(pair.b.state(), ibv_qp_state::IBV_QPS_RTS);
     }
-    // For ever, until there is one.
+    // Infinite retries, until a receive is posted.
     let pair = Pair::new(RC);
     pair.a.post(Work::send(1, vec![]));
     assert_eq!(device.run_until_idle(100), 100);
     pair.b.post_recv(2, vec![]);
     assert_eq!(device.run_until_idle(100), 1);
-    pair.a.ends.send.ok(1);
-    pair.b.ends.recv.ok(2);
+    pair.a.queues.send.ok(1);
+    pair.b.queues.recv.ok(2);
 
-    // And those that no one answers.
     for retries in [0, 3] {
         let pair = Pair::with(RC, None, |attr| attr.retry_cnt = retries);
         assert_eq!(pair.b.to(ibv_qp_state::IBV_QPS_RESET), 0);
         let before = device.counters();
         pair.a.post(Work::send(1, vec![]));
         device.run_until_idle(1000);
-        pair.a.ends.send.ends(1, ibv_wc_status::IBV_WC_RETRY_EXC_ERR);
+        pair.a.queues.send.fails_with(1, ibv_wc_status::IBV_WC_RETRY_EXC_ERR);
         assert!(device.counters().timeouts - before.timeouts > u64::from(retries));
     }
     device.assert_clean();

@@ -1,6 +1,6 @@
-//! Dynamically connected transport on the emulated device, through the real libmlx5, on an InfiniBand link.
+//! Dynamically connected transport on the emulated device, through the real libmlx5, on InfiniBand.
 //!
-//! How a device answers a wrong key or an unknown target is made up: see README.md.
+//! The answers to a wrong key and an unknown target are made up: see README.md.
 
 mod common;
 mod dc_suite;

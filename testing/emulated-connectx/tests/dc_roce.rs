@@ -1,4 +1,4 @@
-//! Dynamically connected transport on the emulated device, through the real libmlx5, on a RoCE link.
+//! Dynamically connected transport on the emulated device, through the real libmlx5, on RoCE.
 
 mod common;
 mod dc_suite;

@@ -1,4 +1,4 @@
-//! The emulated devices as libibverbs lists, opens and describes them, on an InfiniBand link.
+//! The emulated devices as libibverbs lists, opens and describes them, on InfiniBand.
 
 mod common;
 
@@ -17,7 +17,7 @@ fn emulated_devices_are_listed_and_no_others() {
 }
 
 #[test]
-fn starting_again_gives_the_same_device_or_says_what_differs() {
+fn second_start_returns_the_device_or_refuses_other_options() {
     device();
     device();
     let error = EmulatedConnectX::start(Options::default()).unwrap_err();
@@ -28,11 +28,11 @@ fn starting_again_gives_the_same_device_or_says_what_differs() {
 }
 
 #[test]
-fn emulated_device_says_what_it_has_and_has_not() {
+fn emulated_device_reports_its_capabilities() {
     device();
     let context = Context::open(1);
     let mut attr: ibv_device_attr = zeroed();
-    // SAFETY: an open context, and room for the answer.
+    // SAFETY: an open context, and space for the answer.
     assert_eq!(unsafe { ibv_query_device(context.0, &mut attr) }, 0);
     assert_eq!((attr.vendor_id, attr.vendor_part_id, attr.phys_port_cnt), (0x2c9, 0x101b, 1));
     assert_eq!((attr.max_mw, attr.max_mcast_grp), (0, 0));
@@ -59,7 +59,7 @@ fn emulated_infiniband_port_has_a_lid_and_two_gids() {
         assert!(gids.iter().all(|gid| gid.gid_type == 0));
         for (index, gid) in gids.iter().enumerate() {
             let mut queried: ibv_gid = zeroed();
-            // SAFETY: an open context, and room for the answer.
+            // SAFETY: an open context, and space for the answer.
             assert_eq!(unsafe { ibv_query_gid(context.0, 1, index as i32, &mut queried) }, 0);
             // SAFETY: any bytes are a GID.
             assert_eq!(unsafe { queried.raw }, unsafe { gid.gid.raw });
@@ -72,20 +72,20 @@ fn emulated_infiniband_port_has_a_lid_and_two_gids() {
 }
 
 #[test]
-fn devices_talk_to_each_other() {
+fn devices_reach_each_other() {
     device();
-    let ends: Vec<_> = (0..2)
+    let nodes: Vec<_> = (0..2)
         .map(|number| {
             let context = Context::open(number);
             let pd = Pd::new(&context);
             let cq = Cq::new(&context, 15);
-            (Qp::new(&pd, RC, Ends::one(&cq)), Mr::new(&pd, 64, ALL), context.route())
+            (Qp::new(&pd, RC, Queues::one(&cq)), Mr::new(&pd, 64, ALL), context.route())
         })
         .collect();
-    ends[0].0.connect(ends[1].0.number(), ends[1].2, |_| {});
-    ends[1].0.connect(ends[0].0.number(), ends[0].2, |_| {});
-    let (a, mr, _) = &ends[0];
-    a.post(Work::write(5, vec![mr.sge(0, 8)], &ends[1].1, 0));
-    a.ends.send.ok(5);
+    nodes[0].0.connect(nodes[1].0.number(), nodes[1].2, |_| {});
+    nodes[1].0.connect(nodes[0].0.number(), nodes[0].2, |_| {});
+    let (a, mr, _) = &nodes[0];
+    a.post(Work::write(5, vec![mr.sge(0, 8)], &nodes[1].1, 0));
+    a.queues.send.ok(5);
     device().assert_clean();
 }

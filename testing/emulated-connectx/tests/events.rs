@@ -8,14 +8,14 @@ use common::*;
 use emulated_connectx::EmulatedConnectX;
 use rdma_sys::*;
 
-/// Long enough for what must not come to have come.
+/// Long enough for an unwanted event to arrive.
 const SHORT: Duration = Duration::from_millis(30);
 
 fn device() -> EmulatedConnectX {
     start(|_| {})
 }
 
-/// A pair whose first completes into a queue with a channel.
+/// A connected pair whose completion queue has a channel.
 struct Bed {
     a: Qp,
     b: Qp,
@@ -31,7 +31,7 @@ fn bed() -> Bed {
     let pd = Pd::new(&context);
     let channel = Channel::new(&context);
     let cq = Cq::with(&context, 31, Some(&channel));
-    let (a, b) = (Qp::new(&pd, RC, Ends::one(&cq)), Qp::new(&pd, RC, Ends::one(&cq)));
+    let (a, b) = (Qp::new(&pd, RC, Queues::one(&cq)), Qp::new(&pd, RC, Queues::one(&cq)));
     a.connect(b.number(), context.route(), |_| {});
     b.connect(a.number(), context.route(), |_| {});
     Bed {
@@ -52,7 +52,7 @@ impl Bed {
 }
 
 #[test]
-fn armed_queue_tells_of_the_next_completion_and_only_that() {
+fn armed_queue_notifies_of_one_completion() {
     let device = device();
     let bed = bed();
     bed.write(1);
@@ -70,7 +70,7 @@ fn armed_queue_tells_of_the_next_completion_and_only_that() {
 }
 
 #[test]
-fn arming_after_the_completion_tells_at_once() {
+fn arming_after_a_completion_notifies_at_once() {
     let device = device();
     let bed = bed();
     for round in 0..50 {
@@ -103,7 +103,7 @@ fn queue_armed_for_solicited_completions_waits_for_one() {
 }
 
 #[test]
-fn queue_with_an_event_that_no_one_has_read_can_be_destroyed() {
+fn queue_with_an_unread_event_can_be_destroyed() {
     let device = device();
     let bed = bed();
     bed.cq.arm(false);
@@ -111,18 +111,18 @@ fn queue_with_an_event_that_no_one_has_read_can_be_destroyed() {
     assert!(bed.channel.is_readable(PATIENCE));
     let Bed { a, b, channel, cq, .. } = bed;
     drop((a, b));
-    // Would wait for ever, were the event counted as one that the program has.
+    // Would hang if the unread event were counted as read.
     drop(cq);
     assert!(!channel.is_readable(Duration::ZERO), "the event went with its queue");
     device.assert_clean();
 }
 
 #[test]
-fn error_on_remote_access_tells_the_peer_by_an_event() {
+fn remote_access_error_raises_an_event_at_the_peer() {
     let device = device();
     let bed = bed();
     bed.a.post(Work::write(1, vec![bed.source.sge(0, 8)], &bed.source, 0));
-    bed.cq.ends(1, ibv_wc_status::IBV_WC_REM_ACCESS_ERR);
+    bed.cq.fails_with(1, ibv_wc_status::IBV_WC_REM_ACCESS_ERR);
     assert_eq!(bed.context.event(), ibv_event_type::IBV_EVENT_QP_ACCESS_ERR as u32);
     assert_eq!(bed.a.state(), ibv_qp_state::IBV_QPS_ERR);
     assert_eq!(bed.b.state(), ibv_qp_state::IBV_QPS_ERR);
@@ -130,13 +130,13 @@ fn error_on_remote_access_tells_the_peer_by_an_event() {
 }
 
 #[test]
-fn failed_queue_pair_and_port_and_their_events() {
+fn failed_queue_pair_raises_a_fatal_event() {
     let device = device();
     let bed = bed();
     assert!(!device.fail_queue_pair(0xff_fff0));
     bed.b.post_recv(9, vec![]);
     assert!(device.fail_queue_pair(bed.b.number()));
     assert_eq!(bed.context.event(), ibv_event_type::IBV_EVENT_QP_FATAL as u32);
-    bed.cq.ends(9, ibv_wc_status::IBV_WC_WR_FLUSH_ERR);
+    bed.cq.fails_with(9, ibv_wc_status::IBV_WC_WR_FLUSH_ERR);
     assert_eq!(bed.b.state(), ibv_qp_state::IBV_QPS_ERR);
 }

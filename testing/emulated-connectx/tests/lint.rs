@@ -1,5 +1,5 @@
-//! What the emulated device finds wrong with what is written by hand into queues, records and registers, as a direct path
-//! would write them; and that what libmlx5 would have written is taken.
+//! Findings about queues, records and registers written by hand, as a direct data path writes them.
+//! Correct entries cause none.
 
 mod common;
 
@@ -11,15 +11,15 @@ use common::*;
 use emulated_connectx::{EmulatedConnectX, Options, Problem};
 use rdma_sys::*;
 
-/// The device, for one test at a time. Every thread that stops between a doorbell record and its doorbell for longer than
-/// `options.doorbell_patience` is a finding, so only a test that never rings makes that short.
+/// Returns the device to one test at a time. Only a test that never rings may shorten
+/// `options.doorbell_patience`: a thread suspended between record and doorbell would be a finding.
 fn device(set: impl FnOnce(&mut Options)) -> (EmulatedConnectX, MutexGuard<'static, ()>) {
     static ALONE: Mutex<()> = Mutex::new(());
     let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     (start(set), alone)
 }
 
-/// A queue pair whose send queue is written by hand.
+/// A queue pair whose send queue the test writes.
 struct Direct {
     pair: Pair,
     qp: mlx5dv_qp,
@@ -34,12 +34,13 @@ impl Direct {
         let mut direct = Self { qp: zeroed(), cq: zeroed(), posted: 0, taken: 0, pair };
         let mut object: mlx5dv_obj = zeroed();
         (object.qp.in_, object.qp.out) = (direct.pair.a.raw, &mut direct.qp);
-        (object.cq.in_, object.cq.out) = (direct.pair.a.ends.send.0, &mut direct.cq);
+        (object.cq.in_, object.cq.out) = (direct.pair.a.queues.send.0, &mut direct.cq);
         init_obj(&mut object, 1 | 2);
         direct
     }
 
-    /// A signaled write of 100 bytes in three segments, which `spoil` may change.
+    /// Writes a signaled WQE of three segments (a WRITE of 100 bytes), which `spoil` may change.
+    /// Returns its doorbell value.
     fn entry(&mut self, spoil: impl Fn(&mut [u8; 64])) -> u64 {
         let mut entry = [0_u8; 64];
         entry[..4].copy_from_slice(&(u32::from(self.posted) << 8 | 8).to_be_bytes());
@@ -53,20 +54,20 @@ impl Direct {
         entry[40..48].copy_from_slice(&sge.addr.to_be_bytes());
         spoil(&mut entry);
         let at = usize::from(self.posted) % self.qp.sq.wqe_cnt as usize * 64;
-        // SAFETY: a block of the send queue, which no one else uses.
+        // SAFETY: a block of the send queue, which nothing else uses.
         unsafe { self.qp.sq.buf.cast::<u8>().add(at).copy_from(entry.as_ptr(), 64) };
         self.posted = self.posted.wrapping_add(1);
         u64::from_ne_bytes(*entry.first_chunk().unwrap())
     }
 
     fn record(&self) {
-        // SAFETY: the record of the send queue is the second of the two.
+        // SAFETY: the second of the two records belongs to the send queue.
         let record = unsafe { AtomicU32::from_ptr(self.qp.dbrec.add(1)) };
         record.store(u32::from(self.posted).to_be(), Ordering::Release);
     }
 
     fn ring(&self, value: u64) {
-        // SAFETY: a register of the page of this queue pair.
+        // SAFETY: a register on the UAR page of this queue pair.
         unsafe { AtomicU64::from_ptr(self.qp.bf.reg.cast()) }.store(value, Ordering::Release);
     }
 
@@ -76,13 +77,13 @@ impl Direct {
         self.ring(value);
     }
 
-    /// The next entry of the completion queue by the rule of `owner`: what it is.
+    /// Consumes the next CQE by the owner bit rule; returns its opcode.
     fn take(&mut self) -> u8 {
         let slot = (self.taken % self.cq.cqe_cnt) as usize * self.cq.cqe_size as usize;
         let pass = u8::from(self.taken & self.cq.cqe_cnt != 0);
         let mut last = 0;
         until("a completion", || {
-            // SAFETY: the last byte of an entry there is.
+            // SAFETY: the last byte of an entry of the queue.
             last = unsafe { self.cq.buf.cast::<u8>().add(slot + 63).read_volatile() };
             last >> 4 != 15 && last & 1 == pass
         });
@@ -136,7 +137,7 @@ fn malformed_entries_are_found_and_fail() {
         let mut direct = Direct::new();
         let value = direct.entry(spoil);
         direct.record();
-        // A good doorbell: of this queue pair, whatever the entry says.
+        // A valid doorbell of this queue pair, whatever the WQE says.
         direct.ring(u64::from_ne_bytes({
             let mut bytes = value.to_ne_bytes();
             bytes[4..].copy_from_slice(&(direct.pair.a.number() << 8 | 3).to_be_bytes());
@@ -148,7 +149,7 @@ fn malformed_entries_are_found_and_fail() {
 }
 
 #[test]
-fn doorbell_that_is_missing_is_found_and_nothing_is_executed() {
+fn missing_doorbell_is_found_and_nothing_is_executed() {
     let (device, _alone) = device(|options| options.doorbell_patience = Duration::from_millis(40));
     let mut direct = Direct::new();
     let value = direct.entry(|_| {});
@@ -161,7 +162,7 @@ fn doorbell_that_is_missing_is_found_and_nothing_is_executed() {
 }
 
 #[test]
-fn doorbell_of_no_one_is_found() {
+fn doorbell_for_an_unknown_queue_pair_is_found() {
     let (device, _alone) = device(|_| {});
     let direct = Direct::new();
     direct.ring(u64::from_ne_bytes([0, 0, 0, 8, 0xff, 0xff, 0xf0, 3]));
@@ -174,7 +175,7 @@ fn completions_taken_by_a_wrong_owner_bit_are_found() {
     let mut direct = Direct::new();
     direct.post(|_| {});
     direct.take();
-    // As by code that takes the entry behind, which is still the device's.
+    // Consumes the next entry too, which the device owns.
     direct.consumed(2);
     assert_eq!(found(&device), [Problem::WrongOwner]);
     direct.consumed(1);
@@ -182,7 +183,7 @@ fn completions_taken_by_a_wrong_owner_bit_are_found() {
 }
 
 #[test]
-fn completions_that_no_one_takes_overrun_their_queue() {
+fn unpolled_completions_overrun_their_queue() {
     let (device, _alone) = device(|_| {});
     let mut direct = Direct::new();
     for _ in 0..=direct.cq.cqe_cnt {

@@ -1,4 +1,4 @@
-//! Requests that libibverbs of rdma-core 44 does not send and newer ones do, made by hand.
+//! Requests that only versions of libibverbs after rdma-core 44 send, built by hand.
 
 mod common;
 
@@ -30,7 +30,7 @@ struct Request {
     list: [Attribute; 8],
 }
 
-/// Sends a request of `object` and `method` to `context`; what it answers.
+/// Sends a request of `object` and `method` to `context`; returns the errno.
 fn send(
     context: &Context,
     object: u16,
@@ -72,7 +72,7 @@ fn memory_is_registered_by_the_method_of_rdma_core_59() {
     let address = words.as_ptr() as u64;
     let (mut lkey, mut rkey) = (0_u32, 0_u32);
     let inside = |id, len, data| Attribute { id, len, flags: 1, reserved: 0, data };
-    // SAFETY: a protection domain that lives.
+    // SAFETY: a live protection domain.
     let pd = unsafe { (*pair.pd.0).handle };
     let mut list = [
         inside(0, 0, 0),
@@ -88,13 +88,13 @@ fn memory_is_registered_by_the_method_of_rdma_core_59() {
     assert_ne!((lkey, rkey), (0, 0));
     let write = Work::write(1, vec![pair.source.sge(0, 64)], &pair.target, 0);
     pair.a.post(write.at(address + 8, rkey));
-    pair.a.ends.send.ok(1);
+    pair.a.queues.send.ok(1);
     // SAFETY: within the vector.
     assert_eq!(unsafe { words.as_ptr().add(1).read_volatile() }, pair.source.word(0));
     let mut gone = [inside(0, 0, list[0].data); 8];
     assert_eq!(send(&pair.context, MR, DESTROY, &mut gone, 1), 0);
     assert_eq!(send(&pair.context, MR, DESTROY, &mut gone, 1), libc::EINVAL);
-    // What is not there says so in the way that makes libraries do without.
+    // Unknown methods give the error on which libraries do without.
     assert_eq!(send(&pair.context, 0x1000, 0x1000, &mut gone, 1), libc::EPROTONOSUPPORT);
     device.assert_clean();
 }

@@ -1,4 +1,4 @@
-//! Several threads, each with queue pairs of its own, on one context of the emulated device, and each with its own context.
+//! Several threads with their own queue pairs, on a shared context and on contexts of their own.
 
 mod common;
 
@@ -12,13 +12,14 @@ const THREADS: usize = 4;
 const PAIRS: usize = 12;
 const TIME: Duration = Duration::from_secs(2);
 
-/// Writes from each queue pair to its own place, checked; how many.
+/// Writes from each queue pair to its own place and verifies the data; returns the number of
+/// writes.
 fn work(context: &Arc<Context>, deadline: Instant) -> u64 {
     let pd = Pd::new(context);
     let cq = Cq::new(context, 255);
     let pairs: Vec<_> = (0..PAIRS)
         .map(|_| {
-            let (a, b) = (Qp::new(&pd, RC, Ends::one(&cq)), Qp::new(&pd, RC, Ends::one(&cq)));
+            let (a, b) = (Qp::new(&pd, RC, Queues::one(&cq)), Qp::new(&pd, RC, Queues::one(&cq)));
             a.connect(b.number(), context.route(), |_| {});
             b.connect(a.number(), context.route(), |_| {});
             (a, b)
@@ -30,7 +31,7 @@ fn work(context: &Arc<Context>, deadline: Instant) -> u64 {
         round += 1;
         (0..PAIRS).for_each(|at| source.set_word(8 * at, round << 8 | at as u64));
         for (at, (a, _)) in pairs.iter().enumerate() {
-            // Inline data goes through the doorbell register itself, shared by some of the queue pairs.
+            // Inline data goes through the doorbell register, which some queue pairs share.
             let write =
                 Work::write(at as u64, vec![source.sge(64 * at, 8)], &target, 64 * at as u64);
             a.post(write.flags(if round % 2 == 0 { SIGNALED } else { SIGNALED | INLINE }));

@@ -31,7 +31,7 @@ fn pair() -> (Qp, Qp, Mr, Mr, std::sync::Arc<Pd>) {
     let context = Context::open(0);
     let pd = Pd::new(&context);
     let (a, b) = (Cq::new(&context, 31), Cq::new(&context, 31));
-    let (a, b) = (Qp::new(&pd, UD, Ends::one(&a)), Qp::new(&pd, UD, Ends::one(&b)));
+    let (a, b) = (Qp::new(&pd, UD, Queues::one(&a)), Qp::new(&pd, UD, Queues::one(&b)));
     a.ready_for_datagrams(QKEY);
     b.ready_for_datagrams(QKEY);
     let (mut source, target) = (Mr::new(&pd, 4096, LOCAL), Mr::new(&pd, 4096, LOCAL));
@@ -40,7 +40,7 @@ fn pair() -> (Qp, Qp, Mr, Mr, std::sync::Arc<Pd>) {
 }
 
 #[test]
-fn datagrams_come_with_who_sent_them() {
+fn datagrams_carry_their_sender() {
     let device = device();
     let (a, b, source, target, pd) = pair();
     for (index, v4) in [(1, false), (3, true), (5, false)] {
@@ -53,8 +53,8 @@ fn datagrams_come_with_who_sent_them() {
             let list = vec![source.sge(0, 100 + round as usize)];
             let send = Work::new(1, ibv_wr_opcode::IBV_WR_SEND_WITH_IMM, list).immediate(round);
             a.post(send.to(&ah, b.number(), QKEY));
-            a.ends.send.ok(1);
-            let wc = b.ends.recv.ok(round.into());
+            a.queues.send.ok(1);
+            let wc = b.queues.recv.ok(round.into());
             assert_eq!((wc.byte_len, wc.src_qp), (140 + round, a.number()));
             assert_eq!(wc.wc_flags & 3, 3, "immediate data, and a global route");
             let bytes = target.bytes();
@@ -84,26 +84,26 @@ fn datagrams_are_lost_without_a_receive_or_with_a_wrong_key() {
     let before = device.counters().dropped;
     let send = |id, qkey| a.post(Work::send(id, vec![source.sge(0, 8)]).to(&ah, b.number(), qkey));
     send(1, QKEY);
-    a.ends.send.ok(1);
+    a.queues.send.ok(1);
     b.post_recv(7, vec![target.sge(0, 64)]);
     send(2, QKEY + 1);
-    a.ends.send.ok(2);
-    assert!(b.ends.recv.poll().is_none());
+    a.queues.send.ok(2);
+    assert!(b.queues.recv.poll().is_none());
     assert!(device.counters().dropped >= before + 2);
-    // The high bit stands for the sender's own key.
+    // The high bit selects the sender's own key.
     send(3, 1 << 31);
-    a.ends.send.ok(3);
-    b.ends.recv.ok(7);
+    a.queues.send.ok(3);
+    b.queues.recv.ok(7);
     device.assert_clean();
 }
 
 #[test]
-fn address_that_no_one_has_is_refused() {
+fn unknown_address_is_refused() {
     device();
     let (_a, _b, _source, _target, pd) = pair();
     let mut route = pd.1.route();
     route.grh.dgid.raw = [0xfe; 16];
-    // SAFETY: a protection domain and attributes that live.
+    // SAFETY: the protection domain and the attributes are alive.
     let ah = unsafe { ibv_create_ah(pd.0, &mut route) };
     assert!(ah.is_null());
 }

@@ -1,7 +1,7 @@
-//! Compares the public interface of each crate with its list in `docs/api`, so that every change of it is seen in review.
+//! Compares the public interface of each crate with its list in `docs/api`, for review.
 //!
-//! `cargo run -p public-api-files` fails if they differ, or if an interface names a crate that is not allowed to be in it.
-//! With `-- --write` it writes the lists. The lists are those of `cargo public-api -sss`.
+//! `cargo run -p public-api-files` fails if they differ, or if an interface contains types of other
+//! crates than allowed. `-- --write` updates the lists, which equal `cargo public-api -sss`.
 
 use std::collections::BTreeSet;
 use std::error::Error;
@@ -10,15 +10,14 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
-/// The JSON of rustdoc differs from one nightly to the next: this is one that `public-api` understands.
+/// A nightly whose rustdoc JSON `public-api` understands.
 const NIGHTLY: &str = "nightly-2026-05-20";
 
-/// A crate whose interface is listed.
 struct Listed {
     package: &'static str,
     features: &'static str,
-    /// Crates whose types may be in its interface, beside those of the standard library: a major version of one of them is a
-    /// major version of this crate.
+    /// Crates besides the standard library whose types the interface may contain. Their major
+    /// versions are major versions of this crate.
     foreign: &'static [&'static str],
 }
 
@@ -26,7 +25,7 @@ const LISTED: [Listed; 4] = [
     Listed {
         package: "rdma-provider",
         features: "serde",
-        // What its macro implements for flags: `Flags`.
+        // Implementations by its macro for `Flags`.
         foreign: &["bitflags", "serde_core"],
     },
     Listed { package: "rdma-soft", features: "", foreign: &["rdma_provider"] },
@@ -42,7 +41,7 @@ const LISTED: [Listed; 4] = [
             "bytes",
             "futures_core",
             "futures_sink",
-            // Of the macro: `Unpin` of `Drive`.
+            // The macro's `Unpin` of `Drive`.
             "pin_project",
             "rdma_mummy_sys",
             "rdma_provider",
@@ -61,7 +60,7 @@ fn main() -> ExitCode {
     {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => {
-            eprintln!("if the change is meant: cargo run -p public-api-files -- --write");
+            eprintln!("to accept the change, run: cargo run -p public-api-files -- --write");
             ExitCode::FAILURE
         }
         Err(error) => {
@@ -71,7 +70,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// True if the interface is as listed, or `write` has it listed, and it names no other crates.
+/// Returns true if the interface equals its list, or `write` updates the list, and no other crates
+/// occur.
 fn check(listed: &Listed, write: bool) -> Result<bool, Box<dyn Error>> {
     let items = interface(listed)?;
     let path = root().join("docs/api").join(format!("{}.txt", listed.package));
@@ -91,11 +91,12 @@ fn check(listed: &Listed, write: bool) -> Result<bool, Box<dyn Error>> {
         .flat_map(crates)
         .filter(|name| !allowed.contains(name) && !listed.foreign.contains(name))
         .collect();
-    foreign.iter().for_each(|name| println!("{}: names the crate {name}", listed.package));
+    foreign
+        .iter()
+        .for_each(|name| println!("{}: unexpected crate {name} in the interface", listed.package));
     Ok(before == after && foreign.is_empty())
 }
 
-/// The public items of a crate, one in each line.
 fn interface(listed: &Listed) -> Result<String, Box<dyn Error>> {
     let target = root().join("target/public-api");
     let mut rustdoc = Command::new("rustup");
@@ -118,7 +119,6 @@ fn interface(listed: &Listed) -> Result<String, Box<dyn Error>> {
         "--cap-lints",
         "allow",
     ]);
-    // Those of the toolchain that runs this program.
     rustdoc
         .env_remove("CARGO")
         .env_remove("RUSTC")
@@ -126,7 +126,7 @@ fn interface(listed: &Listed) -> Result<String, Box<dyn Error>> {
         .env_remove("RUSTUP_TOOLCHAIN");
     if !rustdoc.status()?.success() {
         return Err(format!(
-            "rustdoc fails for {}; is there a toolchain {NIGHTLY}?",
+            "rustdoc failed for {}; install the toolchain {NIGHTLY} if it is missing",
             listed.package
         )
         .into());
@@ -144,7 +144,7 @@ fn interface(listed: &Listed) -> Result<String, Box<dyn Error>> {
     Ok(items)
 }
 
-/// Names of the crates in the paths of an item: what stands before a first `::`.
+/// Returns the crate names in an item's paths: the parts before a first `::`.
 fn crates(item: &str) -> impl Iterator<Item = &str> {
     item.split(|character: char| {
         !(character.is_alphanumeric() || character == '_' || character == ':')

@@ -1,5 +1,5 @@
-//! Campaigns of seeds between two processes: both sides draw the same work from the seed, so that each knows what the other
-//! does to it, and everything must have happened exactly once.
+//! Random work between two processes. Both derive it from a seed, so each can check the work of the
+//! other.
 
 use std::collections::VecDeque;
 use std::pin::Pin;
@@ -11,16 +11,15 @@ use tokio_rdma::{Device, Imm, RemoteRegion};
 use super::shim::Chance;
 use super::{End, LARGEST, Meeting, Role, patient, pattern};
 
-/// Operations of one side.
+/// Operations per side.
 const OPERATIONS: usize = 60;
-/// Under way at once, of one side.
+/// Operations in flight at once, per side.
 const DEPTH: usize = 6;
-/// Where WRITEs go, each to its own; READs are from there on; a counter is behind all.
+/// Layout of a region: a range for each WRITE, then bytes to READ, then a counter.
 const WRITTEN: usize = 0;
 const READABLE: usize = LARGEST / 2;
 const COUNTER: u64 = LARGEST as u64;
 
-/// What one side does, in order.
 #[derive(Debug, Clone, Copy)]
 enum Work {
     Send { imm: Option<Imm> },
@@ -35,20 +34,19 @@ struct Step {
     work: Work,
     len: usize,
     seed: u8,
-    /// Of a WRITE, where it goes.
+    /// Offset of the target of a WRITE.
     at: usize,
 }
 
-/// The work of the side `of`.
 fn plan(seed: u64, of: Role) -> Vec<Step> {
-    // Around packets of every MTU.
+    // Around the packet sizes of each MTU.
     const AROUND: [usize; 6] = [0, 256, 1024, 4096, 8192, 16384];
     let mut chance = Chance::new(seed * 2 + u64::from(of == Role::Client));
     let mut at = WRITTEN;
     (0..OPERATIONS)
         .map(|_| {
             let len = AROUND[chance.below(6) as usize] + chance.below(3) as usize;
-            // Reads and the last byte of the counter's own word are elsewhere.
+            // The bytes to READ must not be written.
             let len = if at + len > READABLE { 0 } else { len };
             let imm = (chance.below(2) == 0).then(|| Imm(chance.next() as u32));
             let work = match chance.below(8) {
@@ -67,21 +65,21 @@ fn plan(seed: u64, of: Role) -> Vec<Step> {
         .collect()
 }
 
-/// What the other side's work makes arrive in receives.
+/// Returns the steps that consume a receive.
 fn arrivals(steps: &[Step]) -> VecDeque<Step> {
     let takes =
         |step: &&Step| matches!(step.work, Work::Send { .. } | Work::Write { imm: Some(_) });
     steps.iter().filter(takes).copied().collect()
 }
 
-/// One side's work. The counter is its alone: what it finds there is what it has left.
+/// Does the work of one side, which alone changes its counter.
 async fn work(end: &End, steps: &[Step]) {
     let word = end.remote.slice(COUNTER..COUNTER + 8).unwrap();
     let mut counter = 0_u64;
-    let mut under_way: VecDeque<Pin<Box<dyn Future<Output = ()> + Send>>> = VecDeque::new();
+    let mut in_flight: VecDeque<Pin<Box<dyn Future<Output = ()> + Send>>> = VecDeque::new();
     for step in steps.iter().copied() {
-        if under_way.len() == DEPTH
-            && let Some(first) = under_way.pop_front()
+        if in_flight.len() == DEPTH
+            && let Some(first) = in_flight.pop_front()
         {
             first.await;
         }
@@ -90,8 +88,7 @@ async fn work(end: &End, steps: &[Step]) {
             end.remote.slice(at as u64..(at + step.len) as u64).unwrap()
         };
         let qp = &end.qp;
-        // Posted now, awaited later.
-        under_way.push_back(match step.work {
+        in_flight.push_back(match step.work {
             Work::Send { imm: None } => done(qp.send(end.buffer(&bytes))),
             Work::Send { imm: Some(imm) } => done(qp.send_with_imm(end.buffer(&bytes), imm)),
             Work::Write { imm: None } => done(qp.write(end.buffer(&bytes), range(step.at))),
@@ -99,7 +96,7 @@ async fn work(end: &End, steps: &[Step]) {
                 done(qp.write_with_imm(end.buffer(&bytes), range(step.at), imm))
             }
             Work::Read => {
-                let read = qp.read(end.room(step.len), range(READABLE));
+                let read = qp.read(end.alloc(step.len), range(READABLE));
                 let expected = pattern(step.len, 0xaa);
                 Box::pin(async move { assert_eq!(&read.await.unwrap()[..], expected, "{step:?}") })
             }
@@ -121,24 +118,23 @@ async fn work(end: &End, steps: &[Step]) {
             }
         });
     }
-    for last in under_way {
+    for last in in_flight {
         last.await;
     }
 }
 
-/// Awaits work that must succeed.
 fn done<T: Send, E: std::fmt::Debug + Send>(
     work: impl Future<Output = Result<T, E>> + Send + 'static,
 ) -> Pin<Box<dyn Future<Output = ()> + Send>> {
     Box::pin(async move { drop(work.await.unwrap()) })
 }
 
-/// Takes what arrives: each message once, in order, whole.
+/// Receives the expected messages: each once, in order, complete.
 async fn receive(end: &End, mut expected: VecDeque<Step>) {
-    // Fewer than may be under way: some wait for a receive.
+    // Fewer receives than operations in flight, so some wait for a receive.
     const POSTED: usize = 3;
     let mut posted: VecDeque<_> =
-        (0..POSTED.min(expected.len())).map(|_| end.qp.recv(end.room(20_000))).collect();
+        (0..POSTED.min(expected.len())).map(|_| end.qp.recv(end.alloc(20_000))).collect();
     while let (Some(receive), Some(step)) = (posted.pop_front(), expected.pop_front()) {
         let received = receive.await.unwrap();
         match step.work {
@@ -159,12 +155,11 @@ async fn receive(end: &End, mut expected: VecDeque<Step>) {
             _ => unreachable!("{step:?} takes no receive"),
         }
         if posted.len() < expected.len() {
-            posted.push_back(end.qp.recv(end.room(20_000)));
+            posted.push_back(end.qp.recv(end.alloc(20_000)));
         }
     }
 }
 
-/// What the counter of the side that does `steps` ends at.
 fn sum(steps: &[Step]) -> u64 {
     let part = |step: &Step| match step.work {
         Work::Add => u64::from(step.seed),
@@ -174,7 +169,6 @@ fn sum(steps: &[Step]) -> u64 {
     steps.iter().map(part).sum()
 }
 
-/// Work of all kinds on a reliable connection: everything once, in order, whole.
 async fn reliable(device: &Device, meeting: &mut Meeting, role: Role, seed: u64) {
     let mtu = [Mtu::Mtu256, Mtu::Mtu1024, Mtu::Mtu4096][seed as usize % 3];
     let end = End::new(device, meeting, Transport::Rc, mtu, &patient()).await;
@@ -192,11 +186,10 @@ async fn reliable(device: &Device, meeting: &mut Meeting, role: Role, seed: u64)
         assert_eq!(bytes, pattern(step.len, step.seed), "{step:?}");
     }
     assert_eq!(end.region.load(LARGEST).unwrap(), sum(&theirs), "each atomic once");
-    // Every completion was asked for, and each receive that was posted has ended.
     meeting.meet().await;
 }
 
-/// SENDs on an unreliable connection: none twice, none overtaken, none in part.
+/// Checks that no message is duplicated, reordered or partial.
 async fn unreliable(device: &Device, meeting: &mut Meeting, role: Role, seed: u64) {
     const MESSAGES: u32 = 60;
     const LEN: usize = 3000;
@@ -210,7 +203,7 @@ async fn unreliable(device: &Device, meeting: &mut Meeting, role: Role, seed: u6
         for number in 0..MESSAGES {
             send(number).await.unwrap();
         }
-        // One more says that this was all, until one of it has arrived.
+        // Repeats an end marker until one arrives.
         let last = async {
             loop {
                 send(MESSAGES).await.unwrap();
@@ -223,7 +216,7 @@ async fn unreliable(device: &Device, meeting: &mut Meeting, role: Role, seed: u6
         }
     } else {
         let mut receives: VecDeque<_> =
-            (0..MESSAGES + 1).map(|_| end.qp.recv(end.room(LEN))).collect();
+            (0..MESSAGES + 1).map(|_| end.qp.recv(end.alloc(LEN))).collect();
         meeting.meet().await;
         let mut before = None;
         while let Some(receive) = receives.pop_front() {
@@ -242,7 +235,6 @@ async fn unreliable(device: &Device, meeting: &mut Meeting, role: Role, seed: u6
     meeting.meet().await;
 }
 
-/// `seeds`, one after the other, each on connections of its own.
 pub(super) async fn campaign(
     device: &Device,
     meeting: &mut Meeting,
@@ -250,7 +242,6 @@ pub(super) async fn campaign(
     seeds: impl Iterator<Item = u64>,
 ) {
     for seed in seeds {
-        // Shown if it fails.
         eprintln!("campaign: TOKIO_RDMA_SEED={seed}, {role:?}");
         reliable(device, meeting, role, seed).await;
         unreliable(device, meeting, role, seed).await;

@@ -1,5 +1,5 @@
-//! Every way that work can fail, with its two ends in different processes: status at the requester, status or event at the
-//! responder, what was posted behind it, and that nothing was written. A table that both processes go through in step.
+//! Failing work between two processes: statuses, events, flushed work, and unchanged memory. Both
+//! processes go through a table in step.
 
 use tokio_rdma::types::{
     Access, AddressVector, AsyncEvent, Data, Imm, Lkey, PortNum, Qkey, QpState, Qpn, RemoteAddr,
@@ -11,17 +11,16 @@ use super::{Meeting, Role};
 use crate::common::raw::{End, Options, QKEY, init, outcome, rtr_to, rts};
 use crate::common::{Memory, events};
 
-/// What the far end of a failed request sees.
+/// The effect of a request at the responder.
 enum There {
-    /// Its receive number 100 ends with this status, and the queue pair is in the error state.
+    /// Receive 100 completes with this status, and the queue pair fails.
     Receive(WcStatus),
-    /// An event, and the error state.
+    /// The queue pair reports this event and fails.
     Event(fn(Qpn) -> AsyncEvent),
-    /// Nothing: it goes on.
     Nothing,
 }
 
-/// Memory of a case, until it is over.
+/// Memory and protection domains that live as long as a case.
 #[derive(Default)]
 struct Kept(Vec<Memory>, Vec<ProtectionDomain>);
 
@@ -31,7 +30,7 @@ impl Kept {
         self.0.last().unwrap()
     }
 
-    /// Memory of another protection domain of the same device.
+    /// Registers memory in another protection domain of the device.
     fn foreign(&mut self, end: &End, len: usize) -> &Memory {
         let pd = end.device.protection_domain().unwrap();
         self.0.push(Memory::new(&pd, len));
@@ -47,17 +46,16 @@ impl Kept {
 }
 
 type Target = fn(&End, &mut Kept, Access, usize) -> RemoteAddr;
-type Room = fn(&End, &mut Kept, usize) -> Vec<Sge>;
+type Receive = fn(&End, &mut Kept, usize) -> Vec<Sge>;
 type Op = fn(RemoteAddr) -> SendOp;
 
-/// Work that fails at the responder.
 struct Case {
     name: String,
     options: Options,
-    /// What the responder tells the requester to name, for an operation that needs a right and names so many bytes.
+    /// A function that makes the remote address, and the right that the operation needs.
     target: (Target, Access),
-    /// Its receive number 100, of so many bytes.
-    receive: Option<(Room, usize)>,
+    /// The memory and the length of receive 100.
+    receive: Option<(Receive, usize)>,
     op: Op,
     len: usize,
     here: WcStatus,
@@ -76,15 +74,15 @@ const SWAP: (&str, Op, Access) = (
 const WRITE_IMM: (&str, Op, Access) =
     ("WRITE_IMM", |remote| SendOp::WriteWithImm(remote, Imm(3)), Access::REMOTE_WRITE);
 
-/// One packet, a full one, two, and several, of the MTU of the options.
+/// Lengths of a short packet, a full one, two packets, and several.
 const LENGTHS: [usize; 4] = [8, 1024, 1025, 5000];
 
-/// Room for `len` bytes, the last word of which is cut in half.
+/// Returns a length above `len` whose last word is incomplete.
 const fn size(len: usize) -> usize {
     ((len + 63) & !7) + 4
 }
 
-/// Remote memory that does not allow what is asked. All of its addresses are of words, for atomics.
+/// Remote addresses that the responder refuses, aligned for atomics.
 const FORBIDDEN: [(&str, Target); 10] = [
     ("a wrong key", |b, kept, _, len| {
         let right = kept.memory(b, size(len), Access::REMOTE_ALL).remote(0);
@@ -106,7 +104,7 @@ const FORBIDDEN: [(&str, Target); 10] = [
         let start = kept.memory(b, size(len), Access::REMOTE_ALL).remote(0);
         RemoteAddr { addr: start.addr - 8, ..start }
     }),
-    ("around the end of all memory", |b, kept, _, len| RemoteAddr {
+    ("across the end of the address space", |b, kept, _, len| RemoteAddr {
         addr: u64::MAX - 7,
         ..kept.memory(b, size(len), Access::REMOTE_ALL).remote(0)
     }),
@@ -114,19 +112,18 @@ const FORBIDDEN: [(&str, Target); 10] = [
         addr: 0,
         ..kept.memory(b, size(len), Access::REMOTE_ALL).remote(0)
     }),
-    ("everything allowed but this", |b, kept, needed, len| {
+    ("all other rights", |b, kept, needed, len| {
         kept.memory(b, size(len), Access::REMOTE_ALL.difference(needed)).remote(0)
     }),
     ("another protection domain", |b, kept, _, len| kept.foreign(b, size(len)).remote(0)),
 ];
 
 const ALLOWED: Target = |b, kept, _, len| kept.memory(b, size(len), Access::REMOTE_ALL).remote(0);
-const ROOM: Room = |b, kept, len| {
+const COVERED: Receive = |b, kept, len| {
     if len == 0 { vec![] } else { vec![kept.memory(b, len, Access::empty()).sge(0, len)] }
 };
 
-/// Receives into memory that is not covered.
-const NOT_COVERED: [(&str, Room); 5] = [
+const NOT_COVERED: [(&str, Receive); 5] = [
     ("a wrong key", |b, kept, len| {
         let right = kept.memory(b, len, Access::REMOTE_ALL).sge(0, len);
         vec![Sge { lkey: Lkey(right.lkey.0 ^ 0x10), ..right }]
@@ -139,7 +136,6 @@ const NOT_COVERED: [(&str, Room); 5] = [
     ("a registration that has ended", |b, _, len| vec![b.memory(len).sge(0, len)]),
 ];
 
-/// What fails at the responder.
 fn cases() -> Vec<Case> {
     let mut all = Vec::new();
     let plain = |name: String, op: Op, len: usize, here: WcStatus, there: There| Case {
@@ -157,7 +153,7 @@ fn cases() -> Vec<Case> {
             let atomic = needed == Access::REMOTE_ATOMIC;
             for &len in if atomic { &LENGTHS[..1] } else { &LENGTHS[..] } {
                 let with_imm = name == WRITE_IMM.0;
-                // Of several packets only the last takes a receive.
+                // Only the last packet consumes a receive.
                 let there = if with_imm && len <= 1024 {
                     There::Receive(WcStatus::LOC_ACCESS_ERR)
                 } else {
@@ -172,7 +168,7 @@ fn cases() -> Vec<Case> {
                 );
                 all.push(Case {
                     target: (target, needed),
-                    receive: with_imm.then_some((ROOM, 0)),
+                    receive: with_imm.then_some((COVERED, 0)),
                     ..case
                 });
             }
@@ -189,44 +185,49 @@ fn cases() -> Vec<Case> {
     for (name, op, _) in [READ, ADD] {
         let options = Options { dest_rd_atomic: 0, ..Options::default() };
         let there = There::Event(AsyncEvent::QpRequestError);
-        let case =
-            plain(format!("{name} that is not served"), op, 8, WcStatus::REM_INV_REQ_ERR, there);
+        let case = plain(
+            format!("{name} beyond the responder resources"),
+            op,
+            8,
+            WcStatus::REM_INV_REQ_ERR,
+            there,
+        );
         all.push(Case { options, ..case });
     }
     for (name, op, _) in [ADD, SWAP] {
         let there = There::Event(AsyncEvent::QpRequestError);
         let off: Target = |b, kept, _, len| kept.memory(b, size(len), Access::REMOTE_ALL).remote(4);
-        let case =
-            plain(format!("{name} off its boundary"), op, 8, WcStatus::REM_INV_REQ_ERR, there);
+        let case = plain(format!("misaligned {name}"), op, 8, WcStatus::REM_INV_REQ_ERR, there);
         all.push(Case { target: (off, Access::empty()), ..case });
     }
     let sends: [(&str, Op); 2] =
         [("SEND", |_| SendOp::Send), ("SEND_IMM", |_| SendOp::SendWithImm(Imm(1)))];
     for (name, op) in sends {
-        for (room, len) in [(16, 17), (0, 1), (1023, 1024), (1024, 1025), (16, 5000), (4999, 5000)]
+        for (posted, len) in
+            [(16, 17), (0, 1), (1023, 1024), (1024, 1025), (16, 5000), (4999, 5000)]
         {
             let there = There::Receive(WcStatus::LOC_LEN_ERR);
             let case = plain(
-                format!("{name} of {len} into {room}"),
+                format!("{name} of {len} into {posted}"),
                 op,
                 len,
                 WcStatus::REM_INV_REQ_ERR,
                 there,
             );
-            all.push(Case { receive: Some((ROOM, room)), ..case });
+            all.push(Case { receive: Some((COVERED, posted)), ..case });
         }
-        for (what, room) in NOT_COVERED {
+        for (what, receive) in NOT_COVERED {
             for len in [16, 1025] {
                 let there = There::Receive(WcStatus::LOC_PROT_ERR);
                 let case =
                     plain(format!("{name} of {len}: {what}"), op, len, WcStatus::REM_OP_ERR, there);
-                all.push(Case { receive: Some((room, len)), ..case });
+                all.push(Case { receive: Some((receive, len)), ..case });
             }
         }
     }
     for (name, op) in [sends[0], sends[1], (WRITE_IMM.0, WRITE_IMM.1)] {
         for rnr_retry in [0, 1, 6] {
-            // Of a longer WRITE_IMM the first packets write, and only the last finds no receive.
+            // The first packets of a longer WRITE_IMM would write.
             for len in [8, 1024] {
                 let name = format!("{name} of {len}: no receive, {rnr_retry} retries");
                 let case = plain(name, op, len, WcStatus::RNR_RETRY_EXC_ERR, There::Nothing);
@@ -237,13 +238,11 @@ fn cases() -> Vec<Case> {
     all
 }
 
-/// Where the other end is.
 struct Peer {
     address: AddressVector,
     qpn: Qpn,
 }
 
-/// Ends of both processes, connected with each other.
 async fn connected(device: &Device, meeting: &mut Meeting, options: &Options) -> (End, Peer) {
     let end = End::new(device, options);
     let gid = end.address().dgid;
@@ -263,11 +262,11 @@ async fn connected(device: &Device, meeting: &mut Meeting, options: &Options) ->
     (end, peer)
 }
 
-fn told(remote: RemoteAddr) -> Vec<u8> {
+fn encode(remote: RemoteAddr) -> Vec<u8> {
     [&remote.addr.to_be_bytes()[..], &remote.rkey.0.to_be_bytes()].concat()
 }
 
-fn heard(bytes: &[u8]) -> RemoteAddr {
+fn decode(bytes: &[u8]) -> RemoteAddr {
     let (addr, rkey) = bytes.split_first_chunk().unwrap();
     RemoteAddr {
         addr: u64::from_be_bytes(*addr),
@@ -275,7 +274,7 @@ fn heard(bytes: &[u8]) -> RemoteAddr {
     }
 }
 
-/// What is posted in the error state is flushed, in order, also if not signalled.
+/// Asserts that work in the error state is flushed in order, even if unsignalled.
 fn flushes(end: &End, name: &str) {
     end.send_with(2, SendOp::Send, SendFlags::empty(), Data::Sges(&[])).unwrap();
     end.send(3, SendOp::Send, &[]).unwrap();
@@ -286,15 +285,15 @@ fn flushes(end: &End, name: &str) {
     assert_eq!(outcome(&end.received(1)), flushed(&[4]), "{name}");
 }
 
-/// Work before it is done, it fails as said, work behind it is flushed.
+/// Checks the success of earlier work, the failure, and the flush of later work.
 async fn fails_there(device: &Device, meeting: &mut Meeting, active: bool, case: &Case) {
     let name = &case.name;
     let (end, _) = connected(device, meeting, &case.options).await;
-    // What peers are told of; and of receives, whose memory may hold a part of a message that failed.
-    let (mut kept, mut rooms) = (Kept::default(), Kept::default());
-    assert_eq!(events(device), [], "{name}: of a case before");
+    // The memory of a receive may hold a part of a failed message.
+    let (mut kept, mut receives) = (Kept::default(), Kept::default());
+    assert_eq!(events(device), [], "{name}: left by an earlier case");
     if active {
-        let remote = heard(&meeting.swap(&[]).await);
+        let remote = decode(&meeting.swap(&[]).await);
         let local = Memory::patterned(&end.pd, case.len, 1);
         end.send(0, SendOp::Send, &[]).unwrap();
         assert_eq!(outcome(&end.sent(1)), [(0, WcStatus::SUCCESS)], "{name}");
@@ -302,17 +301,21 @@ async fn fails_there(device: &Device, meeting: &mut Meeting, active: bool, case:
         assert_eq!(outcome(&end.sent(1)), [(1, case.here)], "{name}");
         assert_eq!(end.state(), QpState::Err, "{name}");
         flushes(&end, name);
-        assert_eq!(local.all(), crate::common::pattern(case.len, 1), "{name}: nothing came back");
+        assert_eq!(
+            local.all(),
+            crate::common::pattern(case.len, 1),
+            "{name}: the requester's memory changed"
+        );
         meeting.meet().await;
     } else {
         let (target, needed) = case.target;
         let remote = target(&end, &mut kept, needed, case.len);
         end.recv(99, &[]).unwrap();
-        if let Some((room, len)) = case.receive {
-            let sges = room(&end, &mut rooms, len);
+        if let Some((receive, len)) = case.receive {
+            let sges = receive(&end, &mut receives, len);
             end.recv(100, &sges).unwrap();
         }
-        meeting.swap(&told(remote)).await;
+        meeting.swap(&encode(remote)).await;
         meeting.meet().await;
         let mut expected = vec![(99, WcStatus::SUCCESS)];
         let mut event = vec![];
@@ -329,7 +332,7 @@ async fn fails_there(device: &Device, meeting: &mut Meeting, active: bool, case:
         if matches!(case.there, There::Nothing) {
             assert_eq!(end.state(), QpState::Rts, "{name}");
             end.recv(5, &[]).unwrap();
-            assert_eq!(outcome(&end.received(0)), [], "{name}: nothing is left of it");
+            assert_eq!(outcome(&end.received(0)), [], "{name}: the receive was consumed");
         } else {
             assert_eq!(end.state(), QpState::Err, "{name}");
             flushes(&end, name);
@@ -340,7 +343,7 @@ async fn fails_there(device: &Device, meeting: &mut Meeting, active: bool, case:
     meeting.meet().await;
 }
 
-/// The responder is not there: in RESET, in the error state, or destroyed.
+/// Sends requests to a queue pair in RESET, in the error state, or destroyed.
 async fn retries_are_exceeded(device: &Device, meeting: &mut Meeting, active: bool) {
     let ops: [Op; 4] = [|_| SendOp::Send, WRITE.1, READ.1, ADD.1];
     let options = Options { retry_count: 2, timeout: 8, ..Options::default() };
@@ -348,7 +351,7 @@ async fn retries_are_exceeded(device: &Device, meeting: &mut Meeting, active: bo
         for op in ops {
             let (end, _) = connected(device, meeting, &options).await;
             let memory = end.memory(8);
-            let remote = heard(&meeting.swap(&told(memory.remote(0))).await);
+            let remote = decode(&meeting.swap(&encode(memory.remote(0))).await);
             if active {
                 meeting.meet().await;
                 end.recv(9, &[]).unwrap();
@@ -372,7 +375,7 @@ async fn retries_are_exceeded(device: &Device, meeting: &mut Meeting, active: bo
     }
 }
 
-/// A key that is none of a window: there is no NAK for it.
+/// Sends a key that belongs to no window. The responder has no NAK for that.
 async fn invalidation_fails(device: &Device, meeting: &mut Meeting, active: bool) {
     let options = Options { retry_count: 1, timeout: 8, ..Options::default() };
     let (end, _) = connected(device, meeting, &options).await;
@@ -381,7 +384,7 @@ async fn invalidation_fails(device: &Device, meeting: &mut Meeting, active: bool
         end.recv(5, &[memory.sge(0, 8)]).unwrap();
         end.recv(6, &[memory.sge(0, 8)]).unwrap();
     }
-    let remote = heard(&meeting.swap(&told(memory.remote(0))).await);
+    let remote = decode(&meeting.swap(&encode(memory.remote(0))).await);
     if active {
         end.send(1, SendOp::SendWithInvalidate(remote.rkey), &[]).unwrap();
         assert_eq!(outcome(&end.sent(1)), [(1, WcStatus::RETRY_EXC_ERR)]);
@@ -389,13 +392,13 @@ async fn invalidation_fails(device: &Device, meeting: &mut Meeting, active: bool
         let expected = [(5, WcStatus::REM_INV_REQ_ERR), (6, WcStatus::WR_FLUSH_ERR)];
         assert_eq!(outcome(&end.received(2)), expected);
         assert_eq!(end.state(), QpState::Err);
-        // The event tells of it, too, or does not; here it is of no matter.
+        // The responder may report an event.
         events(device);
     }
     meeting.meet().await;
 }
 
-/// What fails before anything of it is sent: the other process does not notice.
+/// Posts work that fails before a packet is sent.
 async fn fails_here(device: &Device, meeting: &mut Meeting, active: bool) {
     type Bad = fn(&End, &mut Kept) -> Sge;
     let not_covered: [(&str, Bad); 5] = [
@@ -421,7 +424,7 @@ async fn fails_here(device: &Device, meeting: &mut Meeting, active: bool) {
     let short: Bad =
         |a, kept| Sge { length: 4, ..kept.memory(a, 16, Access::REMOTE_ALL).sge(0, 8) };
     cases.push((
-        "no room for a word".into(),
+        "buffer shorter than a word".into(),
         Options::default(),
         ADD.1,
         short,
@@ -429,15 +432,15 @@ async fn fails_here(device: &Device, meeting: &mut Meeting, active: bool) {
     ));
     let good: Bad = |a, kept| kept.memory(a, 16, Access::REMOTE_ALL).sge(0, 8);
     let none = Options { rd_atomic: 0, ..Options::default() };
-    cases.push(("no READ of its own".into(), none.clone(), READ.1, good, WcStatus::LOC_QP_OP_ERR));
-    cases.push(("no atomic of its own".into(), none, ADD.1, good, WcStatus::LOC_QP_OP_ERR));
+    cases.push(("no READ credits".into(), none.clone(), READ.1, good, WcStatus::LOC_QP_OP_ERR));
+    cases.push(("no atomic credits".into(), none, ADD.1, good, WcStatus::LOC_QP_OP_ERR));
     for (name, options, op, bad, status) in cases {
         let (end, _) = connected(device, meeting, &options).await;
         let memory = end.memory(16);
         if !active {
             end.recv(100, &[]).unwrap();
         }
-        let remote = heard(&meeting.swap(&told(memory.remote(0))).await);
+        let remote = decode(&meeting.swap(&encode(memory.remote(0))).await);
         if active {
             let mut kept = Kept::default();
             let sge = bad(&end, &mut kept);
@@ -458,22 +461,22 @@ async fn fails_here(device: &Device, meeting: &mut Meeting, active: bool) {
     }
 }
 
-/// An unreliable connection drops in silence what it cannot serve, and serves what comes after.
+/// Checks that the responder silently drops refused requests and serves later ones.
 async fn dropped_on_a_connection(device: &Device, meeting: &mut Meeting, active: bool) {
     for len in LENGTHS {
         let (end, _) = connected(device, meeting, &Options::of(Transport::Uc)).await;
         if active {
             let from = Memory::patterned(&end.pd, len, 2);
-            let remote = heard(&meeting.swap(&[]).await);
+            let remote = decode(&meeting.swap(&[]).await);
             let bad = RemoteAddr { rkey: Rkey(0), ..remote };
-            // Of several packets, those before the one that finds no receive would be written.
+            // Without a receive, the first packets of a long WRITE_IMM would write.
             let imm = SendOp::WriteWithImm(if len > 1024 { bad } else { remote }, Imm(1));
             let ops = [SendOp::Send, SendOp::Write(bad), imm];
             for (id, op) in (1..).zip(ops) {
                 end.send(id, op, &[from.sge(0, len)]).unwrap();
                 assert_eq!(outcome(&end.sent(1)), [(id, WcStatus::SUCCESS)], "{op:?} of {len}");
             }
-            // Behind them on the way: when it is there, they have been.
+            // Once this write has arrived, the earlier requests have.
             end.send(
                 4,
                 SendOp::Write(RemoteAddr { addr: remote.addr + len as u64, ..remote }),
@@ -486,11 +489,11 @@ async fn dropped_on_a_connection(device: &Device, meeting: &mut Meeting, active:
             assert_eq!(outcome(&end.sent(1)), [(5, WcStatus::SUCCESS)]);
         } else {
             let to = end.memory(len + 1);
-            meeting.swap(&told(to.remote(0))).await;
+            meeting.swap(&encode(to.remote(0))).await;
             crate::common::eventually("the last write", || (to.bytes(len, 1) != [0]).then_some(()));
             assert!(
                 to.bytes(0, len).iter().all(|&byte| byte == 0),
-                "what was dropped wrote, {len}"
+                "a dropped request of {len} bytes wrote"
             );
             end.recv(7, &[to.sge(0, len)]).unwrap();
             meeting.meet().await;
@@ -506,7 +509,7 @@ async fn dropped_on_a_connection(device: &Device, meeting: &mut Meeting, active:
     }
 }
 
-/// Datagrams that are not for it are lost, and one too long costs its receive only.
+/// Checks that misaddressed datagrams are lost, and that one too long fails only its receive.
 async fn lost_datagrams(device: &Device, meeting: &mut Meeting, active: bool) {
     for len in [0, 8, 1024, 4096] {
         let (end, peer) = connected(device, meeting, &Options::of(Transport::Ud)).await;
@@ -521,7 +524,7 @@ async fn lost_datagrams(device: &Device, meeting: &mut Meeting, active: bool) {
                 assert_eq!(outcome(&end.sent(1)), [(5, WcStatus::SUCCESS)]);
             }
             meeting.meet().await;
-            // One byte too long, and one that fits.
+            // The first datagram is one byte too long for its receive.
             end.send_at(6, &peer.address, peer.qpn, QKEY, &sges).unwrap();
             end.send_at(7, &peer.address, peer.qpn, QKEY, &sges).unwrap();
             assert_eq!(outcome(&end.sent(2)), [(6, WcStatus::SUCCESS), (7, WcStatus::SUCCESS)]);
@@ -545,7 +548,7 @@ async fn lost_datagrams(device: &Device, meeting: &mut Meeting, active: bool) {
     }
 }
 
-/// All of it, with each process as the requester.
+/// Runs all cases, with each process as the requester.
 pub(super) async fn every_error(device: &Device, meeting: &mut Meeting, role: Role) {
     let cases = cases();
     for requester in [Role::Client, Role::Server] {

@@ -1,11 +1,9 @@
-//! A wire with faults between two processes: real sockets at both ends, and a program between them that loses, repeats, holds
-//! back and damages datagrams.
+//! A wire with faults between the sockets of two processes.
 //!
-//! The check of RoCE v2 covers addresses and ports, so a proxy with an address of its own would break it, and one with the
-//! addresses of the ends cannot be in the same network namespace. So the other process is in one of its own, and in each
-//! namespace a shim has the socket of the device that is in the other: what arrives there goes, after its faults, to the
-//! other shim, which sends it on from the socket with the sender's address. The two have a Unix socket between them, as the
-//! file system is common to both namespaces.
+//! The ICRC covers addresses, so a proxy must use the addresses of both ends. That takes two
+//! network namespaces. In each, a shim binds the address of the other device. It passes received
+//! datagrams, with faults, through a Unix socket to the other shim, which sends them from their
+//! original address.
 //!
 //! ```text
 //!   device A ──▶ shim's socket B    │ Unix │    shim's socket A ──▶ device B
@@ -26,13 +24,13 @@ use tokio::net::{UdpSocket, UnixDatagram};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-/// Longest datagram of RoCE v2: the largest MTU with all headers.
+/// Length of a datagram with the largest MTU and all headers.
 const LONGEST: usize = 4096 + 128;
-/// Datagrams that overtake one that is held back, at most; and how long it is held if so many do not come.
+/// Maximum number of datagrams that overtake a delayed one. If fewer come, it is sent after
+/// [`HELD`].
 const OVERTAKING: u64 = 12;
 const HELD: Duration = Duration::from_millis(3);
 
-/// Datagrams, by what became of them.
 #[derive(Debug, Default)]
 pub(super) struct Faults {
     pub(super) passed: AtomicU64,
@@ -46,13 +44,13 @@ fn count(counter: &AtomicU64) {
     counter.fetch_add(1, Ordering::Relaxed);
 }
 
-/// Numbers from a seed (xorshift64*): the same in both processes and wherever it is replayed.
+/// A random number generator (xorshift64*). Its seed determines the whole sequence.
 #[derive(Debug, Clone)]
 pub(super) struct Chance(u64);
 
 impl Chance {
     pub(super) fn new(seed: u64) -> Self {
-        // Seeds next to each other shall differ at once.
+        // Mixes the seed, so that adjacent seeds differ at once.
         let mut chance = Self(seed.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
         (0..4).for_each(|_| _ = chance.next());
         chance
@@ -65,7 +63,6 @@ impl Chance {
         self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
     }
 
-    /// Less than `limit`.
     pub(super) fn below(&mut self, limit: u64) -> u64 {
         ((u128::from(self.next()) * u128::from(limit)) >> 64) as u64
     }
@@ -75,7 +72,6 @@ impl Chance {
     }
 }
 
-/// This process's half of the wire.
 pub(super) struct Shim {
     pub(super) faults: Arc<Faults>,
     work: [JoinHandle<()>; 2],
@@ -83,7 +79,8 @@ pub(super) struct Shim {
 }
 
 impl Shim {
-    /// Stands in for `far`, towards `near`; `None` if `far` is taken here. `paths`: of its Unix socket, and the other's.
+    /// Starts a shim in place of `far`, or returns `None` if the address is in use. `paths` are the
+    /// Unix sockets of this shim and of the other.
     pub(super) async fn start(
         near: IpAddr,
         far: SocketAddr,
@@ -95,7 +92,7 @@ impl Shim {
         let (ours, theirs) = (paths.0.to_owned(), paths.1.to_owned());
         let pipe = Arc::new(UnixDatagram::bind(&ours).unwrap());
         let faults = Arc::new(Faults::default());
-        let leaving = tokio::spawn(leave(
+        let leaving = tokio::spawn(forward(
             Arc::clone(&socket),
             near,
             Arc::clone(&pipe),
@@ -106,7 +103,7 @@ impl Shim {
         let arriving = tokio::spawn(async move {
             let mut bytes = [0; LONGEST];
             while let Ok(length) = pipe.recv(&mut bytes).await {
-                // A device that has closed its socket refuses it; that is as if it were lost.
+                // Fails if the device has closed its socket. The datagram is then lost.
                 socket.send_to(&bytes[..length], near).await.ok();
             }
         });
@@ -121,8 +118,7 @@ impl Drop for Shim {
     }
 }
 
-/// Passes on what the device at `near` sends, with faults.
-async fn leave(
+async fn forward(
     socket: Arc<UdpSocket>,
     near: SocketAddr,
     pipe: Arc<UnixDatagram>,
@@ -132,7 +128,7 @@ async fn leave(
 ) {
     let mut bytes = [0; LONGEST];
     let mut number = 0;
-    // Held back: until so many datagrams have gone, or until a time.
+    // Delayed datagrams, each with the number of the datagram that it follows.
     let mut held = BinaryHeap::new();
     let mut until = Instant::now();
     loop {
@@ -150,7 +146,7 @@ async fn leave(
                 }
             }
         };
-        // Refusals of what was sent to a device that had closed are said here.
+        // The socket reports ICMP errors of earlier sends here.
         let Ok((length, from)) = received else { continue };
         if from != near {
             continue;
@@ -164,9 +160,10 @@ async fn leave(
         }
         if chance.percent(1) {
             count(&faults.damaged);
-            // In the check itself. One damage of 32768 is not found where the identification of IPv4 has to be guessed
-            // (crates/rdma-soft/src/roce/icrc.rs), on which the place of the bit has no influence; and a sum of UDP, which would
-            // find it, is made anew here. What then gets through has the right bytes.
+            // Damages only the ICRC, so that a packet with undetected damage has the right bytes.
+            // The check misses one in 32768 where it has to guess the IPv4 identification
+            // (crates/rdma-soft/src/roce/icrc.rs). The UDP checksum would detect all, but is
+            // recomputed here.
             let at = length.saturating_sub(1 + chance.below(4) as usize);
             datagram[at] ^= 1 << chance.below(8);
         }
@@ -185,7 +182,7 @@ async fn leave(
             1
         };
         for _ in 0..copies {
-            // Waits while the other shim has many: as a wire does, it does not gain speed by losing.
+            // Waits while the other shim's buffer is full. Dropping would add losses.
             pipe.send_to(datagram, &theirs).await.ok();
         }
         while held.peek().is_some_and(|Reverse((due, _))| *due <= number) {
@@ -196,7 +193,8 @@ async fn leave(
     }
 }
 
-/// A command that runs `program` in a network namespace of its own, as nobody; `None` where the system allows none.
+/// Returns a command that runs `program` in a new network namespace, or `None` where the system
+/// does not allow that.
 pub(super) fn in_namespace(program: &Path) -> Option<Command> {
     const SETUP: &str = r#"ip link set lo up && exec "$0" "$@""#;
     let command = |program: &Path| {

@@ -1,10 +1,10 @@
-//! `ucmatose` of rdmacm-utils serves a client of ours, many connections at once.
+//! Many connections to a server of `ucmatose`, from rdmacm-utils.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use futures::future::try_join_all;
-use tokio_rdma::cm::{self, ConnectError, Link, Options};
+use tokio_rdma::cm::{self, CmConnection, ConnectError, ConnectionOptions};
 use tokio_rdma::op::{ConnectOptions, Recv};
 use tokio_rdma::software::{Network, UdpConfig};
 use tokio_rdma::types::AckTimeout;
@@ -12,7 +12,7 @@ use tokio_rdma::{
     BufMut, CompletionMode, CompletionQueue, Device, Pool, ProtectionDomain, QueuePair,
 };
 
-/// An emulated machine takes its time for hundreds of queue pairs.
+/// Long enough for hundreds of queue pairs in an emulated machine.
 const PATIENCE: Duration = Duration::from_secs(150);
 
 struct Client {
@@ -42,10 +42,10 @@ impl Client {
     }
 
     /// Connects with receives posted, since the server sends at once.
-    async fn connect(&self) -> Result<(Link, QueuePair, Vec<Recv<BufMut>>), ConnectError> {
+    async fn connect(&self) -> Result<(CmConnection, QueuePair, Vec<Recv<BufMut>>), ConnectError> {
         let transport =
             ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() };
-        let options = Options::default().timeout(PATIENCE).transport(transport);
+        let options = ConnectionOptions::default().timeout(PATIENCE).transport(transport);
         let route = cm::resolve_with(&self.device, self.server, &options).await?;
         let entries = self.messages + 1;
         let builder =
@@ -59,14 +59,14 @@ impl Client {
     }
 }
 
-/// Of no use alone: scripts/wire-interop runs the server. `TOKIO_RDMA_UCMATOSE` says the server's address, that of a software
-/// device, and what the server has for -c, -C and -S.
+/// Runs only within scripts/wire-interop. `TOKIO_RDMA_UCMATOSE` holds the server's address, the
+/// address of a software device, and the server's values of -c, -C and -S.
 #[test]
 fn ucmatose_serves_many_connections() {
-    let Ok(said) = std::env::var("TOKIO_RDMA_UCMATOSE") else { return };
-    let [server, ours, connections, messages, size] = said.split(' ').collect::<Vec<_>>()[..]
+    let Ok(setting) = std::env::var("TOKIO_RDMA_UCMATOSE") else { return };
+    let [server, ours, connections, messages, size] = setting.split(' ').collect::<Vec<_>>()[..]
     else {
-        panic!("{said}")
+        panic!("{setting}")
     };
     let number = |text: &str| text.parse::<u32>().unwrap();
     let counts = [number(connections), number(messages), number(size)];

@@ -1,4 +1,4 @@
-//! IP addresses in the form of C, `sockaddr_in` and `sockaddr_in6` of `ip(7)` and `ipv6(7)`, and back.
+//! Conversion of IP addresses to and from `sockaddr_in` (`ip(7)`) and `sockaddr_in6` (`ipv6(7)`).
 
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6};
 
@@ -7,10 +7,10 @@ const INET: u16 = 2;
 /// `AF_INET6` of Linux.
 const INET6: u16 = 10;
 
-/// Length of the longer of the two.
+/// Size of `sockaddr_in6`, the larger of the two.
 pub(super) const LEN: usize = 28;
 
-/// Either of the two; librdmacm reads as much as its family has.
+/// An address of either family; librdmacm reads as many bytes as the family has.
 #[derive(Debug, Clone, Copy)]
 #[repr(C, align(8))]
 pub(super) struct Address(pub(super) [u8; LEN]);
@@ -36,7 +36,7 @@ impl From<SocketAddr> for Address {
 }
 
 impl Address {
-    /// `None` if it is of no such family, as where none was written.
+    /// Converts back. Returns `None` for another family, for example if no address was written.
     pub(super) fn to_ip(self) -> Option<SocketAddr> {
         let part = |at: usize| [self.0[at], self.0[at + 1], self.0[at + 2], self.0[at + 3]];
         let port = u16::from_be_bytes([self.0[2], self.0[3]]);
@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_families_there_and_back() {
+    fn both_address_families_round_trip() {
         for text in
             ["10.9.0.1:7471", "0.0.0.0:0", "[::]:65535", "[fe80::1%3]:7471", "[2001:db8::9]:1"]
         {
@@ -65,7 +65,7 @@ mod tests {
             assert_eq!(Address::from(address).to_ip(), Some(address));
         }
         assert_eq!(Address([0; LEN]).to_ip(), None);
-        // As <netinet/in.h> has it.
+        // Byte order of <netinet/in.h>.
         let raw = Address::from("1.2.3.4:258".parse::<SocketAddr>().unwrap()).0;
         assert_eq!(raw[2..8], [1, 2, 1, 2, 3, 4]);
     }

@@ -1,4 +1,4 @@
-//! Events: read, copied, filed with their ids, acknowledged.
+//! Events: taken, copied, applied to their ids, acknowledged.
 
 #![allow(unsafe_code)]
 
@@ -11,7 +11,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use rdma_sys::*;
 
-use super::id::{Known, Phase, ends, path};
+use super::id::{IdState, Phase, addresses, route_of};
 use super::{CmId, Events};
 use crate::ibv_context::EAGAIN;
 use crate::{Ibverbs, sys};
@@ -19,7 +19,8 @@ use rdma_provider::VerbError;
 use rdma_provider::cm_contract::{CmEvent, CmEventKind, CmPeer};
 use rdma_provider::types::RejectReason;
 
-// The binding's structures are made by hand: as `rdma_cma.h` of rdma-core 44 has them where pointers have 64 bits.
+// The binding declares these structures by hand, so they are compared with `rdma_cma.h` of
+// rdma-core 44.
 #[cfg(target_pointer_width = "64")]
 const _: () = {
     assert!(size_of::<rdma_cm_event>() == 80 && align_of::<rdma_cm_event>() == 8);
@@ -52,17 +53,17 @@ const _: () = {
     assert!(size_of::<ibv_sa_path_rec>() == 64 && mem::offset_of!(ibv_sa_path_rec, mtu) == 58);
 };
 
-/// An event that was read and not yet acknowledged: until its drop, its ids are not destroyed.
-pub(super) struct Taken<'a> {
+/// An event not yet acknowledged. Its ids are not destroyed until its drop acknowledges it.
+pub(super) struct UnackedEvent<'a> {
     raw: NonNull<rdma_cm_event>,
     events: &'a Arc<Events>,
 }
 
-impl<'a> Taken<'a> {
+impl<'a> UnackedEvent<'a> {
     pub(super) fn next(events: &'a Arc<Events>) -> Result<Option<Self>, VerbError> {
         const VERB: &str = "rdma_get_cm_event";
         let mut raw = ptr::null_mut();
-        // SAFETY: S3: the channel is open, the result ours.
+        // SAFETY: S3: the channel is open, the result local.
         let result = unsafe { rdma_get_cm_event(events.raw.as_ptr(), &raw mut raw) };
         match sys::status(VERB, result) {
             Ok(()) => Ok(Some(Self { raw: sys::handle(VERB, raw)?, events })),
@@ -71,8 +72,8 @@ impl<'a> Taken<'a> {
         }
     }
 
-    /// Files it with its id and says what it means.
-    pub(super) fn file(self) -> CmEvent<Ibverbs> {
+    /// Applies the event to its id's state and converts it.
+    pub(super) fn into_event(self) -> CmEvent<Ibverbs> {
         use CmEventKind as Kind;
         use rdma_cm_event_type as code;
         // SAFETY: S3: the event lives until it is acknowledged.
@@ -80,25 +81,25 @@ impl<'a> Taken<'a> {
             let raw = self.raw.as_ptr();
             ((*raw).id, (*raw).listen_id, (*raw).event, (*raw).status)
         };
-        // Before anything else sets `errno`.
+        // Read before another call sets `errno`.
         let errno = errno(status);
         if event == code::RDMA_CM_EVENT_CONNECT_REQUEST {
-            // SAFETY: S3: an id with an event that is not acknowledged is alive, here that which listens.
+            // SAFETY: S3: the listening id is alive until its event is acknowledged.
             let key = unsafe { key_of(listener) };
             return CmEvent { key: key as u64, kind: self.request(id) };
         }
         // SAFETY: S3: as above.
         let key = unsafe { key_of(id) };
-        // Unknown if its id is being destroyed: nobody looks at what is filed then.
+        // The id may be being destroyed; its state is then not used.
         let known = self.events.find(key).unwrap_or_default();
         let kind = match event {
             code::RDMA_CM_EVENT_ADDR_RESOLVED => {
-                self.learn(id, &known, Phase::AddressKnown);
+                self.record_address(id, &known, Phase::AddressKnown);
                 Kind::AddressResolved
             }
             code::RDMA_CM_EVENT_ADDR_ERROR => Kind::AddressError(errno),
             code::RDMA_CM_EVENT_ROUTE_RESOLVED => {
-                self.learn(id, &known, Phase::RouteKnown);
+                self.record_address(id, &known, Phase::RouteKnown);
                 Kind::RouteResolved
             }
             code::RDMA_CM_EVENT_ROUTE_ERROR => Kind::RouteError(errno),
@@ -112,7 +113,7 @@ impl<'a> Taken<'a> {
             }
             code::RDMA_CM_EVENT_REJECTED => {
                 known.lock().end();
-                // Reasons have 16 bits, and here no sign.
+                // Reject reasons have 16 bits.
                 let reason = RejectReason(u16::try_from(status).unwrap_or(u16::MAX));
                 Kind::Rejected { reason, private_data: self.peer().private_data }
             }
@@ -126,11 +127,15 @@ impl<'a> Taken<'a> {
             }
             code::RDMA_CM_EVENT_DISCONNECTED => {
                 known.lock().phase = Phase::Disconnected;
-                // The answer to a goodbye, which the peer repeats until it has one; of ours, there is none to give.
+                // Answers the peer's disconnect request, which the peer retransmits until answered.
+                // Fails if this event is the answer to our own.
                 // SAFETY: S3: as above; it was connected, so it has a device.
                 let answer = sys::status("rdma_disconnect", unsafe { rdma_disconnect(id) });
                 if let Err(error) = answer {
-                    tracing::debug!(%error, "goodbye that was not answered");
+                    tracing::debug!(
+                        %error,
+                        "failed to answer a disconnect request; the peer may retransmit it"
+                    );
                 }
                 Kind::Disconnected
             }
@@ -145,16 +150,16 @@ impl<'a> Taken<'a> {
         CmEvent { key: key as u64, kind }
     }
 
-    /// Makes the id of a request ours.
+    /// Takes ownership of a request's id.
     fn request(&self, id: *mut rdma_cm_id) -> CmEventKind<Ibverbs> {
-        // SAFETY: S3: made with this event, and destroyed by us alone.
+        // SAFETY: S3: created with this event, and destroyed only by this provider.
         let (known, id) = unsafe {
-            let (local, peer) = ends(id);
-            let known = Known { phase: Phase::Asked, local, peer, route: path(id) };
+            let (local, peer) = addresses(id);
+            let known = IdState { phase: Phase::Asked, local, peer, route: route_of(id) };
             (known, NonNull::new_unchecked(id))
         };
-        let (key, known) = self.events.enter(known);
-        // SAFETY: S3: nobody else has the id yet, and its context, the listener's until now, is read here only.
+        let (key, known) = self.events.insert(known);
+        // SAFETY: S3: not shared yet; its context, so far the listener's, is read only here.
         unsafe { (*id.as_ptr()).context = ptr::without_provenance_mut(key) };
         CmEventKind::ConnectRequest {
             id: CmId::new(id, key, known, Arc::clone(self.events)),
@@ -162,54 +167,57 @@ impl<'a> Taken<'a> {
         }
     }
 
-    /// Notes what librdmacm has found out; it writes that down while an event is taken, or by calls before.
-    fn learn(&self, id: *mut rdma_cm_id, known: &Mutex<Known>, phase: Phase) {
+    /// Records the addresses and the route, as librdmacm has written them.
+    fn record_address(&self, id: *mut rdma_cm_id, known: &Mutex<IdState>, phase: Phase) {
         // SAFETY: S3: alive until the event is acknowledged.
-        let ((local, _), route) = unsafe { (ends(id), path(id)) };
+        let ((local, _), route) = unsafe { (addresses(id), route_of(id)) };
         let mut known = known.lock();
         (known.local, known.route, known.phase) = (local, route, phase);
     }
 
-    /// What the peer said, copied: it is gone with the event.
+    /// Copies the peer's parameters, which are freed with the event.
     fn peer(&self) -> CmPeer {
-        // SAFETY: S4: an event of a connection has these parameters: numbers of any value.
-        let said = unsafe { &(*self.raw.as_ptr()).param.conn };
-        let private_data = if said.private_data.is_null() {
+        // SAFETY: S4: connection events have these parameters, numbers of any value.
+        let params = unsafe { &(*self.raw.as_ptr()).param.conn };
+        let private_data = if params.private_data.is_null() {
             Vec::new()
         } else {
-            // SAFETY: S4: so many bytes came with the event, of any value.
+            // SAFETY: S4: the event has this many bytes, of any value.
             unsafe {
-                slice::from_raw_parts(said.private_data.cast::<u8>(), said.private_data_len.into())
+                slice::from_raw_parts(
+                    params.private_data.cast::<u8>(),
+                    params.private_data_len.into(),
+                )
             }
             .to_vec()
         };
         CmPeer {
             private_data,
-            responder_resources: said.responder_resources,
-            initiator_depth: said.initiator_depth,
-            srq: said.srq != 0,
+            responder_resources: params.responder_resources,
+            initiator_depth: params.initiator_depth,
+            srq: params.srq != 0,
         }
     }
 }
 
-impl Drop for Taken<'_> {
+impl Drop for UnackedEvent<'_> {
     fn drop(&mut self) {
-        // SAFETY: S3: read by us, acknowledged once.
-        sys::freed("rdma_ack_cm_event", unsafe { rdma_ack_cm_event(self.raw.as_ptr()) });
+        // SAFETY: S3: taken by this object, acknowledged once.
+        sys::log_failure("rdma_ack_cm_event", unsafe { rdma_ack_cm_event(self.raw.as_ptr()) });
     }
 }
 
-/// The number that an id was made with.
+/// Returns the key of an id.
 ///
 /// # Safety
 ///
-/// The id has an event that is not acknowledged.
+/// The id must have an event that is not acknowledged.
 unsafe fn key_of(id: *mut rdma_cm_id) -> usize {
-    // SAFETY: S3: alive, as the caller says.
+    // SAFETY: S3: its event keeps it alive.
     unsafe { (*id).context }.addr()
 }
 
-/// Of a status: an `errno` without its sign. librdmacm's own failures are -1 with `errno` set.
+/// Returns the `errno` of a status: a negated `errno`, or -1 with `errno` set by librdmacm.
 fn errno(status: c_int) -> i32 {
     sys::status("rdma_get_cm_event", status).err().map_or(VerbError::EIO, |error| error.errno)
 }

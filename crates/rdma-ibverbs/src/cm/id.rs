@@ -22,34 +22,33 @@ use rdma_provider::cm_contract::{
 };
 use rdma_provider::types::{PortNum, QpAttr, QpState, RejectReason};
 
-/// `rdma_cm_id` without a queue pair.
+/// An id, `rdma_cm_id`, without a queue pair.
 #[derive(Debug)]
 pub struct CmId {
     raw: NonNull<rdma_cm_id>,
     key: usize,
-    /// Held during calls: librdmacm writes notes into the id, without a lock.
+    /// Held during calls, because librdmacm modifies the id without a lock.
     calls: Mutex<()>,
-    /// Held for a moment only, by calls and by who takes events.
-    known: Arc<Mutex<Known>>,
+    /// Held briefly, by calls and when events are taken.
+    known: Arc<Mutex<IdState>>,
     events: Arc<Events>,
 }
 
-// SAFETY: S3: librdmacm is safe to call from any thread at once for different ids, and for one id calls take turns; the
-// handle is used until `Drop` only.
+// SAFETY: S3: librdmacm is thread-safe for different ids; a lock serialises the calls on one.
 unsafe impl Send for CmId {}
 // SAFETY: S3: as above.
 unsafe impl Sync for CmId {}
 
-/// What is known of an id, by its calls and its events.
+/// State of an id, from its calls and its events.
 #[derive(Debug, Default)]
-pub(super) struct Known {
+pub(super) struct IdState {
     pub(super) phase: Phase,
     pub(super) local: Option<SocketAddr>,
     pub(super) peer: Option<SocketAddr>,
     pub(super) route: Option<CmRoute>,
 }
 
-/// How far an id has come.
+/// Progress of an id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) enum Phase {
     /// Listens, or has no device yet.
@@ -61,21 +60,20 @@ pub(super) enum Phase {
     RouteKnown,
     /// Active: waits for the answer.
     Connecting,
-    /// Active: the answer waits to be confirmed.
+    /// Active: has an answer to confirm.
     Answered,
-    /// Passive: the request waits for an answer.
+    /// Passive: has a request to answer.
     Asked,
     /// Passive: waits for the confirmation.
     Accepted,
     Connected,
-    /// It was connected.
+    /// Was connected.
     Disconnected,
-    /// It never was connected and will not be.
+    /// Was never connected, and cannot be.
     Failed,
 }
 
-impl Known {
-    /// It will never be connected (again).
+impl IdState {
     pub(super) fn end(&mut self) {
         self.phase = match self.phase {
             Phase::Connected | Phase::Disconnected => Phase::Disconnected,
@@ -85,12 +83,11 @@ impl Known {
 }
 
 impl CmId {
-    /// The handle of the C library.
+    /// Returns the C library's handle.
     ///
     /// # Safety
     ///
-    /// It is valid while this object lives. What the object is for is left to the object: the caller neither ends the handle
-    /// nor takes its events.
+    /// Valid while this object lives. The caller must neither destroy it nor take its events.
     #[must_use]
     pub const unsafe fn as_raw(&self) -> NonNull<rdma_cm_id> {
         self.raw
@@ -99,13 +96,12 @@ impl CmId {
     pub(super) fn new(
         raw: NonNull<rdma_cm_id>,
         key: usize,
-        known: Arc<Mutex<Known>>,
+        known: Arc<Mutex<IdState>>,
         events: Arc<Events>,
     ) -> Self {
         Self { raw, key, calls: Mutex::new(()), known, events }
     }
 
-    /// Calls librdmacm.
     fn call(
         &self,
         verb: &'static str,
@@ -115,8 +111,9 @@ impl CmId {
         sys::status(verb, f(self.raw.as_ptr()))
     }
 
-    /// Calls librdmacm if this id is at `from`, and on success takes it to `to`, or where events have taken it meanwhile.
-    fn step(
+    /// Calls librdmacm if the id is in phase `from`. On success the phase is `to`, or a later one
+    /// set by events meanwhile.
+    fn transition(
         &self,
         verb: &'static str,
         (from, to): (Phase, Phase),
@@ -137,32 +134,31 @@ impl CmId {
                 known.phase = from;
             }
             drop(known);
-            self.find_out();
+            self.report_if_withdrawn();
         }
         result
     }
 
-    /// After a call that failed: if this is a request that its peer has taken back, or that the kernel has rejected as it
-    /// could not do what was asked, says so.
-    fn find_out(&self) {
+    /// Raises the event of a request that the peer has withdrawn, or that the kernel has rejected
+    /// because a call failed.
+    fn report_if_withdrawn(&self) {
         if self.known.lock().phase != Phase::Asked {
             return;
         }
-        // SAFETY: S3: the id is alive; who calls this holds the lock for calls.
+        // SAFETY: S3: the id is alive; the caller holds the lock for calls.
         let refused = unsafe { init_qp_attr(self.raw.as_ptr(), QpState::Rtr) }.is_err();
         if refused {
             self.known.lock().phase = Phase::Failed;
-            // What managers say when they take a request back.
+            // The reason that connection managers send when they withdraw a request.
             let kind =
                 CmEventKind::Rejected { reason: RejectReason::TIMEOUT, private_data: Vec::new() };
             self.events.own.lock().push_back(CmEvent { key: self.key as u64, kind });
         }
     }
 
-    /// Notes the address that it is bound to.
     fn bound(&self) {
-        // SAFETY: S3: alive; written by the call that has just returned.
-        let (local, _) = unsafe { ends(self.raw.as_ptr()) };
+        // SAFETY: S3: alive; just written, under the lock for calls.
+        let (local, _) = unsafe { addresses(self.raw.as_ptr()) };
         self.known.lock().local = local;
     }
 }
@@ -175,16 +171,16 @@ impl cm_contract::CmId for CmId {
     fn bind(&self, address: SocketAddr) -> Result<(), VerbError> {
         let _one_at_a_time = self.calls.lock();
         let mut raw = Address::from(address);
-        // SAFETY: S3: the id is alive, the address ours and as long as its family has it.
+        // SAFETY: S3: the id is alive, the address local and of its family's length.
         let result = unsafe { rdma_bind_addr(self.raw.as_ptr(), (&raw mut raw).cast()) };
-        sys::status("rdma_bind_addr", result).map_err(not_ours)?;
+        sys::status("rdma_bind_addr", result).map_err(address_not_available)?;
         self.bound();
         Ok(())
     }
 
     fn listen(&self, backlog: u32) -> Result<(), VerbError> {
         let _one_at_a_time = self.calls.lock();
-        // 0 would be as many as the kernel allows; more it cuts down to that.
+        // The kernel reduces large values, and takes 0 for its maximum.
         let backlog = c_int::try_from(backlog).unwrap_or(c_int::MAX).max(1);
         // SAFETY: S3: the id is alive.
         sys::status("rdma_listen", unsafe { rdma_listen(self.raw.as_ptr(), backlog) })?;
@@ -204,10 +200,10 @@ impl cm_contract::CmId for CmId {
         let called = self.call("rdma_resolve_addr", |id| {
             let source =
                 source.as_mut().map_or(ptr::null_mut(), |source| ptr::from_mut(source).cast());
-            // SAFETY: S3: the id is alive, the addresses ours and as long as their families have them.
+            // SAFETY: S3: the id is alive, the addresses local and of their families' lengths.
             unsafe { rdma_resolve_addr(id, source, (&raw mut raw).cast(), milliseconds(timeout)) }
         });
-        called.map_err(|error| if with_source { not_ours(error) } else { error })?;
+        called.map_err(|error| if with_source { address_not_available(error) } else { error })?;
         self.known.lock().peer = Some(destination);
         Ok(())
     }
@@ -224,15 +220,16 @@ impl cm_contract::CmId for CmId {
 
     fn connect(&self, params: &CmParams<'_>) -> Result<(), VerbError> {
         let mut raw = conn_param("rdma_connect", params, MAX_REQUEST_DATA)?;
-        self.step("rdma_connect", (Phase::RouteKnown, Phase::Connecting), |id| {
-            // SAFETY: S3: the id is alive and has a device; the parameters are ours, and copied with what they name.
+        self.transition("rdma_connect", (Phase::RouteKnown, Phase::Connecting), |id| {
+            // SAFETY: S3: the id is alive and has a device; the parameters are local, their data is
+            // copied.
             unsafe { rdma_connect(id, &raw mut raw) }
         })
     }
 
     fn accept(&self, params: &CmParams<'_>) -> Result<(), VerbError> {
         let mut raw = conn_param("rdma_accept", params, MAX_RESPONSE_DATA)?;
-        self.step("rdma_accept", (Phase::Asked, Phase::Accepted), |id| {
+        self.transition("rdma_accept", (Phase::Asked, Phase::Accepted), |id| {
             // SAFETY: S3: as above.
             unsafe { rdma_accept(id, &raw mut raw) }
         })
@@ -241,14 +238,14 @@ impl cm_contract::CmId for CmId {
     fn reject(&self, private_data: &[u8]) -> Result<(), VerbError> {
         const VERB: &str = "rdma_reject";
         let len = data_len(VERB, private_data, MAX_REJECT_DATA)?;
-        self.step(VERB, (Phase::Asked, Phase::Failed), |id| {
+        self.transition(VERB, (Phase::Asked, Phase::Failed), |id| {
             // SAFETY: S3: the id is alive; the data is copied.
             unsafe { rdma_reject(id, private_data.as_ptr().cast(), len) }
         })
     }
 
     fn establish(&self) -> Result<(), VerbError> {
-        self.step("rdma_establish", (Phase::Answered, Phase::Connected), |id| {
+        self.transition("rdma_establish", (Phase::Answered, Phase::Connected), |id| {
             // SAFETY: S3: the id is alive and has no queue pair.
             unsafe { rdma_establish(id) }
         })
@@ -266,10 +263,10 @@ impl cm_contract::CmId for CmId {
 
     fn qp_attr(&self, state: QpState) -> Result<QpAttr, VerbError> {
         let _one_at_a_time = self.calls.lock();
-        // SAFETY: S3: the id is alive; calls take turns.
+        // SAFETY: S3: the id is alive; the lock is held.
         let attr = unsafe { init_qp_attr(self.raw.as_ptr(), state) };
         if attr.is_err() {
-            self.find_out();
+            self.report_if_withdrawn();
         }
         attr
     }
@@ -289,33 +286,35 @@ impl cm_contract::CmId for CmId {
 
 impl Drop for CmId {
     fn drop(&mut self) {
-        // SAFETY: S3: ours alone, and not used again. It waits for events that are being taken, which takes no longer than
-        // to copy one.
-        sys::freed("rdma_destroy_id", unsafe { rdma_destroy_id(self.raw.as_ptr()) });
-        self.events.forget(self.key);
+        // SAFETY: S3: without another owner, not used again. Waits while an event of the id is
+        // being copied.
+        sys::log_failure("rdma_destroy_id", unsafe { rdma_destroy_id(self.raw.as_ptr()) });
+        self.events.remove(self.key);
     }
 }
 
+/// Calls `rdma_init_qp_attr(3)`.
+///
 /// # Safety
 ///
-/// The id is alive, and this is the only call of it.
+/// The id must be alive, without a concurrent call on it.
 unsafe fn init_qp_attr(id: *mut rdma_cm_id, state: QpState) -> Result<QpAttr, VerbError> {
-    // SAFETY: S3: all zero is a value of every field: numbers, and null or no pointers.
+    // SAFETY: S3: zeros are valid.
     let (mut raw, mut mask) = (unsafe { mem::zeroed::<ibv_qp_attr>() }, 0);
     raw.qp_state = state as u32;
-    // SAFETY: S3: the id is alive, as the caller says, and both results are ours.
+    // SAFETY: S3: the id is alive, both results are local.
     let result = unsafe { rdma_init_qp_attr(id, &raw mut raw, &raw mut mask) };
     sys::status("rdma_init_qp_attr", result)?;
     Ok(convert::qp_attr_given(&raw, mask.cast_unsigned()))
 }
 
-/// Our and the peer's address, as far as librdmacm knows them.
+/// Returns the local and the peer's address, if librdmacm knows them.
 ///
 /// # Safety
 ///
-/// The id is alive, and nobody makes librdmacm write to it.
-pub(super) unsafe fn ends(id: *mut rdma_cm_id) -> (Option<SocketAddr>, Option<SocketAddr>) {
-    // SAFETY: S4: both places have room for an address of either family, and any bytes are one.
+/// The id must be alive, and librdmacm must not modify it concurrently.
+pub(super) unsafe fn addresses(id: *mut rdma_cm_id) -> (Option<SocketAddr>, Option<SocketAddr>) {
+    // SAFETY: S4: both unions are as large as an address of either family; any bytes are valid.
     let (source, destination) = unsafe {
         let address = &raw const (*id).route.addr;
         (
@@ -326,14 +325,14 @@ pub(super) unsafe fn ends(id: *mut rdma_cm_id) -> (Option<SocketAddr>, Option<So
     (source.to_ip(), destination.to_ip())
 }
 
-/// Where its packets go; `None` if it has no device.
+/// Returns the route, or `None` without a device.
 ///
 /// # Safety
 ///
-/// As [`ends`].
-pub(super) unsafe fn path(id: *mut rdma_cm_id) -> Option<CmRoute> {
-    // SAFETY: S3: the context, if there is one, stays open as long as the id, and has a device with a name that ends in a
-    // zero; `path_rec` has `num_paths` entries. S4: 16 bytes of any value are a GID.
+/// See [`addresses`].
+pub(super) unsafe fn route_of(id: *mut rdma_cm_id) -> Option<CmRoute> {
+    // SAFETY: S3: the context, if any, stays open as long as the id; its device has a
+    // NUL-terminated name; `path_rec` has `num_paths` entries. S4: any 16 bytes are a GID.
     unsafe {
         let verbs = NonNull::new((*id).verbs)?;
         let device = CStr::from_ptr(ibv_get_device_name(verbs.as_ref().device))
@@ -348,7 +347,7 @@ pub(super) unsafe fn path(id: *mut rdma_cm_id) -> Option<CmRoute> {
             port: PortNum((*id).port_num),
             source: convert::gid_from(&(*gids).sgid),
             destination: convert::gid_from(&(*gids).dgid),
-            // The code is in the lower 6 bits, of which 0 is none.
+            // The code is in the lower 6 bits; 0 means none.
             mtu: known
                 .then(|| (*paths).mtu & 0x3f)
                 .filter(|&code| code != 0)
@@ -357,8 +356,8 @@ pub(super) unsafe fn path(id: *mut rdma_cm_id) -> Option<CmRoute> {
     }
 }
 
-/// What the kernel says of an address to bind to that is on no interface of an RDMA device.
-fn not_ours(error: VerbError) -> VerbError {
+/// Converts ENODEV, which the kernel returns for an address that no RDMA device has.
+fn address_not_available(error: VerbError) -> VerbError {
     if error.errno == VerbError::ENODEV {
         VerbError::new(error.verb, VerbError::EADDRNOTAVAIL)
     } else {
@@ -376,7 +375,7 @@ fn conn_param(
         private_data_len: data_len(verb, params.private_data, most)?,
         responder_resources: params.responder_resources,
         initiator_depth: params.initiator_depth,
-        // Hardware has it, or has it not.
+        // Ignored: it depends on the hardware.
         flow_control: 1,
         retry_count: params.retry_count,
         rnr_retry_count: params.rnr_retry,
@@ -385,7 +384,6 @@ fn conn_param(
     })
 }
 
-/// EINVAL if there is more than travels.
 fn data_len(verb: &'static str, data: &[u8], most: usize) -> Result<u8, VerbError> {
     let len = u8::try_from(data.len()).ok().filter(|_| data.len() <= most);
     len.ok_or(VerbError::new(verb, VerbError::EINVAL))

@@ -1,13 +1,16 @@
-//! The connection manager of real devices: librdmacm, opened when the program starts, as libibverbs is.
+//! The connection manager of real devices: librdmacm, opened when the program starts.
 //!
-//! librdmacm opens devices by itself, and those openings stay its own: an id only says what its device is called. The
-//! manager of a peer is in its kernel, which answers nearly everything by itself. A goodbye it does not, so
-//! [`take_event`](cm_contract::CmChannel::take_event) does. And it does not say that a request was taken back, but refuses
-//! whatever is asked of its id; then the event is raised here, for who drains the channel after a call that failed.
+//! librdmacm opens devices itself; an id only names its device. The kernel's connection manager
+//! handles most messages, except:
 //!
-//! [`event`] reads events and gives them back at once, so that destroying an id never waits for one; [`id`] is one call
-//! per function, after a look at whether librdmacm can bear it: it takes a resolved address for granted, and follows a
-//! null pointer where there is none. [`address`] puts addresses into the form of C.
+//! - It does not answer disconnect requests: [`take_event`](cm_contract::CmChannel::take_event)
+//!   does.
+//! - It raises no event for a withdrawn request, but fails calls on its id. After a failed call
+//!   this module adds the event; the caller finds it when draining the channel.
+//!
+//! [`event`] copies and acknowledges events at once, so that destroying an id never waits for one.
+//! [`id`] has one call per function. It checks the phase first, because librdmacm dereferences a
+//! null pointer if the address was not resolved.
 
 #![allow(unsafe_code)]
 
@@ -26,40 +29,40 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use parking_lot::Mutex;
 use rdma_sys::*;
 
-use super::ibv_channel::do_not_block;
+use super::ibv_channel::set_nonblocking;
 use super::{Ibverbs, sys};
 use rdma_provider::VerbError;
 use rdma_provider::cm_contract::{self, CmEvent};
 
-use event::Taken;
+use event::UnackedEvent;
 pub use id::CmId;
-use id::Known;
+use id::IdState;
 
-/// `rdma_event_channel`, shared by its ids.
+/// An event channel, `rdma_event_channel`, shared by its ids.
 #[derive(Debug)]
 pub struct CmChannel(Arc<Events>);
 
-/// What ids need of their channel.
+/// The part of a channel that its ids refer to.
 #[derive(Debug)]
 struct Events {
     raw: NonNull<rdma_event_channel>,
     next_key: AtomicUsize,
-    /// What is known of each id; events carry its key.
-    ids: Mutex<HashMap<usize, Arc<Mutex<Known>>>>,
-    /// Events that the kernel does not raise.
+    /// State of each id by key; events carry the key.
+    ids: Mutex<HashMap<usize, Arc<Mutex<IdState>>>>,
+    /// Events raised by this module.
     own: Mutex<VecDeque<CmEvent<Ibverbs>>>,
 }
 
-// SAFETY: S3: librdmacm is safe to call from any thread at once; the handle is used until `Drop` only, and its events are
-// taken by one caller at a time, as the contract says.
+// SAFETY: S3: librdmacm is thread-safe, and the contract has one caller at a time take events.
 unsafe impl Send for Events {}
 // SAFETY: S3: as above.
 unsafe impl Sync for Events {}
 
 impl CmChannel {
-    /// EOPNOTSUPP: librdmacm could not be loaded. ENOENT, ENODEV: the kernel's part, rdma_ucm, is not there.
+    /// Creates a channel. EOPNOTSUPP if librdmacm could not be loaded, ENOENT or ENODEV without the
+    /// kernel module rdma_ucm.
     pub(super) fn new() -> Result<Self, VerbError> {
-        // SAFETY: S3: takes nothing.
+        // SAFETY: S3: without arguments.
         let raw = sys::handle("rdma_create_event_channel", unsafe { rdma_create_event_channel() })?;
         let events = Events {
             raw,
@@ -67,38 +70,38 @@ impl CmChannel {
             ids: Mutex::default(),
             own: Mutex::default(),
         };
-        do_not_block(events.fd())?;
+        set_nonblocking(events.fd())?;
         Ok(Self(Arc::new(events)))
     }
 }
 
 impl Events {
     fn fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: S3: the descriptor is open as long as the channel, which is borrowed.
+        // SAFETY: S3: the descriptor is open as long as the borrowed channel.
         unsafe { BorrowedFd::borrow_raw(self.raw.as_ref().fd) }
     }
 
-    /// A key that was never used, which names `known` until it is forgotten.
-    fn enter(&self, known: Known) -> (usize, Arc<Mutex<Known>>) {
+    /// Stores `known` under a key that was never used.
+    fn insert(&self, known: IdState) -> (usize, Arc<Mutex<IdState>>) {
         let (key, known) =
             (self.next_key.fetch_add(1, Ordering::Relaxed), Arc::new(Mutex::new(known)));
         self.ids.lock().insert(key, Arc::clone(&known));
         (key, known)
     }
 
-    fn find(&self, key: usize) -> Option<Arc<Mutex<Known>>> {
+    fn find(&self, key: usize) -> Option<Arc<Mutex<IdState>>> {
         self.ids.lock().get(&key).cloned()
     }
 
-    fn forget(&self, key: usize) {
-        let forgotten = self.ids.lock().remove(&key);
-        drop(forgotten);
+    fn remove(&self, key: usize) {
+        let removed = self.ids.lock().remove(&key);
+        drop(removed);
     }
 }
 
 impl Drop for Events {
     fn drop(&mut self) {
-        // SAFETY: S3: made by us; ids hold the channel, so all of them are gone.
+        // SAFETY: S3: created by this object; its ids, which reference it, are gone.
         unsafe { rdma_destroy_event_channel(self.raw.as_ptr()) };
     }
 }
@@ -120,14 +123,14 @@ impl cm_contract::CmChannel<Ibverbs> for CmChannel {
         let own = self.0.own.lock().pop_front();
         match own {
             Some(event) => Ok(Some(event)),
-            None => Taken::next(&self.0).map(|taken| taken.map(Taken::file)),
+            None => UnackedEvent::next(&self.0).map(|taken| taken.map(UnackedEvent::into_event)),
         }
     }
 
     fn create_id(&self) -> Result<CmId, VerbError> {
-        let (key, known) = self.0.enter(Known::default());
+        let (key, known) = self.0.insert(IdState::default());
         let mut raw = ptr::null_mut();
-        // SAFETY: S3: the channel is open, the result ours; the context is a number.
+        // SAFETY: S3: the channel is open, the result local; the context is a number.
         let result = unsafe {
             let context = ptr::without_provenance_mut(key);
             rdma_create_id(self.0.raw.as_ptr(), &raw mut raw, context, rdma_port_space::RDMA_PS_TCP)
@@ -137,7 +140,7 @@ impl cm_contract::CmChannel<Ibverbs> for CmChannel {
         match made {
             Ok(raw) => Ok(CmId::new(raw, key, known, Arc::clone(&self.0))),
             Err(error) => {
-                self.0.forget(key);
+                self.0.remove(key);
                 Err(error)
             }
         }

@@ -1,11 +1,11 @@
-//! Two programs, each with its channel, over one real device: `scripts/rxe-vm cargo test --release --features ibverbs
-//! --lib cm`.
+//! Two programs, each with its channel, over one real device: `scripts/rxe-vm cargo test --release
+//! --features ibverbs --lib cm`.
 
 use std::collections::VecDeque;
 use std::fs;
 use std::net::SocketAddr;
 use std::process::Command;
-use std::sync::Mutex as Turn;
+use std::sync::Mutex as StdMutex;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -21,13 +21,13 @@ use rdma_provider::cm_contract::{
 use rdma_provider::contract::{Context as _, Pd as _, Qp as _, QpInit};
 use rdma_provider::types::{PortNum, QpAttr, QpCaps, QpState, Qpn, RejectReason, Transport};
 
-/// No event takes anywhere near this long, on however slow a machine.
+/// Time limit far beyond the time for any event.
 const LONG: Duration = Duration::from_secs(60);
 
-/// Tests that count descriptors take turns.
-static TURN: Turn<()> = Turn::new(());
+/// Serialises tests that count descriptors.
+static SERIAL: StdMutex<()> = StdMutex::new(());
 
-/// The real device under test, if there is one.
+/// Returns the name of the real device under test, if any.
 fn device(test: &str) -> Option<String> {
     let name = std::env::var("TOKIO_RDMA_DEVICE").ok().filter(|name| name != "soft0");
     if name.is_none() {
@@ -36,7 +36,7 @@ fn device(test: &str) -> Option<String> {
     name
 }
 
-/// What one program has.
+/// A channel and the other objects of one program.
 struct Program {
     channel: CmChannel,
     taken: VecDeque<CmEvent<Ibverbs>>,
@@ -75,7 +75,7 @@ impl Program {
         id
     }
 
-    /// The next event of `id`; those of others are kept.
+    /// Returns the next event of `id`, and keeps those for other ids.
     fn next(&mut self, id: &CmId) -> Kind<Ibverbs> {
         self.within(id, LONG).expect("an event")
     }
@@ -97,12 +97,12 @@ impl Program {
         }
     }
 
-    /// Whatever else comes first.
+    /// Skips events until the device is removed.
     fn until_removed(&mut self, id: &CmId) {
         while !matches!(self.next(id), Kind::DeviceRemoval) {}
     }
 
-    /// An id that may connect to `to`.
+    /// Returns an id that may connect to `to`.
     fn resolved(&mut self, to: SocketAddr) -> CmId {
         let id = self.id();
         id.resolve_addr(None, to, LONG).unwrap();
@@ -161,7 +161,7 @@ fn params<'a>(qpn: Qpn, private_data: &'a [u8]) -> CmParams<'a> {
     }
 }
 
-/// Active and passive id with their queue pairs, connected.
+/// Returns connected ids with their queue pairs, active and passive.
 fn connected(
     a: &mut Program,
     b: &mut Program,
@@ -192,7 +192,7 @@ fn connected(
     ((active, ours), (passive, theirs))
 }
 
-/// Waits until the kernel has heard that a request was taken back: of which it raises no event.
+/// Waits until the kernel has processed a withdrawal, which raises no event.
 fn eventually_refused(id: &CmId) -> bool {
     let start = Instant::now();
     while id.qp_attr(QpState::Rtr).is_ok() {
@@ -207,7 +207,7 @@ fn descriptors() -> usize {
 }
 
 #[test]
-fn machine_without_it_gets_an_error_with_its_number() {
+fn channel_without_rdma_cm_fails_with_errno() {
     match CmChannel::new() {
         Ok(channel) => assert!(channel.take_event().unwrap().is_none()),
         Err(error) => {
@@ -217,9 +217,9 @@ fn machine_without_it_gets_an_error_with_its_number() {
 }
 
 #[test]
-fn connection_comes_about_and_ends_at_both_ends() {
+fn connection_is_established_and_ends_on_both_sides() {
     let Some(name) = device("connection") else { return };
-    let _turn = TURN.lock();
+    let _serial = SERIAL.lock();
     let (mut a, mut b) = (Program::new(&name), Program::new(&name));
     let listener = b.listen();
     let address = listener.local_addr().unwrap();
@@ -234,7 +234,8 @@ fn connection_comes_about_and_ends_at_both_ends() {
         assert!(mtu.is_some() && passive.route().unwrap().mtu == mtu);
         let (first, second) = if active_first { (&active, &passive) } else { (&passive, &active) };
         first.disconnect().unwrap();
-        // Without the other program saying anything: who takes the event answers the goodbye.
+        // The second program need not call anything: taking the event answers the disconnect
+        // request.
         if active_first {
             assert!(matches!(b.next(&passive), Kind::Disconnected));
             assert!(matches!(a.next(&active), Kind::Disconnected));
@@ -250,9 +251,9 @@ fn connection_comes_about_and_ends_at_both_ends() {
 }
 
 #[test]
-fn peer_that_says_no_or_is_not_there_is_told_apart() {
+fn rejection_refusal_and_unreachable_peer_are_distinguished() {
     let Some(name) = device("no") else { return };
-    let _turn = TURN.lock();
+    let _serial = SERIAL.lock();
     let (mut a, mut b) = (Program::new(&name), Program::new(&name));
     let listener = b.listen();
     let address = listener.local_addr().unwrap();
@@ -267,7 +268,7 @@ fn peer_that_says_no_or_is_not_there_is_told_apart() {
         }
         other => panic!("{other:?}"),
     }
-    // It is answered.
+    // Already answered.
     assert_eq!(passive.reject(b"").unwrap_err().errno, VerbError::EINVAL);
     assert_eq!(passive.accept(&params(Qpn(1), b"")).unwrap_err().errno, VerbError::EINVAL);
     assert_eq!(active.disconnect().unwrap_err().errno, VerbError::EINVAL);
@@ -285,7 +286,8 @@ fn peer_that_says_no_or_is_not_there_is_told_apart() {
         Kind::Rejected { reason: RejectReason::INVALID_SERVICE_ID, .. }
     ));
 
-    // A network for documentation: RFC 5737. Where no route leads, the call fails; else nothing answers there.
+    // A network for documentation, RFC 5737. Without a route the call fails; otherwise no host
+    // answers.
     let active = a.id();
     if active
         .resolve_addr(None, "192.0.2.1:7471".parse().unwrap(), Duration::from_millis(100))
@@ -296,15 +298,15 @@ fn peer_that_says_no_or_is_not_there_is_told_apart() {
 }
 
 #[test]
-fn ids_dropped_at_each_step_tell_the_peer_and_leave_nothing_behind() {
+fn ids_dropped_at_each_step_notify_peer_and_leak_nothing() {
     let Some(name) = device("drops") else { return };
-    let _turn = TURN.lock();
+    let _serial = SERIAL.lock();
     let (mut a, mut b) = (Program::new(&name), Program::new(&name));
     let listener = b.listen();
     let address = listener.local_addr().unwrap();
     let before = descriptors();
     for _ in 0..3 {
-        // With an event that nobody has taken.
+        // An event is pending.
         let active = a.id();
         let key = active.key();
         active.resolve_addr(None, address, LONG).unwrap();
@@ -315,7 +317,7 @@ fn ids_dropped_at_each_step_tell_the_peer_and_leave_nothing_behind() {
         );
         drop(a.resolved(address));
 
-        // A request that is taken back, before it is answered and in the moment of the answer.
+        // A request that is withdrawn before it is answered, or concurrently.
         for answer_at_once in [false, true] {
             let active = a.resolved(address);
             active.connect(&params(a.qp().qpn(), b"")).unwrap();
@@ -337,7 +339,7 @@ fn ids_dropped_at_each_step_tell_the_peer_and_leave_nothing_behind() {
         drop(active);
         assert!(matches!(b.next(&passive), Kind::Rejected { .. }));
 
-        // One that is taken back.
+        // An answer that is withdrawn.
         let active = a.resolved(address);
         active.connect(&params(a.qp().qpn(), b"")).unwrap();
         let (passive, _) = b.request(&listener);
@@ -362,7 +364,7 @@ fn ids_dropped_at_each_step_tell_the_peer_and_leave_nothing_behind() {
     }
     a.taken.clear();
     b.taken.clear();
-    // A listener with requests that nobody has taken: they are rejected.
+    // A listener with pending requests rejects them.
     let waiting = a.resolved(address);
     waiting.connect(&params(a.qp().qpn(), b"")).unwrap();
     drop(listener);
@@ -376,9 +378,9 @@ fn ids_dropped_at_each_step_tell_the_peer_and_leave_nothing_behind() {
 }
 
 #[test]
-fn calls_out_of_order_and_too_much_data_are_refused() {
+fn out_of_order_calls_and_oversized_data_are_refused() {
     let Some(name) = device("order") else { return };
-    let _turn = TURN.lock();
+    let _serial = SERIAL.lock();
     let (mut a, mut b) = (Program::new(&name), Program::new(&name));
     let listener = b.listen();
     let address = listener.local_addr().unwrap();
@@ -418,9 +420,9 @@ fn calls_out_of_order_and_too_much_data_are_refused() {
 }
 
 #[test]
-fn ids_are_destroyed_while_their_events_are_taken() {
+fn ids_can_be_destroyed_while_events_are_taken() {
     let Some(name) = device("race") else { return };
-    let _turn = TURN.lock();
+    let _serial = SERIAL.lock();
     let (a, mut b) = (Program::new(&name), Program::new(&name));
     let listener = b.listen();
     let address = listener.local_addr().unwrap();
@@ -449,10 +451,10 @@ fn ids_are_destroyed_while_their_events_are_taken() {
     assert!(b.within(&listener, Duration::ZERO).is_none());
 }
 
-/// Alone in a guest, which is of no use afterwards: librdmacm keeps the device open as long as this program runs, and until
-/// then SoftRoCE is not quite gone.
+/// Needs a virtual machine of its own: librdmacm keeps the device open until this program exits,
+/// and only then is SoftRoCE removed completely.
 #[test]
-fn device_that_is_taken_away_tells_every_id() {
+fn device_removal_is_reported_to_every_id() {
     let Some(name) = device("removal") else { return };
     if std::env::var_os("TOKIO_RDMA_REMOVE").is_none() {
         eprintln!(
@@ -463,13 +465,13 @@ fn device_that_is_taken_away_tells_every_id() {
     let (mut a, mut b) = (Program::new(&name), Program::new(&name));
     let listener = b.listen();
     let (active, passive) = connected(&mut a, &mut b, &listener);
-    // Which waits for the end of this program.
+    // The command waits until this program exits.
     let delete = r#"rdma link delete "$0" &"#;
     assert!(Command::new("sh").args(["-c", delete, &name]).status().unwrap().success());
     a.until_removed(&active.0);
     b.until_removed(&passive.0);
     b.until_removed(&listener);
-    // What the kernel still knows of the connection depends on how far it has got with the removal.
+    // The result depends on how far the kernel has got with the removal.
     assert_eq!(active.0.disconnect(), Ok(()));
     drop((active, passive, listener));
     assert_eq!((a.channel.0.ids.lock().len(), b.channel.0.ids.lock().len()), (0, 0));

@@ -1,14 +1,14 @@
-//! Who may do what with registered memory.
+//! Access rights of registered memory.
 
 use bitflags::bitflags;
 
 bitflags! {
     /// Access rights of a registration or a queue pair, `ibv_reg_mr(3)`.
     ///
-    /// Reading by the local device is always allowed.
+    /// The local device may always read.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
     pub struct Access: u32 {
-        /// The local device may write: needed by receives, READ and atomic results.
+        /// The local device may write; required by receives, READ and atomic results.
         const LOCAL_WRITE = 1;
         /// A peer may WRITE.
         const REMOTE_WRITE = 1 << 1;
@@ -16,26 +16,28 @@ bitflags! {
         const REMOTE_READ = 1 << 2;
         /// A peer may use atomics.
         const REMOTE_ATOMIC = 1 << 3;
-        /// Memory windows may be bound to it.
+        /// Memory windows may be bound to the registration.
         const MW_BIND = 1 << 4;
-        /// Its pages are not pinned: the device asks for them when it touches them. Only where
-        /// [`DeviceAttr::on_demand_paging`](super::DeviceAttr::on_demand_paging) says so; of a registration only.
+        /// The pages are not pinned; the device faults them in on access. For registrations only,
+        /// on devices with [`DeviceAttr::on_demand_paging`](super::DeviceAttr::on_demand_paging).
         const ON_DEMAND = 1 << 5;
     }
 }
 
 impl Access {
-    /// All that a peer can be granted.
+    /// All rights that a peer can be granted.
     pub const REMOTE_ALL: Self =
         Self::REMOTE_WRITE.union(Self::REMOTE_READ).union(Self::REMOTE_ATOMIC);
 
-    /// True if a peer may reach the memory in any way, be it through a window bound later.
+    /// Returns true if a peer may access the memory in any way, including through a window bound
+    /// later.
     #[must_use]
     pub const fn is_remote(self) -> bool {
         self.intersects(Self::REMOTE_ALL.union(Self::MW_BIND))
     }
 
-    /// The rule of `ibv_reg_mr(3)`: whoever lets a peer change memory must let the local device too.
+    /// Returns true if the rights satisfy `ibv_reg_mr(3)`: remote write or atomic access requires
+    /// `LOCAL_WRITE`.
     #[must_use]
     pub const fn is_legal(self) -> bool {
         let remote_change = self.intersects(Self::REMOTE_WRITE.union(Self::REMOTE_ATOMIC));
@@ -48,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whoever_lets_peers_change_memory_lets_the_local_device_too() {
+    fn remote_write_access_requires_local_write() {
         assert!(!Access::REMOTE_WRITE.is_legal() && !Access::REMOTE_ATOMIC.is_legal());
         assert!(
             (Access::REMOTE_ALL | Access::LOCAL_WRITE).is_legal() && Access::REMOTE_READ.is_legal()
@@ -56,7 +58,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_windows_may_be_bound_to_is_within_reach_of_peers() {
+    fn memory_window_binding_counts_as_remote_access() {
         assert!(
             Access::MW_BIND.is_remote()
                 && Access::REMOTE_READ.is_remote()

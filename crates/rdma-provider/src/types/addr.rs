@@ -1,11 +1,11 @@
-//! Where a queue pair's packets go.
+//! Addresses and routes of queue pairs.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use super::PortNum;
 
-/// Global identifier of a port: 128 bits, on RoCE v2 an IP address (IPv4 in its mapped form).
+/// A global identifier (GID) of a port. On RoCE v2 it is an IP address (IPv4 in mapped form).
 ///
 /// ```
 /// use rdma_provider::types::Gid;
@@ -19,14 +19,14 @@ use super::PortNum;
 pub struct Gid(pub [u8; 16]);
 
 impl Gid {
-    /// The address that this identifier stands for on RoCE v2.
+    /// Returns the IP address of a RoCE v2 GID.
     #[must_use]
     pub fn to_ip(self) -> IpAddr {
         let v6 = Ipv6Addr::from(self.0);
         v6.to_ipv4_mapped().map_or(IpAddr::V6(v6), IpAddr::V4)
     }
 
-    /// True for the empty slot of a GID table.
+    /// Returns true for the GID of an empty table entry.
     #[must_use]
     pub fn is_zero(self) -> bool {
         self.0 == [0; 16]
@@ -60,14 +60,14 @@ impl fmt::Display for Gid {
     }
 }
 
-/// What a GID stands for and which packets it sends: `gid_type` of `struct ibv_gid_entry`.
+/// The type of a GID, which selects the packet format: `gid_type` of `struct ibv_gid_entry`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum GidKind {
     /// InfiniBand: subnet prefix and GUID of the port.
     InfiniBand,
-    /// RoCE v1: frames of Ethernet that no router passes on.
+    /// RoCE v1: Ethernet frames, not routable.
     RoceV1,
-    /// RoCE v2: UDP packets to port 4791, sent from the IP address that the GID stands for.
+    /// RoCE v2: UDP packets to port 4791, sent from the GID's IP address.
     RoceV2,
 }
 
@@ -81,7 +81,7 @@ impl fmt::Display for GidKind {
     }
 }
 
-/// One entry of a port's GID table, `ibv_query_gid_ex(3)`.
+/// An entry of a port's GID table, `ibv_query_gid_ex(3)`.
 ///
 /// ```
 /// use rdma_provider::types::{Gid, GidEntry, GidKind};
@@ -95,39 +95,38 @@ impl fmt::Display for GidKind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct GidEntry {
-    /// Position in the table: what an [`AddressVector`] names as `sgid_index`. Tables may be longer than 256; entries
-    /// beyond have no number there, so nothing can be sent from them and they are left out.
+    /// Index for [`AddressVector::sgid_index`]. Entries from 256 on cannot be named, so they are
+    /// omitted.
     pub index: u8,
-    /// The identifier.
+    /// GID of the entry.
     pub gid: Gid,
-    /// Which packets are sent from it.
+    /// Type of packets sent from it.
     pub kind: GidKind,
-    /// Index of the network interface it belongs to, as `if_nametoindex(3)` gives it: `ndev_ifindex` of
-    /// `struct ibv_gid_entry`. `None` on InfiniBand, or if that is not known.
+    /// Index of the network interface, `ndev_ifindex` of `struct ibv_gid_entry`; `None` if unknown.
     pub interface: Option<u32>,
 }
 
 impl GidEntry {
-    /// An entry of a GID table, of no known interface.
+    /// Creates an entry without a network interface.
     #[must_use]
     pub const fn new(index: u8, gid: Gid, kind: GidKind) -> Self {
         Self { index, gid, kind, interface: None }
     }
 
-    /// The same entry, of the network interface with this index; 0 is none, as in `struct ibv_gid_entry`.
+    /// Sets the index of the network interface; 0 means none.
     #[must_use]
     pub const fn on_interface(self, index: u32) -> Self {
         Self { interface: if index == 0 { None } else { Some(index) }, ..self }
     }
 
-    /// True if packets sent from it are RoCE v2 (UDP).
+    /// Returns true for RoCE v2.
     #[must_use]
     pub const fn is_roce_v2(&self) -> bool {
         matches!(self.kind, GidKind::RoceV2)
     }
 }
 
-/// Path MTU: payload bytes of a full packet.
+/// A path MTU: maximum payload of a packet.
 ///
 /// ```
 /// use rdma_provider::types::Mtu;
@@ -151,24 +150,24 @@ pub enum Mtu {
 }
 
 impl Mtu {
-    /// Every MTU, ascending.
+    /// All MTUs in ascending order.
     pub const ALL: [Self; 5] =
         [Self::Mtu256, Self::Mtu512, Self::Mtu1024, Self::Mtu2048, Self::Mtu4096];
 
-    /// Payload bytes of a full packet.
+    /// Returns the payload in bytes.
     #[must_use]
     pub const fn bytes(self) -> usize {
         128 << self as usize
     }
 
-    /// From the code of `enum ibv_mtu` (1 to 5).
+    /// Returns the MTU of a code of `enum ibv_mtu` (1 to 5).
     #[must_use]
     pub fn from_code(code: u8) -> Option<Self> {
         Self::ALL.get(usize::from(code).checked_sub(1)?).copied()
     }
 }
 
-/// What a port is attached to.
+/// The link layer of a port.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum LinkLayer {
     /// InfiniBand: addressed by LID, and by GID across subnets.
@@ -179,7 +178,7 @@ pub enum LinkLayer {
     Other(u8),
 }
 
-/// Route to a peer: `struct ibv_ah_attr`, see `ibv_create_ah(3)`.
+/// A route to a peer, `struct ibv_ah_attr` of `ibv_create_ah(3)`.
 ///
 /// ```
 /// use rdma_provider::types::{AddressVector, Gid, PortNum};
@@ -191,26 +190,26 @@ pub enum LinkLayer {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct AddressVector {
-    /// Port that sends.
+    /// Local port that sends.
     pub port: PortNum,
-    /// The peer's GID; always used on RoCE.
+    /// GID of the peer; always used on RoCE.
     pub dgid: Gid,
-    /// Which of our GIDs to send from.
+    /// Index of the local source GID.
     pub sgid_index: u8,
-    /// The peer's LID (InfiniBand); 0 on RoCE.
+    /// LID of the peer (InfiniBand); 0 on RoCE.
     pub dlid: u16,
     /// Service level, 0 to 15.
     pub service_level: u8,
-    /// Time to live of RoCE packets.
+    /// Hop limit of RoCE packets.
     pub hop_limit: u8,
-    /// DSCP and ECN byte.
+    /// DSCP and ECN bits.
     pub traffic_class: u8,
     /// IPv6 flow label, 20 bits.
     pub flow_label: u32,
 }
 
 impl AddressVector {
-    /// A route to `dgid` from entry `sgid_index` of `port`'s GID table, all else at its default.
+    /// Creates a route with hop limit 64 and all optional fields 0.
     #[must_use]
     pub const fn new(port: PortNum, sgid_index: u8, dgid: Gid) -> Self {
         Self {
@@ -219,7 +218,7 @@ impl AddressVector {
             sgid_index,
             dlid: 0,
             service_level: 0,
-            // What rdma_cm and IP use; 1 would stop at the first router.
+            // The default of rdma_cm and IP. 1 would stop at the first router.
             hop_limit: 64,
             traffic_class: 0,
             flow_label: 0,

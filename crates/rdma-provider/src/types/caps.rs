@@ -1,4 +1,4 @@
-//! What a device, a port and a queue pair can do: limits as the device reports them.
+//! Limits and state of devices, ports and queue pairs.
 
 use super::{GidEntry, LinkLayer, Mtu, PortNum};
 
@@ -6,63 +6,64 @@ use super::{GidEntry, LinkLayer, Mtu, PortNum};
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct DeviceAttr {
-    /// Name as in `ibv_devices`, for example `mlx5_0`; the software device is `soft0`.
+    /// Name listed by `ibv_devices(1)`, for example `mlx5_0`; software devices have names like
+    /// `soft0`.
     pub name: String,
     /// Node GUID.
     pub guid: u64,
-    /// Number of the vendor (an IEEE OUI: 0x02c9 is Mellanox); 0 for the software device.
+    /// Vendor ID, an IEEE OUI; 0 for the software device.
     pub vendor_id: u32,
-    /// The vendor's number of the part, on most the PCI device ID.
+    /// Vendor's part ID, usually the PCI device ID.
     pub vendor_part_id: u32,
-    /// Version of the firmware, or of the program that the device is.
+    /// Version of the firmware, or of the software device.
     pub firmware: String,
-    /// Ports, counted from 1.
+    /// Number of ports, which count from 1.
     pub ports: u8,
-    /// Most queue pairs.
+    /// Maximum queue pairs.
     pub max_qp: u32,
-    /// Most work requests of a send or receive queue.
+    /// Maximum work requests of a send or receive queue.
     pub max_qp_wr: u32,
-    /// Most scatter/gather elements of a work request.
+    /// Maximum scatter/gather elements of a work request.
     pub max_sge: u32,
-    /// Most inline bytes of a send.
+    /// Maximum inline bytes of a send.
     pub max_inline: u32,
-    /// Most completion queues.
+    /// Maximum completion queues.
     pub max_cq: u32,
-    /// Most entries of a completion queue.
+    /// Maximum completions in a completion queue.
     pub max_cqe: u32,
-    /// Most registrations.
+    /// Maximum registrations.
     pub max_mr: u32,
-    /// Largest registration, bytes.
+    /// Maximum bytes of a registration.
     pub max_mr_size: u64,
-    /// Most memory windows of type 2; 0 means not supported.
+    /// Maximum memory windows of type 2; 0 if unsupported.
     pub max_mw: u32,
-    /// Most protection domains.
+    /// Maximum protection domains.
     pub max_pd: u32,
-    /// Most READ and atomic requests that a queue pair serves at once.
+    /// Maximum READs and atomics that a queue pair serves at once.
     pub max_qp_rd_atom: u8,
-    /// Most READ and atomic requests that a queue pair issues at once.
+    /// Maximum READs and atomics that a queue pair issues at once.
     pub max_qp_init_rd_atom: u8,
-    /// Most shared receive queues; 0 means not supported.
+    /// Maximum shared receive queues; 0 if unsupported.
     pub max_srq: u32,
-    /// Most work requests of a shared receive queue.
+    /// Maximum work requests of a shared receive queue.
     pub max_srq_wr: u32,
-    /// Most scatter/gather elements of a shared receive.
+    /// Maximum scatter/gather elements of a shared receive.
     pub max_srq_sge: u32,
-    /// Completion vectors, over which completion queues can be spread.
+    /// Completion vectors, across which completion queues can be spread.
     pub completion_vectors: u32,
-    /// Against whom atomics are atomic.
+    /// Scope of atomic operations.
     pub atomic: AtomicCapability,
-    /// Registrations can be made of memory that is not pinned (`IBV_ODP_SUPPORT`).
+    /// True if memory can be registered unpinned (`IBV_ODP_SUPPORT`).
     pub on_demand_paging: bool,
-    /// Registrations can be made of memory that a dma-buf names, that of other devices too. Tried when the device was
-    /// opened; a device may still refuse the memory of a certain exporter.
+    /// True if dma-buf memory can be registered; probed on opening. The device may still refuse the
+    /// memory of an exporter.
     pub dma_buf: bool,
-    /// Dynamically connected transport; `None` without it, and on real devices without feature `mlx5`.
+    /// Dynamically connected transport; `None` if unsupported or built without feature `mlx5`.
     pub dc: Option<DcAttr>,
 }
 
 impl DeviceAttr {
-    /// Attributes of a device called `name` with every limit zero, to be filled in by its provider.
+    /// Creates attributes with one port, one completion vector and all limits zero.
     pub fn named(name: impl Into<String>) -> Self {
         Self {
             name: name.into(),
@@ -95,21 +96,20 @@ impl DeviceAttr {
     }
 }
 
-/// What a device can do of the dynamically connected transport, `mlx5dv_query_device(3)`.
+/// DC limits of a device, `mlx5dv_query_device(3)`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DcAttr {
-    /// Most READ and atomic requests that a target serves at once for each initiator: `max_dc_rd_atom`.
+    /// Maximum READs and atomics that a target serves at once per initiator: `max_dc_rd_atom`.
     pub max_rd_atomic: u8,
-    /// Most READ and atomic requests that an initiator issues at once: `max_dc_init_rd_atom`.
+    /// Maximum READs and atomics that an initiator issues at once: `max_dc_init_rd_atom`.
     pub max_init_rd_atomic: u8,
-    /// Streams of an initiator, within which order is kept and of which one may fail alone; `None` without them. This crate
-    /// uses none.
+    /// Streams of an initiator, each with its own order and failure. This crate uses none.
     pub streams: Option<DciStreams>,
 }
 
 impl DcAttr {
-    /// A device that serves and issues so many READ and atomic requests, without streams.
+    /// Creates DC limits without streams.
     #[must_use]
     pub const fn new(max_rd_atomic: u8, max_init_rd_atomic: u8) -> Self {
         Self { max_rd_atomic, max_init_rd_atomic, streams: None }
@@ -119,20 +119,20 @@ impl DcAttr {
 /// Streams of a DC initiator, `struct mlx5dv_dci_streams_caps`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DciStreams {
-    /// Most at once, as the exponent of a power of two.
+    /// Base-2 logarithm of the maximum concurrent streams.
     pub max_log_concurrent: u8,
-    /// Most that may have failed before the initiator fails as a whole, as the exponent of a power of two.
+    /// Base-2 logarithm of the maximum failed streams before the initiator fails.
     pub max_log_errored: u8,
 }
 
-/// Against whom a device's atomics are atomic.
+/// The scope of a device's atomic operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum AtomicCapability {
-    /// No atomics.
+    /// Atomics are unsupported.
     None,
-    /// Against other atomics through the same device.
+    /// Operations are atomic with respect to the same device.
     Device,
-    /// Against all, the processor included.
+    /// Operations are atomic with respect to all accesses, including the processor's.
     Global,
 }
 
@@ -140,29 +140,28 @@ pub enum AtomicCapability {
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct PortAttr {
-    /// Which port.
+    /// Port number.
     pub port: PortNum,
     /// Link state.
     pub state: PortState,
-    /// What the port is attached to.
+    /// Link layer of the port.
     pub link_layer: LinkLayer,
-    /// Largest MTU of the port.
+    /// Maximum MTU of the port.
     pub max_mtu: Mtu,
-    /// MTU in use.
+    /// Active MTU.
     pub active_mtu: Mtu,
-    /// Largest message, bytes.
+    /// Maximum bytes of a message.
     pub max_msg_size: u32,
     /// Local identifier (InfiniBand); 0 on Ethernet.
     pub lid: u16,
-    /// The GID table without its empty entries.
+    /// GID table without empty entries.
     pub gids: Vec<GidEntry>,
-    /// Entries of the partition key table, which
-    /// [`Context::pkey_table`](crate::contract::Context::pkey_table) reads.
+    /// Partition keys of [`Context::pkey_table`](crate::contract::Context::pkey_table).
     pub pkeys: u16,
 }
 
 impl PortAttr {
-    /// An active Ethernet port with one GID, all limits those of the wire format.
+    /// Creates attributes of an active Ethernet port with the limits of the wire format.
     pub fn ethernet(port: PortNum, gids: Vec<GidEntry>) -> Self {
         Self {
             port,
@@ -173,7 +172,7 @@ impl PortAttr {
             max_msg_size: 1 << 31,
             lid: 0,
             gids,
-            // The default partition: all that RoCE has.
+            // RoCE has only the default partition.
             pkeys: 1,
         }
     }
@@ -182,24 +181,24 @@ impl PortAttr {
 /// Link state of a port.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum PortState {
-    /// No link.
+    /// The link is down.
     Down,
-    /// Link without configuration.
+    /// The link is up, but not configured.
     Initializing,
-    /// Configured, not yet carrying data.
+    /// The link is configured, but carries no data yet.
     Armed,
-    /// Carries data.
+    /// The link carries data.
     Active,
-    /// A code this crate does not know.
+    /// An unknown code.
     Other(u8),
 }
 
-/// Sizes of a queue pair: asked for at creation, granted values come back rounded up.
+/// Sizes of a queue pair; granted values may be larger than requested.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct QpCaps {
-    /// Work requests that the send queue holds.
+    /// Capacity of the send queue in work requests.
     pub max_send_wr: u32,
-    /// Work requests that the receive queue holds; 0 with a shared receive queue.
+    /// Capacity of the receive queue in work requests; 0 with a shared receive queue.
     pub max_recv_wr: u32,
     /// Scatter/gather elements of a send.
     pub max_send_sge: u32,
@@ -212,7 +211,7 @@ pub struct QpCaps {
 /// Sizes of a shared receive queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SrqCaps {
-    /// Work requests that the queue holds.
+    /// Capacity in work requests.
     pub max_wr: u32,
     /// Scatter/gather elements of a receive.
     pub max_sge: u32,

@@ -1,8 +1,8 @@
-//! Values of the connection manager.
+//! Connection manager values.
 
 use std::fmt;
 
-/// Why a peer, or the connection manager of its device, refused a connection: reason codes of REJ (IBTA 12.6.7.2).
+/// The reason of a rejected connection: codes of the REJ message (IBTA 12.6.7.2).
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RejectReason(pub u16);
 
@@ -22,24 +22,24 @@ macro_rules! reasons {
 }
 
 reasons! {
-    /// The peer has no queue pair left.
+    /// The peer has no free queue pair.
     NO_QP = 1, "no queue pair available";
     /// The peer is out of resources.
     NO_RESOURCES = 3, "no resources available";
-    /// The peer waited long enough for us.
-    TIMEOUT = 4, "timeout";
-    /// The peer cannot do what was asked.
+    /// The peer timed out waiting for this side.
+    TIMEOUT = 4, "timeout: the peer waited too long for this side";
+    /// The peer does not support the request.
     UNSUPPORTED = 5, "unsupported request";
-    /// The peer knows no connection of this number.
+    /// The peer does not know the communication ID.
     INVALID_COMM_ID = 6, "invalid communication ID";
-    /// The numbers of a connection do not belong together.
+    /// The communication IDs belong to different connections.
     INVALID_COMM_INSTANCE = 7, "invalid communication instance";
-    /// Nobody listens there.
-    INVALID_SERVICE_ID = 8, "invalid service ID: nobody listens there";
-    /// The peer has no such transport.
+    /// The peer has no listener at this port.
+    INVALID_SERVICE_ID = 8, "invalid service ID: no listener at this port";
+    /// The peer lacks the transport.
     INVALID_TRANSPORT = 9, "invalid transport service type";
-    /// To the peer this queue pair is part of a connection already.
-    STALE_CONNECTION = 10, "stale connection: the queue pair was part of one";
+    /// The peer considers the queue pair part of an earlier connection.
+    STALE_CONNECTION = 10, "stale connection: the queue pair belongs to an earlier connection";
     /// The peer does not have this GID.
     INVALID_GID = 12, "invalid primary remote port GID";
     /// The peer does not have this LID.
@@ -52,21 +52,21 @@ reasons! {
     INVALID_HOP_LIMIT = 16, "invalid primary hop limit";
     /// The peer cannot send, or receive, at this rate.
     INVALID_PACKET_RATE = 17, "invalid primary packet rate";
-    /// The peer's manager is to be asked at another port.
-    MANAGER_REDIRECT = 24, "manager is at another port";
-    /// The peer is to be asked at another port.
-    PORT_REDIRECT = 25, "service is at another port";
+    /// The peer's connection manager is at another port.
+    MANAGER_REDIRECT = 24, "the connection manager is at another port";
+    /// The service is at another port.
+    PORT_REDIRECT = 25, "the service is at another port";
     /// The peer cannot use this path MTU.
     INVALID_MTU = 26, "invalid path MTU";
-    /// The peer cannot serve as many READs and atomics as were asked for.
+    /// The peer cannot serve as many READs and atomics.
     INSUFFICIENT_RESPONDER_RESOURCES = 27, "insufficient responder resources";
-    /// The program at the other end said no.
-    CONSUMER = 28, "refused by the peer's program";
-    /// The peer cannot repeat so often what finds no receive.
+    /// The peer's program rejected the connection.
+    CONSUMER = 28, "its program refused the connection";
+    /// The peer does not support the RNR retry count.
     INVALID_RNR_RETRY = 29, "invalid count of RNR retries";
-    /// The peer knows another connection of ours by this number.
+    /// The communication ID is in use by another connection.
     DUPLICATE_COMM_ID = 30, "duplicate local communication ID";
-    /// The peer's manager speaks another version.
+    /// The peer's manager has another class version.
     INVALID_CLASS_VERSION = 31, "invalid class version";
     /// The peer cannot use this flow label.
     INVALID_FLOW_LABEL = 32, "invalid primary flow label";
@@ -85,7 +85,7 @@ impl fmt::Display for RejectReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.name() {
             Some((_, text)) => f.write_str(text),
-            None => write!(f, "reason {}", self.0),
+            None => write!(f, "unknown reason {}", self.0),
         }
     }
 }
@@ -100,6 +100,6 @@ mod tests {
             format!("{:?} {:?}", RejectReason::CONSUMER, RejectReason(999)),
             "CONSUMER RejectReason(999)"
         );
-        assert_eq!(RejectReason(999).to_string(), "reason 999");
+        assert_eq!(RejectReason(999).to_string(), "unknown reason 999");
     }
 }

@@ -1,29 +1,29 @@
-//! Asynchronous events: faults and state changes that belong to no work request.
+//! Asynchronous events.
 
 use super::{PortNum, Qpn};
 
-/// `ibv_get_async_event(3)`.
+/// An asynchronous event, `ibv_get_async_event(3)`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum AsyncEvent {
-    /// A completion queue was overrun; it and its queue pairs are unusable.
+    /// A completion queue overflowed; it and its queue pairs are unusable.
     CqError {
         /// Number of the completion queue, `CompletionQueue::id`.
         cq: u64,
     },
-    /// A queue pair failed without a work request to blame; it is in the error state.
+    /// A queue pair failed without a failed work request; it is in ERR.
     QpFatal(Qpn),
-    /// A peer's request was malformed; the queue pair is in the error state.
+    /// A peer's request was malformed; the queue pair is in ERR.
     QpRequestError(Qpn),
-    /// A peer's request violated access rights; the queue pair is in the error state.
+    /// A peer's request violated access rights; the queue pair is in ERR.
     QpAccessError(Qpn),
-    /// The first packet arrived while the queue pair was still in RTR.
+    /// The first packet arrived in RTR.
     CommunicationEstablished(Qpn),
-    /// The send queue has drained after the transition to SQD.
+    /// The send queue drained in SQD.
     SendQueueDrained(Qpn),
-    /// A queue pair in the error state takes no more work from its shared receive queue.
+    /// A queue pair in ERR takes no more receives from its shared receive queue.
     LastWqeReached(Qpn),
-    /// A shared receive queue holds fewer work requests than its limit.
+    /// A shared receive queue fell below its limit.
     SrqLimitReached {
         /// Number of the shared receive queue.
         srq: u64,
@@ -39,8 +39,8 @@ pub enum AsyncEvent {
     PortError(PortNum),
     /// A GID table changed.
     GidChange(PortNum),
-    /// The device is lost: everything created from it fails.
+    /// The device is lost with all its objects.
     DeviceFatal,
-    /// A code this crate does not know.
+    /// An unknown code.
     Other(u32),
 }

@@ -1,4 +1,4 @@
-//! Numbers with a meaning: queue pairs, packet sequence, keys, ports.
+//! Newtypes of numbers: queue pair numbers, packet sequence numbers, keys, ports.
 
 use std::fmt;
 
@@ -25,39 +25,37 @@ macro_rules! number {
 }
 
 number! {
-    /// Queue pair number, 24 bits. 0 and 1 are the management queue pairs, 0xffffff is multicast.
+    /// A queue pair number: 24 bits. 0 and 1 are the management queue pairs; 0xffffff is multicast.
     Qpn(u32)
 }
 number! {
-    /// Local key: names a registration in a scatter/gather element.
+    /// A local key, which names a registration in a scatter/gather element.
     Lkey(u32)
 }
 number! {
-    /// Remote key: lets a peer name a registration of ours.
+    /// A remote key, which names a registration in requests of a peer.
     Rkey(u32)
 }
 number! {
-    /// Queue key of unreliable datagrams: a packet is accepted only if its key is the receiver's.
+    /// A queue key of datagrams: a receiver accepts only packets with its key.
     Qkey(u32)
 }
 number! {
-    /// Port of a device, counted from 1.
+    /// A port of a device, numbered from 1.
     PortNum(u8)
 }
 number! {
-    /// Caller's number of a work request; comes back in its completion.
+    /// A caller's identifier of a work request, returned in its completion.
     WrId(u64)
 }
 number! {
-    /// Immediate data: four bytes that travel beside a message.
-    ///
-    /// The value is in host order; it is big-endian on the wire, as `imm_data` of `ibv_post_send(3)`.
+    /// Immediate data: four bytes that accompany a message, in host order. On the wire, and in
+    /// `imm_data` of `ibv_post_send(3)`, they are big-endian.
     Imm(u32)
 }
 
-/// Access key of a DC target: a packet is taken only if its key is the target's.
-///
-/// Whoever knows it may use the target, so it is not printed.
+/// An access key of a DC target, which accepts only packets with its key. Secret, so `Debug` omits
+/// it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct DcKey(pub u64);
 
@@ -68,7 +66,7 @@ impl fmt::Debug for DcKey {
 }
 
 impl Rkey {
-    /// The key with which a memory window is bound next: its low byte counted up, wrapping, `ibv_inc_rkey(3)`.
+    /// Returns the key of a window's next binding: low byte plus 1, wrapping, `ibv_inc_rkey(3)`.
     #[must_use]
     pub const fn next(self) -> Self {
         Self(self.0 & !0xff | (self.0.wrapping_add(1) & 0xff))
@@ -76,14 +74,14 @@ impl Rkey {
 }
 
 impl Qpn {
-    /// Largest queue pair number.
+    /// The largest queue pair number.
     pub const MAX: Self = Self(0x00ff_ffff);
 }
 
-/// Packet sequence number: 24 bits that wrap.
+/// A packet sequence number (PSN): 24 bits that wrap.
 ///
-/// Comparison is by signed distance (`IBTA 9.7.2`), hence no `Ord`: of two numbers the one less than
-/// 2^23 steps ahead is the later.
+/// Comparison is by signed distance (IBTA 9.7.2), hence no `Ord`: a number less than 2^23 steps
+/// ahead is later.
 ///
 /// ```
 /// use rdma_provider::types::Psn;
@@ -99,31 +97,31 @@ pub struct Psn(u32);
 impl Psn {
     const MASK: u32 = 0x00ff_ffff;
 
-    /// Keeps the low 24 bits of `value`.
+    /// Creates a number from the low 24 bits of `value`.
     #[must_use]
     pub const fn new(value: u32) -> Self {
         Self(value & Self::MASK)
     }
 
-    /// The 24-bit value.
+    /// Returns the 24-bit value.
     #[must_use]
     pub const fn value(self) -> u32 {
         self.0
     }
 
-    /// `steps` packets later.
+    /// Returns the number `steps` packets later.
     #[must_use]
     pub const fn add(self, steps: u32) -> Self {
         Self(self.0.wrapping_add(steps) & Self::MASK)
     }
 
-    /// `steps` packets earlier.
+    /// Returns the number `steps` packets earlier.
     #[must_use]
     pub const fn sub(self, steps: u32) -> Self {
         Self(self.0.wrapping_sub(steps) & Self::MASK)
     }
 
-    /// Signed distance `self - earlier`, in -2^23 .. 2^23.
+    /// Returns the signed distance `self - earlier`, in -2^23 .. 2^23.
     #[must_use]
     pub const fn distance_from(self, earlier: Self) -> i32 {
         ((self.0.wrapping_sub(earlier.0) << 8) as i32) >> 8

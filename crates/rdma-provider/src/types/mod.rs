@@ -1,7 +1,7 @@
-//! Values of the verbs interface: what is asked of a device and what it answers.
+//! Values of the verbs interface: requests to a device and its responses.
 //!
-//! No I/O, no device and no `unsafe` here. Every type prints (`Debug`), and codes that a device may
-//! invent are kept as values instead of being refused.
+//! The types perform no I/O and contain no `unsafe`. Every type implements `Debug`. Codes that a
+//! device may invent are kept as values instead of being refused.
 
 #![forbid(unsafe_code)]
 

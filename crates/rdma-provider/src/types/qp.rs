@@ -4,59 +4,59 @@ use bitflags::bitflags;
 
 use super::{Access, AddressVector, Mtu, PortNum, Psn, Qkey, Qpn};
 
-/// Service type of a queue pair.
+/// The transport service of a queue pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Transport {
-    /// Reliable connection: every operation, delivered once and in order.
+    /// Reliable connection: all operations, once and in order.
     Rc,
-    /// Unreliable connection: SEND and WRITE, no acknowledgement.
+    /// Unreliable connection: SEND and WRITE, unacknowledged.
     Uc,
-    /// Unreliable datagram: SEND of at most one MTU to any queue pair.
+    /// Unreliable datagram: SEND of at most one MTU to any UD queue pair.
     Ud,
-    /// Initiator of dynamic connections: the operations of RC, to a target that each work request names. It receives
-    /// nothing: its `max_recv_wr` is 0.
+    /// Initiator of dynamic connections: RC operations to the target of each work request; no
+    /// receives.
     Dci,
 }
 
-/// State of a queue pair.
+/// The state of a queue pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum QpState {
-    /// Just created; takes no work.
+    /// Initial state without work.
     Reset = 0,
-    /// Takes receives, does not use them yet.
+    /// Accepts receives, but does not use them.
     Init = 1,
     /// Ready to receive.
     Rtr = 2,
-    /// Ready to send: fully working.
+    /// Ready to send: fully operational.
     Rts = 3,
-    /// Send queue drained: work queues up and does not start.
+    /// Send queue drained: posted sends wait.
     Sqd = 4,
-    /// Send queue error (UC, UD): receives go on.
+    /// Send queue error (UC, UD): receives continue.
     Sqe = 5,
     /// All work is flushed.
     Err = 6,
 }
 
 impl QpState {
-    /// Every state, in the order of their codes.
+    /// All states, in the order of their codes.
     pub const ALL: [Self; 7] =
         [Self::Reset, Self::Init, Self::Rtr, Self::Rts, Self::Sqd, Self::Sqe, Self::Err];
 }
 
 bitflags! {
-    /// Which attributes of [`QpAttr`] are given: `attr_mask` of `ibv_modify_qp(3)`, same bits.
+    /// The attributes of [`QpAttr`] that are set, bits of `attr_mask` of `ibv_modify_qp(3)`.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
     pub struct QpAttrMask: u32 {
         /// Target state.
         const STATE = 1;
-        /// State the caller believes the queue pair to be in.
+        /// Expected current state.
         const CUR_STATE = 1 << 1;
-        /// Event wanted when drained.
+        /// Event request for a drained send queue.
         const EN_SQD_ASYNC_NOTIFY = 1 << 2;
-        /// What a peer may do.
+        /// Access rights of the peer.
         const ACCESS_FLAGS = 1 << 3;
-        /// Partition.
+        /// Partition key index.
         const PKEY_INDEX = 1 << 4;
         /// Port.
         const PORT = 1 << 5;
@@ -72,28 +72,29 @@ bitflags! {
         const RETRY_CNT = 1 << 10;
         /// Receiver-not-ready retries.
         const RNR_RETRY = 1 << 11;
-        /// First sequence number expected.
+        /// First expected PSN.
         const RQ_PSN = 1 << 12;
-        /// READ and atomic requests issued at once.
+        /// READs and atomics issued at once.
         const MAX_QP_RD_ATOMIC = 1 << 13;
         /// Alternate path.
         const ALT_PATH = 1 << 14;
-        /// Receiver-not-ready delay asked of the peer.
+        /// Delay requested after "receiver not ready".
         const MIN_RNR_TIMER = 1 << 15;
-        /// First sequence number sent.
+        /// First sent PSN.
         const SQ_PSN = 1 << 16;
-        /// READ and atomic requests served at once.
+        /// READs and atomics served at once.
         const MAX_DEST_RD_ATOMIC = 1 << 17;
         /// Path migration state.
         const PATH_MIG_STATE = 1 << 18;
         /// Queue sizes.
         const CAP = 1 << 19;
-        /// Peer's queue pair.
+        /// Peer's queue pair number.
         const DEST_QPN = 1 << 20;
     }
 }
 
-/// Time to wait for an acknowledgement: a code of 5 bits meaning 4.096 µs × 2^code; 0 waits for ever.
+/// An acknowledgement timeout: a 5-bit code for 4.096 µs × 2^code; 0 means infinite (IBTA
+/// 11.2.4.2).
 ///
 /// Devices may wait up to four times as long.
 ///
@@ -108,26 +109,26 @@ bitflags! {
 pub struct AckTimeout(u8);
 
 impl AckTimeout {
-    /// The code as it is written in the attribute, 0 to 31; larger values saturate.
+    /// Creates a timeout; codes above 31 saturate.
     #[must_use]
     pub const fn from_code(code: u8) -> Self {
         Self(if code > 31 { 31 } else { code })
     }
 
-    /// The code.
+    /// Returns the code.
     #[must_use]
     pub const fn code(self) -> u8 {
         self.0
     }
 
-    /// The time meant; `None` is for ever.
+    /// Returns the timeout in nanoseconds; `None` if infinite.
     #[must_use]
     pub const fn nanoseconds(self) -> Option<u64> {
         if self.0 == 0 { None } else { Some(4096 << self.0) }
     }
 }
 
-/// Time a peer shall wait after "receiver not ready": a code of 5 bits, 0.01 ms to 655.36 ms.
+/// The delay requested of the peer after "receiver not ready": a 5-bit code, 0.01 ms to 655.36 ms.
 ///
 /// ```
 /// use rdma_provider::types::RnrTimer;
@@ -140,34 +141,33 @@ impl AckTimeout {
 pub struct RnrTimer(u8);
 
 impl RnrTimer {
-    /// Hundredths of a millisecond by code (IBTA table 45).
+    /// Delays by code, in units of 0.01 ms (IBTA table 45).
     const CENTI_MS: [u32; 32] = [
         65536, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024,
         1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152,
     ];
 
-    /// The code as it is written in the attribute; only the low 5 bits count. Code 0 is the longest, 655.36 ms.
+    /// Creates a delay from the low 5 bits; code 0 is the longest delay.
     #[must_use]
     pub const fn from_code(code: u8) -> Self {
         Self(code & 31)
     }
 
-    /// The code.
+    /// Returns the code.
     #[must_use]
     pub const fn code(self) -> u8 {
         self.0
     }
 
-    /// The time meant.
+    /// Returns the delay in nanoseconds.
     #[must_use]
     pub const fn nanoseconds(self) -> u64 {
         Self::CENTI_MS[self.0 as usize] as u64 * 10_000
     }
 }
 
-/// Attributes for `ibv_modify_qp(3)`: those that are `Some` are given.
-///
-/// Which are required and which are allowed depends on the transition; see [`super::transition()`].
+/// Attributes for `ibv_modify_qp(3)`: fields that are `Some` are set.
+/// [`transition`](super::transition()) lists required and allowed ones.
 ///
 /// ```
 /// use rdma_provider::types::{Access, PortNum, QpAttr, QpAttrMask, QpState};
@@ -185,11 +185,11 @@ impl RnrTimer {
 pub struct QpAttr {
     /// Target state.
     pub state: Option<QpState>,
-    /// State the caller believes the queue pair to be in; a mismatch is refused.
+    /// Expected current state; a mismatch is an error.
     pub current_state: Option<QpState>,
-    /// Ask for [`AsyncEvent::SendQueueDrained`](super::AsyncEvent::SendQueueDrained).
+    /// Request for [`AsyncEvent::SendQueueDrained`](super::AsyncEvent::SendQueueDrained).
     pub notify_drained: Option<bool>,
-    /// What a peer may do; remote rights only.
+    /// Remote access rights.
     pub access: Option<Access>,
     /// Index into the partition key table.
     pub pkey_index: Option<u16>,
@@ -205,30 +205,30 @@ pub struct QpAttr {
     pub timeout: Option<AckTimeout>,
     /// Transport retries, 0 to 7.
     pub retry_count: Option<u8>,
-    /// Receiver-not-ready retries, 0 to 6; 7 retries for ever.
+    /// Receiver-not-ready retries, 0 to 6; 7 is unlimited.
     pub rnr_retry: Option<u8>,
-    /// First sequence number expected.
+    /// First expected PSN.
     pub rq_psn: Option<Psn>,
-    /// First sequence number sent.
+    /// First sent PSN.
     pub sq_psn: Option<Psn>,
-    /// READ and atomic requests issued at once.
+    /// READs and atomics issued at once.
     pub max_rd_atomic: Option<u8>,
-    /// READ and atomic requests served at once.
+    /// READs and atomics served at once.
     pub max_dest_rd_atomic: Option<u8>,
-    /// Receiver-not-ready delay asked of the peer.
+    /// Delay requested after "receiver not ready".
     pub min_rnr_timer: Option<RnrTimer>,
-    /// Peer's queue pair.
+    /// Peer's queue pair number.
     pub dest_qpn: Option<Qpn>,
 }
 
 impl QpAttr {
-    /// Attributes that move a queue pair to `state`, nothing else given.
+    /// Creates attributes with only the target state set.
     #[must_use]
     pub fn to_state(state: QpState) -> Self {
         Self { state: Some(state), ..Self::default() }
     }
 
-    /// Which attributes are given.
+    /// Returns the set of attributes that are `Some`.
     #[must_use]
     pub fn mask(&self) -> QpAttrMask {
         let mut mask = QpAttrMask::empty();

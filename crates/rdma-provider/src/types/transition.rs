@@ -1,4 +1,4 @@
-//! State machine of a queue pair, as data.
+//! The state machine of a queue pair.
 //!
 //! ```text
 //!            ┌──────────────────────── any state but RESET ──────────────────┐
@@ -9,57 +9,56 @@
 //!     └──────────────────────── any state ───────────────────────────────────┘
 //! ```
 //!
-//! Which attributes a transition needs and which it allows is a table per transport, after
-//! `ibv_modify_qp(3)` and the check all Linux drivers share. Whatever else is given is refused and
-//! changes nothing.
+//! A table per transport lists the attributes of each transition, after `ibv_modify_qp(3)` and the
+//! check of all Linux drivers (`ib_modify_qp_is_ok`). Any other attribute fails the transition.
 
 use super::{QpAttrMask as M, QpState, Transport};
 
-/// What one transition asks for.
+/// A transition and its attributes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Transition {
-    /// State left.
+    /// Old state.
     pub from: QpState,
-    /// State entered.
+    /// New state.
     pub to: QpState,
-    /// Attributes that must be given, besides the state itself.
+    /// Required attributes, besides the state.
     pub required: M,
-    /// Attributes that may be given.
+    /// Optional attributes.
     pub optional: M,
 }
 
-/// Why a transition is refused.
+/// The error of a transition.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum TransitionError {
-    /// No such transition for this transport.
+    /// The transport lacks the transition.
     Illegal {
-        /// State left.
+        /// Old state.
         from: QpState,
-        /// State asked for.
+        /// Requested state.
         to: QpState,
     },
-    /// Wrong set of attributes.
+    /// Attributes are missing or not allowed.
     Attributes {
-        /// State left.
+        /// Old state.
         from: QpState,
-        /// State asked for.
+        /// Requested state.
         to: QpState,
-        /// Required, not given.
+        /// Missing attributes.
         missing: M,
-        /// Given, not allowed.
+        /// Attributes that are not allowed.
         superfluous: M,
     },
-    /// `current_state` was given and is not the state of the queue pair.
+    /// The queue pair is not in `current_state`.
     NotInState {
-        /// State the caller gave.
+        /// State given.
         claimed: QpState,
-        /// State the queue pair is in.
+        /// Actual state.
         actual: QpState,
     },
 }
 
-/// The row for a transition, or `None` if the transport has no such transition.
+/// Returns the transition, if the transport has it.
 #[must_use]
 pub fn transition(transport: Transport, from: QpState, to: QpState) -> Option<Transition> {
     use QpState::{Err, Init, Reset, Rtr, Rts, Sqd, Sqe};
@@ -70,11 +69,11 @@ pub fn transition(transport: Transport, from: QpState, to: QpState) -> Option<Tr
     let rights = match transport {
         Rc | Uc => M::ACCESS_FLAGS,
         Ud => M::QKEY,
-        // Nobody reaches anything through it.
+        // Peers access no memory through an initiator.
         Dci => none,
     };
     let connect = M::AV.union(M::PATH_MTU).union(M::DEST_QPN).union(M::RQ_PSN);
-    // What RTS takes besides its required attributes, also on the way back from SQD and SQE.
+    // Optional for RTS, also from SQD and SQE.
     let running = match transport {
         Rc => M::CUR_STATE
             .union(M::ALT_PATH)
@@ -83,7 +82,7 @@ pub fn transition(transport: Transport, from: QpState, to: QpState) -> Option<Tr
             .union(M::PATH_MIG_STATE),
         Uc => M::CUR_STATE.union(M::ALT_PATH).union(rights).union(M::PATH_MIG_STATE),
         Ud => M::CUR_STATE.union(rights),
-        // What mlx5 takes, which knows no SQD of it either.
+        // As in mlx5, which has no SQD of initiators either.
         Dci => M::MIN_RNR_TIMER,
     };
 
@@ -143,18 +142,18 @@ pub fn transition(transport: Transport, from: QpState, to: QpState) -> Option<Tr
             ),
             Ud | Dci => (none, M::PKEY_INDEX.union(rights)),
         },
-        // What is reliable fails as a whole: it has no SQE.
+        // Reliable queue pairs have no SQE.
         (Sqe, Rts) if !matches!(transport, Rc | Dci) => (none, M::CUR_STATE.union(rights)),
         _ => return None,
     };
     Some(Transition { from, to, required, optional })
 }
 
-/// Checks `given` (as in [`QpAttr::mask`](super::QpAttr::mask)) against the table.
+/// Checks the [given](super::QpAttr::mask) attributes.
 ///
 /// # Errors
 ///
-/// [`TransitionError`] with the states and, for a wrong set of attributes, both differences.
+/// [`TransitionError`], with all missing and superfluous attributes.
 pub fn check_transition(
     transport: Transport,
     from: QpState,
@@ -164,8 +163,8 @@ pub fn check_transition(
     check(transition(transport, from, to), from, to, given)
 }
 
-/// The row for a transition of a DC target, or `None` if there is no such transition: it is made, receives from RTR on, and
-/// goes no further.
+/// Returns the transition of a DC target, if it exists. RTR is the last state: targets only
+/// receive.
 #[must_use]
 pub fn dct_transition(from: QpState, to: QpState) -> Option<Transition> {
     let required = match (from, to) {
@@ -176,11 +175,11 @@ pub fn dct_transition(from: QpState, to: QpState) -> Option<Transition> {
     Some(Transition { from, to, required, optional: M::empty() })
 }
 
-/// As [`check_transition`], of a DC target.
+/// Checks the attributes of a DC target's transition.
 ///
 /// # Errors
 ///
-/// As [`check_transition`].
+/// [`TransitionError`], see [`check_transition`].
 pub fn check_dct_transition(from: QpState, to: QpState, given: M) -> Result<(), TransitionError> {
     check(dct_transition(from, to), from, to, given)
 }
@@ -204,18 +203,32 @@ fn check(
 impl std::fmt::Display for TransitionError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::Illegal { from, to } => write!(f, "no transition from {from:?} to {to:?}"),
+            Self::Illegal { from, to } => write!(
+                f,
+                "invalid state transition from {from:?} to {to:?}; the order is Reset, Init, Rtr, \
+                 Rts"
+            ),
             Self::Attributes { from, to, missing, superfluous } => {
-                write!(
-                    f,
-                    "transition {from:?} to {to:?}: missing {missing:?}, not allowed {superfluous:?}"
-                )
+                write!(f, "invalid attributes for the transition from {from:?} to {to:?}:")?;
+                let missing = (!missing.is_empty()).then(|| ("missing", names(*missing)));
+                let forbidden =
+                    (!superfluous.is_empty()).then(|| ("not allowed", names(*superfluous)));
+                let mut separator = "";
+                for (kind, names) in missing.into_iter().chain(forbidden) {
+                    write!(f, "{separator} {kind} {names}")?;
+                    separator = ";";
+                }
+                Ok(())
             }
             Self::NotInState { claimed, actual } => {
-                write!(f, "queue pair is in {actual:?}, not in {claimed:?} as claimed")
+                write!(f, "queue pair is in state {actual:?}, expected {claimed:?}")
             }
         }
     }
+}
+
+fn names(attributes: M) -> String {
+    attributes.iter_names().map(|(name, _)| name).collect::<Vec<_>>().join(", ")
 }
 
 impl std::error::Error for TransitionError {}

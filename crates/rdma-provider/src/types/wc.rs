@@ -1,4 +1,4 @@
-//! Work completions: what a device answers.
+//! Work completions.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use bitflags::bitflags;
 
 use super::{Imm, Qpn, Rkey, WrId};
 
-/// Outcome of a work request, codes of `enum ibv_wc_status`.
+/// The outcome of a work request, codes of `enum ibv_wc_status`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(transparent)]
 pub struct WcStatus(pub u32);
@@ -27,54 +27,54 @@ macro_rules! statuses {
 }
 
 statuses! {
-    /// Done.
+    /// Success.
     SUCCESS = 0, "success";
-    /// A message did not fit: posted send longer than allowed, or message longer than the receive.
-    LOC_LEN_ERR = 1, "local length error: the message does not fit";
-    /// The queue pair refused the work request.
+    /// A message is too long: for the queue pair, or for the receive.
+    LOC_LEN_ERR = 1, "local length error: the message exceeds the receive or a limit";
+    /// The queue pair refused an inconsistent work request.
     LOC_QP_OP_ERR = 2, "local queue pair operation error: the work request is inconsistent";
     /// End-to-end context operation (unused).
     LOC_EEC_OP_ERR = 3, "local end-to-end context operation error";
     /// A local scatter/gather element is not covered by its registration.
     LOC_PROT_ERR = 4, "local protection error: a local buffer is not covered by its registration";
-    /// The queue pair went to the error state before the work request was done.
-    WR_FLUSH_ERR = 5, "flushed: the queue pair is in the error state";
+    /// The queue pair entered ERR before the work completed.
+    WR_FLUSH_ERR = 5, "flushed: the queue pair entered the error state";
     /// A memory window could not be bound.
-    MW_BIND_ERR = 6, "memory window bind error";
-    /// The peer answered with nonsense.
-    BAD_RESP_ERR = 7, "bad response from the peer";
-    /// A local receive buffer was hit by a request it does not allow.
-    LOC_ACCESS_ERR = 8, "local access error";
-    /// The peer holds the request for invalid: too long, misaligned or not enabled.
+    MW_BIND_ERR = 6, "memory window bind error: wrong key, range or rights";
+    /// The peer's response is malformed.
+    BAD_RESP_ERR = 7, "bad response: the peer's response is malformed";
+    /// A request accessed a local receive buffer without permission.
+    LOC_ACCESS_ERR = 8, "local access error: the peer lacked rights to a local buffer";
+    /// The peer refused the request: too long, misaligned or not enabled.
     REM_INV_REQ_ERR = 9, "remote invalid request: too long, misaligned or not enabled at the peer";
-    /// The peer's memory does not allow it: wrong key, range or rights.
+    /// The peer denied access: wrong key, range or rights.
     REM_ACCESS_ERR = 10, "remote access error: wrong key, range or rights";
-    /// The peer could not complete it for reasons of its own.
-    REM_OP_ERR = 11, "remote operation error: the peer could not complete it";
-    /// The peer did not answer.
+    /// The peer failed to complete the request.
+    REM_OP_ERR = 11, "remote operation error: the peer failed to complete the request";
+    /// The peer did not respond.
     RETRY_EXC_ERR = 12, "transport retries exceeded: the peer does not answer";
-    /// The peer had no receive posted, for too long.
+    /// The peer had no receive posted.
     RNR_RETRY_EXC_ERR = 13, "receiver-not-ready retries exceeded: the peer has no receive posted";
     /// Reliable datagram domain violation (unused).
     LOC_RDD_VIOL_ERR = 14, "local reliable datagram domain violation";
     /// Remote invalid reliable datagram request (unused).
     REM_INV_RD_REQ_ERR = 15, "remote invalid reliable datagram request";
     /// The peer aborted.
-    REM_ABORT_ERR = 16, "remote aborted";
+    REM_ABORT_ERR = 16, "remote abort: the peer aborted the request";
     /// Invalid end-to-end context number (unused).
     INV_EECN_ERR = 17, "invalid end-to-end context number";
     /// Invalid end-to-end context state (unused).
     INV_EEC_STATE_ERR = 18, "invalid end-to-end context state";
     /// The device failed.
     FATAL_ERR = 19, "fatal device error";
-    /// No response in time.
-    RESP_TIMEOUT_ERR = 20, "response timeout";
-    /// Unspecified.
-    GENERAL_ERR = 21, "general error";
+    /// The response timed out.
+    RESP_TIMEOUT_ERR = 20, "response timeout: the peer did not respond in time";
+    /// Unspecified error.
+    GENERAL_ERR = 21, "general error: the device gave no reason";
 }
 
 impl WcStatus {
-    /// True for [`WcStatus::SUCCESS`].
+    /// Returns true for [`WcStatus::SUCCESS`].
     #[must_use]
     pub const fn is_success(self) -> bool {
         self.0 == 0
@@ -99,7 +99,7 @@ impl fmt::Display for WcStatus {
     }
 }
 
-/// Which kind of work completed, codes of `enum ibv_wc_opcode`. Defined only if the status is success.
+/// The completed operation, codes of `enum ibv_wc_opcode`. Undefined on failure.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(transparent)]
 pub struct WcOpcode(pub u32);
@@ -134,74 +134,74 @@ opcodes! {
     FETCH_ADD = 4;
     /// A memory window was bound.
     BIND_MW = 5;
-    /// A key of ours was invalidated.
+    /// A local key was invalidated.
     LOCAL_INV = 6;
     /// A message arrived.
     RECV = 128;
-    /// A peer's WRITE_WITH_IMM consumed a receive.
+    /// A peer's WRITE consumed a receive.
     RECV_RDMA_WITH_IMM = 129;
 }
 
 bitflags! {
-    /// Which optional fields of a completion hold; the bits of `enum ibv_wc_flags`.
+    /// The optional fields that are set, bits of `enum ibv_wc_flags`.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
     #[repr(transparent)]
     pub struct WcFlags: u32 {
-        /// The first 40 bytes of the receive are the global routing header (UD).
+        /// The first 40 bytes received are the global routing header (UD).
         const GRH = 1;
         /// Immediate data arrived.
         const WITH_IMM = 1 << 1;
-        /// The peer invalidated a key of ours.
+        /// The peer invalidated a local key.
         const WITH_INV = 1 << 3;
     }
 }
 
-/// Work completion, `ibv_poll_cq(3)`.
+/// A work completion, `ibv_poll_cq(3)`.
 ///
-/// If [`status`](Self::status) is not success, only `wr_id`, `status`, `qpn` and `vendor_error` are defined. The software device
-/// sets two more for a receive that is too small (`LOC_LEN_ERR`, `RECV`): `byte_len` is how much of the message had arrived,
-/// `imm_or_rkey` the length of the receive.
-// Laid out as `struct ibv_wc`: libibverbs writes it in place.
+/// On failure only `wr_id`, `status`, `qpn` and `vendor_error` are defined. For a message that
+/// exceeds its receive (`LOC_LEN_ERR`, `RECV`), the software device also sets `byte_len` to the
+/// bytes that arrived and `imm_or_rkey` to the length of the receive.
+// Layout of `struct ibv_wc`, written in place by libibverbs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct WorkCompletion {
-    /// Of the work request.
+    /// Identifier of the work request.
     pub wr_id: WrId,
     /// Outcome.
     pub status: WcStatus,
-    /// What completed.
+    /// Operation.
     pub opcode: WcOpcode,
-    /// The device's own code of an error.
+    /// Vendor-specific error code.
     pub vendor_error: u32,
-    /// Bytes received or read (40 more for UD).
+    /// Bytes received or read (plus 40 for UD).
     pub byte_len: u32,
-    /// Immediate data as they stood on the wire, big-endian, or the key invalidated: [`imm`](Self::imm) or
-    /// [`invalidated`](Self::invalidated) tells.
+    /// Big-endian immediate data, or the key; see [`imm`](Self::imm) and
+    /// [`invalidated`](Self::invalidated).
     pub imm_or_rkey: u32,
-    /// Queue pair that the work belonged to.
+    /// Local queue pair.
     pub qpn: Qpn,
-    /// Sender (UD).
+    /// Sender's queue pair number (UD).
     pub src_qpn: Qpn,
-    /// Which optional fields hold.
+    /// Optional fields that are set.
     pub flags: WcFlags,
-    /// Index of the partition key (UD, management datagrams).
+    /// Partition key index (UD).
     pub pkey_index: u16,
-    /// Local identifier of the sender (UD on InfiniBand).
+    /// Sender's LID (UD on InfiniBand).
     pub src_lid: u16,
     /// Service level (UD).
     pub service_level: u8,
-    /// Low bits of the local identifier that it was sent to (UD on InfiniBand).
+    /// Low bits of the destination LID (UD on InfiniBand).
     pub dest_path_bits: u8,
 }
 
 impl WorkCompletion {
-    /// Immediate data, if any arrived.
+    /// Returns the immediate data, if any.
     #[must_use]
     pub fn imm(&self) -> Option<Imm> {
         self.flags.contains(WcFlags::WITH_IMM).then_some(Imm(u32::from_be(self.imm_or_rkey)))
     }
 
-    /// The key of ours that the peer invalidated, if it did.
+    /// Returns the local key that the peer invalidated, if any.
     #[must_use]
     pub fn invalidated(&self) -> Option<Rkey> {
         self.flags.contains(WcFlags::WITH_INV).then_some(Rkey(self.imm_or_rkey))
@@ -209,7 +209,7 @@ impl WorkCompletion {
 }
 
 impl WorkCompletion {
-    /// A completion with every field zero, to be written over.
+    /// A completion with all fields zero.
     pub const EMPTY: Self = Self {
         wr_id: WrId(0),
         status: WcStatus::SUCCESS,

@@ -1,75 +1,75 @@
-//! Work requests: what is asked of a device.
+//! Work requests.
 
 use bitflags::bitflags;
 
 use super::{Access, AddressVector, DcKey, Imm, Lkey, Qkey, Qpn, Rkey, WrId};
 
-/// Scatter/gather element: a piece of registered local memory.
+/// A scatter/gather element: registered local memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[repr(C)]
 pub struct Sge {
     /// Address of the first byte.
     pub addr: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub length: u32,
-    /// Registration that covers them.
+    /// Key of the registration.
     pub lkey: Lkey,
 }
 
-/// Piece of a peer's memory, as the wire names it.
+/// An address in a peer's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct RemoteAddr {
     /// Address in the peer's registration.
     pub addr: u64,
-    /// Its key.
+    /// Key of the peer's registration.
     pub rkey: Rkey,
 }
 
-/// What a send work request does.
+/// The operation of a send work request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SendOp {
-    /// Message into the peer's next receive.
+    /// Message to the peer's next receive.
     Send,
-    /// The same, with immediate data.
+    /// Message with immediate data.
     SendWithImm(Imm),
-    /// The same; the peer's device invalidates its key.
+    /// Message after which the peer's device invalidates its key.
     SendWithInvalidate(Rkey),
-    /// Into the peer's memory.
+    /// Write to the peer's memory.
     Write(RemoteAddr),
-    /// Into the peer's memory, and consumes a receive that reports the immediate data.
+    /// Write to the peer's memory that consumes a receive for the immediate data.
     WriteWithImm(RemoteAddr, Imm),
-    /// From the peer's memory.
+    /// Read from the peer's memory.
     Read(RemoteAddr),
-    /// Atomic compare-and-swap of 8 bytes; the original value comes back.
+    /// Atomic compare-and-swap of 8 bytes, which returns the original value.
     CompareSwap {
-        /// The 8 bytes, 8-aligned.
+        /// Remote 8 bytes, 8-byte aligned.
         remote: RemoteAddr,
-        /// Swap only if equal to this.
+        /// Expected value.
         compare: u64,
-        /// Value to store.
+        /// New value.
         swap: u64,
     },
-    /// Atomic addition to 8 bytes; the original value comes back.
+    /// Atomic addition to 8 bytes, which returns the original value.
     FetchAdd {
-        /// The 8 bytes, 8-aligned.
+        /// Remote 8 bytes, 8-byte aligned.
         remote: RemoteAddr,
         /// Value to add, wrapping.
         add: u64,
     },
-    /// Nothing is sent: the window of this key, bound by this queue pair, ends to be within reach of the peer.
+    /// Revokes the window with this key, bound by this queue pair. Sends no packet.
     LocalInvalidate(Rkey),
-    /// Nothing is sent: what [`Data::Window`] says comes within reach of the peer.
+    /// Binds a window as described by [`Data::Window`]. Sends no packet.
     BindWindow,
 }
 
 impl SendOp {
-    /// True if the peer answers with data: READ and atomics, which a fence waits for.
+    /// Returns true if the peer responds with data, for which a fence waits.
     #[must_use]
     pub const fn reads_back(&self) -> bool {
         matches!(self, Self::Read(_) | Self::CompareSwap { .. } | Self::FetchAdd { .. })
     }
 
-    /// True for what the own device does without telling the peer.
+    /// Returns true if the peer is not involved.
     #[must_use]
     pub const fn is_local(&self) -> bool {
         matches!(self, Self::LocalInvalidate(_) | Self::BindWindow)
@@ -77,58 +77,56 @@ impl SendOp {
 }
 
 bitflags! {
-    /// Modifiers of a send work request, `ibv_post_send(3)`.
+    /// Flags of a send, `ibv_post_send(3)`.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
     pub struct SendFlags: u8 {
-        /// Wait for earlier READs and atomics of this queue pair (RC).
+        /// Waits for earlier READs and atomics of the queue pair (RC).
         const FENCE = 1;
-        /// Report success too, not only failure.
+        /// Reports success too.
         const SIGNALED = 1 << 1;
-        /// Raise a solicited event at the receiver.
+        /// Raises a solicited event at the receiver.
         const SOLICITED = 1 << 2;
     }
 }
 
-/// Local bytes of a send work request.
+/// The local data of a send.
 #[derive(Debug, Clone, Copy)]
 pub enum Data<'a> {
     /// Registered memory.
     Sges(&'a [Sge]),
-    /// Copied while posting; at most `max_inline` bytes.
+    /// Bytes copied while posting, at most `max_inline`.
     Inline(&'a [u8]),
-    /// What a [`SendOp::BindWindow`] binds, and no other.
+    /// Parameters of [`SendOp::BindWindow`] only.
     Window(&'a WindowBind),
 }
 
-/// Binding of a memory window of type 2, `struct ibv_mw_bind_info` of `ibv_bind_mw(3)`.
-///
-/// The numbers are those of [`Mw::handle`](crate::contract::Mw::handle) and [`Mr::handle`](crate::contract::Mr::handle).
+/// A binding of a memory window of type 2, `struct ibv_mw_bind_info` of `ibv_bind_mw(3)`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WindowBind {
-    /// The provider's number of the window: an `ibv_mw` of libibverbs.
+    /// [`Mw::handle`](crate::contract::Mw::handle): an `ibv_mw` pointer of libibverbs.
     pub window: usize,
-    /// The provider's number of the registration: an `ibv_mr` of libibverbs.
+    /// [`Mr::handle`](crate::contract::Mr::handle): an `ibv_mr` pointer of libibverbs.
     pub region: usize,
-    /// The window's key now.
+    /// Current key of the window.
     pub current: Rkey,
-    /// The key it is to have: another low byte, the rest the same. See [`Rkey::next`].
+    /// New key, with another low byte; see [`Rkey::next`].
     pub rkey: Rkey,
-    /// Key of the registration.
+    /// Local key of the registration.
     pub lkey: Lkey,
-    /// First byte that the peer may reach.
+    /// First byte that the peer may access.
     pub addr: u64,
-    /// Bytes; at least 1.
+    /// Length in bytes; at least 1.
     pub len: u64,
-    /// What the peer may do: any of [`Access::REMOTE_ALL`].
+    /// Rights of the peer, of [`Access::REMOTE_ALL`].
     pub access: Access,
 }
 
-/// Receiver of a datagram.
+/// The receiver of a datagram.
 #[derive(Debug, Clone, Copy)]
 pub struct UdTarget<'a> {
     /// Route.
     pub address: &'a AddressVector,
-    /// The provider's address handle: an `ibv_ah` of libibverbs, unused by the software device.
+    /// Address handle: an `ibv_ah` pointer of libibverbs; unused by the software device.
     pub handle: usize,
     /// Receiving queue pair.
     pub qpn: Qpn,
@@ -136,13 +134,12 @@ pub struct UdTarget<'a> {
     pub qkey: Qkey,
 }
 
-/// Target of dynamic connections, as a work request of an initiator names it.
+/// The DC target of a work request.
 #[derive(Debug, Clone, Copy)]
 pub struct DctTarget<'a> {
     /// Route.
     pub address: &'a AddressVector,
-    /// The provider's address handle: an `ibv_ah` of libibverbs, unused by the software device. It is looked at while
-    /// posting only.
+    /// Address handle, read only while posting; see [`UdTarget::handle`].
     pub handle: usize,
     /// Number of the target.
     pub number: Qpn,
@@ -150,12 +147,12 @@ pub struct DctTarget<'a> {
     pub key: DcKey,
 }
 
-/// Receiver of a work request that names one.
+/// The receiver of a work request.
 #[derive(Debug, Clone, Copy)]
 pub enum SendTarget<'a> {
-    /// Of a datagram (UD).
+    /// Datagram receiver (UD).
     Datagram(UdTarget<'a>),
-    /// Of a dynamic connection (DC).
+    /// DC target.
     Dc(DctTarget<'a>),
 }
 
@@ -171,26 +168,26 @@ impl<'a> From<DctTarget<'a>> for SendTarget<'a> {
     }
 }
 
-/// Send work request.
+/// A send work request.
 #[derive(Debug, Clone, Copy)]
 pub struct SendWr<'a> {
-    /// Comes back in the completion.
+    /// Returned in the completion.
     pub wr_id: WrId,
-    /// What to do.
+    /// Operation.
     pub op: SendOp,
-    /// Modifiers.
+    /// Flags.
     pub flags: SendFlags,
-    /// With which local bytes.
+    /// Local data.
     pub data: Data<'a>,
     /// Receiver, for UD and DC only.
     pub target: Option<SendTarget<'a>>,
 }
 
-/// Receive work request.
+/// A receive work request.
 #[derive(Debug, Clone, Copy)]
 pub struct RecvWr<'a> {
-    /// Comes back in the completion.
+    /// Returned in the completion.
     pub wr_id: WrId,
-    /// Where the message goes; filled in order.
+    /// Memory for the message, in order.
     pub sges: &'a [Sge],
 }

@@ -1,4 +1,5 @@
-//! Requests that the [`Machine`] answers in a listener's name, without the program; and how these handshakes give way.
+//! Auto-accept: the [`Machine`] accepts requests without the program, as the listener's `Admit`
+//! decides, and evicts them when records are scarce.
 
 use std::time::Duration;
 
@@ -6,31 +7,31 @@ use rdma_provider::cm_contract::{CmAnswer, CmParams};
 use rdma_provider::types::{Gid, Psn, Qpn};
 
 use super::connection::State;
-use super::limits::HALF_OPEN;
+use super::limits::MAX_HALF_OPEN;
 use super::machine::Machine;
 use super::message::CommId;
 
 impl Machine {
-    /// True for a request that waits for its answer.
+    /// Returns true if the request is not answered yet.
     pub(super) fn waits(&mut self, id: CommId) -> bool {
         self.in_state(id, State::ReqRcvd).is_some()
     }
 
-    /// Answers a request without the program. False if no number can be had.
-    pub(super) fn answer_unseen(
+    /// Accepts a request without the program. False if no queue pair number is free.
+    pub(super) fn auto_accept(
         &mut self,
         now: u64,
         id: CommId,
         answer: &CmAnswer,
         number: impl FnOnce() -> Option<Qpn>,
     ) -> bool {
-        let listener = self.connections.get(&id).and_then(|connection| connection.waiting_at);
-        // No longer, if it did: it waits for the program once its peer has confirmed.
-        self.answered(id);
+        let listener = self.connections.get(&id).and_then(|connection| connection.listener);
+        // It counts again when the peer confirms.
+        self.leave_backlog(id);
         let Some(qpn) = number() else { return false };
         let Some(connection) = self.connections.get_mut(&id) else { return false };
         connection.owned = false;
-        connection.unseen = true;
+        connection.auto_accepted = true;
         connection.reserved = true;
         connection.local_qpn = qpn;
         let peer = connection.peer;
@@ -41,48 +42,49 @@ impl Machine {
             initiator_depth: answer.initiator_depth.min(connection.initiator_depth),
             retry_count: answer.retry_count,
             rnr_retry: answer.rnr_retry,
-            // Nothing is repeated by it.
+            // Unused: this side sends no REQ.
             timeout: Duration::ZERO,
             srq: false,
         };
         self.reserved.insert(qpn, id);
-        let place = self.yielding.add(peer, id);
+        let position = self.evictable.add(peer, id);
         if let Some(connection) = self.connections.get_mut(&id) {
-            connection.yielding = Some(place);
+            connection.evictable = Some(position);
         }
         let accepted = self.accept(now, id, &params).is_ok();
         if let Some(connection) = self.connections.get_mut(&id) {
-            connection.waiting_at = listener;
+            connection.listener = listener;
         }
         accepted
     }
 
-    /// Lets a half-open connection give way to one of `peer`, if there is any that may: of the peer itself if that has as many as
-    /// it may, else of the one that has the most. To a request that the program answers, they give way only while they have more
-    /// than half of the records: neither kind displaces the other.
-    pub(super) fn give_way_to(&mut self, peer: Gid, answers: bool) -> bool {
+    /// Evicts a half-open connection for a request from `peer`: its own oldest if it is at its
+    /// limit, else the oldest of the peer with the most. Requests that the program answers may
+    /// evict only while over half of the records are evictable, so neither kind displaces the
+    /// other.
+    pub(super) fn evict_for(&mut self, peer: Gid, answers: bool) -> bool {
         let oldest = if self.half_open.is_full_for(peer) {
-            self.yielding.oldest_of(peer)
-        } else if answers || self.yielding.len() > HALF_OPEN / 2 {
-            self.yielding.of_largest_share()
+            self.evictable.oldest_of(peer)
+        } else if answers || self.evictable.len() > MAX_HALF_OPEN / 2 {
+            self.evictable.oldest_of_largest()
         } else {
             None
         };
         let Some(id) = oldest else { return false };
-        let listener = self.connections.get(&id).and_then(|connection| connection.waiting_at);
+        let listener = self.connections.get(&id).and_then(|connection| connection.listener);
         if let Some(admit) =
             listener.and_then(|key| self.listeners.get(&key)).and_then(|it| it.admit.as_ref())
         {
-            admit.gave_way();
+            admit.evicted();
         }
-        // Its peer is not told: most likely there is none.
+        // The peer is not notified: it probably does not exist.
         self.forget(id);
         true
     }
 
-    /// A request of RC has arrived at the queue pair `qpn`, which is not ready, with this sequence number. The queue pair of the
-    /// peer, which is to be asked to wait, if this is the first packet of a connection whose queue pair is still to be made.
-    /// The peer can know its numbers from our answer only, so it has confirmed that.
+    /// Handles an RC request at the queue pair `qpn`, which is not ready. If it is a connection's
+    /// first packet and the queue pair is not created yet, returns the peer's queue pair, for an
+    /// RNR NAK. Such a packet confirms the REP, which alone contains these numbers.
     pub(super) fn on_early(&mut self, from: Gid, qpn: Qpn, psn: Psn) -> Option<Qpn> {
         let id = *self.reserved.get(&qpn)?;
         let connection = self.connections.get(&id)?;

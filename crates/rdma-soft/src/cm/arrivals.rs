@@ -1,7 +1,7 @@
-//! What a message does to a connection, or to a listener; the other half of the [`Machine`].
+//! Effects of arriving messages on connections and listeners of the [`Machine`].
 //!
-//! A message for a connection that is not known changes nothing, and is answered with one at most: who waits for an answer
-//! need not wait in vain. How many answers there are is [limited](super::limits).
+//! A message for an unknown connection changes no state and gets at most one answer, within
+//! [limits](super::limits), so that the peer does not wait in vain.
 
 use rdma_provider::cm_contract::Verdict;
 use rdma_provider::types::{Gid, Qkey, Qpn, RejectReason};
@@ -14,13 +14,12 @@ use super::message::{
 use super::ports::covers;
 
 impl Machine {
-    /// A message from the device `from` arrives.
     pub(super) fn on_message(&mut self, now: u64, from: Gid, mad: Mad, numbers: impl Numbers) {
-        self.limited(now, from, |machine| machine.take_message(now, from, mad, numbers));
+        self.rate_limited(now, from, |machine| machine.take_message(now, from, mad, numbers));
     }
 
-    /// A request from the device `from` arrives that nobody here could accept, whoever listens.
-    pub(super) fn refuse_unseen(
+    /// Rejects a request from the device `from` that no listener could accept.
+    pub(super) fn reject_unacceptable(
         &mut self,
         now: u64,
         from: Gid,
@@ -40,12 +39,12 @@ impl Machine {
                 to: from,
                 mad: Mad { transaction, message: Message::Rej(Box::new(rej)) },
             };
-            self.limited(now, from, |machine| machine.out.push_back(answer));
+            self.rate_limited(now, from, |machine| machine.out.push_back(answer));
         }
     }
 
-    /// Does what follows from a message. What would be answered beyond the limit is not sent: as if it was lost.
-    fn limited(&mut self, now: u64, from: Gid, act: impl FnOnce(&mut Self)) {
+    /// Runs `act`, and drops its answers if they exceed the rate limit.
+    fn rate_limited(&mut self, now: u64, from: Gid, act: impl FnOnce(&mut Self)) {
         let before = self.out.len();
         act(self);
         let answers = |output: &Output| matches!(output, Output::Send { .. });
@@ -61,15 +60,15 @@ impl Machine {
     fn take_message(&mut self, now: u64, from: Gid, mad: Mad, numbers: impl Numbers) {
         let Mad { transaction, message } = mad;
         match message {
-            Message::Req(req) => self.on_request(now, from, transaction, *req, numbers),
-            Message::Rep(rep) => self.on_response(from, transaction, &rep),
-            Message::Rej(rej) => self.on_rejection(now, from, &rej),
-            Message::Mra(mra) => self.on_receipt(now, from, &mra),
+            Message::Req(req) => self.on_req(now, from, transaction, *req, numbers),
+            Message::Rep(rep) => self.on_rep(from, transaction, &rep),
+            Message::Rej(rej) => self.on_rej(now, from, &rej),
+            Message::Mra(mra) => self.on_mra(now, from, &mra),
             Message::Rtu(rtu) => {
                 if self.find(from, rtu.remote_id, rtu.local_id) == Some(State::RepSent) {
                     self.established(rtu.remote_id);
                 } else if self.connection(rtu.remote_id).is_none() && rtu.local_id != 0 {
-                    // It has given way, or was given up: its peer takes it for established.
+                    // The connection was evicted or aborted, but the peer considers it established.
                     let rej = Rej {
                         local_id: rtu.remote_id,
                         remote_id: rtu.local_id,
@@ -81,14 +80,14 @@ impl Machine {
                     self.out.push_back(Output::Send { to: from, mad });
                 }
             }
-            Message::Dreq(dreq) => self.on_goodbye(now, from, transaction, &dreq),
+            Message::Dreq(dreq) => self.on_dreq(now, from, transaction, &dreq),
             Message::Drep(drep) => {
                 if self.find(from, drep.remote_id, drep.local_id) == Some(State::DreqSent) {
                     self.disconnected(now, drep.remote_id);
                 }
             }
             Message::SidrReq(req) => {
-                // No program here serves datagrams by service.
+                // Programs on this device do not serve datagrams by service.
                 let rep = SidrRep {
                     request_id: req.request_id,
                     status: SidrStatus::UNSUPPORTED,
@@ -100,12 +99,12 @@ impl Machine {
                 let mad = Mad { transaction, message: Message::SidrRep(Box::new(rep)) };
                 self.out.push_back(Output::Send { to: from, mad });
             }
-            // Nobody here has asked.
+            // This manager sends no SIDR_REQ.
             Message::SidrRep(_) => {}
         }
     }
 
-    fn on_request(
+    fn on_req(
         &mut self,
         now: u64,
         from: Gid,
@@ -127,12 +126,12 @@ impl Machine {
             }
         };
         let refuse = |reason| refuse_with(reason, Private::empty());
-        // Not of a manager that plays by the rules, so nobody would understand the answer.
+        // Protocol violations are ignored; their sender would not understand a REJ.
         if req.local_gid != from || req.local_id == 0 || req.qpn.0 <= 1 || req.qpn.0 > Qpn::MAX.0 {
             return;
         }
         if let Some(&id) = self.requests.get(&(from, req.local_id)) {
-            return self.on_repeated_request(id);
+            return self.on_duplicate_req(id);
         }
         if req.remote_gid != self.gid {
             return self.out.push_back(refuse(RejectReason::INVALID_GID));
@@ -145,35 +144,34 @@ impl Machine {
             return self.out.push_back(refuse(RejectReason::INVALID_SERVICE_ID));
         };
         if req.mtu > self.mtu {
-            // Its packets would not get through, nor ours be as long as they have to be.
+            // Its packets would exceed the port's MTU, and ours would be too short.
             return self.out.push_back(refuse(RejectReason::INVALID_MTU));
         }
         if let Some(&id) = self.queue_pairs.get(&(from, req.qpn)) {
-            // The peer has begun anew with this queue pair, so it has forgotten the connection that we know: 12.9.8.3.1.
+            // The peer reuses the queue pair, so it has forgotten the connection (12.9.8.3.1).
             self.out.push_back(refuse(RejectReason::STALE_CONNECTION));
             if self.connections.get(&id).is_some_and(|stale| stale.state == State::Established) {
-                // Cannot fail in this state.
                 let _ = self.disconnect(now, id);
             }
             return;
         }
-        let room = listener.waiting < listener.backlog;
+        let has_capacity = listener.waiting < listener.backlog;
         let verdict = match &listener.admit {
-            Some(admit) if room => admit.admit(req.source.ip(), req.private_data.bytes()),
+            Some(admit) if has_capacity => admit.admit(req.source.ip(), req.private_data.bytes()),
             _ => Verdict::Ask,
         };
         if let Verdict::Reject(data) = &verdict {
-            // Nothing is remembered of it: if the answer is lost, the peer repeats its request and is answered anew.
+            // The retransmitted REQ is answered anew.
             let data = Private::new(data).unwrap_or_else(Private::empty);
             return self.out.push_back(refuse_with(RejectReason::CONSUMER, data));
         }
         let answers = matches!(verdict, Verdict::Answer(_));
         let may_open = |machine: &mut Self| {
             machine.half_open.open(from)
-                || (machine.give_way_to(from, answers) && machine.half_open.open(from))
+                || (machine.evict_for(from, answers) && machine.half_open.open(from))
         };
-        if !room || !may_open(self) {
-            // Nothing is remembered of it: the peer repeats it, and there may be room then.
+        if !has_capacity || !may_open(self) {
+            // The retransmitted REQ may find a free record.
             let mra = Mra {
                 local_id: 0,
                 remote_id: req.local_id,
@@ -183,22 +181,22 @@ impl Machine {
             let mad = Mad { transaction, message: Message::Mra(mra) };
             return self.out.push_back(Output::Send { to: from, mad });
         }
-        // Without a number that nobody can guess: as if the request was lost.
+        // Treated as lost.
         let Some(rq_psn) = numbers.psn() else { return self.half_open.close(from) };
         if let (Verdict::Ask, Some(listener)) = (&verdict, self.listeners.get_mut(&key)) {
             listener.waiting += 1;
         }
-        let id = self.id_of_request(numbers.id());
+        let id = self.new_id_from(numbers.id());
         let timeout = bounded(req.local_timeout);
-        let mut connection = Connection::of_request(&req, transaction, rq_psn, timeout);
-        connection.waiting_at = Some(key);
-        connection.unseen = matches!(verdict, Verdict::Answer(_));
+        let mut connection = Connection::from_request(&req, transaction, rq_psn, timeout);
+        connection.listener = Some(key);
+        connection.auto_accepted = matches!(verdict, Verdict::Answer(_));
         let peer = connection.params.clone();
         self.requests.insert((from, req.local_id), id);
         self.queue_pairs.insert((from, req.qpn), id);
         self.connections.insert(id, connection);
         if let Verdict::Answer(answer) = &verdict {
-            if !self.answer_unseen(now, id, answer, || numbers.reserve()) {
+            if !self.auto_accept(now, id, answer, || numbers.reserve()) {
                 self.forget(id);
             }
         } else if let Some(peer) = peer {
@@ -206,16 +204,15 @@ impl Machine {
         }
     }
 
-    fn on_repeated_request(&mut self, id: CommId) {
+    fn on_duplicate_req(&mut self, id: CommId) {
         match self.connections.get(&id).map(|connection| connection.state) {
-            Some(State::ReqRcvd) => self.ask_for_time(id, About::Req),
+            Some(State::ReqRcvd) => self.send_mra(id, About::Req),
             Some(State::RepSent | State::Refused) => self.send_last(id),
-            // It has our answer by now, or will not want it any more.
             _ => {}
         }
     }
 
-    fn on_response(&mut self, from: Gid, transaction: u64, rep: &Rep) {
+    fn on_rep(&mut self, from: Gid, transaction: u64, rep: &Rep) {
         let connection = self.connections.get_mut(&rep.remote_id).filter(|connection| {
             connection.peer == from
                 && (connection.remote_id == rep.local_id || connection.remote_id == 0)
@@ -227,19 +224,19 @@ impl Machine {
                 let id = rep.remote_id;
                 if self.queue_pairs.contains_key(&(from, rep.qpn)) {
                     self.event(id, Event::Rejected(RejectReason::STALE_CONNECTION, Vec::new()));
-                    return self.give_up(id, About::Rep, RejectReason::STALE_CONNECTION);
+                    return self.abort(id, About::Rep, RejectReason::STALE_CONNECTION);
                 }
                 self.queue_pairs.insert((from, rep.qpn), id);
                 self.set_deadline(id, None);
                 let Some(connection) = self.connections.get_mut(&id) else { return };
-                connection.on_response(rep);
+                connection.on_rep(rep);
                 connection.state = State::RepRcvd;
                 if let Some(peer) = connection.params.clone() {
                     self.event(id, Event::Response(peer));
                 }
             }
-            Some(State::RepRcvd) => self.ask_for_time(rep.remote_id, About::Rep),
-            // Our confirmation was lost.
+            Some(State::RepRcvd) => self.send_mra(rep.remote_id, About::Rep),
+            // The RTU was lost.
             Some(State::Established) => {
                 if self.is_active(rep.remote_id) {
                     self.send_last(rep.remote_id);
@@ -260,14 +257,14 @@ impl Machine {
         }
     }
 
-    fn on_rejection(&mut self, now: u64, from: Gid, rej: &Rej) {
+    fn on_rej(&mut self, now: u64, from: Gid, rej: &Rej) {
         let id = match rej.remote_id {
-            // Of a peer that gives up a request without having heard our number.
+            // The peer has not learnt the local id.
             0 => self.requests.get(&(from, rej.local_id)).copied().unwrap_or_default(),
             id => id,
         };
         let Some(connection) = self.connections.get(&id) else { return };
-        // Who rejects a request need not have given the connection a number.
+        // A REJ for a REQ may come from a peer that assigned no id.
         let theirs = connection.remote_id == rej.local_id || connection.remote_id == 0;
         if connection.peer != from || !theirs {
             return;
@@ -281,16 +278,20 @@ impl Machine {
                 self.event(id, Event::Rejected(rej.reason, rej.private_data.bytes().to_vec()));
                 self.withdraw(id);
             }
-            // The passive side has given the request up, or let it give way, before it heard our confirmation.
+            // The passive side aborted or evicted the connection before the RTU arrived.
             State::Established if self.is_active(id) => {
-                self.over(now, id, Event::Rejected(rej.reason, rej.private_data.bytes().to_vec()));
+                self.enter_timewait(
+                    now,
+                    id,
+                    Event::Rejected(rej.reason, rej.private_data.bytes().to_vec()),
+                );
             }
             State::Established | State::DreqSent => self.disconnected(now, id),
             State::TimeWait | State::Refused | State::Withdrawn => {}
         }
     }
 
-    fn on_receipt(&mut self, now: u64, from: Gid, mra: &Mra) {
+    fn on_mra(&mut self, now: u64, from: Gid, mra: &Mra) {
         let Some(connection) = self.connections.get_mut(&mra.remote_id) else { return };
         let theirs = connection.remote_id == mra.local_id || connection.remote_id == 0;
         if connection.peer != from || !theirs {
@@ -302,20 +303,20 @@ impl Machine {
             _ => return,
         };
         if mra.about == expected {
-            // It is alive: how long is long enough the program decides. Otherwise a listener in a storm would lose those
-            // that it has put off too often.
-            connection.repeated = 0;
+            // The peer is alive. Without this reset a busy listener would lose the requests it
+            // delays most.
+            connection.retransmissions = 0;
             let wait = match expected {
-                // Only the program's own deadline limits what it waits for.
+                // Only the program's own timeout limits the wait.
                 About::Req => bounded(mra.service_timeout).max(mra.service_timeout.nanoseconds()),
                 _ => bounded(mra.service_timeout),
             };
-            let at = now.saturating_add(wait).min(connection.give_up);
+            let at = now.saturating_add(wait).min(connection.gives_up_at);
             self.set_deadline(mra.remote_id, Some(at));
         }
     }
 
-    fn on_goodbye(&mut self, now: u64, from: Gid, transaction: u64, dreq: &Dreq) {
+    fn on_dreq(&mut self, now: u64, from: Gid, transaction: u64, dreq: &Dreq) {
         let id = dreq.remote_id;
         let answer = Message::Drep(Drep { local_id: id, remote_id: dreq.local_id });
         let state = self.find(from, id, dreq.local_id);
@@ -331,7 +332,7 @@ impl Machine {
                     connection.transaction = transaction;
                 }
                 if state == Some(State::RepSent) {
-                    // The confirmation was lost or overtaken: who says goodbye has confirmed.
+                    // The RTU was lost or overtaken; a DREQ confirms the REP, too.
                     self.event(id, Event::Established);
                 }
                 self.send(id, answer);
@@ -344,7 +345,7 @@ impl Machine {
                 });
             }
             Some(_) => {}
-            // Forgotten here: the peer shall not wait for us.
+            // The peer must not wait for a DREP.
             None => self
                 .out
                 .push_back(Output::Send { to: from, mad: Mad { transaction, message: answer } }),

@@ -1,4 +1,4 @@
-//! Event channel and ids: what the contract asks of them, by the device's [`Manager`].
+//! Event channels and ids: the CM contract on top of the device's [`Manager`].
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::BorrowedFd;
@@ -17,9 +17,9 @@ use super::super::device::{DeviceInner, PORT};
 use super::machine::Destination;
 use super::manager::Manager;
 use super::message::CommId;
-use super::ports::normal;
+use super::ports::canonical;
 
-/// Event channel, see [`cm_contract::CmChannel`].
+/// An event channel, see [`cm_contract::CmChannel`].
 #[derive(Debug)]
 pub struct CmChannel(Arc<ChannelInner>);
 
@@ -32,7 +32,7 @@ pub(super) struct ChannelInner {
 impl CmChannel {
     pub(crate) fn new(device: &Arc<DeviceInner>) -> Result<Self, VerbError> {
         const VERB: &str = "rdma_create_event_channel";
-        device.alive(VERB)?;
+        device.check_alive(VERB)?;
         let events = Mailbox::new().map_err(|error| os_error(VERB, &error))?;
         Ok(Self(Arc::new(ChannelInner { device: Arc::clone(device), events })))
     }
@@ -56,17 +56,17 @@ impl cm_contract::CmChannel<Soft> for CmChannel {
     }
 
     fn create_id(&self) -> Result<CmId, VerbError> {
-        self.0.device.alive("rdma_create_id")?;
+        self.0.device.check_alive("rdma_create_id")?;
         let key = Manager::with(&self.0.device, |state, _| state.new_key(&self.0));
         Ok(CmId::new(&self.0.device, &self.0, key, Known::default()))
     }
 }
 
-/// Listener or connection, see [`cm_contract::CmId`].
+/// A listener or a connection, see [`cm_contract::CmId`].
 #[derive(Debug)]
 pub struct CmId {
     device: Arc<DeviceInner>,
-    /// Weak, for events in the channel own ids.
+    /// Weak because events in the channel own ids.
     channel: Weak<ChannelInner>,
     key: u64,
     known: Mutex<Known>,
@@ -78,14 +78,12 @@ struct Known {
     local: Option<SocketAddr>,
     peer: Option<SocketAddr>,
     destination: Option<Gid>,
-    /// Of the route to it.
     mtu: Option<Mtu>,
-    /// Port and number of what it has bound to.
     claim: Option<(u16, u64)>,
-    /// Number that the peer was told for a queue pair that is still to be made.
+    /// The queue pair number in the REP, if the queue pair is not created yet.
     reserved: Option<Qpn>,
-    /// The program went so far that it may say goodbye.
-    agreed: bool,
+    /// Set by accept and establish.
+    may_disconnect: bool,
 }
 
 #[derive(Debug, Default, Clone, Copy)]
@@ -112,7 +110,7 @@ impl CmId {
         }
     }
 
-    pub(super) fn of_request(
+    pub(super) fn from_request(
         device: &Arc<DeviceInner>,
         channel: &Arc<ChannelInner>,
         key: u64,
@@ -128,8 +126,8 @@ impl CmId {
             destination: Some(destination),
             mtu: Some(mtu),
             reserved,
-            // The peer takes the connection for established.
-            agreed: reserved.is_some(),
+            // The peer considers the connection established.
+            may_disconnect: reserved.is_some(),
             ..Known::default()
         };
         Self::new(device, channel, key, known)
@@ -141,9 +139,8 @@ impl CmId {
         }
     }
 
-    /// The connection that it is.
     fn connection(&self, verb: &'static str) -> Result<CommId, VerbError> {
-        self.device.alive(verb)?;
+        self.device.check_alive(verb)?;
         match self.known.lock().role {
             Role::Connection(connection) => Ok(connection),
             _ => Err(invalid(verb)),
@@ -161,24 +158,24 @@ impl CmId {
         Ok(())
     }
 
-    /// True for the addresses that all devices of a network within a process share: nothing else would reach the others by
-    /// an address that each machine has. Over UDP an address is one device's.
+    /// Returns true for loopback addresses within a process, which all devices share. Over UDP each
+    /// address belongs to one device.
     fn is_shared(&self, ip: IpAddr) -> bool {
         !self.device.network.is_udp() && is_loopback(ip)
     }
 
-    /// The device that `address` leads to, and the path MTU; or the reason, as in `errno(3)`, for which there is none.
+    /// Returns the device at `address` and the path MTU, or an `errno(3)` value.
     fn locate(&self, address: SocketAddr) -> Result<(Gid, Mtu), i32> {
         /// `EHOSTUNREACH` of `errno(3)`.
         const UNREACHABLE: i32 = 113;
         let (network, own) = (&self.device.network, self.device.gid);
         let gid = if self.is_shared(address.ip()) {
-            // That of the whole network: whoever listens there. Our own device says that nobody does.
+            // Without a listener, this device rejects the request itself.
             network.ports.lock().listener(address).unwrap_or(own)
         } else {
             Gid::from(address.ip())
         };
-        // Over UDP whether somebody is there nobody knows before they answer.
+        // Over UDP only an answer shows whether the address has a device.
         if !network.is_udp() && gid != own && network.device(gid).is_none() {
             return Err(UNREACHABLE);
         }
@@ -193,17 +190,17 @@ impl cm_contract::CmId for CmId {
 
     fn bind(&self, address: SocketAddr) -> Result<(), VerbError> {
         const VERB: &str = "rdma_bind_addr";
-        self.device.alive(VERB)?;
+        self.device.check_alive(VERB)?;
         let mut known = self.known.lock();
         if known.claim.is_some() || !matches!(known.role, Role::New) {
             return Err(invalid(VERB));
         }
-        self.claim(&mut known, normal(address))
+        self.claim(&mut known, canonical(address))
     }
 
     fn listen(&self, backlog: u32) -> Result<(), VerbError> {
         const VERB: &str = "rdma_listen";
-        self.device.alive(VERB)?;
+        self.device.check_alive(VERB)?;
         let mut known = self.known.lock();
         let (Some(local), Some((port, claim)), Role::New) = (known.local, known.claim, known.role)
         else {
@@ -246,16 +243,16 @@ impl cm_contract::CmId for CmId {
         const VERB: &str = "rdma_resolve_addr";
         /// `EAFNOSUPPORT` of `errno(3)`.
         const OTHER_FAMILY: i32 = 97;
-        self.device.alive(VERB)?;
+        self.device.check_alive(VERB)?;
         let mut known = self.known.lock();
         let bound = known.claim.is_some();
         if !matches!(known.role, Role::New) || (bound && source.is_some()) {
             return Err(invalid(VERB));
         }
         let (own, udp) = (self.device.gid.to_ip(), self.device.network.is_udp());
-        let destination = normal(destination);
+        let destination = canonical(destination);
         let destination = match destination.ip() {
-            // This host: over UDP, this device.
+            // Over UDP the host's address is the device's.
             ip if ip.is_unspecified() && udp => SocketAddr::new(own, destination.port()),
             IpAddr::V4(Ipv4Addr::UNSPECIFIED) => {
                 SocketAddr::new(Ipv4Addr::LOCALHOST.into(), destination.port())
@@ -266,12 +263,12 @@ impl cm_contract::CmId for CmId {
             _ => destination,
         };
         let nearest = if self.is_shared(destination.ip()) { destination.ip() } else { own };
-        let wish = source.map(normal).or(known.local);
+        let wish = source.map(canonical).or(known.local);
         let source = wish.unwrap_or(SocketAddr::new(nearest, 0));
         let from = if source.ip().is_unspecified() { nearest } else { source.ip() };
         if from.is_ipv4() != destination.is_ipv4() {
             if wish.is_none() && udp {
-                // The device has one address. Another of the host's addresses may do.
+                // The device has one address; another device of the host may have a suitable one.
                 drop(known);
                 self.raise(CmEventKind::AddressError(OTHER_FAMILY));
                 return Ok(());
@@ -302,7 +299,7 @@ impl cm_contract::CmId for CmId {
 
     fn resolve_route(&self, _: Duration) -> Result<(), VerbError> {
         const VERB: &str = "rdma_resolve_route";
-        self.device.alive(VERB)?;
+        self.device.check_alive(VERB)?;
         let mut known = self.known.lock();
         if !matches!(known.role, Role::Resolved) {
             return Err(invalid(VERB));
@@ -315,7 +312,7 @@ impl cm_contract::CmId for CmId {
 
     fn connect(&self, params: &CmParams<'_>) -> Result<(), VerbError> {
         const VERB: &str = "rdma_connect";
-        self.device.alive(VERB)?;
+        self.device.check_alive(VERB)?;
         let mut known = self.known.lock();
         let (Role::Routed, Some(gid), Some(mtu), Some(local), Some(peer)) =
             (known.role, known.destination, known.mtu, known.local, known.peer)
@@ -336,11 +333,11 @@ impl cm_contract::CmId for CmId {
     fn accept(&self, params: &CmParams<'_>) -> Result<(), VerbError> {
         let connection = self.connection("rdma_accept")?;
         if let Some(qp) = self.device.queue_pair(params.qpn) {
-            // Before the answer leaves, so before anything comes of it.
+            // Set before the REP is sent, so before the first packet can arrive.
             qp.receiver.lock().unconfirmed = Some(connection);
         }
         Manager::with(&self.device, |state, now| state.machine.accept(now, connection, params))?;
-        self.known.lock().agreed = true;
+        self.known.lock().may_disconnect = true;
         Ok(())
     }
 
@@ -354,15 +351,15 @@ impl cm_contract::CmId for CmId {
     fn establish(&self) -> Result<(), VerbError> {
         let connection = self.connection("rdma_establish")?;
         Manager::with(&self.device, |state, _| state.machine.establish(connection))?;
-        self.known.lock().agreed = true;
+        self.known.lock().may_disconnect = true;
         Ok(())
     }
 
     fn disconnect(&self) -> Result<(), VerbError> {
         let connection = self.connection("rdma_disconnect")?;
-        let agreed = self.known.lock().agreed;
+        let may_disconnect = self.known.lock().may_disconnect;
         Manager::with(&self.device, |state, now| {
-            if agreed && state.machine.connection(connection).is_none() {
+            if may_disconnect && state.machine.connection(connection).is_none() {
                 return Ok(());
             }
             state.machine.disconnect(now, connection)
@@ -371,7 +368,7 @@ impl cm_contract::CmId for CmId {
 
     fn qp_attr(&self, state: QpState) -> Result<QpAttr, VerbError> {
         const VERB: &str = "rdma_init_qp_attr";
-        self.device.alive(VERB)?;
+        self.device.check_alive(VERB)?;
         if state == QpState::Init {
             self.route().ok_or(invalid(VERB))?;
             return Ok(QpAttr {

@@ -1,4 +1,4 @@
-//! One connection, as its manager knows it.
+//! The record of one connection.
 
 use std::net::SocketAddr;
 
@@ -10,19 +10,19 @@ use rdma_provider::types::{
 use super::super::device::PORT;
 use super::message::{CommId, Message, Rep, Req, Traffic};
 
-/// Where it is in the handshake (IBTA 12.9.5, without the states of messages that RoCE and rdma_cm do not use).
+/// The state in the handshake (IBTA 12.9.5, without states that RoCE and rdma_cm do not use).
 ///
 /// ```text
-///        active                                       passive
-///   REQ ◀── connect                                    REQ arrives
-///     ReqSent ── REJ, timeout ──▶ gone                   ReqRcvd ── REJ ──▶ Withdrawn ── release ──▶ gone
-///        │ REP arrives                                      │  └── reject ──▶ Refused ── later ──▶ gone
-///     RepRcvd ── REJ ──▶ gone                               │ accept ──▶ REP
-///        │ establish ──▶ RTU                             RepSent ── REJ, timeout ──▶ gone
-///        ▼                                                  │ RTU arrives, or a packet of the connection
-///     Established ◀─────────────────────────────────────────┘
-///        │ disconnect ──▶ DREQ         │ DREQ arrives ──▶ DREP
-///     DreqSent ── DREP, timeout ──▶ TimeWait ── later ──▶ gone
+///       active                               passive
+///  REQ ◀── connect                            REQ arrives
+///    ReqSent ── REJ, timeout ──▶ gone           ReqRcvd ── REJ ──▶ Withdrawn ── release ──▶ gone
+///       │ REP arrives                              │  └── reject ──▶ Refused ── later ──▶ gone
+///    RepRcvd ── REJ ──▶ gone                       │ accept ──▶ REP
+///       │ establish ──▶ RTU                     RepSent ── REJ, timeout ──▶ gone
+///       ▼                                          │ RTU arrives, or a packet of the connection
+///    Established ◀─────────────────────────────────┘
+///       │ disconnect ──▶ DREQ         │ DREQ arrives ──▶ DREP
+///    DreqSent ── DREP, timeout ──▶ TimeWait ── later ──▶ gone
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum State {
@@ -33,10 +33,10 @@ pub(super) enum State {
     Established,
     DreqSent,
     TimeWait,
-    /// A request that was rejected: repeated ones get the same answer.
+    /// A rejected request. Duplicate REQs get the same REJ.
     Refused,
-    /// A request that the peer has taken back. It counts against the backlog until the program lets go of it: peers that
-    /// come and go must not fill the channel of a program that does not look.
+    /// A request that the peer has withdrawn. It counts against the backlog until the program
+    /// releases it, or withdrawn requests could fill an unread channel.
     Withdrawn,
 }
 
@@ -58,55 +58,48 @@ impl State {
 #[derive(Debug)]
 pub(super) struct Connection {
     pub(super) state: State,
-    /// Somebody holds an id of it and wants its events.
+    /// The program holds its id and receives its events.
     pub(super) owned: bool,
-    /// A request that counts against the backlog of this listener.
-    pub(super) waiting_at: Option<u64>,
-    /// The manager has answered it, and no program has seen it.
-    pub(super) unseen: bool,
-    /// Its place among those that give way.
-    pub(super) yielding: Option<u64>,
-    /// `local_qpn` was reserved for a queue pair that is made later, or was made.
+    /// The listener whose backlog counts the request, at once or after an auto-accept is confirmed.
+    pub(super) listener: Option<u64>,
+    /// The manager has accepted it, and the program does not know it yet.
+    pub(super) auto_accepted: bool,
+    /// The number in [`Evictable`](super::limits::Evictable).
+    pub(super) evictable: Option<u64>,
+    /// `local_qpn` was reserved before its queue pair existed.
     pub(super) reserved: bool,
-    /// It counts among those that its peer has begun and not completed.
     pub(super) half_open: bool,
     pub(super) transaction: u64,
     pub(super) peer: Gid,
-    /// 0 as long as it is not known; nobody gives that number.
+    /// 0 until it is known; never assigned.
     pub(super) remote_id: CommId,
     pub(super) local_qpn: Qpn,
     pub(super) remote_qpn: Option<Qpn>,
-    /// What we begin to send with, once it is known.
     pub(super) sq_psn: Psn,
-    /// What the peer begins to send with.
     pub(super) rq_psn: Psn,
     pub(super) responder_resources: u8,
     pub(super) initiator_depth: u8,
     pub(super) retry_count: u8,
-    /// Of our queue pair.
     pub(super) rnr_retry: u8,
     pub(super) mtu: Mtu,
-    /// What our packets carry.
     pub(super) traffic: Traffic,
     pub(super) ack_timeout: AckTimeout,
-    /// Time to wait before a response is repeated, and how often it is.
+    /// Retransmission timeout of a REP in nanoseconds, and retry limit.
     pub(super) response_timeout: u64,
     pub(super) retries: u8,
-    /// Repetitions of what was sent last.
-    pub(super) repeated: u8,
-    /// When the program gives up its request, if there is no answer.
-    pub(super) give_up: u64,
+    /// Retransmissions of `last`.
+    pub(super) retransmissions: u8,
+    /// The time at which an unanswered REQ fails.
+    pub(super) gives_up_at: u64,
     pub(super) deadline: Option<u64>,
-    /// Sent last; sent again when its answer does not come, or the peer repeats what it answers.
+    /// The last message, for retransmission on a timeout or a duplicate.
     pub(super) last: Option<Message>,
-    /// What the peer said of itself.
     pub(super) params: Option<CmPeer>,
     pub(super) addresses: (SocketAddr, SocketAddr),
 }
 
 impl Connection {
-    /// Takes what a request says.
-    pub(super) fn of_request(
+    pub(super) fn from_request(
         req: &Req,
         transaction: u64,
         rq_psn: Psn,
@@ -115,9 +108,9 @@ impl Connection {
         Self {
             state: State::ReqRcvd,
             owned: true,
-            waiting_at: None,
-            unseen: false,
-            yielding: None,
+            listener: None,
+            auto_accepted: false,
+            evictable: None,
             reserved: false,
             half_open: true,
             transaction,
@@ -127,7 +120,7 @@ impl Connection {
             remote_qpn: Some(req.qpn),
             sq_psn: req.starting_psn,
             rq_psn,
-            // What the peer issues is what we serve, and the reverse.
+            // The peer's initiator depth is the local responder resources, and vice versa.
             responder_resources: req.initiator_depth,
             initiator_depth: req.responder_resources,
             retry_count: req.retry_count,
@@ -137,8 +130,8 @@ impl Connection {
             ack_timeout: req.ack_timeout,
             response_timeout,
             retries: req.max_retries & 15,
-            repeated: 0,
-            give_up: u64::MAX,
+            retransmissions: 0,
+            gives_up_at: u64::MAX,
             deadline: None,
             last: None,
             params: Some(CmPeer {
@@ -151,8 +144,7 @@ impl Connection {
         }
     }
 
-    /// Takes what a response says.
-    pub(super) fn on_response(&mut self, rep: &Rep) {
+    pub(super) fn on_rep(&mut self, rep: &Rep) {
         self.remote_id = rep.local_id;
         self.remote_qpn = Some(rep.qpn);
         self.sq_psn = rep.starting_psn;
@@ -167,7 +159,8 @@ impl Connection {
         });
     }
 
-    /// Attributes for RTR and RTS; `None` where the peer is not known or the connection over.
+    /// Returns attributes for RTR or RTS. `None` if the peer is unknown or the connection has
+    /// ended.
     pub(super) fn qp_attr(&self, state: QpState) -> Option<QpAttr> {
         let known = matches!(
             self.state,
@@ -180,14 +173,14 @@ impl Connection {
                     service_level: self.traffic.service_level,
                     traffic_class: self.traffic.traffic_class,
                     flow_label: self.traffic.flow_label,
-                    // How far it is the peer does not know better.
+                    // The hop limit stays the default: the peer does not know the distance.
                     ..AddressVector::new(PORT, 0, self.peer)
                 }),
                 path_mtu: Some(self.mtu),
                 dest_qpn: Some(dest_qpn),
                 rq_psn: Some(self.rq_psn),
                 max_dest_rd_atomic: Some(self.responder_resources),
-                // As the kernel's: 655 ms, for the layer above to replace.
+                // 655 ms, as the kernel sets; the layer above replaces it.
                 min_rnr_timer: Some(RnrTimer::from_code(0)),
                 ..QpAttr::to_state(QpState::Rtr)
             }),

@@ -14,7 +14,7 @@ use crate::net::network::{MAD, Network};
 use crate::roce::packet::{Body, Packet};
 
 impl Network {
-    /// Delivers a connection request from `from` to the device at `to`. The answer reaches no device.
+    /// Delivers a connection request from `from` to the device at `to`. The answer is lost.
     ///
     /// # Panics
     ///

@@ -1,4 +1,4 @@
-//! What a fuzzer feeds: bytes that arrive at queue pair 1, with what must hold whatever they are.
+//! The fuzz target: bytes that arrive at queue pair 1, and invariants of the reaction.
 
 use rdma_provider::types::{Gid, Mtu, Psn, Qpn};
 
@@ -6,7 +6,7 @@ use super::machine::{Machine, Numbers, Output};
 use super::mad::MadError;
 use super::message::{CommId, Mad, Message};
 
-/// The same numbers each time.
+/// A source of constant numbers.
 struct Numbered;
 
 impl Numbers for Numbered {
@@ -23,8 +23,10 @@ impl Numbers for Numbered {
     }
 }
 
-/// Datagrams of 256 bytes, each as it is, and as a manager that listens takes it. What is a message encodes to the same
-/// one; each is answered by two at most (a stale connection is refused, and ended), in what decodes again.
+/// Decodes datagrams of 256 bytes and passes them to a listening machine.
+///
+/// Decoded messages survive encoding and decoding. Each datagram causes at most two messages (a
+/// stale connection causes a REJ and a DREQ), and these decode, too.
 pub fn mad(bytes: &[u8]) {
     let (ours, peer) = (Gid([1; 16]), Gid([2; 16]));
     let mut machine = Machine::new(ours, 1, Mtu::Mtu4096, 1);
@@ -34,14 +36,14 @@ pub fn mad(bytes: &[u8]) {
         match Mad::decode(bytes) {
             Ok(mut mad) => {
                 assert_eq!(Mad::decode(&mad.encode()).as_ref(), Ok(&mad));
-                // Most would fail at what the network knows.
+                // Random GIDs would be refused before most of the code is reached.
                 if let Message::Req(req) = &mut mad.message {
                     (req.local_gid, req.remote_gid) = (peer, ours);
                 }
                 machine.on_message(now, peer, mad, Numbered);
             }
             Err(MadError::Request { transaction, remote_id, reason }) => {
-                machine.refuse_unseen(now, peer, transaction, remote_id, reason);
+                machine.reject_unacceptable(now, peer, transaction, remote_id, reason);
             }
             Err(_) => {}
         }

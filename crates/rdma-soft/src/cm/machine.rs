@@ -1,8 +1,9 @@
-//! The connection manager's protocol of one device (IBTA 12.9): messages, calls and time go in; messages, events and a
-//! deadline come out. No clock, no lock, no randomness of its own.
+//! The connection manager protocol of one device (IBTA 12.9) as a pure state machine.
 //!
-//! What a peer says is believed only of its own connections: a message counts if it names both numbers of a connection
-//! and comes from the GID at its other end. Times that a peer asks for are cut to what is held here.
+//! The machine has no clock, lock or source of randomness.
+//!
+//! A message affects a connection only if it names both ids and comes from the peer's GID. Timeouts
+//! that a peer requests are clamped to local bounds.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -14,46 +15,43 @@ use rdma_provider::cm_contract::{Admit, CmParams, CmPeer, MAX_REJECT_DATA};
 use rdma_provider::types::{AckTimeout, Gid, Mtu, Psn, Qpn, RejectReason};
 
 use super::connection::{Connection, State};
-use super::limits::{Answers, HURRIED_RETRIES, HURRIED_TIMEOUT, HalfOpen, Yielding};
+use super::limits::{Answers, Evictable, HalfOpen, SCARCE_RETRIES, SCARCE_TIMEOUT};
 use super::message::{
     About, CmTimeout, CommId, Dreq, Mad, Message, Mra, Private, Rej, Rep, Req, Rtu, Traffic,
 };
 
-/// First wait for an answer to a request or a disconnect: 268 ms, far above what a process takes to be scheduled.
-/// Each further wait is twice as long, up to [`LONGEST_WAIT`], so that many connections at once do not keep a slow
-/// peer from answering any of them.
+/// The first retransmission timeout of a REQ or DREQ: 268 ms, far above scheduling delays. It
+/// doubles up to [`LONGEST_WAIT`], so that many connections do not overload a slow peer.
 pub(super) const FIRST_WAIT: CmTimeout = CmTimeout(16);
-/// 4.3 s, the wait of the kernel's rdma_cm.
+/// 4.3 s, as in the kernel's rdma_cm.
 pub(super) const LONGEST_WAIT: CmTimeout = CmTimeout(20);
-/// How often a disconnect is sent: a peer that is gone is noticed after 6.2 to 8.3 s.
-pub(super) const DISCONNECTS: u8 = 5;
-/// Sent to the peer: the time after which it repeats its response, 1.1 s, and how often, as the kernel's rdma_cm. A
-/// program that prepares many queue pairs confirms the last of them late.
+/// DREQ transmissions. An unreachable peer is detected after 6.2 to 8.3 s.
+pub(super) const MAX_DREQS: u8 = 5;
+/// The peer's retransmission timeout (1.1 s) and retry limit for a REP, as in the kernel's rdma_cm.
+/// A program that prepares many queue pairs confirms late.
 pub(super) const RESPONSE_TIMEOUT: CmTimeout = CmTimeout(18);
 pub(super) const MAX_RETRIES: u8 = 15;
-/// What an MRA asks for while a program makes up its mind: 4.3 s, after which the peer repeats its request and is asked
-/// again.
+/// The service timeout in an MRA while the program decides: 4.3 s, then the peer retransmits.
 const SERVICE_TIMEOUT: CmTimeout = CmTimeout(20);
-/// What an MRA asks for when a listener's backlog is full: 67 ms. A listener with a backlog of 16 and a slow program
-/// takes in 1,000 in 4 s so.
+/// The service timeout in an MRA when the backlog is full: 67 ms. A slow program with a backlog of
+/// 16 accepts 1,000 connections in 4 s.
 pub(super) const BUSY_TIMEOUT: CmTimeout = CmTimeout(14);
-/// Bounds of the times that peers ask for: 1 ms, so that they cannot make us busy, and 4.3 s, so that they cannot make
-/// us remember them for hours.
+/// Bounds of the timeouts that peers request: at least 1 ms, to limit the load; at most 4.3 s, so
+/// that state is not kept for hours.
 const TIMEOUTS: (CmTimeout, CmTimeout) = (CmTimeout(8), CmTimeout(20));
-/// Rejections remembered at most, for peers that repeat their request: however fast they come.
+/// Maximum number of rejections kept to answer duplicate REQs.
 const MAX_REFUSED: usize = 1024;
-/// How long our device takes to acknowledge, as SoftRoCE says of itself: a process that is not scheduled for 134 ms is rare.
+/// The declared acknowledgement delay, as SoftRoCE's: 134 ms, longer than most scheduling delays.
 const ACK_DELAY: CmTimeout = CmTimeout(15);
-/// Twice the lifetime of a packet (67 ms), IBTA 12.9.8.4: then nothing of a connection is underway any more.
+/// Twice the packet lifetime of 67 ms (IBTA 12.9.8.4), after which no packet is in flight.
 const TIME_WAIT: u64 = 2 * CmTimeout(14).nanoseconds();
-/// Sent to the peer, whose queue pair takes it over: how long it waits for our acknowledgements, 537 ms. Twice the lifetime
-/// of a packet (67 ms) and [`ACK_DELAY`] (IBTA 12.7.34) make half of that. A shorter one makes a busy peer repeat what is
-/// only late, until its retries are spent.
+/// The acknowledgement timeout for the peer's queue pair: 537 ms, twice the sum of [`ACK_DELAY`]
+/// and two packet lifetimes (IBTA 12.7.34). With a shorter one, a busy peer exhausts its retries on
+/// late packets.
 pub(super) const PEER_ACK_TIMEOUT: AckTimeout = AckTimeout::from_code(17);
-/// Of our queue pair, unless the layer above replaces it; as librdmacm's.
+/// The local queue pair's default acknowledgement timeout, as in librdmacm.
 const ACK_TIMEOUT: AckTimeout = AckTimeout::from_code(14);
 
-/// What comes out.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Output {
     Send {
@@ -64,13 +62,12 @@ pub(super) enum Output {
         connection: CommId,
         event: Event,
     },
-    /// A connection exists whose requests go to this listener.
     Request {
         listener: u64,
         connection: CommId,
         peer: CmPeer,
     },
-    /// A number that was reserved is needed no more.
+    /// The reserved number is no longer needed.
     Release(Qpn),
 }
 
@@ -88,24 +85,22 @@ pub(super) enum Event {
 pub(super) struct Listener {
     pub(super) address: SocketAddr,
     pub(super) backlog: u32,
-    /// Requests that wait for their answer; and those that were answered, and wait for the program.
+    /// Requests in the backlog: not answered yet, or auto-accepted and waiting for the program.
     pub(super) waiting: u32,
-    /// Answers requests without the program.
     pub(super) admit: Option<Arc<dyn Admit>>,
 }
 
-/// What a request needs that the machine cannot draw itself.
+/// Random numbers for requests.
 pub(super) trait Numbers {
-    /// A first sequence number that peers cannot predict.
+    /// Returns a first sequence number that peers cannot predict.
     fn psn(&mut self) -> Option<Psn>;
-    /// A number for a connection that a peer has asked for. A peer that can predict it can confirm an answer that it has not
-    /// received.
+    /// Returns an id for a connection that a peer requests. A peer that predicts it can confirm a
+    /// REP that it did not receive.
     fn id(&mut self) -> Option<CommId>;
-    /// A number for a queue pair that is made later, which peers cannot predict either.
+    /// Reserves an unpredictable number for a queue pair that is created later.
     fn reserve(&mut self) -> Option<Qpn>;
 }
 
-/// Where an active connection goes.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Destination {
     pub(super) gid: Gid,
@@ -114,29 +109,26 @@ pub(super) struct Destination {
     pub(super) mtu: Mtu,
 }
 
-/// See the module.
 #[derive(Debug)]
 pub(super) struct Machine {
     pub(super) gid: Gid,
     guid: u64,
-    /// The largest packets that our port takes.
     pub(super) mtu: Mtu,
-    /// Makes the numbers of connections impossible to predict, see [`drawn`].
+    /// Keeps connection ids unpredictable, see [`drawn`].
     secret: u64,
     issued: u32,
     transactions: u64,
     pub(super) connections: HashMap<CommId, Connection>,
-    /// Requests of peers by the peer's number, to know repeated ones.
+    /// Peers' requests by the peer's id, to recognise duplicate REQs.
     pub(super) requests: HashMap<(Gid, CommId), CommId>,
-    /// Queue pairs at the other ends.
     pub(super) queue_pairs: HashMap<(Gid, Qpn), CommId>,
     pub(super) listeners: HashMap<u64, Listener>,
     timers: BTreeSet<(u64, CommId)>,
-    /// Rejected last; some may be forgotten already.
+    /// The latest rejections; some may be forgotten already.
     refused: VecDeque<CommId>,
     pub(super) half_open: HalfOpen,
-    pub(super) yielding: Yielding,
-    /// Connections whose queue pair is still to be made, by the number that it will have.
+    pub(super) evictable: Evictable,
+    /// Connections whose queue pair is not created yet.
     pub(super) reserved: HashMap<Qpn, CommId>,
     pub(super) answers: Answers,
     pub(super) out: VecDeque<Output>,
@@ -162,7 +154,7 @@ impl Machine {
             timers: BTreeSet::new(),
             refused: VecDeque::new(),
             half_open: HalfOpen::default(),
-            yielding: Yielding::default(),
+            evictable: Evictable::default(),
             reserved: HashMap::new(),
             answers: Answers::new(drawn(seed, Draw::Answers)),
             out: VecDeque::new(),
@@ -173,7 +165,7 @@ impl Machine {
         self.out.pop_front()
     }
 
-    /// When [`on_timer`](Self::on_timer) wants to be called next.
+    /// Returns the time at which [`on_timer`](Self::on_timer) must be called.
     pub(super) fn deadline(&self) -> Option<u64> {
         self.timers.first().map(|&(at, _)| at)
     }
@@ -182,13 +174,11 @@ impl Machine {
         self.connections.get(&id)
     }
 
-    // What programs ask for.
-
     pub(super) fn listen(&mut self, listener: u64, address: SocketAddr, backlog: u32) {
         self.listeners.insert(listener, Listener { address, backlog, waiting: 0, admit: None });
     }
 
-    /// Has the requests of a listener answered as `admit` decides.
+    /// Lets `admit` decide about the requests of a listener. False if there is no such listener.
     pub(super) fn answer(&mut self, listener: u64, admit: Arc<dyn Admit>) -> bool {
         let Some(listener) = self.listeners.get_mut(&listener) else { return false };
         listener.admit = Some(admit);
@@ -199,7 +189,7 @@ impl Machine {
         self.listeners.remove(&listener);
     }
 
-    /// Sends a request from a new connection.
+    /// Creates a connection and sends its REQ.
     pub(super) fn connect(
         &mut self,
         now: u64,
@@ -235,9 +225,9 @@ impl Machine {
         let connection = Connection {
             state: State::ReqSent,
             owned: true,
-            waiting_at: None,
-            unseen: false,
-            yielding: None,
+            listener: None,
+            auto_accepted: false,
+            evictable: None,
             reserved: false,
             half_open: false,
             transaction,
@@ -256,8 +246,8 @@ impl Machine {
             ack_timeout: ACK_TIMEOUT,
             response_timeout: RESPONSE_TIMEOUT.nanoseconds(),
             retries: MAX_RETRIES,
-            repeated: 0,
-            give_up: now
+            retransmissions: 0,
+            gives_up_at: now
                 .saturating_add(u64::try_from(params.timeout.as_nanos()).unwrap_or(u64::MAX)),
             deadline: None,
             last: None,
@@ -265,11 +255,11 @@ impl Machine {
             addresses: (to.local, to.peer),
         };
         self.connections.insert(id, connection);
-        self.send_and_repeat(now, id, request);
+        self.send_with_retries(now, id, request);
         Ok(id)
     }
 
-    /// Answers a request with yes.
+    /// Accepts a request: sends a REP, or lets the program take an auto-accepted connection.
     pub(super) fn accept(
         &mut self,
         now: u64,
@@ -279,10 +269,10 @@ impl Machine {
         const VERB: &str = "rdma_accept";
         if self
             .in_state(id, State::Established)
-            .is_some_and(|connection| connection.waiting_at.is_some())
+            .is_some_and(|connection| connection.listener.is_some())
         {
-            // The peer was answered, and has confirmed.
-            self.answered(id);
+            // The peer has the REP and has confirmed it.
+            self.leave_backlog(id);
             self.event(id, Event::Established);
             return Ok(());
         }
@@ -306,12 +296,12 @@ impl Machine {
             ack_delay: ACK_DELAY,
             private_data,
         }));
-        self.answered(id);
-        self.send_and_repeat(now, id, response);
+        self.leave_backlog(id);
+        self.send_with_retries(now, id, response);
         Ok(())
     }
 
-    /// Answers a request with no.
+    /// Rejects a request with a REJ, or disconnects an auto-accepted connection.
     pub(super) fn reject(
         &mut self,
         now: u64,
@@ -321,10 +311,10 @@ impl Machine {
         const VERB: &str = "rdma_reject";
         let private_data = Private::new(private_data).ok_or(invalid(VERB))?;
         if let Some(connection) = self.in_state(id, State::Established)
-            && connection.waiting_at.is_some()
+            && connection.listener.is_some()
         {
-            // The peer takes the connection for established. The rejection says why it ends; the disconnect request is repeated, and
-            // ends it also if the rejection is lost.
+            // The peer considers the connection established. The REJ carries the reason; the DREQ
+            // ends the connection even if the REJ is lost.
             let remote_id = connection.remote_id;
             let (to, transaction) = (connection.peer, connection.transaction);
             let rej = Rej {
@@ -338,7 +328,7 @@ impl Machine {
                 to,
                 mad: Mad { transaction, message: Message::Rej(Box::new(rej)) },
             });
-            self.answered(id);
+            self.leave_backlog(id);
             return self.disconnect(now, id);
         }
         self.in_state(id, State::ReqRcvd).ok_or(invalid(VERB))?;
@@ -346,7 +336,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Confirms a response.
+    /// Confirms a REP with an RTU.
     pub(super) fn establish(&mut self, id: CommId) -> Result<(), VerbError> {
         let connection = self.in_state(id, State::RepRcvd).ok_or(invalid("rdma_establish"))?;
         connection.state = State::Established;
@@ -355,7 +345,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Says goodbye.
+    /// Sends a DREQ.
     pub(super) fn disconnect(&mut self, now: u64, id: CommId) -> Result<(), VerbError> {
         const VERB: &str = "rdma_disconnect";
         let transaction = self.new_transaction();
@@ -366,7 +356,7 @@ impl Machine {
                 connection.transaction = transaction;
                 let (remote_id, remote_qpn) =
                     (connection.remote_id, connection.remote_qpn.unwrap_or_default());
-                self.send_and_repeat(
+                self.send_with_retries(
                     now,
                     id,
                     Message::Dreq(Dreq { local_id: id, remote_id, remote_qpn }),
@@ -383,17 +373,17 @@ impl Machine {
         }
     }
 
-    /// Its id is gone: no more events, and the peer learns.
+    /// Handles the drop of the program's id. No more events follow.
     pub(super) fn release(&mut self, now: u64, id: CommId) {
         let Some(connection) = self.connections.get_mut(&id) else { return };
         connection.owned = false;
         match connection.state {
-            State::ReqSent => self.give_up(id, About::Req, RejectReason::TIMEOUT),
-            State::RepRcvd => self.give_up(id, About::Rep, RejectReason::CONSUMER),
-            State::RepSent => self.give_up(id, About::Other, RejectReason::CONSUMER),
+            State::ReqSent => self.abort(id, About::Req, RejectReason::TIMEOUT),
+            State::RepRcvd => self.abort(id, About::Rep, RejectReason::CONSUMER),
+            State::RepSent => self.abort(id, About::Other, RejectReason::CONSUMER),
             State::ReqRcvd => self.refuse(now, id, RejectReason::CONSUMER, Private::empty()),
             State::Established => {
-                self.answered(id);
+                self.leave_backlog(id);
                 // Cannot fail in this state.
                 let _ = self.disconnect(now, id);
             }
@@ -402,9 +392,6 @@ impl Machine {
         }
     }
 
-    // What happens.
-
-    /// A deadline has come.
     pub(super) fn on_timer(&mut self, now: u64) {
         while let Some(&(at, id)) = self.timers.first() {
             if at > now {
@@ -413,34 +400,34 @@ impl Machine {
             self.timers.pop_first();
             let Some(connection) = self.connections.get_mut(&id) else { continue };
             connection.deadline = None;
-            let hurried = self.half_open.hurries(connection);
+            let scarce = self.half_open.is_scarce_for(connection);
             let again = match connection.state {
-                State::ReqSent => now < connection.give_up,
-                State::DreqSent => connection.repeated + 1 < DISCONNECTS,
+                State::ReqSent => now < connection.gives_up_at,
+                State::DreqSent => connection.retransmissions + 1 < MAX_DREQS,
                 _ => {
                     let retries =
-                        connection.retries.min(if hurried { HURRIED_RETRIES } else { u8::MAX });
-                    connection.repeated < retries
+                        connection.retries.min(if scarce { SCARCE_RETRIES } else { u8::MAX });
+                    connection.retransmissions < retries
                 }
             };
             match connection.state {
                 State::ReqSent | State::RepSent | State::DreqSent if again => {
-                    connection.repeated = connection.repeated.saturating_add(1);
+                    connection.retransmissions = connection.retransmissions.saturating_add(1);
                     let (peer, answers) = (connection.peer, connection.state == State::RepSent);
-                    let at = repeat_at(now, id, connection, hurried);
+                    let at = retransmit_at(now, id, connection, scarce);
                     self.set_deadline(id, Some(at));
-                    // Who asked in the name of another has chosen how often that one is answered, and how soon.
+                    // Retransmissions count: the peer's address may be forged.
                     if !answers || self.answers.take(now, peer) {
                         self.send_last(id);
                     }
                 }
                 State::ReqSent => {
                     self.event(id, Event::Unreachable);
-                    self.give_up(id, About::Req, RejectReason::TIMEOUT);
+                    self.abort(id, About::Req, RejectReason::TIMEOUT);
                 }
                 State::RepSent => {
                     self.event(id, Event::Unreachable);
-                    self.give_up(id, About::Other, RejectReason::TIMEOUT);
+                    self.abort(id, About::Other, RejectReason::TIMEOUT);
                 }
                 State::DreqSent => self.disconnected(now, id),
                 State::TimeWait => {
@@ -448,23 +435,20 @@ impl Machine {
                     self.forget(id);
                 }
                 State::Refused => self.forget(id),
-                // Have no deadline.
                 State::RepRcvd | State::ReqRcvd | State::Established | State::Withdrawn => {}
             }
         }
     }
 
-    /// A packet of the connection has arrived at our queue pair: as good as the confirmation of our answer, which was
-    /// overtaken or lost (IBTA 12.9.6).
+    /// Handles a packet of the connection at the local queue pair `qpn`. It confirms the REP like
+    /// an RTU, which was lost or overtaken (IBTA 12.9.6).
     pub(super) fn on_traffic(&mut self, id: CommId, qpn: Qpn) {
         if self.in_state(id, State::RepSent).is_some_and(|connection| connection.local_qpn == qpn) {
             self.established(id);
         }
     }
 
-    // Steps that several of these take.
-
-    /// State of the connection that both numbers and the peer's GID name.
+    /// Returns the connection's state if both ids and the peer's GID match.
     pub(super) fn find(&self, from: Gid, id: CommId, remote_id: CommId) -> Option<State> {
         let connection = self.connections.get(&id)?;
         (connection.peer == from && connection.remote_id == remote_id && remote_id != 0)
@@ -475,7 +459,7 @@ impl Machine {
         self.connections.get_mut(&id).filter(|connection| connection.state == state)
     }
 
-    /// True if we asked for it.
+    /// Returns true if this side sent the REQ.
     pub(super) fn is_active(&self, id: CommId) -> bool {
         let Some(connection) = self.connections.get(&id) else { return false };
         self.requests.get(&(connection.peer, connection.remote_id)) != Some(&id)
@@ -483,31 +467,31 @@ impl Machine {
 
     pub(super) fn established(&mut self, id: CommId) {
         self.set_deadline(id, None);
-        self.completed(id);
+        self.close_half_open(id);
         let Some(connection) = self.connections.get_mut(&id) else { return };
         connection.state = State::Established;
-        if !std::mem::take(&mut connection.unseen) {
+        if !std::mem::take(&mut connection.auto_accepted) {
             return self.event(id, Event::Established);
         }
-        let (Some(key), Some(peer)) = (connection.waiting_at, connection.params.clone()) else {
+        let (Some(key), Some(peer)) = (connection.listener, connection.params.clone()) else {
             return;
         };
         connection.owned = true;
         match self.listeners.get_mut(&key) {
             Some(listener) => listener.waiting += 1,
-            // Its owner is gone, so the request is released when it is given out.
-            None => connection.waiting_at = None,
+            // The listener is gone: the manager will find no owner and release the connection.
+            None => connection.listener = None,
         }
         self.out.push_back(Output::Request { listener: key, connection: id, peer });
     }
 
     pub(super) fn disconnected(&mut self, now: u64, id: CommId) {
-        self.over(now, id, Event::Disconnected);
+        self.enter_timewait(now, id, Event::Disconnected);
     }
 
-    /// The connection is over, as `event` says.
-    pub(super) fn over(&mut self, now: u64, id: CommId, event: Event) {
-        self.completed(id);
+    /// Ends the connection with `event` and enters TIMEWAIT.
+    pub(super) fn enter_timewait(&mut self, now: u64, id: CommId, event: Event) {
+        self.close_half_open(id);
         if let Some(connection) = self.connections.get_mut(&id) {
             connection.state = State::TimeWait;
         }
@@ -515,25 +499,25 @@ impl Machine {
         self.event(id, event);
     }
 
-    /// The peer has taken its request back. Its queue pair may ask anew.
+    /// Records that the peer has withdrawn its request. Its queue pair may send a new REQ.
     pub(super) fn withdraw(&mut self, id: CommId) {
         let Some(connection) = self.connections.get_mut(&id) else { return };
         connection.state = State::Withdrawn;
-        self.let_go_of_queue_pair(id);
+        self.unmap_queue_pair(id);
     }
 
-    /// The queue pair at the other end is in no connection with us, or not in this one.
-    fn let_go_of_queue_pair(&mut self, id: CommId) {
+    fn unmap_queue_pair(&mut self, id: CommId) {
         let Some(connection) = self.connections.get(&id) else { return };
         let Some(qpn) = connection.remote_qpn else { return };
         let queue_pair = (connection.peer, qpn);
-        // It may be in another one by now.
+        // The queue pair may belong to a newer connection.
         if self.queue_pairs.get(&queue_pair) == Some(&id) {
             self.queue_pairs.remove(&queue_pair);
         }
     }
 
-    /// Rejects a request, and remembers that for as long as the peer may repeat it. Its queue pair may ask anew.
+    /// Rejects a request and keeps the REJ while the peer may retransmit the REQ. The peer's queue
+    /// pair may send a new REQ at once.
     fn refuse(
         &mut self,
         now: u64,
@@ -544,12 +528,12 @@ impl Machine {
         let Some(connection) = self.connections.get_mut(&id) else { return };
         connection.state = State::Refused;
         let remote_id = connection.remote_id;
-        // It may have been asked to wait, and be told no when it repeats its request after that.
+        // After an MRA, the peer retransmits only when the service timeout has expired.
         let repeats = connection.response_timeout.saturating_mul(u64::from(connection.retries) + 1);
         let linger = SERVICE_TIMEOUT.nanoseconds().saturating_add(repeats);
-        self.let_go_of_queue_pair(id);
-        self.answered(id);
-        self.completed(id);
+        self.unmap_queue_pair(id);
+        self.leave_backlog(id);
+        self.close_half_open(id);
         let rej = Rej { local_id: id, remote_id, about: About::Req, reason, private_data };
         self.send(id, Message::Rej(Box::new(rej)));
         self.set_deadline(id, Some(now.saturating_add(linger)));
@@ -562,8 +546,8 @@ impl Machine {
         }
     }
 
-    /// Tells the peer, and forgets the connection.
-    pub(super) fn give_up(&mut self, id: CommId, about: About, reason: RejectReason) {
+    /// Sends a REJ to the peer and forgets the connection.
+    pub(super) fn abort(&mut self, id: CommId, about: About, reason: RejectReason) {
         let Some(connection) = self.connections.get(&id) else { return };
         let remote_id = connection.remote_id;
         let rej = Rej { local_id: id, remote_id, about, reason, private_data: Private::empty() };
@@ -571,7 +555,7 @@ impl Machine {
         self.forget(id);
     }
 
-    pub(super) fn ask_for_time(&mut self, id: CommId, about: About) {
+    pub(super) fn send_mra(&mut self, id: CommId, about: About) {
         let Some(connection) = self.connections.get(&id) else { return };
         let mra = Mra {
             local_id: id,
@@ -583,23 +567,21 @@ impl Machine {
         self.out.push_back(Output::Send { to: connection.peer, mad });
     }
 
-    /// A request waits no more.
-    pub(super) fn answered(&mut self, id: CommId) {
+    pub(super) fn leave_backlog(&mut self, id: CommId) {
         let Some(connection) = self.connections.get_mut(&id) else { return };
-        let listener = connection.waiting_at.take().filter(|_| !connection.unseen);
+        let listener = connection.listener.take().filter(|_| !connection.auto_accepted);
         if let Some(listener) = listener.and_then(|key| self.listeners.get_mut(&key)) {
             listener.waiting -= 1;
         }
     }
 
-    /// It is half open no more.
-    fn completed(&mut self, id: CommId) {
+    fn close_half_open(&mut self, id: CommId) {
         let Some(connection) = self.connections.get_mut(&id) else { return };
         if std::mem::take(&mut connection.half_open) {
             self.half_open.close(connection.peer);
         }
-        if let Some(place) = connection.yielding.take() {
-            self.yielding.remove(connection.peer, place);
+        if let Some(position) = connection.evictable.take() {
+            self.evictable.remove(connection.peer, position);
         }
     }
 
@@ -609,11 +591,11 @@ impl Machine {
         }
     }
 
-    fn send_and_repeat(&mut self, now: u64, id: CommId, message: Message) {
+    fn send_with_retries(&mut self, now: u64, id: CommId, message: Message) {
         let Some(connection) = self.connections.get_mut(&id) else { return };
-        connection.repeated = 0;
-        let hurried = self.half_open.hurries(connection);
-        let at = repeat_at(now, id, connection, hurried);
+        connection.retransmissions = 0;
+        let scarce = self.half_open.is_scarce_for(connection);
+        let at = retransmit_at(now, id, connection, scarce);
         self.set_deadline(id, Some(at));
         self.send(id, message);
     }
@@ -645,10 +627,10 @@ impl Machine {
     }
 
     pub(super) fn forget(&mut self, id: CommId) {
-        self.answered(id);
-        self.completed(id);
+        self.leave_backlog(id);
+        self.close_half_open(id);
         self.set_deadline(id, None);
-        self.let_go_of_queue_pair(id);
+        self.unmap_queue_pair(id);
         let Some(connection) = self.connections.remove(&id) else { return };
         if connection.reserved {
             self.reserved.remove(&connection.local_qpn);
@@ -660,8 +642,8 @@ impl Machine {
         }
     }
 
-    /// Number of a new connection: `drawn`, if it is free.
-    pub(super) fn id_of_request(&mut self, drawn: Option<CommId>) -> CommId {
+    /// Returns `drawn` as the id of a new connection if it is free, else another id.
+    pub(super) fn new_id_from(&mut self, drawn: Option<CommId>) -> CommId {
         let free = drawn.filter(|id| *id != 0 && !self.connections.contains_key(id));
         free.unwrap_or_else(|| self.new_id())
     }
@@ -686,14 +668,12 @@ impl Machine {
         self.connections.len()
     }
 
-    /// Connections, repeated requests, queue pairs and timers that it knows; for tests of what is left behind.
     #[cfg(test)]
     pub(super) fn sizes(&self) -> [usize; 4] {
         [self.connections.len(), self.requests.len(), self.queue_pairs.len(), self.timers.len()]
     }
 }
 
-/// What a random number is drawn for.
 #[derive(Hash)]
 enum Draw {
     Secret,
@@ -702,44 +682,45 @@ enum Draw {
     Connection(CommId),
 }
 
-/// A number made of `secret`, by SipHash: those that peers see tell nothing about the secret, nor about each other.
+/// Derives a number from `secret` by SipHash. Its results reveal neither the secret nor one
+/// another.
 fn drawn(secret: u64, what: Draw) -> u64 {
     let mut hasher = DefaultHasher::new();
     (secret, what).hash(&mut hasher);
     hasher.finish()
 }
 
-/// When what a connection has sent is repeated, or given up; `hurried`: records of handshakes are scarce.
-fn repeat_at(now: u64, id: CommId, connection: &Connection, hurried: bool) -> u64 {
+/// Returns the time of the next retransmission or of failure. `scarce`: few records are free.
+fn retransmit_at(now: u64, id: CommId, connection: &Connection, scarce: bool) -> u64 {
     match connection.state {
         State::RepSent => {
             let asked = connection.response_timeout;
-            let wait = match connection.yielding {
-                _ if hurried => asked.min(HURRIED_TIMEOUT),
-                // Forged requests would ask for answers in quick succession, until the answers to honest peers are too many.
-                Some(_) => asked.max(HURRIED_TIMEOUT),
+            let wait = match connection.evictable {
+                _ if scarce => asked.min(SCARCE_TIMEOUT),
+                // Otherwise forged requests could use up the limit for honest peers' answers.
+                Some(_) => asked.max(SCARCE_TIMEOUT),
                 None => asked,
             };
             now.saturating_add(wait)
         }
         State::ReqSent => {
-            now.saturating_add(backoff(id, connection.repeated)).min(connection.give_up)
+            now.saturating_add(backoff(id, connection.retransmissions)).min(connection.gives_up_at)
         }
-        _ => now.saturating_add(backoff(id, connection.repeated)),
+        _ => now.saturating_add(backoff(id, connection.retransmissions)),
     }
 }
 
-/// The wait for an answer to what was repeated so often, less up to a quarter that differs between connections: those
-/// that begin together do not repeat together.
-pub(super) fn backoff(id: CommId, repeated: u8) -> u64 {
-    let doublings = repeated.min(LONGEST_WAIT.0 - FIRST_WAIT.0);
+/// Returns the retransmission timeout, less up to a quarter that depends on the connection, so that
+/// simultaneous requests do not retransmit in step.
+pub(super) fn backoff(id: CommId, retransmissions: u8) -> u64 {
+    let doublings = retransmissions.min(LONGEST_WAIT.0 - FIRST_WAIT.0);
     let wait = FIRST_WAIT.nanoseconds() << doublings;
-    let spread =
-        ((u64::from(id) << 8) | u64::from(repeated)).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+    let spread = ((u64::from(id) << 8) | u64::from(retransmissions))
+        .wrapping_mul(0x9e37_79b9_7f4a_7c15)
+        >> 32;
     wait - ((wait / 4 * spread) >> 32)
 }
 
-/// A time that a peer asks for, within [`TIMEOUTS`].
 pub(super) fn bounded(timeout: CmTimeout) -> u64 {
     timeout.clamp(TIMEOUTS.0, TIMEOUTS.1).nanoseconds()
 }

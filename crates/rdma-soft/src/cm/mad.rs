@@ -1,10 +1,9 @@
-//! Bytes of a message: the management datagram of 256 that goes to queue pair 1 (IBTA 12.6, 12.11, 13.4.3).
+//! Encoding of messages as MADs of 256 bytes to queue pair 1 (IBTA 12.6, 12.11, 13.4.3).
 //!
-//! [`Mad::decode`] is total: whatever a peer sends is a message or a [`MadError`]. A message of ours is whole; of a peer's
-//! the fields are left out that mean nothing on RoCE (LIDs, end-to-end contexts, the alternate path), and private data that
-//! no program gets.
+//! [`Mad::decode`] accepts any input. It ignores fields without meaning on RoCE (LIDs, end-to-end
+//! contexts, the alternate path) and private data that programs do not receive.
 //!
-//! A request is one of rdma_cm's: a port of TCP's space, with the IP addresses of both ends before the private data.
+//! Requests have rdma_cm's form: a TCP port, and IP addresses before the private data.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -16,20 +15,24 @@ use super::message::{
     SidrReq, SidrStatus, Traffic,
 };
 
-/// Why bytes are no message that means something here.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum MadError {
-    /// So many bytes instead of [`SIZE`].
     Length(usize),
-    /// A field of the header that is another one in a message of the connection manager.
-    Header { field: &'static str, found: u8 },
-    /// A message that nobody sends over RoCE, or none at all.
+    Header {
+        field: &'static str,
+        found: u8,
+    },
+    /// A message type that RoCE does not use, or an unknown one.
     Attribute(u16),
-    /// A request that no listener here could accept. Its sender waits for an answer.
-    Request { transaction: u64, remote_id: CommId, reason: RejectReason },
+    /// A request that no listener could accept. Its sender waits for an answer.
+    Request {
+        transaction: u64,
+        remote_id: CommId,
+        reason: RejectReason,
+    },
 }
 
-/// Of the header.
+/// Offsets in the MAD header, with constant values.
 mod header {
     pub(super) const BASE_VERSION: (usize, u8) = (0, 1);
     /// Communication management.
@@ -53,9 +56,9 @@ mod attribute {
     pub(super) const SIDR_REP: u16 = 0x18;
 }
 
-/// Offsets behind the header, IBTA 12.6.5 and following.
+/// Offsets after the header, IBTA 12.6.5. Numbers in parentheses are bits.
 mod at {
-    /// Of every message but those that resolve services.
+    /// In every message except SIDR_REQ and SIDR_REP.
     pub(super) const LOCAL_ID: usize = 24;
     pub(super) const REMOTE_ID: usize = 28;
 
@@ -65,28 +68,27 @@ mod at {
         pub(crate) const QPN: usize = 56;
         pub(crate) const RESPONDER_RESOURCES: usize = 59;
         pub(crate) const INITIATOR_DEPTH: usize = 63;
-        /// Remote timeout (5 bits), transport (2), end-to-end flow control.
+        /// Remote timeout (5), transport (2), end-to-end flow control.
         pub(crate) const REMOTE_TIMEOUT: usize = 67;
         pub(crate) const STARTING_PSN: usize = 68;
         /// Local timeout (5), retries (3).
         pub(crate) const LOCAL_TIMEOUT: usize = 71;
         pub(crate) const PKEY: usize = 72;
-        /// MTU (4), a domain of reliable datagrams, RNR retries (3).
+        /// MTU (4), reliable datagram domain, RNR retries (3).
         pub(crate) const MTU: usize = 74;
-        /// Retries of messages (4), shared receives, extended transport (3).
+        /// Message retries (4), shared receive queue, extended transport (3).
         pub(crate) const MAX_RETRIES: usize = 75;
         pub(crate) const LIDS: usize = 76;
         pub(crate) const LOCAL_GID: usize = 80;
         pub(crate) const REMOTE_GID: usize = 96;
-        /// Flow label (20), nothing (6), rate (6).
+        /// Flow label (20), reserved (6), rate (6).
         pub(crate) const FLOW_LABEL: usize = 112;
         pub(crate) const TRAFFIC_CLASS: usize = 116;
         pub(crate) const HOP_LIMIT: usize = 117;
-        /// Service level (4), subnet local, nothing (3).
+        /// Service level (4), subnet local, reserved (3).
         pub(crate) const SERVICE_LEVEL: usize = 118;
         /// Acknowledgement timeout (5).
         pub(crate) const ACK_TIMEOUT: usize = 119;
-        /// Where the IP addresses are.
         pub(crate) const ADDRESSES: usize = 164;
         pub(crate) const PRIVATE: usize = 200;
     }
@@ -98,21 +100,19 @@ mod at {
         pub(crate) const INITIATOR_DEPTH: usize = 49;
         /// Acknowledgement delay (5), failover (2), end-to-end flow control.
         pub(crate) const ACK_DELAY: usize = 50;
-        /// RNR retries (3), shared receives.
+        /// RNR retries (3), shared receive queue.
         pub(crate) const RNR_RETRY: usize = 51;
         pub(crate) const GUID: usize = 52;
         pub(crate) const PRIVATE: usize = 60;
     }
 
     pub(super) mod mra {
-        /// Which message (2).
         pub(crate) const ABOUT: usize = 32;
         /// Service timeout (5).
         pub(crate) const TIMEOUT: usize = 33;
     }
 
     pub(super) mod rej {
-        /// Which message (2).
         pub(crate) const ABOUT: usize = 32;
         pub(crate) const REASON: usize = 34;
         pub(crate) const PRIVATE: usize = 108;
@@ -135,17 +135,15 @@ mod at {
     }
 }
 
-/// The default partition; its low 15 bits are the same for a limited member.
+/// The default partition key. A limited member's key has the same low 15 bits.
 const PKEY: u16 = 0xffff;
-/// A LID where there are none.
 const NO_LID: u32 = u32::MAX;
-/// Service ids of rdma_cm for ports of TCP, without the port.
+/// The prefix of rdma_cm's service ids for TCP ports.
 const TCP_SERVICE: u64 = 0x0106_0000;
 
 type Bytes = [u8; SIZE];
 
 impl Mad {
-    /// Its bytes.
     pub(super) fn encode(&self) -> Bytes {
         let mut mad = [0; SIZE];
         for (at, value) in
@@ -204,7 +202,6 @@ impl Mad {
         mad
     }
 
-    /// The message in what a peer has sent.
     pub(super) fn decode(bytes: &[u8]) -> Result<Self, MadError> {
         let mad: &Bytes = bytes.try_into().map_err(|_| MadError::Length(bytes.len()))?;
         for (field, (at, expected)) in [
@@ -277,7 +274,7 @@ fn encode_request(req: &Req, mad: &mut Bytes) -> u16 {
     put_24(mad, req::QPN, req.qpn.0);
     mad[req::RESPONDER_RESOURCES] = req.responder_resources;
     mad[req::INITIATOR_DEPTH] = req.initiator_depth;
-    // Reliable connection, without end-to-end flow control.
+    // Transport 0: reliable connection, without end-to-end flow control.
     mad[req::REMOTE_TIMEOUT] = req.remote_timeout.0 << 3;
     put_24(mad, req::STARTING_PSN, req.starting_psn.value());
     mad[req::LOCAL_TIMEOUT] = req.local_timeout.0 << 3 | (req.retry_count & 7);
@@ -299,7 +296,6 @@ fn encode_request(req: &Req, mad: &mut Bytes) -> u16 {
     attribute::REQ
 }
 
-/// The request, or the reason for which nobody can accept it.
 fn decode_request(mad: &Bytes) -> Result<Req, RejectReason> {
     use at::req;
     let service = u64::from_be_bytes(get(mad, req::SERVICE));
@@ -381,7 +377,7 @@ fn decode_response(mad: &Bytes) -> Rep {
     }
 }
 
-/// What rdma_cm puts before the private data of a request: version 0, the IP version, the source's port and both addresses.
+/// Encodes rdma_cm's IP header: version 0, IP version, source port and both addresses.
 fn encode_addresses(source: SocketAddr, destination: IpAddr) -> [u8; 36] {
     let mut all = [0; 36];
     let version = if source.is_ipv4() { 4 } else { 6 };
@@ -417,7 +413,7 @@ const fn about(byte: u8) -> About {
     }
 }
 
-// All offsets are constants of the layouts above, which fit: a test writes and reads every message.
+// All offsets are constants and lie within the datagram; a test covers every message.
 
 fn get<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     let mut found = [0; N];
@@ -435,7 +431,7 @@ fn get_32(mad: &Bytes, at: usize) -> u32 {
 }
 
 fn get_private<const N: usize>(mad: &Bytes, at: usize) -> Private<N> {
-    Private::of(get(mad, at))
+    Private::from_wire(get(mad, at))
 }
 
 fn put<const N: usize>(bytes: &mut [u8], at: usize, value: [u8; N]) {

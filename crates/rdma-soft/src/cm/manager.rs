@@ -1,7 +1,9 @@
-//! A device's manager: the machine under a lock, with what its messages and events are for.
+//! The manager of a device: the state machine under a lock, connected to the network and channels.
 //!
-//! Messages travel as datagrams between queue pairs 1, and are lost, repeated and delayed as all packets are. Locks: the manager of one device, then one of ports, link, scheduler, mailbox. Nothing that owns an id is dropped
-//! under the lock, as the drop takes it.
+//! Messages are datagrams between queue pairs 1, subject to loss, duplication and delay.
+//!
+//! Lock order: the device's manager, then one of ports, link, scheduler or mailbox. An object that
+//! owns an id must not be dropped under the lock, because the drop takes it.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -24,13 +26,12 @@ use super::message::{CommId, Mad, Message};
 /// `ETIMEDOUT` of `errno(3)`.
 const ETIMEDOUT: i32 = 110;
 
-/// How long a peer waits that sends before our queue pair is ready, 0.64 ms: making one takes less, if the program is about to.
+/// The RNR delay until the local queue pair is created, which takes less than these 0.64 ms.
 const NOT_READY: RnrTimer = RnrTimer::from_code(12);
 
-/// Numbers of a device.
-struct Drawn<'a>(&'a Arc<DeviceInner>);
+struct DeviceNumbers<'a>(&'a Arc<DeviceInner>);
 
-impl Numbers for Drawn<'_> {
+impl Numbers for DeviceNumbers<'_> {
     fn psn(&mut self) -> Option<Psn> {
         self.0.network.random().ok().map(|random| Psn::new(random as u32))
     }
@@ -44,19 +45,16 @@ impl Numbers for Drawn<'_> {
     }
 }
 
-/// See the module.
 pub(crate) struct Manager(Mutex<State>);
 
 #[derive(Debug)]
 pub(super) struct State {
     pub(super) machine: Machine,
-    /// Keys of the ids that there are, and where their events go: weak, for events in a channel own ids, which would
-    /// keep it alive.
+    /// Event channels by id. Weak, because events in a channel own ids.
     owners: HashMap<u64, Weak<ChannelInner>>,
-    /// Those that are connections.
     connections: HashMap<CommId, u64>,
     last_key: u64,
-    /// When a job for the machine's deadline comes, if one does.
+    /// The earliest scheduled timer job.
     scheduled: Option<u64>,
 }
 
@@ -71,7 +69,7 @@ impl Manager {
         }))
     }
 
-    /// Calls `f` with the state and the time, and does what follows from it.
+    /// Calls `f` with the state and the time, then processes the machine's outputs.
     pub(super) fn with<R>(device: &Arc<DeviceInner>, f: impl FnOnce(&mut State, u64) -> R) -> R {
         let (result, _held) = {
             let mut state = device.cm.0.lock();
@@ -82,10 +80,9 @@ impl Manager {
         result
     }
 
-    /// A deadline has come.
     pub(crate) fn on_timer(device: &Arc<DeviceInner>) {
         Self::with(device, |state, now| {
-            // Another job may come earlier by now; this one was the earliest then.
+            // A job for a later time may still follow.
             if state.scheduled.is_some_and(|at| at <= now) {
                 state.scheduled = None;
             }
@@ -93,39 +90,48 @@ impl Manager {
         });
     }
 
-    /// A management datagram has arrived from `from`. Whatever it is, it is answered with one at most.
+    /// Processes a management datagram from `from`. It causes at most one answer.
     pub(crate) fn on_datagram(device: &Arc<DeviceInner>, from: Gid, bytes: &[u8]) {
         let mad = Mad::decode(bytes);
-        tracing::trace!(%from, ?mad, "message arrived");
+        tracing::trace!(%from, ?mad, "management datagram received");
         match mad {
-            // Programs are told the address that a request says, so it must be its sender's; within the process devices have
-            // several.
+            // Programs trust the source in a request. Within a process, devices have several
+            // addresses.
             Ok(Mad { message: Message::Req(req), .. })
                 if device.network.is_udp() && Gid::from(req.source.ip()) != from =>
             {
-                tracing::debug!(device = device.attr().name, %from, source = %req.source, "another's address: dropped");
+                tracing::debug!(
+                    device = device.attr().name,
+                    %from,
+                    source = %req.source,
+                    "dropped connection request: its source address is not the sender's"
+                );
             }
             Ok(mad) => Self::with(device, |state, now| {
-                state.machine.on_message(now, from, mad, Drawn(device))
+                state.machine.on_message(now, from, mad, DeviceNumbers(device))
             }),
             Err(MadError::Request { transaction, remote_id, reason }) => {
                 Self::with(device, |state, now| {
-                    state.machine.refuse_unseen(now, from, transaction, remote_id, reason)
+                    state.machine.reject_unacceptable(now, from, transaction, remote_id, reason)
                 });
             }
             Err(error) => {
-                tracing::debug!(device = device.attr().name, %from, ?error, "no message: dropped")
+                tracing::debug!(
+                    device = device.attr().name,
+                    %from,
+                    ?error,
+                    "dropped management datagram: not a connection manager message"
+                );
             }
         }
     }
 
-    /// A packet of the connection has arrived at the queue pair `qpn`.
     pub(crate) fn on_traffic(device: &Arc<DeviceInner>, connection: CommId, qpn: Qpn) {
         Self::with(device, |state, _| state.machine.on_traffic(connection, qpn));
     }
 
-    /// A packet has arrived at a queue pair that is not ready. If its number is one that a peer was told, and the packet is the
-    /// first of that peer, what asks the peer to wait.
+    /// Handles a packet at a queue pair that is not ready. Returns an RNR NAK if its number is
+    /// reserved and this is the peer's first packet.
     pub(crate) fn on_early(
         device: &Arc<DeviceInner>,
         from: Gid,
@@ -149,36 +155,34 @@ impl Manager {
         })
     }
 
-    /// The connection for whose queue pair this number is reserved.
     pub(crate) fn reserved_for(device: &Arc<DeviceInner>, number: Qpn) -> Option<CommId> {
         device.cm.0.lock().machine.reserved.get(&number).copied()
     }
 
-    /// The device is lost: every id is told, and nothing more happens.
+    /// Notifies every id that the device is lost, and resets the state.
     pub(crate) fn kill(device: &Arc<DeviceInner>) {
         let _held: Vec<_> = {
             let mut state = device.cm.0.lock();
             state.machine = Machine::new(device.gid, device.attr().guid, state.machine.mtu, 0);
             state.connections.clear();
             let mut owners: Vec<_> = state.owners.drain().collect();
-            // In a fixed order, for reproducible simulations.
+            // Sorted, for reproducible simulations.
             owners.sort_unstable_by_key(|&(key, _)| key);
             let alive =
                 owners.into_iter().filter_map(|(key, channel)| Some((key, channel.upgrade()?)));
-            let told = alive.map(|(key, channel)| {
+            let notified = alive.map(|(key, channel)| {
                 channel.events.push(CmEvent { key, kind: CmEventKind::DeviceRemoval });
                 channel
             });
-            told.collect()
+            notified.collect()
         };
     }
 
-    /// Returns the number of connections, including connections that are not confirmed yet or in TIMEWAIT.
+    /// Returns the number of connections, including unconfirmed ones and TIMEWAIT.
     pub(crate) fn connections(&self) -> usize {
         self.0.lock().machine.connections()
     }
 
-    /// Sizes of all tables; for tests of what is left behind.
     #[cfg(test)]
     pub(super) fn sizes(&self) -> [usize; 6] {
         let state = self.0.lock();
@@ -188,29 +192,26 @@ impl Manager {
 }
 
 impl State {
-    /// Key of a new id with events in `channel`.
     pub(super) fn new_key(&mut self, channel: &Arc<ChannelInner>) -> u64 {
         self.last_key += 1;
         self.owners.insert(self.last_key, Arc::downgrade(channel));
         self.last_key
     }
 
-    /// The id `key` is this connection.
     pub(super) fn add(&mut self, connection: CommId, key: u64) {
         self.connections.insert(connection, key);
     }
 
-    /// The id of a connection is gone.
     pub(super) fn release(&mut self, now: u64, connection: CommId, key: u64) {
         self.owners.remove(&key);
-        // Not of a later connection with the same number.
+        // A later connection may have the same id.
         if self.connections.get(&connection) == Some(&key) {
             self.connections.remove(&connection);
             self.machine.release(now, connection);
         }
     }
 
-    /// The id `key` gives its request back, to be answered without the program; false if it cannot be.
+    /// Auto-accepts a request that the program has received. False if it is no longer open.
     pub(super) fn answer_late(
         &mut self,
         now: u64,
@@ -224,14 +225,14 @@ impl State {
         }
         self.connections.remove(&connection);
         self.owners.remove(&key);
-        if !self.machine.answer_unseen(now, connection, answer, number) {
-            // As if the request was lost.
+        if !self.machine.auto_accept(now, connection, answer, number) {
+            // Forgotten without an answer; the peer retransmits its REQ.
             self.machine.forget(connection);
         }
         true
     }
 
-    /// The id of a listener, or of nothing yet, is gone.
+    /// Handles the drop of an id that is not a connection.
     pub(super) fn forget(&mut self, key: u64) {
         self.owners.remove(&key);
         self.machine.stop_listening(key);
@@ -241,8 +242,8 @@ impl State {
         self.owners.get(&key)?.upgrade()
     }
 
-    /// Sends messages, gives events out, asks for a call at the deadline. What comes back may be the last share of a
-    /// channel, and is to be dropped without the lock.
+    /// Processes the machine's outputs. Drop the result without the lock: it may hold a channel's
+    /// last reference.
     fn flush(&mut self, device: &Arc<DeviceInner>, now: u64) -> Vec<Arc<ChannelInner>> {
         let mut held = Vec::new();
         while let Some(output) = self.machine.next_output() {
@@ -270,7 +271,7 @@ impl State {
                     let reserved =
                         self.machine.connection(connection).filter(|known| known.reserved);
                     let reserved = reserved.map(|known| known.local_qpn);
-                    let id = CmId::of_request(
+                    let id = CmId::from_request(
                         device, &channel, key, connection, addresses, path, reserved,
                     );
                     channel.events.push(CmEvent {

@@ -1,17 +1,18 @@
-//! The software device's connection manager: the protocol of InfiniBand's (IBTA 12), by the addresses of IP.
+//! The software device's connection manager: InfiniBand's CM protocol (IBTA 12) with IP addresses.
 //!
 //! ```text
 //!   CmId  ── calls ──▶  Manager  ── calls, messages, time ──▶  Machine
-//!   CmChannel ◀── events ──┘  └──▶ network's scheduler ──▶ manager of the peer
+//!   CmChannel ◀── events ──┘  └──▶ network's scheduler ──▶ peer's manager
 //! ```
 //!
-//! [`machine`] is pure, with [`arrivals`] for what messages do to it and [`answering`] for what it answers in a listener's name.
-//! [`message`] is what it sends and [`mad`] the bytes of that, [`manager`] puts a lock and the network around it, [`channel`] is
-//! what the layers above see. [`ports`] knows which addresses are taken, [`limits`] how much peers may ask for.
+//! - [`machine`], [`arrivals`] and [`answering`] are the protocol as a pure state machine.
+//! - [`message`] has the messages, [`mad`] their bytes.
+//! - [`manager`] adds the lock and the network; [`channel`] implements the contract.
+//! - [`ports`] records bound addresses, [`limits`] bounds what peers can demand.
 //!
-//! A device has the IP address of its GID. 127.0.0.1 and ::1 are shared by all devices of a network, as by the programs
-//! of a machine: a connection there goes to whichever device listens at that port. An address of which nobody listens is
-//! refused by the device that has it, and one that no device has cannot be reached.
+//! A device's IP address is its GID. All devices of a network share 127.0.0.1 and ::1: a connection
+//! there goes to the device that listens on the port. The device that owns an address rejects
+//! requests without a listener; an address without a device is unreachable.
 
 mod answering;
 mod arrivals;

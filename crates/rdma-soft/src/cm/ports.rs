@@ -1,4 +1,4 @@
-//! Which addresses are taken: one space of ports for a network, as the kernel has one for a network namespace.
+//! Bound addresses: one port space per network, like the kernel's per network namespace.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use rdma_provider::VerbError;
 use rdma_provider::types::Gid;
 
-/// Ports that are given to who asks for any; those of Linux.
+/// Linux's range of ephemeral ports.
 const EPHEMERAL: std::ops::RangeInclusive<u16> = 32768..=60999;
 
 #[derive(Debug)]
@@ -17,7 +17,6 @@ struct Bound {
     listens: bool,
 }
 
-/// See the module.
 #[derive(Debug, Default)]
 pub(crate) struct Ports {
     bound: HashMap<u16, Vec<Bound>>,
@@ -26,7 +25,7 @@ pub(crate) struct Ports {
 }
 
 impl Ports {
-    /// Takes `address` for a device; the port, and a number by which it is given back.
+    /// Binds `address` for a device. Returns the port and a claim number for its release.
     pub(super) fn claim(
         &mut self,
         address: SocketAddr,
@@ -70,7 +69,7 @@ impl Ports {
         }
     }
 
-    /// The device that listens at `address`.
+    /// Returns the device that listens at `address`.
     pub(super) fn listener(&self, address: SocketAddr) -> Option<Gid> {
         let all = self.bound.get(&address.port())?;
         all.iter().find(|one| one.listens && covers(one.ip, address.ip())).map(|one| one.device)
@@ -93,7 +92,6 @@ impl Ports {
     }
 }
 
-/// True if what is sent to `ip` is for who bound to `bound`.
 pub(super) fn covers(bound: IpAddr, ip: IpAddr) -> bool {
     match bound {
         IpAddr::V4(Ipv4Addr::UNSPECIFIED) => ip.is_ipv4(),
@@ -106,8 +104,7 @@ fn overlap(a: IpAddr, b: IpAddr) -> bool {
     covers(a, b) || covers(b, a)
 }
 
-/// The address with an IPv4 one in its own form.
-pub(super) fn normal(address: SocketAddr) -> SocketAddr {
+pub(super) fn canonical(address: SocketAddr) -> SocketAddr {
     SocketAddr::new(address.ip().to_canonical(), address.port())
 }
 
@@ -120,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn what_overlaps_is_taken_and_comes_back() {
+    fn overlapping_addresses_conflict_until_released() {
         let (a, b) = (Gid([1; 16]), Gid([2; 16]));
         let mut ports = Ports::default();
         let (port, claim) = ports.claim(at("127.0.0.1:7"), a).unwrap();
@@ -132,7 +129,7 @@ mod tests {
             );
         }
         let other = ports.claim(at("127.0.0.2:7"), b).unwrap();
-        assert_eq!(ports.listener(at("127.0.0.2:7")), None, "bound is not listening");
+        assert_eq!(ports.listener(at("127.0.0.2:7")), None, "bound but not listening");
         ports.listen(other.0, other.1);
         assert_eq!(ports.listener(at("127.0.0.2:7")), Some(b));
         ports.release(port, claim);
@@ -143,13 +140,13 @@ mod tests {
         assert_eq!(
             ports.listener(at("10.0.0.1:7")),
             Some(a),
-            "the address of IPv6 takes both families"
+            "the unspecified IPv6 address covers both families"
         );
         assert!(ports.claim(at("10.0.0.1:7"), b).is_err());
     }
 
     #[test]
-    fn port_zero_takes_free_ones_until_there_is_none() {
+    fn port_zero_binds_ephemeral_ports_until_none_is_free() {
         let mut ports = Ports::default();
         let any = || at("127.0.0.1:0");
         let first = ports.claim(any(), Gid::default()).unwrap().0;

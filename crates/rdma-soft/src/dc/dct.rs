@@ -1,4 +1,4 @@
-//! The target as an object: its number, its queues, its state.
+//! The target object: number, queues and state.
 
 use std::fmt;
 use std::sync::{Arc, OnceLock};
@@ -20,22 +20,20 @@ use crate::device::{ContextInner, DeviceInner, PORT};
 use crate::roce::responder::{ReceiveConfig, ReceiveWqe, Receiver};
 
 use super::sessions::MAX_SESSIONS;
-use super::target::{Surroundings, Target, TargetCounters};
+use super::target::{Environment, Target, TargetCounters};
 
 pub(crate) struct DctInner {
     context: Arc<ContextInner>,
     srq: Arc<SrqInner>,
     cq: Arc<CqInner>,
-    /// Since it is in RTR.
-    place: OnceLock<Place>,
+    /// Set in RTR.
+    attachment: OnceLock<Attachment>,
     pub(super) state: Mutex<State>,
 }
 
-/// Where it is found.
 #[derive(Debug, Clone, Copy)]
-struct Place {
+struct Attachment {
     number: Qpn,
-    /// In its completion queue.
     owner: u32,
 }
 
@@ -43,7 +41,7 @@ struct Place {
 pub(super) struct State {
     pub(super) machine: Target,
     attr: QpAttr,
-    /// The scheduler goes on with its replies.
+    /// The scheduler has a job to send more replies.
     pub(super) replying: bool,
 }
 
@@ -53,7 +51,6 @@ impl fmt::Debug for DctInner {
     }
 }
 
-/// What surrounds the machine of a target.
 pub(super) struct TargetSide<'a> {
     pub(super) dct: &'a DctInner,
     pub(super) deferred: &'a Deferred,
@@ -65,23 +62,23 @@ impl Receiver for TargetSide<'_> {
     }
 
     fn complete(&mut self, _position: u32, completion: &WorkCompletion, solicited: bool) {
-        let Some(place) = self.dct.place.get() else { return };
-        if self.dct.cq.push(place.owner, Frees::Shared, completion, solicited).is_err() {
+        let Some(attachment) = self.dct.attachment.get() else { return };
+        if self.dct.cq.push(attachment.owner, Frees::Shared, completion, solicited).is_err() {
             self.deferred.overrun(&self.dct.cq);
         }
     }
 
-    /// What goes wrong in a session is its initiator's error, which is told.
+    /// Logs a session's error, which its initiator reports.
     fn event(&mut self, event: AsyncEvent) {
-        tracing::debug!(dct = ?self.dct, ?event, "a session has ended");
+        tracing::debug!(dct = ?self.dct, ?event, "DC session failed; its initiator reports why");
     }
 
     fn failed(&mut self) {}
 }
 
-impl Surroundings for TargetSide<'_> {
-    fn give_back(&mut self, receive: &mut ReceiveWqe) {
-        self.dct.srq.give_back(receive);
+impl Environment for TargetSide<'_> {
+    fn return_receive(&mut self, receive: &mut ReceiveWqe) {
+        self.dct.srq.return_receive(receive);
     }
 
     fn now(&mut self) -> u64 {
@@ -93,7 +90,6 @@ impl Surroundings for TargetSide<'_> {
     }
 }
 
-/// Makes a target in RESET.
 pub(crate) fn create(
     context: &Arc<ContextInner>,
     pd: u32,
@@ -124,7 +120,7 @@ pub(crate) fn create(
         context: Arc::clone(context),
         srq: Arc::clone(&init.srq.0),
         cq: Arc::clone(&init.recv_cq.0),
-        place: OnceLock::new(),
+        attachment: OnceLock::new(),
         state: Mutex::new(State { machine, attr: QpAttr::default(), replying: false }),
     })))
 }
@@ -136,10 +132,9 @@ impl DctInner {
     }
 
     pub(crate) fn number(&self) -> Option<Qpn> {
-        self.place.get().map(|place| place.number)
+        self.attachment.get().map(|attachment| attachment.number)
     }
 
-    /// Takes it to ERR: it serves nobody any more.
     pub(crate) fn fail(&self, event: Option<AsyncEvent>, deferred: &Deferred) {
         self.state.lock().machine.set_state(QpState::Err, &mut TargetSide { dct: self, deferred });
         if let Some(event) = event {
@@ -154,7 +149,7 @@ impl DctInner {
         let from = state.machine.state();
         let to = attr.state.unwrap_or(from);
         if let Err(error) = check_dct_transition(from, to, attr.mask()) {
-            tracing::debug!(dct = ?self, %error, "modification refused");
+            tracing::debug!(dct = ?self, %error, "refused modification of DC target");
             return Err(invalid);
         }
         let valid = attr.port.is_none_or(|port| port == PORT)
@@ -166,8 +161,8 @@ impl DctInner {
         if to == QpState::Rtr {
             let number = self.device().add_target(self)?;
             let owner = self.cq.attach(number, &Arc::new(Polled::default()), Some(&self.srq));
-            // It was not in RTR before, from where no way leads back.
-            let _ = self.place.set(Place { number, owner });
+            // Empty until now: a target never leaves RTR for an earlier state.
+            let _ = self.attachment.set(Attachment { number, owner });
             state.machine.config.qpn = number;
         }
         let config = &mut state.machine.config;
@@ -175,13 +170,12 @@ impl DctInner {
         config.mtu = attr.path_mtu.unwrap_or(config.mtu);
         config.min_rnr_timer = attr.min_rnr_timer.unwrap_or(config.min_rnr_timer);
         merge(&mut state.attr, attr);
-        tracing::debug!(dct = ?self, ?from, ?to, "target changes state");
+        tracing::debug!(dct = ?self, ?from, ?to, "DC target changed state");
         state.machine.set_state(to, &mut TargetSide { dct: self, deferred });
         Ok(())
     }
 }
 
-/// Takes over what is given.
 fn merge(into: &mut QpAttr, given: &QpAttr) {
     into.access = given.access.or(into.access);
     into.pkey_index = given.pkey_index.or(into.pkey_index);
@@ -191,13 +185,13 @@ fn merge(into: &mut QpAttr, given: &QpAttr) {
     into.min_rnr_timer = given.min_rnr_timer.or(into.min_rnr_timer);
 }
 
-/// Target of dynamic connections, see [`contract::Dct`].
+/// A target of dynamic connections, see [`contract::Dct`].
 ///
-/// - A wrong key ends at the initiator as `REM_ACCESS_ERR`, an MTU larger than the target's as `REM_INV_REQ_ERR`, and an
-///   unknown number as `RETRY_EXC_ERR`.
-/// - An initiator whose session was evicted meanwhile gets `REM_OP_ERR`.
-/// - When a target is destroyed, or fails with its completion queue, the receive of a partly received message returns to
-///   the shared queue.
+/// - Statuses at the initiator: `REM_ACCESS_ERR` for a wrong key, `REM_INV_REQ_ERR` for an MTU
+///   larger than the target's, `RETRY_EXC_ERR` for an unknown number.
+/// - An initiator whose session was evicted with work in flight gets `REM_OP_ERR`.
+/// - When a target is destroyed or its completion queue fails, the receive of a partly received
+///   message returns to the shared receive queue.
 ///
 /// ```
 /// use rdma_soft::Network;
@@ -209,7 +203,7 @@ fn merge(into: &mut QpAttr, given: &QpAttr) {
 /// let (pd, cq) = (context.create_pd()?, context.create_cq(16, None, 0, 0)?);
 /// let srq = pd.create_srq(SrqCaps { max_wr: 16, max_sge: 1 })?;
 /// let target = pd.create_dct(&DctInit { srq: &srq, recv_cq: &cq, key: DcKey(0x5eed) })?;
-/// // It has its number from RTR on.
+/// // The number exists from RTR on.
 /// assert_eq!(target.number(), None);
 /// # Ok(())
 /// # }
@@ -230,7 +224,7 @@ impl contract::Dct for Dct {
     }
 
     fn modify(&self, attr: &QpAttr) -> Result<(), VerbError> {
-        self.0.device().alive("ibv_modify_qp")?;
+        self.0.device().check_alive("ibv_modify_qp")?;
         let deferred = Deferred::new();
         let result = self.0.modify(attr, &deferred);
         deferred.run();
@@ -250,8 +244,8 @@ impl contract::Dct for Dct {
     }
 
     fn destroy(&mut self) -> Result<(), VerbError> {
-        // Its drop does it.
-        self.0.device().ends("ibv_destroy_qp")
+        // `drop` destroys it.
+        self.0.device().check_destroy("ibv_destroy_qp")
     }
 }
 
@@ -259,9 +253,9 @@ impl Drop for Dct {
     fn drop(&mut self) {
         contract::Dct::quiesce(self);
         let dct = &self.0;
-        if let Some(place) = dct.place.get() {
-            dct.device().remove_target(place.number);
-            dct.cq.detach(place.owner);
+        if let Some(attachment) = dct.attachment.get() {
+            dct.device().remove_target(attachment.number);
+            dct.cq.detach(attachment.owner);
         }
     }
 }

@@ -1,20 +1,20 @@
-//! What packets of dynamic connections have besides those of RC: between their extension headers and their payload.
+//! The header of DC packets, between RC's extension headers and the payload.
 
 use rdma_provider::types::Qpn;
 
 use crate::roce::packet::WireError;
 
-/// Number of a session among those of its initiator.
+/// An initiator's session number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct SessionNumber {
-    /// Drawn when the initiator is made: another one under the same number of a queue pair is told apart.
+    /// Drawn when the initiator is created; distinguishes initiators that reuse a queue pair
+    /// number.
     pub(crate) incarnation: u32,
-    /// Counts up.
     pub(crate) count: u32,
 }
 
 impl SessionNumber {
-    /// The next one; `random`: for a new incarnation, when all of this one have been used.
+    /// Returns the next number. `random` starts a new incarnation when the count overflows.
     pub(crate) const fn next(self, random: u32) -> Self {
         match self.count.checked_add(1) {
             Some(count) => Self { count, ..self },
@@ -23,21 +23,19 @@ impl SessionNumber {
     }
 }
 
-/// See the module.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Header {
-    /// Who sends it: the initiator's queue pair, or the target. (The BTH names only who is to get it.)
+    /// The sending queue pair or target; the BTH contains only the receiver.
     pub(crate) source: Qpn,
     pub(crate) session: SessionNumber,
-    /// The target's number of the session; 0 before there is one.
+    /// The target's number of the session; 0 before ACCEPT.
     pub(crate) cookie: u32,
 }
 
 impl Header {
-    /// Bytes.
+    /// In bytes.
     pub(crate) const LEN: usize = 16;
 
-    /// Appends the image.
     pub(crate) fn append_to(&self, out: &mut Vec<u8>) {
         let Self { source, session: SessionNumber { incarnation, count }, cookie } = *self;
         for word in [source.0 & Qpn::MAX.0, incarnation, count, cookie] {
@@ -45,7 +43,7 @@ impl Header {
         }
     }
 
-    /// The header, and the payload behind it.
+    /// Splits the bytes into the header and the payload.
     pub(crate) fn parse(bytes: &[u8]) -> Result<(Self, &[u8]), WireError> {
         let (words, payload) =
             bytes.split_first_chunk::<{ Self::LEN }>().ok_or(WireError::Truncated)?;
@@ -53,7 +51,7 @@ impl Header {
             u32::from_be_bytes([words[at], words[at + 1], words[at + 2], words[at + 3]])
         };
         let session = SessionNumber { incarnation: word(4), count: word(8) };
-        // The upper byte is reserved, and passed over.
+        // The upper byte is reserved and ignored.
         Ok((Self { source: Qpn(word(0) & Qpn::MAX.0), session, cookie: word(12) }, payload))
     }
 }
@@ -63,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn survives_the_wire_and_is_16_bytes() {
+    fn header_round_trips_in_16_bytes() {
         let session = SessionNumber { incarnation: 0x0102_0304, count: u32::MAX };
         let header = Header { source: Qpn(0xab_cdef), session, cookie: 7 };
         let mut image = Vec::new();
@@ -75,7 +73,7 @@ mod tests {
         assert_eq!(
             Header::parse(&image),
             Ok((header, &b"payload"[..])),
-            "reserved bits say nothing"
+            "reserved bits are ignored"
         );
         for len in 0..Header::LEN {
             assert_eq!(Header::parse(&image[..len]), Err(WireError::Truncated));
@@ -83,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_count_up_and_then_begin_another_incarnation() {
+    fn session_number_overflow_starts_new_incarnation() {
         let number = SessionNumber { incarnation: 1, count: u32::MAX - 1 };
         let next = number.next(9);
         assert_eq!(next, SessionNumber { incarnation: 1, count: u32::MAX });

@@ -1,21 +1,22 @@
-//! Dynamic connections (DC): initiators that work with a target at a time, and targets that serve any number of them.
+//! Dynamic connections (DC): initiators that work with one target at a time, and targets that serve
+//! any number of initiators.
 //!
-//! What mlx5 adapters say to each other is not public. This is a protocol of its own, between software devices only, with
-//! the packets of RC in it: an opcode class that IBTA leaves to manufacturers, and a [`Header`] of its own before the payload.
-//! Every other device drops such packets.
+//! mlx5's protocol is not public. This one works between software devices only. It wraps RC's
+//! packets in an opcode class that IBTA reserves for manufacturers, with a [`Header`] before the
+//! payload. Other devices drop such packets.
 //!
 //! ```text
 //!  initiator                                              target
-//!    OPEN  key, MTU, session, first PSN            ──▶    makes a session, or refuses
+//!    OPEN  key, MTU, session, first PSN            ──▶    creates a session, or refuses
 //!          ◀──  ACCEPT  cookie   |   NAK, RNR NAK
-//!    requests of RC, with session and cookie       ──▶    its responder, one for each session
-//!          ◀──  answers of RC    |   GONE                 (no such session)
-//!    CLOSE, before it goes to another target       ──▶    forgets the session
+//!    RC requests, with session and cookie          ──▶    the session's responder
+//!          ◀──  RC answers   |   GONE                     (no such session)
+//!    CLOSE, before it changes to another target    ──▶    removes the session
 //! ```
 //!
-//! A session is made by OPEN only, and what belongs to it is known by the cookie that the target draws: so no packet that
-//! comes late, twice, or after the session has been forgotten is executed a second time, and a target need not remember
-//! sessions that it has forgotten.
+//! Only OPEN creates a session. All packets of a session contain a cookie that the target draws. So
+//! delayed or duplicate packets are not executed again, and a target need not remember removed
+//! sessions.
 
 mod dct;
 mod header;
@@ -29,4 +30,4 @@ pub(super) use header::{Header, SessionNumber};
 pub(super) use target::Framed;
 pub use target::TargetCounters;
 #[cfg(any(fuzzing, test))]
-pub(super) use target::{Outcome, Surroundings, Target};
+pub(super) use target::{Environment, Outcome, Target};

@@ -1,4 +1,4 @@
-//! Moves packets between initiators and targets: directly, or encoded onto the network.
+//! Transport of packets between initiators and targets, directly or over the network.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ use super::sessions::SessionKey;
 use super::target::Outcome;
 
 impl QpInner {
-    /// Direct. True if there is more to do.
+    /// Executes requests directly. True if work remains after a slice.
     #[inline(never)]
     pub(crate) fn pump_initiator(
         self: &Arc<Self>,
@@ -32,7 +32,6 @@ impl QpInner {
         let mut gather = Gather::new();
         let mut answered = true;
         loop {
-            // Also those that the slice before this had no time for.
             if answered
                 && let Some(target) = sender.target.upgrade()
                 && self.take_replies(&mut sender.machine, &target, &mut budget, deferred)
@@ -72,7 +71,7 @@ impl QpInner {
         }
     }
 
-    /// Takes what the session has to answer; true if the slice is spent.
+    /// Processes the session's replies. True if the slice is spent.
     fn take_replies(
         self: &Arc<Self>,
         machine: &mut Requester,
@@ -107,9 +106,8 @@ impl QpInner {
         false
     }
 
-    /// The target now at `to`.
     fn find_target(&self, sender: &mut Sender, to: Destination) -> Option<Arc<DctInner>> {
-        sender.follow(to);
+        sender.set_destination(to);
         sender.target.upgrade().or_else(|| {
             let found = self.device().network.target(to.gid, to.qpn)?;
             sender.target = Arc::downgrade(&found);
@@ -117,7 +115,7 @@ impl QpInner {
         })
     }
 
-    /// Encoded onto the network.
+    /// Sends requests over the network. True if work remains after a slice.
     #[inline(never)]
     pub(crate) fn pump_initiator_queued(
         self: &Arc<Self>,
@@ -125,11 +123,11 @@ impl QpInner {
         deferred: &Deferred,
     ) -> bool {
         let here = self.device();
-        // Nothing is underway to the target before: what comes next is asked of the way to this one.
-        if let Some(to) = sender.machine.turns_to() {
-            sender.turn_to(self, to);
+        // Nothing is in flight to the previous target, so the window of the new path applies.
+        if let Some(to) = sender.machine.next_target() {
+            sender.switch_destination(self, to);
         }
-        if !sender.may_go() {
+        if !sender.acquire_window() {
             return false;
         }
         let mut out = SendSide { qp: self, deferred };
@@ -149,7 +147,6 @@ impl QpInner {
         false
     }
 
-    /// A target's answer arrived from the network.
     pub(crate) fn on_answer(
         self: &Arc<Self>,
         framed: (&Packet, &Header),
@@ -171,7 +168,7 @@ impl QpInner {
         deferred.run();
     }
 
-    /// Tells the target that the session with it is over, if there is one.
+    /// Sends CLOSE to the current target, if any.
     pub(crate) fn close_session(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) {
         let Some(header) = sender.machine.header() else { return };
         let Some(outgoing) = sender.machine.close_session() else { return };
@@ -186,7 +183,6 @@ impl QpInner {
 }
 
 impl DctInner {
-    /// A packet of an initiator within the process.
     fn execute(
         &self,
         framed: (&Packet, &Header),
@@ -202,7 +198,7 @@ impl DctInner {
         self.state.lock().machine.on_request(framed, there.gid, payload, &here.keys, &mut out)
     }
 
-    /// A packet arrived from the network. What it leads to is sent by [`answer`](Self::answer), which must follow.
+    /// Handles a packet from the network. Call [`answer`](Self::answer) afterwards to send replies.
     pub(crate) fn on_packet(
         self: &Arc<Self>,
         framed: (&Packet, &Header),
@@ -226,7 +222,7 @@ impl DctInner {
         deferred.run();
     }
 
-    /// Sends what packets led to.
+    /// Sends replies unless the scheduler already does.
     pub(crate) fn answer(self: &Arc<Self>) {
         let deferred = Deferred::new();
         {
@@ -238,8 +234,8 @@ impl DctInner {
         deferred.run();
     }
 
-    /// The scheduler: more replies.
-    pub(crate) fn on_reply_turn(self: &Arc<Self>) {
+    /// Continues to send replies as a scheduler job.
+    pub(crate) fn on_continue_replies(self: &Arc<Self>) {
         let deferred = Deferred::new();
         {
             let mut state = self.state.lock();
@@ -249,7 +245,7 @@ impl DctInner {
         deferred.run();
     }
 
-    /// Sends replies, up to a slice, of one session after the other.
+    /// Sends a slice of replies, session by session.
     fn reply(self: &Arc<Self>, state: &mut State, deferred: &Deferred) {
         let device = self.device();
         let mut out = TargetSide { dct: self, deferred };

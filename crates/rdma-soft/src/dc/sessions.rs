@@ -1,7 +1,7 @@
-//! Sessions of a target: a bounded table.
+//! The bounded session table of a target.
 //!
-//! An initiator has one at most, its newest. A full table gives up the one that has been silent longest, if that is long
-//! enough for its initiator to begin a new one with its next message anyway; else it takes nobody in.
+//! An initiator has at most one session. A full table evicts the session that has been silent
+//! longest if it has exceeded [`SILENCE`]; otherwise the target refuses new sessions.
 
 use std::collections::HashMap;
 
@@ -11,14 +11,14 @@ use crate::roce::responder::Responder;
 
 use super::header::SessionNumber;
 
-/// Sessions of one target: 2 MiB of them, and what they keep to answer again, 1 KiB each at most.
+/// 4096 sessions take 2 MiB, and at most 1 KiB each for replay data.
 pub(super) const MAX_SESSIONS: usize = 4096;
 
-/// How long a session must have been silent before another takes its place, in nanoseconds: ten times what it takes for its
-/// initiator to begin a new one with its next message, if it has got all answers.
+/// How long a session must be silent before eviction, in nanoseconds. An initiator that has all its
+/// answers renews its session after a tenth of that anyway.
 const SILENCE: u64 = 10_000_000_000;
 
-/// Whose session it is.
+/// The initiator of a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct SessionKey {
     pub(super) gid: Gid,
@@ -29,21 +29,20 @@ pub(crate) struct SessionKey {
 #[derive(Debug)]
 pub(super) struct Session {
     pub(super) number: SessionNumber,
-    /// Drawn by the target: a packet that has it was sent by who got it.
+    /// Drawn by the target: a packet that contains it comes from the initiator that received it.
     pub(super) cookie: u32,
     pub(super) responder: Responder,
-    /// When a packet of it came last.
+    /// When the last packet arrived.
     pub(super) used: u64,
-    /// Among those that have answers to send.
+    /// The session is in the queue of sessions with replies.
     pub(super) due: bool,
 }
 
-/// See the module.
 #[derive(Debug)]
 pub(super) struct Sessions {
     table: HashMap<SessionKey, Session>,
     limit: usize,
-    /// All that are there have been used at this time or later.
+    /// A lower bound of `used` of all sessions.
     oldest: u64,
 }
 
@@ -64,18 +63,17 @@ impl Sessions {
         self.table.len() >= self.limit
     }
 
-    /// Takes a session in; there is room for it.
     pub(super) fn insert(&mut self, key: SessionKey, session: Session) {
         self.table.insert(key, session);
     }
 
-    /// The session that has been silent longest, if that is long enough.
+    /// Returns the session that has been silent longest, if it may be evicted.
     pub(super) fn silent(&mut self, now: u64) -> Option<SessionKey> {
-        // Looked for again only when there may be one: with a full table, who asks for a session costs little.
+        // The bound avoids a search for each refused session while the table is full.
         if now.saturating_sub(self.oldest) < SILENCE {
             return None;
         }
-        // By key among equals, so that simulations repeat.
+        // Ties are broken by key, for reproducible simulations.
         let (used, key) = self.table.iter().map(|(key, session)| (session.used, *key)).min()?;
         self.oldest = used;
         (now.saturating_sub(used) >= SILENCE).then_some(key)
@@ -85,7 +83,7 @@ impl Sessions {
         self.table.remove(key)
     }
 
-    /// Forgets all; in the order of their keys, so that simulations repeat.
+    /// Removes all sessions, ordered by key for reproducible simulations.
     pub(super) fn drain(&mut self) -> impl Iterator<Item = Session> {
         let mut all: Vec<_> = std::mem::take(&mut self.table).into_iter().collect();
         all.sort_unstable_by_key(|(key, _)| *key);

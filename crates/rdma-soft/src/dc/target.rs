@@ -1,10 +1,7 @@
-//! Target of dynamic connections: takes in sessions, and has each of them served by a responder of its own.
+//! The state machine of a DC target, which has a responder per session.
 //!
-//! A state machine without clock, thread or lock. Its owner hands in what initiators send
-//! ([`on_request`](Target::on_request)) and takes the replies of sessions that have some
-//! ([`next_reply`](Target::next_reply)).
-//!
-//! What goes wrong in a session is that session's: its responder fails, and the target goes on with the others.
+//! Without clock, thread or lock. Packets arrive by [`on_request`](Target::on_request); replies are
+//! taken by [`next_reply`](Target::next_reply). An error in a session affects only that session.
 
 use std::collections::VecDeque;
 
@@ -18,13 +15,11 @@ use crate::roce::responder::{ReceiveConfig, ReceiveWqe, Receiver, Responder};
 use super::header::Header;
 use super::sessions::{Session, SessionKey, Sessions};
 
-/// What surrounds a target.
-pub(crate) trait Surroundings: Receiver {
-    /// Puts a receive back into the shared queue whose message will not end.
-    fn give_back(&mut self, receive: &mut ReceiveWqe);
-    /// The time, in nanoseconds.
+pub(crate) trait Environment: Receiver {
+    /// Returns the receive of an incomplete message to the shared queue.
+    fn return_receive(&mut self, receive: &mut ReceiveWqe);
     fn now(&mut self) -> u64;
-    /// A number that initiators cannot predict.
+    /// Draws a number that initiators cannot predict.
     fn random(&mut self) -> Option<u64>;
 }
 
@@ -39,7 +34,7 @@ pub struct TargetCounters {
     /// Sessions that exist now.
     pub open: u64,
     /// Silent sessions evicted in favour of new ones.
-    pub given_up: u64,
+    pub evicted: u64,
     /// Sessions refused because the table was full. Their initiators retry.
     pub full: u64,
     /// Sessions refused for a wrong key or an MTU larger than the target's.
@@ -50,34 +45,31 @@ pub struct TargetCounters {
     pub dropped: u64,
 }
 
-/// A packet, and what it has besides those of RC.
 pub(crate) type Framed = (Packet, Header);
 
-/// What came of a packet.
+/// The effect of a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Outcome {
     Nothing,
-    /// To be sent to where the packet came from.
+    /// A packet for the sender.
     Answer(Framed),
     /// This session may have replies.
     Session(SessionKey),
 }
 
-/// See the module.
 #[derive(Debug)]
 pub(crate) struct Target {
-    /// Of the responders, but for their peers.
+    /// The responders' configuration, except for their peers.
     pub(crate) config: ReceiveConfig,
     key: DcKey,
     state: QpState,
     sessions: Sessions,
-    /// Sessions with replies that nobody is taking.
+    /// Sessions with unsent replies.
     due: VecDeque<SessionKey>,
     counters: TargetCounters,
 }
 
 impl Target {
-    /// A target in RESET, of at most `limit` sessions.
     pub(crate) fn new(config: ReceiveConfig, key: DcKey, limit: usize) -> Self {
         Self {
             config,
@@ -97,8 +89,8 @@ impl Target {
         TargetCounters { open: self.sessions.len() as u64, ..self.counters }
     }
 
-    /// Changes the state. In any but RTR it has no sessions.
-    pub(crate) fn set_state(&mut self, state: QpState, out: &mut impl Surroundings) {
+    /// Changes the state. Sessions exist only in RTR.
+    pub(crate) fn set_state(&mut self, state: QpState, out: &mut impl Environment) {
         self.state = state;
         if state != QpState::Rtr {
             self.due.clear();
@@ -108,14 +100,13 @@ impl Target {
         }
     }
 
-    /// A packet of an initiator.
     pub(crate) fn on_request(
         &mut self,
         (packet, header): (&Packet, &Header),
         source: Gid,
         payload: &Payload<'_, '_>,
         keys: &Keys,
-        out: &mut impl Surroundings,
+        out: &mut impl Environment,
     ) -> Outcome {
         self.counters.packets += 1;
         let key = SessionKey {
@@ -130,8 +121,13 @@ impl Target {
         match packet.body {
             Body::Open { key: claimed, mtu } => {
                 if claimed != self.key {
-                    // Anybody may try, as often as they like.
-                    tracing::debug!(dct = %self.config.qpn, %source, initiator = %header.source, "wrong access key");
+                    // At debug level: any sender can cause it at any rate.
+                    tracing::debug!(
+                        dct = %self.config.qpn,
+                        %source,
+                        initiator = %header.source,
+                        "refused DC session: wrong access key"
+                    );
                     self.counters.refused += 1;
                     return self.refuse(packet, header, Syndrome::Nak(Nak::RemoteAccess));
                 }
@@ -169,7 +165,7 @@ impl Target {
                     Outcome::Nothing
                 }
             }
-            // Its initiator has begun a later one and does not wait for an answer.
+            // The initiator has a later session and does not wait for an answer.
             Some(session) if session.number.count > header.session.count => {
                 self.counters.dropped += 1;
                 Outcome::Nothing
@@ -187,7 +183,7 @@ impl Target {
         header: &Header,
         key: SessionKey,
         config: ReceiveConfig,
-        out: &mut impl Surroundings,
+        out: &mut impl Environment,
     ) -> Outcome {
         let now = out.now();
         match self.sessions.get_mut(&key) {
@@ -212,10 +208,10 @@ impl Target {
                     Syndrome::RnrNak(self.config.min_rnr_timer.code()),
                 );
             };
-            self.counters.given_up += 1;
+            self.counters.evicted += 1;
             self.remove(&silent, out);
         }
-        // The system has no random numbers: the initiator asks again.
+        // Without an answer the initiator retransmits.
         let Some(random) = out.random() else { return Outcome::Nothing };
         let cookie = random as u32;
         let mut responder = Responder::new(config);
@@ -229,7 +225,7 @@ impl Target {
         self.answer(packet, header, cookie, Body::Accept)
     }
 
-    fn remove(&mut self, key: &SessionKey, out: &mut impl Surroundings) {
+    fn remove(&mut self, key: &SessionKey, out: &mut impl Environment) {
         if let Some(session) = self.sessions.remove(key) {
             if session.due {
                 self.due.retain(|due| due != key);
@@ -243,20 +239,20 @@ impl Target {
     }
 
     fn answer(&self, packet: &Packet, header: &Header, cookie: u32, body: Body) -> Outcome {
-        let answer = Packet::of_dc(header.source, packet.psn, body);
+        let answer = Packet::dc_control(header.source, packet.psn, body);
         Outcome::Answer((
             answer,
             Header { source: self.config.qpn, session: header.session, cookie },
         ))
     }
 
-    /// The next reply of a session, its payload in `gather` (which is empty).
+    /// Returns a session's next reply. Its payload is in `gather`, which must be empty.
     pub(crate) fn next_reply<'k>(
         &mut self,
         key: &SessionKey,
         keys: &'k Keys,
         gather: &mut Gather<'k>,
-        out: &mut impl Surroundings,
+        out: &mut impl Environment,
     ) -> Option<Framed> {
         let session = self.sessions.get_mut(key)?;
         let reply = session.responder.next_reply(keys, gather, out)?;
@@ -265,7 +261,7 @@ impl Target {
         Some((reply, header))
     }
 
-    /// The replies of a session are to be sent.
+    /// Queues a session that has replies to send.
     pub(crate) fn put_due(&mut self, key: SessionKey) {
         if let Some(session) = self.sessions.get_mut(&key)
             && !std::mem::replace(&mut session.due, true)
@@ -274,7 +270,6 @@ impl Target {
         }
     }
 
-    /// A session whose replies are to be sent.
     pub(crate) fn take_due(&mut self) -> Option<SessionKey> {
         let key = self.due.pop_front()?;
         if let Some(session) = self.sessions.get_mut(&key) {
@@ -284,15 +279,14 @@ impl Target {
     }
 }
 
-/// Ends a session. A receive that its last message has not filled is another message's.
-fn abandon(mut session: Session, out: &mut impl Surroundings) {
-    if let Some(receive) = session.responder.yield_receive() {
-        out.give_back(receive);
+/// Ends a session and returns the receive of its incomplete message.
+fn abandon(mut session: Session, out: &mut impl Environment) {
+    if let Some(receive) = session.responder.take_held_receive() {
+        out.return_receive(receive);
     }
 }
 
 impl SessionKey {
-    /// Of an initiator's session.
     pub(crate) const fn new(gid: Gid, source: Qpn, incarnation: u32) -> Self {
         Self { gid, source, incarnation }
     }

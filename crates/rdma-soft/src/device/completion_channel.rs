@@ -1,4 +1,4 @@
-//! Events behind a file descriptor: completion channels and asynchronous events.
+//! Event queues with a file descriptor.
 
 use std::collections::VecDeque;
 use std::io;
@@ -14,12 +14,11 @@ use rustix::io::{read, retry_on_intr, write};
 use rdma_provider::VerbError;
 use rdma_provider::contract;
 
-/// Queue whose descriptor is readable exactly while something is in it, and nobody holds it.
+/// An event queue whose descriptor is readable exactly while it is non-empty and not held.
 ///
-/// A byte is written when the queue turns non-empty and taken when it turns empty, both under its lock:
-/// a burst of events costs one system call, and a connected pair of sockets is an ordinary descriptor
-/// for any reactor on any Unix. Whoever makes the device raise events and looks for them itself holds it meanwhile,
-/// which saves both calls.
+/// A byte is written to a socket pair when the queue becomes non-empty and read when it becomes
+/// empty, under the lock: a burst of events costs one system call. Callers that pop without the
+/// descriptor [hold](Self::hold) the queue, which saves both calls.
 #[derive(Debug)]
 pub(crate) struct Mailbox<T> {
     queue: Mutex<Queue<T>>,
@@ -30,16 +29,16 @@ pub(crate) struct Mailbox<T> {
 #[derive(Debug)]
 struct Queue<T> {
     events: VecDeque<T>,
-    /// The byte is there.
+    /// The byte is in the socket pair.
     signalled: bool,
-    /// Those who look without being told.
+    /// Number of [`hold`](Mailbox::hold)s.
     holders: u32,
 }
 
 impl<T> Mailbox<T> {
     pub(crate) fn new() -> io::Result<Self> {
         let (reader, writer) = UnixStream::pair()?;
-        // Not `set_nonblocking`, and below not the stream's `read` and `write`: Miri lacks these for socket pairs.
+        // `fcntl`, `read` and `write` because Miri lacks the `UnixStream` methods for socket pairs.
         fcntl_setfl(&reader, OFlags::NONBLOCK)?;
         fcntl_setfl(&writer, OFlags::NONBLOCK)?;
         let queue = Queue { events: VecDeque::new(), signalled: false, holders: 0 };
@@ -49,37 +48,36 @@ impl<T> Mailbox<T> {
     pub(crate) fn push(&self, event: T) {
         let mut queue = self.queue.lock();
         queue.events.push_back(event);
-        self.tell(&mut queue);
+        self.update_readiness(&mut queue);
     }
 
     pub(crate) fn pop(&self) -> Option<T> {
         let mut queue = self.queue.lock();
         let event = queue.events.pop_front()?;
-        self.tell(&mut queue);
+        self.update_readiness(&mut queue);
         Some(event)
     }
 
-    /// Removes the events that `keep` refuses.
     pub(crate) fn retain(&self, keep: impl FnMut(&T) -> bool) {
         let mut queue = self.queue.lock();
         queue.events.retain(keep);
-        self.tell(&mut queue);
+        self.update_readiness(&mut queue);
     }
 
-    /// From now on events are not told of, until [`release`](Self::release).
+    /// Keeps the descriptor unreadable until [`release`](Self::release).
     pub(crate) fn hold(&self) {
         self.queue.lock().holders += 1;
     }
 
-    /// Ends a [`hold`](Self::hold): tells of what is left.
+    /// Ends a [`hold`](Self::hold).
     pub(crate) fn release(&self) {
         let mut queue = self.queue.lock();
         queue.holders -= 1;
-        self.tell(&mut queue);
+        self.update_readiness(&mut queue);
     }
 
-    /// Makes the descriptor say what is so.
-    fn tell(&self, queue: &mut Queue<T>) {
+    /// Makes the descriptor's readiness match the queue.
+    fn update_readiness(&self, queue: &mut Queue<T>) {
         let any = !queue.events.is_empty();
         if any && !queue.signalled && queue.holders == 0 {
             queue.signalled = true;
@@ -95,29 +93,35 @@ impl<T> Mailbox<T> {
     }
 
     fn signal(&self) {
-        // One byte at most is ever in the pair, so the buffer cannot be full; both ends are ours, so
-        // the pipe cannot be broken.
+        // One byte never fills the buffer, and `self` owns both ends.
         if let Err(error) = retry_on_intr(|| write(&self.writer, &[1])) {
-            tracing::error!(%error, "event descriptor cannot be signalled; a waiter may not wake");
+            tracing::error!(
+                fd = ?self.fd(),
+                %error,
+                "failed to signal event descriptor; a waiter may miss events"
+            );
         }
     }
 
     fn unsignal(&self) {
         if let Err(error) = retry_on_intr(|| read(&self.reader, &mut [0; 1])) {
-            tracing::error!(%error, "event descriptor cannot be cleared; a waiter may spin");
+            tracing::error!(
+                fd = ?self.fd(),
+                %error,
+                "failed to clear event descriptor; a waiter may spin"
+            );
         }
     }
 }
 
-/// What a channel knows of a completion queue.
 #[derive(Debug)]
 pub(crate) struct Subscriber {
     pub(crate) cookie: u64,
-    /// Events given out and not yet acknowledged.
+    /// Events returned and not yet acknowledged.
     pub(crate) unacknowledged: AtomicU32,
 }
 
-/// Completion channel, see [`contract::Channel`].
+/// A completion channel, see [`contract::Channel`].
 ///
 /// ```
 /// use rdma_soft::Network;
@@ -157,7 +161,6 @@ impl contract::Channel for Channel {
     }
 }
 
-/// The verb failed with the reason the system gave.
 pub(crate) fn os_error(verb: &'static str, error: &io::Error) -> VerbError {
     VerbError::new(verb, error.raw_os_error().unwrap_or(VerbError::EIO))
 }
@@ -166,7 +169,6 @@ pub(crate) fn os_error(verb: &'static str, error: &io::Error) -> VerbError {
 mod tests {
     use super::*;
 
-    /// Bytes that a reader of the descriptor would find; they are gone then.
     fn drain(fd: BorrowedFd<'_>) -> usize {
         match read(fd, &mut [0; 16]) {
             Ok(count) => count,
@@ -178,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn descriptor_is_readable_exactly_while_events_wait() {
+    fn descriptor_is_readable_exactly_while_events_are_queued() {
         let mailbox = Mailbox::new().unwrap();
         assert_eq!(drain(mailbox.fd()), 0);
         mailbox.push(1);
@@ -190,12 +192,11 @@ mod tests {
         mailbox.push(4);
         mailbox.push(5);
         mailbox.retain(|event| *event == 5);
-        // One byte for all.
         assert_eq!(drain(mailbox.fd()), 1);
     }
 
     #[test]
-    fn descriptor_is_silent_while_somebody_looks_without_it() {
+    fn held_queue_does_not_signal_its_descriptor() {
         let mailbox = Mailbox::new().unwrap();
         mailbox.hold();
         mailbox.hold();
@@ -203,13 +204,13 @@ mod tests {
         assert_eq!(mailbox.pop(), Some(1));
         mailbox.push(2);
         mailbox.release();
-        assert_eq!(drain(mailbox.fd()), 0, "another still looks");
+        assert_eq!(drain(mailbox.fd()), 0, "the other hold remains");
         mailbox.release();
-        assert_eq!(drain(mailbox.fd()), 1, "what is left is told");
+        assert_eq!(drain(mailbox.fd()), 1, "the remaining event is signalled");
     }
 
     #[test]
-    fn what_was_told_before_holding_is_taken_back() {
+    fn pop_while_held_clears_descriptor() {
         let mailbox = Mailbox::new().unwrap();
         mailbox.push(1);
         mailbox.hold();

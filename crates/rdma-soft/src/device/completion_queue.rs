@@ -1,4 +1,4 @@
-//! Completion queue: a ring with room for as many entries as asked, a one-shot arm, and overrun.
+//! Completion queues.
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,7 +15,6 @@ use super::completion_channel::{Channel, Subscriber};
 use super::ring::Ring;
 use super::shared_receive_queue::SrqInner;
 
-/// Which event was asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Arm {
     Off,
@@ -23,30 +22,25 @@ enum Arm {
     Next,
 }
 
-/// What is left of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Health {
     Good,
-    /// The device is lost: what is there can be taken, and nothing comes after it.
+    /// The device is lost: polling fails once the queue is empty.
     Lost,
     Overrun,
 }
 
-/// How far completions of a queue pair have been polled: what frees the slots of its queues.
+/// Positions up to which completions of a queue pair are polled and slots are free.
 #[derive(Debug, Default)]
 pub(crate) struct Polled {
-    /// Position after the newest polled send completion.
     pub(crate) send: AtomicU32,
-    /// The same for receives.
     pub(crate) recv: AtomicU32,
 }
 
-/// Which slot a completion frees when it is polled.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Frees {
     /// All send slots before this position.
     Send(u32),
-    /// All receive slots before this position.
     Recv(u32),
     /// One slot of the shared receive queue.
     Shared,
@@ -55,7 +49,6 @@ pub(crate) enum Frees {
 #[derive(Clone, Copy)]
 struct Entry {
     completion: WorkCompletion,
-    /// Index into [`State::attached`].
     owner: u32,
     frees: Frees,
 }
@@ -66,7 +59,6 @@ impl Default for Entry {
     }
 }
 
-/// A queue pair that completes here.
 struct Attached {
     qpn: Qpn,
     polled: Arc<Polled>,
@@ -78,7 +70,6 @@ struct State {
     arm: Arm,
     health: Health,
     attached: Vec<Option<Attached>>,
-    /// Indexes of `attached` that are free.
     vacant: Vec<u32>,
     counters: CqCounters,
 }
@@ -95,12 +86,11 @@ pub struct CqCounters {
 }
 
 impl State {
-    /// Entries that polling looks for. A queue that has ended never looks empty, so that polling it finds the error.
+    /// Returns the entry count, at least 1 for a failed queue so that polling returns the error.
     fn left(&self) -> usize {
         self.entries.len().max(usize::from(self.health != Health::Good))
     }
 
-    /// Takes the oldest completions.
     #[inline(always)]
     fn take(&mut self, out: &mut [WorkCompletion]) -> usize {
         let mut count = 0;
@@ -108,7 +98,7 @@ impl State {
             let Some(entry) = self.entries.front() else { break };
             if let Some(Some(owner)) = self.attached.get(entry.owner as usize) {
                 match entry.frees {
-                    // Release: the poster that sees the slot free also sees the work as done.
+                    // Release: a poster that sees the slot free also sees its work as done.
                     Frees::Send(position) => owner.polled.send.store(position, Ordering::Release),
                     Frees::Recv(position) => owner.polled.recv.store(position, Ordering::Release),
                     Frees::Shared => {
@@ -131,7 +121,7 @@ pub(crate) struct CqInner {
     capacity: u32,
     context: Arc<ContextInner>,
     channel: Option<(Channel, Arc<Subscriber>)>,
-    /// Entries in the ring, so that polling an empty queue takes no lock.
+    /// Number of entries: polling an empty queue takes no lock.
     waiting: AtomicUsize,
     state: Mutex<State>,
 }
@@ -146,12 +136,12 @@ impl fmt::Debug for CqInner {
     }
 }
 
-/// A completion did not fit; the queue and its queue pairs are unusable.
+/// The completion did not fit: the queue and its queue pairs become unusable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Overrun;
 
 impl CqInner {
-    /// Appends a completion. `solicited`: it may fire an arm that waits for those only.
+    /// Appends a completion. `solicited` ones also fire an arm for solicited events.
     #[inline(always)]
     pub(crate) fn push(
         &self,
@@ -191,7 +181,7 @@ impl CqInner {
         }
     }
 
-    /// Reserves the place of a queue pair; its index is the `owner` of completions.
+    /// Attaches a queue pair and returns its index.
     pub(crate) fn attach(
         &self,
         qpn: Qpn,
@@ -209,7 +199,7 @@ impl CqInner {
         }
     }
 
-    /// Removes the completions of a queue pair, as mlx5 does when it is destroyed or reset.
+    /// Removes completions of a destroyed or reset queue pair, as mlx5 does.
     pub(crate) fn purge(&self, owner: u32) {
         let mut state = self.state.lock();
         let state = &mut *state;
@@ -228,9 +218,8 @@ impl CqInner {
         self.waiting.store(state.left(), Ordering::Release);
     }
 
-    /// The device is lost, and all queue pairs have been flushed: once empty it gives an error, and whoever waits for it
-    /// is told to look.
-    pub(crate) fn lose(&self) {
+    /// Makes polling fail once empty and notifies waiters, after device loss and all flushes.
+    pub(crate) fn mark_lost(&self) {
         let mut state = self.state.lock();
         let state = &mut *state;
         if state.health == Health::Good {
@@ -240,7 +229,6 @@ impl CqInner {
         self.fire(state, true);
     }
 
-    /// Ends what [`attach`](Self::attach) began.
     pub(crate) fn detach(&self, owner: u32) {
         self.purge(owner);
         let mut state = self.state.lock();
@@ -249,7 +237,7 @@ impl CqInner {
         }
     }
 
-    /// Queue pairs that complete here, in the order of their numbers.
+    /// Returns the attached queue pairs in numerical order.
     pub(crate) fn queue_pairs(&self) -> Vec<Qpn> {
         let mut all: Vec<_> =
             self.state.lock().attached.iter().flatten().map(|it| it.qpn).collect();
@@ -267,7 +255,7 @@ impl CqInner {
     }
 }
 
-/// Completion queue, see [`contract::Cq`].
+/// A completion queue, see [`contract::Cq`].
 ///
 /// Destroying or resetting a queue pair removes its completions from the queue.
 ///
@@ -316,7 +304,7 @@ impl Cq {
     }
 
     #[cold]
-    fn poll_ended(
+    fn poll_failed(
         &self,
         state: &mut State,
         out: &mut [WorkCompletion],
@@ -351,7 +339,7 @@ impl contract::Cq for Cq {
         let mut state = self.0.state.lock();
         let state = &mut *state;
         if state.health != Health::Good {
-            return self.poll_ended(state, out);
+            return self.poll_failed(state, out);
         }
         let count = state.take(out);
         self.0.waiting.store(state.entries.len(), Ordering::Release);
@@ -361,13 +349,13 @@ impl contract::Cq for Cq {
     fn arm(&self, solicited_only: bool) -> Result<(), VerbError> {
         let wanted = if solicited_only { Arm::Solicited } else { Arm::Next };
         let mut state = self.0.state.lock();
-        // An arm for any completion is not weakened by one for solicited completions.
+        // Arming for solicited completions does not downgrade an arm for all.
         state.arm = state.arm.max(wanted);
         Ok(())
     }
 
     fn moderate(&self, _completions: u16, _period: u16) -> Result<(), VerbError> {
-        // Nothing here interrupts anybody.
+        // There are no interrupts to moderate.
         Err(VerbError::new("ibv_modify_cq", VerbError::EOPNOTSUPP))
     }
 
@@ -376,7 +364,7 @@ impl contract::Cq for Cq {
             tracing::error!(
                 cq = self.0.id,
                 events,
-                "acknowledged events of a completion queue without channel"
+                "acknowledged events of a completion queue without channel; ignoring them"
             );
             return;
         };
@@ -387,7 +375,7 @@ impl contract::Cq for Cq {
                 cq = self.0.id,
                 events,
                 given = before,
-                "acknowledged more events than were given"
+                "acknowledged more events than were returned; ignoring the excess"
             );
         }
     }
@@ -397,13 +385,13 @@ impl Drop for Cq {
     fn drop(&mut self) {
         if let Some((channel, subscriber)) = &self.0.channel {
             channel.0.retain(|event| !Arc::ptr_eq(event, subscriber));
-            // libibverbs would block here for ever; nothing of ours depends on it.
+            // libibverbs would block until they are acknowledged.
             let missing = subscriber.unacknowledged.load(Ordering::Relaxed);
             if missing > 0 {
                 tracing::error!(
                     cq = self.0.id,
                     missing,
-                    "completion queue destroyed with unacknowledged events"
+                    "destroyed completion queue with unacknowledged events; libibverbs would block"
                 );
             }
         }
@@ -412,7 +400,7 @@ impl Drop for Cq {
             tracing::error!(
                 cq = self.0.id,
                 ?users,
-                "completion queue destroyed before its queue pairs"
+                "destroyed completion queue before its queue pairs; their completions are lost"
             );
         }
     }

@@ -1,6 +1,6 @@
-//! An open device and what is made from it: protection domains, registrations, windows, address handles.
+//! Contexts and the objects created from them.
 
-// Implements an `unsafe fn` of the contract and passes its promise on to `dma`.
+// Implements an `unsafe fn` of the contract; its obligation passes to `dma`.
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -30,7 +30,6 @@ use crate::device::shared_receive_queue::Srq;
 use crate::roce::requester::MAX_MESSAGE;
 use crate::{Soft, dc};
 
-/// One opening of a device.
 #[derive(Debug)]
 pub(crate) struct ContextInner {
     device: Arc<DeviceInner>,
@@ -54,7 +53,7 @@ pub struct Context(Arc<ContextInner>);
 
 impl Context {
     pub(crate) fn open(device: Arc<DeviceInner>) -> Result<Self, VerbError> {
-        device.alive("ibv_open_device")?;
+        device.check_alive("ibv_open_device")?;
         let events = Mailbox::new().map_err(|error| os_error("ibv_open_device", &error))?;
         let inner = Arc::new(ContextInner { device, events });
         inner.device.contexts.lock().push(Arc::downgrade(&inner));
@@ -76,7 +75,7 @@ impl contract::Context<Soft> for Context {
     }
 
     fn port(&self, port: PortNum) -> Result<PortAttr, VerbError> {
-        self.0.device.alive("ibv_query_port")?;
+        self.0.device.check_alive("ibv_query_port")?;
         if port != PORT {
             return Err(VerbError::new("ibv_query_port", VerbError::EINVAL));
         }
@@ -95,7 +94,7 @@ impl contract::Context<Soft> for Context {
     }
 
     fn create_pd(&self) -> Result<Pd, VerbError> {
-        self.0.device.alive("ibv_alloc_pd")?;
+        self.0.device.check_alive("ibv_alloc_pd")?;
         let id = self.0.device.pd_numbers.lock().take();
         let id = id.ok_or(VerbError::new("ibv_alloc_pd", VerbError::ENOMEM))?;
         Ok(Pd { context: Arc::clone(&self.0), id })
@@ -103,7 +102,7 @@ impl contract::Context<Soft> for Context {
 
     fn create_channel(&self) -> Result<Channel, VerbError> {
         const VERB: &str = "ibv_create_comp_channel";
-        self.0.device.alive(VERB)?;
+        self.0.device.check_alive(VERB)?;
         Mailbox::new()
             .map(|mailbox| Channel(Arc::new(mailbox)))
             .map_err(|error| os_error(VERB, &error))
@@ -117,7 +116,7 @@ impl contract::Context<Soft> for Context {
         cookie: u64,
     ) -> Result<Cq, VerbError> {
         let attr = &self.0.device.attr;
-        self.0.device.alive("ibv_create_cq")?;
+        self.0.device.check_alive("ibv_create_cq")?;
         if capacity == 0 || capacity > attr.max_cqe || vector >= attr.completion_vectors {
             return Err(VerbError::new("ibv_create_cq", VerbError::EINVAL));
         }
@@ -151,14 +150,14 @@ impl contract::Context<Soft> for Context {
         self.0.device.endpoint().is_some_and(|endpoint| endpoint.serve())
     }
 
-    fn leave(&self) {
+    fn stop_serving(&self) {
         if let Some(endpoint) = self.0.device.endpoint() {
-            endpoint.leave();
+            endpoint.stop_serving();
         }
     }
 }
 
-/// Protection domain, see [`contract::Pd`].
+/// A protection domain, see [`contract::Pd`].
 #[derive(Debug)]
 pub struct Pd {
     context: Arc<ContextInner>,
@@ -167,43 +166,39 @@ pub struct Pd {
 
 impl Drop for Pd {
     fn drop(&mut self) {
-        self.context.device().pd_numbers.lock().give_back(self.id);
+        self.context.device().pd_numbers.lock().release(self.id);
     }
 }
 
-/// Most protection domains of a device at a time.
 pub(super) const MAX_PDS: u32 = 1 << 24;
-// Above are the numbers of queue pairs that bound a window, see `keys`.
+// Owners of windows use numbers from 2^31, see `keys`.
 const _: () = assert!(MAX_PDS < 1 << 31);
 
-/// Numbers of the protection domains of a device: 1 up to the limit, each of one domain at a time.
 #[derive(Debug)]
 pub(crate) struct PdNumbers {
     limit: u32,
-    /// The latest that was given out for the first time.
-    latest: u32,
-    /// Oldest first, so that a number is reused as late as possible.
+    highest: u32,
+    /// Oldest first.
     returned: VecDeque<u32>,
 }
 
-/// Numbers that wait at least before the first of them is reused, while there are others.
-const REST: usize = 256;
+/// Minimum number of released numbers before one is reused, while unused ones are left.
+const QUARANTINE: usize = 256;
 
 impl PdNumbers {
     pub(super) const fn new(limit: u32) -> Self {
-        Self { limit, latest: 0, returned: VecDeque::new() }
+        Self { limit, highest: 0, returned: VecDeque::new() }
     }
 
-    /// A number that no protection domain has; `None` if there are as many as the device can have.
     fn take(&mut self) -> Option<u32> {
-        if self.returned.len() < REST && self.latest < self.limit {
-            self.latest += 1;
-            return Some(self.latest);
+        if self.returned.len() < QUARANTINE && self.highest < self.limit {
+            self.highest += 1;
+            return Some(self.highest);
         }
         self.returned.pop_front()
     }
 
-    fn give_back(&mut self, number: u32) {
+    fn release(&mut self, number: u32) {
         self.returned.push_back(number);
     }
 }
@@ -221,7 +216,7 @@ impl Pd {
         let random = device.network.random()?;
         let key = device.keys.insert(memory, access, shared, self.id, random);
         let key = key.ok_or(VerbError::new(verb, VerbError::ENOMEM))?;
-        Ok(Mr { device: Arc::clone(device), key, ended: false, mapping })
+        Ok(Mr { device: Arc::clone(device), key, destroyed: false, mapping })
     }
 }
 
@@ -235,7 +230,7 @@ impl contract::Pd<Soft> for Pd {
     ) -> Result<Mr, VerbError> {
         const VERB: &str = "ibv_reg_mr";
         let device = self.context.device();
-        device.alive(VERB)?;
+        device.check_alive(VERB)?;
         let wraps = addr.addr().get().checked_add(len).is_none() || isize::try_from(len).is_err();
         if wraps || len as u64 > MAX_MR_SIZE || !access.is_legal() {
             return Err(VerbError::new(VERB, VerbError::EINVAL));
@@ -253,49 +248,49 @@ impl contract::Pd<Soft> for Pd {
         access: Access,
     ) -> Result<Mr, VerbError> {
         const VERB: &str = "ibv_reg_dmabuf_mr";
-        self.context.device().alive(VERB)?;
+        self.context.device().check_alive(VERB)?;
         if range.len as u64 > MAX_MR_SIZE || !access.is_legal() {
             return Err(VerbError::new(VERB, VerbError::EINVAL));
         }
         let mapping = dma_buf::map(fd, range).map_err(|errno| VerbError::new(VERB, errno))?;
-        // SAFETY: the mapping has `len` bytes and moves into the registration, which takes it out of the keys before it
-        // is unmapped (S1).
+        // SAFETY: the mapping has `len` bytes and moves into the registration, which removes it
+        // from the keys before unmapping it (S1).
         let memory = unsafe { Memory::new(mapping.as_mut_ptr(), range.len, range.iova) };
-        // Whoever has the descriptor may have mapped it too.
+        // Shared: other holders of the descriptor may have mapped the memory.
         self.insert(VERB, memory, access, true, Some(mapping))
     }
 
     fn create_qp(&self, init: &QpInit<'_, Soft>) -> Result<Qp, VerbError> {
-        self.context.device.alive("ibv_create_qp")?;
+        self.context.device.check_alive("ibv_create_qp")?;
         queue_pair::create(&self.context, self.id, init, None)
     }
 
     fn create_numbered_qp(&self, number: Qpn, init: &QpInit<'_, Soft>) -> Result<Qp, VerbError> {
-        self.context.device.alive("ibv_create_qp")?;
+        self.context.device.check_alive("ibv_create_qp")?;
         queue_pair::create(&self.context, self.id, init, Some(number))
     }
 
     fn create_mw(&self) -> Result<Mw, VerbError> {
         const VERB: &str = "ibv_alloc_mw";
         let device = self.context.device();
-        device.alive(VERB)?;
+        device.check_alive(VERB)?;
         let random = device.network.random()?;
         let key = device
             .keys
             .add_window(self.id, random)
             .ok_or(VerbError::new(VERB, VerbError::ENOMEM))?;
-        Ok(Mw { device: Arc::clone(device), key, ended: false })
+        Ok(Mw { device: Arc::clone(device), key, destroyed: false })
     }
 
     fn create_dct(&self, init: &DctInit<'_, Soft>) -> Result<Dct, VerbError> {
-        self.context.device.alive("mlx5dv_create_qp")?;
+        self.context.device.check_alive("mlx5dv_create_qp")?;
         dc::create(&self.context, self.id, init)
     }
 
     fn create_srq(&self, caps: SrqCaps) -> Result<Srq, VerbError> {
         const VERB: &str = "ibv_create_srq";
         let device = self.context.device();
-        device.alive(VERB)?;
+        device.check_alive(VERB)?;
         let attr = &device.attr;
         if caps.max_wr == 0 || caps.max_wr > attr.max_srq_wr || caps.max_sge > attr.max_srq_sge {
             return Err(VerbError::new(VERB, VerbError::EINVAL));
@@ -305,7 +300,7 @@ impl contract::Pd<Soft> for Pd {
 
     fn create_ah(&self, address: &AddressVector) -> Result<Ah, VerbError> {
         const VERB: &str = "ibv_create_ah";
-        self.context.device.alive(VERB)?;
+        self.context.device.check_alive(VERB)?;
         if address.port != PORT || address.sgid_index != 0 {
             return Err(VerbError::new(VERB, VerbError::EINVAL));
         }
@@ -313,13 +308,13 @@ impl contract::Pd<Soft> for Pd {
     }
 }
 
-/// Registration, see [`contract::Mr`]. One key serves as both.
+/// A registration, see [`contract::Mr`]. One key is both lkey and rkey.
 #[derive(Debug)]
 pub struct Mr {
     device: Arc<DeviceInner>,
     key: u32,
-    ended: bool,
-    /// Of a dma-buf: unmapped once it has ended.
+    destroyed: bool,
+    /// Mapping of a dma-buf, unmapped after deregistration.
     mapping: Option<MmapRaw>,
 }
 
@@ -337,10 +332,10 @@ impl contract::Mr for Mr {
     }
 
     fn deregister(&mut self) -> Result<(), VerbError> {
-        if !self.ended {
-            self.device.ends("ibv_dereg_mr")?;
+        if !self.destroyed {
+            self.device.check_destroy("ibv_dereg_mr")?;
             self.device.keys.remove(self.key);
-            self.ended = true;
+            self.destroyed = true;
         }
         Ok(())
     }
@@ -349,19 +344,22 @@ impl contract::Mr for Mr {
 impl Drop for Mr {
     fn drop(&mut self) {
         if let Err(error) = contract::Mr::deregister(self) {
-            tracing::error!(%error, "not freed");
+            tracing::error!(
+                key = self.key,
+                %error,
+                "failed to deregister memory; leaking the registration"
+            );
             mem::forget(self.mapping.take());
         }
     }
 }
 
-/// Memory window, see [`contract::Mw`]. Access through it ends with the registration that it is bound to, if that ends first.
+/// A memory window, see [`contract::Mw`]. Removing its registration unbinds it.
 #[derive(Debug)]
 pub struct Mw {
     device: Arc<DeviceInner>,
-    /// As allocated.
     key: u32,
-    ended: bool,
+    destroyed: bool,
 }
 
 impl contract::Mw for Mw {
@@ -374,10 +372,10 @@ impl contract::Mw for Mw {
     }
 
     fn deallocate(&mut self) -> Result<(), VerbError> {
-        if !self.ended {
-            self.device.ends("ibv_dealloc_mw")?;
+        if !self.destroyed {
+            self.device.check_destroy("ibv_dealloc_mw")?;
             self.device.keys.remove_window(self.key);
-            self.ended = true;
+            self.destroyed = true;
         }
         Ok(())
     }
@@ -386,12 +384,16 @@ impl contract::Mw for Mw {
 impl Drop for Mw {
     fn drop(&mut self) {
         if let Err(error) = contract::Mw::deallocate(self) {
-            tracing::error!(%error, "not freed");
+            tracing::error!(
+                rkey = self.key,
+                %error,
+                "failed to deallocate memory window; leaking it"
+            );
         }
     }
 }
 
-/// Address handle, see [`contract::Ah`]. It is empty: work requests carry the whole address.
+/// An address handle, see [`contract::Ah`]. It is empty: work requests carry the address.
 #[derive(Debug)]
 pub struct Ah;
 
@@ -406,7 +408,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_of_protection_domains_are_reused_and_never_shared() {
+    fn pd_numbers_are_reused_and_never_shared() {
         let limit = if cfg!(miri) { 20 } else { 1000 };
         let mut numbers = PdNumbers::new(limit);
         let mut live: VecDeque<u32> = (0..limit).map(|_| numbers.take().unwrap()).collect();
@@ -414,10 +416,10 @@ mod tests {
             live.iter().copied().collect::<std::collections::BTreeSet<_>>().len(),
             limit as usize
         );
-        assert_eq!(numbers.take(), None, "as many as the device can have");
+        assert_eq!(numbers.take(), None, "the limit is reached");
         for _ in 0..10 * limit {
             let gone = live.pop_front().unwrap();
-            numbers.give_back(gone);
+            numbers.release(gone);
             let next = numbers.take().unwrap();
             assert!((1..=limit).contains(&next) && !live.contains(&next), "{next}");
             live.push_back(next);
@@ -425,15 +427,15 @@ mod tests {
     }
 
     #[test]
-    fn number_of_a_protection_domain_rests_before_it_is_reused() {
+    fn released_pd_number_is_quarantined_before_reuse() {
         let mut numbers = PdNumbers::new(MAX_PDS);
         let first = numbers.take().unwrap();
-        numbers.give_back(first);
+        numbers.release(first);
         let until = (1..).find(|_| {
             let next = numbers.take().unwrap();
-            numbers.give_back(next);
+            numbers.release(next);
             next == first
         });
-        assert_eq!(until, Some(REST));
+        assert_eq!(until, Some(QUARANTINE));
     }
 }

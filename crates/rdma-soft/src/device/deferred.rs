@@ -1,4 +1,4 @@
-//! Work that must wait until no lock is held.
+//! Actions that run when no lock is held.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -11,15 +11,15 @@ use crate::cm::Manager;
 
 #[derive(Debug)]
 enum Work {
-    /// A queue pair goes to ERR, both halves; unless it has been reset since (`generation`).
+    /// Fails a queue pair unless it was reset after `generation`.
     Fail { qp: Arc<QpInner>, generation: u64, event: Option<AsyncEvent> },
-    /// A completion queue was overrun.
+    /// Fails the queue pairs of an overrun completion queue.
     Overrun(Arc<CqInner>),
-    /// The peer of a connection that waits for its confirmation has sent something.
-    Heard { qp: Arc<QpInner>, connection: u32 },
+    /// Confirms a connection whose peer sent a request before RTU arrived.
+    Confirm { qp: Arc<QpInner>, connection: u32 },
 }
 
-/// List of such work. Empty, and then free of cost, unless something fails.
+/// Empty, and free of cost, unless something fails.
 #[derive(Debug, Default)]
 pub(crate) struct Deferred(RefCell<Vec<Work>>);
 
@@ -40,15 +40,15 @@ impl Deferred {
     }
 
     #[cold]
-    pub(crate) fn heard(&self, qp: &Arc<QpInner>, connection: u32) {
-        self.0.borrow_mut().push(Work::Heard { qp: Arc::clone(qp), connection });
+    pub(crate) fn confirm(&self, qp: &Arc<QpInner>, connection: u32) {
+        self.0.borrow_mut().push(Work::Confirm { qp: Arc::clone(qp), connection });
     }
 
-    /// Does the work, and what follows from it. The caller holds no lock of the device.
+    /// Runs the actions and those that they add. The caller holds no lock.
     #[inline]
     pub(crate) fn run(mut self) {
         if self.0.get_mut().is_empty() {
-            // What never held anything has nothing to free, and looking for that is a call.
+            // An unused list has no allocation: forgetting it saves a call.
             std::mem::forget(self);
         } else {
             self.run_slow();
@@ -65,12 +65,15 @@ impl Deferred {
             for item in work {
                 match item {
                     Work::Fail { qp, generation, event } => qp.fail(Some(generation), event, &self),
-                    Work::Heard { qp, connection } => {
+                    Work::Confirm { qp, connection } => {
                         Manager::on_traffic(qp.device(), connection, qp.qpn())
                     }
                     Work::Overrun(cq) => {
                         let event = cq.error_event();
-                        tracing::error!(?event, "completion queue overrun: completions are lost");
+                        tracing::error!(
+                            ?event,
+                            "completion queue overrun; completions lost, failing its queue pairs"
+                        );
                         cq.context().event(event);
                         for qpn in cq.queue_pairs() {
                             let device = cq.context().device();

@@ -1,12 +1,11 @@
-//! Copies to and from registered memory: the only place where the device dereferences a pointer.
+//! Copies to and from registered memory: the only code of the device that dereferences pointers.
 //!
-//! A [`Segment`] is a checked piece of a registration together with a use of it (see
-//! [`keys`](super::keys)): while the segment lives, the registration cannot be dropped. Hence the
-//! functions here are safe, and what makes them so is said once, at [`Segment`].
+//! A [`Segment`] is a checked part of a registration with a [`Use`], which blocks its removal. The
+//! functions here are therefore safe.
 //!
-//! Memory that a peer may reach is accessed with relaxed atomics only (S2): the processor reads and
-//! writes it concurrently, also through atomics. Stores ascend and the last one releases, so whoever
-//! polls the last byte with acquire sees all of them.
+//! Memory that a peer may access is accessed with relaxed atomics only (S2), because the program
+//! accesses it concurrently. Stores ascend and the last one is a release: a program that polls the
+//! last byte with acquire sees all bytes.
 
 #![allow(unsafe_code)]
 
@@ -19,23 +18,22 @@ use super::keys::Use;
 use crate::roce::packet::AtomicOp;
 use rdma_provider::shared_memory as shared;
 
-/// Piece of registered memory that stays registered while this lives.
+/// A part of registered memory, which stays registered while the segment lives.
 ///
-/// Invariant: `pointer..pointer + len` lies within the registration that `_use` holds, itself or through a
-/// window, and was valid for reads and writes when it was registered. `Pd::register` has the promise of its
-/// caller that the memory stays allocated until the registration was dropped; dropping waits for every `Use`,
-/// of a window that is bound to it too.
+/// Invariant: `pointer..pointer + len` lies within the registration that `_use` holds, directly or
+/// through a window, and was valid for reads and writes when registered. The caller of
+/// `Pd::register` keeps it allocated until the registration is dropped, which waits for every `Use`
+/// of it and its windows.
 #[derive(Debug)]
 pub(crate) struct Segment<'k> {
     pointer: *mut u8,
     len: usize,
-    /// Others reach the registration at the same time: only atomics may touch it.
+    /// Accessed by atomics only.
     shared: bool,
     _use: Use<'k>,
 }
 
 impl Segment<'_> {
-    /// Bytes.
     pub(crate) const fn len(&self) -> usize {
         self.len
     }
@@ -46,10 +44,7 @@ impl Segment<'_> {
     }
 }
 
-/// Memory that the device may be shown.
-///
-/// Whoever makes one has promised what `Pd::register` asks for; the rest of the device can only cut
-/// pieces out of it.
+/// Memory that the device may access, as promised by the caller of `Pd::register`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Memory {
     base: *mut u8,
@@ -58,42 +53,41 @@ pub(crate) struct Memory {
 }
 
 impl Memory {
-    /// Memory that work and peers call `start` and onwards.
+    /// Creates memory that work requests and peers address as `start..start + len`.
     ///
     /// # Safety
     ///
-    /// `base..base + len` stays valid until the registration made of it has been removed from its
+    /// `base..base + len` stays valid until its registration is removed from
     /// [`Keys`](super::keys::Keys) (S1).
     pub(crate) const unsafe fn new(base: *mut u8, len: usize, start: u64) -> Self {
         Self { base, len, start }
     }
 }
 
-/// Place of a [`Memory`] in the table of registrations.
+/// The memory of a registration or window.
 #[derive(Debug, Default)]
 pub(crate) struct Region {
     base: AtomicPtr<u8>,
     len: AtomicUsize,
-    /// What work calls the first byte: its address, if it is not of a dma-buf.
+    /// First address in work requests: a virtual address, or the IOVA of a dma-buf.
     start: AtomicU64,
 }
 
 impl Region {
-    /// Changes the memory. The table does this while no [`Use`] of the region exists and publishes it
-    /// with a release store.
+    /// Sets the memory while no [`Use`] exists; the caller publishes it with a release store.
     pub(crate) fn assign(&self, memory: Memory) {
         self.base.store(memory.base, Ordering::Relaxed);
         self.len.store(memory.len, Ordering::Relaxed);
         self.start.store(memory.start, Ordering::Relaxed);
     }
 
-    /// Changes the memory to that of a segment that work calls `start`. As [`assign`](Self::assign); besides, nobody finds a use of this region
-    /// any more before the registration behind the segment ends: it ends its windows.
+    /// Sets the memory to a segment, like [`assign`](Self::assign). Removing its registration
+    /// unbinds its windows and waits for their uses.
     pub(crate) fn assign_window(&self, of: &Segment<'_>, start: u64) {
         self.assign(Memory { base: of.pointer, len: of.len, start });
     }
 
-    /// `addr..addr + len`, if that is within the region.
+    /// Returns `addr..addr + len` if it is within the region.
     #[inline]
     pub(crate) fn piece<'k>(
         &self,
@@ -114,10 +108,10 @@ impl Region {
     }
 }
 
-/// Pieces of memory that one packet reads or writes. As many as a work request has without allocation.
+/// The segments of a packet. The capacity is the maximum of a work request.
 pub(crate) type Gather<'k> = SmallVec<[Segment<'k>; 16]>;
 
-/// What a packet carries: memory of the sender, or bytes that travelled.
+/// The payload of a packet: registered memory, or bytes from the network.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Payload<'a, 'k> {
     Segment(&'a Segment<'k>),
@@ -126,7 +120,6 @@ pub(crate) enum Payload<'a, 'k> {
 }
 
 impl Payload<'_, '_> {
-    /// Bytes.
     pub(crate) fn len(&self) -> usize {
         match *self {
             Self::Segment(one) | Self::Segments([one]) => one.len,
@@ -135,13 +128,14 @@ impl Payload<'_, '_> {
         }
     }
 
-    /// Copies all into `to`, which is at least as long.
+    /// Copies the payload to `to`, which is at least as long.
     #[inline(always)]
     pub(crate) fn copy_to(&self, to: &[Segment<'_>]) {
         match (*self, to) {
             (Self::Segment(from) | Self::Segments([from]), [to]) => {
                 let len = from.len.min(to.len);
-                // SAFETY: S1: both ranges are live registrations (invariant of Segment), `len` is within both.
+                // SAFETY: S1: both ranges are live registrations (invariant of Segment) of at least
+                // `len` bytes.
                 unsafe { copy(from.pointer, from.shared, to.pointer, to.shared, len) }
             }
             _ => self.scatter_to(to),
@@ -161,7 +155,6 @@ impl Payload<'_, '_> {
         }
     }
 
-    /// Appends all to `out`.
     pub(crate) fn append_to(&self, out: &mut Vec<u8>) {
         let segments = match *self {
             Self::Bytes(bytes) => return out.extend_from_slice(bytes),
@@ -171,13 +164,13 @@ impl Payload<'_, '_> {
         for piece in segments {
             let at = out.len();
             out.resize(at + piece.len, 0);
-            // SAFETY: S1: source as in the invariant of Segment; target was just made `piece.len` long.
+            // SAFETY: S1: the source is a live registration (invariant of Segment); the target was
+            // just extended by its length.
             unsafe { copy(piece.pointer, piece.shared, out[at..].as_mut_ptr(), false, piece.len) }
         }
     }
 }
 
-/// Where the next byte goes in a list of segments.
 struct Cursor<'a, 'k> {
     to: &'a [Segment<'k>],
     offset: usize,
@@ -188,12 +181,12 @@ impl<'a, 'k> Cursor<'a, 'k> {
         Self { to, offset: 0 }
     }
 
-    /// `from..from + len` is readable; callers pass a segment or a slice.
+    /// Writes `from..from + len`, which is readable: a segment or a slice.
     fn write(&mut self, mut from: *const u8, mut len: usize, shared: bool) {
         while let [first, rest @ ..] = self.to {
             let step = len.min(first.len - self.offset);
-            // SAFETY: S2: `from` has `len` bytes left and `first` has `step` bytes from `offset`; both stay
-            // registered or borrowed during the call.
+            // SAFETY: S2: `from` has `len` bytes left and `first` has `step` from `offset`; both
+            // stay registered or borrowed during the call.
             unsafe {
                 copy(from, shared, first.pointer.add(self.offset), first.shared, step);
                 from = from.add(step);
@@ -206,18 +199,18 @@ impl<'a, 'k> Cursor<'a, 'k> {
             self.to = rest;
             self.offset = 0;
         }
-        debug_assert_eq!(len, 0, "target as long as the payload");
+        debug_assert_eq!(len, 0, "target shorter than the payload");
     }
 }
 
-/// Runs `op` on the 8 bytes of `target`; the original value. `None` if they are not 8 aligned bytes.
+/// Runs `op` and returns the original value, or `None` unless `target` is 8 aligned bytes.
 pub(crate) fn atomic(target: &Segment<'_>, op: AtomicOp) -> Option<u64> {
     let pointer = target.pointer.cast::<u64>();
     if target.len != 8 || !pointer.is_aligned() {
         return None;
     }
-    // SAFETY: 8 aligned bytes of a live registration. It is remotely accessible (the rights were
-    // checked), so nobody touches it but with atomics (S2).
+    // SAFETY: 8 aligned bytes of a live registration with rights for remote atomics: all accesses
+    // are atomic (S2).
     let word = unsafe { AtomicU64::from_ptr(pointer) };
     Some(match op {
         AtomicOp::CompareSwap { compare, swap } => word
@@ -227,15 +220,15 @@ pub(crate) fn atomic(target: &Segment<'_>, op: AtomicOp) -> Option<u64> {
     })
 }
 
-/// Copies `len` bytes, upwards. Ranges of local memory may overlap.
+/// Copies `len` bytes in ascending order. Unshared ranges may overlap.
 ///
 /// # Safety
 ///
-/// `from` is valid for reads and `to` for writes of `len` bytes. What is marked shared is accessed by
-/// nobody but with atomics; what is not is accessed by nobody at all (S1).
+/// `from` is valid for reads and `to` for writes of `len` bytes. Concurrent accesses to shared
+/// memory are atomic; unshared memory has none (S1).
 #[inline]
 unsafe fn copy(from: *const u8, from_shared: bool, to: *mut u8, to_shared: bool, len: usize) {
-    // SAFETY: S2: passed on from the caller.
+    // SAFETY: S2: the caller upholds the contract of this function.
     unsafe {
         match (from_shared, to_shared) {
             (false, false) => std::ptr::copy(from, to, len),
@@ -246,16 +239,16 @@ unsafe fn copy(from: *const u8, from_shared: bool, to: *mut u8, to_shared: bool,
     }
 }
 
-/// Words of zeros. The kernel gives the pages of a large table as they are written.
+/// Allocates zeroed words, whose pages the kernel provides on first write.
 pub(crate) fn zeroed<const N: usize>() -> Box<[AtomicU32; N]> {
     let layout = Layout::new::<[AtomicU32; N]>();
     assert_ne!(layout.size(), 0);
-    // SAFETY: S1: the layout has a size.
+    // SAFETY: S1: the layout is not empty.
     let table = unsafe { alloc_zeroed(layout) };
     if table.is_null() {
         handle_alloc_error(layout);
     }
-    // SAFETY: S1: made just now by the global allocator with the layout of the type, of which all zeros is a value.
+    // SAFETY: S1: allocated with the layout of the type, for which all zeros is a valid value.
     unsafe { Box::from_raw(table.cast()) }
 }
 
@@ -267,7 +260,7 @@ mod tests {
     fn every_alignment_and_length_is_copied_exactly() {
         for (from_shared, to_shared) in [(false, false), (false, true), (true, false), (true, true)]
         {
-            // Miri takes a second for some ten copies.
+            // Miri needs a second for about ten copies.
             let (step, lengths) =
                 if cfg!(miri) { (5, vec![0, 1, 8, 13]) } else { (1, (0..40).collect()) };
             for from_offset in (0..9).step_by(step) {
@@ -276,7 +269,8 @@ mod tests {
                         let source: Vec<u8> = (1..=64).collect();
                         let mut from = source.clone();
                         let mut to = vec![0_u8; 64];
-                        // SAFETY: both offsets plus `len` are below 64; the vectors are ours alone.
+                        // SAFETY: both offsets plus `len` are below 64; only this test accesses the
+                        // vectors.
                         unsafe {
                             copy(
                                 from.as_mut_ptr().add(from_offset),

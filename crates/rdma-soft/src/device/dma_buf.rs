@@ -1,8 +1,7 @@
-//! Memory that a descriptor names: looked at, then mapped.
+//! Validation and mapping of dma-bufs.
 //!
-//! The device of a machine learns of a dma-buf's pages from whoever exported it; this one reaches them through a mapping.
-//! That is right for memory of the machine. For memory that must be synchronized with the processor around each access
-//! (`DMA_BUF_IOCTL_SYNC`) it would not be; exporters of such seldom let it be mapped.
+//! The mapping is coherent for system memory. It is not for memory that needs `DMA_BUF_IOCTL_SYNC`
+//! around each access, whose exporters rarely permit mappings.
 
 #![forbid(unsafe_code)]
 
@@ -17,16 +16,22 @@ use rdma_provider::contract::DmaBufRange;
 /// `f_type` of a dma-buf, `linux/magic.h`.
 const DMA_BUF_MAGIC: u64 = 0x444d_4142;
 
-/// What registrations count in; a machine with larger pages takes less.
+/// Page size modulo which `iova` and `offset` must agree. Machines with larger pages accept less.
 const PAGE: u64 = 4096;
 
-/// Maps `range` of a dma-buf, or of a `memfd_create(2)` that cannot shrink (`F_SEAL_SHRINK`, which `/dev/udmabuf` asks for
-/// too: what is mapped beyond the end of a file kills who touches it). Else an `errno(3)`.
+/// Maps `range` of a dma-buf, or of a `memfd_create(2)` with `F_SEAL_SHRINK`.
+///
+/// The seal, which `/dev/udmabuf` requires too, prevents accesses beyond the end of the file, which
+/// raise SIGBUS.
+///
+/// # Errors
+///
+/// Returns an `errno(3)`.
 pub(crate) fn map(fd: BorrowedFd<'_>, range: DmaBufRange) -> Result<MmapRaw, i32> {
     let os = |error: rustix::io::Errno| error.raw_os_error();
     let stays = match fcntl_get_seals(fd) {
         Ok(seals) => seals.contains(SealFlags::SHRINK),
-        // Nothing that can be sealed.
+        // No support for seals.
         Err(_) => fstatfs(fd).map_err(os)?.f_type as u64 == DMA_BUF_MAGIC,
     };
     let size = u64::try_from(fstat(fd).map_err(os)?.st_size).unwrap_or(0);

@@ -1,23 +1,23 @@
-//! Registrations by key: what a work request or a peer may name.
+//! Registrations by key.
 //!
-//! A key is found without a lock, and finding it takes a [`Use`] of the registration: releasing the
-//! registration first closes it, then waits until nobody uses it. So after a release no byte is
-//! touched any more, and while a copy runs its memory stays registered.
+//! A lookup takes no lock and returns a [`Use`] of the registration. Removal closes the slot and
+//! waits until no use is left: memory stays registered during a copy and is not accessed after
+//! removal.
 //!
 //! ```text
-//!  key ── place(20) ──▶ index ──▶ slot { users | CLOSED, key, base, len, rights }
+//!  key ── bucket(20) ──▶ index ──▶ slot { users | CLOSED, key, base, len, rights }
 //! ```
 //!
-//! Every key is a number of its own from the system's random source. None of its bits comes from a counter or from another
-//! key, so keys that a peer was granted tell it nothing about the others: a guess hits one of `n` live registrations with
-//! a chance of `n` in 2^32. A keyed permutation of a counter would not give that for the price of a lookup here, which
-//! is a shift and a load. No two keys share a place, so at most half of the places are used, and few keys are drawn twice.
+//! Keys are drawn independently from the system's random source, so a peer's keys reveal nothing
+//! about others: a guess hits one of `n` live registrations with probability `n` / 2^32. A keyed
+//! permutation of a counter would make lookups dearer than a shift and a load. At most half of the
+//! buckets are used, each by one key, so few keys are drawn again.
 //!
-//! The low byte of a key is its tag, which the owner of a memory window chooses on each bind: a window keeps its slot whatever
-//! its tag, its other 24 bits are random and are no other registration's, and its slot is closed while it is not bound. See
-//! [`windows`](super::memory_windows).
+//! The low byte of a key is its tag, which the owner of a [memory window](super::memory_windows)
+//! chooses on each bind. A window keeps its slot for every tag; its other 24 bits are unique. Its
+//! slot is closed while unbound.
 //!
-//! A key that was released keeps its place until [`QUARANTINE`] others were released after it, and is not drawn before.
+//! A released key keeps its bucket, and is not drawn again, until [`QUARANTINE`] later releases.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -31,71 +31,70 @@ use rdma_provider::types::{Access, Qpn, Sge};
 use super::dma::{self, Gather, Memory, Region, Segment};
 use super::memory_windows::Window;
 
-/// Most registrations of a device: half as many as there are places for their keys.
-pub(crate) const MAX_REGISTRATIONS: u32 = 1 << (PLACE_BITS - 1);
+/// Maximum number of registrations: half the number of buckets.
+pub(crate) const MAX_REGISTRATIONS: u32 = 1 << (BUCKET_BITS - 1);
 
-/// Upper bits of a key that no other key has. The table of places takes 4 MiB of addresses, and of memory one page for each
-/// key until that is all. Miri interprets each step: there the tables are small enough to be destroyed in a moment.
-const PLACE_BITS: u32 = if cfg!(miri) { 12 } else { 20 };
-const PLACES: usize = 1 << PLACE_BITS;
-/// Slots are made a chunk at a time.
+/// Number of upper key bits, unique per key, that select the bucket.
+///
+/// The table reserves 4 MiB of address space; each key touches at most one page. It is small under
+/// Miri, which interprets its destruction.
+const BUCKET_BITS: u32 = if cfg!(miri) { 12 } else { 20 };
+const BUCKETS: usize = 1 << BUCKET_BITS;
 const CHUNK: u32 = 1 << CHUNK_BITS;
 const CHUNK_BITS: u32 = if cfg!(miri) { 5 } else { 8 };
 const CHUNKS: usize = 1 << (INDEX_BITS - CHUNK_BITS);
-/// Index 0 is that of no slot.
-const INDEX_BITS: u32 = PLACE_BITS;
-/// An index stands in the upper bits of its word, so no lookup checks a bound.
+/// Index 0 belongs to no slot.
+const INDEX_BITS: u32 = BUCKET_BITS;
+/// Indexes are the upper bits of a word: lookups need no bounds check.
 const INDEX_SHIFT: u32 = u32::BITS - INDEX_BITS;
-/// What the owner of a window chooses.
+/// Low bits of a key, chosen by the owner of a window.
 const TAG_BITS: u32 = 8;
-/// Released keys that are not drawn again, so that a packet that comes late finds nothing.
+/// Number of released keys that are not reused, so that late packets match none.
 const QUARANTINE: usize = 256;
-/// Bit of [`Slot::rights`], above those of `Access`: reached by atomic accesses only.
+/// Bit of [`Slot::rights`], not used by `Access`: atomic accesses only.
 const SHARED: u32 = 1 << 31;
-/// Bit of the owner in [`Slot::rights`]: not a protection domain but the queue pair that bound a window.
+/// Bit of the owner in [`Slot::rights`]: the owner is a queue pair, not a protection domain.
 const WINDOW: u32 = 1 << 31;
 /// Bit of [`Slot::users`]: not registered.
 const CLOSED: u32 = 1 << 31;
 
-/// A piece that a key does not allow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct NotCovered;
 
-/// Table of the registrations of one device.
 pub(crate) struct Keys {
-    /// Index of the slot whose key has this place, or 0.
-    places: Box<[AtomicU32; PLACES]>,
+    /// Index of the slot, or 0.
+    buckets: Box<[AtomicU32; BUCKETS]>,
     chunks: Box<[OnceLock<Box<[Slot; CHUNK as usize]>>; CHUNKS]>,
     free: Mutex<FreeList>,
-    /// By their keys without the tag, see [`family`].
+    /// By [`family`].
     pub(crate) windows: Mutex<HashMap<u32, Window>>,
 }
 
 impl fmt::Debug for Keys {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // The slots are many, and keys are secrets.
         f.debug_struct("Keys").finish_non_exhaustive()
     }
 }
 
 #[derive(Debug, Default)]
 struct FreeList {
-    /// Slots used so far, index 0 not counted.
+    /// Number of slots used so far.
     fresh: u32,
-    /// Words of indexes, the oldest first. Their slots are closed, and their keys keep their places.
+    /// Shifted indexes, oldest first. Their slots are closed and their keys keep their buckets.
     returned: VecDeque<u32>,
 }
 
-/// A cache line of its own: its place in a chunk is a shift away, and copies by different keys do not share a counter's line.
+/// A registration or window, in its own cache line: counters do not contend.
 #[derive(Debug)]
 #[repr(align(64))]
 pub(crate) struct Slot {
-    /// Copies in progress, and [`CLOSED`]. All else is constant while not closed.
+    /// Number of uses, and [`CLOSED`]. The other fields are constant unless closed.
     users: AtomicU32,
-    /// 0 in a slot that was never claimed.
+    /// 0 if the slot was never claimed.
     key: AtomicU32,
     region: Region,
-    /// Access and [`SHARED`] in the low half, owner in the high half: a protection domain, or [`WINDOW`] and a queue pair.
+    /// Low half: access and [`SHARED`]. High half: a protection domain, or [`WINDOW`] and a queue
+    /// pair.
     rights: AtomicU64,
 }
 
@@ -110,33 +109,34 @@ impl Default for Slot {
     }
 }
 
-/// Keeps a registration from being released.
+/// A guard that blocks the removal of a registration.
 #[derive(Debug)]
 pub(crate) struct Use<'k>(&'k Slot);
 
 impl Drop for Use<'_> {
     #[inline]
     fn drop(&mut self) {
-        // Release: the copy happens before the end of the registration.
+        // Release: the copy happens before the removal.
         self.0.users.fetch_sub(1, Ordering::Release);
     }
 }
 
 impl Slot {
-    /// Lets uses begin. `owner` is as in `rights`.
+    /// Permits uses. `owner` has the format of [`Slot::rights`].
     pub(crate) fn open(&self, key: u32, owner: u32, access: Access, shared: bool) {
         let shared = if shared { SHARED } else { 0 };
         self.key.store(key, Ordering::Relaxed);
         self.rights
             .store(u64::from(owner) << 32 | u64::from(access.bits() | shared), Ordering::Relaxed);
-        // Release pairs with the acquire in `find`: who sees the slot open sees its fields.
+        // Release pairs with the acquire in `find`: a lookup that sees the slot open sees its
+        // fields.
         self.users.fetch_and(!CLOSED, Ordering::Release);
     }
 
-    /// No new use begins, and it returns when no use is left.
+    /// Stops new uses and waits until none is left.
     pub(crate) fn close(&self) {
         self.users.fetch_or(CLOSED, Ordering::AcqRel);
-        // A use is one packet's copy, microseconds; nobody sleeps while holding one.
+        // A use is the copy of one packet: microseconds, without sleeping.
         let mut spins = 0_u32;
         while self.users.load(Ordering::Acquire) != CLOSED {
             spins += 1;
@@ -152,26 +152,27 @@ impl Slot {
         &self.region
     }
 
-    /// True if its key is `key` with any tag.
-    fn is_of(&self, key: u32) -> bool {
+    /// Ignores the tags.
+    fn has_family(&self, key: u32) -> bool {
         family(self.key.load(Ordering::Relaxed)) == family(key)
     }
 }
 
 impl Keys {
-    /// An empty table.
     pub(crate) fn new() -> Self {
         Self {
-            places: dma::zeroed(),
+            buckets: dma::zeroed(),
             chunks: Box::new([const { OnceLock::new() }; CHUNKS]),
             free: Mutex::new(FreeList::default()),
             windows: Mutex::default(),
         }
     }
 
-    /// Registers memory; its key, or `None` if the table is full. The device reaches the memory by atomic accesses if it is
-    /// `shared` or peers may write it. Memory that peers may only read is read as plain memory: atomic accesses, even loads,
-    /// are for memory that may be written. `random` is drawn for this key alone, and peers cannot predict it.
+    /// Registers memory and returns its key, or `None` if the table is full.
+    ///
+    /// Memory that is `shared` or writable by peers is accessed by atomics. Other memory is read
+    /// with plain loads, because atomic loads require writable memory. `random` is unpredictable
+    /// and used only here.
     pub(crate) fn insert(
         &self,
         memory: Memory,
@@ -187,15 +188,15 @@ impl Keys {
         Some(key)
     }
 
-    /// Ends a registration: no new use begins, of its windows neither, and it returns when no use is left.
+    /// Removes a registration, unbinds its windows, and waits for all uses.
     pub(crate) fn remove(&self, key: u32) {
         let Some(slot) = self.slot(key) else { return };
         slot.close();
-        self.end_windows(|window| window.region() == Some(key));
+        self.unbind_windows(|window| window.region() == Some(key));
         self.release(key);
     }
 
-    /// A closed slot and its new key, which is made of `random`.
+    /// Returns a closed slot and its new key, derived from `random`.
     pub(crate) fn claim(&self, random: u64) -> Option<(&Slot, u32)> {
         let mut free = self.free.lock();
         let fresh = free.returned.len() < QUARANTINE && free.fresh < MAX_REGISTRATIONS;
@@ -209,27 +210,27 @@ impl Keys {
         let slot = &self.chunks[chunk]
             .get_or_init(|| Box::new(std::array::from_fn(|_| Slot::default())))[at];
         if !fresh {
-            self.place(slot.key.load(Ordering::Relaxed)).store(0, Ordering::Relaxed);
+            self.bucket(slot.key.load(Ordering::Relaxed)).store(0, Ordering::Relaxed);
         }
         let mut key = random as u32;
         let mut further = fastrand::Rng::with_seed(random);
-        // 0 is what an uninitialized key looks like; whatever its tag, it shall name nothing. Another draw tells nothing
-        // about other keys, as `random` makes this one only.
-        while family(key) == 0 || self.place(key).load(Ordering::Relaxed) != 0 {
+        // 0 with any tag stays invalid, because an uninitialised key is often 0. Drawing again from
+        // `random`, used for this key only, reveals nothing about other keys.
+        while family(key) == 0 || self.bucket(key).load(Ordering::Relaxed) != 0 {
             key = further.u32(..);
         }
         slot.key.store(key, Ordering::Relaxed);
-        // A lookup by this key happens after the key was returned, and sees the place.
-        self.place(key).store(index, Ordering::Relaxed);
+        // Lookups of this key happen after its return to the caller, and see the bucket.
+        self.bucket(key).store(index, Ordering::Relaxed);
         Some((slot, key))
     }
 
-    /// The slot of a key is closed, and free for another when its quarantine is over.
+    /// Makes a closed slot reusable after its quarantine.
     pub(crate) fn release(&self, key: u32) {
-        self.free.lock().returned.push_back(self.place(key).load(Ordering::Relaxed));
+        self.free.lock().returned.push_back(self.bucket(key).load(Ordering::Relaxed));
     }
 
-    /// `addr..addr + len` by `key`, if it is registered in `pd` with all of `need`.
+    /// Returns `addr..addr + len` if `key` covers it, belongs to `pd` and permits `need`.
     #[inline]
     pub(crate) fn resolve(
         &self,
@@ -242,7 +243,7 @@ impl Keys {
         self.find(key, |owner| owner == pd, addr, len, need)
     }
 
-    /// As [`resolve`](Self::resolve) for the peer of `qpn`, which windows that this queue pair bound are open to as well.
+    /// Resolves for the peer of `qpn`, which may also use windows that this queue pair bound.
     #[inline]
     pub(crate) fn resolve_remote(
         &self,
@@ -265,7 +266,7 @@ impl Keys {
         need: Access,
     ) -> Result<Segment<'_>, NotCovered> {
         let slot = self.at(key).ok_or(NotCovered)?;
-        // Acquire pairs with `open`. From here on `hold` gives the count back.
+        // Acquire pairs with `open`. Dropping `hold` decrements the count.
         let before = slot.users.fetch_add(1, Ordering::Acquire);
         let hold = Use(slot);
         if before & CLOSED != 0 || slot.key.load(Ordering::Relaxed) != key {
@@ -279,9 +280,8 @@ impl Keys {
         slot.region.piece(addr, len, rights as u32 & SHARED != 0, hold).ok_or(NotCovered)
     }
 
-    /// `skip..skip + len` of a scatter/gather list, appended to `out`.
-    ///
-    /// The list is at least `skip + len` long; elements of length 0 are not looked up.
+    /// Appends bytes `skip..skip + len` of a long enough list to `out`. Empty elements are not
+    /// looked up.
     #[inline]
     pub(crate) fn gather<'k>(
         &'k self,
@@ -308,40 +308,38 @@ impl Keys {
             skip = 0;
             left -= step;
         }
-        debug_assert_eq!(left, 0, "list as long as asked");
+        debug_assert_eq!(left, 0, "list shorter than requested");
         Ok(())
     }
 
-    /// The slot that has `key` with any tag.
     pub(crate) fn slot(&self, key: u32) -> Option<&Slot> {
-        self.at(key).filter(|slot| slot.is_of(key))
+        self.at(key).filter(|slot| slot.has_family(key))
     }
 
-    /// The slot at the place of `key`, which may be another key's, or that of none.
+    /// Ignores the slot's key.
     #[inline]
     fn at(&self, key: u32) -> Option<&Slot> {
-        let (chunk, at) = split(self.place(key).load(Ordering::Relaxed));
+        let (chunk, at) = split(self.bucket(key).load(Ordering::Relaxed));
         Some(&self.chunks[chunk].get()?[at])
     }
 
     #[inline]
-    fn place(&self, key: u32) -> &AtomicU32 {
-        &self.places[(key >> (u32::BITS - PLACE_BITS)) as usize]
+    fn bucket(&self, key: u32) -> &AtomicU32 {
+        &self.buckets[(key >> (u32::BITS - BUCKET_BITS)) as usize]
     }
 }
 
-/// Chunk of a slot, and where it is in that.
 #[inline]
 const fn split(index: u32) -> (usize, usize) {
     ((index >> (INDEX_SHIFT + CHUNK_BITS)) as usize, (index >> INDEX_SHIFT & (CHUNK - 1)) as usize)
 }
 
-/// What the keys of a window have in common.
+/// Returns the bits that all keys of a window share.
 pub(crate) const fn family(key: u32) -> u32 {
     key >> TAG_BITS
 }
 
-/// Owner of a slot that is a window bound by `qpn`.
+/// Returns the owner of a window bound by `qpn`, see [`Slot::rights`].
 #[inline]
 pub(crate) const fn window_owner(qpn: Qpn) -> u32 {
     WINDOW | qpn.0

@@ -1,17 +1,15 @@
-//! Memory windows of type 2B: keys that work requests turn on and off.
+//! Memory windows of type 2B: keys that work requests bind and invalidate.
 //!
-//! A window has a slot among the [`Keys`], open while it is bound. It covers a part of a registration, whose memory it
-//! names itself: so the registration ends its windows when it ends, and a binding is made while the registration is in use.
+//! A bound window has an open slot in [`Keys`] with a copy of the memory range. Removing a
+//! registration therefore unbinds its windows, and binding holds a use of it.
 
 use rdma_provider::types::{Access, Qpn, Rkey, WindowBind};
 
 use super::keys::{Keys, NotCovered, family, window_owner};
 
-/// Window that is allocated.
 #[derive(Debug)]
 pub(crate) struct Window {
     pd: u32,
-    /// As allocated, or as bound last.
     key: u32,
     bound: Option<Binding>,
 }
@@ -23,7 +21,6 @@ struct Binding {
 }
 
 impl Window {
-    /// Key of the registration it is bound to.
     pub(crate) fn region(&self) -> Option<u32> {
         self.bound.as_ref().map(|bound| bound.region)
     }
@@ -34,23 +31,23 @@ impl Window {
 }
 
 impl Keys {
-    /// Allocates a window; its key, or `None` if the table is full.
+    /// Allocates a window and returns its key, unless the table is full.
     pub(crate) fn add_window(&self, pd: u32, random: u64) -> Option<u32> {
         let (_, key) = self.claim(random)?;
         self.windows.lock().insert(family(key), Window { pd, key, bound: None });
         Some(key)
     }
 
-    /// Ends the access through the window that was allocated as `key`, and the window.
+    /// Unbinds and frees the window allocated as `key`.
     pub(crate) fn remove_window(&self, key: u32) {
         let mut windows = self.windows.lock();
         if let Some(mut window) = windows.remove(&family(key)) {
-            self.end(&mut window);
+            self.unbind(&mut window);
             self.release(key);
         }
     }
 
-    /// Binds a window for the peer of `qpn`, a queue pair of `pd` (`ibv_bind_mw(3)`).
+    /// Binds a window for the peer of `qpn` (`ibv_bind_mw(3)`).
     pub(crate) fn bind_window(
         &self,
         qpn: Qpn,
@@ -81,38 +78,41 @@ impl Keys {
         slot.open(key, window_owner(qpn), bind.access, true);
         window.key = key;
         window.bound = Some(Binding { region: bind.lkey.0, qpn });
-        // The segment keeps the registration from ending until here, where it finds the window; see `Keys::remove`.
+        // Until here the segment blocks the registration's removal; now `Keys::remove` finds the
+        // window.
         drop(segment);
         Ok(())
     }
 
-    /// Ends the access by `rkey`, a window that `qpn` bound, and returns when nobody is within any more.
+    /// Unbinds a window that `qpn` bound, and waits until no use is left.
     pub(crate) fn invalidate(&self, rkey: Rkey, qpn: Qpn) -> Result<(), NotCovered> {
         let mut windows = self.windows.lock();
         match windows.get_mut(&family(rkey.0)) {
             Some(window) if window.key == rkey.0 && window.owner() == Some(qpn) => {
-                self.end(window);
+                self.unbind(window);
                 Ok(())
             }
             _ => Err(NotCovered),
         }
     }
 
-    /// Ends the access through all windows that `qpn` bound.
-    pub(crate) fn end_windows_of(&self, qpn: Qpn) {
-        self.end_windows(|window| window.owner() == Some(qpn));
+    pub(crate) fn unbind_windows_of(&self, qpn: Qpn) {
+        self.unbind_windows(|window| window.owner() == Some(qpn));
     }
 
-    pub(crate) fn end_windows(&self, which: impl Fn(&Window) -> bool) {
+    pub(crate) fn unbind_windows(&self, which: impl Fn(&Window) -> bool) {
         self.windows
             .lock()
             .values_mut()
             .filter(|window| which(window))
-            .for_each(|window| self.end(window));
+            .for_each(|window| self.unbind(window));
     }
 
-    /// Those who are within hold the responder of the queue pair and wait for nobody who is here.
-    fn end(&self, window: &mut Window) {
+    /// Closes the slot and waits for all uses.
+    ///
+    /// A use holds the responder lock of its queue pair and never waits for the lock of the
+    /// windows, which the caller holds.
+    fn unbind(&self, window: &mut Window) {
         if window.bound.take().is_some()
             && let Some(slot) = self.slot(window.key)
         {

@@ -1,13 +1,13 @@
-//! The adapter: what all that have opened it share.
+//! The software device.
 //!
-//! # Order of locks
+//! # Lock order
 //!
 //! 1. The requester half of one queue pair.
 //! 2. The responder half of one queue pair, or a DC target.
 //! 3. One of completion queue, shared receive queue, channel, windows, scheduler.
 //!
-//! An action that needs another order, for example a queue pair whose failure puts a second one into the error state, goes to
-//! a [`Deferred`] list and runs when no lock is held.
+//! Actions that need another order, such as failing a second queue pair, go to a [`Deferred`] list
+//! and run when no lock is held.
 
 pub(crate) mod completion_channel;
 pub(crate) mod completion_queue;
@@ -54,17 +54,14 @@ use rdma_provider::types::{
     AsyncEvent, AtomicCapability, DcAttr, DeviceAttr, Gid, Mtu, PortNum, PortState, Psn, Qpn,
 };
 
-/// The only port.
 pub(super) const PORT: PortNum = PortNum(1);
 
-/// Registrations are bounded by the address space.
+/// Limited by the address space only.
 const MAX_MR_SIZE: u64 = 1 << 47;
 
-/// What all open contexts of a device share.
 pub(super) struct DeviceInner {
     pub(super) gid: Gid,
     pub(super) network: Arc<NetworkInner>,
-    /// Of its port.
     mtu: Mtu,
     endpoint: Option<Arc<Endpoint>>,
     pub(super) keys: Keys,
@@ -72,10 +69,10 @@ pub(super) struct DeviceInner {
     attr: DeviceAttr,
     numbers: Numbers,
     queue_pairs: RwLock<HashMap<Qpn, Weak<QpInner>>>,
-    /// Targets of dynamic connections, whose numbers are of the same space. Locked after `queue_pairs`.
+    /// DC targets, in the number space of queue pairs. Locked after `queue_pairs`.
     targets: RwLock<HashMap<Qpn, Weak<DctInner>>>,
-    /// Numbers that the connection manager has told peers, for queue pairs that are made when those have confirmed. Locked
-    /// after `targets`.
+    /// Numbers sent to peers by the connection manager, for queue pairs created on confirmation.
+    /// Locked after `targets`.
     reserved: Mutex<HashSet<Qpn>>,
     completion_queues: Mutex<Vec<Weak<CqInner>>>,
     contexts: Mutex<Vec<Weak<ContextInner>>>,
@@ -84,9 +81,8 @@ pub(super) struct DeviceInner {
     management_psn: AtomicU32,
     dead: AtomicBool,
     port_up: AtomicBool,
-    /// Packets pass: neither dead nor down. One word for the hot path.
+    /// Alive and port up, as one flag for the hot path.
     linked: AtomicBool,
-    /// Requested by a test.
     pub(super) refusals: Refusals,
 }
 
@@ -101,7 +97,7 @@ impl fmt::Debug for DeviceInner {
 }
 
 impl DeviceInner {
-    /// A device; `endpoint`: its place on a network over UDP.
+    /// Creates a device, with an `endpoint` if the network runs over UDP.
     pub(super) fn new(
         name: &str,
         gid: Gid,
@@ -109,7 +105,7 @@ impl DeviceInner {
         endpoint: Option<Arc<Endpoint>>,
     ) -> Result<Arc<Self>, VerbError> {
         let mut attr = DeviceAttr::named(name);
-        // Locally administered, from the address.
+        // Locally administered, derived from the address.
         attr.guid = 0x0200_5eff_fe00_0000
             | u64::from(u32::from_be_bytes([0, gid.0[13], gid.0[14], gid.0[15]]));
         attr.firmware = env!("CARGO_PKG_VERSION").to_owned();
@@ -131,7 +127,6 @@ impl DeviceInner {
         attr.max_srq_sge = 16;
         attr.completion_vectors = 1;
         attr.atomic = AtomicCapability::Global;
-        // Nothing is ever pinned.
         attr.on_demand_paging = true;
         attr.dma_buf = true;
         attr.dc = Some(DcAttr::new(16, 16));
@@ -165,13 +160,12 @@ impl DeviceInner {
         Ok(device)
     }
 
-    /// Where it sends and receives, on a network over UDP.
     #[inline]
     pub(super) const fn endpoint(&self) -> Option<&Arc<Endpoint>> {
         self.endpoint.as_ref()
     }
 
-    /// Largest MTU on the way to `peer`; fails if the system knows no way.
+    /// Returns the largest MTU on the path to `peer`, or fails without a route.
     pub(super) fn path_mtu(&self, peer: Gid) -> Result<Mtu, VerbError> {
         let route = self.endpoint.as_ref().map(|endpoint| endpoint.path_mtu(peer)).transpose()?;
         Ok(route.map_or(self.mtu, |route| route.min(self.mtu)))
@@ -181,8 +175,8 @@ impl DeviceInner {
         &self.attr
     }
 
-    /// Fails with EBUSY if a test has the device refuse to destroy objects.
-    pub(super) fn ends(&self, verb: &'static str) -> Result<(), VerbError> {
+    /// Fails with EBUSY if a test injected refusals.
+    pub(super) fn check_destroy(&self, verb: &'static str) -> Result<(), VerbError> {
         if self.refusals.destroy() { Err(VerbError::new(verb, VerbError::EBUSY)) } else { Ok(()) }
     }
 
@@ -199,8 +193,8 @@ impl DeviceInner {
         if self.is_linked() { PortState::Active } else { PortState::Down }
     }
 
-    /// EIO once the device is lost.
-    pub(super) fn alive(&self, verb: &'static str) -> Result<(), VerbError> {
+    /// Fails with EIO once the device is lost.
+    pub(super) fn check_alive(&self, verb: &'static str) -> Result<(), VerbError> {
         if self.is_dead() { Err(VerbError::new(verb, VerbError::EIO)) } else { Ok(()) }
     }
 
@@ -208,7 +202,6 @@ impl DeviceInner {
         self.next_id.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Of the next management datagram.
     pub(super) fn next_management_psn(&self) -> Psn {
         Psn::new(self.management_psn.fetch_add(1, Ordering::Relaxed))
     }
@@ -221,7 +214,8 @@ impl DeviceInner {
         self.queue_pairs.read().len()
     }
 
-    /// Makes a queue pair under the `reserved` number, or one that is not in use and that peers cannot predict.
+    /// Registers the queue pair that `make` creates, under the `reserved` number or an
+    /// unpredictable one.
     pub(super) fn add_queue_pair(
         &self,
         reserved: Option<Qpn>,
@@ -238,26 +232,25 @@ impl DeviceInner {
         Ok(made)
     }
 
-    /// Reserves a number for a queue pair that may be made later.
     pub(super) fn reserve_number(&self) -> Result<Qpn, VerbError> {
-        // Others that look for a number meanwhile either hold the table for writing or come here.
+        // This lock excludes every other choice of a number.
         let pairs = self.queue_pairs.write();
         let qpn = self.unused_number(&pairs, &self.targets.read(), "rdma_accept")?;
         self.reserved.lock().insert(qpn);
         Ok(qpn)
     }
 
-    /// Gives a reserved number back. A queue pair that was made under it keeps it.
+    /// Releases a reserved number; a queue pair created under it keeps it.
     pub(super) fn release_number(&self, qpn: Qpn) {
         self.reserved.lock().remove(&qpn);
     }
 
-    /// True if a queue pair may be made under this number, or was.
+    /// Returns whether the number is reserved, used or not.
     pub(super) fn is_reserved(&self, qpn: Qpn) -> bool {
         self.reserved.lock().contains(&qpn)
     }
 
-    /// Gives a target of dynamic connections its number; packets for it arrive from now on.
+    /// Assigns a number to a DC target, which receives packets from now on.
     pub(super) fn add_target(&self, target: &Arc<DctInner>) -> Result<Qpn, VerbError> {
         let pairs = self.queue_pairs.read();
         let mut table = self.targets.write();
@@ -285,7 +278,7 @@ impl DeviceInner {
         }
         loop {
             let qpn = self.numbers.next();
-            // 0 and 1 are management, 0xffffff is multicast (IBTA 3.5.10).
+            // 0 and 1 are for management, 0xffffff for multicast (IBTA 3.5.10).
             let taken =
                 pairs.contains_key(&qpn) || targets.contains_key(&qpn) || self.is_reserved(qpn);
             if qpn.0 > 1 && qpn != Qpn::MAX && !taken {
@@ -308,14 +301,14 @@ impl DeviceInner {
         if self.dead.swap(true, Ordering::AcqRel) {
             return;
         }
-        tracing::error!(device = self.attr.name, "device lost");
+        tracing::error!(device = self.attr.name, "device lost; failing its queue pairs");
         self.linked.store(false, Ordering::Relaxed);
         self.announce(AsyncEvent::DeviceFatal);
         let mut all: Vec<_> = {
             let table = self.queue_pairs.read();
             table.values().filter_map(Weak::upgrade).collect()
         };
-        // In a fixed order, for reproducible simulations.
+        // Sorted, for reproducible simulations.
         all.sort_unstable_by_key(|qp| qp.qpn());
         let deferred = Deferred::new();
         for qp in all {
@@ -327,23 +320,24 @@ impl DeviceInner {
             target.fail(None, &deferred);
         }
         deferred.run();
-        // After all flushes: what no flush ends, as receives of a shared queue, ends by the error.
+        // After all flushes: failed polls end work that no flush completes, such as shared
+        // receives.
         for cq in self.completion_queues.lock().iter().filter_map(Weak::upgrade) {
-            cq.lose();
+            cq.mark_lost();
         }
         Manager::kill(self);
     }
 
-    /// Knows of a completion queue until it is gone.
+    /// Registers a completion queue for device loss.
     fn add_completion_queue(&self, cq: &Cq) {
         let mut all = self.completion_queues.lock();
         if all.len() == all.capacity() {
             all.retain(|cq| cq.strong_count() > 0);
         }
         all.push(Arc::downgrade(&cq.0));
-        // Lost meanwhile, without being told.
+        // `kill` may have run before the queue was in the list.
         if self.is_dead() {
-            cq.0.lose();
+            cq.0.mark_lost();
         }
     }
 

@@ -1,19 +1,18 @@
-//! Numbers of queue pairs: peers cannot predict them, and none comes again before all others were used.
+//! Queue pair numbers that peers cannot predict and that repeat only after all others were used.
 //!
-//! A number that came again soon would be refused: for some time after the end of a connection its peer takes a request from
-//! the same number for one that has forgotten the connection (IBTA 12.9.8.3.1). Late packets would find it, too.
+//! A peer refuses a connection from a recently used number, which it takes for a lost connection
+//! (IBTA 12.9.8.3.1). Late packets would also reach the new queue pair.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use rdma_provider::types::Qpn;
 
-/// Half of the 24 bits of a number.
 const HALF: u32 = 12;
 const MASK: u32 = (1 << HALF) - 1;
 const ROUNDS: u8 = 4;
 
-/// Counts in an order of its own: a permutation of all 24-bit numbers, chosen by a key.
+/// A counter mapped through a keyed permutation of the 24-bit numbers.
 #[derive(Debug)]
 pub(super) struct Numbers {
     key: u64,
@@ -21,15 +20,14 @@ pub(super) struct Numbers {
 }
 
 impl Numbers {
-    /// Whoever does not know `key` cannot tell the order.
     pub(super) const fn new(key: u64) -> Self {
         Self { key, count: AtomicU32::new(0) }
     }
 
-    /// The next number; any 24 bits, those with a meaning of their own among them.
+    /// Returns the next number; it may be a reserved one.
     pub(super) fn next(&self) -> Qpn {
         let count = self.count.fetch_add(1, Ordering::Relaxed) & Qpn::MAX.0;
-        // A Feistel network, which is a permutation whatever its function.
+        // A Feistel network is a permutation for any round function.
         let (left, right) =
             (0..ROUNDS).fold((count >> HALF, count & MASK), |(left, right), round| {
                 let mut hasher = DefaultHasher::new();
@@ -47,12 +45,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_number_comes_again_soon() {
-        // Of as many drawn at random some hundred would come again.
+    fn first_65536_numbers_are_distinct() {
+        // Random numbers would contain more than a hundred duplicates.
         let numbers = Numbers::new(7);
         let seen: HashSet<_> = (0..1 << 16).map(|_| numbers.next()).collect();
         assert_eq!(seen.len(), 1 << 16);
-        // Nor does the count leave the 24 bits.
+        // The count wraps at 24 bits.
         numbers.count.store(u32::MAX, Ordering::Relaxed);
         let (last, first) = (numbers.next(), numbers.next());
         assert_eq!(first, Numbers::new(7).next());
@@ -60,7 +58,7 @@ mod tests {
     }
 
     #[test]
-    fn order_is_that_of_the_key() {
+    fn key_determines_order_of_numbers() {
         let order = |key| {
             let numbers = Numbers::new(key);
             std::array::from_fn::<_, 8, _>(|_| numbers.next())

@@ -1,9 +1,9 @@
-//! Moves packets between the machines of queue pairs.
+//! Transfer of packets between the state machines of queue pairs.
 //!
-//! [`pump`](QpInner::pump) is called with the requester half locked and sends what there is to send:
-//! directly into the peer's responder half, which answers at once, or encoded onto the network. One
-//! call moves a bounded slice; the scheduler goes on with the rest, in turns with all others, so that
-//! no post blocks its thread for the length of a large message.
+//! [`pump`](QpInner::pump), called with the requester half locked, passes packets directly to the
+//! peer's responder half, which replies at once, or encodes them onto the network. It moves a
+//! bounded slice. The scheduler continues the rest, alternating with other queue pairs: no post
+//! blocks for the length of a large message.
 
 use std::sync::Arc;
 
@@ -19,10 +19,10 @@ use crate::net::udp::{Outbox, Pace};
 use crate::roce::packet::Packet;
 use crate::roce::requester::{Destination, Outgoing, Requester, Source};
 
-/// What one slice may move.
+/// The rest of a slice.
 ///
-/// 256 KiB take about 20 µs at memory speed and 64 small packets about as long: well below what a task
-/// may hold an executor's thread.
+/// 256 KiB or 64 small packets take about 20 µs, well below the time for which a task may block an
+/// executor's thread.
 pub(crate) struct Budget {
     packets: u32,
     bytes: usize,
@@ -43,7 +43,6 @@ impl Budget {
     }
 }
 
-/// Which half of a queue pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Half {
     Sender,
@@ -51,9 +50,10 @@ pub(crate) enum Half {
 }
 
 impl QpInner {
-    /// Sends what there is to send, up to a slice, and sees to what comes of it.
+    /// Sends up to a slice of queued work, then settles the requester.
     ///
-    /// Only the direct way of connected queue pairs is inlined here. The locals of the others would cost it registers.
+    /// Only the direct path of connections is inlined: the locals of the others would cost it
+    /// registers.
     pub(crate) fn pump(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) {
         if !sender.continuing && sender.machine.has_work() {
             let network = &self.device().network;
@@ -63,8 +63,8 @@ impl QpInner {
                 } else {
                     self.pump_queued(sender, deferred)
                 };
-                // Perhaps nothing was sent: work that is local, or waits.
-                sender.rest();
+                // Work that is local or stalled sent nothing.
+                sender.update_window();
                 more
             } else {
                 match self.transport() {
@@ -83,7 +83,7 @@ impl QpInner {
         self.settle(sender, deferred);
     }
 
-    /// Direct, connected. True if there is more to do.
+    /// Sends directly to a connected peer. Returns whether work is left.
     #[inline]
     fn pump_connected(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) -> bool {
         self.find_peer(sender);
@@ -102,11 +102,11 @@ impl QpInner {
         let mut budget = Budget::slice();
         let pd = machine.config.pd;
         if responder.config.peer == self.qpn() {
-            while let Some((psn, whole)) = machine.quiet_head() {
-                let length = whole.length;
-                let reads_back = whole.op.reads_back();
+            while let Some((psn, message)) = machine.fast_path_head() {
+                let length = message.length;
+                let reads_back = message.op.reads_back();
                 let segment;
-                let payload = match whole.data {
+                let payload = match message.data {
                     Data::Inline(bytes) => Payload::Bytes(bytes),
                     Data::Sges([sge]) => {
                         let need = if reads_back { Access::LOCAL_WRITE } else { Access::empty() };
@@ -121,13 +121,13 @@ impl QpInner {
                 };
                 let done = match payload {
                     Payload::Segment(into) if reads_back => responder
-                        .on_whole_read(psn, &here.gid, whole.op, into, &there.keys)
+                        .on_single_packet_read(psn, &here.gid, message.op, into, &there.keys)
                         .map(|()| true),
                     _ if reads_back => break,
-                    _ => responder.on_whole(
+                    _ => responder.on_single_packet(
                         psn,
                         &here.gid,
-                        &whole,
+                        &message,
                         &payload,
                         &there.keys,
                         &mut peer_out,
@@ -135,7 +135,7 @@ impl QpInner {
                 };
                 let Some(acknowledged) = done else { break };
                 tracing::trace!(qpn = %self.qpn(), ?psn, length, acknowledged, "message");
-                machine.quiet_sent(acknowledged, &mut out);
+                machine.fast_path_sent(acknowledged, &mut out);
                 budget.spend(length);
                 if !machine.has_work() {
                     return false;
@@ -149,7 +149,6 @@ impl QpInner {
         self.exchange_packets(machine, peer, budget, deferred)
     }
 
-    /// Direct, connected, packet by packet.
     #[cold]
     fn exchange_packets(
         self: &Arc<Self>,
@@ -162,7 +161,7 @@ impl QpInner {
         let ReceiverHalf { machine: responder, unconfirmed, .. } = &mut *receiver;
         let here = self.device();
         let there = peer.device();
-        // A connection has two ends that name each other; if not, answers reach somebody else.
+        // Replies go elsewhere if the peer is connected to another queue pair.
         let answers = responder.config.peer == self.qpn();
         let unreliable = self.transport() != Transport::Rc;
         let mut out = SendSide { qp: self, deferred };
@@ -209,8 +208,8 @@ impl QpInner {
         }
     }
 
-    /// No queue pair is there: packets leave and are lost, unless the connection manager answers them for a queue pair that is
-    /// still to be made.
+    /// Sends packets to a missing queue pair: they are lost, unless the connection manager reserved
+    /// its number and replies.
     #[cold]
     fn pump_lost(
         self: &Arc<Self>,
@@ -240,7 +239,6 @@ impl QpInner {
         false
     }
 
-    /// Direct, datagrams: each may go somewhere else.
     #[inline(never)]
     fn pump_datagrams(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) -> bool {
         let here = self.device();
@@ -278,7 +276,7 @@ impl QpInner {
         false
     }
 
-    /// Makes sure that `sender.peer` is the queue pair now at its address, or none.
+    /// Replaces a missing or destroyed `sender.peer`.
     #[inline]
     fn find_peer(&self, sender: &mut Sender) {
         if sender.peer.as_ref().is_none_or(|peer| peer.is_destroyed()) {
@@ -291,7 +289,7 @@ impl QpInner {
         self.device().network.queue_pair(at.gid, at.qpn)
     }
 
-    /// That of packets whose way nobody bounds by acknowledging them, over UDP.
+    /// Returns the pace of UC and UD over UDP, which no acknowledgement limits.
     fn pace(&self) -> Option<&Pace> {
         match self.transport() {
             Transport::Uc | Transport::Ud => {
@@ -301,11 +299,11 @@ impl QpInner {
         }
     }
 
-    /// Encoded onto the network.
+    /// Encodes packets onto the network. Returns whether work is left.
     #[inline(never)]
     fn pump_queued(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) -> bool {
         let here = self.device();
-        if !sender.may_go() {
+        if !sender.acquire_window() {
             return false;
         }
         let pace = self.pace().map(|pace| (pace, here.network.scheduler.now()));
@@ -340,8 +338,10 @@ impl QpInner {
         sender.machine.has_work()
     }
 
-    /// A packet arrived from the network. What it leads to is sent by [`answer`](Self::answer) of the half that is
-    /// returned, which must follow: at once, or after more packets for it.
+    /// Handles a packet from the network.
+    ///
+    /// The caller must call [`answer`](Self::answer) for the returned half, at once or after more
+    /// packets.
     pub(crate) fn on_packet(
         self: &Arc<Self>,
         packet: &Packet,
@@ -372,7 +372,7 @@ impl QpInner {
                 if receiver.unconfirmed.is_some() {
                     if receiver.machine.counters.dropped == dropped {
                         if let Some(connection) = receiver.unconfirmed.take() {
-                            deferred.heard(self, connection);
+                            deferred.confirm(self, connection);
                         }
                     } else {
                         early = !receiver.machine.is_receiving();
@@ -388,14 +388,14 @@ impl QpInner {
         half
     }
 
-    /// Sends what packets led to, or what its turn on the way to the peer lets it send.
+    /// Sends packets or replies of a half, after received packets or an admission to the window.
     pub(crate) fn answer(self: &Arc<Self>, half: Half) {
         let deferred = Deferred::new();
         match half {
             Half::Sender => {
                 let mut sender = self.sender.lock();
                 self.pump(&mut sender, &deferred);
-                sender.rest();
+                sender.update_window();
             }
             Half::Receiver => {
                 let mut receiver = self.receiver.lock();
@@ -407,7 +407,6 @@ impl QpInner {
         deferred.run();
     }
 
-    /// Sends replies, up to a slice.
     pub(crate) fn reply(self: &Arc<Self>, receiver: &mut ReceiverHalf, deferred: &Deferred) {
         if receiver.replying {
             return;
@@ -433,8 +432,7 @@ impl QpInner {
         }
     }
 
-    /// The scheduler: more replies.
-    pub(crate) fn on_reply_turn(self: &Arc<Self>) {
+    pub(crate) fn on_continue_replies(self: &Arc<Self>) {
         let deferred = Deferred::new();
         {
             let mut receiver = self.receiver.lock();
@@ -444,7 +442,6 @@ impl QpInner {
         deferred.run();
     }
 
-    /// The scheduler: the next slice.
     pub(crate) fn on_continue(self: &Arc<Self>) {
         let deferred = Deferred::new();
         {
@@ -455,7 +452,6 @@ impl QpInner {
         deferred.run();
     }
 
-    /// The scheduler: a deadline may have come.
     pub(crate) fn on_timer(self: &Arc<Self>) {
         let deferred = Deferred::new();
         {
@@ -466,15 +462,15 @@ impl QpInner {
             }
             sender.machine.on_timer(now, &mut SendSide { qp: self, deferred: &deferred });
             self.pump(&mut sender, &deferred);
-            sender.rest();
+            sender.update_window();
         }
         deferred.run();
     }
 
     #[cold]
     pub(crate) fn schedule_timer(self: &Arc<Self>, sender: &mut Sender, deadline: u64) {
-        // One that comes too early is renewed, so only an earlier one is added. Those that are there are remembered: forgotten,
-        // each would be renewed as well, and there would be one more with each that is added.
+        // A job that runs too early is rescheduled, so only an earlier deadline needs a new one.
+        // Unless all are recorded, each is rescheduled and their number grows.
         if sender.scheduled.last().is_none_or(|&earliest| deadline < earliest) {
             sender.scheduled.push(deadline);
             self.device().network.scheduler.schedule(deadline, Job::Timer(Arc::downgrade(self)));
@@ -482,7 +478,6 @@ impl QpInner {
     }
 }
 
-/// The payload of a packet just made.
 #[inline]
 pub(crate) fn payload_of<'a, 'k>(
     machine: &'a Requester,

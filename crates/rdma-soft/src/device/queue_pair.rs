@@ -1,6 +1,6 @@
-//! Queue pair: the two halves, their locks, and the state they share.
+//! Queue pairs: a requester half and a responder half, each with a lock.
 
-// Implements `unsafe fn`s of the contract; holds no unsafe block.
+// Implements `unsafe fn`s of the contract; contains no unsafe block.
 #![allow(unsafe_code)]
 
 mod modify;
@@ -30,7 +30,7 @@ use super::{ContextInner, DeviceInner, PORT};
 use crate::Soft;
 use crate::cm::Manager;
 use crate::dc::DctInner;
-use crate::net::udp::Place;
+use crate::net::udp::WindowSlot;
 use crate::roce::requester::{
     Destination, Flow, Requester, SendCompletions, SendConfig, SendCounters,
 };
@@ -47,16 +47,16 @@ pub(crate) struct QpInner {
     recv_owner: u32,
     srq: Option<Arc<SrqInner>>,
     polled: Arc<Polled>,
-    /// Its handle is gone. Changes only under both locks.
+    /// The handle was dropped. Changes only under both locks.
     destroyed: AtomicBool,
-    /// Times it was reset. Changes only under both locks.
+    /// Number of resets. Changes only under both locks.
     generation: AtomicU64,
     pub(crate) sender: Mutex<Sender>,
     pub(crate) receiver: Mutex<ReceiverHalf>,
 }
 
 impl fmt::Debug for QpInner {
-    /// Without its peer, whose peer it is.
+    /// Omits the peer, which refers back.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("QueuePair")
             .field("qpn", &self.qpn)
@@ -66,42 +66,39 @@ impl fmt::Debug for QpInner {
     }
 }
 
-/// Requester half, and what goes with it.
 #[derive(Debug)]
 pub(crate) struct Sender {
     pub(crate) machine: Requester,
     attr: QpAttr,
-    /// Queue pair that packets went to last, and its address. A strong reference: no counting per
-    /// packet; a destroyed one is found out and dropped.
+    /// The last destination, at `peer_at`. A strong reference avoids counting per packet; destroyed
+    /// peers are replaced.
     pub(crate) peer: Option<Arc<QpInner>>,
-    /// Of an initiator of dynamic connections: the target there instead.
+    /// The last destination of a DC initiator.
     pub(crate) target: Weak<DctInner>,
     pub(crate) peer_at: Destination,
-    /// When its timers come that are scheduled, the earliest last.
+    /// Times of scheduled timer jobs, the earliest last.
     pub(crate) scheduled: SmallVec<[u64; 2]>,
-    /// The scheduler goes on with it: posting only queues.
+    /// `Job::Continue` is scheduled: posting only queues.
     pub(crate) continuing: bool,
-    /// It could send nothing when it was its turn: others had sent all that may be ahead.
+    /// The last slice sent nothing: other queue pairs had used up the pace.
     pub(crate) passed_over: bool,
     notify_drained: bool,
-    /// Failure was noticed and passed on to the other half.
+    /// The responder half was notified of the failure.
     failed: bool,
-    /// On the way to the peer, over UDP.
-    place: Option<Place>,
+    /// Slot in the path's window, over UDP.
+    window_slot: Option<WindowSlot>,
 }
 
-/// Responder half.
 #[derive(Debug)]
 pub(crate) struct ReceiverHalf {
     pub(crate) machine: Responder,
-    /// The scheduler goes on with its replies.
+    /// `Job::Reply` is scheduled.
     pub(crate) replying: bool,
-    /// Number of a connection whose peer is to confirm it, if that has not been heard yet; or whose peer has confirmed and
-    /// may send before this queue pair takes requests.
+    /// A connection until its peer's first accepted request. The peer has not confirmed it, or may
+    /// send before this queue pair is ready.
     pub(crate) unconfirmed: Option<u32>,
 }
 
-/// Where completions of sends go.
 pub(crate) struct SendSide<'a> {
     pub(crate) qp: &'a QpInner,
     pub(crate) deferred: &'a Deferred,
@@ -125,7 +122,6 @@ impl SendCompletions for SendSide<'_> {
     }
 }
 
-/// Where completions of receives go, and where receives come from.
 pub(crate) struct ReceiveSide<'a> {
     pub(crate) qp: &'a Arc<QpInner>,
     pub(crate) deferred: &'a Deferred,
@@ -157,7 +153,7 @@ impl Receiver for ReceiveSide<'_> {
     }
 }
 
-/// Makes a queue pair in RESET, under the number that the connection manager has reserved, if there is one.
+/// Creates a queue pair in RESET, under the connection manager's reserved number, if any.
 pub(crate) fn create(
     context: &Arc<ContextInner>,
     pd: u32,
@@ -261,7 +257,7 @@ pub(crate) fn create(
                 passed_over: false,
                 notify_drained: false,
                 failed: false,
-                place: None,
+                window_slot: None,
             }),
             receiver: Mutex::new(ReceiverHalf {
                 machine: Responder::new(receive),
@@ -296,8 +292,8 @@ impl QpInner {
         self.generation.load(Ordering::Relaxed)
     }
 
-    /// Takes the queue pair to ERR and flushes both queues. Nothing happens in RESET, or if it has been
-    /// reset since `generation`.
+    /// Moves the queue pair to ERR and flushes both queues, unless in RESET or reset after
+    /// `generation`.
     pub(crate) fn fail(
         self: &Arc<Self>,
         generation: Option<u64>,
@@ -327,11 +323,15 @@ impl QpInner {
         deferred: &Deferred,
     ) {
         sender.failed = true;
-        if let Some(place) = &sender.place {
-            place.leave();
+        if let Some(slot) = &sender.window_slot {
+            slot.withdraw();
         }
         if sender.machine.state() != QpState::Err {
-            tracing::debug!(qpn = %self.qpn, from = ?sender.machine.state(), "queue pair enters ERR");
+            tracing::debug!(
+                qpn = %self.qpn,
+                from = ?sender.machine.state(),
+                "queue pair enters the error state"
+            );
             sender.machine.set_state(QpState::Err, &mut SendSide { qp: self, deferred });
         }
         if receiver.machine.state() != QpState::Err {
@@ -339,11 +339,11 @@ impl QpInner {
         }
     }
 
-    /// After anything that the requester did: its timer, its events, its failure.
+    /// Schedules the timer, raises events and defers a failure, after any action of the requester.
     #[inline]
     pub(crate) fn settle(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) {
         let scheduler = &self.device().network.scheduler;
-        // Whoever continues settles again.
+        // Otherwise the continuation settles.
         if !sender.continuing
             && let Some(deadline) = sender.machine.settle(|| scheduler.now())
         {
@@ -364,13 +364,12 @@ impl QpInner {
         }
     }
 
-    /// What it has sent and received so far.
     pub(crate) fn counters(&self) -> (SendCounters, ReceiveCounters) {
         let sent = self.sender.lock().machine.counters;
         (sent, self.receiver.lock().machine.counters)
     }
 
-    /// What is wrong with a send work request, if anything; its length if nothing.
+    /// Returns the length of a valid send work request.
     #[inline(always)]
     fn check_send(&self, wr: &SendWr<'_>) -> Option<u32> {
         let length = match wr.data {
@@ -383,19 +382,22 @@ impl QpInner {
             Transport::Ud => {
                 matches!(wr.op, SendOp::Send | SendOp::SendWithImm(_))
                     && length as usize <= Mtu::Mtu4096.bytes()
-                    && matches!(wr.target, Some(SendTarget::Datagram(to)) if to.address.port == PORT && to.address.sgid_index == 0)
+                    && matches!(wr.target, Some(SendTarget::Datagram(to))
+                        if to.address.port == PORT && to.address.sgid_index == 0)
             }
             Transport::Dci => {
                 !wr.op.is_local()
                     && !matches!(wr.op, SendOp::SendWithInvalidate(_))
                     && matches!(wr.target, Some(SendTarget::Dc(to))
-                        if to.address.port == PORT && to.address.sgid_index == 0 && to.number <= Qpn::MAX)
+                        if to.address.port == PORT
+                            && to.address.sgid_index == 0
+                            && to.number <= Qpn::MAX)
             }
         };
         allowed.then_some(length)
     }
 
-    /// Length of a send work request, if its data are of a kind that its operation takes.
+    /// Returns the length if the operation permits the data.
     fn length(&self, wr: &SendWr<'_>) -> Option<u32> {
         match (wr.data, wr.op) {
             (Data::Window(_), SendOp::BindWindow)
@@ -403,7 +405,7 @@ impl QpInner {
             (Data::Window(_), _) | (_, SendOp::BindWindow | SendOp::LocalInvalidate(_)) => None,
             (Data::Sges(sges), _) => {
                 let total: u64 = sges.iter().map(|sge| u64::from(sge.length)).sum();
-                // Larger than any message: reported as such when its turn comes.
+                // Fails when it is processed: longer than any message.
                 let length = u32::try_from(total).unwrap_or(u32::MAX);
                 (sges.len() <= self.caps.max_send_sge as usize).then_some(length)
             }
@@ -417,13 +419,13 @@ impl QpInner {
 
 /// A queue pair, see [`contract::Qp`].
 ///
-/// - Slots of both queues are free again when a completion at or after them has been polled, the
-///   strict form of mlx5: a program that never requests a completion fills its send queue.
+/// - Polling a completion frees the slots up to its work request, as strictly as mlx5: a program
+///   that never requests a completion fills its send queue.
 /// - Destroying or resetting the queue pair removes its completions from the completion queue.
 /// - READ and atomics with `max_rd_atomic` 0 fail with `LOC_QP_OP_ERR`: they could never start.
-/// - A `SendWithInvalidate` that names no window bound by the receiving queue pair ends the receive with
-///   `REM_INV_REQ_ERR`. As there is no NAK for this case, the sender's retries run out.
-/// - Destroying the queue pair ends the access through all windows that it bound.
+/// - A `SendWithInvalidate` whose key is no window bound by the receiving queue pair completes the
+///   receive with `REM_INV_REQ_ERR`. There is no NAK for this: the sender exhausts its retries.
+/// - Destroying the queue pair unbinds its windows.
 ///
 /// ```
 /// use rdma_soft::Network;
@@ -433,7 +435,8 @@ impl QpInner {
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let context = Network::new().open("a")?;
 /// let (pd, cq) = (context.create_pd()?, context.create_cq(16, None, 0, 0)?);
-/// let caps = QpCaps { max_send_wr: 4, max_recv_wr: 4, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 };
+/// let caps =
+///     QpCaps { max_send_wr: 4, max_recv_wr: 4, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 };
 /// let init = QpInit { transport: Transport::Rc, send_cq: &cq, recv_cq: &cq, srq: None, caps };
 /// // `examples/write.rs` continues from RESET.
 /// let qp = pd.create_qp(&init)?;
@@ -445,12 +448,12 @@ impl QpInner {
 pub struct Qp(pub(crate) Arc<QpInner>);
 
 impl Qp {
-    /// Returns the counters of its requester and its responder.
+    /// Returns the counters of the requester and the responder.
     pub fn counters(&self) -> (SendCounters, ReceiveCounters) {
         self.0.counters()
     }
 
-    /// Posts a list of any length. The caller keeps the promise of [`post_send`](contract::Qp::post_send).
+    /// Posts a list under the contract of [`post_send`](contract::Qp::post_send).
     #[inline(never)]
     fn post_list<'a>(
         &self,
@@ -489,8 +492,7 @@ impl Qp {
 
 impl contract::Qp for Qp {
     fn destroy(&mut self) -> Result<(), VerbError> {
-        // Its drop does it.
-        self.0.device().ends("ibv_destroy_qp")
+        self.0.device().check_destroy("ibv_destroy_qp")
     }
 
     fn qpn(&self) -> Qpn {
@@ -503,7 +505,7 @@ impl contract::Qp for Qp {
 
     fn modify(&self, attr: &QpAttr) -> Result<(), VerbError> {
         let qp = &self.0;
-        qp.device().alive("ibv_modify_qp")?;
+        qp.device().check_alive("ibv_modify_qp")?;
         let deferred = Deferred::new();
         let result = qp.modify(attr, &deferred);
         deferred.run();
@@ -526,7 +528,7 @@ impl contract::Qp for Qp {
         if list.size_hint().1 != Some(1) {
             return self.post_list(list);
         }
-        // By reference: a single request is written to memory once, and only for this device.
+        // By reference: a single request is written to memory once.
         list.next().map_or(Ok(()), |wr| self.post_list(slice::from_ref(wr.borrow()).iter()))
     }
 
@@ -573,7 +575,7 @@ impl Drop for Qp {
             let peer = sender.peer.take();
             qp.reset(&mut sender, &mut receiver, &deferred);
             qp.destroyed.store(true, Ordering::Relaxed);
-            qp.device().keys.end_windows_of(qp.qpn);
+            qp.device().keys.unbind_windows_of(qp.qpn);
             qp.send_cq.detach(qp.send_owner);
             if !Arc::ptr_eq(&qp.send_cq, &qp.recv_cq) {
                 qp.recv_cq.detach(qp.recv_owner);
@@ -581,7 +583,7 @@ impl Drop for Qp {
             peer
         };
         deferred.run();
-        // Perhaps the last reference to a queue pair of another device: not under our locks.
+        // Outside the locks: possibly the last reference to another device's queue pair.
         drop(peer);
     }
 }

@@ -1,6 +1,6 @@
-//! Refusals that a test asks of a device: the behaviour of a faulty driver.
+//! Injected refusals of a faulty driver.
 //!
-//! Without feature `testing` there is no state and each answer is a constant, so a post has no check.
+//! Without feature `testing` all methods are constants, so posting pays no check.
 
 #[cfg(not(feature = "testing"))]
 pub(super) use never::Refusals;
@@ -9,7 +9,6 @@ pub(super) use on_request::Refusals;
 
 #[cfg(not(feature = "testing"))]
 mod never {
-    /// A device that refuses nothing.
     #[derive(Debug)]
     pub(crate) struct Refusals;
 
@@ -41,17 +40,14 @@ mod on_request {
 
     use crate::DeviceControl;
 
-    /// Value of [`Refusals::sends`] while no send is to be refused.
+    /// Value of [`Refusals::sends`] while sends are accepted.
     const NO_SEND: u32 = u32::MAX;
 
-    /// The refusals in effect. The questions are true if the device must refuse.
+    /// The refusals in effect. Methods return true to refuse.
     #[derive(Debug)]
     pub(crate) struct Refusals {
-        /// Sends to accept before one is refused.
         sends: AtomicU32,
-        /// No object can be destroyed.
         destroy: AtomicBool,
-        /// Queue pairs do not enter the error state.
         flush: AtomicBool,
     }
 
@@ -64,7 +60,7 @@ mod on_request {
             }
         }
 
-        /// Asked once for each send.
+        /// Counts a send.
         pub(crate) fn send(&self) -> bool {
             let count =
                 |left: u32| (left != NO_SEND).then(|| left.checked_sub(1).unwrap_or(NO_SEND));
@@ -81,20 +77,24 @@ mod on_request {
     }
 
     impl DeviceControl {
-        /// Starts or stops refusing to destroy registrations, windows, queue pairs and shared receive queues (EBUSY), as a
-        /// driver does that has lost track of them. The layers above must leak the memory that the device may still access.
+        /// Starts or stops refusing, with EBUSY, to destroy registrations, windows, queue pairs and
+        /// shared receive queues.
+        ///
+        /// The layers above must leak the memory that the device may still access.
         pub fn refuse_destroy(&self, refuse: bool) {
             self.0.refusals.destroy.store(refuse, Ordering::Relaxed);
         }
 
-        /// Starts or stops ignoring the transition of queue pairs to the error state: nothing is flushed and posted work
-        /// continues. Work in flight then ends when its queue pair is destroyed.
+        /// Starts or stops ignoring transitions of queue pairs to ERR.
+        ///
+        /// Work continues without flush until its queue pair is destroyed.
         pub fn ignore_errors(&self, ignore: bool) {
             self.0.refusals.flush.store(ignore, Ordering::Relaxed);
         }
 
-        /// Accepts `posted` more sends and refuses the next one with ENOMEM, once, as a driver does that runs out of
-        /// memory. Requests behind it in the same list are not posted.
+        /// Accepts `posted` more sends, then refuses one with ENOMEM.
+        ///
+        /// Later requests in the same list are not posted.
         pub fn refuse_send(&self, posted: u32) {
             self.0.refusals.sends.store(posted.min(NO_SEND - 1), Ordering::Relaxed);
         }

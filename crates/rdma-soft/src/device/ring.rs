@@ -1,11 +1,10 @@
-//! Work queue: first in, first out, whose slots keep what they allocated.
+//! A FIFO of reusable slots.
 
 use std::fmt;
 
-/// Queue of work requests.
+/// A FIFO whose slots keep their contents and allocations for reuse.
 ///
-/// It starts without memory and doubles when full, so an idle queue pair is small; a slot is reused as
-/// it was left, so that scatter/gather lists and inline bytes are allocated once, not per request.
+/// It grows by doubling from empty: an idle queue pair is small.
 pub(crate) struct Ring<T> {
     slots: Vec<T>,
     head: usize,
@@ -25,7 +24,7 @@ impl<T: Default> Ring<T> {
         self.len == 0
     }
 
-    /// A slot at the end, with the contents of a former use: write every field.
+    /// Appends a slot with the contents of an earlier use: write every field.
     #[inline]
     pub(crate) fn push_slot(&mut self) -> &mut T {
         if self.len == self.slots.len() {
@@ -38,20 +37,19 @@ impl<T: Default> Ring<T> {
 
     #[cold]
     fn grow(&mut self) {
-        // The mask in `at` needs a power of two.
+        // The index mask requires a power of two.
         self.slots.rotate_left(self.head);
         self.head = 0;
         let size = (self.slots.len() * 2).max(4);
         self.slots.resize_with(size, T::default);
     }
 
-    /// Element `index`, counted from the oldest.
+    /// Returns element `index` from the oldest.
     #[inline]
     pub(crate) fn get(&self, index: usize) -> Option<&T> {
         (index < self.len).then(|| &self.slots[(self.head + index) & (self.slots.len() - 1)])
     }
 
-    /// As [`get`](Self::get), to change it.
     #[inline]
     pub(crate) fn get_mut(&mut self, index: usize) -> Option<&mut T> {
         if index < self.len {
@@ -72,7 +70,7 @@ impl<T: Default> Ring<T> {
         self.get_mut(0)
     }
 
-    /// Forgets the oldest element; its slot is kept for reuse.
+    /// Removes the oldest element.
     #[inline]
     pub(crate) fn pop(&mut self) {
         if self.len > 0 {
@@ -81,7 +79,6 @@ impl<T: Default> Ring<T> {
         }
     }
 
-    /// Forgets the elements that `keep` refuses; the others stay in order.
     pub(crate) fn retain(&mut self, mut keep: impl FnMut(&T) -> bool) {
         let mut kept = 0;
         for index in 0..self.len {
@@ -95,7 +92,6 @@ impl<T: Default> Ring<T> {
         self.len = kept;
     }
 
-    /// Forgets all.
     pub(crate) fn clear(&mut self) {
         self.len = 0;
     }

@@ -1,8 +1,9 @@
-//! What happens later: timers, deliveries and the rest of long transfers.
+//! The scheduled jobs of a network: timers, packet deliveries, and the rest of work that was
+//! interrupted so that queue pairs alternate.
 //!
-//! One queue ordered by time, then by the order of entry. A thread works it off in real time; it is
-//! started with the first job, so a network on which everything succeeds at once never has one. In
-//! virtual time [`Scheduler::step`] does, and the clock is the time of the last job.
+//! Jobs run in order of time, then of insertion, without the scheduler's lock. In real time a
+//! thread runs them, started with the first job. In virtual time [`Scheduler::step`] runs them, and
+//! the clock shows the time of the last job.
 
 use std::cmp::Ordering as Compare;
 use std::collections::BinaryHeap;
@@ -20,24 +21,22 @@ use crate::dc::DctInner;
 use crate::net::network::Delivery;
 use crate::net::udp::PeerLink;
 
-/// Something to do. Holds nothing alive.
+/// A scheduled action. Its references are weak, so it does not keep the network alive.
 #[derive(Debug)]
 pub(crate) enum Job {
-    /// A deadline of the requester has come.
+    /// Processes the timeouts of a requester.
     Timer(Weak<QpInner>),
-    /// More packets of the requester than one slice took.
+    /// Sends further packets of a requester that has used up its slice.
     Continue(Weak<QpInner>),
-    /// Its turn has come on the way to the peer.
-    Enter(Weak<QpInner>),
-    /// Somebody waits long for the way to a peer.
-    TurnPage(Weak<PeerLink>),
-    /// More replies of the responder than one slice took.
+    /// Resumes a requester that was queued for its path's window and is now admitted.
+    Admitted(Weak<QpInner>),
+    /// Ends a path's epoch that was not acknowledged in time while requesters are queued.
+    AdvanceEpoch(Weak<PeerLink>),
+    /// Sends further replies of a responder that has used up its slice.
     Reply(Weak<QpInner>),
-    /// More replies of the sessions of a DC target than one slice took.
+    /// Does the same for a DC target.
     TargetReply(Weak<DctInner>),
-    /// A packet arrives.
     Deliver(Box<Delivery>),
-    /// A deadline of the connection manager has come.
     ConnectionTimer(Weak<DeviceInner>),
 }
 
@@ -54,24 +53,24 @@ impl Job {
                     qp.on_continue();
                 }
             }
-            Self::Enter(qp) => {
+            Self::Admitted(qp) => {
                 if let Some(qp) = qp.upgrade() {
                     qp.answer(Half::Sender);
                 }
             }
-            Self::TurnPage(link) => {
+            Self::AdvanceEpoch(link) => {
                 if let Some(link) = link.upgrade() {
                     link.on_tick();
                 }
             }
             Self::Reply(qp) => {
                 if let Some(qp) = qp.upgrade() {
-                    qp.on_reply_turn();
+                    qp.on_continue_replies();
                 }
             }
             Self::TargetReply(target) => {
                 if let Some(target) = target.upgrade() {
-                    target.on_reply_turn();
+                    target.on_continue_replies();
                 }
             }
             Self::Deliver(delivery) => delivery.run(),
@@ -106,7 +105,7 @@ impl PartialOrd for Entry {
 }
 
 impl Ord for Entry {
-    /// Earliest is greatest: `BinaryHeap` gives the greatest first.
+    /// Makes the earliest entry the greatest, which `BinaryHeap` pops first.
     fn cmp(&self, other: &Self) -> Compare {
         (other.at, other.sequence).cmp(&(self.at, self.sequence))
     }
@@ -126,7 +125,6 @@ enum Clock {
     Virtual(AtomicU64),
 }
 
-/// See the module.
 #[derive(Debug)]
 pub(crate) struct Scheduler {
     clock: Clock,
@@ -147,7 +145,7 @@ impl Scheduler {
         Arc::new(Self { clock, state: Mutex::default(), changed: Condvar::new() })
     }
 
-    /// Nanoseconds since the network began.
+    /// Returns the nanoseconds since the network was created.
     pub(crate) fn now(&self) -> u64 {
         match &self.clock {
             // 2^64 ns are 584 years.
@@ -160,7 +158,6 @@ impl Scheduler {
         matches!(self.clock, Clock::Virtual(_))
     }
 
-    /// Does `job` at time `at`, or as soon after as possible.
     pub(crate) fn schedule(self: &Arc<Self>, at: u64, job: Job) {
         let mut state = self.state.lock();
         if state.stopped {
@@ -180,9 +177,12 @@ impl Scheduler {
                 .spawn(move || scheduler.work());
             match spawned {
                 Ok(_) => state.thread = true,
-                // Tried again with the next job; until then peers see a very slow device.
+                // No job runs until a later call starts the thread: the devices only seem slow.
                 Err(error) => {
-                    tracing::error!(%error, "the software network cannot start its thread")
+                    tracing::error!(
+                        %error,
+                        "failed to start the network's thread; retrying with the next job"
+                    )
                 }
             }
         } else if earliest {
@@ -190,23 +190,22 @@ impl Scheduler {
         }
     }
 
-    /// Ends the thread and forgets what was to come.
+    /// Drops all scheduled jobs and ends the thread after its current job.
     pub(crate) fn stop(&self) {
-        let forgotten = {
+        let dropped = {
             let mut state = self.state.lock();
             state.stopped = true;
             std::mem::take(&mut state.heap)
         };
-        drop(forgotten);
+        drop(dropped);
         self.changed.notify_all();
     }
 
-    /// True if nothing is to come.
+    /// Returns true if no job is scheduled; one may be running.
     pub(crate) fn is_idle(&self) -> bool {
         self.state.lock().heap.is_empty()
     }
 
-    /// What is to come.
     #[cfg(test)]
     pub(crate) fn pending(&self) -> usize {
         self.state.lock().heap.len()
@@ -235,8 +234,8 @@ impl Scheduler {
         }
     }
 
-    /// Virtual time only: does the next job and moves the clock to it. False if there is none, or none
-    /// until `limit`.
+    /// Advances virtual time to the next job and runs it. Returns false if no job is due by
+    /// `limit`, and always in real time.
     pub(crate) fn step(&self, limit: u64) -> bool {
         let Clock::Virtual(clock) = &self.clock else { return false };
         let entry = {

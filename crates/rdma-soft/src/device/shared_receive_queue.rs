@@ -1,6 +1,6 @@
-//! Shared receive queue.
+//! Shared receive queues.
 
-// Implements an `unsafe fn` of the contract; holds no unsafe block.
+// Implements an `unsafe fn` of the contract; contains no unsafe block.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::roce::responder::ReceiveWqe;
 #[derive(Debug)]
 struct State {
     queue: Ring<ReceiveWqe>,
-    /// 0: no event wanted.
+    /// Fewer queued receives raise an event; 0 disables it.
     limit: u32,
 }
 
@@ -35,7 +35,7 @@ pub(crate) struct SrqInner {
 }
 
 impl SrqInner {
-    /// Takes the oldest receive; false if there is none.
+    /// Takes the oldest receive, if any.
     pub(crate) fn take(&self, into: &mut ReceiveWqe) -> bool {
         let mut state = self.state.lock();
         let Some(front) = state.queue.front_mut() else { return false };
@@ -49,12 +49,12 @@ impl SrqInner {
         true
     }
 
-    /// Puts a receive back that was taken: the message that it was for will not end.
-    pub(crate) fn give_back(&self, receive: &mut ReceiveWqe) {
+    /// Requeues a receive whose message will not complete.
+    pub(crate) fn return_receive(&self, receive: &mut ReceiveWqe) {
         std::mem::swap(self.state.lock().queue.push_slot(), receive);
     }
 
-    /// A completion of one of its receives was polled or purged.
+    /// Frees a slot whose completion was polled or purged.
     pub(crate) fn release(&self) {
         self.used.fetch_sub(1, Ordering::Release);
     }
@@ -68,8 +68,9 @@ impl SrqInner {
     }
 }
 
-/// Shared receive queue, see [`contract::Srq`]. A slot is free again when the completion of its
-/// receive has been polled.
+/// A shared receive queue, see [`contract::Srq`].
+///
+/// Polling the completion of a receive frees its slot.
 ///
 /// ```
 /// use rdma_soft::Network;
@@ -130,7 +131,7 @@ impl contract::Srq for Srq {
             if wr.sges.len() > self.0.caps.max_sge as usize {
                 return refuse(VerbError::EINVAL);
             }
-            // Only posts raise the count, and they hold the lock.
+            // Only posts, under the lock, increment the count.
             if self.0.used.load(Ordering::Acquire) >= self.0.caps.max_wr {
                 return refuse(VerbError::ENOMEM);
             }
@@ -141,7 +142,7 @@ impl contract::Srq for Srq {
     }
 
     fn destroy(&mut self) -> Result<(), VerbError> {
-        self.0.context.device().ends("ibv_destroy_srq")
+        self.0.context.device().check_destroy("ibv_destroy_srq")
     }
 }
 

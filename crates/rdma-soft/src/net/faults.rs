@@ -1,4 +1,4 @@
-//! The fault model: loss, duplication, reordering, corruption and delay of packets between two devices.
+//! The fault model of a network.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use rdma_provider::types::Gid;
 
-/// Fault model of a network: the probabilities that a packet is lost, duplicated, reordered or
-/// corrupted, and its delay.
+/// The fault model of a network: probabilities of loss, duplication, reordering and corruption, and
+/// the delay of packets.
 ///
-/// The default has no faults. Probabilities are clamped to the range 0 to 1.
+/// The default has no faults. Probabilities are clamped to 0 to 1.
 ///
 /// ```
 /// use rdma_soft::{Faults, Network};
@@ -28,11 +28,11 @@ pub struct Faults {
     pub loss: f64,
     /// Probability that a packet is duplicated.
     pub duplicate: f64,
-    /// Probability that a packet is delayed so that later packets overtake it.
+    /// Probability that later packets overtake a packet.
     pub reorder: f64,
-    /// Probability that one bit of a packet is flipped. The receiver detects the damage and drops the packet.
+    /// Probability that one bit of a packet is flipped, which the receiver detects.
     pub corrupt: f64,
-    /// Range from which the delay of a packet is drawn. Packets stay in order except by `reorder`.
+    /// Range of packet delays. Only `reorder` changes the order.
     pub delay: Range<Duration>,
 }
 
@@ -49,7 +49,7 @@ impl Default for Faults {
 }
 
 impl Faults {
-    /// Returns a model without faults and delay.
+    /// Creates a model without faults or delay.
     #[must_use]
     pub fn none() -> Self {
         Self::default()
@@ -95,10 +95,9 @@ impl Faults {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LinkCounters {
-    /// Packets that devices sent. Over UDP with faults, packets that pass the fault model are counted a second time when
-    /// they leave.
+    /// Packets sent; over UDP with faults, packets that pass the model count twice.
     pub sent: u64,
-    /// Packets lost. Over UDP this includes packets that the kernel refused.
+    /// Packets lost or refused by the kernel.
     pub lost: u64,
     /// Packets duplicated.
     pub duplicated: u64,
@@ -106,26 +105,24 @@ pub struct LinkCounters {
     pub reordered: u64,
     /// Packets with a flipped bit.
     pub corrupted: u64,
-    /// Packets whose ICRC did not match at the receiver.
+    /// Packets with a wrong ICRC.
     pub rejected: u64,
     /// Datagrams received by UDP.
     pub received: u64,
-    /// Received datagrams that were dropped: from a peer that is not allowed, for an unknown queue pair, or of an unsupported
-    /// kind.
+    /// Datagrams of disallowed peers, for unknown queue pairs or of unsupported kinds.
     pub unwanted: u64,
 }
 
-/// The wire between all devices of a network.
 #[derive(Debug)]
 pub(crate) struct Link {
     pub(crate) faults: Faults,
     pub(crate) counters: LinkCounters,
     random: fastrand::Rng,
-    /// When the newest packet between two devices arrives: keeps their packets in order.
+    /// Latest arrival per direction, which keeps packets in order.
     newest: HashMap<(Gid, Gid), u64>,
 }
 
-/// When a packet arrives; a second time for its duplicate.
+/// Arrival times of a packet and its duplicate.
 pub(crate) type Arrivals = [Option<u64>; 2];
 
 impl Link {
@@ -138,7 +135,7 @@ impl Link {
         }
     }
 
-    /// Decides about a packet sent at `now`; may change `image`.
+    /// Applies the model to a packet; may change `image`.
     pub(crate) fn send(&mut self, now: u64, route: (Gid, Gid), image: &mut [u8]) -> Arrivals {
         self.counters.sent += 1;
         if self.happens(self.faults.loss) {
@@ -165,7 +162,7 @@ impl Link {
         let at = now.saturating_add(delay);
         if self.happens(self.faults.reorder) {
             self.counters.reordered += 1;
-            // Long enough for the next few to pass, whatever the delay.
+            // Several packets overtake, whatever the delay.
             return at.saturating_add(delay).saturating_add(self.random.u64(1_000..50_000));
         }
         let newest = self.newest.entry(route).or_insert(0);

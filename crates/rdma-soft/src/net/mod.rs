@@ -1,4 +1,5 @@
-//! What carries packets between devices: memory of this process, with faults and a clock of its own, or UDP.
+//! Networks that carry packets between devices: in this process, with faults and virtual time, or
+//! UDP.
 
 pub(crate) mod faults;
 pub(crate) mod network;

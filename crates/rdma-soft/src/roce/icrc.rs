@@ -1,35 +1,35 @@
-//! The invariant CRC of RoCE v2: over IP header, UDP header and transport packet, without what routers change.
+//! The invariant CRC (ICRC) of RoCE v2.
 //!
-//! CRC-32 of IEEE 802.3 over eight bytes of ones (IBTA A17.3.3 keeps the place of InfiniBand's LRH), then all from the IP
-//! header on, with type of service, hop limit, both checksums and the congestion bits of the BTH as ones; stored least
-//! significant byte first.
+//! The CRC-32 of IEEE 802.3 covers eight bytes of ones, in place of InfiniBand's LRH (IBTA
+//! A17.3.3), and all bytes from the IP header on. Type of service, hop limit, both checksums and
+//! the congestion bits of the BTH count as ones. It is stored least significant byte first.
 //!
-//! A socket neither chooses nor sees the identification of IPv4, which the check covers. What Linux writes for a socket
-//! that is not connected and never fragments is known, see [`Header::check`]. What a peer wrote is not: but CRCs are
-//! linear, so a wrong guess of 16 bits of identification and one of "do not fragment" moves the check within a space of 17
-//! dimensions, and [`Header::verify`] accepts what lies in it. Of damaged packets one in 2^15 gets through that, with the
-//! checksum of UDP or that of Ethernet besides. IPv6 has nothing to guess.
+//! It covers the IPv4 identification, which a socket can neither choose nor read:
+//!
+//! - Sending: Linux writes known values, see [`Header::check`].
+//! - Receiving: 16 bits of identification and "do not fragment" are unknown. CRCs are linear, so
+//!   these bits change the ICRC within a space of 17 dimensions, all of which [`Header::verify`]
+//!   accepts. One in 2^15 damaged packets passes, besides the checksums of UDP and Ethernet.
+//!
+//! IPv6 has no unknown bits.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::OnceLock;
 
 use crc32fast::Hasher;
 
-/// Bytes of the check.
 pub(crate) const CHECK: usize = 4;
-/// Bytes of the base transport header, at the start of every packet.
 const BTH: usize = 12;
-/// Of them, the one with the congestion bits.
+/// Offset of the congestion bits.
 const CONGESTION: usize = 4;
-/// Ones that stand before the IP header.
+/// Bytes of ones before the IP header.
 const DUMMY: usize = 8;
 const UDP: usize = 8;
 const IPV4: usize = 20;
 const IPV6: usize = 40;
-/// The longest of all that stands before the payload of the BTH.
+/// Maximum length of the headers.
 const LONGEST: usize = DUMMY + IPV6 + UDP + BTH;
 
-/// Addresses of a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Header {
     pub(crate) source: IpAddr,
@@ -38,7 +38,7 @@ pub(crate) struct Header {
     pub(crate) destination_port: u16,
 }
 
-/// Appends the check that a packet has between port 4791 of two addresses.
+/// Appends the ICRC of a packet between ports 4791 of two addresses.
 #[cfg(feature = "testing")]
 pub(crate) fn seal(source: IpAddr, destination: IpAddr, image: &mut Vec<u8>) {
     let header = Header { source, source_port: 4791, destination, destination_port: 4791 };
@@ -47,8 +47,10 @@ pub(crate) fn seal(source: IpAddr, destination: IpAddr, image: &mut Vec<u8>) {
 }
 
 impl Header {
-    /// The check of `covered`, BTH to padding, as Linux sends it from a socket that is not connected and never fragments:
-    /// the identification is the number of the segment among those handed over at once, from 0.
+    /// Returns the ICRC of `covered`, from BTH to padding, sent by Linux from a socket that is not
+    /// connected and never fragments.
+    ///
+    /// The identification is `segment`, the index in the segmentation-offload batch.
     pub(crate) fn check(&self, covered: &[u8], segment: u16) -> u32 {
         let mut front = [0xff; LONGEST];
         let length = (covered.len() + CHECK + UDP) as u16;
@@ -56,7 +58,7 @@ impl Header {
             (IpAddr::V4(source), IpAddr::V4(destination)) => {
                 ipv4(&mut front, source, destination, length, segment)
             }
-            (source, destination) => ipv6(&mut front, wide(source), wide(destination), length),
+            (source, destination) => ipv6(&mut front, to_v6(source), to_v6(destination), length),
         };
         put(&mut front, udp, &self.source_port.to_be_bytes());
         put(&mut front, udp + 2, &self.destination_port.to_be_bytes());
@@ -71,14 +73,14 @@ impl Header {
         hasher.finalize()
     }
 
-    /// True if `check` may be that of `covered`, see the module.
+    /// Returns whether `check` can be the ICRC of `covered`, see the [module](self).
     pub(crate) fn verify(&self, covered: &[u8], check: u32) -> bool {
-        // A packet without BTH is none; the mask would have no place.
+        // Too short for the masked byte.
         if covered.len() < BTH {
             return false;
         }
         let difference = self.check(covered, 0) ^ check;
-        difference == 0 || self.is_ipv4() && Unknown::get().explain(difference, covered.len())
+        difference == 0 || self.is_ipv4() && Unknown::get().can_cause(difference, covered.len())
     }
 
     const fn is_ipv4(&self) -> bool {
@@ -86,7 +88,7 @@ impl Header {
     }
 }
 
-/// Writes the header of IPv4; where that of UDP begins.
+/// Returns the offset of UDP.
 fn ipv4(
     front: &mut [u8; LONGEST],
     source: Ipv4Addr,
@@ -98,14 +100,14 @@ fn ipv4(
     put(front, DUMMY, &[0x45]);
     put(front, DUMMY + 2, &total.to_be_bytes());
     put(front, DUMMY + 4, &segment.to_be_bytes());
-    // Do not fragment; UDP after a time to live that counts as ones.
+    // "Do not fragment", a time to live of ones, and UDP.
     put(front, DUMMY + 6, &[0x40, 0x00, 0xff, 17]);
     put(front, DUMMY + 12, &source.octets());
     put(front, DUMMY + 16, &destination.octets());
     DUMMY + IPV4
 }
 
-/// Writes the header of IPv6; where that of UDP begins.
+/// Returns the offset of UDP.
 fn ipv6(
     front: &mut [u8; LONGEST],
     source: Ipv6Addr,
@@ -124,26 +126,26 @@ fn put(front: &mut [u8; LONGEST], at: usize, bytes: &[u8]) {
     front[at..at + bytes.len()].copy_from_slice(bytes);
 }
 
-fn wide(ip: IpAddr) -> Ipv6Addr {
+fn to_v6(ip: IpAddr) -> Ipv6Addr {
     match ip {
         IpAddr::V4(v4) => v4.to_ipv6_mapped(),
         IpAddr::V6(v6) => v6,
     }
 }
 
-/// Differences of a check that an unknown identification and an unknown "do not fragment" make.
 #[derive(Debug)]
 struct Unknown {
-    /// One for each bit, where the three bytes they are in end the message; each has a leading bit that no later one has.
+    /// Differences of each bit if the message ends after the three bytes that contain them. Each
+    /// leading bit is absent from later elements.
     basis: [u32; BITS],
-    /// x^-8n: takes a difference back over the n bytes that follow the three.
+    /// Element `n` is x^(-8n), which moves a difference back over `n` bytes.
     back: Vec<u32>,
 }
 
 const BITS: usize = 17;
-/// Bytes between those three and the end of the transport packet, without the packet.
+/// Bytes between those three and the transport packet.
 const AFTER: usize = IPV4 - 7 + UDP;
-/// More than any packet: the payload of the largest MTU and all headers.
+/// More than the largest MTU and all headers.
 const LONGEST_PACKET: usize = 4096 + 64;
 
 impl Unknown {
@@ -155,7 +157,7 @@ impl Unknown {
     fn new() -> Self {
         let zero = crc32fast::hash(&[0; 3]);
         let mut basis = [0; BITS];
-        // In the order of the wire: 16 bits of identification, a reserved one, "do not fragment".
+        // In wire order: 16 bits of identification, a reserved bit, "do not fragment".
         for (slot, bit) in basis.iter_mut().zip((0..16).chain([17])) {
             let mut message = [0_u8; 3];
             message[bit / 8] = 0x80 >> (bit % 8);
@@ -171,8 +173,8 @@ impl Unknown {
         Self { basis, back }
     }
 
-    /// True if guesses alone can have made `difference` in a packet of `length` covered bytes.
-    fn explain(&self, difference: u32, length: usize) -> bool {
+    /// Returns whether unknown bits can cause `difference` in a packet of `length` covered bytes.
+    fn can_cause(&self, difference: u32, length: usize) -> bool {
         let Some(&back) = self.back.get(length + AFTER) else { return false };
         let at_end = multiply(difference, back);
         let left = self.basis.iter().fold(at_end, |left, &base| left.min(left ^ base));
@@ -180,7 +182,7 @@ impl Unknown {
     }
 }
 
-/// Makes each element's leading bit its own.
+/// Removes each element's leading bit from all later elements.
 fn eliminate(basis: &mut [u32; BITS]) {
     for at in 0..BITS {
         basis[at..].sort_unstable_by(|a, b| b.cmp(a));
@@ -191,25 +193,23 @@ fn eliminate(basis: &mut [u32; BITS]) {
     }
 }
 
-/// The polynomial of the CRC, x^31 in the lowest bit.
 const POLYNOMIAL: u32 = 0xedb8_8320;
-/// 1 as a polynomial.
 const ONE: u32 = 1 << 31;
 
-/// Product of two polynomials, modulo that of the CRC.
+/// Multiplies modulo the polynomial of the CRC.
 const fn multiply(a: u32, mut b: u32) -> u32 {
     let mut product = 0;
     let mut bit = 32;
     while bit > 0 {
         bit -= 1;
-        // Masks, not branches: the bits are as good as random.
+        // Masks instead of branches: the bits are unpredictable.
         product ^= b & (a >> bit & 1).wrapping_neg();
         b = b >> 1 ^ POLYNOMIAL & (b & 1).wrapping_neg();
     }
     product
 }
 
-/// x^exponent.
+/// Returns x^exponent.
 fn power(mut exponent: u32) -> u32 {
     let (mut result, mut square) = (ONE, ONE >> 1);
     while exponent > 0 {
@@ -237,8 +237,8 @@ mod tests {
         (0..len).map(|_| random.u8(..)).collect()
     }
 
-    /// The check with any identification and any "do not fragment", by another way than `Header::check`.
-    fn written_by(id: u16, fragment: u8, covered: &[u8]) -> u32 {
+    /// Computes the ICRC independently of `Header::check`.
+    fn icrc_with(id: u16, fragment: u8, covered: &[u8]) -> u32 {
         let (IpAddr::V4(source), IpAddr::V4(destination)) = (V4.source, V4.destination) else {
             unreachable!()
         };
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn any_identification_is_accepted() {
+    fn verify_accepts_any_ipv4_identification() {
         let mut random = fastrand::Rng::with_seed(3);
         for len in [12, 16, 20, 28, 276, 1040, 4096 + 16] {
             let covered = bytes(&mut random, len);
@@ -269,17 +269,17 @@ mod tests {
                 let id = random.u16(..);
                 for fragment in [0x00, 0x40] {
                     assert!(
-                        V4.verify(&covered, written_by(id, fragment, &covered)),
+                        V4.verify(&covered, icrc_with(id, fragment, &covered)),
                         "{len} {id:#x} {fragment:#x}"
                     );
                 }
             }
-            assert_eq!(V4.check(&covered, 7), written_by(7, 0x40, &covered));
+            assert_eq!(V4.check(&covered, 7), icrc_with(7, 0x40, &covered));
         }
     }
 
     #[test]
-    fn damage_is_found_but_for_one_in_32768() {
+    fn verify_finds_damage_except_one_in_32768() {
         let mut random = fastrand::Rng::with_seed(4);
         let covered = bytes(&mut random, 64);
         let check = V4.check(&covered, 0);
@@ -289,11 +289,11 @@ mod tests {
             assert!(!V4.verify(&damaged, check), "bit {bit}");
         }
         let accepted = (0..150_000).filter(|_| V4.verify(&covered, random.u32(..))).count();
-        assert!(accepted < 20, "{accepted} of 150000 checks at random");
+        assert!(accepted < 20, "{accepted} of 150000 random checks accepted");
     }
 
     #[test]
-    fn ipv6_is_exact() {
+    fn ipv6_check_is_exact() {
         let v6 = Header {
             source: IpAddr::V6(Ipv6Addr::LOCALHOST),
             destination: IpAddr::V6(Ipv6Addr::LOCALHOST),

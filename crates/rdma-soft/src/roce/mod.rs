@@ -1,6 +1,7 @@
-//! RoCE v2 as machines: what a packet says, and what a requester and a responder do with it.
+//! The RoCE v2 protocol.
 //!
-//! No lock, no clock and no socket: packets, time and random numbers go in; packets, deadlines and completions come out.
+//! Requester and responder are state machines without lock, clock or socket. Their inputs are
+//! packets, time and random numbers; their outputs are packets, deadlines and completions.
 
 pub(crate) mod icrc;
 pub(crate) mod packet;

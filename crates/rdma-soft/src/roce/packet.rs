@@ -1,13 +1,12 @@
-//! Packets: the transport headers of RoCE v2 as values, and their image in bytes.
+//! RoCE v2 transport headers and their encoding (IBTA chapter 9).
 //!
-//! [`Packet`] holds only what the wire can say; [`Packet::parse`] is total: whatever a peer sends is
-//! either a packet or a [`WireError`], never a panic. Layouts: IBTA chapter 9. IP, UDP and the check at the
-//! end are not part of the image: the link adds them. That of UDP has the ICRC, as [`icrc`](crate::net::udp) says;
-//! within the process [`seal`] and [`unseal`] put a check in its place that covers the image alone.
+//! [`Packet::parse`] returns a packet or a [`WireError`] for any bytes, and never panics.
+//!
+//! The network adds IP, UDP and the check at the end. Over UDP the check is the
+//! [ICRC](super::icrc); within the process, [`seal`] and [`unseal`] use one of the image alone.
 
 use rdma_provider::types::{DcKey, Imm, Mtu, Psn, Qkey, Qpn, RemoteAddr, Rkey, Transport};
 
-/// Position of a packet in its message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Part {
     First,
@@ -17,7 +16,6 @@ pub(crate) enum Part {
 }
 
 impl Part {
-    /// The part that packet `index` of `count` is.
     pub(crate) const fn of(index: u32, count: u32) -> Self {
         match (index == 0, index + 1 >= count) {
             (true, true) => Self::Only,
@@ -27,55 +25,52 @@ impl Part {
         }
     }
 
-    /// True for the packet that begins a message.
     pub(crate) const fn begins(self) -> bool {
         matches!(self, Self::First | Self::Only)
     }
 
-    /// True for the packet that ends a message.
     pub(crate) const fn ends(self) -> bool {
         matches!(self, Self::Last | Self::Only)
     }
 }
 
-/// RDMA extended transport header: which remote memory, and how much of it the message covers.
+/// The RDMA extended transport header: remote memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Reth {
     pub(crate) remote: RemoteAddr,
     pub(crate) length: u32,
 }
 
-/// Operation on 8 remote bytes.
+/// An operation on 8 remote bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum AtomicOp {
     CompareSwap { compare: u64, swap: u64 },
     FetchAdd { add: u64 },
 }
 
-/// Why a request was refused: NAK codes of the AETH.
+/// A NAK code: why a request was refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Nak {
     Sequence,
     InvalidRequest,
     RemoteAccess,
     RemoteOperation,
-    /// Of reliable datagrams, or a code nobody has assigned.
+    /// Code of reliable datagrams, or unassigned.
     Other(u8),
 }
 
-/// Syndrome of the AETH.
+/// The syndrome of an AETH.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Syndrome {
-    /// With the end-to-end credit code; 31 is no limit, the only one sent here.
+    /// End-to-end credit code. This device sends only 31, no limit.
     Ack(u8),
-    /// Receiver not ready, with the code of its timer.
+    /// Receiver not ready, with a timer code.
     RnrNak(u8),
     Nak(Nak),
     Reserved(u8),
 }
 
 impl Syndrome {
-    /// Acknowledgement without credit limit.
     pub(crate) const ACK: Self = Self::Ack(31);
 
     const fn to_byte(self) -> u8 {
@@ -108,15 +103,15 @@ impl Syndrome {
     }
 }
 
-/// Acknowledgement extended transport header.
+/// The acknowledgement extended transport header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Aeth {
     pub(crate) syndrome: Syndrome,
-    /// Messages completed by the responder, 24 bits.
+    /// Message sequence number: messages completed, 24 bits.
     pub(crate) msn: u32,
 }
 
-/// What rides at the end of a SEND.
+/// The extension header of a SEND's last packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Tail {
     None,
@@ -124,37 +119,56 @@ pub(crate) enum Tail {
     Invalidate(Rkey),
 }
 
-/// What a packet is, with the extension headers that go with it.
+/// The operation of a packet, with its extension headers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Body {
-    /// Piece of a message into a receive. `tail` only where [`Part::ends`].
-    Send { part: Part, tail: Tail },
-    /// Piece of a write. `reth` is on the wire only where [`Part::begins`], `imm` only where [`Part::ends`].
-    Write { part: Part, reth: Reth, imm: Option<Imm> },
-    /// Asks for data.
+    /// `tail` only in the [last](Part::ends) packet.
+    Send {
+        part: Part,
+        tail: Tail,
+    },
+    /// `reth` only in the [first](Part::begins) packet, `imm` only in the [last](Part::ends).
+    Write {
+        part: Part,
+        reth: Reth,
+        imm: Option<Imm>,
+    },
     ReadRequest(Reth),
-    /// Asks for an atomic operation.
-    Atomic { remote: RemoteAddr, op: AtomicOp },
-    /// Piece of the data asked for. `aeth` is on the wire except in the middle.
-    ReadResponse { part: Part, aeth: Aeth },
-    /// Acknowledgement, or refusal.
+    Atomic {
+        remote: RemoteAddr,
+        op: AtomicOp,
+    },
+    /// `aeth` is absent from middle packets.
+    ReadResponse {
+        part: Part,
+        aeth: Aeth,
+    },
     Acknowledge(Aeth),
     /// Original value of an atomic operation.
-    AtomicAcknowledge { aeth: Aeth, original: u64 },
-    /// Datagram.
-    Datagram { qkey: Qkey, source: Qpn, imm: Option<Imm> },
-    /// An initiator of dynamic connections asks a target for a session; see [`dc`](crate::dc), as for the next three.
-    Open { key: DcKey, mtu: Mtu },
-    /// The session is made.
+    AtomicAcknowledge {
+        aeth: Aeth,
+        original: u64,
+    },
+    Datagram {
+        qkey: Qkey,
+        source: Qpn,
+        imm: Option<Imm>,
+    },
+    /// Session request to a DC target, see [`dc`](crate::dc).
+    Open {
+        key: DcKey,
+        mtu: Mtu,
+    },
+    /// DC session created.
     Accept,
-    /// There is no such session.
+    /// DC session unknown.
     Gone,
-    /// The session is over.
+    /// DC session closed.
     Close,
 }
 
 impl Body {
-    /// True for what travels from responder to requester.
+    /// Returns whether a responder sends the packet.
     pub(crate) const fn is_response(&self) -> bool {
         matches!(
             self,
@@ -162,21 +176,19 @@ impl Body {
         )
     }
 
-    /// The same in a session of dynamic connections.
+    /// Returns whether a DC target sends the packet.
     pub(crate) const fn is_dc_response(&self) -> bool {
         self.is_response() || matches!(self, Self::Accept | Self::Gone)
     }
 }
 
-/// A packet without its payload.
+/// The headers of a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Packet {
     pub(crate) transport: Transport,
     pub(crate) dest: Qpn,
     pub(crate) psn: Psn,
-    /// Raise a solicited event at the receiver.
     pub(crate) solicited: bool,
-    /// The requester wants an acknowledgement.
     pub(crate) ack_request: bool,
     pub(crate) body: Body,
 }
@@ -184,28 +196,26 @@ pub(crate) struct Packet {
 /// Why bytes are not a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum WireError {
-    /// Shorter than its headers, padding and check.
     Truncated,
-    /// The check does not match: corrupted on the way.
+    /// Corrupted.
     Checksum,
-    /// Version, opcode or partition that is not spoken here.
     Unsupported,
 }
 
-/// Bytes of the check at the end.
+/// Length of the check.
 const CHECK: usize = 4;
-/// The default partition, the only one, as a full member of it.
+/// Full membership of the default partition, the only one.
 const PKEY: u16 = 0xffff;
-/// What two members of a partition have in common; a full one may talk to any (IBTA 10.9.3).
-const MEMBERS: u16 = 0x7fff;
+/// Partition key without membership: full members communicate with all (IBTA 10.9.3).
+const PKEY_BASE: u16 = 0x7fff;
 
-/// Appends the check of an image that stays in the process.
+/// Appends the check used within the process.
 pub(crate) fn seal(image: &mut Vec<u8>) {
     let check = crc32fast::hash(image);
     image.extend_from_slice(&check.to_le_bytes());
 }
 
-/// The image without its check.
+/// Verifies and removes the check used within the process.
 pub(crate) fn unseal(sealed: &[u8]) -> Result<&[u8], WireError> {
     let (image, check) = sealed.split_last_chunk::<CHECK>().ok_or(WireError::Truncated)?;
     if crc32fast::hash(image) == u32::from_le_bytes(*check) {
@@ -216,7 +226,7 @@ pub(crate) fn unseal(sealed: &[u8]) -> Result<&[u8], WireError> {
 }
 
 mod opcode {
-    //! Low five bits of the BTH opcode, IBTA table 38.
+    //! Low five bits of the BTH opcode (IBTA table 38).
     pub(super) const SEND_FIRST: u8 = 0x00;
     pub(super) const SEND_MIDDLE: u8 = 0x01;
     pub(super) const SEND_LAST: u8 = 0x02;
@@ -240,7 +250,7 @@ mod opcode {
     pub(super) const FETCH_ADD: u8 = 0x14;
     pub(super) const SEND_LAST_INV: u8 = 0x16;
     pub(super) const SEND_ONLY_INV: u8 = 0x17;
-    // Of dynamic connections, our own.
+    // Private opcodes of DC.
     pub(super) const OPEN: u8 = 0x18;
     pub(super) const ACCEPT: u8 = 0x19;
     pub(super) const GONE: u8 = 0x1a;
@@ -248,12 +258,11 @@ mod opcode {
 }
 
 impl Packet {
-    /// What opens, refuses or ends a session of dynamic connections.
-    pub(crate) const fn of_dc(dest: Qpn, psn: Psn, body: Body) -> Self {
+    /// Creates a session packet of DC.
+    pub(crate) const fn dc_control(dest: Qpn, psn: Psn, body: Body) -> Self {
         Self { transport: Transport::Dci, dest, psn, solicited: false, ack_request: false, body }
     }
 
-    /// Low five bits of the opcode.
     const fn opcode(&self) -> u8 {
         match self.body {
             Body::Send { part, tail } => match (part, tail) {
@@ -294,7 +303,7 @@ impl Packet {
         }
     }
 
-    /// Appends the image to `out`; `payload` appends the payload.
+    /// Appends the encoded image; `payload` appends the payload.
     pub(crate) fn emit(
         &self,
         payload_len: usize,
@@ -362,20 +371,20 @@ impl Packet {
         }
         let before = out.len();
         payload(out);
-        debug_assert_eq!(out.len() - before, payload_len, "payload as long as announced");
+        debug_assert_eq!(out.len() - before, payload_len, "payload differs from payload_len");
         out.extend_from_slice(&[0; 3][..pad]);
     }
 
-    /// The packet and its payload.
+    /// Parses an image into a packet and its payload.
     ///
-    /// Congestion bits, the migration request and reserved bits are passed over: they ask for nothing here (IBTA 9.2).
+    /// Congestion, migration and reserved bits are ignored (IBTA 9.2).
     pub(crate) fn parse(image: &[u8]) -> Result<(Self, &[u8]), WireError> {
         let mut reader = Reader(image);
         let [code, flags] = reader.take()?;
         let pkey = u16::from_be_bytes(reader.take()?);
         let dest = Qpn(u32::from_be_bytes(reader.take()?) & Qpn::MAX.0);
         let sequence = u32::from_be_bytes(reader.take()?);
-        if flags & 15 != 0 || pkey & MEMBERS != PKEY & MEMBERS {
+        if flags & 15 != 0 || pkey & PKEY_BASE != PKEY & PKEY_BASE {
             return Err(WireError::Unsupported);
         }
         let transport = match code >> 5 {
@@ -432,7 +441,7 @@ fn parse_body(transport: Transport, code: u8, reader: &mut Reader<'_>) -> Result
         opcode::WRITE_ONLY_IMM => {
             Body::Write { part: Part::Only, reth: reader.reth()?, imm: Some(reader.imm()?) }
         }
-        // Unreliable connections have nothing that is answered.
+        // UC has no responses and no invalidation.
         _ if transport == Transport::Uc => return Err(WireError::Unsupported),
         opcode::SEND_LAST_INV => send(Part::Last, Tail::Invalidate(reader.rkey()?)),
         opcode::SEND_ONLY_INV => send(Part::Only, Tail::Invalidate(reader.rkey()?)),
@@ -487,7 +496,6 @@ fn emit_aeth(aeth: &Aeth, out: &mut Vec<u8>) {
     out.extend_from_slice(&word.to_be_bytes());
 }
 
-/// What is left of the headers.
 struct Reader<'a>(&'a [u8]);
 
 impl Reader<'_> {

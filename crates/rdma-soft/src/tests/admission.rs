@@ -1,15 +1,15 @@
-//! Over UDP, what many queue pairs have underway to one peer is bounded, and its socket has room for it.
+//! Over UDP, the packets of many queue pairs in flight to one peer are bounded by its socket
+//! buffer.
 
 use super::*;
 use rdma_provider::types::WcStatus;
 
-/// So many that one packet of each is many times what the peer's socket has room for.
+/// One packet of each exceeds the peer's socket buffer many times.
 const MANY: usize = 1000;
-/// Two packets, and answers to two requests.
+/// Two packets, and the responses of two requests.
 const WRITTEN: usize = 8 << 10;
 const READ: usize = 40 << 10;
 
-/// Queue pairs of two devices, with sockets of Linux's default size.
 fn crowd(count: usize, options: &Options) -> Vec<(End, End)> {
     let network = over_udp(&["a", "b"]);
     let ends: Vec<_> = (0..count).map(|_| connected(&network, options)).collect();
@@ -25,7 +25,7 @@ fn options() -> Options {
     Options { mtu: Mtu::Mtu4096, timeout: 14, caps, cqe: 8, ..Options::default() }
 }
 
-/// Packets sent, packets sent again, and timeouts of all who send.
+/// Returns the packets, retransmissions and timeouts of all senders.
 fn totals(ends: &[(End, End)]) -> (u64, u64, u64) {
     let all = ends.iter().map(|(a, _)| a.qp.counters().0);
     all.fold((0, 0, 0), |(packets, again, timeouts), it| {
@@ -34,7 +34,7 @@ fn totals(ends: &[(End, End)]) -> (u64, u64, u64) {
 }
 
 #[test]
-fn thousand_queue_pairs_write_and_read_at_once_and_little_is_lost() {
+fn thousand_concurrent_queue_pairs_retransmit_less_than_half() {
     let ends = crowd(MANY, &options());
     let pattern = |index: usize, at: usize| (index * 7 + at / 4096 + at) as u8;
     let buffers: Vec<_> = ends
@@ -59,12 +59,15 @@ fn thousand_queue_pairs_write_and_read_at_once_and_little_is_lost() {
         .filter(|it| **it != [(1, WcStatus::SUCCESS), (2, WcStatus::SUCCESS)])
         .count();
     let (packets, again, timeouts) = totals(&ends);
-    println!("{failed} failed, {packets} packets, {again} again, {timeouts} timeouts, {took:?}");
+    println!(
+        "{failed} failed, {packets} packets, {again} retransmitted, {timeouts} timeouts, {took:?}"
+    );
     assert_eq!(failed, 0);
-    // Without a line it is more than all of them; a receiver that gets no processor for long loses some.
+    // Without the wait queue, more than all packets are retransmitted. Some are lost when the
+    // receiver is not scheduled for long.
     assert!(
         again < packets / 2,
-        "{again} of {packets} packets were sent again, {timeouts} timeouts"
+        "{again} of {packets} packets were retransmitted, {timeouts} timeouts"
     );
     for (index, (here, there)) in buffers.iter().enumerate() {
         let expected: Vec<u8> = (0..WRITTEN + READ).map(|at| pattern(index, at)).collect();
@@ -76,8 +79,8 @@ fn thousand_queue_pairs_write_and_read_at_once_and_little_is_lost() {
 }
 
 #[test]
-fn queue_pairs_whose_peers_are_gone_do_not_stop_the_others() {
-    // Nothing ends the first: what they have underway is neither acknowledged nor given up. The others try again, and fail.
+fn queue_pairs_without_peer_do_not_block_others() {
+    // The first never time out, so their packets stay in flight. The others retry and fail.
     let (endless, short) =
         (Options { timeout: 0, ..options() }, Options { timeout: 10, ..options() });
     let live = crowd(100, &options());
@@ -105,12 +108,12 @@ fn queue_pairs_whose_peers_are_gone_do_not_stop_the_others() {
     }
     assert!(
         endless.iter().all(|end| end.poll().is_empty() && end.state() == QpState::Rts),
-        "they are still there"
+        "they keep waiting"
     );
 }
 
 #[test]
-fn queue_pairs_that_end_while_they_wait_pass_their_turn_on() {
+fn queue_pairs_that_end_while_queued_admit_the_next() {
     let ends = crowd(120, &options());
     let from: Vec<_> = ends.iter().map(|(a, _)| a.buffer(WRITTEN)).collect();
     let to: Vec<_> = ends.iter().map(|(_, b)| b.buffer(WRITTEN)).collect();

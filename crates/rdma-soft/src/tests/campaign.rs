@@ -1,4 +1,4 @@
-//! Seeded campaigns: whatever the network does, every byte arrives once and in order.
+//! Seeded campaigns on faulty networks: every byte arrives once and in order.
 
 use super::*;
 use rdma_provider::types::{Imm, WcOpcode, WcStatus};
@@ -6,7 +6,6 @@ use rdma_provider::types::{Imm, WcOpcode, WcStatus};
 const SLOT: usize = 6000;
 const COUNT: usize = 24;
 
-/// What one run did, to compare runs.
 #[derive(Debug, PartialEq, Eq)]
 struct Trace {
     completions: Vec<(u64, u32)>,
@@ -25,7 +24,6 @@ fn faults(random: &mut fastrand::Rng) -> Faults {
         .delay(Duration::from_micros(1)..Duration::from_micros(20))
 }
 
-/// A stream of messages, writes, reads and additions from `a` to `b` under the faults of `seed`.
 fn run(seed: u64) -> Trace {
     let mut random = fastrand::Rng::with_seed(seed);
     let network = Network::simulated(seed, faults(&mut random));
@@ -66,7 +64,7 @@ fn run(seed: u64) -> Trace {
         };
         if matches!(kind, 0 | 1 | 3) {
             expected_receives.push((index as u64, len as u32));
-            // Now and then too late: the peer is not ready.
+            // Sometimes too late, so that the peer is not ready.
             b.recv(index as u64, &[target.sge(at, SLOT)]).unwrap();
         }
         a.send_with(index as u64, op, flags, Data::Sges(&[sge])).unwrap();
@@ -101,7 +99,7 @@ fn run(seed: u64) -> Trace {
             assert!(target.bytes(at + len, SLOT - len).iter().all(|&byte| byte == 0));
         }
     }
-    assert_eq!(counter.word(0), additions, "atomics exactly once");
+    assert_eq!(counter.word(0), additions, "each atomic is executed exactly once");
     assert_eq!((a.state(), b.state()), (QpState::Rts, QpState::Rts));
     let sums = a.qp.counters().0.packets * 1000 + a.qp.counters().0.retransmitted;
     Trace {
@@ -114,7 +112,7 @@ fn run(seed: u64) -> Trace {
 
 #[test]
 fn everything_arrives_once_and_in_order() {
-    // TOKIO_RDMA_SEED runs one seed, TOKIO_RDMA_SEEDS that many.
+    // TOKIO_RDMA_SEED selects one seed, TOKIO_RDMA_SEEDS the number of seeds.
     let number = |name| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
     if let Some(seed) = number("TOKIO_RDMA_SEED") {
         run(seed);
@@ -129,11 +127,11 @@ fn everything_arrives_once_and_in_order() {
             Err(_) => panic!("seed {seed} fails: TOKIO_RDMA_SEED={seed} replays it"),
         }
     }
-    assert!(lost > 0, "the campaign lost nothing and proves nothing");
+    assert!(lost > 0, "the campaign lost no packets");
 }
 
 #[test]
-fn a_seed_decides_the_whole_run() {
+fn seed_determines_the_whole_run() {
     for seed in [3, 4] {
         assert_eq!(run(seed), run(seed));
     }
@@ -141,7 +139,7 @@ fn a_seed_decides_the_whole_run() {
 }
 
 #[test]
-fn real_time_network_with_faults_delivers_too() {
+fn real_time_network_with_faults_delivers() {
     let faults = Faults::none().loss(0.02).duplicate(0.02).reorder(0.02).corrupt(0.02);
     let network = Network::with_faults(11, faults);
     let (a, b) = connected(&network, &Options { timeout: 8, ..Options::default() });
@@ -156,7 +154,7 @@ fn real_time_network_with_faults_delivers_too() {
 }
 
 #[test]
-fn two_threads_on_each_side_of_a_direct_link() {
+fn concurrent_atomics_over_a_direct_link_all_count() {
     let network = Network::new();
     let (a, b) = connected(&network, &Options::default());
     let counter = b.buffer(8);

@@ -1,22 +1,19 @@
-//! What an operation costs, for callgrind:
+//! Measures the cost of 1000 operations with callgrind:
 //!
 //! ```text
 //! valgrind --tool=callgrind --toggle-collect='*post_and_poll*' --callgrind-out-file=/dev/null \
 //!     target/release/deps/rdma_soft-* --ignored --exact tests::cost::write_of_8_bytes
 //! ```
-//!
-//! The count it collects is of 1000 operations.
 
 use super::*;
 
-/// Operations that are counted.
 const OPERATIONS: u64 = 1000;
 
 #[inline(never)]
 fn post_and_poll(end: &End, wr: &SendWr<'_>, count: u64) {
     let mut out = [WorkCompletion::default(); 1];
     for _ in 0..count {
-        // SAFETY: the buffers live on in the caller.
+        // SAFETY: S1: the caller's buffers outlive the loop.
         unsafe { end.qp.post_send(std::slice::from_ref(wr)) }.unwrap();
         assert_eq!(end.cq.poll(&mut out).unwrap(), 1);
         assert!(out[0].status.is_success());
@@ -38,19 +35,19 @@ fn run(op: impl FnOnce(&Buffer) -> SendOp) {
 }
 
 #[test]
-#[ignore = "measures, proves nothing"]
+#[ignore = "measures only"]
 fn write_of_8_bytes() {
     run(|remote| SendOp::Write(remote.remote(0)));
 }
 
 #[test]
-#[ignore = "measures, proves nothing"]
+#[ignore = "measures only"]
 fn read_of_8_bytes() {
     run(|remote| SendOp::Read(remote.remote(0)));
 }
 
 #[test]
-#[ignore = "measures, proves nothing"]
+#[ignore = "measures only"]
 fn fetch_add() {
     run(|remote| SendOp::FetchAdd { remote: remote.remote(0), add: 1 });
 }

@@ -1,4 +1,4 @@
-//! Dynamic connections: initiators and targets, in place, encoded, over UDP.
+//! Dynamic connections on direct, simulated and UDP networks.
 
 use super::*;
 use rdma_provider::VerbError;
@@ -7,8 +7,8 @@ use rdma_provider::types::{DcKey, DctTarget, Imm, SrqCaps, WcOpcode, WcStatus};
 
 const KEY: DcKey = DcKey(0x0123_4567_89ab_cdef);
 
-/// What a target is made of. Fields drop in this order.
-pub(super) struct Serving {
+/// A target and its objects. Fields drop in this order.
+pub(super) struct TargetEnd {
     pub(super) dct: Dct,
     srq: Srq,
     cq: Cq,
@@ -16,7 +16,6 @@ pub(super) struct Serving {
     context: Context,
 }
 
-/// How targets and initiators are made.
 #[derive(Clone, Copy)]
 pub(super) struct Setup {
     pub(super) mtu: Mtu,
@@ -36,7 +35,7 @@ impl Default for Setup {
             mtu: Mtu::Mtu1024,
             target_mtu: Mtu::Mtu4096,
             access: Access::REMOTE_ALL,
-            // A machine with other things to do is no peer that is gone.
+            // Long enough that a busy machine does not look like an unreachable peer.
             timeout: 14,
             retries: 3,
             rnr_retry: 7,
@@ -47,8 +46,7 @@ impl Default for Setup {
     }
 }
 
-impl Serving {
-    /// In RTR.
+impl TargetEnd {
     pub(super) fn new(network: &Network, name: &str, setup: &Setup) -> Self {
         let it = Self::reset(network, name, setup);
         it.to_rtr(setup);
@@ -85,8 +83,8 @@ impl Serving {
         AddressVector::new(PortNum(1), 0, self.context.port(PortNum(1)).unwrap().gids[0].gid)
     }
 
-    pub(super) fn place(&self) -> Place {
-        Place { address: self.address(), number: self.dct.number().unwrap(), key: KEY }
+    pub(super) fn handle(&self) -> TargetHandle {
+        TargetHandle { address: self.address(), number: self.dct.number().unwrap(), key: KEY }
     }
 
     pub(super) fn buffer(&self, len: usize) -> Buffer {
@@ -103,24 +101,22 @@ impl Serving {
     }
 }
 
-/// Where a target is.
 #[derive(Clone, Copy)]
-pub(super) struct Place {
+pub(super) struct TargetHandle {
     pub(super) address: AddressVector,
     pub(super) number: Qpn,
     pub(super) key: DcKey,
 }
 
-/// What an initiator is made of. Fields drop in this order.
-pub(super) struct Asking {
+/// An initiator and its objects. Fields drop in this order.
+pub(super) struct InitiatorEnd {
     pub(super) qp: Qp,
     cq: Cq,
     pd: Pd,
     network: Network,
 }
 
-impl Asking {
-    /// In RTS.
+impl InitiatorEnd {
     pub(super) fn new(network: &Network, name: &str, setup: &Setup) -> Self {
         let context = network.open(name).unwrap();
         let pd = context.create_pd().unwrap();
@@ -161,7 +157,7 @@ impl Asking {
         self.qp.modify(&rts).unwrap();
     }
 
-    /// Through RESET, back to RTS.
+    /// Resets the initiator and returns it to RTS.
     fn repair(&self, setup: &Setup) {
         self.qp.modify(&QpAttr::to_state(QpState::Reset)).unwrap();
         self.to_rts(setup);
@@ -175,7 +171,7 @@ impl Asking {
         &self,
         wr_id: u64,
         op: SendOp,
-        to: &Place,
+        to: &TargetHandle,
         sges: &[Sge],
     ) -> Result<(), PostError> {
         let target = DctTarget { address: &to.address, handle: 0, number: to.number, key: to.key };
@@ -189,7 +185,7 @@ impl Asking {
         poll(&self.cq)
     }
 
-    /// The next completions, driving virtual time or waiting for the network's thread.
+    /// Returns completions, driving virtual time or waiting for the network.
     pub(super) fn wait(&self, count: usize) -> Vec<WorkCompletion> {
         wait(&self.network, &self.cq, count)
     }
@@ -210,8 +206,7 @@ fn wait(network: &Network, cq: &Cq, count: usize) -> Vec<WorkCompletion> {
     let start = Instant::now();
     while all.len() < count {
         if !network.step() {
-            // Only a hang ends this way.
-            assert!(start.elapsed() < Duration::from_secs(60), "completions do not come: {all:?}");
+            assert!(start.elapsed() < Duration::from_secs(60), "missing completions: {all:?}");
             std::thread::yield_now();
         }
         all.extend(poll(cq));
@@ -220,7 +215,7 @@ fn wait(network: &Network, cq: &Cq, count: usize) -> Vec<WorkCompletion> {
     all
 }
 
-/// The kinds of network, each with devices `a` to `d`.
+/// Returns one network of each kind with devices `a` to `d`.
 fn networks() -> Vec<(&'static str, Network)> {
     vec![
         ("direct", Network::new()),
@@ -236,9 +231,9 @@ fn networks() -> Vec<(&'static str, Network)> {
 }
 
 #[test]
-fn target_has_a_number_from_rtr_on_and_goes_no_further() {
+fn target_has_a_number_from_rtr_and_refuses_rts() {
     let setup = Setup::default();
-    let it = Serving::reset(&Network::new(), "a", &setup);
+    let it = TargetEnd::reset(&Network::new(), "a", &setup);
     assert_eq!((it.dct.number(), it.dct.query().unwrap().0), (None, QpState::Reset));
     assert!(it.dct.modify(&QpAttr::to_state(QpState::Rtr)).is_err());
     it.to_rtr(&setup);
@@ -248,7 +243,7 @@ fn target_has_a_number_from_rtr_on_and_goes_no_further() {
     assert!(it.dct.modify(&QpAttr::to_state(QpState::Rts)).is_err());
     assert!(it.dct.modify(&QpAttr::to_state(QpState::Reset)).is_err());
     assert_eq!(it.dct.number(), Some(number));
-    let other = Serving::new(&Network::new(), "a", &setup);
+    let other = TargetEnd::new(&Network::new(), "a", &setup);
     assert!(other.dct.number().is_some_and(|number| number.0 > 1));
 }
 
@@ -256,15 +251,14 @@ fn target_has_a_number_from_rtr_on_and_goes_no_further() {
 fn every_operation_reaches_every_target() {
     for (kind, network) in networks() {
         let setup = Setup::default();
-        let a = Asking::new(&network, "a", &setup);
-        // A target of the own device too.
+        let a = InitiatorEnd::new(&network, "a", &setup);
         let targets: Vec<_> =
-            ["a", "b", "c"].iter().map(|name| Serving::new(&network, name, &setup)).collect();
+            ["a", "b", "c"].iter().map(|name| TargetEnd::new(&network, name, &setup)).collect();
         let len = 5000;
         let source = a.buffer(len);
         source.fill((0..len).map(|at| (at * 7) as u8));
         for (index, target) in targets.iter().enumerate() {
-            let place = target.place();
+            let handle = target.handle();
             let (memory, inbox, back) = (target.buffer(len + 8), target.buffer(len), a.buffer(len));
             let word = memory.remote(len);
             for wr_id in 0..3 {
@@ -272,16 +266,16 @@ fn every_operation_reaches_every_target() {
             }
             let original = a.buffer(16);
             let imm = Imm(0x1000 + index as u32);
-            a.send(0, SendOp::Write(memory.remote(0)), &place, &[source.sge(0, len)]).unwrap();
-            a.send(1, SendOp::Read(memory.remote(0)), &place, &[back.sge(0, len)]).unwrap();
-            a.send(2, SendOp::Send, &place, &[source.sge(0, len)]).unwrap();
-            a.send(3, SendOp::SendWithImm(imm), &place, &[source.sge(0, 9)]).unwrap();
-            a.send(4, SendOp::WriteWithImm(memory.remote(8), imm), &place, &[source.sge(8, 100)])
+            a.send(0, SendOp::Write(memory.remote(0)), &handle, &[source.sge(0, len)]).unwrap();
+            a.send(1, SendOp::Read(memory.remote(0)), &handle, &[back.sge(0, len)]).unwrap();
+            a.send(2, SendOp::Send, &handle, &[source.sge(0, len)]).unwrap();
+            a.send(3, SendOp::SendWithImm(imm), &handle, &[source.sge(0, 9)]).unwrap();
+            a.send(4, SendOp::WriteWithImm(memory.remote(8), imm), &handle, &[source.sge(8, 100)])
                 .unwrap();
-            a.send(5, SendOp::FetchAdd { remote: word, add: 41 }, &place, &[original.sge(0, 8)])
+            a.send(5, SendOp::FetchAdd { remote: word, add: 41 }, &handle, &[original.sge(0, 8)])
                 .unwrap();
             let swap = SendOp::CompareSwap { remote: word, compare: 41, swap: 5 };
-            a.send(6, swap, &place, &[original.sge(8, 8)]).unwrap();
+            a.send(6, swap, &handle, &[original.sge(8, 8)]).unwrap();
             let done = a.wait(7);
             let expected: Vec<_> = (0..7).map(|wr_id| (wr_id, WcStatus::SUCCESS)).collect();
             assert_eq!(outcome(&done), expected, "{kind}");
@@ -297,12 +291,11 @@ fn every_operation_reaches_every_target() {
             ];
             assert_eq!(seen, expected, "{kind}");
             assert!(
-                received.iter().all(|it| it.qpn == place.number),
+                received.iter().all(|it| it.qpn == handle.number),
                 "completions name the target"
             );
         }
         assert_eq!(a.sessions(), 3, "{kind}: one for each target");
-        // All but the newest session have been closed.
         assert!(network.now() > Duration::ZERO || kind == "direct");
         network.run_until_idle(Duration::from_secs(1));
         let start = Instant::now();
@@ -314,18 +307,19 @@ fn every_operation_reaches_every_target() {
 }
 
 #[test]
-fn alternating_targets_switches_each_time_and_keeps_the_order() {
+fn alternating_targets_opens_a_session_each_time_in_order() {
     for (kind, network) in networks() {
         let setup = Setup::default();
-        let a = Asking::new(&network, "a", &setup);
-        let targets = [Serving::new(&network, "b", &setup), Serving::new(&network, "c", &setup)];
+        let a = InitiatorEnd::new(&network, "a", &setup);
+        let targets =
+            [TargetEnd::new(&network, "b", &setup), TargetEnd::new(&network, "c", &setup)];
         let source = a.buffer(800);
         source.fill((0..800).map(|at| at as u8));
         let memories = [targets[0].buffer(800), targets[1].buffer(800)];
         for index in 0..100 {
             let (target, memory) = (&targets[index % 2], &memories[index % 2]);
             let write = SendOp::Write(memory.remote(index * 8));
-            a.send(index as u64, write, &target.place(), &[source.sge(index * 8, 8)]).unwrap();
+            a.send(index as u64, write, &target.handle(), &[source.sge(index * 8, 8)]).unwrap();
         }
         let done = a.wait(100);
         assert!(
@@ -342,12 +336,11 @@ fn alternating_targets_switches_each_time_and_keeps_the_order() {
             assert_eq!(memories[(index + 1) % 2].word(index * 8), 0);
         }
         assert_eq!(a.sessions(), 100, "{kind}");
-        // The same target goes on in the same session.
         for wr_id in 0..10 {
             a.send(
                 wr_id,
                 SendOp::Write(memories[1].remote(0)),
-                &targets[1].place(),
+                &targets[1].handle(),
                 &[source.sge(0, 8)],
             )
             .unwrap();
@@ -358,80 +351,79 @@ fn alternating_targets_switches_each_time_and_keeps_the_order() {
 }
 
 #[test]
-fn wrong_key_and_too_large_an_mtu_are_refused_and_others_go_on() {
+fn wrong_key_or_mtu_fails_only_its_initiator() {
     for (kind, network) in networks() {
         let setup = Setup::default();
         let small = Setup { target_mtu: Mtu::Mtu512, ..setup };
-        let (good, bad) = (Asking::new(&network, "a", &setup), Asking::new(&network, "b", &setup));
+        let (good, bad) =
+            (InitiatorEnd::new(&network, "a", &setup), InitiatorEnd::new(&network, "b", &setup));
         let (target, narrow) =
-            (Serving::new(&network, "c", &setup), Serving::new(&network, "c", &small));
+            (TargetEnd::new(&network, "c", &setup), TargetEnd::new(&network, "c", &small));
         let memory = target.buffer(8);
         let (word, other) = (good.buffer(8), bad.buffer(8));
         word.fill([1; 8]);
         other.fill([2; 8]);
-        let place = target.place();
-        good.send(0, SendOp::Write(memory.remote(0)), &place, &[word.sge(0, 8)]).unwrap();
+        let handle = target.handle();
+        good.send(0, SendOp::Write(memory.remote(0)), &handle, &[word.sge(0, 8)]).unwrap();
         assert_eq!(outcome(&good.wait(1)), [(0, WcStatus::SUCCESS)], "{kind}");
-        let guess = Place { key: DcKey(KEY.0 ^ 1), ..place };
+        let guess = TargetHandle { key: DcKey(KEY.0 ^ 1), ..handle };
         bad.send(1, SendOp::Write(memory.remote(0)), &guess, &[other.sge(0, 8)]).unwrap();
-        bad.send(2, SendOp::Write(memory.remote(0)), &place, &[other.sge(0, 8)]).unwrap();
+        bad.send(2, SendOp::Write(memory.remote(0)), &handle, &[other.sge(0, 8)]).unwrap();
         let done = outcome(&bad.wait(2));
         assert_eq!(done, [(1, WcStatus::REM_ACCESS_ERR), (2, WcStatus::WR_FLUSH_ERR)], "{kind}");
         assert_eq!(bad.qp.query().unwrap().0, QpState::Err);
         assert_eq!(memory.bytes(0, 8), [1; 8]);
         bad.repair(&setup);
-        bad.send(3, SendOp::Write(memory.remote(0)), &narrow.place(), &[other.sge(0, 8)]).unwrap();
+        bad.send(3, SendOp::Write(memory.remote(0)), &narrow.handle(), &[other.sge(0, 8)]).unwrap();
         assert_eq!(outcome(&bad.wait(1)), [(3, WcStatus::REM_INV_REQ_ERR)], "{kind}");
-        good.send(4, SendOp::Read(memory.remote(0)), &place, &[word.sge(0, 8)]).unwrap();
+        good.send(4, SendOp::Read(memory.remote(0)), &handle, &[word.sge(0, 8)]).unwrap();
         assert_eq!(outcome(&good.wait(1)), [(4, WcStatus::SUCCESS)], "{kind}");
         assert_eq!((target.dct.counters().refused, narrow.dct.counters().refused), (1, 1));
     }
 }
 
 #[test]
-fn unknown_target_and_destroyed_target_are_silent() {
+fn unknown_and_destroyed_targets_do_not_answer() {
     for (kind, network) in networks() {
         let setup = Setup::default();
         let hasty = Setup { timeout: 8, retries: 1, ..setup };
-        let a = Asking::new(&network, "a", &hasty);
-        let target = Serving::new(&network, "b", &setup);
+        let a = InitiatorEnd::new(&network, "a", &hasty);
+        let target = TargetEnd::new(&network, "b", &setup);
         let memory = target.buffer(8);
         let word = a.buffer(8);
-        let (place, write) = (target.place(), SendOp::Write(memory.remote(0)));
-        let nobody = Place { number: Qpn(place.number.0 ^ 0x10), ..place };
-        a.send(0, write, &nobody, &[word.sge(0, 8)]).unwrap();
+        let (handle, write) = (target.handle(), SendOp::Write(memory.remote(0)));
+        let missing = TargetHandle { number: Qpn(handle.number.0 ^ 0x10), ..handle };
+        a.send(0, write, &missing, &[word.sge(0, 8)]).unwrap();
         assert_eq!(outcome(&a.wait(1)), [(0, WcStatus::RETRY_EXC_ERR)], "{kind}");
         a.repair(&setup);
-        a.send(1, write, &place, &[word.sge(0, 8)]).unwrap();
+        a.send(1, write, &handle, &[word.sge(0, 8)]).unwrap();
         assert_eq!(outcome(&a.wait(1)), [(1, WcStatus::SUCCESS)], "{kind}");
         a.repair(&hasty);
         drop(target);
-        a.send(2, write, &place, &[word.sge(0, 8)]).unwrap();
+        a.send(2, write, &handle, &[word.sge(0, 8)]).unwrap();
         assert_eq!(outcome(&a.wait(1)), [(2, WcStatus::RETRY_EXC_ERR)], "{kind}");
-        // One that comes after it is another one, and a repaired initiator reaches it.
-        let target = Serving::new(&network, "b", &setup);
+        let target = TargetEnd::new(&network, "b", &setup);
         let memory = target.buffer(8);
         a.repair(&setup);
-        a.send(3, SendOp::Write(memory.remote(0)), &target.place(), &[word.sge(0, 8)]).unwrap();
+        a.send(3, SendOp::Write(memory.remote(0)), &target.handle(), &[word.sge(0, 8)]).unwrap();
         assert_eq!(outcome(&a.wait(1)), [(3, WcStatus::SUCCESS)], "{kind}");
     }
 }
 
 #[test]
-fn rights_and_ranges_are_those_of_the_target() {
+fn target_access_and_bounds_are_enforced() {
     for (kind, network) in networks() {
         let setup = Setup { access: Access::REMOTE_WRITE, ..Setup::default() };
-        let a = Asking::new(&network, "a", &setup);
-        let b = Asking::new(&network, "b", &setup);
-        let target = Serving::new(&network, "c", &setup);
+        let a = InitiatorEnd::new(&network, "a", &setup);
+        let b = InitiatorEnd::new(&network, "b", &setup);
+        let target = TargetEnd::new(&network, "c", &setup);
         let memory = target.buffer(64);
-        // Of another protection domain of the same device.
-        let elsewhere = Serving::new(&network, "c", &setup);
+        let elsewhere = TargetEnd::new(&network, "c", &setup);
         let foreign = elsewhere.buffer(64);
         let word = a.buffer(64);
-        let place = target.place();
+        let handle = target.handle();
         let other = b.buffer(8);
-        b.send(0, SendOp::Write(memory.remote(0)), &place, &[other.sge(0, 8)]).unwrap();
+        b.send(0, SendOp::Write(memory.remote(0)), &handle, &[other.sge(0, 8)]).unwrap();
         assert_eq!(outcome(&b.wait(1)), [(0, WcStatus::SUCCESS)]);
         let cases = [
             (SendOp::Read(memory.remote(0)), 8, WcStatus::REM_INV_REQ_ERR),
@@ -440,12 +432,11 @@ fn rights_and_ranges_are_those_of_the_target() {
             (SendOp::Write(foreign.remote(0)), 8, WcStatus::REM_ACCESS_ERR),
         ];
         for (op, len, status) in cases {
-            a.send(1, op, &place, &[word.sge(0, len)]).unwrap();
+            a.send(1, op, &handle, &[word.sge(0, len)]).unwrap();
             assert_eq!(outcome(&a.wait(1)), [(1, status)], "{kind} {op:?}");
             a.repair(&setup);
         }
-        // The others' sessions have not noticed.
-        b.send(2, SendOp::Write(memory.remote(8)), &place, &[other.sge(0, 8)]).unwrap();
+        b.send(2, SendOp::Write(memory.remote(8)), &handle, &[other.sge(0, 8)]).unwrap();
         assert_eq!(outcome(&b.wait(1)), [(2, WcStatus::SUCCESS)], "{kind}");
         assert_eq!(b.sessions(), 1);
         assert_eq!(target.dct.query().unwrap().0, QpState::Rtr);
@@ -453,42 +444,47 @@ fn rights_and_ranges_are_those_of_the_target() {
 }
 
 #[test]
-fn empty_receive_queue_puts_the_initiator_off() {
+fn empty_receive_queue_delays_the_initiator() {
     for (kind, network) in networks() {
         let setup = Setup { rnr_retry: 2, ..Setup::default() };
-        let a = Asking::new(&network, "a", &setup);
-        let target = Serving::new(&network, "b", &setup);
+        let a = InitiatorEnd::new(&network, "a", &setup);
+        let target = TargetEnd::new(&network, "b", &setup);
         let (word, inbox) = (a.buffer(8), target.buffer(64));
-        a.send(0, SendOp::Send, &target.place(), &[word.sge(0, 8)]).unwrap();
+        a.send(0, SendOp::Send, &target.handle(), &[word.sge(0, 8)]).unwrap();
         assert_eq!(outcome(&a.wait(1)), [(0, WcStatus::RNR_RETRY_EXC_ERR)], "{kind}");
         a.repair(&Setup { rnr_retry: 7, ..setup });
-        a.send(1, SendOp::Send, &target.place(), &[word.sge(0, 8)]).unwrap();
+        a.send(1, SendOp::Send, &target.handle(), &[word.sge(0, 8)]).unwrap();
         assert_eq!(a.poll().len(), 0);
         target.recv(7, &[inbox.sge(0, 64)]);
         assert_eq!(outcome(&a.wait(1)), [(1, WcStatus::SUCCESS)], "{kind}");
         assert_eq!(outcome(&wait(&network, &target.cq, 1)), [(7, WcStatus::SUCCESS)]);
-        // Too long for its receive: both learn it.
+        // The message is too long for its receive: both ends fail it.
         target.recv(8, &[inbox.sge(0, 4)]);
-        a.send(2, SendOp::Send, &target.place(), &[word.sge(0, 8)]).unwrap();
+        a.send(2, SendOp::Send, &target.handle(), &[word.sge(0, 8)]).unwrap();
         assert_eq!(outcome(&a.wait(1)), [(2, WcStatus::REM_INV_REQ_ERR)], "{kind}");
         assert_eq!(outcome(&wait(&network, &target.cq, 1)), [(8, WcStatus::LOC_LEN_ERR)]);
     }
 }
 
 #[test]
-fn work_that_an_initiator_cannot_do_is_refused_when_posted() {
+fn unsupported_initiator_work_is_refused_when_posted() {
     let network = Network::new();
     let setup = Setup::default();
-    let a = Asking::new(&network, "a", &setup);
-    let target = Serving::new(&network, "b", &setup);
+    let a = InitiatorEnd::new(&network, "a", &setup);
+    let target = TargetEnd::new(&network, "b", &setup);
     let word = a.buffer(8);
     let refused =
         |result: Result<(), PostError>| result.unwrap_err().error.errno == VerbError::EINVAL;
-    let place = target.place();
-    assert!(refused(a.send(0, SendOp::SendWithInvalidate(Rkey(1)), &place, &[word.sge(0, 8)])));
-    assert!(refused(a.send(0, SendOp::LocalInvalidate(Rkey(1)), &place, &[])));
-    let far = AddressVector::new(PortNum(2), 0, place.address.dgid);
-    assert!(refused(a.send(0, SendOp::Send, &Place { address: far, ..place }, &[word.sge(0, 8)])));
+    let handle = target.handle();
+    assert!(refused(a.send(0, SendOp::SendWithInvalidate(Rkey(1)), &handle, &[word.sge(0, 8)])));
+    assert!(refused(a.send(0, SendOp::LocalInvalidate(Rkey(1)), &handle, &[])));
+    let far = AddressVector::new(PortNum(2), 0, handle.address.dgid);
+    assert!(refused(a.send(
+        0,
+        SendOp::Send,
+        &TargetHandle { address: far, ..handle },
+        &[word.sge(0, 8)]
+    )));
     let wr = SendWr {
         wr_id: WrId(0),
         op: SendOp::Send,
@@ -502,7 +498,7 @@ fn work_that_an_initiator_cannot_do_is_refused_when_posted() {
         QpCaps { max_send_wr: 1, max_recv_wr: 1, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 };
     let init =
         QpInit { transport: Transport::Dci, send_cq: &a.cq, recv_cq: &a.cq, srq: None, caps };
-    assert!(a.pd.create_qp(&init).is_err(), "it receives nothing");
+    assert!(a.pd.create_qp(&init).is_err(), "an initiator has no receive queue");
     let caps = QpCaps { max_recv_wr: 0, ..caps };
     let init = QpInit {
         transport: Transport::Dci,
@@ -514,116 +510,116 @@ fn work_that_an_initiator_cannot_do_is_refused_when_posted() {
     assert!(a.pd.create_qp(&init).is_err());
     assert!(
         a.pd.create_dct(&DctInit { srq: &target.srq, recv_cq: &a.cq, key: KEY }).is_err(),
-        "of another device"
+        "shared receive queue of another device"
     );
 }
 
 #[test]
-fn receive_of_a_message_that_does_not_end_is_the_next_one_s() {
+fn receive_of_incomplete_message_returns_to_the_queue() {
     let network = Network::simulated(
         3,
         Faults::none().delay(Duration::from_micros(5)..Duration::from_micros(6)),
     );
     let setup = Setup { mtu: Mtu::Mtu256, ..Setup::default() };
-    for way in 0..3 {
-        let target = Serving::new(&network, "b", &setup);
+    for case in 0..3 {
+        let target = TargetEnd::new(&network, "b", &setup);
         let inbox = target.buffer(100_000);
         target.recv(1, &[inbox.sge(0, 100_000)]);
-        let a = Asking::new(&network, "a", &setup);
+        let a = InitiatorEnd::new(&network, "a", &setup);
         let source = a.buffer(100_000);
-        a.send(0, SendOp::Send, &target.place(), &[source.sge(0, 100_000)]).unwrap();
+        a.send(0, SendOp::Send, &target.handle(), &[source.sge(0, 100_000)]).unwrap();
         while target.dct.counters().packets < 40 {
             assert!(network.step());
         }
-        let b = Asking::new(&network, "c", &setup);
-        match way {
+        let b = InitiatorEnd::new(&network, "c", &setup);
+        match case {
             0 => drop(a),
             1 => a.repair(&setup),
             _ => {
-                // It says nothing, and comes back with another session.
+                // All packets are lost, and the initiator returns with another session.
                 let loss = Faults::none().loss(1.0);
                 network.set_faults(loss);
                 a.repair(&setup);
                 network.set_faults(Faults::none());
                 let word = a.buffer(8);
-                a.send(1, SendOp::Write(inbox.remote(0)), &target.place(), &[word.sge(0, 8)])
+                a.send(1, SendOp::Write(inbox.remote(0)), &target.handle(), &[word.sge(0, 8)])
                     .unwrap();
                 assert_eq!(outcome(&a.wait(1)), [(1, WcStatus::SUCCESS)]);
             }
         }
         network.run_until_idle(Duration::from_millis(1));
         let word = b.buffer(8);
-        b.send(2, SendOp::Send, &target.place(), &[word.sge(0, 8)]).unwrap();
-        assert_eq!(outcome(&b.wait(1)), [(2, WcStatus::SUCCESS)], "way {way}");
-        assert_eq!(outcome(&target.poll()), [(1, WcStatus::SUCCESS)], "way {way}");
+        b.send(2, SendOp::Send, &target.handle(), &[word.sge(0, 8)]).unwrap();
+        assert_eq!(outcome(&b.wait(1)), [(2, WcStatus::SUCCESS)], "case {case}");
+        assert_eq!(outcome(&target.poll()), [(1, WcStatus::SUCCESS)], "case {case}");
         network.run_until_idle(Duration::from_secs(1));
     }
 }
 
 #[test]
-fn overrun_completion_queue_and_lost_device_end_the_target() {
+fn completion_queue_overrun_and_device_loss_fail_the_target() {
     let network = Network::new();
     let setup = Setup { timeout: 8, retries: 1, ..Setup::default() };
-    let a = Asking::new(&network, "a", &setup);
-    let target = Serving::new(&network, "b", &Setup { cqe: 1, ..setup });
+    let a = InitiatorEnd::new(&network, "a", &setup);
+    let target = TargetEnd::new(&network, "b", &Setup { cqe: 1, ..setup });
     let word = a.buffer(8);
     target.recv(1, &[]);
     target.recv(2, &[]);
-    let place = target.place();
+    let handle = target.handle();
     for wr_id in 0..2 {
-        a.send(wr_id, SendOp::Send, &place, &[]).unwrap();
+        a.send(wr_id, SendOp::Send, &handle, &[]).unwrap();
     }
     a.wait(2);
     assert_eq!(target.dct.query().unwrap().0, QpState::Err);
     let events: Vec<_> = std::iter::from_fn(|| target.context.next_event().unwrap()).collect();
-    assert!(events.contains(&AsyncEvent::QpFatal(place.number)), "{events:?}");
-    let other = Serving::new(&network, "c", &setup);
+    assert!(events.contains(&AsyncEvent::QpFatal(handle.number)), "{events:?}");
+    let other = TargetEnd::new(&network, "c", &setup);
     let memory = other.buffer(8);
-    let place = other.place();
+    let handle = other.handle();
     a.repair(&setup);
-    a.send(3, SendOp::Write(memory.remote(0)), &place, &[word.sge(0, 8)]).unwrap();
+    a.send(3, SendOp::Write(memory.remote(0)), &handle, &[word.sge(0, 8)]).unwrap();
     assert_eq!(outcome(&a.wait(1)), [(3, WcStatus::SUCCESS)]);
     network.control("c").unwrap().kill();
     assert_eq!(other.dct.query().unwrap().0, QpState::Err);
-    a.send(4, SendOp::Write(memory.remote(0)), &place, &[word.sge(0, 8)]).unwrap();
+    a.send(4, SendOp::Write(memory.remote(0)), &handle, &[word.sge(0, 8)]).unwrap();
     assert_eq!(outcome(&a.wait(1)), [(4, WcStatus::RETRY_EXC_ERR)]);
 }
 
 #[test]
-fn large_messages_move_in_slices_both_ways() {
+fn large_dc_messages_arrive_in_both_directions() {
     for (kind, network) in networks() {
         let setup = Setup { mtu: Mtu::Mtu4096, timeout: 14, ..Setup::default() };
-        let a = Asking::new(&network, "a", &setup);
-        let target = Serving::new(&network, "b", &setup);
+        let a = InitiatorEnd::new(&network, "a", &setup);
+        let target = TargetEnd::new(&network, "b", &setup);
         let len = 2 << 20;
         let (source, memory, back) = (a.buffer(len), target.buffer(len), a.buffer(len));
         source.fill((0..len).map(|at| (at % 251) as u8));
-        a.send(0, SendOp::Write(memory.remote(0)), &target.place(), &[source.sge(0, len)]).unwrap();
-        a.send(1, SendOp::Read(memory.remote(0)), &target.place(), &[back.sge(0, len)]).unwrap();
+        a.send(0, SendOp::Write(memory.remote(0)), &target.handle(), &[source.sge(0, len)])
+            .unwrap();
+        a.send(1, SendOp::Read(memory.remote(0)), &target.handle(), &[back.sge(0, len)]).unwrap();
         assert_eq!(outcome(&a.wait(2)), [(0, WcStatus::SUCCESS), (1, WcStatus::SUCCESS)], "{kind}");
         assert_eq!(back.bytes(0, len), source.bytes(0, len), "{kind}");
     }
 }
 
 #[test]
-fn crowd_of_initiators_shares_the_way_to_its_targets() {
+fn many_initiators_share_the_window_of_their_targets() {
     const CROWD: u64 = 200;
     let network = over_udp(&["a", "b", "c"]);
     let setup = Setup { mtu: Mtu::Mtu4096, cqe: 8, ..Setup::default() };
-    let targets = ["b", "c"].map(|name| Serving::new(&network, name, &setup));
-    let initiators: Vec<_> = (0..CROWD).map(|_| Asking::new(&network, "a", &setup)).collect();
+    let targets = ["b", "c"].map(|name| TargetEnd::new(&network, name, &setup));
+    let initiators: Vec<_> = (0..CROWD).map(|_| InitiatorEnd::new(&network, "a", &setup)).collect();
     let device = initiators[0].qp.0.device();
     device.endpoint().unwrap().limit_receive_buffer();
     let len = 24 << 10;
     let memory = targets.each_ref().map(|target| target.buffer(len));
     memory[0].fill((0..len).map(|at| at as u8));
     let back: Vec<_> = initiators.iter().map(|it| it.buffer(len)).collect();
-    // To one and the other by turns.
     for (it, back) in initiators.iter().zip(&back) {
         for wr_id in 0..4 {
             let to = wr_id as usize % 2;
             let op = [SendOp::Read(memory[0].remote(0)), SendOp::Write(memory[1].remote(0))][to];
-            it.send(wr_id, op, &targets[to].place(), &[back.sge(0, len)]).unwrap();
+            it.send(wr_id, op, &targets[to].handle(), &[back.sge(0, len)]).unwrap();
         }
     }
     let expected: Vec<_> = (0..4).map(|wr_id| (wr_id, WcStatus::SUCCESS)).collect();
@@ -632,6 +628,6 @@ fn crowd_of_initiators_shares_the_way_to_its_targets() {
         assert_eq!(back.bytes(0, len), memory[0].bytes(0, len));
     }
     assert_eq!(memory[1].bytes(0, len), memory[0].bytes(0, len));
-    let idle = |it: &Asking| !it.qp.0.sender.lock().is_on_the_way();
-    assert!(initiators.iter().all(idle), "nothing is underway");
+    let idle = |it: &InitiatorEnd| !it.qp.0.sender.lock().holds_window();
+    assert!(initiators.iter().all(idle), "nothing is in flight");
 }

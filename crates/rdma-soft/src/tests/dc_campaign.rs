@@ -1,7 +1,6 @@
-//! Seeded campaigns of dynamic connections: initiators turn from target to target, the network does what it does, and
-//! everything arrives once.
+//! Seeded DC campaigns: initiators change targets on faulty networks, and everything arrives once.
 
-use super::dc::{Asking, Serving, Setup};
+use super::dc::{InitiatorEnd, Setup, TargetEnd};
 use super::*;
 use rdma_provider::contract::Dct as _;
 use rdma_provider::types::{Imm, WcOpcode, WcStatus};
@@ -19,7 +18,7 @@ fn faults(random: &mut fastrand::Rng) -> Faults {
         .delay(Duration::from_micros(1)..Duration::from_micros(20))
 }
 
-/// Two initiators and three targets; packets lost, and how long it took.
+/// Runs two initiators and three targets. Returns the number of lost packets and the duration.
 fn run(seed: u64) -> (u64, Duration) {
     let mut random = fastrand::Rng::with_seed(seed);
     let network = Network::simulated(seed, faults(&mut random));
@@ -32,27 +31,26 @@ fn run(seed: u64) -> (u64, Duration) {
         ..Setup::default()
     };
     let targets: Vec<_> =
-        ["c", "d", "d"].iter().map(|name| Serving::new(&network, name, &setup)).collect();
-    let askers: Vec<_> =
-        ["a", "b"].iter().map(|name| Asking::new(&network, name, &setup)).collect();
-    let places: Vec<_> = targets.iter().map(Serving::place).collect();
-    // A word that is counted up, and a place of each message.
+        ["c", "d", "d"].iter().map(|name| TargetEnd::new(&network, name, &setup)).collect();
+    let initiators: Vec<_> =
+        ["a", "b"].iter().map(|name| InitiatorEnd::new(&network, name, &setup)).collect();
+    let handles: Vec<_> = targets.iter().map(TargetEnd::handle).collect();
     let counters: Vec<_> = targets.iter().map(|target| target.buffer(8)).collect();
     let memories: Vec<_> = targets.iter().map(|target| target.buffer(2 * ROUNDS * SLOT)).collect();
     let inboxes: Vec<_> = targets.iter().map(|target| target.buffer(2 * ROUNDS * SLOT)).collect();
-    let sources: Vec<_> = askers.iter().map(|asker| asker.buffer(SLOT)).collect();
-    let backs: Vec<_> = askers.iter().map(|asker| asker.buffer(ROUNDS * SLOT)).collect();
+    let sources: Vec<_> = initiators.iter().map(|initiator| initiator.buffer(SLOT)).collect();
+    let backs: Vec<_> =
+        initiators.iter().map(|initiator| initiator.buffer(ROUNDS * SLOT)).collect();
     for (index, source) in sources.iter().enumerate() {
         source.fill((0..SLOT).map(|at| (at * 5 + index * 77 + 1) as u8));
     }
     let (mut additions, mut messages) = ([0; 3], [0; 3]);
-    // By target and initiator: what is expected in its receives, in order.
-    let mut expected = vec![vec![Vec::new(); askers.len()]; targets.len()];
-    let mut plan = vec![Vec::new(); askers.len()];
+    let mut expected = vec![vec![Vec::new(); initiators.len()]; targets.len()];
+    let mut plan = vec![Vec::new(); initiators.len()];
     for round in 0..ROUNDS {
-        for (from, asker) in askers.iter().enumerate() {
+        for (from, initiator) in initiators.iter().enumerate() {
             let to = random.usize(..targets.len());
-            let (place, source) = (&places[to], &sources[from]);
+            let (handle, source) = (&handles[to], &sources[from]);
             let kind = random.u8(..6);
             let len = if random.bool() { random.usize(..SLOT) } else { random.usize(..64) };
             let at = (from * ROUNDS + round) * SLOT;
@@ -73,7 +71,7 @@ fn run(seed: u64) -> (u64, Duration) {
                 memories[to].fill_at(at, (0..len).map(|at| (at * 3 + round) as u8));
             }
             if matches!(kind, 0 | 1 | 3) {
-                // Now and then too late: the target is not ready.
+                // Sometimes too late, so that the target is not ready.
                 let late = random.u8(..5) == 0;
                 let receive = messages[to] as u64;
                 let post =
@@ -81,7 +79,7 @@ fn run(seed: u64) -> (u64, Duration) {
                 if !late {
                     post();
                 }
-                asker.send(id, op, place, &[sge]).unwrap();
+                initiator.send(id, op, handle, &[sge]).unwrap();
                 if late {
                     for _ in 0..random.u8(..10) {
                         network.step();
@@ -91,7 +89,7 @@ fn run(seed: u64) -> (u64, Duration) {
                 messages[to] += 1;
                 expected[to][from].push((kind, id, len));
             } else {
-                asker.send(id, op, place, &[sge]).unwrap();
+                initiator.send(id, op, handle, &[sge]).unwrap();
             }
             additions[to] += u64::from(kind == 5);
             plan[from].push((to, kind, at, len));
@@ -100,8 +98,8 @@ fn run(seed: u64) -> (u64, Duration) {
             }
         }
     }
-    for (from, asker) in askers.iter().enumerate() {
-        let done = asker.wait(ROUNDS);
+    for (from, initiator) in initiators.iter().enumerate() {
+        let done = initiator.wait(ROUNDS);
         for (at, completion) in done.iter().enumerate() {
             let id = (from * ROUNDS + at) as u64;
             assert_eq!((completion.wr_id.0, completion.status), (id, WcStatus::SUCCESS));
@@ -130,13 +128,13 @@ fn run(seed: u64) -> (u64, Duration) {
         originals[to].sort_unstable();
         assert_eq!(originals[to], (0..additions[to]).collect::<Vec<_>>());
         let received = target.poll();
-        assert_eq!(received.len(), messages[to], "messages exactly once");
+        assert_eq!(received.len(), messages[to], "each message arrives exactly once");
         let mut left = expected[to].clone();
         for done in received {
-            assert_eq!((done.status, done.qpn), (WcStatus::SUCCESS, places[to].number));
-            // It is the next of one of the initiators; a SEND without immediate tells by its bytes whose.
+            assert_eq!((done.status, done.qpn), (WcStatus::SUCCESS, handles[to].number));
+            // The next of one of the initiators, identified by immediate data or by bytes.
             let bytes = inboxes[to].bytes(done.wr_id.0 as usize * SLOT, done.byte_len as usize);
-            let whose = left.iter().position(|left| {
+            let sender = left.iter().position(|left| {
                 left.first().is_some_and(|&(kind, id, len)| {
                     let of = id as usize / ROUNDS;
                     let imm = (kind != 0).then_some(Imm(id as u32));
@@ -148,8 +146,8 @@ fn run(seed: u64) -> (u64, Duration) {
                         && (kind == 3 || bytes == sources[of].bytes(0, len))
                 })
             });
-            let whose = whose.unwrap_or_else(|| panic!("not the next of anybody: {done:?}"));
-            left[whose].remove(0);
+            let sender = sender.unwrap_or_else(|| panic!("unexpected message: {done:?}"));
+            left[sender].remove(0);
         }
         assert_eq!(target.dct.query().unwrap().0, QpState::Rtr);
     }
@@ -157,8 +155,8 @@ fn run(seed: u64) -> (u64, Duration) {
 }
 
 #[test]
-fn everything_arrives_once_whoever_turns_to_whom() {
-    // TOKIO_RDMA_SEED runs one seed, TOKIO_RDMA_SEEDS that many.
+fn everything_arrives_once_across_changing_targets() {
+    // TOKIO_RDMA_SEED selects one seed, TOKIO_RDMA_SEEDS the number of seeds.
     let number = |name| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
     if let Some(seed) = number("TOKIO_RDMA_SEED") {
         run(seed);
@@ -171,11 +169,11 @@ fn everything_arrives_once_whoever_turns_to_whom() {
             Err(_) => panic!("seed {seed} fails: TOKIO_RDMA_SEED={seed} replays it"),
         }
     }
-    assert!(lost > 0, "the campaign lost nothing and proves nothing");
+    assert!(lost > 0, "the campaign lost no packets");
 }
 
 #[test]
-fn a_seed_decides_the_whole_run() {
+fn seed_determines_the_whole_run() {
     for seed in [3, 4] {
         assert_eq!(run(seed), run(seed));
     }

@@ -1,4 +1,4 @@
-//! Initiator and target of dynamic connections alone, packet by packet.
+//! Tests of the DC initiator and target state machines, packet by packet.
 
 mod forgetful;
 
@@ -8,7 +8,7 @@ use super::machines::{ALL, PD, memory};
 use super::*;
 use rdma_provider::types::{DcKey, DctTarget, Gid, WcStatus};
 
-use super::super::dc::{Header, Outcome, SessionNumber, Surroundings, Target};
+use super::super::dc::{Environment, Header, Outcome, SessionNumber, Target};
 use super::super::device::dma::{Gather, Payload};
 use super::super::device::keys::Keys;
 use super::super::roce::packet::{Aeth, AtomicOp, Body, Nak, Packet, Part, Reth, Syndrome, Tail};
@@ -20,7 +20,6 @@ const NUMBER: Qpn = Qpn(0x100);
 const SECOND: u64 = 1_000_000_000;
 const FIRST: Psn = Psn::new(0xff_ffff);
 
-/// What surrounds both kinds.
 #[derive(Default)]
 struct Side {
     receives: VecDeque<ReceiveWqe>,
@@ -44,8 +43,8 @@ impl Receiver for Side {
     fn failed(&mut self) {}
 }
 
-impl Surroundings for Side {
-    fn give_back(&mut self, receive: &mut ReceiveWqe) {
+impl Environment for Side {
+    fn return_receive(&mut self, receive: &mut ReceiveWqe) {
         self.receives.push_back(std::mem::take(receive));
     }
 
@@ -74,8 +73,7 @@ impl SendCompletions for Side {
     }
 }
 
-/// A target of at most 4 sessions.
-struct Serving {
+struct TargetEnd {
     machine: Target,
     keys: Keys,
     base: u64,
@@ -83,21 +81,20 @@ struct Serving {
     side: Side,
 }
 
-/// One of its sessions, as an initiator knows it.
 #[derive(Clone, Copy)]
-struct Known {
+struct KnownSession {
     source: u32,
     session: SessionNumber,
     cookie: u32,
 }
 
-impl Known {
+impl KnownSession {
     fn new(source: u32, count: u32) -> Self {
         Self { source, session: SessionNumber { incarnation: 9, count }, cookie: 0 }
     }
 }
 
-impl Serving {
+impl TargetEnd {
     fn new() -> Self {
         let (keys, base, key) = memory();
         let config = ReceiveConfig {
@@ -120,9 +117,16 @@ impl Serving {
         Self { machine, keys, base, key, side }
     }
 
-    /// Hands in a packet `steps` after OPEN; bodies of all answers, with the cookie of the last.
-    fn request(&mut self, from: Known, steps: u32, body: Body, payload: &[u8]) -> (Vec<Body>, u32) {
-        let packet = Packet { ack_request: true, ..Packet::of_dc(NUMBER, FIRST.add(steps), body) };
+    /// Passes a packet `steps` after OPEN. Returns the bodies of all answers and the last cookie.
+    fn request(
+        &mut self,
+        from: KnownSession,
+        steps: u32,
+        body: Body,
+        payload: &[u8],
+    ) -> (Vec<Body>, u32) {
+        let packet =
+            Packet { ack_request: true, ..Packet::dc_control(NUMBER, FIRST.add(steps), body) };
         let header =
             Header { source: Qpn(from.source), session: from.session, cookie: from.cookie };
         let payload = Payload::Bytes(payload);
@@ -163,16 +167,15 @@ impl Serving {
         (answers, cookie)
     }
 
-    fn open(&mut self, from: Known) -> (Vec<Body>, u32) {
+    fn open(&mut self, from: KnownSession) -> (Vec<Body>, u32) {
         self.request(from, 0, Body::Open { key: KEY, mtu: Mtu::Mtu256 }, &[])
     }
 
-    /// A session that is open.
-    fn opened(&mut self, source: u32, count: u32) -> Known {
-        let it = Known::new(source, count);
+    fn opened(&mut self, source: u32, count: u32) -> KnownSession {
+        let it = KnownSession::new(source, count);
         let (answers, cookie) = self.open(it);
         assert_eq!(answers, [Body::Accept]);
-        Known { cookie, ..it }
+        KnownSession { cookie, ..it }
     }
 
     fn add(&self) -> Body {
@@ -184,7 +187,7 @@ impl Serving {
     }
 
     fn word(&self) -> u64 {
-        // SAFETY: of the leaked buffer; nothing runs beside the test.
+        // SAFETY: the buffer is leaked; no other thread accesses it.
         unsafe { (self.base as *const u64).read_volatile() }
     }
 
@@ -199,7 +202,7 @@ impl Serving {
 fn original(answers: &[Body]) -> u64 {
     match answers {
         [Body::AtomicAcknowledge { original, .. }] => *original,
-        other => panic!("not the answer of an atomic: {other:?}"),
+        other => panic!("not an atomic response: {other:?}"),
     }
 }
 
@@ -208,84 +211,92 @@ const fn nak(syndrome: Syndrome) -> Body {
 }
 
 #[test]
-fn nothing_of_a_closed_session_is_executed_again() {
-    let mut it = Serving::new();
+fn packets_of_a_closed_session_are_not_executed() {
+    let mut it = TargetEnd::new();
     let session = it.opened(5, 1);
     let add = it.add();
     assert_eq!(original(&it.request(session, 1, add, &[]).0), 0);
-    assert_eq!(original(&it.request(session, 1, add, &[]).0), 0, "repeated, not executed");
+    assert_eq!(original(&it.request(session, 1, add, &[]).0), 0, "replayed, not executed");
     assert_eq!(it.request(session, 2, Body::Close, &[]).0, []);
     assert_eq!(it.machine.counters().open, 0);
     assert_eq!(it.request(session, 1, add, &[]).0, [Body::Gone]);
-    // A late copy of OPEN makes a session, in which late copies of the rest have no part.
+    // A delayed OPEN creates a session, but the old cookie is not valid in it.
     let again = it.opened(5, 1);
     assert_ne!(again.cookie, session.cookie);
     assert_eq!(it.request(session, 1, add, &[]).0, [Body::Gone]);
     assert_eq!(it.word(), 1);
-    // Nor does a late CLOSE end it.
+    // A delayed CLOSE does not end the new session.
     assert_eq!(it.request(session, 2, Body::Close, &[]).0, []);
     assert_eq!(it.machine.counters().open, 1);
 }
 
 #[test]
-fn later_session_replaces_an_earlier_one_and_not_the_other_way_round() {
-    let mut it = Serving::new();
+fn newer_session_replaces_an_older_one_only() {
+    let mut it = TargetEnd::new();
     let old = it.opened(5, 1);
     let add = it.add();
     it.request(old, 1, add, &[]);
     let new = it.opened(5, 2);
     assert_eq!(it.machine.counters().open, 1);
-    assert_eq!(it.open(Known::new(5, 1)).0, []);
+    assert_eq!(it.open(KnownSession::new(5, 1)).0, []);
     assert_eq!(it.request(old, 2, add, &[]).0, []);
     assert_eq!(original(&it.request(new, 1, add, &[]).0), 1);
-    // OPEN again, which was lost or is late, changes nothing.
-    assert_eq!(it.open(Known::new(5, 2)), (vec![Body::Accept], new.cookie));
+    // A duplicate OPEN changes nothing.
+    assert_eq!(it.open(KnownSession::new(5, 2)), (vec![Body::Accept], new.cookie));
     assert_eq!(original(&it.request(new, 2, add, &[]).0), 2);
-    // Another initiator that has the number now is told apart.
-    let other = Known { session: SessionNumber { incarnation: 10, count: 0 }, ..Known::new(5, 0) };
+    // The incarnation distinguishes another initiator with the same number.
+    let other = KnownSession {
+        session: SessionNumber { incarnation: 10, count: 0 },
+        ..KnownSession::new(5, 0)
+    };
     assert_eq!(it.open(other).0, [Body::Accept]);
     assert_eq!(original(&it.request(new, 3, add, &[]).0), 3);
     assert_eq!(it.machine.counters().open, 2);
 }
 
 #[test]
-fn only_a_session_with_its_cookie_reaches_anything() {
-    let mut it = Serving::new();
+fn packets_without_matching_cookie_or_key_are_refused() {
+    let mut it = TargetEnd::new();
     let session = it.opened(5, 1);
     let add = it.add();
     for cookie in [session.cookie ^ 1, 0, u32::MAX] {
-        assert_eq!(it.request(Known { cookie, ..session }, 1, add, &[]).0, [Body::Gone]);
+        assert_eq!(it.request(KnownSession { cookie, ..session }, 1, add, &[]).0, [Body::Gone]);
     }
-    assert_eq!(it.request(Known { source: 6, ..session }, 1, add, &[]).0, [Body::Gone]);
-    let refused =
-        it.request(Known::new(7, 1), 0, Body::Open { key: DcKey(76), mtu: Mtu::Mtu256 }, &[]);
+    assert_eq!(it.request(KnownSession { source: 6, ..session }, 1, add, &[]).0, [Body::Gone]);
+    let refused = it.request(
+        KnownSession::new(7, 1),
+        0,
+        Body::Open { key: DcKey(76), mtu: Mtu::Mtu256 },
+        &[],
+    );
     assert_eq!(refused, (vec![nak(Syndrome::Nak(Nak::RemoteAccess))], 0));
-    let refused = it.request(Known::new(7, 1), 0, Body::Open { key: KEY, mtu: Mtu::Mtu512 }, &[]);
+    let refused =
+        it.request(KnownSession::new(7, 1), 0, Body::Open { key: KEY, mtu: Mtu::Mtu512 }, &[]);
     assert_eq!(refused, (vec![nak(Syndrome::Nak(Nak::InvalidRequest))], 0));
     assert_eq!((it.word(), it.machine.counters().open), (0, 1));
     for state in [QpState::Init, QpState::Err] {
         it.machine.set_state(state, &mut it.side);
-        assert_eq!(it.open(Known::new(8, 1)).0, []);
+        assert_eq!(it.open(KnownSession::new(8, 1)).0, []);
         assert_eq!(it.request(session, 1, add, &[]).0, []);
     }
 }
 
 #[test]
-fn full_table_gives_up_who_is_silent_and_nobody_else() {
-    let mut it = Serving::new();
+fn full_table_evicts_only_silent_sessions() {
+    let mut it = TargetEnd::new();
     let sessions: Vec<_> = (0..4).map(|source| it.opened(source, 1)).collect();
     let add = it.add();
     let busy = nak(Syndrome::RnrNak(9));
-    assert_eq!(it.open(Known::new(9, 1)).0, [busy]);
+    assert_eq!(it.open(KnownSession::new(9, 1)).0, [busy]);
     it.side.now = 5 * SECOND;
     for &session in &sessions[1..] {
         it.request(session, 1, add, &[]);
     }
     it.side.now = 10 * SECOND - 1;
-    assert_eq!(it.open(Known::new(9, 1)).0, [busy]);
+    assert_eq!(it.open(KnownSession::new(9, 1)).0, [busy]);
     it.side.now = 10 * SECOND;
     let new = it.opened(9, 1);
-    assert_eq!(it.open(Known::new(10, 1)).0, [busy], "the others are not silent enough");
+    assert_eq!(it.open(KnownSession::new(10, 1)).0, [busy], "the others were active recently");
     assert_eq!(it.request(sessions[0], 1, add, &[]).0, [Body::Gone]);
     assert_eq!(original(&it.request(new, 1, add, &[]).0), 3);
     for &session in &sessions[1..] {
@@ -293,33 +304,32 @@ fn full_table_gives_up_who_is_silent_and_nobody_else() {
     }
     assert_eq!(it.word(), 7);
     let counters = it.machine.counters();
-    assert_eq!((counters.open, counters.given_up, counters.full, counters.gone), (4, 1, 3, 1));
-    // An initiator that has a session there needs no other place.
-    assert_eq!(it.open(Known::new(9, 2)).0, [Body::Accept]);
-    // Whoever asks, and how often: no more than that.
+    assert_eq!((counters.open, counters.evicted, counters.full, counters.gone), (4, 1, 3, 1));
+    // An initiator's new session replaces its old one.
+    assert_eq!(it.open(KnownSession::new(9, 2)).0, [Body::Accept]);
     for source in 0..10_000 {
         it.side.now += SECOND / 100;
-        it.open(Known::new(source, source));
+        it.open(KnownSession::new(source, source));
     }
     assert_eq!(it.machine.counters().open, 4);
 }
 
 #[test]
-fn error_ends_its_session_only_and_gives_no_receive_away() {
-    let mut it = Serving::new();
+fn session_error_ends_only_its_session_and_loses_no_receive() {
+    let mut it = TargetEnd::new();
     let (bad, good) = (it.opened(5, 1), it.opened(6, 1));
     let add = it.add();
     let send = |part| Body::Send { part, tail: Tail::None };
     it.recv(1, 1024);
     it.recv(2, 1024);
-    // Half a message, then something that does not belong there: its receive fails.
+    // Half a message, then an unexpected packet: the receive fails.
     assert_eq!(it.request(bad, 1, send(Part::First), &[1; 256]).0, [nak(Syndrome::ACK)]);
     let answers = it.request(bad, 2, send(Part::Only), &[1]).0;
     assert_eq!(answers, [nak(Syndrome::Nak(Nak::InvalidRequest))]);
     assert_eq!(it.side.completions, [(1, WcStatus::REM_INV_REQ_ERR)]);
     assert_eq!(it.request(bad, 3, add, &[]).0, []);
     assert_eq!(original(&it.request(good, 1, add, &[]).0), 0);
-    // Half a message, and then nothing: its receive is there for the next.
+    // Half a message, then CLOSE: the receive is available again.
     assert_eq!(it.request(good, 2, send(Part::First), &[1; 256]).0.len(), 1);
     assert_eq!(it.side.receives.len(), 0);
     assert_eq!(it.request(good, 3, Body::Close, &[]).0, []);
@@ -327,7 +337,7 @@ fn error_ends_its_session_only_and_gives_no_receive_away() {
     let next = it.opened(6, 2);
     assert_eq!(it.request(next, 1, send(Part::Only), &[1; 8]).0.len(), 1);
     assert_eq!(it.side.completions[1..], [(2, WcStatus::SUCCESS)]);
-    // A destroyed target has none in hand either.
+    // A target in ERR has returned its receives.
     it.recv(3, 1024);
     it.request(next, 2, send(Part::First), &[1; 256]);
     it.machine.set_state(QpState::Err, &mut it.side);
@@ -335,12 +345,11 @@ fn error_ends_its_session_only_and_gives_no_receive_away() {
 }
 
 #[test]
-fn replies_that_are_due_are_those_of_sessions_that_are_there() {
-    let mut it = Serving::new();
+fn removed_sessions_have_no_queued_replies() {
+    let mut it = TargetEnd::new();
     let read = Body::ReadRequest(Reth { remote: it.remote(0), length: 512 });
-    // Nobody takes the replies.
-    let ask = |it: &mut Serving, session: Known| {
-        let packet = Packet { ack_request: true, ..Packet::of_dc(NUMBER, FIRST.add(1), read) };
+    let ask = |it: &mut TargetEnd, session: KnownSession| {
+        let packet = Packet { ack_request: true, ..Packet::dc_control(NUMBER, FIRST.add(1), read) };
         let header = Header {
             source: Qpn(session.source),
             session: session.session,
@@ -372,8 +381,7 @@ fn replies_that_are_due_are_those_of_sessions_that_are_there() {
     assert_eq!(due, 1);
 }
 
-/// An initiator, and what it sends.
-struct Asking {
+struct InitiatorEnd {
     machine: Requester,
     keys: Keys,
     base: u64,
@@ -382,7 +390,7 @@ struct Asking {
     deadline: Option<u64>,
 }
 
-impl Asking {
+impl InitiatorEnd {
     fn new() -> Self {
         let (keys, base, key) = memory();
         let config = SendConfig {
@@ -404,7 +412,6 @@ impl Asking {
         Self { machine, keys, base, key, side, deadline: None }
     }
 
-    /// A SEND of `len` bytes to target number `to`.
     fn post(&mut self, wr_id: u64, to: u32, len: u32) {
         let sges = [Sge { addr: self.base, length: len, lkey: Lkey(self.key) }];
         let address = AddressVector::new(PortNum(1), 0, Gid::default());
@@ -435,7 +442,6 @@ impl Asking {
         all
     }
 
-    /// Takes one packet, and no more.
     fn packet(&mut self) -> (Packet, Header) {
         match self.packets()[..] {
             [only] => only,
@@ -443,7 +449,7 @@ impl Asking {
         }
     }
 
-    /// What the target says to `packet`.
+    /// Delivers the target's answer to `packet`.
     fn answer(&mut self, (packet, header): (Packet, Header), cookie: u32, body: Body) {
         let answer = Packet { dest: Qpn(3), body, ..packet };
         let header = Header { source: packet.dest, session: header.session, cookie };
@@ -475,8 +481,8 @@ fn kinds(packets: &[(Packet, Header)]) -> Vec<&'static str> {
 const ACK: Body = nak(Syndrome::ACK);
 
 #[test]
-fn initiator_turns_when_all_is_acknowledged() {
-    let mut it = Asking::new();
+fn initiator_changes_target_when_all_is_acknowledged() {
+    let mut it = InitiatorEnd::new();
     it.post(0, 20, 300);
     it.post(1, 20, 8);
     it.post(2, 21, 8);
@@ -485,7 +491,7 @@ fn initiator_turns_when_all_is_acknowledged() {
     assert_eq!((open.0.dest, open.1.cookie), (Qpn(20), 0));
     it.answer(open, 0xabc, Body::Accept);
     let sent = it.packets();
-    assert_eq!(kinds(&sent), ["request"; 3], "and none for the other target");
+    assert_eq!(kinds(&sent), ["request"; 3], "no packet for the other target");
     assert_eq!(sent[0].0.psn, open.0.psn.add(1));
     assert!(
         sent.iter().all(|(_, header)| header.cookie == 0xabc && header.session == open.1.session)
@@ -493,17 +499,17 @@ fn initiator_turns_when_all_is_acknowledged() {
     it.answer(sent[1], 0xabc, ACK);
     assert_eq!(it.packets(), []);
     it.answer(sent[2], 0xabc, ACK);
-    let turning = it.packets();
-    assert_eq!(kinds(&turning), ["close", "open"]);
-    assert_eq!((turning[0].0.dest, turning[0].1), (Qpn(20), sent[2].1));
-    assert_eq!((turning[1].0.dest, turning[1].1.cookie), (Qpn(21), 0));
-    assert_eq!(turning[1].1.session.count, open.1.session.count + 1);
-    // What comes late is nobody's.
+    let switch = it.packets();
+    assert_eq!(kinds(&switch), ["close", "open"]);
+    assert_eq!((switch[0].0.dest, switch[0].1), (Qpn(20), sent[2].1));
+    assert_eq!((switch[1].0.dest, switch[1].1.cookie), (Qpn(21), 0));
+    assert_eq!(switch[1].1.session.count, open.1.session.count + 1);
+    // Late answers are ignored.
     it.answer(open, 0xabc, Body::Accept);
     it.answer(sent[2], 0xabc, Body::Gone);
     it.answer(sent[2], 0xabc, nak(Syndrome::Nak(Nak::RemoteAccess)));
     assert_eq!((it.packets(), it.machine.counters.stale), (vec![], 3));
-    it.answer(turning[1], 1, Body::Accept);
+    it.answer(switch[1], 1, Body::Accept);
     let last = it.packet();
     it.answer(last, 1, ACK);
     assert_eq!(
@@ -514,8 +520,8 @@ fn initiator_turns_when_all_is_acknowledged() {
 }
 
 #[test]
-fn opening_is_repeated_waits_and_fails_as_a_request_does() {
-    let mut it = Asking::new();
+fn open_is_retransmitted_delayed_and_refused_like_a_request() {
+    let mut it = InitiatorEnd::new();
     it.post(0, 20, 8);
     let open = it.packet();
     it.expire();
@@ -528,7 +534,7 @@ fn opening_is_repeated_waits_and_fails_as_a_request_does() {
     it.answer(open, 0, nak(Syndrome::RnrNak(3)));
     assert_eq!(it.side.completions, [(0, WcStatus::RNR_RETRY_EXC_ERR)]);
 
-    let mut it = Asking::new();
+    let mut it = InitiatorEnd::new();
     it.post(0, 20, 8);
     it.post(1, 20, 8);
     for _ in 0..3 {
@@ -542,35 +548,34 @@ fn opening_is_repeated_waits_and_fails_as_a_request_does() {
         (Nak::RemoteAccess, WcStatus::REM_ACCESS_ERR),
         (Nak::InvalidRequest, WcStatus::REM_INV_REQ_ERR),
     ] {
-        let mut it = Asking::new();
+        let mut it = InitiatorEnd::new();
         it.post(0, 20, 8);
         let open = it.packet();
         it.answer(open, 0, nak(Syndrome::Nak(refusal)));
         assert_eq!(it.side.completions, [(0, status)]);
-        // An acceptance that comes after all changes nothing.
+        // A late ACCEPT changes nothing.
         it.answer(open, 5, Body::Accept);
         assert_eq!(it.machine.state(), QpState::Err);
     }
 }
 
 #[test]
-fn initiator_whose_session_is_gone_fails_if_something_was_underway() {
-    let mut it = Asking::new();
+fn gone_session_fails_the_initiator_with_work_in_flight() {
+    let mut it = InitiatorEnd::new();
     it.post(0, 20, 8);
     it.post(1, 20, 8);
     let open = it.packet();
     it.answer(open, 5, Body::Accept);
     let sent = it.packets();
-    // Not of this session.
     it.answer(sent[1], 6, Body::Gone);
     it.answer(sent[1], 6, ACK);
     assert_eq!(it.side.completions, []);
-    // About the second: what became of the first is not known.
+    // Refers to the second packet: the result of the first is unknown.
     it.answer(sent[1], 5, Body::Gone);
     assert_eq!(it.side.completions, [(0, WcStatus::REM_OP_ERR), (1, WcStatus::WR_FLUSH_ERR)]);
 
-    // A late copy of something acknowledged says only that the session is no more.
-    let mut it = Asking::new();
+    // GONE for an acknowledged packet only ends the session.
+    let mut it = InitiatorEnd::new();
     it.post(0, 20, 8);
     let open = it.packet();
     it.answer(open, 5, Body::Accept);
@@ -584,24 +589,24 @@ fn initiator_whose_session_is_gone_fails_if_something_was_underway() {
 }
 
 #[test]
-fn session_that_is_accepted_late_is_used_at_once() {
-    let mut it = Asking::new();
+fn late_accept_starts_requests_at_once() {
+    let mut it = InitiatorEnd::new();
     it.post(0, 20, 8);
-    assert!(it.machine.asks().is_some());
+    assert!(it.machine.window_request().is_some());
     let open = it.packet();
     it.side.now += 5_000_000_000;
     it.answer(open, 1, Body::Accept);
-    assert_eq!(it.machine.asks(), None, "its turn has come already");
+    assert_eq!(it.machine.window_request(), None, "its window was granted already");
     let sent = it.packet();
     assert_eq!((kinds(&[sent])[0], sent.1.session), ("request", open.1.session));
     it.answer(sent, 1, ACK);
     it.post(1, 20, 8);
-    assert!(it.machine.asks().is_some());
+    assert!(it.machine.window_request().is_some());
 }
 
 #[test]
-fn session_is_renewed_after_a_pause_and_after_a_reset() {
-    let mut it = Asking::new();
+fn pause_or_reset_renews_the_session() {
+    let mut it = InitiatorEnd::new();
     let mut sessions = Vec::new();
     for (wait, expected) in
         [(0, &["open"][..]), (SECOND - 1, &[]), (SECOND, &["close", "open"]), (1, &[])]
@@ -624,14 +629,14 @@ fn session_is_renewed_after_a_pause_and_after_a_reset() {
     it.machine.set_state(QpState::Rts, &mut it.side);
     it.post(0, 20, 8);
     let open = it.packet();
-    assert_eq!((kinds(&[open])[0], open.1.session.count), ("open", 3), "numbers go on");
+    assert_eq!((kinds(&[open])[0], open.1.session.count), ("open", 3), "session numbers continue");
 }
 
 #[test]
-fn whatever_a_target_answers_is_survived() {
+fn random_target_answers_complete_each_request_once() {
     let mut random = fastrand::Rng::with_seed(8);
     for _ in 0..5000 {
-        let mut it = Asking::new();
+        let mut it = InitiatorEnd::new();
         for wr_id in 0..4 {
             it.post(wr_id, random.u32(20..22), random.u32(0..600));
         }
@@ -658,7 +663,6 @@ fn whatever_a_target_answers_is_survived() {
                 it.expire();
             }
         }
-        // Whatever was said, each completes once at most, in order, and the end of it all is an end.
         it.machine.set_state(QpState::Err, &mut it.side);
         let order: Vec<_> = it.side.completions.iter().map(|&(wr_id, _)| wr_id).collect();
         assert_eq!(order, [0, 1, 2, 3]);

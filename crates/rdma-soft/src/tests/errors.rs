@@ -1,11 +1,11 @@
-//! Every way that work can fail: status at the requester, status at the responder, events.
+//! Failures of work requests, as seen at both ends.
 
 use super::*;
 use rdma_provider::types::{Imm, WcStatus};
 
 type Outcome = Vec<(u64, WcStatus)>;
 
-/// Runs `case` on both kinds of network with work queued behind, and checks what both ends see.
+/// Runs `case` on both kinds of network with further work queued, and checks both ends.
 fn check(
     options: Options,
     events: impl Fn(Qpn) -> Vec<AsyncEvent>,
@@ -17,7 +17,6 @@ fn check(
         let (a, b) = connected(&network, &options);
         a.events();
         case(&a, &b);
-        // Receives behind: flushed.
         let spare = b.buffer(8);
         if b.state() != QpState::Err {
             b.recv(101, &[spare.sge(0, 8)]).unwrap();
@@ -53,7 +52,7 @@ fn request_error(qpn: Qpn) -> Vec<AsyncEvent> {
     vec![AsyncEvent::QpRequestError(qpn)]
 }
 
-/// Buffers must outlive the work on them; the error tests leak theirs.
+/// Allocates a buffer that outlives its work.
 fn leaked(end: &End, len: usize, access: Access) -> &'static Buffer {
     Box::leak(Box::new(Buffer::new(&end.pd, len, access)))
 }
@@ -61,7 +60,7 @@ fn leaked(end: &End, len: usize, access: Access) -> &'static Buffer {
 const ALL: Access = Access::LOCAL_WRITE.union(Access::REMOTE_ALL);
 
 #[test]
-fn send_longer_than_the_receive() {
+fn send_longer_than_its_receive_fails_at_both_ends() {
     let (requester, responder) = (WcStatus::REM_INV_REQ_ERR, Some(WcStatus::LOC_LEN_ERR));
     for len in [17, 3000] {
         check(Options::default(), silent, requester, responder, |a, b| {
@@ -72,15 +71,11 @@ fn send_longer_than_the_receive() {
 }
 
 #[test]
-fn receive_buffer_that_is_not_covered() {
+fn inaccessible_receive_buffer_fails_the_receive() {
     let cases: [fn(&End) -> Sge; 4] = [
-        // Unknown key.
         |b| Sge { lkey: Lkey(leaked(b, 16, ALL).lkey().0 ^ 0x10), ..leaked(b, 16, ALL).sge(0, 16) },
-        // Out of bounds.
         |b| leaked(b, 16, ALL).sge(1, 16),
-        // Not writable.
         |b| leaked(b, 16, Access::empty()).sge(0, 16),
-        // Of another protection domain.
         |b| Box::leak(Box::new(Buffer::new(&b.context.create_pd().unwrap(), 16, ALL))).sge(0, 16),
     ];
     for case in cases {
@@ -92,7 +87,7 @@ fn receive_buffer_that_is_not_covered() {
     }
 }
 
-/// Remote memory that does not allow what is asked.
+/// Returns remote addresses that do not permit `needed`.
 fn forbidden(b: &End, needed: Access) -> Vec<RemoteAddr> {
     let good = leaked(b, 64, ALL);
     let stale = {
@@ -113,7 +108,7 @@ fn forbidden(b: &End, needed: Access) -> Vec<RemoteAddr> {
 }
 
 #[test]
-fn remote_memory_that_does_not_allow_it() {
+fn forbidden_remote_memory_fails_with_access_error() {
     for kind in 0..8 {
         check(Options::default(), access_error, WcStatus::REM_ACCESS_ERR, None, |a, b| {
             let remote = forbidden(b, Access::REMOTE_WRITE)[kind];
@@ -131,7 +126,7 @@ fn remote_memory_that_does_not_allow_it() {
 }
 
 #[test]
-fn long_write_into_memory_that_is_too_short_writes_nothing() {
+fn write_beyond_remote_memory_writes_nothing() {
     check(Options::default(), access_error, WcStatus::REM_ACCESS_ERR, None, |a, b| {
         let target = leaked(b, 4000, ALL);
         let from = leaked(a, 4001, ALL);
@@ -153,7 +148,7 @@ fn write_with_imm_into_forbidden_memory_fails_its_receive() {
 }
 
 #[test]
-fn queue_pair_that_does_not_allow_the_operation() {
+fn operation_without_queue_pair_access_is_refused() {
     for kind in 0..3 {
         let lacking = [Access::REMOTE_WRITE, Access::REMOTE_READ, Access::REMOTE_ATOMIC][kind];
         let options =
@@ -169,7 +164,7 @@ fn queue_pair_that_does_not_allow_the_operation() {
 }
 
 #[test]
-fn atomic_that_is_not_aligned() {
+fn unaligned_atomic_is_refused() {
     check(Options::default(), request_error, WcStatus::REM_INV_REQ_ERR, None, |a, b| {
         let remote = leaked(b, 64, ALL).remote(4);
         a.send(1, SendOp::FetchAdd { remote, add: 1 }, &[leaked(a, 8, ALL).sge(0, 8)]).unwrap();
@@ -177,7 +172,7 @@ fn atomic_that_is_not_aligned() {
 }
 
 #[test]
-fn read_at_a_responder_without_resources() {
+fn read_at_responder_without_resources_is_refused() {
     let options = Options { dest_rd_atomic: 0, ..Options::default() };
     check(options, request_error, WcStatus::REM_INV_REQ_ERR, None, |a, b| {
         a.send(1, SendOp::Read(leaked(b, 8, ALL).remote(0)), &[leaked(a, 8, ALL).sge(0, 8)])
@@ -185,12 +180,11 @@ fn read_at_a_responder_without_resources() {
     });
 }
 
-/// Failures that the peer never hears of.
+/// Checks failures that do not reach the peer.
 fn check_local(options: Options, status: WcStatus, case: impl Fn(&End, &End)) {
     for network in [Network::new(), Network::simulated(1, Faults::none())] {
         let (a, b) = connected(&network, &options);
         let good = leaked(&a, 8, ALL);
-        // Done before: completes as if nothing were behind it.
         a.send(0, SendOp::Write(leaked(&b, 8, ALL).remote(0)), &[good.sge(0, 8)]).unwrap();
         case(&a, &b);
         let _flushed = a.send(2, SendOp::Send, &[good.sge(0, 8)]);
@@ -203,7 +197,7 @@ fn check_local(options: Options, status: WcStatus, case: impl Fn(&End, &End)) {
 }
 
 #[test]
-fn local_memory_that_is_not_covered() {
+fn inaccessible_local_memory_fails_the_request() {
     for kind in 0..3 {
         let bad = move |a: &End| match kind {
             0 => Sge { lkey: Lkey(77), ..leaked(a, 16, ALL).sge(0, 16) },
@@ -225,7 +219,7 @@ fn local_memory_that_is_not_covered() {
 }
 
 #[test]
-fn result_memory_that_is_not_writable() {
+fn read_into_unwritable_memory_fails() {
     check_local(Options::default(), WcStatus::LOC_PROT_ERR, |a, b| {
         let from = leaked(b, 16, ALL).remote(0);
         a.send(1, SendOp::Read(from), &[leaked(a, 16, Access::REMOTE_READ).sge(0, 16)]).unwrap();
@@ -233,7 +227,7 @@ fn result_memory_that_is_not_writable() {
 }
 
 #[test]
-fn atomic_result_that_is_too_short() {
+fn atomic_with_short_result_buffer_fails() {
     check_local(Options::default(), WcStatus::LOC_LEN_ERR, |a, b| {
         let remote = leaked(b, 16, ALL).remote(0);
         a.send(1, SendOp::FetchAdd { remote, add: 1 }, &[leaked(a, 16, ALL).sge(0, 4)]).unwrap();
@@ -241,7 +235,7 @@ fn atomic_result_that_is_too_short() {
 }
 
 #[test]
-fn read_that_could_never_start() {
+fn read_with_zero_initiator_depth_fails() {
     let options = Options { rd_atomic: 0, ..Options::default() };
     check_local(options, WcStatus::LOC_QP_OP_ERR, |a, b| {
         a.send(1, SendOp::Read(leaked(b, 16, ALL).remote(0)), &[leaked(a, 16, ALL).sge(0, 16)])
@@ -250,7 +244,7 @@ fn read_that_could_never_start() {
 }
 
 #[test]
-fn no_receive_posted_for_too_long() {
+fn missing_receive_exhausts_rnr_retries() {
     let options = Options { rnr_retry: 2, ..Options::default() };
     for network in [Network::new(), Network::simulated(1, Faults::none())] {
         let (a, b) = connected(&network, &options);
@@ -259,14 +253,14 @@ fn no_receive_posted_for_too_long() {
         assert_eq!((a.state(), b.state()), (QpState::Err, QpState::Rts));
         assert_eq!(a.qp.counters().0.rnr_naks, 3);
         if network.now() < Duration::from_secs(1) {
-            // Two waits of 0.01 ms each; virtual time is exact.
+            // Two delays of 0.01 ms each; virtual time is exact.
             assert!(network.now() >= Duration::from_micros(20));
         }
     }
 }
 
 #[test]
-fn receiver_not_ready_is_waited_for() {
+fn sends_wait_for_a_posted_receive() {
     for network in [Network::new(), Network::simulated(1, Faults::none())] {
         let (a, b) = connected(&network, &Options::default());
         let (from, to) = (a.buffer(3000), b.buffer(3000));
@@ -277,7 +271,6 @@ fn receiver_not_ready_is_waited_for() {
             network.step();
         }
         assert_eq!(a.poll(), []);
-        // Before anything of it is written.
         assert_eq!(to.bytes(0, 8), [0; 8]);
         b.recv(8, &[to.sge(0, 3000)]).unwrap();
         b.recv(9, &[]).unwrap();
@@ -288,7 +281,7 @@ fn receiver_not_ready_is_waited_for() {
 }
 
 #[test]
-fn nobody_answers() {
+fn unanswered_send_exhausts_retries() {
     let options = Options { retry_count: 3, timeout: 5, ..Options::default() };
     for network in [Network::new(), Network::simulated(1, Faults::none())] {
         let (a, b) = connected(&network, &options);
@@ -305,7 +298,7 @@ fn nobody_answers() {
 }
 
 #[test]
-fn send_with_invalidate_finds_no_window() {
+fn send_with_invalidate_without_window_fails() {
     for network in [Network::new(), Network::simulated(1, Faults::none())] {
         let (a, b) =
             connected(&network, &Options { retry_count: 1, timeout: 3, ..Options::default() });
@@ -320,7 +313,7 @@ fn send_with_invalidate_finds_no_window() {
 }
 
 #[test]
-fn unsignaled_work_before_a_failure_is_silent_and_behind_it_flushed() {
+fn unsignaled_work_is_silent_before_a_failure_and_flushed_after_it() {
     for network in [Network::new(), Network::simulated(1, Faults::none())] {
         let (a, b) = connected(&network, &Options::default());
         let (from, to) = (a.buffer(8), b.buffer(8));

@@ -1,10 +1,9 @@
-//! Which of several addresses a device over UDP gets.
+//! Address selection of a device over UDP.
 
 use std::net::{IpAddr, Ipv4Addr, UdpSocket};
 
 use super::*;
 
-/// Addresses in a row, and a port, that nobody has.
 fn free() -> (u16, [IpAddr; 3]) {
     for _ in 0..100 {
         let random = getrandom::u64().unwrap();
@@ -15,11 +14,11 @@ fn free() -> (u16, [IpAddr; 3]) {
             return (port, addresses);
         }
     }
-    panic!("no addresses of 100 are free");
+    panic!("no free addresses in 100 attempts");
 }
 
 #[test]
-fn first_free_address_is_taken_until_there_is_none() {
+fn first_free_address_is_bound_until_all_are_taken() {
     let (port, addresses) = free();
     let [a, b, c] = addresses;
     let other = UdpSocket::bind((b, port)).unwrap();
@@ -31,7 +30,10 @@ fn first_free_address_is_taken_until_there_is_none() {
     assert_eq!(Network::at_first_free(port, &addresses, None).unwrap_err(), none);
     assert_eq!(
         none.to_string(),
-        format!("port {port} is taken at all addresses tried, first {a}, last {c}")
+        format!(
+            "UDP port {port} is in use at every address from {a} to {c}; stop a program that uses \
+             it"
+        )
     );
     drop(other);
     assert_eq!(Network::at_first_free(port, &addresses, None).unwrap().1, b);
@@ -40,15 +42,15 @@ fn first_free_address_is_taken_until_there_is_none() {
 }
 
 #[test]
-fn only_address_says_who_has_it_and_nothing_else_is_tried_where_all_fail() {
+fn single_taken_address_reports_its_owner_and_foreign_address_fails_at_once() {
     let (port, [a, b, _]) = free();
     let _other = UdpSocket::bind((a, port)).unwrap();
     let taken = UdpError::PortTaken { address: a, port, soft_roce: false, device: None };
     assert_eq!(Network::at_first_free(port, &[a], None).unwrap_err(), taken);
-    let nobody: IpAddr = "198.51.100.1".parse().unwrap();
+    let missing: IpAddr = "198.51.100.1".parse().unwrap();
     assert_eq!(
-        Network::at_first_free(port, &[a, nobody, b], None).unwrap_err(),
-        UdpError::NotLocal { address: nobody }
+        Network::at_first_free(port, &[a, missing, b], None).unwrap_err(),
+        UdpError::NotLocal { address: missing }
     );
     assert_eq!(Network::at_first_free(port, &[], None).unwrap_err(), UdpError::NoDevice);
 }

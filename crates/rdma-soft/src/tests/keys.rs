@@ -1,4 +1,4 @@
-//! The table of registrations: keys that have ended, uses that have not, what others reach at the same time.
+//! Tests of the registration table: stale keys, running copies and concurrent lookups.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -9,9 +9,9 @@ use crate::device::keys::{Keys, MAX_REGISTRATIONS};
 use rdma_provider::types::{Access, Lkey, Qpn, Rkey, WindowBind};
 
 #[test]
-fn stale_keys_name_nothing() {
+fn stale_keys_do_not_resolve() {
     let (keys, base, key) = memory();
-    // SAFETY: the leaked buffer of `memory`.
+    // SAFETY: `memory` leaks the buffer.
     let same = || unsafe { Memory::new(base as *mut u8, 8192, base) };
     let mut old = vec![key];
     keys.remove(key);
@@ -32,7 +32,7 @@ fn stale_keys_name_nothing() {
 }
 
 #[test]
-fn registration_is_released_only_when_no_copy_runs() {
+fn registration_is_released_after_running_copies() {
     let (keys, base, key) = memory();
     let held = keys.resolve(key, PD, base, 8, ALL).unwrap();
     let released = AtomicBool::new(false);
@@ -41,7 +41,7 @@ fn registration_is_released_only_when_no_copy_runs() {
             keys.remove(key);
             released.store(true, Ordering::SeqCst);
         });
-        // Closed to others at once, still held by us.
+        // New users are refused while our copy runs.
         while keys.resolve(key, PD, base, 8, ALL).is_ok() {
             std::thread::yield_now();
         }
@@ -52,7 +52,7 @@ fn registration_is_released_only_when_no_copy_runs() {
 }
 
 #[test]
-fn memory_is_reached_by_atomic_accesses_if_its_owner_shares_it_or_peers_may_write_it() {
+fn shared_or_remotely_writable_memory_uses_atomic_accesses() {
     let (keys, base, _) = memory();
     let read = Access::LOCAL_WRITE | Access::REMOTE_READ;
     for (shared, access, atomic) in [
@@ -64,7 +64,7 @@ fn memory_is_reached_by_atomic_accesses_if_its_owner_shares_it_or_peers_may_writ
         (true, read, true),
         (false, Access::LOCAL_WRITE, false),
     ] {
-        // SAFETY: the leaked buffer of `memory`.
+        // SAFETY: `memory` leaks the buffer.
         let memory = unsafe { Memory::new(base as *mut u8, 8192, base) };
         let key = keys.insert(memory, access, shared, PD, 7).unwrap();
         let segment = keys.resolve(key, PD, base, 8, Access::LOCAL_WRITE).unwrap();
@@ -75,9 +75,9 @@ fn memory_is_reached_by_atomic_accesses_if_its_owner_shares_it_or_peers_may_writ
 }
 
 #[test]
-fn memory_is_found_by_the_name_that_work_has_for_it() {
+fn memory_resolves_by_its_iova() {
     let (keys, base, _) = memory();
-    // SAFETY: the leaked buffer of `memory`.
+    // SAFETY: `memory` leaks the buffer.
     let named = unsafe { Memory::new(base as *mut u8, 8192, 100) };
     let key = keys.insert(named, ALL, false, PD, 7).unwrap();
     for (addr, len, found) in
@@ -85,24 +85,24 @@ fn memory_is_found_by_the_name_that_work_has_for_it() {
     {
         assert_eq!(keys.resolve(key, PD, addr, len, ALL).is_ok(), found, "{len} bytes from {addr}");
     }
-    assert!(keys.resolve(key, PD, base, 8, ALL).is_err(), "its address is not its name");
+    assert!(keys.resolve(key, PD, base, 8, ALL).is_err(), "resolved by its address");
 }
 
-/// Recovers what keys have in common from granted ones, as a peer would: if a key were `(n + 256 v) * f` modulo 2^24 in its
-/// upper bits, for a counter `n`, four bits `v` and a secret odd `f`, four granted keys would tell `f`.
+/// Attacks keys as a peer could. If the upper bits were `(n + 256 v) * f` modulo 2^24 for a counter
+/// `n`, four bits `v` and a secret odd `f`, four keys would reveal `f`.
 #[test]
-fn granted_keys_do_not_tell_the_next_one() {
+fn granted_keys_do_not_predict_the_next_one() {
     const FAMILY: u32 = (1 << 24) - 1;
     let (_, base, _) = memory();
     for seed in 0..16 {
         let mut random = fastrand::Rng::with_seed(seed);
         let keys = Keys::new();
-        // SAFETY: the leaked buffer of `memory`.
+        // SAFETY: `memory` leaks the buffer.
         let same = || unsafe { Memory::new(base as *mut u8, 8192, base) };
         let mut register = || keys.insert(same(), ALL, false, PD, random.u64(..)).unwrap() >> 8;
         let granted: Vec<u32> = (0..1_000).map(|_| register()).collect();
         let secret = register();
-        // The inverse of an odd number by Newton's iteration.
+        // Newton's iteration for the inverse of an odd number.
         let inverse =
             |x: u32| (0..5).fold(x, |y, _| y.wrapping_mul(2_u32.wrapping_sub(x.wrapping_mul(y))));
         let steps =
@@ -111,7 +111,7 @@ fn granted_keys_do_not_tell_the_next_one() {
             let difference = pair[1].wrapping_sub(pair[0]);
             steps().map(|step| difference.wrapping_mul(inverse(step)) & FAMILY).collect()
         };
-        // Whatever factor explains one in four of the first hundred differences is worth its guesses.
+        // Tries each factor that explains a quarter of the first hundred differences.
         let mut explained: HashMap<u32, u32> = HashMap::new();
         for factor in granted[..101].windows(2).flat_map(factors) {
             *explained.entry(factor).or_default() += 1;
@@ -122,7 +122,7 @@ fn granted_keys_do_not_tell_the_next_one() {
             guesses
                 .extend(steps().map(|step| last.wrapping_add(factor.wrapping_mul(step)) & FAMILY));
         }
-        // Nor is it near a granted key, by difference or by exclusive or, or at the distance of two granted ones.
+        // Also tries neighbours of the last key and the distances between granted keys.
         for near in 1..1_000 {
             guesses.extend([
                 last.wrapping_add(near) & FAMILY,
@@ -136,7 +136,7 @@ fn granted_keys_do_not_tell_the_next_one() {
                 last ^ pair[0] ^ pair[1],
             ]);
         }
-        // 5,000 guesses at random find one of 2^24 with a chance of 0.0003.
+        // 5,000 random guesses find one of 2^24 keys with probability 0.0003.
         assert!(guesses.len() < 5_100, "seed {seed}: {}", guesses.len());
         assert!(
             !guesses.contains(&secret),
@@ -146,15 +146,15 @@ fn granted_keys_do_not_tell_the_next_one() {
     }
 }
 
-/// Neither keys nor what changes from one to the next show a pattern: each bit is as often set as not, and no change
-/// is seen twice more often than chance allows.
+/// Checks that each bit of keys and of their differences is set half of the time, and that no
+/// difference recurs more often than by chance.
 #[test]
-fn consecutive_keys_have_nothing_in_common() {
+fn consecutive_keys_are_statistically_independent() {
     const COUNT: usize = 8_192;
     let (_, base, _) = memory();
     let mut random = fastrand::Rng::with_seed(5);
     let keys = Keys::new();
-    // SAFETY: the leaked buffer of `memory`.
+    // SAFETY: `memory` leaks the buffer.
     let same = || unsafe { Memory::new(base as *mut u8, 8192, base) };
     let made: Vec<u32> =
         (0..COUNT).map(|_| keys.insert(same(), ALL, false, PD, random.u64(..)).unwrap()).collect();
@@ -165,7 +165,6 @@ fn consecutive_keys_have_nothing_in_common() {
         let count = values.len() as f64;
         for bit in 0..32 {
             let set = values.iter().filter(|&&value| value >> bit & 1 == 1).count() as f64;
-            // Six standard deviations.
             assert!(
                 (set - count / 2.0).abs() < 6.0 * count.sqrt() / 2.0,
                 "{what}: bit {bit} is set {set} times"
@@ -176,10 +175,10 @@ fn consecutive_keys_have_nothing_in_common() {
             values.iter().for_each(|value| cells[(value >> shift & 255) as usize] += 1.0);
             let expected = count / 256.0;
             let chi: f64 = cells.iter().map(|seen| (seen - expected).powi(2) / expected).sum();
-            // 255 degrees of freedom: 255 on average, six standard deviations of 22.6 around it.
+            // 255 degrees of freedom: mean 255, six standard deviations of 22.6.
             assert!((119.0..391.0).contains(&chi), "{what}: bits from {shift}: {chi}");
         }
-        // 8,192 of 2^32 drawn at random have 0.008 pairs that are equal.
+        // 8,192 random values of 2^32 contain 0.008 equal pairs on average.
         let distinct: HashSet<u32> = values.iter().copied().collect();
         assert!(
             values.len() - distinct.len() <= 1,
@@ -190,13 +189,13 @@ fn consecutive_keys_have_nothing_in_common() {
 }
 
 #[test]
-fn keys_lead_to_their_own_memory_alone() {
+fn keys_resolve_only_to_their_own_memory() {
     let (keys, base, _) = memory();
     let place = |number: u32| base + 8 * u64::from(number);
     let drawn = |number: u32| 0x1234_5007 + (number << 12);
     let made: Vec<u32> = (0..200)
         .map(|number| {
-            // SAFETY: 8 bytes of the leaked buffer of `memory`.
+            // SAFETY: 8 bytes of the buffer that `memory` leaks.
             let word = unsafe { Memory::new(place(number) as *mut u8, 8, place(number)) };
             keys.insert(word, ALL, false, PD, drawn(number).into()).unwrap()
         })
@@ -217,9 +216,9 @@ fn keys_lead_to_their_own_memory_alone() {
     let ended = [199, 0, 100, 101, 99];
     ended.iter().for_each(|&number| keys.remove(made[number as usize]));
     (0..200).for_each(|number| assert_eq!(is_open(number), !ended.contains(&number), "{number}"));
-    // Others end meanwhile, and their slots and places are taken again.
+    // Other keys are removed meanwhile, and their slots reused.
     for round in 0..1_000 {
-        // SAFETY: the leaked buffer of `memory`.
+        // SAFETY: `memory` leaks the buffer.
         let all = || unsafe { Memory::new(base as *mut u8, 8192, base) };
         let pair = [7, 8].map(|which| {
             keys.insert(all(), ALL, false, PD, (which + 2 * (round % 20)) << 12).unwrap()
@@ -232,46 +231,46 @@ fn keys_lead_to_their_own_memory_alone() {
 }
 
 #[test]
-fn key_that_has_ended_or_is_in_use_is_not_drawn_again() {
+fn used_and_recently_removed_keys_are_not_issued() {
     let (keys, base, _) = memory();
-    // SAFETY: the leaked buffer of `memory`.
+    // SAFETY: `memory` leaks the buffer.
     let same = || unsafe { Memory::new(base as *mut u8, 8192, base) };
     let first = keys.insert(same(), ALL, false, PD, 0x1234_5678).unwrap();
     assert_eq!(first, 0x1234_5678);
-    // Nor with another tag: a window could be bound to it.
+    // Nor with another tag: a window could be bound to that key.
     let second = keys.insert(same(), ALL, false, PD, 0x1234_5600).unwrap();
     assert_ne!(first >> 8, second >> 8);
     keys.remove(first);
     for number in 0..255 {
         let third = keys.insert(same(), ALL, false, PD, 0x1234_5678).unwrap();
-        assert_ne!(first >> 8, third >> 8, "{number} others have ended since");
+        assert_ne!(first >> 8, third >> 8, "{number} keys removed since");
         assert!(keys.resolve(first, PD, base, 8, ALL).is_err());
         keys.remove(third);
     }
-    // Then it may be: places of keys that have ended do not add up.
+    // Later it may be reused: quarantined slots do not accumulate.
     let mut later = (0..300).map(|_| {
         let key = keys.insert(same(), ALL, false, PD, 0x1234_5678).unwrap();
         keys.remove(key);
         key
     });
     assert!(later.any(|key| key == first));
-    // Whatever its tag, the number of an uninitialized key names nothing.
+    // An uninitialised key's number resolves with no tag.
     assert_ne!(keys.insert(same(), ALL, false, PD, 0xff).unwrap() >> 8, 0);
     assert!((0..256).all(|key| keys.resolve(key, PD, base, 8, ALL).is_err()));
 }
 
 #[test]
-fn lookups_beside_registrations_that_end_find_no_memory_of_another_key() {
+fn concurrent_lookups_never_find_memory_of_another_key() {
     const ROUNDS: u64 = if cfg!(miri) { 50 } else { 2_000 };
     let (keys, base, _) = memory();
-    // SAFETY: the leaked buffer of `memory`.
+    // SAFETY: `memory` leaks the buffer.
     let half = |at: u64| unsafe { Memory::new((base + at) as *mut u8, 4096, base + at) };
     let (key, done) = (AtomicU32::new(0), AtomicBool::new(false));
     std::thread::scope(|scope| {
         scope.spawn(|| {
             let mut random = fastrand::Rng::with_seed(3);
             for round in 0..ROUNDS {
-                // By turns one half and the other, told by one bit of the key.
+                // Alternates between the halves; one bit of the key selects the half.
                 let which = round % 2;
                 let next = keys
                     .insert(half(which * 4096), ALL, false, PD, random.u64(..) & !1 | which)
@@ -296,9 +295,9 @@ fn lookups_beside_registrations_that_end_find_no_memory_of_another_key() {
 }
 
 #[test]
-fn key_that_names_nothing_ends_nothing() {
+fn removing_an_unknown_key_changes_nothing() {
     let (keys, base, key) = memory();
-    // At the same place, and nowhere.
+    // In the same slot, and in none.
     for other in [key ^ 0x100, key ^ 0x800, !key] {
         keys.remove(other);
         keys.remove_window(other);
@@ -307,15 +306,14 @@ fn key_that_names_nothing_ends_nothing() {
 }
 
 #[test]
-fn full_table_refuses_and_takes_again_what_has_ended() {
+fn full_table_refuses_keys_until_one_is_removed() {
     if cfg!(miri) {
         return;
     }
     let (keys, base, first) = memory();
-    // SAFETY: the leaked buffer of `memory`.
+    // SAFETY: `memory` leaks the buffer.
     let same = || unsafe { Memory::new(base as *mut u8, 8192, base) };
     let mut random = fastrand::Rng::with_seed(9);
-    // The first is there.
     for _ in 1..MAX_REGISTRATIONS {
         keys.insert(same(), ALL, false, PD, random.u64(..)).unwrap();
     }
@@ -330,21 +328,21 @@ fn full_table_refuses_and_takes_again_what_has_ended() {
     assert!(keys.insert(same(), ALL, false, PD, random.u64(..)).is_none());
 }
 
-/// Two windows of two queue pairs over two registrations: each end takes along what belongs to it, and nothing else.
+/// Checks that each removal affects only its own windows.
 #[test]
-fn windows_end_with_their_registration_their_queue_pair_and_themselves() {
+fn windows_end_with_registration_queue_pair_or_invalidation() {
     let (own, other) = (Qpn(2), Qpn(3));
     type End = fn(&Keys, [u32; 2], [u32; 2]);
     let ends: [(&str, End); 5] = [
         ("registration", |keys, regions, _| keys.remove(regions[0])),
-        ("queue pair", |keys, _, _| keys.end_windows_of(Qpn(2))),
+        ("queue pair", |keys, _, _| keys.unbind_windows_of(Qpn(2))),
         ("window", |keys, _, windows| keys.remove_window(windows[0])),
         ("invalidation", |keys, _, windows| keys.invalidate(Rkey(windows[0]), Qpn(2)).unwrap()),
         ("nothing", |_, _, _| {}),
     ];
     for (what, end) in ends {
         let (keys, base, first) = memory();
-        // SAFETY: the leaked buffer of `memory`.
+        // SAFETY: `memory` leaks the buffer.
         let second = keys
             .insert(unsafe { Memory::new(base as *mut u8, 8192, base) }, ALL, false, PD, 8)
             .unwrap();
@@ -362,10 +360,10 @@ fn windows_end_with_their_registration_their_queue_pair_and_themselves() {
             access: Access::REMOTE_READ,
         };
         let bound = made.map(|key| Rkey(key).next().0);
-        assert!(keys.bind_window(own, PD, &bind(0, bound[0], made[0], 0)).is_err(), "of no bytes");
+        assert!(keys.bind_window(own, PD, &bind(0, bound[0], made[0], 0)).is_err(), "zero length");
         assert!(
             keys.bind_window(own, PD + 1, &bind(0, bound[0], made[0], 8)).is_err(),
-            "of another domain"
+            "another protection domain"
         );
         for (at, qpn) in [own, other].into_iter().enumerate() {
             keys.bind_window(qpn, PD, &bind(at, bound[at], made[at], 8)).unwrap();
@@ -376,12 +374,12 @@ fn windows_end_with_their_registration_their_queue_pair_and_themselves() {
         assert!(is_open(0, own) && is_open(1, other) && !is_open(0, other) && !is_open(1, own));
         assert!(
             keys.resolve(bound[0], PD, base, 8, Access::REMOTE_READ).is_err(),
-            "it is the peer's alone"
+            "usable only remotely"
         );
-        // Neither another queue pair nor another tag ends it.
+        // Another queue pair, or another tag, cannot invalidate the window.
         assert!(keys.invalidate(Rkey(bound[0]), other).is_err());
         assert!(keys.invalidate(Rkey(bound[0]).next(), own).is_err());
-        assert!(keys.invalidate(Rkey(first), own).is_err(), "a registration is not invalidated");
+        assert!(keys.invalidate(Rkey(first), own).is_err(), "a registration cannot be invalidated");
         assert!(is_open(0, own));
         end(&keys, regions, bound);
         assert_eq!((is_open(0, own), is_open(1, other)), (what == "nothing", true), "{what}");

@@ -1,4 +1,4 @@
-//! What surrounds a requester or responder that is tested alone.
+//! Shared parts of the tests of a requester or responder alone.
 
 use super::*;
 use rdma_provider::types::WcStatus;
@@ -13,7 +13,7 @@ pub(super) const PSN: Psn = Psn::new(0xff_fffe);
 pub(super) const PD: u32 = 1;
 pub(super) const ALL: Access = Access::LOCAL_WRITE.union(Access::REMOTE_ALL).union(Access::MW_BIND);
 
-/// Keys over one leaked buffer.
+/// Returns keys over one leaked buffer.
 pub(super) fn memory() -> (Keys, u64, u32) {
     let keys = Keys::new();
     let buffer = Vec::<u64>::leak(vec![0; 1024]).as_mut_ptr().cast::<u8>();
@@ -23,7 +23,6 @@ pub(super) fn memory() -> (Keys, u64, u32) {
     (keys, buffer as u64, key)
 }
 
-/// Collects what a machine says.
 #[derive(Default)]
 pub(super) struct Log {
     pub(super) completions: Vec<(u64, WcStatus)>,

@@ -1,4 +1,4 @@
-//! The device as its users see it: verbs in, completions out.
+//! Tests through the device's verbs.
 
 mod admission;
 mod campaign;
@@ -6,6 +6,7 @@ mod cost;
 mod dc;
 mod dc_campaign;
 mod dc_machines;
+mod error_texts;
 mod errors;
 mod first_free;
 mod keys;
@@ -34,7 +35,7 @@ use rdma_provider::types::{
 
 use super::*;
 
-/// A registered buffer that frees itself after its registration.
+/// A registered buffer that frees its memory after the deregistration.
 struct Buffer {
     mr: Option<Mr>,
     base: NonNull<u8>,
@@ -111,7 +112,6 @@ impl Drop for Buffer {
     }
 }
 
-/// How a pair is connected.
 #[derive(Clone, Copy)]
 struct Options {
     transport: Transport,
@@ -153,7 +153,7 @@ impl Default for Options {
     }
 }
 
-/// One end: everything a queue pair needs. Fields drop in this order.
+/// One end of a connection. Fields drop in this order.
 struct End {
     qp: Qp,
     cq: Cq,
@@ -275,7 +275,6 @@ impl End {
         unsafe { self.qp.post_recv(&[RecvWr { wr_id: WrId(wr_id), sges }]) }
     }
 
-    /// The completions that are there.
     fn poll(&self) -> Vec<WorkCompletion> {
         let mut out = [WorkCompletion::default(); 16];
         let mut all = Vec::new();
@@ -288,17 +287,13 @@ impl End {
         }
     }
 
-    /// The next completions, driving virtual time or waiting for the network's thread.
+    /// Returns completions, driving virtual time or waiting for the network.
     fn wait(&self, count: usize) -> Vec<WorkCompletion> {
         let mut all = self.poll();
         let start = Instant::now();
         while all.len() < count {
             if !self.network.step() {
-                // Only a hang ends this way.
-                assert!(
-                    start.elapsed() < Duration::from_secs(60),
-                    "completions do not come: {all:?}"
-                );
+                assert!(start.elapsed() < Duration::from_secs(60), "missing completions: {all:?}");
                 std::thread::yield_now();
             }
             all.extend(self.poll());
@@ -312,12 +307,10 @@ impl End {
     }
 }
 
-/// Ids and statuses, to be compared at once.
 fn outcome(completions: &[WorkCompletion]) -> Vec<(u64, rdma_provider::types::WcStatus)> {
     completions.iter().map(|completion| (completion.wr_id.0, completion.status)).collect()
 }
 
-/// A network over UDP, at addresses and a port that are hardly in use.
 pub(super) fn over_udp(names: &[&str]) -> Network {
     for _ in 0..100 {
         let random = getrandom::u64().unwrap();
@@ -334,7 +327,7 @@ pub(super) fn over_udp(names: &[&str]) -> Network {
             Err(error) => panic!("{error}"),
         }
     }
-    panic!("no address of 100 is free");
+    panic!("no free port in 100 attempts");
 }
 
 fn connected(network: &Network, options: &Options) -> (End, End) {

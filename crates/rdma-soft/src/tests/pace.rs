@@ -1,22 +1,22 @@
-//! Over UDP, packets that nobody acknowledges leave at a pace.
+//! Over UDP, unacknowledged packets are paced.
 
 use super::*;
 use rdma_provider::types::WcStatus;
 
 #[test]
-fn unreliable_waits_for_the_pace_and_reliable_does_not() {
+fn unreliable_sends_are_paced_and_reliable_ones_are_not() {
     let network = over_udp(&["a", "b"]);
     let ends = |transport| connected(&network, &Options { transport, ..Options::default() });
     let ((reliable, its_peer), (unreliable, peer)) = (ends(Transport::Rc), ends(Transport::Uc));
     let device = unreliable.qp.0.device();
-    // As if that had just been sent, which takes 200 ms.
+    // As if data had just been sent that takes 200 ms.
     device.endpoint().unwrap().pace().spend(device.network.scheduler.now(), 80_000_000);
     let start = Instant::now();
     let (from, to) = (unreliable.buffer(8), peer.buffer(8));
     unreliable.send(1, SendOp::Write(to.remote(0)), &[from.sge(0, 8)]).unwrap();
     assert!(
         unreliable.poll().is_empty() || start.elapsed() > Duration::from_millis(199),
-        "it has left"
+        "sent without delay"
     );
     let (other, there) = (reliable.buffer(8), its_peer.buffer(8));
     reliable.send(2, SendOp::Write(there.remote(0)), &[other.sge(0, 8)]).unwrap();
@@ -26,13 +26,13 @@ fn unreliable_waits_for_the_pace_and_reliable_does_not() {
 }
 
 #[test]
-fn queue_pair_with_little_to_send_does_not_wait_for_one_with_much() {
+fn short_send_is_not_delayed_by_a_busy_queue_pair() {
     const MUCH: u64 = 4;
     let network = over_udp(&["a", "b"]);
     let options = Options { transport: Transport::Uc, mtu: Mtu::Mtu4096, ..Options::default() };
     let (busy, peer) = connected(&network, &options);
     let (mut other, there) = (End::new(&network, "a", &options), End::new(&network, "b", &options));
-    // Both into one completion queue, whose order is that of sending.
+    // Both use one completion queue, whose order is the order of sending.
     let init = QpInit {
         transport: Transport::Uc,
         send_cq: &busy.cq,
@@ -45,10 +45,11 @@ fn queue_pair_with_little_to_send_does_not_wait_for_one_with_much() {
     let (from, to, to_other) = (busy.buffer(16 << 10), peer.buffer(16 << 10), there.buffer(8));
     let device = busy.qp.0.device();
     let pace = device.endpoint().unwrap().pace();
-    // A packet takes 40 ms: who comes next finds that it has to wait, unless there is no processor for it that long.
+    // A packet takes 40 ms, so the next sender must wait unless this thread is not scheduled for as
+    // long.
     pace.slow_down(4_000);
     for _ in 0..100 {
-        // As if that had just been sent, which takes 200 ms: both find that they have to wait.
+        // As if data had just been sent that takes 200 ms.
         let (begin, spent) = (Instant::now(), Duration::from_millis(200));
         pace.spend(device.network.scheduler.now(), 20_000);
         for number in 0..MUCH {
@@ -60,9 +61,9 @@ fn queue_pair_with_little_to_send_does_not_wait_for_one_with_much() {
             outcome(&busy.wait(1 + MUCH as usize)).into_iter().map(|(number, _)| number).collect();
         if in_time {
             let before = order.iter().position(|&number| number == MUCH).unwrap();
-            assert!(before < 2, "{before} of {MUCH} messages went before: {order:?}");
+            assert!(before < 2, "{before} of {MUCH} messages were sent before: {order:?}");
             return;
         }
     }
-    panic!("no processor for 200 ms, 100 times over");
+    panic!("not scheduled for 200 ms in 100 attempts");
 }

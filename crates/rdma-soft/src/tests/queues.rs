@@ -8,7 +8,8 @@ use rdma_provider::types::{SrqCaps, WcStatus};
 use std::io::Read;
 use std::os::fd::{AsFd, BorrowedFd};
 
-/// True if reading would not block. The descriptor is a socket pair; peeking is what `poll(2)` sees.
+/// Returns true if a read would not block. The descriptor is a socket pair, so a peek equals
+/// `poll(2)`.
 fn is_readable(fd: BorrowedFd<'_>) -> bool {
     let stream = std::os::unix::net::UnixStream::from(fd.as_fd().try_clone_to_owned().unwrap());
     let mut byte = [0];
@@ -22,7 +23,7 @@ fn is_readable(fd: BorrowedFd<'_>) -> bool {
 }
 
 #[test]
-fn channel_descriptor_is_silent_without_events() {
+fn channel_descriptor_is_not_readable_without_events() {
     let network = Network::new();
     let context = network.open("a").unwrap();
     let channel = context.create_channel().unwrap();
@@ -31,7 +32,6 @@ fn channel_descriptor_is_silent_without_events() {
     assert!(!is_readable(context.event_fd()));
 }
 
-/// A pair whose receiver has a channel; receives are posted.
 fn with_channel(network: &Network) -> (End, End, Channel) {
     let options = Options::default();
     let (a, mut b) = (End::new(network, "a", &options), End::new(network, "b", &options));
@@ -60,7 +60,7 @@ fn send_solicited(a: &End, solicited: bool) {
 }
 
 #[test]
-fn arm_is_one_shot_and_ignores_what_is_already_there() {
+fn arm_is_one_shot_and_ignores_queued_completions() {
     let (a, b, channel) = with_channel(&Network::new());
     send_solicited(&a, false);
     b.cq.arm(false).unwrap();
@@ -99,7 +99,7 @@ fn arm_for_next_is_not_weakened() {
 }
 
 #[test]
-fn events_of_a_dropped_queue_are_gone() {
+fn events_of_a_dropped_queue_are_removed() {
     let (a, b, channel) = with_channel(&Network::new());
     b.cq.arm(false).unwrap();
     send_solicited(&a, false);
@@ -109,7 +109,7 @@ fn events_of_a_dropped_queue_are_gone() {
 }
 
 #[test]
-fn overrun_takes_the_queue_and_its_queue_pairs_down() {
+fn overrun_fails_the_queue_and_its_queue_pairs() {
     let options = Options { cqe: 2, ..Options::default() };
     let (a, b) = connected(&Network::new(), &options);
     let (from, to) = (a.buffer(8), b.buffer(8));
@@ -126,7 +126,7 @@ fn overrun_takes_the_queue_and_its_queue_pairs_down() {
 }
 
 #[test]
-fn send_slots_are_freed_by_polling_a_completion_at_or_after_them() {
+fn polling_a_completion_frees_send_slots_up_to_it() {
     let caps = QpCaps { max_send_wr: 4, ..Options::default().caps };
     let (a, b) = connected(&Network::new(), &Options { caps, ..Options::default() });
     let to = b.buffer(8);
@@ -135,7 +135,6 @@ fn send_slots_are_freed_by_polling_a_completion_at_or_after_them() {
         post(SendFlags::empty()).unwrap();
     }
     post(SendFlags::SIGNALED).unwrap();
-    // All executed, none polled.
     let full = post(SendFlags::empty()).unwrap_err();
     assert_eq!((full.posted, full.error.errno), (0, VerbError::ENOMEM));
     assert_eq!(a.poll().len(), 1);
@@ -159,7 +158,7 @@ fn receive_queue_is_full_until_completions_are_polled() {
 }
 
 #[test]
-fn states_decide_what_may_be_posted() {
+fn posting_depends_on_the_queue_pair_state() {
     let network = Network::new();
     let options = Options::default();
     let (a, b) = (End::new(&network, "a", &options), End::new(&network, "b", &options));
@@ -216,7 +215,7 @@ fn refused_modifications_change_nothing() {
 }
 
 #[test]
-fn drained_send_queue_reports_and_holds_new_work() {
+fn drained_send_queue_notifies_and_delays_new_work() {
     let network = Network::simulated(3, Faults::none());
     let (a, b) = connected(&network, &Options::default());
     let (from, to) = (a.buffer(3000), b.buffer(3000));
@@ -232,7 +231,7 @@ fn drained_send_queue_reports_and_holds_new_work() {
 }
 
 #[test]
-fn shared_receive_queue_serves_many_and_reports_its_limit() {
+fn shared_receive_queue_serves_queue_pairs_and_reports_its_limit() {
     let network = Network::new();
     let options = Options::default();
     let context = network.open("server").unwrap();
@@ -287,7 +286,7 @@ fn shared_receive_queue_serves_many_and_reports_its_limit() {
     assert_eq!(out[..3].iter().map(|done| done.wr_id.0).collect::<Vec<_>>(), [0, 1, 2]);
     assert_eq!(buffer.bytes(8, 8), [1; 8]);
     (5..8).for_each(|id| post(id).unwrap());
-    // Receives that nobody took are not flushed; the queue pair says that it takes no more.
+    // Unused receives are not flushed. The queue pair reports that it takes no more.
     let server = &pairs[0].1;
     server.qp.modify(&QpAttr::to_state(QpState::Err)).unwrap();
     assert_eq!(cq.poll(&mut out).unwrap(), 0);
@@ -295,7 +294,7 @@ fn shared_receive_queue_serves_many_and_reports_its_limit() {
 }
 
 #[test]
-fn lost_device_flushes_everything_and_says_so() {
+fn lost_device_flushes_work_and_reports_device_fatal() {
     for network in [Network::new(), Network::simulated(1, Faults::none())] {
         let (a, b) = connected(&network, &Options { timeout: 1, ..Options::default() });
         a.recv(1, &[]).unwrap();
@@ -306,7 +305,6 @@ fn lost_device_flushes_everything_and_says_so() {
         assert_eq!(a.context.create_pd().unwrap_err().errno, VerbError::EIO);
         a.send(2, SendOp::Send, &[]).unwrap();
         assert_eq!(outcome(&a.poll()), [(2, WcStatus::WR_FLUSH_ERR)]);
-        // The peer finds nobody.
         b.send(3, SendOp::Send, &[]).unwrap();
         assert_eq!(outcome(&b.wait(1)), [(3, WcStatus::RETRY_EXC_ERR)]);
         drop((a, b));
@@ -316,7 +314,7 @@ fn lost_device_flushes_everything_and_says_so() {
 }
 
 #[test]
-fn port_that_is_down_for_a_while_only_delays() {
+fn port_outage_only_delays_work() {
     for network in [Network::new(), Network::simulated(1, Faults::none())] {
         let (a, b) = connected(&network, &Options::default());
         let control = network.control("b").unwrap();
@@ -335,7 +333,7 @@ fn port_that_is_down_for_a_while_only_delays() {
 }
 
 #[test]
-fn same_name_is_the_same_device_and_addresses_differ() {
+fn same_name_opens_the_same_device() {
     let network = Network::new();
     let (a, again, b) =
         (network.open("a").unwrap(), network.open("a").unwrap(), network.open("b").unwrap());
@@ -347,7 +345,7 @@ fn same_name_is_the_same_device_and_addresses_differ() {
 
 #[test]
 fn many_queue_pairs_share_a_completion_queue() {
-    // Each opens the device: two descriptors, of which a process has 1024 by default.
+    // Each pair opens the device: two descriptors, of which a process has 1024 by default.
     const PAIRS: usize = 200;
     let network = Network::new();
     let options = Options {
@@ -357,7 +355,6 @@ fn many_queue_pairs_share_a_completion_queue() {
     let a = End::new(&network, "a", &options);
     let cq = a.context.create_cq(PAIRS as u32 * 2, None, 0, 0).unwrap();
     let target = a.buffer(PAIRS * 8);
-    // Completion queues belong to a device, so both ends are on the same one.
     let end = || {
         let init = QpInit {
             transport: Transport::Rc,

@@ -17,7 +17,7 @@ fn networks() -> [Network; 2] {
 const LENGTHS: [usize; 8] = [0, 1, 8, 1023, 1024, 1025, 5001, 300_000];
 
 #[test]
-fn write_lands_in_remote_memory_and_completes() {
+fn write_changes_remote_memory_and_completes() {
     for network in networks() {
         let (a, b) = connected(&network, &Options::default());
         for len in LENGTHS {
@@ -34,7 +34,7 @@ fn write_lands_in_remote_memory_and_completes() {
 }
 
 #[test]
-fn read_brings_remote_memory() {
+fn read_copies_remote_memory() {
     for network in networks() {
         let (a, b) = connected(&network, &Options::default());
         for len in LENGTHS {
@@ -132,12 +132,12 @@ fn inline_data_are_copied_at_the_post() {
 }
 
 #[test]
-fn timers_do_not_pile_up_while_the_peer_is_not_ready() {
+fn timers_do_not_accumulate_while_the_peer_is_not_ready() {
     let network = Network::simulated(3, Faults::none());
     let (a, b) = connected(&network, &Options::default());
     let (from, to) = (a.buffer(8), b.buffer(8));
     a.send(1, SendOp::Send, &[from.sge(0, 8)]).unwrap();
-    // Refused, waits, tries again: each time with a short timer before a long one.
+    // Each attempt is refused and sets a short timer before a long one.
     for _ in 0..10_000 {
         assert!(network.step());
     }
@@ -148,9 +148,9 @@ fn timers_do_not_pile_up_while_the_peer_is_not_ready() {
     assert_eq!(outcome(&b.wait(1)), [(2, WcStatus::SUCCESS)]);
 }
 
-/// What arrives together is answered together, a little later than it completes.
+/// Packets that arrive together are acknowledged together, after their completions.
 #[test]
-fn receive_that_completed_is_acknowledged_even_if_its_queue_pair_ends_at_once() {
+fn completed_receive_is_acknowledged_although_its_queue_pair_is_dropped() {
     let network = Network::simulated(3, Faults::none());
     let options = Options::default();
     let (a, b) = connected(&network, &options);

@@ -1,4 +1,4 @@
-//! The requester alone, packet by packet.
+//! Tests of the requester state machine, packet by packet.
 
 use super::machines::{Log, PD, PSN, memory};
 use super::*;
@@ -7,7 +7,7 @@ use rdma_provider::types::WcStatus;
 use super::super::device::dma::{Gather, Payload};
 use super::super::device::keys::Keys;
 use super::super::roce::packet::{Aeth, Body, Nak, Packet, Part, Reth, Syndrome};
-use super::super::roce::requester::{Asks, Flow, Requester, SendConfig};
+use super::super::roce::requester::{Flow, Requester, SendConfig, WindowRequest};
 
 struct Requesting {
     machine: Requester,
@@ -52,7 +52,6 @@ impl Requesting {
         self.machine.post(&wr, len, &mut self.log);
     }
 
-    /// Takes all packets: step and body of each.
     fn packets(&mut self) -> Vec<(i32, Body)> {
         let mut gather = Gather::new();
         let mut all = Vec::new();
@@ -90,7 +89,6 @@ impl Requesting {
         self.respond(step, Body::ReadResponse { part, aeth }, &vec![7; len]);
     }
 
-    /// Moves the time to the deadline.
     fn expire(&mut self) {
         self.now = self.deadline.expect("a deadline is set");
         self.machine.on_timer(self.now, &mut self.log);
@@ -109,7 +107,7 @@ fn acknowledgement_covers_all_before_it() {
     assert_eq!(it.steps(), [0, 1, 2, 3, 4, 5]);
     it.ack(3, Syndrome::ACK);
     assert_eq!(it.log.completions, [(0, WcStatus::SUCCESS), (1, WcStatus::SUCCESS)]);
-    // Old, and never sent: nothing happens.
+    // An old acknowledgement and one for an unsent packet have no effect.
     it.ack(1, Syndrome::ACK);
     it.ack(6, Syndrome::ACK);
     assert_eq!(it.log.completions.len(), 2);
@@ -120,14 +118,13 @@ fn acknowledgement_covers_all_before_it() {
 }
 
 #[test]
-fn sequence_nak_goes_back_and_does_not_repeat_what_arrived() {
+fn sequence_nak_retransmits_only_missing_packets() {
     let mut it = Requesting::new();
     it.post(0, SendOp::Send, 300, NONE);
     it.post(1, SendOp::Write(FAR), 600, NONE);
     assert_eq!(it.steps().len(), 5);
     it.ack(3, Syndrome::Nak(Nak::Sequence));
     assert_eq!(it.log.completions, [(0, WcStatus::SUCCESS)]);
-    // The same NAK twice is one.
     it.ack(3, Syndrome::Nak(Nak::Sequence));
     assert_eq!(it.machine.counters.sequence_naks, 1);
     let again = it.packets();
@@ -138,7 +135,7 @@ fn sequence_nak_goes_back_and_does_not_repeat_what_arrived() {
 }
 
 #[test]
-fn partial_acknowledgement_while_sending_repeats_nothing() {
+fn partial_acknowledgement_causes_no_retransmission() {
     let mut it = Requesting::new();
     it.post(0, SendOp::Send, 8192, NONE);
     it.post(1, SendOp::Send, 8192, NONE);
@@ -150,7 +147,7 @@ fn partial_acknowledgement_while_sending_repeats_nothing() {
 }
 
 #[test]
-fn silence_is_retried_as_often_as_configured() {
+fn unanswered_packets_are_retried_up_to_the_limit() {
     let mut it = Requesting::new();
     it.post(0, SendOp::Send, 8, NONE);
     it.post(1, SendOp::Send, 8, NONE);
@@ -159,7 +156,6 @@ fn silence_is_retried_as_often_as_configured() {
         it.expire();
     }
     assert_eq!(it.steps(), [0, 1]);
-    // Progress refills the count.
     it.ack(0, Syndrome::ACK);
     for _ in 0..4 {
         it.steps();
@@ -180,7 +176,6 @@ fn deadline_counts_from_the_last_progress() {
     it.ack(0, Syndrome::ACK);
     it.steps();
     assert_eq!(it.deadline, Some(first + 5000));
-    // Too early: nothing.
     it.machine.on_timer(first, &mut it.log);
     assert_eq!(it.machine.counters.timeouts, 0);
 }
@@ -191,14 +186,14 @@ fn receiver_not_ready_waits_for_exactly_its_timer() {
     it.post(0, SendOp::Send, 8, NONE);
     it.post(1, SendOp::Send, 8, NONE);
     it.steps();
-    assert_eq!(it.machine.underway(), 2);
+    assert_eq!(it.machine.in_flight(), 2);
     it.ack(0, Syndrome::RnrNak(3));
     assert!(it.steps().is_empty());
-    assert_eq!(it.machine.underway(), 0, "the peer has dropped them");
+    assert_eq!(it.machine.in_flight(), 0, "the peer has dropped the packets");
     assert_eq!(it.deadline, Some(RnrTimer::from_code(3).nanoseconds()));
     it.expire();
     assert_eq!(it.steps(), [0, 1]);
-    assert_eq!(it.machine.underway(), 2);
+    assert_eq!(it.machine.in_flight(), 2);
     it.ack(0, Syndrome::RnrNak(3));
     assert_eq!(it.log.completions, [(0, WcStatus::RNR_RETRY_EXC_ERR), (1, WcStatus::WR_FLUSH_ERR)]);
 }
@@ -211,7 +206,7 @@ fn reads_and_atomics_stall_at_their_limit_and_fences_wait_for_them() {
     it.post(1, add, 8, NONE);
     it.post(2, add, 8, NONE);
     it.post(3, SendOp::Send, 8, SendFlags::FENCE);
-    // READ takes two numbers; the third request stalls, and all behind it.
+    // The READ takes two numbers. The third request exceeds the limit and blocks later ones.
     assert_eq!(it.steps(), [0, 2]);
     it.data(0, Part::First, 256);
     it.data(1, Part::Last, 44);
@@ -225,19 +220,19 @@ fn reads_and_atomics_stall_at_their_limit_and_fences_wait_for_them() {
 }
 
 #[test]
-fn read_is_asked_for_when_its_answers_fit_beside_what_is_underway() {
+fn read_waits_until_its_responses_fit_the_window() {
     let mut it = Requesting::with(3, 8);
-    it.machine.config.flow = Flow::of(8);
+    it.machine.config.flow = Flow::with_window(8);
     it.post(0, SendOp::Read(FAR), 4 * 256, NONE);
     it.post(1, SendOp::Read(FAR), 5 * 256, NONE);
     it.post(2, SendOp::Write(FAR), 256, NONE);
-    assert_eq!(it.steps(), [0], "nine packets would be underway");
+    assert_eq!(it.steps(), [0], "nine packets would be in flight");
     it.data(0, Part::First, 256);
     assert_eq!(it.steps(), [4]);
     it.data(1, Part::Middle, 256);
     assert_eq!(it.steps(), [9]);
-    // Its share has become smaller than what one READ asks for: that goes when nothing else is underway.
-    it.machine.config.flow = Flow::of(1);
+    // The window is now smaller than a READ request, which must wait until nothing is in flight.
+    it.machine.config.flow = Flow::with_window(1);
     it.post(3, SendOp::Read(FAR), 8 * 256, NONE);
     it.data(2, Part::Middle, 256);
     it.data(3, Part::Last, 256);
@@ -247,94 +242,94 @@ fn read_is_asked_for_when_its_answers_fit_beside_what_is_underway() {
     assert!(it.steps().is_empty());
     it.ack(9, Syndrome::ACK);
     assert_eq!(it.steps(), [10]);
-    assert_eq!(it.machine.underway(), 8);
+    assert_eq!(it.machine.in_flight(), 8);
 }
 
 #[test]
-fn who_waits_for_its_turn_does_not_run_out_of_retries() {
+fn retries_are_not_consumed_while_waiting_for_the_window() {
     let mut it = Requesting::with(1, 8);
-    it.machine.config.flow = Flow::of(8);
-    assert_eq!(it.machine.asks(), None, "there is nothing to send");
+    it.machine.config.flow = Flow::with_window(8);
+    assert_eq!(it.machine.window_request(), None, "nothing to send");
     it.post(0, SendOp::Write(FAR), 600, NONE);
     it.post(1, SendOp::Read(FAR), 20 * 256, NONE);
-    let asks = |least, turn| Some(Asks { least, turn });
-    assert_eq!(it.machine.asks(), asks(1, 3));
+    let asks = |min, quantum| Some(WindowRequest { min, quantum });
+    assert_eq!(it.machine.window_request(), asks(1, 3));
     assert_eq!(it.steps(), [0, 1, 2]);
-    assert_eq!(it.machine.asks(), None, "it is on the way");
+    assert_eq!(it.machine.window_request(), None, "all is in flight");
     it.expire();
-    assert!(it.machine.is_silent());
-    assert_eq!(it.machine.asks(), asks(1, 1), "all is to be sent again, with care");
-    it.machine.pause(true);
-    assert_eq!(it.machine.settle(|| 0), None, "no time runs");
-    it.machine.pause(false);
+    assert!(it.machine.has_timed_out());
+    assert_eq!(it.machine.window_request(), asks(1, 1), "all packets, one at a time");
+    it.machine.set_awaiting_window(true);
+    assert_eq!(it.machine.settle(|| 0), None, "the timer is stopped");
+    it.machine.set_awaiting_window(false);
     assert_eq!(it.steps(), [0, 1, 2]);
     it.ack(2, Syndrome::ACK);
-    assert!(!it.machine.is_silent() && it.machine.is_answered());
-    // Of a READ, what one request asks for.
-    assert_eq!(it.machine.asks(), asks(8, 8));
+    assert!(!it.machine.has_timed_out() && it.machine.all_acknowledged());
+    // The window for one request of the READ.
+    assert_eq!(it.machine.window_request(), asks(8, 8));
     assert_eq!(it.steps(), [3]);
     it.data(3, Part::First, 256);
     it.expire();
-    assert_eq!(it.machine.asks(), asks(7, 7));
+    assert_eq!(it.machine.window_request(), asks(7, 7));
 }
 
 #[test]
-fn read_that_nobody_answers_for_long_asks_for_little() {
+fn unanswered_read_requests_a_single_packet() {
     let mut it = Requesting::with(2, 8);
-    it.machine.config.flow = Flow::of(8);
+    it.machine.config.flow = Flow::with_window(8);
     it.post(0, SendOp::Read(FAR), 20 * 256, NONE);
-    let all = Some(Asks { least: 8, turn: 8 });
+    let all = Some(WindowRequest { min: 8, quantum: 8 });
     for _ in 0..2 {
-        assert_eq!((it.machine.asks(), it.machine.underway()), (all, 0));
+        assert_eq!((it.machine.window_request(), it.machine.in_flight()), (all, 0));
         assert_eq!(it.steps(), [0]);
-        assert_eq!(it.machine.underway(), 8);
+        assert_eq!(it.machine.in_flight(), 8);
         it.expire();
     }
-    assert_eq!(it.machine.asks(), Some(Asks { least: 1, turn: 1 }));
+    assert_eq!(it.machine.window_request(), Some(WindowRequest { min: 1, quantum: 1 }));
     assert_eq!(it.steps(), [0]);
-    assert_eq!(it.machine.underway(), 1);
+    assert_eq!(it.machine.in_flight(), 1);
     it.data(0, Part::First, 256);
-    assert_eq!(it.machine.underway(), 7);
+    assert_eq!(it.machine.in_flight(), 7);
 }
 
 #[test]
-fn what_is_to_be_sent_again_is_not_underway_and_what_is_local_asks_for_no_way() {
+fn timed_out_packets_are_not_in_flight_and_local_work_needs_no_window() {
     let mut it = Requesting::with(1, 8);
-    it.machine.config.flow = Flow::of(8);
+    it.machine.config.flow = Flow::with_window(8);
     it.post(0, SendOp::Write(FAR), 8 * 256, NONE);
     assert_eq!(it.steps(), [0, 1, 2, 3, 4, 5, 6, 7]);
-    assert_eq!(it.machine.underway(), 8);
+    assert_eq!(it.machine.in_flight(), 8);
     it.expire();
-    assert_eq!(it.machine.underway(), 0);
-    it.machine.config.flow = Flow::of(1);
-    assert_eq!((it.steps().len(), it.machine.underway()), (1, 1));
+    assert_eq!(it.machine.in_flight(), 0);
+    it.machine.config.flow = Flow::with_window(1);
+    assert_eq!((it.steps().len(), it.machine.in_flight()), (1, 1));
     it.ack(7, Syndrome::ACK);
-    assert_eq!((it.machine.underway(), it.log.completions.len()), (0, 1));
+    assert_eq!((it.machine.in_flight(), it.log.completions.len()), (0, 1));
     it.post(1, SendOp::LocalInvalidate(Rkey(0)), 0, NONE);
-    assert_eq!(it.machine.asks(), None);
+    assert_eq!(it.machine.window_request(), None);
     it.post(2, SendOp::Read(FAR), 3 * 256, NONE);
-    assert_eq!(it.machine.asks(), Some(Asks { least: 3, turn: 3 }));
+    assert_eq!(it.machine.window_request(), Some(WindowRequest { min: 3, quantum: 3 }));
 }
 
 #[test]
-fn each_request_of_a_long_read_counts_against_the_limit() {
+fn each_request_of_a_long_read_counts_towards_the_limit() {
     let mut it = Requesting::with(3, 2);
-    it.machine.config.flow = Flow::of(64);
+    it.machine.config.flow = Flow::with_window(64);
     it.post(0, SendOp::Read(FAR), 20 * 256, NONE);
     it.post(1, SendOp::FetchAdd { remote: FAR, add: 1 }, 8, NONE);
     it.post(2, SendOp::Read(FAR), 256, NONE);
-    // A request asks for 8 packets.
+    // Each request covers 8 packets.
     assert_eq!(it.steps(), [0, 8]);
     it.data(0, Part::First, 256);
     (1..7).for_each(|step| it.data(step, Part::Middle, 256));
-    assert!(it.steps().is_empty(), "the first request is not answered");
+    assert!(it.steps().is_empty(), "the first request is unanswered");
     it.data(7, Part::Last, 256);
     assert_eq!(it.steps(), [16]);
     it.data(8, Part::First, 256);
     (9..15).for_each(|step| it.data(step, Part::Middle, 256));
-    assert!(it.steps().is_empty(), "two requests are not answered");
+    assert!(it.steps().is_empty(), "two requests are unanswered");
     it.data(15, Part::Last, 256);
-    assert_eq!(it.steps(), [20], "the atomic is the second");
+    assert_eq!(it.steps(), [20], "the atomic is the second request");
     it.data(16, Part::First, 256);
     (17..19).for_each(|step| it.data(step, Part::Middle, 256));
     it.data(19, Part::Last, 256);
@@ -343,12 +338,12 @@ fn each_request_of_a_long_read_counts_against_the_limit() {
 }
 
 #[test]
-fn acknowledgement_during_a_retransmission_skips_what_it_covers() {
+fn acknowledgement_during_retransmission_skips_covered_packets() {
     let mut it = Requesting::with(1, 8);
     it.post(0, SendOp::Write(FAR), 8 * 256, NONE);
     assert_eq!(it.steps().len(), 8);
     it.expire();
-    it.machine.config.flow = Flow::of(2);
+    it.machine.config.flow = Flow::with_window(2);
     assert_eq!(it.steps(), [0, 1]);
     it.ack(5, Syndrome::ACK);
     assert_eq!(it.steps(), [6, 7]);
@@ -380,13 +375,13 @@ fn read_response_completes_sends_before_it_and_no_read() {
 }
 
 #[test]
-fn lost_read_response_asks_for_the_rest() {
+fn lost_read_response_is_requested_again_from_the_gap() {
     let mut it = Requesting::new();
     it.post(0, SendOp::Read(FAR), 1000, NONE);
     it.post(1, SendOp::Send, 8, NONE);
     assert_eq!(it.steps(), [0, 4]);
     it.data(0, Part::First, 256);
-    // 1 is lost; the others and the acknowledgement behind say so, once.
+    // Response 1 is lost; the following ones and the acknowledgement cause one retry.
     it.data(2, Part::Middle, 256);
     it.data(3, Part::Last, 232);
     it.ack(4, Syndrome::ACK);
@@ -403,7 +398,7 @@ fn lost_read_response_asks_for_the_rest() {
 }
 
 #[test]
-fn nonsense_from_the_responder_is_a_bad_response() {
+fn invalid_responses_fail_with_bad_response() {
     let cases: [fn(&mut Requesting); 4] = [
         |it| it.data(0, Part::First, 255),
         |it| it.data(0, Part::Only, 256),
@@ -423,7 +418,7 @@ fn nonsense_from_the_responder_is_a_bad_response() {
 }
 
 #[test]
-fn bad_memory_waits_for_what_is_before_it() {
+fn local_memory_error_completes_after_earlier_work() {
     let mut it = Requesting::new();
     it.post(0, SendOp::Send, 8, NONE);
     it.key ^= 8;
@@ -436,16 +431,16 @@ fn bad_memory_waits_for_what_is_before_it() {
 }
 
 #[test]
-fn message_that_is_too_long_fails_and_sends_nothing() {
+fn overlong_message_fails_without_sending() {
     let mut it = Requesting::new();
     it.post(0, SendOp::Write(FAR), (1 << 30) + 1, NONE);
     assert!(it.steps().is_empty());
     assert_eq!(it.log.completions, [(0, WcStatus::LOC_LEN_ERR)]);
 }
 
-/// The window is from the oldest packet that is not acknowledged to the newest that was sent, however the numbers wrap.
+/// Checks the range from the oldest unacknowledged to the newest sent packet, across a wrap.
 #[test]
-fn responses_outside_of_what_is_in_flight_change_nothing() {
+fn responses_outside_the_in_flight_range_are_ignored() {
     const HALF: u32 = 1 << 23;
     let mut it = Requesting::new();
     it.post(0, SendOp::Send, 256, NONE);
@@ -454,7 +449,6 @@ fn responses_outside_of_what_is_in_flight_change_nothing() {
     assert_eq!(it.steps(), [0, 1, 3]);
     it.ack(0, Syndrome::ACK);
     assert_eq!(it.log.completions, [(0, WcStatus::SUCCESS)]);
-    // From 1 to 3 is in flight.
     let aeth = Aeth { syndrome: Syndrome::ACK, msn: 0 };
     let mut stale = it.machine.counters.stale;
     for step in [0, 2 * HALF - 1, 2 * HALF - 100, HALF + 1, HALF, 4, 5, 1_000, HALF - 1] {

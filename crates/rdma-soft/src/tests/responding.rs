@@ -1,4 +1,4 @@
-//! The responder alone, packet by packet.
+//! Tests of the responder state machine, packet by packet.
 
 use super::machines::{Log, MTU, PD, PSN, memory};
 use super::*;
@@ -40,7 +40,7 @@ impl Responding {
         it
     }
 
-    /// Begins a new connection over the same memory.
+    /// Starts a new connection over the same memory.
     fn restart(&mut self) {
         self.log = Log::default();
         self.machine.set_state(QpState::Reset, &mut self.log);
@@ -53,7 +53,6 @@ impl Responding {
         self.machine.post(&RecvWr { wr_id: WrId(wr_id), sges: &sges }, &mut self.log);
     }
 
-    /// Binds a window over everything, for writing.
     fn bind(&self, current: Rkey, rkey: Rkey) {
         let (window, region) = (current.0 as usize, self.key as usize);
         let (addr, len, access) = (self.base, 8192, Access::REMOTE_WRITE);
@@ -62,7 +61,7 @@ impl Responding {
         self.keys.bind_window(Qpn(2), PD, &bind).unwrap();
     }
 
-    /// Hands in a request `steps` after the first.
+    /// Passes a request `steps` after the first.
     fn request(&mut self, steps: u32, body: Body, payload: &[u8]) {
         let packet = Packet {
             transport: Transport::Rc,
@@ -76,7 +75,6 @@ impl Responding {
         self.machine.on_request(&packet, Gid::default(), &payload, &self.keys, &mut self.log);
     }
 
-    /// Takes all replies: step, body, payload.
     fn replies(&mut self) -> Vec<(i32, Body, Vec<u8>)> {
         let mut gather = Gather::new();
         let mut all = Vec::new();
@@ -89,7 +87,6 @@ impl Responding {
         all
     }
 
-    /// Takes all replies: step and syndrome of each.
     fn syndromes(&mut self) -> Vec<(i32, Syndrome)> {
         self.replies()
             .into_iter()
@@ -155,11 +152,11 @@ fn closed_gap_is_acknowledged_and_not_reported() {
     }
     it.request(1, send(Part::Only), &[]);
     it.request(0, send(Part::Only), &[]);
-    assert_eq!(it.syndromes(), [(0, Syndrome::ACK)], "the report had not left");
+    assert_eq!(it.syndromes(), [(0, Syndrome::ACK)], "the NAK was not sent yet");
 }
 
 #[test]
-fn answers_that_are_repeated_keep_no_new_request_out() {
+fn duplicate_reads_do_not_block_a_new_request() {
     let mut it = Responding::new(2);
     let read =
         |it: &Responding, at: u64| Body::ReadRequest(Reth { remote: it.remote(at), length: 8 });
@@ -168,14 +165,13 @@ fn answers_that_are_repeated_keep_no_new_request_out() {
     it.request(0, read(&it, 0), &[]);
     it.request(1, add, &[]);
     assert_eq!(steps(&mut it), [0, 1]);
-    // Late copies of both, in the wrong order and twice, then what was sent when both had their answer.
+    // Duplicates of both, reversed and twice, then a READ sent after both were answered.
     for _ in 0..2 {
         it.request(1, add, &[]);
         it.request(0, read(&it, 0), &[]);
     }
     it.request(2, read(&it, 8), &[]);
-    assert_eq!(steps(&mut it), [1, 2], "in order, without the one that can be of no use");
-    // A third at once is too many.
+    assert_eq!(steps(&mut it), [1, 2], "in order, without the superseded one");
     for step in 3..6 {
         it.request(step, read(&it, 0), &[]);
     }
@@ -187,7 +183,7 @@ fn answers_that_are_repeated_keep_no_new_request_out() {
 }
 
 #[test]
-fn acknowledgements_between_repeated_answers_do_not_pile_up() {
+fn acknowledgements_between_repeated_responses_do_not_accumulate() {
     let mut it = Responding::new(2);
     let read = Body::ReadRequest(Reth { remote: it.remote(0), length: 8 });
     it.recv(1, 8);
@@ -195,7 +191,7 @@ fn acknowledgements_between_repeated_answers_do_not_pile_up() {
     it.request(0, send(Part::Only), &[]);
     it.request(1, read, &[]);
     it.request(2, send(Part::Only), &[]);
-    // While the answer waits, a peer says the same again and again.
+    // Duplicates arrive while the response is queued.
     for _ in 0..100 {
         for step in [0, 2] {
             it.request(step, send(Part::Only), &[]);
@@ -207,7 +203,7 @@ fn acknowledgements_between_repeated_answers_do_not_pile_up() {
 }
 
 #[test]
-fn late_copy_of_a_read_whose_memory_is_gone_ends_nothing() {
+fn duplicate_read_of_removed_memory_does_not_fail_the_connection() {
     let mut it = Responding::new(2);
     it.recv(1, 8);
     let read = Body::ReadRequest(Reth { remote: it.remote(0), length: 600 });
@@ -219,13 +215,13 @@ fn late_copy_of_a_read_whose_memory_is_gone_ends_nothing() {
     assert_eq!(
         it.syndromes(),
         [(3, Syndrome::ACK)],
-        "SoftRoCE takes a NAK for one to what it waits for"
+        "SoftRoCE would attribute a NAK to its outstanding request"
     );
-    // Asked for once more it is no late copy: somebody waits.
+    // A second duplicate means that the peer waits for the response.
     it.request(0, read, &[]);
     assert_eq!(it.syndromes(), [(0, Syndrome::Nak(Nak::RemoteAccess))]);
     assert!(it.log.events.is_empty() && !it.log.failed);
-    // One that is being read for the first time is another matter, however often it was asked for.
+    // The first response to a READ must fail, however often the READ arrived.
     for times in 1..4 {
         let mut it = Responding::new(2);
         for _ in 0..times {
@@ -238,7 +234,7 @@ fn late_copy_of_a_read_whose_memory_is_gone_ends_nothing() {
 }
 
 #[test]
-fn not_ready_names_the_timer_and_silences_what_follows() {
+fn rnr_nak_contains_the_timer_and_drops_later_requests() {
     let mut it = Responding::new(1);
     it.request(0, send(Part::Only), &[1]);
     it.request(1, send(Part::Only), &[1]);
@@ -260,7 +256,7 @@ fn atomics_are_replayed_from_as_many_resources_as_granted() {
         it.request(step, add(&it), &[]);
         assert_eq!(original(it.replies()[0].1), u64::from(step));
     }
-    // Again: the saved answer; the first is forgotten and its repetition dropped.
+    // The saved response is replayed. The first is no longer saved: its duplicate is dropped.
     it.request(2, add(&it), &[]);
     it.request(1, add(&it), &[]);
     it.request(0, add(&it), &[]);
@@ -289,7 +285,7 @@ fn more_reads_than_granted_are_an_invalid_request() {
 }
 
 #[test]
-fn reads_before_a_refused_request_are_answered_while_their_memory_is_there() {
+fn reads_before_a_refused_request_are_answered_if_their_memory_exists() {
     for gone in [false, true] {
         let mut it = Responding::new(1);
         it.request(0, Body::ReadRequest(Reth { remote: it.remote(0), length: 1000 }), &[]);
@@ -318,7 +314,7 @@ fn reads_before_a_refused_request_are_answered_while_their_memory_is_there() {
 }
 
 #[test]
-fn part_of_a_read_is_answered_again() {
+fn read_retry_from_the_middle_is_answered() {
     let mut it = Responding::new(1);
     it.request(0, Body::ReadRequest(Reth { remote: it.remote(0), length: 1000 }), &[]);
     let first = it.replies();
@@ -336,7 +332,7 @@ fn part_of_a_read_is_answered_again() {
             (3, Part::Last, 232)
         ]
     );
-    // From the third packet on; only with the address and length that belong there.
+    // From the third packet on, and only with the matching address and length.
     it.request(2, Body::ReadRequest(Reth { remote: it.remote(512), length: 488 }), &[]);
     let steps: Vec<_> = it.replies().iter().map(|(step, ..)| *step).collect();
     assert_eq!(steps, [2, 3]);
@@ -344,7 +340,7 @@ fn part_of_a_read_is_answered_again() {
         it.request(2, Body::ReadRequest(Reth { remote: it.remote(offset), length }), &[]);
         assert_eq!(it.replies(), []);
     }
-    // The next request is where the READ ended.
+    // The next request follows the READ's sequence numbers.
     it.recv(1, 8);
     it.request(4, send(Part::Only), &[]);
     assert_eq!(it.syndromes(), [(4, Syndrome::ACK)]);
@@ -387,7 +383,7 @@ fn parts_out_of_order_or_of_wrong_length_are_refused() {
 }
 
 #[test]
-fn write_must_be_as_long_as_announced() {
+fn write_of_wrong_length_is_refused() {
     for (length, parts) in [
         (MTU + 1, &[(Part::First, MTU), (Part::Last, 2)][..]),
         (MTU * 2, &[(Part::First, MTU), (Part::Last, MTU - 1)]),
@@ -407,7 +403,7 @@ fn write_must_be_as_long_as_announced() {
 }
 
 #[test]
-fn whatever_a_peer_sends_is_survived() {
+fn random_requests_do_not_panic() {
     let mut random = fastrand::Rng::with_seed(5);
     for _ in 0..if cfg!(miri) { 10 } else { 20_000 } {
         let mut it = Responding::new(2);
@@ -436,7 +432,7 @@ fn whatever_a_peer_sends_is_survived() {
             };
             let len = [0, 1, 256, 257][random.usize(..4)];
             it.request(step, body, &vec![0; len]);
-            // READs of 2^31 bytes are not in this memory, so replies end.
+            // READs of 2^31 bytes fail, so the replies end.
             it.replies();
             step += random.u32(..2);
         }
@@ -444,7 +440,7 @@ fn whatever_a_peer_sends_is_survived() {
 }
 
 #[test]
-fn repeated_invalidation_does_not_end_a_later_binding() {
+fn duplicate_invalidation_does_not_end_a_later_binding() {
     let mut it = Responding::new(1);
     let sge = Sge { addr: it.base, length: 8192, lkey: Lkey(it.key) };
     let window = Rkey(it.keys.add_window(PD, 7).unwrap());
@@ -469,7 +465,7 @@ fn repeated_invalidation_does_not_end_a_later_binding() {
         &mut it.log,
     );
     assert_eq!(it.log.completions, [(1, WcStatus::SUCCESS)]);
-    // All the way round, to the same key.
+    // Through all tags, back to the same key.
     it.bind(key, key.next());
     it.keys.invalidate(key.next(), Qpn(2)).unwrap();
     it.bind(key.next(), key);
@@ -487,7 +483,7 @@ fn repeated_invalidation_does_not_end_a_later_binding() {
     assert_eq!(it.syndromes(), [(1, Syndrome::ACK)]);
 }
 
-/// Requests whose duplicates [`Order`] checks, each with the sequence numbers that it takes.
+/// Requests whose duplicates [`Order`] checks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Send,
@@ -508,7 +504,6 @@ impl Kind {
     }
 }
 
-/// How a connection goes on after duplicates.
 #[derive(Debug, Clone, Copy)]
 enum Next {
     Executed,
@@ -517,16 +512,15 @@ enum Next {
     Refused,
 }
 
-/// A responder, its requests, and the READs and atomics whose response must precede an acknowledgement.
+/// Checks that responses of READs and atomics precede later acknowledgements.
 struct Order {
     it: Responding,
     case: u32,
     kinds: Vec<Kind>,
-    /// The request was repeated and its response has not been sent since.
+    /// Its response to a duplicate is not sent yet.
     owed: Vec<bool>,
-    /// A request before it was repeated, so the peer has not got its response.
+    /// The peer lacks its response because an earlier request is retransmitted.
     behind: Vec<bool>,
-    /// An acknowledgement of this step waits to be sent.
     waiting: Option<u32>,
 }
 
@@ -569,8 +563,8 @@ impl Order {
     }
 
     fn hand_in(&mut self, index: usize) {
-        // A peer that goes back repeats everything: what did not arrive before this request was lost, and it repeats
-        // that when it sees this one acknowledged.
+        // A peer that goes back retransmits everything, so earlier requests will be retransmitted,
+        // too.
         self.behind[..index].fill(false);
         if !self.kinds[index].reads_back() {
             self.waiting = self.waiting.max(Some(self.step(index)));
@@ -599,7 +593,7 @@ impl Order {
         }
     }
 
-    /// Takes all replies. An acknowledgement stands for everything before it, a refusal too.
+    /// Takes all replies. An acknowledgement or NAK covers everything before it.
     fn take(&mut self) {
         let count = self.kinds.len();
         self.waiting = None;
@@ -634,8 +628,8 @@ impl Order {
 fn no_acknowledgement_overtakes_the_response_of_a_read_or_atomic() {
     let nexts = [Next::Executed, Next::Gap, Next::NotReady, Next::Refused];
     let mut order = Order::new();
-    // Three requests of every kind, then duplicates of any two of them. The upper five bits of a case say after which of
-    // these the replies are taken.
+    // Three requests of every kind, then duplicates of any two. The upper five bits of a case
+    // select when replies are taken.
     for case in 0..32 * 4 * 9 * 64 {
         let (kinds, duplicates, next, taken) =
             (case % 64, case / 64 % 9, case / 64 / 9 % 4, case / 64 / 9 / 4);
@@ -658,7 +652,7 @@ fn no_acknowledgement_overtakes_the_response_of_a_read_or_atomic() {
 }
 
 #[test]
-fn failed_queue_pair_acknowledges_nothing_behind_a_read_that_it_does_not_answer() {
+fn failed_queue_pair_acknowledges_nothing_after_an_unanswered_read() {
     let mut it = Responding::new(2);
     let add = Body::Atomic { remote: it.remote(0), op: AtomicOp::FetchAdd { add: 1 } };
     for (behind, answers) in [(add, vec![(0, Syndrome::ACK)]), (send(Part::Only), Vec::new())] {
@@ -674,8 +668,8 @@ fn failed_queue_pair_acknowledges_nothing_behind_a_read_that_it_does_not_answer(
 }
 
 #[test]
-fn duplicate_is_acknowledged_past_answers_of_another_time() {
-    // A READ whose sequence number comes round again is no longer outstanding.
+fn duplicate_is_acknowledged_despite_reads_of_an_earlier_wrap() {
+    // A READ whose sequence number recurs after a wrap is no longer outstanding.
     let mut it = Responding::new(1);
     it.request(0, Body::ReadRequest(Reth { remote: it.remote(0), length: 8 }), &[]);
     assert_eq!(it.replies().len(), 1);
@@ -691,9 +685,9 @@ fn duplicate_is_acknowledged_past_answers_of_another_time() {
     assert_eq!(PSN.add(step as u32), PSN.add(steps - 1));
 }
 
-/// Half of the numbers are those of duplicates, the other half are ahead: to the edges, and around the end of the numbers.
+/// Covers duplicates and gaps at the edges of both halves, and the wrap.
 #[test]
-fn requests_outside_of_the_window_are_not_executed() {
+fn requests_outside_the_sequence_window_are_not_executed() {
     const HALF: u32 = 1 << 23;
     for behind in [1, 2, 5, 1 << 22, HALF - 1, HALF] {
         let mut it = Responding::new(1);
@@ -731,15 +725,11 @@ fn duplicate_is_acknowledged_though_an_old_read_appears_to_be_ahead() {
     let remote = it.remote(0);
     it.request(0, Body::ReadRequest(Reth { remote, length: 8 * 256 }), &[]);
     assert_eq!(it.replies().len(), 8);
-    // 2^24 packets later the peer is at a sequence number that this READ had.
+    // 2^24 packets later the READ's sequence number recurs.
     it.machine.start(PSN.add(4));
     it.recv(1, 8);
     it.request(4, send(Part::Only), &[1; 8]);
     assert_eq!(it.syndromes(), [(4, Syndrome::ACK)]);
     it.request(4, send(Part::Only), &[1; 8]);
-    assert_eq!(
-        it.syndromes(),
-        [(4, Syndrome::ACK)],
-        "or the peer repeats it until its retries are used up"
-    );
+    assert_eq!(it.syndromes(), [(4, Syndrome::ACK)], "or the peer exhausts its retries");
 }

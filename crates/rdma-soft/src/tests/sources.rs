@@ -1,9 +1,9 @@
-//! What an endpoint and a queue pair let in: packets whose check holds, and responses of the peer alone.
+//! Packets are accepted only with a valid check and, if responses, from the peer.
 
 use std::time::{Duration, Instant};
 
 use super::super::net::network::NetworkInner;
-use super::super::net::udp::Turn;
+use super::super::net::udp::DeferredAnswer;
 use super::super::roce::packet::{Aeth, Body, Nak, Packet, Part, Syndrome, Tail};
 use super::*;
 use rdma_provider::types::{Gid, WcStatus};
@@ -24,9 +24,9 @@ fn gid(end: &End) -> Gid {
     end.address().dgid
 }
 
-/// Sends what the peer's endpoint would, with damage in one place of headers, payload and check at a time.
+/// Sends a packet with one damaged byte at a time in headers, payload and check.
 #[test]
-fn packet_whose_check_does_not_hold_reaches_no_queue_pair() {
+fn damaged_packets_reach_no_queue_pair() {
     let network = over_udp(&["a", "b"]);
     let options = Options::default();
     let (a, b) = connected(&network, &options);
@@ -46,19 +46,19 @@ fn packet_whose_check_does_not_hold_reaches_no_queue_pair() {
     };
     let mut sent = 0;
     for at in 0..image.len() {
-        // The congestion byte is not covered.
+        // The check does not cover the congestion byte.
         if at == 4 {
             continue;
         }
         let mut damaged = image.clone();
         damaged[at] ^= 0x10;
-        // Damage that looks like another identification of IPv4 is not found, see `icrc`.
+        // Damage that equals another IPv4 identification is not detected, see `icrc`.
         if endpoint.may_hold(&damaged, gid(&b)) {
             continue;
         }
         endpoint.send_sealed(&damaged, gid(&b));
         sent += 1;
-        soon("it arrives", &|| network.counters().received >= sent);
+        soon("the packet does not arrive", &|| network.counters().received >= sent);
     }
     let counters = network.counters();
     assert_eq!(
@@ -74,10 +74,10 @@ fn packet_whose_check_does_not_hold_reaches_no_queue_pair() {
     assert_eq!(to.bytes(0, 16), [[7; 8], [0; 8]].concat());
 }
 
-/// A sender that forges numbers, but not the address, neither completes work nor ends it, nor brings data.
+/// Sends responses with the right numbers from another address.
 #[test]
-fn responses_are_taken_from_the_peer_alone() {
-    // Nothing moves there but by hand.
+fn responses_from_other_addresses_are_ignored() {
+    // No packets move in this network without a call.
     let network = Network::simulated(1, Faults::none());
     let options = Options::default();
     let (a, b) = connected(&network, &options);
@@ -85,20 +85,20 @@ fn responses_are_taken_from_the_peer_alone() {
     let (from, region) = (a.buffer(16), b.buffer(16));
     from.fill([1; 16]);
     let respond = |source: Gid, step: u32, body: Body, payload: &[u8]| {
-        let mut turn = Turn::default();
+        let mut answer = DeferredAnswer::default();
         let packet = packet(&a, options.psn + step, body);
-        assert!(NetworkInner::on_packet(a.qp.0.device(), source, &packet, payload, &mut turn));
-        turn.end();
+        assert!(NetworkInner::on_packet(a.qp.0.device(), source, &packet, payload, &mut answer));
+        answer.flush();
     };
     let acknowledge = |syndrome| Body::Acknowledge(Aeth { syndrome, msn: 0 });
     let refusal = Syndrome::Nak(Nak::RemoteAccess);
     let aeth = Aeth { syndrome: Syndrome::ACK, msn: 0 };
     let untouched = |what: &str| {
-        assert!(a.poll().is_empty(), "{what} of a stranger completes");
+        assert!(a.poll().is_empty(), "{what} of another address completes work");
         assert_eq!(
             (a.state(), from.bytes(0, 16)),
             (QpState::Rts, vec![1; 16]),
-            "{what} of a stranger"
+            "{what} of another address"
         );
     };
 

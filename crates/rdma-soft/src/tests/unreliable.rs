@@ -8,7 +8,7 @@ fn datagrams() -> Options {
 }
 
 #[test]
-fn datagram_arrives_behind_its_routing_header() {
+fn datagram_is_received_after_its_routing_header() {
     for network in [Network::new(), Network::simulated(1, Faults::none())] {
         let (a, b) = connected(&network, &datagrams());
         let (from, to) = (a.buffer(100), b.buffer(200));
@@ -28,12 +28,12 @@ fn datagram_arrives_behind_its_routing_header() {
 }
 
 #[test]
-fn datagrams_that_nobody_expects_vanish() {
+fn unexpected_datagrams_are_dropped() {
     for network in [Network::new(), Network::simulated(1, Faults::none())] {
         let (a, b) = connected(&network, &datagrams());
         let (from, to) = (a.buffer(5000), b.buffer(200));
         let sges = [from.sge(0, 100)];
-        // No receive, wrong key, wrong number.
+        // No receive, wrong Q_Key, wrong number.
         a.send_to(1, &b, b.qp.qpn(), QKEY, &sges).unwrap();
         network.run_until_idle(Duration::from_secs(1));
         b.recv(2, &[to.sge(0, 100)]).unwrap();
@@ -42,7 +42,7 @@ fn datagrams_that_nobody_expects_vanish() {
         assert_eq!(a.wait(3).len(), 3);
         network.run_until_idle(Duration::from_secs(1));
         assert_eq!(b.poll(), []);
-        // Too long for the receive: reported there, and the queue pair goes on.
+        // Too long for the receive: it fails, and the queue pair continues.
         a.send_to(4, &b, b.qp.qpn(), QKEY, &sges).unwrap();
         assert_eq!(outcome(&b.wait(1)), [(2, WcStatus::LOC_LEN_ERR)]);
         assert_eq!((a.state(), b.state()), (QpState::Rts, QpState::Rts));
@@ -52,7 +52,7 @@ fn datagrams_that_nobody_expects_vanish() {
 }
 
 #[test]
-fn local_fault_of_a_datagram_stops_only_sending() {
+fn local_datagram_error_stops_only_the_send_queue() {
     let (a, b) = connected(&Network::new(), &datagrams());
     let to = a.buffer(100);
     a.recv(9, &[to.sge(0, 100)]).unwrap();
@@ -75,7 +75,7 @@ fn unreliable_connection_delivers_and_drops_whole_messages() {
             connected(&network, &Options { transport: Transport::Uc, ..Options::default() });
         let (from, to) = (a.buffer(5000), b.buffer(5000));
         from.fill((0..5000).map(|at| at as u8));
-        // Nothing posted: lost, and told to nobody.
+        // Lost without notification: no receive is posted.
         a.send(1, SendOp::Send, &[from.sge(0, 5000)]).unwrap();
         assert_eq!(outcome(&a.wait(1)), [(1, WcStatus::SUCCESS)]);
         network.run_until_idle(Duration::from_secs(1));

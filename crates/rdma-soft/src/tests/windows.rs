@@ -1,4 +1,4 @@
-//! Memory windows: what only a device in a box shows.
+//! Memory windows, as far as they are specific to the device.
 
 use super::*;
 use rdma_provider::contract::Mw as _;
@@ -25,7 +25,7 @@ fn bind(end: &End, window: &Mw, current: Rkey, buffer: &Buffer, access: Access) 
 }
 
 #[test]
-fn peer_may_not_change_through_a_window_what_the_own_device_may_not() {
+fn window_requires_local_write_for_remote_write() {
     let closed = Access::MW_BIND;
     for (access, expected) in [
         (Access::REMOTE_READ, WcStatus::SUCCESS),
@@ -42,7 +42,7 @@ fn peer_may_not_change_through_a_window_what_the_own_device_may_not() {
 }
 
 #[test]
-fn bind_of_what_is_not_there_is_an_error() {
+fn bind_of_invalid_window_or_region_fails() {
     let cases: [fn(WindowBind) -> WindowBind; 5] = [
         |bind| WindowBind { window: 0, ..bind },
         |bind| WindowBind { window: usize::MAX, ..bind },
@@ -60,13 +60,12 @@ fn bind_of_what_is_not_there_is_an_error() {
 }
 
 #[test]
-fn registration_that_ends_takes_the_access_through_its_windows_along() {
+fn deregistration_revokes_its_windows() {
     let (a, b) = connected(&Network::new(), &Options::default());
     let (from, window) = (a.buffer(8), b.pd.create_mw().unwrap());
     let mut first = Buffer::new(&b.pd, 64, Access::MW_BIND | Access::LOCAL_WRITE);
     let remote = bind(&b, &window, window.rkey(), &first, Access::REMOTE_WRITE);
     first.deregister();
-    // The window is free, for another region.
     let second = Buffer::new(&b.pd, 64, Access::MW_BIND | Access::LOCAL_WRITE);
     let again = bind(&b, &window, remote.rkey, &second, Access::REMOTE_WRITE);
     from.fill([7; 8]);
@@ -77,7 +76,7 @@ fn registration_that_ends_takes_the_access_through_its_windows_along() {
 }
 
 #[test]
-fn queue_pair_that_is_destroyed_leaves_its_windows_free() {
+fn destroyed_queue_pair_unbinds_its_windows() {
     let network = Network::new();
     let (a, b) = connected(&network, &Options::default());
     let buffer = Buffer::new(&b.pd, 64, Access::MW_BIND | Access::LOCAL_WRITE);
@@ -106,10 +105,10 @@ fn queue_pair_that_is_destroyed_leaves_its_windows_free() {
     bind(&other, &window, first.rkey, &buffer, Access::REMOTE_WRITE);
 }
 
-/// Binding, use and invalidation by turns, on a network that loses, repeats, delays and damages packets: a packet of an
-/// earlier round must neither reach nor end the binding of a later one, and none is lost.
+/// Binds, uses and invalidates a window on a faulty network. A packet of an earlier round must
+/// neither reach nor invalidate a later binding.
 #[test]
-fn windows_survive_a_bad_network() {
+fn window_rounds_are_isolated_on_a_faulty_network() {
     for seed in 0..40 {
         let faults = Faults::none().loss(0.05).duplicate(0.1).reorder(0.1).corrupt(0.03);
         let network =
@@ -120,7 +119,7 @@ fn windows_survive_a_bad_network() {
         let buffer = Buffer::new(&b.pd, 600, Access::MW_BIND | Access::LOCAL_WRITE);
         let window = b.pd.create_mw().unwrap();
         let mut key = window.rkey();
-        // More rounds than there are keys.
+        // More rounds than a key has tags.
         for round in 0..300_usize {
             let remote =
                 bind(&b, &window, key, &buffer, Access::REMOTE_WRITE | Access::REMOTE_READ);
@@ -150,22 +149,22 @@ fn windows_survive_a_bad_network() {
 }
 
 #[test]
-fn what_is_local_takes_no_share_of_the_way_to_the_peer() {
+fn local_work_requests_take_no_window() {
     let network = over_udp(&["a", "b"]);
     let (a, b) = connected(&network, &Options::default());
-    let share = |end: &End| end.qp.0.sender.lock().is_on_the_way();
+    let has_window = |end: &End| end.qp.0.sender.lock().holds_window();
     let window = a.pd.create_mw().unwrap();
     let buffer = Buffer::new(&a.pd, 64, Access::LOCAL_WRITE | Access::MW_BIND);
     let bound = bind(&a, &window, window.rkey(), &buffer, Access::REMOTE_WRITE);
-    assert!(!share(&a), "a window was bound, nothing was sent");
-    // What is sent takes one until it is acknowledged.
+    assert!(!has_window(&a), "only a local bind was executed");
+    // A send holds the window until it is acknowledged.
     let (from, to) = (a.buffer(8), b.buffer(8));
     a.send(1, SendOp::Send, &[from.sge(0, 8)]).unwrap();
-    assert!(share(&a), "nobody takes it yet");
+    assert!(has_window(&a), "the receive is not posted yet");
     b.recv(2, &[to.sge(0, 8)]).unwrap();
     assert_eq!(outcome(&a.wait(1)), [(1, WcStatus::SUCCESS)]);
     a.send_with(3, SendOp::LocalInvalidate(bound.rkey), SendFlags::SIGNALED, Data::Sges(&[]))
         .unwrap();
     assert_eq!(outcome(&a.wait(1)), [(3, WcStatus::SUCCESS)]);
-    assert!(!share(&a));
+    assert!(!has_window(&a));
 }

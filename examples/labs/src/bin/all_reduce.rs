@@ -1,14 +1,16 @@
-//! Lab 6: ring all-reduce of f32 vectors, by WRITE with immediate. `docs/labs/06-all-reduce.md`
+//! Lab 6: ring all-reduce of f32 vectors with WRITE_WITH_IMM. See
+//! `examples/labs/docs/06-all-reduce.md`.
 //!
-//! Each rank starts with a vector and ends with the sum of all. A vector is cut into as many chunks as there are ranks. Chunk
-//! c starts at rank c and goes round the ring: each rank adds its own numbers and passes it on. The last one has the
-//! sum, which goes round once more. So the order of additions is fixed: chunk c is ((x[c] + x[c+1]) + x[c+2]) + ..., and the
-//! result is the same to the bit, at each rank and each time.
+//! Each rank starts with a vector and ends with the sum of all. A vector is cut into one chunk per
+//! rank. Chunk c starts at rank c and travels around the ring: each rank adds its own numbers and
+//! forwards it. The last rank has the sum, which travels around once more. The order of additions
+//! is fixed, ((x[c] + x[c+1]) + x[c+2]) + ..., so the result is bit-identical at every rank in
+//! every run.
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use labs::{Peer, Result, check, in_time, patient};
+use labs::{Peer, Result, check, in_time, long_ack_timeout};
 use tokio::task::JoinSet;
 use tokio_rdma::op::Recv;
 use tokio_rdma::{
@@ -23,7 +25,7 @@ fn length(peer: &Peer) -> usize {
     if peer.quick { 10_000 } else { 4_000_000 }
 }
 
-/// Has the ranks 0, 2, 4 and so on, so that each chunk goes between the two ends at nearly every step.
+/// Runs the even ranks, so that nearly every step crosses between the two ends.
 async fn client(mut peer: Peer) -> Result<()> {
     let length = length(&peer);
     println!(
@@ -34,12 +36,12 @@ async fn client(mut peer: Peer) -> Result<()> {
         let inputs = vectors(ranks, length);
         let ring = sum_around_the_ring(&inputs);
         let time = reduce(&mut peer, 0, &inputs, &ring).await?;
-        // For comparison: all chunks from rank 0 on. Floating-point addition is not associative.
+        // For comparison. Floating-point addition is not associative.
         let plain = (0..length)
             .map(|at| inputs.iter().skip(1).fold(inputs[0][at], |sum, input| sum + input[at]));
         let differ =
             plain.zip(&ring).filter(|(plain, ring)| plain.to_bits() != ring.to_bits()).count();
-        // What a rank sends: nearly twice its vector, however many ranks there are.
+        // A rank sends nearly twice its vector, for any number of ranks.
         let sent = (2 * (ranks - 1) * length.div_ceil(ranks) * 4) as f64;
         let (ms, rate) = (time.as_secs_f64() * 1e3, sent / 1e6 / time.as_secs_f64());
         println!("{ranks:>5} {length:>9} {ms:>10.1} {rate:>12.0} {differ:>30}");
@@ -47,7 +49,7 @@ async fn client(mut peer: Peer) -> Result<()> {
     Ok(())
 }
 
-/// Has the others.
+/// Runs the odd ranks.
 async fn server(mut peer: Peer) -> Result<()> {
     let length = length(&peer);
     for ranks in 2..=8 {
@@ -57,7 +59,7 @@ async fn server(mut peer: Peer) -> Result<()> {
     Ok(())
 }
 
-/// Of the ranks of this end, which are every second one from `first` on; how long all of them took.
+/// Runs every second rank from `first` on, and returns the time.
 async fn reduce(
     peer: &mut Peer,
     first: usize,
@@ -79,18 +81,18 @@ async fn reduce(
     {
         results.push(result??);
     }
-    // A chunk may still be on its way to a rank of the other end.
-    peer.meet().await?;
+    // A WRITE to a rank of the other end may still be in flight.
+    peer.barrier().await?;
     let time = start.elapsed();
-    check("results", results.len(), ours)?;
+    check("number of results", results.len(), ours)?;
     for (_, result) in &results {
         let differs = |(is, should): (&f32, &f32)| is.to_bits() != should.to_bits();
         check(
-            "the first number that differs in a bit",
+            "position of the first wrong number",
             result.iter().zip(expected).position(differs),
             None,
         )?;
-        check("numbers", result.len(), length)?;
+        check("length of a result", result.len(), length)?;
     }
     Ok(time)
 }
@@ -99,7 +101,7 @@ fn vectors(ranks: usize, length: usize) -> Vec<Vec<f32>> {
     (0..ranks).map(|rank| vector(rank, length)).collect()
 }
 
-/// The sum, one addition after the other, in the order of the ring.
+/// Computes the sum sequentially, in the order of the ring.
 fn sum_around_the_ring(inputs: &[Vec<f32>]) -> Vec<f32> {
     let (ranks, length) = (inputs.len(), inputs[0].len());
     let chunk = length.div_ceil(ranks);
@@ -110,7 +112,7 @@ fn sum_around_the_ring(inputs: &[Vec<f32>]) -> Vec<f32> {
     (0..length).map(sum).collect()
 }
 
-/// Numbers of different size and sign, whose sum depends on the order.
+/// Returns numbers whose sum depends on the order of additions.
 fn vector(rank: usize, length: usize) -> Vec<f32> {
     let mut state = (rank as u32).wrapping_mul(2_654_435_761).wrapping_add(1);
     let mut next = || {
@@ -123,47 +125,45 @@ fn vector(rank: usize, length: usize) -> Vec<f32> {
 struct Rank {
     rank: usize,
     ranks: usize,
-    /// Numbers of a chunk.
+    /// The number of f32 values in a chunk.
     chunk: usize,
     pool: Pool,
     to_next: QueuePair,
-    /// Where the next rank takes chunks: a place for each step, so that none is overwritten before it was read.
+    /// Has a slot per step, so that no chunk is overwritten before it is read.
     next_inbox: RemoteRegion,
     inbox: ExposedRegion,
-    /// One for each step, posted before the first: the news that its chunk is there.
+    /// One per step, all posted before the first.
     receives: Vec<Recv<BufMut>>,
     from_previous: QueuePair,
 }
 
-/// What a rank's neighbours need to know of it.
-struct Place {
+/// The addresses that a rank's neighbours need.
+struct RankAddress {
     to_next: QueuePairEndpoint,
     from_previous: QueuePairEndpoint,
     inbox: RemoteRegion,
 }
 
-/// Bytes of a place, as it is told.
-const TOLD: usize = 2 * QueuePairEndpoint::ENCODED_LEN + RemoteRegion::ENCODED_LEN;
+const RANK_ADDRESS_LEN: usize = 2 * QueuePairEndpoint::ENCODED_LEN + RemoteRegion::ENCODED_LEN;
 
-impl Place {
-    fn of(rank: &Rank) -> Vec<u8> {
+impl RankAddress {
+    fn encode(rank: &Rank) -> Vec<u8> {
         let (to_next, from_previous) =
             (rank.to_next.endpoint().to_bytes(), rank.from_previous.endpoint().to_bytes());
         [&to_next[..], &from_previous, &rank.inbox.grant().to_bytes()].concat()
     }
 
-    fn told(bytes: &[u8]) -> Result<Self> {
+    fn decode(bytes: &[u8]) -> Result<Self> {
         let (to_next, rest) = bytes.split_at(QueuePairEndpoint::ENCODED_LEN);
         let (from_previous, inbox) = rest.split_at(QueuePairEndpoint::ENCODED_LEN);
         Ok(Self {
             to_next: QueuePairEndpoint::from_bytes(to_next)?,
             from_previous: QueuePairEndpoint::from_bytes(from_previous)?,
-            inbox: RemoteRegion::from_bytes(inbox).ok_or("an inbox that is no memory")?,
+            inbox: RemoteRegion::from_bytes(inbox).ok_or("malformed inbox address")?,
         })
     }
 }
 
-/// The ranks of this end, each connected to the next and the one before.
 async fn ring(peer: &mut Peer, first: usize, ranks: usize, chunk: usize) -> Result<Vec<Rank>> {
     let (steps, bytes) = (2 * (ranks - 1), 4 * chunk);
     let mut ring = Vec::new();
@@ -172,10 +172,10 @@ async fn ring(peer: &mut Peer, first: usize, ranks: usize, chunk: usize) -> Resu
         let (to_next, from_previous) = (end.queue_pair()?, end.queue_pair()?);
         let inbox = end.expose(steps * bytes)?;
         let pool = end.pool(bytes, 2)?;
-        let news = end.pool(1, steps)?;
+        let buffers = end.pool(1, steps)?;
         let mut receives = Vec::new();
         for _ in 0..steps {
-            receives.push(from_previous.recv(news.try_alloc(1)?));
+            receives.push(from_previous.recv(buffers.try_alloc(1)?));
         }
         let next_inbox = inbox.grant();
         ring.push(Rank {
@@ -190,38 +190,41 @@ async fn ring(peer: &mut Peer, first: usize, ranks: usize, chunk: usize) -> Resu
             from_previous,
         });
     }
-    let ours: Vec<u8> = ring.iter().flat_map(Place::of).collect();
+    let ours: Vec<u8> = ring.iter().flat_map(RankAddress::encode).collect();
     let theirs = peer.exchange(&ours).await?;
-    check("bytes told of the other end's ranks", theirs.len(), (ranks - ring.len()) * TOLD)?;
-    // Rank r is the one number r / 2 of its end.
-    let place = |rank: usize| {
+    check(
+        "length of the other end's addresses",
+        theirs.len(),
+        (ranks - ring.len()) * RANK_ADDRESS_LEN,
+    )?;
+    // Rank r is entry r / 2 of its end.
+    let address = |rank: usize| {
         let end = if rank % 2 == first { &ours } else { &theirs };
-        Place::told(&end[rank / 2 * TOLD..][..TOLD])
+        RankAddress::decode(&end[rank / 2 * RANK_ADDRESS_LEN..][..RANK_ADDRESS_LEN])
     };
     for rank in &mut ring {
         let (next, previous) =
-            (place((rank.rank + 1) % ranks)?, place((rank.rank + ranks - 1) % ranks)?);
-        rank.to_next.connect_with(&next.from_previous, &patient())?;
-        rank.from_previous.connect_with(&previous.to_next, &patient())?;
+            (address((rank.rank + 1) % ranks)?, address((rank.rank + ranks - 1) % ranks)?);
+        rank.to_next.connect_with(&next.from_previous, &long_ack_timeout())?;
+        rank.from_previous.connect_with(&previous.to_next, &long_ack_timeout())?;
         rank.next_inbox = next.inbox;
     }
-    // Nothing is sent before all hear.
-    peer.meet().await?;
+    peer.barrier().await?;
     Ok(ring)
 }
 
 impl Rank {
-    /// The sum, and the rank, whose memory the one before may still be told that it has written.
+    /// Returns the rank, too: it must stay alive while the previous rank awaits acknowledgements.
     async fn all_reduce(mut self, mut numbers: Vec<f32>) -> Result<(Self, Vec<f32>)> {
         let (ranks, rank) = (self.ranks, self.rank);
         let receives = std::mem::take(&mut self.receives);
         for (step, receive) in receives.into_iter().enumerate() {
-            // The chunk that came a step ago, or, at first, our own. In the second half it is a sum that is complete.
+            // The chunk of the previous step. In the second half it is a complete sum.
             let (send, take) =
                 ((rank + 2 * ranks - step) % ranks, (rank + 2 * ranks - step - 1) % ranks);
             let sent = self.send(step, &numbers[self.range(send, numbers.len())])?;
-            let told = in_time("a chunk", receive).await?;
-            check("step", told.imm, Some(Imm(step as u32)))?;
+            let received = in_time("a chunk", receive).await?;
+            check("step", received.imm, Some(Imm(step as u32)))?;
             let range = self.range(take, numbers.len());
             let mut bytes = vec![0; 4 * range.len()];
             self.inbox.read(step * 4 * self.chunk, &mut bytes)?;
@@ -234,18 +237,18 @@ impl Rank {
         Ok((self, numbers))
     }
 
-    /// Writes a chunk into the next rank's place for this step, and tells it the step.
+    /// Writes a chunk into the next rank's slot for this step, with the step as immediate data.
     fn send(&self, step: usize, chunk: &[f32]) -> Result<tokio_rdma::op::Write<BufMut>> {
         let mut buffer = self.pool.try_alloc(4 * chunk.len())?;
         for (bytes, number) in buffer.chunks_exact_mut(4).zip(chunk) {
             bytes.copy_from_slice(&number.to_le_bytes());
         }
         let start = (step * 4 * self.chunk) as u64;
-        let place = self.next_inbox.slice(start..start + buffer.len() as u64)?;
-        Ok(self.to_next.write_with_imm(buffer, place, Imm(step as u32)))
+        let address = self.next_inbox.slice(start..start + buffer.len() as u64)?;
+        Ok(self.to_next.write_with_imm(buffer, address, Imm(step as u32)))
     }
 
-    /// Which numbers a chunk has; the last ones may have fewer, or none.
+    /// Returns the index range of a chunk. The last chunks may be shorter, or empty.
     fn range(&self, chunk: usize, length: usize) -> std::ops::Range<usize> {
         length.min(chunk * self.chunk)..length.min((chunk + 1) * self.chunk)
     }

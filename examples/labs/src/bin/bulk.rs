@@ -1,4 +1,5 @@
-//! Lab 4: bulk transfer, by WRITE and by TCP: chunks, depth, processor time per byte. `docs/labs/04-bulk.md`
+//! Lab 4: bulk transfer by WRITE and by TCP: chunk size, depth, processor time per byte. See
+//! `examples/labs/docs/04-bulk.md`.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -15,13 +16,12 @@ fn main() -> ExitCode {
     labs::run("bulk", client, server)
 }
 
-/// Bytes of a WRITE, and how many are in flight.
+/// Bytes per WRITE, and WRITEs in flight.
 const WRITES: [(usize, usize); 6] =
     [(4 << 10, 1), (4 << 10, 16), (64 << 10, 1), (64 << 10, 16), (1 << 20, 1), (1 << 20, 8)];
-/// Bytes of a write to a socket.
+/// Bytes per write to a socket.
 const CHUNKS: [usize; 3] = [4 << 10, 64 << 10, 1 << 20];
 
-/// Bytes that are moved.
 fn total(peer: &Peer) -> usize {
     if peer.quick { 4 << 20 } else { 256 << 20 }
 }
@@ -31,7 +31,7 @@ async fn client(mut peer: Peer) -> Result<()> {
     let end = peer.end(&CompletionMode::Hybrid)?;
     let qp = end.queue_pair()?;
     peer.connect(&qp).await?;
-    // The data are registered once; slices of them are what operations send.
+    // Registered once; operations send slices of it.
     let source = end.expose(total)?;
     let data: Vec<u8> = (0..total).map(byte).collect();
     source.write(0, &data)?;
@@ -47,7 +47,7 @@ async fn client(mut peer: Peer) -> Result<()> {
         "processor ns/KiB"
     );
     for (chunk, depth) in WRITES {
-        peer.meet().await?;
+        peer.barrier().await?;
         let (before, start) = (processor_time()?, Instant::now());
         write_all(&qp, &source, remote, chunk, depth).await?;
         let time = start.elapsed();
@@ -55,13 +55,13 @@ async fn client(mut peer: Peer) -> Result<()> {
     }
     for chunk in CHUNKS {
         let address: SocketAddr = String::from_utf8(peer.exchange(&[]).await?)?.parse()?;
-        peer.meet().await?;
+        peer.barrier().await?;
         let (before, start) = (processor_time()?, Instant::now());
         in_time("TCP", over_tcp(address, &data, chunk)).await?;
         let time = start.elapsed();
         report("TCP", chunk, 0, total, time, peer.used_since(before).await?);
     }
-    peer.meet().await
+    peer.barrier().await
 }
 
 async fn server(mut peer: Peer) -> Result<()> {
@@ -74,9 +74,9 @@ async fn server(mut peer: Peer) -> Result<()> {
     let mut bytes = vec![0; total];
     for _ in WRITES {
         target.write(0, &vec![0; total])?;
-        peer.meet().await?;
+        peer.barrier().await?;
         let before = processor_time()?;
-        // Until the client has written all of it.
+        // Waits until the client has written everything.
         peer.used_since(before).await?;
         target.read(0, &mut bytes)?;
         verify(&bytes)?;
@@ -85,16 +85,16 @@ async fn server(mut peer: Peer) -> Result<()> {
         bytes.fill(0);
         let listener = TcpListener::bind((peer.address()?, 0)).await?;
         peer.exchange(listener.local_addr()?.to_string().as_bytes()).await?;
-        peer.meet().await?;
+        peer.barrier().await?;
         let before = processor_time()?;
         in_time("TCP", take_over_tcp(listener, &mut bytes)).await?;
         peer.used_since(before).await?;
         verify(&bytes)?;
     }
-    peer.meet().await
+    peer.barrier().await
 }
 
-/// Keeps `depth` WRITEs in flight: as one is done, the next is posted.
+/// Keeps `depth` WRITEs in flight.
 async fn write_all(
     qp: &QueuePair,
     source: &ExposedRegion,
@@ -117,20 +117,19 @@ async fn write_all(
     for rest in in_flight {
         in_time("a WRITE", rest).await?;
     }
-    // Its answer says that all WRITEs before it are in place.
+    // The answer to a READ proves that the WRITEs before it are in the peer's memory.
     let last = qp.protection_domain().register(HostMemory::zeroed(1)?)?;
     in_time("a READ", qp.read(last, remote.slice(..1)?)).await?;
     Ok(())
 }
 
-/// The same bytes through a socket, written in chunks.
 async fn over_tcp(address: SocketAddr, data: &[u8], chunk: usize) -> Result<()> {
     let mut stream = TcpStream::connect(address).await?;
     stream.set_nodelay(true)?;
     for part in data.chunks(chunk) {
         stream.write_all(part).await?;
     }
-    // It has arrived when the other end says so, as a WRITE has when it is complete.
+    // The peer confirms the arrival, as the completion of a WRITE does.
     check("the answer", stream.read_u8().await?, 1)
 }
 
@@ -154,7 +153,7 @@ fn report(
     println!("{what:<8} {chunk:>10} {depth:>6} {rate:>8.0} {each:>16.0}");
 }
 
-/// Another one at each place of a page, and in each page.
+/// Returns a byte that depends on the page and on the position in it.
 fn byte(at: usize) -> u8 {
     (at ^ at >> 8 ^ at >> 16) as u8
 }

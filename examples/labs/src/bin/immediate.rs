@@ -1,9 +1,9 @@
-//! Lab 3: immediate data, and how it consumes receives. `docs/labs/03-immediate.md`
+//! Lab 3: immediate data, and how it consumes receives. See `examples/labs/docs/03-immediate.md`.
 
 use std::process::ExitCode;
 use std::time::Duration;
 
-use labs::{Peer, Result, check, in_time, patient};
+use labs::{Peer, Result, check, in_time, long_ack_timeout};
 use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::types::WcStatus;
 use tokio_rdma::{CompletionMode, Imm};
@@ -12,7 +12,7 @@ fn main() -> ExitCode {
     labs::run("immediate", client, server)
 }
 
-/// What the client does uses up receives of the server, or does not; the two meet after each step.
+/// Sends operations that do or do not consume a receive of the server.
 async fn client(mut peer: Peer) -> Result<()> {
     let end = peer.end(&CompletionMode::Event)?;
     let qp = end.queue_pair()?;
@@ -21,19 +21,19 @@ async fn client(mut peer: Peer) -> Result<()> {
     let pool = end.pool(64, 16)?;
 
     in_time("WRITE", qp.write(pool.copy_from(b"quiet")?, remote.slice(..5)?)).await?;
-    peer.meet().await?;
+    peer.barrier().await?;
 
-    peer.meet().await?;
+    peer.barrier().await?;
     in_time(
         "WRITE with immediate",
         qp.write_with_imm(pool.copy_from(b"heard")?, remote.slice(..5)?, Imm(1)),
     )
     .await?;
 
-    peer.meet().await?;
+    peer.barrier().await?;
     in_time("SEND with immediate", qp.send_with_imm(pool.copy_from(b"message")?, Imm(2))).await?;
 
-    peer.meet().await?;
+    peer.barrier().await?;
     let sends = [
         qp.write_with_imm(pool.copy_from(b"a")?, remote.slice(..1)?, Imm(10)),
         qp.send_with_imm(pool.copy_from(b"b")?, Imm(11)),
@@ -42,19 +42,20 @@ async fn client(mut peer: Peer) -> Result<()> {
     for send in sends {
         in_time("a send", send).await?;
     }
-    peer.meet().await?;
+    peer.barrier().await?;
 
-    // Without a receive the peer's device says "not ready": the sender's repeats, as often as it was told to.
+    // The peer's device answers "receiver not ready" (RNR). The sender retries up to `rnr_retry`
+    // times.
     let qp = end.queue_pair()?;
-    peer.connect_with(&qp, &ConnectOptions { rnr_retry: 1, ..patient() }).await?;
+    peer.connect_with(&qp, &ConnectOptions { rnr_retry: 1, ..long_ack_timeout() }).await?;
     let refused = qp.write_with_imm(pool.copy_from(b"late")?, remote.slice(..4)?, Imm(3));
     let status = match tokio::time::timeout(Duration::from_secs(10), refused).await? {
-        Ok(_) => return Err("a WRITE with immediate was told to nobody".into()),
+        Ok(_) => return Err("a WRITE with immediate completed without a receive".into()),
         Err(error) => error.status(),
     };
     check("status without a receive", status, Some(WcStatus::RNR_RETRY_EXC_ERR))?;
-    println!("no receive: {}", WcStatus::RNR_RETRY_EXC_ERR);
-    peer.meet().await
+    println!("without a receive: {}", WcStatus::RNR_RETRY_EXC_ERR);
+    peer.barrier().await
 }
 
 async fn server(mut peer: Peer) -> Result<()> {
@@ -62,55 +63,59 @@ async fn server(mut peer: Peer) -> Result<()> {
     let qp = end.queue_pair()?;
     peer.connect(&qp).await?;
     let memory = end.expose(4096)?;
-    let room = end.pool(64, 16)?;
+    let pool = end.pool(64, 16)?;
 
-    // A WRITE alone consumes nothing, and the server is not told.
-    let receive = qp.recv(room.try_alloc(64)?);
+    // A plain WRITE consumes no receive.
+    let receive = qp.recv(pool.try_alloc(64)?);
     peer.offer(&memory).await?;
-    peer.meet().await?;
-    check("receives that are done after a WRITE", receive.is_finished(), false)?;
+    peer.barrier().await?;
+    check("receive completed by a WRITE", receive.is_finished(), false)?;
     println!("WRITE: the receive is still posted");
 
-    // With immediate data it consumes that receive. Its buffer stays empty: the data went where the WRITE said.
-    peer.meet().await?;
-    let told = in_time("the receive", receive).await?;
-    check("immediate", told.imm, Some(Imm(1)))?;
+    // With immediate data it does. The receive's buffer stays empty: the data is where the WRITE
+    // named.
+    peer.barrier().await?;
+    let received = in_time("the receive", receive).await?;
+    check("immediate", received.imm, Some(Imm(1)))?;
     check(
         "written, bytes, bytes in the buffer",
-        (told.written, told.len, told.buffer.len()),
+        (received.written, received.len, received.buffer.len()),
         (true, 5, 0),
     )?;
     let mut bytes = [0; 5];
     memory.read(0, &mut bytes)?;
     check("memory", &bytes, b"heard")?;
     println!(
-        "WRITE with immediate: {} bytes in memory, none in the buffer of the receive, immediate {:?}",
-        told.len, told.imm
+        "WRITE with immediate: {} bytes in memory, none in the receive's buffer, immediate {:?}",
+        received.len, received.imm
     );
 
-    // SEND with immediate: the same four bytes, beside a message that is in the buffer.
-    let receive = qp.recv(room.try_alloc(64)?);
-    peer.meet().await?;
-    let told = in_time("the receive", receive).await?;
+    // A SEND with immediate has its message in the buffer.
+    let receive = qp.recv(pool.try_alloc(64)?);
+    peer.barrier().await?;
+    let received = in_time("the receive", receive).await?;
     check(
         "message",
-        (&told.buffer[..], told.imm, told.written),
+        (&received.buffer[..], received.imm, received.written),
         (&b"message"[..], Some(Imm(2)), false),
     )?;
-    println!("SEND with immediate: {} bytes in the buffer, immediate {:?}", told.len, told.imm);
+    println!(
+        "SEND with immediate: {} bytes in the buffer, immediate {:?}",
+        received.len, received.imm
+    );
 
-    // Receives are consumed in the order in which they were posted, by whatever needs one.
+    // Receives are consumed in the order in which they were posted, by either operation.
     let receives =
-        [qp.recv(room.try_alloc(64)?), qp.recv(room.try_alloc(64)?), qp.recv(room.try_alloc(64)?)];
-    peer.meet().await?;
+        [qp.recv(pool.try_alloc(64)?), qp.recv(pool.try_alloc(64)?), qp.recv(pool.try_alloc(64)?)];
+    peer.barrier().await?;
     for (receive, imm) in receives.into_iter().zip(10..) {
         check("immediate", in_time("a receive", receive).await?.imm, Some(Imm(imm)))?;
     }
-    println!("three receives, in order: a WRITE, a SEND, a WRITE of no bytes");
-    peer.meet().await?;
+    println!("three receives in order: a WRITE, a SEND, a WRITE of 0 bytes");
+    peer.barrier().await?;
 
-    // A connection without a receive.
+    // A connection without a posted receive.
     let qp = end.queue_pair()?;
     peer.connect(&qp).await?;
-    peer.meet().await
+    peer.barrier().await
 }

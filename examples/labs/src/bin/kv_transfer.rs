@@ -1,13 +1,15 @@
-//! Lab 7: a paged key-value cache goes from a prefill node to a decode node. `docs/labs/07-kv-transfer.md`
+//! Lab 7: transfer of a paged key-value cache from a prefill node to a decode node. See
+//! `examples/labs/docs/07-kv-transfer.md`.
 //!
-//! A model that serves prompts keeps keys and values of all tokens so far, for each layer, in blocks of some tokens. One node
-//! fills them (prefill), another goes on from there (decode). Blocks lie on whatever pages were free, at either node.
+//! An inference server keeps the keys and values of all tokens, per layer, in blocks of some
+//! tokens. The prefill node computes the blocks of a prompt; the decode node continues from there.
+//! On either node a block occupies any free page.
 //!
 //! ```text
-//!   decode                                                prefill
-//!     │ ─── SEND: number, pages that are free here ─────────▶ │
-//!     │ ◀── layer 0: WRITE, WRITE, ..., WRITE with immediate ─ │   one doorbell, one completion
-//!     │ ◀── layer 1: ...                                       │   while layer 2 is computed
+//!   decode                                                  prefill
+//!     │ ─── SEND: prompt number, free pages ────────────────▶ │
+//!     │ ◀── layer 0: WRITE, WRITE, ..., WRITE_WITH_IMM ────── │   one doorbell, one completion
+//!     │ ◀── layer 1: ...                                      │   while layer 2 is computed
 //! ```
 
 use std::process::ExitCode;
@@ -23,7 +25,7 @@ use tokio_rdma::{
 const LAYERS: usize = 8;
 const PAGES: usize = 64;
 const BLOCKS: usize = 24;
-/// Bytes of one layer of a block: keys and values of 16 tokens, 8 heads of 64 numbers of 2 bytes.
+/// Bytes of one layer of a block: keys and values of 16 tokens, 8 heads of 64 2-byte numbers.
 const BLOCK: usize = 2 * 16 * 8 * 64 * 2;
 
 fn main() -> ExitCode {
@@ -36,29 +38,29 @@ fn prompts(peer: &Peer) -> u32 {
 
 async fn prefill(mut peer: Peer) -> Result<()> {
     let mut node = Node::new(&mut peer, 1).await?;
-    // Where blocks may be written. The first request has its receive when the other node hears of ours.
+    // Posted before the barrier releases the decode node.
     node.remote = Some(peer.offered().await?);
     node.receives.push(node.qp.recv(node.pool.try_alloc(4096)?));
-    peer.meet().await?;
+    peer.barrier().await?;
     for prompt in 0..prompts(&peer) {
         node.serve(prompt).await?;
     }
-    peer.meet().await
+    peer.barrier().await
 }
 
 async fn decode(mut peer: Peer) -> Result<()> {
     let mut node = Node::new(&mut peer, 2).await?;
     peer.offer(&node.cache).await?;
-    peer.meet().await?;
+    peer.barrier().await?;
     let (prompts, mut times) = (prompts(&peer), Vec::new());
     for prompt in 0..prompts {
-        times.push(node.take(prompt).await?);
+        times.push(node.fetch(prompt).await?);
     }
     times.sort_unstable();
     let middle = times[times.len() / 2];
     let bytes = LAYERS * BLOCKS * BLOCK;
     println!(
-        "{prompts} prompts of {} MiB in {BLOCKS} blocks and {LAYERS} layers, each block verified",
+        "{prompts} prompts of {} MiB in {BLOCKS} blocks and {LAYERS} layers, every block verified",
         bytes >> 20
     );
     println!(
@@ -66,24 +68,22 @@ async fn decode(mut peer: Peer) -> Result<()> {
         middle.as_secs_f64() * 1e3,
         bytes as f64 / 1e6 / middle.as_secs_f64()
     );
-    peer.meet().await
+    peer.barrier().await
 }
 
 struct Node {
     qp: QueuePair,
-    /// Pages of all layers.
     cache: ExposedRegion,
     pool: Pool,
-    /// At the prefill node, the next request; at the decode node, the news of each layer.
+    /// On the prefill node, one for the next request. On the decode node, one per layer.
     receives: Vec<Recv<BufMut>>,
-    /// At the prefill node, the cache of the other.
+    /// On the prefill node, the cache of the decode node.
     remote: Option<RemoteRegion>,
-    /// For free pages in no order.
+    /// Picks free pages.
     random: u32,
 }
 
 impl Node {
-    /// Connected to the other.
     async fn new(peer: &mut Peer, random: u32) -> Result<Self> {
         let end = peer.end(&CompletionMode::Event)?;
         let (cache, pool) = (end.expose(LAYERS * PAGES * BLOCK)?, end.pool(4096, 16)?);
@@ -92,21 +92,23 @@ impl Node {
         Ok(Self { qp, cache, pool, receives: Vec::new(), remote: None, random })
     }
 
-    /// Prefill: fills the blocks of a prompt, layer by layer, and writes each layer to where the other node wants it.
+    /// Serves one prompt on the prefill node, layer by layer.
     async fn serve(&mut self, prompt: u32) -> Result<()> {
-        let request = in_time("a request", self.receives.pop().ok_or("no receive")?).await?;
+        let request = in_time("a request", self.receives.pop().ok_or("no receive posted")?).await?;
         let wanted = parse(&request.buffer, prompt)?;
         drop(request);
         self.receives.push(self.qp.recv(self.pool.try_alloc(4096)?));
-        let (ours, remote) = (self.free_pages(), self.remote.ok_or("no cache to write to")?);
+        let (ours, remote) =
+            (self.free_pages(), self.remote.ok_or("the decode node's cache is unknown")?);
         for layer in 0..LAYERS {
             let mut batch = Batch::new();
             for (block, (&from, &to)) in ours.iter().zip(&wanted).enumerate() {
-                self.cache.write(place(layer, from), &content(prompt, layer, block))?;
-                let data = self.cache.slice(place(layer, from)..place(layer, from) + BLOCK)?;
-                let start = place(layer, to) as u64;
+                self.cache.write(offset(layer, from), &content(prompt, layer, block))?;
+                let data = self.cache.slice(offset(layer, from)..offset(layer, from) + BLOCK)?;
+                let start = offset(layer, to) as u64;
                 let there = remote.slice(start..start + BLOCK as u64)?;
-                // The last one tells that the layer is there: those before it are in place by then.
+                // The immediate announces the layer. Operations execute in order, so the other
+                // blocks are in place.
                 if block + 1 < BLOCKS {
                     batch.write(data, there);
                 } else {
@@ -118,9 +120,9 @@ impl Node {
         Ok(())
     }
 
-    /// Decode: asks for the blocks of a prompt, and verifies each layer when it is told of it. How long that took.
-    async fn take(&mut self, prompt: u32) -> Result<Duration> {
-        // Nothing of an earlier prompt may be taken for this one's.
+    /// Requests a prompt on the decode node and verifies each layer. Returns the time.
+    async fn fetch(&mut self, prompt: u32) -> Result<Duration> {
+        // Blocks of an earlier prompt must not pass the check.
         self.cache.write(0, &vec![0; self.cache.len()])?;
         let pages = self.free_pages();
         for _ in 0..LAYERS {
@@ -132,12 +134,12 @@ impl Node {
         in_time("the request", self.qp.send(self.pool.copy_from(&request)?)).await?;
         let mut time = Duration::ZERO;
         for (layer, receive) in std::mem::take(&mut self.receives).into_iter().enumerate() {
-            let told = in_time("a layer", receive).await?;
-            check("layer", told.imm, Some(Imm(layer as u32)))?;
+            let received = in_time("a layer", receive).await?;
+            check("layer", received.imm, Some(Imm(layer as u32)))?;
             time = start.elapsed();
             let mut bytes = vec![0; BLOCK];
             for (block, &page) in pages.iter().enumerate() {
-                self.cache.read(place(layer, page), &mut bytes)?;
+                self.cache.read(offset(layer, page), &mut bytes)?;
                 if bytes != content(prompt, layer, block) {
                     return Err(format!(
                         "prompt {prompt}, layer {layer}, block {block}: wrong content"
@@ -146,10 +148,10 @@ impl Node {
                 }
             }
         }
-        // Pages that were not offered are as they were.
+        // The prefill node must not have written to other pages.
         let mut bytes = vec![0; BLOCK];
         for page in (0..PAGES).filter(|page| !pages.contains(page)) {
-            self.cache.read(place(LAYERS - 1, page), &mut bytes)?;
+            self.cache.read(offset(LAYERS - 1, page), &mut bytes)?;
             check(
                 "bytes written to a page that was not offered",
                 bytes.iter().filter(|&&byte| byte != 0).count(),
@@ -159,7 +161,7 @@ impl Node {
         Ok(time)
     }
 
-    /// Pages for a prompt, in no order.
+    /// Returns random distinct pages for a prompt.
     fn free_pages(&mut self) -> Vec<usize> {
         let mut pages: Vec<usize> = (0..PAGES).collect();
         for at in 0..BLOCKS {
@@ -171,24 +173,23 @@ impl Node {
     }
 }
 
-/// Pages that a request offers. The peer may be anybody: it says what it likes.
+/// Decodes the pages of a request. The peer is not trusted.
 fn parse(bytes: &[u8], prompt: u32) -> Result<Vec<usize>> {
     let (words, rest) = bytes.as_chunks::<4>();
     let mut numbers = words.iter().map(|&word| u32::from_be_bytes(word));
     check("prompt of the request", numbers.next(), Some(prompt))?;
     let pages: Vec<usize> = numbers.map(|page| page as usize).collect();
     if !rest.is_empty() || pages.len() != BLOCKS || pages.iter().any(|&page| page >= PAGES) {
-        return Err(format!("a request of {} bytes that is none", bytes.len()).into());
+        return Err(format!("malformed request of {} bytes", bytes.len()).into());
     }
     Ok(pages)
 }
 
-/// Where a page's block of a layer is.
-fn place(layer: usize, page: usize) -> usize {
+fn offset(layer: usize, page: usize) -> usize {
     (layer * PAGES + page) * BLOCK
 }
 
-/// Stands for keys and values: other ones for each prompt, layer and block.
+/// Returns sample data, which differs for each prompt, layer and block.
 fn content(prompt: u32, layer: usize, block: usize) -> Vec<u8> {
     let first = prompt as usize * 7919 + layer * 104_729 + block * 1_299_709 + 1;
     (0..BLOCK).map(|at| (first ^ at.wrapping_mul(first) >> 7) as u8).collect()

@@ -1,6 +1,7 @@
-//! Lab 1: the minimal flow, with every verb spelled out. `docs/labs/01-minimal.md`
+//! Lab 1: the minimal flow, one verb at a time. See `examples/labs/docs/01-minimal.md`.
 //!
-//! Nothing here is a future but the wait for an event: these are the bare objects, as a program in C has them.
+//! The lab uses the bare verbs objects, as a C program does. Only the wait for an event is a
+//! future.
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -22,41 +23,41 @@ fn main() -> ExitCode {
 
 async fn client(mut peer: Peer) -> Result<()> {
     let client = Side::new(&peer)?;
-    // 5. Each side needs the other's GID, queue pair number and first packet number: from here on they are connected.
+    // 5. Exchange of GID and queue pair number, then ibv_modify_qp(3) to RTR and RTS.
     client.connect(&mut peer).await?;
     let grant = peer.offered().await?;
 
-    // 7. ibv_post_send(3) of SEND, ibv_poll_cq(3) at both ends.
+    // 7. ibv_post_send(3) of a SEND, ibv_poll_cq(3) at both ends.
     client.region.write(0, b"hello")?;
     client.post(SendOp::Send, 0..5)?;
     check("SEND", client.poll()?.opcode, WcOpcode::SEND)?;
 
-    // 8. WRITE and READ: the server's memory is named by address and key, and the server does nothing.
+    // 8. WRITE and READ name the server's memory by address and key. The server does nothing.
     let there = RemoteAddr { addr: grant.addr() + 64, rkey: grant.rkey() };
     client.post(SendOp::Write(there), 0..5)?;
     check("WRITE", client.poll()?.opcode, WcOpcode::RDMA_WRITE)?;
     client.post(SendOp::Read(there), 64..69)?;
     check("READ", client.poll()?.opcode, WcOpcode::RDMA_READ)?;
-    check("what was read", client.text(64, 5)?, "hello".to_owned())?;
-    println!("written and read back: 5 bytes at {:#x}", there.addr);
+    check("data read", client.text(64, 5)?, "hello".to_owned())?;
+    println!("wrote 5 bytes at {:#x} and read them", there.addr);
 
-    // 9. Fetch-and-add, found by an event instead of by polling: ibv_req_notify_cq(3), then look, then sleep.
+    // 9. An event instead of polling: ibv_req_notify_cq(3), then check, then sleep.
     client.cq.arm(false)?;
     let counter = RemoteAddr { addr: grant.addr() + 128, rkey: grant.rkey() };
     client.post(SendOp::FetchAdd { remote: counter, add: 42 }, 128..136)?;
     in_time("the event", client.event()).await?;
     check("fetch-and-add", client.poll()?.opcode, WcOpcode::FETCH_ADD)?;
-    check("what the counter was", client.region.load(128)?, 0)?;
-    println!("added: 0 became 42, and an event told of it");
-    peer.meet().await
-    // 10. Dropped in any order: each object holds what it was made from.
+    check("the counter's old value", client.region.load(128)?, 0)?;
+    println!("fetch-and-add changed 0 to 42; an event announced its completion");
+    peer.barrier().await
+    // 10. The objects may drop in any order: each holds a reference to its parents.
 }
 
 async fn server(mut peer: Peer) -> Result<()> {
     let server = Side::new(&peer)?;
     server.connect(&mut peer).await?;
 
-    // 6. ibv_post_recv(3): room for a message, before it comes. After that the client is told where our memory is, and begins.
+    // 6. ibv_post_recv(3): a buffer, posted before the message can arrive.
     server.post_recv(WrId(1), 0..64)?;
     peer.offer(&server.region).await?;
 
@@ -67,11 +68,11 @@ async fn server(mut peer: Peer) -> Result<()> {
         (WcOpcode::RECV, 5, WrId(1)),
     )?;
     check("message", server.text(0, 5)?, "hello".to_owned())?;
-    println!("received: {} bytes into receive {:?}", received.byte_len, received.wr_id);
+    println!("received {} bytes into receive {:?}", received.byte_len, received.wr_id);
 
-    // Of what the client does from here on the server sees nothing; what has become of its memory it looks at in the end.
-    peer.meet().await?;
-    check("what was written", server.text(64, 5)?, "hello".to_owned())?;
+    // The remaining operations produce no completion here.
+    peer.barrier().await?;
+    check("data written", server.text(64, 5)?, "hello".to_owned())?;
     check("the counter", server.region.load(128)?, 42)
 }
 
@@ -85,18 +86,19 @@ struct Side {
     gid_index: u8,
 }
 
-/// Packets are counted from here. At random is better: a packet of an earlier connection cannot be taken for one of this.
+/// A random start is better: packets of an earlier connection are then not accepted.
 const FIRST_PACKET: u32 = 0x00ab_cdef;
 
 impl Side {
     fn new(peer: &Peer) -> Result<Self> {
         let device = peer.device();
         let (port, gid) = peer.path()?;
-        // 1. ibv_alloc_pd(3): who may reach what.
+        // 1. ibv_alloc_pd(3): the objects of a protection domain may be used together.
         let pd = device.protection_domain()?;
-        // 2. ibv_reg_mr(3): memory that the device, and peers who know the key, may touch.
+        // 2. ibv_reg_mr(3): memory that the device, and peers with the key, may access.
         let region = ExposedRegion::new(&pd, HostMemory::zeroed(4096)?, Access::REMOTE_ALL)?;
-        // 3. ibv_create_comp_channel(3), ibv_create_cq(3): where completions arrive, and what wakes those who sleep.
+        // 3. ibv_create_comp_channel(3), ibv_create_cq(3): completions, and the events that
+        //    announce them.
         let channel = Channel::new(device)?;
         let cq = Cq::new(device, 16, Some(&channel), 0)?;
         // 4. ibv_create_qp(3), and ibv_modify_qp(3) to INIT: receives can be posted.
@@ -117,19 +119,19 @@ impl Side {
         Ok(Self { qp, cq, channel, region, port: port.port, gid: gid.gid, gid_index: gid.index })
     }
 
-    /// Tells the other side GID and queue pair number, and connects to its.
     async fn connect(&self, peer: &mut Peer) -> Result<()> {
         let theirs =
             peer.exchange(&[&self.gid.0[..], &self.qp.qpn().0.to_be_bytes()].concat()).await?;
-        let (gid, qpn) = theirs.split_first_chunk::<16>().ok_or("the other end tells no GID")?;
+        let (gid, qpn) =
+            theirs.split_first_chunk::<16>().ok_or("malformed GID of the other end")?;
         let qpn = Qpn(u32::from_be_bytes(qpn.try_into()?));
         self.modify(Gid(*gid), qpn)?;
         println!("connected: {} to {qpn}", self.qp.qpn());
-        // Nothing is sent before both hear.
-        peer.meet().await
+        // Neither side may send before both are connected.
+        peer.barrier().await
     }
 
-    /// To RTR, where it hears its peer, and to RTS, where it speaks.
+    /// Moves the queue pair to RTR, where it receives, and to RTS, where it also sends.
     fn modify(&self, peer: Gid, qpn: Qpn) -> Result<()> {
         let mtu = self.cq.device().port(self.port)?.active_mtu;
         self.qp.modify(&QpAttr {
@@ -152,15 +154,13 @@ impl Side {
         Ok(())
     }
 
-    /// Posts a receive into these bytes of our region.
     fn post_recv(&self, wr_id: WrId, bytes: std::ops::Range<usize>) -> Result<()> {
-        let room = self.region.slice(bytes)?.sge();
-        // SAFETY: S1: the bytes are of our region, which, like the queue pair, lives as long as this side.
-        unsafe { self.qp.post_recv(&[RecvWr { wr_id, sges: &[room] }])? };
+        let buffer = self.region.slice(bytes)?.sge();
+        // SAFETY: S1: the bytes belong to `self.region`, which drops after `self.qp`.
+        unsafe { self.qp.post_recv(&[RecvWr { wr_id, sges: &[buffer] }])? };
         Ok(())
     }
 
-    /// Posts one work request with these bytes of our region.
     fn post(&self, op: SendOp, bytes: std::ops::Range<usize>) -> Result<()> {
         let sges = [self.region.slice(bytes)?.sge()];
         let request = SendWr {
@@ -170,12 +170,12 @@ impl Side {
             data: Data::Sges(&sges),
             target: None,
         };
-        // SAFETY: S1: the bytes are of our region, which, like the queue pair, lives as long as this side.
+        // SAFETY: S1: the bytes belong to `self.region`, which drops after `self.qp`.
         unsafe { self.qp.post_send(&[request])? };
         Ok(())
     }
 
-    /// The next completion, which must be of a success.
+    /// Returns the next completion, which must be successful.
     fn poll(&self) -> Result<WorkCompletion> {
         let deadline = Instant::now() + Duration::from_secs(10);
         let mut found = [WorkCompletion::default()];

@@ -1,4 +1,4 @@
-//! Lab 5: completion modes: how long a wait takes, and what it burns. `docs/labs/05-modes.md`
+//! Lab 5: completion modes: latency and processor time. See `examples/labs/docs/05-modes.md`.
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -7,16 +7,15 @@ use labs::{Peer, Result, check, in_time, processor_time};
 use tokio_rdma::op::Recv;
 use tokio_rdma::{BufMut, CompletionMode, Pool, QueuePair};
 
-/// Enough of one mode, where there are too few processors for it.
-const ENOUGH: Duration = Duration::from_secs(5);
-/// What is asked last.
+/// Ends a mode early, on a machine with too few processors.
+const TIME_LIMIT: Duration = Duration::from_secs(5);
+/// The last request.
 const LAST: u64 = u64::MAX - 1;
 
 fn main() -> ExitCode {
     labs::run("modes", client, server)
 }
 
-/// Both ends go through them together.
 fn modes() -> Result<[(&'static str, CompletionMode); 4]> {
     Ok([
         ("event", CompletionMode::Event),
@@ -47,7 +46,7 @@ async fn client(mut peer: Peer) -> Result<()> {
             idling * 100.0
         );
     }
-    peer.meet().await
+    peer.barrier().await
 }
 
 async fn server(mut peer: Peer) -> Result<()> {
@@ -56,15 +55,15 @@ async fn server(mut peer: Peer) -> Result<()> {
         let (qp, pool) = (end.queue_pair()?, end.pool(8, 4)?);
         peer.connect(&qp).await?;
         let first = qp.recv(pool.try_alloc(8)?);
-        peer.meet().await?;
+        peer.barrier().await?;
         let before = processor_time()?;
         answer(&qp, &pool, first).await?;
         peer.used_since(before).await?;
     }
-    peer.meet().await
+    peer.barrier().await
 }
 
-/// Times of all round trips, processor time of one, and the part of a processor that is used while a receive waits.
+/// Returns the times of all round trips, the processor time of one, and the utilisation while idle.
 async fn measure(
     peer: &mut Peer,
     mode: &CompletionMode,
@@ -74,11 +73,11 @@ async fn measure(
     let end = peer.end(mode)?;
     let (qp, pool) = (end.queue_pair()?, end.pool(8, 4)?);
     peer.connect(&qp).await?;
-    peer.meet().await?;
+    peer.barrier().await?;
     let (before, begin) = (processor_time()?, Instant::now());
     let mut times = Vec::new();
     for round in 0..rounds {
-        let over = round + 1 == rounds || begin.elapsed() > ENOUGH;
+        let over = round + 1 == rounds || begin.elapsed() > TIME_LIMIT;
         let number = if over { LAST } else { u64::from(round) };
         let start = Instant::now();
         let reply = qp.recv(pool.try_alloc(8)?);
@@ -92,20 +91,20 @@ async fn measure(
     }
     let each = peer.used_since(before).await? / u32::try_from(times.len())?;
 
-    // Nothing comes: what does it cost to wait for it?
+    // No message arrives: the cost of waiting.
     let (before, start) = (processor_time()?, Instant::now());
     let nothing = tokio::time::timeout(idle, qp.recv(pool.try_alloc(8)?)).await;
-    check("messages that came unasked", nothing.is_ok(), false)?;
+    check("unexpected message", nothing.is_ok(), false)?;
     let idling = (processor_time()? - before).as_secs_f64() / start.elapsed().as_secs_f64();
     Ok((times, each, idling))
 }
 
-/// Answers each number with the next one.
+/// Answers each number with its successor.
 async fn answer(qp: &QueuePair, pool: &Pool, mut next: Recv<BufMut>) -> Result<()> {
     loop {
-        let asked = in_time("a question", next).await?;
+        let asked = in_time("a request", next).await?;
         let number = u64::from_ne_bytes(asked.buffer[..].try_into()?);
-        let answer = number.checked_add(1).ok_or("a question that has no answer")?;
+        let answer = number.checked_add(1).ok_or("request out of range")?;
         drop(asked);
         next = qp.recv(pool.try_alloc(8)?);
         in_time("the answer", qp.send(pool.copy_from(&answer.to_ne_bytes())?)).await?;

@@ -1,4 +1,5 @@
-//! Lab 2: one-sided WRITE and READ, their order, and how often to be told. `docs/labs/02-one-sided.md`
+//! Lab 2: one-sided WRITE and READ, their order, and selective signalling. See
+//! `examples/labs/docs/02-one-sided.md`.
 
 use std::process::ExitCode;
 use std::time::Instant;
@@ -10,25 +11,24 @@ fn main() -> ExitCode {
     labs::run("one_sided", client, server)
 }
 
-/// Writes of one batch.
 const BATCH: u64 = 32;
 
-/// Does nothing but look into its memory, after each part.
+/// Checks its memory after each part.
 async fn server(mut peer: Peer) -> Result<()> {
     let end = peer.end(&CompletionMode::Event)?;
     let qp = end.queue_pair()?;
     peer.connect(&qp).await?;
     let memory = end.expose(4096)?;
     peer.offer(&memory).await?;
-    peer.meet().await?;
+    peer.barrier().await?;
     check("the word after the last WRITE", memory.load(0)?, 100)?;
     memory.store(0, 1)?;
-    peer.meet().await?;
-    peer.meet().await?;
-    check("the WRITE behind the fence", memory.load(8)?, 2)?;
-    peer.meet().await?;
-    peer.meet().await?;
-    check("what was written", memory.load(8 * (BATCH as usize - 1))?, 7)
+    peer.barrier().await?;
+    peer.barrier().await?;
+    check("the WRITE after the fence", memory.load(8)?, 2)?;
+    peer.barrier().await?;
+    peer.barrier().await?;
+    check("data written", memory.load(8 * (BATCH as usize - 1))?, 7)
 }
 
 async fn client(mut peer: Peer) -> Result<()> {
@@ -39,13 +39,13 @@ async fn client(mut peer: Peer) -> Result<()> {
     let pool = client.pool(64, 64)?;
 
     in_time("order", order(&qp, &pool, remote)).await?;
-    peer.meet().await?;
-    // Until the server has looked, and put 1 into the word.
-    peer.meet().await?;
+    peer.barrier().await?;
+    // The server checks the word and stores 1 in it.
+    peer.barrier().await?;
     in_time("fence", fence(&qp, &pool, remote)).await?;
-    peer.meet().await?;
-    // Until it has looked again.
-    peer.meet().await?;
+    peer.barrier().await?;
+    // The server checks again.
+    peer.barrier().await?;
 
     let rounds = if peer.quick { 20 } else { 3000 };
     println!("\n{:<34} {:>12} {:>12}", "WRITE of 8 bytes, 32 in flight", "ns each", "completions");
@@ -58,38 +58,38 @@ async fn client(mut peer: Peer) -> Result<()> {
     for (name, every) in [("batch, every 8th signalled", 8), ("batch, the last signalled", 0)] {
         signalled(name, Some(every), rounds, &qp, &client.queue, &data, remote).await?;
     }
-    peer.meet().await
+    peer.barrier().await
 }
 
-/// Operations of one queue pair take place in the order in which they were posted, so a READ sees the WRITE before it,
-/// although nobody has waited for that.
+/// Shows that operations of a queue pair execute in order: a READ sees the WRITE posted before it,
+/// although the client has not waited for the WRITE.
 async fn order(qp: &QueuePair, pool: &Pool, remote: RemoteRegion) -> Result<()> {
     let word = remote.slice(..8)?;
     for value in 1..=100_u64 {
-        // Calling posts, awaiting waits: both are in flight here.
+        // The call posts, the await waits: both are in flight here.
         let write = qp.write(pool.copy_from(&value.to_ne_bytes())?, word);
         let read = qp.read(pool.try_alloc(8)?, word);
-        check("the READ behind the WRITE", &read.await?[..], &value.to_ne_bytes()[..])?;
+        check("the READ after the WRITE", &read.await?[..], &value.to_ne_bytes()[..])?;
         write.await?;
     }
-    println!("100 times a READ saw what the WRITE posted before it wrote");
+    println!("100 READs each saw the WRITE posted before it");
     Ok(())
 }
 
-/// A READ only asks; its answer comes later. What is posted behind it through the same queue pair may start before the
-/// answer is there, unless it is fenced: then it waits.
+/// Shows that an operation behind a READ may start before the READ's response arrives, unless it is
+/// fenced.
 async fn fence(qp: &QueuePair, pool: &Pool, remote: RemoteRegion) -> Result<()> {
     let (first, second) = (remote.slice(..8)?, remote.slice(8..16)?);
     let read = qp.read(pool.try_alloc(8)?, first);
     let write = qp.fenced().write(pool.copy_from(&2_u64.to_ne_bytes())?, second);
-    // The fence has the device wait for the READ, so when the WRITE is done the READ is, too.
+    // The device starts the WRITE after the READ, so both are complete.
     write.await?;
     check("the READ before the fence", &read.await?[..], &1_u64.to_ne_bytes()[..])?;
-    println!("a fenced WRITE came after the READ before it");
+    println!("a fenced WRITE executed after the READ before it");
     Ok(())
 }
 
-/// `signal_every`: completions of a batch; without it every WRITE is posted alone.
+/// Measures batches that signal every `signal_every`-th WRITE; `None` posts WRITEs one by one.
 async fn signalled(
     name: &str,
     signal_every: Option<u32>,
@@ -104,10 +104,10 @@ async fn signalled(
     for _ in 0..rounds {
         match signal_every {
             None => {
-                let place = |word: u64| remote.slice(word * 8..word * 8 + 8);
+                let slot = |word: u64| remote.slice(word * 8..word * 8 + 8);
                 let mut writes = Vec::with_capacity(BATCH as usize);
                 for word in 0..BATCH {
-                    writes.push(qp.write(data.clone(), place(word)?));
+                    writes.push(qp.write(data.clone(), slot(word)?));
                 }
                 for write in writes {
                     in_time("a WRITE", write).await?;
@@ -131,7 +131,7 @@ async fn signalled(
     let each = start.elapsed().as_nanos() as f64 / writes as f64;
     let completions = queue.counters().completions - before;
     println!("{name:<34} {each:>12.0} {completions:>12}");
-    // All, one in so many, and the last of each batch in any case.
+    // The last WRITE of a batch always produces a completion.
     let expected = match signal_every {
         None | Some(1) => writes,
         Some(0) => u64::from(rounds),

@@ -1,4 +1,4 @@
-//! The device, its ports and their addresses.
+//! Commands of the device: contexts, ports, GIDs, event channels.
 
 use super::{CORE_IN, CORE_OUT};
 use crate::abi::{
@@ -20,7 +20,7 @@ impl State {
     pub(crate) fn get_context(&mut self, request: &mut Request<'_>) -> Reply {
         const NUM_COMP_VECTORS: u16 = 0;
         const CORE_SUPPORT: u16 = 1;
-        /// Extended QUERY_DEVICE and CREATE_AH answer in libmlx5's part too.
+        /// `MLX5_USER_CMDS_SUPP_UHW_*`: QUERY_DEVICE and CREATE_AH return driver data.
         const ANSWERS: u8 = 1 | 2;
         const NO_INLINE_NEEDED: u8 = 1;
         let asked: UcontextRequest = request.get(UHW_IN).ok_or(EINVAL)?;
@@ -29,7 +29,7 @@ impl State {
         let answer = UcontextResponse {
             qp_tab_size: 1 << 17,
             bf_reg_size: 512,
-            // None to begin with: registers are asked for one page at a time.
+            // No static registers: libmlx5 allocates UAR pages one at a time.
             tot_bfregs: 0,
             cache_line_size: 64,
             max_sq_desc_sz: 1024,
@@ -39,7 +39,7 @@ impl State {
             max_srq_recv_wr: MAX_SRQ_WR,
             num_ports: 1,
             response_length: size_of::<UcontextResponse>() as u32,
-            // Completions name queue pairs by an index of libmlx5.
+            // Version 1: CQEs identify queue pairs by libmlx5's user index.
             cqe_version: asked.max_cqe_version.min(1),
             cmds_supp_uhw: ANSWERS,
             eth_min_inline: NO_INLINE_NEEDED,
@@ -70,7 +70,7 @@ impl State {
             base: port.device_attributes(),
             response_length: size_of::<QueryDeviceEx>() as u32,
             timestamp_mask: u64::MAX,
-            // Kilohertz: completions are stamped in nanoseconds.
+            // Kilohertz: CQE timestamps are in nanoseconds.
             hca_core_clock: 1_000_000,
             device_cap_flags_ex: u64::from(port.device_attributes().device_cap_flags),
             ..QueryDeviceEx::zeroed()
@@ -123,8 +123,8 @@ impl State {
         if size < size_of::<GidEntry>() {
             return Err(EINVAL);
         }
-        let room = request.room(ENTRIES) / size;
-        let entries: Vec<_> = (0..room).map_while(|index| port.gid_entry(index)).collect();
+        let capacity = request.capacity(ENTRIES) / size;
+        let entries: Vec<_> = (0..capacity).map_while(|index| port.gid_entry(index)).collect();
         let mut bytes = Vec::new();
         for entry in &entries {
             let from = bytes.len();
@@ -141,7 +141,6 @@ impl State {
         Ok(())
     }
 
-    /// A completion channel.
     pub(crate) fn create_channel(&mut self, request: &mut Request<'_>) -> Reply {
         debug_assert!(request.has(CORE_IN));
         let fd = self.open_channel()?;
@@ -149,7 +148,6 @@ impl State {
         Ok(())
     }
 
-    /// The descriptor of asynchronous events of a context.
     pub(crate) fn open_events(&mut self, request: &mut Request<'_>) -> Reply {
         let fd = self.open_channel()?;
         let lost = {
@@ -157,9 +155,9 @@ impl State {
             context.events = Some(fd);
             self.lost[context.device]
         };
-        request.made(0, fd as u64);
+        request.set_handle(0, fd as u64);
         match lost {
-            // As of a device that has been taken away.
+            // The error of a device that has been removed.
             true => Err(libc::EIO),
             false => Ok(()),
         }
@@ -167,10 +165,10 @@ impl State {
 
     fn open_channel(&mut self) -> Result<i32, i32> {
         let (fd, channel) = Channel::new()?;
-        // The number may be that of one that was closed just now.
+        // `fd` may be the number of a channel closed just now: remove that one first.
         self.reap();
         self.channels.insert(fd, channel);
-        interpose::is_channel(fd);
+        interpose::mark_channel(fd);
         Ok(fd)
     }
 }

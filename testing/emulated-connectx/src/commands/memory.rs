@@ -1,4 +1,4 @@
-//! Protection domains, memory regions, address handles, pages of doorbell registers.
+//! Commands for protection domains, memory regions, address handles and UAR pages.
 
 use super::{CORE_IN, CORE_OUT};
 use crate::abi::{
@@ -12,7 +12,6 @@ use crate::requester;
 use crate::state::State;
 use crate::uverbs::{Reply, Request};
 
-/// What is to be registered.
 #[derive(Clone, Copy, Debug)]
 struct Region {
     pd: Handle,
@@ -54,7 +53,7 @@ impl State {
             | access::MW_BIND
             | access::ZERO_BASED
             | access::ON_DEMAND;
-        /// Those that a device may ignore.
+        /// `IB_UVERBS_ACCESS_OPTIONAL_RANGE`: flags that a device may ignore.
         const OPTIONAL: u32 = 0x3ff << 20;
         let Region { pd, start, length, iova, access: wanted } = region;
         if self.pds.get(&pd).is_none_or(|pd| pd.context != context) {
@@ -74,8 +73,8 @@ impl State {
         if !memory::populate(start, length, wanted & access::LOCAL_WRITE != 0) {
             return Err(EFAULT);
         }
-        // SAFETY: mapped, and may be written if the access says so, as `populate` found. The program keeps it so until
-        // the region is destroyed, `ibv_reg_mr(3)`.
+        // SAFETY: `populate` found the range mapped, and writable if `access` requires that. The
+        // program keeps it mapped until it destroys the region, `ibv_reg_mr(3)`.
         let memory = unsafe { Buffer::new(start, length) };
         let (mr, key) = (self.handle(), self.key());
         self.mrs.insert(mr, Mr { context, pd, key, iova, access: wanted, memory });
@@ -83,7 +82,7 @@ impl State {
         Ok((mr, key))
     }
 
-    /// The command that `ibv_reg_mr` sends.
+    /// Executes the command that `ibv_reg_mr` sends.
     pub(crate) fn register_command(&mut self, request: &mut Request<'_>) -> Reply {
         let asked: RegMr = request.get(CORE_IN).ok_or(EINVAL)?;
         let RegMr { pd, start, length, hca_va: iova, access, .. } = asked;
@@ -93,9 +92,12 @@ impl State {
         Ok(())
     }
 
-    /// The method that `ibv_reg_mr_ex` calls, since rdma-core 59.
+    /// Executes the method that `ibv_reg_mr_ex` calls, since rdma-core 59.
     pub(crate) fn register(&mut self, request: &mut Request<'_>) -> Reply {
-        ids! { HANDLE = 0, PD = 1, IOVA = 3, ADDRESS = 4, LENGTH = 5, ACCESS = 6, FD = 7, LKEY = 9, RKEY = 10 }
+        ids! {
+            HANDLE = 0, PD = 1, IOVA = 3, ADDRESS = 4, LENGTH = 5, ACCESS = 6, FD = 7, LKEY = 9,
+            RKEY = 10
+        }
         if request.has(FD) {
             return Err(EOPNOTSUPP);
         }
@@ -108,7 +110,7 @@ impl State {
             access: request.get(ACCESS).unwrap_or(0),
         };
         let (handle, key) = self.insert_region(request.context, region)?;
-        request.made(HANDLE, handle.into());
+        request.set_handle(HANDLE, handle.into());
         request.put(LKEY, &key);
         request.put(RKEY, &key);
         Ok(())
@@ -122,7 +124,8 @@ impl State {
         Ok(())
     }
 
-    /// On Ethernet libmlx5 asks which physical address a GID has.
+    /// Creates an address handle. On Ethernet, libmlx5 takes the MAC address of the GID from the
+    /// response.
     pub(crate) fn create_ah(&mut self, request: &mut Request<'_>) -> Reply {
         let asked: CreateAh = request.get(CORE_IN).ok_or(EINVAL)?;
         let attr = asked.attr;
@@ -157,11 +160,14 @@ impl State {
     }
 
     pub(crate) fn allocate_uar(&mut self, request: &mut Request<'_>) -> Reply {
-        ids! { HANDLE = abi::DRIVER, OFFSET = abi::DRIVER + 2, LENGTH = abi::DRIVER + 3, PAGE = abi::DRIVER + 4 }
+        ids! {
+            HANDLE = abi::DRIVER, OFFSET = abi::DRIVER + 2, LENGTH = abi::DRIVER + 3, PAGE =
+            abi::DRIVER + 4
+        }
         let (page, offset) = self.uar.allocate().ok_or(ENOMEM)?;
         let uar = self.handle();
         self.uars.insert(uar, (request.context, page));
-        request.made(HANDLE, uar.into());
+        request.set_handle(HANDLE, uar.into());
         request.put(OFFSET, &offset);
         request.put(LENGTH, &4096_u32);
         request.put(PAGE, &page);

@@ -1,6 +1,5 @@
-//! What each command does.
+//! Execution of verbs commands.
 
-/// Names of attributes.
 macro_rules! ids {
     ($($name:ident = $id:expr),* $(,)?) => { $(const $name: u16 = $id;)* };
 }
@@ -21,13 +20,12 @@ const CORE_OUT: u16 = 1;
 const COMMAND: u16 = 2;
 
 impl State {
-    /// A command of the older interface.
     pub(crate) fn command(&mut self, request: &mut Request<'_>) -> Reply {
         const QUERY_DEVICE_EX: u32 = command::EXTENDED | command::QUERY_DEVICE;
         const MODIFY_QP_EX: u32 = command::EXTENDED | command::MODIFY_QP;
         let code: u32 = request.get(COMMAND).ok_or(abi::EINVAL)?;
         match code {
-            // So libibverbs finds out whether commands may come this way.
+            // libibverbs probes with this incomplete command whether `INVOKE_WRITE` works.
             command::QUERY_DEVICE if !request.has(CORE_IN) => Err(abi::ENOSPC),
             command::QUERY_DEVICE => self.query_device(request),
             QUERY_DEVICE_EX => self.query_device_ex(request),
@@ -48,7 +46,6 @@ impl State {
     }
 }
 
-/// What commands that destroy are given.
 fn handle(request: &Request<'_>) -> Result<u32, i32> {
     request.get(CORE_IN).ok_or(abi::EINVAL)
 }

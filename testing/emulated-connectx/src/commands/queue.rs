@@ -1,4 +1,4 @@
-//! Completion queues and shared receive queues.
+//! Commands for completion queues and shared receive queues.
 
 use super::{CORE_IN, CORE_OUT};
 use crate::abi::{
@@ -17,7 +17,7 @@ impl State {
     pub(crate) fn create_cq(&mut self, request: &mut Request<'_>) -> Reply {
         ids! { HANDLE = 0, CQE = 1, USER_HANDLE = 2, CHANNEL = 3, VECTOR = 4, ANSWER = 6 }
         let asked: CreateCq = request.get(UHW_IN).ok_or(EINVAL)?;
-        // libmlx5 asks for one less than it has made room for.
+        // libmlx5 asks for one entry fewer than its buffer holds.
         let entries = request.get::<u32>(CQE).and_then(|cqe| cqe.checked_add(1)).ok_or(EINVAL)?;
         let size = asked.cqe_size;
         let vector: u32 = request.get(VECTOR).unwrap_or(0);
@@ -38,7 +38,7 @@ impl State {
         {
             return Err(EINVAL);
         }
-        // SAFETY: libmlx5 keeps its buffer and records until the queue is destroyed.
+        // SAFETY: libmlx5 keeps buffer and records mapped until the queue is destroyed.
         let (ring, records) = unsafe {
             (
                 Buffer::new(asked.buf_addr, u64::from(entries) * u64::from(size)),
@@ -76,7 +76,7 @@ impl State {
         self.counters.queue_bytes += cq.ring.len();
         self.uar.add_armer(page, handle);
         self.cqs.insert(handle, cq);
-        request.made(HANDLE, handle.into());
+        request.set_handle(HANDLE, handle.into());
         request.put(ANSWER, &(entries - 1));
         request.put(UHW_OUT, &CreateCqResponse { cqn: number, reserved: 0 });
         Ok(())
@@ -89,15 +89,16 @@ impl State {
         if self.qps.values().any(|qp| qp.send_cq == handle || qp.recv_cq == handle) {
             return Err(EBUSY);
         }
-        // What the program has not read it never will; it waits for what it has read to be acknowledged.
+        // libibverbs waits for acknowledgement of the events that the program has read, so unread
+        // ones are removed and not counted.
         let unread = match cq.channel.and_then(|fd| self.channels.get_mut(&fd)) {
             Some(channel) => {
                 let record = channel::completion_event(cq.user_handle);
-                channel.take_back(|of| of == record)
+                channel.remove_unread(|of| of == record)
             }
             None => 0,
         };
-        let unseen = self.take_back_events(cq.context, cq.user_handle, &[event::CQ_ERR]);
+        let unseen = self.remove_unread_events(cq.context, cq.user_handle, &[event::CQ_ERR]);
         self.remove_cq(handle);
         let answer = DestroyCqResponse {
             completion_events: cq.completion_events - unread,
@@ -127,11 +128,11 @@ impl State {
         {
             return Err(EINVAL);
         }
-        // The size of an entry is not said: both sides derive it from the length of its list.
+        // The command lacks the WQE size: both sides derive it from `max_sge`.
         let shift = (16 * (1 + max_sge.max(1))).next_power_of_two().max(32).trailing_zeros();
-        // libmlx5 makes room for one entry more than can be posted.
+        // libmlx5's buffer holds one WQE more than can be posted.
         let entries = u64::from((max_wr + 1).next_power_of_two());
-        // SAFETY: libmlx5 keeps its buffer and record until the queue is destroyed.
+        // SAFETY: libmlx5 keeps buffer and record mapped until the queue is destroyed.
         let (ring, records) = unsafe {
             (Buffer::new(asked.buf_addr, entries << shift), Buffer::new(asked.db_addr, 4))
         };
@@ -153,7 +154,7 @@ impl State {
         let handle = self.handle();
         self.counters.queue_bytes += srq.ring.len();
         self.srqs.insert(handle, srq);
-        request.made(HANDLE, handle.into());
+        request.set_handle(HANDLE, handle.into());
         request.put(ANSWER_WR, &max_wr);
         request.put(ANSWER_SGE, &max_sge);
         request.put(ANSWER_NUMBER, &srqn);
@@ -169,7 +170,7 @@ impl State {
             return Err(EBUSY);
         }
         let unseen =
-            self.take_back_events(srq.context, srq.user_handle, &[event::SRQ_LIMIT_REACHED]);
+            self.remove_unread_events(srq.context, srq.user_handle, &[event::SRQ_LIMIT_REACHED]);
         self.srqs.remove(&handle);
         request.put(ANSWER, &(srq.async_events - unseen));
         Ok(())
@@ -180,13 +181,13 @@ impl State {
         const LIMIT: u32 = 2;
         let asked: ModifySrq = request.get(CORE_IN).ok_or(EINVAL)?;
         let srq = self.srqs.get_mut(&asked.handle).ok_or(EINVAL)?;
-        // To make it larger is not supported by devices of this make either.
+        // mlx5 devices cannot enlarge shared receive queues either.
         if asked.mask & MAX_WR != 0 || asked.mask & LIMIT != 0 && asked.limit >= srq.max_wr {
             return Err(EINVAL);
         }
         if asked.mask & LIMIT != 0 {
             srq.limit = asked.limit;
-            // It may be below already.
+            // The number of receives may be below the new limit already.
             self.watch_limit(asked.handle);
         }
         Ok(())

@@ -1,4 +1,4 @@
-//! Queue pairs: of verbs, DC initiators, DC targets.
+//! Commands for queue pairs, DC initiators and DC targets.
 
 use super::transition;
 use super::{CORE_IN, CORE_OUT};
@@ -22,7 +22,10 @@ const DRIVER: u32 = 0xff;
 
 impl State {
     pub(crate) fn create_qp(&mut self, request: &mut Request<'_>) -> Reply {
-        ids! { HANDLE = 0, PD = 2, SRQ = 3, SEND_CQ = 4, RECV_CQ = 5, USER_HANDLE = 7, CAP = 8, KIND = 9 }
+        ids! {
+            HANDLE = 0, PD = 2, SRQ = 3, SEND_CQ = 4, RECV_CQ = 5, USER_HANDLE = 7, CAP = 8,
+            KIND = 9
+        }
         ids! { ANSWER_CAP = 13, ANSWER_NUMBER = 14 }
         let asked: CreateQp = request.get(UHW_IN).ok_or(EINVAL)?;
         let kind = match request.get::<u32>(KIND).ok_or(EINVAL)? {
@@ -44,7 +47,7 @@ impl State {
                 .iter()
                 .all(|cq| self.cqs.get(cq).is_some_and(|cq| cq.context == context))
             && srq.is_none_or(|srq| self.srqs.get(&srq).is_some_and(|srq| srq.context == context));
-        // A target takes what comes from a shared queue.
+        // A DC target receives from a shared receive queue only.
         if !own || kind == Kind::Dct && srq.is_none() {
             return Err(EINVAL);
         }
@@ -52,7 +55,7 @@ impl State {
             Kind::Dct => (None, None),
             _ => rings(&asked, srq.is_some())?,
         };
-        // A target has a number when it is ready.
+        // A DC target gets its number in the change to RTR.
         let number = if kind == Kind::Dct { 0 } else { self.number() };
         let page = if asked.flags & qp_flag::UAR_PAGE_INDEX != 0 { asked.bfreg_index } else { 0 };
         if kind != Kind::Dct && !self.uar.is_used(page) {
@@ -79,9 +82,9 @@ impl State {
             attempt: Attempt::default(),
             async_events: 0,
             established: false,
-            tells_drained: false,
+            notify_drained: false,
             draining: false,
-            unrung: None,
+            doorbell_missing_since: None,
         };
         let handle = self.handle();
         if number != 0 {
@@ -91,7 +94,7 @@ impl State {
         let rings = [&qp.sq, &qp.rq].into_iter().flatten();
         self.counters.queue_bytes += rings.map(|ring| ring.memory.len()).sum::<u64>();
         self.qps.insert(handle, qp);
-        request.made(HANDLE, handle.into());
+        request.set_handle(HANDLE, handle.into());
         request.put(ANSWER_CAP, &cap);
         request.put(ANSWER_NUMBER, &number);
         request.put(UHW_OUT, &CreateQpResponse::zeroed());
@@ -114,13 +117,14 @@ impl State {
             event::SQ_DRAINED,
             event::LAST_WQE_REACHED,
         ];
-        let unseen = self.take_back_events(context, element, &kinds);
+        let unseen = self.remove_unread_events(context, element, &kinds);
         self.remove_qp(handle);
         request.put(ANSWER, &(events - unseen));
         Ok(())
     }
 
-    /// `extended`: with an answer, which is how libmlx5 learns the number of a target.
+    /// Executes MODIFY_QP. The `extended` command has a response, from which libmlx5 takes the
+    /// number of a DC target.
     pub(crate) fn modify_qp_command(&mut self, request: &mut Request<'_>, extended: bool) -> Reply {
         let asked: ModifyQp = request.get(CORE_IN).ok_or(EINVAL)?;
         self.modify_qp(&asked)?;
@@ -162,7 +166,7 @@ impl State {
             None
         };
         if from == state::RTS && to == state::SQD {
-            // What has been rung for is under way.
+            // WQEs announced by a doorbell are in flight and still execute.
             self.collect();
             self.run_send_queue(handle, usize::MAX, true);
         }
@@ -184,7 +188,7 @@ impl State {
             }
             state::SQD if from == state::RTS => {
                 qp.state = to;
-                qp.tells_drained =
+                qp.notify_drained =
                     given & mask::EN_SQD_ASYNC_NOTIFY != 0 && asked.en_sqd_async_notify != 0;
                 qp.draining = qp.attempt != Attempt::default();
                 if !qp.draining {
@@ -193,7 +197,7 @@ impl State {
             }
             state::RTS if from == state::SQD => {
                 qp.state = to;
-                // What was posted meanwhile has been rung for.
+                // WQEs posted in SQD have had their doorbells.
                 self.ready.insert(handle);
             }
             _ => qp.state = to,
@@ -255,9 +259,10 @@ impl State {
     }
 }
 
-/// The queues in the buffer that libmlx5 has made: receives first, then requests, and one record for each.
+/// Returns the send and the receive queue in libmlx5's buffer. The receive queue comes first; each
+/// has its own doorbell record.
 fn rings(asked: &CreateQp, shared: bool) -> Result<(Option<Ring>, Option<Ring>), i32> {
-    /// Requests are made of blocks of 64 bytes.
+    /// Binary logarithm of the 64-byte blocks of send WQEs.
     const BLOCK: u32 = 6;
     let (requests, receives, shift) = (asked.sq_wqe_count, asked.rq_wqe_count, asked.rq_wqe_shift);
     let counted = |count: u32, most| count == 0 || count.is_power_of_two() && count <= most;
@@ -269,7 +274,7 @@ fn rings(asked: &CreateQp, shared: bool) -> Result<(Option<Ring>, Option<Ring>),
         return Err(EINVAL);
     }
     let first = u64::from(receives) << shift;
-    // SAFETY: libmlx5 keeps its buffer and records until the queue pair is destroyed.
+    // SAFETY: libmlx5 keeps buffer and records mapped until the queue pair is destroyed.
     let (memory, records) = unsafe {
         (
             Buffer::new(asked.buf_addr, first + (u64::from(requests) << BLOCK)),
@@ -306,7 +311,6 @@ impl Attr {
         }
     }
 
-    /// Takes over what is given.
     fn take(&mut self, asked: &ModifyQp) {
         fn set<T: Copy>(given: bool, field: &mut T, value: T) {
             if given {

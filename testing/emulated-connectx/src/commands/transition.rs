@@ -1,29 +1,28 @@
-//! Which attributes a change of state must and may come with: `ibv_modify_qp(3)`, and for DC what libmlx5's users are told
-//! by `mlx5dv_create_qp(3)` and the examples of rdma-core.
+//! Attributes that a queue pair's change of state requires and permits: `ibv_modify_qp(3)`; for DC,
+//! `mlx5dv_create_qp(3)` and the examples of rdma-core.
 
 use crate::abi::{EINVAL, mask, state};
 use crate::objects::Kind;
 use crate::uverbs::Reply;
 
-/// What `mask` may say for a change from `from` to `to`.
 pub(super) fn check(kind: Kind, from: u8, to: u8, given: u32) -> Reply {
     let Some((required, optional)) = attributes(kind, from, to) else { return Err(EINVAL) };
     let given = given & !mask::STATE;
-    // Only where the queue pair runs may it be said where it was.
+    // Only changes to RTS may name the current state.
     let current = if to == state::RTS { mask::CUR_STATE } else { 0 };
     let complete = given & required == required;
     let nothing_else = given & !(required | optional | current) == 0;
     if complete && nothing_else { Ok(()) } else { Err(EINVAL) }
 }
 
-/// Required and optional attributes; `None` where there is no such change.
+/// Returns required and optional attributes, or `None` if the change does not exist.
 fn attributes(kind: Kind, from: u8, to: u8) -> Option<(u32, u32)> {
     use mask::*;
     match kind {
         Kind::Dct => match (from, to) {
             (state::RESET, state::INIT) => Some((ACCESS_FLAGS | PKEY_INDEX | PORT, 0)),
             (state::INIT, state::RTR) => Some((MIN_RNR_TIMER | AV | PATH_MTU, 0)),
-            // A target is destroyed; it goes nowhere else.
+            // A DC target leaves RTR only by being destroyed.
             _ => None,
         },
         Kind::Dci => match (from, to) {
@@ -83,7 +82,8 @@ fn connected(kind: Kind, from: u8, to: u8) -> Option<(u32, u32)> {
                 | MAX_QP_RD_ATOMIC
                 | MAX_DEST_RD_ATOMIC
                 | MIN_RNR_TIMER;
-            // With a route the kernel sets its port too, which UC may not: so no route either.
+            // The kernel sets the port together with the address vector. UC permits no port here,
+            // hence no address vector either.
             Some((0, of(path | retries | PORT | AV, path, PKEY_INDEX | QKEY)))
         }
         (state::SQE, state::RTS) if kind != Kind::Rc => Some((0, of(0, ACCESS_FLAGS, QKEY))),

@@ -1,16 +1,16 @@
-//! DC targets and initiators, as `mlx5dv_create_qp(3)` makes them.
+//! DC targets and initiators, created by `mlx5dv_create_qp(3)`.
 
 use std::ffi::c_void;
 use std::sync::Arc;
 
 use rdma_sys::*;
 
-use super::{ALL, Ah, Cq, Ends, Mr, Pd, Qp, SIGNALED, Srq, zeroed};
+use super::{ALL, Ah, Cq, Mr, Pd, Qp, Queues, SIGNALED, Srq, zeroed};
 
 /// The access key of all targets.
 pub const KEY: u64 = 0x1122_3344_5566_7788;
 
-/// A DC target over `srq`, ready.
+/// Creates a DC target over `srq` and makes it ready.
 pub fn dc_target(pd: &Arc<Pd>, cq: &Arc<Cq>, srq: &Arc<Srq>) -> Qp {
     let target = dc_target_at_reset(pd, cq, srq);
     assert_eq!(target.number(), 0, "a target has no number before it is ready");
@@ -20,7 +20,7 @@ pub fn dc_target(pd: &Arc<Pd>, cq: &Arc<Cq>, srq: &Arc<Srq>) -> Qp {
 }
 
 pub fn dc_target_at_reset(pd: &Arc<Pd>, cq: &Arc<Cq>, srq: &Arc<Srq>) -> Qp {
-    let ends = Ends { srq: Some(srq.clone()), ..Ends::one(cq) };
+    let queues = Queues { srq: Some(srq.clone()), ..Queues::one(cq) };
     let mut dv: mlx5dv_qp_init_attr = zeroed();
     dv.comp_mask = mlx5dv_qp_init_attr_mask::MLX5DV_QP_INIT_ATTR_MASK_DC.0.into();
     dv.dc_init_attr.dc_type = MLX5DV_DCTYPE_DCT;
@@ -28,7 +28,7 @@ pub fn dc_target_at_reset(pd: &Arc<Pd>, cq: &Arc<Cq>, srq: &Arc<Srq>) -> Qp {
     let mut init: ibv_qp_init_attr_ex = zeroed();
     init.comp_mask = ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_PD.0;
     init.srq = srq.0;
-    create_dc(pd, ends, init, dv)
+    create_dc(pd, queues, init, dv)
 }
 
 pub fn dc_target_up(target: &Qp, route: ibv_ah_attr) {
@@ -76,12 +76,12 @@ pub fn dc_initiator(pd: &Arc<Pd>, cq: &Arc<Cq>, streams: bool) -> Qp {
         max_recv_sge: 0,
         max_inline_data: 64,
     };
-    let qp = create_dc(pd, Ends::one(cq), init, dv);
+    let qp = create_dc(pd, Queues::one(cq), init, dv);
     dc_initiator_up(&qp, |_| {});
     qp
 }
 
-/// From RESET.
+/// Moves an initiator from RESET to RTS.
 pub fn dc_initiator_up(qp: &Qp, change: impl Fn(&mut ibv_qp_attr)) {
     use ibv_qp_attr_mask as m;
     let mut attr: ibv_qp_attr = zeroed();
@@ -108,20 +108,19 @@ pub fn dc_initiator_up(qp: &Qp, change: impl Fn(&mut ibv_qp_attr)) {
 
 fn create_dc(
     pd: &Arc<Pd>,
-    ends: Ends,
+    queues: Queues,
     mut init: ibv_qp_init_attr_ex,
     mut dv: mlx5dv_qp_init_attr,
 ) -> Qp {
     init.qp_type = ibv_qp_type::IBV_QPT_DRIVER;
-    init.send_cq = ends.send.0;
-    init.recv_cq = ends.recv.0;
+    init.send_cq = queues.send.0;
+    init.recv_cq = queues.recv.0;
     init.pd = pd.0;
     let raw = unsafe { mlx5dv_create_qp(pd.1.0, &mut init, &mut dv) };
     assert!(!raw.is_null(), "{}", std::io::Error::last_os_error());
-    Qp { raw, pd: pd.clone(), ends }
+    Qp { raw, pd: pd.clone(), queues }
 }
 
-/// A request of a DC initiator.
 #[derive(Clone, Copy)]
 pub enum Dc<'a> {
     Write(ibv_sge, &'a Mr, u64),
@@ -133,10 +132,9 @@ pub enum Dc<'a> {
     CompareSwap(ibv_sge, &'a Mr, u64, u64, u64),
 }
 
-/// To whom: an address, a number, a key, and perhaps a stream.
+/// The destination: address handle, number, access key and optional stream.
 pub type To<'a> = (&'a Ah, u32, u64, Option<u16>);
 
-/// Posts requests with one doorbell.
 pub fn post_dc(qp: &Qp, requests: &[(u64, Dc<'_>, To<'_>)]) {
     unsafe {
         let x = ibv_qp_to_qp_ex(qp.raw);

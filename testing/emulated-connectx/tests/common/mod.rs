@@ -1,4 +1,4 @@
-//! Verbs for tests, called as C programs call them: each object is destroyed when it is dropped, which must succeed.
+//! libibverbs objects for tests. Each is destroyed on drop, which must succeed.
 
 #![allow(
     dead_code,
@@ -7,7 +7,7 @@
     unreachable_pub,
     clippy::undocumented_unsafe_blocks
 )]
-// Every `unsafe` here is a call of libibverbs with objects that live, or a structure of numbers that is zero.
+// Every `unsafe` here calls libibverbs with live objects, or zeroes a structure of numbers.
 
 mod dc;
 
@@ -39,12 +39,12 @@ pub fn zeroed<T>() -> T {
     unsafe { mem::zeroed() }
 }
 
-/// Runs until `done`, or panics.
+/// Waits until `done` returns `true`; panics after [`PATIENCE`].
 #[track_caller]
 pub fn until(what: &str, mut done: impl FnMut() -> bool) {
     let start = Instant::now();
     while !done() {
-        assert!(start.elapsed() < PATIENCE, "{what}: not within {PATIENCE:?}");
+        assert!(start.elapsed() < PATIENCE, "timed out after {PATIENCE:?} waiting for {what}");
         std::thread::yield_now();
     }
 }
@@ -92,7 +92,7 @@ impl Context {
         entries[..usize::try_from(count).unwrap()].to_vec()
     }
 
-    /// An address of the device's own, with a global route.
+    /// Returns the device's own address, with a global route.
     pub fn route(&self) -> ibv_ah_attr {
         let gids = self.gids();
         let index = gids.iter().position(|gid| gid.gid_type == 2).unwrap_or(0);
@@ -106,9 +106,9 @@ impl Context {
         attr
     }
 
-    /// Takes an asynchronous event, and acknowledges it: what it is.
+    /// Takes and acknowledges an asynchronous event; returns its type.
     pub fn event(&self) -> u32 {
-        // By its number: not all are of the enumeration.
+        // The type as a number: the binding's enumeration is incomplete.
         #[repr(C)]
         struct Event(u64, u32);
         let mut event = Event(0, 0);
@@ -153,7 +153,6 @@ impl Drop for Pd {
     }
 }
 
-/// Memory of 64-bit words, registered.
 pub struct Mr(pub *mut ibv_mr, Vec<u64>, Arc<Pd>);
 unsafe impl Send for Mr {}
 
@@ -225,7 +224,7 @@ impl Channel {
         unsafe { libc::poll(&mut poll, 1, wait.as_millis() as i32) == 1 }
     }
 
-    /// Takes an event that is there, and acknowledges it: of which queue.
+    /// Takes and acknowledges a pending event; returns its queue.
     pub fn take(&self) -> Option<*mut ibv_cq> {
         let (mut cq, mut context) = (ptr::null_mut(), ptr::null_mut());
         unsafe {
@@ -260,8 +259,8 @@ impl Cq {
         Arc::new(Self(raw, context.clone(), channel.cloned()))
     }
 
-    /// One that was made in another way.
-    pub fn of(raw: *mut ibv_cq, context: &Arc<Context>) -> Arc<Self> {
+    /// Wraps a queue created elsewhere.
+    pub fn from_raw(raw: *mut ibv_cq, context: &Arc<Context>) -> Arc<Self> {
         Arc::new(Self(raw, context.clone(), None))
     }
 
@@ -284,7 +283,7 @@ impl Cq {
         found.unwrap()
     }
 
-    /// The next completion, which is a success of `id`.
+    /// Asserts that the next completion is a success of `id`.
     #[track_caller]
     pub fn ok(&self, id: u64) -> ibv_wc {
         let wc = self.next();
@@ -292,9 +291,9 @@ impl Cq {
         wc
     }
 
-    /// The next completion, which ends `id` with `status`.
+    /// Asserts that the next completion is `id` with `status`.
     #[track_caller]
-    pub fn ends(&self, id: u64, status: ibv_wc_status::Type) {
+    pub fn fails_with(&self, id: u64, status: ibv_wc_status::Type) {
         let wc = self.next();
         assert_eq!((wc.status, wc.wr_id), (status, id), "status, id");
     }
@@ -373,14 +372,13 @@ impl Drop for Ah {
     }
 }
 
-/// What `qp` is made for.
-pub struct Ends {
+pub struct Queues {
     pub send: Arc<Cq>,
     pub recv: Arc<Cq>,
     pub srq: Option<Arc<Srq>>,
 }
 
-impl Ends {
+impl Queues {
     pub fn one(cq: &Arc<Cq>) -> Self {
         Self { send: cq.clone(), recv: cq.clone(), srq: None }
     }
@@ -389,7 +387,7 @@ impl Ends {
 pub struct Qp {
     pub raw: *mut ibv_qp,
     pub pd: Arc<Pd>,
-    pub ends: Ends,
+    pub queues: Queues,
 }
 unsafe impl Send for Qp {}
 unsafe impl Sync for Qp {}
@@ -399,7 +397,7 @@ pub const UC: ibv_qp_type::Type = ibv_qp_type::IBV_QPT_UC;
 pub const UD: ibv_qp_type::Type = ibv_qp_type::IBV_QPT_UD;
 
 impl Qp {
-    pub fn new(pd: &Arc<Pd>, kind: ibv_qp_type::Type, ends: Ends) -> Self {
+    pub fn new(pd: &Arc<Pd>, kind: ibv_qp_type::Type, queues: Queues) -> Self {
         let cap = ibv_qp_cap {
             max_send_wr: 32,
             max_recv_wr: 32,
@@ -409,16 +407,16 @@ impl Qp {
         };
         let mut init = ibv_qp_init_attr {
             qp_context: ptr::null_mut(),
-            send_cq: ends.send.0,
-            recv_cq: ends.recv.0,
-            srq: ends.srq.as_ref().map_or(ptr::null_mut(), |srq| srq.0),
+            send_cq: queues.send.0,
+            recv_cq: queues.recv.0,
+            srq: queues.srq.as_ref().map_or(ptr::null_mut(), |srq| srq.0),
             cap,
             qp_type: kind,
             sq_sig_all: 0,
         };
         let raw = unsafe { ibv_create_qp(pd.0, &mut init) };
         assert!(!raw.is_null(), "{}", std::io::Error::last_os_error());
-        Self { raw, pd: pd.clone(), ends }
+        Self { raw, pd: pd.clone(), queues }
     }
 
     pub fn number(&self) -> u32 {
@@ -446,7 +444,7 @@ impl Qp {
         self.query().0.qp_state
     }
 
-    /// Connects to `peer` number at `route`; `change` may change what is asked for.
+    /// Connects to queue pair `peer` at `route`; `change` may modify the attributes.
     pub fn connect(&self, peer: u32, route: ibv_ah_attr, change: impl Fn(&mut ibv_qp_attr)) {
         use ibv_qp_attr_mask as m;
         let reliable = unsafe { (*self.raw).qp_type } == RC;
@@ -505,7 +503,6 @@ impl Qp {
         assert_eq!(self.try_post(vec![work]), 0);
     }
 
-    /// Posts as one list, with one doorbell.
     pub fn try_post(&self, mut works: Vec<Work>) -> i32 {
         let mut wrs: Vec<_> = works.iter_mut().map(Work::raw).collect();
         for at in 1..wrs.len() {
@@ -522,7 +519,6 @@ impl Drop for Qp {
     }
 }
 
-/// A request for `ibv_post_send`.
 pub struct Work {
     pub id: u64,
     pub opcode: ibv_wr_opcode::Type,
@@ -604,7 +600,7 @@ impl Work {
     }
 }
 
-/// Two connected queue pairs of one device, a completion queue each, and memory.
+/// Two connected queue pairs of one device, each with a completion queue, and memory.
 pub struct Pair {
     pub a: Qp,
     pub b: Qp,
@@ -628,8 +624,8 @@ impl Pair {
         let pd = Pd::new(&context);
         let cqs = [Cq::new(&context, 127), Cq::new(&context, 127)];
         let srq = srq.map(|(max_wr, max_sge)| Srq::new(&pd, max_wr, max_sge));
-        let a = Qp::new(&pd, kind, Ends::one(&cqs[0]));
-        let b = Qp::new(&pd, kind, Ends { srq, ..Ends::one(&cqs[1]) });
+        let a = Qp::new(&pd, kind, Queues::one(&cqs[0]));
+        let b = Qp::new(&pd, kind, Queues { srq, ..Queues::one(&cqs[1]) });
         let route = context.route();
         a.connect(b.number(), route, &change);
         b.connect(a.number(), route, &change);
@@ -638,22 +634,22 @@ impl Pair {
         Self { a, b, source, target, pd, context }
     }
 
-    /// The next completions of the first, which are successes of `ids`.
+    /// Asserts that the next completions of `a` are successes of `ids`.
     #[track_caller]
     pub fn succeed(&self, ids: std::ops::Range<u64>) {
         for id in ids {
-            self.a.ends.send.ok(id);
+            self.a.queues.send.ok(id);
         }
     }
 
     pub fn srq(&self) -> &Srq {
-        self.b.ends.srq.as_ref().unwrap()
+        self.b.queues.srq.as_ref().unwrap()
     }
 }
 
-/// `mlx5dv_init_obj`, which the binding leaves out.
+/// Calls `mlx5dv_init_obj`, which the binding lacks.
 pub fn init_obj(object: &mut mlx5dv_obj, kinds: u64) {
-    // SAFETY: a library and a function of it that there are, of this signature.
+    // SAFETY: libmlx5 has this function, with this signature.
     unsafe {
         let library = libc::dlopen(c"libmlx5.so.1".as_ptr(), libc::RTLD_NOW);
         assert!(!library.is_null());

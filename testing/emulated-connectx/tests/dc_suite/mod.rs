@@ -1,4 +1,4 @@
-//! What both links must do.
+//! DC tests for both link layers.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use rdma_sys::*;
 use crate::common::*;
 use crate::device;
 
-/// A node that is target and initiator.
+/// A node with an initiator and two targets.
 struct Node {
     dci: Qp,
     targets: [Qp; 2],
@@ -15,7 +15,7 @@ struct Node {
     ah: Arc<Ah>,
     source: Mr,
     memory: Mr,
-    /// Of the targets.
+    /// Completion queue of the targets.
     arrived: Arc<Cq>,
     pd: Arc<Pd>,
 }
@@ -43,10 +43,9 @@ impl Node {
     }
 
     fn cq(&self) -> &Cq {
-        &self.dci.ends.send
+        &self.dci.queues.send
     }
 
-    /// The initiator works.
     fn works(&self) {
         post_dc(
             &self.dci,
@@ -137,7 +136,7 @@ fn streams_are_accepted() {
 }
 
 #[test]
-fn emulated_wrong_key_ends_the_initiator_which_can_be_repaired() {
+fn emulated_wrong_key_breaks_the_initiator_until_repaired() {
     let device = device();
     let node = Node::new();
     let (ah, number, key, _) = node.to(0);
@@ -146,29 +145,29 @@ fn emulated_wrong_key_ends_the_initiator_which_can_be_repaired() {
         &node.dci,
         &[(6, write, (ah, number, key + 1, None)), (7, write, node.to(0)), (8, write, node.to(1))],
     );
-    node.cq().ends(6, ibv_wc_status::IBV_WC_RETRY_EXC_ERR);
-    node.cq().ends(7, ibv_wc_status::IBV_WC_WR_FLUSH_ERR);
-    node.cq().ends(8, ibv_wc_status::IBV_WC_WR_FLUSH_ERR);
+    node.cq().fails_with(6, ibv_wc_status::IBV_WC_RETRY_EXC_ERR);
+    node.cq().fails_with(7, ibv_wc_status::IBV_WC_WR_FLUSH_ERR);
+    node.cq().fails_with(8, ibv_wc_status::IBV_WC_WR_FLUSH_ERR);
     node.repair();
     device.assert_clean();
 }
 
 #[test]
-fn emulated_unknown_target_ends_the_initiator_which_can_be_repaired() {
+fn emulated_unknown_target_breaks_the_initiator_until_repaired() {
     let device = device();
     let node = Node::new();
     let write = Dc::Write(node.source.sge(0, 64), &node.memory, 0);
-    // A number that no queue pair has, and that of one that is no target.
+    // An unused number, and the number of a queue pair that is no target.
     for number in [0xff_fff0, node.dci.number()] {
         post_dc(&node.dci, &[(6, write, (&node.ah, number, KEY, None))]);
-        node.cq().ends(6, ibv_wc_status::IBV_WC_RETRY_EXC_ERR);
+        node.cq().fails_with(6, ibv_wc_status::IBV_WC_RETRY_EXC_ERR);
         node.repair();
     }
     device.assert_clean();
 }
 
 #[test]
-fn emulated_target_that_is_destroyed_under_load_fails_who_asks_it() {
+fn emulated_target_destroyed_under_load_fails_its_initiator() {
     let device = device();
     let node = Node::new();
     let gone = dc_target(&node.pd, &node.arrived, &node.srq);
@@ -204,33 +203,32 @@ fn emulated_target_that_is_destroyed_under_load_fails_who_asks_it() {
 }
 
 #[test]
-fn memory_that_may_not_be_touched_ends_the_initiator_and_not_the_target() {
+fn access_violation_breaks_the_initiator_and_not_the_target() {
     let device = device();
     let node = Node::new();
     let other = dc_initiator(&node.pd, &Cq::new(&node.pd.1, 15), false);
-    // Of memory that no one else may write.
+    // Memory without remote write access.
     post_dc(&node.dci, &[(1, Dc::Write(node.source.sge(0, 8), &node.source, 0), node.to(0))]);
-    node.cq().ends(1, ibv_wc_status::IBV_WC_REM_ACCESS_ERR);
+    node.cq().fails_with(1, ibv_wc_status::IBV_WC_REM_ACCESS_ERR);
     post_dc(&other, &[(2, Dc::Write(node.source.sge(0, 8), &node.memory, 0), node.to(0))]);
-    other.ends.send.ok(2);
-    // And a receive that is too short.
+    other.queues.send.ok(2);
     node.srq.post(3, vec![node.memory.sge(0, 8)]);
     post_dc(&other, &[(4, Dc::Send(node.source.sge(0, 9)), node.to(0))]);
-    node.arrived.ends(3, ibv_wc_status::IBV_WC_LOC_LEN_ERR);
-    other.ends.send.ends(4, ibv_wc_status::IBV_WC_REM_INV_REQ_ERR);
+    node.arrived.fails_with(3, ibv_wc_status::IBV_WC_LOC_LEN_ERR);
+    other.queues.send.fails_with(4, ibv_wc_status::IBV_WC_REM_INV_REQ_ERR);
     node.repair();
     assert!(!node.pd.1.has_event());
     device.assert_clean();
 }
 
 #[test]
-fn empty_shared_queue_is_tried_again_and_then_an_error() {
+fn empty_shared_queue_is_retried_and_then_an_error() {
     let device = device();
     let node = Node::new();
     let before = device.counters().rnr_naks;
     post_dc(&node.dci, &[(1, Dc::Send(node.source.sge(0, 8)), node.to(0))]);
-    node.cq().ends(1, ibv_wc_status::IBV_WC_RNR_RETRY_EXC_ERR);
-    // The first, and as many again as the initiator says.
+    node.cq().fails_with(1, ibv_wc_status::IBV_WC_RNR_RETRY_EXC_ERR);
+    // The first attempt, and the initiator's retries.
     assert!(device.counters().rnr_naks >= before + 4);
     node.repair();
     device.assert_clean();
@@ -240,7 +238,6 @@ fn empty_shared_queue_is_tried_again_and_then_an_error() {
 fn states_of_targets_and_initiators() {
     let device = device();
     let node = Node::new();
-    // Neither goes where it may not.
     assert_eq!(node.targets[0].to(ibv_qp_state::IBV_QPS_RTS), libc::EINVAL);
     assert_eq!(node.dci.to(ibv_qp_state::IBV_QPS_INIT), libc::EINVAL);
     assert_eq!(node.dci.state(), ibv_qp_state::IBV_QPS_RTS);
@@ -259,14 +256,13 @@ fn several_threads_write_to_each_other_through_one_initiator_each() {
     let device = device();
     let deadline = std::time::Instant::now() + std::time::Duration::from_secs(1);
     let nodes: Vec<_> = (0..4).map(|_| Node::new()).collect();
-    // What a peer needs to know.
     let peers: Vec<_> =
         nodes.iter().map(|node| (node.targets[0].number(), node.targets[1].number())).collect();
     let memories: Vec<_> = nodes.iter().map(|node| &node.memory).collect();
     std::thread::scope(|scope| {
         for (own, node) in nodes.iter().enumerate() {
             let (peers, memories) = (&peers, &memories);
-            // Each writes a place of its own.
+            // Each node writes to its own place in every memory.
             let memories: Vec<_> =
                 memories.iter().map(|memory| (memory.address(), memory.key())).collect();
             let node = Shared(node);
@@ -315,15 +311,15 @@ fn ten_thousand_targets_through_eight_initiators() {
             (1, add, (&*node.ah, target.number(), KEY, None))
         };
         post_dc(initiator, &chunk.iter().map(add).collect::<Vec<_>>());
-        chunk.iter().for_each(|_| assert_eq!(initiator.ends.send.ok(1).byte_len, 8));
+        chunk.iter().for_each(|_| assert_eq!(initiator.queues.send.ok(1).byte_len, 8));
     }
     assert_eq!(node.memory.word(8), TARGETS as u64);
     device.assert_clean();
 }
 
-/// For threads that use parts of a node that no other thread uses.
+/// A node shared by threads that use different parts of it.
 struct Shared<'a>(&'a Node);
-// SAFETY: verbs may be called by any thread; what is not of verbs is used by one thread only.
+// SAFETY: verbs are thread-safe; one thread only uses the other parts.
 unsafe impl Send for Shared<'_> {}
 
 impl<'a> Shared<'a> {
@@ -339,7 +335,7 @@ struct Place {
 }
 
 fn write_to(qp: &Qp, id: u64, from: ibv_sge, place: Place, (ah, number, key, _): To<'_>) {
-    // SAFETY: a queue pair with extended operations, and objects that live.
+    // SAFETY: the queue pair has extended operations, and all objects are alive.
     unsafe {
         let x = ibv_qp_to_qp_ex(qp.raw);
         ibv_wr_start(x);

@@ -1,6 +1,7 @@
-//! Drivers that refuse to destroy objects, and devices that do not flush: memory that the device may still access is leaked.
+//! Drivers that fail to destroy objects, and devices that do not flush: memory that the device may
+//! still access is leaked.
 
-#![allow(unsafe_code, reason = "memory that says when it is freed, and the bare completion queue")]
+#![allow(unsafe_code, reason = "memory that records its release, and the verbs completion queue")]
 
 use std::future::Future;
 use std::pin::Pin;
@@ -20,12 +21,10 @@ use tokio_rdma::{
     ProtectionDomain, QueuePair, SharedReceiveQueue,
 };
 
-/// Polls once, from nowhere.
 fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
     Pin::new(future).poll(&mut Context::from_waker(Waker::noop()))
 }
 
-/// Memory that says when it is freed.
 #[derive(Debug)]
 struct Tracked(Box<[u8]>, Arc<AtomicBool>);
 
@@ -36,7 +35,7 @@ impl Tracked {
     }
 }
 
-// SAFETY: a boxed slice owns its heap memory alone, wherever it is moved.
+// SAFETY: a boxed slice is the only owner of its heap memory, wherever it is moved.
 unsafe impl Storage for Tracked {
     fn base(&mut self) -> NonNull<u8> {
         NonNull::from(&mut *self.0).cast()
@@ -57,15 +56,15 @@ fn is_freed(freed: &AtomicBool) -> bool {
     freed.load(Ordering::SeqCst)
 }
 
-/// A device whose driver refuses to end what it is asked to, or does as it should.
-struct Reluctant {
+/// A device whose driver can be made to fail each destruction.
+struct FailingDevice {
     network: Network,
     control: DeviceControl,
     pd: ProtectionDomain,
     queue: CompletionQueue,
 }
 
-impl Reluctant {
+impl FailingDevice {
     fn new() -> Self {
         let network = Network::new();
         let device = Device::software_in(&network, "it").unwrap();
@@ -74,7 +73,7 @@ impl Reluctant {
         Self { pd: device.protection_domain().unwrap(), network, control, queue }
     }
 
-    /// True if something of the device lives on when all that is known of it was dropped.
+    /// Drops everything else. Returns true if the device remains open because objects were leaked.
     fn leaks(self) -> bool {
         let Self { network, control, pd, queue } = self;
         control.refuse_destroy(false);
@@ -84,9 +83,9 @@ impl Reluctant {
 }
 
 #[test]
-fn memory_whose_registration_does_not_end_is_not_freed() {
+fn memory_with_failed_deregistration_is_leaked() {
     for refuses in [false, true] {
-        let it = Reluctant::new();
+        let it = FailingDevice::new();
         let ((local, exposed), (local_freed, exposed_freed)) = {
             let ((a, freed_a), (b, freed_b)) = (Tracked::new(), Tracked::new());
             ((a, b), (freed_a, freed_b))
@@ -94,8 +93,8 @@ fn memory_whose_registration_does_not_end_is_not_freed() {
         let buffer = it.pd.register(local).unwrap();
         let region = ExposedRegion::new(&it.pd, exposed, Access::REMOTE_ALL).unwrap();
         it.control.refuse_destroy(true);
-        let buffer = buffer.into_storage::<Tracked>().expect_err("its registration does not end");
-        let region = region.into_storage::<Tracked>().expect_err("its registration does not end");
+        let buffer = buffer.into_storage::<Tracked>().expect_err("its deregistration fails");
+        let region = region.into_storage::<Tracked>().expect_err("its deregistration fails");
         assert!(!is_freed(&local_freed) && !is_freed(&exposed_freed));
         region.write(0, b"still ours").unwrap();
         it.control.refuse_destroy(refuses);
@@ -106,8 +105,8 @@ fn memory_whose_registration_does_not_end_is_not_freed() {
 }
 
 #[test]
-fn device_closes_after_its_memory_was_taken_back() {
-    let it = Reluctant::new();
+fn device_closes_after_its_memory_was_recovered() {
+    let it = FailingDevice::new();
     let ((local, _), (exposed, _)) = (Tracked::new(), Tracked::new());
     it.pd.register(local).unwrap().into_storage::<Tracked>().map_err(drop).unwrap();
     ExposedRegion::new(&it.pd, exposed, Access::REMOTE_ALL)
@@ -115,13 +114,13 @@ fn device_closes_after_its_memory_was_taken_back() {
         .into_storage::<Tracked>()
         .map_err(drop)
         .unwrap();
-    assert!(!it.leaks(), "what was taken back holds nothing of the device");
+    assert!(!it.leaks(), "recovered memory keeps the device open");
 }
 
 #[test]
-fn memory_that_a_window_may_still_open_is_not_freed() {
+fn memory_with_failed_window_unbind_is_leaked() {
     for refuses in [false, true] {
-        let it = Reluctant::new();
+        let it = FailingDevice::new();
         let (a, b) = pair(&it.pd, &it.queue);
         let (memory, freed) = Tracked::new();
         let region =
@@ -133,7 +132,7 @@ fn memory_that_a_window_may_still_open_is_not_freed() {
         it.control.refuse_destroy(false);
         drop(region);
         assert_eq!(is_freed(&freed), !refuses);
-        // What the device refused to end does no harm: the memory is there, and nobody else's.
+        // The window that remains open is harmless: its memory is still allocated.
         let written = block_on(b.write_inline(b"late", grant));
         assert_eq!(written.is_ok(), refuses, "{written:?}");
         drop((a, b));
@@ -142,9 +141,9 @@ fn memory_that_a_window_may_still_open_is_not_freed() {
 }
 
 #[test]
-fn what_a_queue_pair_that_is_not_destroyed_was_given_comes_back_by_its_completions_only() {
+fn undestroyed_queue_pair_returns_buffers_only_by_completions() {
     for refuses in [false, true] {
-        let it = Reluctant::new();
+        let it = FailingDevice::new();
         let (a, b) = pair(&it.pd, &it.queue);
         let (memory, freed) = Tracked::new();
         let (owned, other) = (it.pd.register(memory).unwrap(), Tracked::new());
@@ -156,18 +155,17 @@ fn what_a_queue_pair_that_is_not_destroyed_was_given_comes_back_by_its_completio
         it.control.refuse_destroy(refuses);
         drop((a, b, drawing));
         it.control.refuse_destroy(false);
-        // The device has flushed it, and says so.
         let error = block_on(receive).unwrap_err();
         assert_eq!(error.status(), Some(WcStatus::WR_FLUSH_ERR), "{error:?}");
         drop(error.into_buffer());
-        assert!(is_freed(&freed), "it came back by a completion");
-        // No message has found that one, and the queue pair may still draw from its queue.
+        assert!(is_freed(&freed), "returned by its completion");
+        // The shared receive is unused, and the queue pair may still take it.
         let mut shared = shared;
         match poll(&mut shared) {
             Poll::Ready(Err(error)) => {
                 assert!(!refuses && matches!(error.kind(), OpErrorKind::Closed), "{error:?}")
             }
-            Poll::Ready(Ok(received)) => panic!("nobody sends: {received:?}"),
+            Poll::Ready(Ok(received)) => panic!("unexpected message: {received:?}"),
             Poll::Pending => assert!(refuses),
         }
         drop(shared);
@@ -176,11 +174,11 @@ fn what_a_queue_pair_that_is_not_destroyed_was_given_comes_back_by_its_completio
     }
 }
 
-/// The error state flushes nothing, so it is the end of the queue pair alone that makes buffers free.
+/// Uses a device that does not flush: only destroying the queue pair frees buffers.
 #[test]
-fn what_a_device_that_does_not_flush_was_given_is_its_until_the_queue_pair_is_destroyed() {
+fn unflushed_buffers_are_held_until_the_queue_pair_is_destroyed() {
     for refuses in [true, false] {
-        let it = Reluctant::new();
+        let it = FailingDevice::new();
         let (a, b) = pair(&it.pd, &it.queue);
         let [(memory, freed), (abandoned, abandoned_freed)] = [(); 2].map(|()| Tracked::new());
         let (mut receive, dropped) =
@@ -192,7 +190,7 @@ fn what_a_device_that_does_not_flush_was_given_is_its_until_the_queue_pair_is_de
         drop(b);
         it.control.refuse_destroy(false);
         if refuses {
-            // The device has it still, and writes to it.
+            // The device still owns the buffer and writes to it.
             assert!(
                 poll(&mut receive).is_pending() && !is_freed(&freed) && !is_freed(&abandoned_freed)
             );
@@ -202,10 +200,9 @@ fn what_a_device_that_does_not_flush_was_given_is_its_until_the_queue_pair_is_de
             drop(received);
             assert!(is_freed(&freed) && !is_freed(&abandoned_freed));
             block_on(a.send_inline(b"later")).unwrap();
-            // Its completion came before that of the send.
             assert!(is_freed(&abandoned_freed));
         } else {
-            let Poll::Ready(Err(error)) = poll(&mut receive) else { panic!("it hangs") };
+            let Poll::Ready(Err(error)) = poll(&mut receive) else { panic!("the operation hangs") };
             assert!(matches!(error.kind(), OpErrorKind::Closed), "{error:?}");
             drop(error);
             assert!(is_freed(&freed) && is_freed(&abandoned_freed));
@@ -217,7 +214,7 @@ fn what_a_device_that_does_not_flush_was_given_is_its_until_the_queue_pair_is_de
 }
 
 #[test]
-fn work_in_line_of_a_queue_pair_that_is_not_destroyed_ends_at_once() {
+fn queued_work_of_an_undestroyed_queue_pair_ends_at_once() {
     for refuses in [false, true] {
         let (network, [a, _b], pool, region) = narrow(8);
         let control = network.control("torture0").unwrap();
@@ -228,7 +225,6 @@ fn work_in_line_of_a_queue_pair_that_is_not_destroyed_ends_at_once() {
         batch.write(buffer(), region.grant()).write(buffer(), region.grant());
         let mut batch = a.post_batch(batch);
         let (mut received, mut receive) = (a.recv(buffer()), a.recv(buffer()));
-        // Of this one nobody waits for the result.
         drop(a.write(buffer(), region.grant()));
         assert!(
             poll(&mut write).is_pending()
@@ -240,22 +236,21 @@ fn work_in_line_of_a_queue_pair_that_is_not_destroyed_ends_at_once() {
         control.refuse_destroy(refuses);
         drop(a);
         control.refuse_destroy(false);
-        let Poll::Ready(Err(error)) = poll(&mut write) else { panic!("it hangs") };
+        let Poll::Ready(Err(error)) = poll(&mut write) else { panic!("the operation hangs") };
         assert!(matches!(error.kind(), OpErrorKind::Closed), "{error:?}");
-        let Poll::Ready(result) = poll(&mut batch) else { panic!("it hangs") };
+        let Poll::Ready(result) = poll(&mut batch) else { panic!("the operation hangs") };
         assert!(
             result.results().iter().all(|part| matches!(part, Err(OpErrorKind::Closed))),
             "{result:?}"
         );
-        let Poll::Ready(Err(refused)) = poll(&mut receive) else { panic!("it hangs") };
+        let Poll::Ready(Err(refused)) = poll(&mut receive) else { panic!("the operation hangs") };
         assert!(matches!(refused.kind(), OpErrorKind::Closed), "{refused:?}");
         drop((error, result, refused));
         assert_eq!(
             pool.available(),
             5,
-            "all but what the device was given, whose futures have not looked"
+            "all but the posted buffers, whose futures were not polled"
         );
-        // That is flushed.
         for write in &mut posted {
             let error = block_on(write).unwrap_err();
             assert_eq!(error.status(), Some(WcStatus::WR_FLUSH_ERR), "{error:?}");
@@ -266,18 +261,18 @@ fn work_in_line_of_a_queue_pair_that_is_not_destroyed_ends_at_once() {
 }
 
 #[test]
-fn receives_of_a_shared_queue_that_is_not_destroyed_are_not_given_back() {
+fn receives_of_an_undestroyed_shared_queue_are_leaked() {
     for refuses in [false, true] {
-        let it = Reluctant::new();
+        let it = FailingDevice::new();
         let (memory, freed) = Tracked::new();
         let srq = SharedReceiveQueue::new(&it.pd, &it.queue, 1, 1).unwrap();
         let mut receive = srq.recv(it.pd.register(memory).unwrap());
-        let mut in_line = srq.recv(it.pd.register(vec![0; 64]).unwrap());
+        let mut queued = srq.recv(it.pd.register(vec![0; 64]).unwrap());
         it.control.refuse_destroy(refuses);
         drop(srq);
         it.control.refuse_destroy(false);
-        let Poll::Ready(Err(error)) = poll(&mut in_line) else {
-            panic!("it hangs, or is received into")
+        let Poll::Ready(Err(error)) = poll(&mut queued) else {
+            panic!("the operation hangs or receives")
         };
         assert!(matches!(error.kind(), OpErrorKind::Closed), "{error:?}");
         drop(error);
@@ -285,7 +280,7 @@ fn receives_of_a_shared_queue_that_is_not_destroyed_are_not_given_back() {
             Poll::Ready(Err(error)) => {
                 assert!(!refuses && matches!(error.kind(), OpErrorKind::Closed), "{error:?}")
             }
-            Poll::Ready(Ok(received)) => panic!("nobody sends: {received:?}"),
+            Poll::Ready(Ok(received)) => panic!("unexpected message: {received:?}"),
             Poll::Pending => assert!(refuses),
         }
         drop(receive);
@@ -295,8 +290,8 @@ fn receives_of_a_shared_queue_that_is_not_destroyed_are_not_given_back() {
 }
 
 #[test]
-fn bare_queue_pair_says_that_it_is_not_destroyed() {
-    let it = Reluctant::new();
+fn failed_destruction_of_a_verbs_queue_pair_returns_an_error() {
+    let it = FailingDevice::new();
     let options = QpOptions {
         transport: Transport::Rc,
         caps: QpCaps {
@@ -309,25 +304,25 @@ fn bare_queue_pair_says_that_it_is_not_destroyed() {
     };
     // SAFETY: nothing is posted.
     let cq = unsafe { it.queue.verbs() };
-    let bare = || Qp::new(&it.pd, cq, cq, None, &options).unwrap();
-    bare().destroy().unwrap();
-    let refused = bare();
+    let create = || Qp::new(&it.pd, cq, cq, None, &options).unwrap();
+    create().destroy().unwrap();
+    let refused = create();
     it.control.refuse_destroy(true);
     let error = refused.destroy().unwrap_err();
     assert_eq!((error.verb, error.errno), ("ibv_destroy_qp", 16));
     assert!(it.leaks());
 }
 
-/// Polls the bare queue, which finds out that it is dead.
+/// Polls the queue's verbs object, which detects that the queue has failed.
 #[allow(unsafe_code, reason = "polls a queue beside its operations")]
-fn look(queue: &CompletionQueue) {
-    // SAFETY: no bare queue pair uses it; none of its operations ends by a completion.
+fn poll_verbs(queue: &CompletionQueue) {
+    // SAFETY: no verbs queue pair uses the queue, and none of its operations completes.
     unsafe { queue.verbs() }.poll(&mut [tokio_rdma::types::WorkCompletion::EMPTY]).ok();
 }
 
-/// As [`DcTarget`] says: then nothing of what it draws from is ever free.
+/// Checks the documentation of [`DcTarget`]: the receives it may take are never released.
 #[test]
-fn receives_of_a_target_that_is_not_destroyed_are_not_given_back() {
+fn receives_of_an_undestroyed_dc_target_are_leaked() {
     bounded("target", LONG, || {
         let network = Network::new();
         let (_device, pd) = software(&network);
@@ -343,7 +338,7 @@ fn receives_of_a_target_that_is_not_destroyed_are_not_given_back() {
         drop(other);
         control.announce(AsyncEvent::CqError { cq: own.id() });
         for _ in 0..100_000 {
-            look(&own);
+            poll_verbs(&own);
             assert!(poll(&mut receive).is_pending());
         }
         drop((srq, receive));

@@ -1,5 +1,5 @@
-//! tokio-rdma beside drivers that refuse, devices that do not flush and peers that forge requests, by the private test
-//! controls of the software device.
+//! tokio-rdma with drivers that refuse calls, devices that do not flush and peers that forge
+//! requests, by the software device's private test controls.
 
 #[allow(dead_code, reason = "these tests use a part of it")]
 #[path = "../../../../tests/common/mod.rs"]
@@ -17,15 +17,15 @@ use common::by_wire::{run, wire};
 
 #[test]
 fn over_packets() {
-    run("packets", &["posting::part_that_is_refused"], 8);
+    run("packets", &["posting::partly_refused_batch_fails"], 8);
 }
 
 #[test]
 fn over_udp() {
-    run("udp", &["posting::part_that_is_refused"], 8);
+    run("udp", &["posting::partly_refused_batch_fails"], 8);
 }
 
 #[test]
 fn with_faults() {
-    run("faults", &["posting::part_that_is_refused"], 8);
+    run("faults", &["posting::partly_refused_batch_fails"], 8);
 }

@@ -1,4 +1,4 @@
-//! Drivers that refuse a post: a batch, and a connection, of which a part is not posted.
+//! Drivers that refuse part of a batch, or a message of a connection.
 
 use tokio_rdma::software::Network;
 use tokio_rdma::types::{QpState, Transport};
@@ -10,14 +10,14 @@ use crate::connected::{config, modes, pair_in, pattern, recv, run, two};
 use crate::torture::soon;
 
 in_every_mode! {
-    part_that_is_refused_ends_the_queue_pair_before_the_batch,
+    partly_refused_batch_fails_the_queue_pair_first,
 }
 
-async fn part_that_is_refused_ends_the_queue_pair_before_the_batch(mode: &str) {
-    // Posted at once, and from the line, behind work that leaves no room.
+async fn partly_refused_batch_fails_the_queue_pair_first(mode: &str) {
+    // Posted directly, and from the wait queue behind work that fills the send queue.
     for waits in [false, true] {
         for posted in 0..6 {
-            let Some((setup, control, _)) = Setup::controlled("part_that_is_refused") else {
+            let Some((setup, control, _)) = Setup::controlled("partly_refused_batch") else {
                 return;
             };
             let build = |builder: tokio_rdma::op::QueuePairBuilder| builder.max_send_wr(8);
@@ -25,7 +25,7 @@ async fn part_that_is_refused_ends_the_queue_pair_before_the_batch(mode: &str) {
                 Pair::shaped(setup, &Shape { build: &build, ..Shape::new(Transport::Rc, mode) });
             let region = b.region(8);
             let fill = if waits { 4 } else { 0 };
-            // They wait for a receive, and so hold their places.
+            // They occupy the send queue until a receive is posted.
             let before: Vec<_> = (0..fill).map(|_| a.qp.send(())).collect();
             control.refuse_send(posted);
             let mut batch = Batch::new();
@@ -39,7 +39,6 @@ async fn part_that_is_refused_ends_the_queue_pair_before_the_batch(mode: &str) {
             let _receives: Vec<_> = (0..fill).map(|_| b.qp.recv(())).collect();
             let result = within("batch", batch).await;
             for send in before {
-                // Done, or flushed with the rest.
                 drop(within("send", send).await);
             }
             let (posted, case) =
@@ -56,24 +55,23 @@ async fn part_that_is_refused_ends_the_queue_pair_before_the_batch(mode: &str) {
             assert_eq!(
                 there[posted..],
                 [0; 8][posted..],
-                "{case}: nothing behind the refused one was done"
+                "{case}: executed after the refused request"
             );
         }
     }
 }
 
 #[test]
-fn message_that_the_driver_refuses_ends_the_connection_though_nobody_asks_for_it() {
+fn refused_message_closes_the_connection() {
     run("refused", || async {
         let network = Network::new();
         let [(_, one_pd), (_, other_pd)] = two(&network);
-        // No keepalive, which would find out by and by that the peer misses a message.
+        // Without keepalive, which would detect the missing message eventually.
         let config = config().keepalive(None);
         let (a, b) = pair_in(&one_pd, &other_pd, &config, &config);
         a.send("before").await.unwrap();
         assert_eq!(&recv(&b).await[..], b"before");
         network.control("one").unwrap().refuse_send(0);
-        // Taken, and never posted.
         a.send("lost").await.unwrap();
         let ended = soon("the end", a.recv()).await;
         let by_post = matches!(
@@ -85,7 +83,7 @@ fn message_that_the_driver_refuses_ends_the_connection_though_nobody_asks_for_it
 }
 
 #[test]
-fn batch_that_the_driver_refuses_part_way_is_why_the_connection_ends() {
+fn partly_refused_batch_is_the_close_reason() {
     modes("driver", || async {
         let network = Network::new();
         let [(_one, a_pd), (_two, b_pd)] = two(&network);

@@ -1,4 +1,4 @@
-//! Requests that the manager answers in the name of a listener: what is remembered, what gives way, when the program hears.
+//! Tests of auto-accepted requests: memory, eviction, and notification of the program.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -8,19 +8,19 @@ use parking_lot::Mutex;
 
 use super::*;
 use crate::cm::connection::Connection;
-use crate::cm::limits::{HALF_OPEN, HALF_OPEN_OF_PEER};
+use crate::cm::limits::{MAX_HALF_OPEN, MAX_HALF_OPEN_PER_PEER};
 use crate::cm::message::Req;
 use rdma_provider::cm_contract::{Admit, CmAnswer, Verdict};
 use rdma_provider::types::RejectReason;
 
-/// Answers all but those from addresses to reject.
+/// Accepts all requests except those from rejected addresses.
 #[derive(Debug, Default)]
-struct Door {
+struct Admission {
     rejects: Mutex<Vec<IpAddr>>,
-    gave_way: Mutex<u32>,
+    evicted: Mutex<u32>,
 }
 
-impl Admit for Door {
+impl Admit for Admission {
     fn admit(&self, source: IpAddr, _: &[u8]) -> Verdict {
         if self.rejects.lock().contains(&source) {
             return Verdict::Reject(b"full".to_vec());
@@ -35,19 +35,19 @@ impl Admit for Door {
         })
     }
 
-    fn gave_way(&self) {
-        *self.gave_way.lock() += 1;
+    fn evicted(&self) {
+        *self.evicted.lock() += 1;
     }
 }
 
-fn answering() -> (Pair, Arc<Door>) {
+fn answering() -> (Pair, Arc<Admission>) {
     let mut pair = Pair::new();
-    let door = Arc::new(Door::default());
-    assert!(pair.b.answer(LISTENER, door.clone()));
-    (pair, door)
+    let admission = Arc::new(Admission::default());
+    assert!(pair.b.answer(LISTENER, admission.clone()));
+    (pair, admission)
 }
 
-/// A request from `gid`, with other numbers each time.
+/// Returns a request from `gid` with numbers derived from `number`.
 fn forged(pair: &mut Pair, gid: Gid, number: u32) -> Mad {
     pair.connect(0x100);
     let Message::Req(request) = Out::of(&mut pair.a).sent.remove(0).1.message else { panic!() };
@@ -60,7 +60,7 @@ fn stranger(number: u32) -> Gid {
 }
 
 #[test]
-fn program_hears_of_a_peer_once_that_has_confirmed_the_answer() {
+fn program_gets_auto_accepted_request_once_the_peer_confirms() {
     let (mut pair, _) = answering();
     let ours = pair.connect(0x100);
     pair.deliver_to_b();
@@ -68,7 +68,6 @@ fn program_hears_of_a_peer_once_that_has_confirmed_the_answer() {
     assert_eq!((out.kinds(), out.requests.len()), (vec!["REP"], 0));
     let response = pair.a.connection(ours).unwrap();
     assert_eq!(&response.params.as_ref().unwrap().private_data[..8], b"welcome\0");
-    // No more than either side has, as the program would answer.
     assert_eq!((response.responder_resources, response.initiator_depth), (1, 2));
     pair.a.establish(ours).unwrap();
     pair.deliver_to_b();
@@ -79,13 +78,12 @@ fn program_hears_of_a_peer_once_that_has_confirmed_the_answer() {
         pair.b.connection(theirs).unwrap().qp_attr(rdma_provider::types::QpState::Rtr).is_some()
     );
     assert_eq!(pair.b.listeners[&LISTENER].waiting, 1);
-    assert_eq!((pair.b.half_open.total(), pair.b.yielding.is_empty()), (0, true));
-    // The program's yes is no message.
+    assert_eq!((pair.b.half_open.total(), pair.b.evictable.is_empty()), (0, true));
+    // The program's `accept` sends no message.
     pair.b.accept(pair.now, theirs, &params(0x200, b"late")).unwrap();
     let out = Out::of(&mut pair.b);
     assert_eq!((out.names(), out.sent.len()), (vec!["established"], 0));
     assert_eq!(pair.b.listeners[&LISTENER].waiting, 0);
-    // The number is free again when the connection is forgotten.
     let number = pair.b.connection(theirs).unwrap().local_qpn;
     pair.b.release(pair.now, theirs);
     pair.deliver_to_a();
@@ -98,7 +96,7 @@ fn program_hears_of_a_peer_once_that_has_confirmed_the_answer() {
 }
 
 #[test]
-fn packet_before_the_queue_pair_is_ready_confirms_and_is_put_off() {
+fn early_packet_confirms_and_gets_rnr_nak() {
     let (mut pair, _) = answering();
     let ours = pair.connect(0x100);
     pair.deliver_to_b();
@@ -108,33 +106,33 @@ fn packet_before_the_queue_pair_is_ready_confirms_and_is_put_off() {
         (response.remote_qpn.unwrap(), response.sq_psn)
     };
     let early = |pair: &mut Pair, from, number, psn| pair.b.on_early(from, number, psn);
-    assert_eq!(early(&mut pair, stranger(1), number, first), None, "another peer's");
-    assert_eq!(early(&mut pair, A, number, first.add(1)), None, "not its first");
-    assert_eq!(early(&mut pair, A, Qpn(7), first), None, "no peer was told that number");
+    assert_eq!(early(&mut pair, stranger(1), number, first), None, "from another peer");
+    assert_eq!(early(&mut pair, A, number, first.add(1)), None, "not the first packet");
+    assert_eq!(early(&mut pair, A, Qpn(7), first), None, "number not reserved");
     assert_eq!(Out::of(&mut pair.b).requests.len(), 0);
-    // The confirmation is overtaken.
+    // The packet overtakes the RTU.
     assert_eq!(early(&mut pair, A, number, first), Some(Qpn(0x100)));
     assert_eq!(Out::of(&mut pair.b).requests.len(), 1);
-    assert_eq!(early(&mut pair, A, number, first), Some(Qpn(0x100)), "each time it is repeated");
+    assert_eq!(early(&mut pair, A, number, first), Some(Qpn(0x100)), "every retransmission");
     pair.a.establish(ours).unwrap();
     pair.deliver_to_b();
-    assert_eq!(Out::of(&mut pair.b).requests.len(), 0, "the program hears once");
+    assert_eq!(Out::of(&mut pair.b).requests.len(), 0, "the program is notified once");
 }
 
 #[test]
-fn oldest_of_the_largest_share_gives_way_and_others_stay() {
-    let (mut pair, door) = answering();
+fn oldest_of_the_peer_with_most_is_evicted_and_others_stay() {
+    let (mut pair, admission) = answering();
     let honest = pair.connect(0x50);
     pair.deliver_to_b();
     let template = forged(&mut pair, stranger(0), 1);
-    // One source, then 200, far beyond what is remembered.
-    for number in 0..3 * HALF_OPEN {
-        let gid = stranger(if number < HALF_OPEN { 0 } else { 1 + number % 200 });
+    // First from one source, then from 200, far more than the limit.
+    for number in 0..3 * MAX_HALF_OPEN {
+        let gid = stranger(if number < MAX_HALF_OPEN { 0 } else { 1 + number % 200 });
         let Message::Req(request) = template.message.clone() else { panic!() };
         let request =
             Req { local_gid: gid, local_id: number + 1, qpn: Qpn(0x1000 + number), ..*request };
         let mad = Mad { transaction: 1, message: Message::Req(Box::new(request)) };
-        // So that answers are not bounded.
+        // Advances time so that the answer limit does not apply.
         pair.now += 1_000_000;
         pair.b.on_message(pair.now, gid, mad, psn);
         for (to, mad) in Out::of(&mut pair.b).sent {
@@ -142,16 +140,19 @@ fn oldest_of_the_largest_share_gives_way_and_others_stay() {
                 pair.a.on_message(pair.now, B, mad, psn);
             }
         }
-        assert!(pair.b.half_open.total() <= HALF_OPEN);
-        if number + 1 == HALF_OPEN {
-            assert_eq!(pair.b.half_open.total(), HALF_OPEN_OF_PEER + 1, "of one source");
+        assert!(pair.b.half_open.total() <= MAX_HALF_OPEN);
+        if number + 1 == MAX_HALF_OPEN {
+            assert_eq!(
+                pair.b.half_open.total(),
+                MAX_HALF_OPEN_PER_PEER + 1,
+                "half-open connections of one source"
+            );
         }
     }
-    assert_eq!(pair.b.half_open.total(), HALF_OPEN);
-    assert_eq!(pair.b.connections.len() as u32, HALF_OPEN, "and nothing else is remembered");
-    assert_eq!(pair.b.reserved.len() as u32, HALF_OPEN);
-    assert_eq!(*door.gave_way.lock(), 3 * HALF_OPEN + 1 - HALF_OPEN);
-    // The one that asked before all of them is still there.
+    assert_eq!(pair.b.half_open.total(), MAX_HALF_OPEN);
+    assert_eq!(pair.b.connections.len() as u32, MAX_HALF_OPEN, "no other state");
+    assert_eq!(pair.b.reserved.len() as u32, MAX_HALF_OPEN);
+    assert_eq!(*admission.evicted.lock(), 3 * MAX_HALF_OPEN + 1 - MAX_HALF_OPEN);
     pair.a.establish(honest).unwrap();
     pair.deliver_to_b();
     let taken = Out::of(&mut pair.b).requests;
@@ -162,18 +163,18 @@ fn oldest_of_the_largest_share_gives_way_and_others_stay() {
         Out::of(&mut pair.a);
     }
     assert_eq!(
-        (pair.b.half_open.total(), pair.b.reserved.len(), pair.b.yielding.is_empty()),
+        (pair.b.half_open.total(), pair.b.reserved.len(), pair.b.evictable.is_empty()),
         (0, 0, true)
     );
 }
 
 #[test]
-fn peer_whose_handshake_gave_way_is_told_when_it_confirms() {
+fn evicted_peer_gets_rej_when_it_confirms() {
     let (mut pair, _) = answering();
     let ours = pair.connect(0x100);
     pair.deliver_to_b();
     pair.deliver_to_a();
-    assert!(pair.b.give_way_to(stranger(1), true));
+    assert!(pair.b.evict_for(stranger(1), true));
     pair.a.establish(ours).unwrap();
     pair.deliver_to_b();
     assert_eq!(pair.deliver_to_a().kinds(), ["REJ"]);
@@ -184,7 +185,8 @@ fn peer_whose_handshake_gave_way_is_told_when_it_confirms() {
     );
 }
 
-/// Has `count` requests like `template` arrive at B, from 200 sources of which `first` is the first; how many reach the program.
+/// Delivers `count` requests like `template` to B, from 200 sources starting with `first`. Returns
+/// how many reach the program.
 fn flood(pair: &mut Pair, template: &Mad, first: u32, count: u32) -> u32 {
     let mut taken = 0;
     for number in 0..count {
@@ -192,7 +194,7 @@ fn flood(pair: &mut Pair, template: &Mad, first: u32, count: u32) -> u32 {
         let gid = stranger(first + number % 200);
         let request =
             Req { local_gid: gid, local_id: number + 1, qpn: Qpn(0x1000 + number), ..*request };
-        // So that answers are not bounded.
+        // Advances time so that the answer limit does not apply.
         pair.now += 100_000;
         pair.b.on_message(
             pair.now,
@@ -205,32 +207,32 @@ fn flood(pair: &mut Pair, template: &Mad, first: u32, count: u32) -> u32 {
     taken
 }
 
-/// Bytes that a hash table takes: at most 7 of 8 buckets are in use, and each has a byte of control.
+/// Returns the bytes of a hash table: at most 7 of 8 buckets are used, each with a control byte.
 fn table<K, V>(table: &HashMap<K, V>) -> usize {
     (table.capacity() * 8).div_ceil(7).next_power_of_two() * (size_of::<(K, V)>() + 1)
 }
 
-/// Bytes that a tree takes at most: its nodes are half full.
+/// Returns the maximum bytes of a tree, whose nodes are at least half full.
 fn tree<T>(entries: usize) -> usize {
     2 * entries * size_of::<T>()
 }
 
-/// The number in docs/messages.md, and what a listener's memory is bounded by.
+/// Checks the number in docs/messages.md, which bounds a listener's memory.
 #[test]
-fn record_of_a_half_open_connection_takes_no_more_than_is_documented() {
+fn half_open_record_fits_documented_size() {
     const DOCUMENTED: usize = 1280;
     let (mut pair, _) = answering();
     let template = forged(&mut pair, stranger(0), 1);
-    flood(&mut pair, &template, 1, HALF_OPEN);
+    flood(&mut pair, &template, 1, MAX_HALF_OPEN);
     let machine = &pair.b;
-    assert_eq!(machine.half_open.total(), HALF_OPEN);
+    assert_eq!(machine.half_open.total(), MAX_HALF_OPEN);
     let [connections, _, _, timers] = machine.sizes();
     let tables = table(&machine.connections)
         + table(&machine.requests)
         + table(&machine.queue_pairs)
         + table(&machine.reserved)
         + tree::<(u64, CommId)>(timers)
-        // By age, by share, and how many there are of each source, of which there are 200.
+        // By age, by rank, and the number of connections of each of the 200 sources.
         + tree::<(u64, CommId)>(connections)
         + 200 * 2 * (size_of::<(usize, u64, Gid)>() + 2 * size_of::<(Gid, [usize; 4])>());
     let owned = |connection: &Connection| {
@@ -247,20 +249,20 @@ fn record_of_a_half_open_connection_takes_no_more_than_is_documented() {
         size_of::<Connection>()
     );
     assert!(each <= DOCUMENTED, "{each}");
-    // What a request carries does not make it larger: neither can be longer than the message.
+    // A request's contents are bounded by the length of its message.
     assert!(machine.connections.values().all(|connection| owned(connection) <= 512));
 }
 
-/// On a busy machine the confirmation comes late, or is lost like the answers that are repeated meanwhile.
+/// Confirms late, as on a busy machine. Retransmitted REPs are lost meanwhile.
 #[test]
-fn confirmation_that_comes_late_counts_however_many_others_are_half_open() {
+fn late_confirmation_counts_while_many_are_half_open() {
     let (mut pair, _) = answering();
     let template = forged(&mut pair, stranger(0), 1);
     let ours = pair.connect(0x50);
     pair.deliver_to_b();
     pair.deliver_to_a();
     pair.a.establish(ours).unwrap();
-    flood(&mut pair, &template, 1, HALF_OPEN - 1);
+    flood(&mut pair, &template, 1, MAX_HALF_OPEN - 1);
     let start = pair.now;
     while pair.b.deadline().is_some_and(|at| at < start + 10_000_000_000) {
         pair.now = pair.b.deadline().unwrap();
@@ -275,22 +277,20 @@ fn confirmation_that_comes_late_counts_however_many_others_are_half_open() {
 }
 
 #[test]
-fn requests_that_the_program_answers_take_records_of_those_that_give_way() {
+fn program_answered_requests_evict_auto_accepted_ones() {
     let (mut pair, _) = answering();
     let template = forged(&mut pair, stranger(0), 1);
-    flood(&mut pair, &template, 1, HALF_OPEN);
-    // From now on the program answers.
-    pair.b.listen(LISTENER, address(2, PORT), HALF_OPEN);
-    let taken = flood(&mut pair, &template, 1_000, HALF_OPEN);
-    // Half of the records are left for those that the manager answers.
-    assert_eq!((taken, pair.b.yielding.len()), (HALF_OPEN / 2, HALF_OPEN / 2));
-    assert_eq!(pair.b.half_open.total(), HALF_OPEN);
+    flood(&mut pair, &template, 1, MAX_HALF_OPEN);
+    pair.b.listen(LISTENER, address(2, PORT), MAX_HALF_OPEN);
+    let taken = flood(&mut pair, &template, 1_000, MAX_HALF_OPEN);
+    assert_eq!((taken, pair.b.evictable.len()), (MAX_HALF_OPEN / 2, MAX_HALF_OPEN / 2));
+    assert_eq!(pair.b.half_open.total(), MAX_HALF_OPEN);
 }
 
 #[test]
-fn peer_that_is_refused_reads_why_and_is_not_remembered() {
-    let (mut pair, door) = answering();
-    door.rejects.lock().push(address(1, 0).ip());
+fn rejected_peer_gets_reason_and_leaves_no_record() {
+    let (mut pair, admission) = answering();
+    admission.rejects.lock().push(address(1, 0).ip());
     pair.connect(0x100);
     pair.deliver_to_b();
     assert_eq!(pair.b.sizes(), [0; 4]);
@@ -304,7 +304,7 @@ fn peer_that_is_refused_reads_why_and_is_not_remembered() {
 }
 
 #[test]
-fn listener_that_is_gone_when_the_peer_confirms_gives_the_request_to_nobody() {
+fn confirmed_request_of_closed_listener_is_disconnected() {
     let (mut pair, _) = answering();
     let ours = pair.connect(0x100);
     pair.deliver_to_b();
@@ -312,14 +312,13 @@ fn listener_that_is_gone_when_the_peer_confirms_gives_the_request_to_nobody() {
     pair.b.stop_listening(LISTENER);
     pair.a.establish(ours).unwrap();
     pair.deliver_to_b();
-    // As the manager does when it finds no owner.
+    // Released as the manager does when it finds no owner.
     let theirs = Out::of(&mut pair.b).requests[0];
     pair.b.release(pair.now, theirs);
     assert_eq!(pair.deliver_to_a().kinds(), ["DREQ"]);
     assert_eq!(Out::of(&mut pair.a).names(), ["disconnected"]);
 }
 
-/// Numbers that a test chooses.
 struct Chosen(CommId);
 
 impl Numbers for Chosen {
@@ -337,12 +336,12 @@ impl Numbers for Chosen {
 }
 
 #[test]
-fn requests_have_drawn_numbers_which_their_peers_must_know_to_confirm() {
+fn confirmation_requires_the_random_connection_id() {
     let (mut pair, _) = answering();
     let request = forged(&mut pair, A, 1);
     pair.b.on_message(pair.now, A, request, Chosen(0x51));
     assert_eq!(pair.b.connections.keys().collect::<Vec<_>>(), [&0x51]);
-    // Numbers that are taken, or mean nothing, are not.
+    // An id in use, or 0, is replaced.
     for (number, drawn) in [(2, 0x51), (3, 0)] {
         let request = forged(&mut pair, A, number);
         pair.b.on_message(pair.now, A, request, Chosen(drawn));

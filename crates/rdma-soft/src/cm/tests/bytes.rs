@@ -1,4 +1,4 @@
-//! Messages and their bytes: those that were captured, those of ours, and any.
+//! Tests of the encoding: captured messages, our own, and random bytes.
 
 use rdma_provider::types::{AckTimeout, Mtu, Psn, Qkey, RejectReason};
 
@@ -24,7 +24,7 @@ const CAPTURES: [(&str, &[u8]); 5] = [
     ),
 ];
 
-/// The datagrams to queue pair 1 in a capture of Ethernet frames.
+/// Returns the datagrams to queue pair 1 in a capture of Ethernet frames.
 fn datagrams(mut capture: &[u8]) -> Vec<&[u8]> {
     let mut found = Vec::new();
     capture = &capture[24..];
@@ -34,7 +34,7 @@ fn datagrams(mut capture: &[u8]) -> Vec<&[u8]> {
         capture = rest;
         let ip = &frame[14..];
         let udp = &ip[if ip[0] >> 4 == 4 { 20 } else { 40 }..];
-        // SEND_ONLY of a datagram, with its DETH; at the end the ICRC.
+        // A UD SEND_ONLY with DETH; the ICRC is at the end.
         let transport = &udp[8..];
         if transport[0] == 0x64 {
             found.push(&transport[20..transport.len() - 4]);
@@ -52,7 +52,7 @@ fn capture(name: &str) -> &'static [u8] {
 }
 
 #[test]
-fn what_the_kernel_sends_is_understood_and_written_the_same() {
+fn captured_kernel_messages_round_trip() {
     let mut count = 0;
     for (name, capture) in CAPTURES {
         for bytes in datagrams(capture) {
@@ -62,7 +62,7 @@ fn what_the_kernel_sends_is_understood_and_written_the_same() {
                 assert_eq!(
                     Gid::from(req.source.ip()),
                     req.local_gid,
-                    "{name}: who asks says its own address"
+                    "{name}: the REQ contains its sender's address"
                 );
             }
             count += 1;
@@ -79,7 +79,7 @@ fn what_the_kernel_sends_is_understood_and_written_the_same() {
 }
 
 #[test]
-fn fields_of_a_captured_handshake_mean_what_they_mean_to_linux() {
+fn fields_of_captured_handshake_match_linux() {
     let all = decoded(capture("cm_rping_v4"));
     let Message::Req(req) = &all[0].message else { panic!("{all:?}") };
     let expected = Req {
@@ -105,7 +105,6 @@ fn fields_of_a_captured_handshake_mean_what_they_mean_to_linux() {
         destination: [10, 9, 0, 2].into(),
         private_data: Private::empty(),
     };
-    // The GUID is as that machine has it.
     assert_eq!(**req, Req { guid: req.guid, ..expected });
     let Message::Rep(rep) = &all[1].message else { panic!("{all:?}") };
     assert_eq!((rep.local_id, rep.remote_id), (0xd7ad_f8aa, 0xd4ad_f8aa));
@@ -127,7 +126,7 @@ fn fields_of_a_captured_handshake_mean_what_they_mean_to_linux() {
     );
 }
 
-/// One of each, with as much as fits in every field.
+/// Returns one message of each type with all fields at their maximum.
 fn every_message() -> Vec<Message> {
     let (local_id, remote_id) = (0x8123_4567, 0xfedc_ba98);
     let gid = |first| Gid(std::array::from_fn(|at| first + at as u8));
@@ -160,7 +159,7 @@ fn every_message() -> Vec<Message> {
             ack_timeout: AckTimeout::from_code(29),
             source: source.parse().unwrap(),
             destination: destination.parse().unwrap(),
-            private_data: Private::of(std::array::from_fn(|at| at as u8)),
+            private_data: Private::from_wire(std::array::from_fn(|at| at as u8)),
         }))
     };
     let mut all = vec![
@@ -171,7 +170,7 @@ fn every_message() -> Vec<Message> {
             remote_id,
             about: About::Rep,
             reason: RejectReason(0xfffe),
-            private_data: Private::of(std::array::from_fn(|at| at as u8)),
+            private_data: Private::from_wire(std::array::from_fn(|at| at as u8)),
         })),
         Message::Rep(Box::new(Rep {
             local_id,
@@ -184,7 +183,7 @@ fn every_message() -> Vec<Message> {
             srq: true,
             guid: 0x0123_4567_89ab_cdef,
             ack_delay: CmTimeout(31),
-            private_data: Private::of(std::array::from_fn(|at| at as u8)),
+            private_data: Private::from_wire(std::array::from_fn(|at| at as u8)),
         })),
         Message::Rtu(Rtu { local_id, remote_id }),
         Message::Dreq(Dreq { local_id, remote_id, remote_qpn: Qpn(0xab_cdef) }),
@@ -192,7 +191,7 @@ fn every_message() -> Vec<Message> {
         Message::SidrReq(Box::new(SidrReq {
             request_id: 0xdead_beef,
             service: 0x0111_1c06,
-            private_data: Private::of(std::array::from_fn(|at| at as u8)),
+            private_data: Private::from_wire(std::array::from_fn(|at| at as u8)),
         })),
         Message::SidrRep(Box::new(SidrRep {
             request_id: 0xdead_beef,
@@ -200,7 +199,7 @@ fn every_message() -> Vec<Message> {
             qpn: Qpn(0xab_cdef),
             service: u64::MAX,
             qkey: Qkey(0x8001_0001),
-            private_data: Private::of(std::array::from_fn(|at| at as u8)),
+            private_data: Private::from_wire(std::array::from_fn(|at| at as u8)),
         })),
     ];
     for about in [About::Req, About::Rep, About::Other] {
@@ -210,7 +209,7 @@ fn every_message() -> Vec<Message> {
 }
 
 #[test]
-fn every_message_survives_its_bytes() {
+fn every_message_round_trips() {
     for message in every_message() {
         let mad = Mad { transaction: 0xfedc_ba98_7654_3210, message };
         assert_eq!(Mad::decode(&mad.encode()), Ok(mad));
@@ -218,7 +217,7 @@ fn every_message_survives_its_bytes() {
 }
 
 #[test]
-fn what_is_no_message_is_refused_by_name() {
+fn invalid_datagrams_fail_with_named_error() {
     let good = Mad { transaction: 5, message: every_message().remove(0) }.encode();
     assert_eq!(Mad::decode(&good[1..]), Err(MadError::Length(255)));
     assert_eq!(Mad::decode(&[]), Err(MadError::Length(0)));
@@ -231,28 +230,27 @@ fn what_is_no_message_is_refused_by_name() {
     {
         assert_eq!(changed(at, 0x81), Err(MadError::Header { field, found: 0x81 }));
     }
-    // LAP: alternate paths are InfiniBand's.
+    // LAP: alternate paths exist only on InfiniBand.
     assert_eq!(changed(17, 0x19), Err(MadError::Attribute(0x19)));
     assert_eq!(changed(16, 0x01), Err(MadError::Attribute(0x0110)));
     let refused =
         |reason| Err(MadError::Request { transaction: 5, remote_id: 0x8123_4567, reason });
-    // UDP's space of ports, and a service of somebody else.
+    // UDP's port space, and a foreign service.
     assert_eq!(changed(37, 0x11), refused(RejectReason::INVALID_SERVICE_ID));
     assert_eq!(changed(32, 1), refused(RejectReason::INVALID_SERVICE_ID));
-    // Unreliable, or of the extended kind.
+    // Unreliable transport, and the extended kind.
     assert_eq!(changed(67, 20 << 3 | 2), refused(RejectReason::INVALID_TRANSPORT));
     assert_eq!(changed(75, 1), refused(RejectReason::INVALID_TRANSPORT));
     assert_eq!(changed(74, 0x67), refused(RejectReason::INVALID_MTU));
-    // A partition that is not ours; a limited member of ours is.
     assert_eq!(changed(73, 0xfe), refused(RejectReason::UNSUPPORTED));
     assert!(changed(72, 0x7f).is_ok());
-    // Addresses of neither family, or of another version.
+    // Neither address family, and another version.
     assert_eq!(changed(165, 0x50), refused(RejectReason::UNSUPPORTED));
     assert_eq!(changed(164, 0x10), refused(RejectReason::UNSUPPORTED));
 }
 
 #[test]
-fn a_hundred_thousand_random_inputs_do_no_harm() {
+fn random_inputs_keep_invariants() {
     let mut random = fastrand::Rng::with_seed(1);
     let mut good: Vec<[u8; 256]> = CAPTURES
         .iter()
@@ -277,7 +275,7 @@ fn a_hundred_thousand_random_inputs_do_no_harm() {
 }
 
 #[test]
-fn requests_to_resolve_a_service_are_answered_that_there_is_none() {
+fn sidr_req_gets_unsupported() {
     let mut pair = Pair::new();
     let private_data = Private::empty();
     let request =
@@ -298,10 +296,10 @@ fn requests_to_resolve_a_service_are_answered_that_there_is_none() {
 }
 
 #[test]
-fn request_that_nobody_could_accept_is_refused_with_its_reason() {
+fn unacceptable_request_gets_rej_with_reason() {
     let mut pair = Pair::new();
-    pair.b.refuse_unseen(1, A, 5, 0x1234, RejectReason::INVALID_TRANSPORT);
-    pair.b.refuse_unseen(1, A, 5, 0, RejectReason::INVALID_TRANSPORT);
+    pair.b.reject_unacceptable(1, A, 5, 0x1234, RejectReason::INVALID_TRANSPORT);
+    pair.b.reject_unacceptable(1, A, 5, 0, RejectReason::INVALID_TRANSPORT);
     let sent = Out::of(&mut pair.b).sent;
     let [(A, Mad { transaction: 5, message: Message::Rej(rej) })] = &sent[..] else {
         panic!("{sent:?}")

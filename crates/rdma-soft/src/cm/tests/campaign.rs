@@ -1,4 +1,4 @@
-//! Seeded campaigns: lossy networks with programs that do anything, and peers that send anything.
+//! Seeded campaigns: lossy networks with random programs, and peers that send random messages.
 
 use std::collections::{BinaryHeap, HashMap, HashSet};
 
@@ -10,7 +10,6 @@ use super::super::message::{
 };
 use super::*;
 
-/// Seeds of a campaign, or the one of `TOKIO_RDMA_SEED`.
 fn seeds() -> Box<dyn Iterator<Item = u64>> {
     match std::env::var("TOKIO_RDMA_SEED") {
         Ok(seed) => Box::new(std::iter::once(seed.parse().unwrap())),
@@ -18,7 +17,6 @@ fn seeds() -> Box<dyn Iterator<Item = u64>> {
     }
 }
 
-/// Says how to see it again.
 struct Replay(u64);
 
 impl Drop for Replay {
@@ -32,7 +30,7 @@ impl Drop for Replay {
     }
 }
 
-/// What one end has seen; whatever happens, in this order and once.
+/// The events at one end. Each occurs at most once, in a permitted order.
 #[derive(Debug, Default)]
 struct History(Vec<&'static str>);
 
@@ -42,7 +40,8 @@ impl History {
         let allowed = match event {
             "response" => self.0.is_empty(),
             "established" => self.0.is_empty(),
-            // Instead of, or after, an answer; of a connection that is established at the passive end, never there.
+            // Before an answer or after it; the passive end reports a REJ of an established
+            // connection as a disconnect.
             "rejected" | "unreachable" => self.0.is_empty() || self.0 == ["response"],
             "disconnected" => matches!(self.0.last(), Some(&("response" | "established"))),
             "timewait exit" => matches!(self.0.last(), Some(&("disconnected" | "rejected"))),
@@ -54,7 +53,7 @@ impl History {
 }
 
 #[test]
-fn whatever_is_lost_each_connection_has_one_history_and_nothing_is_left() {
+fn lossy_network_yields_valid_histories_and_no_leaks() {
     for seed in seeds() {
         let _replay = Replay(seed);
         lossy(seed);
@@ -66,7 +65,7 @@ fn lossy(seed: u64) {
     let loss = [0.0, 0.1, 0.3, 0.6][random.usize(..4)];
     let mut pair = Pair::new();
     let mut wire: BinaryHeap<std::cmp::Reverse<(u64, u64)>> = BinaryHeap::new();
-    let mut letters: HashMap<u64, (Gid, Mad)> = HashMap::new();
+    let mut in_flight: HashMap<u64, (Gid, Mad)> = HashMap::new();
     let mut sequence = 0;
     let mut histories: HashMap<(bool, CommId), History> = HashMap::new();
     let mut owned: Vec<(bool, CommId)> = Vec::new();
@@ -85,7 +84,6 @@ fn lossy(seed: u64) {
                 let now = pair.now;
                 match random.u8(..8) {
                     0 => pair.b.reject(now, id, b"no").unwrap(),
-                    // Later.
                     1 => {}
                     _ => pair
                         .b
@@ -95,7 +93,8 @@ fn lossy(seed: u64) {
             }
             for (id, event) in out.events {
                 histories.entry((of_a, id)).or_default().add(&event);
-                // Unless the peer has taken it back meanwhile, or it takes its time.
+                // Fails if the peer has withdrawn meanwhile. Sometimes the program does not
+                // respond.
                 if matches!(event, Event::Response(_)) && random.u8(..8) != 0 {
                     let _ = pair.a.establish(id);
                 }
@@ -109,12 +108,11 @@ fn lossy(seed: u64) {
                             pair.now + random.u64(1_000..400_000_000),
                             sequence,
                         )));
-                        letters.insert(sequence, (to, mad.clone()));
+                        in_flight.insert(sequence, (to, mad.clone()));
                     }
                 }
             }
         }
-        // Programs do what they like.
         if !owned.is_empty() && random.u8(..4) == 0 {
             let at = random.usize(..owned.len());
             let (of_a, id) = owned[at];
@@ -141,7 +139,7 @@ fn lossy(seed: u64) {
             (Some(at), timer) if timer.is_none_or(|timer| at <= timer) => {
                 let Some(std::cmp::Reverse((at, number))) = wire.pop() else { break };
                 pair.now = pair.now.max(at);
-                let (to, mad) = letters.remove(&number).unwrap();
+                let (to, mad) = in_flight.remove(&number).unwrap();
                 match to == B {
                     true => pair.b.on_message(pair.now, A, mad, psn),
                     false => pair.a.on_message(pair.now, B, mad, psn),
@@ -158,7 +156,7 @@ fn lossy(seed: u64) {
 }
 
 #[test]
-fn whatever_a_peer_sends_the_machine_goes_on_and_remembers_no_more_than_it_has_to() {
+fn hostile_messages_leave_state_bounded() {
     for seed in seeds().take(50) {
         let _replay = Replay(seed);
         hostile(seed);
@@ -168,7 +166,7 @@ fn whatever_a_peer_sends_the_machine_goes_on_and_remembers_no_more_than_it_has_t
 fn hostile(seed: u64) {
     let mut random = fastrand::Rng::with_seed(seed);
     let mut pair = Pair::new();
-    // Honest connections of B to A, which A's GID abuses; and numbers that it may have seen.
+    // Honest connections between A and B. The attacker uses A's GID and may have seen their ids.
     let mut numbers: Vec<CommId> = vec![0, 1, u32::MAX];
     for qpn in 0..3 {
         let (ours, theirs) = pair.established(0x100 + 2 * qpn);
@@ -250,7 +248,7 @@ fn hostile(seed: u64) {
         }
         numbers.extend(out.requests);
         numbers.truncate(40);
-        // A rejection is remembered for as long as the peer may repeat its request, 8.6 s at most.
+        // A rejection is remembered while the peer may retransmit its REQ, at most 8.6 s.
         let [connections, requests, queue_pairs, timers] = pair.b.sizes();
         assert!(
             connections < 1_200
@@ -262,7 +260,6 @@ fn hostile(seed: u64) {
     for id in held {
         pair.b.release(pair.now, id);
     }
-    // Whatever was made of all that ends, but for what the programs still hold.
     let all: u64 = (u64::from(MAX_RETRIES) + 2) * RESPONSE_TIMEOUT.nanoseconds();
     pair.now += 20 * all;
     while pair.b.deadline().is_some_and(|at| at <= pair.now) {

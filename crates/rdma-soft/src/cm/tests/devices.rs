@@ -1,4 +1,4 @@
-//! Ids and channels on a simulated network.
+//! Tests of ids and channels on a simulated network.
 
 use std::time::Duration;
 
@@ -48,14 +48,14 @@ impl World {
         id
     }
 
-    /// The next event of a channel, which must be of `key`.
+    /// Returns the next event of a channel, which must be for `key`.
     fn next(&self, channel: &CmChannel, key: u64) -> CmEventKind<Soft> {
         loop {
             if let Some(event) = channel.take_event().unwrap() {
                 assert_eq!(event.key, key, "{:?}", event.kind);
                 return event.kind;
             }
-            assert!(self.network.step(), "nothing more happens");
+            assert!(self.network.step(), "the network is idle");
         }
     }
 
@@ -75,7 +75,7 @@ impl World {
 }
 
 #[test]
-fn attributes_are_those_that_the_transitions_want() {
+fn attributes_match_the_state_transitions() {
     let world = World::new(1, Faults::none());
     let (listener, at) = world.listen(4);
     let ours = world.request(at, 0x100);
@@ -83,7 +83,7 @@ fn attributes_are_those_that_the_transitions_want() {
     else {
         panic!()
     };
-    assert!(ours.qp_attr(QpState::Rtr).is_err(), "the peer is not known");
+    assert!(ours.qp_attr(QpState::Rtr).is_err(), "the peer is unknown");
     let check = |id: &CmId| {
         let mut from = QpState::Reset;
         for to in [QpState::Init, QpState::Rtr, QpState::Rts] {
@@ -115,13 +115,12 @@ fn attributes_are_those_that_the_transitions_want() {
 }
 
 #[test]
-fn events_and_requests_that_nobody_takes_end_with_their_channel() {
+fn unread_events_and_requests_end_with_their_channel() {
     let world = World::new(2, Faults::none());
     let (listener, at) = world.listen(4);
     let ids: Vec<_> = (0..3).map(|number| world.request(at, 0x100 + number)).collect();
     let World { network, a, b, contexts } = world;
     while network.step() {
-        // Until the requests are in the channel of b.
         if network.now() > Duration::from_millis(1) {
             break;
         }
@@ -139,7 +138,7 @@ fn events_and_requests_that_nobody_takes_end_with_their_channel() {
 }
 
 #[test]
-fn device_that_is_lost_tells_every_id_and_takes_no_more_calls() {
+fn lost_device_notifies_every_id_and_refuses_calls() {
     let world = World::new(3, Faults::none());
     let (listener, at) = world.listen(4);
     let fresh = world.b.create_id().unwrap();
@@ -201,7 +200,7 @@ fn calls_in_the_wrong_order_are_refused() {
 }
 
 #[test]
-fn connections_over_a_network_with_faults_are_the_same_each_time() {
+fn connections_over_faulty_network_are_reproducible() {
     let faults = Faults::none().loss(0.2).duplicate(0.2).reorder(0.2).corrupt(0.1);
     let faults = faults.delay(Duration::ZERO..Duration::from_millis(1));
     let run = |seed| {
@@ -264,7 +263,7 @@ fn connections_over_a_network_with_faults_are_the_same_each_time() {
 }
 
 #[test]
-fn request_in_the_name_of_another_address_leaves_nothing_behind() {
+fn request_with_foreign_source_address_leaves_no_state() {
     let network = over_udp(&["a", "b"]);
     let contexts = ["a", "b"].map(|name| network.open(name).unwrap());
     let [from, to] = contexts

@@ -1,4 +1,4 @@
-//! The manager's machine alone, under virtual time, and its manager on a simulated network.
+//! Tests of the CM state machine under virtual time, and of managers on a simulated network.
 
 mod answered;
 mod bytes;
@@ -22,7 +22,7 @@ const A: Gid = Gid([0xa; 16]);
 const B: Gid = Gid([0xb; 16]);
 const LISTENER: u64 = 77;
 const PORT: u16 = 7471;
-/// How long programs wait for an answer to a request.
+/// The program's timeout for a request.
 const PATIENCE: Duration = Duration::from_secs(15);
 
 fn address(host: u8, port: u16) -> SocketAddr {
@@ -42,7 +42,7 @@ fn params(qpn: u32, data: &[u8]) -> CmParams<'_> {
     }
 }
 
-/// Numbers for queue pairs count up.
+/// A closure as the source of sequence numbers; queue pair numbers count up.
 impl<F: FnMut() -> Option<Psn>> Numbers for F {
     fn psn(&mut self) -> Option<Psn> {
         self()
@@ -62,7 +62,6 @@ fn psn() -> Option<Psn> {
     Some(Psn::new(0x00be_ef00))
 }
 
-/// What came out of a machine.
 #[derive(Debug, Default)]
 struct Out {
     sent: Vec<(Gid, Mad)>,
@@ -125,7 +124,6 @@ fn name(event: &Event) -> &'static str {
     }
 }
 
-/// Two machines and the time between them.
 struct Pair {
     now: u64,
     a: Machine,
@@ -133,7 +131,7 @@ struct Pair {
 }
 
 impl Pair {
-    /// `b` listens.
+    /// Creates the pair; `b` listens.
     fn new() -> Self {
         let a = Machine::new(A, 1, Mtu::Mtu4096, 0x1111_2222_3333_4444);
         let mut b = Machine::new(B, 2, Mtu::Mtu4096, 0x5555_6666_7777_8888);
@@ -156,7 +154,6 @@ impl Pair {
         self.a.connect(self.now, to, &params, Psn::new(0x00aa_aa00)).unwrap()
     }
 
-    /// Gives the messages that `a` has sent to `b`.
     fn deliver_to_b(&mut self) -> Out {
         let out = Out::of(&mut self.a);
         for (to, mad) in &out.sent {
@@ -175,7 +172,7 @@ impl Pair {
         out
     }
 
-    /// Moves the clock to the next deadline of either.
+    /// Moves the clock to the earliest deadline. False if there is none.
     fn next_deadline(&mut self) -> bool {
         let Some(at) = [self.a.deadline(), self.b.deadline()].into_iter().flatten().min() else {
             return false;
@@ -186,7 +183,6 @@ impl Pair {
         true
     }
 
-    /// A connection with both ends established.
     fn established(&mut self, qpn: u32) -> (CommId, CommId) {
         let ours = self.connect(qpn);
         self.deliver_to_b();
@@ -205,13 +201,12 @@ fn state(machine: &Machine, id: CommId) -> Option<State> {
 }
 
 #[test]
-fn handshake_and_goodbye_give_both_ends_what_they_need() {
+fn handshake_and_disconnect_give_both_ends_matching_attributes() {
     let mut pair = Pair::new();
     let (ours, theirs) = pair.established(0x100);
     let (a, b) = (pair.a.connection(ours).unwrap(), pair.b.connection(theirs).unwrap());
     assert_eq!((a.remote_id, b.remote_id), (theirs, ours));
     assert_eq!((a.remote_qpn, b.remote_qpn), (Some(Qpn(0x101)), Some(Qpn(0x100))));
-    // Each begins to send with what the other one expects.
     assert_eq!((a.sq_psn, b.sq_psn), (b.rq_psn, a.rq_psn));
     assert_eq!(
         (a.initiator_depth, a.responder_resources),
@@ -234,7 +229,7 @@ fn handshake_and_goodbye_give_both_ends_what_they_need() {
 }
 
 #[test]
-fn answers_repeat_the_number_of_the_transaction() {
+fn answers_repeat_the_transaction_id() {
     let mut pair = Pair::new();
     pair.connect(0x100);
     let request = pair.deliver_to_b().sent[0].1.transaction;
@@ -244,6 +239,6 @@ fn answers_repeat_the_number_of_the_transaction() {
 }
 
 #[test]
-fn every_state_is_one_that_the_table_knows() {
+fn every_state_has_a_row_in_the_table() {
     assert!(State::ALL.iter().all(|state| table::ROWS.iter().any(|row| row.state == *state)));
 }

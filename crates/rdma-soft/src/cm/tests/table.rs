@@ -1,4 +1,4 @@
-//! Every message in every state: what it makes of the connection, what is answered, who is told.
+//! A table of every message in every state: next state, answer and event.
 
 use rdma_provider::types::{Psn, Qpn, RejectReason};
 
@@ -8,7 +8,6 @@ use super::super::message::{
 };
 use super::*;
 
-/// Which side of a connection is looked at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
     Active,
@@ -20,11 +19,12 @@ use End::{Active, Passive};
 pub(super) struct Row {
     end: End,
     pub(super) state: State,
-    /// For each of [`MESSAGES`]: the state then, answer, event; `None` where nothing happens.
+    /// The next state, answer and event for each of [`MESSAGES`]; `None` if the message has no
+    /// effect.
     then: [Option<(Option<State>, &'static str, &'static str)>; 8],
 }
 
-/// REJ and MRA are about the message that is waited for, or REQ where none is.
+/// A REJ or MRA refers to the awaited message, or to REQ if none is awaited.
 const MESSAGES: [&str; 8] = ["REQ", "MRA", "REJ", "REP", "RTU", "DREQ", "DREP", "stale DREQ"];
 
 const GONE: Option<State> = None;
@@ -38,8 +38,9 @@ pub(super) const ROWS: [Row; 10] = {
     use State::*;
     [
         Row { end: Active, state: ReqSent, then: [
-            None, Some((to(ReqSent), "", "")), Some((GONE, "", "rejected")), Some((to(RepRcvd), "", "response")),
-            // To one whose number we have not heard this connection does not exist.
+            None, Some((to(ReqSent), "", "")), Some((GONE, "", "rejected")),
+            Some((to(RepRcvd), "", "response")),
+            // The peer's id is not known yet, so the DREQ names no connection.
             None, Some((to(ReqSent), "DREP", "")), None, Some((to(ReqSent), "DREP", "")) ] },
         Row { end: Active, state: RepRcvd, then: [
             None, None, Some((GONE, "", "rejected")), Some((to(RepRcvd), "MRA", "")),
@@ -51,15 +52,16 @@ pub(super) const ROWS: [Row; 10] = {
             Some((to(ReqRcvd), "MRA", "")), None, Some((to(Withdrawn), "", "rejected")), None,
             None, None, None, None ] },
         Row { end: Passive, state: RepSent, then: [
-            Some((to(RepSent), "REP", "")), Some((to(RepSent), "", "")), Some((GONE, "", "rejected")), None,
-            Some((to(Established), "", "established")), Some((to(TimeWait), "DREP", "established disconnected")), None,
-            None ] },
+            Some((to(RepSent), "REP", "")), Some((to(RepSent), "", "")),
+            Some((GONE, "", "rejected")), None, Some((to(Established), "", "established")),
+            Some((to(TimeWait), "DREP", "established disconnected")), None, None ] },
         Row { end: Passive, state: Established, then: [
             None, None, Some((to(TimeWait), "", "disconnected")), None,
             None, Some((to(TimeWait), "DREP", "disconnected")), None, None ] },
         Row { end: Active, state: DreqSent, then: [
             None, None, Some((to(TimeWait), "", "disconnected")), None,
-            None, Some((to(TimeWait), "DREP", "disconnected")), Some((to(TimeWait), "", "disconnected")), None ] },
+            None, Some((to(TimeWait), "DREP", "disconnected")),
+            Some((to(TimeWait), "", "disconnected")), None ] },
         Row { end: Active, state: TimeWait, then: [
             None, None, None, None,
             None, Some((to(TimeWait), "DREP", "")), None, None ] },
@@ -75,11 +77,10 @@ pub(super) const ROWS: [Row; 10] = {
 const OURS: u32 = 0x100;
 const THEIRS: u32 = 0x200;
 
-/// A connection brought to a state by what leads there.
 struct Subject {
     machine: Machine,
     id: CommId,
-    /// Number at the other end.
+    /// The id at the other end.
     remote: CommId,
     peer: Gid,
     now: u64,
@@ -124,7 +125,6 @@ fn subject(end: End, state: State) -> Subject {
     subject
 }
 
-/// A message to the connection `id` from that which calls itself `remote`.
 fn message(
     which: &str,
     end: End,
@@ -186,10 +186,10 @@ fn mad(message: Message) -> Mad {
 }
 
 #[test]
-fn each_message_in_each_state_does_what_the_table_says() {
+fn each_message_in_each_state_matches_the_table() {
     for row in &ROWS {
         for (which, then) in MESSAGES.iter().zip(row.then) {
-            // A request that the active side gets is one of its peer's own, of which nobody knows anything.
+            // A REQ at the active side belongs to another connection.
             if *which == "REQ" && row.end == Active {
                 continue;
             }
@@ -213,14 +213,14 @@ fn each_message_in_each_state_does_what_the_table_says() {
 }
 
 #[test]
-fn messages_that_do_not_name_a_connection_rightly_change_none() {
+fn messages_with_wrong_ids_or_gid_change_no_connection() {
     let stranger = Gid([0xc; 16]);
     for row in &ROWS {
         for which in MESSAGES.iter().filter(|which| **which != "REQ") {
             let Subject { id, remote, peer, .. } = subject(row.end, row.state);
             let other = remote.wrapping_add(5).max(1);
             let unknown = id.wrapping_add(5).max(1);
-            // Who answers a request may be anybody to whom it was sent, under any number.
+            // A REQ may be answered under any id.
             let open = row.state == State::ReqSent;
             let mut tries =
                 vec![(stranger, id, remote), (peer, unknown, remote), (stranger, unknown, 0)];
@@ -243,7 +243,7 @@ fn messages_that_do_not_name_a_connection_rightly_change_none() {
                 );
                 assert_eq!(subject.machine.sizes(), before, "{context}");
                 assert!(out.events.is_empty() && out.requests.is_empty(), "{context}");
-                // One answer at most, and to who sent it: nothing to be amplified or reflected.
+                // At most one answer, and only to the sender: no amplification or reflection.
                 assert!(
                     out.sent.len() <= 1 && out.sent.iter().all(|(to, _)| *to == from),
                     "{context}: {out:?}"
@@ -254,7 +254,7 @@ fn messages_that_do_not_name_a_connection_rightly_change_none() {
 }
 
 #[test]
-fn calls_that_do_not_fit_the_state_are_refused_and_change_nothing() {
+fn calls_in_wrong_state_fail_and_change_nothing() {
     for row in &ROWS {
         let mut subject = subject(row.end, row.state);
         let Subject { id, now, .. } = subject;
@@ -285,17 +285,17 @@ fn calls_that_do_not_fit_the_state_are_refused_and_change_nothing() {
 }
 
 #[test]
-fn id_that_is_dropped_tells_the_peer_and_is_forgotten_in_time() {
+fn dropped_id_notifies_peer_and_is_forgotten() {
     for row in &ROWS {
         let mut subject = subject(row.end, row.state);
         subject.machine.release(subject.now, subject.id);
         let out = Out::of(&mut subject.machine);
-        let told: &[&str] = match row.state {
+        let notified: &[&str] = match row.state {
             State::ReqSent | State::RepRcvd | State::ReqRcvd | State::RepSent => &["REJ"],
             State::Established => &["DREQ"],
             State::DreqSent | State::TimeWait | State::Refused | State::Withdrawn => &[],
         };
-        assert_eq!(out.kinds(), told, "{row:?}");
+        assert_eq!(out.kinds(), notified, "{row:?}");
         let mut steps = 0;
         while let Some(at) = subject.machine.deadline() {
             subject.machine.on_timer(at);
@@ -309,7 +309,7 @@ fn id_that_is_dropped_tells_the_peer_and_is_forgotten_in_time() {
 }
 
 #[test]
-fn requests_that_no_manager_sends_are_ignored_and_others_refused_with_the_reason() {
+fn malformed_requests_are_ignored_and_unacceptable_ones_rejected() {
     let Subject { request: Message::Req(request), .. } = subject(Active, State::ReqSent) else {
         panic!()
     };

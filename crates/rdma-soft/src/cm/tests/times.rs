@@ -1,23 +1,22 @@
-//! Repetitions, deadlines, and what is remembered for how long.
+//! Tests of retransmissions, deadlines and the lifetime of records.
 
 use std::collections::VecDeque;
 
 use rdma_provider::types::{AckTimeout, QpState, RejectReason};
 
-use super::super::limits::{HALF_OPEN, HALF_OPEN_OF_PEER, HURRIED_RETRIES, HURRIED_TIMEOUT};
+use super::super::limits::{MAX_HALF_OPEN, MAX_HALF_OPEN_PER_PEER, SCARCE_RETRIES, SCARCE_TIMEOUT};
 use super::super::machine::{
-    DISCONNECTS, FIRST_WAIT, LONGEST_WAIT, MAX_RETRIES, PEER_ACK_TIMEOUT, RESPONSE_TIMEOUT, backoff,
+    FIRST_WAIT, LONGEST_WAIT, MAX_DREQS, MAX_RETRIES, PEER_ACK_TIMEOUT, RESPONSE_TIMEOUT, backoff,
 };
 use super::super::message::{About, CmTimeout, Drep, Dreq, Mra, Req, Traffic};
 use super::*;
 
-/// Nanoseconds of a test's [`Duration`].
 fn nanoseconds(time: Duration) -> u64 {
     time.as_nanos().try_into().unwrap()
 }
 
 #[test]
-fn answer_and_goodbye_are_repeated_and_then_given_up() {
+fn rep_and_dreq_are_retransmitted_until_the_limit() {
     for what in ["REP", "DREQ"] {
         let mut pair = Pair::new();
         let (mut machine, id) = match what {
@@ -39,7 +38,7 @@ fn answer_and_goodbye_are_repeated_and_then_given_up() {
         let mut now = pair.now;
         let (times, wait): (_, &dyn Fn(u8) -> u64) = match what {
             "REP" => (MAX_RETRIES, &|_| RESPONSE_TIMEOUT.nanoseconds()),
-            _ => (DISCONNECTS - 1, &|repeated| backoff(id, repeated)),
+            _ => (MAX_DREQS - 1, &|repeated| backoff(id, repeated)),
         };
         for repeated in 0..times {
             now += wait(repeated);
@@ -66,7 +65,7 @@ fn answer_and_goodbye_are_repeated_and_then_given_up() {
 }
 
 #[test]
-fn waits_double_up_to_that_of_the_kernel_and_differ_between_connections() {
+fn retransmission_timeouts_double_and_differ_between_connections() {
     let mut first = Vec::new();
     for id in 1..=100 {
         for repeated in 0..=u8::MAX {
@@ -81,14 +80,13 @@ fn waits_double_up_to_that_of_the_kernel_and_differ_between_connections() {
     first.sort_unstable();
     first.dedup();
     assert_eq!(first.len(), 100);
-    // Spread over the quarter: no tenth of it is empty.
     let tenth = FIRST_WAIT.nanoseconds() / 40;
     assert!(first.windows(2).all(|pair| pair[1] - pair[0] < tenth), "{first:?}");
 }
 
 #[test]
-fn request_is_repeated_until_its_deadline_and_given_up_then() {
-    // The last is shorter than the first wait.
+fn req_is_retransmitted_until_its_deadline() {
+    // The last two timeouts are shorter than the first wait.
     for (patience, repetitions) in
         [(60_000, 14..=21), (15_000, 6..=8), (1_000, 1..=2), (100, 0..=0), (0, 0..=0)]
     {
@@ -126,12 +124,11 @@ fn request_is_repeated_until_its_deadline_and_given_up_then() {
 }
 
 #[test]
-fn program_that_takes_its_time_is_waited_for_as_long_as_its_manager_asks_and_the_deadline_allows() {
+fn mra_extends_the_wait_up_to_the_deadline() {
     let mut pair = Pair::new();
     pair.connect(0x100);
     let deadline = pair.now + nanoseconds(PATIENCE);
     pair.deliver_to_b();
-    // The first repetition is answered by a request for time.
     let mut asked = 0;
     while pair.a.deadline() != Some(deadline) {
         assert!(pair.next_deadline());
@@ -145,7 +142,6 @@ fn program_that_takes_its_time_is_waited_for_as_long_as_its_manager_asks_and_the
     assert!(Out::of(&mut pair.a).events.is_empty());
     pair.a.on_timer(deadline);
     assert_eq!(Out::of(&mut pair.a).names(), ["unreachable"]);
-    // How often is no reason to give up.
     let mut pair = Pair::new();
     let ours = pair.connect_within(0x100, Duration::from_secs(300));
     pair.deliver_to_b();
@@ -158,8 +154,8 @@ fn program_that_takes_its_time_is_waited_for_as_long_as_its_manager_asks_and_the
 }
 
 #[test]
-fn request_waits_as_long_as_the_kernel_asks_and_goes_on_after_that() {
-    // The kernel asks for 69 s.
+fn req_waits_for_service_timeout_and_is_retransmitted() {
+    // The kernel's MRA asks for 69 s.
     let mut pair = Pair::new();
     let ours = pair.connect_within(0x100, Duration::from_secs(100));
     let deadline = pair.now + 100_000_000_000;
@@ -176,7 +172,7 @@ fn request_waits_as_long_as_the_kernel_asks_and_goes_on_after_that() {
     assert!(pair.next_deadline());
     assert_eq!(Out::of(&mut pair.a).kinds(), ["REQ"]);
     assert_eq!(pair.a.deadline(), Some(pair.now + backoff(ours, 1)));
-    // One that asks for no time makes us no busier than once in a millisecond.
+    // An MRA without delay causes at most one retransmission per millisecond.
     pair.a.on_message(pair.now, B, Mad { transaction: 1, message: Message::Mra(mra(0)) }, psn);
     assert_eq!(pair.a.deadline(), Some(pair.now + CmTimeout(8).nanoseconds()));
     pair.a.on_message(pair.now, B, Mad { transaction: 1, message: Message::Mra(mra(31)) }, psn);
@@ -184,7 +180,7 @@ fn request_waits_as_long_as_the_kernel_asks_and_goes_on_after_that() {
 }
 
 #[test]
-fn request_carries_what_suits_the_peer() {
+fn req_carries_timeouts_for_the_peer() {
     let mut pair = Pair::new();
     let ours = pair.connect(0x100);
     let out = pair.deliver_to_b();
@@ -195,7 +191,6 @@ fn request_carries_what_suits_the_peer() {
     let theirs = pair.deliver_to_a().requests[0];
     pair.b.accept(pair.now, theirs, &params(0x200, b"")).unwrap();
     pair.deliver_to_a();
-    // The passive side takes it over, and the active one keeps its own.
     let timeout = |machine: &Machine, id| {
         machine.connection(id).unwrap().qp_attr(QpState::Rts).unwrap().timeout
     };
@@ -204,10 +199,10 @@ fn request_carries_what_suits_the_peer() {
 }
 
 #[test]
-fn five_hundred_at_once_are_all_served_by_a_slow_peer() {
-    // It takes 8 ms for a message, and loses what comes while 64 wait.
+fn slow_peer_accepts_500_simultaneous_requests() {
+    // The peer takes 8 ms per message and loses messages beyond a queue of 64.
     const COST: u64 = 8_000_000;
-    const ROOM: usize = 64;
+    const CAPACITY: usize = 64;
     let mut pair = Pair::new();
     pair.b.listen(LISTENER, address(2, PORT), 1_024);
     let start = pair.now;
@@ -223,7 +218,7 @@ fn five_hundred_at_once_are_all_served_by_a_slow_peer() {
             pair.a.establish(*id).unwrap();
         }
         for (_, mad) in out.sent.into_iter().chain(Out::of(&mut pair.a).sent) {
-            if waiting.len() < ROOM { waiting.push_back(mad) } else { lost += 1 }
+            if waiting.len() < CAPACITY { waiting.push_back(mad) } else { lost += 1 }
         }
         let timer = [pair.a.deadline(), pair.b.deadline()].into_iter().flatten().min();
         if timer.is_some_and(|at| waiting.is_empty() || at < free_at) {
@@ -248,7 +243,7 @@ fn five_hundred_at_once_are_all_served_by_a_slow_peer() {
 }
 
 #[test]
-fn rejection_that_is_lost_after_a_request_for_time_is_repeated() {
+fn rej_lost_after_mra_is_retransmitted() {
     let mut pair = Pair::new();
     pair.connect(0x100);
     pair.deliver_to_b();
@@ -258,7 +253,7 @@ fn rejection_that_is_lost_after_a_request_for_time_is_repeated() {
     assert_eq!(pair.deliver_to_a().kinds(), ["MRA"]);
     pair.b.reject(pair.now, theirs, b"").unwrap();
     pair.b.release(pair.now, theirs);
-    // Lost whenever the peer repeats its request, but for the last time.
+    // Lost after each retransmission of the REQ except the last.
     for _ in 0..3 {
         assert_eq!(Out::of(&mut pair.b).kinds(), ["REJ"]);
         assert!(pair.next_deadline());
@@ -270,7 +265,7 @@ fn rejection_that_is_lost_after_a_request_for_time_is_repeated() {
 }
 
 #[test]
-fn request_that_the_peer_gives_up_before_it_has_heard_of_us_is_found_by_its_number() {
+fn rej_without_local_id_withdraws_request_of_that_peer() {
     let mut pair = Pair::new();
     let ours = pair.connect(0x100);
     pair.deliver_to_b();
@@ -283,7 +278,6 @@ fn request_that_the_peer_gives_up_before_it_has_heard_of_us_is_found_by_its_numb
     pair.b.release(pair.now, theirs);
     assert!(Out::of(&mut pair.b).sent.is_empty());
     assert_eq!(pair.b.sizes(), [0; 4]);
-    // Nobody else's.
     let mut pair = Pair::new();
     let ours = pair.connect(0x100);
     pair.deliver_to_b();
@@ -295,14 +289,14 @@ fn request_that_the_peer_gives_up_before_it_has_heard_of_us_is_found_by_its_numb
 }
 
 #[test]
-fn requests_beyond_the_backlog_wait_at_their_peers() {
+fn requests_beyond_the_backlog_get_mra() {
     let mut pair = Pair::new();
     for qpn in 0..12 {
         pair.connect(0x100 + qpn);
     }
     pair.deliver_to_b();
     let out = pair.deliver_to_a();
-    // Nothing is remembered of the four beyond; they are put off.
+    // Nothing is stored for the four requests beyond the backlog.
     assert_eq!(out.kinds(), ["MRA"; 4]);
     let waiting = out.requests;
     assert_eq!((waiting.len(), pair.b.sizes()[0]), (8, 8));
@@ -314,7 +308,6 @@ fn requests_beyond_the_backlog_wait_at_their_peers() {
     pair.deliver_to_b();
     let later = Out::of(&mut pair.b);
     assert_eq!(later.requests.len(), 4);
-    // One that is taken back makes room, too.
     for &id in &waiting[4..] {
         pair.b.release(pair.now, id);
     }
@@ -328,8 +321,8 @@ fn requests_beyond_the_backlog_wait_at_their_peers() {
 }
 
 #[test]
-fn peers_that_come_and_go_fill_nothing() {
-    // A program that does not look: what was taken back counts until it does.
+fn withdrawn_and_rejected_requests_leave_state_bounded() {
+    // A program that does not poll: withdrawn requests count until it does.
     let mut pair = Pair::new();
     let mut requests = Vec::new();
     for qpn in 0..100 {
@@ -344,7 +337,7 @@ fn peers_that_come_and_go_fill_nothing() {
         pair.b.release(pair.now, id);
     }
     assert_eq!(pair.b.sizes(), [0; 4]);
-    // One that rejects as fast as they come: the last rejections are remembered, and for a while.
+    // A program that rejects at once: the latest rejections are kept for a limited time.
     for qpn in 0..3_000 {
         pair.connect(0x1000 + qpn);
         pair.deliver_to_b();
@@ -360,10 +353,10 @@ fn peers_that_come_and_go_fill_nothing() {
 }
 
 #[test]
-fn queue_pair_that_begins_anew_ends_what_it_was_part_of() {
+fn reused_remote_queue_pair_ends_stale_connection() {
     let mut pair = Pair::new();
     let (_, theirs) = pair.established(0x100);
-    // The peer has lost its memory, and not its address.
+    // The peer restarts with the same address.
     pair.a = Machine::new(A, 1, Mtu::Mtu4096, 42);
     let again = pair.connect(0x100);
     pair.deliver_to_b();
@@ -372,15 +365,14 @@ fn queue_pair_that_begins_anew_ends_what_it_was_part_of() {
     assert_eq!(state(&pair.b, theirs), Some(State::DreqSent));
     let out = pair.deliver_to_b();
     assert_eq!(out.names(), ["rejected"]);
-    assert!(
-        matches!(&out.events[0], (id, Event::Rejected(RejectReason::STALE_CONNECTION, _)) if *id == again)
-    );
-    assert_eq!(out.kinds(), ["DREP"], "of a connection that it has forgotten");
+    assert!(matches!(&out.events[0],
+            (id, Event::Rejected(RejectReason::STALE_CONNECTION, _)) if *id == again));
+    assert_eq!(out.kinds(), ["DREP"], "for a forgotten connection");
     assert_eq!(Out::of(&mut pair.b).names(), ["disconnected"]);
 }
 
 #[test]
-fn queue_pair_that_was_rejected_may_ask_anew_at_once() {
+fn rejected_queue_pair_may_send_new_req_at_once() {
     let mut pair = Pair::new();
     let first = pair.connect(0x100);
     let request = pair.deliver_to_b();
@@ -390,15 +382,15 @@ fn queue_pair_that_was_rejected_may_ask_anew_at_once() {
     assert_eq!(pair.deliver_to_a().kinds(), ["REJ"]);
     assert_eq!(state(&pair.a, first), None);
     assert_eq!(pair.deliver_to_b().names(), ["rejected"]);
-    // Nobody has accepted it, so there is no connection that could be stale.
+    // The request was not accepted, so there is no stale connection.
     pair.connect_within(0x100, Duration::from_secs(60));
     pair.deliver_to_b();
     let out = pair.deliver_to_a();
     assert_eq!((out.kinds().len(), out.requests.len()), (0, 1), "{out:?}");
-    // What is repeated of the first request gets the same answer as before, all the same.
+    // A retransmission of the first request still gets the same answer.
     pair.b.on_message(pair.now, A, request.sent[0].1.clone(), psn);
     assert_eq!(pair.deliver_to_a().kinds(), ["REJ"]);
-    // And when that is forgotten, the second is not.
+    // The second request remains when the record of the first is removed.
     while state(&pair.b, theirs).is_some() {
         assert!(pair.next_deadline());
         pair.deliver_to_b();
@@ -408,7 +400,7 @@ fn queue_pair_that_was_rejected_may_ask_anew_at_once() {
 }
 
 #[test]
-fn times_that_a_peer_asks_for_are_cut() {
+fn requested_timeouts_are_clamped() {
     for (asked, held) in [(31, 20), (0, 8), (15, 15)] {
         let mut pair = Pair::new();
         pair.connect(0x100);
@@ -424,8 +416,7 @@ fn times_that_a_peer_asks_for_are_cut() {
 }
 
 #[test]
-fn any_one_message_may_be_lost_or_repeated() {
-    // A handshake with its goodbye has six messages.
+fn each_message_may_be_lost_or_duplicated() {
     for fate in ["lost", "twice"] {
         for unlucky in 0..6 {
             let mut pair = Pair::new();
@@ -443,7 +434,6 @@ fn any_one_message_may_be_lost_or_repeated() {
                         seen.push(format!("{side} {}", name(event)));
                         match (side, event) {
                             ("a", Event::Response(_)) => pair.a.establish(*id).unwrap(),
-                            // Both ends are there.
                             ("b", Event::Established) => pair.a.disconnect(pair.now, ours).unwrap(),
                             _ => {}
                         }
@@ -492,13 +482,13 @@ fn any_one_message_may_be_lost_or_repeated() {
 }
 
 #[test]
-fn traffic_that_overtakes_the_confirmation_confirms_and_a_stray_packet_does_not() {
+fn traffic_before_rtu_confirms_and_stray_packets_do_not() {
     let mut pair = Pair::new();
     let ours = pair.connect(0x100);
     pair.deliver_to_b();
     let theirs = pair.deliver_to_a().requests[0];
     pair.b.on_traffic(theirs, Qpn(0x200));
-    assert_eq!(state(&pair.b, theirs), Some(State::ReqRcvd), "not before it was accepted");
+    assert_eq!(state(&pair.b, theirs), Some(State::ReqRcvd), "not accepted yet");
     pair.b.accept(pair.now, theirs, &params(0x200, b"")).unwrap();
     pair.b.on_traffic(theirs, Qpn(0x201));
     pair.b.on_traffic(theirs + 1, Qpn(0x200));
@@ -519,18 +509,22 @@ fn traffic_that_overtakes_the_confirmation_confirms_and_a_stray_packet_does_not(
 }
 
 #[test]
-fn one_peer_cannot_take_the_room_of_all() {
+fn one_peer_cannot_use_all_half_open_records() {
     let mut pair = Pair::new();
     pair.b.listen(LISTENER, address(2, PORT), 10_000);
     let beyond = 20;
-    for qpn in 0..HALF_OPEN_OF_PEER + beyond {
+    for qpn in 0..MAX_HALF_OPEN_PER_PEER + beyond {
         pair.connect(0x100 + qpn);
     }
     pair.deliver_to_b();
     let out = pair.deliver_to_a();
-    assert_eq!((out.requests.len() as u32, out.sent.len() as u32), (HALF_OPEN_OF_PEER, beyond));
-    assert!(out.kinds().iter().all(|kind| *kind == "MRA"), "they are put off");
-    // Accepting makes no room: whoever does not confirm would have a queue pair for each.
+    assert_eq!(
+        (out.requests.len() as u32, out.sent.len() as u32),
+        (MAX_HALF_OPEN_PER_PEER, beyond)
+    );
+    assert!(out.kinds().iter().all(|kind| *kind == "MRA"), "delayed by MRA");
+    // Accepting frees no record: otherwise unconfirmed requests could allocate queue pairs without
+    // limit.
     for (number, &id) in out.requests.iter().enumerate() {
         pair.b.accept(pair.now, id, &params(0x1_0000 + number as u32, b"")).unwrap();
     }
@@ -543,13 +537,11 @@ fn one_peer_cannot_take_the_room_of_all() {
     };
     give(&mut pair);
     assert!(Out::of(&mut pair.b).requests.is_empty());
-    // Another one has its own.
     let Message::Req(request) = &late[0].1.message else { panic!() };
     let other = Gid([0xc; 16]);
     let request = Message::Req(Box::new(Req { local_gid: other, ..(**request).clone() }));
     pair.b.on_message(pair.now, other, Mad { transaction: 1, message: request }, psn);
     assert_eq!(Out::of(&mut pair.b).requests.len(), 1);
-    // Confirming does.
     for (_, mad) in answers.sent {
         pair.a.on_message(pair.now, B, mad, psn);
     }
@@ -565,8 +557,8 @@ fn one_peer_cannot_take_the_room_of_all() {
 }
 
 #[test]
-fn requests_that_nobody_confirms_take_less_time_when_there_are_many() {
-    // Requests in the names of `count` others, who ask for as much patience as there is; all are accepted.
+fn unconfirmed_requests_expire_sooner_when_records_are_scarce() {
+    // Requests from `count` forged sources with the longest timeouts; all are accepted.
     let forge = |count: u32| {
         let mut pair = Pair::new();
         pair.b.listen(LISTENER, address(2, PORT), 10_000);
@@ -589,48 +581,46 @@ fn requests_that_nobody_confirms_take_less_time_when_there_are_many() {
     };
     let until_below_half = |mut pair: Pair| {
         let start = pair.now;
-        while pair.b.half_open.total() > HALF_OPEN / 2 {
+        while pair.b.half_open.total() > MAX_HALF_OPEN / 2 {
             assert!(pair.next_deadline());
             Out::of(&mut pair.b);
         }
         (pair.now - start, pair)
     };
-    let (took, mut pair) = until_below_half(forge(HALF_OPEN));
+    let (took, mut pair) = until_below_half(forge(MAX_HALF_OPEN));
     assert_eq!(
         took,
-        u64::from(HURRIED_RETRIES + 1) * HURRIED_TIMEOUT,
-        "all were accepted while there were many"
+        u64::from(SCARCE_RETRIES + 1) * SCARCE_TIMEOUT,
+        "all were accepted while records were scarce"
     );
-    // The rest is waited for as asked, and is gone in the end.
+    // The remaining ones keep the timeouts they asked for, and end.
     let rest = pair.b.half_open.total();
-    assert_eq!(rest, HALF_OPEN / 2);
+    assert_eq!(rest, MAX_HALF_OPEN / 2);
     while pair.next_deadline() {
         Out::of(&mut pair.b);
     }
     assert!(pair.now - 1_000 > 40_000_000_000, "{}", pair.now);
     assert_eq!((pair.b.half_open.total(), pair.b.sizes()), (0, [0; 4]));
-    // With few, patience is as asked.
-    let mut few = forge(HALF_OPEN / 2);
+    let mut few = forge(MAX_HALF_OPEN / 2);
     while few.now < 20_000_000_000 {
         assert!(few.next_deadline());
         Out::of(&mut few.b);
     }
-    assert_eq!(few.b.half_open.total(), HALF_OPEN / 2);
+    assert_eq!(few.b.half_open.total(), MAX_HALF_OPEN / 2);
 }
 
 #[test]
-fn answers_beyond_the_limit_are_as_good_as_lost() {
+fn answers_beyond_the_limit_are_dropped() {
     let mut pair = Pair::new();
     let stray = |number| Message::Drep(Drep { local_id: 1, remote_id: number });
-    let goodbye =
-        |number| Message::Dreq(Dreq { local_id: number, remote_id: 7, remote_qpn: Qpn(5) });
+    let dreq = |number| Message::Dreq(Dreq { local_id: number, remote_id: 7, remote_qpn: Qpn(5) });
     for number in 1..=if cfg!(debug_assertions) { 20_000 } else { 100_000 } {
         pair.b.on_message(pair.now, A, Mad { transaction: 1, message: stray(number) }, psn);
-        pair.b.on_message(pair.now, A, Mad { transaction: 1, message: goodbye(number) }, psn);
+        pair.b.on_message(pair.now, A, Mad { transaction: 1, message: dreq(number) }, psn);
     }
     let flood = Out::of(&mut pair.b).sent.len();
     assert!((1_000..10_000).contains(&flood), "{flood}");
-    // A request that comes meanwhile is taken; its answer is of the program, and is sent.
+    // A REQ that arrives meanwhile is processed. The program's REP is not limited.
     let ours = pair.connect(0x100);
     pair.deliver_to_b();
     let theirs = Out::of(&mut pair.b).requests[0];
@@ -638,12 +628,12 @@ fn answers_beyond_the_limit_are_as_good_as_lost() {
     assert_eq!(pair.deliver_to_a().kinds(), ["REP"]);
     assert_eq!(state(&pair.a, ours), Some(State::RepRcvd));
     pair.now += 1_000_000_000;
-    pair.b.on_message(pair.now, A, Mad { transaction: 1, message: goodbye(9) }, psn);
-    assert_eq!(Out::of(&mut pair.b).kinds(), ["DREP"], "after a pause they are sent again");
+    pair.b.on_message(pair.now, A, Mad { transaction: 1, message: dreq(9) }, psn);
+    assert_eq!(Out::of(&mut pair.b).kinds(), ["DREP"], "the limit recovers after a pause");
 }
 
 #[test]
-fn packets_are_as_long_as_the_route_of_the_request_allows() {
+fn path_mtu_follows_the_req() {
     let (small, large) = (Mtu::Mtu1024, Mtu::Mtu4096);
     for (port, asked, refused) in
         [(large, small, false), (small, small, false), (small, large, true)]
@@ -679,7 +669,7 @@ fn packets_are_as_long_as_the_route_of_the_request_allows() {
 }
 
 #[test]
-fn packets_of_the_passive_side_are_marked_as_those_of_the_active_one() {
+fn passive_side_uses_traffic_fields_of_the_req() {
     let mut pair = Pair::new();
     pair.connect(0x100);
     let mut mad = Out::of(&mut pair.a).sent.remove(0).1;
@@ -704,7 +694,7 @@ fn packets_of_the_passive_side_are_marked_as_those_of_the_active_one() {
 }
 
 #[test]
-fn answer_that_is_repeated_counts_among_those_that_a_peer_gets() {
+fn retransmitted_rep_counts_towards_the_answer_limit() {
     let mut pair = Pair::new();
     pair.connect(0x100);
     pair.deliver_to_b();
@@ -714,20 +704,20 @@ fn answer_that_is_repeated_counts_among_those_that_a_peer_gets() {
     let now = pair.b.deadline().unwrap();
     while pair.b.answers.take(now, A) {}
     pair.b.on_timer(now);
-    assert!(Out::of(&mut pair.b).sent.is_empty(), "as if it was lost");
+    assert!(Out::of(&mut pair.b).sent.is_empty(), "the retransmission counts");
     let later = pair.b.deadline().unwrap();
     pair.b.on_timer(later);
     assert_eq!(Out::of(&mut pair.b).kinds(), ["REP"]);
 }
 
-/// A peer sees the numbers of its own connections, and may not learn those of others from them.
+/// Checks that a peer cannot derive ids from its own connections' ids.
 #[test]
-fn numbers_of_connections_do_not_tell_the_next_one() {
+fn connection_ids_do_not_predict_the_next_one() {
     let mut pair = Pair::new();
     let seen: Vec<CommId> = (0..1_000).map(|number| pair.connect(0x100 + number)).collect();
     let next = pair.connect(0x900);
     let last = seen[seen.len() - 1];
-    // A counter behind a mask: the change from one number to the next is that of a counter.
+    // With a masked counter, consecutive ids would differ as a counter does.
     let mut guesses: Vec<CommId> = (1..=32).map(|bits| last ^ (u32::MAX >> (32 - bits))).collect();
     guesses.extend(
         (1..1_000).flat_map(|near| [last.wrapping_add(near), last.wrapping_sub(near), last ^ near]),
@@ -742,10 +732,10 @@ fn numbers_of_connections_do_not_tell_the_next_one() {
     assert!(!guesses.contains(&next), "found with {} guesses of 2^32", guesses.len());
     for bit in 0..32 {
         let changes = seen.windows(2).filter(|two| (two[0] ^ two[1]) >> bit & 1 == 1).count();
-        // Half of 999, with six standard deviations of 15.8.
+        // Half of 999, plus or minus six standard deviations of 15.8.
         assert!((405..=594).contains(&changes), "bit {bit} changes {changes} times");
     }
-    // Nor do the numbers of transactions, which are beside them, begin with the seed.
+    // Transaction ids do not start with the seed, either.
     let transactions: Vec<u64> =
         Out::of(&mut pair.a).sent.iter().map(|(_, mad)| mad.transaction).collect();
     assert!(

@@ -1,4 +1,4 @@
-//! How a queue pair changes its state.
+//! State transitions of a queue pair.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
@@ -10,12 +10,11 @@ use super::{QpInner, ReceiveSide, ReceiverHalf, SendSide, Sender};
 use crate::device::PORT;
 use crate::device::deferred::Deferred;
 
-/// Retry counters have three bits.
+/// Maximum of the three-bit retry counters.
 const MAX_RETRY: u8 = 7;
 
-/// The state that the two halves make together.
 pub(super) fn state_of(sender: &Sender, receiver: &ReceiverHalf) -> QpState {
-    // The other half follows as soon as no lock is in the way.
+    // A deferred action moves the requester half.
     if receiver.machine.state() == QpState::Err { QpState::Err } else { sender.machine.state() }
 }
 
@@ -35,7 +34,7 @@ impl QpInner {
             return Err(invalid);
         }
         if let Err(error) = check_transition(self.transport, from, to, attr.mask()) {
-            tracing::debug!(qpn = %self.qpn, %error, "modification refused");
+            tracing::debug!(qpn = %self.qpn, %error, "refused modification of queue pair");
             return Err(invalid);
         }
         if !self.values_are_valid(attr) {
@@ -65,13 +64,13 @@ impl QpInner {
             sender.machine.reset_retries();
         }
         if from != to {
-            tracing::debug!(qpn = %self.qpn, ?from, ?to, "queue pair changes state");
+            tracing::debug!(qpn = %self.qpn, ?from, ?to, "queue pair changed state");
             sender.notify_drained = to == QpState::Sqd && attr.notify_drained == Some(true);
             receiver.machine.set_state(to, &mut ReceiveSide { qp: self, deferred });
             sender.machine.set_state(to, &mut SendSide { qp: self, deferred });
         }
         drop(receiver_guard);
-        // Work that waited in SQD starts; an empty queue has drained.
+        // Starts work queued in SQD, or reports that an empty queue has drained.
         self.pump(sender, deferred);
         Ok(())
     }
@@ -88,7 +87,6 @@ impl QpInner {
             && attr.max_dest_rd_atomic.is_none_or(|count| count <= limits.max_qp_rd_atom)
     }
 
-    /// Passes the attributes on to the machines.
     fn apply(self: &Arc<Self>, sender: &mut Sender, receiver: &mut ReceiverHalf) {
         let attr = &sender.attr;
         let send = &mut sender.machine.config;
@@ -97,11 +95,11 @@ impl QpInner {
             (send.dest, receive.peer) = (qpn, qpn);
             sender.peer_at.qpn = qpn;
         }
-        let mut turns = false;
-        // Each work request of an initiator of dynamic connections has its own.
+        let mut new_path = false;
+        // Each work request of a DC initiator has its own address.
         if let Some(address) = attr.address.filter(|_| self.transport != Transport::Dci) {
             receive.peer_gid = address.dgid;
-            turns = sender.place.is_none() || sender.peer_at.gid != address.dgid;
+            new_path = sender.window_slot.is_none() || sender.peer_at.gid != address.dgid;
             sender.peer_at.gid = address.dgid;
         }
         sender.peer = None;
@@ -118,21 +116,21 @@ impl QpInner {
         receive.access = attr.access.unwrap_or(receive.access);
         receive.min_rnr_timer = attr.min_rnr_timer.unwrap_or(receive.min_rnr_timer);
         receive.max_dest_rd_atomic = attr.max_dest_rd_atomic.unwrap_or(receive.max_dest_rd_atomic);
-        if turns && self.transport == Transport::Rc {
-            sender.take_way(self, sender.peer_at.gid);
+        if new_path && self.transport == Transport::Rc {
+            sender.join_path(self, sender.peer_at.gid);
         }
     }
 
-    /// Empties everything; the queue pair is as just created.
     pub(super) fn reset(
         self: &Arc<Self>,
         sender: &mut Sender,
         receiver: &mut ReceiverHalf,
         deferred: &Deferred,
     ) {
-        tracing::debug!(qpn = %self.qpn, "queue pair is reset");
+        tracing::debug!(qpn = %self.qpn, "reset queue pair");
         self.generation.fetch_add(1, Ordering::Relaxed);
-        // Who has a completion may end its queue pair, and the peer's send has arrived all the same.
+        // The program may reset as soon as it has a completion, but the request was executed: its
+        // acknowledgement still goes to the peer.
         if receiver.machine.has_replies() {
             self.reply(receiver, deferred);
         }
@@ -143,7 +141,7 @@ impl QpInner {
         sender.machine.set_state(QpState::Reset, &mut SendSide { qp: self, deferred });
         receiver.machine.set_state(QpState::Reset, &mut ReceiveSide { qp: self, deferred });
         sender.attr = QpAttr::default();
-        sender.place = None;
+        sender.window_slot = None;
         sender.peer = None;
         sender.target = Weak::new();
         sender.failed = false;
@@ -154,7 +152,7 @@ impl QpInner {
         self.polled.recv.store(0, Ordering::Release);
     }
 
-    /// Gives back the slot of a shared receive whose message did not end.
+    /// Frees the slot of a shared receive whose message is incomplete.
     fn return_shared(&self, receiver: &ReceiverHalf) {
         if let Some(srq) = self.srq.as_ref().filter(|_| receiver.machine.holds_receive()) {
             srq.release();
@@ -162,7 +160,6 @@ impl QpInner {
     }
 }
 
-/// Takes over what is given.
 fn merge(into: &mut QpAttr, given: &QpAttr) {
     macro_rules! take {
         ($($field:ident)*) => {

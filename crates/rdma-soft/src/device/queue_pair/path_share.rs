@@ -1,4 +1,7 @@
-//! How a requester shares the way to its peer with others, over UDP.
+//! A requester's part of the window of a UDP path.
+//!
+//! All queue pairs of a device that send to one peer share a
+//! [`PeerLink`](crate::net::udp::PeerLink).
 
 use std::sync::{Arc, Weak};
 
@@ -8,57 +11,57 @@ use super::{QpInner, Sender};
 use crate::roce::requester::{Destination, Flow};
 
 impl Sender {
-    /// Who sends to `peer` from now on shares the way with others, over UDP.
-    pub(crate) fn take_way(&mut self, qp: &Arc<QpInner>, peer: Gid) {
+    /// Takes a slot in the window of the path to `peer`.
+    pub(crate) fn join_path(&mut self, qp: &Arc<QpInner>, peer: Gid) {
         let device = qp.device();
         let link =
             device.endpoint().map(|endpoint| endpoint.link_to(peer, &device.network.scheduler));
-        self.place = link.map(|link| link.place(Arc::downgrade(qp)));
-        if self.place.is_some() {
-            self.machine.config.flow = Flow::of(1);
+        self.window_slot = link.map(|link| link.slot(Arc::downgrade(qp)));
+        if self.window_slot.is_some() {
+            self.machine.config.flow = Flow::with_window(1);
         }
     }
 
-    /// An initiator of dynamic connections, of whom nothing is underway, turns to `to`, over a network.
-    pub(crate) fn turn_to(&mut self, qp: &Arc<QpInner>, to: Destination) {
-        if self.peer_at.gid != to.gid || self.place.is_none() {
-            self.rest();
-            self.take_way(qp, to.gid);
+    /// Switches a DC initiator with nothing in flight to another destination and path.
+    pub(crate) fn switch_destination(&mut self, qp: &Arc<QpInner>, to: Destination) {
+        if self.peer_at.gid != to.gid || self.window_slot.is_none() {
+            self.update_window();
+            self.join_path(qp, to.gid);
         }
-        self.follow(to);
+        self.set_destination(to);
     }
 
-    /// An initiator of dynamic connections sends to `to`.
-    pub(crate) fn follow(&mut self, to: Destination) {
+    pub(crate) fn set_destination(&mut self, to: Destination) {
         if (self.peer_at.gid, self.peer_at.qpn) != (to.gid, to.qpn) {
             self.target = Weak::new();
         }
         self.peer_at = to;
     }
 
-    /// True if it may send now, at most its share; false if it waits for its turn, and comes again then.
-    pub(crate) fn may_go(&mut self) -> bool {
-        let Self { machine, place: Some(place), .. } = self else { return true };
-        let flow = place.go(machine.asks(), machine.is_answered(), machine.config.mtu);
-        machine.pause(flow.is_none());
+    /// Requests the window and sets the quota. Returns false if the request is queued;
+    /// `Job::Admitted` resumes it.
+    pub(crate) fn acquire_window(&mut self) -> bool {
+        let Self { machine, window_slot: Some(slot), .. } = self else { return true };
+        let flow =
+            slot.request(machine.window_request(), machine.all_acknowledged(), machine.config.mtu);
+        machine.set_awaiting_window(flow.is_none());
         let Some(flow) = flow else { return false };
-        // One that nobody answers tries with little.
-        machine.config.flow = if machine.is_silent() { Flow::of(1) } else { flow };
+        // One packet probes a silent peer.
+        machine.config.flow = if machine.has_timed_out() { Flow::with_window(1) } else { flow };
         true
     }
 
-    /// After something was sent, acknowledged, or given up: leaves the way to others if nothing is on it.
-    pub(crate) fn rest(&mut self) {
-        let Self { machine, place: Some(place), .. } = self else { return };
-        match machine.underway() {
-            0 => place.rest(machine.is_answered()),
-            packets => place.tell(packets, machine.counters.packets, machine.config.mtu),
+    /// Reports the packets in flight to the path; with none, releases the window.
+    pub(crate) fn update_window(&mut self) {
+        let Self { machine, window_slot: Some(slot), .. } = self else { return };
+        match machine.in_flight() {
+            0 => slot.release(machine.all_acknowledged()),
+            packets => slot.update(packets, machine.counters.packets, machine.config.mtu),
         }
     }
 
-    /// True if it takes part in the use of the way to the peer.
     #[cfg(test)]
-    pub(crate) fn is_on_the_way(&self) -> bool {
-        self.place.as_ref().is_some_and(|place| place.is_on())
+    pub(crate) fn holds_window(&self) -> bool {
+        self.window_slot.as_ref().is_some_and(|slot| slot.is_admitted())
     }
 }

@@ -1,25 +1,24 @@
-//! Packets that leave with one system call.
+//! Packets sent by one system call.
 
 use std::net::SocketAddr;
 use std::ops::Range;
 
-use super::peer_link::{PACKETS, TO_PEER};
+use super::peer_link::{MAX_PACKETS, WINDOW};
 use crate::roce::icrc::Header;
 
-/// Bytes of a message: what the kernel takes as one, less headers.
+/// Maximum bytes of a message, less headers.
 const MESSAGE: usize = 65_000;
-/// Headers and check of a packet, at most.
+/// Maximum headers and ICRC of a packet.
 const HEADERS: usize = 64;
-/// The longest packet that is added, of the largest MTU.
-const LONGEST: usize = 4096 + HEADERS;
-/// Bytes of a batch: what a queue pair may have underway, and room for a packet that may be the longest.
-const ROOM: usize = TO_PEER as usize + PACKETS as usize * HEADERS + LONGEST;
-/// Messages of a batch.
+const MAX_PACKET: usize = 4096 + HEADERS;
+/// A full window and one packet.
+const CAPACITY: usize = WINDOW as usize + MAX_PACKETS as usize * HEADERS + MAX_PACKET;
+/// Maximum messages.
 pub(super) const GROUPS: usize = 16;
-/// Datagrams that the kernel makes of one message (`UDP_MAX_SEGMENTS`).
+/// Maximum datagrams of a message (`UDP_MAX_SEGMENTS`).
 const SEGMENTS: u16 = 64;
 
-/// Datagrams to one address that the kernel gets as one message, to be cut: all of one length but a shorter last one.
+/// A message that the kernel segments; its last datagram may be shorter.
 #[derive(Debug)]
 pub(super) struct Group {
     pub(super) to: SocketAddr,
@@ -28,7 +27,6 @@ pub(super) struct Group {
     pub(super) count: u16,
 }
 
-/// See the module.
 #[derive(Debug)]
 pub(super) struct Batch {
     bytes: Vec<u8>,
@@ -37,12 +35,11 @@ pub(super) struct Batch {
 
 impl Batch {
     pub(super) fn new() -> Self {
-        Self { bytes: Vec::with_capacity(ROOM), groups: Vec::with_capacity(GROUPS) }
+        Self { bytes: Vec::with_capacity(CAPACITY), groups: Vec::with_capacity(GROUPS) }
     }
 
-    /// True if it takes another packet.
-    pub(super) fn has_room(&self) -> bool {
-        self.groups.len() < GROUPS && self.bytes.len() + LONGEST <= ROOM
+    pub(super) fn has_capacity(&self) -> bool {
+        self.groups.len() < GROUPS && self.bytes.len() + MAX_PACKET <= CAPACITY
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -58,7 +55,6 @@ impl Batch {
         &self.groups
     }
 
-    /// Packets.
     pub(super) fn len(&self) -> u64 {
         self.groups.iter().map(|group| u64::from(group.count)).sum()
     }
@@ -67,7 +63,7 @@ impl Batch {
         &self.bytes[group.bytes.clone()]
     }
 
-    /// Adds a packet with its check, by itself.
+    /// Adds a complete packet as its own message.
     pub(super) fn push_sealed(&mut self, image: &[u8], to: SocketAddr) {
         let start = self.bytes.len();
         self.bytes.extend_from_slice(image);
@@ -79,7 +75,7 @@ impl Batch {
         });
     }
 
-    /// Adds a packet that `write` appends, without its check; `join`: the kernel may be asked to cut messages.
+    /// Adds a packet without ICRC; `join`: several may form a message.
     pub(super) fn push(
         &mut self,
         header: &Header,
@@ -90,7 +86,7 @@ impl Batch {
         let start = self.bytes.len();
         write(&mut self.bytes);
         let length = self.bytes.len() - start + crate::roce::icrc::CHECK;
-        // Of its group every packet is as long as the first; a shorter one ends it.
+        // A shorter packet ends a group.
         let open = |group: &Group| {
             let full = group.bytes.len() == group.segment * usize::from(group.count);
             let fits = group.count < SEGMENTS && group.bytes.len() + length <= MESSAGE;
@@ -116,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn equal_lengths_share_a_message() {
+    fn packets_of_equal_length_are_joined_into_one_message() {
         let header = Header {
             source: [127, 0, 0, 1].into(),
             source_port: 1,

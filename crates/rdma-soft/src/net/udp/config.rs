@@ -4,16 +4,18 @@ use std::net::IpAddr;
 
 use crate::UdpError;
 
-/// Configuration of a [`Network`](crate::Network) that speaks RoCE v2 over UDP.
+/// The configuration of a [`Network`](crate::Network) over UDP.
 ///
-/// Each device has one address of this host and a socket of its own. By default only loopback addresses are
-/// accepted, because any peer that reaches the socket can talk to its queue pairs: RoCE v2 has no encryption and no
-/// authentication.
+/// Each device has an address of this host and a socket. By default only loopback is accepted: RoCE
+/// v2 has no encryption or authentication, so any peer that reaches the socket can access queue
+/// pairs.
 ///
 /// ```
 /// use rdma_soft::UdpConfig;
 ///
-/// let config = UdpConfig::new().device("left", "127.0.0.2".parse()?).device("right", "127.0.0.3".parse()?);
+/// let config = UdpConfig::new()
+///     .device("left", "127.0.0.2".parse()?)
+///     .device("right", "127.0.0.3".parse()?);
 /// # Ok::<(), std::net::AddrParseError>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -28,7 +30,8 @@ impl UdpConfig {
     /// UDP port of RoCE v2.
     pub const PORT: u16 = 4791;
 
-    /// Creates a configuration without devices: [`PORT`](Self::PORT), loopback only, all peers allowed.
+    /// Creates a configuration for loopback on [`PORT`](Self::PORT), without devices or peer
+    /// filter.
     #[must_use]
     pub const fn new() -> Self {
         Self { devices: Vec::new(), port: Self::PORT, exposed: false, peers: Vec::new() }
@@ -47,40 +50,36 @@ impl UdpConfig {
         self
     }
 
-    /// Sets a port other than [`PORT`](Self::PORT). Devices reach each other only on the same port; kernels and NICs support
-    /// only the default.
+    /// Sets the port. Kernels and NICs require [`PORT`](Self::PORT), and all devices an equal one.
     #[must_use]
     pub const fn port(mut self, port: u16) -> Self {
         self.port = port;
         self
     }
 
-    /// Allows devices at addresses that other hosts can reach.
+    /// Allows addresses that other hosts can reach.
     #[must_use]
     pub const fn expose(mut self) -> Self {
         self.exposed = true;
         self
     }
 
-    /// Allows peers whose address begins with the first `prefix` bits of `address`. Once called, packets of peers that no call
-    /// allows are dropped unread.
+    /// Allows peers whose address begins with `prefix` bits of `address`, and drops packets of all
+    /// others.
     #[must_use]
     pub fn allow(mut self, address: IpAddr, prefix: u8) -> Self {
         self.peers.push((address.to_canonical(), prefix));
         self
     }
 
-    /// Returns the length of a prefix that covers one address.
     pub(crate) const fn whole(address: IpAddr) -> u8 {
         bits(address)
     }
 
-    /// Iterates over the name and address of each device.
     pub(crate) fn devices(&self) -> impl Iterator<Item = (&str, IpAddr)> {
         self.devices.iter().map(|(name, address)| (name.as_str(), *address))
     }
 
-    /// Validates the configuration before any system call.
     pub(crate) fn check(&self) -> Result<(), UdpError> {
         if self.devices.is_empty() {
             return Err(UdpError::NoDevice);
@@ -106,7 +105,6 @@ impl UdpConfig {
         }
     }
 
-    /// Returns true if packets of `peer` are accepted.
     pub(super) fn allows(&self, peer: IpAddr) -> bool {
         self.peers.is_empty()
             || self.peers.iter().any(|&(address, prefix)| begins_with(peer, address, prefix))
@@ -123,7 +121,6 @@ const fn bits(address: IpAddr) -> u8 {
     if address.is_ipv4() { 32 } else { 128 }
 }
 
-/// True if the first `prefix` bits are those of `of`.
 fn begins_with(address: IpAddr, of: IpAddr, prefix: u8) -> bool {
     let number = |address: IpAddr| match address {
         IpAddr::V4(v4) => u128::from(v4.to_bits()) << 96,
@@ -143,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_work_is_refused() {
+    fn invalid_configurations_are_refused() {
         let config = UdpConfig::new;
         assert_eq!(config().check(), Err(UdpError::NoDevice));
         assert_eq!(config().address(ip("::1")).check(), Ok(()));
@@ -178,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn peers_are_those_of_the_prefixes() {
+    fn peers_are_filtered_by_prefix() {
         let all = UdpConfig::new();
         assert!(all.allows(ip("192.0.2.1")) && all.allows(ip("fd00::1")));
         let some = UdpConfig::new().allow(ip("10.1.0.0"), 16).allow(ip("fd00::1"), 128);

@@ -1,4 +1,4 @@
-//! A device's place on the network: its socket, the thread that receives there, what it counts.
+//! The socket of a device, its receiving thread and its counters.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -29,56 +29,51 @@ use rdma_provider::types::{Gid, Mtu};
 
 use super::batch::Batch;
 use super::config::UdpConfig;
-use super::duty::Duty;
+use super::inbox_lock::InboxLock;
 use super::pace::Pace;
 use super::peer_link::PeerLink;
 use super::socket::{Inbox, Socket};
 use crate::roce::icrc::{CHECK, Header};
 
-/// Bytes of a packet of RoCE v2 besides its payload, IPv6 header and all extensions included: what SoftRoCE leaves too.
+/// Maximum bytes besides the payload: IPv6 header and all extensions, as in SoftRoCE.
 const OVERHEAD: usize = 80;
-/// What every route takes, were nothing known of it.
+/// MTU assumed if the interface's is unknown.
 const SMALLEST_ROUTE: usize = 1280;
-/// Batches kept for the next to send.
+/// Maximum batches kept for reuse.
 const SPARE: usize = 8;
-/// How long nothing is received after the kernel refused to: it may be out of memory.
-const PAUSE: Duration = Duration::from_millis(10);
-/// Pauses in which a port that is taken may become free.
-const LEAVING: u32 = 10;
-/// Times that somebody who waits empties its inbox before it leaves the rest to the thread: what one has to wait for is little,
-/// and a runtime's thread is not for more.
+/// Delay before a retry; the kernel may be out of memory.
+const RETRY_DELAY: Duration = Duration::from_millis(10);
+const BIND_RETRIES: u32 = 10;
+/// Maximum receives of a caller before the thread takes over: runtime threads have other work.
 const ROUNDS: u32 = 4;
 
-/// See the module.
 pub(crate) struct Endpoint {
     socket: Socket,
     /// Dropped after the socket.
-    _held: Held,
+    _bound_port: BoundPort,
     config: Arc<UdpConfig>,
-    /// Who it is for, while somebody has it open.
+    /// Receiver of packets, while open.
     device: RwLock<Weak<DeviceInner>>,
     spare: Mutex<Vec<Batch>>,
-    /// Ways to peers, as long as a queue pair has one.
     links: Mutex<HashMap<Gid, Weak<PeerLink>>>,
     pace: Pace,
-    /// The kernel cuts messages into datagrams.
+    /// The kernel segments messages.
     cuts: AtomicBool,
     closed: AtomicBool,
-    duty: Duty,
+    inbox: InboxLock,
     thread: Mutex<Option<JoinHandle<()>>>,
     counters: Counters,
 }
 
-/// Packets, by what became of them.
 #[derive(Debug, Default)]
 struct Counters {
     sent: AtomicU64,
-    /// The kernel did not take them.
+    /// Refused by the kernel.
     lost: AtomicU64,
     received: AtomicU64,
-    /// Their check does not hold.
+    /// Wrong ICRC.
     rejected: AtomicU64,
-    /// From who is not to be listened to, for nobody, or of a kind that is not spoken.
+    /// Disallowed source, unknown destination or unsupported kind.
     unwanted: AtomicU64,
 }
 
@@ -93,11 +88,11 @@ impl fmt::Debug for Endpoint {
 }
 
 impl Endpoint {
-    /// Binds the socket of `address` and begins to receive; `patient`: after waiting a little for the port, if it is taken.
+    /// Binds `address` and starts to receive; `wait_for_port`: retries while in use.
     pub(crate) fn open(
         config: &Arc<UdpConfig>,
         address: IpAddr,
-        patient: bool,
+        wait_for_port: bool,
     ) -> Result<Arc<Self>, UdpError> {
         let system = |verb, error: &io::Error| UdpError::System {
             address,
@@ -105,10 +100,10 @@ impl Endpoint {
         };
         let port = config.port;
         let local = SocketAddr::new(address, port);
-        let bound = if patient { bind(local) } else { Socket::bind(local) };
+        let bound = if wait_for_port { bind(local) } else { Socket::bind(local) };
         let socket = bound.map_err(|error| match error.kind() {
             io::ErrorKind::AddrInUse => {
-                let device = Held::device_at(local);
+                let device = BoundPort::device_at(local);
                 UdpError::PortTaken {
                     address,
                     port,
@@ -123,7 +118,7 @@ impl Endpoint {
         let name = config.devices().find(|&(_, of)| of == address).map_or("", |(name, _)| name);
         let endpoint = Arc::new(Self {
             socket,
-            _held: Held::new(local, name),
+            _bound_port: BoundPort::new(local, name),
             config: Arc::clone(config),
             device: RwLock::default(),
             spare: Mutex::default(),
@@ -131,7 +126,7 @@ impl Endpoint {
             pace: Pace::default(),
             cuts: AtomicBool::new(true),
             closed: AtomicBool::new(false),
-            duty: Duty::new(),
+            inbox: InboxLock::new(),
             thread: Mutex::default(),
             counters: Counters::default(),
         });
@@ -144,26 +139,24 @@ impl Endpoint {
         Ok(endpoint)
     }
 
-    /// From now on packets are for `device`.
     pub(crate) fn attach(&self, device: &Arc<DeviceInner>) {
         *self.device.write() = Arc::downgrade(device);
     }
 
-    /// Stops receiving and gives the port back.
+    /// Stops receiving and releases the port.
     pub(crate) fn close(&self) {
         self.closed.store(true, Ordering::Release);
         self.socket.close();
         let thread = self.thread.lock().take();
-        // The receiving thread itself may have dropped the last of the network.
+        // The receiving thread itself may drop the last handle.
         if let Some(thread) = thread.filter(|handle| handle.thread().id() != thread::current().id())
         {
             thread.thread().unpark();
-            // How it ended it has said itself.
+            // A panic was already logged.
             let _ = thread.join();
         }
     }
 
-    /// The way to `peer`, the same for all who ask.
     pub(crate) fn link_to(&self, peer: Gid, scheduler: &Arc<Scheduler>) -> Arc<PeerLink> {
         let mut links = self.links.lock();
         if let Some(link) = links.get(&peer).and_then(Weak::upgrade) {
@@ -177,35 +170,32 @@ impl Endpoint {
         link
     }
 
-    /// Of packets that nobody acknowledges.
     pub(crate) const fn pace(&self) -> &Pace {
         &self.pace
     }
 
-    /// Its socket holds what Linux gives by default (`net.core.rmem_max` 212992).
+    /// Limits the receive buffer to Linux's default (`net.core.rmem_max` 212992).
     #[cfg(test)]
     pub(crate) fn limit_receive_buffer(&self) {
         self.socket.limit_receive_buffer(212_992).unwrap();
     }
 
-    /// Path MTU of the route to `peer`; fails if there is none.
     pub(crate) fn path_mtu(&self, peer: Gid) -> Result<Mtu, VerbError> {
         let peer = SocketAddr::new(peer.to_ip(), self.config.port);
         let route = self.socket.route_mtu(peer);
         let errno = |error: io::Error| {
             VerbError::new("connect", error.raw_os_error().unwrap_or(VerbError::EIO))
         };
-        // A peer on this host is reached over the loopback interface, and takes what its own takes.
+        // A peer on this host is reached over loopback, but accepts only its own interface's MTU.
         let own = mtu_at(peer.ip()).unwrap_or(usize::MAX);
         route.map(|route| fitting(route.min(own))).map_err(errno)
     }
 
-    /// The MTU of packets that pass everywhere that the address of this device leads: its own interface's.
+    /// Returns the MTU of this device's interface.
     pub(crate) fn own_mtu(&self) -> Mtu {
         fitting(mtu_at(self.socket.local().ip()).unwrap_or(SMALLEST_ROUTE))
     }
 
-    /// Room for packets to be sent together.
     pub(super) fn batch(&self) -> Batch {
         self.spare.lock().pop().unwrap_or_else(Batch::new)
     }
@@ -218,26 +208,26 @@ impl Endpoint {
         }
     }
 
-    /// Adds a packet to `batch`; `write` appends all but the check.
+    /// Adds a packet; `write` appends all but the ICRC.
     pub(super) fn push(&self, batch: &mut Batch, to: Gid, write: impl FnOnce(&mut Vec<u8>)) {
         let (header, address) = self.header_to(to);
         batch.push(&header, address, self.cuts.load(Ordering::Relaxed), write);
     }
 
-    /// Appends the check of a packet that leaves alone.
+    /// Appends the ICRC of a single packet.
     pub(crate) fn seal(&self, image: &mut Vec<u8>, to: Gid) {
         let check = self.header_to(to).0.check(image, 0);
         image.extend_from_slice(&check.to_le_bytes());
     }
 
-    /// True if the check of a packet to `to` holds, or may, see [`Header::verify`].
+    /// Returns true if the ICRC may be correct, see [`Header::verify`].
     #[cfg(test)]
     pub(crate) fn may_hold(&self, image: &[u8], to: Gid) -> bool {
         let Some((covered, check)) = image.split_last_chunk::<CHECK>() else { return false };
         self.header_to(to).0.verify(covered, u32::from_le_bytes(*check))
     }
 
-    /// Sends a packet that has its check, or the wrong one.
+    /// Sends a packet with its ICRC, right or wrong.
     pub(crate) fn send_sealed(&self, image: &[u8], to: Gid) {
         let mut batch = self.batch();
         batch.push_sealed(image, self.header_to(to).1);
@@ -245,7 +235,6 @@ impl Endpoint {
         self.keep(batch);
     }
 
-    /// Adds what it has counted.
     pub(crate) fn count_into(&self, counters: &mut LinkCounters) {
         let Counters { sent, lost, received, rejected, unwanted } = &self.counters;
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -268,7 +257,7 @@ impl Endpoint {
         (header, SocketAddr::new(destination, self.config.port))
     }
 
-    /// Sends what is in `batch`. What the kernel refuses is lost, as on any network.
+    /// Sends `batch`; refused packets are lost, as on any network.
     pub(super) fn send(&self, batch: &mut Batch) {
         if batch.is_empty() {
             return;
@@ -276,53 +265,61 @@ impl Endpoint {
         add(&self.counters.sent, batch.len());
         if let Err((lost, error)) = self.socket.send(batch) {
             add(&self.counters.lost, lost);
-            // Without checksums by the interface the kernel cannot cut (EIO): from now on each packet goes alone.
+            // Without checksum offload the kernel cannot segment (EIO): send single packets from
+            // now on.
             if error.raw_os_error() == Some(VerbError::EIO)
                 && self.cuts.swap(false, Ordering::Relaxed)
             {
-                tracing::warn!(endpoint = ?self, "the interface does not segment; packets are sent one by one");
+                tracing::warn!(
+                    endpoint = ?self,
+                    "failed to send segmented messages; sending packets one by one from now on"
+                );
             }
-            tracing::debug!(endpoint = ?self, %error, lost, "packets not sent");
+            tracing::debug!(endpoint = ?self, %error, lost, "failed to send packets; dropped them");
         }
         batch.clear();
     }
 
-    /// Readable when something has arrived.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.socket.fd()
     }
 
-    /// Receives what has arrived, in place of the thread, unless somebody is at it; true if there was anything. Takes locks
-    /// of queue pairs and completion queues, and waits for nothing.
+    /// Receives packets unless another thread does; returns true if any arrived. Locks queue pairs
+    /// and completion queues, but does not block.
     pub(crate) fn serve(&self) -> bool {
-        // Outlives the inbox's lock: the last of a network waits for the thread, which may wait for the lock.
+        // Outlives the inbox lock: dropping a network joins the thread, which may wait for the
+        // lock.
         let device = self.device.read().upgrade();
         let mut any = false;
         for _ in 0..ROUNDS {
-            let Some(mut inbox) = self.duty.try_take() else { return any };
-            let _deaf = Deaf::new(self);
+            let Some(mut inbox) = self.inbox.try_lock() else { return any };
+            let _guard = PanicGuard::new(self);
             if let Err(error) = self.socket.receive(&mut inbox, false) {
-                tracing::debug!(endpoint = ?self, %error, "cannot receive; the thread will see");
+                tracing::debug!(
+                    endpoint = ?self,
+                    %error,
+                    "failed to receive packets; leaving them to the device's thread"
+                );
                 return any;
             }
             self.on_inbox(&inbox, device.as_ref());
             if !inbox.is_empty() {
                 any = true;
-                self.duty.taken();
+                self.inbox.note_received();
             }
             let full = inbox.is_full();
             drop(inbox);
-            if !full && !self.duty.is_wanted() {
+            if !full && !self.inbox.is_wanted() {
                 return any;
             }
         }
-        self.leave();
+        self.stop_serving();
         any
     }
 
-    /// Leaves what comes to the thread.
-    pub(crate) fn leave(&self) {
-        if self.duty.leave()
+    /// Leaves reception to the thread.
+    pub(crate) fn stop_serving(&self) {
+        if self.inbox.stop_serving()
             && let Some(thread) = &*self.thread.lock()
         {
             thread.thread().unpark();
@@ -330,29 +327,28 @@ impl Endpoint {
     }
 
     fn on_inbox(&self, inbox: &Inbox, device: Option<&Arc<DeviceInner>>) {
-        let mut turn = Turn::default();
+        let mut answer = DeferredAnswer::default();
         for (source, datagram) in inbox.datagrams() {
-            self.on_datagram(device, source, datagram, &mut turn);
+            self.on_datagram(device, source, datagram, &mut answer);
         }
-        turn.end();
+        answer.flush();
     }
 
-    /// The receiving thread.
     fn work(&self) {
-        let _deaf = Deaf::new(self);
-        let over = || self.closed.load(Ordering::Acquire);
-        while !over() {
+        let _guard = PanicGuard::new(self);
+        let closed = || self.closed.load(Ordering::Acquire);
+        while !closed() {
             self.receive_until_wanted();
-            // What came before the inbox was free nobody else may have noticed.
+            // Callers may have missed packets that arrived while the inbox was locked.
             if !self.socket.is_readable() {
-                self.duty.stand_by(over, || self.socket.is_readable());
+                self.inbox.stand_by(closed, || self.socket.is_readable());
             }
         }
     }
 
-    /// The receiving thread: receives until somebody else would.
+    /// Receives until a caller wants to.
     fn receive_until_wanted(&self) {
-        let mut inbox = self.duty.take();
+        let mut inbox = self.inbox.lock();
         let mut failing = false;
         while !self.closed.load(Ordering::Acquire) {
             match self.socket.receive(&mut inbox, true) {
@@ -360,16 +356,20 @@ impl Endpoint {
                     failing = false;
                     let device = self.device.read().upgrade();
                     self.on_inbox(&inbox, device.as_ref());
-                    if self.duty.is_wanted() {
+                    if self.inbox.is_wanted() {
                         return;
                     }
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => {
                     if !std::mem::replace(&mut failing, true) {
-                        tracing::warn!(endpoint = ?self, %error, "cannot receive; trying again");
+                        tracing::warn!(
+                            endpoint = ?self,
+                            %error,
+                            "failed to receive packets; retrying"
+                        );
                     }
-                    thread::sleep(PAUSE);
+                    thread::sleep(RETRY_DELAY);
                 }
             }
         }
@@ -380,7 +380,7 @@ impl Endpoint {
         device: Option<&Arc<DeviceInner>>,
         source: SocketAddr,
         datagram: &[u8],
-        turn: &mut Turn,
+        answer: &mut DeferredAnswer,
     ) {
         add(&self.counters.received, 1);
         let ip = source.ip().to_canonical();
@@ -398,7 +398,7 @@ impl Endpoint {
             destination_port: local.port(),
         };
         if !header.verify(covered, u32::from_le_bytes(*check)) {
-            tracing::trace!(%source, "packet with a wrong check dropped");
+            tracing::trace!(%source, "packet with a wrong ICRC dropped");
             add(&self.counters.rejected, 1);
             return;
         }
@@ -411,29 +411,32 @@ impl Endpoint {
             return;
         };
         tracing::trace!(%source, ?packet, "packet arrived");
-        if !NetworkInner::on_packet(device, Gid::from(ip), &packet, payload, turn) {
+        if !NetworkInner::on_packet(device, Gid::from(ip), &packet, payload, answer) {
             add(&self.counters.unwanted, 1);
         }
     }
 }
 
-/// A device in whose midst the thread that receives has panicked is lost, and says so.
-struct Deaf<'a> {
+/// A guard that kills the device when receiving panics.
+struct PanicGuard<'a> {
     endpoint: &'a Endpoint,
-    /// Of something else: whoever waits may do so in a destructor.
+    /// Panicking before: callers may be in destructors.
     panicking: bool,
 }
 
-impl<'a> Deaf<'a> {
+impl<'a> PanicGuard<'a> {
     fn new(endpoint: &'a Endpoint) -> Self {
         Self { endpoint, panicking: thread::panicking() }
     }
 }
 
-impl Drop for Deaf<'_> {
+impl Drop for PanicGuard<'_> {
     fn drop(&mut self) {
         if thread::panicking() && !self.panicking {
-            tracing::error!(endpoint = ?self.endpoint, "panic while receiving");
+            tracing::error!(
+                endpoint = ?self.endpoint,
+                "panicked while processing packets; the device is lost"
+            );
             if let Some(device) = self.endpoint.device.read().upgrade() {
                 device.kill();
             }
@@ -441,52 +444,52 @@ impl Drop for Deaf<'_> {
     }
 }
 
-/// Half of a queue pair, or DC target, whose packets arrive one after the other: it answers once, after the last.
+/// The receiver of consecutive packets, which answers once, after the last.
 #[derive(Debug, Default)]
-pub(crate) struct Turn(Option<Party>);
+pub(crate) struct DeferredAnswer(Option<Answerer>);
 
 #[derive(Debug)]
-enum Party {
+enum Answerer {
     Pair(Arc<QpInner>, Half),
     Target(Arc<DctInner>),
 }
 
-impl Turn {
-    /// A packet for `qp` was accepted.
-    pub(crate) fn next(&mut self, qp: Arc<QpInner>, half: Half) {
-        if !matches!(&self.0, Some(Party::Pair(before, of)) if *of == half && Arc::ptr_eq(before, &qp))
-        {
-            self.end();
+impl DeferredAnswer {
+    pub(crate) fn defer(&mut self, qp: Arc<QpInner>, half: Half) {
+        if !matches!(
+            &self.0,
+            Some(Answerer::Pair(before, of)) if *of == half && Arc::ptr_eq(before, &qp)
+        ) {
+            self.flush();
         }
-        self.0 = Some(Party::Pair(qp, half));
+        self.0 = Some(Answerer::Pair(qp, half));
     }
 
-    /// A packet for a DC target was accepted.
-    pub(crate) fn next_target(&mut self, target: Arc<DctInner>) {
-        if !matches!(&self.0, Some(Party::Target(before)) if Arc::ptr_eq(before, &target)) {
-            self.end();
+    pub(crate) fn defer_target(&mut self, target: Arc<DctInner>) {
+        if !matches!(&self.0, Some(Answerer::Target(before)) if Arc::ptr_eq(before, &target)) {
+            self.flush();
         }
-        self.0 = Some(Party::Target(target));
+        self.0 = Some(Answerer::Target(target));
     }
 
-    pub(crate) fn end(&mut self) {
+    pub(crate) fn flush(&mut self) {
         match self.0.take() {
-            Some(Party::Pair(qp, half)) => qp.answer(half),
-            Some(Party::Target(target)) => target.answer(),
+            Some(Answerer::Pair(qp, half)) => qp.answer(half),
+            Some(Answerer::Target(target)) => target.answer(),
             None => {}
         }
     }
 }
 
-/// A socket at `local`. That of a network that is gone may be there a moment longer: a thread that was about to hand a packet
-/// to its device when the last handle was dropped is what gives it back.
+/// Binds a socket, with retries: after a network is dropped, a thread that processes a packet may
+/// still hold its socket.
 fn bind(local: SocketAddr) -> io::Result<Socket> {
-    for _ in 0..LEAVING {
+    for _ in 0..BIND_RETRIES {
         match Socket::bind(local) {
             Err(error)
                 if error.kind() == io::ErrorKind::AddrInUse && !soft_roce_has(local.port()) =>
             {
-                thread::sleep(PAUSE);
+                thread::sleep(RETRY_DELAY);
             }
             result => return result,
         }
@@ -494,39 +497,37 @@ fn bind(local: SocketAddr) -> io::Result<Socket> {
     Socket::bind(local)
 }
 
-/// The largest MTU whose packets fit.
+/// Returns the largest MTU whose packets fit.
 fn fitting(bytes: usize) -> Mtu {
     let fits = |mtu: &&Mtu| mtu.bytes() + OVERHEAD <= bytes;
     Mtu::ALL.iter().rev().find(fits).copied().unwrap_or(Mtu::Mtu256)
 }
 
-/// Addresses of the sockets of this process, with the names of their devices.
-static HELD: Mutex<Vec<(SocketAddr, String)>> = Mutex::new(Vec::new());
+/// Bound addresses of this process, with device names.
+static BOUND_PORTS: Mutex<Vec<(SocketAddr, String)>> = Mutex::new(Vec::new());
 
-/// An entry of [`HELD`], from which its drop removes it.
-struct Held(SocketAddr);
+struct BoundPort(SocketAddr);
 
-impl Held {
+impl BoundPort {
     fn new(local: SocketAddr, device: &str) -> Self {
-        HELD.lock().push((local, device.to_owned()));
+        BOUND_PORTS.lock().push((local, device.to_owned()));
         Self(local)
     }
 
     fn device_at(local: SocketAddr) -> Option<String> {
-        HELD.lock().iter().find(|(held, _)| *held == local).map(|(_, device)| device.clone())
+        BOUND_PORTS.lock().iter().find(|(held, _)| *held == local).map(|(_, device)| device.clone())
     }
 }
 
-impl Drop for Held {
+impl Drop for BoundPort {
     fn drop(&mut self) {
-        let mut held = HELD.lock();
+        let mut held = BOUND_PORTS.lock();
         if let Some(at) = held.iter().position(|(local, _)| *local == self.0) {
             held.swap_remove(at);
         }
     }
 }
 
-/// True if it is the kernel's SoftRoCE that has the port.
 fn soft_roce_has(port: u16) -> bool {
     port == UdpConfig::PORT && Path::new("/sys/module/rdma_rxe").exists()
 }
@@ -536,7 +537,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn mtu_leaves_room_for_headers() {
+    fn path_mtu_leaves_space_for_headers() {
         let cases = [
             (65536, 4096),
             (4200, 4096),

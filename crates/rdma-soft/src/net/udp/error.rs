@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use rdma_provider::VerbError;
 
-/// Error of creating a network over UDP.
+/// The error of creating a network over UDP.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum UdpError {
@@ -23,12 +23,13 @@ pub enum UdpError {
     },
     /// The address is unspecified, multicast or broadcast.
     NotOneHost {
-        /// Address as given.
+        /// Rejected address.
         address: IpAddr,
     },
-    /// Other hosts can reach the address, and [`UdpConfig::expose`](crate::UdpConfig::expose) was not called.
+    /// Other hosts can reach the address, and [`UdpConfig::expose`](crate::UdpConfig::expose) was
+    /// not called.
     NotLoopback {
-        /// Address as given.
+        /// Rejected address.
         address: IpAddr,
     },
     /// The prefix has more bits than the address.
@@ -37,22 +38,22 @@ pub enum UdpError {
         address: IpAddr,
         /// Bits of the prefix.
         prefix: u8,
-        /// Bits of the address.
+        /// Maximum bits of a prefix.
         longest: u8,
     },
-    /// Another socket has the port.
+    /// Another socket occupies the port.
     PortTaken {
         /// Address of the device.
         address: IpAddr,
         /// Port of the configuration.
         port: u16,
-        /// The kernel has the port: module `rdma_rxe` takes the port of RoCE v2 on all addresses of its network namespace,
-        /// even without a device.
+        /// The kernel occupies the port: module `rdma_rxe` takes it on all addresses of its network
+        /// namespace, even without a device.
         soft_roce: bool,
-        /// Name of the device that has the port, if it belongs to this process.
+        /// Device that occupies the port, if it is in this process.
         device: Option<String>,
     },
-    /// The port is taken at each address from which the peer could be reached.
+    /// The port is in use at every candidate address.
     AllTaken {
         /// First address tried.
         first: IpAddr,
@@ -63,21 +64,21 @@ pub enum UdpError {
     },
     /// This host has no route to the peer.
     NoRoute {
-        /// Address as given.
+        /// Address of the peer.
         peer: IpAddr,
         /// Error of the kernel.
         error: VerbError,
     },
     /// This host does not have the address.
     NotLocal {
-        /// Address as given.
+        /// Rejected address.
         address: IpAddr,
     },
-    /// The system is not Linux. The ICRC covers header fields that only sockets of Linux control.
+    /// The system is not Linux. The ICRC covers header fields that only Linux sockets control.
     NotLinux,
     /// A system call failed.
     System {
-        /// Address of the device, or of the peer for which it is opened.
+        /// Address of the device, or of its intended peer.
         address: IpAddr,
         /// System call and its error.
         error: VerbError,
@@ -101,61 +102,81 @@ impl UdpError {
 impl fmt::Display for UdpError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::NoDevice => f.write_str("a network over UDP needs a device, none is configured"),
-            Self::NoPort => f.write_str("port 0 cannot be known to peers; 1 to 65535 are allowed"),
+            Self::NoDevice => {
+                f.write_str("UDP network without a device; add one with UdpConfig::device")
+            }
+            Self::NoPort => {
+                f.write_str("UDP port 0 is invalid: all peers use the same port; choose 1 to 65535")
+            }
             Self::Repeated { name, address } => {
                 write!(
                     f,
-                    "device {name:?} at {address}: an earlier device has this name or this address"
+                    "device {name:?} at {address} repeats the name or address of an earlier device \
+                     of the UDP network"
                 )
             }
-            Self::NotOneHost { address } => write!(f, "{address} is not the address of one host"),
+            Self::NotOneHost { address } => {
+                write!(
+                    f,
+                    "{address} is unspecified, multicast or broadcast; a software device over UDP \
+                     needs the address of one host"
+                )
+            }
             Self::NotLoopback { address } => {
                 write!(
                     f,
-                    "{address} can be reached by other hosts: only loopback addresses are taken unless `expose` is called"
+                    "other hosts could reach the software device at {address}; use a loopback \
+                     address, or allow it with UdpConfig::expose"
                 )
             }
             Self::Prefix { address, prefix, longest } => {
-                write!(f, "prefix of {prefix} bits of {address}; at most {longest} are allowed")
+                write!(
+                    f,
+                    "invalid network of peers {address}/{prefix}: at most {longest} bits allowed"
+                )
             }
             Self::PortTaken { address, port, device: Some(device), .. } => {
                 write!(
                     f,
-                    "port {port} of {address} is taken by device {device:?} of this process; use that device"
+                    "UDP port {port} of {address} is in use by device {device:?} of this process; \
+                     use that device"
                 )?;
                 other_address(f, *address)
             }
             Self::PortTaken { address, port, soft_roce: true, .. } => {
                 write!(
                     f,
-                    "port {port} of {address} is taken by the kernel's SoftRoCE: unload module rdma_rxe, or use another \
-                     network namespace, or another port between software devices"
+                    "UDP port {port} of {address} is in use by the kernel's SoftRoCE; unload \
+                     module rdma_rxe, use another network namespace, or use another port for all \
+                     software devices"
                 )
             }
             Self::PortTaken { address, port, soft_roce: false, .. } => {
-                write!(f, "port {port} of {address} is taken by another program")?;
+                write!(f, "UDP port {port} of {address} is in use by another program")?;
                 other_address(f, *address)
             }
             Self::AllTaken { first, last, port } => {
-                write!(f, "port {port} is taken at all addresses tried, first {first}, last {last}")
+                write!(
+                    f,
+                    "UDP port {port} is in use at every address from {first} to {last}; stop a \
+                     program that uses it"
+                )
             }
-            Self::NoRoute { peer, error } => write!(f, "no way to {peer}: {error}"),
-            Self::NotLocal { address } => write!(f, "{address} is not an address of this host"),
-            Self::NotLinux => {
-                f.write_str("this is not Linux, which software devices over UDP need")
+            Self::NoRoute { peer, error } => write!(f, "failed to find a route to {peer}: {error}"),
+            Self::NotLocal { address } => {
+                write!(f, "failed to bind UDP address {address}: it does not belong to this host")
             }
+            Self::NotLinux => f.write_str("software devices over UDP require Linux"),
             Self::System { address, error } => {
-                write!(f, "opening a software device over UDP for {address}: {error}")
+                write!(f, "failed to open a software device over UDP for {address}: {error}")
             }
         }
     }
 }
 
-/// Says whether another address of this host is available.
 fn other_address(f: &mut fmt::Formatter<'_>, taken: IpAddr) -> fmt::Result {
     if taken == IpAddr::V6(Ipv6Addr::LOCALHOST) {
-        f.write_str("; IPv6 has no other loopback address, IPv4 has 127.0.0.0/8")?;
+        f.write_str("; IPv6 has no other loopback address, but IPv4 has 127.0.0.0/8")?;
     }
     Ok(())
 }

@@ -4,15 +4,15 @@ use std::fs;
 use std::net::IpAddr;
 use std::path::Path;
 
-/// Returns the name of the network interface that has `address`; `None` if no interface of this host has it.
+/// Returns the network interface that has `address`, if any.
 #[must_use]
 pub fn interface_at(address: IpAddr) -> Option<String> {
     if address.is_loopback() {
-        // Of 127.0.0.0/8 the interface has one address and takes all.
+        // The loopback interface accepts all of 127.0.0.0/8.
         return Some("lo".to_owned());
     }
     let interfaces = if_addrs::get_if_addrs().unwrap_or_default();
-    // Of several the first: link-local addresses repeat.
+    // Link-local addresses repeat.
     let found = interfaces
         .into_iter()
         .filter(|interface| interface.ip() == address)
@@ -20,7 +20,7 @@ pub fn interface_at(address: IpAddr) -> Option<String> {
     found.map(|interface| interface.name)
 }
 
-/// MTU of the interface that has `address`, in bytes of an IP packet.
+/// Returns the interface's MTU in bytes of an IP packet.
 pub(crate) fn mtu_at(address: IpAddr) -> Option<usize> {
     let directory = Path::new("/sys/class/net").join(interface_at(address)?);
     fs::read_to_string(directory.join("mtu")).ok()?.trim().parse().ok()

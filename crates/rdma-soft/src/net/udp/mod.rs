@@ -1,18 +1,19 @@
-//! The link of RoCE v2: packets in datagrams of UDP, on port 4791, between processes and hosts.
+//! RoCE v2 over UDP port 4791, between processes and hosts.
 //!
 //! ```text
-//!   queue pair ── packets ──▶ Outbox ── Batch, with checks ──▶ Socket ──▶ kernel
-//!   queue pair ◀── packets ── Endpoint's thread ◀── Inbox, checks verified ◀── Socket
-//!                             or whoever waits
+//!   queue pair ── packets ──▶ Outbox ── Batch, ICRCs added ──▶ Socket ──▶ kernel
+//!   queue pair ◀── packets ── Endpoint's thread ◀── Inbox, ICRCs verified ◀── Socket
+//!                             or a waiting caller
 //! ```
 //!
-//! Linux only: elsewhere nothing says which identification the kernel writes into IPv4 headers, see [`icrc`](crate::roce::icrc).
+//! Linux only: other systems do not define the IPv4 identification, see
+//! [`icrc`](crate::roce::icrc).
 
 mod batch;
 mod config;
-mod duty;
 mod endpoint;
 mod error;
+mod inbox_lock;
 pub(crate) mod interface;
 mod outbox;
 mod pace;
@@ -24,8 +25,8 @@ mod socket;
 mod tests;
 
 pub use config::UdpConfig;
-pub(crate) use endpoint::{Endpoint, Turn};
+pub(crate) use endpoint::{DeferredAnswer, Endpoint};
 pub use error::UdpError;
 pub(crate) use outbox::Outbox;
 pub(crate) use pace::Pace;
-pub(crate) use peer_link::{PeerLink, Place};
+pub(crate) use peer_link::{PeerLink, WindowSlot};

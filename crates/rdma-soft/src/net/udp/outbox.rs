@@ -1,4 +1,4 @@
-//! Packets of one turn of a queue pair: to the network of the process one by one, to that of UDP together.
+//! Packets of one quantum of a queue pair: single in the process, batched over UDP.
 
 use std::sync::Arc;
 
@@ -10,8 +10,8 @@ use rdma_provider::types::{Gid, Transport};
 
 use super::batch::Batch;
 
-/// Sends what is in it when it is dropped, which must be before the lock is let go under which the packets were made: else
-/// those of another thread overtake them.
+/// A packet buffer, sent when dropped. Drop it before the lock under which the packets were made,
+/// or packets of other threads overtake them.
 pub(crate) struct Outbox<'a> {
     device: &'a Arc<DeviceInner>,
     batch: Option<Batch>,
@@ -26,7 +26,7 @@ impl<'a> Outbox<'a> {
         self.write(packet, to, payload.len(), |out| payload.append_to(out));
     }
 
-    /// A packet of a dynamic connection, which its machines make as one of RC.
+    /// Adds a packet of a dynamic connection, built as an RC packet.
     pub(crate) fn push_framed(
         &mut self,
         (packet, header): &Framed,
@@ -52,7 +52,7 @@ impl<'a> Outbox<'a> {
         if !device.is_linked() {
             return;
         }
-        tracing::trace!(%to, ?packet, "packet leaves");
+        tracing::trace!(%to, ?packet, "packet sent");
         let write = |out: &mut Vec<u8>| packet.emit(length, out, payload);
         let Some(endpoint) = device.endpoint().filter(|_| !device.network.is_faulty()) else {
             let mut image = Vec::with_capacity(64 + length);
@@ -61,7 +61,7 @@ impl<'a> Outbox<'a> {
             return;
         };
         let batch = self.batch.get_or_insert_with(|| endpoint.batch());
-        if !batch.has_room() {
+        if !batch.has_capacity() {
             endpoint.send(batch);
         }
         endpoint.push(batch, to, write);

@@ -1,23 +1,24 @@
-//! The way to a peer, shared by all queue pairs that send there.
+//! A send window to one peer, shared by all queue pairs of a device that send to it.
 //!
-//! A peer's socket holds what its kernel gives it, 208 KiB by default, whoever sends. So what is underway to one peer from one
-//! device is bounded, whatever the number of queue pairs. Who has nothing underway and finds no room waits in line; as others'
-//! packets are acknowledged, those at its head are let in. Who is on the way may have an equal share underway, at least one
-//! packet, and stands in line again when nothing of it is underway any more and others wait. Who has waited has a turn of several
-//! packets, as each change costs.
+//! A peer's socket has one receive buffer for all senders, 208 KiB by default. So [`WINDOW`] limits
+//! the bytes in flight from a device to a peer, whatever the number of queue pairs. A queue pair
+//! with nothing in flight and no free window joins a FIFO, whose head is admitted as packets of
+//! others are acknowledged. Sending queue pairs have equal quotas of at least one packet. While
+//! others wait, a queue pair queues again once nothing of it is in flight. Admission after a wait
+//! grants a quantum of several packets, because each switch has a cost.
 //!
 //! ```text
-//!  Off ── no room ──▶ Waiting ── its turn ──▶ Entered ── sent ──▶ On
-//!   └──── room ─────────────────────────────────▲                 │
-//!   ▲──────────────── all acknowledged, failed, ended ────────────┘
+//!  Idle ── window full ──▶ Queued ── admitted ──▶ Admitted ── sent ──▶ Sending
+//!   └───── window free ──────────────────────────────▲                    │
+//!   ▲───────────── all acknowledged, failed, or closed ───────────────────┘
 //! ```
 //!
-//! A queue pair that nobody answers must not keep out the others. The socket hands out packets in the order in which they came.
-//! So what is underway stands on two pages: what was sent since the page was turned, and what was sent before. When somebody who
-//! has sent since is acknowledged, all from before has left the socket, or was lost: it counts no more, and the page is turned.
-//! If nobody is acknowledged, but somebody waits, it is turned after [`PATIENCE`], again and again. That ends each wait.
+//! Unanswered queue pairs must not block others. A socket delivers in arrival order, so bytes are
+//! counted by epochs: once a packet of the current epoch is acknowledged, all of the previous one
+//! were delivered or lost. They stop counting, and the next epoch begins. Without acknowledgements,
+//! the epoch advances after [`EPOCH_TIMEOUT`] while queue pairs wait, which ends every wait.
 
-mod pages;
+mod epochs;
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
@@ -25,29 +26,29 @@ use std::sync::{Arc, Weak};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
-use self::pages::{Load, Pages};
+use self::epochs::{Epochs, Load};
 use crate::device::queue_pair::QpInner;
 use crate::device::scheduler::{Job, Scheduler};
-use crate::roce::requester::{Asks, Flow};
+use crate::roce::requester::{Flow, WindowRequest};
 use rdma_provider::types::Mtu;
 
-/// Bytes underway to a peer. As much as fits: with half of it a receiver has taken in all before the next comes, and both ends
-/// sleep in turns.
-pub(super) const TO_PEER: u32 = 128 << 10;
-/// Packets of one queue pair, however small: each also costs its receiver some hundred bytes.
-pub(super) const PACKETS: u32 = 64;
-/// Nanoseconds after which a page is turned though nobody is acknowledged. Longer than a peer is usually kept from its
-/// processor; what is let in too early finds the socket full at worst, and is sent again.
-const PATIENCE: u64 = 50_000_000;
-/// It halves each time, down to this: so a thousand queue pairs find out in time that nobody is there.
-const LEAST_PATIENCE: u64 = 5_000_000;
+/// Maximum bytes in flight. With half of it the receiver drains its socket too early, and both ends
+/// alternately sleep.
+pub(super) const WINDOW: u32 = 128 << 10;
+/// Maximum packets in flight of a queue pair: each also costs the receiver some hundred bytes.
+pub(super) const MAX_PACKETS: u32 = 64;
+/// Nanoseconds until an unacknowledged epoch ends. A peer is rarely descheduled for longer; packets
+/// admitted too early are retransmitted at worst.
+const EPOCH_TIMEOUT: u64 = 50_000_000;
+/// Minimum of the timeout, which each unanswered epoch halves, so that an absent peer is found in
+/// time.
+const MIN_EPOCH_TIMEOUT: u64 = 5_000_000;
 
-/// What a packet counts as, in bytes: a small one takes room besides its payload.
-fn counts_as(mtu: Mtu) -> u32 {
+/// Returns the bytes that a packet counts: small ones occupy buffer besides their payload.
+fn accounted_bytes(mtu: Mtu) -> u32 {
     (mtu.bytes() as u32).max(512)
 }
 
-/// See the module.
 #[derive(Debug)]
 pub(crate) struct PeerLink {
     scheduler: Arc<Scheduler>,
@@ -56,20 +57,19 @@ pub(crate) struct PeerLink {
 
 #[derive(Debug, Default)]
 struct State {
-    pages: Pages,
-    line: VecDeque<Ask>,
+    epochs: Epochs,
+    wait_queue: VecDeque<Request>,
     entries: Vec<Entry>,
-    /// Entries that nobody has.
-    free: Vec<usize>,
-    /// The page when the scheduler looked last whether it is to be turned, while it is to look again.
-    watched: Option<u64>,
-    /// Times that it was turned since somebody was acknowledged.
-    silences: u32,
+    /// Unused indices.
+    free_entries: Vec<usize>,
+    /// Epoch to end at the scheduled tick if still current; `None` if no tick is scheduled.
+    watched_epoch: Option<u64>,
+    /// Epochs ended by timeout since the last acknowledgement.
+    unanswered_epochs: u32,
 }
 
-/// Who waits in line, and for how many bytes.
 #[derive(Debug)]
-struct Ask {
+struct Request {
     index: usize,
     bytes: u32,
 }
@@ -77,115 +77,122 @@ struct Ask {
 #[derive(Debug)]
 struct Entry {
     qp: Weak<QpInner>,
-    standing: Standing,
-    /// The page when it went last.
-    went: u64,
+    phase: Phase,
+    /// Epoch of the latest quota.
+    quota_epoch: u64,
 }
 
-/// See the module.
 #[derive(Debug, Clone, Copy)]
-enum Standing {
-    Off,
-    Waiting,
-    Entered(Load),
-    On(Load),
+enum Phase {
+    Idle,
+    Queued,
+    Admitted(Load),
+    Sending(Load),
 }
 
-/// Who is to be told that it has been let in.
-type LetIn = SmallVec<[Weak<QpInner>; 4]>;
+/// Queue pairs to notify.
+type Admissions = SmallVec<[Weak<QpInner>; 4]>;
 
 impl State {
-    /// It stands nowhere; `heard`: as all that it has sent was answered.
-    fn clear(&mut self, index: usize, heard: bool) {
-        match std::mem::replace(&mut self.entries[index].standing, Standing::Off) {
-            Standing::Off => {}
-            Standing::Waiting => self.line.retain(|ask| ask.index != index),
-            Standing::Entered(load) => self.pages.remove(load),
-            Standing::On(load) => {
-                self.pages.remove(load);
-                if heard {
-                    self.silences = 0;
-                    if load.page == Some(self.pages.now()) {
-                        self.pages.turn();
+    /// Removes a queue pair; `acknowledged`: all its packets were answered.
+    fn remove(&mut self, index: usize, acknowledged: bool) {
+        match std::mem::replace(&mut self.entries[index].phase, Phase::Idle) {
+            Phase::Idle => {}
+            Phase::Queued => self.wait_queue.retain(|request| request.index != index),
+            Phase::Admitted(load) => self.epochs.remove(load),
+            Phase::Sending(load) => {
+                self.epochs.remove(load);
+                if acknowledged {
+                    self.unanswered_epochs = 0;
+                    if load.epoch == Some(self.epochs.current()) {
+                        self.epochs.advance();
                     }
                 }
             }
         }
     }
 
-    fn has_room(&self, bytes: u32) -> bool {
-        let (underway, _) = self.pages.total();
-        underway == 0 || underway.saturating_add(bytes) <= TO_PEER
+    fn fits(&self, bytes: u32) -> bool {
+        let (in_flight, _) = self.epochs.total();
+        in_flight == 0 || in_flight.saturating_add(bytes) <= WINDOW
     }
 
-    /// Lets in who fits, in order; all but `asking` are to be told.
-    fn let_in(&mut self, asking: Option<usize>) -> LetIn {
-        let mut all = LetIn::new();
-        while let Some(&Ask { index, bytes }) =
-            self.line.front().filter(|first| self.has_room(first.bytes))
+    /// Admits queued requests in order while they fit. Returns all but `requester`.
+    fn admit(&mut self, requester: Option<usize>) -> Admissions {
+        let mut all = Admissions::new();
+        while let Some(&Request { index, bytes }) =
+            self.wait_queue.front().filter(|first| self.fits(first.bytes))
         {
-            self.line.pop_front();
+            self.wait_queue.pop_front();
             let entry = &mut self.entries[index];
-            entry.standing = Standing::Entered(self.pages.add(bytes, None));
-            if asking != Some(index) {
+            entry.phase = Phase::Admitted(self.epochs.add(bytes, None));
+            if requester != Some(index) {
                 all.push(Weak::clone(&entry.qp));
             }
         }
         all
     }
 
-    /// Room for what it asks for, or a place at the end of the line.
-    fn ask(&mut self, index: usize, asks: Asks, mtu: u32, heard: bool) -> LetIn {
-        if matches!(self.entries[index].standing, Standing::Waiting | Standing::Entered(_)) {
-            return LetIn::new();
+    /// Queues a request. If the queue is empty and it fits, it is admitted at once, with its
+    /// minimum.
+    fn enqueue(
+        &mut self,
+        index: usize,
+        request: WindowRequest,
+        mtu: u32,
+        acknowledged: bool,
+    ) -> Admissions {
+        if matches!(self.entries[index].phase, Phase::Queued | Phase::Admitted(_)) {
+            return Admissions::new();
         }
-        self.clear(index, heard);
-        let (least, turn) = (asks.least.saturating_mul(mtu), asks.turn.saturating_mul(mtu));
-        let at_once = self.line.is_empty() && self.has_room(least);
-        self.entries[index].standing = Standing::Waiting;
-        self.line.push_back(Ask { index, bytes: if at_once { least } else { turn } });
-        self.let_in(Some(index))
+        self.remove(index, acknowledged);
+        let (min, quantum) = (request.min.saturating_mul(mtu), request.quantum.saturating_mul(mtu));
+        let immediately = self.wait_queue.is_empty() && self.fits(min);
+        self.entries[index].phase = Phase::Queued;
+        self.wait_queue
+            .push_back(Request { index, bytes: if immediately { min } else { quantum } });
+        self.admit(Some(index))
     }
 
-    /// It goes now: what it may have underway.
-    fn share(&mut self, index: usize, mtu: u32) -> Flow {
-        self.entries[index].went = self.pages.now();
+    fn quota(&mut self, index: usize, mtu: u32) -> Flow {
+        self.entries[index].quota_epoch = self.epochs.current();
         let entry = &self.entries[index];
-        let own = match entry.standing {
-            Standing::Entered(load) | Standing::On(load) if self.pages.counts(load) => {
+        let own = match entry.phase {
+            Phase::Admitted(load) | Phase::Sending(load) if self.epochs.counts(load) => {
                 Some(load.bytes)
             }
             _ => None,
         };
-        let (bytes, pairs) = self.pages.total();
+        let (bytes, pairs) = self.epochs.total();
         let pairs = pairs + u32::from(own.is_none());
         let others = bytes.saturating_sub(own.unwrap_or(0));
-        let mut equal = TO_PEER / (pairs + self.line.len() as u32);
-        if let Some(first) = self.line.front() {
-            // It fits at last, whatever it asks for.
-            equal = equal.min(TO_PEER.saturating_sub(first.bytes) / pairs);
+        let mut equal = WINDOW / (pairs + self.wait_queue.len() as u32);
+        if let Some(first) = self.wait_queue.front() {
+            // Quotas shrink until the first waiter fits.
+            equal = equal.min(WINDOW.saturating_sub(first.bytes) / pairs);
         }
-        // What it was let in for it has.
-        let entered =
-            if matches!(entry.standing, Standing::Entered(_)) { own.unwrap_or(0) } else { 0 };
-        Flow::of((equal.min(TO_PEER.saturating_sub(others)).max(entered) / mtu).clamp(1, PACKETS))
+        // An admission guarantees its bytes.
+        let admitted = if matches!(entry.phase, Phase::Admitted(_)) { own.unwrap_or(0) } else { 0 };
+        Flow::with_window(
+            (equal.min(WINDOW.saturating_sub(others)).max(admitted) / mtu).clamp(1, MAX_PACKETS),
+        )
     }
 
-    /// So much of it is underway; `sent`: more than before, or again.
-    fn tell(&mut self, index: usize, bytes: u32, sent: bool) {
-        let Entry { standing, went, .. } = self.entries[index];
-        let standing = match standing {
-            Standing::Waiting => return,
-            Standing::Off if !sent => return,
-            Standing::Off => Standing::On(self.pages.add(bytes, Some(went))),
-            Standing::Entered(load) | Standing::On(load) if sent => {
-                self.pages.remove(load);
-                Standing::On(self.pages.add(bytes, Some(went)))
+    /// Sets the bytes in flight; `sent`: packets were sent or retransmitted.
+    fn update(&mut self, index: usize, bytes: u32, sent: bool) {
+        let Entry { phase, quota_epoch, .. } = self.entries[index];
+        let phase = match phase {
+            Phase::Queued => return,
+            Phase::Idle if !sent => return,
+            Phase::Idle => Phase::Sending(self.epochs.add(bytes, Some(quota_epoch))),
+            Phase::Admitted(load) | Phase::Sending(load) if sent => {
+                self.epochs.remove(load);
+                Phase::Sending(self.epochs.add(bytes, Some(quota_epoch)))
             }
-            Standing::Entered(load) => Standing::Entered(self.pages.lower(load, bytes)),
-            Standing::On(load) => Standing::On(self.pages.lower(load, bytes)),
+            Phase::Admitted(load) => Phase::Admitted(self.epochs.lower(load, bytes)),
+            Phase::Sending(load) => Phase::Sending(self.epochs.lower(load, bytes)),
         };
-        self.entries[index].standing = standing;
+        self.entries[index].phase = phase;
     }
 }
 
@@ -194,11 +201,11 @@ impl PeerLink {
         Self { scheduler: Arc::clone(scheduler), state: Mutex::default() }
     }
 
-    /// A place for `qp`, which has nothing underway.
-    pub(crate) fn place(self: &Arc<Self>, qp: Weak<QpInner>) -> Place {
-        let entry = Entry { qp, standing: Standing::Off, went: 0 };
+    /// Adds a queue pair with nothing in flight.
+    pub(crate) fn slot(self: &Arc<Self>, qp: Weak<QpInner>) -> WindowSlot {
+        let entry = Entry { qp, phase: Phase::Idle, quota_epoch: 0 };
         let mut state = self.state.lock();
-        let index = match state.free.pop() {
+        let index = match state.free_entries.pop() {
             Some(index) => {
                 state.entries[index] = entry;
                 index
@@ -209,115 +216,123 @@ impl PeerLink {
             }
         };
         drop(state);
-        Place { link: Arc::clone(self), index, packets: 0 }
+        WindowSlot { link: Arc::clone(self), index, packets: 0 }
     }
 
-    /// The scheduler: nobody who waits is kept out by what was sent long ago.
+    /// Ends an unacknowledged epoch, so that old packets do not block waiters.
     pub(crate) fn on_tick(self: &Arc<Self>) {
         self.change(|state| {
-            if state.watched.take() == Some(state.pages.now()) {
-                state.pages.turn();
-                state.silences = state.silences.saturating_add(1);
+            if state.watched_epoch.take() == Some(state.epochs.current()) {
+                state.epochs.advance();
+                state.unanswered_epochs = state.unanswered_epochs.saturating_add(1);
             }
         });
         self.tick();
     }
 
-    /// Lets in who fits after `change`.
     fn change(&self, change: impl FnOnce(&mut State)) {
-        let let_in = {
+        let admitted = {
             let mut state = self.state.lock();
             change(&mut state);
-            state.let_in(None)
+            state.admit(None)
         };
-        self.tell_them(let_in);
+        self.notify(admitted);
     }
 
-    /// As long as somebody waits.
+    /// Schedules a tick while queue pairs wait.
     fn tick(self: &Arc<Self>) {
         let mut state = self.state.lock();
-        if state.watched.is_none() && !state.line.is_empty() {
-            state.watched = Some(state.pages.now());
-            let patience = PATIENCE.checked_shr(state.silences).unwrap_or(0).max(LEAST_PATIENCE);
+        if state.watched_epoch.is_none() && !state.wait_queue.is_empty() {
+            state.watched_epoch = Some(state.epochs.current());
+            let timeout = EPOCH_TIMEOUT
+                .checked_shr(state.unanswered_epochs)
+                .unwrap_or(0)
+                .max(MIN_EPOCH_TIMEOUT);
             drop(state);
-            let at = self.scheduler.now() + patience;
-            self.scheduler.schedule(at, Job::TurnPage(Arc::downgrade(self)));
+            let at = self.scheduler.now() + timeout;
+            self.scheduler.schedule(at, Job::AdvanceEpoch(Arc::downgrade(self)));
         }
     }
 
-    /// The scheduler goes on with them: each has a lock, and the caller may hold that of another.
-    fn tell_them(&self, let_in: LetIn) {
-        for qp in let_in {
-            self.scheduler.schedule(self.scheduler.now(), Job::Enter(qp));
+    /// Notifies through the scheduler: the caller may hold another queue pair's lock.
+    fn notify(&self, admitted: Admissions) {
+        for qp in admitted {
+            self.scheduler.schedule(self.scheduler.now(), Job::Admitted(qp));
         }
     }
 }
 
-/// The place of a queue pair on the way to its peer.
+/// A queue pair's slot in the window to its peer.
 #[derive(Debug)]
-pub(crate) struct Place {
+pub(crate) struct WindowSlot {
     link: Arc<PeerLink>,
     index: usize,
-    /// Packets that it had ever sent, as last told.
+    /// Packets ever sent.
     packets: u64,
 }
 
-impl Place {
-    /// It would send: how much it may have underway, or none if it waits in line and is told when it is let in. `asks`: if
-    /// nothing of it is underway; `heard`: as all was answered.
-    pub(crate) fn go(&self, asks: Option<Asks>, heard: bool, mtu: Mtu) -> Option<Flow> {
-        let mtu = counts_as(mtu);
+impl WindowSlot {
+    /// Returns the quota, or `None` if the queue pair was queued and will be notified. `request` is
+    /// present if nothing is in flight; `acknowledged`: all was answered.
+    pub(crate) fn request(
+        &self,
+        request: Option<WindowRequest>,
+        acknowledged: bool,
+        mtu: Mtu,
+    ) -> Option<Flow> {
+        let mtu = accounted_bytes(mtu);
         let mut state = self.link.state.lock();
-        let let_in = asks.map(|asks| state.ask(self.index, asks, mtu, heard)).unwrap_or_default();
-        let waits =
-            asks.is_some() && matches!(state.entries[self.index].standing, Standing::Waiting);
-        let flow = (!waits).then(|| state.share(self.index, mtu));
-        let tick = waits && state.watched.is_none();
+        let admitted = request
+            .map(|request| state.enqueue(self.index, request, mtu, acknowledged))
+            .unwrap_or_default();
+        let queued = request.is_some() && matches!(state.entries[self.index].phase, Phase::Queued);
+        let flow = (!queued).then(|| state.quota(self.index, mtu));
+        let tick = queued && state.watched_epoch.is_none();
         drop(state);
-        self.link.tell_them(let_in);
+        self.link.notify(admitted);
         if tick {
             self.link.tick();
         }
         flow
     }
 
-    /// So many packets, or answers, are underway; `sent`: packets that it has ever sent.
-    pub(crate) fn tell(&mut self, underway: u32, sent: u64, mtu: Mtu) {
-        let bytes = underway.saturating_mul(counts_as(mtu));
+    /// Updates the packets or READ responses in flight; `sent`: packets ever sent.
+    pub(crate) fn update(&mut self, in_flight: u32, sent: u64, mtu: Mtu) {
+        let bytes = in_flight.saturating_mul(accounted_bytes(mtu));
         let before = std::mem::replace(&mut self.packets, sent);
-        self.link.change(|state| state.tell(self.index, bytes, before != sent));
+        self.link.change(|state| state.update(self.index, bytes, before != sent));
     }
 
-    /// Nothing of it is underway; if it was let in, its turn is over. `heard`: all that it has sent was answered.
-    pub(crate) fn rest(&self, heard: bool) {
+    /// Releases the window with nothing in flight, but keeps a queued request. `acknowledged`: all
+    /// was answered.
+    pub(crate) fn release(&self, acknowledged: bool) {
         self.link.change(|state| {
-            if !matches!(state.entries[self.index].standing, Standing::Waiting) {
-                state.clear(self.index, heard);
+            if !matches!(state.entries[self.index].phase, Phase::Queued) {
+                state.remove(self.index, acknowledged);
             }
         });
     }
 
-    /// It has nothing to send any more, and does not wait.
-    pub(crate) fn leave(&self) {
-        self.link.change(|state| state.clear(self.index, false));
+    /// Releases window and queued request.
+    pub(crate) fn withdraw(&self) {
+        self.link.change(|state| state.remove(self.index, false));
     }
 
-    /// True if something of it is underway.
     #[cfg(test)]
-    pub(crate) fn is_on(&self) -> bool {
+    pub(crate) fn is_admitted(&self) -> bool {
         matches!(
-            self.link.state.lock().entries[self.index].standing,
-            Standing::Entered(_) | Standing::On(_)
+            self.link.state.lock().entries[self.index].phase,
+            Phase::Admitted(_) | Phase::Sending(_)
         )
     }
 }
 
-impl Drop for Place {
+impl Drop for WindowSlot {
     fn drop(&mut self) {
-        self.leave();
+        self.withdraw();
         let mut state = self.link.state.lock();
         state.entries[self.index].qp = Weak::new();
-        state.free.push(self.index);
+        state.free_entries.push(self.index);
     }
 }
 

@@ -1,10 +1,10 @@
-//! The socket: many datagrams with each system call, with the options that the check of RoCE v2 needs.
+//! A UDP socket with many datagrams per system call, and the options that the ICRC requires.
 //!
-//! Linux only. It writes identification 0 and "do not fragment" into the IPv4 header of a socket that is not connected and
-//! discovers the path MTU, and the number of the segment where one call gave several at once (`udp(7)`, `UDP_SEGMENT`): both
-//! measured on 6.1 and 6.18. What arrives together is handed over together (`UDP_GRO`).
+//! Linux only. It writes identification 0 and "don't fragment" into IPv4 headers of an unconnected
+//! socket with path MTU discovery, or the segment number for `UDP_SEGMENT` (`udp(7)`): measured on
+//! 6.1 and 6.18. `UDP_GRO` joins datagrams that arrive together.
 
-// System calls that no safe wrapper of the house's dependencies has.
+// These system calls have no safe wrapper in the dependencies.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -17,17 +17,16 @@ use libc::{c_int, c_void, sockaddr_in, sockaddr_in6, sockaddr_storage, socklen_t
 
 use super::batch::{Batch, GROUPS, Group};
 
-/// Messages that one call receives.
+/// Maximum messages per receive.
 const MESSAGES: usize = 16;
-/// Longest message: several datagrams of one sender, together at most what IP can say.
-const ROOM: usize = 1 << 16;
-/// Receive buffer asked for; the kernel gives what `net.core.rmem_max` allows.
+/// Maximum bytes of a message, limited by IP.
+const MAX_MESSAGE: usize = 1 << 16;
+/// Requested buffer, limited by `net.core.rmem_max`.
 const RECEIVE_BUFFER: c_int = 4 << 20;
 
-/// Space of one control message with an integer, aligned as its header needs.
+/// Space of a control message with an integer, aligned for its header.
 type Control = [u64; 4];
 
-/// See the module.
 #[derive(Debug)]
 pub(super) struct Socket {
     udp: UdpSocket,
@@ -35,12 +34,12 @@ pub(super) struct Socket {
 }
 
 impl Socket {
-    /// A socket bound to `address`, not connected.
     pub(super) fn bind(address: SocketAddr) -> io::Result<Self> {
         let udp = UdpSocket::bind(address)?;
-        // Nobody waits in a receiving call while others poll: Linux, asked whether a socket that blocks is readable, moves what
-        // has arrived to where such a call has already looked (`first_packet_length` of net/ipv4/udp.c), and that sleeps on
-        // beside it until the next packet. Seen on 6.1, as messages of UC that nobody took.
+        // A blocking receive could miss packets while another thread polls: asked whether a
+        // blocking socket is readable, Linux moves packets to a queue that the sleeping receiver
+        // has already checked (`first_packet_length` in net/ipv4/udp.c). Seen on 6.1 with UC
+        // messages.
         udp.set_nonblocking(true)?;
         let local = udp.local_addr()?;
         let socket = Self { udp, local };
@@ -48,17 +47,23 @@ impl Socket {
             socket.set(libc::IPPROTO_IP, libc::IP_MTU_DISCOVER, libc::IP_PMTUDISC_PROBE)?;
         } else {
             socket.set(libc::IPPROTO_IPV6, libc::IPV6_MTU_DISCOVER, libc::IPV6_PMTUDISC_PROBE)?;
-            // SoftRoCE sends no checksum; the check of RoCE v2 covers more.
+            // SoftRoCE sends no UDP checksum.
             socket.set(libc::SOL_UDP, libc::UDP_NO_CHECK6_RX, 1)?;
         }
-        // Both only make it faster: an older kernel hands over single datagrams, a smaller buffer loses more of a burst.
+        // Optional: they reduce system calls and loss.
         for (level, option, value) in [
             (libc::SOL_UDP, libc::UDP_GRO, 1),
             (libc::SOL_SOCKET, libc::SO_RCVBUF, RECEIVE_BUFFER),
             (libc::SOL_SOCKET, libc::SO_SNDBUF, RECEIVE_BUFFER),
         ] {
             if let Err(error) = socket.set(level, option, value) {
-                tracing::debug!(%local, level, option, %error, "socket option not set");
+                tracing::debug!(
+                    %local,
+                    level,
+                    option,
+                    %error,
+                    "failed to set socket option; expect more system calls or lost packets"
+                );
             }
         }
         Ok(socket)
@@ -68,7 +73,7 @@ impl Socket {
         self.local
     }
 
-    /// MTU of the route to `peer`, bytes of an IP packet.
+    /// Returns the MTU of the route in bytes of an IP packet.
     pub(super) fn route_mtu(&self, peer: SocketAddr) -> io::Result<usize> {
         let probe = UdpSocket::bind(SocketAddr::new(self.local.ip(), 0))?;
         probe.connect(peer)?;
@@ -78,7 +83,7 @@ impl Socket {
             (libc::IPPROTO_IPV6, libc::IPV6_MTU)
         };
         let (mut value, mut length): (c_int, _) = (0, mem::size_of::<c_int>() as socklen_t);
-        // SAFETY: S4: the kernel writes at most `length` bytes, which `value` has.
+        // SAFETY: S4: the kernel writes at most `length` bytes, the size of `value`.
         let result = unsafe {
             libc::getsockopt(
                 probe.as_raw_fd(),
@@ -110,13 +115,13 @@ impl Socket {
         if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
-    /// Has the kernel give no more than it does with this `net.core.rmem_max`.
+    /// Limits the buffer like `net.core.rmem_max`.
     #[cfg(test)]
     pub(super) fn limit_receive_buffer(&self, limit: c_int) -> io::Result<()> {
         self.set(libc::SOL_SOCKET, libc::SO_RCVBUF, limit)
     }
 
-    /// Takes the messages that are there; `wait`: after waiting for one. None after [`close`](Self::close).
+    /// Receives pending messages; `wait`: at least one, or none after [`close`](Self::close).
     pub(super) fn receive(&self, inbox: &mut Inbox, wait: bool) -> io::Result<()> {
         inbox.count = 0;
         if wait {
@@ -124,14 +129,14 @@ impl Socket {
         }
         let mut vectors: [libc::iovec; MESSAGES] =
             [libc::iovec { iov_base: ptr::null_mut(), iov_len: 0 }; MESSAGES];
-        // SAFETY: S4: all-zero is a header without anything; the fields are set below.
+        // SAFETY: S4: all-zero is an empty header, filled below.
         let mut headers: [libc::mmsghdr; MESSAGES] = unsafe { mem::zeroed() };
-        let rooms = inbox.bytes.chunks_exact_mut(ROOM);
-        let places = rooms.zip(inbox.names.iter_mut()).zip(&mut inbox.controls);
-        for ((vector, header), ((room, name), control)) in
+        let buffers = inbox.bytes.chunks_exact_mut(MAX_MESSAGE);
+        let places = buffers.zip(inbox.names.iter_mut()).zip(&mut inbox.controls);
+        for ((vector, header), ((buffer, name), control)) in
             vectors.iter_mut().zip(&mut headers).zip(places)
         {
-            *vector = libc::iovec { iov_base: room.as_mut_ptr().cast(), iov_len: ROOM };
+            *vector = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: MAX_MESSAGE };
             let message = &mut header.msg_hdr;
             message.msg_iov = vector;
             message.msg_iovlen = 1;
@@ -140,8 +145,8 @@ impl Socket {
             message.msg_control = control.as_mut_ptr().cast();
             message.msg_controllen = mem::size_of::<Control>() as _;
         }
-        // SAFETY: S4: each header names memory of `inbox` and `vectors` with its length; both outlive the call and
-        // nothing else refers to them.
+        // SAFETY: S4: headers name memory of `inbox` and `vectors` with its length; both outlive
+        // the call and nothing else refers to them.
         let count = unsafe {
             let (headers, count) = (headers.as_mut_ptr(), MESSAGES as u32);
             libc::recvmmsg(
@@ -164,7 +169,7 @@ impl Socket {
             // SAFETY: S4: the kernel has written `msg_namelen` bytes of the address.
             let source = unsafe { address_of(name, message.msg_namelen) };
             let whole = message.msg_flags & libc::MSG_TRUNC == 0;
-            let source = source.filter(|_| whole && length <= ROOM);
+            let source = source.filter(|_| whole && length <= MAX_MESSAGE);
             let segment = segment_size(message).unwrap_or(length);
             *arrival = Arrival { source, length, segment: segment.max(1) };
         }
@@ -172,38 +177,37 @@ impl Socket {
         Ok(())
     }
 
-    /// True if something is there to be received, or never will be.
+    /// Returns true if a packet is pending or the socket is closed.
     pub(super) fn is_readable(&self) -> bool {
         self.poll(0).unwrap_or(false)
     }
 
-    /// Waits for so many milliseconds, or without an end, until something can be received, or never will; true if so.
+    /// Waits `timeout` ms (-1: no limit) for a packet or closure; returns true if it came.
     fn poll(&self, timeout: c_int) -> io::Result<bool> {
         let mut wanted =
             libc::pollfd { fd: self.udp.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-        // SAFETY: S4: the kernel reads and writes the one element that it is told of.
+        // SAFETY: S4: the kernel accesses the one element passed.
         let ready = unsafe { libc::poll(&raw mut wanted, 1, timeout) };
         if ready < 0 { Err(io::Error::last_os_error()) } else { Ok(ready > 0) }
     }
 
-    /// Readable when something has arrived.
     pub(super) fn fd(&self) -> BorrowedFd<'_> {
         self.udp.as_fd()
     }
 
-    /// Hands a batch to the kernel. What is refused is lost: the number of its packets, and why the first was.
+    /// Sends a batch. Refused packets are lost: returns their number and the first reason.
     pub(super) fn send(&self, batch: &Batch) -> Result<(), (u64, io::Error)> {
         let groups = batch.groups();
         let mut names = [const { MaybeUninit::<sockaddr_storage>::uninit() }; GROUPS];
         let mut vectors: [libc::iovec; GROUPS] =
             [libc::iovec { iov_base: ptr::null_mut(), iov_len: 0 }; GROUPS];
         let mut controls: [Control; GROUPS] = [[0; 4]; GROUPS];
-        // SAFETY: S4: all-zero is a header without anything; the fields are set below.
+        // SAFETY: S4: all-zero is an empty header, filled below.
         let mut headers: [libc::mmsghdr; GROUPS] = unsafe { mem::zeroed() };
         let places = names.iter_mut().zip(&mut vectors).zip(&mut controls).zip(&mut headers);
         for (group, (((name, vector), control), header)) in groups.iter().zip(places) {
             let bytes = batch.bytes_of(group);
-            // The kernel only reads; the type of a vector does not know.
+            // The kernel only reads, but `iovec` is mutable.
             *vector =
                 libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
             let message = &mut header.msg_hdr;
@@ -218,8 +222,8 @@ impl Socket {
         let (mut at, mut lost) = (0, None);
         while at < groups.len() {
             let rest = &mut headers[at..groups.len()];
-            // SAFETY: S4: each header names memory of `batch` and of the arrays above with its length; all outlive the
-            // call, which reads them.
+            // SAFETY: S4: headers name memory of `batch` and of the arrays above with its length;
+            // all outlive the call, which only reads them.
             let sent = unsafe {
                 let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
                 libc::sendmmsg(
@@ -246,15 +250,14 @@ impl Socket {
         lost.map_or(Ok(()), Err)
     }
 
-    /// Ends [`receive`](Self::receive), now and later.
+    /// Ends current and later calls of [`receive`](Self::receive).
     pub(super) fn close(&self) {
-        // It wakes who waits to receive although it says that the socket is not connected (`shutdown(2)`).
-        // SAFETY: S4: no memory is passed.
+        // SAFETY: S4: no memory is passed. It wakes receivers despite ENOTCONN (`shutdown(2)`).
         unsafe { libc::shutdown(self.udp.as_raw_fd(), libc::SHUT_RD) };
     }
 }
 
-/// Room for what is received.
+/// Buffers for received messages.
 pub(super) struct Inbox {
     bytes: Box<[u8]>,
     names: Box<[MaybeUninit<sockaddr_storage>; MESSAGES]>,
@@ -263,10 +266,10 @@ pub(super) struct Inbox {
     count: usize,
 }
 
-/// A message: datagrams of one sender, all of one length but a shorter last one.
+/// A message: datagrams of one sender, the last may be shorter.
 #[derive(Debug, Clone, Copy)]
 struct Arrival {
-    /// `None` if it is not to be looked at.
+    /// `None` if the message must be ignored.
     source: Option<SocketAddr>,
     length: usize,
     segment: usize,
@@ -275,7 +278,7 @@ struct Arrival {
 impl Inbox {
     pub(super) fn new() -> Self {
         Self {
-            bytes: vec![0; ROOM * MESSAGES].into_boxed_slice(),
+            bytes: vec![0; MAX_MESSAGE * MESSAGES].into_boxed_slice(),
             names: Box::new([const { MaybeUninit::zeroed() }; MESSAGES]),
             controls: [[0; 4]; MESSAGES],
             arrivals: [Arrival { source: None, length: 0, segment: 1 }; MESSAGES],
@@ -283,7 +286,7 @@ impl Inbox {
         }
     }
 
-    /// True if there may be more than was taken.
+    /// Returns true if more messages may be pending.
     pub(super) const fn is_full(&self) -> bool {
         self.count == MESSAGES
     }
@@ -292,18 +295,18 @@ impl Inbox {
         self.count == 0
     }
 
-    /// The datagrams received, with their sender.
     pub(super) fn datagrams(&self) -> impl Iterator<Item = (SocketAddr, &[u8])> {
-        let rooms = self.bytes.chunks_exact(ROOM);
-        let messages = self.arrivals[..self.count].iter().zip(rooms);
-        let known = messages.filter_map(|(arrival, room)| Some((arrival.source?, arrival, room)));
-        known.flat_map(|(source, arrival, room)| {
-            room[..arrival.length].chunks(arrival.segment).map(move |datagram| (source, datagram))
+        let buffers = self.bytes.chunks_exact(MAX_MESSAGE);
+        let messages = self.arrivals[..self.count].iter().zip(buffers);
+        let known =
+            messages.filter_map(|(arrival, buffer)| Some((arrival.source?, arrival, buffer)));
+        known.flat_map(|(source, arrival, buffer)| {
+            buffer[..arrival.length].chunks(arrival.segment).map(move |datagram| (source, datagram))
         })
     }
 }
 
-/// The sender of a message.
+/// Reads a sender's address.
 ///
 /// # Safety
 ///
@@ -313,8 +316,8 @@ unsafe fn address_of(
     length: socklen_t,
 ) -> Option<SocketAddr> {
     let length = length as usize;
-    // SAFETY: S4: any bytes are integers; which of the two layouts they have is looked at before, and that there are as
-    // many. The storage is made of zeros, so all of it is initialized, and aligned for both.
+    // SAFETY: S4: family and length are checked before either layout is read; both consist of
+    // integers, for which any bytes are valid. The storage is initialised, and aligned for both.
     unsafe {
         let family = name.as_ptr().cast::<libc::sa_family_t>().read();
         match c_int::from(family) {
@@ -338,7 +341,7 @@ unsafe fn address_of(
     }
 }
 
-/// Writes an address; its length.
+/// Writes an address and returns its length.
 fn write_address(address: SocketAddr, name: &mut MaybeUninit<sockaddr_storage>) -> socklen_t {
     match address {
         SocketAddr::V4(v4) => write_v4(v4, name),
@@ -353,7 +356,7 @@ fn write_v4(address: SocketAddrV4, name: &mut MaybeUninit<sockaddr_storage>) -> 
         sin_addr: libc::in_addr { s_addr: u32::from(*address.ip()).to_be() },
         sin_zero: [0; 8],
     };
-    // SAFETY: S4: storage is as large as any address, and aligned for it.
+    // SAFETY: S4: the storage fits any address.
     unsafe { name.as_mut_ptr().cast::<sockaddr_in>().write(v4) };
     mem::size_of::<sockaddr_in>() as socklen_t
 }
@@ -366,17 +369,17 @@ fn write_v6(address: SocketAddrV6, name: &mut MaybeUninit<sockaddr_storage>) -> 
         sin6_addr: libc::in6_addr { s6_addr: address.ip().octets() },
         sin6_scope_id: address.scope_id(),
     };
-    // SAFETY: S4: storage is as large as any address, and aligned for it.
+    // SAFETY: S4: the storage fits any address.
     unsafe { name.as_mut_ptr().cast::<sockaddr_in6>().write(v6) };
     mem::size_of::<sockaddr_in6>() as socklen_t
 }
 
-/// Asks the kernel to cut the message into datagrams.
+/// Sets the segment size.
 fn write_segment_size(group: &Group, message: &mut libc::msghdr, control: &mut Control) {
     const SIZE: u32 = mem::size_of::<u16>() as u32;
     message.msg_control = control.as_mut_ptr().cast();
-    // SAFETY: S4: `control` has room for a header and two bytes, which its 32 are more than; the first header is at its
-    // start, and the kernel's macros stay within the length set.
+    // SAFETY: S4: a header and two bytes fit into the 32 bytes of `control`, whose start is the
+    // first header; the kernel's macros stay within the length set.
     unsafe {
         message.msg_controllen = libc::CMSG_SPACE(SIZE) as _;
         let header = libc::CMSG_FIRSTHDR(message);
@@ -387,10 +390,10 @@ fn write_segment_size(group: &Group, message: &mut libc::msghdr, control: &mut C
     }
 }
 
-/// Into how many bytes each the kernel has put several datagrams; `None` if it is one.
+/// Returns the length of joined datagrams, if several.
 fn segment_size(message: &libc::msghdr) -> Option<usize> {
-    // SAFETY: S4: the kernel has written `msg_controllen` bytes of control messages, and the macros stay within them; an
-    // integer is read only where one is announced.
+    // SAFETY: S4: the kernel has written `msg_controllen` bytes, within which the macros stay; an
+    // integer is read only where a header announces it.
     unsafe {
         let mut header = libc::CMSG_FIRSTHDR(message);
         while !header.is_null() {
@@ -420,7 +423,6 @@ mod tests {
         (bind(), bind())
     }
 
-    /// Sends datagrams of these lengths, at once, and receives them.
     fn exchange(ip: IpAddr, lengths: &[usize]) {
         let (from, to) = pair(ip);
         let header = Header {
@@ -431,7 +433,7 @@ mod tests {
         };
         let mut batch = Batch::new();
         for (at, &length) in lengths.iter().enumerate() {
-            assert!(batch.has_room());
+            assert!(batch.has_capacity());
             batch.push(&header, to.local(), true, |out| {
                 out.extend(std::iter::repeat_n(at as u8, length))
             });

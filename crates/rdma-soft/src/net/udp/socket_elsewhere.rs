@@ -1,4 +1,4 @@
-//! Where the kernel does not say which identification it writes into headers of IPv4, as Linux does: no socket.
+//! Socket stub for systems that, unlike Linux, do not define the IPv4 identification.
 
 use std::io;
 use std::net::SocketAddr;
@@ -6,7 +6,7 @@ use std::os::fd::BorrowedFd;
 
 use super::batch::Batch;
 
-/// Never made.
+/// An uninhabited type.
 #[derive(Debug)]
 pub(super) enum Socket {}
 
@@ -49,7 +49,6 @@ impl Socket {
     }
 }
 
-/// Holds nothing.
 pub(super) struct Inbox;
 
 impl Inbox {

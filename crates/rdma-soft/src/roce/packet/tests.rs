@@ -1,4 +1,4 @@
-//! Packets as bytes.
+//! Tests of packet encoding.
 
 use super::*;
 
@@ -25,9 +25,9 @@ fn hex(text: &str) -> Vec<u8> {
         .collect()
 }
 
-/// Transport headers captured from Linux rxe, without IP, UDP and ICRC.
+/// Headers captured from Linux rxe, without IP, UDP and ICRC.
 #[test]
-fn images_are_those_of_rxe() {
+fn images_match_rxe() {
     let aeth = Aeth { syndrome: Syndrome::ACK, msn: 1 };
     let reth = Reth { remote: RemoteAddr { addr: 0, rkey: Rkey(0x223) }, length: 0 };
     let none = Tail::None;
@@ -111,7 +111,7 @@ fn every_kind() -> Vec<Packet> {
 }
 
 #[test]
-fn every_packet_survives_the_wire() {
+fn every_packet_round_trips() {
     for packet in every_kind() {
         for len in 0..9 {
             let payload: Vec<u8> = (0..len).collect();
@@ -123,14 +123,14 @@ fn every_packet_survives_the_wire() {
 }
 
 #[test]
-fn packets_of_our_own_are_of_a_class_of_their_own() {
+fn dc_packets_use_manufacturer_opcodes() {
     for packet in every_kind() {
         let image = emitted(&packet, &[]);
         assert_eq!(image[0] >> 5 == 6, packet.transport == Transport::Dci, "{packet:?}");
-        let ours =
+        let dc_only =
             matches!(packet.body, Body::Open { .. } | Body::Accept | Body::Gone | Body::Close);
-        if ours {
-            // Of RC there is no such thing.
+        if dc_only {
+            // RC does not have these opcodes.
             let mut image = image;
             image[0] &= 31;
             assert_eq!(Packet::parse(&image), Err(WireError::Unsupported));
@@ -139,11 +139,11 @@ fn packets_of_our_own_are_of_a_class_of_their_own() {
 }
 
 #[test]
-fn whatever_arrives_is_parsed_or_refused() {
+fn random_images_parse_or_fail() {
     let mut random = fastrand::Rng::with_seed(1);
     for packet in every_kind() {
         let image = emitted(&packet, &[1, 2, 3]);
-        // Anything may be said, and cut anywhere.
+        // Truncated at every length, with one random byte.
         for len in 0..=image.len() {
             let mut cut = image[..len].to_vec();
             if let Some(byte) = cut.get_mut(random.usize(..len.max(1))) {
@@ -157,7 +157,7 @@ fn whatever_arrives_is_parsed_or_refused() {
 }
 
 #[test]
-fn damage_within_the_process_is_found() {
+fn unseal_detects_every_flipped_bit() {
     let mut sealed = emitted(&every_kind()[0], &[1, 2, 3]);
     let image = sealed.clone();
     seal(&mut sealed);
@@ -171,10 +171,10 @@ fn damage_within_the_process_is_found() {
 }
 
 #[test]
-fn what_asks_for_nothing_is_passed_over() {
+fn parse_ignores_congestion_and_reserved_bits() {
     let packet = every_kind()[0];
     let mut image = emitted(&packet, &[1, 2, 3]);
-    // Migration request, congestion both ways, reserved bits beside the sequence number, a limited member.
+    // Migration request, both congestion bits, reserved bits, limited partition membership.
     image[1] |= 0x40;
     image[2] = 0x7f;
     image[4] = 0xff;

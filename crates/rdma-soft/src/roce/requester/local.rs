@@ -1,4 +1,4 @@
-//! Work that the own device does: windows are bound and keys invalidated, and the peer is told nothing.
+//! Work requests without packets: binding windows and invalidating keys.
 
 use rdma_provider::types::{QpState, SendOp, WcStatus};
 
@@ -7,11 +7,11 @@ use crate::device::keys::Keys;
 use super::{Requester, SendCompletions};
 
 impl Requester {
-    /// Does the local work request at the cursor, if all before it is done and nothing holds it up; `None` if not, or if
-    /// it failed.
+    /// Executes the local work request at the cursor once all earlier ones are complete, or returns
+    /// `None`.
     ///
-    /// An invalidation may be asked to wait so (local invalidate fence, IBTA 10.6.7); that a binding does is one order
-    /// less to think of.
+    /// An invalidation may require this order (local invalidate fence, IBTA 10.6.7); binds use it
+    /// for simplicity.
     #[cold]
     pub(super) fn run_local(&mut self, keys: &Keys, out: &mut impl SendCompletions) -> Option<()> {
         if self.cursor > 0 || self.state != QpState::Rts {

@@ -1,9 +1,11 @@
-//! Requester: turns the send queue into packets, and responses into completions.
+//! The requester: turns the send queue into packets, and responses into completions.
 //!
-//! A state machine without clock, thread or lock. Its owner asks for packets
-//! ([`next_packet`](Requester::next_packet)) until there are none, hands in responses
-//! ([`on_response`](Requester::on_response)), calls [`settle`](Requester::settle) when it lets go, and
-//! [`on_timer`](Requester::on_timer) at the deadline that gave.
+//! It is a state machine without clock, thread or lock. The caller:
+//!
+//! - takes all packets from [`next_packet`](Requester::next_packet),
+//! - passes responses to [`on_response`](Requester::on_response),
+//! - finally calls [`settle`](Requester::settle),
+//! - calls [`on_timer`](Requester::on_timer) at the deadline from `settle`.
 //!
 //! ```text
 //!        oldest                 cursor                      newest
@@ -11,7 +13,8 @@
 //!  psn   unacked ──────────▶ sent_end            next_psn
 //! ```
 //!
-//! Recovery is go-back-N: the cursor returns to the oldest unacknowledged packet (IBTA 9.7.5).
+//! Retransmission is go-back-N: the cursor returns to the oldest unacknowledged packet (IBTA
+//! 9.7.5).
 
 mod initiator;
 mod local;
@@ -20,11 +23,11 @@ mod responses;
 mod single_packet;
 mod wqe;
 
-use initiator::{Facing, Initiator};
-pub(crate) use outstanding::Asks;
-pub(crate) use single_packet::Whole;
+use initiator::{Initiator, SessionStep};
+pub(crate) use outstanding::WindowRequest;
+pub(crate) use single_packet::SinglePacket;
 pub(crate) use wqe::Destination;
-use wqe::{SendWqe, body_of, consumes_receive, left_in_request, local_fault};
+use wqe::{SendWqe, body_of, check_local, consumes_receive, left_in_request};
 
 use rdma_provider::types::{
     Access, AckTimeout, Data, Mtu, Psn, Qkey, QpState, Qpn, RnrTimer, SendFlags, SendOp, SendWr,
@@ -36,32 +39,32 @@ use crate::device::keys::Keys;
 use crate::device::ring::Ring;
 use crate::roce::packet::{Packet, Part};
 
-/// Largest message. Half of what RETH can say: a READ of it then covers 2^22 packets of the smallest
-/// MTU, well below the 2^23 at which sequence numbers become ambiguous.
+/// Maximum message length: 2^22 packets of the smallest MTU, well below the 2^23 at which PSNs
+/// become ambiguous.
 pub(crate) const MAX_MESSAGE: u32 = 1 << 30;
 
-/// How much of a reliable connection is underway.
+/// The flow control of a reliable connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Flow {
-    /// Packets in flight. Bounds what a network with delays has to hold.
     window: i32,
-    /// A long message asks for an acknowledgement this often, so that the window never starves.
+    /// Packets between acknowledgement requests within a message, so that the window does not
+    /// stall.
     ack_every: u32,
-    /// Packets that one READ request asks for: a longer one is asked for piece by piece, as nothing else paces the answers.
+    /// Maximum response packets per READ request. Longer READs are split, as nothing else paces
+    /// responses.
     read_packets: u32,
-    /// How often the timeout doubles while nothing is heard: between processes silence may mean that the other one does not
-    /// run. 4 times the timeout is what IBTA 9.7.6.1.3 lets it take.
+    /// Doublings of the timeout without a response: the peer's process may not be running. IBTA
+    /// 9.7.6.1.3 permits 4 times the timeout.
     doublings: u32,
 }
 
 impl Flow {
-    /// Within the process, where nothing overflows; the window is that of rxe.
+    /// Within the process, where no buffer overflows. The window is rxe's.
     pub(crate) const MEMORY: Self =
         Self { window: 64, ack_every: 32, read_packets: u32::MAX, doublings: 0 };
 
-    /// Of `window` packets in flight, where answers must be paced too.
-    pub(crate) const fn of(window: u32) -> Self {
-        // An acknowledgement for each quarter; of a READ, two halves are on the way.
+    /// Over UDP, with paced responses.
+    pub(crate) const fn with_window(window: u32) -> Self {
         Self {
             window: window as i32,
             ack_every: window / 4,
@@ -71,24 +74,23 @@ impl Flow {
     }
 }
 
-/// Packets of one READ request where answers must be paced; the same for the life of a connection, since it is told from
-/// the answers which request they end. 32 KiB of the largest MTU.
+/// Maximum response packets per READ request over UDP: 32 KiB at the largest MTU.
+///
+/// It is constant: the requester computes from it which response ends a request.
 const READ_PACKETS: u32 = 8;
 
-/// What surrounds a requester: who takes its completions, and what an initiator of dynamic connections asks for.
 pub(crate) trait SendCompletions {
-    /// The work request at `position` is done; slots before `position + 1` are free once this is polled.
+    /// Completes the work request at `position`. Polling frees all slots up to it.
     fn complete(&mut self, position: u32, completion: &WorkCompletion);
-    /// The time, in nanoseconds.
+    /// Returns nanoseconds.
     fn now(&mut self) -> u64;
-    /// A number that peers cannot predict, or none.
+    /// Returns an unpredictable number, if the system has one.
     fn random(&mut self) -> Option<u64>;
 }
 
-/// Attributes that a requester obeys.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SendConfig {
-    /// Of an initiator of dynamic connections: RC, which it speaks to each of its targets.
+    /// RC for a DC initiator.
     pub(crate) transport: Transport,
     pub(crate) qpn: Qpn,
     pub(crate) pd: u32,
@@ -113,77 +115,74 @@ pub struct SendCounters {
     pub retransmitted: u64,
     /// Acknowledgement timeouts.
     pub timeouts: u64,
-    /// RNR NAKs: the peer had no receive posted.
+    /// RNR NAKs received: the peer had no receive posted.
     pub rnr_naks: u64,
-    /// Sequence errors reported by the peer or inferred from a gap in its responses.
+    /// Sequence errors reported by the peer, or detected as gaps in its responses.
     pub sequence_naks: u64,
     /// Responses that match no outstanding request.
     pub stale: u64,
-    /// Sessions opened by an initiator of dynamic connections: one for each change of its target, and for each return to the
-    /// same target after a second or more.
+    /// Sessions opened by a DC initiator: one per change of target, and one after each second or
+    /// more without messages.
     pub sessions: u64,
 }
 
-/// Where the payload of a packet comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Source {
-    /// The segments that were gathered.
     Gathered,
-    /// Inline bytes of the work request; see [`Requester::inline`].
-    Inline { index: usize, offset: usize, len: usize },
+    /// See [`Requester::inline`].
+    Inline {
+        index: usize,
+        offset: usize,
+        len: usize,
+    },
 }
 
-/// A packet to be sent.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Outgoing {
     pub(crate) packet: Packet,
     pub(crate) source: Source,
-    /// Receiver of a datagram, or target of a dynamic connection.
+    /// Destination of a datagram, or DC target.
     pub(crate) to: Destination,
 }
 
 /// Why nothing is sent before the deadline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Wait {
-    /// Sending.
     None,
-    /// The peer was not ready; code of its timer.
     Rnr(RnrTimer),
 }
 
-/// See the module.
+/// The requester of a queue pair, see the [module](self).
 #[derive(Debug)]
 pub(crate) struct Requester {
     pub(crate) config: SendConfig,
     state: QpState,
     queue: Ring<SendWqe>,
-    /// Index of the work request that is being sent, and the packet of it that is next.
+    /// Index of the work request to send, and its next packet.
     cursor: usize,
     cursor_packet: u32,
-    /// Oldest sequence number that is not acknowledged.
     unacked: Psn,
-    /// After the newest sequence number that was ever sent.
+    /// PSN after the newest packet ever sent.
     sent_end: Psn,
-    /// For the next work request that starts.
+    /// First PSN of the next work request.
     next_psn: Psn,
-    /// READ and atomic requests that have no answer yet.
+    /// Outstanding READ and atomic work requests.
     reads: u8,
     retries_left: u8,
     rnr_left: u8,
     since_ack_request: u32,
     wait: Wait,
     deadline: Option<u64>,
-    /// The deadline counts from now, not from when it was set.
+    /// Restarts the deadline at the next `settle`.
     progressed: bool,
     /// Timeouts since the last progress.
-    silences: u32,
-    /// It waits for its turn on the way to the peer.
-    paused: bool,
-    /// Went back because of a gap in the responses, and no progress since: late ones change nothing.
+    consecutive_timeouts: u32,
+    /// Queued for the window of the path to the peer.
+    awaiting_window: bool,
+    /// A response gap caused a retransmission; more gaps before progress are ignored.
     gap_seen: bool,
     drained_reported: bool,
     position: u32,
-    /// Of dynamic connections.
     initiator: Option<Box<Initiator>>,
     pub(crate) counters: SendCounters,
 }
@@ -206,8 +205,8 @@ impl Requester {
             wait: Wait::None,
             deadline: None,
             progressed: false,
-            silences: 0,
-            paused: false,
+            consecutive_timeouts: 0,
+            awaiting_window: false,
             gap_seen: false,
             drained_reported: true,
             position: 0,
@@ -220,29 +219,28 @@ impl Requester {
         self.state
     }
 
-    /// Work requests ever posted; the position of the next one.
+    /// Returns the number of work requests ever posted: the next position.
     pub(crate) const fn position(&self) -> u32 {
         self.position
     }
 
-    /// True if work is queued.
     pub(crate) const fn has_work(&self) -> bool {
         !self.queue.is_empty()
     }
 
-    /// First sequence number, given on the way to RTS.
+    /// Sets the first PSN on the transition to RTS.
     pub(crate) fn start(&mut self, psn: Psn) {
         (self.unacked, self.sent_end, self.next_psn) = (psn, psn, psn);
         self.retries_left = self.config.retry_count;
         self.rnr_left = self.config.rnr_retry;
     }
 
-    /// Changes the state on the user's request; flushes on the way to ERR.
+    /// Changes the state; ERR flushes the queue.
     pub(crate) fn set_state(&mut self, state: QpState, out: &mut impl SendCompletions) {
         match state {
             QpState::Err => self.flush(state, out),
             QpState::Reset => {
-                let initiator = self.initiator.take().map(Initiator::renewed);
+                let initiator = self.initiator.take().map(Initiator::into_reset);
                 *self = Self { counters: self.counters, initiator, ..Self::new(self.config) };
             }
             _ => {
@@ -254,13 +252,12 @@ impl Requester {
         }
     }
 
-    /// Retry limits may have changed.
     pub(crate) fn reset_retries(&mut self) {
         self.retries_left = self.config.retry_count;
         self.rnr_left = self.config.rnr_retry;
     }
 
-    /// Queues a work request that was found well-formed. In ERR and SQE it is flushed at once.
+    /// Queues a valid work request; ERR and SQE flush it at once.
     #[inline(always)]
     pub(crate) fn post(&mut self, wr: &SendWr<'_>, length: u32, out: &mut impl SendCompletions) {
         let position = self.position;
@@ -283,7 +280,7 @@ impl Requester {
                 wqe.one = Sge::default();
                 wqe.several.extend_from_slice(sges);
             }
-            Data::Window(bind) => wqe.keep(bind),
+            Data::Window(bind) => wqe.set_bind(bind),
             Data::Inline(bytes) => {
                 wqe.inline = true;
                 match wqe.short.get_mut(..bytes.len()) {
@@ -305,7 +302,7 @@ impl Requester {
         }
     }
 
-    /// The next packet, its payload in `gather` (which is empty) or inline.
+    /// Returns the next packet. The payload is inline or in `gather`, which is empty.
     #[inline]
     pub(crate) fn next_packet<'k>(
         &mut self,
@@ -320,10 +317,10 @@ impl Requester {
             self.run_local(keys, out)?;
         }
         if self.initiator.is_some() {
-            match self.face(out) {
-                Facing::Target => {}
-                Facing::Nobody => return None,
-                Facing::Turning(packet) => return Some(packet),
+            match self.prepare_session(out) {
+                SessionStep::Ready => {}
+                SessionStep::Blocked => return None,
+                SessionStep::Send(packet) => return Some(packet),
             }
         }
         if self.too_many_reads() {
@@ -339,14 +336,14 @@ impl Requester {
             }
             let refusal = if wqe.op.reads_back() {
                 if self.config.max_rd_atomic == 0 {
-                    // It could never start; saying so beats waiting for ever.
+                    // It could never start: fails instead of stalling.
                     Some(WcStatus::LOC_QP_OP_ERR)
                 } else {
-                    local_fault(wqe, &self.config, keys)
+                    check_local(wqe, &self.config, keys)
                 }
             } else if wqe.length > mtu {
-                // Of a single packet, gathering the payload below is the check.
-                local_fault(wqe, &self.config, keys)
+                // For a single packet, gathering the payload is the check.
+                check_local(wqe, &self.config, keys)
             } else {
                 None
             };
@@ -369,18 +366,19 @@ impl Requester {
         }
         let number = self.cursor_packet;
         let psn = wqe.first_psn.add(number);
-        let underway = psn.distance_from(self.unacked);
-        // All answers to a READ are underway as soon as it is asked for.
-        let asked =
+        let in_flight = psn.distance_from(self.unacked);
+        // A READ request puts all its responses in flight.
+        let added =
             if matches!(wqe.op, SendOp::Read(_)) && self.config.flow.read_packets != u32::MAX {
                 (wqe.packets - number).min(left_in_request(number, &self.config)) as i32
             } else {
                 1
             };
-        let blocked = reliable && underway > 0 && underway + asked > self.config.flow.window;
-        // If no acknowledgement is to come, for the window was larger before, one more packet asks for it.
-        let unasked = blocked && self.since_ack_request as i32 >= underway;
-        if blocked && !unasked {
+        let blocked = reliable && in_flight > 0 && in_flight + added > self.config.flow.window;
+        // If the window shrank, possibly no packet in flight requests an acknowledgement: one more
+        // does.
+        let ack_missing = blocked && self.since_ack_request as i32 >= in_flight;
+        if blocked && !ack_missing {
             return None;
         }
         let offset = number * mtu;
@@ -415,7 +413,7 @@ impl Requester {
         let whole = end == wqe.end_psn();
         let ack_request = reliable
             && !wqe.op.reads_back()
-            && (whole || unasked || self.since_ack_request >= self.config.flow.ack_every);
+            && (whole || ack_missing || self.since_ack_request >= self.config.flow.ack_every);
         let packet = Packet {
             transport: self.config.transport,
             dest: if self.config.transport == Transport::Ud {
@@ -431,9 +429,9 @@ impl Requester {
             body,
         };
         let to = wqe.to;
-        // An answer acknowledges all before it.
-        let asks = ack_request || wqe.op.reads_back();
-        self.since_ack_request = if asks { 0 } else { self.since_ack_request + 1 };
+        // A response acknowledges everything before it.
+        let requests_response = ack_request || wqe.op.reads_back();
+        self.since_ack_request = if requests_response { 0 } else { self.since_ack_request + 1 };
         if whole {
             self.cursor += 1;
             self.cursor_packet = 0;
@@ -449,8 +447,8 @@ impl Requester {
         Some(Outgoing { packet, source, to })
     }
 
-    /// True if the work request at the cursor is a READ or atomic and as many of their requests as the peer takes have no
-    /// answer, where a READ may be several.
+    /// Returns whether the next packet is a READ or atomic beyond `max_rd_atomic` requests, if
+    /// READs are split.
     #[inline]
     fn too_many_reads(&self) -> bool {
         self.config.flow.read_packets != u32::MAX
@@ -459,7 +457,7 @@ impl Requester {
             && self.read_requests() >= u32::from(self.config.max_rd_atomic)
     }
 
-    /// READ and atomic requests between the oldest packet without answer and the cursor.
+    /// Counts READ and atomic requests from the oldest unacknowledged packet to the cursor.
     fn read_requests(&self) -> u32 {
         let each = self.config.flow.read_packets;
         let sent = (0..=self.cursor).filter_map(|index| Some((index, self.queue.get(index)?)));
@@ -476,7 +474,6 @@ impl Requester {
         requests.sum()
     }
 
-    /// Inline payload of a packet just made.
     pub(crate) fn inline(&self, source: Source) -> &[u8] {
         match source {
             Source::Inline { index, offset, len } => self
@@ -488,7 +485,7 @@ impl Requester {
         }
     }
 
-    /// A packet of an unreliable transport has left: its work request is done when it was the last one.
+    /// Completes the work request after its last packet, on an unreliable transport.
     pub(crate) fn on_sent(&mut self, out: &mut impl SendCompletions) {
         if self.config.transport != Transport::Rc && self.cursor > 0 {
             self.unacked = self.sent_end;
@@ -496,7 +493,7 @@ impl Requester {
         }
     }
 
-    /// Moves the time. Call it when the deadline that [`settle`](Self::settle) gave has come.
+    /// Handles the deadline from [`settle`](Self::settle).
     pub(crate) fn on_timer(&mut self, now: u64, out: &mut impl SendCompletions) {
         if self.deadline.is_none_or(|deadline| now < deadline) {
             return;
@@ -506,17 +503,17 @@ impl Requester {
             return;
         }
         match std::mem::replace(&mut self.wait, Wait::None) {
-            Wait::Rnr(_) => self.go_back(),
+            Wait::Rnr(_) => self.go_back_n(),
             Wait::None => {
                 self.counters.timeouts += 1;
-                self.silences += 1;
+                self.consecutive_timeouts += 1;
                 self.gap_seen = false;
                 self.retry(out);
             }
         }
     }
 
-    /// When [`on_timer`](Self::on_timer) is due, as things are now. `now` is asked only if it matters.
+    /// Returns the deadline for [`on_timer`](Self::on_timer). Calls `now` only if needed.
     #[inline]
     pub(crate) fn settle(&mut self, now: impl FnOnce() -> u64) -> Option<u64> {
         if self.unacked == self.sent_end && self.wait == Wait::None {
@@ -529,7 +526,7 @@ impl Requester {
 
     #[cold]
     fn settle_slow(&mut self, now: u64) -> Option<u64> {
-        let idle = self.paused && self.wait == Wait::None;
+        let idle = self.awaiting_window && self.wait == Wait::None;
         if idle
             || !matches!(self.state, QpState::Rts | QpState::Sqd)
             || self.config.transport != Transport::Rc
@@ -539,7 +536,7 @@ impl Requester {
             let duration = match self.wait {
                 Wait::Rnr(timer) => Some(timer.nanoseconds()),
                 Wait::None => {
-                    let times = 1 << self.silences.min(self.config.flow.doublings);
+                    let times = 1 << self.consecutive_timeouts.min(self.config.flow.doublings);
                     self.config.timeout.nanoseconds().map(|duration| duration.saturating_mul(times))
                 }
             };
@@ -548,7 +545,7 @@ impl Requester {
         self.deadline
     }
 
-    /// True once, when the queue has drained after the transition to SQD.
+    /// Returns true once, when the queue has drained in SQD.
     pub(crate) fn take_drained(&mut self) -> bool {
         if self.drained_reported
             || self.state != QpState::Sqd
@@ -567,10 +564,9 @@ impl Requester {
         }
         self.retries_left -= 1;
         self.progressed = true;
-        self.go_back();
+        self.go_back_n();
     }
 
-    /// True if nothing has been sent since the cursor went back.
     fn at_unacked(&self) -> bool {
         self.cursor == 0
             && self.queue.front().is_some_and(|head| {
@@ -578,10 +574,10 @@ impl Requester {
             })
     }
 
-    /// Sends again from the oldest packet that is not acknowledged.
-    fn go_back(&mut self) {
+    /// Moves the cursor to the oldest unacknowledged packet.
+    fn go_back_n(&mut self) {
         if let Some(initiator) = &mut self.initiator {
-            initiator.go_back();
+            initiator.resend_open();
         }
         self.cursor = 0;
         self.cursor_packet = match self.queue.front() {
@@ -590,9 +586,9 @@ impl Requester {
         };
     }
 
-    /// What was acknowledged while it was being sent again is not sent again.
+    /// Moves the cursor past packets acknowledged during their retransmission.
     #[inline]
-    fn catch_up(&mut self) {
+    fn skip_acknowledged(&mut self) {
         if self.cursor == 0
             && let Some(head) = self.queue.front().filter(|head| head.started)
         {
@@ -601,7 +597,7 @@ impl Requester {
         }
     }
 
-    /// The work request at the cursor cannot be sent. Those before it complete first.
+    /// Fails the work request at the cursor once earlier ones are complete.
     fn refuse(&mut self, status: WcStatus, out: &mut impl SendCompletions) -> Option<Outgoing> {
         if self.cursor == 0 {
             self.fail(status, out);
@@ -621,24 +617,23 @@ impl Requester {
             self.queue.pop();
         }
         if self.cursor == 0 {
-            // It was being sent again.
             self.cursor_packet = 0;
         } else {
             self.cursor -= 1;
         }
     }
 
-    /// The oldest work request fails, and with it the queue.
+    /// Fails the oldest work request, then flushes the queue.
     #[cold]
     fn fail(&mut self, status: WcStatus, out: &mut impl SendCompletions) {
-        tracing::warn!(qpn = %self.config.qpn, %status, "send queue failed");
+        tracing::warn!(qpn = %self.config.qpn, %status, "work request failed; flushing send queue");
         if let Some(head) = self.queue.front() {
             let completion = head.completion(status, self.config.qpn);
             let position = head.position;
             self.queue.pop();
             out.complete(position, &completion);
         }
-        // A reliable connection fails as a whole; otherwise the receive side goes on (IBTA 10.3.1).
+        // A reliable connection fails as a whole; otherwise receives continue (IBTA 10.3.1).
         let state =
             if self.config.transport == Transport::Rc { QpState::Err } else { QpState::Sqe };
         self.flush(state, out);
@@ -654,7 +649,7 @@ impl Requester {
             out.complete(position, &completion);
         }
         if flushed > 0 {
-            tracing::debug!(qpn = %self.config.qpn, flushed, "send queue flushed");
+            tracing::debug!(qpn = %self.config.qpn, flushed, "flushed send queue");
         }
         self.state = state;
         (self.cursor, self.cursor_packet) = (0, 0);

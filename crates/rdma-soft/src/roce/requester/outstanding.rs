@@ -1,25 +1,29 @@
-//! What is underway, and what a reliable queue pair asks for when it comes to the way that it shares with others.
+//! Packets in flight, and requests for the window of a UDP path.
 
 use rdma_provider::types::{QpState, SendOp};
 
 use super::wqe::left_in_request;
 use super::{Requester, Wait};
 
-/// Packets, or answers, that somebody asks the way for.
+/// A request for a path's window, in packets or READ responses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Asks {
-    /// With which it can begin.
-    pub(crate) least: u32,
-    /// Of a turn for which it has waited: one at a time would cost more than it brings.
-    pub(crate) turn: u32,
+pub(crate) struct WindowRequest {
+    /// Minimum to start with.
+    pub(crate) min: u32,
+    /// Packets after waiting: one packet is not worth the switch.
+    pub(crate) quantum: u32,
 }
 
 impl Requester {
-    /// Packets that are on their way, or answers to READs that have not come: none while the peer, which has dropped them, is not
-    /// ready, and of what is to be sent again only what has been. Of one that has been silent for long, one.
-    pub(crate) fn underway(&self) -> u32 {
-        let opens_again = self.initiator.as_ref().is_some_and(|initiator| initiator.opens_again());
-        if self.wait != Wait::None || opens_again {
+    /// Returns the number of packets and READ responses in flight.
+    ///
+    /// - After an RNR NAK it is 0: the peer dropped them.
+    /// - After go-back-N only retransmissions count.
+    /// - After two timeouts in a row it is at most 1.
+    pub(crate) fn in_flight(&self) -> u32 {
+        let must_resend_open =
+            self.initiator.as_ref().is_some_and(|initiator| initiator.must_resend_open());
+        if self.wait != Wait::None || must_resend_open {
             return 0;
         }
         let end = match self.queue.get(self.cursor) {
@@ -27,28 +31,27 @@ impl Requester {
             _ => self.sent_end,
         };
         let packets = end.distance_from(self.unacked).max(0) as u32;
-        if self.is_long_silent() { packets.min(1) } else { packets }
+        if self.has_timed_out_twice() { packets.min(1) } else { packets }
     }
 
-    /// True if the peer has answered all that was sent.
-    pub(crate) fn is_answered(&self) -> bool {
+    pub(crate) fn all_acknowledged(&self) -> bool {
         self.unacked == self.sent_end && self.state != QpState::Err
     }
 
-    /// What it would send now, if nothing of it is on the way: all has been acknowledged, or is to be sent again. None
-    /// otherwise, or if it can send nothing, or begins a session with a DC target, for which its turn has come already.
-    pub(crate) fn asks(&self) -> Option<Asks> {
+    /// Returns the window needed to send, if everything is acknowledged or to be retransmitted.
+    ///
+    /// Returns `None` otherwise, if nothing can be sent, or for a new DC session, which was granted
+    /// the window for OPEN.
+    pub(crate) fn window_request(&self) -> Option<WindowRequest> {
         if !matches!(self.state, QpState::Rts | QpState::Sqd) || self.wait != Wait::None {
             return None;
         }
-        let (begins, again) = self
-            .initiator
-            .as_ref()
-            .map_or((false, false), |initiator| (initiator.begins(), initiator.opens_again()));
-        if begins || self.unacked != self.sent_end && !self.at_unacked() && !again {
+        let (is_unused, resends) = self.initiator.as_ref().map_or((false, false), |initiator| {
+            (initiator.is_unused(), initiator.must_resend_open())
+        });
+        if is_unused || self.unacked != self.sent_end && !self.at_unacked() && !resends {
             return None;
         }
-        // What is local takes no way.
         let mut at = self.cursor;
         while self.queue.get(at)?.op.is_local() {
             at += 1;
@@ -60,27 +63,29 @@ impl Requester {
             wqe.length.div_ceil(self.config.mtu.bytes() as u32).max(1)
         };
         let number = if at == self.cursor { self.cursor_packet } else { 0 };
-        let turn = (packets - number).min(left_in_request(number, &self.config));
+        let quantum = (packets - number).min(left_in_request(number, &self.config));
         Some(match wqe.op {
-            SendOp::Read(_) if !self.is_long_silent() => Asks { least: turn, turn },
-            // Nobody answers: it tries with little.
-            _ if self.is_silent() => Asks { least: 1, turn: 1 },
-            _ => Asks { least: 1, turn },
+            SendOp::Read(_) if !self.has_timed_out_twice() => {
+                WindowRequest { min: quantum, quantum }
+            }
+            // One packet probes a silent peer.
+            _ if self.has_timed_out() => WindowRequest { min: 1, quantum: 1 },
+            _ => WindowRequest { min: 1, quantum },
         })
     }
 
-    /// True if nothing has been heard since a timeout.
-    pub(crate) const fn is_silent(&self) -> bool {
-        self.silences > 0
+    /// Returns whether a timeout was not followed by progress.
+    pub(crate) const fn has_timed_out(&self) -> bool {
+        self.consecutive_timeouts > 0
     }
 
-    /// Nor after what was sent again.
-    const fn is_long_silent(&self) -> bool {
-        self.silences > 1
+    /// Returns whether the retransmission timed out too.
+    const fn has_timed_out_twice(&self) -> bool {
+        self.consecutive_timeouts > 1
     }
 
-    /// While it waits for its turn nothing is to be acknowledged, and no time runs.
-    pub(crate) const fn pause(&mut self, paused: bool) {
-        self.paused = paused;
+    /// Suspends the timeout while queued for the window, with nothing in flight.
+    pub(crate) const fn set_awaiting_window(&mut self, awaiting: bool) {
+        self.awaiting_window = awaiting;
     }
 }

@@ -1,4 +1,4 @@
-//! Responses: what they acknowledge, what they bring, what they make the requester repeat.
+//! Handling of responses.
 
 use rdma_provider::types::{Access, Psn, QpState, RnrTimer, SendOp, Transport, WcStatus};
 
@@ -10,7 +10,6 @@ use super::wqe::left_in_request;
 use super::{Requester, SendCompletions, Wait};
 
 impl Requester {
-    /// A response of the peer.
     #[inline]
     pub(crate) fn on_response(
         &mut self,
@@ -26,7 +25,7 @@ impl Requester {
         }
         self.counters.responses += 1;
         let psn = packet.psn;
-        // Older than anything outstanding, or about something never sent.
+        // Older than any outstanding packet, or never sent.
         if psn.distance_from(self.unacked) < 0 || psn.distance_from(self.sent_end) >= 0 {
             self.counters.stale += 1;
             return;
@@ -60,13 +59,13 @@ impl Requester {
         }
     }
 
-    /// Completes everything that ends before `to`; false if a READ or atomic without answer is in the way.
+    /// Acknowledges packets before `to`. Returns false at a READ or atomic without response.
     #[inline]
     pub(super) fn advance(&mut self, to: Psn, out: &mut impl SendCompletions) -> bool {
         while self.unacked != to {
             let Some(head) = self.queue.front().filter(|head| head.started) else { return false };
             if head.op.reads_back() {
-                // IBTA 9.7.5.1.1: acknowledging what follows says that its response was lost.
+                // IBTA 9.7.5.1.1: acknowledging a later packet implies a lost response.
                 self.on_gap(out);
                 return false;
             }
@@ -78,14 +77,14 @@ impl Requester {
                 self.unacked = end;
                 self.complete_head(out);
             }
-            self.catch_up();
+            self.skip_acknowledged();
         }
         true
     }
 
     pub(super) fn on_progress(&mut self) {
         self.progressed = true;
-        self.silences = 0;
+        self.consecutive_timeouts = 0;
         self.gap_seen = false;
         self.reset_retries();
     }
@@ -97,7 +96,7 @@ impl Requester {
         keys: &Keys,
         out: &mut impl SendCompletions,
     ) {
-        if !self.reach(psn, out) {
+        if !self.acknowledge_before(psn, out) {
             return;
         }
         let Some(head) = self.queue.front() else { return };
@@ -114,7 +113,7 @@ impl Requester {
         }
         Payload::Bytes(&original.to_ne_bytes()).copy_to(&target);
         drop(target);
-        self.answered(psn.add(1), true, out);
+        self.accept_response(psn.add(1), true, out);
     }
 
     pub(super) fn on_read_data(
@@ -125,7 +124,7 @@ impl Requester {
         keys: &Keys,
         out: &mut impl SendCompletions,
     ) {
-        if !self.reach(psn, out) {
+        if !self.acknowledge_before(psn, out) {
             return;
         }
         let Some(head) = self.queue.front() else { return };
@@ -138,7 +137,7 @@ impl Requester {
         let offset = number * mtu;
         let expected = (head.length - offset).min(mtu) as usize;
         let last = psn == head.last_psn();
-        // A repeated request begins with First or Only anywhere, so only the end is telling.
+        // Responses to a retransmission start with First or Only anywhere: only the end is checked.
         let ends = last || left_in_request(number, &self.config) == 1;
         if payload.len() != expected || part.ends() != ends {
             self.fail(WcStatus::BAD_RESP_ERR, out);
@@ -161,11 +160,12 @@ impl Requester {
             }
             payload.copy_to(&target);
         }
-        self.answered(psn.add(1), last, out);
+        self.accept_response(psn.add(1), last, out);
     }
 
-    /// Completes what precedes the response `psn`; true if that answers the oldest packet now.
-    pub(super) fn reach(&mut self, psn: Psn, out: &mut impl SendCompletions) -> bool {
+    /// Acknowledges everything before the response `psn`. Returns whether `psn` is the oldest
+    /// unacknowledged packet now.
+    pub(super) fn acknowledge_before(&mut self, psn: Psn, out: &mut impl SendCompletions) -> bool {
         loop {
             let Some(head) = self.queue.front().filter(|head| head.started) else { return false };
             if head.op.reads_back() || psn.distance_from(head.end_psn()) < 0 {
@@ -183,18 +183,18 @@ impl Requester {
         true
     }
 
-    /// Data up to `end` have arrived.
-    pub(super) fn answered(&mut self, end: Psn, last: bool, out: &mut impl SendCompletions) {
+    /// Acknowledges a response up to `end`; the `last` one completes the work request.
+    pub(super) fn accept_response(&mut self, end: Psn, last: bool, out: &mut impl SendCompletions) {
         self.on_progress();
         self.unacked = end;
         if last {
             self.reads -= 1;
             self.complete_head(out);
         }
-        self.catch_up();
+        self.skip_acknowledged();
     }
 
-    /// A response is missing: ask again, once until there is progress or a timeout.
+    /// Retransmits after a missing response, once until progress or a timeout.
     pub(super) fn on_gap(&mut self, out: &mut impl SendCompletions) {
         if !self.gap_seen && self.wait == Wait::None {
             self.gap_seen = true;
@@ -212,7 +212,7 @@ impl Requester {
             return;
         }
         self.counters.rnr_naks += 1;
-        // 7 is without end (IBTA 9.7.5.2.8).
+        // 7 means no limit (IBTA 9.7.5.2.8).
         if self.config.rnr_retry != 7 {
             if self.rnr_left == 0 {
                 self.fail(WcStatus::RNR_RETRY_EXC_ERR, out);
@@ -220,7 +220,7 @@ impl Requester {
             }
             self.rnr_left -= 1;
         }
-        // A peer that says so is there: what is lost while it is waited for does not add up.
+        // The peer is reachable: losses during repeated waits do not add up.
         self.retries_left = self.config.retry_count;
         self.wait = Wait::Rnr(timer);
         self.deadline = None;

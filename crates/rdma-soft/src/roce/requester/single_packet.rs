@@ -1,12 +1,12 @@
-//! The short way: a message of one packet with nothing outstanding needs no packet.
+//! The fast path: single-packet messages without an encoded packet.
 
 use rdma_provider::types::{Data, Psn, QpState, SendFlags, SendOp};
 
 use super::{Requester, SendCompletions, Wait};
 
-/// A message of one packet, as it stands in the send queue.
+/// A single-packet message.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Whole<'a> {
+pub(crate) struct SinglePacket<'a> {
     pub(crate) op: &'a SendOp,
     pub(crate) solicited: bool,
     pub(crate) length: usize,
@@ -14,17 +14,17 @@ pub(crate) struct Whole<'a> {
 }
 
 impl Requester {
-    /// The next work request, if it is a whole message of one packet into the peer and nothing is
-    /// outstanding: then it can be executed without a packet. Its sequence number comes with it.
+    /// Returns the next work request and its PSN, if it is a single-packet message and nothing is
+    /// outstanding.
     #[inline]
-    pub(crate) fn quiet_head(&self) -> Option<(Psn, Whole<'_>)> {
+    pub(crate) fn fast_path_head(&self) -> Option<(Psn, SinglePacket<'_>)> {
         let head = self.queue.front()?;
-        let quiet = self.state == QpState::Rts
+        let eligible = self.state == QpState::Rts
             && !head.started
             && self.unacked == self.next_psn
             && self.wait == Wait::None
             && head.length as usize <= self.config.mtu.bytes();
-        if !quiet {
+        if !eligible {
             return None;
         }
         let mut length = head.length as usize;
@@ -32,7 +32,7 @@ impl Requester {
             if !matches!(head.op, SendOp::Read(_)) {
                 length = 8;
             }
-            // Whatever is odd about it is found out on the way of packets.
+            // The packet path handles these.
             if self.config.max_rd_atomic == 0 || head.length == 0 || (head.length as usize) < length
             {
                 return None;
@@ -44,12 +44,13 @@ impl Requester {
             _ => return None,
         };
         let solicited = head.flags.contains(SendFlags::SOLICITED);
-        Some((self.next_psn, Whole { op: &head.op, solicited, length, data }))
+        Some((self.next_psn, SinglePacket { op: &head.op, solicited, length, data }))
     }
 
-    /// What [`quiet_head`](Self::quiet_head) gave was sent; `acknowledged`: and executed by the peer.
+    /// Records that the peer got the message of [`fast_path_head`](Self::fast_path_head), and
+    /// whether it acknowledged it.
     #[inline]
-    pub(crate) fn quiet_sent(&mut self, acknowledged: bool, out: &mut impl SendCompletions) {
+    pub(crate) fn fast_path_sent(&mut self, acknowledged: bool, out: &mut impl SendCompletions) {
         self.counters.packets += 1;
         let psn = self.next_psn;
         self.next_psn = psn.add(1);

@@ -1,4 +1,4 @@
-//! Send work request: its place in the queue, and the packets it is cut into.
+//! Send work requests and their packets.
 
 use rdma_provider::types::{
     Access, DcKey, Gid, Psn, Qkey, Qpn, RemoteAddr, SendFlags, SendOp, SendTarget, Sge, Transport,
@@ -11,18 +11,16 @@ use crate::roce::packet::{AtomicOp, Body, Part, Reth, Tail};
 
 use super::{MAX_MESSAGE, SendConfig};
 
-/// Where a datagram goes, or who is the target of a dynamic connection.
+/// The destination of a datagram, or a DC target.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Destination {
     pub(crate) gid: Gid,
     pub(crate) qpn: Qpn,
     pub(crate) qkey: Qkey,
-    /// Of a target.
     pub(crate) key: Option<DcKey>,
 }
 
 impl Destination {
-    /// What a work request names.
     pub(super) fn of(target: &SendTarget<'_>) -> Self {
         match target {
             SendTarget::Datagram(to) => {
@@ -35,32 +33,29 @@ impl Destination {
     }
 }
 
-/// Inline bytes that need no allocation of their own.
+/// Inline bytes stored without allocation.
 pub(super) const SHORT: usize = 64;
 
-/// Send work request in the queue.
 #[derive(Debug)]
 pub(super) struct SendWqe {
     pub(super) wr_id: WrId,
     pub(super) op: SendOp,
     pub(super) flags: SendFlags,
-    /// Counted from the creation of the queue; completions free the slots up to theirs.
+    /// Number of earlier work requests. A completion frees the slots up to its own.
     pub(super) position: u32,
     pub(super) length: u32,
     pub(super) first_psn: Psn,
-    /// Sequence numbers that it takes.
     pub(super) packets: u32,
     pub(super) started: bool,
     pub(super) inline: bool,
-    /// The only scatter/gather element, or one of length 0.
+    /// The only element, or an empty one.
     pub(super) one: Sge,
-    /// All of them if there are several.
+    /// All elements, if there are several.
     pub(super) several: Vec<Sge>,
-    /// What a `BindWindow` binds.
     pub(super) bind: Option<Box<WindowBind>>,
-    /// Inline bytes, as far as they fit.
+    /// Inline bytes that fit.
     pub(super) short: [u8; SHORT],
-    /// All of them if they do not.
+    /// Inline bytes that do not fit.
     pub(super) long: Vec<u8>,
     pub(super) to: Destination,
 }
@@ -94,7 +89,7 @@ impl SendWqe {
     }
 
     #[cold]
-    pub(super) fn keep(&mut self, bind: &WindowBind) {
+    pub(super) fn set_bind(&mut self, bind: &WindowBind) {
         self.inline = false;
         self.one = Sge::default();
         self.bind = Some(Box::new(*bind));
@@ -135,8 +130,8 @@ impl SendWqe {
     }
 }
 
-/// What is wrong with the local side of a work request, all of it checked before anything is sent.
-pub(super) fn local_fault(wqe: &SendWqe, config: &SendConfig, keys: &Keys) -> Option<WcStatus> {
+/// Checks the local memory of a work request before its first packet, and returns the error.
+pub(super) fn check_local(wqe: &SendWqe, config: &SendConfig, keys: &Keys) -> Option<WcStatus> {
     if wqe.length > MAX_MESSAGE {
         return Some(WcStatus::LOC_LEN_ERR);
     }
@@ -156,7 +151,7 @@ pub(super) fn local_fault(wqe: &SendWqe, config: &SendConfig, keys: &Keys) -> Op
         .then_some(WcStatus::LOC_PROT_ERR)
 }
 
-/// Packet `number` of `wqe`, which is `part`, and the sequence number after it and its answers.
+/// Returns the body of packet `number`, and the PSN after it and its responses.
 #[inline]
 pub(super) fn body_of(
     wqe: &SendWqe,
@@ -168,13 +163,12 @@ pub(super) fn body_of(
     let next = psn.add(1);
     if config.transport == Transport::Ud {
         let imm = if let SendOp::SendWithImm(imm) = wqe.op { Some(imm) } else { None };
-        // IBTA 10.2.5: a key with its top bit set stands for the queue pair's own.
+        // IBTA 10.2.5: the top bit selects the queue pair's own key.
         let qkey = if wqe.to.qkey.0 >> 31 != 0 { config.qkey } else { wqe.to.qkey };
         return (Body::Datagram { qkey, source: config.qpn, imm }, next);
     }
     let reth = |remote| Reth { remote, length: wqe.length };
     match wqe.op {
-        // What is local never comes here.
         SendOp::Send | SendOp::BindWindow | SendOp::LocalInvalidate(_) => {
             (Body::Send { part, tail: Tail::None }, next)
         }
@@ -192,7 +186,7 @@ pub(super) fn body_of(
         SendOp::WriteWithImm(remote, imm) => {
             (Body::Write { part, reth: reth(remote), imm: part.ends().then_some(imm) }, next)
         }
-        // A repeated READ asks for the rest only (IBTA 9.4.4).
+        // Retransmitted READs request only the rest (IBTA 9.4.4).
         SendOp::Read(remote) => {
             let mtu = config.mtu.bytes() as u32;
             let offset = number * mtu;
@@ -211,13 +205,13 @@ pub(super) fn body_of(
     }
 }
 
-/// Packets of a READ from `number` on that the same request asks for.
+/// Returns the remaining response packets of the READ request that contains packet `number`.
 #[inline]
 pub(super) const fn left_in_request(number: u32, config: &SendConfig) -> u32 {
     config.flow.read_packets - number % config.flow.read_packets
 }
 
-/// True if the operation takes a receive from the peer: only then is "solicited" sent (IBTA 9.2.3).
+/// Returns whether the operation consumes a receive; only then may it be solicited (IBTA 9.2.3).
 pub(super) const fn consumes_receive(op: &SendOp) -> bool {
     !matches!(op, SendOp::Write(_)) && !op.reads_back()
 }

@@ -1,4 +1,4 @@
-//! Requests of a reliable connection, executed and repeated.
+//! Execution of requests, and replies to duplicates.
 
 use rdma_provider::types::{
     Access, Imm, Mtu, Psn, RemoteAddr, WcFlags, WcOpcode, WcStatus, WorkCompletion,
@@ -12,7 +12,7 @@ use crate::roce::requester::MAX_MESSAGE;
 use super::{Message, Piece, ReadReply, Receiver, Refusal, Reply, Resource, Responder};
 
 impl Responder {
-    /// Executes a part of a SEND. `Ok(true)`: to be acknowledged; `Ok(false)`: answered already.
+    /// Executes a packet of a SEND. Returns whether to acknowledge it.
     #[inline]
     pub(super) fn on_send(
         &mut self,
@@ -49,7 +49,7 @@ impl Responder {
         let (imm_or_rkey, flags) = match tail {
             Tail::None => (0, WcFlags::empty()),
             Tail::Imm(imm) => (imm.0.to_be(), WcFlags::WITH_IMM),
-            // Windows only: a plain registration is not the peer's to invalidate.
+            // Only windows: a peer must not invalidate a registration.
             Tail::Invalidate(rkey) => {
                 keys.invalidate(rkey, self.config.qpn).map_err(|_| Refusal::INVALIDATION)?;
                 (rkey.0, WcFlags::WITH_INV)
@@ -67,7 +67,7 @@ impl Responder {
         Ok(true)
     }
 
-    /// Executes a part of a WRITE.
+    /// Executes a packet of a WRITE. Returns whether to acknowledge it.
     #[inline]
     pub(super) fn on_write(
         &mut self,
@@ -94,7 +94,7 @@ impl Responder {
         if !announced || !allowed || rest.length > MAX_MESSAGE * 2 {
             return Err(Refusal::INVALID);
         }
-        // Before anything of this packet is written: a receive must be there to report it.
+        // Before any byte is written: an immediate needs a receive.
         if imm.is_some() && !self.take_receive(out) {
             self.not_ready(psn);
             return Ok(false);
@@ -157,7 +157,7 @@ impl Responder {
             msn,
             rest: reth,
             begun: false,
-            again: false,
+            duplicate: false,
         }));
         Ok(false)
     }
@@ -184,11 +184,10 @@ impl Responder {
         self.msn = self.msn.wrapping_add(1);
         let msn = self.msn;
         self.save(Resource::Atomic { psn, original, msn });
-        self.replies.push_back(Reply::Atomic { psn, msn, original, again: false });
+        self.replies.push_back(Reply::Atomic { psn, msn, original, duplicate: false });
         Ok(false)
     }
 
-    /// Memory that the peer names, if it may.
     #[inline]
     pub(super) fn remote<'k>(
         &self,
@@ -197,11 +196,11 @@ impl Responder {
         len: usize,
         need: Access,
     ) -> Result<Segment<'k>, Refusal> {
-        let who = (self.config.pd, self.config.qpn);
-        keys.resolve_remote(rkey.0, who, addr, len, need).map_err(|_| Refusal::ACCESS)
+        let accessor = (self.config.pd, self.config.qpn);
+        keys.resolve_remote(rkey.0, accessor, addr, len, need).map_err(|_| Refusal::ACCESS)
     }
 
-    /// A request that was executed before: its answer was lost (IBTA 9.7.5.1.4).
+    /// Handles a duplicate request, whose reply was lost (IBTA 9.7.5.1.4).
     #[cold]
     pub(super) fn on_duplicate(&mut self, packet: &Packet, keys: &Keys) {
         self.counters.duplicates += 1;
@@ -209,7 +208,7 @@ impl Responder {
             Body::Send { .. } | Body::Write { .. } => {
                 self.acknowledge_duplicate(packet.psn);
             }
-            Body::ReadRequest(again) => {
+            Body::ReadRequest(requested) => {
                 let saved = self.resources.iter().find_map(|resource| match *resource {
                     Resource::Read { psn, packets, reth, msn } => {
                         let into = packet.psn.distance_from(psn);
@@ -223,12 +222,12 @@ impl Responder {
                     }
                     Resource::Atomic { .. } => None,
                 });
-                // It must be the rest of the original from that packet on, nothing else.
+                // It must request the rest of the original from that packet on.
                 if let Some((into, reth, msn, first, packets)) = saved
-                    && again.remote.rkey == reth.remote.rkey
+                    && requested.remote.rkey == reth.remote.rkey
                     && let Some(offset) = into.checked_mul(self.config.mtu.bytes() as u32)
-                    && again.remote.addr == reth.remote.addr.wrapping_add(u64::from(offset))
-                    && reth.length.checked_sub(offset).is_some_and(|left| again.length <= left)
+                    && requested.remote.addr == reth.remote.addr.wrapping_add(u64::from(offset))
+                    && reth.length.checked_sub(offset).is_some_and(|left| requested.length <= left)
                 {
                     let of_this = |pending: &Reply| match pending {
                         Reply::Read(read)
@@ -238,22 +237,23 @@ impl Responder {
                         }
                         _ => None,
                     };
-                    let answered = !self.replies.iter().filter_map(of_this).any(|read| !read.again);
-                    if answered && self.is_late(packet.psn, again, keys) {
+                    let answered =
+                        !self.replies.iter().filter_map(of_this).any(|read| !read.duplicate);
+                    if answered && self.is_stale_read(packet.psn, requested, keys) {
                         self.counters.dropped += 1;
                         return;
                     }
                     let reply = ReadReply {
                         psn: packet.psn,
                         msn,
-                        rest: again,
+                        rest: requested,
                         begun: false,
-                        again: answered,
+                        duplicate: answered,
                     };
-                    // Whoever asks again ignores what is left of the first answer. Sending it all the same, before
-                    // this one, would make it ask again and again, each time for an answer further behind.
+                    // The requester ignores the rest of the first response. Sending it first would
+                    // trigger further duplicates, each for a response further behind.
                     self.replies.retain(|pending| of_this(pending).is_none());
-                    self.repeat(Reply::Read(reply));
+                    self.queue_duplicate_reply(Reply::Read(reply));
                 } else {
                     self.counters.dropped += 1;
                 }
@@ -269,22 +269,32 @@ impl Responder {
                     self.counters.dropped += 1;
                     return;
                 };
-                let pending = |reply: &Reply| matches!(reply, Reply::Atomic { psn, .. } if *psn == packet.psn);
+                let pending = |reply: &Reply| {
+                    // The original or an earlier duplicate.
+                    matches!(reply, Reply::Atomic { psn, .. } if *psn == packet.psn)
+                };
                 if !self.replies.iter().any(pending) {
-                    self.repeat(Reply::Atomic { psn: packet.psn, msn, original, again: true });
+                    self.queue_duplicate_reply(Reply::Atomic {
+                        psn: packet.psn,
+                        msn,
+                        original,
+                        duplicate: true,
+                    });
                 }
             }
             _ => self.counters.dropped += 1,
         }
     }
 
-    /// Acknowledges a SEND or WRITE that was executed before, and what followed it, but no READ or atomic: the peer may
-    /// not have that response. SoftRoCE completes a READ without its data on an acknowledgement of its sequence number.
+    /// Acknowledges a duplicate SEND or WRITE and executed requests after it, up to the first READ
+    /// or atomic, whose response the peer may not have.
+    ///
+    /// SoftRoCE completes a READ without data if its PSN is acknowledged.
     fn acknowledge_duplicate(&mut self, psn: Psn) {
         let executed = self.expected.distance_from(psn);
-        // A peer has no more READs and atomics outstanding than there are resources, so those that it may still wait for are all
-        // there. Older ones may be there too, and after 2^24 packets appear to be ahead again: one that reaches back to this
-        // packet is such, and for any other the peer hears of at least this packet.
+        // All READs and atomics that the peer may have outstanding are saved. Older saved ones
+        // appear to be ahead after 2^24 packets: a READ that reaches back to this packet is old.
+        // Any other acknowledges at least this packet.
         let reads = self.resources.iter().filter_map(|resource| {
             let (first, packets, msn) = match *resource {
                 Resource::Read { psn, packets, msn, .. } => (psn, packets, msn),
@@ -297,26 +307,28 @@ impl Responder {
             Some((_, first, msn)) => (first.sub(1), msn.wrapping_sub(1)),
             None => (self.expected.sub(1), self.msn),
         };
-        // Its response acknowledges what precedes it.
+        // A queued response acknowledges everything before it.
         let covers = |reply: &Reply| {
             !matches!(reply, Reply::Acknowledge { .. }) && reply.psn().distance_from(psn) > 0
         };
         if !self.replies.iter().any(covers) {
-            self.acknowledge_as_of(msn, psn, Syndrome::ACK);
+            self.acknowledge_with_msn(msn, psn, Syndrome::ACK);
         }
     }
 
-    /// True if this is a copy of an answered READ that has been on its way until the memory was gone, for all that is known: on
-    /// a network that does not keep the order of packets, a peer has its answer by then, and has told us so. Whoever still waits
-    /// asks once more.
-    fn is_late(&mut self, psn: Psn, read: Reth, keys: &Keys) -> bool {
+    /// Returns whether to ignore a duplicate of an answered READ whose memory was deregistered.
+    ///
+    /// The network may have delayed it: normally the peer had the response by then. A requester
+    /// that still waits retransmits; its second duplicate is answered.
+    fn is_stale_read(&mut self, psn: Psn, read: Reth, keys: &Keys) -> bool {
         let gone =
             self.remote(keys, read.remote, read.length as usize, Access::REMOTE_READ).is_err();
-        gone && self.late.replace(psn) != Some(psn)
+        gone && self.last_stale_read.replace(psn) != Some(psn)
     }
 
-    /// No receive is posted: the peer shall come back (IBTA 9.7.5.2.8). The packet was not executed, and
-    /// those behind it are silently dropped until it comes again.
+    /// Queues an RNR NAK: no receive is posted (IBTA 9.7.5.2.8).
+    ///
+    /// Later packets are dropped silently until this one is retransmitted.
     #[cold]
     pub(super) fn not_ready(&mut self, psn: Psn) {
         self.counters.not_ready += 1;
@@ -324,29 +336,30 @@ impl Responder {
         self.acknowledge(psn, Syndrome::RnrNak(self.config.min_rnr_timer.code()));
     }
 
-    /// Queues an answer once more, in the order of the requests: whoever asked for one of them again asks for those behind
-    /// it again, and takes no answer out of turn.
-    fn repeat(&mut self, reply: Reply) {
+    /// Queues a reply to a duplicate in request order: a requester retransmits all after a missing
+    /// response, and accepts responses only in order.
+    fn queue_duplicate_reply(&mut self, reply: Reply) {
         let behind = |later: &Reply| later.psn().distance_from(reply.psn()) > 0;
         let at = self.replies.iter().position(behind).unwrap_or(self.replies.len());
         self.replies.insert(at, reply);
     }
 
-    /// True if the peer may ask for another READ or atomic. With as many answers queued as it may have requests, it can
-    /// have the answer to the oldest only if that is being repeated, of no use to it any more.
+    /// Returns whether the peer may have another READ or atomic outstanding.
+    ///
+    /// If all permitted responses are queued, a new request shows that the peer has the oldest. If
+    /// that one answers a duplicate, it is removed.
     pub(super) fn has_resource(&mut self) -> bool {
         let allowed = self.config.max_dest_rd_atomic as usize;
         if allowed > 0 && self.pending_reads() >= allowed {
             let mut pending = self.replies.iter();
             let oldest = pending.position(|reply| !matches!(reply, Reply::Acknowledge { .. }));
-            if let Some(oldest) = oldest.filter(|&oldest| self.replies[oldest].is_repeated()) {
+            if let Some(oldest) = oldest.filter(|&oldest| self.replies[oldest].is_duplicate()) {
                 self.replies.remove(oldest);
             }
         }
         self.pending_reads() < allowed
     }
 
-    /// READ and atomic requests whose answer has not been taken.
     pub(super) fn pending_reads(&self) -> usize {
         self.replies.iter().filter(|reply| !matches!(reply, Reply::Acknowledge { .. })).count()
     }
@@ -359,7 +372,8 @@ impl Responder {
     }
 }
 
-/// IBTA 9.7.4.1.4: all but the end of a message are full, and only a whole message may be empty.
+/// Checks a length: all packets but the last are full, only single-packet messages may be empty
+/// (IBTA 9.7.4.1.4).
 #[inline]
 pub(super) fn part_fits(part: Part, len: usize, mtu: Mtu) -> bool {
     match part {

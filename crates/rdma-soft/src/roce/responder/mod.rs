@@ -1,11 +1,11 @@
-//! Responder: executes a peer's requests in order, and answers.
+//! The responder: executes a peer's requests in order and replies.
 //!
-//! A state machine without clock, thread or lock. Its owner hands in requests
-//! ([`on_request`](Responder::on_request)) and takes the replies
-//! ([`next_reply`](Responder::next_reply)) until there are none.
+//! It is a state machine without clock, thread or lock. The caller passes requests to
+//! [`on_request`](Responder::on_request) and takes all replies from
+//! [`next_reply`](Responder::next_reply).
 //!
-//! Nothing that a packet says is trusted: sequence, order of the parts, lengths, rights and keys are
-//! checked before memory is touched, and every refusal has the effect that IBTA 9.9.3 gives it.
+//! Packets are not trusted: sequence, position, length, rights and keys are checked before memory
+//! is accessed. Refusals follow IBTA 9.9.3.
 
 mod execute;
 mod receive;
@@ -26,27 +26,23 @@ use crate::device::keys::Keys;
 use crate::device::ring::Ring;
 use crate::roce::packet::{Aeth, Body, Nak, Packet, Part, Reth, Syndrome};
 
-/// What surrounds a responder: its completion queue, its shared receive queue, its events.
 pub(crate) trait Receiver {
-    /// Takes a receive from the shared queue; false if that is empty.
+    /// Takes a receive from the shared queue, if any.
     fn take_shared(&mut self, into: &mut ReceiveWqe) -> bool;
-    /// A receive is done. `position` counts those of the own queue.
+    /// Completes the receive at `position` of the queue pair's own queue.
     fn complete(&mut self, position: u32, completion: &WorkCompletion, solicited: bool);
-    /// Something for the owner of the device.
     fn event(&mut self, event: AsyncEvent);
-    /// The queue pair is in ERR now: its send queue must be flushed once no lock is held.
+    /// Reports ERR: the send queue must be flushed once no lock is held.
     fn failed(&mut self);
 }
 
-/// Attributes that a responder obeys.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ReceiveConfig {
     pub(crate) transport: Transport,
     pub(crate) qpn: Qpn,
-    /// Own address.
     pub(crate) gid: Gid,
     pub(crate) pd: u32,
-    /// Receives come from a shared queue, and belong to its protection domain.
+    /// Receives come from a shared queue in `receive_pd`.
     pub(crate) shared: bool,
     pub(crate) receive_pd: u32,
     pub(crate) access: Access,
@@ -75,16 +71,12 @@ pub struct ReceiveCounters {
     pub dropped: u64,
 }
 
-/// Message of which more parts are to come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Message {
-    /// Into [`Responder::receive`].
     Send,
-    /// The part that is left.
     Write(Reth),
 }
 
-/// Part of a message, as its packet has it.
 #[derive(Debug, Clone, Copy)]
 struct Piece {
     psn: Psn,
@@ -92,22 +84,21 @@ struct Piece {
     part: Part,
 }
 
-/// READ that is being answered: what is left of it, and the sequence number of that.
+/// The rest of a reply to a READ, from `psn` on.
 #[derive(Debug, Clone, Copy)]
 struct ReadReply {
     psn: Psn,
     msn: u32,
     rest: Reth,
     begun: bool,
-    /// It was answered before, all of it.
-    again: bool,
+    /// Duplicate of a request that was answered completely.
+    duplicate: bool,
 }
 
-/// Something to be sent back.
 #[derive(Debug, Clone, Copy)]
 enum Reply {
     Acknowledge { psn: Psn, syndrome: Syndrome, msn: u32 },
-    Atomic { psn: Psn, msn: u32, original: u64, again: bool },
+    Atomic { psn: Psn, msn: u32, original: u64, duplicate: bool },
     Read(ReadReply),
 }
 
@@ -120,50 +111,51 @@ impl Reply {
         }
     }
 
-    /// True if the request was answered before.
-    const fn is_repeated(&self) -> bool {
-        matches!(self, Self::Atomic { again: true, .. } | Self::Read(ReadReply { again: true, .. }))
+    /// Returns whether it replies to a duplicate of an answered request.
+    const fn is_duplicate(&self) -> bool {
+        matches!(
+            self,
+            Self::Atomic { duplicate: true, .. } | Self::Read(ReadReply { duplicate: true, .. })
+        )
     }
 }
 
-/// Request that may have to be answered again: responder resource of IBTA 9.4.4 and 9.4.5.
+/// A request saved for duplicates: a responder resource (IBTA 9.4.4, 9.4.5).
 #[derive(Debug, Clone, Copy)]
 enum Resource {
     Atomic { psn: Psn, original: u64, msn: u32 },
     Read { psn: Psn, packets: u32, reth: Reth, msn: u32 },
 }
 
-/// Why a request is refused, and how.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Refusal {
     nak: Option<Nak>,
-    /// Outcome of the receive that the request holds.
+    /// Status of the held receive.
     status: WcStatus,
 }
 
 impl Refusal {
     const INVALID: Self =
         Self { nak: Some(Nak::InvalidRequest), status: WcStatus::REM_INV_REQ_ERR };
-    /// IBTA 9.9.3: a WRITE with immediate that hits protected memory ends its receive so.
+    /// Status of the receive of a WRITE with immediate: IBTA 9.9.3.
     const ACCESS: Self = Self { nak: Some(Nak::RemoteAccess), status: WcStatus::LOC_ACCESS_ERR };
     const TOO_LONG: Self = Self { nak: Some(Nak::InvalidRequest), status: WcStatus::LOC_LEN_ERR };
     const RECEIVE: Self = Self { nak: Some(Nak::RemoteOperation), status: WcStatus::LOC_PROT_ERR };
-    /// Class J: no NAK.
+    /// Class J error: no NAK.
     const INVALIDATION: Self = Self { nak: None, status: WcStatus::REM_INV_REQ_ERR };
 }
 
-/// See the module.
+/// The responder of a queue pair, see the [module](self).
 #[derive(Debug)]
 pub(crate) struct Responder {
     pub(crate) config: ReceiveConfig,
     state: QpState,
     expected: Psn,
-    /// Requests completed, 24 bits.
+    /// Message sequence number: requests completed, 24 bits.
     msn: u32,
-    /// The gap has been reported: silence until the expected packet arrives (IBTA 9.7.5.2.4).
+    /// The gap was NAKed: no further NAK until the expected packet arrives (IBTA 9.7.5.2.4).
     gap_reported: bool,
     message: Option<Message>,
-    /// `receive` was taken and is not completed.
     receive_held: bool,
     receive: ReceiveWqe,
     received: u32,
@@ -171,8 +163,8 @@ pub(crate) struct Responder {
     position: u32,
     replies: VecDeque<Reply>,
     resources: VecDeque<Resource>,
-    /// A READ that was asked for again, of memory that is gone: said nothing to.
-    late: Option<Psn>,
+    /// Last duplicate READ that was ignored because its memory was deregistered.
+    last_stale_read: Option<Psn>,
     last_wqe_reported: bool,
     established: bool,
     pub(crate) counters: ReceiveCounters,
@@ -194,7 +186,7 @@ impl Responder {
             position: 0,
             replies: VecDeque::new(),
             resources: VecDeque::new(),
-            late: None,
+            last_stale_read: None,
             last_wqe_reported: false,
             established: false,
             counters: ReceiveCounters::default(),
@@ -205,28 +197,26 @@ impl Responder {
         self.state
     }
 
-    /// Receives ever posted; the position of the next one.
+    /// Returns the number of receives ever posted: the next position.
     pub(crate) const fn position(&self) -> u32 {
         self.position
     }
 
-    /// True in the states in which requests are executed.
     #[inline]
     pub(crate) const fn is_receiving(&self) -> bool {
         matches!(self.state, QpState::Rtr | QpState::Rts | QpState::Sqd | QpState::Sqe)
     }
 
-    /// Replies that have not been taken.
     pub(crate) fn has_replies(&self) -> bool {
         !self.replies.is_empty()
     }
 
-    /// First sequence number expected, given on the way to RTR.
+    /// Sets the first expected PSN on the transition to RTR.
     pub(crate) fn start(&mut self, psn: Psn) {
         self.expected = psn;
     }
 
-    /// Changes the state on the user's request; flushes on the way to ERR.
+    /// Changes the state; ERR flushes the queue.
     pub(crate) fn set_state(&mut self, state: QpState, out: &mut impl Receiver) {
         match state {
             QpState::Err => self.flush(out),
@@ -235,12 +225,12 @@ impl Responder {
         }
     }
 
-    /// True if a receive is held whose message has not ended.
+    /// Returns whether an incomplete message holds a receive.
     pub(crate) const fn holds_receive(&self) -> bool {
         self.receive_held
     }
 
-    /// Queues a receive that was found well-formed. In ERR it is flushed at once.
+    /// Queues a valid receive; ERR flushes it at once.
     pub(crate) fn post(&mut self, wr: &RecvWr<'_>, out: &mut impl Receiver) {
         let position = self.position;
         self.position = position.wrapping_add(1);
@@ -251,7 +241,6 @@ impl Responder {
         }
     }
 
-    /// A request of the peer.
     #[inline]
     pub(crate) fn on_request(
         &mut self,
@@ -270,21 +259,21 @@ impl Responder {
                 self.counters.dropped += 1;
                 return;
             }
-            // The connection works although nobody has told this side yet (IBTA 11.6.3.2).
+            // The first request shows that the connection works (IBTA 11.6.3.2).
             if self.state == QpState::Rtr && !std::mem::replace(&mut self.established, true) {
                 out.event(AsyncEvent::CommunicationEstablished(self.config.qpn));
             }
         }
         match self.config.transport {
             Transport::Rc => self.on_reliable(packet, payload, keys, out),
-            // Only sends.
+            // A DC initiator gets no requests.
             Transport::Dci => self.counters.dropped += 1,
             Transport::Uc => self.on_unreliable(packet, payload, keys, out),
             Transport::Ud => self.on_datagram(packet, source, payload, keys, out),
         }
     }
 
-    /// The next reply, its payload in `gather` (which is empty).
+    /// Returns the next reply, with its payload in `gather`, which is empty.
     #[inline]
     pub(crate) fn next_reply<'k>(
         &mut self,
@@ -321,7 +310,6 @@ impl Responder {
         })
     }
 
-    /// One packet of the READ at the front of the replies.
     fn read_reply<'k>(
         &mut self,
         read: ReadReply,
@@ -329,23 +317,23 @@ impl Responder {
         gather: &mut Gather<'k>,
         out: &mut impl Receiver,
     ) -> Body {
-        let ReadReply { psn, msn, rest, begun, again } = read;
+        let ReadReply { psn, msn, rest, begun, duplicate } = read;
         let mtu = self.config.mtu.bytes() as u32;
         let len = rest.length.min(mtu);
         if len > 0 {
             match self.remote(keys, rest.remote, len as usize, Access::REMOTE_READ) {
                 Ok(segment) => gather.push(segment),
-                // Whoever still waits for the answer fails by this one; others go on, as this end does.
-                Err(_) if again => {
+                // The NAK fails a requester that still waits; any other ignores it.
+                Err(_) if duplicate => {
                     self.replies.pop_front();
                     return Body::Acknowledge(Aeth {
                         syndrome: Syndrome::Nak(Nak::RemoteAccess),
                         msn,
                     });
                 }
-                // While it was being read.
+                // Deregistered while it was being read.
                 Err(_) => {
-                    // Not of one that has failed already, and answers what it was asked for before.
+                    // In ERR the failure was reported already.
                     if self.state != QpState::Err {
                         out.event(AsyncEvent::QpAccessError(self.config.qpn));
                         out.failed();
@@ -368,7 +356,7 @@ impl Responder {
             };
             let rest = Reth { remote, length: left };
             self.replies[0] =
-                Reply::Read(ReadReply { psn: psn.add(1), msn, rest, begun: true, again });
+                Reply::Read(ReadReply { psn: psn.add(1), msn, rest, begun: true, duplicate });
         }
         let part = match (begun, left == 0) {
             (false, false) => Part::First,
@@ -436,19 +424,18 @@ impl Responder {
         }
     }
 
-    /// Queues an acknowledgement; it stands for all before it.
+    /// Acknowledges all packets up to `psn`.
     #[inline]
     fn acknowledge(&mut self, psn: Psn, syndrome: Syndrome) {
-        self.acknowledge_as_of(self.msn, psn, syndrome);
+        self.acknowledge_with_msn(self.msn, psn, syndrome);
     }
 
-    /// Queues an acknowledgement that says that `msn` requests are completed.
     #[inline]
-    fn acknowledge_as_of(&mut self, msn: u32, psn: Psn, syndrome: Syndrome) {
+    fn acknowledge_with_msn(&mut self, msn: u32, psn: Psn, syndrome: Syndrome) {
         let reply = Reply::Acknowledge { psn, syndrome, msn: msn & 0x00ff_ffff };
         match self.replies.back_mut() {
-            // Of two the later says all: a refusal what an acknowledgement of all before it says, and an acknowledgement
-            // of what was missing that it is no longer.
+            // The later of two suffices: a NAK acknowledges all before it, and an acknowledgement
+            // of the missing packet revokes a NAK.
             Some(last @ Reply::Acknowledge { .. }) if psn.distance_from(last.psn()) >= 0 => {
                 *last = reply
             }
@@ -458,8 +445,9 @@ impl Responder {
         }
     }
 
-    /// Queues an acknowledgement behind answers. It stands for those before them, too: else a peer that has an answer
-    /// repeated again and again, behind one that takes long, would make them pile up.
+    /// Queues an acknowledgement behind responses and removes those that it covers.
+    ///
+    /// Otherwise a peer that repeats a request behind a long response could accumulate them.
     #[cold]
     fn acknowledge_behind(&mut self, psn: Psn, reply: Reply) {
         self.replies.retain(|before| match before {
@@ -471,10 +459,15 @@ impl Responder {
         self.replies.push_back(reply);
     }
 
-    /// The peer broke the rules: NAK, error of the receive it holds, event, ERR.
+    /// Refuses a request: NAK, failed receive or event, and ERR.
     #[cold]
     fn refuse(&mut self, psn: Psn, refusal: Refusal, out: &mut impl Receiver) {
-        tracing::warn!(qpn = %self.config.qpn, nak = ?refusal.nak, status = %refusal.status, "request refused");
+        tracing::warn!(
+            qpn = %self.config.qpn,
+            nak = ?refusal.nak,
+            status = %refusal.status,
+            "refused a request of the peer; queue pair enters the error state"
+        );
         if let Some(nak) = refusal.nak {
             self.acknowledge(psn, Syndrome::Nak(nak));
         }
@@ -486,15 +479,17 @@ impl Responder {
                 _ => out.event(AsyncEvent::QpRequestError(self.config.qpn)),
             }
         }
-        // What was asked for before is answered before the refusal, READs too: else it is the READ that would fail.
-        let owed = std::mem::take(&mut self.replies);
+        // Earlier requests are answered before the NAK, which would otherwise fail earlier READs.
+        let pending = std::mem::take(&mut self.replies);
         self.flush(out);
-        self.replies = owed;
+        self.replies = pending;
         out.failed();
     }
 
-    /// Enters ERR. Replies that are queued still go out, up to the first READ: it is not answered any more, and what
-    /// follows would acknowledge it.
+    /// Enters ERR and flushes the receive queue.
+    ///
+    /// Replies before the first READ are still sent. It and later replies, which would acknowledge
+    /// it, are dropped.
     pub(crate) fn flush(&mut self, out: &mut impl Receiver) {
         if self.receive_held {
             self.fail_receive(WcStatus::WR_FLUSH_ERR, out);
@@ -506,7 +501,7 @@ impl Responder {
             out.complete(position, &self.completion(wr_id, WcStatus::WR_FLUSH_ERR), false);
         }
         if flushed > 0 {
-            tracing::debug!(qpn = %self.config.qpn, flushed, "receive queue flushed");
+            tracing::debug!(qpn = %self.config.qpn, flushed, "flushed receive queue");
         }
         if self.config.shared && !self.last_wqe_reported {
             self.last_wqe_reported = true;

@@ -1,4 +1,4 @@
-//! Receives: taken from the queue, filled in order, completed.
+//! Receives of a responder.
 
 use smallvec::SmallVec;
 
@@ -9,7 +9,6 @@ use crate::device::keys::Keys;
 
 use super::{Receiver, Refusal, Responder};
 
-/// Receive work request in the queue.
 #[derive(Debug)]
 pub(crate) struct ReceiveWqe {
     pub(super) wr_id: WrId,
@@ -25,7 +24,6 @@ impl Default for ReceiveWqe {
 }
 
 impl ReceiveWqe {
-    /// Becomes `wr`.
     pub(crate) fn assign(&mut self, wr: &RecvWr<'_>, position: u32) {
         self.wr_id = wr.wr_id;
         self.position = position;
@@ -36,7 +34,7 @@ impl ReceiveWqe {
 }
 
 impl Responder {
-    /// Takes the next receive, unless one is held already.
+    /// Takes the next receive unless one is held. Returns whether one is held now.
     #[inline]
     pub(super) fn take_receive(&mut self, out: &mut impl Receiver) -> bool {
         if self.receive_held {
@@ -54,7 +52,6 @@ impl Responder {
         self.receive_held
     }
 
-    /// Appends to the receive that is held.
     #[inline]
     pub(super) fn fill_receive(
         &mut self,
@@ -66,7 +63,7 @@ impl Responder {
             return Ok(());
         }
         let at = self.received as usize;
-        // No message is longer than 2^31 (IBTA 9.4.3), whatever room a receive has.
+        // A message has at most 2^31 bytes (IBTA 9.4.3).
         if (at + len) as u64 > self.receive.length.min(1 << 31) {
             self.received += len as u32;
             return Err(Refusal::TOO_LONG);
@@ -99,8 +96,8 @@ impl Responder {
         out.complete(self.receive.position, completion, solicited);
     }
 
-    /// Gives up the receive that it holds.
-    pub(crate) fn yield_receive(&mut self) -> Option<&mut ReceiveWqe> {
+    /// Returns the held receive and stops holding it.
+    pub(crate) fn take_held_receive(&mut self) -> Option<&mut ReceiveWqe> {
         std::mem::take(&mut self.receive_held).then_some(&mut self.receive)
     }
 

@@ -1,54 +1,56 @@
-//! The short way: a message of one packet, next in sequence, executed without the packet.
+//! The fast path: single-packet messages without an encoded packet.
 
 use rdma_provider::types::{Access, Gid, Psn, QpState, SendOp, Transport};
 
 use crate::device::dma::{self, Payload, Segment};
 use crate::device::keys::Keys;
 use crate::roce::packet::{AtomicOp, Part, Tail};
-use crate::roce::requester::Whole;
+use crate::roce::requester::SinglePacket;
 
 use super::{Piece, Receiver, Responder};
 
 impl Responder {
-    /// Executes a message of one packet that is the next in sequence, without the packet. `Some(true)`:
-    /// acknowledged; `Some(false)`: the answer is among the replies; `None`: nothing was done, a packet
-    /// is needed. That is so for whatever is to be refused, so the refusals are written only once.
+    /// Executes a SEND or WRITE with the expected PSN.
+    ///
+    /// - `Some(true)`: acknowledged.
+    /// - `Some(false)`: the reply is queued.
+    /// - `None`: not executed. The packet path decides, so that only it refuses WRITEs.
     #[inline]
-    pub(crate) fn on_whole(
+    pub(crate) fn on_single_packet(
         &mut self,
         psn: Psn,
         source: &Gid,
-        whole: &Whole<'_>,
+        message: &SinglePacket<'_>,
         payload: &Payload<'_, '_>,
         keys: &Keys,
         out: &mut impl Receiver,
     ) -> Option<bool> {
-        if !self.is_quiet(psn, source) {
+        if !self.accepts_fast_path(psn, source) {
             return None;
         }
-        let tail = match *whole.op {
+        let tail = match *message.op {
             SendOp::Write(remote) => {
                 if !self.config.access.contains(Access::REMOTE_WRITE) {
                     return None;
                 }
-                if whole.length > 0 {
+                if message.length > 0 {
                     let target =
-                        self.remote(keys, remote, whole.length, Access::REMOTE_WRITE).ok()?;
+                        self.remote(keys, remote, message.length, Access::REMOTE_WRITE).ok()?;
                     payload.copy_to(std::slice::from_ref(&target));
                 }
                 self.expected = psn.add(1);
                 self.msn = self.msn.wrapping_add(1);
-                self.on_quiet();
+                self.count_fast_path();
                 return Some(true);
             }
             SendOp::Send => Tail::None,
             SendOp::SendWithImm(imm) => Tail::Imm(imm),
             _ => return None,
         };
-        self.on_quiet();
+        self.count_fast_path();
         Some(
             match self.on_send(
-                Piece { psn, solicited: whole.solicited, part: Part::Only },
+                Piece { psn, solicited: message.solicited, part: Part::Only },
                 tail,
                 payload,
                 keys,
@@ -63,10 +65,12 @@ impl Responder {
         )
     }
 
-    /// As [`on_whole`](Self::on_whole) for what reads back, `into` the memory of the requester. Nothing is
-    /// saved to be answered again: the answer is there already.
+    /// Executes a READ or atomic with the expected PSN into the requester's memory, or returns
+    /// `None`.
+    ///
+    /// It saves nothing for duplicates, because the response has arrived.
     #[inline]
-    pub(crate) fn on_whole_read(
+    pub(crate) fn on_single_packet_read(
         &mut self,
         psn: Psn,
         source: &Gid,
@@ -74,7 +78,7 @@ impl Responder {
         into: &Segment<'_>,
         keys: &Keys,
     ) -> Option<()> {
-        if !self.is_quiet(psn, source) || self.config.max_dest_rd_atomic == 0 {
+        if !self.accepts_fast_path(psn, source) || self.config.max_dest_rd_atomic == 0 {
             return None;
         }
         let (remote, need, atomic) = match *op {
@@ -100,13 +104,13 @@ impl Responder {
         }
         self.expected = psn.add(1);
         self.msn = self.msn.wrapping_add(1);
-        self.on_quiet();
+        self.count_fast_path();
         Some(())
     }
 
-    /// True if a request with this sequence number could be executed and answered at once.
+    /// Returns whether the fast path may execute a request.
     #[inline]
-    pub(super) fn is_quiet(&self, psn: Psn, source: &Gid) -> bool {
+    pub(super) fn accepts_fast_path(&self, psn: Psn, source: &Gid) -> bool {
         self.state == QpState::Rts
             && self.message.is_none()
             && psn == self.expected
@@ -116,7 +120,7 @@ impl Responder {
     }
 
     #[inline]
-    pub(super) fn on_quiet(&mut self) {
+    pub(super) fn count_fast_path(&mut self) {
         self.counters.packets += 1;
         self.counters.replies += 1;
         self.gap_reported = false;

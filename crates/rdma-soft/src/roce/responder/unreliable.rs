@@ -1,4 +1,4 @@
-//! Unreliable connections and datagrams: nothing is answered, damage stays where it is.
+//! Requests of UC and UD, which are not acknowledged.
 
 use std::net::IpAddr;
 
@@ -10,11 +10,11 @@ use crate::roce::packet::{Body, Packet};
 
 use super::{Piece, Receiver, Responder};
 
-/// Bytes before the data of a datagram.
+/// Length of the routing header before a datagram.
 pub(super) const GRH: usize = 40;
 
-/// Packets up to this old are copies or latecomers (an unreliable connection detects unordered and
-/// duplicate packets, as IBTA compares the services). Farther behind, the peer has started anew.
+/// Maximum PSN distance of a duplicate or reordered packet, which UC must detect. Farther behind,
+/// the peer has restarted.
 const RECENT: i32 = 1 << 16;
 
 impl Responder {
@@ -35,12 +35,12 @@ impl Responder {
         };
         let distance = packet.psn.distance_from(self.expected);
         if (-RECENT..0).contains(&distance) {
-            // Repeated or overtaken by the network: its message was delivered, or given up.
+            // Duplicated or reordered: its message was delivered or abandoned.
             self.counters.duplicates += 1;
             return;
         }
         if distance != 0 {
-            // A gap loses the message; the next one that begins is the new start (IBTA 9.8.2.2).
+            // A gap loses the message; the next first packet starts over (IBTA 9.8.2.2).
             self.counters.out_of_sequence += 1;
             self.message = None;
         }
@@ -70,7 +70,7 @@ impl Responder {
             _ => return,
         };
         self.expected = packet.psn.add(1);
-        // Nothing is answered.
+        // UC sends no replies.
         self.replies.clear();
         self.gap_reported = false;
         if let Err(refusal) = done {
@@ -128,7 +128,7 @@ impl Responder {
     }
 }
 
-/// The 40 bytes before a datagram: the IPv6 header, or 20 zero bytes and the IPv4 header (IBTA A17.4.5).
+/// Returns the IPv6 header, or 20 zero bytes and the IPv4 header (IBTA A17.4.5).
 pub(super) fn routing_header(source: Gid, destination: Gid, payload: usize) -> [u8; GRH] {
     // BTH 12, DETH 8, ICRC 4, UDP 8.
     const OVERHEAD: usize = 32;
@@ -176,7 +176,7 @@ mod tests {
 
     #[test]
     fn routing_header_of_ipv4_has_its_length_and_checksum_behind_20_zero_bytes() {
-        // 2^16 is carried by none of the sums, by one, and by one more that the carry makes.
+        // Sums without carry, with one, and with a second one caused by the first.
         for (from, to, payload) in [
             ("10.0.0.1", "10.0.0.2", 100),
             ("192.168.255.254", "172.31.255.255", 1024),
@@ -190,7 +190,7 @@ mod tests {
                 std::net::Ipv4Addr::from(*header[at..].first_chunk::<4>().unwrap()).to_string()
             };
             assert_eq!([address(32), address(36)], [from, to]);
-            // RFC 1071: the sum in ones' complement of a header with its checksum.
+            // RFC 1071: the ones' complement sum of a header with its checksum.
             let words =
                 header[20..].chunks(2).map(|word| u64::from(word[0]) * 256 + u64::from(word[1]));
             assert_eq!(words.sum::<u64>() % 0xffff, 0, "{from} to {to}");

@@ -1,11 +1,11 @@
-//! Targets that forget sessions, and initiators whose packets come late.
+//! Targets that evict sessions, and packets that arrive after the eviction.
 
 use super::*;
 
-/// A network that forgets nothing for long: what is late may come after its session was given up.
+/// A network that may deliver a packet long after its session was evicted.
 #[derive(Default)]
 struct Slow {
-    underway: Vec<(u64, usize, bool, Packet, Header)>,
+    in_flight: Vec<(u64, usize, bool, Packet, Header)>,
 }
 
 impl Slow {
@@ -13,45 +13,43 @@ impl Slow {
         &mut self,
         now: u64,
         random: &mut fastrand::Rng,
-        who: usize,
-        forth: bool,
+        index: usize,
+        to_target: bool,
         packet: (Packet, Header),
     ) {
         for _ in 0..[0, 1, 1, 1, 1, 1, 2, 3][random.usize(..8)] {
             let delay =
                 if random.u8(..8) == 0 { random.u64(..30 * SECOND) } else { random.u64(..20_000) };
-            self.underway.push((now + delay, who, forth, packet.0, packet.1));
+            self.in_flight.push((now + delay, index, to_target, packet.0, packet.1));
         }
     }
 
     fn next(&self) -> Option<usize> {
-        (0..self.underway.len()).min_by_key(|&at| self.underway[at].0)
+        (0..self.in_flight.len()).min_by_key(|&at| self.in_flight[at].0)
     }
 }
 
-/// What initiators of [`forgetful`] have done.
 #[derive(Debug, Default)]
 struct Done {
-    given_up: u64,
+    evicted: u64,
     succeeded: usize,
     failed: usize,
 }
 
-/// More initiators than there is room for, pauses that make the target forget them, copies that come long after: each word is
-/// counted up once for each success, and at most once for what failed.
+/// Runs more initiators than the table holds, with pauses longer than the eviction time and late
+/// duplicates. Each word must be incremented once per success and at most once per failure.
 fn forgetful(seed: u64) -> Done {
     const PEERS: usize = 9;
     const ROUNDS: u64 = 20;
     let mut random = fastrand::Rng::with_seed(seed);
-    let mut target = Serving::new();
-    // Who finds no room comes again seldom.
+    let mut target = TargetEnd::new();
     target.machine.config.min_rnr_timer = RnrTimer::from_code(0);
     for wr_id in 0..10_000 {
         target.recv(wr_id, 8);
     }
     let mut peers: Vec<_> = (0..PEERS)
         .map(|index| {
-            let mut it = Asking::new();
+            let mut it = InitiatorEnd::new();
             it.machine.config.qpn = Qpn(3 + index as u32);
             it.machine.config.timeout = AckTimeout::from_code(12);
             (it.machine.config.retry_count, it.machine.config.rnr_retry) = (random.u8(..3), 7);
@@ -62,7 +60,7 @@ fn forgetful(seed: u64) -> Done {
         .collect();
     let (mut network, mut now) = (Slow::default(), 0);
     let mut wake: Vec<u64> = (0..PEERS).map(|_| random.u64(..SECOND)).collect();
-    // Posted, and those of them that are done; results of those that succeeded.
+    // Counts of posted and completed requests, and the results of atomics.
     let (mut posted, mut seen) = ([0_u64; PEERS], [0_usize; PEERS]);
     let mut originals = vec![Vec::new(); PEERS];
     let (mut failed, mut sends) = ([0_u64; PEERS], [0_u64; 2]);
@@ -70,12 +68,12 @@ fn forgetful(seed: u64) -> Done {
         let timers =
             (0..PEERS).filter_map(|at| peers[at].deadline.map(|deadline| (deadline, at, 1)));
         let wakes = (0..PEERS).filter(|&at| posted[at] < 2 * ROUNDS).map(|at| (wake[at], at, 0));
-        let arrival = network.next().map(|at| (network.underway[at].0, at, 2));
+        let arrival = network.next().map(|at| (network.in_flight[at].0, at, 2));
         let Some((time, at, kind)) = timers.chain(wakes).chain(arrival).min() else { break };
         now = time.max(now);
         target.side.now = now;
         peers.iter_mut().for_each(|peer| peer.side.now = now);
-        let who = match kind {
+        let index = match kind {
             0 => {
                 let it = &mut peers[at];
                 wake[at] = now
@@ -111,14 +109,14 @@ fn forgetful(seed: u64) -> Done {
                 at
             }
             1 => {
-                let Asking { machine, side, .. } = &mut peers[at];
+                let InitiatorEnd { machine, side, .. } = &mut peers[at];
                 machine.on_timer(now, side);
                 at
             }
             _ => {
-                let (_, who, forth, packet, header) = network.underway.swap_remove(at);
+                let (_, index, to_target, packet, header) = network.in_flight.swap_remove(at);
                 let payload = Payload::Bytes(&[]);
-                if forth {
+                if to_target {
                     let framed = (&packet, &header);
                     let it = &mut target;
                     match it.machine.on_request(
@@ -130,19 +128,19 @@ fn forgetful(seed: u64) -> Done {
                     ) {
                         Outcome::Nothing => {}
                         Outcome::Answer(answer) => {
-                            network.send(now, &mut random, who, false, answer)
+                            network.send(now, &mut random, index, false, answer)
                         }
                         Outcome::Session(key) => {
                             let mut gather = Gather::new();
                             while let Some(reply) =
                                 it.machine.next_reply(&key, &it.keys, &mut gather, &mut it.side)
                             {
-                                network.send(now, &mut random, who, false, reply);
+                                network.send(now, &mut random, index, false, reply);
                             }
                         }
                     }
                 } else {
-                    let it = &mut peers[who];
+                    let it = &mut peers[index];
                     it.machine.on_answer(
                         (&packet, &header),
                         Gid::default(),
@@ -151,37 +149,38 @@ fn forgetful(seed: u64) -> Done {
                         &mut it.side,
                     );
                 }
-                who
+                index
             }
         };
-        for packet in peers[who].packets() {
-            network.send(now, &mut random, who, true, packet);
+        for packet in peers[index].packets() {
+            network.send(now, &mut random, index, true, packet);
         }
-        let it = &mut peers[who];
-        for &(wr_id, status) in &it.side.completions[seen[who]..] {
-            assert_eq!(wr_id, seen[who] as u64, "in the order of posts");
-            seen[who] += 1;
+        let it = &mut peers[index];
+        for &(wr_id, status) in &it.side.completions[seen[index]..] {
+            assert_eq!(wr_id, seen[index] as u64, "in posting order");
+            seen[index] += 1;
             match (status, wr_id % 2) {
                 (WcStatus::SUCCESS, 0) => {
-                    // SAFETY: of the leaked buffer; nothing runs beside the test.
-                    originals[who].push(unsafe { ((it.base + 64) as *const u64).read_volatile() });
+                    // SAFETY: the buffer is leaked; no other thread accesses it.
+                    originals[index]
+                        .push(unsafe { ((it.base + 64) as *const u64).read_volatile() });
                 }
                 (WcStatus::SUCCESS, _) => sends[0] += 1,
-                (_, 0) => failed[who] += 1,
+                (_, 0) => failed[index] += 1,
                 _ => sends[1] += 1,
             }
         }
     }
-    let mut done = Done { given_up: target.machine.counters().given_up, ..Done::default() };
+    let mut done = Done { evicted: target.machine.counters().evicted, ..Done::default() };
     for (at, originals) in originals.iter().enumerate() {
-        assert_eq!(seen[at] as u64, posted[at], "all end");
-        assert!(originals.is_sorted_by(|a, b| a < b), "one result twice: {originals:?}");
-        // SAFETY: of the leaked buffer; nothing runs beside the test.
+        assert_eq!(seen[at] as u64, posted[at], "each request completes");
+        assert!(originals.is_sorted_by(|a, b| a < b), "a result occurs twice: {originals:?}");
+        // SAFETY: the buffer is leaked; no other thread accesses it.
         let word = unsafe { ((target.base + 8 * at as u64) as *const u64).read_volatile() };
         let (least, most) = (originals.len() as u64, originals.len() as u64 + failed[at]);
         assert!(
             (least..=most).contains(&word),
-            "{word} additions, {least} succeeded and {} failed",
+            "{word} additions; {least} succeeded and {} failed",
             failed[at]
         );
         done.succeeded += originals.len();
@@ -196,19 +195,19 @@ fn forgetful(seed: u64) -> Done {
 }
 
 #[test]
-fn nothing_is_executed_twice_though_its_session_was_forgotten() {
+fn evicted_sessions_execute_nothing_twice() {
     let seeds =
         std::env::var("TOKIO_RDMA_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(20);
     let mut all = Done::default();
     for seed in 0..seeds {
         let done = std::panic::catch_unwind(|| forgetful(seed))
             .unwrap_or_else(|_| panic!("seed {seed} fails"));
-        all.given_up += done.given_up;
+        all.evicted += done.evicted;
         all.succeeded += done.succeeded;
         all.failed += done.failed;
     }
     assert!(
-        all.given_up > seeds && all.succeeded > 1000 && all.failed > 20,
-        "{all:?} show nothing"
+        all.evicted > seeds && all.succeeded > 1000 && all.failed > 20,
+        "the campaign exercised too little: {all:?}"
     );
 }

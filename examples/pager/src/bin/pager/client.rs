@@ -1,4 +1,4 @@
-//! Uses pages, and verifies each.
+//! The client: accesses pages and verifies each.
 
 use std::io::IsTerminal;
 use std::net::IpAddr;
@@ -14,10 +14,10 @@ use tokio_rdma::Device;
 use crate::args::{Client, Work};
 use crate::{PATIENCE, Result};
 
-/// Without a terminal, a line comes after so many pages at the latest.
-const OFTEN: u64 = 10_000;
+/// Without a terminal, progress is printed at least every so many pages.
+const PROGRESS_PAGES: u64 = 10_000;
 
-/// Until all is read, or Ctrl-C.
+/// Runs until all pages are read, or until Ctrl-C.
 pub(crate) async fn run(options: &Client) -> Result<()> {
     let directory = Directory::new(&options.common.coordinator);
     let wanted = Wanted { pages: options.pages, copies: options.copies.into() };
@@ -30,29 +30,27 @@ pub(crate) async fn run(options: &Client) -> Result<()> {
     let unclean_too = options.unclean_too;
     let config = Config { cache, in_flight, readahead, wanted, patience: PATIENCE, unclean_too };
     let pager = Pager::connect(&device, &directory, &config).await?;
-    println!("{} pages are there", pager.pages());
+    println!("{} pages available", pager.pages());
     let ledger = Arc::new(Ledger::new(Content { seed: options.common.seed }, pager.pages()));
     let verified = Arc::new(AtomicU64::new(0));
     let start = Instant::now();
     let done = use_pages(work, &pager, &ledger, &verified).await;
     let (verified, time) = (verified.load(Ordering::Relaxed), start.elapsed().as_secs_f64());
-    println!("{verified} pages verified in {time:.2} s, {:.0} in a second", verified as f64 / time);
+    println!("{verified} pages verified in {time:.2} s, {:.0} per second", verified as f64 / time);
     for (node, cause) in pager.lost() {
         println!("node {node} was lost: {cause}");
     }
     println!("{}", pager.report());
     done?;
-    // For the next client, who expects what was there at first.
+    // The next client expects the initial contents.
     Ok(ledger.restore(&pager).await?)
 }
 
-/// Where one of the owners is.
 async fn an_owner(directory: &Directory, wanted: Wanted) -> Result<IpAddr> {
     let map = directory.map(wanted, PATIENCE).await?;
     Ok(map.shares.values().next().ok_or("the map has no nodes")?.address.ip())
 }
 
-/// `Ok` if all were right.
 async fn use_pages(
     work: &Work,
     pager: &Pager,
@@ -60,7 +58,7 @@ async fn use_pages(
     verified: &Arc<AtomicU64>,
 ) -> std::result::Result<(), Verdict> {
     let bar = bar(work.reads);
-    let every = (work.reads / 10).clamp(1, OFTEN);
+    let every = (work.reads / 10).clamp(1, PROGRESS_PAGES);
     let begun = Arc::new(AtomicU64::new(0));
     let stop = begun.clone();
     let stopping = tokio::spawn(async move {
@@ -73,7 +71,7 @@ async fn use_pages(
         let (pager, ledger, begun, verified, bar) =
             (pager.clone(), ledger.clone(), begun.clone(), verified.clone(), bar.clone());
         let (work, pages) = (work.clone(), pager.pages());
-        // The same pages each time.
+        // The same pages in each run.
         let mut random = fastrand::Rng::with_seed(task.into());
         tasks.spawn(async move {
             loop {
@@ -97,7 +95,7 @@ async fn use_pages(
     }
     let mut done = Ok(());
     while let Some(ended) = tasks.join_next().await {
-        // The first that fails ends the others, when it is dropped.
+        // On the first failure, dropping the set aborts the other tasks.
         done = ended.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()));
         if done.is_err() {
             break;
@@ -108,7 +106,6 @@ async fn use_pages(
     done
 }
 
-/// On a terminal; else lines say how far it is.
 fn bar(pages: u64) -> ProgressBar {
     if !std::io::stderr().is_terminal() {
         return ProgressBar::hidden();

@@ -1,4 +1,4 @@
-//! All of it, each part in a process of its own, and the death of one.
+//! The demonstration: all roles as processes, one of which is killed.
 
 use std::net::IpAddr;
 use std::process::Stdio;
@@ -12,26 +12,30 @@ use crate::{PATIENCE, Result};
 
 pub(crate) async fn run(options: &Demo) -> Result<()> {
     let [a, b, client] = options.addresses[..] else {
-        return Err("three addresses are needed".into());
+        return Err("--addresses takes three addresses".into());
     };
-    println!("--- two owners, one of them the other's replica, which is killed on the way");
-    if !act(options, a, Some(b), client).await? {
-        return Err("the client has failed, though there was a replica".into());
+    println!("--- an owner is killed, its replica continues");
+    if !run_scenario(options, a, Some(b), client).await? {
+        return Err("the client failed despite the replica".into());
     }
-    println!("--- the same without a replica");
-    if act(options, a, None, client).await? {
-        return Err("the client has not failed, though its pages are gone".into());
+    println!("--- an owner without a replica is killed");
+    if run_scenario(options, a, None, client).await? {
+        return Err("the client succeeded although its pages are lost".into());
     }
-    println!("--- as it should be");
+    println!("--- demo passed");
     Ok(())
 }
 
-/// Whether the client was content.
-async fn act(options: &Demo, a: IpAddr, b: Option<IpAddr>, client: IpAddr) -> Result<bool> {
+async fn run_scenario(
+    options: &Demo,
+    a: IpAddr,
+    b: Option<IpAddr>,
+    client: IpAddr,
+) -> Result<bool> {
     let mut coordinator =
         Process::start("coordinator", &["coordinator", "--listen", "127.0.0.1:0"])?;
-    let said = coordinator.wait_for("coordinator at ").await?;
-    let url = said.trim_start_matches("coordinator at ");
+    let output = coordinator.wait_for("coordinator at ").await?;
+    let url = output.trim_start_matches("coordinator at ");
     let (memory, a, client) = (options.memory.to_string(), a.to_string(), client.to_string());
     let line = ["owner", "a", "--address", &a, "--memory", &memory, "--coordinator", url];
     let mut owner = Process::start("owner a", &line)?;
@@ -46,9 +50,9 @@ async fn act(options: &Demo, a: IpAddr, b: Option<IpAddr>, client: IpAddr) -> Re
     let mut line = vec!["client", "--address", &client, "--coordinator", url];
     line.extend(work.iter().map(String::as_str));
     let mut client = Process::start("client", &line)?;
-    // Somewhere on the way.
+    // Kill the owner while pages are being read.
     client.wait_for("pages verified, 0 nodes lost").await?;
-    println!("demo: owner a is killed");
+    println!("demo: killing owner a");
     owner.child.kill().await?;
     client.end().await
 }
@@ -56,7 +60,8 @@ async fn act(options: &Demo, a: IpAddr, b: Option<IpAddr>, client: IpAddr) -> Re
 fn arguments(work: &Work) -> Vec<String> {
     let Work { reads, writes, in_order, tasks, cache, in_flight, readahead } = work;
     let mut line = format!(
-        "--reads {reads} --writes {writes} --tasks {tasks} --cache {cache} --in-flight {in_flight} --readahead {readahead}"
+        "--reads {reads} --writes {writes} --tasks {tasks} --cache {cache} \
+         --in-flight {in_flight} --readahead {readahead}"
     );
     if *in_order {
         line.push_str(" --in-order");
@@ -64,7 +69,7 @@ fn arguments(work: &Work) -> Vec<String> {
     line.split(' ').map(str::to_owned).collect()
 }
 
-/// This program again, killed when it is dropped.
+/// A process of this program, killed on drop.
 struct Process {
     name: &'static str,
     child: Child,
@@ -76,11 +81,11 @@ impl Process {
         let mut command = Command::new(std::env::current_exe()?);
         let mut child =
             command.args(arguments).stdout(Stdio::piped()).kill_on_drop(true).spawn()?;
-        let said = child.stdout.take().ok_or("it has no output")?;
-        Ok(Self { name, child, lines: BufReader::new(said).lines() })
+        let output = child.stdout.take().ok_or("the process has no standard output")?;
+        Ok(Self { name, child, lines: BufReader::new(output).lines() })
     }
 
-    /// Shows what it says, up to the line that has this.
+    /// Prints output up to the first line that contains `what`, and returns that line.
     async fn wait_for(&mut self, what: &str) -> Result<String> {
         let mut found = async || {
             while let Some(line) = self.lines.next_line().await? {
@@ -90,13 +95,13 @@ impl Process {
                 }
             }
             Err::<_, crate::Failure>(
-                format!("{} ends without having said {what:?}", self.name).into(),
+                format!("{} exited without printing {what:?}", self.name).into(),
             )
         };
-        timeout(PATIENCE * 20, found()).await.map_err(|_| "it takes too long")?
+        timeout(PATIENCE * 20, found()).await.map_err(|_| "timed out waiting for output")?
     }
 
-    /// Shows the rest. Whether it went well.
+    /// Prints the remaining output; returns whether the process succeeded.
     async fn end(mut self) -> Result<bool> {
         while let Some(line) = self.lines.next_line().await? {
             println!("{}: {line}", self.name);

@@ -1,12 +1,13 @@
-//! Remote memory in pages of 4 KiB, in three terminals:
+//! Remote memory in pages of 4 KiB. In three terminals:
 //!
 //! ```text
-//! pager coordinator                            knows who has which pages
+//! pager coordinator                            keeps the map of pages and owners
 //! pager owner a                                lends 1 GiB
-//! pager client                                 reads 100,000 random pages, and verifies each
+//! pager client                                 reads 100,000 random pages and verifies each
 //! ```
 //!
-//! Or `pager demo`, which does it all, and kills an owner. `pager --help` has all options, docs/pager.md says what is seen.
+//! `pager demo` does all of it and kills an owner. `pager --help` lists the options;
+//! examples/pager/README.md describes the output.
 
 mod args;
 mod client;
@@ -23,15 +24,15 @@ use tokio_rdma::Device;
 
 use crate::args::{Options, Role};
 
-/// What goes wrong is told to whoever runs the program, in words.
+/// An error that is printed to the user.
 type Failure = Box<dyn Error + Send + Sync>;
 type Result<T> = std::result::Result<T, Failure>;
 
-/// Longest wait for others to come.
+/// Maximum wait for the coordinator, owners and pages.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// How often an owner asks whether it is on the map.
-const OFTEN: Duration = Duration::from_secs(5);
+/// Interval at which an owner checks that it is on the map.
+const CONFIRM_INTERVAL: Duration = Duration::from_secs(5);
 
 #[tokio::main]
 async fn main() -> ExitCode {
@@ -55,7 +56,7 @@ async fn coordinate(listen: std::net::SocketAddr, lease: u64) -> Result<()> {
     let listener = TcpListener::bind(listen).await?;
     println!("coordinator at http://{}", listener.local_addr()?);
     let stop = async {
-        // Without signals it goes on until it is killed.
+        // Without signal handling, serve until killed.
         if tokio::signal::ctrl_c().await.is_err() {
             std::future::pending::<()>().await;
         }
@@ -97,11 +98,11 @@ async fn own(options: &args::Owner) -> Result<()> {
     Ok(owner.leave(&directory).await?)
 }
 
-/// Says so when the pages are not on the map any more. Clients that have them go on, so the owner does, too.
+/// Reports when the pages are off the map. The owner keeps serving its clients.
 async fn confirm(name: &str, owner: &pager::Owner, directory: &Directory) {
     loop {
-        tokio::time::sleep(OFTEN).await;
-        // A coordinator that is not there may come back, and be another one.
+        tokio::time::sleep(CONFIRM_INTERVAL).await;
+        // Other errors may be temporary: the coordinator may be restarted.
         if let Err(DirectoryError::Conflict(conflict)) = owner.confirm(directory).await {
             eprintln!("{name} is off the map: {conflict}");
             return std::future::pending().await;

@@ -1,4 +1,4 @@
-//! A connection, once it is there: who is at the other end, and how it ends.
+//! An established connection: its addresses, its disconnection, its TIMEWAIT.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -7,23 +7,24 @@ use std::time::Duration;
 
 use rdma_provider::cm_contract::CmId as _;
 
-use super::endpoint::{Endpoint, within};
-use super::error::{ConnectError, Step};
+use super::endpoint::{Endpoint, with_deadline};
+use super::error::{ConnectError, ConnectStep};
 use super::keepalive::Keepalive;
-use super::router::End;
+use super::router::EndReason;
 use crate::error::NoRuntime;
 use crate::op::QueuePair;
 use crate::types::RejectReason;
 
-/// The manager's side of a connected queue pair, which somebody else holds.
+/// An established connection between two queue pairs.
 ///
-/// When it ends, whoever ends it, the queue pair goes to the error state and all its work is flushed. What has arrived by
-/// then stays: await what matters before saying goodbye, and the peer has it.
+/// The caller keeps the queue pair. When either side ends the connection, the queue pair goes to
+/// the error state and its outstanding work is flushed: await what matters before disconnecting.
 ///
-/// Dropping it says goodbye without waiting for an answer: best effort, as the goodbye, and what repeats it, may be lost.
-/// A peer that never hears it finds out when it sends, or by its [keepalive](super::Options::keepalive).
-pub struct Link {
-    /// Ends first: it may not probe a queue pair that is given up.
+/// Dropping a `CmConnection` sends a disconnect request, which may be lost, and does not wait for
+/// the answer. A peer that receives none detects the end when it sends, or by its
+/// [keepalive](super::ConnectionOptions::keepalive).
+pub struct CmConnection {
+    /// Dropped first: it must not probe an abandoned queue pair.
     keepalive: Option<Keepalive>,
     endpoint: Endpoint,
     private_data: Vec<u8>,
@@ -33,36 +34,39 @@ pub struct Link {
     ours: AtomicBool,
 }
 
-/// Longest time from the end of a connection to that of its TIMEWAIT: that in which a goodbye of the kernel's manager is
-/// repeated 15 times, each 4.3 s after the one before, and as much again for what packets may take on large networks.
+/// Maximum duration of TIMEWAIT. The kernel's connection manager retransmits a disconnect request
+/// 15 times, 4.3 s apart; the rest allows for packet lifetimes on large networks.
 const TIMEWAIT: Duration = Duration::from_secs(150);
 
 /// How a connection ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Disconnection {
-    /// We said goodbye.
+    /// This side disconnected.
     Local,
-    /// The peer did, or its manager takes the connection for dead; or its program gave the connection up after it had answered the
-    /// request, and before it heard that this end had confirmed.
+    /// The peer disconnected, its connection manager considers the connection dead, or the
+    /// listener's program gave the connection up before this side's confirmation arrived.
     Peer,
-    /// The device was taken away.
+    /// The device was removed.
     DeviceRemoved,
-    /// Our address was moved to another device.
+    /// The local address was moved to another device.
     AddressChanged,
-    /// The peer did not answer the [keepalive](super::Options::keepalive).
+    /// The peer did not answer the [keepalive](super::ConnectionOptions::keepalive).
     Silent,
-    /// The listener had given the request up, or let it give way to others, before it heard that this end had confirmed. Its
-    /// program has seen nothing of the connection: connect again.
+    /// The listener dropped the request, possibly in favour of others, before this side's
+    /// confirmation arrived. Its program has not seen the connection: connect again.
     Unconfirmed,
-    /// A probe of the [keepalive](super::Options::keepalive) failed for another reason: the peer's queue pair does not allow
-    /// REMOTE_WRITE, the completion queue is dead, or the queue pair was in the error state already, because other work had
-    /// failed or the peer had asked for what is not allowed. The log has the status.
+    /// A [keepalive](super::ConnectionOptions::keepalive) probe failed otherwise; the log has the
+    /// status:
+    ///
+    /// - the peer's queue pair does not allow REMOTE_WRITE;
+    /// - the completion queue has failed;
+    /// - other work failed, or the peer attempted a forbidden operation, so the queue pair was
+    ///   already in the error state.
     ProbeFailed,
 }
 
-impl Link {
-    /// The provider's object.
+impl CmConnection {
     #[cfg(feature = "ibverbs")]
     pub(crate) fn id(&self) -> Option<&crate::dispatch::CmId> {
         self.endpoint.id()
@@ -74,7 +78,7 @@ impl Link {
         (local, peer): (SocketAddr, SocketAddr),
         deadline: Duration,
     ) -> Self {
-        tracing::debug!(%local, %peer, "link established");
+        tracing::debug!(%local, %peer, "connection established");
         Self {
             keepalive: None,
             endpoint,
@@ -86,7 +90,7 @@ impl Link {
         }
     }
 
-    /// Probes the peer of `queue_pair`, which has been checked for that.
+    /// Starts to probe the peer; `queue_pair` must have passed [`Keepalive::check`].
     pub(super) fn with_keepalive(
         mut self,
         interval: Option<Duration>,
@@ -98,151 +102,160 @@ impl Link {
         Ok(self)
     }
 
-    /// Our address.
+    /// Returns the local address.
     #[must_use]
     pub const fn local_addr(&self) -> SocketAddr {
         self.local
     }
 
-    /// The peer's address.
+    /// Returns the peer's address.
     #[must_use]
     pub const fn peer_addr(&self) -> SocketAddr {
         self.peer
     }
 
-    /// Private data of the peer, padded with zeros: to 56 bytes if it connected, to 196 if it accepted. The messages of IBTA 12.6
-    /// do not carry their length.
+    /// Returns the peer's private data, padded with zeros to 56 bytes if the peer connected, to 196
+    /// if it accepted: the messages of IBTA 12.6 do not carry its length.
     #[must_use]
     pub fn private_data(&self) -> &[u8] {
         &self.private_data
     }
 
-    /// True until it ends.
+    /// Returns true until the connection ends.
     ///
-    /// Operations can be flushed while this still returns true: the link ends only when the connection manager or the keepalive
-    /// notices. After a flush, await [`disconnected`](Self::disconnected) under a timeout: if it returns, the connection has
-    /// ended; otherwise the queue pair failed by itself.
+    /// Operations may be flushed before the connection manager or the keepalive detects the end.
+    /// After a flush, await [`disconnected`](Self::disconnected) with a timeout: if it does not
+    /// return, only the queue pair has failed.
     #[must_use]
     pub fn is_connected(&self) -> bool {
-        !self.endpoint.ended()
+        !self.endpoint.has_ended()
     }
 
-    /// Private data of the rejection that ended the connection, if one did: the listener's program sent it after the answer, or its
-    /// manager has forgotten the request, see [`Disconnection::Unconfirmed`].
+    /// Returns the private data of the rejection that ended the connection after it was
+    /// established, if one did.
     pub(crate) fn rejection(&self) -> Option<Vec<u8>> {
-        match &self.endpoint.inbox().happened().end {
-            Some(End::Rejected { private_data, .. }) => Some(private_data.clone()),
+        match &self.endpoint.inbox().state().end {
+            Some(EndReason::Rejected { private_data, .. }) => Some(private_data.clone()),
             _ => None,
         }
     }
 
-    /// Says goodbye, and waits until the peer's manager has heard it. The queue pair is in the error state at once. Nothing
-    /// happens if the connection is over and the peer knows, which it does not if the keepalive ended it or the address was moved.
+    /// Disconnects, and waits until the peer's connection manager has answered.
+    ///
+    /// The queue pair goes to the error state at once. Does nothing if the connection has ended and
+    /// the peer knows, which it does not after a failed keepalive or a moved local address.
     ///
     /// # Errors
     ///
-    /// [`ConnectError::NoRuntime`] outside of a Tokio runtime with an I/O driver; nothing was said then.
-    /// [`ConnectError::TimedOut`] if there is no answer within [`Options::timeout`](super::Options::timeout); the goodbye
-    /// goes on being repeated for a while.
+    /// [`ConnectError::NoRuntime`], without effect. [`ConnectError::TimedOut`] if the peer does not
+    /// answer within [`ConnectionOptions::timeout`](super::ConnectionOptions::timeout);
+    /// retransmission continues for a while.
     ///
     /// # Cancel safety
     ///
-    /// Once polled, it goes on without the future.
+    /// Once polled, the disconnection proceeds even if the future is dropped.
     pub async fn disconnect(&self) -> Result<(), ConnectError> {
         if self.peer_knows() {
             return Ok(());
         }
-        self.endpoint.ready()?;
+        self.endpoint.watch()?;
         self.ours.store(true, Ordering::Release);
         self.endpoint.inbox().fail_queue_pair();
-        within(self.deadline, Step::Disconnect, async {
-            let said = self.endpoint.call(|id| Ok(id.disconnect()?)).await;
-            match self.endpoint.blame(said, Step::Disconnect, self.peer).await {
-                // Over already.
+        with_deadline(self.deadline, ConnectStep::Disconnect, async {
+            let result = self.endpoint.call(|id| Ok(id.disconnect()?)).await;
+            match self.endpoint.explain(result, ConnectStep::Disconnect, self.peer).await {
                 Err(_) if self.peer_knows() => return Ok(()),
-                said => said?,
+                result => result?,
             }
-            self.endpoint.until(|happened| happened.peer_knows.then_some(())).await;
+            self.endpoint.wait_for(|state| state.peer_knows.then_some(())).await;
             Ok(())
         })
         .await
-        .map_err(|error| error.during(Step::Disconnect, self.peer))
+        .map_err(|error| error.during(ConnectStep::Disconnect, self.peer))
     }
 
-    /// Waits until the connection is over, and says how it ended. Any number of tasks may wait.
+    /// Waits until the connection has ended, and returns how. Several tasks may wait.
     ///
-    /// That a peer is gone without a goodbye is not noticed here, but by operations that fail, or by
-    /// [`Options::keepalive`](super::Options::keepalive). Where no runtime with an I/O
-    /// driver watches the device's connections, this polls for the end.
+    /// A peer that vanishes silently is detected only by failing operations or by
+    /// [`ConnectionOptions::keepalive`](super::ConnectionOptions::keepalive). If no runtime with an
+    /// I/O driver watches the device's connections, this polls for the end.
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future changes nothing.
+    /// Dropping the future has no effect.
     pub async fn disconnected(&self) -> Disconnection {
         self.endpoint
-            .until(|happened| match happened.end.as_ref()? {
-                End::DeviceRemoval => Some(Disconnection::DeviceRemoved),
-                End::AddressChange => Some(Disconnection::AddressChanged),
-                End::Keepalive(end) => Some(*end),
+            .wait_for(|state| match state.end.as_ref()? {
+                EndReason::DeviceRemoval => Some(Disconnection::DeviceRemoved),
+                EndReason::AddressChange => Some(Disconnection::AddressChanged),
+                EndReason::Keepalive(end) => Some(*end),
                 _ if self.ours.load(Ordering::Acquire) => Some(Disconnection::Local),
-                End::Rejected { reason: RejectReason::CONSUMER, .. } => Some(Disconnection::Peer),
-                End::Rejected { .. } => Some(Disconnection::Unconfirmed),
+                EndReason::Rejected { reason: RejectReason::CONSUMER, .. } => {
+                    Some(Disconnection::Peer)
+                }
+                EndReason::Rejected { .. } => Some(Disconnection::Unconfirmed),
                 _ => Some(Disconnection::Peer),
             })
             .await
     }
 
-    /// True if it is over and there is nothing to tell the peer.
+    /// Returns true if the connection has ended and the peer need not be notified.
     fn peer_knows(&self) -> bool {
-        self.endpoint.inbox().happened().peer_knows
+        self.endpoint.inbox().state().peer_knows
     }
 
-    /// Waits until the connection is over, and then until nothing of it can be underway any more (the end of TIMEWAIT): then
-    /// its queue pair may be reset and connected anew. Before, the peer's manager may reject it as stale.
+    /// Waits until the connection and its TIMEWAIT have ended, so that none of its packets is in
+    /// flight.
     ///
-    /// If it is over because our address was moved, or because the peer was [silent](Disconnection::Silent), this says goodbye to
-    /// the peer. TIMEWAIT begins with the answer of the peer, or when the goodbye has been repeated in vain.
+    /// Then the queue pair may be reset and connected again. Earlier, the peer's connection manager
+    /// may reject the request as stale.
+    ///
+    /// After a moved local address or a [silent](Disconnection::Silent) peer, this sends a
+    /// disconnect request; TIMEWAIT starts with the peer's answer or after the last retransmission.
     ///
     /// # Errors
     ///
-    /// [`ConnectError::NoRuntime`] outside of a Tokio runtime with an I/O driver,
-    /// [`ConnectError::TimedOut`] if TIMEWAIT has not ended 150 s after the connection.
+    /// [`ConnectError::TimedOut`] if TIMEWAIT lasts more than 150 s.
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future changes nothing.
+    /// Dropping the future has no effect.
     pub async fn drained(&self) -> Result<(), ConnectError> {
-        self.endpoint.ready()?;
+        self.endpoint.watch()?;
         self.drained_within(TIMEWAIT).await
     }
 
     async fn drained_within(&self, timeout: Duration) -> Result<(), ConnectError> {
-        self.endpoint.until(|happened| happened.end.is_some().then_some(())).await;
-        within(timeout, Step::Timewait, async {
+        self.endpoint.wait_for(|state| state.end.is_some().then_some(())).await;
+        with_deadline(timeout, ConnectStep::Timewait, async {
             if !self.peer_knows()
                 && let Err(error) = self.endpoint.call(|id| Ok(id.disconnect()?)).await
             {
-                // Then nobody ever connected, or the device is gone, and that is what comes.
-                tracing::debug!(%error, peer = %self.peer, "no goodbye after our address was moved");
+                // Never established, or the device is gone: an event follows.
+                tracing::debug!(
+                    %error,
+                    peer = %self.peer,
+                    "failed to send a disconnect request; awaiting TIMEWAIT"
+                );
             }
-            self.endpoint.until(|happened| happened.exited.then_some(())).await;
+            self.endpoint.wait_for(|state| state.exited.then_some(())).await;
             Ok(())
         })
         .await
-        .map_err(|error| error.during(Step::Timewait, self.peer))
+        .map_err(|error| error.during(ConnectStep::Timewait, self.peer))
     }
 }
 
-impl Drop for Link {
+impl Drop for CmConnection {
     fn drop(&mut self) {
         self.keepalive = None;
         self.endpoint.inbox().fail_queue_pair();
     }
 }
 
-impl fmt::Debug for Link {
+impl fmt::Debug for CmConnection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Link")
+        f.debug_struct("CmConnection")
             .field("local", &self.local)
             .field("peer", &self.peer)
             .field("connected", &self.is_connected())
@@ -259,7 +272,7 @@ mod tests {
     use futures::FutureExt as _;
 
     use super::*;
-    use crate::cm::{self, Listener, Options};
+    use crate::cm::{self, ConnectionOptions, Listener};
     use crate::contained::tests::{Counts, Panics};
     use crate::engine::{CompletionMode, CompletionQueue};
     use crate::op::QueuePair;
@@ -268,13 +281,12 @@ mod tests {
     use crate::verbs::Device;
     use rdma_provider::cm_contract::CmEventKind;
 
-    /// Both ends of a link, with their queue pairs, and the listener.
-    async fn linked() -> ([(Link, QueuePair); 2], Listener) {
+    async fn linked() -> ([(CmConnection, QueuePair); 2], Listener) {
         let device = Device::software_in(&Network::new(), "linked").unwrap();
         let pd = device.protection_domain().unwrap();
         let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
         let listener = Listener::bind(&device, "127.0.0.1:0").await.unwrap();
-        let options = Options::default();
+        let options = ConnectionOptions::default();
         let passive = async {
             let request = listener.accept().await.unwrap();
             let qp = request.prepare(QueuePair::builder(&pd, &queue)).build().unwrap();
@@ -292,12 +304,12 @@ mod tests {
     fn run<F: Future<Output = ()>>(test: impl FnOnce() -> F) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
-            tokio::time::timeout(Duration::from_secs(60), test()).await.expect("hangs")
+            tokio::time::timeout(Duration::from_secs(60), test()).await.expect("test timed out")
         });
     }
 
     #[test]
-    fn link_whose_address_is_moved_ends_and_its_timewait_too() {
+    fn address_change_ends_connection_and_its_timewait() {
         run(|| async {
             let ([(ours, qp), (theirs, _other)], _listener) = linked().await;
             ours.endpoint.inbox().on_event(CmEventKind::AddressChange);
@@ -310,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn goodbye_after_the_address_was_moved_reaches_the_peer() {
+    fn disconnect_after_address_change_reaches_peer() {
         run(|| async {
             let ([(ours, _qp), (theirs, _other)], _listener) = linked().await;
             ours.endpoint.inbox().on_event(CmEventKind::AddressChange);
@@ -320,13 +332,13 @@ mod tests {
     }
 
     #[test]
-    fn timewait_that_never_ends_is_waited_for_until_the_deadline() {
+    fn drained_times_out_if_timewait_never_ends() {
         run(|| async {
             let ([(ours, _qp), _theirs], _listener) = linked().await;
-            // One that the manager knows nothing of.
+            // Unknown to the connection manager, so TIMEWAIT never ends.
             ours.endpoint.inbox().on_event(CmEventKind::Disconnected);
             let after = Duration::from_millis(1);
-            let (address, step) = (Some(ours.peer_addr()), Step::Timewait);
+            let (address, step) = (Some(ours.peer_addr()), ConnectStep::Timewait);
             assert_eq!(
                 ours.drained_within(after).await,
                 Err(ConnectError::TimedOut { address, step, after })
@@ -335,29 +347,29 @@ mod tests {
     }
 
     #[test]
-    fn listener_whose_address_is_moved_goes_on_and_one_whose_device_is_removed_ends() {
+    fn listener_survives_address_change_and_fails_on_device_removal() {
         run(|| async {
             let (_links, listener) = linked().await;
             let inbox = listener.inbox();
             inbox.on_event(CmEventKind::AddressChange);
-            let nobody = tokio::time::timeout(Duration::from_millis(1), listener.accept()).await;
-            assert!(nobody.is_err(), "it waits on: {nobody:?}");
+            let accepted = tokio::time::timeout(Duration::from_millis(1), listener.accept()).await;
+            assert!(accepted.is_err(), "accepted after an address change: {accepted:?}");
             inbox.on_event(CmEventKind::DeviceRemoval);
             assert!(matches!(listener.accept().await, Err(ConnectError::DeviceRemoved { .. })));
         });
     }
 
-    /// Polls `futures`, by turns with a waker that panics and with `counts`, of which each has to wait.
+    /// Polls pending `futures`, alternately with a waker that panics and with `counts`.
     fn wait_with_panicking<F: Future + Unpin>(futures: &mut [F], counts: &Arc<Counts>) {
-        let (rude, honest) =
+        let (panicking, counting) =
             (Waker::from(Arc::new(Panics::default())), Waker::from(counts.clone()));
-        for (future, waker) in futures.iter_mut().zip([&rude, &honest].into_iter().cycle()) {
+        for (future, waker) in futures.iter_mut().zip([&panicking, &counting].into_iter().cycle()) {
             assert!(future.poll_unpin(&mut Context::from_waker(waker)).is_pending());
         }
     }
 
     #[test]
-    fn waker_that_panics_keeps_no_other_waiter_of_a_link_from_being_woken() {
+    fn panicking_waker_does_not_prevent_waking_other_waiters_of_a_connection() {
         run(|| async {
             let ([(ours, _qp), _theirs], _listener) = linked().await;
             let counts = Arc::new(Counts::default());
@@ -369,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn request_wakes_the_next_acceptor_if_the_waker_of_the_first_panics() {
+    fn request_wakes_next_acceptor_if_first_waker_panics() {
         run(|| async {
             let (_links, listener) = linked().await;
             let counts = Arc::new(Counts::default());
@@ -382,19 +394,19 @@ mod tests {
             );
             let route = cm::resolve(&device, listener.local_addr()).await.unwrap();
             let qp = route.prepare(QueuePair::builder(&pd, &queue)).build().unwrap();
-            let options = Options::default();
-            let mut asking = Box::pin(route.connect(&qp, &options));
+            let options = ConnectionOptions::default();
+            let mut connecting = Box::pin(route.connect(&qp, &options));
             while counts.0.load(Ordering::Relaxed) == 0 {
-                assert!((&mut asking).now_or_never().is_none(), "it is not answered");
+                assert!((&mut connecting).now_or_never().is_none(), "no acceptor was woken");
                 tokio::task::yield_now().await;
             }
-            assert_eq!(counts.0.load(Ordering::Relaxed), 1, "one acceptor for one request");
+            assert_eq!(counts.0.load(Ordering::Relaxed), 1, "woken acceptors for one request");
             assert!((&mut waiting[1]).now_or_never().is_some_and(|request| request.is_ok()));
         });
     }
 
     #[test]
-    fn waker_that_panics_keeps_no_other_acceptor_from_hearing_of_the_end() {
+    fn panicking_waker_does_not_prevent_waking_other_acceptors() {
         run(|| async {
             let (_links, listener) = linked().await;
             let counts = Arc::new(Counts::default());

@@ -1,4 +1,4 @@
-//! One end in the model: its protocol, the frames that it has in flight, and the calls of its service.
+//! One side of the model: its protocol, its frames in flight and its service.
 
 use std::time::Instant;
 
@@ -9,13 +9,13 @@ use crate::message::lifecycle::{Action, Event, Phase, Stage};
 use crate::message::protocol::Protocol;
 use crate::message::timers::Times;
 
-/// Most frames in flight in one direction.
+/// The maximum number of frames in flight per direction.
 const MAX_WINDOW: usize = RESERVE as usize + 5;
 
-/// A call of a service. The service makes each call at most once, and none after it has dropped the connection.
+/// A call of the service. Each occurs at most once, and none after `Drop`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Call {
-    /// Finishes after the last message.
+    /// After the last message.
     FinishAtEnd,
     Finish,
     Close,
@@ -28,7 +28,6 @@ impl Call {
         [Self::FinishAtEnd, Self::Finish, Self::Close, Self::Abort, Self::Drop];
 }
 
-/// Frames in flight, in order.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Wire {
     pub(super) frames: [Header; MAX_WINDOW],
@@ -37,7 +36,7 @@ pub(super) struct Wire {
 
 impl Wire {
     pub(super) const EMPTY: Self = Self {
-        frames: [Header { kind: Kind::Ack, heard: false, released: 0, done: 0 }; MAX_WINDOW],
+        frames: [Header { kind: Kind::Ack, fin_acked: false, released: 0, done: 0 }; MAX_WINDOW],
         len: 0,
     };
 
@@ -58,41 +57,36 @@ impl Wire {
     }
 }
 
-/// One end, and the remaining calls of its service.
+/// One side and the remaining calls of its service.
 #[derive(Debug, Clone)]
-pub(super) struct End {
+pub(super) struct Side {
     pub(super) protocol: Protocol,
-    /// Messages still to be sent, by kind.
+    /// Messages and pings still to be sent.
     pub(super) data: u8,
     pub(super) offers: u8,
     pub(super) pings: u8,
     pub(super) calls: [bool; Call::ALL.len()],
-    /// An operation of the service may fail.
     pub(super) may_fail: bool,
-    /// Receives that are posted.
     pub(super) posted: u32,
-    /// Messages that have arrived and were not taken.
+    /// Messages arrived but not received or discarded.
     pub(super) inbox: u8,
-    /// Offers that have arrived and are being read.
+    /// Offers being fetched.
     pub(super) reading: u8,
-    /// Messages sent.
     pub(super) sent: u8,
-    /// Messages of the peer that have arrived.
     pub(super) arrived: u8,
     /// Frames in flight to the peer.
     pub(super) wire: Wire,
-    /// Acknowledgements were lost together with the peer's queue pair or with the network.
+    /// Acknowledgements were lost with the peer's queue pair or the network.
     pub(super) unacknowledged: bool,
-    /// The end was aborted, was dropped before the peer's end, or has failed.
+    /// This side was aborted, was dropped before the end of the peer's messages, or has failed.
     pub(super) disturbed: bool,
-    /// The end has sent an `Abort`.
     pub(super) aborted: bool,
 }
 
-impl End {
+impl Side {
     pub(super) fn new(receives: u32, window: u32, data: u8, offers: u8) -> Self {
         let mut protocol = Protocol::new(receives);
-        protocol.meet(receives, window, Times::default(), Instant::now());
+        protocol.set_peer(receives, window, Times::default(), Instant::now());
         Self {
             protocol,
             data,
@@ -112,7 +106,7 @@ impl End {
         }
     }
 
-    /// An end with the smallest window, whose service makes these calls.
+    /// Creates a side with the smallest window and a service that makes these calls.
     pub(super) fn calling(data: u8, offers: u8, calls: &[Call]) -> Self {
         Self {
             calls: Call::ALL.map(|call| calls.contains(&call)),
@@ -137,22 +131,21 @@ impl End {
         matches!(self.protocol.phase(), Phase::Closed(_))
     }
 
-    /// True if the peer has finished, and its messages are all taken.
+    /// Returns true if the peer has finished and all its messages were taken.
     pub(super) fn is_at_end(&self) -> bool {
         self.protocol.flow.peer_has_finished() && self.inbox == 0
     }
 
-    /// True if the peer's device has acknowledged every frame.
+    /// Returns true if the peer's device has acknowledged every frame.
     pub(super) fn is_flushed(&self) -> bool {
         self.wire.is_empty() && !self.unacknowledged
     }
 
-    /// Loses the acknowledgements of frames that have arrived, if `unacknowledged`.
     pub(super) fn lose(&mut self, unacknowledged: bool) {
         self.unacknowledged |= unacknowledged && self.stage().is_some();
     }
 
-    /// Stops the queue pair: it neither sends nor receives.
+    /// Stops sending and receiving.
     pub(super) fn cut_off(&mut self) {
         self.wire = Wire::EMPTY;
         self.unacknowledged = false;
@@ -186,7 +179,7 @@ impl End {
         }
     }
 
-    /// Takes a message: the service receives it, or the end discards it.
+    /// Receives or discards a message.
     pub(super) fn take(&mut self) {
         self.inbox -= 1;
         self.posted += 1;
@@ -206,8 +199,8 @@ impl End {
                 self.posted += 1;
                 self.protocol.flow.release_control();
             }
-            Err(CloseReason::Dropped) => self.on(Event::End(CloseReason::Dropped)),
-            Err(other) => panic!("a correct peer is refused: {other:?}"),
+            Err(CloseReason::Dropped) => self.on(Event::Terminate(CloseReason::Dropped)),
+            Err(other) => panic!("violation by a correct peer: {other:?}"),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Who gets an initiator, when, and what stays in order.
+//! Assignment of initiators to peers, fairness, and the order of operations.
 
 use tokio_rdma::dc::{DcPolicy, DcPoolPeer, DcTarget};
 use tokio_rdma::error::TryError;
@@ -12,21 +12,21 @@ use super::{Home, Node, block, exclusive, poll, setup, unblock, until};
 use crate::common::{in_every_mode, mode, pattern, within};
 
 in_every_mode!(
-    each_operation,
-    order_of_a_peer_is_kept,
-    peer_that_is_busy_starves_nobody,
-    waiters_are_posted_without_being_polled,
-    waiter_that_is_dropped_was_not_sent,
-    initiator_of_dropped_work_is_handed_on_when_that_is_done,
+    each_operation_completes,
+    operations_of_a_peer_stay_in_order,
+    busy_peer_starves_no_other,
+    waiting_operations_are_posted_without_being_polled,
+    dropped_waiting_operation_is_not_sent,
+    initiator_of_dropped_work_is_reassigned_when_the_work_ends,
     leases_keep_their_initiator,
-    peers_that_gave_up_leave_the_line,
-    peer_that_holds_a_lease_is_not_recalled,
-    peer_whose_work_does_not_end_keeps_no_other_from_its_turn,
-    waiters_see_the_end,
+    peers_without_waiting_work_leave_the_queue,
+    lease_holder_is_not_recalled,
+    stuck_peer_starves_no_other,
+    waiting_operations_fail_when_the_pool_closes,
 );
 
-async fn each_operation(mode: &str) {
-    let Some(setup) = setup("each_operation") else { return };
+async fn each_operation_completes(mode: &str) {
+    let Some(setup) = setup("each_operation_completes") else { return };
     for policy in [DcPolicy::default(), DcPolicy::Shared] {
         let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
         let pool = home.pool(2, policy);
@@ -65,9 +65,9 @@ async fn each_operation(mode: &str) {
         within("write", peer.write_inline_with_imm(b"6", there.remote(0, 1), Imm(6)))
             .await
             .unwrap();
-        for (turn, receive) in receives.into_iter().enumerate() {
+        for (round, receive) in receives.into_iter().enumerate() {
             let received = within("receive", receive).await.unwrap();
-            assert_eq!(received.imm, [1, 3, 5, 6].contains(&turn).then_some(Imm(turn as u32)));
+            assert_eq!(received.imm, [1, 3, 5, 6].contains(&round).then_some(Imm(round as u32)));
         }
 
         let mut batch = Batch::new();
@@ -95,11 +95,11 @@ async fn each_operation(mode: &str) {
     }
 }
 
-/// Many peers, few initiators, nobody awaited before all was called; a small quota makes them take turns.
-async fn order_of_a_peer_is_kept(mode: &str) {
+/// Posts everything before the first await. A small quota makes the peers alternate.
+async fn operations_of_a_peer_stay_in_order(mode: &str) {
     const PEERS: usize = 5;
     const MESSAGES: u32 = 60;
-    let Some(setup) = setup("order_of_a_peer_is_kept") else { return };
+    let Some(setup) = setup("operations_of_a_peer_stay_in_order") else { return };
     for policy in [exclusive(3), DcPolicy::Shared] {
         let home = Home::new(&setup.a, mode);
         let nodes: Vec<_> = (0..PEERS).map(|_| Node::new(&setup.b, mode)).collect();
@@ -113,13 +113,12 @@ async fn order_of_a_peer_is_kept(mode: &str) {
             })
             .collect();
         let mut sends = Vec::new();
-        for turn in 0..MESSAGES {
+        for round in 0..MESSAGES {
             for peer in &peers {
-                // Any clone is the same peer.
-                sends.push(peer.clone().send_inline_with_imm(b"turn", Imm(turn)));
+                sends.push(peer.clone().send_inline_with_imm(b"text", Imm(round)));
             }
         }
-        // Awaited from behind: what is in front moves on by itself.
+        // Awaits in reverse order: earlier operations progress without being polled.
         for send in sends.into_iter().rev() {
             within("send", send).await.unwrap();
         }
@@ -130,28 +129,28 @@ async fn order_of_a_peer_is_kept(mode: &str) {
             }
             assert_eq!(
                 seen,
-                (0..MESSAGES).map(|turn| Some(Imm(turn))).collect::<Vec<_>>(),
+                (0..MESSAGES).map(|round| Some(Imm(round))).collect::<Vec<_>>(),
                 "{policy:?}"
             );
         }
-        assert_eq!(pool.counters().peers_in_line, 0);
+        assert_eq!(pool.counters().waiting_peers, 0);
     }
 }
 
-/// All operations add to one word, and so tell in which order they came.
-async fn peer_that_is_busy_starves_nobody(mode: &str) {
+/// Adds to one word, so that the results show the order of operations.
+async fn busy_peer_starves_no_other(mode: &str) {
     const QUOTA: u32 = 40;
-    let Some(setup) = setup("peer_that_is_busy_starves_nobody") else { return };
+    let Some(setup) = setup("busy_peer_starves_no_other") else { return };
     let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
     let pool = home.pool(1, exclusive(QUOTA));
     let peer = || pool.peer(&there.target.address()).unwrap();
-    let (busy, meek) = (peer(), peer());
+    let (busy, quiet) = (peer(), peer());
     let blocked = block(&there, &busy).await;
     let mut adds: Vec<_> = (0..20).map(|_| busy.fetch_add(there.word(0), 1)).collect();
-    let asked = meek.fetch_add(there.word(0), 1);
-    // It has its quota, all the same: the blocking one, those twenty, and these.
+    let asked = quiet.fetch_add(there.word(0), 1);
+    // The busy peer's quota covers the blocking send, the 20 additions, and some of these.
     adds.extend((0..100).map(|_| busy.fetch_add(there.word(0), 1)));
-    assert_eq!((busy.waiting(), meek.waiting()), (20 + 100 + 1 - QUOTA as usize, 1));
+    assert_eq!((busy.waiting(), quiet.waiting()), (20 + 100 + 1 - QUOTA as usize, 1));
     unblock(&there).await;
     assert_eq!(within("add", asked).await.unwrap(), u64::from(QUOTA) - 1);
     let mut expected = (0..121).filter(|&at| at != u64::from(QUOTA) - 1);
@@ -161,8 +160,8 @@ async fn peer_that_is_busy_starves_nobody(mode: &str) {
     within("send", blocked).await.unwrap();
 }
 
-async fn waiters_are_posted_without_being_polled(mode: &str) {
-    let Some(setup) = setup("waiters_are_posted_without_being_polled") else { return };
+async fn waiting_operations_are_posted_without_being_polled(mode: &str) {
+    let Some(setup) = setup("waiting_operations_are_posted_without_being_polled") else { return };
     let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
     let pool = home.pool(1, exclusive(4));
     let peers: Vec<_> = (0..4).map(|_| pool.peer(&there.target.address()).unwrap()).collect();
@@ -170,18 +169,17 @@ async fn waiters_are_posted_without_being_polled(mode: &str) {
     let adds: Vec<_> = peers[1..].iter().map(|peer| peer.fetch_add(there.word(1), 1)).collect();
     let full = peers[1].try_write(home.buffer(b"now"), there.remote(0, 3)).unwrap_err();
     assert!(matches!(full, TryError::Full(_)), "{full}");
-    assert_eq!((there.region.load(8).unwrap(), pool.counters().peers_in_line), (0, 3));
+    assert_eq!((there.region.load(8).unwrap(), pool.counters().waiting_peers), (0, 3));
     unblock(&there).await;
     until("posted", || there.region.load(8).unwrap() == 3).await;
-    // In the order in which they asked.
-    for (turn, add) in adds.into_iter().enumerate() {
-        assert_eq!(within("add", add).await.unwrap(), turn as u64);
+    for (round, add) in adds.into_iter().enumerate() {
+        assert_eq!(within("add", add).await.unwrap(), round as u64);
     }
     within("send", blocked).await.unwrap();
 }
 
-async fn waiter_that_is_dropped_was_not_sent(mode: &str) {
-    let Some(setup) = setup("waiter_that_is_dropped_was_not_sent") else { return };
+async fn dropped_waiting_operation_is_not_sent(mode: &str) {
+    let Some(setup) = setup("dropped_waiting_operation_is_not_sent") else { return };
     let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
     let pool = home.pool(1, exclusive(4));
     let peers: Vec<_> = (0..4).map(|_| pool.peer(&there.target.address()).unwrap()).collect();
@@ -197,7 +195,7 @@ async fn waiter_that_is_dropped_was_not_sent(mode: &str) {
     let mut writes = writes.into_iter();
     let (first, second, third) =
         (writes.next().unwrap(), writes.next().unwrap(), writes.next().unwrap());
-    // All of one peer, and one of two of another, polled or not.
+    // Drops both operations of one peer, unpolled, and one of another, polled.
     drop(first);
     let [mut a, b] = second;
     assert!(poll(&mut a).is_pending());
@@ -215,7 +213,7 @@ async fn waiter_that_is_dropped_was_not_sent(mode: &str) {
     within("send", blocked).await.unwrap();
 }
 
-async fn initiator_of_dropped_work_is_handed_on_when_that_is_done(mode: &str) {
+async fn initiator_of_dropped_work_is_reassigned_when_the_work_ends(mode: &str) {
     let Some(setup) = setup("initiator_of_dropped_work") else { return };
     let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
     let pool = home.pool(1, exclusive(4));
@@ -249,9 +247,9 @@ async fn leases_keep_their_initiator(mode: &str) {
     let lease = within("lease", one.borrow()).await.unwrap();
     let mut waits = other.fetch_add(there.word(0), 1);
     let dropped = other.borrow();
-    // As often as it likes, and though it is idle in between.
-    for turn in 0..10 {
-        assert_eq!(within("add", lease.fetch_add(there.word(0), 1)).await.unwrap(), turn);
+    // A lease keeps its initiator beyond the quota and while idle.
+    for round in 0..10 {
+        assert_eq!(within("add", lease.fetch_add(there.word(0), 1)).await.unwrap(), round);
         assert!(poll(&mut waits).is_pending());
     }
     let next = third.borrow();
@@ -259,7 +257,7 @@ async fn leases_keep_their_initiator(mode: &str) {
     drop(lease);
     assert_eq!(within("add", waits).await.unwrap(), 10);
     let lease = within("lease", next).await.unwrap();
-    // One that has come and was not looked at goes back, too.
+    // A granted lease that was never polled returns its initiator when dropped.
     let mut waits = one.fetch_add(there.word(0), 1);
     let second = third.borrow();
     assert!(poll(&mut waits).is_pending());
@@ -272,8 +270,8 @@ async fn leases_keep_their_initiator(mode: &str) {
     assert_eq!(within("add", waits).await.unwrap(), 12);
 }
 
-async fn peers_that_gave_up_leave_the_line(mode: &str) {
-    let Some(setup) = setup("peers_that_gave_up") else { return };
+async fn peers_without_waiting_work_leave_the_queue(mode: &str) {
+    let Some(setup) = setup("peers_without_waiting_work") else { return };
     let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
     let pool = home.pool(1, exclusive(1));
     let peer = || pool.peer(&there.target.address()).unwrap();
@@ -284,7 +282,7 @@ async fn peers_that_gave_up_leave_the_line(mode: &str) {
         let mut add = peer().fetch_add(there.word(1), 1);
         assert!(poll(&mut add).is_pending());
         drop((add, again.fetch_add(there.word(1), 1)));
-        assert!(pool.counters().peers_in_line <= 3, "{:?}", pool.counters());
+        assert!(pool.counters().waiting_peers <= 3, "{:?}", pool.counters());
     }
     let adds = [again.fetch_add(there.word(0), 1), last.fetch_add(there.word(0), 1)];
     unblock(&there).await;
@@ -295,24 +293,24 @@ async fn peers_that_gave_up_leave_the_line(mode: &str) {
     }
     seen.sort_unstable();
     assert_eq!(seen, [1, 2]);
-    assert_eq!((there.region.load(8).unwrap(), pool.counters().peers_in_line), (0, 0));
+    assert_eq!((there.region.load(8).unwrap(), pool.counters().waiting_peers), (0, 0));
     within("send", blocked).await.unwrap();
 }
 
-/// It would wait for itself.
-async fn peer_that_holds_a_lease_is_not_recalled(mode: &str) {
-    let Some(setup) = setup("peer_that_holds_a_lease") else { return };
+/// Exceeds the quota of a peer with a lease. A recall would wait for that lease.
+async fn lease_holder_is_not_recalled(mode: &str) {
+    let Some(setup) = setup("lease_holder") else { return };
     let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
     let pool = home.pool(1, exclusive(1));
     let [one, other, third] = [0, 1, 2].map(|_| pool.peer(&there.target.address()).unwrap());
     let lease = within("lease", one.borrow()).await.unwrap();
     let mut waits = other.fetch_add(there.word(0), 1);
-    for turn in 0..3 {
-        assert_eq!(within("add", one.fetch_add(there.word(0), 1)).await.unwrap(), 2 * turn);
-        assert_eq!(within("add", lease.fetch_add(there.word(0), 1)).await.unwrap(), 2 * turn + 1);
+    for round in 0..3 {
+        assert_eq!(within("add", one.fetch_add(there.word(0), 1)).await.unwrap(), 2 * round);
+        assert_eq!(within("add", lease.fetch_add(there.word(0), 1)).await.unwrap(), 2 * round + 1);
     }
     assert!(poll(&mut waits).is_pending());
-    // In line, with another one behind: all that was called before it has the lease.
+    // Operations queued earlier precede the lease. This addition follows it.
     let (borrow, add) = (third.borrow(), third.fetch_add(there.word(0), 1));
     let last = one.fetch_add(there.word(1), 1);
     drop(lease);
@@ -322,20 +320,20 @@ async fn peer_that_holds_a_lease_is_not_recalled(mode: &str) {
     assert_eq!((within("add", waits).await.unwrap(), within("add", last).await.unwrap()), (6, 0));
 }
 
-/// It is recalled, and never gives its initiator back; the other one goes on, but not for ever.
-async fn peer_whose_work_does_not_end_keeps_no_other_from_its_turn(mode: &str) {
-    let Some(setup) = setup("peer_whose_work_does_not_end") else { return };
+/// Recalls an initiator that is never returned. The other initiator serves the waiting peer after
+/// the quotas of the busy one.
+async fn stuck_peer_starves_no_other(mode: &str) {
+    let Some(setup) = setup("stuck_peer") else { return };
     let home = Home::new(&setup.a, mode);
     let [gone, there] = [0, 1].map(|_| Node::new(&setup.b, mode));
     let pool = home.pool(2, exclusive(2));
     let stuck = pool.peer(&gone.target.address()).unwrap();
-    let [busy, meek] = [0, 1].map(|_| pool.peer(&there.target.address()).unwrap());
+    let [busy, quiet] = [0, 1].map(|_| pool.peer(&there.target.address()).unwrap());
     let (blocked, first) = (block(&gone, &stuck).await, block(&there, &busy).await);
-    let asked = meek.fetch_add(there.word(0), 1);
+    let asked = quiet.fetch_add(there.word(0), 1);
     let recalled = [0, 1].map(|_| stuck.send_inline(b"waits"));
-    assert_eq!((stuck.waiting(), meek.waiting()), (1, 1));
+    assert_eq!((stuck.waiting(), quiet.waiting()), (1, 1));
     let adds: Vec<_> = (0..10).map(|_| busy.fetch_add(there.word(0), 1)).collect();
-    // Two quotas are in flight.
     assert_eq!(busy.waiting(), 7);
     unblock(&there).await;
     assert_eq!(within("add", asked).await.unwrap(), 3);
@@ -347,8 +345,8 @@ async fn peer_whose_work_does_not_end_keeps_no_other_from_its_turn(mode: &str) {
     drop((recalled, blocked));
 }
 
-async fn waiters_see_the_end(mode: &str) {
-    let Some(setup) = setup("waiters_see_the_end") else { return };
+async fn waiting_operations_fail_when_the_pool_closes(mode: &str) {
+    let Some(setup) = setup("waiting_operations_fail_when_the_pool_closes") else { return };
     let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
     let pool = home.pool(1, exclusive(1));
     let peer = |_| pool.peer(&there.target.address()).unwrap();
@@ -431,7 +429,7 @@ fn ten_thousand_addresses_share_eight_initiators() {
         }
         let counters = pool.counters();
         assert_eq!(
-            (counters.initiators.len(), counters.repairs, counters.peers_in_line),
+            (counters.initiators.len(), counters.repairs, counters.waiting_peers),
             (8, 0, 0)
         );
         assert!(counters.switches >= ADDRESSES as u64, "{counters:?}");
@@ -439,17 +437,17 @@ fn ten_thousand_addresses_share_eight_initiators() {
     });
 }
 
-/// Polled in the context of a runtime that ends, by a thread that does not; all else that would look was dropped.
+/// Polls from a thread in the context of a runtime that is dropped. Nothing else polls the queue.
 #[test]
-fn waiter_outlives_the_runtime_it_was_polled_in() {
-    let Some(setup) = setup("waiter_outlives") else { return };
+fn waiting_operation_outlives_the_runtime_it_was_polled_in() {
+    let Some(setup) = setup("waiting_operation_outlives") else { return };
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let handle = runtime.handle().clone();
     let (home, there) = (Home::new(&setup.a, "event"), Node::new(&setup.b, "cooperative"));
     let pool = home.pool(1, exclusive(1));
     let [one, other] = [0, 1].map(|_| pool.peer(&there.target.address()).unwrap());
-    let (told, end) = std::sync::mpsc::channel::<()>();
+    let (polled, end) = std::sync::mpsc::channel::<()>();
     let (blocked, mut write) = {
         let _context = handle.enter();
         (one.send_inline(b"blocks"), other.write_inline(b"waits", there.remote(0, 5)))
@@ -459,15 +457,15 @@ fn waiter_outlives_the_runtime_it_was_polled_in() {
         let _context = handle.enter();
         let waker: std::task::Waker = std::sync::Arc::new(Unpark(std::thread::current())).into();
         let mut context = std::task::Context::from_waker(&waker);
-        let mut told = Some(told);
+        let mut polled = Some(polled);
         loop {
             if let std::task::Poll::Ready(result) =
                 std::pin::Pin::new(&mut write).poll(&mut context)
             {
                 return result.unwrap();
             }
-            drop(told.take());
-            // Longer than any test takes: it is to be woken.
+            drop(polled.take());
+            // Longer than any test, so only a wake-up ends the wait.
             std::thread::park_timeout(std::time::Duration::from_secs(3600));
         }
     });

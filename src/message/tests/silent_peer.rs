@@ -1,4 +1,4 @@
-//! A peer of the connection manager alone, for tests of listeners.
+//! A peer that only has a connection manager, for tests of listeners.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -10,19 +10,18 @@ use rdma_provider::types::Qpn;
 use crate::message::Handshake;
 use crate::software::Network;
 
-/// Only a hang takes this long.
 const HANG: Duration = Duration::from_secs(120);
 
 /// A peer that requests connections and never confirms one.
 #[derive(Debug)]
-pub(super) struct Stranger {
+pub(super) struct SilentPeer {
     requests: Vec<rdma_soft::CmId>,
-    // Dropped after its ids, and the context after both.
+    // Dropped after its ids; the context is dropped last.
     channel: rdma_soft::CmChannel,
     _context: rdma_soft::Context,
 }
 
-impl Stranger {
+impl SilentPeer {
     pub(super) fn new(network: &Network, name: &str) -> Self {
         let context = network.open(name).unwrap();
         Self {
@@ -32,7 +31,6 @@ impl Stranger {
         }
     }
 
-    /// Sends one more request.
     pub(super) fn request(&mut self, to: SocketAddr) {
         let id = self.channel.create_id().unwrap();
         id.resolve_addr(None, to, HANG).unwrap();
@@ -56,11 +54,12 @@ impl Stranger {
         self.requests.push(id);
     }
 
-    /// Waits for an event of this kind. Events of earlier requests are dropped: they are never confirmed.
+    /// Waits for an event of this kind. Drops events of earlier requests, which are never
+    /// confirmed.
     fn wait(&self, is: impl Fn(&CmEventKind<rdma_soft::Soft>) -> bool) {
         let start = Instant::now();
         while !self.channel.take_event().unwrap().is_some_and(|event| is(&event.kind)) {
-            assert!(start.elapsed() < HANG, "hangs");
+            assert!(start.elapsed() < HANG, "timed out");
             std::thread::yield_now();
         }
     }

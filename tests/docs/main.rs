@@ -1,17 +1,14 @@
-//! What the documentation names exists: files, tests, commands.
+//! Checks that the documentation is complete and that the files, tests and commands it names exist.
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Directories that have no page of ours in them.
-const NOT_OURS: [&str; 4] = ["target", ".git", "corpus", "node_modules"];
+const EXCLUDED: [&str; 4] = ["target", ".git", "corpus", "node_modules"];
 
-/// Beginnings of paths of this repository.
 const PLACES: [&str; 9] =
     ["src/", "crates/", "tests/", "testing/", "benches/", "examples/", "docs/", "scripts/", ".ci/"];
 
-/// Directories with source files.
 const CODE: [&str; 6] = ["src", "crates", "tests", "testing", "benches", "examples"];
 
 #[test]
@@ -20,7 +17,7 @@ fn files_named_in_the_documentation_exist() {
     for page in pages() {
         let text = read(&page);
         let quoted = quotes(&text).into_iter();
-        // Of a command the first word is a file.
+        // The first word of a command is a file.
         let words = quoted.filter_map(|quote| quote.split(' ').next().map(str::to_owned));
         let named = words
             .filter(|word| PLACES.iter().any(|place| word.starts_with(place)))
@@ -34,7 +31,7 @@ fn files_named_in_the_documentation_exist() {
     assert!(missing.is_empty(), "\n{}\n", missing.join("\n"));
 }
 
-/// A name without directories, or with the last of them, stands for any source file whose path ends with it.
+// A name stands for any source file whose path ends with it.
 #[test]
 fn source_files_named_by_pages_and_module_documentation_exist() {
     let files = sources(&CODE);
@@ -96,14 +93,15 @@ fn tests_named_by_the_invariants_exist() {
     let mut missing = Vec::new();
     let mut invariants = 0;
     for section in text.split("\n### ").skip(1) {
-        let (_, shown) =
-            section.split_once("- Shown by").unwrap_or_else(|| panic!("nothing shows {section}"));
+        let (_, shown) = section
+            .split_once("- Shown by")
+            .unwrap_or_else(|| panic!("missing tests of {section}"));
         let named = quotes(shown.split("\n#").next().unwrap_or_default());
         let tests: Vec<_> = named
             .iter()
             .filter(|name| name.chars().all(|c| c.is_alphanumeric() || c == '_'))
             .collect();
-        assert!(!tests.is_empty(), "nothing shows {section}");
+        assert!(!tests.is_empty(), "missing tests of {section}");
         missing.extend(tests.into_iter().filter(|name| !functions.contains(*name)).cloned());
         invariants += 1;
     }
@@ -112,7 +110,7 @@ fn tests_named_by_the_invariants_exist() {
 }
 
 #[test]
-fn every_function_that_is_called_in_c_is_in_the_table_of_verbs() {
+fn every_called_c_function_is_in_the_table_of_verbs() {
     const LIBRARIES: [&str; 3] = ["ibv_", "rdma_", "mlx5dv_"];
     let table = read("docs/verbs.md");
     let listed: BTreeSet<_> = words(&table).collect();
@@ -155,11 +153,11 @@ fn every_page_with_a_program_is_compiled_with_the_documentation() {
 }
 
 #[test]
-fn public_functions_tell_of_their_errors_and_of_cancelling() {
-    let (mut silent, mut functions) = (Vec::new(), 0);
+fn public_functions_document_errors_and_cancel_safety() {
+    let (mut incomplete, mut functions) = (Vec::new(), 0);
     for file in sources(&["src", "crates/rdma-provider/src/types", "crates/rdma-soft/src"]) {
         let text = fs::read_to_string(&file).expect("a source file");
-        // Tests stand at the end of a file.
+        // Tests are at the end of a file.
         let code = text.split("\nmod tests {").next().unwrap_or_default();
         for (at, _) in code.match_indices("pub ") {
             let line = code[..at].rfind('\n').map_or(0, |end| end + 1);
@@ -175,35 +173,35 @@ fn public_functions_tell_of_their_errors_and_of_cancelling() {
             let doc = doc_above(&code[..line]);
             let result = signature.split_once("->").map_or("", |(_, result)| result.trim_start());
             let fails = result.starts_with("Result<") || result.starts_with("io::Result<");
-            // Named futures tell of it themselves: see the next test.
+            // The next test checks the documentation of named futures.
             let waits = words.contains("async")
                 || result.contains("impl Future")
                 || result.contains("dyn Future");
             if fails && !doc.contains("# Errors") || waits && !doc.contains("# Cancel safety") {
-                silent.push(format!("{}: {}", file.display(), name_of(signature)));
+                incomplete.push(format!("{}: {}", file.display(), name_of(signature)));
             }
         }
     }
     assert!(functions > 300, "only {functions} functions");
-    assert!(silent.is_empty(), "\n{}\n", silent.join("\n"));
+    assert!(incomplete.is_empty(), "\n{}\n", incomplete.join("\n"));
 }
 
-/// What functions give that are no `async fn`, and those that macros make.
+// Functions that are not `async` return named futures.
 #[test]
-fn public_futures_streams_and_sinks_tell_of_cancelling() {
+fn public_futures_streams_and_sinks_document_cancel_safety() {
     let texts: Vec<_> = sources(&["src"])
         .iter()
         .map(|file| fs::read_to_string(file).expect("a source file"))
         .collect();
-    let mut waiting = BTreeSet::new();
+    let mut asynchronous = BTreeSet::new();
     for line in texts.iter().flat_map(|text| text.lines()).filter(|line| line.starts_with("impl")) {
         let Some((before, of)) = line.split_once(" for ") else { continue };
         let what = name_of(before.rsplit(' ').next().unwrap_or_default());
         if ["Future", "Stream", "Sink"].contains(&what.as_str()) {
-            waiting.insert(name_of(of));
+            asynchronous.insert(name_of(of));
         }
     }
-    let (mut silent, mut seen) = (Vec::new(), Vec::new());
+    let (mut incomplete, mut seen) = (Vec::new(), Vec::new());
     for text in &texts {
         for (at, _) in text.match_indices("\npub ") {
             let Some((kind, rest)) = text[at + 5..].split_once(' ') else { continue };
@@ -214,22 +212,25 @@ fn public_futures_streams_and_sinks_tell_of_cancelling() {
                 .and_then(|line| line.split_once(" = "))
                 .map(|(_, of)| name_of(of));
             let doc = doc_above(&text[..=at]);
-            // Another name for a future leads to it.
-            let told = match (kind, &another) {
-                ("struct", _) if waiting.contains(&named) => doc.contains("# Cancel safety"),
-                ("type", Some(of)) if waiting.contains(of) => {
+            // A type alias may link to the future instead.
+            let documented = match (kind, &another) {
+                ("struct", _) if asynchronous.contains(&named) => doc.contains("# Cancel safety"),
+                ("type", Some(of)) if asynchronous.contains(of) => {
                     doc.contains("# Cancel safety") || doc.contains(&format!("[`{of}`]"))
                 }
                 _ => continue,
             };
-            if !told {
-                silent.push(named.clone());
+            if !documented {
+                incomplete.push(named.clone());
             }
             seen.push(named);
         }
     }
     assert!(seen.len() > 12, "only {seen:?}");
-    assert!(silent.is_empty(), "no word on cancelling, nor a link to who has one: {silent:?}");
+    assert!(
+        incomplete.is_empty(),
+        "neither a cancel safety section nor a link to a type with one: {incomplete:?}"
+    );
 }
 
 #[test]
@@ -260,7 +261,7 @@ fn tests_benches_and_examples_named_in_commands_exist() {
     assert!(missing.is_empty(), "\n{}\n", missing.join("\n"));
 }
 
-/// Directory of the package that a command names by `-p`, in the line that ends `text`.
+/// Returns the directory of the package that `-p` names in the last line.
 fn package(text: &str) -> Option<PathBuf> {
     let name =
         text.lines().next_back()?.rsplit('`').next()?.split_once("-p ")?.1.split(' ').next()?;
@@ -270,19 +271,18 @@ fn package(text: &str) -> Option<PathBuf> {
         .find(|path| exists(path))
 }
 
-/// A path from the directory of a page, where a package of its own has files of its own.
+/// Returns a path relative to a page, which may belong to another package.
 fn beside(page: &str, path: &Path) -> PathBuf {
     Path::new(page).with_file_name("").join(path)
 }
 
-/// Documentation and attributes right above what follows.
+/// Returns the documentation at the end of `text`.
 fn doc_above(text: &str) -> String {
     let about =
         |line: &&str| line.starts_with("///") || line.starts_with("#[") || line.ends_with(")]");
     text.lines().rev().map(str::trim).take_while(about).collect::<Vec<_>>().join("\n")
 }
 
-/// The name at the beginning.
 fn name_of(text: &str) -> String {
     text.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect()
 }
@@ -291,7 +291,7 @@ fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// A packaged crate has no `.ci`.
+/// Returns whether a file exists; a packaged crate has no `.ci`.
 fn exists(path: &Path) -> bool {
     root().join(path).exists() || path.starts_with(".ci") && !root().join(".git").exists()
 }
@@ -300,12 +300,11 @@ fn read(page: &str) -> String {
     fs::read_to_string(root().join(page)).unwrap_or_else(|error| panic!("{page}: {error}"))
 }
 
-/// What stands between backticks on one line.
 fn quotes(text: &str) -> BTreeSet<String> {
     text.lines().flat_map(|line| line.split('`').skip(1).step_by(2)).map(str::to_owned).collect()
 }
 
-/// Names of source files in a text, without patterns such as `ibv_*.rs`.
+/// Returns the names of source files in a text, without patterns such as `ibv_*.rs`.
 fn source_names(text: &str) -> impl Iterator<Item = &str> {
     let words = text.split(|c: char| !c.is_ascii_alphanumeric() && !"_-./*".contains(c));
     words
@@ -313,14 +312,13 @@ fn source_names(text: &str) -> impl Iterator<Item = &str> {
         .filter(|word| word.ends_with(".rs") && !word.contains('*'))
 }
 
-/// Targets of links within the repository.
 fn links(text: &str) -> BTreeSet<String> {
     let prose = prose(text);
     let targets = prose.split("](").skip(1).filter_map(|rest| rest.split(')').next());
     targets.filter(|target| !target.contains("://")).map(str::to_owned).collect()
 }
 
-/// What links to headings of a page say: lower case, dashes for spaces, no other marks.
+/// Returns the anchors of a page's headings.
 fn headings(text: &str) -> BTreeSet<String> {
     let prose = prose(text);
     let titles = prose
@@ -338,7 +336,6 @@ fn anchor(c: char) -> Option<char> {
     }
 }
 
-/// A page without its programs and commands.
 fn prose(text: &str) -> String {
     let mut inside = false;
     let outside = text.lines().filter(|line| {
@@ -349,7 +346,6 @@ fn prose(text: &str) -> String {
     outside.collect::<Vec<_>>().join("\n")
 }
 
-/// All pages of this repository, as paths from its root.
 fn pages() -> Vec<String> {
     let mut found = Vec::new();
     let mut directories = vec![root().to_owned()];
@@ -357,9 +353,9 @@ fn pages() -> Vec<String> {
         for entry in fs::read_dir(directory).expect("a directory") {
             let entry = entry.expect("an entry");
             let (path, name) = (entry.path(), entry.file_name());
-            // A link to a directory may lead out of here.
+            // A symbolic link to a directory may leave the repository, so it is not followed.
             if entry.file_type().expect("its type").is_dir() {
-                if !NOT_OURS.iter().any(|other| name == *other) {
+                if !EXCLUDED.iter().any(|other| name == *other) {
                     directories.push(path);
                 }
             } else if path.extension().is_some_and(|extension| extension == "md") {
@@ -377,7 +373,6 @@ fn pages() -> Vec<String> {
     found
 }
 
-/// Names of all functions in source, tests and examples.
 fn functions() -> BTreeSet<String> {
     let mut found = BTreeSet::new();
     for path in sources(&CODE) {
@@ -388,7 +383,6 @@ fn functions() -> BTreeSet<String> {
     found
 }
 
-/// Files of Rust in these directories and below.
 fn sources(directories: &[&str]) -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut directories: Vec<PathBuf> = directories.iter().map(|name| root().join(name)).collect();
@@ -405,7 +399,6 @@ fn sources(directories: &[&str]) -> Vec<PathBuf> {
     found
 }
 
-/// Names, of whatever.
 fn words(text: &str) -> impl DoubleEndedIterator<Item = &str> {
     text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').filter(|word| !word.is_empty())
 }
