@@ -1,5 +1,7 @@
 //! Checks that the documentation is complete and that the files, tests and commands it names exist.
 
+mod words;
+
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
