@@ -1069,7 +1069,7 @@ fn silent_peer_delays_no_other_handshake() {
         };
         soon("other connections", async { tokio::join!(connecting, accepting) }).await;
         // A silent peer that delays others does so for the whole connect timeout.
-        assert!(start.elapsed() < LONG, "{:?}", start.elapsed());
+        assert!(start.elapsed() < LONG / 4, "{:?}", start.elapsed());
     });
 }
 
