@@ -12,7 +12,8 @@ use rdma_sys::*;
 use super::ibv_channel::{Channel, set_nonblocking};
 use super::ibv_cq::Cq;
 use super::ibv_pd::Pd;
-use super::{Ibverbs, convert, mlx5_dc, sys};
+use super::mlx5::dc;
+use super::{Ibverbs, convert, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract::{self, Context as _, Pd as _, QpInit};
 use rdma_provider::types::{
@@ -123,7 +124,7 @@ impl Context {
         }
         context.attr.max_inline = context.probe_inline();
         context.attr.dma_buf = context.create_pd()?.supports_dma_bufs();
-        context.attr.dc = mlx5_dc::attributes(&context, raw, &context.attr);
+        context.attr.dc = dc::attributes(&context, raw, &context.attr);
         Ok(Some(context))
     }
 

@@ -12,7 +12,7 @@ use super::ibv_ah::Ah;
 use super::ibv_mr::{Mr, Mw};
 use super::ibv_qp::Qp;
 use super::ibv_srq::Srq;
-use super::mlx5_dc::Dct;
+use super::mlx5::dc::Dct;
 use super::{Ibverbs, convert, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract::{self, DctInit, DmaBufRange, NoDct, QpInit};

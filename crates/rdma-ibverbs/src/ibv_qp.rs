@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use rdma_sys::*;
 
 use super::ibv_srq::Srq;
-use super::mlx5_dc::Initiator;
+use super::mlx5::dc::Initiator;
 use super::owned::Owned;
 use super::{Ibverbs, convert, ibv_post, sys};
 use rdma_provider::VerbError;

@@ -7,7 +7,7 @@
 //! ```text
 //! traits of rdma-provider ──▶ ibv_context, ibv_qp, ibv_cq, … ──▶ owned handle ──▶ libibverbs.so.1
 //!                             cm ──────────────────────────────────────▶ librdmacm.so.1
-//!                             mlx5_dc ─────────────────────────────────▶ libmlx5.so.1
+//!                             mlx5::dc ─────────────────────────────────▶ libmlx5.so.1
 //! ```
 //!
 //! `sys` unifies the C library's four error conventions. `convert` translates values between C and
@@ -57,7 +57,7 @@ mod ibv_pd;
 mod ibv_post;
 mod ibv_qp;
 mod ibv_srq;
-mod mlx5_dc;
+mod mlx5;
 mod owned;
 mod sys;
 
@@ -70,7 +70,7 @@ pub use ibv_mr::{Mr, Mw};
 pub use ibv_pd::Pd;
 pub use ibv_qp::Qp;
 pub use ibv_srq::Srq;
-pub use mlx5_dc::Dct;
+pub use mlx5::dc::Dct;
 
 pub use rdma_provider::{VerbError, cm_contract, contract, types};
 

@@ -10,22 +10,21 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use parking_lot::Mutex;
 use rdma_sys::*;
 
-use super::owned::Owned;
-use super::{Ibverbs, convert, sys};
+use crate::ibv_context::Context;
+use crate::owned::Owned;
+use crate::{Ibverbs, convert, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract::{self, Context as _, DctInit, Pd as _, QpInit};
 use rdma_provider::types::{
     DcAttr, DcKey, DciStreams, DeviceAttr, QpAttr, QpCaps, QpState, Qpn, SrqCaps, Transport,
 };
 
-use super::ibv_context::Context;
-
 /// The error of a device without DC.
 const NONE: VerbError = VerbError::new("mlx5dv_create_qp", VerbError::EOPNOTSUPP);
 
 /// Returns the device's DC capabilities; `None` without feature `mlx5` or libmlx5, or for another
 /// driver's device.
-pub(super) fn attributes(
+pub(crate) fn attributes(
     context: &Context,
     raw: NonNull<ibv_context>,
     device: &DeviceAttr,
@@ -123,15 +122,15 @@ fn kind(dc_type: mlx5dv_dc_type, key: u64) -> mlx5dv_dc_init_attr {
 }
 
 /// A DC initiator, for `ibv_wr_*` and `mlx5dv_wr_set_dc_addr`.
-pub(super) struct Initiator {
-    pub(super) raw: NonNull<ibv_qp>,
-    pub(super) extended: NonNull<ibv_qp_ex>,
-    pub(super) dc: NonNull<mlx5dv_qp_ex>,
-    pub(super) granted: ibv_qp_cap,
+pub(crate) struct Initiator {
+    pub(crate) raw: NonNull<ibv_qp>,
+    pub(crate) extended: NonNull<ibv_qp_ex>,
+    pub(crate) dc: NonNull<mlx5dv_qp_ex>,
+    pub(crate) granted: ibv_qp_cap,
 }
 
 impl Initiator {
-    pub(super) fn new(
+    pub(crate) fn new(
         pd: NonNull<ibv_pd>,
         init: &QpInit<'_, Ibverbs>,
         operations: ibv_qp_create_send_ops_flags,
@@ -171,7 +170,7 @@ pub struct Dct {
 }
 
 impl Dct {
-    pub(super) fn new(pd: NonNull<ibv_pd>, init: &DctInit<'_, Ibverbs>) -> Result<Self, VerbError> {
+    pub(crate) fn new(pd: NonNull<ibv_pd>, init: &DctInit<'_, Ibverbs>) -> Result<Self, VerbError> {
         // SAFETY: S3: zeros are valid.
         let mut attr: ibv_qp_init_attr_ex = unsafe { mem::zeroed() };
         // A target does not send, but the kernel requires a send queue.
