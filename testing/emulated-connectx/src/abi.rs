@@ -52,6 +52,7 @@ pub(crate) mod object {
     pub(crate) const SRQ: u16 = 5;
     pub(crate) const AH: u16 = 6;
     pub(crate) const MR: u16 = 7;
+    pub(crate) const MW: u16 = 8;
     pub(crate) const ASYNC_EVENT: u16 = 16;
     pub(crate) const UAR: u16 = super::DRIVER + 8;
 }
@@ -75,6 +76,8 @@ pub(crate) mod command {
     pub(crate) const DESTROY_AH: u32 = 8;
     pub(crate) const REG_MR: u32 = 9;
     pub(crate) const DEREG_MR: u32 = 13;
+    pub(crate) const ALLOC_MW: u32 = 14;
+    pub(crate) const DEALLOC_MW: u32 = 16;
     pub(crate) const CREATE_COMP_CHANNEL: u32 = 17;
     pub(crate) const QUERY_QP: u32 = 25;
     pub(crate) const MODIFY_QP: u32 = 26;
@@ -209,6 +212,8 @@ plain! {
 
     struct RegMr { response: u64, start: u64, length: u64, hca_va: u64, pd: u32, access: u32 }
     struct RegMrResponse { handle: u32, lkey: u32, rkey: u32 }
+    struct AllocMw { response: u64, pd: u32, kind: u8, reserved: [u8; 3] }
+    struct AllocMwResponse { handle: u32, rkey: u32 }
 
     struct CreateCq {
         buf_addr: u64, db_addr: u64, cqe_size: u32, comp_en: u8, comp_format: u8, flags: u16,
@@ -280,6 +285,7 @@ const _: () = {
     assert!(size_of::<QueryDeviceEx>() == 304);
     assert!(size_of::<Mlx5QueryDevice>() == 104);
     assert!(size_of::<QueryPort>() == 48);
+    assert!(size_of::<AllocMw>() == 16);
     assert!(size_of::<CreateCq>() == 32);
     assert!(size_of::<CreateQp>() == 56);
     assert!(size_of::<QpDest>() == 32);

@@ -64,6 +64,8 @@ pub enum Status {
     LocalProtection,
     /// `IBV_WC_WR_FLUSH_ERR`.
     WorkRequestFlushed,
+    /// `IBV_WC_MW_BIND_ERR`.
+    MemoryWindowBind,
     /// `IBV_WC_LOC_ACCESS_ERR`.
     LocalAccess,
     /// `IBV_WC_REM_INV_REQ_ERR`.
@@ -87,6 +89,7 @@ impl Status {
             Self::LocalQueuePairOperation => 0x02,
             Self::LocalProtection => 0x04,
             Self::WorkRequestFlushed => 0x05,
+            Self::MemoryWindowBind => 0x06,
             Self::LocalAccess => 0x11,
             Self::RemoteInvalidRequest => 0x12,
             Self::RemoteAccess => 0x13,

@@ -14,6 +14,7 @@ pub(crate) enum Opcode {
     WriteImm = 1,
     Send = 2,
     SendImm = 3,
+    SendInvalidate = 4,
     RequestError = 13,
     ResponseError = 14,
 }

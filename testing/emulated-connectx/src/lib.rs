@@ -43,6 +43,7 @@ mod state;
 mod sysfs;
 mod uar;
 mod uverbs;
+mod window;
 mod wqe;
 
 pub use control::{Counters, EmulatedConnectX, Link, Options, Release, Status};

@@ -118,12 +118,13 @@ impl Port {
         }
     }
 
-    /// Returns the device attributes. Unsupported features (memory windows, multicast, on-demand
-    /// paging) are 0.
+    /// Returns the device attributes. Unsupported features (multicast, on-demand paging) are 0.
     pub(crate) fn device_attributes(self) -> QueryDevice {
         const PORT_ACTIVE_EVENT: u32 = 1 << 10;
         const SYS_IMAGE_GUID: u32 = 1 << 11;
         const RC_RNR_NAK_GEN: u32 = 1 << 12;
+        const MEM_MGT_EXTENSIONS: u32 = 1 << 21;
+        const MEM_WINDOW_TYPE_2B: u32 = 1 << 24;
         const ATOMICS_OF_THE_DEVICE: u32 = 1;
         let [major, minor, patch] = FIRMWARE.map(u64::from);
         QueryDevice {
@@ -136,12 +137,17 @@ impl Port {
             vendor_part_id: 0x101b,
             max_qp: 1 << 17,
             max_qp_wr: MAX_SEND_WQEBB,
-            device_cap_flags: PORT_ACTIVE_EVENT | SYS_IMAGE_GUID | RC_RNR_NAK_GEN,
+            device_cap_flags: PORT_ACTIVE_EVENT
+                | SYS_IMAGE_GUID
+                | RC_RNR_NAK_GEN
+                | MEM_MGT_EXTENSIONS
+                | MEM_WINDOW_TYPE_2B,
             max_sge: 30,
             max_sge_rd: 30,
             max_cq: 1 << 16,
             max_cqe: (1 << 22) - 1,
             max_mr: 1 << 23,
+            max_mw: 1 << 23,
             max_pd: 1 << 23,
             max_qp_rd_atom: 16,
             max_res_rd_atom: 1 << 20,

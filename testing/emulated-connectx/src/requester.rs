@@ -64,13 +64,14 @@ impl State {
             self.lint.note(qp.number, Problem::QueueOverflow, detail);
         }
         let (control, entry) = read_entry(&sq);
+        let blocks = control.blocks().min(posted);
         let outcome = match control::fault(&mut self.faults, qp.number) {
             Some(status) => status.into(),
             None => self.attempt(handle, &qp, &control, &entry),
         };
         let status = match outcome {
             Outcome::Done(bytes) => {
-                self.advance(handle, control.blocks());
+                self.advance(handle, blocks);
                 if control.signaled {
                     let cqe = Cqe::request(qp.uidx, qp.number, sq.index, control.opcode, bytes);
                     self.complete(qp.send_cq, qp.number, cqe);
@@ -115,7 +116,7 @@ impl State {
             }
             Outcome::Failed(status) => status,
         };
-        self.advance(handle, control.blocks());
+        self.advance(handle, blocks);
         let cqe =
             Cqe::error(qp.uidx, Opcode::RequestError, qp.number, sq.index, control.opcode, status);
         self.complete(qp.send_cq, qp.number, cqe);
@@ -151,7 +152,8 @@ impl State {
     fn attempt(&mut self, handle: Handle, qp: &Qp, control: &Control, entry: &[u8]) -> Outcome {
         let index = qp.sq.expect("the caller found a request").index;
         let addressed = matches!(qp.kind, Kind::Ud | Kind::Dci);
-        let checked = check(control, index, qp.number).and_then(|()| {
+        let posted = qp.sq.map_or(0, |sq| sq.posted());
+        let checked = check(control, index, qp.number, posted).and_then(|()| {
             Send::parse(control, entry, addressed).map_err(|malformed| malformed.to_string())
         });
         let request = match checked {
@@ -170,12 +172,18 @@ impl State {
         }
         let unsupported = match qp.kind {
             Kind::Ud => !matches!(request.operation, Operation::Send | Operation::SendImm),
-            Kind::Uc => request.operation.writes_locally(),
+            // SEND with invalidation exists for reliable transports only.
+            Kind::Uc => {
+                request.operation.writes_locally() || request.operation == Operation::SendInvalidate
+            }
             Kind::Rc => request.operation.writes_locally() && qp.attr.max_rd_atomic == 0,
             Kind::Dci | Kind::Dct => false,
         };
         if unsupported {
             return Status::LocalQueuePairOperation.into();
+        }
+        if let Some(umr) = &request.umr {
+            return self.change_window(qp, umr).map_or_else(Outcome::from, |()| Outcome::Done(0));
         }
         let (payload, local) = match self.gather(qp, &request) {
             Ok(data) => data,
@@ -298,19 +306,13 @@ impl State {
             solicited: control.solicited,
         };
         match request.operation {
-            Operation::Nop => Outcome::Done(0),
-            // The device has no keys that can be invalidated.
-            Operation::SendInvalidate => {
-                match self.refuse_receive(target, Status::RemoteInvalidRequest) {
-                    Answer::NotReady => self.outcome(target, Answer::NotReady),
-                    _ => Outcome::NoAnswer,
-                }
-            }
-            Operation::Send | Operation::SendImm => {
-                let opcode = if request.operation == Operation::Send {
-                    Opcode::Send
-                } else {
-                    Opcode::SendImm
+            // Executed without a peer.
+            Operation::Nop | Operation::Umr => Outcome::Done(0),
+            Operation::Send | Operation::SendImm | Operation::SendInvalidate => {
+                let opcode = match request.operation {
+                    Operation::SendImm => Opcode::SendImm,
+                    Operation::SendInvalidate => Opcode::SendInvalidate,
+                    _ => Opcode::Send,
                 };
                 let header = match qp.kind {
                     Kind::Ud => {
@@ -451,6 +453,7 @@ impl State {
             Answer::Done => Outcome::Done(0),
             Answer::NotReady => Outcome::NotReady(responder::rnr_wait(&self.qps[&target])),
             Answer::Failed(status) => status.into(),
+            Answer::Silent => Outcome::NoAnswer,
         }
     }
 
@@ -469,7 +472,8 @@ impl State {
                 Cqe::error(uidx, Opcode::RequestError, number, sq.index, control.opcode, flushed);
             let sq =
                 self.qps.get_mut(&handle).and_then(|qp| qp.sq.as_mut()).expect("looked up above");
-            sq.index = sq.index.wrapping_add(control.blocks());
+            // A malformed length must not move the index past the producer's.
+            sq.index = sq.index.wrapping_add(control.blocks().min(sq.posted()));
             self.complete(cq, number, cqe);
             any = true;
         }
@@ -508,7 +512,7 @@ fn read_entry(sq: &crate::objects::Ring) -> (Control, Vec<u8>) {
     (control, entry)
 }
 
-fn check(control: &Control, index: u16, number: u32) -> Result<(), String> {
+fn check(control: &Control, index: u16, number: u32, posted: u16) -> Result<(), String> {
     if control.index != index {
         return Err(format!("control segment has index {:#x}", control.index));
     }
@@ -517,6 +521,9 @@ fn check(control: &Control, index: u16, number: u32) -> Result<(), String> {
     }
     if control.segments == 0 {
         return Err("control segment has a length of 0".into());
+    }
+    if control.blocks() > posted {
+        return Err(format!("{} blocks long, but only {posted} are posted", control.blocks()));
     }
     Ok(())
 }

@@ -25,6 +25,8 @@ pub(crate) enum Answer {
     /// Nothing is posted; the requester retries.
     NotReady,
     Failed(Status),
+    /// The receive failed with an error that has no negative acknowledgement.
+    Silent,
 }
 
 impl State {
@@ -128,6 +130,14 @@ impl State {
             {
                 broken(self, wqe, Status::LocalLength, Status::RemoteInvalidRequest)
             }
+            Receive::Taken { wqe, .. }
+                if opcode == Opcode::SendInvalidate
+                    && !self.invalidate(number, u32::from_be_bytes(arrived.immediate)) =>
+            {
+                let status = Status::RemoteInvalidRequest;
+                broken(self, wqe, status, status);
+                Answer::Silent
+            }
             Receive::Taken { wqe, buffers, .. } => {
                 let len = if opcode == Opcode::WriteImm {
                     payload.len()
@@ -173,7 +183,10 @@ impl State {
         // An access to zero bytes checks neither key nor address.
         let found = match len {
             0 => Some(None),
-            _ => self.region(qp.pd, remote.key, remote.address, len, wanted).map(Some),
+            _ => self
+                .region(qp.pd, remote.key, remote.address, len, wanted)
+                .or_else(|| self.window(qp.number, remote, len, wanted))
+                .map(Some),
         };
         match found {
             Some(memory) => Ok(memory),

@@ -12,6 +12,7 @@ use crate::lint::Lint;
 use crate::objects::{Context, ContextId, Cq, Handle, Kind, Mr, Pd, Qp, Srq};
 use crate::port::{self, Port};
 use crate::uar::Uar;
+use crate::window::Mw;
 
 static STATE: OnceLock<Mutex<State>> = OnceLock::new();
 
@@ -27,6 +28,9 @@ pub(crate) struct State {
     pub(crate) pds: BTreeMap<Handle, Pd>,
     pub(crate) mrs: BTreeMap<Handle, Mr>,
     pub(crate) mr_by_key: HashMap<u32, Handle>,
+    pub(crate) mws: BTreeMap<Handle, Mw>,
+    /// Memory windows by the upper 24 bits of their keys, which bindings do not change.
+    pub(crate) mw_by_index: HashMap<u32, Handle>,
     pub(crate) cqs: BTreeMap<Handle, Cq>,
     pub(crate) srqs: BTreeMap<Handle, Srq>,
     pub(crate) qps: BTreeMap<Handle, Qp>,
@@ -94,6 +98,8 @@ impl State {
             pds: BTreeMap::new(),
             mrs: BTreeMap::new(),
             mr_by_key: HashMap::new(),
+            mws: BTreeMap::new(),
+            mw_by_index: HashMap::new(),
             cqs: BTreeMap::new(),
             srqs: BTreeMap::new(),
             qps: BTreeMap::new(),
@@ -174,6 +180,9 @@ impl State {
         for mr in mrs {
             self.remove_mr(mr);
         }
+        self.mws.retain(|_, mw| mw.context != context);
+        let mws = &self.mws;
+        self.mw_by_index.retain(|_, mw| mws.contains_key(mw));
         self.ahs.retain(|_, &mut (of, _)| of != context);
         self.pds.retain(|_, pd| pd.context != context);
         let uar = &mut self.uar;

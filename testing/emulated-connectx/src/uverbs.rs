@@ -129,6 +129,7 @@ impl State {
             (object::AH, ONLY_DESTROY) => self.destroy_ah(request.handle(0)?),
             (object::MR, DESTROY) => self.destroy_mr(request.handle(0)?),
             (object::MR, REG_MR) => self.register(request),
+            (object::MW, ONLY_DESTROY) => self.destroy_mw(request.handle(0)?),
             (object::CQ, CREATE) => self.create_cq(request),
             (object::CQ, DESTROY) => self.destroy_cq(request),
             (object::SRQ, CREATE) => self.create_srq(request),

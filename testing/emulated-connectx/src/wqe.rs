@@ -3,6 +3,8 @@
 
 use std::fmt;
 
+use crate::abi::access;
+
 /// Size of the blocks that send WQEs consist of.
 pub(crate) const BLOCK: usize = 64;
 const SEGMENT: usize = 16;
@@ -19,6 +21,8 @@ pub(crate) enum Operation {
     Read,
     CompareSwap,
     FetchAdd,
+    /// Memory registration by a user (UMR): binds or invalidates a memory window.
+    Umr,
 }
 
 impl Operation {
@@ -33,6 +37,7 @@ impl Operation {
             0x10 => Self::Read,
             0x11 => Self::CompareSwap,
             0x12 => Self::FetchAdd,
+            0x25 => Self::Umr,
             _ => return None,
         })
     }
@@ -131,6 +136,7 @@ pub(crate) struct Send {
     /// The value to add or swap in, and the value to compare with.
     pub(crate) operands: [u64; 2],
     pub(crate) data: Vec<Data>,
+    pub(crate) umr: Option<Umr>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -174,9 +180,19 @@ impl Send {
         })?;
         let mut rest = Segments(bytes);
         rest.take(SEGMENT, "control segment")?;
-        let mut send =
-            Self { operation, address: None, remote: None, operands: [0; 2], data: Vec::new() };
+        let mut send = Self {
+            operation,
+            address: None,
+            remote: None,
+            operands: [0; 2],
+            data: Vec::new(),
+            umr: None,
+        };
         if operation == Operation::Nop {
+            return Ok(send);
+        }
+        if operation == Operation::Umr {
+            send.umr = Some(Umr::parse(control, &mut rest)?);
             return Ok(send);
         }
         if addressed {
@@ -196,6 +212,95 @@ impl Send {
             }
         }
         Ok(send)
+    }
+}
+
+/// A change of a memory window: `struct mlx5_wqe_umr_ctrl_seg` and the segments after it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Umr {
+    /// The window's key before the change.
+    pub(crate) key: u32,
+    /// The low byte of the key after the change.
+    pub(crate) variant: u8,
+    /// The queue pair that owns the binding; all ones if there is none.
+    pub(crate) qpn: u32,
+    /// `None`: the window is invalidated.
+    pub(crate) bind: Option<Bind>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Bind {
+    /// `ibv_access_flags`.
+    pub(crate) access: u32,
+    /// The address of the first byte in requests.
+    pub(crate) start: u64,
+    pub(crate) memory: Local,
+}
+
+impl Umr {
+    fn parse(control: &Control, rest: &mut Segments<'_>) -> Result<Self, Malformed> {
+        const INLINE: u8 = 1 << 7;
+        const CHECK_FREE: u8 = 1 << 5;
+        const TRANSLATION_OFFSET: u8 = 1 << 4;
+        const CHECK_QPN: u8 = 1 << 3;
+        /// Fields to change: free, the key's low byte, the queue pair.
+        const ALWAYS: u64 = 1 << 29 | 1 << 13 | 1 << 14;
+        /// Length, start, and the rights.
+        const TO_BIND: u64 = 1 << 0 | 1 << 6 | 1 << 18 | 1 << 19 | 1 << 20 | 1 << 21;
+        const FREE: u8 = 1 << 6;
+        /// Size of the inline list, in units of 16 bytes: one element, padded to 64 bytes.
+        const ONE_ELEMENT: u16 = 4;
+        let first = rest.take(3 * SEGMENT, "UMR control segment")?;
+        let context = rest.take(4 * SEGMENT, "memory key context")?;
+        let (flags, mask) = (first[0], double(first, 8));
+        let list = u16::from_be_bytes([first[4], first[5]]);
+        let number = word(context, 4);
+        let mut umr = Self {
+            key: u32::from_be_bytes(control.immediate),
+            variant: number as u8,
+            qpn: number >> 8,
+            bind: None,
+        };
+        let expect = |right: bool, what: &str| {
+            if right { Ok(()) } else { Err(Malformed(format!("UMR: {what}"))) }
+        };
+        let checks = flags & (CHECK_FREE | CHECK_QPN);
+        expect(
+            flags & !(CHECK_FREE | CHECK_QPN) == INLINE | TRANSLATION_OFFSET,
+            &format!("flags {flags:#x}, only an inline list is emulated"),
+        )?;
+        if context[0] & FREE != 0 {
+            expect(checks == CHECK_QPN, "an invalidation must check the queue pair number")?;
+            expect(mask == ALWAYS, &format!("mask {mask:#x} of an invalidation"))?;
+            expect(list == 0 && rest.0.is_empty(), "an invalidation has no list")?;
+            expect(umr.qpn == 0xff_ffff, "an invalidated key has queue pair number 0xffffff")?;
+            return Ok(umr);
+        }
+        expect(checks == CHECK_FREE, "a binding must check that the window is free")?;
+        expect(mask == ALWAYS | TO_BIND, &format!("mask {mask:#x} of a binding"))?;
+        expect(list == ONE_ELEMENT, &format!("list of {list} units, expected {ONE_ELEMENT}"))?;
+        expect(umr.qpn == control.qpn, "the binding names another queue pair")?;
+        let element = rest.take(4 * SEGMENT, "list of a binding")?;
+        let memory = Local {
+            address: double(element, 8),
+            len: u64::from(word(element, 0)),
+            key: word(element, 4),
+        };
+        expect(double(context, 24) == memory.len, "length of the key and of its list differ")?;
+        expect(rest.0.is_empty(), "bytes after the list")?;
+        let access = [
+            (1 << 3, access::LOCAL_WRITE),
+            (1 << 4, access::REMOTE_READ),
+            (1 << 5, access::REMOTE_WRITE),
+            (1 << 6, access::REMOTE_ATOMIC),
+        ];
+        let granted = access.iter().filter(|(bit, _)| context[2] & bit != 0);
+        umr.bind = Some(Bind {
+            access: granted.fold(0, |all, (_, right)| all | right),
+            start: double(context, 16),
+            memory,
+        });
+        Ok(umr)
     }
 }
 

@@ -195,3 +195,16 @@ fn unpolled_completions_overrun_their_queue() {
     assert_eq!(direct.pair.context.event(), ibv_event_type::IBV_EVENT_CQ_ERR as u32);
     assert_eq!(direct.pair.context.event(), ibv_event_type::IBV_EVENT_QP_FATAL as u32);
 }
+
+#[test]
+fn entry_longer_than_what_is_posted_is_found_and_flushing_ends() {
+    let (device, _alone) = device(|_| {});
+    let mut direct = Direct::new();
+    // 63 segments: 16 blocks, of which one is posted.
+    direct.post(|entry| entry[7] = 63);
+    assert_eq!(found(&device), [Problem::MalformedWqe]);
+    assert_eq!(direct.take(), 13, "an error");
+    // Posted in the error state: flushed.
+    direct.post(|entry| entry[7] = 63);
+    assert_eq!(direct.take(), 13, "flushed");
+}

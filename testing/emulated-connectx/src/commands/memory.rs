@@ -1,9 +1,9 @@
-//! Commands for protection domains, memory regions, address handles and UAR pages.
+//! Commands for protection domains, memory regions, memory windows, address handles and UAR pages.
 
 use super::{CORE_IN, CORE_OUT};
 use crate::abi::{
-    self, CreateAh, CreateAhResponse, EBUSY, EFAULT, EINVAL, ENOMEM, EOPNOTSUPP,
-    Mlx5CreateAhResponse, RegMr, RegMrResponse, UHW_OUT, access,
+    self, AllocMw, AllocMwResponse, CreateAh, CreateAhResponse, EBUSY, EFAULT, EINVAL, ENOMEM,
+    EOPNOTSUPP, Mlx5CreateAhResponse, RegMr, RegMrResponse, UHW_OUT, access,
 };
 use crate::control::Link;
 use crate::memory::{self, Buffer};
@@ -11,6 +11,7 @@ use crate::objects::{Handle, Mr, Pd};
 use crate::requester;
 use crate::state::State;
 use crate::uverbs::{Reply, Request};
+use crate::window::Mw;
 
 #[derive(Clone, Copy, Debug)]
 struct Region {
@@ -37,6 +38,7 @@ impl State {
         let used = self.mrs.values().any(|mr| mr.pd == pd)
             || self.qps.values().any(|qp| qp.pd == pd)
             || self.srqs.values().any(|srq| srq.pd == pd)
+            || self.mws.values().any(|mw| mw.pd == pd)
             || self.ahs.values().any(|&(_, of)| of == pd);
         if used {
             return Err(EBUSY);
@@ -120,7 +122,34 @@ impl State {
         if !self.mrs.contains_key(&mr) {
             return Err(EINVAL);
         }
+        if self.mws.values().any(|mw| mw.binding.is_some_and(|binding| binding.mr == mr)) {
+            return Err(EBUSY);
+        }
         self.remove_mr(mr);
+        Ok(())
+    }
+
+    /// Allocates an unbound memory window. Type 1, which `ibv_bind_mw(3)` binds, is not emulated.
+    pub(crate) fn alloc_mw(&mut self, request: &mut Request<'_>) -> Reply {
+        const TYPE_2: u8 = 2;
+        let asked: AllocMw = request.get(CORE_IN).ok_or(EINVAL)?;
+        if self.pds.get(&asked.pd).is_none_or(|pd| pd.context != request.context) {
+            return Err(EINVAL);
+        }
+        if asked.kind != TYPE_2 {
+            return Err(EOPNOTSUPP);
+        }
+        let (handle, key) = (self.handle(), self.key());
+        let mw = Mw { context: request.context, pd: asked.pd, key, binding: None };
+        self.mws.insert(handle, mw);
+        self.mw_by_index.insert(mw.index(), handle);
+        request.put(CORE_OUT, &AllocMwResponse { handle, rkey: key });
+        Ok(())
+    }
+
+    pub(crate) fn destroy_mw(&mut self, mw: Handle) -> Reply {
+        let gone = self.mws.remove(&mw).ok_or(EINVAL)?;
+        self.mw_by_index.remove(&gone.index());
         Ok(())
     }
 

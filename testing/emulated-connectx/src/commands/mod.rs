@@ -33,6 +33,8 @@ impl State {
             command::DEALLOC_PD => self.destroy_pd(handle(request)?),
             command::REG_MR => self.register_command(request),
             command::DEREG_MR => self.destroy_mr(handle(request)?),
+            command::ALLOC_MW => self.alloc_mw(request),
+            command::DEALLOC_MW => self.destroy_mw(handle(request)?),
             command::CREATE_AH => self.create_ah(request),
             command::DESTROY_AH => self.destroy_ah(handle(request)?),
             command::CREATE_COMP_CHANNEL => self.create_channel(request),
