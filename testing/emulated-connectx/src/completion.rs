@@ -24,6 +24,28 @@ impl Cq {
         slot + u64::from(self.entry_size - 64)
     }
 
+    /// Checks the entries consumed since the last call; returns what is wrong.
+    ///
+    /// An entry that the device has written again since is skipped.
+    fn check_consumed(&mut self) -> Option<String> {
+        let consumed = self.records.record(0) & INDEX;
+        let advance = consumed.wrapping_sub(self.checked) & INDEX;
+        let from = std::mem::replace(&mut self.checked, consumed);
+        if advance > INDEX / 2 {
+            return Some(format!("consumer index moved back from {from} to {consumed}"));
+        }
+        let mut entries =
+            (0..advance.min(self.entries)).map(|back| consumed.wrapping_sub(back + 1));
+        entries.find_map(|index| {
+            let written = self.produced.wrapping_sub(index) & INDEX;
+            let slot = u64::from(index & (self.entries - 1)) * u64::from(self.entry_size);
+            let owner = self.ring.byte(slot + u64::from(self.entry_size) - 1) & 1;
+            let wrong = (1..=self.entries).contains(&written)
+                && owner != u8::from(index & self.entries != 0);
+            wrong.then(|| format!("entry {} was consumed with owner bit {owner}", index & INDEX))
+        })
+    }
+
     /// Returns the first entry not marked as owned by the device, which the first pass would take
     /// for a CQE.
     pub(crate) fn unmarked(&self) -> Option<u32> {
@@ -157,7 +179,10 @@ impl State {
 
     pub(crate) fn audit_cqs(&mut self) {
         let Self { cqs, lint, .. } = self;
-        for cq in cqs.values() {
+        for cq in cqs.values_mut() {
+            if let Some(detail) = cq.check_consumed() {
+                lint.note(cq.number, Problem::WrongOwner, detail);
+            }
             if cq.outstanding() > cq.entries && !cq.overrun {
                 let detail = format!(
                     "consumer index {} is ahead of producer index {}",

@@ -6,9 +6,11 @@ use std::time::{Duration, Instant};
 
 use crate::abi::state;
 use crate::lint::Problem;
-use crate::objects::Handle;
+use crate::objects::{Handle, Qp, Ring};
+use crate::requester::{self, read_control};
 use crate::state::{self as device, State};
 use crate::uar::Doorbell;
+use crate::wqe::BLOCK;
 
 /// Limit of requests per queue pair and round.
 const QUANTUM: usize = 16;
@@ -68,7 +70,27 @@ impl State {
             self.counters.doorbells += 1;
             let senders = self.uar.senders(ring.page);
             self.check_doorbell(&ring, &senders);
+            self.begin_blue_flame(&ring);
             self.ready.extend(senders);
+        }
+        let qps = &self.qps;
+        // The register may hold another WQE, whose doorbell was overwritten unseen.
+        let other = |qp: &Qp, word: usize, bytes: [u8; 8]| {
+            let posted = |sq: Ring| {
+                let blocks = sq.posted().min(sq.entries as u16);
+                let block = |at| requester::read_block(&sq, sq.index.wrapping_add(at));
+                (0..blocks).any(|at| block(at)[8 * word..8 * word + 8] == bytes)
+            };
+            qp.history.had(8 * word, bytes) || qp.sq.is_some_and(posted)
+        };
+        let executed = |senders: &[Handle], word: usize, value: u64| {
+            let mut senders = senders.iter().filter_map(|qp| qps.get(qp));
+            senders.any(|qp| other(qp, word, value.to_ne_bytes()))
+        };
+        let patience = self.options.doorbell_patience;
+        for (number, at, detail) in self.uar.wrong_copies(patience, executed) {
+            let detail = format!("register {at:#x}: {detail}");
+            self.lint.note(number, Problem::BlueFlameMismatch, detail);
         }
         for cq in armed {
             self.poll_arm_record(cq);
@@ -90,6 +112,77 @@ impl State {
                 ring.page
             );
             self.lint.note(number, Problem::StrayDoorbell, detail);
+        }
+        // libmlx5 names only the UAR page of a queue pair, not its registers: any register of the
+        // page may be right.
+        if known {
+            self.check_index(number, u16::from_be_bytes([bytes[1], bytes[2]]));
+        }
+    }
+
+    /// Checks that `index` of a doorbell is a WQE, posted or just executed.
+    fn check_index(&mut self, number: u32, index: u16) {
+        let Some(qp) = self.qp_by_number.get(&number).and_then(|qp| self.qps.get_mut(qp)) else {
+            return;
+        };
+        let Some(sq) = qp.sq else { return };
+        let record = sq.record.record(0) as u16;
+        let mut problem = Problem::WrongDoorbellIndex;
+        if u32::from(index.wrapping_sub(record)) < sq.entries {
+            problem = Problem::DoorbellWithoutRecord;
+        } else if qp.history.has_executed(index) {
+            return;
+        }
+        let (mut at, mut left) = (sq.index, record.wrapping_sub(sq.index));
+        // More blocks than the queue holds: their WQEs are overwritten.
+        if u32::from(left) > sq.entries {
+            return;
+        }
+        while left > 0 && problem == Problem::WrongDoorbellIndex {
+            let blocks = read_control(&sq, at).blocks();
+            if at == index {
+                match blocks <= left {
+                    true => return,
+                    false => problem = Problem::DoorbellWithoutRecord,
+                }
+            }
+            at = at.wrapping_add(blocks.min(left));
+            left = left.saturating_sub(blocks);
+        }
+        let detail =
+            format!("doorbell with index {index:#x}, record {record:#x}, next WQE {:#x}", sq.index);
+        self.lint.note(number, problem, detail);
+    }
+
+    /// Begins the check of a possible BlueFlame copy, and copies posted WQEs if the options say so.
+    fn begin_blue_flame(&mut self, ring: &Doorbell) {
+        let bytes = ring.value.to_ne_bytes();
+        let number = u32::from_be_bytes([0, bytes[4], bytes[5], bytes[6]]);
+        let index = u16::from_be_bytes([bytes[1], bytes[2]]);
+        let qp = self.qp_by_number.get(&number).and_then(|qp| self.qps.get_mut(qp));
+        let mut entry = None;
+        if let Some((qp, sq)) = qp.and_then(|qp| qp.sq.map(|sq| (qp, sq))) {
+            let mut block = [0; BLOCK];
+            sq.memory.read(sq.offset(index), &mut block);
+            // Otherwise the entry was executed and its block used again.
+            if block[..8] == bytes {
+                let mut words = [0; 8];
+                for (word, bytes) in words.iter_mut().zip(block.chunks_exact(8)) {
+                    *word = u64::from_ne_bytes(*bytes.first_chunk().expect("a chunk of 8"));
+                }
+                entry = Some((words, usize::from(bytes[7] & 0x3f) * 16));
+            }
+            let (mut at, mut left) = (sq.index, sq.posted());
+            while self.options.check_overwritten && left > 0 && u32::from(left) <= sq.entries {
+                let blocks = read_control(&sq, at).blocks().min(left);
+                if !qp.history.has_copy(at) {
+                    qp.history.copy(at, requester::read_blocks(&sq, at, blocks));
+                }
+                (at, left) = (at.wrapping_add(blocks), left - blocks);
+            }
+        }
+        if self.options.check_blue_flame {
+            self.uar.begin_copy(ring, number, entry);
         }
     }
 

@@ -13,6 +13,17 @@ pub enum Problem {
     /// A send queue's doorbell record stayed ahead of its doorbells for longer than
     /// [`Options::doorbell_patience`](crate::Options::doorbell_patience).
     MissedDoorbell,
+    /// A doorbell whose WQE the queue's doorbell record does not cover: the record was not written
+    /// before the doorbell.
+    DoorbellWithoutRecord,
+    /// A doorbell whose index is not that of a posted WQE.
+    WrongDoorbellIndex,
+    /// A WQE stored to a register (BlueFlame) that differs from the WQE in the ring. Only with
+    /// [`Options::check_blue_flame`](crate::Options::check_blue_flame).
+    BlueFlameMismatch,
+    /// A WQE that changed between its doorbell and its execution. Only with
+    /// [`Options::check_overwritten`](crate::Options::check_overwritten).
+    OverwrittenEntry,
     /// A doorbell for a queue pair that does not use this UAR page or never existed.
     StrayDoorbell,
     /// More WQE blocks posted than the queue holds: some were overwritten before execution.
@@ -20,8 +31,9 @@ pub enum Problem {
     /// A new completion queue whose entries are not marked as owned by the device. The first pass
     /// would take them for CQEs.
     UnmarkedCompletions,
-    /// The consumer index is ahead of the producer index: the program consumed an entry that was no
-    /// CQE, or one twice. A wrong owner bit check causes this.
+    /// The program consumed an entry that the device owned. The consumer index is ahead of the
+    /// producer index, moved back, or passed an entry whose owner bit the program changed. A wrong
+    /// owner bit check causes this.
     WrongOwner,
     /// A completion for a full completion queue, which is then in the error state
     /// (`ibv_poll_cq(3)`).

@@ -1,5 +1,6 @@
 //! Objects that commands create: protection domains, regions, queues, queue pairs.
 
+use std::collections::VecDeque;
 use std::time::Instant;
 
 use crate::abi::{QpCap, QpDest, state};
@@ -61,6 +62,8 @@ pub(crate) struct Cq {
     /// Asynchronous events sent.
     pub(crate) async_events: u32,
     pub(crate) overrun: bool,
+    /// The consumer index up to which owner bits were checked.
+    pub(crate) checked: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -133,6 +136,60 @@ pub(crate) struct Qp {
     pub(crate) draining: bool,
     /// When the doorbell record was first found ahead of the doorbells.
     pub(crate) doorbell_missing_since: Option<Instant>,
+    pub(crate) history: History,
+}
+
+/// Send WQEs by their index, to check doorbells.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct History {
+    /// WQEs executed last: their doorbells may be seen later.
+    executed: VecDeque<u16>,
+    /// The first blocks of the latest of them.
+    blocks: VecDeque<[u8; 64]>,
+    /// Copies of posted WQEs, made at their doorbells.
+    copies: VecDeque<(u16, Vec<u8>)>,
+}
+
+impl History {
+    /// More than the device executes between two looks at the registers.
+    const LEN: usize = 256;
+    const BLOCKS: usize = 32;
+
+    pub(crate) fn execute(&mut self, index: u16, block: [u8; 64]) {
+        if self.blocks.len() == Self::BLOCKS {
+            self.blocks.pop_front();
+        }
+        self.blocks.push_back(block);
+        if self.executed.len() == Self::LEN {
+            self.executed.pop_front();
+        }
+        self.executed.push_back(index);
+        if self.copies.front().is_some_and(|&(of, _)| of == index) {
+            self.copies.pop_front();
+        }
+    }
+
+    /// Returns whether a WQE executed lately had `bytes` at `offset` of its first block.
+    pub(crate) fn had(&self, offset: usize, bytes: [u8; 8]) -> bool {
+        self.blocks.iter().any(|block| block[offset..offset + 8] == bytes)
+    }
+
+    pub(crate) fn has_executed(&self, index: u16) -> bool {
+        self.executed.contains(&index)
+    }
+
+    pub(crate) fn has_copy(&self, index: u16) -> bool {
+        self.copies.iter().any(|&(of, _)| of == index)
+    }
+
+    pub(crate) fn copy(&mut self, index: u16, entry: Vec<u8>) {
+        self.copies.push_back((index, entry));
+    }
+
+    /// Returns the copy of the WQE at the head of the queue.
+    pub(crate) fn copy_of(&self, index: u16) -> Option<&[u8]> {
+        self.copies.front().filter(|&&(of, _)| of == index).map(|(_, entry)| entry.as_slice())
+    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -196,5 +253,6 @@ impl Qp {
         self.attempt = Attempt::default();
         (self.established, self.draining) = (false, false);
         self.doorbell_missing_since = None;
+        self.history = History::default();
     }
 }

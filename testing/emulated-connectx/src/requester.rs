@@ -7,7 +7,7 @@ use crate::control::{self, Status};
 use crate::cqe::{Arrived, Cqe, Opcode};
 use crate::lint::Problem;
 use crate::memory::Buffer;
-use crate::objects::{Attempt, Handle, Kind, Qp};
+use crate::objects::{Attempt, Handle, Kind, Qp, Ring};
 use crate::port::{self, MAX_DATAGRAM, MAX_MESSAGE};
 use crate::responder::{self, Answer};
 use crate::state::State;
@@ -45,7 +45,12 @@ impl State {
     /// Makes one attempt at the request at the head; returns `false` if there is none or its wait
     /// is not over.
     fn run_request(&mut self, handle: Handle, patient: bool) -> bool {
-        let Some(qp) = self.qps.get(&handle).cloned() else { return false };
+        let Some(qp) = self.qps.get_mut(&handle) else { return false };
+        // The history is long; the requester needs only the state of the queue pair.
+        let history = std::mem::take(&mut qp.history);
+        let copied = qp.clone();
+        qp.history = history;
+        let qp = copied;
         let runs = qp.state == state::RTS || qp.state == state::SQD && qp.draining;
         let Some(sq) = qp.sq.filter(|_| runs) else {
             self.ready.remove(&handle);
@@ -65,6 +70,14 @@ impl State {
         }
         let (control, entry) = read_entry(&sq);
         let blocks = control.blocks().min(posted);
+        let history = self.qps.get(&handle).map(|qp| &qp.history);
+        if let Some(copy) = history.and_then(|history| history.copy_of(sq.index)) {
+            let now = read_blocks(&sq, sq.index, (copy.len() / BLOCK) as u16);
+            if let Some(at) = copy.iter().zip(&now).position(|(was, is)| was != is) {
+                let detail = format!("WQE {:#x} changed at byte {at}", sq.index);
+                self.lint.note(qp.number, Problem::OverwrittenEntry, detail);
+            }
+        }
         let outcome = match control::fault(&mut self.faults, qp.number) {
             Some(status) => status.into(),
             None => self.attempt(handle, &qp, &control, &entry),
@@ -139,6 +152,7 @@ impl State {
         let Some(qp) = self.qps.get_mut(&handle) else { return };
         qp.attempt = Attempt::default();
         if let Some(sq) = &mut qp.sq {
+            qp.history.execute(sq.index, read_block(sq, sq.index));
             sq.index = sq.index.wrapping_add(blocks);
         }
     }
@@ -470,8 +484,9 @@ impl State {
             let flushed = Status::WorkRequestFlushed;
             let cqe =
                 Cqe::error(uidx, Opcode::RequestError, number, sq.index, control.opcode, flushed);
-            let sq =
-                self.qps.get_mut(&handle).and_then(|qp| qp.sq.as_mut()).expect("looked up above");
+            let qp = self.qps.get_mut(&handle).expect("looked up above");
+            qp.history.execute(sq.index, read_block(&sq, sq.index));
+            let sq = qp.sq.as_mut().expect("looked up above");
             // A malformed length must not move the index past the producer's.
             sq.index = sq.index.wrapping_add(control.blocks().min(sq.posted()));
             self.complete(cq, number, cqe);
@@ -496,18 +511,32 @@ fn is_unreliable(kind: Kind) -> bool {
     matches!(kind, Kind::Uc | Kind::Ud)
 }
 
-/// Reads the WQE at the head of `sq`, which may wrap around the end of the queue.
-fn read_entry(sq: &crate::objects::Ring) -> (Control, Vec<u8>) {
-    let mut first = [0; BLOCK];
-    sq.memory.read(sq.offset(sq.index), &mut first);
-    let control = Control::parse(&first);
-    let mut entry = Vec::with_capacity(usize::from(control.blocks()) * BLOCK);
-    entry.extend_from_slice(&first);
-    for block in 1..control.blocks() {
+/// Reads the control segment at `index`.
+pub(crate) fn read_control(sq: &Ring, index: u16) -> Control {
+    Control::parse(&read_block(sq, index))
+}
+
+pub(crate) fn read_block(sq: &Ring, index: u16) -> [u8; BLOCK] {
+    let mut block = [0; BLOCK];
+    sq.memory.read(sq.offset(index), &mut block);
+    block
+}
+
+/// Reads `blocks` blocks from `index`, which may wrap around the end of the queue.
+pub(crate) fn read_blocks(sq: &Ring, index: u16, blocks: u16) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(usize::from(blocks) * BLOCK);
+    for block in 0..blocks {
         let mut next = [0; BLOCK];
-        sq.memory.read(sq.offset(sq.index.wrapping_add(block)), &mut next);
-        entry.extend_from_slice(&next);
+        sq.memory.read(sq.offset(index.wrapping_add(block)), &mut next);
+        bytes.extend_from_slice(&next);
     }
+    bytes
+}
+
+/// Reads the WQE at the head of `sq`.
+fn read_entry(sq: &Ring) -> (Control, Vec<u8>) {
+    let control = read_control(sq, sq.index);
+    let mut entry = read_blocks(sq, sq.index, control.blocks());
     entry.truncate(usize::from(control.segments) * 16);
     (control, entry)
 }

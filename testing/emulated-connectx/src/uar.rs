@@ -2,7 +2,8 @@
 //! polls.
 //!
 //! A page has two pairs of send registers at 0x800, and the register that arms completion queues at
-//! 0x20. Two stores into one register may be seen as one, so each store makes the device check all
+//! 0x20. A store of 8 bytes to a send register is a doorbell. With BlueFlame, the program stores the
+//! whole entry, whose first 8 bytes are the doorbell. Two stores into one register may be seen as one, so each store makes the device check all
 //! queues of the page.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,6 +12,7 @@ use std::os::fd::RawFd;
 use std::ptr::NonNull;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 const PAGE: u64 = 4096;
 const PAGES: u64 = 1024;
@@ -46,6 +48,8 @@ pub(crate) struct Uar {
     /// Queue pairs and completion queues that ring on each page.
     senders: BTreeMap<u32, Vec<u32>>,
     armers: BTreeMap<u32, Vec<u32>>,
+    /// Send registers by page and offset, once used.
+    registers: BTreeMap<(u32, u64), Register>,
 }
 
 impl fmt::Debug for Uar {
@@ -57,8 +61,95 @@ impl fmt::Debug for Uar {
 #[derive(Debug)]
 pub(crate) struct Doorbell {
     pub(crate) page: u32,
+    /// Offset of the register in the page.
+    pub(crate) at: u64,
     /// The first eight bytes of the control segment, in memory order.
     pub(crate) value: u64,
+}
+
+/// The eight words of a send register, in memory order.
+pub(crate) type Words = [u64; 8];
+
+/// What the device knows about a send register's contents.
+///
+/// The device cannot see the size of a store. It compares the words after the first with their
+/// former contents: unchanged words mean a plain doorbell.
+#[derive(Clone, Debug, Default)]
+struct Register {
+    /// Contents when last checked.
+    seen: Words,
+    /// Entries of the doorbells since: their copies may have been completed after the check.
+    former: Vec<Words>,
+    /// Whether the last doorbell's entry is unknown.
+    unknown: bool,
+    pending: Option<BlueFlame>,
+}
+
+/// A doorbell that may be the start of a BlueFlame copy.
+#[derive(Clone, Copy, Debug)]
+struct BlueFlame {
+    /// The queue pair.
+    number: u32,
+    /// The entry in the ring.
+    entry: Words,
+    /// Length of the entry in words, at most 8.
+    words: usize,
+    since: Instant,
+    /// Number of times that a wrong word was seen.
+    looks: u32,
+}
+
+impl Register {
+    /// Begins the check of a doorbell. `entry`: the ring's entry and its length in bytes, if the
+    /// ring still holds it. `now`: the contents after the doorbell.
+    fn begin(&mut self, number: u32, entry: Option<(Words, usize)>, now: Words) {
+        const FORMER: usize = 8;
+        self.former.extend(self.pending.take().map(|before| before.entry));
+        if self.unknown || self.former.len() > FORMER {
+            // What was stored before this doorbell is complete.
+            (self.seen, self.unknown) = (now, false);
+            self.former.clear();
+        }
+        self.unknown = entry.is_none();
+        self.pending = entry.map(|(entry, len)| {
+            let words = (len / 8).min(8);
+            BlueFlame { number, entry, words, since: Instant::now(), looks: 0 }
+        });
+    }
+
+    /// Checks the contents `now`. Returns the first wrong word, found and expected, once it is sure.
+    ///
+    /// `executed`: whether an executed WQE had a value in a word.
+    fn look(
+        &mut self,
+        now: Words,
+        patience: Duration,
+        executed: impl Fn(usize, u64) -> bool,
+    ) -> Option<(usize, u64, u64)> {
+        /// A wrong word may belong to the next copy, whose first word is not visible yet.
+        const LOOKS: u32 = 64;
+        let mut pending = self.pending?;
+        let stale = |at: usize| {
+            now[at] == self.seen[at]
+                || self.former.iter().any(|entry| now[at] == entry[at])
+                || executed(at, now[at])
+        };
+        let wrong = (1..pending.words).filter(|&at| now[at] != pending.entry[at]);
+        let (late, bad): (Vec<_>, Vec<_>) = wrong.partition(|&at| stale(at));
+        let expired = pending.since.elapsed() >= patience;
+        pending.looks += u32::from(!bad.is_empty());
+        let found = bad.first().filter(|_| pending.looks >= LOOKS).copied();
+        let done = late.is_empty() && bad.is_empty() || expired || found.is_some();
+        self.pending = (!done).then_some(pending);
+        if done {
+            self.former = vec![pending.entry];
+        }
+        // What is left of earlier stores may be forgotten by the queue pairs later.
+        if done || bad.is_empty() {
+            self.seen = now;
+        }
+        found.map(|at| (at, now[at], pending.entry[at]))
+    }
 }
 
 pub(crate) fn prepare() -> std::io::Result<()> {
@@ -92,6 +183,15 @@ fn register(page: u32, at: u64) -> &'static AtomicU64 {
     unsafe { &*memory.start.as_ptr().add(offset as usize).cast::<AtomicU64>() }
 }
 
+/// Returns the words of a send register after the first, in their places.
+fn contents(page: u32, at: u64) -> Words {
+    let mut words = [0; 8];
+    for (word, value) in (1..).zip(&mut words[1..]) {
+        *value = register(page, at + 8 * word).load(Ordering::Acquire);
+    }
+    words
+}
+
 /// Takes the value stored since the last call. Costs one load if there is none.
 fn take_stored(register: &AtomicU64) -> Option<u64> {
     (register.load(Ordering::Relaxed) != 0).then(|| register.swap(0, Ordering::AcqRel))
@@ -101,9 +201,11 @@ impl Uar {
     /// Allocates a page; returns its index and the offset to map.
     pub(crate) fn allocate(&mut self) -> Option<(u32, u64)> {
         let page = (1..PAGES as u32).find(|page| !self.used.contains(page))?;
-        for at in SEND_REGISTERS.into_iter().chain([ARM_REGISTER]) {
-            register(page, at).store(0, Ordering::Relaxed);
+        for at in SEND_REGISTERS {
+            (0..8).for_each(|word| register(page, at + 8 * word).store(0, Ordering::Relaxed));
+            self.registers.remove(&(page, at));
         }
+        register(page, ARM_REGISTER).store(0, Ordering::Relaxed);
         self.used.insert(page);
         Some((page, FIRST as u64 + u64::from(page) * PAGE))
     }
@@ -140,11 +242,51 @@ impl Uar {
     pub(crate) fn doorbells(&self) -> Vec<Doorbell> {
         let mut doorbells = Vec::new();
         for &page in &self.used {
-            let stored =
-                SEND_REGISTERS.into_iter().filter_map(|at| take_stored(register(page, at)));
-            doorbells.extend(stored.map(|value| Doorbell { page, value }));
+            doorbells.extend(SEND_REGISTERS.into_iter().filter_map(|at| {
+                take_stored(register(page, at)).map(|value| Doorbell { page, at, value })
+            }));
         }
         doorbells
+    }
+
+    /// Begins the check of a doorbell as a BlueFlame copy of `entry`.
+    pub(crate) fn begin_copy(
+        &mut self,
+        ring: &Doorbell,
+        number: u32,
+        entry: Option<(Words, usize)>,
+    ) {
+        let now = contents(ring.page, ring.at);
+        self.registers.entry((ring.page, ring.at)).or_default().begin(number, entry, now);
+    }
+
+    /// Checks the BlueFlame copies in progress; returns queue pairs, registers and wrong words.
+    pub(crate) fn wrong_copies(
+        &mut self,
+        patience: Duration,
+        executed: impl Fn(&[u32], usize, u64) -> bool,
+    ) -> Vec<(u32, u64, String)> {
+        let mut wrong = Vec::new();
+        for (&(page, at), known) in &mut self.registers {
+            let Some(BlueFlame { number, .. }) = known.pending else { continue };
+            let now = contents(page, at);
+            // The next doorbell has come: the words may be those of its copy.
+            if register(page, at).load(Ordering::Acquire) != 0 {
+                continue;
+            }
+            let senders = self.senders.get(&page).map_or(&[][..], Vec::as_slice);
+            let executed = |word, value| executed(senders, word, value);
+            if let Some((word, found, expected)) = known.look(now, patience, executed) {
+                let [found, expected] = [found, expected].map(u64::from_be);
+                let detail = format!(
+                    "bytes {} to {} of the register are {found:#x}, of the entry {expected:#x}",
+                    8 * word,
+                    8 * word + 7
+                );
+                wrong.push((number, at, detail));
+            }
+        }
+        wrong
     }
 
     pub(crate) fn armed(&self) -> Vec<u32> {

@@ -64,6 +64,7 @@ impl State {
             completion_events: 0,
             async_events: 0,
             overrun: false,
+            checked: 0,
         };
         if let Some(entry) = cq.unmarked() {
             self.lint.note(

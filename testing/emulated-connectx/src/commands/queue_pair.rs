@@ -9,7 +9,7 @@ use crate::abi::{
 };
 use crate::control::Link;
 use crate::memory::Buffer;
-use crate::objects::{Attempt, Attr, Handle, Kind, Qp, Ring};
+use crate::objects::{Attempt, Attr, Handle, History, Kind, Qp, Ring};
 use crate::port::{MAX_RECV_WR, MAX_SEND_WQEBB};
 use crate::state::State;
 use crate::uverbs::{Reply, Request};
@@ -85,6 +85,7 @@ impl State {
             notify_drained: false,
             draining: false,
             doorbell_missing_since: None,
+            history: History::default(),
         };
         let handle = self.handle();
         if number != 0 {
@@ -169,6 +170,10 @@ impl State {
             // WQEs announced by a doorbell are in flight and still execute.
             self.collect();
             self.run_send_queue(handle, usize::MAX, true);
+        }
+        if to == state::RESET {
+            // Doorbells for WQEs of before the reset are not wrong.
+            self.collect();
         }
         let qp = self.qps.get_mut(&handle).expect("looked up above");
         qp.attr.take(asked);
