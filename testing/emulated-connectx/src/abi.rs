@@ -152,8 +152,10 @@ pub(crate) mod event {
 
 /// Flags in `CreateQp`.
 pub(crate) mod qp_flag {
+    pub(crate) const SCATTER_CQE: u32 = 1 << 1;
     pub(crate) const TYPE_DCT: u32 = 1 << 4;
     pub(crate) const TYPE_DCI: u32 = 1 << 5;
+    pub(crate) const ALLOW_SCATTER_CQE: u32 = 1 << 8;
     pub(crate) const UAR_PAGE_INDEX: u32 = 1 << 10;
 }
 

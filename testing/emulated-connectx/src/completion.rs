@@ -92,6 +92,9 @@ impl State {
         cqe.stamp(now);
         let (rest, last) = cqe.parts(cq.produced & cq.entries != 0);
         let slot = cq.slot();
+        if let Some(data) = cqe.before() {
+            cq.ring.write(slot - 64, data);
+        }
         cq.ring.write(slot, rest);
         cq.ring.publish(slot + 63, last);
         cq.produced = cq.produced.wrapping_add(1);

@@ -36,10 +36,13 @@ pub struct Options {
     /// Time for which a doorbell record may be ahead of the doorbells. Beyond it is a
     /// [`Problem::MissedDoorbell`](crate::Problem::MissedDoorbell).
     pub doorbell_patience: Duration,
+    /// Whether short data goes into the CQE for queue pairs created with
+    /// `MLX5_QP_FLAG_SCATTER_CQE`.
+    pub scatter_to_cqe: bool,
     /// Whether WQEs stored to registers are compared with the ring, for
-    /// [`Problem::BlueFlameMismatch`](crate::Problem::BlueFlameMismatch). Only for tests that wait for
-    /// each WQE before they post the next: the device sees no more than the latest store to a
-    /// register.
+    /// [`Problem::BlueFlameMismatch`](crate::Problem::BlueFlameMismatch). Only for tests that
+    /// wait for each WQE before they post the next: the device sees no more than the latest store
+    /// to a register.
     pub check_blue_flame: bool,
     /// Whether each WQE is copied at its doorbell and compared at its execution, for
     /// [`Problem::OverwrittenEntry`](crate::Problem::OverwrittenEntry).
@@ -56,6 +59,7 @@ impl Default for Options {
             longest_rnr_wait: Duration::from_millis(2),
             // A busy machine may suspend a thread for this long between record and doorbell.
             doorbell_patience: Duration::from_secs(5),
+            scatter_to_cqe: true,
             check_blue_flame: false,
             check_overwritten: false,
         }

@@ -5,6 +5,9 @@ use crate::control::Status;
 /// Position of the opcode in the last byte. Bit 0 is the owner bit, bit 1 marks solicited events.
 const OPCODE: u32 = 4;
 const SOLICITED: u8 = 2;
+/// `MLX5_INLINE_SCATTER_32` and `_64`.
+const SCATTER_32: u8 = 4;
+const SCATTER_64: u8 = 8;
 pub(crate) const INVALID: u8 = 15;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -23,13 +26,18 @@ pub(crate) enum Opcode {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Cqe {
     bytes: [u8; 64],
+    /// Data before the CQE, in entries of 128 bytes.
+    before: [u8; 64],
+    /// `MLX5_INLINE_SCATTER_*`, or 0.
+    scatter: u8,
     pub(crate) solicited: bool,
     opcode: Opcode,
 }
 
 impl Cqe {
     fn new(uidx: u32, opcode: Opcode, qpn: u32, wqe: u16) -> Self {
-        let mut cqe = Self { bytes: [0; 64], solicited: false, opcode };
+        let mut cqe =
+            Self { bytes: [0; 64], before: [0; 64], scatter: 0, solicited: false, opcode };
         cqe.put(32, &uidx.to_be_bytes());
         cqe.put(56, &qpn.to_be_bytes());
         cqe.put(60, &wqe.to_be_bytes());
@@ -80,6 +88,24 @@ impl Cqe {
         cqe
     }
 
+    /// Puts `data` into the entry: into the 64 bytes before the CQE if `limit` is 64, else over its
+    /// first 32 bytes. The CQE has no fields there that the program needs.
+    pub(crate) fn scatter(&mut self, data: &[u8], limit: usize) {
+        debug_assert!(data.len() <= limit);
+        let (into, flag) = if limit == 64 {
+            (&mut self.before[..], SCATTER_64)
+        } else {
+            (&mut self.bytes[..], SCATTER_32)
+        };
+        into[..data.len()].copy_from_slice(data);
+        self.scatter = flag;
+    }
+
+    /// Returns the data before the CQE.
+    pub(crate) fn before(&self) -> Option<&[u8]> {
+        (self.scatter == SCATTER_64).then_some(&self.before)
+    }
+
     pub(crate) fn is_error(&self) -> bool {
         matches!(self.opcode, Opcode::RequestError | Opcode::ResponseError)
     }
@@ -94,7 +120,10 @@ impl Cqe {
     /// Returns all bytes but the last, and the last byte with owner bit `odd`.
     pub(crate) fn parts(&self, odd: bool) -> (&[u8], u8) {
         let solicited = if self.solicited { SOLICITED } else { 0 };
-        (&self.bytes[..63], (self.opcode as u8) << OPCODE | solicited | u8::from(odd))
+        (
+            &self.bytes[..63],
+            (self.opcode as u8) << OPCODE | self.scatter | solicited | u8::from(odd),
+        )
     }
 }
 

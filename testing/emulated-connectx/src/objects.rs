@@ -137,6 +137,8 @@ pub(crate) struct Qp {
     /// When the doorbell record was first found ahead of the doorbells.
     pub(crate) doorbell_missing_since: Option<Instant>,
     pub(crate) history: History,
+    /// The longest data that a CQE carries: of requests that return data, and of receives.
+    pub(crate) scatter: [usize; 2],
 }
 
 /// Send WQEs by their index, to check doorbells.

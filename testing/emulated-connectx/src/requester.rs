@@ -17,6 +17,8 @@ use crate::wqe::{BLOCK, Control, Data, Local, Operation, Send};
 enum Outcome {
     /// Success, with the number of bytes returned by the peer.
     Done(u32),
+    /// Success; the CQE carries the data returned by the peer.
+    Data(Vec<u8>),
     /// RNR NAK: the peer has no receive and asks for a wait of so many microseconds.
     NotReady(u64),
     NoAnswer,
@@ -82,11 +84,18 @@ impl State {
             Some(status) => status.into(),
             None => self.attempt(handle, &qp, &control, &entry),
         };
+        let (outcome, data) = match outcome {
+            Outcome::Data(data) => (Outcome::Done(data.len() as u32), data),
+            outcome => (outcome, Vec::new()),
+        };
         let status = match outcome {
             Outcome::Done(bytes) => {
                 self.advance(handle, blocks);
                 if control.signaled {
-                    let cqe = Cqe::request(qp.uidx, qp.number, sq.index, control.opcode, bytes);
+                    let mut cqe = Cqe::request(qp.uidx, qp.number, sq.index, control.opcode, bytes);
+                    if !data.is_empty() {
+                        cqe.scatter(&data, qp.scatter[0]);
+                    }
                     self.complete(qp.send_cq, qp.number, cqe);
                 }
                 if qp.draining {
@@ -94,6 +103,7 @@ impl State {
                 }
                 return true;
             }
+            Outcome::Data(_) => unreachable!("replaced above"),
             Outcome::NotReady(wait) => {
                 self.counters.rnr_naks += 1;
                 let naks = qp.attempt.rnr_naks + 1;
@@ -209,6 +219,13 @@ impl State {
         self.establish(target);
         let outcome = self.transfer(qp, target, control, &request, &payload, &local);
         match outcome {
+            // Without a CQE, the data goes to memory.
+            Outcome::Data(data)
+                if !control.signaled || data.is_empty() || data.len() > qp.scatter[0] =>
+            {
+                responder::scatter(&local, &data);
+                Outcome::Done(data.len() as u32)
+            }
             // An unreliable sender does not learn about failures.
             Outcome::NotReady(_) | Outcome::NoAnswer | Outcome::Failed(_)
                 if is_unreliable(qp.kind) =>
@@ -379,20 +396,16 @@ impl State {
                 match self.remote(target, &remote, len, responder::wanted(request.operation), false)
                 {
                     Ok(memory) => {
-                        responder::scatter(
-                            local,
-                            &memory.map(|memory| memory.bytes()).unwrap_or_default(),
-                        );
-                        Outcome::Done(len as u32)
+                        Outcome::Data(memory.map(|memory| memory.bytes()).unwrap_or_default())
                     }
                     Err(status) => status.into(),
                 }
             }
-            Operation::CompareSwap | Operation::FetchAdd => self.atomic(target, request, local),
+            Operation::CompareSwap | Operation::FetchAdd => self.atomic(target, request),
         }
     }
 
-    fn atomic(&mut self, target: Handle, request: &Send, local: &[Buffer]) -> Outcome {
+    fn atomic(&mut self, target: Handle, request: &Send) -> Outcome {
         let remote = request.remote.expect("an atomic operation has a remote address");
         let [new, compare] = request.operands;
         if !remote.address.is_multiple_of(8) {
@@ -413,8 +426,7 @@ impl State {
             Operation::FetchAdd => memory.atomic(|old| old.wrapping_add(new)),
             _ => memory.atomic(|old| if old == compare { new } else { old }),
         };
-        responder::scatter(local, &old.to_ne_bytes());
-        Outcome::Done(8)
+        Outcome::Data(old.to_ne_bytes().to_vec())
     }
 
     fn refuse_receive(&mut self, target: Handle, status: Status) -> Answer {

@@ -111,6 +111,7 @@ impl State {
         let receive = self.take_receive(target);
         let qp = &self.qps[&target];
         let (cq, number, uidx, kind) = (qp.recv_cq, qp.number, qp.uidx, qp.kind);
+        let limit = qp.scatter[1];
         let broken = |state: &mut Self, wqe, status, answer| {
             let cqe = Cqe::error(uidx, Opcode::ResponseError, number, wqe, 0, status);
             state.complete(cq, number, cqe);
@@ -144,13 +145,18 @@ impl State {
                 } else {
                     header.len() + payload.len()
                 };
-                if opcode != Opcode::WriteImm {
+                let inside = opcode != Opcode::WriteImm && (1..=limit).contains(&len);
+                if opcode != Opcode::WriteImm && !inside {
                     scatter(&buffers, &[header, payload].concat());
                 }
                 // The length of a datagram includes its header.
                 arrived.bytes = len as u32;
                 debug_assert!(kind == Kind::Ud || header.is_empty());
-                self.complete(cq, number, Cqe::receive(uidx, opcode, number, wqe, &arrived));
+                let mut cqe = Cqe::receive(uidx, opcode, number, wqe, &arrived);
+                if inside {
+                    cqe.scatter(payload, limit);
+                }
+                self.complete(cq, number, cqe);
                 Answer::Done
             }
         }

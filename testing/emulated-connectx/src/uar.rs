@@ -2,9 +2,9 @@
 //! polls.
 //!
 //! A page has two pairs of send registers at 0x800, and the register that arms completion queues at
-//! 0x20. A store of 8 bytes to a send register is a doorbell. With BlueFlame, the program stores the
-//! whole entry, whose first 8 bytes are the doorbell. Two stores into one register may be seen as one, so each store makes the device check all
-//! queues of the page.
+//! 0x20. A store of 8 bytes to a send register is a doorbell. With BlueFlame, the program stores
+//! the whole entry, whose first 8 bytes are the doorbell. Two stores into one register may be seen
+//! as one, so each store makes the device check all queues of the page.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -117,7 +117,8 @@ impl Register {
         });
     }
 
-    /// Checks the contents `now`. Returns the first wrong word, found and expected, once it is sure.
+    /// Checks the contents `now`. Returns the first wrong word, found and expected, once it is
+    /// sure.
     ///
     /// `executed`: whether an executed WQE had a value in a word.
     fn look(

@@ -19,12 +19,14 @@ const RC: u32 = 2;
 const UC: u32 = 3;
 const UD: u32 = 4;
 const DRIVER: u32 = 0xff;
+/// `IB_UVERBS_QP_CREATE_SQ_SIG_ALL`.
+const SQ_SIG_ALL: u32 = 1 << 12;
 
 impl State {
     pub(crate) fn create_qp(&mut self, request: &mut Request<'_>) -> Reply {
         ids! {
             HANDLE = 0, PD = 2, SRQ = 3, SEND_CQ = 4, RECV_CQ = 5, USER_HANDLE = 7, CAP = 8,
-            KIND = 9
+            KIND = 9, FLAGS = 10
         }
         ids! { ANSWER_CAP = 13, ANSWER_NUMBER = 14 }
         let asked: CreateQp = request.get(UHW_IN).ok_or(EINVAL)?;
@@ -61,6 +63,14 @@ impl State {
         if kind != Kind::Dct && !self.uar.is_used(page) {
             return Err(EINVAL);
         }
+        let signals = request.get::<u32>(FLAGS).unwrap_or(0) & SQ_SIG_ALL != 0;
+        let scatter = match kind {
+            Kind::Rc if self.options.scatter_to_cqe => {
+                let size = |cq| if self.cqs[cq].entry_size == 128 { 64 } else { 32 };
+                scatter(asked.flags, signals, [size(&send_cq), size(&recv_cq)])
+            }
+            _ => [0; 2],
+        };
         let qp = Qp {
             context,
             device,
@@ -86,6 +96,7 @@ impl State {
             draining: false,
             doorbell_missing_since: None,
             history: History::default(),
+            scatter,
         };
         let handle = self.handle();
         if number != 0 {
@@ -262,6 +273,16 @@ impl State {
         request.put(CORE_OUT, &answer);
         Ok(())
     }
+}
+
+/// Returns the longest data in CQEs, `sizes` if enabled. The kernel enables it for requests only if
+/// all of them have a CQE, or by a flag of its own.
+fn scatter(flags: u32, signals: bool, [sent, received]: [usize; 2]) -> [usize; 2] {
+    if flags & qp_flag::SCATTER_CQE == 0 {
+        return [0; 2];
+    }
+    let requests = signals || flags & qp_flag::ALLOW_SCATTER_CQE != 0;
+    [if requests { sent } else { 0 }, received]
 }
 
 /// Returns the send and the receive queue in libmlx5's buffer. The receive queue comes first; each

@@ -398,6 +398,11 @@ pub const UD: ibv_qp_type::Type = ibv_qp_type::IBV_QPT_UD;
 
 impl Qp {
     pub fn new(pd: &Arc<Pd>, kind: ibv_qp_type::Type, queues: Queues) -> Self {
+        Self::with_signals(pd, kind, queues, false)
+    }
+
+    /// Creates a queue pair whose requests all complete visibly if `all`.
+    pub fn with_signals(pd: &Arc<Pd>, kind: ibv_qp_type::Type, queues: Queues, all: bool) -> Self {
         let cap = ibv_qp_cap {
             max_send_wr: 32,
             max_recv_wr: 32,
@@ -412,7 +417,7 @@ impl Qp {
             srq: queues.srq.as_ref().map_or(ptr::null_mut(), |srq| srq.0),
             cap,
             qp_type: kind,
-            sq_sig_all: 0,
+            sq_sig_all: all.into(),
         };
         let raw = unsafe { ibv_create_qp(pd.0, &mut init) };
         assert!(!raw.is_null(), "{}", std::io::Error::last_os_error());
