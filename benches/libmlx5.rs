@@ -697,7 +697,7 @@ fn counted_take_batch(
     if !result.is_ok() {
         return None;
     }
-    for (buffer, out) in result.drain().zip(buffers) {
+    for (out, buffer) in buffers.iter_mut().zip(result.drain()) {
         out.write(buffer);
     }
     Some(result.into_batch())

@@ -3,13 +3,16 @@
 //! A batch shares one slot, which its last work request completes, because a completion covers the
 //! unsignalled work before it. The work queue records which earlier parts failed.
 
+use std::ops::Deref;
+
 use smallvec::SmallVec;
 
 use super::slot::Slot;
 use super::work_request::Receiver;
+use crate::memory::PdKey;
 use crate::types::{Data, SendFlags, SendOp, SendWr, Sge};
 
-/// Work requests that are posted without an allocation.
+/// Work requests with several elements that are posted without an allocation.
 const BATCH_INLINE: usize = 32;
 
 #[derive(Debug, Clone, Copy)]
@@ -17,43 +20,139 @@ pub(crate) struct BatchEntry {
     pub(crate) op: SendOp,
     pub(crate) flags: SendFlags,
     pub(crate) remote_len: u64,
+    /// The element of the buffer if it is [single](crate::memory::Gather).
+    sge: Sge,
 }
 
+/// The work requests of a batch without their buffers.
+#[derive(Debug)]
+pub(crate) struct Entries {
+    list: Vec<BatchEntry>,
+    // What all buffers have in common, so that posting need not check each.
+    /// The protection domain of the buffers. `None` if there are none, or if one is not plain: it is
+    /// of another domain, not a single element, empty, or longer than its remote region.
+    pd: Option<PdKey>,
+    /// The largest length of a buffer.
+    longest: u32,
+}
+
+impl Entries {
+    pub(crate) const fn new() -> Self {
+        Self { list: Vec::new(), pd: None, longest: 0 }
+    }
+
+    /// Adds a work request. `buffer` is the element and the protection domain of a buffer that has
+    /// exactly one.
+    #[inline(always)]
+    pub(crate) fn push(
+        &mut self,
+        op: SendOp,
+        flags: SendFlags,
+        remote_len: u64,
+        buffer: Option<(Sge, PdKey)>,
+    ) {
+        let sge = match buffer {
+            Some((sge, pd)) => {
+                self.add_plain(pd, sge.length, remote_len);
+                sge
+            }
+            None => {
+                self.pd = None;
+                Sge::default()
+            }
+        };
+        self.list.push(BatchEntry { op, flags, remote_len, sge });
+    }
+
+    #[inline(always)]
+    fn add_plain(&mut self, pd: PdKey, length: u32, remote_len: u64) {
+        let is_like_others = self.pd == Some(pd)
+            && (1..=self.longest).contains(&length)
+            && u64::from(length) <= remote_len;
+        if !is_like_others {
+            self.add_different(pd, length, remote_len);
+        }
+    }
+
+    #[cold]
+    fn add_different(&mut self, pd: PdKey, length: u32, remote_len: u64) {
+        let others = if self.list.is_empty() { Some(pd) } else { self.pd };
+        let is_plain = others == Some(pd) && length > 0 && u64::from(length) <= remote_len;
+        self.pd = is_plain.then_some(pd);
+        self.longest = self.longest.max(length);
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.list.clear();
+        (self.pd, self.longest) = (None, 0);
+    }
+
+    /// Returns true if all buffers are single elements of `pd` with lengths from 1 to `longest`
+    /// that fit their remote regions.
+    pub(super) fn are_plain(&self, pd: PdKey, longest: u64) -> bool {
+        self.pd == Some(pd) && u64::from(self.longest) <= longest
+    }
+}
+
+impl Deref for Entries {
+    type Target = [BatchEntry];
+
+    fn deref(&self) -> &[BatchEntry] {
+        &self.list
+    }
+}
+
+/// The elements of buffers that are not all single.
 #[derive(Default)]
 pub(super) struct Pieces {
     pub(super) sges: SmallVec<[Sge; BATCH_INLINE]>,
-    /// Elements of each work request; empty if each has one.
+    /// Elements of each work request.
     pub(super) lengths: SmallVec<[usize; BATCH_INLINE]>,
 }
 
+impl Pieces {
+    /// Returns the elements of each work request.
+    fn iter(&self) -> impl Iterator<Item = &[Sge]> {
+        let mut sges = &self.sges[..];
+        self.lengths.iter().map(move |&length| {
+            let (own, rest) = sges.split_at_checked(length).unwrap_or_default();
+            sges = rest;
+            own
+        })
+    }
+}
+
 /// A batch that has passed all checks.
+#[derive(Clone, Copy)]
 pub(super) struct Parts<'a> {
     pub(super) entries: &'a [BatchEntry],
-    pub(super) pieces: Pieces,
+    /// `None` if each buffer is the single element of its entry.
+    pub(super) pieces: Option<&'a Pieces>,
     pub(super) common: SendFlags,
     pub(super) signal_every: u32,
     pub(super) to: Option<Receiver<'a>>,
 }
 
-impl Parts<'_> {
+impl<'a> Parts<'a> {
     /// Returns true if each work request has one element and there is no receiver.
     pub(super) fn is_plain(&self) -> bool {
-        self.pieces.lengths.is_empty() && self.to.is_none()
+        self.pieces.is_none() && self.to.is_none()
     }
 
-    pub(super) fn list<Q>(&self, slot: &Slot<Q>) -> impl Iterator<Item = SendWr<'_>> {
-        let (mut sges, mut lengths) = (&self.pieces.sges[..], self.pieces.lengths.iter());
+    pub(super) fn list<Q>(&self, slot: &Slot<Q>) -> impl Iterator<Item = SendWr<'a>> {
+        let mut pieces = self.pieces.map(Pieces::iter);
         let target = self.to.map(Receiver::target);
         let (mut ids, mut flags) = (slot.ids(), self.flags());
         self.entries.iter().map(move |entry| {
-            let length = lengths.next().copied().unwrap_or(1);
-            let (own, rest) = sges.split_at_checked(length).unwrap_or_default();
-            sges = rest;
+            let sges = match &mut pieces {
+                Some(pieces) => pieces.next().unwrap_or_default(),
+                None => std::slice::from_ref(&entry.sge),
+            };
             SendWr {
                 wr_id: ids.next(),
                 op: entry.op,
                 flags: flags.next(entry),
-                data: Data::Sges(own),
+                data: Data::Sges(sges),
                 target,
             }
         })
@@ -61,10 +160,10 @@ impl Parts<'_> {
 
     /// Builds the work requests of a [plain](Self::is_plain) batch, whose shape is known at compile
     /// time.
-    pub(super) fn plain_list<Q>(&self, slot: &Slot<Q>) -> impl Iterator<Item = SendWr<'_>> {
+    pub(super) fn plain_list<Q>(&self, slot: &Slot<Q>) -> impl Iterator<Item = SendWr<'a>> {
         let (mut ids, mut flags) = (slot.ids(), self.flags());
-        self.entries.iter().zip(&self.pieces.sges).map(move |(entry, sge)| {
-            let data = Data::Sges(std::slice::from_ref(sge));
+        self.entries.iter().map(move |entry| {
+            let data = Data::Sges(std::slice::from_ref(&entry.sge));
             SendWr { wr_id: ids.next(), op: entry.op, flags: flags.next(entry), data, target: None }
         })
     }

@@ -86,12 +86,14 @@ impl<B: Send + 'static> InFlight<B> {
         }
     }
 
-    /// Polls a batch; returns its buffers, the result of its last work request and the earlier
-    /// parts that failed.
-    pub(crate) fn poll_batch(
+    /// Polls a batch; passes its buffers, the result of its last work request and the earlier parts
+    /// that failed to `finish`, once.
+    #[inline]
+    pub(crate) fn poll_batch<R>(
         &mut self,
         context: &mut Context<'_>,
-    ) -> Poll<(B, Result<(), OpErrorKind>, FailedParts)> {
+        finish: impl FnOnce(B, Result<(), OpErrorKind>, FailedParts) -> R,
+    ) -> Poll<R> {
         let Some((claim, _)) = &self.held else { polled_again() };
         let see = |_: &WorkCompletion| claim.queue().end_parts(claim);
         let seen = if claim.is_new() {
@@ -104,14 +106,14 @@ impl<B: Send + 'static> InFlight<B> {
             (Some(failed), _) => {
                 // SAFETY: C1: its completion was found, so it was posted.
                 unsafe { claim.end() };
-                return Poll::Ready((buffers, Ok(()), failed));
+                return Poll::Ready(finish(buffers, Ok(()), failed));
             }
             (None, Some(queue)) => queue.end_parts(&claim),
             (None, None) => FailedParts::new(),
         };
         // SAFETY: C1: the slot is complete.
         let last = unsafe { claim.take(None, &|_| ()) };
-        Poll::Ready((buffers, last, failed))
+        Poll::Ready(finish(buffers, last, failed))
     }
 
     #[cold]

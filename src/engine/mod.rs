@@ -66,7 +66,7 @@ mod work_queue;
 mod work_request;
 mod work_request_id;
 
-pub(crate) use batch::BatchEntry;
+pub(crate) use batch::{BatchEntry, Entries};
 pub use busy_poll::BusyPoller;
 pub(crate) use claim::Claim;
 pub use completion_counters::CompletionQueueCounters;

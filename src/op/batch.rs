@@ -8,7 +8,7 @@ use std::task::{Context, Poll, ready};
 use super::operation::leak_on_panic;
 use super::post::{Destination, READ, SendRequest, SendRoute};
 use super::queue_pair::QueuePair;
-use crate::engine::{BatchEntry, InFlight, OnFull, Refusal};
+use crate::engine::{BatchEntry, Entries, InFlight, OnFull, Refusal};
 use crate::error::{OpErrorKind, TryError};
 use crate::memory::{Gather, RemoteRegion, Scatter};
 use crate::types::{Imm, SendFlags, SendOp, Transport};
@@ -42,7 +42,7 @@ use crate::types::{Imm, SendFlags, SendOp, Transport};
 /// # }
 /// ```
 pub struct Batch<B> {
-    entries: Vec<BatchEntry>,
+    entries: Entries,
     buffers: Vec<B>,
     /// The outcomes, once the batch is complete. Before, successes left from an earlier use.
     results: Vec<Result<(), OpErrorKind>>,
@@ -56,7 +56,7 @@ impl<B: Gather> Batch<B> {
     #[must_use]
     pub fn new() -> Self {
         Self {
-            entries: Vec::new(),
+            entries: Entries::new(),
             buffers: Vec::new(),
             results: Vec::new(),
             failed: false,
@@ -126,7 +126,7 @@ impl<B: Gather> Batch<B> {
     #[inline(always)]
     fn push(&mut self, request: SendRequest, buffer: B) -> &mut Self {
         let SendRequest { op, remote_len } = request;
-        self.entries.push(BatchEntry { op, flags: std::mem::take(&mut self.flags), remote_len });
+        self.entries.push(op, std::mem::take(&mut self.flags), remote_len, buffer.single());
         self.buffers.push(buffer);
         self
     }
@@ -173,7 +173,7 @@ impl<B: Gather> Default for Batch<B> {
 impl<B> fmt::Debug for Batch<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Batch")
-            .field("entries", &self.entries)
+            .field("entries", &&self.entries[..])
             .field("signal_every", &self.signal_every)
             .finish()
     }
@@ -245,12 +245,12 @@ impl Destination<'_> {
         let route = match checked {
             Ok(_) if batch.is_empty() => {
                 batch.complete(Ok(()), &[]);
-                return Ok(BatchOp { in_flight: None, batch: Some(batch) });
+                return Ok(BatchOp { state: State::Complete(batch) });
             }
             Ok(route) => route,
             Err(kind) => return Ok(BatchOp::refused(kind, batch)),
         };
-        let (submitted, mut batch) = leak_on_panic(batch, |batch| {
+        let (submitted, batch) = leak_on_panic(batch, |batch| {
             let queue = &route.queue_pair.send;
             queue.submit_batch(
                 &batch.entries,
@@ -262,10 +262,7 @@ impl Destination<'_> {
             )
         });
         match submitted {
-            Ok(claim) => {
-                let in_flight = InFlight::new(claim, std::mem::take(&mut batch.buffers));
-                Ok(BatchOp { in_flight: Some(in_flight), batch: Some(batch) })
-            }
+            Ok(claim) => Ok(BatchOp { state: State::InFlight(InFlight::new(claim, batch)) }),
             Err(Refusal::Full) => Err(batch),
             Err(Refusal::Error(kind)) => Ok(BatchOp::refused(kind, batch)),
         }
@@ -311,15 +308,20 @@ fn not_one_sided(_route: &SendRoute<'_>, entries: &[BatchEntry]) -> Option<OpErr
 /// Panics if polled after completion.
 #[must_use = "it is already posted, but only awaiting it returns its result"]
 pub struct BatchOp<B: Gather> {
-    /// `None` if nothing was posted.
-    in_flight: Option<InFlight<Vec<B>>>,
-    batch: Option<Batch<B>>,
+    state: State<B>,
+}
+
+enum State<B: Gather> {
+    InFlight(InFlight<Batch<B>>),
+    /// Nothing was posted.
+    Complete(Batch<B>),
+    Taken,
 }
 
 impl<B: Gather> BatchOp<B> {
     pub(crate) fn refused(kind: OpErrorKind, mut batch: Batch<B>) -> Self {
         batch.fail(kind);
-        Self { in_flight: None, batch: Some(batch) }
+        Self { state: State::Complete(batch) }
     }
 }
 
@@ -327,26 +329,27 @@ impl<B: Gather> Future for BatchOp<B> {
     type Output = BatchResult<B>;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<BatchResult<B>> {
-        let Self { in_flight, batch } = &mut *self;
-        let Some(posted) = batch else { panic!("batch polled after completion") };
-        if let Some(in_flight) = in_flight {
-            let (buffers, last, failed) = ready!(in_flight.poll_batch(context));
-            posted.buffers = buffers;
-            posted.complete(last, &failed);
+        if let State::InFlight(in_flight) = &mut self.state {
+            return in_flight.poll_batch(context, |mut batch, last, failed| {
+                batch.complete(last, &failed);
+                BatchResult { batch }
+            });
         }
-        match batch.take() {
-            Some(batch) => Poll::Ready(BatchResult { batch }),
-            None => unreachable!("checked above"),
+        match std::mem::replace(&mut self.state, State::Taken) {
+            State::Complete(batch) => Poll::Ready(BatchResult { batch }),
+            _ => panic!("batch polled after completion"),
         }
     }
 }
 
 impl<B: Gather> fmt::Debug for BatchOp<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("BatchOp")
-            .field("in_flight", &self.in_flight)
-            .field("batch", &self.batch)
-            .finish()
+        let mut debug = f.debug_struct("BatchOp");
+        match &self.state {
+            State::InFlight(in_flight) => debug.field("in_flight", in_flight).finish(),
+            State::Complete(batch) => debug.field("batch", batch).finish(),
+            State::Taken => debug.finish_non_exhaustive(),
+        }
     }
 }
 

@@ -1,6 +1,8 @@
 //! Protection domains: groups of objects that may be used together.
 
 use std::fmt;
+use std::num::NonZero;
+use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::{AddressHandle, Device};
@@ -50,13 +52,13 @@ impl ProtectionDomain {
     }
 
     pub(crate) fn id(&self) -> PdId {
-        PdId(Arc::as_ptr(&self.inner).addr())
+        PdId(NonNull::from(&*self.inner).addr())
     }
 }
 
 /// A number that is unique among existing protection domains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct PdId(usize);
+pub(crate) struct PdId(NonZero<usize>);
 
 impl fmt::Debug for ProtectionDomain {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

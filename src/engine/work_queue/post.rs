@@ -7,7 +7,7 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::WorkQueue;
-use crate::engine::batch::{BatchEntry, Parts, Pieces};
+use crate::engine::batch::{BatchEntry, Entries, Parts, Pieces};
 use crate::engine::claim::Claim;
 use crate::engine::posting::{Poster, Posting, WRONG_QUEUE, is_traced, trace_posted};
 use crate::engine::slot::{MAX_PARTS, Outcome, Slot};
@@ -193,20 +193,32 @@ impl WorkQueue {
     /// is the receiver of all parts if the queue pair is not connected.
     pub(crate) fn submit_batch<B: Gather>(
         self: &Arc<Self>,
-        entries: &[BatchEntry],
+        entries: &Entries,
         buffers: &[B],
         common: SendFlags,
         signal_every: u32,
         to: Option<Receiver<'_>>,
         on_full: OnFull,
     ) -> Result<Claim<Self>, Refusal> {
-        let pieces = self.check_batch(entries, buffers)?;
-        self.post_batch(&Parts { entries, pieces, common, signal_every, to }, on_full)
+        let allowed = self.limits.depth.min(MAX_PARTS);
+        LimitError::check(
+            "work requests of a batch (max_send_wr)",
+            entries.len() as u64,
+            allowed.into(),
+        )
+        .map_err(OpErrorKind::from)?;
+        let parts = Parts { entries, pieces: None, common, signal_every, to };
+        if entries.are_plain(self.limits.pd, self.plain) {
+            self.post_batch(parts, on_full)
+        } else {
+            let pieces = self.gather_batch(entries, buffers)?;
+            self.post_batch(Parts { pieces: Some(&pieces), ..parts }, on_full)
+        }
     }
 
     fn post_batch(
         self: &Arc<Self>,
-        parts: &Parts<'_>,
+        parts: Parts<'_>,
         on_full: OnFull,
     ) -> Result<Claim<Self>, Refusal> {
         let count = parts.entries.len();
@@ -477,32 +489,18 @@ impl WorkQueue {
         }
     }
 
-    fn check_batch<B: Gather>(
+    #[inline(never)]
+    fn gather_batch<B: Gather>(
         &self,
         entries: &[BatchEntry],
         buffers: &[B],
     ) -> Result<Pieces, OpErrorKind> {
-        let allowed = self.limits.depth.min(MAX_PARTS);
-        LimitError::check(
-            "work requests of a batch (max_send_wr)",
-            entries.len() as u64,
-            allowed.into(),
-        )?;
         let mut pieces = Pieces::default();
-        let all = entries.iter().zip(buffers);
-        pieces.sges.extend(all.clone().map_while(|(entry, buffer)| {
-            let (sge, pd) = buffer.single()?;
-            self.is_plain(sge, pd, entry.remote_len).then_some(sge)
-        }));
-        let plain = pieces.sges.len();
-        if plain < entries.len() {
-            pieces.lengths.extend(std::iter::repeat_n(1, plain));
-            for (entry, buffer) in all.skip(plain) {
-                let start = pieces.sges.len();
-                self.gather(buffer, &mut pieces.sges)?;
-                self.check(&pieces.sges[start..], None, entry.remote_len)?;
-                pieces.lengths.push(pieces.sges.len() - start);
-            }
+        for (entry, buffer) in entries.iter().zip(buffers) {
+            let start = pieces.sges.len();
+            self.gather(buffer, &mut pieces.sges)?;
+            self.check(&pieces.sges[start..], None, entry.remote_len)?;
+            pieces.lengths.push(pieces.sges.len() - start);
         }
         Ok(pieces)
     }
