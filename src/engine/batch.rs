@@ -44,13 +44,7 @@ impl Entries {
     /// Adds a work request. `buffer` is the element and the protection domain of a buffer that has
     /// exactly one.
     #[inline(always)]
-    pub(crate) fn push(
-        &mut self,
-        op: SendOp,
-        flags: SendFlags,
-        remote_len: u64,
-        buffer: Option<(Sge, PdKey)>,
-    ) {
+    pub(crate) fn push(&mut self, op: SendOp, remote_len: u64, buffer: Option<(Sge, PdKey)>) {
         let sge = match buffer {
             Some((sge, pd)) => {
                 self.add_plain(pd, sge.length, remote_len);
@@ -61,7 +55,14 @@ impl Entries {
                 Sge::default()
             }
         };
-        self.list.push(BatchEntry { op, flags, remote_len, sge });
+        self.list.push(BatchEntry { op, flags: SendFlags::empty(), remote_len, sge });
+    }
+
+    /// Fences the work request that was added last.
+    pub(crate) fn fence_last(&mut self) {
+        if let Some(last) = self.list.last_mut() {
+            last.flags |= SendFlags::FENCE;
+        }
     }
 
     #[inline(always)]

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll};
 
 use super::operation::leak_on_panic;
 use super::post::{Destination, READ, SendRequest, SendRoute};
@@ -11,7 +11,7 @@ use super::queue_pair::QueuePair;
 use crate::engine::{BatchEntry, Entries, InFlight, OnFull, Refusal};
 use crate::error::{OpErrorKind, TryError};
 use crate::memory::{Gather, RemoteRegion, Scatter};
-use crate::types::{Imm, SendFlags, SendOp, Transport};
+use crate::types::{Imm, SendOp, Transport};
 
 /// Work requests with one doorbell, one future, and one completion unless
 /// [`signal_every`](Self::signal_every()) requests more.
@@ -48,7 +48,8 @@ pub struct Batch<B> {
     results: Vec<Result<(), OpErrorKind>>,
     failed: bool,
     signal_every: u32,
-    flags: SendFlags,
+    /// True if the next work request is fenced.
+    fence: bool,
 }
 
 impl<B: Gather> Batch<B> {
@@ -61,7 +62,7 @@ impl<B: Gather> Batch<B> {
             results: Vec::new(),
             failed: false,
             signal_every: 0,
-            flags: SendFlags::empty(),
+            fence: false,
         }
     }
 
@@ -74,7 +75,7 @@ impl<B: Gather> Batch<B> {
 
     /// Makes the next work request wait for all earlier READs and atomics (`IBV_SEND_FENCE`).
     pub fn fence(&mut self) -> &mut Self {
-        self.flags |= SendFlags::FENCE;
+        self.fence = true;
         self
     }
 
@@ -126,9 +127,18 @@ impl<B: Gather> Batch<B> {
     #[inline(always)]
     fn push(&mut self, request: SendRequest, buffer: B) -> &mut Self {
         let SendRequest { op, remote_len } = request;
-        self.entries.push(op, std::mem::take(&mut self.flags), remote_len, buffer.single());
+        self.entries.push(op, remote_len, buffer.single());
         self.buffers.push(buffer);
+        if self.fence {
+            self.fence_last();
+        }
         self
+    }
+
+    #[cold]
+    fn fence_last(&mut self) {
+        self.entries.fence_last();
+        self.fence = false;
     }
 }
 

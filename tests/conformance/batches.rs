@@ -209,6 +209,47 @@ async fn full_queue_returns_or_queues_a_batch(mode: &str) {
 }
 
 #[test]
+fn batch_mixes_shapes_of_buffers() {
+    crate::common::run(1, "shapes", async {
+        let Pair { a, b, .. } = Pair::new(Transport::Rc, "event");
+        let region = b.region(24);
+        let at = |range| region.grant().slice(range).unwrap();
+        for empty_at in 0..4 {
+            region.write(0, &[0; 24]).unwrap();
+            // Lengths rise and fall. The empty buffer may be at any position.
+            let mut batch = Batch::new();
+            for (position, (bytes, to)) in
+                [(&b"ab"[..], 0..8), (b"cdefgh", 8..16), (b"i", 16..24)].into_iter().enumerate()
+            {
+                if position == empty_at {
+                    batch.write(a.blank(0), at(0..8));
+                }
+                batch.write(a.buffer(bytes), at(to));
+            }
+            if empty_at == 3 {
+                batch.write(a.blank(0), at(0..8));
+            }
+            let result = within("batch", a.qp.post_batch(batch)).await;
+            assert_eq!(result.results(), [Ok(()); 4], "empty buffer at {empty_at}");
+            let mut there = [0; 24];
+            region.read(0, &mut there).unwrap();
+            assert_eq!(&there, b"ab\0\0\0\0\0\0cdefgh\0\0i\0\0\0\0\0\0\0", "empty at {empty_at}");
+        }
+        // Lists of several, one and no buffers.
+        let mut batch = Batch::new();
+        batch
+            .write(vec![a.buffer(b"12"), a.buffer(b"34")], at(0..8))
+            .write(vec![a.buffer(b"5")], at(8..16))
+            .write(vec![], at(16..24));
+        let result = within("lists", a.qp.post_batch(batch)).await;
+        assert_eq!(result.results(), [Ok(()); 3]);
+        let mut there = [0; 24];
+        region.read(0, &mut there).unwrap();
+        assert_eq!(&there, b"1234\0\0\0\x005defgh\0\0i\0\0\0\0\0\0\0");
+    });
+}
+
+#[test]
 fn batch_with_one_invalid_part_is_not_posted() {
     crate::common::run(1, "wrong batch", async {
         let Pair { a, b, setup } = Pair::new(Transport::Rc, "event");
@@ -221,16 +262,29 @@ fn batch_with_one_invalid_part_is_not_posted() {
             (OpErrorKind::Foreign { what: "buffer" }, &|batch| _ = batch.send(foreign())),
             (OpErrorKind::Limit(long), &|batch| _ = batch.write(a.blank(9), region.grant())),
         ];
-        for (expected, spoil) in cases {
+        for ((expected, spoil), position) in
+            cases.iter().flat_map(|case| [0, 1, 2].map(|at| (case, at)))
+        {
             let mut batch = Batch::new();
-            batch.write(a.buffer(&[1; 8]), region.grant());
-            spoil(&mut batch);
-            batch.write(a.buffer(&[1; 8]), region.grant());
+            for at in 0..3 {
+                if at == position {
+                    spoil(&mut batch);
+                } else {
+                    batch.write(a.buffer(&[1; 8]), region.grant());
+                }
+            }
             let posted = a.qp.send_counters().posted;
             let result = within("refused", a.qp.post_batch(batch)).await;
-            assert_eq!(result.results(), [Err(expected); 3]);
+            assert_eq!(result.results(), [Err(*expected); 3], "wrong part {position}");
             assert_eq!(result.buffers().len(), 3);
             assert_eq!(a.qp.send_counters().posted, posted);
+            // The next batch does not depend on the refused one.
+            let mut batch = result.into_batch();
+            batch.send(a.blank(1));
+            let empty = within("one", b.qp.recv(b.blank(1)));
+            let (sent, received) = tokio::join!(a.qp.post_batch(batch), empty);
+            assert!(sent.is_ok());
+            received.unwrap();
         }
         let mut there = [0; 8];
         region.read(0, &mut there).unwrap();
