@@ -21,7 +21,11 @@ impl<Q> Slot<Q> {
     /// it.
     pub(in crate::engine) fn set_part_position(&self, id: WrId, position: u32) {
         let part = self.part(id).unwrap_or(0);
-        let start = position.wrapping_sub(part);
+        self.set_start(position.wrapping_sub(part));
+    }
+
+    /// Records the position of the first part; the other parts are posted directly after it.
+    pub(in crate::engine) fn set_start(&self, start: u32) {
         self.start.store(start, Ordering::Relaxed);
         self.set_position(start.wrapping_add(self.parts() - 1));
     }

@@ -122,7 +122,11 @@ impl WorkQueue {
     }
 
     fn has_capacity(&self, posting: &mut Posting, count: usize) -> bool {
-        self.can_post(posting) && posting.until - posting.posted >= count as u64
+        let needed = posting.posted + count as u64;
+        if posting.until < needed {
+            self.can_post(posting);
+        }
+        posting.until >= needed
     }
 
     /// Posts one work request, or queues it if there is no capacity.
@@ -240,7 +244,7 @@ impl WorkQueue {
             return Err(self.too_many().into());
         };
         if direct {
-            claim.set_part_position(claim.id_of(0), posting.posted as u32);
+            claim.set_start(posting.posted as u32);
             if parts.is_plain() {
                 self.post_list(posting, parts.plain_list(&claim), &claim, count, None);
             } else {
