@@ -245,6 +245,7 @@ impl Side for Bare {
             }
         }
         match (self.posting, self.op) {
+            (Posting::Singly, _) if depth == 1 => counted_post_bare_one(qp, &mut self.requests[0]),
             (Posting::Singly, _) => counted_post_bare(qp, &mut self.requests[0], depth),
             (Posting::Chain, _) => counted_post_chain(qp, &mut self.requests),
             (Posting::Builder, op) => {
@@ -330,9 +331,19 @@ fn builder_queue_pair(
 #[inline(never)]
 fn counted_post_bare(qp: *mut ibv_qp, request: &mut ibv_send_wr, depth: usize) {
     for _ in 0..depth {
-        request.wr_id += 1;
-        assert_eq!(unsafe { ibv_post_send(qp, request, &mut ptr::null_mut()) }, 0);
+        post_bare(qp, request);
     }
+}
+
+#[inline(never)]
+fn counted_post_bare_one(qp: *mut ibv_qp, request: &mut ibv_send_wr) {
+    post_bare(qp, request);
+}
+
+#[inline(always)]
+fn post_bare(qp: *mut ibv_qp, request: &mut ibv_send_wr) {
+    request.wr_id += 1;
+    assert_eq!(unsafe { ibv_post_send(qp, request, &mut ptr::null_mut()) }, 0);
 }
 
 #[inline(never)]
@@ -506,8 +517,12 @@ impl Endpoints {
         Ok(Self { qps, pool: Pool::new(&pd, WORD, 2 * depth)?, region })
     }
 
-    fn buffers(&self, count: usize) -> Result<Slots<BufMut>> {
-        (0..count).map(|_| Ok(MaybeUninit::new(self.pool.try_alloc(WORD)?))).collect()
+    fn buffers(&self, count: usize) -> Result<Vec<BufMut>> {
+        (0..count).map(|_| Ok(self.pool.try_alloc(WORD)?)).collect()
+    }
+
+    fn slots(&self, count: usize) -> Result<Slots<BufMut>> {
+        Ok(self.buffers(count)?.into_iter().map(MaybeUninit::new).collect())
     }
 }
 
@@ -520,7 +535,7 @@ struct Receives {
 
 impl Receives {
     fn new(endpoints: &Endpoints, count: usize) -> Result<Self> {
-        let buffers = endpoints.buffers(count)?;
+        let buffers = endpoints.slots(count)?;
         Ok(Self { buffers, futures: slots(count), results: slots(count) })
     }
 
@@ -559,7 +574,7 @@ impl<O: Operation> Awaited<O> {
         let endpoints = Endpoints::new(depth)?;
         Ok(Self {
             receives: Receives::new(&endpoints, if O::RECEIVED { depth } else { 0 })?,
-            buffers: endpoints.buffers(depth)?,
+            buffers: endpoints.slots(depth)?,
             futures: slots(depth),
             results: slots(depth),
             endpoints,
@@ -571,12 +586,22 @@ impl<O: Operation> Side for Awaited<O> {
     fn post(&mut self) {
         let Endpoints { qps: [qp, peer], region, .. } = &self.endpoints;
         self.receives.post(peer);
-        counted_post::<O>(qp, black_box(region.grant()), &self.buffers, &mut self.futures);
+        let remote = black_box(region.grant());
+        if let ([buffer], [future]) = (&self.buffers[..], &mut self.futures[..]) {
+            future.write(counted_post_one::<O>(qp, remote, unsafe { buffer.assume_init_read() }));
+        } else {
+            counted_post::<O>(qp, remote, &self.buffers, &mut self.futures);
+        }
     }
 
     fn take(&mut self) -> Result<()> {
         let mut context = Context::from_waker(Waker::noop());
-        counted_take(&mut context, &mut self.futures, &mut self.results);
+        if let ([future], [result]) = (&self.futures[..], &mut self.results[..]) {
+            let future = unsafe { future.assume_init_read() };
+            result.write(counted_take_one(&mut context, future));
+        } else {
+            counted_take(&mut context, &mut self.futures, &mut self.results);
+        }
         for (buffer, result) in self.buffers.iter_mut().zip(&self.results) {
             buffer.write(unsafe { result.assume_init_read() }?);
         }
@@ -586,7 +611,7 @@ impl<O: Operation> Side for Awaited<O> {
 
 struct Batched<O: Operation> {
     receives: Receives,
-    buffers: Slots<BufMut>,
+    buffers: Vec<BufMut>,
     /// Empty, to be filled and posted.
     batch: Option<Batch<BufMut>>,
     posted: Option<BatchOp<BufMut>>,
@@ -599,7 +624,9 @@ impl<O: Operation> Batched<O> {
         let endpoints = Endpoints::new(depth)?;
         Ok(Self {
             receives: Receives::new(&endpoints, if O::RECEIVED { depth } else { 0 })?,
-            buffers: endpoints.buffers(depth)?,
+            buffers: (0..depth)
+                .map(|_| endpoints.pool.try_alloc(WORD))
+                .collect::<std::result::Result<_, _>>()?,
             batch: Some(Batch::new()),
             posted: None,
             endpoints,
@@ -614,7 +641,7 @@ impl<O: Operation> Side for Batched<O> {
         self.receives.post(peer);
         let batch = self.batch.take().unwrap_or_default();
         self.posted =
-            Some(counted_post_batch::<O>(qp, black_box(region.grant()), &self.buffers, batch));
+            Some(counted_post_batch::<O>(qp, black_box(region.grant()), &mut self.buffers, batch));
     }
 
     fn take(&mut self) -> Result<()> {
@@ -639,6 +666,15 @@ fn counted_post<O: Operation>(
 }
 
 #[inline(never)]
+fn counted_post_one<O: Operation>(
+    qp: &QueuePair,
+    remote: RemoteRegion,
+    buffer: BufMut,
+) -> O::Future {
+    O::post(qp, buffer, remote)
+}
+
+#[inline(never)]
 fn counted_post_receives(
     qp: &QueuePair,
     buffers: &[MaybeUninit<BufMut>],
@@ -658,14 +694,22 @@ fn counted_take<F: Future + Unpin>(
     results: &mut [MaybeUninit<F::Output>],
 ) {
     for (future, out) in futures.iter_mut().zip(results) {
-        loop {
-            if let Poll::Ready(result) = Pin::new(unsafe { future.assume_init_mut() }).poll(context)
-            {
-                out.write(result);
-                break;
-            }
-        }
+        out.write(ready(context, unsafe { future.assume_init_mut() }));
         unsafe { future.assume_init_drop() };
+    }
+}
+
+#[inline(never)]
+fn counted_take_one<F: Future + Unpin>(context: &mut Context<'_>, mut future: F) -> F::Output {
+    ready(context, &mut future)
+}
+
+#[inline(always)]
+fn ready<F: Future + Unpin>(context: &mut Context<'_>, future: &mut F) -> F::Output {
+    loop {
+        if let Poll::Ready(result) = Pin::new(&mut *future).poll(context) {
+            return result;
+        }
     }
 }
 
@@ -673,11 +717,11 @@ fn counted_take<F: Future + Unpin>(
 fn counted_post_batch<O: Operation>(
     qp: &QueuePair,
     remote: RemoteRegion,
-    buffers: &[MaybeUninit<BufMut>],
+    buffers: &mut Vec<BufMut>,
     mut batch: Batch<BufMut>,
 ) -> BatchOp<BufMut> {
-    for buffer in buffers {
-        O::add(&mut batch, unsafe { buffer.assume_init_read() }, remote);
+    for buffer in buffers.drain(..) {
+        O::add(&mut batch, buffer, remote);
     }
     qp.post_batch(batch)
 }
@@ -687,18 +731,12 @@ fn counted_post_batch<O: Operation>(
 fn counted_take_batch(
     context: &mut Context<'_>,
     mut posted: BatchOp<BufMut>,
-    buffers: &mut [MaybeUninit<BufMut>],
+    buffers: &mut Vec<BufMut>,
 ) -> Option<Batch<BufMut>> {
-    let mut result = loop {
-        if let Poll::Ready(result) = Pin::new(&mut posted).poll(context) {
-            break result;
-        }
-    };
+    let mut result = ready(context, &mut posted);
     if !result.is_ok() {
         return None;
     }
-    for (out, buffer) in buffers.iter_mut().zip(result.drain()) {
-        out.write(buffer);
-    }
+    result.append_to(buffers);
     Some(result.into_batch())
 }

@@ -155,6 +155,7 @@ fn attr(attr: &DeviceAttr) -> Value {
         "atomic": format!("{:?}", attr.atomic),
         "on_demand_paging": attr.on_demand_paging,
         "dma_buf": attr.dma_buf,
+        "data_path": attr.data_path.to_string(),
         "dc": attr.dc.map(|dc| json!({
             "max_rd_atomic": dc.max_rd_atomic,
             "max_init_rd_atomic": dc.max_init_rd_atomic,

@@ -22,7 +22,7 @@ use crate::types::{
 #[cfg(feature = "ibverbs")]
 use rdma_ibverbs::Ibverbs;
 use rdma_provider::cm_contract::{self, Admit, CmAnswer, CmEvent, CmParams, CmRoute};
-use rdma_provider::contract::{self, DctInit, DmaBufRange, PostError, Provider, QpInit};
+use rdma_provider::contract::{self, DctInit, DmaBufRange, PlainWr, PostError, Provider, QpInit};
 use rdma_soft::Soft;
 pub(crate) use rdma_soft::{CqCounters, ReceiveCounters, SendCounters, TargetCounters};
 
@@ -288,7 +288,40 @@ impl contract::Channel for Channel {
     }
 }
 
+/// A completion queue whose entries are read where the device writes them.
+#[cfg(feature = "ibverbs")]
+pub(crate) use rdma_ibverbs::mlx5::direct::CompletionQueue as InPlace;
+
+/// The software device copies completions.
+#[cfg(not(feature = "ibverbs"))]
+#[derive(Debug)]
+pub(crate) enum InPlace {}
+
+#[cfg(not(feature = "ibverbs"))]
+impl InPlace {
+    pub(crate) fn take_request(&self, _wr_id: crate::types::WrId) -> Option<WorkCompletion> {
+        match *self {}
+    }
+
+    pub(crate) fn drain(
+        &self,
+        _limit: usize,
+        _each: impl FnMut(&WorkCompletion),
+    ) -> Result<usize, VerbError> {
+        match *self {}
+    }
+}
+
 impl Cq {
+    /// Returns the queue if its entries are read in place.
+    pub(crate) fn in_place(&self) -> Option<Arc<InPlace>> {
+        match self {
+            Self::Soft(_) => None,
+            #[cfg(feature = "ibverbs")]
+            Self::Ibverbs(inner) => inner.direct().cloned(),
+        }
+    }
+
     pub(crate) const fn is_software(&self) -> bool {
         matches!(self, Self::Soft(_))
     }
@@ -361,11 +394,19 @@ impl contract::Qp for Qp {
         &self,
         list: impl IntoIterator<Item = impl Borrow<SendWr<'a>>>,
     ) -> Result<(), PostError> {
+        // SAFETY: S1: the caller's promise.
+        each!(self, inner => unsafe { inner.post_send(list) })
+    }
+
+    #[inline(always)]
+    unsafe fn post_plain(
+        &self,
+        list: impl ExactSizeIterator<Item = PlainWr>,
+    ) -> Result<bool, PostError> {
         // The caller's branch on the result follows the call of the same provider, so that a
         // provider that posts in place writes no result to memory.
         // SAFETY: S1: the caller's promise.
-        each!(self, inner => unsafe { inner.post_send(list)? });
-        Ok(())
+        each!(self, inner => Ok(unsafe { inner.post_plain(list)? }))
     }
 
     #[inline]

@@ -27,7 +27,10 @@
 //! - post work with a number (`wr_id`) that an operation has, or to a completion queue that the
 //!   crate polls: a completion with the number of an operation in flight would complete it and
 //!   return its buffer;
-//! - change the state of a queue pair, except by [`QueuePair::modify`].
+//! - change the state of a queue pair, except by [`QueuePair::modify`];
+//! - post, poll, arm or resize queues of a device that is used directly
+//!   ([`DataPath::Direct`](crate::types::DataPath::Direct)): libmlx5 does not know what is in them.
+//!   Queries work, and so do queues that the caller creates.
 
 #![allow(unsafe_code)]
 

@@ -5,6 +5,7 @@
 
 use std::ops::Deref;
 
+use rdma_provider::contract::{PlainOp, PlainWr};
 use smallvec::SmallVec;
 
 use super::slot::Slot;
@@ -29,8 +30,9 @@ pub(crate) struct BatchEntry {
 pub(crate) struct Entries {
     list: Vec<BatchEntry>,
     // What all buffers have in common, so that posting need not check each.
-    /// The protection domain of the buffers. `None` if there are none, or if one is not plain: it is
-    /// of another domain, not a single element, empty, or longer than its remote region.
+    /// The protection domain of the buffers. `None` if there are none, or if one is not plain: of
+    /// another domain, not a single element, empty, longer than its remote region, or for another
+    /// operation than SEND, WRITE and READ.
     pd: Option<PdKey>,
     /// The largest length of a buffer.
     longest: u32,
@@ -47,7 +49,12 @@ impl Entries {
     pub(crate) fn push(&mut self, op: SendOp, remote_len: u64, buffer: Option<(Sge, PdKey)>) {
         let sge = match buffer {
             Some((sge, pd)) => {
-                self.add_plain(pd, sge.length, remote_len);
+                // The operation is a constant in each caller.
+                if PlainOp::of(op).is_some() {
+                    self.add_plain(pd, sge.length, remote_len);
+                } else {
+                    self.pd = None;
+                }
                 sge
             }
             None => {
@@ -135,11 +142,6 @@ pub(super) struct Parts<'a> {
 }
 
 impl<'a> Parts<'a> {
-    /// Returns true if each work request has one element and there is no receiver.
-    pub(super) fn is_plain(&self) -> bool {
-        self.pieces.is_none() && self.to.is_none()
-    }
-
     pub(super) fn list<Q>(&self, slot: &Slot<Q>) -> impl Iterator<Item = SendWr<'a>> {
         let mut pieces = self.pieces.map(Pieces::iter);
         let target = self.to.map(Receiver::target);
@@ -159,14 +161,22 @@ impl<'a> Parts<'a> {
         })
     }
 
-    /// Builds the work requests of a [plain](Self::is_plain) batch, whose shape is known at compile
-    /// time.
-    pub(super) fn plain_list<Q>(&self, slot: &Slot<Q>) -> impl Iterator<Item = SendWr<'a>> {
+    /// Builds the work requests if all are plain: of one buffer each, and without a receiver.
+    pub(super) fn plain_list<Q>(
+        &self,
+        slot: &Slot<Q>,
+    ) -> Option<impl ExactSizeIterator<Item = PlainWr>> {
+        if self.pieces.is_some() || self.to.is_some() {
+            return None;
+        }
         let (mut ids, mut flags) = (slot.ids(), self.flags());
-        self.entries.iter().map(move |entry| {
-            let data = Data::Sges(std::slice::from_ref(&entry.sge));
-            SendWr { wr_id: ids.next(), op: entry.op, flags: flags.next(entry), data, target: None }
-        })
+        Some(self.entries.iter().map(move |entry| {
+            let (wr_id, flags) = (ids.next(), flags.next(entry));
+            let Some(op) = PlainOp::of(entry.op) else {
+                unreachable!("`add_plain` takes no other operation")
+            };
+            PlainWr { wr_id, op, flags, buffer: entry.sge }
+        }))
     }
 
     fn flags(&self) -> Flags {

@@ -16,6 +16,7 @@ use super::wake_list::{Teardown, WakeList, wake};
 use super::work_queue::WorkQueue;
 use super::work_request::Limits;
 use super::work_request_id::Owner;
+use crate::dispatch::InPlace;
 use crate::error::{LimitError, OpErrorKind, SetupError, VerbError};
 use crate::sync::{AtomicU32, Mutex, MutexGuard, Ordering, lock, try_lock};
 use crate::types::WorkCompletion;
@@ -38,6 +39,8 @@ pub(crate) struct CompletionQueueCore {
     spin: SpinBudget,
     reactors: Reactors,
     state: Mutex<State>,
+    /// The queue if its entries are read in place.
+    entries: Option<Arc<InPlace>>,
     cq: Cq,
     channel: Option<Channel>,
 }
@@ -53,7 +56,7 @@ struct State {
     armed: bool,
     unacknowledged: u32,
     /// `completions[next..end]` is taken from the device and not yet dispatched. Empty while a task
-    /// waits.
+    /// waits, and if the device's queue is read in place.
     next: usize,
     end: usize,
     /// Operations that may still complete in a row without waiting.
@@ -94,6 +97,7 @@ impl CompletionQueueCore {
                 woken: WakeList::new(),
                 counters: CompletionQueueCounters { capacity: cq.capacity(), ..Default::default() },
             }),
+            entries: cq.in_place(),
             cq,
         }
     }
@@ -253,6 +257,11 @@ impl CompletionQueueCore {
 
     /// Takes one batch and finishes its operations; returns true if there may be more.
     fn drain_batch(&self, state: &mut State) -> bool {
+        if let Some(entries) = &self.entries {
+            let State { queues, woken, .. } = state;
+            let found = entries.drain(BATCH, |wc| dispatch(queues, wc, woken));
+            return self.count(state, found) == BATCH;
+        }
         self.finish_remaining(state);
         let taken = self.take_batch(state);
         taken > 0 && self.finish_batch(state, 0, taken)
@@ -266,14 +275,22 @@ impl CompletionQueueCore {
         }
     }
 
-    /// Dispatches the remaining completions; returns true if there were any.
+    /// Dispatches the remaining completions, which may be in the device's queue if that is read in
+    /// place. Returns true if there were any.
     pub(super) fn dispatch_remaining(&self) -> bool {
         if !self.mode.arms() {
             return false;
         }
         let mut state = lock(&self.state);
-        let any = state.next < state.end;
-        self.finish_remaining(&mut state);
+        let any = if self.entries.is_some() {
+            let before = state.counters.completions;
+            while self.drain_batch(&mut state) {}
+            state.counters.completions != before
+        } else {
+            let any = state.next < state.end;
+            self.finish_remaining(&mut state);
+            any
+        };
         self.release(state);
         any
     }
@@ -305,12 +322,7 @@ impl CompletionQueueCore {
     fn finish_batch(&self, state: &mut State, from: usize, taken: usize) -> bool {
         let State { completions, queues, woken, .. } = state;
         for wc in completions.iter().take(taken).skip(from) {
-            match queues.get(Owner::of(wc.wr_id).0 as usize) {
-                Some(Some(attached)) => attached.queue.complete(wc, woken),
-                _ => {
-                    tracing::warn!(wr_id = %wc.wr_id, "ignored a completion of a destroyed queue")
-                }
-            }
+            dispatch(queues, wc, woken);
         }
         taken == BATCH
     }
@@ -401,6 +413,15 @@ impl CompletionQueueCore {
     /// Removes a driver. After the last one, events wake waiting operations until they poll again.
     pub(super) fn end_driving(&self) {
         self.drivers.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Finishes the operation of a completion.
+#[inline]
+fn dispatch(queues: &[Option<Attached>], wc: &WorkCompletion, woken: &mut WakeList) {
+    match queues.get(Owner::of(wc.wr_id).0 as usize) {
+        Some(Some(attached)) => attached.queue.complete(wc, woken),
+        _ => tracing::warn!(wr_id = %wc.wr_id, "ignored a completion of a destroyed queue"),
     }
 }
 

@@ -7,6 +7,7 @@ use std::fmt;
 use std::task::{Context, Poll, ready};
 
 use super::claim::Claim;
+use super::completion_queue_core::CompletionQueueCore;
 use super::failures::success;
 use super::slot::{Detach, FailedParts, Held, Outcome};
 use super::work_queue::WorkQueue;
@@ -73,8 +74,7 @@ impl<B: Send + 'static> InFlight<B> {
             Poll::Ready(finish(buffer, unsafe { claim.take(seen, &see) }))
         };
         if claim.is_new() {
-            let queue = claim.queue();
-            return match queue.cq().poll_first(queue, &claim, context, &see) {
+            return match CompletionQueueCore::poll_first(claim.queue(), &claim, context, &see) {
                 Poll::Ready(Some(seen)) => end(claim, Some(seen)),
                 Poll::Ready(None) => end(claim, None),
                 Poll::Pending => Poll::Pending,
@@ -97,7 +97,7 @@ impl<B: Send + 'static> InFlight<B> {
         let Some((claim, _)) = &self.held else { polled_again() };
         let see = |_: &WorkCompletion| claim.queue().end_parts(claim);
         let seen = if claim.is_new() {
-            ready!(claim.queue().cq().poll_first(claim.queue(), claim, context, see))
+            ready!(CompletionQueueCore::poll_first(claim.queue(), claim, context, see))
         } else {
             ready!(claim.wait(context, &see))
         };

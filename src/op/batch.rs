@@ -406,6 +406,11 @@ impl<B: Gather> BatchResult<B> {
         self.batch.buffers.drain(..)
     }
 
+    /// Moves the buffers, one per work request, to the end of `buffers`.
+    pub fn append_to(&mut self, buffers: &mut Vec<B>) {
+        buffers.append(&mut self.batch.buffers);
+    }
+
     /// Returns the batch, empty, for reuse. Drops buffers that were not [drained](Self::drain).
     #[must_use]
     pub fn into_batch(self) -> Batch<B> {

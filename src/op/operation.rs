@@ -9,7 +9,7 @@ use std::task::{Context, Poll};
 
 use crate::engine::{Claim, InFlight, OnFull, Refusal, Request, WorkKind, WorkQueue};
 use crate::error::{OpError, OpErrorKind, TryError};
-use crate::memory::Gather;
+use crate::memory::{Gather, Sealed as _};
 use crate::types::{SendFlags, WorkCompletion};
 
 /// The kind of an [`Operation`]: what it owns while it is in flight and what its future returns.
@@ -69,12 +69,22 @@ impl<F: OperationKind> Operation<F> {
         // Built in place: passing the operation to a call would copy it. A panic leaks `held`, as
         // in `leak_on_panic`.
         let held = ManuallyDrop::new(held);
-        let claim = match queue.submit_now(kind, flags, remote_len, &*held) {
-            Some(claim) => claim,
-            None => submit(queue, Request::new(kind, flags, remote_len), &*held),
-        };
-        let held = ManuallyDrop::into_inner(held);
-        Self { in_flight: InFlight::new(claim, held) }
+        match queue.submit_now(kind, flags, remote_len, held.single()) {
+            Some(claim) => Self { in_flight: InFlight::new(claim, ManuallyDrop::into_inner(held)) },
+            None => Self::post_checked(queue, Request::new(kind, flags, remote_len), held),
+        }
+    }
+
+    /// Posts or queues a work request that is not of the most common kind. `held` is in memory only
+    /// here.
+    #[cold]
+    fn post_checked(
+        queue: &Arc<WorkQueue>,
+        request: Request<'_>,
+        held: ManuallyDrop<F::Held>,
+    ) -> Self {
+        let claim = submit(queue, request, &*held);
+        Self { in_flight: InFlight::new(claim, ManuallyDrop::into_inner(held)) }
     }
 
     /// Posts or queues a work request that has a receiver, inline data or a window.

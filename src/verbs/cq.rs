@@ -131,6 +131,11 @@ impl Cq {
         self.inner.raw.poll(out)
     }
 
+    /// Returns the queue if its entries are read in place.
+    pub(crate) fn in_place(&self) -> Option<Arc<dispatch::InPlace>> {
+        self.inner.raw.in_place()
+    }
+
     /// Returns 0, or the error of a dead queue. Sometimes reads asynchronous events.
     #[inline(never)]
     pub(crate) fn after_empty_poll(&self) -> Result<usize, VerbError> {

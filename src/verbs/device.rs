@@ -92,9 +92,12 @@ impl Device {
 
     /// Opens a device by name.
     ///
-    /// Real devices are posted to by `ibv_wr_*` if their driver has it, else (and for SoftRoCE,
-    /// whose `ibv_wr_*` is incorrect) by `ibv_post_send(3)`. Environment variable
-    /// `TOKIO_RDMA_POST`, `extended` or `chain`, overrides this.
+    /// With feature `mlx5`, ConnectX adapters are posted to and polled directly. Other devices, and
+    /// adapters that lack something (a log line says what), are posted to by `ibv_wr_*` if their
+    /// driver has it, else (and for SoftRoCE, whose `ibv_wr_*` is incorrect) by `ibv_post_send(3)`.
+    /// [`DeviceAttr::data_path`](crate::types::DeviceAttr::data_path) says which. Environment
+    /// variable `TOKIO_RDMA_POST`, `direct`, `extended` or `chain`, overrides this; `direct` fails
+    /// with EOPNOTSUPP where it is impossible.
     ///
     /// # Errors
     ///

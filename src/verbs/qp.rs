@@ -17,7 +17,7 @@ use crate::error::{LimitError, NO_DC, SetupError, VerbError};
 use crate::types::{
     QpAttr, QpCaps, QpState, Qpn, RecvWr, SendWr, TransitionError, Transport, check_transition,
 };
-use rdma_provider::contract::{Context as _, Pd as _, PostError, Qp as _, QpInit};
+use rdma_provider::contract::{Context as _, Pd as _, PlainWr, PostError, Qp as _, QpInit};
 
 /// The options of a [`Qp`].
 #[derive(Debug, Clone)]
@@ -308,6 +308,22 @@ impl Qp {
     ) -> Result<(), PostError> {
         // SAFETY: S1: promised by the caller.
         unsafe { self.raw.post_send(list) }
+    }
+
+    /// Posts requests with one doorbell for a caller that excludes all other posts. Returns false
+    /// if it is to use [`post_in_place`](Self::post_in_place).
+    ///
+    /// # Safety
+    ///
+    /// See [`post_send`](Self::post_send). The caller also excludes all other posts of sends, and
+    /// changes to RESET. No buffer is empty.
+    #[inline(always)]
+    pub(crate) unsafe fn post_plain(
+        &self,
+        list: impl ExactSizeIterator<Item = PlainWr>,
+    ) -> Result<bool, PostError> {
+        // SAFETY: S1: promised by the caller.
+        unsafe { self.raw.post_plain(list) }
     }
 
     /// Posts a list of receives, `ibv_post_recv(3)`.

@@ -5,7 +5,7 @@ use tokio_rdma::types::{
     Data, Imm, QpState, RemoteAddr, Rkey, SendFlags, SendOp, SendWr, Sge, Transport, WcFlags,
     WcOpcode, WcStatus, WindowBind, WrId,
 };
-use tokio_rdma::{Access, ProtectionDomain, SetupError};
+use tokio_rdma::{Access, ProtectionDomain, SetupError, VerbError};
 
 use crate::common::raw::{End, Options, connect, connected, outcome};
 use crate::common::{Memory, Setup, eventually, pattern, rxe, skip};
@@ -350,6 +350,9 @@ fn send_over_another_connection_does_not_invalidate() {
     assert_eq!(outcome(&a.sent(1)), [(3, WcStatus::SUCCESS)]);
 }
 
+/// Vendor number of ConnectX adapters.
+const MELLANOX: u32 = 0x2c9;
+
 #[test]
 fn invalid_binding_fails_the_connection() {
     type Case = fn(WindowBind, &End) -> (WindowBind, Option<(MemoryWindow, Memory)>);
@@ -404,7 +407,13 @@ fn invalid_binding_fails_the_connection() {
         let good = window.prepare(&memory.0, 0..64, Access::REMOTE_ALL).unwrap();
         let (bad, _kept) = case(good, &b);
         // An unsignalled binding reports its failure too.
-        b.send_with(1, SendOp::BindWindow, SendFlags::empty(), Data::Window(&bad)).unwrap();
+        let posted = b.send_with(1, SendOp::BindWindow, SendFlags::empty(), Data::Window(&bad));
+        // Work queue entries of ConnectX have 32 bits for the length.
+        if what == "whole address space" && b.device.attr().vendor_id == MELLANOX {
+            assert_eq!(posted.unwrap_err().error.errno, VerbError::EOPNOTSUPP);
+            continue;
+        }
+        posted.unwrap();
         b.send(2, SendOp::Send, &[]).unwrap();
         let failed = [(1, WcStatus::MW_BIND_ERR), (2, WcStatus::WR_FLUSH_ERR)];
         assert_eq!(outcome(&b.sent(2)), failed, "{what}");

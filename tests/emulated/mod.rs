@@ -4,10 +4,12 @@ use std::process::Command;
 use std::sync::OnceLock;
 
 use emulated_connectx::{EmulatedConnectX, Link, Options};
+use tokio_rdma::types::DataPath;
 
 static DEVICE: OnceLock<EmulatedConnectX> = OnceLock::new();
 
 const ROCE: &str = "TOKIO_RDMA_EMULATED_ROCE";
+const POST: &str = "TOKIO_RDMA_POST";
 
 /// Starts device `mlx5_0` before the program starts threads.
 ///
@@ -28,26 +30,42 @@ extern "C" fn start() {
 #[unsafe(link_section = ".init_array")]
 static START: extern "C" fn() = start;
 
-// The link layer is a setting of the process, so this starts the program again.
+// The link layer and the data path are settings of the process, so these start the program again.
 #[test]
 fn all_suites_pass_with_roce_ports() {
-    if std::env::var_os(ROCE).is_some() {
+    pass_with(ROCE, "1");
+}
+
+#[test]
+fn all_suites_pass_through_libmlx5() {
+    pass_with(POST, "extended");
+}
+
+/// Runs all tests of this program with an environment variable set.
+fn pass_with(name: &str, value: &str) {
+    if [ROCE, POST].iter().any(|name| std::env::var_os(name).is_some()) {
         return;
     }
-    let output = Command::new(std::env::current_exe().unwrap()).env(ROCE, "1").output().unwrap();
+    let output = Command::new(std::env::current_exe().unwrap()).env(name, value).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(
         output.status.success() && text.contains("test result: ok. "),
-        "{}; repeat with {ROCE}=1\n{text}\n{}",
+        "{}; repeat with {name}={value}\n{text}\n{}",
         output.status,
         String::from_utf8_lossy(&output.stderr)
     );
 }
 
-// Checks what libmlx5 wrote to the device in the tests that ran before this one.
+// Checks what was written to the device in the tests that ran before this one.
 #[test]
 fn emulated_device_reports_no_violations() {
     let device = tokio_rdma::Device::open("mlx5_0").unwrap();
+    let path = match std::env::var(POST).as_deref() {
+        Ok("chain") => DataPath::Chain,
+        Ok("extended") => DataPath::Extended,
+        _ => DataPath::Direct,
+    };
+    assert_eq!(device.attr().data_path, path);
     let dc = device.attr().dc.expect("the emulated device has DC");
     assert!(dc.max_rd_atomic > 0 && dc.max_init_rd_atomic > 0, "{dc:?}");
     DEVICE.get().expect("the device was started before main").assert_clean();

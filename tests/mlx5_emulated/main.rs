@@ -1,8 +1,8 @@
-//! The conformance suites on the real libibverbs and libmlx5, over an emulated ConnectX with
-//! InfiniBand ports and with RoCE ports.
+//! The conformance suites over an emulated ConnectX: on the direct data path with InfiniBand ports
+//! and with RoCE ports, and through the real libmlx5.
 //!
-//! They test this crate's use of libmlx5, not a real ConnectX: `testing/emulated-connectx` invents
-//! the behaviour of the device.
+//! They test this crate's use of libmlx5 and of its formats, not a real ConnectX:
+//! `testing/emulated-connectx` invents the behaviour of the device.
 
 #![cfg(all(
     feature = "mlx5",

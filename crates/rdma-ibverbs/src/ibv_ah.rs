@@ -2,10 +2,13 @@
 
 #![allow(unsafe_code)]
 
+use std::mem;
 use std::ptr::NonNull;
 
 use rdma_sys::*;
 
+use super::mlx5::direct::Device;
+use super::mlx5::direct::address::AddressHandle;
 use super::{convert, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract;
@@ -14,7 +17,8 @@ use rdma_provider::types::AddressVector;
 /// An address handle, `ibv_ah`.
 #[derive(Debug)]
 pub struct Ah {
-    raw: NonNull<ibv_ah>,
+    /// Work requests name it by its address.
+    handle: Box<AddressHandle>,
 }
 
 // SAFETY: S3: libibverbs is thread-safe.
@@ -23,23 +27,36 @@ unsafe impl Send for Ah {}
 unsafe impl Sync for Ah {}
 
 impl Ah {
-    pub(super) fn new(pd: NonNull<ibv_pd>, address: &AddressVector) -> Result<Self, VerbError> {
+    pub(super) fn new(
+        pd: NonNull<ibv_pd>,
+        address: &AddressVector,
+        direct: Option<Device>,
+    ) -> Result<Self, VerbError> {
         let mut attr = convert::address_to(address);
         // SAFETY: S3: the domain is alive, the attributes local.
         let raw = unsafe { ibv_create_ah(pd.as_ptr(), &raw mut attr) };
-        Ok(Self { raw: sys::handle("ibv_create_ah", raw)? })
+        let raw = sys::handle("ibv_create_ah", raw)?;
+        // SAFETY: S3: zeros are valid.
+        let route = unsafe { mem::zeroed() };
+        // From here on, an error destroys the handle.
+        let mut made = Self { handle: Box::new(AddressHandle { raw, route }) };
+        if let Some(direct) = direct {
+            // SAFETY: S3: just created.
+            made.handle.route = unsafe { direct.route(raw) }?;
+        }
+        Ok(made)
     }
 }
 
 impl contract::Ah for Ah {
     fn handle(&self) -> usize {
-        self.raw.as_ptr().expose_provenance()
+        self.handle.handle()
     }
 }
 
 impl Drop for Ah {
     fn drop(&mut self) {
         // SAFETY: S3: created by this object; work that named it has copied it or was flushed.
-        sys::log_failure("ibv_destroy_ah", unsafe { ibv_destroy_ah(self.raw.as_ptr()) });
+        sys::log_failure("ibv_destroy_ah", unsafe { ibv_destroy_ah(self.handle.raw.as_ptr()) });
     }
 }

@@ -11,8 +11,9 @@ use rdma_sys::*;
 
 use super::ibv_channel::{Channel, set_nonblocking};
 use super::ibv_cq::Cq;
-use super::ibv_pd::Pd;
+use super::ibv_pd::{Pd, Posting};
 use super::mlx5::dc;
+use super::mlx5::direct::Device;
 use super::{Ibverbs, convert, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract::{self, Context as _, Pd as _, QpInit};
@@ -72,8 +73,7 @@ pub struct Context {
     attr: DeviceAttr,
     /// Number of GID table entries of all ports.
     gids: usize,
-    /// True if `ibv_wr_*` is preferred for posting.
-    extended: bool,
+    posting: Posting,
 }
 
 // SAFETY: S3: libibverbs is thread-safe.
@@ -102,30 +102,54 @@ impl Context {
         // SAFETY: S3: the device is in a live list.
         let raw = sys::handle("ibv_open_device", unsafe { ibv_open_device(device) })?;
         // From here on, an error closes the context.
-        let mut context = Self { raw, attr: DeviceAttr::named(name), gids: 0, extended: false };
+        let mut context =
+            Self { raw, attr: DeviceAttr::named(name), gids: 0, posting: Posting::Chain };
         set_nonblocking(context.event_fd())?;
         context.attr = context.query(name)?;
-        context.extended = match std::env::var("TOKIO_RDMA_POST").as_deref() {
-            Ok("extended") => true,
-            Ok("chain") => false,
-            Ok(_) => {
-                return Err(VerbError::new(
-                    "TOKIO_RDMA_POST (extended or chain)",
-                    VerbError::EINVAL,
-                ));
-            }
-            // SoftRoCE's `ibv_wr_*` lose the inline flag and all but the first length of a list
-            // (rdma-core 44).
-            Err(_) => context.attr.vendor_id != SOFT_ROCE,
-        };
         for port in 1..=context.attr.ports {
             let entries = context.query_port(PortNum(port))?.gid_tbl_len;
             context.gids += usize::try_from(entries).unwrap_or(0);
         }
         context.attr.max_inline = context.probe_inline();
         context.attr.dma_buf = context.create_pd()?.supports_dma_bufs();
+        context.posting = Posting::Extended;
         context.attr.dc = dc::attributes(&context, raw, &context.attr);
+        context.posting = context.choose_posting()?;
+        context.attr.data_path = context.posting.data_path();
         Ok(Some(context))
+    }
+
+    /// Chooses how queues post: as environment variable `TOKIO_RDMA_POST` says, otherwise directly
+    /// if possible.
+    fn choose_posting(&self) -> Result<Posting, VerbError> {
+        // SoftRoCE's `ibv_wr_*` lose the inline flag and all but the first length of a list
+        // (rdma-core 44).
+        let has_extended = self.attr.vendor_id != SOFT_ROCE;
+        let by_library = if has_extended { Posting::Extended } else { Posting::Chain };
+        // A registered dma-buf has addresses that are not this process's.
+        let direct = || Device::new(self.raw, !self.attr.dma_buf);
+        match std::env::var("TOKIO_RDMA_POST").as_deref() {
+            Ok("chain") => Ok(Posting::Chain),
+            Ok("extended") => Ok(Posting::Extended),
+            Ok("direct") => direct()
+                .map(Posting::Direct)
+                .map_err(|missing| VerbError::new(missing, VerbError::EOPNOTSUPP)),
+            Ok(_) => Err(VerbError::new(
+                "TOKIO_RDMA_POST (direct, extended or chain)",
+                VerbError::EINVAL,
+            )),
+            Err(_) => Ok(match direct() {
+                Ok(device) => Posting::Direct(device),
+                Err(missing) => {
+                    tracing::info!(
+                        device = self.attr.name,
+                        missing,
+                        "device does not support the direct data path; posting through libibverbs"
+                    );
+                    by_library
+                }
+            }),
+        }
     }
 
     fn query(&self, name: &str) -> Result<DeviceAttr, VerbError> {
@@ -299,7 +323,7 @@ impl contract::Context<Ibverbs> for Context {
     }
 
     fn create_pd(&self) -> Result<Pd, VerbError> {
-        Pd::new(self.raw, self.attr.clone(), self.extended)
+        Pd::new(self.raw, self.attr.clone(), self.posting)
     }
 
     fn create_channel(&self) -> Result<Channel, VerbError> {
@@ -313,7 +337,7 @@ impl contract::Context<Ibverbs> for Context {
         vector: u32,
         cookie: u64,
     ) -> Result<Cq, VerbError> {
-        Cq::new(self.raw, capacity, channel, vector, cookie)
+        Cq::new(self.raw, capacity, channel, vector, cookie, self.posting.direct())
     }
 
     fn create_cm_channel(&self) -> Result<super::cm::CmChannel, VerbError> {

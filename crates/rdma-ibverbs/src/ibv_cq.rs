@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use rdma_sys::*;
 
 use super::ibv_channel::Channel;
+use super::mlx5::direct::{CompletionQueue, Device};
 use super::{convert, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract;
@@ -21,6 +22,7 @@ use rdma_provider::types::WorkCompletion;
 pub struct Cq {
     raw: NonNull<ibv_cq>,
     events: Arc<Events>,
+    direct: Option<Arc<CompletionQueue>>,
 }
 
 /// The `cq_context` that libibverbs returns with each event of a queue.
@@ -32,6 +34,8 @@ pub(super) struct Events {
     cookie: u64,
     /// Events taken and not acknowledged, with the flag [`DESTROYING`].
     unacknowledged: AtomicU32,
+    /// Events taken, modulo 2^32: the sequence number of the next request for one.
+    taken: AtomicU32,
 }
 
 /// The queue is being destroyed: only [`Events::take`] acknowledges its events.
@@ -47,8 +51,10 @@ impl Events {
     pub(super) unsafe fn take(cq: *mut ibv_cq, events: *mut c_void) -> u64 {
         let events: *const Self = events.cast_const().cast();
         // SAFETY: S3: the queue and its `Events` exist until this event is acknowledged.
-        let (cookie, before) =
-            unsafe { ((*events).cookie, (*events).unacknowledged.fetch_add(1, Ordering::AcqRel)) };
+        let (cookie, before) = unsafe {
+            (*events).taken.fetch_add(1, Ordering::AcqRel);
+            ((*events).cookie, (*events).unacknowledged.fetch_add(1, Ordering::AcqRel))
+        };
         // From here on the queue may be gone, unless its destruction waits for this event.
         if before & DESTROYING != 0 {
             // SAFETY: S3: it does.
@@ -80,18 +86,36 @@ impl Cq {
         channel: Option<&Channel>,
         vector: u32,
         cookie: u64,
+        direct: Option<Device>,
     ) -> Result<Self, VerbError> {
         let verb = "ibv_create_cq";
         let (Ok(capacity), Ok(vector)) = (capacity.try_into(), vector.try_into()) else {
             return Err(VerbError::new(verb, VerbError::EINVAL));
         };
         let channel = channel.map_or(ptr::null_mut(), Channel::raw);
-        let events = Arc::new(Events { cookie, unacknowledged: AtomicU32::new(0) });
+        let events = Arc::new(Events {
+            cookie,
+            unacknowledged: AtomicU32::new(0),
+            taken: AtomicU32::new(0),
+        });
         // Opaque to libibverbs, which returns it with each event.
         let cq_context = Arc::as_ptr(&events).cast_mut().cast();
         // SAFETY: S3: the context is open and owns the channel, if any.
         let raw = unsafe { ibv_create_cq(context.as_ptr(), capacity, cq_context, channel, vector) };
-        Ok(Self { raw: sys::handle(verb, raw)?, events })
+        let raw = sys::handle(verb, raw)?;
+        // From here on, an error destroys the queue.
+        let mut made = Self { raw, events, direct: None };
+        if let Some(direct) = direct {
+            // SAFETY: S3: new, and destroyed after the queue pairs that refer to it.
+            made.direct = Some(Arc::new(unsafe { direct.completion_queue(raw) }?));
+        }
+        Ok(made)
+    }
+
+    /// Returns the queue if its device is polled directly.
+    #[inline(always)]
+    pub fn direct(&self) -> Option<&Arc<CompletionQueue>> {
+        if cfg!(feature = "mlx5") { self.direct.as_ref() } else { None }
     }
 
     pub(super) fn raw(&self) -> *mut ibv_cq {
@@ -112,6 +136,9 @@ impl contract::Cq for Cq {
 
     #[inline(always)]
     fn poll(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError> {
+        if let Some(direct) = self.direct() {
+            return direct.poll(out);
+        }
         let wanted = i32::try_from(out.len()).unwrap_or(i32::MAX);
         // SAFETY: S3: the queue is alive; S4: `out` has `wanted` entries, and any bytes are valid.
         let found = unsafe { ibv_poll_cq(self.raw(), wanted, convert::completions(out)) };
@@ -120,6 +147,10 @@ impl contract::Cq for Cq {
     }
 
     fn arm(&self, solicited_only: bool) -> Result<(), VerbError> {
+        if let Some(direct) = self.direct() {
+            direct.arm(solicited_only, self.events.taken.load(Ordering::Acquire));
+            return Ok(());
+        }
         // SAFETY: S3: the queue is alive.
         sys::status("ibv_req_notify_cq", unsafe {
             ibv_req_notify_cq(self.raw(), solicited_only.into())

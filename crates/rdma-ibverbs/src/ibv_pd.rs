@@ -13,10 +13,11 @@ use super::ibv_mr::{Mr, Mw};
 use super::ibv_qp::Qp;
 use super::ibv_srq::Srq;
 use super::mlx5::dc::Dct;
+use super::mlx5::direct::{Device, Registers};
 use super::{Ibverbs, convert, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract::{self, DctInit, DmaBufRange, NoDct, QpInit};
-use rdma_provider::types::{Access, AddressVector, DcAttr, DeviceAttr, SrqCaps};
+use rdma_provider::types::{Access, AddressVector, DataPath, DcAttr, DeviceAttr, SrqCaps};
 
 /// The error of a kernel whose verbs interface lacks a method, `errno(3)`.
 const EPROTONOSUPPORT: i32 = 93;
@@ -27,8 +28,38 @@ pub struct Pd {
     raw: NonNull<ibv_pd>,
     /// The device's attributes, which limit queue pairs and address handles.
     device: DeviceAttr,
-    /// True if queue pairs post with `ibv_wr_*` instead of `ibv_post_send`.
-    extended: bool,
+    posting: Posting,
+    /// The doorbell registers of queue pairs that post directly.
+    registers: Registers,
+}
+
+/// The way in which the queues of a device post and poll.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Posting {
+    /// `ibv_post_send` and `ibv_poll_cq`.
+    Chain,
+    /// `ibv_wr_*`, where the driver has them, and `ibv_poll_cq`.
+    Extended,
+    /// By this crate.
+    Direct(Device),
+}
+
+impl Posting {
+    pub(super) fn data_path(self) -> DataPath {
+        match self {
+            Self::Chain => DataPath::Chain,
+            Self::Extended => DataPath::Extended,
+            Self::Direct(_) => DataPath::Direct,
+        }
+    }
+
+    /// Returns the device if its queues post directly.
+    pub(super) fn direct(self) -> Option<Device> {
+        match self {
+            Self::Direct(device) => Some(device),
+            Self::Chain | Self::Extended => None,
+        }
+    }
 }
 
 // SAFETY: S3: libibverbs is thread-safe; the handle is not used after `Drop`.
@@ -50,11 +81,11 @@ impl Pd {
     pub(super) fn new(
         context: NonNull<ibv_context>,
         device: DeviceAttr,
-        extended: bool,
+        posting: Posting,
     ) -> Result<Self, VerbError> {
         // SAFETY: S3: the context is open.
         let raw = sys::handle("ibv_alloc_pd", unsafe { ibv_alloc_pd(context.as_ptr()) })?;
-        Ok(Self { raw, device, extended })
+        Ok(Self { raw, device, posting, registers: Registers::default() })
     }
 
     /// Sets the DC attributes, for probing whether the device supports DC.
@@ -113,7 +144,7 @@ impl contract::Pd<Ibverbs> for Pd {
     }
 
     fn create_qp(&self, init: &QpInit<'_, Ibverbs>) -> Result<Qp, VerbError> {
-        Qp::new(self.raw, init, &self.device, self.extended)
+        Qp::new(self.raw, init, &self.device, self.posting, &self.registers)
     }
 
     fn create_dct(&self, init: &DctInit<'_, Ibverbs>) -> Result<Dct, VerbError> {
@@ -130,7 +161,7 @@ impl contract::Pd<Ibverbs> for Pd {
     }
 
     fn create_srq(&self, caps: SrqCaps) -> Result<Srq, VerbError> {
-        Srq::new(self.raw, caps)
+        Srq::new(self.raw, caps, self.posting.direct())
     }
 
     fn create_ah(&self, address: &AddressVector) -> Result<Ah, VerbError> {
@@ -138,12 +169,14 @@ impl contract::Pd<Ibverbs> for Pd {
         if !(1..=self.device.ports).contains(&address.port.0) {
             return Err(VerbError::new("ibv_create_ah", VerbError::EINVAL));
         }
-        Ah::new(self.raw, address)
+        Ah::new(self.raw, address, self.posting.direct())
     }
 }
 
 impl Drop for Pd {
     fn drop(&mut self) {
+        // Their domains are created from this one.
+        drop(std::mem::take(&mut self.registers));
         // SAFETY: S3: created by this object; everything created from it is gone.
         sys::log_failure("ibv_dealloc_pd", unsafe { ibv_dealloc_pd(self.raw.as_ptr()) });
     }

@@ -9,6 +9,7 @@ use std::ptr::{self, NonNull};
 
 use rdma_sys::*;
 
+use super::mlx5::direct::address::handle_of;
 use super::{convert, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract::PostError;
@@ -48,7 +49,8 @@ fn is_supported(transport: Transport, wr: &SendWr<'_>) -> bool {
     transport == Transport::Rc && is_plain(wr) || transport_supports(transport, wr)
 }
 
-fn transport_supports(transport: Transport, wr: &SendWr<'_>) -> bool {
+/// Returns true if queue pairs of `transport` execute such requests.
+pub(super) fn transport_supports(transport: Transport, wr: &SendWr<'_>) -> bool {
     let binds = matches!(transport, Transport::Rc | Transport::Uc);
     let has_operation = match wr.op {
         SendOp::Send | SendOp::SendWithImm(_) => true,
@@ -266,11 +268,8 @@ unsafe fn write_send(element: *mut Element, next: *mut ibv_send_wr, wr: &SendWr<
         (*raw).opcode = opcode;
         // Requests to DC targets are never posted in chains.
         if let Some(SendTarget::Datagram(UdTarget { handle, qpn, qkey, .. })) = wr.target {
-            (*raw).wr.ud = ud_t {
-                ah: ptr::with_exposed_provenance_mut(handle),
-                remote_qpn: qpn.0,
-                remote_qkey: qkey.0,
-            };
+            (*raw).wr.ud =
+                ud_t { ah: handle_of(handle).raw.as_ptr(), remote_qpn: qpn.0, remote_qkey: qkey.0 };
         }
         let flags = convert::send_flags(wr.flags);
         match wr.data {
@@ -417,12 +416,12 @@ unsafe fn request(qp: *mut ibv_qp_ex, dc: Option<NonNull<mlx5dv_qp_ex>>, wr: &Se
         match wr.target {
             None => {}
             Some(SendTarget::Datagram(UdTarget { handle, qpn, qkey, .. })) => {
-                call!(wr_set_ud_addr, ptr::with_exposed_provenance_mut(handle), qpn.0, qkey.0);
+                call!(wr_set_ud_addr, handle_of(handle).raw.as_ptr(), qpn.0, qkey.0);
             }
             Some(SendTarget::Dc(DctTarget { handle, number, key, .. })) => {
                 let Some(dc) = dc.map(NonNull::as_ptr) else { return false };
                 let Some(set) = (*dc).wr_set_dc_addr else { return false };
-                set(dc, ptr::with_exposed_provenance_mut(handle), number.0, key.0);
+                set(dc, handle_of(handle).raw.as_ptr(), number.0, key.0);
             }
         }
         match wr.data {

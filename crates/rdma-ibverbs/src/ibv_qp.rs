@@ -9,12 +9,14 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 use rdma_sys::*;
 
+use super::ibv_pd::Posting;
 use super::ibv_srq::Srq;
 use super::mlx5::dc::Initiator;
+use super::mlx5::direct::{QueuePair, Registers, SendQueue, Uses};
 use super::owned::Owned;
 use super::{Ibverbs, convert, ibv_post, sys};
 use rdma_provider::VerbError;
-use rdma_provider::contract::{self, PostError, QpInit};
+use rdma_provider::contract::{self, PlainWr, PostError, QpInit};
 use rdma_provider::types::{
     AtomicCapability, DeviceAttr, QpAttr, QpCaps, QpState, Qpn, RecvWr, SendWr, Transport,
 };
@@ -23,6 +25,10 @@ use rdma_provider::types::{
 #[derive(Debug)]
 pub struct Qp {
     raw: Owned<ibv_qp>,
+    /// The same queue pair, if its device posts directly.
+    direct: Option<QueuePair>,
+    /// The send queue in `direct`, if it takes plain requests.
+    plain: Option<NonNull<SendQueue>>,
     /// The same queue pair for `ibv_wr_*`, if the driver supports it.
     extended: Option<NonNull<ibv_qp_ex>>,
     /// The same queue pair for setting the DC target, if it is an initiator.
@@ -43,38 +49,32 @@ unsafe impl Send for Qp {}
 // SAFETY: S3: as above.
 unsafe impl Sync for Qp {}
 
-impl Qp {
-    /// Returns the C library's handle.
-    ///
-    /// # Safety
-    ///
-    /// Valid while this object lives. The caller must neither destroy nor modify it.
-    #[must_use]
-    pub const unsafe fn as_raw(&self) -> NonNull<ibv_qp> {
-        self.raw.get()
-    }
+/// A new queue pair of libibverbs.
+struct Created {
+    raw: NonNull<ibv_qp>,
+    extended: Option<NonNull<ibv_qp_ex>>,
+    dc: Option<NonNull<mlx5dv_qp_ex>>,
+    granted: ibv_qp_cap,
+}
 
-    /// Creates a queue pair. It posts through `ibv_wr_*` if it is a DC initiator, or if `extended`
-    /// is true and the driver supports it.
-    pub(super) fn new(
+impl Created {
+    /// Creates a queue pair in protection domain `pd`, for `ibv_wr_*` if it is a DC initiator, or
+    /// if `extended` is true and the driver supports it.
+    fn new(
         pd: NonNull<ibv_pd>,
         init: &QpInit<'_, Ibverbs>,
         device: &DeviceAttr,
         extended: bool,
+        flags: Option<mlx5dv_qp_create_flags>,
     ) -> Result<Self, VerbError> {
+        let operations = send_operations(init.transport, device);
         if init.transport == Transport::Dci {
             if device.dc.is_none() {
                 return Err(contract::NoDct::REFUSED);
             }
-            let Initiator { raw, extended, dc, granted } =
-                Initiator::new(pd, init, send_operations(init.transport, device))?;
-            return Ok(Self {
-                dc: Some(dc),
-                receives: false,
-                ..Self::made(raw, Some(extended), init.transport, &granted)
-            });
+            let Initiator { raw, extended, dc, granted } = Initiator::new(pd, init, operations)?;
+            return Ok(Self { raw, extended: Some(extended), dc: Some(dc), granted });
         }
-        let receives = init.srq.is_none();
         // SAFETY: S3: zeros are valid.
         let mut raw: ibv_qp_init_attr_ex = unsafe { mem::zeroed() };
         raw.send_cq = init.send_cq.raw();
@@ -88,45 +88,113 @@ impl Qp {
             wanted.comp_mask = (ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_PD
                 | ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_SEND_OPS_FLAGS)
                 .0;
-            wanted.send_ops_flags = u64::from(send_operations(init.transport, device).0);
+            wanted.send_ops_flags = u64::from(operations.0);
             // SAFETY: S3: domain and queues are alive, the attributes local.
-            let qp = unsafe { ibv_create_qp_ex(pd.as_ref().context, &raw mut wanted) };
-            if let Ok(qp) = sys::handle("ibv_create_qp_ex", qp) {
+            let context = unsafe { pd.as_ref().context };
+            let qp = match flags {
+                // SAFETY: S3: as above.
+                None => unsafe { ibv_create_qp_ex(context, &raw mut wanted) },
+                Some(flags) => {
+                    // SAFETY: S3: zeros are valid.
+                    let mut special: mlx5dv_qp_init_attr = unsafe { mem::zeroed() };
+                    special.comp_mask =
+                        mlx5dv_qp_init_attr_mask::MLX5DV_QP_INIT_ATTR_MASK_QP_CREATE_FLAGS.0.into();
+                    special.create_flags = flags.0;
+                    // SAFETY: S3: as above.
+                    unsafe { mlx5dv_create_qp(context, &raw mut wanted, &raw mut special) }
+                }
+            };
+            let qp = sys::handle("ibv_create_qp_ex", qp);
+            if flags.is_some() {
+                // Only this call has them.
+                qp?;
+            }
+            if let Ok(raw) = qp {
                 // SAFETY: S3: just created.
-                let extended = NonNull::new(unsafe { ibv_qp_to_qp_ex(qp.as_ptr()) });
-                return Ok(Self {
-                    receives,
-                    ..Self::made(qp, extended, init.transport, &wanted.cap)
-                });
+                let extended = NonNull::new(unsafe { ibv_qp_to_qp_ex(raw.as_ptr()) });
+                return Ok(Self { raw, extended, dc: None, granted: wanted.cap });
             }
         }
         // `ibv_qp_init_attr_ex` starts with the fields of `ibv_qp_init_attr`.
         // SAFETY: S3: domain and queues are alive, the attributes local.
         let qp = unsafe { ibv_create_qp(pd.as_ptr(), (&raw mut raw).cast()) };
         let qp = sys::handle("ibv_create_qp", qp)?;
-        Ok(Self { receives, ..Self::made(qp, None, init.transport, &raw.cap) })
+        Ok(Self { raw: qp, extended: None, dc: None, granted: raw.cap })
+    }
+}
+
+impl Qp {
+    /// Returns the C library's handle.
+    ///
+    /// # Safety
+    ///
+    /// Valid while this object lives. The caller must neither destroy nor modify it.
+    #[must_use]
+    pub const unsafe fn as_raw(&self) -> NonNull<ibv_qp> {
+        self.raw.get()
     }
 
-    fn made(
-        raw: NonNull<ibv_qp>,
-        extended: Option<NonNull<ibv_qp_ex>>,
-        transport: Transport,
-        granted: &ibv_qp_cap,
-    ) -> Self {
-        let state = AtomicU8::new(QpState::Reset as u8);
-        let in_place = if transport == Transport::Rc { QpState::Rts as u8 } else { u8::MAX };
-        // SAFETY: S3: just created.
-        let raw = unsafe { Owned::new(raw) };
+    /// Creates a queue pair.
+    pub(super) fn new(
+        pd: NonNull<ibv_pd>,
+        init: &QpInit<'_, Ibverbs>,
+        device: &DeviceAttr,
+        posting: Posting,
+        registers: &Registers,
+    ) -> Result<Self, VerbError> {
+        let Some(direct) = posting.direct() else {
+            let extended = matches!(posting, Posting::Extended);
+            return Ok(Self::made(Created::new(pd, init, device, extended, None)?, init));
+        };
+        let (Some(send_cq), Some(recv_cq)) = (init.send_cq.direct(), init.recv_cq.direct()) else {
+            return Err(VerbError::new("mixing of data paths", VerbError::EINVAL));
+        };
+        let uses = Uses { send_cq, recv_cq, srq: init.srq.and_then(Srq::direct) };
+        // SAFETY: S3: the domain outlives its registers.
+        let domain = unsafe { registers.next(pd) }?;
+        let no_scatter = mlx5dv_qp_create_flags::MLX5DV_QP_CREATE_DISABLE_SCATTER_TO_CQE;
+        let flags = (!direct.scatter).then_some(no_scatter);
+        let created = Created::new(domain.domain(), init, device, true, flags)?;
+        let (raw, transport) = (created.raw, init.transport);
+        // From here on, an error destroys the queue pair.
+        let mut made = Self::made(created, init);
+        // SAFETY: S3: new, and created in that domain; the layer above destroys it before its
+        // queues.
+        let pair = unsafe { direct.queue_pair(raw, transport, &made.caps, uses, domain) }?;
+        if transport == Transport::Rc {
+            made.plain = pair.send().ok().map(NonNull::from);
+        }
+        made.direct = Some(pair);
+        Ok(made)
+    }
+
+    fn made(created: Created, init: &QpInit<'_, Ibverbs>) -> Self {
+        let Created { raw, extended, dc, granted } = created;
+        let in_place = if init.transport == Transport::Rc { QpState::Rts as u8 } else { u8::MAX };
         Self {
-            raw,
+            // SAFETY: S3: just created.
+            raw: unsafe { Owned::new(raw) },
+            direct: None,
+            plain: None,
             extended,
-            dc: None,
-            receives: true,
-            transport,
-            caps: convert::caps_from(granted),
-            state,
+            dc,
+            transport: init.transport,
+            caps: convert::caps_from(&granted),
+            receives: init.srq.is_none() && init.transport != Transport::Dci,
+            state: AtomicU8::new(QpState::Reset as u8),
             in_place,
         }
+    }
+
+    #[inline(always)]
+    fn direct(&self) -> Option<&QueuePair> {
+        if cfg!(feature = "mlx5") { self.direct.as_ref() } else { None }
+    }
+
+    #[inline(always)]
+    fn plain(&self) -> Option<&SendQueue> {
+        // SAFETY: S3: `direct` keeps the queue, and does not move it.
+        if cfg!(feature = "mlx5") { self.plain.map(|send| unsafe { send.as_ref() }) } else { None }
     }
 
     fn raw(&self) -> *mut ibv_qp {
@@ -144,6 +212,9 @@ impl Qp {
         list: impl Iterator<Item = impl Borrow<SendWr<'a>>>,
     ) -> Result<(), PostError> {
         self.check("ibv_post_send", QpState::Rts as u8)?;
+        if let Some(direct) = self.direct() {
+            return direct.send().map_err(refused)?.post_list(list);
+        }
         match self.extended {
             // SAFETY: S1: the caller's promise; S3: the queue pair is alive.
             Some(qp) => unsafe { ibv_post::extended(qp.as_ptr(), self.dc, self.transport, list) },
@@ -164,29 +235,34 @@ impl Qp {
     }
 }
 
+/// Returns the error of a list whose first request is refused.
+fn refused(error: VerbError) -> PostError {
+    PostError { posted: 0, error }
+}
+
 /// Returns the `ibv_wr_*` operations for a queue pair of `transport`.
 fn send_operations(transport: Transport, device: &DeviceAttr) -> ibv_qp_create_send_ops_flags {
     use ibv_qp_create_send_ops_flags as op;
     let send = op::IBV_QP_EX_WITH_SEND | op::IBV_QP_EX_WITH_SEND_WITH_IMM;
     let write = op::IBV_QP_EX_WITH_RDMA_WRITE | op::IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM;
+    let windows = if device.max_mw > 0 {
+        op::IBV_QP_EX_WITH_LOCAL_INV | op::IBV_QP_EX_WITH_BIND_MW
+    } else {
+        op(0)
+    };
     match transport {
         Transport::Ud => send,
-        Transport::Uc => send | write,
+        // Drivers size the entries of the send queue by these.
+        Transport::Uc => send | write | windows,
         Transport::Rc | Transport::Dci => {
             let mut all = send | write | op::IBV_QP_EX_WITH_RDMA_READ;
-            if transport == Transport::Rc {
-                all |= op::IBV_QP_EX_WITH_SEND_WITH_INV;
-            }
             if device.atomic != AtomicCapability::None {
                 all = all
                     | op::IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP
                     | op::IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD;
             }
-            if device.max_mw > 0 && transport == Transport::Rc {
-                all = all
-                    | op::IBV_QP_EX_WITH_SEND_WITH_INV
-                    | op::IBV_QP_EX_WITH_LOCAL_INV
-                    | op::IBV_QP_EX_WITH_BIND_MW;
+            if transport == Transport::Rc {
+                all = all | op::IBV_QP_EX_WITH_SEND_WITH_INV | windows;
             }
             all
         }
@@ -214,9 +290,18 @@ impl contract::Qp for Qp {
         if let Some(lower) = attr.state.map(|state| state as u8).filter(|&state| state < before) {
             self.state.store(lower, Ordering::Release);
         }
-        // SAFETY: S3: the queue pair is alive, the attributes local.
-        let result = unsafe { ibv_modify_qp(self.raw(), &raw mut raw, attr.mask().bits() as i32) };
-        let result = sys::status("ibv_modify_qp", result);
+        let mut modify = || {
+            let mask = attr.mask().bits() as i32;
+            // SAFETY: S3: the queue pair is alive, the attributes local.
+            sys::status("ibv_modify_qp", unsafe { ibv_modify_qp(self.raw(), &raw mut raw, mask) })
+        };
+        let result = match self.direct() {
+            Some(direct) if attr.state == Some(QpState::Reset) => direct.reset(&mut modify),
+            _ => modify(),
+        };
+        if let (Ok(()), Some(QpState::Rts), Some(send)) = (&result, attr.state, self.plain()) {
+            send.open();
+        }
         self.state.store(
             match (&result, attr.state) {
                 (Ok(()), Some(state)) => state as u8,
@@ -240,32 +325,35 @@ impl contract::Qp for Qp {
         Ok(convert::qp_attr_from(&raw, self.transport))
     }
 
-    #[inline(always)]
+    #[inline]
     unsafe fn post_send<'a>(
         &self,
         list: impl IntoIterator<Item = impl Borrow<SendWr<'a>>>,
     ) -> Result<(), PostError> {
-        let mut list = list.into_iter();
-        if list.size_hint().1 != Some(1) {
-            // SAFETY: S1: the caller's promise.
-            return unsafe { self.post_list(list) };
+        // SAFETY: S1: the caller's promise.
+        unsafe { self.post_list(list.into_iter()) }
+    }
+
+    #[inline(always)]
+    unsafe fn post_plain(
+        &self,
+        mut list: impl ExactSizeIterator<Item = PlainWr>,
+    ) -> Result<bool, PostError> {
+        if let Some(send) = self.plain() {
+            // SAFETY: S1, S3: the caller's promise.
+            return Ok(unsafe { send.post_plain(list) });
         }
-        let Some(wr) = list.next() else { return Ok(()) };
-        // Copied so that its fields stay in registers; only `post_list` needs it in memory.
-        let wr = *wr.borrow();
-        let posted =
-            if self.state.load(Ordering::Acquire) >= self.in_place && ibv_post::is_plain(&wr) {
-                match self.extended {
-                    // SAFETY: S1: the caller's promise; S3: the queue pair is alive.
-                    Some(qp) => unsafe { ibv_post::extended_in_place(qp.as_ptr(), &wr) },
-                    // SAFETY: S1, S3: as above.
-                    None => unsafe { ibv_post::send_in_place(self.raw(), &wr) },
-                }
-            } else {
-                // SAFETY: S1: as above.
-                unsafe { self.post_list([wr].iter()) }.map_err(|refused| refused.error)
-            };
-        posted.map_err(|error| PostError { posted: 0, error })
+        if list.len() != 1 || self.state.load(Ordering::Acquire) < self.in_place {
+            return Ok(false);
+        }
+        let Some(wr) = list.next() else { return Ok(true) };
+        let posted = wr.with(|wr| match self.extended {
+            // SAFETY: S1: the caller's promise; S3: the queue pair is alive.
+            Some(qp) => unsafe { ibv_post::extended_in_place(qp.as_ptr(), &wr) },
+            // SAFETY: S1, S3: as above.
+            None => unsafe { ibv_post::send_in_place(self.raw(), &wr) },
+        });
+        posted.map(|()| true).map_err(refused)
     }
 
     #[inline]
@@ -273,6 +361,9 @@ impl contract::Qp for Qp {
         // Without a receive queue, drivers return EINVAL or report a full queue.
         let first = if self.receives { QpState::Init as u8 } else { u8::MAX };
         self.check("ibv_post_recv", first)?;
+        if let Some(direct) = self.direct() {
+            return direct.receive().map_err(refused)?.post(list);
+        }
         ibv_post::receives(list, |first, refused| {
             // SAFETY: S1: the caller's promise; S3: the queue pair is alive, the chain local.
             sys::status("ibv_post_recv", unsafe { ibv_post_recv(self.raw(), first, refused) })
@@ -280,6 +371,20 @@ impl contract::Qp for Qp {
     }
 
     fn destroy(&mut self) -> Result<(), VerbError> {
-        self.raw.destroy()
+        let Self { raw, direct, .. } = self;
+        match direct {
+            Some(direct) if !raw.is_destroyed() => direct.destroy(|| raw.destroy()),
+            _ => raw.destroy(),
+        }
+    }
+}
+
+impl Drop for Qp {
+    fn drop(&mut self) {
+        if let Err(error) = contract::Qp::destroy(self) {
+            let qpn = contract::Qp::qpn(self);
+            tracing::error!(%qpn, %error, "failed to destroy queue pair; leaking it");
+            self.raw.leak();
+        }
     }
 }

@@ -3,9 +3,11 @@
 #![allow(unsafe_code)]
 
 use std::ptr::{self, NonNull};
+use std::sync::Arc;
 
 use rdma_sys::*;
 
+use super::mlx5::direct::{Device, SharedReceiveQueue};
 use super::owned::Owned;
 use super::{ibv_post, sys};
 use rdma_provider::VerbError;
@@ -17,6 +19,7 @@ use rdma_provider::types::{RecvWr, SrqCaps};
 pub struct Srq {
     raw: Owned<ibv_srq>,
     caps: SrqCaps,
+    direct: Option<Arc<SharedReceiveQueue>>,
 }
 
 impl Srq {
@@ -30,7 +33,11 @@ impl Srq {
         self.raw.get()
     }
 
-    pub(super) fn new(pd: NonNull<ibv_pd>, caps: SrqCaps) -> Result<Self, VerbError> {
+    pub(super) fn new(
+        pd: NonNull<ibv_pd>,
+        caps: SrqCaps,
+        direct: Option<Device>,
+    ) -> Result<Self, VerbError> {
         let mut init = ibv_srq_init_attr {
             srq_context: ptr::null_mut(),
             attr: ibv_srq_attr { max_wr: caps.max_wr, max_sge: caps.max_sge, srq_limit: 0 },
@@ -43,7 +50,16 @@ impl Srq {
             max_sge: init.attr.max_sge.max(caps.max_sge),
         };
         // SAFETY: S3: just created; its queue pairs are destroyed before it.
-        Ok(Self { raw: unsafe { Owned::new(raw) }, caps })
+        let owned = unsafe { Owned::new(raw) };
+        // SAFETY: S3: new, and outlives the queue pairs that read it.
+        let direct =
+            direct.map(|direct| unsafe { direct.shared_receive_queue(raw) }).transpose()?;
+        Ok(Self { raw: owned, caps, direct: direct.map(Arc::new) })
+    }
+
+    /// Returns the queue if its device posts directly.
+    pub(super) fn direct(&self) -> Option<&Arc<SharedReceiveQueue>> {
+        if cfg!(feature = "mlx5") { self.direct.as_ref() } else { None }
     }
 
     pub(super) fn raw(&self) -> *mut ibv_srq {
@@ -76,6 +92,9 @@ impl contract::Srq for Srq {
     }
 
     unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
+        if let Some(direct) = self.direct() {
+            return direct.post(list);
+        }
         ibv_post::receives(list, |first, refused| {
             // SAFETY: S1: the caller's promise; S3: the queue is alive, the chain local.
             sys::status("ibv_post_srq_recv", unsafe {

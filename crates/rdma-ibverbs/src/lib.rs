@@ -7,7 +7,8 @@
 //! ```text
 //! traits of rdma-provider ──▶ ibv_context, ibv_qp, ibv_cq, … ──▶ owned handle ──▶ libibverbs.so.1
 //!                             cm ──────────────────────────────────────▶ librdmacm.so.1
-//!                             mlx5::dc ─────────────────────────────────▶ libmlx5.so.1
+//!                             mlx5::dc ────────────────────────────────▶ libmlx5.so.1
+//!                             mlx5::direct ────────────────────────────▶ the adapter
 //! ```
 //!
 //! `sys` unifies the C library's four error conventions. `convert` translates values between C and
@@ -46,6 +47,10 @@
     deny(clippy::unwrap_used, clippy::expect_used, clippy::todo, clippy::unimplemented)
 )]
 
+// Under Miri, which parking_lot does not support, the standard library's locks replace it.
+#[cfg(miri)]
+extern crate rdma_provider as parking_lot;
+
 mod cm;
 mod convert;
 mod ibv_ah;
@@ -57,7 +62,7 @@ mod ibv_pd;
 mod ibv_post;
 mod ibv_qp;
 mod ibv_srq;
-mod mlx5;
+pub mod mlx5;
 mod owned;
 mod sys;
 

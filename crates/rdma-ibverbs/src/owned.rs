@@ -74,6 +74,15 @@ impl<T: Destroy> Owned<T> {
         self.raw
     }
 
+    pub(super) const fn is_destroyed(&self) -> bool {
+        self.destroyed
+    }
+
+    /// Leaks the handle, after an attempt to destroy it has failed.
+    pub(super) const fn leak(&mut self) {
+        self.destroyed = true;
+    }
+
     /// Destroys the handle, once. After an error it is alive, and the call may be repeated.
     pub(super) fn destroy(&mut self) -> Result<(), VerbError> {
         if !self.destroyed {

@@ -15,8 +15,9 @@ use std::ptr::NonNull;
 use super::cm_contract::{CmChannel, CmId};
 use crate::error::VerbError;
 use crate::types::{
-    Access, AddressVector, AsyncEvent, DcKey, DeviceAttr, Lkey, PortAttr, PortNum, QpAttr, QpCaps,
-    QpState, Qpn, RecvWr, Rkey, SendWr, SrqCaps, Transport, WorkCompletion,
+    Access, AddressVector, AsyncEvent, Data, DcKey, DeviceAttr, Lkey, PortAttr, PortNum, QpAttr,
+    QpCaps, QpState, Qpn, RecvWr, RemoteAddr, Rkey, SendFlags, SendOp, SendWr, Sge, SrqCaps,
+    Transport, WorkCompletion, WrId,
 };
 
 /// The object types of a provider.
@@ -355,6 +356,65 @@ impl fmt::Display for PostError {
 
 impl std::error::Error for PostError {}
 
+/// The operation of a [`PlainWr`].
+#[derive(Debug, Clone, Copy)]
+pub enum PlainOp {
+    /// SEND.
+    Send,
+    /// WRITE.
+    Write(RemoteAddr),
+    /// READ.
+    Read(RemoteAddr),
+}
+
+impl PlainOp {
+    /// Returns `op` if it is one of these.
+    #[inline(always)]
+    #[must_use]
+    pub const fn of(op: SendOp) -> Option<Self> {
+        match op {
+            SendOp::Send => Some(Self::Send),
+            SendOp::Write(remote) => Some(Self::Write(remote)),
+            SendOp::Read(remote) => Some(Self::Read(remote)),
+            _ => None,
+        }
+    }
+}
+
+impl From<PlainOp> for SendOp {
+    #[inline(always)]
+    fn from(op: PlainOp) -> Self {
+        match op {
+            PlainOp::Send => Self::Send,
+            PlainOp::Write(remote) => Self::Write(remote),
+            PlainOp::Read(remote) => Self::Read(remote),
+        }
+    }
+}
+
+/// A send work request of one buffer to the connected peer, the most common kind.
+#[derive(Debug, Clone, Copy)]
+pub struct PlainWr {
+    /// Returned in the completion.
+    pub wr_id: WrId,
+    /// Operation.
+    pub op: PlainOp,
+    /// Flags.
+    pub flags: SendFlags,
+    /// Registered memory, not empty: to some devices, length 0 means 2^31.
+    pub buffer: Sge,
+}
+
+impl PlainWr {
+    /// Passes the work request in its general form to `post`.
+    #[inline(always)]
+    pub fn with<T>(self, post: impl FnOnce(SendWr<'_>) -> T) -> T {
+        let Self { wr_id, op, flags, buffer } = self;
+        let buffers = [buffer];
+        post(SendWr { wr_id, op: op.into(), flags, data: Data::Sges(&buffers), target: None })
+    }
+}
+
 /// A queue pair, `ibv_create_qp(3)`.
 pub trait Qp: Debug + Send + Sync {
     /// Returns the queue pair number, which is constant.
@@ -375,7 +435,7 @@ pub trait Qp: Debug + Send + Sync {
     /// The iterator may build each request as it is posted. A single request passed as `Some` lets
     /// an inlined provider know the count, and most fields, at compile time.
     ///
-    /// - EINVAL: `BindWindow` without [`Data::Window`](crate::types::Data::Window) and vice versa;
+    /// - EINVAL: `BindWindow` without [`Data::Window`] and vice versa;
     ///   `LocalInvalidate` with data.
     /// - Work posted after a binding sees it bound. `LocalInvalidate` waits for earlier work; after
     ///   its completion no peer can use the key.
@@ -390,6 +450,27 @@ pub trait Qp: Debug + Send + Sync {
         &self,
         list: impl IntoIterator<Item = impl Borrow<SendWr<'a>>>,
     ) -> Result<(), PostError>;
+
+    /// Posts work requests with one doorbell, like [`post_send`](Self::post_send), without a lock
+    /// if the provider can. Returns false, and posts nothing, if they are to be posted by
+    /// `post_send` instead.
+    ///
+    /// # Safety
+    ///
+    /// See [`post_send`](Self::post_send). The caller also excludes all other posts of sends, and
+    /// changes to RESET. No buffer is empty.
+    #[inline(always)]
+    unsafe fn post_plain(
+        &self,
+        mut list: impl ExactSizeIterator<Item = PlainWr>,
+    ) -> Result<bool, PostError> {
+        if list.len() != 1 {
+            return Ok(false);
+        }
+        let Some(wr) = list.next() else { return Ok(true) };
+        // SAFETY: S1: the caller's promise.
+        wr.with(|wr| unsafe { self.post_send(Some(wr)) }).map(|()| true)
+    }
 
     /// Posts receive work requests, `ibv_post_recv(3)`.
     ///

@@ -2,41 +2,69 @@
 //! call by which parking_lot parks threads. Under Miri, crates import this crate as `parking_lot`.
 
 #![allow(missing_docs, reason = "compiled under Miri only")]
+#![allow(unsafe_code)]
 
+use std::cell::UnsafeCell;
+use std::fmt;
+use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::sync::{PoisonError, TryLockError};
 use std::time::Duration;
 
 pub use std::sync::{RwLockReadGuard, RwLockWriteGuard};
 
-#[derive(Debug, Default)]
-pub struct Mutex<T: ?Sized>(std::sync::Mutex<T>);
+/// A lock beside its value, because the standard library's has no stable `data_ptr`.
+#[derive(Default)]
+pub struct Mutex<T: ?Sized> {
+    lock: std::sync::Mutex<()>,
+    value: UnsafeCell<T>,
+}
+
+// SAFETY: S3: the lock gives one thread at a time access to the value.
+unsafe impl<T: ?Sized + Send> Sync for Mutex<T> {}
 
 /// The guard of a [`Mutex`]; `None` while temporarily unlocked.
 #[derive(Debug)]
-pub struct MutexGuard<'a, T>(&'a Mutex<T>, Option<std::sync::MutexGuard<'a, T>>);
+pub struct MutexGuard<'a, T>(
+    &'a Mutex<T>,
+    Option<std::sync::MutexGuard<'a, ()>>,
+    // Threads may share the guard only if they may share the value.
+    PhantomData<&'a mut T>,
+);
 
 impl<T> Mutex<T> {
     pub const fn new(value: T) -> Self {
-        Self(std::sync::Mutex::new(value))
+        Self { lock: std::sync::Mutex::new(()), value: UnsafeCell::new(value) }
     }
 
     pub fn lock(&self) -> MutexGuard<'_, T> {
-        MutexGuard(self, Some(self.0.lock().unwrap_or_else(PoisonError::into_inner)))
+        let locked = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
+        MutexGuard(self, Some(locked), PhantomData)
     }
 
     pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
-        match self.0.try_lock() {
-            Ok(guard) => Some(MutexGuard(self, Some(guard))),
+        match self.lock.try_lock() {
+            Ok(guard) => Some(MutexGuard(self, Some(guard), PhantomData)),
             Err(TryLockError::Poisoned(poisoned)) => {
-                Some(MutexGuard(self, Some(poisoned.into_inner())))
+                Some(MutexGuard(self, Some(poisoned.into_inner()), PhantomData))
             }
             Err(TryLockError::WouldBlock) => None,
         }
     }
 
     pub fn get_mut(&mut self) -> &mut T {
-        self.0.get_mut().unwrap_or_else(PoisonError::into_inner)
+        self.value.get_mut()
+    }
+
+    /// Returns the address of the value, whether it is locked or not.
+    pub const fn data_ptr(&self) -> *mut T {
+        self.value.get()
+    }
+}
+
+impl<T> fmt::Debug for Mutex<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Mutex").finish_non_exhaustive()
     }
 }
 
@@ -53,19 +81,17 @@ impl<T> Deref for MutexGuard<'_, T> {
     type Target = T;
 
     fn deref(&self) -> &T {
-        match &self.1 {
-            Some(guard) => guard,
-            None => unreachable!("`unlocked` and `wait` lock again before they return"),
-        }
+        assert!(self.1.is_some(), "`unlocked` and `wait` lock again before they return");
+        // SAFETY: S3: locked until the guard is dropped, which the result does not outlive.
+        unsafe { &*self.0.value.get() }
     }
 }
 
 impl<T> DerefMut for MutexGuard<'_, T> {
     fn deref_mut(&mut self) -> &mut T {
-        match &mut self.1 {
-            Some(guard) => guard,
-            None => unreachable!("`unlocked` and `wait` lock again before they return"),
-        }
+        assert!(self.1.is_some(), "`unlocked` and `wait` lock again before they return");
+        // SAFETY: S3: as above; the guard is borrowed exclusively.
+        unsafe { &mut *self.0.value.get() }
     }
 }
 

@@ -17,6 +17,7 @@ impl CompletionQueueCore {
     /// Returns true if taken completions may stay undispatched: no task waits, and no thread polls.
     /// A task that begins to wait dispatches them first: `poll_further`, `wait_slow`,
     /// `ensure_watched`.
+    #[inline(always)]
     fn may_defer(&self) -> bool {
         self.waiting.load(Ordering::Relaxed) == 0 && self.mode.arms()
     }
@@ -45,8 +46,8 @@ impl CompletionQueueCore {
         this.release(guard);
     }
 
-    /// Polls once for the work request in a [new](Slot::is_new) slot, then waits as the mode
-    /// requires.
+    /// Polls once for the work request of `queue` in a [new](Slot::is_new) slot, then waits as the
+    /// mode requires.
     ///
     /// If the next completion is the operation's own and a success, returns the result of `see`;
     /// otherwise the slot has the outcome. In the first case the caller must
@@ -54,13 +55,13 @@ impl CompletionQueueCore {
     /// has no reference arguments to it.
     #[inline(always)]
     pub(in crate::engine) fn poll_first<S>(
-        self: &Arc<Self>,
         queue: &WorkQueue,
         slot: &Slot<WorkQueue>,
         context: &mut Context<'_>,
         see: impl FnOnce(&WorkCompletion) -> S,
     ) -> Poll<Option<S>> {
-        self.poll_once(lock(&self.state), queue, slot, context, see)
+        let this = queue.cq();
+        this.poll_once(lock(&this.state), queue, slot, context, see)
     }
 
     /// Polls again for an operation that is not complete and may have waited.
@@ -99,7 +100,22 @@ impl CompletionQueueCore {
         see: impl FnOnce(&WorkCompletion) -> S,
     ) -> Poll<Option<S>> {
         let state = &mut *guard;
-        let waited = if state.next < state.end {
+        let waited = if let Some(entries) = &self.entries {
+            if state.ready_budget > 0
+                && let Some(completion) = entries.take_request(slot.id())
+            {
+                let seen = see(&completion);
+                state.ready_budget -= 1;
+                state.counters.completions += 1;
+                let has_waiters = queue.finish_own(slot);
+                queue.slots().hint(slot);
+                if has_waiters || !self.may_defer() {
+                    Self::drain_further(guard, queue);
+                }
+                return Poll::Ready(Some(seen));
+            }
+            self.poll_in_place(guard, slot, context)
+        } else if state.next < state.end {
             let at = state.next % BATCH;
             let next = &state.completions[at];
             if is_success_of(next, slot) {
@@ -178,6 +194,33 @@ impl CompletionQueueCore {
         self.finish_remaining(&mut state);
         let more = !slot.is_complete() && self.drain_batch(&mut state);
         self.wait_slow(state, more, slot, context)
+    }
+
+    /// Dispatches all completions, unless the operation is to yield first.
+    #[cold]
+    fn poll_in_place<'a>(
+        self: &'a Arc<Self>,
+        mut guard: MutexGuard<'a, State>,
+        slot: &Slot<WorkQueue>,
+        context: &mut Context<'_>,
+    ) -> Poll<()> {
+        if guard.ready_budget == 0 && self.may_defer() {
+            guard.ready_budget = READY_BUDGET;
+            drop(guard);
+            contained(|| context.waker().wake_by_ref());
+            return Poll::Pending;
+        }
+        let more = self.drain_batch(&mut guard);
+        self.wait_slow(guard, more, slot, context)
+    }
+
+    /// Dispatches all completions for the tasks that wait, and posts queued work of `queue`.
+    #[cold]
+    fn drain_further(mut state: MutexGuard<'_, State>, queue: &WorkQueue) {
+        let this = queue.cq();
+        while this.drain_batch(&mut state) {}
+        queue.admit_queued(&mut state.woken);
+        this.release(state);
     }
 
     /// Posts queued work of `queue`, then unlocks.

@@ -2,6 +2,7 @@
 
 #![allow(unsafe_code)]
 
+use std::iter;
 use std::sync::Arc;
 
 use smallvec::SmallVec;
@@ -21,26 +22,33 @@ use crate::error::{LimitError, OpErrorKind, VerbError};
 use crate::memory::{Gather, PdKey, SgeList};
 use crate::sync::{MutexGuard, lock};
 use crate::types::{
-    Data, QpAttr, QpState, RecvWr, SendFlags, SendOp, SendTarget, SendWr, Sge, WrId,
+    Data, Lkey, QpAttr, QpState, RecvWr, RemoteAddr, SendFlags, SendOp, SendTarget, SendWr, Sge,
+    WrId,
 };
 use crate::verbs::PostError;
+use rdma_provider::contract::{PlainOp, PlainWr};
 
 impl WorkQueue {
     /// Posts one work request in the common case: one buffer within all limits, and free capacity.
-    /// Otherwise posts nothing, and the caller uses [`submit`](Self::submit).
+    /// `buffer` is its element and protection domain. Otherwise posts nothing, and the caller uses
+    /// [`submit`](Self::submit).
     #[inline(always)]
-    pub(crate) fn submit_now<B: Gather>(
+    pub(crate) fn submit_now(
         self: &Arc<Self>,
         kind: WorkKind,
         flags: SendFlags,
         remote_len: u64,
-        buffer: &B,
+        buffer: Option<(Sge, PdKey)>,
     ) -> Option<Claim<Self>> {
-        let (sge, pd) = buffer.single()?;
+        let (sge, pd) = buffer?;
         match kind {
-            WorkKind::Send(op) if self.is_plain(sge, pd, remote_len) => {
-                self.send_now(op, flags, sge)
-            }
+            // The most common operations have a function each, with all arguments in registers.
+            WorkKind::Send(op) if self.is_plain(sge, pd, remote_len) => match op {
+                SendOp::Write(at) => self.write_now(at, flags, sge.addr, length_and_key(sge)),
+                SendOp::Read(at) => self.read_now(at, flags, sge.addr, length_and_key(sge)),
+                SendOp::Send => self.message_now(flags, sge.addr, length_and_key(sge)),
+                op => self.other_now(op, flags, sge),
+            },
             WorkKind::Receive if self.is_plain(sge, pd, u64::MAX) => self.receive_now(sge),
             _ => None,
         }
@@ -54,7 +62,44 @@ impl WorkQueue {
         pd == self.limits.pd && length > 0 && length <= remote_len && length <= self.plain
     }
 
-    /// Posts a send if there is capacity. Inlined: a call would cost as much as it saves.
+    #[inline(never)]
+    fn write_now(
+        self: &Arc<Self>,
+        remote: RemoteAddr,
+        flags: SendFlags,
+        addr: u64,
+        length_and_key: u64,
+    ) -> Option<Claim<Self>> {
+        self.send_now(SendOp::Write(remote), flags, sge(addr, length_and_key))
+    }
+
+    #[inline(never)]
+    fn read_now(
+        self: &Arc<Self>,
+        remote: RemoteAddr,
+        flags: SendFlags,
+        addr: u64,
+        length_and_key: u64,
+    ) -> Option<Claim<Self>> {
+        self.send_now(SendOp::Read(remote), flags, sge(addr, length_and_key))
+    }
+
+    #[inline(never)]
+    fn message_now(
+        self: &Arc<Self>,
+        flags: SendFlags,
+        addr: u64,
+        length_and_key: u64,
+    ) -> Option<Claim<Self>> {
+        self.send_now(SendOp::Send, flags, sge(addr, length_and_key))
+    }
+
+    #[inline(never)]
+    fn other_now(self: &Arc<Self>, op: SendOp, flags: SendFlags, sge: Sge) -> Option<Claim<Self>> {
+        self.send_now(op, flags, sge)
+    }
+
+    /// Posts a send of one buffer, which is not empty, if there is capacity.
     #[inline(always)]
     fn send_now(self: &Arc<Self>, op: SendOp, flags: SendFlags, sge: Sge) -> Option<Claim<Self>> {
         let mut posting = lock(&self.posting);
@@ -67,11 +112,23 @@ impl WorkQueue {
         let claim = unsafe { Claim::new(self, self.slots.claim_next()?) };
         claim.set_position(posting.posted as u32);
         let wr_id = claim.id();
-        let sges = [sge];
-        let wr = SendWr { wr_id, op, flags, data: Data::Sges(&sges), target: None };
-        // SAFETY: S1: the operation owns the buffer until its slot is COMPLETE or emptied, see
-        // `Posting::post_one`.
-        if unsafe { qp.post_in_place(Some(wr)) }.is_err() {
+        // The operation owns the buffer until its slot is COMPLETE or emptied, see
+        // `Posting::post_one`. All posts to the queue pair happen under the lock, and its resets
+        // too (`QueuePairCore::modify`).
+        let posted = match PlainOp::of(op) {
+            Some(op) => {
+                let list = iter::once(PlainWr { wr_id, op, flags, buffer: sge });
+                // SAFETY: S1: as described above.
+                unsafe { qp.post_plain(list) }
+            }
+            None => {
+                let data = Data::Sges(std::slice::from_ref(&sge));
+                let wr = SendWr { wr_id, op, flags, data, target: None };
+                // SAFETY: S1: as described above.
+                unsafe { qp.post_in_place(Some(wr)) }.map(|()| true)
+            }
+        };
+        if !matches!(posted, Ok(true)) {
             claim.release();
             return None;
         }
@@ -245,11 +302,7 @@ impl WorkQueue {
         };
         if direct {
             claim.set_start(posting.posted as u32);
-            if parts.is_plain() {
-                self.post_list(posting, parts.plain_list(&claim), &claim, count, None);
-            } else {
-                self.post_list(posting, parts.list(&claim), &claim, count, parts.to);
-            }
+            self.post_list(posting, parts, &claim);
         } else {
             for wr in parts.list(&claim) {
                 let Data::Sges(sges) = wr.data else {
@@ -275,19 +328,25 @@ impl WorkQueue {
     /// Posts a list with one doorbell. If the device accepts some parts and refuses the next, the
     /// queue pair is moved to the error state: the accepted parts may be unsignalled, so only a
     /// later completion shows when their buffers are free.
-    fn post_list<'a>(
-        &self,
-        mut posting: MutexGuard<'_, Posting>,
-        list: impl Iterator<Item = SendWr<'a>>,
-        slot: &Slot<Self>,
-        count: usize,
-        to: Option<Receiver<'_>>,
-    ) {
+    #[inline(never)]
+    fn post_list(&self, mut posting: MutexGuard<'_, Posting>, parts: Parts<'_>, slot: &Slot<Self>) {
         let Some(Poster::Send(qp)) = &posting.poster else {
             unreachable!("the caller has checked that this send queue is open")
         };
-        // SAFETY: S1: the batch owns the buffers, see `Posting::post_one`.
-        let refused = unsafe { qp.post_in_place(list) }.err();
+        let (count, to) = (parts.entries.len(), parts.to);
+        let posted_plain = match parts.plain_list(slot) {
+            // SAFETY: S1: the batch owns the buffers, see `Posting::post_one`. The lock excludes
+            // other posts, as in `plain_now`.
+            Some(list) => unsafe { qp.post_plain(list) },
+            None => Ok(false),
+        };
+        let posted = match posted_plain {
+            // SAFETY: S1: as above.
+            Ok(false) => unsafe { qp.post_in_place(parts.list(slot)) },
+            Ok(true) => Ok(()),
+            Err(refused) => Err(refused),
+        };
+        let refused = posted.err();
         let posted = refused.map_or(count, |refused| refused.posted);
         posting.posted += posted as u64;
         if is_traced() {
@@ -564,4 +623,15 @@ impl WorkQueue {
             allowed,
         })
     }
+}
+
+/// Packs length and key of a buffer into one register.
+#[inline(always)]
+fn length_and_key(sge: Sge) -> u64 {
+    u64::from(sge.length) << 32 | u64::from(sge.lkey.0)
+}
+
+#[inline(always)]
+fn sge(addr: u64, length_and_key: u64) -> Sge {
+    Sge { addr, length: (length_and_key >> 32) as u32, lkey: Lkey(length_and_key as u32) }
 }

@@ -120,7 +120,7 @@ impl State {
         }
     }
 
-    /// Checks that `index` of a doorbell is a WQE, posted or just executed.
+    /// Checks that a doorbell's `index` names a WQE, posted or just executed.
     fn check_index(&mut self, number: u32, index: u16) {
         let Some(qp) = self.qp_by_number.get(&number).and_then(|qp| self.qps.get_mut(qp)) else {
             return;
@@ -154,7 +154,8 @@ impl State {
         self.lint.note(number, problem, detail);
     }
 
-    /// Begins the check of a possible BlueFlame copy, and copies posted WQEs if the options say so.
+    /// Begins the check of a possible BlueFlame copy, and copies posted WQEs if the options
+    /// request it.
     fn begin_blue_flame(&mut self, ring: &Doorbell) {
         let bytes = ring.value.to_ne_bytes();
         let number = u32::from_be_bytes([0, bytes[4], bytes[5], bytes[6]]);

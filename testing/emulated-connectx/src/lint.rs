@@ -16,7 +16,7 @@ pub enum Problem {
     /// A doorbell whose WQE the queue's doorbell record does not cover: the record was not written
     /// before the doorbell.
     DoorbellWithoutRecord,
-    /// A doorbell whose index is not that of a posted WQE.
+    /// A doorbell whose index does not name a posted WQE.
     WrongDoorbellIndex,
     /// A WQE stored to a register (BlueFlame) that differs from the WQE in the ring. Only with
     /// [`Options::check_blue_flame`](crate::Options::check_blue_flame).

@@ -70,7 +70,7 @@ pub(crate) struct Doorbell {
 /// The eight words of a send register, in memory order.
 pub(crate) type Words = [u64; 8];
 
-/// What the device knows about a send register's contents.
+/// The device's knowledge about a send register's contents.
 ///
 /// The device cannot see the size of a store. It compares the words after the first with their
 /// former contents: unchanged words mean a plain doorbell.
@@ -271,7 +271,7 @@ impl Uar {
         for (&(page, at), known) in &mut self.registers {
             let Some(BlueFlame { number, .. }) = known.pending else { continue };
             let now = contents(page, at);
-            // The next doorbell has come: the words may be those of its copy.
+            // The next doorbell has come: the words may belong to its copy.
             if register(page, at).load(Ordering::Acquire) != 0 {
                 continue;
             }

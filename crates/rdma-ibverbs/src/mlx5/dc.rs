@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use parking_lot::Mutex;
 use rdma_sys::*;
 
+use super::direct;
 use crate::ibv_context::Context;
 use crate::owned::Owned;
 use crate::{Ibverbs, convert, sys};
@@ -95,6 +96,7 @@ fn try_both(context: &Context, attr: DcAttr) -> Result<(), VerbError> {
     Ok(())
 }
 
+/// Creates a DC queue pair in protection domain `pd`.
 fn create(
     pd: NonNull<ibv_pd>,
     attr: &mut ibv_qp_init_attr_ex,
@@ -163,6 +165,7 @@ impl Initiator {
 #[derive(Debug)]
 pub struct Dct {
     raw: Owned<ibv_qp>,
+    direct: Option<direct::Target>,
     /// Number of the target; 0 before RTR.
     number: AtomicU32,
     /// Kept here, because the kernel reports nothing before RTR and no changes afterwards.
@@ -181,7 +184,12 @@ impl Dct {
         // SAFETY: S3: just created.
         let raw = unsafe { Owned::new(raw) };
         let known = QpAttr { state: Some(QpState::Reset), ..QpAttr::default() };
-        Ok(Self { raw, number: AtomicU32::new(0), known: Mutex::new((QpState::Reset, known)) })
+        let direct = match (init.srq.direct(), init.recv_cq.direct()) {
+            (Some(srq), Some(queue)) => Some(direct::Target::new(srq, queue)),
+            _ => None,
+        };
+        let known = Mutex::new((QpState::Reset, known));
+        Ok(Self { raw, direct, number: AtomicU32::new(0), known })
     }
 }
 
@@ -197,9 +205,19 @@ impl contract::Dct for Dct {
         let mut known = self.known.lock();
         let mut raw = convert::qp_attr_to(attr);
         let qp = self.raw.get();
-        // SAFETY: S3: the target is alive, the attributes local.
-        let result = unsafe { ibv_modify_qp(qp.as_ptr(), &raw mut raw, attr.mask().bits() as i32) };
-        sys::status("ibv_modify_qp", result)?;
+        let mut modify = || {
+            let mask = attr.mask().bits() as i32;
+            // SAFETY: S3: the target is alive, the attributes local.
+            let result = unsafe { ibv_modify_qp(qp.as_ptr(), &raw mut raw, mask) };
+            sys::status("ibv_modify_qp", result)?;
+            // SAFETY: S3: the target is alive; the call has written the number, under our lock.
+            let number = unsafe { ptr::read(&raw const (*qp.as_ptr()).qp_num) };
+            Ok((attr.state == Some(QpState::Rtr)).then_some(number))
+        };
+        match &self.direct {
+            Some(direct) => direct.modify(&mut modify)?,
+            None => modify().map(drop)?,
+        }
         let before = known.1;
         known.0 = attr.state.unwrap_or(known.0);
         known.1 = QpAttr {
@@ -225,6 +243,21 @@ impl contract::Dct for Dct {
     }
 
     fn destroy(&mut self) -> Result<(), VerbError> {
-        self.raw.destroy()
+        let number = self.number().map(|number| number.0);
+        match &self.direct {
+            Some(direct) if !self.raw.is_destroyed() => {
+                direct.destroy(number, || self.raw.destroy())
+            }
+            _ => self.raw.destroy(),
+        }
+    }
+}
+
+impl Drop for Dct {
+    fn drop(&mut self) {
+        if let Err(error) = contract::Dct::destroy(self) {
+            tracing::error!(%error, "failed to destroy DC target; leaking it");
+            self.raw.leak();
+        }
     }
 }

@@ -1,3 +1,6 @@
-//! ConnectX adapters: dynamically connected transport, with feature `mlx5`.
+//! ConnectX adapters: dynamically connected transport and the direct data path.
+//!
+//! Both need feature `mlx5`; without it, devices report neither.
 
 pub(super) mod dc;
+pub mod direct;

@@ -1,5 +1,7 @@
 //! Limits and state of devices, ports and queue pairs.
 
+use std::fmt;
+
 use super::{GidEntry, LinkLayer, Mtu, PortNum};
 
 /// Limits and identity of a device, `ibv_query_device(3)`.
@@ -60,6 +62,8 @@ pub struct DeviceAttr {
     pub dma_buf: bool,
     /// Dynamically connected transport; `None` if unsupported or built without feature `mlx5`.
     pub dc: Option<DcAttr>,
+    /// The code that posts work requests and polls completions.
+    pub data_path: DataPath,
 }
 
 impl DeviceAttr {
@@ -92,7 +96,33 @@ impl DeviceAttr {
             on_demand_paging: false,
             dma_buf: false,
             dc: None,
+            data_path: DataPath::Software,
         }
+    }
+}
+
+/// The code that posts work requests and polls completions of a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum DataPath {
+    /// The software device.
+    Software,
+    /// `ibv_post_send(3)` and `ibv_poll_cq(3)`.
+    Chain,
+    /// `ibv_wr_*` (`ibv_wr_post(3)`) where the driver has them, and `ibv_poll_cq(3)`.
+    Extended,
+    /// This crate writes and reads the queues of the adapter itself.
+    Direct,
+}
+
+impl fmt::Display for DataPath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Software => "software device",
+            Self::Chain => "libibverbs (ibv_post_send)",
+            Self::Extended => "libibverbs (ibv_wr_post)",
+            Self::Direct => "direct, without libibverbs",
+        })
     }
 }
 

@@ -1,0 +1,220 @@
+//! Whether a device posts directly, and the queues of one that does.
+
+use std::mem;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use rdma_provider::VerbError;
+use rdma_provider::types::{QpCaps, Transport};
+use rdma_sys::*;
+
+use super::completion_queue::{self, CompletionQueue};
+use super::doorbell::{ArmRegister, Record, Register};
+use super::layout::{BLOCK, Route};
+use super::objects;
+use super::queue_pair::{QueuePair, Queues, Receives};
+use super::receive_queue::{Entries, ReceiveQueue};
+use super::registers::ThreadDomain;
+use super::ring::Ring;
+use super::send_queue::{self, SendQueue};
+use super::shared_receive_queue::SharedReceiveQueue;
+use crate::sys;
+
+/// A device that posts directly.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Device {
+    /// BlueFlame is allowed.
+    blue_flame: bool,
+    /// The adapter may put short data into CQEs.
+    pub(crate) scatter: bool,
+}
+
+/// Settings of libmlx5 that add checksums to WQEs, which the direct path does not write.
+const SIGNATURES: [&str; 2] = ["MLX5_QP_SIGNATURE", "MLX5_SRQ_SIGNATURE"];
+
+impl Device {
+    /// Returns the direct path of an open device, or what it lacks. `same_addresses`: work requests
+    /// name all memory by its address in this process.
+    pub(crate) fn new(
+        context: NonNull<ibv_context>,
+        same_addresses: bool,
+    ) -> Result<Self, &'static str> {
+        if !cfg!(feature = "mlx5") {
+            return Err("feature mlx5");
+        }
+        if !cfg!(any(target_arch = "x86_64", target_arch = "aarch64")) {
+            return Err("a processor of type x86-64 or aarch64");
+        }
+        // SAFETY: S3: zeros are valid; the context is open, the result local.
+        let mut found: mlx5dv_context = unsafe { mem::zeroed() };
+        // SAFETY: S3: as above; fails for another driver's device.
+        let asked = unsafe { mlx5dv_query_device(context.as_ptr(), &raw mut found) };
+        sys::status("mlx5dv_query_device", asked).map_err(|_| "an mlx5 device and libmlx5")?;
+        if objects::init_obj().is_none() {
+            return Err("mlx5dv_init_obj of libmlx5");
+        }
+        let first = mlx5dv_context_flags::MLX5DV_CONTEXT_FLAGS_CQE_V1.0;
+        if found.flags & u64::from(first) == 0 {
+            return Err("version 1 of completion queue entries");
+        }
+        if SIGNATURES.iter().any(|name| std::env::var_os(name).is_some()) {
+            return Err("work queue entries without signature (MLX5_QP_SIGNATURE is set)");
+        }
+        Ok(Self {
+            blue_flame: std::env::var_os("MLX5_SHUT_UP_BF").is_none(),
+            scatter: same_addresses,
+        })
+    }
+
+    /// Reads `cq` directly from now on.
+    ///
+    /// # Safety
+    ///
+    /// `cq` is a new completion queue of this device, and outlives the result.
+    pub(crate) unsafe fn completion_queue(
+        self,
+        cq: NonNull<ibv_cq>,
+    ) -> Result<CompletionQueue, VerbError> {
+        // SAFETY: S3: the caller's promise.
+        let raw = unsafe { objects::completion_queue(cq) }?;
+        let records = present(raw.dbrec, "mlx5dv_init_obj (records of the completion queue)")?;
+        let page =
+            present(raw.cq_uar.cast(), "mlx5dv_init_obj (register of the completion queue)")?;
+        let start = present(raw.buf.cast(), "mlx5dv_init_obj (completion queue)")?;
+        if !raw.cqe_cnt.is_power_of_two() || !matches!(raw.cqe_size, 64 | 128) {
+            return Err(unknown("mlx5dv_init_obj (format of the completion queue)"));
+        }
+        // SAFETY: S3: libmlx5's memory and register, which live as long as the queue.
+        unsafe {
+            Ok(CompletionQueue::new(completion_queue::Setup {
+                start,
+                entries: raw.cqe_cnt,
+                entry_size: raw.cqe_size,
+                consumer: Record::new(records),
+                arm: Record::new(records.add(1)),
+                register: ArmRegister::new(page),
+                number: raw.cqn,
+            }))
+        }
+    }
+
+    /// Posts to `srq` directly from now on.
+    ///
+    /// # Safety
+    ///
+    /// `srq` is a new shared receive queue of this device, and outlives the result.
+    pub(crate) unsafe fn shared_receive_queue(
+        self,
+        srq: NonNull<ibv_srq>,
+    ) -> Result<SharedReceiveQueue, VerbError> {
+        // SAFETY: S3: the caller's promise.
+        let raw = unsafe { objects::shared_receive_queue(srq) }?;
+        let record = present(raw.dbrec, "mlx5dv_init_obj (record of the shared receive queue)")?;
+        let start = present(raw.buf.cast(), "mlx5dv_init_obj (shared receive queue)")?;
+        let (Ok(head), Ok(tail)) = (u16::try_from(raw.head), u16::try_from(raw.tail)) else {
+            return Err(unknown("mlx5dv_init_obj (format of the shared receive queue)"));
+        };
+        if head > tail || !raw.stride.is_power_of_two() || raw.stride < 32 {
+            return Err(unknown("mlx5dv_init_obj (format of the shared receive queue)"));
+        }
+        // The free entries of a new queue follow each other. libmlx5 may keep further ones, which
+        // it only uses after page faults that it handles itself.
+        let count = u32::from(tail) + 1;
+        // SAFETY: S3: libmlx5's memory, which lives as long as the queue.
+        unsafe {
+            let entries = Entries::new(start, raw.stride, count);
+            Ok(SharedReceiveQueue::new(entries, Record::new(record), head, tail))
+        }
+    }
+
+    /// Returns the route of an address handle.
+    ///
+    /// # Safety
+    ///
+    /// `ah` is a live address handle of this device.
+    pub(crate) unsafe fn route(self, ah: NonNull<ibv_ah>) -> Result<Route, VerbError> {
+        // SAFETY: S3: the caller's promise.
+        unsafe { objects::route(ah) }
+    }
+
+    /// Posts to `qp` directly from now on.
+    ///
+    /// # Safety
+    ///
+    /// `qp` is a new queue pair of this device, created in the protection domain of `domain`. It
+    /// outlives the result, as do the queues that it uses, which are those given here.
+    pub(crate) unsafe fn queue_pair(
+        self,
+        qp: NonNull<ibv_qp>,
+        transport: Transport,
+        caps: &QpCaps,
+        uses: Uses<'_>,
+        domain: Arc<ThreadDomain>,
+    ) -> Result<QueuePair, VerbError> {
+        // SAFETY: S3: the caller's promise.
+        let (raw, qpn) = unsafe { (objects::queue_pair(qp)?, qp.as_ref().qp_num) };
+        let records = present(raw.dbrec, "mlx5dv_init_obj (records of the queue pair)")?;
+        let register = present(raw.bf.reg.cast(), "mlx5dv_init_obj (register of the queue pair)")?;
+        let half = if self.blue_flame { raw.bf.size } else { 0 };
+        let send = if raw.sq.wqe_cnt == 0 {
+            None
+        } else {
+            let start = present(raw.sq.buf.cast(), "mlx5dv_init_obj (send queue)")?;
+            let blocks = raw.sq.wqe_cnt;
+            let fits = caps.max_send_wr <= blocks && blocks <= 1 << 15;
+            if !blocks.is_power_of_two() || !fits || raw.sq.stride != BLOCK as u32 {
+                return Err(unknown("mlx5dv_init_obj (format of the send queue)"));
+            }
+            // SAFETY: S3: libmlx5's memory and register, which live as long as the queue pair and
+            // its thread domain.
+            Some(unsafe {
+                SendQueue::new(send_queue::Setup {
+                    qpn,
+                    transport,
+                    max_wr: caps.max_send_wr,
+                    max_sge: caps.max_send_sge,
+                    max_inline: caps.max_inline,
+                    ring: Ring::from_raw(start, blocks),
+                    record: Record::new(records.add(1)),
+                    register: domain.register(|shared| Register::new(register, half, shared)),
+                })
+            })
+        };
+        let receive = match uses.srq {
+            Some(srq) => Receives::Shared(srq.clone()),
+            None if raw.rq.wqe_cnt == 0 => Receives::None,
+            None => {
+                let start = present(raw.rq.buf.cast(), "mlx5dv_init_obj (receive queue)")?;
+                let known = raw.rq.wqe_cnt.is_power_of_two() && raw.rq.wqe_cnt <= 1 << 15;
+                if !known || !raw.rq.stride.is_multiple_of(16) || raw.rq.stride == 0 {
+                    return Err(unknown("mlx5dv_init_obj (format of the receive queue)"));
+                }
+                // SAFETY: S3: as above.
+                unsafe {
+                    let entries = Entries::new(start, raw.rq.stride, raw.rq.wqe_cnt);
+                    Receives::Own(ReceiveQueue::new(entries, Record::new(records)))
+                }
+            }
+        };
+        let queues = Arc::new(Queues { send, receive });
+        let (send_cq, recv_cq) = (uses.send_cq.clone(), uses.recv_cq.clone());
+        Ok(QueuePair::attached(qpn, queues, send_cq, recv_cq, domain))
+    }
+}
+
+/// The queues that a queue pair uses.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Uses<'a> {
+    pub(crate) send_cq: &'a Arc<CompletionQueue>,
+    pub(crate) recv_cq: &'a Arc<CompletionQueue>,
+    pub(crate) srq: Option<&'a Arc<SharedReceiveQueue>>,
+}
+
+fn present<T>(pointer: *mut T, what: &'static str) -> Result<NonNull<T>, VerbError> {
+    NonNull::new(pointer).ok_or(unknown(what))
+}
+
+/// Returns the error for an object whose format this code does not know.
+const fn unknown(what: &'static str) -> VerbError {
+    VerbError::new(what, VerbError::EOPNOTSUPP)
+}

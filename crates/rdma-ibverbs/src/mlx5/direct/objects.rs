@@ -1,0 +1,111 @@
+//! The memory and registers behind objects of libmlx5: `mlx5dv_init_obj(3)`.
+
+use std::ffi::c_int;
+use std::ptr::NonNull;
+use std::sync::OnceLock;
+use std::{mem, ptr};
+
+use rdma_provider::VerbError;
+use rdma_sys::*;
+
+use super::layout::Route;
+use crate::sys;
+
+type InitObj = unsafe extern "C" fn(*mut mlx5dv_obj, u64) -> c_int;
+
+// `enum mlx5dv_obj_type`.
+const QP: u64 = 1;
+const CQ: u64 = 1 << 1;
+const SRQ: u64 = 1 << 2;
+const AH: u64 = 1 << 5;
+
+/// Returns `mlx5dv_init_obj`, which the binding lacks; `None` without libmlx5.
+pub(super) fn init_obj() -> Option<InitObj> {
+    static FUNCTION: OnceLock<Option<InitObj>> = OnceLock::new();
+    *FUNCTION.get_or_init(|| {
+        // SAFETY: S3: the binding has opened the library already, so no initialiser runs.
+        let library = unsafe { libloading::Library::new("libmlx5.so.1") };
+        let library =
+            library.inspect_err(|error| tracing::debug!(%error, "failed to open libmlx5")).ok()?;
+        // SAFETY: S3: the function has this signature, mlx5dv.h.
+        let function = unsafe { library.get::<InitObj>(b"mlx5dv_init_obj\0") };
+        let function = function
+            .inspect_err(|error| tracing::debug!(%error, "failed to find mlx5dv_init_obj"))
+            .ok()
+            .map(|function| *function);
+        // The function must stay.
+        mem::forget(library);
+        function
+    })
+}
+
+/// Calls `mlx5dv_init_obj` for one object.
+///
+/// # Safety
+///
+/// The input of `object` is alive and belongs to libmlx5.
+unsafe fn call(mut object: mlx5dv_obj, kind: u64) -> Result<(), VerbError> {
+    const NAME: &str = "mlx5dv_init_obj";
+    let function = init_obj().ok_or(VerbError::new(NAME, VerbError::EOPNOTSUPP))?;
+    // SAFETY: S3: the caller's promise.
+    sys::status(NAME, unsafe { function(&raw mut object, kind) })
+}
+
+fn blank<T>() -> T {
+    const { assert!(!mem::needs_drop::<T>()) };
+    // SAFETY: S3: only used for the C structures below, for which zeros are valid.
+    unsafe { mem::zeroed() }
+}
+
+/// Returns the memory and registers of a queue pair.
+///
+/// # Safety
+///
+/// `qp` is a live queue pair of libmlx5, but no DC target.
+pub(super) unsafe fn queue_pair(qp: NonNull<ibv_qp>) -> Result<mlx5dv_qp, VerbError> {
+    let (mut object, mut out) = (blank::<mlx5dv_obj>(), blank::<mlx5dv_qp>());
+    (object.qp.in_, object.qp.out) = (qp.as_ptr(), &raw mut out);
+    // SAFETY: S3: the caller's promise.
+    unsafe { call(object, QP) }.map(|()| out)
+}
+
+/// Returns the memory and registers of a completion queue. From then on, libmlx5 does not consume
+/// from it, not even when a queue pair is reset or destroyed.
+///
+/// # Safety
+///
+/// `cq` is a live completion queue of libmlx5.
+pub(super) unsafe fn completion_queue(cq: NonNull<ibv_cq>) -> Result<mlx5dv_cq, VerbError> {
+    let (mut object, mut out) = (blank::<mlx5dv_obj>(), blank::<mlx5dv_cq>());
+    (object.cq.in_, object.cq.out) = (cq.as_ptr(), &raw mut out);
+    // SAFETY: S3: the caller's promise.
+    unsafe { call(object, CQ) }.map(|()| out)
+}
+
+/// Returns the memory of a shared receive queue.
+///
+/// # Safety
+///
+/// `srq` is a live shared receive queue of libmlx5.
+pub(super) unsafe fn shared_receive_queue(srq: NonNull<ibv_srq>) -> Result<mlx5dv_srq, VerbError> {
+    let (mut object, mut out) = (blank::<mlx5dv_obj>(), blank::<mlx5dv_srq>());
+    (object.srq.in_, object.srq.out) = (srq.as_ptr(), &raw mut out);
+    // SAFETY: S3: the caller's promise.
+    unsafe { call(object, SRQ) }.map(|()| out)
+}
+
+/// Returns the route of an address handle in the adapter's form.
+///
+/// # Safety
+///
+/// `ah` is a live address handle of libmlx5.
+pub(super) unsafe fn route(ah: NonNull<ibv_ah>) -> Result<Route, VerbError> {
+    const { assert!(size_of::<Route>() == size_of::<mlx5_wqe_av>()) };
+    let mut object = blank::<mlx5dv_obj>();
+    let mut out = mlx5dv_ah { av: ptr::null_mut(), comp_mask: 0 };
+    (object.ah.in_, object.ah.out) = (ah.as_ptr(), &raw mut out);
+    // SAFETY: S3: the caller's promise.
+    unsafe { call(object, AH) }?;
+    // SAFETY: S3: libmlx5 returns the address of a route within the handle.
+    Ok(unsafe { out.av.cast::<Route>().read_unaligned() })
+}

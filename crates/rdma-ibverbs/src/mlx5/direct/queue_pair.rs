@@ -1,0 +1,161 @@
+//! Queue pairs: their queues, and the completion queues that find them.
+//!
+//! A reset or destruction locks the completion queues: libmlx5 frees the rings, and the completions
+//! of the queue pair disappear with it.
+
+use std::sync::Arc;
+
+use rdma_provider::VerbError;
+
+use super::completion_queue::{CompletionQueue, Locked};
+use super::receive_queue::ReceiveQueue;
+use super::registers::ThreadDomain;
+use super::send_queue::SendQueue;
+use super::shared_receive_queue::SharedReceiveQueue;
+
+/// The queues of a queue pair or DC target, as posters and completion queues use them.
+#[derive(Debug)]
+pub(crate) struct Queues {
+    /// `None` for a DC target, or without capacity.
+    pub(super) send: Option<SendQueue>,
+    pub(super) receive: Receives,
+}
+
+/// The receives of a queue pair.
+#[derive(Debug)]
+pub(super) enum Receives {
+    /// It receives nothing.
+    None,
+    Own(ReceiveQueue),
+    Shared(Arc<SharedReceiveQueue>),
+}
+
+/// The error of a queue that was created without capacity.
+const NO_CAPACITY: VerbError =
+    VerbError::new("post to a queue without capacity", VerbError::ENOMEM);
+
+/// A queue pair that posts directly.
+#[derive(Debug)]
+pub(crate) struct QueuePair {
+    qpn: u32,
+    queues: Arc<Queues>,
+    send_cq: Arc<CompletionQueue>,
+    recv_cq: Arc<CompletionQueue>,
+    /// Keeps its doorbell register.
+    _domain: Arc<ThreadDomain>,
+}
+
+impl QueuePair {
+    pub(super) fn attached(
+        qpn: u32,
+        queues: Arc<Queues>,
+        send_cq: Arc<CompletionQueue>,
+        recv_cq: Arc<CompletionQueue>,
+        domain: Arc<ThreadDomain>,
+    ) -> Self {
+        let pair = Self { qpn, queues, send_cq, recv_cq, _domain: domain };
+        for mut queue in pair.lock().into_iter().flatten() {
+            queue.attach(qpn, pair.queues.clone());
+        }
+        pair
+    }
+
+    #[inline(always)]
+    pub(crate) fn send(&self) -> Result<&SendQueue, VerbError> {
+        self.queues.send.as_ref().ok_or(NO_CAPACITY)
+    }
+
+    /// Returns its own receive queue.
+    pub(crate) fn receive(&self) -> Result<&ReceiveQueue, VerbError> {
+        match &self.queues.receive {
+            Receives::Own(queue) => Ok(queue),
+            Receives::None | Receives::Shared(_) => Err(NO_CAPACITY),
+        }
+    }
+
+    /// Calls `reset`, and forgets all work if it succeeds.
+    pub(crate) fn reset(
+        &self,
+        reset: impl FnOnce() -> Result<(), VerbError>,
+    ) -> Result<(), VerbError> {
+        let mut locked = self.lock();
+        reset()?;
+        for queue in locked.iter_mut().flatten() {
+            queue.remove_completions(self.qpn);
+        }
+        if let Some(send) = &self.queues.send {
+            send.reset();
+        }
+        if let Receives::Own(receive) = &self.queues.receive {
+            receive.reset();
+        }
+        Ok(())
+    }
+
+    /// Calls `destroy`, and removes the queue pair from its completion queues if it succeeds.
+    pub(crate) fn destroy(
+        &self,
+        destroy: impl FnOnce() -> Result<(), VerbError>,
+    ) -> Result<(), VerbError> {
+        let mut locked = self.lock();
+        destroy()?;
+        for queue in locked.iter_mut().flatten() {
+            queue.detach(self.qpn);
+        }
+        Ok(())
+    }
+
+    /// Locks its completion queues, in an order that all queue pairs follow.
+    fn lock(&self) -> [Option<Locked<'_>>; 2] {
+        let (first, second) = (Arc::as_ptr(&self.send_cq), Arc::as_ptr(&self.recv_cq));
+        match first.cmp(&second) {
+            std::cmp::Ordering::Equal => [Some(self.send_cq.lock()), None],
+            std::cmp::Ordering::Less => [Some(self.send_cq.lock()), Some(self.recv_cq.lock())],
+            std::cmp::Ordering::Greater => {
+                let recv = self.recv_cq.lock();
+                [Some(self.send_cq.lock()), Some(recv)]
+            }
+        }
+    }
+}
+
+/// A DC target whose receives complete in a queue that is read directly.
+#[derive(Debug)]
+pub(crate) struct Target {
+    queues: Arc<Queues>,
+    recv_cq: Arc<CompletionQueue>,
+}
+
+impl Target {
+    pub(crate) fn new(srq: &Arc<SharedReceiveQueue>, recv_cq: &Arc<CompletionQueue>) -> Self {
+        let queues = Queues { send: None, receive: Receives::Shared(srq.clone()) };
+        Self { queues: Arc::new(queues), recv_cq: recv_cq.clone() }
+    }
+
+    /// Calls `modify`, which returns the number of the target once it has one. Its first message
+    /// may complete before the call returns.
+    pub(crate) fn modify(
+        &self,
+        modify: impl FnOnce() -> Result<Option<u32>, VerbError>,
+    ) -> Result<(), VerbError> {
+        let mut queue = self.recv_cq.lock();
+        if let Some(number) = modify()? {
+            queue.attach(number, self.queues.clone());
+        }
+        Ok(())
+    }
+
+    /// Calls `destroy`, and removes the target `number` if it succeeds.
+    pub(crate) fn destroy(
+        &self,
+        number: Option<u32>,
+        destroy: impl FnOnce() -> Result<(), VerbError>,
+    ) -> Result<(), VerbError> {
+        let mut queue = self.recv_cq.lock();
+        destroy()?;
+        if let Some(number) = number {
+            queue.detach(number);
+        }
+        Ok(())
+    }
+}
