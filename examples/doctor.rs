@@ -77,7 +77,7 @@ fn options() -> Result<Options, lexopt::Error> {
 
 // JSON. Absent values are null.
 
-fn report_as_json(report: &Report, works: bool) -> Value {
+pub(crate) fn report_as_json(report: &Report, works: bool) -> Value {
     json!({
         "version": env!("CARGO_PKG_VERSION"),
         "works": works,

@@ -398,15 +398,14 @@ impl contract::Qp for Qp {
         each!(self, inner => unsafe { inner.post_send(list) })
     }
 
+    fn has_plain(&self) -> bool {
+        each!(self, inner => inner.has_plain())
+    }
+
     #[inline(always)]
-    unsafe fn post_plain(
-        &self,
-        list: impl ExactSizeIterator<Item = PlainWr>,
-    ) -> Result<bool, PostError> {
-        // The caller's branch on the result follows the call of the same provider, so that a
-        // provider that posts in place writes no result to memory.
+    unsafe fn post_plain(&self, list: impl ExactSizeIterator<Item = PlainWr>) -> bool {
         // SAFETY: S1: the caller's promise.
-        each!(self, inner => Ok(unsafe { inner.post_plain(list)? }))
+        each!(self, inner => unsafe { inner.post_plain(list) })
     }
 
     #[inline]

@@ -198,7 +198,14 @@ fn device_findings(device: &DeviceReport, host: &Host, found: &mut Vec<Finding>)
     if let Some(error) =
         device.error.as_ref().filter(|_| node.is_none_or(|access| access == NodeAccess::Open))
     {
-        found.push(problem(format!("{name}: {error}"), "see `dmesg`"));
+        let by_setting =
+            ["TOKIO_RDMA_POST", "direct data path"].iter().any(|part| error.contains(part));
+        let advice = if by_setting {
+            "unset TOKIO_RDMA_POST; the device is then posted to directly if that is possible"
+        } else {
+            "see `dmesg`"
+        };
+        found.push(problem(format!("{name}: {error}"), advice));
     }
     for port in &device.ports {
         port_findings(device, port, host, found);

@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 use super::slot::Slot;
 use super::work_request::Receiver;
 use crate::memory::PdKey;
-use crate::types::{Data, SendFlags, SendOp, SendWr, Sge};
+use crate::types::{Data, SendFlags, SendOp, SendWr, Sge, WrId};
 
 /// Work requests with several elements that are posted without an allocation.
 const BATCH_INLINE: usize = 32;
@@ -161,22 +161,9 @@ impl<'a> Parts<'a> {
         })
     }
 
-    /// Builds the work requests if all are plain: of one buffer each, and without a receiver.
-    pub(super) fn plain_list<Q>(
-        &self,
-        slot: &Slot<Q>,
-    ) -> Option<impl ExactSizeIterator<Item = PlainWr>> {
-        if self.pieces.is_some() || self.to.is_some() {
-            return None;
-        }
-        let (mut ids, mut flags) = (slot.ids(), self.flags());
-        Some(self.entries.iter().map(move |entry| {
-            let (wr_id, flags) = (ids.next(), flags.next(entry));
-            let Some(op) = PlainOp::of(entry.op) else {
-                unreachable!("`add_plain` takes no other operation")
-            };
-            PlainWr { wr_id, op, flags, buffer: entry.sge }
-        }))
+    /// Returns it as a plain batch if each work request has one buffer, and there is no receiver.
+    pub(super) fn plain(&self) -> Option<PlainParts<'a>> {
+        (self.pieces.is_none() && self.to.is_none()).then_some(PlainParts(*self))
     }
 
     fn flags(&self) -> Flags {
@@ -188,6 +175,37 @@ impl<'a> Parts<'a> {
             remaining,
             until: every.min(remaining),
         }
+    }
+}
+
+/// A batch whose shape is known at compile time.
+pub(super) struct PlainParts<'a>(Parts<'a>);
+
+impl<'a> PlainParts<'a> {
+    pub(super) fn list<Q>(&self, slot: &Slot<Q>) -> impl Iterator<Item = SendWr<'a>> {
+        self.build(slot, |wr_id, flags, entry| {
+            let data = Data::Sges(std::slice::from_ref(&entry.sge));
+            SendWr { wr_id, op: entry.op, flags, data, target: None }
+        })
+    }
+
+    pub(super) fn short_list<Q>(&self, slot: &Slot<Q>) -> impl ExactSizeIterator<Item = PlainWr> {
+        self.build(slot, |wr_id, flags, entry| {
+            let Some(op) = PlainOp::of(entry.op) else {
+                unreachable!("`Entries::push` takes no other operation for plain")
+            };
+            PlainWr { wr_id, op, flags, buffer: entry.sge }
+        })
+    }
+
+    #[inline(always)]
+    fn build<Q, T>(
+        &self,
+        slot: &Slot<Q>,
+        make: impl Fn(WrId, SendFlags, &'a BatchEntry) -> T,
+    ) -> impl ExactSizeIterator<Item = T> {
+        let (mut ids, mut flags) = (slot.ids(), self.0.flags());
+        self.0.entries.iter().map(move |entry| make(ids.next(), flags.next(entry), entry))
     }
 }
 

@@ -30,6 +30,8 @@ pub(crate) struct WorkQueue {
     owner: Owner,
     /// Maximum bytes of a single-element request that needs no further check; 0 if all need one.
     plain: u64,
+    /// The send queue accepts the short form of plain work requests.
+    has_plain: bool,
     /// True for a shared receive queue, whose receives complete in any order.
     shared: bool,
     pub(super) capacity: Capacity,
@@ -54,6 +56,7 @@ impl WorkQueue {
             limits,
             owner,
             plain: if limits.max_sge > 0 { limits.max_message } else { 0 },
+            has_plain: matches!(&poster, Poster::Send(qp) if qp.has_plain()),
             shared: matches!(poster, Poster::Shared(_)),
             capacity: Capacity::new(limits.depth, matches!(poster, Poster::Shared(_))),
             failures: Failures::new(),

@@ -96,8 +96,9 @@ impl Device {
     /// adapters that lack something (a log line says what), are posted to by `ibv_wr_*` if their
     /// driver has it, else (and for SoftRoCE, whose `ibv_wr_*` is incorrect) by `ibv_post_send(3)`.
     /// [`DeviceAttr::data_path`](crate::types::DeviceAttr::data_path) says which. Environment
-    /// variable `TOKIO_RDMA_POST`, `direct`, `extended` or `chain`, overrides this; `direct` fails
-    /// with EOPNOTSUPP where it is impossible.
+    /// variable `TOKIO_RDMA_POST`, `direct`, `extended` or `chain`, overrides this. `direct` then
+    /// fails where it is impossible, with an error that names what is missing. Any other value
+    /// fails with EINVAL.
     ///
     /// # Errors
     ///

@@ -310,18 +310,19 @@ impl Qp {
         unsafe { self.raw.post_send(list) }
     }
 
-    /// Posts requests with one doorbell for a caller that excludes all other posts. Returns false
-    /// if it is to use [`post_in_place`](Self::post_in_place).
+    pub(crate) fn has_plain(&self) -> bool {
+        self.raw.has_plain()
+    }
+
+    /// Posts requests with one doorbell for a caller that excludes all other posts. Returns false,
+    /// and posts nothing, if the caller is to use another method.
     ///
     /// # Safety
     ///
     /// See [`post_send`](Self::post_send). The caller also excludes all other posts of sends, and
     /// changes to RESET. No buffer is empty.
     #[inline(always)]
-    pub(crate) unsafe fn post_plain(
-        &self,
-        list: impl ExactSizeIterator<Item = PlainWr>,
-    ) -> Result<bool, PostError> {
+    pub(crate) unsafe fn post_plain(&self, list: impl ExactSizeIterator<Item = PlainWr>) -> bool {
         // SAFETY: S1: promised by the caller.
         unsafe { self.raw.post_plain(list) }
     }

@@ -1,5 +1,7 @@
 //! The emulated ConnectX of a test program, as the device under test.
 
+mod doctor;
+
 use std::process::Command;
 use std::sync::OnceLock;
 
@@ -41,12 +43,22 @@ fn all_suites_pass_through_libmlx5() {
     pass_with(POST, "extended");
 }
 
+/// Returns a command that runs this program again, under the emulator of `scripts/aarch64`, if any.
+fn this_program() -> Command {
+    let program = std::env::current_exe().unwrap();
+    let Ok(runner) = std::env::var("TOKIO_RDMA_RUNNER") else { return Command::new(program) };
+    let mut words = runner.split(' ');
+    let mut command = Command::new(words.next().unwrap());
+    command.args(words).arg(program);
+    command
+}
+
 /// Runs all tests of this program with an environment variable set.
 fn pass_with(name: &str, value: &str) {
     if [ROCE, POST].iter().any(|name| std::env::var_os(name).is_some()) {
         return;
     }
-    let output = Command::new(std::env::current_exe().unwrap()).env(name, value).output().unwrap();
+    let output = this_program().env(name, value).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(
         output.status.success() && text.contains("test result: ok. "),

@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use std::ffi::{CStr, c_int};
+use std::ffi::{CStr, OsStr, c_int};
 use std::mem::MaybeUninit;
 use std::os::fd::BorrowedFd;
 use std::ptr::{self, NonNull};
@@ -19,7 +19,7 @@ use rdma_provider::VerbError;
 use rdma_provider::contract::{self, Context as _, Pd as _, QpInit};
 use rdma_provider::types::{
     AsyncEvent, AtomicCapability, DeviceAttr, GidEntry, GidKind, PortAttr, PortNum, QpCaps, Qpn,
-    Transport,
+    SrqCaps, Transport,
 };
 
 /// The device list of `ibv_get_device_list(3)`, freed on drop.
@@ -122,34 +122,50 @@ impl Context {
     /// Chooses how queues post: as environment variable `TOKIO_RDMA_POST` says, otherwise directly
     /// if possible.
     fn choose_posting(&self) -> Result<Posting, VerbError> {
-        // SoftRoCE's `ibv_wr_*` lose the inline flag and all but the first length of a list
-        // (rdma-core 44).
-        let has_extended = self.attr.vendor_id != SOFT_ROCE;
-        let by_library = if has_extended { Posting::Extended } else { Posting::Chain };
-        // A registered dma-buf has addresses that are not this process's.
-        let direct = || Device::new(self.raw, !self.attr.dma_buf);
-        match std::env::var("TOKIO_RDMA_POST").as_deref() {
-            Ok("chain") => Ok(Posting::Chain),
-            Ok("extended") => Ok(Posting::Extended),
-            Ok("direct") => direct()
-                .map(Posting::Direct)
-                .map_err(|missing| VerbError::new(missing, VerbError::EOPNOTSUPP)),
-            Ok(_) => Err(VerbError::new(
-                "TOKIO_RDMA_POST (direct, extended or chain)",
-                VerbError::EINVAL,
-            )),
-            Err(_) => Ok(match direct() {
-                Ok(device) => Posting::Direct(device),
-                Err(missing) => {
-                    tracing::info!(
-                        device = self.attr.name,
-                        missing,
-                        "device does not support the direct data path; posting through libibverbs"
-                    );
-                    by_library
-                }
-            }),
+        const INVALID: &str = "TOKIO_RDMA_POST (must be direct, extended or chain)";
+        let wanted = std::env::var_os("TOKIO_RDMA_POST");
+        match wanted.as_deref().map(OsStr::to_str) {
+            Some(Some("chain")) => Ok(Posting::Chain),
+            Some(Some("extended")) => Ok(Posting::Extended),
+            Some(Some("direct")) => self.direct(),
+            Some(_) => Err(VerbError::new(INVALID, VerbError::EINVAL)),
+            None => Ok(self.direct().unwrap_or_else(|reason| {
+                tracing::info!(
+                    device = self.attr.name,
+                    %reason,
+                    "device does not support the direct data path; posting through libibverbs"
+                );
+                // SoftRoCE's `ibv_wr_*` lose the inline flag and all but the first length of a list
+                // (rdma-core 44).
+                let has_extended = self.attr.vendor_id != SOFT_ROCE;
+                if has_extended { Posting::Extended } else { Posting::Chain }
+            })),
         }
+    }
+
+    /// Returns the direct data path of the device, or an error that names what it lacks. Creates a
+    /// queue of each kind, because only that shows whether the device has doorbell registers left,
+    /// and rings of a known format.
+    fn direct(&self) -> Result<Posting, VerbError> {
+        // A registered dma-buf has addresses that are not this process's.
+        let device = Device::new(self.raw, !self.attr.dma_buf)?;
+        let pd = Pd::new(self.raw, self.attr.clone(), Posting::Direct(device))?;
+        let cq = Cq::new(self.raw, 2, None, 0, 0, Some(device))?;
+        let srq = match self.attr.max_srq {
+            0 => None,
+            _ => Some(pd.create_srq(SrqCaps { max_wr: 1, max_sge: 1 })?),
+        };
+        let caps = QpCaps {
+            max_send_wr: 1,
+            max_recv_wr: 1,
+            max_send_sge: 1,
+            max_recv_sge: 1,
+            max_inline: 0,
+        };
+        let init = QpInit { transport: Transport::Rc, send_cq: &cq, recv_cq: &cq, srq: None, caps };
+        drop(pd.create_qp(&init)?);
+        drop(srq);
+        Ok(Posting::Direct(device))
     }
 
     fn query(&self, name: &str) -> Result<DeviceAttr, VerbError> {
@@ -184,8 +200,12 @@ impl Context {
         attr.vendor_id = raw.vendor_id;
         attr.vendor_part_id = raw.vendor_part_id;
         // Ends at a NUL or at the end of the array.
-        let firmware: Vec<u8> =
-            raw.fw_ver.iter().map(|&c| c as u8).take_while(|&c| c != 0).collect();
+        let firmware: Vec<u8> = raw
+            .fw_ver
+            .iter()
+            .map(|&c| u8::from_ne_bytes(c.to_ne_bytes()))
+            .take_while(|&c| c != 0)
+            .collect();
         attr.firmware = String::from_utf8_lossy(&firmware).into_owned();
         let windows = ibv_device_cap_flags::IBV_DEVICE_MEM_WINDOW_TYPE_2A
             | ibv_device_cap_flags::IBV_DEVICE_MEM_WINDOW_TYPE_2B;

@@ -40,7 +40,7 @@ pub struct Qp {
     /// Last state set. Drivers differ on work posted too early: some refuse it but leave it in the
     /// ring, some accept it.
     state: AtomicU8,
-    /// Lowest state in which plain requests are posted in place: RTS, or none.
+    /// Lowest state in which libmlx5 gets requests without a list: RTS, or none.
     in_place: u8,
 }
 
@@ -165,6 +165,7 @@ impl Qp {
             made.plain = pair.send().ok().map(NonNull::from);
         }
         made.direct = Some(pair);
+        made.in_place = u8::MAX;
         Ok(made)
     }
 
@@ -325,35 +326,45 @@ impl contract::Qp for Qp {
         Ok(convert::qp_attr_from(&raw, self.transport))
     }
 
-    #[inline]
+    #[inline(always)]
     unsafe fn post_send<'a>(
         &self,
         list: impl IntoIterator<Item = impl Borrow<SendWr<'a>>>,
     ) -> Result<(), PostError> {
-        // SAFETY: S1: the caller's promise.
-        unsafe { self.post_list(list.into_iter()) }
+        let mut list = list.into_iter();
+        if list.size_hint().1 != Some(1) {
+            // SAFETY: S1: the caller's promise.
+            return unsafe { self.post_list(list) };
+        }
+        let Some(wr) = list.next() else { return Ok(()) };
+        // Copied so that its fields stay in registers; only `post_list` needs it in memory.
+        let wr = *wr.borrow();
+        let posted =
+            if self.state.load(Ordering::Acquire) >= self.in_place && ibv_post::is_plain(&wr) {
+                match self.extended {
+                    // SAFETY: S1: the caller's promise; S3: the queue pair is alive.
+                    Some(qp) => unsafe { ibv_post::extended_in_place(qp.as_ptr(), &wr) },
+                    // SAFETY: S1, S3: as above.
+                    None => unsafe { ibv_post::send_in_place(self.raw(), &wr) },
+                }
+            } else {
+                // SAFETY: S1: as above.
+                unsafe { self.post_list([wr].iter()) }.map_err(|refused| refused.error)
+            };
+        posted.map_err(refused)
+    }
+
+    fn has_plain(&self) -> bool {
+        self.plain().is_some()
     }
 
     #[inline(always)]
-    unsafe fn post_plain(
-        &self,
-        mut list: impl ExactSizeIterator<Item = PlainWr>,
-    ) -> Result<bool, PostError> {
-        if let Some(send) = self.plain() {
+    unsafe fn post_plain(&self, list: impl ExactSizeIterator<Item = PlainWr>) -> bool {
+        match self.plain() {
             // SAFETY: S1, S3: the caller's promise.
-            return Ok(unsafe { send.post_plain(list) });
+            Some(send) => unsafe { send.post_plain(list) },
+            None => false,
         }
-        if list.len() != 1 || self.state.load(Ordering::Acquire) < self.in_place {
-            return Ok(false);
-        }
-        let Some(wr) = list.next() else { return Ok(true) };
-        let posted = wr.with(|wr| match self.extended {
-            // SAFETY: S1: the caller's promise; S3: the queue pair is alive.
-            Some(qp) => unsafe { ibv_post::extended_in_place(qp.as_ptr(), &wr) },
-            // SAFETY: S1, S3: as above.
-            None => unsafe { ibv_post::send_in_place(self.raw(), &wr) },
-        });
-        posted.map(|()| true).map_err(refused)
     }
 
     #[inline]

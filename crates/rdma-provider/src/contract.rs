@@ -15,9 +15,9 @@ use std::ptr::NonNull;
 use super::cm_contract::{CmChannel, CmId};
 use crate::error::VerbError;
 use crate::types::{
-    Access, AddressVector, AsyncEvent, Data, DcKey, DeviceAttr, Lkey, PortAttr, PortNum, QpAttr,
-    QpCaps, QpState, Qpn, RecvWr, RemoteAddr, Rkey, SendFlags, SendOp, SendWr, Sge, SrqCaps,
-    Transport, WorkCompletion, WrId,
+    Access, AddressVector, AsyncEvent, DcKey, DeviceAttr, Lkey, PortAttr, PortNum, QpAttr, QpCaps,
+    QpState, Qpn, RecvWr, RemoteAddr, Rkey, SendFlags, SendOp, SendWr, Sge, SrqCaps, Transport,
+    WorkCompletion, WrId,
 };
 
 /// The object types of a provider.
@@ -381,17 +381,6 @@ impl PlainOp {
     }
 }
 
-impl From<PlainOp> for SendOp {
-    #[inline(always)]
-    fn from(op: PlainOp) -> Self {
-        match op {
-            PlainOp::Send => Self::Send,
-            PlainOp::Write(remote) => Self::Write(remote),
-            PlainOp::Read(remote) => Self::Read(remote),
-        }
-    }
-}
-
 /// A send work request of one buffer to the connected peer, the most common kind.
 #[derive(Debug, Clone, Copy)]
 pub struct PlainWr {
@@ -403,16 +392,6 @@ pub struct PlainWr {
     pub flags: SendFlags,
     /// Registered memory, not empty: to some devices, length 0 means 2^31.
     pub buffer: Sge,
-}
-
-impl PlainWr {
-    /// Passes the work request in its general form to `post`.
-    #[inline(always)]
-    pub fn with<T>(self, post: impl FnOnce(SendWr<'_>) -> T) -> T {
-        let Self { wr_id, op, flags, buffer } = self;
-        let buffers = [buffer];
-        post(SendWr { wr_id, op: op.into(), flags, data: Data::Sges(&buffers), target: None })
-    }
 }
 
 /// A queue pair, `ibv_create_qp(3)`.
@@ -435,7 +414,7 @@ pub trait Qp: Debug + Send + Sync {
     /// The iterator may build each request as it is posted. A single request passed as `Some` lets
     /// an inlined provider know the count, and most fields, at compile time.
     ///
-    /// - EINVAL: `BindWindow` without [`Data::Window`] and vice versa;
+    /// - EINVAL: `BindWindow` without [`Data::Window`](crate::types::Data::Window) and vice versa;
     ///   `LocalInvalidate` with data.
     /// - Work posted after a binding sees it bound. `LocalInvalidate` waits for earlier work; after
     ///   its completion no peer can use the key.
@@ -451,25 +430,22 @@ pub trait Qp: Debug + Send + Sync {
         list: impl IntoIterator<Item = impl Borrow<SendWr<'a>>>,
     ) -> Result<(), PostError>;
 
+    /// Returns true if the provider implements [`post_plain`](Self::post_plain) for the queue pair.
+    fn has_plain(&self) -> bool {
+        false
+    }
+
     /// Posts work requests with one doorbell, like [`post_send`](Self::post_send), without a lock
-    /// if the provider can. Returns false, and posts nothing, if they are to be posted by
-    /// `post_send` instead.
+    /// and without other checks than for capacity. Returns false, and posts nothing, if they are to
+    /// be posted by `post_send` instead.
     ///
     /// # Safety
     ///
     /// See [`post_send`](Self::post_send). The caller also excludes all other posts of sends, and
     /// changes to RESET. No buffer is empty.
     #[inline(always)]
-    unsafe fn post_plain(
-        &self,
-        mut list: impl ExactSizeIterator<Item = PlainWr>,
-    ) -> Result<bool, PostError> {
-        if list.len() != 1 {
-            return Ok(false);
-        }
-        let Some(wr) = list.next() else { return Ok(true) };
-        // SAFETY: S1: the caller's promise.
-        wr.with(|wr| unsafe { self.post_send(Some(wr)) }).map(|()| true)
+    unsafe fn post_plain(&self, _list: impl ExactSizeIterator<Item = PlainWr>) -> bool {
+        false
     }
 
     /// Posts receive work requests, `ibv_post_recv(3)`.

@@ -42,13 +42,21 @@ impl WorkQueue {
     ) -> Option<Claim<Self>> {
         let (sge, pd) = buffer?;
         match kind {
-            // The most common operations have a function each, with all arguments in registers.
-            WorkKind::Send(op) if self.is_plain(sge, pd, remote_len) => match op {
-                SendOp::Write(at) => self.write_now(at, flags, sge.addr, length_and_key(sge)),
-                SendOp::Read(at) => self.read_now(at, flags, sge.addr, length_and_key(sge)),
-                SendOp::Send => self.message_now(flags, sge.addr, length_and_key(sge)),
-                op => self.other_now(op, flags, sge),
-            },
+            WorkKind::Send(op) if self.is_plain(sge, pd, remote_len) => {
+                // A function each, with all arguments in registers.
+                match op {
+                    SendOp::Write(at) if self.has_plain => {
+                        self.write_now(at, flags, sge.addr, length_and_key(sge))
+                    }
+                    SendOp::Read(at) if self.has_plain => {
+                        self.read_now(at, flags, sge.addr, length_and_key(sge))
+                    }
+                    SendOp::Send if self.has_plain => {
+                        self.message_now(flags, sge.addr, length_and_key(sge))
+                    }
+                    op => self.send_now(op, None, flags, sge),
+                }
+            }
             WorkKind::Receive if self.is_plain(sge, pd, u64::MAX) => self.receive_now(sge),
             _ => None,
         }
@@ -70,7 +78,8 @@ impl WorkQueue {
         addr: u64,
         length_and_key: u64,
     ) -> Option<Claim<Self>> {
-        self.send_now(SendOp::Write(remote), flags, sge(addr, length_and_key))
+        let plain = Some(PlainOp::Write(remote));
+        self.send_now(SendOp::Write(remote), plain, flags, sge(addr, length_and_key))
     }
 
     #[inline(never)]
@@ -81,7 +90,8 @@ impl WorkQueue {
         addr: u64,
         length_and_key: u64,
     ) -> Option<Claim<Self>> {
-        self.send_now(SendOp::Read(remote), flags, sge(addr, length_and_key))
+        let plain = Some(PlainOp::Read(remote));
+        self.send_now(SendOp::Read(remote), plain, flags, sge(addr, length_and_key))
     }
 
     #[inline(never)]
@@ -91,17 +101,19 @@ impl WorkQueue {
         addr: u64,
         length_and_key: u64,
     ) -> Option<Claim<Self>> {
-        self.send_now(SendOp::Send, flags, sge(addr, length_and_key))
+        self.send_now(SendOp::Send, Some(PlainOp::Send), flags, sge(addr, length_and_key))
     }
 
-    #[inline(never)]
-    fn other_now(self: &Arc<Self>, op: SendOp, flags: SendFlags, sge: Sge) -> Option<Claim<Self>> {
-        self.send_now(op, flags, sge)
-    }
-
-    /// Posts a send of one buffer, which is not empty, if there is capacity.
+    /// Posts a send of one buffer, which is not empty, if there is capacity. Inlined: a call would
+    /// cost as much as it saves.
     #[inline(always)]
-    fn send_now(self: &Arc<Self>, op: SendOp, flags: SendFlags, sge: Sge) -> Option<Claim<Self>> {
+    fn send_now(
+        self: &Arc<Self>,
+        op: SendOp,
+        plain: Option<PlainOp>,
+        flags: SendFlags,
+        sge: Sge,
+    ) -> Option<Claim<Self>> {
         let mut posting = lock(&self.posting);
         let posting = &mut *posting;
         if posting.posted >= posting.until && !self.can_post(posting) {
@@ -115,20 +127,20 @@ impl WorkQueue {
         // The operation owns the buffer until its slot is COMPLETE or emptied, see
         // `Posting::post_one`. All posts to the queue pair happen under the lock, and its resets
         // too (`QueuePairCore::modify`).
-        let posted = match PlainOp::of(op) {
+        let posted = match plain {
             Some(op) => {
                 let list = iter::once(PlainWr { wr_id, op, flags, buffer: sge });
                 // SAFETY: S1: as described above.
                 unsafe { qp.post_plain(list) }
             }
             None => {
-                let data = Data::Sges(std::slice::from_ref(&sge));
-                let wr = SendWr { wr_id, op, flags, data, target: None };
+                let sges = [sge];
+                let wr = SendWr { wr_id, op, flags, data: Data::Sges(&sges), target: None };
                 // SAFETY: S1: as described above.
-                unsafe { qp.post_in_place(Some(wr)) }.map(|()| true)
+                unsafe { qp.post_in_place(Some(wr)) }.is_ok()
             }
         };
-        if !matches!(posted, Ok(true)) {
+        if !posted {
             claim.release();
             return None;
         }
@@ -334,17 +346,14 @@ impl WorkQueue {
             unreachable!("the caller has checked that this send queue is open")
         };
         let (count, to) = (parts.entries.len(), parts.to);
-        let posted_plain = match parts.plain_list(slot) {
-            // SAFETY: S1: the batch owns the buffers, see `Posting::post_one`. The lock excludes
-            // other posts, as in `plain_now`.
-            Some(list) => unsafe { qp.post_plain(list) },
-            None => Ok(false),
-        };
-        let posted = match posted_plain {
-            // SAFETY: S1: as above.
-            Ok(false) => unsafe { qp.post_in_place(parts.list(slot)) },
-            Ok(true) => Ok(()),
-            Err(refused) => Err(refused),
+        // SAFETY: S1: the batch owns the buffers, see `Posting::post_one`. The lock excludes other
+        // posts, as in `send_now`.
+        let posted = unsafe {
+            match parts.plain() {
+                Some(plain) if self.has_plain && qp.post_plain(plain.short_list(slot)) => Ok(()),
+                Some(plain) => qp.post_in_place(plain.list(slot)),
+                None => qp.post_in_place(parts.list(slot)),
+            }
         };
         let refused = posted.err();
         let posted = refused.map_or(count, |refused| refused.posted);

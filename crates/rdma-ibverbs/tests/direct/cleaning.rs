@@ -107,7 +107,7 @@ impl Rig {
         let request = Request::new(SendOp::Write(REMOTE), Payload::List(vec![sge(1, 8)]));
         let request = Request { id: self.id, ..request };
         self.id += 1;
-        self.ours[pair].post(&[request.clone()]).unwrap();
+        self.ours[pair].post(std::slice::from_ref(&request)).unwrap();
         assert_eq!(self.theirs[pair].post(&[request]), 0);
         let cqe = Self::noise(random, REQUEST).operation(8).counter(self.next[pair]);
         self.next[pair] = self.next[pair].wrapping_add(1);

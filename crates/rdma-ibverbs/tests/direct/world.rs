@@ -35,7 +35,7 @@ fn repeat(settings: &[(&str, &str)]) {
     if std::env::var_os(REPEATED).is_some() {
         return;
     }
-    let mut command = Command::new(std::env::current_exe().unwrap());
+    let mut command = this_program();
     command.env(REPEATED, "1").envs(settings.iter().copied());
     let output = command.output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
@@ -45,6 +45,16 @@ fn repeat(settings: &[(&str, &str)]) {
         output.status,
         String::from_utf8_lossy(&output.stderr)
     );
+}
+
+/// Returns a command that runs this program again, under the emulator of `scripts/aarch64`, if any.
+fn this_program() -> Command {
+    let program = std::env::current_exe().unwrap();
+    let Ok(runner) = std::env::var("TOKIO_RDMA_RUNNER") else { return Command::new(program) };
+    let mut words = runner.split(' ');
+    let mut command = Command::new(words.next().unwrap());
+    command.args(words).arg(program);
+    command
 }
 
 #[test]

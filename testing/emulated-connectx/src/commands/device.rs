@@ -23,9 +23,10 @@ impl State {
         /// `MLX5_USER_CMDS_SUPP_UHW_*`: QUERY_DEVICE and CREATE_AH return driver data.
         const ANSWERS: u8 = 1 | 2;
         const NO_INLINE_NEEDED: u8 = 1;
-        let asked: UcontextRequest = request.get(UHW_IN).ok_or(EINVAL)?;
         request.put(NUM_COMP_VECTORS, &COMPLETION_VECTORS);
         request.put(CORE_SUPPORT, &0_u64);
+        // Another driver, for which a test has renamed the device.
+        let Some(asked) = request.get::<UcontextRequest>(UHW_IN) else { return Ok(()) };
         let answer = UcontextResponse {
             qp_tab_size: 1 << 17,
             bf_reg_size: 512,

@@ -29,39 +29,41 @@ pub(crate) struct Device {
     pub(crate) scatter: bool,
 }
 
-/// Settings of libmlx5 that add checksums to WQEs, which the direct path does not write.
-const SIGNATURES: [&str; 2] = ["MLX5_QP_SIGNATURE", "MLX5_SRQ_SIGNATURE"];
-
 impl Device {
-    /// Returns the direct path of an open device, or what it lacks. `same_addresses`: work requests
-    /// name all memory by its address in this process.
+    /// Returns the direct path of an open device, or an error that names what it lacks.
+    /// `same_addresses`: work requests name all memory by its address in this process.
     pub(crate) fn new(
         context: NonNull<ibv_context>,
         same_addresses: bool,
-    ) -> Result<Self, &'static str> {
+    ) -> Result<Self, VerbError> {
         if !cfg!(feature = "mlx5") {
-            return Err("feature mlx5");
+            return Err(unknown("direct data path (needs feature mlx5)"));
         }
         if !cfg!(any(target_arch = "x86_64", target_arch = "aarch64")) {
-            return Err("a processor of type x86-64 or aarch64");
+            return Err(unknown("direct data path (needs a processor of type x86-64 or aarch64)"));
         }
         // SAFETY: S3: zeros are valid; the context is open, the result local.
         let mut found: mlx5dv_context = unsafe { mem::zeroed() };
         // SAFETY: S3: as above; fails for another driver's device.
         let asked = unsafe { mlx5dv_query_device(context.as_ptr(), &raw mut found) };
-        sys::status("mlx5dv_query_device", asked).map_err(|_| "an mlx5 device and libmlx5")?;
+        sys::status("mlx5dv_query_device", asked)
+            .map_err(|_| unknown("direct data path (needs an mlx5 device and libmlx5)"))?;
         if objects::init_obj().is_none() {
-            return Err("mlx5dv_init_obj of libmlx5");
+            return Err(unknown("direct data path (needs mlx5dv_init_obj of libmlx5)"));
         }
         let first = mlx5dv_context_flags::MLX5DV_CONTEXT_FLAGS_CQE_V1.0;
         if found.flags & u64::from(first) == 0 {
-            return Err("version 1 of completion queue entries");
+            return Err(unknown("direct data path (needs version 1 of completion queue entries)"));
         }
-        if SIGNATURES.iter().any(|name| std::env::var_os(name).is_some()) {
-            return Err("work queue entries without signature (MLX5_QP_SIGNATURE is set)");
+        // These add checksums to WQEs, which this code does not write. libmlx5 ignores the value.
+        if std::env::var_os("MLX5_QP_SIGNATURE").is_some() {
+            return Err(unknown("direct data path (needs MLX5_QP_SIGNATURE to be unset)"));
+        }
+        if std::env::var_os("MLX5_SRQ_SIGNATURE").is_some() {
+            return Err(unknown("direct data path (needs MLX5_SRQ_SIGNATURE to be unset)"));
         }
         Ok(Self {
-            blue_flame: std::env::var_os("MLX5_SHUT_UP_BF").is_none(),
+            blue_flame: std::env::var_os("MLX5_SHUT_UP_BF").is_none_or(|value| value == "0"),
             scatter: same_addresses,
         })
     }
@@ -214,7 +216,7 @@ fn present<T>(pointer: *mut T, what: &'static str) -> Result<NonNull<T>, VerbErr
     NonNull::new(pointer).ok_or(unknown(what))
 }
 
-/// Returns the error for an object whose format this code does not know.
+/// Returns the error for what this code does not support.
 const fn unknown(what: &'static str) -> VerbError {
     VerbError::new(what, VerbError::EOPNOTSUPP)
 }

@@ -361,7 +361,7 @@ const fn control_flags(flags: SendFlags) -> u8 {
     const COPIES: u32 = 1 << 14 | 1 << 9 | 1 << 6;
     const BITS: u32 =
         (control::FENCE as u32 | control::SIGNALED as u32 | control::SOLICITED as u32) << 7;
-    ((flags.bits() as u32 * COPIES & BITS) >> 7) as u8
+    (((flags.bits() as u32 * COPIES) & BITS) >> 7) as u8
 }
 
 const _: () = {
