@@ -320,7 +320,7 @@ impl Qp {
     /// # Safety
     ///
     /// See [`post_send`](Self::post_send). The caller also excludes all other posts of sends, and
-    /// changes to RESET. No buffer is empty.
+    /// changes to RESET. Each buffer has bytes.
     #[inline(always)]
     pub(crate) unsafe fn post_plain(&self, list: impl ExactSizeIterator<Item = PlainWr>) -> bool {
         // SAFETY: S1: promised by the caller.

@@ -1,5 +1,5 @@
 //! The conformance suites over an emulated ConnectX: on the direct data path with InfiniBand ports
-//! and with RoCE ports, and through the real libmlx5.
+//! and with RoCE ports, with compressed completion entries, and through the real libmlx5.
 //!
 //! They test this crate's use of libmlx5 and of its formats, not a real ConnectX:
 //! `testing/emulated-connectx` invents the behaviour of the device.

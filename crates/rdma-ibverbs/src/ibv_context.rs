@@ -2,6 +2,7 @@
 
 #![allow(unsafe_code)]
 
+use std::env::VarError;
 use std::ffi::{CStr, OsStr, c_int};
 use std::mem::MaybeUninit;
 use std::os::fd::BorrowedFd;
@@ -63,6 +64,20 @@ pub fn devices() -> Result<Vec<String>, VerbError> {
     Ok(List::new()?.iter().map(|(_, name)| name).collect())
 }
 
+/// The environment variable that requests compressed completion queue entries.
+const COMPRESSION: &str = "TOKIO_RDMA_CQE_COMPRESSION";
+
+/// Returns whether the environment requests compressed completion queue entries.
+fn wants_compression() -> Result<bool, VerbError> {
+    match std::env::var(COMPRESSION).as_deref() {
+        Ok("1") => Ok(true),
+        Ok("0") | Err(VarError::NotPresent) => Ok(false),
+        Ok(_) | Err(VarError::NotUnicode(_)) => {
+            Err(VerbError::new("TOKIO_RDMA_CQE_COMPRESSION (0 or 1)", VerbError::EINVAL))
+        }
+    }
+}
+
 /// Vendor number of the kernel's SoftRoCE.
 const SOFT_ROCE: u32 = 0xff_ffff;
 
@@ -120,16 +135,17 @@ impl Context {
     }
 
     /// Chooses how queues post: as environment variable `TOKIO_RDMA_POST` says, otherwise directly
-    /// if possible.
+    /// if possible. [`COMPRESSION`] concerns direct queues only.
     fn choose_posting(&self) -> Result<Posting, VerbError> {
         const INVALID: &str = "TOKIO_RDMA_POST (must be direct, extended or chain)";
+        let compressed = wants_compression()?;
         let wanted = std::env::var_os("TOKIO_RDMA_POST");
         match wanted.as_deref().map(OsStr::to_str) {
             Some(Some("chain")) => Ok(Posting::Chain),
             Some(Some("extended")) => Ok(Posting::Extended),
-            Some(Some("direct")) => self.direct(),
+            Some(Some("direct")) => self.direct(compressed),
             Some(_) => Err(VerbError::new(INVALID, VerbError::EINVAL)),
-            None => Ok(self.direct().unwrap_or_else(|reason| {
+            None => Ok(self.direct(compressed).unwrap_or_else(|reason| {
                 tracing::info!(
                     device = self.attr.name,
                     %reason,
@@ -146,9 +162,16 @@ impl Context {
     /// Returns the direct data path of the device, or an error that names what it lacks. Creates a
     /// queue of each kind, because only that shows whether the device has doorbell registers left,
     /// and rings of a known format.
-    fn direct(&self) -> Result<Posting, VerbError> {
+    fn direct(&self, compressed: bool) -> Result<Posting, VerbError> {
         // A registered dma-buf has addresses that are not this process's.
-        let device = Device::new(self.raw, !self.attr.dma_buf)?;
+        let device = Device::new(self.raw, !self.attr.dma_buf, compressed)?;
+        if compressed {
+            tracing::debug!(
+                device = self.attr.name,
+                offered = device.compressed,
+                "compressed completion queue entries were requested ({COMPRESSION}=1)"
+            );
+        }
         let pd = Pd::new(self.raw, self.attr.clone(), Posting::Direct(device))?;
         let cq = Cq::new(self.raw, 2, None, 0, 0, Some(device))?;
         let srq = match self.attr.max_srq {

@@ -442,7 +442,7 @@ pub trait Qp: Debug + Send + Sync {
     /// # Safety
     ///
     /// See [`post_send`](Self::post_send). The caller also excludes all other posts of sends, and
-    /// changes to RESET. No buffer is empty.
+    /// changes to RESET. Each buffer has bytes.
     #[inline(always)]
     unsafe fn post_plain(&self, _list: impl ExactSizeIterator<Item = PlainWr>) -> bool {
         false

@@ -5,7 +5,7 @@ use std::time::Instant;
 use crate::abi::event;
 use crate::channel;
 use crate::control::{Release, Waiting};
-use crate::cqe::Cqe;
+use crate::cqe::{Cqe, MINI};
 use crate::lint::Problem;
 use crate::objects::{Arm, Cq, Handle, Qp};
 use crate::state::State;
@@ -18,10 +18,40 @@ impl Cq {
         self.produced.wrapping_sub(self.records.record(0)) & INDEX
     }
 
-    fn slot(&self) -> u64 {
-        let slot = u64::from(self.produced & (self.entries - 1)) * u64::from(self.entry_size);
+    /// Returns the offset of the CQE at `index`.
+    fn slot(&self, index: u32) -> u64 {
+        let slot = u64::from(index & (self.entries - 1)) * u64::from(self.entry_size);
         // A 128-byte entry has the CQE in its second half.
         slot + u64::from(self.entry_size - 64)
+    }
+
+    /// Writes the CQE at the producer index, without moving it.
+    fn put(&self, cqe: &Cqe) {
+        let (rest, last) = cqe.parts(self.produced & self.entries != 0);
+        let slot = self.slot(self.produced);
+        if let Some(data) = cqe.before() {
+            self.ring.write(slot - 64, data);
+        }
+        self.ring.write(slot, rest);
+        self.ring.publish(slot + 63, last);
+    }
+
+    /// Writes a compressed session at the producer index, without moving it: arrays of eight
+    /// mini-CQEs into the second entry and each eighth, then the title into the first. All other
+    /// entries of the session keep their bytes.
+    fn put_session(&self, run: &[Cqe]) {
+        const MINIS: usize = 64 / MINI;
+        // The sources say nothing about unused mini-CQEs.
+        const UNUSED: u8 = 0xee;
+        for (number, group) in (0_u32..).zip(run.chunks(MINIS)) {
+            let mut array = [UNUSED; 64];
+            for (place, cqe) in array.chunks_exact_mut(MINI).zip(group) {
+                place.copy_from_slice(&cqe.mini());
+            }
+            let at = (number * MINIS as u32).max(1);
+            self.ring.write(self.slot(self.produced.wrapping_add(at)), &array);
+        }
+        self.put(&run[0].title(run.len() as u32));
     }
 
     /// Checks the entries consumed since the last call; returns what is wrong.
@@ -39,9 +69,13 @@ impl Cq {
         entries.find_map(|index| {
             let written = self.produced.wrapping_sub(index) & INDEX;
             let slot = u64::from(index & (self.entries - 1)) * u64::from(self.entry_size);
-            let owner = self.ring.byte(slot + u64::from(self.entry_size) - 1) & 1;
+            let last = self.ring.byte(slot + u64::from(self.entry_size) - 1);
+            let owner = last & 1;
+            // The program may mark entries of a session as never written.
+            let marked = self.max_session > 0 && last >> 4 == crate::cqe::INVALID;
             let wrong = (1..=self.entries).contains(&written)
-                && owner != u8::from(index & self.entries != 0);
+                && owner != u8::from(index & self.entries != 0)
+                && !marked;
             wrong.then(|| format!("entry {} was consumed with owner bit {owner}", index & INDEX))
         })
     }
@@ -68,6 +102,43 @@ impl State {
 
     fn write(&mut self, handle: Handle, mut cqe: Cqe) {
         let now = self.started.elapsed().as_nanos() as u64;
+        let Some(cq) = self.cqs.get(&handle) else { return };
+        cqe.stamp(now);
+        if cq.run.last().is_some_and(|last| !cqe.continues(last)) {
+            self.write_run(handle);
+        }
+        let Some(cq) = self.cqs.get_mut(&handle) else { return };
+        let free = cq.entries.saturating_sub(cq.outstanding());
+        if cq.max_session < 2 || !cqe.is_compressible() || cq.run.len() as u32 >= free {
+            self.write_run(handle);
+            return self.write_entries(handle, &[cqe]);
+        }
+        cq.run.push(cqe);
+        if cq.run.len() as u32 == cq.max_session {
+            self.write_run(handle);
+        } else {
+            self.runs.insert(handle);
+        }
+    }
+
+    /// Writes the runs of CQEs that wait for another of their kind.
+    pub(crate) fn write_runs(&mut self) {
+        while let Some(cq) = self.runs.first().copied() {
+            self.write_run(cq);
+        }
+    }
+
+    fn write_run(&mut self, handle: Handle) {
+        self.runs.remove(&handle);
+        let Some(cq) = self.cqs.get_mut(&handle) else { return };
+        let run = std::mem::take(&mut cq.run);
+        if !run.is_empty() {
+            self.write_entries(handle, &run);
+        }
+    }
+
+    /// Writes one CQE, or a session of several.
+    fn write_entries(&mut self, handle: Handle, run: &[Cqe]) {
         let Some(cq) = self.cqs.get_mut(&handle) else { return };
         let (outstanding, entries, number) = (cq.outstanding(), cq.entries, cq.number);
         if outstanding > entries {
@@ -81,7 +152,8 @@ impl State {
         if cq.overrun {
             return;
         }
-        if outstanding >= entries {
+        let new = run.len() as u32;
+        if outstanding.saturating_add(new) > entries {
             cq.overrun = true;
             let detail = format!("all {entries} entries are in use");
             self.lint.note(number, Problem::CompletionOverrun, detail);
@@ -89,18 +161,15 @@ impl State {
             self.overrun.push(handle);
             return;
         }
-        cqe.stamp(now);
-        let (rest, last) = cqe.parts(cq.produced & cq.entries != 0);
-        let slot = cq.slot();
-        if let Some(data) = cqe.before() {
-            cq.ring.write(slot - 64, data);
+        match run {
+            [cqe] => cq.put(cqe),
+            _ => cq.put_session(run),
         }
-        cq.ring.write(slot, rest);
-        cq.ring.publish(slot + 63, last);
-        cq.produced = cq.produced.wrapping_add(1);
-        self.counters.completions += 1;
-        self.counters.errors += u64::from(cqe.is_error());
-        let urgent = cqe.solicited || cqe.is_error();
+        cq.produced = cq.produced.wrapping_add(new);
+        self.counters.compressed_sessions += u64::from(new > 1);
+        self.counters.completions += u64::from(new);
+        self.counters.errors += run.iter().filter(|cqe| cqe.is_error()).count() as u64;
+        let urgent = run.iter().any(|cqe| cqe.solicited || cqe.is_error());
         if urgent {
             cq.solicited = cq.produced;
         }

@@ -47,6 +47,9 @@ pub struct Options {
     /// Whether each WQE is copied at its doorbell and compared at its execution, for
     /// [`Problem::OverwrittenEntry`](crate::Problem::OverwrittenEntry).
     pub check_overwritten: bool,
+    /// Maximum number of CQEs in a compressed session, which completion queues get that the
+    /// program creates with compression. Below 2, the device does not offer it.
+    pub compressed_session: u32,
 }
 
 impl Default for Options {
@@ -62,6 +65,7 @@ impl Default for Options {
             scatter_to_cqe: true,
             check_blue_flame: false,
             check_overwritten: false,
+            compressed_session: 0,
         }
     }
 }
@@ -127,6 +131,8 @@ pub struct Counters {
     pub completions: u64,
     /// Error CQEs written, flushed requests and receives included.
     pub errors: u64,
+    /// Compressed sessions written; their CQEs are part of `completions`.
+    pub compressed_sessions: u64,
     /// Events sent to completion channels.
     pub completion_events: u64,
     /// Asynchronous events.
@@ -213,13 +219,18 @@ impl EmulatedConnectX {
     /// observe the wait between attempts.
     pub fn step(&self) -> bool {
         let mut state = lock();
-        state.collect();
-        state.step_one()
+        let any = state.step();
+        state.write_runs();
+        any
     }
 
-    /// Steps until nothing is ready, at most `limit` times; returns the number of steps.
+    /// Steps until nothing is ready, at most `limit` times; returns the number of steps. CQEs of
+    /// all steps may share a compressed session.
     pub fn run_until_idle(&self, limit: usize) -> usize {
-        (0..limit).take_while(|_| self.step()).count()
+        let mut state = lock();
+        let steps = (0..limit).take_while(|_| state.step()).count();
+        state.write_runs();
+        steps
     }
 
     /// Enables or disables manual stepping.
@@ -246,7 +257,9 @@ impl EmulatedConnectX {
 
     /// Stops holding and writes the held completions in `order`.
     pub fn release_completions(&self, order: Release) {
-        lock().release(order);
+        let mut state = lock();
+        state.release(order);
+        state.write_runs();
     }
 
     /// Delays completions by `delay` from now on; zero ends that.

@@ -8,6 +8,10 @@ const SOLICITED: u8 = 2;
 /// `MLX5_INLINE_SCATTER_32` and `_64`.
 const SCATTER_32: u8 = 4;
 const SCATTER_64: u8 = 8;
+/// The CQE begins a compressed session.
+const COMPRESSED: u8 = 12;
+/// Bytes of a mini-CQE.
+pub(crate) const MINI: usize = 8;
 pub(crate) const INVALID: u8 = 15;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -28,7 +32,7 @@ pub(crate) struct Cqe {
     bytes: [u8; 64],
     /// Data before the CQE, in entries of 128 bytes.
     before: [u8; 64],
-    /// `MLX5_INLINE_SCATTER_*`, or 0.
+    /// `MLX5_INLINE_SCATTER_*`, [`COMPRESSED`], or 0.
     scatter: u8,
     pub(crate) solicited: bool,
     opcode: Opcode,
@@ -108,6 +112,53 @@ impl Cqe {
 
     pub(crate) fn is_error(&self) -> bool {
         matches!(self.opcode, Opcode::RequestError | Opcode::ResponseError)
+    }
+
+    /// Returns whether the CQE may be part of a compressed session.
+    pub(crate) fn is_compressible(&self) -> bool {
+        !self.is_error() && self.scatter == 0
+    }
+
+    /// Returns whether the CQE may follow `previous` in a compressed session: they differ only in
+    /// what a [`mini`](Self::mini) holds, and in timestamps.
+    pub(crate) fn continues(&self, previous: &Self) -> bool {
+        let same =
+            |range: std::ops::Range<usize>| self.bytes[range.clone()] == previous.bytes[range];
+        let next = previous.counter().wrapping_add(1);
+        let requests = self.opcode == Opcode::Request;
+        self.is_compressible()
+            && previous.is_compressible()
+            && (self.opcode, self.solicited) == (previous.opcode, previous.solicited)
+            && same(0..44)
+            && same(57..60)
+            && (requests || same(56..57) && self.counter() == next)
+    }
+
+    fn counter(&self) -> u16 {
+        u16::from_be_bytes([self.bytes[60], self.bytes[61]])
+    }
+
+    /// Returns the mini-CQE: counter and operation of a request, or the hash of a receive, then the
+    /// length.
+    pub(crate) fn mini(&self) -> [u8; MINI] {
+        /// The hash of a packet, which messages do not have.
+        const HASH: [u8; 4] = [0xd1, 0xd2, 0xd3, 0xd4];
+        let mut mini = [0; MINI];
+        if self.opcode == Opcode::Request {
+            mini[..2].copy_from_slice(&self.bytes[60..62]);
+            mini[2] = self.bytes[56];
+        } else {
+            mini[..4].copy_from_slice(&HASH);
+        }
+        mini[4..].copy_from_slice(&self.bytes[44..48]);
+        mini
+    }
+
+    /// Returns the first CQE of a session of `entries`, whose own length is in its mini-CQE.
+    pub(crate) fn title(mut self, entries: u32) -> Self {
+        self.put(44, &entries.to_be_bytes());
+        self.scatter = COMPRESSED;
+        self
     }
 
     /// Sets the timestamp, which error CQEs lack.

@@ -59,6 +59,7 @@ impl State {
         if Instant::now() >= self.next_audit {
             any |= self.audit();
         }
+        self.write_runs();
         any
     }
 
@@ -193,8 +194,14 @@ impl State {
         after.chain(self.ready.range(..=self.last_served)).copied().collect()
     }
 
+    /// Serves doorbells and makes one attempt at one request; returns `false` if none is ready.
+    pub(crate) fn step(&mut self) -> bool {
+        self.collect();
+        self.step_one()
+    }
+
     /// Makes one attempt at one request; returns `false` if none is ready.
-    pub(crate) fn step_one(&mut self) -> bool {
+    fn step_one(&mut self) -> bool {
         for qp in self.round_robin() {
             if self.run_send_queue(qp, 1, false) {
                 self.last_served = qp;

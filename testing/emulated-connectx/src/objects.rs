@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::time::Instant;
 
 use crate::abi::{QpCap, QpDest, state};
+use crate::cqe::Cqe;
 use crate::memory::Buffer;
 
 /// The number by which commands name an object.
@@ -62,6 +63,10 @@ pub(crate) struct Cq {
     /// Asynchronous events sent.
     pub(crate) async_events: u32,
     pub(crate) overrun: bool,
+    /// Maximum number of CQEs in a compressed session; 0: the program did not ask for compression.
+    pub(crate) max_session: u32,
+    /// CQEs to write in one session.
+    pub(crate) run: Vec<Cqe>,
     /// The consumer index up to which owner bits were checked.
     pub(crate) checked: u32,
 }

@@ -16,6 +16,8 @@ pub(crate) const MAX_MESSAGE: u64 = 1 << 30;
 /// Maximum datagram, with a path MTU of 4096.
 pub(crate) const MAX_DATAGRAM: u64 = 4096;
 pub(crate) const COMPLETION_VECTORS: u32 = 4;
+/// `MLX5_IB_CQE_RES_FORMAT_HASH`: the only format of receives in compressed sessions.
+pub(crate) const COMPRESSED_HASH: u32 = 1;
 /// Entries of the GID table; most are empty.
 pub(crate) const GID_ENTRIES: u32 = 256;
 /// Firmware version, which no real device has.

@@ -52,6 +52,8 @@ pub(crate) struct State {
     pub(crate) faults: Vec<Fault>,
     pub(crate) policy: Policy,
     pub(crate) next_audit: Instant,
+    /// Completion queues with a run of CQEs to write.
+    pub(crate) runs: BTreeSet<Handle>,
     /// Overrun completion queues, whose queue pairs must fail.
     pub(crate) overrun: Vec<Handle>,
 }
@@ -117,6 +119,7 @@ impl State {
             faults: Vec::new(),
             policy: Policy::default(),
             next_audit: Instant::now(),
+            runs: BTreeSet::new(),
             overrun: Vec::new(),
         }
     }
@@ -204,6 +207,7 @@ impl State {
     pub(crate) fn remove_cq(&mut self, cq: Handle) {
         if let Some(gone) = self.cqs.remove(&cq) {
             self.uar.remove_armer(gone.page, cq);
+            self.runs.remove(&cq);
             self.policy.waiting.retain(|waiting| waiting.cq != cq);
         }
     }
@@ -241,6 +245,8 @@ impl State {
     }
 
     pub(crate) fn qp_event(&mut self, qp: Handle, kind: u32) {
+        // CQEs written before the event are visible to a program that reads the event.
+        self.write_runs();
         let Some((context, element)) = self.qps.get(&qp).map(|qp| (qp.context, qp.user_handle))
         else {
             return;

@@ -37,7 +37,11 @@ pub(crate) unsafe fn serve(context: ContextId, header: *mut Header) -> Reply {
     let mut request = Request { context, object: header.object, method: header.method, attributes };
     let mut state = state::lock_started();
     state.reap();
-    state.serve(&mut request)
+    // No CQE of a queue pair follows its reset or destruction.
+    state.write_runs();
+    let reply = state.serve(&mut request);
+    state.write_runs();
+    reply
 }
 
 impl Request<'_> {

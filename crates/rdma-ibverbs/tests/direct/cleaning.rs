@@ -149,7 +149,7 @@ impl Rig {
         let mut numbers: Vec<_> =
             self.ours.iter().map(|direct| (direct.qp.qpn().0, usize::MAX)).collect();
         numbers.iter_mut().enumerate().for_each(|(at, (_, pair))| *pair = at);
-        // Without the numbers of queue pairs. Those of destroyed ones stay in consumed entries.
+        // Without the numbers of queue pairs: consumed entries keep the numbers of destroyed ones.
         let plain = |ring: &CompletionRing, index: u32| {
             let mut bytes = ring.at(index).read();
             let first = bytes.len() - 64;

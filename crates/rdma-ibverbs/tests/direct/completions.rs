@@ -240,7 +240,7 @@ fn request(op: SendOp) -> Request {
     Request::new(op, Payload::List(vec![sge(1, 8)]))
 }
 
-/// A CQE whose fields are random, except queue pair, counter and kind.
+/// Returns a CQE whose fields are random, except queue pair, counter and kind.
 fn noise(random: &mut Random, kind: u8) -> Cqe {
     let mut cqe = Cqe::new(0);
     cqe.bytes.iter_mut().for_each(|byte| *byte = random.below(256) as u8);
@@ -386,7 +386,7 @@ fn page_fault_of_a_shared_receive_posts_it_again_as_in_libmlx5() {
     }
 }
 
-/// Memory for received data.
+/// Returns memory for received data.
 fn buffer() -> Memory {
     let memory: &'static mut [u8] = vec![0_u8; 256].leak();
     Memory::new(memory.as_mut_ptr().cast(), memory.len())
@@ -435,7 +435,7 @@ fn inline_data_of_requests_is_scattered_as_by_libmlx5() {
                 let of = |memory| Request::new(op, Payload::List(places(memory, list)));
                 let mut cqe = noise(&mut random, REQUEST).number(44, length);
                 // The same data wherever libmlx5 looks for it in a long entry: it takes the data
-                // of requests from the start of the entry, unlike that of receives.
+                // of requests from the start of the entry, unlike receives.
                 let data: Vec<_> = (0..capacity).map(|_| random.below(256) as u8).collect();
                 if from > 0 {
                     cqe.bytes[from..from + capacity].copy_from_slice(&data);

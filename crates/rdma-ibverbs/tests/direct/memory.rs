@@ -169,8 +169,8 @@ pub struct CompletionRing {
 }
 
 impl CompletionRing {
-    /// `mlx5dv_init_obj` makes libmlx5 leave the removal of completions to its caller. This undoes
-    /// that change.
+    /// Returns the parts of `cq`. `mlx5dv_init_obj` makes libmlx5 leave the removal of completions
+    /// to its caller; this change is undone.
     pub fn of(cq: *mut ibv_cq) -> Self {
         // SAFETY: libmlx5 has allocated its queue with `malloc`, and `ibv_cq` is its first field.
         let before = unsafe {

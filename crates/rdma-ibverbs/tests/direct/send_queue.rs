@@ -33,7 +33,7 @@ struct Difference {
 
 #[derive(Debug)]
 enum Value {
-    /// What the ring contained before.
+    /// The earlier contents of the ring.
     Stale,
     Zero,
     /// Big-endian words.
@@ -112,7 +112,7 @@ fn buffers(request: &Request) -> Vec<u32> {
     }
 }
 
-/// What a post left behind.
+/// The memory and registers after a post.
 #[derive(Debug)]
 struct Posted {
     /// The ring from the first block on, without queue pair numbers.
@@ -471,7 +471,7 @@ fn post(rings: &Rings, qpn: &u32, index: u32, list: &[Request], call: impl FnOnc
 
 const ALL: [Transport; 4] = [Transport::Rc, Transport::Uc, Transport::Ud, Transport::Dci];
 
-/// The longest requests, in a ring for four of them.
+/// Returns a rig for the longest requests, with a ring for four of them.
 fn long(transport: Transport) -> Rig {
     let sges = match transport {
         Transport::Rc | Transport::Uc => 30,

@@ -7,7 +7,9 @@ use crate::abi::{
 };
 use crate::channel::Channel;
 use crate::interpose;
-use crate::port::{COMPLETION_VECTORS, GID_ENTRIES, MAX_RECV_WR, MAX_SEND_WQEBB, MAX_SRQ_WR, Port};
+use crate::port::{
+    COMPLETION_VECTORS, COMPRESSED_HASH, GID_ENTRIES, MAX_RECV_WR, MAX_SEND_WQEBB, MAX_SRQ_WR, Port,
+};
 use crate::state::State;
 use crate::uverbs::{Reply, Request};
 
@@ -77,7 +79,13 @@ impl State {
             ..QueryDeviceEx::zeroed()
         };
         request.put(CORE_OUT, &answer);
+        /// `MLX5_IB_QUERY_DEV_RESP_FLAGS_CQE_128B_COMP`.
+        const COMPRESSES_128: u32 = 1;
+        let max_session = self.options.compressed_session;
+        let compresses = max_session > 1;
         let mlx5 = Mlx5QueryDevice {
+            cqe_comp: if compresses { [max_session, COMPRESSED_HASH] } else { [0; 2] },
+            flags: if compresses { COMPRESSES_128 } else { 0 },
             response_length: size_of::<Mlx5QueryDevice>() as u32,
             dci_streams_log_concurrent: 4,
             dci_streams_log_errored: 4,

@@ -9,7 +9,7 @@ use crate::channel;
 use crate::lint::Problem;
 use crate::memory::Buffer;
 use crate::objects::{Cq, Srq};
-use crate::port::{COMPLETION_VECTORS, MAX_SRQ_WR};
+use crate::port::{COMPLETION_VECTORS, COMPRESSED_HASH, MAX_SRQ_WR};
 use crate::state::State;
 use crate::uverbs::{Reply, Request};
 
@@ -28,9 +28,7 @@ impl State {
         {
             return Err(EINVAL);
         }
-        if asked.comp_en != 0 {
-            return Err(EOPNOTSUPP);
-        }
+        let max_session = if asked.comp_en != 0 { self.max_session(asked.comp_format)? } else { 0 };
         let channel = request.number(CHANNEL).map(|fd| fd as i32);
         if channel.is_some_and(|fd| !self.channels.contains_key(&fd))
             || asked.buf_addr == 0
@@ -64,6 +62,8 @@ impl State {
             completion_events: 0,
             async_events: 0,
             overrun: false,
+            max_session,
+            run: Vec::new(),
             checked: 0,
         };
         if let Some(entry) = cq.unmarked() {
@@ -81,6 +81,17 @@ impl State {
         request.put(ANSWER, &(entries - 1));
         request.put(UHW_OUT, &CreateCqResponse { cqn: number, reserved: 0 });
         Ok(())
+    }
+
+    /// Returns the maximum session of a queue that the program creates with compression. The format
+    /// concerns receives; requests have one.
+    fn max_session(&self, format: u8) -> Result<u32, i32> {
+        match self.options.compressed_session {
+            0 | 1 => Err(EOPNOTSUPP),
+            session if u32::from(format) == COMPRESSED_HASH => Ok(session),
+            _ if format == 4 => Err(EOPNOTSUPP),
+            _ => Err(EINVAL),
+        }
     }
 
     pub(crate) fn destroy_cq(&mut self, request: &mut Request<'_>) -> Reply {

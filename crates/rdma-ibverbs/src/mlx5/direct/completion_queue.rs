@@ -2,7 +2,9 @@
 //!
 //! The adapter writes the entries of the ring in order. An entry belongs to software if its owner
 //! bit equals the parity of the pass and it has been written at all. The consumer index in the
-//! doorbell record returns entries to the adapter.
+//! doorbell record returns entries to the adapter. [`compressed`] expands compressed sessions.
+
+mod compressed;
 
 use std::fmt;
 use std::mem;
@@ -40,6 +42,8 @@ pub(super) struct Setup {
     pub(super) arm: Record,
     pub(super) register: ArmRegister,
     pub(super) number: u32,
+    /// The queue was created with compression.
+    pub(super) compressed: bool,
 }
 
 /// A completion queue that is read in place.
@@ -237,6 +241,12 @@ impl CompletionQueue {
                     }
                 }
                 Err(bad) => {
+                    let expanded = if self.is_title(&entry) {
+                        self.expand(index, &entry, self.setup.entries)
+                    } else {
+                        Err(bad)
+                    };
+                    let Err(bad) = expanded else { continue };
                     tracing::error!(
                         cqn = self.setup.number,
                         index,
@@ -425,7 +435,13 @@ impl Locked<'_> {
         let Self { queue, state } = self;
         let entries = queue.setup.entries;
         let mut end = state.consumer;
-        while end.wrapping_sub(state.consumer) < entries && queue.read(end).is_some() {
+        loop {
+            let found = end.wrapping_sub(state.consumer);
+            let Some(entry) = (found < entries).then(|| queue.read(end)).flatten() else { break };
+            // Polling fails at a session that makes no sense.
+            if queue.is_title(&entry) && queue.expand(end, &entry, entries - found).is_err() {
+                break;
+            }
             end = end.wrapping_add(1);
         }
         // From the newest to the oldest: each entry moves up by the number of removed ones.

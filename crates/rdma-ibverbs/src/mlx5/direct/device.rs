@@ -11,7 +11,7 @@ use rdma_sys::*;
 use super::completion_queue::{self, CompletionQueue};
 use super::doorbell::{ArmRegister, Record, Register};
 use super::layout::{BLOCK, Route};
-use super::objects;
+use super::objects::{self, NewQueue};
 use super::queue_pair::{QueuePair, Queues, Receives};
 use super::receive_queue::{Entries, ReceiveQueue};
 use super::registers::ThreadDomain;
@@ -27,14 +27,34 @@ pub(crate) struct Device {
     blue_flame: bool,
     /// The adapter may put short data into CQEs.
     pub(crate) scatter: bool,
+    /// Completion queues are created with compressed entries.
+    pub(crate) compressed: bool,
+}
+
+/// `MLX5DV_CONTEXT_MASK_CQE_COMPRESION`, spelt thus.
+const COMPRESSION: u64 = mlx5dv_context_comp_mask::MLX5DV_CONTEXT_MASK_CQE_COMPRESION.0 as u64;
+
+/// Returns whether a device compresses entries of the size that libmlx5 chooses: 128 bytes if
+/// `MLX5_CQE_SIZE` is 128.
+fn compresses(found: &mlx5dv_context) -> bool {
+    let caps = &found.cqe_comp_caps;
+    let large = std::env::var("MLX5_CQE_SIZE").is_ok_and(|size| size.trim() == "128");
+    let large_flag = mlx5dv_context_flags::MLX5DV_CONTEXT_FLAGS_CQE_128B_COMP.0;
+    found.comp_mask & COMPRESSION != 0
+        && caps.max_num > 1
+        && caps.supported_format & objects::HASH != 0
+        && (!large || found.flags & u64::from(large_flag) != 0)
+        && objects::create_cq().is_some()
 }
 
 impl Device {
     /// Returns the direct path of an open device, or an error that names what it lacks.
     /// `same_addresses`: work requests name all memory by its address in this process.
+    /// `compressed`: completion queues have compressed entries if the device offers them.
     pub(crate) fn new(
         context: NonNull<ibv_context>,
         same_addresses: bool,
+        compressed: bool,
     ) -> Result<Self, VerbError> {
         if !cfg!(feature = "mlx5") {
             return Err(unknown("direct data path (needs feature mlx5)"));
@@ -44,6 +64,7 @@ impl Device {
         }
         // SAFETY: S3: zeros are valid; the context is open, the result local.
         let mut found: mlx5dv_context = unsafe { mem::zeroed() };
+        found.comp_mask = COMPRESSION;
         // SAFETY: S3: as above; fails for another driver's device.
         let asked = unsafe { mlx5dv_query_device(context.as_ptr(), &raw mut found) };
         sys::status("mlx5dv_query_device", asked)
@@ -65,14 +86,29 @@ impl Device {
         Ok(Self {
             blue_flame: std::env::var_os("MLX5_SHUT_UP_BF").is_none_or(|value| value == "0"),
             scatter: same_addresses,
+            compressed: compressed && compresses(&found),
         })
+    }
+
+    /// Creates a completion queue with compressed entries.
+    ///
+    /// # Safety
+    ///
+    /// The context is this device's, is open, and owns the channel, if any.
+    pub(crate) unsafe fn create_compressed(
+        self,
+        new: NewQueue,
+    ) -> Result<NonNull<ibv_cq>, VerbError> {
+        // SAFETY: S3: the caller's promise.
+        unsafe { objects::create_compressed(new) }
     }
 
     /// Reads `cq` directly from now on.
     ///
     /// # Safety
     ///
-    /// `cq` is a new completion queue of this device, and outlives the result.
+    /// `cq` is a new completion queue of this device, with compressed entries if and only if
+    /// [`compressed`](Self::compressed) is set, and outlives the result.
     pub(crate) unsafe fn completion_queue(
         self,
         cq: NonNull<ibv_cq>,
@@ -96,6 +132,7 @@ impl Device {
                 arm: Record::new(records.add(1)),
                 register: ArmRegister::new(page),
                 number: raw.cqn,
+                compressed: self.compressed,
             }))
         }
     }

@@ -370,7 +370,7 @@ mod tests {
                 let half = usize::from(doorbell % 2) * 128;
                 let blocks = [block(doorbell), block(!doorbell)];
                 let count = doorbell % 3;
-                // SAFETY: S3: one thread; the addresses are those of blocks.
+                // SAFETY: S3: one thread; the addresses are blocks.
                 unsafe {
                     if count == 0 {
                         let value = blocks[0].start().cast::<u64>().read();
@@ -405,7 +405,7 @@ mod tests {
         }
     }
 
-    /// Each doorbell of either queue pair is whole, and none uses the half of the one before it.
+    // Each doorbell of either queue pair is whole, and none uses the half of the one before it.
     #[test]
     fn queue_pairs_that_share_a_register_ring_one_after_the_other() {
         let memory = Memory::new(2 * BLOCK, 0);

@@ -63,7 +63,7 @@ pub enum BadEntry {
         /// The length in bytes.
         length: u32,
     },
-    /// A compressed session is longer than the queue, or continues another.
+    /// A compressed session has fewer than two CQEs, or more than the queue.
     Session {
         /// The number of CQEs in the session.
         entries: u32,

@@ -12,7 +12,7 @@ use rdma_provider::types::{
 
 use super::completion_queue::CompletionQueue;
 use super::heap::{CompletionMemory, Limits, Memory, ReceiveMemory, SendMemory};
-use super::layout::cqe;
+use super::layout::{Cqe, MINIS, MiniCqe, cqe};
 use super::queue_pair::{Queues, Receives};
 
 /// Queue pairs A, with its own receive queue; B, with a shared one; C, which has no queues.
@@ -60,11 +60,12 @@ struct Bench {
     _queues_memory: ([SendMemory; 2], [ReceiveMemory; 2]),
 }
 
-/// Polls a completion queue with these entries. Each completion is that of a request in flight; no
+/// Polls a completion queue with these entries. Each completion belongs to a request in flight; no
 /// byte outside the buffers of requests in flight changes; nothing follows a failure.
 pub fn completion_entries(bytes: &[u8]) {
     let Some((&format, mut rest)) = bytes.split_first() else { return };
-    let mut bench = Bench::new(1 << (format >> 1 & 3), if format & 1 == 0 { 64 } else { 128 });
+    let entry_size = if format & 1 == 0 { 64 } else { 128 };
+    let mut bench = Bench::new(1 << (format >> 1 & 7).min(5), entry_size, format & 16 != 0);
     bench.post();
     for _ in 0..MAX_STEPS {
         let Some(later) = bench.step(rest) else { break };
@@ -75,8 +76,9 @@ pub fn completion_entries(bytes: &[u8]) {
 }
 
 impl Bench {
-    fn new(entries: u32, entry_size: u32) -> Self {
-        let memory = CompletionMemory::new(entries, entry_size);
+    fn new(entries: u32, entry_size: u32, compressed: bool) -> Self {
+        let mut memory = CompletionMemory::new(entries, entry_size);
+        memory.compressed = compressed;
         let sends = [0, 64].map(|half| SendMemory::new(16, half));
         let receives = [ReceiveMemory::new(4, 2), ReceiveMemory::new(8, 4)];
         let limits = Limits { transport: Transport::Rc, max_wr: 4, max_sge: 4, max_inline: 60 };
@@ -117,14 +119,10 @@ impl Bench {
         let (&step, rest) = bytes.split_first()?;
         let argument = step >> 3;
         match step & 7 {
-            // The adapter writes an entry. Owner bit 0 means that of the pass.
+            // The adapter writes an entry. Its owner bit is relative to the pass.
             0..=2 => {
                 let (entry, rest) = rest.split_at_checked(self.entry_size as usize)?;
-                let at = self.written % self.entries * self.entry_size;
-                let owner = (self.written / self.entries) as u8 & cqe::OWNER;
-                self.memory.ring.write(at as usize, entry);
-                let op_own = entry.last()? ^ owner;
-                self.memory.ring.write((at + self.entry_size) as usize - 1, &[op_own]);
+                self.write(entry, 0);
                 self.written = self.written.wrapping_add(1);
                 return Some(rest);
             }
@@ -152,9 +150,38 @@ impl Bench {
                 }
             }
             6 => self.cq.arm(argument & 1 != 0, argument.into()),
-            _ => self.post(),
+            7 if argument < 16 => self.post(),
+            // The adapter writes a session of up to 16: its title, then the mini-CQEs.
+            _ => {
+                let count = u32::from(argument) - 15;
+                let (title, rest) = rest.split_at_checked(self.entry_size as usize)?;
+                let (minis, rest) = rest.split_at_checked(count as usize * size_of::<MiniCqe>())?;
+                for (first, array) in (0..).step_by(MINIS).zip(minis.chunks(size_of::<Cqe>())) {
+                    let at = self.at(self.written.wrapping_add(first.max(1)));
+                    self.memory.ring.write(at + self.entry_size as usize - size_of::<Cqe>(), array);
+                }
+                self.write(title, cqe::COMPRESSED);
+                let at = self.at(self.written) + self.entry_size as usize;
+                self.memory.ring.write(at - 20, &count.to_be_bytes());
+                self.written = self.written.wrapping_add(count);
+                return Some(rest);
+            }
         }
         Some(rest)
+    }
+
+    /// Returns the offset of the entry at `index`.
+    fn at(&self, index: u32) -> usize {
+        (index % self.entries * self.entry_size) as usize
+    }
+
+    /// Writes the next entry, with these bits set in its last byte.
+    fn write(&self, entry: &[u8], bits: u8) {
+        let at = self.at(self.written);
+        let owner = (self.written / self.entries) as u8 & cqe::OWNER;
+        self.memory.ring.write(at, entry);
+        let op_own = entry.last().map(|last| (last | bits) ^ owner);
+        self.memory.ring.write(at + self.entry_size as usize - 1, op_own.as_slice());
     }
 
     /// Posts requests of all shapes and receives until the queues refuse them.
@@ -246,7 +273,7 @@ impl Bench {
             panic!("{completion:?} is of no request in flight");
         };
         if let Queue::Send(_) = request.queue {
-            // A completion is also that of all requests before it.
+            // A completion also covers all requests before it.
             self.in_flight.retain(|&other, at| other > id || at.queue != request.queue);
         }
     }
@@ -287,7 +314,7 @@ impl Bench {
 mod tests {
     use super::*;
 
-    /// A step that writes an entry of 64 bytes.
+    /// Returns a step that writes an entry of 64 bytes.
     fn entry(opcode_qpn: u32, counter: u16, length: u32, op_own: u8) -> Vec<u8> {
         let mut step = vec![0; 65];
         step[45..49].copy_from_slice(&length.to_be_bytes());
@@ -299,7 +326,7 @@ mod tests {
 
     #[test]
     fn well_formed_entries_complete_their_requests() {
-        let mut bench = Bench::new(8, 64);
+        let mut bench = Bench::new(8, 64, false);
         bench.post();
         let before = bench.in_flight.len();
         let steps = [
@@ -322,7 +349,36 @@ mod tests {
         bench.finish();
     }
 
-    /// Random bytes, of which parts are those of well-formed entries.
+    #[test]
+    fn well_formed_sessions_complete_their_requests() {
+        let mut bench = Bench::new(8, 64, true);
+        bench.post();
+        let before = bench.in_flight.len();
+        let session = |mut title: Vec<u8>, minis: &[(u16, u8, u32)]| {
+            title[0] = 7 | (minis.len() as u8 + 15) << 3;
+            for (counter, opcode, length) in minis {
+                title.extend(counter.to_be_bytes());
+                title.extend([*opcode, 0]);
+                title.extend(length.to_be_bytes());
+            }
+            title
+        };
+        let steps = [
+            // The SEND has two blocks.
+            session(entry(1, 0, 0, 0), &[(0, 0x10, 60), (1, 0x0a, 0), (3, 0x12, 8)]),
+            session(entry(2, 1, 0, cqe::SEND << 4), &[(0, 0, 5), (0, 0, 6)]),
+            vec![3 | 7 << 3],
+        ];
+        for step in &steps {
+            assert_eq!(bench.step(step), Some(&[][..]));
+            bench.check_buffers();
+        }
+        assert!(!bench.failed);
+        assert_eq!(bench.in_flight.len(), before - 5);
+        bench.finish();
+    }
+
+    // Random bytes, parts of which are well-formed entries.
     #[test]
     fn random_entries_write_only_buffers_in_flight() {
         let mut random = 3_u64;
@@ -331,11 +387,11 @@ mod tests {
             (random >> 33) as u32
         };
         for _ in 0..if cfg!(miri) { 5 } else { 3000 } {
-            let mut input = vec![next() as u8 & 6];
+            let mut input = vec![next() as u8 & 0x1e];
             for _ in 0..20 {
                 let opcodes = [0x10, 0x12, 0x0a, 0x25, 0x08];
                 let opcode = opcodes[next() as usize % opcodes.len()];
-                let kinds = [0x00, 0x04, 0x20, 0x24, 0x30, 0x44, 0xd0, 0xe0, 0xf0];
+                let kinds = [0x00, 0x04, 0x20, 0x24, 0x30, 0x44, 0xd0, 0xe0, 0xf0, 0x0c, 0x2c];
                 let kind = kinds[next() as usize % kinds.len()];
                 let pair = next() % 4 + 1;
                 let counter = (next() % 12) as u16;

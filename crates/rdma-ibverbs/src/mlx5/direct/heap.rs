@@ -41,7 +41,7 @@ impl Memory {
         self.start
     }
 
-    /// Returns the address of byte `at`, exposed as that of registered memory.
+    /// Returns the address of byte `at`, exposed like addresses of registered memory.
     pub(super) fn address(&self, at: usize) -> u64 {
         assert!(at <= self.layout.size(), "outside the memory");
         (self.start.as_ptr().expose_provenance() + at) as u64
@@ -121,7 +121,7 @@ impl SendMemory {
     ///
     /// # Safety
     ///
-    /// The memory outlives the queue, and is that of no other queue.
+    /// The memory outlives the queue, and no other queue uses it.
     pub(super) unsafe fn queue(&self, qpn: u32, limits: Limits) -> SendQueue {
         let Limits { transport, max_wr, max_sge, max_inline } = limits;
         let blocks = (self.ring.layout.size() / BLOCK) as u32;
@@ -162,6 +162,8 @@ impl ReceiveMemory {
         }
     }
 
+    /// Returns entries and doorbell record of a queue.
+    ///
     /// # Safety
     ///
     /// See [`SendMemory::queue`].
@@ -210,6 +212,8 @@ pub(super) struct CompletionMemory {
     pub(super) page: Memory,
     entries: u32,
     entry_size: u32,
+    /// The queue is created with compression.
+    pub(super) compressed: bool,
 }
 
 impl CompletionMemory {
@@ -219,7 +223,14 @@ impl CompletionMemory {
         for entry in 1..=entries {
             ring.write((entry * entry_size) as usize - 1, &[cqe::INVALID << 4]);
         }
-        Self { ring, records: Memory::new(8, 0), page: Memory::new(0x28, 0), entries, entry_size }
+        Self {
+            ring,
+            records: Memory::new(8, 0),
+            page: Memory::new(0x28, 0),
+            entries,
+            entry_size,
+            compressed: false,
+        }
     }
 
     /// Creates the queue.
@@ -238,6 +249,7 @@ impl CompletionMemory {
                 arm: Record::new(self.records.start.add(4).cast()),
                 register: ArmRegister::new(self.page.start),
                 number,
+                compressed: self.compressed,
             })
         }
     }

@@ -373,6 +373,24 @@ pub struct Cqe {
     pub op_own: u8,
 }
 
+/// A CQE of a compressed session, `struct mlx5_mini_cqe8` of Linux. Counter and operation belong to
+/// a request; a receive has a hash there.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct MiniCqe {
+    /// Index of the WQE.
+    pub counter: Be16,
+    /// Opcode.
+    pub opcode: u8,
+    /// Not used here.
+    pub reserved: u8,
+    /// Length in bytes.
+    pub length: Be32,
+}
+
+/// Mini-CQEs in an entry.
+pub const MINIS: usize = 8;
+
 /// Fields of [`Cqe::op_own`].
 pub mod cqe {
     /// The owner bit, which changes with each pass over the ring.
@@ -428,4 +446,6 @@ const _: () = {
     assert!(offset_of!(Cqe, length) == 44 && offset_of!(Cqe, timestamp) == 48);
     assert!(offset_of!(Cqe, opcode_qpn) == 56 && offset_of!(Cqe, counter) == 60);
     assert!(offset_of!(Cqe, op_own) == 63);
+    assert!(size_of::<[MiniCqe; MINIS]>() == size_of::<Cqe>() && align_of::<MiniCqe>() == 4);
+    assert!(offset_of!(MiniCqe, opcode) == 2 && offset_of!(MiniCqe, length) == 4);
 };

@@ -42,6 +42,7 @@ mod table;
 pub use completion_queue::CompletionQueue;
 pub(crate) use device::{Device, Uses};
 pub use errors::{BadEntry, status};
+pub(crate) use objects::NewQueue;
 pub(crate) use queue_pair::{QueuePair, Target};
 pub(crate) use registers::Registers;
 pub(crate) use send_queue::SendQueue;

@@ -1,6 +1,6 @@
 //! The memory and registers behind objects of libmlx5: `mlx5dv_init_obj(3)`.
 
-use std::ffi::c_int;
+use std::ffi::{CStr, c_int, c_void};
 use std::ptr::NonNull;
 use std::sync::OnceLock;
 use std::{mem, ptr};
@@ -12,6 +12,11 @@ use super::layout::Route;
 use crate::sys;
 
 type InitObj = unsafe extern "C" fn(*mut mlx5dv_obj, u64) -> c_int;
+type CreateCq = unsafe extern "C" fn(
+    *mut ibv_context,
+    *mut ibv_cq_init_attr_ex,
+    *mut mlx5dv_cq_init_attr,
+) -> *mut ibv_cq_ex;
 
 // `enum mlx5dv_obj_type`.
 const QP: u64 = 1;
@@ -19,24 +24,75 @@ const CQ: u64 = 1 << 1;
 const SRQ: u64 = 1 << 2;
 const AH: u64 = 1 << 5;
 
+/// The format of receives in compressed sessions. Requests have only one.
+pub(super) const HASH: u32 = MLX5DV_CQE_RES_FORMAT_HASH;
+
 /// Returns `mlx5dv_init_obj`, which the binding lacks; `None` without libmlx5.
 pub(super) fn init_obj() -> Option<InitObj> {
     static FUNCTION: OnceLock<Option<InitObj>> = OnceLock::new();
-    *FUNCTION.get_or_init(|| {
-        // SAFETY: S3: the binding has opened the library already, so no initialiser runs.
-        let library = unsafe { libloading::Library::new("libmlx5.so.1") };
-        let library =
-            library.inspect_err(|error| tracing::debug!(%error, "failed to open libmlx5")).ok()?;
-        // SAFETY: S3: the function has this signature, mlx5dv.h.
-        let function = unsafe { library.get::<InitObj>(b"mlx5dv_init_obj\0") };
-        let function = function
-            .inspect_err(|error| tracing::debug!(%error, "failed to find mlx5dv_init_obj"))
-            .ok()
-            .map(|function| *function);
-        // The function must stay.
-        mem::forget(library);
-        function
-    })
+    // SAFETY: S3: the function has this signature, mlx5dv.h.
+    *FUNCTION.get_or_init(|| unsafe { find(c"mlx5dv_init_obj") })
+}
+
+/// Returns `mlx5dv_create_cq`, which the binding lacks; `None` without libmlx5.
+pub(super) fn create_cq() -> Option<CreateCq> {
+    static FUNCTION: OnceLock<Option<CreateCq>> = OnceLock::new();
+    // SAFETY: S3: the function has this signature, mlx5dv.h.
+    *FUNCTION.get_or_init(|| unsafe { find(c"mlx5dv_create_cq") })
+}
+
+/// Returns a function of libmlx5.
+///
+/// # Safety
+///
+/// The function has type `F`.
+unsafe fn find<F: Copy>(name: &CStr) -> Option<F> {
+    // SAFETY: S3: the binding has opened the library already, so no initialiser runs.
+    let library = unsafe { libloading::Library::new("libmlx5.so.1") };
+    let library =
+        library.inspect_err(|error| tracing::debug!(%error, "failed to open libmlx5")).ok()?;
+    // SAFETY: S3: the caller's promise.
+    let function = unsafe { library.get::<F>(name.to_bytes_with_nul()) };
+    let function = function
+        .inspect_err(|error| tracing::debug!(?name, %error, "failed to find function of libmlx5"))
+        .ok()
+        .map(|function| *function);
+    // The function must stay.
+    mem::forget(library);
+    function
+}
+
+/// The arguments of `ibv_create_cq(3)`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct NewQueue {
+    pub(crate) context: NonNull<ibv_context>,
+    pub(crate) capacity: c_int,
+    pub(crate) cq_context: *mut c_void,
+    pub(crate) channel: *mut ibv_comp_channel,
+    pub(crate) vector: c_int,
+}
+
+/// Creates a completion queue with compressed entries. Receives have the format `HASH`.
+///
+/// # Safety
+///
+/// The context is open, a device of libmlx5, and owns the channel, if any.
+pub(super) unsafe fn create_compressed(new: NewQueue) -> Result<NonNull<ibv_cq>, VerbError> {
+    const NAME: &str = "mlx5dv_create_cq";
+    let function = create_cq().ok_or(VerbError::new(NAME, VerbError::EOPNOTSUPP))?;
+    let invalid = |_| VerbError::new(NAME, VerbError::EINVAL);
+    let mut attr = blank::<ibv_cq_init_attr_ex>();
+    attr.cqe = new.capacity.try_into().map_err(invalid)?;
+    attr.comp_vector = new.vector.try_into().map_err(invalid)?;
+    (attr.cq_context, attr.channel) = (new.cq_context, new.channel);
+    let mut compressed = blank::<mlx5dv_cq_init_attr>();
+    let mask = mlx5dv_cq_init_attr_mask::MLX5DV_CQ_INIT_ATTR_MASK_COMPRESSED_CQE;
+    compressed.comp_mask = mask.0.into();
+    compressed.cqe_comp_res_format = HASH as u8;
+    // SAFETY: S3: the caller's promise; the attributes are local.
+    let raw = unsafe { function(new.context.as_ptr(), &raw mut attr, &raw mut compressed) };
+    // An extended queue begins with a plain one, `ibv_cq_ex_to_cq`.
+    sys::handle(NAME, raw.cast())
 }
 
 /// Calls `mlx5dv_init_obj` for one object.

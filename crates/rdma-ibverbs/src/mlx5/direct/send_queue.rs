@@ -141,7 +141,7 @@ impl SendQueue {
 
     #[cold]
     #[inline(never)]
-    fn make_room(&self, producer: &mut Producer, count: usize) -> bool {
+    fn make_capacity(&self, producer: &mut Producer, count: usize) -> bool {
         if !producer.is_open || producer.fence != 0 {
             return false;
         }
@@ -156,13 +156,13 @@ impl SendQueue {
     ///
     /// # Safety
     ///
-    /// The caller excludes all other posts to the queue, and its reset. No buffer is empty.
+    /// The caller excludes all other posts to the queue, and its reset. Each buffer has bytes.
     #[inline(always)]
     pub(crate) unsafe fn post_plain(&self, list: impl ExactSizeIterator<Item = PlainWr>) -> bool {
         // SAFETY: S3: the caller's promise.
         let producer = unsafe { &mut *self.producer.data_ptr() };
-        let room = producer.limit.wrapping_sub(producer.posted) as usize;
-        if room < list.len() && !self.make_room(producer, list.len()) {
+        let known = producer.limit.wrapping_sub(producer.posted) as usize;
+        if known < list.len() && !self.make_capacity(producer, list.len()) {
             return false;
         }
         let is_alone = list.len() == 1;
@@ -331,13 +331,13 @@ impl SendQueue {
         let blocks = segments.div_ceil(SEGMENTS_OF_BLOCK);
         self.posted(index).set(wr.wr_id, producer.posted, index, local);
         let is_local = local != WcOpcode(0);
-        let had_room = producer.limit != producer.posted;
+        let had_capacity = producer.limit != producer.posted;
         producer.next = index.wrapping_add(blocks);
         producer.posted = producer.posted.wrapping_add(1);
         if is_local {
             producer.fence = control::SMALL_FENCE;
         }
-        if is_local || !had_room {
+        if is_local || !had_capacity {
             producer.limit = producer.posted;
         }
         Ok(blocks)

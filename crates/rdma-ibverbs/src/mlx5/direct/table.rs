@@ -122,7 +122,7 @@ mod tests {
         Arc::new(Queues { send: None, receive: Receives::None })
     }
 
-    /// Random insertions, replacements and removals. Most numbers share their low bits.
+    // Random insertions, replacements and removals. Most numbers share their low bits.
     #[test]
     fn table_finds_exactly_the_queue_pairs_that_a_map_has() {
         for shift in [0, 3, 12, 20] {

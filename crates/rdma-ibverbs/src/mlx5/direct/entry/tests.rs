@@ -179,7 +179,7 @@ fn invalidation_frees_the_key() {
     check(make, 0x25, &[&umr.concat(), &context.concat()]);
 }
 
-/// It would cross the end of the ring.
+// It would cross the end of the ring.
 #[test]
 #[should_panic(expected = "crosses a block")]
 fn binding_with_a_route_is_refused() {

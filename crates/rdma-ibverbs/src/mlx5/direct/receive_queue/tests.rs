@@ -226,7 +226,7 @@ fn entry_beyond_the_queue_is_refused() {
     bench.queue.entries.segment::<DataSegment>(2, 0);
 }
 
-/// See the test of send queues: the poller reads a list until the receive is retired.
+// As in the test of send queues, the poller reads a list until the receive is retired.
 #[test]
 fn poster_overwrites_no_receive_that_the_poller_still_reads() {
     let receives = if cfg!(miri) { 60 } else { 5000 };

@@ -1,5 +1,5 @@
-//! The ring of a send queue against a model, over all sequences of operations of bounded length; the
-//! hand-over between poster and poller.
+//! The ring of a send queue against a model, over all sequences of operations of bounded length;
+//! the hand-over between poster and poller.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::AtomicBool;
@@ -34,7 +34,7 @@ struct Bench {
 struct Request {
     index: u32,
     wr_id: u64,
-    /// What its WQE has in the ring.
+    /// The bytes of its WQE in the ring.
     bytes: Vec<u8>,
 }
 
@@ -134,8 +134,8 @@ impl Bench {
     fn apply(&mut self, op: Op, model: &mut Model) {
         match op {
             Op::Plain(count) => {
-                let room = self.queue.setup.max_wr - model.in_flight.len() as u32;
-                let accepted = model.is_open && count <= room;
+                let free = self.queue.setup.max_wr - model.in_flight.len() as u32;
+                let accepted = model.is_open && count <= free;
                 let lengths = vec![1; if accepted { count as usize } else { 0 }];
                 self.post(&lengths, model, |queue, list| {
                     let refused = vec![request(0, &[]); count as usize];
@@ -237,8 +237,8 @@ impl Bench {
         }
     }
 
-    /// Runs all sequences of `depth` operations from here on. `seen` has the states already left, by
-    /// the length of the sequences run from them.
+    /// Runs all sequences of `depth` operations from here on. `seen` has the states already left,
+    /// by the length of the sequences run from them.
     fn explore(&mut self, model: &Model, depth: u32, seen: &mut HashMap<(State, Model), u32>) {
         let state = self.save();
         let key = (state.clone(), model.clone());
@@ -425,10 +425,10 @@ fn request_after_a_umr_waits_for_it_once() {
     assert_eq!([flags(7), flags(8)], [control::FENCE | control::SOLICITED, 0]);
 }
 
-/// A poster and a poller race for the blocks of a ring: the poller reads a WQE until it frees it, as
-/// for data in a CQE, and the poster overwrites it afterwards. Under Miri, a missing Acquire or
-/// Release is a data race. The only order from poster to poller is that of barriers around an
-/// index, as through an adapter.
+// A poster and a poller race for the blocks of a ring: the poller reads a WQE until it frees it, as
+// for data in a CQE, and the poster overwrites it afterwards. Under Miri, a missing Acquire or
+// Release is a data race. Only the barriers around an index order poster before poller, as through
+// an adapter.
 #[test]
 fn poster_overwrites_no_request_that_the_poller_still_reads() {
     let requests = if cfg!(miri) { 60 } else { 5000 };

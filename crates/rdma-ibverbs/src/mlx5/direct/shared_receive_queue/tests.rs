@@ -60,7 +60,7 @@ fn buffers(length: u32, number: u64) -> Vec<Sge> {
     (0..length).map(buffer).collect()
 }
 
-/// A receive has one buffer or two, by its number.
+/// Returns the number of buffers of a receive, one or two.
 fn length(number: u64) -> u32 {
     (number % 2) as u32 + 1
 }
@@ -171,7 +171,7 @@ impl Bench {
         assert_eq!(self.memory.record.be32(0), model.counter.into());
         assert_eq!((state.head, state.tail), (model.free[0], *model.free.back().unwrap()));
         // Follows the links as the adapter does: through the receives that it has not taken, then
-        // through the free entries. No entry is lost or doubled.
+        // through the free entries. Each entry is there once.
         let order: Vec<_> = model.pending.iter().chain(&model.free).copied().collect();
         let mut at = order[0];
         for &expected in &order[1..] {
