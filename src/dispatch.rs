@@ -373,6 +373,10 @@ impl Qp {
 }
 
 impl contract::Qp for Qp {
+    fn reset_stream(&self, stream: u16) -> Result<(), VerbError> {
+        each!(self, inner => inner.reset_stream(stream))
+    }
+
     fn qpn(&self) -> Qpn {
         each!(self, inner => inner.qpn())
     }

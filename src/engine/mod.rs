@@ -57,6 +57,7 @@ mod runtime;
 mod slot;
 mod slot_table;
 mod spin_budget;
+mod streams;
 #[cfg(all(test, not(loom)))]
 mod tests;
 mod wait_queue;
@@ -79,6 +80,7 @@ pub use drive::Drive;
 pub(crate) use in_flight::InFlight;
 pub(crate) use posting::Poster;
 pub(crate) use queue_pair_core::{QueuePairCore, Shared, destroy_shared};
+pub(crate) use streams::{PeerStream, Streams};
 pub(crate) use wake_list::{Deferral, wake};
 pub(crate) use work_queue::WorkQueue;
 pub use work_request::WorkQueueCounters;

@@ -18,6 +18,7 @@ use std::sync::Arc;
 
 use super::completion_queue_core::CompletionQueueCore;
 use super::posting::Poster;
+use super::streams::Streams;
 use super::wake_list::{Deferral, Teardown, WakeList};
 use super::work_queue::WorkQueue;
 use super::work_request::Limits;
@@ -46,6 +47,15 @@ pub(crate) struct QueuePairCore {
 impl Teardown for QueuePairCore {
     fn shut_down(&self, kind: OpErrorKind) {
         Self::shut_down(self, kind);
+    }
+
+    fn restore_streams(&self) {
+        let _deferral = Deferral::begin();
+        // Excludes a reset of the queue pair, which restores all streams.
+        let _change = self.change.lock();
+        if let Ok(qp) = self.qp() {
+            self.send.restore_streams(&qp);
+        }
     }
 }
 
@@ -111,6 +121,11 @@ impl QueuePairCore {
 
     pub(crate) fn send(&self) -> &Arc<WorkQueue> {
         &self.send
+    }
+
+    /// Gives a new DC initiator its streams, before any work is posted.
+    pub(crate) fn set_streams(&self, streams: Arc<Streams>) {
+        self.send.set_streams(streams);
     }
 
     pub(crate) fn receive(&self) -> Option<&Arc<WorkQueue>> {

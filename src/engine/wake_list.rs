@@ -25,6 +25,9 @@ pub(super) trait Teardown: Send + Sync {
     ///
     /// Takes the lock of the completion queue.
     fn shut_down(&self, kind: OpErrorKind);
+
+    /// Resets failed streams of a DC initiator.
+    fn restore_streams(&self) {}
 }
 
 /// Tasks to wake, buffers and wakers to drop, and objects to shut down. Each can run user code or
@@ -38,6 +41,8 @@ pub(super) struct WakeList {
     /// Wakers of abandoned operations, to be dropped without waking their tasks.
     discarded: SmallVec<[Waker; 1]>,
     teardowns: SmallVec<[(Arc<dyn Teardown>, OpErrorKind); 1]>,
+    /// DC initiators with failed streams to reset.
+    failed_streams: SmallVec<[Arc<dyn Teardown>; 1]>,
 }
 
 impl WakeList {
@@ -59,8 +64,10 @@ impl WakeList {
     /// Removes and returns the waker if the list contains nothing else. This common case avoids
     /// moving the list.
     pub(super) fn take_single_waker(&mut self) -> Option<Waker> {
-        let no_other =
-            self.held.is_empty() && self.discarded.is_empty() && self.teardowns.is_empty();
+        let no_other = self.held.is_empty()
+            && self.discarded.is_empty()
+            && self.teardowns.is_empty()
+            && self.failed_streams.is_empty();
         if self.wakers.len() != 1 || !no_other {
             return None;
         }
@@ -80,6 +87,11 @@ impl WakeList {
         self.teardowns.push((object, kind));
     }
 
+    pub(super) fn restore_streams(&mut self, initiator: Arc<dyn Teardown>) {
+        self.any = true;
+        self.failed_streams.push(initiator);
+    }
+
     /// Runs the actions, or adds them to the current [`Deferral`].
     #[inline]
     pub(super) fn finish(self) {
@@ -91,6 +103,10 @@ impl WakeList {
     fn finish_slow(self) {
         if DEFERRALS.get() > 0 {
             return defer(|deferred| deferred.append(self));
+        }
+        // First, so that a task that has seen the last flush finds the stream usable.
+        for initiator in self.failed_streams {
+            initiator.restore_streams();
         }
         for waker in self.wakers {
             contained(|| waker.wake());
@@ -112,6 +128,7 @@ impl WakeList {
         self.held.extend(more.held);
         self.discarded.extend(more.discarded);
         self.teardowns.extend(more.teardowns);
+        self.failed_streams.extend(more.failed_streams);
     }
 }
 

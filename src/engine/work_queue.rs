@@ -17,12 +17,14 @@ use super::failures::{Failures, failure};
 use super::posting::{Poster, Posting, is_traced};
 use super::slot::{FailedParts, Finished, Outcome, Slot};
 use super::slot_table::{Cursor, Slots};
+use super::streams::{StreamWork, Streams};
 use super::wake_list::{Teardown, WakeList};
 use super::work_request::{Limits, WorkQueueCounters};
 use super::work_request_id::{Owner, index_of};
 use crate::error::{CompletionError, OpErrorKind, ReceiveLengths};
 use crate::sync::{Mutex, lock};
 use crate::types::{WcOpcode, WcStatus, WorkCompletion, WrId};
+use crate::verbs::Qp;
 
 pub(crate) struct WorkQueue {
     pub(super) slots: Slots<Self>,
@@ -153,6 +155,7 @@ impl WorkQueue {
             self.admit_queued(woken);
         }
         if !wc.status.is_success() {
+            self.fail_stream(position, woken);
             let kind = OpErrorKind::Completion(self.failure(wc));
             if is_last {
                 self.settle(wc.wr_id, Err(kind), woken)
@@ -161,6 +164,42 @@ impl WorkQueue {
             }
         } else if is_last {
             self.settle(wc.wr_id, Ok(*wc), woken);
+        }
+    }
+
+    /// Gives the streams of a new DC initiator to its send queue.
+    pub(super) fn set_streams(&self, streams: Arc<Streams>) {
+        lock(&self.posting).streams = Some(StreamWork::new(streams, self.limits.depth));
+    }
+
+    /// Fails the stream of the work request at `position`, before any task learns of the failure.
+    /// Schedules its reset if it is drained.
+    #[cold]
+    fn fail_stream(&self, position: u32, woken: &mut WakeList) {
+        let drained = lock(&self.posting).fail_stream(position, &self.capacity);
+        if drained && let Some(queue_pair) = self.queue_pair() {
+            woken.restore_streams(queue_pair);
+        }
+    }
+
+    /// Resets the failed streams that are drained.
+    pub(super) fn restore_streams(&self, qp: &Qp) {
+        // Excludes posters, because a reset stream must have no work in flight.
+        let posting = lock(&self.posting);
+        let Some(StreamWork { streams, .. }) = &posting.streams else { return };
+        for stream in posting.drained_streams(&self.capacity) {
+            match qp.reset_stream(stream) {
+                Ok(()) => streams.restore(stream),
+                Err(error) => {
+                    tracing::warn!(
+                        qpn = %qp.qpn(),
+                        stream,
+                        %error,
+                        "failed to reset a stream; the DC initiator needs a repair"
+                    );
+                    streams.set_broken();
+                }
+            }
         }
     }
 
@@ -232,6 +271,9 @@ impl WorkQueue {
             }
         }
         self.capacity.retire_all(posting.posted as u32);
+        if let Some(StreamWork { streams, .. }) = &posting.streams {
+            streams.restore_all();
+        }
         self.notify_idle(&mut posting, woken);
     }
 

@@ -2,7 +2,9 @@
 
 use crate::error::{LimitError, OpErrorKind};
 use crate::memory::PdKey;
-use crate::types::{Data, DcKey, Qkey, Qpn, SendFlags, SendOp, SendTarget, Sge, WindowBind};
+use crate::types::{
+    Data, DcKey, DctTarget, Qkey, Qpn, SendFlags, SendOp, SendTarget, Sge, WindowBind,
+};
 use crate::verbs::AddressHandle;
 
 #[derive(Debug, Clone, Copy)]
@@ -32,7 +34,8 @@ pub(crate) enum WorkKind {
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum ReceiverKey {
     Datagram(Qkey),
-    Dc(DcKey),
+    /// The access key, and the stream of the initiator.
+    Dc(DcKey, u16),
 }
 
 /// The receiver of a work request on a transport without connections.
@@ -47,7 +50,9 @@ impl<'a> Receiver<'a> {
     pub(super) fn target(self) -> SendTarget<'a> {
         match self.key {
             ReceiverKey::Datagram(qkey) => self.handle.target(self.number, qkey).into(),
-            ReceiverKey::Dc(key) => self.handle.dct(self.number, key).into(),
+            ReceiverKey::Dc(key, stream) => {
+                DctTarget { stream, ..self.handle.dct(self.number, key) }.into()
+            }
         }
     }
 
@@ -64,8 +69,8 @@ pub(super) struct OwnedReceiver {
 }
 
 impl OwnedReceiver {
-    pub(super) fn target(&self) -> SendTarget<'_> {
-        Receiver { handle: &self.handle, number: self.number, key: self.key }.target()
+    pub(super) fn borrowed(&self) -> Receiver<'_> {
+        Receiver { handle: &self.handle, number: self.number, key: self.key }
     }
 }
 

@@ -206,7 +206,7 @@ impl<'a> SendRoute<'a> {
                 return self.unsupported("datagrams (transport UD required)", &[Ud]).or(foreign);
             }
             // DC is a reliable transport with all operations.
-            Some(Receiver { key: ReceiverKey::Dc(_), .. }) => return None,
+            Some(Receiver { key: ReceiverKey::Dc(..), .. }) => return None,
             None => {}
         }
         match op {

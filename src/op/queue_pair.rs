@@ -13,8 +13,8 @@ use crate::memory::{BufMut, PdKey, Pool, PoolError};
 use crate::op::post::Destination;
 use crate::op::{ConnectOptions, QueuePairEndpoint, SharedReceiveQueue};
 use crate::types::{
-    Access, AddressVector, Gid, GidEntry, LinkLayer, Mtu, PortAttr, PortNum, Psn, Qkey, QpAttr,
-    QpCaps, QpState, Qpn, SendFlags, SendOp, Transport,
+    Access, AddressVector, DciStreamsInit, Gid, GidEntry, LinkLayer, Mtu, PortAttr, PortNum, Psn,
+    Qkey, QpAttr, QpCaps, QpState, Qpn, SendFlags, SendOp, Transport,
 };
 use crate::verbs::{Device, ProtectionDomain, Qp, QpOptions};
 
@@ -133,6 +133,7 @@ impl QueuePair {
             qkey: None,
             path: Path::Any,
             number: None,
+            streams: None,
         }
     }
 
@@ -506,6 +507,8 @@ pub struct QueuePairBuilder {
     path: Path,
     /// The number reserved by the connection manager.
     number: Option<Qpn>,
+    /// Streams of a DC initiator.
+    streams: Option<DciStreamsInit>,
 }
 
 /// The choice of the local port and GID.
@@ -615,6 +618,15 @@ impl QueuePairBuilder {
         self
     }
 
+    pub(crate) fn device(&self) -> &Device {
+        self.pd.device()
+    }
+
+    pub(crate) fn streams(mut self, streams: Option<DciStreamsInit>) -> Self {
+        self.streams = streams;
+        self
+    }
+
     pub(crate) fn number(mut self, number: Option<Qpn>) -> Self {
         self.number = number;
         self
@@ -661,6 +673,7 @@ impl QueuePairBuilder {
             qkey,
             path,
             number,
+            streams,
         } = self;
         let device = pd.device();
         let (connected, datagram) =
@@ -701,7 +714,7 @@ impl QueuePairBuilder {
         let options = QpOptions { transport, caps };
         let (send_cq, recv_cq) = (send_queue.cq(), recv_queue.cq());
         let srq_verbs = srq.as_ref().map(SharedReceiveQueue::verbs);
-        let qp = Qp::numbered(&pd, send_cq, recv_cq, srq_verbs, &options, number)?;
+        let qp = Qp::numbered(&pd, send_cq, recv_cq, srq_verbs, &options, number, streams)?;
         let (granted, qpn) = (qp.caps(), qp.qpn());
         qp.modify(&QpAttr {
             pkey_index: Some(0),

@@ -45,10 +45,11 @@ impl AddressHandle {
         UdTarget { address: &self.inner.address, handle: self.inner.raw.handle(), qpn, qkey }
     }
 
-    /// Returns DC target `number` along this route, for an initiator.
+    /// Returns DC target `number` along this route, for stream 0 of an initiator.
     #[must_use]
     pub fn dct(&self, number: Qpn, key: DcKey) -> DctTarget<'_> {
-        DctTarget { address: &self.inner.address, handle: self.inner.raw.handle(), number, key }
+        let (address, handle) = (&self.inner.address, self.inner.raw.handle());
+        DctTarget { address, handle, number, key, stream: 0 }
     }
 }
 

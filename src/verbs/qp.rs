@@ -15,7 +15,8 @@ use crate::dispatch;
 use crate::dispatch::{ReceiveCounters, SendCounters};
 use crate::error::{LimitError, NO_DC, SetupError, VerbError};
 use crate::types::{
-    QpAttr, QpCaps, QpState, Qpn, RecvWr, SendWr, TransitionError, Transport, check_transition,
+    DciStreamsInit, QpAttr, QpCaps, QpState, Qpn, RecvWr, SendWr, TransitionError, Transport,
+    check_transition,
 };
 use rdma_provider::contract::{Context as _, Pd as _, PlainWr, PostError, Qp as _, QpInit};
 
@@ -91,10 +92,11 @@ impl Qp {
         srq: Option<&Srq>,
         options: &QpOptions,
     ) -> Result<Self, SetupError> {
-        Self::numbered(pd, send_cq, recv_cq, srq, options, None)
+        Self::numbered(pd, send_cq, recv_cq, srq, options, None, None)
     }
 
-    /// Creates a queue pair with a number reserved by the connection manager, if any.
+    /// Creates a queue pair with a number reserved by the connection manager, or with streams, if
+    /// any.
     pub(crate) fn numbered(
         pd: &ProtectionDomain,
         send_cq: &Cq,
@@ -102,6 +104,7 @@ impl Qp {
         srq: Option<&Srq>,
         options: &QpOptions,
         number: Option<Qpn>,
+        streams: Option<DciStreamsInit>,
     ) -> Result<Self, SetupError> {
         let (attr, caps) = (pd.device().attr(), options.caps);
         LimitError::check("max_send_wr", caps.max_send_wr.into(), attr.max_qp_wr.into())?;
@@ -135,6 +138,7 @@ impl Qp {
             recv_cq: recv_cq.raw(),
             srq: srq.map(Srq::raw),
             caps,
+            streams,
         };
         let raw = match number {
             None => pd.raw().create_qp(&init)?,
@@ -215,6 +219,13 @@ impl Qp {
         check_transition(self.transport, now, to, attr.mask())?;
         self.raw.modify(attr)?;
         tracing::debug!(qpn = %self.qpn(), from = ?now, ?to, "queue pair changed state");
+        Ok(())
+    }
+
+    /// Restores a failed stream, [`contract::Qp::reset_stream`](rdma_provider::contract::Qp).
+    pub(crate) fn reset_stream(&self, stream: u16) -> Result<(), VerbError> {
+        self.raw.reset_stream(stream)?;
+        tracing::debug!(qpn = %self.qpn(), stream, "stream reset");
         Ok(())
     }
 

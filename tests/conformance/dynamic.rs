@@ -21,7 +21,7 @@ use tokio_rdma::{
 use crate::common::{Setup, in_every_mode, mode, pattern, run, within};
 
 /// Returns a setup, or reports that `test` is skipped on a device without DC.
-fn setup(test: &str) -> Option<Setup> {
+pub(super) fn setup(test: &str) -> Option<Setup> {
     let setup = Setup::new();
     if setup.a.attr().dc.is_none() {
         assert!(!setup.is_software(), "the software device has DC");
@@ -32,19 +32,19 @@ fn setup(test: &str) -> Option<Setup> {
 }
 
 /// The objects of one node. The order of fields is the drop order.
-struct Node {
-    target: DcTarget,
-    srq: SharedReceiveQueue,
-    region: ExposedRegion,
-    pool: Pool,
-    queue: CompletionQueue,
-    pd: ProtectionDomain,
+pub(super) struct Node {
+    pub(super) target: DcTarget,
+    pub(super) srq: SharedReceiveQueue,
+    pub(super) region: ExposedRegion,
+    pub(super) pool: Pool,
+    pub(super) queue: CompletionQueue,
+    pub(super) pd: ProtectionDomain,
 }
 
 const REGION: usize = 16384;
 
 impl Node {
-    fn new(device: &Device, mode_name: &str) -> Self {
+    pub(super) fn new(device: &Device, mode_name: &str) -> Self {
         let pd = device.protection_domain().unwrap();
         let queue = CompletionQueue::new(device, mode(mode_name)).unwrap();
         Self::within(&pd, &queue)
@@ -60,23 +60,23 @@ impl Node {
         Self { target, srq, region, pool, queue: queue.clone(), pd: pd.clone() }
     }
 
-    fn remote(&self, offset: usize, len: usize) -> RemoteRegion {
+    pub(super) fn remote(&self, offset: usize, len: usize) -> RemoteRegion {
         self.region.grant().slice(offset as u64..(offset + len) as u64).unwrap()
     }
 
-    fn bytes(&self, offset: usize, len: usize) -> Vec<u8> {
+    pub(super) fn bytes(&self, offset: usize, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
         self.region.read(offset, &mut bytes).unwrap();
         bytes
     }
 
-    fn buffer(&self, bytes: &[u8]) -> BufMut {
+    pub(super) fn buffer(&self, bytes: &[u8]) -> BufMut {
         self.pool.copy_from(bytes).unwrap()
     }
 }
 
 /// Returns options with few retries. The timeout allows for answers that a thread delivers late.
-fn brief_options() -> ConnectOptions {
+pub(super) fn brief_options() -> ConnectOptions {
     ConnectOptions {
         timeout: AckTimeout::from_code(match crate::wire() {
             crate::common::Wire::Memory => 10,
@@ -88,19 +88,30 @@ fn brief_options() -> ConnectOptions {
     }
 }
 
+/// Returns an initiator without streams, which the first failure ends.
 fn impatient(node: &Node) -> DcInitiator {
-    DcInitiator::builder(&node.pd, &node.queue).options(brief_options()).build().unwrap()
+    DcInitiator::builder(&node.pd, &node.queue)
+        .options(brief_options())
+        .streams(false)
+        .build()
+        .unwrap()
 }
 
 fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
     Pin::new(future).poll(&mut Context::from_waker(Waker::noop()))
 }
 
-fn state(initiator: &DcInitiator) -> QpState {
+pub(super) fn state(initiator: &DcInitiator) -> QpState {
     initiator.query().unwrap().0
 }
 
-async fn assert_works(from: &Node, initiator: &DcInitiator, peer: &DcPeer, to: &Node, seed: u8) {
+pub(super) async fn assert_works(
+    from: &Node,
+    initiator: &DcInitiator,
+    peer: &DcPeer,
+    to: &Node,
+    seed: u8,
+) {
     let bytes = pattern(100, seed);
     within("write", initiator.to(peer).write(from.buffer(&bytes), to.remote(0, 100)))
         .await

@@ -15,5 +15,6 @@ mod operations;
 mod raw_handles;
 mod shared;
 mod states;
+mod streams;
 mod transitions;
 mod windows;

@@ -185,7 +185,14 @@ impl Context {
             max_recv_sge: 1,
             max_inline: 0,
         };
-        let init = QpInit { transport: Transport::Rc, send_cq: &cq, recv_cq: &cq, srq: None, caps };
+        let init = QpInit {
+            transport: Transport::Rc,
+            send_cq: &cq,
+            recv_cq: &cq,
+            srq: None,
+            caps,
+            streams: None,
+        };
         drop(pd.create_qp(&init)?);
         drop(srq);
         Ok(Posting::Direct(device))
@@ -293,6 +300,7 @@ impl Context {
                     recv_cq: &cq,
                     srq: None,
                     caps,
+                    streams: None,
                 };
                 pd.create_qp(&init).map(|qp| contract::Qp::caps(&qp).max_inline)
             };

@@ -5,10 +5,11 @@
 
 use std::borrow::Borrow;
 use std::mem::MaybeUninit;
-use std::ptr::{self, NonNull};
+use std::ptr;
 
 use rdma_sys::*;
 
+use super::mlx5::dc::Dci;
 use super::mlx5::direct::address::handle_of;
 use super::{convert, sys};
 use rdma_provider::VerbError;
@@ -325,7 +326,7 @@ unsafe fn window(bind: &WindowBind) -> *mut ibv_mw {
 #[inline]
 pub(super) unsafe fn extended<'a>(
     qp: *mut ibv_qp_ex,
-    dc: Option<NonNull<mlx5dv_qp_ex>>,
+    dc: Option<Dci>,
     transport: Transport,
     list: impl Iterator<Item = impl Borrow<SendWr<'a>>>,
 ) -> Result<(), PostError> {
@@ -374,7 +375,7 @@ unsafe fn abort(qp: *mut ibv_qp_ex) -> VerbError {
 ///
 /// See [`extended`]; `ibv_wr_start` must have been called.
 #[inline(always)]
-unsafe fn request(qp: *mut ibv_qp_ex, dc: Option<NonNull<mlx5dv_qp_ex>>, wr: &SendWr<'_>) -> bool {
+unsafe fn request(qp: *mut ibv_qp_ex, dc: Option<Dci>, wr: &SendWr<'_>) -> bool {
     macro_rules! call {
         ($function:ident $(, $argument:expr)*) => {
             match (*qp).$function {
@@ -418,10 +419,20 @@ unsafe fn request(qp: *mut ibv_qp_ex, dc: Option<NonNull<mlx5dv_qp_ex>>, wr: &Se
             Some(SendTarget::Datagram(UdTarget { handle, qpn, qkey, .. })) => {
                 call!(wr_set_ud_addr, handle_of(handle).raw.as_ptr(), qpn.0, qkey.0);
             }
-            Some(SendTarget::Dc(DctTarget { handle, number, key, .. })) => {
-                let Some(dc) = dc.map(NonNull::as_ptr) else { return false };
-                let Some(set) = (*dc).wr_set_dc_addr else { return false };
-                set(dc, handle_of(handle).raw.as_ptr(), number.0, key.0);
+            Some(SendTarget::Dc(DctTarget { handle, number, key, stream, .. })) => {
+                let Some(Dci { raw, streams }) = dc else { return false };
+                if u32::from(stream) >= streams {
+                    return false;
+                }
+                let (dc, handle) = (raw.as_ptr(), handle_of(handle).raw.as_ptr());
+                // Versions of libmlx5 without streams have a shorter structure.
+                if streams == 1 {
+                    let Some(set) = (*dc).wr_set_dc_addr else { return false };
+                    set(dc, handle, number.0, key.0);
+                } else {
+                    let Some(set) = (*dc).wr_set_dc_addr_stream else { return false };
+                    set(dc, handle, number.0, key.0, stream);
+                }
             }
         }
         match wr.data {

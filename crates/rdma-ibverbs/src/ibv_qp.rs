@@ -11,7 +11,7 @@ use rdma_sys::*;
 
 use super::ibv_pd::Posting;
 use super::ibv_srq::Srq;
-use super::mlx5::dc::Initiator;
+use super::mlx5::dc::{self, Dci, Initiator};
 use super::mlx5::direct::{QueuePair, Registers, SendQueue, Uses};
 use super::owned::Owned;
 use super::{Ibverbs, convert, ibv_post, sys};
@@ -32,7 +32,7 @@ pub struct Qp {
     /// The same queue pair for `ibv_wr_*`, if the driver supports it.
     extended: Option<NonNull<ibv_qp_ex>>,
     /// The same queue pair for setting the DC target, if it is an initiator.
-    dc: Option<NonNull<mlx5dv_qp_ex>>,
+    dc: Option<Dci>,
     transport: Transport,
     caps: QpCaps,
     /// True if it has a receive queue of its own.
@@ -53,7 +53,7 @@ unsafe impl Sync for Qp {}
 struct Created {
     raw: NonNull<ibv_qp>,
     extended: Option<NonNull<ibv_qp_ex>>,
-    dc: Option<NonNull<mlx5dv_qp_ex>>,
+    dc: Option<Dci>,
     granted: ibv_qp_cap,
 }
 
@@ -156,11 +156,12 @@ impl Qp {
         let flags = (!direct.scatter).then_some(no_scatter);
         let created = Created::new(domain.domain(), init, device, true, flags)?;
         let (raw, transport) = (created.raw, init.transport);
+        let streams = created.dc.map_or(1, |dc| dc.streams);
         // From here on, an error destroys the queue pair.
         let mut made = Self::made(created, init);
         // SAFETY: S3: new, and created in that domain; the layer above destroys it before its
         // queues.
-        let pair = unsafe { direct.queue_pair(raw, transport, &made.caps, uses, domain) }?;
+        let pair = unsafe { direct.queue_pair(raw, transport, &made.caps, streams, uses, domain) }?;
         if transport == Transport::Rc {
             made.plain = pair.send().ok().map(NonNull::from);
         }
@@ -311,6 +312,11 @@ impl contract::Qp for Qp {
             Ordering::Release,
         );
         result
+    }
+
+    fn reset_stream(&self, stream: u16) -> Result<(), VerbError> {
+        // SAFETY: S3: the queue pair is alive.
+        unsafe { dc::reset_stream(self.raw.get(), stream) }
     }
 
     fn query(&self) -> Result<(QpState, QpAttr), VerbError> {

@@ -85,8 +85,14 @@ fn create_queues(context: &Context) {
         max_recv_sge: 0,
         max_inline: 64,
     };
-    let init =
-        QpInit { transport: Transport::Rc, send_cq: &cq, recv_cq: &cq, srq: Some(&srq), caps };
+    let init = QpInit {
+        transport: Transport::Rc,
+        send_cq: &cq,
+        recv_cq: &cq,
+        srq: Some(&srq),
+        caps,
+        streams: None,
+    };
     let qp = pd.create_qp(&init).unwrap();
     drop(qp);
 }

@@ -108,7 +108,8 @@ impl DcPool {
     #[must_use]
     pub fn builder(pd: &ProtectionDomain, queue: &CompletionQueue) -> DcPoolBuilder {
         DcPoolBuilder {
-            initiator: DcInitiator::builder(pd, queue),
+            // Without streams: the pool repairs an initiator as a whole.
+            initiator: DcInitiator::builder(pd, queue).streams(false),
             initiators: 4,
             policy: DcPolicy::default(),
         }
@@ -218,7 +219,7 @@ impl DcPoolBuilder {
         mut self,
         describe: impl FnOnce(DcInitiatorBuilder) -> DcInitiatorBuilder,
     ) -> Self {
-        self.initiator = describe(self.initiator);
+        self.initiator = describe(self.initiator).streams(false);
         self
     }
 

@@ -14,9 +14,7 @@ use crate::engine::posting::{Poster, Posting, WRONG_QUEUE, is_traced, trace_post
 use crate::engine::slot::{MAX_PARTS, Outcome, Slot};
 use crate::engine::wait_queue::Queued;
 use crate::engine::wake_list::WakeList;
-use crate::engine::work_request::{
-    OnFull, OwnedReceiver, Receiver, Refusal, Request, WorkKind, data_of,
-};
+use crate::engine::work_request::{OnFull, Receiver, Refusal, Request, WorkKind, data_of};
 use crate::engine::work_request_id::{INDEX_BITS, index_of};
 use crate::error::{LimitError, OpErrorKind, VerbError};
 use crate::memory::{Gather, PdKey, SgeList};
@@ -238,11 +236,12 @@ impl WorkQueue {
         };
         if direct {
             let data = data_of(&sges, request.inline, request.window);
-            let target = request.to.map(Receiver::target);
+            let target = request.to.map(|to| posting.target(to, 1));
             let wr =
                 SendWr { wr_id: claim.id(), op: SendOp::Send, flags: request.flags, data, target };
             if let Err(error) = posting.post_one(&claim, request.kind, wr, &sges) {
                 claim.release();
+                posting.forget_refused();
                 return Err(posting.refusal(error).into());
             }
         } else {
@@ -314,6 +313,9 @@ impl WorkQueue {
         };
         if direct {
             claim.set_start(posting.posted as u32);
+            if let Some(to) = parts.to {
+                posting.target(to, count as u32);
+            }
             self.post_list(posting, parts, &claim);
         } else {
             for wr in parts.list(&claim) {
@@ -362,6 +364,7 @@ impl WorkQueue {
             tracing::trace!(posted, of = count, "posted a batch");
         }
         if let Some(PostError { error, .. }) = refused {
+            posting.forget_refused();
             let mut woken = WakeList::new();
             self.refuse_from(
                 &mut posting,
@@ -405,11 +408,12 @@ impl WorkQueue {
         {
             self.cq().remove_waiter();
             let data = data_of(&next.sges, next.inline.as_deref(), next.window.as_deref());
-            let target = next.to.as_ref().map(OwnedReceiver::target);
+            let target = next.to.as_ref().map(|to| posting.target(to.borrowed(), 1));
             let wr = SendWr { wr_id: next.id, op: SendOp::Send, flags: next.flags, data, target };
             if let Err(error) =
                 posting.post_one(self.slots.slot(index_of(next.id)), next.kind, wr, &next.sges)
             {
+                posting.forget_refused();
                 if next.batch {
                     self.refuse_queued(posting, wr, error, woken);
                 } else {

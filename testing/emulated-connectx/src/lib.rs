@@ -46,5 +46,5 @@ mod uverbs;
 mod window;
 mod wqe;
 
-pub use control::{Counters, EmulatedConnectX, Link, Options, Release, Status};
+pub use control::{Counters, DciStreams, EmulatedConnectX, Link, Options, Release, Status};
 pub use lint::{Finding, Problem};

@@ -7,7 +7,7 @@ use crate::control::{self, Status};
 use crate::cqe::{Arrived, Cqe, Opcode};
 use crate::lint::Problem;
 use crate::memory::Buffer;
-use crate::objects::{Attempt, Handle, Kind, Qp, Ring};
+use crate::objects::{Attempt, Handle, Kind, Qp, Ring, Streams};
 use crate::port::{self, MAX_DATAGRAM, MAX_MESSAGE};
 use crate::responder::{self, Answer};
 use crate::state::State;
@@ -80,6 +80,11 @@ impl State {
                 self.lint.note(qp.number, Problem::OverwrittenEntry, detail);
             }
         }
+        self.check_stream(&qp, &control);
+        if qp.has_failed(control.stream) {
+            self.flush_request(handle);
+            return true;
+        }
         let outcome = match control::fault(&mut self.faults, qp.number) {
             Some(status) => status.into(),
             None => self.attempt(handle, &qp, &control, &entry),
@@ -151,9 +156,23 @@ impl State {
                 }
                 self.flush(handle);
             }
-            false => self.fail_qp(handle),
+            false => {
+                let stream = control.stream;
+                if self.qps.get_mut(&handle).is_some_and(|qp| qp.fail_stream(stream)) {
+                    self.fail_qp(handle);
+                }
+            }
         }
         true
+    }
+
+    fn check_stream(&mut self, qp: &Qp, control: &Control) {
+        let count = qp.streams.as_ref().map_or(1, Streams::count);
+        if u32::from(control.stream) >= count {
+            let (index, stream) = (control.index, control.stream);
+            let detail = format!("WQE {index:#x}: stream {stream}, the queue pair has {count}");
+            self.lint.note(qp.number, Problem::WrongStream, detail);
+        }
     }
 
     fn advance(&mut self, handle: Handle, blocks: u16) {
@@ -490,18 +509,10 @@ impl State {
         loop {
             let stopped = |qp: &&Qp| matches!(qp.state, state::ERR | state::SQE);
             let Some(qp) = self.qps.get(&handle).filter(stopped) else { return any };
-            let Some(sq) = qp.sq.filter(|sq| sq.posted() != 0) else { break };
-            let (uidx, number, cq) = (qp.uidx, qp.number, qp.send_cq);
-            let (control, _) = read_entry(&sq);
-            let flushed = Status::WorkRequestFlushed;
-            let cqe =
-                Cqe::error(uidx, Opcode::RequestError, number, sq.index, control.opcode, flushed);
-            let qp = self.qps.get_mut(&handle).expect("looked up above");
-            qp.history.execute(sq.index, read_block(&sq, sq.index));
-            let sq = qp.sq.as_mut().expect("looked up above");
-            // A malformed length must not move the index past the producer's.
-            sq.index = sq.index.wrapping_add(control.blocks().min(sq.posted()));
-            self.complete(cq, number, cqe);
+            if qp.sq.is_none_or(|sq| sq.posted() == 0) {
+                break;
+            }
+            self.flush_request(handle);
             any = true;
         }
         loop {
@@ -516,6 +527,20 @@ impl State {
             self.complete(cq, number, cqe);
             any = true;
         }
+    }
+
+    /// Flushes the request at the head of a send queue, which has one.
+    fn flush_request(&mut self, handle: Handle) {
+        let Some(qp) = self.qps.get_mut(&handle) else { return };
+        let (uidx, number, cq) = (qp.uidx, qp.number, qp.send_cq);
+        let Some(sq) = &mut qp.sq else { return };
+        let (control, _) = read_entry(sq);
+        let flushed = Status::WorkRequestFlushed;
+        let cqe = Cqe::error(uidx, Opcode::RequestError, number, sq.index, control.opcode, flushed);
+        qp.history.execute(sq.index, read_block(sq, sq.index));
+        // A malformed length must not move the index past the producer's.
+        sq.index = sq.index.wrapping_add(control.blocks().min(sq.posted()));
+        self.complete(cq, number, cqe);
     }
 }
 

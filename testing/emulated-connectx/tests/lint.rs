@@ -391,3 +391,45 @@ fn consumed_entry_with_a_changed_owner_bit_is_found() {
     direct.consumed(direct.taken);
     assert_eq!(found(&device), [Problem::WrongOwner], "the index moved back");
 }
+
+#[test]
+fn wrong_streams_are_found() {
+    let (device, _alone) = device(|_| {});
+    let context = Context::open(0);
+    let pd = Pd::new(&context);
+    let (cq, srq) = (Cq::new(&context, 15), Srq::new(&pd, 1, 1));
+    let (target, ah) = (dc_target(&pd, &cq, &srq), Ah::new(&pd, &context.route()));
+    let memory = Mr::new(&pd, 4096, ALL);
+    for (streams, wrong) in [(true, 4), (false, 1)] {
+        let initiator = dc_initiator(&pd, &cq, streams);
+        for stream in [wrong - 1, wrong] {
+            let to = (&*ah, target.number(), KEY, Some(stream));
+            post_dc(&initiator, &[(1, Dc::Write(memory.sge(0, 8), &memory, 64), to)]);
+            cq.ok(1);
+            let found: Vec<_> = device.take_findings().iter().map(|found| found.problem).collect();
+            let expected = if stream == wrong { vec![Problem::WrongStream] } else { vec![] };
+            assert_eq!(found, expected, "stream {stream}, streams: {streams}");
+        }
+    }
+}
+
+#[test]
+fn reset_of_a_stream_with_posted_requests_is_found() {
+    let (device, _alone) = device(|_| {});
+    device.set_manual_stepping(true);
+    let context = Context::open(0);
+    let pd = Pd::new(&context);
+    let cq = Cq::new(&context, 15);
+    let initiator = dc_initiator(&pd, &cq, true);
+    let ah = Ah::new(&pd, &context.route());
+    let memory = Mr::new(&pd, 4096, ALL);
+    device.fail_request(Some(initiator.number()), 0, emulated_connectx::Status::RemoteAccess);
+    let write = Dc::Write(memory.sge(0, 8), &memory, 64);
+    let to = (&*ah, 0xff_fff0, KEY, Some(1));
+    post_dc(&initiator, &[(1, write, to), (2, write, to)]);
+    assert!(device.step());
+    cq.fails_with(1, ibv_wc_status::IBV_WC_REM_ACCESS_ERR);
+    assert_eq!(reset_stream(&initiator, 1), 0);
+    device.set_manual_stepping(false);
+    assert_eq!(found(&device), [Problem::WrongStream]);
+}

@@ -133,6 +133,7 @@ impl Program {
             recv_cq: &self.cq,
             srq: None,
             caps,
+            streams: None,
         };
         self.pd.create_qp(&init).unwrap()
     }

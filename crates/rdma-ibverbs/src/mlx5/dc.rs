@@ -3,21 +3,24 @@
 
 #![allow(unsafe_code)]
 
+use std::ffi::{c_int, c_void};
 use std::mem;
 use std::ptr::{self, NonNull};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use parking_lot::Mutex;
 use rdma_sys::*;
 
-use super::direct;
+use super::{direct, library};
 use crate::ibv_context::Context;
 use crate::owned::Owned;
 use crate::{Ibverbs, convert, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract::{self, Context as _, DctInit, Pd as _, QpInit};
 use rdma_provider::types::{
-    DcAttr, DcKey, DciStreams, DeviceAttr, QpAttr, QpCaps, QpState, Qpn, SrqCaps, Transport,
+    DcAttr, DcKey, DciStreams, DciStreamsInit, DeviceAttr, QpAttr, QpCaps, QpState, Qpn, SrqCaps,
+    Transport,
 };
 
 /// The error of a device without DC.
@@ -61,7 +64,11 @@ pub(crate) fn attributes(
         max_log_concurrent: found.dci_streams_caps.max_log_num_concurent,
         max_log_errored: found.dci_streams_caps.max_log_num_errored,
     };
-    let any = has(field::MLX5DV_CONTEXT_MASK_DCI_STREAMS) && streams.max_log_concurrent > 0;
+    let any = has(field::MLX5DV_CONTEXT_MASK_DCI_STREAMS)
+        && streams.max_log_concurrent > 0
+        && streams.max_log_errored > 0
+        // SAFETY: S3: the context is open.
+        && unsafe { can_reset_streams(raw) };
     let mut attr = DcAttr::new(
         limit(found.max_dc_rd_atom, device.max_qp_rd_atom),
         limit(found.max_dc_init_rd_atom, device.max_qp_init_rd_atom),
@@ -80,6 +87,67 @@ pub(crate) fn attributes(
     }
 }
 
+type ResetStream = unsafe extern "C" fn(*mut ibv_qp, u16) -> c_int;
+type GeneralCommand =
+    unsafe extern "C" fn(*mut ibv_context, *const c_void, usize, *mut c_void, usize) -> c_int;
+
+const RESET_STREAM: &str = "mlx5dv_dci_stream_id_reset";
+
+/// Returns `mlx5dv_dci_stream_id_reset`, which old versions of libmlx5 lack.
+fn stream_reset() -> Option<ResetStream> {
+    static FUNCTION: OnceLock<Option<ResetStream>> = OnceLock::new();
+    *FUNCTION.get_or_init(|| {
+        // SAFETY: S3: the function has this signature, mlx5dv.h.
+        unsafe { library::function(c"mlx5dv_dci_stream_id_reset") }
+    })
+}
+
+/// Resets a stream of a DC initiator.
+///
+/// # Safety
+///
+/// `qp` is alive.
+pub(crate) unsafe fn reset_stream(qp: NonNull<ibv_qp>, stream: u16) -> Result<(), VerbError> {
+    let reset = stream_reset().ok_or(VerbError::new(RESET_STREAM, VerbError::EOPNOTSUPP))?;
+    // SAFETY: S3: the caller's promise.
+    sys::status(RESET_STREAM, unsafe { reset(qp.as_ptr(), stream) })
+}
+
+/// Returns true if failed streams can be reset: libmlx5 has the function, and the device the
+/// extension of queue pair contexts that the function requires.
+///
+/// # Safety
+///
+/// `context` is open.
+unsafe fn can_reset_streams(context: NonNull<ibv_context>) -> bool {
+    /// `MLX5_CMD_OP_QUERY_HCA_CAP`, for the current values of the general capabilities.
+    const QUERY: [u8; 16] = [1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0];
+    /// Bit `qpc_extension` of the capabilities, which begin at byte 16.
+    const QPC_EXTENSION: (usize, u8) = (16 + 0x122 / 8, 0x80 >> (0x122 % 8));
+    if stream_reset().is_none() {
+        return false;
+    }
+    // SAFETY: S3: the function has this signature, mlx5dv.h.
+    let command: Option<GeneralCommand> = unsafe { library::function(c"mlx5dv_devx_general_cmd") };
+    let Some(command) = command else { return false };
+    let mut answer = [0_u8; 16 + 4096];
+    // SAFETY: S3: the caller's promise; both buffers are local.
+    let result = sys::status("mlx5dv_devx_general_cmd", unsafe {
+        command(
+            context.as_ptr(),
+            QUERY.as_ptr().cast(),
+            QUERY.len(),
+            answer.as_mut_ptr().cast(),
+            answer.len(),
+        )
+    });
+    if let Err(error) = result {
+        tracing::debug!(%error, "failed to query mlx5 capabilities; reporting no DC streams");
+        return false;
+    }
+    answer[QPC_EXTENSION.0] & QPC_EXTENSION.1 != 0
+}
+
 fn try_both(context: &Context, attr: DcAttr) -> Result<(), VerbError> {
     let (pd, cq) = (context.create_pd()?.with_dc(attr), context.create_cq(2, None, 0, 0)?);
     let srq = pd.create_srq(SrqCaps { max_wr: 1, max_sge: 1 })?;
@@ -91,6 +159,7 @@ fn try_both(context: &Context, attr: DcAttr) -> Result<(), VerbError> {
         recv_cq: &cq,
         srq: None,
         caps,
+        streams: None,
     })?;
     pd.create_dct(&DctInit { srq: &srq, recv_cq: &cq, key: DcKey(0) })?;
     Ok(())
@@ -101,6 +170,7 @@ fn create(
     pd: NonNull<ibv_pd>,
     attr: &mut ibv_qp_init_attr_ex,
     dc: mlx5dv_dc_init_attr,
+    with_streams: bool,
 ) -> Result<NonNull<ibv_qp>, VerbError> {
     attr.qp_type = convert::qp_type(Transport::Dci);
     attr.pd = pd.as_ptr();
@@ -108,26 +178,38 @@ fn create(
     // SAFETY: S3: zeros are valid.
     let mut special: mlx5dv_qp_init_attr = unsafe { mem::zeroed() };
     special.comp_mask = mlx5dv_qp_init_attr_mask::MLX5DV_QP_INIT_ATTR_MASK_DC.0.into();
+    if with_streams {
+        let field = mlx5dv_qp_init_attr_mask::MLX5DV_QP_INIT_ATTR_MASK_DCI_STREAMS;
+        special.comp_mask |= u64::from(field.0);
+    }
     special.dc_init_attr = dc;
     // SAFETY: S3: domain and queues are alive, the attributes local.
     let raw = unsafe { mlx5dv_create_qp(pd.as_ref().context, &raw mut *attr, &raw mut special) };
     sys::handle("mlx5dv_create_qp", raw)
 }
 
-/// Returns the type of DC queue pair, with the key of a target.
-fn kind(dc_type: mlx5dv_dc_type, key: u64) -> mlx5dv_dc_init_attr {
+/// Returns the type of DC queue pair, with the key of a target or the streams of an initiator.
+fn kind(dc_type: mlx5dv_dc_type, value: u64) -> mlx5dv_dc_init_attr {
     // SAFETY: S3: zeros are valid.
     let mut kind: mlx5dv_dc_init_attr = unsafe { mem::zeroed() };
     kind.dc_type = dc_type;
-    kind.__bindgen_anon_1.bindgen_union_field = key;
+    kind.__bindgen_anon_1.bindgen_union_field = value;
     kind
+}
+
+/// A DC initiator to which work requests name their target.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Dci {
+    pub(crate) raw: NonNull<mlx5dv_qp_ex>,
+    /// The number of streams; 1 without streams.
+    pub(crate) streams: u32,
 }
 
 /// A DC initiator, for `ibv_wr_*` and `mlx5dv_wr_set_dc_addr`.
 pub(crate) struct Initiator {
     pub(crate) raw: NonNull<ibv_qp>,
     pub(crate) extended: NonNull<ibv_qp_ex>,
-    pub(crate) dc: NonNull<mlx5dv_qp_ex>,
+    pub(crate) dc: Dci,
     pub(crate) granted: ibv_qp_cap,
 }
 
@@ -144,14 +226,22 @@ impl Initiator {
         attr.cap = convert::caps_to(init.caps);
         attr.comp_mask = ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_SEND_OPS_FLAGS.0;
         attr.send_ops_flags = operations.0.into();
-        let raw = create(pd, &mut attr, kind(MLX5DV_DCTYPE_DCI, 0))?;
+        // `struct mlx5dv_dci_streams`, two bytes of the union.
+        let streams = init.streams.map_or(0, |DciStreamsInit { log_concurrent, log_errored }| {
+            u64::from_ne_bytes([log_concurrent, log_errored, 0, 0, 0, 0, 0, 0])
+        });
+        let dc = kind(MLX5DV_DCTYPE_DCI, streams);
+        let raw = create(pd, &mut attr, dc, init.streams.is_some())?;
         // SAFETY: S3: just created, with extended operations.
         let extended = unsafe { ibv_qp_to_qp_ex(raw.as_ptr()) };
         // SAFETY: S3: as above; not null.
         let dc = NonNull::new(extended)
             .and_then(|qp| NonNull::new(unsafe { mlx5dv_qp_ex_from_ibv_qp_ex(qp.as_ptr()) }));
         match (NonNull::new(extended), dc) {
-            (Some(extended), Some(dc)) => Ok(Self { raw, extended, dc, granted: attr.cap }),
+            (Some(extended), Some(dc)) => {
+                let dc = Dci { raw: dc, streams: init.streams.map_or(1, DciStreamsInit::count) };
+                Ok(Self { raw, extended, dc, granted: attr.cap })
+            }
             _ => {
                 // SAFETY: S3: just created, not used again.
                 sys::log_failure("ibv_destroy_qp", unsafe { ibv_destroy_qp(raw.as_ptr()) });
@@ -180,7 +270,7 @@ impl Dct {
         attr.send_cq = init.recv_cq.raw();
         attr.recv_cq = init.recv_cq.raw();
         attr.srq = init.srq.raw();
-        let raw = create(pd, &mut attr, kind(MLX5DV_DCTYPE_DCT, init.key.0))?;
+        let raw = create(pd, &mut attr, kind(MLX5DV_DCTYPE_DCT, init.key.0), false)?;
         // SAFETY: S3: just created.
         let raw = unsafe { Owned::new(raw) };
         let known = QpAttr { state: Some(QpState::Reset), ..QpAttr::default() };

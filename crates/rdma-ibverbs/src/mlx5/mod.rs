@@ -4,3 +4,4 @@
 
 pub(super) mod dc;
 pub mod direct;
+mod library;

@@ -165,6 +165,9 @@ pub(crate) fn create(
     let limits = device.attr();
     let mut caps = init.caps;
     let initiator = init.transport == Transport::Dci;
+    if init.streams.is_some() {
+        return Err(VerbError::new("ibv_create_qp", VerbError::EOPNOTSUPP));
+    }
     if initiator && (caps.max_recv_wr > 0 || init.srq.is_some()) {
         return Err(refuse());
     }
@@ -437,7 +440,14 @@ impl QpInner {
 /// let (pd, cq) = (context.create_pd()?, context.create_cq(16, None, 0, 0)?);
 /// let caps =
 ///     QpCaps { max_send_wr: 4, max_recv_wr: 4, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 };
-/// let init = QpInit { transport: Transport::Rc, send_cq: &cq, recv_cq: &cq, srq: None, caps };
+/// let init = QpInit {
+///     transport: Transport::Rc,
+///     send_cq: &cq,
+///     recv_cq: &cq,
+///     srq: None,
+///     caps,
+///     streams: None,
+/// };
 /// // `examples/write.rs` continues from RESET.
 /// let qp = pd.create_qp(&init)?;
 /// assert_eq!(qp.query()?.0, QpState::Reset);

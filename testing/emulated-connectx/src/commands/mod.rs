@@ -5,6 +5,7 @@ macro_rules! ids {
 }
 
 mod device;
+mod devx;
 mod memory;
 mod queue;
 mod queue_pair;

@@ -656,11 +656,20 @@ impl Pair {
 pub fn init_obj(object: &mut mlx5dv_obj, kinds: u64) {
     // SAFETY: libmlx5 has this function, with this signature.
     unsafe {
+        let init: extern "C" fn(*mut mlx5dv_obj, u64) -> c_int =
+            std::mem::transmute(libmlx5(c"mlx5dv_init_obj"));
+        assert_eq!(init(object, kinds), 0);
+    }
+}
+
+/// Returns a function of libmlx5.
+pub fn libmlx5(name: &std::ffi::CStr) -> *mut std::ffi::c_void {
+    // SAFETY: the library is loaded already, by libibverbs.
+    unsafe {
         let library = libc::dlopen(c"libmlx5.so.1".as_ptr(), libc::RTLD_NOW);
         assert!(!library.is_null());
-        let symbol = libc::dlsym(library, c"mlx5dv_init_obj".as_ptr());
+        let symbol = libc::dlsym(library, name.as_ptr());
         assert!(!symbol.is_null());
-        let init: extern "C" fn(*mut mlx5dv_obj, u64) -> c_int = std::mem::transmute(symbol);
-        assert_eq!(init(object, kinds), 0);
+        symbol
     }
 }

@@ -1,5 +1,7 @@
 //! DC tests for both link layers.
 
+mod streams;
+
 use std::sync::Arc;
 
 use rdma_sys::*;
@@ -119,19 +121,6 @@ fn sends_use_the_shared_receives_of_the_target() {
     let wc = node.arrived.ok(1);
     assert_eq!((wc.opcode, wc.byte_len), (ibv_wc_opcode::IBV_WC_RECV_RDMA_WITH_IMM, 8));
     node.cq().ok(2);
-    device.assert_clean();
-}
-
-#[test]
-fn streams_are_accepted() {
-    let device = device();
-    let node = Node::with(true);
-    for stream in 0..4 {
-        let (ah, number, key, _) = node.to(0);
-        let write = Dc::Write(node.source.sge(0, 64), &node.memory, 0);
-        post_dc(&node.dci, &[(5, write, (ah, number, key, Some(stream)))]);
-        node.cq().ok(5);
-    }
     device.assert_clean();
 }
 

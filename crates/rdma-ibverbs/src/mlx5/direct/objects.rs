@@ -1,6 +1,6 @@
 //! The memory and registers behind objects of libmlx5: `mlx5dv_init_obj(3)`.
 
-use std::ffi::{CStr, c_int, c_void};
+use std::ffi::{c_int, c_void};
 use std::ptr::NonNull;
 use std::sync::OnceLock;
 use std::{mem, ptr};
@@ -9,6 +9,7 @@ use rdma_provider::VerbError;
 use rdma_sys::*;
 
 use super::layout::Route;
+use crate::mlx5::library;
 use crate::sys;
 
 type InitObj = unsafe extern "C" fn(*mut mlx5dv_obj, u64) -> c_int;
@@ -31,35 +32,14 @@ pub(super) const HASH: u32 = MLX5DV_CQE_RES_FORMAT_HASH;
 pub(super) fn init_obj() -> Option<InitObj> {
     static FUNCTION: OnceLock<Option<InitObj>> = OnceLock::new();
     // SAFETY: S3: the function has this signature, mlx5dv.h.
-    *FUNCTION.get_or_init(|| unsafe { find(c"mlx5dv_init_obj") })
+    *FUNCTION.get_or_init(|| unsafe { library::function(c"mlx5dv_init_obj") })
 }
 
 /// Returns `mlx5dv_create_cq`, which the binding lacks; `None` without libmlx5.
 pub(super) fn create_cq() -> Option<CreateCq> {
     static FUNCTION: OnceLock<Option<CreateCq>> = OnceLock::new();
     // SAFETY: S3: the function has this signature, mlx5dv.h.
-    *FUNCTION.get_or_init(|| unsafe { find(c"mlx5dv_create_cq") })
-}
-
-/// Returns a function of libmlx5.
-///
-/// # Safety
-///
-/// The function has type `F`.
-unsafe fn find<F: Copy>(name: &CStr) -> Option<F> {
-    // SAFETY: S3: the binding has opened the library already, so no initialiser runs.
-    let library = unsafe { libloading::Library::new("libmlx5.so.1") };
-    let library =
-        library.inspect_err(|error| tracing::debug!(%error, "failed to open libmlx5")).ok()?;
-    // SAFETY: S3: the caller's promise.
-    let function = unsafe { library.get::<F>(name.to_bytes_with_nul()) };
-    let function = function
-        .inspect_err(|error| tracing::debug!(?name, %error, "failed to find function of libmlx5"))
-        .ok()
-        .map(|function| *function);
-    // The function must stay.
-    mem::forget(library);
-    function
+    *FUNCTION.get_or_init(|| unsafe { library::function(c"mlx5dv_create_cq") })
 }
 
 /// The arguments of `ibv_create_cq(3)`.

@@ -33,6 +33,8 @@ pub(super) struct Setup {
     pub(super) max_wr: u32,
     pub(super) max_sge: u32,
     pub(super) max_inline: u32,
+    /// Streams of a DC initiator; 1 without streams.
+    pub(super) streams: u32,
     pub(super) ring: Ring<'static>,
     pub(super) record: Record,
     pub(super) register: Arc<Register>,
@@ -245,6 +247,11 @@ impl SendQueue {
         if !transport_supports(*transport, wr) {
             return Err(MALFORMED);
         }
+        if let Some(SendTarget::Dc(target)) = wr.target
+            && u32::from(target.stream) >= self.setup.streams
+        {
+            return Err(MALFORMED);
+        }
         let route = if wr.target.is_some() { 3 } else { 0 };
         let remote = match wr.op {
             SendOp::Send | SendOp::SendWithImm(_) | SendOp::SendWithInvalidate(_) => 0,
@@ -298,6 +305,7 @@ impl SendQueue {
         }
         let index = producer.next;
         let flags = producer.flags(wr.flags);
+        let mut stream = 0;
         let entry = match wr.target {
             None => Entry::connected(ring, index),
             Some(SendTarget::Datagram(UdTarget { handle, qpn, qkey, .. })) => {
@@ -305,7 +313,8 @@ impl SendQueue {
                 // SAFETY: S3: the caller's handle is alive while it posts.
                 Entry::unconnected(ring, index).route(unsafe { route_of(handle) }, qpn.0, key)
             }
-            Some(SendTarget::Dc(DctTarget { handle, number, key, .. })) => {
+            Some(SendTarget::Dc(DctTarget { handle, number, key, stream: own, .. })) => {
+                stream = own;
                 // SAFETY: S3: as above.
                 Entry::unconnected(ring, index).route(unsafe { route_of(handle) }, number.0, key.0)
             }
@@ -327,7 +336,7 @@ impl SendQueue {
             }
             (_, Data::Window(_)) => return Err(MALFORMED),
         };
-        let segments = entry.finish(&Header { qpn: *qpn, flags, immediate, stream: 0 });
+        let segments = entry.finish(&Header { qpn: *qpn, flags, immediate, stream });
         let blocks = segments.div_ceil(SEGMENTS_OF_BLOCK);
         self.posted(index).set(wr.wr_id, producer.posted, index, local);
         let is_local = local != WcOpcode(0);

@@ -1,0 +1,202 @@
+//! Streams of a DC initiator: a failed work request ends its stream instead of the queue pair.
+//!
+//! ```text
+//!  sound ── work fails ─▶ failed ── all its work is flushed, and the device has reset it ─▶ sound
+//! ```
+//!
+//! - New work for a failed stream is refused, so its work in flight soon ends.
+//! - The thread that dispatches the last flush resets the stream after it releases the locks.
+//! - Work is posted, and streams are reset, under the lock of the posting state.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
+use super::capacity::Capacity;
+use super::posting::Posting;
+use super::work_request::{OwnedReceiver, Receiver, ReceiverKey};
+use crate::types::SendTarget;
+
+/// The streams of one initiator, as its peers see them.
+pub(crate) struct Streams {
+    each: Box<[Stream]>,
+    /// True if the device has refused to reset a stream, or the whole queue pair has failed.
+    broken: AtomicBool,
+}
+
+#[derive(Default)]
+struct Stream {
+    failed: AtomicBool,
+    peers: AtomicU32,
+}
+
+impl Streams {
+    pub(crate) fn new(count: u16) -> Arc<Self> {
+        let each = (0..count).map(|_| Stream::default()).collect();
+        Arc::new(Self { each, broken: AtomicBool::new(false) })
+    }
+
+    pub(crate) fn count(&self) -> u16 {
+        self.each.len() as u16
+    }
+
+    pub(crate) fn has_failed(&self, stream: u16) -> bool {
+        self.each[usize::from(stream)].failed.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn is_broken(&self) -> bool {
+        self.broken.load(Ordering::Relaxed)
+    }
+
+    /// Assigns a stream to a new peer: one that has not failed, if possible, with the fewest peers.
+    pub(crate) fn assign(self: &Arc<Self>) -> PeerStream {
+        let load = |&stream: &u16| {
+            let at = &self.each[usize::from(stream)];
+            (at.failed.load(Ordering::Relaxed), at.peers.load(Ordering::Relaxed))
+        };
+        let number = (0..self.count()).min_by_key(load).unwrap_or(0);
+        self.each[usize::from(number)].peers.fetch_add(1, Ordering::Relaxed);
+        PeerStream { streams: self.clone(), number }
+    }
+
+    /// Makes all streams sound, after a reset of the queue pair.
+    pub(super) fn restore_all(&self) {
+        self.each.iter().for_each(|stream| stream.failed.store(false, Ordering::Relaxed));
+        self.broken.store(false, Ordering::Relaxed);
+    }
+
+    pub(super) fn restore(&self, stream: u16) {
+        self.each[usize::from(stream)].failed.store(false, Ordering::Relaxed);
+    }
+
+    pub(super) fn set_broken(&self) {
+        self.broken.store(true, Ordering::Relaxed);
+    }
+
+    pub(super) fn failed(&self) -> impl Iterator<Item = u16> + '_ {
+        (0..self.count()).filter(|&stream| self.has_failed(stream))
+    }
+}
+
+impl fmt::Debug for Streams {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let failed: Vec<_> = self.failed().collect();
+        f.debug_struct("Streams")
+            .field("count", &self.count())
+            .field("failed", &failed)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A stream that a peer uses, perhaps together with other peers.
+pub(crate) struct PeerStream {
+    streams: Arc<Streams>,
+    number: u16,
+}
+
+impl PeerStream {
+    /// Returns the stream of `streams` that the peer uses: its own, or the same number, modulo the
+    /// count, on another initiator.
+    pub(crate) fn number_in(&self, streams: &Streams) -> u16 {
+        self.number % streams.count()
+    }
+}
+
+impl Drop for PeerStream {
+    fn drop(&mut self) {
+        self.streams.each[usize::from(self.number)].peers.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl fmt::Debug for PeerStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.number.fmt(f)
+    }
+}
+
+/// The work in flight of the streams, under the lock of the posting state.
+pub(super) struct StreamWork {
+    pub(super) streams: Arc<Streams>,
+    /// The stream of each work request in flight, by its position modulo the depth.
+    of: Box<[u16]>,
+    /// The position of the last work request of each stream.
+    last: Box<[Option<u32>]>,
+}
+
+impl StreamWork {
+    pub(super) fn new(streams: Arc<Streams>, depth: u32) -> Self {
+        let last = vec![None; streams.count().into()].into();
+        Self { streams, of: vec![0; depth.max(1) as usize].into(), last }
+    }
+
+    fn record(&mut self, stream: u16, position: u32) {
+        let at = position as usize % self.of.len();
+        self.of[at] = stream;
+        self.last[usize::from(stream)] = Some(position);
+    }
+
+    fn is_drained(&self, stream: u16, done: u32) -> bool {
+        self.last[usize::from(stream)].is_none_or(|last| done.wrapping_sub(last) as i32 > 0)
+    }
+}
+
+fn stream_of(to: &Receiver<'_>) -> Option<u16> {
+    match to.key {
+        ReceiverKey::Dc(_, stream) => Some(stream),
+        ReceiverKey::Datagram(_) => None,
+    }
+}
+
+impl Posting {
+    /// Records the receiver of the next `count` work requests, and returns it for posting. If the
+    /// device refuses them, the record of the stream's last position is too high by what it
+    /// refused; [`forget_refused`](Self::forget_refused) corrects it.
+    pub(super) fn target<'a>(&mut self, to: Receiver<'a>, count: u32) -> SendTarget<'a> {
+        if let Some(work) = &mut self.streams
+            && let Some(stream) = stream_of(&to)
+        {
+            for part in 0..count {
+                work.record(stream, (self.posted as u32).wrapping_add(part));
+            }
+        }
+        to.target()
+    }
+
+    /// Lowers the last positions of the streams to what was posted.
+    #[cold]
+    pub(super) fn forget_refused(&mut self) {
+        let posted = self.posted as u32;
+        for last in self.streams.iter_mut().flat_map(|work| &mut work.last) {
+            if last.is_some_and(|last| last.wrapping_sub(posted) as i32 >= 0) {
+                *last = Some(posted.wrapping_sub(1));
+            }
+        }
+    }
+
+    /// Marks the stream of the work request at `position` as failed. Returns true if it is drained.
+    #[cold]
+    pub(super) fn fail_stream(&mut self, position: u32, capacity: &Capacity) -> bool {
+        let Some(work) = &self.streams else { return false };
+        let stream = work.of[position as usize % work.of.len()];
+        let failed = &work.streams.each[usize::from(stream)].failed;
+        if !failed.swap(true, Ordering::Relaxed) {
+            tracing::debug!(stream, "stream failed");
+        }
+        self.is_drained(work, stream, capacity)
+    }
+
+    fn is_drained(&self, work: &StreamWork, stream: u16, capacity: &Capacity) -> bool {
+        let posted = self.posted as u32;
+        let done = posted.wrapping_sub(capacity.in_flight(posted));
+        let queued = |to: &OwnedReceiver| stream_of(&to.borrowed()) == Some(stream);
+        work.is_drained(stream, done)
+            && !self.wait_queue.iter().any(|next| next.to.as_ref().is_some_and(queued))
+    }
+
+    /// Returns the failed streams that can be reset: no work of them is in flight or queued.
+    pub(super) fn drained_streams(&self, capacity: &Capacity) -> Vec<u16> {
+        let Some(work) = &self.streams else { return Vec::new() };
+        let drained = |&stream: &u16| self.is_drained(work, stream, capacity);
+        work.streams.failed().filter(drained).collect()
+    }
+}
