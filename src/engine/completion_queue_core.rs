@@ -232,6 +232,11 @@ impl CompletionQueueCore {
         woken
     }
 
+    /// Excludes dispatch until the result is dropped, if entries are read in place.
+    pub(super) fn exclude_dispatch(&self) -> Option<impl Drop + '_> {
+        self.entries.is_some().then(|| lock(&self.state))
+    }
+
     /// Takes all available completions and leaves the wake-ups to the caller.
     pub(super) fn drain_all(&self) -> WakeList {
         let mut state = lock(&self.state);

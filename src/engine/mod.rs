@@ -29,10 +29,12 @@
 //!
 //! # Lock order
 //!
-//! `QueuePairCore::change`, then `CompletionQueueCore::state`, then `WorkQueue::posting`, then the
-//! locks of `Failures`. Cloning, waking or dropping a waker and dropping a buffer can run user
-//! code, so none of these happens under a lock: [`wake_list`] keeps them until the locks are
-//! released.
+//! `QueuePairCore::change`, then `CompletionQueueCore::state` (of several completion queues, by
+//! address), then `WorkQueue::posting`, then the locks of `Failures`. The provider's lock of a
+//! completion queue that is read in place is taken under `state`: before `posting` by dispatch,
+//! after it by a reset, which therefore holds `state` too. Cloning, waking or dropping a waker and
+//! dropping a buffer can run user code, so none of these happens under a lock: [`wake_list`] keeps
+//! them until the locks are released.
 
 mod arm;
 mod batch;

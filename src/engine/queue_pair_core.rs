@@ -161,12 +161,14 @@ impl QueuePairCore {
             woken[2] = queue.cq().drain_all();
         }
         let qp = self.qp()?;
+        let dispatch = self.exclude_dispatch();
         // Excludes posters that checked the state before the reset. The driver would accept their
         // work in RESET, and the device would execute it after the next transition to RTS, long
         // after it failed here.
         let posting: SmallVec<[_; 2]> = self.queues().map(|queue| lock(&queue.posting)).collect();
         let result = qp.modify(attr);
         drop(posting);
+        drop(dispatch);
         drop(qp);
         if result.is_ok() {
             for (queue, woken) in self.queues().zip(&mut woken) {
@@ -176,6 +178,17 @@ impl QueuePairCore {
         drop(change);
         woken.into_iter().for_each(WakeList::finish);
         result
+    }
+
+    /// Excludes the dispatch of completions that are read in place: it locks the device's queue,
+    /// then `posting` of a work queue, and a reset locks them in the other order.
+    fn exclude_dispatch(&self) -> impl Drop {
+        let mut queues: SmallVec<[_; 2]> = self.queues().map(|queue| queue.cq()).collect();
+        queues.sort_by_key(|queue| Arc::as_ptr(queue));
+        queues.dedup_by_key(|queue| Arc::as_ptr(queue));
+        let locked: SmallVec<[_; 2]> =
+            queues.into_iter().filter_map(|queue| queue.exclude_dispatch()).collect();
+        locked
     }
 
     /// Moves the queue pair to the error state and waits for its last receive from a shared queue.

@@ -1,6 +1,9 @@
 //! Misuse of the crate gives a status or a typed error, returns the buffers, and never hangs.
 
+use std::hint::black_box;
 use std::net::IpAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 
 use tokio_rdma::error::{LimitError, ReceiveLengths, TryError};
 use tokio_rdma::memory::{HostMemory, PoolError};
@@ -23,6 +26,7 @@ in_every_mode! {
     dropped_queue_pair_fails_pending_operations,
     closed_queue_pair_fails_operations_with_closed,
     reset_fails_pending_operations,
+    reset_does_not_wait_for_the_dispatch_of_failures,
     unconnected_queue_pair_refuses_sends,
     short_and_missing_receives_have_their_statuses,
 }
@@ -217,16 +221,7 @@ async fn reset_fails_pending_operations(mode: &str) {
     assert_eq!(a.pool.available(), a.pool.total());
     // The queue pair can be connected again and has its full capacity.
     b.qp.modify(&QpAttr::to_state(QpState::Reset)).unwrap();
-    for qp in [&a.qp, &b.qp] {
-        let init = QpAttr {
-            pkey_index: Some(0),
-            port: Some(tokio_rdma::types::PortNum(1)),
-            access: Some(Access::REMOTE_ALL),
-            ..QpAttr::to_state(QpState::Init)
-        };
-        qp.modify(&init).unwrap();
-    }
-    connect(&a.qp, &b.qp, Mtu::Mtu4096, &ConnectOptions::default());
+    connect_again(&a.qp, &b.qp);
     let receives: Vec<_> = (0..5).map(|_| b.qp.recv(b.blank(8))).collect();
     let sends: Vec<_> = (0..5_u8).map(|at| a.qp.send(a.buffer(&[at; 8]))).collect();
     for (at, (send, receive)) in sends.into_iter().zip(receives).enumerate() {
@@ -235,6 +230,45 @@ async fn reset_fails_pending_operations(mode: &str) {
             &within("receive after reset", receive).await.unwrap().buffer[..],
             [at as u8; 8]
         );
+    }
+}
+
+/// Connects two queue pairs that were reset.
+fn connect_again(a: &QueuePair, b: &QueuePair) {
+    for qp in [a, b] {
+        let init = QpAttr {
+            pkey_index: Some(0),
+            port: Some(PortNum(1)),
+            access: Some(Access::REMOTE_ALL),
+            ..QpAttr::to_state(QpState::Init)
+        };
+        qp.modify(&init).unwrap();
+    }
+    connect(a, b, Mtu::Mtu4096, &ConnectOptions::default());
+}
+
+// A thread dispatches flushed work, and posts queued work, while another resets the queue pair.
+async fn reset_does_not_wait_for_the_dispatch_of_failures(mode: &str) {
+    let Pair { a, b, .. } = with_depth(mode, 8, ConnectOptions::default());
+    for _ in 0..30 {
+        let sends: Vec<_> = (0..20).map(|_| a.qp.send(a.blank(8))).collect();
+        let done = AtomicBool::new(false);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                while !done.load(Ordering::Acquire) {
+                    black_box(sends.iter().filter(|send| send.is_finished()).count());
+                }
+            });
+            a.qp.modify(&QpAttr::to_state(QpState::Err)).unwrap();
+            a.qp.modify(&QpAttr::to_state(QpState::Reset)).unwrap();
+            done.store(true, Ordering::Release);
+        });
+        for send in sends {
+            within("send", send).await.unwrap_err();
+        }
+        assert_eq!(a.pool.available(), a.pool.total());
+        b.qp.modify(&QpAttr::to_state(QpState::Reset)).unwrap();
+        connect_again(&a.qp, &b.qp);
     }
 }
 

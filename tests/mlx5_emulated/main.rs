@@ -23,6 +23,7 @@ mod torture;
 mod cancel;
 #[path = "../dc_pool/mod.rs"]
 mod pool;
+mod resets;
 #[path = "../conformance/shared_queues.rs"]
 mod shared_queues;
 #[path = "../conformance/mod.rs"]

@@ -151,7 +151,8 @@ impl contract::Pd<Ibverbs> for Pd {
         if self.device.dc.is_none() {
             return Err(NoDct::REFUSED);
         }
-        Dct::new(self.raw, init)
+        let flags = self.posting.direct().and_then(|direct| direct.create_flags());
+        Dct::new(self.raw, init, flags)
     }
 
     fn create_mw(&self) -> Result<Mw, VerbError> {

@@ -152,9 +152,7 @@ impl Qp {
         let uses = Uses { send_cq, recv_cq, srq: init.srq.and_then(Srq::direct) };
         // SAFETY: S3: the domain outlives its registers.
         let domain = unsafe { registers.next(pd) }?;
-        let no_scatter = mlx5dv_qp_create_flags::MLX5DV_QP_CREATE_DISABLE_SCATTER_TO_CQE;
-        let flags = (!direct.scatter).then_some(no_scatter);
-        let created = Created::new(domain.domain(), init, device, true, flags)?;
+        let created = Created::new(domain.domain(), init, device, true, direct.create_flags())?;
         let (raw, transport) = (created.raw, init.transport);
         let streams = created.dc.map_or(1, |dc| dc.streams);
         // From here on, an error destroys the queue pair.

@@ -171,6 +171,7 @@ fn create(
     attr: &mut ibv_qp_init_attr_ex,
     dc: mlx5dv_dc_init_attr,
     with_streams: bool,
+    flags: Option<mlx5dv_qp_create_flags>,
 ) -> Result<NonNull<ibv_qp>, VerbError> {
     attr.qp_type = convert::qp_type(Transport::Dci);
     attr.pd = pd.as_ptr();
@@ -181,6 +182,11 @@ fn create(
     if with_streams {
         let field = mlx5dv_qp_init_attr_mask::MLX5DV_QP_INIT_ATTR_MASK_DCI_STREAMS;
         special.comp_mask |= u64::from(field.0);
+    }
+    if let Some(flags) = flags {
+        let field = mlx5dv_qp_init_attr_mask::MLX5DV_QP_INIT_ATTR_MASK_QP_CREATE_FLAGS;
+        special.comp_mask |= u64::from(field.0);
+        special.create_flags = flags.0;
     }
     special.dc_init_attr = dc;
     // SAFETY: S3: domain and queues are alive, the attributes local.
@@ -231,7 +237,8 @@ impl Initiator {
             u64::from_ne_bytes([log_concurrent, log_errored, 0, 0, 0, 0, 0, 0])
         });
         let dc = kind(MLX5DV_DCTYPE_DCI, streams);
-        let raw = create(pd, &mut attr, dc, init.streams.is_some())?;
+        // libmlx5 turns scatter to CQE off for initiators.
+        let raw = create(pd, &mut attr, dc, init.streams.is_some(), None)?;
         // SAFETY: S3: just created, with extended operations.
         let extended = unsafe { ibv_qp_to_qp_ex(raw.as_ptr()) };
         // SAFETY: S3: as above; not null.
@@ -263,14 +270,19 @@ pub struct Dct {
 }
 
 impl Dct {
-    pub(crate) fn new(pd: NonNull<ibv_pd>, init: &DctInit<'_, Ibverbs>) -> Result<Self, VerbError> {
+    /// Creates a target; `flags` are libmlx5's creation flags.
+    pub(crate) fn new(
+        pd: NonNull<ibv_pd>,
+        init: &DctInit<'_, Ibverbs>,
+        flags: Option<mlx5dv_qp_create_flags>,
+    ) -> Result<Self, VerbError> {
         // SAFETY: S3: zeros are valid.
         let mut attr: ibv_qp_init_attr_ex = unsafe { mem::zeroed() };
         // A target does not send, but the kernel requires a send queue.
         attr.send_cq = init.recv_cq.raw();
         attr.recv_cq = init.recv_cq.raw();
         attr.srq = init.srq.raw();
-        let raw = create(pd, &mut attr, kind(MLX5DV_DCTYPE_DCT, init.key.0), false)?;
+        let raw = create(pd, &mut attr, kind(MLX5DV_DCTYPE_DCT, init.key.0), false, flags)?;
         // SAFETY: S3: just created.
         let raw = unsafe { Owned::new(raw) };
         let known = QpAttr { state: Some(QpState::Reset), ..QpAttr::default() };

@@ -166,7 +166,9 @@ impl CompletionQueue {
     }
 
     /// Removes up to `limit` of the oldest completions and passes each to `each`, without a copy in
-    /// between. Returns their number; less than `limit` means that the queue is empty.
+    /// between. Returns their number; less than `limit` means that the queue is empty. `each` is
+    /// called under the lock of the queue, so it takes no lock under which a queue pair of the
+    /// queue is reset or destroyed.
     ///
     /// # Errors
     ///

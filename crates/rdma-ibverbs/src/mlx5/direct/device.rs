@@ -26,7 +26,7 @@ pub(crate) struct Device {
     /// BlueFlame is allowed.
     blue_flame: bool,
     /// The adapter may put short data into CQEs.
-    pub(crate) scatter: bool,
+    scatter: bool,
     /// Completion queues are created with compressed entries.
     pub(crate) compressed: bool,
 }
@@ -88,6 +88,12 @@ impl Device {
             scatter: same_addresses,
             compressed: compressed && compresses(&found),
         })
+    }
+
+    /// Returns the creation flags of queue pairs and DC targets, if they need any.
+    pub(crate) fn create_flags(self) -> Option<mlx5dv_qp_create_flags> {
+        let no_scatter = mlx5dv_qp_create_flags::MLX5DV_QP_CREATE_DISABLE_SCATTER_TO_CQE;
+        (!self.scatter).then_some(no_scatter)
     }
 
     /// Creates a completion queue with compressed entries.

@@ -7,6 +7,7 @@
 use std::fmt;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
+use std::sync::atomic::{self, Ordering};
 
 use parking_lot::Mutex;
 use rdma_provider::VerbError;
@@ -49,26 +50,35 @@ impl Registers {
     /// `pd` is alive, and outlives the registers.
     pub(crate) unsafe fn next(&self, pd: NonNull<ibv_pd>) -> Result<Arc<ThreadDomain>, VerbError> {
         let is_unused = |domain: &&Arc<ThreadDomain>| Arc::strong_count(domain) == 1;
-        let mut own = self.own.lock();
+        let (mut shared, mut own) = (self.shared.lock(), self.own.lock());
         if let Some(unused) = own.iter().find(is_unused) {
+            // Pairs with the release of the last queue pair's reference: its doorbells come first.
+            atomic::fence(Ordering::Acquire);
             return Ok(unused.clone());
+        }
+        // The second register is to be shared. From then on, queue pairs can be created although
+        // the device has no register left.
+        if shared.is_empty() && !own.is_empty() {
+            // SAFETY: S3: the caller's promise.
+            shared.push(Arc::new(unsafe { ThreadDomain::new(pd, true) }?));
         }
         if own.len() < OWN {
             // SAFETY: S3: the caller's promise.
-            let domain = Arc::new(unsafe { ThreadDomain::new(pd, false) }?);
-            own.push(domain.clone());
-            return Ok(domain);
-        }
-        drop(own);
-        let mut shared = self.shared.lock();
-        if shared.len() < SHARED {
-            // SAFETY: S3: the caller's promise.
-            match unsafe { ThreadDomain::new(pd, true) } {
-                Ok(domain) => shared.push(Arc::new(domain)),
-                // The device has no register left: share those that there are.
+            match unsafe { ThreadDomain::new(pd, false) } {
+                Ok(domain) => {
+                    let domain = Arc::new(domain);
+                    own.push(domain.clone());
+                    return Ok(domain);
+                }
                 Err(error) if shared.is_empty() => return Err(error),
                 Err(_) => {}
             }
+        }
+        if shared.len() < SHARED
+            // SAFETY: S3: the caller's promise.
+            && let Ok(domain) = unsafe { ThreadDomain::new(pd, true) }
+        {
+            shared.push(Arc::new(domain));
         }
         let least = shared.iter().min_by_key(|domain| Arc::strong_count(domain));
         least.cloned().ok_or(VerbError::new("ibv_alloc_td", VerbError::ENOMEM))

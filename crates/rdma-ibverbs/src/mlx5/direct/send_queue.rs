@@ -4,7 +4,7 @@ use std::borrow::Borrow;
 use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 use rdma_provider::VerbError;
@@ -46,6 +46,9 @@ pub(crate) struct SendQueue {
     posted: Box<[Posted]>,
     /// Requests completed, modulo 2^32.
     consumed: AtomicU32,
+    /// The queue pair is ready to send. Not the producer's, which has no lock while it posts plain
+    /// requests.
+    is_open: AtomicBool,
     producer: Mutex<Producer>,
 }
 
@@ -65,12 +68,10 @@ struct Producer {
     limit: u32,
     /// [`control::SMALL_FENCE`] after a UMR, for the next WQE.
     fence: u8,
-    /// The queue pair is ready to send.
-    is_open: bool,
 }
 
 impl Producer {
-    const CLOSED: Self = Self { next: 0, posted: 0, limit: 0, fence: 0, is_open: false };
+    const NEW: Self = Self { next: 0, posted: 0, limit: 0, fence: 0 };
 }
 
 /// A posted work request. A completion reads it without the producer's lock, so the fields are
@@ -116,7 +117,8 @@ impl SendQueue {
         Self {
             posted: (0..blocks).map(|_| never()).collect(),
             consumed: AtomicU32::new(0),
-            producer: Mutex::new(Producer::CLOSED),
+            is_open: AtomicBool::new(false),
+            producer: Mutex::new(Producer::NEW),
             setup,
         }
     }
@@ -128,28 +130,36 @@ impl SendQueue {
     /// Forgets all work, after a reset of the queue pair.
     pub(super) fn reset(&self) {
         let mut producer = self.producer.lock();
+        self.is_open.store(false, Ordering::Release);
         for posted in &self.posted {
             posted.position.store(NEVER, Ordering::Relaxed);
         }
         self.consumed.store(0, Ordering::Relaxed);
-        *producer = Producer::CLOSED;
+        *producer = Producer::NEW;
         self.setup.record.store(0);
     }
 
-    /// Permits plain requests: the queue pair is ready to send.
+    /// Permits plain requests: the queue pair is ready to send. Other threads may post.
     pub(crate) fn open(&self) {
-        self.producer.lock().is_open = true;
+        self.is_open.store(true, Ordering::Release);
+    }
+
+    /// Returns the number of requests in flight. It exceeds the capacity if a broken adapter has
+    /// completed requests in two completion queues at once.
+    #[inline(always)]
+    fn in_flight(&self, producer: &Producer) -> u32 {
+        producer.posted.wrapping_sub(self.consumed.load(Ordering::Acquire))
     }
 
     #[cold]
     #[inline(never)]
     fn make_capacity(&self, producer: &mut Producer, count: usize) -> bool {
-        if !producer.is_open || producer.fence != 0 {
+        if !self.is_open.load(Ordering::Acquire) || producer.fence != 0 {
             return false;
         }
-        let limit = self.consumed.load(Ordering::Acquire).wrapping_add(self.setup.max_wr);
-        producer.limit = limit;
-        limit.wrapping_sub(producer.posted) as usize >= count
+        let free = self.setup.max_wr.saturating_sub(self.in_flight(producer));
+        producer.limit = producer.posted.wrapping_add(free);
+        free as usize >= count
     }
 
     /// Posts plain requests of a reliable connection with one doorbell. Returns false, and posts
@@ -280,8 +290,10 @@ impl SendQueue {
     pub(super) fn find(&self, counter: u16) -> Option<Completed> {
         let posted = self.posted(counter.into());
         let position = posted.position.load(Ordering::Relaxed);
-        let ahead = (position as u32).wrapping_sub(self.consumed.load(Ordering::Relaxed)) as i32;
-        if (position >> 32) as u16 != counter || ahead < 0 {
+        // Not only in the future: the record of a block where no WQE begins any more may be older
+        // than half of all numbers.
+        let ahead = (position as u32).wrapping_sub(self.consumed.load(Ordering::Relaxed));
+        if (position >> 32) as u16 != counter || ahead >= self.setup.max_wr {
             return None;
         }
         Some(Completed { wr_id: WrId(posted.wr_id.load(Ordering::Relaxed)), position })
@@ -299,8 +311,7 @@ impl SendQueue {
     fn write_any(&self, producer: &mut Producer, wr: &SendWr<'_>) -> Result<u32, VerbError> {
         let Setup { qpn, ring, max_wr, .. } = &self.setup;
         self.check(wr)?;
-        let in_flight = producer.posted.wrapping_sub(self.consumed.load(Ordering::Acquire));
-        if in_flight == *max_wr {
+        if self.in_flight(producer) >= *max_wr {
             return Err(FULL);
         }
         let index = producer.next;

@@ -37,6 +37,7 @@ impl Place {
 /// Not a queue pair number, which has 24 bits.
 const NONE: u32 = u32::MAX;
 const SMALLEST: usize = 4;
+const PLACES_PER_QUEUE_PAIR: usize = 4;
 
 impl Table {
     pub(super) fn new() -> Self {
@@ -74,22 +75,40 @@ impl Table {
 
     pub(super) fn insert(&mut self, qpn: u32, queues: Arc<Queues>) {
         self.remove(qpn);
-        if (self.used + 1) * SMALLEST > self.places.len() {
-            self.rebuild(self.places.len() * 2);
+        if (self.used + 1) * PLACES_PER_QUEUE_PAIR > self.places.len() {
+            self.grow();
         }
         let send = queues.send.as_ref().map(NonNull::from);
         self.put(Place { qpn, send, queues: Some(queues) });
     }
 
     pub(super) fn remove(&mut self, qpn: u32) {
-        if let Some(place) = self.places.iter_mut().find(|place| place.qpn == qpn) {
-            *place = Place::FREE;
-            // Closes the gap in the sequences that pass the place.
-            self.rebuild(self.places.len());
+        let mut gap = qpn as usize & self.mask;
+        while self.places[gap].qpn != qpn {
+            if self.places[gap].qpn == NONE {
+                return;
+            }
+            gap = (gap + 1) & self.mask;
         }
+        self.used -= 1;
+        // Moves back the queue pairs after it whose search passes the gap.
+        let mut at = gap;
+        loop {
+            at = (at + 1) & self.mask;
+            let first = self.places[at].qpn as usize & self.mask;
+            if self.places[at].qpn == NONE {
+                break;
+            }
+            if at.wrapping_sub(first) & self.mask >= at.wrapping_sub(gap) & self.mask {
+                self.places.swap(at, gap);
+                gap = at;
+            }
+        }
+        self.places[gap] = Place::FREE;
     }
 
-    fn rebuild(&mut self, len: usize) {
+    fn grow(&mut self) {
+        let len = self.places.len() * 2;
         let before = std::mem::replace(&mut self.places, empty(len));
         (self.mask, self.used) = (len - 1, 0);
         for place in before.into_iter().filter(|place| place.qpn != NONE) {
@@ -149,7 +168,10 @@ mod tests {
                 assert!(table.find(NONE).is_none() && table.find(0xff_ffff).is_none());
                 assert_eq!(table.used, map.len());
                 assert_eq!(table.mask + 1, table.places.len());
-                assert!(table.used * SMALLEST <= table.places.len(), "no free place is left");
+                assert!(
+                    table.used * PLACES_PER_QUEUE_PAIR <= table.places.len(),
+                    "no free place is left"
+                );
             }
             // The table keeps no queue pair that was removed or replaced.
             assert!(map.values().all(|queues| Arc::strong_count(queues) == 2));
