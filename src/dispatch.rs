@@ -290,15 +290,15 @@ impl contract::Channel for Channel {
 
 /// A completion queue whose entries are read where the device writes them.
 #[cfg(feature = "ibverbs")]
-pub(crate) use rdma_ibverbs::mlx5::direct::CompletionQueue as InPlace;
+pub(crate) use rdma_ibverbs::mlx5::direct::CompletionQueue as DirectQueue;
 
 /// The software device copies completions.
 #[cfg(not(feature = "ibverbs"))]
 #[derive(Debug)]
-pub(crate) enum InPlace {}
+pub(crate) enum DirectQueue {}
 
 #[cfg(not(feature = "ibverbs"))]
-impl InPlace {
+impl DirectQueue {
     pub(crate) fn take_request(&self, _wr_id: crate::types::WrId) -> Option<WorkCompletion> {
         match *self {}
     }
@@ -313,8 +313,8 @@ impl InPlace {
 }
 
 impl Cq {
-    /// Returns the queue if its entries are read in place.
-    pub(crate) fn in_place(&self) -> Option<Arc<InPlace>> {
+    /// Returns the device's queue, if this crate reads it itself.
+    pub(crate) fn direct(&self) -> Option<Arc<DirectQueue>> {
         match self {
             Self::Soft(_) => None,
             #[cfg(feature = "ibverbs")]

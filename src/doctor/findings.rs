@@ -200,7 +200,9 @@ fn device_findings(device: &DeviceReport, host: &Host, found: &mut Vec<Finding>)
     {
         let by_setting =
             ["TOKIO_RDMA_POST", "direct data path"].iter().any(|part| error.contains(part));
-        let advice = if by_setting {
+        let advice = if error.contains("TOKIO_RDMA_CQE_COMPRESSION") {
+            "set TOKIO_RDMA_CQE_COMPRESSION to 0 or 1, or unset it"
+        } else if by_setting {
             "unset TOKIO_RDMA_POST; the device is then posted to directly if that is possible"
         } else {
             "see `dmesg`"

@@ -95,10 +95,10 @@ impl Entries {
         (self.pd, self.longest) = (None, 0);
     }
 
-    /// Returns true if all buffers are single elements of `pd` with lengths from 1 to `longest`
-    /// that fit their remote regions.
-    pub(super) fn are_plain(&self, pd: PdKey, longest: u64) -> bool {
-        self.pd == Some(pd) && u64::from(self.longest) <= longest
+    /// Returns true if all requests are SENDs, WRITEs or READs of one buffer of `pd`, with 1 to
+    /// `limit` bytes that fit its remote region.
+    pub(super) fn are_plain(&self, pd: PdKey, limit: u64) -> bool {
+        self.pd == Some(pd) && u64::from(self.longest) <= limit
     }
 }
 
@@ -134,7 +134,7 @@ impl Pieces {
 #[derive(Clone, Copy)]
 pub(super) struct Parts<'a> {
     pub(super) entries: &'a [BatchEntry],
-    /// `None` if each buffer is the single element of its entry.
+    /// `None` if [`Entries::are_plain`] held.
     pub(super) pieces: Option<&'a Pieces>,
     pub(super) common: SendFlags,
     pub(super) signal_every: u32,
@@ -161,7 +161,8 @@ impl<'a> Parts<'a> {
         })
     }
 
-    /// Returns it as a plain batch if each work request has one buffer, and there is no receiver.
+    /// Returns the batch as a plain one if it has no pieces, so that [`Entries::are_plain`] held,
+    /// and no receiver.
     pub(super) fn plain(&self) -> Option<PlainParts<'a>> {
         (self.pieces.is_none() && self.to.is_none()).then_some(PlainParts(*self))
     }

@@ -16,7 +16,7 @@ use super::wake_list::{Teardown, WakeList, wake};
 use super::work_queue::WorkQueue;
 use super::work_request::Limits;
 use super::work_request_id::Owner;
-use crate::dispatch::InPlace;
+use crate::dispatch::DirectQueue;
 use crate::error::{LimitError, OpErrorKind, SetupError, VerbError};
 use crate::sync::{AtomicU32, Mutex, MutexGuard, Ordering, lock, try_lock};
 use crate::types::WorkCompletion;
@@ -39,8 +39,8 @@ pub(crate) struct CompletionQueueCore {
     spin: SpinBudget,
     reactors: Reactors,
     state: Mutex<State>,
-    /// The queue if its entries are read in place.
-    entries: Option<Arc<InPlace>>,
+    /// The device's queue, if this crate reads it itself.
+    direct: Option<Arc<DirectQueue>>,
     cq: Cq,
     channel: Option<Channel>,
 }
@@ -97,7 +97,7 @@ impl CompletionQueueCore {
                 woken: WakeList::new(),
                 counters: CompletionQueueCounters { capacity: cq.capacity(), ..Default::default() },
             }),
-            entries: cq.in_place(),
+            direct: cq.direct(),
             cq,
         }
     }
@@ -234,7 +234,7 @@ impl CompletionQueueCore {
 
     /// Excludes dispatch until the result is dropped, if entries are read in place.
     pub(super) fn exclude_dispatch(&self) -> Option<impl Drop + '_> {
-        self.entries.is_some().then(|| lock(&self.state))
+        self.direct.is_some().then(|| lock(&self.state))
     }
 
     /// Takes all available completions and leaves the wake-ups to the caller.
@@ -262,9 +262,9 @@ impl CompletionQueueCore {
 
     /// Takes one batch and finishes its operations; returns true if there may be more.
     fn drain_batch(&self, state: &mut State) -> bool {
-        if let Some(entries) = &self.entries {
+        if let Some(direct) = &self.direct {
             let State { queues, woken, .. } = state;
-            let found = entries.drain(BATCH, |wc| dispatch(queues, wc, woken));
+            let found = direct.drain(BATCH, |wc| dispatch(queues, wc, woken));
             return self.count(state, found) == BATCH;
         }
         self.finish_remaining(state);
@@ -287,7 +287,7 @@ impl CompletionQueueCore {
             return false;
         }
         let mut state = lock(&self.state);
-        let any = if self.entries.is_some() {
+        let any = if self.direct.is_some() {
             let before = state.counters.completions;
             while self.drain_batch(&mut state) {}
             state.counters.completions != before

@@ -131,9 +131,9 @@ impl Cq {
         self.inner.raw.poll(out)
     }
 
-    /// Returns the queue if its entries are read in place.
-    pub(crate) fn in_place(&self) -> Option<Arc<dispatch::InPlace>> {
-        self.inner.raw.in_place()
+    /// Returns the device's queue, if this crate reads it itself.
+    pub(crate) fn direct(&self) -> Option<Arc<dispatch::DirectQueue>> {
+        self.inner.raw.direct()
     }
 
     /// Returns 0, or the error of a dead queue. Sometimes reads asynchronous events.

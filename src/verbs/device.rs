@@ -98,8 +98,8 @@ impl Device {
     /// [`DeviceAttr::data_path`](crate::types::DeviceAttr::data_path) says which. Environment
     /// variable `TOKIO_RDMA_POST`, `direct`, `extended` or `chain`, overrides this. `direct` then
     /// fails where it is impossible, with an error that names what is missing. Any other value
-    /// fails with EINVAL. `TOKIO_RDMA_CQE_COMPRESSION=1` requests compressed completion entries on
-    /// the direct data path.
+    /// fails with EINVAL. `TOKIO_RDMA_CQE_COMPRESSION=1` lets an adapter that is posted to directly
+    /// compress completion queue entries; `0` is the default, any other value fails with EINVAL.
     ///
     /// # Errors
     ///

@@ -306,14 +306,14 @@ impl Qp {
         unsafe { self.raw.post_send(list) }
     }
 
-    /// Posts as [`post_send`](Self::post_send) does, but builds work requests where the device
-    /// reads them.
+    /// Posts as [`post_send`](Self::post_send) does, from an iterator that may build each request
+    /// as it is posted.
     ///
     /// # Safety
     ///
     /// See [`post_send`](Self::post_send).
     #[inline(always)]
-    pub(crate) unsafe fn post_in_place<'a>(
+    pub(crate) unsafe fn post_list<'a>(
         &self,
         list: impl IntoIterator<Item = impl Borrow<SendWr<'a>>>,
     ) -> Result<(), PostError> {

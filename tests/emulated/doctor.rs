@@ -2,7 +2,7 @@
 
 use tokio_rdma::doctor::Examination;
 
-use super::{POST, this_program};
+use super::{COMPRESSION, POST, this_program};
 
 #[allow(dead_code, reason = "only the conversion to JSON is used")]
 #[path = "../../examples/doctor.rs"]
@@ -68,14 +68,19 @@ fn doctor_prints_why_a_data_path_is_refused() {
         "{failed}: TOKIO_RDMA_POST (must be direct, extended or chain): Invalid argument (os error \
          22)"
     );
-    for (settings, error) in [
-        (&[(POST, "direct"), ("MLX5_QP_SIGNATURE", "1")][..], signed),
-        (&[(POST, "fast")], unknown),
+    let compression = format!(
+        "{failed}: TOKIO_RDMA_CQE_COMPRESSION (must be 0 or 1): Invalid argument (os error 22)"
+    );
+    let unset =
+        "-> unset TOKIO_RDMA_POST; the device is then posted to directly if that is possible";
+    let correct = "-> set TOKIO_RDMA_CQE_COMPRESSION to 0 or 1, or unset it";
+    for (settings, error, advice) in [
+        (&[(POST, "direct"), ("MLX5_QP_SIGNATURE", "1")][..], signed, unset),
+        (&[(POST, "fast")], unknown, unset),
+        (&[(COMPRESSION, "2")], compression, correct),
     ] {
         let line = format!("{:<26}{error}", "error");
         let json = format!("\"error\": {error:?},");
-        let advice =
-            "-> unset TOKIO_RDMA_POST; the device is then posted to directly if that is possible";
         check(settings, &["mlx5_0: DOES NOT WORK", &line, &json, advice, "\"works\": false"]);
     }
 }

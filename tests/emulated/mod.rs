@@ -60,7 +60,10 @@ fn compression_is_on_or_off() {
     const CHILD: &str = "TOKIO_RDMA_OPENS";
     if std::env::var_os(CHILD).is_some() {
         let error = tokio_rdma::Device::open("mlx5_0").unwrap_err();
-        assert!(error.to_string().contains("TOKIO_RDMA_CQE_COMPRESSION (0 or 1)"), "{error}");
+        assert!(
+            error.to_string().contains("TOKIO_RDMA_CQE_COMPRESSION (must be 0 or 1)"),
+            "{error}"
+        );
         return;
     }
     for value in ["", "2", "on"] {

@@ -7,8 +7,8 @@ use std::ptr::NonNull;
 
 use rdma_sys::*;
 
-use super::mlx5::direct::Device;
 use super::mlx5::direct::address::AddressHandle;
+use super::mlx5::direct::{self, Device};
 use super::{convert, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract;
@@ -30,7 +30,7 @@ impl Ah {
     pub(super) fn new(
         pd: NonNull<ibv_pd>,
         address: &AddressVector,
-        direct: Option<Device>,
+        device: Option<Device>,
     ) -> Result<Self, VerbError> {
         let mut attr = convert::address_to(address);
         // SAFETY: S3: the domain is alive, the attributes local.
@@ -40,9 +40,9 @@ impl Ah {
         let route = unsafe { mem::zeroed() };
         // From here on, an error destroys the handle.
         let mut made = Self { handle: Box::new(AddressHandle { raw, route }) };
-        if let Some(direct) = direct {
-            // SAFETY: S3: just created.
-            made.handle.route = unsafe { direct.route(raw) }?;
+        if device.is_some() {
+            // SAFETY: S3: just created, by libmlx5.
+            made.handle.route = unsafe { direct::route(raw) }?;
         }
         Ok(made)
     }
@@ -50,7 +50,7 @@ impl Ah {
 
 impl contract::Ah for Ah {
     fn handle(&self) -> usize {
-        self.handle.handle()
+        self.handle.number()
     }
 }
 

@@ -64,17 +64,16 @@ pub fn devices() -> Result<Vec<String>, VerbError> {
     Ok(List::new()?.iter().map(|(_, name)| name).collect())
 }
 
-/// The environment variable that requests compressed completion queue entries.
-const COMPRESSION: &str = "TOKIO_RDMA_CQE_COMPRESSION";
+/// The error of another value of `TOKIO_RDMA_CQE_COMPRESSION`.
+const BAD_COMPRESSION: VerbError =
+    VerbError::new("TOKIO_RDMA_CQE_COMPRESSION (must be 0 or 1)", VerbError::EINVAL);
 
 /// Returns whether the environment requests compressed completion queue entries.
 fn wants_compression() -> Result<bool, VerbError> {
-    match std::env::var(COMPRESSION).as_deref() {
+    match std::env::var("TOKIO_RDMA_CQE_COMPRESSION").as_deref() {
         Ok("1") => Ok(true),
         Ok("0") | Err(VarError::NotPresent) => Ok(false),
-        Ok(_) | Err(VarError::NotUnicode(_)) => {
-            Err(VerbError::new("TOKIO_RDMA_CQE_COMPRESSION (0 or 1)", VerbError::EINVAL))
-        }
+        Ok(_) | Err(VarError::NotUnicode(_)) => Err(BAD_COMPRESSION),
     }
 }
 
@@ -135,42 +134,55 @@ impl Context {
     }
 
     /// Chooses how queues post: as environment variable `TOKIO_RDMA_POST` says, otherwise directly
-    /// if possible. [`COMPRESSION`] concerns direct queues only.
+    /// if possible.
     fn choose_posting(&self) -> Result<Posting, VerbError> {
         const INVALID: &str = "TOKIO_RDMA_POST (must be direct, extended or chain)";
-        let compressed = wants_compression()?;
         let wanted = std::env::var_os("TOKIO_RDMA_POST");
         match wanted.as_deref().map(OsStr::to_str) {
             Some(Some("chain")) => Ok(Posting::Chain),
             Some(Some("extended")) => Ok(Posting::Extended),
-            Some(Some("direct")) => self.direct(compressed),
+            Some(Some("direct")) => self.direct(),
             Some(_) => Err(VerbError::new(INVALID, VerbError::EINVAL)),
-            None => Ok(self.direct(compressed).unwrap_or_else(|reason| {
-                tracing::info!(
-                    device = self.attr.name,
-                    %reason,
-                    "device does not support the direct data path; posting through libibverbs"
-                );
-                // SoftRoCE's `ibv_wr_*` lose the inline flag and all but the first length of a list
-                // (rdma-core 44).
-                let has_extended = self.attr.vendor_id != SOFT_ROCE;
-                if has_extended { Posting::Extended } else { Posting::Chain }
-            })),
+            None => match self.direct() {
+                Ok(direct) => Ok(direct),
+                Err(BAD_COMPRESSION) => Err(BAD_COMPRESSION),
+                Err(reason) => {
+                    self.log_fallback(reason);
+                    // SoftRoCE's `ibv_wr_*` lose the inline flag and all but the first length of a
+                    // list (rdma-core 44).
+                    let has_extended = self.attr.vendor_id != SOFT_ROCE;
+                    Ok(if has_extended { Posting::Extended } else { Posting::Chain })
+                }
+            },
+        }
+    }
+
+    /// Logs why the device does not post directly: at debug if it is not meant to.
+    fn log_fallback(&self, reason: VerbError) {
+        const FALLBACK: &str = "direct data path unavailable; posting through libibverbs";
+        let device = &self.attr.name;
+        if Device::EXPECTED.contains(&reason) {
+            tracing::debug!(device, %reason, "{FALLBACK}");
+        } else {
+            tracing::info!(device, %reason, "{FALLBACK}");
         }
     }
 
     /// Returns the direct data path of the device, or an error that names what it lacks. Creates a
     /// queue of each kind, because only that shows whether the device has doorbell registers left,
     /// and rings of a known format.
-    fn direct(&self, compressed: bool) -> Result<Posting, VerbError> {
+    fn direct(&self) -> Result<Posting, VerbError> {
         // A registered dma-buf has addresses that are not this process's.
-        let device = Device::new(self.raw, !self.attr.dma_buf, compressed)?;
-        if compressed {
-            tracing::debug!(
-                device = self.attr.name,
-                offered = device.compressed,
-                "compressed completion queue entries were requested ({COMPRESSION}=1)"
-            );
+        let mut device = Device::new(self.raw, !self.attr.dma_buf)?;
+        if wants_compression()? {
+            device.compressed = device.offers_compression;
+            if !device.compressed {
+                tracing::warn!(
+                    device = self.attr.name,
+                    "adapter or libmlx5 does not compress completion queue entries; \
+                     ignoring TOKIO_RDMA_CQE_COMPRESSION=1"
+                );
+            }
         }
         let pd = Pd::new(self.raw, self.attr.clone(), Posting::Direct(device))?;
         let cq = Cq::new(self.raw, 2, None, 0, 0, Some(device))?;

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use rdma_sys::*;
 
 use super::ibv_channel::Channel;
-use super::mlx5::direct::{CompletionQueue, Device, NewQueue};
+use super::mlx5::direct::{self, CompletionQueue, Device, NewCompletionQueue};
 use super::{convert, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract;
@@ -100,10 +100,10 @@ impl Cq {
         });
         // Opaque to libibverbs, which returns it with each event.
         let cq_context = Arc::as_ptr(&events).cast_mut().cast();
-        let new = NewQueue { context, capacity, cq_context, channel, vector };
+        let new = NewCompletionQueue { context, capacity, cq_context, channel, vector };
         let raw = match direct {
             // SAFETY: S3: the context is open and owns the channel, if any.
-            Some(direct) if direct.compressed => unsafe { direct.create_compressed(new) }?,
+            Some(device) if device.compressed => unsafe { direct::create_compressed(new) }?,
             _ => sys::handle(verb, {
                 // SAFETY: S3: as above.
                 unsafe { ibv_create_cq(context.as_ptr(), capacity, cq_context, channel, vector) }

@@ -28,6 +28,7 @@ pub struct Pd {
     raw: NonNull<ibv_pd>,
     /// The device's attributes, which limit queue pairs and address handles.
     device: DeviceAttr,
+    /// How its queue pairs and shared receive queues post.
     posting: Posting,
     /// The doorbell registers of queue pairs that post directly.
     registers: Registers,
@@ -45,6 +46,7 @@ pub(super) enum Posting {
 }
 
 impl Posting {
+    /// Returns the name that programs see.
     pub(super) fn data_path(self) -> DataPath {
         match self {
             Self::Chain => DataPath::Chain,
@@ -176,7 +178,7 @@ impl contract::Pd<Ibverbs> for Pd {
 
 impl Drop for Pd {
     fn drop(&mut self) {
-        // Their domains are created from this one.
+        // Parent domains refer to this domain, so they are deallocated first.
         drop(std::mem::take(&mut self.registers));
         // SAFETY: S3: created by this object; everything created from it is gone.
         sys::log_failure("ibv_dealloc_pd", unsafe { ibv_dealloc_pd(self.raw.as_ptr()) });

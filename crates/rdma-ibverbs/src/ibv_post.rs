@@ -10,7 +10,7 @@ use std::ptr;
 use rdma_sys::*;
 
 use super::mlx5::dc::Dci;
-use super::mlx5::direct::address::handle_of;
+use super::mlx5::direct::address::AddressHandle;
 use super::{convert, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract::PostError;
@@ -269,8 +269,11 @@ unsafe fn write_send(element: *mut Element, next: *mut ibv_send_wr, wr: &SendWr<
         (*raw).opcode = opcode;
         // Requests to DC targets are never posted in chains.
         if let Some(SendTarget::Datagram(UdTarget { handle, qpn, qkey, .. })) = wr.target {
-            (*raw).wr.ud =
-                ud_t { ah: handle_of(handle).raw.as_ptr(), remote_qpn: qpn.0, remote_qkey: qkey.0 };
+            (*raw).wr.ud = ud_t {
+                ah: AddressHandle::from_number(handle).raw.as_ptr(),
+                remote_qpn: qpn.0,
+                remote_qkey: qkey.0,
+            };
         }
         let flags = convert::send_flags(wr.flags);
         match wr.data {
@@ -417,14 +420,19 @@ unsafe fn request(qp: *mut ibv_qp_ex, dc: Option<Dci>, wr: &SendWr<'_>) -> bool 
         match wr.target {
             None => {}
             Some(SendTarget::Datagram(UdTarget { handle, qpn, qkey, .. })) => {
-                call!(wr_set_ud_addr, handle_of(handle).raw.as_ptr(), qpn.0, qkey.0);
+                call!(
+                    wr_set_ud_addr,
+                    AddressHandle::from_number(handle).raw.as_ptr(),
+                    qpn.0,
+                    qkey.0
+                );
             }
             Some(SendTarget::Dc(DctTarget { handle, number, key, stream, .. })) => {
                 let Some(Dci { raw, streams }) = dc else { return false };
                 if u32::from(stream) >= streams {
                     return false;
                 }
-                let (dc, handle) = (raw.as_ptr(), handle_of(handle).raw.as_ptr());
+                let (dc, handle) = (raw.as_ptr(), AddressHandle::from_number(handle).raw.as_ptr());
                 // Versions of libmlx5 without streams have a shorter structure.
                 if streams == 1 {
                     let Some(set) = (*dc).wr_set_dc_addr else { return false };

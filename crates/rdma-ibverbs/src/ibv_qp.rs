@@ -40,8 +40,9 @@ pub struct Qp {
     /// Last state set. Drivers differ on work posted too early: some refuse it but leave it in the
     /// ring, some accept it.
     state: AtomicU8,
-    /// Lowest state in which libmlx5 gets requests without a list: RTS, or none.
-    in_place: u8,
+    /// Lowest state in which a single plain request of RC is passed to libibverbs without a list;
+    /// `u8::MAX`: never, as for queue pairs that post directly.
+    single_from: u8,
 }
 
 // SAFETY: S3: libibverbs is thread-safe.
@@ -59,7 +60,8 @@ struct Created {
 
 impl Created {
     /// Creates a queue pair in protection domain `pd`, for `ibv_wr_*` if it is a DC initiator, or
-    /// if `extended` is true and the driver supports it.
+    /// if `extended` is true and the driver supports it. `flags`: creation flags of libmlx5, with
+    /// which the queue pair is created by `mlx5dv_create_qp(3)` or not at all.
     fn new(
         pd: NonNull<ibv_pd>,
         init: &QpInit<'_, Ibverbs>,
@@ -91,9 +93,9 @@ impl Created {
             wanted.send_ops_flags = u64::from(operations.0);
             // SAFETY: S3: domain and queues are alive, the attributes local.
             let context = unsafe { pd.as_ref().context };
-            let qp = match flags {
+            let (verb, qp) = match flags {
                 // SAFETY: S3: as above.
-                None => unsafe { ibv_create_qp_ex(context, &raw mut wanted) },
+                None => ("ibv_create_qp_ex", unsafe { ibv_create_qp_ex(context, &raw mut wanted) }),
                 Some(flags) => {
                     // SAFETY: S3: zeros are valid.
                     let mut special: mlx5dv_qp_init_attr = unsafe { mem::zeroed() };
@@ -101,10 +103,12 @@ impl Created {
                         mlx5dv_qp_init_attr_mask::MLX5DV_QP_INIT_ATTR_MASK_QP_CREATE_FLAGS.0.into();
                     special.create_flags = flags.0;
                     // SAFETY: S3: as above.
-                    unsafe { mlx5dv_create_qp(context, &raw mut wanted, &raw mut special) }
+                    let qp =
+                        unsafe { mlx5dv_create_qp(context, &raw mut wanted, &raw mut special) };
+                    ("mlx5dv_create_qp", qp)
                 }
             };
-            let qp = sys::handle("ibv_create_qp_ex", qp);
+            let qp = sys::handle(verb, qp);
             if flags.is_some() {
                 // Only this call has them.
                 qp?;
@@ -146,10 +150,14 @@ impl Qp {
             let extended = matches!(posting, Posting::Extended);
             return Ok(Self::made(Created::new(pd, init, device, extended, None)?, init));
         };
-        let (Some(send_cq), Some(recv_cq)) = (init.send_cq.direct(), init.recv_cq.direct()) else {
-            return Err(VerbError::new("mixing of data paths", VerbError::EINVAL));
-        };
-        let uses = Uses { send_cq, recv_cq, srq: init.srq.and_then(Srq::direct) };
+        const OTHER_DEVICE: VerbError = VerbError::new(
+            "ibv_create_qp (a completion queue or shared receive queue of another open device)",
+            VerbError::EINVAL,
+        );
+        let queues = (init.send_cq.direct(), init.recv_cq.direct());
+        let (Some(send_cq), Some(recv_cq)) = queues else { return Err(OTHER_DEVICE) };
+        let srq = init.srq.map(|srq| srq.direct().ok_or(OTHER_DEVICE)).transpose()?;
+        let uses = Uses { send_cq, recv_cq, srq };
         // SAFETY: S3: the domain outlives its registers.
         let domain = unsafe { registers.next(pd) }?;
         let created = Created::new(domain.domain(), init, device, true, direct.create_flags())?;
@@ -164,13 +172,14 @@ impl Qp {
             made.plain = pair.send().ok().map(NonNull::from);
         }
         made.direct = Some(pair);
-        made.in_place = u8::MAX;
+        made.single_from = u8::MAX;
         Ok(made)
     }
 
     fn made(created: Created, init: &QpInit<'_, Ibverbs>) -> Self {
         let Created { raw, extended, dc, granted } = created;
-        let in_place = if init.transport == Transport::Rc { QpState::Rts as u8 } else { u8::MAX };
+        let single_from =
+            if init.transport == Transport::Rc { QpState::Rts as u8 } else { u8::MAX };
         Self {
             // SAFETY: S3: just created.
             raw: unsafe { Owned::new(raw) },
@@ -182,7 +191,7 @@ impl Qp {
             caps: convert::caps_from(&granted),
             receives: init.srq.is_none() && init.transport != Transport::Dci,
             state: AtomicU8::new(QpState::Reset as u8),
-            in_place,
+            single_from,
         }
     }
 
@@ -213,7 +222,9 @@ impl Qp {
     ) -> Result<(), PostError> {
         self.check("ibv_post_send", QpState::Rts as u8)?;
         if let Some(direct) = self.direct() {
-            return direct.send().map_err(refused)?.post_list(list);
+            let send = direct.send().map_err(refused)?;
+            // SAFETY: S1: the caller's promise.
+            return unsafe { send.post_list(list) };
         }
         match self.extended {
             // SAFETY: S1: the caller's promise; S3: the queue pair is alive.
@@ -344,7 +355,7 @@ impl contract::Qp for Qp {
         // Copied so that its fields stay in registers; only `post_list` needs it in memory.
         let wr = *wr.borrow();
         let posted =
-            if self.state.load(Ordering::Acquire) >= self.in_place && ibv_post::is_plain(&wr) {
+            if self.state.load(Ordering::Acquire) >= self.single_from && ibv_post::is_plain(&wr) {
                 match self.extended {
                     // SAFETY: S1: the caller's promise; S3: the queue pair is alive.
                     Some(qp) => unsafe { ibv_post::extended_in_place(qp.as_ptr(), &wr) },
@@ -377,7 +388,9 @@ impl contract::Qp for Qp {
         let first = if self.receives { QpState::Init as u8 } else { u8::MAX };
         self.check("ibv_post_recv", first)?;
         if let Some(direct) = self.direct() {
-            return direct.receive().map_err(refused)?.post(list);
+            let receive = direct.receive().map_err(refused)?;
+            // SAFETY: S1: the caller's promise.
+            return unsafe { receive.post(list) };
         }
         ibv_post::receives(list, |first, refused| {
             // SAFETY: S1: the caller's promise; S3: the queue pair is alive, the chain local.

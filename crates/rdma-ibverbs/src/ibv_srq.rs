@@ -93,7 +93,8 @@ impl contract::Srq for Srq {
 
     unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
         if let Some(direct) = self.direct() {
-            return direct.post(list);
+            // SAFETY: S1: the caller's promise.
+            return unsafe { direct.post(list) };
         }
         ibv_post::receives(list, |first, refused| {
             // SAFETY: S1: the caller's promise; S3: the queue is alive, the chain local.

@@ -33,14 +33,20 @@ use tracing::{Event, Level, Metadata, Subscriber};
 const POST: &str = "TOKIO_RDMA_POST";
 /// Selects what a process prints; see [`Scene`].
 const SCENE: &str = "TOKIO_RDMA_SCENE";
+const COMPRESSION: &str = "TOKIO_RDMA_CQE_COMPRESSION";
 const FELL_BACK: &str =
-    "device does not support the direct data path; posting through libibverbs device=\"mlx5_0\"";
+    "direct data path unavailable; posting through libibverbs device=\"mlx5_0\"";
+const NO_MLX5: &str = "direct data path (needs an mlx5 device and libmlx5)";
+const NO_MLX5_REASON: &str =
+    "direct data path (needs an mlx5 device and libmlx5): Operation not supported (os error 95)";
 
 /// The device that a process opens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Scene {
     /// The emulated device as it is.
     ConnectX,
+    /// The emulated device, which compresses completion queue entries on request.
+    Compressing,
     /// A device of another driver.
     OtherDriver,
     /// The emulated device without free doorbell registers.
@@ -58,14 +64,16 @@ struct Found {
 }
 
 fn open(scene: Scene) -> Found {
-    EmulatedConnectX::start(Options::default()).unwrap();
+    let mut options = Options::default();
+    options.compressed_session = if scene == Scene::Compressing { 33 } else { 0 };
+    EmulatedConnectX::start(options).unwrap();
     let journal = Journal::default();
     let lines = journal.0.clone();
     let held = (scene == Scene::NoRegisters).then(|| take_registers("mlx5_0"));
     let name = if scene == Scene::OtherDriver { use_other_driver() } else { "mlx5_0" };
     let opened = tracing::subscriber::with_default(journal, || Context::open(name));
     let opened = opened.map(|context| context.unwrap());
-    if let (Ok(context), Scene::ConnectX) = (&opened, scene) {
+    if let (Ok(context), Scene::ConnectX | Scene::Compressing) = (&opened, scene) {
         create_queues(context);
     }
     drop(held);
@@ -195,7 +203,7 @@ impl Subscriber for Journal {
 fn found_with<V: AsRef<OsStr> + std::fmt::Debug>(scene: Scene, settings: &[(&str, V)]) -> String {
     let mut command = this_program();
     command.args(["--exact", "device_without_settings_posts_directly_and_logs_nothing"]);
-    command.arg("--nocapture").env_remove(POST);
+    command.arg("--nocapture").env_remove(POST).env_remove(COMPRESSION);
     command
         .env(SCENE, format!("{scene:?}"))
         .envs(settings.iter().map(|(name, value)| (name, value)));
@@ -227,15 +235,15 @@ fn check(scene: Scene, settings: &[(&str, &str)], expected: &Found) {
     assert_eq!(found, format!("{expected:?}"), "{scene:?}, {settings:?}");
 }
 
-/// Checks that `settings` rule the direct path out: by default libibverbs posts and a line says
-/// why; `TOKIO_RDMA_POST=direct` fails.
+/// Checks that `settings` rule the direct path out: by default libibverbs posts, and a line says
+/// why if the device is an adapter; `TOKIO_RDMA_POST=direct` fails.
 #[track_caller]
 fn check_impossible(scene: Scene, settings: &[(&str, &str)], reason: &str, error: VerbError) {
-    let name = if scene == Scene::OtherDriver { "rxe_0" } else { "mlx5_0" };
     assert_eq!(error.to_string(), reason);
-    let line = format!("INFO {FELL_BACK} reason={reason}").replace("mlx5_0", name);
+    let line = format!("INFO {FELL_BACK} reason={reason}");
+    let log = if reason == NO_MLX5_REASON { Vec::new() } else { vec![line] };
     let text = found_with(scene, settings);
-    let expected = Found { path: Ok(DataPath::Extended), error: String::new(), log: vec![line] };
+    let expected = Found { path: Ok(DataPath::Extended), error: String::new(), log };
     assert_eq!(without_probes(&text), format!("{expected:?}"));
     let mut forced = settings.to_vec();
     forced.push((POST, "direct"));
@@ -265,6 +273,7 @@ fn unsupported(what: &'static str) -> VerbError {
 #[test]
 fn device_without_settings_posts_directly_and_logs_nothing() {
     let scene = match std::env::var(SCENE).as_deref() {
+        Ok("Compressing") => Scene::Compressing,
         Ok("OtherDriver") => Scene::OtherDriver,
         Ok("NoRegisters") => Scene::NoRegisters,
         _ => Scene::ConnectX,
@@ -303,6 +312,39 @@ fn unknown_value_is_refused_with_the_allowed_ones() {
     );
 }
 
+#[test]
+fn compression_is_requested_by_1_and_unavailable_on_some_adapters() {
+    let direct = on(DataPath::Direct);
+    let line = "WARN adapter or libmlx5 does not compress completion queue entries; \
+                ignoring TOKIO_RDMA_CQE_COMPRESSION=1 device=\"mlx5_0\"";
+    let ignored = Found { log: vec![line.to_owned()], ..on(DataPath::Direct) };
+    check(Scene::Compressing, &[(COMPRESSION, "0")], &direct);
+    check(Scene::Compressing, &[(COMPRESSION, "1")], &direct);
+    check(Scene::ConnectX, &[(COMPRESSION, "0")], &direct);
+    check(Scene::ConnectX, &[(COMPRESSION, "1")], &ignored);
+    check(Scene::ConnectX, &[(COMPRESSION, "1"), (POST, "direct")], &ignored);
+    check(Scene::Compressing, &[(COMPRESSION, "1"), ("MLX5_CQE_SIZE", "64")], &direct);
+}
+
+#[test]
+fn unknown_value_of_compression_is_refused_on_the_direct_path_only() {
+    let verb = "TOKIO_RDMA_CQE_COMPRESSION (must be 0 or 1)";
+    let error = VerbError::new(verb, VerbError::EINVAL);
+    assert_eq!(error.to_string(), format!("{verb}: Invalid argument (os error 22)"));
+    let expected = Found { path: Err(error), error: error.to_string(), log: Vec::new() };
+    for scene in [Scene::ConnectX, Scene::Compressing] {
+        check(scene, &[(COMPRESSION, "2")], &expected);
+        check(scene, &[(COMPRESSION, "2"), (POST, "direct")], &expected);
+        check(scene, &[(COMPRESSION, "2"), (POST, "extended")], &on(DataPath::Extended));
+        check(scene, &[(COMPRESSION, "2"), (POST, "chain")], &on(DataPath::Chain));
+        let not_unicode = OsStr::from_bytes(b"1\xff");
+        let found = found_with(scene, &[(COMPRESSION, not_unicode)]);
+        assert_eq!(found, format!("{expected:?}"), "a value that is not Unicode");
+    }
+    let found = found_with(Scene::OtherDriver, &[(COMPRESSION, "2")]);
+    assert_eq!(without_probes(&found), format!("{:?}", on(DataPath::Extended)));
+}
+
 // An adapter that expects checksums would refuse the entries of the direct path, which have none.
 #[test]
 fn signatures_rule_the_direct_path_out() {
@@ -327,13 +369,7 @@ fn signatures_rule_the_direct_path_out() {
 
 #[test]
 fn device_of_another_driver_is_posted_to_by_libibverbs() {
-    check_impossible(
-        Scene::OtherDriver,
-        &[],
-        "direct data path (needs an mlx5 device and libmlx5): \
-         Operation not supported (os error 95)",
-        unsupported("direct data path (needs an mlx5 device and libmlx5)"),
-    );
+    check_impossible(Scene::OtherDriver, &[], NO_MLX5_REASON, unsupported(NO_MLX5));
 }
 
 #[test]
@@ -365,9 +401,8 @@ fn libmlx5_that_fails_to_load_rules_the_direct_path_out() {
     check_impossible(
         Scene::ConnectX,
         &[("LD_LIBRARY_PATH", other.0.to_str().unwrap())],
-        "direct data path (needs an mlx5 device and libmlx5): \
-         Operation not supported (os error 95)",
-        unsupported("direct data path (needs an mlx5 device and libmlx5)"),
+        NO_MLX5_REASON,
+        unsupported(NO_MLX5),
     );
 }
 

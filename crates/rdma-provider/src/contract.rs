@@ -376,7 +376,7 @@ pub enum PlainOp {
 }
 
 impl PlainOp {
-    /// Returns `op` if it is one of these.
+    /// Returns `op` as a plain operation, or `None`.
     #[inline(always)]
     #[must_use]
     pub const fn of(op: SendOp) -> Option<Self> {
@@ -439,18 +439,23 @@ pub trait Qp: Debug + Send + Sync {
     ) -> Result<(), PostError>;
 
     /// Returns true if the provider implements [`post_plain`](Self::post_plain) for the queue pair.
+    /// Constant: the work queue asks once.
     fn has_plain(&self) -> bool {
         false
     }
 
     /// Posts work requests with one doorbell, like [`post_send`](Self::post_send), without a lock
-    /// and without other checks than for capacity. Returns false, and posts nothing, if they are to
-    /// be posted by `post_send` instead.
+    /// and without other checks than for capacity. A work queue uses it under its own lock, for
+    /// requests that it has checked.
+    ///
+    /// Returns false, and posts nothing, if the queue is full, the queue pair has not been in RTS
+    /// since its last reset, or an earlier request requires a flag: `post_send` then posts or
+    /// refuses them. That is no error.
     ///
     /// # Safety
     ///
     /// See [`post_send`](Self::post_send). The caller also excludes all other posts of sends, and
-    /// changes to RESET. Each buffer has bytes.
+    /// changes to RESET. Each buffer is one element of registered memory, and not empty.
     #[inline(always)]
     unsafe fn post_plain(&self, _list: impl ExactSizeIterator<Item = PlainWr>) -> bool {
         false

@@ -100,9 +100,9 @@ impl CompletionQueueCore {
         see: impl FnOnce(&WorkCompletion) -> S,
     ) -> Poll<Option<S>> {
         let state = &mut *guard;
-        let waited = if let Some(entries) = &self.entries {
+        let waited = if let Some(direct) = &self.direct {
             if state.ready_budget > 0
-                && let Some(completion) = entries.take_request(slot.id())
+                && let Some(completion) = direct.take_request(slot.id())
             {
                 let seen = see(&completion);
                 state.ready_budget -= 1;
@@ -114,7 +114,7 @@ impl CompletionQueueCore {
                 }
                 return Poll::Ready(Some(seen));
             }
-            self.poll_in_place(guard, slot, context)
+            self.poll_direct(guard, slot, context)
         } else if state.next < state.end {
             let at = state.next % BATCH;
             let next = &state.completions[at];
@@ -198,7 +198,7 @@ impl CompletionQueueCore {
 
     /// Dispatches all completions, unless the operation is to yield first.
     #[cold]
-    fn poll_in_place<'a>(
+    fn poll_direct<'a>(
         self: &'a Arc<Self>,
         mut guard: MutexGuard<'a, State>,
         slot: &Slot<WorkQueue>,

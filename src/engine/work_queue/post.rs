@@ -135,7 +135,7 @@ impl WorkQueue {
                 let sges = [sge];
                 let wr = SendWr { wr_id, op, flags, data: Data::Sges(&sges), target: None };
                 // SAFETY: S1: as described above.
-                unsafe { qp.post_in_place(Some(wr)) }.is_ok()
+                unsafe { qp.post_list(Some(wr)) }.is_ok()
             }
         };
         if !posted {
@@ -353,8 +353,8 @@ impl WorkQueue {
         let posted = unsafe {
             match parts.plain() {
                 Some(plain) if self.has_plain && qp.post_plain(plain.short_list(slot)) => Ok(()),
-                Some(plain) => qp.post_in_place(plain.list(slot)),
-                None => qp.post_in_place(parts.list(slot)),
+                Some(plain) => qp.post_list(plain.list(slot)),
+                None => qp.post_list(parts.list(slot)),
             }
         };
         let refused = posted.err();

@@ -316,10 +316,10 @@ impl contract::Dct for Dct {
             let number = unsafe { ptr::read(&raw const (*qp.as_ptr()).qp_num) };
             Ok((attr.state == Some(QpState::Rtr)).then_some(number))
         };
-        match &self.direct {
+        let number = match &self.direct {
             Some(direct) => direct.modify(&mut modify)?,
-            None => modify().map(drop)?,
-        }
+            None => modify()?,
+        };
         let before = known.1;
         known.0 = attr.state.unwrap_or(known.0);
         known.1 = QpAttr {
@@ -332,10 +332,8 @@ impl contract::Dct for Dct {
             min_rnr_timer: attr.min_rnr_timer.or(before.min_rnr_timer),
             ..before
         };
-        if known.0 == QpState::Rtr {
-            // SAFETY: S3: the target is alive; the call above wrote the number, under our lock.
-            self.number
-                .store(unsafe { ptr::read(&raw const (*qp.as_ptr()).qp_num) }, Ordering::Release);
+        if let Some(number) = number {
+            self.number.store(number, Ordering::Release);
         }
         Ok(())
     }

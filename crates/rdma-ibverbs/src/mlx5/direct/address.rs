@@ -15,29 +15,30 @@ pub(crate) struct AddressHandle {
 }
 
 impl AddressHandle {
-    pub(crate) fn handle(&self) -> usize {
+    /// Returns the number by which work requests name it: its address.
+    pub(crate) fn number(&self) -> usize {
         ptr::from_ref(self).expose_provenance()
     }
-}
 
-/// Returns the address handle behind a handle's number.
-///
-/// # Safety
-///
-/// `handle` comes from [`AddressHandle::handle`], and the address handle is alive and not moved.
-#[inline(always)]
-pub(crate) unsafe fn handle_of<'a>(handle: usize) -> &'a AddressHandle {
-    // SAFETY: S3: the caller's promise.
-    unsafe { &*ptr::with_exposed_provenance::<AddressHandle>(handle) }
+    /// Returns the address handle that a work request names.
+    ///
+    /// # Safety
+    ///
+    /// `number` comes from [`number`](Self::number), and the address handle is alive and not moved.
+    #[inline(always)]
+    pub(crate) unsafe fn from_number<'a>(number: usize) -> &'a Self {
+        // SAFETY: S3: the caller's promise.
+        unsafe { &*ptr::with_exposed_provenance::<Self>(number) }
+    }
 }
 
 /// Returns the route of an address handle.
 ///
 /// # Safety
 ///
-/// See [`handle_of`].
+/// See [`AddressHandle::from_number`].
 #[inline(always)]
-pub(super) unsafe fn route_of<'a>(handle: usize) -> &'a Route {
+pub(super) unsafe fn route_of<'a>(number: usize) -> &'a Route {
     // SAFETY: S3: the caller's promise.
-    unsafe { &handle_of(handle).route }
+    unsafe { &AddressHandle::from_number(number).route }
 }

@@ -26,6 +26,8 @@ use super::table::Table;
 
 /// Consumer indices have 24 bits.
 const INDEX: u32 = 0xff_ffff;
+/// Queue pair numbers have 24 bits.
+const QPN: u32 = 0xff_ffff;
 /// Marks requests for solicited events only, `MLX5_CQ_DB_REQ_NOT_SOL`.
 const SOLICITED_ONLY: u32 = 1 << 24;
 
@@ -54,7 +56,7 @@ pub struct CompletionQueue {
     /// Number of entries - 1.
     mask: u32,
     /// Base-2 logarithm of the number of entries.
-    passes: u32,
+    log_entries: u32,
     state: Mutex<State>,
 }
 
@@ -84,7 +86,7 @@ impl CompletionQueue {
             // SAFETY: S3: within the first entry.
             first: unsafe { setup.start.add(setup.entry_size as usize - size_of::<Cqe>()) },
             mask: setup.entries - 1,
-            passes: setup.entries.trailing_zeros(),
+            log_entries: setup.entries.trailing_zeros(),
             state: Mutex::new(state),
             setup,
         }
@@ -101,7 +103,7 @@ impl CompletionQueue {
     /// Returns the owner bit of entries that belong to software in the pass of `index`.
     #[inline(always)]
     fn owner(&self, index: u32) -> u8 {
-        (index >> self.passes) as u8 & cqe::OWNER
+        (index >> self.log_entries) as u8 & cqe::OWNER
     }
 
     #[inline(always)]
@@ -117,7 +119,7 @@ impl CompletionQueue {
             return None;
         }
         from_device();
-        // A volatile load of the whole would be one of each field.
+        // A volatile load of a `Cqe` would load each field by itself; this loads eight words.
         let words = self.cqe(index).cast::<u64>();
         let mut copy = [0_u64; size_of::<Cqe>() / size_of::<u64>()];
         for (at, word) in copy.iter_mut().enumerate() {
@@ -151,7 +153,7 @@ impl CompletionQueue {
             )
         };
         let (opcode, has_length) = REQUESTS[(opcode_qpn >> 24) as usize]?;
-        let send = state.table.find_send(opcode_qpn & INDEX)?;
+        let send = state.table.find_send(opcode_qpn & QPN)?;
         let completed = send.find(counter).filter(|completed| completed.wr_id == wr_id)?;
         send.free(completed);
         state.consumer = index.wrapping_add(1);
@@ -160,7 +162,7 @@ impl CompletionQueue {
             wr_id,
             opcode,
             byte_len: if has_length { length } else { 0 },
-            qpn: Qpn(opcode_qpn & INDEX),
+            qpn: Qpn(opcode_qpn & QPN),
             ..WorkCompletion::EMPTY
         })
     }
@@ -194,7 +196,8 @@ impl CompletionQueue {
                 Err(bad) => return Err(bad.verb_error()),
             }
         }
-        // Page faults of shared receives use entries, too.
+        // A page fault of a shared receive consumes an entry without a completion, so `found` may
+        // be 0.
         if state.consumer != before {
             self.setup.consumer.release(state.consumer & INDEX);
         }
@@ -269,7 +272,7 @@ impl CompletionQueue {
         entry: &Cqe,
     ) -> Result<Option<WorkCompletion>, BadEntry> {
         let opcode_qpn = entry.opcode_qpn.get();
-        let qpn = opcode_qpn & INDEX;
+        let qpn = opcode_qpn & QPN;
         let kind = entry.op_own >> 4;
         let queues = || table.find(qpn).ok_or(BadEntry::QueuePair { qpn });
         match kind {
@@ -288,7 +291,7 @@ impl CompletionQueue {
         index: u32,
         entry: &Cqe,
     ) -> Result<WorkCompletion, BadEntry> {
-        let (qpn, counter) = (entry.opcode_qpn.get() & INDEX, entry.counter.get());
+        let (qpn, counter) = (entry.opcode_qpn.get() & QPN, entry.counter.get());
         let code = (entry.opcode_qpn.get() >> 24) as u8;
         let send = queues.send.as_ref().ok_or(BadEntry::Counter { qpn, counter })?;
         let operation = Opcode::from_code(code).ok_or(BadEntry::Opcode { opcode: code })?;
@@ -321,7 +324,7 @@ impl CompletionQueue {
         index: u32,
         entry: &Cqe,
     ) -> Result<WorkCompletion, BadEntry> {
-        let (qpn, length) = (entry.opcode_qpn.get() & INDEX, entry.length.get());
+        let (qpn, length) = (entry.opcode_qpn.get() & QPN, entry.length.get());
         let (wr_id, status) = if self.is_inline(entry)? {
             self.scatter_message(queues, index, entry)?
         } else {
@@ -346,7 +349,7 @@ impl CompletionQueue {
             byte_len: length,
             imm_or_rkey,
             qpn: Qpn(qpn),
-            src_qpn: Qpn(source & INDEX),
+            src_qpn: Qpn(source & QPN),
             flags,
             pkey_index: immediate.get() as u16,
             src_lid: entry.source_lid.get(),
@@ -364,13 +367,16 @@ impl CompletionQueue {
         entry: &Cqe,
         length: u32,
     ) -> Result<WcStatus, BadEntry> {
-        let (qpn, code) = (entry.opcode_qpn.get() & INDEX, (entry.opcode_qpn.get() >> 24) as u8);
+        let (qpn, code) = (entry.opcode_qpn.get() & QPN, (entry.opcode_qpn.get() >> 24) as u8);
         let unexpected = BadEntry::Opcode { opcode: code };
         let operation = Opcode::from_code(code).ok_or(unexpected)?;
         let inline = self.inline(index, entry);
         let bytes = inline.bytes(qpn, length)?;
         let counter = entry.counter.get().into();
-        scatter::to_request(send.ring(), counter, operation, bytes).ok_or(unexpected)
+        // SAFETY: S1, S2: the request is in flight until the caller frees it. The adapter puts no
+        // data into CQEs if it registers memory under other addresses.
+        let status = unsafe { scatter::to_request(send.ring(), counter, operation, bytes) };
+        status.ok_or(unexpected)
     }
 
     /// Retires a receive, and copies its message from the entry to its buffers.
@@ -382,15 +388,16 @@ impl CompletionQueue {
         entry: &Cqe,
     ) -> Result<(WrId, WcStatus), BadEntry> {
         let inline = self.inline(index, entry);
-        let bytes = inline.bytes(entry.opcode_qpn.get() & INDEX, entry.length.get())?;
+        let bytes = inline.bytes(entry.opcode_qpn.get() & QPN, entry.length.get())?;
         retire_receive(queues, entry, |entries, place, skipped| {
-            scatter::to_receive(entries, place, skipped, bytes)
+            // SAFETY: S1, S2: the receive is in flight until this returns; as above.
+            unsafe { scatter::to_receive(entries, place, skipped, bytes) }
         })
     }
 
     /// Returns true if the adapter has put the data into the entry instead of memory.
     fn is_inline(&self, entry: &Cqe) -> Result<bool, BadEntry> {
-        match entry.op_own & cqe::COMPRESSED {
+        match entry.op_own & cqe::FORMAT {
             0 => Ok(false),
             cqe::INLINE_32 => Ok(true),
             cqe::INLINE_64 if self.setup.entry_size == 128 => Ok(true),
@@ -400,7 +407,7 @@ impl CompletionQueue {
 
     /// Returns a copy of the data in an [inline](Self::is_inline) entry.
     fn inline(&self, index: u32, entry: &Cqe) -> Inline {
-        if entry.op_own & cqe::COMPRESSED == cqe::INLINE_32 {
+        if entry.op_own & cqe::FORMAT == cqe::INLINE_32 {
             return Inline::in_entry(entry);
         }
         // SAFETY: S3: the first half of an entry of 128 bytes.
@@ -440,7 +447,7 @@ impl Locked<'_> {
         loop {
             let found = end.wrapping_sub(state.consumer);
             let Some(entry) = (found < entries).then(|| queue.read(end)).flatten() else { break };
-            // Polling fails at a session that makes no sense.
+            // An invalid session ends the removal; the next poll fails the queue.
             if queue.is_title(&entry) && queue.expand(end, &entry, entries - found).is_err() {
                 break;
             }
@@ -452,7 +459,7 @@ impl Locked<'_> {
         while index != state.consumer {
             index = index.wrapping_sub(1);
             let Some(entry) = queue.read(index) else { continue };
-            if entry.opcode_qpn.get() & INDEX == qpn {
+            if entry.opcode_qpn.get() & QPN == qpn {
                 if let Some(Receives::Shared(shared)) =
                     state.table.find(qpn).map(|queues| &queues.receive)
                     && !matches!(entry.op_own >> 4, cqe::REQUEST | cqe::REQUEST_ERROR)
@@ -501,7 +508,7 @@ const REQUESTS: [Option<(WcOpcode, bool)>; 256] = {
 
 /// Decodes an error CQE. Returns `None` for a shared receive that was posted again.
 fn decode_error(queues: &Queues, entry: &Cqe) -> Result<Option<WorkCompletion>, BadEntry> {
-    let (qpn, counter) = (entry.opcode_qpn.get() & INDEX, entry.counter.get());
+    let (qpn, counter) = (entry.opcode_qpn.get() & QPN, entry.counter.get());
     let [.., vendor_error, syndrome] = entry.timestamp;
     let unknown = BadEntry::Counter { qpn, counter };
     let wr_id = if entry.op_own >> 4 == cqe::REQUEST_ERROR {
@@ -533,7 +540,7 @@ fn retire_receive(
     entry: &Cqe,
     fill: impl FnOnce(&Entries, u32, usize) -> WcStatus,
 ) -> Result<(WrId, WcStatus), BadEntry> {
-    let (qpn, counter) = (entry.opcode_qpn.get() & INDEX, entry.counter.get());
+    let (qpn, counter) = (entry.opcode_qpn.get() & QPN, entry.counter.get());
     let unknown = BadEntry::Counter { qpn, counter };
     match &queues.receive {
         Receives::None => Err(unknown),

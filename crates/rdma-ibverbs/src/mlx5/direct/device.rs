@@ -10,8 +10,8 @@ use rdma_sys::*;
 
 use super::completion_queue::{self, CompletionQueue};
 use super::doorbell::{ArmRegister, Record, Register};
-use super::layout::{BLOCK, Route};
-use super::objects::{self, NewQueue};
+use super::layout::BLOCK;
+use super::objects;
 use super::queue_pair::{QueuePair, Queues, Receives};
 use super::receive_queue::{Entries, ReceiveQueue};
 use super::registers::ThreadDomain;
@@ -27,7 +27,9 @@ pub(crate) struct Device {
     blue_flame: bool,
     /// The adapter may put short data into CQEs.
     scatter: bool,
-    /// Completion queues are created with compressed entries.
+    /// The adapter and libmlx5 can compress completion queue entries.
+    pub(crate) offers_compression: bool,
+    /// Completion queues are created with compressed entries. False at first.
     pub(crate) compressed: bool,
 }
 
@@ -47,17 +49,23 @@ fn compresses(found: &mlx5dv_context) -> bool {
         && objects::create_cq().is_some()
 }
 
+/// The error of a program without feature `mlx5`.
+const NO_FEATURE: VerbError = unknown("direct data path (needs feature mlx5)");
+/// The error of another driver's device.
+const NO_MLX5: VerbError = unknown("direct data path (needs an mlx5 device and libmlx5)");
+
 impl Device {
+    /// Errors of [`new`](Self::new) that are no fault of an adapter.
+    pub(crate) const EXPECTED: [VerbError; 2] = [NO_FEATURE, NO_MLX5];
+
     /// Returns the direct path of an open device, or an error that names what it lacks.
     /// `same_addresses`: work requests name all memory by its address in this process.
-    /// `compressed`: completion queues have compressed entries if the device offers them.
     pub(crate) fn new(
         context: NonNull<ibv_context>,
         same_addresses: bool,
-        compressed: bool,
     ) -> Result<Self, VerbError> {
         if !cfg!(feature = "mlx5") {
-            return Err(unknown("direct data path (needs feature mlx5)"));
+            return Err(NO_FEATURE);
         }
         if !cfg!(any(target_arch = "x86_64", target_arch = "aarch64")) {
             return Err(unknown("direct data path (needs a processor of type x86-64 or aarch64)"));
@@ -67,8 +75,7 @@ impl Device {
         found.comp_mask = COMPRESSION;
         // SAFETY: S3: as above; fails for another driver's device.
         let asked = unsafe { mlx5dv_query_device(context.as_ptr(), &raw mut found) };
-        sys::status("mlx5dv_query_device", asked)
-            .map_err(|_| unknown("direct data path (needs an mlx5 device and libmlx5)"))?;
+        sys::status("mlx5dv_query_device", asked).map_err(|_| NO_MLX5)?;
         if objects::init_obj().is_none() {
             return Err(unknown("direct data path (needs mlx5dv_init_obj of libmlx5)"));
         }
@@ -86,7 +93,8 @@ impl Device {
         Ok(Self {
             blue_flame: std::env::var_os("MLX5_SHUT_UP_BF").is_none_or(|value| value == "0"),
             scatter: same_addresses,
-            compressed: compressed && compresses(&found),
+            offers_compression: compresses(&found),
+            compressed: false,
         })
     }
 
@@ -94,19 +102,6 @@ impl Device {
     pub(crate) fn create_flags(self) -> Option<mlx5dv_qp_create_flags> {
         let no_scatter = mlx5dv_qp_create_flags::MLX5DV_QP_CREATE_DISABLE_SCATTER_TO_CQE;
         (!self.scatter).then_some(no_scatter)
-    }
-
-    /// Creates a completion queue with compressed entries.
-    ///
-    /// # Safety
-    ///
-    /// The context is this device's, is open, and owns the channel, if any.
-    pub(crate) unsafe fn create_compressed(
-        self,
-        new: NewQueue,
-    ) -> Result<NonNull<ibv_cq>, VerbError> {
-        // SAFETY: S3: the caller's promise.
-        unsafe { objects::create_compressed(new) }
     }
 
     /// Reads `cq` directly from now on.
@@ -170,16 +165,6 @@ impl Device {
             let entries = Entries::new(start, raw.stride, count);
             Ok(SharedReceiveQueue::new(entries, Record::new(record), head, tail))
         }
-    }
-
-    /// Returns the route of an address handle.
-    ///
-    /// # Safety
-    ///
-    /// `ah` is a live address handle of this device.
-    pub(crate) unsafe fn route(self, ah: NonNull<ibv_ah>) -> Result<Route, VerbError> {
-        // SAFETY: S3: the caller's promise.
-        unsafe { objects::route(ah) }
     }
 
     /// Posts to `qp` directly from now on.

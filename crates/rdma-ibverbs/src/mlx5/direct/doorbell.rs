@@ -107,6 +107,7 @@ impl Record {
         self.store(index);
     }
 
+    /// Stores an index without a barrier: no entry becomes visible by it.
     #[inline(always)]
     pub(super) fn store(&self, index: u32) {
         // SAFETY: S3: promised to `new`.
@@ -136,15 +137,17 @@ pub(super) struct Register {
     start: NonNull<u8>,
     /// Bytes of a half; 0 if the register takes doorbells only.
     half: u32,
-    /// Offset of the half for the next doorbell. The lock keeps the stores of a doorbell together.
+    /// Offset of the half for the next doorbell. The lock keeps the stores of a doorbell together
+    /// if the register is shared.
     offset: Mutex<u32>,
     /// Queue pairs share the register, so the lock is needed.
     shared: bool,
+    /// One queue pair uses the register, and it takes BlueFlame.
     is_private: bool,
 }
 
-// SAFETY: S3: stores to the register happen under the lock; it is mapped as long as the value is
-// used, see `new`.
+// SAFETY: S3: stores to the register exclude each other by the lock, or by the promise to `new`; it
+// is mapped as long as the value is used.
 unsafe impl Send for Register {}
 // SAFETY: S3: as above.
 unsafe impl Sync for Register {}
@@ -155,7 +158,8 @@ impl Register {
     /// # Safety
     ///
     /// `start` is aligned to 64 bytes, and mapped for `2 * half` bytes, at least 8, as long as the
-    /// value is used. Nothing else stores there.
+    /// value is used. Nothing else stores there. Unless `shared`, one queue pair at a time uses the
+    /// register, and its users are ordered by happens-before.
     pub(super) unsafe fn new(start: NonNull<u8>, half: u32, shared: bool) -> Self {
         let is_private = !shared && half as usize >= BLOCK;
         Self { start, half, offset: Mutex::new(0), shared, is_private }

@@ -5,7 +5,7 @@
 //!                     ├────write─▶ NoRemote ─remote─▶ NoData ────┤
 //!                     ├────read──▶ NoRemote ─remote─▶ NoBuffer ──┼▶ Complete ─finish
 //!                     ├────atomic▶ NoRemote ─▶ NoOperands ─▶ NoBuffer
-//!                     └────bind, invalidate, nop ────────────────┘
+//!                     └────bind, invalidate ─────────────────────┘
 //! ```
 //!
 //! Queue pairs of RC and UC begin at `Blank`, of UD and DC at `Unrouted`. An entry that lacks a
@@ -71,7 +71,7 @@ pub enum Complete {}
 
 /// A WQE under construction in the blocks from an index on.
 ///
-/// The caller ensures that the ring has free blocks for it.
+/// The caller ensures that these blocks are free; otherwise entries in flight are overwritten.
 #[must_use = "the adapter sees an entry only when it is finished and published"]
 #[derive(Debug)]
 pub struct Entry<'r, 'm, Lacks> {
@@ -148,13 +148,9 @@ impl<'r, 'm> Entry<'r, 'm, Blank> {
         self.with(opcode)
     }
 
-    /// Makes it a NOP.
-    pub fn nop(self) -> Entry<'r, 'm, Complete> {
-        self.with(Opcode::Nop)
-    }
-
     /// Makes it a binding of a memory window by queue pair `qpn`. The length of the window is at
-    /// most 2^31; libmlx5 writes an empty one, which the adapter refuses, as an invalidation.
+    /// most 2^31. A window of length 0 becomes an invalidation, as in libmlx5, which the adapter
+    /// refuses.
     ///
     /// # Panics
     ///
@@ -316,7 +312,7 @@ impl<'r, 'm> Entry<'r, 'm, NoData> {
         if !bytes.is_empty() {
             let length = size_of::<Be32>() + bytes.len();
             let at = self.ring.segment(self.index, self.first, self.segments);
-            // SAFETY: S3: the ring has free blocks for the entry.
+            // SAFETY: S3: masked: within the ring, which no reference aliases.
             unsafe { at.cast().write(Be32::new(bytes.len() as u32 | INLINE)) };
             let from = self.segments as usize * SEGMENT + size_of::<Be32>();
             self.ring.copy_in(self.index, from, bytes);
@@ -338,7 +334,7 @@ impl Entry<'_, '_, Complete> {
         let immediate = u64::from(header.immediate);
         let control = [Be64::new(opcode << 32 | length), Be64::new(flags | immediate)];
         const { assert!(size_of::<[Be64; 2]>() == size_of::<Control>()) };
-        // SAFETY: S3: the ring has a free block for the segment.
+        // SAFETY: S3: masked: within the ring, which no reference aliases.
         unsafe { self.first.cast().write(control) };
         self.segments
     }
@@ -354,7 +350,8 @@ impl<'r, 'm, Lacks> Entry<'r, 'm, Lacks> {
         // Decided at compile time except for UMRs, which do not fit after a route.
         assert!(fits, "the segment crosses a block");
         let at = self.ring.segment(self.index, self.first, self.segments);
-        // SAFETY: S3: the ring has free blocks for the entry; the segment is within one of them.
+        // SAFETY: S3: masked: within the ring, which no reference aliases; the segment is within a
+        // block.
         unsafe { at.cast().write(segment) };
         self.segments += length;
     }
@@ -380,7 +377,7 @@ impl<'r, 'm, Lacks> Entry<'r, 'm, Lacks> {
         self.with(opcode)
     }
 
-    /// Adds a segment of two words. The compiler would store each field of it for itself.
+    /// Adds a segment by two 64-bit stores, where the compiler would store each field.
     #[inline(always)]
     fn put_words<T>(&mut self, first: u64, second: u64) {
         const { assert!(size_of::<[Be64; 2]>() == size_of::<T>()) };

@@ -34,12 +34,12 @@ pub(super) const PAGE_FAULT: (u8, u8) = (0x22, 0x93);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum BadEntry {
-    /// The CQE has a kind that no queue here produces.
+    /// The CQE has a kind or format that no queue here produces.
     Kind {
         /// The last byte of the CQE.
         op_own: u8,
     },
-    /// A request completed with an operation that its WQE does not have.
+    /// A request completed with an operation that is unknown or differs from its WQE.
     Opcode {
         /// The operation's code.
         opcode: u8,
@@ -56,7 +56,7 @@ pub enum BadEntry {
         /// The index of the WQE.
         counter: u16,
     },
-    /// Inline data exceeds the CQE, or the buffers of its WQE.
+    /// The CQE claims more inline data than it has space for.
     Length {
         /// The queue pair number.
         qpn: u32,
@@ -100,12 +100,11 @@ impl fmt::Display for BadEntry {
                 write!(f, "queue pair {qpn:#x} has no work request {counter:#x} in flight")
             }
             Self::Length { qpn, length } => {
-                write!(
-                    f,
-                    "{length} bytes of inline data for queue pair {qpn:#x} exceed its buffers"
-                )
+                write!(f, "{length} bytes of inline data for queue pair {qpn:#x} exceed the entry")
             }
-            Self::Session { entries } => write!(f, "invalid compressed session of {entries}"),
+            Self::Session { entries } => {
+                write!(f, "invalid compressed session of {entries} entries")
+            }
         }
     }
 }
@@ -162,11 +161,11 @@ mod tests {
                 "poll of an mlx5 completion queue (work request is not in flight)",
             ),
             BadEntry::Length { .. } => (
-                "65 bytes of inline data for queue pair 0x1a04 exceed its buffers",
+                "65 bytes of inline data for queue pair 0x1a04 exceed the entry",
                 "poll of an mlx5 completion queue (inline data too long)",
             ),
             BadEntry::Session { .. } => (
-                "invalid compressed session of 9",
+                "invalid compressed session of 9 entries",
                 "poll of an mlx5 completion queue (bad compressed session)",
             ),
         };

@@ -14,6 +14,7 @@ use super::completion_queue::CompletionQueue;
 use super::heap::{CompletionMemory, Limits, Memory, ReceiveMemory, SendMemory};
 use super::layout::{Cqe, MINIS, MiniCqe, cqe};
 use super::queue_pair::{Queues, Receives};
+use super::send_queue::SendQueue;
 
 /// Queue pairs A, with its own receive queue; B, with a shared one; C, which has no queues.
 const QPNS: [u32; 3] = [1, 2, 3];
@@ -213,7 +214,9 @@ impl Bench {
                 let wr_id = WrId(self.next_id);
                 let wr = SendWr { wr_id, op, flags: SendFlags::SIGNALED, data, target: None };
                 let send = self.queues[pair].send.as_ref();
-                if send.is_none_or(|send| send.post_list([wr].iter()).is_err()) {
+                // SAFETY: S1: the buffers are kept until the queue is dropped.
+                let post = |send: &SendQueue| unsafe { send.post_list([wr].iter()) };
+                if send.is_none_or(|send| post(send).is_err()) {
                     break;
                 }
                 self.remember(Queue::Send(pair), buffers);
@@ -223,8 +226,10 @@ impl Bench {
                 let list = [RecvWr { wr_id: WrId(self.next_id), sges: &sges }];
                 let posted = match &self.queues[pair].receive {
                     Receives::None => break,
-                    Receives::Own(queue) => queue.post(&list),
-                    Receives::Shared(queue) => queue.post(&list),
+                    // SAFETY: S1: the buffers are kept until the queue is dropped.
+                    Receives::Own(queue) => unsafe { queue.post(&list) },
+                    // SAFETY: S1: as above.
+                    Receives::Shared(queue) => unsafe { queue.post(&list) },
                 };
                 if posted.is_err() {
                     break;

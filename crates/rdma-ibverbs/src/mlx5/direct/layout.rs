@@ -411,6 +411,8 @@ pub mod cqe {
     pub const RECEIVE_ERROR: u8 = 14;
     /// The entry has never been written: `MLX5_CQE_INVALID`.
     pub const INVALID: u8 = 15;
+    /// The bits of the format.
+    pub const FORMAT: u8 = 3 << 2;
     /// The first 32 bytes of the CQE are data: `MLX5_INLINE_SCATTER_32`.
     pub const INLINE_32: u8 = 1 << 2;
     /// The 64 bytes before the CQE are data: `MLX5_INLINE_SCATTER_64`.

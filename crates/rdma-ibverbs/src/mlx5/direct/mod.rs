@@ -8,7 +8,8 @@
 //! ```
 //!
 //! `objects` asks libmlx5 for the memory and registers of an object, `device` decides whether a
-//! device posts directly, `layout` has the formats.
+//! device posts directly, `layout` has the formats. `registers` allocates doorbell registers,
+//! `queue_pair` attaches queues to completion queues, `address` has the routes.
 //!
 //! A device posts either directly or through libmlx5, with all its queues: two writers of one ring,
 //! or two readers of one completion queue, would overwrite each other. The direct path also keeps
@@ -42,7 +43,7 @@ mod table;
 pub use completion_queue::CompletionQueue;
 pub(crate) use device::{Device, Uses};
 pub use errors::{BadEntry, status};
-pub(crate) use objects::NewQueue;
+pub(crate) use objects::{NewCompletionQueue, create_compressed, route};
 pub(crate) use queue_pair::{QueuePair, Target};
 pub(crate) use registers::Registers;
 pub(crate) use send_queue::SendQueue;

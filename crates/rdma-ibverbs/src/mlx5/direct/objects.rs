@@ -25,7 +25,8 @@ const CQ: u64 = 1 << 1;
 const SRQ: u64 = 1 << 2;
 const AH: u64 = 1 << 5;
 
-/// The format of receives in compressed sessions. Requests have only one.
+/// The format of mini-CQEs of receives. Mini-CQEs of requests have a fixed
+/// format.
 pub(super) const HASH: u32 = MLX5DV_CQE_RES_FORMAT_HASH;
 
 /// Returns `mlx5dv_init_obj`, which the binding lacks; `None` without libmlx5.
@@ -44,7 +45,7 @@ pub(super) fn create_cq() -> Option<CreateCq> {
 
 /// The arguments of `ibv_create_cq(3)`.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct NewQueue {
+pub(crate) struct NewCompletionQueue {
     pub(crate) context: NonNull<ibv_context>,
     pub(crate) capacity: c_int,
     pub(crate) cq_context: *mut c_void,
@@ -57,7 +58,9 @@ pub(crate) struct NewQueue {
 /// # Safety
 ///
 /// The context is open, a device of libmlx5, and owns the channel, if any.
-pub(super) unsafe fn create_compressed(new: NewQueue) -> Result<NonNull<ibv_cq>, VerbError> {
+pub(crate) unsafe fn create_compressed(
+    new: NewCompletionQueue,
+) -> Result<NonNull<ibv_cq>, VerbError> {
     const NAME: &str = "mlx5dv_create_cq";
     let function = create_cq().ok_or(VerbError::new(NAME, VerbError::EOPNOTSUPP))?;
     let invalid = |_| VerbError::new(NAME, VerbError::EINVAL);
@@ -135,7 +138,7 @@ pub(super) unsafe fn shared_receive_queue(srq: NonNull<ibv_srq>) -> Result<mlx5d
 /// # Safety
 ///
 /// `ah` is a live address handle of libmlx5.
-pub(super) unsafe fn route(ah: NonNull<ibv_ah>) -> Result<Route, VerbError> {
+pub(crate) unsafe fn route(ah: NonNull<ibv_ah>) -> Result<Route, VerbError> {
     const { assert!(size_of::<Route>() == size_of::<mlx5_wqe_av>()) };
     let mut object = blank::<mlx5dv_obj>();
     let mut out = mlx5dv_ah { av: ptr::null_mut(), comp_mask: 0 };

@@ -1,7 +1,8 @@
 //! Queue pairs: their queues, and the completion queues that find them.
 //!
-//! A reset or destruction locks the completion queues: libmlx5 frees the rings, and the completions
-//! of the queue pair disappear with it.
+//! A reset or destruction locks the completion queues, so that no poll decodes a completion of the
+//! earlier work: a reset reuses the ring from its start, a destruction frees it. Remaining
+//! completions of the queue pair are removed.
 
 use std::sync::Arc;
 
@@ -132,17 +133,18 @@ impl Target {
         Self { queues: Arc::new(queues), recv_cq: recv_cq.clone() }
     }
 
-    /// Calls `modify`, which returns the number of the target once it has one. Its first message
-    /// may complete before the call returns.
+    /// Calls `modify`, which returns the number of the target once it has one, and returns its
+    /// result. The first message of the target may complete before `modify` returns.
     pub(crate) fn modify(
         &self,
         modify: impl FnOnce() -> Result<Option<u32>, VerbError>,
-    ) -> Result<(), VerbError> {
+    ) -> Result<Option<u32>, VerbError> {
         let mut queue = self.recv_cq.lock();
-        if let Some(number) = modify()? {
+        let number = modify()?;
+        if let Some(number) = number {
             queue.attach(number, self.queues.clone());
         }
-        Ok(())
+        Ok(number)
     }
 
     /// Calls `destroy`, and removes the target `number` if it succeeds.

@@ -72,6 +72,7 @@ impl Entries {
     }
 }
 
+/// A receive queue of one queue pair that this crate posts to.
 pub(crate) struct ReceiveQueue {
     entries: Entries,
     record: Record,
@@ -116,7 +117,12 @@ impl ReceiveQueue {
     }
 
     /// Posts a list up to the first refused request.
-    pub(crate) fn post(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
+    ///
+    /// # Safety
+    ///
+    /// See [`Qp::post_recv`](rdma_provider::contract::Qp::post_recv): memory
+    /// that the requests name stays valid.
+    pub(crate) unsafe fn post(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
         let _producer = self.producer.lock();
         let first = self.posted.load(Ordering::Relaxed);
         let refuse = |errno| VerbError::new("ibv_post_recv", errno);

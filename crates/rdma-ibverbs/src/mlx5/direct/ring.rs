@@ -23,7 +23,7 @@ pub struct Ring<'m> {
 const _: () = assert!(SEGMENT + size_of::<Route>() == BLOCK);
 
 impl<'m> Ring<'m> {
-    /// Wraps blocks, whose number is rounded down to a power of two.
+    /// Wraps blocks, whose number is rounded down to a power of two. At most 65,536 are used.
     ///
     /// # Panics
     ///
@@ -41,7 +41,8 @@ impl<'m> Ring<'m> {
     /// # Safety
     ///
     /// `start` is aligned to 64 bytes, and valid for reads and writes of `blocks` blocks during
-    /// `'m`. `blocks` is a power of two. Only one thread at a time uses the ring.
+    /// `'m`. `blocks` is a power of two. No thread reads or writes a block while another
+    /// writes it.
     pub(super) unsafe fn from_raw(start: NonNull<u8>, blocks: u32) -> Self {
         debug_assert!(blocks.is_power_of_two());
         Self { start, mask: blocks - 1, memory: PhantomData }

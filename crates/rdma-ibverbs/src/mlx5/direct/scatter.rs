@@ -38,8 +38,13 @@ impl Inline {
 }
 
 /// Copies data to the buffers of the READ or atomic whose WQE begins at block `index`. Returns
-/// `None` if the WQE has another operation: its segments are no buffers for a response.
-pub(super) fn to_request(
+/// `None` if the WQE does not have `operation`: its segments are no buffers for a response. An
+/// operation without a response is a completion with `REM_INV_REQ_ERR`, as in libmlx5.
+///
+/// # Safety
+///
+/// The WQE belongs to a request in flight, whose buffers are addresses of this process.
+pub(super) unsafe fn to_request(
     ring: &Ring<'_>,
     index: u32,
     operation: Opcode,
@@ -61,20 +66,34 @@ pub(super) fn to_request(
     // SAFETY: S3: segments of the ring.
     let segments =
         (first..end).map(|segment| unsafe { ring.segment(index, block, segment).cast().read() });
-    Some(scatter(segments, bytes))
+    // SAFETY: S1, S2: the caller's promise.
+    Some(unsafe { scatter(segments, bytes) })
 }
 
 /// Copies data to the buffers of receive `place`, after the first `skipped` segments.
-pub(super) fn to_receive(entries: &Entries, place: u32, skipped: usize, bytes: &[u8]) -> WcStatus {
+///
+/// # Safety
+///
+/// The entry belongs to a receive in flight, whose buffers are addresses of this process.
+pub(super) unsafe fn to_receive(
+    entries: &Entries,
+    place: u32,
+    skipped: usize,
+    bytes: &[u8],
+) -> WcStatus {
     // SAFETY: S3: segments of the queue.
     let segments =
         (skipped..entries.segments()).map(|at| unsafe { entries.segment(place, at).read() });
-    scatter(segments, bytes)
+    // SAFETY: S1, S2: the caller's promise.
+    unsafe { scatter(segments, bytes) }
 }
 
-/// Copies `bytes` to a list of buffers, whose addresses are valid in this process: devices that
-/// register memory under other addresses do not scatter to CQEs.
-fn scatter(segments: impl Iterator<Item = DataSegment>, mut bytes: &[u8]) -> WcStatus {
+/// Copies `bytes` to a list of buffers.
+///
+/// # Safety
+///
+/// The buffers belong to work in flight, and are addresses of this process.
+unsafe fn scatter(segments: impl Iterator<Item = DataSegment>, mut bytes: &[u8]) -> WcStatus {
     for segment in segments {
         if bytes.is_empty() || segment.key == DataSegment::END.key {
             break;
@@ -159,7 +178,8 @@ mod tests {
                 assert!(queue.entries().write(1, skipped, &RecvWr { sges: &buffers.list, ..wr }));
                 let bytes = bytes(length);
                 let capacity = lengths.iter().sum::<u32>() as usize;
-                let status = to_receive(queue.entries(), 1, skipped, &bytes);
+                // SAFETY: S2: the buffers are alive.
+                let status = unsafe { to_receive(queue.entries(), 1, skipped, &bytes) };
                 let fits = length <= capacity;
                 assert_eq!(status == WcStatus::SUCCESS, fits, "{lengths:?}, {length}");
                 assert!(fits || status == WcStatus::LOC_LEN_ERR);
@@ -180,21 +200,23 @@ mod tests {
         let entry = Entry::connected(&ring, index).read().remote(0, 0).buffer(&buffers.list);
         entry.finish(&Header::default());
         let (all, more) = (bytes(48), bytes(49));
+        // SAFETY: S2: the buffers of both requests are alive.
+        let copy = |index, op, bytes: &[u8]| unsafe { to_request(&ring, index, op, bytes) };
         // An operation that the WQE does not have, or another WQE's index.
-        assert_eq!(to_request(&ring, index, Opcode::FetchAdd, &all), None);
-        assert_eq!(to_request(&ring, 7, Opcode::Read, &all), None);
-        assert_eq!(to_request(&ring, index, Opcode::Send, &all), Some(WcStatus::REM_INV_REQ_ERR));
+        assert_eq!(copy(index, Opcode::FetchAdd, &all), None);
+        assert_eq!(copy(7, Opcode::Read, &all), None);
+        assert_eq!(copy(index, Opcode::Send, &all), Some(WcStatus::REM_INV_REQ_ERR));
         buffers.check(&[]);
         let index = index & 0xffff;
-        assert_eq!(to_request(&ring, index, Opcode::Read, &all), Some(WcStatus::SUCCESS));
+        assert_eq!(copy(index, Opcode::Read, &all), Some(WcStatus::SUCCESS));
         buffers.check(&all);
-        assert_eq!(to_request(&ring, index, Opcode::Read, &more), Some(WcStatus::LOC_LEN_ERR));
+        assert_eq!(copy(index, Opcode::Read, &more), Some(WcStatus::LOC_LEN_ERR));
         buffers.check(&all);
 
         let result = Buffers::new(&[8]);
         let entry = Entry::connected(&ring, 1).atomic(Opcode::CompareSwap).remote(0, 0);
         entry.operands(1, 2).buffer(&result.list).finish(&Header::default());
-        let status = to_request(&ring, 1, Opcode::CompareSwap, &all[..8]);
+        let status = copy(1, Opcode::CompareSwap, &all[..8]);
         assert_eq!(status, Some(WcStatus::SUCCESS));
         result.check(&all[..8]);
     }

@@ -40,10 +40,11 @@ pub(super) struct Setup {
     pub(super) register: Arc<Register>,
 }
 
+/// A send queue that this crate posts to.
 pub(crate) struct SendQueue {
     setup: Setup,
     /// The work request at each block, valid where a WQE begins.
-    posted: Box<[Posted]>,
+    requests: Box<[Request]>,
     /// Requests completed, modulo 2^32.
     consumed: AtomicU32,
     /// The queue pair is ready to send. Not the producer's, which has no lock while it posts plain
@@ -52,7 +53,9 @@ pub(crate) struct SendQueue {
     producer: Mutex<Producer>,
 }
 
-// SAFETY: S3: the producer's lock protects the ring; the fields of `posted` are atomic.
+// SAFETY: S3: one producer at a time writes the ring and the producer's state: under the lock, or
+// by the contract of `post_plain`. It writes free blocks only; completions read blocks in flight.
+// The fields of `requests` are atomic.
 unsafe impl Send for SendQueue {}
 // SAFETY: S3: as above.
 unsafe impl Sync for SendQueue {}
@@ -76,13 +79,13 @@ impl Producer {
 
 /// A posted work request. A completion reads it without the producer's lock, so the fields are
 /// atomic: a broken adapter may complete work that is just being posted.
-struct Posted {
+struct Request {
     wr_id: AtomicU64,
     /// Number of the request | index of its first block << 32 | [`WcOpcode`] of a UMR << 48.
     position: AtomicU64,
 }
 
-impl Posted {
+impl Request {
     /// Stores request `number`, whose WQE begins at block `index`.
     #[inline(always)]
     fn set(&self, wr_id: WrId, number: u32, index: u32, local: WcOpcode) {
@@ -113,9 +116,9 @@ impl Completed {
 impl SendQueue {
     pub(super) fn new(setup: Setup) -> Self {
         let blocks = setup.ring.blocks();
-        let never = || Posted { wr_id: AtomicU64::new(0), position: AtomicU64::new(NEVER) };
+        let never = || Request { wr_id: AtomicU64::new(0), position: AtomicU64::new(NEVER) };
         Self {
-            posted: (0..blocks).map(|_| never()).collect(),
+            requests: (0..blocks).map(|_| never()).collect(),
             consumed: AtomicU32::new(0),
             is_open: AtomicBool::new(false),
             producer: Mutex::new(Producer::NEW),
@@ -131,8 +134,8 @@ impl SendQueue {
     pub(super) fn reset(&self) {
         let mut producer = self.producer.lock();
         self.is_open.store(false, Ordering::Release);
-        for posted in &self.posted {
-            posted.position.store(NEVER, Ordering::Relaxed);
+        for request in &self.requests {
+            request.position.store(NEVER, Ordering::Relaxed);
         }
         self.consumed.store(0, Ordering::Relaxed);
         *producer = Producer::NEW;
@@ -151,9 +154,11 @@ impl SendQueue {
         producer.posted.wrapping_sub(self.consumed.load(Ordering::Acquire))
     }
 
+    /// Moves the limit to what completions have freed. Returns whether `count` plain requests may
+    /// be posted.
     #[cold]
     #[inline(never)]
-    fn make_capacity(&self, producer: &mut Producer, count: usize) -> bool {
+    fn refresh_limit(&self, producer: &mut Producer, count: usize) -> bool {
         if !self.is_open.load(Ordering::Acquire) || producer.fence != 0 {
             return false;
         }
@@ -174,20 +179,20 @@ impl SendQueue {
         // SAFETY: S3: the caller's promise.
         let producer = unsafe { &mut *self.producer.data_ptr() };
         let known = producer.limit.wrapping_sub(producer.posted) as usize;
-        if known < list.len() && !self.make_capacity(producer, list.len()) {
+        if known < list.len() && !self.refresh_limit(producer, list.len()) {
             return false;
         }
         let is_alone = list.len() == 1;
         // The compiler would load it again after each store to the ring.
         let Setup { qpn, ring, record, register, .. } = &self.setup;
-        let (qpn, ring, records) = (*qpn, *ring, &self.posted[..]);
+        let (qpn, ring, requests) = (*qpn, *ring, &self.requests[..]);
         let Producer { mut next, mut posted, .. } = *producer;
         let mut last = None;
         for wr in list {
             let place = ring.place(next);
             last = Some(write_plain(Entry::at(&ring, next, place), qpn, &wr));
             // SAFETY: S3: one for each block of the ring.
-            unsafe { records.get_unchecked(place) }.set(wr.wr_id, posted, next, WcOpcode(0));
+            unsafe { requests.get_unchecked(place) }.set(wr.wr_id, posted, next, WcOpcode(0));
             next = next.wrapping_add(1);
             posted = posted.wrapping_add(1);
         }
@@ -206,15 +211,21 @@ impl SendQueue {
     }
 
     /// Posts a list with one doorbell, up to the first refused request.
+    ///
+    /// # Safety
+    ///
+    /// See [`Qp::post_send`](rdma_provider::contract::Qp::post_send): memory and
+    /// address handles that the requests name stay valid.
     #[inline]
-    pub(crate) fn post_list<'a>(
+    pub(crate) unsafe fn post_list<'a>(
         &self,
         list: impl Iterator<Item = impl Borrow<SendWr<'a>>>,
     ) -> Result<(), PostError> {
         let producer = &mut *self.producer.lock();
         let (mut posted, mut blocks, mut result) = (0, 0, Ok(()));
         for wr in list {
-            match self.write_any(producer, wr.borrow()) {
+            // SAFETY: S1, S3: the caller's promise.
+            match unsafe { self.write_any(producer, wr.borrow()) } {
                 Ok(written) => blocks = written,
                 Err(error) => {
                     result = Err(PostError { posted, error });
@@ -244,11 +255,11 @@ impl SendQueue {
         }
     }
 
-    /// Returns the record of the WQE that begins at block `index`.
+    /// Returns the work request whose WQE begins at block `index`.
     #[inline(always)]
-    fn posted(&self, index: u32) -> &Posted {
+    fn request(&self, index: u32) -> &Request {
         // SAFETY: S3: one for each block of the ring.
-        unsafe { self.posted.get_unchecked(self.setup.ring.place(index)) }
+        unsafe { self.requests.get_unchecked(self.setup.ring.place(index)) }
     }
 
     /// Returns why a request is malformed, if it is.
@@ -288,15 +299,15 @@ impl SendQueue {
     /// of the completion queue.
     #[inline(always)]
     pub(super) fn find(&self, counter: u16) -> Option<Completed> {
-        let posted = self.posted(counter.into());
-        let position = posted.position.load(Ordering::Relaxed);
+        let request = self.request(counter.into());
+        let position = request.position.load(Ordering::Relaxed);
         // Not only in the future: the record of a block where no WQE begins any more may be older
         // than half of all numbers.
         let ahead = (position as u32).wrapping_sub(self.consumed.load(Ordering::Relaxed));
         if (position >> 32) as u16 != counter || ahead >= self.setup.max_wr {
             return None;
         }
-        Some(Completed { wr_id: WrId(posted.wr_id.load(Ordering::Relaxed)), position })
+        Some(Completed { wr_id: WrId(request.wr_id.load(Ordering::Relaxed)), position })
     }
 
     /// Frees the capacity of a request and of all before it.
@@ -308,7 +319,11 @@ impl SendQueue {
 
 impl SendQueue {
     /// Writes any request; returns its length in blocks.
-    fn write_any(&self, producer: &mut Producer, wr: &SendWr<'_>) -> Result<u32, VerbError> {
+    ///
+    /// # Safety
+    ///
+    /// See [`post_list`](Self::post_list).
+    unsafe fn write_any(&self, producer: &mut Producer, wr: &SendWr<'_>) -> Result<u32, VerbError> {
         let Setup { qpn, ring, max_wr, .. } = &self.setup;
         self.check(wr)?;
         if self.in_flight(producer) >= *max_wr {
@@ -321,7 +336,7 @@ impl SendQueue {
             None => Entry::connected(ring, index),
             Some(SendTarget::Datagram(UdTarget { handle, qpn, qkey, .. })) => {
                 let key = u64::from(qkey.0) << 32;
-                // SAFETY: S3: the caller's handle is alive while it posts.
+                // SAFETY: S3: the caller's promise: the handle is alive.
                 Entry::unconnected(ring, index).route(unsafe { route_of(handle) }, qpn.0, key)
             }
             Some(SendTarget::Dc(DctTarget { handle, number, key, stream: own, .. })) => {
@@ -349,15 +364,15 @@ impl SendQueue {
         };
         let segments = entry.finish(&Header { qpn: *qpn, flags, immediate, stream });
         let blocks = segments.div_ceil(SEGMENTS_OF_BLOCK);
-        self.posted(index).set(wr.wr_id, producer.posted, index, local);
+        self.request(index).set(wr.wr_id, producer.posted, index, local);
         let is_local = local != WcOpcode(0);
-        let had_capacity = producer.limit != producer.posted;
+        let had_free = producer.limit != producer.posted;
         producer.next = index.wrapping_add(blocks);
         producer.posted = producer.posted.wrapping_add(1);
         if is_local {
             producer.fence = control::SMALL_FENCE;
         }
-        if is_local || !had_capacity {
+        if is_local || !had_free {
             producer.limit = producer.posted;
         }
         Ok(blocks)

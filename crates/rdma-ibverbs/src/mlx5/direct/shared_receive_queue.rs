@@ -16,6 +16,7 @@ use super::doorbell::Record;
 use super::layout::{Be16, DataSegment, Next};
 use super::receive_queue::Entries;
 
+/// A shared receive queue that this crate posts to.
 pub(crate) struct SharedReceiveQueue {
     entries: Entries,
     record: Record,
@@ -51,7 +52,12 @@ impl SharedReceiveQueue {
     }
 
     /// Posts a list up to the first refused request.
-    pub(crate) fn post(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
+    ///
+    /// # Safety
+    ///
+    /// See [`Srq::post_recv`](rdma_provider::contract::Srq::post_recv): memory
+    /// that the requests name stays valid.
+    pub(crate) unsafe fn post(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
         let state = &mut *self.state.lock();
         let refuse = |errno| VerbError::new("ibv_post_srq_recv", errno);
         let before = state.counter;

@@ -16,13 +16,13 @@
 use super::super::doorbell::to_device;
 use super::super::errors::BadEntry;
 use super::super::layout::{Be16, Be32, Cqe, MINIS, MiniCqe, cqe};
-use super::{CompletionQueue, INDEX};
+use super::{CompletionQueue, QPN};
 
 impl CompletionQueue {
     /// Returns whether `entry` begins a compressed session. Failures are not compressed.
     pub(super) fn is_title(&self, entry: &Cqe) -> bool {
         self.setup.compressed
-            && entry.op_own & cqe::COMPRESSED == cqe::COMPRESSED
+            && entry.op_own & cqe::FORMAT == cqe::COMPRESSED
             && entry.op_own >> 4 <= cqe::SEND_WITH_INVALIDATE
     }
 
@@ -62,7 +62,7 @@ impl CompletionQueue {
 
     /// Returns the last byte of the CQE at `index`, from the one of its title.
     fn expanded(&self, op_own: u8, index: u32) -> u8 {
-        op_own & !(cqe::COMPRESSED | cqe::OWNER) | self.owner(index)
+        op_own & !(cqe::FORMAT | cqe::OWNER) | self.owner(index)
     }
 }
 
@@ -72,7 +72,7 @@ impl MiniCqe {
         let mut entry = Cqe { length: self.length, ..*title };
         if is_request {
             entry.counter = self.counter;
-            let qpn = title.opcode_qpn.get() & INDEX;
+            let qpn = title.opcode_qpn.get() & QPN;
             entry.opcode_qpn = Be32::new(u32::from(self.opcode) << 24 | qpn);
         } else {
             // The first word is a hash. Counters of receives are consecutive.

@@ -159,7 +159,8 @@ impl Bench {
             data: Data::Sges(&[buffer]),
             target: None,
         };
-        self.send(pair).post_list([wr].iter()).unwrap();
+        // SAFETY: S1: the buffer outlives the queue.
+        unsafe { self.send(pair).post_list([wr].iter()) }.unwrap();
         self.next[pair] += 1;
         (self.next[pair] - 1) as u16
     }
@@ -240,7 +241,8 @@ impl Bench {
                 let buffer = Sge { addr: address, length: LENGTH as u32, lkey: Lkey(1) };
                 let wr = RecvWr { wr_id: WrId(number), sges: &[buffer] };
                 let Receives::Own(queue) = &self.queues[0].receive else { unreachable!() };
-                queue.post(&[wr]).unwrap();
+                // SAFETY: S1: the buffer outlives the queue.
+                unsafe { queue.post(&[wr]) }.unwrap();
                 let inline = if kind == Kind::LongReceive {
                     0
                 } else if self.entry_size == 128 {
@@ -257,7 +259,9 @@ impl Bench {
                     number = posted;
                     index
                 } else {
-                    queue.post(&[RecvWr { wr_id: WrId(number), sges: &[] }]).unwrap();
+                    let wr = RecvWr { wr_id: WrId(number), sges: &[] };
+                    // SAFETY: S1: it names no memory.
+                    unsafe { queue.post(&[wr]) }.unwrap();
                     self.free.pop_front().unwrap()
                 };
                 shared = Some(index);

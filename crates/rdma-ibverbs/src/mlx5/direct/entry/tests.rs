@@ -139,11 +139,6 @@ fn datagrams_have_a_route_with_their_own_number_and_key() {
     check(make, 0x0a, &[&ROUTED, &[17; 16], &DATA_ONE, &DATA_TWO]);
 }
 
-#[test]
-fn nop_is_a_control_segment() {
-    check(|ring, index| Entry::connected(ring, index).nop().finish(&header()), 0, &[]);
-}
-
 fn window() -> WindowBind {
     WindowBind {
         window: 0,
