@@ -225,11 +225,11 @@ impl Device {
                 // SAFETY: S3: as above.
                 unsafe {
                     let entries = Entries::new(start, raw.rq.stride, raw.rq.wqe_cnt);
-                    Receives::Own(ReceiveQueue::new(entries, Record::new(records)))
+                    Receives::Own(Arc::new(ReceiveQueue::new(entries, Record::new(records))))
                 }
             }
         };
-        let queues = Arc::new(Queues { send, receive });
+        let queues = Arc::new(Queues { send: send.map(Arc::new), receive });
         let (send_cq, recv_cq) = (uses.send_cq.clone(), uses.recv_cq.clone());
         Ok(QueuePair::attached(qpn, queues, send_cq, recv_cq, domain))
     }

@@ -85,8 +85,8 @@ impl Bench {
         let limits = Limits { transport: Transport::Rc, max_wr: 4, max_sge: 4, max_inline: 60 };
         // SAFETY: S3: the memory is dropped after the queues.
         let (cq, queues) = unsafe {
-            let send = |pair: usize| Some(sends[pair].queue(QPNS[pair], limits));
-            let own = Receives::Own(receives[0].own());
+            let send = |pair: usize| Some(Arc::new(sends[pair].queue(QPNS[pair], limits)));
+            let own = Receives::Own(Arc::new(receives[0].own()));
             let shared = Receives::Shared(Arc::new(receives[1].shared()));
             let queues = [
                 Queues { send: send(0), receive: own },

@@ -14,20 +14,30 @@ use super::registers::ThreadDomain;
 use super::send_queue::SendQueue;
 use super::shared_receive_queue::SharedReceiveQueue;
 
-/// The queues of a queue pair or DC target, as posters and completion queues use them.
-#[derive(Debug)]
+/// The queues of a queue pair or DC target, as posters use them; or these that complete in one
+/// completion queue.
+#[derive(Debug, Clone)]
 pub(crate) struct Queues {
     /// `None` for a DC target, or without capacity.
-    pub(super) send: Option<SendQueue>,
+    pub(super) send: Option<Arc<SendQueue>>,
     pub(super) receive: Receives,
 }
 
+impl Queues {
+    /// Returns the queues that complete in each of two completion queues, of sends and of receives.
+    /// A completion in the wrong one then finds no queue: two threads would use it at once.
+    fn halves(&self) -> [Self; 2] {
+        let sends = Self { receive: Receives::None, ..self.clone() };
+        [sends, Self { send: None, ..self.clone() }]
+    }
+}
+
 /// The receives of a queue pair.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) enum Receives {
     /// It receives nothing.
     None,
-    Own(ReceiveQueue),
+    Own(Arc<ReceiveQueue>),
     Shared(Arc<SharedReceiveQueue>),
 }
 
@@ -55,15 +65,24 @@ impl QueuePair {
         domain: Arc<ThreadDomain>,
     ) -> Self {
         let pair = Self { qpn, queues, send_cq, recv_cq, _domain: domain };
-        for mut queue in pair.lock().into_iter().flatten() {
-            queue.attach(qpn, pair.queues.clone());
+        match pair.lock() {
+            [Some(mut sends), Some(mut receives)] => {
+                let [sent, received] = pair.queues.halves().map(Arc::new);
+                sends.attach(qpn, sent);
+                receives.attach(qpn, received);
+            }
+            both => {
+                for mut queue in both.into_iter().flatten() {
+                    queue.attach(qpn, pair.queues.clone());
+                }
+            }
         }
         pair
     }
 
     #[inline(always)]
     pub(crate) fn send(&self) -> Result<&SendQueue, VerbError> {
-        self.queues.send.as_ref().ok_or(NO_CAPACITY)
+        self.queues.send.as_deref().ok_or(NO_CAPACITY)
     }
 
     /// Returns its own receive queue.
@@ -159,5 +178,50 @@ impl Target {
             queue.detach(number);
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::heap::{CompletionMemory, Limits, ReceiveMemory, SendMemory};
+    use super::super::layout::{Opcode, cqe};
+    use super::*;
+    use rdma_provider::types::{Lkey, RecvWr, Sge, Transport, WorkCompletion, WrId};
+
+    /// Writes a CQE without inline data as the first of the queue.
+    fn put(memory: &CompletionMemory, opcode: u8, kind: u8) {
+        let mut entry = [0; 64];
+        entry[56..60].copy_from_slice(&(u32::from(opcode) << 24 | QPN).to_be_bytes());
+        entry[63] = kind << 4;
+        memory.ring.write(0, &entry);
+    }
+
+    const QPN: u32 = 0x77;
+
+    #[test]
+    fn completion_in_the_wrong_queue_fails_it_and_completes_nothing() {
+        let limits = Limits { transport: Transport::Rc, max_wr: 4, max_sge: 1, max_inline: 0 };
+        let (sends, receives) = (SendMemory::new(4, 0), ReceiveMemory::new(4, 1));
+        let memories = [CompletionMemory::new(4, 64), CompletionMemory::new(4, 64)];
+        // SAFETY: S3: the memory is dropped after the queues.
+        let (queues, cqs) = unsafe {
+            let send = Some(Arc::new(sends.queue(QPN, limits)));
+            let receive = Receives::Own(Arc::new(receives.own()));
+            (Queues { send, receive }, [memories[0].queue(1), memories[1].queue(2)])
+        };
+        let Receives::Own(own) = &queues.receive else { unreachable!() };
+        let sges = [Sge { addr: 8, length: 8, lkey: Lkey(1) }];
+        // SAFETY: S1: nothing executes the work.
+        unsafe { own.post(&[RecvWr { wr_id: WrId(5), sges: &sges }]) }.unwrap();
+        for (cq, half) in cqs.iter().zip(queues.halves()) {
+            cq.lock().attach(QPN, Arc::new(half));
+        }
+        put(&memories[0], 0, cqe::SEND);
+        put(&memories[1], Opcode::Write as u8, cqe::REQUEST);
+        for cq in &cqs {
+            let error = cq.poll(&mut [WorkCompletion::EMPTY]).unwrap_err();
+            assert!(error.to_string().contains("work request is not in flight"), "{error}");
+        }
+        assert!(own.retire(|_| ()).is_some(), "the receive is still posted");
     }
 }

@@ -78,7 +78,7 @@ impl Table {
         if (self.used + 1) * PLACES_PER_QUEUE_PAIR > self.places.len() {
             self.grow();
         }
-        let send = queues.send.as_ref().map(NonNull::from);
+        let send = queues.send.as_deref().map(NonNull::from);
         self.put(Place { qpn, send, queues: Some(queues) });
     }
 

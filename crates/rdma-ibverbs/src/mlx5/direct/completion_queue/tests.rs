@@ -116,8 +116,8 @@ impl Bench {
             Limits { transport: Transport::Rc, max_wr: entries, max_sge: 1, max_inline: 0 };
         // SAFETY: S3: the memory is dropped after the queues.
         let (cq, queues) = unsafe {
-            let send = |pair: usize| Some(sends[pair].queue(QPNS[pair], limits));
-            let own = Queues { send: send(0), receive: Receives::Own(receives[0].own()) };
+            let send = |pair: usize| Some(Arc::new(sends[pair].queue(QPNS[pair], limits)));
+            let own = Queues { send: send(0), receive: Receives::Own(Arc::new(receives[0].own())) };
             let shared = Receives::Shared(Arc::new(receives[1].shared()));
             let queues = [own, Queues { send: send(1), receive: shared }].map(Arc::new);
             (memory.queue(NUMBER), queues)
