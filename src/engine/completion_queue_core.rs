@@ -233,7 +233,7 @@ impl CompletionQueueCore {
     }
 
     /// Excludes dispatch until the result is dropped, if entries are read in place.
-    pub(super) fn exclude_dispatch(&self) -> Option<impl Drop + '_> {
+    pub(super) fn exclude_dispatch(&self) -> Option<impl Sized + '_> {
         self.direct.is_some().then(|| lock(&self.state))
     }
 

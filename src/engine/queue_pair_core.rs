@@ -182,13 +182,11 @@ impl QueuePairCore {
 
     /// Excludes the dispatch of completions that are read in place: it locks the device's queue,
     /// then `posting` of a work queue, and a reset locks them in the other order.
-    fn exclude_dispatch(&self) -> impl Drop {
+    fn exclude_dispatch(&self) -> SmallVec<[impl Sized + '_; 2]> {
         let mut queues: SmallVec<[_; 2]> = self.queues().map(|queue| queue.cq()).collect();
         queues.sort_by_key(|queue| Arc::as_ptr(queue));
         queues.dedup_by_key(|queue| Arc::as_ptr(queue));
-        let locked: SmallVec<[_; 2]> =
-            queues.into_iter().filter_map(|queue| queue.exclude_dispatch()).collect();
-        locked
+        queues.into_iter().filter_map(|queue| queue.exclude_dispatch()).collect()
     }
 
     /// Moves the queue pair to the error state and waits for its last receive from a shared queue.
