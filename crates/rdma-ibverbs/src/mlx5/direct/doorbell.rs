@@ -17,6 +17,25 @@ use parking_lot::Mutex;
 
 use super::layout::BLOCK;
 
+/// Executes the barrier of the processor; elsewhere, and under Miri, the strongest fence. An empty
+/// instruction restrains only the compiler.
+macro_rules! barrier {
+    (aarch64: $aarch64:literal, x86_64: $x86_64:literal) => {
+        // SAFETY: S3: a barrier has no other effect than to order accesses to memory.
+        #[cfg(all(target_arch = "aarch64", not(miri)))]
+        unsafe {
+            std::arch::asm!($aarch64, options(nostack, preserves_flags));
+        }
+        // SAFETY: S3: as above. x86-64 has SSE.
+        #[cfg(all(target_arch = "x86_64", not(miri)))]
+        unsafe {
+            std::arch::asm!($x86_64, options(nostack, preserves_flags));
+        }
+        #[cfg(any(miri, not(any(target_arch = "x86_64", target_arch = "aarch64"))))]
+        std::sync::atomic::fence(Ordering::SeqCst);
+    };
+}
+
 /// Makes all earlier stores to memory visible to the adapter before later ones:
 /// `udma_to_device_barrier`.
 ///
@@ -24,18 +43,7 @@ use super::layout::BLOCK;
 /// memory in order, so only the compiler is restrained.
 #[inline(always)]
 pub(super) fn to_device() {
-    #[cfg(all(target_arch = "aarch64", not(miri)))]
-    // SAFETY: S3: a barrier has no other effect.
-    unsafe {
-        std::arch::asm!("dmb oshst", options(nostack, preserves_flags));
-    }
-    #[cfg(all(target_arch = "x86_64", not(miri)))]
-    // SAFETY: S3: no instruction; the compiler assumes that it reads and writes memory.
-    unsafe {
-        std::arch::asm!("", options(nostack, preserves_flags));
-    }
-    #[cfg(any(miri, not(any(target_arch = "x86_64", target_arch = "aarch64"))))]
-    std::sync::atomic::fence(Ordering::SeqCst);
+    barrier!(aarch64: "dmb oshst", x86_64: "");
 }
 
 /// Makes what the adapter has written before an observed store visible to later loads:
@@ -46,18 +54,7 @@ pub(super) fn to_device() {
 /// completion queues are normal memory.
 #[inline(always)]
 pub(super) fn from_device() {
-    #[cfg(all(target_arch = "aarch64", not(miri)))]
-    // SAFETY: S3: a barrier has no other effect.
-    unsafe {
-        std::arch::asm!("dmb oshld", options(nostack, preserves_flags));
-    }
-    #[cfg(all(target_arch = "x86_64", not(miri)))]
-    // SAFETY: S3: no instruction; the compiler assumes that it reads and writes memory.
-    unsafe {
-        std::arch::asm!("", options(nostack, preserves_flags));
-    }
-    #[cfg(any(miri, not(any(target_arch = "x86_64", target_arch = "aarch64"))))]
-    std::sync::atomic::fence(Ordering::SeqCst);
+    barrier!(aarch64: "dmb oshld", x86_64: "");
 }
 
 /// Separates stores to registers from all stores before and after, and flushes the buffers that
@@ -67,18 +64,7 @@ pub(super) fn from_device() {
 /// registers.
 #[inline(always)]
 fn write_combining() {
-    #[cfg(all(target_arch = "aarch64", not(miri)))]
-    // SAFETY: S3: a barrier has no other effect.
-    unsafe {
-        std::arch::asm!("dsb st", options(nostack, preserves_flags));
-    }
-    #[cfg(all(target_arch = "x86_64", not(miri)))]
-    // SAFETY: S3: a barrier has no other effect. x86-64 has SSE.
-    unsafe {
-        std::arch::asm!("sfence", options(nostack, preserves_flags));
-    }
-    #[cfg(any(miri, not(any(target_arch = "x86_64", target_arch = "aarch64"))))]
-    std::sync::atomic::fence(Ordering::SeqCst);
+    barrier!(aarch64: "dsb st", x86_64: "sfence");
 }
 
 /// A doorbell record: a big-endian index in memory that the adapter reads.
@@ -210,24 +196,6 @@ impl Register {
     pub(super) unsafe fn copy_alone(&self, block: NonNull<u8>) {
         // SAFETY: S3: used by one queue pair, whose doorbells the caller excludes.
         unsafe { self.store_at(&mut *self.offset.data_ptr(), |to| copy_block(to, block)) };
-    }
-
-    /// Announces all WQEs up to the one at `last`, which has one block, and `is_alone` if no other
-    /// was written since the last doorbell.
-    ///
-    /// # Safety
-    ///
-    /// See [`copy`](Self::copy).
-    #[inline(never)]
-    pub(super) unsafe fn announce(&self, is_alone: bool, last: NonNull<u8>) {
-        // SAFETY: S3: the caller's promise.
-        unsafe {
-            if is_alone && self.blocks() > 0 {
-                self.copy(1, |_| last);
-            } else {
-                self.ring(last.cast::<u64>().read());
-            }
-        }
     }
 
     /// Returns the number of blocks that BlueFlame takes.

@@ -178,11 +178,11 @@ impl SendQueue {
     pub(crate) unsafe fn post_plain(&self, list: impl ExactSizeIterator<Item = PlainWr>) -> bool {
         // SAFETY: S3: the caller's promise.
         let producer = unsafe { &mut *self.producer.data_ptr() };
+        let count = list.len();
         let known = producer.limit.wrapping_sub(producer.posted) as usize;
-        if known < list.len() && !self.refresh_limit(producer, list.len()) {
+        if known < count && !self.refresh_limit(producer, count) {
             return false;
         }
-        let is_alone = list.len() == 1;
         // The compiler would load it again after each store to the ring.
         let Setup { qpn, ring, record, register, .. } = &self.setup;
         let (qpn, ring, requests) = (*qpn, *ring, &self.requests[..]);
@@ -198,14 +198,12 @@ impl SendQueue {
         }
         (producer.next, producer.posted) = (next, posted);
         let Some(last) = last else { return true };
-        record.publish(next & 0xffff);
-        // SAFETY: S3: a block of the ring; the caller's promise.
-        unsafe {
-            if is_alone && register.is_private() {
-                register.copy_alone(last);
-            } else {
-                register.announce(is_alone, last);
-            }
+        if count == 1 && register.is_private() {
+            record.publish(next & 0xffff);
+            // SAFETY: S3: a block of the ring; the caller's promise.
+            unsafe { register.copy_alone(last) };
+        } else {
+            self.publish(producer, count, 1);
         }
         true
     }
@@ -241,8 +239,8 @@ impl SendQueue {
     }
 
     /// Makes `posted` requests visible to the adapter; the last has `blocks` blocks.
-    #[inline(always)]
-    fn publish(&self, producer: &mut Producer, posted: usize, blocks: u32) {
+    #[inline(never)]
+    fn publish(&self, producer: &Producer, posted: usize, blocks: u32) {
         let Setup { ring, record, register, .. } = &self.setup;
         record.publish(producer.next & 0xffff);
         let last = producer.next.wrapping_sub(blocks);
