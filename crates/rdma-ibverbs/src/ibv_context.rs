@@ -13,6 +13,7 @@ use rdma_sys::*;
 use super::ibv_channel::{Channel, set_nonblocking};
 use super::ibv_cq::Cq;
 use super::ibv_pd::{Pd, Posting};
+use super::ibv_qp::Qp;
 use super::mlx5::dc;
 use super::mlx5::direct::Device;
 use super::{Ibverbs, convert, sys};
@@ -190,22 +191,7 @@ impl Context {
             0 => None,
             _ => Some(pd.create_srq(SrqCaps { max_wr: 1, max_sge: 1 })?),
         };
-        let caps = QpCaps {
-            max_send_wr: 1,
-            max_recv_wr: 1,
-            max_send_sge: 1,
-            max_recv_sge: 1,
-            max_inline: 0,
-        };
-        let init = QpInit {
-            transport: Transport::Rc,
-            send_cq: &cq,
-            recv_cq: &cq,
-            srq: None,
-            caps,
-            streams: None,
-        };
-        drop(pd.create_qp(&init)?);
+        drop(smallest_qp(&pd, &cq, 0)?);
         drop(srq);
         Ok(Posting::Direct(device))
     }
@@ -299,22 +285,7 @@ impl Context {
         let largest = || -> Result<u32, VerbError> {
             let (pd, cq) = (self.create_pd()?, self.create_cq(1, None, 0, 0)?);
             let granted = |max_inline| {
-                let caps = QpCaps {
-                    max_send_wr: 1,
-                    max_recv_wr: 1,
-                    max_send_sge: 1,
-                    max_recv_sge: 1,
-                    max_inline,
-                };
-                let init = QpInit {
-                    transport: Transport::Rc,
-                    send_cq: &cq,
-                    recv_cq: &cq,
-                    srq: None,
-                    caps,
-                    streams: None,
-                };
-                pd.create_qp(&init).map(|qp| contract::Qp::caps(&qp).max_inline)
+                smallest_qp(&pd, &cq, max_inline).map(|qp| contract::Qp::caps(&qp).max_inline)
             };
             Ok([1024, 512, 256, 220, 128, 64, 32]
                 .into_iter()
@@ -329,6 +300,15 @@ impl Context {
             0
         })
     }
+}
+
+/// Creates a reliable connection of one work request with one element, to find out what the device
+/// permits.
+fn smallest_qp(pd: &Pd, cq: &Cq, max_inline: u32) -> Result<Qp, VerbError> {
+    let caps =
+        QpCaps { max_send_wr: 1, max_recv_wr: 1, max_send_sge: 1, max_recv_sge: 1, max_inline };
+    let transport = Transport::Rc;
+    pd.create_qp(&QpInit { transport, send_cq: cq, recv_cq: cq, srq: None, caps, streams: None })
 }
 
 /// Returns the structure that `query` fills in.
