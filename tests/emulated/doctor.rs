@@ -2,7 +2,9 @@
 
 use tokio_rdma::doctor::Examination;
 
-use super::{COMPRESSION, POST, this_program};
+use emulated_connectx::this_program;
+
+use super::{COMPRESSION, POST};
 
 #[allow(dead_code, reason = "only the conversion to JSON is used")]
 #[path = "../../examples/doctor.rs"]

@@ -2,10 +2,9 @@
 
 mod doctor;
 
-use std::process::Command;
 use std::sync::OnceLock;
 
-use emulated_connectx::{EmulatedConnectX, Link, Options, Release};
+use emulated_connectx::{EmulatedConnectX, Link, Options, Release, this_program};
 use tokio_rdma::types::{DataPath, SendOp, WcStatus};
 
 use crate::common::{eventually, raw};
@@ -75,16 +74,6 @@ fn compression_is_on_or_off() {
         let text = String::from_utf8_lossy(&output.stdout);
         assert!(text.contains("test result: ok. 1 passed"), "{COMPRESSION}={value}: {text}");
     }
-}
-
-/// Returns a command that runs this program again, under the emulator of `scripts/aarch64`, if any.
-fn this_program() -> Command {
-    let program = std::env::current_exe().unwrap();
-    let Ok(runner) = std::env::var("TOKIO_RDMA_RUNNER") else { return Command::new(program) };
-    let mut words = runner.split(' ');
-    let mut command = Command::new(words.next().unwrap());
-    command.args(words).arg(program);
-    command
 }
 
 /// Runs all tests of this program with an environment variable set.

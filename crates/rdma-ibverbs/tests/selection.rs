@@ -18,10 +18,9 @@ use std::fs::{self, File};
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::{Arc, Mutex};
 
-use emulated_connectx::{EmulatedConnectX, Options};
+use emulated_connectx::{EmulatedConnectX, Options, this_program};
 use rdma_ibverbs::contract::{Context as _, Pd as _, QpInit};
 use rdma_ibverbs::types::{DataPath, QpCaps, SrqCaps, Transport};
 use rdma_ibverbs::{Context, VerbError};
@@ -217,16 +216,6 @@ fn found_with<V: AsRef<OsStr> + std::fmt::Debug>(scene: Scene, settings: &[(&str
     );
     let lines = text.lines().filter_map(|line| line.split_once("found: "));
     lines.map(|(_, found)| found.to_owned()).collect::<Vec<_>>().join("\n")
-}
-
-/// Returns a command that runs this program again, under the emulator of `scripts/aarch64`, if any.
-fn this_program() -> Command {
-    let program = std::env::current_exe().unwrap();
-    let Ok(runner) = std::env::var("TOKIO_RDMA_RUNNER") else { return Command::new(program) };
-    let mut words = runner.split(' ');
-    let mut command = Command::new(words.next().unwrap());
-    command.args(words).arg(program);
-    command
 }
 
 #[track_caller]

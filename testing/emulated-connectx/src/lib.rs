@@ -38,6 +38,7 @@ mod memory;
 mod objects;
 mod port;
 mod requester;
+mod rerun;
 mod responder;
 mod state;
 mod sysfs;
@@ -48,3 +49,4 @@ mod wqe;
 
 pub use control::{Counters, DciStreams, EmulatedConnectX, Link, Options, Release, Status};
 pub use lint::{Finding, Problem};
+pub use rerun::this_program;

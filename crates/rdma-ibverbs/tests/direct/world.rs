@@ -2,11 +2,10 @@
 
 use std::collections::BTreeSet;
 use std::ffi::c_void;
-use std::process::Command;
 use std::sync::Mutex;
 use std::time::Duration;
 
-use emulated_connectx::{EmulatedConnectX, Link, Options};
+use emulated_connectx::{EmulatedConnectX, Link, Options, this_program};
 use rdma_ibverbs::contract::{Context as _, Pd as _};
 use rdma_ibverbs::types::{Access, AddressVector, GidKind, PortNum, Transport};
 use rdma_ibverbs::{Ah, Context, Mr, Mw, Pd};
@@ -45,16 +44,6 @@ fn repeat(settings: &[(&str, &str)]) {
         output.status,
         String::from_utf8_lossy(&output.stderr)
     );
-}
-
-/// Returns a command that runs this program again, under the emulator of `scripts/aarch64`, if any.
-fn this_program() -> Command {
-    let program = std::env::current_exe().unwrap();
-    let Ok(runner) = std::env::var("TOKIO_RDMA_RUNNER") else { return Command::new(program) };
-    let mut words = runner.split(' ');
-    let mut command = Command::new(words.next().unwrap());
-    command.args(words).arg(program);
-    command
 }
 
 #[test]
