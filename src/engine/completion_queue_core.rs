@@ -19,7 +19,7 @@ use super::work_request_id::Owner;
 use crate::dispatch::DirectQueue;
 use crate::error::{LimitError, OpErrorKind, SetupError, VerbError};
 use crate::sync::{AtomicU32, Mutex, MutexGuard, Ordering, lock, try_lock};
-use crate::types::WorkCompletion;
+use crate::types::{WorkCompletion, WrId};
 use crate::verbs::{Channel, Cq, Device};
 
 /// Completions taken at once: spreads the cost of a poll, but keeps the lock short.
@@ -426,8 +426,13 @@ impl CompletionQueueCore {
 fn dispatch(queues: &[Option<Attached>], wc: &WorkCompletion, woken: &mut WakeList) {
     match queues.get(Owner::of(wc.wr_id).0 as usize) {
         Some(Some(attached)) => attached.queue.complete(wc, woken),
-        _ => tracing::warn!(wr_id = %wc.wr_id, "ignored a completion of a destroyed queue"),
+        _ => ignored(wc.wr_id),
     }
+}
+
+#[cold]
+fn ignored(wr_id: WrId) {
+    tracing::warn!(%wr_id, "ignored a completion of a destroyed queue");
 }
 
 impl reactor::Watched for CompletionQueueCore {

@@ -80,6 +80,9 @@ impl<B: Send + 'static> InFlight<B> {
                 Poll::Pending => Poll::Pending,
             };
         }
+        if claim.is_complete() {
+            return end(claim, None);
+        }
         match claim.wait(context, &see) {
             Poll::Ready(seen) => end(claim, seen),
             Poll::Pending => Poll::Pending,
@@ -207,10 +210,30 @@ impl Claim<WorkQueue> {
         seen: Option<S>,
         see: &impl Fn(&WorkCompletion) -> S,
     ) -> Result<S, OpErrorKind> {
-        let Some(seen) = seen else { return self.take_outcome(see) };
-        // SAFETY: C1: the caller's promise.
+        let seen = match seen {
+            Some(seen) => seen,
+            None => match self.success(see) {
+                Some((queue, seen)) => {
+                    queue.slots().hint(&self);
+                    seen
+                }
+                None => return self.take_outcome(see),
+            },
+        };
+        // SAFETY: C1: the caller's promise, or `success` found its queue.
         unsafe { self.end() };
         Ok(seen)
+    }
+
+    /// Returns the queue and what `see` reads of the completion, if that is a success.
+    #[inline(always)]
+    fn success<S>(&self, see: &impl Fn(&WorkCompletion) -> S) -> Option<(&WorkQueue, S)> {
+        let queue = self.posted_to()?;
+        let seen = self.outcome(|outcome| match outcome {
+            Ok(wc) if wc.status.is_success() => Some(see(wc)),
+            _ => None,
+        })?;
+        Some((queue, seen))
     }
 
     #[inline(never)]

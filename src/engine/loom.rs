@@ -55,7 +55,7 @@ fn take(slot: &Slot<()>) -> Outcome {
 }
 
 fn completed(slot: &Slot<()>, id: WrId) -> Finished {
-    if slot.finish_unwatched(id, &POSTED) {
+    if slot.unwatched(id).is_some_and(|unwatched| slot.finish_unwatched(unwatched, &POSTED)) {
         Finished::Unwatched
     } else {
         slot.finish(id, Ok(POSTED))

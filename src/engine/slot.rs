@@ -86,6 +86,10 @@ pub(super) enum Registered {
     Again,
 }
 
+/// The state of a slot in flight without a waker, see [`Slot::unwatched`].
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Unwatched(u32);
+
 #[derive(Debug)]
 pub(super) enum Detach {
     /// The result is available; the buffers are returned, and the caller must release the slot.
@@ -213,20 +217,24 @@ impl<Q> Slot<Q> {
         matches!(self.phase_in(id), Some(SUBMITTED | WAITING | DETACHED))
     }
 
+    /// Returns the state of the slot if `id` is current and has no waker.
     #[inline(always)]
-    pub(super) fn is_unwatched_in(&self, id: WrId) -> bool {
-        self.phase_in(id) == Some(SUBMITTED)
-    }
-
-    /// Stores the completion; returns true if `id` is current and has no waker.
-    #[inline(always)]
-    pub(super) fn finish_unwatched(&self, id: WrId, completion: &WorkCompletion) -> bool {
+    pub(super) fn unwatched(&self, id: WrId) -> Option<Unwatched> {
         // Same order of loads as in `phase_in`.
         let state = self.state.load(Ordering::Acquire);
-        if state & PHASE != SUBMITTED || self.id() != id {
-            return false;
-        }
-        // SAFETY: C1: while SUBMITTED the cell is the drainer's; there is one drainer.
+        (state & PHASE == SUBMITTED && self.id() == id).then_some(Unwatched(state))
+    }
+
+    /// Stores the completion. Returns false if the slot has left the state `unwatched`, which the
+    /// same drainer has read: it has a waker, or its operation was abandoned.
+    #[inline(always)]
+    pub(super) fn finish_unwatched(
+        &self,
+        Unwatched(state): Unwatched,
+        completion: &WorkCompletion,
+    ) -> bool {
+        // SAFETY: C1: the drainer has seen SUBMITTED, and only it ends the phases in flight, in
+        // which the cell is its own; there is one drainer.
         self.outcome.with_mut(|cell| unsafe { *cell = Ok(*completion) });
         let complete = self.phase(state, COMPLETE);
         self.state.compare_exchange(state, complete, Ordering::Release, Ordering::Relaxed).is_ok()

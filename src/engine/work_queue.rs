@@ -123,24 +123,28 @@ impl WorkQueue {
     #[inline(always)]
     pub(super) fn complete(&self, wc: &WorkCompletion, woken: &mut WakeList) {
         let Some(slot) = self.slots.find(index_of(wc.wr_id)) else { return stale(wc) };
-        if !wc.status.is_success() || !slot.is_unwatched_in(wc.wr_id) {
-            return self.complete_watched(slot, wc, woken);
-        }
-        if is_traced() {
-            trace_completed(wc);
-        }
+        let unwatched = slot.unwatched(wc.wr_id).filter(|_| wc.status.is_success() && !is_traced());
+        let Some(unwatched) = unwatched else {
+            return self.complete_slow(slot, wc, woken);
+        };
         // Capacity first: a task that has seen the result then finds the capacity.
         if self.capacity.retire(slot.position()) {
             self.admit_queued(woken);
         }
-        if !slot.finish_unwatched(wc.wr_id, wc) {
-            self.settle(wc.wr_id, Ok(*wc), woken);
+        if !slot.finish_unwatched(unwatched, wc) {
+            self.settle_overtaken(wc, woken);
         }
     }
 
-    /// Handles a completion that failed, or whose slot has a waker.
+    /// Settles a completion whose slot got a waker meanwhile.
+    #[cold]
+    fn settle_overtaken(&self, wc: &WorkCompletion, woken: &mut WakeList) {
+        self.settle(wc.wr_id, Ok(*wc), woken);
+    }
+
+    /// Handles a completion that failed or is traced, or whose slot has a waker.
     #[inline(never)]
-    fn complete_watched(&self, slot: &Slot<Self>, wc: &WorkCompletion, woken: &mut WakeList) {
+    fn complete_slow(&self, slot: &Slot<Self>, wc: &WorkCompletion, woken: &mut WakeList) {
         let Some(part) = slot.current_part(wc.wr_id) else { return stale(wc) };
         if is_traced() {
             trace_completed(wc);

@@ -31,6 +31,14 @@ fn success() -> WorkCompletion {
     WorkCompletion { wr_id: ID, ..WorkCompletion::EMPTY }
 }
 
+fn complete(slot: &Slot<()>, id: WrId) -> bool {
+    slot.unwatched(id).is_some_and(|unwatched| slot.finish_unwatched(unwatched, &success()))
+}
+
+fn is_unwatched_in(slot: &Slot<()>, id: WrId) -> bool {
+    slot.unwatched(id).is_some()
+}
+
 #[test]
 fn completion_of_an_operation_that_does_not_wait_stays_in_the_slot() {
     let slot = slot();
@@ -39,22 +47,22 @@ fn completion_of_an_operation_that_does_not_wait_stays_in_the_slot() {
     assert!(!slot.claim(1), "it is taken");
     assert_eq!((slot.id(), slot.parts(), slot.in_flight()), (ID, 1, Some(ID)));
     assert!(
-        slot.is_new() && slot.is_unwatched() && slot.is_current(ID) && slot.is_unwatched_in(ID)
+        slot.is_new() && slot.is_unwatched() && slot.is_current(ID) && is_unwatched_in(&slot, ID)
     );
-    assert!(!slot.is_complete() && !slot.is_current(WrId(8)) && !slot.is_unwatched_in(WrId(8)));
+    assert!(!slot.is_complete() && !slot.is_current(WrId(8)) && !is_unwatched_in(&slot, WrId(8)));
     assert!(slot.rouse().is_none(), "nothing waits");
 
-    assert!(!slot.finish_unwatched(WrId(8), &success()), "the id of another generation");
+    assert!(!complete(&slot, WrId(8)), "the id of another generation");
     assert!(matches!(slot.finish(WrId(8), Ok(success())), Finished::Stale));
     assert!(!slot.is_complete());
-    assert!(slot.finish_unwatched(ID, &success()));
+    assert!(complete(&slot, ID));
     assert!(
         slot.is_complete() && !slot.is_new() && !slot.is_unwatched() && slot.in_flight().is_none()
     );
-    assert!(!slot.is_current(ID) && !slot.is_unwatched_in(ID));
+    assert!(!slot.is_current(ID) && !is_unwatched_in(&slot, ID));
     assert!(slot.outcome(|outcome| outcome.is_ok_and(|completion| completion.wr_id == ID)));
     // A second result changes nothing.
-    assert!(!slot.finish_unwatched(ID, &success()));
+    assert!(!complete(&slot, ID));
     assert!(matches!(slot.finish(ID, Err(OpErrorKind::Closed)), Finished::Stale));
     assert!(slot.outcome(Result::is_ok));
     let [(_, waker), _] = wakers();
@@ -80,10 +88,13 @@ fn operation_that_waits_is_woken_by_its_latest_waker() {
     let ([(first, earlier), (second, later)], mut discarded) = (wakers(), Discarded::default());
     assert_eq!(slot.register(earlier.clone(), &mut discarded), Registered::Fresh);
     assert!(
-        !slot.is_new() && !slot.is_unwatched() && !slot.is_unwatched_in(ID) && slot.is_current(ID)
+        !slot.is_new()
+            && !slot.is_unwatched()
+            && !is_unwatched_in(&slot, ID)
+            && slot.is_current(ID)
     );
     assert!(discarded.iter().all(Option::is_none) && slot.in_flight() == Some(ID));
-    assert!(!slot.finish_unwatched(ID, &success()), "its waker is to be taken");
+    assert!(!complete(&slot, ID), "its waker is to be taken");
     assert_eq!(slot.register(later.clone(), &mut discarded), Registered::Again);
     assert!(discarded[0].take().is_some_and(|waker| waker.data() == earlier.data()));
 
@@ -108,10 +119,10 @@ fn spin_rounds_start_at_zero_in_each_generation() {
     slot.spin(3);
     assert_eq!(slot.rounds(), 3);
     assert!(
-        !slot.is_new() && slot.is_unwatched() && slot.is_unwatched_in(ID),
+        !slot.is_new() && slot.is_unwatched() && is_unwatched_in(&slot, ID),
         "it has spun and does not wait"
     );
-    assert!(slot.finish_unwatched(ID, &success()) && slot.is_complete());
+    assert!(complete(&slot, ID) && slot.is_complete());
     slot.free();
     assert!(slot.claim(1));
     assert_eq!(slot.rounds(), 0);
@@ -129,8 +140,8 @@ fn buffers_of_an_abandoned_operation_are_returned_by_its_completion() {
             assert_eq!(slot.register(waker.clone(), &mut Discarded::default()), Registered::Fresh);
         }
         assert!(matches!(slot.detach(held(1)), Detach::InFlight { waiting } if waiting == waits));
-        assert!(slot.is_current(id) && slot.in_flight() == Some(id) && !slot.is_unwatched_in(id));
-        assert!(!slot.finish_unwatched(id, &success()));
+        assert!(slot.is_current(id) && slot.in_flight() == Some(id) && !is_unwatched_in(&slot, id));
+        assert!(!complete(&slot, id));
         let Finished::Detached { held, waker } = slot.finish(id, Ok(success())) else {
             panic!("it was abandoned")
         };
@@ -226,7 +237,7 @@ fn each_step_leads_from_each_phase_where_the_table_says() {
                     slot.register(waker.clone(), &mut Discarded::default()),
                     Registered::Fresh
                 ),
-                Complete => assert!(slot.finish_unwatched(ID, &success())),
+                Complete => assert!(complete(&slot, ID)),
                 Detached => assert!(matches!(slot.detach(None), Detach::InFlight { .. })),
             }
             if phase == Waking {
@@ -242,7 +253,7 @@ fn each_step_leads_from_each_phase_where_the_table_says() {
                     )
                 }
                 Step::Finish => !matches!(slot.finish(ID, Ok(success())), Finished::Stale),
-                Step::FinishUnwatched => slot.finish_unwatched(ID, &success()),
+                Step::FinishUnwatched => complete(&slot, ID),
                 Step::Rouse => slot.rouse().is_some(),
                 Step::Detach => matches!(slot.detach(None), Detach::InFlight { .. }),
                 Step::Free => {

@@ -2,8 +2,10 @@
 //!
 //! The adapter writes the entries of the ring in order. An entry belongs to software if its owner
 //! bit equals the parity of the pass and it has been written at all. The consumer index in the
-//! doorbell record returns entries to the adapter. [`compressed`] expands compressed sessions.
+//! doorbell record returns entries to the adapter. [`common`] decodes the most common entries,
+//! [`compressed`] expands compressed sessions.
 
+mod common;
 mod compressed;
 
 use std::fmt;
@@ -15,6 +17,7 @@ use parking_lot::{Mutex, MutexGuard};
 use rdma_provider::VerbError;
 use rdma_provider::types::{Qpn, WcFlags, WcOpcode, WcStatus, WorkCompletion, WrId};
 
+use self::common::Next;
 use super::doorbell::{ArmRegister, Record, from_device, to_device};
 use super::errors::{BadEntry, PAGE_FAULT, status};
 use super::layout::{Cqe, Opcode, cqe};
@@ -106,65 +109,14 @@ impl CompletionQueue {
         (index >> self.log_entries) as u8 & cqe::OWNER
     }
 
-    #[inline(always)]
-    fn op_own(&self, index: u32) -> u8 {
-        // SAFETY: S3: within the ring.
-        unsafe { (&raw const (*self.cqe(index).as_ptr()).op_own).read_volatile() }
-    }
-
     /// Returns a copy of the CQE at `index` if it belongs to software.
     fn read(&self, index: u32) -> Option<Cqe> {
-        let op_own = self.op_own(index);
+        let entry = self.cqe(index);
+        let op_own = op_own(entry);
         if op_own >> 4 == cqe::INVALID || (op_own ^ self.owner(index)) & cqe::OWNER != 0 {
             return None;
         }
-        from_device();
-        // A volatile load of a `Cqe` would load each field by itself; this loads eight words.
-        let words = self.cqe(index).cast::<u64>();
-        let mut copy = [0_u64; size_of::<Cqe>() / size_of::<u64>()];
-        for (at, word) in copy.iter_mut().enumerate() {
-            // SAFETY: S3: within the ring.
-            *word = unsafe { words.add(at).read_volatile() };
-        }
-        // SAFETY: S3: any bytes are a CQE.
-        Some(unsafe { mem::transmute::<[u64; 8], Cqe>(copy) })
-    }
-
-    /// Removes the oldest completion if it belongs to request `wr_id`, is a success and has no
-    /// inline data, the most common case. Otherwise removes nothing.
-    #[inline(always)]
-    pub fn take_request(&self, wr_id: WrId) -> Option<WorkCompletion> {
-        let mut state = self.state.lock();
-        let index = state.consumer;
-        let entry = self.cqe(index).as_ptr();
-        // SAFETY: S3: within the ring.
-        let op_own = unsafe { (&raw const (*entry).op_own).read_volatile() };
-        // All other bits are zero: kind REQUEST, no inline data, not solicited.
-        if op_own != self.owner(index) || state.failed.is_some() {
-            return None;
-        }
-        from_device();
-        // SAFETY: S3: within the ring.
-        let (opcode_qpn, counter, length) = unsafe {
-            (
-                (&raw const (*entry).opcode_qpn).read_volatile().get(),
-                (&raw const (*entry).counter).read_volatile().get(),
-                (&raw const (*entry).length).read_volatile().get(),
-            )
-        };
-        let (opcode, has_length) = REQUESTS[(opcode_qpn >> 24) as usize]?;
-        let send = state.table.find_send(opcode_qpn & QPN)?;
-        let completed = send.find(counter).filter(|completed| completed.wr_id == wr_id)?;
-        send.free(completed);
-        state.consumer = index.wrapping_add(1);
-        self.setup.consumer.release(state.consumer & INDEX);
-        Some(WorkCompletion {
-            wr_id,
-            opcode,
-            byte_len: if has_length { length } else { 0 },
-            qpn: Qpn(opcode_qpn & QPN),
-            ..WorkCompletion::EMPTY
-        })
+        Some(copy_of(entry))
     }
 
     /// Removes up to `limit` of the oldest completions and passes each to `each`, without a copy in
@@ -182,19 +134,25 @@ impl CompletionQueue {
         mut each: impl FnMut(&WorkCompletion),
     ) -> Result<usize, VerbError> {
         let state = &mut *self.state.lock();
+        if let Some(bad) = &state.failed {
+            return Err(refusal(bad));
+        }
         let before = state.consumer;
         let mut found = 0;
         while found < limit {
-            match self.next(state) {
-                Ok(Some(completion)) => {
-                    each(&completion);
-                    found += 1;
-                }
-                Ok(None) => break,
-                // The completions before it are delivered first.
-                Err(_) if found > 0 => break,
-                Err(bad) => return Err(bad.verb_error()),
-            }
+            let completion = match self.next_common(state) {
+                Next::Completion(completion) => completion,
+                Next::Empty => break,
+                Next::Other => match self.next(state) {
+                    Ok(Some(completion)) => completion,
+                    Ok(None) => break,
+                    // The completions before it are delivered first.
+                    Err(_) if found > 0 => break,
+                    Err(bad) => return Err(refusal(&bad)),
+                },
+            };
+            each(&completion);
+            found += 1;
         }
         // A page fault of a shared receive consumes an entry without a completion, so `found` may
         // be 0.
@@ -229,10 +187,8 @@ impl CompletionQueue {
     }
 
     /// Decodes and removes the oldest CQE, without telling the adapter.
+    #[inline(never)]
     fn next(&self, state: &mut State) -> Result<Option<WorkCompletion>, BadEntry> {
-        if let Some(bad) = state.failed {
-            return Err(bad);
-        }
         loop {
             let index = state.consumer;
             let Some(entry) = self.read(index) else { return Ok(None) };
@@ -324,38 +280,12 @@ impl CompletionQueue {
         index: u32,
         entry: &Cqe,
     ) -> Result<WorkCompletion, BadEntry> {
-        let (qpn, length) = (entry.opcode_qpn.get() & QPN, entry.length.get());
         let (wr_id, status) = if self.is_inline(entry)? {
             self.scatter_message(queues, index, entry)?
         } else {
             retire_receive(queues, entry, |_, _, _| WcStatus::SUCCESS)?
         };
-        let source = entry.flags_source.get();
-        let immediate = entry.immediate;
-        let (opcode, mut flags, imm_or_rkey) = match entry.op_own >> 4 {
-            cqe::WRITE_WITH_IMM => {
-                (WcOpcode::RECV_RDMA_WITH_IMM, WcFlags::WITH_IMM, immediate.get().to_be())
-            }
-            cqe::SEND_WITH_IMM => (WcOpcode::RECV, WcFlags::WITH_IMM, immediate.get().to_be()),
-            cqe::SEND_WITH_INVALIDATE => (WcOpcode::RECV, WcFlags::WITH_INV, immediate.get()),
-            _ => (WcOpcode::RECV, WcFlags::empty(), 0),
-        };
-        flags.set(WcFlags::GRH, source >> 28 & 3 != 0);
-        Ok(WorkCompletion {
-            wr_id,
-            status,
-            opcode,
-            vendor_error: 0,
-            byte_len: length,
-            imm_or_rkey,
-            qpn: Qpn(qpn),
-            src_qpn: Qpn(source & QPN),
-            flags,
-            pkey_index: immediate.get() as u16,
-            src_lid: entry.source_lid.get(),
-            service_level: (source >> 24) as u8 & 15,
-            dest_path_bits: entry.path_bits & 0x7f,
-        })
+        Ok(received(entry, wr_id, status))
     }
 
     /// Copies the response to a request from the entry to its buffers.
@@ -482,7 +412,7 @@ impl Locked<'_> {
 impl CompletionQueue {
     /// Copies an entry over a later one, which keeps its owner bit.
     fn copy(&self, from: u32, to: u32) {
-        let owner = self.op_own(to) & cqe::OWNER;
+        let owner = op_own(self.cqe(to)) & cqe::OWNER;
         let half = size_of::<Cqe>();
         let size = self.setup.entry_size as usize;
         // SAFETY: S3: two different entries of the ring, both owned by software.
@@ -496,15 +426,64 @@ impl CompletionQueue {
     }
 }
 
-/// Completions of requests by operation, and whether they have a length; `None` for those that
-/// [`CompletionQueue::take_request`] leaves to [`CompletionQueue::drain`].
-const REQUESTS: [Option<(WcOpcode, bool)>; 256] = {
-    let mut requests = [None; 256];
-    requests[Opcode::Send as usize] = Some((WcOpcode::SEND, false));
-    requests[Opcode::Write as usize] = Some((WcOpcode::RDMA_WRITE, false));
-    requests[Opcode::Read as usize] = Some((WcOpcode::RDMA_READ, true));
-    requests
-};
+#[cold]
+#[inline(never)]
+fn refusal(bad: &BadEntry) -> VerbError {
+    bad.verb_error()
+}
+
+/// Returns kind, format and owner bit of an entry of the ring.
+#[inline(always)]
+fn op_own(entry: NonNull<Cqe>) -> u8 {
+    // SAFETY: S3: within the ring.
+    unsafe { (&raw const (*entry.as_ptr()).op_own).read_volatile() }
+}
+
+/// Returns a copy of an entry of the ring, which belongs to software.
+#[inline(always)]
+fn copy_of(entry: NonNull<Cqe>) -> Cqe {
+    from_device();
+    // A volatile load of a `Cqe` would load each field by itself; this loads eight words.
+    let words = entry.cast::<u64>();
+    let mut copy = [0_u64; size_of::<Cqe>() / size_of::<u64>()];
+    for (at, word) in copy.iter_mut().enumerate() {
+        // SAFETY: S3: within the ring.
+        *word = unsafe { words.add(at).read_volatile() };
+    }
+    // SAFETY: S3: any bytes are a CQE.
+    unsafe { mem::transmute::<[u64; 8], Cqe>(copy) }
+}
+
+/// Returns the completion of a receive.
+#[inline(always)]
+fn received(entry: &Cqe, wr_id: WrId, status: WcStatus) -> WorkCompletion {
+    let source = entry.flags_source.get();
+    let immediate = entry.immediate;
+    let (opcode, mut flags, imm_or_rkey) = match entry.op_own >> 4 {
+        cqe::WRITE_WITH_IMM => {
+            (WcOpcode::RECV_RDMA_WITH_IMM, WcFlags::WITH_IMM, immediate.get().to_be())
+        }
+        cqe::SEND_WITH_IMM => (WcOpcode::RECV, WcFlags::WITH_IMM, immediate.get().to_be()),
+        cqe::SEND_WITH_INVALIDATE => (WcOpcode::RECV, WcFlags::WITH_INV, immediate.get()),
+        _ => (WcOpcode::RECV, WcFlags::empty(), 0),
+    };
+    flags.set(WcFlags::GRH, source >> 28 & 3 != 0);
+    WorkCompletion {
+        wr_id,
+        status,
+        opcode,
+        vendor_error: 0,
+        byte_len: entry.length.get(),
+        imm_or_rkey,
+        qpn: Qpn(entry.opcode_qpn.get() & QPN),
+        src_qpn: Qpn(source & QPN),
+        flags,
+        pkey_index: immediate.get() as u16,
+        src_lid: entry.source_lid.get(),
+        service_level: (source >> 24) as u8 & 15,
+        dest_path_bits: entry.path_bits & 0x7f,
+    }
+}
 
 /// Decodes an error CQE. Returns `None` for a shared receive that was posted again.
 fn decode_error(queues: &Queues, entry: &Cqe) -> Result<Option<WorkCompletion>, BadEntry> {
@@ -545,7 +524,10 @@ fn retire_receive(
     match &queues.receive {
         Receives::None => Err(unknown),
         Receives::Own(queue) => {
-            queue.retire(|place| fill(queue.entries(), place, 0)).ok_or(unknown)
+            let oldest = queue.oldest().ok_or(unknown)?;
+            let status = fill(queue.entries(), oldest.place, 0);
+            queue.retire(&oldest);
+            Ok((oldest.wr_id, status))
         }
         Receives::Shared(queue) => {
             queue.retire(counter, || fill(queue.entries(), counter.into(), 1)).ok_or(unknown)

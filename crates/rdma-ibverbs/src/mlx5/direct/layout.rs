@@ -395,6 +395,8 @@ pub const MINIS: usize = 8;
 pub mod cqe {
     /// The owner bit, which changes with each pass over the ring.
     pub const OWNER: u8 = 1;
+    /// The message raised a solicited event.
+    pub const SOLICITED: u8 = 1 << 1;
     /// A request completed: `MLX5_CQE_REQ`.
     pub const REQUEST: u8 = 0;
     /// A WRITE with immediate data arrived: `MLX5_CQE_RESP_WR_IMM`.

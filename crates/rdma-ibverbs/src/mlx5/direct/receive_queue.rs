@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use parking_lot::Mutex;
 use rdma_provider::VerbError;
 use rdma_provider::contract::PostError;
-use rdma_provider::types::{RecvWr, WrId};
+use rdma_provider::types::{RecvWr, Sge, WrId};
 
 use super::doorbell::Record;
 use super::entry::data_segment;
@@ -39,6 +39,7 @@ impl Entries {
     /// # Panics
     ///
     /// Panics beyond the last entry or the last segment.
+    #[inline(always)]
     pub(super) fn segment<T>(&self, index: u32, segment: usize) -> NonNull<T> {
         const { assert!(size_of::<T>() == SEGMENT) };
         assert!(index < self.count && segment < self.segments(), "outside the queue");
@@ -46,8 +47,21 @@ impl Entries {
         unsafe { self.start.add(index as usize * self.stride as usize + segment * SEGMENT) }.cast()
     }
 
+    #[inline(always)]
     pub(super) fn segments(&self) -> usize {
         self.stride as usize / SEGMENT
+    }
+
+    /// Writes a list of one buffer, which is not empty, to entry `index`.
+    #[inline(always)]
+    fn write_one(&self, index: u32, buffer: &Sge) {
+        // SAFETY: S3: segments of the queue.
+        unsafe {
+            self.segment(index, 0).write(data_segment(buffer));
+            if self.segments() > 1 {
+                self.segment(index, 1).write(DataSegment::END);
+            }
+        }
     }
 
     /// Writes the list of a receive after the first `skipped` segments of entry `index`. Returns
@@ -122,7 +136,45 @@ impl ReceiveQueue {
     ///
     /// See [`Qp::post_recv`](rdma_provider::contract::Qp::post_recv): memory
     /// that the requests name stays valid.
+    #[inline]
     pub(crate) unsafe fn post(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
+        match list {
+            &[RecvWr { wr_id, sges: &[buffer] }] if self.post_one(wr_id, buffer) => Ok(()),
+            // SAFETY: S1: the caller's promise.
+            _ => unsafe { self.post_list(list) },
+        }
+    }
+
+    /// Posts a receive with one buffer. Returns false, and posts nothing, if the queue is full or
+    /// the buffer is empty.
+    #[inline(always)]
+    fn post_one(&self, wr_id: WrId, buffer: Sge) -> bool {
+        let _producer = self.producer.lock();
+        let next = self.posted.load(Ordering::Relaxed);
+        let index = next & (self.entries.count - 1);
+        if buffer.length == 0 || self.is_full(next) {
+            return false;
+        }
+        self.entries.write_one(index, &buffer);
+        self.wr_ids[index as usize].store(wr_id.0, Ordering::Relaxed);
+        let next = next.wrapping_add(1);
+        self.posted.store(next, Ordering::Release);
+        self.record.publish(next & 0xffff);
+        true
+    }
+
+    #[inline(always)]
+    fn is_full(&self, next: u32) -> bool {
+        next.wrapping_sub(self.consumed.load(Ordering::Acquire)) >= self.entries.count
+    }
+
+    /// Posts any list.
+    ///
+    /// # Safety
+    ///
+    /// See [`post`](Self::post).
+    #[inline(never)]
+    unsafe fn post_list(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
         let _producer = self.producer.lock();
         let first = self.posted.load(Ordering::Relaxed);
         let refuse = |errno| VerbError::new("ibv_post_recv", errno);
@@ -130,8 +182,7 @@ impl ReceiveQueue {
         let mut result = Ok(());
         for (posted, wr) in list.iter().enumerate() {
             let index = next & (self.entries.count - 1);
-            let full =
-                next.wrapping_sub(self.consumed.load(Ordering::Acquire)) >= self.entries.count;
+            let full = self.is_full(next);
             if full || !self.entries.write(index, 0, wr) {
                 let errno = if full { VerbError::ENOMEM } else { VerbError::EINVAL };
                 result = Err(PostError { posted, error: refuse(errno) });
@@ -147,19 +198,33 @@ impl ReceiveQueue {
         result
     }
 
-    /// Retires the oldest receive after `fill` has used its entry. Returns `None` if none is
-    /// posted. Called under the lock of the completion queue.
-    pub(super) fn retire<T>(&self, fill: impl FnOnce(u32) -> T) -> Option<(WrId, T)> {
-        let consumed = self.consumed.load(Ordering::Relaxed);
-        if consumed == self.posted.load(Ordering::Acquire) {
+    /// Returns the oldest receive, or `None` if none is posted. Called under the lock of the
+    /// completion queue.
+    #[inline(always)]
+    pub(super) fn oldest(&self) -> Option<Oldest> {
+        let number = self.consumed.load(Ordering::Relaxed);
+        if number == self.posted.load(Ordering::Acquire) {
             return None;
         }
-        let index = consumed & (self.entries.count - 1);
-        let wr_id = self.wr_ids[index as usize].load(Ordering::Relaxed);
-        let filled = fill(index);
-        self.consumed.store(consumed.wrapping_add(1), Ordering::Release);
-        Some((WrId(wr_id), filled))
+        let place = number & (self.entries.count - 1);
+        let wr_id = WrId(self.wr_ids[place as usize].load(Ordering::Relaxed));
+        Some(Oldest { number, place, wr_id })
     }
+
+    /// Retires the oldest receive: its entry can be used again.
+    #[inline(always)]
+    pub(super) fn retire(&self, oldest: &Oldest) {
+        self.consumed.store(oldest.number.wrapping_add(1), Ordering::Release);
+    }
+}
+
+/// The oldest receive of a queue.
+#[derive(Debug)]
+pub(super) struct Oldest {
+    number: u32,
+    /// Its entry.
+    pub(super) place: u32,
+    pub(super) wr_id: WrId,
 }
 
 impl fmt::Debug for ReceiveQueue {

@@ -10,6 +10,9 @@ use super::layout::{Control, Cqe, DataSegment, Opcode};
 use super::receive_queue::Entries;
 use super::ring::Ring;
 
+/// Bytes of data in a CQE.
+const IN_ENTRY: usize = 32;
+
 /// A copy of the data in an entry.
 #[derive(Debug)]
 pub(super) struct Inline {
@@ -22,7 +25,7 @@ impl Inline {
     pub(super) fn in_entry(entry: &Cqe) -> Self {
         // SAFETY: S3: a CQE has 64 bytes and no padding.
         let bytes = unsafe { ptr::from_ref(entry).cast::<[u8; 64]>().read() };
-        Self { bytes, capacity: 32 }
+        Self { bytes, capacity: IN_ENTRY }
     }
 
     /// Returns the data in the 64 bytes before a CQE.
@@ -86,6 +89,26 @@ pub(super) unsafe fn to_receive(
         (skipped..entries.segments()).map(|at| unsafe { entries.segment(place, at).read() });
     // SAFETY: S1, S2: the caller's promise.
     unsafe { scatter(segments, bytes) }
+}
+
+/// Copies a message in the first 32 bytes of a CQE to the first buffer of receive `place`. Returns
+/// false, and copies nothing, if it is longer than either.
+///
+/// # Safety
+///
+/// See [`to_receive`].
+#[inline(always)]
+pub(super) unsafe fn to_first_buffer(entries: &Entries, place: u32, entry: &Cqe) -> bool {
+    // SAFETY: S3: a segment of the queue.
+    let segment: DataSegment = unsafe { entries.segment(place, 0).read() };
+    let length = entry.length.get();
+    if length > segment.length.get().min(IN_ENTRY as u32) {
+        return false;
+    }
+    let to = ptr::with_exposed_provenance_mut::<u8>(segment.address.get() as usize);
+    // SAFETY: S1, S2: as in `scatter`; the entry is longer.
+    unsafe { to.copy_from_nonoverlapping(ptr::from_ref(entry).cast(), length as usize) };
+    true
 }
 
 /// Copies `bytes` to a list of buffers.

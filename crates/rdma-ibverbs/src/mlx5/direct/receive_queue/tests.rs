@@ -138,9 +138,11 @@ impl Bench {
                 assert_eq!(result, expected);
             }
             Op::Retire => {
-                let retired = self.queue.retire(|index| {
-                    assert_eq!(index, model.consumed % count);
-                    self.queue.save_list(index)
+                let retired = self.queue.oldest().map(|oldest| {
+                    assert_eq!(oldest.place, model.consumed % count);
+                    let list = self.queue.save_list(oldest.place);
+                    self.queue.retire(&oldest);
+                    (oldest.wr_id, list)
                 });
                 let oldest = model.receives.pop_front();
                 assert_eq!(retired.as_ref().map(|(id, _)| id.0), oldest.map(|(n, _)| n.into()));
@@ -253,9 +255,11 @@ fn poster_overwrites_no_receive_that_the_poller_still_reads() {
             let others = Panics(panicked);
             let mut next = 0;
             while next < receives {
-                match queue.retire(|index| queue.save_list(index)) {
-                    Some(retired) => {
-                        assert_eq!(retired, (WrId(next.into()), entry(2, next)));
+                match queue.oldest() {
+                    Some(oldest) => {
+                        assert_eq!(oldest.wr_id, WrId(next.into()));
+                        assert_eq!(queue.save_list(oldest.place), entry(2, next));
+                        queue.retire(&oldest);
                         next += 1;
                     }
                     None => others.wait(),
