@@ -10,7 +10,7 @@ use pin_project::pin_project;
 
 use super::completion_queue::CompletionQueue;
 use super::completion_queue_core::CompletionQueueCore;
-use crate::contained::contained;
+use super::deferral::wake_in_turn;
 
 impl CompletionQueue {
     /// Runs `future` and polls this queue each time the runtime schedules the returned future,
@@ -27,7 +27,7 @@ impl CompletionQueue {
     ///
     /// Cancel safe if `future` is. After it is dropped, operations poll for themselves again.
     pub fn drive<F: Future>(&self, future: F) -> Drive<F> {
-        Drive { driver: Driver::new(self.shared()), future }
+        Drive { driver: Driver::new(self.shared()), rounds: 0, future }
     }
 }
 
@@ -40,6 +40,8 @@ impl CompletionQueue {
 #[must_use = "futures do nothing unless they are awaited"]
 pub struct Drive<F> {
     driver: Driver,
+    /// Polls in which the future was pending.
+    rounds: u32,
     #[pin]
     future: F,
 }
@@ -53,7 +55,8 @@ impl<F: Future> Future for Drive<F> {
         this.driver.queue.drain();
         let output = this.future.poll(context);
         if output.is_pending() {
-            contained(|| context.waker().wake_by_ref());
+            *this.rounds = this.rounds.wrapping_add(1);
+            wake_in_turn(context, *this.rounds);
         }
         output
     }

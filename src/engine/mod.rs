@@ -46,6 +46,7 @@ mod completion_mode;
 mod completion_queue;
 mod completion_queue_core;
 mod dc_target;
+mod deferral;
 mod device_events;
 mod drive;
 mod failures;

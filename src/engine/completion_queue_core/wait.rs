@@ -7,6 +7,7 @@ use super::{BATCH, CompletionQueueCore, Draining, READY_BUDGET, State};
 use crate::contained::contained;
 use crate::engine::arm;
 use crate::engine::completion_mode::CompletionMode;
+use crate::engine::deferral::{wake_after_others, wake_in_turn};
 use crate::engine::slot::{Discarded, Registered, Slot};
 use crate::engine::work_queue::{WorkQueue, trace_completed};
 use crate::error::VerbError;
@@ -176,7 +177,7 @@ impl CompletionQueueCore {
         {
             (state.ready_budget, state.next, state.end) = (READY_BUDGET, 0, taken);
             drop(guard);
-            contained(|| context.waker().wake_by_ref());
+            wake_after_others(context);
             return Poll::Pending;
         }
         let more = taken > 0 && self.finish_batch(state, 0, taken);
@@ -207,7 +208,7 @@ impl CompletionQueueCore {
         if guard.ready_budget == 0 && self.may_defer() {
             guard.ready_budget = READY_BUDGET;
             drop(guard);
-            contained(|| context.waker().wake_by_ref());
+            wake_after_others(context);
             return Poll::Pending;
         }
         let more = self.drain_batch(&mut guard);
@@ -277,7 +278,7 @@ impl CompletionQueueCore {
                 self.release(state);
                 if yields {
                     // Yields to other tasks; the next poll finds the result.
-                    contained(|| context.waker().wake_by_ref());
+                    wake_after_others(context);
                 }
                 if more {
                     self.drain();
@@ -307,10 +308,11 @@ impl CompletionQueueCore {
             CompletionMode::Event | CompletionMode::BusyPoll(_) => false,
         };
         if spins {
-            slot.spin(rounds.saturating_add(1));
+            let rounds = rounds.saturating_add(1);
+            slot.spin(rounds);
             self.release(state);
             self.serve();
-            contained(|| context.waker().wake_by_ref());
+            wake_in_turn(context, rounds);
             return Poll::Pending;
         }
 

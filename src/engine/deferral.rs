@@ -1,0 +1,159 @@
+//! Wakers called after the runtime of the current thread has run its other tasks and I/O.
+//!
+//! A task that wakes itself in each poll keeps the queue of a current-thread runtime filled. Such a
+//! runtime polls the future of `block_on` and its I/O driver only every 61 tasks, or when the queue
+//! is empty. A deferred task is not in the queue meanwhile.
+
+use std::future::Future;
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::{Context, Wake, Waker};
+
+use parking_lot::Mutex;
+use tokio::runtime::{Handle, RuntimeFlavor};
+use tokio::task::yield_now;
+
+use crate::contained::contained;
+
+/// Wakers deferred by this thread, called by the waker that Tokio has. Panics of the wakers would
+/// otherwise unwind into the runtime.
+#[derive(Debug, Default)]
+struct Deferred(Mutex<Vec<Waker>>);
+
+thread_local! {
+    static DEFERRED: (Arc<Deferred>, Waker) = {
+        let deferred = Arc::<Deferred>::default();
+        (deferred.clone(), deferred.into())
+    };
+}
+
+/// Rounds that a task spins before others have their turn.
+const ROUNDS_IN_TURN: u32 = 4;
+
+/// Wakes the task of `context`, which has spun for `rounds`. Every few rounds, others run first.
+pub(super) fn wake_in_turn(context: &Context<'_>, rounds: u32) {
+    if rounds.is_multiple_of(ROUNDS_IN_TURN) {
+        wake_after_others(context);
+    } else {
+        contained(|| context.waker().wake_by_ref());
+    }
+}
+
+/// Wakes the task of `context`, in a current-thread runtime after its other tasks and I/O. Another
+/// runtime has a thread that polls both, and one that may steal the task.
+#[cold]
+pub(super) fn wake_after_others(context: &Context<'_>) {
+    if is_single_threaded() {
+        let task = context.waker().clone();
+        let deferred = DEFERRED.try_with(|(deferred, waker)| {
+            deferred.0.lock().push(task);
+            // Its first poll gives the waker to the runtime of this thread. In each call, because
+            // the runtime of an earlier one may be another.
+            pin!(yield_now()).poll(&mut Context::from_waker(waker)).is_pending()
+        });
+        if deferred.is_ok() {
+            return;
+        }
+    }
+    contained(|| context.waker().wake_by_ref());
+}
+
+fn is_single_threaded() -> bool {
+    Handle::try_current()
+        .is_ok_and(|runtime| runtime.runtime_flavor() == RuntimeFlavor::CurrentThread)
+}
+
+impl Wake for Deferred {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        // A waker may defer again.
+        let count = self.0.lock().len();
+        for _ in 0..count {
+            let Some(waker) = self.0.lock().pop() else { return };
+            contained(|| waker.wake());
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::cell::Cell;
+    use std::future::poll_fn;
+    use std::rc::Rc;
+    use std::task::Poll;
+
+    use tokio::runtime::{Builder, Runtime};
+    use tokio::task::{LocalSet, spawn_local};
+
+    use super::*;
+    use crate::contained::tests::{Counts, Panics};
+
+    fn runtime() -> Runtime {
+        Builder::new_current_thread().enable_io().build().unwrap()
+    }
+
+    /// Lets the runtime poll the others once, and returns `count` afterwards.
+    async fn turn(count: &Cell<u32>) -> u32 {
+        let mut polled = false;
+        poll_fn(|context| {
+            context.waker().wake_by_ref();
+            if std::mem::replace(&mut polled, true) { Poll::Ready(()) } else { Poll::Pending }
+        })
+        .await;
+        count.get()
+    }
+
+    #[test]
+    fn future_of_block_on_is_polled_every_few_rounds_of_a_spinning_task() {
+        let most = |spin: fn(&Context<'_>, u32)| {
+            let rounds = Rc::new(Cell::new(0));
+            let spun = rounds.clone();
+            LocalSet::new().block_on(&runtime(), async move {
+                spawn_local(poll_fn::<(), _>(move |context| {
+                    spun.set(spun.get() + 1);
+                    spin(context, spun.get());
+                    Poll::Pending
+                }));
+                let (mut most, mut before) = (0, 0);
+                for _ in 0..50 {
+                    let now = turn(&rounds).await;
+                    (most, before) = (most.max(now - before), now);
+                }
+                most
+            })
+        };
+        assert!((1..=2 * ROUNDS_IN_TURN).contains(&most(wake_in_turn)));
+        let without = most(|context, _| context.waker().wake_by_ref());
+        assert!(without > 2 * ROUNDS_IN_TURN, "{without}: the runtime has changed");
+    }
+
+    #[test]
+    fn deferred_wakers_are_all_called_and_their_panics_contained() {
+        let counts = Arc::new(Counts::default());
+        let wakers = [Waker::from(counts.clone()), Arc::new(Panics::default()).into()];
+        runtime().block_on(async {
+            for round in 1..=3 {
+                for waker in wakers.iter().cycle().take(6) {
+                    wake_after_others(&Context::from_waker(waker));
+                }
+                assert_eq!(counts.0.load(std::sync::atomic::Ordering::Relaxed), 3 * (round - 1));
+                yield_now().await;
+                assert_eq!(counts.0.load(std::sync::atomic::Ordering::Relaxed), 3 * round);
+            }
+        });
+        contained(|| drop(wakers));
+    }
+
+    #[test]
+    fn outside_of_a_current_thread_runtime_the_waker_is_called_at_once() {
+        let counts = Arc::new(Counts::default());
+        let waker = Waker::from(counts.clone());
+        wake_after_others(&Context::from_waker(&waker));
+        let threads = Builder::new_multi_thread().worker_threads(1).build().unwrap();
+        threads.block_on(async { wake_after_others(&Context::from_waker(&waker)) });
+        assert_eq!(counts.0.load(std::sync::atomic::Ordering::Relaxed), 2);
+    }
+}
