@@ -10,7 +10,7 @@ use super::target::path_mtu;
 use super::{DcAddress, DcSender};
 use crate::dispatch::SendCounters;
 use crate::engine::{
-    CompletionQueue, PeerStream, Receiver, ReceiverKey, Streams, WorkQueueCounters,
+    CompletionQueue, PeerStream, Receiver, ReceiverKey, StreamUse, Streams, WorkQueueCounters,
 };
 use crate::error::{LimitError, NO_DC, SetupError};
 use crate::op::{ConnectOptions, QueuePair, QueuePairBuilder};
@@ -108,6 +108,11 @@ impl DcInitiator {
         &self.qp
     }
 
+    #[inline]
+    pub(super) fn stream_set(&self) -> Option<&Arc<Streams>> {
+        self.setup.streams.as_ref()
+    }
+
     pub(super) fn end(&self) {
         self.qp.shut_down();
     }
@@ -174,6 +179,12 @@ impl DcInitiator {
     /// [`SetupError::Mismatch`] if link layer or IP version differ, or if the peer's MTU is smaller
     /// than this initiator's ([`DcInitiatorBuilder::mtu`]).
     pub fn peer(&self, address: &DcAddress) -> Result<DcPeer, SetupError> {
+        let stream = self.setup.streams.as_ref().map(|streams| Arc::new(streams.assign()));
+        Ok(DcPeer { stream, ..self.peer_without_stream(address)? })
+    }
+
+    /// Creates a peer whose user chooses the stream of each operation.
+    pub(super) fn peer_without_stream(&self, address: &DcAddress) -> Result<DcPeer, SetupError> {
         let local = self.qp.local();
         self.qp.require_equal(
             "link layers of the initiator and the peer",
@@ -193,9 +204,8 @@ impl DcInitiator {
         let mut route = AddressVector::new(local.port, local.gid.index, address.gid);
         route.dlid = address.lid;
         let handle = self.protection_domain().address_handle(&route)?;
-        let stream = self.setup.streams.as_ref().map(|streams| Arc::new(streams.assign()));
         let DcAddress { number, key, mtu, .. } = *address;
-        Ok(DcPeer { handle, number, key, mtu, stream })
+        Ok(DcPeer { handle, number, key, mtu, stream: None })
     }
 
     /// Returns a sender for operations to this peer.
@@ -317,7 +327,7 @@ pub struct DcPeer {
     number: Qpn,
     key: DcKey,
     pub(super) mtu: Mtu,
-    /// `None` if made by an initiator without streams.
+    /// `None` if made by an initiator without streams, or by a pool.
     stream: Option<Arc<PeerStream>>,
 }
 
@@ -341,7 +351,7 @@ impl DcPeer {
     }
 
     #[inline]
-    pub(super) fn receiver(&self, stream: u16) -> Receiver<'_> {
+    pub(super) fn receiver(&self, stream: StreamUse) -> Receiver<'_> {
         let key = ReceiverKey::Dc(self.key, stream);
         Receiver { handle: &self.handle, number: self.number, key }
     }

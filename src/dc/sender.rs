@@ -1,10 +1,10 @@
 //! A DC initiator with one peer as the destination of operations.
 
 use super::DcPeer;
-use crate::engine::Streams;
+use crate::engine::{StreamUse, Streams};
 use crate::error::{CompletionError, LimitError, OpErrorKind, TryError};
 use crate::op::{Destination, QueuePair};
-use crate::types::{Mtu, SendFlags, WcStatus};
+use crate::types::{Mtu, SendFlags};
 
 /// A [`DcInitiator`](super::DcInitiator) with one peer, for any number of operations.
 ///
@@ -50,20 +50,31 @@ impl<'a> DcSender<'a> {
     }
 
     pub(super) fn destination(&self) -> Destination<'a> {
-        if let Some(kind) = self.refusal() {
-            return Destination::refused(kind);
-        }
-        let stream = match self.streams {
+        let number = match self.streams {
             None => 0,
             Some(streams) => {
                 let stream = self.peer.stream_in(streams);
                 if streams.has_failed(stream) && !self.is_restored(streams, stream) {
-                    return Destination::refused(self.flushed());
+                    let flushed = CompletionError::flushed(self.qp.qpn());
+                    return Destination::refused(
+                        self.refusal().unwrap_or(OpErrorKind::Completion(flushed)),
+                    );
                 }
                 stream
             }
         };
-        Destination::new(&self.qp.inner, self.flags, Some(self.peer.receiver(stream)))
+        self.destination_in(StreamUse { number, generation: None })
+    }
+
+    /// Returns the destination on a stream, even if that has failed.
+    pub(super) fn destination_in(&self, stream: StreamUse) -> Destination<'a> {
+        match self.refusal() {
+            Some(kind) => Destination::refused(kind),
+            None => {
+                let receiver = self.peer.receiver(stream);
+                Destination::new(&self.qp.inner, self.flags, Some(receiver))
+            }
+        }
     }
 
     pub(super) fn submit<F>(&self, work: impl FnOnce(Destination<'_>) -> F) -> F {
@@ -92,16 +103,6 @@ impl<'a> DcSender<'a> {
     fn is_restored(&self, streams: &Streams, stream: u16) -> bool {
         self.qp.drain_completions();
         !streams.has_failed(stream)
-    }
-
-    #[cold]
-    fn flushed(&self) -> OpErrorKind {
-        OpErrorKind::Completion(CompletionError {
-            status: WcStatus::WR_FLUSH_ERR,
-            vendor_error: 0,
-            qpn: self.qp.qpn(),
-            lengths: None,
-        })
     }
 
     fn refusal(&self) -> Option<OpErrorKind> {

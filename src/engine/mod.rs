@@ -87,4 +87,6 @@ pub(crate) use streams::{PeerStream, Streams};
 pub(crate) use wake_list::{Deferral, wake};
 pub(crate) use work_queue::WorkQueue;
 pub use work_request::WorkQueueCounters;
-pub(crate) use work_request::{Limits, OnFull, Receiver, ReceiverKey, Refusal, Request, WorkKind};
+pub(crate) use work_request::{
+    Limits, OnFull, Receiver, ReceiverKey, Refusal, Request, StreamUse, WorkKind,
+};

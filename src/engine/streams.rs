@@ -10,11 +10,12 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use super::capacity::Capacity;
-use super::posting::Posting;
-use super::work_request::{OwnedReceiver, Receiver, ReceiverKey};
+use super::posting::{Poster, Posting};
+use super::work_request::{OwnedReceiver, Receiver, ReceiverKey, StreamUse};
+use crate::error::{CompletionError, OpErrorKind};
+use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use crate::types::SendTarget;
 
 /// The streams of one initiator, as its peers see them.
@@ -22,18 +23,38 @@ pub(crate) struct Streams {
     each: Box<[Stream]>,
     /// True if the device has refused to reset a stream, or the whole queue pair has failed.
     broken: AtomicBool,
+    resets: AtomicU64,
 }
 
-#[derive(Default)]
 struct Stream {
     failed: AtomicBool,
+    /// The number of failures, modulo 2^32.
+    failures: AtomicU32,
     peers: AtomicU32,
+}
+
+impl Stream {
+    fn new() -> Self {
+        Self {
+            failed: AtomicBool::new(false),
+            failures: AtomicU32::new(0),
+            peers: AtomicU32::new(0),
+        }
+    }
+
+    fn has_failed(&self) -> bool {
+        self.failed.load(Ordering::Relaxed)
+    }
+
+    fn peers(&self) -> u32 {
+        self.peers.load(Ordering::Relaxed)
+    }
 }
 
 impl Streams {
     pub(crate) fn new(count: u16) -> Arc<Self> {
-        let each = (0..count).map(|_| Stream::default()).collect();
-        Arc::new(Self { each, broken: AtomicBool::new(false) })
+        let each = (0..count).map(|_| Stream::new()).collect();
+        Arc::new(Self { each, broken: AtomicBool::new(false), resets: AtomicU64::new(0) })
     }
 
     pub(crate) fn count(&self) -> u16 {
@@ -41,7 +62,17 @@ impl Streams {
     }
 
     pub(crate) fn has_failed(&self, stream: u16) -> bool {
-        self.each[usize::from(stream)].failed.load(Ordering::Relaxed)
+        self.each[usize::from(stream)].has_failed()
+    }
+
+    /// Returns a number that each failure of the stream changes.
+    pub(crate) fn generation(&self, stream: u16) -> u32 {
+        self.each[usize::from(stream)].failures.load(Ordering::Relaxed)
+    }
+
+    /// Returns the number of streams that were reset since the initiator was created.
+    pub(crate) fn resets(&self) -> u64 {
+        self.resets.load(Ordering::Relaxed)
     }
 
     pub(crate) fn is_broken(&self) -> bool {
@@ -50,13 +81,26 @@ impl Streams {
 
     /// Assigns a stream to a new peer: one that has not failed, if possible, with the fewest peers.
     pub(crate) fn assign(self: &Arc<Self>) -> PeerStream {
-        let load = |&stream: &u16| {
-            let at = &self.each[usize::from(stream)];
-            (at.failed.load(Ordering::Relaxed), at.peers.load(Ordering::Relaxed))
-        };
-        let number = (0..self.count()).min_by_key(load).unwrap_or(0);
-        self.each[usize::from(number)].peers.fetch_add(1, Ordering::Relaxed);
-        PeerStream { streams: self.clone(), number }
+        loop {
+            let load = |stream: u16| {
+                let at = &self.each[usize::from(stream)];
+                (at.has_failed(), at.peers(), stream)
+            };
+            let (_, peers, number) = (0..self.count()).map(load).min().unwrap_or_default();
+            let count = &self.each[usize::from(number)].peers;
+            // Two peers assigned at once do not share a stream while others are free.
+            let assigned =
+                count.compare_exchange(peers, peers + 1, Ordering::Relaxed, Ordering::Relaxed);
+            if assigned.is_ok() {
+                return PeerStream { streams: self.clone(), number };
+            }
+        }
+    }
+
+    /// Returns the number of peers of the stream that has the fewest, or `None` if all streams have
+    /// failed.
+    pub(crate) fn fewest_peers(&self) -> Option<u32> {
+        self.each.iter().filter(|stream| !stream.has_failed()).map(Stream::peers).min()
     }
 
     /// Makes all streams sound, after a reset of the queue pair.
@@ -66,6 +110,7 @@ impl Streams {
     }
 
     pub(super) fn restore(&self, stream: u16) {
+        self.resets.fetch_add(1, Ordering::Relaxed);
         self.each[usize::from(stream)].failed.store(false, Ordering::Relaxed);
     }
 
@@ -100,6 +145,24 @@ impl PeerStream {
     pub(crate) fn number_in(&self, streams: &Streams) -> u16 {
         self.number % streams.count()
     }
+
+    pub(crate) fn number(&self) -> u16 {
+        self.number
+    }
+
+    pub(crate) fn has_failed(&self) -> bool {
+        self.streams.has_failed(self.number)
+    }
+
+    /// Returns a number that each failure of the stream changes.
+    pub(crate) fn generation(&self) -> u32 {
+        self.streams.generation(self.number)
+    }
+
+    /// Returns true if other peers use the stream too.
+    pub(crate) fn is_shared(&self) -> bool {
+        self.streams.each[usize::from(self.number)].peers() > 1
+    }
 }
 
 impl Drop for PeerStream {
@@ -129,7 +192,7 @@ impl StreamWork {
         Self { streams, of: vec![0; depth.max(1) as usize].into(), last }
     }
 
-    fn record(&mut self, stream: u16, position: u32) {
+    pub(super) fn record(&mut self, stream: u16, position: u32) {
         let at = position as usize % self.of.len();
         self.of[at] = stream;
         self.last[usize::from(stream)] = Some(position);
@@ -140,7 +203,7 @@ impl StreamWork {
     }
 }
 
-fn stream_of(to: &Receiver<'_>) -> Option<u16> {
+fn stream_of(to: &Receiver<'_>) -> Option<StreamUse> {
     match to.key {
         ReceiverKey::Dc(_, stream) => Some(stream),
         ReceiverKey::Datagram(_) => None,
@@ -148,6 +211,25 @@ fn stream_of(to: &Receiver<'_>) -> Option<u16> {
 }
 
 impl Posting {
+    /// Returns why the stream of `to` refuses work: the work requires a generation of the stream
+    /// that has ended. Checked under the lock, because the stream may have failed and been reset
+    /// since the caller last found it sound.
+    #[inline]
+    pub(super) fn stream_refusal(&self, to: Option<Receiver<'_>>) -> Option<OpErrorKind> {
+        if !self.has_outlived(stream_of(&to?)?) {
+            return None;
+        }
+        let Some(Poster::Send(qp)) = &self.poster else { return Some(OpErrorKind::Closed) };
+        Some(OpErrorKind::Completion(CompletionError::flushed(qp.qpn())))
+    }
+
+    /// Returns true if the stream has failed since the generation that `used` requires.
+    #[inline]
+    pub(super) fn has_outlived(&self, used: StreamUse) -> bool {
+        let (Some(generation), Some(work)) = (used.generation, &self.streams) else { return false };
+        work.streams.generation(used.number) != generation
+    }
+
     /// Records the receiver of the next `count` work requests, and returns it for posting. If the
     /// device refuses them, the record of the stream's last position is too high by what it
     /// refused; [`forget_refused`](Self::forget_refused) corrects it.
@@ -156,7 +238,7 @@ impl Posting {
             && let Some(stream) = stream_of(&to)
         {
             for part in 0..count {
-                work.record(stream, (self.posted as u32).wrapping_add(part));
+                work.record(stream.number, (self.posted as u32).wrapping_add(part));
             }
         }
         to.target()
@@ -178,8 +260,9 @@ impl Posting {
     pub(super) fn fail_stream(&mut self, position: u32, capacity: &Capacity) -> bool {
         let Some(work) = &self.streams else { return false };
         let stream = work.of[position as usize % work.of.len()];
-        let failed = &work.streams.each[usize::from(stream)].failed;
+        let Stream { failed, failures, .. } = &work.streams.each[usize::from(stream)];
         if !failed.swap(true, Ordering::Relaxed) {
+            failures.fetch_add(1, Ordering::Relaxed);
             tracing::debug!(stream, "stream failed");
         }
         self.is_drained(work, stream, capacity)
@@ -188,7 +271,9 @@ impl Posting {
     fn is_drained(&self, work: &StreamWork, stream: u16, capacity: &Capacity) -> bool {
         let posted = self.posted as u32;
         let done = posted.wrapping_sub(capacity.in_flight(posted));
-        let queued = |to: &OwnedReceiver| stream_of(&to.borrowed()) == Some(stream);
+        let queued = |to: &OwnedReceiver| {
+            stream_of(&to.borrowed()).is_some_and(|used| used.number == stream)
+        };
         work.is_drained(stream, done)
             && !self.wait_queue.iter().any(|next| next.to.as_ref().is_some_and(queued))
     }

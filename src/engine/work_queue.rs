@@ -150,8 +150,7 @@ impl WorkQueue {
             trace_completed(wc);
         }
         if !wc.status.is_success() {
-            self.failures.count(wc, self.failure(wc));
-            self.notify_failure(woken);
+            self.note_failure(wc, woken);
         }
         let is_last = wc.wr_id == slot.id();
         let position = if is_last { slot.position() } else { slot.start().wrapping_add(part) };
@@ -168,6 +167,24 @@ impl WorkQueue {
             }
         } else if is_last {
             self.settle(wc.wr_id, Ok(*wc), woken);
+        }
+    }
+
+    /// Counts a failed completion. Without streams, it ends the work of the whole queue.
+    #[cold]
+    fn note_failure(&self, wc: &WorkCompletion, woken: &mut WakeList) {
+        self.failures.count(wc, self.failure(wc));
+        let mut posting = lock(&self.posting);
+        if posting.streams.is_none() {
+            self.note_fatal(&mut posting, woken);
+        }
+    }
+
+    /// Counts a failure that ends the work of the whole queue, and notifies the watcher.
+    fn note_fatal(&self, posting: &mut Posting, woken: &mut WakeList) {
+        self.failures.count_fatal();
+        if let Some(waker) = posting.watch.failure.take() {
+            woken.wake(waker);
         }
     }
 
@@ -188,12 +205,17 @@ impl WorkQueue {
 
     /// Resets the failed streams that are drained.
     pub(super) fn restore_streams(&self, qp: &Qp) {
+        let mut woken = WakeList::new();
         // Excludes posters, because a reset stream must have no work in flight.
-        let posting = lock(&self.posting);
+        let mut posting = lock(&self.posting);
         let Some(StreamWork { streams, .. }) = &posting.streams else { return };
+        let streams = streams.clone();
         for stream in posting.drained_streams(&self.capacity) {
             match qp.reset_stream(stream) {
-                Ok(()) => streams.restore(stream),
+                Ok(()) => {
+                    streams.restore(stream);
+                    self.notify_restored(&mut posting, &mut woken);
+                }
                 Err(error) => {
                     tracing::warn!(
                         qpn = %qp.qpn(),
@@ -202,9 +224,12 @@ impl WorkQueue {
                         "failed to reset a stream; the DC initiator needs a repair"
                     );
                     streams.set_broken();
+                    self.note_fatal(&mut posting, &mut woken);
                 }
             }
         }
+        drop(posting);
+        woken.finish();
     }
 
     /// Returns the error of a failed completion. The software device also reports the lengths of a
@@ -278,6 +303,7 @@ impl WorkQueue {
         if let Some(StreamWork { streams, .. }) = &posting.streams {
             streams.restore_all();
         }
+        self.notify_restored(&mut posting, woken);
         self.notify_idle(&mut posting, woken);
     }
 
@@ -356,10 +382,11 @@ impl WorkQueue {
         lock(&self.posting).poster.is_some()
     }
 
-    /// Returns the number of failed completions, modulo 2^32.
+    /// Returns the number of failures that end the work of the whole queue, modulo 2^32: failed
+    /// completions, or with streams, refused resets of a stream.
     #[inline]
     pub(crate) fn failures(&self) -> u32 {
-        self.failures.failed()
+        self.failures.fatal()
     }
 
     /// Returns true if the queue is idle. Otherwise wakes `waker` once when it becomes idle,
@@ -392,8 +419,8 @@ impl WorkQueue {
         idle
     }
 
-    /// Wakes `waker` once at the next failure, or immediately if work has failed since `failures`
-    /// or the queue is closed.
+    /// Wakes `waker` once at the next failure of the whole queue, or immediately if it has failed
+    /// since `failures` or is closed.
     pub(crate) fn when_failed(&self, waker: &Waker, failures: u32) {
         let waker = waker.clone();
         let mut posting = lock(&self.posting);
@@ -424,6 +451,37 @@ impl WorkQueue {
         }
     }
 
+    /// Returns true if a stream is sound. Otherwise wakes `waker` once when one is restored,
+    /// whether or not tasks wait for completions. An earlier waker is kept instead.
+    pub(crate) fn when_restored(&self, waker: &Waker) -> bool {
+        // Cloned, and dropped below, without the lock.
+        let mut waker = Some(waker.clone());
+        // Streams fail and are restored under this lock, so neither is missed.
+        let mut posting = lock(&self.posting);
+        let has_sound = match &posting.streams {
+            Some(StreamWork { streams, .. }) => streams.fewest_peers().is_some(),
+            None => true,
+        };
+        let is_open = posting.poster.is_some();
+        if !has_sound && is_open && posting.watch.restored.is_none() {
+            self.cq().add_waiter();
+            posting.watch.restored = waker.take();
+        }
+        drop(posting);
+        drop(waker);
+        if !has_sound {
+            self.cq().ensure_watched();
+        }
+        has_sound
+    }
+
+    fn notify_restored(&self, posting: &mut Posting, woken: &mut WakeList) {
+        if let Some(waker) = posting.watch.restored.take() {
+            self.cq().remove_waiter();
+            woken.wake(waker);
+        }
+    }
+
     /// Wakes `waker` each time waiting tasks are to poll again. For components with waiters of
     /// their own.
     pub(crate) fn when_roused(&self, waker: &Waker) {
@@ -436,13 +494,6 @@ impl WorkQueue {
         let waker = lock(&self.posting).watch.failure.take();
         if let Some(waker) = waker {
             super::wake_list::wake(waker);
-        }
-    }
-
-    #[cold]
-    pub(super) fn notify_failure(&self, woken: &mut WakeList) {
-        if let Some(waker) = lock(&self.posting).watch.failure.take() {
-            woken.wake(waker);
         }
     }
 }

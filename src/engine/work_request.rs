@@ -35,7 +35,15 @@ pub(crate) enum WorkKind {
 pub(crate) enum ReceiverKey {
     Datagram(Qkey),
     /// The access key, and the stream of the initiator.
-    Dc(DcKey, u16),
+    Dc(DcKey, StreamUse),
+}
+
+/// The stream that a work request uses.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct StreamUse {
+    pub(crate) number: u16,
+    /// The stream's [generation](super::Streams::generation) that the work request requires.
+    pub(crate) generation: Option<u32>,
 }
 
 /// The receiver of a work request on a transport without connections.
@@ -51,7 +59,7 @@ impl<'a> Receiver<'a> {
         match self.key {
             ReceiverKey::Datagram(qkey) => self.handle.target(self.number, qkey).into(),
             ReceiverKey::Dc(key, stream) => {
-                DctTarget { stream, ..self.handle.dct(self.number, key) }.into()
+                DctTarget { stream: stream.number, ..self.handle.dct(self.number, key) }.into()
             }
         }
     }

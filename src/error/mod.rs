@@ -346,6 +346,13 @@ pub struct ReceiveLengths {
     pub arrived: u32,
 }
 
+impl CompletionError {
+    /// Returns the error of work that is refused because earlier work on the queue pair has failed.
+    pub(crate) fn flushed(qpn: Qpn) -> Self {
+        Self { status: WcStatus::WR_FLUSH_ERR, vendor_error: 0, qpn, lengths: None }
+    }
+}
+
 impl fmt::Display for CompletionError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { status, vendor_error, qpn, lengths } = self;

@@ -94,9 +94,9 @@ async fn unawaited_failure_is_repaired(mode: &str) {
 
 async fn lease_ends_with_its_first_failure(mode: &str) {
     let Some(setup) = setup("lease_ends_with_its_first_failure") else { return };
-    for policy in [exclusive(5), DcPolicy::Shared] {
+    for (policy, streams) in Home::new(&setup.a, mode).policies(5) {
         let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
-        let pool = home.pool(1, policy);
+        let pool = home.pool_on(1, policy, streams);
         let peer = pool.peer(&there.target.address()).unwrap();
         let lease = within("lease", peer.borrow()).await.unwrap();
         within("write", lease.write_inline(b"good", there.remote(0, 4))).await.unwrap();
@@ -124,8 +124,16 @@ async fn lease_ends_with_its_first_failure(mode: &str) {
 
 async fn shared_initiators_continue_after_a_failure(mode: &str) {
     let Some(setup) = setup("shared_initiators") else { return };
+    for (policy, streams) in Home::new(&setup.a, mode).policies(1) {
+        if policy == DcPolicy::Shared {
+            continue_after_a_failure(&setup, mode, streams).await;
+        }
+    }
+}
+
+async fn continue_after_a_failure(setup: &Setup, mode: &str, streams: bool) {
     let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
-    let pool = home.pool(2, DcPolicy::Shared);
+    let pool = home.pool_on(2, DcPolicy::Shared, streams);
     let peers: Vec<_> = (0..5).map(|_| pool.peer(&there.target.address()).unwrap()).collect();
     // Peers that share an initiator do not wait for each other.
     let blocked = block(&there, &peers[0]).await;
@@ -143,9 +151,10 @@ async fn shared_initiators_continue_after_a_failure(mode: &str) {
         }
     }
     // The last repair may still be in progress.
-    until("repaired", || pool.counters().repairs >= 20).await;
-    let counters = pool.counters();
-    assert_eq!((counters.repairs, counters.failed_repairs), (20, 0), "{counters:?}");
+    let recoveries = || (pool.counters().repairs, pool.counters().stream_resets);
+    let expected = if streams { (0, 20) } else { (20, 0) };
+    until("repaired", || recoveries() >= expected).await;
+    assert_eq!((recoveries(), pool.counters().failed_repairs), (expected, 0));
 }
 
 async fn lost_device_fails_every_operation(mode: &str) {

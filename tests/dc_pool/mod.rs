@@ -3,6 +3,7 @@
 mod campaign;
 mod errors;
 mod scheduling;
+mod streams;
 
 use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
@@ -18,7 +19,7 @@ use tokio_rdma::{
 
 use crate::common::{Setup, mode, skip, until};
 
-fn setup(test: &str) -> Option<Setup> {
+pub(crate) fn setup(test: &str) -> Option<Setup> {
     let setup = Setup::new();
     if setup.a.attr().dc.is_none() {
         skip(test, "no DC");
@@ -41,41 +42,64 @@ fn options() -> ConnectOptions {
     }
 }
 
-struct Home {
-    buffers: Pool,
+pub(crate) struct Home {
+    pub(crate) buffers: Pool,
     queue: CompletionQueue,
     pd: ProtectionDomain,
 }
 
 impl Home {
-    fn new(device: &Device, mode_name: &str) -> Self {
+    pub(crate) fn new(device: &Device, mode_name: &str) -> Self {
         let pd = device.protection_domain().unwrap();
         let queue = CompletionQueue::new(device, mode(mode_name)).unwrap();
         let buffers = Pool::builder(&pd).buffer_size(256).buffers(512).build().unwrap();
         Self { buffers, queue, pd }
     }
 
-    fn pool(&self, initiators: usize, policy: DcPolicy) -> DcPool {
-        let builder = DcPool::builder(&self.pd, &self.queue).initiators(initiators).policy(policy);
-        builder.initiator(|each| each.options(options()).max_send_wr(64)).build().unwrap()
+    pub(crate) fn pool(&self, initiators: usize, policy: DcPolicy) -> DcPool {
+        self.pool_on(initiators, policy, true)
     }
 
-    fn buffer(&self, bytes: &[u8]) -> BufMut {
+    /// Creates a pool whose initiators have streams, if the device and the policy have them.
+    fn pool_on(&self, initiators: usize, policy: DcPolicy, streams: bool) -> DcPool {
+        let builder = DcPool::builder(&self.pd, &self.queue).initiators(initiators).policy(policy);
+        builder
+            .initiator(|each| each.options(options()).max_send_wr(64).streams(streams))
+            .build()
+            .unwrap()
+    }
+
+    /// Returns the number of streams of an initiator; 0 without streams.
+    fn streams(&self) -> usize {
+        let dc = self.pd.device().attr().dc.unwrap();
+        dc.streams.map_or(0, |limits| 1 << limits.max_log_concurrent.min(5))
+    }
+
+    /// Returns the policies of pools, and whether their initiators have streams.
+    fn policies(&self, quota: u32) -> Vec<(DcPolicy, bool)> {
+        let mut policies = vec![(exclusive(quota), false), (DcPolicy::Shared, false)];
+        if self.streams() > 0 {
+            policies.push((DcPolicy::Shared, true));
+        }
+        policies
+    }
+
+    pub(crate) fn buffer(&self, bytes: &[u8]) -> BufMut {
         self.buffers.copy_from(bytes).unwrap()
     }
 }
 
-struct Node {
-    target: DcTarget,
+pub(crate) struct Node {
+    pub(crate) target: DcTarget,
     srq: SharedReceiveQueue,
-    region: ExposedRegion,
+    pub(crate) region: ExposedRegion,
     buffers: Pool,
     /// Dropped last.
     _queue: CompletionQueue,
 }
 
 impl Node {
-    fn new(device: &Device, mode_name: &str) -> Self {
+    pub(crate) fn new(device: &Device, mode_name: &str) -> Self {
         let pd = device.protection_domain().unwrap();
         let queue = CompletionQueue::new(device, mode(mode_name)).unwrap();
         Self::within(&pd, &queue)
@@ -90,7 +114,7 @@ impl Node {
         Self { target, srq, region, buffers, _queue: queue.clone() }
     }
 
-    fn remote(&self, offset: usize, len: usize) -> RemoteRegion {
+    pub(crate) fn remote(&self, offset: usize, len: usize) -> RemoteRegion {
         self.region.grant().slice(offset as u64..(offset + len) as u64).unwrap()
     }
 
@@ -98,7 +122,7 @@ impl Node {
         self.remote(8 * at, 8)
     }
 
-    fn forbidden(&self) -> RemoteRegion {
+    pub(crate) fn forbidden(&self) -> RemoteRegion {
         let mut bytes = self.remote(0, 8).to_bytes();
         bytes[16] ^= 0x5a;
         RemoteRegion::from_bytes(&bytes).unwrap()
@@ -109,7 +133,7 @@ const fn exclusive(quota: u32) -> DcPolicy {
     DcPolicy::Exclusive { quota }
 }
 
-fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
+pub(crate) fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
     Pin::new(future).poll(&mut Context::from_waker(Waker::noop()))
 }
 

@@ -13,10 +13,10 @@ use smallvec::SmallVec;
 use super::core::{Core, Member};
 use super::pooled::{Entry, PooledOperation, Waiting, Work};
 use crate::dc::{DcPeer, DcSender};
-use crate::engine::Deferral;
+use crate::engine::{Deferral, PeerStream, StreamUse};
 use crate::error::{CompletionError, OpError, OpErrorKind, TryError};
 use crate::op::Destination;
-use crate::types::{SendFlags, WcStatus};
+use crate::types::SendFlags;
 
 /// A peer leaves a shared initiator for one with this many fewer work requests: each switch costs a
 /// connection.
@@ -31,10 +31,12 @@ pub(super) struct Peer {
 #[derive(Default)]
 pub(super) struct PeerState {
     pub(super) assignment: Option<usize>,
+    /// The stream on the assigned initiator; `None` if the initiator has no streams.
+    stream: Option<PeerStream>,
     /// Operations begun since the assignment.
     pub(super) used: u32,
     pub(super) leases: u32,
-    /// Counts changes of the assignment: a lease is valid within its epoch.
+    /// Counts changes of the assignment or the stream: a lease is valid within its epoch.
     epoch: u64,
     /// The position behind the peer's last work on a shared initiator.
     mark: u32,
@@ -43,14 +45,42 @@ pub(super) struct PeerState {
 }
 
 impl PeerState {
-    pub(super) fn set_assignment(&mut self, at: usize) {
+    pub(super) fn set_assignment(&mut self, at: usize, member: &Member) {
         (self.assignment, self.used, self.leases) = (Some(at), 0, 0);
+        self.stream = member.assign_stream();
         self.epoch += 1;
     }
 
     pub(super) fn clear_assignment(&mut self) {
-        (self.assignment, self.leases) = (None, 0);
+        (self.assignment, self.stream, self.leases) = (None, None, 0);
         self.epoch += 1;
+    }
+
+    /// Returns true if the stream on the assigned initiator is sound, after replacing a failed one.
+    ///
+    /// Work in flight on the failed stream is flushed, so later work does not overtake it.
+    #[inline]
+    pub(super) fn has_sound_stream(&mut self, member: &Member) -> bool {
+        self.stream.as_ref().is_none_or(|stream| !stream.has_failed())
+            || self.replace_stream(member)
+    }
+
+    #[cold]
+    fn replace_stream(&mut self, member: &Member) -> bool {
+        let Some(at) = self.assignment.filter(|_| member.fewest_peers().is_some()) else {
+            return false;
+        };
+        self.set_assignment(at, member);
+        true
+    }
+
+    /// Returns the generation of the stream, for a lease.
+    fn stream_generation(&self) -> Option<u32> {
+        self.stream.as_ref().map(PeerStream::generation)
+    }
+
+    fn shares_stream(&self) -> bool {
+        self.stream.as_ref().is_none_or(PeerStream::is_shared)
     }
 
     /// Marks the peer as queued, and returns true if the caller must put it into the wait queue.
@@ -71,8 +101,11 @@ pub(super) struct Grant<'a> {
 }
 
 impl<'a> Grant<'a> {
-    fn destination(self, flags: SendFlags) -> Destination<'a> {
-        DcSender { flags, ..self.to }.destination()
+    /// Returns the destination of one operation, which requires a `generation` of the stream, if
+    /// given.
+    fn destination(self, flags: SendFlags, generation: Option<u32>) -> Destination<'a> {
+        let number = self.own.stream.as_ref().map_or(0, PeerStream::number);
+        DcSender { flags, ..self.to }.destination_in(StreamUse { number, generation })
     }
 }
 
@@ -140,7 +173,7 @@ impl Peer {
             self.rebalance(&mut own);
         }
         let member = &self.core.members[own.assignment?];
-        if !member.is_sound() {
+        if !member.is_sound() || !own.has_sound_stream(member) {
             // The gate may be locked for as long as the repair takes.
             return None;
         }
@@ -163,7 +196,8 @@ impl Peer {
         if assigned { self.enter(false, for_lease) } else { None }
     }
 
-    /// Switches to another shared initiator if the own one is busy only for other peers.
+    /// Switches to another shared initiator if the own one is busy only for other peers. A peer
+    /// with a stream of its own moves only to another such stream.
     fn rebalance(&self, own: &mut PeerState) {
         let members = &self.core.members;
         let Some(at) = own.assignment.filter(|_| own.leases == 0) else { return };
@@ -175,8 +209,9 @@ impl Peer {
         let least = others.map(|(at, member)| (member.queue().load(), at)).min();
         if let Some((load, other)) = least
             && load + REBALANCE_MARGIN < queue.load()
+            && members[other].fewest_peers().is_some_and(|peers| peers == 0 || own.shares_stream())
         {
-            own.set_assignment(other);
+            own.set_assignment(other, &members[other]);
             self.core.switches.fetch_add(1, Ordering::Relaxed);
         }
     }
@@ -236,7 +271,7 @@ impl DcPoolPeer {
         Self { peer, flags: SendFlags::empty() }
     }
 
-    /// Returns the target.
+    /// Returns the target, also for initiators outside the pool, on which it uses the first stream.
     #[must_use]
     pub fn peer(&self) -> &DcPeer {
         &self.peer.to
@@ -284,6 +319,7 @@ impl DcPoolPeer {
                     at: own.assignment.unwrap_or(0),
                     epoch: own.epoch,
                     generation: member.generation(),
+                    stream_generation: own.stream_generation(),
                     peer,
                     flags,
                 }
@@ -299,7 +335,7 @@ impl DcPoolPeer {
     {
         let flags = self.flags;
         self.peer.submit(false, move |grant| {
-            work(grant.map_or_else(Destination::refused, |grant| grant.destination(flags)))
+            work(grant.map_or_else(Destination::refused, |grant| grant.destination(flags, None)))
         })
     }
 
@@ -310,7 +346,10 @@ impl DcPoolPeer {
         W: for<'g> FnOnce(Destination<'g>, &[u8]) -> F + Send + 'static,
     {
         if let Some(mut guard) = self.peer.try_enter(false) {
-            return PooledOperation::posted(work(guard.grant().destination(self.flags), bytes));
+            return PooledOperation::posted(work(
+                guard.grant().destination(self.flags, None),
+                bytes,
+            ));
         }
         let bytes: SmallVec<[u8; 64]> = SmallVec::from_slice(bytes);
         self.submit(move |to| work(to, &bytes))
@@ -322,7 +361,7 @@ impl DcPoolPeer {
         work: impl FnOnce(Destination<'_>, B) -> Result<F, TryError<B>>,
     ) -> Result<F, TryError<B>> {
         match self.peer.try_enter(false) {
-            Some(mut guard) => work(guard.grant().destination(self.flags), held),
+            Some(mut guard) => work(guard.grant().destination(self.flags, None), held),
             None => Err(match self.peer.core.refusal() {
                 Some(kind) => TryError::Refused(OpError::new(kind, held)),
                 None => TryError::Full(held),
@@ -347,15 +386,17 @@ impl fmt::Debug for DcPoolPeer {
 /// An initiator of a [`DcPool`](super::DcPool), leased to one peer. Its operations work like the
 /// methods of [`DcSender`].
 ///
-/// Once any operation on the initiator fails, all later operations of the lease fail as flushed
-/// ([`WR_FLUSH_ERR`](crate::types::WcStatus::WR_FLUSH_ERR)). The initiator is repaired meanwhile,
-/// for a new lease.
+/// Once any operation on the initiator, or with streams on the peer's stream, fails, all later
+/// operations of the lease fail as flushed
+/// ([`WR_FLUSH_ERR`](crate::types::WcStatus::WR_FLUSH_ERR)). The initiator or the stream is
+/// repaired meanwhile, for a new lease.
 pub struct DcLease {
     peer: Arc<Peer>,
     flags: SendFlags,
     at: usize,
     epoch: u64,
     generation: u32,
+    stream_generation: Option<u32>,
 }
 
 impl DcLease {
@@ -380,12 +421,7 @@ impl DcLease {
         let member = &self.peer.core.members[self.at];
         let gate = if self.peer.core.is_exclusive() { None } else { Some(member.gate.lock()) };
         if own.epoch != self.epoch || member.queue().failures() != self.generation {
-            let flushed = CompletionError {
-                status: WcStatus::WR_FLUSH_ERR,
-                vendor_error: 0,
-                qpn: member.initiator.qpn(),
-                lengths: None,
-            };
+            let flushed = CompletionError::flushed(member.initiator.qpn());
             let open = member.queue().is_open();
             return work(Err(if open {
                 OpErrorKind::Completion(flushed)
@@ -395,7 +431,7 @@ impl DcLease {
         }
         own.used = own.used.saturating_add(1);
         let mut guard = PostGuard { own, gate, peer: &self.peer, member, _deferral: deferral };
-        work(Ok(guard.grant().destination(self.flags)))
+        work(Ok(guard.grant().destination(self.flags, self.stream_generation)))
     }
 
     pub(in crate::dc) fn submit<F>(&self, work: impl FnOnce(Destination<'_>) -> F) -> F {

@@ -212,6 +212,9 @@ impl WorkQueue {
         if posting.poster.is_none() {
             return Err(OpErrorKind::Closed.into());
         }
+        if let Some(kind) = posting.stream_refusal(request.to) {
+            return Err(kind.into());
+        }
         let direct = self.can_post(&mut posting);
         if self.limits.depth == 0 {
             // It could never be posted.
@@ -297,6 +300,9 @@ impl WorkQueue {
         let mut posting = lock(&self.posting);
         if posting.poster.is_none() {
             return Err(OpErrorKind::Closed.into());
+        }
+        if let Some(kind) = posting.stream_refusal(parts.to) {
+            return Err(kind.into());
         }
         let direct = self.has_capacity(&mut posting, count);
         if !direct && on_full == OnFull::Try {

@@ -1,0 +1,338 @@
+//! Shared pools on a device with streams: a failure affects the peers of one stream only.
+
+use tokio_rdma::dc::{DcPolicy, DcPool, DcPoolPeer, PooledOperation};
+use tokio_rdma::op::{ConnectOptions, Write};
+use tokio_rdma::types::{Qpn, WcStatus};
+use tokio_rdma::{Batch, OpErrorKind};
+
+use super::{Home, Node, block, options, setup, unblock, until};
+use crate::common::{Wire, in_every_mode, within};
+
+in_every_mode!(
+    dead_peer_fails_alone,
+    failures_in_a_row_affect_one_peer,
+    dropped_operations_end_with_their_stream,
+    initiator_whose_streams_all_fail_is_repaired,
+);
+
+const FLUSHED: Option<WcStatus> = Some(WcStatus::WR_FLUSH_ERR);
+
+struct World {
+    home: Home,
+    there: Node,
+    pool: DcPool,
+    free: usize,
+    initiators: Vec<Qpn>,
+}
+
+impl World {
+    /// Returns `None`, and reports it, on a device without streams.
+    fn new(test: &str, mode: &str, initiators: usize) -> Option<Self> {
+        let setup = setup(test)?;
+        let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
+        if home.streams() == 0 {
+            assert!(crate::wire() != Wire::Emulated, "the emulated device has streams");
+            eprintln!("SKIPPED {test}: {} has no DC streams", setup.a.name());
+            return None;
+        }
+        let pool = home.pool(initiators, DcPolicy::Shared);
+        let free = home.buffers.available();
+        let initiators = qpns(&pool);
+        Some(Self { home, there, pool, free, initiators })
+    }
+
+    fn peer(&self) -> DcPoolPeer {
+        self.pool.peer(&self.there.target.address()).unwrap()
+    }
+
+    fn write(&self, peer: &DcPoolPeer, at: usize) -> PooledOperation<Write<tokio_rdma::BufMut>> {
+        peer.write(self.home.buffer(&[at as u8 + 1]), self.there.remote(at, 1))
+    }
+
+    /// Posts a write that the target refuses.
+    fn bad(&self, peer: &DcPoolPeer) -> PooledOperation<Write<tokio_rdma::BufMut>> {
+        peer.write(self.home.buffer(b"bad"), self.there.forbidden())
+    }
+
+    fn bytes(&self, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.there.region.read(0, &mut bytes).unwrap();
+        bytes
+    }
+
+    /// Asserts that all work has ended, and that only streams were reset, not initiators.
+    async fn assert_kept(&self, resets: u64) {
+        self.is_idle().await;
+        until("reset streams", || self.pool.counters().stream_resets >= resets).await;
+        let counters = self.pool.counters();
+        assert_eq!(
+            (counters.stream_resets, counters.repairs, counters.failed_repairs),
+            (resets, 0, 0),
+            "{counters:?}"
+        );
+        assert_eq!(qpns(&self.pool), self.initiators);
+    }
+
+    async fn is_idle(&self) {
+        until("an idle pool", || {
+            let counters = self.pool.counters();
+            counters.initiators.iter().all(|(_, queue)| queue.in_flight == 0 && queue.waiting == 0)
+                && self.home.buffers.available() == self.free
+                && counters.waiting_peers == 0
+        })
+        .await;
+    }
+}
+
+fn qpns(pool: &DcPool) -> Vec<Qpn> {
+    pool.counters().initiators.iter().map(|&(qpn, _)| qpn).collect()
+}
+
+async fn status(write: PooledOperation<Write<tokio_rdma::BufMut>>) -> Option<WcStatus> {
+    let error = within("failing write", write).await.unwrap_err();
+    assert!(error.status().is_some(), "{error}");
+    error.status()
+}
+
+/// Posts writes to a peer without a target between the writes to other peers.
+async fn dead_peer_fails_alone(mode: &str) {
+    const ROUNDS: usize = 3;
+    let Some(world) = World::new("dead_peer_fails_alone", mode, 2) else { return };
+    let gone = Node::within(&world.home.pd, &world.home.queue);
+    let dead = world.pool.peer(&gone.target.address()).unwrap();
+    drop(gone);
+    let good: Vec<_> = (1..2 * world.home.streams()).map(|_| world.peer()).collect();
+    for round in 0..ROUNDS {
+        let (first, others) = good.split_at(good.len() / 2);
+        let mut completes: Vec<_> =
+            first.iter().enumerate().map(|(at, peer)| world.write(peer, at)).collect();
+        let fails: Vec<_> = (0..4).map(|_| world.write(&dead, 200)).collect();
+        completes.extend((first.len()..).zip(others).map(|(at, peer)| world.write(peer, at)));
+        completes.extend(good.iter().enumerate().map(|(at, peer)| world.write(peer, at)));
+        for write in completes {
+            within("good write", write).await.unwrap();
+        }
+        let mut statuses = Vec::new();
+        for write in fails {
+            statuses.push(status(write).await);
+        }
+        assert_ne!(statuses[0], FLUSHED, "round {round}");
+        assert_eq!(statuses[1..], [FLUSHED; 3]);
+        let expected: Vec<u8> = (0..good.len()).map(|at| at as u8 + 1).collect();
+        assert_eq!(world.bytes(good.len()), expected);
+        world.assert_kept(round as u64 + 1).await;
+    }
+    assert_eq!(world.bytes(201)[200], 0);
+    let failed: u32 = world.pool.counters().initiators.iter().map(|(_, queue)| queue.failed).sum();
+    assert_eq!(failed, 4 * ROUNDS as u32);
+}
+
+async fn failures_in_a_row_affect_one_peer(mode: &str) {
+    const ROUNDS: usize = 20;
+    let Some(world) = World::new("failures_in_a_row", mode, 1) else { return };
+    let peers: Vec<_> = (0..world.home.streams().min(4)).map(|_| world.peer()).collect();
+    for round in 0..ROUNDS {
+        let culprit = &peers[round % peers.len()];
+        let beside = |peer: &&DcPoolPeer| !std::ptr::eq(*peer, culprit);
+        let failing = world.bad(culprit);
+        let behind = world.write(culprit, 100);
+        let mut batch = Batch::new();
+        for at in 0..3 {
+            batch.write(world.home.buffer(b"x"), world.there.remote(101 + at, 1));
+        }
+        let batch = culprit.post_batch(batch);
+        let others: Vec<_> = peers.iter().filter(beside).map(|peer| world.write(peer, 7)).collect();
+        for write in others {
+            within("write beside", write).await.unwrap();
+        }
+        assert_eq!(status(failing).await, Some(WcStatus::REM_ACCESS_ERR));
+        // Half of the rounds leave the flushes to others.
+        if round % 2 == 0 {
+            assert_eq!(status(behind).await, FLUSHED);
+            let results = within("batch behind", batch).await;
+            assert!(results.results().iter().all(|result| matches!(
+                result,
+                Err(OpErrorKind::Completion(error)) if error.status == WcStatus::WR_FLUSH_ERR
+            )));
+        } else {
+            drop((behind, batch));
+        }
+        // On another stream, or on the same after its reset.
+        within("next write", world.write(culprit, round)).await.unwrap();
+        world.assert_kept(round as u64 + 1).await;
+    }
+    let bytes = world.bytes(104);
+    assert_eq!(bytes[..ROUNDS], (1..=ROUNDS as u8).collect::<Vec<_>>());
+    assert_eq!(bytes[100..], [0; 4]);
+}
+
+/// Drops futures before their stream fails, while it is flushed, and after.
+async fn dropped_operations_end_with_their_stream(mode: &str) {
+    let Some(world) = World::new("dropped_operations", mode, 1) else { return };
+    let (one, other) = (world.peer(), world.peer());
+    for round in 0..10 {
+        let failing = world.bad(&one);
+        let kept: Vec<_> = (0..12).map(|_| world.write(&one, 50)).collect();
+        let beside = world.write(&other, round);
+        let failing = if round % 3 == 0 {
+            drop(failing);
+            None
+        } else {
+            Some(failing)
+        };
+        let mut kept = kept.into_iter();
+        drop(kept.nth(round));
+        if let Some(failing) = failing {
+            assert_eq!(status(failing).await, Some(WcStatus::REM_ACCESS_ERR));
+        }
+        drop(kept);
+        within("write beside", beside).await.unwrap();
+        world.assert_kept(round as u64 + 1).await;
+        within("next write", world.write(&one, 20 + round)).await.unwrap();
+    }
+    let bytes = world.bytes(51);
+    assert_eq!(bytes[..10], (1..=10).collect::<Vec<u8>>());
+    assert_eq!(bytes[20..30], (21..=30).collect::<Vec<u8>>());
+    assert_eq!(bytes[50], 0);
+}
+
+/// Fails one stream after another without a restoration between, until the device may fail the
+/// initiator. Later work waits for the repair.
+async fn initiator_whose_streams_all_fail_is_repaired(mode: &str) {
+    let Some(world) = World::new("streams_all_fail", mode, 1) else { return };
+    let peers: Vec<_> = (0..world.home.streams()).map(|_| world.peer()).collect();
+    for _ in 0..3 {
+        let failing: Vec<_> = peers.iter().chain(&peers).map(|peer| world.bad(peer)).collect();
+        for write in failing {
+            status(write).await;
+        }
+        for (at, peer) in peers.iter().enumerate() {
+            // The device may fail the initiator before the pool notices.
+            for attempt in 0.. {
+                match within("write", world.write(peer, at)).await {
+                    Ok(_) => break,
+                    Err(error) => assert_eq!(error.status(), FLUSHED, "{error}"),
+                }
+                assert!(attempt < 1000, "the initiator stays failed");
+            }
+        }
+        world.is_idle().await;
+        let expected: Vec<u8> = (0..peers.len()).map(|at| at as u8 + 1).collect();
+        assert_eq!(world.bytes(peers.len()), expected);
+    }
+    let counters = world.pool.counters();
+    assert!(counters.repairs + counters.stream_resets >= 3, "{counters:?}");
+    assert_eq!(counters.failed_repairs, 0, "{counters:?}");
+}
+
+/// Sends to a peer that has no receive at first.
+#[test]
+fn revived_peer_works() {
+    crate::common::run(1, "revived peer", async {
+        let Some(world) = World::new("revived_peer_works", "event", 1) else { return };
+        let pool = DcPool::builder(&world.home.pd, &world.home.queue)
+            .initiators(1)
+            .policy(DcPolicy::Shared)
+            .initiator(|each| each.options(ConnectOptions { rnr_retry: 1, ..options() }))
+            .build()
+            .unwrap();
+        let address = world.there.target.address();
+        let [silent, other] = [0, 1].map(|_| pool.peer(&address).unwrap());
+        for round in 1..=5 {
+            let send = silent.send_inline(b"lost");
+            let add = other.fetch_add(world.there.word(0), 1);
+            assert_eq!(within("add", add).await.unwrap(), round - 1);
+            let error = within("send", send).await.unwrap_err();
+            assert_eq!(error.status(), Some(WcStatus::RNR_RETRY_EXC_ERR));
+            let receive = world.there.srq.recv(world.there.buffers.try_alloc(64).unwrap());
+            within("send", silent.send_inline(b"found")).await.unwrap();
+            assert_eq!(&within("receive", receive).await.unwrap().buffer[..], b"found");
+            until("reset", || pool.counters().stream_resets == round).await;
+        }
+        assert_eq!(pool.counters().repairs, 0);
+    });
+}
+
+#[test]
+fn peers_take_free_streams_of_all_initiators() {
+    crate::common::run(1, "free streams", async {
+        const INITIATORS: usize = 3;
+        let Some(world) = World::new("free_streams", "event", INITIATORS) else { return };
+        let peers: Vec<_> = (0..INITIATORS * world.home.streams()).map(|_| world.peer()).collect();
+        // One at a time: the initiators are idle, so their load does not distribute the peers.
+        for peer in &peers {
+            within("write", world.write(peer, 0)).await.unwrap();
+        }
+        for culprit in [0, peers.len() / 2, peers.len() - 1] {
+            let failing = world.bad(&peers[culprit]);
+            let others = peers.iter().enumerate().filter(|&(at, _)| at != culprit);
+            let writes: Vec<_> = others.map(|(at, peer)| world.write(peer, at)).collect();
+            for write in writes {
+                within("write beside", write).await.unwrap();
+            }
+            status(failing).await;
+        }
+        world.assert_kept(3).await;
+    });
+}
+
+#[test]
+fn peers_beyond_the_streams_share_them_evenly() {
+    crate::common::run(1, "shared streams", async {
+        const SHARE: usize = 3;
+        let Some(world) = World::new("shared_streams", "event", 1) else { return };
+        let streams = world.home.streams();
+        let peers: Vec<_> = (0..SHARE * streams).map(|_| world.peer()).collect();
+        for round in 0..5 {
+            let culprit = round * 7 % peers.len();
+            let failing = world.bad(&peers[culprit]);
+            let others = peers.iter().enumerate().filter(|&(at, _)| at != culprit);
+            let writes: Vec<_> = others.map(|(at, peer)| world.write(peer, at)).collect();
+            let mut flushed = 0;
+            for write in writes {
+                if let Err(error) = within("write beside", write).await {
+                    assert_eq!(error.status(), FLUSHED);
+                    flushed += 1;
+                }
+            }
+            assert!(flushed < 2 * SHARE, "{flushed} of {} were flushed", peers.len());
+            assert_eq!(status(failing).await, Some(WcStatus::REM_ACCESS_ERR));
+            // No peer stays on a failed stream.
+            for (at, peer) in peers.iter().enumerate() {
+                within("write", world.write(peer, at)).await.unwrap();
+            }
+            world.assert_kept(round as u64 + 1).await;
+        }
+    });
+}
+
+/// Flushes work of one stream behind blocked work of another one, so the reset waits. The peer
+/// continues on a third stream.
+#[test]
+fn peer_does_not_wait_for_the_reset_of_its_stream() {
+    crate::common::run(1, "no wait", async {
+        let Some(world) = World::new("no_wait", "event", 2) else { return };
+        if world.home.streams() < 3 {
+            eprintln!("SKIPPED: too few streams");
+            return;
+        }
+        let pool = world.home.pool(1, DcPolicy::Shared);
+        let address = world.there.target.address();
+        let [one, blocked] = [0, 1].map(|_| pool.peer(&address).unwrap());
+        let failing = world.bad(&one);
+        let blocking = block(&world.there, &blocked).await;
+        let behind = world.write(&one, 60);
+        assert_eq!(status(failing).await, Some(WcStatus::REM_ACCESS_ERR));
+        let lease = within("lease", one.borrow()).await.unwrap();
+        let next = lease.write(world.home.buffer(b"n"), world.there.remote(61, 1));
+        assert_eq!((pool.counters().stream_resets, pool.counters().waited), (0, 0));
+        unblock(&world.there).await;
+        within("blocked send", blocking).await.unwrap();
+        assert_eq!(status(behind).await, FLUSHED);
+        within("next write", next).await.unwrap();
+        assert_eq!(world.bytes(62)[60..], [0, b'n']);
+        until("reset", || pool.counters().stream_resets == 1).await;
+        // The lease is on the other stream.
+        within("lease", lease.write_inline(b"m", world.there.remote(61, 1))).await.unwrap();
+    });
+}
