@@ -1,8 +1,9 @@
-//! Every interleaving of the slot, capacity and arming protocols: `RUSTFLAGS="--cfg loom" cargo
-//! test --release --lib loom`.
+//! Every interleaving of the slot, capacity, stream and arming protocols: `RUSTFLAGS="--cfg loom"
+//! cargo test --release --lib loom`.
 
 #![allow(unsafe_code)]
 
+use std::collections::VecDeque;
 use std::sync::Arc as StdArc;
 use std::task::{Wake, Waker};
 
@@ -12,7 +13,12 @@ use ::loom::thread;
 
 use super::arm::{self, Armed};
 use super::capacity::Capacity;
+use super::posting::Posting;
 use super::slot::{Detach, Discarded, Finished, Held, Outcome, Registered, Slot};
+use super::slot_table::Cursor;
+use super::streams::{StreamWork, Streams};
+use super::watch::Watch;
+use super::work_request::StreamUse;
 use crate::error::OpErrorKind;
 use crate::types::{WorkCompletion, WrId};
 
@@ -269,16 +275,16 @@ fn loom_each_generation_has_its_own_reference_to_the_work_queue() {
 /// A poster with queued work and a drainer that frees capacity, like `WorkQueue` uses `Capacity`.
 struct PostQueue {
     capacity: Capacity,
-    posting: Mutex<Posting>,
+    posting: Mutex<QueuedWork>,
 }
 
-struct Posting {
+struct QueuedWork {
     posted: u32,
     waiting: u32,
 }
 
 impl PostQueue {
-    fn post_queued(&self, posting: &mut Posting) {
+    fn post_queued(&self, posting: &mut QueuedWork) {
         while posting.waiting > 0 && self.capacity.free(posting.posted) > 0 {
             posting.waiting -= 1;
             posting.posted += 1;
@@ -294,7 +300,7 @@ fn loom_queued_work_is_posted_when_capacity_is_freed() {
     ::loom::model(|| {
         let queue = Arc::new(PostQueue {
             capacity: Capacity::new(1, false),
-            posting: Mutex::new(Posting { posted: 1, waiting: 0 }),
+            posting: Mutex::new(QueuedWork { posted: 1, waiting: 0 }),
         });
         let drainer = thread::spawn({
             let queue = queue.clone();
@@ -322,6 +328,150 @@ fn loom_queued_work_is_posted_when_capacity_is_freed() {
             "work is queued although capacity is free"
         );
         assert_eq!(queue.capacity.in_flight(posting.posted), 1);
+    });
+}
+
+/// A send queue with streams: its work in flight, and what the device has made of it.
+struct StreamQueue {
+    capacity: Capacity,
+    posting: Mutex<Posting>,
+    streams: StdArc<Streams>,
+    device: Mutex<StreamDevice>,
+}
+
+#[derive(Default)]
+struct StreamDevice {
+    has_failed: bool,
+    /// Positions of work that is not dispatched yet, and whether it was executed.
+    completions: VecDeque<(u32, bool)>,
+    executed: Vec<u32>,
+    flushed: Vec<u32>,
+    resets: u32,
+}
+
+const STREAM: u16 = 1;
+
+impl StreamQueue {
+    /// Returns a queue whose first work request has failed, which is not dispatched yet.
+    fn failed() -> Arc<Self> {
+        let streams = Streams::new(2);
+        let mut work = StreamWork::new(streams.clone(), 4);
+        work.record(STREAM, 0);
+        let posting = Posting {
+            poster: None,
+            cursor: Cursor::default(),
+            posted: 1,
+            until: 0,
+            waited: 0,
+            wait_queue: VecDeque::new(),
+            watch: Watch::default(),
+            streams: Some(work),
+        };
+        let completions = VecDeque::from([(0, false)]);
+        let device = StreamDevice { has_failed: true, completions, ..StreamDevice::default() };
+        Arc::new(Self {
+            capacity: Capacity::new(4, false),
+            posting: Mutex::new(posting),
+            streams,
+            device: Mutex::new(device),
+        })
+    }
+
+    /// Posts like a sender, or if `generation` is given, like a lease. Returns the position, or
+    /// `None` if the stream refuses the work.
+    fn post(&self, generation: Option<u32>) -> Option<u32> {
+        if generation.is_none() && self.streams.has_failed(STREAM) {
+            return None;
+        }
+        let mut posting = self.posting.lock().unwrap();
+        if posting.has_outlived(StreamUse { number: STREAM, generation }) {
+            return None;
+        }
+        let position = posting.posted as u32;
+        posting.streams.as_mut().unwrap().record(STREAM, position);
+        let mut device = self.device.lock().unwrap();
+        let executes = !device.has_failed;
+        device.completions.push_back((position, executes));
+        posting.posted += 1;
+        Some(position)
+    }
+
+    /// Dispatches all completions, like `WorkQueue::complete`.
+    fn dispatch(&self) {
+        loop {
+            let next = self.device.lock().unwrap().completions.pop_front();
+            let Some((position, executed)) = next else { return };
+            self.capacity.retire(position);
+            if executed {
+                self.device.lock().unwrap().executed.push(position);
+                continue;
+            }
+            self.device.lock().unwrap().flushed.push(position);
+            if self.posting.lock().unwrap().fail_stream(position, &self.capacity) {
+                self.restore();
+            }
+        }
+    }
+
+    /// Resets the drained streams, like `WorkQueue::restore_streams`.
+    fn restore(&self) {
+        let posting = self.posting.lock().unwrap();
+        for stream in posting.drained_streams(&self.capacity) {
+            let mut device = self.device.lock().unwrap();
+            assert!(device.completions.is_empty(), "the stream was reset with work in flight");
+            assert!(device.has_failed, "the stream was reset twice");
+            device.has_failed = false;
+            device.resets += 1;
+            self.streams.restore(stream);
+        }
+    }
+}
+
+#[test]
+fn loom_work_posted_at_the_reset_of_its_stream_is_refused_flushed_or_executed() {
+    ::loom::model(|| {
+        let queue = StreamQueue::failed();
+        let drainer = thread::spawn({
+            let queue = queue.clone();
+            move || queue.dispatch()
+        });
+        let posted = queue.post(None);
+        drainer.join().unwrap();
+        queue.dispatch();
+        {
+            let device = queue.device.lock().unwrap();
+            let mut reported = device.flushed.clone();
+            reported.extend(&device.executed);
+            let expected: Vec<u32> = std::iter::once(0).chain(posted).collect();
+            assert_eq!(reported, expected, "each posted work request is reported once");
+            assert_eq!((device.resets, device.has_failed), (1, false));
+        }
+        assert!(!queue.streams.has_failed(STREAM));
+        assert_eq!((queue.streams.generation(STREAM), queue.streams.resets()), (1, 1));
+        let next = queue.post(None);
+        queue.dispatch();
+        let device = queue.device.lock().unwrap();
+        assert_eq!(device.executed.last().copied(), next, "the stream is usable again");
+        assert!(next.is_some());
+    });
+}
+
+#[test]
+fn loom_work_of_a_lease_is_not_executed_after_the_reset_of_its_stream() {
+    ::loom::model(|| {
+        let queue = StreamQueue::failed();
+        let generation = queue.streams.generation(STREAM);
+        let drainer = thread::spawn({
+            let queue = queue.clone();
+            move || queue.dispatch()
+        });
+        let posted = queue.post(Some(generation));
+        drainer.join().unwrap();
+        queue.dispatch();
+        let device = queue.device.lock().unwrap();
+        let expected: Vec<u32> = std::iter::once(0).chain(posted).collect();
+        assert_eq!((&device.flushed, &device.executed), (&expected, &Vec::new()));
+        assert_eq!((device.resets, queue.streams.has_failed(STREAM)), (1, false));
     });
 }
 
