@@ -1,6 +1,7 @@
 //! Shared pools on a device with streams: a failure affects the peers of one stream only.
 
 use tokio_rdma::dc::{DcPolicy, DcPool, DcPoolPeer, PooledOperation};
+use tokio_rdma::error::TryError;
 use tokio_rdma::op::{ConnectOptions, Write};
 use tokio_rdma::types::{Qpn, WcStatus};
 use tokio_rdma::{Batch, OpErrorKind};
@@ -12,6 +13,7 @@ in_every_mode!(
     dead_peer_fails_alone,
     failures_in_a_row_affect_one_peer,
     dropped_operations_end_with_their_stream,
+    lease_ends_although_its_stream_is_reset,
     initiator_whose_streams_all_fail_is_repaired,
 );
 
@@ -194,6 +196,39 @@ async fn dropped_operations_end_with_their_stream(mode: &str) {
     assert_eq!(bytes[..10], (1..=10).collect::<Vec<u8>>());
     assert_eq!(bytes[20..30], (21..=30).collect::<Vec<u8>>());
     assert_eq!(bytes[50], 0);
+}
+
+async fn lease_ends_although_its_stream_is_reset(mode: &str) {
+    let Some(world) = World::new("lease_ends", mode, 1) else { return };
+    let (one, other) = (world.peer(), world.peer());
+    for round in 0..5 {
+        let lease = within("lease", one.borrow()).await.unwrap();
+        let beside = within("lease", other.borrow()).await.unwrap();
+        let bad = lease.write_inline(b"bad", world.there.forbidden());
+        within("bad write", bad).await.unwrap_err();
+        world.assert_kept(round + 1).await;
+        let remote = world.there.remote(0, 1);
+        let late = lease.write(world.home.buffer(b"x"), remote);
+        assert_eq!(within("late write", late).await.unwrap_err().status(), FLUSHED);
+        let refused = lease.try_write(world.home.buffer(b"x"), remote).unwrap_err();
+        assert!(
+            matches!(&refused, TryError::Refused(error) if error.status() == FLUSHED),
+            "{refused}"
+        );
+        drop(refused);
+        let mut batch = Batch::new();
+        batch.write(world.home.buffer(b"x"), remote);
+        let batch = within("late batch", lease.post_batch(batch)).await;
+        assert!(matches!(batch.results(), [Err(OpErrorKind::Completion(error))]
+                if error.status == WcStatus::WR_FLUSH_ERR));
+        drop(batch);
+        let again = within("lease", one.borrow()).await.unwrap();
+        for lease in [&again, &beside] {
+            within("write", lease.write_inline(b"y", world.there.remote(1, 1))).await.unwrap();
+        }
+    }
+    assert_eq!(world.bytes(2), b"\0y");
+    world.assert_kept(5).await;
 }
 
 /// Fails one stream after another without a restoration between, until the device may fail the
