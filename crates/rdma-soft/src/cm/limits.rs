@@ -3,7 +3,7 @@
 //! Messages beyond a limit are treated as lost; honest peers retransmit.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 
 use rdma_provider::types::Gid;
 
@@ -23,7 +23,7 @@ pub(super) const SCARCE_TIMEOUT: u64 = CmTimeout(16).nanoseconds();
 
 #[derive(Debug, Default)]
 pub(super) struct HalfOpen {
-    by_peer: HashMap<Gid, u32>,
+    by_peer: BTreeMap<Gid, u32>,
     total: u32,
 }
 
@@ -71,7 +71,7 @@ impl HalfOpen {
 #[derive(Debug, Default)]
 pub(super) struct Evictable {
     /// By age.
-    by_peer: HashMap<Gid, BTreeMap<u64, CommId>>,
+    by_peer: BTreeMap<Gid, BTreeMap<u64, CommId>>,
     /// By number of connections, then by age of the oldest. The last entry is evicted first.
     order: BTreeSet<(usize, Reverse<u64>, Gid)>,
     len: u32,
@@ -193,7 +193,7 @@ mod tests {
     #[test]
     fn oldest_of_the_peer_with_most_comes_first() {
         let mut evictable = Evictable::default();
-        let mut numbers = HashMap::new();
+        let mut numbers = BTreeMap::new();
         for (id, peer) in [(1, 9), (2, 1), (3, 1), (4, 5), (5, 1), (6, 5)] {
             numbers.insert(id, (gid(peer), evictable.add(gid(peer), id)));
         }

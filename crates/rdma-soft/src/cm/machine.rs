@@ -5,7 +5,7 @@
 //! A message affects a connection only if it names both ids and comes from the peer's GID. Timeouts
 //! that a peer requests are clamped to local bounds.
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -109,6 +109,8 @@ pub(super) struct Destination {
     pub(super) mtu: Mtu,
 }
 
+/// The state of all connections. Its tables are trees, because a hash table keeps the memory of its
+/// maximum number of entries.
 #[derive(Debug)]
 pub(super) struct Machine {
     pub(super) gid: Gid,
@@ -118,18 +120,18 @@ pub(super) struct Machine {
     secret: u64,
     issued: u32,
     transactions: u64,
-    pub(super) connections: HashMap<CommId, Connection>,
+    pub(super) connections: BTreeMap<CommId, Connection>,
     /// Peers' requests by the peer's id, to recognise duplicate REQs.
-    pub(super) requests: HashMap<(Gid, CommId), CommId>,
-    pub(super) queue_pairs: HashMap<(Gid, Qpn), CommId>,
-    pub(super) listeners: HashMap<u64, Listener>,
+    pub(super) requests: BTreeMap<(Gid, CommId), CommId>,
+    pub(super) queue_pairs: BTreeMap<(Gid, Qpn), CommId>,
+    pub(super) listeners: BTreeMap<u64, Listener>,
     timers: BTreeSet<(u64, CommId)>,
     /// The latest rejections; some may be forgotten already.
     refused: VecDeque<CommId>,
     pub(super) half_open: HalfOpen,
     pub(super) evictable: Evictable,
     /// Connections whose queue pair is not created yet.
-    pub(super) reserved: HashMap<Qpn, CommId>,
+    pub(super) reserved: BTreeMap<Qpn, CommId>,
     pub(super) answers: Answers,
     pub(super) out: VecDeque<Output>,
 }
@@ -147,15 +149,15 @@ impl Machine {
             secret: drawn(seed, Draw::Secret),
             issued: 0,
             transactions: drawn(seed, Draw::Transactions) & 0xffff_ffff_0000_0000,
-            connections: HashMap::new(),
-            requests: HashMap::new(),
-            queue_pairs: HashMap::new(),
-            listeners: HashMap::new(),
+            connections: BTreeMap::new(),
+            requests: BTreeMap::new(),
+            queue_pairs: BTreeMap::new(),
+            listeners: BTreeMap::new(),
             timers: BTreeSet::new(),
             refused: VecDeque::new(),
             half_open: HalfOpen::default(),
             evictable: Evictable::default(),
-            reserved: HashMap::new(),
+            reserved: BTreeMap::new(),
             answers: Answers::new(drawn(seed, Draw::Answers)),
             out: VecDeque::new(),
         }

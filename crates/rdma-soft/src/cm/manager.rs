@@ -5,7 +5,7 @@
 //! Lock order: the device's manager, then one of ports, link, scheduler or mailbox. An object that
 //! owns an id must not be dropped under the lock, because the drop takes it.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Weak};
 
@@ -51,8 +51,8 @@ pub(crate) struct Manager(Mutex<State>);
 pub(super) struct State {
     pub(super) machine: Machine,
     /// Event channels by id. Weak, because events in a channel own ids.
-    owners: HashMap<u64, Weak<ChannelInner>>,
-    connections: HashMap<CommId, u64>,
+    owners: BTreeMap<u64, Weak<ChannelInner>>,
+    connections: BTreeMap<CommId, u64>,
     last_key: u64,
     /// The earliest scheduled timer job.
     scheduled: Option<u64>,
@@ -62,8 +62,8 @@ impl Manager {
     pub(crate) fn new(gid: Gid, guid: u64, mtu: Mtu, seed: u64) -> Self {
         Self(Mutex::new(State {
             machine: Machine::new(gid, guid, mtu, seed),
-            owners: HashMap::new(),
-            connections: HashMap::new(),
+            owners: BTreeMap::new(),
+            connections: BTreeMap::new(),
             last_key: 0,
             scheduled: None,
         }))
@@ -165,9 +165,7 @@ impl Manager {
             let mut state = device.cm.0.lock();
             state.machine = Machine::new(device.gid, device.attr().guid, state.machine.mtu, 0);
             state.connections.clear();
-            let mut owners: Vec<_> = state.owners.drain().collect();
-            // Sorted, for reproducible simulations.
-            owners.sort_unstable_by_key(|&(key, _)| key);
+            let owners = std::mem::take(&mut state.owners);
             let alive =
                 owners.into_iter().filter_map(|(key, channel)| Some((key, channel.upgrade()?)));
             let notified = alive.map(|(key, channel)| {

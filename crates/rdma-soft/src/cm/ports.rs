@@ -1,6 +1,6 @@
 //! Bound addresses: one port space per network, like the kernel's per network namespace.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use rdma_provider::VerbError;
@@ -19,7 +19,7 @@ struct Bound {
 
 #[derive(Debug, Default)]
 pub(crate) struct Ports {
-    bound: HashMap<u16, Vec<Bound>>,
+    bound: BTreeMap<u16, Vec<Bound>>,
     claims: u64,
     next: u16,
 }

@@ -26,6 +26,9 @@ pub(crate) struct Mailbox<T> {
     writer: UnixStream,
 }
 
+/// The capacity that an empty queue keeps.
+const KEPT: usize = 64;
+
 #[derive(Debug)]
 struct Queue<T> {
     events: VecDeque<T>,
@@ -79,6 +82,10 @@ impl<T> Mailbox<T> {
     /// Makes the descriptor's readiness match the queue.
     fn update_readiness(&self, queue: &mut Queue<T>) {
         let any = !queue.events.is_empty();
+        if !any && queue.events.capacity() > KEPT {
+            // The memory of a burst.
+            queue.events.shrink_to(KEPT);
+        }
         if any && !queue.signalled && queue.holders == 0 {
             queue.signalled = true;
             self.signal();
@@ -193,6 +200,19 @@ mod tests {
         mailbox.push(5);
         mailbox.retain(|event| *event == 5);
         assert_eq!(drain(mailbox.fd()), 1);
+    }
+
+    #[test]
+    fn empty_queue_frees_the_memory_of_a_burst() {
+        let mailbox = Mailbox::new().unwrap();
+        let capacity = || mailbox.queue.lock().events.capacity();
+        (0..10 * KEPT).for_each(|event| mailbox.push(event));
+        assert!(capacity() >= 10 * KEPT);
+        (0..10 * KEPT).for_each(|event| assert_eq!(mailbox.pop(), Some(event)));
+        assert!(capacity() <= KEPT, "{}", capacity());
+        (0..10 * KEPT).for_each(|event| mailbox.push(event));
+        mailbox.retain(|_| false);
+        assert!(capacity() <= KEPT, "{}", capacity());
     }
 
     #[test]

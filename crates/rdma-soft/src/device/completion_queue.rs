@@ -246,6 +246,10 @@ impl CqInner {
         all
     }
 
+    pub(crate) const fn id(&self) -> u64 {
+        self.id
+    }
+
     pub(crate) fn context(&self) -> &Arc<ContextInner> {
         &self.context
     }
@@ -383,6 +387,7 @@ impl contract::Cq for Cq {
 
 impl Drop for Cq {
     fn drop(&mut self) {
+        self.0.context.device().remove_completion_queue(self.0.id);
         if let Some((channel, subscriber)) = &self.0.channel {
             channel.0.retain(|event| !Arc::ptr_eq(event, subscriber));
             // libibverbs would block until they are acknowledged.

@@ -56,7 +56,7 @@ impl Context {
         device.check_alive("ibv_open_device")?;
         let events = Mailbox::new().map_err(|error| os_error("ibv_open_device", &error))?;
         let inner = Arc::new(ContextInner { device, events });
-        inner.device.contexts.lock().push(Arc::downgrade(&inner));
+        inner.device.add_context(&inner);
         Ok(Self(inner))
     }
 }

@@ -25,7 +25,7 @@ pub(crate) mod ring;
 pub(crate) mod scheduler;
 pub(crate) mod shared_receive_queue;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -68,13 +68,14 @@ pub(super) struct DeviceInner {
     pub(super) cm: Manager,
     attr: DeviceAttr,
     numbers: Numbers,
-    queue_pairs: RwLock<HashMap<Qpn, Weak<QpInner>>>,
+    queue_pairs: RwLock<BTreeMap<Qpn, Weak<QpInner>>>,
     /// DC targets, in the number space of queue pairs. Locked after `queue_pairs`.
-    targets: RwLock<HashMap<Qpn, Weak<DctInner>>>,
+    targets: RwLock<BTreeMap<Qpn, Weak<DctInner>>>,
     /// Numbers sent to peers by the connection manager, for queue pairs created on confirmation.
     /// Locked after `targets`.
-    reserved: Mutex<HashSet<Qpn>>,
-    completion_queues: Mutex<Vec<Weak<CqInner>>>,
+    reserved: Mutex<BTreeSet<Qpn>>,
+    /// By number.
+    completion_queues: Mutex<BTreeMap<u64, Weak<CqInner>>>,
     contexts: Mutex<Vec<Weak<ContextInner>>>,
     next_id: AtomicU64,
     pub(super) pd_numbers: Mutex<PdNumbers>,
@@ -269,8 +270,8 @@ impl DeviceInner {
 
     fn unused_number(
         &self,
-        pairs: &HashMap<Qpn, Weak<QpInner>>,
-        targets: &HashMap<Qpn, Weak<DctInner>>,
+        pairs: &BTreeMap<Qpn, Weak<QpInner>>,
+        targets: &BTreeMap<Qpn, Weak<DctInner>>,
         verb: &'static str,
     ) -> Result<Qpn, VerbError> {
         if pairs.len() + targets.len() >= self.attr.max_qp as usize {
@@ -304,41 +305,48 @@ impl DeviceInner {
         tracing::error!(device = self.attr.name, "device lost; failing its queue pairs");
         self.linked.store(false, Ordering::Relaxed);
         self.announce(AsyncEvent::DeviceFatal);
-        let mut all: Vec<_> = {
+        let all: Vec<_> = {
             let table = self.queue_pairs.read();
             table.values().filter_map(Weak::upgrade).collect()
         };
-        // Sorted, for reproducible simulations.
-        all.sort_unstable_by_key(|qp| qp.qpn());
         let deferred = Deferred::new();
         for qp in all {
             qp.fail(None, None, &deferred);
         }
-        let mut targets: Vec<_> = self.targets.read().values().filter_map(Weak::upgrade).collect();
-        targets.sort_unstable_by_key(|target| target.number());
+        let targets: Vec<_> = self.targets.read().values().filter_map(Weak::upgrade).collect();
         for target in targets {
             target.fail(None, &deferred);
         }
         deferred.run();
         // After all flushes: failed polls end work that no flush completes, such as shared
         // receives.
-        for cq in self.completion_queues.lock().iter().filter_map(Weak::upgrade) {
+        for cq in self.completion_queues.lock().values().filter_map(Weak::upgrade) {
             cq.mark_lost();
         }
         Manager::kill(self);
     }
 
-    /// Registers a completion queue for device loss.
+    /// Registers a completion queue for device loss, until
+    /// [`remove_completion_queue`](Self::remove_completion_queue).
     fn add_completion_queue(&self, cq: &Cq) {
         let mut all = self.completion_queues.lock();
-        if all.len() == all.capacity() {
-            all.retain(|cq| cq.strong_count() > 0);
-        }
-        all.push(Arc::downgrade(&cq.0));
-        // `kill` may have run before the queue was in the list.
+        all.insert(cq.0.id(), Arc::downgrade(&cq.0));
+        // `kill` may have run before the queue was in the table.
         if self.is_dead() {
             cq.0.mark_lost();
         }
+    }
+
+    fn remove_completion_queue(&self, id: u64) {
+        self.completion_queues.lock().remove(&id);
+    }
+
+    fn add_context(&self, context: &Arc<ContextInner>) {
+        let mut all = self.contexts.lock();
+        if all.len() == all.capacity() {
+            all.retain(|context| context.strong_count() > 0);
+        }
+        all.push(Arc::downgrade(context));
     }
 
     pub(super) fn set_port(&self, up: bool) {

@@ -119,6 +119,21 @@ struct State {
     stopped: bool,
 }
 
+/// The number of jobs for which memory is always kept.
+const KEPT: usize = 64;
+
+impl State {
+    fn pop(&mut self) -> Option<Entry> {
+        let entry = self.heap.pop();
+        let needed = 2 * self.heap.len().max(KEPT);
+        if self.heap.capacity() >= 2 * needed {
+            // Rare: half as many jobs are then left as at the last change of the capacity.
+            self.heap.shrink_to(needed);
+        }
+        entry
+    }
+}
+
 #[derive(Debug)]
 enum Clock {
     Real(Instant),
@@ -222,7 +237,7 @@ impl Scheduler {
             };
             match wait {
                 None => {
-                    if let Some(entry) = state.heap.pop() {
+                    if let Some(entry) = state.pop() {
                         MutexGuard::unlocked(&mut state, || entry.job.run());
                     }
                 }
@@ -243,11 +258,31 @@ impl Scheduler {
             if state.heap.peek().is_none_or(|first| first.at > limit) {
                 return false;
             }
-            state.heap.pop()
+            state.pop()
         };
         let Some(entry) = entry else { return false };
         clock.fetch_max(entry.at, Ordering::Relaxed);
         entry.job.run();
         true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_follows_the_number_of_jobs() {
+        let scheduler = Scheduler::virtual_time();
+        let schedule =
+            |count| (0..count).for_each(|at| scheduler.schedule(at, Job::Timer(Weak::new())));
+        for count in [100, 10_000, 100] {
+            schedule(count);
+            while scheduler.step(u64::MAX) {
+                let State { heap, .. } = &*scheduler.state.lock();
+                let (left, capacity) = (heap.len().max(KEPT), heap.capacity());
+                assert!(capacity < 4 * left, "{capacity} for {left}");
+            }
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! Tests of auto-accepted requests: memory, eviction, and notification of the program.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::Arc;
 
@@ -207,9 +207,9 @@ fn flood(pair: &mut Pair, template: &Mad, first: u32, count: u32) -> u32 {
     taken
 }
 
-/// Returns the bytes of a hash table: at most 7 of 8 buckets are used, each with a control byte.
-fn table<K, V>(table: &HashMap<K, V>) -> usize {
-    (table.capacity() * 8).div_ceil(7).next_power_of_two() * (size_of::<(K, V)>() + 1)
+/// Returns the maximum bytes of a table, which is a tree.
+fn table<K, V>(table: &BTreeMap<K, V>) -> usize {
+    tree::<(K, V)>(table.len())
 }
 
 /// Returns the maximum bytes of a tree, whose nodes are at least half full.
