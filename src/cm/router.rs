@@ -3,7 +3,7 @@
 //! The waker that Tokio's reactor calls in a runtime with waiting tasks ([`Reactors`]) drains the
 //! channel directly. It records each event in its id's inbox and wakes the waiters.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Weak};
@@ -82,7 +82,7 @@ struct AttachedQueuePair {
 pub(super) struct Router {
     device: Device,
     channel: Arc<CmChannel>,
-    inboxes: Mutex<HashMap<u64, Arc<Inbox>>>,
+    inboxes: Mutex<BTreeMap<u64, Arc<Inbox>>>,
     drain_state: Mutex<DrainState>,
     reactors: Reactors,
     disposer: Arc<Disposer<Arc<CmId>>>,

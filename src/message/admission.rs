@@ -1,6 +1,6 @@
 //! Limits on the connections of a [`Listener`](super::Listener).
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -99,7 +99,7 @@ pub(super) struct Admission {
 
 #[derive(Debug, Default)]
 struct State {
-    by_source: HashMap<IpAddr, u32>,
+    by_source: BTreeMap<IpAddr, u32>,
     /// Open connections and reservations.
     connections: u32,
     stats: ListenerStats,

@@ -6,7 +6,7 @@
 
 #![forbid(unsafe_code)]
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -35,9 +35,9 @@ struct State {
     /// The error that ended the events.
     ended: Option<VerbError>,
     lost: u64,
-    /// Existing completion queues.
-    queues: Vec<Weak<Fault>>,
-    last_receives: HashMap<Qpn, Arc<AtomicBool>>,
+    /// Existing completion queues, by number.
+    queues: BTreeMap<u64, Arc<Fault>>,
+    last_receives: BTreeMap<Qpn, Arc<AtomicBool>>,
     listeners: Vec<Weak<Listener>>,
 }
 
@@ -132,17 +132,25 @@ impl Events {
     /// Calls `listener`, until it is dropped, after events are read.
     pub(super) fn listen(&self, listener: &Arc<Listener>) -> Result<(), VerbError> {
         reserve()?;
-        self.state.lock().listeners.push(Arc::downgrade(listener));
+        let listeners = &mut self.state.lock().listeners;
+        if listeners.len() == listeners.capacity() {
+            listeners.retain(|listener| listener.strong_count() > 0);
+        }
+        listeners.push(Arc::downgrade(listener));
         Ok(())
     }
 
-    /// Applies events to a completion queue until it is dropped.
+    /// Applies events to a completion queue until [`unwatch`](Self::unwatch).
     pub(super) fn watch(&self, fault: &Arc<Fault>) {
-        let queues = &mut self.state.lock().queues;
-        if queues.len() == queues.capacity() {
-            queues.retain(|queue| queue.strong_count() > 0);
-        }
-        queues.push(Arc::downgrade(fault));
+        self.state.lock().queues.insert(fault.id, fault.clone());
+    }
+
+    /// Ends [`watch`](Self::watch), before the queue is destroyed: another queue may then get its
+    /// number.
+    pub(super) fn unwatch(&self, fault: &Fault) {
+        let removed = self.state.lock().queues.remove(&fault.id);
+        // Dropped without the lock: its listener may hold anything.
+        drop(removed);
     }
 
     /// Returns a flag that becomes true when queue pair `qpn`, in the error state, uses no more
@@ -176,9 +184,9 @@ impl State {
             }
             _ => return,
         };
-        for fault in self.queues.iter().filter_map(Weak::upgrade).filter(|fault| is_dead(fault)) {
+        for fault in self.queues.values().filter(|fault| is_dead(fault)) {
             if fault.errno.swap(VerbError::EIO, Ordering::Relaxed) == 0 {
-                dead.push(fault);
+                dead.push(fault.clone());
             }
         }
     }

@@ -42,6 +42,12 @@ struct Inner {
     empty: AtomicU32,
 }
 
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.device.async_events().unwatch(&self.fault);
+    }
+}
+
 /// Empty polls between two checks for asynchronous events, the only notice of a removed device:
 /// about 1 ms of continuous polling.
 const POLLS_BEFORE_EVENTS: u32 = 1 << 14;
