@@ -94,16 +94,72 @@ fn closed_connections_leak_nothing() {
 
 const MEASURED: &str = "TOKIO_RDMA_MEASURED";
 
-#[test]
-fn memory_of_closed_connections_is_returned_to_the_system() {
-    // In a separate process, because the memory of other tests would count.
+/// Runs a test of this file in a separate process, because the memory of other tests would count.
+fn run_alone(test: &str) {
     let measured = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "measured_process", "--nocapture", "--test-threads=1"])
+        .args(["--exact", test, "--nocapture", "--test-threads=1"])
         .env(MEASURED, "1")
         .stdout(Stdio::null())
         .status()
         .unwrap();
     assert!(measured.success(), "{measured}");
+}
+
+fn runs_alone() -> bool {
+    std::env::var_os(MEASURED).is_some()
+}
+
+#[test]
+fn memory_of_closed_connections_is_returned_to_the_system() {
+    run_alone("measured_process");
+}
+
+#[test]
+fn tables_of_simultaneous_connections_are_freed() {
+    run_alone("simultaneous_process");
+}
+
+/// Runs in the process that the test above starts.
+#[test]
+fn simultaneous_process() {
+    const PAIRS: usize = 500;
+    /// Bytes left of each connection, less than half of its record in the connection manager.
+    const LEFT: usize = 100;
+    if !runs_alone() {
+        return;
+    }
+    bounded("simultaneous", LONG * 2, || {
+        Flavour::MultiThread.runtime().block_on(async {
+            let (device, pd) = device(&Network::new());
+            let config = config()
+                .receive_buffers(4)
+                .spare_buffers(0)
+                .send_buffers(1)
+                .receive_buffer_size(1024);
+            let local = connected::address(&device);
+            let listener = Listener::bind_with(&device, local, &config).await.unwrap();
+            let address = listener.local_addr();
+            let tasks = || tokio::runtime::Handle::current().metrics().num_alive_tasks();
+            // The software device keeps a slot of 64 bytes for each registration at the maximum.
+            let registered: Vec<_> = (0..PAIRS * 4 + 64).map(|_| pd.register(vec![0; 8])).collect();
+            drop(registered);
+            let mut before = None;
+            for pairs in [1, PAIRS] {
+                let mut ends = Vec::new();
+                for _ in 0..pairs {
+                    let connecting = Connection::connect_with(&device, address, &config);
+                    let both = async { tokio::try_join!(connecting, listener.accept()) };
+                    ends.extend(<[_; 2]>::from(soon("connect", both).await.unwrap()));
+                }
+                soon("close", join_all(ends.iter().map(|end| end.close()))).await;
+                drop(ends);
+                eventually("tasks end", || tasks() == 0).await;
+                let (before, allowed) = (*before.get_or_insert_with(live::bytes), 2 * pairs * LEFT);
+                eventually("memory is free", || live::bytes() <= before + allowed).await;
+                eprintln!("{pairs} pairs: {} bytes more", live::bytes() as isize - before as isize);
+            }
+        });
+    });
 }
 
 /// Runs in the process that the test above starts.
@@ -112,7 +168,7 @@ fn measured_process() {
     const PAIRS: usize = 100;
     // The second length needs memory for long messages.
     const LENGTHS: [usize; 2] = [8192, 100_000];
-    if std::env::var_os(MEASURED).is_none() {
+    if !runs_alone() {
         return;
     }
     bounded("memory", LONG, || {
