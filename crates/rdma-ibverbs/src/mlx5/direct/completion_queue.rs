@@ -498,7 +498,7 @@ fn decode_error(queues: &Queues, entry: &Cqe) -> Result<Option<WorkCompletion>, 
     } else {
         if let (PAGE_FAULT, Receives::Shared(shared)) = ((syndrome, vendor_error), &queues.receive)
         {
-            shared.post_again(counter).ok_or(unknown)?;
+            shared.post_again(qpn, counter)?;
             return Ok(None);
         }
         retire_receive(queues, entry, |_, _, _| WcStatus::SUCCESS)?.0

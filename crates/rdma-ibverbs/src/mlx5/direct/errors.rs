@@ -56,6 +56,13 @@ pub enum BadEntry {
         /// The index of the WQE.
         counter: u16,
     },
+    /// The free entries of a shared receive queue lead to one that it does not have.
+    Link {
+        /// The queue pair number.
+        qpn: u32,
+        /// The index of that entry.
+        entry: u16,
+    },
     /// The CQE claims more inline data than it has space for.
     Length {
         /// The queue pair number.
@@ -81,6 +88,7 @@ impl BadEntry {
             Self::Counter { .. } => {
                 "poll of an mlx5 completion queue (work request is not in flight)"
             }
+            Self::Link { .. } => "poll of an mlx5 completion queue (bad shared receive queue)",
             Self::Length { .. } => "poll of an mlx5 completion queue (inline data too long)",
             Self::Session { .. } => "poll of an mlx5 completion queue (bad compressed session)",
         };
@@ -98,6 +106,9 @@ impl fmt::Display for BadEntry {
             }
             Self::Counter { qpn, counter } => {
                 write!(f, "queue pair {qpn:#x} has no work request {counter:#x} in flight")
+            }
+            Self::Link { qpn, entry } => {
+                write!(f, "the shared receive queue of queue pair {qpn:#x} has no entry {entry:#x}")
             }
             Self::Length { qpn, length } => {
                 write!(f, "{length} bytes of inline data for queue pair {qpn:#x} exceed the entry")
@@ -160,6 +171,10 @@ mod tests {
                 "queue pair 0x1a04 has no work request 0x7 in flight",
                 "poll of an mlx5 completion queue (work request is not in flight)",
             ),
+            BadEntry::Link { .. } => (
+                "the shared receive queue of queue pair 0x1a04 has no entry 0x8000",
+                "poll of an mlx5 completion queue (bad shared receive queue)",
+            ),
             BadEntry::Length { .. } => (
                 "65 bytes of inline data for queue pair 0x1a04 exceed the entry",
                 "poll of an mlx5 completion queue (inline data too long)",
@@ -175,6 +190,7 @@ mod tests {
             BadEntry::Opcode { opcode: 0x33 },
             BadEntry::QueuePair { qpn },
             BadEntry::Counter { qpn, counter: 7 },
+            BadEntry::Link { qpn, entry: 0x8000 },
             BadEntry::Length { qpn, length: 65 },
             BadEntry::Session { entries: 9 },
         ] {

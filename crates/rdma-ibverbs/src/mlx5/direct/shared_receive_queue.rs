@@ -13,6 +13,7 @@ use rdma_provider::contract::PostError;
 use rdma_provider::types::{RecvWr, WrId};
 
 use super::doorbell::Record;
+use super::errors::BadEntry;
 use super::layout::{Be16, DataSegment, Next};
 use super::receive_queue::Entries;
 
@@ -29,7 +30,8 @@ unsafe impl Send for SharedReceiveQueue {}
 unsafe impl Sync for SharedReceiveQueue {}
 
 struct State {
-    /// The entry of the next receive.
+    /// The entry of the next receive. Outside the queue if its link was overwritten; then nothing
+    /// can be posted any more.
     head: u16,
     /// The last free entry, which stays unused: the list always has one.
     tail: u16,
@@ -51,7 +53,8 @@ impl SharedReceiveQueue {
         &self.entries
     }
 
-    /// Posts a list up to the first refused request.
+    /// Posts a list up to the first refused request. Fails with EIO from a link outside the queue
+    /// on.
     ///
     /// # Safety
     ///
@@ -64,12 +67,16 @@ impl SharedReceiveQueue {
         let mut result = Ok(());
         for (posted, wr) in list.iter().enumerate() {
             let full = state.head == state.tail;
+            let Some(receive) = state.posted.get_mut(usize::from(state.head)) else {
+                result = Err(PostError { posted, error: bad_link() });
+                break;
+            };
             if full || !self.entries.write(state.head.into(), 1, wr) {
                 let errno = if full { VerbError::ENOMEM } else { VerbError::EINVAL };
                 result = Err(PostError { posted, error: refuse(errno) });
                 break;
             }
-            state.posted[usize::from(state.head)] = Some(wr.wr_id);
+            *receive = Some(wr.wr_id);
             self.advance(state);
         }
         if state.counter != before {
@@ -78,7 +85,7 @@ impl SharedReceiveQueue {
         result
     }
 
-    /// Moves the head to the next free entry and counts a receive.
+    /// Moves the head, which is in the queue, to the next free entry and counts a receive.
     fn advance(&self, state: &mut State) {
         // SAFETY: S3: an entry of the queue; the adapter only reads it.
         let next = unsafe { self.entries.segment::<Next>(state.head.into(), 0).read() };
@@ -105,12 +112,23 @@ impl SharedReceiveQueue {
         state.tail = index;
     }
 
-    /// Posts the receive in entry `index` again, after a page fault. Returns `None` if it has none.
-    pub(super) fn post_again(&self, index: u16) -> Option<()> {
+    /// Posts the receive of `qpn` in entry `index` again, after a page fault.
+    ///
+    /// # Errors
+    ///
+    /// [`BadEntry::Counter`] if the entry has no receive, [`BadEntry::Link`] if no entry can be
+    /// found for it.
+    pub(super) fn post_again(&self, qpn: u32, index: u16) -> Result<(), BadEntry> {
         let state = &mut *self.state.lock();
-        let wr_id = state.posted.get_mut(usize::from(index))?.take()?;
-        self.append(state, index);
         let head = state.head;
+        let receive = state.posted.get_mut(usize::from(index)).filter(|receive| receive.is_some());
+        let unknown = BadEntry::Counter { qpn, counter: index };
+        let receive = receive.ok_or(unknown)?;
+        if u32::from(head) >= self.entries.count {
+            return Err(BadEntry::Link { qpn, entry: head });
+        }
+        let wr_id = receive.take();
+        self.append(state, index);
         for segment in 1..self.entries.segments() {
             // SAFETY: S3: segments of two entries of the queue, or twice the same.
             unsafe {
@@ -118,11 +136,17 @@ impl SharedReceiveQueue {
                 self.entries.segment(head.into(), segment).write(from);
             }
         }
-        state.posted[usize::from(head)] = Some(wr_id);
+        state.posted[usize::from(head)] = wr_id;
         self.advance(state);
         self.record.publish(state.counter.into());
-        Some(())
+        Ok(())
     }
+}
+
+/// Returns the error of all posts after the link of an entry was overwritten.
+#[cold]
+fn bad_link() -> VerbError {
+    VerbError::new("ibv_post_srq_recv (entries of the queue were overwritten)", VerbError::EIO)
 }
 
 impl fmt::Debug for SharedReceiveQueue {

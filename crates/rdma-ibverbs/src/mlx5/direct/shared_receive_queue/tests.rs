@@ -9,6 +9,8 @@ use super::super::heap::ReceiveMemory;
 use super::super::layout::SEGMENT;
 use super::*;
 
+const QPN: u32 = 0x1a04;
+
 /// Segments of an entry: the link and two buffers.
 const SEGMENTS: u32 = 3;
 
@@ -157,7 +159,9 @@ impl Bench {
             }
             Op::PostAgain(index) => {
                 let receive = model.take(index);
-                assert_eq!(self.queue.post_again(index).is_some(), receive.is_some());
+                let unknown = BadEntry::Counter { qpn: QPN, counter: index };
+                let expected = receive.map(|_| ()).ok_or(unknown);
+                assert_eq!(self.queue.post_again(QPN, index), expected);
                 if let Some(number) = receive {
                     model.free.push_back(index);
                     model.post_first_free(number);
@@ -249,6 +253,37 @@ fn every_short_sequence_of_posts_and_completions_in_any_order_matches_the_model(
             bench.check(&model);
             bench.explore(&model, depth, &mut HashSet::new());
         }
+    }
+}
+
+#[test]
+fn link_outside_the_queue_fails_posts_and_completions_with_an_error() {
+    const COUNT: u32 = 4;
+    for bad in [COUNT as u16, 0x8000, u16::MAX] {
+        let (bench, mut model) = Bench::new(COUNT, 0);
+        bench.apply(Op::Post(&[1]), &mut model);
+        bench.memory.entries.write((SEGMENTS as usize * SEGMENT) + 2, &bad.to_be_bytes());
+        let sges = buffers(1, 7);
+        let wrs = [1, 2].map(|number| RecvWr { wr_id: WrId(number), sges: &sges });
+        let error = VerbError::new(
+            "ibv_post_srq_recv (entries of the queue were overwritten)",
+            VerbError::EIO,
+        );
+        // SAFETY: S1: no adapter accesses the buffers.
+        let post = |wrs: &[RecvWr<'_>]| unsafe { bench.queue.post(wrs) };
+        // The entry with the bad link is posted, the next one cannot be found.
+        assert_eq!(post(&wrs), Err(PostError { posted: 1, error }), "{bad}");
+        assert_eq!(post(&wrs), Err(PostError { posted: 0, error }), "the error stays");
+        assert_eq!((bench.queue.state.lock().counter, bench.memory.record.be32(0)), (2, 2));
+        let link = BadEntry::Link { qpn: QPN, entry: bad };
+        assert_eq!(bench.queue.post_again(QPN, 0), Err(link));
+        let unknown = |counter| Err(BadEntry::Counter { qpn: QPN, counter });
+        assert_eq!(bench.queue.post_again(QPN, 2), unknown(2));
+        assert_eq!(bench.queue.post_again(QPN, bad), unknown(bad));
+        // Receives that were posted still complete, in any order.
+        assert_eq!(bench.queue.retire(1, || ()), Some((WrId(1), ())));
+        assert_eq!(bench.queue.retire(0, || ()), Some((WrId(0), ())));
+        assert_eq!(post(&wrs), Err(PostError { posted: 0, error }), "also with free entries");
     }
 }
 
