@@ -638,7 +638,7 @@ fn common_entries_decode_as_all_others_do() {
     use Kind::{LongReceive, OwnReceive, Read, Send, SharedReceive, Write};
     let mut decoded = 0;
     for kind in [Write, Send, Read, OwnReceive, LongReceive, SharedReceive] {
-        for at in if cfg!(miri) { 44..64 } else { 0..64 } {
+        for at in if cfg!(miri) { 63..64 } else { 0..64 } {
             for mask in [0, 1, 2, 4, 8, 0x10, 0x40, 0xff] {
                 let [common, general] = [false, true].map(|way| decode(kind, at, mask, way));
                 assert_eq!(common, general, "{kind:?}, byte {at} changed by {mask:#x}");
@@ -646,5 +646,5 @@ fn common_entries_decode_as_all_others_do() {
             }
         }
     }
-    assert!(decoded > if cfg!(miri) { 300 } else { 1000 }, "{decoded}");
+    assert!(decoded > if cfg!(miri) { 10 } else { 1000 }, "{decoded}");
 }
