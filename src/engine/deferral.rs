@@ -30,9 +30,10 @@ thread_local! {
 /// Rounds that a task spins before others have their turn.
 const ROUNDS_IN_TURN: u32 = 4;
 
-/// Wakes the task of `context`, which has spun for `rounds`. Every few rounds, others run first.
+/// Wakes the task of `context`, which has spun for `rounds`. In the first round, and then every few
+/// rounds, others run first: the completion may depend on them.
 pub(super) fn wake_in_turn(context: &Context<'_>, rounds: u32) {
-    if rounds.is_multiple_of(ROUNDS_IN_TURN) {
+    if rounds % ROUNDS_IN_TURN == 1 {
         wake_after_others(context);
     } else {
         contained(|| context.waker().wake_by_ref());
