@@ -3,8 +3,8 @@
 //!
 //! ```text
 //! verbs work=write|read|write-batch|read-batch|pingpong|pingpong-tasks
-//!       mode=event|cooperative|hybrid|busy-poll [depth=1] [operations=10000] [warmup=1000]
-//!       [devices=soft0[,rxe1]] [times=yes|no] [runtime=current|multi]
+//!       mode=event|cooperative|hybrid|busy-poll [depth=1] [size=BYTES] [operations=10000]
+//!       [warmup=1000] [devices=soft0[,rxe1]] [times=yes|no] [runtime=current|multi]
 //! ```
 //!
 //! `write-batch` and `read-batch` repeatedly post `depth` operations with one doorbell and wait for
@@ -48,6 +48,8 @@ fn main() -> ExitCode {
 struct Arguments {
     values: HashMap<String, String>,
     depth: usize,
+    /// Bytes per operation.
+    size: usize,
     operations: usize,
     warmup: usize,
 }
@@ -66,10 +68,15 @@ impl Arguments {
         let number = |name: &str| values[name].parse::<usize>();
         let (depth, operations, warmup) =
             (number("depth")?, number("operations")?, number("warmup")?);
+        let size = match number("size")? {
+            0 if values["work"].starts_with("pingpong") => MESSAGE,
+            0 => WORD,
+            size => size,
+        };
         if depth == 0 || operations == 0 {
             return Err("depth and operations must not be 0".into());
         }
-        Ok(Self { depth, operations, warmup, values })
+        Ok(Self { depth, size, operations, warmup, values })
     }
 
     fn mode(&self) -> Result<CompletionMode> {
@@ -96,10 +103,12 @@ impl Arguments {
     }
 }
 
-const DEFAULTS: [(&str, &str); 8] = [
+const DEFAULTS: [(&str, &str); 9] = [
     ("work", "write"),
     ("mode", "cooperative"),
     ("depth", "1"),
+    // 8, or 64 for messages.
+    ("size", "0"),
     ("operations", "10000"),
     ("warmup", "1000"),
     ("devices", Device::SOFTWARE),
@@ -113,8 +122,8 @@ async fn compare(arguments: &Arguments) -> Result<String> {
     let (first, second) =
         arguments.get("devices").split_once(',').unwrap_or((arguments.get("devices"), ""));
     let mode = arguments.mode()?;
-    let ours = End::open(first, &mode)?;
-    let theirs = End::open(if second.is_empty() { first } else { second }, &mode)?;
+    let ours = End::open(first, &mode, arguments)?;
+    let theirs = End::open(if second.is_empty() { first } else { second }, &mode, arguments)?;
     ours.qp.connect(&theirs.qp.endpoint())?;
     theirs.qp.connect(&ours.qp.endpoint())?;
 
@@ -128,11 +137,12 @@ async fn compare(arguments: &Arguments) -> Result<String> {
     let after = counters(&ours, &theirs);
 
     Ok(format!(
-        "program=rust work={} mode={} depth={} operations={} p50_ns={} p99_ns={} mean_ns={mean} \
+        "program=rust work={} mode={} depth={} size={} operations={} p50_ns={} p99_ns={} mean_ns={mean} \
          arms={} events={}",
         arguments.get("work"),
         arguments.get("mode"),
         arguments.depth,
+        arguments.size,
         arguments.operations,
         times.quantile(50),
         times.quantile(99),
@@ -156,7 +166,7 @@ async fn run(
     times: &mut Times,
 ) -> Result<()> {
     let depth = arguments.depth;
-    let remote = theirs.region.grant().slice(..WORD as u64)?;
+    let remote = theirs.region.grant().slice(..arguments.size as u64)?;
     match (arguments.get("work"), depth) {
         ("write", 1) => {
             one_by_one(ours, |buffer| ours.qp.write(buffer, remote), operations, times).await
@@ -220,23 +230,26 @@ struct End {
     queue: CompletionQueue,
     pool: Pool,
     region: ExposedRegion,
+    size: usize,
 }
 
 impl End {
-    fn open(name: &str, mode: &CompletionMode) -> Result<Self> {
+    fn open(name: &str, mode: &CompletionMode, arguments: &Arguments) -> Result<Self> {
+        let size = arguments.size;
         let device = Device::open(name)?;
         let pd = device.protection_domain()?;
         let queue = CompletionQueue::new(&device, mode.clone())?;
         Ok(Self {
             qp: QueuePair::new(&pd, &queue)?,
             queue,
-            pool: Pool::new(&pd, MESSAGE, 64)?,
-            region: ExposedRegion::new(&pd, vec![0; MESSAGE], Access::REMOTE_ALL)?,
+            pool: Pool::new(&pd, size, arguments.depth.max(2))?,
+            size,
+            region: ExposedRegion::new(&pd, vec![0; size], Access::REMOTE_ALL)?,
         })
     }
 
-    fn buffer(&self, len: usize) -> Result<BufMut> {
-        Ok(self.pool.try_alloc(len)?)
+    fn buffer(&self) -> Result<BufMut> {
+        Ok(self.pool.try_alloc(self.size)?)
     }
 }
 
@@ -247,7 +260,7 @@ async fn one_by_one(
     operations: usize,
     times: &mut Times,
 ) -> Result<()> {
-    let mut buffer = ours.buffer(WORD)?;
+    let mut buffer = ours.buffer()?;
     for _ in 0..operations {
         let start = times.start();
         buffer = post(buffer).await?;
@@ -267,7 +280,7 @@ async fn window(
 ) -> Result<()> {
     let mut in_flight = Vec::with_capacity(depth);
     for _ in 0..depth.min(operations) {
-        in_flight.push((times.start(), post(ours.buffer(WORD)?)));
+        in_flight.push((times.start(), post(ours.buffer()?)));
     }
     let mut left = operations.saturating_sub(depth);
     while left > 0 {
@@ -294,7 +307,7 @@ async fn batches(
     operations: usize,
     times: &mut Times,
 ) -> Result<()> {
-    let mut buffers = (0..depth).map(|_| ours.buffer(WORD)).collect::<Result<Vec<_>>>()?;
+    let mut buffers = (0..depth).map(|_| ours.buffer()).collect::<Result<Vec<_>>>()?;
     let mut batch = Batch::new();
     for _ in 0..operations / depth {
         let start = times.start();
@@ -315,8 +328,7 @@ async fn batches(
 /// Runs both ends alternately. The completion of an answer is awaited only before its buffer is
 /// reused: over a wire, the acknowledgement takes as long as the next question.
 async fn ping_pong(ours: &End, theirs: &End, operations: usize, times: &mut Times) -> Result<()> {
-    let (mut ping, mut answer, mut question) =
-        (ours.buffer(MESSAGE)?, ours.buffer(MESSAGE)?, theirs.buffer(MESSAGE)?);
+    let (mut ping, mut answer, mut question) = (ours.buffer()?, ours.buffer()?, theirs.buffer()?);
     let mut returned = None;
     for _ in 0..operations {
         let start = times.start();
@@ -326,7 +338,7 @@ async fn ping_pong(ours: &End, theirs: &End, operations: usize, times: &mut Time
         question = asked.await?.buffer;
         let pong = match returned.take() {
             Some(earlier) => earlier.await?,
-            None => theirs.buffer(MESSAGE)?,
+            None => theirs.buffer()?,
         };
         returned = Some(theirs.qp.send(pong));
         answer = answered.await?.buffer;
@@ -346,10 +358,9 @@ async fn ping_pong_of_tasks(
     operations: usize,
     times: &mut Times,
 ) -> Result<()> {
-    let first = theirs.qp.recv(theirs.buffer(MESSAGE)?);
-    let answering =
-        tokio::spawn(answer(theirs.qp.clone(), first, theirs.buffer(MESSAGE)?, operations));
-    let (mut ping, mut answer) = (ours.buffer(MESSAGE)?, ours.buffer(MESSAGE)?);
+    let first = theirs.qp.recv(theirs.buffer()?);
+    let answering = tokio::spawn(answer(theirs.qp.clone(), first, theirs.buffer()?, operations));
+    let (mut ping, mut answer) = (ours.buffer()?, ours.buffer()?);
     for _ in 0..operations {
         let start = times.start();
         let answered = ours.qp.recv(answer);

@@ -1,11 +1,11 @@
 /* The work of benches/verbs.rs with the C interface of libibverbs, for comparison with tokio-rdma.
  *
- *   raw work=write|read|write-batch|read-batch|pingpong mode=poll|event|arm-first [depth=1]
+ *   raw work=write|read|write-batch|read-batch|pingpong mode=poll|event|arm-first [depth=1] [size=BYTES]
  *       [operations=10000] [warmup=1000] [devices=rxe0[,rxe1]] [times=yes|no]
  *
- * Two connected queue pairs in one process, on one device or on two. WRITE and READ transfer 8 bytes, a ping-pong 64
- * in each direction. Every send is signaled, like every awaited operation. In a batch (a chain of `depth`), only the
- * last is signaled, and times are of batches.
+ * Two connected queue pairs in one process, on one device or on two. WRITE and READ transfer 8 bytes by default, a
+ * ping-pong 64 in each direction. Every send is signaled, like every awaited operation. In a batch (a chain of
+ * `depth`), only the last is signaled, and times are of batches.
  *
  *   poll       spins on ibv_poll_cq
  *   event      polls; without a completion arms, polls again, and then sleeps in epoll. Reads one event at a time and
@@ -26,7 +26,7 @@
 #include <sys/epoll.h>
 #include <time.h>
 
-enum { WORD = 8, MESSAGE = 64, MAX_DEPTH = 64, CQ_SIZE = 256, ACK_EVERY = 1000 };
+enum { WORD = 8, MESSAGE = 64, MAX_DEPTH = 64, MAX_SIZE = 1 << 24, CQ_SIZE = 256, ACK_EVERY = 1000 };
 enum mode { POLL, EVENT, ARM_FIRST };
 
 /* One end with its own open device. */
@@ -45,10 +45,11 @@ struct end {
     struct ibv_sge sge, receive_sge;
     struct ibv_send_wr wr;
     struct ibv_recv_wr receive_wr;
-    char memory[MAX_DEPTH * MESSAGE];
+    char *memory; /* MAX_DEPTH places of `size` bytes */
 };
 
 static enum mode mode;
+static unsigned long size;
 static int epoll;
 static unsigned long arms, events, acks, waits;
 
@@ -113,7 +114,10 @@ static void open_end(struct end *end, const char *name) {
     };
     check((end->qp = ibv_create_qp(end->pd, &init)) != NULL, "ibv_create_qp");
     int access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ;
-    check((end->mr = ibv_reg_mr(end->pd, end->memory, sizeof end->memory, access)) != NULL, "ibv_reg_mr");
+    unsigned long length = size * MAX_DEPTH;
+    check((end->memory = aligned_alloc(4096, (length + 4095) / 4096 * 4096)) != NULL, "aligned_alloc");
+    memset(end->memory, 0, length);
+    check((end->mr = ibv_reg_mr(end->pd, end->memory, length, access)) != NULL, "ibv_reg_mr");
 }
 
 static void connect_to(struct end *end, const struct end *peer) {
@@ -207,7 +211,7 @@ static inline int take(struct end *end, struct ibv_wc *completions, int capacity
 /* WRITE and READ: `depth` in flight, each timed from post to completion. */
 
 static void prepare_rdma(struct end *from, struct end *to, enum ibv_wr_opcode opcode) {
-    from->sge = (struct ibv_sge){.length = WORD, .lkey = from->mr->lkey};
+    from->sge = (struct ibv_sge){.length = size, .lkey = from->mr->lkey};
     from->wr = (struct ibv_send_wr){
         .sg_list = &from->sge,
         .num_sge = 1,
@@ -219,7 +223,7 @@ static void prepare_rdma(struct end *from, struct end *to, enum ibv_wr_opcode op
 
 static inline void post_rdma(struct end *from, unsigned long id) {
     struct ibv_send_wr *bad;
-    from->sge.addr = (uintptr_t)&from->memory[id % MAX_DEPTH * MESSAGE];
+    from->sge.addr = (uintptr_t)&from->memory[id % MAX_DEPTH * size];
     from->wr.wr_id = id;
     check(ibv_post_send(from->qp, &from->wr, &bad) == 0, "ibv_post_send");
 }
@@ -260,7 +264,7 @@ static void batches(struct end *from, unsigned long depth, unsigned long operati
     for (unsigned long done = 0; done + depth <= operations; done += depth) {
         unsigned long start = times ? now() : 0;
         for (unsigned long index = 0; index < depth; index++) {
-            sges[index].addr = (uintptr_t)&from->memory[(done + index) % MAX_DEPTH * MESSAGE];
+            sges[index].addr = (uintptr_t)&from->memory[(done + index) % MAX_DEPTH * size];
             chain[index].wr_id = done + index;
         }
         check(ibv_post_send(from->qp, chain, &bad) == 0, "ibv_post_send");
@@ -274,9 +278,9 @@ static void batches(struct end *from, unsigned long depth, unsigned long operati
  * takes as long as the next question. */
 
 static void prepare_messages(struct end *end) {
-    end->receive_sge = (struct ibv_sge){.addr = (uintptr_t)end->memory, .length = MESSAGE, .lkey = end->mr->lkey};
+    end->receive_sge = (struct ibv_sge){.addr = (uintptr_t)end->memory, .length = size, .lkey = end->mr->lkey};
     end->receive_wr = (struct ibv_recv_wr){.sg_list = &end->receive_sge, .num_sge = 1};
-    end->sge = (struct ibv_sge){.addr = (uintptr_t)&end->memory[MESSAGE], .length = MESSAGE, .lkey = end->mr->lkey};
+    end->sge = (struct ibv_sge){.addr = (uintptr_t)&end->memory[size], .length = size, .lkey = end->mr->lkey};
     end->wr = (struct ibv_send_wr){
         .sg_list = &end->sge, .num_sge = 1, .opcode = IBV_WR_SEND, .send_flags = IBV_SEND_SIGNALED};
 }
@@ -346,7 +350,7 @@ static void run(struct end *ours, struct end *theirs, const char *work, unsigned
 int main(int count, char **arguments) {
     const char *work = "write", *how = "poll", *times = "yes";
     char devices[64] = "rxe0";
-    unsigned long depth = 1, operations = 10000, warmup = 1000;
+    unsigned long depth = 1, operations = 10000, warmup = 1000, bytes = 0;
     for (int index = 1; index < count; index++) {
         char *value = strchr(arguments[index], '=');
         errno = EINVAL;
@@ -361,6 +365,8 @@ int main(int count, char **arguments) {
             times = value;
         else if (strcmp(name, "depth") == 0)
             depth = strtoul(value, NULL, 10);
+        else if (strcmp(name, "size") == 0)
+            bytes = strtoul(value, NULL, 10);
         else if (strcmp(name, "operations") == 0)
             operations = strtoul(value, NULL, 10);
         else if (strcmp(name, "warmup") == 0)
@@ -375,6 +381,8 @@ int main(int count, char **arguments) {
     int known = strcmp(work, "write") == 0 || strcmp(work, "read") == 0 || is_batch || strcmp(work, "pingpong") == 0;
     check(known, work);
     check(depth > 0 && depth <= MAX_DEPTH && operations > 0, "depth or operations");
+    size = bytes ? bytes : strcmp(work, "pingpong") == 0 ? MESSAGE : WORD;
+    check(size <= MAX_SIZE, "size");
     mode = strcmp(how, "poll") == 0 ? POLL : strcmp(how, "event") == 0 ? EVENT : ARM_FIRST;
     check(mode != ARM_FIRST || (strcmp(how, "arm-first") == 0 && depth == 1 && !is_batch && strcmp(work, "pingpong") != 0), how);
 
@@ -397,8 +405,8 @@ int main(int count, char **arguments) {
     unsigned long timed = is_batch ? operations / depth : operations;
     if (measured)
         qsort(measured, timed, sizeof *measured, later);
-    printf("program=c work=%s mode=%s depth=%lu operations=%lu p50_ns=%lu p99_ns=%lu mean_ns=%lu", work, how, depth,
-           operations, measured ? measured[timed / 2] : 0, measured ? measured[timed * 99 / 100] : 0, mean);
+    printf("program=c work=%s mode=%s depth=%lu size=%lu operations=%lu p50_ns=%lu p99_ns=%lu mean_ns=%lu", work, how, depth,
+           size, operations, measured ? measured[timed / 2] : 0, measured ? measured[timed * 99 / 100] : 0, mean);
     printf(" arms=%lu events=%lu acks=%lu sleeps=%lu\n", arms, events, acks, waits);
     if (ours.unacknowledged)
         acknowledge(&ours);
