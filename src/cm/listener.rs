@@ -53,6 +53,10 @@ use super::router::{Inbox, Router};
 /// # Ok(())
 /// # }
 /// ```
+///
+/// # Cancel safety
+///
+/// See each method.
 pub struct Listener {
     endpoint: Endpoint,
     address: SocketAddr,

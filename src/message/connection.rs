@@ -89,6 +89,29 @@ pub(super) struct Handle {
     pub(super) buffers: OnceLock<Pool>,
 }
 
+impl Handle {
+    pub(super) fn close_reason(&self) -> Option<CloseReason> {
+        self.shared.with(|core, _| core.close_reason())
+    }
+
+    pub(super) async fn closed(&self) -> CloseReason {
+        let mut guard = WaitGuard::new(&self.shared, Core::withdraw_flusher);
+        poll_fn(|context| {
+            self.shared
+                .poll(context, |core, _, caller| core.poll_terminated(&mut guard.ticket, caller))
+        })
+        .await
+    }
+
+    pub(super) fn peer_addr(&self) -> Option<SocketAddr> {
+        self.addresses.map(|(_, peer)| peer)
+    }
+
+    pub(super) fn counters(&self) -> ConnectionCounters {
+        self.shared.with(|core, _| core.counters())
+    }
+}
+
 impl Drop for Handle {
     fn drop(&mut self) {
         self.shared.abandon();
@@ -292,7 +315,42 @@ impl Connection {
     /// Returns the reason why the connection closed, if it has.
     #[must_use]
     pub fn close_reason(&self) -> Option<CloseReason> {
-        self.handle().shared.with(|core, _| core.close_reason())
+        self.handle().close_reason()
+    }
+
+    /// Waits until the connection has closed, by either side or by a failure, and returns the
+    /// reason. Unlike [`close`](Self::close), it does not close the connection. Messages that have
+    /// arrived can still be received, except after `close` and `abort`.
+    ///
+    /// A service that waits for other events, and for no message, thus notices a lost peer:
+    ///
+    /// ```
+    /// use tokio_rdma::{CloseReason, Connection, Listener};
+    /// # use tokio_rdma::Device;
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let device = Device::software()?;
+    /// # let listener = Listener::bind(&device, "127.0.0.1:0").await?;
+    /// # let connecting = Connection::connect(&device, listener.local_addr());
+    /// # let (theirs, ours) = tokio::try_join!(listener.accept(), connecting)?;
+    /// # let work = std::future::pending::<()>();
+    /// drop(ours);
+    /// tokio::select! {
+    ///     () = work => {}
+    ///     reason = theirs.closed() => {
+    ///         assert!(matches!(reason, CloseReason::Dropped | CloseReason::Disconnected));
+    ///     }
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future changes nothing.
+    pub async fn closed(&self) -> CloseReason {
+        self.handle().closed().await
     }
 
     /// Splits the connection into halves for two tasks. Dropping both drops the connection.
@@ -336,7 +394,7 @@ impl Connection {
     /// Returns the peer's address if connected by address.
     #[must_use]
     pub fn peer_addr(&self) -> Option<SocketAddr> {
-        self.handle().addresses.map(|(_, peer)| peer)
+        self.handle().peer_addr()
     }
 
     /// Returns the user data of the peer's service.
@@ -348,7 +406,7 @@ impl Connection {
     /// Returns the counters of this connection.
     #[must_use]
     pub fn counters(&self) -> ConnectionCounters {
-        self.handle().shared.with(|core, _| core.counters())
+        self.handle().counters()
     }
 
     /// Returns the queue pair's counters, on a software device while it is open; see

@@ -173,6 +173,24 @@ impl Core {
         }
     }
 
+    /// Returns the close reason once there is one.
+    pub(super) fn poll_terminated(
+        &mut self,
+        ticket: &mut Option<Ticket>,
+        caller: &mut Caller<'_>,
+    ) -> Poll<CloseReason> {
+        match self.close_reason() {
+            Some(reason) => {
+                self.withdraw_flusher(ticket);
+                Poll::Ready(reason)
+            }
+            None => {
+                self.flushers.wait(ticket, caller);
+                Poll::Pending
+            }
+        }
+    }
+
     /// Continues after the last handle was dropped.
     pub(super) fn abandon(&mut self, driver: &Waker) {
         // The peer's `Fin` may be among received frames.

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::future::poll_fn;
+use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -10,7 +11,7 @@ use bytes::Bytes;
 use futures::{Sink, Stream};
 
 use super::connection::Handle;
-use super::core::Core;
+use super::core::{ConnectionCounters, Core};
 use super::error::{CloseReason, MessageError};
 use super::outbound::Flush;
 use super::shared::Shared;
@@ -132,6 +133,34 @@ impl SendHalf {
         self.handle.shared.abort(CloseReason::Aborted);
     }
 
+    /// Returns the reason why the connection closed, if it has.
+    #[must_use]
+    pub fn close_reason(&self) -> Option<CloseReason> {
+        self.handle.close_reason()
+    }
+
+    /// Waits until the connection has closed; see
+    /// [`Connection::closed`](super::Connection::closed).
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future changes nothing.
+    pub async fn closed(&self) -> CloseReason {
+        self.handle.closed().await
+    }
+
+    /// Returns the peer's address if connected by address.
+    #[must_use]
+    pub fn peer_addr(&self) -> Option<SocketAddr> {
+        self.handle.peer_addr()
+    }
+
+    /// Returns the counters of the connection, which both halves share.
+    #[must_use]
+    pub fn counters(&self) -> ConnectionCounters {
+        self.handle.counters()
+    }
+
     fn poll_pending(&mut self, context: &mut Context<'_>) -> Poll<Result<(), MessageError>> {
         let Self { handle, pending, sending, .. } = self;
         let Some(message) = pending else { return Poll::Ready(Ok(())) };
@@ -251,6 +280,34 @@ impl RecvHalf {
     /// Aborts both directions; see [`Connection::abort`](super::Connection::abort).
     pub fn abort(&self) {
         self.handle.shared.abort(CloseReason::Aborted);
+    }
+
+    /// Returns the reason why the connection closed, if it has.
+    #[must_use]
+    pub fn close_reason(&self) -> Option<CloseReason> {
+        self.handle.close_reason()
+    }
+
+    /// Waits until the connection has closed; see
+    /// [`Connection::closed`](super::Connection::closed).
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future changes nothing.
+    pub async fn closed(&self) -> CloseReason {
+        self.handle.closed().await
+    }
+
+    /// Returns the peer's address if connected by address.
+    #[must_use]
+    pub fn peer_addr(&self) -> Option<SocketAddr> {
+        self.handle.peer_addr()
+    }
+
+    /// Returns the counters of the connection, which both halves share.
+    #[must_use]
+    pub fn counters(&self) -> ConnectionCounters {
+        self.handle.counters()
     }
 }
 

@@ -107,7 +107,7 @@ pub(super) enum Action {
     ReleaseLink,
     WakeSenders,
     WakeReceivers,
-    /// Includes tasks that wait for the queue pair to close.
+    /// Includes tasks that wait for the termination or for the queue pair to close.
     WakeFlushers,
 }
 

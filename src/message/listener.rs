@@ -6,12 +6,13 @@ use std::fmt;
 use std::future::{Future, poll_fn};
 use std::net::{IpAddr, SocketAddr};
 use std::panic::resume_unwind;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
-use std::task::Poll;
+use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use futures::Stream;
 use futures::future::{Either, select};
 use tokio::net::ToSocketAddrs;
 use tokio::sync::Mutex;
@@ -29,7 +30,10 @@ use crate::error::NoRuntime;
 use crate::verbs::Device;
 use rdma_provider::cm_contract::{Admit as _, MAX_RESPONSE_DATA};
 
-/// A listener that accepts connections at an address.
+/// A listener that accepts connections at an address, and a [`Stream`] of them.
+///
+/// The stream yields what [`accept`](Self::accept) returns, and ends after
+/// [`EstablishError::Connect`], when no more requests can arrive.
 ///
 /// ```
 /// use tokio_rdma::{Access, Connection, Device, Listener, RemoteRegion};
@@ -62,7 +66,21 @@ use rdma_provider::cm_contract::{Admit as _, MAX_RESPONSE_DATA};
 /// # Ok(())
 /// # }
 /// ```
+///
+/// # Cancel safety
+///
+/// Dropping a future of the stream's adapters, such as `next`, loses no connection. For the
+/// methods, see each.
 pub struct Listener {
+    acceptor: Arc<Acceptor>,
+    /// The `accept` of the stream, in a lock only to be shared between threads.
+    next: parking_lot::Mutex<Option<NextConnection>>,
+    ended: bool,
+}
+
+type NextConnection = Pin<Box<dyn Future<Output = Result<Connection, EstablishError>> + Send>>;
+
+struct Acceptor {
     inner: cm::Listener,
     device: Device,
     config: ConnectionConfig,
@@ -171,30 +189,32 @@ impl Listener {
         let answered = inner.answer(admission.clone()).await?;
         tracing::debug!(address = %inner.local_addr(), answered, "listening for connections");
         let (device, config) = (device.clone(), config.clone());
-        Ok(Self { inner, device, config, admission, handshakes: Mutex::default() })
+        let handshakes = Mutex::default();
+        let acceptor = Arc::new(Acceptor { inner, device, config, admission, handshakes });
+        Ok(Self { acceptor, next: parking_lot::Mutex::new(None), ended: false })
     }
 
     /// Makes the provider leave all requests to the program, as providers that cannot answer do.
     #[cfg(all(test, not(loom)))]
     pub(super) fn never_answer(&self) {
-        self.admission.never_answer();
+        self.acceptor.admission.never_answer();
     }
 
     #[cfg(all(test, not(loom)))]
     pub(super) fn has_requests(&self) -> bool {
-        self.inner.waiting().any()
+        self.acceptor.inner.waiting().any()
     }
 
     /// Returns the counters of this listener.
     #[must_use]
     pub fn stats(&self) -> ListenerStats {
-        self.admission.stats()
+        self.acceptor.admission.stats()
     }
 
     /// Returns the local address.
     #[must_use]
     pub fn local_addr(&self) -> SocketAddr {
-        self.inner.local_addr()
+        self.acceptor.inner.local_addr()
     }
 
     /// Returns the next established connection. Rejects peers with another protocol or beyond
@@ -224,6 +244,59 @@ impl Listener {
     /// Dropping the future loses no connection: handshakes continue for the next call. Dropping the
     /// listener rejects their peers.
     pub async fn accept(&self) -> Result<Connection, EstablishError> {
+        // A stream that is not polled must not hold the lock of `handshakes`.
+        let stale = self.next.lock().take();
+        drop(stale);
+        self.acceptor.accept().await
+    }
+
+    /// Returns the next request. Rejects peers with another protocol.
+    ///
+    /// Afterwards the device answers no peer until [`accept`](Self::accept). Peers answered earlier
+    /// have the listener's settings; [rejecting](ConnectionRequest::reject) closes their connection
+    /// with [`CloseReason::Rejected`](super::CloseReason::Rejected).
+    ///
+    /// A request's address may be forged, yet accepting it holds a queue pair and buffers until
+    /// confirmation or [eviction](ConnectionRequest::accept_with). For untrusted peers use
+    /// [`accept`](Self::accept), or a limited number of tasks.
+    ///
+    /// # Errors
+    ///
+    /// [`EstablishError::NoRuntime`] outside a Tokio runtime with an I/O driver,
+    /// [`EstablishError::Connect`] if listening has ended.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future loses no request.
+    pub async fn request(&self) -> Result<ConnectionRequest, EstablishError> {
+        self.acceptor.admission.set_answering(false);
+        self.acceptor.next_request().await
+    }
+}
+
+impl Stream for Listener {
+    type Item = Result<Connection, EstablishError>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let Self { acceptor, next, ended } = &mut *self;
+        if *ended {
+            return Poll::Ready(None);
+        }
+        let next = next.get_mut();
+        let accept = next.get_or_insert_with(|| {
+            let acceptor = acceptor.clone();
+            Box::pin(async move { acceptor.accept().await })
+        });
+        let result = ready!(accept.as_mut().poll(context));
+        *next = None;
+        *ended = matches!(result, Err(EstablishError::Connect(_)));
+        Poll::Ready(Some(result))
+    }
+}
+
+impl Acceptor {
+    /// Implements [`Listener::accept`].
+    async fn accept(&self) -> Result<Connection, EstablishError> {
         let mut handshakes = wakes_contained(self.handshakes.lock()).await;
         // The provider does not check paths, so it must not answer if they are restricted.
         self.admission.set_answering(self.config.accepts_any_peer());
@@ -314,29 +387,6 @@ impl Listener {
                 }
             }
         }
-    }
-
-    /// Returns the next request. Rejects peers with another protocol.
-    ///
-    /// Afterwards the device answers no peer until [`accept`](Self::accept). Peers answered earlier
-    /// have the listener's settings; [rejecting](ConnectionRequest::reject) closes their connection
-    /// with [`CloseReason::Rejected`](super::CloseReason::Rejected).
-    ///
-    /// A request's address may be forged, yet accepting it holds a queue pair and buffers until
-    /// confirmation or [eviction](ConnectionRequest::accept_with). For untrusted peers use
-    /// [`accept`](Self::accept), or a limited number of tasks.
-    ///
-    /// # Errors
-    ///
-    /// [`EstablishError::NoRuntime`] outside a Tokio runtime with an I/O driver,
-    /// [`EstablishError::Connect`] if listening has ended.
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future loses no request.
-    pub async fn request(&self) -> Result<ConnectionRequest, EstablishError> {
-        self.admission.set_answering(false);
-        self.next_request().await
     }
 
     async fn next_request(&self) -> Result<ConnectionRequest, EstablishError> {

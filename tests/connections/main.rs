@@ -12,3 +12,4 @@ mod hostile;
 mod messages;
 mod one_sided;
 mod reentrant;
+mod service;
