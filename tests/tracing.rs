@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use futures::StreamExt;
+use tokio_rdma::completion::BusyPoller;
 use tokio_rdma::software::Network;
 use tokio_rdma::types::Rkey;
 use tokio_rdma::{CompletionMode, CompletionQueue, ExposedRegion, Pool, RemoteRegion};
@@ -111,5 +112,25 @@ fn spans_and_events_report_queue_pair_activity() {
         tracing::subscriber::with_default(trace.clone(), || runtime.block_on(succeed_and_fail()));
         assert_eq!(trace.count(&["TRACE", "posted", "wr_id="]), 3, "two writes and a receive");
         assert_eq!(trace.count(&["TRACE", "completed", "wr_id="]), 3);
+
+        let pollers = Journal::new(Level::WARN);
+        tracing::subscriber::with_default(pollers.clone(), || {
+            let cores = std::thread::available_parallelism().unwrap().get();
+            let (device, _) = device(&Network::new());
+            let poll =
+                |poller| CompletionQueue::new(&device, CompletionMode::BusyPoll(poller)).unwrap();
+            let warning = ["WARN", "more busy-poll threads spin", &format!("cores={cores}")];
+            // Dropped queues do not count.
+            (0..=cores).for_each(|_| drop(poll(BusyPoller::new().unwrap())));
+            assert!(!pollers.has(&warning));
+            let threads: Vec<_> = (0..cores + 2).map(|_| BusyPoller::new().unwrap()).collect();
+            // A second queue of a thread is no further poller.
+            let queues: Vec<_> =
+                (0..2 * cores).map(|at| poll(threads[at % cores].clone())).collect();
+            assert!(!pollers.has(&warning));
+            let more: Vec<_> = threads[cores..].iter().map(|thread| poll(thread.clone())).collect();
+            assert_eq!(pollers.count(&warning), 1, "one warning for all");
+            drop((queues, more));
+        });
     });
 }

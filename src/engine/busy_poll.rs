@@ -4,7 +4,7 @@ use std::fmt;
 use std::hint;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
 
@@ -15,9 +15,14 @@ const ROUNDS_BEFORE_YIELD: u32 = 64;
 /// Capacity of a processor set (`CPU_SETSIZE`). A larger number aborts the process.
 const CORES: usize = 1024;
 
+/// The pollers of this process that have a queue.
+static SPINNING: AtomicUsize = AtomicUsize::new(0);
+
 /// A thread that polls completion queues and never sleeps while it has one. Clones share it.
 ///
-/// The thread ends when the last clone and the last completion queue that uses it are dropped.
+/// The thread ends when the last clone and the last completion queue that uses it are dropped. A
+/// warning of `tracing` reports that more pollers spin than the process has cores: completions then
+/// wait until the scheduler runs their poller.
 ///
 /// ```
 /// use tokio_rdma::completion::BusyPoller;
@@ -55,11 +60,18 @@ struct ThreadHandle {
 }
 
 struct Shared {
-    queues: Mutex<Vec<Weak<dyn Polled>>>,
+    queues: Mutex<Queues>,
     /// Set when `queues` has grown or the thread is to stop.
     changed: AtomicBool,
     stop: AtomicBool,
     pinned: bool,
+}
+
+#[derive(Default)]
+struct Queues {
+    list: Vec<Weak<dyn Polled>>,
+    /// Counted in [`SPINNING`].
+    spins: bool,
 }
 
 impl BusyPoller {
@@ -84,7 +96,7 @@ impl BusyPoller {
 
     fn start(core: Option<usize>) -> io::Result<Self> {
         let shared = Arc::new(Shared {
-            queues: Mutex::new(Vec::new()),
+            queues: Mutex::default(),
             changed: AtomicBool::new(false),
             stop: AtomicBool::new(false),
             pinned: core.is_some(),
@@ -117,6 +129,34 @@ impl BusyPoller {
     }
 }
 
+impl Queues {
+    fn push(&mut self, queue: Weak<dyn Polled>) {
+        self.list.push(queue);
+        if std::mem::replace(&mut self.spins, true) {
+            return;
+        }
+        let pollers = SPINNING.fetch_add(1, Ordering::Relaxed) + 1;
+        let cores = thread::available_parallelism().map_or(usize::MAX, Into::into);
+        // Once, at the first poller too many.
+        if pollers.checked_sub(1) == Some(cores) {
+            tracing::warn!(
+                pollers,
+                cores,
+                "more busy-poll threads spin than this process has cores; completions wait for \
+                 the scheduler: share a BusyPoller between completion queues"
+            );
+        }
+    }
+
+    /// Removes the dropped queues, or all if the poller ends.
+    fn retain(&mut self, keep: impl Fn(&Weak<dyn Polled>) -> bool) {
+        self.list.retain(keep);
+        if self.list.is_empty() && std::mem::take(&mut self.spins) {
+            SPINNING.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}
+
 fn unpinnable(core: usize) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, format!("cannot pin a thread to core {core}"))
 }
@@ -126,7 +166,7 @@ impl Shared {
         let (mut queues, mut idle) = (Vec::new(), 0);
         while !self.stop.load(Ordering::Acquire) {
             if self.changed.swap(false, Ordering::Acquire) {
-                queues.clone_from(&self.queues.lock());
+                queues.clone_from(&self.queues.lock().list);
             }
             if queues.is_empty() {
                 // `serve` and the drop of the handle store their change before they unpark this
@@ -162,6 +202,7 @@ impl Shared {
 impl Drop for ThreadHandle {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Release);
+        self.shared.queues.lock().retain(|_| false);
         let Some(thread) = self.thread.lock().take() else { return };
         thread.thread().unpark();
         // The poller itself may drop the last reference to a queue, and with it this handle.
@@ -176,7 +217,7 @@ impl Drop for ThreadHandle {
 impl fmt::Debug for BusyPoller {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("BusyPoller")
-            .field("queues", &self.handle.shared.queues.lock().len())
+            .field("queues", &self.handle.shared.queues.lock().list.len())
             .field("pinned", &self.handle.shared.pinned)
             .finish()
     }
