@@ -137,8 +137,8 @@ async fn compare(arguments: &Arguments) -> Result<String> {
     let after = counters(&ours, &theirs);
 
     Ok(format!(
-        "program=rust work={} mode={} depth={} size={} operations={} p50_ns={} p99_ns={} mean_ns={mean} \
-         arms={} events={}",
+        "program=rust work={} mode={} depth={} size={} operations={} p50_ns={} p99_ns={} \
+         mean_ns={mean} arms={} events={}",
         arguments.get("work"),
         arguments.get("mode"),
         arguments.depth,
