@@ -176,6 +176,9 @@ fn errors_of_all_layers_have_their_exact_texts() {
         PoolError::TooLong(_) => [
             PoolError::TooLong(LIMIT) => "max_send_wr: 2 requested, at most 1 allowed",
         ],
+        PoolError::TooMany(_) => [
+            PoolError::TooMany(LIMIT) => "max_send_wr: 2 requested, at most 1 allowed",
+        ],
         PoolError::Register(_) => [
             PoolError::Register(VERB.into()) =>
                 "failed to grow the buffer pool: ibv_reg_mr: Invalid argument (os error 22)",

@@ -21,7 +21,7 @@ use std::slice;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering, fence};
 
-use super::pool::FreeList;
+use super::free_list::FreeList;
 use super::registration::Registration;
 use crate::error::{LimitError, OutOfBounds, SetupError};
 use crate::memory::Storage;
@@ -67,18 +67,14 @@ impl Slab {
         unsafe { self.registration.base().add(index as usize * self.stride as usize) }
     }
 
+    #[inline]
     fn index(&self, start: NonNull<u8>) -> u32 {
         let offset = start.addr().get() - self.registration.base().addr().get();
         // A stride of 0 means one empty chunk.
         offset.checked_div(self.stride as usize).unwrap_or(0) as u32
     }
 
-    fn release(self: Arc<Self>, index: u32) {
-        if self.free.is_some() {
-            FreeList::return_chunk(self, index);
-        }
-    }
-
+    #[inline]
     pub(crate) fn free_list(&self) -> Option<&Arc<FreeList>> {
         self.free.as_ref()
     }
@@ -124,6 +120,16 @@ impl BufMut {
     #[inline]
     pub(crate) fn from_chunk(slab: Arc<Slab>, index: u32, len: u32) -> Self {
         Self { ptr: slab.chunk(index), len, slab: ManuallyDrop::new(slab) }
+    }
+
+    /// Returns the chunk, which only the free list of its slab may take.
+    #[inline]
+    pub(super) fn into_chunk(self) -> (Arc<Slab>, u32) {
+        let mut this = ManuallyDrop::new(self);
+        // SAFETY: S1: `this` is never dropped, so its reference to the slab is taken once.
+        let slab = unsafe { ManuallyDrop::take(&mut this.slab) };
+        let index = slab.index(this.ptr);
+        (slab, index)
     }
 
     pub(crate) fn from_storage(registration: Registration) -> Result<Self, SetupError> {
@@ -236,11 +242,11 @@ impl DerefMut for BufMut {
 impl Drop for BufMut {
     #[inline]
     fn drop(&mut self) {
-        // SAFETY: S1: taken only here; `freeze` and `into_storage` never drop the value they take
-        // it from.
+        // SAFETY: S1: taken only here; `freeze`, `into_storage` and `into_chunk` never drop the
+        // value they take it from.
         let slab = unsafe { ManuallyDrop::take(&mut self.slab) };
         let index = slab.index(self.ptr);
-        slab.release(index);
+        FreeList::return_chunk(slab, index);
     }
 }
 
@@ -361,7 +367,7 @@ impl Drop for Buf {
         if last {
             // Reads through other views happen before the chunk is reused.
             fence(Ordering::Acquire);
-            slab.release(self.index);
+            FreeList::return_chunk(slab, self.index);
         }
     }
 }

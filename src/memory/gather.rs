@@ -4,6 +4,7 @@
 
 use smallvec::SmallVec;
 
+use super::free_list::FreeList;
 use super::registration::Registration;
 use crate::memory::{Buf, BufMut, ExposedSlice};
 use crate::types::Sge;
@@ -39,6 +40,16 @@ pub trait Sealed {
     fn single(&self) -> Option<(Sge, PdKey)> {
         None
     }
+
+    /// Drops all `buffers`. Buffers of one pool return to it together.
+    #[doc(hidden)]
+    #[inline]
+    fn drop_all(buffers: &mut Vec<Self>)
+    where
+        Self: Sized,
+    {
+        buffers.clear();
+    }
 }
 
 /// The identity of a protection domain.
@@ -51,7 +62,7 @@ fn key(registration: &Registration) -> PdKey {
 }
 
 macro_rules! piece {
-    ($($buffer:ty, $this:ident => $registration:expr;)*) => {
+    ($($buffer:ty, $this:ident => $registration:expr, {$($more:tt)*})*) => {
         $(
             impl Gather for $buffer {}
 
@@ -66,15 +77,24 @@ macro_rules! piece {
                     let $this = self;
                     Some(($this.sge(), key($registration)))
                 }
+
+                $($more)*
             }
         )*
     };
 }
 
 piece! {
-    Buf, this => this.slab().registration();
-    BufMut, this => this.slab().registration();
-    ExposedSlice, this => this.registration();
+    Buf, this => this.slab().registration(), {}
+    BufMut, this => this.slab().registration(), {
+        #[inline]
+        fn drop_all(buffers: &mut Vec<Self>) {
+            while !buffers.is_empty() {
+                FreeList::return_last(buffers);
+            }
+        }
+    }
+    ExposedSlice, this => this.registration(), {}
 }
 
 impl<B: Gather> Gather for Vec<B> {}

@@ -3,6 +3,7 @@
 mod buf;
 mod dma_buf_region;
 mod exposed_region;
+mod free_list;
 mod gather;
 mod host_memory;
 mod memory_window;

@@ -3,12 +3,9 @@
 use std::fmt;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
-use tokio::sync::Semaphore;
-
 use super::buf::Slab;
+use super::free_list::FreeList;
 use super::registration::Registration;
-use crate::contained::wakes_contained;
 use crate::error::{LimitError, SetupError, VerbError};
 use crate::memory::BufMut;
 use crate::memory::HostMemory;
@@ -54,37 +51,6 @@ struct Inner {
     free: Arc<FreeList>,
 }
 
-/// Free chunks. Each keeps its slab alive, so dropping the pool empties the list.
-pub(crate) struct FreeList {
-    chunks: Mutex<Chunks>,
-    /// One permit for each free chunk not promised to a waiter. Wakers are contained: their panic
-    /// must not unwind into the task that returns a buffer.
-    permits: Semaphore,
-}
-
-struct Chunks {
-    free: Vec<(Arc<Slab>, u32)>,
-    total: usize,
-    /// True once the pool is dropped: returned chunks are released.
-    closed: bool,
-}
-
-impl FreeList {
-    pub(crate) fn return_chunk(slab: Arc<Slab>, index: u32) {
-        let Some(list) = slab.free_list().cloned() else { return };
-        let mut chunks = list.chunks.lock();
-        if chunks.closed {
-            // Unlocked first: this may be the last chunk of the slab, and deregistration is slow.
-            drop(chunks);
-            drop(slab);
-            return;
-        }
-        chunks.free.push((slab, index));
-        drop(chunks);
-        list.permits.add_permits(1);
-    }
-}
-
 impl Pool {
     /// Creates a pool of `buffers` buffers of `buffer_size` bytes.
     ///
@@ -121,16 +87,12 @@ impl Pool {
     /// # Cancel safety
     ///
     /// Dropping the future only gives up the place in the wait queue.
+    #[inline]
     pub async fn alloc(&self, len: usize) -> Result<BufMut, PoolError> {
         match self.try_alloc(len) {
-            Err(PoolError::Empty) => {}
-            other => return other,
+            Err(PoolError::Empty) => Ok(self.inner.free.wait(len as u32).await),
+            other => other,
         }
-        match wakes_contained(self.inner.free.permits.acquire()).await {
-            Ok(permit) => permit.forget(),
-            Err(_) => unreachable!("the semaphore is never closed"),
-        }
-        Ok(self.take(len))
     }
 
     /// Takes a buffer of `len` bytes without waiting.
@@ -138,26 +100,114 @@ impl Pool {
     /// # Errors
     ///
     /// See [`alloc`](Self::alloc); [`PoolError::Empty`] if no buffer is free.
+    #[inline]
     pub fn try_alloc(&self, len: usize) -> Result<BufMut, PoolError> {
+        match self.take_free(len)? {
+            Some(buffer) => Ok(buffer),
+            None => self.grow_for(len),
+        }
+    }
+
+    /// Takes `number` buffers of `len` bytes and appends them to `buffers`, waiting until so many
+    /// are free at once.
+    ///
+    /// For batches: the pool is locked once for all of them. A task that waits for many buffers
+    /// delays those behind it in the queue.
+    ///
+    /// ```
+    /// # use tokio_rdma::{Device, Pool};
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let device = Device::open_default()?;
+    /// # let pd = device.protection_domain()?;
+    /// let pool = Pool::new(&pd, 4096, 64)?;
+    /// let mut buffers = Vec::new();
+    /// pool.alloc_many(&mut buffers, 32, 4096).await?;
+    /// assert_eq!((buffers.len(), pool.available()), (32, 32));
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// See [`alloc`](Self::alloc); [`PoolError::TooMany`] if a pool that does not grow has fewer
+    /// buffers. `buffers` is unchanged then.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future only gives up the place in the wait queue.
+    pub async fn alloc_many(
+        &self,
+        buffers: &mut Vec<BufMut>,
+        number: usize,
+        len: usize,
+    ) -> Result<(), PoolError> {
+        match self.try_alloc_many(buffers, number, len) {
+            // At most the pool's total: `try_alloc_many` has checked it.
+            Err(PoolError::Empty) => {
+                self.inner.free.wait_many(buffers, number as u32, len as u32).await;
+                Ok(())
+            }
+            other => other,
+        }
+    }
+
+    /// Takes `number` buffers of `len` bytes without waiting and appends them to `buffers`.
+    ///
+    /// # Errors
+    ///
+    /// See [`alloc_many`](Self::alloc_many); [`PoolError::Empty`] if fewer buffers are free.
+    /// `buffers` is unchanged then.
+    pub fn try_alloc_many(
+        &self,
+        buffers: &mut Vec<BufMut>,
+        number: usize,
+        len: usize,
+    ) -> Result<(), PoolError> {
+        self.check(len)?;
+        while !self.inner.free.take_many(buffers, number, len as u32) {
+            if self.inner.growing {
+                self.inner.grow().map_err(PoolError::Register)?;
+                continue;
+            }
+            LimitError::check(
+                "buffers taken at once (PoolBuilder::buffers)",
+                number as u64,
+                u64::from(self.inner.per_slab),
+            )
+            .map_err(PoolError::TooMany)?;
+            return Err(PoolError::Empty);
+        }
+        Ok(())
+    }
+
+    #[inline]
+    pub(crate) fn take_free(&self, len: usize) -> Result<Option<BufMut>, PoolError> {
+        self.check(len)?;
+        Ok(self.inner.free.take(len as u32))
+    }
+
+    #[cold]
+    fn grow_for(&self, len: usize) -> Result<BufMut, PoolError> {
+        if !self.inner.growing {
+            return Err(PoolError::Empty);
+        }
         loop {
-            match self.take_free(len)? {
-                Some(buffer) => return Ok(buffer),
-                None if self.inner.growing => self.inner.grow().map_err(PoolError::Register)?,
-                None => return Err(PoolError::Empty),
+            self.inner.grow().map_err(PoolError::Register)?;
+            if let Some(buffer) = self.inner.free.take(len as u32) {
+                return Ok(buffer);
             }
         }
     }
 
-    pub(crate) fn take_free(&self, len: usize) -> Result<Option<BufMut>, PoolError> {
+    #[inline]
+    fn check(&self, len: usize) -> Result<(), PoolError> {
         LimitError::check(
             "buffer bytes (PoolBuilder::buffer_size)",
             len as u64,
             u64::from(self.inner.buffer_size),
         )
-        .map_err(PoolError::TooLong)?;
-        let Ok(permit) = self.inner.free.permits.try_acquire() else { return Ok(None) };
-        permit.forget();
-        Ok(Some(self.take(len)))
+        .map_err(PoolError::TooLong)
     }
 
     /// Takes a buffer without waiting and copies `bytes` into it.
@@ -171,6 +221,11 @@ impl Pool {
         Ok(buf)
     }
 
+    #[cfg(test)]
+    pub(super) fn free_list(&self) -> &Arc<FreeList> {
+        &self.inner.free
+    }
+
     /// Returns the number of bytes of each buffer.
     #[must_use]
     pub fn buffer_size(&self) -> usize {
@@ -180,22 +235,13 @@ impl Pool {
     /// Returns the number of free buffers.
     #[must_use]
     pub fn available(&self) -> usize {
-        self.inner.free.chunks.lock().free.len()
+        self.inner.free.available()
     }
 
     /// Returns the number of buffers, free or in use.
     #[must_use]
     pub fn total(&self) -> usize {
-        self.inner.free.chunks.lock().total
-    }
-
-    /// Takes the chunk of a permit that the caller has forgotten.
-    fn take(&self, len: usize) -> BufMut {
-        let chunk = self.inner.free.chunks.lock().free.pop();
-        let Some((slab, index)) = chunk else {
-            unreachable!("each permit stands for a chunk in the list")
-        };
-        BufMut::from_chunk(slab, index, len as u32)
+        self.inner.free.total()
     }
 }
 
@@ -211,25 +257,14 @@ impl Inner {
         let registration = Registration::new(&self.pd, memory, Access::LOCAL_WRITE, false)?;
         let slab =
             Arc::new(Slab::new(registration, self.stride, self.per_slab, Some(self.free.clone())));
-        let mut chunks = self.free.chunks.lock();
-        chunks.total += self.per_slab as usize;
-        // Capacity for all chunks: returning one never allocates.
-        let in_use = chunks.total - chunks.free.len();
-        chunks.free.reserve(in_use);
-        chunks.free.extend((0..self.per_slab).rev().map(|index| (slab.clone(), index)));
-        drop(chunks);
-        self.free.permits.add_permits(self.per_slab as usize);
+        self.free.add(&slab, self.per_slab);
         Ok(())
     }
 }
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        let mut chunks = self.free.chunks.lock();
-        chunks.closed = true;
-        let free = std::mem::take(&mut chunks.free);
-        drop(chunks);
-        drop(free);
+        self.free.close();
     }
 }
 
@@ -312,10 +347,7 @@ impl PoolBuilder {
         SetupError::at_least("buffers", self.buffers as u64, 1)?;
         LimitError::check("buffers", self.buffers as u64, u64::from(u32::MAX))?;
         let stride = self.buffer_size.max(1).next_multiple_of(align) as u32;
-        let free = Arc::new(FreeList {
-            chunks: Mutex::new(Chunks { free: Vec::new(), total: 0, closed: false }),
-            permits: Semaphore::new(0),
-        });
+        let free = Arc::new(FreeList::new());
         let inner = Inner {
             pd: self.pd,
             buffer_size: self.buffer_size as u32,
@@ -338,6 +370,8 @@ pub enum PoolError {
     Empty,
     /// The requested length exceeds the buffer size.
     TooLong(LimitError),
+    /// The requested number exceeds the buffers of a pool that does not grow.
+    TooMany(LimitError),
     /// A growing pool failed to register memory.
     Register(SetupError),
 }
@@ -348,7 +382,7 @@ impl fmt::Display for PoolError {
             Self::Empty => f.write_str(
                 "all buffers of the pool are in use; wait with Pool::alloc or enlarge the pool",
             ),
-            Self::TooLong(error) => error.fmt(f),
+            Self::TooLong(error) | Self::TooMany(error) => error.fmt(f),
             Self::Register(error) => write!(f, "failed to grow the buffer pool: {error}"),
         }
     }
@@ -360,7 +394,7 @@ impl From<PoolError> for std::io::Error {
     fn from(error: PoolError) -> Self {
         let kind = match &error {
             PoolError::Empty => std::io::ErrorKind::WouldBlock,
-            PoolError::TooLong(_) => std::io::ErrorKind::InvalidInput,
+            PoolError::TooLong(_) | PoolError::TooMany(_) => std::io::ErrorKind::InvalidInput,
             PoolError::Register(setup) => Self::from(setup.clone()).kind(),
         };
         Self::new(kind, error)
@@ -395,7 +429,7 @@ mod tests {
         let buffers = [(); 2].map(|()| pool.try_alloc(64).unwrap());
         drop(pool);
         for buffer in buffers {
-            assert!(list.upgrade().is_some_and(|list| list.chunks.lock().free.is_empty()));
+            assert!(list.upgrade().is_some_and(|list| list.available() == 0));
             drop(buffer);
         }
         assert!(list.upgrade().is_none());

@@ -56,7 +56,7 @@ impl Connection {
         };
         pool.try_alloc(len).map_err(|error| match error {
             PoolError::Register(error) => error,
-            PoolError::TooLong(limit) => limit.into(),
+            PoolError::TooLong(limit) | PoolError::TooMany(limit) => limit.into(),
             PoolError::Empty => unreachable!("the pool grows"),
         })
     }

@@ -168,7 +168,9 @@ impl Core {
             let buffer = match self.send_pool.copy_from(message) {
                 Ok(buffer) => buffer,
                 Err(PoolError::Empty) => return Ok(Some(Block::Buffers)),
-                Err(PoolError::TooLong(limit)) => return Err(MessageError::TooLong(limit)),
+                Err(PoolError::TooLong(limit) | PoolError::TooMany(limit)) => {
+                    return Err(MessageError::TooLong(limit));
+                }
                 Err(PoolError::Register(error)) => return Err(MessageError::Register(error)),
             };
             let header = self.protocol.flow.send(Kind::Data);

@@ -17,7 +17,8 @@ use crate::types::{Imm, SendOp, Transport};
 /// [`signal_every`](Self::signal_every()) requests more.
 ///
 /// Reuse a batch by [`BatchResult::into_batch`]: posting up to 32 work requests of one buffer each
-/// then allocates nothing.
+/// then allocates nothing. [`Pool::alloc_many`](crate::memory::Pool::alloc_many) takes the buffers
+/// of a batch at once.
 ///
 /// ```
 /// # use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device};
@@ -416,7 +417,7 @@ impl<B: Gather> BatchResult<B> {
     pub fn into_batch(self) -> Batch<B> {
         let mut batch = self.batch;
         batch.entries.clear();
-        batch.buffers.clear();
+        B::drop_all(&mut batch.buffers);
         if std::mem::take(&mut batch.failed) {
             batch.results.clear();
         }
