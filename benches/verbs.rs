@@ -2,25 +2,33 @@
 //! output.
 //!
 //! ```text
-//! verbs work=write|read|write-batch|read-batch|pingpong|pingpong-tasks
+//! verbs work=write|read|write-batch|read-batch|read-batch-pool|pingpong|pingpong-tasks|
+//!            memcpy|threads
 //!       mode=event|cooperative|hybrid|busy-poll [depth=1] [size=BYTES] [operations=10000]
 //!       [warmup=1000] [devices=soft0[,rxe1]] [times=yes|no] [runtime=current|multi]
 //! ```
 //!
 //! `write-batch` and `read-batch` repeatedly post `depth` operations with one doorbell and wait for
-//! all; times are of batches. `pingpong` runs both ends alternately in one task, like the C
-//! program; in `pingpong-tasks` the other end is a task of its own. `scripts/bench-verbs` builds
-//! and runs both programs.
+//! all; times are of batches. In `read-batch-pool`, the buffers of each batch come from the pool
+//! and return to it. `pingpong` runs both ends alternately in one task, like the C program; in
+//! `pingpong-tasks` the other end is a task of its own. `scripts/bench-verbs` and `scripts/costs`
+//! build and run both programs.
+//!
+//! Two works use no device and are limits of the machine: `memcpy` copies `size` bytes, and
+//! `threads` is a ping-pong of two threads over one atomic word.
 
 use std::collections::HashMap;
 use std::error::Error;
+use std::hint::black_box;
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use tokio_rdma::completion::CompletionQueueCounters;
 use tokio_rdma::op::Write;
 use tokio_rdma::{
     Access, Batch, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, QueuePair,
+    RemoteRegion,
 };
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -188,6 +196,9 @@ async fn run(
             batches(ours, |batch, buffer| batch.read(buffer, remote), depth, operations, times)
                 .await
         }
+        ("read-batch-pool", _) => batches_from_pool(ours, remote, depth, operations, times).await,
+        ("memcpy", 1) => copies(arguments.size, operations, times),
+        ("threads", 1) => ping_pong_of_threads(operations, times),
         ("pingpong", 1) => ping_pong(ours, theirs, operations, times).await,
         ("pingpong-tasks", 1) => ping_pong_of_tasks(ours, theirs, operations, times).await,
         (other, _) => Err(format!("unknown work {other}, or unsupported depth").into()),
@@ -325,6 +336,31 @@ async fn batches(
     Ok(())
 }
 
+/// Posts `depth` READs with one doorbell. Their buffers return to the pool after each batch.
+async fn batches_from_pool(
+    ours: &End,
+    remote: RemoteRegion,
+    depth: usize,
+    operations: usize,
+    times: &mut Times,
+) -> Result<()> {
+    let (mut batch, mut buffers) = (Batch::new(), Vec::with_capacity(depth));
+    for _ in 0..operations / depth {
+        let start = times.start();
+        ours.pool.alloc_many(&mut buffers, depth, ours.size).await?;
+        for buffer in buffers.drain(..) {
+            batch.read(buffer, remote);
+        }
+        let result = ours.qp.post_batch(batch).await;
+        if let Some(error) = result.results().iter().find_map(|result| result.err()) {
+            return Err(error.into());
+        }
+        batch = result.into_batch();
+        times.stop(start);
+    }
+    Ok(())
+}
+
 /// Runs both ends alternately. The completion of an answer is awaited only before its buffer is
 /// reused: over a wire, the acknowledgement takes as long as the next question.
 async fn ping_pong(ours: &End, theirs: &End, operations: usize, times: &mut Times) -> Result<()> {
@@ -385,5 +421,42 @@ async fn answer(
         }
         pong = qp.send(pong).await.map_err(|error| error.to_string())?;
     }
+    Ok(())
+}
+
+// Limits of the machine.
+
+fn copies(size: usize, operations: usize, times: &mut Times) -> Result<()> {
+    let (source, mut target) = (vec![7_u8; size], vec![0_u8; size]);
+    for _ in 0..operations {
+        let start = times.start();
+        black_box(&mut target[..]).copy_from_slice(black_box(&source[..]));
+        times.stop(start);
+    }
+    Ok(())
+}
+
+/// Lets two threads increment a word alternately. An operation is an increment by each.
+fn ping_pong_of_threads(operations: usize, times: &mut Times) -> Result<()> {
+    let (word, last) = (AtomicUsize::new(0), 2 * operations);
+    let await_value = |value| {
+        while word.load(Ordering::Acquire) != value {
+            std::hint::spin_loop();
+        }
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for value in (1..last).step_by(2) {
+                await_value(value);
+                word.store(value + 1, Ordering::Release);
+            }
+        });
+        for value in (0..last).step_by(2) {
+            let start = times.start();
+            word.store(value + 1, Ordering::Release);
+            await_value(value + 2);
+            times.stop(start);
+        }
+    });
     Ok(())
 }

@@ -1,0 +1,139 @@
+"""Shared by scripts/bench-verbs, scripts/costs and scripts/wire-speed: builds, boots, counts and prints."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+# Debian's package of each program.
+PACKAGES = {"valgrind": "valgrind", "strace": "strace", "ib_write_lat": "perftest", "gcc": "gcc", "cmake": "cmake",
+            "make": "make"}
+
+
+# On the host.
+
+def enter_repository():
+    os.chdir(os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
+
+
+def install(*programs, headers=()):
+    """Installs missing programs, and libraries by their headers."""
+    missing = [PACKAGES[program] for program in programs if not shutil.which(program)]
+    packages = {"infiniband/verbs.h": ["libibverbs-dev", "libc6-dev"], "rdma/rdma_cma.h": ["librdmacm-dev"]}
+    for header in headers:
+        if not os.path.exists(f"/usr/include/{header}"):
+            missing += packages[header]
+    if headers and not os.environ.get("LIBCLANG_PATH") and "libclang" not in output(["/sbin/ldconfig", "-p"]):
+        missing.append("libclang-dev")
+    if missing:
+        sudo = [] if os.geteuid() == 0 else ["sudo"]
+        run(sudo + ["apt-get", "update", "-qq"], stdout=sys.stderr)
+        run(sudo + ["apt-get", "install", "-qq", "-y", "--no-install-recommends", *missing], stdout=sys.stderr)
+
+
+def build_benches(*names, features=()):
+    """Builds benches and returns their paths by name."""
+    wanted = [word for name in names for word in ("--bench", name)]
+    wanted += ["--features", ",".join(features)] if features else []
+    lines = output(["cargo", "bench", *wanted, "--no-run", "--message-format=json-render-diagnostics"]).splitlines()
+    built = [json.loads(line) for line in lines if line.startswith("{")]
+    return {entry["target"]["name"]: entry["executable"] for entry in built if entry.get("executable")}
+
+
+def build_perf():
+    """Builds examples/perf and returns its path."""
+    run(["cargo", "build", "--release", "-p", "perf", "--features", "perf/ibverbs"])
+    return os.path.abspath(os.path.join(os.environ.get("CARGO_TARGET_DIR", "target"), "release", "perf"))
+
+
+def strip(program, name):
+    """Copies a program without line information, which Valgrind is slow to read; returns the path."""
+    stripped = os.path.join(os.path.dirname(os.path.dirname(program)), name)
+    run(["strip", "--strip-debug", "-o", stripped, program])
+    return stripped
+
+
+def compile_c(source, program, *libraries):
+    run(["gcc", "-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-O2", "-o", program, source,
+         *(f"-l{library}" for library in libraries)])
+    return program
+
+
+def boot(script, options, task, limit="1800"):
+    """Runs the guest's part of `script` in a virtual machine and returns its results."""
+    results = []
+    # The guest ends with this process, however that ends.
+    command = ["setpriv", "--pdeathsig", "TERM", "scripts/rxe-vm", *options, os.path.abspath(script), "--guest",
+               json.dumps(task)]
+    environment = os.environ | {"RXE_VM_TIMEOUT": os.environ.get("RXE_VM_TIMEOUT", limit)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as machine:
+        for line in machine.stdout:
+            results.append(json.loads(line))
+            progress(results[-1])
+    if machine.returncode != 0:
+        sys.exit(machine.returncode)
+    return results
+
+
+def progress(result):
+    print(" ".join(f"{name}={value}" for name, value in result.items()), file=sys.stderr, flush=True)
+
+
+# Anywhere.
+
+def run(command, **options):
+    subprocess.run(command, check=True, **options)
+
+
+def output(command, **options):
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, **options).stdout
+
+
+def found(part, **result):
+    """Reports a result to `boot`."""
+    print(json.dumps({"part": part} | result), flush=True)
+
+
+def values(text):
+    """Returns the numbers of a line of name=value pairs."""
+    pairs = (pair.split("=", 1) for pair in text.split() if "=" in pair)
+    return {name: int(value) for name, value in pairs if value.isdigit()}
+
+
+def profiled(command):
+    """Runs a command under callgrind; returns its output, its instructions and the profile."""
+    with tempfile.NamedTemporaryFile("r") as out:
+        text = output(["valgrind", "--tool=callgrind", f"--callgrind-out-file={out.name}", *command],
+                      stderr=subprocess.DEVNULL)
+        profile = out.read()
+    return text, int(re.search(r"^(?:summary|totals): *(\d+)", profile, re.M).group(1)), profile
+
+
+def instructions(command, short, long):
+    """Returns the user-space instructions of an operation; `command(n)` runs n of them."""
+    counts = [profiled(command(operations))[1] for operations in (short, long)]
+    return (counts[1] - counts[0]) / (long - short)
+
+
+def syscalls(command, short, long):
+    """Returns the system calls of an operation by name; `command(n)` runs n operations."""
+    counted = []
+    for operations in (short, long):
+        with tempfile.NamedTemporaryFile("r") as out:
+            run(["strace", "-f", "-c", "-o", out.name, *command(operations)], stdout=subprocess.DEVNULL)
+            rows = [row.split() for row in out.read().splitlines()]
+        counted.append({row[-1]: int(row[3]) for row in rows if len(row) >= 5 and row[0][0].isdigit()})
+    each = {name: (counted[1][name] - counted[0].get(name, 0)) / (long - short) for name in counted[1]}
+    return {name: count for name, count in each.items() if count >= 0.01 and name != "total"}
+
+
+def table(head, rows):
+    rows = [[str(cell) for cell in row] for row in [head, *rows]]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    for row in rows:
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |")
+        if row is rows[0]:
+            print("|" + "|".join("-" * (width + 2) for width in widths) + "|")
