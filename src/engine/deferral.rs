@@ -11,7 +11,7 @@ use std::task::{Context, Wake, Waker};
 
 use parking_lot::Mutex;
 use tokio::runtime::{Handle, RuntimeFlavor};
-use tokio::task::yield_now;
+use tokio::task::{try_id, yield_now};
 
 use crate::contained::contained;
 
@@ -40,11 +40,13 @@ pub(super) fn wake_in_turn(context: &Context<'_>, rounds: u32) {
     }
 }
 
-/// Wakes the task of `context`, in a current-thread runtime after its other tasks and I/O. Another
-/// runtime has a thread that polls both, and one that may steal the task.
-#[cold]
+/// Wakes the task of `context`, in a current-thread runtime after its other tasks and I/O.
+///
+/// The future of `block_on` is not in the queue, and is polled after them anyway. Another runtime
+/// has a thread that polls both, and one that may steal the task.
+#[inline(never)]
 pub(super) fn wake_after_others(context: &Context<'_>) {
-    if is_single_threaded() {
+    if try_id().is_some() && is_single_threaded() {
         let task = context.waker().clone();
         let deferred = DEFERRED.try_with(|(deferred, waker)| {
             deferred.0.lock().push(task);
@@ -135,7 +137,7 @@ mod tests {
     fn deferred_wakers_are_all_called_and_their_panics_contained() {
         let counts = Arc::new(Counts::default());
         let wakers = [Waker::from(counts.clone()), Arc::new(Panics::default()).into()];
-        runtime().block_on(async {
+        let deferring = async move {
             for round in 1..=3 {
                 for waker in wakers.iter().cycle().take(6) {
                     wake_after_others(&Context::from_waker(waker));
@@ -144,17 +146,23 @@ mod tests {
                 yield_now().await;
                 assert_eq!(counts.0.load(std::sync::atomic::Ordering::Relaxed), 3 * round);
             }
-        });
-        contained(|| drop(wakers));
+            contained(|| drop(wakers));
+        };
+        let runtime = runtime();
+        runtime.block_on(runtime.spawn(deferring)).unwrap();
     }
 
     #[test]
-    fn outside_of_a_current_thread_runtime_the_waker_is_called_at_once() {
+    fn outside_of_the_tasks_of_a_current_thread_runtime_the_waker_is_called_at_once() {
         let counts = Arc::new(Counts::default());
         let waker = Waker::from(counts.clone());
         wake_after_others(&Context::from_waker(&waker));
         let threads = Builder::new_multi_thread().worker_threads(1).build().unwrap();
         threads.block_on(async { wake_after_others(&Context::from_waker(&waker)) });
-        assert_eq!(counts.0.load(std::sync::atomic::Ordering::Relaxed), 2);
+        runtime().block_on(async { wake_after_others(&Context::from_waker(&waker)) });
+        let spawned = waker.clone();
+        let task = threads.spawn(async move { wake_after_others(&Context::from_waker(&spawned)) });
+        threads.block_on(task).unwrap();
+        assert_eq!(counts.0.load(std::sync::atomic::Ordering::Relaxed), 4);
     }
 }
