@@ -118,6 +118,7 @@ pub mod op;
 #[cfg(all(feature = "ibverbs", not(loom)))]
 #[cfg_attr(docsrs, doc(cfg(feature = "ibverbs")))]
 pub mod raw;
+pub mod software;
 pub mod verbs;
 
 mod contained;
@@ -157,14 +158,4 @@ pub mod types {
     pub use rdma_provider::types::*;
 
     pub use crate::verbs::gid_rank::{GidReason, IpPrefix, RankedGid};
-}
-
-/// Control of the software device: networks within this process and over UDP, faults, clock and
-/// counters.
-pub mod software {
-    pub use crate::error::UdpError;
-    pub use rdma_soft::{
-        CqCounters, DeviceControl, Faults, LinkCounters, Network, ReceiveCounters, SendCounters,
-        TargetCounters, UdpConfig,
-    };
 }

@@ -17,6 +17,8 @@ mod awaited;
 mod campaign;
 #[path = "faults/chance.rs"]
 mod chance;
+#[path = "faults/driven.rs"]
+mod driven;
 #[path = "faults/dynamic.rs"]
 mod dynamic;
 #[path = "faults/links.rs"]

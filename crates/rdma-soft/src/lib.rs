@@ -78,7 +78,9 @@ pub use cm::{CmChannel, CmId};
 pub use dc::{Dct, TargetCounters};
 pub use device::{Ah, Channel, Context, Cq, CqCounters, Mr, Mw, Pd, Qp, Srq};
 pub use error::OpenError;
-pub use net::{DeviceControl, Faults, LinkCounters, Network, UdpConfig, UdpError, interface_at};
+pub use net::{
+    DeviceControl, Faults, LinkControl, LinkCounters, Network, UdpConfig, UdpError, interface_at,
+};
 pub use roce::{ReceiveCounters, SendCounters};
 
 pub use rdma_provider::{VerbError, cm_contract, contract, types};

@@ -1,6 +1,6 @@
 //! The fault model of a network.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 use std::time::Duration;
 
@@ -120,6 +120,17 @@ pub(crate) struct Link {
     random: fastrand::Rng,
     /// Latest arrival per direction, which keeps packets in order.
     newest: HashMap<(Gid, Gid), u64>,
+    /// Faults of single directions, once a control has named them.
+    one_way: HashMap<(Gid, Gid), OneWay>,
+}
+
+/// The faults of the packets from one device to another.
+#[derive(Debug, Default)]
+pub(crate) struct OneWay {
+    pub(crate) loss: f64,
+    pub(crate) sent: u64,
+    /// Packets to lose, by their number in `sent`.
+    pub(crate) doomed: BTreeSet<u64>,
 }
 
 /// Arrival times of a packet and its duplicate.
@@ -132,13 +143,18 @@ impl Link {
             counters: LinkCounters::default(),
             random: fastrand::Rng::with_seed(seed),
             newest: HashMap::new(),
+            one_way: HashMap::new(),
         }
+    }
+
+    pub(crate) fn one_way(&mut self, route: (Gid, Gid)) -> &mut OneWay {
+        self.one_way.entry(route).or_default()
     }
 
     /// Applies the model to a packet; may change `image`.
     pub(crate) fn send(&mut self, now: u64, route: (Gid, Gid), image: &mut [u8]) -> Arrivals {
         self.counters.sent += 1;
-        if self.happens(self.faults.loss) {
+        if self.is_lost_one_way(route) || self.happens(self.faults.loss) {
             self.counters.lost += 1;
             return [None, None];
         }
@@ -168,6 +184,13 @@ impl Link {
         let newest = self.newest.entry(route).or_insert(0);
         *newest = at.max(*newest);
         *newest
+    }
+
+    fn is_lost_one_way(&mut self, route: (Gid, Gid)) -> bool {
+        let Some(way) = self.one_way.get_mut(&route) else { return false };
+        way.sent += 1;
+        let (doomed, loss) = (way.doomed.remove(&way.sent), way.loss);
+        doomed || self.happens(loss)
     }
 
     fn happens(&mut self, probability: f64) -> bool {

@@ -2,10 +2,12 @@
 //! UDP.
 
 pub(crate) mod faults;
+mod links;
 pub(crate) mod network;
 pub(crate) mod udp;
 
 pub use self::faults::{Faults, LinkCounters};
+pub use self::links::LinkControl;
 pub use self::network::{DeviceControl, Network};
 pub use self::udp::interface::interface_at;
 pub use self::udp::{UdpConfig, UdpError};

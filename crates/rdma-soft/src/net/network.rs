@@ -14,7 +14,7 @@ use rdma_provider::VerbError;
 use crate::{OpenError, UdpError};
 use rdma_provider::types::{AsyncEvent, Gid, Qkey, Qpn, Transport};
 
-use super::faults::{Faults, Link, LinkCounters};
+use super::faults::{Faults, Link, LinkCounters, OneWay};
 use super::udp::{DeferredAnswer, Endpoint, Outbox, UdpConfig};
 use crate::cm::{Manager, Ports};
 use crate::dc::{DctInner, Header};
@@ -243,6 +243,16 @@ impl Network {
         self.0.names.lock().get(name)?.device.upgrade().map(DeviceControl)
     }
 
+    /// Returns the address of a device that was opened before, or is configured.
+    pub(crate) fn gid_of(&self, name: &str) -> Result<Gid, OpenError> {
+        let names = self.0.names.lock();
+        names.get(name).map(|device| device.gid).ok_or_else(|| OpenError::NotFound {
+            name: name.to_owned(),
+            available: names.keys().cloned().collect(),
+            reason: None,
+        })
+    }
+
     /// Changes the fault model and encodes packets from now on. Over UDP it applies to sent packets
     /// only.
     pub fn set_faults(&self, faults: Faults) {
@@ -276,6 +286,11 @@ impl Network {
     /// always in real time.
     pub fn step(&self) -> bool {
         self.0.scheduler.step(u64::MAX)
+    }
+
+    /// Does the same if the packet or timer is due when the network has the age `limit`.
+    pub fn step_until(&self, limit: Duration) -> bool {
+        self.0.scheduler.step(u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX))
     }
 
     /// Steps until idle, or for `limit` of virtual time; returns true if idle.
@@ -313,6 +328,17 @@ impl fmt::Debug for NetworkInner {
 }
 
 impl NetworkInner {
+    /// Changes or reads the faults of one direction, and encodes packets from now on.
+    pub(crate) fn with_one_way<R>(
+        &self,
+        route: (Gid, Gid),
+        change: impl FnOnce(&mut OneWay) -> R,
+    ) -> R {
+        let result = change(self.link.lock().one_way(route));
+        self.encode();
+        result
+    }
+
     fn encode(&self) {
         self.queued.store(true, Ordering::Release);
         self.faulty.store(true, Ordering::Release);

@@ -1,0 +1,236 @@
+//! Connections over a simulated network, run by `software::drive`.
+
+use std::time::Duration;
+
+use tokio::runtime::Builder;
+use tokio_rdma::software::{self, Faults, LinkCounters, Network};
+use tokio_rdma::types::WcStatus;
+use tokio_rdma::{
+    Access, CloseReason, CompletionMode, Connection, ConnectionConfig, Device, Listener,
+    RemoteRegion,
+};
+
+use super::chance::noise;
+
+const HANG: Duration = Duration::from_secs(60);
+
+/// Runs `test` on a current-thread runtime; fails if it hangs.
+fn driven<T>(network: &Network, test: impl Future<Output = T>) -> T {
+    let runtime = Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let driven = software::drive(network, test);
+        tokio::time::timeout(HANG, driven).await.expect("hangs")
+    })
+}
+
+/// Returns settings without deadlines in real time that could expire.
+fn config(mode: &CompletionMode) -> ConnectionConfig {
+    ConnectionConfig::default().mode(mode.clone()).keepalive(None)
+}
+
+struct Nodes {
+    network: Network,
+    devices: [Device; 2],
+}
+
+impl Nodes {
+    fn new(seed: u64, faults: Faults) -> Self {
+        let network = Network::simulated(seed, faults);
+        let devices = ["server", "client"].map(|name| Device::software_in(&network, name).unwrap());
+        Self { network, devices }
+    }
+
+    /// Returns the server's and the client's end.
+    async fn connect(&self, mode: &CompletionMode) -> [Connection; 2] {
+        let [server, client] = &self.devices;
+        let address = (server.default_path().unwrap().1.gid.to_ip(), 0);
+        let listener = Listener::bind_with(server, address, &config(mode)).await.unwrap();
+        let config = config(mode);
+        let connecting = Connection::connect_with(client, listener.local_addr(), &config);
+        let (server, client) = tokio::try_join!(listener.accept(), connecting).unwrap();
+        [server, client]
+    }
+
+    fn link(&self, from: &str, to: &str) -> software::LinkControl {
+        self.network.link(from, to).unwrap()
+    }
+}
+
+fn lossy() -> Faults {
+    let delay = Duration::from_micros(2)..Duration::from_micros(20);
+    Faults::none().loss(0.03).duplicate(0.02).reorder(0.02).corrupt(0.01).delay(delay)
+}
+
+/// The results that two runs with one seed have in common.
+#[derive(Debug, PartialEq, Eq)]
+struct Run {
+    now: Duration,
+    link: LinkCounters,
+    counters: [u64; 4],
+}
+
+fn exchange(seed: u64, mode: &CompletionMode) -> Run {
+    const MESSAGES: usize = 60;
+    let nodes = Nodes::new(seed, lossy());
+    let counters = driven(&nodes.network, async {
+        let [server, client] = nodes.connect(mode).await;
+        let region = server.expose(vec![0; 4096], Access::REMOTE_ALL).unwrap();
+        server.send(region.grant()).await.unwrap();
+        let grant = client.recv().await.unwrap().unwrap();
+        let remote = RemoteRegion::from_bytes(&grant).unwrap();
+        let message = |number: usize| &noise()[number * 100..][..number * 997 % 8000];
+        let (send, receive) = client.into_split();
+        let echo = tokio::spawn(async move {
+            while let Some(message) = server.recv().await.unwrap() {
+                server.send(message).await.unwrap();
+            }
+            server.close().await.unwrap();
+            server
+        });
+        let received = tokio::spawn(async move {
+            for number in 0..MESSAGES {
+                assert!(receive.recv().await.unwrap().unwrap() == message(number));
+            }
+            assert_eq!(receive.recv().await, Ok(None));
+            receive
+        });
+        for number in 0..MESSAGES {
+            send.send(message(number)).await.unwrap();
+        }
+        send.finish().unwrap();
+        let client = Connection::reunite(send, received.await.unwrap()).unwrap();
+        client.close().await.unwrap();
+        let server = echo.await.unwrap();
+        assert!(client.write_inline(b"late", remote.slice(..4).unwrap()).await.is_err());
+        let of = |connection: &Connection| connection.counters();
+        [of(&client).acks, of(&client).received, of(&server).acks, of(&server).received]
+    });
+    Run { now: nodes.network.now(), link: nodes.network.counters(), counters }
+}
+
+#[test]
+fn seed_determines_a_run_of_connections() {
+    for mode in [CompletionMode::Event, CompletionMode::Cooperative] {
+        let mut times = Vec::new();
+        for seed in 0..8 {
+            let run = exchange(seed, &mode);
+            assert!(run.link.lost > 0, "{run:?}");
+            assert_eq!(exchange(seed, &mode), run, "seed {seed}, {mode:?}");
+            times.push(run.now);
+        }
+        times.sort_unstable();
+        times.dedup();
+        assert!(times.len() > 4, "the seed has no effect: {times:?}");
+    }
+}
+
+fn is_unreachable(reason: CloseReason) -> bool {
+    let CloseReason::Operation(kind) = reason else { return false };
+    kind.status() == Some(WcStatus::RETRY_EXC_ERR)
+}
+
+#[test]
+fn partition_fails_both_sides_after_their_retries_in_virtual_time() {
+    let nodes = Nodes::new(1, Faults::none());
+    driven(&nodes.network, async {
+        let [server, client] = nodes.connect(&CompletionMode::Event).await;
+        client.send("before").await.unwrap();
+        assert_eq!(server.recv().await.unwrap().as_deref(), Some(&b"before"[..]));
+        nodes.network.partition("client", "server").unwrap();
+        client.send("lost").await.unwrap();
+        server.send("lost").await.unwrap();
+        let (ours, theirs) = tokio::join!(client.closed(), server.closed());
+        assert!(is_unreachable(ours) && is_unreachable(theirs), "{ours:?}, {theirs:?}");
+        assert_eq!(server.recv().await.unwrap_err(), theirs.into());
+    });
+    let took = nodes.network.now();
+    assert!(took > Duration::from_millis(100), "{took:?} for all retries");
+}
+
+#[test]
+fn partition_that_heals_in_time_loses_nothing_and_spares_other_nodes() {
+    let nodes = Nodes::new(1, Faults::none());
+    let third = Device::software_in(&nodes.network, "third").unwrap();
+    driven(&nodes.network, async {
+        let mode = CompletionMode::Event;
+        let [server, client] = nodes.connect(&mode).await;
+        let [server, third] = {
+            let address = (nodes.devices[0].default_path().unwrap().1.gid.to_ip(), 0);
+            let listener = Listener::bind(&nodes.devices[0], address).await.unwrap();
+            let connecting = Connection::connect(&third, listener.local_addr());
+            let (accepted, third) = tokio::try_join!(listener.accept(), connecting).unwrap();
+            nodes.network.partition("client", "server").unwrap();
+            client.send("delayed").await.unwrap();
+            third.send("not delayed").await.unwrap();
+            let received = accepted.recv().await.unwrap();
+            assert_eq!(received.as_deref(), Some(&b"not delayed"[..]));
+            assert_eq!(server.counters().inbox, 0, "nothing crosses the partition");
+            [server, third]
+        };
+        drop(third);
+        nodes.network.heal("server", "client").unwrap();
+        assert_eq!(server.recv().await.unwrap().as_deref(), Some(&b"delayed"[..]));
+        assert_eq!(tokio::join!(server.close(), client.close()), (Ok(()), Ok(())));
+    });
+}
+
+#[test]
+fn loss_in_one_direction_lets_the_other_pass() {
+    let nodes = Nodes::new(1, Faults::none());
+    driven(&nodes.network, async {
+        let [server, client] = nodes.connect(&CompletionMode::Event).await;
+        nodes.link("server", "client").set_loss(1.0);
+        client.send("arrives without an acknowledgement").await.unwrap();
+        assert!(server.recv().await.unwrap().is_some());
+        let lost = client.closed().await;
+        assert!(is_unreachable(lost), "{lost:?}");
+    });
+}
+
+#[test]
+fn each_single_loss_is_repaired() {
+    let run = |lost: Option<(&str, &str, u64)>| {
+        let nodes = Nodes::new(1, Faults::none());
+        let sent = driven(&nodes.network, async {
+            let [server, client] = nodes.connect(&CompletionMode::Cooperative).await;
+            if let Some((from, to, n)) = lost {
+                nodes.link(from, to).lose(n);
+            }
+            let before = ["server", "client"].map(|name| nodes.link(name, other(name)).sent());
+            for number in 0..3 {
+                client.send(vec![number; 5000]).await.unwrap();
+                let message = server.recv().await.unwrap().unwrap();
+                server.send(message).await.unwrap();
+                assert_eq!(client.recv().await.unwrap().unwrap(), vec![number; 5000]);
+            }
+            let after = ["server", "client"].map(|name| nodes.link(name, other(name)).sent());
+            assert_eq!(tokio::join!(server.close(), client.close()), (Ok(()), Ok(())));
+            [after[0] - before[0], after[1] - before[1]]
+        });
+        assert_eq!(nodes.network.counters().lost, u64::from(lost.is_some()));
+        sent
+    };
+    let counts = run(None);
+    assert!(counts.iter().all(|&count| count > 6), "{counts:?}");
+    for (from, count) in ["server", "client"].into_iter().zip(counts) {
+        for n in 1..=count {
+            run(Some((from, other(from), n)));
+        }
+    }
+}
+
+fn other(name: &str) -> &'static str {
+    if name == "server" { "client" } else { "server" }
+}
+
+#[test]
+fn unknown_devices_have_no_link() {
+    let network = Network::new();
+    let _device = Device::software_in(&network, "known").unwrap();
+    for (from, to) in [("known", "unknown"), ("unknown", "known")] {
+        let error = network.link(from, to).unwrap_err();
+        assert!(error.to_string().contains("\"unknown\" not found"), "{error}");
+        assert!(network.partition(from, to).is_err() && network.heal(from, to).is_err());
+    }
+    assert_eq!(network.link("known", "known").unwrap().sent(), 0);
+}
