@@ -497,6 +497,9 @@ fn errors_of_handshakes_have_their_exact_texts() {
                 "the listener has reached its limit \
                  ConnectionConfig::max_connections_per_source for this address",
         ],
+        RefusalReason::ShuttingDown => [
+            RefusalReason::ShuttingDown => "the listener shuts down",
+        ],
     });
     let rejected =
         |user_data| EstablishError::Rejected { address, user_data: Bytes::from_static(user_data) };
@@ -633,6 +636,9 @@ fn errors_of_connections_have_their_exact_texts() {
         ],
         CloseReason::Runtime => [
             CloseReason::Runtime => "the Tokio runtime of the connection has shut down",
+        ],
+        CloseReason::Shutdown => [
+            CloseReason::Shutdown => "the time limit of the listener's shutdown has expired",
         ],
     });
     texts!(MessageError, error, {

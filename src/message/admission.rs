@@ -3,13 +3,14 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
 use super::config::ConnectionConfig;
 use super::handshake::{Handshake, HandshakeError};
+use super::shared::Shared;
 use crate::cm;
 use rdma_provider::cm_contract::{Admit, CmAnswer, Verdict};
 
@@ -22,6 +23,8 @@ pub enum RefusalReason {
     /// The peer's address has reached
     /// [`max_connections_per_source`](super::ConnectionConfig::max_connections_per_source).
     SourceFull,
+    /// The listener [shuts down](super::Listener::shutdown).
+    ShuttingDown,
 }
 
 impl RefusalReason {
@@ -33,6 +36,7 @@ impl RefusalReason {
         let code = match self {
             Self::ListenerFull => 1,
             Self::SourceFull => 2,
+            Self::ShuttingDown => 3,
         };
         [&Handshake::MAGIC[..], &[Handshake::VERSION, Self::KIND, code, 0]].concat()
     }
@@ -45,6 +49,7 @@ impl RefusalReason {
         match (*magic == Handshake::MAGIC && padded, code) {
             (true, 1) => Some(Self::ListenerFull),
             (true, 2) => Some(Self::SourceFull),
+            (true, 3) => Some(Self::ShuttingDown),
             _ => None,
         }
     }
@@ -60,6 +65,7 @@ impl fmt::Display for RefusalReason {
                 "the listener has reached its limit ConnectionConfig::max_connections_per_source \
                  for this address"
             }
+            Self::ShuttingDown => "the listener shuts down",
         })
     }
 }
@@ -103,13 +109,18 @@ struct State {
     /// Open connections and reservations.
     connections: u32,
     stats: ListenerStats,
+    /// Accepted connections by number, for the shutdown.
+    accepted: BTreeMap<u64, Weak<Shared>>,
+    next: u64,
+    shutting_down: bool,
 }
 
 /// A reserved connection, until dropped.
 pub(super) struct Admitted {
     admission: Arc<Admission>,
     source: IpAddr,
-    accepted: bool,
+    /// Number of the accepted connection.
+    accepted: Option<u64>,
 }
 
 impl Admission {
@@ -149,7 +160,7 @@ impl Admission {
         state.check(self, source)?;
         *state.by_source.entry(source).or_default() += 1;
         state.connections += 1;
-        Ok(Admitted { admission: Arc::clone(self), source, accepted: false })
+        Ok(Admitted { admission: Arc::clone(self), source, accepted: None })
     }
 
     /// Counts an incomplete handshake.
@@ -178,23 +189,41 @@ impl Admission {
     pub(super) fn stats(&self) -> ListenerStats {
         self.state.lock().stats
     }
+
+    /// Refuses further connections, and returns the accepted ones.
+    pub(super) fn shut_down(&self) -> Vec<Arc<Shared>> {
+        let mut state = self.state.lock();
+        state.shutting_down = true;
+        state.accepted.values().filter_map(Weak::upgrade).collect()
+    }
 }
 
 impl Admitted {
-    pub(super) fn accepted(mut self) -> Self {
-        self.accepted = true;
-        let mut state = self.admission.state.lock();
+    /// Counts `connection` as accepted.
+    pub(super) fn accepted(mut self, connection: Weak<Shared>) -> Self {
+        let mut guard = self.admission.state.lock();
+        let state = &mut *guard;
         state.stats.open += 1;
         state.stats.accepted += 1;
-        drop(state);
+        self.accepted = Some(state.next);
+        state.accepted.insert(state.next, connection);
+        state.next += 1;
+        drop(guard);
         self
+    }
+
+    /// Returns true if the shutdown has begun, possibly before `accepted`.
+    pub(super) fn is_shutting_down(&self) -> bool {
+        self.admission.state.lock().shutting_down
     }
 }
 
 impl State {
     fn refusal(&self, limits: &Admission, source: IpAddr) -> Option<RefusalReason> {
         let from_source = self.by_source.get(&source).copied().unwrap_or_default();
-        if self.connections >= limits.max_connections {
+        if self.shutting_down {
+            Some(RefusalReason::ShuttingDown)
+        } else if self.connections >= limits.max_connections {
             Some(RefusalReason::ListenerFull)
         } else if from_source >= limits.max_per_source {
             Some(RefusalReason::SourceFull)
@@ -208,6 +237,7 @@ impl State {
         match reason {
             RefusalReason::ListenerFull => self.stats.refused_full += 1,
             RefusalReason::SourceFull => self.stats.refused_source += 1,
+            RefusalReason::ShuttingDown => {}
         }
         Err(reason)
     }
@@ -244,8 +274,9 @@ impl Drop for Admitted {
     fn drop(&mut self) {
         let mut state = self.admission.state.lock();
         state.connections -= 1;
-        if self.accepted {
+        if let Some(number) = self.accepted {
             state.stats.open -= 1;
+            state.accepted.remove(&number);
         }
         if let Some(open) = state.by_source.get_mut(&self.source) {
             *open -= 1;
@@ -275,7 +306,7 @@ mod tests {
         let config = ConnectionConfig::default().max_connections(3).max_connections_per_source(2);
         let admission = Admission::new(&config, CmAnswer::default());
         let mut ours: Vec<_> =
-            (0..2).map(|_| admission.reserve(ip(1)).unwrap().accepted()).collect();
+            (0..2).map(|_| admission.reserve(ip(1)).unwrap().accepted(Weak::new())).collect();
         assert_eq!(admission.reserve(ip(1)).unwrap_err(), RefusalReason::SourceFull);
         let other = admission.reserve(ip(2)).unwrap();
         assert_eq!(admission.check(ip(3)), Err(RefusalReason::ListenerFull));
@@ -284,7 +315,7 @@ mod tests {
             (2, 2),
             "one is not complete yet"
         );
-        let other = other.accepted();
+        let other = other.accepted(Weak::new());
         let stats = admission.stats();
         assert_eq!(
             (stats.open, stats.accepted, stats.refused_full, stats.refused_source),
@@ -292,13 +323,21 @@ mod tests {
         );
         ours.pop();
         assert_eq!((admission.check(ip(1)), admission.check(ip(3))), (Ok(()), Ok(())));
+        assert!(!other.is_shutting_down());
+        assert!(admission.shut_down().is_empty(), "these connections do not exist");
+        assert_eq!(admission.check(ip(3)), Err(RefusalReason::ShuttingDown));
+        assert!(other.is_shutting_down());
+        assert_eq!(admission.state.lock().accepted.len(), 2);
         drop((ours, other));
-        assert_eq!((admission.stats().open, admission.state.lock().by_source.len()), (0, 0));
+        let state = admission.state.lock();
+        assert_eq!((state.stats.open, state.by_source.len(), state.accepted.len()), (0, 0, 0));
     }
 
     #[test]
     fn refusal_reasons_round_trip_as_private_data() {
-        for refusal in [RefusalReason::ListenerFull, RefusalReason::SourceFull] {
+        for refusal in
+            [RefusalReason::ListenerFull, RefusalReason::SourceFull, RefusalReason::ShuttingDown]
+        {
             let mut bytes = refusal.encode();
             assert_eq!(RefusalReason::decode(&bytes), Some(refusal));
             bytes.resize(148, 0);
@@ -310,7 +349,7 @@ mod tests {
             &b""[..],
             b"tRDM",
             b"tRDM\x01\x02\x01",
-            b"tRDM\x01\x02\x03\0",
+            b"tRDM\x01\x02\x04\0",
             b"tRDM\x01\x01\0\0",
             b"tRDM\x02\x02\x01\0",
         ] {

@@ -147,7 +147,7 @@ impl Connection {
     /// - [`EstablishError::Handshake`]: [`user_data`](ConnectionConfig::user_data) too long.
     /// - [`EstablishError::OtherProtocol`]: not a listener of this kind.
     /// - [`EstablishError::Rejected`]: by the peer's service.
-    /// - [`EstablishError::Refused`]: a connection limit of the listener.
+    /// - [`EstablishError::Refused`]: a connection limit of the listener, or its shutdown.
     ///
     /// Addresses whose path differs from [`peer`](ConnectionConfig::peer) or
     /// [`source`](ConnectionConfig::source) are skipped. If none is left, the error is
@@ -261,7 +261,9 @@ impl Connection {
     /// # Errors
     ///
     /// [`MessageError::Closed`] unless closed cleanly; after
-    /// [`close_timeout`](ConnectionConfig::close_timeout) with [`CloseReason::CloseTimeout`].
+    /// [`close_timeout`](ConnectionConfig::close_timeout) with [`CloseReason::CloseTimeout`]. While
+    /// the listener [shuts down](super::Listener::shutdown), with [`CloseReason::Local`] if the
+    /// peer has all messages but does not finish within a second.
     ///
     /// # Cancel safety
     ///
@@ -270,20 +272,11 @@ impl Connection {
     pub async fn close(&self) -> Result<(), MessageError> {
         let handle = self.handle();
         handle.shared.with(|core, driver| core.close(driver));
-        let mut guard = WaitGuard::new(&handle.shared, Core::withdraw_flusher);
-        let mut closed = async || {
-            poll_fn(|context| {
-                handle.shared.poll(context, |core, driver, caller| {
-                    core.poll_closed(&mut guard.ticket, driver, caller)
-                })
-            })
-            .await
-        };
-        let reason = match clock::timeout(handle.close_timeout, closed()).await {
+        let reason = match clock::timeout(handle.close_timeout, handle.shared.closed()).await {
             Some(reason) => reason,
             None => {
                 handle.shared.abort(CloseReason::CloseTimeout);
-                closed().await
+                handle.shared.closed().await
             }
         };
         if reason == CloseReason::Clean { Ok(()) } else { Err(reason.into()) }
@@ -582,6 +575,9 @@ impl PreparedConnection {
         let link = link.map(Arc::new);
         self.core.set_peer(&self.config, &peer, link.clone());
         let shared = Shared::new(self.core, self.qp, runtime.clone(), admitted);
+        if shared.is_draining() {
+            shared.drain();
+        }
         drop(runtime.spawn(drive(shared.clone(), link)));
         let handle = Arc::new(Handle {
             shared,

@@ -430,9 +430,11 @@ impl Core {
             && self.counters.offered - self.offers.len() as u64 >= mark.offers
     }
 
-    /// Returns true if the service has received all messages of a peer that has finished.
+    /// Returns true if the service has received all messages of a peer that has finished, or those
+    /// that arrived before the listener's shutdown.
     pub(super) fn is_at_end(&self) -> bool {
-        self.protocol.flow.peer_has_finished() && self.inbox.messages.is_empty() && !self.inbox.lost
+        let received = self.inbox.messages.is_empty() && !self.inbox.lost;
+        self.protocol.flow.peer_has_finished() && received || self.inbox.is_drained()
     }
 
     pub(super) fn close_reason(&self) -> Option<CloseReason> {

@@ -153,6 +153,17 @@ impl Core {
         self.progress(driver);
     }
 
+    /// Ends the messages of the peer: the service receives those that have arrived, then the end.
+    pub(super) fn drain(&mut self, driver: &Waker) {
+        self.qp.drain_completions();
+        for _ in 0..=self.receives.len() / BATCH {
+            self.progress(driver);
+        }
+        self.inbox.drain();
+        self.protocol.drain();
+        self.after.wakers.extend(self.receivers.take_first());
+    }
+
     /// Returns the close reason once the queue pair is closed.
     pub(super) fn poll_closed(
         &mut self,

@@ -65,6 +65,8 @@ pub enum CloseReason {
     Memory,
     /// The Tokio runtime of the connection has shut down.
     Runtime,
+    /// The time limit of [`Listener::shutdown`](super::Listener::shutdown) has expired.
+    Shutdown,
 }
 
 /// A protocol violation by the peer.
@@ -166,6 +168,7 @@ impl fmt::Display for CloseReason {
                 f.write_str("failed to register memory or post a receive for messages of the peer")
             }
             Self::Runtime => f.write_str("the Tokio runtime of the connection has shut down"),
+            Self::Shutdown => f.write_str("the time limit of the listener's shutdown has expired"),
         }
     }
 }
@@ -235,7 +238,9 @@ impl MessageError {
                 | CloseReason::Stalled
                 | CloseReason::CloseTimeout => ErrorKind::TimedOut,
                 CloseReason::Memory => ErrorKind::OutOfMemory,
-                CloseReason::Aborted | CloseReason::Runtime => ErrorKind::ConnectionAborted,
+                CloseReason::Aborted | CloseReason::Runtime | CloseReason::Shutdown => {
+                    ErrorKind::ConnectionAborted
+                }
             },
         }
     }
@@ -273,7 +278,7 @@ pub enum EstablishError {
         /// Data passed to `reject`.
         user_data: Bytes,
     },
-    /// A listener, of the peer or this one, has reached a connection limit.
+    /// A listener, of the peer or this one, has reached a connection limit or shuts down.
     Refused {
         /// Peer's address.
         address: SocketAddr,

@@ -236,6 +236,11 @@ impl Flow {
         self.offered == self.fetched
     }
 
+    /// Returns true if the peer has received the `Fin` and fetched all messages.
+    pub(super) fn peer_has_all(&self) -> bool {
+        self.fin_acked && self.all_fetched()
+    }
+
     pub(super) fn peer_has_finished(&self) -> bool {
         self.peer_finished
     }

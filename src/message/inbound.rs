@@ -29,6 +29,8 @@ pub(super) struct Inbox {
     pub(super) memory: u64,
     /// Messages were lost at termination.
     pub(super) lost: bool,
+    /// Number of the first message that is not delivered, once the listener shuts down.
+    drained_at: Option<u64>,
 }
 
 #[derive(Debug)]
@@ -66,6 +68,16 @@ impl Inbox {
         matches!(self.messages.front(), Some(Incoming::Buffered(_) | Incoming::Fetched(_)))
     }
 
+    /// Ends the inbox after the messages in it.
+    pub(super) fn drain(&mut self) {
+        self.drained_at.get_or_insert(self.base + self.messages.len() as u64);
+    }
+
+    /// Returns true if all messages were delivered that had arrived at [`drain`](Self::drain).
+    pub(super) fn is_drained(&self) -> bool {
+        self.drained_at.is_some_and(|end| self.base >= end)
+    }
+
     pub(super) fn pop(&mut self) -> Option<Incoming> {
         if !self.is_ready() {
             return None;
@@ -89,6 +101,7 @@ impl Core {
             }
             // After `close`, earlier messages may be discarded.
             if self.protocol.phase().takes_messages()
+                && !self.inbox.is_drained()
                 && let Some(message) = self.take_message()
             {
                 self.withdraw_receiver(ticket);

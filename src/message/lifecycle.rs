@@ -233,6 +233,11 @@ impl Phase {
         matches!(self, Self::Running(Stage::Aborting) | Self::Failing(Stage::Aborting, _))
     }
 
+    /// Returns true if the service waits in `close` for the peer.
+    pub(super) fn is_closing(&self) -> bool {
+        *self == Self::Running(Stage::Closing)
+    }
+
     /// Returns true if messages are delivered and not discarded.
     pub(super) fn takes_messages(&self) -> bool {
         match self {

@@ -21,10 +21,10 @@ use tokio::task::{AbortHandle, JoinError, JoinSet};
 use super::admission::{Admission, ListenerStats};
 use super::config::ConnectionConfig;
 use super::connection::{Connection, PreparedConnection};
-use super::error::EstablishError;
+use super::error::{CloseReason, EstablishError};
 use super::handshake::{Handshake, Rejection};
 use crate::cm;
-use crate::cm::clock::Sleep;
+use crate::cm::clock::{Sleep, timeout};
 use crate::contained::wakes_contained;
 use crate::error::NoRuntime;
 use crate::verbs::Device;
@@ -272,6 +272,103 @@ impl Listener {
         self.acceptor.admission.set_answering(false);
         self.acceptor.next_request().await
     }
+
+    /// Stops listening, lets the services of the accepted connections finish, and waits until all
+    /// of these are closed, for at most `limit`. Then it aborts the rest, which takes at most one
+    /// more second.
+    ///
+    /// 1. The address is released, and requests that were not accepted are rejected.
+    /// 2. Each service receives the messages that have arrived, and then `None`, as though its peer
+    ///    had finished. A service that answers each message, and at `None` calls
+    ///    [`close`](Connection::close) or drops the connection, thus answers the requests that have
+    ///    arrived. Later ones are discarded: their clients receive `None` instead of an answer.
+    /// 3. A peer that has received everything has one second to finish. A peer that is idle and
+    ///    does not notice the end delays the shutdown by that second, not by
+    ///    [`close_timeout`](ConnectionConfig::close_timeout).
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use tokio_rdma::{Connection, Listener};
+    /// # use tokio_rdma::Device;
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let device = Device::software()?;
+    /// let listener = Listener::bind(&device, "127.0.0.1:0").await?;
+    /// let connecting = Connection::connect(&device, listener.local_addr());
+    /// let (theirs, ours) = tokio::try_join!(listener.accept(), connecting)?;
+    /// ours.send("request").await?;
+    /// let service = tokio::spawn(async move {
+    ///     while let Some(request) = theirs.recv().await? {
+    ///         theirs.send(request).await?;
+    ///     }
+    ///     theirs.close().await
+    /// });
+    /// assert_eq!(ours.recv().await?.as_deref(), Some(&b"request"[..]));
+    ///
+    /// let client = async {
+    ///     assert_eq!(ours.recv().await?, None);
+    ///     ours.close().await
+    /// };
+    /// let (report, closed) = tokio::join!(listener.shutdown(Duration::from_secs(30)), client);
+    /// assert_eq!((report.clean, closed), (1, Ok(())));
+    /// service.await??;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped, connections are not aborted; the rest has happened at its first
+    /// poll.
+    pub async fn shutdown(self, limit: Duration) -> ShutdownReport {
+        let mut connections = self.acceptor.admission.shut_down();
+        connections.retain(|connection| !connection.is_terminated());
+        let address = self.local_addr();
+        drop(self);
+        tracing::debug!(%address, connections = connections.len(), "shutting down a listener");
+        connections.iter().for_each(|connection| connection.drain());
+        let mut closed = 0;
+        let all_closed = async {
+            for connection in &connections {
+                connection.closed().await;
+                closed += 1;
+            }
+        };
+        let mut report = ShutdownReport::default();
+        let in_time = timeout(limit, all_closed).await.is_some();
+        for connection in &connections[closed..] {
+            connection.abort(CloseReason::Shutdown);
+        }
+        for connection in &connections {
+            match connection.closed().await {
+                CloseReason::Clean => report.clean += 1,
+                CloseReason::Shutdown => report.aborted += 1,
+                _ => report.unclean += 1,
+            }
+        }
+        if !in_time {
+            tracing::warn!(
+                %address,
+                aborted = report.aborted,
+                ?limit,
+                "shutdown of a listener reached its limit; aborted its connections"
+            );
+        }
+        report
+    }
+}
+
+/// How the connections of a listener were closed by its [shutdown](Listener::shutdown).
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ShutdownReport {
+    /// Both sides finished, and all messages arrived.
+    pub clean: usize,
+    /// The peer had all messages and did not finish within a second, or the connection failed.
+    pub unclean: usize,
+    /// Aborted at the limit, with [`CloseReason::Shutdown`].
+    pub aborted: usize,
 }
 
 impl Stream for Listener {
@@ -571,7 +668,7 @@ impl ConnectionRequest {
             Some(admitted) => admitted,
             None => self.admission.reserve(address.ip()).map_err(refused)?,
         };
-        prepared.start(self.handshake, self.user_data, Some(link), Some(admitted.accepted()))
+        prepared.start(self.handshake, self.user_data, Some(link), Some(admitted))
     }
 
     /// Rejects the connection. The peer gets `user_data`, at most 140 bytes, in

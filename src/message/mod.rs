@@ -55,4 +55,4 @@ pub use core::ConnectionCounters;
 pub use error::{CloseReason, EstablishError, MessageError, Violation};
 pub use halves::{RecvHalf, SendHalf};
 pub use handshake::{Handshake, HandshakeError};
-pub use listener::{ConnectionRequest, Listener};
+pub use listener::{ConnectionRequest, Listener, ShutdownReport};

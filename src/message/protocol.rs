@@ -26,6 +26,8 @@ pub(super) struct Protocol {
     pub(super) flow: Flow,
     phase: Phase,
     timers: Timers,
+    /// The listener shuts down: a peer that has everything does not delay `close`.
+    draining: bool,
 }
 
 /// The action required by an expired deadline.
@@ -42,6 +44,7 @@ impl Protocol {
             flow: Flow::new(receives, 0),
             phase: Phase::Running(Stage::Open),
             timers: Timers::unset(),
+            draining: false,
         }
     }
 
@@ -71,8 +74,18 @@ impl Protocol {
         self.on(Event::Drop { at_end })
     }
 
-    /// Starts the linger timeout, on the first call after [`abandon`](Self::abandon).
+    /// Shortens `close` for the shutdown of the listener.
+    pub(super) fn drain(&mut self) {
+        self.draining = true;
+    }
+
+    /// Starts the linger timeout, on the first call after [`abandon`](Self::abandon), or when the
+    /// peer of a draining connection has received all messages and may be idle.
     pub(super) fn linger(&mut self, now: impl FnOnce() -> Instant) {
+        if self.draining && self.phase.is_closing() && self.flow.peer_has_all() {
+            self.draining = false;
+            self.timers.set_dropped();
+        }
         self.timers.linger(now);
     }
 

@@ -1,6 +1,7 @@
 //! State shared by the tasks of a connection.
 
 use std::cell::Cell;
+use std::future::poll_fn;
 use std::ptr;
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
@@ -11,6 +12,7 @@ use tokio::runtime::Handle;
 use super::admission::Admitted;
 use super::core::Core;
 use super::error::CloseReason;
+use super::halves::WaitGuard;
 use super::helper::Helper;
 use super::waiters::Caller;
 use crate::engine::Deferral;
@@ -86,7 +88,7 @@ pub(super) struct Shared {
     waker: Waker,
     pub(super) qp: QueuePair,
     pub(super) runtime: Handle,
-    _admitted: Option<Admitted>,
+    admitted: Option<Admitted>,
     this: Weak<Self>,
 }
 
@@ -105,7 +107,7 @@ impl Shared {
             driver_waker,
             qp,
             runtime,
-            _admitted: admitted,
+            admitted: admitted.map(|admitted| admitted.accepted(this.clone())),
             this: this.clone(),
         })
     }
@@ -143,6 +145,31 @@ impl Shared {
         }
         // The clone registers the task: no third call is needed.
         self.with(|core, driver_waker| work(core, driver_waker, &mut caller))
+    }
+
+    /// Returns true if the listener of this connection shuts down.
+    pub(super) fn is_draining(&self) -> bool {
+        self.admitted.as_ref().is_some_and(Admitted::is_shutting_down)
+    }
+
+    pub(super) fn is_terminated(&self) -> bool {
+        self.with(|core, _| core.close_reason().is_some())
+    }
+
+    pub(super) fn drain(&self) {
+        self.with(|core, driver_waker| core.drain(driver_waker));
+        self.driver_waker.wake_driver();
+    }
+
+    /// Waits until the queue pair is closed, and returns the close reason.
+    pub(super) async fn closed(&self) -> CloseReason {
+        let mut guard = WaitGuard::new(self, Core::withdraw_flusher);
+        poll_fn(|context| {
+            self.poll(context, |core, driver, caller| {
+                core.poll_closed(&mut guard.ticket, driver, caller)
+            })
+        })
+        .await
     }
 
     pub(super) fn abandon(&self) {

@@ -52,9 +52,10 @@ pub(super) struct Timers {
     /// Messages sent when a waiting task was found, and the start of the standstill.
     stalled: Option<(u64, Instant)>,
     first_message: Option<Instant>,
-    /// The last handle was dropped, and `linger` is not set yet.
+    /// The last handle was dropped, or the peer of a draining connection has everything, and
+    /// `linger` is not set yet.
     dropped: bool,
-    /// Termination time of a dropped connection.
+    /// Termination time of a dropped or draining connection.
     linger: Option<Instant>,
 }
 

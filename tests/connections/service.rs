@@ -1,17 +1,24 @@
-//! What a service needs besides messages: the end of a connection as an event, properties of the
-//! halves, and the listener as a stream.
+//! Services: the end of a connection as an event, properties of the halves, the listener as a
+//! stream, and its shutdown.
 //!
 //! Uses the device that `TOKIO_RDMA_DEVICE` names, or the software device.
 
 use std::pin::pin;
+use std::time::Duration;
 
 use futures::future::poll_immediate;
 use futures::{FutureExt, StreamExt};
+use tokio::task::JoinHandle;
+use tokio_rdma::message::{RefusalReason, ShutdownReport};
 use tokio_rdma::software::Network;
-use tokio_rdma::{CloseReason, Connection, Listener};
+use tokio_rdma::{
+    CloseReason, Connection, ConnectionConfig, Device, EstablishError, Listener, MessageError,
+};
 
 use crate::connected::{self, config, pair, recv, run};
-use crate::torture::{device, soon};
+use crate::torture::{device, hardware, soon};
+
+const HOUR: Duration = Duration::from_secs(3600);
 
 fn is_lost(reason: CloseReason) -> bool {
     matches!(reason, CloseReason::Dropped | CloseReason::Disconnected)
@@ -140,5 +147,182 @@ fn stream_of_a_listener_ends_after_its_device_was_removed() {
         let last = soon("error", listener.next()).await;
         assert!(matches!(last, Some(Err(tokio_rdma::EstablishError::Connect(_)))), "{last:?}");
         assert!(soon("end", listener.next()).await.is_none());
+    });
+}
+
+/// A listener and its clients. Every timeout is an hour, so that a test that depends on one hangs.
+struct Service {
+    device: Device,
+    config: ConnectionConfig,
+    listener: Listener,
+}
+
+impl Service {
+    async fn new() -> Self {
+        let (device, _) = device(&Network::new());
+        let config = config().close_timeout(HOUR);
+        let address = connected::address(&device);
+        let listener = Listener::bind_with(&device, address, &config).await.unwrap();
+        Self { device, config, listener }
+    }
+
+    /// Returns the client's and the service's end.
+    async fn connect(&self) -> [Connection; 2] {
+        let address = self.listener.local_addr();
+        let connecting = Connection::connect_with(&self.device, address, &self.config);
+        let both = async { tokio::try_join!(connecting, self.listener.accept()) };
+        soon("connect", both).await.unwrap().into()
+    }
+
+    async fn shut_down(self, limit: Duration) -> [usize; 3] {
+        let report = soon("shutdown", self.listener.shutdown(limit)).await;
+        let ShutdownReport { clean, unclean, aborted, .. } = report;
+        [clean, unclean, aborted]
+    }
+}
+
+/// Answers each message, then closes the connection or drops it.
+fn answer(connection: Connection, closes: bool) -> JoinHandle<Result<(), MessageError>> {
+    tokio::spawn(async move {
+        while let Some(request) = connection.recv().await? {
+            connection.send(request).await?;
+        }
+        if closes { connection.close().await } else { Ok(()) }
+    })
+}
+
+#[test]
+fn shutdown_answers_what_has_arrived_and_closes_cleanly() {
+    run("shutdown", || async {
+        for closes in [true, false] {
+            let service = Service::new().await;
+            let (mut clients, mut services) = (Vec::new(), Vec::new());
+            for _ in 0..3 {
+                let [client, server] = service.connect().await;
+                client.send("request").await.unwrap();
+                client.send(vec![7; 100_000]).await.unwrap();
+                while server.counters().inbox < 2 {
+                    tokio::task::yield_now().await;
+                }
+                clients.push(client);
+                services.push(server);
+            }
+            let serving = services.into_iter().map(|server| answer(server, closes));
+            let serving: Vec<_> = serving.collect();
+            let receiving = async {
+                for client in &clients {
+                    assert_eq!(recv(client).await, "request");
+                    assert_eq!(recv(client).await, vec![7; 100_000]);
+                    assert_eq!(soon("end", client.recv()).await, Ok(None));
+                    soon("close", client.close()).await.unwrap();
+                }
+            };
+            // At first nothing receives: the requests are answered after the shutdown has begun.
+            let (report, ()) = tokio::join!(service.shut_down(HOUR), receiving);
+            assert_eq!(report, [3, 0, 0]);
+            for server in serving {
+                soon("service", server).await.unwrap().unwrap();
+            }
+        }
+    });
+}
+
+#[test]
+fn idle_client_delays_the_shutdown_by_its_grace_only() {
+    run("idle client", || async {
+        let service = Service::new().await;
+        let [idle, server] = service.connect().await;
+        idle.send("request").await.unwrap();
+        let serving = answer(server, true);
+        assert_eq!(recv(&idle).await, "request");
+        let [dropped, server] = service.connect().await;
+        let dropping = answer(server, false);
+        // Neither notices that the service ends.
+        assert_eq!(service.shut_down(HOUR).await, [0, 2, 0]);
+        let closed = soon("service", serving).await.unwrap();
+        assert_eq!(closed, Err(MessageError::Closed(CloseReason::Local)));
+        soon("service", dropping).await.unwrap().unwrap();
+        for client in [&idle, &dropped] {
+            assert_eq!(soon("end", client.recv()).await, Ok(None));
+            assert!(is_lost(soon("reason", client.closed()).await));
+        }
+    });
+}
+
+#[test]
+fn messages_after_the_shutdown_has_begun_are_discarded() {
+    run("late messages", || async {
+        let service = Service::new().await;
+        let [client, server] = service.connect().await;
+        client.send("early").await.unwrap();
+        while server.counters().inbox < 1 {
+            tokio::task::yield_now().await;
+        }
+        let mut shutdown = pin!(service.shut_down(HOUR));
+        assert!(poll_immediate(&mut shutdown).await.is_none());
+        client.send("late").await.unwrap();
+        soon("arrival", client.flush()).await.unwrap();
+        while server.counters().inbox < 2 {
+            tokio::task::yield_now().await;
+        }
+        assert_eq!(recv(&server).await, "early");
+        for _ in 0..2 {
+            assert_eq!(soon("end", server.recv()).await, Ok(None));
+        }
+        server.send("answer").await.unwrap();
+        let closing = async { tokio::join!(server.close(), client.close()) };
+        let (closed, report) = soon("close", async { tokio::join!(closing, shutdown) }).await;
+        assert_eq!((closed, report), ((Ok(()), Ok(())), [1, 0, 0]));
+        assert_eq!((server.counters().received, server.counters().discarded), (1, 1));
+    });
+}
+
+#[test]
+fn shutdown_aborts_at_its_limit() {
+    run("limit", || async {
+        let service = Service::new().await;
+        let [client, server] = service.connect().await;
+        let [finished, closed] = service.connect().await;
+        let closing = async { tokio::join!(finished.close(), closed.close()) };
+        assert_eq!(soon("close", closing).await, (Ok(()), Ok(())));
+        // Its service does not notice, and holds the connection. The other was closed before.
+        assert_eq!(service.shut_down(Duration::from_millis(1)).await, [0, 0, 1]);
+        assert_eq!(server.close_reason(), Some(CloseReason::Shutdown));
+        assert_eq!(server.send("x").await, Err(MessageError::Closed(CloseReason::Shutdown)));
+        assert!(is_lost(soon("closed", client.closed()).await));
+        drop(closed);
+    });
+}
+
+#[test]
+fn shutdown_refuses_new_connections_and_releases_the_address() {
+    run("refusal", || async {
+        let service = Service::new().await;
+        let (device, config, address) =
+            (service.device.clone(), service.config.clone(), service.listener.local_addr());
+        // The device does not answer by itself before `accept`, so the request waits.
+        let connecting = Connection::connect_with(&device, address, &config);
+        let mut connecting = pin!(connecting);
+        let request = tokio::select! {
+            request = soon("request", service.listener.request()) => request.unwrap(),
+            early = &mut connecting => panic!("{early:?}"),
+        };
+        assert_eq!(service.shut_down(HOUR).await, [0, 0, 0]);
+        let error = soon("refusal", async { tokio::join!(connecting, request.accept()) }).await;
+        let shutting_down = |error: &EstablishError| {
+            matches!(error, EstablishError::Refused { reason: RefusalReason::ShuttingDown, .. })
+        };
+        let (theirs, ours) = (error.0.unwrap_err(), error.1.unwrap_err());
+        assert!(shutting_down(&theirs) && shutting_down(&ours), "{theirs:?}, {ours:?}");
+
+        let refused = soon("connect", Connection::connect_with(&device, address, &config)).await;
+        assert!(matches!(refused, Err(EstablishError::Connect(_))), "{refused:?}");
+        // The kernel may keep the port for a while.
+        if hardware().is_none() {
+            let again = Listener::bind_with(&device, address, &config).await.unwrap();
+            let connecting = Connection::connect_with(&device, address, &config);
+            let both = async { tokio::try_join!(connecting, again.accept()) };
+            soon("connect", both).await.unwrap();
+        }
     });
 }
