@@ -5,7 +5,7 @@ mod wait;
 use std::fmt;
 use std::sync::{Arc, Weak};
 
-use super::arm::{self, Armed};
+use super::arm::{self, Arm, Armed};
 use super::busy_poll::Polled;
 use super::completion_counters::CompletionQueueCounters;
 use super::completion_mode::CompletionMode;
@@ -34,6 +34,9 @@ pub(crate) struct CompletionQueueCore {
     /// Number of operations in flight that registered a waker or were abandoned, queued work
     /// requests, and watchers for an idle work queue.
     waiting: AtomicU32,
+    /// The part of `waiting` that only waits for solicited messages, see
+    /// [`Limits::solicited`]. Increased under the lock of `state`.
+    solicited: AtomicU32,
     /// Number of [`Drive`](super::Drive) futures.
     drivers: AtomicU32,
     spin: SpinBudget,
@@ -52,8 +55,7 @@ struct State {
     vacant: Vec<u32>,
     /// Sum of the reservations in `queues`.
     reserved: u32,
-    /// An event was requested and not yet taken from the channel.
-    armed: bool,
+    request: arm::Request,
     unacknowledged: u32,
     /// `completions[next..end]` is taken from the device and not yet dispatched. Empty while a task
     /// waits, and if the device's queue is read in place.
@@ -80,6 +82,7 @@ impl CompletionQueueCore {
             channel,
             mode,
             waiting: AtomicU32::new(0),
+            solicited: AtomicU32::new(0),
             drivers: AtomicU32::new(0),
             spin: SpinBudget::new(),
             reactors: Reactors::new(),
@@ -88,7 +91,7 @@ impl CompletionQueueCore {
                 queues: Vec::new(),
                 vacant: Vec::new(),
                 reserved: 0,
-                armed: false,
+                request: arm::Request::NONE,
                 unacknowledged: 0,
                 next: 0,
                 end: 0,
@@ -389,7 +392,7 @@ impl CompletionQueueCore {
         }
         let mut state = lock(&self.state);
         self.finish_remaining(&mut state);
-        arm::before_park(&mut Draining { queue: self, state: &mut state });
+        arm::before_park(&mut Draining { queue: self, state: &mut state }, Arm::All);
         self.release(state);
         self.reactors.watch(self);
     }
@@ -401,6 +404,26 @@ impl CompletionQueueCore {
     #[inline]
     pub(super) fn remove_waiter(&self) {
         self.waiting.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// Removes an operation that registered a waker.
+    #[inline]
+    pub(super) fn remove_watcher(&self, solicited: bool) {
+        if solicited {
+            self.solicited.fetch_sub(1, Ordering::Relaxed);
+        }
+        self.remove_waiter();
+    }
+
+    /// Returns the completions that operations wait for. Requires the lock of `state`.
+    fn awaited(&self) -> Arm {
+        // In this order, a concurrent change can only lead to more events.
+        let waiting = self.waiting.load(Ordering::Acquire);
+        match waiting.saturating_sub(self.solicited.load(Ordering::Relaxed)) {
+            _ if waiting == 0 => Arm::Off,
+            0 => Arm::Solicited,
+            _ => Arm::All,
+        }
     }
 
     pub(super) fn begin_driving(&self) {
@@ -486,8 +509,8 @@ impl Armed for Draining<'_> {
         while self.queue.drain_batch(self.state) {}
     }
 
-    fn arm(&mut self) -> bool {
-        match self.queue.cq.arm(false) {
+    fn arm(&mut self, arm: Arm) -> bool {
+        match self.queue.cq.arm(arm == Arm::Solicited) {
             Ok(()) => {
                 self.state.counters.arms += 1;
                 true
@@ -520,12 +543,12 @@ impl Armed for Draining<'_> {
         }
     }
 
-    fn is_awaited(&self) -> bool {
-        self.queue.waiting.load(Ordering::Relaxed) > 0
+    fn awaited(&self) -> Arm {
+        self.queue.awaited()
     }
 
-    fn armed(&mut self) -> &mut bool {
-        &mut self.state.armed
+    fn request(&mut self) -> &mut arm::Request {
+        &mut self.state.request
     }
 }
 

@@ -174,7 +174,7 @@ impl Claim<WorkQueue> {
             Detach::InFlight { waiting } => {
                 tracing::trace!(index, "detached");
                 if waiting {
-                    queue.cq().remove_waiter();
+                    queue.remove_watcher();
                 }
                 queue.cq().ensure_watched();
             }

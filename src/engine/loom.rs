@@ -11,7 +11,7 @@ use ::loom::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use ::loom::sync::{Arc, Mutex};
 use ::loom::thread;
 
-use super::arm::{self, Armed};
+use super::arm::{self, Arm, Armed};
 use super::capacity::Capacity;
 use super::posting::Posting;
 use super::slot::{Detach, Discarded, Finished, Held, Outcome, Registered, Slot};
@@ -476,17 +476,16 @@ fn loom_work_of_a_lease_is_not_executed_after_the_reset_of_its_stream() {
 }
 
 /// The completion queue of a device: completions, one-shot arming, a channel.
-#[derive(Default)]
 struct Device {
     completions: u32,
-    armed: bool,
+    arm: Arm,
     events: u32,
 }
 
 /// A completion queue in event mode, with one operation in flight in `slot`.
 struct Queue {
     device: Mutex<Device>,
-    state: Mutex<bool>,
+    state: Mutex<arm::Request>,
     slot: Slot<()>,
     id: WrId,
     waiting: AtomicU32,
@@ -494,7 +493,7 @@ struct Queue {
 
 struct Draining<'a> {
     queue: &'a Queue,
-    armed: &'a mut bool,
+    request: &'a mut arm::Request,
     woken: Vec<Waker>,
 }
 
@@ -513,8 +512,9 @@ impl Armed for Draining<'_> {
         }
     }
 
-    fn arm(&mut self) -> bool {
-        self.queue.device.lock().unwrap().armed = true;
+    fn arm(&mut self, arm: Arm) -> bool {
+        let mut device = self.queue.device.lock().unwrap();
+        device.arm = device.arm.max(arm);
         true
     }
 
@@ -525,22 +525,22 @@ impl Armed for Draining<'_> {
         any
     }
 
-    fn is_awaited(&self) -> bool {
-        self.queue.waiting.load(Ordering::Relaxed) > 0
+    fn awaited(&self) -> Arm {
+        if self.queue.waiting.load(Ordering::Relaxed) > 0 { Arm::All } else { Arm::Off }
     }
 
-    fn armed(&mut self) -> &mut bool {
-        self.armed
+    fn request(&mut self) -> &mut arm::Request {
+        self.request
     }
 }
 
 impl Queue {
     fn with<R>(&self, f: impl FnOnce(&mut Draining<'_>) -> R) -> R {
-        let mut armed = self.state.lock().unwrap();
-        let mut draining = Draining { queue: self, armed: &mut armed, woken: Vec::new() };
+        let mut request = self.state.lock().unwrap();
+        let mut draining = Draining { queue: self, request: &mut request, woken: Vec::new() };
         let result = f(&mut draining);
         let woken = std::mem::take(&mut draining.woken);
-        drop(armed);
+        drop(request);
         woken.into_iter().for_each(Waker::wake);
         result
     }
@@ -548,14 +548,18 @@ impl Queue {
 
 #[test]
 fn loom_a_parked_task_never_misses_a_completion() {
-    for armed in [false, true] {
+    // A request for solicited messages may raise its event before or after it is replaced.
+    for (arm, solicited) in [Arm::Off, Arm::Solicited, Arm::All]
+        .into_iter()
+        .flat_map(|arm| [false, true].map(|solicited| (arm, solicited)))
+    {
         ::loom::model(move || {
             let slot = Slot::new(POSTED.wr_id, false);
             assert!(slot.claim(1), "a new slot is free");
             let id = slot.id();
             let queue = Arc::new(Queue {
-                device: Mutex::new(Device { armed, ..Device::default() }),
-                state: Mutex::new(armed),
+                device: Mutex::new(Device { completions: 0, arm, events: 0 }),
+                state: Mutex::new(arm::Request::new(arm)),
                 slot,
                 id,
                 waiting: AtomicU32::new(0),
@@ -566,8 +570,12 @@ fn loom_a_parked_task_never_misses_a_completion() {
                     let readable = {
                         let mut device = queue.device.lock().unwrap();
                         device.completions += 1;
-                        let event = std::mem::take(&mut device.armed);
-                        device.events += u32::from(event);
+                        let event =
+                            device.arm == Arm::All || solicited && device.arm == Arm::Solicited;
+                        if event {
+                            device.arm = Arm::Off;
+                            device.events += 1;
+                        }
                         event
                     };
                     // The reactor acts only after the channel becomes readable.
@@ -587,7 +595,7 @@ fn loom_a_parked_task_never_misses_a_completion() {
                     queue.slot.register(waker, &mut Discarded::default()),
                     Registered::Fresh
                 );
-                arm::before_park(draining);
+                arm::before_park(draining, Arm::All);
                 queue.slot.is_complete()
             });
             device.join().unwrap();

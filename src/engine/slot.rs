@@ -46,6 +46,8 @@ const TRACED: u32 = 16;
 const SPUN: u32 = 32;
 /// A thread polls the completion queue, so futures do not contend for its lock.
 const POLLED: u32 = 64;
+/// The operation waits only for solicited messages.
+const SOLICITED: u32 = 256;
 /// The work queue has recorded failed parts of the batch.
 const FAILED: u32 = 128;
 
@@ -151,6 +153,12 @@ impl<Q> Slot<Q> {
             held: UnsafeCell::new(None),
             queue: UnsafeCell::new(ManuallyDrop::new(None)),
         }
+    }
+
+    /// Makes it a slot for operations that wait only for solicited messages.
+    pub(super) fn solicited(mut self) -> Self {
+        self.first = AtomicU32::new(self.first.load(Ordering::Relaxed) | SOLICITED);
+        self
     }
 
     /// Creates the slot of a refused operation: complete, and part of no work queue.
@@ -380,6 +388,10 @@ impl<Q> Slot<Q> {
     #[inline(always)]
     pub(super) fn is_new(&self) -> bool {
         self.state.load(Ordering::Acquire) == SUBMITTED
+    }
+
+    pub(super) fn is_solicited(&self) -> bool {
+        self.state.load(Ordering::Relaxed) & SOLICITED != 0
     }
 
     pub(super) fn is_unwatched(&self) -> bool {

@@ -150,8 +150,14 @@ fn failed_completion_queue_refuses_queue_pairs_that_are_not_registered_yet() {
     let caps =
         QpCaps { max_send_wr: 4, max_recv_wr: 4, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 };
     let options = QpOptions { transport: Transport::Rc, caps };
-    let limits =
-        Limits { depth: 4, max_sge: 1, max_inline: 0, max_message: 64, pd: PdKey(pd.id()) };
+    let limits = Limits {
+        depth: 4,
+        max_sge: 1,
+        max_inline: 0,
+        max_message: 64,
+        pd: PdKey(pd.id()),
+        solicited: false,
+    };
     let create = || {
         let qp = Qp::new(&pd, queue.cq(), queue.cq(), None, &options).unwrap();
         QueuePairCore::new(qp, (cq, limits), (cq, Some(limits)), None)

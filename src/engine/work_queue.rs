@@ -90,6 +90,11 @@ impl WorkQueue {
         &self.cq
     }
 
+    /// Removes an operation that registered a waker.
+    pub(super) fn remove_watcher(&self) {
+        self.cq.remove_watcher(self.limits.solicited);
+    }
+
     pub(super) fn is_polled(&self) -> bool {
         !self.cq.mode().arms()
     }
@@ -100,7 +105,10 @@ impl WorkQueue {
 
     #[inline]
     pub(super) fn claim(self: &Arc<Self>, cursor: &mut Cursor, parts: u32) -> Option<Claim<Self>> {
-        let make = |index| Slot::new(self.owner.first_id(index), self.is_polled());
+        let make = |index| {
+            let slot = Slot::new(self.owner.first_id(index), self.is_polled());
+            if self.limits.solicited { slot.solicited() } else { slot }
+        };
         // SAFETY: C1: just claimed.
         self.slots.claim(cursor, parts, make).map(|slot| unsafe { Claim::new(self, slot) })
     }
@@ -256,7 +264,7 @@ impl WorkQueue {
         match finished {
             Finished::Unwatched | Finished::Stale => {}
             Finished::Wake(waker) => {
-                self.cq.remove_waiter();
+                self.remove_watcher();
                 woken.wake(waker);
             }
             Finished::Detached { held, waker } => {
@@ -323,7 +331,7 @@ impl WorkQueue {
         for (_, slot) in self.slots.iter() {
             if let Some((waker, stopped_waiting)) = slot.rouse() {
                 if stopped_waiting {
-                    self.cq.remove_waiter();
+                    self.remove_watcher();
                 }
                 woken.wake(waker);
             }

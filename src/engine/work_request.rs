@@ -15,6 +15,8 @@ pub(crate) struct Limits {
     pub(crate) max_message: u64,
     /// The protection domain of all buffers.
     pub(crate) pd: PdKey,
+    /// The peer solicits all messages, so operations that wait need no other completion.
+    pub(crate) solicited: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -348,10 +348,10 @@ mod tests {
         for other in [
             &b""[..],
             b"tRDM",
-            b"tRDM\x01\x02\x01",
-            b"tRDM\x01\x02\x04\0",
-            b"tRDM\x01\x01\0\0",
-            b"tRDM\x02\x02\x01\0",
+            b"tRDM\x02\x02\x01",
+            b"tRDM\x02\x02\x04\0",
+            b"tRDM\x02\x01\0\0",
+            b"tRDM\x01\x02\x01\0",
         ] {
             assert_eq!(RefusalReason::decode(other), None);
         }

@@ -513,7 +513,7 @@ impl PreparedConnection {
         };
         let builder =
             QueuePair::builder(pd, &queue).max_send_wr(config.max_send_wr).max_recv_wr(receives);
-        let qp = describe(builder.max_sge(1).max_inline(config.max_inline)).build()?;
+        let qp = describe(builder.max_sge(1).max_inline(config.max_inline).solicited()).build()?;
         let size = config.receive_buffer_size as usize;
         let pool = |buffers: u32| Pool::new(pd, size, buffers as usize);
         let pools =

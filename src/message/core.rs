@@ -48,6 +48,8 @@ pub(super) struct Core {
     /// Dropping it disconnects the peer.
     pub(super) link: Option<Arc<CmConnection>>,
     pub(super) qp: QueuePair,
+    /// The same queue pair, for frames: the peer waits for solicited messages only.
+    pub(super) frames: QueuePair,
     pub(super) limits: Limits,
     pub(super) receive_pool: Pool,
     pub(super) send_pool: Pool,
@@ -169,6 +171,7 @@ impl Core {
             fetch_memory: FetchMemory::new(qp.protection_domain(), config.receive_memory),
             jobs: Jobs::None,
             link: None,
+            frames: qp.solicited(),
             qp,
             limits,
             receive_pool,

@@ -35,7 +35,7 @@ impl Handshake {
     pub const LEN: usize = 24;
 
     /// The only protocol version.
-    pub const VERSION: u8 = 1;
+    pub const VERSION: u8 = 2;
 
     /// Maximum length of user data.
     pub const MAX_USER_DATA: usize = u8::MAX as usize;
@@ -320,7 +320,7 @@ mod tests {
             Handshake::decode(&bytes).unwrap_err()
         };
         assert_eq!(with(0, b'T'), HandshakeError::Magic { found: *b"TRDM" });
-        assert_eq!(with(4, 2), HandshakeError::Version { theirs: 2, ours: 1 });
+        assert_eq!(with(4, 1), HandshakeError::Version { theirs: 1, ours: 2 });
         assert_eq!(with(5, 1), HandshakeError::Reserved { flags: 1, zero: 0 });
         assert_eq!(with(7, 1), HandshakeError::Reserved { flags: 0, zero: 1 });
         assert_eq!(with(6, 4), HandshakeError::Trailing { bytes: 1 });

@@ -93,7 +93,7 @@ impl Flush {
 
 impl Core {
     pub(super) fn send_bare(&mut self, header: Header) {
-        let send = self.qp.send_inline_with_imm(&[], header.encode());
+        let send = self.frames.send_inline_with_imm(&[], header.encode());
         self.add_sent(if header.kind == Kind::Abort {
             Sent::Abort(send)
         } else {
@@ -162,7 +162,7 @@ impl Core {
         }
         if len <= self.limits.inline && len <= self.limits.eager {
             let header = self.protocol.flow.send(Kind::Data);
-            self.add_sent(Sent::Inline(self.qp.send_inline_with_imm(message, header.encode())));
+            self.add_sent(Sent::Inline(self.frames.send_inline_with_imm(message, header.encode())));
         } else if len <= self.limits.eager {
             self.reap();
             let buffer = match self.send_pool.copy_from(message) {
@@ -174,7 +174,7 @@ impl Core {
                 Err(PoolError::Register(error)) => return Err(MessageError::Register(error)),
             };
             let header = self.protocol.flow.send(Kind::Data);
-            self.add_sent(Sent::Copied(self.qp.send_with_imm(buffer, header.encode())));
+            self.add_sent(Sent::Copied(self.frames.send_with_imm(buffer, header.encode())));
         } else {
             let bytes = len as u64;
             if !self.offers.is_empty() && self.offered + bytes > self.limits.send_memory {
@@ -184,7 +184,7 @@ impl Core {
             let region = region.map_err(MessageError::Register)?;
             let header = self.protocol.flow.send(Kind::Offer);
             let grant = region.grant().to_bytes();
-            self.add_sent(Sent::Inline(self.qp.send_inline_with_imm(&grant, header.encode())));
+            self.add_sent(Sent::Inline(self.frames.send_inline_with_imm(&grant, header.encode())));
             self.offers.push_back(region);
             self.offered += bytes;
             self.counters.offered += 1;

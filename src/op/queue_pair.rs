@@ -134,6 +134,7 @@ impl QueuePair {
             path: Path::Any,
             number: None,
             streams: None,
+            solicited: false,
         }
     }
 
@@ -509,6 +510,8 @@ pub struct QueuePairBuilder {
     number: Option<Qpn>,
     /// Streams of a DC initiator.
     streams: Option<DciStreamsInit>,
+    /// The peer solicits all messages.
+    solicited: bool,
 }
 
 /// The choice of the local port and GID.
@@ -632,6 +635,12 @@ impl QueuePairBuilder {
         self
     }
 
+    /// Receives raise events only for solicited messages, because the peer sends no others.
+    pub(crate) fn solicited(mut self) -> Self {
+        self.solicited = true;
+        self
+    }
+
     pub(crate) fn path(mut self, path: Path) -> Self {
         self.path = path;
         self
@@ -674,6 +683,7 @@ impl QueuePairBuilder {
             path,
             number,
             streams,
+            solicited,
         } = self;
         let device = pd.device();
         let (connected, datagram) =
@@ -735,11 +745,15 @@ impl QueuePairBuilder {
                 port.max_msg_size.into()
             },
             pd: PdKey(pd.id()),
+            solicited: false,
         };
         let send = limits(caps.max_send_wr, granted.max_send_sge);
         // A receive may be larger than any message.
-        let receive =
-            Limits { max_message: u64::MAX, ..limits(caps.max_recv_wr, granted.max_recv_sge) };
+        let receive = Limits {
+            max_message: u64::MAX,
+            solicited,
+            ..limits(caps.max_recv_wr, granted.max_recv_sge)
+        };
         let core = QueuePairCore::new(
             qp,
             (send_queue.shared(), send),

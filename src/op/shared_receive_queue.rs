@@ -77,6 +77,7 @@ impl SharedReceiveQueue {
             max_inline: 0,
             max_message: u64::MAX,
             pd: PdKey(pd.id()),
+            solicited: false,
         };
         let queue = completions.shared().attach(Poster::Shared(srq.clone()), limits)?;
         Ok(Self {

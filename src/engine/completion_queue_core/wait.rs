@@ -331,7 +331,8 @@ impl CompletionQueueCore {
         let registered = self.register(slot, waker, &mut discarded);
         // Also with a driver, which may be dropped or not polled for a while.
         if matches!(registered, Registered::Fresh | Registered::Again) && self.mode.arms() {
-            arm::before_park(&mut Draining { queue: self, state: &mut state });
+            let awaited = self.awaited();
+            arm::before_park(&mut Draining { queue: self, state: &mut state }, awaited);
         }
         self.release(state);
         drop(discarded);
@@ -372,6 +373,8 @@ impl CompletionQueueCore {
     ) -> Registered {
         // Counted before it is visible, so that the count never falls below zero.
         self.add_waiter();
+        let solicited = u32::from(slot.is_solicited());
+        self.solicited.fetch_add(solicited, Ordering::Relaxed);
         let registered = slot.register(waker, discarded);
         let counted = match registered {
             Registered::Fresh => 0,
@@ -379,6 +382,7 @@ impl CompletionQueueCore {
             // Its earlier wait was counted too.
             Registered::Overtaken => 2,
         };
+        self.solicited.fetch_sub(counted * solicited, Ordering::Relaxed);
         self.waiting.fetch_sub(counted, Ordering::Relaxed);
         registered
     }
