@@ -109,7 +109,7 @@ impl CompletionQueueCore {
         &self.cq
     }
 
-    pub(super) fn mode(&self) -> &CompletionMode {
+    pub(crate) fn mode(&self) -> &CompletionMode {
         &self.mode
     }
 

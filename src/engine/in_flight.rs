@@ -39,6 +39,11 @@ impl<B: Send + 'static> InFlight<B> {
         })
     }
 
+    /// Returns true if the operation has a waker, and no outcome yet.
+    pub(crate) fn is_watched(&self) -> bool {
+        self.held.as_ref().is_some_and(|(claim, _)| claim.is_watched())
+    }
+
     /// Returns why the operation was refused, unless the error was taken.
     pub(crate) fn refusal(&self) -> Option<OpErrorKind> {
         self.held.as_ref().and_then(|(claim, _)| claim.refusal())

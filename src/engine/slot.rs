@@ -398,6 +398,10 @@ impl<Q> Slot<Q> {
         self.state.load(Ordering::Acquire) & PHASE == SUBMITTED
     }
 
+    pub(super) fn is_watched(&self) -> bool {
+        self.state.load(Ordering::Acquire) & PHASE == WAITING
+    }
+
     pub(super) fn rounds(&self) -> u32 {
         if self.state.load(Ordering::Relaxed) & SPUN == 0 {
             0

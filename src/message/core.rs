@@ -7,8 +7,7 @@
 //! ```
 //!
 //! [`Core::progress`] does all work that is possible now. Tasks that send or receive call it, and
-//! so does the driver. Operations wake the driver, so progress never depends on the service's
-//! tasks.
+//! so do the waker of operations and the driver. So progress never depends on the service's tasks.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -18,23 +17,20 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
-use bytes::Bytes;
-use smallvec::SmallVec;
-
+use super::after_unlock::{AfterUnlock, Dropped};
 use super::config::ConnectionConfig;
 use super::error::{CloseReason, Violation};
 use super::frame::{Header, Kind, decode_offer};
 use super::handshake::Handshake;
 use super::helper::Jobs;
 use super::inbound::{Inbox, Incoming};
-use super::lifecycle::Event;
-use super::message_memory::{FetchMemory, Job, JobOutput};
+use super::lifecycle::{Event, Phase, Stage};
+use super::message_memory::FetchMemory;
 use super::outbound::{Block, Sent};
 use super::protocol::{Due, Protocol};
 use super::timers::{Observed, Times};
 use super::waiters::Waiters;
 use crate::cm::CmConnection;
-use crate::contained::contained;
 use crate::error::OpErrorKind;
 use crate::memory::{BufMut, Pool, ReadOnlyRegion};
 use crate::op::{QueuePair, Received, Recv};
@@ -50,6 +46,8 @@ pub(super) struct Core {
     pub(super) qp: QueuePair,
     /// The same queue pair, for frames: the peer waits for solicited messages only.
     pub(super) frames: QueuePair,
+    /// The completion queue is in event mode.
+    by_events: bool,
     pub(super) limits: Limits,
     pub(super) receive_pool: Pool,
     pub(super) send_pool: Pool,
@@ -99,58 +97,6 @@ pub(super) struct Limits {
     pub(super) receive_memory: u64,
 }
 
-/// Wakers and values to be called and dropped without the lock, because both may run code of the
-/// service.
-#[derive(Debug, Default)]
-pub(super) struct AfterUnlock {
-    pub(super) wakers: SmallVec<[Waker; 4]>,
-    pub(super) stale_wakers: SmallVec<[Waker; 2]>,
-    pub(super) fetched: SmallVec<[ReadOnlyRegion; 2]>,
-    /// Dropping them may deregister memory.
-    pub(super) discarded: Vec<Bytes>,
-    pub(super) unneeded: Vec<JobOutput>,
-    /// True if jobs are queued without a helper thread.
-    pub(super) start_helper: bool,
-    pub(super) operations: Vec<Operations>,
-    pub(super) jobs: VecDeque<Job>,
-    pub(super) link: Option<Arc<CmConnection>>,
-    pub(super) wake_driver: bool,
-}
-
-/// Detached operations.
-type Operations = (VecDeque<Recv<BufMut>>, VecDeque<Sent>, VecDeque<Incoming>);
-
-impl AfterUnlock {
-    /// Calls wakers and drops values, whose destructors may be the service's.
-    pub(super) fn run(self) {
-        let Self {
-            wakers,
-            stale_wakers,
-            fetched,
-            discarded,
-            unneeded,
-            operations,
-            jobs,
-            link,
-            start_helper: _,
-            wake_driver: _,
-        } = self;
-        for waker in wakers {
-            contained(|| waker.wake());
-        }
-        for waker in stale_wakers {
-            contained(|| drop(waker));
-        }
-        for region in fetched {
-            contained(|| drop(region));
-        }
-        for bytes in discarded {
-            contained(|| drop(bytes));
-        }
-        contained(|| drop((unneeded, operations, jobs, link)));
-    }
-}
-
 impl Core {
     /// Creates a side and posts its receives.
     pub(super) fn new(
@@ -172,6 +118,7 @@ impl Core {
             jobs: Jobs::None,
             link: None,
             frames: qp.solicited(),
+            by_events: qp.receives_by_events(),
             qp,
             limits,
             receive_pool,
@@ -218,10 +165,6 @@ impl Core {
         self.limits.send = peer.max_message;
     }
 
-    pub(super) fn take_after(&mut self) -> AfterUnlock {
-        std::mem::take(&mut self.after)
-    }
-
     /// Does all work that is possible now. Operations wake `driver`.
     pub(super) fn progress(&mut self, driver: &Waker) {
         if self.close_reason().is_some() {
@@ -233,6 +176,16 @@ impl Core {
             self.on(Event::Terminate(reason));
         }
         self.wake();
+    }
+
+    /// Makes progress where a completion was found. Returns true if the driver must continue.
+    pub(super) fn serve(&mut self, driver: &Waker) -> bool {
+        let is_simple = |core: &Self| matches!(core.protocol.phase(), Phase::Running(stage) if *stage != Stage::Aborting);
+        if !is_simple(self) {
+            return true;
+        }
+        self.progress(driver);
+        !is_simple(self)
     }
 
     /// Makes progress for the driver. Returns its next deadline, or the close reason.
@@ -282,6 +235,14 @@ impl Core {
     pub(super) fn take_frames(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
         for _ in 0..BATCH {
             let Some(receive) = self.receives.front_mut() else { return Ok(()) };
+            // Its completion wakes the driver. A poll would register that again, and spins if the
+            // mode does.
+            if self.by_events && receive.is_watched() {
+                self.qp.drain_completions();
+                if receive.is_watched() {
+                    return Ok(());
+                }
+            }
             let Poll::Ready(result) = Pin::new(receive).poll(context) else { return Ok(()) };
             self.receives.pop_front();
             match result {
@@ -308,7 +269,7 @@ impl Core {
         for _ in 0..fetched {
             if let Some(region) = self.offers.pop_front() {
                 self.offered -= region.len();
-                self.after.fetched.push(region);
+                self.after.drop(Dropped::Fetched(region));
             }
         }
         match header.kind {
@@ -399,10 +360,10 @@ impl Core {
     fn wake(&mut self) {
         let ended = self.close_reason().is_some();
         if ended || self.inbox.is_ready() || self.is_at_end() {
-            self.after.wakers.extend(self.receivers.take_first());
+            self.after.wake(self.receivers.take_first());
         }
         if !self.senders.is_empty() && self.is_unblocked() {
-            self.after.wakers.extend(self.senders.take_first());
+            self.after.wake(self.senders.take_first());
         }
         if ended || self.mark.is_some_and(|mark| self.has_reached(mark)) {
             self.mark = None;
@@ -502,7 +463,7 @@ mod tests {
         runtime.block_on(core.qp.clone().close());
         core.post_receive(spare);
         assert_eq!(core.protocol.phase().failure(), Some(OpErrorKind::Closed));
-        assert!(core.take_after().wake_driver, "the driver is notified");
+        assert!(core.after.wake_driver, "the driver is notified");
         core.progress(Waker::noop());
         assert!(
             matches!(core.close_reason(), Some(CloseReason::Operation(_))),

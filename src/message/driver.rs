@@ -1,11 +1,13 @@
 //! The driver: a task that runs a connection while the service is idle.
 //!
-//! Tasks that send or receive make progress themselves. Meanwhile, the driver returns credits,
-//! fetches messages and answers the peer. Only the driver:
+//! Tasks that send or receive, and the waker of operations ([`DriverWaker`]), make progress
+//! themselves. The driver continues what they cannot. Only the driver:
 //!
 //! - executes deadlines (`Core::on_deadline`)
 //! - notices that the peer has disconnected (`Core::on_disconnect`)
 //! - closes the queue pair after termination, for which `Connection::close` waits
+//!
+//! [`DriverWaker`]: super::shared::DriverWaker
 //!
 //! It exits when the connection is closed, has failed, or was dropped.
 

@@ -5,6 +5,7 @@ use std::task::{Context, Poll, Waker};
 use smallvec::SmallVec;
 
 use super::admission::RefusalReason;
+use super::after_unlock::Dropped;
 use super::core::{BATCH, Core};
 use super::error::{CloseReason, MessageError};
 use super::handshake::Rejection;
@@ -102,8 +103,15 @@ impl Core {
                         .then(|| self.sends.pop_back());
                     self.release(abort.flatten());
                 }
-                Action::ReleaseOffers => self.after.fetched.extend(self.offers.drain(..)),
-                Action::ReleaseLink => self.after.link = self.link.take(),
+                Action::ReleaseOffers => {
+                    let offers = self.offers.drain(..);
+                    offers.for_each(|offer| self.after.drop(Dropped::Fetched(offer)));
+                }
+                Action::ReleaseLink => {
+                    if let Some(link) = self.link.take() {
+                        self.after.drop(Dropped::Link(link));
+                    }
+                }
                 Action::WakeSenders => self.after.wakers.extend(self.senders.take_all()),
                 Action::WakeReceivers => self.after.wakers.extend(self.receivers.take_all()),
                 Action::WakeFlushers => self.after.wakers.extend(self.flushers.take_all()),
@@ -132,11 +140,13 @@ impl Core {
         if !readable {
             self.counters.discarded += lost.iter().filter(is_readable).count() as u64;
         }
-        let operations =
-            (std::mem::take(&mut self.receives), std::mem::take(&mut self.sends), lost);
-        self.after.operations.push(operations);
+        self.after.drop(Dropped::Receives(std::mem::take(&mut self.receives)));
+        self.after.drop(Dropped::Sends(std::mem::take(&mut self.sends)));
+        self.after.drop(Dropped::Lost(lost));
         self.sends.extend(abort);
-        self.after.jobs = self.jobs.take();
+        self.after.drop(Dropped::Jobs(self.jobs.take()));
+        // Whichever task found the reason.
+        self.after.wake_driver = true;
     }
 
     pub(super) fn finish(&mut self, driver: &Waker) -> Result<(), MessageError> {

@@ -4,6 +4,7 @@ use std::task::{Context, Poll, Waker};
 
 use bytes::Bytes;
 
+use super::after_unlock::Dropped;
 use super::core::Core;
 use super::error::CloseReason;
 use super::inbound::Incoming;
@@ -96,7 +97,7 @@ impl Core {
             (Some(message @ Incoming::Releasing), Ok(JobOutput::Message(bytes))) => {
                 *message = Incoming::Fetched(bytes)
             }
-            (_, Ok(made)) => self.after.unneeded.push(made),
+            (_, Ok(made)) => self.after.drop(Dropped::Output(made)),
         }
         self.progress(driver);
     }
@@ -118,7 +119,7 @@ impl Core {
                 Incoming::Buffered(buffer) => self.post_receive(buffer),
                 Incoming::Fetched(bytes) => {
                     self.inbox.memory -= bytes.len() as u64;
-                    self.after.discarded.push(bytes);
+                    self.after.drop(Dropped::Message(bytes));
                 }
                 _ => unreachable!("only ready messages are popped"),
             }
@@ -156,9 +157,9 @@ mod tests {
         assert!(
             core.inbox.messages.iter().all(|message| matches!(message, Incoming::Preparing(_)))
         );
-        assert!(core.take_after().start_helper, "a helper is requested");
+        assert!(core.after.take().unwrap().start_helper, "a helper is requested");
         core.progress(Waker::noop());
-        assert!(!core.take_after().start_helper, "only one helper");
+        assert!(core.after.take().is_none_or(|after| !after.start_helper), "only one helper");
         for _ in 0..3 {
             assert!(matches!(
                 core.jobs.pop().unwrap().run().result,
@@ -206,7 +207,10 @@ mod tests {
         let done = core.jobs.pop().unwrap().run();
         core.on(Event::Terminate(CloseReason::Silent));
         core.on_job_done(done, Waker::noop());
-        assert_eq!(core.take_after().unneeded.len(), 1);
+        let outputs = |dropped: &[Dropped]| {
+            dropped.iter().filter(|value| matches!(value, Dropped::Output(_))).count()
+        };
+        assert_eq!(outputs(core.after.dropped()), 1);
         let mut core = offered(&ConnectionConfig::default(), [20_000]);
         core.progress(Waker::noop());
         let done = core.jobs.pop().unwrap().run();

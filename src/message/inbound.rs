@@ -96,7 +96,8 @@ impl Core {
         caller: &mut Caller<'_>,
     ) -> Poll<Result<Option<Bytes>, MessageError>> {
         if self.receivers.is_first(*ticket) {
-            if !self.inbox.is_ready() {
+            // Once is enough: later completions are found by the driver's waker.
+            if !self.inbox.is_ready() && !caller.checks_again() {
                 self.progress(driver);
             }
             // After `close`, earlier messages may be discarded.
@@ -139,9 +140,9 @@ impl Core {
 
     /// Withdraws a receiver and wakes the next one.
     pub(super) fn withdraw_receiver(&mut self, ticket: &mut Option<Ticket>) {
-        self.after.stale_wakers.extend(self.receivers.withdraw(ticket));
+        self.after.discard(self.receivers.withdraw(ticket));
         if self.close_reason().is_some() || self.inbox.is_ready() || self.is_at_end() {
-            self.after.wakers.extend(self.receivers.take_first());
+            self.after.wake(self.receivers.take_first());
         }
     }
 

@@ -18,6 +18,7 @@
 #![forbid(unsafe_code)]
 
 mod admission;
+mod after_unlock;
 mod config;
 mod connection;
 mod core;

@@ -146,9 +146,9 @@ impl Core {
 
     /// Withdraws a sender and wakes the next one.
     pub(super) fn withdraw_sender(&mut self, ticket: &mut Option<Ticket>) {
-        self.after.stale_wakers.extend(self.senders.withdraw(ticket));
+        self.after.discard(self.senders.withdraw(ticket));
         // It checks its own resource.
-        self.after.wakers.extend(self.senders.take_first());
+        self.after.wake(self.senders.take_first());
     }
 
     /// Sends a message, or returns the missing resource.
@@ -230,6 +230,6 @@ impl Core {
     }
 
     pub(super) fn withdraw_flusher(&mut self, ticket: &mut Option<Ticket>) {
-        self.after.stale_wakers.extend(self.flushers.withdraw(ticket));
+        self.after.discard(self.flushers.withdraw(ticket));
     }
 }

@@ -6,10 +6,11 @@ use std::ptr;
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use tokio::runtime::Handle;
 
 use super::admission::Admitted;
+use super::after_unlock::AfterUnlock;
 use super::core::Core;
 use super::error::CloseReason;
 use super::halves::WaitGuard;
@@ -19,14 +20,18 @@ use crate::engine::Deferral;
 use crate::op::QueuePair;
 
 thread_local! {
-    /// The connection whose driver this thread polls, and whether it was woken since.
+    /// The connection that this thread drives or serves, and whether its driver was woken since.
     static POLLED: Cell<(*const DriverWaker, bool)> = const { Cell::new((ptr::null(), false)) };
 }
 
-/// The waker of all operations of a connection.
-#[derive(Debug, Default)]
+/// The waker of all operations of a connection. It serves the connection in place, which wakes the
+/// task that waits for a message, and wakes the driver only if that is not possible.
+#[derive(Debug)]
 pub(super) struct DriverWaker {
     driver: futures::task::AtomicWaker,
+    shared: Weak<Shared>,
+    /// False if a thread polls for several connections, which must not wait for one.
+    in_place: bool,
 }
 
 impl DriverWaker {
@@ -42,6 +47,19 @@ impl DriverWaker {
         }
     }
 
+    /// Makes progress without the driver. Returns false if the driver must continue: another task
+    /// has the lock, a thread would serve two connections within each other, or only the driver can
+    /// do the rest.
+    fn serve(&self) -> bool {
+        if !self.in_place || !POLLED.get().0.is_null() {
+            return false;
+        }
+        let Some(shared) = self.shared.upgrade() else { return true };
+        let poll = DriverPoll::begin(self);
+        let must_continue = shared.try_with(|core, driver| core.serve(driver));
+        must_continue == Some(false) && !poll.end()
+    }
+
     pub(super) fn take(&self) -> Option<Waker> {
         self.driver.take()
     }
@@ -49,15 +67,17 @@ impl DriverWaker {
 
 impl std::task::Wake for DriverWaker {
     fn wake(self: Arc<Self>) {
-        self.wake_driver();
+        self.wake_by_ref();
     }
 
     fn wake_by_ref(self: &Arc<Self>) {
-        self.wake_driver();
+        if !self.serve() {
+            self.wake_driver();
+        }
     }
 }
 
-/// A poll of the driver, during which its waker only sets a flag.
+/// A poll of the driver, or progress in its place, during which its waker only sets a flag.
 pub(super) struct DriverPoll {
     driver_waker: *const DriverWaker,
     before: (*const DriverWaker, bool),
@@ -99,16 +119,21 @@ impl Shared {
         runtime: Handle,
         admitted: Option<Admitted>,
     ) -> Arc<Self> {
-        let driver_waker = Arc::new(DriverWaker::default());
-        let waker = driver_waker.clone().into();
-        Arc::new_cyclic(|this| Self {
-            core: Mutex::new(core),
-            waker,
-            driver_waker,
-            qp,
-            runtime,
-            admitted: admitted.map(|admitted| admitted.accepted(this.clone())),
-            this: this.clone(),
+        Arc::new_cyclic(|this: &Weak<Self>| {
+            let driver_waker = Arc::new(DriverWaker {
+                driver: futures::task::AtomicWaker::new(),
+                shared: this.clone(),
+                in_place: !qp.is_polled_by_thread(),
+            });
+            Self {
+                core: Mutex::new(core),
+                waker: driver_waker.clone().into(),
+                driver_waker,
+                qp,
+                runtime,
+                admitted: admitted.map(|admitted| admitted.accepted(this.clone())),
+                this: this.clone(),
+            }
         })
     }
 
@@ -116,11 +141,35 @@ impl Shared {
     /// call this function again. Operations may defer them for other connections, too.
     pub(super) fn with<R>(&self, work: impl FnOnce(&mut Core, &Waker) -> R) -> R {
         let deferral = Deferral::begin();
-        let mut core = self.core.lock();
+        self.run(self.core.lock(), deferral, work)
+    }
+
+    /// Runs `work` like [`with`](Self::with), unless a thread has the lock, perhaps this one.
+    fn try_with<R>(&self, work: impl FnOnce(&mut Core, &Waker) -> R) -> Option<R> {
+        let deferral = Deferral::begin();
+        let core = self.core.try_lock()?;
+        Some(self.run(core, deferral, work))
+    }
+
+    #[inline]
+    fn run<R>(
+        &self,
+        mut core: MutexGuard<'_, Core>,
+        deferral: Deferral,
+        work: impl FnOnce(&mut Core, &Waker) -> R,
+    ) -> R {
         let result = work(&mut core, &self.waker);
-        let after = core.take_after();
+        let after = core.after.take();
         drop(core);
         drop(deferral);
+        if let Some(after) = after {
+            self.run_after(after);
+        }
+        result
+    }
+
+    #[inline(never)]
+    fn run_after(&self, after: AfterUnlock) {
         if after.start_helper {
             let helper = Helper::new(self.this.clone());
             drop(self.runtime.spawn_blocking(move || helper.run()));
@@ -129,7 +178,6 @@ impl Shared {
             self.driver_waker.wake_driver();
         }
         after.run();
-        result
     }
 
     /// Runs `work` like [`with`](Self::with), for a task that may wait.

@@ -3,8 +3,6 @@
 use std::collections::VecDeque;
 use std::task::Waker;
 
-use smallvec::SmallVec;
-
 /// A task's position in a wait queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Ticket(u64);
@@ -22,13 +20,18 @@ pub(super) struct Caller<'a> {
     needs_clone: bool,
     /// Position registered by this poll.
     registered: Option<Ticket>,
-    /// Replaced wakers, dropped without the lock.
-    replaced: SmallVec<[Waker; 1]>,
+    /// The replaced waker, dropped without the lock.
+    replaced: Option<Waker>,
 }
 
 impl<'a> Caller<'a> {
     pub(super) fn new(waker: &'a Waker) -> Self {
-        Self { waker, clone: None, needs_clone: false, registered: None, replaced: SmallVec::new() }
+        Self { waker, clone: None, needs_clone: false, registered: None, replaced: None }
+    }
+
+    /// Returns true in the second call of the same poll.
+    pub(super) fn checks_again(&self) -> bool {
+        self.clone.is_some()
     }
 
     /// Clones the waker if needed. Returns true if the task must then check again.
@@ -78,7 +81,7 @@ impl Waiters {
             return;
         };
         match found {
-            Some((_, registered)) => caller.replaced.extend(registered.replace(waker)),
+            Some((_, registered)) => caller.replaced = registered.replace(waker),
             None => {
                 let new = Ticket(self.next);
                 self.next += 1;
@@ -147,7 +150,7 @@ mod tests {
         waiters.wait(&mut ticket, &mut moved);
         assert!(moved.clone_if_needed());
         waiters.wait(&mut ticket, &mut moved);
-        assert_eq!(moved.replaced.len(), 1, "the replaced waker is dropped with the caller");
+        assert!(moved.replaced.is_some(), "the replaced waker is dropped with the caller");
     }
 
     struct Other;

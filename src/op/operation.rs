@@ -115,6 +115,11 @@ impl<F: OperationKind> Operation<F> {
         self.in_flight.is_finished()
     }
 
+    /// Returns true if the operation has a waker, and no outcome yet.
+    pub(crate) fn is_watched(&self) -> bool {
+        self.in_flight.is_watched()
+    }
+
     pub(crate) fn refusal(&self) -> Option<OpErrorKind> {
         self.in_flight.refusal()
     }

@@ -6,7 +6,8 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use crate::dispatch::{ReceiveCounters, SendCounters};
 use crate::engine::{
-    CompletionQueue, Limits, QueuePairCore, Shared, WorkKind, WorkQueue, WorkQueueCounters,
+    CompletionMode, CompletionQueue, Limits, QueuePairCore, Shared, WorkKind, WorkQueue,
+    WorkQueueCounters,
 };
 use crate::error::{LimitError, OpErrorKind, SetupError};
 use crate::memory::{BufMut, PdKey, Pool, PoolError};
@@ -429,9 +430,20 @@ impl QueuePair {
 
     /// Polls and dispatches available completions, whether or not other threads poll.
     pub(crate) fn drain_completions(&self) {
-        for queue in &self.inner.queues {
-            queue.shared().drain();
+        let [send, receive] = &self.inner.queues;
+        send.shared().drain();
+        if !Arc::ptr_eq(send.shared(), receive.shared()) {
+            receive.shared().drain();
         }
+    }
+
+    pub(crate) fn receives_by_events(&self) -> bool {
+        matches!(self.inner.queues[1].shared().mode(), CompletionMode::Event)
+    }
+
+    /// Returns true if a thread polls for receives.
+    pub(crate) fn is_polled_by_thread(&self) -> bool {
+        matches!(self.inner.queues[1].shared().mode(), CompletionMode::BusyPoll(_))
     }
 
     #[inline]

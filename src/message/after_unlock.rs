@@ -1,0 +1,91 @@
+//! Work that a connection defers until its lock is released.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::task::Waker;
+
+use bytes::Bytes;
+use smallvec::SmallVec;
+
+use super::inbound::Incoming;
+use super::message_memory::{Job, JobOutput};
+use super::outbound::Sent;
+use crate::cm::CmConnection;
+use crate::contained::contained;
+use crate::memory::{BufMut, ReadOnlyRegion};
+use crate::op::Recv;
+
+/// Wakers and values to be called and dropped without the lock, because both may run code of the
+/// service.
+#[derive(Debug, Default)]
+pub(super) struct AfterUnlock {
+    pub(super) wakers: SmallVec<[Waker; 2]>,
+    dropped: SmallVec<[Dropped; 1]>,
+    /// True if jobs are queued without a helper thread.
+    pub(super) start_helper: bool,
+    pub(super) wake_driver: bool,
+}
+
+/// A value whose destructor may run code of the service, deregister memory or block.
+#[derive(Debug)]
+#[allow(dead_code, reason = "the values are dropped only")]
+pub(super) enum Dropped {
+    Waker(Waker),
+    /// A message that the peer has fetched.
+    Fetched(ReadOnlyRegion),
+    Message(Bytes),
+    /// The result of a job that is not needed any more.
+    Output(JobOutput),
+    /// Detached operations.
+    Receives(VecDeque<Recv<BufMut>>),
+    Sends(VecDeque<Sent>),
+    /// Messages that can no longer be received, some with a fetch in flight.
+    Lost(VecDeque<Incoming>),
+    Jobs(VecDeque<Job>),
+    Link(Arc<CmConnection>),
+}
+
+impl AfterUnlock {
+    pub(super) fn wake(&mut self, waker: Option<Waker>) {
+        if let Some(waker) = waker {
+            self.wakers.push(waker);
+        }
+    }
+
+    pub(super) fn discard(&mut self, waker: Option<Waker>) {
+        if let Some(waker) = waker {
+            self.drop(Dropped::Waker(waker));
+        }
+    }
+
+    pub(super) fn drop(&mut self, value: Dropped) {
+        self.dropped.push(value);
+    }
+
+    /// Takes all work, if any: most calls leave none, and the value is large.
+    #[inline]
+    pub(super) fn take(&mut self) -> Option<Self> {
+        let any = !self.wakers.is_empty()
+            || !self.dropped.is_empty()
+            || self.start_helper
+            || self.wake_driver;
+        any.then(|| std::mem::take(self))
+    }
+
+    /// Calls wakers and drops values.
+    pub(super) fn run(self) {
+        for waker in self.wakers {
+            contained(|| waker.wake());
+        }
+        for value in self.dropped {
+            contained(|| drop(value));
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+impl AfterUnlock {
+    pub(super) fn dropped(&self) -> &[Dropped] {
+        &self.dropped
+    }
+}
