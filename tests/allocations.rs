@@ -304,7 +304,10 @@ async fn messages(setting: &str, mode: Mode, found: &mut Vec<String>) {
     let inline: &'static [u8] = &[7; 32];
     let copied: &'static [u8] = &[7; 200];
     let lent: &'static [u8] = &[7; 4096];
-    for (kind, message) in [("inline", inline), ("copied", copied), ("lent", lent)] {
+    let joined: &'static [u8] = &[7; 20_000];
+    for (kind, message) in
+        [("inline", inline), ("copied", copied), ("lent", lent), ("joined", joined)]
+    {
         let one_way = async || {
             a.send(Bytes::from_static(message)).await.unwrap();
             assert_eq!(b.recv().await.unwrap().unwrap().len(), message.len());

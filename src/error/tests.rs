@@ -583,6 +583,11 @@ fn errors_of_connections_have_their_exact_texts() {
             Violation::TooLong { len: 2, allowed: 1 } =>
                 "message of 2 bytes, at most 1 allowed (max_message)",
         ],
+        Violation::Incomplete { .. } => [Violation::Incomplete { len: 8192 } =>
+            "another frame within a message, of which 8192 bytes have arrived"],
+        Violation::Frames { .. } => [
+            Violation::Frames { allowed: 49 } => "message of more than 49 frames",
+        ],
         Violation::AfterFinish => [Violation::AfterFinish => "message sent after Fin"],
         Violation::NotFinished => [
             Violation::NotFinished => "acknowledgement of a Fin that was not sent",

@@ -52,6 +52,7 @@ pub struct ConnectionConfig {
     pub(super) send_buffers: u32,
     pub(super) max_send_wr: u32,
     pub(super) max_inline: u32,
+    pub(super) max_eager: u32,
     pub(super) max_message: u64,
     pub(super) receive_memory: u64,
     pub(super) send_memory: u64,
@@ -88,6 +89,7 @@ impl Default for ConnectionConfig {
             send_buffers: 64,
             max_send_wr: 128,
             max_inline: 64,
+            max_eager: 64 << 10,
             max_message: 64 << 20,
             receive_memory: 16 << 20,
             send_memory: 64 << 20,
@@ -110,8 +112,7 @@ impl Default for ConnectionConfig {
 
 impl ConnectionConfig {
     /// Sets the size of each receive buffer in bytes; default 8192. Messages up to this length are
-    /// copied into a buffer. Longer ones cost an additional frame and a READ instead, which takes
-    /// about as long as copying 8 KiB.
+    /// copied into a buffer, longer ones into several, see [`max_eager`](Self::max_eager).
     pub fn receive_buffer_size(mut self, bytes: u32) -> Self {
         self.receive_buffer_size = bytes;
         self
@@ -152,6 +153,15 @@ impl ConnectionConfig {
     /// devices support. Larger values increase the queue's memory. At least 20.
     pub fn max_inline(mut self, bytes: u32) -> Self {
         self.max_inline = bytes;
+        self
+    }
+
+    /// Sets the longest message that `send` copies, in bytes; default 64 KiB. Above the peer's
+    /// `receive_buffer_size` it takes several buffers of each side, at most three quarters of
+    /// either's; the receiver copies it once more. Longer messages are registered in place, and the
+    /// peer reads them, which copies nothing but takes more system calls.
+    pub fn max_eager(mut self, bytes: u32) -> Self {
+        self.max_eager = bytes;
         self
     }
 

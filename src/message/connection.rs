@@ -195,8 +195,8 @@ impl Connection {
         PreparedConnection::new(pd, config, |builder| builder.path(config.path))
     }
 
-    /// Sends a message. Messages up to the peer's `receive_buffer_size` are copied, longer ones are
-    /// read by the peer. The future is ready when the message is queued; [`flush`](Self::flush)
+    /// Sends a message. Messages up to [`max_eager`](ConnectionConfig::max_eager) are copied, longer
+    /// ones are read by the peer. The future is ready when the message is queued; [`flush`](Self::flush)
     /// waits for its arrival.
     ///
     /// Waits for credits of the peer and within `send_memory`.

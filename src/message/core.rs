@@ -20,6 +20,7 @@ use std::time::Instant;
 use super::after_unlock::{AfterUnlock, Dropped};
 use super::config::ConnectionConfig;
 use super::error::{CloseReason, Violation};
+use super::flow_control::max_frames;
 use super::frame::{Header, Kind, decode_offer};
 use super::handshake::Handshake;
 use super::helper::Jobs;
@@ -87,7 +88,11 @@ pub(super) struct Mark {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Limits {
     pub(super) inline: usize,
-    /// Longest message sent without an offer.
+    /// Most frames of a message of the peer.
+    pub(super) frames: u32,
+    /// Longest message sent in one frame.
+    pub(super) frame: usize,
+    /// Longest message sent without an offer, in several frames.
     pub(super) eager: usize,
     /// Longest message that the peer accepts.
     pub(super) send: u64,
@@ -106,7 +111,9 @@ impl Core {
     ) -> Self {
         let limits = Limits {
             inline: qp.caps().max_inline.min(config.max_inline) as usize,
-            eager: send_pool.buffer_size(),
+            frames: max_frames(config.receives()),
+            frame: send_pool.buffer_size(),
+            eager: 0,
             send: 0,
             receive: config.handshake().max_message,
             send_memory: config.send_memory,
@@ -130,7 +137,7 @@ impl Core {
             offers: VecDeque::new(),
             offered: 0,
             senders: Waiters::default(),
-            blocked: Block::Credits,
+            blocked: Block::Credits { frames: 1 },
             receivers: Waiters::default(),
             flushers: Waiters::default(),
             mark: None,
@@ -161,7 +168,12 @@ impl Core {
             Times::new(config),
             Instant::now(),
         );
-        self.limits.eager = self.limits.eager.min(peer.buffer_size as usize);
+        let frame = self.limits.frame.min(peer.buffer_size as usize);
+        // Both sides have the buffers of the longest message, or it would wait for ever.
+        let frames = max_frames(peer.receives).min(config.send_buffers) as usize;
+        self.limits.frame = frame;
+        self.limits.eager =
+            frame.max((config.max_eager as usize).min(frame.saturating_mul(frames)));
         self.limits.send = peer.max_message;
     }
 
@@ -266,6 +278,9 @@ impl Core {
             return Err(Violation::FrameLength { len: buffer.len() }.into());
         }
         let fetched = self.protocol.receive(header)?;
+        if self.inbox.is_incomplete() && !matches!(header.kind, Kind::Data | Kind::Part) {
+            return Err(Violation::Incomplete { len: self.inbox.incomplete_len() }.into());
+        }
         for _ in 0..fetched {
             if let Some(region) = self.offers.pop_front() {
                 self.offered -= region.len();
@@ -273,12 +288,19 @@ impl Core {
             }
         }
         match header.kind {
-            Kind::Data => {
-                let (len, allowed) = (buffer.len() as u64, self.limits.receive);
+            Kind::Data | Kind::Part => {
+                let len = self.inbox.incomplete_len() + buffer.len() as u64;
+                let allowed = self.limits.receive;
                 if len > allowed {
                     return Err(Violation::TooLong { len, allowed }.into());
                 }
-                self.inbox.push(Incoming::Buffered(buffer));
+                if header.kind == Kind::Data {
+                    self.inbox.push_last(buffer);
+                } else if buffer.is_empty() {
+                    return Err(Violation::FrameLength { len: 0 }.into());
+                } else if self.inbox.push_part(buffer) >= self.limits.frames as usize {
+                    return Err(Violation::Frames { allowed: self.limits.frames }.into());
+                }
             }
             Kind::Offer => {
                 let region = decode_offer(&buffer, self.limits.receive)?;
@@ -339,7 +361,7 @@ impl Core {
             self.mark.and_then(|mark| mark.frames.checked_sub(self.reaped + 1))
         {
             self.sends.get_mut(last as usize)
-        } else if !self.senders.is_empty() && self.blocked == Block::Buffers {
+        } else if !self.senders.is_empty() && matches!(self.blocked, Block::Buffers { .. }) {
             // The first would wake the driver for every send.
             let middle = self.sends.len() / 2;
             self.sends.get_mut(middle)
@@ -376,8 +398,8 @@ impl Core {
             return true;
         }
         match self.blocked {
-            Block::Credits => self.protocol.flow.may_send(Kind::Data),
-            Block::Buffers => self.send_pool.available() > 0,
+            Block::Credits { frames } => self.protocol.flow.may_send_message(frames),
+            Block::Buffers { frames } => self.send_pool.available() >= frames,
             Block::Memory(len) => {
                 self.offers.is_empty() || self.offered + len <= self.limits.send_memory
             }
@@ -397,7 +419,8 @@ impl Core {
     /// Returns true if the service has received all messages of a peer that has finished, or those
     /// that arrived before the listener's shutdown.
     pub(super) fn is_at_end(&self) -> bool {
-        let received = self.inbox.messages.is_empty() && !self.inbox.lost;
+        let received =
+            self.inbox.messages.is_empty() && !self.inbox.is_incomplete() && !self.inbox.lost;
         self.protocol.flow.peer_has_finished() && received || self.inbox.is_drained()
     }
 

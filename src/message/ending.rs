@@ -131,8 +131,7 @@ impl Core {
             _ => tracing::warn!(qpn = %self.qp.qpn(), %reason, "connection closed"),
         }
         // The device owns memory of fetches until the queue pair is closed.
-        let is_readable =
-            |message: &&Incoming| matches!(message, Incoming::Buffered(_) | Incoming::Fetched(_));
+        let is_readable = |message: &&Incoming| message.is_ready();
         let kept =
             if readable { self.inbox.messages.iter().take_while(is_readable).count() } else { 0 };
         let lost = self.inbox.messages.split_off(kept);

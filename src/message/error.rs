@@ -123,6 +123,16 @@ pub enum Violation {
         /// Limit in bytes.
         allowed: u64,
     },
+    /// Another frame within a message of several.
+    Incomplete {
+        /// Bytes of the message that have arrived.
+        len: u64,
+    },
+    /// A message of too many frames.
+    Frames {
+        /// Limit, which depends on the receives.
+        allowed: u32,
+    },
     /// A message after `Fin`.
     AfterFinish,
     /// An acknowledgement of a `Fin` that was not sent.
@@ -198,6 +208,10 @@ impl fmt::Display for Violation {
             Self::TooLong { len, allowed } => {
                 write!(f, "message of {len} bytes, at most {allowed} allowed (max_message)")
             }
+            Self::Incomplete { len } => {
+                write!(f, "another frame within a message, of which {len} bytes have arrived")
+            }
+            Self::Frames { allowed } => write!(f, "message of more than {allowed} frames"),
             Self::AfterFinish => f.write_str("message sent after Fin"),
             Self::NotFinished => f.write_str("acknowledgement of a Fin that was not sent"),
         }

@@ -64,7 +64,10 @@ impl Core {
                     }
                 },
                 Incoming::Preparing(_) | Incoming::Releasing => break,
-                Incoming::Buffered(_) | Incoming::Offered(_) | Incoming::Lost => {
+                Incoming::Buffered(_)
+                | Incoming::Fragmented { .. }
+                | Incoming::Offered(_)
+                | Incoming::Lost => {
                     unreachable!("not being fetched")
                 }
             }
@@ -117,6 +120,14 @@ impl Core {
             self.counters.discarded += 1;
             match message {
                 Incoming::Buffered(buffer) => self.post_receive(buffer),
+                Incoming::Fragmented { parts, last, .. } => {
+                    for _ in 0..parts {
+                        let part = self.inbox.take_part();
+                        self.post_receive(part);
+                        self.protocol.flow.release_message();
+                    }
+                    self.post_receive(last);
+                }
                 Incoming::Fetched(bytes) => {
                     self.inbox.memory -= bytes.len() as u64;
                     self.after.drop(Dropped::Message(bytes));

@@ -16,7 +16,7 @@
 //!
 //! | Frame | Credits needed |
 //! |---|---|
-//! | message (`Data`, `Offer`) | [`RESERVE`] |
+//! | message of n frames (n - 1 `Part` and one `Data`, or an `Offer`) | [`RESERVE`] + n - 1 |
 //! | `Fin`, `Ping`, and an `Ack` that reports done offers or answers a `Ping` | 2 |
 //! | `Ack` for credits alone, `Abort` | 1 |
 //!
@@ -36,8 +36,8 @@
 //!    least `CONTROL_ACK` other frames.
 //! 3. *A message gets its credits once the peer's service has received all earlier ones.* All
 //!    receives are then released. Unannounced are less than a quarter of the receives for messages,
-//!    and fewer than `CONTROL_ACK` of other frames. Together these are at most the receives for
-//!    messages, which leaves [`RESERVE`].
+//!    and fewer than `CONTROL_ACK` of other frames. The rest suffices for a message of up to
+//!    [`max_frames`]. Its frames are sent at once, so it needs no credits that wait for itself.
 //! 4. *Acks do not alternate indefinitely:* two received cause at most one sent.
 //!
 //! `flow_model.rs` confirms this for all interleavings with small windows.
@@ -51,6 +51,17 @@ pub(super) const RESERVE: u32 = 4;
 
 /// The frames other than messages after which an `Ack` is due.
 const CONTROL_ACK: u32 = 2;
+
+/// Returns the maximum number of frames of a message to a peer with `window` receives.
+pub(super) fn max_frames(window: u32) -> u32 {
+    let messages = window.saturating_sub(RESERVE);
+    messages - ack_threshold(messages) + 1
+}
+
+/// Returns the number of released receives of messages for which an `Ack` is due.
+fn ack_threshold(messages: u32) -> u32 {
+    messages.div_ceil(4)
+}
 
 /// One side's state. Counts wrap at 2^32.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -118,12 +129,16 @@ impl Flow {
     /// Returns true if this frame may be sent now; an `Ack`, if for credits alone.
     pub(super) fn may_send(&self, kind: Kind) -> bool {
         let needed = match kind {
-            Kind::Data | Kind::Offer => RESERVE,
+            Kind::Data | Kind::Part | Kind::Offer => RESERVE,
             Kind::Fin | Kind::Ping => 2,
             Kind::Ack | Kind::Abort => 1,
         };
-        self.credits() >= needed
-            && !(self.finished && matches!(kind, Kind::Data | Kind::Offer | Kind::Fin))
+        self.credits() >= needed && !(self.finished && (kind.is_message() || kind == Kind::Fin))
+    }
+
+    /// Returns true if a message of `frames` frames may be sent now.
+    pub(super) fn may_send_message(&self, frames: u32) -> bool {
+        self.credits() >= RESERVE - 1 + frames && self.may_send(Kind::Data)
     }
 
     /// Uses a credit and returns the header of a frame that must be sent. The caller checks
@@ -134,7 +149,7 @@ impl Flow {
         match kind {
             Kind::Offer => self.offered = self.offered.wrapping_add(1),
             Kind::Fin => self.finished = true,
-            Kind::Data | Kind::Ack | Kind::Ping | Kind::Abort => {}
+            Kind::Data | Kind::Part | Kind::Ack | Kind::Ping | Kind::Abort => {}
         }
         self.announced = self.released;
         self.control = 0;
@@ -156,7 +171,7 @@ impl Flow {
         }
         // A peer that has everything may be gone.
         let needed = !self.is_over();
-        let messages = (self.receives - RESERVE).div_ceil(4);
+        let messages = ack_threshold(self.receives - RESERVE);
         let due = self.control >= CONTROL_ACK || self.unannounced() - self.control >= messages;
         needed && due && self.may_send(Kind::Ack)
     }
@@ -191,7 +206,7 @@ impl Flow {
         if header.fin_acked && !self.finished {
             return Err(Violation::NotFinished);
         }
-        if self.peer_finished && matches!(header.kind, Kind::Data | Kind::Offer | Kind::Fin) {
+        if self.peer_finished && (header.kind.is_message() || header.kind == Kind::Fin) {
             return Err(Violation::AfterFinish);
         }
         self.arrived = self.arrived.wrapping_add(1);
@@ -205,7 +220,7 @@ impl Flow {
             Kind::Offer => self.offers = self.offers.wrapping_add(1),
             Kind::Ping => self.ack_requested = true,
             Kind::Fin => (self.peer_finished, self.ack_requested) = (true, true),
-            Kind::Data | Kind::Ack | Kind::Abort => {}
+            Kind::Data | Kind::Part | Kind::Ack | Kind::Abort => {}
         }
         Ok(fetched)
     }

@@ -20,7 +20,7 @@ use std::hash::{BuildHasherDefault, Hasher};
 use self::side::{Call, Side};
 use self::steps::{World, steps};
 use super::error::CloseReason;
-use super::flow_control::RESERVE;
+use super::flow_control::{RESERVE, max_frames};
 use super::lifecycle::{Phase, Stage};
 
 /// Asserts the properties of a final state.
@@ -209,6 +209,19 @@ fn sides_with_different_windows() {
         Side::new(RESERVE + 1, RESERVE + 5, 3, 0),
         Side::new(RESERVE + 5, RESERVE + 1, 1, 0),
     );
+}
+
+#[test]
+fn messages_of_as_many_frames_as_the_window_permits_arrive() {
+    for window in 1..=5 {
+        let frames = max_frames(RESERVE + window);
+        let side = |data| Side {
+            frames: frames as u8,
+            ..Side::new(RESERVE + window, RESERVE + window, data, 0)
+        };
+        assert_holds(side(2), side(2));
+        assert_holds(Side { pings: 1, ..side(1) }, side(3));
+    }
 }
 
 #[test]

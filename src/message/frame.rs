@@ -35,15 +35,18 @@ pub(super) enum Kind {
     Fin,
     /// The end of the connection without a clean shutdown.
     Abort,
+    /// Part of a message that the next frame continues: a `Part`, or `Data` with the last bytes.
+    Part,
 }
 
 impl Kind {
-    const ALL: [Self; 6] = [Self::Data, Self::Offer, Self::Ack, Self::Ping, Self::Fin, Self::Abort];
+    const ALL: [Self; 7] =
+        [Self::Data, Self::Offer, Self::Ack, Self::Ping, Self::Fin, Self::Abort, Self::Part];
 
     /// Returns true for messages. Their receives count as released only when the service has
     /// received the message; receives of other frames do at once.
     pub(super) fn is_message(self) -> bool {
-        matches!(self, Self::Data | Self::Offer)
+        matches!(self, Self::Data | Self::Part | Self::Offer)
     }
 }
 
@@ -109,7 +112,7 @@ mod tests {
                 Header { kind, fin_acked: number % 2 == 0, released: COUNT_MASK - 5, done: 77 };
             assert_eq!(Header::decode(header.encode()), Ok(header));
         }
-        for bad in [6 << 29, 7 << 29, u32::MAX] {
+        for bad in [7 << 29, u32::MAX] {
             assert_eq!(Header::decode(Imm(bad)), Err(Violation::Header { header: bad }));
         }
     }

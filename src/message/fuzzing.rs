@@ -42,7 +42,7 @@ pub fn frames(bytes: &[u8]) {
             flow.release_control()
         }
         assert!(flow.credits() <= window);
-        for kind in [Kind::Ack, Kind::Offer, Kind::Data] {
+        for kind in [Kind::Ack, Kind::Offer, Kind::Part, Kind::Data] {
             let due = kind != Kind::Ack || flow.ack_due();
             if due && flow.may_send(kind) {
                 flow.send(kind);
@@ -69,7 +69,7 @@ mod tests {
             }
             super::handshake(&bytes);
             // Valid kinds, so that decoding does not stop at the first frame.
-            bytes.iter_mut().skip(2).step_by(24).for_each(|byte| *byte = random.u8(..6) << 5);
+            bytes.iter_mut().skip(2).step_by(24).for_each(|byte| *byte = random.u8(..7) << 5);
             super::frames(&bytes);
         }
     }

@@ -20,6 +20,11 @@ const COPIED_OUT: usize = 256;
 #[derive(Debug, Default)]
 pub(super) struct Inbox {
     pub(super) messages: VecDeque<Incoming>,
+    /// Parts of messages of several frames, in order. They keep their receives, so that these limit
+    /// them.
+    parts: VecDeque<BufMut>,
+    /// Number and bytes of the last ones, whose message is incomplete.
+    incomplete: (usize, u64),
     /// Number of the first message.
     pub(super) base: u64,
     /// Numbers of offers that wait for a fetch, and of those being fetched.
@@ -36,6 +41,12 @@ pub(super) struct Inbox {
 #[derive(Debug)]
 pub(super) enum Incoming {
     Buffered(BufMut),
+    /// The last of several frames; `parts` of the inbox are before it. `len` bytes in all.
+    Fragmented {
+        parts: usize,
+        last: BufMut,
+        len: usize,
+    },
     Offered(RemoteRegion),
     /// Memory is being registered.
     Preparing(RemoteRegion),
@@ -47,12 +58,52 @@ pub(super) enum Incoming {
     Lost,
 }
 
+impl Incoming {
+    /// Returns true if the service can receive the message.
+    pub(super) fn is_ready(&self) -> bool {
+        matches!(self, Self::Buffered(_) | Self::Fragmented { .. } | Self::Fetched(_))
+    }
+}
+
 impl Inbox {
     pub(super) fn push(&mut self, message: Incoming) {
         if matches!(message, Incoming::Offered(_)) {
             self.waiting.push_back(self.base + self.messages.len() as u64);
         }
         self.messages.push_back(message);
+    }
+
+    pub(super) fn is_incomplete(&self) -> bool {
+        self.incomplete.0 > 0
+    }
+
+    pub(super) fn incomplete_len(&self) -> u64 {
+        self.incomplete.1
+    }
+
+    /// Adds a frame that is not the last, and returns the number of those of its message.
+    pub(super) fn push_part(&mut self, part: BufMut) -> usize {
+        self.incomplete.0 += 1;
+        self.incomplete.1 += part.len() as u64;
+        self.parts.push_back(part);
+        self.incomplete.0
+    }
+
+    /// Adds the last or only frame of a message.
+    pub(super) fn push_last(&mut self, last: BufMut) {
+        let message = match std::mem::take(&mut self.incomplete) {
+            (0, _) => Incoming::Buffered(last),
+            (parts, len) => Incoming::Fragmented { parts, len: len as usize + last.len(), last },
+        };
+        self.push(message);
+    }
+
+    /// Takes the first part of the first message, which is [fragmented](Incoming::Fragmented).
+    pub(super) fn take_part(&mut self) -> BufMut {
+        match self.parts.pop_front() {
+            Some(part) => part,
+            None => unreachable!("the parts of a message are in the inbox"),
+        }
     }
 
     /// Returns true if a message has arrived or was offered.
@@ -65,7 +116,7 @@ impl Inbox {
     }
 
     pub(super) fn is_ready(&self) -> bool {
-        matches!(self.messages.front(), Some(Incoming::Buffered(_) | Incoming::Fetched(_)))
+        self.messages.front().is_some_and(Incoming::is_ready)
     }
 
     /// Ends the inbox after the messages in it.
@@ -156,6 +207,7 @@ impl Core {
                 bytes
             }
             Incoming::Buffered(buffer) => self.message_in(buffer, open),
+            Incoming::Fragmented { parts, last, len } => self.join(parts, last, len, open),
             Incoming::Offered(_)
             | Incoming::Preparing(_)
             | Incoming::Fetching(_)
@@ -166,6 +218,24 @@ impl Core {
             self.protocol.flow.release_message();
         }
         Some(bytes)
+    }
+
+    /// Returns a copy of a message of several frames. Posts their buffers again.
+    fn join(&mut self, parts: usize, last: BufMut, len: usize, open: bool) -> Bytes {
+        let mut bytes = Vec::with_capacity(len);
+        for _ in 0..parts {
+            let part = self.inbox.take_part();
+            bytes.extend_from_slice(&part);
+            if open {
+                self.post_receive(part);
+                self.protocol.flow.release_message();
+            }
+        }
+        bytes.extend_from_slice(&last);
+        if open {
+            self.post_receive(last);
+        }
+        bytes.into()
     }
 
     /// Returns a buffer's message. Posts a spare buffer, or copies the message if none is free.

@@ -5,6 +5,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
 
 use bytes::Bytes;
+use smallvec::SmallVec;
 
 use super::core::{Core, Mark};
 use super::error::{CloseReason, MessageError};
@@ -67,8 +68,8 @@ impl Sent {
 /// The resource that the first waiting sender lacks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Block {
-    Credits,
-    Buffers,
+    Credits { frames: u32 },
+    Buffers { frames: usize },
     Memory(u64),
 }
 
@@ -137,7 +138,7 @@ impl Core {
             return Poll::Ready(Err(error));
         }
         self.senders.wait(ticket, caller);
-        if self.blocked == Block::Buffers {
+        if matches!(self.blocked, Block::Buffers { .. }) {
             // Registers the driver with a buffer's send.
             self.progress(driver);
         }
@@ -158,23 +159,15 @@ impl Core {
         LimitError::check("message bytes (max_message of the peer)", len as u64, self.limits.send)
             .map_err(MessageError::TooLong)?;
         if !self.protocol.flow.may_send(Kind::Data) {
-            return Ok(Some(Block::Credits));
+            return Ok(Some(Block::Credits { frames: 1 }));
         }
-        if len <= self.limits.inline && len <= self.limits.eager {
+        if len <= self.limits.inline && len <= self.limits.frame {
             let header = self.protocol.flow.send(Kind::Data);
             self.add_sent(Sent::Inline(self.frames.send_inline_with_imm(message, header.encode())));
         } else if len <= self.limits.eager {
-            self.reap();
-            let buffer = match self.send_pool.copy_from(message) {
-                Ok(buffer) => buffer,
-                Err(PoolError::Empty) => return Ok(Some(Block::Buffers)),
-                Err(PoolError::TooLong(limit) | PoolError::TooMany(limit)) => {
-                    return Err(MessageError::TooLong(limit));
-                }
-                Err(PoolError::Register(error)) => return Err(MessageError::Register(error)),
-            };
-            let header = self.protocol.flow.send(Kind::Data);
-            self.add_sent(Sent::Copied(self.frames.send_with_imm(buffer, header.encode())));
+            if let Some(block) = self.copy_to_frames(message)? {
+                return Ok(Some(block));
+            }
         } else {
             let bytes = len as u64;
             if !self.offers.is_empty() && self.offered + bytes > self.limits.send_memory {
@@ -192,6 +185,39 @@ impl Core {
         self.counters.sent += 1;
         if self.sends.len() > REAP_THRESHOLD {
             self.reap();
+        }
+        Ok(None)
+    }
+
+    /// Sends copies of the parts of `message`, one per frame, or returns the missing resource.
+    fn copy_to_frames(&mut self, message: &[u8]) -> Result<Option<Block>, MessageError> {
+        // An empty message has a frame too.
+        let frames = message.len().div_ceil(self.limits.frame).max(1);
+        if !self.protocol.flow.may_send_message(frames as u32) {
+            return Ok(Some(Block::Credits { frames: frames as u32 }));
+        }
+        self.reap();
+        let mut buffers = SmallVec::<[_; 8]>::new();
+        let mut rest = message;
+        for _ in 0..frames {
+            let (part, after) = rest.split_at(rest.len().min(self.limits.frame));
+            rest = after;
+            match self.send_pool.copy_from(part) {
+                Ok(buffer) => buffers.push(buffer),
+                Err(PoolError::Empty) => return Ok(Some(Block::Buffers { frames })),
+                Err(PoolError::TooLong(limit) | PoolError::TooMany(limit)) => {
+                    return Err(MessageError::TooLong(limit));
+                }
+                Err(PoolError::Register(error)) => return Err(MessageError::Register(error)),
+            }
+        }
+        for (number, buffer) in (1..).zip(buffers) {
+            // The last frame alone is solicited: the others are of no use to the peer without it.
+            let (qp, kind) =
+                if number < frames { (&self.qp, Kind::Part) } else { (&self.frames, Kind::Data) };
+            let header = self.protocol.flow.send(kind);
+            let send = qp.send_with_imm(buffer, header.encode());
+            self.add_sent(Sent::Copied(send));
         }
         Ok(None)
     }

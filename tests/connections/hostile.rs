@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use crate::connected::{self, config, pattern, two};
+use crate::connected::{self, config, pattern, recv, two};
 use crate::torture::{Flavour, LONG, Seed, bounded, eventually, soon};
 use futures::FutureExt;
 use tokio_rdma::message::{Handshake, HandshakeError, RefusalReason, Violation};
@@ -33,6 +33,7 @@ const ACK: u32 = 2;
 const PING: u32 = 3;
 const FIN: u32 = 4;
 const ABORT: u32 = 5;
+const PART: u32 = 6;
 
 fn header(kind: u32, released: u32, done: u32) -> Imm {
     Imm(kind << 29 | released << 14 | done)
@@ -88,7 +89,7 @@ fn each_violation_closes_the_connection_with_its_reason() {
         let region = |addr, len| RemoteRegion::new(addr, len, Rkey(7)).to_bytes();
         let max_message = 64 << 20;
         let cases: [(&str, Vec<u8>, Imm, Violation); 14] = [
-            ("kind 6", vec![], header(6, 0, 0), Violation::Header { header: 6 << 29 }),
+            ("empty part", vec![], header(PART, 0, 0), Violation::FrameLength { len: 0 }),
             ("kind 7", vec![1], header(7, 0, 0), Violation::Header { header: 7 << 29 }),
             (
                 "acknowledged Fin that was not sent",
@@ -165,6 +166,54 @@ fn each_violation_closes_the_connection_with_its_reason() {
         let (connection, peer) = connect_peer(&Network::new(), &config());
         peer.send(b"", header(ABORT, 0, 0)).await;
         assert_eq!(reason(&connection).await, CloseReason::Dropped);
+    });
+}
+
+#[test]
+fn messages_of_several_frames_are_continued_and_within_the_limits() {
+    run("parts", || async {
+        let offer = RemoteRegion::new(9, 9, Rkey(7)).to_bytes();
+        let incomplete = Violation::Incomplete { len: 5 };
+        let others: [(&str, &[u8], u32); 5] = [
+            ("offer", &offer, OFFER),
+            ("ack", b"", ACK),
+            ("ping", b"", PING),
+            ("fin", b"", FIN),
+            ("abort", b"", ABORT),
+        ];
+        for (what, payload, kind) in others {
+            let (connection, peer) = connect_peer(&Network::new(), &config());
+            peer.send(b"whole", header(DATA, 0, 0)).await;
+            peer.send(b"begin", header(PART, 0, 0)).await;
+            peer.send(payload, header(kind, 0, 0)).await;
+            assert_eq!(recv(&connection).await, "whole");
+            let reason = reason(&connection).await;
+            // An `Abort` terminates before its place matters.
+            let expected = match kind {
+                ABORT => CloseReason::Dropped,
+                _ => CloseReason::Violation(incomplete),
+            };
+            assert_eq!(reason, expected, "{what}");
+        }
+
+        let (connection, peer) = connect_peer(&Network::new(), &config().max_message(100));
+        for kind in [PART, DATA] {
+            peer.send(&[1; 50], header(kind, 0, 0)).await;
+        }
+        assert_eq!(recv(&connection).await.len(), 100);
+        for kind in [PART, PART, DATA] {
+            peer.send(&[1; 50], header(kind, 0, 0)).await;
+        }
+        let too_long = Violation::TooLong { len: 150, allowed: 100 };
+        assert_eq!(reason(&connection).await, CloseReason::Violation(too_long));
+
+        // A message that never ends holds no more than its receives.
+        let (connection, peer) = connect_peer(&Network::new(), &config().receive_buffers(8));
+        for _ in 0..7 {
+            peer.send(b"more", header(PART, 0, 0)).await;
+        }
+        let endless = Violation::Frames { allowed: 7 };
+        assert_eq!(reason(&connection).await, CloseReason::Violation(endless));
     });
 }
 
@@ -283,7 +332,7 @@ fn peer_that_frees_no_buffer_blocks_senders_until_the_stall_timeout() {
 #[test]
 fn freed_receive_of_an_unfetched_message_is_a_violation() {
     run("unfetched", || async {
-        let (connection, mut peer) = connect_peer(&Network::new(), &config());
+        let (connection, mut peer) = connect_peer(&Network::new(), &config().max_eager(0));
         for _ in 0..2 {
             soon("send", connection.send(pattern(5_000, 1))).await.unwrap();
             assert_eq!(peer.recv().await.1 >> 29, OFFER);

@@ -61,6 +61,8 @@ impl Wire {
 #[derive(Debug, Clone)]
 pub(super) struct Side {
     pub(super) protocol: Protocol,
+    /// Frames of each message of both sides that is not offered.
+    pub(super) frames: u8,
     /// Messages and pings still to be sent.
     pub(super) data: u8,
     pub(super) offers: u8,
@@ -89,6 +91,7 @@ impl Side {
         protocol.set_peer(receives, window, Times::default(), Instant::now());
         Self {
             protocol,
+            frames: 1,
             data,
             offers,
             pings: 0,
@@ -114,7 +117,19 @@ impl Side {
         }
     }
 
+    /// Returns true if a message of this kind may be sent.
+    pub(super) fn may_send(&self, kind: Kind) -> bool {
+        let frames = if kind == Kind::Data { self.frames } else { 1 };
+        self.protocol.flow.may_send(kind) && self.protocol.flow.may_send_message(frames.into())
+    }
+
     pub(super) fn send(&mut self, kind: Kind) {
+        if kind == Kind::Data {
+            for _ in 1..self.frames {
+                let part = self.protocol.flow.send(Kind::Part);
+                self.wire.push(part);
+            }
+        }
         let header = self.protocol.flow.send(kind);
         self.sent += u8::from(kind.is_message());
         self.wire.push(header);
@@ -179,17 +194,21 @@ impl Side {
         }
     }
 
-    /// Receives or discards a message.
+    /// Receives or discards a message. A side that gets messages of several frames gets no offers.
     pub(super) fn take(&mut self) {
         self.inbox -= 1;
-        self.posted += 1;
-        self.protocol.flow.release_message();
+        for _ in 0..self.frames {
+            self.posted += 1;
+            self.protocol.flow.release_message();
+        }
     }
 
     pub(super) fn receive(&mut self, header: Header) {
         assert!(self.posted > 0, "receiver not ready");
         self.posted -= 1;
         match self.protocol.receive(header) {
+            // Its receive is posted again with that of the last frame.
+            Ok(_) if header.kind == Kind::Part => {}
             Ok(_) if header.kind.is_message() => {
                 self.inbox += 1;
                 self.arrived += 1;

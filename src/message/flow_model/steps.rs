@@ -163,11 +163,7 @@ fn service(steps: &mut Steps<'_>, own: usize) {
     }
     for (kind, left) in [(Kind::Data, side.data), (Kind::Offer, side.offers)] {
         // A failed queue pair sends nothing.
-        if left > 0
-            && side.stage().is_some()
-            && phase.check_open().is_ok()
-            && side.protocol.flow.may_send(kind)
-        {
+        if left > 0 && side.stage().is_some() && phase.check_open().is_ok() && side.may_send(kind) {
             steps.add(own, |side, _| {
                 *(if kind == Kind::Data { &mut side.data } else { &mut side.offers }) -= 1;
                 side.send(kind);
