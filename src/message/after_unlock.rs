@@ -12,7 +12,7 @@ use super::message_memory::{Job, JobOutput};
 use super::outbound::Sent;
 use crate::cm::CmConnection;
 use crate::contained::contained;
-use crate::memory::{BufMut, ReadOnlyRegion};
+use crate::memory::{Buf, BufMut, ReadOnlyRegion};
 use crate::op::Recv;
 
 /// Wakers and values to be called and dropped without the lock, because both may run code of the
@@ -34,6 +34,8 @@ pub(super) enum Dropped {
     /// A message that the peer has fetched.
     Fetched(ReadOnlyRegion),
     Message(Bytes),
+    /// A message sent from the service's memory.
+    Buffer(Buf),
     /// The result of a job that is not needed any more.
     Output(JobOutput),
     /// Detached operations.

@@ -24,7 +24,7 @@ use crate::cm::{self, CmConnection, clock};
 use crate::dispatch::{ReceiveCounters, SendCounters};
 use crate::engine::CompletionQueue;
 use crate::error::{NoRuntime, OpErrorKind, SetupError};
-use crate::memory::Pool;
+use crate::memory::{Buf, Pool};
 use crate::op::{QueuePair, QueuePairBuilder, QueuePairEndpoint};
 use crate::verbs::{Device, ProtectionDomain};
 use rdma_provider::cm_contract::MAX_REQUEST_DATA;
@@ -195,9 +195,9 @@ impl Connection {
         PreparedConnection::new(pd, config, |builder| builder.path(config.path))
     }
 
-    /// Sends a message. Messages up to [`max_eager`](ConnectionConfig::max_eager) are copied, longer
-    /// ones are read by the peer. The future is ready when the message is queued; [`flush`](Self::flush)
-    /// waits for its arrival.
+    /// Sends a message. Messages up to [`max_eager`](ConnectionConfig::max_eager) are copied; the
+    /// peer reads longer ones. The future is ready when the message is queued;
+    /// [`flush`](Self::flush) waits for its arrival.
     ///
     /// Waits for credits of the peer and within `send_memory`.
     ///
@@ -212,6 +212,23 @@ impl Connection {
     /// If the future is dropped before it is ready, the message is not sent.
     pub async fn send(&self, message: impl Into<Bytes>) -> Result<(), MessageError> {
         self.send.send(message).await
+    }
+
+    /// Sends a registered buffer as a message, without a copy up to
+    /// [`max_eager`](ConnectionConfig::max_eager) if it belongs to the connection's
+    /// [protection domain](Self::protection_domain), as buffers of [`alloc`](Self::alloc) do.
+    /// Otherwise this is [`send`](Self::send). The buffer returns to its pool when the peer's
+    /// device has the message, and the last view is dropped.
+    ///
+    /// # Errors
+    ///
+    /// See [`send`](Self::send).
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped before it is ready, the message is not sent.
+    pub async fn send_buffer(&self, buffer: impl Into<Buf>) -> Result<(), MessageError> {
+        self.send.send_buffer(buffer).await
     }
 
     /// Returns the next message, or `None` after the peer has finished.

@@ -169,7 +169,7 @@ impl Core {
             Instant::now(),
         );
         let frame = self.limits.frame.min(peer.buffer_size as usize);
-        // Both sides have the buffers of the longest message, or it would wait for ever.
+        // Both sides have the buffers of the longest message, or it would wait indefinitely.
         let frames = max_frames(peer.receives).min(config.send_buffers) as usize;
         self.limits.frame = frame;
         self.limits.eager =
@@ -190,14 +190,17 @@ impl Core {
         self.wake();
     }
 
+    fn needs_driver(&self) -> bool {
+        !matches!(self.protocol.phase(), Phase::Running(stage) if *stage != Stage::Aborting)
+    }
+
     /// Makes progress where a completion was found. Returns true if the driver must continue.
     pub(super) fn serve(&mut self, driver: &Waker) -> bool {
-        let is_simple = |core: &Self| matches!(core.protocol.phase(), Phase::Running(stage) if *stage != Stage::Aborting);
-        if !is_simple(self) {
+        if self.needs_driver() {
             return true;
         }
         self.progress(driver);
-        !is_simple(self)
+        self.needs_driver()
     }
 
     /// Makes progress for the driver. Returns its next deadline, or the close reason.
@@ -337,10 +340,12 @@ impl Core {
     pub(super) fn reap(&mut self) {
         while self.sends.front().is_some_and(Sent::is_finished) {
             self.reaped += 1;
-            if let Some(mut sent) = self.sends.pop_front()
-                && let Poll::Ready(Err(kind)) = sent.poll(&mut Context::from_waker(Waker::noop()))
-            {
+            let Some(mut sent) = self.sends.pop_front() else { return };
+            if let Poll::Ready(Err(kind)) = sent.poll(&mut Context::from_waker(Waker::noop())) {
                 self.on(Event::Fail(kind));
+            }
+            if let Some(buffer) = sent.into_buffer() {
+                self.after.drop(Dropped::Buffer(buffer));
             }
         }
     }

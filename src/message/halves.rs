@@ -13,9 +13,10 @@ use futures::{Sink, Stream};
 use super::connection::Handle;
 use super::core::{ConnectionCounters, Core};
 use super::error::{CloseReason, MessageError};
-use super::outbound::Flush;
+use super::outbound::{Flush, Outgoing};
 use super::shared::Shared;
 use super::waiters::Ticket;
+use crate::memory::Buf;
 
 /// A position in a wait queue. Dropping it withdraws the waiter.
 pub(super) struct WaitGuard<'a> {
@@ -85,6 +86,24 @@ impl SendHalf {
     /// If the future is dropped before it is ready, the message is not sent.
     pub async fn send(&self, message: impl Into<Bytes>) -> Result<(), MessageError> {
         let message = message.into();
+        self.send_outgoing(Outgoing::Bytes(&message)).await
+    }
+
+    /// Sends a registered buffer; see [`Connection::send_buffer`](super::Connection::send_buffer).
+    ///
+    /// # Errors
+    ///
+    /// See [`Connection::send`](super::Connection::send).
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped before it is ready, the message is not sent.
+    pub async fn send_buffer(&self, buffer: impl Into<Buf>) -> Result<(), MessageError> {
+        let buffer = buffer.into();
+        self.send_outgoing(Outgoing::Buffer(&buffer)).await
+    }
+
+    async fn send_outgoing(&self, message: Outgoing<'_>) -> Result<(), MessageError> {
         let shared = &self.handle.shared;
         // A sink that is not polled must not block this send.
         if let mut left @ Some(_) = self.sending {
@@ -93,7 +112,7 @@ impl SendHalf {
         let mut guard = WaitGuard::new(shared, Core::withdraw_sender);
         poll_fn(|context| {
             shared.poll(context, |core, driver, caller| {
-                core.poll_send(&message, &mut guard.ticket, driver, caller)
+                core.poll_send(message, &mut guard.ticket, driver, caller)
             })
         })
         .await
@@ -165,7 +184,7 @@ impl SendHalf {
         let Self { handle, pending, sending, .. } = self;
         let Some(message) = pending else { return Poll::Ready(Ok(())) };
         let result = ready!(handle.shared.poll(context, |core, driver, caller| {
-            core.poll_send(message, sending, driver, caller)
+            core.poll_send(Outgoing::Bytes(message), sending, driver, caller)
         }));
         // A message that failed is not retried.
         *pending = None;

@@ -22,7 +22,8 @@ use rdma_provider::cm_contract::MAX_REJECT_DATA;
 /// with zeros. A librdmacm request of 56 bytes has space for 32 bytes of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Handshake {
-    /// Bytes of each receive buffer. Longer messages take several or are offered. May exceed `max_message`.
+    /// Bytes of each receive buffer. Longer messages take several or are offered. May exceed
+    /// `max_message`.
     pub buffer_size: u32,
     /// Posted receives: the peer's window.
     pub receives: u32,

@@ -81,7 +81,7 @@ impl Inbox {
         self.incomplete.1
     }
 
-    /// Adds a frame that is not the last, and returns the number of those of its message.
+    /// Adds a frame that is not the last, and returns the number of such frames of its message.
     pub(super) fn push_part(&mut self, part: BufMut) -> usize {
         self.incomplete.0 += 1;
         self.incomplete.1 += part.len() as u64;

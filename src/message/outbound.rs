@@ -12,18 +12,44 @@ use super::error::{CloseReason, MessageError};
 use super::frame::{Header, Kind};
 use super::waiters::{Caller, Ticket};
 use crate::error::{LimitError, OpErrorKind};
-use crate::memory::{BufMut, PoolError, ReadOnlyRegion};
-use crate::op::Send;
+use crate::memory::{Buf, BufMut, PdKey, PoolError, ReadOnlyRegion, Sealed as _};
+use crate::op::{QueuePair, Send};
 
 /// The number of frames in flight above which completed ones are removed.
 const REAP_THRESHOLD: usize = 256;
+
+/// A message to be sent.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Outgoing<'a> {
+    Bytes(&'a Bytes),
+    Buffer(&'a Buf),
+}
+
+impl Outgoing<'_> {
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Bytes(bytes) => bytes,
+            Self::Buffer(buffer) => buffer,
+        }
+    }
+
+    fn to_bytes(self) -> Bytes {
+        match self {
+            Self::Bytes(bytes) => bytes.clone(),
+            Self::Buffer(buffer) => buffer.clone().into(),
+        }
+    }
+}
 
 #[derive(Debug)]
 pub(super) enum Sent {
     Inline(Send<()>),
     Copied(Send<BufMut>),
+    /// A buffer of the service, and a reference that is [dropped](Dropped::Buffer) without the
+    /// lock: it may be the last.
+    Lent(Send<Buf>, Buf),
     Abort(Send<()>),
-    Done,
+    Done(Option<Buf>),
 }
 
 impl Sent {
@@ -31,7 +57,8 @@ impl Sent {
         match self {
             Self::Inline(send) | Self::Abort(send) => send.is_finished(),
             Self::Copied(send) => send.is_finished(),
-            Self::Done => true,
+            Self::Lent(send, _) => send.is_finished(),
+            Self::Done(_) => true,
         }
     }
 
@@ -39,7 +66,8 @@ impl Sent {
         match self {
             Self::Inline(send) | Self::Abort(send) => send.refusal(),
             Self::Copied(send) => send.refusal(),
-            Self::Done => None,
+            Self::Lent(send, _) => send.refusal(),
+            Self::Done(_) => None,
         }
     }
 
@@ -56,12 +84,23 @@ impl Sent {
             Self::Copied(send) => {
                 Pin::new(send).poll(context).map_ok(drop).map_err(|error| error.kind())
             }
-            Self::Done => return Poll::Ready(Ok(())),
+            Self::Lent(send, _) => {
+                Pin::new(send).poll(context).map_ok(drop).map_err(|error| error.kind())
+            }
+            Self::Done(_) => return Poll::Ready(Ok(())),
         };
         if result.is_ready() {
-            *self = Self::Done;
+            *self = match std::mem::replace(self, Self::Done(None)) {
+                Self::Lent(_, buffer) => Self::Done(Some(buffer)),
+                _ => Self::Done(None),
+            };
         }
         result
+    }
+
+    /// Returns the buffer of a completed send.
+    pub(super) fn into_buffer(self) -> Option<Buf> {
+        if let Self::Done(buffer) = self { buffer } else { None }
     }
 }
 
@@ -111,7 +150,7 @@ impl Core {
     /// without the lock.
     pub(super) fn poll_send(
         &mut self,
-        message: &Bytes,
+        message: Outgoing<'_>,
         ticket: &mut Option<Ticket>,
         driver: &Waker,
         caller: &mut Caller<'_>,
@@ -153,9 +192,13 @@ impl Core {
     }
 
     /// Sends a message, or returns the missing resource.
-    pub(super) fn try_send(&mut self, message: &Bytes) -> Result<Option<Block>, MessageError> {
+    pub(super) fn try_send(
+        &mut self,
+        message: Outgoing<'_>,
+    ) -> Result<Option<Block>, MessageError> {
         self.protocol.phase().check_open()?;
-        let len = message.len();
+        let bytes = message.bytes();
+        let len = bytes.len();
         LimitError::check("message bytes (max_message of the peer)", len as u64, self.limits.send)
             .map_err(MessageError::TooLong)?;
         if !self.protocol.flow.may_send(Kind::Data) {
@@ -163,23 +206,27 @@ impl Core {
         }
         if len <= self.limits.inline && len <= self.limits.frame {
             let header = self.protocol.flow.send(Kind::Data);
-            self.add_sent(Sent::Inline(self.frames.send_inline_with_imm(message, header.encode())));
+            self.add_sent(Sent::Inline(self.frames.send_inline_with_imm(bytes, header.encode())));
         } else if len <= self.limits.eager {
-            if let Some(block) = self.copy_to_frames(message)? {
-                return Ok(Some(block));
+            let block = match message {
+                Outgoing::Buffer(buffer) if self.is_registered(buffer) => self.lend(buffer),
+                _ => self.copy_to_frames(bytes)?,
+            };
+            if block.is_some() {
+                return Ok(block);
             }
         } else {
-            let bytes = len as u64;
-            if !self.offers.is_empty() && self.offered + bytes > self.limits.send_memory {
-                return Ok(Some(Block::Memory(bytes)));
+            let len = len as u64;
+            if !self.offers.is_empty() && self.offered + len > self.limits.send_memory {
+                return Ok(Some(Block::Memory(len)));
             }
-            let region = ReadOnlyRegion::new(self.qp.protection_domain(), message.clone());
+            let region = ReadOnlyRegion::new(self.qp.protection_domain(), message.to_bytes());
             let region = region.map_err(MessageError::Register)?;
             let header = self.protocol.flow.send(Kind::Offer);
             let grant = region.grant().to_bytes();
             self.add_sent(Sent::Inline(self.frames.send_inline_with_imm(&grant, header.encode())));
             self.offers.push_back(region);
-            self.offered += bytes;
+            self.offered += len;
             self.counters.offered += 1;
         }
         self.counters.sent += 1;
@@ -187,6 +234,43 @@ impl Core {
             self.reap();
         }
         Ok(None)
+    }
+
+    /// Returns true if the connection's work requests may name this memory.
+    fn is_registered(&self, buffer: &Buf) -> bool {
+        let own = PdKey(self.qp.protection_domain().id());
+        buffer.single().is_some_and(|(_, pd)| pd == own)
+    }
+
+    /// Sends the parts of `message`, one per frame, from its memory, or returns the missing
+    /// resource.
+    fn lend(&mut self, message: &Buf) -> Option<Block> {
+        let frames = message.len().div_ceil(self.limits.frame).max(1);
+        if !self.protocol.flow.may_send_message(frames as u32) {
+            return Some(Block::Credits { frames: frames as u32 });
+        }
+        for number in 1..=frames {
+            let start = (number - 1) * self.limits.frame;
+            let end = message.len().min(start + self.limits.frame);
+            let Ok(part) = message.slice(start..end) else {
+                unreachable!("the parts are within the message")
+            };
+            let (qp, kind) = self.frame(number, frames);
+            let header = self.protocol.flow.send(kind);
+            let send = qp.send_with_imm(part, header.encode());
+            self.add_sent(Sent::Lent(send, message.clone()));
+        }
+        None
+    }
+
+    /// Returns the kind of frame `number` of a message, and the queue pair to send it. The last
+    /// frame alone is solicited: the others are of no use to the peer without it.
+    fn frame(&self, number: usize, frames: usize) -> (QueuePair, Kind) {
+        if number < frames {
+            (self.qp.clone(), Kind::Part)
+        } else {
+            (self.frames.clone(), Kind::Data)
+        }
     }
 
     /// Sends copies of the parts of `message`, one per frame, or returns the missing resource.
@@ -212,9 +296,7 @@ impl Core {
             }
         }
         for (number, buffer) in (1..).zip(buffers) {
-            // The last frame alone is solicited: the others are of no use to the peer without it.
-            let (qp, kind) =
-                if number < frames { (&self.qp, Kind::Part) } else { (&self.frames, Kind::Data) };
+            let (qp, kind) = self.frame(number, frames);
             let header = self.protocol.flow.send(kind);
             let send = qp.send_with_imm(buffer, header.encode());
             self.add_sent(Sent::Copied(send));

@@ -22,7 +22,7 @@ use tokio_rdma::software::{Faults, LinkCounters, Network};
 use tokio_rdma::types::{AckTimeout, Gid};
 use tokio_rdma::{
     Access, Buf, CompletionMode, CompletionQueue, Connection, ConnectionConfig, EstablishError,
-    Listener, MessageError, RemoteRegion, SetupError, cm,
+    Listener, MessageError, Pool, RemoteRegion, SetupError, cm,
 };
 
 fn everywhere<F: Future<Output = ()>>(
@@ -146,6 +146,33 @@ fn messages_of_several_frames_arrive_in_both_directions_with_few_buffers() {
             assert_eq!((a.counters().offered, b.counters().offered), (0, 0));
             assert_ready([&a, &b]);
         }
+    });
+}
+
+#[test]
+fn registered_buffers_are_sent_from_their_memory_and_return_to_their_pool() {
+    everywhere("registered buffers", async |mode| {
+        let (a, b) = pair(&config().mode(mode.make()));
+        let foreign = torture::device(&Network::new()).1;
+        for (own, pd) in [(true, a.protection_domain()), (false, &foreign)] {
+            let pool = Pool::new(pd, 100_000, 2).unwrap();
+            for (number, len) in
+                [0, 10, 64, 300, 8192, 8193, 40_000, 100_000].into_iter().enumerate()
+            {
+                let message = pattern(len, number as u64);
+                let buffer = pool.copy_from(&message).unwrap().freeze();
+                a.send_buffer(buffer.clone()).await.unwrap();
+                // Part of a buffer that is in flight.
+                a.send_buffer(buffer.slice(len / 2..).unwrap()).await.unwrap();
+                assert!(buffer[..] == message[..]);
+                assert!(recv(&b).await == message, "{len} bytes, own {own}");
+                assert!(recv(&b).await == message[len / 2..], "half of {len} bytes, own {own}");
+                a.flush().await.unwrap();
+                drop(buffer);
+                eventually("all buffers", || pool.available() == 2).await;
+            }
+        }
+        assert_ready([&a, &b]);
     });
 }
 

@@ -207,7 +207,7 @@ impl Side {
         assert!(self.posted > 0, "receiver not ready");
         self.posted -= 1;
         match self.protocol.receive(header) {
-            // Its receive is posted again with that of the last frame.
+            // Its receive is posted again when the whole message is received.
             Ok(_) if header.kind == Kind::Part => {}
             Ok(_) if header.kind.is_message() => {
                 self.inbox += 1;
