@@ -3,9 +3,9 @@
 //! A [`Segment`] is a checked part of a registration with a [`Use`], which blocks its removal. The
 //! functions here are therefore safe.
 //!
-//! Memory that a peer may access is accessed with relaxed atomics only (S2), because the program
-//! accesses it concurrently. Stores ascend and the last one is a release: a program that polls the
-//! last byte with acquire sees all bytes.
+//! Memory that a peer may access is accessed by atomics or their equivalent only (S2), because the
+//! program accesses it concurrently. Stores ascend and the last one is a release: a program that
+//! polls the last byte with acquire sees all bytes.
 
 #![allow(unsafe_code)]
 
