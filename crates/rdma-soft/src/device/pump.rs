@@ -7,8 +7,9 @@
 
 use std::sync::Arc;
 
-use rdma_provider::types::{Access, Data, Gid, Transport};
+use rdma_provider::types::{Access, Data, Gid, Psn, Transport};
 
+use super::DeviceInner;
 use super::deferred::Deferred;
 use super::dma::{Gather, Payload};
 use super::queue_pair::{QpInner, ReceiveSide, ReceiverHalf, SendSide, Sender};
@@ -17,12 +18,13 @@ use crate::cm::Manager;
 use crate::net::network::NetworkInner;
 use crate::net::udp::{Outbox, Pace};
 use crate::roce::packet::Packet;
-use crate::roce::requester::{Destination, Outgoing, Requester, Source};
+use crate::roce::requester::{Destination, DirectMessage, Outgoing, Requester, Source};
+use crate::roce::responder::Responder;
 
 /// The rest of a slice.
 ///
-/// 256 KiB or 64 small packets take about 20 µs, well below the time for which a task may block an
-/// executor's thread.
+/// 256 KiB or 64 small packets or messages take about 20 µs, well below the time for which a task
+/// may block an executor's thread. A message without packets may exceed it by its length.
 pub(crate) struct Budget {
     packets: u32,
     bytes: usize,
@@ -104,38 +106,10 @@ impl QpInner {
         if responder.config.peer == self.qpn() {
             while let Some((psn, message)) = machine.fast_path_head() {
                 let length = message.length;
-                let reads_back = message.op.reads_back();
-                let segment;
-                let payload = match message.data {
-                    Data::Inline(bytes) => Payload::Bytes(bytes),
-                    Data::Sges([sge]) => {
-                        let need = if reads_back { Access::LOCAL_WRITE } else { Access::empty() };
-                        let Ok(found) = here.keys.resolve(sge.lkey.0, pd, sge.addr, length, need)
-                        else {
-                            break;
-                        };
-                        segment = found;
-                        Payload::Segment(&segment)
-                    }
-                    Data::Sges(_) | Data::Window(_) => break,
-                };
-                let done = match payload {
-                    Payload::Segment(into) if reads_back => responder
-                        .on_single_packet_read(psn, &here.gid, message.op, into, &there.keys)
-                        .map(|()| true),
-                    _ if reads_back => break,
-                    _ => responder.on_single_packet(
-                        psn,
-                        &here.gid,
-                        &message,
-                        &payload,
-                        &there.keys,
-                        &mut peer_out,
-                    ),
-                };
+                let done = self.deliver((psn, &message), 1, pd, responder, (there, &mut peer_out));
                 let Some(acknowledged) = done else { break };
                 tracing::trace!(qpn = %self.qpn(), ?psn, length, acknowledged, "message");
-                machine.fast_path_sent(acknowledged, &mut out);
+                machine.fast_path_sent(1, acknowledged, &mut out);
                 budget.spend(length);
                 if !machine.has_work() {
                     return false;
@@ -147,6 +121,46 @@ impl QpInner {
         }
         drop(receiver);
         self.exchange_packets(machine, peer, budget, deferred)
+    }
+
+    /// Executes a message that is `packets` long on the peer's responder. Returns whether it was
+    /// acknowledged, or `None` if it must go by packets.
+    #[inline(always)]
+    fn deliver(
+        &self,
+        (psn, message): (Psn, &DirectMessage<'_>),
+        packets: u32,
+        pd: u32,
+        responder: &mut Responder,
+        (there, out): (&DeviceInner, &mut ReceiveSide<'_>),
+    ) -> Option<bool> {
+        let here = self.device();
+        let reads_back = message.op.reads_back();
+        let segment;
+        let payload = match message.data {
+            Data::Inline(bytes) => Payload::Bytes(bytes),
+            Data::Sges([sge]) => {
+                let need = if reads_back { Access::LOCAL_WRITE } else { Access::empty() };
+                let found = here.keys.resolve(sge.lkey.0, pd, sge.addr, message.length, need);
+                segment = found.ok()?;
+                Payload::Segment(&segment)
+            }
+            Data::Sges(_) | Data::Window(_) => return None,
+        };
+        match payload {
+            Payload::Segment(into) if reads_back => responder
+                .on_direct_read((psn, packets), &here.gid, message.op, into, &there.keys)
+                .map(|()| true),
+            _ if reads_back => None,
+            _ => responder.on_direct_message(
+                (psn, packets),
+                &here.gid,
+                message,
+                &payload,
+                &there.keys,
+                out,
+            ),
+        }
     }
 
     #[cold]
@@ -187,6 +201,17 @@ impl QpInner {
             }
             if budget.is_spent() {
                 return machine.has_work();
+            }
+            if answers && let Some((psn, message, packets)) = machine.long_head() {
+                let (length, pd) = (message.length, machine.config.pd);
+                let of_peer = (&**there, &mut peer_out);
+                let done = self.deliver((psn, &message), packets, pd, responder, of_peer);
+                if let Some(acknowledged) = done {
+                    tracing::trace!(qpn = %self.qpn(), ?psn, length, acknowledged, "message");
+                    machine.fast_path_sent(packets, acknowledged, &mut out);
+                    budget.spend(length);
+                    continue;
+                }
             }
             let Some(outgoing) = machine.next_packet(&here.keys, &mut gather, &mut out) else {
                 return false;

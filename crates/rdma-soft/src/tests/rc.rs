@@ -169,3 +169,86 @@ fn completed_receive_is_acknowledged_although_its_queue_pair_is_dropped() {
     drop(b.qp);
     assert_eq!(outcome(&a.wait(1)), [(1, WcStatus::SUCCESS)]);
 }
+
+#[test]
+fn whole_messages_and_packets_alternate_on_a_connection() {
+    for network in networks() {
+        let (a, b) = connected(&network, &Options::default());
+        let mut packets = 0;
+        for len in LENGTHS {
+            let (here, there) = (a.buffer(len), b.buffer(len));
+            there.fill((0..len).map(|at| (at * 11) as u8));
+            a.send(1, SendOp::Read(there.remote(0)), &[here.sge(0, len)]).unwrap();
+            assert_eq!(outcome(&a.wait(1)), [(1, WcStatus::SUCCESS)]);
+            assert_eq!(here.bytes(0, len), there.bytes(0, len), "READ of {len}");
+
+            here.fill((0..len).map(|at| (at * 13) as u8));
+            // One element or two, in which only packets go.
+            for split in [0, len / 2] {
+                let elements = [here.sge(0, split), here.sge(split, len - split)];
+                let elements = if split == 0 { &elements[1..] } else { &elements[..] };
+                there.fill(std::iter::repeat_n(0, len));
+                b.recv(2, &[there.sge(0, len)]).unwrap();
+                a.send(3, SendOp::Send, elements).unwrap();
+                assert_eq!(outcome(&a.wait(1)), [(3, WcStatus::SUCCESS)]);
+                let received = b.wait(1)[0];
+                assert_eq!((received.wr_id, received.byte_len), (WrId(2), len as u32));
+                assert_eq!(there.bytes(0, len), here.bytes(0, len), "SEND of {len}");
+            }
+            packets += 1 + 2 * len.div_ceil(1024).max(1) as u64;
+        }
+        let (sent, _) = a.qp.counters();
+        assert_eq!((sent.packets, sent.retransmitted), (packets, 0));
+        let (_, received) = b.qp.counters();
+        assert_eq!((received.packets, received.duplicates), (packets, 0));
+    }
+}
+
+#[test]
+fn long_send_waits_for_a_receive() {
+    for network in networks() {
+        let (a, b) = connected(&network, &Options::default());
+        let (from, to) = (a.buffer(5000), b.buffer(5000));
+        from.fill((0..5000).map(|at| (at * 3) as u8));
+        a.send(1, SendOp::Send, &[from.sge(0, 5000)]).unwrap();
+        b.recv(2, &[to.sge(0, 5000)]).unwrap();
+        assert_eq!(outcome(&a.wait(1)), [(1, WcStatus::SUCCESS)]);
+        assert_eq!(outcome(&b.wait(1)), [(2, WcStatus::SUCCESS)]);
+        assert_eq!(to.bytes(0, 5000), from.bytes(0, 5000));
+    }
+}
+
+#[test]
+fn long_send_to_a_short_receive_fails_after_the_packets_that_fit() {
+    for network in networks() {
+        let (a, b) = connected(&network, &Options::default());
+        let (from, to) = (a.buffer(5000), b.buffer(5000));
+        from.fill(std::iter::repeat(7));
+        b.recv(2, &[to.sge(0, 4999)]).unwrap();
+        a.send(1, SendOp::Send, &[from.sge(0, 5000)]).unwrap();
+        assert_eq!(outcome(&a.wait(1)), [(1, WcStatus::REM_INV_REQ_ERR)]);
+        let received = b.wait(1)[0];
+        assert_eq!((received.status, received.byte_len), (WcStatus::LOC_LEN_ERR, 5000));
+        assert_eq!(to.bytes(0, 4096), [7; 4096]);
+        assert_eq!(to.bytes(4096, 904), [0; 904]);
+    }
+}
+
+#[test]
+fn long_messages_are_refused_if_the_ends_have_different_mtus() {
+    for network in networks() {
+        let options = Options::default();
+        let (a, b) = (End::new(&network, "a", &options), End::new(&network, "b", &options));
+        a.to_init(&options);
+        b.to_init(&options);
+        a.to_rtr(&Options { mtu: Mtu::Mtu2048, ..options }, &b);
+        b.to_rtr(&options, &a);
+        a.to_rts(&options);
+        b.to_rts(&options);
+        let (from, to) = (a.buffer(8192), b.buffer(8192));
+        from.fill(std::iter::repeat(7));
+        a.send(1, SendOp::Write(to.remote(0)), &[from.sge(0, 8192)]).unwrap();
+        assert_eq!(outcome(&a.wait(1)), [(1, WcStatus::REM_INV_REQ_ERR)]);
+        assert_eq!(to.bytes(0, 8192), [0; 8192]);
+    }
+}

@@ -16,16 +16,16 @@
 //! Retransmission is go-back-N: the cursor returns to the oldest unacknowledged packet (IBTA
 //! 9.7.5).
 
+mod direct;
 mod initiator;
 mod local;
 mod outstanding;
 mod responses;
-mod single_packet;
 mod wqe;
 
+pub(crate) use direct::DirectMessage;
 use initiator::{Initiator, SessionStep};
 pub(crate) use outstanding::WindowRequest;
-pub(crate) use single_packet::SinglePacket;
 pub(crate) use wqe::Destination;
 use wqe::{SendWqe, body_of, check_local, consumes_receive, left_in_request};
 

@@ -22,14 +22,14 @@ impl Responder {
         keys: &Keys,
         out: &mut impl Receiver,
     ) -> Result<bool, Refusal> {
-        let Piece { psn, solicited, part } = piece;
+        let Piece { psn, packets, solicited, part } = piece;
         let in_order = if part.begins() {
             self.message.is_none()
         } else {
             self.message == Some(Message::Send)
         };
         let len = payload.len();
-        if !in_order || !part_fits(part, len, self.config.mtu) {
+        if !in_order || !piece.fits(len, self.config.mtu) {
             return Err(Refusal::INVALID);
         }
         if part.begins() {
@@ -40,7 +40,7 @@ impl Responder {
             self.received = 0;
         }
         self.fill_receive(payload, keys)?;
-        self.expected = psn.add(1);
+        self.expected = psn.add(packets);
         if !part.ends() {
             self.message = Some(Message::Send);
             return Ok(true);
@@ -78,9 +78,9 @@ impl Responder {
         keys: &Keys,
         out: &mut impl Receiver,
     ) -> Result<bool, Refusal> {
-        let Piece { psn, solicited, part } = piece;
+        let Piece { psn, solicited, part, .. } = piece;
         let len = payload.len();
-        if !part_fits(part, len, self.config.mtu) {
+        if !piece.fits(len, self.config.mtu) {
             return Err(Refusal::INVALID);
         }
         let rest = match (part.begins(), self.message) {

@@ -7,9 +7,9 @@
 //! Packets are not trusted: sequence, position, length, rights and keys are checked before memory
 //! is accessed. Refusals follow IBTA 9.9.3.
 
+mod direct;
 mod execute;
 mod receive;
-mod single_packet;
 mod unreliable;
 
 pub(crate) use receive::ReceiveWqe;
@@ -25,6 +25,8 @@ use crate::device::dma::{Gather, Payload};
 use crate::device::keys::Keys;
 use crate::device::ring::Ring;
 use crate::roce::packet::{Aeth, Body, Nak, Packet, Part, Reth, Syndrome};
+
+use execute::part_fits;
 
 pub(crate) trait Receiver {
     /// Takes a receive from the shared queue, if any.
@@ -80,8 +82,23 @@ enum Message {
 #[derive(Debug, Clone, Copy)]
 struct Piece {
     psn: Psn,
+    /// 1, or more for a whole message.
+    packets: u32,
     solicited: bool,
     part: Part,
+}
+
+impl Piece {
+    #[inline]
+    fn of(packet: &Packet, part: Part) -> Self {
+        let Packet { psn, solicited, .. } = *packet;
+        Self { psn, packets: 1, solicited, part }
+    }
+
+    #[inline]
+    fn fits(&self, len: usize, mtu: Mtu) -> bool {
+        self.packets > 1 || part_fits(self.part, len, mtu)
+    }
 }
 
 /// The rest of a reply to a READ, from `psn` on.
@@ -390,7 +407,7 @@ impl Responder {
             return;
         }
         self.gap_reported = false;
-        let piece = |part| Piece { psn: packet.psn, solicited: packet.solicited, part };
+        let piece = |part| Piece::of(packet, part);
         let done = match packet.body {
             Body::Send { part, tail } => self.on_send(piece(part), tail, payload, keys, out),
             Body::Write { part, reth, imm } => {

@@ -52,21 +52,12 @@ impl Responder {
             return;
         }
         let done = match packet.body {
-            Body::Send { tail, .. } => self.on_send(
-                Piece { psn: packet.psn, solicited: packet.solicited, part },
-                tail,
-                payload,
-                keys,
-                out,
-            ),
-            Body::Write { reth, imm, .. } => self.on_write(
-                Piece { psn: packet.psn, solicited: packet.solicited, part },
-                reth,
-                imm,
-                payload,
-                keys,
-                out,
-            ),
+            Body::Send { tail, .. } => {
+                self.on_send(Piece::of(packet, part), tail, payload, keys, out)
+            }
+            Body::Write { reth, imm, .. } => {
+                self.on_write(Piece::of(packet, part), reth, imm, payload, keys, out)
+            }
             _ => return,
         };
         self.expected = packet.psn.add(1);

@@ -1,11 +1,11 @@
-//! The fast path: single-packet messages without an encoded packet.
+//! The fast path within a process: whole messages without packets.
 
 use rdma_provider::types::{Access, Gid, Psn, QpState, SendOp, Transport};
 
 use crate::device::dma::{self, Payload, Segment};
 use crate::device::keys::Keys;
 use crate::roce::packet::{AtomicOp, Part, Tail};
-use crate::roce::requester::SinglePacket;
+use crate::roce::requester::DirectMessage;
 
 use super::{Piece, Receiver, Responder};
 
@@ -15,17 +15,18 @@ impl Responder {
     /// - `Some(true)`: acknowledged.
     /// - `Some(false)`: the reply is queued.
     /// - `None`: not executed. The packet path decides, so that only it refuses WRITEs.
-    #[inline]
-    pub(crate) fn on_single_packet(
+    #[inline(always)]
+    pub(crate) fn on_direct_message(
         &mut self,
-        psn: Psn,
+        (psn, packets): (Psn, u32),
         source: &Gid,
-        message: &SinglePacket<'_>,
+        message: &DirectMessage<'_>,
         payload: &Payload<'_, '_>,
         keys: &Keys,
         out: &mut impl Receiver,
     ) -> Option<bool> {
-        if !self.accepts_fast_path(psn, source) {
+        let length = message.length;
+        if !self.accepts_fast_path(psn, source) || !self.agrees(length, packets) {
             return None;
         }
         let tail = match *message.op {
@@ -33,24 +34,30 @@ impl Responder {
                 if !self.config.access.contains(Access::REMOTE_WRITE) {
                     return None;
                 }
-                if message.length > 0 {
-                    let target =
-                        self.remote(keys, remote, message.length, Access::REMOTE_WRITE).ok()?;
+                if length > 0 {
+                    let target = self.remote(keys, remote, length, Access::REMOTE_WRITE).ok()?;
                     payload.copy_to(std::slice::from_ref(&target));
                 }
-                self.expected = psn.add(1);
+                self.expected = psn.add(packets);
                 self.msn = self.msn.wrapping_add(1);
                 self.count_fast_path();
+                self.count_further(packets);
                 return Some(true);
             }
             SendOp::Send => Tail::None,
             SendOp::SendWithImm(imm) => Tail::Imm(imm),
             _ => return None,
         };
+        // The packets before an error would be executed.
+        if packets > 1 && !(self.take_receive(out) && length as u64 <= self.receive.length) {
+            return None;
+        }
         self.count_fast_path();
+        self.count_further(packets);
+        let solicited = message.solicited;
         Some(
             match self.on_send(
-                Piece { psn, solicited: message.solicited, part: Part::Only },
+                Piece { psn, packets, solicited, part: Part::Only },
                 tail,
                 payload,
                 keys,
@@ -65,20 +72,23 @@ impl Responder {
         )
     }
 
-    /// Executes a READ or atomic with the expected PSN into the requester's memory, or returns
-    /// `None`.
+    /// Executes a READ or atomic with the expected PSN into the requester's memory, with `packets`
+    /// of response, or returns `None`.
     ///
     /// It saves nothing for duplicates, because the response has arrived.
-    #[inline]
-    pub(crate) fn on_single_packet_read(
+    #[inline(always)]
+    pub(crate) fn on_direct_read(
         &mut self,
-        psn: Psn,
+        (psn, packets): (Psn, u32),
         source: &Gid,
         op: &SendOp,
         into: &Segment<'_>,
         keys: &Keys,
     ) -> Option<()> {
-        if !self.accepts_fast_path(psn, source) || self.config.max_dest_rd_atomic == 0 {
+        if !self.accepts_fast_path(psn, source)
+            || !self.agrees(into.len(), packets)
+            || self.config.max_dest_rd_atomic == 0
+        {
             return None;
         }
         let (remote, need, atomic) = match *op {
@@ -102,15 +112,18 @@ impl Responder {
                 Payload::Bytes(&original.to_ne_bytes()).copy_to(std::slice::from_ref(into));
             }
         }
-        self.expected = psn.add(1);
+        self.expected = psn.add(packets);
         self.msn = self.msn.wrapping_add(1);
         self.count_fast_path();
+        if packets > 1 {
+            self.counters.replies += u64::from(packets - 1);
+        }
         Some(())
     }
 
     /// Returns whether the fast path may execute a request.
     #[inline]
-    pub(super) fn accepts_fast_path(&self, psn: Psn, source: &Gid) -> bool {
+    fn accepts_fast_path(&self, psn: Psn, source: &Gid) -> bool {
         self.state == QpState::Rts
             && self.message.is_none()
             && psn == self.expected
@@ -119,10 +132,24 @@ impl Responder {
             && self.config.transport == Transport::Rc
     }
 
+    /// Returns whether the message has as many packets with this side's MTU.
     #[inline]
-    pub(super) fn count_fast_path(&mut self) {
+    fn agrees(&self, length: usize, packets: u32) -> bool {
+        packets == 1 || length.div_ceil(self.config.mtu.bytes()) == packets as usize
+    }
+
+    #[inline]
+    fn count_fast_path(&mut self) {
         self.counters.packets += 1;
         self.counters.replies += 1;
         self.gap_reported = false;
+    }
+
+    /// Counts the packets after the first.
+    #[inline]
+    fn count_further(&mut self, packets: u32) {
+        if packets > 1 {
+            self.counters.packets += u64::from(packets - 1);
+        }
     }
 }
