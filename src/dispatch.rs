@@ -12,6 +12,7 @@ use std::net::SocketAddr;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::task::Waker;
 use std::time::Duration;
 
 use crate::error::VerbError;
@@ -285,6 +286,14 @@ impl contract::Channel for Channel {
 
     fn release(&self) {
         each!(self, inner => inner.release());
+    }
+
+    fn add_waker(&self, waker: &Waker) -> Option<u64> {
+        each!(self, inner => inner.add_waker(waker))
+    }
+
+    fn remove_waker(&self, key: u64) {
+        each!(self, inner => inner.remove_waker(key));
     }
 }
 

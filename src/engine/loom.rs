@@ -480,6 +480,8 @@ struct Device {
     completions: u32,
     arm: Arm,
     events: u32,
+    /// The waker of the task that serves the channel.
+    server: Option<Waker>,
 }
 
 /// A completion queue in event mode, with one operation in flight in `slot`.
@@ -602,4 +604,56 @@ fn loom_a_parked_task_never_misses_a_completion() {
             assert!(complete || woken.woken(), "asleep with the completion in the queue");
         });
     }
+}
+
+#[test]
+fn loom_a_completion_around_the_start_of_the_serving_task_wakes_its_operation() {
+    ::loom::model(|| {
+        let slot = Slot::new(POSTED.wr_id, false);
+        assert!(slot.claim(1), "a new slot is free");
+        let id = slot.id();
+        let queue = Arc::new(Queue {
+            device: Mutex::default(),
+            state: Mutex::new(false),
+            slot,
+            id,
+            waiting: AtomicU32::new(0),
+        });
+        let device = thread::spawn({
+            let queue = queue.clone();
+            move || {
+                let mut device = queue.device.lock().unwrap();
+                device.completions += 1;
+                if std::mem::take(&mut device.armed) {
+                    device.events += 1;
+                    device.server.iter().for_each(Waker::wake_by_ref);
+                }
+            }
+        });
+        let (woken, waker) = flag();
+        let complete = queue.with(|draining| {
+            draining.drain();
+            if queue.slot.is_complete() {
+                return true;
+            }
+            queue.waiting.fetch_add(1, Ordering::Relaxed);
+            assert_eq!(queue.slot.register(waker, &mut Discarded::default()), Registered::Fresh);
+            arm::before_park(draining);
+            queue.slot.is_complete()
+        });
+        let (scheduled, server) = flag();
+        let task = thread::spawn({
+            let queue = queue.clone();
+            move || {
+                queue.device.lock().unwrap().server = Some(server);
+                queue.with(|draining| arm::on_event(draining));
+            }
+        });
+        task.join().unwrap();
+        device.join().unwrap();
+        if scheduled.woken() {
+            queue.with(|draining| arm::on_event(draining));
+        }
+        assert!(complete || woken.woken(), "asleep with the completion in the queue");
+    });
 }

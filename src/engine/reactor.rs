@@ -1,17 +1,21 @@
-//! The completion channel in Tokio's reactor.
+//! The completion channel in Tokio's runtimes.
 //!
-//! The crate spawns no task. The reactor wakes the completion queue, not an operation: its waker
-//! drains the queue in place, and each operation found complete is woken once.
+//! An event wakes the completion queue, not an operation: the queue is drained, and each operation
+//! found complete is woken once. Hardware makes a descriptor readable, and the waker that Tokio's
+//! reactor calls drains the queue in place. A software device calls a waker instead, with its locks
+//! held. A task that does nothing else drains the queue, which takes no system call.
 //!
 //! Every runtime in which an operation waits has its own registration, so no wake-up depends on
 //! another runtime. The reactor also watches the asynchronous events of the device, because no
 //! completion may arrive after a fatal event.
 
+use std::error::Error;
 use std::future::{Future, poll_fn};
 use std::io;
 use std::os::fd::OwnedFd;
-use std::pin::pin;
-use std::sync::{Arc, Weak};
+use std::pin::{Pin, pin};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
 use std::task::{Context, Poll, Wake, Waker};
 
 use tokio::io::Interest;
@@ -31,7 +35,7 @@ pub(super) trait Watched: Send + Sync {
 
     fn on_event(&self);
 
-    /// Wakes all waiting operations after a reactor is gone, to find another one or to poll.
+    /// Wakes all waiting operations after a registration is gone, to find another one or to poll.
     fn rouse(&self);
 
     fn reactors(&self) -> &Reactors;
@@ -49,9 +53,8 @@ pub(super) struct Reactors {
 /// that is exhausted, Tokio would wake the waker, which calls the function again.
 struct Reactor {
     runtime: runtime::Id,
-    /// Holds a reference to the channel, so that the descriptor is deregistered before it is
-    /// closed. `None` if the runtime has no I/O driver.
-    fd: Option<AsyncFd<Channel>>,
+    /// `None` if the runtime has no I/O driver or the registration failed: waiting tasks poll.
+    source: Option<Source>,
     events: Option<AsyncFd<OwnedFd>>,
     /// Readable when data has arrived for a software device. Its own thread processes the data
     /// otherwise, and then wakes this reactor.
@@ -63,6 +66,26 @@ struct Reactor {
     event_waker: Waker,
     arrival_waker: Waker,
 }
+
+/// The source of the channel's events.
+enum Source {
+    /// Holds a reference to the channel, so that the descriptor is deregistered before it is
+    /// closed.
+    Descriptor(AsyncFd<Channel>),
+    Task(Served),
+}
+
+/// A channel that wakes a task of the runtime.
+struct Served {
+    channel: Channel,
+    /// The waker of the task and its key in the channel, once the task has run.
+    waker: OnceLock<(Waker, Option<u64>)>,
+    /// The runtime has dropped the task.
+    ended: AtomicBool,
+}
+
+/// The task, which ends when the reactor is dropped.
+struct Service(Weak<Reactor>);
 
 impl Reactors {
     pub(super) fn new() -> Self {
@@ -78,7 +101,7 @@ impl Reactors {
         let runtime = handle.id();
         let mut list = self.list.lock();
         if let Some(reactor) = list.iter().find(|reactor| reactor.runtime == runtime) {
-            return reactor.fd.is_some();
+            return reactor.is_served();
         }
         let weak: Weak<W> = Arc::downgrade(cq);
         let reactor = Reactor::new(runtime, channel, cq.device(), weak);
@@ -86,8 +109,19 @@ impl Reactors {
         drop(list);
         reactor.serve_events();
         reactor.serve_arrivals();
-        reactor.serve_completions();
-        reactor.fd.is_some()
+        match &reactor.source {
+            Some(Source::Descriptor(_)) => reactor.serve_completions(),
+            Some(Source::Task(served)) => {
+                drop(handle.spawn(Service(Arc::downgrade(&reactor))));
+                // A runtime that is shutting down drops the task at once, and with it the entry.
+                // The new entry keeps the next operation from trying again.
+                if served.ended.load(Ordering::Acquire) {
+                    self.list.lock().push(reactor.clone());
+                }
+            }
+            None => {}
+        }
+        reactor.is_served()
     }
 
     pub(super) fn has_inlet(&self) -> bool {
@@ -112,42 +146,31 @@ impl Reactor {
         device: &Device,
         cq: Weak<dyn Watched>,
     ) -> Arc<Self> {
-        let channel = channel.clone();
-        // Deprecated because an `AsRawFd` can lie about its descriptor; ours owns it.
-        #[allow(deprecated, reason = "its successor is newer than the oldest supported Tokio")]
-        let register = || AsyncFd::with_interest(channel, Interest::READABLE);
-        let fd = match NoRuntime::or_registered(register) {
-            Ok(Ok(fd)) => Some(fd),
-            Ok(Err(error)) => {
-                tracing::warn!(
-                    device = device.name(),
-                    %error,
-                    "failed to watch a completion channel; waiting tasks poll instead"
-                );
-                None
-            }
-            Err(missing) => {
-                tracing::warn!(
-                    device = device.name(),
-                    error = %missing,
-                    "failed to watch a completion channel; waiting tasks poll instead"
-                );
-                None
-            }
+        let device_name = device.name();
+        let failed = |error: &dyn Error| {
+            tracing::warn!(
+                device = device_name,
+                %error,
+                "failed to watch a completion channel; waiting tasks poll instead"
+            );
         };
-        let events = fd.as_ref().and_then(|_| match readable(device) {
-            Ok(events) => Some(events),
-            Err(error) => {
-                tracing::warn!(
-                    device = device.name(),
+        // The first registration shows whether the runtime has an I/O driver.
+        let (source, events) = match NoRuntime::or_registered(|| readable(device)) {
+            Ok(events) => (
+                Source::new(channel).inspect_err(|error| failed(error)).ok(),
+                events.inspect_err(|error| tracing::warn!(
+                    device = device_name,
                     %error,
                     "failed to watch asynchronous events; a lost device is noticed by polls only"
-                );
-                None
+                )).ok(),
+            ),
+            Err(missing) => {
+                failed(&missing);
+                (None, None)
             }
-        });
+        };
         // Optional: without it, the device's own thread processes arrivals, with more latency.
-        let inlet = fd.as_ref().and_then(|_| {
+        let inlet = source.as_ref().and_then(|_| {
             let inlet = device.inlet();
             #[allow(deprecated, reason = "its successor is newer than the oldest supported Tokio")]
             let registered = inlet.and_then(|inlet| {
@@ -156,7 +179,7 @@ impl Reactor {
             registered
                 .inspect_err(|error| {
                     tracing::debug!(
-                        device = device.name(),
+                        device = device_name,
                         %error,
                         "failed to watch for packets; the thread of the device processes them"
                     );
@@ -170,7 +193,7 @@ impl Reactor {
             };
             Self {
                 runtime,
-                fd,
+                source,
                 events,
                 inlet,
                 cq,
@@ -179,6 +202,15 @@ impl Reactor {
                 arrival_waker: waker(Self::serve_arrivals),
             }
         })
+    }
+
+    /// Returns whether the runtime will poll the completion queue after an event.
+    fn is_served(&self) -> bool {
+        match &self.source {
+            Some(Source::Descriptor(_)) => true,
+            Some(Source::Task(served)) => !served.ended.load(Ordering::Acquire),
+            None => false,
+        }
     }
 
     fn serve_events(&self) {
@@ -194,15 +226,14 @@ impl Reactor {
     }
 
     fn serve_arrivals(&self) {
-        let (Some(inlet), Some(fd), Some(cq)) = (&self.inlet, &self.fd, self.cq.upgrade()) else {
-            return;
-        };
+        let (Some(inlet), Some(cq)) = (&self.inlet, self.cq.upgrade()) else { return };
+        let Some(channel) = cq.channel() else { return };
         let mut context = Context::from_waker(&self.arrival_waker);
         while let Poll::Ready(Ok(mut ready)) =
             pin!(unconstrained(poll_fn(|context| inlet.poll_read_ready(context))))
                 .poll(&mut context)
         {
-            let held = fd.get_ref().hold();
+            let held = channel.hold();
             if inlet.get_ref().serve() {
                 cq.on_event();
             }
@@ -212,16 +243,13 @@ impl Reactor {
     }
 
     fn serve_completions(&self) {
-        let (Some(fd), Some(cq)) = (&self.fd, self.cq.upgrade()) else { return };
+        let (Some(Source::Descriptor(fd)), Some(cq)) = (&self.source, self.cq.upgrade()) else {
+            return;
+        };
         let mut context = Context::from_waker(&self.completion_waker);
         loop {
             // A concurrent event makes the descriptor ready again; `try_io` does not clear that.
             let served = fd.try_io(Interest::READABLE, |_| {
-                // Another thread processed the arrivals that led to this completion. Later arrivals
-                // are processed here.
-                if let Some(inlet) = &self.inlet {
-                    inlet.get_ref().serve();
-                }
                 cq.on_event();
                 Err::<(), _>(io::ErrorKind::WouldBlock.into())
             });
@@ -230,18 +258,87 @@ impl Reactor {
             match ready.poll(&mut context) {
                 Poll::Ready(Ok(_)) => {}
                 Poll::Ready(Err(_)) => {
-                    // The tasks of the runtime end with it. Threads that wait in its context
-                    // continue.
-                    tracing::debug!(
-                        "runtime shut down; removed its registration of the completion channel"
-                    );
-                    cq.reactors().remove(self);
-                    cq.rouse();
+                    self.end(&*cq);
                     return;
                 }
                 Poll::Pending => return,
             }
         }
+    }
+
+    /// Handles the shutdown of the runtime. Its tasks end with it; threads that wait in its context
+    /// continue.
+    fn end(&self, cq: &dyn Watched) {
+        tracing::debug!("runtime shut down; removed its registration of the completion channel");
+        cq.reactors().remove(self);
+        cq.rouse();
+    }
+}
+
+impl Source {
+    fn new(channel: &Channel) -> io::Result<Self> {
+        let channel = channel.clone();
+        if channel.calls_wakers() {
+            return Ok(Self::Task(Served { channel, waker: OnceLock::new(), ended: false.into() }));
+        }
+        // Deprecated because an `AsRawFd` can lie about its descriptor; ours owns it.
+        #[allow(deprecated, reason = "its successor is newer than the oldest supported Tokio")]
+        AsyncFd::with_interest(channel, Interest::READABLE).map(Self::Descriptor)
+    }
+}
+
+impl Future for Service {
+    type Output = ();
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
+        let Some(reactor) = self.0.upgrade() else { return Poll::Ready(()) };
+        let (Some(Source::Task(served)), Some(cq)) = (&reactor.source, reactor.cq.upgrade()) else {
+            return Poll::Ready(());
+        };
+        // Before the queue is polled, so that a later event wakes this task.
+        served.waker.get_or_init(|| {
+            let waker = context.waker().clone();
+            let key = served.channel.add_waker(&waker);
+            (waker, key)
+        });
+        // Another thread processed the arrivals that led to this completion. Later arrivals are
+        // processed here.
+        if let Some(inlet) = &reactor.inlet {
+            inlet.get_ref().serve();
+        }
+        cq.on_event();
+        Poll::Pending
+    }
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        let Some(reactor) = self.0.upgrade() else { return };
+        if let Some(Source::Task(served)) = &reactor.source {
+            served.end();
+            if let Some(cq) = reactor.cq.upgrade() {
+                reactor.end(&*cq);
+            }
+        }
+    }
+}
+
+impl Served {
+    /// Removes the waker from the channel, and wakes the task if it still exists.
+    fn end(&self) {
+        self.ended.store(true, Ordering::Release);
+        if let Some((waker, key)) = self.waker.get() {
+            if let Some(key) = *key {
+                self.channel.remove_waker(key);
+            }
+            waker.wake_by_ref();
+        }
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        self.end();
     }
 }
 

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::sync::Arc;
+use std::task::Waker;
 
 use super::Device;
 use crate::dispatch;
@@ -64,6 +65,21 @@ impl Channel {
     pub(crate) fn hold(&self) -> Held<'_> {
         self.inner.raw.hold();
         Held(self)
+    }
+
+    /// Wakes `waker` at each event, in place of the descriptor. Returns the key to remove it with,
+    /// or `None` if the provider only has descriptors.
+    pub(crate) fn add_waker(&self, waker: &Waker) -> Option<u64> {
+        self.inner.raw.add_waker(waker)
+    }
+
+    pub(crate) fn remove_waker(&self, key: u64) {
+        self.inner.raw.remove_waker(key);
+    }
+
+    /// Returns whether the provider calls wakers in place of the descriptor.
+    pub(crate) fn calls_wakers(&self) -> bool {
+        matches!(self.inner.raw, dispatch::Channel::Soft(_))
     }
 
     pub(super) fn raw(&self) -> &dispatch::Channel {

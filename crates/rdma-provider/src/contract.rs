@@ -11,6 +11,7 @@ use std::borrow::Borrow;
 use std::fmt::{self, Debug};
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
+use std::task::Waker;
 
 use super::cm_contract::{CmChannel, CmId};
 use crate::error::VerbError;
@@ -317,6 +318,20 @@ pub trait Channel: Debug + Send + Sync {
 
     /// Ends a [`hold`](Self::hold): pending events make the descriptor readable.
     fn release(&self) {}
+
+    /// Wakes `waker` at each event from now on, in place of the descriptor, which may stay
+    /// unreadable while a waker is registered. Returns the key to remove it with, or `None` if the
+    /// provider only has descriptors.
+    ///
+    /// The waker is called with locks of the provider held, so it must not call the provider. A
+    /// hold delays the call until the release.
+    fn add_waker(&self, _waker: &Waker) -> Option<u64> {
+        None
+    }
+
+    /// Removes the waker that was added under `_key`. After the last one is removed, pending events
+    /// make the descriptor readable.
+    fn remove_waker(&self, _key: u64) {}
 }
 
 /// A completion queue, `ibv_create_cq(3)`.

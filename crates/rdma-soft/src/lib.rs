@@ -1,8 +1,8 @@
 //! The software device: a complete verbs device in user space that needs neither hardware nor
 //! privilege.
 //!
-//! It has the states, checks, completion statuses and events of a RoCE v2 adapter, and its channels
-//! are file descriptors.
+//! It has the states, checks, completion statuses and events of a RoCE v2 adapter. Its channels are
+//! file descriptors, or call wakers.
 //!
 //! ```text
 //!   post_send                                              poll

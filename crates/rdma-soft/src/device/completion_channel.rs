@@ -6,19 +6,23 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::task::Waker;
 
 use parking_lot::Mutex;
 use rustix::fs::{OFlags, fcntl_setfl};
 use rustix::io::{read, retry_on_intr, write};
+use smallvec::SmallVec;
 
 use rdma_provider::VerbError;
 use rdma_provider::contract;
 
-/// An event queue whose descriptor is readable exactly while it is non-empty and not held.
+/// An event queue whose descriptor is readable exactly while it is non-empty, not held and without
+/// wakers.
 ///
 /// A byte is written to a socket pair when the queue becomes non-empty and read when it becomes
 /// empty, under the lock: a burst of events costs one system call. Callers that pop without the
-/// descriptor [hold](Self::hold) the queue, which saves both calls.
+/// descriptor [hold](Self::hold) the queue, which saves both calls. So do wakers, which are called
+/// under the lock.
 #[derive(Debug)]
 pub(crate) struct Mailbox<T> {
     queue: Mutex<Queue<T>>,
@@ -36,6 +40,9 @@ struct Queue<T> {
     signalled: bool,
     /// Number of [`hold`](Mailbox::hold)s.
     holders: u32,
+    /// With their keys.
+    wakers: SmallVec<[(u64, Waker); 1]>,
+    next_key: u64,
 }
 
 impl<T> Mailbox<T> {
@@ -44,14 +51,20 @@ impl<T> Mailbox<T> {
         // `fcntl`, `read` and `write` because Miri lacks the `UnixStream` methods for socket pairs.
         fcntl_setfl(&reader, OFlags::NONBLOCK)?;
         fcntl_setfl(&writer, OFlags::NONBLOCK)?;
-        let queue = Queue { events: VecDeque::new(), signalled: false, holders: 0 };
+        let queue = Queue {
+            events: VecDeque::new(),
+            signalled: false,
+            holders: 0,
+            wakers: SmallVec::new(),
+            next_key: 0,
+        };
         Ok(Self { queue: Mutex::new(queue), reader, writer })
     }
 
     pub(crate) fn push(&self, event: T) {
         let mut queue = self.queue.lock();
         queue.events.push_back(event);
-        self.update_readiness(&mut queue);
+        self.announce(&mut queue);
     }
 
     pub(crate) fn pop(&self) -> Option<T> {
@@ -76,7 +89,40 @@ impl<T> Mailbox<T> {
     pub(crate) fn release(&self) {
         let mut queue = self.queue.lock();
         queue.holders -= 1;
+        if !queue.events.is_empty() {
+            self.announce(&mut queue);
+        }
+    }
+
+    /// Calls `waker` at each event from now on. Returns its key.
+    pub(crate) fn add_waker(&self, waker: &Waker) -> u64 {
+        let waker = waker.clone();
+        let mut queue = self.queue.lock();
+        let key = queue.next_key;
+        queue.next_key += 1;
+        queue.wakers.push((key, waker));
+        key
+    }
+
+    /// Removes a waker. After the last one, events in the queue make the descriptor readable.
+    pub(crate) fn remove_waker(&self, key: u64) {
+        let mut queue = self.queue.lock();
+        let at = queue.wakers.iter().position(|&(known, _)| known == key);
+        let removed = at.map(|at| queue.wakers.swap_remove(at));
         self.update_readiness(&mut queue);
+        drop(queue);
+        // Possibly the last reference to a task.
+        drop(removed);
+    }
+
+    /// Announces the events of a queue that has some.
+    fn announce(&self, queue: &mut Queue<T>) {
+        if queue.holders == 0 {
+            for (_, waker) in &queue.wakers {
+                waker.wake_by_ref();
+            }
+        }
+        self.update_readiness(queue);
     }
 
     /// Makes the descriptor's readiness match the queue.
@@ -86,7 +132,7 @@ impl<T> Mailbox<T> {
             // The memory of a burst.
             queue.events.shrink_to(KEPT);
         }
-        if any && !queue.signalled && queue.holders == 0 {
+        if any && !queue.signalled && queue.holders == 0 && queue.wakers.is_empty() {
             queue.signalled = true;
             self.signal();
         } else if !any && queue.signalled {
@@ -166,6 +212,14 @@ impl contract::Channel for Channel {
     fn release(&self) {
         self.0.release();
     }
+
+    fn add_waker(&self, waker: &Waker) -> Option<u64> {
+        Some(self.0.add_waker(waker))
+    }
+
+    fn remove_waker(&self, key: u64) {
+        self.0.remove_waker(key);
+    }
 }
 
 pub(crate) fn os_error(verb: &'static str, error: &io::Error) -> VerbError {
@@ -174,6 +228,8 @@ pub(crate) fn os_error(verb: &'static str, error: &io::Error) -> VerbError {
 
 #[cfg(test)]
 mod tests {
+    use std::task::Wake;
+
     use super::*;
 
     fn drain(fd: BorrowedFd<'_>) -> usize {
@@ -227,6 +283,65 @@ mod tests {
         assert_eq!(drain(mailbox.fd()), 0, "the other hold remains");
         mailbox.release();
         assert_eq!(drain(mailbox.fd()), 1, "the remaining event is signalled");
+    }
+
+    #[derive(Default)]
+    struct Count(AtomicU32);
+
+    impl Wake for Count {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    fn waker() -> (Arc<Count>, Waker) {
+        let count = Arc::new(Count::default());
+        (count.clone(), count.into())
+    }
+
+    #[test]
+    fn wakers_are_called_in_place_of_the_descriptor() {
+        let mailbox = Mailbox::new().unwrap();
+        let ((first, one), (second, other)) = (waker(), waker());
+        let woken = || [&first, &second].map(|count| count.0.swap(0, Ordering::Relaxed));
+        let (one, other) = (mailbox.add_waker(&one), mailbox.add_waker(&other));
+        mailbox.push(1);
+        mailbox.push(2);
+        assert_eq!((woken(), drain(mailbox.fd())), ([2, 2], 0));
+        assert_eq!(mailbox.pop(), Some(1));
+        mailbox.remove_waker(one);
+        assert_eq!((woken(), drain(mailbox.fd())), ([0, 0], 0), "one waker remains");
+        mailbox.push(3);
+        assert_eq!((woken(), drain(mailbox.fd())), ([0, 1], 0));
+        mailbox.remove_waker(other);
+        assert_eq!((woken(), drain(mailbox.fd())), ([0, 0], 1), "two events remain");
+    }
+
+    #[test]
+    fn event_before_the_first_waker_leaves_no_readable_descriptor() {
+        let mailbox = Mailbox::new().unwrap();
+        mailbox.push(1);
+        mailbox.add_waker(&waker().1);
+        assert_eq!((mailbox.pop(), drain(mailbox.fd())), (Some(1), 0));
+    }
+
+    #[test]
+    fn waker_is_called_when_the_last_hold_of_a_queue_with_events_ends() {
+        let mailbox = Mailbox::new().unwrap();
+        let (count, waker) = waker();
+        mailbox.add_waker(&waker);
+        for _ in 0..2 {
+            mailbox.hold();
+        }
+        mailbox.push(1);
+        mailbox.release();
+        assert_eq!(count.0.load(Ordering::Relaxed), 0, "the other hold remains");
+        mailbox.release();
+        assert_eq!(count.0.load(Ordering::Relaxed), 1);
+        assert_eq!(mailbox.pop(), Some(1));
+        mailbox.hold();
+        mailbox.release();
+        assert_eq!(count.0.load(Ordering::Relaxed), 1, "the queue is empty");
     }
 
     #[test]
