@@ -358,6 +358,11 @@ impl contract::Cq for Cq {
         each!(self, inner => inner.poll(out))
     }
 
+    #[inline(always)]
+    fn is_empty(&self) -> Option<bool> {
+        each!(self, inner => inner.is_empty())
+    }
+
     fn arm(&self, solicited_only: bool) -> Result<(), VerbError> {
         each!(self, inner => inner.arm(solicited_only))
     }

@@ -12,6 +12,10 @@ use parking_lot::Mutex;
 
 /// Empty rounds after which an unpinned poller yields its core.
 const ROUNDS_BEFORE_YIELD: u32 = 64;
+/// Rounds after which a queue is polled that seems to be empty: only a poll notices failures.
+const ROUNDS_BEFORE_POLL: u32 = 63;
+/// Rounds after which a completion is not left to the task that posted.
+const ROUNDS_LEFT_TO_POSTER: u32 = 2;
 /// Capacity of a processor set (`CPU_SETSIZE`). A larger number aborts the process.
 const CORES: usize = 1024;
 
@@ -49,9 +53,45 @@ pub struct BusyPoller {
 }
 
 pub(super) trait Polled: Send + Sync {
+    /// Returns whether there may be completions. `None` if the answer would slow down other threads
+    /// that use the queue.
+    fn glance(&self) -> Option<bool>;
+
     /// Takes the available completions unless another thread is draining; returns false if there
-    /// was nothing to do.
-    fn poll(&self) -> bool;
+    /// was nothing to do. `left_out` polls were skipped after a [`glance`](Self::glance).
+    fn poll(&self, left_out: u32) -> bool;
+}
+
+/// A queue of the thread.
+struct Watched {
+    queue: Weak<dyn Polled>,
+    /// Rounds in a row whose glance found something.
+    found: u32,
+    /// Polls left out since the last one.
+    left_out: u32,
+}
+
+impl Watched {
+    /// Polls the queue if it may have had completions for some rounds, and every few rounds.
+    /// Returns whether there was anything, or `None` if the queue is gone.
+    ///
+    /// A task that awaits what it has just posted takes the completion itself. To take it first
+    /// would cost a change of threads and a wake-up.
+    #[inline]
+    fn poll(&mut self) -> Option<bool> {
+        let queue = self.queue.upgrade()?;
+        if self.left_out < ROUNDS_BEFORE_POLL
+            && let Some(found) = queue.glance()
+        {
+            self.found = if found { self.found + 1 } else { 0 };
+            if self.found < ROUNDS_LEFT_TO_POSTER {
+                self.left_out += 1;
+                return Some(found);
+            }
+        }
+        self.found = 0;
+        Some(queue.poll(std::mem::take(&mut self.left_out)))
+    }
 }
 
 struct ThreadHandle {
@@ -166,7 +206,12 @@ impl Shared {
         let (mut queues, mut idle) = (Vec::new(), 0);
         while !self.stop.load(Ordering::Acquire) {
             if self.changed.swap(false, Ordering::Acquire) {
-                queues.clone_from(&self.queues.lock().list);
+                queues.clear();
+                queues.extend(self.queues.lock().list.iter().map(|queue| Watched {
+                    queue: queue.clone(),
+                    found: 0,
+                    left_out: 0,
+                }));
             }
             if queues.is_empty() {
                 // `serve` and the drop of the handle store their change before they unpark this
@@ -175,9 +220,9 @@ impl Shared {
                 continue;
             }
             let (mut any, mut gone) = (false, false);
-            for queue in &queues {
-                match queue.upgrade() {
-                    Some(queue) => any |= queue.poll(),
+            for queue in &mut queues {
+                match queue.poll() {
+                    Some(found) => any |= found,
                     None => gone = true,
                 }
             }

@@ -29,6 +29,9 @@ const BATCH: usize = 32;
 /// that never wait do not starve others. Tokio's own resources have the same limit.
 const READY_BUDGET: usize = 128;
 
+/// Aligned, so that a busy-poll thread which upgrades its weak reference in each round writes to no
+/// cache line of these fields.
+#[repr(align(128))]
 pub(crate) struct CompletionQueueCore {
     mode: CompletionMode,
     /// Number of operations in flight that registered a waker or were abandoned, queued work
@@ -489,7 +492,16 @@ impl reactor::Watched for CompletionQueueCore {
 }
 
 impl Polled for CompletionQueueCore {
-    fn poll(&self) -> bool {
+    #[inline]
+    fn glance(&self) -> Option<bool> {
+        let empty = self.cq.is_empty()?;
+        Some(!empty || self.serve())
+    }
+
+    fn poll(&self, left_out: u32) -> bool {
+        if left_out > 0 {
+            self.cq.count_empty_polls(left_out);
+        }
         let Some(mut state) = try_lock(&self.state) else { return true };
         let before = state.counters.completions;
         self.drain_batch(&mut state);

@@ -145,12 +145,26 @@ impl Cq {
     /// Returns 0, or the error of a dead queue. Sometimes reads asynchronous events.
     #[inline(never)]
     pub(crate) fn after_empty_poll(&self) -> Result<usize, VerbError> {
-        let empty = self.inner.empty.load(Ordering::Relaxed).wrapping_add(1);
+        self.count_empty_polls(1);
+        self.inner.fault.check().map(|()| 0)
+    }
+
+    /// Counts polls that were left out because the queue was empty. Sometimes reads asynchronous
+    /// events.
+    pub(crate) fn count_empty_polls(&self, polls: u32) {
+        let before = self.inner.empty.load(Ordering::Relaxed);
+        let empty = before.wrapping_add(polls);
         self.inner.empty.store(empty, Ordering::Relaxed);
-        if empty.is_multiple_of(POLLS_BEFORE_EVENTS) {
+        if before / POLLS_BEFORE_EVENTS != empty / POLLS_BEFORE_EVENTS {
             self.inner.device.read_events();
         }
-        self.inner.fault.check().map(|()| 0)
+    }
+
+    /// Returns whether a poll would find nothing, if the device can tell without interfering with
+    /// other pollers.
+    #[inline(always)]
+    pub(crate) fn is_empty(&self) -> Option<bool> {
+        self.inner.raw.is_empty()
     }
 
     /// Calls `listener` when an asynchronous event reports the queue as dead. Fails with EAGAIN if

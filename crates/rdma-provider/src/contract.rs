@@ -348,6 +348,12 @@ pub trait Cq: Debug + Send + Sync {
     /// Fails permanently after an overrun, and for a lost device once the queue is empty.
     fn poll(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError>;
 
+    /// Returns whether a poll would find neither a completion nor a failure. `None` if only a poll
+    /// shows that, or a write to memory that is shared with the device or other pollers.
+    fn is_empty(&self) -> Option<bool> {
+        None
+    }
+
     /// Requests one event for the next completion, or the next solicited or failed one,
     /// `ibv_req_notify_cq(3)`. Queued completions raise no event: poll after arming.
     fn arm(&self, solicited_only: bool) -> Result<(), VerbError>;

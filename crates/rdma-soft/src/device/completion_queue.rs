@@ -350,6 +350,11 @@ impl contract::Cq for Cq {
         Ok(count)
     }
 
+    #[inline]
+    fn is_empty(&self) -> Option<bool> {
+        Some(self.0.waiting.load(Ordering::Acquire) == 0)
+    }
+
     fn arm(&self, solicited_only: bool) -> Result<(), VerbError> {
         let wanted = if solicited_only { Arm::Solicited } else { Arm::Next };
         let mut state = self.0.state.lock();
