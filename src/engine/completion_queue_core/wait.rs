@@ -7,7 +7,7 @@ use super::{BATCH, CompletionQueueCore, Draining, READY_BUDGET, State};
 use crate::contained::contained;
 use crate::engine::arm;
 use crate::engine::completion_mode::CompletionMode;
-use crate::engine::deferral::{wake_after_others, wake_in_turn};
+use crate::engine::deferral::{share_core, wake_after_others, wake_in_turn};
 use crate::engine::slot::{Discarded, Registered, Slot};
 use crate::engine::work_queue::{WorkQueue, trace_completed};
 use crate::error::VerbError;
@@ -312,6 +312,9 @@ impl CompletionQueueCore {
             slot.spin(rounds);
             self.release(state);
             self.serve();
+            if matches!(self.mode, CompletionMode::Cooperative) {
+                share_core(rounds);
+            }
             wake_in_turn(context, rounds);
             return Poll::Pending;
         }
