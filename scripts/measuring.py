@@ -38,7 +38,9 @@ def build_benches(*names, features=()):
     """Builds benches and returns their paths by name."""
     wanted = [word for name in names for word in ("--bench", name)]
     wanted += ["--features", ",".join(features)] if features else []
-    lines = output(["cargo", "bench", *wanted, "--no-run", "--message-format=json-render-diagnostics"]).splitlines()
+    # Incremental builds inline less.
+    lines = output(["cargo", "bench", *wanted, "--no-run", "--message-format=json-render-diagnostics"],
+                   env=os.environ | {"CARGO_INCREMENTAL": "0"}).splitlines()
     built = [json.loads(line) for line in lines if line.startswith("{")]
     return {entry["target"]["name"]: entry["executable"] for entry in built if entry.get("executable")}
 
