@@ -567,6 +567,10 @@ impl cm_contract::CmId for CmId {
         each!(self, inner => inner.resolve_route(timeout))
     }
 
+    fn route_may_block(&self) -> bool {
+        each!(self, inner => inner.route_may_block())
+    }
+
     fn connect(&self, params: &CmParams<'_>) -> Result<(), VerbError> {
         each!(self, inner => inner.connect(params))
     }

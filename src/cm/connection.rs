@@ -73,11 +73,12 @@ impl CmConnection {
     }
 
     pub(super) fn new(
-        endpoint: Endpoint,
+        mut endpoint: Endpoint,
         private_data: Vec<u8>,
         (local, peer): (SocketAddr, SocketAddr),
         deadline: Duration,
     ) -> Self {
+        endpoint.answered();
         tracing::debug!(%local, %peer, "connection established");
         Self {
             keepalive: None,
@@ -162,7 +163,7 @@ impl CmConnection {
         self.ours.store(true, Ordering::Release);
         self.endpoint.inbox().fail_queue_pair();
         with_deadline(self.deadline, ConnectStep::Disconnect, async {
-            let result = self.endpoint.call(|id| Ok(id.disconnect()?)).await;
+            let result = self.endpoint.call(|id| Ok(id.disconnect()?));
             match self.endpoint.explain(result, ConnectStep::Disconnect, self.peer).await {
                 Err(_) if self.peer_knows() => return Ok(()),
                 result => result?,
@@ -229,7 +230,7 @@ impl CmConnection {
         self.endpoint.wait_for(|state| state.end.is_some().then_some(())).await;
         with_deadline(timeout, ConnectStep::Timewait, async {
             if !self.peer_knows()
-                && let Err(error) = self.endpoint.call(|id| Ok(id.disconnect()?)).await
+                && let Err(error) = self.endpoint.call(|id| Ok(id.disconnect()?))
             {
                 // Never established, or the device is gone: an event follows.
                 tracing::debug!(

@@ -130,27 +130,23 @@ async fn resolve_one(
     let unresolved = move |errno| ConnectError::Resolve { address, errno };
     with_deadline(timeout, ConnectStep::Resolve, async {
         // Expires before the provider's own timeout, and has the more precise error.
-        endpoint
-            .call(move |id| {
-                id.resolve_addr(source, address, timeout).map_err(|error| {
-                    match (error.errno, source) {
-                        (VerbError::EADDRNOTAVAIL, Some(source)) => {
-                            let source = Some(source.ip());
-                            ConnectError::AddressNotAvailable {
-                                address,
-                                source,
-                                step: ConnectStep::Resolve,
-                            }
+        endpoint.call(|id| {
+            id.resolve_addr(source, address, timeout).map_err(|error| {
+                match (error.errno, source) {
+                    (VerbError::EADDRNOTAVAIL, Some(source)) => {
+                        let source = Some(source.ip());
+                        ConnectError::AddressNotAvailable {
+                            address,
+                            source,
+                            step: ConnectStep::Resolve,
                         }
-                        // Returned by the call itself, without an event.
-                        (ENETUNREACH | EHOSTUNREACH | VerbError::ENODEV, _) => {
-                            unresolved(error.errno)
-                        }
-                        _ => error.into(),
                     }
-                })
+                    // Returned by the call itself, without an event.
+                    (ENETUNREACH | EHOSTUNREACH | VerbError::ENODEV, _) => unresolved(error.errno),
+                    _ => error.into(),
+                }
             })
-            .await?;
+        })?;
         endpoint
             .wait_for(|state| {
                 state.address.or_else(|| state.end.as_ref().map(|_| Err(VerbError::ENODEV)))
@@ -158,7 +154,8 @@ async fn resolve_one(
             .await
             .map_err(unresolved)?;
         let left = timeout.saturating_sub(start.elapsed());
-        endpoint.call(move |id| Ok(id.resolve_route(left)?)).await?;
+        let blocks = endpoint.route_may_block();
+        endpoint.call_blocking(blocks, move |id| Ok(id.resolve_route(left)?)).await?;
         endpoint
             .wait_for(|state| {
                 state.route.or_else(|| state.end.as_ref().map(|_| Err(VerbError::ENODEV)))
@@ -187,7 +184,7 @@ impl Route {
     /// Sets the builder's port and GID, from this route.
     #[must_use]
     pub fn prepare(&self, builder: QueuePairBuilder) -> QueuePairBuilder {
-        builder.source(self.path.port, self.path.gid_index)
+        self.path.prepare(builder)
     }
 
     /// Returns the local port of the route.
@@ -199,7 +196,7 @@ impl Route {
     /// Returns the index of the source GID in that port's table.
     #[must_use]
     pub const fn gid_index(&self) -> u8 {
-        self.path.gid_index
+        self.path.entry.index
     }
 
     /// Returns the peer's GID.
@@ -240,20 +237,16 @@ impl Route {
         let Self { endpoint, path, address, .. } = self;
         endpoint.watch()?;
         let device = endpoint.router().device().clone();
-        let (_, transport) = options.checked(MAX_REQUEST_DATA)?;
+        let (private_data, transport) = options.checked(MAX_REQUEST_DATA)?;
         let misfit = |error| ConnectError::from(error).during(ConnectStep::Prepare, address);
         path.check(&device, queue_pair).map_err(misfit)?;
         Keepalive::check(options.probes(), transport.timeout, queue_pair).map_err(misfit)?;
         let guard = FailUnlessConnected::new(queue_pair);
         let reads = Reads::of(&device, options)?;
         let peer = with_deadline(options.deadline(), ConnectStep::Response, async {
-            let (ours, options) = (queue_pair.clone(), options.clone());
+            let params = reads.params(queue_pair, private_data, options.deadline());
             endpoint
-                .call(move |id| {
-                    let (private_data, _) = options.checked(MAX_REQUEST_DATA)?;
-                    Ok(id.connect(&reads.params(&ours, private_data, options.deadline()))?)
-                })
-                .await
+                .call(|id| Ok(id.connect(&params)?))
                 .map_err(|error| error.during(ConnectStep::Request, address))?;
             let peer = endpoint
                 .wait_for(|state| match (&state.end, &state.response) {
@@ -265,20 +258,17 @@ impl Route {
                 })
                 .await?;
             endpoint.inbox().attach_queue_pair(queue_pair);
-            let (ours, reads) = (queue_pair.clone(), reads.agreed(&peer));
-            let confirmed = endpoint
-                .call(move |id| {
-                    make_ready(id, &ours, reads, transport)?;
-                    Ok(id.establish()?)
-                })
-                .await;
+            let confirmed = endpoint.call(|id| {
+                make_ready(id, queue_pair, reads.agreed(&peer), transport)?;
+                Ok(id.establish()?)
+            });
             endpoint.explain(confirmed, ConnectStep::Confirm, address).await?;
             Ok(peer)
         })
         .await
         .map_err(|error| error.during(ConnectStep::Response, address))?;
         guard.connected();
-        let local = endpoint.local_addr().unwrap_or(SocketAddr::new(path.gid.to_ip(), 0));
+        let local = endpoint.local_addr().unwrap_or(SocketAddr::new(path.entry.gid.to_ip(), 0));
         let link =
             CmConnection::new(endpoint, peer.private_data, (local, address), options.deadline());
         Ok(link.with_keepalive(options.probes(), queue_pair)?)

@@ -24,16 +24,26 @@ pub(super) struct Endpoint {
     raw: Option<Arc<CmId>>,
     inbox: Arc<Inbox>,
     router: Arc<Router>,
+    /// True for listeners and unanswered requests, whose destruction may block.
+    passive: bool,
 }
 
 impl Endpoint {
     pub(super) fn new(router: &Arc<Router>, id: CmId, inbox: Arc<Inbox>) -> Self {
         router.add(id.key(), &inbox);
-        Self { raw: Some(Arc::new(id)), inbox, router: Arc::clone(router) }
+        Self { raw: Some(Arc::new(id)), inbox, router: Arc::clone(router), passive: true }
     }
 
+    /// Creates the id of an active side.
     pub(super) fn create(router: &Arc<Router>) -> Result<Self, VerbError> {
-        Ok(Self::new(router, router.create_id()?, Inbox::new(None)))
+        let mut endpoint = Self::new(router, router.create_id()?, Inbox::new(None));
+        endpoint.passive = false;
+        Ok(endpoint)
+    }
+
+    /// Notes that the request has been answered.
+    pub(super) fn answered(&mut self) {
+        self.passive = false;
     }
 
     #[cfg(feature = "ibverbs")]
@@ -69,17 +79,38 @@ impl Endpoint {
         self.raw.as_ref()?.route()
     }
 
-    /// Calls `f`, on a blocking thread if it may block, even if the future is dropped.
-    pub(super) async fn call<T: Send + 'static>(
+    /// Calls `f`, which makes calls that do not block.
+    ///
+    /// librdmacm writes one command to its descriptor for each, and the kernel carries it out under
+    /// locks that are held briefly. Of the transitions to RTR and RTS, a kernel looks up the
+    /// neighbour of RoCE, which it has found when it resolved the route or received the request.
+    pub(super) fn call<T>(
         &self,
+        f: impl FnOnce(&CmId) -> Result<T, ConnectError>,
+    ) -> Result<T, ConnectError> {
+        match &self.raw {
+            Some(raw) => f(raw),
+            None => Err(CANCELLED.into()),
+        }
+    }
+
+    /// Calls `f`, on a blocking thread if `blocks`, even if the future is dropped.
+    pub(super) async fn call_blocking<T: Send + 'static>(
+        &self,
+        blocks: bool,
         f: impl FnOnce(&CmId) -> Result<T, ConnectError> + Send + 'static,
     ) -> Result<T, ConnectError> {
-        let Some(raw) = &self.raw else { return Err(CANCELLED.into()) };
-        if !self.router.may_block() {
-            return f(raw);
+        match &self.raw {
+            Some(raw) if blocks => {
+                let raw = Arc::clone(raw);
+                on_blocking_thread(move || f(&raw)).await
+            }
+            _ => self.call(f),
         }
-        let raw = Arc::clone(raw);
-        on_blocking_thread(move || f(&raw)).await
+    }
+
+    pub(super) fn route_may_block(&self) -> bool {
+        self.raw.as_ref().is_some_and(|raw| raw.route_may_block())
     }
 
     pub(super) fn watch(&self) -> Result<(), NoRuntime> {
@@ -174,7 +205,9 @@ impl Drop for Endpoint {
     fn drop(&mut self) {
         if let Some(raw) = self.raw.take() {
             self.router.remove(raw.key());
-            self.router.dispose([raw]);
+            if self.passive {
+                self.router.dispose([raw]);
+            }
         }
     }
 }

@@ -130,7 +130,7 @@ impl Listener {
             _ => error.into(),
         };
         let bound = endpoint
-            .call(move |id| {
+            .call_blocking(router.may_block(), move |id| {
                 id.bind(address).map_err(refused)?;
                 id.listen(backlog).map_err(refused)?;
                 Ok(id.local_addr())
@@ -203,8 +203,8 @@ impl Listener {
 
     /// Lets the provider answer requests as `admit` decides; returns false if it cannot. Each
     /// request then arrives already confirmed by its peer, and accepting it sends no message.
-    pub(crate) async fn answer(&self, admit: Arc<dyn Admit>) -> Result<bool, ConnectError> {
-        self.endpoint.call(move |id| Ok(id.answer(admit))).await
+    pub(crate) fn answer(&self, admit: Arc<dyn Admit>) -> Result<bool, ConnectError> {
+        self.endpoint.call(|id| Ok(id.answer(admit)))
     }
 
     /// Returns the answer that [`answer`](Self::answer) sends to peers accepted with `options`.
@@ -494,7 +494,7 @@ impl ConnectionRequest {
     /// Returns the index of the destination GID in that port's table.
     #[must_use]
     pub const fn gid_index(&self) -> u8 {
-        self.path.gid_index
+        self.path.entry.index
     }
 
     /// Returns the request's private data, padded with zeros to 56 bytes: requests (IBTA 12.6.5) do
@@ -519,7 +519,7 @@ impl ConnectionRequest {
     /// Sets the builder's port and GID to the destination of the request.
     #[must_use]
     pub fn prepare(&self, builder: QueuePairBuilder) -> QueuePairBuilder {
-        builder.source(self.path.port, self.path.gid_index).number(self.reserved())
+        self.path.prepare(builder).number(self.reserved())
     }
 
     /// Lets the provider answer this request, see [`Listener::answer`]. Returns true if it does;
@@ -559,7 +559,7 @@ impl ConnectionRequest {
     ) -> Result<CmConnection, ConnectError> {
         let Self { endpoint, peer, path, local, address, .. } = self;
         endpoint.watch()?;
-        let (_, transport) = options.checked(MAX_RESPONSE_DATA)?;
+        let (private_data, transport) = options.checked(MAX_RESPONSE_DATA)?;
         let device = endpoint.router().device().clone();
         let misfit = |error| ConnectError::from(error).during(ConnectStep::Prepare, address);
         path.check(&device, queue_pair).map_err(misfit)?;
@@ -568,14 +568,11 @@ impl ConnectionRequest {
         let reads = Reads::of(&device, options)?.agreed(&peer);
         with_deadline(options.deadline(), ConnectStep::Establish, async {
             endpoint.inbox().attach_queue_pair(queue_pair);
-            let (ours, options) = (queue_pair.clone(), options.clone());
-            let result = endpoint
-                .call(move |id| {
-                    let (private_data, _) = options.checked(MAX_RESPONSE_DATA)?;
-                    make_ready(id, &ours, reads, transport)?;
-                    Ok(id.accept(&reads.params(&ours, private_data, options.deadline()))?)
-                })
-                .await;
+            let params = reads.params(queue_pair, private_data, options.deadline());
+            let result = endpoint.call(|id| {
+                make_ready(id, queue_pair, reads, transport)?;
+                Ok(id.accept(&params)?)
+            });
             endpoint.explain(result, ConnectStep::Accept, address).await?;
             endpoint
                 .wait_for(|state| match (state.established, &state.end) {
@@ -614,16 +611,15 @@ impl ConnectionRequest {
             MAX_REJECT_DATA as u64,
         )?;
         self.endpoint.watch()?;
-        let data = private_data.to_vec();
-        let result = self.endpoint.call(move |id| Ok(id.reject(&data)?)).await;
+        let result = self.endpoint.call(|id| Ok(id.reject(private_data)?));
         self.endpoint.explain(result, ConnectStep::Reject, self.address).await
     }
 }
 
 impl ConnectionRequest {
     /// Rejects the request if possible, without waiting for an event.
-    pub(crate) async fn refuse(self, private_data: &'static [u8]) {
-        if let Err(error) = self.endpoint.call(move |id| Ok(id.reject(private_data)?)).await {
+    pub(crate) fn refuse(self, private_data: &[u8]) {
+        if let Err(error) = self.endpoint.call(|id| Ok(id.reject(private_data)?)) {
             tracing::debug!(peer = %self.address, %error, "failed to reject connection request");
         }
     }
@@ -699,7 +695,7 @@ mod tests {
                     .unwrap();
             let options = ConnectionOptions::default();
             let answer = Listener::answer_with(&server, &options).unwrap();
-            assert!(listener.answer(Arc::new(All(answer))).await.unwrap());
+            assert!(listener.answer(Arc::new(All(answer))).unwrap());
             let pd = client.protection_domain().unwrap();
             let queue = CompletionQueue::new(&client, CompletionMode::Event).unwrap();
             let mut routes = Vec::new();

@@ -1,31 +1,36 @@
 //! The port and GID that a route requires of a queue pair, and its transition to RTS.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::dispatch::CmId;
 use crate::error::{LimitError, SetupError};
-use crate::op::{ConnectOptions, QueuePair};
-use crate::types::{Gid, PortNum, QpState, TransitionError, Transport};
-use crate::verbs::Device;
+use crate::op::{self, ConnectOptions, QueuePair, QueuePairBuilder};
+use crate::types::{GidEntry, PortAttr, PortNum, QpState, TransitionError, Transport};
+use crate::verbs::{Device, entry_with};
 use rdma_provider::cm_contract::{CmAnswer, CmId as _, CmParams, CmPeer, CmRoute};
 
 use super::error::ConnectError;
 use super::options::ConnectionOptions;
 
 /// The port and GID that a queue pair must send from.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(super) struct Path {
     pub(super) port: PortNum,
-    pub(super) gid: Gid,
-    pub(super) gid_index: u8,
+    attr: Arc<PortAttr>,
+    pub(super) entry: GidEntry,
 }
 
 impl Path {
     pub(super) fn find(device: &Device, route: &CmRoute) -> Result<Self, ConnectError> {
-        let ranked = device.gids(route.port, Some(route.destination))?;
-        let entry = ranked.iter().find(|other| other.entry.gid == route.source);
-        let entry = entry.ok_or(SetupError::NoGid { port: route.port.0 })?.entry;
-        Ok(Self { port: route.port, gid: entry.gid, gid_index: entry.index })
+        let attr = device.known_port(route.port)?;
+        let entry = entry_with(&attr, route.source, route.destination);
+        let entry = entry.ok_or(SetupError::NoGid { port: route.port.0 })?;
+        Ok(Self { port: route.port, attr, entry })
+    }
+
+    pub(super) fn prepare(&self, builder: QueuePairBuilder) -> QueuePairBuilder {
+        builder.path(op::Path::At(self.attr.clone(), self.entry))
     }
 
     pub(super) fn check(&self, device: &Device, queue_pair: &QueuePair) -> Result<(), SetupError> {
@@ -49,14 +54,14 @@ impl Path {
                 self.port.to_string(),
             );
         }
-        if entry.gid != self.gid {
+        if entry.gid != self.entry.gid {
             return mismatch(
                 "GIDs of the queue pair and the path to the peer (use prepare)",
                 entry.gid.to_string(),
-                self.gid.to_string(),
+                self.entry.gid.to_string(),
             );
         }
-        match queue_pair.query()?.0 {
+        match queue_pair.last_state()? {
             QpState::Init => Ok(()),
             actual => Err(TransitionError::NotInState { claimed: QpState::Init, actual }.into()),
         }

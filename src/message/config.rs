@@ -344,7 +344,7 @@ impl ConnectionConfig {
                     name(port, gid_index),
                 )
             }
-            Path::Any | Path::To(_) | Path::From(..) => return Ok(()),
+            Path::Any | Path::To(_) | Path::From(..) | Path::At(..) => return Ok(()),
         };
         Err(SetupError::Mismatch { what, ours, theirs })
     }

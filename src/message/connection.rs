@@ -192,7 +192,7 @@ impl Connection {
         pd: &ProtectionDomain,
         config: &ConnectionConfig,
     ) -> Result<PreparedConnection, SetupError> {
-        PreparedConnection::new(pd, config, |builder| builder.path(config.path))
+        PreparedConnection::new(pd, config, |builder| builder.path(config.path.clone()))
     }
 
     /// Sends a message. Messages up to [`max_eager`](ConnectionConfig::max_eager) are copied; the

@@ -186,7 +186,7 @@ impl Listener {
         let answer = cm::Listener::answer_with(device, &config.cm_options(MAX_RESPONSE_DATA)?)?;
         let admission = Admission::new(config, answer);
         let inner = cm::Listener::bind(device, address).await?;
-        let answered = inner.answer(admission.clone()).await?;
+        let answered = inner.answer(admission.clone())?;
         tracing::debug!(address = %inner.local_addr(), answered, "listening for connections");
         let (device, config) = (device.clone(), config.clone());
         let handshakes = Mutex::default();
@@ -513,7 +513,7 @@ impl Acceptor {
                     );
                     if error.is_foreign() {
                         // Lets the peer report the protocol mismatch.
-                        inner.refuse(cm::FOR_MESSAGES).await;
+                        inner.refuse(cm::FOR_MESSAGES);
                     }
                 }
             }

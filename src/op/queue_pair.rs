@@ -14,8 +14,8 @@ use crate::memory::{BufMut, PdKey, Pool, PoolError};
 use crate::op::post::Destination;
 use crate::op::{ConnectOptions, QueuePairEndpoint, SharedReceiveQueue};
 use crate::types::{
-    Access, AddressVector, DciStreamsInit, Gid, GidEntry, LinkLayer, Mtu, PortAttr, PortNum, Psn,
-    Qkey, QpAttr, QpCaps, QpState, Qpn, SendFlags, SendOp, Transport,
+    Access, AddressVector, DciStreamsInit, Gid, GidEntry, LinkLayer, Mtu, PortAttr, PortNum,
+    PortState, Psn, Qkey, QpAttr, QpCaps, QpState, Qpn, SendFlags, SendOp, Transport,
 };
 use crate::verbs::{Device, ProtectionDomain, Qp, QpOptions};
 
@@ -412,6 +412,11 @@ impl QueuePair {
         Self { inner: self.inner.clone(), flags: self.flags | SendFlags::SOLICITED }
     }
 
+    /// Returns the state last set, without a system call.
+    pub(crate) fn last_state(&self) -> Result<QpState, SetupError> {
+        Ok(self.inner.core.qp()?.last_state())
+    }
+
     pub(crate) fn local(&self) -> Local {
         self.inner.local
     }
@@ -527,20 +532,25 @@ pub struct QueuePairBuilder {
 }
 
 /// The choice of the local port and GID.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(crate) enum Path {
     Any,
     To(Gid),
     From(PortNum, u8),
+    /// Chosen by the connection manager.
+    At(Arc<PortAttr>, GidEntry),
 }
 
 impl Path {
-    pub(crate) fn choose(self, device: &Device) -> Result<(PortAttr, GidEntry), SetupError> {
-        match self {
-            Self::Any => device.default_path(),
-            Self::To(peer) => device.path_to(peer),
-            Self::From(port, gid_index) => device.path_from(port, gid_index),
-        }
+    pub(crate) fn choose(self, device: &Device) -> Result<(Arc<PortAttr>, GidEntry), SetupError> {
+        let (port, entry) = match self {
+            Self::Any => device.default_path()?,
+            Self::To(peer) => device.path_to(peer)?,
+            Self::From(port, gid_index) => device.path_from(port, gid_index)?,
+            Self::At(port, entry) if port.state == PortState::Active => return Ok((port, entry)),
+            Self::At(port, _) => return Err(SetupError::NoGid { port: port.port.0 }),
+        };
+        Ok((Arc::new(port), entry))
     }
 }
 
@@ -732,6 +742,7 @@ impl QueuePairBuilder {
             }
         };
         let (access, qkey) = (access.unwrap_or(Access::REMOTE_ALL), qkey.unwrap_or(Qkey(0)));
+        let fixed_gid = matches!(path, Path::From(..) | Path::At(..));
         let (port, gid) = path.choose(device)?;
         let options = QpOptions { transport, caps };
         let (send_cq, recv_cq) = (send_queue.cq(), recv_queue.cq());
@@ -777,7 +788,7 @@ impl QueuePairBuilder {
         let local = Local {
             port: port.port,
             gid,
-            fixed_gid: matches!(path, Path::From(..)),
+            fixed_gid,
             lid: port.lid,
             link_layer: port.link_layer,
             mtu: port.active_mtu,

@@ -35,6 +35,8 @@ struct State {
     /// The error that ended the events.
     ended: Option<VerbError>,
     lost: u64,
+    /// The number of events that may have changed the attributes of a port.
+    port_changes: u64,
     /// Existing completion queues, by number.
     queues: BTreeMap<u64, Arc<Fault>>,
     last_receives: BTreeMap<Qpn, Arc<AtomicBool>>,
@@ -129,6 +131,13 @@ impl Events {
         Notifications { listeners: if any { state.listeners() } else { Vec::new() }, dead }
     }
 
+    /// Returns how many of the events read may have changed a port; `None` once there are no more
+    /// events.
+    pub(super) fn port_changes(&self) -> Option<u64> {
+        let state = self.state.lock();
+        state.ended.is_none().then_some(state.port_changes)
+    }
+
     /// Calls `listener`, until it is dropped, after events are read.
     pub(super) fn listen(&self, listener: &Arc<Listener>) -> Result<(), VerbError> {
         reserve()?;
@@ -173,6 +182,15 @@ impl Events {
 
 impl State {
     fn apply(&mut self, event: AsyncEvent, dead: &mut Vec<Arc<Fault>>) {
+        // Events without a name of their own include changes of LIDs and partition keys.
+        self.port_changes += u64::from(matches!(
+            event,
+            AsyncEvent::PortActive(_)
+                | AsyncEvent::PortError(_)
+                | AsyncEvent::GidChange(_)
+                | AsyncEvent::DeviceFatal
+                | AsyncEvent::Other(_)
+        ));
         let is_dead: &dyn Fn(&Fault) -> bool = match event {
             AsyncEvent::DeviceFatal => &|_| true,
             AsyncEvent::CqError { cq } => &move |fault| fault.id == cq,

@@ -7,6 +7,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
+use parking_lot::Mutex;
+
 use super::ProtectionDomain;
 use super::async_events::{Events, Listener};
 use super::gid_routes::{best_path, is_at, rank_gids, source_to, sources_to};
@@ -51,6 +53,8 @@ struct Inner {
     /// The number of completion vectors assigned so far.
     vectors: AtomicU32,
     events: Events,
+    /// Attributes of ports, valid while [`Events::port_changes`] returns the number beside them.
+    ports: Mutex<Vec<(u64, Arc<PortAttr>)>>,
     /// True while an [`Inlet`] exists.
     watched: AtomicBool,
 }
@@ -268,6 +272,30 @@ impl Device {
         self.inner.context.port(port)
     }
 
+    /// Returns the attributes of a port as of its last asynchronous event: the state and the GID
+    /// table are current, but a changed MTU raises no event.
+    pub(crate) fn known_port(&self, port: PortNum) -> Result<Arc<PortAttr>, VerbError> {
+        self.read_events();
+        // Counted before the query, so that a change during the query makes its result invalid.
+        let changes = self.inner.events.port_changes();
+        let is_port = |known: &&mut (u64, Arc<PortAttr>)| known.1.port == port;
+        if let (Some(changes), Some((of, attr))) =
+            (changes, self.inner.ports.lock().iter_mut().find(is_port))
+            && changes == *of
+        {
+            return Ok(attr.clone());
+        }
+        let attr = Arc::new(self.port(port)?);
+        if let Some(changes) = changes {
+            let mut ports = self.inner.ports.lock();
+            match ports.iter_mut().find(is_port) {
+                Some(known) => *known = (changes, attr.clone()),
+                None => ports.push((changes, attr.clone())),
+            }
+        }
+        Ok(attr)
+    }
+
     /// Returns the partition keys of a port by index; empty entries are 0, bit 15 marks a full
     /// member. Costs a system call for each of its [entries](PortAttr::pkeys).
     ///
@@ -461,8 +489,15 @@ impl Device {
     }
 
     fn new(context: Context) -> Self {
-        let (vectors, watched) = (AtomicU32::new(0), AtomicBool::new(false));
-        Self { inner: Arc::new(Inner { context, vectors, events: Events::default(), watched }) }
+        Self {
+            inner: Arc::new(Inner {
+                context,
+                vectors: AtomicU32::new(0),
+                events: Events::default(),
+                ports: Mutex::default(),
+                watched: AtomicBool::new(false),
+            }),
+        }
     }
 
     pub(crate) fn context(&self) -> &Context {
@@ -518,4 +553,29 @@ fn real_devices() -> Result<Vec<String>, &'static str> {
     });
     #[cfg(not(feature = "ibverbs"))]
     Err("built without feature `ibverbs`")
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::software::Network;
+
+    #[test]
+    fn known_port_is_queried_again_after_an_event_of_a_port() {
+        let network = Network::new();
+        let device = Device::software_in(&network, "known").unwrap();
+        let port = || device.known_port(PortNum(1)).unwrap();
+        let first = port();
+        assert!(Arc::ptr_eq(&first, &port()));
+        let control = network.control("known").unwrap();
+        control.set_port(false);
+        assert_eq!((first.state, port().state), (PortState::Active, PortState::Down));
+        control.set_port(true);
+        // The user still gets the events.
+        assert_eq!(device.next_event(), Ok(Some(AsyncEvent::PortError(PortNum(1)))));
+        assert_eq!(port().state, PortState::Active);
+        assert!(device.known_port(PortNum(2)).is_err());
+        control.kill();
+        assert!(device.known_port(PortNum(1)).is_err());
+    }
 }

@@ -29,6 +29,19 @@ pub(crate) fn rank_gids(port: &PortAttr, peer: Option<Gid>) -> Vec<RankedGid> {
     rank(&port.gids, &interfaces, peer)
 }
 
+/// Returns the entry with `gid` from which to send to `peer`, the best by [`rank_gids`]. Queries
+/// the kernel only if several interfaces have that GID.
+pub(crate) fn entry_with(port: &PortAttr, gid: Gid, peer: Gid) -> Option<GidEntry> {
+    let same = || port.gids.iter().filter(|entry| entry.gid == gid);
+    let first = same().next()?;
+    if same().all(|entry| entry.interface == first.interface) {
+        // They differ in nothing else that counts.
+        return same().min_by_key(|entry| (!entry.is_roce_v2(), entry.index)).copied();
+    }
+    let ranked = rank_gids(port, Some(peer));
+    ranked.into_iter().map(|ranked| ranked.entry).find(|entry| entry.gid == gid)
+}
+
 /// Returns the best entry of all active ports; of equal entries, the lower port's.
 pub(super) fn best_path(
     ports: impl IntoIterator<Item = PortAttr>,
@@ -166,6 +179,27 @@ mod tests {
         // An entry with an unknown index may still be matched by its address.
         assert_eq!(interfaces_of(&[named, entry(1, "127.0.0.2")]), all);
         assert_eq!(interfaces_of(&[named, entry(1, "127.0.0.2").on_interface(u32::MAX)]), all);
+    }
+
+    #[test]
+    fn entry_with_a_gid_is_the_best_of_that_gid() {
+        let of = |index, kind, interface| {
+            let gid = Gid::from(IpAddr::from([192, 0, 2, 1]));
+            GidEntry::new(index, gid, kind).on_interface(interface)
+        };
+        let (v1, v2) = (GidKind::RoceV1, GidKind::RoceV2);
+        let peer = Gid::from(IpAddr::from([192, 0, 2, 2]));
+        let chosen = |entries: Vec<GidEntry>| {
+            let port = PortAttr::ethernet(PortNum(1), entries);
+            let (found, missing) = (entry_with(&port, port.gids[0].gid, peer), peer);
+            assert_eq!(entry_with(&port, missing, peer), None);
+            let ranked = rank_gids(&port, Some(peer));
+            assert_eq!(found, ranked.first().map(|ranked| ranked.entry), "as ranked");
+            found.map(|entry| entry.index)
+        };
+        assert_eq!(chosen(vec![of(0, v1, 7), of(1, v2, 7), of(2, v2, 7)]), Some(1));
+        assert_eq!(chosen(vec![of(3, v1, 7), of(2, v1, 7)]), Some(2));
+        assert_eq!(chosen(vec![of(0, v1, u32::MAX), of(1, v2, u32::MAX - 1)]), Some(1));
     }
 
     #[test]

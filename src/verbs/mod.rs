@@ -32,6 +32,7 @@ pub use cq::Cq;
 pub use dct::Dct;
 pub use device::Device;
 pub(crate) use device::Inlet;
+pub(crate) use gid_routes::entry_with;
 pub(crate) use protection_domain::PdId;
 pub use protection_domain::ProtectionDomain;
 pub use qp::{Qp, QpOptions};

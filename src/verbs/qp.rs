@@ -65,8 +65,9 @@ pub struct QpOptions {
 pub struct Qp {
     raw: dispatch::Qp,
     transport: Transport,
-    /// Serialises transitions: the state checked is the state changed.
-    transition: Mutex<()>,
+    /// The state last set, and the lock that serialises transitions. The device moves the queue
+    /// pair to the error state or SQE by itself.
+    last_state: Mutex<QpState>,
     send_cq: Cq,
     recv_cq: Cq,
     srq: Option<Srq>,
@@ -149,7 +150,7 @@ impl Qp {
             last_receive: watched.then(|| pd.device().async_events().watch_last_receive(raw.qpn())),
             raw,
             transport: options.transport,
-            transition: Mutex::new(()),
+            last_state: Mutex::new(QpState::Reset),
             send_cq: send_cq.clone(),
             recv_cq: recv_cq.clone(),
             srq: srq.cloned(),
@@ -210,16 +211,50 @@ impl Qp {
     ///
     /// [`SetupError::Transition`] names missing or forbidden attributes.
     pub fn modify(&self, attr: &QpAttr) -> Result<(), SetupError> {
-        let _one_at_a_time = self.transition.lock();
+        let mut last = self.last_state.lock();
+        if *last == QpState::Err && *attr == QpAttr::to_state(QpState::Err) {
+            // Only a reset leaves the error state.
+            return Ok(());
+        }
+        // A query is a system call, so the device is asked only if the state last set does not
+        // explain the change or its refusal.
+        let mut refused = None;
+        if attr.current_state.is_none() && self.check(*last, attr).is_ok() {
+            match self.raw.modify(attr) {
+                Ok(()) => {
+                    self.changed(&mut last, attr);
+                    return Ok(());
+                }
+                Err(error) => refused = Some(error),
+            }
+        }
         let (now, _) = self.raw.query()?;
         if let Some(claimed) = attr.current_state.filter(|&claimed| claimed != now) {
             return Err(TransitionError::NotInState { claimed, actual: now }.into());
         }
-        let to = attr.state.unwrap_or(now);
-        check_transition(self.transport, now, to, attr.mask())?;
+        self.check(now, attr)?;
+        if let Some(error) = refused {
+            return Err(error.into());
+        }
         self.raw.modify(attr)?;
-        tracing::debug!(qpn = %self.qpn(), from = ?now, ?to, "queue pair changed state");
+        *last = now;
+        self.changed(&mut last, attr);
         Ok(())
+    }
+
+    fn check(&self, now: QpState, attr: &QpAttr) -> Result<(), TransitionError> {
+        check_transition(self.transport, now, attr.state.unwrap_or(now), attr.mask())
+    }
+
+    fn changed(&self, last: &mut QpState, attr: &QpAttr) {
+        let (from, to) = (*last, attr.state.unwrap_or(*last));
+        *last = to;
+        tracing::debug!(qpn = %self.qpn(), ?from, ?to, "queue pair changed state");
+    }
+
+    /// Returns the state last set.
+    pub(crate) fn last_state(&self) -> QpState {
+        *self.last_state.lock()
     }
 
     /// Restores a failed stream, [`contract::Qp::reset_stream`](rdma_provider::contract::Qp).

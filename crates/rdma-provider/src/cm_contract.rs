@@ -26,10 +26,12 @@
 //!
 //! # Blocking
 //!
-//! No call waits for a peer. If [`CmChannel::may_block`] returns true, calls on ids, including
-//! `Drop`, may wait for kernel locks, and the layer above runs them on a blocking thread.
-//! [`CmChannel::take_event`], [`CmChannel::create_id`], [`CmId::key`], [`CmId::local_addr`],
-//! [`CmId::peer_addr`] and [`CmId::route`] never block.
+//! No call waits for a peer, and most are as short as a verb. Two kinds of calls may take longer;
+//! the layer above runs them on a blocking thread:
+//!
+//! - [`CmId::bind`], [`CmId::listen`] and `Drop` of a listener or an unanswered connect request, if
+//!   [`CmChannel::may_block`] returns true;
+//! - [`CmId::resolve_route`], if [`CmId::route_may_block`] returns true.
 
 use std::fmt::Debug;
 use std::net::{IpAddr, SocketAddr};
@@ -47,7 +49,8 @@ pub trait CmChannel<P: Provider>: Debug + Send + Sync {
     /// events raised by a call that fails: the caller takes them.
     fn fd(&self) -> BorrowedFd<'_>;
 
-    /// Returns true if calls on ids may block; see the [module](self).
+    /// Returns true if calls on listeners and unanswered requests may block; see the
+    /// [module](self).
     fn may_block(&self) -> bool;
 
     /// Identifies the ports used by [`CmId::bind`] while an id of the channel exists. Ids with
@@ -131,6 +134,11 @@ pub trait CmId: Debug + Send + Sync {
     /// Resolves the route, `rdma_resolve_route(3)`. [`RouteResolved`](CmEventKind::RouteResolved)
     /// or [`RouteError`](CmEventKind::RouteError) follows.
     fn resolve_route(&self, timeout: Duration) -> Result<(), VerbError>;
+
+    /// Returns true if [`resolve_route`](Self::resolve_route) may block.
+    fn route_may_block(&self) -> bool {
+        false
+    }
 
     /// Requests a connection over the resolved route, `rdma_connect(3)`.
     /// [`ConnectResponse`](CmEventKind::ConnectResponse), [`Rejected`](CmEventKind::Rejected),

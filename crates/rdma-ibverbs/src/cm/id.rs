@@ -5,8 +5,9 @@
 use std::ffi::{CStr, c_int};
 use std::mem;
 use std::net::SocketAddr;
+use std::path::Path;
 use std::ptr::{self, NonNull};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -163,6 +164,14 @@ impl CmId {
     }
 }
 
+/// Whether librdmacm asks ibacm(8) for the routes of InfiniBand and RoCE, and waits for its answer.
+/// The first resolution in a process decides for all, because only it tries to connect to ibacm.
+static ASKS_IBACM: OnceLock<bool> = OnceLock::new();
+
+/// The files by which librdmacm finds ibacm.
+const IBACM: [&str; 4] =
+    ["/run/ibacm.sock", "/run/ibacm.port", "/var/run/ibacm.sock", "/var/run/ibacm.port"];
+
 impl cm_contract::CmId for CmId {
     fn key(&self) -> u64 {
         self.key as u64
@@ -213,9 +222,22 @@ impl cm_contract::CmId for CmId {
             return Err(VerbError::new("rdma_resolve_route", VerbError::EINVAL));
         }
         // SAFETY: S3: the id is alive and has a device.
-        self.call("rdma_resolve_route", |id| unsafe {
+        let result = self.call("rdma_resolve_route", |id| unsafe {
             rdma_resolve_route(id, milliseconds(timeout))
-        })
+        });
+        if ASKS_IBACM.get().is_none() {
+            // SAFETY: S3: the id has a device, whose context stays open as long as the id.
+            let transport = unsafe { (*(*(*self.raw.as_ptr()).verbs).device).transport_type };
+            // librdmacm leaves iWARP's routes to the kernel.
+            if transport == ibv_transport_type::IBV_TRANSPORT_IB {
+                ASKS_IBACM.get_or_init(|| IBACM.iter().any(|file| Path::new(file).exists()));
+            }
+        }
+        result
+    }
+
+    fn route_may_block(&self) -> bool {
+        ASKS_IBACM.get() != Some(&false)
     }
 
     fn connect(&self, params: &CmParams<'_>) -> Result<(), VerbError> {
@@ -287,7 +309,7 @@ impl cm_contract::CmId for CmId {
 impl Drop for CmId {
     fn drop(&mut self) {
         // SAFETY: S3: without another owner, not used again. Waits while an event of the id is
-        // being copied.
+        // being copied, which takes no lock that a caller may hold.
         sys::log_failure("rdma_destroy_id", unsafe { rdma_destroy_id(self.raw.as_ptr()) });
         self.events.remove(self.key);
     }
