@@ -1,5 +1,6 @@
 //! Settings of a connection.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -7,6 +8,7 @@ use bytes::Bytes;
 use super::flow_control::RESERVE;
 use super::frame::{MAX_RECEIVES, OFFER_LEN};
 use super::handshake::{Handshake, HandshakeError};
+use super::resources::{ConnectionResources, Reserve};
 use crate::cm;
 use crate::engine::{CompletionMode, CompletionQueue};
 use crate::error::{LimitError, SetupError};
@@ -23,6 +25,9 @@ use crate::verbs::{Device, ProtectionDomain};
 /// - `receive_buffer_size` × (`receive_buffers` + `spare_buffers` + 4 + `send_buffers`)
 /// - `receive_memory`, or the longest message if that is more
 /// - `receive_memory` again, in buffers kept for reuse
+///
+/// While a device has a connection or listener, it also keeps the buffers of at most eight closed
+/// connections for later ones with the same settings, which need not register any.
 ///
 /// ```
 /// use tokio_rdma::{CompletionMode, Connection, ConnectionConfig, Listener};
@@ -296,7 +301,7 @@ impl ConnectionConfig {
 
     /// Creates the queue pair in this protection domain. By default each connection has its own, so
     /// that memory exposed to one peer is inaccessible to others. Buffers of one connection are
-    /// then unusable in another.
+    /// then unusable in another. It gets a closed connection's, if nothing else refers to that.
     pub fn protection_domain(mut self, pd: &ProtectionDomain) -> Self {
         self.protection_domain = Some(pd.clone());
         self
@@ -354,12 +359,21 @@ impl ConnectionConfig {
         matches!(self.path, Path::Any)
     }
 
-    pub(super) fn domain(&self, device: &Device) -> Result<ProtectionDomain, SetupError> {
-        self.check(device)?;
+    /// Returns resources for a connection on the device of `reserve`.
+    pub(super) fn resources(
+        &self,
+        reserve: &Arc<Reserve>,
+    ) -> Result<ConnectionResources, SetupError> {
         match &self.protection_domain {
-            Some(pd) => Ok(pd.clone()),
-            None => Ok(device.protection_domain()?),
+            Some(pd) => ConnectionResources::in_domain(pd, self),
+            None => reserve.clone().take(self),
         }
+    }
+
+    /// Returns true if a later connection may use the resources. The thread of a busy-polled queue
+    /// is the choice of one.
+    pub(super) fn is_reusable(&self) -> bool {
+        !matches!(&self.completions, Completions::Own(CompletionMode::BusyPoll(_)))
     }
 
     /// Returns the connection manager's options. The handshake must fit `capacity` bytes.

@@ -19,10 +19,10 @@ use super::driver::drive;
 use super::error::{CloseReason, EstablishError, MessageError};
 use super::halves::{RecvHalf, SendHalf, WaitGuard};
 use super::handshake::{Handshake, HandshakeError, Rejection};
+use super::resources::{ConnectionResources, Reserve};
 use super::shared::Shared;
 use crate::cm::{self, CmConnection, clock};
 use crate::dispatch::{ReceiveCounters, SendCounters};
-use crate::engine::CompletionQueue;
 use crate::error::{NoRuntime, OpErrorKind, SetupError};
 use crate::memory::{Buf, Pool};
 use crate::op::{QueuePair, QueuePairBuilder, QueuePairEndpoint};
@@ -78,6 +78,9 @@ pub struct Connection {
 }
 
 pub(super) struct Handle {
+    /// Pool of [`Connection::alloc`], created on first use. Dropped before `shared`, whose last
+    /// reference leaves the protection domain to other connections.
+    pub(super) buffers: OnceLock<Pool>,
     pub(super) shared: Arc<Shared>,
     close_timeout: Duration,
     pub(super) buffer_size: usize,
@@ -85,8 +88,6 @@ pub(super) struct Handle {
     user_data: Bytes,
     /// Local and peer address.
     addresses: Option<(SocketAddr, SocketAddr)>,
-    /// Pool of [`Connection::alloc`], created on first use.
-    pub(super) buffers: OnceLock<Pool>,
 }
 
 impl Handle {
@@ -162,11 +163,14 @@ impl Connection {
         config: &ConnectionConfig,
     ) -> Result<Self, EstablishError> {
         let options = config.cm_options(MAX_REQUEST_DATA)?;
-        let pd = config.domain(device)?;
+        config.check(device)?;
+        let reserve = Reserve::of(device);
         let mut prepared = None;
         let (_, link) = cm::connect(device, address, &options, |route| {
             config.check_path((route.port(), route.gid_index()), route.destination())?;
-            let made = PreparedConnection::new(&pd, config, |builder| route.prepare(builder))?;
+            let resources = config.resources(&reserve)?;
+            let made =
+                PreparedConnection::new(resources, config, |builder| route.prepare(builder))?;
             Ok(prepared.insert(made).qp.clone())
         })
         .await
@@ -192,7 +196,9 @@ impl Connection {
         pd: &ProtectionDomain,
         config: &ConnectionConfig,
     ) -> Result<PreparedConnection, SetupError> {
-        PreparedConnection::new(pd, config, |builder| builder.path(config.path.clone()))
+        config.check(pd.device())?;
+        let resources = ConnectionResources::in_domain(pd, config)?;
+        PreparedConnection::new(resources, config, |builder| builder.path(config.path.clone()))
     }
 
     /// Sends a message. Messages up to [`max_eager`](ConnectionConfig::max_eager) are copied; the
@@ -510,31 +516,25 @@ pub struct PreparedConnection {
 }
 
 impl PreparedConnection {
-    /// Prepares a connection with a queue pair further configured by `describe`.
+    /// Prepares a connection of checked settings with a queue pair further configured by
+    /// `describe`.
     pub(super) fn new(
-        pd: &ProtectionDomain,
+        resources: ConnectionResources,
         config: &ConnectionConfig,
         describe: impl FnOnce(QueuePairBuilder) -> QueuePairBuilder,
     ) -> Result<Self, SetupError> {
-        config.check(pd.device())?;
-        let receives = config.receives();
-        let queue = match &config.completions {
-            Completions::Shared(queue) => queue.clone(),
-            Completions::Own(mode) => {
-                let capacity = config.max_send_wr + receives;
-                CompletionQueue::builder(pd.device())
-                    .capacity(capacity)
-                    .mode(mode.clone())
-                    .build()?
-            }
+        let (pd, receives, pools) =
+            (&resources.domain().clone(), config.receives(), resources.pools());
+        let queue = match (&config.completions, resources.queue()) {
+            (Completions::Shared(queue), _) | (Completions::Own(_), Some(queue)) => queue.clone(),
+            (Completions::Own(_), None) => unreachable!("resources are made for the settings"),
         };
+        let describe = |builder| describe(builder).holding(resources);
         let builder =
             QueuePair::builder(pd, &queue).max_send_wr(config.max_send_wr).max_recv_wr(receives);
         let qp = describe(builder.max_sge(1).max_inline(config.max_inline).solicited()).build()?;
         let size = config.receive_buffer_size as usize;
-        let pool = |buffers: u32| Pool::new(pd, size, buffers as usize);
-        let pools =
-            [pool(receives.saturating_add(config.spare_buffers))?, pool(config.send_buffers)?];
+        debug_assert!(pools.iter().all(|pool| pool.buffer_size() == size), "of these settings");
         let core = Core::new(qp.clone(), config, pools);
         match core.protocol.phase().failure() {
             Some(OpErrorKind::Post(error) | OpErrorKind::State { error, .. }) => {

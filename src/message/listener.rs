@@ -23,6 +23,7 @@ use super::config::ConnectionConfig;
 use super::connection::{Connection, PreparedConnection};
 use super::error::{CloseReason, EstablishError};
 use super::handshake::{Handshake, Rejection};
+use super::resources::Reserve;
 use crate::cm;
 use crate::cm::clock::{Sleep, timeout};
 use crate::contained::wakes_contained;
@@ -82,9 +83,9 @@ type NextConnection = Pin<Box<dyn Future<Output = Result<Connection, EstablishEr
 
 struct Acceptor {
     inner: cm::Listener,
-    device: Device,
     config: ConnectionConfig,
     admission: Arc<Admission>,
+    reserve: Arc<Reserve>,
     /// Handshakes of all `accept` calls. The call that holds the lock starts and completes them;
     /// the others wait.
     handshakes: Mutex<Handshakes>,
@@ -188,9 +189,9 @@ impl Listener {
         let inner = cm::Listener::bind(device, address).await?;
         let answered = inner.answer(admission.clone())?;
         tracing::debug!(address = %inner.local_addr(), answered, "listening for connections");
-        let (device, config) = (device.clone(), config.clone());
+        let (reserve, config) = (Reserve::of(device), config.clone());
         let handshakes = Mutex::default();
-        let acceptor = Arc::new(Acceptor { inner, device, config, admission, handshakes });
+        let acceptor = Arc::new(Acceptor { inner, config, admission, reserve, handshakes });
         Ok(Self { acceptor, next: parking_lot::Mutex::new(None), ended: false })
     }
 
@@ -492,14 +493,14 @@ impl Acceptor {
             match self.admission.handshake(inner.private_data()) {
                 Ok((handshake, user_data)) => {
                     let user_data = Bytes::copy_from_slice(user_data);
-                    let (device, config) = (self.device.clone(), self.config.clone());
+                    let (reserve, config) = (self.reserve.clone(), self.config.clone());
                     let admission = self.admission.clone();
                     let waiting = self.inner.waiting();
                     return Ok(ConnectionRequest {
                         inner,
                         handshake,
                         user_data,
-                        device,
+                        reserve,
                         config,
                         admission,
                         waiting,
@@ -536,7 +537,7 @@ pub struct ConnectionRequest {
     inner: cm::ConnectionRequest,
     handshake: Handshake,
     user_data: Bytes,
-    device: Device,
+    reserve: Arc<Reserve>,
     config: ConnectionConfig,
     admission: Arc<Admission>,
     /// The requests that wait at the listener. One of them may evict this one.
@@ -649,18 +650,21 @@ impl ConnectionRequest {
             }
         };
         let options = config.cm_options(MAX_RESPONSE_DATA)?;
-        let pd = config.domain(&self.device)?;
+        config.check(self.reserve.device())?;
         let path = (self.inner.port(), self.inner.gid_index());
         // Reported as `Connect`, because the peer's path does not fit: `accept` returns `Setup`
         // errors, but skips this peer.
         config
             .check_path(path, self.inner.source())
             .map_err(|error| self.inner.prepare_error(error))?;
-        let prepared =
-            match PreparedConnection::new(&pd, config, |builder| self.inner.prepare(builder)) {
-                Ok(prepared) => prepared,
-                Err(error) => return Err(self.inner.explain_setup_error(error).await?.into()),
-            };
+        let prepare = || {
+            let resources = config.resources(&self.reserve)?;
+            PreparedConnection::new(resources, config, |builder| self.inner.prepare(builder))
+        };
+        let prepared = match prepare() {
+            Ok(prepared) => prepared,
+            Err(error) => return Err(self.inner.explain_setup_error(error).await?.into()),
+        };
         let link = self.inner.accept(&prepared.qp, &options).await?;
         // If other peers have reached the limit meanwhile, dropping `link` disconnects this peer.
         let refused = |reason| EstablishError::Refused { address, reason };

@@ -43,6 +43,7 @@ mod message_memory;
 mod one_sided;
 mod outbound;
 mod protocol;
+mod resources;
 mod shared;
 #[cfg(all(test, not(loom)))]
 mod tests;

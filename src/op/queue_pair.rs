@@ -1,5 +1,6 @@
 //! Queue pairs: build, connect, query, close.
 
+use std::any::Any;
 use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
@@ -71,6 +72,8 @@ pub(crate) struct Inner {
     span: tracing::Span,
     // Dropped last: the teardown of `core` needs them.
     queues: [CompletionQueue; 2],
+    // Dropped after all that uses it.
+    _held: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 impl Inner {
@@ -130,6 +133,7 @@ impl QueuePair {
                 max_inline: 64,
             },
             receives: None,
+            held: None,
             access: None,
             qkey: None,
             path: Path::Any,
@@ -520,6 +524,7 @@ pub struct QueuePairBuilder {
     caps: QpCaps,
     /// The requested `max_recv_wr`.
     receives: Option<u32>,
+    held: Option<Arc<dyn Any + Send + Sync>>,
     access: Option<Access>,
     qkey: Option<Qkey>,
     path: Path,
@@ -647,6 +652,12 @@ impl QueuePairBuilder {
         self.pd.device()
     }
 
+    /// Makes the queue pair hold a value, which is dropped after all that the queue pair refers to.
+    pub(crate) fn holding(mut self, held: impl Any + Send + Sync) -> Self {
+        self.held = Some(Arc::new(held));
+        self
+    }
+
     pub(crate) fn streams(mut self, streams: Option<DciStreamsInit>) -> Self {
         self.streams = streams;
         self
@@ -700,6 +711,7 @@ impl QueuePairBuilder {
             transport,
             mut caps,
             receives,
+            held,
             access,
             qkey,
             path,
@@ -806,6 +818,7 @@ impl QueuePairBuilder {
             span,
             pd,
             queues: [send_queue, recv_queue],
+            _held: held,
         };
         Ok(QueuePair { inner: Arc::new(inner), flags: SendFlags::empty() })
     }

@@ -4,6 +4,7 @@ use std::fmt;
 use std::num::NonZero;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
 
 use super::{AddressHandle, Device};
 use crate::dispatch::Pd;
@@ -51,13 +52,20 @@ impl ProtectionDomain {
         Arc::ptr_eq(&self.inner, &other.inner)
     }
 
+    /// Returns the number of references. What the dropped ones belonged to has been released.
+    pub(crate) fn references(&self) -> usize {
+        let count = Arc::strong_count(&self.inner);
+        fence(Ordering::Acquire);
+        count
+    }
+
     pub(crate) fn id(&self) -> PdId {
         PdId(NonNull::from(&*self.inner).addr())
     }
 }
 
 /// A number that is unique among existing protection domains.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct PdId(NonZero<usize>);
 
 impl fmt::Debug for ProtectionDomain {

@@ -4,13 +4,14 @@
 
 use std::io::ErrorKind;
 
-use crate::connected::{assert_ready, config, modes, pair, pair_in, pattern, recv};
+use crate::connected::{self, assert_ready, config, modes, pair, pair_in, pattern, recv};
 use crate::torture::{Mode, device, eventually, keeps_fences, scaled, soon};
 use tokio_rdma::error::LimitError;
 use tokio_rdma::software::Network;
+use tokio_rdma::types::WcStatus;
 use tokio_rdma::{
-    Access, Batch, BufMut, CompletionQueue, Connection, ExposedRegion, Imm, OpErrorKind, Pool,
-    RemoteRegion, SetupError,
+    Access, Batch, BufMut, CompletionQueue, Connection, ExposedRegion, Imm, Listener, OpErrorKind,
+    Pool, RemoteRegion, SetupError,
 };
 
 /// Bytes per work request.
@@ -47,6 +48,52 @@ async fn assert_open(a: &Connection, b: &Connection) {
         assert_eq!(recv(to).await, "still there");
     }
     assert_ready([a, b]);
+}
+
+/// Peers by address share a listener and a device, and may get what a closed connection has left.
+#[test]
+fn grant_to_one_peer_is_refused_to_another() {
+    modes("grant", || async {
+        let (device, _) = device(&Network::new());
+        let local = connected::address(&device);
+        let listener = Listener::bind_with(&device, local, &config()).await.unwrap();
+        let connect = async || {
+            let config = config();
+            let connecting = Connection::connect_with(&device, listener.local_addr(), &config);
+            let both = async { tokio::try_join!(connecting, listener.accept()) };
+            soon("connect", both).await.unwrap()
+        };
+        let refused = async |by: &Connection, remote: RemoteRegion, op: usize| {
+            let remote = remote.slice(..8).unwrap();
+            let buffer = by.copy_from(&[1; 8]).unwrap();
+            let kind = match op {
+                0 => soon("write", by.write(buffer, remote)).await.unwrap_err().kind(),
+                1 => soon("read", by.read(buffer, remote)).await.unwrap_err().kind(),
+                _ => soon("atomic", by.fetch_add(remote, 1)).await.unwrap_err().kind(),
+            };
+            let OpErrorKind::Completion(error) = kind else { panic!("{kind:?}") };
+            assert_eq!(error.status, WcStatus::REM_ACCESS_ERR);
+        };
+        let (b, for_b) = connect().await;
+        let (region, grant) = exposed(&for_b, 1);
+        for op in 0..3 {
+            let (a, _for_a) = connect().await;
+            refused(&a, grant, op).await;
+        }
+        assert_eq!(bytes_of(&region), [0; BLOCK]);
+        let word = grant.slice(..8).unwrap();
+        soon("write", b.write(b.copy_from(&[2; 8]).unwrap(), word)).await.unwrap();
+        assert_eq!(region.load(0).unwrap(), u64::from_ne_bytes([2; 8]));
+        // Nor can a later peer use it, perhaps in the protection domain of `for_b`.
+        drop(region);
+        let both = async { tokio::join!(b.close(), for_b.close()) };
+        assert_eq!(soon("close", both).await, (Ok(()), Ok(())));
+        drop((b, for_b));
+        for op in 0..3 {
+            let (a, _for_a) = connect().await;
+            refused(&a, grant, op).await;
+        }
+    });
 }
 
 #[test]

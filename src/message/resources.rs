@@ -1,0 +1,240 @@
+//! The protection domain, buffers and completion queue of a connection, reused by later ones.
+//!
+//! To register the buffers takes longer than to connect. So a closed connection leaves them to the
+//! next one of the same settings on its device. One connection has them at a time: keys work
+//! throughout a protection domain, so memory exposed to one peer must be inaccessible to others.
+
+#![forbid(unsafe_code)]
+
+use std::fmt;
+use std::mem;
+use std::sync::{Arc, Weak};
+
+use parking_lot::Mutex;
+
+use super::config::{Completions, ConnectionConfig};
+use crate::engine::{CompletionMode, CompletionQueue};
+use crate::error::SetupError;
+use crate::memory::Pool;
+use crate::verbs::{Device, ProtectionDomain};
+
+/// The resources of one connection.
+#[derive(Debug)]
+struct Resources {
+    /// `None` if the settings name one.
+    queue: Option<CompletionQueue>,
+    pools: [Pool; 2],
+    pd: ProtectionDomain,
+    /// The references to `pd` of these resources themselves; `None` if they cannot be reused.
+    references: Option<usize>,
+    sizes: Sizes,
+}
+
+/// The settings that resources depend on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Sizes {
+    buffer: usize,
+    /// Buffers of each pool.
+    buffers: [usize; 2],
+    /// Entries and mode of the completion queue; `None` for the queue of the settings.
+    queue: Option<(u32, mem::Discriminant<CompletionMode>)>,
+}
+
+/// The maximum of unused resources of a device. Connections that close while others are made hand
+/// on theirs at once, so a few suffice; each holds over a mebibyte with default settings.
+pub(super) const MAX_IDLE: usize = 8;
+
+/// The unused resources of an open device, kept while it has a connection or listener.
+pub(super) struct Reserve {
+    device: Device,
+    idle: Mutex<Vec<Resources>>,
+}
+
+static RESERVES: Mutex<Vec<Weak<Reserve>>> = Mutex::new(Vec::new());
+
+impl Reserve {
+    /// Returns the reserve of an open device.
+    pub(super) fn of(device: &Device) -> Arc<Self> {
+        // May hold a last reference, so dropped after the lock.
+        let mut seen = Vec::new();
+        let mut reserves = RESERVES.lock();
+        reserves.retain(|reserve| reserve.strong_count() > 0);
+        seen.extend(reserves.iter().filter_map(Weak::upgrade));
+        let known = seen.iter().find(|reserve| reserve.device.same(device)).cloned();
+        let reserve = known.unwrap_or_else(|| {
+            let new = Arc::new(Self { device: device.clone(), idle: Mutex::default() });
+            reserves.push(Arc::downgrade(&new));
+            new
+        });
+        drop(reserves);
+        drop(seen);
+        reserve
+    }
+
+    #[cfg(all(test, not(loom)))]
+    pub(super) fn idle(&self) -> usize {
+        self.idle.lock().len()
+    }
+
+    pub(super) fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Returns unused resources for these settings, else new ones.
+    pub(super) fn take(
+        self: Arc<Self>,
+        config: &ConnectionConfig,
+    ) -> Result<ConnectionResources, SetupError> {
+        let sizes = Sizes::of(config);
+        let found = {
+            let mut idle = self.idle.lock();
+            let at = idle.iter().rposition(|resources| resources.sizes == sizes);
+            at.map(|at| idle.swap_remove(at))
+        };
+        let resources = match found {
+            Some(resources) => resources,
+            None => self.make(config)?,
+        };
+        Ok(ConnectionResources { resources: Some(resources), reserve: Some(self) })
+    }
+
+    fn make(&self, config: &ConnectionConfig) -> Result<Resources, SetupError> {
+        let make = || {
+            let mut new = Resources::new(self.device.protection_domain()?, config)?;
+            new.references = config.is_reusable().then(|| new.pd.references());
+            Ok(new)
+        };
+        make().or_else(|error: SetupError| {
+            // What is idle counts towards limits of the device and of locked memory.
+            let idle = mem::take(&mut *self.idle.lock());
+            if idle.is_empty() {
+                return Err(error);
+            }
+            drop(idle);
+            make()
+        })
+    }
+
+    fn give_back(&self, resources: Resources) {
+        let mut idle = self.idle.lock();
+        if idle.len() == MAX_IDLE {
+            // The oldest has waited longest, perhaps for settings that are no longer used.
+            let oldest = idle.remove(0);
+            idle.push(resources);
+            drop(idle);
+            drop(oldest);
+        } else {
+            idle.push(resources);
+        }
+    }
+}
+
+impl fmt::Debug for Reserve {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Reserve")
+            .field("device", &self.device)
+            .field("idle", &self.idle.lock().len())
+            .finish()
+    }
+}
+
+impl Sizes {
+    fn of(config: &ConnectionConfig) -> Self {
+        let receives = config.receives();
+        let queue = match &config.completions {
+            Completions::Shared(_) => None,
+            Completions::Own(mode) => {
+                Some((config.max_send_wr + receives, mem::discriminant(mode)))
+            }
+        };
+        Self {
+            buffer: config.receive_buffer_size as usize,
+            buffers: [
+                receives.saturating_add(config.spare_buffers) as usize,
+                config.send_buffers as usize,
+            ],
+            queue,
+        }
+    }
+}
+
+impl Resources {
+    fn new(pd: ProtectionDomain, config: &ConnectionConfig) -> Result<Self, SetupError> {
+        let sizes = Sizes::of(config);
+        let queue = match (&config.completions, sizes.queue) {
+            (Completions::Own(mode), Some((entries, _))) => {
+                let builder = CompletionQueue::builder(pd.device()).mode(mode.clone());
+                Some(builder.capacity(entries).build()?)
+            }
+            _ => None,
+        };
+        let pool = |buffers| Pool::new(&pd, sizes.buffer, buffers);
+        let pools = [pool(sizes.buffers[0])?, pool(sizes.buffers[1])?];
+        Ok(Self { queue, pools, pd, references: None, sizes })
+    }
+
+    /// Returns true if nothing else uses the resources: no queue pair, no region, no buffer. What a
+    /// device did not release keeps a reference.
+    fn is_unused(&self) -> bool {
+        self.references == Some(self.pd.references())
+            && self.pools.iter().all(|pool| pool.available() == pool.total())
+            && self
+                .queue
+                .as_ref()
+                .is_none_or(|queue| queue.failure().is_none() && queue.counters().reserved == 0)
+    }
+}
+
+/// The resources that a connection uses. Dropped after everything that uses them, they are left to
+/// another connection.
+pub(super) struct ConnectionResources {
+    /// `None` only in `drop`.
+    resources: Option<Resources>,
+    /// `None` for a protection domain of the service, which other objects may use.
+    reserve: Option<Arc<Reserve>>,
+}
+
+impl ConnectionResources {
+    /// Creates resources in a protection domain of the service.
+    pub(super) fn in_domain(
+        pd: &ProtectionDomain,
+        config: &ConnectionConfig,
+    ) -> Result<Self, SetupError> {
+        Ok(Self { resources: Some(Resources::new(pd.clone(), config)?), reserve: None })
+    }
+
+    fn get(&self) -> &Resources {
+        let Some(resources) = &self.resources else { unreachable!("taken by `drop` only") };
+        resources
+    }
+
+    pub(super) fn domain(&self) -> &ProtectionDomain {
+        &self.get().pd
+    }
+
+    /// Returns the completion queue, unless the settings name one.
+    pub(super) fn queue(&self) -> Option<&CompletionQueue> {
+        self.get().queue.as_ref()
+    }
+
+    /// Returns the pools of receive and send buffers.
+    pub(super) fn pools(&self) -> [Pool; 2] {
+        self.get().pools.clone()
+    }
+}
+
+impl Drop for ConnectionResources {
+    fn drop(&mut self) {
+        if let (Some(resources), Some(reserve)) = (self.resources.take(), &self.reserve)
+            && resources.is_unused()
+        {
+            reserve.give_back(resources);
+        }
+    }
+}
+
+impl fmt::Debug for ConnectionResources {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.resources.fmt(f)
+    }
+}
