@@ -21,7 +21,8 @@ use crate::error::{
 };
 use crate::memory::PoolError;
 use crate::message::{
-    CloseReason, EstablishError, HandshakeError, MessageError, RefusalReason, Violation,
+    CloseReason, EstablishError, HandshakeError, MessageError, RefusalReason, TrySendError,
+    Violation,
 };
 use crate::op::EndpointError;
 use crate::types::{Access, QpState, Qpn, TransitionError, WcStatus};
@@ -644,6 +645,17 @@ fn errors_of_connections_have_their_exact_texts() {
         ],
         CloseReason::Shutdown => [
             CloseReason::Shutdown => "the time limit of the listener's shutdown has expired",
+        ],
+    });
+    texts!(TrySendError, error, {
+        TrySendError::Full(_) => [
+            TrySendError::Full(Bytes::from_static(b"12345")) =>
+                "message of 5 bytes not sent: the peer has no free receive, this side no send \
+                 buffer, or other sends wait",
+        ],
+        TrySendError::Failed(_) => [
+            TrySendError::Failed(MessageError::Finished) =>
+                "cannot send: `finish` was called on this side",
         ],
     });
     texts!(MessageError, error, {

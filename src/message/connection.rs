@@ -16,8 +16,8 @@ use super::admission::{Admitted, RefusalReason};
 use super::config::{Completions, ConnectionConfig};
 use super::core::{ConnectionCounters, Core};
 use super::driver::drive;
-use super::error::{CloseReason, EstablishError, MessageError};
-use super::halves::{RecvHalf, SendHalf, WaitGuard};
+use super::error::{CloseReason, EstablishError, MessageError, TrySendError};
+use super::halves::{Notifications, RecvHalf, SendHalf, WaitGuard};
 use super::handshake::{Handshake, HandshakeError, Rejection};
 use super::resources::{ConnectionResources, Reserve};
 use super::shared::Shared;
@@ -237,6 +237,17 @@ impl Connection {
         self.send.send_buffer(buffer).await
     }
 
+    /// Sends a message during this call, like [`send`](Self::send), or returns it if it would have
+    /// to wait. A `send`, by contrast, sends only when it is polled.
+    ///
+    /// # Errors
+    ///
+    /// [`TrySendError::Full`] with the message, without a credit of the peer, a send buffer or
+    /// `send_memory`, or while other sends wait. [`TrySendError::Failed`] as for `send`.
+    pub fn try_send(&self, message: impl Into<Bytes>) -> Result<(), TrySendError> {
+        self.send.try_send(message)
+    }
+
     /// Returns the next message, or `None` after the peer has finished.
     ///
     /// Messages up to 256 bytes are copied, and others if the service holds
@@ -252,6 +263,38 @@ impl Connection {
     /// If the future is dropped before it is ready, no message is lost.
     pub async fn recv(&self) -> Result<Option<Bytes>, MessageError> {
         self.recv.recv().await
+    }
+
+    /// Returns the stream of the peer's WRITEs with immediate data. It ends after the peer has
+    /// finished, or after an error. Messages and notifications are not ordered among each other.
+    ///
+    /// ```
+    /// use futures::StreamExt;
+    /// use tokio_rdma::{Access, Connection, Imm, Listener, RemoteRegion};
+    /// # use tokio_rdma::Device;
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let device = Device::software()?;
+    /// # let listener = Listener::bind(&device, "127.0.0.1:0").await?;
+    /// # let connecting = Connection::connect(&device, listener.local_addr());
+    /// # let (theirs, ours) = tokio::try_join!(listener.accept(), connecting)?;
+    /// let region = theirs.expose(vec![0; 4096], Access::REMOTE_WRITE)?;
+    /// theirs.send(region.grant()).await?;
+    /// let grant = ours.recv().await?.ok_or("no message")?;
+    /// let remote = RemoteRegion::from_bytes(&grant).ok_or("not a region")?;
+    ///
+    /// ours.write_with_imm(ours.copy_from(b"block 7")?, remote.slice(..7)?, Imm(7)).await?;
+    /// let notification = theirs.notifications().next().await.ok_or("the peer has finished")??;
+    /// assert_eq!((notification.imm, notification.len), (Imm(7), 7));
+    /// let mut block = [0; 7];
+    /// region.read(0, &mut block)?;
+    /// assert_eq!(&block, b"block 7");
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn notifications(&self) -> Notifications<'_> {
+        self.recv.notifications()
     }
 
     /// Waits until all messages sent so far have arrived, long ones by a fetch.

@@ -24,7 +24,7 @@ use super::flow_control::max_frames;
 use super::frame::{Header, Kind, decode_offer};
 use super::handshake::Handshake;
 use super::helper::Jobs;
-use super::inbound::{Inbox, Incoming};
+use super::inbound::{Inbox, Incoming, Notification};
 use super::lifecycle::{Event, Phase, Stage};
 use super::message_memory::FetchMemory;
 use super::outbound::{Block, Sent};
@@ -69,6 +69,8 @@ pub(super) struct Core {
     /// Resource that the first sender lacks.
     pub(super) blocked: Block,
     pub(super) receivers: Waiters,
+    /// Tasks that wait for a notification.
+    pub(super) notified: Waiters,
     pub(super) flushers: Waiters,
     /// Position that the earliest flush waits for.
     pub(super) mark: Option<Mark>,
@@ -139,6 +141,7 @@ impl Core {
             senders: Waiters::default(),
             blocked: Block::Credits { frames: 1 },
             receivers: Waiters::default(),
+            notified: Waiters::default(),
             flushers: Waiters::default(),
             mark: None,
             counters: ConnectionCounters::default(),
@@ -216,7 +219,10 @@ impl Core {
 
     pub(super) fn on_deadline(&mut self, now: Instant) {
         let stalled_at = (!self.senders.is_empty()).then_some(self.counters.sent);
-        let observed = Observed { stalled_at, message_seen: self.inbox.has_seen_message() };
+        let notified =
+            self.counters.notifications_received > 0 || !self.inbox.notifications.is_empty();
+        let message_seen = self.inbox.has_seen_message() || notified;
+        let observed = Observed { stalled_at, message_seen };
         while let (None, Some(due)) = (self.close_reason(), self.protocol.due(now, observed)) {
             match due {
                 Due::Frame(header) => self.send_bare(header),
@@ -274,9 +280,12 @@ impl Core {
     }
 
     fn on_frame(&mut self, received: Received<BufMut>) -> Result<(), CloseReason> {
-        let Received { buffer, imm, written, .. } = received;
-        let header = imm.filter(|_| !written).ok_or(Violation::Header { header: 0 })?;
-        let header = Header::decode(header)?;
+        let Received { buffer, len, imm, written, .. } = received;
+        let imm = imm.ok_or(Violation::Header { header: 0 })?;
+        if written {
+            return self.on_notification(Notification { imm, len }, buffer);
+        }
+        let header = Header::decode(imm)?;
         if !header.kind.is_message() && !buffer.is_empty() {
             return Err(Violation::FrameLength { len: buffer.len() }.into());
         }
@@ -316,6 +325,18 @@ impl Core {
                 self.protocol.flow.release_control();
             }
         }
+        Ok(())
+    }
+
+    fn on_notification(
+        &mut self,
+        notification: Notification,
+        buffer: BufMut,
+    ) -> Result<(), CloseReason> {
+        self.protocol.flow.receive_notification()?;
+        self.post_receive(buffer);
+        // Keeps the credit until the service takes it, which limits the queue.
+        self.inbox.notifications.push_back(notification);
         Ok(())
     }
 
@@ -388,6 +409,9 @@ impl Core {
         let ended = self.close_reason().is_some();
         if ended || self.inbox.is_ready() || self.is_at_end() {
             self.after.wake(self.receivers.take_first());
+        }
+        if !self.notified.is_empty() && self.has_news() {
+            self.after.wake(self.notified.take_first());
         }
         if !self.senders.is_empty() && self.is_unblocked() {
             self.after.wake(self.senders.take_first());
@@ -466,6 +490,10 @@ pub struct ConnectionCounters {
     pub copied_out: u64,
     /// Messages of the peer discarded by `close` or `abort`.
     pub discarded: u64,
+    /// WRITEs with immediate data posted.
+    pub notifications_sent: u64,
+    /// Notifications of the peer taken by the service.
+    pub notifications_received: u64,
     /// `Ack` frames sent.
     pub acks: u64,
     /// Frames that may be sent now.

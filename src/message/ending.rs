@@ -113,7 +113,10 @@ impl Core {
                     }
                 }
                 Action::WakeSenders => self.after.wakers.extend(self.senders.take_all()),
-                Action::WakeReceivers => self.after.wakers.extend(self.receivers.take_all()),
+                Action::WakeReceivers => {
+                    self.after.wakers.extend(self.receivers.take_all());
+                    self.after.wakers.extend(self.notified.take_all());
+                }
                 Action::WakeFlushers => self.after.wakers.extend(self.flushers.take_all()),
             }
         }
@@ -137,6 +140,7 @@ impl Core {
         let lost = self.inbox.messages.split_off(kept);
         self.inbox.lost = !lost.is_empty();
         if !readable {
+            self.inbox.notifications.clear();
             self.counters.discarded += lost.iter().filter(is_readable).count() as u64;
         }
         self.after.drop(Dropped::Receives(std::mem::take(&mut self.receives)));
@@ -171,6 +175,7 @@ impl Core {
         self.inbox.drain();
         self.protocol.drain();
         self.after.wakers.extend(self.receivers.take_first());
+        self.after.wakers.extend(self.notified.take_first());
     }
 
     /// Returns the close reason once the queue pair is closed.

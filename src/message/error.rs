@@ -25,6 +25,17 @@ pub enum MessageError {
     Closed(CloseReason),
 }
 
+/// An error of [`Connection::try_send`](super::Connection::try_send).
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum TrySendError {
+    /// The peer has no free receive, this side no free send buffer or send memory, or other sends
+    /// wait. Holds the message, which was not sent.
+    Full(Bytes),
+    /// The message cannot be sent.
+    Failed(MessageError),
+}
+
 /// The reason why a connection closed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
@@ -150,6 +161,20 @@ impl fmt::Display for MessageError {
     }
 }
 
+impl fmt::Display for TrySendError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Full(message) => write!(
+                f,
+                "message of {} bytes not sent: the peer has no free receive, this side no send \
+                 buffer, or other sends wait",
+                message.len()
+            ),
+            Self::Failed(error) => error.fmt(f),
+        }
+    }
+}
+
 impl fmt::Display for CloseReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -220,6 +245,8 @@ impl fmt::Display for Violation {
 
 impl std::error::Error for MessageError {}
 
+impl std::error::Error for TrySendError {}
+
 impl std::error::Error for CloseReason {}
 
 impl std::error::Error for Violation {}
@@ -257,6 +284,16 @@ impl MessageError {
                 }
             },
         }
+    }
+}
+
+impl From<TrySendError> for io::Error {
+    fn from(error: TrySendError) -> Self {
+        let kind = match &error {
+            TrySendError::Full(_) => io::ErrorKind::WouldBlock,
+            TrySendError::Failed(failed) => failed.io_kind(),
+        };
+        Self::new(kind, error)
     }
 }
 

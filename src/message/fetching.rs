@@ -105,7 +105,7 @@ impl Core {
         self.progress(driver);
     }
 
-    /// Discards messages after `close`.
+    /// Discards messages and notifications after `close`.
     pub(super) fn discard(&mut self) -> Result<(), CloseReason> {
         // Offers are not fetched any more; fetches in progress are awaited.
         while self.inbox.fetching.is_empty()
@@ -115,6 +115,9 @@ impl Core {
                 *message = Incoming::Fetched(Bytes::new());
             }
             self.protocol.flow.done();
+        }
+        for _ in self.inbox.notifications.drain(..) {
+            self.protocol.flow.release_message();
         }
         while let Some(message) = self.inbox.pop() {
             self.counters.discarded += 1;

@@ -10,6 +10,10 @@
 //! A message keeps its receive until the service receives it, so slow readers stop senders.
 //! Receives of other frames are posted again before anything else is sent.
 //!
+//! A notification, a WRITE with immediate data of the service, uses a receive and a credit like a
+//! message. Its receive is posted again at once, but counts as released only when the service has
+//! taken the notification. It carries no header, so it announces nothing.
+//!
 //! # Freedom from deadlock
 //!
 //! Credits travel on frames that need credits, so the last ones are reserved:
@@ -17,6 +21,7 @@
 //! | Frame | Credits needed |
 //! |---|---|
 //! | message of n frames (n - 1 `Part` and one `Data`, or an `Offer`) | [`RESERVE`] + n - 1 |
+//! | notification | [`RESERVE`] |
 //! | `Fin`, `Ping`, and an `Ack` that reports done offers or answers a `Ping` | 2 |
 //! | `Ack` for credits alone, `Abort` | 1 |
 //!
@@ -164,6 +169,13 @@ impl Flow {
         }
     }
 
+    /// Uses a credit for a notification, which must be posted. The caller checks
+    /// `may_send(Kind::Data)` first.
+    pub(super) fn send_notification(&mut self) {
+        debug_assert!(self.may_send(Kind::Data), "{} credits", self.credits());
+        self.sent = self.sent.wrapping_add(1);
+    }
+
     /// Returns true if an `Ack` must be sent now.
     pub(super) fn ack_due(&self) -> bool {
         if (self.done != self.done_announced || self.ack_requested) && self.credits() >= 2 {
@@ -209,10 +221,7 @@ impl Flow {
         if self.peer_finished && (header.kind.is_message() || header.kind == Kind::Fin) {
             return Err(Violation::AfterFinish);
         }
-        self.arrived = self.arrived.wrapping_add(1);
-        if self.arrived.wrapping_sub(self.announced) > self.receives {
-            return Err(Violation::Window { receives: self.receives });
-        }
+        self.arrive()?;
         self.fin_acked |= header.fin_acked;
         self.confirmed = self.confirmed.wrapping_add(released);
         self.fetched = self.fetched.wrapping_add(fetched);
@@ -225,7 +234,27 @@ impl Flow {
         Ok(fetched)
     }
 
-    /// Counts the posted receive of a message.
+    /// Processes a notification.
+    ///
+    /// # Errors
+    ///
+    /// Returns a violation, which leaves the state meaningless.
+    pub(super) fn receive_notification(&mut self) -> Result<(), Violation> {
+        if self.peer_finished {
+            return Err(Violation::AfterFinish);
+        }
+        self.arrive()
+    }
+
+    fn arrive(&mut self) -> Result<(), Violation> {
+        self.arrived = self.arrived.wrapping_add(1);
+        if self.arrived.wrapping_sub(self.announced) > self.receives {
+            return Err(Violation::Window { receives: self.receives });
+        }
+        Ok(())
+    }
+
+    /// Counts the posted receive of a message, or a notification that the service has taken.
     pub(super) fn release_message(&mut self) {
         self.released = self.released.wrapping_add(1);
     }
@@ -445,6 +474,39 @@ mod tests {
     }
 
     #[test]
+    fn notification_uses_a_credit_until_the_service_has_taken_it() {
+        let (mut a, mut b) =
+            (Flow::new(RESERVE + 1, RESERVE + 2), Flow::new(RESERVE + 2, RESERVE + 1));
+        for _ in 0..3 {
+            assert!(a.may_send(Kind::Data));
+            a.send_notification();
+            assert_eq!(b.receive_notification(), Ok(()));
+        }
+        assert!(!a.may_send(Kind::Data) && a.may_send(Kind::Ping));
+        assert!(!b.ack_due());
+        b.release_message();
+        assert!(b.ack_due(), "a quarter of the receives for messages");
+        let ack = b.send(Kind::Ack);
+        assert_eq!(a.receive(ack), Ok(0));
+        assert!(a.may_send(Kind::Data));
+    }
+
+    #[test]
+    fn notifications_beyond_the_window_or_after_fin_are_violations() {
+        let mut flow = Flow::new(8, 8);
+        for _ in 0..8 {
+            assert_eq!(flow.receive_notification(), Ok(()));
+        }
+        assert_eq!(flow.clone().receive_notification(), Err(Violation::Window { receives: 8 }));
+        // The service has taken one, which the peer does not know.
+        flow.release_message();
+        assert_eq!(flow.receive_notification(), Err(Violation::Window { receives: 8 }));
+        let mut flow = Flow::new(8, 8);
+        assert_eq!(flow.receive(header(Kind::Fin, 0, 0)), Ok(0));
+        assert_eq!(flow.receive_notification(), Err(Violation::AfterFinish));
+    }
+
+    #[test]
     fn messages_after_fin_are_a_violation() {
         let mut flow = Flow::new(8, 8);
         let early = Header { fin_acked: true, ..header(Kind::Ack, 0, 0) };
@@ -482,6 +544,9 @@ mod tests {
             let mut flow = Flow::new(RESERVE + random.u32(1..8), RESERVE + random.u32(1..8));
             let window = flow.window;
             for _ in 0..200 {
+                if random.u8(..4) == 0 && flow.receive_notification().is_ok() && random.bool() {
+                    flow.release_message();
+                }
                 if let Ok(header) = Header::decode(crate::types::Imm(random.u32(..))) {
                     // Nearly valid headers get further.
                     let near = |random: &mut fastrand::Rng, count: u32| {

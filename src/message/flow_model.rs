@@ -5,7 +5,7 @@
 //!
 //! - posted receives and frames in flight
 //! - queue pairs that fail or close, and a network that is cut
-//! - services that send, receive, finish, close, abort and drop at any time
+//! - services that send, notify, receive, finish, close, abort and drop at any time
 //!
 //! Frames are acknowledged on arrival. A later acknowledgement differs only if it is lost with the
 //! peer's queue pair or the network. Time passes only when neither side nor the network can make
@@ -73,9 +73,14 @@ fn key(world: &World) -> u64 {
         }
         key.add(side.protocol.flow.shape());
         key.add([side.data, side.offers, side.pings, side.inbox, side.reading].map(u32::from));
+        key.add([side.notices, side.noticed].map(u32::from));
         key.add([side.posted]);
         key.add(side.calls.map(u32::from));
-        for &header in &peer.wire.frames[..peer.wire.len] {
+        for frame in &peer.wire.frames[..peer.wire.len] {
+            let Some(header) = *frame else {
+                key.add([u32::MAX; 4]);
+                continue;
+            };
             let (kind, fin_acked, released, done) = side.protocol.flow.shape_of(header);
             key.add([kind as u32, u32::from(fin_acked), released, done]);
         }
@@ -252,6 +257,20 @@ fn one_side_sends_offers_and_the_other_messages() {
         Side::new(RESERVE + 1, RESERVE + 1, 0, 2),
         Side::new(RESERVE + 1, RESERVE + 1, 1, 0),
     );
+}
+
+#[test]
+fn both_sides_notify_each_other_with_the_smallest_windows() {
+    let side = |data, notices| Side { notices, ..Side::new(RESERVE + 1, RESERVE + 1, data, 0) };
+    assert_holds(side(0, 4), side(0, 4));
+    assert_holds(side(1, 2), side(2, 1));
+}
+
+#[test]
+fn notifications_end_with_the_messages_of_their_side() {
+    let calls = [Call::Finish, Call::Close, Call::Drop];
+    let side = |data, notices| Side { notices, ..Side::calling(data, 0, &calls) };
+    assert_holds(side(0, 1), side(1, 0));
 }
 
 #[test]

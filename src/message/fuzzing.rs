@@ -16,15 +16,24 @@ pub fn handshake(bytes: &[u8]) {
     }
 }
 
-/// Feeds frames (4 bytes of header and 20 bytes of a possible offer each) to a side that answers.
-/// Checks that credits stay within the window.
+/// Feeds frames (4 bytes of header and 20 bytes of a possible offer each) to a side that answers;
+/// notifications for invalid headers. Checks that credits stay within the window.
 pub fn frames(bytes: &[u8]) {
     let Some((&[receives, window], frames)) = bytes.split_first_chunk() else { return };
     let (receives, window) = (RESERVE + 1 + u32::from(receives), RESERVE + 1 + u32::from(window));
     let mut flow = Flow::new(receives, window);
     for frame in frames.chunks(24) {
         let Some((header, payload)) = frame.split_first_chunk() else { return };
-        let Ok(header) = Header::decode(Imm(u32::from_be_bytes(*header))) else { return };
+        let Ok(header) = Header::decode(Imm(u32::from_be_bytes(*header))) else {
+            if flow.receive_notification().is_err() {
+                return;
+            }
+            // The service may not take it.
+            if payload.first().is_some_and(|&byte| byte % 2 == 0) {
+                flow.release_message();
+            }
+            continue;
+        };
         assert_eq!(Header::decode(header.encode()), Ok(header));
         if flow.receive(header).is_err() {
             return;

@@ -12,7 +12,8 @@ use futures::{Sink, Stream};
 
 use super::connection::Handle;
 use super::core::{ConnectionCounters, Core};
-use super::error::{CloseReason, MessageError};
+use super::error::{CloseReason, MessageError, TrySendError};
+use super::inbound::Notification;
 use super::outbound::{Flush, Outgoing};
 use super::shared::Shared;
 use super::waiters::Ticket;
@@ -116,6 +117,21 @@ impl SendHalf {
             })
         })
         .await
+    }
+
+    /// Sends a message at once or not at all; see
+    /// [`Connection::try_send`](super::Connection::try_send).
+    ///
+    /// # Errors
+    ///
+    /// See [`Connection::try_send`](super::Connection::try_send).
+    pub fn try_send(&self, message: impl Into<Bytes>) -> Result<(), TrySendError> {
+        let message = message.into();
+        match self.handle.shared.with(|core, driver| core.send_now(&message, driver)) {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(TrySendError::Full(message)),
+            Err(error) => Err(TrySendError::Failed(error)),
+        }
     }
 
     /// Waits until all messages have arrived; see [`Connection::flush`](super::Connection::flush).
@@ -296,6 +312,13 @@ impl RecvHalf {
         .await
     }
 
+    /// Returns the stream of the peer's WRITEs with immediate data; see
+    /// [`Connection::notifications`](super::Connection::notifications).
+    pub fn notifications(&self) -> Notifications<'_> {
+        let guard = WaitGuard::new(&self.handle.shared, Core::withdraw_notified);
+        Notifications { guard, ended: false }
+    }
+
     /// Aborts both directions; see [`Connection::abort`](super::Connection::abort).
     pub fn abort(&self) {
         self.handle.shared.abort(CloseReason::Aborted);
@@ -327,6 +350,45 @@ impl RecvHalf {
     #[must_use]
     pub fn counters(&self) -> ConnectionCounters {
         self.handle.counters()
+    }
+}
+
+/// The stream of a peer's WRITEs with immediate data; see
+/// [`Connection::notifications`](super::Connection::notifications).
+///
+/// # Cancel safety
+///
+/// Dropping the stream or a future of its adapters, such as `next`, loses no notification. Several
+/// streams of a connection share them.
+#[must_use = "streams do nothing unless polled"]
+pub struct Notifications<'a> {
+    guard: WaitGuard<'a>,
+    ended: bool,
+}
+
+impl Stream for Notifications<'_> {
+    type Item = Result<Notification, MessageError>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let Self { guard, ended } = &mut *self;
+        if *ended {
+            return Poll::Ready(None);
+        }
+        let WaitGuard { shared, ticket, .. } = guard;
+        let next = ready!(shared.poll(context, |core, driver, caller| {
+            core.poll_notification(ticket, driver, caller)
+        }));
+        *ended = !matches!(next, Some(Ok(_)));
+        Poll::Ready(next)
+    }
+}
+
+impl fmt::Debug for Notifications<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Notifications")
+            .field("qpn", &self.guard.shared.qp.qpn())
+            .field("ended", &self.ended)
+            .finish_non_exhaustive()
     }
 }
 

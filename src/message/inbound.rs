@@ -12,9 +12,21 @@ use super::message_memory::Fetch;
 use super::waiters::{Caller, Ticket};
 use crate::memory::BufMut;
 use crate::memory::RemoteRegion;
+use crate::types::Imm;
 
 /// The longest copied message: copying costs less than replacing the buffer.
 const COPIED_OUT: usize = 256;
+
+/// The report of a WRITE with immediate data, which has written memory that this side exposed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct Notification {
+    /// The number that the peer has passed to
+    /// [`write_with_imm`](super::Connection::write_with_imm).
+    pub imm: Imm,
+    /// The length of the WRITE in bytes.
+    pub len: usize,
+}
 
 /// Messages that have arrived or were offered, in order.
 #[derive(Debug, Default)]
@@ -34,6 +46,8 @@ pub(super) struct Inbox {
     pub(super) memory: u64,
     /// Messages were lost at termination.
     pub(super) lost: bool,
+    /// Notifications that the service has not taken. Each keeps a credit of the peer.
+    pub(super) notifications: VecDeque<Notification>,
     /// Number of the first message that is not delivered, once the listener shuts down.
     drained_at: Option<u64>,
 }
@@ -111,6 +125,11 @@ impl Inbox {
         self.base > 0 || !self.messages.is_empty()
     }
 
+    /// Returns true after [`drain`](Self::drain).
+    pub(super) fn is_draining(&self) -> bool {
+        self.drained_at.is_some()
+    }
+
     pub(super) fn get(&mut self, number: u64) -> Option<&mut Incoming> {
         self.messages.get_mut((number - self.base) as usize)
     }
@@ -139,6 +158,62 @@ impl Inbox {
 }
 
 impl Core {
+    /// Returns the next notification, or `None` after the last.
+    pub(super) fn poll_notification(
+        &mut self,
+        ticket: &mut Option<Ticket>,
+        driver: &Waker,
+        caller: &mut Caller<'_>,
+    ) -> Poll<Option<Result<Notification, MessageError>>> {
+        if self.notified.is_first(*ticket) {
+            if self.inbox.notifications.is_empty() {
+                self.progress(driver);
+            }
+            if self.protocol.phase().takes_messages()
+                && let Some(notification) = self.inbox.notifications.pop_front()
+            {
+                self.counters.notifications_received += 1;
+                self.withdraw_notified(ticket);
+                if self.close_reason().is_none() {
+                    self.protocol.flow.release_message();
+                    self.send_due();
+                }
+                return Poll::Ready(Some(Ok(notification)));
+            }
+            if let Some(end) = self.end_of_notifications() {
+                self.withdraw_notified(ticket);
+                return Poll::Ready(end.map(|reason| Err(MessageError::Closed(reason))));
+            }
+        }
+        self.notified.wait(ticket, caller);
+        Poll::Pending
+    }
+
+    /// Returns the reason why no notification follows; `None` in it if the peer has finished.
+    fn end_of_notifications(&self) -> Option<Option<CloseReason>> {
+        let reason = self.close_reason();
+        if !self.protocol.phase().takes_messages() {
+            return Some(Some(reason.unwrap_or(CloseReason::Local)));
+        }
+        if self.protocol.flow.peer_has_finished() || self.inbox.is_draining() {
+            return Some(None);
+        }
+        reason.map(Some)
+    }
+
+    /// Returns true if a task that waits for a notification can continue.
+    pub(super) fn has_news(&self) -> bool {
+        !self.inbox.notifications.is_empty() || self.end_of_notifications().is_some()
+    }
+
+    /// Withdraws a task that waits for a notification, and wakes the next one.
+    pub(super) fn withdraw_notified(&mut self, ticket: &mut Option<Ticket>) {
+        self.after.discard(self.notified.withdraw(ticket));
+        if self.has_news() {
+            self.after.wake(self.notified.take_first());
+        }
+    }
+
     /// Returns the next message, or `None` after the last.
     pub(super) fn poll_recv(
         &mut self,

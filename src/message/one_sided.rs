@@ -1,14 +1,19 @@
 //! One-sided operations on the peer's memory.
 //!
-//! They share the send queue with messages. Operations that consume a receive of the peer are not
-//! offered: the peer would take them for frames.
+//! They share the send queue with messages. Of the operations that consume a receive of the peer,
+//! only [`Connection::write_with_imm`] is offered, which waits for a credit: the peer would take
+//! others for frames.
+
+use std::future::poll_fn;
 
 use super::connection::Connection;
-use crate::error::{LimitError, SetupError};
+use super::core::Core;
+use super::halves::WaitGuard;
+use crate::error::{LimitError, OpError, SetupError};
 use crate::memory::{BufMut, ExposedRegion, Gather, Pool, PoolError, Scatter};
 use crate::memory::{HostMemory, RemoteRegion, Storage};
 use crate::op::{Atomic, AtomicRequest, Batch, BatchOp, Read, SendRequest, Write};
-use crate::types::Access;
+use crate::types::{Access, Imm};
 use crate::verbs::ProtectionDomain;
 
 impl Connection {
@@ -100,6 +105,44 @@ impl Connection {
     /// Dropping the future does not stop the [`Operation`](crate::op::Operation).
     pub fn write_inline(&self, bytes: &[u8], remote: RemoteRegion) -> Write<()> {
         self.qp().destination().post_inline(SendRequest::write(remote), bytes)
+    }
+
+    /// Writes to the peer's memory like [`write`](Self::write), and notifies the peer's service:
+    /// its [`notifications`](Self::notifications) yield `imm` and the length. The data is then
+    /// visible to it. The WRITE may be empty.
+    ///
+    /// A notification uses a receive of the peer. It waits for a credit in the same FIFO as
+    /// [`send`](Self::send), and is in flight when the future has been polled with a credit. A peer
+    /// that does not take its notifications therefore receives no more messages, either.
+    ///
+    /// # Errors
+    ///
+    /// See [`write`](Self::write); the buffer is returned.
+    /// [`OpErrorKind::Closed`](crate::OpErrorKind::Closed) after [`finish`](Self::finish), too.
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped while it waits for a credit, nothing is written. Afterwards,
+    /// dropping it does not stop the [`Operation`](crate::op::Operation).
+    pub async fn write_with_imm<B: Gather>(
+        &self,
+        buffer: B,
+        remote: RemoteRegion,
+        imm: Imm,
+    ) -> Result<B, OpError<B>> {
+        let shared = &self.handle().shared;
+        let mut buffer = Some(buffer);
+        let mut guard = WaitGuard::new(shared, Core::withdraw_sender);
+        let write = poll_fn(|context| {
+            shared.poll(context, |core, driver, caller| {
+                let (ticket, request) = (&mut guard.ticket, (remote, imm));
+                core.poll_write_with_imm(&mut buffer, request, ticket, driver, caller)
+            })
+        });
+        match write.await {
+            Some(write) => write.await,
+            None => unreachable!("the future has the buffer until it is posted"),
+        }
     }
 
     /// Reads the peer's memory; see [`QueuePair::read`](crate::QueuePair::read).

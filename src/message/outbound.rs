@@ -12,8 +12,11 @@ use super::error::{CloseReason, MessageError};
 use super::frame::{Header, Kind};
 use super::waiters::{Caller, Ticket};
 use crate::error::{LimitError, OpErrorKind};
-use crate::memory::{Buf, BufMut, PdKey, PoolError, ReadOnlyRegion, Sealed as _};
-use crate::op::{QueuePair, Send};
+use crate::memory::{
+    Buf, BufMut, Gather, PdKey, PoolError, ReadOnlyRegion, RemoteRegion, Sealed as _,
+};
+use crate::op::{QueuePair, Send, Write};
+use crate::types::Imm;
 
 /// The number of frames in flight above which completed ones are removed.
 const REAP_THRESHOLD: usize = 256;
@@ -182,6 +185,62 @@ impl Core {
             self.progress(driver);
         }
         Poll::Pending
+    }
+
+    /// Posts a WRITE with immediate data if it is first in the queue and the peer has a receive.
+    /// Returns the refused WRITE if nothing can be sent any more.
+    pub(super) fn poll_write_with_imm<B: Gather>(
+        &mut self,
+        buffer: &mut Option<B>,
+        (remote, imm): (RemoteRegion, Imm),
+        ticket: &mut Option<Ticket>,
+        driver: &Waker,
+        caller: &mut Caller<'_>,
+    ) -> Poll<Option<Write<B>>> {
+        let first = self.senders.is_first(*ticket);
+        if first && !self.protocol.flow.may_send(Kind::Data) {
+            self.progress(driver);
+        }
+        let open = self.protocol.phase().check_open().is_ok();
+        if open && !(first && self.protocol.flow.may_send(Kind::Data)) {
+            if first {
+                self.blocked = Block::Credits { frames: 1 };
+            }
+            self.senders.wait(ticket, caller);
+            return Poll::Pending;
+        }
+        let write = buffer.take().map(|buffer| {
+            if !open {
+                return Write::refused(OpErrorKind::Closed, buffer);
+            }
+            let write = self.frames.write_with_imm(buffer, remote, imm);
+            if write.refusal().is_none() {
+                self.protocol.flow.send_notification();
+                self.counters.notifications_sent += 1;
+            }
+            write
+        });
+        self.withdraw_sender(ticket);
+        Poll::Ready(write)
+    }
+
+    /// Sends `message` now and returns true, or returns false if a resource is missing or others
+    /// wait for one. The caller must drop the message without the lock.
+    pub(super) fn send_now(
+        &mut self,
+        message: &Bytes,
+        driver: &Waker,
+    ) -> Result<bool, MessageError> {
+        self.protocol.phase().check_open()?;
+        if !self.senders.is_empty() {
+            return Ok(false);
+        }
+        let mut missing = self.try_send(Outgoing::Bytes(message))?;
+        if missing.is_some() {
+            self.progress(driver);
+            missing = self.try_send(Outgoing::Bytes(message))?;
+        }
+        Ok(missing.is_none())
     }
 
     /// Withdraws a sender and wakes the next one.

@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use crate::connected::{self, config, pattern, recv, two};
 use crate::torture::{Flavour, LONG, Seed, bounded, eventually, soon};
-use futures::FutureExt;
+use futures::{FutureExt, StreamExt};
 use tokio_rdma::message::{Handshake, HandshakeError, RefusalReason, Violation};
 use tokio_rdma::software::Network;
 use tokio_rdma::types::{Imm, Rkey, WcStatus};
 use tokio_rdma::{
-    CloseReason, CompletionMode, CompletionQueue, Connection, ConnectionConfig, Device,
+    Access, CloseReason, CompletionMode, CompletionQueue, Connection, ConnectionConfig, Device,
     EstablishError, Listener, MessageError, Pool, ProtectionDomain, QueuePair, RemoteRegion, cm,
 };
 
@@ -81,6 +81,36 @@ async fn reason(connection: &Connection) -> CloseReason {
             Err(other) => panic!("{other:?}"),
         }
     }
+}
+
+#[test]
+fn notifications_beyond_the_window_or_after_fin_close_the_connection() {
+    run("notifications", || async {
+        for after_fin in [false, true] {
+            let settings = config().receive_buffers(4);
+            let (connection, peer) = connect_peer(&Network::new(), &settings);
+            let region = connection.expose(vec![0; 8], Access::REMOTE_WRITE).unwrap();
+            let notify = |imm| {
+                let buffer = peer.pool.copy_from(b"hostile").unwrap();
+                let remote = region.grant().slice(..7).unwrap();
+                peer.qp.write_with_imm(buffer, remote, Imm(imm))
+            };
+            if after_fin {
+                peer.send(b"", header(FIN, 0, 0)).await;
+            }
+            // The service takes none, so at most the window is kept: four receives and four more.
+            let writes: Vec<_> = (0..if after_fin { 1 } else { 9 }).map(notify).collect();
+            for write in writes {
+                drop(soon("write", write).await);
+            }
+            let violation =
+                if after_fin { Violation::AfterFinish } else { Violation::Window { receives: 8 } };
+            let closed = soon("closed", connection.closed()).await;
+            assert_eq!(closed, CloseReason::Violation(violation));
+            let kept = connection.notifications().filter(|next| std::future::ready(next.is_ok()));
+            assert_eq!(kept.count().await, if after_fin { 0 } else { 8 });
+        }
+    });
 }
 
 #[test]

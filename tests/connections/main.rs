@@ -10,6 +10,7 @@ mod by_address;
 mod closing;
 mod hostile;
 mod messages;
+mod notifications;
 mod one_sided;
 mod reentrant;
 mod service;

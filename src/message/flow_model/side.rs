@@ -30,26 +30,28 @@ impl Call {
 
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Wire {
-    pub(super) frames: [Header; MAX_WINDOW],
+    /// Headers of frames; `None` for a notification.
+    pub(super) frames: [Option<Header>; MAX_WINDOW],
     pub(super) len: usize,
 }
 
 impl Wire {
-    pub(super) const EMPTY: Self = Self {
-        frames: [Header { kind: Kind::Ack, fin_acked: false, released: 0, done: 0 }; MAX_WINDOW],
-        len: 0,
-    };
+    pub(super) const EMPTY: Self = Self { frames: [None; MAX_WINDOW], len: 0 };
 
     pub(super) fn is_empty(&self) -> bool {
         self.len == 0
     }
 
     pub(super) fn push(&mut self, header: Header) {
-        self.frames[self.len] = header;
+        self.push_any(Some(header));
+    }
+
+    fn push_any(&mut self, frame: Option<Header>) {
+        self.frames[self.len] = frame;
         self.len += 1;
     }
 
-    pub(super) fn pop(&mut self) -> Header {
+    pub(super) fn pop(&mut self) -> Option<Header> {
         let first = self.frames[0];
         self.frames.copy_within(1.., 0);
         self.len -= 1;
@@ -63,9 +65,10 @@ pub(super) struct Side {
     pub(super) protocol: Protocol,
     /// Frames of each message of both sides that is not offered.
     pub(super) frames: u8,
-    /// Messages and pings still to be sent.
+    /// Messages, notifications and pings still to be sent.
     pub(super) data: u8,
     pub(super) offers: u8,
+    pub(super) notices: u8,
     pub(super) pings: u8,
     pub(super) calls: [bool; Call::ALL.len()],
     pub(super) may_fail: bool,
@@ -74,6 +77,8 @@ pub(super) struct Side {
     pub(super) inbox: u8,
     /// Offers being fetched.
     pub(super) reading: u8,
+    /// Notifications arrived but not taken or discarded.
+    pub(super) noticed: u8,
     pub(super) sent: u8,
     pub(super) arrived: u8,
     /// Frames in flight to the peer.
@@ -94,12 +99,14 @@ impl Side {
             frames: 1,
             data,
             offers,
+            notices: 0,
             pings: 0,
             calls: Call::ALL.map(|call| call == Call::FinishAtEnd),
             may_fail: false,
             posted: receives,
             inbox: 0,
             reading: 0,
+            noticed: 0,
             sent: 0,
             arrived: 0,
             wire: Wire::EMPTY,
@@ -133,6 +140,12 @@ impl Side {
         let header = self.protocol.flow.send(kind);
         self.sent += u8::from(kind.is_message());
         self.wire.push(header);
+    }
+
+    pub(super) fn notify(&mut self) {
+        self.notices -= 1;
+        self.protocol.flow.send_notification();
+        self.wire.push_any(None);
     }
 
     pub(super) fn stage(&self) -> Option<Stage> {
@@ -203,8 +216,19 @@ impl Side {
         }
     }
 
-    pub(super) fn receive(&mut self, header: Header) {
+    /// Takes or discards a notification, whose receive was posted again before.
+    pub(super) fn take_notice(&mut self) {
+        self.noticed -= 1;
+        self.protocol.flow.release_message();
+    }
+
+    pub(super) fn receive(&mut self, frame: Option<Header>) {
         assert!(self.posted > 0, "receiver not ready");
+        let Some(header) = frame else {
+            assert_eq!(self.protocol.flow.receive_notification(), Ok(()));
+            self.noticed += 1;
+            return;
+        };
         self.posted -= 1;
         match self.protocol.receive(header) {
             // Its receive is posted again when the whole message is received.

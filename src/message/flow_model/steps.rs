@@ -74,9 +74,9 @@ fn engine(steps: &mut Steps<'_>, own: usize) {
     if !side.wire.is_empty() && !lost {
         // The device of a terminated side receives frames until its queue pair is closed.
         steps.add(own, |side, peer| {
-            let header = side.wire.pop();
+            let frame = side.wire.pop();
             if peer.protocol.phase().close_reason().is_none() {
-                peer.receive(header);
+                peer.receive(frame);
             }
         });
     }
@@ -97,6 +97,9 @@ fn engine(steps: &mut Steps<'_>, own: usize) {
             }
             if !side.protocol.phase().takes_messages() && side.inbox > side.reading {
                 steps.add(own, |side, _| side.take());
+            }
+            if !side.protocol.phase().takes_messages() && side.noticed > 0 {
+                steps.add(own, |side, _| side.take_notice());
             }
             if side.is_flushed() && side.protocol.flow.is_over() {
                 steps.add(own, |side, peer| {
@@ -170,6 +173,13 @@ fn service(steps: &mut Steps<'_>, own: usize) {
             });
         }
     }
+    if side.notices > 0
+        && side.stage().is_some()
+        && phase.check_open().is_ok()
+        && side.protocol.flow.may_send(Kind::Data)
+    {
+        steps.add(own, |side, _| side.notify());
+    }
     // A peer that has finished may be gone and not answer.
     if side.pings > 0
         && side.protocol.flow.may_send(Kind::Ping)
@@ -182,6 +192,9 @@ fn service(steps: &mut Steps<'_>, own: usize) {
     }
     if phase.takes_messages() && side.inbox > side.reading {
         steps.add(own, |side, _| side.take());
+    }
+    if phase.takes_messages() && side.noticed > 0 {
+        steps.add(own, |side, _| side.take_notice());
     }
     let has_handle = !matches!(phase, Phase::Running(Stage::Lingering | Stage::Aborting));
     let received_all = matches!(
@@ -200,7 +213,8 @@ fn service(steps: &mut Steps<'_>, own: usize) {
         });
     }
     for call in Call::ALL.into_iter().filter(|&call| side.calls[call as usize]) {
-        if call != Call::FinishAtEnd || side.data == 0 && side.offers == 0 {
+        let all_sent = [side.data, side.offers, side.notices] == [0; 3];
+        if call != Call::FinishAtEnd || all_sent {
             steps.add(own, |side, _| side.call(call));
         }
     }
