@@ -560,7 +560,7 @@ fn loom_a_parked_task_never_misses_a_completion() {
             assert!(slot.claim(1), "a new slot is free");
             let id = slot.id();
             let queue = Arc::new(Queue {
-                device: Mutex::new(Device { completions: 0, arm, events: 0 }),
+                device: Mutex::new(Device { completions: 0, arm, events: 0, server: None }),
                 state: Mutex::new(arm::Request::new(arm)),
                 slot,
                 id,
@@ -613,8 +613,8 @@ fn loom_a_completion_around_the_start_of_the_serving_task_wakes_its_operation() 
         assert!(slot.claim(1), "a new slot is free");
         let id = slot.id();
         let queue = Arc::new(Queue {
-            device: Mutex::default(),
-            state: Mutex::new(false),
+            device: Mutex::new(Device { completions: 0, arm: Arm::Off, events: 0, server: None }),
+            state: Mutex::new(arm::Request::NONE),
             slot,
             id,
             waiting: AtomicU32::new(0),
@@ -624,7 +624,7 @@ fn loom_a_completion_around_the_start_of_the_serving_task_wakes_its_operation() 
             move || {
                 let mut device = queue.device.lock().unwrap();
                 device.completions += 1;
-                if std::mem::take(&mut device.armed) {
+                if std::mem::replace(&mut device.arm, Arm::Off) == Arm::All {
                     device.events += 1;
                     device.server.iter().for_each(Waker::wake_by_ref);
                 }
@@ -638,7 +638,7 @@ fn loom_a_completion_around_the_start_of_the_serving_task_wakes_its_operation() 
             }
             queue.waiting.fetch_add(1, Ordering::Relaxed);
             assert_eq!(queue.slot.register(waker, &mut Discarded::default()), Registered::Fresh);
-            arm::before_park(draining);
+            arm::before_park(draining, Arm::All);
             queue.slot.is_complete()
         });
         let (scheduled, server) = flag();
