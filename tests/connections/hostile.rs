@@ -248,27 +248,6 @@ fn messages_of_several_frames_are_continued_and_within_the_limits() {
 }
 
 #[test]
-fn write_with_immediate_data_is_a_violation() {
-    run("write", || async {
-        let (connection, peer) = connect_peer(&Network::new(), &config());
-        let region = connection.expose(vec![0; 64], tokio_rdma::Access::REMOTE_WRITE).unwrap();
-        drop(
-            peer.qp
-                .write_with_imm(
-                    peer.pool.copy_from(b"x").unwrap(),
-                    region.grant(),
-                    header(DATA, 0, 0),
-                )
-                .await,
-        );
-        assert_eq!(
-            reason(&connection).await,
-            CloseReason::Violation(Violation::Header { header: 0 })
-        );
-    });
-}
-
-#[test]
 fn message_longer_than_a_buffer_closes_the_connection() {
     run("overlong", || async {
         let (connection, peer) = connect_peer(&Network::new(), &config().receive_buffer_size(100));
