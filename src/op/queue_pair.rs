@@ -15,8 +15,8 @@ use crate::memory::{BufMut, PdKey, Pool, PoolError};
 use crate::op::post::Destination;
 use crate::op::{ConnectOptions, QueuePairEndpoint, SharedReceiveQueue};
 use crate::types::{
-    Access, AddressVector, DciStreamsInit, Gid, GidEntry, LinkLayer, Mtu, PortAttr, PortNum,
-    PortState, Psn, Qkey, QpAttr, QpCaps, QpState, Qpn, SendFlags, SendOp, Transport,
+    Access, AddressVector, DataPath, DciStreamsInit, Gid, GidEntry, LinkLayer, Mtu, PortAttr,
+    PortNum, PortState, Psn, Qkey, QpAttr, QpCaps, QpState, Qpn, SendFlags, SendOp, Transport,
 };
 use crate::verbs::{Device, ProtectionDomain, Qp, QpOptions};
 
@@ -668,7 +668,9 @@ impl QueuePairBuilder {
         self
     }
 
-    /// Receives raise events only for solicited messages, because the peer sends no others.
+    /// Receives raise events only for solicited messages, because the peer sends no others, and for
+    /// failures. Without effect on devices of which it is unknown whether failures raise such an
+    /// event: Linux's SoftRoCE flushes receives without one.
     pub(crate) fn solicited(mut self) -> Self {
         self.solicited = true;
         self
@@ -783,10 +785,12 @@ impl QueuePairBuilder {
             solicited: false,
         };
         let send = limits(caps.max_send_wr, granted.max_send_sge);
+        let signals_failures =
+            matches!(device.attr().data_path, DataPath::Software | DataPath::Direct);
         // A receive may be larger than any message.
         let receive = Limits {
             max_message: u64::MAX,
-            solicited,
+            solicited: solicited && signals_failures,
             ..limits(caps.max_recv_wr, granted.max_recv_sge)
         };
         let core = QueuePairCore::new(
