@@ -61,6 +61,8 @@ pub(super) struct Core {
     pub(super) sends: VecDeque<Sent>,
     /// Frames removed from `sends`.
     pub(super) reaped: u64,
+    /// Frames in `sends` with a buffer of the service.
+    pub(super) lent: usize,
     /// Long messages not fetched by the peer.
     pub(super) offers: VecDeque<ReadOnlyRegion>,
     pub(super) offered: u64,
@@ -135,6 +137,7 @@ impl Core {
             receives: VecDeque::with_capacity(config.receives() as usize),
             inbox: Inbox::default(),
             sends: VecDeque::new(),
+            lent: 0,
             reaped: 0,
             offers: VecDeque::new(),
             offered: 0,
@@ -191,6 +194,8 @@ impl Core {
             self.on(Event::Terminate(reason));
         }
         self.wake();
+        // Only the driver keeps deadlines.
+        self.after.wake_driver |= self.protocol.is_linger_due();
     }
 
     fn needs_driver(&self) -> bool {
@@ -366,6 +371,7 @@ impl Core {
                 self.on(Event::Fail(kind));
             }
             if let Some(buffer) = sent.into_buffer() {
+                self.lent -= 1;
                 self.after.drop(Dropped::Buffer(buffer));
             }
         }
@@ -379,29 +385,44 @@ impl Core {
         }
     }
 
-    /// Registers the driver with the send that termination, a flush or the first sender waits for.
+    /// Registers the driver with the send that termination, a flush, the first sender or the owner
+    /// of a lent buffer waits for.
     fn watch_sends(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
-        let waited_for = if self.protocol.flow.is_over() {
-            self.sends.back_mut()
-        } else if let Some(last) =
-            self.mark.and_then(|mark| mark.frames.checked_sub(self.reaped + 1))
-        {
-            self.sends.get_mut(last as usize)
-        } else if !self.senders.is_empty() && matches!(self.blocked, Block::Buffers { .. }) {
-            // The first would wake the driver for every send.
-            let middle = self.sends.len() / 2;
-            self.sends.get_mut(middle)
-        } else {
-            return Ok(());
-        };
-        if let Some(sent) = waited_for {
-            let polled = sent.poll(context);
-            if let Poll::Ready(Err(kind)) = polled {
-                return self.on_failure(kind, context);
+        while let Some(sent) = self.awaited_send() {
+            match sent.poll(context) {
+                Poll::Pending => break,
+                Poll::Ready(Err(kind)) => return self.on_failure(kind, context),
+                Poll::Ready(Ok(())) => {}
             }
+            // It completed after the last `reap`: another send may be awaited now.
+            let before = self.reaped;
             self.reap();
+            if self.reaped == before {
+                break;
+            }
         }
         Ok(())
+    }
+
+    /// Returns the send whose completion is awaited, if any.
+    fn awaited_send(&mut self) -> Option<&mut Sent> {
+        if self.protocol.flow.is_over() {
+            return self.sends.back_mut();
+        }
+        let mark = self.mark.and_then(|mark| mark.frames.checked_sub(self.reaped + 1));
+        if let Some(last) = mark {
+            return self.sends.get_mut(last as usize);
+        }
+        if !self.senders.is_empty() && matches!(self.blocked, Block::Buffers { .. }) {
+            // The first would wake the driver for every send.
+            let middle = self.sends.len() / 2;
+            return self.sends.get_mut(middle);
+        }
+        if self.lent == 0 {
+            return None;
+        }
+        // The last one, with which all lent buffers return.
+        self.sends.iter_mut().rfind(|sent| sent.is_lent())
     }
 
     /// Collects the wakers of tasks whose condition holds.

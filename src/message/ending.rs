@@ -145,6 +145,7 @@ impl Core {
         }
         self.after.drop(Dropped::Receives(std::mem::take(&mut self.receives)));
         self.after.drop(Dropped::Sends(std::mem::take(&mut self.sends)));
+        self.lent = 0;
         self.after.drop(Dropped::Lost(lost));
         self.sends.extend(abort);
         self.after.drop(Dropped::Jobs(self.jobs.take()));

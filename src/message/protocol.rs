@@ -82,11 +82,17 @@ impl Protocol {
     /// Starts the linger timeout, on the first call after [`abandon`](Self::abandon), or when the
     /// peer of a draining connection has received all messages and may be idle.
     pub(super) fn linger(&mut self, now: impl FnOnce() -> Instant) {
-        if self.draining && self.phase.is_closing() && self.flow.peer_has_all() {
+        if self.is_linger_due() {
             self.draining = false;
             self.timers.set_dropped();
         }
         self.timers.linger(now);
+    }
+
+    /// Returns true if the peer of a draining connection has received all messages, and the linger
+    /// timeout is to start.
+    pub(super) fn is_linger_due(&self) -> bool {
+        self.draining && self.phase.is_closing() && self.flow.peer_has_all()
     }
 
     /// Processes a received header. Returns how many more offers the peer has fetched.

@@ -177,6 +177,23 @@ fn registered_buffers_are_sent_from_their_memory_and_return_to_their_pool() {
 }
 
 #[test]
+fn lent_buffers_return_although_nothing_else_happens() {
+    everywhere("lent buffers", async |mode| {
+        let (a, b) = pair(&config().mode(mode.make()).keepalive(None));
+        let pool = Pool::new(a.protection_domain(), 8192, 2).unwrap();
+        // The window of the idle receiver takes all messages.
+        for number in 0..20 {
+            let mut buffer = soon("a buffer", pool.alloc(8192)).await.unwrap();
+            buffer.copy_from_slice(&pattern(8192, number));
+            a.send_buffer(buffer.freeze()).await.unwrap();
+        }
+        for number in 0..20 {
+            assert!(recv(&b).await == pattern(8192, number), "message {number}");
+        }
+    });
+}
+
+#[test]
 fn both_ends_send_at_once_with_one_buffer_each() {
     everywhere("one buffer", async |mode| {
         let config = config()

@@ -160,7 +160,8 @@ struct Service {
 impl Service {
     async fn new() -> Self {
         let (device, _) = device(&Network::new());
-        let config = config().close_timeout(HOUR);
+        // Without keepalive, no deadline ends a wait by chance.
+        let config = config().close_timeout(HOUR).keepalive(None);
         let address = connected::address(&device);
         let listener = Listener::bind_with(&device, address, &config).await.unwrap();
         Self { device, config, listener }
