@@ -47,7 +47,8 @@ pub(super) fn wake_in_turn(context: &Context<'_>, rounds: u32) {
 /// Gives the core of a thread to others every few rounds, for a task that spins without a limit.
 ///
 /// The completion may depend on a thread that shares the core. It would otherwise wait for the end
-/// of the kernel's time slice: some milliseconds. A current-thread runtime has a core of its own.
+/// of the kernel's time slice: some milliseconds. A current-thread runtime is taken to have a core
+/// of its own.
 pub(super) fn share_core(rounds: u32) {
     if rounds.is_multiple_of(ROUNDS_OF_THREAD) && !is_single_threaded() {
         std::thread::yield_now();

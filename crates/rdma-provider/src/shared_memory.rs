@@ -14,7 +14,8 @@
 //! assembly. On Rust's abstract machine it has the effect of a loop that copies each byte by a
 //! relaxed atomic load and a relaxed atomic store, in ascending order:
 //!
-//! - The instructions load and store each byte once, and access no byte outside of both ranges.
+//! - The instructions load and store each byte once, and access no byte outside of both ranges. If
+//!   the ranges overlap, they load several bytes before they store the first.
 //! - x86-64 and AArch64 execute a vector access as one or more accesses of at least one whole byte,
 //!   so each byte read was written.
 //! - The compiler assumes that an assembly block without `nomem` accesses any memory that its code
@@ -204,7 +205,7 @@ unsafe fn copy_long(
 }
 
 /// Copies by vector instructions; see [Long copies](self#long-copies).
-#[cfg(all(target_arch = "x86_64", not(miri)))]
+#[cfg(all(target_arch = "x86_64", target_pointer_width = "64", not(miri)))]
 mod blocks {
     use std::arch::{asm, is_x86_feature_detected};
 
@@ -268,7 +269,12 @@ mod blocks {
 }
 
 /// Copies by vector instructions; see [Long copies](self#long-copies).
-#[cfg(all(target_arch = "aarch64", target_endian = "little", not(miri)))]
+#[cfg(all(
+    target_arch = "aarch64",
+    target_endian = "little",
+    target_pointer_width = "64",
+    not(miri)
+))]
 mod blocks {
     use std::arch::asm;
 
@@ -307,6 +313,7 @@ mod blocks {
 /// Stands in where [`LONG`] keeps it from being called.
 #[cfg(any(
     miri,
+    not(target_pointer_width = "64"),
     not(any(target_arch = "x86_64", all(target_arch = "aarch64", target_endian = "little")))
 ))]
 mod blocks {
