@@ -72,7 +72,8 @@ fn closed_connections_leak_nothing() {
                     // The last connection and listener free the resources that are kept for reuse.
                     drop(listener);
                     eventually("destroyed queue pairs", || queue.counters().reserved == 0).await;
-                    eventually("tasks end", || tasks() == 0).await;
+                    // The software device's events for `queue` have a task.
+                    eventually("tasks end", || tasks() <= 1).await;
                     before = Some((descriptors(), tasks(), live::bytes(), kernel_objects()));
                     listener = Listener::bind_with(&device, local, &shared).await.unwrap();
                 }
@@ -130,6 +131,8 @@ fn simultaneous_process() {
     /// Bytes left of all connections: of 500 pairs, less than half of their records in the software
     /// device's connection manager.
     const LEFT: usize = 100_000;
+    /// Closed connections whose resources a device keeps.
+    const KEPT: usize = 8;
     let many = scaled(500);
     if !runs_alone() {
         return;
@@ -160,7 +163,8 @@ fn simultaneous_process() {
                 }
                 soon("close", join_all(ends.iter().map(|end| end.close()))).await;
                 drop(ends);
-                eventually("tasks end", || tasks() == 0).await;
+                // The software device's events have a task for each completion queue that is kept.
+                eventually("tasks end", || tasks() <= KEPT).await;
                 let before = *before.get_or_insert_with(live::bytes);
                 eventually("memory is free", || live::bytes() <= before + LEFT).await;
                 eprintln!("{pairs} pairs: {} bytes more", live::bytes() as isize - before as isize);
