@@ -31,6 +31,9 @@ fn kernel_objects() -> u64 {
 
 #[test]
 fn closed_connections_leak_nothing() {
+    // The software device's events have a task for each completion queue: that of the test, and some
+    // of closed connections that a later connection ends.
+    const TASKS: usize = 4;
     let cycles = std::env::var("TOKIO_RDMA_CYCLES")
         .map_or(scaled(400), |cycles| cycles.parse().expect("a number"));
     bounded("churn", LONG * 4 + LONG * (cycles / 2000) as u32, move || {
@@ -72,8 +75,7 @@ fn closed_connections_leak_nothing() {
                     // The last connection and listener free the resources that are kept for reuse.
                     drop(listener);
                     eventually("destroyed queue pairs", || queue.counters().reserved == 0).await;
-                    // The software device's events for `queue` have a task.
-                    eventually("tasks end", || tasks() <= 1).await;
+                    eventually("tasks end", || tasks() <= TASKS).await;
                     before = Some((descriptors(), tasks(), live::bytes(), kernel_objects()));
                     listener = Listener::bind_with(&device, local, &shared).await.unwrap();
                 }
@@ -81,7 +83,7 @@ fn closed_connections_leak_nothing() {
             drop(listener);
             let (fds, alive, bytes, objects) = before.expect("a quarter of the cycles ran");
             eventually("destroyed queue pairs", || queue.counters().reserved == 0).await;
-            eventually("tasks end", || tasks() <= alive).await;
+            eventually("tasks end", || tasks() <= alive.max(TASKS)).await;
             eventually("descriptors are closed", || descriptors() <= fds).await;
             eventually("the kernel's objects are destroyed", || kernel_objects() <= objects).await;
             let connection = 200_000;
