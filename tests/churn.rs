@@ -31,8 +31,8 @@ fn kernel_objects() -> u64 {
 
 #[test]
 fn closed_connections_leak_nothing() {
-    // The software device's events have a task for each completion queue: that of the test, and some
-    // of closed connections that a later connection ends.
+    // The software device's events have a task for each completion queue: the test's queue, and a
+    // few queues of closed connections, whose tasks end at a later connection.
     const TASKS: usize = 4;
     let cycles = std::env::var("TOKIO_RDMA_CYCLES")
         .map_or(scaled(400), |cycles| cycles.parse().expect("a number"));

@@ -7,7 +7,7 @@
 
 // Only the linker refers to the functions.
 #![allow(unreachable_pub)]
-// Newer compilers than that of rust-toolchain.toml compare the functions with those of libc. A
+// Compilers newer than rust-toolchain.toml compare the functions with libc's declarations. A
 // variadic function cannot be defined; on the supported machines `mode` is passed in a register.
 #![allow(unknown_lints, reason = "the next lints are newer")]
 #![allow(invalid_runtime_symbol_definitions, suspicious_runtime_symbol_definitions)]
