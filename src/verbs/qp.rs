@@ -212,10 +212,6 @@ impl Qp {
     /// [`SetupError::Transition`] names missing or forbidden attributes.
     pub fn modify(&self, attr: &QpAttr) -> Result<(), SetupError> {
         let mut last = self.last_state.lock();
-        if *last == QpState::Err && *attr == QpAttr::to_state(QpState::Err) {
-            // Only a reset leaves the error state.
-            return Ok(());
-        }
         // A query is a system call, so the device is asked only if the state last set does not
         // explain the change or its refusal.
         let mut refused = None;
