@@ -170,8 +170,12 @@ impl Claim<WorkQueue> {
             return unsafe { self.end_refused() };
         };
         let index = index_of(self.id());
-        let held: Option<Held> =
-            if std::mem::needs_drop::<T>() { Some(Box::new(held)) } else { None };
+        let (held, unneeded): (Option<Held>, _) =
+            if std::mem::needs_drop::<T>() && !self.is_complete() {
+                (Some(Box::new(held)), None)
+            } else {
+                (None, Some(held))
+            };
         // Counts as a waiter until reaped, because other tasks may wait for its buffers or
         // capacity. Counted before it is visible, so that the count never falls below zero.
         queue.cq().add_waiter();
@@ -187,7 +191,7 @@ impl Claim<WorkQueue> {
                 queue.cq().remove_waiter();
                 queue.end_parts(&self);
                 queue.release(&self);
-                drop(held);
+                drop((held, unneeded));
             }
         }
     }

@@ -56,6 +56,9 @@ pub(super) struct Core {
     pub(super) jobs: Jobs,
 
     pub(super) receives: VecDeque<Recv<BufMut>>,
+    /// Receives after termination, kept until the queue pair is closed: dropping complete ones
+    /// costs less.
+    pub(super) flushing: VecDeque<Recv<BufMut>>,
     pub(super) inbox: Inbox,
     /// Frames in flight; after termination, an `Abort` that the driver awaits.
     pub(super) sends: VecDeque<Sent>,
@@ -135,6 +138,7 @@ impl Core {
             receive_pool,
             send_pool,
             receives: VecDeque::with_capacity(config.receives() as usize),
+            flushing: VecDeque::new(),
             inbox: Inbox::default(),
             sends: VecDeque::new(),
             lent: 0,

@@ -103,6 +103,10 @@ impl Core {
                         .then(|| self.sends.pop_back());
                     self.release(abort.flatten());
                 }
+                Action::ReleaseReceives => {
+                    let flushed = std::mem::take(&mut self.flushing);
+                    self.after.drop(Dropped::Receives(flushed));
+                }
                 Action::ReleaseOffers => {
                     let offers = self.offers.drain(..);
                     offers.for_each(|offer| self.after.drop(Dropped::Fetched(offer)));
@@ -122,7 +126,8 @@ impl Core {
         }
     }
 
-    /// Detaches all operations except `abort` and drops messages that can no longer be received.
+    /// Detaches all operations except `abort` and receives, and drops messages that can no longer be
+    /// received.
     fn release(&mut self, abort: Option<Sent>) {
         let Some(Outcome { reason, readable }) = self.protocol.phase().outcome() else {
             unreachable!("only termination releases")
@@ -143,7 +148,7 @@ impl Core {
             self.inbox.notifications.clear();
             self.counters.discarded += lost.iter().filter(is_readable).count() as u64;
         }
-        self.after.drop(Dropped::Receives(std::mem::take(&mut self.receives)));
+        self.flushing = std::mem::take(&mut self.receives);
         self.after.drop(Dropped::Sends(std::mem::take(&mut self.sends)));
         self.lent = 0;
         self.after.drop(Dropped::Lost(lost));

@@ -97,12 +97,14 @@ pub(super) enum Action {
     SendAbort,
     /// Stops posting, including operations of the service.
     StopSending,
-    /// Detaches all operations and drops unreadable messages.
+    /// Detaches all operations except receives, and drops unreadable messages.
     Release,
     /// Keeps a posted `Abort`, which the driver awaits before it closes the queue pair.
     ReleaseAllButAbort,
     /// Deregisters unfetched messages.
     ReleaseOffers,
+    /// Drops receives, which are complete.
+    ReleaseReceives,
     /// Drops the connection manager's connection.
     ReleaseLink,
     WakeSenders,
@@ -137,7 +139,7 @@ const TERMINATE: &[Action] = &[
     Action::WakeFlushers,
 ];
 const QUEUE_PAIR_CLOSED: &[Action] =
-    &[Action::ReleaseOffers, Action::ReleaseLink, Action::WakeFlushers];
+    &[Action::ReleaseReceives, Action::ReleaseOffers, Action::ReleaseLink, Action::WakeFlushers];
 
 /// Returns the phase after `event`, and the required actions.
 pub(super) fn transition(from: Phase, event: Event) -> (Phase, &'static [Action]) {
@@ -493,7 +495,7 @@ mod tests {
                         [&[Release], offers, &[WakeSenders, WakeReceivers, WakeFlushers]].concat()
                     }
                     Event::QueuePairClosed if matches!(from, Phase::Terminated(_)) => {
-                        vec![ReleaseOffers, ReleaseLink, WakeFlushers]
+                        vec![ReleaseReceives, ReleaseOffers, ReleaseLink, WakeFlushers]
                     }
                     _ => vec![],
                 };

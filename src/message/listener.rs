@@ -447,19 +447,8 @@ impl Acceptor {
                     }
                     let (source, evictable) =
                         (request.peer_addr().ip(), request.inner.reserved().is_none());
-                    let task = handshakes.tasks.spawn(async move {
-                        let peer = request.peer_addr();
-                        let config = request.config.clone();
-                        let result = request.establish(&config).await;
-                        if let Err(error) = &result {
-                            tracing::debug!(
-                                %peer,
-                                %error,
-                                "handshake failed; dropped the connection"
-                            );
-                        }
-                        result
-                    });
+                    // In a box, because Tokio moves a task's future some ten times.
+                    let task = handshakes.tasks.spawn(Box::pin(establish(request)));
                     handshakes.running.push_back(Running {
                         task,
                         source,
@@ -520,6 +509,17 @@ impl Acceptor {
             }
         }
     }
+}
+
+/// Answers a peer with the settings of the listener.
+async fn establish(request: ConnectionRequest) -> Result<Connection, EstablishError> {
+    let peer = request.peer_addr();
+    let config = request.config.clone();
+    let result = request.establish(&config).await;
+    if let Err(error) = &result {
+        tracing::debug!(%peer, %error, "handshake failed; dropped the connection");
+    }
+    result
 }
 
 impl fmt::Debug for Listener {
