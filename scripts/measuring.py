@@ -120,6 +120,28 @@ def instructions(command, short, long):
     return (counts[1] - counts[0]) / (long - short)
 
 
+def functions(command, short, long):
+    """Returns the functions of an operation and their own instructions, largest first."""
+    counted = []
+    for operations in (short, long):
+        own, names, function, called = {}, {}, None, False
+        for line in profiled(command(operations))[2].splitlines():
+            if match := re.match(r"fn=\((\d+)\)(?: (.*))?", line):
+                function = names.setdefault(match[1], match[2])
+            elif match := re.match(r"cfn=\((\d+)\)(?: (.*))?", line):
+                names.setdefault(match[1], match[2])
+            elif line.startswith("calls="):
+                called = True
+            elif re.match(r"[\d+*-]", line):
+                # The line after a call has the costs of the callee.
+                if not called:
+                    own[function] = own.get(function, 0) + int(line.split()[1])
+                called = False
+        counted.append(own)
+    each = {name: (count - counted[0].get(name, 0)) / (long - short) for name, count in counted[1].items()}
+    return sorted(((name, count) for name, count in each.items() if count >= 0.5), key=lambda row: -row[1])
+
+
 def syscalls(command, short, long):
     """Returns the system calls of an operation by name; `command(n)` runs n operations."""
     counted = []
