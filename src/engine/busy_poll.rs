@@ -69,6 +69,9 @@ struct Watched {
     found: u32,
     /// Polls left out since the last one.
     left_out: u32,
+    /// The last poll did not find what glances had seen: the queue has failed, or another thread
+    /// was faster.
+    misled: bool,
 }
 
 impl Watched {
@@ -86,11 +89,13 @@ impl Watched {
             self.found = if found { self.found + 1 } else { 0 };
             if self.found < ROUNDS_LEFT_TO_POSTER {
                 self.left_out += 1;
-                return Some(found);
+                return Some(found && !self.misled);
             }
         }
-        self.found = 0;
-        Some(queue.poll(std::mem::take(&mut self.left_out)))
+        let seen = std::mem::take(&mut self.found) > 0;
+        let any = queue.poll(std::mem::take(&mut self.left_out));
+        self.misled = seen && !any;
+        Some(any)
     }
 }
 
@@ -211,6 +216,7 @@ impl Shared {
                     queue: queue.clone(),
                     found: 0,
                     left_out: 0,
+                    misled: false,
                 }));
             }
             if queues.is_empty() {
@@ -271,6 +277,30 @@ impl fmt::Debug for BusyPoller {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A queue whose entries are never taken, as after a failure.
+    struct Failed;
+
+    impl Polled for Failed {
+        fn glance(&self) -> Option<bool> {
+            Some(true)
+        }
+
+        fn poll(&self, _left_out: u32) -> bool {
+            false
+        }
+    }
+
+    #[test]
+    fn failed_queue_counts_as_idle() {
+        let queue: Arc<dyn Polled> = Arc::new(Failed);
+        let mut watched =
+            Watched { queue: Arc::downgrade(&queue), found: 0, left_out: 0, misled: false };
+        let busy = (0..10 * ROUNDS_BEFORE_POLL).filter(|_| watched.poll() == Some(true)).count();
+        assert!(busy < ROUNDS_LEFT_TO_POSTER as usize, "{busy}");
+        drop(queue);
+        assert_eq!(watched.poll(), None);
+    }
 
     #[test]
     fn pinning_to_a_missing_core_is_refused() {
