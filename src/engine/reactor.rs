@@ -53,18 +53,24 @@ pub(super) struct Reactors {
 /// that is exhausted, Tokio would wake the waker, which calls the function again.
 struct Reactor {
     runtime: runtime::Id,
-    /// `None` if the runtime has no I/O driver or the registration failed: waiting tasks poll.
-    source: Option<Source>,
-    events: Option<AsyncFd<OwnedFd>>,
-    /// Readable when data has arrived for a software device. Its own thread processes the data
-    /// otherwise, and then wakes this reactor.
-    inlet: Option<AsyncFd<Inlet>>,
+    watched: Registrations,
     cq: Weak<dyn Watched>,
     /// One waker per descriptor, so that a completion does not poll the others. They reference the
     /// reactor weakly, because the registration holds the waker.
     completion_waker: Waker,
     event_waker: Waker,
     arrival_waker: Waker,
+}
+
+/// What a runtime watches for one channel.
+#[derive(Default)]
+struct Registrations {
+    /// `None` if the runtime has no I/O driver or the registration failed: waiting tasks poll.
+    source: Option<Source>,
+    events: Option<AsyncFd<OwnedFd>>,
+    /// Readable when data has arrived for a software device. Its own thread processes the data
+    /// otherwise, and then wakes this reactor.
+    inlet: Option<AsyncFd<Inlet>>,
 }
 
 /// The source of the channel's events.
@@ -103,20 +109,22 @@ impl Reactors {
         if let Some(reactor) = list.iter().find(|reactor| reactor.runtime == runtime) {
             return reactor.is_served();
         }
-        let weak: Weak<W> = Arc::downgrade(cq);
-        let reactor = Reactor::new(runtime, channel, cq.device(), weak);
+        let weak: Weak<dyn Watched> = Arc::<W>::downgrade(cq);
+        let registrations = Registrations::new(channel, cq.device());
+        let reactor = Reactor::new(runtime, registrations, weak.clone());
         list.push(reactor.clone());
         drop(list);
         reactor.serve_events();
         reactor.serve_arrivals();
-        match &reactor.source {
+        match &reactor.watched.source {
             Some(Source::Descriptor(_)) => reactor.serve_completions(),
             Some(Source::Task(served)) => {
                 drop(handle.spawn(Service(Arc::downgrade(&reactor))));
                 // A runtime that is shutting down drops the task at once, and with it the entry.
-                // The new entry keeps the next operation from trying again.
+                // An entry without registrations keeps the next operation from trying again.
                 if served.ended.load(Ordering::Acquire) {
-                    self.list.lock().push(reactor.clone());
+                    let ended = Reactor::new(runtime, Registrations::default(), weak);
+                    self.list.lock().push(ended);
                 }
             }
             None => {}
@@ -125,7 +133,7 @@ impl Reactors {
     }
 
     pub(super) fn has_inlet(&self) -> bool {
-        self.list.lock().iter().any(|reactor| reactor.inlet.is_some())
+        self.list.lock().iter().any(|reactor| reactor.watched.inlet.is_some())
     }
 
     fn remove(&self, gone: &Reactor) {
@@ -139,13 +147,8 @@ impl Reactors {
     }
 }
 
-impl Reactor {
-    fn new(
-        runtime: runtime::Id,
-        channel: &Channel,
-        device: &Device,
-        cq: Weak<dyn Watched>,
-    ) -> Arc<Self> {
+impl Registrations {
+    fn new(channel: &Channel, device: &Device) -> Self {
         let device_name = device.name();
         let failed = |error: &dyn Error| {
             tracing::warn!(
@@ -187,15 +190,19 @@ impl Reactor {
                 .ok()
                 .flatten()
         });
+        Self { source, events, inlet }
+    }
+}
+
+impl Reactor {
+    fn new(runtime: runtime::Id, watched: Registrations, cq: Weak<dyn Watched>) -> Arc<Self> {
         Arc::new_cyclic(|weak: &Weak<Self>| {
             let waker = |serve: fn(&Self)| {
                 Waker::from(Arc::new(ReadyWaker { reactor: weak.clone(), serve }))
             };
             Self {
                 runtime,
-                source,
-                events,
-                inlet,
+                watched,
                 cq,
                 completion_waker: waker(Self::serve_completions),
                 event_waker: waker(Self::serve_events),
@@ -206,7 +213,7 @@ impl Reactor {
 
     /// Returns whether the runtime will poll the completion queue after an event.
     fn is_served(&self) -> bool {
-        match &self.source {
+        match &self.watched.source {
             Some(Source::Descriptor(_)) => true,
             Some(Source::Task(served)) => !served.ended.load(Ordering::Acquire),
             None => false,
@@ -214,7 +221,7 @@ impl Reactor {
     }
 
     fn serve_events(&self) {
-        let (Some(events), Some(cq)) = (&self.events, self.cq.upgrade()) else { return };
+        let (Some(events), Some(cq)) = (&self.watched.events, self.cq.upgrade()) else { return };
         let mut context = Context::from_waker(&self.event_waker);
         while let Poll::Ready(Ok(mut ready)) =
             pin!(unconstrained(poll_fn(|context| events.poll_read_ready(context))))
@@ -226,7 +233,7 @@ impl Reactor {
     }
 
     fn serve_arrivals(&self) {
-        let (Some(inlet), Some(cq)) = (&self.inlet, self.cq.upgrade()) else { return };
+        let (Some(inlet), Some(cq)) = (&self.watched.inlet, self.cq.upgrade()) else { return };
         let Some(channel) = cq.channel() else { return };
         let mut context = Context::from_waker(&self.arrival_waker);
         while let Poll::Ready(Ok(mut ready)) =
@@ -243,7 +250,8 @@ impl Reactor {
     }
 
     fn serve_completions(&self) {
-        let (Some(Source::Descriptor(fd)), Some(cq)) = (&self.source, self.cq.upgrade()) else {
+        let (Some(Source::Descriptor(fd)), Some(cq)) = (&self.watched.source, self.cq.upgrade())
+        else {
             return;
         };
         let mut context = Context::from_waker(&self.completion_waker);
@@ -292,7 +300,9 @@ impl Future for Service {
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
         let Some(reactor) = self.0.upgrade() else { return Poll::Ready(()) };
-        let (Some(Source::Task(served)), Some(cq)) = (&reactor.source, reactor.cq.upgrade()) else {
+        let (Some(Source::Task(served)), Some(cq)) =
+            (&reactor.watched.source, reactor.cq.upgrade())
+        else {
             return Poll::Ready(());
         };
         // Before the queue is polled, so that a later event wakes this task.
@@ -303,7 +313,7 @@ impl Future for Service {
         });
         // Another thread processed the arrivals that led to this completion. Later arrivals are
         // processed here.
-        if let Some(inlet) = &reactor.inlet {
+        if let Some(inlet) = &reactor.watched.inlet {
             inlet.get_ref().serve();
         }
         cq.on_event();
@@ -314,7 +324,7 @@ impl Future for Service {
 impl Drop for Service {
     fn drop(&mut self) {
         let Some(reactor) = self.0.upgrade() else { return };
-        if let Some(Source::Task(served)) = &reactor.source {
+        if let Some(Source::Task(served)) = &reactor.watched.source {
             served.end();
             if let Some(cq) = reactor.cq.upgrade() {
                 reactor.end(&*cq);
@@ -357,5 +367,63 @@ impl Wake for ReadyWaker {
         if let Some(reactor) = self.reactor.upgrade() {
             (self.serve)(&reactor);
         }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::future::pending;
+
+    use super::*;
+    use crate::software::Network;
+
+    struct Queue {
+        device: Device,
+        channel: Channel,
+        reactors: Reactors,
+    }
+
+    impl Watched for Queue {
+        fn channel(&self) -> Option<&Channel> {
+            Some(&self.channel)
+        }
+
+        fn device(&self) -> &Device {
+            &self.device
+        }
+
+        fn on_event(&self) {}
+
+        fn rouse(&self) {}
+
+        fn reactors(&self) -> &Reactors {
+            &self.reactors
+        }
+    }
+
+    struct WatchesWhenDropped(Arc<Queue>);
+
+    impl Drop for WatchesWhenDropped {
+        fn drop(&mut self) {
+            assert!(!self.0.reactors.watch(&self.0));
+        }
+    }
+
+    #[test]
+    fn runtime_that_shuts_down_keeps_no_registration() {
+        let device = Device::software_in(&Network::new(), "watched").unwrap();
+        let channel = Channel::new(&device).unwrap();
+        let queue = Arc::new(Queue { device, channel, reactors: Reactors::new() });
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build().unwrap();
+        let late = WatchesWhenDropped(queue.clone());
+        drop(runtime.spawn(async move {
+            let _late = late;
+            pending::<()>().await;
+        }));
+        drop(runtime);
+        let list = queue.reactors.list.lock();
+        let [entry] = &list[..] else { panic!("{} entries", list.len()) };
+        let Registrations { source, events, inlet } = &entry.watched;
+        assert!(source.is_none() && events.is_none() && inlet.is_none());
     }
 }
