@@ -23,10 +23,16 @@ pub(super) struct Path {
 
 impl Path {
     pub(super) fn find(device: &Device, route: &CmRoute) -> Result<Self, ConnectError> {
-        let attr = device.known_port(route.port)?;
-        let entry = entry_with(&attr, route.source, route.destination);
-        let entry = entry.ok_or(SetupError::NoGid { port: route.port.0 })?;
-        Ok(Self { port: route.port, attr, entry })
+        let find = |attr: Arc<PortAttr>| {
+            let entry = entry_with(&attr, route.source, route.destination)?;
+            Some(Self { port: route.port, attr, entry })
+        };
+        if let Some(path) = find(device.known_port(route.port)?) {
+            return Ok(path);
+        }
+        // The event of an address added a moment ago may still be on its way.
+        let path = find(Arc::new(device.port(route.port)?));
+        Ok(path.ok_or(SetupError::NoGid { port: route.port.0 })?)
     }
 
     pub(super) fn prepare(&self, builder: QueuePairBuilder) -> QueuePairBuilder {
