@@ -275,8 +275,8 @@ impl Listener {
     }
 
     /// Stops listening, lets the services of the accepted connections finish, and waits until all
-    /// of these are closed, for at most `limit`. Then it aborts the rest, which takes at most one
-    /// more second.
+    /// of these are closed, for at most `limit`. Then it aborts the rest, which takes at most two
+    /// more seconds: one in which the peer's device may acknowledge the end, and one to flush.
     ///
     /// 1. The address is released, and requests that were not accepted are rejected.
     /// 2. Each service receives the messages that have arrived, and then `None`, as though its peer
