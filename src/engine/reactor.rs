@@ -62,7 +62,7 @@ struct Reactor {
     arrival_waker: Waker,
 }
 
-/// What a runtime watches for one channel.
+/// The descriptors and the task of a registration.
 #[derive(Default)]
 struct Registrations {
     /// `None` if the runtime has no I/O driver or the registration failed: waiting tasks poll.

@@ -126,8 +126,8 @@ impl Core {
         }
     }
 
-    /// Detaches all operations except `abort` and receives, and drops messages that can no longer be
-    /// received.
+    /// Detaches all operations except `abort` and receives, and drops messages that can no longer
+    /// be received.
     fn release(&mut self, abort: Option<Sent>) {
         let Some(Outcome { reason, readable }) = self.protocol.phase().outcome() else {
             unreachable!("only termination releases")
