@@ -3,11 +3,13 @@
 //!
 //! ```text
 //! echo [size=64] [mode=event|cooperative|hybrid|busy-poll] [operations=10000] [warmup=1000]
-//!      [devices=soft0] [times=yes|no] [runtime=current|multi]
+//!      [devices=soft0] [times=yes|no] [runtime=current|multi] [registered=no|yes]
 //! ```
 //!
 //! An operation is a message in each direction. The answering end is a task of its own; both ends
-//! have the default settings, except the mode. `scripts/costs` builds and runs it.
+//! have the default settings, except the mode. With `registered=yes` both ends send and receive
+//! registered buffers, and the answering end sends back the one that it has received.
+//! `scripts/costs` builds and runs it.
 
 use std::collections::HashMap;
 use std::error::Error;
@@ -16,7 +18,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use bytes::Bytes;
-use tokio_rdma::{CompletionMode, Connection, ConnectionConfig, Device, Listener};
+use tokio_rdma::{Buf, CompletionMode, Connection, ConnectionConfig, Device, Listener};
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
@@ -36,7 +38,7 @@ fn main() -> ExitCode {
 
 struct Arguments(HashMap<String, String>);
 
-const DEFAULTS: [(&str, &str); 7] = [
+const DEFAULTS: [(&str, &str); 8] = [
     ("size", "64"),
     ("mode", "event"),
     ("operations", "10000"),
@@ -44,6 +46,7 @@ const DEFAULTS: [(&str, &str); 7] = [
     ("devices", Device::SOFTWARE),
     ("times", "yes"),
     ("runtime", "current"),
+    ("registered", "no"),
 ];
 
 impl Arguments {
@@ -78,6 +81,14 @@ impl Arguments {
         })
     }
 
+    fn registered(&self) -> Result<bool> {
+        match self.get("registered") {
+            "yes" => Ok(true),
+            "no" => Ok(false),
+            other => Err(format!("invalid registered={other}, must be yes or no").into()),
+        }
+    }
+
     fn runtime(&self) -> Result<tokio::runtime::Runtime> {
         let mut builder = match self.get("runtime") {
             "current" => tokio::runtime::Builder::new_current_thread(),
@@ -100,9 +111,14 @@ async fn echo(arguments: &Arguments) -> Result<String> {
     let listener = Listener::bind_with(&device, address, &config).await?;
     let connecting = Connection::connect_with(&device, listener.local_addr(), &config);
     let (ours, theirs) = tokio::try_join!(connecting, listener.accept())?;
-    let answering = tokio::spawn(answer(theirs));
+    let registered = arguments.registered()?;
+    let answering = tokio::spawn(answer(theirs, registered));
 
-    let message = Bytes::from(vec![7; arguments.number("size")?]);
+    let bytes = vec![7; arguments.number("size")?];
+    let message = match registered {
+        true => Message::Buffer(ours.copy_from(&bytes)?.freeze()),
+        false => Message::Bytes(bytes.into()),
+    };
     let mut times = Vec::with_capacity(operations);
     exchange(&ours, &message, warmup, |_| ()).await?;
     let start = Instant::now();
@@ -127,29 +143,61 @@ async fn echo(arguments: &Arguments) -> Result<String> {
     ))
 }
 
+enum Message {
+    Bytes(Bytes),
+    Buffer(Buf),
+}
+
+impl Message {
+    fn len(&self) -> usize {
+        match self {
+            Self::Bytes(bytes) => bytes.len(),
+            Self::Buffer(buffer) => buffer.len(),
+        }
+    }
+}
+
 /// Sends `message` and receives the answer, `rounds` times; `taken` gets each time in nanoseconds.
 async fn exchange(
     connection: &Connection,
-    message: &Bytes,
+    message: &Message,
     rounds: usize,
     mut taken: impl FnMut(u64),
 ) -> Result<()> {
     for _ in 0..rounds {
         let start = Instant::now();
-        connection.send(message.clone()).await?;
-        let answer = connection.recv().await?.ok_or("the peer closed")?;
+        let answer = match message {
+            Message::Bytes(bytes) => {
+                connection.send(bytes.clone()).await?;
+                connection.recv().await?.map(|answer| answer.len())
+            }
+            Message::Buffer(buffer) => {
+                connection.send_buffer(buffer.clone()).await?;
+                connection.recv_buffer().await?.map(|answer| answer.len())
+            }
+        };
         taken(start.elapsed().as_nanos() as u64);
-        if answer.len() != message.len() {
-            return Err(format!("an answer of {} bytes", answer.len()).into());
+        let len = answer.ok_or("the peer closed")?;
+        if len != message.len() {
+            return Err(format!("an answer of {len} bytes").into());
         }
     }
     Ok(())
 }
 
 /// Sends every message back until the peer closes.
-async fn answer(connection: Connection) -> std::result::Result<(), tokio_rdma::MessageError> {
-    while let Some(message) = connection.recv().await? {
-        connection.send(message).await?;
+async fn answer(
+    connection: Connection,
+    registered: bool,
+) -> std::result::Result<(), tokio_rdma::MessageError> {
+    if registered {
+        while let Some(message) = connection.recv_buffer().await? {
+            connection.send_buffer(message).await?;
+        }
+    } else {
+        while let Some(message) = connection.recv().await? {
+            connection.send(message).await?;
+        }
     }
     connection.close().await
 }

@@ -297,7 +297,8 @@ async fn pooled(setting: &str, mode: Mode, found: &mut Vec<String>) {
     }
 }
 
-/// Permits one allocation for each message: the `Bytes` that the receiver returns.
+/// Permits one allocation for each message: the `Bytes` that the receiver returns. A registered
+/// buffer needs none.
 async fn messages(setting: &str, mode: Mode, found: &mut Vec<String>) {
     // Without keepalive, whose timer allocates.
     let (a, b) = connected::pair(&connected::config().mode(mode.make()).keepalive(None));
@@ -313,6 +314,22 @@ async fn messages(setting: &str, mode: Mode, found: &mut Vec<String>) {
             assert_eq!(b.recv().await.unwrap().unwrap().len(), message.len());
         };
         counted_to(&format!("{setting}: message, {kind}"), 1, one_way, found).await;
+        let parts = [&message[..7], &message[7..9], &message[9..]].map(Bytes::from_static);
+        let gathered = async || {
+            a.send_vectored(&parts).await.unwrap();
+            assert_eq!(b.recv().await.unwrap().unwrap().len(), message.len());
+        };
+        counted_to(&format!("{setting}: message of parts, {kind}"), 1, gathered, found).await;
+        if message.len() <= lent.len() {
+            let registered = async || {
+                a.send(Bytes::from_static(message)).await.unwrap();
+                let buffer = b.recv_buffer().await.unwrap().unwrap();
+                b.send_buffer(buffer).await.unwrap();
+                let back = a.recv_buffer().await.unwrap().unwrap();
+                assert_eq!(back.len(), message.len());
+            };
+            counted(&format!("{setting}: message in a buffer, {kind}"), registered, found).await;
+        }
         let receive_first = async || {
             let (received, sent) = tokio::join!(b.recv(), async {
                 tokio::task::yield_now().await;

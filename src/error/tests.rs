@@ -667,7 +667,8 @@ fn errors_of_connections_have_their_exact_texts() {
         ],
         MessageError::Register(_) => [
             MessageError::Register(VERB.into()) =>
-                "failed to register the message: ibv_reg_mr: Invalid argument (os error 22)",
+                "failed to register memory for the message: ibv_reg_mr: Invalid argument (os error \
+                 22)",
         ],
         MessageError::Closed(_) => [
             MessageError::Closed(CloseReason::Operation(KIND)) =>

@@ -4,10 +4,9 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::task::Waker;
 
-use bytes::Bytes;
 use smallvec::SmallVec;
 
-use super::inbound::Incoming;
+use super::inbound::{Incoming, Message};
 use super::message_memory::{Job, JobOutput};
 use super::outbound::Sent;
 use crate::cm::CmConnection;
@@ -33,7 +32,7 @@ pub(super) enum Dropped {
     Waker(Waker),
     /// A message that the peer has fetched.
     Fetched(ReadOnlyRegion),
-    Message(Bytes),
+    Message(Message),
     /// A message sent from the service's memory.
     Buffer(Buf),
     /// The result of a job that is not needed any more.

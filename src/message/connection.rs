@@ -237,6 +237,22 @@ impl Connection {
         self.send.send_buffer(buffer).await
     }
 
+    /// Sends the concatenation of `parts` as one message. Up to
+    /// [`max_eager`](ConnectionConfig::max_eager), each part is copied once, into the registered
+    /// buffers that are sent. The parts of a longer message are copied once into one allocation,
+    /// which the peer reads. Without parts, the message is empty.
+    ///
+    /// # Errors
+    ///
+    /// See [`send`](Self::send).
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped before it is ready, the message is not sent.
+    pub async fn send_vectored(&self, parts: &[Bytes]) -> Result<(), MessageError> {
+        self.send.send_vectored(parts).await
+    }
+
     /// Sends a message during this call, like [`send`](Self::send), or returns it if it would have
     /// to wait. A `send`, by contrast, sends only when it is polled.
     ///
@@ -263,6 +279,28 @@ impl Connection {
     /// If the future is dropped before it is ready, no message is lost.
     pub async fn recv(&self) -> Result<Option<Bytes>, MessageError> {
         self.recv.recv().await
+    }
+
+    /// Returns the next message in memory that is registered in the connection's
+    /// [protection domain](Self::protection_domain), or `None` after the peer has finished. Send
+    /// the buffer on with [`send_buffer`](Self::send_buffer), or use it in another operation,
+    /// without a copy.
+    ///
+    /// The message is in the memory where the device has placed it if the peer has sent it in one
+    /// frame and a [spare buffer](ConnectionConfig::spare_buffers) is free, or if it was fetched
+    /// with one READ (up to 1 MiB). Otherwise it is copied once into a buffer as from
+    /// [`alloc`](Self::alloc). The memory is reused when the last view is dropped.
+    ///
+    /// # Errors
+    ///
+    /// See [`recv`](Self::recv). [`MessageError::Register`] if memory for a copy cannot be
+    /// registered; the message can then still be received.
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped before it is ready, no message is lost.
+    pub async fn recv_buffer(&self) -> Result<Option<Buf>, MessageError> {
+        self.recv.recv_buffer().await
     }
 
     /// Returns the stream of the peer's WRITEs with immediate data. It ends after the peer has

@@ -19,7 +19,8 @@ pub enum MessageError {
     TooLong(LimitError),
     /// This side has finished sending; nothing was sent.
     Finished,
-    /// The message could not be registered; nothing was sent.
+    /// Memory for the message could not be registered. Nothing was sent, or the message can still
+    /// be received.
     Register(SetupError),
     /// The connection is closed.
     Closed(CloseReason),
@@ -155,7 +156,9 @@ impl fmt::Display for MessageError {
         match self {
             Self::TooLong(error) => error.fmt(f),
             Self::Finished => f.write_str("cannot send: `finish` was called on this side"),
-            Self::Register(error) => write!(f, "failed to register the message: {error}"),
+            Self::Register(error) => {
+                write!(f, "failed to register memory for the message: {error}")
+            }
             Self::Closed(reason) => write!(f, "connection closed: {reason}"),
         }
     }

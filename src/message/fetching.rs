@@ -2,12 +2,10 @@
 
 use std::task::{Context, Poll, Waker};
 
-use bytes::Bytes;
-
 use super::after_unlock::Dropped;
 use super::core::Core;
 use super::error::CloseReason;
-use super::inbound::Incoming;
+use super::inbound::{Incoming, Message};
 use super::lifecycle::Event;
 use super::message_memory::{Fetch, FetchOutput, Job, JobDone, JobOutput};
 
@@ -49,8 +47,8 @@ impl Core {
                 Incoming::Fetched(_) => {}
                 Incoming::Fetching(fetch) => match fetch.poll(&self.qp, context) {
                     Poll::Pending => break,
-                    Poll::Ready(Ok(FetchOutput::Message(bytes))) => {
-                        *message = Incoming::Fetched(bytes)
+                    Poll::Ready(Ok(FetchOutput::Message(buffer))) => {
+                        *message = Incoming::Fetched(Message::Registered(buffer))
                     }
                     Poll::Ready(Ok(FetchOutput::Region(region))) => {
                         *message = Incoming::Releasing;
@@ -98,7 +96,7 @@ impl Core {
                 });
             }
             (Some(message @ Incoming::Releasing), Ok(JobOutput::Message(bytes))) => {
-                *message = Incoming::Fetched(bytes)
+                *message = Incoming::Fetched(Message::Heap(bytes))
             }
             (_, Ok(made)) => self.after.drop(Dropped::Output(made)),
         }
@@ -112,7 +110,7 @@ impl Core {
             && let Some(number) = self.inbox.waiting.pop_front()
         {
             if let Some(message) = self.inbox.get(number) {
-                *message = Incoming::Fetched(Bytes::new());
+                *message = Incoming::Fetched(Message::default());
             }
             self.protocol.flow.done();
         }
@@ -131,9 +129,9 @@ impl Core {
                     }
                     self.post_receive(last);
                 }
-                Incoming::Fetched(bytes) => {
-                    self.inbox.memory -= bytes.len() as u64;
-                    self.after.drop(Dropped::Message(bytes));
+                Incoming::Fetched(message) => {
+                    self.inbox.memory -= message.len() as u64;
+                    self.after.drop(Dropped::Message(message));
                 }
                 _ => unreachable!("only ready messages are popped"),
             }

@@ -13,7 +13,7 @@ use futures::{Sink, Stream};
 use super::connection::Handle;
 use super::core::{ConnectionCounters, Core};
 use super::error::{CloseReason, MessageError, TrySendError};
-use super::inbound::Notification;
+use super::inbound::{Next, Notification, copy_target};
 use super::outbound::{Flush, Outgoing};
 use super::shared::Shared;
 use super::waiters::Ticket;
@@ -102,6 +102,28 @@ impl SendHalf {
     pub async fn send_buffer(&self, buffer: impl Into<Buf>) -> Result<(), MessageError> {
         let buffer = buffer.into();
         self.send_outgoing(Outgoing::Buffer(&buffer)).await
+    }
+
+    /// Sends the parts as one message; see
+    /// [`Connection::send_vectored`](super::Connection::send_vectored).
+    ///
+    /// # Errors
+    ///
+    /// See [`Connection::send`](super::Connection::send).
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped before it is ready, the message is not sent.
+    pub async fn send_vectored(&self, parts: &[Bytes]) -> Result<(), MessageError> {
+        if let [message] = parts {
+            return self.send_outgoing(Outgoing::Bytes(message)).await;
+        }
+        // A long copy is made without the lock.
+        if self.handle.shared.with(|core, _| core.is_offered(parts)) {
+            let message = parts.concat().into();
+            return self.send_outgoing(Outgoing::Bytes(&message)).await;
+        }
+        self.send_outgoing(Outgoing::Parts(parts)).await
     }
 
     async fn send_outgoing(&self, message: Outgoing<'_>) -> Result<(), MessageError> {
@@ -299,17 +321,60 @@ impl RecvHalf {
     /// Dropping the future loses no message.
     pub async fn recv(&self) -> Result<Option<Bytes>, MessageError> {
         let shared = &self.handle.shared;
-        // A stream that is not polled must not block this receive.
-        if let mut left @ Some(_) = self.receiving {
-            shared.with(|core, _| core.withdraw_receiver(&mut left));
-        }
-        let mut guard = WaitGuard::new(shared, Core::withdraw_receiver);
+        let mut guard = self.receiver();
         poll_fn(|context| {
             shared.poll(context, |core, driver, caller| {
                 core.poll_recv(&mut guard.ticket, driver, caller)
             })
         })
         .await
+    }
+
+    /// Receives a message in registered memory; see
+    /// [`Connection::recv_buffer`](super::Connection::recv_buffer).
+    ///
+    /// # Errors
+    ///
+    /// See [`Connection::recv_buffer`](super::Connection::recv_buffer).
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future loses no message.
+    pub async fn recv_buffer(&self) -> Result<Option<Buf>, MessageError> {
+        let shared = &self.handle.shared;
+        let mut guard = self.receiver();
+        let mut memory = None;
+        poll_fn(|context| {
+            loop {
+                let next = ready!(shared.poll(context, |core, driver, caller| {
+                    core.poll_recv_buffer(&mut memory, &mut guard.ticket, driver, caller)
+                }))?;
+                return Poll::Ready(Ok(match next {
+                    Some(Next::Message(buffer)) => Some(buffer),
+                    Some(Next::Copy(bytes)) => {
+                        let mut target = copy_target(&mut memory, bytes.len());
+                        target.copy_from_slice(&bytes);
+                        Some(target.freeze())
+                    }
+                    Some(Next::Memory(len)) => {
+                        memory = Some(self.handle.alloc(len).map_err(MessageError::Register)?);
+                        continue;
+                    }
+                    None => None,
+                }));
+            }
+        })
+        .await
+    }
+
+    /// Returns a new position among the receivers.
+    fn receiver(&self) -> WaitGuard<'_> {
+        let shared = &self.handle.shared;
+        // A stream that is not polled must not block this receive.
+        if let mut left @ Some(_) = self.receiving {
+            shared.with(|core, _| core.withdraw_receiver(&mut left));
+        }
+        WaitGuard::new(shared, Core::withdraw_receiver)
     }
 
     /// Returns the stream of the peer's WRITEs with immediate data; see

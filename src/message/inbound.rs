@@ -10,8 +10,7 @@ use super::error::{CloseReason, MessageError};
 use super::lifecycle::Event;
 use super::message_memory::Fetch;
 use super::waiters::{Caller, Ticket};
-use crate::memory::BufMut;
-use crate::memory::RemoteRegion;
+use crate::memory::{Buf, BufMut, RemoteRegion};
 use crate::types::Imm;
 
 /// The longest copied message: copying costs less than replacing the buffer.
@@ -52,6 +51,47 @@ pub(super) struct Inbox {
     drained_at: Option<u64>,
 }
 
+/// A message in the memory that a device or a copy has filled.
+#[derive(Debug)]
+pub(super) enum Message {
+    Registered(Buf),
+    Heap(Bytes),
+}
+
+impl Message {
+    pub(super) fn len(&self) -> usize {
+        match self {
+            Self::Registered(buffer) => buffer.len(),
+            Self::Heap(bytes) => bytes.len(),
+        }
+    }
+}
+
+impl Default for Message {
+    fn default() -> Self {
+        Self::Heap(Bytes::new())
+    }
+}
+
+impl From<Message> for Bytes {
+    fn from(message: Message) -> Self {
+        match message {
+            Message::Registered(buffer) => buffer.into(),
+            Message::Heap(bytes) => bytes,
+        }
+    }
+}
+
+/// The result of [`Core::poll_recv_buffer`].
+#[derive(Debug)]
+pub(super) enum Next {
+    Message(Buf),
+    /// A message to be copied to the receiver's memory, without the lock.
+    Copy(Bytes),
+    /// The message stays in the inbox until the receiver has memory of this length for a copy.
+    Memory(usize),
+}
+
 #[derive(Debug)]
 pub(super) enum Incoming {
     Buffered(BufMut),
@@ -67,7 +107,7 @@ pub(super) enum Incoming {
     Fetching(Fetch),
     /// Memory of the arrived message is being deregistered.
     Releasing,
-    Fetched(Bytes),
+    Fetched(Message),
     /// The fetch failed.
     Lost,
 }
@@ -221,16 +261,44 @@ impl Core {
         driver: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<Option<Bytes>, MessageError>> {
+        self.poll_message(Self::take_message, ticket, driver, caller)
+    }
+
+    /// Returns the next message in registered memory, or `None` after the last. Copies use
+    /// `memory`.
+    pub(super) fn poll_recv_buffer(
+        &mut self,
+        memory: &mut Option<BufMut>,
+        ticket: &mut Option<Ticket>,
+        driver: &Waker,
+        caller: &mut Caller<'_>,
+    ) -> Poll<Result<Option<Next>, MessageError>> {
+        self.poll_message(|core| core.take_registered(memory), ticket, driver, caller)
+    }
+
+    /// Calls `take` for the next message. If that leaves the message in the inbox, the receiver
+    /// keeps its position.
+    fn poll_message<T>(
+        &mut self,
+        take: impl FnOnce(&mut Self) -> Option<T>,
+        ticket: &mut Option<Ticket>,
+        driver: &Waker,
+        caller: &mut Caller<'_>,
+    ) -> Poll<Result<Option<T>, MessageError>> {
         if self.receivers.is_first(*ticket) {
             // Once is enough: later completions are found by the driver's waker.
             if !self.inbox.is_ready() && !caller.checks_again() {
                 self.progress(driver);
             }
+            let first = self.inbox.base;
             // After `close`, earlier messages may be discarded.
             if self.protocol.phase().takes_messages()
                 && !self.inbox.is_drained()
-                && let Some(message) = self.take_message()
+                && let Some(message) = take(self)
             {
+                if self.inbox.base == first {
+                    return Poll::Ready(Ok(Some(message)));
+                }
                 self.withdraw_receiver(ticket);
                 if self.close_reason().is_none() {
                     self.send_due();
@@ -242,17 +310,17 @@ impl Core {
             }
             if let Some(end) = self.end_of_messages() {
                 self.withdraw_receiver(ticket);
-                return Poll::Ready(end);
+                return Poll::Ready(end.map(|()| None));
             }
         }
         self.receivers.wait(ticket, caller);
         Poll::Pending
     }
 
-    pub(super) fn end_of_messages(&mut self) -> Option<Result<Option<Bytes>, MessageError>> {
+    pub(super) fn end_of_messages(&mut self) -> Option<Result<(), MessageError>> {
         if self.is_at_end() && self.counters.discarded == 0 {
             self.on(Event::EndReceived);
-            return Some(Ok(None));
+            return Some(Ok(()));
         }
         if !self.protocol.phase().takes_messages() {
             let reason = self
@@ -273,44 +341,99 @@ impl Core {
     }
 
     pub(super) fn take_message(&mut self) -> Option<Bytes> {
+        self.take(|core, message, open| match message {
+            Incoming::Fetched(message) => message.into(),
+            Incoming::Buffered(buffer) => core.message_in(buffer, open),
+            Incoming::Fragmented { parts, last, len } => {
+                let mut bytes = Vec::with_capacity(len);
+                core.join(parts, last, open, |part| bytes.extend_from_slice(part));
+                bytes.into()
+            }
+            _ => unreachable!("only ready messages are popped"),
+        })
+    }
+
+    /// Takes the first message if its memory is registered or `memory` is long enough for a copy.
+    fn take_registered(&mut self, memory: &mut Option<BufMut>) -> Option<Next> {
+        let open = self.close_reason().is_none();
+        let mut spare = None;
+        let copied = match self.inbox.messages.front()? {
+            Incoming::Fetched(Message::Registered(_)) => None,
+            Incoming::Fetched(Message::Heap(bytes)) => Some(bytes.len()),
+            Incoming::Fragmented { len, .. } => Some(*len),
+            Incoming::Buffered(buffer) => {
+                if open {
+                    spare = self.receive_pool.try_alloc(self.receive_pool.buffer_size()).ok();
+                }
+                (open && spare.is_none()).then_some(buffer.len())
+            }
+            _ => return None,
+        };
+        if let Some(len) = copied
+            && memory.as_ref().is_none_or(|memory| memory.capacity() < len)
+        {
+            return Some(Next::Memory(len));
+        }
+        self.take(|core, message, open| match message {
+            Incoming::Fetched(Message::Registered(buffer)) => Next::Message(buffer),
+            Incoming::Fetched(Message::Heap(bytes)) => Next::Copy(bytes),
+            Incoming::Fragmented { parts, last, len } => {
+                let mut target = copy_target(memory, len);
+                let mut rest = &mut target[..];
+                core.join(parts, last, open, |part| {
+                    let (start, end) = std::mem::take(&mut rest).split_at_mut(part.len());
+                    start.copy_from_slice(part);
+                    rest = end;
+                });
+                Next::Message(target.freeze())
+            }
+            Incoming::Buffered(buffer) if copied.is_none() => {
+                if let Some(spare) = spare {
+                    core.post_receive(spare);
+                }
+                Next::Message(buffer.freeze())
+            }
+            Incoming::Buffered(buffer) => {
+                let mut target = copy_target(memory, buffer.len());
+                target.copy_from_slice(&buffer);
+                core.counters.copied_out += 1;
+                core.post_receive(buffer);
+                Next::Message(target.freeze())
+            }
+            _ => unreachable!("only ready messages are popped"),
+        })
+    }
+
+    /// Removes the first message if it is ready, and frees its credit when `convert` has its bytes.
+    /// The argument of `convert` is true if receives can still be posted.
+    fn take<T>(&mut self, convert: impl FnOnce(&mut Self, Incoming, bool) -> T) -> Option<T> {
         let message = self.inbox.pop()?;
         self.counters.received += 1;
         let open = self.close_reason().is_none();
-        let bytes = match message {
-            Incoming::Fetched(bytes) => {
-                self.inbox.memory -= bytes.len() as u64;
-                bytes
-            }
-            Incoming::Buffered(buffer) => self.message_in(buffer, open),
-            Incoming::Fragmented { parts, last, len } => self.join(parts, last, len, open),
-            Incoming::Offered(_)
-            | Incoming::Preparing(_)
-            | Incoming::Fetching(_)
-            | Incoming::Releasing
-            | Incoming::Lost => unreachable!("only ready messages are popped"),
-        };
+        if let Incoming::Fetched(message) = &message {
+            self.inbox.memory -= message.len() as u64;
+        }
+        let taken = convert(self, message, open);
         if open {
             self.protocol.flow.release_message();
         }
-        Some(bytes)
+        Some(taken)
     }
 
-    /// Returns a copy of a message of several frames. Posts their buffers again.
-    fn join(&mut self, parts: usize, last: BufMut, len: usize, open: bool) -> Bytes {
-        let mut bytes = Vec::with_capacity(len);
+    /// Passes the frames of a message to `append`, in order, and posts their buffers again.
+    fn join(&mut self, parts: usize, last: BufMut, open: bool, mut append: impl FnMut(&[u8])) {
         for _ in 0..parts {
             let part = self.inbox.take_part();
-            bytes.extend_from_slice(&part);
+            append(&part);
             if open {
                 self.post_receive(part);
                 self.protocol.flow.release_message();
             }
         }
-        bytes.extend_from_slice(&last);
+        append(&last);
         if open {
             self.post_receive(last);
         }
-        bytes.into()
     }
 
     /// Returns a buffer's message. Posts a spare buffer, or copies the message if none is free.
@@ -333,4 +456,13 @@ impl Core {
         }
         bytes
     }
+}
+
+/// Returns the memory for a copy of `len` bytes, whose capacity was checked.
+pub(super) fn copy_target(memory: &mut Option<BufMut>, len: usize) -> BufMut {
+    let Some(mut target) = memory.take() else { unreachable!("checked before the copy") };
+    if target.resize(len).is_err() {
+        unreachable!("checked before the copy")
+    }
+    target
 }

@@ -10,7 +10,7 @@ use bytes::Bytes;
 use super::error::CloseReason;
 use crate::error::{OpErrorKind, SetupError, VerbError};
 use crate::memory::{
-    BufMut, ExposedRegion, ExposedSlice, HostMemory, Pool, PoolError, RemoteRegion,
+    Buf, BufMut, ExposedRegion, ExposedSlice, HostMemory, Pool, PoolError, RemoteRegion,
 };
 use crate::op::{QueuePair, Read};
 use crate::types::Access;
@@ -228,7 +228,7 @@ pub(super) enum Fetch {
 
 #[derive(Debug)]
 pub(super) enum FetchOutput {
-    Message(Bytes),
+    Message(Buf),
     /// Memory still to be deregistered by [`FetchMemory::release`].
     Region(ExposedRegion),
 }
@@ -268,7 +268,7 @@ impl Fetch {
         match self {
             Self::Whole(read) => {
                 let read = std::pin::Pin::new(read).poll(context);
-                let done = read.map_ok(|buffer| FetchOutput::Message(buffer.freeze().into()));
+                let done = read.map_ok(|buffer| FetchOutput::Message(buffer.freeze()));
                 done.map_err(|error| error.kind())
             }
             Self::Parts(parts) => parts.poll(qp, context),

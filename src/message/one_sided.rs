@@ -6,7 +6,7 @@
 
 use std::future::poll_fn;
 
-use super::connection::Connection;
+use super::connection::{Connection, Handle};
 use super::core::Core;
 use super::halves::WaitGuard;
 use crate::error::{LimitError, OpError, SetupError};
@@ -15,6 +15,31 @@ use crate::memory::{HostMemory, RemoteRegion, Storage};
 use crate::op::{Atomic, AtomicRequest, Batch, BatchOp, Read, SendRequest, Write};
 use crate::types::{Access, Imm};
 use crate::verbs::ProtectionDomain;
+
+impl Handle {
+    /// See [`Connection::alloc`].
+    pub(super) fn alloc(&self, len: usize) -> Result<BufMut, SetupError> {
+        let pd = self.shared.qp.protection_domain();
+        if len > self.buffer_size {
+            // Checked before memory is allocated.
+            LimitError::check("buffer bytes", len as u64, u64::from(u32::MAX))?;
+            return pd.register(HostMemory::try_zeroed(len)?);
+        }
+        let pool = match self.buffers.get() {
+            Some(pool) => pool,
+            None => {
+                let pool = Pool::builder(pd).buffer_size(self.buffer_size).buffers(16);
+                let pool = pool.growing(true).build()?;
+                self.buffers.get_or_init(|| pool)
+            }
+        };
+        pool.try_alloc(len).map_err(|error| match error {
+            PoolError::Register(error) => error,
+            PoolError::TooLong(limit) | PoolError::TooMany(limit) => limit.into(),
+            PoolError::Empty => unreachable!("the pool grows"),
+        })
+    }
+}
 
 impl Connection {
     /// Returns the protection domain. The peer can access memory exposed in it.
@@ -43,27 +68,7 @@ impl Connection {
     ///
     /// [`SetupError`] if the length is unsupported or registration fails.
     pub fn alloc(&self, len: usize) -> Result<BufMut, SetupError> {
-        let handle = self.handle();
-        if len > handle.buffer_size {
-            // Checked before memory is allocated.
-            LimitError::check("buffer bytes", len as u64, u64::from(u32::MAX))?;
-            return self.protection_domain().register(HostMemory::try_zeroed(len)?);
-        }
-        let pool = match handle.buffers.get() {
-            Some(pool) => pool,
-            None => {
-                let pool = Pool::builder(self.protection_domain())
-                    .buffer_size(handle.buffer_size)
-                    .buffers(16);
-                let pool = pool.growing(true).build()?;
-                handle.buffers.get_or_init(|| pool)
-            }
-        };
-        pool.try_alloc(len).map_err(|error| match error {
-            PoolError::Register(error) => error,
-            PoolError::TooLong(limit) | PoolError::TooMany(limit) => limit.into(),
-            PoolError::Empty => unreachable!("the pool grows"),
-        })
+        self.handle().alloc(len)
     }
 
     /// Allocates a buffer with a copy of `bytes`.

@@ -21,25 +21,68 @@ use crate::types::Imm;
 /// The number of frames in flight above which completed ones are removed.
 const REAP_THRESHOLD: usize = 256;
 
+/// The bytes of parts that are gathered for an inline send without an allocation.
+const INLINE: usize = 256;
+
 /// A message to be sent.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Outgoing<'a> {
     Bytes(&'a Bytes),
     Buffer(&'a Buf),
+    Parts(&'a [Bytes]),
 }
 
-impl Outgoing<'_> {
-    fn bytes(&self) -> &[u8] {
+impl<'a> Outgoing<'a> {
+    /// Returns the length, which repeated parts may bring above the address space.
+    fn len(self) -> u64 {
         match self {
-            Self::Bytes(bytes) => bytes,
-            Self::Buffer(buffer) => buffer,
+            Self::Bytes(bytes) => bytes.len() as u64,
+            Self::Buffer(buffer) => buffer.len() as u64,
+            Self::Parts(parts) => {
+                parts.iter().fold(0, |len: u64, part| len.saturating_add(part.len() as u64))
+            }
         }
+    }
+
+    fn pieces(self) -> Pieces<'a> {
+        let (first, rest): (&[u8], &[Bytes]) = match self {
+            Self::Bytes(bytes) => (bytes, &[]),
+            Self::Buffer(buffer) => (buffer, &[]),
+            Self::Parts(parts) => (&[], parts),
+        };
+        Pieces { first, rest }
     }
 
     fn to_bytes(self) -> Bytes {
         match self {
             Self::Bytes(bytes) => bytes.clone(),
             Self::Buffer(buffer) => buffer.clone().into(),
+            Self::Parts(parts) => parts.concat().into(),
+        }
+    }
+}
+
+/// The bytes of a message that are not copied yet.
+#[derive(Debug, Clone, Copy)]
+struct Pieces<'a> {
+    first: &'a [u8],
+    rest: &'a [Bytes],
+}
+
+impl Pieces<'_> {
+    /// Fills `target` with the next bytes, of which at least as many are left.
+    fn fill(&mut self, mut target: &mut [u8]) {
+        loop {
+            let (bytes, after) = self.first.split_at(self.first.len().min(target.len()));
+            let (filled, rest) = target.split_at_mut(bytes.len());
+            filled.copy_from_slice(bytes);
+            (self.first, target) = (after, rest);
+            match self.rest {
+                [next, others @ ..] if !target.is_empty() => {
+                    (self.first, self.rest) = (next, others);
+                }
+                _ => return,
+            }
         }
     }
 }
@@ -260,28 +303,36 @@ impl Core {
         message: Outgoing<'_>,
     ) -> Result<Option<Block>, MessageError> {
         self.protocol.phase().check_open()?;
-        let bytes = message.bytes();
-        let len = bytes.len();
-        LimitError::check("message bytes (max_message of the peer)", len as u64, self.limits.send)
+        let long = message.len();
+        LimitError::check("message bytes (max_message of the peer)", long, self.limits.send)
             .map_err(MessageError::TooLong)?;
+        let len = long as usize;
         if !self.protocol.flow.may_send(Kind::Data) {
             return Ok(Some(Block::Credits { frames: 1 }));
         }
         if len <= self.limits.inline && len <= self.limits.frame {
+            let mut gathered = SmallVec::<[u8; INLINE]>::new();
+            let bytes: &[u8] = match message {
+                Outgoing::Bytes(bytes) => bytes,
+                Outgoing::Buffer(buffer) => buffer,
+                Outgoing::Parts(parts) => {
+                    parts.iter().for_each(|part| gathered.extend_from_slice(part));
+                    &gathered[..]
+                }
+            };
             let header = self.protocol.flow.send(Kind::Data);
             self.add_sent(Sent::Inline(self.frames.send_inline_with_imm(bytes, header.encode())));
         } else if len <= self.limits.eager {
             let block = match message {
                 Outgoing::Buffer(buffer) if self.is_registered(buffer) => self.lend(buffer),
-                _ => self.copy_to_frames(bytes)?,
+                _ => self.copy_to_frames(message.pieces(), len)?,
             };
             if block.is_some() {
                 return Ok(block);
             }
         } else {
-            let len = len as u64;
-            if !self.offers.is_empty() && self.offered + len > self.limits.send_memory {
-                return Ok(Some(Block::Memory(len)));
+            if !self.offers.is_empty() && self.offered + long > self.limits.send_memory {
+                return Ok(Some(Block::Memory(long)));
             }
             let region = ReadOnlyRegion::new(self.qp.protection_domain(), message.to_bytes());
             let region = region.map_err(MessageError::Register)?;
@@ -289,7 +340,7 @@ impl Core {
             let grant = region.grant().to_bytes();
             self.add_sent(Sent::Inline(self.frames.send_inline_with_imm(&grant, header.encode())));
             self.offers.push_back(region);
-            self.offered += len;
+            self.offered += long;
             self.counters.offered += 1;
         }
         self.counters.sent += 1;
@@ -297,6 +348,12 @@ impl Core {
             self.reap();
         }
         Ok(None)
+    }
+
+    /// Returns true if the peer reads a message of `parts` from its memory.
+    pub(super) fn is_offered(&self, parts: &[Bytes]) -> bool {
+        let len = Outgoing::Parts(parts).len();
+        len > self.limits.eager as u64 && len <= self.limits.send
     }
 
     /// Returns true if the connection's work requests may name this memory.
@@ -339,21 +396,27 @@ impl Core {
         }
     }
 
-    /// Sends copies of the parts of `message`, one per frame, or returns the missing resource.
-    fn copy_to_frames(&mut self, message: &[u8]) -> Result<Option<Block>, MessageError> {
+    /// Sends copies of the parts of `message`, which has `len` bytes, one per frame, or returns the
+    /// missing resource.
+    fn copy_to_frames(
+        &mut self,
+        mut message: Pieces<'_>,
+        len: usize,
+    ) -> Result<Option<Block>, MessageError> {
         // An empty message has a frame too.
-        let frames = message.len().div_ceil(self.limits.frame).max(1);
+        let frames = len.div_ceil(self.limits.frame).max(1);
         if !self.protocol.flow.may_send_message(frames as u32) {
             return Ok(Some(Block::Credits { frames: frames as u32 }));
         }
         self.reap();
         let mut buffers = SmallVec::<[_; 8]>::new();
-        let mut rest = message;
-        for _ in 0..frames {
-            let (part, after) = rest.split_at(rest.len().min(self.limits.frame));
-            rest = after;
-            match self.send_pool.copy_from(part) {
-                Ok(buffer) => buffers.push(buffer),
+        for number in 0..frames {
+            let left = len - number * self.limits.frame;
+            match self.send_pool.try_alloc(left.min(self.limits.frame)) {
+                Ok(mut buffer) => {
+                    message.fill(&mut buffer);
+                    buffers.push(buffer);
+                }
                 Err(PoolError::Empty) => return Ok(Some(Block::Buffers { frames })),
                 Err(PoolError::TooLong(limit) | PoolError::TooMany(limit)) => {
                     return Err(MessageError::TooLong(limit));

@@ -13,4 +13,5 @@ mod messages;
 mod notifications;
 mod one_sided;
 mod reentrant;
+mod registered;
 mod service;
