@@ -78,9 +78,9 @@ pub struct Connection {
 }
 
 pub(super) struct Handle {
-    /// Pool of [`Connection::alloc`], created on first use. Dropped before `shared`, whose last
+    /// Pools of [`Connection::alloc`], created on first use. Dropped before `shared`, whose last
     /// reference leaves the protection domain to other connections.
-    pub(super) buffers: OnceLock<Pool>,
+    pub(super) buffers: [OnceLock<Pool>; 2],
     pub(super) shared: Arc<Shared>,
     close_timeout: Duration,
     pub(super) buffer_size: usize,
@@ -684,7 +684,7 @@ impl PreparedConnection {
             peer,
             user_data,
             addresses,
-            buffers: OnceLock::new(),
+            buffers: Default::default(),
         });
         Ok(Connection { send: SendHalf::new(handle.clone()), recv: RecvHalf::new(handle) })
     }

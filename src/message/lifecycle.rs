@@ -103,7 +103,7 @@ pub(super) enum Action {
     ReleaseAllButAbort,
     /// Deregisters unfetched messages.
     ReleaseOffers,
-    /// Drops receives, which are complete.
+    /// Drops receives, which are complete unless the flush took too long.
     ReleaseReceives,
     /// Drops the connection manager's connection.
     ReleaseLink,

@@ -16,21 +16,26 @@ use crate::op::{Atomic, AtomicRequest, Batch, BatchOp, Read, SendRequest, Write}
 use crate::types::{Access, Imm};
 use crate::verbs::ProtectionDomain;
 
+/// The size of pooled buffers beyond `receive_buffer_size`: the longest eager message by default.
+const LONG_BUFFER: usize = 64 << 10;
+
 impl Handle {
     /// See [`Connection::alloc`].
     pub(super) fn alloc(&self, len: usize) -> Result<BufMut, SetupError> {
         let pd = self.shared.qp.protection_domain();
-        if len > self.buffer_size {
+        let sizes = [(self.buffer_size, 16), (LONG_BUFFER, 4)];
+        let fitting = sizes.iter().zip(&self.buffers).find(|((size, _), _)| len <= *size);
+        let Some((&(size, count), pool)) = fitting else {
             // Checked before memory is allocated.
             LimitError::check("buffer bytes", len as u64, u64::from(u32::MAX))?;
             return pd.register(HostMemory::try_zeroed(len)?);
-        }
-        let pool = match self.buffers.get() {
+        };
+        let pool = match pool.get() {
             Some(pool) => pool,
             None => {
-                let pool = Pool::builder(pd).buffer_size(self.buffer_size).buffers(16);
-                let pool = pool.growing(true).build()?;
-                self.buffers.get_or_init(|| pool)
+                let made = Pool::builder(pd).buffer_size(size).buffers(count).growing(true);
+                let made = made.build()?;
+                pool.get_or_init(|| made)
             }
         };
         pool.try_alloc(len).map_err(|error| match error {
@@ -61,8 +66,8 @@ impl Connection {
         ExposedRegion::new(self.protection_domain(), memory, access)
     }
 
-    /// Allocates a buffer of `len` bytes, from a pool up to `receive_buffer_size`. Longer ones are
-    /// registered individually.
+    /// Allocates a buffer of `len` bytes, from pools up to `receive_buffer_size` and 64 KiB. Longer
+    /// ones are registered individually.
     ///
     /// # Errors
     ///
