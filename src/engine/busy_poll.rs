@@ -69,14 +69,15 @@ struct Watched {
     found: u32,
     /// Polls left out since the last one.
     left_out: u32,
-    /// The last poll did not find what glances had seen: the queue has failed, or another thread
+    /// The last poll found nothing although a glance had: the queue has failed, or another thread
     /// was faster.
-    misled: bool,
+    contradicted: bool,
 }
 
 impl Watched {
     /// Polls the queue if it may have had completions for some rounds, and every few rounds.
-    /// Returns whether there was anything, or `None` if the queue is gone.
+    /// Returns whether the queue seems busy, or `None` if it is gone. Glances do not count after a
+    /// poll that contradicted one.
     ///
     /// A task that awaits what it has just posted takes the completion itself. To take it first
     /// would cost a change of threads and a wake-up.
@@ -89,12 +90,12 @@ impl Watched {
             self.found = if found { self.found + 1 } else { 0 };
             if self.found < ROUNDS_LEFT_TO_POSTER {
                 self.left_out += 1;
-                return Some(found && !self.misled);
+                return Some(found && !self.contradicted);
             }
         }
         let seen = std::mem::take(&mut self.found) > 0;
         let any = queue.poll(std::mem::take(&mut self.left_out));
-        self.misled = seen && !any;
+        self.contradicted = seen && !any;
         Some(any)
     }
 }
@@ -216,7 +217,7 @@ impl Shared {
                     queue: queue.clone(),
                     found: 0,
                     left_out: 0,
-                    misled: false,
+                    contradicted: false,
                 }));
             }
             if queues.is_empty() {
@@ -295,7 +296,7 @@ mod tests {
     fn failed_queue_counts_as_idle() {
         let queue: Arc<dyn Polled> = Arc::new(Failed);
         let mut watched =
-            Watched { queue: Arc::downgrade(&queue), found: 0, left_out: 0, misled: false };
+            Watched { queue: Arc::downgrade(&queue), found: 0, left_out: 0, contradicted: false };
         let busy = (0..10 * ROUNDS_BEFORE_POLL).filter(|_| watched.poll() == Some(true)).count();
         assert!(busy < ROUNDS_LEFT_TO_POSTER as usize, "{busy}");
         drop(queue);

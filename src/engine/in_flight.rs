@@ -170,6 +170,7 @@ impl Claim<WorkQueue> {
             return unsafe { self.end_refused() };
         };
         let index = index_of(self.id());
+        // In a box only while the device may use it.
         let (held, unneeded): (Option<Held>, _) =
             if std::mem::needs_drop::<T>() && !self.is_complete() {
                 (Some(Box::new(held)), None)

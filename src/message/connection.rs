@@ -239,8 +239,9 @@ impl Connection {
 
     /// Sends the concatenation of `parts` as one message. Up to
     /// [`max_eager`](ConnectionConfig::max_eager), each part is copied once, into the registered
-    /// buffers that are sent. The parts of a longer message are copied once into one allocation,
-    /// which the peer reads. Without parts, the message is empty.
+    /// buffers that are sent. Several parts of a longer message are copied into one allocation,
+    /// which the peer reads, before the message waits for `send_memory`. Without parts, the message
+    /// is empty.
     ///
     /// # Errors
     ///
@@ -289,12 +290,17 @@ impl Connection {
     /// The message is in the memory where the device has placed it if the peer has sent it in one
     /// frame and a [spare buffer](ConnectionConfig::spare_buffers) is free, or if it was fetched
     /// with one READ (up to 1 MiB). Otherwise it is copied once into a buffer as from
-    /// [`alloc`](Self::alloc). The memory is reused when the last view is dropped.
+    /// [`alloc`](Self::alloc). The memory is reused when the last view is dropped: until then, each
+    /// message of one frame occupies a spare buffer, however short it is.
+    ///
+    /// Memory for a copy is not part of [`receive_memory`](ConnectionConfig::receive_memory). Above
+    /// 64 KiB it is registered during the call, which may take milliseconds.
     ///
     /// # Errors
     ///
     /// See [`recv`](Self::recv). [`MessageError::Register`] if memory for a copy cannot be
-    /// registered; the message can then still be received.
+    /// registered, or if the copy would exceed `u32::MAX` bytes; the message can then still be
+    /// received.
     ///
     /// # Cancel safety
     ///

@@ -276,8 +276,9 @@ impl Core {
         self.poll_message(|core| core.take_registered(memory), ticket, driver, caller)
     }
 
-    /// Calls `take` for the next message. If that leaves the message in the inbox, the receiver
-    /// keeps its position.
+    /// Calls `take` for the next message. If that leaves the message in the inbox, a queued
+    /// receiver keeps its position; another receiver may take the message before one without a
+    /// ticket.
     fn poll_message<T>(
         &mut self,
         take: impl FnOnce(&mut Self) -> Option<T>,

@@ -255,7 +255,7 @@ impl Listener {
     ///
     /// Afterwards the device answers no peer until [`accept`](Self::accept). Peers answered earlier
     /// have the listener's settings; [rejecting](ConnectionRequest::reject) closes their connection
-    /// with [`CloseReason::Rejected`](super::CloseReason::Rejected).
+    /// with [`CloseReason::Rejected`].
     ///
     /// A request's address may be forged, yet accepting it holds a queue pair and buffers until
     /// confirmation or [eviction](ConnectionRequest::accept_with). For untrusted peers use
@@ -588,7 +588,7 @@ impl ConnectionRequest {
     /// # Errors
     ///
     /// [`EstablishError::Refused`] at a connection limit; the peer gets that too, or
-    /// [`CloseReason::Refused`](super::CloseReason::Refused) if already answered.
+    /// [`CloseReason::Refused`] if already answered.
     /// [`EstablishError::Connect`] with [`cm::ConnectError::Disconnected`] if the peer has
     /// disconnected, or [`cm::ConnectError::TimedOut`] if unconfirmed or evicted. Otherwise see
     /// [`Connection::connect_with`].

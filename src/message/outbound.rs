@@ -91,8 +91,8 @@ impl Pieces<'_> {
 pub(super) enum Sent {
     Inline(Send<()>),
     Copied(Send<BufMut>),
-    /// A buffer of the service, and a reference that is [dropped](Dropped::Buffer) without the
-    /// lock: it may be the last.
+    /// A buffer of the service, and a reference that is dropped without the lock
+    /// (`Dropped::Buffer`): it may be the last.
     Lent(Send<Buf>, Buf),
     Abort(Send<()>),
     Done(Option<Buf>),
