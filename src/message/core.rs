@@ -55,10 +55,8 @@ pub(super) struct Core {
     pub(super) fetch_memory: FetchMemory,
     pub(super) jobs: Jobs,
 
+    /// Kept after termination until the queue pair is closed: dropping flushed ones costs less.
     pub(super) receives: VecDeque<Recv<BufMut>>,
-    /// Receives after termination, kept until the queue pair is closed: dropping complete ones
-    /// costs less.
-    pub(super) flushing: VecDeque<Recv<BufMut>>,
     pub(super) inbox: Inbox,
     /// Frames in flight; after termination, an `Abort` that the driver awaits.
     pub(super) sends: VecDeque<Sent>,
@@ -138,7 +136,6 @@ impl Core {
             receive_pool,
             send_pool,
             receives: VecDeque::with_capacity(config.receives() as usize),
-            flushing: VecDeque::new(),
             inbox: Inbox::default(),
             sends: VecDeque::new(),
             lent: 0,

@@ -104,7 +104,7 @@ impl Core {
                     self.release(abort.flatten());
                 }
                 Action::ReleaseReceives => {
-                    let flushed = std::mem::take(&mut self.flushing);
+                    let flushed = std::mem::take(&mut self.receives);
                     self.after.drop(Dropped::Receives(flushed));
                 }
                 Action::ReleaseOffers => {
@@ -148,7 +148,6 @@ impl Core {
             self.inbox.notifications.clear();
             self.counters.discarded += lost.iter().filter(is_readable).count() as u64;
         }
-        self.flushing = std::mem::take(&mut self.receives);
         self.after.drop(Dropped::Sends(std::mem::take(&mut self.sends)));
         self.lent = 0;
         self.after.drop(Dropped::Lost(lost));
