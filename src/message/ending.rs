@@ -9,7 +9,7 @@ use super::after_unlock::Dropped;
 use super::core::{BATCH, Core};
 use super::error::{CloseReason, MessageError};
 use super::handshake::Rejection;
-use super::inbound::{Incoming, Message};
+use super::inbound::{Arrived, Incoming, Message};
 use super::lifecycle::{Action, Event, Outcome, Phase, is_flush};
 use super::message_memory::FetchOutput;
 use super::outbound::Sent;
@@ -51,7 +51,7 @@ impl Core {
             if let Incoming::Fetching(fetch) = message {
                 match fetch.poll(&self.qp, context) {
                     Poll::Ready(Ok(FetchOutput::Message(buffer))) => {
-                        *message = Incoming::Fetched(Message::Registered(buffer))
+                        *message = Incoming::Arrived(Arrived::Fetched(Message::Registered(buffer)))
                     }
                     Poll::Ready(Ok(FetchOutput::Region(region))) => {
                         *message = Incoming::Releasing;

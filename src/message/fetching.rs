@@ -5,7 +5,7 @@ use std::task::{Context, Poll, Waker};
 use super::after_unlock::Dropped;
 use super::core::Core;
 use super::error::CloseReason;
-use super::inbound::{Incoming, Message};
+use super::inbound::{Arrived, Incoming, Message};
 use super::lifecycle::Event;
 use super::message_memory::{Fetch, FetchOutput, Job, JobDone, JobOutput};
 
@@ -44,11 +44,11 @@ impl Core {
                 break;
             };
             match message {
-                Incoming::Fetched(_) => {}
+                Incoming::Arrived(Arrived::Fetched(_)) => {}
                 Incoming::Fetching(fetch) => match fetch.poll(&self.qp, context) {
                     Poll::Pending => break,
                     Poll::Ready(Ok(FetchOutput::Message(buffer))) => {
-                        *message = Incoming::Fetched(Message::Registered(buffer))
+                        *message = Incoming::Arrived(Arrived::Fetched(Message::Registered(buffer)))
                     }
                     Poll::Ready(Ok(FetchOutput::Region(region))) => {
                         *message = Incoming::Releasing;
@@ -62,8 +62,7 @@ impl Core {
                     }
                 },
                 Incoming::Preparing(_) | Incoming::Releasing => break,
-                Incoming::Buffered(_)
-                | Incoming::Fragmented { .. }
+                Incoming::Arrived(Arrived::Buffered(_) | Arrived::Fragmented { .. })
                 | Incoming::Offered(_)
                 | Incoming::Lost => {
                     unreachable!("not being fetched")
@@ -96,7 +95,7 @@ impl Core {
                 });
             }
             (Some(message @ Incoming::Releasing), Ok(JobOutput::Message(bytes))) => {
-                *message = Incoming::Fetched(Message::Heap(bytes))
+                *message = Incoming::Arrived(Arrived::Fetched(Message::Heap(bytes)))
             }
             (_, Ok(made)) => self.after.drop(Dropped::Output(made)),
         }
@@ -110,7 +109,7 @@ impl Core {
             && let Some(number) = self.inbox.waiting.pop_front()
         {
             if let Some(message) = self.inbox.get(number) {
-                *message = Incoming::Fetched(Message::default());
+                *message = Incoming::Arrived(Arrived::Fetched(Message::default()));
             }
             self.protocol.flow.done();
         }
@@ -120,20 +119,12 @@ impl Core {
         while let Some(message) = self.inbox.pop() {
             self.counters.discarded += 1;
             match message {
-                Incoming::Buffered(buffer) => self.post_receive(buffer),
-                Incoming::Fragmented { parts, last, .. } => {
-                    for _ in 0..parts {
-                        let part = self.inbox.take_part();
-                        self.post_receive(part);
-                        self.protocol.flow.release_message();
-                    }
-                    self.post_receive(last);
-                }
-                Incoming::Fetched(message) => {
+                Arrived::Buffered(buffer) => self.post_receive(buffer),
+                Arrived::Fragmented { parts, last, .. } => self.join(parts, last, true, |_| ()),
+                Arrived::Fetched(message) => {
                     self.inbox.memory -= message.len() as u64;
                     self.after.drop(Dropped::Message(message));
                 }
-                _ => unreachable!("only ready messages are popped"),
             }
             self.protocol.flow.release_message();
         }

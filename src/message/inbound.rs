@@ -94,6 +94,20 @@ pub(super) enum Next {
 
 #[derive(Debug)]
 pub(super) enum Incoming {
+    Arrived(Arrived),
+    Offered(RemoteRegion),
+    /// Memory is being registered.
+    Preparing(RemoteRegion),
+    Fetching(Fetch),
+    /// Memory of the arrived message is being deregistered.
+    Releasing,
+    /// The fetch failed.
+    Lost,
+}
+
+/// A message that the service can receive.
+#[derive(Debug)]
+pub(super) enum Arrived {
     Buffered(BufMut),
     /// The last of several frames; `parts` of the inbox are before it. `len` bytes in all.
     Fragmented {
@@ -101,21 +115,13 @@ pub(super) enum Incoming {
         last: BufMut,
         len: usize,
     },
-    Offered(RemoteRegion),
-    /// Memory is being registered.
-    Preparing(RemoteRegion),
-    Fetching(Fetch),
-    /// Memory of the arrived message is being deregistered.
-    Releasing,
     Fetched(Message),
-    /// The fetch failed.
-    Lost,
 }
 
 impl Incoming {
     /// Returns true if the service can receive the message.
     pub(super) fn is_ready(&self) -> bool {
-        matches!(self, Self::Buffered(_) | Self::Fragmented { .. } | Self::Fetched(_))
+        matches!(self, Self::Arrived(_))
     }
 }
 
@@ -146,13 +152,13 @@ impl Inbox {
     /// Adds the last or only frame of a message.
     pub(super) fn push_last(&mut self, last: BufMut) {
         let message = match std::mem::take(&mut self.incomplete) {
-            (0, _) => Incoming::Buffered(last),
-            (parts, len) => Incoming::Fragmented { parts, len: len as usize + last.len(), last },
+            (0, _) => Arrived::Buffered(last),
+            (parts, len) => Arrived::Fragmented { parts, len: len as usize + last.len(), last },
         };
-        self.push(message);
+        self.push(Incoming::Arrived(message));
     }
 
-    /// Takes the first part of the first message, which is [fragmented](Incoming::Fragmented).
+    /// Takes the first part of the first message, which is [fragmented](Arrived::Fragmented).
     pub(super) fn take_part(&mut self) -> BufMut {
         match self.parts.pop_front() {
             Some(part) => part,
@@ -188,12 +194,15 @@ impl Inbox {
         self.drained_at.is_some_and(|end| self.base >= end)
     }
 
-    pub(super) fn pop(&mut self) -> Option<Incoming> {
+    pub(super) fn pop(&mut self) -> Option<Arrived> {
         if !self.is_ready() {
             return None;
         }
+        let Some(Incoming::Arrived(message)) = self.messages.pop_front() else {
+            unreachable!("the first message is ready")
+        };
         self.base += 1;
-        self.messages.pop_front()
+        Some(message)
     }
 }
 
@@ -343,14 +352,13 @@ impl Core {
 
     pub(super) fn take_message(&mut self) -> Option<Bytes> {
         self.take(|core, message, open| match message {
-            Incoming::Fetched(message) => message.into(),
-            Incoming::Buffered(buffer) => core.message_in(buffer, open),
-            Incoming::Fragmented { parts, last, len } => {
+            Arrived::Fetched(message) => message.into(),
+            Arrived::Buffered(buffer) => core.message_in(buffer, open),
+            Arrived::Fragmented { parts, last, len } => {
                 let mut bytes = Vec::with_capacity(len);
                 core.join(parts, last, open, |part| bytes.extend_from_slice(part));
                 bytes.into()
             }
-            _ => unreachable!("only ready messages are popped"),
         })
     }
 
@@ -358,17 +366,17 @@ impl Core {
     fn take_registered(&mut self, memory: &mut Option<BufMut>) -> Option<Next> {
         let open = self.close_reason().is_none();
         let mut spare = None;
-        let copied = match self.inbox.messages.front()? {
-            Incoming::Fetched(Message::Registered(_)) => None,
-            Incoming::Fetched(Message::Heap(bytes)) => Some(bytes.len()),
-            Incoming::Fragmented { len, .. } => Some(*len),
-            Incoming::Buffered(buffer) => {
+        let Incoming::Arrived(first) = self.inbox.messages.front()? else { return None };
+        let copied = match first {
+            Arrived::Fetched(Message::Registered(_)) => None,
+            Arrived::Fetched(Message::Heap(bytes)) => Some(bytes.len()),
+            Arrived::Fragmented { len, .. } => Some(*len),
+            Arrived::Buffered(buffer) => {
                 if open {
                     spare = self.receive_pool.try_alloc(self.receive_pool.buffer_size()).ok();
                 }
                 (open && spare.is_none()).then_some(buffer.len())
             }
-            _ => return None,
         };
         if let Some(len) = copied
             && memory.as_ref().is_none_or(|memory| memory.capacity() < len)
@@ -376,9 +384,9 @@ impl Core {
             return Some(Next::Memory(len));
         }
         self.take(|core, message, open| match message {
-            Incoming::Fetched(Message::Registered(buffer)) => Next::Message(buffer),
-            Incoming::Fetched(Message::Heap(bytes)) => Next::Copy(bytes),
-            Incoming::Fragmented { parts, last, len } => {
+            Arrived::Fetched(Message::Registered(buffer)) => Next::Message(buffer),
+            Arrived::Fetched(Message::Heap(bytes)) => Next::Copy(bytes),
+            Arrived::Fragmented { parts, last, len } => {
                 let mut target = copy_target(memory, len);
                 let mut rest = &mut target[..];
                 core.join(parts, last, open, |part| {
@@ -388,30 +396,29 @@ impl Core {
                 });
                 Next::Message(target.freeze())
             }
-            Incoming::Buffered(buffer) if copied.is_none() => {
+            Arrived::Buffered(buffer) if copied.is_none() => {
                 if let Some(spare) = spare {
                     core.post_receive(spare);
                 }
                 Next::Message(buffer.freeze())
             }
-            Incoming::Buffered(buffer) => {
+            Arrived::Buffered(buffer) => {
                 let mut target = copy_target(memory, buffer.len());
                 target.copy_from_slice(&buffer);
                 core.counters.copied_out += 1;
                 core.post_receive(buffer);
                 Next::Message(target.freeze())
             }
-            _ => unreachable!("only ready messages are popped"),
         })
     }
 
     /// Removes the first message if it is ready, and frees its credit when `convert` has its bytes.
     /// The argument of `convert` is true if receives can still be posted.
-    fn take<T>(&mut self, convert: impl FnOnce(&mut Self, Incoming, bool) -> T) -> Option<T> {
+    fn take<T>(&mut self, convert: impl FnOnce(&mut Self, Arrived, bool) -> T) -> Option<T> {
         let message = self.inbox.pop()?;
         self.counters.received += 1;
         let open = self.close_reason().is_none();
-        if let Incoming::Fetched(message) = &message {
+        if let Arrived::Fetched(message) = &message {
             self.inbox.memory -= message.len() as u64;
         }
         let taken = convert(self, message, open);
@@ -422,7 +429,13 @@ impl Core {
     }
 
     /// Passes the frames of a message to `append`, in order, and posts their buffers again.
-    fn join(&mut self, parts: usize, last: BufMut, open: bool, mut append: impl FnMut(&[u8])) {
+    pub(super) fn join(
+        &mut self,
+        parts: usize,
+        last: BufMut,
+        open: bool,
+        mut append: impl FnMut(&[u8]),
+    ) {
         for _ in 0..parts {
             let part = self.inbox.take_part();
             append(&part);
