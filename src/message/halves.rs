@@ -120,7 +120,7 @@ impl SendHalf {
         }
         // A long copy is made without the lock.
         if self.handle.shared.with(|core, _| core.is_offered(parts)) {
-            let message = parts.concat().into();
+            let message = Outgoing::Parts(parts).to_bytes();
             return self.send_outgoing(Outgoing::Bytes(&message)).await;
         }
         self.send_outgoing(Outgoing::Parts(parts)).await

@@ -53,7 +53,8 @@ impl<'a> Outgoing<'a> {
         Pieces { first, rest }
     }
 
-    fn to_bytes(self) -> Bytes {
+    /// Copies parts.
+    pub(super) fn to_bytes(self) -> Bytes {
         match self {
             Self::Bytes(bytes) => bytes.clone(),
             Self::Buffer(buffer) => buffer.clone().into(),
@@ -311,15 +312,10 @@ impl Core {
             return Ok(Some(Block::Credits { frames: 1 }));
         }
         if len <= self.limits.inline && len <= self.limits.frame {
+            let Pieces { first, rest } = message.pieces();
             let mut gathered = SmallVec::<[u8; INLINE]>::new();
-            let bytes: &[u8] = match message {
-                Outgoing::Bytes(bytes) => bytes,
-                Outgoing::Buffer(buffer) => buffer,
-                Outgoing::Parts(parts) => {
-                    parts.iter().for_each(|part| gathered.extend_from_slice(part));
-                    &gathered[..]
-                }
-            };
+            rest.iter().for_each(|part| gathered.extend_from_slice(part));
+            let bytes = if rest.is_empty() { first } else { &gathered[..] };
             let header = self.protocol.flow.send(Kind::Data);
             self.add_sent(Sent::Inline(self.frames.send_inline_with_imm(bytes, header.encode())));
         } else if len <= self.limits.eager {
