@@ -212,6 +212,9 @@ impl Qp {
     /// [`SetupError::Transition`] names missing or forbidden attributes.
     pub fn modify(&self, attr: &QpAttr) -> Result<(), SetupError> {
         let mut last = self.last_state.lock();
+        // A change to the error state in the error state reaches the device too: SoftRoCE flushes
+        // receives posted there only then.
+        //
         // A query is a system call, so the device is asked only if the state last set does not
         // explain the change or its refusal.
         let mut refused = None;
