@@ -1,5 +1,7 @@
 //! Connections as a service uses them.
 
+mod prepared;
+
 use std::fmt;
 use std::future::poll_fn;
 use std::net::SocketAddr;
@@ -12,20 +14,21 @@ use bytes::Bytes;
 use futures::{Sink, Stream};
 use tokio::net::ToSocketAddrs;
 
-use super::admission::{Admitted, RefusalReason};
-use super::config::{Completions, ConnectionConfig};
+pub use prepared::PreparedConnection;
+
+use super::admission::RefusalReason;
+use super::config::ConnectionConfig;
 use super::core::{ConnectionCounters, Core};
-use super::driver::drive;
 use super::error::{CloseReason, EstablishError, MessageError, TrySendError};
 use super::halves::{Notifications, RecvHalf, SendHalf, WaitGuard};
-use super::handshake::{Handshake, HandshakeError, Rejection};
+use super::handshake::{Handshake, Rejection};
 use super::resources::{ConnectionResources, Reserve};
 use super::shared::Shared;
-use crate::cm::{self, CmConnection, clock};
+use crate::cm::{self, clock};
 use crate::dispatch::{ReceiveCounters, SendCounters};
-use crate::error::{NoRuntime, OpErrorKind, SetupError};
+use crate::error::SetupError;
 use crate::memory::{Buf, Pool};
-use crate::op::{QueuePair, QueuePairBuilder, QueuePairEndpoint};
+use crate::op::QueuePair;
 use crate::verbs::{Device, ProtectionDomain};
 use rdma_provider::cm_contract::MAX_REQUEST_DATA;
 
@@ -191,7 +194,8 @@ impl Connection {
     /// # Errors
     ///
     /// [`SetupError::Limit`] or [`SetupError::TooSmall`] for a setting, [`SetupError::NoGid`]
-    /// without an active port or the requested entry; otherwise see [`QueuePairBuilder::build`].
+    /// without an active port or the requested entry; otherwise see
+    /// [`QueuePairBuilder::build`](crate::op::QueuePairBuilder::build).
     pub fn prepare(
         pd: &ProtectionDomain,
         config: &ConnectionConfig,
@@ -399,7 +403,8 @@ impl Connection {
     ///
     /// - Pending sends and receives fail with [`CloseReason::Aborted`]; arrived messages are
     ///   discarded.
-    /// - New operations fail with [`OpErrorKind::Closed`]. Queued ones are never carried out.
+    /// - New operations fail with [`OpErrorKind::Closed`](crate::OpErrorKind::Closed). Queued ones
+    ///   are never carried out.
     /// - Operations in flight may still be carried out, and the device uses their buffers.
     ///
     /// Queued operations and those in flight complete, flushed or as `Closed`, when the peer's
@@ -591,116 +596,5 @@ fn rejected(error: cm::ConnectError) -> EstablishError {
             }
         }
         _ => error.into(),
-    }
-}
-
-/// A side whose receives are posted, ready to be connected.
-#[must_use = "it is connected by establish"]
-pub struct PreparedConnection {
-    pub(super) core: Core,
-    pub(super) qp: QueuePair,
-    config: ConnectionConfig,
-}
-
-impl PreparedConnection {
-    /// Prepares a connection of checked settings with a queue pair further configured by
-    /// `describe`.
-    pub(super) fn new(
-        resources: ConnectionResources,
-        config: &ConnectionConfig,
-        describe: impl FnOnce(QueuePairBuilder) -> QueuePairBuilder,
-    ) -> Result<Self, SetupError> {
-        let (pd, receives, pools) =
-            (&resources.domain().clone(), config.receives(), resources.pools());
-        let queue = match (&config.completions, resources.queue()) {
-            (Completions::Shared(queue), _) | (Completions::Own(_), Some(queue)) => queue.clone(),
-            (Completions::Own(_), None) => unreachable!("resources are made for the settings"),
-        };
-        let describe = |builder| describe(builder).holding(resources);
-        let builder =
-            QueuePair::builder(pd, &queue).max_send_wr(config.max_send_wr).max_recv_wr(receives);
-        let qp = describe(builder.max_sge(1).max_inline(config.max_inline).solicited()).build()?;
-        let size = config.receive_buffer_size as usize;
-        debug_assert!(pools.iter().all(|pool| pool.buffer_size() == size), "of these settings");
-        let core = Core::new(qp.clone(), config, pools);
-        match core.protocol.phase().failure() {
-            Some(OpErrorKind::Post(error) | OpErrorKind::State { error, .. }) => {
-                return Err(error.into());
-            }
-            Some(_) => return Err(SetupError::Closed),
-            None => {}
-        }
-        Ok(Self { core, qp, config: config.clone() })
-    }
-
-    /// Returns the endpoint to which the peer connects its queue pair.
-    #[must_use]
-    pub fn endpoint(&self) -> QueuePairEndpoint {
-        self.qp.endpoint()
-    }
-
-    /// Returns the handshake for the peer, with user data for its service.
-    ///
-    /// # Errors
-    ///
-    /// [`HandshakeError::UserData`] above [`Handshake::MAX_USER_DATA`] bytes.
-    pub fn handshake(&self, user_data: &[u8]) -> Result<Vec<u8>, HandshakeError> {
-        self.config.handshake().encode(user_data)
-    }
-
-    /// Connects to the peer, which must do the same; messages may be sent before it has.
-    ///
-    /// # Errors
-    ///
-    /// [`EstablishError::Handshake`] for an invalid handshake, [`EstablishError::Setup`] for
-    /// incompatible sides, [`EstablishError::NoRuntime`] outside a Tokio runtime.
-    pub fn establish(
-        self,
-        peer: &QueuePairEndpoint,
-        handshake: &[u8],
-    ) -> Result<Connection, EstablishError> {
-        NoRuntime::or_current()?;
-        let (handshake, user_data) = Handshake::decode(handshake)?;
-        let user_data = Bytes::copy_from_slice(user_data);
-        self.qp.connect_with(peer, &self.config.options)?;
-        self.start(handshake, user_data, None, None)
-    }
-
-    /// Starts the driver on the connected queue pair.
-    pub(super) fn start(
-        mut self,
-        peer: Handshake,
-        user_data: Bytes,
-        link: Option<CmConnection>,
-        admitted: Option<Admitted>,
-    ) -> Result<Connection, EstablishError> {
-        let runtime = NoRuntime::or_current()?;
-        let addresses = link.as_ref().map(|link| (link.local_addr(), link.peer_addr()));
-        let link = link.map(Arc::new);
-        self.core.set_peer(&self.config, &peer, link.clone());
-        let shared = Shared::new(self.core, self.qp, runtime.clone(), admitted);
-        if shared.is_draining() {
-            shared.drain();
-        }
-        drop(runtime.spawn(drive(shared.clone(), link)));
-        let handle = Arc::new(Handle {
-            shared,
-            close_timeout: self.config.close_timeout,
-            buffer_size: self.config.receive_buffer_size as usize,
-            peer,
-            user_data,
-            addresses,
-            buffers: Default::default(),
-        });
-        Ok(Connection { send: SendHalf::new(handle.clone()), recv: RecvHalf::new(handle) })
-    }
-}
-
-impl fmt::Debug for PreparedConnection {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PreparedConnection")
-            .field("qp", &self.qp)
-            .field("config", &self.config)
-            .finish_non_exhaustive()
     }
 }

@@ -1,5 +1,7 @@
 //! A listener for connections from peers.
 
+mod request;
+
 use std::cmp::Reverse;
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -13,16 +15,16 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use futures::Stream;
-use futures::future::{Either, select};
 use tokio::net::ToSocketAddrs;
 use tokio::sync::Mutex;
 use tokio::task::{AbortHandle, JoinError, JoinSet};
 
+pub use request::ConnectionRequest;
+
 use super::admission::{Admission, ListenerStats};
 use super::config::ConnectionConfig;
-use super::connection::{Connection, PreparedConnection};
+use super::connection::Connection;
 use super::error::{CloseReason, EstablishError};
-use super::handshake::{Handshake, Rejection};
 use super::resources::Reserve;
 use crate::cm;
 use crate::cm::clock::{Sleep, timeout};
@@ -527,176 +529,6 @@ impl fmt::Debug for Listener {
         f.debug_struct("Listener")
             .field("local", &self.local_addr())
             .field("stats", &self.stats())
-            .finish_non_exhaustive()
-    }
-}
-
-/// A peer's request for a connection. Dropping it rejects the peer.
-#[must_use = "dropping it rejects it"]
-pub struct ConnectionRequest {
-    inner: cm::ConnectionRequest,
-    handshake: Handshake,
-    user_data: Bytes,
-    reserve: Arc<Reserve>,
-    config: ConnectionConfig,
-    admission: Arc<Admission>,
-    /// The requests that wait at the listener. One of them may evict this one.
-    waiting: cm::PendingRequests,
-}
-
-impl ConnectionRequest {
-    /// Returns the peer's address.
-    #[must_use]
-    pub fn peer_addr(&self) -> SocketAddr {
-        self.inner.peer_addr()
-    }
-
-    /// Returns the user data that the peer has sent.
-    #[must_use]
-    pub fn user_data(&self) -> &Bytes {
-        &self.user_data
-    }
-
-    /// Returns the receive limits that the peer has announced.
-    #[must_use]
-    pub fn peer(&self) -> Handshake {
-        self.handshake
-    }
-
-    /// Accepts with the settings of the listener.
-    ///
-    /// # Errors
-    ///
-    /// See [`accept_with`](Self::accept_with).
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future rejects the peer.
-    pub async fn accept(self) -> Result<Connection, EstablishError> {
-        let config = self.config.clone();
-        self.accept_with(&config).await
-    }
-
-    /// Accepts with these settings. The connection limits are always the listener's. If the device
-    /// has already answered the peer, all settings are.
-    ///
-    /// Waits for the confirmation for at most
-    /// [`connect_timeout`](ConnectionConfig::connect_timeout). After 0.1 s, another request that
-    /// has waited for 0.1 s evicts this one, so that silent peers do not block others. The evicted
-    /// peer is rejected. For more than ten requests per second, accept each in its own task.
-    ///
-    /// # Errors
-    ///
-    /// [`EstablishError::Refused`] at a connection limit; the peer gets that too, or
-    /// [`CloseReason::Refused`] if already answered.
-    /// [`EstablishError::Connect`] with [`cm::ConnectError::Disconnected`] if the peer has
-    /// disconnected, or [`cm::ConnectError::TimedOut`] if unconfirmed or evicted. Otherwise see
-    /// [`Connection::connect_with`].
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future rejects the peer.
-    pub async fn accept_with(
-        self,
-        config: &ConnectionConfig,
-    ) -> Result<Connection, EstablishError> {
-        let (address, admission, waiting) =
-            (self.peer_addr(), self.admission.clone(), self.waiting.clone());
-        let (start, confirmed) = (std::time::Instant::now(), self.inner.reserved().is_some());
-        let established = pin!(self.establish(config));
-        if confirmed {
-            return established.await;
-        }
-        match select(established, pin!(waiting.displaced(GRACE))).await {
-            Either::Left((result, _)) => result,
-            Either::Right(((), _)) => {
-                admission.evicted();
-                let (address, step) = (Some(address), cm::ConnectStep::Establish);
-                Err(cm::ConnectError::TimedOut { address, step, after: start.elapsed() }.into())
-            }
-        }
-    }
-
-    /// Accepts without a check for eviction, and counts a failure.
-    async fn establish(self, config: &ConnectionConfig) -> Result<Connection, EstablishError> {
-        let admission = self.admission.clone();
-        let result = self.establish_uncounted(config).await;
-        if let Err(EstablishError::Connect(_)) = &result {
-            admission.count_failed();
-        }
-        result
-    }
-
-    async fn establish_uncounted(
-        self,
-        config: &ConnectionConfig,
-    ) -> Result<Connection, EstablishError> {
-        let address = self.peer_addr();
-        let answered = self.inner.reserved().is_some();
-        // The provider's answer has announced the listener's settings to the peer.
-        let config = if answered { &self.config } else { config };
-        // Checked before buffers are allocated. An unanswered peer may be forged, so it reserves a
-        // connection only after its confirmation.
-        let reservation = if answered {
-            self.admission.reserve(address.ip()).map(Some)
-        } else {
-            self.admission.check(address.ip()).map(|()| None)
-        };
-        let reservation = match reservation {
-            Ok(reservation) => reservation,
-            Err(reason) => {
-                self.inner.reject(&reason.encode()).await?;
-                return Err(EstablishError::Refused { address, reason });
-            }
-        };
-        let options = config.cm_options(MAX_RESPONSE_DATA)?;
-        config.check(self.reserve.device())?;
-        let path = (self.inner.port(), self.inner.gid_index());
-        // Reported as `Connect`, because the peer's path does not fit: `accept` returns `Setup`
-        // errors, but skips this peer.
-        config
-            .check_path(path, self.inner.source())
-            .map_err(|error| self.inner.prepare_error(error))?;
-        let prepare = || {
-            let resources = config.resources(&self.reserve)?;
-            PreparedConnection::new(resources, config, |builder| self.inner.prepare(builder))
-        };
-        let prepared = match prepare() {
-            Ok(prepared) => prepared,
-            Err(error) => return Err(self.inner.explain_setup_error(error).await?.into()),
-        };
-        let link = self.inner.accept(&prepared.qp, &options).await?;
-        // If other peers have reached the limit meanwhile, dropping `link` disconnects this peer.
-        let refused = |reason| EstablishError::Refused { address, reason };
-        let admitted = match reservation {
-            Some(admitted) => admitted,
-            None => self.admission.reserve(address.ip()).map_err(refused)?,
-        };
-        prepared.start(self.handshake, self.user_data, Some(link), Some(admitted))
-    }
-
-    /// Rejects the connection. The peer gets `user_data`, at most 140 bytes, in
-    /// [`EstablishError::Rejected`].
-    ///
-    /// # Errors
-    ///
-    /// [`EstablishError::Connect`] with [`cm::ConnectError::Limit`] for longer data; the peer is
-    /// then rejected without data. Otherwise see [`cm::ConnectionRequest::reject`].
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future rejects the peer anyway.
-    pub async fn reject(self, user_data: &[u8]) -> Result<(), EstablishError> {
-        let rejection = Rejection::encode(user_data).map_err(cm::ConnectError::from)?;
-        Ok(self.inner.reject(&rejection).await?)
-    }
-}
-
-impl fmt::Debug for ConnectionRequest {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ConnectionRequest")
-            .field("peer", &self.peer_addr())
-            .field("handshake", &self.handshake)
             .finish_non_exhaustive()
     }
 }

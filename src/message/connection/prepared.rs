@@ -1,0 +1,131 @@
+//! A side before it is connected, for services with their own control plane too.
+
+use std::fmt;
+use std::sync::Arc;
+
+use bytes::Bytes;
+
+use super::{Connection, Handle};
+use crate::cm::CmConnection;
+use crate::error::{NoRuntime, OpErrorKind, SetupError};
+use crate::message::admission::Admitted;
+use crate::message::config::{Completions, ConnectionConfig};
+use crate::message::core::Core;
+use crate::message::driver::drive;
+use crate::message::error::EstablishError;
+use crate::message::halves::{RecvHalf, SendHalf};
+use crate::message::handshake::{Handshake, HandshakeError};
+use crate::message::resources::ConnectionResources;
+use crate::message::shared::Shared;
+use crate::op::{QueuePair, QueuePairBuilder, QueuePairEndpoint};
+
+/// A side whose receives are posted, ready to be connected.
+#[must_use = "it is connected by establish"]
+pub struct PreparedConnection {
+    pub(in crate::message) core: Core,
+    pub(in crate::message) qp: QueuePair,
+    config: ConnectionConfig,
+}
+
+impl PreparedConnection {
+    /// Prepares a connection of checked settings with a queue pair further configured by
+    /// `describe`.
+    pub(in crate::message) fn new(
+        resources: ConnectionResources,
+        config: &ConnectionConfig,
+        describe: impl FnOnce(QueuePairBuilder) -> QueuePairBuilder,
+    ) -> Result<Self, SetupError> {
+        let (pd, receives, pools) =
+            (&resources.domain().clone(), config.receives(), resources.pools());
+        let queue = match (&config.completions, resources.queue()) {
+            (Completions::Shared(queue), _) | (Completions::Own(_), Some(queue)) => queue.clone(),
+            (Completions::Own(_), None) => unreachable!("resources are made for the settings"),
+        };
+        let describe = |builder| describe(builder).holding(resources);
+        let builder =
+            QueuePair::builder(pd, &queue).max_send_wr(config.max_send_wr).max_recv_wr(receives);
+        let qp = describe(builder.max_sge(1).max_inline(config.max_inline).solicited()).build()?;
+        let size = config.receive_buffer_size as usize;
+        debug_assert!(pools.iter().all(|pool| pool.buffer_size() == size), "of these settings");
+        let core = Core::new(qp.clone(), config, pools);
+        match core.protocol.phase().failure() {
+            Some(OpErrorKind::Post(error) | OpErrorKind::State { error, .. }) => {
+                return Err(error.into());
+            }
+            Some(_) => return Err(SetupError::Closed),
+            None => {}
+        }
+        Ok(Self { core, qp, config: config.clone() })
+    }
+
+    /// Returns the endpoint to which the peer connects its queue pair.
+    #[must_use]
+    pub fn endpoint(&self) -> QueuePairEndpoint {
+        self.qp.endpoint()
+    }
+
+    /// Returns the handshake for the peer, with user data for its service.
+    ///
+    /// # Errors
+    ///
+    /// [`HandshakeError::UserData`] above [`Handshake::MAX_USER_DATA`] bytes.
+    pub fn handshake(&self, user_data: &[u8]) -> Result<Vec<u8>, HandshakeError> {
+        self.config.handshake().encode(user_data)
+    }
+
+    /// Connects to the peer, which must do the same; messages may be sent before it has.
+    ///
+    /// # Errors
+    ///
+    /// [`EstablishError::Handshake`] for an invalid handshake, [`EstablishError::Setup`] for
+    /// incompatible sides, [`EstablishError::NoRuntime`] outside a Tokio runtime.
+    pub fn establish(
+        self,
+        peer: &QueuePairEndpoint,
+        handshake: &[u8],
+    ) -> Result<Connection, EstablishError> {
+        NoRuntime::or_current()?;
+        let (handshake, user_data) = Handshake::decode(handshake)?;
+        let user_data = Bytes::copy_from_slice(user_data);
+        self.qp.connect_with(peer, &self.config.options)?;
+        self.start(handshake, user_data, None, None)
+    }
+
+    /// Starts the driver on the connected queue pair.
+    pub(in crate::message) fn start(
+        mut self,
+        peer: Handshake,
+        user_data: Bytes,
+        link: Option<CmConnection>,
+        admitted: Option<Admitted>,
+    ) -> Result<Connection, EstablishError> {
+        let runtime = NoRuntime::or_current()?;
+        let addresses = link.as_ref().map(|link| (link.local_addr(), link.peer_addr()));
+        let link = link.map(Arc::new);
+        self.core.set_peer(&self.config, &peer, link.clone());
+        let shared = Shared::new(self.core, self.qp, runtime.clone(), admitted);
+        if shared.is_draining() {
+            shared.drain();
+        }
+        drop(runtime.spawn(drive(shared.clone(), link)));
+        let handle = Arc::new(Handle {
+            shared,
+            close_timeout: self.config.close_timeout,
+            buffer_size: self.config.receive_buffer_size as usize,
+            peer,
+            user_data,
+            addresses,
+            buffers: Default::default(),
+        });
+        Ok(Connection { send: SendHalf::new(handle.clone()), recv: RecvHalf::new(handle) })
+    }
+}
+
+impl fmt::Debug for PreparedConnection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PreparedConnection")
+            .field("qp", &self.qp)
+            .field("config", &self.config)
+            .finish_non_exhaustive()
+    }
+}
