@@ -42,6 +42,7 @@
 //! |---|---|
 //! | Open a device | [`Device::open_default`] |
 //! | Exchange messages with peers found by IP address | [`Connection`], [`Listener`] |
+//! | Replace TCP below hyper, axum, tonic or rustls | [`RdmaStream`], [`RdmaListener`] |
 //! | Read and write the memory of a peer | [`QueuePair`], [`ExposedRegion`], [`RemoteRegion`] |
 //! | Reach many peers with few queue pairs | [`DcPool`](dc::DcPool) |
 //! | Choose between completion events and busy polling | [`CompletionQueue`], [`CompletionMode`] |
@@ -54,6 +55,7 @@
 //!
 //! ```text
 //! message        Connection: messages with flow control, and one-sided operations
+//! stream         RdmaStream: bytes with the traits of Tokio, on the same flow control
 //! cm             listen, connect and disconnect by IP address
 //! op, dc         QueuePair, Batch, DcInitiator, DcPool: operations as futures
 //! completion     CompletionQueue: modes and counters
@@ -96,6 +98,9 @@ mod pages {
 
     #[doc = include_str!("../docs/dc.md")]
     mod dc {}
+
+    #[doc = include_str!("../docs/streams.md")]
+    mod streams {}
 
     #[doc = include_str!("../docs/software-device.md")]
     mod software_device {}
@@ -140,7 +145,8 @@ pub use memory::{Buf, BufMut, ExposedRegion, Pool, RemoteRegion};
 #[cfg(not(loom))]
 pub use message::{
     CloseReason, Connection, ConnectionConfig, ConnectionRequest, EstablishError, Listener,
-    MessageError,
+    MessageError, stream,
+    stream::{RdmaListener, RdmaStream},
 };
 pub use op::{Batch, QueuePair, QueuePairEndpoint, SharedReceiveQueue};
 pub use types::{Access, Imm};

@@ -11,11 +11,12 @@ use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use bytes::Bytes;
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt};
 use tokio_rdma::dc::{DcPolicy, DcPool, DcPoolPeer, DcTarget};
 use tokio_rdma::software::Network;
 use tokio_rdma::{
-    Access, Batch, BufMut, CompletionQueue, ExposedRegion, Imm, Pool, QueuePair, RemoteRegion,
-    SharedReceiveQueue,
+    Access, Batch, BufMut, CompletionQueue, ConnectionConfig, ExposedRegion, Imm, Pool, QueuePair,
+    RdmaListener, RdmaStream, RemoteRegion, SharedReceiveQueue,
 };
 use torture::{Flavour, LONG, Mode, bounded, device, pair, scaled};
 
@@ -348,6 +349,44 @@ async fn messages(setting: &str, mode: Mode, found: &mut Vec<String>) {
     }
 }
 
+/// Reads and writes of a stream allocate nothing; `read_bytes` allocates the `Bytes` that it
+/// returns.
+async fn streams(setting: &str, mode: Mode, found: &mut Vec<String>) {
+    let config = ConnectionConfig::for_streams().mode(mode.make()).keepalive(None);
+    let (device, _) = device(&Network::new());
+    let at = connected::address(&device);
+    let listener = RdmaListener::bind_with(&device, at, &config).await.unwrap();
+    let connecting = RdmaStream::connect_with(&device, listener.local_addr().unwrap(), &config);
+    let (mut a, (mut b, _)) = tokio::try_join!(connecting, listener.accept()).unwrap();
+    let bytes: &'static [u8] = &[7; 100_000];
+    let mut memory = vec![0; bytes.len()];
+    for len in [10, 1_000, 40_000] {
+        let (half, rest) = bytes[..len].split_at(len / 2);
+        let one_way = async || {
+            a.write_all(half).await.unwrap();
+            a.write_all(rest).await.unwrap();
+            b.read_exact(&mut memory[..len]).await.unwrap();
+        };
+        counted(&format!("{setting}: stream, {len} bytes"), one_way, found).await;
+        let in_place = async || {
+            a.write_all(&bytes[..len]).await.unwrap();
+            let mut left = len;
+            while left > 0 {
+                let arrived = b.fill_buf().await.unwrap().len();
+                b.consume(arrived);
+                left -= arrived;
+            }
+        };
+        counted(&format!("{setting}: stream in place, {len} bytes"), in_place, found).await;
+    }
+    let frame = Bytes::from_static(&bytes[..20_000]);
+    let chunks = async || {
+        a.write_bytes(frame.clone()).await.unwrap();
+        assert_eq!(b.read_bytes().await.unwrap().unwrap().len(), frame.len());
+    };
+    counted_to(&format!("{setting}: stream of chunks"), 1, chunks, found).await;
+}
+
 // One test, because the process has one allocator.
 #[test]
 fn operations_allocate_nothing_once_warm() {
@@ -359,11 +398,9 @@ fn operations_allocate_nothing_once_warm() {
             let setup = Setup::new(mode);
             flavour.runtime().block_on(all(&format!("{mode:?}, {flavour:?}"), &setup, &mut found));
             flavour.runtime().block_on(pooled(&format!("{mode:?}, {flavour:?}"), mode, &mut found));
-            flavour.runtime().block_on(messages(
-                &format!("{mode:?}, {flavour:?}"),
-                mode,
-                &mut found,
-            ));
+            let setting = format!("{mode:?}, {flavour:?}");
+            flavour.runtime().block_on(messages(&setting, mode, &mut found));
+            flavour.runtime().block_on(streams(&setting, mode, &mut found));
         }
         found
     });

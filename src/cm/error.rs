@@ -307,10 +307,16 @@ impl fmt::Display for ConnectError {
             Self::Refused { .. } => {
                 f.write_str("refused: the peer does not listen at this address and port")
             }
-            Self::Rejected { private_data, .. } if is_for_messages(private_data) => f.write_str(
-                "rejected: the listener is a tokio_rdma::Listener for messages, and the request \
-                 carries no handshake; connect with tokio_rdma::Connection",
-            ),
+            Self::Rejected { private_data, .. } if private_data.starts_with(FOR_MESSAGES) => f
+                .write_str(
+                    "rejected: the listener is a tokio_rdma::Listener for messages, and the \
+                     request carries no handshake; connect with tokio_rdma::Connection",
+                ),
+            Self::Rejected { private_data, .. } if private_data.starts_with(FOR_STREAMS) => f
+                .write_str(
+                    "rejected: the listener is a tokio_rdma::RdmaListener for byte streams, and \
+                     the request carries no handshake; connect with tokio_rdma::RdmaStream",
+                ),
             Self::Rejected { reason, .. } => write!(f, "rejected by the peer: {reason}"),
             Self::Unreachable { errno, .. } => {
                 write!(f, "the peer does not answer: {}", reason(*errno))
@@ -381,9 +387,9 @@ impl fmt::Display for ConnectStep {
 pub(crate) const FOR_MESSAGES: &[u8] =
     b"tRDM: this is a tokio-rdma listener for messages; the request has no handshake";
 
-fn is_for_messages(private_data: &[u8]) -> bool {
-    private_data.starts_with(FOR_MESSAGES)
-}
+/// Private data with which an [`RdmaListener`](crate::RdmaListener) rejects such a request.
+pub(crate) const FOR_STREAMS: &[u8] =
+    b"tRDM: this is a tokio-rdma listener for byte streams; the request has no handshake";
 
 impl std::error::Error for ConnectError {}
 

@@ -68,8 +68,8 @@ mod router;
 
 pub use connection::{CmConnection, Disconnection};
 pub use connector::{Route, connect, resolve, resolve_with};
-pub(crate) use error::FOR_MESSAGES;
 pub use error::{ConnectAttempt, ConnectError, ConnectStep};
+pub(crate) use error::{FOR_MESSAGES, FOR_STREAMS};
 pub(crate) use listener::PendingRequests;
 pub use listener::{ConnectionRequest, Listener};
 pub use options::{ConnectionOptions, ListenOptions};

@@ -14,18 +14,23 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-use crate::cm::{ConnectAttempt, ConnectError, ConnectStep, FOR_MESSAGES, RejectReason};
+use crate::cm::{
+    ConnectAttempt, ConnectError, ConnectStep, FOR_MESSAGES, FOR_STREAMS, RejectReason,
+};
 use crate::error::{
     CompletionError, LimitError, NoRuntime, OpError, OpErrorKind, OpenError, OutOfBounds,
     ReceiveLengths, SetupError, TryError, UdpError, VerbError,
 };
 use crate::memory::PoolError;
+use crate::message::stream::{RdmaListener, RdmaStream, ReuniteError};
 use crate::message::{
-    CloseReason, EstablishError, HandshakeError, MessageError, RefusalReason, TrySendError,
-    Violation,
+    CloseReason, Content, EstablishError, HandshakeError, MessageError, RefusalReason,
+    TrySendError, Violation,
 };
 use crate::op::EndpointError;
+use crate::software::Network;
 use crate::types::{Access, QpState, Qpn, TransitionError, WcStatus};
+use crate::verbs::Device;
 
 const VERB: VerbError = VerbError { verb: "ibv_reg_mr", errno: 22 };
 const LIMIT: LimitError = LimitError { field: "max_send_wr", asked: 2, allowed: 1 };
@@ -403,6 +408,10 @@ fn errors_of_connecting_have_their_exact_texts() {
                 "waiting for 192.0.2.1:7471 to answer the connection request: rejected: the \
                  listener is a tokio_rdma::Listener for messages, and the request carries no \
                  handshake; connect with tokio_rdma::Connection",
+            rejected(FOR_STREAMS) =>
+                "waiting for 192.0.2.1:7471 to answer the connection request: rejected: the \
+                 listener is a tokio_rdma::RdmaListener for byte streams, and the request carries \
+                 no handshake; connect with tokio_rdma::RdmaStream",
         ],
         ConnectError::Unreachable { .. } => [
             ConnectError::Unreachable { attempt, errno: 110 } =>
@@ -471,9 +480,14 @@ fn errors_of_handshakes_have_their_exact_texts() {
                 "handshake versions do not match: 1 here, 2 at the peer; use the same release of \
                  tokio-rdma on both sides",
         ],
+        HandshakeError::Content { .. } => [
+            HandshakeError::Content { theirs: Content::Bytes, ours: Content::Messages } =>
+                "the peer's connection carries byte streams, this side's messages; use Connection \
+                 and Listener, or RdmaStream and RdmaListener, on both sides",
+        ],
         HandshakeError::Reserved { .. } => [
-            HandshakeError::Reserved { flags: 1, zero: 0 } =>
-                "the peer's handshake sets reserved bits: flags 0x1, reserved byte 0x0",
+            HandshakeError::Reserved { flags: 2, zero: 0 } =>
+                "the peer's handshake sets reserved bits: flags 0x2, reserved byte 0x0",
         ],
         HandshakeError::Range { .. } => [
             HandshakeError::Range { field: "receives", value: 0, min: 1, max: 2 } =>
@@ -500,6 +514,12 @@ fn errors_of_handshakes_have_their_exact_texts() {
         ],
         RefusalReason::ShuttingDown => [
             RefusalReason::ShuttingDown => "the listener shuts down",
+        ],
+        RefusalReason::OtherContent(_) => [
+            RefusalReason::OtherContent(Content::Messages) =>
+                "the listener carries messages; connect with Connection",
+            RefusalReason::OtherContent(Content::Bytes) =>
+                "the listener carries byte streams; connect with RdmaStream",
         ],
     });
     let rejected =
@@ -531,8 +551,8 @@ fn errors_of_handshakes_have_their_exact_texts() {
                 error: HandshakeError::Magic { found: [0; 4] },
             } =>
                 "192.0.2.1:7471 accepted the connection request but is not a tokio_rdma::Listener \
-                 for messages: the peer sent no handshake; connect with tokio_rdma::cm::connect, \
-                 or listen with tokio_rdma::Listener on the peer",
+                 or RdmaListener: the peer sent no handshake; connect with \
+                 tokio_rdma::cm::connect, or listen with one of these on the peer",
         ],
         EstablishError::Rejected { .. } => [
             rejected(b"") => "connecting to 192.0.2.1:7471: rejected by the peer's service",
@@ -676,6 +696,24 @@ fn errors_of_connections_have_their_exact_texts() {
                  (os error 22)",
             CloseReason::Clean.into() => "connection closed: both sides have finished",
         ],
+    });
+}
+
+#[test]
+fn halves_of_different_streams_are_returned_with_a_text() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let device = Device::software_in(&Network::new(), "halves").unwrap();
+        let listener = RdmaListener::bind(&device, "127.0.0.1:0").await.unwrap();
+        let connecting = RdmaStream::connect(&device, listener.local_addr().unwrap());
+        let ((server, _), client) = tokio::try_join!(listener.accept(), connecting).unwrap();
+        let ((read, _), (_, write)) = (client.into_split(), server.into_split());
+        texts!(ReuniteError, error, {
+            ReuniteError(..) => [
+                read.reunite(write).unwrap_err() =>
+                    "failed to reunite halves: they belong to different streams",
+            ],
+        });
     });
 }
 

@@ -9,9 +9,8 @@ use std::sync::{Arc, Weak};
 use parking_lot::Mutex;
 
 use super::config::ConnectionConfig;
-use super::handshake::{Handshake, HandshakeError};
+use super::handshake::{Content, Handshake, HandshakeError};
 use super::shared::Shared;
-use crate::cm;
 use rdma_provider::cm_contract::{Admit, CmAnswer, Verdict};
 
 /// The reason why a [`Listener`](super::Listener) refuses a valid request.
@@ -25,6 +24,8 @@ pub enum RefusalReason {
     SourceFull,
     /// The listener [shuts down](super::Listener::shutdown).
     ShuttingDown,
+    /// The listener carries this content, the request another.
+    OtherContent(Content),
 }
 
 impl RefusalReason {
@@ -37,6 +38,8 @@ impl RefusalReason {
             Self::ListenerFull => 1,
             Self::SourceFull => 2,
             Self::ShuttingDown => 3,
+            Self::OtherContent(Content::Messages) => 4,
+            Self::OtherContent(Content::Bytes) => 5,
         };
         [&Handshake::MAGIC[..], &[Handshake::VERSION, Self::KIND, code, 0]].concat()
     }
@@ -50,6 +53,8 @@ impl RefusalReason {
             (true, 1) => Some(Self::ListenerFull),
             (true, 2) => Some(Self::SourceFull),
             (true, 3) => Some(Self::ShuttingDown),
+            (true, 4) => Some(Self::OtherContent(Content::Messages)),
+            (true, 5) => Some(Self::OtherContent(Content::Bytes)),
             _ => None,
         }
     }
@@ -66,6 +71,12 @@ impl fmt::Display for RefusalReason {
                  for this address"
             }
             Self::ShuttingDown => "the listener shuts down",
+            Self::OtherContent(Content::Messages) => {
+                "the listener carries messages; connect with Connection"
+            }
+            Self::OtherContent(Content::Bytes) => {
+                "the listener carries byte streams; connect with RdmaStream"
+            }
         })
     }
 }
@@ -95,6 +106,7 @@ pub struct ListenerStats {
 pub(super) struct Admission {
     max_connections: u32,
     max_per_source: u32,
+    pub(super) content: Content,
     answer: CmAnswer,
     /// The provider may answer requests itself.
     answering: AtomicBool,
@@ -128,6 +140,7 @@ impl Admission {
         Arc::new(Self {
             max_connections: config.max_connections,
             max_per_source: config.max_connections_per_source,
+            content: config.content,
             answer,
             answering: AtomicBool::new(false),
             #[cfg(test)]
@@ -182,7 +195,7 @@ impl Admission {
         &self,
         private_data: &'a [u8],
     ) -> Result<(Handshake, &'a [u8]), HandshakeError> {
-        Handshake::decode(private_data)
+        Handshake::decode_for(self.content, private_data)
             .inspect_err(|_| self.state.lock().stats.refused_protocol += 1)
     }
 
@@ -237,7 +250,7 @@ impl State {
         match reason {
             RefusalReason::ListenerFull => self.stats.refused_full += 1,
             RefusalReason::SourceFull => self.stats.refused_source += 1,
-            RefusalReason::ShuttingDown => {}
+            RefusalReason::ShuttingDown | RefusalReason::OtherContent(_) => {}
         }
         Err(reason)
     }
@@ -249,12 +262,7 @@ impl Admit for Admission {
         if let Err(error) = self.handshake(private_data) {
             // Every forged request logs this, so it is not a warning.
             tracing::debug!(peer = %source, %error, "rejected connection request");
-            // Lets the peer report the protocol mismatch.
-            return Verdict::Reject(if error.is_foreign() {
-                cm::FOR_MESSAGES.to_vec()
-            } else {
-                Vec::new()
-            });
+            return Verdict::Reject(error.rejection(self.content));
         }
         match self.check(source) {
             Ok(()) => Verdict::Answer(answer.clone()),
@@ -335,9 +343,10 @@ mod tests {
 
     #[test]
     fn refusal_reasons_round_trip_as_private_data() {
-        for refusal in
-            [RefusalReason::ListenerFull, RefusalReason::SourceFull, RefusalReason::ShuttingDown]
-        {
+        let other_content = [Content::Messages, Content::Bytes].map(RefusalReason::OtherContent);
+        let limits =
+            [RefusalReason::ListenerFull, RefusalReason::SourceFull, RefusalReason::ShuttingDown];
+        for refusal in limits.into_iter().chain(other_content) {
             let mut bytes = refusal.encode();
             assert_eq!(RefusalReason::decode(&bytes), Some(refusal));
             bytes.resize(148, 0);
@@ -349,7 +358,7 @@ mod tests {
             &b""[..],
             b"tRDM",
             b"tRDM\x02\x02\x01",
-            b"tRDM\x02\x02\x04\0",
+            b"tRDM\x02\x02\x06\0",
             b"tRDM\x02\x01\0\0",
             b"tRDM\x01\x02\x01\0",
         ] {

@@ -7,7 +7,7 @@ use bytes::Bytes;
 
 use super::flow_control::RESERVE;
 use super::frame::{MAX_RECEIVES, OFFER_LEN};
-use super::handshake::{Handshake, HandshakeError};
+use super::handshake::{Content, Handshake, HandshakeError};
 use super::resources::{ConnectionResources, Reserve};
 use crate::cm;
 use crate::engine::{CompletionMode, CompletionQueue};
@@ -74,6 +74,7 @@ pub struct ConnectionConfig {
     pub(super) user_data: Bytes,
     pub(super) protection_domain: Option<ProtectionDomain>,
     pub(super) path: Path,
+    pub(super) content: Content,
 }
 
 /// The maximum of `spare_buffers` and `send_buffers`.
@@ -111,11 +112,27 @@ impl Default for ConnectionConfig {
             user_data: Bytes::new(),
             protection_domain: None,
             path: Path::Any,
+            content: Content::Messages,
         }
     }
 }
 
 impl ConnectionConfig {
+    /// Returns the default settings of byte streams. They have fewer and larger buffers than
+    /// [`default`](Self::default): 24 receive buffers of 32 KiB, 8 spare and 16 send buffers, 1.7
+    /// MiB in all.
+    ///
+    /// Limits on messages apply to frames, or have no effect:
+    /// [`max_message`](Self::max_message) limits the pieces that a side reads from the other's
+    /// memory.
+    pub fn for_streams() -> Self {
+        Self::default()
+            .receive_buffer_size(32 << 10)
+            .receive_buffers(24)
+            .spare_buffers(8)
+            .send_buffers(16)
+    }
+
     /// Sets the size of each receive buffer in bytes; default 8192. Messages up to this length are
     /// copied into a buffer, longer ones into several, see [`max_eager`](Self::max_eager).
     pub fn receive_buffer_size(mut self, bytes: u32) -> Self {
@@ -385,7 +402,7 @@ impl ConnectionConfig {
         if len > allowed {
             return Err(HandshakeError::UserData { len, allowed });
         }
-        let handshake = self.handshake().encode(&self.user_data)?;
+        let handshake = self.handshake().encode_for(self.content, &self.user_data)?;
         let options = cm::ConnectionOptions::default()
             .resolve_timeout(self.connect_timeout)
             .timeout(self.connect_timeout);

@@ -88,9 +88,9 @@ pub(super) struct Handle {
     close_timeout: Duration,
     pub(super) buffer_size: usize,
     peer: Handshake,
-    user_data: Bytes,
+    pub(super) user_data: Bytes,
     /// Local and peer address.
-    addresses: Option<(SocketAddr, SocketAddr)>,
+    pub(super) addresses: Option<(SocketAddr, SocketAddr)>,
 }
 
 impl Handle {
@@ -180,7 +180,7 @@ impl Connection {
         .map_err(rejected)?;
         let Some(prepared) = prepared else { unreachable!("a connected queue pair was prepared") };
         let address = link.peer_addr();
-        let (handshake, user_data) = Handshake::decode(link.private_data())
+        let (handshake, user_data) = Handshake::decode_for(config.content, link.private_data())
             .map_err(|error| EstablishError::OtherProtocol { address, error })?;
         let user_data = Bytes::copy_from_slice(user_data);
         prepared.start(handshake, user_data, Some(link), None)
@@ -526,6 +526,10 @@ impl Connection {
 
     pub(super) fn handle(&self) -> &Handle {
         &self.send.handle
+    }
+
+    pub(super) fn shared_handle(&self) -> Arc<Handle> {
+        self.send.handle.clone()
     }
 
     /// Returns the queue pair. Services must not SEND on it: the peer would take that for a frame.

@@ -15,20 +15,21 @@ use std::ops::ControlFlow;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::after_unlock::{AfterUnlock, Dropped};
 use super::config::ConnectionConfig;
 use super::error::{CloseReason, Violation};
 use super::flow_control::max_frames;
 use super::frame::{Header, Kind, decode_offer};
-use super::handshake::Handshake;
+use super::handshake::{Content, Handshake};
 use super::helper::Jobs;
 use super::inbound::{Inbox, Incoming, Notification};
 use super::lifecycle::{Event, Phase, Stage};
 use super::message_memory::FetchMemory;
 use super::outbound::{Block, Sent};
 use super::protocol::{Due, Protocol};
+use super::stream::{Held, check_bytes};
 use super::timers::{Observed, Times};
 use super::waiters::Waiters;
 use crate::cm::CmConnection;
@@ -49,6 +50,9 @@ pub(super) struct Core {
     pub(super) frames: QueuePair,
     /// The completion queue is in event mode.
     by_events: bool,
+    pub(super) content: Content,
+    /// Short writes of a stream are not held.
+    pub(super) nodelay: bool,
     pub(super) limits: Limits,
     pub(super) receive_pool: Pool,
     pub(super) send_pool: Pool,
@@ -60,6 +64,8 @@ pub(super) struct Core {
     pub(super) inbox: Inbox,
     /// Frames in flight; after termination, an `Abort` that the driver awaits.
     pub(super) sends: VecDeque<Sent>,
+    /// Bytes of a stream that wait for the frames before them; see `writing.rs`.
+    pub(super) held: Option<Held>,
     /// Frames removed from `sends`.
     pub(super) reaped: u64,
     /// Frames in `sends` with a buffer of the service.
@@ -105,6 +111,8 @@ pub(super) struct Limits {
     pub(super) receive: u64,
     pub(super) send_memory: u64,
     pub(super) receive_memory: u64,
+    /// How long a dropped stream continues to send.
+    pub(super) linger: Duration,
 }
 
 impl Core {
@@ -123,6 +131,7 @@ impl Core {
             receive: config.handshake().max_message,
             send_memory: config.send_memory,
             receive_memory: config.receive_memory,
+            linger: config.close_timeout,
         };
         let mut core = Self {
             protocol: Protocol::new(config.receives()),
@@ -131,6 +140,8 @@ impl Core {
             link: None,
             frames: qp.solicited(),
             by_events: qp.receives_by_events(),
+            content: config.content,
+            nodelay: false,
             qp,
             limits,
             receive_pool,
@@ -138,6 +149,7 @@ impl Core {
             receives: VecDeque::with_capacity(config.receives() as usize),
             inbox: Inbox::default(),
             sends: VecDeque::new(),
+            held: None,
             lent: 0,
             reaped: 0,
             offers: VecDeque::new(),
@@ -243,6 +255,7 @@ impl Core {
             return self.on_failure(kind, context);
         }
         self.reap();
+        self.send_held();
         self.fetch(context)?;
         if !self.protocol.phase().takes_messages() {
             self.discard()?;
@@ -288,10 +301,13 @@ impl Core {
     fn on_frame(&mut self, received: Received<BufMut>) -> Result<(), CloseReason> {
         let Received { buffer, len, imm, written, .. } = received;
         let imm = imm.ok_or(Violation::Header { header: 0 })?;
-        if written {
+        if written && self.content == Content::Messages {
             return self.on_notification(Notification { imm, len }, buffer);
         }
         let header = Header::decode(imm)?;
+        if self.content == Content::Bytes {
+            check_bytes(header, &buffer, written)?;
+        }
         if !header.kind.is_message() && !buffer.is_empty() {
             return Err(Violation::FrameLength { len: buffer.len() }.into());
         }
@@ -380,7 +396,7 @@ impl Core {
 
     /// Sends the `Ack` and `Fin` that are due.
     pub(super) fn send_due(&mut self) {
-        while let Some(header) = self.protocol.next_frame() {
+        while let Some(header) = self.protocol.next_frame(self.held.is_none()) {
             self.counters.acks += u64::from(header.kind == Kind::Ack);
             self.send_bare(header);
         }
@@ -407,7 +423,7 @@ impl Core {
 
     /// Returns the send whose completion is awaited, if any.
     fn awaited_send(&mut self) -> Option<&mut Sent> {
-        if self.protocol.flow.is_over() {
+        if self.protocol.flow.is_over() || self.held.is_some() {
             return self.sends.back_mut();
         }
         let mark = self.mark.and_then(|mark| mark.frames.checked_sub(self.reaped + 1));
@@ -451,6 +467,7 @@ impl Core {
         match self.blocked {
             Block::Credits { frames } => self.protocol.flow.may_send_message(frames),
             Block::Buffers { frames } => self.send_pool.available() >= frames,
+            Block::Held => self.held.is_none(),
             Block::Memory(len) => {
                 self.offers.is_empty() || self.offered + len <= self.limits.send_memory
             }

@@ -8,7 +8,7 @@ use super::admission::RefusalReason;
 use super::after_unlock::Dropped;
 use super::core::{BATCH, Core};
 use super::error::{CloseReason, MessageError};
-use super::handshake::Rejection;
+use super::handshake::{Content, Rejection};
 use super::inbound::{Arrived, Incoming, Message};
 use super::lifecycle::{Action, Event, Outcome, Phase, is_flush};
 use super::message_memory::FetchOutput;
@@ -149,6 +149,7 @@ impl Core {
             self.counters.discarded += lost.iter().filter(is_readable).count() as u64;
         }
         self.after.drop(Dropped::Sends(std::mem::take(&mut self.sends)));
+        self.held = None;
         self.lent = 0;
         self.after.drop(Dropped::Lost(lost));
         self.sends.extend(abort);
@@ -225,7 +226,10 @@ impl Core {
     pub(super) fn abandon(&mut self, driver: &Waker) {
         // The peer's `Fin` may be among received frames.
         self.progress(driver);
-        let actions = self.protocol.abandon(self.is_at_end());
+        let actions = match self.content {
+            Content::Messages => self.protocol.abandon(self.is_at_end()),
+            Content::Bytes => self.protocol.abandon_stream(self.limits.linger),
+        };
         self.act(actions);
     }
 

@@ -351,9 +351,9 @@ impl fmt::Display for EstablishError {
             Self::Handshake(error) => error.fmt(f),
             Self::OtherProtocol { address, error } if error.is_foreign() => write!(
                 f,
-                "{address} accepted the connection request but is not a tokio_rdma::Listener for \
-                 messages: {error}; connect with tokio_rdma::cm::connect, or listen with \
-                 tokio_rdma::Listener on the peer"
+                "{address} accepted the connection request but is not a tokio_rdma::Listener \
+                 or RdmaListener: {error}; connect with tokio_rdma::cm::connect, or listen with \
+                 one of these on the peer"
             ),
             Self::OtherProtocol { address, error } => {
                 write!(

@@ -275,6 +275,11 @@ impl Flow {
         self.arrived
     }
 
+    /// Returns true if the receives of all sent frames are posted again.
+    pub(super) fn is_everything_released(&self) -> bool {
+        self.sent == self.confirmed
+    }
+
     /// Returns true if all offers are done.
     pub(super) fn all_fetched(&self) -> bool {
         self.offered == self.fetched

@@ -6,6 +6,7 @@
 //! - posted receives and frames in flight
 //! - queue pairs that fail or close, and a network that is cut
 //! - services that send, notify, receive, finish, close, abort and drop at any time
+//! - short writes of streams that are held while frames are in flight
 //!
 //! Frames are acknowledged on arrival. A later acknowledgement differs only if it is lost with the
 //! peer's queue pair or the network. Time passes only when neither side nor the network can make
@@ -74,6 +75,7 @@ fn key(world: &World) -> u64 {
         key.add(side.protocol.flow.shape());
         key.add([side.data, side.offers, side.pings, side.inbox, side.reading].map(u32::from));
         key.add([side.notices, side.noticed].map(u32::from));
+        key.add([side.stream, side.held].map(u32::from));
         key.add([side.posted]);
         key.add(side.calls.map(u32::from));
         for frame in &peer.wire.frames[..peer.wire.len] {
@@ -299,4 +301,30 @@ fn failure_of_a_side_or_of_the_network_terminates_both() {
     let calls = [Call::Finish, Call::Close, Call::Abort, Call::Drop];
     let side = |data| Side { may_fail: true, ..Side::calling(data, 0, &calls) };
     assert_explored(World { sides: [side(1), side(0)], may_be_cut: true, cut: false });
+}
+
+#[test]
+fn both_ends_of_a_stream_write_with_the_smallest_windows() {
+    let end = || Side::stream(4, 0, &[Call::FinishAtEnd]);
+    assert_holds(end(), end());
+}
+
+#[test]
+fn pieces_of_memory_follow_held_bytes() {
+    let end = |offers| Side::stream(2, offers, &[Call::FinishAtEnd]);
+    assert_holds(end(1), end(0));
+}
+
+#[test]
+fn finished_and_dropped_streams_deliver_held_bytes() {
+    let end = |data| Side::stream(data, 0, &[Call::Finish, Call::Drop]);
+    assert_holds(end(2), end(1));
+    assert_holds(end(3), Side::stream(0, 0, &[Call::FinishAtEnd]));
+}
+
+#[test]
+fn failure_of_an_end_or_of_the_network_terminates_both_ends_of_a_stream() {
+    let calls = [Call::Finish, Call::Abort, Call::Drop];
+    let end = |data| Side { may_fail: true, ..Side::stream(data, 0, &calls) };
+    assert_explored(World { sides: [end(1), end(1)], may_be_cut: true, cut: false });
 }

@@ -4,8 +4,10 @@ use std::fmt;
 
 use bytes::Bytes;
 
+use super::admission::RefusalReason;
 use super::flow_control::RESERVE;
 use super::frame::{MAX_RECEIVES, OFFER_LEN};
+use crate::cm;
 use crate::error::LimitError;
 use rdma_provider::cm_contract::MAX_REJECT_DATA;
 
@@ -18,8 +20,9 @@ use rdma_provider::cm_contract::MAX_REJECT_DATA;
 /// └────────┴─────────┴───────┴──────────┴──────┴─────────────┴──────────┴───────────┘
 /// ```
 ///
-/// Numbers are big-endian. The user data has a length because connection managers pad private data
-/// with zeros. A librdmacm request of 56 bytes has space for 32 bytes of it.
+/// Flag 1 stands for [`Content::Bytes`]. Numbers are big-endian. The user data has a length because
+/// connection managers pad private data with zeros. A librdmacm request of 56 bytes has space for
+/// 32 bytes of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Handshake {
     /// Bytes of each receive buffer. Longer messages take several or are offered. May exceed
@@ -29,6 +32,42 @@ pub struct Handshake {
     pub receives: u32,
     /// Longest accepted message, in bytes.
     pub max_message: u64,
+}
+
+/// The content that a connection carries; equal on both sides.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Content {
+    /// Messages: [`Connection`](super::Connection), [`Listener`](super::Listener).
+    #[default]
+    Messages,
+    /// Bytes: [`RdmaStream`](crate::RdmaStream), [`RdmaListener`](crate::RdmaListener).
+    Bytes,
+}
+
+impl Content {
+    fn flags(self) -> u8 {
+        match self {
+            Self::Messages => 0,
+            Self::Bytes => 1,
+        }
+    }
+
+    /// Returns the private data with which a listener rejects a request without a handshake.
+    fn without_handshake(self) -> &'static [u8] {
+        match self {
+            Self::Messages => cm::FOR_MESSAGES,
+            Self::Bytes => cm::FOR_STREAMS,
+        }
+    }
+}
+
+impl fmt::Display for Content {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Messages => "messages",
+            Self::Bytes => "byte streams",
+        })
+    }
 }
 
 impl Handshake {
@@ -43,17 +82,25 @@ impl Handshake {
 
     pub(super) const MAGIC: [u8; 4] = *b"tRDM";
 
-    /// Encodes the handshake with user data.
+    /// Encodes the handshake of a connection that carries messages, with user data.
     ///
     /// # Errors
     ///
     /// [`HandshakeError::UserData`] above [`MAX_USER_DATA`](Self::MAX_USER_DATA) bytes.
     pub fn encode(&self, user: &[u8]) -> Result<Vec<u8>, HandshakeError> {
+        self.encode_for(Content::Messages, user)
+    }
+
+    pub(super) fn encode_for(
+        &self,
+        content: Content,
+        user: &[u8],
+    ) -> Result<Vec<u8>, HandshakeError> {
         let too_long = HandshakeError::UserData { len: user.len(), allowed: Self::MAX_USER_DATA };
         let user_len = u8::try_from(user.len()).map_err(|_| too_long)?;
         let mut bytes = Vec::with_capacity(Self::LEN + user.len());
         bytes.extend_from_slice(&Self::MAGIC);
-        bytes.extend_from_slice(&[Self::VERSION, 0, user_len, 0]);
+        bytes.extend_from_slice(&[Self::VERSION, content.flags(), user_len, 0]);
         bytes.extend_from_slice(&self.buffer_size.to_be_bytes());
         bytes.extend_from_slice(&self.receives.to_be_bytes());
         bytes.extend_from_slice(&self.max_message.to_be_bytes());
@@ -61,12 +108,20 @@ impl Handshake {
         Ok(bytes)
     }
 
-    /// Decodes a handshake and its user data. Only zero padding may follow.
+    /// Decodes the handshake of a connection that carries messages, and its user data. Only zero
+    /// padding may follow.
     ///
     /// # Errors
     ///
     /// [`HandshakeError`] for any other bytes.
     pub fn decode(bytes: &[u8]) -> Result<(Self, &[u8]), HandshakeError> {
+        Self::decode_for(Content::Messages, bytes)
+    }
+
+    pub(super) fn decode_for(
+        content: Content,
+        bytes: &[u8],
+    ) -> Result<(Self, &[u8]), HandshakeError> {
         let truncated = HandshakeError::Truncated { len: bytes.len() };
         let (magic, rest) = bytes.split_first_chunk::<4>().ok_or(truncated)?;
         if *magic != Self::MAGIC {
@@ -77,8 +132,16 @@ impl Handshake {
         if version != Self::VERSION {
             return Err(HandshakeError::Version { theirs: version, ours: Self::VERSION });
         }
-        if flags != 0 || zero != 0 {
+        let theirs = match flags {
+            0 => Content::Messages,
+            1 => Content::Bytes,
+            _ => return Err(HandshakeError::Reserved { flags, zero }),
+        };
+        if zero != 0 {
             return Err(HandshakeError::Reserved { flags, zero });
+        }
+        if theirs != content {
+            return Err(HandshakeError::Content { theirs, ours: content });
         }
         let (buffer_size, rest) = rest.split_first_chunk().ok_or(truncated)?;
         let (receives, rest) = rest.split_first_chunk().ok_or(truncated)?;
@@ -170,6 +233,13 @@ pub enum HandshakeError {
         /// This side's version.
         ours: u8,
     },
+    /// The two sides carry different content.
+    Content {
+        /// Peer's content.
+        theirs: Content,
+        /// This side's content.
+        ours: Content,
+    },
     /// Reserved bits set.
     Reserved {
         /// Flags.
@@ -203,6 +273,16 @@ pub enum HandshakeError {
 }
 
 impl HandshakeError {
+    /// Returns the private data with which a listener of `content` lets the peer report this
+    /// defect; empty if it cannot.
+    pub(super) fn rejection(&self, content: Content) -> Vec<u8> {
+        match self {
+            Self::Content { ours, .. } => RefusalReason::OtherContent(*ours).encode(),
+            _ if self.is_foreign() => content.without_handshake().to_vec(),
+            _ => Vec::new(),
+        }
+    }
+
     /// Returns true if the data is not a handshake of any version.
     pub(super) const fn is_foreign(&self) -> bool {
         matches!(self, Self::Magic { .. } | Self::Truncated { .. })
@@ -230,6 +310,13 @@ impl fmt::Display for HandshakeError {
                     f,
                     "handshake versions do not match: {ours} here, {theirs} at the peer; use the \
                      same release of tokio-rdma on both sides"
+                )
+            }
+            Self::Content { theirs, ours } => {
+                write!(
+                    f,
+                    "the peer's connection carries {theirs}, this side's {ours}; use Connection \
+                     and Listener, or RdmaStream and RdmaListener, on both sides"
                 )
             }
             Self::Reserved { flags, zero } => {
@@ -322,7 +409,9 @@ mod tests {
         };
         assert_eq!(with(0, b'T'), HandshakeError::Magic { found: *b"TRDM" });
         assert_eq!(with(4, 1), HandshakeError::Version { theirs: 1, ours: 2 });
-        assert_eq!(with(5, 1), HandshakeError::Reserved { flags: 1, zero: 0 });
+        let other = HandshakeError::Content { theirs: Content::Bytes, ours: Content::Messages };
+        assert_eq!(with(5, 1), other);
+        assert_eq!(with(5, 2), HandshakeError::Reserved { flags: 2, zero: 0 });
         assert_eq!(with(7, 1), HandshakeError::Reserved { flags: 0, zero: 1 });
         assert_eq!(with(6, 4), HandshakeError::Trailing { bytes: 1 });
     }

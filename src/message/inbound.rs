@@ -1,6 +1,7 @@
 //! The inbox: messages in order, including offers to be fetched.
 
 use std::collections::VecDeque;
+use std::ops::Deref;
 use std::task::{Poll, Waker};
 
 use bytes::Bytes;
@@ -58,11 +59,13 @@ pub(super) enum Message {
     Heap(Bytes),
 }
 
-impl Message {
-    pub(super) fn len(&self) -> usize {
+impl Deref for Message {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
         match self {
-            Self::Registered(buffer) => buffer.len(),
-            Self::Heap(bytes) => bytes.len(),
+            Self::Registered(buffer) => buffer,
+            Self::Heap(bytes) => bytes,
         }
     }
 }
@@ -288,7 +291,7 @@ impl Core {
     /// Calls `take` for the next message. If that leaves the message in the inbox, a queued
     /// receiver keeps its position; another receiver may take the message before one without a
     /// ticket.
-    fn poll_message<T>(
+    pub(super) fn poll_message<T>(
         &mut self,
         take: impl FnOnce(&mut Self) -> Option<T>,
         ticket: &mut Option<Ticket>,

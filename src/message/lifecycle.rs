@@ -235,9 +235,9 @@ impl Phase {
         matches!(self, Self::Running(Stage::Aborting) | Self::Failing(Stage::Aborting, _))
     }
 
-    /// Returns true if the service waits in `close` for the peer.
-    pub(super) fn is_closing(&self) -> bool {
-        *self == Self::Running(Stage::Closing)
+    /// Returns true if only the peer's end is missing: in `close`, or after a drop.
+    pub(super) fn awaits_peer(&self) -> bool {
+        matches!(self, Self::Running(Stage::Closing | Stage::Lingering))
     }
 
     /// Returns true if messages are delivered and not discarded.

@@ -503,10 +503,7 @@ impl Acceptor {
                         %error,
                         "rejected connection request"
                     );
-                    if error.is_foreign() {
-                        // Lets the peer report the protocol mismatch.
-                        inner.refuse(cm::FOR_MESSAGES);
-                    }
+                    inner.refuse(&error.rejection(self.admission.content));
                 }
             }
         }

@@ -4,6 +4,7 @@
 //!   Connection ─ SendHalf, RecvHalf   connection.rs, halves.rs    handles of the service
 //!        │                            one_sided.rs                access to the peer's memory
 //!   Listener                          listener.rs, admission.rs   accepts and refuses peers
+//!   RdmaStream, RdmaListener          stream/                     bytes instead of messages
 //!        │ driver.rs: deadlines, and progress while the service is idle
 //!        ▼
 //!      core.rs: I/O of one side       inbound.rs, fetching.rs, message_memory.rs, outbound.rs,
@@ -45,6 +46,7 @@ mod outbound;
 mod protocol;
 mod resources;
 mod shared;
+pub mod stream;
 #[cfg(all(test, not(loom)))]
 mod tests;
 mod timers;
@@ -56,6 +58,6 @@ pub use connection::{Connection, PreparedConnection};
 pub use core::ConnectionCounters;
 pub use error::{CloseReason, EstablishError, MessageError, TrySendError, Violation};
 pub use halves::{Notifications, RecvHalf, SendHalf};
-pub use handshake::{Handshake, HandshakeError};
+pub use handshake::{Content, Handshake, HandshakeError};
 pub use inbound::Notification;
 pub use listener::{ConnectionRequest, Listener, ShutdownReport};

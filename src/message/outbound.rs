@@ -10,6 +10,7 @@ use smallvec::SmallVec;
 use super::core::{Core, Mark};
 use super::error::{CloseReason, MessageError};
 use super::frame::{Header, Kind};
+use super::handshake::Content;
 use super::waiters::{Caller, Ticket};
 use crate::error::{LimitError, OpErrorKind};
 use crate::memory::{
@@ -22,7 +23,7 @@ use crate::types::Imm;
 const REAP_THRESHOLD: usize = 256;
 
 /// The bytes of parts that are gathered for an inline send without an allocation.
-const INLINE: usize = 256;
+pub(super) const INLINE: usize = 256;
 
 /// A message to be sent.
 #[derive(Debug, Clone, Copy)]
@@ -158,9 +159,15 @@ impl Sent {
 /// The resource that the first waiting sender lacks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Block {
-    Credits { frames: u32 },
-    Buffers { frames: usize },
+    Credits {
+        frames: u32,
+    },
+    Buffers {
+        frames: usize,
+    },
     Memory(u64),
+    /// Held bytes must be sent first.
+    Held,
 }
 
 /// A wait for sent messages to arrive.
@@ -192,7 +199,7 @@ impl Core {
         });
     }
 
-    fn add_sent(&mut self, sent: Sent) {
+    pub(super) fn add_sent(&mut self, sent: Sent) {
         self.note_refusal(sent.refusal());
         self.sends.push_back(sent);
     }
@@ -353,7 +360,7 @@ impl Core {
     }
 
     /// Returns true if the connection's work requests may name this memory.
-    fn is_registered(&self, buffer: &Buf) -> bool {
+    pub(super) fn is_registered(&self, buffer: &Buf) -> bool {
         let own = PdKey(self.qp.protection_domain().id());
         buffer.single().is_some_and(|(_, pd)| pd == own)
     }
@@ -385,10 +392,9 @@ impl Core {
     /// Returns the kind of frame `number` of a message, and the queue pair to send it. The last
     /// frame alone is solicited: the others are of no use to the peer without it.
     fn frame(&self, number: usize, frames: usize) -> (QueuePair, Kind) {
-        if number < frames {
-            (self.qp.clone(), Kind::Part)
-        } else {
-            (self.frames.clone(), Kind::Data)
+        match self.content {
+            Content::Messages if number < frames => (self.qp.clone(), Kind::Part),
+            Content::Messages | Content::Bytes => (self.frames.clone(), Kind::Data),
         }
     }
 

@@ -12,13 +12,13 @@
 //! [`Core`](super::core::Core) feeds it, posts its frames and executes its actions. Credits are
 //! also used directly in [`Flow`].
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::error::CloseReason;
 use super::flow_control::Flow;
 use super::frame::{Header, Kind};
 use super::lifecycle::{Action, Event, Phase, Stage, transition};
-use super::timers::{Expired, Observed, Timers, Times};
+use super::timers::{Expired, LINGER, Observed, Timers, Times};
 
 /// The state of one side that depends only on frames, events and time.
 #[derive(Debug, Clone)]
@@ -70,8 +70,20 @@ impl Protocol {
     /// Applies the drop of the last handle.
     #[must_use]
     pub(super) fn abandon(&mut self, at_end: bool) -> &'static [Action] {
-        self.timers.set_dropped();
+        self.timers.set_dropped(LINGER);
         self.on(Event::Drop { at_end })
+    }
+
+    /// Applies the drop of a stream's last handle: what was written is still sent. The stream
+    /// lingers for `limit`, but only for [`LINGER`] once the peer has
+    /// everything.
+    #[must_use]
+    pub(super) fn abandon_stream(&mut self, limit: Duration) -> &'static [Action] {
+        self.draining = true;
+        self.timers.set_dropped(limit);
+        let (closing, actions) = transition(self.phase, Event::Close);
+        self.phase = transition(closing, Event::Drop { at_end: true }).0;
+        actions
     }
 
     /// Shortens `close` for the shutdown of the listener.
@@ -84,7 +96,7 @@ impl Protocol {
     pub(super) fn linger(&mut self, now: impl FnOnce() -> Instant) {
         if self.is_linger_due() {
             self.draining = false;
-            self.timers.set_dropped();
+            self.timers.set_dropped(LINGER);
         }
         self.timers.linger(now);
     }
@@ -92,7 +104,7 @@ impl Protocol {
     /// Returns true if the peer of a draining connection has received all messages, and the linger
     /// timeout is to start.
     pub(super) fn is_linger_due(&self) -> bool {
-        self.draining && self.phase.is_closing() && self.flow.peer_has_all()
+        self.draining && self.phase.awaits_peer() && self.flow.peer_has_all()
     }
 
     /// Processes a received header. Returns how many more offers the peer has fetched.
@@ -108,10 +120,11 @@ impl Protocol {
         Ok(fetched)
     }
 
-    /// Returns the next due `Fin` or `Ack`, which must be sent.
-    pub(super) fn next_frame(&mut self) -> Option<Header> {
+    /// Returns the next due `Fin` or `Ack`, which must be sent. A `Fin` only with `all_sent`, after
+    /// everything that the service has written.
+    pub(super) fn next_frame(&mut self, all_sent: bool) -> Option<Header> {
         let Phase::Running(stage) = self.phase else { return None };
-        let kind = if stage.sends_fin() && self.flow.may_send(Kind::Fin) {
+        let kind = if stage.sends_fin() && all_sent && self.flow.may_send(Kind::Fin) {
             Kind::Fin
         } else if stage != Stage::Aborting && self.flow.ack_due() {
             Kind::Ack

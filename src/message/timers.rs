@@ -54,7 +54,7 @@ pub(super) struct Timers {
     first_message: Option<Instant>,
     /// The last handle was dropped, or the peer of a draining connection has everything, and
     /// `linger` is not set yet.
-    dropped: bool,
+    dropped: Option<Duration>,
     /// Termination time of a dropped or draining connection.
     linger: Option<Instant>,
 }
@@ -69,7 +69,7 @@ impl Timers {
             stall: None,
             stalled: None,
             first_message: None,
-            dropped: false,
+            dropped: None,
             linger: None,
         }
     }
@@ -88,15 +88,15 @@ impl Timers {
         }
     }
 
-    pub(super) fn set_dropped(&mut self) {
-        self.dropped = true;
+    pub(super) fn set_dropped(&mut self, limit: Duration) {
+        self.dropped = Some(limit);
     }
 
     /// Starts the linger timeout on the first call after `set_dropped`. The driver calls it after
     /// posting the last frame: a busy runtime must not shorten the time for retransmission.
     pub(super) fn linger(&mut self, now: impl FnOnce() -> Instant) {
-        if std::mem::take(&mut self.dropped) {
-            self.linger = Some(now() + LINGER);
+        if let Some(limit) = self.dropped.take() {
+            self.linger = now().checked_add(limit);
         }
     }
 
@@ -203,7 +203,7 @@ mod tests {
             assert_eq!(timers.deadline(), None);
             timers.linger(|| at(15));
             assert_eq!(timers.deadline(), None, "the service holds a handle");
-            timers.set_dropped();
+            timers.set_dropped(LINGER);
             timers.linger(|| at(20));
             timers.linger(|| at(30));
             assert_eq!(timers.deadline(), Some(at(20) + LINGER));

@@ -539,8 +539,8 @@ fn invalid_handshakes_are_refused_at_both_ends() {
             soon("connect", async { tokio::join!(serving(""), connecting()) }).await;
         let text = refused.unwrap_err().to_string();
         let expected = format!(
-            "{address} accepted the connection request but is not a tokio_rdma::Listener for \
-             messages"
+            "{address} accepted the connection request but is not a tokio_rdma::Listener \
+             or RdmaListener"
         );
         assert!(
             text.starts_with(&expected) && text.contains("the peer sent no handshake"),

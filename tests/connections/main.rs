@@ -15,3 +15,4 @@ mod one_sided;
 mod reentrant;
 mod registered;
 mod service;
+mod streams;

@@ -7,7 +7,7 @@ use crate::message::flow_control::RESERVE;
 use crate::message::frame::{Header, Kind};
 use crate::message::lifecycle::{Action, Event, Phase, Stage};
 use crate::message::protocol::Protocol;
-use crate::message::timers::Times;
+use crate::message::timers::{LINGER, Times};
 
 /// The maximum number of frames in flight per direction.
 const MAX_WINDOW: usize = RESERVE as usize + 5;
@@ -65,7 +65,11 @@ pub(super) struct Side {
     pub(super) protocol: Protocol,
     /// Frames of each message of both sides that is not offered.
     pub(super) frames: u8,
-    /// Messages, notifications and pings still to be sent.
+    /// The connection carries bytes: short writes may be held, and a drop sends them.
+    pub(super) stream: bool,
+    /// Bytes are held.
+    pub(super) held: bool,
+    /// Messages, or writes of a stream, notifications and pings still to be sent.
     pub(super) data: u8,
     pub(super) offers: u8,
     pub(super) notices: u8,
@@ -97,6 +101,8 @@ impl Side {
         Self {
             protocol,
             frames: 1,
+            stream: false,
+            held: false,
             data,
             offers,
             notices: 0,
@@ -122,6 +128,22 @@ impl Side {
             calls: Call::ALL.map(|call| calls.contains(&call)),
             ..Self::new(RESERVE + 1, RESERVE + 1, data, offers)
         }
+    }
+
+    /// Creates one end of a stream with the smallest window.
+    pub(super) fn stream(data: u8, offers: u8, calls: &[Call]) -> Self {
+        Self { stream: true, ..Self::calling(data, offers, calls) }
+    }
+
+    /// Returns true if a write is held now.
+    pub(super) fn may_hold(&self) -> bool {
+        self.stream && (self.held || !self.is_flushed() && self.may_send(Kind::Data))
+    }
+
+    /// Sends held bytes.
+    pub(super) fn send_held(&mut self) {
+        self.held = false;
+        self.send(Kind::Data);
     }
 
     /// Returns true if a message of this kind may be sent.
@@ -181,6 +203,7 @@ impl Side {
 
     pub(super) fn on(&mut self, event: Event) {
         let actions = match event {
+            Event::Drop { .. } if self.stream => self.protocol.abandon_stream(LINGER),
             Event::Drop { at_end } => self.protocol.abandon(at_end),
             event => self.protocol.on(event),
         };

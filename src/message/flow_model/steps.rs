@@ -83,11 +83,15 @@ fn engine(steps: &mut Steps<'_>, own: usize) {
     match *side.protocol.phase() {
         Phase::Running(stage) => {
             let mut protocol = side.protocol.clone();
-            if let Some(header) = protocol.next_frame() {
+            if let Some(header) = protocol.next_frame(!side.held) {
                 steps.add(own, |side, _| {
                     side.protocol = protocol;
                     side.wire.push(header);
                 });
+            }
+            let waits = !side.is_flushed() && side.protocol.phase().check_open().is_ok();
+            if side.held && !waits && side.may_send(Kind::Data) {
+                steps.add(own, |side, _| side.send_held());
             }
             if side.reading > 0 {
                 steps.add(own, |side, _| {
@@ -149,7 +153,15 @@ fn engine(steps: &mut Steps<'_>, own: usize) {
 fn time(steps: &mut Steps<'_>, own: usize) {
     match *steps.world.sides[own].protocol.phase() {
         Phase::Running(Stage::Lingering | Stage::Aborting) => {
-            steps.add(own, |side, _| side.on(Event::Terminate(CloseReason::Local)));
+            steps.add(own, |side, peer| {
+                if side.stream {
+                    // The peer may continue to write.
+                    side.disturbed = true;
+                    let all = side.protocol.flow.peer_has_all();
+                    assert!(!all || side.sent == peer.arrived && !side.held, "{side:#?} {peer:#?}");
+                }
+                side.on(Event::Terminate(CloseReason::Local));
+            });
         }
         Phase::Running(_) if steps.world.is_lost(own) => {
             steps.add(own, |side, _| side.on(Event::Terminate(CloseReason::Silent)));
@@ -166,12 +178,30 @@ fn service(steps: &mut Steps<'_>, own: usize) {
     }
     for (kind, left) in [(Kind::Data, side.data), (Kind::Offer, side.offers)] {
         // A failed queue pair sends nothing.
-        if left > 0 && side.stage().is_some() && phase.check_open().is_ok() && side.may_send(kind) {
+        let writes = left > 0 && side.stage().is_some() && phase.check_open().is_ok();
+        if writes && kind == Kind::Data && side.may_hold() {
+            steps.add(own, |side, _| {
+                side.data -= 1;
+                side.held = true;
+            });
+        }
+        if side.held {
+            continue;
+        }
+        if writes && side.may_send(kind) {
             steps.add(own, |side, _| {
                 *(if kind == Kind::Data { &mut side.data } else { &mut side.offers }) -= 1;
                 side.send(kind);
             });
         }
+    }
+    // The bytes fill a frame, or the service flushes.
+    if side.held
+        && side.stage().is_some()
+        && phase.check_open().is_ok()
+        && side.may_send(Kind::Data)
+    {
+        steps.add(own, |side, _| side.send_held());
     }
     if side.notices > 0
         && side.stage().is_some()
@@ -234,4 +264,5 @@ fn assert_all_arrived(side: &Side, peer: &Side) {
         (peer.arrived, peer.sent),
         "clean close with messages missing: {side:#?} {peer:#?}"
     );
+    assert!(!side.held && !peer.held, "clean close with held bytes: {side:#?} {peer:#?}");
 }

@@ -1,0 +1,386 @@
+//! Byte streams, shaped like `tokio::net::TcpStream` and `TcpListener`.
+//!
+//! ```text
+//!   RdmaListener                     listener.rs    accepts streams
+//!   RdmaStream                       mod.rs
+//!        ├─ OwnedWriteHalf           write_half.rs  AsyncWrite, write_bytes, write_buf
+//!        │     └─ writing.rs         the frames that written bytes become
+//!        └─ OwnedReadHalf            read_half.rs   AsyncRead, AsyncBufRead, read_bytes
+//!              └─ reading.rs         the bytes of received frames
+//! ```
+//!
+//! A stream is a connection whose frames carry bytes instead of messages, with the credits,
+//! deadlines and phases of [`message`](super). `docs/streams.md` has the differences.
+//!
+//! ```
+//! use tokio::io::{AsyncReadExt, AsyncWriteExt};
+//! use tokio_rdma::{Device, RdmaListener, RdmaStream};
+//!
+//! # #[tokio::main(flavor = "current_thread")]
+//! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let device = Device::software()?;
+//! let listener = RdmaListener::bind(&device, "127.0.0.1:0").await?;
+//! let connecting = RdmaStream::connect(&device, listener.local_addr()?);
+//! let ((mut server, _), mut client) = tokio::try_join!(listener.accept(), connecting)?;
+//!
+//! client.write_all(b"hello").await?;
+//! client.shutdown().await?;
+//! let mut request = Vec::new();
+//! server.read_to_end(&mut request).await?;
+//! assert_eq!(request, b"hello");
+//! # Ok(())
+//! # }
+//! ```
+
+mod listener;
+mod read_half;
+mod reading;
+#[cfg(all(test, not(loom)))]
+mod tests;
+mod write_half;
+mod writing;
+
+use std::fmt;
+use std::io::{self, IoSlice};
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use tokio::io::{AsyncBufRead, AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::ToSocketAddrs;
+
+pub use listener::RdmaListener;
+pub use read_half::OwnedReadHalf;
+pub use write_half::OwnedWriteHalf;
+pub(super) use writing::Held;
+
+use super::config::ConnectionConfig;
+use super::connection::{Connection, Handle};
+use super::core::ConnectionCounters;
+use super::error::{CloseReason, MessageError, Violation};
+use super::frame::{Header, Kind};
+use super::handshake::Content;
+use crate::memory::Buf;
+use crate::verbs::{Device, ProtectionDomain};
+
+/// A reliable, ordered stream of bytes between two peers, like `tokio::net::TcpStream`.
+///
+/// It implements [`AsyncRead`], [`AsyncBufRead`] and [`AsyncWrite`], so hyper, axum, tonic and
+/// rustls run over it unchanged. [`write_bytes`](Self::write_bytes),
+/// [`write_buf`](Self::write_buf) and [`read_bytes`](Self::read_bytes) move memory without a copy.
+///
+/// # Writing
+///
+/// A write returns when the bytes are in registered memory of this side, as with TCP. The first
+/// short write is sent at once; those that follow while it is in flight are combined
+/// ([`set_nodelay`](Self::set_nodelay) disables that). If the peer does not read, writes wait.
+///
+/// # Closing
+///
+/// `shutdown` ends this side's bytes: the peer reads them, then the end. The other direction stays
+/// open. Dropping the stream does the same for what was written, and discards what was not read: it
+/// continues in the background until the peer has everything and has finished or was idle for a
+/// second, at most [`close_timeout`](ConnectionConfig::close_timeout). A runtime that shuts down
+/// ends that. [`abort`](Self::abort) ends the stream at once, and the peer's reads fail.
+///
+/// # Errors
+///
+/// An end of the stream is reported only if the peer has shut down its side and all bytes have
+/// arrived. All other ends are errors, whose source is a [`MessageError`] with the [`CloseReason`]:
+///
+/// | Kind | Cause |
+/// |---|---|
+/// | `ConnectionReset` | the peer aborted, is gone, or its runtime has shut down |
+/// | `TimedOut` | the peer does not answer retransmissions or [keepalive], or [stalls] |
+/// | `BrokenPipe` | a write after `shutdown`, or after both sides have ended |
+/// | `ConnectionAborted` | this side aborted, or its runtime has shut down |
+/// | `InvalidData` | the peer violated the protocol |
+///
+/// [keepalive]: ConnectionConfig::keepalive
+/// [stalls]: ConnectionConfig::stall_timeout
+///
+/// # Cancel safety
+///
+/// The `poll_*` methods, and futures of one call such as `read` and `write`, lose no bytes when
+/// they are dropped. Futures of several calls, such as `read_exact` and `write_all`, may have moved
+/// some.
+pub struct RdmaStream {
+    read: OwnedReadHalf,
+    write: OwnedWriteHalf,
+}
+
+impl RdmaStream {
+    /// Connects to an [`RdmaListener`] at the first address that answers, with the settings of
+    /// [`ConnectionConfig::for_streams`].
+    ///
+    /// # Errors
+    ///
+    /// See [`connect_with`](Self::connect_with).
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future withdraws the request.
+    pub async fn connect(device: &Device, address: impl ToSocketAddrs) -> io::Result<Self> {
+        Self::connect_with(device, address, &ConnectionConfig::for_streams()).await
+    }
+
+    /// Connects to an [`RdmaListener`] at the first address that answers.
+    ///
+    /// # Errors
+    ///
+    /// See [`Connection::connect_with`]; the source is an
+    /// [`EstablishError`](super::EstablishError). A listener for messages refuses the request with
+    /// [`RefusalReason::OtherContent`](super::RefusalReason::OtherContent).
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future withdraws the request.
+    pub async fn connect_with(
+        device: &Device,
+        address: impl ToSocketAddrs,
+        config: &ConnectionConfig,
+    ) -> io::Result<Self> {
+        let connection = Connection::connect_with(device, address, &for_bytes(config)).await?;
+        Ok(Self::new(connection))
+    }
+
+    fn new(connection: Connection) -> Self {
+        let handle = connection.shared_handle();
+        Self { read: OwnedReadHalf::new(handle.clone()), write: OwnedWriteHalf::new(handle) }
+    }
+
+    /// Splits the stream into halves for two tasks.
+    #[must_use]
+    pub fn into_split(self) -> (OwnedReadHalf, OwnedWriteHalf) {
+        (self.read, self.write)
+    }
+
+    /// Writes bytes, from their memory if that is cheaper than a copy; see
+    /// [`OwnedWriteHalf::write_bytes`].
+    ///
+    /// # Errors
+    ///
+    /// See [`RdmaStream`].
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped, the first bytes may be written, as with `write_all`.
+    pub async fn write_bytes(&mut self, bytes: impl Into<Bytes>) -> io::Result<()> {
+        self.write.write_bytes(bytes).await
+    }
+
+    /// Writes a registered buffer from its memory; see [`OwnedWriteHalf::write_buf`].
+    ///
+    /// # Errors
+    ///
+    /// See [`RdmaStream`].
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped, the first bytes may be written, as with `write_all`.
+    pub async fn write_buf(&mut self, buffer: impl Into<Buf>) -> io::Result<()> {
+        self.write.write_buf(buffer).await
+    }
+
+    /// Returns the next bytes in the memory in which they have arrived, or `None` at the end; see
+    /// [`OwnedReadHalf::read_bytes`].
+    ///
+    /// # Errors
+    ///
+    /// See [`RdmaStream`].
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future loses no bytes.
+    pub async fn read_bytes(&mut self) -> io::Result<Option<Bytes>> {
+        self.read.read_bytes().await
+    }
+
+    /// Disables the combination of short writes, as `TCP_NODELAY` does: each write is sent at once.
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpStream` has the same signature.
+    pub fn set_nodelay(&self, nodelay: bool) -> io::Result<()> {
+        self.handle().shared.with(|core, driver| core.set_nodelay(nodelay, driver));
+        Ok(())
+    }
+
+    /// Returns true if short writes are not combined; default false.
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpStream` has the same signature.
+    pub fn nodelay(&self) -> io::Result<bool> {
+        Ok(self.handle().shared.with(|core, _| core.nodelay))
+    }
+
+    /// Ends the stream in both directions at once. The peer's reads fail with
+    /// [`ConnectionReset`](io::ErrorKind::ConnectionReset), after bytes that have arrived.
+    pub fn abort(&self) {
+        self.handle().shared.abort(CloseReason::Aborted);
+    }
+
+    /// Returns the reason why the stream has ended, if it has in both directions.
+    #[must_use]
+    pub fn close_reason(&self) -> Option<CloseReason> {
+        self.handle().close_reason()
+    }
+
+    /// Waits until the stream has ended in both directions, and returns the reason.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future changes nothing.
+    pub async fn closed(&self) -> CloseReason {
+        self.handle().closed().await
+    }
+
+    /// Returns the local address.
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpStream` has the same signature.
+    pub fn local_addr(&self) -> io::Result<SocketAddr> {
+        addresses(self.handle()).map(|(local, _)| local)
+    }
+
+    /// Returns the peer's address.
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpStream` has the same signature.
+    pub fn peer_addr(&self) -> io::Result<SocketAddr> {
+        addresses(self.handle()).map(|(_, peer)| peer)
+    }
+
+    /// Returns the data that the peer's service has set with
+    /// [`ConnectionConfig::user_data`].
+    #[must_use]
+    pub fn user_data(&self) -> &Bytes {
+        &self.handle().user_data
+    }
+
+    /// Returns the protection domain in which memory for [`write_buf`](Self::write_buf) is
+    /// registered.
+    #[must_use]
+    pub fn protection_domain(&self) -> &ProtectionDomain {
+        self.handle().shared.qp.protection_domain()
+    }
+
+    /// Returns the counters of the connection. Each frame of the stream counts as a message.
+    #[must_use]
+    pub fn counters(&self) -> ConnectionCounters {
+        self.handle().counters()
+    }
+
+    fn handle(&self) -> &Handle {
+        self.read.handle()
+    }
+}
+
+impl AsyncRead for RdmaStream {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.read).poll_read(context, buffer)
+    }
+}
+
+impl AsyncBufRead for RdmaStream {
+    fn poll_fill_buf(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<&[u8]>> {
+        Pin::new(&mut self.get_mut().read).poll_fill_buf(context)
+    }
+
+    fn consume(mut self: Pin<&mut Self>, bytes: usize) {
+        Pin::new(&mut self.read).consume(bytes);
+    }
+}
+
+impl AsyncWrite for RdmaStream {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.write).poll_write(context, bytes)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.write).poll_write_vectored(context, slices)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.write.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.write).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.write).poll_shutdown(context)
+    }
+}
+
+impl fmt::Debug for RdmaStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RdmaStream")
+            .field("local", &self.handle().addresses.map(|(local, _)| local))
+            .field("peer", &self.handle().peer_addr())
+            .field("close_reason", &self.close_reason())
+            .finish_non_exhaustive()
+    }
+}
+
+/// The halves passed to [`OwnedReadHalf::reunite`] belong to different streams.
+#[derive(Debug)]
+pub struct ReuniteError(pub OwnedReadHalf, pub OwnedWriteHalf);
+
+impl fmt::Display for ReuniteError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("failed to reunite halves: they belong to different streams")
+    }
+}
+
+impl std::error::Error for ReuniteError {}
+
+/// Returns the settings of a connection that carries bytes.
+fn for_bytes(config: &ConnectionConfig) -> ConnectionConfig {
+    ConnectionConfig { content: Content::Bytes, ..config.clone() }
+}
+
+fn addresses(handle: &Handle) -> io::Result<(SocketAddr, SocketAddr)> {
+    handle.addresses.ok_or_else(|| io::ErrorKind::NotConnected.into())
+}
+
+/// Converts an error to the kind that TCP reports.
+fn io_error(error: MessageError) -> io::Error {
+    let kind = match &error {
+        MessageError::Closed(CloseReason::Clean | CloseReason::Local) => io::ErrorKind::BrokenPipe,
+        MessageError::Closed(CloseReason::Operation(kind)) => match kind.io_kind() {
+            io::ErrorKind::TimedOut => io::ErrorKind::TimedOut,
+            _ => io::ErrorKind::ConnectionReset,
+        },
+        _ => error.io_kind(),
+    };
+    io::Error::new(kind, error)
+}
+
+/// Checks a frame of a stream beyond what all frames are checked for. An empty one would be taken
+/// for the end.
+pub(super) fn check_bytes(header: Header, payload: &[u8], written: bool) -> Result<(), Violation> {
+    match header.kind {
+        _ if written => Err(Violation::Header { header: header.encode().0 }),
+        Kind::Part => Err(Violation::Header { header: header.encode().0 }),
+        Kind::Data if payload.is_empty() => Err(Violation::FrameLength { len: 0 }),
+        _ => Ok(()),
+    }
+}

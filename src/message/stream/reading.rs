@@ -1,0 +1,113 @@
+//! Reading: the bytes of received frames.
+
+use std::ops::Deref;
+use std::task::{Poll, Waker};
+
+use tokio::io::ReadBuf;
+
+use crate::memory::BufMut;
+use crate::message::core::Core;
+use crate::message::error::MessageError;
+use crate::message::inbound::{Arrived, Incoming, Message};
+use crate::message::waiters::{Caller, Ticket};
+
+/// Received bytes that the service reads in place.
+#[derive(Debug)]
+pub(super) enum Chunk {
+    /// A receive buffer. It and its credit return with [`Core::release_chunk`].
+    Frame(BufMut),
+    /// The memory of a READ.
+    Fetched(Message),
+}
+
+impl Deref for Chunk {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Frame(buffer) => buffer,
+            Self::Fetched(message) => message,
+        }
+    }
+}
+
+/// The result of [`Core::poll_read`].
+#[derive(Debug)]
+pub(super) enum Taken {
+    /// The bytes of whole frames, whose buffers are posted again.
+    Copied,
+    Chunk(Chunk),
+}
+
+impl Core {
+    /// Copies received frames to `into`, as many as fit whole. Otherwise returns the next chunk, or
+    /// `None` at the end.
+    pub(super) fn poll_read(
+        &mut self,
+        into: &mut Option<&mut ReadBuf<'_>>,
+        ticket: &mut Option<Ticket>,
+        driver: &Waker,
+        caller: &mut Caller<'_>,
+    ) -> Poll<Result<Option<Taken>, MessageError>> {
+        self.poll_message(|core| core.take_bytes(into), ticket, driver, caller)
+    }
+
+    fn take_bytes(&mut self, into: &mut Option<&mut ReadBuf<'_>>) -> Option<Taken> {
+        let open = self.close_reason().is_none();
+        let mut copied = false;
+        while let Some(Incoming::Arrived(first)) = self.inbox.messages.front() {
+            let fits = |buffer: &BufMut| {
+                into.as_ref().is_some_and(|into| buffer.len() <= into.remaining())
+            };
+            match first {
+                Arrived::Buffered(buffer) if fits(buffer) => {}
+                _ if copied => break,
+                _ => return self.take_chunk(),
+            }
+            if let (Some(into), Some(Chunk::Frame(buffer))) = (into.as_mut(), self.pop_chunk()) {
+                into.put_slice(&buffer);
+                if open {
+                    self.post_receive(buffer);
+                    self.protocol.flow.release_message();
+                }
+                copied = true;
+            }
+        }
+        copied.then_some(Taken::Copied)
+    }
+
+    fn take_chunk(&mut self) -> Option<Taken> {
+        let chunk = self.pop_chunk()?;
+        if let Chunk::Fetched(message) = &chunk {
+            self.inbox.memory -= message.len() as u64;
+            if self.close_reason().is_none() {
+                self.protocol.flow.release_message();
+            }
+        }
+        Some(Taken::Chunk(chunk))
+    }
+
+    fn pop_chunk(&mut self) -> Option<Chunk> {
+        let arrived = self.inbox.pop()?;
+        self.counters.received += 1;
+        Some(match arrived {
+            Arrived::Buffered(buffer) => Chunk::Frame(buffer),
+            Arrived::Fetched(message) => Chunk::Fetched(message),
+            Arrived::Fragmented { .. } => unreachable!("frames of a stream are whole"),
+        })
+    }
+
+    /// Posts the buffer of a chunk that was read again. Returns what is to be dropped without the
+    /// lock.
+    pub(super) fn release_chunk(&mut self, chunk: Chunk) -> Option<Chunk> {
+        match chunk {
+            Chunk::Frame(buffer) if self.close_reason().is_none() => {
+                self.post_receive(buffer);
+                self.protocol.flow.release_message();
+                self.send_due();
+                None
+            }
+            chunk => Some(chunk),
+        }
+    }
+}

@@ -1,0 +1,192 @@
+//! Frames, coalescing and endings of streams on the software device.
+
+use std::future::Future;
+use std::io::ErrorKind;
+
+use bytes::Bytes;
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt};
+
+use super::{Held, RdmaListener, RdmaStream};
+use crate::memory::{BufMut, Pool};
+use crate::message::{CloseReason, ConnectionConfig};
+use crate::software::Network;
+use crate::verbs::Device;
+
+fn run<T>(test: impl Future<Output = T>) -> T {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(test)
+}
+
+async fn pair() -> [RdmaStream; 2] {
+    pair_in(&Network::new()).await
+}
+
+/// Returns the client's and the server's stream of two devices.
+async fn pair_in(network: &Network) -> [RdmaStream; 2] {
+    let config = &ConnectionConfig::for_streams();
+    let [client, server] =
+        ["client", "server"].map(|name| Device::software_in(network, name).unwrap());
+    let listener = RdmaListener::bind_with(&server, "127.0.0.1:0", config).await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let connecting = RdmaStream::connect_with(&client, address, config);
+    let ((server, _), client) = tokio::try_join!(listener.accept(), connecting).unwrap();
+    [client, server]
+}
+
+#[test]
+fn bytes_arrive_in_order_then_the_end() {
+    run(async {
+        let [mut client, mut server] = pair().await;
+        let sent: Vec<u8> = (0..1 << 20).map(|at: u32| (at % 251) as u8).collect();
+        let writing = async {
+            client.write_all(&sent[..3]).await.unwrap();
+            client.write_all(&sent[3..100_000]).await.unwrap();
+            client.write_bytes(Bytes::copy_from_slice(&sent[100_000..])).await.unwrap();
+            client.shutdown().await.unwrap();
+        };
+        let reading = async {
+            let mut received = Vec::new();
+            server.read_to_end(&mut received).await.unwrap();
+            received
+        };
+        let ((), received) = tokio::join!(writing, reading);
+        assert!(received == sent);
+        assert_eq!(server.read(&mut [0; 8]).await.unwrap(), 0, "the end is final");
+        server.write_all(b"still open").await.unwrap();
+        drop(server);
+        let mut answer = Vec::new();
+        client.read_to_end(&mut answer).await.unwrap();
+        assert_eq!(answer, b"still open");
+        assert_eq!(client.closed().await, CloseReason::Clean);
+    });
+}
+
+#[test]
+fn frames_are_read_in_place_and_partly() {
+    run(async {
+        let [mut client, mut server] = pair().await;
+        client.write_all(b"one\ntwo\n").await.unwrap();
+        let mut line = String::new();
+        server.read_line(&mut line).await.unwrap();
+        assert_eq!(line, "one\n");
+        let mut rest = [0; 2];
+        server.read_exact(&mut rest).await.unwrap();
+        assert_eq!(&rest, b"tw");
+        assert_eq!(server.read_bytes().await.unwrap().as_deref(), Some(&b"o\n"[..]));
+    });
+}
+
+#[test]
+fn aborted_stream_resets_the_peer() {
+    run(async {
+        let [client, mut server] = pair().await;
+        client.abort();
+        assert_eq!(server.read(&mut [0; 8]).await.unwrap_err().kind(), ErrorKind::ConnectionReset);
+        let refused = server.write_all(b"late").await.unwrap_err().kind();
+        assert_eq!(refused, ErrorKind::ConnectionReset);
+        assert_eq!(server.counters().received, 0);
+    });
+}
+
+/// Returns the frames in flight, and the bytes held.
+fn outstanding(stream: &RdmaStream) -> (usize, usize) {
+    let shared = &stream.handle().shared;
+    shared.with(|core, _| (core.sends.len(), core.held.as_ref().map_or(0, Held::len)))
+}
+
+/// Runs `test` with a stream whose peer acknowledges nothing, then lets the peer read to the end.
+/// Returns the frames in which it has received `expected`.
+fn unacknowledged(expected: usize, test: impl AsyncFnOnce(&mut RdmaStream)) -> u64 {
+    run(async {
+        let network = Network::new();
+        let [mut client, mut server] = pair_in(&network).await;
+        let port = network.control("server").unwrap();
+        port.set_port(false);
+        test(&mut client).await;
+        port.set_port(true);
+        client.shutdown().await.unwrap();
+        let mut received = Vec::new();
+        server.read_to_end(&mut received).await.unwrap();
+        assert!(received == vec![7; expected]);
+        server.counters().received
+    })
+}
+
+/// Returns a copy of `bytes` in memory that the stream can send from.
+fn registered(stream: &RdmaStream, bytes: &[u8]) -> BufMut {
+    Pool::new(stream.protection_domain(), 64, 1).unwrap().copy_from(bytes).unwrap()
+}
+
+#[test]
+fn short_writes_are_combined_while_a_frame_is_in_flight() {
+    let frames = unacknowledged(1 + 99 * 10, async |stream| {
+        stream.write_all(&[7]).await.unwrap();
+        assert_eq!(outstanding(stream), (1, 0), "the first is sent at once");
+        for written in 1..=99 {
+            stream.write_all(&[7; 10]).await.unwrap();
+            assert_eq!(outstanding(stream), (1, written * 10));
+        }
+    });
+    assert_eq!(frames, 2);
+}
+
+#[test]
+fn held_bytes_are_sent_when_they_fill_a_frame() {
+    let frame = 32 << 10;
+    let frames = unacknowledged(frame + 101, async |stream| {
+        stream.write_all(&[7; 100]).await.unwrap();
+        stream.write_all(&vec![7; frame - 1]).await.unwrap();
+        assert_eq!(outstanding(stream), (1, frame - 1));
+        stream.write_all(&[7; 2]).await.unwrap();
+        assert_eq!(outstanding(stream), (2, 1), "a frame, and the byte that did not fit");
+    });
+    assert_eq!(frames, 3);
+}
+
+#[test]
+fn flush_and_nodelay_send_held_bytes_at_once() {
+    let frames = unacknowledged(40, async |stream| {
+        stream.write_all(&[7; 10]).await.unwrap();
+        stream.write_all(&[7; 10]).await.unwrap();
+        stream.flush().await.unwrap();
+        assert_eq!(outstanding(stream), (2, 0));
+        stream.write_all(&[7; 10]).await.unwrap();
+        assert_eq!(outstanding(stream), (2, 10));
+        assert!(!stream.nodelay().unwrap());
+        stream.set_nodelay(true).unwrap();
+        assert_eq!(outstanding(stream), (3, 0));
+        stream.write_all(&[7; 10]).await.unwrap();
+        assert_eq!(outstanding(stream), (4, 0));
+    });
+    assert_eq!(frames, 4);
+}
+
+#[test]
+fn buffers_and_long_bytes_follow_held_bytes() {
+    let frames = unacknowledged(20 + (2 << 20), async |stream| {
+        stream.write_all(&[7; 5]).await.unwrap();
+        stream.write_all(&[7; 5]).await.unwrap();
+        let buffer = registered(stream, &[7; 10]);
+        stream.write_buf(buffer).await.unwrap();
+        assert_eq!(outstanding(stream), (3, 0));
+        stream.write_bytes(vec![7; 2 << 20]).await.unwrap();
+        assert_eq!(outstanding(stream), (5, 0), "two pieces of a mebibyte are offered");
+    });
+    assert_eq!(frames, 5);
+}
+
+#[test]
+fn peer_that_has_read_everything_counts_as_acknowledged() {
+    run(async {
+        let network = Network::new();
+        let [mut client, mut server] = pair_in(&network).await;
+        let mut bytes = [0; 10];
+        for _ in 0..100 {
+            client.write_all(&[7; 10]).await.unwrap();
+            assert_eq!(outstanding(&client).1, 0, "an answer has acknowledged the last one");
+            server.read_exact(&mut bytes).await.unwrap();
+            server.write_all(&bytes).await.unwrap();
+            client.read_exact(&mut bytes).await.unwrap();
+        }
+    });
+}

@@ -1,0 +1,166 @@
+//! The writing half of a stream.
+
+use std::fmt;
+use std::future::poll_fn;
+use std::io::{self, IoSlice};
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use bytes::{Buf as _, Bytes};
+use tokio::io::AsyncWrite;
+
+use super::{addresses, io_error};
+use crate::memory::Buf;
+use crate::message::connection::Handle;
+use crate::message::waiters::Ticket;
+
+/// The writing half of an [`RdmaStream`](super::RdmaStream). Dropping it shuts down the direction.
+pub struct OwnedWriteHalf {
+    ticket: Option<Ticket>,
+    handle: Arc<Handle>,
+}
+
+impl OwnedWriteHalf {
+    pub(super) fn new(handle: Arc<Handle>) -> Self {
+        Self { ticket: None, handle }
+    }
+
+    /// Writes bytes. Up to [`max_eager`](crate::ConnectionConfig::max_eager) they are copied once,
+    /// into registered buffers. The memory of longer ones is registered in pieces of up to 1 MiB,
+    /// which the peer's device reads; it stays in use until then.
+    ///
+    /// # Errors
+    ///
+    /// See [`RdmaStream`](super::RdmaStream).
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped, the first bytes may be written, as with `write_all`.
+    pub async fn write_bytes(&mut self, bytes: impl Into<Bytes>) -> io::Result<()> {
+        let mut bytes = bytes.into();
+        while !bytes.is_empty() {
+            let written = poll_fn(|context| {
+                let Self { ticket, handle } = self;
+                handle.shared.poll(context, |core, driver, caller| {
+                    core.poll_write_bytes(&bytes, ticket, driver, caller)
+                })
+            });
+            let written = written.await.map_err(io_error)?;
+            bytes.advance(written);
+        }
+        Ok(())
+    }
+
+    /// Writes a registered buffer from its memory if that belongs to the stream's
+    /// [protection domain](super::RdmaStream::protection_domain); otherwise this is
+    /// [`write_bytes`](Self::write_bytes). The buffer returns to its pool when the peer's device
+    /// has the bytes, and the last view is dropped.
+    ///
+    /// # Errors
+    ///
+    /// See [`RdmaStream`](super::RdmaStream).
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped, the first bytes may be written, as with `write_all`.
+    pub async fn write_buf(&mut self, buffer: impl Into<Buf>) -> io::Result<()> {
+        let mut buffer = buffer.into();
+        while !buffer.is_empty() {
+            let written = poll_fn(|context| {
+                let Self { ticket, handle } = self;
+                handle.shared.poll(context, |core, driver, caller| {
+                    core.poll_write_buffer(&buffer, ticket, driver, caller)
+                })
+            });
+            let written = written.await.map_err(io_error)?;
+            let Ok(rest) = buffer.slice(written..) else {
+                unreachable!("at most the buffer is written")
+            };
+            buffer = rest;
+        }
+        Ok(())
+    }
+
+    /// Returns the local address.
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpStream` has the same signature.
+    pub fn local_addr(&self) -> io::Result<SocketAddr> {
+        addresses(&self.handle).map(|(local, _)| local)
+    }
+
+    /// Returns the peer's address.
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpStream` has the same signature.
+    pub fn peer_addr(&self) -> io::Result<SocketAddr> {
+        addresses(&self.handle).map(|(_, peer)| peer)
+    }
+
+    pub(super) fn handle(&self) -> &Arc<Handle> {
+        &self.handle
+    }
+}
+
+impl AsyncWrite for OwnedWriteHalf {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        self.poll_write_vectored(context, &[IoSlice::new(bytes)])
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let Self { ticket, handle } = &mut *self;
+        let written = handle
+            .shared
+            .poll(context, |core, driver, caller| core.poll_write(slices, ticket, driver, caller));
+        written.map_err(io_error)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        true
+    }
+
+    /// Sends bytes that wait to be combined with later ones.
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let Self { ticket, handle } = &mut *self;
+        let flushed = handle
+            .shared
+            .poll(context, |core, driver, caller| core.poll_push(ticket, driver, caller));
+        flushed.map_err(io_error)
+    }
+
+    /// Ends this direction after the bytes written. Does not wait for the peer.
+    fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(self.handle.shared.with(|core, driver| core.finish(driver)).map_err(io_error))
+    }
+}
+
+impl Drop for OwnedWriteHalf {
+    fn drop(&mut self) {
+        let Self { handle, ticket } = self;
+        handle.shared.with(|core, driver| {
+            core.withdraw_sender(ticket);
+            // Without effect on a closed connection.
+            let _ = core.finish(driver);
+        });
+    }
+}
+
+impl fmt::Debug for OwnedWriteHalf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OwnedWriteHalf")
+            .field("peer", &self.handle.peer_addr())
+            .finish_non_exhaustive()
+    }
+}

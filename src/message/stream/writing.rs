@@ -1,0 +1,318 @@
+//! Writing: the frames that bytes become.
+//!
+//! A write becomes frames of up to the peer's buffer size, which are sent at once, as far as the
+//! peer has credits. The exception are bytes that do not fill a frame while earlier frames are in
+//! flight: they are held, and later writes are appended. Held bytes are sent when
+//!
+//! - they fill a frame,
+//! - all earlier frames are acknowledged, or
+//! - the service flushes, shuts down or drops its half.
+//!
+//! So the first short write is never delayed, and a stream of short writes costs one frame per
+//! round trip.
+
+use std::io::IoSlice;
+use std::task::{Poll, Waker};
+
+use bytes::Bytes;
+use smallvec::SmallVec;
+
+use crate::memory::{Buf, BufMut, PoolError};
+use crate::message::core::Core;
+use crate::message::error::MessageError;
+use crate::message::frame::Kind;
+use crate::message::outbound::{Block, INLINE, Outgoing, Sent};
+use crate::message::waiters::{Caller, Ticket};
+
+/// The longest piece of memory that the peer reads at once: its longest pooled buffer.
+const PIECE: usize = 1 << 20;
+
+/// Bytes that wait for the frames before them.
+#[derive(Debug)]
+pub(in crate::message) struct Held {
+    /// A buffer with the length of a frame.
+    buffer: BufMut,
+    len: usize,
+}
+
+impl Held {
+    #[cfg(all(test, not(loom)))]
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
+    fn is_full(&self) -> bool {
+        self.len == self.buffer.len()
+    }
+
+    fn append(&mut self, bytes: &mut Unwritten<'_>) {
+        self.len += bytes.fill(&mut self.buffer[self.len..]);
+    }
+
+    fn into_buffer(mut self) -> BufMut {
+        self.buffer.truncate(self.len);
+        self.buffer
+    }
+}
+
+/// The bytes of a write that are in no frame yet.
+#[derive(Debug, Clone, Copy)]
+struct Unwritten<'a> {
+    slices: &'a [IoSlice<'a>],
+    /// Consumed bytes of the first slice.
+    consumed: usize,
+    len: usize,
+}
+
+impl<'a> Unwritten<'a> {
+    fn new(slices: &'a [IoSlice<'a>]) -> Self {
+        let len = slices.iter().fold(0usize, |len, slice| len.saturating_add(slice.len()));
+        Self { slices, consumed: 0, len }
+    }
+
+    /// Moves the next bytes to `target`, and returns how many.
+    fn fill(&mut self, target: &mut [u8]) -> usize {
+        let mut filled = 0;
+        while let [first, rest @ ..] = self.slices
+            && filled < target.len()
+        {
+            let bytes = &first[self.consumed..];
+            let len = bytes.len().min(target.len() - filled);
+            target[filled..filled + len].copy_from_slice(&bytes[..len]);
+            filled += len;
+            if len == bytes.len() {
+                (self.slices, self.consumed) = (rest, 0);
+            } else {
+                self.consumed += len;
+            }
+        }
+        self.len -= filled;
+        filled
+    }
+}
+
+impl Core {
+    /// Writes as many bytes as credits and buffers allow. Waits if that is none.
+    pub(super) fn poll_write(
+        &mut self,
+        slices: &[IoSlice<'_>],
+        ticket: &mut Option<Ticket>,
+        driver: &Waker,
+        caller: &mut Caller<'_>,
+    ) -> Poll<Result<usize, MessageError>> {
+        self.poll_unblocked(|core| core.write(slices), ticket, driver, caller)
+    }
+
+    /// Writes like [`poll_write`](Self::poll_write), or lets the peer read long bytes.
+    pub(super) fn poll_write_bytes(
+        &mut self,
+        bytes: &Bytes,
+        ticket: &mut Option<Ticket>,
+        driver: &Waker,
+        caller: &mut Caller<'_>,
+    ) -> Poll<Result<usize, MessageError>> {
+        let len = bytes.len().min(PIECE).min(usize::try_from(self.limits.send).unwrap_or(PIECE));
+        if len <= self.limits.eager {
+            return self.poll_write(&[IoSlice::new(bytes)], ticket, driver, caller);
+        }
+        let piece = bytes.slice(..len);
+        let offer = |core: &mut Self| core.send_whole(Outgoing::Bytes(&piece), len);
+        self.poll_unblocked(offer, ticket, driver, caller)
+    }
+
+    /// Writes a buffer from its memory, if that is registered here.
+    pub(super) fn poll_write_buffer(
+        &mut self,
+        buffer: &Buf,
+        ticket: &mut Option<Ticket>,
+        driver: &Waker,
+        caller: &mut Caller<'_>,
+    ) -> Poll<Result<usize, MessageError>> {
+        if !self.is_registered(buffer) {
+            return self.poll_write_bytes(&buffer.clone().into(), ticket, driver, caller);
+        }
+        let len = buffer.len().min(self.limits.eager);
+        let Ok(piece) = buffer.slice(..len) else { unreachable!("at most the buffer's length") };
+        let lend = |core: &mut Self| core.send_whole(Outgoing::Buffer(&piece), len);
+        self.poll_unblocked(lend, ticket, driver, caller)
+    }
+
+    /// Sends held bytes.
+    pub(super) fn poll_push(
+        &mut self,
+        ticket: &mut Option<Ticket>,
+        driver: &Waker,
+        caller: &mut Caller<'_>,
+    ) -> Poll<Result<(), MessageError>> {
+        self.poll_unblocked(|core| core.push(), ticket, driver, caller)
+    }
+
+    /// Calls `write`, and makes progress if it is blocked. Waits if it then still is.
+    fn poll_unblocked<T>(
+        &mut self,
+        mut write: impl FnMut(&mut Self) -> Result<Result<T, Block>, MessageError>,
+        ticket: &mut Option<Ticket>,
+        driver: &Waker,
+        caller: &mut Caller<'_>,
+    ) -> Poll<Result<T, MessageError>> {
+        let mut result = write(self);
+        if matches!(result, Ok(Err(_))) {
+            self.progress(driver);
+            result = write(self);
+        }
+        let result = match result {
+            Ok(Ok(done)) => Ok(done),
+            Err(error) => Err(error),
+            Ok(Err(block)) => {
+                self.blocked = block;
+                self.senders.wait(ticket, caller);
+                if matches!(block, Block::Buffers { .. }) {
+                    // Registers the driver with a buffer's send.
+                    self.progress(driver);
+                }
+                return Poll::Pending;
+            }
+        };
+        if ticket.is_some() {
+            self.withdraw_sender(ticket);
+        }
+        if self.held.is_some() {
+            // Registers the driver with the last frame.
+            self.progress(driver);
+        }
+        Poll::Ready(result)
+    }
+
+    fn write(&mut self, slices: &[IoSlice<'_>]) -> Result<Result<usize, Block>, MessageError> {
+        self.protocol.phase().check_open()?;
+        let mut bytes = Unwritten::new(slices);
+        let len = bytes.len;
+        if let Some(held) = &mut self.held {
+            held.append(&mut bytes);
+            if held.is_full() {
+                self.send_held();
+            }
+        }
+        let mut block = None;
+        while bytes.len > 0 && block.is_none() {
+            block = match self.held {
+                None => self.write_frame(&mut bytes)?,
+                Some(_) => Some(Block::Credits { frames: 1 }),
+            };
+        }
+        let written = len - bytes.len;
+        match block {
+            Some(block) if written == 0 => Ok(Err(block)),
+            _ => {
+                self.counters.sent += 1;
+                Ok(Ok(written))
+            }
+        }
+    }
+
+    /// Sends or holds one frame of `bytes`, or returns the missing resource.
+    fn write_frame(&mut self, bytes: &mut Unwritten<'_>) -> Result<Option<Block>, MessageError> {
+        if !self.protocol.flow.may_send(Kind::Data) {
+            return Ok(Some(Block::Credits { frames: 1 }));
+        }
+        let frame = self.limits.frame;
+        let hold = bytes.len < frame && !self.nodelay && self.has_unacknowledged();
+        if !hold && bytes.len <= self.limits.inline.min(frame) {
+            let mut gathered = SmallVec::<[u8; INLINE]>::from_elem(0, bytes.len);
+            bytes.fill(&mut gathered);
+            let header = self.protocol.flow.send(Kind::Data);
+            let send = self.frames.send_inline_with_imm(&gathered, header.encode());
+            self.add_sent(Sent::Inline(send));
+            return Ok(None);
+        }
+        let len = if hold { frame } else { bytes.len.min(frame) };
+        let mut buffer = match self.send_pool.try_alloc(len) {
+            Ok(buffer) => buffer,
+            Err(PoolError::Empty) => {
+                self.reap();
+                match self.send_pool.try_alloc(len) {
+                    Ok(buffer) => buffer,
+                    Err(_) => return Ok(Some(Block::Buffers { frames: 1 })),
+                }
+            }
+            Err(PoolError::TooLong(limit) | PoolError::TooMany(limit)) => {
+                return Err(MessageError::TooLong(limit));
+            }
+            Err(PoolError::Register(error)) => return Err(MessageError::Register(error)),
+        };
+        let filled = bytes.fill(&mut buffer);
+        if hold {
+            self.held = Some(Held { buffer, len: filled });
+        } else {
+            self.send_frame(buffer);
+        }
+        Ok(None)
+    }
+
+    /// Returns true if the peer has not acknowledged all frames, by its device or by credits.
+    fn has_unacknowledged(&mut self) -> bool {
+        self.reap();
+        if self.sends.is_empty() || self.protocol.flow.is_everything_released() {
+            return false;
+        }
+        self.qp.drain_completions();
+        self.reap();
+        !self.sends.is_empty()
+    }
+
+    fn send_frame(&mut self, buffer: BufMut) {
+        let header = self.protocol.flow.send(Kind::Data);
+        let send = self.frames.send_with_imm(buffer, header.encode());
+        self.add_sent(Sent::Copied(send));
+    }
+
+    /// Sends held bytes if they wait no longer for other frames, and a credit is free.
+    pub(in crate::message) fn send_held(&mut self) {
+        let Some(held) = &self.held else { return };
+        let finishes = self.protocol.phase().check_open().is_err();
+        if held.is_full() || self.nodelay || finishes || self.sends.is_empty() {
+            self.send_held_now();
+        }
+    }
+
+    /// Sends held bytes if a credit is free. Returns true if none are left.
+    fn send_held_now(&mut self) -> bool {
+        if self.protocol.flow.may_send(Kind::Data)
+            && let Some(held) = self.held.take()
+        {
+            self.send_frame(held.into_buffer());
+        }
+        self.held.is_none()
+    }
+
+    fn push(&mut self) -> Result<Result<(), Block>, MessageError> {
+        if self.held.is_none() || self.send_held_now() {
+            return Ok(Ok(()));
+        }
+        match self.close_reason() {
+            Some(reason) => Err(reason.into()),
+            None => Ok(Err(Block::Held)),
+        }
+    }
+
+    /// Sends a message of `len` bytes after the held ones.
+    fn send_whole(
+        &mut self,
+        message: Outgoing<'_>,
+        len: usize,
+    ) -> Result<Result<usize, Block>, MessageError> {
+        self.protocol.phase().check_open()?;
+        if !self.send_held_now() {
+            return Ok(Err(Block::Held));
+        }
+        Ok(match self.try_send(message)? {
+            None => Ok(len),
+            Some(block) => Err(block),
+        })
+    }
+
+    pub(super) fn set_nodelay(&mut self, nodelay: bool, driver: &Waker) {
+        self.nodelay = nodelay;
+        self.progress(driver);
+    }
+}

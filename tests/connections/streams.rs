@@ -1,0 +1,467 @@
+//! Byte streams: content, back pressure, endings, and peers that break the protocol.
+//!
+//! Uses the device that `TOKIO_RDMA_DEVICE` names, or the software device. `TOKIO_RDMA_SECONDS`
+//! sets how long the streams of the crowd run.
+
+use std::io::ErrorKind;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use crate::connected::{self, brief, config, pattern, run};
+use crate::torture::{self, Flavour, LONG, Seed, bounded, device, eventually, scaled, soon};
+use bytes::Bytes;
+use futures::FutureExt;
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt};
+use tokio_rdma::message::{Content, Handshake, RefusalReason, Violation};
+use tokio_rdma::software::Network;
+use tokio_rdma::stream::{OwnedReadHalf, OwnedWriteHalf};
+use tokio_rdma::types::{Imm, Rkey};
+use tokio_rdma::{
+    CloseReason, CompletionMode, CompletionQueue, Connection, ConnectionConfig, Device,
+    EstablishError, Listener, MessageError, Pool, QueuePair, RdmaListener, RdmaStream,
+    RemoteRegion, cm,
+};
+
+/// Connects two streams on one device.
+async fn streams(config: &ConnectionConfig) -> [RdmaStream; 2] {
+    let (device, _) = device(&Network::new());
+    let listener =
+        RdmaListener::bind_with(&device, connected::address(&device), config).await.unwrap();
+    let connecting = RdmaStream::connect_with(&device, listener.local_addr().unwrap(), config);
+    let both = async { tokio::try_join!(connecting, listener.accept()) };
+    let (client, (server, peer)) = soon("connect", both).await.unwrap();
+    assert_eq!(client.local_addr().unwrap(), peer);
+    [client, server]
+}
+
+/// Returns the settings of [`config`] with small buffers.
+fn small() -> ConnectionConfig {
+    config().receive_buffer_size(1000).receive_buffers(4).spare_buffers(2).send_buffers(3)
+}
+
+/// Returns why the stream of an error closed.
+fn reason(error: &std::io::Error) -> Option<CloseReason> {
+    match error.get_ref()?.downcast_ref()? {
+        MessageError::Closed(reason) => Some(*reason),
+        _ => None,
+    }
+}
+
+/// Writes `bytes` in pieces of random lengths, in each way that there is.
+async fn write_all(stream: &mut OwnedWriteHalf, bytes: &Bytes, random: &mut fastrand::Rng) {
+    let mut at = 0;
+    while at < bytes.len() {
+        let longest = [1, 10, 300, 5_000, 200_000][random.usize(..5)];
+        let piece = bytes.slice(at..bytes.len().min(at + random.usize(1..=longest)));
+        match random.u32(..4) {
+            0 => stream.write_bytes(piece.clone()).await.unwrap(),
+            1 => {
+                let middle = piece.len() / 2;
+                let slices = [&piece[..middle], &[], &piece[middle..]].map(std::io::IoSlice::new);
+                let written = stream.write_vectored(&slices).await.unwrap();
+                at += written;
+                continue;
+            }
+            2 => {
+                stream.write_all(&piece).await.unwrap();
+                stream.flush().await.unwrap();
+            }
+            _ => stream.write_all(&piece).await.unwrap(),
+        }
+        at += piece.len();
+    }
+}
+
+/// Reads and compares until the end, in each way that there is.
+async fn read_all(stream: &mut OwnedReadHalf, bytes: &Bytes, random: &mut fastrand::Rng) {
+    let (mut at, mut memory) = (0, vec![0; 100_000]);
+    loop {
+        let read = match random.u32(..3) {
+            0 => {
+                let Some(part) = stream.read_bytes().await.unwrap() else { break };
+                assert!(!part.is_empty() && bytes[at..].starts_with(&part), "at {at}");
+                part.len()
+            }
+            1 => {
+                let part = stream.fill_buf().await.unwrap();
+                let consumed = part.len().min(random.usize(1..50_000));
+                assert!(bytes[at..].starts_with(part), "at {at}");
+                stream.consume(consumed);
+                consumed
+            }
+            _ => {
+                let into = random.usize(1..memory.len());
+                let read = stream.read(&mut memory[..into]).await.unwrap();
+                assert!(bytes[at..].starts_with(&memory[..read]), "at {at}");
+                read
+            }
+        };
+        at += read;
+        if read == 0 {
+            break;
+        }
+    }
+    assert_eq!(at, bytes.len(), "the end comes after all bytes");
+}
+
+#[test]
+fn random_pieces_arrive_in_order_in_both_directions() {
+    let seed = Seed::new("--test connections random_pieces");
+    let value = seed.value;
+    run("random pieces", move || async move {
+        let tiny = small().receive_buffer_size(20).receive_buffers(1).send_buffers(1);
+        let wide = config().receive_buffer_size(32 << 10);
+        for (number, (config, len)) in
+            [(wide, 1 << 20), (small().max_eager(2000), 300_000), (tiny.max_eager(20), 5_000)]
+                .into_iter()
+                .enumerate()
+        {
+            let ends = streams(&config).await;
+            let patterns = [0, 1].map(|end| pattern(scaled(len) as usize, value ^ end));
+            let mut tasks = Vec::new();
+            for (end, stream) in ends.into_iter().enumerate() {
+                let (mut read, mut write) = stream.into_split();
+                let [sent, received] = [patterns[end].clone(), patterns[1 - end].clone()];
+                let mut random = fastrand::Rng::with_seed(value ^ (number * 2 + end) as u64);
+                let mut other = random.fork();
+                tasks.push(tokio::spawn(async move {
+                    write_all(&mut write, &sent, &mut random).await;
+                    write.shutdown().await.unwrap();
+                }));
+                tasks.push(tokio::spawn(async move {
+                    read_all(&mut read, &received, &mut other).await;
+                }));
+            }
+            for task in tasks {
+                soon("a half", task).await.unwrap();
+            }
+        }
+    });
+    drop(seed);
+}
+
+#[test]
+fn two_full_writers_wait_until_one_reads() {
+    run("full writers", || async {
+        let [mut one, mut two] = streams(&small()).await;
+        // Both write until they wait.
+        let mut written = [0; 2];
+        for (stream, written) in [&mut one, &mut two].into_iter().zip(&mut written) {
+            eventually("writes wait", || {
+                match stream.write(&[7; 700]).now_or_never() {
+                    Some(result) => *written += result.unwrap(),
+                    None => return true,
+                }
+                false
+            })
+            .await;
+        }
+        let bytes = vec![7; 100_000];
+        let (mut read, mut write) = one.into_split();
+        let writing = tokio::spawn(async move {
+            write.write_all(&bytes).await.unwrap();
+            write.shutdown().await.unwrap();
+        });
+        let mut all = Vec::new();
+        soon("reads", two.read_to_end(&mut all)).await.unwrap();
+        assert_eq!(all.len(), written[0] + 100_000);
+        soon("writer", writing).await.unwrap();
+        two.shutdown().await.unwrap();
+        all.clear();
+        soon("reads", read.read_to_end(&mut all)).await.unwrap();
+        assert_eq!(all, vec![7; written[1]]);
+    });
+}
+
+#[test]
+fn crowd_of_streams_with_random_sizes_verifies_its_content() {
+    let seed = Seed::new("--test connections crowd_of_streams");
+    let value = seed.value;
+    let seconds =
+        std::env::var("TOKIO_RDMA_SECONDS").map_or(2, |seconds| seconds.parse().expect("a number"));
+    bounded("crowd", 4 * LONG + Duration::from_secs(2 * seconds), move || {
+        Flavour::MultiThread.runtime().block_on(async {
+            let (device, _) = device(&Network::new());
+            let queue = CompletionQueue::builder(&device).capacity(64 * 2 * 200).build().unwrap();
+            let config = small().completion_queue(&queue).max_eager(2000);
+            let at = connected::address(&device);
+            let listener = RdmaListener::bind_with(&device, at, &config).await.unwrap();
+            let address = listener.local_addr().unwrap();
+            let stop = Arc::new(AtomicBool::new(false));
+            let mut rounds = Vec::new();
+            for number in 0..64 {
+                let connecting = RdmaStream::connect_with(&device, address, &config);
+                let (client, (server, _)) =
+                    tokio::try_join!(connecting, listener.accept()).unwrap();
+                for (end, stream) in [client, server].into_iter().enumerate() {
+                    let random = fastrand::Rng::with_seed(value ^ (2 * number + end as u64));
+                    rounds.push(tokio::spawn(talk(stream, random, stop.clone())));
+                }
+            }
+            tokio::time::sleep(Duration::from_secs(seconds)).await;
+            stop.store(true, Ordering::Relaxed);
+            let mut bytes = 0;
+            for talk in rounds {
+                bytes += talk.await.unwrap();
+            }
+            eprintln!("{bytes} bytes sent and received");
+            assert!(bytes > 64 * 1000, "{bytes} bytes");
+            eventually("queue pairs end", || queue.counters().reserved == 0).await;
+        });
+    });
+    drop(seed);
+}
+
+/// Sends blocks, each a length and a pattern of it, and verifies the peer's blocks. Returns the
+/// bytes received.
+async fn talk(stream: RdmaStream, mut random: fastrand::Rng, stop: Arc<AtomicBool>) -> u64 {
+    let (mut read, mut write) = stream.into_split();
+    let sending = tokio::spawn(async move {
+        while !stop.load(Ordering::Relaxed) {
+            let len = [0, 1, 100, 3_000, 100_000][random.usize(..5)];
+            let len = random.u32(..=len);
+            write.write_u32(len).await.unwrap();
+            write_all(&mut write, &pattern(len as usize, len.into()), &mut random).await;
+        }
+        write.shutdown().await.unwrap();
+    });
+    let (mut received, mut block) = (0, Vec::new());
+    while !soon("bytes", read.fill_buf()).await.unwrap().is_empty() {
+        let len = read.read_u32().await.unwrap();
+        block.resize(len as usize, 0);
+        read.read_exact(&mut block).await.unwrap();
+        assert!(block == pattern(len as usize, len.into()), "a block of {len} bytes");
+        received += 4 + u64::from(len);
+    }
+    soon("sender", sending).await.unwrap();
+    received
+}
+
+#[test]
+fn dropped_stream_still_delivers_what_was_written_to_a_slow_reader() {
+    run("drop", || async {
+        let long = pattern(3 << 20, 3);
+        for len in [1, 1000, 3000, long.len()] {
+            let [mut client, mut server] = streams(&small().max_eager(2000)).await;
+            server.write_all(b"never read").await.unwrap();
+            let sent = long.slice(..len);
+            let sending = tokio::spawn({
+                let sent = sent.clone();
+                async move { client.write_bytes(sent).await.unwrap() }
+            });
+            let mut received = Vec::new();
+            while received.len() < len {
+                torture::yields(10).await;
+                let part = soon("bytes", server.read_bytes()).await.unwrap();
+                received.extend_from_slice(&part.expect("not the end"));
+            }
+            assert!(received == sent, "{len} bytes");
+            assert_eq!(soon("end", server.read_bytes()).await.unwrap(), None);
+            soon("sender", sending).await.unwrap();
+            server.shutdown().await.unwrap();
+            assert_eq!(soon("closed", server.closed()).await, CloseReason::Clean);
+        }
+    });
+}
+
+#[test]
+fn peer_that_is_gone_is_an_error_and_not_the_end() {
+    if torture::hardware().is_some() {
+        eprintln!("SKIPPED lost peers: the port of a real device cannot be switched off");
+        return;
+    }
+    run("lost peers", || async {
+        let network = Network::new();
+        let devices = ["lost", "left"].map(|name| Device::software_in(&network, name).unwrap());
+        let config = config()
+            .options(brief())
+            .keepalive(Some((Duration::from_millis(100), Duration::from_millis(100))));
+        let listener = RdmaListener::bind_with(&devices[0], "127.0.0.1:0", &config).await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let connecting = RdmaStream::connect_with(&devices[1], address, &config);
+        let ((mut lost, _), mut left) = tokio::try_join!(listener.accept(), connecting).unwrap();
+        lost.write_all(b"before").await.unwrap();
+        let mut before = [0; 6];
+        soon("bytes", left.read_exact(&mut before)).await.unwrap();
+        network.control("lost").unwrap().set_port(false);
+        let error = soon("an error", left.read(&mut before)).await.unwrap_err();
+        let expected = [ErrorKind::TimedOut, ErrorKind::ConnectionReset];
+        assert!(expected.contains(&error.kind()), "{error:?}");
+        let again = left.read(&mut before).await.unwrap_err();
+        assert!(expected.contains(&again.kind()), "{again:?}");
+        let write = left.write_all(b"late").await.unwrap_err();
+        assert!(expected.contains(&write.kind()), "{write:?}");
+        network.control("lost").unwrap().set_port(true);
+    });
+}
+
+#[test]
+fn writes_end_with_an_error_once_the_peer_has_dropped_its_stream() {
+    run("dropped", || async {
+        let [mut client, server] = streams(&small()).await;
+        drop(server);
+        assert_eq!(soon("end", client.read(&mut [0; 8])).await.unwrap(), 0);
+        let written = soon("an error", async {
+            loop {
+                if let Err(error) = client.write_all(&[1; 500]).await {
+                    break error;
+                }
+            }
+        })
+        .await;
+        let expected = [ErrorKind::BrokenPipe, ErrorKind::ConnectionReset];
+        assert!(expected.contains(&written.kind()), "{written:?}");
+    });
+}
+
+/// A queue pair of the test, connected to a listener for streams.
+struct Peer {
+    qp: QueuePair,
+    pool: Pool,
+    _link: cm::CmConnection,
+}
+
+const DATA: u32 = 0;
+const OFFER: u32 = 1;
+const ACK: u32 = 2;
+const FIN: u32 = 4;
+const PART: u32 = 6;
+
+fn header(kind: u32, released: u32) -> Imm {
+    Imm(kind << 29 | released << 14)
+}
+
+/// Returns the private data of a client for streams.
+fn handshake() -> Vec<u8> {
+    let hello = Handshake { buffer_size: 4096, receives: 68, max_message: 1 << 20 };
+    let mut bytes = hello.encode(b"").unwrap();
+    bytes[5] = 1;
+    bytes
+}
+
+/// Connects a queue pair of the test.
+async fn connect_peer(
+    device: &Device,
+    address: SocketAddr,
+    hello: Vec<u8>,
+) -> Result<Peer, cm::ConnectError> {
+    let pd = device.protection_domain().unwrap();
+    let queue = CompletionQueue::new(device, CompletionMode::Event).unwrap();
+    let options = cm::ConnectionOptions::default().private_data(hello);
+    let make = |route: &cm::Route| route.prepare(QueuePair::builder(&pd, &queue)).build();
+    let (qp, link) = soon("connect", cm::connect(device, address, &options, make)).await?;
+    Ok(Peer { qp, pool: Pool::new(&pd, 8192, 4).unwrap(), _link: link })
+}
+
+#[test]
+fn each_violation_ends_the_stream_with_its_name() {
+    run("violations", || async {
+        let (device, _) = device(&Network::new());
+        let at = connected::address(&device);
+        let listener = RdmaListener::bind_with(&device, at, &small()).await.unwrap();
+        let region = RemoteRegion::new(0x1000, 1 << 40, Rkey(7)).to_bytes();
+        let invalid = |kind| Violation::Header { header: header(kind, 0).0 };
+        let cases = [
+            ("empty frame", vec![], DATA, 0, Violation::FrameLength { len: 0 }),
+            ("part", vec![1], PART, 0, invalid(PART)),
+            ("kind 7", vec![1], 7, 0, invalid(7)),
+            ("credits", vec![], ACK, 1, Violation::Credits { announced: 1, in_use: 0 }),
+            ("end with bytes", vec![1; 9], FIN, 0, Violation::FrameLength { len: 9 }),
+            (
+                "long offer",
+                region.to_vec(),
+                OFFER,
+                0,
+                Violation::TooLong { len: 1 << 40, allowed: 64 << 20 },
+            ),
+        ];
+        for (what, payload, kind, released, violation) in cases {
+            let address = listener.local_addr().unwrap();
+            let connecting = connect_peer(&device, address, handshake());
+            let (peer, accepted) = tokio::join!(connecting, listener.accept());
+            let (peer, (mut stream, _)) = (peer.unwrap(), accepted.unwrap());
+            let bytes = peer.pool.copy_from(&payload).unwrap();
+            drop(soon("send", peer.qp.send_with_imm(bytes, header(kind, released))).await);
+            let error = soon("an error", stream.read(&mut [0; 8])).await.unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidData, "{what}: {error}");
+            assert_eq!(reason(&error), Some(CloseReason::Violation(violation)), "{what}");
+            assert!(error.to_string().contains(&violation.to_string()), "{what}: {error}");
+        }
+        // More frames than receives.
+        let connecting = connect_peer(&device, listener.local_addr().unwrap(), handshake());
+        let (peer, accepted) = tokio::join!(connecting, listener.accept());
+        let (peer, (mut stream, _)) = (peer.unwrap(), accepted.unwrap());
+        let mut frames = 0;
+        while frames < 8 {
+            let send = peer.qp.send_inline_with_imm(&[frames], header(DATA, 0));
+            soon("send", send).await.unwrap();
+            frames += 1;
+        }
+        // The stream reads none, so the next one finds no receive.
+        drop(peer.qp.send_inline_with_imm(&[frames], header(DATA, 0)));
+        let mut bytes = [0; 8];
+        soon("bytes", stream.read_exact(&mut bytes)).await.unwrap();
+        assert_eq!(bytes, [0, 1, 2, 3, 4, 5, 6, 7]);
+        // Its receives are posted again, so that it arrives without a credit.
+        let error = soon("an error", stream.read(&mut [0; 8])).await;
+        assert!(matches!(error, Ok(1)) || error.is_err(), "{error:?}");
+    });
+}
+
+#[test]
+fn other_content_is_refused_with_a_text_that_says_so() {
+    run("other content", || async {
+        let (device, pd) = device(&Network::new());
+        let at = connected::address(&device);
+        let config = config();
+        let messages = Listener::bind_with(&device, at, &config).await.unwrap();
+        let bytes = RdmaListener::bind_with(&device, at, &config).await.unwrap();
+        let [for_messages, for_bytes] = [messages.local_addr(), bytes.local_addr().unwrap()];
+        let stats = async || {
+            let serving = tokio::spawn({
+                async move {
+                    let (connection, (stream, _)) =
+                        tokio::join!(messages.accept(), bytes.accept().map(Result::unwrap));
+                    (connection.unwrap(), stream, messages.stats(), bytes.stats())
+                }
+            });
+            let error = soon("refusal", RdmaStream::connect_with(&device, for_messages, &config));
+            let error = error.await.unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::ConnectionRefused);
+            let text = error.to_string();
+            assert!(text.ends_with("the listener carries messages; connect with Connection"));
+
+            let connecting = Connection::connect_with(&device, for_bytes, &config);
+            let refused = soon("refusal", connecting).await.unwrap_err();
+            let reason = RefusalReason::OtherContent(Content::Bytes);
+            assert_eq!(refused, EstablishError::Refused { address: for_bytes, reason });
+
+            let plain = connect_peer(&device, for_bytes, Vec::new()).await.err().unwrap();
+            assert!(plain.to_string().ends_with("connect with tokio_rdma::RdmaStream"), "{plain}");
+
+            let connecting = RdmaStream::connect_with(&device, for_bytes, &config);
+            let _stream = soon("connect", connecting).await.unwrap();
+            let connecting = Connection::connect_with(&device, for_messages, &config);
+            let _connection = soon("connect", connecting).await.unwrap();
+            soon("accept", serving).await.unwrap()
+        };
+        let (_connection, _stream, messages, bytes) = stats().await;
+        assert_eq!((messages.refused_protocol, bytes.refused_protocol), (1, 2));
+
+        // A listener of the connection manager accepts without a handshake.
+        let other = cm::Listener::bind(&device, at).await.unwrap();
+        let address = other.local_addr();
+        let serving = async {
+            let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
+            let request = other.accept().await.unwrap();
+            let qp = request.prepare(QueuePair::builder(&pd, &queue)).build().unwrap();
+            drop(request.accept(&qp, &cm::ConnectionOptions::default()).await);
+        };
+        let connecting = RdmaStream::connect_with(&device, address, &config);
+        let (refused, ()) = soon("refusal", async { tokio::join!(connecting, serving) }).await;
+        let text = refused.unwrap_err().to_string();
+        assert!(text.contains("is not a tokio_rdma::Listener or RdmaListener"), "{text}");
+    });
+}
