@@ -1,15 +1,23 @@
-//! Messages there and back over a `Connection`, in the arguments and the line of output of
-//! `benches/verbs.rs`; `benches/c/raw.c work=pingpong` is the same exchange with bare verbs.
+//! Bytes there and back over a `Connection`, an `RdmaStream` or TCP, in the arguments and the line
+//! of output of `benches/verbs.rs`; `benches/c/raw.c work=pingpong` is the same exchange with bare
+//! verbs.
 //!
 //! ```text
-//! echo [size=64] [mode=event|cooperative|hybrid|busy-poll] [operations=10000] [warmup=1000]
-//!      [devices=soft0] [times=yes|no] [runtime=current|multi] [registered=no|yes]
+//! echo [over=messages|buffers|bytes|traits|tcp] [size=64]
+//!      [mode=event|cooperative|hybrid|busy-poll] [operations=10000] [warmup=1000]
+//!      [devices=soft0] [times=yes|no] [runtime=current|multi]
 //! ```
 //!
-//! An operation is a message in each direction. The answering end is a task of its own; both ends
-//! have the default settings, except the mode. With `registered=yes` both ends send and receive
-//! registered buffers, and the answering end sends back the one that it has received.
-//! `scripts/costs` builds and runs it.
+//! | over | Sends and receives |
+//! |---|---|
+//! | `messages` | messages of a `Connection` as `Bytes` |
+//! | `buffers` | messages as registered buffers; the answering end sends back what it received |
+//! | `bytes` | `write_bytes` and `read_bytes` of an `RdmaStream` |
+//! | `traits` | `AsyncRead` and `AsyncWrite` of an `RdmaStream` |
+//! | `tcp` | the same of a `TcpStream`, without delay |
+//!
+//! An operation is `size` bytes in each direction. The answering end is a task of its own; both
+//! ends have the default settings, except the mode. `scripts/costs` builds and runs it.
 
 use std::collections::HashMap;
 use std::error::Error;
@@ -18,7 +26,11 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use bytes::Bytes;
-use tokio_rdma::{Buf, CompletionMode, Connection, ConnectionConfig, Device, Listener};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio_rdma::{
+    Buf, CompletionMode, Connection, ConnectionConfig, Device, Listener, RdmaListener, RdmaStream,
+};
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
@@ -46,7 +58,7 @@ const DEFAULTS: [(&str, &str); 8] = [
     ("devices", Device::SOFTWARE),
     ("times", "yes"),
     ("runtime", "current"),
-    ("registered", "no"),
+    ("over", "messages"),
 ];
 
 impl Arguments {
@@ -81,14 +93,6 @@ impl Arguments {
         })
     }
 
-    fn registered(&self) -> Result<bool> {
-        match self.get("registered") {
-            "yes" => Ok(true),
-            "no" => Ok(false),
-            other => Err(format!("invalid registered={other}, must be yes or no").into()),
-        }
-    }
-
     fn runtime(&self) -> Result<tokio::runtime::Runtime> {
         let mut builder = match self.get("runtime") {
             "current" => tokio::runtime::Builder::new_current_thread(),
@@ -105,27 +109,27 @@ fn run(arguments: &Arguments) -> Result<String> {
 
 async fn echo(arguments: &Arguments) -> Result<String> {
     let (operations, warmup) = (arguments.number("operations")?, arguments.number("warmup")?);
-    let device = Device::open(arguments.get("devices"))?;
-    let config = ConnectionConfig::default().mode(arguments.mode()?);
-    let address = SocketAddr::new(device.default_path()?.1.gid.to_ip(), 0);
-    let listener = Listener::bind_with(&device, address, &config).await?;
-    let connecting = Connection::connect_with(&device, listener.local_addr(), &config);
-    let (ours, theirs) = tokio::try_join!(connecting, listener.accept())?;
-    let registered = arguments.registered()?;
-    let answering = tokio::spawn(answer(theirs, registered));
-
-    let bytes = vec![7; arguments.number("size")?];
-    let message = match registered {
-        true => Message::Buffer(ours.copy_from(&bytes)?.freeze()),
-        false => Message::Bytes(bytes.into()),
-    };
+    let size = arguments.number("size")?;
+    let [mut ours, mut theirs] = connect(arguments, size).await?;
+    let answering = tokio::spawn(async move {
+        while theirs.answer().await? {}
+        theirs.close().await
+    });
     let mut times = Vec::with_capacity(operations);
-    exchange(&ours, &message, warmup, |_| ()).await?;
+    for _ in 0..warmup {
+        ours.exchange().await?;
+    }
     let start = Instant::now();
     if arguments.get("times") == "yes" {
-        exchange(&ours, &message, operations, |time| times.push(time)).await?;
+        for _ in 0..operations {
+            let start = Instant::now();
+            ours.exchange().await?;
+            times.push(start.elapsed().as_nanos() as u64);
+        }
     } else {
-        exchange(&ours, &message, operations, |_| ()).await?;
+        for _ in 0..operations {
+            ours.exchange().await?;
+        }
     }
     let mean = start.elapsed().as_nanos() / operations.max(1) as u128;
     ours.close().await?;
@@ -134,70 +138,153 @@ async fn echo(arguments: &Arguments) -> Result<String> {
     times.sort_unstable();
     let quantile = |percent| times.get(times.len() * percent / 100).copied().unwrap_or(0);
     Ok(format!(
-        "program=echo work=echo mode={} size={} operations={operations} p50_ns={} p99_ns={} \
+        "program=echo work=echo mode={} size={size} operations={operations} p50_ns={} p99_ns={} \
          mean_ns={mean}",
         arguments.get("mode"),
-        message.len(),
         quantile(50),
         quantile(99),
     ))
 }
 
-enum Message {
-    Bytes(Bytes),
-    Buffer(Buf),
-}
-
-impl Message {
-    fn len(&self) -> usize {
-        match self {
-            Self::Bytes(bytes) => bytes.len(),
-            Self::Buffer(buffer) => buffer.len(),
+/// Connects two ends of the transport that the arguments name.
+async fn connect(arguments: &Arguments, size: usize) -> Result<[End; 2]> {
+    let device = Device::open(arguments.get("devices"))?;
+    let address = SocketAddr::new(device.default_path()?.1.gid.to_ip(), 0);
+    let mode = arguments.mode()?;
+    let bytes = Bytes::from(vec![7; size]);
+    let over = arguments.get("over").to_owned();
+    let ends = match &*over {
+        "messages" | "buffers" => {
+            let config = ConnectionConfig::default().mode(mode);
+            let listener = Listener::bind_with(&device, address, &config).await?;
+            let connecting = Connection::connect_with(&device, listener.local_addr(), &config);
+            let (ours, theirs) = tokio::try_join!(connecting, listener.accept())?;
+            let end = |connection: Connection| {
+                Ok(match &*over {
+                    "buffers" => {
+                        let message = connection.copy_from(&bytes)?.freeze();
+                        End::Buffers(connection, message)
+                    }
+                    _ => End::Messages(connection, bytes.clone()),
+                })
+            };
+            [ours, theirs].map(end)
         }
-    }
+        "bytes" | "traits" => {
+            let config = ConnectionConfig::for_streams().mode(mode);
+            let listener = RdmaListener::bind_with(&device, address, &config).await?;
+            let connecting = RdmaStream::connect_with(&device, listener.local_addr()?, &config);
+            let (ours, (theirs, _)) = tokio::try_join!(connecting, listener.accept())?;
+            [ours, theirs].map(|stream| {
+                Ok(match &*over {
+                    "bytes" => End::Bytes(stream, bytes.clone()),
+                    _ => End::Traits(Box::new(stream), bytes.to_vec()),
+                })
+            })
+        }
+        "tcp" => {
+            let listener = TcpListener::bind(address).await?;
+            let connecting = TcpStream::connect(listener.local_addr()?);
+            let (ours, (theirs, _)) = tokio::try_join!(connecting, listener.accept())?;
+            [ours, theirs].map(|stream| {
+                stream.set_nodelay(true)?;
+                Ok(End::Traits(Box::new(stream), bytes.to_vec()))
+            })
+        }
+        other => return Err(format!("unknown over={other}").into()),
+    };
+    let [ours, theirs]: [Result<End>; 2] = ends;
+    Ok([ours?, theirs?])
 }
 
-/// Sends `message` and receives the answer, `rounds` times; `taken` gets each time in nanoseconds.
-async fn exchange(
-    connection: &Connection,
-    message: &Message,
-    rounds: usize,
-    mut taken: impl FnMut(u64),
-) -> Result<()> {
-    for _ in 0..rounds {
-        let start = Instant::now();
-        let answer = match message {
-            Message::Bytes(bytes) => {
+trait ByteStream: AsyncRead + AsyncWrite + Unpin + Send {}
+
+impl<S: AsyncRead + AsyncWrite + Unpin + Send> ByteStream for S {}
+
+/// One end, and what it sends.
+enum End {
+    Messages(Connection, Bytes),
+    Buffers(Connection, Buf),
+    Bytes(RdmaStream, Bytes),
+    Traits(Box<dyn ByteStream>, Vec<u8>),
+}
+
+impl End {
+    /// Sends and receives once.
+    async fn exchange(&mut self) -> Result<()> {
+        let (sent, received) = match self {
+            Self::Messages(connection, bytes) => {
                 connection.send(bytes.clone()).await?;
-                connection.recv().await?.map(|answer| answer.len())
+                (bytes.len(), connection.recv().await?.map_or(0, |answer| answer.len()))
             }
-            Message::Buffer(buffer) => {
+            Self::Buffers(connection, buffer) => {
                 connection.send_buffer(buffer.clone()).await?;
-                connection.recv_buffer().await?.map(|answer| answer.len())
+                (buffer.len(), connection.recv_buffer().await?.map_or(0, |answer| answer.len()))
+            }
+            Self::Bytes(stream, bytes) => {
+                stream.write_bytes(bytes.clone()).await?;
+                let mut received = 0;
+                while received < bytes.len()
+                    && let Some(part) = stream.read_bytes().await?
+                {
+                    received += part.len();
+                }
+                (bytes.len(), received)
+            }
+            Self::Traits(stream, bytes) => {
+                stream.write_all(bytes).await?;
+                (bytes.len(), stream.read_exact(bytes).await?)
             }
         };
-        taken(start.elapsed().as_nanos() as u64);
-        let len = answer.ok_or("the peer closed")?;
-        if len != message.len() {
-            return Err(format!("an answer of {len} bytes").into());
+        match received == sent {
+            true => Ok(()),
+            false => Err(format!("an answer of {received} bytes").into()),
         }
     }
-    Ok(())
-}
 
-/// Sends every message back until the peer closes.
-async fn answer(
-    connection: Connection,
-    registered: bool,
-) -> std::result::Result<(), tokio_rdma::MessageError> {
-    if registered {
-        while let Some(message) = connection.recv_buffer().await? {
-            connection.send_buffer(message).await?;
+    /// Sends back what is received. Returns `false` at the end.
+    async fn answer(&mut self) -> std::io::Result<bool> {
+        match self {
+            Self::Messages(connection, _) => {
+                let Some(message) = connection.recv().await? else { return Ok(false) };
+                connection.send(message).await?;
+            }
+            Self::Buffers(connection, _) => {
+                let Some(message) = connection.recv_buffer().await? else { return Ok(false) };
+                connection.send_buffer(message).await?;
+            }
+            Self::Bytes(stream, _) => {
+                let Some(part) = stream.read_bytes().await? else { return Ok(false) };
+                stream.write_bytes(part).await?;
+            }
+            Self::Traits(stream, bytes) => {
+                let read = stream.read(bytes).await?;
+                if read == 0 {
+                    return Ok(false);
+                }
+                stream.read_exact(&mut bytes[read..]).await?;
+                stream.write_all(bytes).await?;
+            }
         }
-    } else {
-        while let Some(message) = connection.recv().await? {
-            connection.send(message).await?;
+        Ok(true)
+    }
+
+    /// Ends this side, and waits for the other.
+    async fn close(self) -> std::io::Result<()> {
+        match self {
+            Self::Messages(connection, _) | Self::Buffers(connection, _) => {
+                Ok(connection.close().await?)
+            }
+            Self::Bytes(mut stream, _) => {
+                stream.shutdown().await?;
+                while stream.read_bytes().await?.is_some() {}
+                Ok(())
+            }
+            Self::Traits(mut stream, _) => {
+                stream.shutdown().await?;
+                while stream.read(&mut [0; 64]).await? > 0 {}
+                Ok(())
+            }
         }
     }
-    connection.close().await
 }
