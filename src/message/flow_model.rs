@@ -305,14 +305,14 @@ fn failure_of_a_side_or_of_the_network_terminates_both() {
 
 #[test]
 fn both_ends_of_a_stream_write_with_the_smallest_windows() {
-    let end = || Side::stream(4, 0, &[Call::FinishAtEnd]);
-    assert_holds(end(), end());
+    let end = |data| Side::stream(data, 0, &[Call::FinishAtEnd]);
+    assert_holds(end(3), end(2));
 }
 
 #[test]
 fn pieces_of_memory_follow_held_bytes() {
-    let end = |offers| Side::stream(2, offers, &[Call::FinishAtEnd]);
-    assert_holds(end(1), end(0));
+    let end = |data, offers| Side::stream(data, offers, &[Call::FinishAtEnd]);
+    assert_holds(end(2, 1), end(1, 0));
 }
 
 #[test]
@@ -326,5 +326,5 @@ fn finished_and_dropped_streams_deliver_held_bytes() {
 fn failure_of_an_end_or_of_the_network_terminates_both_ends_of_a_stream() {
     let calls = [Call::Finish, Call::Abort, Call::Drop];
     let end = |data| Side { may_fail: true, ..Side::stream(data, 0, &calls) };
-    assert_explored(World { sides: [end(1), end(1)], may_be_cut: true, cut: false });
+    assert_explored(World { sides: [end(2), end(0)], may_be_cut: true, cut: false });
 }

@@ -102,6 +102,7 @@ async fn transfer(devices: Devices, version: hyper::Version) {
             let (mut sender, connection) = hyper::client::conn::http1::handshake(io).await.unwrap();
             tokio::spawn(connection);
             let downloaded = checked(sender.send_request(down).await.unwrap().into_body()).await;
+            soon("ready", sender.ready()).await.unwrap();
             (downloaded, sender.send_request(up).await.unwrap())
         }
     };
