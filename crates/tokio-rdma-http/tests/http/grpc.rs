@@ -57,6 +57,7 @@ fn unary_calls_and_streams_of_answers_work_and_end() {
         stop.send(()).unwrap();
         soon("server", serving).await.unwrap().unwrap();
         let lost = soon("error", client.check(named("known"))).await.unwrap_err();
-        assert_eq!(lost.code(), Code::Unavailable, "{lost:?}");
+        // The call may begin before the client knows that its connection has ended.
+        assert!([Code::Unavailable, Code::Cancelled].contains(&lost.code()), "{lost:?}");
     });
 }
