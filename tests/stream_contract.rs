@@ -1,0 +1,468 @@
+//! The contract of Tokio's `AsyncRead` and `AsyncWrite`: each case runs by the same code on
+//! `TcpStream` and on `RdmaStream`.
+
+mod connected;
+mod torture;
+
+use std::future::{Future, poll_fn};
+use std::io::{ErrorKind, IoSlice, Result};
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::task::{Context, Poll, Wake, Waker};
+
+use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader};
+use tokio::io::{ReadBuf, copy_bidirectional};
+use tokio::net::{TcpListener, TcpStream, tcp};
+use tokio_rdma::software::Network;
+use tokio_rdma::{RdmaListener, RdmaStream, stream};
+
+use connected::pattern;
+use torture::{Flavour, LONG, bounded, device, eventually, soon};
+
+/// A stream of bytes with halves, as `TcpStream` has them.
+trait Stream: AsyncRead + AsyncWrite + Unpin + Send + Sized + 'static {
+    type ReadHalf: AsyncRead + Unpin + Send + 'static;
+    type WriteHalf: AsyncWrite + Unpin + Send + 'static;
+
+    fn pair() -> impl Future<Output = [Self; 2]> + Send;
+
+    fn into_split(self) -> (Self::ReadHalf, Self::WriteHalf);
+
+    /// Returns the halves of different streams.
+    fn reunite(read: Self::ReadHalf, write: Self::WriteHalf) -> std::result::Result<Self, ()>;
+
+    /// Ends both directions without delivering the end.
+    fn reset(self);
+}
+
+impl Stream for TcpStream {
+    type ReadHalf = tcp::OwnedReadHalf;
+    type WriteHalf = tcp::OwnedWriteHalf;
+
+    async fn pair() -> [Self; 2] {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let connecting = Self::connect(listener.local_addr().unwrap());
+        let (client, (server, _)) = tokio::try_join!(connecting, listener.accept()).unwrap();
+        [client, server]
+    }
+
+    fn into_split(self) -> (Self::ReadHalf, Self::WriteHalf) {
+        self.into_split()
+    }
+
+    fn reunite(read: Self::ReadHalf, write: Self::WriteHalf) -> std::result::Result<Self, ()> {
+        read.reunite(write).map_err(drop)
+    }
+
+    #[allow(deprecated, reason = "its successor is newer than the oldest supported Tokio")]
+    fn reset(self) {
+        self.set_linger(Some(std::time::Duration::ZERO)).unwrap();
+    }
+}
+
+impl Stream for RdmaStream {
+    type ReadHalf = stream::OwnedReadHalf;
+    type WriteHalf = stream::OwnedWriteHalf;
+
+    async fn pair() -> [Self; 2] {
+        let (device, _) = device(&Network::new());
+        let listener = RdmaListener::bind(&device, connected::address(&device)).await.unwrap();
+        let connecting = Self::connect(&device, listener.local_addr().unwrap());
+        let (client, (server, _)) = tokio::try_join!(connecting, listener.accept()).unwrap();
+        [client, server]
+    }
+
+    fn into_split(self) -> (Self::ReadHalf, Self::WriteHalf) {
+        self.into_split()
+    }
+
+    fn reunite(read: Self::ReadHalf, write: Self::WriteHalf) -> std::result::Result<Self, ()> {
+        read.reunite(write).map_err(drop)
+    }
+
+    fn reset(self) {
+        self.abort();
+    }
+}
+
+/// Runs each case on both streams and in both flavours of runtime.
+macro_rules! cases {
+    ($($case:ident),+ $(,)?) => {
+        mod tcp_stream {
+            $(#[test]
+            fn $case() {
+                super::run(stringify!($case), super::$case::<tokio::net::TcpStream>);
+            })+
+        }
+
+        mod rdma_stream {
+            $(#[test]
+            fn $case() {
+                super::run(stringify!($case), super::$case::<tokio_rdma::RdmaStream>);
+            })+
+        }
+    };
+}
+
+cases![
+    bytes_arrive_in_pieces_of_the_reader,
+    empty_reads_and_writes_are_no_end,
+    slices_arrive_in_order,
+    waiting_reader_is_woken_by_bytes_and_by_the_end,
+    last_waker_of_a_waiting_reader_is_woken,
+    dropped_reads_lose_no_bytes,
+    dropped_writes_have_written_nothing,
+    writer_waits_for_a_slow_reader_and_is_woken,
+    shutdown_may_be_repeated_and_leaves_the_other_direction_open,
+    write_after_shutdown_is_a_broken_pipe,
+    dropped_stream_ends_after_its_bytes,
+    writes_to_a_dropped_peer_end_with_an_error,
+    reset_stream_is_an_error_and_not_the_end,
+    halves_end_and_reunite_as_expected,
+    long_bytes_arrive_in_both_directions_at_once,
+    lines_are_read_through_a_buffer,
+    bytes_are_forwarded_to_another_transport,
+];
+
+fn run<F: Future<Output = ()> + 'static>(what: &'static str, case: fn() -> F) {
+    for flavour in Flavour::ALL {
+        bounded(what, LONG, move || flavour.runtime().block_on(soon(what, case())));
+    }
+}
+
+/// A waker that counts.
+#[derive(Default)]
+struct Count(AtomicU32);
+
+impl Wake for Count {
+    fn wake(self: Arc<Self>) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+impl Count {
+    fn get(&self) -> u32 {
+        self.0.load(Ordering::SeqCst)
+    }
+}
+
+/// Polls once for bytes.
+fn poll_read(
+    stream: &mut (impl AsyncRead + Unpin),
+    waker: &Waker,
+    memory: &mut [u8],
+) -> Poll<Result<usize>> {
+    let mut buffer = ReadBuf::new(memory);
+    let read = Pin::new(stream).poll_read(&mut Context::from_waker(waker), &mut buffer);
+    read.map_ok(|()| buffer.filled().len())
+}
+
+async fn bytes_arrive_in_pieces_of_the_reader<S: Stream>() {
+    let [mut one, mut two] = S::pair().await;
+    let bytes = pattern(1000, 1);
+    one.write_all(&bytes).await.unwrap();
+    let mut received = Vec::new();
+    for size in [1, 3, 10, 300].into_iter().cycle() {
+        let mut memory = vec![0; size];
+        let read = two.read(&mut memory).await.unwrap();
+        assert!((1..=size).contains(&read), "{read} bytes");
+        received.extend_from_slice(&memory[..read]);
+        if received.len() == bytes.len() {
+            break;
+        }
+    }
+    assert!(received == bytes);
+}
+
+async fn empty_reads_and_writes_are_no_end<S: Stream>() {
+    let [mut one, mut two] = S::pair().await;
+    assert_eq!(one.write(&[]).await.unwrap(), 0);
+    assert_eq!(one.write_vectored(&[IoSlice::new(&[]); 2]).await.unwrap(), 0);
+    one.flush().await.unwrap();
+    one.write_all(b"x").await.unwrap();
+    let mut memory = [0; 8];
+    assert_eq!(two.read(&mut []).await.unwrap(), 0);
+    assert_eq!(two.read(&mut memory).await.unwrap(), 1);
+}
+
+async fn slices_arrive_in_order<S: Stream>() {
+    let [mut one, mut two] = S::pair().await;
+    assert!(one.is_write_vectored());
+    let bytes = pattern(300_000, 2);
+    let writing = async {
+        let mut at = 0;
+        while at < bytes.len() {
+            let rest = &bytes[at..];
+            let (first, second) = rest.split_at(rest.len() / 3);
+            let slices = [&[], first, &[], second].map(IoSlice::new);
+            let written = one.write_vectored(&slices).await.unwrap();
+            assert!(written > 0);
+            at += written;
+        }
+        one.shutdown().await.unwrap();
+    };
+    let mut received = Vec::new();
+    let (_, ()) = tokio::join!(two.read_to_end(&mut received), writing);
+    assert!(received == bytes);
+}
+
+async fn waiting_reader_is_woken_by_bytes_and_by_the_end<S: Stream>() {
+    let [mut one, mut two] = S::pair().await;
+    let mut memory = [0; 8];
+    for round in 0..20 {
+        let count = Arc::new(Count::default());
+        let waker = Waker::from(count.clone());
+        assert!(poll_read(&mut two, &waker, &mut memory).is_pending());
+        let expected = if round < 19 {
+            one.write_all(b"bytes").await.unwrap();
+            5
+        } else {
+            one.shutdown().await.unwrap();
+            0
+        };
+        eventually("wake", || count.get() > 0).await;
+        let read = poll_fn(|context| poll_read(&mut two, context.waker(), &mut memory)).await;
+        assert_eq!(read.unwrap(), expected);
+    }
+}
+
+async fn last_waker_of_a_waiting_reader_is_woken<S: Stream>() {
+    let [mut one, mut two] = S::pair().await;
+    let mut memory = [0; 8];
+    let counts = [(); 2].map(|()| Arc::new(Count::default()));
+    for count in &counts {
+        let waker = Waker::from(count.clone());
+        assert!(poll_read(&mut two, &waker, &mut memory).is_pending());
+    }
+    one.write_all(b"x").await.unwrap();
+    eventually("wake", || counts[1].get() > 0).await;
+    assert_eq!(two.read(&mut memory).await.unwrap(), 1);
+}
+
+async fn dropped_reads_lose_no_bytes<S: Stream>() {
+    let [mut one, mut two] = S::pair().await;
+    let (mut memory, mut received) = ([0; 64], Vec::new());
+    for number in 0..100_u8 {
+        {
+            let mut read = pin!(two.read(&mut memory));
+            let polled = poll_fn(|context| Poll::Ready(read.as_mut().poll(context))).await;
+            assert!(polled.is_pending());
+        }
+        one.write_all(&[number; 3]).await.unwrap();
+        while received.len() < 3 * (usize::from(number) + 1) {
+            let read = two.read(&mut memory[..2]).await.unwrap();
+            received.extend_from_slice(&memory[..read]);
+        }
+    }
+    let expected: Vec<u8> = (0..100).flat_map(|number| [number; 3]).collect();
+    assert_eq!(received, expected);
+}
+
+async fn dropped_writes_have_written_nothing<S: Stream>() {
+    let [mut one, mut two] = S::pair().await;
+    let bytes = pattern(100_000, 3);
+    let mut written = 0;
+    // Each future that waits is dropped. What was written is what the others have returned.
+    while written < 8_000_000 {
+        let at = written % bytes.len();
+        let polled = {
+            let mut write = pin!(one.write(&bytes[at..]));
+            poll_fn(|context| Poll::Ready(write.as_mut().poll(context))).await
+        };
+        match polled {
+            Poll::Ready(result) => written += result.unwrap(),
+            Poll::Pending => break,
+        }
+    }
+    let mut received = Vec::new();
+    let reading = async {
+        let mut memory = vec![0; 10_000];
+        while received.len() < written {
+            let read = two.read(&mut memory).await.unwrap();
+            received.extend_from_slice(&memory[..read]);
+        }
+    };
+    reading.await;
+    one.shutdown().await.unwrap();
+    two.read_to_end(&mut received).await.unwrap();
+    assert_eq!(received.len(), written);
+    assert!(received.chunks(bytes.len()).all(|chunk| bytes.starts_with(chunk)));
+}
+
+async fn writer_waits_for_a_slow_reader_and_is_woken<S: Stream>() {
+    let [mut one, mut two] = S::pair().await;
+    let count = Arc::new(Count::default());
+    let waker = Waker::from(count.clone());
+    let memory = vec![7; 100_000];
+    let mut written = 0_usize;
+    let poll =
+        |stream: &mut S| Pin::new(stream).poll_write(&mut Context::from_waker(&waker), &memory);
+    while let Poll::Ready(result) = poll(&mut one) {
+        written += result.unwrap();
+        // Bytes in flight occupy limited memory.
+        assert!(written < 256 << 20, "a writer without a reader never waits");
+        tokio::task::yield_now().await;
+    }
+    let before = count.get();
+    let mut into = vec![0; 100_000];
+    while count.get() == before && written > 0 {
+        written -= two.read(&mut into).await.unwrap();
+        tokio::task::yield_now().await;
+    }
+    eventually("wake", || count.get() > before).await;
+    let writing = async {
+        one.write_all(&memory).await.unwrap();
+        one.shutdown().await.unwrap();
+    };
+    let mut rest = Vec::new();
+    let (_, ()) = tokio::join!(two.read_to_end(&mut rest), writing);
+    assert_eq!(rest.len(), written + memory.len());
+}
+
+async fn shutdown_may_be_repeated_and_leaves_the_other_direction_open<S: Stream>() {
+    let [mut one, mut two] = S::pair().await;
+    one.write_all(b"last").await.unwrap();
+    one.shutdown().await.unwrap();
+    one.shutdown().await.unwrap();
+    let mut received = Vec::new();
+    two.read_to_end(&mut received).await.unwrap();
+    assert_eq!(received, b"last");
+    for _ in 0..3 {
+        assert_eq!(two.read(&mut [0; 8]).await.unwrap(), 0, "the end is final");
+    }
+    two.write_all(b"answer").await.unwrap();
+    two.shutdown().await.unwrap();
+    let mut answer = Vec::new();
+    one.read_to_end(&mut answer).await.unwrap();
+    assert_eq!(answer, b"answer");
+    assert_eq!(one.read(&mut [0; 8]).await.unwrap(), 0);
+}
+
+async fn write_after_shutdown_is_a_broken_pipe<S: Stream>() {
+    let [mut one, _two] = S::pair().await;
+    one.shutdown().await.unwrap();
+    for _ in 0..2 {
+        assert_eq!(one.write(b"late").await.unwrap_err().kind(), ErrorKind::BrokenPipe);
+    }
+}
+
+async fn dropped_stream_ends_after_its_bytes<S: Stream>() {
+    for len in [0, 1, 50_000] {
+        let [mut one, mut two] = S::pair().await;
+        let bytes = pattern(len, 4);
+        let writing = tokio::spawn({
+            let bytes = bytes.clone();
+            async move { one.write_all(&bytes).await.unwrap() }
+        });
+        let mut received = Vec::new();
+        two.read_to_end(&mut received).await.unwrap();
+        assert!(received == bytes, "{len} bytes");
+        writing.await.unwrap();
+    }
+}
+
+async fn writes_to_a_dropped_peer_end_with_an_error<S: Stream>() {
+    let [mut one, two] = S::pair().await;
+    drop(two);
+    assert_eq!(one.read(&mut [0; 8]).await.unwrap(), 0);
+    let error = loop {
+        match one.write(&[7; 1000]).await {
+            Ok(written) => assert!(written > 0),
+            Err(error) => break error,
+        }
+    };
+    assert!([ErrorKind::BrokenPipe, ErrorKind::ConnectionReset].contains(&error.kind()), "{error}");
+}
+
+async fn reset_stream_is_an_error_and_not_the_end<S: Stream>() {
+    let [one, mut two] = S::pair().await;
+    one.reset();
+    let error = two.read(&mut [0; 8]).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ConnectionReset, "{error}");
+    let error = loop {
+        match two.write(b"late").await {
+            Ok(_) => tokio::task::yield_now().await,
+            Err(error) => break error,
+        }
+    };
+    assert!([ErrorKind::BrokenPipe, ErrorKind::ConnectionReset].contains(&error.kind()), "{error}");
+}
+
+async fn halves_end_and_reunite_as_expected<S: Stream>() {
+    let [one, two] = S::pair().await;
+    let ((one_read, one_write), (mut two_read, two_write)) = (one.into_split(), two.into_split());
+    let one = S::reunite(one_read, one_write).unwrap();
+    let (mut one_read, mut one_write) = one.into_split();
+    one_write.write_all(b"then the end").await.unwrap();
+    drop(one_write);
+    let mut received = Vec::new();
+    two_read.read_to_end(&mut received).await.unwrap();
+    assert_eq!(received, b"then the end");
+
+    // The other direction is open.
+    let mut two = S::reunite(two_read, two_write).unwrap();
+    two.write_all(b"answer").await.unwrap();
+    let mut answer = [0; 6];
+    one_read.read_exact(&mut answer).await.unwrap();
+    assert_eq!(&answer, b"answer");
+
+    let [other, _] = S::pair().await;
+    let (_, other_write) = other.into_split();
+    assert!(S::reunite(one_read, other_write).is_err());
+}
+
+async fn long_bytes_arrive_in_both_directions_at_once<S: Stream>() {
+    let [one, two] = S::pair().await;
+    let mut tasks = Vec::new();
+    for (seed, stream) in [(5, one), (6, two)] {
+        let (mut read, mut write) = stream.into_split();
+        tasks.push(tokio::spawn(async move {
+            write.write_all(&pattern(3_000_000, seed)).await.unwrap();
+            write.shutdown().await.unwrap();
+        }));
+        tasks.push(tokio::spawn(async move {
+            let mut received = Vec::new();
+            read.read_to_end(&mut received).await.unwrap();
+            assert!(received == pattern(3_000_000, 11 - seed));
+        }));
+    }
+    for task in tasks {
+        task.await.unwrap();
+    }
+}
+
+async fn lines_are_read_through_a_buffer<S: Stream>() {
+    let [mut one, two] = S::pair().await;
+    let sent: String = (0..5000).map(|number| format!("line {number}\n")).collect();
+    let writing = tokio::spawn({
+        let sent = sent.clone();
+        async move { one.write_all(sent.as_bytes()).await.unwrap() }
+    });
+    let mut lines = BufReader::with_capacity(100, two).lines();
+    for number in 0..5000 {
+        assert_eq!(lines.next_line().await.unwrap(), Some(format!("line {number}")));
+    }
+    assert_eq!(lines.next_line().await.unwrap(), None);
+    writing.await.unwrap();
+}
+
+async fn bytes_are_forwarded_to_another_transport<S: Stream>() {
+    let [mut client, mut front] = S::pair().await;
+    let [mut back, mut server] = <TcpStream as Stream>::pair().await;
+    let forwarding = tokio::spawn(async move { copy_bidirectional(&mut front, &mut back).await });
+    let serving = tokio::spawn(async move {
+        let mut request = Vec::new();
+        server.read_to_end(&mut request).await.unwrap();
+        server.write_all(&request[..request.len() / 2]).await.unwrap();
+        server.shutdown().await.unwrap();
+    });
+    let request = pattern(1_000_000, 7);
+    client.write_all(&request).await.unwrap();
+    client.shutdown().await.unwrap();
+    let mut answer = Vec::new();
+    client.read_to_end(&mut answer).await.unwrap();
+    assert!(answer == request[..request.len() / 2]);
+    serving.await.unwrap();
+    assert_eq!(forwarding.await.unwrap().unwrap(), (1_000_000, 500_000));
+}
