@@ -2,13 +2,18 @@
 
 use super::flow_control::{Flow, RESERVE};
 use super::frame::{Header, Kind, decode_offer};
-use super::handshake::Handshake;
+use super::handshake::{Content, Handshake};
+use super::stream::check_bytes;
 use crate::types::Imm;
 
-/// Checks that decoded handshakes encode to the same bytes.
+/// Checks that decoded handshakes encode to the same bytes, and have one content.
 pub fn handshake(bytes: &[u8]) {
-    if let Ok((handshake, user)) = Handshake::decode(bytes) {
-        match handshake.encode(user) {
+    let contents = [Content::Messages, Content::Bytes];
+    let decoded = contents.map(|content| Handshake::decode_for(content, bytes));
+    assert!(decoded.iter().any(Result::is_err), "both contents");
+    for (content, decoded) in contents.into_iter().zip(decoded) {
+        let Ok((handshake, user)) = decoded else { continue };
+        match handshake.encode_for(content, user) {
             Ok(again) => assert_eq!(bytes[..again.len()], again),
             Err(error) => panic!("{error}"),
         }
@@ -17,9 +22,11 @@ pub fn handshake(bytes: &[u8]) {
 }
 
 /// Feeds frames (4 bytes of header and 20 bytes of a possible offer each) to a side that answers;
-/// notifications for invalid headers. Checks that credits stay within the window.
+/// notifications for invalid headers. With an odd number of receives, the frames belong to a
+/// stream. Checks that credits stay within the window.
 pub fn frames(bytes: &[u8]) {
     let Some((&[receives, window], frames)) = bytes.split_first_chunk() else { return };
+    let is_stream = receives % 2 == 1;
     let (receives, window) = (RESERVE + 1 + u32::from(receives), RESERVE + 1 + u32::from(window));
     let mut flow = Flow::new(receives, window);
     for frame in frames.chunks(24) {
@@ -35,6 +42,13 @@ pub fn frames(bytes: &[u8]) {
             continue;
         };
         assert_eq!(Header::decode(header.encode()), Ok(header));
+        if is_stream {
+            let empty = payload.iter().all(|&byte| byte == 0);
+            if check_bytes(header, if empty { &[] } else { payload }, false).is_err() {
+                return;
+            }
+            assert!(header.kind != Kind::Part && !(header.kind == Kind::Data && empty));
+        }
         if flow.receive(header).is_err() {
             return;
         }
@@ -72,7 +86,9 @@ mod tests {
             let mut bytes = good.clone();
             bytes.resize(random.usize(..300), 0);
             for _ in 0..random.usize(..6) {
-                if let Some(byte) = bytes.get_mut(random.usize(..40)) {
+                // Often the flags.
+                let at = if random.bool() { 5 } else { random.usize(..40) };
+                if let Some(byte) = bytes.get_mut(at) {
                     *byte = random.u8(..);
                 }
             }
