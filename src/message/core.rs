@@ -461,13 +461,12 @@ impl Core {
     }
 
     fn is_unblocked(&self) -> bool {
-        if self.protocol.phase().check_open().is_err() {
-            return true;
-        }
         match self.blocked {
+            // Held bytes are still sent after `shutdown`.
+            Block::Held => self.held.is_none() || self.close_reason().is_some(),
+            _ if self.protocol.phase().check_open().is_err() => true,
             Block::Credits { frames } => self.protocol.flow.may_send_message(frames),
             Block::Buffers { frames } => self.send_pool.available() >= frames,
-            Block::Held => self.held.is_none(),
             Block::Memory(len) => {
                 self.offers.is_empty() || self.offered + len <= self.limits.send_memory
             }

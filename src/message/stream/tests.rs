@@ -2,8 +2,13 @@
 
 use std::future::Future;
 use std::io::ErrorKind;
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::task::{Context, Wake, Waker};
 
 use bytes::Bytes;
+use futures::FutureExt;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt};
 
 use super::{Held, RdmaListener, RdmaStream};
@@ -110,6 +115,44 @@ fn unacknowledged(expected: usize, test: impl AsyncFnOnce(&mut RdmaStream)) -> u
         assert!(received == vec![7; expected]);
         server.counters().received
     })
+}
+
+#[test]
+fn flush_after_shutdown_waits_without_polling() {
+    struct Count(AtomicU32);
+
+    impl Wake for Count {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    run(async {
+        let [mut client, mut server] = pair_in(&Network::new()).await;
+        let mut written = 0;
+        while let Some(result) = client.write(&[7; 1000]).now_or_never() {
+            written += result.unwrap();
+            tokio::task::yield_now().await;
+        }
+        // Without a credit, held bytes cannot be sent.
+        client.handle().shared.with(|core, _| {
+            let buffer = core.send_pool.try_alloc(core.limits.frame).unwrap();
+            assert!(core.held.replace(Held::new(buffer, 5)).is_none());
+        });
+        client.shutdown().await.unwrap();
+        let count = Arc::new(Count(AtomicU32::new(0)));
+        let waker = Waker::from(count.clone());
+        let flush = &mut pin!(client.flush());
+        for _ in 0..100 {
+            assert!(flush.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
+            tokio::task::yield_now().await;
+        }
+        assert!(count.0.load(Ordering::Relaxed) <= 10, "woken without a change");
+        let mut received = Vec::new();
+        let (flushed, read) = tokio::join!(flush, server.read_to_end(&mut received));
+        flushed.unwrap();
+        assert_eq!((read.unwrap(), received.len()), (written + 5, written + 5));
+    });
 }
 
 /// Returns a copy of `bytes` in memory that the stream can send from.

@@ -37,6 +37,11 @@ pub(in crate::message) struct Held {
 
 impl Held {
     #[cfg(all(test, not(loom)))]
+    pub(super) fn new(buffer: BufMut, len: usize) -> Self {
+        Self { buffer, len }
+    }
+
+    #[cfg(all(test, not(loom)))]
     pub(super) fn len(&self) -> usize {
         self.len
     }
