@@ -14,6 +14,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader};
 use tokio::io::{ReadBuf, copy_bidirectional};
 use tokio::net::{TcpListener, TcpStream, tcp};
+use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio_rdma::software::Network;
 use tokio_rdma::{RdmaListener, RdmaStream, stream};
 
@@ -123,6 +124,7 @@ cases![
     long_bytes_arrive_in_both_directions_at_once,
     lines_are_read_through_a_buffer,
     bytes_are_forwarded_to_another_transport,
+    stream_that_is_always_ready_lets_other_tasks_run,
 ];
 
 fn run<F: Future<Output = ()> + 'static>(what: &'static str, case: fn() -> F) {
@@ -465,4 +467,27 @@ async fn bytes_are_forwarded_to_another_transport<S: Stream>() {
     assert!(answer == request[..request.len() / 2]);
     serving.await.unwrap();
     assert_eq!(forwarding.await.unwrap().unwrap(), (1_000_000, 500_000));
+}
+
+async fn stream_that_is_always_ready_lets_other_tasks_run<S: Stream>() {
+    const LEN: usize = 10_000;
+    let [mut one, mut two] = S::pair().await;
+    one.write_all(&[7; LEN]).await.unwrap();
+    let rounds = Arc::new(Count::default());
+    let other = tokio::spawn({
+        let rounds = rounds.clone();
+        async move {
+            loop {
+                rounds.0.fetch_add(1, Ordering::SeqCst);
+                tokio::task::yield_now().await;
+            }
+        }
+    });
+    for _ in 0..LEN {
+        assert_eq!(two.read(&mut [0]).await.unwrap(), 1);
+    }
+    // On several threads, the other task needs no thread of this one.
+    let shares_thread = Handle::current().runtime_flavor() == RuntimeFlavor::CurrentThread;
+    assert!(!shares_thread || rounds.get() > 10, "{} rounds", rounds.get());
+    other.abort();
 }

@@ -122,9 +122,8 @@ impl ConnectionConfig {
     /// [`default`](Self::default): 24 receive buffers of 32 KiB, 8 spare and 16 send buffers, 1.7
     /// MiB in all.
     ///
-    /// Limits on messages apply to frames, or have no effect:
     /// [`max_message`](Self::max_message) limits the pieces that a side reads from the other's
-    /// memory.
+    /// memory, not the stream.
     pub fn for_streams() -> Self {
         Self::default()
             .receive_buffer_size(32 << 10)
@@ -234,8 +233,8 @@ impl ConnectionConfig {
         self
     }
 
-    /// Sets how long `close` waits for the peer; default 10 s, longer than retransmissions take to
-    /// detect a dead peer.
+    /// Sets how long `close` waits for the peer, and how long a dropped byte stream continues to
+    /// send; default 10 s, longer than retransmissions take to detect a dead peer.
     pub fn close_timeout(mut self, timeout: Duration) -> Self {
         self.close_timeout = timeout;
         self

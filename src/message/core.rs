@@ -325,7 +325,8 @@ impl Core {
             Kind::Data | Kind::Part => {
                 let len = self.inbox.incomplete_len() + buffer.len() as u64;
                 let allowed = self.limits.receive;
-                if len > allowed {
+                // Bytes of a stream are no message, and a buffer limits them.
+                if len > allowed && self.content == Content::Messages {
                     return Err(Violation::TooLong { len, allowed }.into());
                 }
                 if header.kind == Kind::Data {

@@ -41,14 +41,16 @@ mod write_half;
 mod writing;
 
 use std::fmt;
+use std::future::{Future, poll_fn};
 use std::io::{self, IoSlice};
 use std::net::SocketAddr;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
 use tokio::io::{AsyncBufRead, AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::ToSocketAddrs;
+use tokio::task::coop::cooperative;
 
 pub use listener::RdmaListener;
 pub use read_half::OwnedReadHalf;
@@ -351,6 +353,18 @@ impl fmt::Display for ReuniteError {
 }
 
 impl std::error::Error for ReuniteError {}
+
+/// The most bytes copied under the lock, which the driver and the other half also need.
+const COPIED: usize = 128 << 10;
+
+/// Polls within the budget of the task, as Tokio's resources do, so that a stream that is always
+/// ready lets other tasks run.
+fn within_budget<T>(
+    context: &mut Context<'_>,
+    poll: impl FnMut(&mut Context<'_>) -> Poll<T>,
+) -> Poll<T> {
+    pin!(cooperative(poll_fn(poll))).poll(context)
+}
 
 /// Returns the settings of a connection that carries bytes.
 fn for_bytes(config: &ConnectionConfig) -> ConnectionConfig {

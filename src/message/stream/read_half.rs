@@ -13,7 +13,7 @@ use tokio::io::{AsyncBufRead, AsyncRead, ReadBuf};
 
 use super::reading::{Chunk, Taken};
 use super::write_half::OwnedWriteHalf;
-use super::{RdmaStream, ReuniteError, addresses, io_error};
+use super::{RdmaStream, ReuniteError, addresses, io_error, within_budget};
 use crate::message::connection::Handle;
 use crate::message::waiters::Ticket;
 
@@ -78,9 +78,10 @@ impl OwnedReadHalf {
             return Poll::Ready(Ok(Some(bytes)));
         }
         let Self { ticket, handle, .. } = self;
-        let next = handle
-            .shared
-            .poll(context, |core, driver, caller| core.poll_recv(ticket, driver, caller));
+        let next = within_budget(context, |context| {
+            let shared = &handle.shared;
+            shared.poll(context, |core, driver, caller| core.poll_recv(ticket, driver, caller))
+        });
         next.map_err(io_error)
     }
 
@@ -158,15 +159,17 @@ impl AsyncRead for OwnedReadHalf {
         if buffer.remaining() == 0 {
             return Poll::Ready(Ok(()));
         }
-        if self.chunk.is_none() {
-            ready!(self.poll_bytes(context, Some(buffer)))?;
-        }
-        if let Some(rest) = self.rest() {
-            let len = rest.len().min(buffer.remaining());
-            buffer.put_slice(&rest[..len]);
-            self.advance(len);
-        }
-        Poll::Ready(Ok(()))
+        within_budget(context, |context| {
+            if self.chunk.is_none() {
+                ready!(self.poll_bytes(context, Some(buffer)))?;
+            }
+            if let Some(rest) = self.rest() {
+                let len = rest.len().min(buffer.remaining());
+                buffer.put_slice(&rest[..len]);
+                self.advance(len);
+            }
+            Poll::Ready(Ok(()))
+        })
     }
 }
 
@@ -174,7 +177,7 @@ impl AsyncBufRead for OwnedReadHalf {
     fn poll_fill_buf(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<&[u8]>> {
         let this = self.get_mut();
         if this.chunk.is_none() {
-            ready!(this.poll_bytes(context, None))?;
+            ready!(within_budget(context, |context| this.poll_bytes(context, None)))?;
         }
         Poll::Ready(Ok(this.rest().unwrap_or_default()))
     }

@@ -5,6 +5,7 @@ use std::task::{Poll, Waker};
 
 use tokio::io::ReadBuf;
 
+use super::COPIED;
 use crate::memory::BufMut;
 use crate::message::core::Core;
 use crate::message::error::MessageError;
@@ -40,8 +41,8 @@ pub(super) enum Taken {
 }
 
 impl Core {
-    /// Copies received frames to `into`, as many as fit whole. Otherwise returns the next chunk, or
-    /// `None` at the end.
+    /// Copies received frames to `into`, as many as fit whole, up to some [`COPIED`] bytes.
+    /// Otherwise returns the next chunk, or `None` at the end.
     pub(super) fn poll_read(
         &mut self,
         into: &mut Option<&mut ReadBuf<'_>>,
@@ -54,26 +55,28 @@ impl Core {
 
     fn take_bytes(&mut self, into: &mut Option<&mut ReadBuf<'_>>) -> Option<Taken> {
         let open = self.close_reason().is_none();
-        let mut copied = false;
-        while let Some(Incoming::Arrived(first)) = self.inbox.messages.front() {
+        let mut copied = 0;
+        while copied < COPIED
+            && let Some(Incoming::Arrived(first)) = self.inbox.messages.front()
+        {
             let fits = |buffer: &BufMut| {
                 into.as_ref().is_some_and(|into| buffer.len() <= into.remaining())
             };
             match first {
                 Arrived::Buffered(buffer) if fits(buffer) => {}
-                _ if copied => break,
+                _ if copied > 0 => break,
                 _ => return self.take_chunk(),
             }
             if let (Some(into), Some(Chunk::Frame(buffer))) = (into.as_mut(), self.pop_chunk()) {
                 into.put_slice(&buffer);
+                copied += buffer.len();
                 if open {
                     self.post_receive(buffer);
                     self.protocol.flow.release_message();
                 }
-                copied = true;
             }
         }
-        copied.then_some(Taken::Copied)
+        (copied > 0).then_some(Taken::Copied)
     }
 
     fn take_chunk(&mut self) -> Option<Taken> {

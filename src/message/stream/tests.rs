@@ -26,9 +26,12 @@ async fn pair() -> [RdmaStream; 2] {
     pair_in(&Network::new()).await
 }
 
-/// Returns the client's and the server's stream of two devices.
 async fn pair_in(network: &Network) -> [RdmaStream; 2] {
-    let config = &ConnectionConfig::for_streams();
+    pair_with(network, &ConnectionConfig::for_streams()).await
+}
+
+/// Returns the client's and the server's stream of two devices.
+async fn pair_with(network: &Network, config: &ConnectionConfig) -> [RdmaStream; 2] {
     let [client, server] =
         ["client", "server"].map(|name| Device::software_in(network, name).unwrap());
     let listener = RdmaListener::bind_with(&server, "127.0.0.1:0", config).await.unwrap();
@@ -64,6 +67,24 @@ fn bytes_arrive_in_order_then_the_end() {
         assert_eq!(answer, b"still open");
         assert_eq!(client.closed().await, CloseReason::Clean);
     });
+}
+
+#[test]
+fn stream_is_longer_than_the_longest_message() {
+    for max_message in [0, 100, 100_000] {
+        run(async {
+            let config = ConnectionConfig::for_streams().max_message(max_message);
+            let [mut client, mut server] = pair_with(&Network::new(), &config).await;
+            let writing = async {
+                client.write_all(&[7; 50_000]).await.unwrap();
+                client.write_bytes(vec![7; 1 << 20]).await.unwrap();
+                client.shutdown().await.unwrap();
+            };
+            let mut received = Vec::new();
+            let ((), read) = tokio::join!(writing, server.read_to_end(&mut received));
+            assert_eq!(read.unwrap(), 50_000 + (1 << 20));
+        });
+    }
 }
 
 #[test]

@@ -6,15 +6,17 @@ use std::io::{self, IoSlice};
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, Waker};
 
 use bytes::{Buf as _, Bytes};
 use tokio::io::AsyncWrite;
 
-use super::{addresses, io_error};
+use super::{addresses, io_error, within_budget};
 use crate::memory::Buf;
 use crate::message::connection::Handle;
-use crate::message::waiters::Ticket;
+use crate::message::core::Core;
+use crate::message::error::MessageError;
+use crate::message::waiters::{Caller, Ticket};
 
 /// The writing half of an [`RdmaStream`](super::RdmaStream). Dropping it shuts down the direction.
 pub struct OwnedWriteHalf {
@@ -42,13 +44,11 @@ impl OwnedWriteHalf {
         let mut bytes = bytes.into();
         while !bytes.is_empty() {
             let written = poll_fn(|context| {
-                let Self { ticket, handle } = self;
-                handle.shared.poll(context, |core, driver, caller| {
+                self.poll(context, |core, ticket, driver, caller| {
                     core.poll_write_bytes(&bytes, ticket, driver, caller)
                 })
             });
-            let written = written.await.map_err(io_error)?;
-            bytes.advance(written);
+            bytes.advance(written.await?);
         }
         Ok(())
     }
@@ -69,13 +69,11 @@ impl OwnedWriteHalf {
         let mut buffer = buffer.into();
         while !buffer.is_empty() {
             let written = poll_fn(|context| {
-                let Self { ticket, handle } = self;
-                handle.shared.poll(context, |core, driver, caller| {
+                self.poll(context, |core, ticket, driver, caller| {
                     core.poll_write_buffer(&buffer, ticket, driver, caller)
                 })
             });
-            let written = written.await.map_err(io_error)?;
-            let Ok(rest) = buffer.slice(written..) else {
+            let Ok(rest) = buffer.slice(written.await?..) else {
                 unreachable!("at most the buffer is written")
             };
             buffer = rest;
@@ -101,6 +99,25 @@ impl OwnedWriteHalf {
         addresses(&self.handle).map(|(_, peer)| peer)
     }
 
+    /// Runs `work` for the task that writes.
+    fn poll<T>(
+        &mut self,
+        context: &mut Context<'_>,
+        mut work: impl FnMut(
+            &mut Core,
+            &mut Option<Ticket>,
+            &Waker,
+            &mut Caller<'_>,
+        ) -> Poll<Result<T, MessageError>>,
+    ) -> Poll<io::Result<T>> {
+        let Self { ticket, handle } = self;
+        let result = within_budget(context, |context| {
+            let shared = &handle.shared;
+            shared.poll(context, |core, driver, caller| work(core, ticket, driver, caller))
+        });
+        result.map_err(io_error)
+    }
+
     pub(super) fn handle(&self) -> &Arc<Handle> {
         &self.handle
     }
@@ -120,11 +137,9 @@ impl AsyncWrite for OwnedWriteHalf {
         context: &mut Context<'_>,
         slices: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        let Self { ticket, handle } = &mut *self;
-        let written = handle
-            .shared
-            .poll(context, |core, driver, caller| core.poll_write(slices, ticket, driver, caller));
-        written.map_err(io_error)
+        self.poll(context, |core, ticket, driver, caller| {
+            core.poll_write(slices, ticket, driver, caller)
+        })
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -133,11 +148,7 @@ impl AsyncWrite for OwnedWriteHalf {
 
     /// Sends bytes that wait to be combined with later ones.
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let Self { ticket, handle } = &mut *self;
-        let flushed = handle
-            .shared
-            .poll(context, |core, driver, caller| core.poll_push(ticket, driver, caller));
-        flushed.map_err(io_error)
+        self.poll(context, |core, ticket, driver, caller| core.poll_push(ticket, driver, caller))
     }
 
     /// Ends this direction after the bytes written. Does not wait for the peer.

@@ -17,6 +17,7 @@ use std::task::{Poll, Waker};
 use bytes::Bytes;
 use smallvec::SmallVec;
 
+use super::COPIED;
 use crate::memory::{Buf, BufMut, PoolError};
 use crate::message::core::Core;
 use crate::message::error::MessageError;
@@ -97,7 +98,8 @@ impl<'a> Unwritten<'a> {
 }
 
 impl Core {
-    /// Writes as many bytes as credits and buffers allow. Waits if that is none.
+    /// Writes as many bytes as credits and buffers allow, up to some [`COPIED`]. Waits if that is
+    /// none.
     pub(super) fn poll_write(
         &mut self,
         slices: &[IoSlice<'_>],
@@ -199,7 +201,7 @@ impl Core {
             }
         }
         let mut block = None;
-        while bytes.len > 0 && block.is_none() {
+        while bytes.len > 0 && len - bytes.len < COPIED && block.is_none() {
             block = match self.held {
                 None => self.write_frame(&mut bytes)?,
                 Some(_) => Some(Block::Credits { frames: 1 }),
