@@ -23,9 +23,9 @@ const LONGEST_WAIT: Duration = Duration::from_secs(1);
 /// `tonic::transport::server::Router::serve_with_incoming`.
 ///
 /// If the resources of a connection cannot be created, it logs a warning and accepts again after 10
-/// ms to one second, because existing connections may end meanwhile. Once listening has ended, for
-/// example because the device is gone, the stream yields the error and ends, and `axum::serve`
-/// accepts no more connections.
+/// ms to one second, because existing connections may end meanwhile. After any other error, for
+/// example because the device is gone, the stream ends, and `axum::serve` accepts no more
+/// connections.
 ///
 /// # Cancel safety
 ///
@@ -36,6 +36,7 @@ pub struct HttpListener {
     /// Set after a failure.
     retry: Option<Pin<Box<Sleep>>>,
     wait: Duration,
+    ended: bool,
 }
 
 impl HttpListener {
@@ -94,7 +95,7 @@ impl HttpListener {
 
 impl From<RdmaListener> for HttpListener {
     fn from(inner: RdmaListener) -> Self {
-        Self { inner, retry: None, wait: FIRST_WAIT }
+        Self { inner, retry: None, wait: FIRST_WAIT, ended: false }
     }
 }
 
@@ -102,8 +103,8 @@ impl Stream for HttpListener {
     type Item = io::Result<HttpStream>;
 
     fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        let Self { inner, retry, wait } = &mut *self;
-        loop {
+        let Self { inner, retry, wait, ended } = &mut *self;
+        while !*ended {
             if let Some(sleep) = retry {
                 ready!(sleep.as_mut().poll(context));
                 *retry = None;
@@ -116,10 +117,12 @@ impl Stream for HttpListener {
                 }
                 next => {
                     *wait = FIRST_WAIT;
+                    *ended = !matches!(next, Some(Ok(_)));
                     return Poll::Ready(next.map(|accepted| accepted.map(HttpStream::from)));
                 }
             }
         }
+        Poll::Ready(None)
     }
 }
 
@@ -137,12 +140,17 @@ impl axum::serve::Listener for HttpListener {
     async fn accept(&mut self) -> (HttpStream, SocketAddr) {
         use futures::StreamExt;
         loop {
-            let Some(next) = self.next().await else { return std::future::pending().await };
-            match next.and_then(|stream| Ok((stream.peer_addr()?, stream))) {
-                Ok((peer, stream)) => return (stream, peer),
-                Err(error) => {
+            match self.next().await {
+                Some(Ok(stream)) => match stream.peer_addr() {
+                    Ok(peer) => return (stream, peer),
+                    Err(error) => {
+                        tracing::warn!(%error, "dropped a connection without a peer's address");
+                    }
+                },
+                Some(Err(error)) => {
                     tracing::error!(%error, "listening has ended; accepting no more connections");
                 }
+                None => return std::future::pending().await,
             }
         }
     }
@@ -163,5 +171,24 @@ impl axum::extract::connect_info::Connected<axum::serve::IncomingStream<'_, Http
 {
     fn connect_info(stream: axum::serve::IncomingStream<'_, HttpListener>) -> Self {
         Self(*stream.remote_addr())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures::StreamExt;
+    use futures::executor::block_on;
+
+    use super::*;
+
+    #[test]
+    fn stream_ends_after_an_error_that_is_not_temporary() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let device = Device::software().unwrap();
+        let mut listener = runtime.block_on(HttpListener::bind(&device, "127.0.0.1:0")).unwrap();
+        // Outside a runtime no connection can be accepted.
+        assert!(block_on(listener.next()).unwrap().is_err());
+        assert!(block_on(listener.next()).is_none());
+        assert!(runtime.block_on(listener.next()).is_none());
     }
 }

@@ -8,8 +8,7 @@ use axum::extract::Path;
 use axum::routing::{get, put};
 use crc32fast::Hasher;
 use futures::stream;
-use http_body_util::{BodyExt, StreamBody};
-use hyper::body::Frame;
+use http_body_util::BodyExt;
 use hyper::{Request, Response};
 use hyper_util::rt::TokioExecutor;
 
@@ -62,34 +61,13 @@ fn service() -> Router {
     Router::new().route("/down/{blocks}", get(download)).route("/up", put(upload))
 }
 
-type Upload = http_body_util::combinators::BoxBody<Bytes, Infallible>;
-
-fn upload(blocks: usize) -> Upload {
-    let frames = futures::StreamExt::map(body(blocks), |block| block.map(Frame::data));
-    BodyExt::boxed(StreamBody::new(SyncStream(std::sync::Mutex::new(Box::pin(frames)))))
-}
-
-/// A stream of which only `poll_next` is called, so that it may be shared.
-struct SyncStream<S>(std::sync::Mutex<std::pin::Pin<Box<S>>>);
-
-impl<S: futures::Stream> futures::Stream for SyncStream<S> {
-    type Item = S::Item;
-
-    fn poll_next(
-        mut self: std::pin::Pin<&mut Self>,
-        context: &mut std::task::Context<'_>,
-    ) -> std::task::Poll<Option<S::Item>> {
-        self.0.get_mut().unwrap().as_mut().poll_next(context)
-    }
-}
-
 async fn transfer(devices: Devices, version: hyper::Version) {
     let (address, serving) = devices.serve(service()).await;
     let blocks = blocks(devices.lossy);
     let expected = checksum(blocks);
     let io = devices.connect_io(address).await;
-    let down = Request::get(format!("http://here/down/{blocks}")).body(upload(0)).unwrap();
-    let up = Request::put("http://here/up").body(upload(blocks)).unwrap();
+    let down = Request::get(format!("http://here/down/{blocks}")).body(Body::empty()).unwrap();
+    let up = Request::put("http://here/up").body(Body::from_stream(body(blocks))).unwrap();
     let (downloaded, uploaded) = match version {
         hyper::Version::HTTP_2 => {
             let builder = hyper::client::conn::http2::Builder::new(TokioExecutor::new());

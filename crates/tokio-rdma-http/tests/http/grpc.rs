@@ -53,7 +53,7 @@ fn unary_calls_and_streams_of_answers_work_and_end() {
         drop(answers);
         soon("answer", client.check(named("known"))).await.unwrap();
 
-        // After the server has shut down, its address is free.
+        // The server has shut down, and no other has its address.
         stop.send(()).unwrap();
         soon("server", serving).await.unwrap().unwrap();
         let lost = soon("error", client.check(named("known"))).await.unwrap_err();

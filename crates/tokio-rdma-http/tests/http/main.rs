@@ -74,7 +74,7 @@ fn config() -> ConnectionConfig {
     ConnectionConfig::for_streams().options(options)
 }
 
-/// Runs `test` without loss and with loss, on either flavour of runtime.
+/// Runs `test` without loss on one thread, and with loss on several.
 fn run<F: Future<Output = ()>>(test: impl Fn(Devices) -> F) {
     for lossy in [false, true] {
         let runtime = match lossy {
