@@ -21,7 +21,7 @@ struct Listed {
     foreign: &'static [&'static str],
 }
 
-const LISTED: [Listed; 5] = [
+const LISTED: [Listed; 4] = [
     Listed {
         package: "rdma-provider",
         features: "serde",
@@ -33,20 +33,6 @@ const LISTED: [Listed; 5] = [
         package: "rdma-ibverbs",
         features: "mlx5",
         foreign: &["rdma_provider", "rdma_mummy_sys"],
-    },
-    Listed {
-        package: "tokio-rdma-http",
-        features: "hyper,axum,tonic",
-        foreign: &[
-            "axum",
-            "futures_core",
-            "http",
-            "hyper_util",
-            "tokio",
-            "tokio_rdma",
-            "tonic",
-            "tower_service",
-        ],
     },
     Listed {
         package: "tokio-rdma",
