@@ -1,109 +1,33 @@
 //! Runs the program as a user does. The program checks its own data; these tests check its output.
 
-use std::fs::File;
+#[path = "../../common/program.rs"]
+mod program;
+
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kv::{ClientConfig, KvClient, KvError};
+use program::{Program, TIMEOUT};
 use serde_json::Value;
 use tokio::time::timeout;
 use tokio_rdma::Device;
 use tokio_rdma::software::{Network, UdpConfig};
 
-const TIMEOUT: Duration = Duration::from_secs(120);
+const KV: &str = env!("CARGO_BIN_EXE_kv");
 
-/// A running program, killed on drop.
-struct Program {
-    child: Child,
-    line: String,
-    file: std::path::PathBuf,
-}
-
-impl Program {
-    fn start(line: &str) -> Self {
-        static STARTED: AtomicU64 = AtomicU64::new(0);
-        let number = STARTED.fetch_add(1, Ordering::Relaxed);
-        // Unlike a pipe, a file never blocks the program.
-        let file = std::env::temp_dir().join(format!("kv-{}-{number}", std::process::id()));
-        let output = File::create(&file).unwrap();
-        let mut command = Command::new(env!("CARGO_BIN_EXE_kv"));
-        command
-            .args(line.split(' '))
-            .stdin(Stdio::null())
-            .stdout(output.try_clone().unwrap())
-            .stderr(output);
-        // The loopback addresses of these tests need software devices.
-        command.env_remove("TOKIO_RDMA_DEVICE");
-        Self { child: command.spawn().unwrap(), line: line.to_owned(), file }
-    }
-
-    fn output(&self) -> String {
-        std::fs::read_to_string(&self.file).unwrap()
-    }
-
-    /// Waits for success and returns the output.
-    fn finish(mut self) -> String {
-        let status = self.wait();
-        assert!(status.success(), "{}: {}", self.line, self.output());
-        self.output()
-    }
-
-    /// Waits for failure and returns the output.
-    fn fail(mut self) -> String {
-        let status = self.wait();
-        assert_eq!(status.code(), Some(1), "{}: {}", self.line, self.output());
-        self.output()
-    }
-
-    fn wait(&mut self) -> ExitStatus {
-        let start = Instant::now();
-        loop {
-            match self.child.try_wait().unwrap() {
-                Some(status) => return status,
-                None => {
-                    assert!(
-                        start.elapsed() < TIMEOUT,
-                        "{} does not end: {}",
-                        self.line,
-                        self.output()
-                    )
-                }
-            }
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    }
-}
-
-impl Drop for Program {
-    fn drop(&mut self) {
-        // Fails if the program has exited, which is fine.
-        self.child.kill().ok();
-        self.child.wait().ok();
-        std::fs::remove_file(&self.file).ok();
-    }
+fn start(line: &str) -> Program {
+    Program::start(KV, line)
 }
 
 fn run(line: &str) -> String {
-    Program::start(line).finish()
+    start(line).finish()
 }
 
 /// Starts a server at 127.0.77.`host`. UDP software devices need an address each.
 fn serve(host: u8, options: &str) -> (Program, SocketAddr) {
-    let server = Program::start(&format!("serve --listen 127.0.77.{host}:0{options}"));
-    let start = Instant::now();
-    loop {
-        let output = server.output();
-        if let Some((output, _)) =
-            output.strip_prefix("listening on ").and_then(|rest| rest.split_once(" with "))
-        {
-            return (server, output.parse().unwrap());
-        }
-        assert!(start.elapsed() < TIMEOUT, "no server: {output}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    Program::serve(KV, &format!("serve --listen 127.0.77.{host}:0{options}"))
 }
 
 fn udp_device(host: u8) -> Device {
@@ -149,7 +73,7 @@ fn load_measures_each_kind_of_call() {
 
 #[test]
 fn full_table_is_reported() {
-    let output = Program::start("load --duration 0.1 --keys 10 --buckets 1 --slots 8").fail();
+    let output = start("load --duration 0.1 --keys 10 --buckets 1 --slots 8").fail();
     assert!(output.contains("bucket full: all 8 slots"), "{output}");
 }
 
@@ -160,7 +84,7 @@ fn two_processes_put_get_delete_measure_and_check() {
     assert_eq!(run(&format!("get --connect {address} colour")), "red\n");
     assert_eq!(run(&format!("get --connect {address} --by-message colour")), "red\n");
     assert_eq!(run(&format!("delete --connect {address} colour")), "version 2\n");
-    let output = Program::start(&format!("get --connect {address} colour")).fail();
+    let output = start(&format!("get --connect {address} colour")).fail();
     assert_eq!(output, "kv: no such key: colour\n");
     let output = run(&format!("load --connect {address} --duration 0.5 --keys 500 --json"));
     let report: Value = serde_json::from_str(&output).unwrap();
@@ -177,8 +101,7 @@ fn two_processes_put_get_delete_measure_and_check() {
 async fn killed_server_is_reported() {
     let (server, address) = serve(2, "");
     let client = KvClient::connect(&udp_device(201), address).await.unwrap();
-    let load =
-        Program::start(&format!("load --connect {address} --duration 600 --keys 100 --puts 50"));
+    let load = start(&format!("load --connect {address} --duration 600 --keys 100 --puts 50"));
     // The load puts each key once before it measures. A second PUT shows that measuring has begun.
     let key = 0_u64.to_be_bytes();
     let version = async || client.get(&key).await.unwrap().map(|found| found.version);

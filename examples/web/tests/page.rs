@@ -1,69 +1,28 @@
 //! Runs the server as a process, and reads its page as a program and in a browser.
 
-use std::fs::File;
+#[path = "../../common/program.rs"]
+mod program;
+
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
-use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::process::Command;
+use std::time::Instant;
 
+use program::{Program, TIMEOUT};
 use serde_json::Value;
 
-const TIMEOUT: Duration = Duration::from_secs(120);
+const WEB: &str = env!("CARGO_BIN_EXE_web");
 
-/// A running program, killed on drop.
-struct Program {
-    child: Child,
-    file: PathBuf,
-}
-
-impl Program {
-    fn start(line: &str) -> Self {
-        static STARTED: AtomicU64 = AtomicU64::new(0);
-        let number = STARTED.fetch_add(1, Ordering::Relaxed);
-        // Unlike a pipe, a file never blocks the program.
-        let file = std::env::temp_dir().join(format!("web-{}-{number}", std::process::id()));
-        let output = File::create(&file).unwrap();
-        let mut command = Command::new(env!("CARGO_BIN_EXE_web"));
-        command
-            .args(line.split(' '))
-            .stdin(Stdio::null())
-            .stdout(output.try_clone().unwrap())
-            .stderr(output);
-        // The loopback addresses of these tests need software devices.
-        command.env_remove("TOKIO_RDMA_DEVICE");
-        Self { child: command.spawn().unwrap(), file }
-    }
-
-    fn output(&self) -> String {
-        std::fs::read_to_string(&self.file).unwrap()
-    }
-
-    /// Waits for the addresses of a server: of its page, and for RDMA.
-    fn addresses(&self) -> (SocketAddr, SocketAddr) {
-        let start = Instant::now();
-        loop {
-            let output = self.output();
-            if let Some(line) = output.strip_prefix("page at http://")
-                && let Some((page, rest)) = line.split_once(", RDMA at ")
-                && let Some((rdma, _)) = rest.split_once(" with ")
-            {
-                return (page.parse().unwrap(), rdma.parse().unwrap());
-            }
-            assert!(start.elapsed() < TIMEOUT, "no server: {output}");
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    }
-}
-
-impl Drop for Program {
-    fn drop(&mut self) {
-        // Fails if the program has exited, which is fine.
-        self.child.kill().ok();
-        self.child.wait().ok();
-        std::fs::remove_file(&self.file).ok();
-    }
+/// Starts a server. Returns the addresses of its page and for RDMA.
+fn serve(line: &str) -> (Program, SocketAddr, SocketAddr) {
+    let mut server = Program::start(WEB, line);
+    let (page, rdma) = server.wait_for("addresses", |server| {
+        let output = server.output();
+        let (page, rest) = output.strip_prefix("page at http://")?.split_once(", RDMA at ")?;
+        let (rdma, _) = rest.split_once(" with ")?;
+        Some((page.parse().unwrap(), rdma.parse().unwrap()))
+    });
+    (server, page, rdma)
 }
 
 /// Requests a path, and returns the answer as it arrives.
@@ -76,8 +35,7 @@ fn get(server: SocketAddr, path: &str) -> TcpStream {
 
 #[test]
 fn page_and_its_events_show_both_transports() {
-    let server = Program::start("serve --listen 127.0.0.1:0");
-    let (page, _) = server.addresses();
+    let (_server, page, _) = serve("serve --listen 127.0.0.1:0");
     let mut html = String::new();
     get(page, "/").read_to_string(&mut html).unwrap();
     assert!(html.starts_with("HTTP/1.1 200 OK") && html.contains("EventSource(\"/figures\")"));
@@ -98,12 +56,9 @@ fn page_and_its_events_show_both_transports() {
 
 #[test]
 fn another_process_measures_the_server_over_udp() {
-    let server = Program::start("serve --listen 127.0.0.1:0 --rdma 127.0.78.1:0");
-    let (_, rdma) = server.addresses();
-    let mut client = Program::start(&format!("measure --rdma {rdma}"));
-    let status = client.child.wait().unwrap();
-    assert!(status.success(), "{}", client.output());
-    let figures: Value = serde_json::from_str(&client.output()).unwrap();
+    let (_server, _, rdma) = serve("serve --listen 127.0.0.1:0 --rdma 127.0.78.1:0");
+    let output = Program::start(WEB, &format!("measure --rdma {rdma}")).finish();
+    let figures: Value = serde_json::from_str(&output).unwrap();
     assert!(figures["p50_us"].as_f64() > Some(0.0), "{figures}");
 }
 
@@ -113,8 +68,7 @@ fn browser_shows_the_figures() {
         eprintln!("SKIPPED browser: TOKIO_RDMA_BROWSER names none");
         return;
     };
-    let server = Program::start("serve --listen 127.0.0.1:0");
-    let (page, _) = server.addresses();
+    let (_server, page, _) = serve("serve --listen 127.0.0.1:0");
     let start = Instant::now();
     loop {
         let output = Command::new(&browser)
