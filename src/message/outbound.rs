@@ -1,6 +1,7 @@
 //! Sending: inline, copied, or as an offer.
 
 use std::future::Future;
+use std::ops::Deref;
 use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
 
@@ -45,7 +46,7 @@ impl<'a> Outgoing<'a> {
         }
     }
 
-    fn pieces(self) -> Pieces<'a> {
+    fn pieces(self) -> Pieces<'a, Bytes> {
         let (first, rest): (&[u8], &[Bytes]) = match self {
             Self::Bytes(bytes) => (bytes, &[]),
             Self::Buffer(buffer) => (buffer, &[]),
@@ -64,16 +65,17 @@ impl<'a> Outgoing<'a> {
     }
 }
 
-/// The bytes of a message that are not copied yet.
+/// Bytes that are not copied yet.
 #[derive(Debug, Clone, Copy)]
-struct Pieces<'a> {
-    first: &'a [u8],
-    rest: &'a [Bytes],
+pub(super) struct Pieces<'a, S> {
+    pub(super) first: &'a [u8],
+    pub(super) rest: &'a [S],
 }
 
-impl Pieces<'_> {
-    /// Fills `target` with the next bytes, of which at least as many are left.
-    fn fill(&mut self, mut target: &mut [u8]) {
+impl<S: Deref<Target = [u8]>> Pieces<'_, S> {
+    /// Fills `target` with the next bytes, as far as there are some, and returns how many.
+    pub(super) fn fill(&mut self, mut target: &mut [u8]) -> usize {
+        let len = target.len();
         loop {
             let (bytes, after) = self.first.split_at(self.first.len().min(target.len()));
             let (filled, rest) = target.split_at_mut(bytes.len());
@@ -83,7 +85,7 @@ impl Pieces<'_> {
                 [next, others @ ..] if !target.is_empty() => {
                     (self.first, self.rest) = (next, others);
                 }
-                _ => return,
+                _ => return len - target.len(),
             }
         }
     }
@@ -170,6 +172,9 @@ pub(super) enum Block {
     Held,
 }
 
+/// The result of an attempt to send, or the missing resource.
+pub(super) type Attempt<T> = Result<Result<T, Block>, MessageError>;
+
 /// A wait for sent messages to arrive.
 #[derive(Debug, Default)]
 pub(super) struct Flush {
@@ -213,17 +218,31 @@ impl Core {
         driver: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<(), MessageError>> {
+        self.poll_unblocked(|core| core.try_send(message), ticket, driver, caller)
+    }
+
+    /// Calls `send` if it is first in the queue, and waits for the missing resource.
+    pub(super) fn poll_unblocked<T>(
+        &mut self,
+        mut send: impl FnMut(&mut Self) -> Attempt<T>,
+        ticket: &mut Option<Ticket>,
+        driver: &Waker,
+        caller: &mut Caller<'_>,
+    ) -> Poll<Result<T, MessageError>> {
         if self.senders.is_first(*ticket) {
-            let mut result = self.try_send(message);
-            if matches!(result, Ok(Some(_))) {
+            let mut result = send(self);
+            if matches!(result, Ok(Err(_))) {
                 self.progress(driver);
-                result = self.try_send(message);
+                result = send(self);
             }
             match result {
-                Ok(Some(block)) => self.blocked = block,
-                Ok(None) => {
-                    self.withdraw_sender(ticket);
-                    return Poll::Ready(Ok(()));
+                Ok(Err(block)) => self.blocked = block,
+                Ok(Ok(sent)) => {
+                    // Without a ticket, the queue is empty.
+                    if ticket.is_some() {
+                        self.withdraw_sender(ticket);
+                    }
+                    return Poll::Ready(Ok(sent));
                 }
                 Err(error) => {
                     self.withdraw_sender(ticket);
@@ -290,12 +309,12 @@ impl Core {
         if !self.senders.is_empty() {
             return Ok(false);
         }
-        let mut missing = self.try_send(Outgoing::Bytes(message))?;
-        if missing.is_some() {
+        let mut sent = self.try_send(Outgoing::Bytes(message))?;
+        if sent.is_err() {
             self.progress(driver);
-            missing = self.try_send(Outgoing::Bytes(message))?;
+            sent = self.try_send(Outgoing::Bytes(message))?;
         }
-        Ok(missing.is_none())
+        Ok(sent.is_ok())
     }
 
     /// Withdraws a sender and wakes the next one.
@@ -305,18 +324,15 @@ impl Core {
         self.after.wake(self.senders.take_first());
     }
 
-    /// Sends a message, or returns the missing resource.
-    pub(super) fn try_send(
-        &mut self,
-        message: Outgoing<'_>,
-    ) -> Result<Option<Block>, MessageError> {
+    /// Sends a message.
+    pub(super) fn try_send(&mut self, message: Outgoing<'_>) -> Attempt<()> {
         self.protocol.phase().check_open()?;
         let long = message.len();
         LimitError::check("message bytes (max_message of the peer)", long, self.limits.send)
             .map_err(MessageError::TooLong)?;
         let len = long as usize;
         if !self.protocol.flow.may_send(Kind::Data) {
-            return Ok(Some(Block::Credits { frames: 1 }));
+            return Ok(Err(Block::Credits { frames: 1 }));
         }
         if len <= self.limits.inline && len <= self.limits.frame {
             let Pieces { first, rest } = message.pieces();
@@ -326,16 +342,16 @@ impl Core {
             let header = self.protocol.flow.send(Kind::Data);
             self.add_sent(Sent::Inline(self.frames.send_inline_with_imm(bytes, header.encode())));
         } else if len <= self.limits.eager {
-            let block = match message {
+            let sent = match message {
                 Outgoing::Buffer(buffer) if self.is_registered(buffer) => self.lend(buffer),
                 _ => self.copy_to_frames(message.pieces(), len)?,
             };
-            if block.is_some() {
-                return Ok(block);
+            if sent.is_err() {
+                return Ok(sent);
             }
         } else {
             if !self.offers.is_empty() && self.offered + long > self.limits.send_memory {
-                return Ok(Some(Block::Memory(long)));
+                return Ok(Err(Block::Memory(long)));
             }
             let region = ReadOnlyRegion::new(self.qp.protection_domain(), message.to_bytes());
             let region = region.map_err(MessageError::Register)?;
@@ -350,7 +366,7 @@ impl Core {
         if self.sends.len() > REAP_THRESHOLD {
             self.reap();
         }
-        Ok(None)
+        Ok(Ok(()))
     }
 
     /// Returns true if the peer reads a message of `parts` from its memory.
@@ -367,10 +383,10 @@ impl Core {
 
     /// Sends the parts of `message`, one per frame, from its memory, or returns the missing
     /// resource.
-    fn lend(&mut self, message: &Buf) -> Option<Block> {
+    fn lend(&mut self, message: &Buf) -> Result<(), Block> {
         let frames = message.len().div_ceil(self.limits.frame).max(1);
         if !self.protocol.flow.may_send_message(frames as u32) {
-            return Some(Block::Credits { frames: frames as u32 });
+            return Err(Block::Credits { frames: frames as u32 });
         }
         for number in 1..=frames {
             let start = (number - 1) * self.limits.frame;
@@ -378,61 +394,75 @@ impl Core {
             let Ok(part) = message.slice(start..end) else {
                 unreachable!("the parts are within the message")
             };
-            let (qp, kind) = self.frame(number, frames);
+            let kind = self.kind(number, frames);
             let header = self.protocol.flow.send(kind);
-            let send = qp.send_with_imm(part, header.encode());
+            let send = self.sender(kind).send_with_imm(part, header.encode());
             self.add_sent(Sent::Lent(send, message.clone()));
             self.lent += 1;
         }
         // It watches these sends, so that the buffer returns although no task waits for them.
         self.after.wake_driver |= self.lent == frames;
-        None
+        Ok(())
     }
 
-    /// Returns the kind of frame `number` of a message, and the queue pair to send it. The last
-    /// frame alone is solicited: the others are of no use to the peer without it.
-    fn frame(&self, number: usize, frames: usize) -> (QueuePair, Kind) {
+    /// Returns the kind of frame `number` of a message.
+    fn kind(&self, number: usize, frames: usize) -> Kind {
         match self.content {
-            Content::Messages if number < frames => (self.qp.clone(), Kind::Part),
-            Content::Messages | Content::Bytes => (self.frames.clone(), Kind::Data),
+            Content::Messages if number < frames => Kind::Part,
+            Content::Messages | Content::Bytes => Kind::Data,
         }
+    }
+
+    /// Returns the queue pair that sends a frame. A `Part` is not solicited: it is of no use to the
+    /// peer without the `Data` that follows.
+    fn sender(&self, kind: Kind) -> &QueuePair {
+        if kind == Kind::Part { &self.qp } else { &self.frames }
     }
 
     /// Sends copies of the parts of `message`, which has `len` bytes, one per frame, or returns the
     /// missing resource.
-    fn copy_to_frames(
-        &mut self,
-        mut message: Pieces<'_>,
-        len: usize,
-    ) -> Result<Option<Block>, MessageError> {
+    fn copy_to_frames(&mut self, mut message: Pieces<'_, Bytes>, len: usize) -> Attempt<()> {
         // An empty message has a frame too.
         let frames = len.div_ceil(self.limits.frame).max(1);
         if !self.protocol.flow.may_send_message(frames as u32) {
-            return Ok(Some(Block::Credits { frames: frames as u32 }));
+            return Ok(Err(Block::Credits { frames: frames as u32 }));
         }
         self.reap();
         let mut buffers = SmallVec::<[_; 8]>::new();
         for number in 0..frames {
             let left = len - number * self.limits.frame;
-            match self.send_pool.try_alloc(left.min(self.limits.frame)) {
+            match self.send_buffer(left.min(self.limits.frame), frames)? {
                 Ok(mut buffer) => {
                     message.fill(&mut buffer);
                     buffers.push(buffer);
                 }
-                Err(PoolError::Empty) => return Ok(Some(Block::Buffers { frames })),
-                Err(PoolError::TooLong(limit) | PoolError::TooMany(limit)) => {
-                    return Err(MessageError::TooLong(limit));
-                }
-                Err(PoolError::Register(error)) => return Err(MessageError::Register(error)),
+                Err(block) => return Ok(Err(block)),
             }
         }
         for (number, buffer) in (1..).zip(buffers) {
-            let (qp, kind) = self.frame(number, frames);
-            let header = self.protocol.flow.send(kind);
-            let send = qp.send_with_imm(buffer, header.encode());
-            self.add_sent(Sent::Copied(send));
+            self.send_copied(self.kind(number, frames), buffer);
         }
-        Ok(None)
+        Ok(Ok(()))
+    }
+
+    /// Returns a registered buffer for one of `frames` frames.
+    #[inline]
+    pub(super) fn send_buffer(&self, len: usize, frames: usize) -> Attempt<BufMut> {
+        match self.send_pool.try_alloc(len) {
+            Ok(buffer) => Ok(Ok(buffer)),
+            Err(PoolError::Empty) => Ok(Err(Block::Buffers { frames })),
+            Err(PoolError::TooLong(limit) | PoolError::TooMany(limit)) => {
+                Err(MessageError::TooLong(limit))
+            }
+            Err(PoolError::Register(error)) => Err(MessageError::Register(error)),
+        }
+    }
+
+    /// Sends a frame of copied bytes.
+    pub(super) fn send_copied(&mut self, kind: Kind, buffer: BufMut) {
+        let header = self.protocol.flow.send(kind);
+        let send = self.sender(kind).send_with_imm(buffer, header.encode());
+        self.add_sent(Sent::Copied(send));
     }
 
     /// Waits until everything sent before the first poll has arrived.

@@ -18,11 +18,11 @@ use bytes::Bytes;
 use smallvec::SmallVec;
 
 use super::COPIED;
-use crate::memory::{Buf, BufMut, PoolError};
+use crate::memory::{Buf, BufMut};
 use crate::message::core::Core;
 use crate::message::error::MessageError;
 use crate::message::frame::Kind;
-use crate::message::outbound::{Block, INLINE, Outgoing, Sent};
+use crate::message::outbound::{Attempt, Block, INLINE, Outgoing, Pieces, Sent};
 use crate::message::waiters::{Caller, Ticket};
 
 /// The longest piece of memory that the peer reads at once: its longest pooled buffer.
@@ -64,34 +64,19 @@ impl Held {
 /// The bytes of a write that are in no frame yet.
 #[derive(Debug, Clone, Copy)]
 struct Unwritten<'a> {
-    slices: &'a [IoSlice<'a>],
-    /// Consumed bytes of the first slice.
-    consumed: usize,
+    pieces: Pieces<'a, IoSlice<'a>>,
     len: usize,
 }
 
 impl<'a> Unwritten<'a> {
     fn new(slices: &'a [IoSlice<'a>]) -> Self {
         let len = slices.iter().fold(0usize, |len, slice| len.saturating_add(slice.len()));
-        Self { slices, consumed: 0, len }
+        Self { pieces: Pieces { first: &[], rest: slices }, len }
     }
 
     /// Moves the next bytes to `target`, and returns how many.
     fn fill(&mut self, target: &mut [u8]) -> usize {
-        let mut filled = 0;
-        while let [first, rest @ ..] = self.slices
-            && filled < target.len()
-        {
-            let bytes = &first[self.consumed..];
-            let len = bytes.len().min(target.len() - filled);
-            target[filled..filled + len].copy_from_slice(&bytes[..len]);
-            filled += len;
-            if len == bytes.len() {
-                (self.slices, self.consumed) = (rest, 0);
-            } else {
-                self.consumed += len;
-            }
-        }
+        let filled = self.pieces.fill(target);
         self.len -= filled;
         filled
     }
@@ -107,7 +92,7 @@ impl Core {
         driver: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<usize, MessageError>> {
-        self.poll_unblocked(|core| core.write(slices), ticket, driver, caller)
+        self.poll_written(|core| core.write(slices), ticket, driver, caller)
     }
 
     /// Writes like [`poll_write`](Self::poll_write), or lets the peer read long bytes.
@@ -124,7 +109,7 @@ impl Core {
         }
         let piece = bytes.slice(..len);
         let offer = |core: &mut Self| core.send_whole(Outgoing::Bytes(&piece), len);
-        self.poll_unblocked(offer, ticket, driver, caller)
+        self.poll_written(offer, ticket, driver, caller)
     }
 
     /// Writes a buffer from its memory, if that is registered here.
@@ -141,7 +126,7 @@ impl Core {
         let len = buffer.len().min(self.limits.eager);
         let Ok(piece) = buffer.slice(..len) else { unreachable!("at most the buffer's length") };
         let lend = |core: &mut Self| core.send_whole(Outgoing::Buffer(&piece), len);
-        self.poll_unblocked(lend, ticket, driver, caller)
+        self.poll_written(lend, ticket, driver, caller)
     }
 
     /// Sends held bytes.
@@ -151,46 +136,26 @@ impl Core {
         driver: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<(), MessageError>> {
-        self.poll_unblocked(|core| core.push(), ticket, driver, caller)
+        self.poll_written(|core| core.push(), ticket, driver, caller)
     }
 
-    /// Calls `write`, and makes progress if it is blocked. Waits if it then still is.
-    fn poll_unblocked<T>(
+    /// Waits for `write` like a sender.
+    fn poll_written<T>(
         &mut self,
-        mut write: impl FnMut(&mut Self) -> Result<Result<T, Block>, MessageError>,
+        write: impl FnMut(&mut Self) -> Attempt<T>,
         ticket: &mut Option<Ticket>,
         driver: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<T, MessageError>> {
-        let mut result = write(self);
-        if matches!(result, Ok(Err(_))) {
-            self.progress(driver);
-            result = write(self);
-        }
-        let result = match result {
-            Ok(Ok(done)) => Ok(done),
-            Err(error) => Err(error),
-            Ok(Err(block)) => {
-                self.blocked = block;
-                self.senders.wait(ticket, caller);
-                if matches!(block, Block::Buffers { .. }) {
-                    // Registers the driver with a buffer's send.
-                    self.progress(driver);
-                }
-                return Poll::Pending;
-            }
-        };
-        if ticket.is_some() {
-            self.withdraw_sender(ticket);
-        }
-        if self.held.is_some() {
+        let written = self.poll_unblocked(write, ticket, driver, caller);
+        if written.is_ready() && self.held.is_some() {
             // Registers the driver with the last frame.
             self.progress(driver);
         }
-        Poll::Ready(result)
+        written
     }
 
-    fn write(&mut self, slices: &[IoSlice<'_>]) -> Result<Result<usize, Block>, MessageError> {
+    fn write(&mut self, slices: &[IoSlice<'_>]) -> Attempt<usize> {
         self.protocol.phase().check_open()?;
         let mut bytes = Unwritten::new(slices);
         let len = bytes.len;
@@ -203,7 +168,7 @@ impl Core {
         let mut block = None;
         while bytes.len > 0 && len - bytes.len < COPIED && block.is_none() {
             block = match self.held {
-                None => self.write_frame(&mut bytes)?,
+                None => self.write_frame(&mut bytes)?.err(),
                 Some(_) => Some(Block::Credits { frames: 1 }),
             };
         }
@@ -217,10 +182,10 @@ impl Core {
         }
     }
 
-    /// Sends or holds one frame of `bytes`, or returns the missing resource.
-    fn write_frame(&mut self, bytes: &mut Unwritten<'_>) -> Result<Option<Block>, MessageError> {
+    /// Sends or holds one frame of `bytes`.
+    fn write_frame(&mut self, bytes: &mut Unwritten<'_>) -> Attempt<()> {
         if !self.protocol.flow.may_send(Kind::Data) {
-            return Ok(Some(Block::Credits { frames: 1 }));
+            return Ok(Err(Block::Credits { frames: 1 }));
         }
         let frame = self.limits.frame;
         let hold = bytes.len < frame && !self.nodelay && self.has_unacknowledged();
@@ -230,30 +195,25 @@ impl Core {
             let header = self.protocol.flow.send(Kind::Data);
             let send = self.frames.send_inline_with_imm(&gathered, header.encode());
             self.add_sent(Sent::Inline(send));
-            return Ok(None);
+            return Ok(Ok(()));
         }
         let len = if hold { frame } else { bytes.len.min(frame) };
-        let mut buffer = match self.send_pool.try_alloc(len) {
+        let mut buffer = self.send_buffer(len, 1)?;
+        if buffer.is_err() {
+            self.reap();
+            buffer = self.send_buffer(len, 1)?;
+        }
+        let mut buffer = match buffer {
             Ok(buffer) => buffer,
-            Err(PoolError::Empty) => {
-                self.reap();
-                match self.send_pool.try_alloc(len) {
-                    Ok(buffer) => buffer,
-                    Err(_) => return Ok(Some(Block::Buffers { frames: 1 })),
-                }
-            }
-            Err(PoolError::TooLong(limit) | PoolError::TooMany(limit)) => {
-                return Err(MessageError::TooLong(limit));
-            }
-            Err(PoolError::Register(error)) => return Err(MessageError::Register(error)),
+            Err(block) => return Ok(Err(block)),
         };
         let filled = bytes.fill(&mut buffer);
         if hold {
             self.held = Some(Held { buffer, len: filled });
         } else {
-            self.send_frame(buffer);
+            self.send_copied(Kind::Data, buffer);
         }
-        Ok(None)
+        Ok(Ok(()))
     }
 
     /// Returns true if the peer has not acknowledged all frames, by its device or by credits.
@@ -265,12 +225,6 @@ impl Core {
         self.qp.drain_completions();
         self.reap();
         !self.sends.is_empty()
-    }
-
-    fn send_frame(&mut self, buffer: BufMut) {
-        let header = self.protocol.flow.send(Kind::Data);
-        let send = self.frames.send_with_imm(buffer, header.encode());
-        self.add_sent(Sent::Copied(send));
     }
 
     /// Sends held bytes if they wait no longer for other frames, and a credit is free.
@@ -287,12 +241,12 @@ impl Core {
         if self.protocol.flow.may_send(Kind::Data)
             && let Some(held) = self.held.take()
         {
-            self.send_frame(held.into_buffer());
+            self.send_copied(Kind::Data, held.into_buffer());
         }
         self.held.is_none()
     }
 
-    fn push(&mut self) -> Result<Result<(), Block>, MessageError> {
+    fn push(&mut self) -> Attempt<()> {
         if self.held.is_none() || self.send_held_now() {
             return Ok(Ok(()));
         }
@@ -303,19 +257,12 @@ impl Core {
     }
 
     /// Sends a message of `len` bytes after the held ones.
-    fn send_whole(
-        &mut self,
-        message: Outgoing<'_>,
-        len: usize,
-    ) -> Result<Result<usize, Block>, MessageError> {
+    fn send_whole(&mut self, message: Outgoing<'_>, len: usize) -> Attempt<usize> {
         self.protocol.phase().check_open()?;
         if !self.send_held_now() {
             return Ok(Err(Block::Held));
         }
-        Ok(match self.try_send(message)? {
-            None => Ok(len),
-            Some(block) => Err(block),
-        })
+        Ok(self.try_send(message)?.map(|()| len))
     }
 
     pub(super) fn set_nodelay(&mut self, nodelay: bool, driver: &Waker) {
