@@ -246,7 +246,8 @@ impl ConnectionConfig {
         self
     }
 
-    /// Sets how the connection's own completion queue is polled; by events unless set.
+    /// Sets how the connection's own completion queues are polled; by events unless set. With
+    /// events there are two, one for sends and one for receives, else one for both.
     pub fn mode(mut self, mode: CompletionMode) -> Self {
         self.completions = Completions::Own(mode);
         self

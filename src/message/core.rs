@@ -424,7 +424,8 @@ impl Core {
 
     /// Returns the send whose completion is awaited, if any.
     fn awaited_send(&mut self) -> Option<&mut Sent> {
-        if self.protocol.flow.is_over() || self.held.is_some() {
+        // Without a posted receive, only a send reports that the queue pair has failed.
+        if self.protocol.flow.is_over() || self.held.is_some() || self.receives.is_empty() {
             return self.sends.back_mut();
         }
         let mark = self.mark.and_then(|mark| mark.frames.checked_sub(self.reaped + 1));

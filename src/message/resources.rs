@@ -1,4 +1,4 @@
-//! The protection domain, buffers and completion queue of a connection, reused by later ones.
+//! The protection domain, buffers and completion queues of a connection, reused by later ones.
 //!
 //! To register the buffers takes longer than to connect. So a closed connection leaves them to the
 //! next one of the same settings on its device. One connection has them at a time: keys work
@@ -21,8 +21,8 @@ use crate::verbs::{Device, ProtectionDomain};
 /// The resources of one connection.
 #[derive(Debug)]
 struct Resources {
-    /// `None` if the settings name one.
-    queue: Option<CompletionQueue>,
+    /// The queues of sends and receives; `None` if the settings name one.
+    queues: Option<[CompletionQueue; 2]>,
     pools: [Pool; 2],
     pd: ProtectionDomain,
     /// The references to `pd` of these resources themselves; `None` if they cannot be reused.
@@ -36,8 +36,8 @@ struct Sizes {
     buffer: usize,
     /// Buffers of each pool.
     buffers: [usize; 2],
-    /// Entries and mode of the completion queue; `None` for the queue of the settings.
-    queue: Option<(u32, mem::Discriminant<CompletionMode>)>,
+    /// Entries and mode of the completion queues; `None` for the queue of the settings.
+    queues: Option<([u32; 2], mem::Discriminant<CompletionMode>)>,
 }
 
 /// The maximum of unused resources of a device. Connections that close while others are made hand
@@ -141,10 +141,10 @@ impl fmt::Debug for Reserve {
 impl Sizes {
     fn of(config: &ConnectionConfig) -> Self {
         let receives = config.receives();
-        let queue = match &config.completions {
+        let queues = match &config.completions {
             Completions::Shared(_) => None,
             Completions::Own(mode) => {
-                Some((config.max_send_wr + receives, mem::discriminant(mode)))
+                Some(([config.max_send_wr, receives], mem::discriminant(mode)))
             }
         };
         Self {
@@ -153,7 +153,7 @@ impl Sizes {
                 receives.saturating_add(config.spare_buffers) as usize,
                 config.send_buffers as usize,
             ],
-            queue,
+            queues,
         }
     }
 }
@@ -161,16 +161,15 @@ impl Sizes {
 impl Resources {
     fn new(pd: ProtectionDomain, config: &ConnectionConfig) -> Result<Self, SetupError> {
         let sizes = Sizes::of(config);
-        let queue = match (&config.completions, sizes.queue) {
+        let queues = match (&config.completions, sizes.queues) {
             (Completions::Own(mode), Some((entries, _))) => {
-                let builder = CompletionQueue::builder(pd.device()).mode(mode.clone());
-                Some(builder.capacity(entries).build()?)
+                Some(make_queues(pd.device(), mode, entries)?)
             }
             _ => None,
         };
         let pool = |buffers| Pool::new(&pd, sizes.buffer, buffers);
         let pools = [pool(sizes.buffers[0])?, pool(sizes.buffers[1])?];
-        Ok(Self { queue, pools, pd, references: None, sizes })
+        Ok(Self { queues, pools, pd, references: None, sizes })
     }
 
     /// Returns true if nothing else uses the resources: no queue pair, no region, no buffer. What a
@@ -179,10 +178,29 @@ impl Resources {
         self.references == Some(self.pd.references())
             && self.pools.iter().all(|pool| pool.available() == pool.total())
             && self
-                .queue
-                .as_ref()
-                .is_none_or(|queue| queue.failure().is_none() && queue.counters().reserved == 0)
+                .queues
+                .iter()
+                .flatten()
+                .all(|queue| queue.failure().is_none() && queue.counters().reserved == 0)
     }
+}
+
+/// Creates the completion queues of sends and receives.
+///
+/// They are separate if completions raise events: a send that no task awaits then raises none,
+/// because its queue is not armed. Modes that poll have one queue to poll.
+fn make_queues(
+    device: &Device,
+    mode: &CompletionMode,
+    [sends, receives]: [u32; 2],
+) -> Result<[CompletionQueue; 2], SetupError> {
+    let queue =
+        |entries| CompletionQueue::builder(device).mode(mode.clone()).capacity(entries).build();
+    if let CompletionMode::Event = mode {
+        return Ok([queue(sends)?, queue(receives)?]);
+    }
+    let both = queue(sends + receives)?;
+    Ok([both.clone(), both])
 }
 
 /// The resources that a connection uses. Dropped after everything that uses them, they are left to
@@ -212,9 +230,13 @@ impl ConnectionResources {
         &self.get().pd
     }
 
-    /// Returns the completion queue, unless the settings name one.
-    pub(super) fn queue(&self) -> Option<&CompletionQueue> {
-        self.get().queue.as_ref()
+    /// Returns the completion queues of sends and receives.
+    pub(super) fn queues(&self, config: &ConnectionConfig) -> [CompletionQueue; 2] {
+        match (&config.completions, &self.get().queues) {
+            (Completions::Shared(queue), _) => [queue.clone(), queue.clone()],
+            (Completions::Own(_), Some(queues)) => queues.clone(),
+            (Completions::Own(_), None) => unreachable!("resources are made for the settings"),
+        }
     }
 
     /// Returns the pools of receive and send buffers.

@@ -9,7 +9,7 @@ use super::{Connection, Handle};
 use crate::cm::CmConnection;
 use crate::error::{NoRuntime, OpErrorKind, SetupError};
 use crate::message::admission::Admitted;
-use crate::message::config::{Completions, ConnectionConfig};
+use crate::message::config::ConnectionConfig;
 use crate::message::core::Core;
 use crate::message::driver::drive;
 use crate::message::error::EstablishError;
@@ -37,13 +37,10 @@ impl PreparedConnection {
     ) -> Result<Self, SetupError> {
         let (pd, receives, pools) =
             (&resources.domain().clone(), config.receives(), resources.pools());
-        let queue = match (&config.completions, resources.queue()) {
-            (Completions::Shared(queue), _) | (Completions::Own(_), Some(queue)) => queue.clone(),
-            (Completions::Own(_), None) => unreachable!("resources are made for the settings"),
-        };
+        let [sends, of_receives] = resources.queues(config);
         let describe = |builder| describe(builder).holding(resources);
-        let builder =
-            QueuePair::builder(pd, &queue).max_send_wr(config.max_send_wr).max_recv_wr(receives);
+        let builder = QueuePair::builder(pd, &sends).receive_completions(&of_receives);
+        let builder = builder.max_send_wr(config.max_send_wr).max_recv_wr(receives);
         let qp = describe(builder.max_sge(1).max_inline(config.max_inline).solicited()).build()?;
         let size = config.receive_buffer_size as usize;
         debug_assert!(pools.iter().all(|pool| pool.buffer_size() == size), "of these settings");
