@@ -328,8 +328,11 @@ impl Core {
     pub(super) fn try_send(&mut self, message: Outgoing<'_>) -> Attempt<()> {
         self.protocol.phase().check_open()?;
         let long = message.len();
-        LimitError::check("message bytes (max_message of the peer)", long, self.limits.send)
-            .map_err(MessageError::TooLong)?;
+        // Bytes of a stream are no message; `poll_write_bytes` limits what it offers.
+        if self.content == Content::Messages {
+            LimitError::check("message bytes (max_message of the peer)", long, self.limits.send)
+                .map_err(MessageError::TooLong)?;
+        }
         let len = long as usize;
         if !self.protocol.flow.may_send(Kind::Data) {
             return Ok(Err(Block::Credits { frames: 1 }));

@@ -78,11 +78,13 @@ fn stream_is_longer_than_the_longest_message() {
             let writing = async {
                 client.write_all(&[7; 50_000]).await.unwrap();
                 client.write_bytes(vec![7; 1 << 20]).await.unwrap();
+                let pool = Pool::new(client.protection_domain(), 50_000, 1).unwrap();
+                client.write_buf(pool.copy_from(&[7; 50_000]).unwrap()).await.unwrap();
                 client.shutdown().await.unwrap();
             };
             let mut received = Vec::new();
             let ((), read) = tokio::join!(writing, server.read_to_end(&mut received));
-            assert_eq!(read.unwrap(), 50_000 + (1 << 20));
+            assert_eq!(read.unwrap(), 100_000 + (1 << 20));
         });
     }
 }
