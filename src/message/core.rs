@@ -405,16 +405,18 @@ impl Core {
 
     /// Registers the driver with the send that termination, a flush, the first sender or the owner
     /// of a lent buffer waits for.
-    fn watch_sends(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
+    pub(super) fn watch_sends(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
         while let Some(sent) = self.awaited_send() {
             match sent.poll(context) {
                 Poll::Pending => break,
                 Poll::Ready(Err(kind)) => return self.on_failure(kind, context),
                 Poll::Ready(Ok(())) => {}
             }
-            // It completed after the last `reap`: another send may be awaited now.
+            // It completed after the last `reap`: held bytes may have waited for it, and another
+            // send may be awaited now.
             let before = self.reaped;
             self.reap();
+            self.send_held();
             if self.reaped == before {
                 break;
             }

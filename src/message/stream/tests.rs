@@ -6,6 +6,7 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::task::{Context, Wake, Waker};
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use futures::FutureExt;
@@ -194,6 +195,27 @@ fn short_writes_are_combined_while_a_frame_is_in_flight() {
         }
     });
     assert_eq!(frames, 2);
+}
+
+#[test]
+fn held_bytes_are_sent_whichever_call_finds_the_last_acknowledgement() {
+    run(async {
+        let [mut client, mut server] = pair().await;
+        client.write_all(&[7]).await.unwrap();
+        client.handle().shared.with(|core, driver| {
+            let buffer = core.send_pool.try_alloc(core.limits.frame).unwrap();
+            core.held = Some(Held::new(buffer, 10));
+            let limit = Instant::now() + Duration::from_secs(60);
+            // Nothing has polled the frame, as if it completed after `send_held`.
+            while !core.sends[0].is_finished() {
+                assert!(Instant::now() < limit, "not acknowledged");
+                core.qp.drain_completions();
+            }
+            core.watch_sends(&mut Context::from_waker(driver)).unwrap();
+        });
+        assert_eq!(outstanding(&client).1, 0);
+        server.read_exact(&mut [0; 11]).await.unwrap();
+    });
 }
 
 #[test]
