@@ -319,7 +319,12 @@ impl Core {
 
     /// Withdraws a sender and wakes the next one.
     pub(super) fn withdraw_sender(&mut self, ticket: &mut Option<Ticket>) {
-        self.after.discard(self.senders.withdraw(ticket));
+        let waker = self.senders.withdraw(ticket);
+        match self.content {
+            Content::Messages => self.after.discard(waker),
+            // The task may have waited in another method, which it now polls again.
+            Content::Bytes => self.after.wake(waker),
+        }
         // It checks its own resource.
         self.after.wake(self.senders.take_first());
     }

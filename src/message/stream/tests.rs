@@ -2,15 +2,15 @@
 
 use std::future::Future;
 use std::io::ErrorKind;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::task::{Context, Wake, Waker};
+use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use futures::FutureExt;
-use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use super::{Held, RdmaListener, RdmaStream};
 use crate::memory::{BufMut, Pool};
@@ -141,23 +141,55 @@ fn unacknowledged(expected: usize, test: impl AsyncFnOnce(&mut RdmaStream)) -> u
     })
 }
 
-#[test]
-fn flush_after_shutdown_waits_without_polling() {
-    struct Count(AtomicU32);
+struct Count(AtomicU32);
 
-    impl Wake for Count {
-        fn wake(self: Arc<Self>) {
-            self.0.fetch_add(1, Ordering::Relaxed);
-        }
+impl Wake for Count {
+    fn wake(self: Arc<Self>) {
+        self.0.fetch_add(1, Ordering::Relaxed);
     }
+}
 
+/// Writes until a write has to wait. Returns the number of bytes written.
+async fn fill(stream: &mut RdmaStream) -> usize {
+    let mut written = 0;
+    while let Some(result) = stream.write(&[7; 1000]).now_or_never() {
+        written += result.unwrap();
+        tokio::task::yield_now().await;
+    }
+    written
+}
+
+#[test]
+fn flush_does_not_withdraw_a_write_that_waits() {
     run(async {
-        let [mut client, mut server] = pair_in(&Network::new()).await;
-        let mut written = 0;
-        while let Some(result) = client.write(&[7; 1000]).now_or_never() {
-            written += result.unwrap();
+        let [mut client, mut server] = pair().await;
+        client.set_nodelay(true).unwrap();
+        let mut written = fill(&mut client).await;
+        let count = Arc::new(Count(AtomicU32::new(0)));
+        let waker = Waker::from(count.clone());
+        let context = &mut Context::from_waker(&waker);
+        while let Poll::Ready(more) = Pin::new(&mut client).poll_write(context, &[7; 1000]) {
+            written += more.unwrap();
             tokio::task::yield_now().await;
         }
+        let before = count.0.load(Ordering::Relaxed);
+        assert!(Pin::new(&mut client).poll_flush(context).is_ready());
+        assert_eq!(count.0.load(Ordering::Relaxed), before, "not woken without a change");
+        server.read_exact(&mut vec![0; written]).await.unwrap();
+        let woken = async {
+            while count.0.load(Ordering::Relaxed) == before {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(60), woken).await.unwrap();
+    });
+}
+
+#[test]
+fn flush_after_shutdown_waits_without_polling() {
+    run(async {
+        let [mut client, mut server] = pair_in(&Network::new()).await;
+        let written = fill(&mut client).await;
         // Without a credit, held bytes cannot be sent.
         client.handle().shared.with(|core, _| {
             let buffer = core.send_pool.try_alloc(core.limits.frame).unwrap();

@@ -136,6 +136,10 @@ impl Core {
         driver: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<(), MessageError>> {
+        if self.held.is_none() || self.send_held_now() {
+            // A write that waits keeps its position.
+            return Poll::Ready(Ok(()));
+        }
         self.poll_written(|core| core.push(), ticket, driver, caller)
     }
 
