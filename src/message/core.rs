@@ -236,7 +236,9 @@ impl Core {
     }
 
     pub(super) fn on_deadline(&mut self, now: Instant) {
-        let stalled_at = (!self.senders.is_empty()).then_some(self.counters.sent);
+        // A sender that was woken, or whose future was dropped, waits no longer.
+        let waits = !self.senders.is_empty() && !self.is_unblocked();
+        let stalled_at = waits.then_some(self.counters.sent);
         let notified =
             self.counters.notifications_received > 0 || !self.inbox.notifications.is_empty();
         let message_seen = self.inbox.has_seen_message() || notified;

@@ -186,6 +186,31 @@ fn flush_does_not_withdraw_a_write_that_waits() {
 }
 
 #[test]
+fn only_a_write_that_waits_for_the_peer_stalls() {
+    let stall = Duration::from_secs(3600);
+    for reads in [false, true] {
+        run(async {
+            let config = ConnectionConfig::for_streams().stall_timeout(Some(stall)).keepalive(None);
+            let [mut client, mut server] = pair_with(&Network::new(), &config).await;
+            // Its last future was dropped.
+            let written = fill(&mut client).await;
+            if reads {
+                server.read_exact(&mut vec![0; written]).await.unwrap();
+                while client.counters().credits < 10 {
+                    tokio::task::yield_now().await;
+                }
+            }
+            let now = Instant::now();
+            for check in 1..=4 {
+                let shared = &client.handle().shared;
+                shared.with(|core, _| core.on_deadline(now + stall * check));
+            }
+            assert_eq!(client.close_reason(), (!reads).then_some(CloseReason::Stalled));
+        });
+    }
+}
+
+#[test]
 fn flush_after_shutdown_waits_without_polling() {
     run(async {
         let [mut client, mut server] = pair_in(&Network::new()).await;
