@@ -114,14 +114,19 @@ struct ShutdownGuard {
 impl Drop for ShutdownGuard {
     fn drop(&mut self) {
         if let Some(shared) = &self.shared {
-            let state_change =
-                shared.qp.modify(&crate::types::QpAttr::to_state(crate::types::QpState::Err));
+            // Under one lock, or a task of another runtime could find the flush first and take it
+            // for the reason.
+            let state_change = shared.with(|core, _| {
+                let error = crate::types::QpAttr::to_state(crate::types::QpState::Err);
+                let state_change = shared.qp.modify(&error);
+                core.on(Event::Terminate(CloseReason::Runtime));
+                state_change
+            });
             tracing::debug!(
                 qpn = %shared.qp.qpn(),
                 ?state_change,
                 "Tokio runtime of the connection shut down; closing its queue pair"
             );
-            shared.with(|core, _| core.on(Event::Terminate(CloseReason::Runtime)));
             // If sending was stopped, a flush does not complete queued operations.
             shared.qp.shut_down();
             shared.with(|core, _| core.on(Event::QueuePairClosed));

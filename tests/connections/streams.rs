@@ -298,6 +298,30 @@ fn peer_that_is_gone_is_an_error_and_not_the_end() {
 }
 
 #[test]
+fn shutdown_of_its_runtime_is_the_reason_whoever_polls_the_stream() {
+    for _ in 0..scaled(50) {
+        bounded("runtime", LONG, || {
+            let [runtime, other] = [(); 2].map(|()| Flavour::MultiThread.runtime());
+            let config = ConnectionConfig::for_streams();
+            let [mut client, mut server] = other.block_on(streams(&config));
+            runtime.block_on(async {
+                tokio::spawn(async move { while server.write_all(&[7; 5000]).await.is_ok() {} });
+                let ending = std::thread::spawn(move || other.shutdown_background());
+                let error = loop {
+                    match soon("an error", client.read(&mut [0; 100_000])).await {
+                        Ok(0) => panic!("the end"),
+                        Ok(_) => {}
+                        Err(error) => break error,
+                    }
+                };
+                assert_eq!(error.kind(), ErrorKind::ConnectionAborted, "{error}");
+                ending.join().unwrap();
+            });
+        });
+    }
+}
+
+#[test]
 fn writes_end_with_an_error_once_the_peer_has_dropped_its_stream() {
     run("dropped", || async {
         let [mut client, server] = streams(&small()).await;
