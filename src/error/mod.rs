@@ -13,10 +13,12 @@ pub use rdma_soft::UdpError;
 
 use crate::types::{Access, QpState, Qpn, TransitionError, WcStatus};
 
+mod outcome;
 mod runtime;
 #[cfg(all(test, not(loom)))]
 mod tests;
 
+pub use outcome::Outcome;
 pub use runtime::NoRuntime;
 
 /// A value beyond the limit of the device or the queue.

@@ -215,7 +215,8 @@ impl Connection {
     ///
     /// [`MessageError::TooLong`], [`MessageError::Finished`] after [`finish`](Self::finish),
     /// [`MessageError::Register`] if a long message cannot be registered. [`MessageError::Closed`]
-    /// on a closed connection; messages in flight are then lost, too.
+    /// on a closed connection; messages in flight are then lost, too. Nothing of the message was
+    /// sent, see [`MessageError::outcome`].
     ///
     /// # Cancel safety
     ///

@@ -43,6 +43,7 @@ mod listener;
 mod message_memory;
 mod one_sided;
 mod outbound;
+mod outcome;
 mod protocol;
 mod resources;
 mod shared;
