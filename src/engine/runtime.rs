@@ -19,6 +19,15 @@ impl NoRuntime {
         Handle::try_current().map_err(|_| Self::Outside)
     }
 
+    /// Returns the current runtime. Fails if it has no timer.
+    #[cfg(not(loom))]
+    pub(crate) fn or_timers() -> Result<Handle, Self> {
+        let runtime = Self::or_current()?;
+        let timer = || drop(tokio::time::sleep(std::time::Duration::ZERO));
+        catch_unwind(AssertUnwindSafe(timer)).map_err(|_| Self::Time)?;
+        Ok(runtime)
+    }
+
     /// Calls `register`, which registers a descriptor with the I/O driver of the current runtime.
     /// Fails if there is none.
     pub(crate) fn or_registered<T>(register: impl FnOnce() -> T) -> Result<T, Self> {

@@ -3,11 +3,12 @@
 use std::fmt;
 use std::io;
 
-/// A Tokio runtime or I/O driver that a future needs, but that does not exist.
+/// A Tokio runtime, I/O driver or timer that a future needs, but that does not exist.
 ///
-/// Tokio panics if a runtime has no I/O driver and offers no other check. This crate catches that
-/// panic, with two visible effects. The panic hook runs once for each such runtime; by default it
-/// prints a message. A program built with `panic = "abort"` aborts.
+/// Tokio panics if a runtime has no I/O driver or timer, and offers no other check. This crate
+/// catches that panic, with two visible effects. The panic hook runs once for each runtime without
+/// an I/O driver, and for each check for a timer; by default it prints a message. A program built
+/// with `panic = "abort"` aborts.
 ///
 /// Operations in a completion mode that waits for events do the same check. Without a driver they
 /// poll instead of failing.
@@ -18,6 +19,8 @@ pub enum NoRuntime {
     Outside,
     /// The runtime has no I/O driver.
     Io,
+    /// The runtime has no timer.
+    Time,
 }
 
 impl fmt::Display for NoRuntime {
@@ -29,6 +32,9 @@ impl fmt::Display for NoRuntime {
             }
             Self::Io => {
                 "the Tokio runtime has no I/O driver; build it with `enable_io` or `enable_all`"
+            }
+            Self::Time => {
+                "the Tokio runtime has no timer; build it with `enable_time` or `enable_all`"
             }
         })
     }

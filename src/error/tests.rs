@@ -24,8 +24,8 @@ use crate::error::{
 use crate::memory::PoolError;
 use crate::message::stream::{RdmaListener, RdmaStream, ReuniteError};
 use crate::message::{
-    CloseReason, Content, EstablishError, HandshakeError, MessageError, RefusalReason,
-    TrySendError, Violation,
+    CloseReason, Content, EstablishError, HandshakeError, MessageError, ReconnectCause,
+    ReconnectError, RefusalReason, TrySendError, Violation,
 };
 use crate::op::EndpointError;
 use crate::software::Network;
@@ -99,6 +99,10 @@ fn errors_of_all_layers_have_their_exact_texts() {
         NoRuntime::Io => [
             NoRuntime::Io =>
                 "the Tokio runtime has no I/O driver; build it with `enable_io` or `enable_all`",
+        ],
+        NoRuntime::Time => [
+            NoRuntime::Time =>
+                "the Tokio runtime has no timer; build it with `enable_time` or `enable_all`",
         ],
     });
     texts!(EndpointError, error, {
@@ -695,6 +699,51 @@ fn errors_of_connections_have_their_exact_texts() {
                 "connection closed: failed to post the work request: ibv_reg_mr: Invalid argument \
                  (os error 22)",
             CloseReason::Clean.into() => "connection closed: both sides have finished",
+        ],
+    });
+}
+
+#[test]
+fn texts_of_connecting_again() {
+    let attempt = || ReconnectCause::Attempt(ConnectError::Refused { address: address() }.into());
+    texts!(ReconnectCause, error, {
+        ReconnectCause::Attempt(_) => [
+            attempt() =>
+                "waiting for 192.0.2.1:7471 to answer the connection request: refused: the peer \
+                 does not listen at this address and port",
+        ],
+        ReconnectCause::AttemptTimedOut { .. } => [
+            ReconnectCause::AttemptTimedOut { after: Duration::from_secs(2) } =>
+                "the attempt timed out after 2s",
+        ],
+        ReconnectCause::Lost { .. } => [
+            ReconnectCause::Lost { generation: 3, reason: CloseReason::Silent } =>
+                "connection 3 has closed: the peer did not answer within the keepalive timeout",
+        ],
+    });
+    texts!(ReconnectError, error, {
+        ReconnectError::TimedOut { .. } => [
+            ReconnectError::TimedOut {
+                after: Duration::from_secs(9), attempts: 4, cause: attempt(),
+            } =>
+                "failed to connect within 9s (ReconnectPolicy::deadline), 4 attempts: waiting for \
+                 192.0.2.1:7471 to answer the connection request: refused: the peer does not \
+                 listen at this address and port",
+        ],
+        ReconnectError::Permanent { .. } => [
+            ReconnectError::Permanent {
+                cause: ReconnectCause::Attempt(NoRuntime::Time.into()), attempts: 2,
+            } =>
+                "stopped connecting after attempt 2: the Tokio runtime has no timer; build it with \
+                 `enable_time` or `enable_all`",
+        ],
+        ReconnectError::Closed => [
+            ReconnectError::Closed => "the Reconnect handle was closed",
+        ],
+        ReconnectError::Runtime => [
+            ReconnectError::Runtime =>
+                "the Tokio runtime of the Reconnect handle has shut down, or its connector has \
+                 panicked",
         ],
     });
 }

@@ -5,6 +5,7 @@
 //!        │                            one_sided.rs                access to the peer's memory
 //!   Listener                          listener.rs, admission.rs   accepts and refuses peers
 //!   RdmaStream, RdmaListener          stream/                     bytes instead of messages
+//!   Reconnect                         reconnect.rs               connections made anew
 //!        │ driver.rs: deadlines, and progress while the service is idle
 //!        ▼
 //!      core.rs: I/O of one side       inbound.rs, fetching.rs, message_memory.rs, outbound.rs,
@@ -45,6 +46,7 @@ mod one_sided;
 mod outbound;
 mod outcome;
 mod protocol;
+mod reconnect;
 mod resources;
 mod shared;
 pub mod stream;
@@ -62,3 +64,6 @@ pub use halves::{Notifications, RecvHalf, SendHalf};
 pub use handshake::{Content, Handshake, HandshakeError};
 pub use inbound::Notification;
 pub use listener::{ConnectionRequest, Listener, ShutdownReport};
+pub use reconnect::{
+    Reconnect, ReconnectCause, ReconnectError, ReconnectPolicy, ReconnectState, ReconnectStates,
+};

@@ -1,0 +1,529 @@
+//! Connections that are made anew when they end.
+//!
+//! ```text
+//!  Reconnect ─ closes ─▶ Supervisor: one task      attempt ─▶ connection ─▶ wait for its end
+//!      │                     │                        ▲                          │
+//!      └──── watch ◀─────────┘ state, connection      └────── delay (policy.rs) ─┘
+//! ```
+//!
+//! Delays and the deadline follow Tokio's clock, so that a test can pause it. The timeout of an
+//! attempt follows real time (`cm::clock`), because devices and peers do not pause.
+
+mod error;
+mod policy;
+
+use std::fmt;
+use std::future::Future;
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use futures::Stream;
+use futures::future::{BoxFuture, select};
+use futures::stream::{self, BoxStream, StreamExt};
+use tokio::net::ToSocketAddrs;
+use tokio::sync::{Notify, watch};
+use tokio::task::AbortHandle;
+use tokio::time::{Instant, sleep};
+
+pub use error::{ReconnectCause, ReconnectError};
+pub use policy::ReconnectPolicy;
+
+use super::admission::RefusalReason;
+use super::config::ConnectionConfig;
+use super::connection::Connection;
+use super::error::{CloseReason, EstablishError, MessageError};
+use crate::cm::clock;
+use crate::contained::wakes_contained;
+use crate::error::NoRuntime;
+use crate::verbs::Device;
+
+/// A connection to an address that is made anew whenever it ends, until this handle is closed or
+/// dropped.
+///
+/// The connections are numbered from 1: a *generation* is the life of one connection. Nothing is
+/// carried over to the next. Requests in flight end with an error whose
+/// [`outcome`](MessageError::outcome) tells whether the peer may have executed them. Regions that
+/// the peer had exposed, and their grants, belong to the old connection's protection domain, so its
+/// device refuses them on the new connection, unless both use the same
+/// [`protection_domain`](ConnectionConfig::protection_domain).
+///
+/// ```
+/// use tokio_rdma::message::{Reconnect, ReconnectPolicy};
+/// use tokio_rdma::{ConnectionConfig, Listener};
+/// # use tokio_rdma::Device;
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::software()?;
+/// let listener = Listener::bind(&device, "127.0.0.1:0").await?;
+/// let address = listener.local_addr();
+/// let config = ConnectionConfig::default();
+/// let client = Reconnect::new(&device, address, &config, ReconnectPolicy::default())?;
+///
+/// for expected in 1..=3 {
+///     let (accepted, connected) = tokio::join!(listener.accept(), client.connected());
+///     let (generation, connection) = connected?;
+///     assert_eq!(generation, expected);
+///     connection.send("request").await?;
+///     let server = accepted?;
+///     assert_eq!(server.recv().await?.as_deref(), Some(&b"request"[..]));
+///     // The server drops its end, and the client connects again.
+///     drop(server);
+///     connection.closed().await;
+/// }
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Attempts
+///
+/// The first attempt starts at once. After a failed attempt or the end of a connection, the next
+/// one follows after a delay of the [policy](ReconnectPolicy). One task makes all attempts and
+/// waits for the end of the connection. It ends with this handle.
+///
+/// | Failure of an attempt | Another attempt |
+/// |---|---|
+/// | refused, unreachable, timed out, disconnected, route or address changed | yes |
+/// | host name not found | yes |
+/// | listener full or shutting down | yes |
+/// | device port down, memory or entries of a queue missing | yes |
+/// | invalid or unsupported settings, no runtime | no |
+/// | another protocol, version or content | no |
+/// | rejected by the peer's service, or by another program with data | no |
+/// | device removed | no |
+///
+/// [`EstablishError::is_temporary`] decides, and
+/// [`ReconnectPolicy::retry_when`] replaces it. Any end of a connection leads to a new attempt,
+/// also if this side closed it, except [`CloseReason::Violation`], [`CloseReason::Rejected`],
+/// [`CloseReason::Refused`] for another content, and [`CloseReason::Runtime`].
+///
+/// A listener that rejects a handshake of another version does not give the reason, like one that
+/// is dropped; such a rejection is repeated until the
+/// [deadline](ReconnectPolicy::deadline).
+pub struct Reconnect {
+    shared: Arc<Shared>,
+    task: AbortHandle,
+}
+
+/// The state of a [`Reconnect`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ReconnectState {
+    /// An attempt runs.
+    Connecting {
+        /// Number of the attempt since the last connection, from 1.
+        attempt: u32,
+    },
+    /// The connection is established.
+    Connected {
+        /// Number of the connection, from 1.
+        generation: u64,
+    },
+    /// Waits before the next attempt.
+    Waiting {
+        /// Length of the wait.
+        delay: Duration,
+        /// Reason for the next attempt.
+        cause: ReconnectCause,
+    },
+    /// No further attempt is made.
+    Failed(ReconnectError),
+    /// The handle was closed or dropped.
+    Closed,
+}
+
+impl ReconnectState {
+    /// Returns true if no other state follows.
+    #[must_use]
+    pub const fn is_final(&self) -> bool {
+        matches!(self, Self::Failed(_) | Self::Closed)
+    }
+}
+
+impl fmt::Display for ReconnectState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Connecting { attempt } => write!(f, "connecting, attempt {attempt}"),
+            Self::Connected { generation } => write!(f, "connected, generation {generation}"),
+            Self::Waiting { delay, cause } => {
+                write!(f, "connecting again in {delay:?}: {cause}")
+            }
+            Self::Failed(error) => error.fmt(f),
+            Self::Closed => f.write_str("closed"),
+        }
+    }
+}
+
+impl Reconnect {
+    /// Connects to a [`Listener`](super::Listener) at `address`, which is resolved for each
+    /// attempt.
+    ///
+    /// # Errors
+    ///
+    /// [`NoRuntime`] without a current Tokio runtime with a timer.
+    pub fn new<A>(
+        device: &Device,
+        address: A,
+        config: &ConnectionConfig,
+        policy: ReconnectPolicy,
+    ) -> Result<Self, NoRuntime>
+    where
+        A: ToSocketAddrs + Clone + Send + Sync + 'static,
+    {
+        let (device, config) = (device.clone(), config.clone());
+        Self::with_connector(policy, move || {
+            let (device, address, config) = (device.clone(), address.clone(), config.clone());
+            async move { Connection::connect_with(&device, address, &config).await }
+        })
+    }
+
+    /// Connects by `connector`, which is called for each attempt. It may choose between addresses,
+    /// look one up in a directory, or open the device anew.
+    ///
+    /// ```
+    /// # use tokio_rdma::message::{Reconnect, ReconnectPolicy};
+    /// # use tokio_rdma::{Connection, Device};
+    /// # use std::net::SocketAddr;
+    /// # use std::sync::{Arc, Mutex};
+    /// # async fn example(device: Device, leader: Arc<Mutex<SocketAddr>>)
+    /// # -> Result<(), Box<dyn std::error::Error>> {
+    /// let client = Reconnect::with_connector(ReconnectPolicy::default(), move || {
+    ///     let device = device.clone();
+    ///     let address = *leader.lock().unwrap();
+    ///     async move { Connection::connect(&device, address).await }
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`NoRuntime`] without a current Tokio runtime with a timer.
+    pub fn with_connector<C, F>(
+        policy: ReconnectPolicy,
+        mut connector: C,
+    ) -> Result<Self, NoRuntime>
+    where
+        C: FnMut() -> F + Send + 'static,
+        F: Future<Output = Result<Connection, EstablishError>> + Send + 'static,
+    {
+        let runtime = NoRuntime::or_timers()?;
+        let first = Published { state: ReconnectState::Connecting { attempt: 1 }, live: None };
+        let shared = Arc::new(Shared { published: watch::Sender::new(first), now: Notify::new() });
+        let supervisor = Supervisor {
+            shared: shared.clone(),
+            policy,
+            connector: Box::new(move || Box::pin(connector())),
+            generation: 0,
+            _ends: Ends(shared.clone()),
+        };
+        let task = runtime.spawn(supervisor.run()).abort_handle();
+        Ok(Self { shared, task })
+    }
+
+    /// Returns the generation and the connection, and waits while there is none.
+    ///
+    /// A connection that has ended is never returned, but it may end at any time afterwards. Do not
+    /// keep it longer than the use at hand: a clone of the `Arc` keeps an ended connection's
+    /// buffers.
+    ///
+    /// # Errors
+    ///
+    /// [`ReconnectError`] if no further attempt is made. It is final.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future changes nothing. Attempts continue.
+    pub async fn connected(&self) -> Result<(u64, Arc<Connection>), ReconnectError> {
+        let mut published = self.shared.published.subscribe();
+        loop {
+            {
+                let current = published.borrow_and_update();
+                match (&current.state, &current.live) {
+                    (ReconnectState::Failed(error), _) => return Err(error.clone()),
+                    (ReconnectState::Closed, _) => return Err(ReconnectError::Closed),
+                    // The task has not noticed the end of a connection with a reason.
+                    (&ReconnectState::Connected { generation }, Some(connection))
+                        if connection.close_reason().is_none() =>
+                    {
+                        return Ok((generation, connection.clone()));
+                    }
+                    _ => {}
+                }
+            }
+            if wakes_contained(published.changed()).await.is_err() {
+                return Err(ReconnectError::Closed);
+            }
+        }
+    }
+
+    /// Returns the state.
+    #[must_use]
+    pub fn state(&self) -> ReconnectState {
+        self.shared.published.borrow().state.clone()
+    }
+
+    /// Returns the stream of states, which starts with the current one. A slow observer misses
+    /// states, but sees the newest. The stream ends after a [final](ReconnectState::is_final) one.
+    pub fn states(&self) -> ReconnectStates {
+        ReconnectStates { inner: states(self.shared.published.subscribe()).boxed() }
+    }
+
+    /// Ends a wait before the next attempt, for a service that knows that the peer can be reached,
+    /// for example by an [event of the device](Device::events). Does nothing in another state.
+    pub fn retry_now(&self) {
+        self.shared.now.notify_waiters();
+    }
+
+    /// Makes no further attempts, and closes the connection like [`Connection::close`].
+    ///
+    /// # Errors
+    ///
+    /// [`MessageError::Closed`] if the connection does not close cleanly. Without a connection,
+    /// there is no error.
+    ///
+    /// # Cancel safety
+    ///
+    /// From the first poll, no attempt is made. Dropping the future drops the connection, unless
+    /// the service holds it.
+    pub async fn close(&self) -> Result<(), MessageError> {
+        let live = self.shared.end(ReconnectState::Closed);
+        self.task.abort();
+        match live {
+            Some(connection) if connection.close_reason().is_none() => connection.close().await,
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Drop for Reconnect {
+    fn drop(&mut self) {
+        self.shared.end(ReconnectState::Closed);
+        self.task.abort();
+    }
+}
+
+impl fmt::Debug for Reconnect {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Reconnect").field("state", &self.state()).finish_non_exhaustive()
+    }
+}
+
+/// The stream of the states of a [`Reconnect`]; see [`Reconnect::states`].
+///
+/// # Cancel safety
+///
+/// Dropping the stream, or a future of its next item, changes nothing.
+#[must_use = "streams do nothing unless polled"]
+pub struct ReconnectStates {
+    inner: BoxStream<'static, ReconnectState>,
+}
+
+impl Stream for ReconnectStates {
+    type Item = ReconnectState;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        self.inner.as_mut().poll_next(context)
+    }
+}
+
+impl fmt::Debug for ReconnectStates {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ReconnectStates").finish_non_exhaustive()
+    }
+}
+
+fn states(published: watch::Receiver<Published>) -> impl Stream<Item = ReconnectState> {
+    stream::unfold((published, true), |(mut published, first)| async move {
+        if !first {
+            let ended = published.borrow().state.is_final();
+            if ended || wakes_contained(published.changed()).await.is_err() {
+                return None;
+            }
+        }
+        let state = published.borrow_and_update().state.clone();
+        Some((state, (published, false)))
+    })
+}
+
+struct Shared {
+    published: watch::Sender<Published>,
+    /// Ends a wait before the next attempt.
+    now: Notify,
+}
+
+struct Published {
+    state: ReconnectState,
+    live: Option<Arc<Connection>>,
+}
+
+impl Shared {
+    /// Publishes a state, unless a final one was published.
+    fn publish(&self, state: ReconnectState, live: Option<Arc<Connection>>) {
+        let mut dropped = None;
+        self.published.send_if_modified(|published| {
+            let open = !published.state.is_final();
+            if open {
+                published.state = state;
+                dropped = std::mem::replace(&mut published.live, live);
+            }
+            open
+        });
+        // Its destructor runs without the lock.
+        drop(dropped);
+    }
+
+    /// Publishes a final state, unless there is one, and returns the connection.
+    fn end(&self, state: ReconnectState) -> Option<Arc<Connection>> {
+        let mut live = None;
+        self.published.send_if_modified(|published| {
+            let open = !published.state.is_final();
+            if open {
+                published.state = state;
+                live = published.live.take();
+            }
+            open
+        });
+        live
+    }
+}
+
+/// Publishes the end of the task, which its runtime may drop.
+struct Ends(Arc<Shared>);
+
+impl Drop for Ends {
+    fn drop(&mut self) {
+        self.0.end(ReconnectState::Failed(ReconnectError::Runtime));
+    }
+}
+
+/// The task that makes the attempts.
+struct Supervisor {
+    shared: Arc<Shared>,
+    policy: ReconnectPolicy,
+    connector: Box<dyn FnMut() -> BoxFuture<'static, Result<Connection, EstablishError>> + Send>,
+    generation: u64,
+    _ends: Ends,
+}
+
+impl Supervisor {
+    async fn run(mut self) {
+        let error = self.connect_until_failure().await;
+        tracing::warn!(%error, generations = self.generation, "stopped connecting");
+        self.shared.end(ReconnectState::Failed(error));
+    }
+
+    async fn connect_until_failure(&mut self) -> ReconnectError {
+        // `step` grows with the delay, which a connection that soon fails does not reset.
+        let (mut since, mut attempts, mut step) = (Instant::now(), 1, 0);
+        let mut last = None;
+        loop {
+            self.shared.publish(ReconnectState::Connecting { attempt: attempts }, None);
+            let cause = match self.attempt(since, last.as_ref()).await {
+                Ok(connection) => {
+                    let connected = Instant::now();
+                    let reason = self.live(connection).await;
+                    let cause = ReconnectCause::Lost { generation: self.generation, reason };
+                    if !allows_another(reason) {
+                        return ReconnectError::Permanent { cause, attempts };
+                    }
+                    if connected.elapsed() >= self.policy.greatest_delay {
+                        step = 0;
+                    }
+                    (since, attempts) = (Instant::now(), 0);
+                    cause
+                }
+                Err(cause) => {
+                    if let ReconnectCause::Attempt(error) = &cause
+                        && !(self.policy.retry_when)(error)
+                    {
+                        return ReconnectError::Permanent { cause, attempts };
+                    }
+                    cause
+                }
+            };
+            let delay = self.policy.delay(step, random());
+            let delay = self.left(since).map_or(delay, |left| delay.min(left));
+            self.wait(delay, cause.clone()).await;
+            if let Some(after) = self.policy.deadline
+                && since.elapsed() >= after
+            {
+                return ReconnectError::TimedOut { after, attempts, cause };
+            }
+            last = Some(cause);
+            (attempts, step) = (attempts.saturating_add(1), step.saturating_add(1));
+        }
+    }
+
+    /// Connects before the deadline. `last` is the cause of the last failure.
+    async fn attempt(
+        &mut self,
+        since: Instant,
+        last: Option<&ReconnectCause>,
+    ) -> Result<Connection, ReconnectCause> {
+        let limit = self.policy.attempt_timeout;
+        let after = self.left(since).map_or(limit, |left| limit.min(left));
+        match (clock::timeout(after, (self.connector)()).await, last) {
+            (Some(connected), _) => connected.map_err(ReconnectCause::Attempt),
+            // An earlier failure says more than the deadline.
+            (None, Some(last)) if after < limit => Err(last.clone()),
+            (None, _) => Err(ReconnectCause::AttemptTimedOut { after }),
+        }
+    }
+
+    /// Publishes a connection and waits for its end.
+    async fn live(&mut self, connection: Connection) -> CloseReason {
+        self.generation += 1;
+        let (generation, connection) = (self.generation, Arc::new(connection));
+        tracing::debug!(generation, ?connection, "connected");
+        let state = ReconnectState::Connected { generation };
+        self.shared.publish(state, Some(connection.clone()));
+        connection.closed().await
+    }
+
+    async fn wait(&mut self, delay: Duration, cause: ReconnectCause) {
+        tracing::info!(%cause, ?delay, "connecting again after a delay");
+        let mut now = pin!(self.shared.now.notified());
+        // Before the state is visible, so that `retry_now` finds it.
+        now.as_mut().enable();
+        self.shared.publish(ReconnectState::Waiting { delay, cause }, None);
+        select(now, pin!(sleep(delay))).await;
+    }
+
+    /// Returns the time until the deadline.
+    fn left(&self, since: Instant) -> Option<Duration> {
+        self.policy.deadline.map(|deadline| deadline.saturating_sub(since.elapsed()))
+    }
+}
+
+/// Returns true if a new connection may succeed after this end of the last one.
+fn allows_another(reason: CloseReason) -> bool {
+    match reason {
+        CloseReason::Violation(_)
+        | CloseReason::Rejected
+        | CloseReason::Runtime
+        | CloseReason::Refused(RefusalReason::OtherContent(_)) => false,
+        CloseReason::Clean
+        | CloseReason::Local
+        | CloseReason::Aborted
+        | CloseReason::Dropped
+        | CloseReason::Disconnected
+        | CloseReason::Unconfirmed
+        | CloseReason::Refused(_)
+        | CloseReason::Operation(_)
+        | CloseReason::Silent
+        | CloseReason::NoFirstMessage
+        | CloseReason::Stalled
+        | CloseReason::CloseTimeout
+        | CloseReason::Memory
+        | CloseReason::Shutdown => true,
+    }
+}
+
+/// Returns a random number for the jitter. The standard library seeds each from the system.
+fn random() -> u64 {
+    use std::hash::{BuildHasher, RandomState};
+    RandomState::new().hash_one(0)
+}
