@@ -24,7 +24,7 @@ use crate::error::{
 use crate::memory::PoolError;
 use crate::message::stream::{RdmaListener, RdmaStream, ReuniteError};
 use crate::message::{
-    CloseReason, Content, EstablishError, HandshakeError, MessageError, ReconnectCause,
+    CloseReason, Content, EstablishError, HandshakeError, MessageError, PeerError, ReconnectCause,
     ReconnectError, RefusalReason, TrySendError, Violation,
 };
 use crate::op::EndpointError;
@@ -744,6 +744,29 @@ fn texts_of_connecting_again() {
             ReconnectError::Runtime =>
                 "the Tokio runtime of the Reconnect handle has shut down, or its connector has \
                  panicked",
+        ],
+    });
+}
+
+#[test]
+fn texts_of_sets_of_peers() {
+    let busy = |waited| PeerError::Busy { field: "max_peers", limit: 8, waited };
+    texts!(PeerError, error, {
+        PeerError::Connect(_) => [
+            PeerError::Connect(NoRuntime::Time.into()) =>
+                "the Tokio runtime has no timer; build it with `enable_time` or `enable_all`",
+        ],
+        PeerError::ConnectTimedOut { .. } => [
+            PeerError::ConnectTimedOut { after: Duration::from_secs(2) } =>
+                "resolving and connecting the peer timed out after 2s \
+                 (PeerSetConfig::attempt_timeout)",
+        ],
+        PeerError::Busy { .. } => [
+            busy(None) =>
+                "set of peers is busy: limit max_peers of 8 reached; raise it, or set \
+                 PeerSetConfig::wait",
+            busy(Some(Duration::from_secs(3))) =>
+                "set of peers is busy: limit max_peers of 8 reached for 3s (PeerSetConfig::wait)",
         ],
     });
 }

@@ -6,6 +6,7 @@
 //!   Listener                          listener.rs, admission.rs   accepts and refuses peers
 //!   RdmaStream, RdmaListener          stream/                     bytes instead of messages
 //!   Reconnect                         reconnect.rs               connections made anew
+//!   PeerSet                           peer_set.rs                connections to many peers
 //!        │ driver.rs: deadlines, and progress while the service is idle
 //!        ▼
 //!      core.rs: I/O of one side       inbound.rs, fetching.rs, message_memory.rs, outbound.rs,
@@ -45,6 +46,7 @@ mod message_memory;
 mod one_sided;
 mod outbound;
 mod outcome;
+mod peer_set;
 mod protocol;
 mod reconnect;
 mod resources;
@@ -64,6 +66,7 @@ pub use halves::{Notifications, RecvHalf, SendHalf};
 pub use handshake::{Content, Handshake, HandshakeError};
 pub use inbound::Notification;
 pub use listener::{ConnectionRequest, Listener, ShutdownReport};
+pub use peer_set::{Peer, PeerError, PeerSet, PeerSetConfig, PeerSetCounters};
 pub use reconnect::{
     Reconnect, ReconnectCause, ReconnectError, ReconnectPolicy, ReconnectState, ReconnectStates,
 };

@@ -7,5 +7,6 @@ mod torture;
 
 mod attempts;
 mod generations;
+mod peers;
 mod restarts;
 mod setup;

@@ -1,0 +1,434 @@
+//! Connections to many peers, made on first use and closed when idle.
+//!
+//! ```text
+//!  PeerSet::get ─ table.rs: enters the peer's slot ─▶ permits ─▶ attempt ─▶ Peer (guard)
+//!                           ▲                                                 │ drop
+//!   closer: one task ───────┴── idle timeout, clean closes ◀── idle slots ◀───┘
+//! ```
+//!
+//! Callers that wait for the same connection share one future, which any of them may drive. It is
+//! dropped with the last of them, so no attempt outlives its callers.
+
+mod settings;
+mod table;
+
+use std::fmt;
+use std::future::{Future, pending};
+use std::hash::Hash;
+use std::io;
+use std::ops::Deref;
+use std::pin::pin;
+use std::sync::Arc;
+
+use futures::future::{BoxFuture, FutureExt, Shared, select};
+use futures::stream::{FuturesUnordered, StreamExt};
+use parking_lot::Mutex;
+use tokio::net::ToSocketAddrs;
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
+use tokio::task::AbortHandle;
+use tokio::time::{Instant, sleep_until, timeout_at};
+
+pub use settings::{PeerError, PeerSetConfig, PeerSetCounters};
+
+use super::config::ConnectionConfig;
+use super::connection::Connection;
+use super::error::EstablishError;
+use crate::cm::{ConnectError, clock};
+use crate::contained::wakes_contained;
+use crate::error::NoRuntime;
+use crate::verbs::Device;
+use table::{Link, Table};
+
+/// Connections to peers by key, each made when it is first used.
+///
+/// [`get`](Self::get) returns a guard of the peer's connection. A peer with a guard is *busy*; the
+/// set never closes it. A peer without one is *idle*: it is closed after
+/// [`idle_timeout`](PeerSetConfig::idle_timeout), or, least recently used first, when a new peer
+/// needs its place below [`max_peers`](PeerSetConfig::max_peers). A connection that has ended is
+/// replaced at the next `get`.
+///
+/// ```
+/// use std::collections::HashMap;
+/// use std::net::SocketAddr;
+/// use tokio_rdma::message::{PeerSet, PeerSetConfig};
+/// use tokio_rdma::{ConnectionConfig, Listener};
+/// # use tokio_rdma::Device;
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::software()?;
+/// let listener = Listener::bind(&device, "127.0.0.1:0").await?;
+/// let directory = HashMap::from([("storage-1", listener.local_addr())]);
+/// let peers = PeerSet::new(
+///     &device,
+///     &ConnectionConfig::default(),
+///     PeerSetConfig::default().max_peers(100),
+///     move |name: &&str| {
+///         let found = directory.get(name).copied();
+///         async move { found.ok_or_else(|| std::io::Error::other("unknown peer")) }
+///     },
+/// )?;
+///
+/// let (peer, accepted) = tokio::join!(peers.get(&"storage-1"), listener.accept());
+/// peer?.send("request").await?;
+/// assert_eq!(accepted?.recv().await?.as_deref(), Some(&b"request"[..]));
+/// assert!(peers.get(&"storage-2").await.is_err());
+/// # Ok(())
+/// # }
+/// ```
+///
+/// Guards are also the unit of [`max_in_flight`](PeerSetConfig::max_in_flight): take one for each
+/// request. A task that holds guards while it waits for another may wait for itself; the set ends
+/// such a wait after [`wait`](PeerSetConfig::wait).
+///
+/// Dropping the set closes all connections; busy ones are [aborted](Connection::abort).
+pub struct PeerSet<K: Hash + Eq + Clone> {
+    inner: Arc<Inner<K>>,
+    closer: AbortHandle,
+}
+
+/// A guard of a peer's connection; see [`PeerSet::get`].
+///
+/// The connection is shared with other guards of the same peer. Each message goes to whichever of
+/// them receives it, so a protocol of requests and answers needs one dispatcher per connection, or
+/// [`max_in_flight_per_peer`](PeerSetConfig::max_in_flight_per_peer) of 1.
+pub struct Peer<K: Hash + Eq + Clone> {
+    connection: Arc<Connection>,
+    generation: u64,
+    _permits: [OwnedSemaphorePermit; 2],
+    _entered: Entered<K>,
+}
+
+impl<K: Hash + Eq + Clone> Peer<K> {
+    /// Returns the number of this connection, which no other connection of the set has, and later
+    /// ones exceed. Grants of the peer's memory belong to it.
+    #[must_use]
+    pub fn generation(&self) -> u64 {
+        self.generation
+    }
+}
+
+impl<K: Hash + Eq + Clone> Deref for Peer<K> {
+    type Target = Connection;
+
+    fn deref(&self) -> &Connection {
+        &self.connection
+    }
+}
+
+impl<K: Hash + Eq + Clone> fmt::Debug for Peer<K> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Peer")
+            .field("generation", &self.generation)
+            .field("connection", &self.connection)
+            .finish()
+    }
+}
+
+impl<K: Hash + Eq + Clone + Send + Sync + 'static> PeerSet<K> {
+    /// Creates an empty set whose peers are [`Listener`](super::Listener)s at the addresses that
+    /// `resolve` returns. It is called for each attempt, so an address may change; a connection
+    /// that exists is kept until it ends or is [disconnected](Self::disconnect).
+    ///
+    /// # Errors
+    ///
+    /// [`NoRuntime`] without a current Tokio runtime with a timer.
+    pub fn new<R, F, A>(
+        device: &Device,
+        config: &ConnectionConfig,
+        settings: PeerSetConfig,
+        resolve: R,
+    ) -> Result<Self, NoRuntime>
+    where
+        R: Fn(&K) -> F + Send + Sync + 'static,
+        F: Future<Output = io::Result<A>> + Send + 'static,
+        A: ToSocketAddrs + Send + Sync + 'static,
+    {
+        let (device, config) = (device.clone(), config.clone());
+        Self::with_connector(settings, move |key| {
+            let (device, config, resolving) = (device.clone(), config.clone(), resolve(key));
+            async move {
+                let address = resolving.await.map_err(|error| ConnectError::Lookup {
+                    kind: error.kind(),
+                    message: error.to_string(),
+                })?;
+                Connection::connect_with(&device, address, &config).await
+            }
+        })
+    }
+
+    /// Creates an empty set whose connections `connector` makes.
+    ///
+    /// # Errors
+    ///
+    /// [`NoRuntime`] without a current Tokio runtime with a timer.
+    pub fn with_connector<C, F>(settings: PeerSetConfig, connector: C) -> Result<Self, NoRuntime>
+    where
+        C: Fn(&K) -> F + Send + Sync + 'static,
+        F: Future<Output = Result<Connection, EstablishError>> + Send + 'static,
+    {
+        let runtime = NoRuntime::or_timers()?;
+        let inner = Arc::new(Inner {
+            table: Mutex::new(Table::new(&settings)),
+            permits: Arc::new(Semaphore::new(settings.max_in_flight)),
+            gate: tokio::sync::Mutex::new(()),
+            place: Notify::new(),
+            closer: Notify::new(),
+            connector: Box::new(move |key| connector(key).boxed()),
+            settings,
+        });
+        let closer = runtime.spawn(close_idle(inner.clone())).abort_handle();
+        Ok(Self { inner, closer })
+    }
+
+    /// Returns a guard of the peer's connection. Connects if there is no live one; callers that
+    /// wait for the same peer share one attempt and its error.
+    ///
+    /// # Errors
+    ///
+    /// - [`PeerError::Busy`] if a limit is reached for longer than [`PeerSetConfig::wait`].
+    /// - [`PeerError::Connect`], also if the peer's address cannot be resolved, and
+    ///   [`PeerError::ConnectTimedOut`]. The next call makes another attempt.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future withdraws the attempt, unless other callers wait for it.
+    pub async fn get(&self, key: &K) -> Result<Peer<K>, PeerError> {
+        let (inner, settings) = (&self.inner, &self.inner.settings);
+        let until = settings.wait.map(|wait| Instant::now() + wait.min(LONGEST_WAIT));
+        let entered = inner.enter(key, until).await?;
+        let of_peer = entered.permits.clone();
+        let permits = [
+            inner.permit(of_peer, PER_PEER, until).await?,
+            inner.permit(inner.permits.clone(), TOTAL, until).await?,
+        ];
+        let (generation, connection) = inner.connect(key).await?;
+        Ok(Peer { connection, generation, _permits: permits, _entered: entered })
+    }
+
+    /// Closes the connection of a peer, so that the next [`get`](Self::get) resolves and connects
+    /// anew. Guards keep the old connection. Returns true if there was one.
+    pub fn disconnect(&self, key: &K) -> bool {
+        let (connected, wake) = {
+            let mut table = self.inner.table.lock();
+            (table.disconnect(key), table.needs_closer())
+        };
+        self.inner.wake(wake);
+        connected
+    }
+
+    /// Returns the counters.
+    #[must_use]
+    pub fn counters(&self) -> PeerSetCounters {
+        self.inner.counters()
+    }
+}
+
+impl<K: Hash + Eq + Clone> Drop for PeerSet<K> {
+    fn drop(&mut self) {
+        self.closer.abort();
+        let dropped = self.inner.table.lock().clear();
+        for connection in &dropped {
+            connection.abort();
+        }
+    }
+}
+
+impl<K: Hash + Eq + Clone> fmt::Debug for PeerSet<K> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PeerSet")
+            .field("counters", &self.inner.counters())
+            .field("settings", &self.inner.settings)
+            .finish_non_exhaustive()
+    }
+}
+
+const PER_PEER: &str = "max_in_flight_per_peer";
+const TOTAL: &str = "max_in_flight";
+const PEERS: &str = "max_peers";
+
+/// Limit of a wait, in effect infinite.
+const LONGEST_WAIT: std::time::Duration = std::time::Duration::from_secs(10 * 365 * 24 * 3600);
+
+/// The result of an attempt: the number of the connection, and the connection.
+type Attempted = Result<(u64, Arc<Connection>), PeerError>;
+
+/// An attempt that several callers await.
+type Attempt = Shared<BoxFuture<'static, Attempted>>;
+
+type Connector<K> =
+    dyn Fn(&K) -> BoxFuture<'static, Result<Connection, EstablishError>> + Send + Sync;
+
+struct Inner<K> {
+    table: Mutex<Table<K>>,
+    permits: Arc<Semaphore>,
+    /// The FIFO of callers that wait for a place of a new peer. Its holder waits for `place`.
+    gate: tokio::sync::Mutex<()>,
+    /// Notified when a peer becomes idle or is removed.
+    place: Notify,
+    /// Notified when a peer becomes idle, or when a connection is to be closed.
+    closer: Notify,
+    connector: Box<Connector<K>>,
+    settings: PeerSetConfig,
+}
+
+impl<K: Hash + Eq + Clone> Inner<K> {
+    fn counters(&self) -> PeerSetCounters {
+        let in_flight = self.settings.max_in_flight - self.permits.available_permits();
+        PeerSetCounters { in_flight, ..self.table.lock().counters() }
+    }
+
+    /// Enters the slot of a peer, which then is busy.
+    async fn enter(
+        self: &Arc<Self>,
+        key: &K,
+        until: Option<Instant>,
+    ) -> Result<Entered<K>, PeerError> {
+        let entered = |permits| Entered { inner: self.clone(), key: key.clone(), permits };
+        let known = self.table.lock().enter(key);
+        if let Some(permits) = known {
+            return Ok(entered(permits));
+        }
+        let _gate = match until {
+            Some(until) => Some(self.within(until, self.gate.lock(), PEERS).await?),
+            None => None,
+        };
+        loop {
+            let (new, wake) = {
+                let mut table = self.table.lock();
+                (table.enter_new(key), table.needs_closer())
+            };
+            if wake {
+                self.closer.notify_one();
+            }
+            match (new, until) {
+                (Some(permits), _) => return Ok(entered(permits)),
+                (None, Some(until)) => {
+                    self.within(until, self.place.notified(), PEERS).await?;
+                }
+                (None, None) => return Err(self.busy(PEERS)),
+            }
+        }
+    }
+
+    async fn permit(
+        &self,
+        permits: Arc<Semaphore>,
+        field: &'static str,
+        until: Option<Instant>,
+    ) -> Result<OwnedSemaphorePermit, PeerError> {
+        let permit = match until {
+            Some(until) => self.within(until, permits.acquire_owned(), field).await?.ok(),
+            None => permits.try_acquire_owned().ok(),
+        };
+        permit.ok_or_else(|| self.busy(field))
+    }
+
+    /// Awaits `future` until the end of a caller's wait.
+    async fn within<F: Future>(
+        &self,
+        until: Instant,
+        future: F,
+        field: &'static str,
+    ) -> Result<F::Output, PeerError> {
+        wakes_contained(timeout_at(until, future)).await.map_err(|_| self.busy(field))
+    }
+
+    fn busy(&self, field: &'static str) -> PeerError {
+        let limit = match field {
+            PEERS => self.settings.max_peers,
+            PER_PEER => self.settings.max_in_flight_per_peer,
+            _ => self.settings.max_in_flight,
+        };
+        PeerError::Busy { field, limit, waited: self.settings.wait }
+    }
+
+    /// Returns the connection of a busy peer, or awaits an attempt.
+    async fn connect(&self, key: &K) -> Attempted {
+        let attempt = match self.table.lock().link(key) {
+            Some(&Link::Connected(generation, ref connection)) => {
+                return Ok((generation, connection.clone()));
+            }
+            Some(Link::Connecting(attempt)) => attempt.upgrade(),
+            _ => None,
+        };
+        let attempt = match attempt {
+            Some(attempt) => attempt,
+            None => self.start(key),
+        };
+        let result = attempt.clone().await;
+        self.table.lock().settle(key, &attempt, &result);
+        result
+    }
+
+    /// Starts an attempt, unless another caller has done so meanwhile.
+    fn start(&self, key: &K) -> Attempt {
+        let after = self.settings.attempt_timeout;
+        // The connector may use the set, so it is called without the lock.
+        let connecting = (self.connector)(key);
+        let mut table = self.table.lock();
+        let generation = table.next_generation();
+        let attempt = async move {
+            match clock::timeout(after, connecting).await {
+                Some(Ok(connection)) => Ok((generation, Arc::new(connection))),
+                Some(Err(error)) => Err(PeerError::Connect(error)),
+                None => Err(PeerError::ConnectTimedOut { after }),
+            }
+        };
+        table.start(key, attempt.boxed().shared())
+    }
+
+    /// Wakes a caller that waits for a place, and the closer if it has work.
+    fn wake(&self, closer: bool) {
+        self.place.notify_one();
+        if closer {
+            self.closer.notify_one();
+        }
+    }
+}
+
+/// A use of a peer's slot.
+struct Entered<K: Hash + Eq + Clone> {
+    inner: Arc<Inner<K>>,
+    key: K,
+    permits: Arc<Semaphore>,
+}
+
+impl<K: Hash + Eq + Clone> Drop for Entered<K> {
+    fn drop(&mut self) {
+        let (ended, wake) = {
+            let mut table = self.inner.table.lock();
+            (table.leave(&self.key), table.needs_closer())
+        };
+        // Its destructor runs without the lock.
+        drop(ended);
+        self.inner.wake(wake);
+    }
+}
+
+/// Closes connections of idle peers after their timeout, and those that were evicted.
+async fn close_idle<K: Hash + Eq + Clone>(inner: Arc<Inner<K>>) {
+    let mut closing = FuturesUnordered::new();
+    loop {
+        let (ended, next) = inner.table.lock().expire(Instant::now());
+        for connection in ended {
+            // A peer that does not finish holds its connection for `close_timeout`.
+            if closing.len() < inner.settings.max_peers {
+                closing.push(async move { connection.close().await });
+            }
+        }
+        let expired = async {
+            match next {
+                Some(next) => sleep_until(next).await,
+                None => pending().await,
+            }
+        };
+        let closed = async {
+            if closing.next().await.is_none() {
+                pending::<()>().await;
+            }
+        };
+        let changed = wakes_contained(inner.closer.notified());
+        select(select(pin!(changed), pin!(expired)), pin!(closed)).await;
+    }
+}
