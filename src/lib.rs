@@ -42,6 +42,8 @@
 //! |---|---|
 //! | Open a device | [`Device::open_default`] |
 //! | Exchange messages with peers found by IP address | [`Connection`], [`Listener`] |
+//! | Make a connection anew when it ends | [`Reconnect`](message::Reconnect) |
+//! | Keep connections to many peers | [`PeerSet`](message::PeerSet) |
 //! | Replace TCP below hyper, axum, tonic or rustls | [`RdmaStream`], [`RdmaListener`] |
 //! | Read and write the memory of a peer | [`QueuePair`], [`ExposedRegion`], [`RemoteRegion`] |
 //! | Reach many peers with few queue pairs | [`DcPool`](dc::DcPool) |
@@ -101,6 +103,9 @@ mod pages {
 
     #[doc = include_str!("../docs/streams.md")]
     mod streams {}
+
+    #[doc = include_str!("../docs/reconnect.md")]
+    mod reconnect {}
 
     #[doc = include_str!("../docs/software-device.md")]
     mod software_device {}
