@@ -52,6 +52,8 @@ fn is_busy(result: Result<Peer<u32>, PeerError>, name: &str, allowed: usize) -> 
 fn callers_of_one_peer_share_an_attempt_and_its_connection() {
     run("shared attempt", || async {
         let hosts = Hosts::new().await;
+        // Nothing accepts yet, so the attempt waits.
+        let listener = hosts.listen().await;
         let (peers, attempts) = peers(&hosts, settings());
         let mut first = Box::pin(peers.get(&1));
         let mut others: Vec<_> = (0..8).map(|_| peers.get(&1).boxed()).collect();
@@ -61,7 +63,7 @@ fn callers_of_one_peer_share_an_attempt_and_its_connection() {
         }
         // The others continue the attempt that the first has started.
         drop(first);
-        let serving = serve(hosts.listen().await);
+        let serving = serve(listener);
         let got = soon("peers", join_all(others)).await;
         let generations = got.iter().map(|peer| peer.as_ref().unwrap().generation());
         let generations: Vec<_> = generations.collect();
