@@ -20,6 +20,8 @@ use crate::op::Recv;
 pub(super) struct AfterUnlock {
     pub(super) wakers: SmallVec<[Waker; 2]>,
     dropped: SmallVec<[Dropped; 1]>,
+    /// Messages sent from the service's memory. Several are acknowledged at once.
+    pub(super) sent: SmallVec<[Buf; 4]>,
     /// True if jobs are queued without a helper thread.
     pub(super) start_helper: bool,
     pub(super) wake_driver: bool,
@@ -33,8 +35,6 @@ pub(super) enum Dropped {
     /// A message that the peer has fetched.
     Fetched(ReadOnlyRegion),
     Message(Message),
-    /// A message sent from the service's memory.
-    Buffer(Buf),
     /// The result of a job that is not needed any more.
     Output(JobOutput),
     /// Detached operations.
@@ -68,6 +68,7 @@ impl AfterUnlock {
     pub(super) fn take(&mut self) -> Option<Self> {
         let any = !self.wakers.is_empty()
             || !self.dropped.is_empty()
+            || !self.sent.is_empty()
             || self.start_helper
             || self.wake_driver;
         any.then(|| std::mem::take(self))
@@ -80,6 +81,9 @@ impl AfterUnlock {
         }
         for value in self.dropped {
             contained(|| drop(value));
+        }
+        for buffer in self.sent {
+            contained(|| drop(buffer));
         }
     }
 }

@@ -392,7 +392,7 @@ impl Core {
             }
             if let Some(buffer) = sent.into_buffer() {
                 self.lent -= 1;
-                self.after.drop(Dropped::Buffer(buffer));
+                self.after.sent.push(buffer);
             }
         }
     }

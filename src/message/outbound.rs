@@ -96,7 +96,7 @@ pub(super) enum Sent {
     Inline(Send<()>),
     Copied(Send<BufMut>),
     /// A buffer of the service, and a reference that is dropped without the lock
-    /// (`Dropped::Buffer`): it may be the last.
+    /// (`AfterUnlock::sent`): it may be the last.
     Lent(Send<Buf>, Buf),
     Abort(Send<()>),
     Done(Option<Buf>),
