@@ -298,7 +298,7 @@ fn peer_that_is_gone_is_an_error_and_not_the_end() {
 }
 
 #[test]
-fn shutdown_of_its_runtime_is_the_reason_whoever_polls_the_stream() {
+fn runtime_that_shuts_down_is_the_reason_on_other_runtimes_too() {
     for _ in 0..scaled(50) {
         bounded("runtime", LONG, || {
             let [runtime, other] = [(); 2].map(|()| Flavour::MultiThread.runtime());

@@ -81,26 +81,36 @@ use crate::verbs::{Device, ProtectionDomain};
 /// # Closing
 ///
 /// `shutdown` ends this side's bytes: the peer reads them, then the end. The other direction stays
-/// open. Dropping the stream does the same for what was written, and discards what was not read: it
-/// continues in the background until the peer has everything and has finished or was idle for a
-/// second, at most [`close_timeout`](ConnectionConfig::close_timeout). A runtime that shuts down
-/// ends that. [`abort`](Self::abort) ends the stream at once, and the peer's reads fail.
+/// open. It returns before the bytes have arrived. A program that exits then may lose some, unless
+/// it waits: for an answer, or for the end of the stream by [`closed`](Self::closed), which also
+/// waits for the peer's `shutdown`.
+///
+/// Dropping the stream does the same for what was written, and discards what was not read. It
+/// continues in the background until both sides have finished. Once the peer's device has
+/// everything, the peer has one second to finish; before, the stream continues for at most
+/// [`close_timeout`](ConnectionConfig::close_timeout). Raise that if peers read slowly. A runtime
+/// that shuts down ends it. [`abort`](Self::abort) ends the stream at once, and the peer's reads
+/// fail.
 ///
 /// # Errors
 ///
 /// An end of the stream is reported only if the peer has shut down its side and all bytes have
-/// arrived. All other ends are errors, whose source is a [`MessageError`] with the [`CloseReason`]:
+/// arrived, or if this side's [`RdmaListener`] shuts down. All other ends are errors, whose source
+/// is a [`MessageError`] with the [`CloseReason`]:
 ///
 /// | Kind | Cause |
 /// |---|---|
 /// | `ConnectionReset` | the peer aborted, is gone, or its runtime has shut down |
-/// | `TimedOut` | the peer does not answer retransmissions or [keepalive], or [stalls] |
+/// | `TimedOut` | no answer to retransmissions or [keepalive]; the peer [stalls], sends [nothing] |
 /// | `BrokenPipe` | a write after `shutdown`, or after both sides have ended |
-/// | `ConnectionAborted` | this side aborted, or its runtime has shut down |
+/// | `ConnectionAborted` | this side aborted, or its runtime or listener has shut down |
+/// | `ConnectionRefused` | the listener refused the connection after it was established |
+/// | `OutOfMemory` | memory cannot be registered |
 /// | `InvalidData` | the peer violated the protocol |
 ///
 /// [keepalive]: ConnectionConfig::keepalive
 /// [stalls]: ConnectionConfig::stall_timeout
+/// [nothing]: ConnectionConfig::first_message_timeout
 ///
 /// # Cancel safety
 ///

@@ -115,7 +115,7 @@ impl OwnedReadHalf {
     /// Consumes bytes of the chunk, at most all.
     fn advance(&mut self, bytes: usize) {
         let Some((chunk, consumed)) = &mut self.chunk else { return };
-        *consumed = chunk.len().min(*consumed + bytes);
+        *consumed = chunk.len().min(consumed.saturating_add(bytes));
         if *consumed == chunk.len() {
             self.release();
         }

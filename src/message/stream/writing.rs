@@ -163,6 +163,9 @@ impl Core {
         self.protocol.phase().check_open()?;
         let mut bytes = Unwritten::new(slices);
         let len = bytes.len;
+        if len == 0 {
+            return Ok(Ok(0));
+        }
         if let Some(held) = &mut self.held {
             held.append(&mut bytes);
             if held.is_full() {
