@@ -12,6 +12,7 @@ mod hostile;
 mod messages;
 mod notifications;
 mod one_sided;
+mod reconnect;
 mod reentrant;
 mod registered;
 mod service;
