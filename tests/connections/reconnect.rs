@@ -2,7 +2,6 @@
 //!
 //! Uses the device that `TOKIO_RDMA_DEVICE` names, or the software device.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use tokio_rdma::message::{
@@ -51,7 +50,7 @@ fn client_connects_again_to_a_server_that_drops_or_aborts_connections() {
 fn peers_share_a_connection_and_the_one_used_least_recently_is_evicted() {
     run("peers", || async {
         let [(near, _), (far, _)] = connected::two(&Network::new());
-        let listener = Arc::new(Listener::bind_with(&far, address(&far), &config()).await.unwrap());
+        let listener = Listener::bind_with(&far, address(&far), &config()).await.unwrap();
         let place = listener.local_addr();
         let settings = PeerSetConfig::default().max_peers(2);
         let peers = PeerSet::new(&near, &config(), settings, move |_: &u32| async move {

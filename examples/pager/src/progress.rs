@@ -6,7 +6,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tokio::time::{Instant, timeout_at};
 
-/// Maximum time without any completion; a dead peer is detected sooner, by retransmissions. On a
+/// Maximum time without any completion; a dead peer is detected sooner, by keep-alives. On a
 /// slow device, one operation among many may take longer.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
 

@@ -136,7 +136,7 @@ impl Core {
         driver: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<(), MessageError>> {
-        if self.held.is_none() || self.send_held_now() {
+        if self.send_held_now() {
             // A write that waits keeps its position.
             return Poll::Ready(Ok(()));
         }
@@ -254,7 +254,7 @@ impl Core {
     }
 
     fn push(&mut self) -> Attempt<()> {
-        if self.held.is_none() || self.send_held_now() {
+        if self.send_held_now() {
             return Ok(Ok(()));
         }
         match self.close_reason() {
