@@ -519,6 +519,10 @@ fn errors_of_handshakes_have_their_exact_texts() {
         RefusalReason::ShuttingDown => [
             RefusalReason::ShuttingDown => "the listener shuts down",
         ],
+        RefusalReason::OutOfBuffers => [
+            RefusalReason::OutOfBuffers =>
+                "the listener has used up its limit ConnectionConfig::budget for buffers",
+        ],
         RefusalReason::OtherContent(_) => [
             RefusalReason::OtherContent(Content::Messages) =>
                 "the listener carries messages; connect with Connection",
@@ -613,6 +617,11 @@ fn errors_of_connections_have_their_exact_texts() {
         Violation::Frames { .. } => [
             Violation::Frames { allowed: 49 } => "message of more than 49 frames",
         ],
+        Violation::Resize { .. } => [
+            Violation::Resize { receives: 4, size: 512 } =>
+                "invalid change to 4 receives of 512 bytes",
+        ],
+        Violation::Skip => [Violation::Skip => "receive skipped that the peer must use"],
         Violation::AfterFinish => [Violation::AfterFinish => "message sent after Fin"],
         Violation::NotFinished => [
             Violation::NotFinished => "acknowledgement of a Fin that was not sent",

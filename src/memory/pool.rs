@@ -167,7 +167,7 @@ impl Pool {
         self.check(len)?;
         while !self.inner.free.take_many(buffers, number, len as u32) {
             if self.inner.growing {
-                self.inner.grow().map_err(PoolError::Register)?;
+                self.inner.grow(self.inner.per_slab).map_err(PoolError::Register)?;
                 continue;
             }
             LimitError::check(
@@ -193,7 +193,7 @@ impl Pool {
             return Err(PoolError::Empty);
         }
         loop {
-            self.inner.grow().map_err(PoolError::Register)?;
+            self.inner.grow(self.inner.per_slab).map_err(PoolError::Register)?;
             if let Some(buffer) = self.inner.free.take(len as u32) {
                 return Ok(buffer);
             }
@@ -221,6 +221,20 @@ impl Pool {
         Ok(buf)
     }
 
+    /// Returns the registered bytes.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.total() as u64 * u64::from(self.inner.stride)
+    }
+
+    pub(crate) fn protection_domain(&self) -> &ProtectionDomain {
+        &self.inner.pd
+    }
+
+    /// Registers more buffers.
+    pub(crate) fn grow_by(&self, buffers: u32) -> Result<(), SetupError> {
+        if buffers == 0 { Ok(()) } else { self.inner.grow(buffers) }
+    }
+
     #[cfg(test)]
     pub(super) fn free_list(&self) -> &Arc<FreeList> {
         &self.inner.free
@@ -246,8 +260,8 @@ impl Pool {
 }
 
 impl Inner {
-    fn grow(&self) -> Result<(), SetupError> {
-        let len = self.stride as usize * self.per_slab as usize;
+    fn grow(&self, buffers: u32) -> Result<(), SetupError> {
+        let len = self.stride as usize * buffers as usize;
         let memory = if self.huge_pages {
             let errno = |error: std::io::Error| error.raw_os_error().unwrap_or(VerbError::ENOMEM);
             HostMemory::huge(len).map_err(|error| VerbError::new("mmap", errno(error)))?
@@ -255,9 +269,8 @@ impl Inner {
             HostMemory::try_zeroed(len)?
         };
         let registration = Registration::new(&self.pd, memory, Access::LOCAL_WRITE, false)?;
-        let slab =
-            Arc::new(Slab::new(registration, self.stride, self.per_slab, Some(self.free.clone())));
-        self.free.add(&slab, self.per_slab);
+        let slab = Arc::new(Slab::new(registration, self.stride, buffers, Some(self.free.clone())));
+        self.free.add(&slab, buffers);
         Ok(())
     }
 }
@@ -357,7 +370,7 @@ impl PoolBuilder {
             huge_pages: self.huge_pages,
             free,
         };
-        inner.grow()?;
+        inner.grow(inner.per_slab)?;
         Ok(Pool { inner: Arc::new(inner) })
     }
 }

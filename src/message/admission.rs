@@ -8,6 +8,7 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
+use super::budget::BufferBudget;
 use super::config::ConnectionConfig;
 use super::handshake::{Content, Handshake, HandshakeError};
 use super::shared::Shared;
@@ -26,6 +27,8 @@ pub enum RefusalReason {
     ShuttingDown,
     /// The listener carries this content, the request another.
     OtherContent(Content),
+    /// The listener's [`BufferBudget`](super::BufferBudget) is used up.
+    OutOfBuffers,
 }
 
 impl RefusalReason {
@@ -40,6 +43,7 @@ impl RefusalReason {
             Self::ShuttingDown => 3,
             Self::OtherContent(Content::Messages) => 4,
             Self::OtherContent(Content::Bytes) => 5,
+            Self::OutOfBuffers => 6,
         };
         [&Handshake::MAGIC[..], &[Handshake::VERSION, Self::KIND, code, 0]].concat()
     }
@@ -55,6 +59,7 @@ impl RefusalReason {
             (true, 3) => Some(Self::ShuttingDown),
             (true, 4) => Some(Self::OtherContent(Content::Messages)),
             (true, 5) => Some(Self::OtherContent(Content::Bytes)),
+            (true, 6) => Some(Self::OutOfBuffers),
             _ => None,
         }
     }
@@ -77,6 +82,9 @@ impl fmt::Display for RefusalReason {
             Self::OtherContent(Content::Bytes) => {
                 "the listener carries byte streams; connect with RdmaStream"
             }
+            Self::OutOfBuffers => {
+                "the listener has used up its limit ConnectionConfig::budget for buffers"
+            }
         })
     }
 }
@@ -93,6 +101,8 @@ pub struct ListenerStats {
     pub refused_full: u64,
     /// Peers refused with [`RefusalReason::SourceFull`].
     pub refused_source: u64,
+    /// Peers refused with [`RefusalReason::OutOfBuffers`].
+    pub refused_buffers: u64,
     /// Peers rejected because their request had no valid [`Handshake`].
     pub refused_protocol: u64,
     /// Handshakes evicted before their peer confirmed; see
@@ -107,6 +117,9 @@ pub(super) struct Admission {
     max_connections: u32,
     max_per_source: u32,
     pub(super) content: Content,
+    budget: BufferBudget,
+    /// Bytes of the first buffers of a connection.
+    first_buffers: u64,
     answer: CmAnswer,
     /// The provider may answer requests itself.
     answering: AtomicBool,
@@ -141,6 +154,8 @@ impl Admission {
             max_connections: config.max_connections,
             max_per_source: config.max_connections_per_source,
             content: config.content,
+            budget: config.budget.clone(),
+            first_buffers: config.first_bytes(),
             answer,
             answering: AtomicBool::new(false),
             #[cfg(test)]
@@ -240,6 +255,8 @@ impl State {
             Some(RefusalReason::ListenerFull)
         } else if from_source >= limits.max_per_source {
             Some(RefusalReason::SourceFull)
+        } else if !limits.budget.has(limits.first_buffers) {
+            Some(RefusalReason::OutOfBuffers)
         } else {
             None
         }
@@ -250,6 +267,7 @@ impl State {
         match reason {
             RefusalReason::ListenerFull => self.stats.refused_full += 1,
             RefusalReason::SourceFull => self.stats.refused_source += 1,
+            RefusalReason::OutOfBuffers => self.stats.refused_buffers += 1,
             RefusalReason::ShuttingDown | RefusalReason::OtherContent(_) => {}
         }
         Err(reason)

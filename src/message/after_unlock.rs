@@ -7,11 +7,11 @@ use std::task::Waker;
 use smallvec::SmallVec;
 
 use super::inbound::{Incoming, Message};
-use super::message_memory::{Job, JobOutput};
+use super::message_memory::{FetchMemory, Job, JobOutput};
 use super::outbound::Sent;
 use crate::cm::CmConnection;
 use crate::contained::contained;
-use crate::memory::{Buf, BufMut, ReadOnlyRegion};
+use crate::memory::{Buf, BufMut, Pool, ReadOnlyRegion};
 use crate::op::Recv;
 
 /// Wakers and values to be called and dropped without the lock, because both may run code of the
@@ -44,6 +44,10 @@ pub(super) enum Dropped {
     Lost(VecDeque<Incoming>),
     Jobs(VecDeque<Job>),
     Link(Arc<CmConnection>),
+    /// Buffers that a side does not need any more.
+    Pool(Pool),
+    FetchMemory(FetchMemory),
+    Buffer(BufMut),
 }
 
 impl AfterUnlock {

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
+use super::budget::{self, BufferBudget};
 use super::flow_control::RESERVE;
 use super::frame::{MAX_RECEIVES, OFFER_LEN};
 use super::handshake::{Content, Handshake, HandshakeError};
@@ -19,15 +20,17 @@ use crate::verbs::{Device, ProtectionDomain};
 /// Settings of a [`Connection`](super::Connection). The two sides may differ: each announces what
 /// it can receive.
 ///
-/// A connection uses at most this much memory, whatever its peer sends. Received messages held by
-/// the service come on top.
+/// A connection registers buffers with use and deregisters them when it is idle, unless
+/// [`preallocate`](Self::preallocate) is set. It uses at most this much memory, whatever its peer
+/// sends. Received messages held by the service come on top.
 ///
 /// - `receive_buffer_size` × (`receive_buffers` + `spare_buffers` + 4 + `send_buffers`)
 /// - `receive_memory`, or the longest message if that is more
-/// - `receive_memory` again, in buffers kept for reuse
+/// - `receive_memory` again, in buffers kept for reuse while it is in use
 ///
-/// While a device has a connection or listener, it also keeps the buffers of at most eight closed
-/// connections for later ones with the same settings, which need not register any.
+/// While a device has a connection or listener, it also keeps the protection domains, completion
+/// queues and first buffers of at most eight closed connections for later ones with the same
+/// settings, which need not create any.
 ///
 /// ```
 /// use tokio_rdma::{CompletionMode, Connection, ConnectionConfig, Listener};
@@ -58,6 +61,9 @@ pub struct ConnectionConfig {
     pub(super) max_send_wr: u32,
     pub(super) max_inline: u32,
     pub(super) max_eager: u32,
+    pub(super) preallocate: bool,
+    pub(super) budget: BufferBudget,
+    pub(super) shrink_after: Duration,
     pub(super) max_message: u64,
     pub(super) receive_memory: u64,
     pub(super) send_memory: u64,
@@ -96,6 +102,9 @@ impl Default for ConnectionConfig {
             max_send_wr: 128,
             max_inline: 64,
             max_eager: 64 << 10,
+            preallocate: false,
+            budget: BufferBudget::process(),
+            shrink_after: Duration::from_secs(5),
             max_message: 64 << 20,
             receive_memory: 16 << 20,
             send_memory: 64 << 20,
@@ -120,7 +129,7 @@ impl Default for ConnectionConfig {
 impl ConnectionConfig {
     /// Returns the default settings of byte streams. They have fewer and larger buffers than
     /// [`default`](Self::default): 24 receive buffers of 32 KiB, 8 spare and 16 send buffers, 1.7
-    /// MiB in all.
+    /// MiB in all, when it is in use.
     ///
     /// [`max_message`](Self::max_message) limits the pieces that a side reads from the other's
     /// memory, not the stream.
@@ -141,7 +150,7 @@ impl ConnectionConfig {
 
     /// Sets how many messages the peer may send before the service receives any; default 64: 32 in
     /// flight each way plus the delay of credit updates. Four more receives are posted for control
-    /// frames.
+    /// frames. A connection starts with four, see [`preallocate`](Self::preallocate).
     pub fn receive_buffers(mut self, buffers: u32) -> Self {
         self.receive_buffers = buffers;
         self
@@ -183,6 +192,28 @@ impl ConnectionConfig {
     /// peer reads them, which copies nothing but takes more system calls.
     pub fn max_eager(mut self, bytes: u32) -> Self {
         self.max_eager = bytes;
+        self
+    }
+
+    /// Registers all buffers when connecting and keeps them; default false, which starts with
+    /// receives for four messages of 512 bytes and no send buffers, and registers more with use. A
+    /// connection whose `receive_buffer_size` is at most 512 registers all.
+    pub fn preallocate(mut self, preallocate: bool) -> Self {
+        self.preallocate = preallocate;
+        self
+    }
+
+    /// Takes buffers from this budget, which connections can share; default
+    /// [`BufferBudget::process`], 1 GiB.
+    pub fn budget(mut self, budget: &BufferBudget) -> Self {
+        self.budget = budget.clone();
+        self
+    }
+
+    /// Sets the time without messages after which a connection deregisters the buffers that it has
+    /// registered with use; default 5 s, at least 1 ms. They are also deregistered when it closes.
+    pub fn shrink_after(mut self, time: Duration) -> Self {
+        self.shrink_after = time;
         self
     }
 
@@ -279,9 +310,9 @@ impl ConnectionConfig {
         self
     }
 
-    /// Sets how many connections a [`Listener`](super::Listener) has open; default 4,096 (5.3 GiB
-    /// with default settings). A connection counts until both sides have closed it and its handles
-    /// are dropped. Further peers are rejected with
+    /// Sets how many connections a [`Listener`](super::Listener) has open; default 4,096 (16 MiB of
+    /// buffers if they are idle; [`budget`](Self::budget) limits the others). A connection counts
+    /// until both sides have closed it and its handles are dropped. Further peers are rejected with
     /// [`RefusalReason::ListenerFull`](super::RefusalReason::ListenerFull).
     ///
     /// Simultaneous requests may all be answered for one remaining connection. Those beyond the
@@ -418,6 +449,7 @@ impl ConnectionConfig {
             buffer_size: self.receive_buffer_size,
             receives: self.receives(),
             max_message: self.max_message,
+            grows: self.is_elastic(),
         }
     }
 
@@ -446,6 +478,7 @@ impl ConnectionConfig {
             ("keepalive timeout in milliseconds", self.keepalive.map(|(_, timeout)| timeout)),
             ("stall_timeout in milliseconds", self.stall_timeout),
             ("first_message_timeout in milliseconds", self.first_message_timeout),
+            ("shrink_after in milliseconds", Some(self.shrink_after)),
         ];
         for (field, time) in times {
             let millis =
@@ -458,7 +491,7 @@ impl ConnectionConfig {
             self.receive_buffers.into(),
             (MAX_RECEIVES - RESERVE).into(),
         )?;
-        LimitError::check("receive_buffers", self.receives().into(), attr.max_qp_wr.into())?;
+        LimitError::check("receive_buffers", self.most_receives().into(), attr.max_qp_wr.into())?;
         LimitError::check("max_send_wr", self.max_send_wr.into(), attr.max_qp_wr.into())?;
         LimitError::check("max_inline", self.max_inline.into(), attr.max_inline.into())?;
         LimitError::check("max_message", self.max_message, isize::MAX as u64)?;
@@ -473,6 +506,7 @@ impl ConnectionConfig {
             buffers - u64::from(self.receives()),
         )?;
         LimitError::check("send_buffers", self.send_buffers.into(), buffers)?;
+        LimitError::check(budget::FIELD, self.first_bytes(), self.budget.limit())?;
         self.options.check()?;
         Ok(())
     }

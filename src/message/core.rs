@@ -18,6 +18,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use super::after_unlock::{AfterUnlock, Dropped};
+use super::budget::Share;
 use super::config::ConnectionConfig;
 use super::error::{CloseReason, Violation};
 use super::flow_control::max_frames;
@@ -29,13 +30,16 @@ use super::lifecycle::{Event, Phase, Stage};
 use super::message_memory::FetchMemory;
 use super::outbound::{Block, Sent};
 use super::protocol::{Due, Protocol};
+use super::receives::Receives;
+use super::send_memory::SendMemory;
 use super::stream::{Held, check_bytes};
 use super::timers::{Observed, Times};
 use super::waiters::Waiters;
+use super::window::{Sizes, first_receives};
 use crate::cm::CmConnection;
-use crate::error::OpErrorKind;
+use crate::error::{OpErrorKind, SetupError};
 use crate::memory::{BufMut, Pool, ReadOnlyRegion};
-use crate::op::{QueuePair, Received, Recv};
+use crate::op::{QueuePair, Received};
 
 /// The number of frames handled before the task yields.
 pub(super) const BATCH: usize = 128;
@@ -54,13 +58,14 @@ pub(super) struct Core {
     /// Short writes of a stream are not held.
     pub(super) nodelay: bool,
     pub(super) limits: Limits,
-    pub(super) receive_pool: Pool,
-    pub(super) send_pool: Pool,
+    /// Sizes of the peer's receives.
+    pub(super) sizes: Sizes,
+    pub(super) send_memory: SendMemory,
+    pub(super) share: Share,
     pub(super) fetch_memory: FetchMemory,
     pub(super) jobs: Jobs,
 
-    /// Kept after termination until the queue pair is closed: dropping flushed ones costs less.
-    pub(super) receives: VecDeque<Recv<BufMut>>,
+    pub(super) receives: Receives,
     pub(super) inbox: Inbox,
     /// Frames in flight; after termination, an `Abort` that the driver awaits.
     pub(super) sends: VecDeque<Sent>,
@@ -101,8 +106,17 @@ pub(super) struct Limits {
     pub(super) inline: usize,
     /// Most frames of a message of the peer.
     pub(super) frames: u32,
-    /// Longest message sent in one frame.
+    /// Longest frame that the peer's receives and this side's buffers permit now.
     pub(super) frame: usize,
+    /// Bytes of this side's send buffers.
+    pub(super) own_frame: usize,
+    /// Buffers are registered with use.
+    pub(super) is_elastic: bool,
+    /// Configured maximum of `eager`.
+    pub(super) own_eager: usize,
+    /// Most receives of the peer, and most bytes of each.
+    pub(super) peer_receives: u32,
+    pub(super) peer_size: u32,
     /// Longest message sent without an offer, in several frames.
     pub(super) eager: usize,
     /// Longest message that the peer accepts.
@@ -120,12 +134,18 @@ impl Core {
     pub(super) fn new(
         qp: QueuePair,
         config: &ConnectionConfig,
-        [receive_pool, send_pool]: [Pool; 2],
+        (receive_pool, send_pool): (Pool, Option<Pool>),
+        share: Share,
     ) -> Self {
         let limits = Limits {
             inline: qp.caps().max_inline.min(config.max_inline) as usize,
             frames: max_frames(config.receives()),
-            frame: send_pool.buffer_size(),
+            frame: 0,
+            own_frame: config.receive_buffer_size as usize,
+            is_elastic: config.is_elastic(),
+            own_eager: config.max_eager as usize,
+            peer_receives: 0,
+            peer_size: 0,
             eager: 0,
             send: 0,
             receive: config.handshake().max_message,
@@ -134,7 +154,7 @@ impl Core {
             linger: config.close_timeout,
         };
         let mut core = Self {
-            protocol: Protocol::new(config.receives()),
+            protocol: Protocol::new(config.first_receives()),
             fetch_memory: FetchMemory::new(qp.protection_domain(), config.receive_memory),
             jobs: Jobs::None,
             link: None,
@@ -144,9 +164,10 @@ impl Core {
             nodelay: false,
             qp,
             limits,
-            receive_pool,
-            send_pool,
-            receives: VecDeque::with_capacity(config.receives() as usize),
+            sizes: Sizes::new(0),
+            send_memory: SendMemory::new(send_pool, config),
+            share,
+            receives: Receives::new(receive_pool, config),
             inbox: Inbox::default(),
             sends: VecDeque::new(),
             held: None,
@@ -163,14 +184,7 @@ impl Core {
             counters: ConnectionCounters::default(),
             after: AfterUnlock::default(),
         };
-        for _ in 0..config.receives() {
-            match core.receive_pool.try_alloc(core.receive_pool.buffer_size()) {
-                Ok(buffer) => core.post_receive(buffer),
-                Err(error) => {
-                    unreachable!("the pool has a buffer for each receive: {error}")
-                }
-            }
-        }
+        core.post_first();
         core
     }
 
@@ -181,19 +195,13 @@ impl Core {
         link: Option<Arc<CmConnection>>,
     ) {
         self.link = link;
-        self.protocol.set_peer(
-            config.receives(),
-            peer.receives,
-            Times::new(config),
-            Instant::now(),
-        );
-        let frame = self.limits.frame.min(peer.buffer_size as usize);
-        // Both sides have the buffers of the longest message, or it would wait indefinitely.
-        let frames = max_frames(peer.receives).min(config.send_buffers) as usize;
-        self.limits.frame = frame;
-        self.limits.eager =
-            frame.max((config.max_eager as usize).min(frame.saturating_mul(frames)));
+        let (window, size) = peer.first_receives();
+        self.protocol.set_peer(config.first_receives(), window, Times::new(config), Instant::now());
+        self.limits.peer_receives = peer.receives.saturating_add(first_receives(peer.receives));
+        self.limits.peer_size = peer.buffer_size;
         self.limits.send = peer.max_message;
+        self.sizes = Sizes::new(size);
+        self.set_frame(size);
     }
 
     /// Does all work that is possible now. Operations wake `driver`.
@@ -228,6 +236,10 @@ impl Core {
     pub(super) fn drive(&mut self, driver: &Waker) -> ControlFlow<CloseReason, Option<Instant>> {
         self.progress(driver);
         self.protocol.linger(Instant::now);
+        let fetched = self.limits.is_elastic && self.fetch_memory.pooled() > 0;
+        if self.receives.is_grown() || self.send_memory.is_grown() || fetched {
+            self.protocol.watch_idle(Instant::now);
+        }
         if self.is_abort_acknowledged(driver) {
             self.on(Event::Terminate(CloseReason::Local));
         }
@@ -242,10 +254,17 @@ impl Core {
         let notified =
             self.counters.notifications_received > 0 || !self.inbox.notifications.is_empty();
         let message_seen = self.inbox.has_seen_message() || notified;
-        let observed = Observed { stalled_at, message_seen };
+        let messages = self.counters.sent + self.counters.received + self.counters.offered;
+        let observed = Observed { stalled_at, message_seen, messages };
         while let (None, Some(due)) = (self.close_reason(), self.protocol.due(now, observed)) {
             match due {
                 Due::Frame(header) => self.send_bare(header),
+                Due::Shrink => {
+                    self.shrink_send_memory();
+                    self.shrink_receives();
+                    self.shrink_fetch_memory();
+                    self.send_due();
+                }
                 Due::Terminate(reason) => self.on(Event::Terminate(reason)),
             }
         }
@@ -258,6 +277,7 @@ impl Core {
         }
         self.reap();
         self.send_held();
+        self.grow_receives();
         self.fetch(context)?;
         if !self.protocol.phase().takes_messages() {
             self.discard()?;
@@ -276,7 +296,7 @@ impl Core {
     /// Handles up to [`BATCH`] received frames.
     pub(super) fn take_frames(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
         for _ in 0..BATCH {
-            let Some(receive) = self.receives.front_mut() else { return Ok(()) };
+            let Some(receive) = self.receives.posted.front_mut() else { return Ok(()) };
             // Its completion wakes the driver. A poll would register that again, and spins if the
             // mode does.
             if self.by_events && receive.is_watched() {
@@ -286,7 +306,7 @@ impl Core {
                 }
             }
             let Poll::Ready(result) = Pin::new(receive).poll(context) else { return Ok(()) };
-            self.receives.pop_front();
+            self.receives.posted.pop_front();
             match result {
                 Ok(received) => self.on_frame(received)?,
                 Err(error) => {
@@ -306,11 +326,11 @@ impl Core {
         if written && self.content == Content::Messages {
             return self.on_notification(Notification { imm, len }, buffer);
         }
-        let header = Header::decode(imm)?;
+        let header = Header::decode(imm);
         if self.content == Content::Bytes {
             check_bytes(header, &buffer, written)?;
         }
-        if !header.kind.is_message() && !buffer.is_empty() {
+        if !header.kind.has_payload() && !buffer.is_empty() {
             return Err(Violation::FrameLength { len: buffer.len() }.into());
         }
         let fetched = self.protocol.receive(header)?;
@@ -325,6 +345,7 @@ impl Core {
         }
         match header.kind {
             Kind::Data | Kind::Part => {
+                self.note_demand(header.kind, buffer.len() as u64);
                 let len = self.inbox.incomplete_len() + buffer.len() as u64;
                 let allowed = self.limits.receive;
                 // Bytes of a stream are no message, and a buffer limits them.
@@ -341,6 +362,7 @@ impl Core {
             }
             Kind::Offer => {
                 let region = decode_offer(&buffer, self.limits.receive)?;
+                self.note_demand(header.kind, region.len());
                 self.post_receive(buffer);
                 // Keeps the credit until the service receives the message.
                 self.inbox.push(Incoming::Offered(region));
@@ -349,6 +371,7 @@ impl Core {
                 self.post_receive(buffer);
                 self.protocol.flow.release_control();
             }
+            Kind::Resize => self.on_resize(buffer)?,
         }
         Ok(())
     }
@@ -359,18 +382,23 @@ impl Core {
         buffer: BufMut,
     ) -> Result<(), CloseReason> {
         self.protocol.flow.receive_notification()?;
+        self.note_demand(Kind::Data, 0);
         self.post_receive(buffer);
         // Keeps the credit until the service takes it, which limits the queue.
         self.inbox.notifications.push_back(notification);
         Ok(())
     }
 
-    pub(super) fn post_receive(&mut self, mut buffer: BufMut) {
-        let whole = buffer.resize(self.receive_pool.buffer_size());
-        debug_assert!(whole.is_ok(), "buffer of the receive pool");
-        let receive = self.qp.recv(buffer);
-        self.note_refusal(receive.refusal());
-        self.receives.push_back(receive);
+    /// Counts a failed registration of buffers, and logs the first one.
+    pub(super) fn note_failed_growth(&mut self, error: &SetupError) {
+        if self.counters.growth_failures == 0 {
+            tracing::warn!(
+                qpn = %self.qp.qpn(),
+                %error,
+                "failed to register more buffers; continuing with fewer"
+            );
+        }
+        self.counters.growth_failures += 1;
     }
 
     /// Records a failed post. The queue pair still works then, so the failure would otherwise be
@@ -399,9 +427,12 @@ impl Core {
 
     /// Sends the `Ack` and `Fin` that are due.
     pub(super) fn send_due(&mut self) {
-        while let Some(header) = self.protocol.next_frame(self.held.is_none()) {
+        while let Some((header, resize)) = self.protocol.next_frame(self.held.is_none()) {
             self.counters.acks += u64::from(header.kind == Kind::Ack);
-            self.send_bare(header);
+            match resize {
+                Some(resize) => self.send_short(header, &resize.to_bytes()),
+                None => self.send_bare(header),
+            }
         }
     }
 
@@ -429,7 +460,7 @@ impl Core {
     /// Returns the send whose completion is awaited, if any.
     fn awaited_send(&mut self) -> Option<&mut Sent> {
         // Without a posted receive, only a send reports that the queue pair has failed.
-        if self.protocol.flow.is_over() || self.held.is_some() || self.receives.is_empty() {
+        if self.protocol.flow.is_over() || self.held.is_some() || self.receives.posted.is_empty() {
             return self.sends.back_mut();
         }
         let mark = self.mark.and_then(|mark| mark.frames.checked_sub(self.reaped + 1));
@@ -472,7 +503,7 @@ impl Core {
             Block::Held => self.held.is_none() || self.close_reason().is_some(),
             _ if self.protocol.phase().check_open().is_err() => true,
             Block::Credits { frames } => self.protocol.flow.may_send_message(frames),
-            Block::Buffers { frames } => self.send_pool.available() >= frames,
+            Block::Buffers { frames } => self.send_memory.has(frames),
             Block::Memory(len) => {
                 self.offers.is_empty() || self.offered + len <= self.limits.send_memory
             }
@@ -509,6 +540,10 @@ impl Core {
         ConnectionCounters {
             credits: self.protocol.flow.credits(),
             inbox: self.inbox.messages.len(),
+            receives: self.receives.number(),
+            buffer_memory: self.receives.memory()
+                + self.send_memory.memory()
+                + self.fetch_memory.pooled(),
             ..self.counters
         }
     }
@@ -544,6 +579,12 @@ pub struct ConnectionCounters {
     pub credits: u32,
     /// Messages arrived or offered, not received by the service yet.
     pub inbox: usize,
+    /// Posted receives, including four for control frames.
+    pub receives: u32,
+    /// Registered bytes of receive, spare and send buffers, and of those kept for long messages.
+    pub buffer_memory: u64,
+    /// Failed attempts to register more buffers.
+    pub growth_failures: u64,
 }
 
 #[cfg(all(test, not(loom)))]
@@ -558,7 +599,8 @@ mod tests {
         let pd =
             Device::software_in(&Network::new(), "refused").unwrap().protection_domain().unwrap();
         let mut core = Connection::prepare(&pd, &ConnectionConfig::default()).unwrap().core;
-        let spare = core.receive_pool.try_alloc(1).unwrap();
+        let pool = Pool::new(core.qp.protection_domain(), 512, 1).unwrap();
+        let spare = pool.try_alloc(1).unwrap();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(core.qp.clone().close());
         core.post_receive(spare);

@@ -25,7 +25,7 @@ impl Core {
     ) -> Result<(), CloseReason> {
         self.on(Event::Fail(kind));
         // Frames that arrived earlier count: a peer that closes sends its last frames first.
-        for _ in 0..=self.receives.len() / BATCH {
+        for _ in 0..=self.receives.posted.len() / BATCH {
             self.take_frames(context)?;
         }
         if self.protocol.flow.is_over() {
@@ -104,7 +104,7 @@ impl Core {
                     self.release(abort.flatten());
                 }
                 Action::ReleaseReceives => {
-                    let flushed = std::mem::take(&mut self.receives);
+                    let flushed = std::mem::take(&mut self.receives.posted);
                     self.after.drop(Dropped::Receives(flushed));
                 }
                 Action::ReleaseOffers => {
@@ -175,7 +175,7 @@ impl Core {
     /// Ends the messages of the peer: the service receives those that have arrived, then the end.
     pub(super) fn drain(&mut self, driver: &Waker) {
         self.qp.drain_completions();
-        for _ in 0..=self.receives.len() / BATCH {
+        for _ in 0..=self.receives.posted.len() / BATCH {
             self.progress(driver);
         }
         self.inbox.drain();
@@ -264,7 +264,7 @@ impl Core {
     /// thread has not polled them.
     pub(super) fn on_disconnect(&mut self, driver: &Waker) {
         self.qp.drain_completions();
-        for _ in 0..=self.receives.len() / BATCH {
+        for _ in 0..=self.receives.posted.len() / BATCH {
             self.progress(driver);
         }
         let reason = if self.protocol.flow.is_over() {

@@ -145,6 +145,15 @@ pub enum Violation {
         /// Limit, which depends on the receives.
         allowed: u32,
     },
+    /// An invalid change of the peer's receives.
+    Resize {
+        /// Receives announced.
+        receives: u32,
+        /// Bytes of each announced.
+        size: u32,
+    },
+    /// A receive skipped that this side needs.
+    Skip,
     /// A message after `Fin`.
     AfterFinish,
     /// An acknowledgement of a `Fin` that was not sent.
@@ -240,6 +249,10 @@ impl fmt::Display for Violation {
                 write!(f, "another frame within a message, of which {len} bytes have arrived")
             }
             Self::Frames { allowed } => write!(f, "message of more than {allowed} frames"),
+            Self::Resize { receives, size } => {
+                write!(f, "invalid change to {receives} receives of {size} bytes")
+            }
+            Self::Skip => f.write_str("receive skipped that the peer must use"),
             Self::AfterFinish => f.write_str("message sent after Fin"),
             Self::NotFinished => f.write_str("acknowledgement of a Fin that was not sent"),
         }

@@ -74,6 +74,15 @@ impl Core {
         Ok(())
     }
 
+    /// Drops the buffers for long messages if all were received.
+    pub(super) fn shrink_fetch_memory(&mut self) {
+        if self.inbox.messages.is_empty() {
+            let emptied = self.fetch_memory.emptied();
+            let unused = std::mem::replace(&mut self.fetch_memory, emptied);
+            self.after.drop(Dropped::FetchMemory(unused));
+        }
+    }
+
     /// Queues a job for the helper thread.
     pub(super) fn add_job(&mut self, job: Job) {
         self.after.start_helper |= self.jobs.add(job);

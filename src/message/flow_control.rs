@@ -22,11 +22,13 @@
 //! |---|---|
 //! | message of n frames (n - 1 `Part` and one `Data`, or an `Offer`) | [`RESERVE`] + n - 1 |
 //! | notification | [`RESERVE`] |
-//! | `Fin`, `Ping`, and an `Ack` that reports done offers or answers a `Ping` | 2 |
+//! | skipped receive (`Resize` without payload) | [`RESERVE`] + 1 |
+//! | `Fin`, `Ping`, `Resize`, and an `Ack` that reports done offers or answers a `Ping` | 2 |
 //! | `Ack` for credits alone, `Abort` | 1 |
 //!
-//! An `Ack` for credits is due when messages have released a quarter of their receives, or other
-//! frames [`CONTROL_ACK`], since the last announcement. It announces at least one.
+//! An `Ack` for credits is due when messages have released a quarter of their receives, of four or
+//! more at least two, or other frames [`CONTROL_ACK`], since the last announcement. It announces at
+//! least one.
 //!
 //! 1. *The two sides are never both without credits while nothing is in flight.* Only an `Ack` for
 //!    credits (or an `Abort`, after which nothing is awaited) uses a last credit. Consider the two
@@ -40,15 +42,19 @@
 //!    used by messages that this service holds, at most the window less the reserve, and by at
 //!    least `CONTROL_ACK` other frames.
 //! 3. *A message gets its credits once the peer's service has received all earlier ones.* All
-//!    receives are then released. Unannounced are less than a quarter of the receives for messages,
-//!    and fewer than `CONTROL_ACK` of other frames. The rest suffices for a message of up to
-//!    [`max_frames`]. Its frames are sent at once, so it needs no credits that wait for itself.
+//!    receives are then released. Unannounced are fewer than cause an `Ack`, of messages and of
+//!    other frames. The rest suffices for a message of up to [`max_frames`]. Its frames are sent at
+//!    once, so it needs no credits that wait for itself.
 //! 4. *Acks do not alternate indefinitely:* two received cause at most one sent.
+//! 5. *Changes of the window keep this true.* A side counts more receives only when it announces
+//!    them, so both compute with the same number. It counts fewer when the peer has skipped them,
+//!    and the peer at once, which leaves it [`RESERVE`] credits.
 //!
 //! `flow_model.rs` confirms this for all interleavings with small windows.
 
 use super::error::Violation;
 use super::frame::{COUNT_MASK, Header, Kind};
+use super::window::Resize;
 
 /// The receives beyond those for messages: [`CONTROL_ACK`] + 1, and one for the last of these
 /// frames, still unannounced.
@@ -63,16 +69,17 @@ pub(super) fn max_frames(window: u32) -> u32 {
     messages - ack_threshold(messages) + 1
 }
 
-/// Returns the number of released receives of messages for which an `Ack` is due.
+/// Returns the number of released receives of messages for which an `Ack` is due. At least two if
+/// that leaves half of them: the answer to a request announces its receive.
 fn ack_threshold(messages: u32) -> u32 {
-    messages.div_ceil(4)
+    if messages < 4 { 1 } else { messages.div_ceil(4).max(2) }
 }
 
 /// One side's state. Counts wrap at 2^32.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Flow {
     // Sending.
-    /// Peer's receives, including the reserve.
+    /// Peer's receives, including the reserve and without those skipped.
     window: u32,
     sent: u32,
     /// Sent frames whose receives are posted again.
@@ -83,10 +90,18 @@ pub(super) struct Flow {
     finished: bool,
     /// The peer has received the `Fin`.
     fin_acked: bool,
+    /// Receives that the peer asks to skip, and those skipped.
+    to_skip: u32,
+    skipped: u32,
 
     // Receiving.
-    /// Own receives, including the reserve.
+    /// Own receives that the peer knows of, including the reserve and without those skipped.
     receives: u32,
+    /// The change to be announced.
+    resize: Option<Resize>,
+    /// Receives that the peer was asked to skip, and those it has skipped.
+    skips: u32,
+    peer_skipped: u32,
     arrived: u32,
     released: u32,
     announced: u32,
@@ -113,7 +128,12 @@ impl Flow {
             fetched: 0,
             finished: false,
             fin_acked: false,
+            to_skip: 0,
+            skipped: 0,
             receives,
+            resize: None,
+            skips: 0,
+            peer_skipped: 0,
             arrived: 0,
             released: 0,
             announced: 0,
@@ -135,10 +155,16 @@ impl Flow {
     pub(super) fn may_send(&self, kind: Kind) -> bool {
         let needed = match kind {
             Kind::Data | Kind::Part | Kind::Offer => RESERVE,
-            Kind::Fin | Kind::Ping => 2,
+            Kind::Fin | Kind::Ping | Kind::Resize => 2,
             Kind::Ack | Kind::Abort => 1,
         };
         self.credits() >= needed && !(self.finished && (kind.is_message() || kind == Kind::Fin))
+    }
+
+    /// Returns the maximum number of frames of a message. So many credits become available once the
+    /// peer has received the earlier messages.
+    pub(super) fn max_frames(&self) -> u32 {
+        max_frames(self.window - self.to_skip)
     }
 
     /// Returns true if a message of `frames` frames may be sent now.
@@ -154,7 +180,7 @@ impl Flow {
         match kind {
             Kind::Offer => self.offered = self.offered.wrapping_add(1),
             Kind::Fin => self.finished = true,
-            Kind::Data | Kind::Part | Kind::Ack | Kind::Ping | Kind::Abort => {}
+            Kind::Data | Kind::Part | Kind::Ack | Kind::Ping | Kind::Abort | Kind::Resize => {}
         }
         self.announced = self.released;
         self.control = 0;
@@ -174,6 +200,65 @@ impl Flow {
     pub(super) fn send_notification(&mut self) {
         debug_assert!(self.may_send(Kind::Data), "{} credits", self.credits());
         self.sent = self.sent.wrapping_add(1);
+    }
+
+    /// Announces `resize` as soon as possible. Its receives must be posted.
+    pub(super) fn resize(&mut self, resize: Resize) {
+        debug_assert!(self.resize.is_none() && self.skips == 0, "one change at a time");
+        self.resize = Some(resize);
+    }
+
+    /// Returns true if no change of this side's receives is under way.
+    pub(super) fn may_resize(&self) -> bool {
+        self.resize.is_none() && self.skips == 0
+    }
+
+    /// Returns the announcement of this side's receives that is due, which must be sent. A peer
+    /// that has finished sends no messages.
+    pub(super) fn announce(&mut self) -> Option<(Header, Resize)> {
+        let resize = self.resize?;
+        if self.peer_finished || !self.may_send(Kind::Resize) {
+            return None;
+        }
+        self.resize = None;
+        self.receives = resize.receives;
+        self.skips = resize.skip;
+        Some((self.send(Kind::Resize), resize))
+    }
+
+    /// Returns the header of a frame that skips a receive of the peer, which must be sent, if the
+    /// peer asks for it and messages have the credits that they need.
+    pub(super) fn skip(&mut self) -> Option<Header> {
+        if self.to_skip == 0 || self.finished || self.credits() <= RESERVE {
+            return None;
+        }
+        let header = self.send(Kind::Resize);
+        // It is no frame that the peer confirms.
+        self.sent = self.sent.wrapping_sub(1);
+        self.window -= 1;
+        self.to_skip -= 1;
+        self.skipped = self.skipped.wrapping_add(1);
+        Some(header)
+    }
+
+    /// Returns the number of the peer's receive that the next frame uses.
+    pub(super) fn next_receive(&self) -> u32 {
+        self.sent.wrapping_add(self.skipped)
+    }
+
+    /// Returns the number of own receives that frames of the peer have used.
+    pub(super) fn used_receives(&self) -> u32 {
+        self.arrived.wrapping_add(self.peer_skipped)
+    }
+
+    /// Returns true if the peer uses at least half of the receives for messages at once.
+    pub(super) fn is_pressed(&self) -> bool {
+        self.arrived.wrapping_sub(self.announced) * 2 >= self.receives - RESERVE
+    }
+
+    /// Returns true if the receives of all messages are posted again.
+    pub(super) fn is_idle(&self) -> bool {
+        self.arrived == self.released
     }
 
     /// Returns true if an `Ack` must be sent now.
@@ -221,7 +306,9 @@ impl Flow {
         if self.peer_finished && (header.kind.is_message() || header.kind == Kind::Fin) {
             return Err(Violation::AfterFinish);
         }
-        self.arrive()?;
+        if header.kind != Kind::Resize {
+            self.arrive()?;
+        }
         self.fin_acked |= header.fin_acked;
         self.confirmed = self.confirmed.wrapping_add(released);
         self.fetched = self.fetched.wrapping_add(fetched);
@@ -229,9 +316,38 @@ impl Flow {
             Kind::Offer => self.offers = self.offers.wrapping_add(1),
             Kind::Ping => self.ack_requested = true,
             Kind::Fin => (self.peer_finished, self.ack_requested) = (true, true),
-            Kind::Data | Kind::Part | Kind::Ack | Kind::Abort => {}
+            Kind::Data | Kind::Part | Kind::Ack | Kind::Abort | Kind::Resize => {}
         }
         Ok(fetched)
+    }
+
+    /// Processes the announcement of a `Resize` whose header was received. `most` is the maximum of
+    /// the peer's receives.
+    ///
+    /// # Errors
+    ///
+    /// Returns a violation, which leaves the state meaningless.
+    pub(super) fn receive_resize(&mut self, resize: Resize, most: u32) -> Result<(), Violation> {
+        self.arrive()?;
+        let Resize { receives, skip, size, .. } = resize;
+        let least = self.window.max(RESERVE + 1 + skip);
+        if self.to_skip > 0 || !(least..=most).contains(&receives) {
+            return Err(Violation::Resize { receives, size });
+        }
+        (self.window, self.to_skip) = (receives, skip);
+        Ok(())
+    }
+
+    /// Processes a `Resize` without payload, whose header was received.
+    ///
+    /// # Errors
+    ///
+    /// Returns a violation, which leaves the state meaningless.
+    pub(super) fn receive_skip(&mut self) -> Result<(), Violation> {
+        self.skips = self.skips.checked_sub(1).ok_or(Violation::Skip)?;
+        self.receives -= 1;
+        self.peer_skipped = self.peer_skipped.wrapping_add(1);
+        self.check_window()
     }
 
     /// Processes a notification.
@@ -248,6 +364,10 @@ impl Flow {
 
     fn arrive(&mut self) -> Result<(), Violation> {
         self.arrived = self.arrived.wrapping_add(1);
+        self.check_window()
+    }
+
+    fn check_window(&self) -> Result<(), Violation> {
         if self.arrived.wrapping_sub(self.announced) > self.receives {
             return Err(Violation::Window { receives: self.receives });
         }
@@ -269,10 +389,6 @@ impl Flow {
     pub(super) fn done(&mut self) {
         debug_assert_ne!(self.done, self.offers, "each done has an offer");
         self.done = self.done.wrapping_add(1);
-    }
-
-    pub(super) fn arrived(&self) -> u32 {
-        self.arrived
     }
 
     /// Returns true if the receives of all sent frames are posted again.
@@ -308,12 +424,16 @@ impl Flow {
 
 #[cfg(test)]
 impl Flow {
+    pub(super) fn receives(&self) -> u32 {
+        self.receives
+    }
+
     pub(super) fn has_finished(&self) -> bool {
         self.finished
     }
 
     /// Returns everything that determines future behaviour.
-    pub(super) fn shape(&self) -> [u32; 9] {
+    pub(super) fn shape(&self) -> [u32; 13] {
         let flags = [
             self.ack_requested,
             self.peer_finished,
@@ -331,6 +451,10 @@ impl Flow {
             self.done.wrapping_sub(self.done_announced),
             flags.iter().fold(0, |bits, &flag| bits << 1 | u32::from(flag)),
             self.window,
+            self.receives,
+            self.to_skip,
+            self.skips,
+            self.resize.map_or(0, |resize| 1 + resize.receives * 32 + resize.skip),
         ]
     }
 
@@ -547,36 +671,44 @@ mod tests {
         for seed in 0..if cfg!(miri) { 10 } else { 2_000 } {
             let mut random = fastrand::Rng::with_seed(seed);
             let mut flow = Flow::new(RESERVE + random.u32(1..8), RESERVE + random.u32(1..8));
-            let window = flow.window;
             for _ in 0..200 {
                 if random.u8(..4) == 0 && flow.receive_notification().is_ok() && random.bool() {
                     flow.release_message();
                 }
-                if let Ok(header) = Header::decode(crate::types::Imm(random.u32(..))) {
-                    // Nearly valid headers get further.
-                    let near = |random: &mut fastrand::Rng, count: u32| {
-                        count.wrapping_add(random.u32(..3)) & COUNT_MASK
-                    };
-                    let (released, done) =
-                        (near(&mut random, flow.confirmed), near(&mut random, flow.fetched));
-                    let header = if random.bool() {
-                        Header { fin_acked: false, released, done, ..header }
-                    } else {
-                        header
-                    };
-                    if flow.receive(header).is_err() {
-                        break;
+                let header = Header::decode(crate::types::Imm(random.u32(..)));
+                // Nearly valid headers get further.
+                let near = |random: &mut fastrand::Rng, count: u32| {
+                    count.wrapping_add(random.u32(..3)) & COUNT_MASK
+                };
+                let (released, done) =
+                    (near(&mut random, flow.confirmed), near(&mut random, flow.fetched));
+                let header = if random.bool() {
+                    Header { fin_acked: false, released, done, ..header }
+                } else {
+                    header
+                };
+                let resized = |flow: &mut Flow, random: &mut fastrand::Rng| {
+                    if random.bool() {
+                        return flow.receive_skip();
                     }
-                    if header.kind.is_message() {
-                        flow.release_message()
-                    } else {
-                        flow.release_control()
-                    }
-                    if header.kind == Kind::Offer {
-                        flow.done();
-                    }
+                    let (receives, skip) = (random.u32(..20), random.u32(..10));
+                    flow.receive_resize(Resize { receives, skip, from: 0, size: 0 }, 16)
+                };
+                if flow.receive(header).is_err()
+                    || header.kind == Kind::Resize && resized(&mut flow, &mut random).is_err()
+                {
+                    break;
                 }
-                assert!(flow.credits() <= window);
+                if header.kind.is_message() {
+                    flow.release_message()
+                } else {
+                    flow.release_control()
+                }
+                if header.kind == Kind::Offer {
+                    flow.done();
+                }
+                assert!(flow.credits() <= 16);
+                flow.skip();
                 let kind = [Kind::Data, Kind::Offer, Kind::Ack, Kind::Ping][random.usize(..4)];
                 if flow.may_send(kind) {
                     flow.send(kind);

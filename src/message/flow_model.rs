@@ -7,6 +7,7 @@
 //! - queue pairs that fail or close, and a network that is cut
 //! - services that send, notify, receive, finish, close, abort and drop at any time
 //! - short writes of streams that are held while frames are in flight
+//! - sides that post more receives, or have the peer skip some
 //!
 //! Frames are acknowledged on arrival. A later acknowledgement differs only if it is lost with the
 //! peer's queue pair or the network. Time passes only when neither side nor the network can make
@@ -18,7 +19,7 @@ mod steps;
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-use self::side::{Call, Side};
+use self::side::{Call, Frame, Side};
 use self::steps::{World, steps};
 use super::error::CloseReason;
 use super::flow_control::{RESERVE, max_frames};
@@ -76,15 +77,22 @@ fn key(world: &World) -> u64 {
         key.add([side.data, side.offers, side.pings, side.inbox, side.reading].map(u32::from));
         key.add([side.notices, side.noticed].map(u32::from));
         key.add([side.stream, side.held].map(u32::from));
-        key.add([side.posted]);
+        key.add([side.posted, side.changes.len() as u32]);
         key.add(side.calls.map(u32::from));
         for frame in &peer.wire.frames[..peer.wire.len] {
-            let Some(header) = *frame else {
-                key.add([u32::MAX; 4]);
-                continue;
+            let (header, resize) = match *frame {
+                Frame::Notification => {
+                    key.add([u32::MAX; 4]);
+                    continue;
+                }
+                Frame::Bare(header) => (header, None),
+                Frame::Resize(header, resize) => (header, Some(resize)),
             };
             let (kind, fin_acked, released, done) = side.protocol.flow.shape_of(header);
             key.add([kind as u32, u32::from(fin_acked), released, done]);
+            if let Some(counts) = resize {
+                key.add(counts.map(u32::from));
+            }
         }
     }
     key.0
@@ -273,6 +281,35 @@ fn notifications_end_with_the_messages_of_their_side() {
     let calls = [Call::Finish, Call::Close, Call::Drop];
     let side = |data, notices| Side { notices, ..Side::calling(data, 0, &calls) };
     assert_holds(side(0, 1), side(1, 0));
+}
+
+#[test]
+fn windows_grow_and_shrink_at_any_time() {
+    let side = |data, changes| Side { changes, ..Side::new(RESERVE + 1, RESERVE + 1, data, 0) };
+    assert_holds(side(1, &[(1, 0)]), side(2, &[]));
+    assert_holds(side(0, &[(0, 1), (1, 0)]), side(2, &[]));
+    let fewer = |data, changes| Side { changes, ..Side::new(RESERVE + 3, RESERVE + 3, data, 0) };
+    assert_holds(fewer(0, &[(0, 2)]), fewer(2, &[]));
+    assert_holds(Side { pings: 1, ..side(0, &[(0, 1), (1, 0)]) }, side(1, &[]));
+}
+
+#[test]
+fn messages_of_many_frames_wait_for_no_window_that_shrinks() {
+    let side =
+        |data, changes| Side { frames: 2, changes, ..Side::new(RESERVE + 3, RESERVE + 3, data, 0) };
+    assert_holds(side(0, &[(0, 1)]), side(2, &[]));
+    assert_holds(side(1, &[(0, 1)]), side(1, &[]));
+}
+
+#[test]
+fn windows_change_while_sides_close_or_drop() {
+    let side = |data, changes| Side {
+        changes,
+        ..Side::calling(data, 0, &[Call::Finish, Call::Close, Call::Drop])
+    };
+    assert_holds(side(0, &[(0, 1), (1, 0)]), side(1, &[]));
+    let end = |data, changes| Side { changes, ..Side::stream(data, 0, &[Call::FinishAtEnd]) };
+    assert_holds(end(0, &[(0, 1), (1, 0)]), end(2, &[]));
 }
 
 #[test]

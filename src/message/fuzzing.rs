@@ -4,7 +4,11 @@ use super::flow_control::{Flow, RESERVE};
 use super::frame::{Header, Kind, decode_offer};
 use super::handshake::{Content, Handshake};
 use super::stream::check_bytes;
+use super::window::Resize;
 use crate::types::Imm;
+
+/// The maximum of receives.
+const MOST: u32 = 300;
 
 /// Checks that decoded handshakes encode to the same bytes, and have one content.
 pub fn handshake(bytes: &[u8]) {
@@ -31,17 +35,18 @@ pub fn frames(bytes: &[u8]) {
     let mut flow = Flow::new(receives, window);
     for frame in frames.chunks(24) {
         let Some((header, payload)) = frame.split_first_chunk() else { return };
-        let Ok(header) = Header::decode(Imm(u32::from_be_bytes(*header))) else {
+        let header = Header::decode(Imm(u32::from_be_bytes(*header)));
+        assert_eq!(Header::decode(header.encode()), header);
+        if header.kind == Kind::Abort {
+            // A notification instead, which the service may not take.
             if flow.receive_notification().is_err() {
                 return;
             }
-            // The service may not take it.
             if payload.first().is_some_and(|&byte| byte % 2 == 0) {
                 flow.release_message();
             }
             continue;
-        };
-        assert_eq!(Header::decode(header.encode()), Ok(header));
+        }
         if is_stream {
             let empty = payload.iter().all(|&byte| byte == 0);
             if check_bytes(header, if empty { &[] } else { payload }, false).is_err() {
@@ -59,12 +64,23 @@ pub fn frames(bytes: &[u8]) {
             }
             flow.done();
         }
+        if header.kind == Kind::Resize {
+            let resize =
+                payload.first_chunk().and_then(|bytes: &[u8; 16]| Resize::from_bytes(bytes));
+            let known = match resize {
+                Some(resize) => flow.receive_resize(resize, MOST),
+                None => flow.receive_skip(),
+            };
+            if known.is_err() {
+                return;
+            }
+        }
         if header.kind.is_message() {
             flow.release_message()
         } else {
             flow.release_control()
         }
-        assert!(flow.credits() <= window);
+        assert!(flow.credits() <= MOST);
         for kind in [Kind::Ack, Kind::Offer, Kind::Part, Kind::Data] {
             let due = kind != Kind::Ack || flow.ack_due();
             if due && flow.may_send(kind) {
@@ -78,9 +94,10 @@ pub fn frames(bytes: &[u8]) {
 mod tests {
     #[test]
     fn random_inputs_keep_invariants() {
-        let good = super::Handshake { buffer_size: 4096, receives: 68, max_message: 1 << 20 }
-            .encode(b"user")
-            .unwrap();
+        let good =
+            super::Handshake { buffer_size: 4096, receives: 68, max_message: 1 << 20, grows: true }
+                .encode(b"user")
+                .unwrap();
         let mut random = fastrand::Rng::with_seed(1);
         for _ in 0..100_000 {
             let mut bytes = good.clone();
@@ -94,7 +111,7 @@ mod tests {
             }
             super::handshake(&bytes);
             // Valid kinds, so that decoding does not stop at the first frame.
-            bytes.iter_mut().skip(2).step_by(24).for_each(|byte| *byte = random.u8(..7) << 5);
+            bytes.iter_mut().skip(2).step_by(24).for_each(|byte| *byte = random.u8(..8) << 5);
             super::frames(&bytes);
         }
     }

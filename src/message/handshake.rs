@@ -7,6 +7,7 @@ use bytes::Bytes;
 use super::admission::RefusalReason;
 use super::flow_control::RESERVE;
 use super::frame::{MAX_RECEIVES, OFFER_LEN};
+use super::window::{FIRST_SIZE, first_receives};
 use crate::cm;
 use crate::error::LimitError;
 use rdma_provider::cm_contract::MAX_REJECT_DATA;
@@ -20,9 +21,9 @@ use rdma_provider::cm_contract::MAX_REJECT_DATA;
 /// └────────┴─────────┴───────┴──────────┴──────┴─────────────┴──────────┴───────────┘
 /// ```
 ///
-/// Flag 1 stands for [`Content::Bytes`]. Numbers are big-endian. The user data has a length because
-/// connection managers pad private data with zeros. A librdmacm request of 56 bytes has space for
-/// 32 bytes of it.
+/// Flag 1 stands for [`Content::Bytes`], flag 2 for [`grows`](Self::grows). Numbers are big-endian.
+/// The user data has a length because connection managers pad private data with zeros. A librdmacm
+/// request of 56 bytes has space for 32 bytes of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Handshake {
     /// Bytes of each receive buffer. Longer messages take several or are offered. May exceed
@@ -32,6 +33,9 @@ pub struct Handshake {
     pub receives: u32,
     /// Longest accepted message, in bytes.
     pub max_message: u64,
+    /// True if the side starts with receives for four messages of 512 bytes, or less, and announces
+    /// more while it is in use. The fields above are limits then.
+    pub grows: bool,
 }
 
 /// The content that a connection carries; equal on both sides.
@@ -75,12 +79,15 @@ impl Handshake {
     pub const LEN: usize = 24;
 
     /// The only protocol version.
-    pub const VERSION: u8 = 2;
+    pub const VERSION: u8 = 3;
 
     /// Maximum length of user data.
     pub const MAX_USER_DATA: usize = u8::MAX as usize;
 
     pub(super) const MAGIC: [u8; 4] = *b"tRDM";
+
+    /// The flag of [`grows`](Self::grows).
+    const GROWS: u8 = 2;
 
     /// Encodes the handshake of a connection that carries messages, with user data.
     ///
@@ -100,12 +107,22 @@ impl Handshake {
         let user_len = u8::try_from(user.len()).map_err(|_| too_long)?;
         let mut bytes = Vec::with_capacity(Self::LEN + user.len());
         bytes.extend_from_slice(&Self::MAGIC);
-        bytes.extend_from_slice(&[Self::VERSION, content.flags(), user_len, 0]);
+        let flags = content.flags() | if self.grows { Self::GROWS } else { 0 };
+        bytes.extend_from_slice(&[Self::VERSION, flags, user_len, 0]);
         bytes.extend_from_slice(&self.buffer_size.to_be_bytes());
         bytes.extend_from_slice(&self.receives.to_be_bytes());
         bytes.extend_from_slice(&self.max_message.to_be_bytes());
         bytes.extend_from_slice(user);
         Ok(bytes)
+    }
+
+    /// Returns the receives with which the side starts, including the reserve, and their size.
+    pub(super) fn first_receives(&self) -> (u32, u32) {
+        if self.grows {
+            (first_receives(self.receives), FIRST_SIZE.min(self.buffer_size))
+        } else {
+            (self.receives, self.buffer_size)
+        }
     }
 
     /// Decodes the handshake of a connection that carries messages, and its user data. Only zero
@@ -132,7 +149,7 @@ impl Handshake {
         if version != Self::VERSION {
             return Err(HandshakeError::Version { theirs: version, ours: Self::VERSION });
         }
-        let theirs = match flags {
+        let theirs = match flags & !Self::GROWS {
             0 => Content::Messages,
             1 => Content::Bytes,
             _ => return Err(HandshakeError::Reserved { flags, zero }),
@@ -150,6 +167,7 @@ impl Handshake {
             buffer_size: u32::from_be_bytes(*buffer_size),
             receives: u32::from_be_bytes(*receives),
             max_message: u64::from_be_bytes(*max_message),
+            grows: flags & Self::GROWS != 0,
         };
         let (user, padding) = rest.split_at_checked(user_len.into()).ok_or(truncated)?;
         if padding.iter().any(|&byte| byte != 0) {
@@ -359,7 +377,8 @@ impl From<HandshakeError> for std::io::Error {
 mod tests {
     use super::*;
 
-    const HELLO: Handshake = Handshake { buffer_size: 8192, receives: 68, max_message: 1 << 30 };
+    const HELLO: Handshake =
+        Handshake { buffer_size: 8192, receives: 68, max_message: 1 << 30, grows: false };
 
     #[test]
     fn encoded_handshake_decodes_with_user_data_and_padding() {
@@ -368,6 +387,9 @@ mod tests {
         assert_eq!(Handshake::decode(&bytes), Ok((HELLO, &b"token"[..])));
         bytes.resize(196, 0);
         assert_eq!(Handshake::decode(&bytes), Ok((HELLO, &b"token"[..])));
+        let grows = Handshake { grows: true, ..HELLO };
+        let bytes = grows.encode(b"token").unwrap();
+        assert_eq!(Handshake::decode(&bytes), Ok((grows, &b"token"[..])));
         assert_eq!(
             HELLO.encode(&[0; 256]),
             Err(HandshakeError::UserData { len: 256, allowed: 255 })
@@ -408,10 +430,10 @@ mod tests {
             Handshake::decode(&bytes).unwrap_err()
         };
         assert_eq!(with(0, b'T'), HandshakeError::Magic { found: *b"TRDM" });
-        assert_eq!(with(4, 1), HandshakeError::Version { theirs: 1, ours: 2 });
+        assert_eq!(with(4, 1), HandshakeError::Version { theirs: 1, ours: 3 });
         let other = HandshakeError::Content { theirs: Content::Bytes, ours: Content::Messages };
         assert_eq!(with(5, 1), other);
-        assert_eq!(with(5, 2), HandshakeError::Reserved { flags: 2, zero: 0 });
+        assert_eq!(with(5, 4), HandshakeError::Reserved { flags: 4, zero: 0 });
         assert_eq!(with(7, 1), HandshakeError::Reserved { flags: 0, zero: 1 });
         assert_eq!(with(6, 4), HandshakeError::Trailing { bytes: 1 });
     }

@@ -14,9 +14,6 @@ use super::waiters::{Caller, Ticket};
 use crate::memory::{Buf, BufMut, RemoteRegion};
 use crate::types::Imm;
 
-/// The longest copied message: copying costs less than replacing the buffer.
-const COPIED_OUT: usize = 256;
-
 /// The report of a WRITE with immediate data, which has written memory that this side exposed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -138,6 +135,10 @@ impl Inbox {
 
     pub(super) fn is_incomplete(&self) -> bool {
         self.incomplete.0 > 0
+    }
+
+    pub(super) fn incomplete_frames(&self) -> usize {
+        self.incomplete.0
     }
 
     pub(super) fn incomplete_len(&self) -> u64 {
@@ -376,7 +377,7 @@ impl Core {
             Arrived::Fragmented { len, .. } => Some(*len),
             Arrived::Buffered(buffer) => {
                 if open {
-                    spare = self.receive_pool.try_alloc(self.receive_pool.buffer_size()).ok();
+                    spare = self.receives.spare();
                 }
                 (open && spare.is_none()).then_some(buffer.len())
             }
@@ -455,16 +456,15 @@ impl Core {
 
     /// Returns a buffer's message. Posts a spare buffer, or copies the message if none is free.
     fn message_in(&mut self, buffer: BufMut, open: bool) -> Bytes {
-        if buffer.len() > COPIED_OUT {
-            let spare = self.receive_pool.try_alloc(self.receive_pool.buffer_size());
-            match spare {
-                Ok(spare) => {
+        if !self.receives.copies(buffer.len()) {
+            match self.receives.spare() {
+                Some(spare) => {
                     if open {
                         self.post_receive(spare);
                     }
                     return buffer.freeze().into();
                 }
-                Err(_) => self.counters.copied_out += 1,
+                None => self.counters.copied_out += 1,
             }
         }
         let bytes = Bytes::copy_from_slice(&buffer);

@@ -78,6 +78,16 @@ impl FetchMemory {
         Job { number, pools: self.pools.clone(), task: Task::Release(region) }
     }
 
+    /// Returns the bytes kept for reuse.
+    pub(super) fn pooled(&self) -> u64 {
+        self.pooled
+    }
+
+    /// Returns memory like this, without buffers kept for reuse.
+    pub(super) fn emptied(&self) -> Self {
+        Self::new(&self.pools.pd, self.max_pooled)
+    }
+
     /// Returns unused reserved bytes.
     pub(super) fn cancel_reservation(&mut self, bytes: u64) {
         self.pooled -= bytes;

@@ -22,6 +22,7 @@
 
 mod admission;
 mod after_unlock;
+mod budget;
 mod config;
 mod connection;
 mod core;
@@ -48,16 +49,20 @@ mod outbound;
 mod outcome;
 mod peer_set;
 mod protocol;
+mod receives;
 mod reconnect;
 mod resources;
+mod send_memory;
 mod shared;
 pub mod stream;
 #[cfg(all(test, not(loom)))]
 mod tests;
 mod timers;
 mod waiters;
+mod window;
 
 pub use admission::{ListenerStats, RefusalReason};
+pub use budget::{BudgetCounters, BufferBudget};
 pub use config::ConnectionConfig;
 pub use connection::{Connection, PreparedConnection};
 pub use core::ConnectionCounters;

@@ -14,9 +14,7 @@ use super::frame::{Header, Kind};
 use super::handshake::Content;
 use super::waiters::{Caller, Ticket};
 use crate::error::{LimitError, OpErrorKind};
-use crate::memory::{
-    Buf, BufMut, Gather, PdKey, PoolError, ReadOnlyRegion, RemoteRegion, Sealed as _,
-};
+use crate::memory::{Buf, BufMut, Gather, PdKey, ReadOnlyRegion, RemoteRegion, Sealed as _};
 use crate::op::{QueuePair, Send, Write};
 use crate::types::Imm;
 
@@ -196,7 +194,12 @@ impl Flush {
 
 impl Core {
     pub(super) fn send_bare(&mut self, header: Header) {
-        let send = self.frames.send_inline_with_imm(&[], header.encode());
+        self.send_short(header, &[]);
+    }
+
+    /// Sends a frame with a payload that fits the work request.
+    pub(super) fn send_short(&mut self, header: Header, payload: &[u8]) {
+        let send = self.frames.send_inline_with_imm(payload, header.encode());
         self.add_sent(if header.kind == Kind::Abort {
             Sent::Abort(send)
         } else {
@@ -342,17 +345,19 @@ impl Core {
         if !self.protocol.flow.may_send(Kind::Data) {
             return Ok(Err(Block::Credits { frames: 1 }));
         }
-        if len <= self.limits.inline && len <= self.limits.frame {
+        if len <= self.limits.inline && len <= self.frame_len(0) {
             let Pieces { first, rest } = message.pieces();
             let mut gathered = SmallVec::<[u8; INLINE]>::new();
             rest.iter().for_each(|part| gathered.extend_from_slice(part));
             let bytes = if rest.is_empty() { first } else { &gathered[..] };
             let header = self.protocol.flow.send(Kind::Data);
-            self.add_sent(Sent::Inline(self.frames.send_inline_with_imm(bytes, header.encode())));
-        } else if len <= self.limits.eager {
+            self.send_short(header, bytes);
+        } else if len <= self.limits.eager
+            && let Some(frames) = self.frames_of(len)
+        {
             let sent = match message {
-                Outgoing::Buffer(buffer) if self.is_registered(buffer) => self.lend(buffer),
-                _ => self.copy_to_frames(message.pieces(), len)?,
+                Outgoing::Buffer(buffer) if self.is_registered(buffer) => self.lend(buffer, frames),
+                _ => self.copy_to_frames(message.pieces(), len, frames)?,
             };
             if sent.is_err() {
                 return Ok(sent);
@@ -364,8 +369,7 @@ impl Core {
             let region = ReadOnlyRegion::new(self.qp.protection_domain(), message.to_bytes());
             let region = region.map_err(MessageError::Register)?;
             let header = self.protocol.flow.send(Kind::Offer);
-            let grant = region.grant().to_bytes();
-            self.add_sent(Sent::Inline(self.frames.send_inline_with_imm(&grant, header.encode())));
+            self.send_short(header, &region.grant().to_bytes());
             self.offers.push_back(region);
             self.offered += long;
             self.counters.offered += 1;
@@ -391,17 +395,17 @@ impl Core {
 
     /// Sends the parts of `message`, one per frame, from its memory, or returns the missing
     /// resource.
-    fn lend(&mut self, message: &Buf) -> Result<(), Block> {
-        let frames = message.len().div_ceil(self.limits.frame).max(1);
+    fn lend(&mut self, message: &Buf, frames: usize) -> Result<(), Block> {
         if !self.protocol.flow.may_send_message(frames as u32) {
             return Err(Block::Credits { frames: frames as u32 });
         }
+        let mut start = 0;
         for number in 1..=frames {
-            let start = (number - 1) * self.limits.frame;
-            let end = message.len().min(start + self.limits.frame);
+            let end = message.len().min(start + self.frame_len(0));
             let Ok(part) = message.slice(start..end) else {
                 unreachable!("the parts are within the message")
             };
+            start = end;
             let kind = self.kind(number, frames);
             let header = self.protocol.flow.send(kind);
             let send = self.sender(kind).send_with_imm(part, header.encode());
@@ -427,21 +431,55 @@ impl Core {
         if kind == Kind::Part { &self.qp } else { &self.frames }
     }
 
-    /// Sends copies of the parts of `message`, which has `len` bytes, one per frame, or returns the
-    /// missing resource.
-    fn copy_to_frames(&mut self, mut message: Pieces<'_, Bytes>, len: usize) -> Attempt<()> {
+    /// Returns the longest payload of the frame after the next `ahead` ones.
+    #[inline]
+    pub(super) fn frame_len(&mut self, ahead: u32) -> usize {
+        if self.sizes.is_settled() {
+            return self.limits.frame;
+        }
+        let next = self.protocol.flow.next_receive();
+        self.sizes.settle(next);
+        self.limits.frame.min(self.sizes.at(next.wrapping_add(ahead)) as usize)
+    }
+
+    /// Returns the number of frames of a message of `len` bytes; `None` if it needs more than may
+    /// be sent at once.
+    fn frames_of(&mut self, len: usize) -> Option<usize> {
         // An empty message has a frame too.
-        let frames = len.div_ceil(self.limits.frame).max(1);
+        let mut frames = 1;
+        if self.sizes.is_settled() {
+            frames = len.div_ceil(self.limits.frame).max(1);
+        } else {
+            let mut sent = self.frame_len(0);
+            while sent < len {
+                sent += self.frame_len(frames as u32);
+                frames += 1;
+            }
+        }
+        let most = || (self.protocol.flow.max_frames() as usize).min(self.send_memory.most());
+        (frames == 1 || frames <= most()).then_some(frames)
+    }
+
+    /// Sends copies of the parts of `message`, which has `len` bytes, in `frames` frames. Returns
+    /// the missing resource, if any.
+    fn copy_to_frames(
+        &mut self,
+        mut message: Pieces<'_, Bytes>,
+        len: usize,
+        frames: usize,
+    ) -> Attempt<()> {
         if !self.protocol.flow.may_send_message(frames as u32) {
             return Ok(Err(Block::Credits { frames: frames as u32 }));
         }
         self.reap();
         let mut buffers = SmallVec::<[_; 8]>::new();
+        let mut left = len;
         for number in 0..frames {
-            let left = len - number * self.limits.frame;
-            match self.send_buffer(left.min(self.limits.frame), frames)? {
+            let frame = left.min(self.frame_len(number as u32));
+            match self.send_buffer(frame, frames)? {
                 Ok(mut buffer) => {
                     message.fill(&mut buffer);
+                    left -= frame;
                     buffers.push(buffer);
                 }
                 Err(block) => return Ok(Err(block)),
@@ -451,19 +489,6 @@ impl Core {
             self.send_copied(self.kind(number, frames), buffer);
         }
         Ok(Ok(()))
-    }
-
-    /// Returns a registered buffer for one of `frames` frames.
-    #[inline]
-    pub(super) fn send_buffer(&self, len: usize, frames: usize) -> Attempt<BufMut> {
-        match self.send_pool.try_alloc(len) {
-            Ok(buffer) => Ok(Ok(buffer)),
-            Err(PoolError::Empty) => Ok(Err(Block::Buffers { frames })),
-            Err(PoolError::TooLong(limit) | PoolError::TooMany(limit)) => {
-                Err(MessageError::TooLong(limit))
-            }
-            Err(PoolError::Register(error)) => Err(MessageError::Register(error)),
-        }
     }
 
     /// Sends a frame of copied bytes.

@@ -1,7 +1,7 @@
 //! The protocol of one side of a connection, without I/O.
 //!
 //! ```text
-//!   frames received ─────────▶ receive ─┐                      ┌─▶ next_frame   `Ack` or `Fin`
+//!   frames received ─────────▶ receive ─┐                      ┌─▶ next_frame   `Ack`, `Fin`…
 //!   messages to send ────────▶ flow ────┤                      ├─▶ abort_frame  `Abort`
 //!   receives posted again ───▶ flow ────┤                      ├─▶ flow         credits, offers
 //!   service calls, failures ─▶ on ──────┼─▶ Flow               ├─▶ actions      to execute
@@ -19,6 +19,7 @@ use super::flow_control::Flow;
 use super::frame::{Header, Kind};
 use super::lifecycle::{Action, Event, Phase, Stage, transition};
 use super::timers::{Expired, LINGER, Observed, Timers, Times};
+use super::window::Resize;
 
 /// The state of one side that depends only on frames, events and time.
 #[derive(Debug, Clone)]
@@ -34,6 +35,8 @@ pub(super) struct Protocol {
 #[derive(Debug)]
 pub(super) enum Due {
     Frame(Header),
+    /// Deregister buffers that an idle side does not need.
+    Shrink,
     Terminate(CloseReason),
 }
 
@@ -120,23 +123,42 @@ impl Protocol {
         Ok(fetched)
     }
 
-    /// Returns the next due `Fin` or `Ack`, which must be sent. A `Fin` only with `all_sent`, after
-    /// everything that the service has written.
-    pub(super) fn next_frame(&mut self, all_sent: bool) -> Option<Header> {
+    /// Returns the next due `Fin`, `Resize` or `Ack`, which must be sent, with the payload of a
+    /// `Resize`. A `Fin` and skipped receives only with `all_sent`, after everything that the
+    /// service has written.
+    pub(super) fn next_frame(&mut self, all_sent: bool) -> Option<(Header, Option<Resize>)> {
         let Phase::Running(stage) = self.phase else { return None };
-        let kind = if stage.sends_fin() && all_sent && self.flow.may_send(Kind::Fin) {
-            Kind::Fin
-        } else if stage != Stage::Aborting && self.flow.ack_due() {
-            Kind::Ack
-        } else {
+        if stage.sends_fin() && all_sent && self.flow.may_send(Kind::Fin) {
+            return Some((self.flow.send(Kind::Fin), None));
+        }
+        if stage == Stage::Aborting {
             return None;
-        };
-        Some(self.flow.send(kind))
+        }
+        if let Some((header, resize)) = self.flow.announce() {
+            return Some((header, Some(resize)));
+        }
+        if self.flow.ack_due() {
+            return Some((self.flow.send(Kind::Ack), None));
+        }
+        let skipped = if all_sent { self.flow.skip() } else { None };
+        skipped.map(|header| (header, None))
     }
 
     /// Returns the `Abort`, which must be sent, if a credit is available.
     pub(super) fn abort_frame(&mut self) -> Option<Header> {
         self.flow.may_send(Kind::Abort).then(|| self.flow.send(Kind::Abort))
+    }
+
+    /// Returns true if this side may change its receives.
+    pub(super) fn may_resize(&self) -> bool {
+        matches!(self.phase, Phase::Running(stage) if stage != Stage::Aborting)
+            && self.flow.may_resize()
+            && !self.flow.peer_has_finished()
+    }
+
+    /// Begins to watch for messages, unless it does so.
+    pub(super) fn watch_idle(&mut self, now: impl FnOnce() -> Instant) {
+        self.timers.watch_idle(now);
     }
 
     pub(super) fn deadline(&self) -> Option<Instant> {
@@ -145,7 +167,7 @@ impl Protocol {
 
     /// Returns the next action of deadlines expired at `now`.
     pub(super) fn due(&mut self, now: Instant, observed: Observed) -> Option<Due> {
-        while let Some(expired) = self.timers.expire(now, self.flow.arrived(), observed) {
+        while let Some(expired) = self.timers.expire(now, self.flow.used_receives(), observed) {
             match expired {
                 Expired::Terminate(reason) => return Some(Due::Terminate(reason)),
                 // Without a credit no `Ping` is needed: a live peer returns credits by itself.
@@ -153,6 +175,7 @@ impl Protocol {
                     return Some(Due::Frame(self.flow.send(Kind::Ping)));
                 }
                 Expired::Silence => {}
+                Expired::Idle => return Some(Due::Shrink),
             }
         }
         None

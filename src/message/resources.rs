@@ -1,7 +1,7 @@
 //! The protection domain, buffers and completion queues of a connection, reused by later ones.
 //!
-//! To register the buffers takes longer than to connect. So a closed connection leaves them to the
-//! next one of the same settings on its device. One connection has them at a time: keys work
+//! To create them takes longer than to connect. So a closed connection leaves them to the next one
+//! of the same settings on its device. One connection has them at a time: keys work
 //! throughout a protection domain, so memory exposed to one peer must be inaccessible to others.
 
 #![forbid(unsafe_code)]
@@ -23,7 +23,10 @@ use crate::verbs::{Device, ProtectionDomain};
 struct Resources {
     /// The queues of sends and receives; `None` if the settings name one.
     queues: Option<[CompletionQueue; 2]>,
-    pools: [Pool; 2],
+    /// Buffers of the first receives.
+    receive_pool: Pool,
+    /// Send buffers, if they are registered in advance.
+    send_pool: Option<Pool>,
     pd: ProtectionDomain,
     /// The references to `pd` of these resources themselves; `None` if they cannot be reused.
     references: Option<usize>,
@@ -33,15 +36,15 @@ struct Resources {
 /// The settings that resources depend on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Sizes {
-    buffer: usize,
-    /// Buffers of each pool.
-    buffers: [usize; 2],
+    /// Size and number of the first receive buffers, and of send buffers.
+    receives: (usize, usize),
+    sends: (usize, usize),
     /// Entries and mode of the completion queues; `None` for the queue of the settings.
     queues: Option<([u32; 2], mem::Discriminant<CompletionMode>)>,
 }
 
 /// The maximum of unused resources of a device. Connections that close while others are made hand
-/// on theirs at once, so a few suffice; each holds over a mebibyte with default settings.
+/// on theirs at once, so a few suffice; with `preallocate`, each may hold over a mebibyte.
 pub(super) const MAX_IDLE: usize = 8;
 
 /// The unused resources of an open device, kept while it has a connection or listener.
@@ -140,21 +143,14 @@ impl fmt::Debug for Reserve {
 
 impl Sizes {
     fn of(config: &ConnectionConfig) -> Self {
-        let receives = config.receives();
+        let receives = config.most_receives();
         let queues = match &config.completions {
             Completions::Shared(_) => None,
             Completions::Own(mode) => {
                 Some(([config.max_send_wr, receives], mem::discriminant(mode)))
             }
         };
-        Self {
-            buffer: config.receive_buffer_size as usize,
-            buffers: [
-                receives.saturating_add(config.spare_buffers) as usize,
-                config.send_buffers as usize,
-            ],
-            queues,
-        }
+        Self { receives: config.first_buffers(), sends: config.first_send_buffers(), queues }
     }
 }
 
@@ -167,16 +163,18 @@ impl Resources {
             }
             _ => None,
         };
-        let pool = |buffers| Pool::new(&pd, sizes.buffer, buffers);
-        let pools = [pool(sizes.buffers[0])?, pool(sizes.buffers[1])?];
-        Ok(Self { queues, pools, pd, references: None, sizes })
+        let pool = |(size, buffers)| Pool::new(&pd, size, buffers);
+        let receive_pool = pool(sizes.receives)?;
+        let send_pool = if sizes.sends.1 == 0 { None } else { Some(pool(sizes.sends)?) };
+        Ok(Self { queues, receive_pool, send_pool, pd, references: None, sizes })
     }
 
     /// Returns true if nothing else uses the resources: no queue pair, no region, no buffer. What a
     /// device did not release keeps a reference.
     fn is_unused(&self) -> bool {
         self.references == Some(self.pd.references())
-            && self.pools.iter().all(|pool| pool.available() == pool.total())
+            && self.receive_pool.available() == self.receive_pool.total()
+            && self.send_pool.iter().all(|pool| pool.available() == pool.total())
             && self
                 .queues
                 .iter()
@@ -239,9 +237,10 @@ impl ConnectionResources {
         }
     }
 
-    /// Returns the pools of receive and send buffers.
-    pub(super) fn pools(&self) -> [Pool; 2] {
-        self.get().pools.clone()
+    /// Returns the buffers of the first receives, and send buffers registered in advance.
+    pub(super) fn pools(&self) -> (Pool, Option<Pool>) {
+        let resources = self.get();
+        (resources.receive_pool.clone(), resources.send_pool.clone())
     }
 }
 

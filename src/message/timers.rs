@@ -14,12 +14,14 @@ pub(super) struct Times {
     keepalive: Option<(Duration, Duration)>,
     stall: Option<Duration>,
     first_message: Option<Duration>,
+    shrink: Duration,
 }
 
 impl Times {
     pub(super) fn new(config: &ConnectionConfig) -> Self {
         let (keepalive, stall) = (config.keepalive, config.stall_timeout);
-        Self { keepalive, stall, first_message: config.first_message_timeout }
+        let (first_message, shrink) = (config.first_message_timeout, config.shrink_after);
+        Self { keepalive, stall, first_message, shrink }
     }
 }
 
@@ -29,12 +31,16 @@ pub(super) struct Observed {
     pub(super) stalled_at: Option<u64>,
     /// A message has arrived or was offered.
     pub(super) message_seen: bool,
+    /// Messages sent and received.
+    pub(super) messages: u64,
 }
 
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Expired {
     /// A `Ping` is due.
     Silence,
+    /// No message was sent or received for some time.
+    Idle,
     Terminate(CloseReason),
 }
 
@@ -52,6 +58,10 @@ pub(super) struct Timers {
     /// Messages sent when a waiting task was found, and the start of the standstill.
     stalled: Option<(u64, Instant)>,
     first_message: Option<Instant>,
+    /// Time to check `messages`.
+    idle: Option<Instant>,
+    /// Messages at the last check.
+    messages: u64,
     /// The last handle was dropped, or the peer of a draining connection has everything, and
     /// `linger` is not set yet.
     dropped: Option<Duration>,
@@ -69,6 +79,8 @@ impl Timers {
             stall: None,
             stalled: None,
             first_message: None,
+            idle: None,
+            messages: 0,
             dropped: None,
             linger: None,
         }
@@ -100,8 +112,16 @@ impl Timers {
         }
     }
 
+    /// Begins to watch for messages, unless it does so.
+    pub(super) fn watch_idle(&mut self, now: impl FnOnce() -> Instant) {
+        if self.idle.is_none() {
+            self.idle = now().checked_add(self.times.shrink);
+        }
+    }
+
     pub(super) fn deadline(&self) -> Option<Instant> {
-        [self.silence, self.stall, self.first_message, self.linger].into_iter().flatten().min()
+        let times = [self.silence, self.stall, self.first_message, self.idle, self.linger];
+        times.into_iter().flatten().min()
     }
 
     /// Returns the next effect of an expired deadline.
@@ -143,6 +163,14 @@ impl Timers {
                 return Some(Expired::Terminate(CloseReason::NoFirstMessage));
             }
         }
+        if is_due(self.idle) {
+            let active = std::mem::replace(&mut self.messages, observed.messages);
+            self.idle = None;
+            if active == observed.messages {
+                return Some(Expired::Idle);
+            }
+            self.watch_idle(|| now);
+        }
         if is_due(self.linger) {
             self.linger = None;
             return Some(Expired::Terminate(CloseReason::Local));
@@ -155,7 +183,7 @@ impl Timers {
 mod tests {
     use super::*;
 
-    const QUIET: Observed = Observed { stalled_at: None, message_seen: true };
+    const QUIET: Observed = Observed { stalled_at: None, message_seen: true, messages: 0 };
 
     fn timers(times: Times) -> (Timers, impl Fn(u64) -> Instant) {
         let start = Instant::now();
@@ -180,7 +208,7 @@ mod tests {
     fn sender_stalls_only_if_nothing_is_sent_while_it_waits() {
         let stall = Some(Duration::from_millis(20));
         let (mut timers, at) = timers(Times { stall, ..Times::default() });
-        let waits = |sent| Observed { stalled_at: sent, message_seen: true };
+        let waits = |sent| Observed { stalled_at: sent, ..QUIET };
         assert_eq!(timers.expire(at(10), 0, waits(Some(5))), None);
         assert_eq!(timers.expire(at(20), 0, waits(Some(6))), None, "one was sent");
         assert_eq!(timers.expire(at(30), 0, waits(None)), None, "no task waits");
@@ -199,7 +227,7 @@ mod tests {
             [(true, None), (false, Some(Expired::Terminate(CloseReason::NoFirstMessage)))]
         {
             let (mut timers, at) = timers(Times { first_message, ..Times::default() });
-            assert_eq!(timers.expire(at(10), 0, Observed { stalled_at: None, message_seen }), end);
+            assert_eq!(timers.expire(at(10), 0, Observed { message_seen, ..QUIET }), end);
             assert_eq!(timers.deadline(), None);
             timers.linger(|| at(15));
             assert_eq!(timers.deadline(), None, "the service holds a handle");

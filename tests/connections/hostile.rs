@@ -25,7 +25,8 @@ struct Peer {
     _device: Device,
 }
 
-const HANDSHAKE: Handshake = Handshake { buffer_size: 4096, receives: 68, max_message: 1 << 20 };
+const HANDSHAKE: Handshake =
+    Handshake { buffer_size: 4096, receives: 68, max_message: 1 << 20, grows: false };
 
 const DATA: u32 = 0;
 const OFFER: u32 = 1;
@@ -34,6 +35,12 @@ const PING: u32 = 3;
 const FIN: u32 = 4;
 const ABORT: u32 = 5;
 const PART: u32 = 6;
+const RESIZE: u32 = 7;
+
+/// Returns the payload of a `Resize`.
+fn resize(fields: [u32; 4]) -> Vec<u8> {
+    fields.map(u32::to_be_bytes).concat()
+}
 
 fn header(kind: u32, released: u32, done: u32) -> Imm {
     Imm(kind << 29 | released << 14 | done)
@@ -118,9 +125,40 @@ fn each_violation_closes_the_connection_with_its_reason() {
     run("violations", || async {
         let region = |addr, len| RemoteRegion::new(addr, len, Rkey(7)).to_bytes();
         let max_message = 64 << 20;
-        let cases: [(&str, Vec<u8>, Imm, Violation); 14] = [
+        let cases: [(&str, Vec<u8>, Imm, Violation); 20] = [
             ("empty part", vec![], header(PART, 0, 0), Violation::FrameLength { len: 0 }),
-            ("kind 7", vec![1], header(7, 0, 0), Violation::Header { header: 7 << 29 }),
+            ("short change", vec![1], header(RESIZE, 0, 0), Violation::FrameLength { len: 1 }),
+            ("skipped receive", vec![], header(RESIZE, 0, 0), Violation::Skip),
+            (
+                "fewer receives",
+                resize([67, 0, 68, 4096]),
+                header(RESIZE, 0, 0),
+                Violation::Resize { receives: 67, size: 4096 },
+            ),
+            (
+                "more receives than in the handshake",
+                resize([77, 0, 68, 4096]),
+                header(RESIZE, 0, 0),
+                Violation::Resize { receives: 77, size: 4096 },
+            ),
+            (
+                "longer receives than in the handshake",
+                resize([68, 0, 68, 4097]),
+                header(RESIZE, 0, 0),
+                Violation::Resize { receives: 68, size: 4097 },
+            ),
+            (
+                "change of a receive that is not posted",
+                resize([68, 0, 69, 512]),
+                header(RESIZE, 0, 0),
+                Violation::Resize { receives: 68, size: 512 },
+            ),
+            (
+                "too few receives left",
+                resize([68, 64, 68, 4096]),
+                header(RESIZE, 0, 0),
+                Violation::Resize { receives: 68, size: 4096 },
+            ),
             (
                 "acknowledged Fin that was not sent",
                 vec![],
@@ -265,7 +303,8 @@ fn message_above_max_message_closes_the_connection() {
         let (len, allowed) = (1001, 1000);
         let offer = RemoteRegion::new(4096, len, Rkey(7)).to_bytes();
         for (payload, kind) in [(&[1; 1001][..], DATA), (&offer, OFFER)] {
-            let (connection, peer) = connect_peer(&Network::new(), &config().max_message(allowed));
+            let (connection, peer) =
+                connect_peer(&Network::new(), &config().preallocate(true).max_message(allowed));
             peer.send(&[1; 1000], header(DATA, 0, 0)).await;
             peer.send(payload, header(kind, 0, 0)).await;
             let expected = CloseReason::Violation(Violation::TooLong { len, allowed });

@@ -8,6 +8,7 @@ mod torture;
 
 mod by_address;
 mod closing;
+mod elastic;
 mod hostile;
 mod messages;
 mod notifications;

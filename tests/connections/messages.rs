@@ -116,6 +116,7 @@ fn messages_of_several_frames_arrive_in_both_directions_with_few_buffers() {
                 .receive_buffers(buffers)
                 .spare_buffers(1)
                 .send_buffers(buffers)
+                .preallocate(true)
                 .max_send_wr(4);
             let (a, b) = pair(&config);
             // The longest has as many frames as the peer's receives permit.
@@ -253,6 +254,7 @@ fn one_way_traffic_continues_without_messages_in_return() {
 fn slow_receiver_limits_its_sender_and_bounds_memory() {
     modes("slow service", || async {
         let config = config().receive_buffers(8).receive_memory(1 << 20).send_memory(1 << 20);
+        let config = config.preallocate(true);
         let (a, b) = pair(&config);
         // The peer has 8 receive buffers. Credits may allow one message more.
         let mut short = 0;
@@ -302,7 +304,7 @@ fn messages_are_fetched_before_the_application_receives() {
 #[test]
 fn retained_messages_are_copied_and_delay_no_sender() {
     modes("retained messages", || async {
-        let (a, b) = pair(&config().receive_buffers(4).spare_buffers(3));
+        let (a, b) = pair(&config().receive_buffers(4).spare_buffers(3).preallocate(true));
         let mut kept = Vec::new();
         for number in 0..50 {
             a.send(pattern(4000, number)).await.unwrap();
@@ -1114,7 +1116,7 @@ async fn silent(
     let queue = CompletionQueue::new(device, CompletionMode::Event).unwrap();
     let pd = device.protection_domain().unwrap();
     let qp = route.prepare(tokio_rdma::QueuePair::builder(&pd, &queue)).build().unwrap();
-    let hello = Handshake { buffer_size: 4096, receives: 68, max_message: 1 << 20 }
+    let hello = Handshake { buffer_size: 4096, receives: 68, max_message: 1 << 20, grows: false }
         .encode(b"silent")
         .unwrap();
     let mut connecting = Box::pin(async move {

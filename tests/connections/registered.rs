@@ -44,8 +44,9 @@ fn small() -> ConnectionConfig {
 fn received_buffers_hold_messages_of_all_lengths_and_can_be_sent_on() {
     run("sent on", || async {
         let (_, pd) = torture::device(&Network::new());
-        let (a, b) = pair_in(&pd, &pd, &config(), &config());
-        let (c, d) = pair_in(&pd, &pd, &config(), &config());
+        let config = config().preallocate(true);
+        let (a, b) = pair_in(&pd, &pd, &config, &config);
+        let (c, d) = pair_in(&pd, &pd, &config, &config);
         for (number, len) in LENGTHS.into_iter().enumerate() {
             let message = pattern(len, number as u64);
             a.send(message.clone()).await.unwrap();
@@ -216,7 +217,7 @@ fn failed_registration_leaves_the_message_to_be_received() {
     // Once: it registers as much as the device allows.
     bounded("no registration", LONG, || {
         Flavour::CurrentThread.runtime().block_on(async {
-            let (a, b) = pair(&config());
+            let (a, b) = pair(&config().preallocate(true));
             let message = pattern(3 * FRAME, 1);
             a.send(message.clone()).await.unwrap();
             a.flush().await.unwrap();
@@ -272,7 +273,7 @@ fn parts_arrive_as_their_concatenation() {
     let seed = Seed::new("--test connections parts_arrive");
     let value = seed.value;
     run("parts", move || async move {
-        let (a, b) = pair(&config());
+        let (a, b) = pair(&config().preallocate(true));
         let mut random = fastrand::Rng::with_seed(value);
         let inline = [63, 64, 65];
         for (number, len) in LENGTHS.into_iter().chain(inline).chain([0; 2]).enumerate() {

@@ -359,7 +359,7 @@ fn header(kind: u32, released: u32) -> Imm {
 
 /// Returns the private data of a client for streams.
 fn handshake() -> Vec<u8> {
-    let hello = Handshake { buffer_size: 4096, receives: 68, max_message: 1 << 20 };
+    let hello = Handshake { buffer_size: 4096, receives: 68, max_message: 1 << 20, grows: false };
     let mut bytes = hello.encode(b"").unwrap();
     bytes[5] = 1;
     bytes
@@ -390,7 +390,7 @@ fn each_violation_ends_the_stream_with_its_name() {
         let cases = [
             ("empty frame", vec![], DATA, 0, Violation::FrameLength { len: 0 }),
             ("part", vec![1], PART, 0, invalid(PART)),
-            ("kind 7", vec![1], 7, 0, invalid(7)),
+            ("change of receives", vec![1], 7, 0, Violation::FrameLength { len: 1 }),
             ("credits", vec![], ACK, 1, Violation::Credits { announced: 1, in_use: 0 }),
             ("end with bytes", vec![1; 9], FIN, 0, Violation::FrameLength { len: 9 }),
             (
@@ -488,4 +488,45 @@ fn other_content_is_refused_with_a_text_that_says_so() {
         let text = refused.unwrap_err().to_string();
         assert!(text.contains("is not a tokio_rdma::Listener or RdmaListener"), "{text}");
     });
+}
+
+#[test]
+fn bytes_arrive_in_order_while_windows_grow_and_shrink() {
+    let seed = Seed::new("--test connections bytes_arrive_in_order_while");
+    let value = seed.value;
+    run("windows", move || async move {
+        let config = ConnectionConfig::for_streams().shrink_after(Duration::from_millis(1));
+        let [client, server] = streams(&config).await;
+        let [ours, theirs] = [client, server].map(RdmaStream::into_split);
+        let [(mut from, mut into), (mut answers, mut answered)] =
+            [(theirs.0, ours.1), (ours.0, theirs.1)];
+        let talk = async |from: &mut OwnedReadHalf, into: &mut OwnedWriteHalf, seed: u64| {
+            let mut random = fastrand::Rng::with_seed(seed);
+            for round in 0..30 {
+                let most = [100, 600, 10_000, 300_000][random.usize(..4)];
+                let bytes = pattern(random.usize(1..most), round);
+                let (mut other, mut received) = (random.fork(), vec![0; bytes.len()]);
+                let writing = async {
+                    write_all(into, &bytes, &mut random).await;
+                    into.flush().await.unwrap();
+                };
+                tokio::join!(writing, async { from.read_exact(&mut received).await.unwrap() });
+                assert!(received == bytes, "round {round}");
+                if other.bool() {
+                    let small = || from.counters().buffer_memory <= 8 * 512;
+                    while !small() {
+                        tokio::task::yield_now().await;
+                    }
+                }
+            }
+        };
+        let both = async {
+            tokio::join!(
+                talk(&mut from, &mut into, value),
+                talk(&mut answers, &mut answered, value.wrapping_add(1))
+            );
+        };
+        soon("both directions", both).await;
+    });
+    drop(seed);
 }

@@ -9,6 +9,7 @@ use super::{Connection, Handle};
 use crate::cm::CmConnection;
 use crate::error::{NoRuntime, OpErrorKind, SetupError};
 use crate::message::admission::Admitted;
+use crate::message::budget::Share;
 use crate::message::config::ConnectionConfig;
 use crate::message::core::Core;
 use crate::message::driver::drive;
@@ -35,16 +36,14 @@ impl PreparedConnection {
         config: &ConnectionConfig,
         describe: impl FnOnce(QueuePairBuilder) -> QueuePairBuilder,
     ) -> Result<Self, SetupError> {
-        let (pd, receives, pools) =
-            (&resources.domain().clone(), config.receives(), resources.pools());
+        let share = Share::new(&config.budget, config.first_bytes())?;
+        let (pd, pools) = (&resources.domain().clone(), resources.pools());
         let [sends, of_receives] = resources.queues(config);
         let describe = |builder| describe(builder).holding(resources);
         let builder = QueuePair::builder(pd, &sends).receive_completions(&of_receives);
-        let builder = builder.max_send_wr(config.max_send_wr).max_recv_wr(receives);
+        let builder = builder.max_send_wr(config.max_send_wr).max_recv_wr(config.most_receives());
         let qp = describe(builder.max_sge(1).max_inline(config.max_inline).solicited()).build()?;
-        let size = config.receive_buffer_size as usize;
-        debug_assert!(pools.iter().all(|pool| pool.buffer_size() == size), "of these settings");
-        let core = Core::new(qp.clone(), config, pools);
+        let core = Core::new(qp.clone(), config, pools, share);
         match core.protocol.phase().failure() {
             Some(OpErrorKind::Post(error) | OpErrorKind::State { error, .. }) => {
                 return Err(error.into());

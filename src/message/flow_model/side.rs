@@ -8,9 +8,10 @@ use crate::message::frame::{Header, Kind};
 use crate::message::lifecycle::{Action, Event, Phase, Stage};
 use crate::message::protocol::Protocol;
 use crate::message::timers::{LINGER, Times};
+use crate::message::window::Resize;
 
 /// The maximum number of frames in flight per direction.
-const MAX_WINDOW: usize = RESERVE as usize + 5;
+pub(super) const MAX_WINDOW: usize = RESERVE as usize + 6;
 
 /// A call of the service. Each occurs at most once, and none after `Drop`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,29 +30,36 @@ impl Call {
 }
 
 #[derive(Debug, Clone, Copy)]
+pub(super) enum Frame {
+    Notification,
+    Bare(Header),
+    /// A header, and the receives and skipped receives of its payload.
+    Resize(Header, [u8; 2]),
+}
+
+#[derive(Debug, Clone, Copy)]
 pub(super) struct Wire {
-    /// Headers of frames; `None` for a notification.
-    pub(super) frames: [Option<Header>; MAX_WINDOW],
+    pub(super) frames: [Frame; MAX_WINDOW],
     pub(super) len: usize,
 }
 
 impl Wire {
-    pub(super) const EMPTY: Self = Self { frames: [None; MAX_WINDOW], len: 0 };
+    pub(super) const EMPTY: Self = Self { frames: [Frame::Notification; MAX_WINDOW], len: 0 };
 
     pub(super) fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    pub(super) fn push(&mut self, header: Header) {
-        self.push_any(Some(header));
+    fn push(&mut self, header: Header) {
+        self.push_any(Frame::Bare(header));
     }
 
-    fn push_any(&mut self, frame: Option<Header>) {
+    pub(super) fn push_any(&mut self, frame: Frame) {
         self.frames[self.len] = frame;
         self.len += 1;
     }
 
-    pub(super) fn pop(&mut self) -> Option<Header> {
+    pub(super) fn pop(&mut self) -> Frame {
         let first = self.frames[0];
         self.frames.copy_within(1.., 0);
         self.len -= 1;
@@ -74,6 +82,9 @@ pub(super) struct Side {
     pub(super) offers: u8,
     pub(super) notices: u8,
     pub(super) pings: u8,
+    /// Changes of this side's receives that are still to come, the last one first: receives to
+    /// post and to skip.
+    pub(super) changes: &'static [(u32, u32)],
     pub(super) calls: [bool; Call::ALL.len()],
     pub(super) may_fail: bool,
     pub(super) posted: u32,
@@ -107,6 +118,7 @@ impl Side {
             offers,
             notices: 0,
             pings: 0,
+            changes: &[],
             calls: Call::ALL.map(|call| call == Call::FinishAtEnd),
             may_fail: false,
             posted: receives,
@@ -167,7 +179,16 @@ impl Side {
     pub(super) fn notify(&mut self) {
         self.notices -= 1;
         self.protocol.flow.send_notification();
-        self.wire.push_any(None);
+        self.wire.push_any(Frame::Notification);
+    }
+
+    /// Posts receives and has the peer skip others.
+    pub(super) fn resize(&mut self) {
+        let Some((&(post, skip), rest)) = self.changes.split_last() else { return };
+        self.changes = rest;
+        self.posted += post;
+        let receives = self.protocol.flow.receives() + post;
+        self.protocol.flow.resize(Resize { receives, skip, from: 0, size: 0 });
     }
 
     pub(super) fn stage(&self) -> Option<Stage> {
@@ -245,12 +266,16 @@ impl Side {
         self.protocol.flow.release_message();
     }
 
-    pub(super) fn receive(&mut self, frame: Option<Header>) {
+    pub(super) fn receive(&mut self, frame: Frame) {
         assert!(self.posted > 0, "receiver not ready");
-        let Some(header) = frame else {
-            assert_eq!(self.protocol.flow.receive_notification(), Ok(()));
-            self.noticed += 1;
-            return;
+        let (header, resize) = match frame {
+            Frame::Bare(header) => (header, None),
+            Frame::Resize(header, resize) => (header, Some(resize)),
+            Frame::Notification => {
+                assert_eq!(self.protocol.flow.receive_notification(), Ok(()));
+                self.noticed += 1;
+                return;
+            }
         };
         self.posted -= 1;
         match self.protocol.receive(header) {
@@ -261,7 +286,16 @@ impl Side {
                 self.arrived += 1;
                 self.reading += u8::from(header.kind == Kind::Offer);
             }
+            Ok(_) if header.kind == Kind::Resize && resize.is_none() => {
+                assert_eq!(self.protocol.flow.receive_skip(), Ok(()));
+            }
             Ok(_) => {
+                if let Some(counts) = resize {
+                    let [receives, skip] = counts.map(u32::from);
+                    let resize = Resize { receives, skip, from: 0, size: 0 };
+                    let flow = &mut self.protocol.flow;
+                    assert_eq!(flow.receive_resize(resize, MAX_WINDOW as u32), Ok(()));
+                }
                 self.posted += 1;
                 self.protocol.flow.release_control();
             }

@@ -1,6 +1,6 @@
 //! The transitions of the model.
 
-use super::side::{Call, Side};
+use super::side::{Call, Frame, Side};
 use crate::error::{OpErrorKind, VerbError};
 use crate::message::error::CloseReason;
 use crate::message::frame::Kind;
@@ -83,10 +83,14 @@ fn engine(steps: &mut Steps<'_>, own: usize) {
     match *side.protocol.phase() {
         Phase::Running(stage) => {
             let mut protocol = side.protocol.clone();
-            if let Some(header) = protocol.next_frame(!side.held) {
+            if let Some((header, resize)) = protocol.next_frame(!side.held) {
+                let bare = Frame::Bare(header);
+                let frame = resize.map_or(bare, |resize| {
+                    Frame::Resize(header, [resize.receives, resize.skip].map(|count| count as u8))
+                });
                 steps.add(own, |side, _| {
                     side.protocol = protocol;
-                    side.wire.push(header);
+                    side.wire.push_any(frame);
                 });
             }
             let waits = !side.is_flushed() && side.protocol.phase().check_open().is_ok();
@@ -219,6 +223,9 @@ fn service(steps: &mut Steps<'_>, own: usize) {
             side.pings -= 1;
             side.send(Kind::Ping);
         });
+    }
+    if !side.changes.is_empty() && side.protocol.flow.may_resize() && side.stage().is_some() {
+        steps.add(own, |side, _| side.resize());
     }
     if phase.takes_messages() && side.inbox > side.reading {
         steps.add(own, |side, _| side.take());

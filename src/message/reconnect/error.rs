@@ -119,7 +119,8 @@ impl EstablishError {
             Self::Refused { reason, .. } => match reason {
                 RefusalReason::ListenerFull
                 | RefusalReason::SourceFull
-                | RefusalReason::ShuttingDown => true,
+                | RefusalReason::ShuttingDown
+                | RefusalReason::OutOfBuffers => true,
                 RefusalReason::OtherContent(_) => false,
             },
             Self::Handshake(_)

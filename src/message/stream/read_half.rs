@@ -15,6 +15,7 @@ use super::reading::{Chunk, Taken};
 use super::write_half::OwnedWriteHalf;
 use super::{RdmaStream, ReuniteError, addresses, io_error, within_budget};
 use crate::message::connection::Handle;
+use crate::message::core::ConnectionCounters;
 use crate::message::waiters::Ticket;
 
 /// The reading half of an [`RdmaStream`].
@@ -101,6 +102,12 @@ impl OwnedReadHalf {
     /// None; `TcpStream` has the same signature.
     pub fn peer_addr(&self) -> io::Result<SocketAddr> {
         addresses(&self.handle).map(|(_, peer)| peer)
+    }
+
+    /// Returns the counters of the connection, like [`RdmaStream::counters`].
+    #[must_use]
+    pub fn counters(&self) -> ConnectionCounters {
+        self.handle.counters()
     }
 
     pub(super) fn handle(&self) -> &Handle {

@@ -128,7 +128,8 @@ fn outstanding(stream: &RdmaStream) -> (usize, usize) {
 fn unacknowledged(expected: usize, test: impl AsyncFnOnce(&mut RdmaStream)) -> u64 {
     run(async {
         let network = Network::new();
-        let [mut client, mut server] = pair_in(&network).await;
+        let config = ConnectionConfig::for_streams().preallocate(true);
+        let [mut client, mut server] = pair_with(&network, &config).await;
         let port = network.control("server").unwrap();
         port.set_port(false);
         test(&mut client).await;
@@ -217,7 +218,7 @@ fn flush_after_shutdown_waits_without_polling() {
         let written = fill(&mut client).await;
         // Without a credit, held bytes cannot be sent.
         client.handle().shared.with(|core, _| {
-            let buffer = core.send_pool.try_alloc(core.limits.frame).unwrap();
+            let buffer = core.send_buffer(core.limits.frame, 1).unwrap().unwrap();
             assert!(core.held.replace(Held::new(buffer, 5)).is_none());
         });
         client.shutdown().await.unwrap();
@@ -260,7 +261,7 @@ fn held_bytes_are_sent_whichever_call_finds_the_last_acknowledgement() {
         let [mut client, mut server] = pair().await;
         client.write_all(&[7]).await.unwrap();
         client.handle().shared.with(|core, driver| {
-            let buffer = core.send_pool.try_alloc(core.limits.frame).unwrap();
+            let buffer = core.send_buffer(core.limits.frame, 1).unwrap().unwrap();
             core.held = Some(Held::new(buffer, 10));
             let limit = Instant::now() + Duration::from_secs(60);
             // Nothing has polled the frame, as if it completed after `send_held`.

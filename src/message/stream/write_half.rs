@@ -14,7 +14,7 @@ use tokio::io::AsyncWrite;
 use super::{addresses, io_error, within_budget};
 use crate::memory::Buf;
 use crate::message::connection::Handle;
-use crate::message::core::Core;
+use crate::message::core::{ConnectionCounters, Core};
 use crate::message::error::MessageError;
 use crate::message::waiters::{Caller, Ticket};
 
@@ -97,6 +97,12 @@ impl OwnedWriteHalf {
     /// None; `TcpStream` has the same signature.
     pub fn peer_addr(&self) -> io::Result<SocketAddr> {
         addresses(&self.handle).map(|(_, peer)| peer)
+    }
+
+    /// Returns the counters of the connection, like [`RdmaStream::counters`].
+    #[must_use]
+    pub fn counters(&self) -> ConnectionCounters {
+        self.handle.counters()
     }
 
     /// Runs `work` for the task that writes.

@@ -22,7 +22,7 @@ use crate::memory::{Buf, BufMut};
 use crate::message::core::Core;
 use crate::message::error::MessageError;
 use crate::message::frame::Kind;
-use crate::message::outbound::{Attempt, Block, INLINE, Outgoing, Pieces, Sent};
+use crate::message::outbound::{Attempt, Block, INLINE, Outgoing, Pieces};
 use crate::message::waiters::{Caller, Ticket};
 
 /// The longest piece of memory that the peer reads at once: its longest pooled buffer.
@@ -194,14 +194,13 @@ impl Core {
         if !self.protocol.flow.may_send(Kind::Data) {
             return Ok(Err(Block::Credits { frames: 1 }));
         }
-        let frame = self.limits.frame;
+        let frame = self.frame_len(0);
         let hold = bytes.len < frame && !self.nodelay && self.has_unacknowledged();
         if !hold && bytes.len <= self.limits.inline.min(frame) {
             let mut gathered = SmallVec::<[u8; INLINE]>::from_elem(0, bytes.len);
             bytes.fill(&mut gathered);
             let header = self.protocol.flow.send(Kind::Data);
-            let send = self.frames.send_inline_with_imm(&gathered, header.encode());
-            self.add_sent(Sent::Inline(send));
+            self.send_short(header, &gathered);
             return Ok(Ok(()));
         }
         let len = if hold { frame } else { bytes.len.min(frame) };

@@ -37,9 +37,10 @@ impl SilentPeer {
         self.wait(|kind| matches!(kind, CmEventKind::AddressResolved));
         id.resolve_route(HANG).unwrap();
         self.wait(|kind| matches!(kind, CmEventKind::RouteResolved));
-        let hello = Handshake { buffer_size: 8192, receives: 68, max_message: 1 << 20 }
-            .encode(b"")
-            .unwrap();
+        let hello =
+            Handshake { buffer_size: 8192, receives: 68, max_message: 1 << 20, grows: false }
+                .encode(b"")
+                .unwrap();
         let params = CmParams {
             qpn: Qpn(0x100 + self.requests.len() as u32),
             private_data: &hello,

@@ -33,9 +33,10 @@ struct Forger {
 
 impl Forger {
     fn send(&mut self, count: u32) {
-        let handshake = Handshake { buffer_size: 8192, receives: 68, max_message: 1 << 20 }
-            .encode(b"")
-            .unwrap();
+        let handshake =
+            Handshake { buffer_size: 8192, receives: 68, max_message: 1 << 20, grows: false }
+                .encode(b"")
+                .unwrap();
         for _ in 0..count {
             self.sent += 1;
             let from = Ipv4Addr::from(0x7f40_0000 + self.sent % self.sources);
@@ -106,7 +107,9 @@ fn honest_clients_are_served_during_a_flood_from_200_addresses() {
 /// Sends forged requests over UDP at `rate` per second until `stop`. Returns their number.
 fn flood(to: SocketAddr, sources: u8, rate: u32, stop: &AtomicBool) -> u32 {
     let handshake =
-        Handshake { buffer_size: 8192, receives: 68, max_message: 1 << 20 }.encode(b"").unwrap();
+        Handshake { buffer_size: 8192, receives: 68, max_message: 1 << 20, grows: false }
+            .encode(b"")
+            .unwrap();
     let sockets: Vec<_> = (1..=sources)
         .map(|host| {
             let address = IpAddr::from([127, 99, 0, host]);

@@ -1,0 +1,397 @@
+//! The posted receives of a side. Their number, size and memory follow use.
+//!
+//! ```text
+//!   first receives ── grow ──▶ more and longer ones ── grow ──▶ … the configured number
+//!         ▲                            │
+//!         └──────── idle: shrink ──────┘
+//! ```
+//!
+//! `window.rs` describes how the peer learns of it.
+
+use std::collections::VecDeque;
+
+use super::after_unlock::Dropped;
+use super::budget::Share;
+use super::config::ConnectionConfig;
+use super::core::Core;
+use super::error::{CloseReason, Violation};
+use super::flow_control::RESERVE;
+use super::frame::{Kind, OFFER_LEN};
+use super::handshake::Content;
+use super::window::{FIRST_SIZE, Resize, first_receives, is_reached};
+use crate::error::SetupError;
+use crate::memory::{BufMut, Pool};
+use crate::op::Recv;
+
+/// The messages for which a side that failed to register memory does without more.
+const PAUSE: u32 = 1 << 10;
+
+/// The messages of several frames for which a side has receives: so many that answers announce them
+/// free, not separate frames.
+const MESSAGES: u32 = 8;
+
+/// The receives of a side and their buffers.
+#[derive(Debug)]
+pub(super) struct Receives {
+    /// Kept after termination until the queue pair is closed: dropping flushed ones costs less.
+    pub(super) posted: VecDeque<Recv<BufMut>>,
+    /// Buffers of the receives of a side that is not in use, or whose number is fixed.
+    first: Pool,
+    /// Buffers of a side that is in use.
+    grown: Option<Pool>,
+    /// Some receives still have buffers of `first`, although `grown` has buffers for them.
+    replacing: bool,
+    /// The receives, including the reserve.
+    number: u32,
+    /// The size of each that is posted, and the capacity of its buffer.
+    size: usize,
+    capacity: usize,
+    /// Receives are as many and as long as configured.
+    is_full: bool,
+    /// The number of the first receive of the current size.
+    changed_at: u32,
+    most: Most,
+    /// More receives, or longer ones, are of use.
+    wanted: bool,
+    /// Messages until the next attempt to register memory.
+    pause: u32,
+}
+
+/// The configured maximum of a side.
+#[derive(Debug, Clone, Copy)]
+struct Most {
+    /// Receives, including the reserve.
+    receives: u32,
+    /// Bytes of each.
+    size: u32,
+    spares: u32,
+    /// Longest message in several frames.
+    eager: u64,
+}
+
+impl Receives {
+    /// Creates the receives of a side with the buffers of `first`, without posting them.
+    pub(super) fn new(first: Pool, config: &ConnectionConfig) -> Self {
+        let most = Most {
+            receives: config.receives(),
+            size: config.receive_buffer_size,
+            spares: config.spare_buffers,
+            eager: config.max_eager.into(),
+        };
+        let number = config.first_receives();
+        let posted = VecDeque::with_capacity(number as usize);
+        let mut receives = Self {
+            posted,
+            first,
+            grown: None,
+            replacing: false,
+            number,
+            size: 0,
+            capacity: 0,
+            is_full: false,
+            changed_at: 0,
+            most,
+            wanted: false,
+            pause: 0,
+        };
+        receives.set_number(number);
+        receives
+    }
+
+    fn set_number(&mut self, number: u32) {
+        self.number = number;
+        self.size = self.pool().buffer_size();
+        self.capacity = self.size.next_multiple_of(64);
+        self.is_full = number >= self.most.receives && self.has_longest();
+    }
+
+    /// Returns the number of receives, including the reserve.
+    pub(super) fn number(&self) -> u32 {
+        self.number
+    }
+
+    /// Returns the registered bytes of the receives and spare buffers.
+    pub(super) fn memory(&self) -> u64 {
+        [Some(&self.first), self.grown.as_ref()].into_iter().flatten().map(Pool::bytes).sum()
+    }
+
+    pub(super) fn is_grown(&self) -> bool {
+        self.grown.is_some()
+    }
+
+    fn pool(&self) -> &Pool {
+        self.grown.as_ref().unwrap_or(&self.first)
+    }
+
+    fn has_longest(&self) -> bool {
+        self.size == self.most.size as usize
+    }
+
+    /// Returns a buffer that no receive needs.
+    pub(super) fn spare(&mut self) -> Option<BufMut> {
+        let pool = self.grown.as_ref().unwrap_or(&self.first);
+        if self.replacing {
+            let left = self.first.total() - self.first.available();
+            self.replacing = left > 0;
+            if pool.available() <= left {
+                return None;
+            }
+        }
+        pool.try_alloc(pool.buffer_size()).ok()
+    }
+
+    /// Returns true if messages of this side are so short that a copy is cheaper than a spare
+    /// buffer.
+    pub(super) fn copies(&self, len: usize) -> bool {
+        len <= COPIED_OUT || !self.has_longest()
+    }
+
+    /// Returns the buffer to be posted in place of `used`, with the length of its receive.
+    #[inline]
+    fn replacement(&self, used: BufMut) -> BufMut {
+        let mut buffer = used;
+        if buffer.capacity() != self.capacity
+            && let Ok(other) = self.pool().try_alloc(self.size)
+        {
+            buffer = other;
+        }
+        let whole = buffer.resize(self.size);
+        debug_assert!(whole.is_ok(), "the pool has a buffer for each receive");
+        buffer
+    }
+
+    /// Records that the peer has sent a frame of a message with `frames` so far, or offers one of
+    /// `len` bytes.
+    fn note_demand(&mut self, kind: Kind, content: Content, len: u64, frames: u32) {
+        if self.pause > 0 {
+            self.pause -= 1;
+            return;
+        }
+        self.wanted |= match kind {
+            Kind::Offer => len <= self.most.eager,
+            _ if frames > 1 => frames.saturating_mul(MESSAGES) > self.number - RESERVE,
+            _ => content == Content::Bytes && !self.has_longest() && len >= self.size as u64,
+        };
+    }
+
+    /// Registers the buffers of `receives` receives.
+    fn register(&mut self, receives: u32, share: &mut Share) -> Result<(), SetupError> {
+        let Most { receives: most, size, spares, .. } = self.most;
+        let part = u64::from(spares) * u64::from(receives - RESERVE);
+        let spares = part.div_ceil(u64::from(most - RESERVE)) as usize;
+        let buffers = receives as usize + spares;
+        let more = buffers.saturating_sub(self.grown.as_ref().map_or(0, Pool::total));
+        let bytes = more as u64 * u64::from(size);
+        share.grow(bytes)?;
+        match &self.grown {
+            Some(pool) => pool.grow_by(more as u32),
+            None => Pool::new(self.first.protection_domain(), size as usize, buffers).map(|pool| {
+                self.grown = Some(pool);
+                self.replacing = true;
+            }),
+        }
+        .inspect_err(|_| share.shrink(bytes))
+    }
+}
+
+/// The longest copied message: copying costs less than replacing the buffer.
+const COPIED_OUT: usize = 256;
+
+impl Core {
+    /// Posts the first receives.
+    pub(super) fn post_first(&mut self) {
+        for _ in 0..self.receives.number {
+            match self.receives.first.try_alloc(self.receives.first.buffer_size()) {
+                Ok(buffer) => self.post_receive(buffer),
+                Err(error) => unreachable!("the pool has a buffer for each receive: {error}"),
+            }
+        }
+    }
+
+    /// Posts a receive with `buffer`, or with one of the size announced last.
+    pub(super) fn post_receive(&mut self, buffer: BufMut) {
+        let receive = self.qp.recv(self.receives.replacement(buffer));
+        self.note_refusal(receive.refusal());
+        self.receives.posted.push_back(receive);
+    }
+
+    /// Records a frame of a message, or the offer of one of `len` bytes.
+    #[inline]
+    pub(super) fn note_demand(&mut self, kind: Kind, len: u64) {
+        if !self.receives.is_full {
+            self.receives.wanted |= self.protocol.flow.is_pressed() && self.receives.pause == 0;
+            let frames = self.inbox.incomplete_frames() as u32 + 1;
+            self.receives.note_demand(kind, self.content, len, frames);
+        }
+    }
+
+    /// Posts more or longer receives if they are of use.
+    pub(super) fn grow_receives(&mut self) {
+        if !self.receives.wanted || !self.may_resize(self.receives.has_longest()) {
+            return;
+        }
+        self.receives.wanted = false;
+        let (most, is_first) = (self.receives.most, !self.receives.is_grown());
+        let messages = (self.receives.number - RESERVE).saturating_mul(2);
+        let receives = messages.saturating_add(RESERVE).min(most.receives);
+        if let Err(error) = self.receives.register(receives, &mut self.share) {
+            self.note_failed_growth(&error);
+            self.receives.pause = PAUSE;
+            return;
+        }
+        let (from, before) = (self.posted_receives(), self.receives.number);
+        self.receives.set_number(receives);
+        for _ in before..receives {
+            match self.receives.spare() {
+                Some(buffer) => self.post_receive(buffer),
+                None => unreachable!("the pool has a buffer for each receive"),
+            }
+        }
+        if is_first {
+            self.receives.changed_at = from;
+        }
+        self.protocol.flow.resize(Resize { receives, skip: 0, from, size: most.size });
+        self.after.wake_driver = true;
+    }
+
+    /// Returns to the first receives if all messages were received.
+    pub(super) fn shrink_receives(&mut self) {
+        let is_idle = self.protocol.flow.is_idle()
+            && self.inbox.messages.is_empty()
+            && !self.inbox.is_incomplete();
+        if !self.receives.is_grown() || !is_idle || !self.may_resize(true) {
+            return;
+        }
+        if !self.may_resize(false) {
+            return self.skip_first_receives();
+        }
+        let first = &self.receives.first;
+        if first.available() < first.total() {
+            return;
+        }
+        let from = self.posted_receives();
+        let (skip, number) = (self.receives.number, first.total() as u32);
+        (self.receives.replacing, self.receives.wanted) = (false, false);
+        if let Some(pool) = self.receives.grown.take() {
+            self.discard_pool(pool);
+        }
+        self.receives.set_number(number);
+        self.post_first();
+        self.receives.changed_at = from;
+        let receives = skip + number;
+        self.protocol.flow.resize(Resize { receives, skip, from, size: FIRST_SIZE });
+    }
+
+    /// Replaces the first receives of a side that has grown, and has not used them since.
+    fn skip_first_receives(&mut self) {
+        let (from, used) = (self.receives.changed_at, self.protocol.flow.used_receives());
+        let skip = from.wrapping_sub(used);
+        let size = self.receives.size;
+        for _ in 0..skip {
+            match self.receives.pool().try_alloc(size) {
+                Ok(buffer) => self.post_receive(buffer),
+                Err(error) => unreachable!("the pool has a buffer for each receive: {error}"),
+            }
+        }
+        let receives = self.receives.number + skip;
+        self.protocol.flow.resize(Resize { receives, skip, from, size: size as u32 });
+    }
+
+    /// Returns true if the receives may change. The peer must have reached the last change of their
+    /// size, unless that stays the `same`.
+    fn may_resize(&self, same: bool) -> bool {
+        let reached = is_reached(self.protocol.flow.used_receives(), self.receives.changed_at);
+        self.protocol.may_resize() && (same || reached)
+    }
+
+    /// Returns the number of receives posted since the start.
+    fn posted_receives(&self) -> u32 {
+        self.protocol.flow.used_receives().wrapping_add(self.receives.posted.len() as u32)
+    }
+
+    /// Handles a `Resize` frame of the peer.
+    pub(super) fn on_resize(&mut self, buffer: BufMut) -> Result<(), CloseReason> {
+        let flow = &mut self.protocol.flow;
+        if buffer.is_empty() {
+            flow.receive_skip()?;
+            // It may be the last of its memory.
+            self.after.drop(Dropped::Buffer(buffer));
+            return Ok(());
+        }
+        let len = buffer.len();
+        let resize = Resize::from_bytes(&buffer).ok_or(Violation::FrameLength { len })?;
+        let Resize { receives, size, .. } = resize;
+        if !(OFFER_LEN as u32..=self.limits.peer_size).contains(&size) {
+            return Err(Violation::Resize { receives, size }.into());
+        }
+        let next = flow.next_receive();
+        flow.receive_resize(resize, self.limits.peer_receives)?;
+        self.sizes.change(resize, next)?;
+        self.post_receive(buffer);
+        self.protocol.flow.release_control();
+        self.set_frame(size);
+        // A message may now need fewer frames, or be offered.
+        self.after.wake(self.senders.take_first());
+        Ok(())
+    }
+
+    /// Drops buffers that the connection does not need any more.
+    pub(super) fn discard_pool(&mut self, pool: Pool) {
+        self.share.shrink(pool.total() as u64 * pool.buffer_size() as u64);
+        self.after.drop(Dropped::Pool(pool));
+    }
+
+    /// Sets the limits of frames to receives of `size` bytes.
+    pub(super) fn set_frame(&mut self, size: u32) {
+        let limits = &mut self.limits;
+        let frame = limits.own_frame.min(size as usize);
+        let other = self.send_memory.take_unless(frame);
+        // Both sides have the buffers of the longest message, or it would wait indefinitely.
+        let frames = (self.protocol.flow.max_frames() as usize).min(self.send_memory.most());
+        limits.frame = frame;
+        limits.eager = frame.max(limits.own_eager.min(frame.saturating_mul(frames)));
+        if let Some(pool) = other {
+            self.discard_pool(pool);
+        }
+    }
+}
+
+impl ConnectionConfig {
+    /// Returns true if buffers are registered with use. Small ones are not worth it.
+    pub(super) fn is_elastic(&self) -> bool {
+        !self.preallocate && self.receive_buffer_size > FIRST_SIZE
+    }
+
+    /// Returns the receives, including the reserve, with which a connection starts.
+    pub(super) fn first_receives(&self) -> u32 {
+        if self.is_elastic() { first_receives(self.receives()) } else { self.receives() }
+    }
+
+    /// Returns the size and number of the first buffers.
+    pub(super) fn first_buffers(&self) -> (usize, usize) {
+        if self.is_elastic() {
+            (FIRST_SIZE as usize, self.first_receives() as usize)
+        } else {
+            let buffers = self.receives().saturating_add(self.spare_buffers);
+            (self.receive_buffer_size as usize, buffers as usize)
+        }
+    }
+
+    /// Returns the size and number of send buffers registered in advance.
+    pub(super) fn first_send_buffers(&self) -> (usize, usize) {
+        let buffers = if self.is_elastic() { 0 } else { self.send_buffers };
+        (self.receive_buffer_size as usize, buffers as usize)
+    }
+
+    /// Returns the bytes registered when connecting.
+    pub(super) fn first_bytes(&self) -> u64 {
+        let bytes = |(size, buffers): (usize, usize)| size as u64 * buffers as u64;
+        bytes(self.first_buffers()).saturating_add(bytes(self.first_send_buffers()))
+    }
+
+    /// Returns the maximum of receives posted at once.
+    pub(super) fn most_receives(&self) -> u32 {
+        let shrinking = if self.is_elastic() { self.first_receives() } else { 0 };
+        self.receives().saturating_add(shrinking)
+    }
+}

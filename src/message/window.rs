@@ -1,0 +1,184 @@
+//! The number and size of a side's receives, and how it announces changes to its peer.
+//!
+//! A connection starts with [`FIRST_MESSAGES`] receives for messages, of [`FIRST_SIZE`] bytes. A
+//! side that is used posts more and longer ones, then announces them with a `Resize` frame. An idle
+//! side returns to the first sizes. Posted receives cannot be taken back, so its `Resize` asks the
+//! peer to skip them: the peer sends a `Resize` without payload for each, which uses it up.
+//!
+//! The device uses receives in the order in which they were posted. Both sides count them from the
+//! start of the connection, so that the peer knows the size of the receive that each frame meets:
+//!
+//! ```text
+//!   receive        0 … 7    8 … 11   12 …
+//!   size           512      8192     8192
+//!                           ▲ from: later receives have the announced size
+//! ```
+
+use super::error::Violation;
+use super::flow_control::RESERVE;
+
+/// The receives for messages of a side that is not in use: a request, its successor and two
+/// notifications.
+pub(super) const FIRST_MESSAGES: u32 = 4;
+
+/// The bytes of each of them. With the reserve, they fill a page.
+pub(super) const FIRST_SIZE: u32 = 512;
+
+/// A change of a side's receives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Resize {
+    /// The receives, including the reserve and those to be skipped.
+    pub(super) receives: u32,
+    /// How many the peer shall skip.
+    pub(super) skip: u32,
+    /// The number of the first receive of `size`.
+    pub(super) from: u32,
+    /// The size of the receives posted from now on.
+    pub(super) size: u32,
+}
+
+impl Resize {
+    pub(super) const LEN: usize = 16;
+
+    pub(super) fn to_bytes(self) -> [u8; Self::LEN] {
+        let mut bytes = [0; Self::LEN];
+        let fields = [self.receives, self.skip, self.from, self.size];
+        for (bytes, field) in bytes.chunks_exact_mut(4).zip(fields) {
+            bytes.copy_from_slice(&field.to_be_bytes());
+        }
+        bytes
+    }
+
+    pub(super) fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        let bytes: &[u8; Self::LEN] = bytes.try_into().ok()?;
+        let [receives, skip, from, size] = std::array::from_fn(|field| {
+            let at = field * 4;
+            u32::from_be_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+        });
+        Some(Self { receives, skip, from, size })
+    }
+}
+
+/// The sizes of the peer's receives.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Sizes {
+    /// The size of receives before `change`.
+    size: u32,
+    /// The number of the first receive of another size, and that size.
+    change: Option<(u32, u32)>,
+}
+
+impl Sizes {
+    pub(super) fn new(size: u32) -> Self {
+        Self { size, change: None }
+    }
+
+    /// Returns the size of receive `number`, which no frame has used yet.
+    pub(super) fn at(&self, number: u32) -> u32 {
+        match self.change {
+            Some((from, size)) if is_reached(number, from) => size,
+            _ => self.size,
+        }
+    }
+
+    /// Forgets a change before receive `next`.
+    pub(super) fn settle(&mut self, next: u32) {
+        if let Some((from, size)) = self.change
+            && is_reached(next, from)
+        {
+            *self = Self::new(size);
+        }
+    }
+
+    /// Returns the size of receives posted last.
+    pub(super) fn last(&self) -> u32 {
+        self.change.map_or(self.size, |(_, size)| size)
+    }
+
+    /// Returns true if all receives from `next` on have one size.
+    pub(super) fn is_settled(&self) -> bool {
+        self.change.is_none()
+    }
+
+    /// Records a change of the peer, of which `next` is the receive that the next frame uses.
+    ///
+    /// # Errors
+    ///
+    /// Returns a violation if the peer changes the size of used receives, or of receives whose size
+    /// it has changed already.
+    pub(super) fn change(&mut self, resize: Resize, next: u32) -> Result<(), Violation> {
+        self.settle(next);
+        if resize.size == self.size && self.change.is_none() {
+            return Ok(());
+        }
+        let ahead = resize.from.wrapping_sub(next);
+        if self.change.is_some_and(|(_, size)| size != resize.size) || ahead > resize.receives {
+            return Err(Violation::Resize { receives: resize.receives, size: resize.size });
+        }
+        self.change.get_or_insert((resize.from, resize.size));
+        Ok(())
+    }
+}
+
+/// Returns true if `number` is `from` or later. Both wrap, and differ by less than 2^31.
+pub(super) fn is_reached(number: u32, from: u32) -> bool {
+    number.wrapping_sub(from) < 1 << 31
+}
+
+/// Returns the receives, including the reserve, with which a side starts whose service permits
+/// `receives`.
+pub(super) fn first_receives(receives: u32) -> u32 {
+    receives.min(RESERVE + FIRST_MESSAGES)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn resize(receives: u32, from: u32, size: u32) -> Resize {
+        Resize { receives, skip: 0, from, size }
+    }
+
+    #[test]
+    fn announcements_round_trip_and_have_one_length() {
+        let announced = Resize { receives: 68, skip: 60, from: u32::MAX - 3, size: 8192 };
+        assert_eq!(Resize::from_bytes(&announced.to_bytes()), Some(announced));
+        for len in [0, 4, 15, 17, 20] {
+            assert_eq!(Resize::from_bytes(&vec![0; len]), None, "{len} bytes");
+        }
+    }
+
+    #[test]
+    fn size_changes_at_the_announced_receive_also_where_numbers_wrap() {
+        for start in [0, u32::MAX - 2, (1 << 31) - 2] {
+            let at = |ahead| start.wrapping_add(ahead);
+            let mut sizes = Sizes::new(512);
+            sizes.change(resize(12, at(4), 8192), start).unwrap();
+            let found: Vec<u32> = (0..6).map(|ahead| sizes.at(at(ahead))).collect();
+            assert_eq!(found, [512, 512, 512, 512, 8192, 8192]);
+            for (next, is_settled) in [(3, false), (4, true)] {
+                sizes.settle(at(next));
+                assert_eq!((sizes.last(), sizes.is_settled()), (8192, is_settled));
+            }
+        }
+    }
+
+    #[test]
+    fn change_of_used_or_already_changed_receives_is_a_violation() {
+        let refused = |resize: Resize| {
+            Err(Violation::Resize { receives: resize.receives, size: resize.size })
+        };
+        let mut sizes = Sizes::new(512);
+        for from in [9, 23] {
+            let used = resize(12, from, 8192);
+            assert_eq!(sizes.change(used, 10), refused(used));
+        }
+        assert_eq!(sizes.change(resize(12, 12, 8192), 10), Ok(()));
+        let again = resize(12, 14, 512);
+        assert_eq!(sizes.change(again, 11), refused(again));
+        // More receives of the same size.
+        assert_eq!(sizes.change(resize(20, 15, 8192), 11), Ok(()));
+        assert_eq!((sizes.at(11), sizes.at(12)), (512, 8192));
+        assert_eq!(sizes.change(resize(12, 14, 512), 12), Ok(()));
+    }
+}

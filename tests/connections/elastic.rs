@@ -1,0 +1,251 @@
+//! Buffers that follow use: their number, length and memory.
+
+use std::time::Duration;
+
+use crate::connected::{self, assert_ready, config, modes, pair, pattern, recv};
+use crate::torture::{self, Flavour, LONG, Mode, Seed, bounded, soon};
+use bytes::Bytes;
+use tokio_rdma::message::{BufferBudget, RefusalReason};
+use tokio_rdma::software::Network;
+use tokio_rdma::{BufMut, Connection, EstablishError, Listener, SetupError};
+
+/// The registered bytes of a connection that is not in use.
+const FIRST: u64 = 8 * 512;
+
+/// Waits until a side has the buffers of a connection that is not in use.
+async fn shrunk(connection: &Connection) {
+    soon("fewer buffers", async {
+        while connection.counters().buffer_memory > FIRST {
+            tokio::task::yield_now().await;
+        }
+    })
+    .await;
+}
+
+#[test]
+fn used_connection_registers_buffers_and_an_idle_one_returns_them() {
+    modes("use", || async {
+        let (a, b) = pair(&config().shrink_after(Duration::from_millis(20)));
+        for round in 0..3 {
+            for side in [&a, &b] {
+                shrunk(side).await;
+                assert_eq!(side.counters().receives, 8, "round {round}");
+            }
+            let sending = async {
+                for number in 0..500 {
+                    soon("a send", a.send(pattern(4000, number))).await.unwrap();
+                }
+            };
+            let receiving = async {
+                let mut most = 0;
+                for number in 0..500 {
+                    assert!(recv(&b).await == pattern(4000, number), "message {number}");
+                    most = most.max(b.counters().receives);
+                }
+                most
+            };
+            let ((), most) = tokio::join!(sending, receiving);
+            assert_eq!(most, 68, "round {round}");
+        }
+        assert_eq!(a.counters().growth_failures + b.counters().growth_failures, 0);
+        assert_ready([&a, &b]);
+    });
+}
+
+#[test]
+fn requests_and_short_answers_register_nothing() {
+    modes("requests", || async {
+        let (a, b) = pair(&config());
+        for number in 0..200 {
+            a.send(pattern(60, number)).await.unwrap();
+            assert!(recv(&b).await == pattern(60, number));
+            b.send(pattern(10, number)).await.unwrap();
+            assert!(recv(&a).await == pattern(10, number));
+        }
+        for side in [&a, &b] {
+            let counters = side.counters();
+            assert_eq!((counters.receives, counters.buffer_memory), (8, FIRST));
+        }
+    });
+}
+
+/// Messages in bursts, between which sides may become idle.
+async fn burst(from: &Connection, to: &Connection, random: &mut fastrand::Rng, first: u64) -> u64 {
+    let most = [40, 600, 3000, 20_000, 70_000][random.usize(..5)];
+    let lens: Vec<usize> = (0..random.usize(1..40)).map(|_| random.usize(..most)).collect();
+    let sending = async {
+        for (number, &len) in (first..).zip(&lens) {
+            soon("a send", from.send(pattern(len, number))).await.unwrap();
+        }
+    };
+    let receiving = async {
+        for (number, &len) in (first..).zip(&lens) {
+            assert!(recv(to).await == pattern(len, number), "message {number} of {len} bytes");
+        }
+    };
+    tokio::join!(sending, receiving);
+    first + lens.len() as u64
+}
+
+async fn grow_and_shrink(mode: Mode, seed: u64) {
+    let config = config().mode(mode.make()).shrink_after(Duration::from_millis(1));
+    let (a, b) = pair(&config);
+    let talk = async |from: &Connection, to: &Connection, seed: u64| {
+        let mut random = fastrand::Rng::with_seed(seed);
+        let mut number = 0;
+        for _ in 0..30 {
+            number = burst(from, to, &mut random, number).await;
+            if random.u8(..3) == 0 {
+                shrunk(to).await;
+            }
+        }
+    };
+    tokio::join!(talk(&a, &b, seed), talk(&b, &a, seed.wrapping_add(1)));
+    assert_ready([&a, &b]);
+}
+
+#[test]
+fn messages_arrive_whole_while_windows_grow_and_shrink() {
+    let seed = Seed::new("--test connections windows_grow_and_shrink");
+    let value = seed.value;
+    for (flavour, mode) in Flavour::ALL
+        .into_iter()
+        .flat_map(|flavour| Mode::ALL.into_iter().map(move |mode| (flavour, mode)))
+    {
+        bounded("windows", LONG, move || flavour.runtime().block_on(grow_and_shrink(mode, value)));
+    }
+    drop(seed);
+}
+
+#[test]
+fn without_memory_for_more_buffers_messages_still_arrive() {
+    if torture::hardware().is_some() {
+        // It would register as much as the device permits.
+        return;
+    }
+    modes("no memory", || async {
+        let (a, b) = pair(&config().receive_buffers(16));
+        let mut registered: Vec<BufMut> = Vec::new();
+        let refused = loop {
+            match b.protection_domain().register(vec![0; 1]) {
+                Ok(buffer) => registered.push(buffer),
+                Err(error) => break error,
+            }
+        };
+        assert!(matches!(refused, SetupError::Verb(_)), "{refused}");
+        // As long as a work request holds: the sender needs no memory either.
+        let message = |number: u64| Bytes::copy_from_slice(&number.to_be_bytes());
+        let sending = async {
+            for number in 0..2_000 {
+                soon("a send", a.send(message(number))).await.unwrap();
+            }
+        };
+        let receiving = async {
+            for number in 0..2_000 {
+                assert_eq!(recv(&b).await, message(number));
+                if number == 100 {
+                    assert!(b.counters().growth_failures > 0);
+                    assert_eq!(b.counters().receives, 8);
+                    registered.clear();
+                }
+            }
+        };
+        tokio::join!(sending, receiving);
+        assert_eq!(b.counters().receives, 20, "it tries again");
+        assert_ready([&a, &b]);
+    });
+}
+
+/// Sends messages of up to 40,000 bytes both ways, several at once.
+async fn exchange(a: &Connection, b: &Connection) {
+    let talk = async |from: &Connection, to: &Connection| {
+        let sending = async {
+            for number in 0..100 {
+                soon("a send", from.send(pattern(400 * number as usize, number))).await.unwrap();
+            }
+        };
+        let receiving = async {
+            for number in 0..100 {
+                assert!(recv(to).await == pattern(400 * number as usize, number), "{number}");
+            }
+        };
+        tokio::join!(sending, receiving);
+    };
+    tokio::join!(talk(a, b), talk(b, a));
+}
+
+#[test]
+fn connections_at_the_limit_of_their_budget_slow_down_and_live_on() {
+    modes("budget", || async {
+        for bytes in [4 * FIRST, 64 << 10, 700 << 10] {
+            let budget = BufferBudget::new(bytes);
+            let config = config().budget(&budget).shrink_after(Duration::from_millis(20));
+            let (a, b) = pair(&config);
+            let (c, d) = pair(&config);
+            tokio::join!(exchange(&a, &b), exchange(&c, &d));
+            assert!(budget.counters().used <= bytes, "{budget:?}");
+            assert!(budget.counters().refused > 0, "{budget:?}");
+            for side in [&a, &b, &c, &d] {
+                shrunk(side).await;
+                assert_ready([&a, &b]);
+            }
+            drop((a, b, c, d));
+            soon("all bytes", async {
+                while budget.counters().used > 0 {
+                    tokio::task::yield_now().await;
+                }
+            })
+            .await;
+        }
+    });
+}
+
+#[test]
+fn listener_whose_budget_is_used_up_refuses_until_a_connection_closes() {
+    modes("out of buffers", || async {
+        let (device, _) = torture::device(&Network::new());
+        let budget = BufferBudget::process().part(2 * FIRST);
+        let served = config().budget(&budget);
+        let listener =
+            Listener::bind_with(&device, connected::address(&device), &served).await.unwrap();
+        let connect = async || {
+            let config = config();
+            let connecting = Connection::connect_with(&device, listener.local_addr(), &config);
+            soon("connect", async { tokio::try_join!(connecting, listener.accept()) }).await
+        };
+        let (first, second) = (connect().await.unwrap(), connect().await.unwrap());
+        let refused = async {
+            let config = config();
+            let connecting = Connection::connect_with(&device, listener.local_addr(), &config);
+            tokio::select! {
+                refused = connecting => refused,
+                accepted = listener.accept() => panic!("{accepted:?}"),
+            }
+        };
+        match soon("refusal", refused).await {
+            Err(EstablishError::Refused { reason, .. }) => {
+                assert_eq!(reason, RefusalReason::OutOfBuffers);
+            }
+            other => panic!("{other:?}"),
+        }
+        assert_eq!(listener.stats().refused_buffers, 1);
+        let too_small = config().budget(&BufferBudget::new(FIRST - 1));
+        let error =
+            Connection::connect_with(&device, listener.local_addr(), &too_small).await.err();
+        assert!(
+            matches!(error, Some(EstablishError::Setup(SetupError::Limit(limit)))
+                if limit.field == "bytes of the BufferBudget"),
+            "{error:?}"
+        );
+        drop(first);
+        soon("free buffers", async {
+            while budget.counters().used > FIRST {
+                tokio::task::yield_now().await;
+            }
+        })
+        .await;
+        let (client, server) = connect().await.unwrap();
+        exchange(&client, &server).await;
+        drop(second);
+    });
+}
