@@ -131,6 +131,7 @@ pub mod raw;
 pub mod software;
 pub mod verbs;
 
+mod clock;
 mod contained;
 mod dispatch;
 mod engine;

@@ -17,6 +17,8 @@ mod awaited;
 mod campaign;
 #[path = "faults/chance.rs"]
 mod chance;
+#[path = "faults/deadlines.rs"]
+mod deadlines;
 #[path = "faults/driven.rs"]
 mod driven;
 #[path = "faults/dynamic.rs"]

@@ -15,9 +15,9 @@ use crate::op::QueuePair;
 use crate::types::Qpn;
 use rdma_provider::cm_contract::{CmAnswer, CmId as _, CmRoute};
 
-use super::clock;
 use super::error::{ConnectError, ConnectStep};
 use super::router::{IdState, Inbox, Router, fail};
+use crate::clock;
 
 /// An id and its inbox. Dropping it destroys the id.
 pub(super) struct Endpoint {

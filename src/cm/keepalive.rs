@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use tokio::task::AbortHandle;
 
-use super::clock::{self, Sleep};
 use super::connection::Disconnection;
 use super::router::{Inbox, fail};
+use crate::clock::{self, Sleep};
 use crate::error::{NoRuntime, OpErrorKind, SetupError};
 use crate::memory::RemoteRegion;
 use crate::op::{QueuePair, WeakQueuePair};

@@ -24,7 +24,6 @@ use rdma_provider::cm_contract::{
     Admit, CmAnswer, CmId as _, CmPeer, MAX_REJECT_DATA, MAX_RESPONSE_DATA,
 };
 
-use super::clock::{self, Sleep};
 use super::connection::CmConnection;
 use super::connector::{lookup, no_address};
 use super::endpoint::{Endpoint, FailUnlessConnected, with_deadline};
@@ -33,6 +32,7 @@ use super::keepalive::Keepalive;
 use super::options::{ConnectionOptions, ListenOptions};
 use super::path::{Path, Reads, make_ready};
 use super::router::{Inbox, Router};
+use crate::clock::{self, Sleep};
 
 /// Listens for connection requests at an address.
 ///

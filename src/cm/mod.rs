@@ -53,7 +53,6 @@
 
 #![forbid(unsafe_code)]
 
-pub(crate) mod clock;
 mod connection;
 mod connector;
 mod disposer;

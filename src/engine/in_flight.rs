@@ -4,6 +4,7 @@
 #![allow(unsafe_code)]
 
 use std::fmt;
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use super::claim::Claim;
@@ -13,7 +14,7 @@ use super::slot::{Detach, FailedParts, Held, Outcome};
 use super::work_queue::WorkQueue;
 use super::work_request_id::index_of;
 use crate::error::OpErrorKind;
-use crate::types::WorkCompletion;
+use crate::types::{WorkCompletion, WrId};
 
 /// One work request with its buffers `B`, in flight or refused.
 ///
@@ -47,6 +48,13 @@ impl<B: Send + 'static> InFlight<B> {
     /// Returns why the operation was refused, unless the error was taken.
     pub(crate) fn refusal(&self) -> Option<OpErrorKind> {
         self.held.as_ref().and_then(|(claim, _)| claim.refusal())
+    }
+
+    /// Returns the work queue and the id of the work request, or of the last one of a batch, if it
+    /// was posted or queued and its outcome was not taken.
+    pub(crate) fn posted(&self) -> Option<(&Arc<WorkQueue>, WrId)> {
+        let (claim, _) = self.held.as_ref()?;
+        Some((claim.posted_to()?, claim.id()))
     }
 
     pub(crate) fn is_queued(&self) -> bool {

@@ -49,6 +49,22 @@ impl Teardown for QueuePairCore {
         Self::shut_down(self, kind);
     }
 
+    fn fence(&self, cause: OpErrorKind) -> bool {
+        // First, so that a task that finds the flushes also finds their cause.
+        self.send.note_cause(cause);
+        let Ok(qpn) = self.qp().map(|qp| qp.qpn()) else { return false };
+        match self.modify(&QpAttr::to_state(QpState::Err)) {
+            Ok(()) => {
+                tracing::warn!(%qpn, %cause, "moved queue pair to the error state");
+                true
+            }
+            Err(error) => {
+                tracing::warn!(%qpn, %error, "failed to move queue pair to the error state");
+                false
+            }
+        }
+    }
+
     fn restore_streams(&self) {
         let _deferral = Deferral::begin();
         // Excludes a reset of the queue pair, which restores all streams.

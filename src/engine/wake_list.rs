@@ -26,6 +26,12 @@ pub(super) trait Teardown: Send + Sync {
     /// Takes the lock of the completion queue.
     fn shut_down(&self, kind: OpErrorKind);
 
+    /// Moves a queue pair to the error state because of `cause`. Returns false if it is not a queue
+    /// pair, or the device refuses.
+    fn fence(&self, _cause: OpErrorKind) -> bool {
+        false
+    }
+
     /// Resets failed streams of a DC initiator.
     fn restore_streams(&self) {}
 }

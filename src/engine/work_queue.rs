@@ -3,6 +3,7 @@
 #![allow(unsafe_code)]
 
 mod post;
+mod revoke;
 #[cfg(all(test, not(loom)))]
 mod tests;
 
@@ -342,6 +343,11 @@ impl WorkQueue {
     /// operations: the reason why work is flushed.
     pub(crate) fn cause(&self) -> Option<OpErrorKind> {
         self.failures.cause()
+    }
+
+    /// Records `kind` as the cause, unless there is one.
+    pub(super) fn note_cause(&self, kind: OpErrorKind) {
+        self.failures.note_cause(kind);
     }
 
     #[inline]

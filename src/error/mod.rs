@@ -430,6 +430,13 @@ pub enum OpErrorKind {
     Closed,
     /// The completion queue failed. The outcome of the operation is unknown.
     CompletionQueue(VerbError),
+    /// The deadline passed, see [`Operation::within`](crate::op::Operation::within). The operation
+    /// has been revoked: the device accesses its buffers no more.
+    TimedOut {
+        /// [`NotSent`](Outcome::NotSent) if the work request was still queued, which leaves the
+        /// queue pair unharmed. Otherwise, the queue pair was moved to the error state.
+        outcome: Outcome,
+    },
 }
 
 impl OpErrorKind {
@@ -467,6 +474,7 @@ impl OpErrorKind {
             | Self::Misaligned { .. } => ErrorKind::InvalidInput,
             Self::Unsupported { .. } => ErrorKind::Unsupported,
             Self::Closed => ErrorKind::NotConnected,
+            Self::TimedOut { .. } => ErrorKind::TimedOut,
         }
     }
 }
@@ -525,6 +533,13 @@ impl fmt::Display for OpErrorKind {
                      {error}"
                 )
             }
+            Self::TimedOut { outcome: Outcome::NotSent } => {
+                f.write_str("the deadline passed before the operation was posted; nothing was sent")
+            }
+            Self::TimedOut { .. } => f.write_str(
+                "the deadline of an operation passed; its queue pair was moved to the error state, \
+                 and the peer may have executed the operation",
+            ),
         }
     }
 }

@@ -31,9 +31,12 @@ impl OpErrorKind {
     ///   arrived before the failure, and work may be executed before it is flushed.
     /// - `MaybeExecuted` after [`Closed`](Self::Closed) and
     ///   [`CompletionQueue`](Self::CompletionQueue), which end both queued and posted work.
+    /// - [`TimedOut`](Self::TimedOut) names it. After `MaybeExecuted`, packets of a WRITE may still
+    ///   be on their way to the peer, and change its memory until the peer revokes the access.
     #[must_use]
     pub const fn outcome(&self) -> Outcome {
         match self {
+            Self::TimedOut { outcome } => *outcome,
             Self::Completion(_) | Self::Closed | Self::CompletionQueue(_) => Outcome::MaybeExecuted,
             Self::Post(_)
             | Self::State { .. }
@@ -87,6 +90,7 @@ mod tests {
             failed(WcStatus::LOC_PROT_ERR),
             OpErrorKind::Closed,
             OpErrorKind::CompletionQueue(verb),
+            OpErrorKind::TimedOut { outcome: Outcome::MaybeExecuted },
         ];
         let refused = [
             OpErrorKind::Post(verb),
@@ -97,6 +101,7 @@ mod tests {
             OpErrorKind::Unsupported { what: "READ" },
             OpErrorKind::NotOneSided { index: 0, what: "SEND" },
             OpErrorKind::Misaligned { addr: 1, len: 8 },
+            OpErrorKind::TimedOut { outcome: Outcome::NotSent },
         ];
         for (kinds, outcome) in
             [(&unknown[..], Outcome::MaybeExecuted), (&refused[..], Outcome::NotSent)]

@@ -18,7 +18,7 @@ use crate::cm::{
     ConnectAttempt, ConnectError, ConnectStep, FOR_MESSAGES, FOR_STREAMS, RejectReason,
 };
 use crate::error::{
-    CompletionError, LimitError, NoRuntime, OpError, OpErrorKind, OpenError, OutOfBounds,
+    CompletionError, LimitError, NoRuntime, OpError, OpErrorKind, OpenError, OutOfBounds, Outcome,
     ReceiveLengths, SetupError, TryError, UdpError, VerbError,
 };
 use crate::memory::PoolError;
@@ -27,7 +27,7 @@ use crate::message::{
     CloseReason, Content, EstablishError, HandshakeError, MessageError, PeerError, ReconnectCause,
     ReconnectError, RefusalReason, TrySendError, Violation,
 };
-use crate::op::EndpointError;
+use crate::op::{DeadlineError, EndpointError, Write};
 use crate::software::Network;
 use crate::types::{Access, QpState, Qpn, TransitionError, WcStatus};
 use crate::verbs::Device;
@@ -276,6 +276,23 @@ fn errors_of_operations_have_their_exact_texts() {
             OpErrorKind::CompletionQueue(VERB) =>
                 "the completion queue failed, and the outcome of the operation is unknown: \
                  ibv_reg_mr: Invalid argument (os error 22)",
+        ],
+        OpErrorKind::TimedOut { .. } => [
+            OpErrorKind::TimedOut { outcome: Outcome::NotSent } =>
+                "the deadline passed before the operation was posted; nothing was sent",
+            OpErrorKind::TimedOut { outcome: Outcome::MaybeExecuted } =>
+                "the deadline of an operation passed; its queue pair was moved to the error \
+                 state, and the peer may have executed the operation",
+        ],
+    });
+    texts!(DeadlineError<Write<()>>, error, {
+        DeadlineError::Ended(_) => [
+            DeadlineError::Ended(OpError::new(KIND, ())) =>
+                "failed to post the work request: ibv_reg_mr: Invalid argument (os error 22)",
+        ],
+        DeadlineError::NotRevoked(_) => [
+            DeadlineError::NotRevoked(Write::refused(KIND, ())) =>
+                "the deadline of an operation passed, but the device may still access its buffers",
         ],
     });
     texts!(OpError<()>, error, {

@@ -86,6 +86,10 @@ pub(crate) struct BoundWindow {
 }
 
 impl BoundWindow {
+    pub(crate) fn window(&self) -> Option<&Arc<MemoryWindow>> {
+        self.window.as_ref()
+    }
+
     /// Makes the window idle. The device must have invalidated it.
     pub(crate) fn recycle(mut self) {
         if let Some(window) = self.window.take() {

@@ -25,8 +25,8 @@ use super::error::CloseReason;
 use super::lifecycle::Event;
 use super::shared::{DriverPoll, Shared};
 use super::timers::LINGER;
+use crate::clock::{self, Sleep, timeout};
 use crate::cm::CmConnection;
-use crate::cm::clock::{self, Sleep, timeout};
 
 /// Runs a connection until its queue pair is closed.
 pub(super) fn drive(

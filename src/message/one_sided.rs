@@ -5,6 +5,7 @@
 //! others for frames.
 
 use std::future::poll_fn;
+use std::ops::Range;
 
 use super::connection::{Connection, Handle};
 use super::core::Core;
@@ -12,7 +13,7 @@ use super::halves::WaitGuard;
 use crate::error::{LimitError, OpError, SetupError};
 use crate::memory::{BufMut, ExposedRegion, Gather, Pool, PoolError, Scatter};
 use crate::memory::{HostMemory, RemoteRegion, Storage};
-use crate::op::{Atomic, AtomicRequest, Batch, BatchOp, Read, SendRequest, Write};
+use crate::op::{Atomic, AtomicRequest, Batch, BatchOp, PendingLease, Read, SendRequest, Write};
 use crate::types::{Access, Imm};
 use crate::verbs::ProtectionDomain;
 
@@ -64,6 +65,27 @@ impl Connection {
         access: Access,
     ) -> Result<ExposedRegion, SetupError> {
         ExposedRegion::new(self.protection_domain(), memory, access)
+    }
+
+    /// Grants the peer of this connection temporary access to a part of a region; see
+    /// [`QueuePair::lease`](crate::QueuePair::lease). Send the [`grant`](crate::op::Lease::grant)
+    /// in a message. With a [deadline](crate::op::Lease::expire_at), the access ends even if the
+    /// peer is never heard of again.
+    ///
+    /// # Errors
+    ///
+    /// See `QueuePair::lease`.
+    ///
+    /// # Cancel safety
+    ///
+    /// See [`PendingLease`].
+    pub fn lease(
+        &self,
+        region: &ExposedRegion,
+        range: Range<usize>,
+        access: Access,
+    ) -> PendingLease {
+        self.qp().lease(region, range, access)
     }
 
     /// Allocates a buffer of `len` bytes, from pools up to `receive_buffer_size` and 64 KiB. Longer

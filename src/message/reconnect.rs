@@ -7,7 +7,7 @@
 //! ```
 //!
 //! Delays and the deadline follow Tokio's clock, so that a test can pause it. The timeout of an
-//! attempt follows real time (`cm::clock`), because devices and peers do not pause.
+//! attempt follows real time (`clock`), because devices and peers do not pause.
 
 mod error;
 mod policy;
@@ -34,7 +34,7 @@ use super::admission::RefusalReason;
 use super::config::ConnectionConfig;
 use super::connection::Connection;
 use super::error::{CloseReason, EstablishError, MessageError};
-use crate::cm::clock;
+use crate::clock;
 use crate::contained::wakes_contained;
 use crate::error::NoRuntime;
 use crate::verbs::Device;

@@ -2,15 +2,17 @@
 
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use super::checked::Checked;
 use super::operation::{Operation, OperationKind};
 use super::post::{Destination, SendRequest, SendRoute};
 use super::queue_pair::QueuePair;
+use crate::engine::WorkQueue;
 use crate::error::{OpError, OpErrorKind, TryError, VerbError};
 use crate::memory::{BufMut, PoolError, RemoteRegion};
-use crate::types::{SendOp, WorkCompletion};
+use crate::types::{SendOp, WorkCompletion, WrId};
 
 /// An atomic operation in flight. The future returns the previous value.
 ///
@@ -25,6 +27,13 @@ use crate::types::{SendOp, WorkCompletion};
 #[must_use = "it is already posted, but only awaiting it returns its result"]
 pub struct Atomic {
     operation: Checked<ReturnOriginal>,
+}
+
+impl Atomic {
+    /// See [`InFlight::posted`](crate::engine::InFlight::posted).
+    pub(super) fn posted(&self) -> Option<(&Arc<WorkQueue>, WrId)> {
+        self.operation.posted()
+    }
 }
 
 impl QueuePair {

@@ -3,15 +3,16 @@
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use super::operation::leak_on_panic;
 use super::post::{Destination, READ, SendRequest, SendRoute};
 use super::queue_pair::QueuePair;
-use crate::engine::{BatchEntry, Entries, InFlight, OnFull, Refusal};
+use crate::engine::{BatchEntry, Entries, InFlight, OnFull, Refusal, WorkQueue};
 use crate::error::{OpErrorKind, TryError};
 use crate::memory::{Gather, RemoteRegion, Scatter};
-use crate::types::{Imm, SendOp, Transport};
+use crate::types::{Imm, SendOp, Transport, WrId};
 
 /// Work requests with one doorbell, one future, and one completion unless
 /// [`signal_every`](Self::signal_every()) requests more.
@@ -334,6 +335,14 @@ impl<B: Gather> BatchOp<B> {
         batch.fail(kind);
         Self { state: State::Complete(batch) }
     }
+
+    /// See [`InFlight::posted`].
+    pub(super) fn posted(&self) -> Option<(&Arc<WorkQueue>, WrId)> {
+        match &self.state {
+            State::InFlight(in_flight) => in_flight.posted(),
+            State::Complete(_) | State::Taken => None,
+        }
+    }
 }
 
 impl<B: Gather> Future for BatchOp<B> {
@@ -376,6 +385,12 @@ impl<B: Gather> BatchResult<B> {
     #[must_use]
     pub fn is_ok(&self) -> bool {
         !self.batch.failed
+    }
+
+    pub(super) fn replace_failures(&mut self, replace: impl Fn(OpErrorKind) -> OpErrorKind) {
+        self.batch.results.iter_mut().filter_map(|result| result.as_mut().err()).for_each(|kind| {
+            *kind = replace(*kind);
+        });
     }
 
     /// Returns the outcome of each work request.

@@ -2,10 +2,13 @@
 
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use super::operation::{Operation, OperationKind};
+use crate::engine::WorkQueue;
 use crate::error::{OpError, OpErrorKind};
+use crate::types::WrId;
 
 /// An operation, or why it was refused; `None` once the future has returned the reason.
 #[derive(Debug)]
@@ -15,6 +18,13 @@ impl<F: OperationKind> From<Result<Operation<F>, OpErrorKind>> for Checked<F> {
     #[inline]
     fn from(checked: Result<Operation<F>, OpErrorKind>) -> Self {
         Self(checked.map_err(Some))
+    }
+}
+
+impl<F: OperationKind> Checked<F> {
+    /// See [`InFlight::posted`](crate::engine::InFlight::posted).
+    pub(super) fn posted(&self) -> Option<(&Arc<WorkQueue>, WrId)> {
+        self.0.as_ref().ok()?.posted()
     }
 }
 

@@ -6,12 +6,14 @@ use std::ops::Range;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::Instant;
 
 use super::checked::Checked;
+use super::expiry::Expiry;
 use super::operation::{Operation, OperationKind};
 use super::queue_pair::QueuePair;
 use crate::engine::{WorkKind, WorkQueue};
-use crate::error::{OpError, OpErrorKind};
+use crate::error::{OpError, OpErrorKind, Outcome, SetupError};
 use crate::memory::RemoteRegion;
 use crate::memory::{BoundWindow, ExposedRegion, Gather, PdKey, Sealed};
 use crate::types::{Access, Rkey, SendFlags, SendOp, WorkCompletion};
@@ -27,6 +29,9 @@ use crate::types::{Access, Rkey, SendFlags, SendOp, WorkCompletion};
 /// - [`invalidate`](Self::invalidate) posts an invalidation, ordered after all earlier work. A
 ///   later lease reuses the window. This is cheaper on hardware.
 /// - The queue pair is closed or dropped.
+///
+/// A [deadline](Self::expire_at) bounds the time until one of them happens: a peer that is silent
+/// or separated keeps no access to the memory.
 ///
 /// A peer that uses the key afterwards gets
 /// [`REM_ACCESS_ERR`](crate::types::WcStatus::REM_ACCESS_ERR), and the connection fails.
@@ -65,6 +70,8 @@ pub struct Leased {
     access: Access,
     /// The queue for the invalidation; a lease does not keep its queue pair open.
     queue: Arc<WorkQueue>,
+    /// `None` without a deadline.
+    expiry: Option<Expiry>,
 }
 
 // A lease sends no data: its work requests only keep it alive.
@@ -139,7 +146,8 @@ impl QueuePair {
         // Closing the queue pair waits for this reference.
         drop(qp);
         let grant = RemoteRegion::new(bind.addr, bind.len, bind.rkey);
-        let leased = Leased { window, grant, access, queue: self.send_queue().clone() };
+        let leased =
+            Leased { window, grant, access, queue: self.send_queue().clone(), expiry: None };
         Ok(route.post_binding(&bind, leased))
     }
 }
@@ -163,6 +171,76 @@ impl Lease {
         self.leased.access
     }
 
+    /// Sets the deadline of the lease, or moves it: the access is [revoked](Self::revoke) at
+    /// `deadline`, by a thread of this crate, whether or not any task runs. Only then is the region
+    /// free to be [reclaimed](ExposedRegion::into_storage).
+    ///
+    /// A peer that must know whether its WRITE can still change the memory needs this deadline. A
+    /// WRITE that has [timed out](OpErrorKind::TimedOut) at the peer may arrive until then, and
+    /// changes nothing afterwards.
+    ///
+    /// - The deadline is in real time. It holds if the lease is leaked, too.
+    /// - An [invalidation](Self::invalidate) in flight does not stop it. If it passes first, the
+    ///   invalidation fails, and the connection with it.
+    /// - If the device refuses to deallocate the window, the region is leaked: it cannot be
+    ///   reclaimed.
+    ///
+    /// ```
+    /// # use std::time::{Duration, Instant};
+    /// # use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device};
+    /// # use tokio_rdma::{ExposedRegion, QueuePair};
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let device = Device::software()?;
+    /// # let pd = device.protection_domain()?;
+    /// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
+    /// # let (ours, theirs) = (QueuePair::new(&pd, &queue)?, QueuePair::new(&pd, &queue)?);
+    /// # ours.connect(&theirs.endpoint())?;
+    /// # theirs.connect(&ours.endpoint())?;
+    /// let region = ExposedRegion::new(&pd, vec![0; 4096], Access::MW_BIND)?;
+    /// let mut lease = ours.lease(&region, 0..64, Access::REMOTE_WRITE).await?;
+    /// lease.expire_at(Instant::now() + Duration::from_millis(20))?;
+    /// // The peer is silent.
+    /// lease.expired().await;
+    /// let memory: Vec<u8> = region.into_storage().map_err(|_| "still leased")?;
+    /// # drop(memory);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// - [`SetupError::Closed`] if the lease has expired;
+    /// - [`SetupError::Verb`] if the thread cannot be started. An earlier deadline stays in force.
+    pub fn expire_at(&mut self, deadline: Instant) -> Result<(), SetupError> {
+        let Leased { window, expiry, .. } = &mut self.leased;
+        match (expiry.take(), window.window()) {
+            (Some(set), _) => expiry.insert(set),
+            (None, Some(window)) => expiry.insert(Expiry::new(window.clone())),
+            (None, None) => return Err(SetupError::Closed),
+        }
+        .set(deadline)
+    }
+
+    /// Returns true if the [deadline](Self::expire_at) has revoked the access.
+    #[must_use]
+    pub fn has_expired(&self) -> bool {
+        self.leased.expiry.as_ref().is_some_and(Expiry::has_expired)
+    }
+
+    /// Waits until the [deadline](Self::expire_at) has revoked the access. Never returns without a
+    /// deadline.
+    ///
+    /// # Cancel safety
+    ///
+    /// Cancel safe.
+    pub async fn expired(&self) {
+        match &self.leased.expiry {
+            Some(expiry) => expiry.expired().await,
+            None => std::future::pending().await,
+        }
+    }
+
     /// Revokes the access before it returns. On hardware, this is a system call of a few
     /// microseconds.
     pub fn revoke(self) {
@@ -178,6 +256,7 @@ impl Lease {
     ///   [`MW_BIND_ERR`](crate::types::WcStatus::MW_BIND_ERR), if the peer has invalidated the key.
     ///   The connection has failed then.
     /// - [`OpErrorKind::Closed`] if the queue pair is closed.
+    /// - [`OpErrorKind::TimedOut`] if the lease has [expired](Self::expire_at). Nothing was posted.
     ///
     /// # Cancel safety
     ///
@@ -185,6 +264,10 @@ impl Lease {
     pub fn invalidate(self) -> Invalidate {
         let queue = self.leased.queue.clone();
         let what = WorkKind::Send(SendOp::LocalInvalidate(self.rkey()));
+        if self.has_expired() {
+            let kind = OpErrorKind::TimedOut { outcome: Outcome::NotSent };
+            return Operation::refused(kind, self.leased);
+        }
         Operation::post(&queue, what, SendFlags::SIGNALED, u64::MAX, self.leased)
     }
 }
@@ -237,7 +320,10 @@ impl OperationKind for InvalidateLease {
     fn details(_completion: &WorkCompletion) {}
 
     fn finish(leased: Leased, (): ()) {
-        leased.window.recycle();
+        // An expired lease has freed its window.
+        if leased.expiry.is_none_or(Expiry::end) {
+            leased.window.recycle();
+        }
     }
 
     /// Drops the window, which ends the access: the invalidation failed.

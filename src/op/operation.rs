@@ -10,7 +10,7 @@ use std::task::{Context, Poll};
 use crate::engine::{Claim, InFlight, OnFull, Refusal, Request, WorkKind, WorkQueue};
 use crate::error::{OpError, OpErrorKind, TryError};
 use crate::memory::{Gather, Sealed as _};
-use crate::types::{SendFlags, WorkCompletion};
+use crate::types::{SendFlags, WorkCompletion, WrId};
 
 /// The kind of an [`Operation`]: what it owns while it is in flight and what its future returns.
 ///
@@ -122,6 +122,11 @@ impl<F: OperationKind> Operation<F> {
 
     pub(crate) fn refusal(&self) -> Option<OpErrorKind> {
         self.in_flight.refusal()
+    }
+
+    /// See [`InFlight::posted`].
+    pub(super) fn posted(&self) -> Option<(&Arc<WorkQueue>, WrId)> {
+        self.in_flight.posted()
     }
 
     /// Returns true while the operation is queued, unknown to the device.

@@ -3,6 +3,7 @@
 mod batches;
 mod completions;
 mod datagrams;
+mod deadlines;
 mod dma_buf;
 mod dynamic;
 mod errors;

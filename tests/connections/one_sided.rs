@@ -3,15 +3,17 @@
 //! Uses the device that `TOKIO_RDMA_DEVICE` names, or the software device.
 
 use std::io::ErrorKind;
+use std::time::{Duration, Instant};
 
-use crate::connected::{self, assert_ready, config, modes, pair, pair_in, pattern, recv};
-use crate::torture::{Mode, device, eventually, keeps_fences, scaled, soon};
-use tokio_rdma::error::LimitError;
-use tokio_rdma::software::Network;
+use crate::connected::{self, assert_ready, config, modes, pair, pair_in, pattern, recv, two};
+use crate::torture::{LONG, Mode, device, eventually, keeps_fences, scaled, soon};
+use tokio_rdma::error::{LimitError, Outcome};
+use tokio_rdma::op::ConnectOptions;
+use tokio_rdma::software::{Faults, Network};
 use tokio_rdma::types::WcStatus;
 use tokio_rdma::{
-    Access, Batch, BufMut, CompletionQueue, Connection, ExposedRegion, Imm, Listener, OpErrorKind,
-    Pool, RemoteRegion, SetupError,
+    Access, Batch, BufMut, CloseReason, CompletionQueue, Connection, ExposedRegion, Imm, Listener,
+    OpErrorKind, Pool, RemoteRegion, SetupError,
 };
 
 /// Bytes per work request.
@@ -323,5 +325,49 @@ fn impossible_buffers_are_refused_before_allocation() {
             }
             other => panic!("{other:?}"),
         }
+    });
+}
+
+#[test]
+fn deadline_of_a_read_closes_the_connection_with_its_reason() {
+    modes("deadline", || async {
+        let network = Network::new();
+        network.set_faults(Faults::none());
+        let [(_, a_pd), (_, b_pd)] = two(&network);
+        let config = config().options(ConnectOptions::default());
+        let (a, b) = pair_in(&a_pd, &b_pd, &config, &config);
+        let (region, remote) = exposed(&b, 1);
+        region.write(0, &[1; BLOCK]).unwrap();
+        let buffer = soon("in time", a.read(a.alloc(BLOCK).unwrap(), remote).within(LONG)).await;
+        network.set_loss(1.0);
+        let read = a.read(buffer.unwrap(), remote).deadline(Instant::now());
+        let revoked = OpErrorKind::TimedOut { outcome: Outcome::MaybeExecuted };
+        let error = soon("a READ", read).await.unwrap_err();
+        assert_eq!(error.kind(), revoked);
+        assert_eq!(error.into_buffer().unwrap()[..], [1; BLOCK]);
+        assert_eq!(soon("the end", a.closed()).await, CloseReason::Operation(revoked));
+    });
+}
+
+#[test]
+fn lease_of_a_connection_ends_at_its_deadline() {
+    modes("lease", || async {
+        let (a, b) = pair(&config());
+        if b.protection_domain().device().attr().max_mw == 0 {
+            return;
+        }
+        let region = b.expose(vec![0; BLOCK], Access::MW_BIND).unwrap();
+        let lease = b.lease(&region, 0..BLOCK, Access::REMOTE_WRITE);
+        let mut lease = soon("the lease", lease).await.unwrap();
+        let grant = lease.grant();
+        soon("in time", a.write(a.copy_from(&[7; BLOCK]).unwrap(), grant)).await.unwrap();
+        lease.expire_at(Instant::now() + Duration::from_millis(1)).unwrap();
+        soon("the end of the lease", lease.expired()).await;
+        let bytes: Vec<u8> = region.into_storage().unwrap();
+        assert_eq!(bytes, [7; BLOCK]);
+        // Nothing is lost but the access.
+        assert_open(&a, &b).await;
+        let late = soon("late", a.write(a.copy_from(&[8; BLOCK]).unwrap(), grant)).await;
+        assert!(late.is_err());
     });
 }

@@ -407,7 +407,7 @@ impl WorkQueue {
         }
     }
 
-    fn post_queued(&self, posting: &mut Posting, woken: &mut WakeList) {
+    pub(super) fn post_queued(&self, posting: &mut Posting, woken: &mut WakeList) {
         while posting.poster.is_some()
             && self.capacity.free(posting.posted as u32) > 0
             && let Some(next) = posting.wait_queue.pop_front()

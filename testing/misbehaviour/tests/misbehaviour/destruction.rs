@@ -9,9 +9,11 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
 
 use crate::torture::{LONG, block_on, bounded, narrow, pair, software};
 use tokio_rdma::dc::DcTarget;
+use tokio_rdma::error::Outcome;
 use tokio_rdma::memory::Storage;
 use tokio_rdma::software::{DeviceControl, Network};
 use tokio_rdma::types::{AsyncEvent, QpCaps, Transport, WcStatus};
@@ -211,6 +213,57 @@ fn unflushed_buffers_are_held_until_the_queue_pair_is_destroyed() {
         drop(a);
         assert_eq!(it.leaks(), refuses);
     }
+}
+
+/// Uses a device that does not flush: a deadline destroys the queue pair, or returns no memory.
+#[test]
+fn deadline_returns_only_memory_that_the_device_has_left() {
+    for refuses in [true, false] {
+        let it = FailingDevice::new();
+        let (a, b) = pair(&it.pd, &it.queue);
+        let (memory, freed) = Tracked::new();
+        let receive = b.recv(it.pd.register(memory).unwrap()).within(Duration::ZERO);
+        it.control.ignore_errors(true);
+        it.control.refuse_destroy(refuses);
+        let error = block_on(receive).unwrap_err();
+        it.control.refuse_destroy(false);
+        let revoked = OpErrorKind::TimedOut { outcome: Outcome::MaybeExecuted };
+        assert_eq!(error.kind(), revoked);
+        match error.into_result() {
+            Ok(error) => {
+                assert!(!refuses && !is_freed(&freed));
+                drop(error.into_buffer());
+            }
+            Err(receive) => {
+                // The device still owns the buffer and writes to it.
+                assert!(refuses && !is_freed(&freed));
+                block_on(a.send_inline(b"late")).unwrap();
+                assert_eq!(block_on(receive).unwrap().buffer[..], *b"late");
+            }
+        }
+        assert!(is_freed(&freed));
+        it.control.ignore_errors(false);
+        drop((a, b));
+        assert_eq!(it.leaks(), refuses);
+    }
+}
+
+#[test]
+fn lease_whose_window_cannot_be_freed_returns_no_memory() {
+    let it = FailingDevice::new();
+    let (a, b) = pair(&it.pd, &it.queue);
+    let (memory, freed) = Tracked::new();
+    let region = ExposedRegion::new(&it.pd, memory, Access::MW_BIND).unwrap();
+    let mut lease = block_on(a.lease(&region, 0..64, Access::REMOTE_WRITE)).unwrap();
+    let grant = lease.grant();
+    it.control.refuse_destroy(true);
+    lease.expire_at(Instant::now()).unwrap();
+    it.control.refuse_destroy(false);
+    assert!(lease.has_expired());
+    let region = region.into_storage::<Tracked>().expect_err("the peer may still write it");
+    block_on(b.write_inline(b"late", grant)).unwrap();
+    drop((region, lease, a, b));
+    assert!(!is_freed(&freed) && it.leaks());
 }
 
 #[test]

@@ -12,7 +12,7 @@ use std::future::{Future, poll_fn};
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, Waker};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -62,7 +62,7 @@ impl Sleep {
             if Instant::now() >= self.deadline {
                 return Poll::Ready(());
             }
-            self.alarm = Alarm::set(self.deadline);
+            self.alarm = Alarm::set(self.deadline, Arc::default());
         }
         let Some(alarm) = &self.alarm else {
             // Without the alarm thread, this task polls.
@@ -98,8 +98,9 @@ impl Signal {
     }
 }
 
+/// A wake-up at an instant. Dropping it cancels the wake-up, unless that is in progress.
 #[derive(Debug)]
-struct Alarm {
+pub(crate) struct Alarm {
     key: Key,
     signal: Arc<Signal>,
 }
@@ -108,9 +109,17 @@ struct Alarm {
 type Key = (Instant, u64);
 
 impl Alarm {
-    /// Sets an alarm. Returns `None` if the thread cannot be started.
-    fn set(deadline: Instant) -> Option<Self> {
-        let signal = Arc::<Signal>::default();
+    /// Sets an alarm that wakes `waker` on the alarm thread, even if it is leaked.
+    ///
+    /// Returns `None` if the thread cannot be started.
+    pub(crate) fn waking(deadline: Instant, waker: Waker) -> Option<Self> {
+        let signal = Signal::default();
+        signal.waker.register(&waker);
+        Self::set(deadline, Arc::new(signal))
+    }
+
+    /// Returns `None` if the thread cannot be started.
+    fn set(deadline: Instant, signal: Arc<Signal>) -> Option<Self> {
         let mut alarms = Alarms::lock();
         let key = (deadline, alarms.next);
         match alarms.next_wake {

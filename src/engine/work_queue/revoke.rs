@@ -1,0 +1,39 @@
+//! Revocation of work at a deadline.
+
+use super::WorkQueue;
+use crate::engine::slot::Outcome;
+use crate::engine::wake_list::WakeList;
+use crate::error::OpErrorKind;
+use crate::sync::lock;
+use crate::types::WrId;
+
+impl WorkQueue {
+    /// Ends a queued work request, unknown to the device, with `kind`. Returns false if it is not
+    /// queued, or part of a batch.
+    pub(crate) fn withdraw(&self, id: WrId, kind: OpErrorKind) -> bool {
+        let mut woken = WakeList::new();
+        let mut posting = lock(&self.posting);
+        let at = posting.wait_queue.iter().position(|queued| queued.id == id && !queued.batch);
+        let Some(at) = at else { return false };
+        posting.wait_queue.remove(at);
+        self.cq().remove_waiter();
+        self.settle(id, Outcome::Err(kind), &mut woken);
+        self.post_queued(&mut posting, &mut woken);
+        drop(posting);
+        woken.finish();
+        true
+    }
+
+    /// Moves the queue pair to the error state because of `cause`, so that the device flushes all
+    /// its work. Returns false if there is no queue pair, or the device refuses.
+    pub(crate) fn fence(&self, cause: OpErrorKind) -> bool {
+        self.queue_pair().is_some_and(|queue_pair| queue_pair.fence(cause))
+    }
+
+    /// Destroys the queue pair. All its work has ended afterwards, unless the device refuses.
+    pub(crate) fn destroy_queue_pair(&self) {
+        if let Some(queue_pair) = self.queue_pair() {
+            queue_pair.shut_down(OpErrorKind::Closed);
+        }
+    }
+}

@@ -1,0 +1,106 @@
+//! The deadline of a lease, which revokes the access without a task.
+
+use std::sync::Arc;
+use std::task::{Wake, Waker};
+use std::time::Instant;
+
+use parking_lot::Mutex;
+use tokio::sync::Notify;
+
+use crate::clock::Alarm;
+use crate::error::{SetupError, VerbError};
+use crate::memory::MemoryWindow;
+
+/// The deadline of a lease. Dropping it discards the deadline.
+#[derive(Debug)]
+pub(super) struct Expiry {
+    shared: Arc<Shared>,
+    alarm: Option<Alarm>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    state: Mutex<State>,
+    ended: Notify,
+    window: Arc<MemoryWindow>,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum State {
+    Until(Option<Instant>),
+    Expired,
+}
+
+impl Expiry {
+    pub(super) fn new(window: Arc<MemoryWindow>) -> Self {
+        let state = Mutex::new(State::Until(None));
+        let shared = Arc::new(Shared { state, ended: Notify::new(), window });
+        Self { shared, alarm: None }
+    }
+
+    /// Sets or moves the deadline.
+    pub(super) fn set(&mut self, deadline: Instant) -> Result<(), SetupError> {
+        // The alarm thread is needed first: a lease without it keeps its earlier deadline.
+        let alarm = Alarm::waking(deadline, Waker::from(self.shared.clone()));
+        let alarm = alarm.ok_or(VerbError::new("pthread_create", VerbError::ENOMEM))?;
+        match &mut *self.shared.state.lock() {
+            State::Until(until) => *until = Some(deadline),
+            State::Expired => return Err(SetupError::Closed),
+        }
+        self.alarm = Some(alarm);
+        // The alarm may have fired before the deadline was set.
+        self.shared.expire();
+        Ok(())
+    }
+
+    pub(super) fn has_expired(&self) -> bool {
+        matches!(*self.shared.state.lock(), State::Expired)
+    }
+
+    /// Discards the deadline. Returns false if the lease has expired.
+    pub(super) fn end(self) -> bool {
+        match &mut *self.shared.state.lock() {
+            State::Until(until) => {
+                *until = None;
+                true
+            }
+            State::Expired => false,
+        }
+    }
+
+    pub(super) async fn expired(&self) {
+        let mut ended = std::pin::pin!(self.shared.ended.notified());
+        ended.as_mut().enable();
+        if !self.has_expired() {
+            ended.await;
+        }
+    }
+}
+
+impl Shared {
+    /// Revokes the access if the deadline has passed.
+    fn expire(&self) {
+        let mut state = self.state.lock();
+        match *state {
+            State::Until(Some(deadline)) if deadline <= Instant::now() => {
+                self.window.free();
+                *state = State::Expired;
+            }
+            State::Until(_) | State::Expired => return,
+        }
+        drop(state);
+        tracing::debug!(rkey = %self.window.rkey(), "lease expired");
+        self.ended.notify_waiters();
+    }
+}
+
+/// Called by the alarm thread.
+impl Wake for Shared {
+    fn wake(self: Arc<Self>) {
+        self.expire();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        self.expire();
+    }
+}
