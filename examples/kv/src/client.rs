@@ -28,6 +28,8 @@ pub struct ClientConfig {
     torn_retries: u32,
     reads: usize,
     checksums: bool,
+    keepalive: Option<(Duration, Duration)>,
+    ack_timeout: AckTimeout,
 }
 
 impl Default for ClientConfig {
@@ -38,6 +40,8 @@ impl Default for ClientConfig {
             torn_retries: 8,
             reads: 16,
             checksums: true,
+            keepalive: Some((Duration::from_millis(250), Duration::from_millis(600))),
+            ack_timeout: ACK_TIMEOUT,
         }
     }
 }
@@ -50,7 +54,7 @@ impl ClientConfig {
     }
 
     /// Sets the limit for each call, and for closing; default 10 s, longer than the detection of a
-    /// failed server takes.
+    /// [failed server](Self::keepalive) takes.
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
         self
@@ -68,6 +72,38 @@ impl ClientConfig {
     pub fn reads(mut self, reads: usize) -> Self {
         self.reads = reads.max(1);
         self
+    }
+
+    /// Sets how a failed server is detected: a server that is silent for the first duration is
+    /// asked, and fails if it is silent for the second one after that; default 250 ms and 600 ms.
+    /// With `None`, only the transport detects it, by [retries](Self::ack_timeout).
+    ///
+    /// Longer times suit machines where a server may wait for a processor as long.
+    pub fn keepalive(mut self, times: Option<(Duration, Duration)>) -> Self {
+        self.keepalive = times;
+        self
+    }
+
+    /// Sets the time until the transport repeats an unacknowledged packet; default code 15, 134 ms.
+    /// It must be a fraction of the [`keepalive`](Self::keepalive), so that a lost packet is no
+    /// failure. After eight attempts the connection fails.
+    pub fn ack_timeout(mut self, timeout: AckTimeout) -> Self {
+        self.ack_timeout = timeout;
+        self
+    }
+
+    pub(crate) fn call_deadline(&self) -> Duration {
+        self.deadline
+    }
+
+    pub(crate) fn connection(&self) -> ConnectionConfig {
+        let longest = OVERHEAD as u64 + u64::from(Layout::MAX_VALUE);
+        ConnectionConfig::default()
+            .options(ConnectOptions { timeout: self.ack_timeout, ..ConnectOptions::default() })
+            .keepalive(self.keepalive)
+            .connect_timeout(self.connect_timeout)
+            .close_timeout(self.deadline)
+            .max_message(longest)
     }
 
     /// Accepts torn READs, for tests only: `kv check --accept-torn` must detect the consequences.
@@ -138,13 +174,12 @@ impl KvClient {
         address: impl ToSocketAddrs,
         config: ClientConfig,
     ) -> Result<Self, KvError> {
-        let longest = OVERHEAD as u64 + u64::from(Layout::MAX_VALUE);
-        let settings = ConnectionConfig::default()
-            .options(long_ack_timeout())
-            .connect_timeout(config.connect_timeout)
-            .close_timeout(config.deadline)
-            .max_message(longest);
-        let connection = Arc::new(Connection::connect_with(device, address, &settings).await?);
+        let connection = Connection::connect_with(device, address, &config.connection()).await?;
+        Self::over(Arc::new(connection), config)
+    }
+
+    /// Uses a connection that was made with [`ClientConfig::connection`]. Requires a runtime.
+    pub(crate) fn over(connection: Arc<Connection>, config: ClientConfig) -> Result<Self, KvError> {
         let (layout, table) = Layout::decode(connection.user_data())?;
         let buffers =
             Pool::new(connection.protection_domain(), layout.bucket_bytes(), config.reads)?;
@@ -276,6 +311,12 @@ impl KvClient {
         Ok(self.connection.close().await?)
     }
 
+    /// Ends the connection without the server, and waits until it has ended.
+    pub(crate) async fn abort(&self) {
+        self.connection.abort();
+        self.connection.closed().await;
+    }
+
     /// Looks up a key by READ: first in its home slot, then in the whole bucket.
     async fn lookup(&self, key: &[u8]) -> Result<Lookup, KvError> {
         let place = self.layout.place(key);
@@ -370,8 +411,6 @@ fn unexpected(answer: Answer) -> KvError {
     }
 }
 
-/// Returns an ACK timeout of 0.5 s instead of 67 ms: on a busy machine the peer may wait for a
-/// processor. A failed peer is detected after about 4 s.
-pub(crate) fn long_ack_timeout() -> ConnectOptions {
-    ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() }
-}
+/// An eighth of a second, so that a lost packet is repeated several times within the default
+/// [`ClientConfig::keepalive`].
+pub(crate) const ACK_TIMEOUT: AckTimeout = AckTimeout::from_code(15);

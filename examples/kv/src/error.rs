@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use thiserror::Error;
 use tokio_rdma::memory::PoolError;
+use tokio_rdma::message::ReconnectError;
 use tokio_rdma::{EstablishError, MessageError, OpErrorKind, RemoteRegion, SetupError};
 
 use crate::layout::Layout;
@@ -27,6 +28,12 @@ pub enum KvError {
     /// The server closed the connection. A PUT or DELETE may have taken effect.
     #[error("the server closed the connection")]
     ServerClosed,
+    /// A client of several servers connects no more.
+    #[error(transparent)]
+    Reconnect(#[from] ReconnectError),
+    /// A client of several servers was given none.
+    #[error("no servers given")]
+    NoServers,
     /// A READ failed, which puts the connection into the error state.
     #[error("READ failed: {0}")]
     Read(OpErrorKind),
@@ -39,6 +46,13 @@ pub enum KvError {
     /// A buffer for a READ could not be allocated.
     #[error(transparent)]
     Buffer(#[from] PoolError),
+}
+
+impl KvError {
+    /// Returns true if the connection to the server has failed or was closed.
+    pub(crate) fn is_failure_of_server(&self) -> bool {
+        matches!(self, Self::Connection(_) | Self::Read(_) | Self::ServerClosed)
+    }
 }
 
 /// The reason why a table refuses a call.

@@ -37,6 +37,7 @@
 mod calls;
 mod client;
 mod error;
+mod failover;
 pub mod history;
 mod layout;
 mod protocol;
@@ -49,6 +50,7 @@ mod torn;
 
 pub use client::{ClientConfig, KvClient, ReadCounters};
 pub use error::{KvError, ProtocolError, Refusal};
+pub use failover::FailoverClient;
 pub use layout::Layout;
 pub use server::Server;
 pub use table::{Table, Versioned};

@@ -7,9 +7,10 @@ use std::time::Duration;
 
 use tokio::net::ToSocketAddrs;
 use tokio::task::JoinSet;
+use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::{Connection, ConnectionConfig, Device, EstablishError, Listener, SetupError};
 
-use crate::client::long_ack_timeout;
+use crate::client::ACK_TIMEOUT;
 use crate::error::KvError;
 use crate::layout::Layout;
 use crate::protocol::{OVERHEAD, Request};
@@ -49,7 +50,7 @@ impl Server {
         let table = Arc::new(Table::new(&pd, layout)?);
         let config = ConnectionConfig::default()
             .protection_domain(&pd)
-            .options(long_ack_timeout())
+            .options(ConnectOptions { timeout: ACK_TIMEOUT, ..ConnectOptions::default() })
             .stall_timeout(Some(STALL_TIMEOUT))
             .receive_memory(REQUEST_MEMORY)
             .max_message((OVERHEAD + layout.max_key() + layout.max_value()) as u64)

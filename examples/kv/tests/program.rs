@@ -6,14 +6,15 @@ mod program;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use kv::{ClientConfig, KvClient, KvError};
+use kv::{ClientConfig, FailoverClient, KvClient, KvError};
 use program::{Program, TIMEOUT};
 use serde_json::Value;
 use tokio::time::timeout;
 use tokio_rdma::Device;
 use tokio_rdma::software::{Network, UdpConfig};
+use tokio_rdma::types::AckTimeout;
 
 const KV: &str = env!("CARGO_BIN_EXE_kv");
 
@@ -177,4 +178,42 @@ async fn every_call_fails_when_the_server_is_killed() {
         .await
         .expect("in bounded time");
     assert!(matches!(none, Err(KvError::Establish(_))), "{none:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn killed_server_is_replaced_before_the_transport_gives_it_up() {
+    let ((first, at_first), (_second, at_second)) = (serve(4, ""), serve(5, ""));
+    let device = udp_device(202);
+    // Both tables have the key, with other values.
+    for (address, value) in [(at_first, "first"), (at_second, "second")] {
+        let client = KvClient::connect(&device, address).await.unwrap();
+        client.put(b"server", value.as_bytes()).await.unwrap();
+        client.close().await.unwrap();
+    }
+    // Eight attempts of at least 2.1 s.
+    let patient = ClientConfig::default()
+        .keepalive(None)
+        .ack_timeout(AckTimeout::from_code(19))
+        .deadline(TIMEOUT);
+    let waits = KvClient::connect_with(&device, at_first, patient).await.unwrap();
+    let config = ClientConfig::default().deadline(TIMEOUT);
+    let client = FailoverClient::new(&device, [at_first, at_second], config).unwrap();
+    let found = async || client.get(b"server").await.unwrap().expect("it was put").value;
+    assert_eq!(found().await[..], *b"first");
+    assert_eq!(client.generation().await.unwrap(), 1);
+    drop(first);
+    // Posts a READ to the killed server.
+    let mut pending = Box::pin(waits.get(b"server"));
+    assert!(timeout(Duration::ZERO, &mut pending).await.is_err());
+    let start = Instant::now();
+    assert_eq!(found().await[..], *b"second");
+    println!("the next server answered after {:?}", start.elapsed());
+    assert_eq!(client.generation().await.unwrap(), 2);
+    let given_up = timeout(Duration::ZERO, &mut pending).await;
+    assert!(given_up.is_err(), "the transport was faster: {given_up:?}");
+    // The next calls use the next server, and closing is final.
+    client.put(b"late", b"value").await.unwrap();
+    assert_eq!(client.delete(b"late").await.unwrap(), Some(2));
+    client.close().await.unwrap();
+    assert!(matches!(client.get(b"server").await, Err(KvError::Reconnect(_))));
 }
