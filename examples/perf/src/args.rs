@@ -7,14 +7,16 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{CommandFactory, Parser, ValueEnum};
+use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 
 use crate::case::{Case, Mode, Over, Verb, Work};
 
 /// Latency and bandwidth of RDMA operations, compared with TCP.
 #[derive(Debug, Parser)]
-#[command(name = "perf", version)]
+#[command(name = "perf", version, args_conflicts_with_subcommands = true)]
 struct Arguments {
+    #[command(subcommand)]
+    setup: Option<Steps>,
     /// Quantity to measure; not with --listen
     #[arg(value_enum, requires = "verb")]
     work: Option<Work>,
@@ -77,6 +79,49 @@ struct Arguments {
     plot: Option<PathBuf>,
 }
 
+#[derive(Debug, Subcommand)]
+enum Steps {
+    /// Measure registrations, queue pairs and connections, all in this process
+    Setup(SetupOptions),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct SetupOptions {
+    /// Bytes per registration; several sizes are separated by commas
+    #[arg(long, value_delimiter = ',', default_value = "4K,64K,1M,16M", value_parser = bytes)]
+    pub(crate) size: Vec<usize>,
+    /// Connections at once, besides one at a time
+    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub(crate) parallel: u32,
+    /// Give both ends a UDP software device each; a device named by TOKIO_RDMA_DEVICE takes
+    /// precedence
+    #[arg(long)]
+    pub(crate) udp: bool,
+    /// Seconds to measure in each round of each step
+    #[arg(long, default_value = "0.2", value_parser = seconds::parse)]
+    pub(crate) duration: Duration,
+    /// Rounds; rates are the median round's, percentiles cover all rounds
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub(crate) rounds: u32,
+    /// Print the report as JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+impl SetupOptions {
+    /// Returns the time to run before the first round without measuring.
+    pub(crate) fn warm_up(&self) -> Duration {
+        self.duration / 4
+    }
+}
+
+/// The work of this process.
+#[derive(Debug)]
+pub(crate) enum Request {
+    Operations(Options),
+    Setup(SetupOptions),
+}
+
 #[derive(Debug, Clone, Copy, ValueEnum)]
 enum Against {
     Tcp,
@@ -107,10 +152,20 @@ pub(crate) enum Place {
 /// The maximum bytes in flight on one queue pair.
 const MAX_IN_FLIGHT: usize = 1 << 30;
 
-impl Options {
+impl Request {
     /// Parses the arguments, or exits with a message.
     pub(crate) fn from_arguments() -> Self {
-        Self::check(Arguments::parse()).unwrap_or_else(|error| {
+        let mut arguments = Arguments::parse();
+        match arguments.setup.take() {
+            Some(Steps::Setup(options)) => Self::Setup(options),
+            None => Self::Operations(Options::from_arguments(arguments)),
+        }
+    }
+}
+
+impl Options {
+    fn from_arguments(arguments: Arguments) -> Self {
+        Self::check(arguments).unwrap_or_else(|error| {
             Arguments::command().error(clap::error::ErrorKind::ValueValidation, error).exit()
         })
     }
@@ -239,6 +294,8 @@ mod tests {
             ("bandwidth write --size 1G --depth 16", "--size"),
             ("latency write --size none", "--size"),
             ("latency", "<VERB>"),
+            ("setup --size none", "--size"),
+            ("setup --parallel 0", "--parallel"),
         ] {
             let error = parse(line).expect_err(line);
             assert!(error.contains(option), "{line}: {error}");

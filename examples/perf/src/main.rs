@@ -5,6 +5,7 @@
 //! perf --listen 127.0.0.1:7471                          the server, which serves one client
 //! perf bandwidth read --sweep --connect 127.0.0.1:7471  its client
 //! perf latency send --against tcp --plot send.svg       alternating rounds of RDMA and TCP
+//! perf setup                                            registrations, queue pairs, connections
 //! ```
 //!
 //! `perf --help` lists all options; `examples/perf/README.md` describes the method. The device is
@@ -23,6 +24,7 @@ mod plot;
 mod queue_pair;
 mod report;
 mod server;
+mod setup;
 mod tcp;
 
 use std::error::Error;
@@ -30,7 +32,7 @@ use std::process::ExitCode;
 
 use tokio::runtime::{Builder, Runtime};
 
-use crate::args::{Options, Place};
+use crate::args::{Options, Place, Request, SetupOptions};
 use crate::device::Reach;
 use crate::report::Report;
 
@@ -38,14 +40,27 @@ type Failure = Box<dyn Error + Send + Sync>;
 type Result<T> = std::result::Result<T, Failure>;
 
 fn main() -> ExitCode {
-    let options = Options::from_arguments();
-    match run(&options) {
+    let done = match Request::from_arguments() {
+        Request::Operations(options) => run(&options),
+        Request::Setup(options) => set_up(&options),
+    };
+    match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("perf: {error}");
             ExitCode::FAILURE
         }
     }
+}
+
+fn set_up(options: &SetupOptions) -> Result<()> {
+    let report = runtime(1)?.block_on(setup::measure(options))?;
+    if options.json {
+        println!("{}", serde_json::to_string_pretty(&report)?);
+    } else {
+        print!("{report}");
+    }
+    Ok(())
 }
 
 fn run(options: &Options) -> Result<()> {

@@ -99,7 +99,7 @@ impl Entry {
 }
 
 impl Times {
-    fn new(times: &Histogram<u64>) -> Self {
+    pub(crate) fn new(times: &Histogram<u64>) -> Self {
         let at = |quantile| times.value_at_quantile(quantile) as f64 / 1e3;
         Self {
             min: times.min() as f64 / 1e3,

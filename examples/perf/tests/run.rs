@@ -42,6 +42,40 @@ fn every_operation_is_measured_and_compared_with_tcp() {
 }
 
 #[test]
+fn each_step_of_setting_up_is_measured() {
+    for wire in [&[][..], &["--udp"]] {
+        let line = "setup --size 4K,64K --parallel 3 --duration 0.02 --rounds 2 --json";
+        let report = report(&perf().args(line.split(' ')).args(wire).output().unwrap());
+        let results = report["results"].as_array().unwrap();
+        let steps: Vec<_> = results
+            .iter()
+            .map(|result| {
+                let number = |name: &str| result[name].as_u64().unwrap_or(0);
+                (result["step"].as_str().unwrap(), number("size"), number("parallel"))
+            })
+            .collect();
+        let expected = [
+            ("register", 4096, 1),
+            ("deregister", 4096, 1),
+            ("register", 65536, 1),
+            ("deregister", 65536, 1),
+            ("create queue pair", 0, 1),
+            ("connect queue pair", 0, 1),
+            ("destroy queue pair", 0, 1),
+            ("connection", 0, 1),
+            ("connection", 0, 3),
+        ];
+        assert_eq!(steps, expected);
+        for result in results {
+            let times = &result["microseconds"];
+            assert!(result["operations"].as_u64() > Some(0), "{result}");
+            assert!(result["operations_per_second"].as_f64() > Some(0.0), "{result}");
+            assert!(times["p50"].as_f64() <= times["max"].as_f64(), "{result}");
+        }
+    }
+}
+
+#[test]
 fn settings_work_in_every_mode() {
     for (mode, settings) in [
         ("event", "write --depth 32 --batch 8 --queue-pairs 3 --threads 2"),
