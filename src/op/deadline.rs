@@ -78,6 +78,7 @@ impl<'a> Work<'a> {
 ///   operation included. **The queue pair is lost**: other operations on it end with
 ///   [`WR_FLUSH_ERR`](WcStatus::WR_FLUSH_ERR), a connection closes, and the result of this
 ///   operation, if it won the race, does not change that. Hardware cannot revoke one work request.
+///   A DC initiator continues after a [`repair`](crate::dc::DcInitiator::repair).
 ///
 /// If the device has not flushed the operation after one second, the queue pair is destroyed. If
 /// the device refuses that too, [`DeadlineError::NotRevoked`] returns the operation.

@@ -5,6 +5,7 @@ use std::pin::Pin;
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
+use tokio_rdma::dc::DcInitiator;
 use tokio_rdma::error::Outcome;
 use tokio_rdma::memory::HostMemory;
 use tokio_rdma::op::{DeadlineError, QueuePairBuilder, Revocable};
@@ -13,6 +14,7 @@ use tokio_rdma::{
     Access, Batch, ExposedRegion, OpError, OpErrorKind, QueuePair, SetupError, SharedReceiveQueue,
 };
 
+use super::dynamic::{self, Node};
 use crate::common::pair::{Pair, Shape, Side, connect};
 use crate::common::{Setup, in_every_mode, rxe, skip, until, within};
 
@@ -172,6 +174,24 @@ async fn dropped_deadline_leaves_the_operation(mode: &str) {
     assert_eq!((a.state(), b.state()), (QpState::Rts, QpState::Rts));
 }
 
+async fn deadline_of_a_dynamic_connection_is_repaired(mode: &str) {
+    let Some(setup) = dynamic::setup("deadline_of_a_dynamic_connection") else { return };
+    let (here, there) = (Node::new(&setup.a, mode), Node::new(&setup.b, mode));
+    for streams in [false, true] {
+        let initiator = DcInitiator::builder(&here.pd, &here.queue).streams(streams);
+        let initiator = initiator.build().unwrap();
+        let peer = initiator.peer(&there.target.address()).unwrap();
+        dynamic::assert_works(&here, &initiator, &peer, &there, 1).await;
+        // The target has no receive.
+        let send = initiator.to(&peer).send(here.buffer(b"too early")).within(SOON);
+        let error = within("a SEND with a deadline", send).await.unwrap_err();
+        assert_eq!(revoked(error)[..], *b"too early");
+        assert_eq!(dynamic::state(&initiator), QpState::Err);
+        assert!(initiator.repair().unwrap());
+        dynamic::assert_works(&here, &initiator, &peer, &there, 2).await;
+    }
+}
+
 fn closed(side: &Side, len: usize) -> ExposedRegion {
     ExposedRegion::new(&side.pd, HostMemory::zeroed(len).unwrap(), Access::MW_BIND).unwrap()
 }
@@ -241,6 +261,7 @@ in_every_mode!(
     queued_operation_is_withdrawn_and_harms_nothing,
     shared_receive_is_not_revoked_and_still_receives,
     dropped_deadline_leaves_the_operation,
+    deadline_of_a_dynamic_connection_is_repaired,
     expired_lease_protects_the_memory,
     deadline_of_a_leaked_lease_frees_the_memory,
 );
