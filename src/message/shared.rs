@@ -220,13 +220,34 @@ impl Shared {
         .await
     }
 
+    /// Continues after the last handle was dropped.
     pub(super) fn abandon(&self) {
+        self.abort_if_runtime_shuts_down();
         self.with(|core, driver_waker| core.abandon(driver_waker));
         self.driver_waker.wake_driver();
+    }
+
+    /// Aborts if the current runtime drops this connection's handle because it shuts down. The peer
+    /// would take a `Fin` for the end that the service wanted.
+    pub(super) fn abort_if_runtime_shuts_down(&self) {
+        let ends = self.with(|core, _| core.protocol.phase().check_open().is_ok());
+        if ends && is_runtime_shutting_down() {
+            self.abort(CloseReason::Runtime);
+        }
     }
 
     pub(super) fn abort(&self, reason: CloseReason) {
         self.with(|core, driver_waker| core.abort(reason, driver_waker));
         self.driver_waker.wake_driver();
     }
+}
+
+fn is_runtime_shutting_down() -> bool {
+    // Such a runtime drops a new task during the call.
+    Handle::try_current().is_ok_and(|runtime| {
+        let probe = runtime.spawn(std::future::pending::<()>());
+        let dropped = probe.is_finished();
+        probe.abort();
+        dropped
+    })
 }

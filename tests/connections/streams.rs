@@ -322,6 +322,41 @@ fn runtime_that_shuts_down_is_the_reason_on_other_runtimes_too() {
 }
 
 #[test]
+fn runtime_that_shuts_down_does_not_look_like_the_end() {
+    bounded("runtime", LONG, || {
+        let [serving, reading] = [(); 2].map(|()| Flavour::MultiThread.runtime());
+        let (device, _) = device(&Network::new());
+        let binding = RdmaListener::bind(&device, connected::address(&device));
+        let listener = serving.block_on(binding).unwrap();
+        let address = listener.local_addr().unwrap();
+        serving.spawn(async move {
+            while let Ok((mut stream, _)) = listener.accept().await {
+                tokio::spawn(async move {
+                    stream.write_all(b"first").await.unwrap();
+                    std::future::pending::<()>().await;
+                    drop(stream);
+                });
+            }
+        });
+        reading.block_on(async {
+            let mut streams = Vec::new();
+            // The runtime drops the tasks of each stream in any order.
+            for _ in 0..scaled(32) {
+                let connecting = RdmaStream::connect(&device, address);
+                let mut stream = soon("connect", connecting).await.unwrap();
+                soon("bytes", stream.read_exact(&mut [0; 5])).await.unwrap();
+                streams.push(stream);
+            }
+            std::thread::spawn(|| serving.shutdown_background()).join().unwrap();
+            for mut stream in streams {
+                let end = soon("an error", stream.read(&mut [0; 8])).await;
+                assert_eq!(end.map_err(|error| error.kind()), Err(ErrorKind::ConnectionReset));
+            }
+        });
+    });
+}
+
+#[test]
 fn writes_end_with_an_error_once_the_peer_has_dropped_its_stream() {
     run("dropped", || async {
         let [mut client, server] = streams(&small()).await;

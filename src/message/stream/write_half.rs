@@ -166,6 +166,7 @@ impl AsyncWrite for OwnedWriteHalf {
 impl Drop for OwnedWriteHalf {
     fn drop(&mut self) {
         let Self { handle, ticket } = self;
+        handle.shared.abort_if_runtime_shuts_down();
         handle.shared.with(|core, driver| {
             core.withdraw_sender(ticket);
             // Without effect on a closed connection.
