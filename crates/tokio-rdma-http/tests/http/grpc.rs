@@ -2,7 +2,7 @@
 
 use futures::FutureExt;
 use tokio::sync::oneshot;
-use tokio_rdma_http::{ConnectInfo, HttpListener, RdmaConnector};
+use tokio_rdma_http::{ConnectInfo, RdmaConnector};
 use tonic::transport::{Endpoint, Server};
 use tonic::{Code, Request, Status};
 use tonic_health::ServingStatus;
@@ -16,8 +16,7 @@ use crate::{config, run, soon};
 fn unary_calls_and_streams_of_answers_work_and_end() {
     run(async |devices| {
         let (reporter, health) = tonic_health::server::health_reporter();
-        let listener = HttpListener::bind_with(&devices.server, "127.0.0.1:0", &config()).await;
-        let listener = listener.unwrap();
+        let listener = devices.listen().await;
         let address = listener.local_addr().unwrap();
         // The addresses of a connection are among the extensions of its requests.
         let checked = |request: Request<()>| match request.extensions().get::<ConnectInfo>() {

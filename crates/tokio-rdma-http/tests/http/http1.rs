@@ -14,8 +14,7 @@ use hyper::service::service_fn;
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio_rdma::RdmaListener;
-use tokio_rdma_http::{HttpListener, PeerAddr, RdmaConnector};
+use tokio_rdma_http::{PeerAddr, RdmaConnector};
 
 use crate::{config, pattern, run, soon};
 
@@ -71,8 +70,7 @@ fn client_of_hyper_reuses_its_connections() {
     run(async |devices| {
         let peer = async |ConnectInfo(PeerAddr(peer)): ConnectInfo<PeerAddr>| peer.to_string();
         let service = Router::new().route("/", get(peer));
-        let listener = HttpListener::bind_with(&devices.server, "127.0.0.1:0", &config()).await;
-        let listener = listener.unwrap();
+        let listener = devices.listen().await;
         let address = listener.local_addr().unwrap();
         let service = service.into_make_service_with_connect_info::<PeerAddr>();
         let serving = tokio::spawn(async { axum::serve(listener, service).await });
@@ -95,8 +93,7 @@ fn client_of_hyper_reuses_its_connections() {
 #[test]
 fn client_that_has_shut_down_its_side_gets_the_answer() {
     run(async |devices| {
-        let listener = RdmaListener::bind_with(&devices.server, "127.0.0.1:0", &config()).await;
-        let listener = listener.unwrap();
+        let listener = devices.listen().await.into_inner();
         let address = listener.local_addr().unwrap();
         let serving = tokio::spawn(async move {
             let (stream, _) = listener.accept().await.unwrap();

@@ -10,7 +10,6 @@ use hyper::Request;
 use hyper::client::conn::http2;
 use hyper_util::rt::TokioExecutor;
 use tokio::sync::Notify;
-use tokio_rdma_http::HttpListener;
 
 use crate::{Devices, config, pattern, run, soon};
 
@@ -86,8 +85,7 @@ fn graceful_shutdown_completes_requests_in_flight() {
             }
         };
         let service = Router::new().route("/", get(slow));
-        let listener = HttpListener::bind_with(&devices.server, "127.0.0.1:0", &config()).await;
-        let listener = listener.unwrap();
+        let listener = devices.listen().await;
         let address = listener.local_addr().unwrap();
         let signal = stop.clone();
         let serving = tokio::spawn(async move {

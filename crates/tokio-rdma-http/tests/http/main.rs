@@ -1,21 +1,27 @@
-//! HTTP/1.1, HTTP/2, WebSockets, TLS and gRPC over byte streams, on a network without loss and on
-//! one that loses 1 % of the packets, and with peers that are lost.
+//! HTTP/1.1, HTTP/2, WebSockets, TLS and gRPC over byte streams, on a network without loss and over
+//! UDP with a loss of 1 % of the packets, and with peers that are lost.
 //!
 //! `TOKIO_RDMA_HTTP_MIB` sets the size of uploads and downloads.
 
 mod bodies;
 mod grpc;
+mod hostile;
 mod http1;
 mod http2;
 mod lost;
 mod tls;
+#[allow(dead_code, reason = "tests of tokio-rdma use the rest")]
+#[path = "../../../../tests/common/udp.rs"]
+mod udp;
 mod websocket;
 
+use std::convert::Infallible;
 use std::future::Future;
 use std::net::SocketAddr;
 use std::time::Duration;
 
 use axum::Router;
+use axum::body::{Body, Bytes};
 use hyper_util::rt::TokioIo;
 use tokio::task::JoinHandle;
 use tokio_rdma::op::ConnectOptions;
@@ -36,17 +42,24 @@ struct Devices {
 }
 
 impl Devices {
+    /// Opens devices in the process, or over UDP with loss.
     fn new(lossy: bool) -> Self {
+        let names = ["server", "client"];
+        let network = if lossy { udp::network(&names) } else { Network::new() };
         let loss = if lossy { 0.01 } else { 0.0 };
-        let network = Network::with_faults(7, Faults::none().loss(loss));
-        let open = |name| Device::software_in(&network, name).unwrap();
-        Self { server: open("server"), client: open("client"), network, lossy }
+        network.set_faults(Faults::none().loss(loss));
+        let [server, client] = names.map(|name| Device::software_in(&network, name).unwrap());
+        Self { server, client, network, lossy }
+    }
+
+    async fn listen(&self) -> HttpListener {
+        let at = self.server.default_path().unwrap().1.gid.to_ip();
+        HttpListener::bind_with(&self.server, (at, 0), &config()).await.unwrap()
     }
 
     /// Serves `service`. Returns the address.
     async fn serve(&self, service: Router) -> (SocketAddr, JoinHandle<()>) {
-        let listener = HttpListener::bind_with(&self.server, "127.0.0.1:0", &config()).await;
-        let listener = listener.unwrap();
+        let listener = self.listen().await;
         let address = listener.local_addr().unwrap();
         let serving = async move { axum::serve(listener, service).await.unwrap() };
         (address, tokio::spawn(serving))
@@ -71,7 +84,15 @@ fn config() -> ConnectionConfig {
         retry_count: 7,
         ..ConnectOptions::default()
     };
-    ConnectionConfig::for_streams().options(options)
+    // A lost peer does not acknowledge the ping, which is noticed long before the answer is due.
+    let keepalive = Some((Duration::from_millis(200), Duration::from_secs(20)));
+    ConnectionConfig::for_streams().options(options).keepalive(keepalive)
+}
+
+/// Returns a body without an end.
+fn endless() -> Body {
+    let block = || Ok::<_, Infallible>(Bytes::from_static(&[7; 10_000]));
+    Body::from_stream(futures::stream::repeat_with(block))
 }
 
 /// Runs `test` without loss on one thread, and with loss on several.

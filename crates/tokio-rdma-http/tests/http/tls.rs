@@ -3,12 +3,11 @@
 use std::sync::Arc;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio_rdma::RdmaListener;
 use tokio_rustls::rustls::pki_types::{PrivatePkcs8KeyDer, ServerName};
 use tokio_rustls::rustls::{ClientConfig, RootCertStore, ServerConfig};
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
-use crate::{config, pattern, run, soon};
+use crate::{pattern, run, soon};
 
 fn configs() -> (TlsAcceptor, TlsConnector) {
     let certified = rcgen::generate_simple_self_signed(["localhost".to_owned()]).unwrap();
@@ -28,8 +27,7 @@ fn configs() -> (TlsAcceptor, TlsConnector) {
 fn encrypted_bytes_arrive_and_the_end_is_authenticated() {
     run(async |devices| {
         let (acceptor, connector) = configs();
-        let listener = RdmaListener::bind_with(&devices.server, "127.0.0.1:0", &config()).await;
-        let listener = listener.unwrap();
+        let listener = devices.listen().await.into_inner();
         let address = listener.local_addr().unwrap();
         let serving = tokio::spawn(async move {
             let (stream, _) = listener.accept().await?;
