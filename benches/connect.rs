@@ -12,8 +12,8 @@
 //! `Connection` with default settings and closes it. The difference of two runs with different
 //! `operations` is the cost of connections without the program's start.
 
-use std::collections::HashMap;
-use std::error::Error;
+mod common;
+
 use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -23,23 +23,11 @@ use tokio_rdma::{
     CompletionMode, CompletionQueue, Connection, Device, Listener, ProtectionDomain, QueuePair,
 };
 
-type Result<T, E = Box<dyn Error + Send + Sync>> = std::result::Result<T, E>;
+use common::{Arguments, Result};
 
 fn main() -> ExitCode {
-    let arguments = std::env::args().skip(1).filter(|argument| argument != "--bench");
-    match Arguments::new(arguments).and_then(|arguments| run(&arguments)) {
-        Ok(line) => {
-            println!("{line}");
-            ExitCode::SUCCESS
-        }
-        Err(error) => {
-            eprintln!("connect: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    common::exit("connect", Arguments::new(&DEFAULTS).and_then(|arguments| run(&arguments)))
 }
-
-struct Arguments(HashMap<String, String>);
 
 const DEFAULTS: [(&str, &str); 6] = [
     ("side", "cm"),
@@ -50,42 +38,10 @@ const DEFAULTS: [(&str, &str); 6] = [
     ("runtime", "current"),
 ];
 
-impl Arguments {
-    fn new(arguments: impl Iterator<Item = String>) -> Result<Self> {
-        let mut values: HashMap<_, _> =
-            DEFAULTS.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect();
-        for argument in arguments {
-            let (name, value) = argument
-                .split_once('=')
-                .ok_or_else(|| format!("invalid argument {argument}, must be name=value"))?;
-            let known = values.get_mut(name).ok_or_else(|| format!("unknown argument {name}"))?;
-            value.clone_into(known);
-        }
-        Ok(Self(values))
-    }
-
-    fn get(&self, name: &str) -> &str {
-        &self.0[name]
-    }
-
-    fn number(&self, name: &str) -> Result<usize> {
-        Ok(self.get(name).parse()?)
-    }
-
-    fn runtime(&self) -> Result<tokio::runtime::Runtime> {
-        let mut builder = match self.get("runtime") {
-            "current" => tokio::runtime::Builder::new_current_thread(),
-            "multi" => tokio::runtime::Builder::new_multi_thread(),
-            other => return Err(format!("unknown runtime {other}").into()),
-        };
-        Ok(builder.enable_all().build()?)
-    }
-}
-
 fn run(arguments: &Arguments) -> Result<String> {
-    arguments.runtime()?.block_on(async {
+    arguments.runtime()?.enable_all().build()?.block_on(async {
         let device = Device::open(arguments.get("devices"))?;
-        let address = SocketAddr::new(device.default_path()?.1.gid.to_ip(), 0);
+        let address = common::address(&device);
         match arguments.get("side") {
             "cm" => queue_pairs(arguments, &device, address).await,
             "connection" => connections(arguments, &device, address).await,

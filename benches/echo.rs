@@ -19,36 +19,21 @@
 //! An operation is `size` bytes in each direction. The answering end is a task of its own; both
 //! ends have the default settings, except the mode. `scripts/costs` builds and runs it.
 
-use std::collections::HashMap;
-use std::error::Error;
-use std::net::SocketAddr;
+mod common;
+
 use std::process::ExitCode;
 use std::time::Instant;
 
 use bytes::Bytes;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
-use tokio_rdma::{
-    Buf, CompletionMode, Connection, ConnectionConfig, Device, Listener, RdmaListener, RdmaStream,
-};
+use tokio_rdma::{Buf, Connection, ConnectionConfig, Device, Listener, RdmaListener, RdmaStream};
 
-type Result<T> = std::result::Result<T, Box<dyn Error>>;
+use common::{Arguments, Result};
 
 fn main() -> ExitCode {
-    let arguments = std::env::args().skip(1).filter(|argument| argument != "--bench");
-    match Arguments::new(arguments).and_then(|arguments| run(&arguments)) {
-        Ok(line) => {
-            println!("{line}");
-            ExitCode::SUCCESS
-        }
-        Err(error) => {
-            eprintln!("echo: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    common::exit("echo", Arguments::new(&DEFAULTS).and_then(|arguments| run(&arguments)))
 }
-
-struct Arguments(HashMap<String, String>);
 
 const DEFAULTS: [(&str, &str); 8] = [
     ("size", "64"),
@@ -61,50 +46,8 @@ const DEFAULTS: [(&str, &str); 8] = [
     ("over", "messages"),
 ];
 
-impl Arguments {
-    fn new(arguments: impl Iterator<Item = String>) -> Result<Self> {
-        let mut values: HashMap<_, _> =
-            DEFAULTS.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect();
-        for argument in arguments {
-            let (name, value) = argument
-                .split_once('=')
-                .ok_or_else(|| format!("invalid argument {argument}, must be name=value"))?;
-            let known = values.get_mut(name).ok_or_else(|| format!("unknown argument {name}"))?;
-            value.clone_into(known);
-        }
-        Ok(Self(values))
-    }
-
-    fn get(&self, name: &str) -> &str {
-        &self.0[name]
-    }
-
-    fn number(&self, name: &str) -> Result<usize> {
-        Ok(self.get(name).parse()?)
-    }
-
-    fn mode(&self) -> Result<CompletionMode> {
-        Ok(match self.get("mode") {
-            "event" => CompletionMode::Event,
-            "cooperative" => CompletionMode::Cooperative,
-            "hybrid" => CompletionMode::Hybrid,
-            "busy-poll" => CompletionMode::busy_poll()?,
-            other => return Err(format!("unknown mode {other}").into()),
-        })
-    }
-
-    fn runtime(&self) -> Result<tokio::runtime::Runtime> {
-        let mut builder = match self.get("runtime") {
-            "current" => tokio::runtime::Builder::new_current_thread(),
-            "multi" => tokio::runtime::Builder::new_multi_thread(),
-            other => return Err(format!("unknown runtime {other}").into()),
-        };
-        Ok(builder.enable_all().build()?)
-    }
-}
-
 fn run(arguments: &Arguments) -> Result<String> {
-    arguments.runtime()?.block_on(echo(arguments))
+    arguments.runtime()?.enable_all().build()?.block_on(echo(arguments))
 }
 
 async fn echo(arguments: &Arguments) -> Result<String> {
@@ -149,7 +92,7 @@ async fn echo(arguments: &Arguments) -> Result<String> {
 /// Connects two ends of the transport that the arguments name.
 async fn connect(arguments: &Arguments, size: usize) -> Result<[End; 2]> {
     let device = Device::open(arguments.get("devices"))?;
-    let address = SocketAddr::new(device.default_path()?.1.gid.to_ip(), 0);
+    let address = common::address(&device);
     let mode = arguments.mode()?;
     let bytes = Bytes::from(vec![7; size]);
     let over = arguments.get("over").to_owned();

@@ -1,5 +1,5 @@
-//! Messages compared with Tokio's TCP: `cargo bench --bench message [rounds of 64 B]
-//! [event|hybrid|busy_poll]`.
+//! Messages compared with Tokio's TCP: `cargo bench --bench message --
+//! rounds=20000 mode=event`.
 //!
 //! Both ends are tasks on one thread of this process, for RDMA and TCP alike. The device is the one
 //! that `TOKIO_RDMA_DEVICE` names, or the software device; TCP uses the same address. Over TCP, a
@@ -9,6 +9,8 @@
 //! Ping-pong: half of a round trip, p50 and p99. Stream: messages in one direction, the last one
 //! answered. CPU: time of all threads of the process per message, both ends together.
 
+mod common;
+
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
@@ -17,6 +19,8 @@ use hdrhistogram::Histogram;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_rdma::{CompletionMode, Connection, ConnectionConfig, Device, Listener};
+
+use common::{address, cpu};
 
 const SIZES: [(usize, u32); 3] = [(64, 1), (4 << 10, 1), (1 << 20, 50)];
 
@@ -72,10 +76,6 @@ async fn rdma(device: &Device, mode: &CompletionMode) -> (Rdma, Rdma) {
     (Rdma(a), Rdma(b))
 }
 
-fn address(device: &Device) -> SocketAddr {
-    SocketAddr::new(device.default_path().expect("an active port").1.gid.to_ip(), 0)
-}
-
 async fn tcp(address: SocketAddr) -> (Tcp, Tcp) {
     let listener = TcpListener::bind(address).await.expect("listens");
     let connecting = TcpStream::connect(listener.local_addr().expect("an address"));
@@ -85,16 +85,6 @@ async fn tcp(address: SocketAddr) -> (Tcp, Tcp) {
         Tcp(BufReader::with_capacity(64 << 10, stream))
     };
     (end(a), end(b.0))
-}
-
-/// Returns the CPU time of this process.
-fn cpu() -> Duration {
-    let tasks = std::fs::read_dir("/proc/self/task").expect("a process has tasks");
-    let of_task = |task: std::fs::DirEntry| {
-        let stat = std::fs::read_to_string(task.path().join("schedstat")).ok()?;
-        stat.split_whitespace().next()?.parse::<u64>().ok()
-    };
-    Duration::from_nanos(tasks.flatten().filter_map(of_task).sum())
 }
 
 async fn ping_pong<E: End>(mut a: E, mut b: E, size: usize, rounds: u32) -> (E, E) {
@@ -158,28 +148,13 @@ async fn stream<E: End>(mut a: E, mut b: E, size: usize, rounds: u32) {
 }
 
 fn main() {
-    let arguments: Vec<String> =
-        std::env::args().skip(1).filter(|argument| !argument.starts_with("--")).collect();
-    let rounds =
-        arguments.first().map_or(20_000, |rounds| rounds.parse().expect("a number of rounds"));
-    let mode = match arguments.get(1).map_or("event", String::as_str) {
-        "event" => CompletionMode::Event,
-        "hybrid" => CompletionMode::Hybrid,
-        "busy_poll" => CompletionMode::busy_poll().expect("a thread"),
-        other => panic!("unknown mode {other}"),
-    };
-    let runtime =
-        tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
-    let local = tokio::task::LocalSet::new();
-    local.block_on(&runtime, async {
-        let device = Device::open_default().expect("a device");
-        println!("{} ({mode:?}) beside TCP to {}", device.name(), address(&device).ip());
+    common::on_one_thread(async |device, mode, rounds| {
         for (size, fewer) in SIZES {
             let rounds = (rounds / fewer).max(10);
-            let (a, b) = rdma(&device, &mode).await;
+            let (a, b) = rdma(device, mode).await;
             let (a, b) = ping_pong(a, b, size, rounds).await;
             stream(a, b, size, rounds * 2).await;
-            let (a, b) = tcp(address(&device)).await;
+            let (a, b) = tcp(address(device)).await;
             let (a, b) = ping_pong(a, b, size, rounds).await;
             stream(a, b, size, rounds * 2).await;
         }

@@ -1,5 +1,5 @@
-//! Byte streams beside TCP and bare verbs: `cargo bench --bench stream [rounds of 64 B]
-//! [event|hybrid|busy_poll]`.
+//! Byte streams beside TCP and bare verbs: `cargo bench --bench stream --
+//! rounds=20000 mode=event`.
 //!
 //! Both ends are tasks on one thread of this process. The device is the one that
 //! `TOKIO_RDMA_DEVICE` names, or the software device; TCP uses the same address.
@@ -13,6 +13,11 @@
 //!
 //! Echo: half of a round trip, p50 and p99. Bulk: 256 MiB in one direction in writes of 64 KiB.
 //! CPU: time of all threads of the process, both ends together, per echo or per MiB.
+//!
+//! The bench of the same name in `crates/tokio-rdma-http` adds rows for gRPC; `docs/streams.md` has
+//! the command that runs both.
+
+mod common;
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -26,6 +31,8 @@ use tokio_rdma::{
     Buf, BufMut, CompletionMode, CompletionQueue, ConnectionConfig, Device, Pool, QueuePair,
     RdmaListener, RdmaStream,
 };
+
+use common::{address, cpu};
 
 const SIZES: [(usize, u32); 3] = [(64, 1), (16 << 10, 2), (1 << 20, 50)];
 
@@ -129,10 +136,6 @@ impl End for Verbs {
     }
 }
 
-fn address(device: &Device) -> SocketAddr {
-    SocketAddr::new(device.default_path().expect("an active port").1.gid.to_ip(), 0)
-}
-
 async fn streams(device: &Device, mode: &CompletionMode) -> [RdmaStream; 2] {
     let config = ConnectionConfig::for_streams().mode(mode.clone());
     let listener = RdmaListener::bind_with(device, address(device), &config).await;
@@ -151,16 +154,6 @@ async fn sockets(at: SocketAddr) -> [TcpStream; 2] {
         socket.set_nodelay(true).expect("a socket");
         socket
     })
-}
-
-/// Returns the CPU time of this process.
-fn cpu() -> Duration {
-    let tasks = std::fs::read_dir("/proc/self/task").expect("a process has tasks");
-    let of_task = |task: std::fs::DirEntry| {
-        let stat = std::fs::read_to_string(task.path().join("schedstat")).ok()?;
-        stat.split_whitespace().next()?.parse::<u64>().ok()
-    };
-    Duration::from_nanos(tasks.flatten().filter_map(of_task).sum())
 }
 
 async fn echo<E: End>([mut a, mut b]: [E; 2], size: usize, rounds: u32) {
@@ -241,22 +234,5 @@ async fn all(device: &Device, mode: &CompletionMode, rounds: u32) {
 }
 
 fn main() {
-    let arguments: Vec<String> =
-        std::env::args().skip(1).filter(|argument| !argument.starts_with("--")).collect();
-    let rounds =
-        arguments.first().map_or(20_000, |rounds| rounds.parse().expect("a number of rounds"));
-    let mode = match arguments.get(1).map_or("event", String::as_str) {
-        "event" => CompletionMode::Event,
-        "hybrid" => CompletionMode::Hybrid,
-        "busy_poll" => CompletionMode::busy_poll().expect("a thread"),
-        other => panic!("unknown mode {other}"),
-    };
-    let runtime =
-        tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
-    let local = tokio::task::LocalSet::new();
-    local.block_on(&runtime, async {
-        let device = Device::open_default().expect("a device");
-        println!("{} ({mode:?}) beside TCP to {}", device.name(), address(&device).ip());
-        all(&device, &mode, rounds).await;
-    });
+    common::on_one_thread(all);
 }

@@ -17,8 +17,8 @@
 //! Two works use no device and are limits of the machine: `memcpy` copies `size` bytes, and
 //! `threads` is a ping-pong of two threads over one atomic word.
 
-use std::collections::HashMap;
-use std::error::Error;
+mod common;
+
 use std::hint::black_box;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -31,31 +31,20 @@ use tokio_rdma::{
     RemoteRegion,
 };
 
-type Result<T> = std::result::Result<T, Box<dyn Error>>;
+use common::{Arguments, Result};
 
 const WORD: usize = 8;
 const MESSAGE: usize = 64;
 const PAGE: usize = 4096;
 
 fn main() -> ExitCode {
-    let arguments =
-        Arguments::new(std::env::args().skip(1).filter(|argument| argument != "--bench"));
-    match arguments.and_then(|arguments| arguments.runtime()?.block_on(compare(&arguments))) {
-        Ok(line) => {
-            println!("{line}");
-            ExitCode::SUCCESS
-        }
-        Err(error) => {
-            eprintln!("verbs: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    let line = Work::new()
+        .and_then(|work| work.arguments.runtime()?.enable_io().build()?.block_on(compare(&work)));
+    common::exit("verbs", line)
 }
 
-// Arguments.
-
-struct Arguments {
-    values: HashMap<String, String>,
+struct Work {
+    arguments: Arguments,
     depth: usize,
     /// Bytes per operation.
     size: usize,
@@ -63,52 +52,25 @@ struct Arguments {
     warmup: usize,
 }
 
-impl Arguments {
-    fn new(arguments: impl Iterator<Item = String>) -> Result<Self> {
-        let mut values: HashMap<String, String> =
-            DEFAULTS.iter().map(|&(k, v)| (k.to_owned(), v.to_owned())).collect();
-        for argument in arguments {
-            let (name, value) = argument
-                .split_once('=')
-                .ok_or_else(|| format!("invalid argument {argument}, must be name=value"))?;
-            let known = values.get_mut(name).ok_or_else(|| format!("unknown argument {name}"))?;
-            value.clone_into(known);
-        }
-        let number = |name: &str| values[name].parse::<usize>();
+impl Work {
+    fn new() -> Result<Self> {
+        let arguments = Arguments::new(&DEFAULTS)?;
+        let number = |name| arguments.number(name);
         let (depth, operations, warmup) =
             (number("depth")?, number("operations")?, number("warmup")?);
         let size = match number("size")? {
-            0 if values["work"].starts_with("pingpong") => MESSAGE,
+            0 if arguments.get("work").starts_with("pingpong") => MESSAGE,
             0 => WORD,
             size => size,
         };
         if depth == 0 || operations == 0 {
             return Err("depth and operations must not be 0".into());
         }
-        Ok(Self { depth, size, operations, warmup, values })
-    }
-
-    fn mode(&self) -> Result<CompletionMode> {
-        Ok(match self.get("mode") {
-            "event" => CompletionMode::Event,
-            "cooperative" => CompletionMode::Cooperative,
-            "hybrid" => CompletionMode::Hybrid,
-            "busy-poll" => CompletionMode::busy_poll()?,
-            other => return Err(format!("unknown mode {other}").into()),
-        })
-    }
-
-    fn runtime(&self) -> Result<tokio::runtime::Runtime> {
-        let mut builder = match self.get("runtime") {
-            "current" => tokio::runtime::Builder::new_current_thread(),
-            "multi" => tokio::runtime::Builder::new_multi_thread(),
-            other => return Err(format!("unknown runtime {other}").into()),
-        };
-        Ok(builder.enable_io().build()?)
+        Ok(Self { arguments, depth, size, operations, warmup })
     }
 
     fn get(&self, name: &str) -> &str {
-        &self.values[name]
+        self.arguments.get(name)
     }
 }
 
@@ -127,32 +89,31 @@ const DEFAULTS: [(&str, &str); 9] = [
 
 // Comparing.
 
-async fn compare(arguments: &Arguments) -> Result<String> {
-    let (first, second) =
-        arguments.get("devices").split_once(',').unwrap_or((arguments.get("devices"), ""));
-    let mode = arguments.mode()?;
-    let ours = End::open(first, &mode, arguments)?;
-    let theirs = End::open(if second.is_empty() { first } else { second }, &mode, arguments)?;
+async fn compare(work: &Work) -> Result<String> {
+    let (first, second) = work.get("devices").split_once(',').unwrap_or((work.get("devices"), ""));
+    let mode = work.arguments.mode()?;
+    let ours = End::open(first, &mode, work)?;
+    let theirs = End::open(if second.is_empty() { first } else { second }, &mode, work)?;
     ours.qp.connect(&theirs.qp.endpoint())?;
     theirs.qp.connect(&ours.qp.endpoint())?;
 
     let mut times = Times::new(0);
-    run(&ours, &theirs, arguments, arguments.warmup, &mut times).await?;
-    times = Times::new(if arguments.get("times") == "yes" { arguments.operations } else { 0 });
+    run(&ours, &theirs, work, work.warmup, &mut times).await?;
+    times = Times::new(if work.get("times") == "yes" { work.operations } else { 0 });
     let before = counters(&ours, &theirs);
     let start = Instant::now();
-    run(&ours, &theirs, arguments, arguments.operations, &mut times).await?;
-    let mean = start.elapsed().as_nanos() / arguments.operations as u128;
+    run(&ours, &theirs, work, work.operations, &mut times).await?;
+    let mean = start.elapsed().as_nanos() / work.operations as u128;
     let after = counters(&ours, &theirs);
 
     Ok(format!(
         "program=rust work={} mode={} depth={} size={} operations={} p50_ns={} p99_ns={} \
          mean_ns={mean} arms={} events={}",
-        arguments.get("work"),
-        arguments.get("mode"),
-        arguments.depth,
-        arguments.size,
-        arguments.operations,
+        work.get("work"),
+        work.get("mode"),
+        work.depth,
+        work.size,
+        work.operations,
         times.quantile(50),
         times.quantile(99),
         after.arms - before.arms,
@@ -170,13 +131,13 @@ fn counters(ours: &End, theirs: &End) -> CompletionQueueCounters {
 async fn run(
     ours: &End,
     theirs: &End,
-    arguments: &Arguments,
+    work: &Work,
     operations: usize,
     times: &mut Times,
 ) -> Result<()> {
-    let depth = arguments.depth;
-    let remote = theirs.region.grant().slice(..arguments.size as u64)?;
-    match (arguments.get("work"), depth) {
+    let depth = work.depth;
+    let remote = theirs.region.grant().slice(..work.size as u64)?;
+    match (work.get("work"), depth) {
         ("write", 1) => {
             one_by_one(ours, |buffer| ours.qp.write(buffer, remote), operations, times).await
         }
@@ -198,7 +159,7 @@ async fn run(
                 .await
         }
         ("read-batch-pool", _) => batches_from_pool(ours, remote, depth, operations, times).await,
-        ("memcpy", 1) => copies(arguments.size, operations, times),
+        ("memcpy", 1) => copies(work.size, operations, times),
         ("threads", 1) => ping_pong_of_threads(operations, times),
         ("pingpong", 1) => ping_pong(ours, theirs, operations, times).await,
         ("pingpong-tasks", 1) => ping_pong_of_tasks(ours, theirs, operations, times).await,
@@ -246,15 +207,15 @@ struct End {
 }
 
 impl End {
-    fn open(name: &str, mode: &CompletionMode, arguments: &Arguments) -> Result<Self> {
-        let size = arguments.size;
+    fn open(name: &str, mode: &CompletionMode, work: &Work) -> Result<Self> {
+        let size = work.size;
         let device = Device::open(name)?;
         let pd = device.protection_domain()?;
         let queue = CompletionQueue::new(&device, mode.clone())?;
         Ok(Self {
             qp: QueuePair::new(&pd, &queue)?,
             queue,
-            pool: Pool::new(&pd, size, arguments.depth.max(2))?,
+            pool: Pool::new(&pd, size, work.depth.max(2))?,
             size,
             region: ExposedRegion::new(&pd, vec![0; size], Access::REMOTE_ALL)?,
         })
