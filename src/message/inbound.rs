@@ -378,6 +378,7 @@ impl Core {
             Arrived::Buffered(buffer) => {
                 if open {
                     spare = self.receives.spare();
+                    self.receives.want_spares();
                 }
                 (open && spare.is_none()).then_some(buffer.len())
             }

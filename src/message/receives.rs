@@ -140,6 +140,11 @@ impl Receives {
         pool.try_alloc(pool.buffer_size()).ok()
     }
 
+    /// Records that the service takes messages in their buffers, of which the first have no spares.
+    pub(super) fn want_spares(&mut self) {
+        self.wanted |= self.grown.is_none() && !self.is_full && self.pause == 0;
+    }
+
     /// Returns true if messages of this side are so short that a copy is cheaper than a spare
     /// buffer.
     pub(super) fn copies(&self, len: usize) -> bool {

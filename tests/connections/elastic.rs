@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::connected::{self, assert_ready, config, modes, pair, pattern, recv};
-use crate::torture::{self, Flavour, LONG, Mode, Seed, bounded, soon};
+use crate::torture::{self, Flavour, LONG, Mode, Seed, bounded, scaled, soon};
 use bytes::Bytes;
 use tokio_rdma::message::{BufferBudget, RefusalReason};
 use tokio_rdma::software::Network;
@@ -93,7 +93,7 @@ async fn grow_and_shrink(mode: Mode, seed: u64) {
     let talk = async |from: &Connection, to: &Connection, seed: u64| {
         let mut random = fastrand::Rng::with_seed(seed);
         let mut number = 0;
-        for _ in 0..30 {
+        for _ in 0..scaled(30) {
             number = burst(from, to, &mut random, number).await;
             if random.u8(..3) == 0 {
                 shrunk(to).await;
