@@ -194,6 +194,9 @@ impl CqInner {
             state.attached[index as usize] = Some(attached);
             index
         } else {
+            if state.attached.is_empty() {
+                state.attached.reserve_exact(1);
+            }
             state.attached.push(Some(attached));
             state.attached.len() as u32 - 1
         }

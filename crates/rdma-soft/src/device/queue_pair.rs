@@ -36,23 +36,41 @@ use crate::roce::requester::{
 };
 use crate::roce::responder::{ReceiveConfig, ReceiveCounters, ReceiveWqe, Receiver, Responder};
 
+/// The fields that each operation uses are together, in few cache lines.
+#[repr(C)]
 pub(crate) struct QpInner {
+    context: Arc<ContextInner>,
     qpn: Qpn,
     transport: Transport,
-    caps: QpCaps,
-    context: Arc<ContextInner>,
-    send_cq: Arc<CqInner>,
-    send_owner: u32,
-    recv_cq: Arc<CqInner>,
-    recv_owner: u32,
-    srq: Option<Arc<SrqInner>>,
-    polled: Arc<Polled>,
     /// The handle was dropped. Changes only under both locks.
     destroyed: AtomicBool,
-    /// Number of resets. Changes only under both locks.
-    generation: AtomicU64,
+    caps: QpCaps,
+    polled: Arc<Polled>,
+    send_cq: Arc<CqInner>,
+    send_owner: u32,
+    recv_owner: u32,
     pub(crate) sender: Mutex<Sender>,
     pub(crate) receiver: Mutex<ReceiverHalf>,
+    recv_cq: Arc<CqInner>,
+    srq: Option<Arc<SrqInner>>,
+    /// Number of resets. Changes only under both locks.
+    generation: AtomicU64,
+}
+
+impl Sender {
+    /// Returns true if the queue has no free slot.
+    #[inline(always)]
+    fn is_full(&mut self, qp: &QpInner) -> bool {
+        self.has_no_known_slot(qp) && {
+            self.polled = qp.polled.send.load(Ordering::Acquire);
+            self.has_no_known_slot(qp)
+        }
+    }
+
+    #[inline(always)]
+    fn has_no_known_slot(&self, qp: &QpInner) -> bool {
+        self.machine.position().wrapping_sub(self.polled) >= qp.caps.max_send_wr
+    }
 }
 
 impl fmt::Debug for QpInner {
@@ -66,18 +84,13 @@ impl fmt::Debug for QpInner {
     }
 }
 
+/// Begins with the fields that each operation uses.
 #[derive(Debug)]
+#[repr(C)]
 pub(crate) struct Sender {
-    pub(crate) machine: Requester,
-    attr: QpAttr,
     /// The last destination, at `peer_at`. A strong reference avoids counting per packet; destroyed
     /// peers are replaced.
     pub(crate) peer: Option<Arc<QpInner>>,
-    /// The last destination of a DC initiator.
-    pub(crate) target: Weak<DctInner>,
-    pub(crate) peer_at: Destination,
-    /// Times of scheduled timer jobs, the earliest last.
-    pub(crate) scheduled: SmallVec<[u64; 2]>,
     /// `Job::Continue` is scheduled: posting only queues.
     pub(crate) continuing: bool,
     /// The last slice sent nothing: other queue pairs had used up the pace.
@@ -85,11 +98,22 @@ pub(crate) struct Sender {
     notify_drained: bool,
     /// The responder half was notified of the failure.
     failed: bool,
+    /// The value of `Polled::send` when last read.
+    polled: u32,
+    pub(crate) machine: Requester,
+    /// The last destination of a DC initiator.
+    pub(crate) target: Weak<DctInner>,
+    pub(crate) peer_at: Destination,
+    /// Times of scheduled timer jobs, the earliest last.
+    pub(crate) scheduled: SmallVec<[u64; 2]>,
     /// Slot in the path's window, over UDP.
     window_slot: Option<WindowSlot>,
+    attr: QpAttr,
 }
 
+/// Begins with the fields that each operation uses.
 #[derive(Debug)]
+#[repr(C)]
 pub(crate) struct ReceiverHalf {
     pub(crate) machine: Responder,
     /// `Job::Reply` is scheduled.
@@ -260,6 +284,7 @@ pub(crate) fn create(
                 passed_over: false,
                 notify_drained: false,
                 failed: false,
+                polled: 0,
                 window_slot: None,
             }),
             receiver: Mutex::new(ReceiverHalf {
@@ -483,10 +508,7 @@ impl Qp {
                         result = refuse("ibv_post_send", posted, VerbError::EINVAL);
                         break;
                     };
-                    let polled = qp.polled.send.load(Ordering::Acquire);
-                    let full =
-                        sender.machine.position().wrapping_sub(polled) >= qp.caps.max_send_wr;
-                    if full || qp.device().refusals.send() {
+                    if sender.is_full(qp) || qp.device().refusals.send() {
                         result = refuse("ibv_post_send", posted, VerbError::ENOMEM);
                         break;
                     }

@@ -4,7 +4,8 @@ use std::fmt;
 
 /// A FIFO whose slots keep their contents and allocations for reuse.
 ///
-/// It grows by doubling from empty: an idle queue pair is small.
+/// It grows from empty by a quarter: an idle queue pair is small. While at most one slot is in use,
+/// it is the same one, which is likely in the cache.
 pub(crate) struct Ring<T> {
     slots: Vec<T>,
     head: usize,
@@ -25,35 +26,42 @@ impl<T: Default> Ring<T> {
     }
 
     /// Appends a slot with the contents of an earlier use: write every field.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn push_slot(&mut self) -> &mut T {
         if self.len == self.slots.len() {
             self.grow();
         }
-        let at = (self.head + self.len) & (self.slots.len() - 1);
+        let at = self.at(self.len);
         self.len += 1;
         &mut self.slots[at]
     }
 
     #[cold]
     fn grow(&mut self) {
-        // The index mask requires a power of two.
         self.slots.rotate_left(self.head);
         self.head = 0;
-        let size = (self.slots.len() * 2).max(4);
-        self.slots.resize_with(size, T::default);
+        let more = (self.slots.len() / 4).max(1);
+        self.slots.reserve_exact(more);
+        self.slots.resize_with(self.slots.len() + more, T::default);
+    }
+
+    /// Returns the slot of element `index`, at most the number of slots.
+    #[inline(always)]
+    const fn at(&self, index: usize) -> usize {
+        let at = self.head + index;
+        if at < self.slots.len() { at } else { at - self.slots.len() }
     }
 
     /// Returns element `index` from the oldest.
     #[inline]
     pub(crate) fn get(&self, index: usize) -> Option<&T> {
-        (index < self.len).then(|| &self.slots[(self.head + index) & (self.slots.len() - 1)])
+        (index < self.len).then(|| &self.slots[self.at(index)])
     }
 
     #[inline]
     pub(crate) fn get_mut(&mut self, index: usize) -> Option<&mut T> {
         if index < self.len {
-            let at = (self.head + index) & (self.slots.len() - 1);
+            let at = self.at(index);
             Some(&mut self.slots[at])
         } else {
             None
@@ -62,30 +70,32 @@ impl<T: Default> Ring<T> {
 
     #[inline]
     pub(crate) fn front(&self) -> Option<&T> {
-        self.get(0)
+        if self.len == 0 { None } else { self.slots.get(self.head) }
     }
 
     #[inline]
     pub(crate) fn front_mut(&mut self) -> Option<&mut T> {
-        self.get_mut(0)
+        if self.len == 0 { None } else { self.slots.get_mut(self.head) }
     }
 
     /// Removes the oldest element.
     #[inline]
     pub(crate) fn pop(&mut self) {
-        if self.len > 0 {
-            self.head = (self.head + 1) & (self.slots.len() - 1);
+        if self.len > 1 {
+            self.head = self.at(1);
             self.len -= 1;
+        } else {
+            (self.head, self.len) = (0, 0);
         }
     }
 
     pub(crate) fn retain(&mut self, mut keep: impl FnMut(&T) -> bool) {
         let mut kept = 0;
         for index in 0..self.len {
-            let mask = self.slots.len() - 1;
-            let at = (self.head + index) & mask;
+            let at = self.at(index);
             if keep(&self.slots[at]) {
-                self.slots.swap(at, (self.head + kept) & mask);
+                let to = self.at(kept);
+                self.slots.swap(at, to);
                 kept += 1;
             }
         }

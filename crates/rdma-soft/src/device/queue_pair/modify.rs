@@ -148,6 +148,7 @@ impl QpInner {
         sender.notify_drained = false;
         self.send_cq.purge(self.send_owner);
         self.recv_cq.purge(self.recv_owner);
+        sender.polled = 0;
         self.polled.send.store(0, Ordering::Release);
         self.polled.recv.store(0, Ordering::Release);
     }

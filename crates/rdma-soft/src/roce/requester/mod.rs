@@ -153,38 +153,41 @@ enum Wait {
 }
 
 /// The requester of a queue pair, see the [module](self).
+///
+/// Begins with the fields that each operation uses.
 #[derive(Debug)]
+#[repr(C)]
 pub(crate) struct Requester {
-    pub(crate) config: SendConfig,
-    state: QpState,
     queue: Ring<SendWqe>,
-    /// Index of the work request to send, and its next packet.
-    cursor: usize,
-    cursor_packet: u32,
-    unacked: Psn,
-    /// PSN after the newest packet ever sent.
-    sent_end: Psn,
-    /// First PSN of the next work request.
-    next_psn: Psn,
+    state: QpState,
+    wait: Wait,
     /// Outstanding READ and atomic work requests.
     reads: u8,
     retries_left: u8,
     rnr_left: u8,
-    since_ack_request: u32,
-    wait: Wait,
-    deadline: Option<u64>,
     /// Restarts the deadline at the next `settle`.
     progressed: bool,
-    /// Timeouts since the last progress.
-    consecutive_timeouts: u32,
     /// Queued for the window of the path to the peer.
     awaiting_window: bool,
     /// A response gap caused a retransmission; more gaps before progress are ignored.
     gap_seen: bool,
     drained_reported: bool,
     position: u32,
-    initiator: Option<Box<Initiator>>,
+    unacked: Psn,
+    /// PSN after the newest packet ever sent.
+    sent_end: Psn,
+    /// First PSN of the next work request.
+    next_psn: Psn,
+    deadline: Option<u64>,
+    /// Index of the work request to send, and its next packet.
+    cursor: usize,
+    cursor_packet: u32,
+    since_ack_request: u32,
+    pub(crate) config: SendConfig,
     pub(crate) counters: SendCounters,
+    /// Timeouts since the last progress.
+    consecutive_timeouts: u32,
+    initiator: Option<Box<Initiator>>,
 }
 
 impl Requester {

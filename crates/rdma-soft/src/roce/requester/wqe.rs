@@ -36,28 +36,30 @@ impl Destination {
 /// Inline bytes stored without allocation.
 pub(super) const SHORT: usize = 64;
 
+/// Begins with the fields that each operation uses, in two cache lines.
 #[derive(Debug)]
+#[repr(C, align(64))]
 pub(super) struct SendWqe {
     pub(super) wr_id: WrId,
     pub(super) op: SendOp,
     pub(super) flags: SendFlags,
+    pub(super) started: bool,
+    pub(super) inline: bool,
     /// Number of earlier work requests. A completion frees the slots up to its own.
     pub(super) position: u32,
     pub(super) length: u32,
     pub(super) first_psn: Psn,
     pub(super) packets: u32,
-    pub(super) started: bool,
-    pub(super) inline: bool,
     /// The only element, or an empty one.
     pub(super) one: Sge,
     /// All elements, if there are several.
     pub(super) several: Vec<Sge>,
     pub(super) bind: Option<Box<WindowBind>>,
-    /// Inline bytes that fit.
-    pub(super) short: [u8; SHORT],
+    pub(super) to: Destination,
     /// Inline bytes that do not fit.
     pub(super) long: Vec<u8>,
-    pub(super) to: Destination,
+    /// Inline bytes that fit.
+    pub(super) short: [u8; SHORT],
 }
 
 impl Default for SendWqe {

@@ -163,28 +163,31 @@ impl Refusal {
 }
 
 /// The responder of a queue pair, see the [module](self).
+///
+/// Begins with the fields that each operation uses.
 #[derive(Debug)]
+#[repr(C)]
 pub(crate) struct Responder {
-    pub(crate) config: ReceiveConfig,
     state: QpState,
+    /// The gap was NAKed: no further NAK until the expected packet arrives (IBTA 9.7.5.2.4).
+    gap_reported: bool,
+    receive_held: bool,
+    last_wqe_reported: bool,
+    established: bool,
     expected: Psn,
     /// Message sequence number: requests completed, 24 bits.
     msn: u32,
-    /// The gap was NAKed: no further NAK until the expected packet arrives (IBTA 9.7.5.2.4).
-    gap_reported: bool,
-    message: Option<Message>,
-    receive_held: bool,
-    receive: ReceiveWqe,
-    received: u32,
-    queue: Ring<ReceiveWqe>,
     position: u32,
+    pub(crate) config: ReceiveConfig,
+    pub(crate) counters: ReceiveCounters,
     replies: VecDeque<Reply>,
+    message: Option<Message>,
+    received: u32,
+    receive: ReceiveWqe,
+    queue: Ring<ReceiveWqe>,
     resources: VecDeque<Resource>,
     /// Last duplicate READ that was ignored because its memory was deregistered.
     last_stale_read: Option<Psn>,
-    last_wqe_reported: bool,
-    established: bool,
-    pub(crate) counters: ReceiveCounters,
 }
 
 impl Responder {

@@ -14,7 +14,7 @@ pub(crate) struct ReceiveWqe {
     pub(super) wr_id: WrId,
     pub(super) position: u32,
     pub(super) length: u64,
-    pub(super) sges: SmallVec<[Sge; 2]>,
+    pub(super) sges: SmallVec<[Sge; 1]>,
 }
 
 impl Default for ReceiveWqe {
