@@ -22,8 +22,11 @@ use crate::sync::{AtomicU32, Mutex, MutexGuard, Ordering, lock, try_lock};
 use crate::types::{WorkCompletion, WrId};
 use crate::verbs::{Channel, Cq, Device};
 
-/// Completions taken at once: spreads the cost of a poll, but keeps the lock short.
+/// Maximum completions taken at once: spreads the cost of a poll, but keeps the lock short.
 const BATCH: usize = 32;
+
+/// Completions taken at once until a poll finds as many.
+const FIRST_BATCH: usize = 1;
 
 /// Operations that may complete without waiting before one yields to the runtime, so that tasks
 /// that never wait do not starve others. Tokio's own resources have the same limit.
@@ -31,7 +34,7 @@ const READY_BUDGET: usize = 128;
 
 /// Aligned, so that a busy-poll thread which upgrades its weak reference in each round writes to no
 /// cache line of these fields.
-#[repr(align(128))]
+#[repr(align(64))]
 pub(crate) struct CompletionQueueCore {
     mode: CompletionMode,
     /// Number of operations in flight that registered a waker or were abandoned, queued work
@@ -53,7 +56,8 @@ pub(crate) struct CompletionQueueCore {
 
 /// The state of the drainer: the thread that holds its lock and takes completions.
 struct State {
-    completions: Box<[WorkCompletion; BATCH]>,
+    /// Its length is the number of completions taken at once.
+    completions: Vec<WorkCompletion>,
     queues: Vec<Option<Attached>>,
     vacant: Vec<u32>,
     /// Sum of the reservations in `queues`.
@@ -70,6 +74,24 @@ struct State {
     /// Finished after the lock is released.
     woken: WakeList,
     counters: CompletionQueueCounters,
+}
+
+impl State {
+    /// Returns true if a poll that took `taken` completions took as many as it could. Then the next
+    /// one can take more.
+    #[inline]
+    fn was_full(&mut self, taken: usize) -> bool {
+        let full = taken == self.completions.len();
+        if full && taken < BATCH {
+            self.enlarge_batch();
+        }
+        full
+    }
+
+    #[cold]
+    fn enlarge_batch(&mut self) {
+        self.completions.resize(BATCH.min(2 * self.completions.len()), WorkCompletion::EMPTY);
+    }
 }
 
 struct Attached {
@@ -90,7 +112,7 @@ impl CompletionQueueCore {
             spin: SpinBudget::new(),
             reactors: Reactors::new(),
             state: Mutex::new(State {
-                completions: Box::new([WorkCompletion::EMPTY; BATCH]),
+                completions: vec![WorkCompletion::EMPTY; FIRST_BATCH],
                 queues: Vec::new(),
                 vacant: Vec::new(),
                 reserved: 0,
@@ -149,6 +171,9 @@ impl CompletionQueueCore {
                     u64::from(number) + 1,
                     Owner::MAX.into(),
                 )?;
+                if state.queues.is_empty() {
+                    state.queues.reserve_exact(1);
+                }
                 state.queues.push(None);
                 number
             }
@@ -331,11 +356,11 @@ impl CompletionQueueCore {
     /// more.
     #[inline(never)]
     fn finish_batch(&self, state: &mut State, from: usize, taken: usize) -> bool {
-        let State { completions, queues, woken, .. } = state;
+        let State { completions, queues, woken, .. } = &mut *state;
         for wc in completions.iter().take(taken).skip(from) {
             dispatch(queues, wc, woken);
         }
-        taken == BATCH
+        state.was_full(taken)
     }
 
     /// Marks the queue as dead (overrun or lost device) and ends its work, because nothing will

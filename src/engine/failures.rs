@@ -17,7 +17,7 @@ pub(super) struct Failures {
     /// Failed completions that were flushes.
     flushed: AtomicU32,
     /// First failure since the queue was created that is not a flush.
-    cause: Mutex<Option<OpErrorKind>>,
+    cause: Mutex<Option<Box<OpErrorKind>>>,
     /// Failed parts of batches, by slot.
     parts: Mutex<BTreeMap<u32, FailedParts>>,
 }
@@ -69,11 +69,11 @@ impl Failures {
     }
 
     pub(super) fn note_cause(&self, kind: OpErrorKind) {
-        lock(&self.cause).get_or_insert(kind);
+        lock(&self.cause).get_or_insert_with(|| Box::new(kind));
     }
 
     pub(super) fn cause(&self) -> Option<OpErrorKind> {
-        *lock(&self.cause)
+        lock(&self.cause).as_deref().copied()
     }
 
     /// Records the failure of a part other than the last of its batch. Requires the lock of posting

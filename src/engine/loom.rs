@@ -365,7 +365,7 @@ impl StreamQueue {
             waited: 0,
             wait_queue: VecDeque::new(),
             watch: Watch::default(),
-            streams: Some(work),
+            streams: Some(Box::new(work)),
         };
         let completions = VecDeque::from([(0, false)]);
         let device = StreamDevice { has_failed: true, completions, ..StreamDevice::default() };

@@ -26,20 +26,22 @@ pub(crate) enum Poster {
     Shared(Srq),
 }
 
+/// Begins with the fields that each operation uses.
+#[repr(C)]
 pub(super) struct Posting {
-    /// `None` once closed.
-    pub(super) poster: Option<Poster>,
-    pub(super) cursor: Cursor,
     /// Work requests given to the device; modulo 2^32, the position of the next one.
     pub(super) posted: u64,
     /// The value of `posted` up to which there is known capacity. Not above `posted` if work is
     /// queued or the queue is closed.
     pub(super) until: u64,
+    /// `None` once closed.
+    pub(super) poster: Option<Poster>,
+    pub(super) cursor: Cursor,
     pub(super) waited: u64,
     pub(super) wait_queue: VecDeque<Queued>,
     pub(super) watch: Watch,
     /// `None` without streams.
-    pub(super) streams: Option<StreamWork>,
+    pub(super) streams: Option<Box<StreamWork>>,
 }
 
 impl Posting {

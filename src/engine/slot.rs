@@ -27,29 +27,29 @@ pub(super) use self::parts::{FailedParts, MAX_PARTS};
 use self::phase::Phase;
 use super::work_request_id::GENERATION;
 use crate::error::OpErrorKind;
-use crate::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering, UnsafeCell};
+use crate::sync::{AtomicPtr, AtomicU16, AtomicU32, AtomicU64, Ordering, UnsafeCell};
 use crate::types::{WorkCompletion, WrId};
 
-const FREE: u32 = Phase::Free as u32;
-const SUBMITTED: u32 = Phase::Submitted as u32;
-const WAITING: u32 = Phase::Waiting as u32;
-const WAKING: u32 = Phase::Waking as u32;
-const COMPLETE: u32 = Phase::Complete as u32;
-const DETACHED: u32 = Phase::Detached as u32;
-const PHASE: u32 = 15;
+const FREE: u16 = Phase::Free as u16;
+const SUBMITTED: u16 = Phase::Submitted as u16;
+const WAITING: u16 = Phase::Waiting as u16;
+const WAKING: u16 = Phase::Waking as u16;
+const COMPLETE: u16 = Phase::Complete as u16;
+const DETACHED: u16 = Phase::Detached as u16;
+const PHASE: u16 = 15;
 
 // Flags beside the phase.
 
 /// A `tracing` subscriber saw the post and is to see the completion.
-const TRACED: u32 = 16;
+const TRACED: u16 = 16;
 /// The operation has spun.
-const SPUN: u32 = 32;
+const SPUN: u16 = 32;
 /// A thread polls the completion queue, so futures do not contend for its lock.
-const POLLED: u32 = 64;
+const POLLED: u16 = 64;
 /// The operation waits only for solicited messages.
-const SOLICITED: u32 = 256;
+const SOLICITED: u16 = 256;
 /// The work queue has recorded failed parts of the batch.
-const FAILED: u32 = 128;
+const FAILED: u16 = 128;
 
 /// The completion of a work request, or why it has none.
 pub(crate) type Outcome = Result<WorkCompletion, OpErrorKind>;
@@ -90,7 +90,7 @@ pub(super) enum Registered {
 
 /// The state of a slot in flight without a waker, see [`Slot::unwatched`].
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Unwatched(u32);
+pub(super) struct Unwatched(u16);
 
 #[derive(Debug)]
 pub(super) enum Detach {
@@ -103,32 +103,39 @@ pub(super) enum Detach {
 }
 
 /// One work request or batch in flight.
+///
+/// In two cache lines. An operation that takes its own completion, without a waker, uses only the
+/// first.
+#[repr(C, align(64))]
 pub(crate) struct Slot<Q> {
     /// The id of the work request, or of the next one if the slot is free. For a batch, of its last
     /// work request.
     id: AtomicU64,
-    state: AtomicU32,
-    /// Initial state of each generation.
-    first: AtomicU32,
+    next: AtomicPtr<Self>,
+    /// Owned by the future: a reference to the work queue for one generation. Not dropped with the
+    /// slot: [`take_queue`](Self::take_queue) must take out what [`keep_queue`](Self::keep_queue)
+    /// stored.
+    queue: UnsafeCell<ManuallyDrop<Option<Arc<Q>>>>,
     /// Position in the work queue, counted from its first work request; for a batch, of the last
     /// part.
     position: AtomicU32,
     start: AtomicU32,
-    parts: AtomicU32,
-    next: AtomicPtr<Self>,
-    /// Rounds that the operation has spun; valid if SPUN is set.
-    rounds: AtomicU32,
+    state: AtomicU16,
+    /// Initial state of each generation.
+    first: AtomicU16,
+    parts: AtomicU16,
+    /// Rounds that the operation has spun, modulo 2^16; valid if SPUN is set.
+    rounds: AtomicU16,
     /// Owned by the future while SUBMITTED or COMPLETE, by the drainer while WAKING or DETACHED.
     waker: UnsafeCell<Option<Waker>>,
     /// Owned by the drainer until COMPLETE, then by the future.
     outcome: UnsafeCell<Outcome>,
     /// Owned by the future until DETACHED, then by the drainer.
     held: UnsafeCell<Option<Held>>,
-    /// Owned by the future: a reference to the work queue for one generation. Not dropped with the
-    /// slot: [`take_queue`](Self::take_queue) must take out what [`keep_queue`](Self::keep_queue)
-    /// stored.
-    queue: UnsafeCell<ManuallyDrop<Option<Arc<Q>>>>,
 }
+
+#[cfg(all(not(loom), target_pointer_width = "64"))]
+const _: () = assert!(size_of::<Slot<u8>>() == 128);
 
 // SAFETY: C1: each cell has one owner at a time, documented at the field and transferred by
 // `state`.
@@ -141,13 +148,13 @@ impl<Q> Slot<Q> {
     pub(super) fn new(id: WrId, polled: bool) -> Self {
         Self {
             id: AtomicU64::new(id.0),
-            state: AtomicU32::new(FREE),
-            first: AtomicU32::new(if polled { SUBMITTED | POLLED } else { SUBMITTED }),
+            state: AtomicU16::new(FREE),
+            first: AtomicU16::new(if polled { SUBMITTED | POLLED } else { SUBMITTED }),
             position: AtomicU32::new(0),
             start: AtomicU32::new(0),
-            parts: AtomicU32::new(1),
+            parts: AtomicU16::new(1),
             next: AtomicPtr::new(std::ptr::null_mut()),
-            rounds: AtomicU32::new(0),
+            rounds: AtomicU16::new(0),
             waker: UnsafeCell::new(None),
             outcome: UnsafeCell::new(Err(OpErrorKind::Closed)),
             held: UnsafeCell::new(None),
@@ -157,7 +164,7 @@ impl<Q> Slot<Q> {
 
     /// Makes it a slot for operations that wait only for solicited messages.
     pub(super) fn solicited(mut self) -> Self {
-        self.first = AtomicU32::new(self.first.load(Ordering::Relaxed) | SOLICITED);
+        self.first = AtomicU16::new(self.first.load(Ordering::Relaxed) | SOLICITED);
         self
     }
 
@@ -165,7 +172,7 @@ impl<Q> Slot<Q> {
     #[cold]
     pub(super) fn refused(kind: OpErrorKind) -> Self {
         let mut slot = Self::new(WrId(0), false);
-        slot.state = AtomicU32::new(COMPLETE);
+        slot.state = AtomicU16::new(COMPLETE);
         slot.outcome = UnsafeCell::new(Err(kind));
         slot
     }
@@ -189,7 +196,7 @@ impl<Q> Slot<Q> {
                 Ordering::Relaxed,
             );
             // Release: a thread that sees this count also sees the id of the last part.
-            self.parts.store(parts, Ordering::Release);
+            self.parts.store(parts as u16, Ordering::Release);
         }
         // Release: a thread that sees this generation also sees its id.
         self.state.store(self.first.load(Ordering::Relaxed), Ordering::Release);
@@ -213,7 +220,7 @@ impl<Q> Slot<Q> {
     }
 
     #[inline(always)]
-    fn phase_in(&self, id: WrId) -> Option<u32> {
+    fn phase_in(&self, id: WrId) -> Option<u16> {
         // The phase is loaded first: a phase in flight then belongs to the generation of the id
         // loaded afterwards, or to a later one.
         let state = self.state.load(Ordering::Acquire);
@@ -328,7 +335,7 @@ impl<Q> Slot<Q> {
     }
 
     #[cold]
-    fn reap(&self, seen: u32, taken: Option<Waker>) -> Finished {
+    fn reap(&self, seen: u16, taken: Option<Waker>) -> Finished {
         debug_assert_eq!(seen & PHASE, DETACHED);
         // Acquires the future's writes.
         self.state.load(Ordering::Acquire);
@@ -406,12 +413,12 @@ impl<Q> Slot<Q> {
         if self.state.load(Ordering::Relaxed) & SPUN == 0 {
             0
         } else {
-            self.rounds.load(Ordering::Relaxed)
+            self.rounds.load(Ordering::Relaxed).into()
         }
     }
 
     pub(super) fn spin(&self, rounds: u32) {
-        self.rounds.store(rounds, Ordering::Relaxed);
+        self.rounds.store(rounds as u16, Ordering::Relaxed);
         self.state.fetch_or(SPUN, Ordering::Relaxed);
     }
 
@@ -522,7 +529,7 @@ impl<Q> Slot<Q> {
     }
 
     #[inline]
-    fn phase(&self, state: u32, phase: u32) -> u32 {
+    fn phase(&self, state: u16, phase: u16) -> u16 {
         state & !PHASE | phase
     }
 }

@@ -4,31 +4,103 @@
 
 use std::ptr;
 use std::sync::OnceLock;
+use std::sync::atomic::AtomicPtr as StepPtr;
 
 use super::slot::Slot;
 use super::work_request_id::INDEX_BITS;
 use crate::sync::{AtomicPtr, Ordering};
 
-/// Slots of the first step, 4 KiB; each further step doubles the table.
-const FIRST: u32 = 32;
-const FIRST_BITS: u32 = FIRST.trailing_zeros();
+/// Slots of the first step. A queue with one operation in flight needs no other.
+const FIRST: u32 = 4;
 
-const STEPS: usize = (INDEX_BITS - FIRST_BITS) as usize;
+/// Added to an index to find its step: four steps of equal length between two powers of two, so a
+/// step adds at most a third of the slots before it, beyond the first steps.
+const BIAS: u32 = 4 * FIRST;
+
+/// Steps of the first table, which hold 112 slots.
+const NEAR: usize = 12;
+const STEPS: usize = 4 * (INDEX_BITS - BIAS.ilog2()) as usize;
+
+/// Maximum number of slots.
+pub(super) const MAX_SLOTS: u32 = (1 << INDEX_BITS) - BIAS;
 
 /// A table of slots, more than the device holds work requests, because a slot stays claimed until
 /// its operation has taken the result.
 pub(super) struct Slots<Q> {
-    /// A separate field, because most queues need no further step and the lookup takes fewer
-    /// instructions.
-    first: OnceLock<Box<[Slot<Q>; FIRST as usize]>>,
-    /// Allocated when the first step is full; until then it costs one pointer.
-    steps: OnceLock<Box<[Step<Q>; STEPS]>>,
     /// First candidate in the search for a free slot: the last one released, which is likely in the
     /// cache.
     hint: Hint<Q>,
+    /// Allocated with the first slots: many receive queues are never used.
+    steps: OnceLock<Box<Steps<Q>>>,
 }
 
-type Step<Q> = OnceLock<Box<[Slot<Q>]>>;
+struct Steps<Q> {
+    near: [Step<Q>; NEAR],
+    /// Allocated when the near steps are full.
+    far: OnceLock<Box<[Step<Q>; STEPS - NEAR]>>,
+}
+
+impl<Q> Steps<Q> {
+    fn new() -> Box<Self> {
+        Box::new(Self { near: [const { Step::empty() }; NEAR], far: OnceLock::new() })
+    }
+
+    fn all_mut(&mut self) -> impl Iterator<Item = &mut Step<Q>> {
+        let far = self.far.get_mut().into_iter().flat_map(|far| far.iter_mut());
+        self.near.iter_mut().chain(far)
+    }
+
+    #[inline(always)]
+    fn get(&self, step: usize) -> Option<&Step<Q>> {
+        match self.near.get(step) {
+            None => self.far.get()?.get(step - NEAR),
+            near => near,
+        }
+    }
+}
+
+/// The first slot of a step, or null. Set once, and freed with the table.
+struct Step<Q>(StepPtr<Slot<Q>>);
+
+impl<Q> Step<Q> {
+    const fn empty() -> Self {
+        Self(StepPtr::new(ptr::null_mut()))
+    }
+
+    /// Returns the number of slots of a step.
+    const fn len(step: usize) -> usize {
+        (FIRST as usize) << (step / 4)
+    }
+
+    /// Returns the slot at `offset`, less than the length of this step.
+    #[inline(always)]
+    fn get(&self, offset: usize) -> Option<&Slot<Q>> {
+        let first = self.0.load(Ordering::Acquire);
+        // SAFETY: C1: the slots of this step: they never move, and are freed with the table.
+        (!first.is_null()).then(|| unsafe { &*first.add(offset) })
+    }
+
+    /// Sets the slots. The caller excludes other threads that do.
+    fn set(&self, slots: Box<[Slot<Q>]>) {
+        debug_assert!(self.get(0).is_none(), "a step is set once");
+        self.0.store(Box::into_raw(slots).cast(), Ordering::Release);
+    }
+}
+
+impl<Q> Drop for Slots<Q> {
+    fn drop(&mut self) {
+        let steps = self.steps.get_mut().into_iter().flat_map(|steps| steps.all_mut());
+        for (number, step) in steps.enumerate() {
+            let first = std::mem::replace(step.0.get_mut(), ptr::null_mut());
+            if !first.is_null() {
+                let slots = ptr::slice_from_raw_parts_mut(first, Step::<Q>::len(number));
+                // SAFETY: C1: `set` stored this box. The table has no users, and its drop is the
+                // only one.
+                drop(unsafe { Box::from_raw(slots) });
+            }
+        }
+    }
+}
 
 /// The state of the search for free slots, under the lock of the queue.
 #[derive(Debug, Default)]
@@ -39,26 +111,22 @@ pub(super) struct Cursor {
 
 impl<Q> Slots<Q> {
     pub(super) fn new() -> Self {
-        Self { first: OnceLock::new(), steps: OnceLock::new(), hint: Hint::new() }
+        Self { hint: Hint::new(), steps: OnceLock::new() }
     }
 
-    /// Returns step and offset of a slot beyond the first step: 32..64, 64..128, 128..256, …
+    /// Returns step and offset of a slot: 0..4, 4..8, 8..12, 12..16, 16..24, 24..32, …
+    #[inline(always)]
     fn locate(index: u32) -> (usize, usize) {
-        let step = index.ilog2() - FIRST_BITS;
-        (step as usize, (index - (FIRST << step)) as usize)
+        let biased = index + BIAS;
+        let shift = biased.ilog2() - 2;
+        let step = (biased >> shift) + 4 * shift + 4 - 4 * BIAS.ilog2();
+        (step as usize, (biased & ((1 << shift) - 1)) as usize)
     }
 
     #[inline(always)]
     pub(super) fn find(&self, index: u32) -> Option<&Slot<Q>> {
-        if index < FIRST {
-            return Some(&self.first.get()?[index as usize]);
-        }
-        self.find_beyond(index)
-    }
-
-    fn find_beyond(&self, index: u32) -> Option<&Slot<Q>> {
         let (step, offset) = Self::locate(index);
-        self.steps.get()?.get(step)?.get()?.get(offset)
+        self.steps.get()?.get(step)?.get(offset)
     }
 
     #[inline]
@@ -74,8 +142,8 @@ impl<Q> Slots<Q> {
         self.hint.claim(1)
     }
 
-    /// Claims a free slot for `parts` work requests; `None` if there are 2^20 and all are taken.
-    /// `make` creates the slot with the given index.
+    /// Claims a free slot for `parts` work requests; `None` if all [`MAX_SLOTS`] are taken. `make`
+    /// creates the slot with the given index.
     ///
     /// Consecutive operations use the same slot. Concurrent operations that end in the order they
     /// began each use the slot released before.
@@ -116,15 +184,14 @@ impl<Q> Slots<Q> {
     }
 
     fn grow(&self, cursor: &mut Cursor, make: impl Fn(u32) -> Slot<Q>) -> Option<()> {
-        if cursor.len == 0 {
-            self.first.get_or_init(|| Box::new(std::array::from_fn(|index| make(index as u32))));
-            cursor.len = FIRST;
-        } else {
-            let (step, _) = Self::locate(cursor.len);
-            let steps = self.steps.get_or_init(|| Box::new([const { OnceLock::new() }; STEPS]));
-            steps.get(step)?.get_or_init(|| (cursor.len..2 * cursor.len).map(make).collect());
-            cursor.len *= 2;
+        let (step, _) = Self::locate(cursor.len);
+        let steps = self.steps.get_or_init(Steps::new);
+        if step >= NEAR {
+            steps.far.get_or_init(|| Box::new([const { Step::empty() }; STEPS - NEAR]));
         }
+        let len = cursor.len + Step::<Q>::len(step) as u32;
+        steps.get(step)?.set((cursor.len..len).map(make).collect());
+        cursor.len = len;
         // Links all slots into a ring.
         let mut before = self.slot(cursor.len - 1);
         for (_, slot) in self.iter() {
@@ -141,7 +208,7 @@ impl<Q> Slots<Q> {
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &Slot<Q>)> {
-        (0..1 << INDEX_BITS).map_while(|index| self.find(index).map(|slot| (index, slot)))
+        (0..MAX_SLOTS).map_while(|index| self.find(index).map(|slot| (index, slot)))
     }
 }
 
@@ -183,16 +250,15 @@ mod tests {
     #[test]
     fn numbers_map_to_steps_without_gap_or_overlap() {
         let mut expected = (0, 0);
-        let mut len = FIRST;
-        for index in FIRST..if cfg!(miri) { 512 } else { 4096 } {
+        for index in 0..if cfg!(miri) { 512 } else { 4096 } {
             assert_eq!(Slots::<()>::locate(index), expected, "slot {index}");
             expected.1 += 1;
-            if expected.1 == len as usize {
-                len *= 2;
+            if expected.1 == Step::<()>::len(expected.0) {
                 expected = (expected.0 + 1, 0);
             }
         }
-        assert_eq!(Slots::<()>::locate((1 << INDEX_BITS) - 1).0, STEPS - 1);
+        let last = (STEPS - 1, Step::<()>::len(STEPS - 1) - 1);
+        assert_eq!(Slots::<()>::locate(MAX_SLOTS - 1), last);
     }
 
     fn claim<'a>(slots: &'a Slots<()>, cursor: &mut Cursor) -> &'a Slot<()> {

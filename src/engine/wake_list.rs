@@ -38,9 +38,16 @@ pub(super) trait Teardown: Send + Sync {
 
 /// Tasks to wake, buffers and wakers to drop, and objects to shut down. Each can run user code or
 /// take locks, so [`finish`](Self::finish) requires no lock held, or a [`Deferral`].
+///
+/// An empty list is one pointer, because each completion queue has one.
 #[derive(Default)]
 pub(super) struct WakeList {
-    any: bool,
+    /// `None` if the list is empty.
+    actions: Option<Box<Actions>>,
+}
+
+#[derive(Default)]
+struct Actions {
     wakers: SmallVec<[Waker; 16]>,
     /// Buffers of abandoned operations, to be dropped.
     held: SmallVec<[Held; 2]>,
@@ -51,6 +58,17 @@ pub(super) struct WakeList {
     failed_streams: SmallVec<[Arc<dyn Teardown>; 1]>,
 }
 
+thread_local! {
+    /// The empty actions of the last list that this thread finished, so that the next one need not
+    /// allocate.
+    static SPARE: Cell<Option<Box<Actions>>> = const { Cell::new(None) };
+}
+
+fn spare() -> Box<Actions> {
+    // Destructors of thread-local variables may run when `SPARE` is gone.
+    SPARE.try_with(Cell::take).ok().flatten().unwrap_or_default()
+}
+
 impl WakeList {
     #[inline]
     pub(super) fn new() -> Self {
@@ -59,82 +77,94 @@ impl WakeList {
 
     #[inline]
     pub(super) fn is_empty(&self) -> bool {
-        !self.any
+        self.actions.is_none()
+    }
+
+    fn actions(&mut self) -> &mut Actions {
+        self.actions.get_or_insert_with(spare)
     }
 
     pub(super) fn wake(&mut self, waker: Waker) {
-        self.any = true;
-        self.wakers.push(waker);
+        self.actions().wakers.push(waker);
     }
 
-    /// Removes and returns the waker if the list contains nothing else. This common case avoids
-    /// moving the list.
+    /// Removes and returns the waker if the list contains nothing else.
     pub(super) fn take_single_waker(&mut self) -> Option<Waker> {
-        let no_other = self.held.is_empty()
-            && self.discarded.is_empty()
-            && self.teardowns.is_empty()
-            && self.failed_streams.is_empty();
-        if self.wakers.len() != 1 || !no_other {
-            return None;
-        }
-        self.any = false;
-        self.wakers.pop()
+        let mut actions = self.actions.take_if(|actions| {
+            actions.wakers.len() == 1
+                && actions.held.is_empty()
+                && actions.discarded.is_empty()
+                && actions.teardowns.is_empty()
+                && actions.failed_streams.is_empty()
+        })?;
+        let waker = actions.wakers.pop();
+        actions.keep_spare();
+        waker
     }
 
     /// Adds the buffers and the waker of an abandoned operation.
     pub(super) fn dispose(&mut self, held: Option<Held>, waker: Option<Waker>) {
-        self.any |= held.is_some() || waker.is_some();
-        self.held.extend(held);
-        self.discarded.extend(waker);
+        if held.is_some() || waker.is_some() {
+            let actions = self.actions();
+            actions.held.extend(held);
+            actions.discarded.extend(waker);
+        }
     }
 
     pub(super) fn shut_down(&mut self, object: Arc<dyn Teardown>, kind: OpErrorKind) {
-        self.any = true;
-        self.teardowns.push((object, kind));
+        self.actions().teardowns.push((object, kind));
     }
 
     pub(super) fn restore_streams(&mut self, initiator: Arc<dyn Teardown>) {
-        self.any = true;
-        self.failed_streams.push(initiator);
+        self.actions().failed_streams.push(initiator);
     }
 
     /// Runs the actions, or adds them to the current [`Deferral`].
     #[inline]
     pub(super) fn finish(self) {
-        if !self.is_empty() {
-            self.finish_slow();
+        if let Some(actions) = self.actions {
+            actions.finish();
         }
     }
+}
 
-    fn finish_slow(self) {
+impl Actions {
+    fn finish(mut self: Box<Self>) {
         if DEFERRALS.get() > 0 {
-            return defer(|deferred| deferred.append(self));
+            defer(|deferred| deferred.append(&mut self));
+            return self.keep_spare();
         }
         // First, so that a task that has seen the last flush finds the stream usable.
-        for initiator in self.failed_streams {
+        for initiator in self.failed_streams.drain(..) {
             initiator.restore_streams();
         }
-        for waker in self.wakers {
+        for waker in self.wakers.drain(..) {
             contained(|| waker.wake());
         }
-        for (object, kind) in self.teardowns {
+        for (object, kind) in self.teardowns.drain(..) {
             object.shut_down(kind);
         }
-        for held in self.held {
+        for held in self.held.drain(..) {
             contained(|| drop(held));
         }
-        for waker in self.discarded {
+        for waker in self.discarded.drain(..) {
             contained(|| drop(waker));
         }
+        self.keep_spare();
     }
 
-    fn append(&mut self, more: Self) {
-        self.any |= more.any;
-        self.wakers.extend(more.wakers);
-        self.held.extend(more.held);
-        self.discarded.extend(more.discarded);
-        self.teardowns.extend(more.teardowns);
-        self.failed_streams.extend(more.failed_streams);
+    fn append(&mut self, more: &mut Self) {
+        self.wakers.extend(more.wakers.drain(..));
+        self.held.extend(more.held.drain(..));
+        self.discarded.extend(more.discarded.drain(..));
+        self.teardowns.extend(more.teardowns.drain(..));
+        self.failed_streams.extend(more.failed_streams.drain(..));
+    }
+
+    /// Keeps the empty lists for the next [`WakeList`] of this thread.
+    fn keep_spare(self: Box<Self>) {
+        // During the destruction of a thread, they are dropped instead.
+        drop(SPARE.try_with(|spare| spare.replace(Some(self))));
     }
 }
 
@@ -142,7 +172,7 @@ impl WakeList {
 #[inline]
 pub(crate) fn wake(waker: Waker) {
     if DEFERRALS.get() > 0 {
-        defer(|deferred| deferred.wake(waker));
+        defer(|deferred| deferred.wakers.push(waker));
     } else {
         contained(|| waker.wake());
     }
@@ -160,12 +190,12 @@ thread_local! {
     static DEFERRALS: Cell<u32> = const { Cell::new(0) };
     /// Empty unless a `Deferral` exists. Has no destructor, so that destructors of other
     /// thread-local variables can still use it.
-    static DEFERRED: RefCell<Option<ManuallyDrop<WakeList>>> = const { RefCell::new(None) };
+    static DEFERRED: RefCell<Option<ManuallyDrop<Box<Actions>>>> = const { RefCell::new(None) };
 }
 
-fn defer(add: impl FnOnce(&mut WakeList)) {
+fn defer(add: impl FnOnce(&mut Actions)) {
     DEFERRED.with_borrow_mut(|deferred| {
-        add(deferred.get_or_insert_with(|| ManuallyDrop::new(WakeList::new())))
+        add(deferred.get_or_insert_with(|| ManuallyDrop::new(spare())))
     });
 }
 
@@ -185,7 +215,7 @@ impl Drop for Deferral {
             // Taken first, because the actions may begin another `Deferral` on this thread.
             && let Some(deferred) = DEFERRED.take()
         {
-            ManuallyDrop::into_inner(deferred).finish_slow();
+            ManuallyDrop::into_inner(deferred).finish();
         }
     }
 }

@@ -23,28 +23,34 @@ use super::wake_list::{Teardown, WakeList};
 use super::work_request::{Limits, WorkQueueCounters};
 use super::work_request_id::{Owner, index_of};
 use crate::error::{CompletionError, OpErrorKind, ReceiveLengths};
+use crate::memory::PdKey;
 use crate::sync::{Mutex, lock};
 use crate::types::{WcOpcode, WcStatus, WorkCompletion, WrId};
 use crate::verbs::Qp;
 
+/// The fields that each operation uses are together, in few cache lines.
+#[repr(C)]
 pub(crate) struct WorkQueue {
     pub(super) slots: Slots<Self>,
-    pub(super) limits: Limits,
-    owner: Owner,
+    /// References this queue until [`CompletionQueueCore::abandon`] detaches it, which keeps alive
+    /// what the device still uses.
+    cq: Arc<CompletionQueueCore>,
     /// Maximum bytes of a single-element request that needs no further check; 0 if all need one.
     plain: u64,
+    /// The protection domain of all buffers.
+    pd: PdKey,
+    pub(super) capacity: Capacity,
     /// The send queue accepts the short form of plain work requests.
     has_plain: bool,
     /// True for a shared receive queue, whose receives complete in any order.
     shared: bool,
-    pub(super) capacity: Capacity,
-    failures: Failures,
+    owner: Owner,
+    /// Begins with the fields that each operation uses.
     pub(super) posting: Mutex<Posting>,
+    pub(super) limits: Limits,
+    failures: Failures,
     /// Never set for a shared receive queue.
     queue_pair: OnceLock<Weak<dyn Teardown>>,
-    /// References this queue until [`CompletionQueueCore::abandon`] detaches it, which keeps alive
-    /// what the device still uses.
-    cq: Arc<CompletionQueueCore>,
 }
 
 impl WorkQueue {
@@ -56,6 +62,7 @@ impl WorkQueue {
     ) -> Self {
         Self {
             slots: Slots::new(),
+            pd: limits.pd,
             limits,
             owner,
             plain: if limits.max_sge > 0 { limits.max_message } else { 0 },
@@ -199,7 +206,7 @@ impl WorkQueue {
 
     /// Gives the streams of a new DC initiator to its send queue.
     pub(super) fn set_streams(&self, streams: Arc<Streams>) {
-        lock(&self.posting).streams = Some(StreamWork::new(streams, self.limits.depth));
+        lock(&self.posting).streams = Some(Box::new(StreamWork::new(streams, self.limits.depth)));
     }
 
     /// Fails the stream of the work request at `position`, before any task learns of the failure.
@@ -217,8 +224,8 @@ impl WorkQueue {
         let mut woken = WakeList::new();
         // Excludes posters, because a reset stream must have no work in flight.
         let mut posting = lock(&self.posting);
-        let Some(StreamWork { streams, .. }) = &posting.streams else { return };
-        let streams = streams.clone();
+        let Some(work) = &posting.streams else { return };
+        let streams = work.streams.clone();
         for stream in posting.drained_streams(&self.capacity) {
             match qp.reset_stream(stream) {
                 Ok(()) => {
@@ -309,8 +316,8 @@ impl WorkQueue {
             }
         }
         self.capacity.retire_all(posting.posted as u32);
-        if let Some(StreamWork { streams, .. }) = &posting.streams {
-            streams.restore_all();
+        if let Some(work) = &posting.streams {
+            work.streams.restore_all();
         }
         self.notify_restored(&mut posting, woken);
         self.notify_idle(&mut posting, woken);
@@ -473,7 +480,7 @@ impl WorkQueue {
         // Streams fail and are restored under this lock, so neither is missed.
         let mut posting = lock(&self.posting);
         let has_sound = match &posting.streams {
-            Some(StreamWork { streams, .. }) => streams.fewest_peers().is_some(),
+            Some(work) => work.streams.fewest_peers().is_some(),
             None => true,
         };
         let is_open = posting.poster.is_some();

@@ -56,12 +56,14 @@ pub struct QueuePair {
     pub(crate) flags: SendFlags,
 }
 
+/// Begins with the fields that each operation uses.
+#[repr(C)]
 pub(crate) struct Inner {
-    pub(crate) core: Arc<QueuePairCore>,
     /// The send queue of `core`, reachable with one load less.
     pub(super) send: Arc<WorkQueue>,
-    pub(super) pd: ProtectionDomain,
     pub(super) transport: Transport,
+    pub(crate) core: Arc<QueuePairCore>,
+    pub(super) pd: ProtectionDomain,
     qpn: Qpn,
     caps: QpCaps,
     /// The first packet sequence number, random and new for each connection.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-use super::{BATCH, CompletionQueueCore, Draining, READY_BUDGET, State};
+use super::{CompletionQueueCore, Draining, READY_BUDGET, State};
 use crate::contained::contained;
 use crate::engine::arm;
 use crate::engine::completion_mode::CompletionMode;
@@ -33,6 +33,7 @@ impl CompletionQueueCore {
         slot: &Slot<WorkQueue>,
     ) {
         let (this, state) = (queue.cq(), &mut *guard);
+        state.was_full(taken);
         state.ready_budget -= taken;
         state.counters.completions += taken as u64;
         let has_waiters = queue.finish_own(slot);
@@ -116,9 +117,9 @@ impl CompletionQueueCore {
                 return Poll::Ready(Some(seen));
             }
             self.poll_direct(guard, slot, context)
-        } else if state.next < state.end {
-            let at = state.next % BATCH;
-            let next = &state.completions[at];
+        } else if state.next < state.end
+            && let Some(next) = state.completions.get(state.next)
+        {
             if is_success_of(next, slot) {
                 let seen = see(next);
                 state.next += 1;
@@ -139,7 +140,7 @@ impl CompletionQueueCore {
                 let next = &state.completions[0];
                 if is_success_of(next, slot) && state.ready_budget >= taken {
                     let seen = see(next);
-                    if taken > 1 {
+                    if taken > 1 || state.completions.len() == 1 {
                         Self::finish_first(guard, taken, queue, slot);
                     } else {
                         state.ready_budget -= 1;

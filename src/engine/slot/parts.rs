@@ -9,9 +9,10 @@ use crate::error::OpErrorKind;
 use crate::sync::Ordering;
 use crate::types::WrId;
 
-/// Maximum number of work requests of a batch. Each takes one generation. Half of all generations,
-/// so that two successive uses of a slot stay distinguishable.
-pub(in crate::engine) const MAX_PARTS: u32 = 1 << (GENERATION_BITS - 1);
+/// Maximum number of work requests of a batch. Each takes one generation. At most half of all
+/// generations, so that two successive uses of a slot stay distinguishable.
+pub(in crate::engine) const MAX_PARTS: u32 = u16::MAX as u32;
+const _: () = assert!(MAX_PARTS < 1 << (GENERATION_BITS - 1));
 
 /// The failed parts of a batch, each once, in any order.
 pub(in crate::engine) type FailedParts = Vec<(u32, OpErrorKind)>;
@@ -49,7 +50,7 @@ impl<Q> Slot<Q> {
 
     #[inline]
     pub(in crate::engine) fn parts(&self) -> u32 {
-        self.parts.load(Ordering::Acquire)
+        self.parts.load(Ordering::Acquire).into()
     }
 
     /// Returns which part of the slot's current batch `id` is.

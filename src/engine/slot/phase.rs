@@ -14,7 +14,7 @@
 /// ```
 ///
 /// `slot/tests.rs` lists the result of every step in every phase.
-#[repr(u32)]
+#[repr(u16)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Phase {
     /// No operation has claimed it.

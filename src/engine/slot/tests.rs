@@ -262,7 +262,7 @@ fn each_step_leads_from_each_phase_where_the_table_says() {
                 }
             };
             let state = slot.state.load(Ordering::Relaxed);
-            assert_eq!(state, expected as u32, "{step:?} of a slot that is {phase:?}");
+            assert_eq!(state, expected as u16, "{step:?} of a slot that is {phase:?}");
             let again =
                 matches!((phase, step), (Waiting, Step::Register) | (Detached, Step::Finish));
             assert_eq!(changed, phase != expected || again, "{step:?} of a slot that is {phase:?}");

@@ -12,10 +12,11 @@ use crate::engine::batch::{BatchEntry, Entries, Parts, Pieces};
 use crate::engine::claim::Claim;
 use crate::engine::posting::{Poster, Posting, WRONG_QUEUE, is_traced, trace_posted};
 use crate::engine::slot::{MAX_PARTS, Outcome, Slot};
+use crate::engine::slot_table::MAX_SLOTS;
 use crate::engine::wait_queue::Queued;
 use crate::engine::wake_list::WakeList;
 use crate::engine::work_request::{OnFull, Receiver, Refusal, Request, WorkKind, data_of};
-use crate::engine::work_request_id::{INDEX_BITS, index_of};
+use crate::engine::work_request_id::index_of;
 use crate::error::{LimitError, OpErrorKind, VerbError};
 use crate::memory::{Gather, PdKey, SgeList};
 use crate::sync::{MutexGuard, lock};
@@ -65,7 +66,7 @@ impl WorkQueue {
     #[inline(always)]
     pub(in crate::engine) fn is_plain(&self, sge: Sge, pd: PdKey, remote_len: u64) -> bool {
         let length = u64::from(sge.length);
-        pd == self.limits.pd && length > 0 && length <= remote_len && length <= self.plain
+        pd == self.pd && length > 0 && length <= remote_len && length <= self.plain
     }
 
     #[inline(never)]
@@ -635,7 +636,7 @@ impl WorkQueue {
     }
 
     fn too_many(&self) -> OpErrorKind {
-        let allowed = 1 << INDEX_BITS;
+        let allowed = u64::from(MAX_SLOTS);
         OpErrorKind::Limit(LimitError {
             field: "operations not yet awaited",
             asked: allowed + 1,
