@@ -67,6 +67,12 @@ impl AfterUnlock {
         self.dropped.push(value);
     }
 
+    pub(super) fn drop_pool(&mut self, pool: Option<Pool>) {
+        if let Some(pool) = pool {
+            self.drop(Dropped::Pool(pool));
+        }
+    }
+
     /// Takes all work, if any: most calls leave none, and the value is large.
     #[inline]
     pub(super) fn take(&mut self) -> Option<Self> {

@@ -285,7 +285,7 @@ impl ConnectionConfig {
     }
 
     /// Uses `queue` instead of an own completion queue. Connections can share it, including its
-    /// channel and interrupts; each needs `max_send_wr` + `receive_buffers` + 4 entries.
+    /// channel and interrupts; each needs `max_send_wr` + `receive_buffers` + 12 entries.
     pub fn completion_queue(mut self, queue: &CompletionQueue) -> Self {
         self.completions = Completions::Shared(queue.clone());
         self

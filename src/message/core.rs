@@ -259,11 +259,14 @@ impl Core {
         while let (None, Some(due)) = (self.close_reason(), self.protocol.due(now, observed)) {
             match due {
                 Due::Frame(header) => self.send_bare(header),
-                Due::Shrink => {
-                    self.shrink_send_memory();
-                    self.shrink_receives();
-                    self.shrink_fetch_memory();
-                    self.send_due();
+                Due::Buffers { idle } => {
+                    if idle {
+                        self.shrink_send_memory();
+                        self.shrink_receives();
+                        self.shrink_fetch_memory();
+                        self.send_due();
+                    }
+                    self.renew_send_memory();
                 }
                 Due::Terminate(reason) => self.on(Event::Terminate(reason)),
             }

@@ -35,8 +35,10 @@ pub(super) struct Protocol {
 #[derive(Debug)]
 pub(super) enum Due {
     Frame(Header),
-    /// Deregister buffers that an idle side does not need.
-    Shrink,
+    /// A check of the buffers, of which an idle side deregisters most.
+    Buffers {
+        idle: bool,
+    },
     Terminate(CloseReason),
 }
 
@@ -175,7 +177,7 @@ impl Protocol {
                     return Some(Due::Frame(self.flow.send(Kind::Ping)));
                 }
                 Expired::Silence => {}
-                Expired::Idle => return Some(Due::Shrink),
+                Expired::Buffers { idle } => return Some(Due::Buffers { idle }),
             }
         }
         None

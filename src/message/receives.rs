@@ -186,7 +186,7 @@ impl Receives {
         let spares = part.div_ceil(u64::from(most - RESERVE)) as usize;
         let buffers = receives as usize + spares;
         let more = buffers.saturating_sub(self.grown.as_ref().map_or(0, Pool::total));
-        let bytes = more as u64 * u64::from(size);
+        let bytes = more as u64 * u64::from(size).next_multiple_of(64);
         share.grow(bytes)?;
         match &self.grown {
             Some(pool) => pool.grow_by(more as u32),
@@ -277,9 +277,9 @@ impl Core {
         let from = self.posted_receives();
         let (skip, number) = (self.receives.number, first.total() as u32);
         (self.receives.replacing, self.receives.wanted) = (false, false);
-        if let Some(pool) = self.receives.grown.take() {
-            self.discard_pool(pool);
-        }
+        let unused = self.receives.grown.take();
+        self.share.shrink(unused.as_ref().map_or(0, Pool::bytes));
+        self.after.drop_pool(unused);
         self.receives.set_number(number);
         self.post_first();
         self.receives.changed_at = from;
@@ -338,26 +338,6 @@ impl Core {
         // A message may now need fewer frames, or be offered.
         self.after.wake(self.senders.take_first());
         Ok(())
-    }
-
-    /// Drops buffers that the connection does not need any more.
-    pub(super) fn discard_pool(&mut self, pool: Pool) {
-        self.share.shrink(pool.total() as u64 * pool.buffer_size() as u64);
-        self.after.drop(Dropped::Pool(pool));
-    }
-
-    /// Sets the limits of frames to receives of `size` bytes.
-    pub(super) fn set_frame(&mut self, size: u32) {
-        let limits = &mut self.limits;
-        let frame = limits.own_frame.min(size as usize);
-        let other = self.send_memory.take_unless(frame);
-        // Both sides have the buffers of the longest message, or it would wait indefinitely.
-        let frames = (self.protocol.flow.max_frames() as usize).min(self.send_memory.most());
-        limits.frame = frame;
-        limits.eager = frame.max(limits.own_eager.min(frame.saturating_mul(frames)));
-        if let Some(pool) = other {
-            self.discard_pool(pool);
-        }
     }
 }
 

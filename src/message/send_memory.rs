@@ -22,13 +22,15 @@ pub(super) struct SendMemory {
     /// The configured maximum.
     configured: usize,
     is_elastic: bool,
+    /// Bytes taken from the budget.
+    charged: u64,
 }
 
 impl SendMemory {
     /// Creates it with all buffers if their number is fixed, else without any.
     pub(super) fn new(pool: Option<Pool>, config: &ConnectionConfig) -> Self {
         let most = config.send_buffers as usize;
-        Self { pool, most, configured: most, is_elastic: config.is_elastic() }
+        Self { pool, most, configured: most, is_elastic: config.is_elastic(), charged: 0 }
     }
 
     /// Returns the maximum of buffers.
@@ -70,8 +72,9 @@ impl SendMemory {
         if more == 0 {
             return Ok(false);
         }
-        let bytes = (more * size) as u64;
+        // The first short ones are free of charge, so that a connection can always send.
         let is_least = total == 0 && size <= FIRST_SIZE as usize;
+        let bytes = if is_least { 0 } else { (more * size) as u64 };
         if !is_least {
             share.grow(bytes)?;
         }
@@ -79,19 +82,21 @@ impl SendMemory {
             Some(pool) => pool.grow_by(more as u32),
             None => Pool::new(pd, size, more).map(|pool| self.pool = Some(pool)),
         };
-        grown.inspect_err(|_| share.shrink(if is_least { 0 } else { bytes }))?;
+        grown.inspect_err(|_| share.shrink(bytes))?;
+        self.charged += bytes;
         Ok(true)
     }
 
-    /// Returns the buffers if they have another size than frames need now.
-    pub(super) fn take_unless(&mut self, size: usize) -> Option<Pool> {
-        self.pool.take_if(|pool| self.is_elastic && pool.buffer_size() != size)
+    /// Permits the configured number of buffers again after a failed registration.
+    fn renew(&mut self) {
+        self.most = self.configured;
     }
 
-    /// Returns the buffers if none is in use.
-    pub(super) fn take_idle(&mut self) -> Option<Pool> {
-        self.most = self.configured;
-        self.pool.take_if(|pool| self.is_elastic && pool.available() == pool.total())
+    /// Returns the buffers if `unused` permits it.
+    fn take_if(&mut self, share: &mut Share, unused: impl Fn(&Pool) -> bool) -> Option<Pool> {
+        let pool = self.pool.take_if(|pool| self.is_elastic && unused(pool))?;
+        share.shrink(std::mem::take(&mut self.charged));
+        Some(pool)
     }
 }
 
@@ -138,12 +143,28 @@ impl Core {
 
     /// Deregisters buffers that an idle side does not need.
     pub(super) fn shrink_send_memory(&mut self) {
-        if let Some(pool) = self.send_memory.take_idle() {
-            self.discard_pool(pool);
-        }
-        if self.limits.is_elastic {
-            self.sizes.settle(self.protocol.flow.next_receive());
-            self.set_frame(self.sizes.last());
-        }
+        let is_unused = |pool: &Pool| pool.available() == pool.total();
+        let unused = self.send_memory.take_if(&mut self.share, is_unused);
+        self.after.drop_pool(unused);
+    }
+
+    /// Permits as many and as long buffers as the configuration and the peer do, after a failed
+    /// registration.
+    pub(super) fn renew_send_memory(&mut self) {
+        self.send_memory.renew();
+        self.sizes.settle(self.protocol.flow.next_receive());
+        self.set_frame(self.sizes.last());
+    }
+
+    /// Sets the limits of frames to receives of `size` bytes.
+    pub(super) fn set_frame(&mut self, size: u32) {
+        let limits = &mut self.limits;
+        let frame = limits.own_frame.min(size as usize);
+        // Both sides have the buffers of the longest message, or it would wait indefinitely.
+        let frames = (self.protocol.flow.max_frames() as usize).min(self.send_memory.most());
+        limits.frame = frame;
+        limits.eager = frame.max(limits.own_eager.min(frame.saturating_mul(frames)));
+        let other = self.send_memory.take_if(&mut self.share, |pool| pool.buffer_size() != frame);
+        self.after.drop_pool(other);
     }
 }

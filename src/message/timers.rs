@@ -39,8 +39,10 @@ pub(super) struct Observed {
 pub(super) enum Expired {
     /// A `Ping` is due.
     Silence,
-    /// No message was sent or received for some time.
-    Idle,
+    /// Buffers are due for a check; whether no message was sent or received since the last.
+    Buffers {
+        idle: bool,
+    },
     Terminate(CloseReason),
 }
 
@@ -164,12 +166,9 @@ impl Timers {
             }
         }
         if is_due(self.idle) {
-            let active = std::mem::replace(&mut self.messages, observed.messages);
+            let before = std::mem::replace(&mut self.messages, observed.messages);
             self.idle = None;
-            if active == observed.messages {
-                return Some(Expired::Idle);
-            }
-            self.watch_idle(|| now);
+            return Some(Expired::Buffers { idle: before == observed.messages });
         }
         if is_due(self.linger) {
             self.linger = None;
