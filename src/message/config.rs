@@ -196,8 +196,8 @@ impl ConnectionConfig {
     }
 
     /// Registers all buffers when connecting and keeps them; default false, which starts with
-    /// receives for four messages of 512 bytes and no send buffers, and registers more with use. A
-    /// connection whose `receive_buffer_size` is at most 512 registers all.
+    /// receives for four messages of 384 bytes and no send buffers, and registers more with use. A
+    /// connection whose `receive_buffer_size` is at most 384 registers all.
     pub fn preallocate(mut self, preallocate: bool) -> Self {
         self.preallocate = preallocate;
         self

@@ -44,6 +44,10 @@ use crate::op::{QueuePair, Received};
 /// The number of frames handled before the task yields.
 pub(super) const BATCH: usize = 128;
 
+/// The frames in flight with which a side skips receives. More would enlarge the queues of a
+/// connection that becomes idle.
+const SKIPS: usize = 4;
+
 #[derive(Debug)]
 pub(super) struct Core {
     pub(super) protocol: Protocol,
@@ -237,7 +241,7 @@ impl Core {
         self.progress(driver);
         self.protocol.linger(Instant::now);
         let fetched = self.limits.is_elastic && self.fetch_memory.pooled() > 0;
-        if self.receives.is_grown() || self.send_memory.is_grown() || fetched {
+        if self.receives.may_shrink() || self.send_memory.is_grown() || fetched {
             self.protocol.watch_idle(Instant::now);
         }
         if self.is_abort_acknowledged(driver) {
@@ -430,7 +434,10 @@ impl Core {
 
     /// Sends the `Ack` and `Fin` that are due.
     pub(super) fn send_due(&mut self) {
-        while let Some((header, resize)) = self.protocol.next_frame(self.held.is_none()) {
+        while let Some((header, resize)) = {
+            let may_skip = self.sends.len() < SKIPS;
+            self.protocol.next_frame(self.held.is_none(), may_skip)
+        } {
             self.counters.acks += u64::from(header.kind == Kind::Ack);
             match resize {
                 Some(resize) => self.send_short(header, &resize.to_bytes()),
@@ -453,6 +460,7 @@ impl Core {
             let before = self.reaped;
             self.reap();
             self.send_held();
+            self.send_due();
             if self.reaped == before {
                 break;
             }
@@ -463,7 +471,8 @@ impl Core {
     /// Returns the send whose completion is awaited, if any.
     fn awaited_send(&mut self) -> Option<&mut Sent> {
         // Without a posted receive, only a send reports that the queue pair has failed.
-        if self.protocol.flow.is_over() || self.held.is_some() || self.receives.posted.is_empty() {
+        let is_last = self.protocol.flow.is_over() || self.receives.posted.is_empty();
+        if is_last || self.held.is_some() || self.protocol.flow.skips() {
             return self.sends.back_mut();
         }
         let mark = self.mark.and_then(|mark| mark.frames.checked_sub(self.reaped + 1));

@@ -241,6 +241,11 @@ impl Flow {
         Some(header)
     }
 
+    /// Returns true if the peer asks this side to skip receives.
+    pub(super) fn skips(&self) -> bool {
+        self.to_skip > 0
+    }
+
     /// Returns the number of the peer's receive that the next frame uses.
     pub(super) fn next_receive(&self) -> u32 {
         self.sent.wrapping_add(self.skipped)

@@ -33,7 +33,7 @@ pub struct Handshake {
     pub receives: u32,
     /// Longest accepted message, in bytes.
     pub max_message: u64,
-    /// True if the side starts with receives for four messages of 512 bytes, or less, and announces
+    /// True if the side starts with receives for four messages of 384 bytes, or less, and announces
     /// more while it is in use. The fields above are limits then.
     pub grows: bool,
 }

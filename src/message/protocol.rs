@@ -127,8 +127,12 @@ impl Protocol {
 
     /// Returns the next due `Fin`, `Resize` or `Ack`, which must be sent, with the payload of a
     /// `Resize`. A `Fin` and skipped receives only with `all_sent`, after everything that the
-    /// service has written.
-    pub(super) fn next_frame(&mut self, all_sent: bool) -> Option<(Header, Option<Resize>)> {
+    /// service has written, and the latter only if this side `may_skip`.
+    pub(super) fn next_frame(
+        &mut self,
+        all_sent: bool,
+        may_skip: bool,
+    ) -> Option<(Header, Option<Resize>)> {
         let Phase::Running(stage) = self.phase else { return None };
         if stage.sends_fin() && all_sent && self.flow.may_send(Kind::Fin) {
             return Some((self.flow.send(Kind::Fin), None));
@@ -142,7 +146,7 @@ impl Protocol {
         if self.flow.ack_due() {
             return Some((self.flow.send(Kind::Ack), None));
         }
-        let skipped = if all_sent { self.flow.skip() } else { None };
+        let skipped = if all_sent && may_skip { self.flow.skip() } else { None };
         skipped.map(|header| (header, None))
     }
 

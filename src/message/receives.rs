@@ -26,6 +26,10 @@ use crate::op::Recv;
 /// The messages for which a side that failed to register memory does without more.
 const PAUSE: u32 = 1 << 10;
 
+/// The buffers of the first size that are not posted. They replace longer ones, of which frames use
+/// some while a side shrinks.
+const SPARES: usize = 2;
+
 /// The messages of several frames for which a side has receives: so many that answers announce them
 /// free, not separate frames.
 const MESSAGES: u32 = 8;
@@ -37,6 +41,7 @@ pub(super) struct Receives {
     pub(super) posted: VecDeque<Recv<BufMut>>,
     /// Buffers of the receives of a side that is not in use, or whose number is fixed.
     first: Pool,
+    first_number: u32,
     /// Buffers of a side that is in use.
     grown: Option<Pool>,
     /// Some receives still have buffers of `first`, although `grown` has buffers for them.
@@ -83,6 +88,7 @@ impl Receives {
         let mut receives = Self {
             posted,
             first,
+            first_number: number,
             grown: None,
             replacing: false,
             number,
@@ -119,6 +125,21 @@ impl Receives {
         self.grown.is_some()
     }
 
+    /// Returns the number of long receives of a side that has shrunk. Frames have used others
+    /// meanwhile, which were posted again.
+    fn leftovers(&self) -> u32 {
+        if self.has_longest() {
+            return 0;
+        }
+        let in_use = self.first.total() - self.first.available();
+        self.first_number.saturating_sub(in_use as u32)
+    }
+
+    /// Returns true if an idle side needs less memory.
+    pub(super) fn may_shrink(&self) -> bool {
+        self.is_grown() || self.leftovers() > 0
+    }
+
     fn pool(&self) -> &Pool {
         self.grown.as_ref().unwrap_or(&self.first)
     }
@@ -129,6 +150,9 @@ impl Receives {
 
     /// Returns a buffer that no receive needs.
     pub(super) fn spare(&mut self) -> Option<BufMut> {
+        if !self.has_longest() {
+            return None;
+        }
         let pool = self.grown.as_ref().unwrap_or(&self.first);
         if self.replacing {
             let left = self.first.total() - self.first.available();
@@ -264,8 +288,12 @@ impl Core {
         let is_idle = self.protocol.flow.is_idle()
             && self.inbox.messages.is_empty()
             && !self.inbox.is_incomplete();
-        if !self.receives.is_grown() || !is_idle || !self.may_resize(true) {
+        if !self.receives.may_shrink() || !is_idle || !self.may_resize(true) {
             return;
+        }
+        let leftovers = self.receives.leftovers();
+        if leftovers > 0 {
+            return self.replace(leftovers, self.posted_receives());
         }
         if !self.may_resize(false) {
             return self.skip_first_receives();
@@ -275,7 +303,7 @@ impl Core {
             return;
         }
         let from = self.posted_receives();
-        let (skip, number) = (self.receives.number, first.total() as u32);
+        let (skip, number) = (self.receives.number, self.receives.first_number);
         (self.receives.replacing, self.receives.wanted) = (false, false);
         let unused = self.receives.grown.take();
         self.share.shrink(unused.as_ref().map_or(0, Pool::bytes));
@@ -290,7 +318,12 @@ impl Core {
     /// Replaces the first receives of a side that has grown, and has not used them since.
     fn skip_first_receives(&mut self) {
         let (from, used) = (self.receives.changed_at, self.protocol.flow.used_receives());
-        let skip = from.wrapping_sub(used);
+        self.replace(from.wrapping_sub(used), from);
+    }
+
+    /// Posts `skip` receives of the current size, and has the peer skip as many, the oldest. `from`
+    /// is a receive of the current size.
+    fn replace(&mut self, skip: u32, from: u32) {
         let size = self.receives.size;
         for _ in 0..skip {
             match self.receives.pool().try_alloc(size) {
@@ -321,6 +354,11 @@ impl Core {
             flow.receive_skip()?;
             // It may be the last of its memory.
             self.after.drop(Dropped::Buffer(buffer));
+            if self.receives.leftovers() > 0 {
+                self.shrink_receives();
+                // It tries again later.
+                self.after.wake_driver = true;
+            }
             return Ok(());
         }
         let len = buffer.len();
@@ -355,7 +393,7 @@ impl ConnectionConfig {
     /// Returns the size and number of the first buffers.
     pub(super) fn first_buffers(&self) -> (usize, usize) {
         if self.is_elastic() {
-            (FIRST_SIZE as usize, self.first_receives() as usize)
+            (FIRST_SIZE as usize, self.first_receives() as usize + SPARES)
         } else {
             let buffers = self.receives().saturating_add(self.spare_buffers);
             (self.receive_buffer_size as usize, buffers as usize)

@@ -10,7 +10,7 @@
 //!
 //! ```text
 //!   receive        0 … 7    8 … 11   12 …
-//!   size           512      8192     8192
+//!   size           384      8192     8192
 //!                           ▲ from: later receives have the announced size
 //! ```
 
@@ -21,8 +21,8 @@ use super::flow_control::RESERVE;
 /// notifications.
 pub(super) const FIRST_MESSAGES: u32 = 4;
 
-/// The bytes of each of them. With the reserve, they fill a page.
-pub(super) const FIRST_SIZE: u32 = 512;
+/// The bytes of each of them. With the reserve and two spare buffers, they fit a page.
+pub(super) const FIRST_SIZE: u32 = 384;
 
 /// A change of a side's receives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -10,7 +10,7 @@ use tokio_rdma::software::Network;
 use tokio_rdma::{BufMut, Connection, EstablishError, Listener, SetupError};
 
 /// The registered bytes of a connection that is not in use.
-const FIRST: u64 = 8 * 512;
+const FIRST: u64 = 10 * 384;
 
 /// Waits until a side has the buffers of a connection that is not in use.
 async fn shrunk(connection: &Connection) {

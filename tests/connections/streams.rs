@@ -548,7 +548,7 @@ fn bytes_arrive_in_order_while_windows_grow_and_shrink() {
                 tokio::join!(writing, async { from.read_exact(&mut received).await.unwrap() });
                 assert!(received == bytes, "round {round}");
                 if other.bool() {
-                    let small = || from.counters().buffer_memory <= 8 * 512;
+                    let small = || from.counters().buffer_memory <= 10 * 384;
                     while !small() {
                         tokio::task::yield_now().await;
                     }

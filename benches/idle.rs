@@ -1,0 +1,161 @@
+//! The cost of many connections: `cargo bench --bench idle -- [connections=1000] [rounds=2]`.
+//!
+//! Both sides of all connections are in this process, on the software device, in one thread. A side
+//! is counted while it is idle, after all have exchanged messages in turn, and when it is idle
+//! again: Rust allocations, the process's memory, and descriptors. Then the time of an exchange by
+//! each connection in turn is compared with ten connections that take turns.
+//!
+//! Each side has two descriptors or more: `ulimit -n` must permit six for each connection.
+
+mod common;
+#[path = "../tests/common/live.rs"]
+mod live;
+
+use std::fs;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use common::{Arguments, Result};
+use tokio_rdma::{Connection, ConnectionConfig, Device, Listener};
+
+const SIZES: [usize; 3] = [64, 4 << 10, 64 << 10];
+
+/// The number of connections of the comparison.
+const FEW: usize = 10;
+
+/// The connections made at once.
+const AT_ONCE: usize = 32;
+
+/// The limit for anything that waits for the other side.
+const LIMIT: Duration = Duration::from_secs(60);
+
+type Pair = (Connection, Connection);
+
+/// What the process holds.
+#[derive(Clone, Copy)]
+struct Held {
+    allocated: usize,
+    resident: usize,
+    descriptors: usize,
+}
+
+impl Held {
+    fn now() -> Result<Self> {
+        let pages = fs::read_to_string("/proc/self/statm")?;
+        let resident = pages.split(' ').nth(1).unwrap_or("0").parse::<usize>()? * 4096;
+        let descriptors = fs::read_dir("/proc/self/fd")?.count();
+        Ok(Self { allocated: live::bytes(), resident, descriptors })
+    }
+
+    /// Prints what was added since `before`, for each of `sides`.
+    fn print(self, what: &str, before: Self, sides: usize) {
+        let each = |now: usize, before: usize| now.saturating_sub(before) as f64 / sides as f64;
+        println!(
+            "{what:28} each side {:7.0} B allocated, {:7.0} B resident, {:.1} descriptors; all {} MiB",
+            each(self.allocated, before.allocated),
+            each(self.resident, before.resident),
+            each(self.descriptors, before.descriptors),
+            self.resident >> 20,
+        );
+    }
+}
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("idle: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Result<()> {
+    let arguments = Arguments::new(&[("connections", "1000"), ("rounds", "2")])?;
+    let (number, rounds) = (arguments.number("connections")?, arguments.number("rounds")?);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        let device = Device::software()?;
+        let config = ConnectionConfig::default()
+            .shrink_after(Duration::from_millis(200))
+            .max_connections(u32::MAX)
+            .max_connections_per_source(u32::MAX);
+        // What the first connections of a device need only once.
+        drop(connect(&device, &config, FEW).await?);
+        let before = Held::now()?;
+        let start = Instant::now();
+        let pairs = connect(&device, &config, number).await?;
+        println!("{number} connections made in {:.2} s", start.elapsed().as_secs_f64());
+        Held::now()?.print("idle", before, 2 * number);
+        for size in SIZES {
+            let mut few = Duration::MAX;
+            let mut all = Duration::MAX;
+            for _ in 0..rounds {
+                few = few.min(in_turn(&pairs[..FEW.min(number)], number, size).await?);
+                all = all.min(in_turn(&pairs, number, size).await?);
+            }
+            println!(
+                "exchange of {size:5} B          {:8.2} µs among all, {:8.2} µs among {FEW}: {:.2} x",
+                all.as_secs_f64() * 1e6,
+                few.as_secs_f64() * 1e6,
+                all.as_secs_f64() / few.as_secs_f64(),
+            );
+        }
+        Held::now()?.print("just used", before, 2 * number);
+        tokio::time::timeout(LIMIT, async {
+            let first = |side: &Connection| side.counters().buffer_memory == 10 * 384;
+            while !pairs.iter().all(|(one, other)| first(one) && first(other)) {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        })
+        .await
+        .map_err(|_| "connections did not return their buffers")?;
+        // The peers skip the receives.
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        Held::now()?.print("idle again", before, 2 * number);
+        Ok(())
+    })
+}
+
+/// Makes connections of a listener.
+async fn connect(device: &Device, config: &ConnectionConfig, number: usize) -> Result<Vec<Pair>> {
+    let listener = Listener::bind_with(device, "127.0.0.1:0", config).await?;
+    let mut pairs = Vec::with_capacity(number);
+    while pairs.len() < number {
+        let some = AT_ONCE.min(number - pairs.len());
+        let made = (0..some).map(|at| {
+            let config = config.clone().user_data(vec![at as u8]);
+            let (address, listener) = (listener.local_addr(), &listener);
+            async move {
+                let connecting = Connection::connect_with(device, address, &config);
+                tokio::try_join!(connecting, listener.accept())
+            }
+        });
+        let made = tokio::time::timeout(LIMIT, futures::future::try_join_all(made)).await;
+        let made = made.map_err(|_| "connections took too long")??;
+        let (clients, mut servers): (Vec<_>, Vec<_>) = made.into_iter().unzip();
+        // Accepted in any order.
+        servers.sort_by_key(|server: &Connection| server.user_data()[0]);
+        pairs.extend(clients.into_iter().zip(servers));
+    }
+    Ok(pairs)
+}
+
+/// Sends `size` bytes and an answer `exchanges` times, by each connection in turn. Returns the mean
+/// time of an exchange.
+async fn in_turn(pairs: &[Pair], exchanges: usize, size: usize) -> Result<Duration> {
+    let message = Bytes::from(vec![7; size]);
+    let start = Instant::now();
+    for (client, server) in pairs.iter().cycle().take(exchanges) {
+        let exchange = async {
+            client.send(message.clone()).await?;
+            let request = server.recv().await?.ok_or("the client has finished")?;
+            server.send(request.slice(..8)).await?;
+            client.recv().await?.ok_or("the server has finished")?;
+            Result::Ok(())
+        };
+        tokio::time::timeout(LIMIT, exchange).await.map_err(|_| "an exchange took too long")??;
+    }
+    Ok(start.elapsed() / exchanges as u32)
+}
