@@ -32,7 +32,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 
 type Pair = (Connection, Connection);
 
-/// What the process holds.
+/// Memory and descriptors of the process.
 #[derive(Clone, Copy)]
 struct Held {
     allocated: usize,
@@ -52,7 +52,7 @@ impl Held {
     fn print(self, what: &str, before: Self, sides: usize) {
         let each = |now: usize, before: usize| now.saturating_sub(before) as f64 / sides as f64;
         println!(
-            "{what:28} each side {:7.0} B allocated, {:7.0} B resident, {:.1} descriptors; all {} MiB",
+            "{what:14} each side {:7.0} B allocated, {:7.0} B resident, {:.1} descriptors; {} MiB",
             each(self.allocated, before.allocated),
             each(self.resident, before.resident),
             each(self.descriptors, before.descriptors),
@@ -96,7 +96,7 @@ fn run() -> Result<()> {
                 all = all.min(in_turn(&pairs, number, size).await?);
             }
             println!(
-                "exchange of {size:5} B          {:8.2} µs among all, {:8.2} µs among {FEW}: {:.2} x",
+                "exchange of {size:5} B, among all {:8.2} µs, among {FEW} {:8.2} µs: {:.2} x",
                 all.as_secs_f64() * 1e6,
                 few.as_secs_f64() * 1e6,
                 all.as_secs_f64() / few.as_secs_f64(),

@@ -49,7 +49,7 @@ impl Teardown for QueuePairCore {
         Self::shut_down(self, kind);
     }
 
-    fn fence(&self, cause: OpErrorKind) -> bool {
+    fn move_to_error(&self, cause: OpErrorKind) -> bool {
         // First, so that a task that finds the flushes also finds their cause.
         self.send.note_cause(cause);
         let Ok(qpn) = self.qp().map(|qp| qp.qpn()) else { return false };

@@ -28,7 +28,7 @@ pub(super) trait Teardown: Send + Sync {
 
     /// Moves a queue pair to the error state because of `cause`. Returns false if it is not a queue
     /// pair, or the device refuses.
-    fn fence(&self, _cause: OpErrorKind) -> bool {
+    fn move_to_error(&self, _cause: OpErrorKind) -> bool {
         false
     }
 

@@ -430,8 +430,8 @@ pub enum OpErrorKind {
     Closed,
     /// The completion queue failed. The outcome of the operation is unknown.
     CompletionQueue(VerbError),
-    /// The deadline passed, see [`Operation::within`](crate::op::Operation::within). The operation
-    /// has been revoked: the device accesses its buffers no more.
+    /// The deadline passed, see [`Operation::within`](crate::op::Operation::within). An [`OpError`]
+    /// with this kind holds buffers that the device accesses no more.
     TimedOut {
         /// [`NotSent`](Outcome::NotSent) if the work request was still queued, which leaves the
         /// queue pair unharmed. Otherwise, the queue pair was moved to the error state.

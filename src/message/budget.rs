@@ -18,14 +18,16 @@ static PROCESS: LazyLock<BufferBudget> = LazyLock::new(|| BufferBudget::new(1 <<
 ///
 /// A connection may hold at most as much as is free after it has grown. So one connection gets at
 /// most half of the budget, and leaves the rest to others. A connection that gets no more continues
-/// with the buffers that it has, and at least with its first ones; its traffic slows down. It tries
-/// again later. A connection whose first buffers, or all of them with
-/// [`preallocate`](super::ConnectionConfig::preallocate), exceed what is free is not made: a
-/// listener refuses it with [`RefusalReason::OutOfBuffers`](super::RefusalReason::OutOfBuffers).
+/// with its buffers, at least the first ones; its traffic slows down. It tries again later.
 ///
-/// At most 2 KiB per connection come on top, for sending at the limit. Long messages have
-/// [`receive_memory`](super::ConnectionConfig::receive_memory) instead. Received messages that the
-/// service holds do not count once their connection is idle or closed.
+/// A new connection needs its first buffers, or all of them with
+/// [`preallocate`](super::ConnectionConfig::preallocate). If too few bytes are free, a listener
+/// refuses it with [`RefusalReason::OutOfBuffers`](super::RefusalReason::OutOfBuffers).
+///
+/// Not counted: the first four short send buffers (1.5 KiB per connection), receives that an idle
+/// connection has asked its peer to skip, and received messages that the service holds after their
+/// connection is idle or closed. Long messages have
+/// [`receive_memory`](super::ConnectionConfig::receive_memory) instead.
 ///
 /// ```
 /// use tokio_rdma::ConnectionConfig;

@@ -21,8 +21,8 @@ use crate::verbs::{Device, ProtectionDomain};
 /// it can receive.
 ///
 /// A connection registers buffers with use and deregisters them when it is idle, unless
-/// [`preallocate`](Self::preallocate) is set. It uses at most this much memory, whatever its peer
-/// sends. Received messages held by the service come on top.
+/// [`preallocate`](Self::preallocate) is set. It uses at most this much memory plus 6 KiB, whatever
+/// its peer sends. Received messages held by the service come on top.
 ///
 /// - `receive_buffer_size` × (`receive_buffers` + `spare_buffers` + 4 + `send_buffers`)
 /// - `receive_memory`, or the longest message if that is more
@@ -141,8 +141,9 @@ impl ConnectionConfig {
             .send_buffers(16)
     }
 
-    /// Sets the size of each receive buffer in bytes; default 8192. Messages up to this length are
-    /// copied into a buffer, longer ones into several, see [`max_eager`](Self::max_eager).
+    /// Sets the size of each receive buffer of a connection in use, in bytes; default 8192.
+    /// Messages up to this length are copied into a buffer, longer ones into several, see
+    /// [`max_eager`](Self::max_eager).
     pub fn receive_buffer_size(mut self, bytes: u32) -> Self {
         self.receive_buffer_size = bytes;
         self
@@ -150,15 +151,17 @@ impl ConnectionConfig {
 
     /// Sets how many messages the peer may send before the service receives any; default 64: 32 in
     /// flight each way plus the delay of credit updates. Four more receives are posted for control
-    /// frames. A connection starts with four, see [`preallocate`](Self::preallocate).
+    /// frames. Unless [`preallocate`](Self::preallocate) is set, a connection starts with at most
+    /// four for messages. The peer may send one message more than receives for messages.
     pub fn receive_buffers(mut self, buffers: u32) -> Self {
         self.receive_buffers = buffers;
         self
     }
 
-    /// Sets how many received messages the service may hold without a copy; default 32. Further
-    /// ones are copied out of their buffers, so they never block the peer. At most 1,048,576; all
-    /// receive buffers must fit one registration (`DeviceAttr::max_mr_size`).
+    /// Sets how many received messages the service may hold without a copy, when the connection has
+    /// all its buffers; default 32. One that has grown less has spare buffers in proportion.
+    /// Further messages are copied out of their buffers, so they never block the peer. At most
+    /// 1,048,576; all receive buffers must fit one registration (`DeviceAttr::max_mr_size`).
     pub fn spare_buffers(mut self, buffers: u32) -> Self {
         self.spare_buffers = buffers;
         self
@@ -210,8 +213,9 @@ impl ConnectionConfig {
         self
     }
 
-    /// Sets the time without messages after which a connection deregisters the buffers that it has
-    /// registered with use; default 5 s, at least 1 ms. They are also deregistered when it closes.
+    /// Sets the interval of the checks for idle buffers; default 5 s, at least 1 ms. A connection
+    /// that has sent and received no message since the previous check deregisters the buffers that
+    /// it has registered with use. They are also deregistered when it closes.
     pub fn shrink_after(mut self, time: Duration) -> Self {
         self.shrink_after = time;
         self

@@ -110,15 +110,16 @@ pub(super) struct Limits {
     pub(super) inline: usize,
     /// Most frames of a message of the peer.
     pub(super) frames: u32,
-    /// Longest frame that the peer's receives and this side's buffers permit now.
+    /// Longest frame in the receives that the peer announced last.
     pub(super) frame: usize,
-    /// Bytes of this side's send buffers.
+    /// Maximum of `frame` that this side's settings permit.
     pub(super) own_frame: usize,
     /// Buffers are registered with use.
     pub(super) is_elastic: bool,
     /// Configured maximum of `eager`.
     pub(super) own_eager: usize,
-    /// Most receives of the peer, and most bytes of each.
+    /// Maximum receives of the peer, including those that it posts while it shrinks, and maximum
+    /// bytes of each.
     pub(super) peer_receives: u32,
     pub(super) peer_size: u32,
     /// Longest message sent without an offer, in several frames.
@@ -258,7 +259,9 @@ impl Core {
         let notified =
             self.counters.notifications_received > 0 || !self.inbox.notifications.is_empty();
         let message_seen = self.inbox.has_seen_message() || notified;
-        let messages = self.counters.sent + self.counters.received + self.counters.offered;
+        let counters = &self.counters;
+        let notifications = counters.notifications_sent + counters.notifications_received;
+        let messages = counters.sent + counters.received + notifications;
         let observed = Observed { stalled_at, message_seen, messages };
         while let (None, Some(due)) = (self.close_reason(), self.protocol.due(now, observed)) {
             match due {
@@ -432,8 +435,11 @@ impl Core {
         }
     }
 
-    /// Sends the `Ack` and `Fin` that are due.
+    /// Sends the `Fin`, `Resize`, `Ack` and skips that are due.
     pub(super) fn send_due(&mut self) {
+        if !self.sizes.is_settled() {
+            self.sizes.settle(self.protocol.flow.next_receive());
+        }
         while let Some((header, resize)) = {
             let may_skip = self.sends.len() < SKIPS;
             self.protocol.next_frame(self.held.is_none(), may_skip)
@@ -591,7 +597,8 @@ pub struct ConnectionCounters {
     pub credits: u32,
     /// Messages arrived or offered, not received by the service yet.
     pub inbox: usize,
-    /// Posted receives, including four for control frames.
+    /// Receives for frames of the peer, including four for control frames and those whose messages
+    /// wait for the service.
     pub receives: u32,
     /// Registered bytes of receive, spare and send buffers, and of those kept for long messages.
     pub buffer_memory: u64,

@@ -1,5 +1,5 @@
-//! Frames: SENDs with a header as immediate data. The payload is the message or offer alone; other
-//! frames have none.
+//! Frames: SENDs with a header as immediate data. The payload is a message, an offer or a change of
+//! receives alone; other frames have none.
 //!
 //! ```text
 //!  31      29  28  27            14 13             0
@@ -37,7 +37,8 @@ pub(super) enum Kind {
     Abort,
     /// Part of a message that the next frame continues: a `Part`, or `Data` with the last bytes.
     Part,
-    /// A change of the sender's receives; without payload, a receive that is not posted again.
+    /// A change of the sender's receives. Without payload, it only uses up a receive, which is not
+    /// posted again.
     Resize,
 }
 

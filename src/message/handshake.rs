@@ -29,12 +29,13 @@ pub struct Handshake {
     /// Bytes of each receive buffer. Longer messages take several or are offered. May exceed
     /// `max_message`.
     pub buffer_size: u32,
-    /// Posted receives: the peer's window.
+    /// Receives, including four for control frames: the peer's window, or its maximum if `grows`.
     pub receives: u32,
     /// Longest accepted message, in bytes.
     pub max_message: u64,
-    /// True if the side starts with receives for four messages of 384 bytes, or less, and announces
-    /// more while it is in use. The fields above are limits then.
+    /// True if the side starts with at most eight receives of 384 bytes, four of them for control
+    /// frames, and announces changes. `buffer_size` and `receives` are maximums then; while the
+    /// side shrinks, up to eight more receives are posted.
     pub grows: bool,
 }
 

@@ -377,7 +377,9 @@ impl Core {
             Arrived::Fragmented { len, .. } => Some(*len),
             Arrived::Buffered(buffer) => {
                 if open {
-                    spare = self.receives.spare();
+                    if self.receives.may_give(buffer) {
+                        spare = self.receives.spare();
+                    }
                     self.receives.want_spares();
                 }
                 (open && spare.is_none()).then_some(buffer.len())
@@ -457,7 +459,7 @@ impl Core {
 
     /// Returns a buffer's message. Posts a spare buffer, or copies the message if none is free.
     fn message_in(&mut self, buffer: BufMut, open: bool) -> Bytes {
-        if !self.receives.copies(buffer.len()) {
+        if !self.receives.copies_out(&buffer) {
             match self.receives.spare() {
                 Some(spare) => {
                     if open {

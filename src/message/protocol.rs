@@ -35,7 +35,7 @@ pub(super) struct Protocol {
 #[derive(Debug)]
 pub(super) enum Due {
     Frame(Header),
-    /// A check of the buffers, of which an idle side deregisters most.
+    /// A check of the buffers; `idle` if no message was sent or received since the last one.
     Buffers {
         idle: bool,
     },
@@ -134,14 +134,15 @@ impl Protocol {
         may_skip: bool,
     ) -> Option<(Header, Option<Resize>)> {
         let Phase::Running(stage) = self.phase else { return None };
-        if stage.sends_fin() && all_sent && self.flow.may_send(Kind::Fin) {
-            return Some((self.flow.send(Kind::Fin), None));
-        }
         if stage == Stage::Aborting {
             return None;
         }
+        // Before other frames, which may use the receives whose size changes.
         if let Some((header, resize)) = self.flow.announce() {
             return Some((header, Some(resize)));
+        }
+        if stage.sends_fin() && all_sent && self.flow.may_send(Kind::Fin) {
+            return Some((self.flow.send(Kind::Fin), None));
         }
         if self.flow.ack_due() {
             return Some((self.flow.send(Kind::Ack), None));
@@ -159,6 +160,7 @@ impl Protocol {
     pub(super) fn may_resize(&self) -> bool {
         matches!(self.phase, Phase::Running(stage) if stage != Stage::Aborting)
             && self.flow.may_resize()
+            && self.flow.may_send(Kind::Resize)
             && !self.flow.peer_has_finished()
     }
 

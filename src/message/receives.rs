@@ -23,16 +23,16 @@ use crate::error::SetupError;
 use crate::memory::{BufMut, Pool};
 use crate::op::Recv;
 
-/// The messages for which a side that failed to register memory does without more.
+/// The frames with messages after a failed registration, before the next attempt.
 const PAUSE: u32 = 1 << 10;
 
 /// The buffers of the first size that are not posted. They replace longer ones, of which frames use
 /// some while a side shrinks.
 const SPARES: usize = 2;
 
-/// The messages of several frames for which a side has receives: so many that answers announce them
-/// free, not separate frames.
-const MESSAGES: u32 = 8;
+/// The messages of several frames that the receives hold. With so many, the headers of answers
+/// announce released receives, and separate `Ack`s are rare.
+const LONG_MESSAGES: u32 = 8;
 
 /// The receives of a side and their buffers.
 #[derive(Debug)]
@@ -44,21 +44,25 @@ pub(super) struct Receives {
     first_number: u32,
     /// Buffers of a side that is in use.
     grown: Option<Pool>,
-    /// Some receives still have buffers of `first`, although `grown` has buffers for them.
+    /// Some frames use buffers of `first`. `grown` keeps a buffer for each of them.
     replacing: bool,
     /// The receives, including the reserve.
     number: u32,
-    /// The size of each that is posted, and the capacity of its buffer.
+    /// The size of receives posted from now on, and the capacity of their buffers.
     size: usize,
     capacity: usize,
     /// Receives are as many and as long as configured.
     is_full: bool,
-    /// The number of the first receive of the current size.
-    changed_at: u32,
+    /// The number of the first receive of the current size, until the peer has reached it.
+    changed_at: Option<u32>,
+    /// Buffers of `grown` beyond the number of receives and spare ones.
+    extra: u32,
+    /// Bytes taken from the budget for buffers that the peer has not skipped yet.
+    leaving: u64,
     most: Most,
-    /// More receives, or longer ones, are of use.
+    /// The next [`grow_receives`](Core::grow_receives) posts more or longer receives.
     wanted: bool,
-    /// Messages until the next attempt to register memory.
+    /// Frames until the next attempt to register memory.
     pause: u32,
 }
 
@@ -95,7 +99,9 @@ impl Receives {
             size: 0,
             capacity: 0,
             is_full: false,
-            changed_at: 0,
+            changed_at: None,
+            extra: 0,
+            leaving: 0,
             most,
             wanted: false,
             pause: 0,
@@ -116,9 +122,11 @@ impl Receives {
         self.number
     }
 
-    /// Returns the registered bytes of the receives and spare buffers.
+    /// Returns the registered bytes of the receives and spare buffers, until the peer has skipped
+    /// them.
     pub(super) fn memory(&self) -> u64 {
-        [Some(&self.first), self.grown.as_ref()].into_iter().flatten().map(Pool::bytes).sum()
+        let grown = self.grown.as_ref().map_or(0, Pool::bytes);
+        self.first.bytes() + grown + self.leaving
     }
 
     pub(super) fn is_grown(&self) -> bool {
@@ -169,13 +177,17 @@ impl Receives {
         self.wanted |= self.grown.is_none() && !self.is_full && self.pause == 0;
     }
 
-    /// Returns true if messages of this side are so short that a copy is cheaper than a spare
-    /// buffer.
-    pub(super) fn copies(&self, len: usize) -> bool {
-        len <= COPIED_OUT || !self.has_longest()
+    /// Returns true if the message in `buffer` is copied out of it.
+    pub(super) fn copies_out(&self, buffer: &BufMut) -> bool {
+        buffer.len() <= COPIED_OUT || !self.may_give(buffer)
     }
 
-    /// Returns the buffer to be posted in place of `used`, with the length of its receive.
+    /// Returns true if the service may keep `buffer`. A side that shrinks needs its first ones.
+    pub(super) fn may_give(&self, buffer: &BufMut) -> bool {
+        self.has_longest() && buffer.capacity() == self.capacity
+    }
+
+    /// Returns a buffer for the next receive: `used`, or one of the current size.
     #[inline]
     fn replacement(&self, used: BufMut) -> BufMut {
         let mut buffer = used;
@@ -198,7 +210,7 @@ impl Receives {
         }
         self.wanted |= match kind {
             Kind::Offer => len <= self.most.eager,
-            _ if frames > 1 => frames.saturating_mul(MESSAGES) > self.number - RESERVE,
+            _ if frames > 1 => frames.saturating_mul(LONG_MESSAGES) > self.number - RESERVE,
             _ => content == Content::Bytes && !self.has_longest() && len >= self.size as u64,
         };
     }
@@ -208,7 +220,7 @@ impl Receives {
         let Most { receives: most, size, spares, .. } = self.most;
         let part = u64::from(spares) * u64::from(receives - RESERVE);
         let spares = part.div_ceil(u64::from(most - RESERVE)) as usize;
-        let buffers = receives as usize + spares;
+        let buffers = receives as usize + spares + self.extra as usize;
         let more = buffers.saturating_sub(self.grown.as_ref().map_or(0, Pool::total));
         let bytes = more as u64 * u64::from(size).next_multiple_of(64);
         share.grow(bytes)?;
@@ -256,7 +268,11 @@ impl Core {
 
     /// Posts more or longer receives if they are of use.
     pub(super) fn grow_receives(&mut self) {
-        if !self.receives.wanted || !self.may_resize(self.receives.has_longest()) {
+        let is_wanted = self.receives.wanted && self.protocol.phase().takes_messages();
+        if !is_wanted
+            || self.receives.leftovers() > 0
+            || !self.may_resize(self.receives.has_longest())
+        {
             return;
         }
         self.receives.wanted = false;
@@ -270,14 +286,9 @@ impl Core {
         }
         let (from, before) = (self.posted_receives(), self.receives.number);
         self.receives.set_number(receives);
-        for _ in before..receives {
-            match self.receives.spare() {
-                Some(buffer) => self.post_receive(buffer),
-                None => unreachable!("the pool has a buffer for each receive"),
-            }
-        }
+        self.post_more(receives - before);
         if is_first {
-            self.receives.changed_at = from;
+            self.receives.changed_at = Some(from);
         }
         self.protocol.flow.resize(Resize { receives, skip: 0, from, size: most.size });
         self.after.wake_driver = true;
@@ -288,6 +299,7 @@ impl Core {
         let is_idle = self.protocol.flow.is_idle()
             && self.inbox.messages.is_empty()
             && !self.inbox.is_incomplete();
+        self.settle_receives();
         if !self.receives.may_shrink() || !is_idle || !self.may_resize(true) {
             return;
         }
@@ -306,40 +318,68 @@ impl Core {
         let (skip, number) = (self.receives.number, self.receives.first_number);
         (self.receives.replacing, self.receives.wanted) = (false, false);
         let unused = self.receives.grown.take();
-        self.share.shrink(unused.as_ref().map_or(0, Pool::bytes));
+        self.receives.leaving += unused.as_ref().map_or(0, Pool::bytes);
+        self.receives.extra = 0;
         self.after.drop_pool(unused);
         self.receives.set_number(number);
         self.post_first();
-        self.receives.changed_at = from;
+        self.receives.changed_at = Some(from);
         let receives = skip + number;
         self.protocol.flow.resize(Resize { receives, skip, from, size: FIRST_SIZE });
     }
 
     /// Replaces the first receives of a side that has grown, and has not used them since.
     fn skip_first_receives(&mut self) {
-        let (from, used) = (self.receives.changed_at, self.protocol.flow.used_receives());
-        self.replace(from.wrapping_sub(used), from);
+        let (Some(from), Some(pool)) = (self.receives.changed_at, &self.receives.grown) else {
+            return;
+        };
+        let skip = from.wrapping_sub(self.protocol.flow.used_receives());
+        let bytes = u64::from(skip) * self.receives.capacity as u64;
+        // Frames may use first receives before the peer skips them, and then need their buffers.
+        let extended = self.share.grow(bytes).map_err(SetupError::from);
+        match extended.and_then(|()| pool.grow_by(skip).inspect_err(|_| self.share.shrink(bytes))) {
+            Ok(()) => {
+                self.receives.extra += skip;
+                self.replace(skip, from);
+            }
+            Err(error) => self.note_failed_growth(&error),
+        }
+    }
+
+    /// Posts `number` receives of the current size.
+    fn post_more(&mut self, number: u32) {
+        for _ in 0..number {
+            match self.receives.pool().try_alloc(self.receives.size) {
+                Ok(buffer) => self.post_receive(buffer),
+                Err(error) => unreachable!("the pool has a buffer for each receive: {error}"),
+            }
+        }
+    }
+
+    /// Forgets a change of size that the peer has reached, and returns the bytes of buffers that it
+    /// has skipped to the budget.
+    fn settle_receives(&mut self) {
+        let used = self.protocol.flow.used_receives();
+        self.receives.changed_at.take_if(|from| is_reached(used, *from));
+        if self.protocol.flow.may_resize() && self.receives.leftovers() == 0 {
+            self.share.shrink(std::mem::take(&mut self.receives.leaving));
+        }
     }
 
     /// Posts `skip` receives of the current size, and has the peer skip as many, the oldest. `from`
     /// is a receive of the current size.
     fn replace(&mut self, skip: u32, from: u32) {
-        let size = self.receives.size;
-        for _ in 0..skip {
-            match self.receives.pool().try_alloc(size) {
-                Ok(buffer) => self.post_receive(buffer),
-                Err(error) => unreachable!("the pool has a buffer for each receive: {error}"),
-            }
-        }
-        let receives = self.receives.number + skip;
-        self.protocol.flow.resize(Resize { receives, skip, from, size: size as u32 });
+        self.post_more(skip);
+        let (receives, size) = (self.receives.number + skip, self.receives.size as u32);
+        self.protocol.flow.resize(Resize { receives, skip, from, size });
     }
 
     /// Returns true if the receives may change. The peer must have reached the last change of their
     /// size, unless that stays the `same`.
     fn may_resize(&self, same: bool) -> bool {
-        let reached = is_reached(self.protocol.flow.used_receives(), self.receives.changed_at);
-        self.protocol.may_resize() && (same || reached)
+        let used = self.protocol.flow.used_receives();
+        let is_passed = self.receives.changed_at.is_none_or(|from| is_reached(used, from));
+        self.protocol.may_resize() && (same || is_passed)
     }
 
     /// Returns the number of receives posted since the start.
@@ -347,18 +387,30 @@ impl Core {
         self.protocol.flow.used_receives().wrapping_add(self.receives.posted.len() as u32)
     }
 
+    /// Keeps the buffer of a receive that the peer has skipped.
+    fn on_skip(&mut self, buffer: BufMut) {
+        if buffer.capacity() == FIRST_SIZE as usize {
+            drop(buffer);
+        } else {
+            // It may be the last of its memory.
+            self.after.drop(Dropped::Buffer(buffer));
+        }
+        if self.protocol.flow.may_resize() {
+            self.settle_receives();
+            if self.receives.leftovers() > 0 {
+                self.shrink_receives();
+            }
+            // It tries again later.
+            self.after.wake_driver = true;
+        }
+    }
+
     /// Handles a `Resize` frame of the peer.
     pub(super) fn on_resize(&mut self, buffer: BufMut) -> Result<(), CloseReason> {
         let flow = &mut self.protocol.flow;
         if buffer.is_empty() {
             flow.receive_skip()?;
-            // It may be the last of its memory.
-            self.after.drop(Dropped::Buffer(buffer));
-            if self.receives.leftovers() > 0 {
-                self.shrink_receives();
-                // It tries again later.
-                self.after.wake_driver = true;
-            }
+            self.on_skip(buffer);
             return Ok(());
         }
         let len = buffer.len();

@@ -67,7 +67,8 @@ impl SendMemory {
         size: usize,
         share: &mut Share,
     ) -> Result<bool, SetupError> {
-        let total = self.pool.as_ref().map_or(0, Pool::total);
+        let (total, size) =
+            self.pool.as_ref().map_or((0, size), |pool| (pool.total(), pool.buffer_size()));
         let more = total.max(FIRST).min(self.most.saturating_sub(total));
         if more == 0 {
             return Ok(false);
@@ -120,7 +121,7 @@ impl Core {
         let grown = self.send_memory.grow(pd, frame, &mut self.share);
         match grown {
             Ok(true) => {
-                // It notices when the connection is idle.
+                // The driver deregisters them when the connection is idle.
                 self.after.wake_driver = true;
                 self.send_buffer(len, frames)
             }
@@ -164,7 +165,8 @@ impl Core {
         let frames = (self.protocol.flow.max_frames() as usize).min(self.send_memory.most());
         limits.frame = frame;
         limits.eager = frame.max(limits.own_eager.min(frame.saturating_mul(frames)));
-        let other = self.send_memory.take_if(&mut self.share, |pool| pool.buffer_size() != frame);
+        // Longer ones stay until the side is idle: the peer may alternate.
+        let other = self.send_memory.take_if(&mut self.share, |pool| pool.buffer_size() < frame);
         self.after.drop_pool(other);
     }
 }

@@ -17,21 +17,21 @@
 use super::error::Violation;
 use super::flow_control::RESERVE;
 
-/// The receives for messages of a side that is not in use: a request, its successor and two
-/// notifications.
+/// The receives for messages of a side that is not in use. A request, the next one and two
+/// notifications fit.
 pub(super) const FIRST_MESSAGES: u32 = 4;
 
 /// The bytes of each of them. With the reserve and two spare buffers, they fit a page.
 pub(super) const FIRST_SIZE: u32 = 384;
 
-/// A change of a side's receives.
+/// A change of a side's receives. Encoded as four big-endian numbers of 32 bits, in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Resize {
-    /// The receives, including the reserve and those to be skipped.
+    /// The receives from now on, including the reserve and the number to skip.
     pub(super) receives: u32,
-    /// How many the peer shall skip.
+    /// The receives that the peer must skip.
     pub(super) skip: u32,
-    /// The number of the first receive of `size`.
+    /// The number of the first receive of `size`; ignored if the size is the same.
     pub(super) from: u32,
     /// The size of the receives posted from now on.
     pub(super) size: u32,

@@ -36,7 +36,7 @@ pub trait Revocable: Future + Unpin + Sized {
     #[doc(hidden)]
     fn work(&self) -> Option<Work<'_>>;
 
-    /// Returns the result. If `revoked`, a flush is due to the deadline.
+    /// Returns the result. If `revoked`, the deadline caused any flush.
     #[doc(hidden)]
     fn conclude(output: Self::Output, revoked: bool) -> Result<Self::Success, Self::Failure>;
 }
@@ -58,7 +58,7 @@ impl<'a> Work<'a> {
         if self.queue.withdraw(self.id, WITHDRAWN) {
             return Stage::Running;
         }
-        if self.queue.fence(REVOKED) {
+        if self.queue.move_to_error(REVOKED) {
             return Stage::Flushing;
         }
         self.queue.destroy_queue_pair();
@@ -73,15 +73,17 @@ impl<'a> Work<'a> {
 /// [`TimedOut`](OpErrorKind::TimedOut) with the buffers, which the device accesses no more. No
 /// delayed packet can change them. There are two ways:
 ///
-/// - A work request that is still queued is removed from the queue. The queue pair is unharmed.
+/// - A work request that is still queued, outside of a batch, is removed from the queue. The queue
+///   pair is unharmed.
 /// - Otherwise the queue pair is moved to the error state. The device flushes all its work, this
 ///   operation included. **The queue pair is lost**: other operations on it end with
 ///   [`WR_FLUSH_ERR`](WcStatus::WR_FLUSH_ERR), a connection closes, and the result of this
 ///   operation, if it won the race, does not change that. Hardware cannot revoke one work request.
 ///   A DC initiator continues after a [`repair`](crate::dc::DcInitiator::repair).
 ///
-/// If the device has not flushed the operation after one second, the queue pair is destroyed. If
-/// the device refuses that too, [`DeadlineError::NotRevoked`] returns the operation.
+/// If the device refuses the change of state, or has not flushed the operation after one second,
+/// the queue pair is destroyed. The future must be polled for each of these steps. If the device
+/// refuses that too, [`DeadlineError::NotRevoked`] returns the operation.
 ///
 /// The deadline is in real time, and takes effect when the future is polled. To wait for a limited
 /// time without a revocation, use `tokio::time::timeout` with a reference to the operation.
@@ -273,7 +275,10 @@ impl<O: Revocable> std::error::Error for DeadlineError<O> {}
 
 impl<O: Revocable<Failure = OpError<B>>, B> From<DeadlineError<O>> for io::Error {
     fn from(error: DeadlineError<O>) -> Self {
-        Self::new(error.kind().io_kind(), error.kind())
+        match &error {
+            DeadlineError::Ended(ended) => Self::new(ended.kind().io_kind(), ended.kind()),
+            DeadlineError::NotRevoked(_) => Self::new(io::ErrorKind::TimedOut, error.to_string()),
+        }
     }
 }
 

@@ -88,7 +88,17 @@ async fn burst(from: &Connection, to: &Connection, random: &mut fastrand::Rng, f
 }
 
 async fn grow_and_shrink(mode: Mode, seed: u64) {
-    let config = config().mode(mode.make()).shrink_after(Duration::from_millis(1));
+    let mut random = fastrand::Rng::with_seed(seed);
+    let mut choose = |from: [u32; 4]| from[random.usize(..4)];
+    let keepalive = (Duration::from_millis(choose([1, 3, 50, 5000]).into()), LONG);
+    let config = config()
+        .mode(mode.make())
+        .receive_buffers(choose([1, 4, 5, 64]))
+        .spare_buffers(choose([0, 1, 4, 32]))
+        .send_buffers(choose([1, 2, 16, 64]))
+        .receive_buffer_size(choose([400, 1000, 8192, 32 << 10]))
+        .keepalive(Some(keepalive))
+        .shrink_after(Duration::from_millis(1));
     let (a, b) = pair(&config);
     let talk = async |from: &Connection, to: &Connection, seed: u64| {
         let mut random = fastrand::Rng::with_seed(seed);
@@ -108,11 +118,12 @@ async fn grow_and_shrink(mode: Mode, seed: u64) {
 fn messages_arrive_whole_while_windows_grow_and_shrink() {
     let seed = Seed::new("--test connections windows_grow_and_shrink");
     let value = seed.value;
-    for (flavour, mode) in Flavour::ALL
-        .into_iter()
-        .flat_map(|flavour| Mode::ALL.into_iter().map(move |mode| (flavour, mode)))
-    {
-        bounded("windows", LONG, move || flavour.runtime().block_on(grow_and_shrink(mode, value)));
+    let modes = |flavour| Mode::ALL.into_iter().map(move |mode| (flavour, mode));
+    for (number, (flavour, mode)) in (0..).zip(Flavour::ALL.into_iter().flat_map(modes)) {
+        let chosen = value.wrapping_add(number);
+        bounded("windows", LONG, move || {
+            flavour.runtime().block_on(grow_and_shrink(mode, chosen));
+        });
     }
     drop(seed);
 }

@@ -302,9 +302,16 @@ fn runtime_that_shuts_down_is_the_reason_on_other_runtimes_too() {
     for _ in 0..scaled(50) {
         bounded("runtime", LONG, || {
             let [runtime, other] = [(); 2].map(|()| Flavour::MultiThread.runtime());
-            let config = ConnectionConfig::for_streams();
-            let [mut client, mut server] = other.block_on(streams(&config));
             runtime.block_on(async {
+                let (device, _) = device(&Network::new());
+                let listener =
+                    RdmaListener::bind(&device, connected::address(&device)).await.unwrap();
+                let address = listener.local_addr().unwrap();
+                // Only the client's driver belongs to the other runtime.
+                let connecting =
+                    other.spawn(async move { RdmaStream::connect(&device, address).await });
+                let (mut server, _) = soon("accept", listener.accept()).await.unwrap();
+                let mut client = soon("connect", connecting).await.unwrap().unwrap();
                 tokio::spawn(async move { while server.write_all(&[7; 5000]).await.is_ok() {} });
                 let ending = std::thread::spawn(move || other.shutdown_background());
                 let error = loop {

@@ -26,8 +26,8 @@ impl WorkQueue {
 
     /// Moves the queue pair to the error state because of `cause`, so that the device flushes all
     /// its work. Returns false if there is no queue pair, or the device refuses.
-    pub(crate) fn fence(&self, cause: OpErrorKind) -> bool {
-        self.queue_pair().is_some_and(|queue_pair| queue_pair.fence(cause))
+    pub(crate) fn move_to_error(&self, cause: OpErrorKind) -> bool {
+        self.queue_pair().is_some_and(|queue_pair| queue_pair.move_to_error(cause))
     }
 
     /// Destroys the queue pair. All its work has ended afterwards, unless the device refuses.

@@ -103,13 +103,18 @@ impl Core {
         driver: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<usize, MessageError>> {
-        let len = bytes.len().min(PIECE).min(usize::try_from(self.limits.send).unwrap_or(PIECE));
+        let len = bytes.len().min(self.longest_offer());
         if len <= self.limits.eager {
             return self.poll_write(&[IoSlice::new(bytes)], ticket, driver, caller);
         }
         let piece = bytes.slice(..len);
         let offer = |core: &mut Self| core.send_whole(Outgoing::Bytes(&piece), len);
         self.poll_written(offer, ticket, driver, caller)
+    }
+
+    /// Returns the maximum length of bytes that are offered.
+    fn longest_offer(&self) -> usize {
+        PIECE.min(usize::try_from(self.limits.send).unwrap_or(PIECE))
     }
 
     /// Writes a buffer from its memory, if that is registered here.
@@ -123,7 +128,7 @@ impl Core {
         if !self.is_registered(buffer) {
             return self.poll_write_bytes(&buffer.clone().into(), ticket, driver, caller);
         }
-        let len = buffer.len().min(self.limits.eager);
+        let len = buffer.len().min(self.limits.eager).min(self.longest_offer());
         let Ok(piece) = buffer.slice(..len) else { unreachable!("at most the buffer's length") };
         let lend = |core: &mut Self| core.send_whole(Outgoing::Buffer(&piece), len);
         self.poll_written(lend, ticket, driver, caller)
@@ -207,7 +212,10 @@ impl Core {
         let mut buffer = self.send_buffer(len, 1)?;
         if buffer.is_err() {
             self.reap();
-            buffer = self.send_buffer(len, 1)?;
+            // Without memory for long frames, the next attempt sends shorter ones.
+            if self.frame_len(0) == frame {
+                buffer = self.send_buffer(len, 1)?;
+            }
         }
         let mut buffer = match buffer {
             Ok(buffer) => buffer,
@@ -244,10 +252,24 @@ impl Core {
 
     /// Sends held bytes if a credit is free. Returns true if none are left.
     fn send_held_now(&mut self) -> bool {
-        if self.protocol.flow.may_send(Kind::Data)
-            && let Some(held) = self.held.take()
+        while self.protocol.flow.may_send(Kind::Data)
+            && let Some(mut held) = self.held.take()
         {
-            self.send_copied(Kind::Data, held.into_buffer());
+            let frame = self.frame_len(0);
+            if held.len <= frame {
+                self.send_copied(Kind::Data, held.into_buffer());
+                break;
+            }
+            // The peer's receives have become shorter since.
+            let Ok(Ok(mut part)) = self.send_buffer(frame, 1) else {
+                self.held = Some(held);
+                break;
+            };
+            part.copy_from_slice(&held.buffer[..frame]);
+            held.buffer.copy_within(frame..held.len, 0);
+            held.len -= frame;
+            self.held = Some(held);
+            self.send_copied(Kind::Data, part);
         }
         self.held.is_none()
     }
