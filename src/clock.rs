@@ -4,8 +4,8 @@
 //! not fit: `tokio::time::pause` stops their clock, but neither devices nor peers. Also, a timer
 //! belongs to one runtime, which a future may outlive or leave.
 //!
-//! Deadlines are rare and long, so setting one takes a lock. The thread is notified only of a new
-//! earliest deadline. Operations and messages set none.
+//! Setting a deadline takes a lock. The thread is notified only of a new earliest deadline. Among
+//! operations, only those with a deadline set one; messages set none.
 
 use std::collections::BTreeMap;
 use std::future::{Future, poll_fn};

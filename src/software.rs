@@ -68,8 +68,10 @@ const QUIET_ROUNDS: u32 = 4;
 /// - Real time, such as Tokio's timers, and the timeouts of connections: `keepalive`,
 ///   `close_timeout`, `connect_timeout`. Do not pause Tokio's clock: this future is never idle, so
 ///   it would not advance.
-/// - Threads: [`BusyPoll`](crate::CompletionMode::BusyPoll) completion queues, and messages above
-///   `receive_buffer_size`, whose memory a blocking thread registers.
+/// - Threads: [`BusyPoll`](crate::CompletionMode::BusyPoll) completion queues, and messages that
+///   are fetched, for which a blocking thread registers memory: messages of more frames than the
+///   receives of the moment permit, at first above 1,152 bytes. With `preallocate(true)`, messages
+///   above `max_eager`.
 /// - Random choices of `tokio::select!`, unless it is `biased`.
 ///
 /// The future never sleeps while `future` is pending, even if the network is idle: wrap it in

@@ -26,7 +26,7 @@ pub(crate) enum Poster {
     Shared(Srq),
 }
 
-/// Begins with the fields that each operation uses.
+/// The fields that each operation uses come first, in few cache lines.
 #[repr(C)]
 pub(super) struct Posting {
     /// Work requests given to the device; modulo 2^32, the position of the next one.

@@ -17,15 +17,15 @@ const FIRST: u32 = 4;
 /// step adds at most a third of the slots before it, beyond the first steps.
 const BIAS: u32 = 4 * FIRST;
 
-/// Steps of the first table, which hold 112 slots.
+/// Steps allocated first; they hold 112 slots.
 const NEAR: usize = 12;
 const STEPS: usize = 4 * (INDEX_BITS - BIAS.ilog2()) as usize;
 
 /// Maximum number of slots.
 pub(super) const MAX_SLOTS: u32 = (1 << INDEX_BITS) - BIAS;
 
-/// A table of slots, more than the device holds work requests, because a slot stays claimed until
-/// its operation has taken the result.
+/// A table of slots. It may have more slots than the device's queue, because a slot stays claimed
+/// until its operation has taken the result.
 pub(super) struct Slots<Q> {
     /// First candidate in the search for a free slot: the last one released, which is likely in the
     /// cache.
@@ -171,7 +171,7 @@ impl<Q> Slots<Q> {
             let index = cursor.next.wrapping_add(step) % cursor.len;
             if let Some(slot) = self.hint.claim_at(self.slot(index), parts) {
                 cursor.next = index + 1;
-                // More than half of them are held: grow, to shorten later searches.
+                // The search has passed more than half of them: grow, to shorten later ones.
                 if step > cursor.len / 2 {
                     self.grow(cursor, make);
                 }

@@ -45,7 +45,7 @@ pub(crate) struct WorkQueue {
     /// True for a shared receive queue, whose receives complete in any order.
     shared: bool,
     owner: Owner,
-    /// Begins with the fields that each operation uses.
+    /// The fields that each operation uses come first, in few cache lines.
     pub(super) posting: Mutex<Posting>,
     pub(super) limits: Limits,
     failures: Failures,

@@ -538,7 +538,7 @@ fn errors_of_handshakes_have_their_exact_texts() {
         ],
         RefusalReason::OutOfBuffers => [
             RefusalReason::OutOfBuffers =>
-                "the listener has used up its limit ConnectionConfig::budget for buffers",
+                "the listener's buffer budget is used up (ConnectionConfig::budget)",
         ],
         RefusalReason::OtherContent(_) => [
             RefusalReason::OtherContent(Content::Messages) =>

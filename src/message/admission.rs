@@ -83,7 +83,7 @@ impl fmt::Display for RefusalReason {
                 "the listener carries byte streams; connect with RdmaStream"
             }
             Self::OutOfBuffers => {
-                "the listener has used up its limit ConnectionConfig::budget for buffers"
+                "the listener's buffer budget is used up (ConnectionConfig::budget)"
             }
         })
     }

@@ -7,7 +7,7 @@ use std::sync::{Arc, LazyLock};
 use crate::error::LimitError;
 
 /// The limit that errors name.
-pub(super) const FIELD: &str = "bytes of the BufferBudget";
+pub(super) const FIELD: &str = "bytes of the BufferBudget, with those left for others";
 
 /// The budget of connections that have no other.
 static PROCESS: LazyLock<BufferBudget> = LazyLock::new(|| BufferBudget::new(1 << 30));

@@ -273,7 +273,8 @@ impl Connection {
 
     /// Returns the next message, or `None` after the peer has finished.
     ///
-    /// Messages up to 256 bytes are copied, and others if the service holds
+    /// Messages up to 256 bytes are copied, and all messages until the connection has
+    /// [grown](ConnectionConfig::preallocate). Others are copied if the service holds
     /// [`spare_buffers`](ConnectionConfig::spare_buffers) messages. Otherwise the buffer is reused
     /// when the last clone is dropped.
     ///

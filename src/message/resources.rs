@@ -43,8 +43,8 @@ struct Sizes {
     queues: Option<([u32; 2], mem::Discriminant<CompletionMode>)>,
 }
 
-/// The maximum of unused resources of a device. Connections that close while others are made hand
-/// on theirs at once, so a few suffice; with `preallocate`, each may hold over a mebibyte.
+/// The maximum of unused resources of a device. Connections that close while others are made leave
+/// theirs to the next ones, so a few suffice; with `preallocate`, each may hold over a mebibyte.
 pub(super) const MAX_IDLE: usize = 8;
 
 /// The unused resources of an open device, kept while it has a connection or listener.

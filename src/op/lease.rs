@@ -21,7 +21,7 @@ use crate::types::{Access, Rkey, SendFlags, SendOp, WorkCompletion};
 /// A part of an [`ExposedRegion`] that only the peer of one queue pair may access: a type 2 memory
 /// window.
 ///
-/// The access ends, and the region can be reclaimed, in one of three ways:
+/// The access ends, and the region can be reclaimed, in one of four ways:
 ///
 /// - [`revoke`](Self::revoke), or a drop, deallocates the window (`ibv_dealloc_mw(3)`) before it
 ///   returns. It works in every state of the queue pair and the peer, and is the only choice if the
@@ -29,9 +29,8 @@ use crate::types::{Access, Rkey, SendFlags, SendOp, WorkCompletion};
 /// - [`invalidate`](Self::invalidate) posts an invalidation, ordered after all earlier work. A
 ///   later lease reuses the window. This is cheaper on hardware.
 /// - The queue pair is closed or dropped.
-///
-/// A [deadline](Self::expire_at) bounds the time until one of them happens: a peer that is silent
-/// or separated keeps no access to the memory.
+/// - The [deadline](Self::expire_at) passes. The window is then deallocated without a task, so a
+///   silent or separated peer keeps no access.
 ///
 /// A peer that uses the key afterwards gets
 /// [`REM_ACCESS_ERR`](crate::types::WcStatus::REM_ACCESS_ERR), and the connection fails.
@@ -222,7 +221,8 @@ impl Lease {
         .set(deadline)
     }
 
-    /// Returns true if the [deadline](Self::expire_at) has revoked the access.
+    /// Returns true if the [deadline](Self::expire_at) has revoked the access. If the device
+    /// refuses to deallocate the window, the region is leaked, and the peer may keep access.
     #[must_use]
     pub fn has_expired(&self) -> bool {
         self.leased.expiry.as_ref().is_some_and(Expiry::has_expired)

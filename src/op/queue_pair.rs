@@ -56,7 +56,7 @@ pub struct QueuePair {
     pub(crate) flags: SendFlags,
 }
 
-/// Begins with the fields that each operation uses.
+/// The fields that each operation uses come first, in few cache lines.
 #[repr(C)]
 pub(crate) struct Inner {
     /// The send queue of `core`, reachable with one load less.

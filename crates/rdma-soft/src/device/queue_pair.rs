@@ -84,7 +84,7 @@ impl fmt::Debug for QpInner {
     }
 }
 
-/// Begins with the fields that each operation uses.
+/// The fields that each operation uses come first, in few cache lines.
 #[derive(Debug)]
 #[repr(C)]
 pub(crate) struct Sender {
@@ -111,7 +111,7 @@ pub(crate) struct Sender {
     attr: QpAttr,
 }
 
-/// Begins with the fields that each operation uses.
+/// The fields that each operation uses come first, in few cache lines.
 #[derive(Debug)]
 #[repr(C)]
 pub(crate) struct ReceiverHalf {

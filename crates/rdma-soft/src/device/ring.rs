@@ -4,8 +4,8 @@ use std::fmt;
 
 /// A FIFO whose slots keep their contents and allocations for reuse.
 ///
-/// It grows from empty by a quarter: an idle queue pair is small. While at most one slot is in use,
-/// it is the same one, which is likely in the cache.
+/// It starts empty and grows by a quarter, at least by one slot: an idle queue pair is small. While
+/// at most one slot is in use, it is the same one, which is likely in the cache.
 pub(crate) struct Ring<T> {
     slots: Vec<T>,
     head: usize,

@@ -154,7 +154,7 @@ enum Wait {
 
 /// The requester of a queue pair, see the [module](self).
 ///
-/// Begins with the fields that each operation uses.
+/// The fields that each operation uses come first, in few cache lines.
 #[derive(Debug)]
 #[repr(C)]
 pub(crate) struct Requester {

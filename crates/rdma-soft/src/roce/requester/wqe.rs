@@ -36,7 +36,7 @@ impl Destination {
 /// Inline bytes stored without allocation.
 pub(super) const SHORT: usize = 64;
 
-/// Begins with the fields that each operation uses, in two cache lines.
+/// The fields that each operation uses come first, in two cache lines.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub(super) struct SendWqe {

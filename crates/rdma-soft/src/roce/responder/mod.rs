@@ -164,7 +164,7 @@ impl Refusal {
 
 /// The responder of a queue pair, see the [module](self).
 ///
-/// Begins with the fields that each operation uses.
+/// The fields that each operation uses come first, in few cache lines.
 #[derive(Debug)]
 #[repr(C)]
 pub(crate) struct Responder {
