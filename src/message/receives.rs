@@ -9,6 +9,7 @@
 //! `window.rs` describes how the peer learns of it.
 
 use std::collections::VecDeque;
+use std::time::{Duration, Instant};
 
 use super::after_unlock::Dropped;
 use super::budget::Share;
@@ -23,7 +24,7 @@ use crate::error::SetupError;
 use crate::memory::{BufMut, Pool};
 use crate::op::Recv;
 
-/// The frames with messages after a failed registration, before the next attempt.
+/// The messages that call for more after a failed registration, before the next attempt.
 const PAUSE: u32 = 1 << 10;
 
 /// The buffers of the first size that are not posted. They replace longer ones, of which frames use
@@ -62,7 +63,10 @@ pub(super) struct Receives {
     most: Most,
     /// The next [`grow_receives`](Core::grow_receives) posts more or longer receives.
     wanted: bool,
-    /// Frames until the next attempt to register memory.
+    /// The last time when they were of use, and how long it counts.
+    demanded: Option<Instant>,
+    patience: Duration,
+    /// Demands until the next attempt to register memory.
     pause: u32,
 }
 
@@ -104,6 +108,8 @@ impl Receives {
             leaving: 0,
             most,
             wanted: false,
+            demanded: None,
+            patience: config.shrink_after,
             pause: 0,
         };
         receives.set_number(number);
@@ -174,7 +180,9 @@ impl Receives {
 
     /// Records that the service takes messages in their buffers, of which the first have no spares.
     pub(super) fn want_spares(&mut self) {
-        self.wanted |= self.grown.is_none() && !self.is_full && self.pause == 0;
+        if self.grown.is_none() && !self.is_full {
+            self.demand();
+        }
     }
 
     /// Returns true if the message in `buffer` is copied out of it.
@@ -201,18 +209,27 @@ impl Receives {
         buffer
     }
 
-    /// Records that the peer has sent a frame of a message with `frames` so far, or offers one of
-    /// `len` bytes.
-    fn note_demand(&mut self, kind: Kind, content: Content, len: u64, frames: u32) {
+    /// Returns true if the last frame of a message, one of `frames`, or the offer of a message of
+    /// `len` bytes, calls for longer receives.
+    fn is_short_for(&self, kind: Kind, content: Content, len: u64, frames: u32) -> bool {
+        match kind {
+            Kind::Offer => len <= self.most.eager,
+            _ if frames > 1 => frames.saturating_mul(LONG_MESSAGES) > self.number - RESERVE,
+            _ => content == Content::Bytes && !self.has_longest() && len >= self.size as u64,
+        }
+    }
+
+    /// Records that more or longer receives are of use. A side that has not grown waits for the
+    /// second time: growth costs more than a rare message.
+    fn demand(&mut self) {
         if self.pause > 0 {
             self.pause -= 1;
             return;
         }
-        self.wanted |= match kind {
-            Kind::Offer => len <= self.most.eager,
-            _ if frames > 1 => frames.saturating_mul(LONG_MESSAGES) > self.number - RESERVE,
-            _ => content == Content::Bytes && !self.has_longest() && len >= self.size as u64,
-        };
+        let now = Instant::now();
+        let again = |at: Instant| now.duration_since(at) < self.patience;
+        self.wanted |= self.grown.is_some() || self.demanded.is_some_and(again);
+        self.demanded = Some(now);
     }
 
     /// Registers the buffers of `receives` receives.
@@ -259,10 +276,14 @@ impl Core {
     /// Records a frame of a message, or the offer of one of `len` bytes.
     #[inline]
     pub(super) fn note_demand(&mut self, kind: Kind, len: u64) {
-        if !self.receives.is_full {
-            self.receives.wanted |= self.protocol.flow.is_pressed() && self.receives.pause == 0;
-            let frames = self.inbox.incomplete_frames() as u32 + 1;
-            self.receives.note_demand(kind, self.content, len, frames);
+        if self.receives.is_full || kind == Kind::Part {
+            return;
+        }
+        let frames = self.inbox.incomplete_frames() as u32 + 1;
+        if self.protocol.flow.is_pressed()
+            || self.receives.is_short_for(kind, self.content, len, frames)
+        {
+            self.receives.demand();
         }
     }
 
