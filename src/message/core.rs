@@ -444,7 +444,10 @@ impl Core {
             let may_skip = self.sends.len() < SKIPS;
             self.protocol.next_frame(self.held.is_none(), may_skip)
         } {
-            self.counters.acks += u64::from(header.kind == Kind::Ack);
+            if header.kind == Kind::Ack {
+                self.counters.acks += 1;
+                self.receives.note_ack();
+            }
             match resize {
                 Some(resize) => self.send_short(header, &resize.to_bytes()),
                 None => self.send_bare(header),

@@ -27,6 +27,9 @@ use crate::op::Recv;
 /// The messages that call for more after a failed registration, before the next attempt.
 const PAUSE: u32 = 1 << 10;
 
+/// The time between `Ack`s below which they are frequent.
+const ACKS_APART: Duration = Duration::from_millis(20);
+
 /// The buffers of the first size that are not posted. They replace longer ones, of which frames use
 /// some while a side shrinks.
 const SPARES: usize = 2;
@@ -66,6 +69,8 @@ pub(super) struct Receives {
     /// The last time when they were of use, and how long it counts.
     demanded: Option<Instant>,
     patience: Duration,
+    /// The time of the last `Ack`.
+    acked: Option<Instant>,
     /// Demands until the next attempt to register memory.
     pause: u32,
 }
@@ -110,6 +115,7 @@ impl Receives {
             wanted: false,
             demanded: None,
             patience: config.shrink_after,
+            acked: None,
             pause: 0,
         };
         receives.set_number(number);
@@ -230,6 +236,19 @@ impl Receives {
         let again = |at: Instant| now.duration_since(at) < self.patience;
         self.wanted |= self.grown.is_some() || self.demanded.is_some_and(again);
         self.demanded = Some(now);
+    }
+
+    /// Records an `Ack`. Frequent ones show a stream that more receives may let flow faster: its
+    /// sender may wait for them.
+    #[inline]
+    pub(super) fn note_ack(&mut self) {
+        if self.is_full {
+            return;
+        }
+        let now = Instant::now();
+        if self.acked.replace(now).is_some_and(|at| now.duration_since(at) < ACKS_APART) {
+            self.demand();
+        }
     }
 
     /// Registers the buffers of `receives` receives.

@@ -45,7 +45,10 @@ fn used_connection_registers_buffers_and_an_idle_one_returns_them() {
                 most
             };
             let ((), most) = tokio::join!(sending, receiving);
-            assert_eq!(most, 68, "round {round}");
+            assert!(most > 8, "round {round}");
+            if torture::hardware().is_none() {
+                assert_eq!(most, 68, "round {round}");
+            }
         }
         assert_eq!(a.counters().growth_failures + b.counters().growth_failures, 0);
         assert_ready([&a, &b]);
