@@ -27,7 +27,7 @@ pub enum RefusalReason {
     ShuttingDown,
     /// The listener carries this content, the request another.
     OtherContent(Content),
-    /// The listener's [`BufferBudget`](super::BufferBudget) is used up.
+    /// The listener's [`BufferBudget`] is used up.
     OutOfBuffers,
 }
 

@@ -99,7 +99,8 @@ impl OwnedWriteHalf {
         addresses(&self.handle).map(|(_, peer)| peer)
     }
 
-    /// Returns the counters of the connection, like [`RdmaStream::counters`].
+    /// Returns the counters of the connection, like
+    /// [`RdmaStream::counters`](super::RdmaStream::counters).
     #[must_use]
     pub fn counters(&self) -> ConnectionCounters {
         self.handle.counters()
