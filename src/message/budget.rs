@@ -172,6 +172,13 @@ impl Share {
         Ok(())
     }
 
+    /// Takes `more` bytes of what is left for others, in order to return some soon.
+    pub(super) fn grow_for_less(&mut self, more: u64) -> Result<(), LimitError> {
+        self.budget.take(more, 0)?;
+        self.bytes += more;
+        Ok(())
+    }
+
     /// Returns `bytes` of those taken.
     pub(super) fn shrink(&mut self, bytes: u64) {
         let bytes = bytes.min(self.bytes);

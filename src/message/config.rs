@@ -21,8 +21,9 @@ use crate::verbs::{Device, ProtectionDomain};
 /// it can receive.
 ///
 /// A connection registers buffers with use and deregisters them when it is idle, unless
-/// [`preallocate`](Self::preallocate) is set. It uses at most this much memory plus 6 KiB, whatever
-/// its peer sends. Received messages held by the service come on top.
+/// [`preallocate`](Self::preallocate) is set. It uses at most this much memory, 6 KiB and, until it
+/// is idle, eight more receive buffers, whatever its peer sends. Received messages held by the
+/// service come on top.
 ///
 /// - `receive_buffer_size` × (`receive_buffers` + `spare_buffers` + 4 + `send_buffers`)
 /// - `receive_memory`, or the longest message if that is more

@@ -267,6 +267,7 @@ impl Core {
             match due {
                 Due::Frame(header) => self.send_bare(header),
                 Due::Buffers { idle } => {
+                    self.settle_receives();
                     if idle {
                         self.shrink_send_memory();
                         self.shrink_receives();
@@ -440,14 +441,14 @@ impl Core {
         if !self.sizes.is_settled() {
             self.sizes.settle(self.protocol.flow.next_receive());
         }
+        if self.protocol.flow.owes_credits() {
+            self.receives.note_ack();
+        }
         while let Some((header, resize)) = {
-            let may_skip = self.sends.len() < SKIPS;
+            let may_skip = self.sends.len() < SKIPS.max(self.sends.capacity());
             self.protocol.next_frame(self.held.is_none(), may_skip)
         } {
-            if header.kind == Kind::Ack {
-                self.counters.acks += 1;
-                self.receives.note_ack();
-            }
+            self.counters.acks += u64::from(header.kind == Kind::Ack);
             match resize {
                 Some(resize) => self.send_short(header, &resize.to_bytes()),
                 None => self.send_bare(header),

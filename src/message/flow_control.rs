@@ -275,9 +275,13 @@ impl Flow {
         }
         // A peer that has everything may be gone.
         let needed = !self.is_over();
-        let messages = ack_threshold(self.receives - RESERVE);
-        let due = self.control >= CONTROL_ACK || self.unannounced() - self.control >= messages;
+        let due = self.control >= CONTROL_ACK || self.owes_credits();
         needed && due && self.may_send(Kind::Ack)
+    }
+
+    /// Returns true if an `Ack` is due for the receives of messages.
+    pub(super) fn owes_credits(&self) -> bool {
+        self.unannounced() - self.control >= ack_threshold(self.receives - RESERVE)
     }
 
     fn unannounced(&self) -> u32 {

@@ -380,7 +380,6 @@ impl Core {
                     if self.receives.may_give(buffer) {
                         spare = self.receives.spare();
                     }
-                    self.receives.want_spares();
                 }
                 (open && spare.is_none()).then_some(buffer.len())
             }
@@ -413,6 +412,7 @@ impl Core {
                 let mut target = copy_target(memory, buffer.len());
                 target.copy_from_slice(&buffer);
                 core.counters.copied_out += 1;
+                core.receives.want_spares();
                 core.post_receive(buffer);
                 Next::Message(target.freeze())
             }

@@ -157,7 +157,7 @@ impl Receives {
 
     /// Returns true if an idle side needs less memory.
     pub(super) fn may_shrink(&self) -> bool {
-        self.is_grown() || self.leftovers() > 0
+        self.is_grown() || self.leaving > 0 || self.leftovers() > 0
     }
 
     fn pool(&self) -> &Pool {
@@ -201,18 +201,18 @@ impl Receives {
         self.has_longest() && buffer.capacity() == self.capacity
     }
 
-    /// Returns a buffer for the next receive: `used`, or one of the current size.
+    /// Makes `buffer` one of the current size for the next receive. Returns it if it was replaced.
     #[inline]
-    fn replacement(&self, used: BufMut) -> BufMut {
-        let mut buffer = used;
+    fn replace_short(&self, buffer: &mut BufMut) -> Option<BufMut> {
+        let mut used = None;
         if buffer.capacity() != self.capacity
             && let Ok(other) = self.pool().try_alloc(self.size)
         {
-            buffer = other;
+            used = Some(std::mem::replace(buffer, other));
         }
         let whole = buffer.resize(self.size);
         debug_assert!(whole.is_ok(), "the pool has a buffer for each receive");
-        buffer
+        used
     }
 
     /// Returns true if the last frame of a message, one of `frames`, or the offer of a message of
@@ -238,8 +238,8 @@ impl Receives {
         self.demanded = Some(now);
     }
 
-    /// Records an `Ack`. Frequent ones show a stream that more receives may let flow faster: its
-    /// sender may wait for them.
+    /// Records an `Ack` for credits. Frequent ones show a stream that more receives may let flow
+    /// faster: its sender may wait for them.
     #[inline]
     pub(super) fn note_ack(&mut self) {
         if self.is_full {
@@ -286,8 +286,11 @@ impl Core {
     }
 
     /// Posts a receive with `buffer`, or with one of the size announced last.
-    pub(super) fn post_receive(&mut self, buffer: BufMut) {
-        let receive = self.qp.recv(self.receives.replacement(buffer));
+    pub(super) fn post_receive(&mut self, mut buffer: BufMut) {
+        if let Some(used) = self.receives.replace_short(&mut buffer) {
+            self.drop_buffer(used);
+        }
+        let receive = self.qp.recv(buffer);
         self.note_refusal(receive.refusal());
         self.receives.posted.push_back(receive);
     }
@@ -339,13 +342,15 @@ impl Core {
         let is_idle = self.protocol.flow.is_idle()
             && self.inbox.messages.is_empty()
             && !self.inbox.is_incomplete();
-        self.settle_receives();
         if !self.receives.may_shrink() || !is_idle || !self.may_resize(true) {
             return;
         }
         let leftovers = self.receives.leftovers();
         if leftovers > 0 {
             return self.replace(leftovers, self.posted_receives());
+        }
+        if !self.receives.is_grown() {
+            return;
         }
         if !self.may_resize(false) {
             return self.skip_first_receives();
@@ -376,7 +381,7 @@ impl Core {
         let skip = from.wrapping_sub(self.protocol.flow.used_receives());
         let bytes = u64::from(skip) * self.receives.capacity as u64;
         // Frames may use first receives before the peer skips them, and then need their buffers.
-        let extended = self.share.grow(bytes).map_err(SetupError::from);
+        let extended = self.share.grow_for_less(bytes).map_err(SetupError::from);
         match extended.and_then(|()| pool.grow_by(skip).inspect_err(|_| self.share.shrink(bytes))) {
             Ok(()) => {
                 self.receives.extra += skip;
@@ -398,7 +403,7 @@ impl Core {
 
     /// Forgets a change of size that the peer has reached, and returns the bytes of buffers that it
     /// has skipped to the budget.
-    fn settle_receives(&mut self) {
+    pub(super) fn settle_receives(&mut self) {
         let used = self.protocol.flow.used_receives();
         self.receives.changed_at.take_if(|from| is_reached(used, *from));
         if self.protocol.flow.may_resize() && self.receives.leftovers() == 0 {
@@ -427,14 +432,18 @@ impl Core {
         self.protocol.flow.used_receives().wrapping_add(self.receives.posted.len() as u32)
     }
 
-    /// Keeps the buffer of a receive that the peer has skipped.
-    fn on_skip(&mut self, buffer: BufMut) {
+    /// Drops a buffer. A long one may be the last of its memory; first ones are needed again.
+    fn drop_buffer(&mut self, buffer: BufMut) {
         if buffer.capacity() == FIRST_SIZE as usize {
             drop(buffer);
         } else {
-            // It may be the last of its memory.
             self.after.drop(Dropped::Buffer(buffer));
         }
+    }
+
+    /// Handles a receive that the peer has skipped.
+    fn on_skip(&mut self, buffer: BufMut) {
+        self.drop_buffer(buffer);
         if self.protocol.flow.may_resize() {
             self.settle_receives();
             if self.receives.leftovers() > 0 {

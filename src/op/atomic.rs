@@ -34,6 +34,10 @@ impl Atomic {
     pub(super) fn posted(&self) -> Option<(&Arc<WorkQueue>, WrId)> {
         self.operation.posted()
     }
+
+    pub(super) fn is_finished(&self) -> bool {
+        self.operation.is_finished()
+    }
 }
 
 impl QueuePair {

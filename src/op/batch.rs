@@ -343,6 +343,13 @@ impl<B: Gather> BatchOp<B> {
             State::Complete(_) | State::Taken => None,
         }
     }
+
+    pub(super) fn is_finished(&self) -> bool {
+        match &self.state {
+            State::InFlight(in_flight) => in_flight.is_finished(),
+            State::Complete(_) | State::Taken => true,
+        }
+    }
 }
 
 impl<B: Gather> Future for BatchOp<B> {

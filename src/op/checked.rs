@@ -26,6 +26,10 @@ impl<F: OperationKind> Checked<F> {
     pub(super) fn posted(&self) -> Option<(&Arc<WorkQueue>, WrId)> {
         self.0.as_ref().ok()?.posted()
     }
+
+    pub(super) fn is_finished(&self) -> bool {
+        self.0.as_ref().map_or(true, Operation::is_finished)
+    }
 }
 
 impl<F: OperationKind<Buffer = ()>> Future for Checked<F> {

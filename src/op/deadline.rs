@@ -36,6 +36,10 @@ pub trait Revocable: Future + Unpin + Sized {
     #[doc(hidden)]
     fn work(&self) -> Option<Work<'_>>;
 
+    /// Returns true if the next poll returns the result.
+    #[doc(hidden)]
+    fn has_result(&self) -> bool;
+
     /// Returns the result. If `revoked`, the deadline caused any flush.
     #[doc(hidden)]
     fn conclude(output: Self::Output, revoked: bool) -> Result<Self::Success, Self::Failure>;
@@ -177,6 +181,10 @@ impl<O: Revocable> Future for Within<O> {
                 return Poll::Ready(O::conclude(output, revoked).map_err(DeadlineError::Ended));
             }
             ready!(sleep.poll(context));
+            // The poll may have yielded to other tasks with the result at hand.
+            if *stage == Stage::Running && pending.has_result() {
+                continue;
+            }
             *stage = match (*stage, pending.work()) {
                 (Stage::Running, Some(work)) => work.revoke(),
                 (Stage::Flushing, Some(work)) => {
@@ -189,7 +197,8 @@ impl<O: Revocable> Future for Within<O> {
                     return Poll::Ready(Err(error));
                 }
             };
-            if *stage == Stage::Flushing {
+            // Another task may be destroying the queue pair.
+            if *stage != Stage::Running {
                 sleep.reset(clock::deadline(FLUSH_LIMIT));
             }
         }
@@ -302,6 +311,10 @@ impl<F: OperationKind> Revocable for Operation<F> {
         self.posted().map(Work::new)
     }
 
+    fn has_result(&self) -> bool {
+        self.is_finished()
+    }
+
     fn conclude(output: Self::Output, revoked: bool) -> Result<F::Output, OpError<F::Buffer>> {
         conclude(output, revoked)
     }
@@ -313,6 +326,10 @@ impl Revocable for Atomic {
 
     fn work(&self) -> Option<Work<'_>> {
         self.posted().map(Work::new)
+    }
+
+    fn has_result(&self) -> bool {
+        self.is_finished()
     }
 
     fn conclude(output: Self::Output, revoked: bool) -> Result<u64, OpError<()>> {
@@ -327,6 +344,10 @@ impl<B: Gather> Revocable for BatchOp<B> {
 
     fn work(&self) -> Option<Work<'_>> {
         self.posted().map(Work::new)
+    }
+
+    fn has_result(&self) -> bool {
+        self.is_finished()
     }
 
     fn conclude(mut output: BatchResult<B>, revoked: bool) -> Result<BatchResult<B>, Infallible> {

@@ -93,6 +93,18 @@ async fn completed_operation_wins_over_its_deadline(mode: &str) {
     assert_eq!((a.state(), b.state()), (QpState::Rts, QpState::Rts));
 }
 
+async fn results_for_which_a_task_yields_win_over_their_deadlines(mode: &str) {
+    let Pair { a, b, .. } = &Pair::new(Transport::Rc, mode);
+    let region = b.region(64);
+    let grant = region.grant().slice(..8).unwrap();
+    // More than a task takes before it yields.
+    let writes: Vec<_> = (0..300).map(|_| a.qp.write_inline(&[5; 8], grant)).collect();
+    a.qp.write_inline(&[6; 8], grant).await.unwrap();
+    let results = futures::future::join_all(writes.into_iter().map(|write| write.deadline(past())));
+    assert!(within("all results", results).await.into_iter().all(|result| result.is_ok()));
+    assert_eq!((a.state(), b.state()), (QpState::Rts, QpState::Rts));
+}
+
 async fn atomic_and_batch_report_their_deadline(mode: &str) {
     let Pair { a, b, .. } = &silent(mode);
     let region = b.region(64);
@@ -257,6 +269,7 @@ in_every_mode!(
     read_of_a_silent_peer_returns_its_buffer,
     receive_without_a_message_returns_its_buffer,
     completed_operation_wins_over_its_deadline,
+    results_for_which_a_task_yields_win_over_their_deadlines,
     atomic_and_batch_report_their_deadline,
     queued_operation_is_withdrawn_and_harms_nothing,
     shared_receive_is_not_revoked_and_still_receives,

@@ -261,15 +261,23 @@ impl Core {
                 break;
             }
             // The peer's receives have become shorter since.
-            let Ok(Ok(mut part)) = self.send_buffer(frame, 1) else {
-                self.held = Some(held);
-                break;
+            let len = match self.send_buffer(frame, 1) {
+                Ok(Ok(mut part)) => {
+                    part.copy_from_slice(&held.buffer[..frame]);
+                    self.send_copied(Kind::Data, part);
+                    frame
+                }
+                // As much as needs no buffer.
+                Ok(Err(_)) | Err(_) => {
+                    let len = frame.min(self.limits.inline);
+                    let header = self.protocol.flow.send(Kind::Data);
+                    self.send_short(header, &held.buffer[..len]);
+                    len
+                }
             };
-            part.copy_from_slice(&held.buffer[..frame]);
-            held.buffer.copy_within(frame..held.len, 0);
-            held.len -= frame;
+            held.buffer.copy_within(len..held.len, 0);
+            held.len -= len;
             self.held = Some(held);
-            self.send_copied(Kind::Data, part);
         }
         self.held.is_none()
     }
