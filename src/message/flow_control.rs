@@ -594,8 +594,8 @@ mod tests {
     }
 
     #[test]
-    fn ack_is_due_when_a_quarter_of_the_receives_for_messages_was_released() {
-        for (messages, quarter) in [(1, 1), (4, 1), (5, 2), (8, 2), (12, 3), (100, 25), (101, 26)] {
+    fn ack_is_due_when_a_quarter_of_the_receives_for_messages_or_two_were_released() {
+        for (messages, quarter) in [(1, 1), (3, 1), (4, 2), (5, 2), (12, 3), (100, 25), (101, 26)] {
             let mut flow = Flow::new(RESERVE + messages, RESERVE + 1);
             // An announcement resets the count.
             for _ in 0..2 {

@@ -103,18 +103,13 @@ impl Core {
         driver: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<usize, MessageError>> {
-        let len = bytes.len().min(self.longest_offer());
+        let len = bytes.len().min(PIECE).min(usize::try_from(self.limits.send).unwrap_or(PIECE));
         if len <= self.limits.eager {
             return self.poll_write(&[IoSlice::new(bytes)], ticket, driver, caller);
         }
         let piece = bytes.slice(..len);
         let offer = |core: &mut Self| core.send_whole(Outgoing::Bytes(&piece), len);
         self.poll_written(offer, ticket, driver, caller)
-    }
-
-    /// Returns the maximum length of bytes that are offered.
-    fn longest_offer(&self) -> usize {
-        PIECE.min(usize::try_from(self.limits.send).unwrap_or(PIECE))
     }
 
     /// Writes a buffer from its memory, if that is registered here.
@@ -128,7 +123,9 @@ impl Core {
         if !self.is_registered(buffer) {
             return self.poll_write_bytes(&buffer.clone().into(), ticket, driver, caller);
         }
-        let len = buffer.len().min(self.limits.eager).min(self.longest_offer());
+        // One frame while their size changes: a piece of several could be offered instead.
+        let longest = if self.sizes.is_settled() { self.limits.eager } else { self.frame_len(0) };
+        let len = buffer.len().min(longest);
         let Ok(piece) = buffer.slice(..len) else { unreachable!("at most the buffer's length") };
         let lend = |core: &mut Self| core.send_whole(Outgoing::Buffer(&piece), len);
         self.poll_written(lend, ticket, driver, caller)
