@@ -190,12 +190,14 @@ fn measured_process() {
             pages.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * 4096
         };
         Flavour::MultiThread.runtime().block_on(async {
+            // Buffers of at least 128 KiB at once, which the allocator maps.
+            let config = config().preallocate(true);
             // Allocates what the process and its first connection need once.
-            let (a, b) = pair(&config());
+            let (a, b) = pair(&config);
             drop(soon("close", async { tokio::join!(a.close(), b.close()) }).await);
             drop((a, b));
             let before = resident();
-            let pairs: Vec<_> = (0..PAIRS).map(|_| pair(&config())).collect();
+            let pairs: Vec<_> = (0..PAIRS).map(|_| pair(&config)).collect();
             for (a, b) in &pairs {
                 for (from, to) in [(a, b), (b, a)] {
                     for len in LENGTHS {

@@ -175,17 +175,34 @@ impl Admission {
 
     /// Checks the limits, and counts a refusal.
     pub(super) fn check(&self, source: IpAddr) -> Result<(), RefusalReason> {
-        self.state.lock().check(self, source)
+        self.state.lock().check(self, source, self.first_buffers)
     }
 
     /// Returns true if the limits allow a connection from `source`.
     pub(super) fn has_capacity(&self, source: IpAddr) -> bool {
-        self.state.lock().refusal(self, source).is_none()
+        self.state.lock().refusal(self, source, self.first_buffers).is_none()
     }
 
+    /// Reserves a connection before its buffers are allocated.
     pub(super) fn reserve(self: &Arc<Self>, source: IpAddr) -> Result<Admitted, RefusalReason> {
+        self.reserve_with(source, self.first_buffers)
+    }
+
+    /// Reserves a connection whose buffers are allocated.
+    pub(super) fn reserve_prepared(
+        self: &Arc<Self>,
+        source: IpAddr,
+    ) -> Result<Admitted, RefusalReason> {
+        self.reserve_with(source, 0)
+    }
+
+    fn reserve_with(
+        self: &Arc<Self>,
+        source: IpAddr,
+        buffers: u64,
+    ) -> Result<Admitted, RefusalReason> {
         let mut state = self.state.lock();
-        state.check(self, source)?;
+        state.check(self, source, buffers)?;
         *state.by_source.entry(source).or_default() += 1;
         state.connections += 1;
         Ok(Admitted { admission: Arc::clone(self), source, accepted: None })
@@ -247,7 +264,7 @@ impl Admitted {
 }
 
 impl State {
-    fn refusal(&self, limits: &Admission, source: IpAddr) -> Option<RefusalReason> {
+    fn refusal(&self, limits: &Admission, source: IpAddr, buffers: u64) -> Option<RefusalReason> {
         let from_source = self.by_source.get(&source).copied().unwrap_or_default();
         if self.shutting_down {
             Some(RefusalReason::ShuttingDown)
@@ -255,15 +272,20 @@ impl State {
             Some(RefusalReason::ListenerFull)
         } else if from_source >= limits.max_per_source {
             Some(RefusalReason::SourceFull)
-        } else if !limits.budget.has(limits.first_buffers) {
+        } else if !limits.budget.has(buffers) {
             Some(RefusalReason::OutOfBuffers)
         } else {
             None
         }
     }
 
-    fn check(&mut self, limits: &Admission, source: IpAddr) -> Result<(), RefusalReason> {
-        let Some(reason) = self.refusal(limits, source) else { return Ok(()) };
+    fn check(
+        &mut self,
+        limits: &Admission,
+        source: IpAddr,
+        buffers: u64,
+    ) -> Result<(), RefusalReason> {
+        let Some(reason) = self.refusal(limits, source, buffers) else { return Ok(()) };
         match reason {
             RefusalReason::ListenerFull => self.stats.refused_full += 1,
             RefusalReason::SourceFull => self.stats.refused_source += 1,

@@ -160,7 +160,7 @@ impl ConnectionRequest {
         let refused = |reason| EstablishError::Refused { address, reason };
         let admitted = match reservation {
             Some(admitted) => admitted,
-            None => self.admission.reserve(address.ip()).map_err(refused)?,
+            None => self.admission.reserve_prepared(address.ip()).map_err(refused)?,
         };
         prepared.start(self.handshake, self.user_data, Some(link), Some(admitted))
     }
