@@ -376,10 +376,8 @@ impl Core {
             Arrived::Fetched(Message::Heap(bytes)) => Some(bytes.len()),
             Arrived::Fragmented { len, .. } => Some(*len),
             Arrived::Buffered(buffer) => {
-                if open {
-                    if self.receives.may_give(buffer) {
-                        spare = self.receives.spare();
-                    }
+                if open && self.receives.may_give(buffer) {
+                    spare = self.receives.spare();
                 }
                 (open && spare.is_none()).then_some(buffer.len())
             }
