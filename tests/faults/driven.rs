@@ -25,7 +25,8 @@ fn driven<T>(network: &Network, test: impl Future<Output = T>) -> T {
 
 /// Returns settings without deadlines in real time that could expire.
 fn config(mode: &CompletionMode) -> ConnectionConfig {
-    ConnectionConfig::default().mode(mode.clone()).keepalive(None)
+    // No message is fetched, for which a thread would register memory.
+    ConnectionConfig::default().mode(mode.clone()).keepalive(None).preallocate(true)
 }
 
 struct Nodes {
