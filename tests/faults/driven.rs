@@ -25,7 +25,7 @@ fn driven<T>(network: &Network, test: impl Future<Output = T>) -> T {
 
 /// Returns settings without deadlines in real time that could expire.
 fn config(mode: &CompletionMode) -> ConnectionConfig {
-    // No message is fetched, for which a thread would register memory.
+    // Without, a thread would register memory for fetched messages, at any time.
     ConnectionConfig::default().mode(mode.clone()).keepalive(None).preallocate(true)
 }
 
