@@ -189,7 +189,7 @@ impl Core {
             counters: ConnectionCounters::default(),
             after: AfterUnlock::default(),
         };
-        core.post_first();
+        core.post_more(config.first_receives());
         core
     }
 
@@ -438,9 +438,7 @@ impl Core {
 
     /// Sends the `Fin`, `Resize`, `Ack` and skips that are due.
     pub(super) fn send_due(&mut self) {
-        if !self.sizes.is_settled() {
-            self.sizes.settle(self.protocol.flow.next_receive());
-        }
+        self.sizes.settle(self.protocol.flow.next_receive());
         if self.protocol.flow.owes_credits() {
             self.receives.note_ack();
         }

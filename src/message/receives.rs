@@ -38,6 +38,9 @@ const SPARES: usize = 2;
 /// announce released receives, and separate `Ack`s are rare.
 const LONG_MESSAGES: u32 = 8;
 
+/// The longest copied message: copying costs less than replacing the buffer.
+const COPIED_OUT: usize = 256;
+
 /// The receives of a side and their buffers.
 #[derive(Debug)]
 pub(super) struct Receives {
@@ -271,20 +274,7 @@ impl Receives {
     }
 }
 
-/// The longest copied message: copying costs less than replacing the buffer.
-const COPIED_OUT: usize = 256;
-
 impl Core {
-    /// Posts the first receives.
-    pub(super) fn post_first(&mut self) {
-        for _ in 0..self.receives.number {
-            match self.receives.first.try_alloc(self.receives.first.buffer_size()) {
-                Ok(buffer) => self.post_receive(buffer),
-                Err(error) => unreachable!("the pool has a buffer for each receive: {error}"),
-            }
-        }
-    }
-
     /// Posts a receive with `buffer`, or with one of the size announced last.
     pub(super) fn post_receive(&mut self, mut buffer: BufMut) {
         if let Some(used) = self.receives.replace_short(&mut buffer) {
@@ -367,7 +357,7 @@ impl Core {
         self.receives.extra = 0;
         self.after.drop_pool(unused);
         self.receives.set_number(number);
-        self.post_first();
+        self.post_more(number);
         self.receives.changed_at = Some(from);
         let receives = skip + number;
         self.protocol.flow.resize(Resize { receives, skip, from, size: FIRST_SIZE });
@@ -392,7 +382,7 @@ impl Core {
     }
 
     /// Posts `number` receives of the current size.
-    fn post_more(&mut self, number: u32) {
+    pub(super) fn post_more(&mut self, number: u32) {
         for _ in 0..number {
             match self.receives.pool().try_alloc(self.receives.size) {
                 Ok(buffer) => self.post_receive(buffer),

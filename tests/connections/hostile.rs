@@ -37,11 +37,6 @@ const ABORT: u32 = 5;
 const PART: u32 = 6;
 const RESIZE: u32 = 7;
 
-/// Returns the payload of a `Resize`.
-fn resize(fields: [u32; 4]) -> Vec<u8> {
-    fields.map(u32::to_be_bytes).concat()
-}
-
 fn header(kind: u32, released: u32, done: u32) -> Imm {
     Imm(kind << 29 | released << 14 | done)
 }
@@ -125,40 +120,19 @@ fn each_violation_closes_the_connection_with_its_reason() {
     run("violations", || async {
         let region = |addr, len| RemoteRegion::new(addr, len, Rkey(7)).to_bytes();
         let max_message = 64 << 20;
+        let resized = |what, fields @ [receives, .., size]: [u32; 4]| {
+            let payload = fields.map(u32::to_be_bytes).concat();
+            (what, payload, header(RESIZE, 0, 0), Violation::Resize { receives, size })
+        };
         let cases: [(&str, Vec<u8>, Imm, Violation); 20] = [
             ("empty part", vec![], header(PART, 0, 0), Violation::FrameLength { len: 0 }),
             ("short change", vec![1], header(RESIZE, 0, 0), Violation::FrameLength { len: 1 }),
             ("skipped receive", vec![], header(RESIZE, 0, 0), Violation::Skip),
-            (
-                "fewer receives",
-                resize([67, 0, 68, 4096]),
-                header(RESIZE, 0, 0),
-                Violation::Resize { receives: 67, size: 4096 },
-            ),
-            (
-                "more receives than in the handshake",
-                resize([77, 0, 68, 4096]),
-                header(RESIZE, 0, 0),
-                Violation::Resize { receives: 77, size: 4096 },
-            ),
-            (
-                "longer receives than in the handshake",
-                resize([68, 0, 68, 4097]),
-                header(RESIZE, 0, 0),
-                Violation::Resize { receives: 68, size: 4097 },
-            ),
-            (
-                "change of a receive that is not posted",
-                resize([68, 0, 69, 512]),
-                header(RESIZE, 0, 0),
-                Violation::Resize { receives: 68, size: 512 },
-            ),
-            (
-                "too few receives left",
-                resize([68, 64, 68, 4096]),
-                header(RESIZE, 0, 0),
-                Violation::Resize { receives: 68, size: 4096 },
-            ),
+            resized("fewer receives", [67, 0, 68, 4096]),
+            resized("more receives than in the handshake", [77, 0, 68, 4096]),
+            resized("longer receives than in the handshake", [68, 0, 68, 4097]),
+            resized("change of a receive that is not posted", [68, 0, 69, 512]),
+            resized("too few receives left", [68, 64, 68, 4096]),
             (
                 "acknowledged Fin that was not sent",
                 vec![],
