@@ -25,7 +25,7 @@ fn driven<T>(network: &Network, test: impl Future<Output = T>) -> T {
 
 /// Returns settings without deadlines in real time that could expire.
 fn config(mode: &CompletionMode) -> ConnectionConfig {
-    // Without, a thread would register memory for fetched messages, at any time.
+    // Without `preallocate`, a thread would register memory for messages, at any time.
     ConnectionConfig::default().mode(mode.clone()).keepalive(None).preallocate(true)
 }
 
