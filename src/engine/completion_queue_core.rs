@@ -299,7 +299,8 @@ impl CompletionQueueCore {
             return self.count(state, found) == BATCH;
         }
         self.finish_remaining(state);
-        let taken = self.take_batch(state);
+        let found = self.cq.poll_device(&mut state.completions[..]);
+        let taken = self.count(state, found);
         taken > 0 && self.finish_batch(state, 0, taken)
     }
 
@@ -311,29 +312,18 @@ impl CompletionQueueCore {
         }
     }
 
-    /// Dispatches the remaining completions, which may be in the device's queue if that is read in
-    /// place. Returns true if there were any.
-    pub(super) fn dispatch_remaining(&self) -> bool {
+    /// Dispatches all available completions; returns true if there were any. Without it, a task
+    /// that waits for no operation would never find completions that arrived with the one it took.
+    pub(super) fn dispatch_available(&self) -> bool {
         if !self.mode.arms() {
             return false;
         }
         let mut state = lock(&self.state);
-        let any = if self.direct.is_some() {
-            let before = state.counters.completions;
-            while self.drain_batch(&mut state) {}
-            state.counters.completions != before
-        } else {
-            let any = state.next < state.end;
-            self.finish_remaining(&mut state);
-            any
-        };
+        let (taken, before) = (state.next < state.end, state.counters.completions);
+        while self.drain_batch(&mut state) {}
+        let any = taken || state.counters.completions != before;
         self.release(state);
         any
-    }
-
-    fn take_batch(&self, state: &mut State) -> usize {
-        let found = self.cq.poll_device(&mut state.completions[..]);
-        self.count(state, found)
     }
 
     /// Counts the completions taken. On an error, marks the queue as dead and returns 0.

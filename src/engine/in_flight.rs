@@ -34,7 +34,7 @@ impl<B: Send + 'static> InFlight<B> {
     pub(crate) fn is_finished(&self) -> bool {
         self.held.as_ref().is_some_and(|(claim, _)| {
             claim.is_complete() || {
-                claim.queue().cq().dispatch_remaining();
+                claim.queue().cq().dispatch_available();
                 claim.is_complete()
             }
         })

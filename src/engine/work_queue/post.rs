@@ -229,7 +229,7 @@ impl WorkQueue {
         if !direct && on_full == OnFull::Try {
             drop(posting);
             // Dispatching completions may free capacity.
-            return if self.cq.dispatch_remaining() {
+            return if self.cq.dispatch_available() {
                 self.submit(request, buffer, on_full)
             } else {
                 Err(Refusal::Full)
@@ -309,7 +309,7 @@ impl WorkQueue {
         if !direct && on_full == OnFull::Try {
             drop(posting);
             // Dispatching completions may free capacity.
-            return if self.cq().dispatch_remaining() {
+            return if self.cq().dispatch_available() {
                 self.post_batch(parts, on_full)
             } else {
                 Err(Refusal::Full)
