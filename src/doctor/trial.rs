@@ -302,14 +302,20 @@ mod tests {
 
     #[test]
     fn hanging_device_is_reported_with_the_results_so_far() {
-        let report = examine_with("stuck", Duration::from_millis(20), |_, found| {
-            found.send(Piece::Attr(DeviceAttr::named("stuck"))).unwrap();
-            loop {
-                thread::park();
+        // A busy machine may start the examination late.
+        for limit in [20, 200, 2_000, 20_000].map(Duration::from_millis) {
+            let report = examine_with("stuck", limit, |_, found| {
+                let _ = found.send(Piece::Attr(DeviceAttr::named("stuck")));
+                loop {
+                    thread::park();
+                }
+            });
+            assert_eq!(report.error, Some(format!("no answer within {limit:?}")));
+            if report.attr.is_some() {
+                return;
             }
-        });
-        assert!(report.attr.is_some());
-        assert_eq!(report.error.as_deref(), Some("no answer within 20ms"));
+        }
+        panic!("no result so far is reported");
     }
 
     #[test]
