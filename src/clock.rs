@@ -42,11 +42,13 @@ pub(crate) fn deadline(after: Duration) -> Instant {
 pub(crate) struct Sleep {
     deadline: Instant,
     alarm: Option<Alarm>,
+    /// The signal of an earlier alarm, so that another deadline needs no allocation.
+    unused: Option<Arc<Signal>>,
 }
 
 impl Sleep {
     pub(crate) fn new(deadline: Instant) -> Self {
-        Self { deadline, alarm: None }
+        Self { deadline, alarm: None, unused: None }
     }
 
     pub(crate) fn deadline(&self) -> Instant {
@@ -54,7 +56,16 @@ impl Sleep {
     }
 
     pub(crate) fn reset(&mut self, deadline: Instant) {
-        *self = Self::new(deadline);
+        self.deadline = deadline;
+        if let Some(alarm) = self.alarm.take() {
+            let mut signal = alarm.signal.clone();
+            drop(alarm);
+            // Otherwise the alarm thread is about to fire it.
+            if let Some(own) = Arc::get_mut(&mut signal) {
+                *own.fired.get_mut() = false;
+                self.unused = Some(signal);
+            }
+        }
     }
 
     pub(crate) fn poll(&mut self, context: &mut Context<'_>) -> Poll<()> {
@@ -62,7 +73,7 @@ impl Sleep {
             if Instant::now() >= self.deadline {
                 return Poll::Ready(());
             }
-            self.alarm = Alarm::set(self.deadline, Arc::default());
+            self.alarm = Alarm::set(self.deadline, self.unused.take().unwrap_or_default());
         }
         let Some(alarm) = &self.alarm else {
             // Without the alarm thread, this task polls.
@@ -252,6 +263,20 @@ mod tests {
         assert!(far.poll(&mut Context::from_waker(&late)).is_pending());
         later.recv_timeout(LONG).unwrap();
         assert!(is_over(&mut far));
+    }
+
+    #[test]
+    fn sleep_waits_for_its_new_deadline_after_an_earlier_one() {
+        let mut sleep = Sleep::new(deadline(SHORT));
+        for _ in 0..3 {
+            let (waker, woken) = waker(|| ());
+            assert!(sleep.poll(&mut Context::from_waker(&waker)).is_pending());
+            woken.recv_timeout(LONG).unwrap();
+            assert!(is_over(&mut sleep));
+            sleep.reset(deadline(LONG));
+            assert!(!is_over(&mut sleep));
+            sleep.reset(deadline(SHORT));
+        }
     }
 
     #[test]
