@@ -59,14 +59,14 @@ struct Actions {
 }
 
 thread_local! {
-    /// The empty actions of the last list that this thread finished, so that the next one need not
-    /// allocate.
-    static SPARE: Cell<Option<Box<Actions>>> = const { Cell::new(None) };
+    /// Empty actions of the lists that this thread finished last, so that the next ones need not
+    /// allocate. Several, because an action may finish other lists.
+    static SPARES: [Cell<Option<Box<Actions>>>; 4] = const { [const { Cell::new(None) }; 4] };
 }
 
 fn spare() -> Box<Actions> {
-    // Destructors of thread-local variables may run when `SPARE` is gone.
-    SPARE.try_with(Cell::take).ok().flatten().unwrap_or_default()
+    // Destructors of thread-local variables may run when `SPARES` are gone.
+    SPARES.try_with(|spares| spares.iter().find_map(Cell::take)).ok().flatten().unwrap_or_default()
 }
 
 impl WakeList {
@@ -163,8 +163,16 @@ impl Actions {
 
     /// Keeps the empty lists for the next [`WakeList`] of this thread.
     fn keep_spare(self: Box<Self>) {
+        let mut moved = Some(self);
         // During the destruction of a thread, they are dropped instead.
-        drop(SPARE.try_with(|spare| spare.replace(Some(self))));
+        let _ = SPARES.try_with(|spares| {
+            for spare in spares {
+                moved = spare.replace(moved.take());
+                if moved.is_none() {
+                    break;
+                }
+            }
+        });
     }
 }
 

@@ -1,6 +1,7 @@
 //! State shared by the tasks of a connection.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::ptr;
 use std::sync::{Arc, Weak};
@@ -16,12 +17,32 @@ use super::error::CloseReason;
 use super::halves::WaitGuard;
 use super::helper::Helper;
 use super::waiters::Caller;
+use crate::contained::contained;
 use crate::engine::Deferral;
 use crate::op::QueuePair;
 
 thread_local! {
     /// The connection that this thread drives or serves, and whether its driver was woken since.
     static POLLED: Cell<(*const DriverWaker, bool)> = const { Cell::new((ptr::null(), false)) };
+    /// Other connections woken since, for [`serve_others`].
+    static OTHERS: RefCell<VecDeque<Arc<DriverWaker>>> = const { RefCell::new(VecDeque::new()) };
+}
+
+/// Connections that a thread serves one after the other. The drivers of further ones are woken.
+const MOST_IN_TURN: usize = 32;
+
+/// Serves the connections that were woken while this thread drove or served another one. Their
+/// completions arrive in the same queue.
+pub(super) fn serve_others() {
+    let next = || OTHERS.try_with(|others| others.borrow_mut().pop_front()).ok().flatten();
+    // Each may wake others.
+    for _ in 0..MOST_IN_TURN {
+        let Some(other) = next() else { return };
+        contained(|| other.serve());
+    }
+    while let Some(other) = next() {
+        other.driver.wake();
+    }
 }
 
 /// The waker of all operations of a connection. It serves the connection in place, which wakes the
@@ -47,17 +68,29 @@ impl DriverWaker {
         }
     }
 
-    /// Makes progress without the driver. Returns false if the driver must continue: another task
-    /// has the lock, a thread would serve two connections within each other, or only the driver can
-    /// do the rest.
-    fn serve(&self) -> bool {
-        if !self.in_place || !POLLED.get().0.is_null() {
-            return false;
-        }
-        let Some(shared) = self.shared.upgrade() else { return true };
+    /// Makes progress without the driver, or wakes it if it must continue: another task has the
+    /// lock, or only the driver can do the rest.
+    fn serve(&self) {
+        let Some(shared) = self.shared.upgrade() else { return };
         let poll = DriverPoll::begin(self);
         let must_continue = shared.try_with(|core, driver| core.serve(driver));
-        must_continue == Some(false) && !poll.end()
+        if must_continue != Some(false) || poll.end() {
+            self.driver.wake();
+        }
+    }
+
+    /// Has the connection served after the one that this thread serves. Returns false if too many
+    /// wait already.
+    fn serve_later(self: &Arc<Self>) -> bool {
+        let push = |others: &RefCell<VecDeque<_>>| {
+            let mut others = others.borrow_mut();
+            let fits = others.len() < MOST_IN_TURN;
+            if fits {
+                others.push_back(self.clone());
+            }
+            fits
+        };
+        OTHERS.try_with(push).unwrap_or(false)
     }
 
     pub(super) fn take(&self) -> Option<Waker> {
@@ -71,8 +104,14 @@ impl std::task::Wake for DriverWaker {
     }
 
     fn wake_by_ref(self: &Arc<Self>) {
-        if !self.serve() {
+        let polled = POLLED.get().0;
+        if !self.in_place || ptr::eq(polled, &**self) {
             self.wake_driver();
+        } else if polled.is_null() {
+            self.serve();
+            serve_others();
+        } else if !self.serve_later() {
+            self.driver.wake();
         }
     }
 }
