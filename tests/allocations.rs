@@ -20,7 +20,7 @@ use tokio_rdma::{
 };
 use torture::{Flavour, LONG, Mode, bounded, device, pair, scaled};
 
-const OPERATIONS: u64 = if cfg!(debug_assertions) { 2_500 } else { 10_000 };
+const OPERATIONS: u64 = if cfg!(debug_assertions) { 1_000 } else { 10_000 };
 /// Operations before counting, so that queues and caches reach their final size.
 const WARM_UP: u64 = 1_000;
 
