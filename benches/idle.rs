@@ -4,8 +4,6 @@
 //! is counted while it is idle, after all have exchanged messages in turn, and when it is idle
 //! again: Rust allocations, the process's memory, and descriptors. Then the time of an exchange by
 //! each connection in turn is compared with ten connections that take turns.
-//!
-//! Each side has two descriptors or more: `ulimit -n` must permit six for each connection.
 
 mod common;
 #[path = "../tests/common/live.rs"]

@@ -166,6 +166,11 @@ impl BusyPoller {
         Ok(Self { handle: Arc::new(ThreadHandle { shared, thread: Mutex::new(Some(thread)) }) })
     }
 
+    /// Returns true for clones of one poller.
+    pub(super) fn same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.handle, &other.handle)
+    }
+
     pub(super) fn serve(&self, queue: Weak<dyn Polled>) {
         self.handle.shared.queues.lock().push(queue);
         self.handle.shared.changed.store(true, Ordering::Release);

@@ -48,6 +48,14 @@ impl CompletionMode {
         !matches!(self, Self::BusyPoll(_))
     }
 
+    /// Returns true for the same mode and, if a thread polls, the same thread.
+    pub(crate) fn same(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::BusyPoll(a), Self::BusyPoll(b)) => a.same(b),
+            _ => std::mem::discriminant(self) == std::mem::discriminant(other),
+        }
+    }
+
     /// Returns [`BusyPoll`](Self::BusyPoll) with a thread of its own, not pinned.
     ///
     /// # Errors

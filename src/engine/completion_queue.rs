@@ -122,6 +122,11 @@ impl CompletionQueue {
     pub(crate) fn shared(&self) -> &Arc<CompletionQueueCore> {
         &self.shared
     }
+
+    /// Returns true for clones of one queue.
+    pub(crate) fn same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.shared, &other.shared)
+    }
 }
 
 impl fmt::Debug for CompletionQueue {

@@ -29,9 +29,9 @@ use crate::verbs::{Device, ProtectionDomain};
 /// - `receive_memory`, or the longest message if that is more
 /// - `receive_memory` again, in buffers kept for reuse while it is in use
 ///
-/// While a device has a connection or listener, it also keeps the protection domains, completion
-/// queues and first buffers of at most eight closed connections for later ones with the same
-/// settings, which need not create any.
+/// While a device has a connection or listener, it also keeps the protection domains and first
+/// buffers of at most eight closed connections for later ones with the same settings, which need
+/// not create any.
 ///
 /// ```
 /// use tokio_rdma::{CompletionMode, Connection, ConnectionConfig, Listener};
@@ -89,8 +89,9 @@ const MAX_BUFFERS: u32 = 1 << 20;
 
 #[derive(Debug, Clone)]
 pub(super) enum Completions {
-    Own(CompletionMode),
-    Shared(CompletionQueue),
+    /// The mode of queues shared with other connections.
+    Mode(CompletionMode),
+    Given(CompletionQueue),
 }
 
 impl Default for ConnectionConfig {
@@ -113,7 +114,7 @@ impl Default for ConnectionConfig {
             stall_timeout: None,
             close_timeout: Duration::from_secs(10),
             options: ConnectOptions::default(),
-            completions: Completions::Own(CompletionMode::default()),
+            completions: Completions::Mode(CompletionMode::default()),
             connect_timeout: Duration::from_secs(15),
             handshakes: 32,
             max_connections: 4096,
@@ -282,17 +283,18 @@ impl ConnectionConfig {
         self
     }
 
-    /// Sets how the connection's own completion queues are polled; by events unless set. With
-    /// events there are two, one for sends and one for receives, else one for both.
+    /// Sets how completion queues are polled; by events unless set. With events there are two, one
+    /// for sends and one for receives, else one for both. Connections of the same runtime, device
+    /// and mode share them; a runtime of many threads has as many pairs as worker threads.
     pub fn mode(mut self, mode: CompletionMode) -> Self {
-        self.completions = Completions::Own(mode);
+        self.completions = Completions::Mode(mode);
         self
     }
 
-    /// Uses `queue` instead of an own completion queue. Connections can share it, including its
-    /// channel and interrupts; each needs `max_send_wr` + `receive_buffers` + 12 entries.
+    /// Uses `queue` instead of the shared completion queues, for example one whose interrupts have
+    /// a vector of their own. Each connection needs `max_send_wr` + `receive_buffers` + 12 entries.
     pub fn completion_queue(mut self, queue: &CompletionQueue) -> Self {
-        self.completions = Completions::Shared(queue.clone());
+        self.completions = Completions::Given(queue.clone());
         self
     }
 
@@ -423,12 +425,6 @@ impl ConnectionConfig {
         }
     }
 
-    /// Returns true if a later connection may use the resources. The thread of a busy-polled queue
-    /// is the choice of one.
-    pub(super) fn is_reusable(&self) -> bool {
-        !matches!(&self.completions, Completions::Own(CompletionMode::BusyPoll(_)))
-    }
-
     /// Returns the connection manager's options. The handshake must fit `capacity` bytes.
     pub(super) fn cm_options(
         &self,
@@ -466,7 +462,7 @@ impl ConnectionConfig {
         self.protection_domain
             .as_ref()
             .map_or(Ok(()), |pd| foreign("protection domain", pd.device()))?;
-        if let Completions::Shared(queue) = &self.completions {
+        if let Completions::Given(queue) = &self.completions {
             foreign("completion queue", queue.device())?;
         }
         let attr = device.attr();

@@ -54,6 +54,7 @@ mod reconnect;
 mod resources;
 mod send_memory;
 mod shared;
+mod shared_queues;
 pub mod stream;
 #[cfg(all(test, not(loom)))]
 mod tests;

@@ -1,8 +1,9 @@
-//! The protection domain, buffers and completion queues of a connection, reused by later ones.
+//! The protection domain, buffers and completion queues of a connection.
 //!
-//! To create them takes longer than to connect. So a closed connection leaves them to the next one
-//! of the same settings on its device. One connection has them at a time: keys work
+//! To create a domain and buffers takes longer than to connect. So a closed connection leaves them
+//! to the next one of the same settings on its device. One connection has them at a time: keys work
 //! throughout a protection domain, so memory exposed to one peer must be inaccessible to others.
+//! Completion queues are [shared](super::shared_queues).
 
 #![forbid(unsafe_code)]
 
@@ -13,16 +14,15 @@ use std::sync::{Arc, Weak};
 use parking_lot::Mutex;
 
 use super::config::{Completions, ConnectionConfig};
-use crate::engine::{CompletionMode, CompletionQueue};
+use super::shared_queues::{QueueLease, SharedQueues};
+use crate::engine::CompletionQueue;
 use crate::error::SetupError;
 use crate::memory::Pool;
 use crate::verbs::{Device, ProtectionDomain};
 
-/// The resources of one connection.
+/// The domain and buffers of one connection.
 #[derive(Debug)]
 struct Resources {
-    /// The queues of sends and receives; `None` if the settings name one.
-    queues: Option<[CompletionQueue; 2]>,
     /// Buffers of the first receives.
     receive_pool: Pool,
     /// Send buffers, if they are registered in advance.
@@ -39,18 +39,18 @@ struct Sizes {
     /// Size and number of the first receive buffers, and of send buffers.
     receives: (usize, usize),
     sends: (usize, usize),
-    /// Entries and mode of the completion queues; `None` for the queue of the settings.
-    queues: Option<([u32; 2], mem::Discriminant<CompletionMode>)>,
 }
 
 /// The maximum of unused resources of a device. Connections that close while others are made leave
 /// theirs to the next ones, so a few suffice; with `preallocate`, each may hold over a mebibyte.
 pub(super) const MAX_IDLE: usize = 8;
 
-/// The unused resources of an open device, kept while it has a connection or listener.
+/// The completion queues that connections of an open device share, and unused resources. Kept while
+/// it has a connection or listener.
 pub(super) struct Reserve {
     device: Device,
     idle: Mutex<Vec<Resources>>,
+    pub(super) queues: SharedQueues,
 }
 
 static RESERVES: Mutex<Vec<Weak<Reserve>>> = Mutex::new(Vec::new());
@@ -65,7 +65,11 @@ impl Reserve {
         seen.extend(reserves.iter().filter_map(Weak::upgrade));
         let known = seen.iter().find(|reserve| reserve.device.same(device)).cloned();
         let reserve = known.unwrap_or_else(|| {
-            let new = Arc::new(Self { device: device.clone(), idle: Mutex::default() });
+            let new = Arc::new(Self {
+                device: device.clone(),
+                idle: Mutex::default(),
+                queues: SharedQueues::default(),
+            });
             reserves.push(Arc::downgrade(&new));
             new
         });
@@ -83,11 +87,12 @@ impl Reserve {
         &self.device
     }
 
-    /// Returns unused resources for these settings, else new ones.
+    /// Returns completion queues, and unused resources for these settings, else new ones.
     pub(super) fn take(
         self: Arc<Self>,
         config: &ConnectionConfig,
     ) -> Result<ConnectionResources, SetupError> {
+        let queues = Queues::new(&self, config)?;
         let sizes = Sizes::of(config);
         let found = {
             let mut idle = self.idle.lock();
@@ -98,13 +103,13 @@ impl Reserve {
             Some(resources) => resources,
             None => self.make(config)?,
         };
-        Ok(ConnectionResources { resources: Some(resources), reserve: Some(self) })
+        Ok(ConnectionResources { resources: Some(resources), queues, reserve: Some(self) })
     }
 
     fn make(&self, config: &ConnectionConfig) -> Result<Resources, SetupError> {
         let make = || {
             let mut new = Resources::new(self.device.protection_domain()?, config)?;
-            new.references = config.is_reusable().then(|| new.pd.references());
+            new.references = Some(new.pd.references());
             Ok(new)
         };
         make().or_else(|error: SetupError| {
@@ -143,30 +148,17 @@ impl fmt::Debug for Reserve {
 
 impl Sizes {
     fn of(config: &ConnectionConfig) -> Self {
-        let receives = config.most_receives();
-        let queues = match &config.completions {
-            Completions::Shared(_) => None,
-            Completions::Own(mode) => {
-                Some(([config.max_send_wr, receives], mem::discriminant(mode)))
-            }
-        };
-        Self { receives: config.first_buffers(), sends: config.first_send_buffers(), queues }
+        Self { receives: config.first_buffers(), sends: config.first_send_buffers() }
     }
 }
 
 impl Resources {
     fn new(pd: ProtectionDomain, config: &ConnectionConfig) -> Result<Self, SetupError> {
         let sizes = Sizes::of(config);
-        let queues = match (&config.completions, sizes.queues) {
-            (Completions::Own(mode), Some((entries, _))) => {
-                Some(make_queues(pd.device(), mode, entries)?)
-            }
-            _ => None,
-        };
         let pool = |(size, buffers)| Pool::new(&pd, size, buffers);
         let receive_pool = pool(sizes.receives)?;
         let send_pool = if sizes.sends.1 == 0 { None } else { Some(pool(sizes.sends)?) };
-        Ok(Self { queues, receive_pool, send_pool, pd, references: None, sizes })
+        Ok(Self { receive_pool, send_pool, pd, references: None, sizes })
     }
 
     /// Returns true if nothing else uses the resources: no queue pair, no region, no buffer. What a
@@ -175,30 +167,27 @@ impl Resources {
         self.references == Some(self.pd.references())
             && self.receive_pool.available() == self.receive_pool.total()
             && self.send_pool.iter().all(|pool| pool.available() == pool.total())
-            && self
-                .queues
-                .iter()
-                .flatten()
-                .all(|queue| queue.failure().is_none() && queue.counters().reserved == 0)
     }
 }
 
-/// Creates the completion queues of sends and receives.
-///
-/// They are separate if completions raise events: a send that no task awaits then raises none,
-/// because its queue is not armed. Modes that poll have one queue to poll.
-fn make_queues(
-    device: &Device,
-    mode: &CompletionMode,
-    [sends, receives]: [u32; 2],
-) -> Result<[CompletionQueue; 2], SetupError> {
-    let queue =
-        |entries| CompletionQueue::builder(device).mode(mode.clone()).capacity(entries).build();
-    if let CompletionMode::Event = mode {
-        return Ok([queue(sends)?, queue(receives)?]);
+/// The completion queues of a connection.
+#[derive(Debug)]
+enum Queues {
+    /// The queue that the settings name.
+    Given(CompletionQueue),
+    Leased(QueueLease),
+}
+
+impl Queues {
+    fn new(reserve: &Arc<Reserve>, config: &ConnectionConfig) -> Result<Self, SetupError> {
+        Ok(match &config.completions {
+            Completions::Given(queue) => Self::Given(queue.clone()),
+            Completions::Mode(mode) => {
+                let entries = [config.max_send_wr, config.most_receives()];
+                Self::Leased(QueueLease::new(reserve.clone(), mode, entries)?)
+            }
+        })
     }
-    let both = queue(sends + receives)?;
-    Ok([both.clone(), both])
 }
 
 /// The resources that a connection uses. Dropped after everything that uses them, they are left to
@@ -206,6 +195,7 @@ fn make_queues(
 pub(super) struct ConnectionResources {
     /// `None` only in `drop`.
     resources: Option<Resources>,
+    queues: Queues,
     /// `None` for a protection domain of the service, which other objects may use.
     reserve: Option<Arc<Reserve>>,
 }
@@ -216,7 +206,8 @@ impl ConnectionResources {
         pd: &ProtectionDomain,
         config: &ConnectionConfig,
     ) -> Result<Self, SetupError> {
-        Ok(Self { resources: Some(Resources::new(pd.clone(), config)?), reserve: None })
+        let queues = Queues::new(&Reserve::of(pd.device()), config)?;
+        Ok(Self { resources: Some(Resources::new(pd.clone(), config)?), queues, reserve: None })
     }
 
     fn get(&self) -> &Resources {
@@ -229,11 +220,10 @@ impl ConnectionResources {
     }
 
     /// Returns the completion queues of sends and receives.
-    pub(super) fn queues(&self, config: &ConnectionConfig) -> [CompletionQueue; 2] {
-        match (&config.completions, &self.get().queues) {
-            (Completions::Shared(queue), _) => [queue.clone(), queue.clone()],
-            (Completions::Own(_), Some(queues)) => queues.clone(),
-            (Completions::Own(_), None) => unreachable!("resources are made for the settings"),
+    pub(super) fn queues(&self) -> [CompletionQueue; 2] {
+        match &self.queues {
+            Queues::Given(queue) => [queue.clone(), queue.clone()],
+            Queues::Leased(lease) => lease.queues.clone(),
         }
     }
 

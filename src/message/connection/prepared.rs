@@ -38,7 +38,7 @@ impl PreparedConnection {
     ) -> Result<Self, SetupError> {
         let share = Share::new(&config.budget, config.first_bytes())?;
         let (pd, pools) = (&resources.domain().clone(), resources.pools());
-        let [sends, of_receives] = resources.queues(config);
+        let [sends, of_receives] = resources.queues();
         let describe = |builder| describe(builder).holding(resources);
         let builder = QueuePair::builder(pd, &sends).receive_completions(&of_receives);
         let builder = builder.max_send_wr(config.max_send_wr).max_recv_wr(config.most_receives());

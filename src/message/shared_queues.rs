@@ -1,0 +1,167 @@
+//! Completion queues that connections share, so that each takes few descriptors and little memory.
+//!
+//! Connections made in different runtimes use different queues: a queue is registered with each
+//! runtime that waits for it, and an event wakes them all.
+
+#![forbid(unsafe_code)]
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use tokio::runtime::{self, Handle};
+
+use super::resources::Reserve;
+use crate::engine::{CompletionMode, CompletionQueue};
+use crate::error::SetupError;
+use crate::verbs::Device;
+
+/// Entries of the first queues of a runtime. Later ones have as many as all before them, so that
+/// few connections take little memory and many connections few queues.
+const FIRST_ENTRIES: u32 = 512;
+const MAX_ENTRIES: u32 = 1 << 16;
+
+/// The shared queues of a device.
+#[derive(Debug, Default)]
+pub(super) struct SharedQueues(Mutex<Vec<Pair>>);
+
+/// The completion queues of sends and receives, which are one if it is polled.
+///
+/// They are separate if completions raise events: a send that no task awaits then raises none,
+/// because its queue is not armed.
+#[derive(Debug)]
+struct Pair {
+    /// `None` for connections that were prepared outside of a runtime.
+    runtime: Option<runtime::Id>,
+    mode: CompletionMode,
+    queues: [CompletionQueue; 2],
+    capacity: [u32; 2],
+    free: [u32; 2],
+    connections: u32,
+}
+
+impl SharedQueues {
+    /// Returns the queues for another connection of the current runtime, which may need `sends` and
+    /// `receives` entries. A runtime has a pair of queues per worker thread, and more when all are
+    /// full.
+    fn take(
+        &self,
+        device: &Device,
+        mode: &CompletionMode,
+        entries: [u32; 2],
+    ) -> Result<([CompletionQueue; 2], [u32; 2]), SetupError> {
+        let handle = Handle::try_current().ok();
+        let runtime = handle.as_ref().map(Handle::id);
+        let workers = handle.map_or(1, |handle| handle.metrics().num_workers());
+        let needed = Pair::needed(mode, entries);
+        // Queues are destroyed without the lock.
+        let mut failed = Vec::new();
+        let mut pairs = self.0.lock();
+        while let Some(at) = pairs.iter().position(Pair::has_failed) {
+            failed.push(pairs.swap_remove(at));
+        }
+        let of_runtime = |pair: &&Pair| pair.runtime == runtime && pair.mode.same(mode);
+        let (count, before) = pairs
+            .iter()
+            .filter(of_runtime)
+            .fold((0, 0), |(count, entries), pair| (count + 1, entries + pair.capacity[0]));
+        let emptiest = (0..pairs.len())
+            .filter(|&at| of_runtime(&&pairs[at]) && pairs[at].fits(needed))
+            .min_by_key(|&at| pairs[at].connections);
+        let at = match emptiest {
+            Some(at) if pairs[at].connections == 0 || count >= workers => at,
+            _ => {
+                let most = device.attr().max_cqe.min(MAX_ENTRIES);
+                let wanted = before.clamp(FIRST_ENTRIES, MAX_ENTRIES).min(most);
+                let wanted = needed.map(|needed| needed.max(wanted));
+                let new = Pair::new(device, runtime, mode, wanted);
+                // Perhaps the device has enough for this connection.
+                let new = new.or_else(|_| Pair::new(device, runtime, mode, needed))?;
+                pairs.push(new);
+                pairs.len() - 1
+            }
+        };
+        let pair = &mut pairs[at];
+        pair.free = [pair.free[0] - needed[0], pair.free[1] - needed[1]];
+        pair.connections += 1;
+        Ok((pair.queues.clone(), needed))
+    }
+
+    fn release(&self, queues: &[CompletionQueue; 2], taken: [u32; 2]) {
+        let mut pairs = self.0.lock();
+        // A failed pair is no longer listed.
+        let Some(at) = pairs.iter().position(|pair| pair.queues[0].same(&queues[0])) else {
+            return;
+        };
+        let pair = &mut pairs[at];
+        pair.free = [pair.free[0] + taken[0], pair.free[1] + taken[1]];
+        pair.connections -= 1;
+        if pair.connections > 0 {
+            return;
+        }
+        // One unused pair is kept for a later connection, unless a thread polls it.
+        let polled = matches!(pair.mode, CompletionMode::BusyPoll(_));
+        let other = (0..pairs.len()).find(|&other| other != at && pairs[other].connections == 0);
+        let unneeded = if polled { Some(at) } else { other };
+        let removed = unneeded.map(|at| pairs.swap_remove(at));
+        drop(pairs);
+        drop(removed);
+    }
+}
+
+impl Pair {
+    /// Returns the entries that a connection needs of each queue.
+    fn needed(mode: &CompletionMode, [sends, receives]: [u32; 2]) -> [u32; 2] {
+        if let CompletionMode::Event = mode { [sends, receives] } else { [sends + receives, 0] }
+    }
+
+    fn new(
+        device: &Device,
+        runtime: Option<runtime::Id>,
+        mode: &CompletionMode,
+        capacity: [u32; 2],
+    ) -> Result<Self, SetupError> {
+        let queue =
+            |entries| CompletionQueue::builder(device).mode(mode.clone()).capacity(entries).build();
+        let first = queue(capacity[0])?;
+        let queues = if let CompletionMode::Event = mode {
+            [first, queue(capacity[1])?]
+        } else {
+            [first.clone(), first]
+        };
+        let mode = mode.clone();
+        Ok(Self { runtime, mode, queues, capacity, free: capacity, connections: 0 })
+    }
+
+    fn fits(&self, needed: [u32; 2]) -> bool {
+        self.free[0] >= needed[0] && self.free[1] >= needed[1]
+    }
+
+    fn has_failed(&self) -> bool {
+        self.queues.iter().any(|queue| queue.failure().is_some())
+    }
+}
+
+/// The queues that a connection uses, until it is dropped.
+#[derive(Debug)]
+pub(super) struct QueueLease {
+    pub(super) queues: [CompletionQueue; 2],
+    taken: [u32; 2],
+    reserve: Arc<Reserve>,
+}
+
+impl QueueLease {
+    pub(super) fn new(
+        reserve: Arc<Reserve>,
+        mode: &CompletionMode,
+        entries: [u32; 2],
+    ) -> Result<Self, SetupError> {
+        let (queues, taken) = reserve.queues.take(reserve.device(), mode, entries)?;
+        Ok(Self { queues, taken, reserve })
+    }
+}
+
+impl Drop for QueueLease {
+    fn drop(&mut self) {
+        self.reserve.queues.release(&self.queues, self.taken);
+    }
+}
