@@ -1,6 +1,7 @@
 //! Asynchronous device events as a stream.
 
 use std::fmt;
+use std::future::poll_fn;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::pin::Pin;
@@ -15,7 +16,7 @@ use tokio::io::unix::AsyncFd;
 use crate::contained::{ContainedWaker, contained};
 use crate::error::{NoRuntime, VerbError};
 use crate::types::AsyncEvent;
-use crate::verbs::{Device, Listener};
+use crate::verbs::{Device, EventKind, Listener};
 
 impl Device {
     /// Returns a stream of the device's asynchronous events: faults and changes that belong to no
@@ -35,7 +36,7 @@ impl Device {
         let notified = waker.clone();
         // Called after another task or a reactor has read the events.
         let listener: Arc<Listener> = Arc::new(move || contained(|| notified.wake()));
-        self.on_events(&listener)?;
+        self.on_events(EventKind::Any, &listener)?;
         Ok(DeviceEvents {
             fd,
             device: self.clone(),
@@ -117,5 +118,83 @@ impl Stream for DeviceEvents {
 impl fmt::Debug for DeviceEvents {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("DeviceEvents").field("device", &self.device).finish()
+    }
+}
+
+/// Notices changes of a device's ports, and its removal, but leaves the events to the streams of
+/// the user.
+pub(crate) struct PortChanges {
+    device: Device,
+    /// The number of changes that were noticed.
+    seen: u64,
+    waker: Arc<AtomicWaker>,
+    _listener: Arc<Listener>,
+}
+
+impl PortChanges {
+    /// Begins with the next change.
+    ///
+    /// # Errors
+    ///
+    /// [`VerbError`] if the thread that reports events read by other code cannot be started.
+    pub(crate) fn new(device: &Device) -> Result<Self, VerbError> {
+        let waker = Arc::new(AtomicWaker::new());
+        let notified = waker.clone();
+        let listener: Arc<Listener> = Arc::new(move || contained(|| notified.wake()));
+        device.on_events(EventKind::Port, &listener)?;
+        let mut new = Self { device: device.clone(), seen: 0, waker, _listener: listener };
+        new.skip();
+        Ok(new)
+    }
+
+    /// Ignores all changes so far.
+    pub(crate) fn skip(&mut self) {
+        self.device.read_events();
+        self.seen = self.device.port_events().changes;
+    }
+
+    /// Waits for a change. Returns at once if the device was removed.
+    pub(crate) async fn next(&mut self) {
+        self.device.read_events();
+        if self.device.port_events().removed {
+            return;
+        }
+        let fd = NoRuntime::or_registered(|| readable(&self.device));
+        let fd = fd.map_err(io::Error::from).and_then(|registered| registered);
+        let fd = fd.inspect_err(|error| {
+            tracing::warn!(
+                device = self.device.name(),
+                %error,
+                "failed to watch asynchronous events; changes of ports are noticed late"
+            );
+        });
+        self.changed(fd.ok().as_ref()).await;
+    }
+
+    /// Waits for a change, and uses no descriptor. Notices a change when other code reads events,
+    /// as the reactor of a connection does.
+    pub(crate) async fn next_read(&mut self) {
+        self.changed(None).await;
+    }
+
+    async fn changed(&mut self, fd: Option<&AsyncFd<OwnedFd>>) {
+        poll_fn(|context| {
+            // Before the events are read, so that a later reader wakes this task.
+            self.waker.register(context.waker());
+            loop {
+                self.device.read_events();
+                let changes = self.device.port_events().changes;
+                if changes != std::mem::replace(&mut self.seen, changes) {
+                    return Poll::Ready(());
+                }
+                let Some(fd) = fd else { return Poll::Pending };
+                match ready!(fd.poll_read_ready(context)) {
+                    Ok(mut ready) => ready.clear_ready(),
+                    // The runtime is shutting down.
+                    Err(_) => return Poll::Pending,
+                }
+            }
+        })
+        .await;
     }
 }

@@ -742,6 +742,21 @@ fn texts_of_connecting_again() {
             ReconnectCause::AttemptTimedOut { after: Duration::from_secs(2) } =>
                 "the attempt timed out after 2s",
         ],
+        ReconnectCause::PortDown { .. } => [
+            ReconnectCause::PortDown { device: "mlx5_0".to_owned() } =>
+                "device mlx5_0 has no active port",
+        ],
+        ReconnectCause::DeviceRemoved { .. } => [
+            ReconnectCause::DeviceRemoved { device: "mlx5_0".to_owned() } =>
+                "device mlx5_0 was removed",
+        ],
+        ReconnectCause::Open(_) => [
+            ReconnectCause::Open(OpenError::NotFound {
+                name: "mlx5_0".to_owned(), available: Vec::new(), reason: None,
+            }) => &OpenError::NotFound {
+                name: "mlx5_0".to_owned(), available: Vec::new(), reason: None,
+            }.to_string(),
+        ],
         ReconnectCause::Lost { .. } => [
             ReconnectCause::Lost { generation: 3, reason: CloseReason::Silent } =>
                 "connection 3 has closed: the peer did not answer within the keepalive timeout",

@@ -531,6 +531,11 @@ impl Connection {
         &self.send.handle
     }
 
+    /// Asks the peer for a frame now, unless [`keepalive`](ConnectionConfig::keepalive) is off.
+    pub(super) fn probe(&self) {
+        self.handle().shared.probe();
+    }
+
     pub(super) fn shared_handle(&self) -> Arc<Handle> {
         self.send.handle.clone()
     }

@@ -169,6 +169,11 @@ impl Protocol {
         self.timers.watch_idle(now);
     }
 
+    /// Makes a `Ping` due now, unless one is unanswered or `keepalive` is off.
+    pub(super) fn probe(&mut self, now: Instant) {
+        self.timers.probe(now, self.flow.used_receives());
+    }
+
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.timers.deadline()
     }

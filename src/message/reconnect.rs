@@ -9,6 +9,7 @@
 //! Delays and the deadline follow Tokio's clock, so that a test can pause it. The timeout of an
 //! attempt follows real time (`clock`), because devices and peers do not pause.
 
+mod connector;
 mod error;
 mod policy;
 
@@ -20,13 +21,14 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use futures::Stream;
-use futures::future::{BoxFuture, select};
+use futures::future::{Either, FutureExt, select};
 use futures::stream::{self, BoxStream, StreamExt};
 use tokio::net::ToSocketAddrs;
 use tokio::sync::{Notify, watch};
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep};
 
+use connector::{Connector, Failure};
 pub use error::{ReconnectCause, ReconnectError};
 pub use policy::ReconnectPolicy;
 
@@ -36,7 +38,7 @@ use super::connection::Connection;
 use super::error::{CloseReason, EstablishError, MessageError};
 use crate::clock;
 use crate::contained::wakes_contained;
-use crate::error::NoRuntime;
+use crate::error::{NoRuntime, OpenError};
 use crate::verbs::Device;
 
 /// A connection to an address that is made anew whenever it ends, until this handle is closed or
@@ -88,16 +90,35 @@ use crate::verbs::Device;
 /// | refused, unreachable, timed out, disconnected, route or address changed | yes |
 /// | host name not found | yes |
 /// | listener full or shutting down | yes |
-/// | device port down, memory or entries of a queue missing | yes |
+/// | memory or entries of a queue missing | yes |
 /// | invalid or unsupported settings, no runtime | no |
 /// | another protocol, version or content | no |
 /// | rejected by the peer's service, or by another program with data | no |
-/// | device removed | no |
+/// | device removed | by [`with_device`](Self::with_device) only |
 ///
 /// [`EstablishError::is_temporary`] decides, and
 /// [`ReconnectPolicy::retry_when`] replaces it. Any end of a connection leads to a new attempt,
 /// also if this side closed it, except [`CloseReason::Violation`], [`CloseReason::Rejected`],
 /// [`CloseReason::Refused`] for another content, and [`CloseReason::Runtime`].
+///
+/// # Events of the device
+///
+/// With [`new`](Self::new) and [`with_device`](Self::with_device), the state of the device and its
+/// events decide when an attempt is made. The service still gets all [events](Device::events).
+///
+/// - While no port is active, no attempt is made. Each wait ends with another query of the ports.
+/// - An event that may have changed a port, for example of a link that came up or of a GID, ends
+///   the wait at once. The delays start anew, because failures before it say nothing about what
+///   follows.
+/// - After the removal of the device, attempts end ([`ReconnectCause::DeviceRemoved`]), or `open`
+///   of [`with_device`](Self::with_device) is called until it returns a device.
+///
+/// A port that goes down does not end the connection: retransmission bridges a short outage. After
+/// an event that leaves a port active, the connection asks its peer for a frame, as
+/// [`keepalive`](ConnectionConfig::keepalive) does in time. If the peer, the route or the local
+/// address was lost meanwhile, the connection ends after the retransmissions of that frame.
+///
+/// # Rejections without a reason
 ///
 /// A listener that rejects a handshake of another version does not give the reason, like one that
 /// is dropped; such a rejection is repeated until the
@@ -121,7 +142,7 @@ pub enum ReconnectState {
         /// Number of the connection, from 1.
         generation: u64,
     },
-    /// Waits before the next attempt.
+    /// Waits before the next attempt, or before the device is checked again.
     Waiting {
         /// Length of the wait.
         delay: Duration,
@@ -172,15 +193,54 @@ impl Reconnect {
     where
         A: ToSocketAddrs + Clone + Send + Sync + 'static,
     {
-        let (device, config) = (device.clone(), config.clone());
-        Self::with_connector(policy, move || {
-            let (device, address, config) = (device.clone(), address.clone(), config.clone());
-            async move { Connection::connect_with(&device, address, &config).await }
-        })
+        let config = config.clone();
+        Self::start(policy, Connector::on_device(device, connect(address, config)))
     }
 
-    /// Connects by `connector`, which is called for each attempt. It may choose between addresses,
-    /// look one up in a directory, or open the device anew.
+    /// Connects like [`new`](Self::new), on the device that `open` returns. It is called before the
+    /// first attempt, and again after the device was removed, until it succeeds. It may open
+    /// another device.
+    ///
+    /// ```
+    /// # use tokio_rdma::message::{Reconnect, ReconnectPolicy};
+    /// # use tokio_rdma::{ConnectionConfig, Device};
+    /// # fn example(name: String) -> Result<(), Box<dyn std::error::Error>> {
+    /// let client = Reconnect::with_device(
+    ///     move || Device::open(&name),
+    ///     "storage-1:7471",
+    ///     &ConnectionConfig::default(),
+    ///     ReconnectPolicy::default(),
+    /// )?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// A removed device exists until all that was created from it is dropped, in particular
+    /// connections of earlier generations. Until then, some devices cannot be opened anew. The
+    /// configuration must name no object of a device, such as a
+    /// [`protection_domain`](ConnectionConfig::protection_domain).
+    ///
+    /// # Errors
+    ///
+    /// [`NoRuntime`] without a current Tokio runtime with a timer. Errors of `open` are
+    /// [causes](ReconnectCause::Open) of another call, until the
+    /// [deadline](ReconnectPolicy::deadline).
+    pub fn with_device<O, A>(
+        open: O,
+        address: A,
+        config: &ConnectionConfig,
+        policy: ReconnectPolicy,
+    ) -> Result<Self, NoRuntime>
+    where
+        O: FnMut() -> Result<Device, OpenError> + Send + 'static,
+        A: ToSocketAddrs + Clone + Send + Sync + 'static,
+    {
+        let config = config.clone();
+        Self::start(policy, Connector::on_opened(open, connect(address, config)))
+    }
+
+    /// Connects by `connector`, which is called for each attempt. It may choose between devices and
+    /// addresses, or look one up in a directory. Events of devices do not influence its attempts.
     ///
     /// ```
     /// # use tokio_rdma::message::{Reconnect, ReconnectPolicy};
@@ -209,13 +269,17 @@ impl Reconnect {
         C: FnMut() -> F + Send + 'static,
         F: Future<Output = Result<Connection, EstablishError>> + Send + 'static,
     {
+        Self::start(policy, Connector::by_service(move || connector().boxed()))
+    }
+
+    fn start(policy: ReconnectPolicy, connector: Connector) -> Result<Self, NoRuntime> {
         let runtime = NoRuntime::or_timers()?;
         let first = Published { state: ReconnectState::Connecting { attempt: 1 }, live: None };
         let shared = Arc::new(Shared { published: watch::Sender::new(first), now: Notify::new() });
         let supervisor = Supervisor {
             shared: shared.clone(),
             policy,
-            connector: Box::new(move || Box::pin(connector())),
+            connector,
             generation: 0,
             _ends: Ends(shared.clone()),
         };
@@ -271,8 +335,8 @@ impl Reconnect {
         ReconnectStates { inner: states(self.shared.published.subscribe()).boxed() }
     }
 
-    /// Ends a wait before the next attempt, for a service that knows that the peer can be reached,
-    /// for example by an [event of the device](Device::events). Does nothing in another state.
+    /// Ends a wait before the next attempt, for a service that knows that the peer can be reached.
+    /// Does nothing in another state.
     pub fn retry_now(&self) {
         self.shared.now.notify_waiters();
     }
@@ -399,11 +463,21 @@ impl Drop for Ends {
     }
 }
 
+fn connect<A>(address: A, config: ConnectionConfig) -> impl FnMut(Device) -> connector::Attempt
+where
+    A: ToSocketAddrs + Clone + Send + Sync + 'static,
+{
+    move |device| {
+        let (address, config) = (address.clone(), config.clone());
+        async move { Connection::connect_with(&device, address, &config).await }.boxed()
+    }
+}
+
 /// The task that makes the attempts.
 struct Supervisor {
     shared: Arc<Shared>,
     policy: ReconnectPolicy,
-    connector: Box<dyn FnMut() -> BoxFuture<'static, Result<Connection, EstablishError>> + Send>,
+    connector: Connector,
     generation: u64,
     _ends: Ends,
 }
@@ -417,11 +491,10 @@ impl Supervisor {
 
     async fn connect_until_failure(&mut self) -> ReconnectError {
         // `step` grows with the delay, which a connection that soon fails does not reset.
-        let (mut since, mut attempts, mut step) = (Instant::now(), 1, 0);
+        let (mut since, mut attempts, mut step) = (Instant::now(), 0, 0);
         let mut last = None;
         loop {
-            self.shared.publish(ReconnectState::Connecting { attempt: attempts }, None);
-            let cause = match self.attempt(since, last.as_ref()).await {
+            let cause = match self.attempt(since, &mut attempts, last.as_ref()).await {
                 Ok(connection) => {
                     let connected = Instant::now();
                     let reason = self.live(connection).await;
@@ -435,25 +508,23 @@ impl Supervisor {
                     (since, attempts) = (Instant::now(), 0);
                     cause
                 }
-                Err(cause) => {
-                    if let ReconnectCause::Attempt(error) = &cause
-                        && !(self.policy.retry_when)(error)
-                    {
-                        return ReconnectError::Permanent { cause, attempts };
-                    }
-                    cause
+                Err(Failure::Again(cause)) => cause,
+                Err(Failure::Permanent(cause)) => {
+                    return ReconnectError::Permanent { cause, attempts };
                 }
             };
             let delay = self.policy.delay(step, random());
             let delay = self.left(since).map_or(delay, |left| delay.min(left));
-            self.wait(delay, cause.clone()).await;
+            let is_news = last.as_ref() != Some(&cause);
+            let device_changed = self.wait(delay, cause.clone(), is_news).await;
             if let Some(after) = self.policy.deadline
                 && since.elapsed() >= after
             {
                 return ReconnectError::TimedOut { after, attempts, cause };
             }
             last = Some(cause);
-            (attempts, step) = (attempts.saturating_add(1), step.saturating_add(1));
+            // Failures before the change say nothing about what follows.
+            step = if device_changed { 0 } else { step.saturating_add(1) };
         }
     }
 
@@ -461,15 +532,20 @@ impl Supervisor {
     async fn attempt(
         &mut self,
         since: Instant,
+        attempts: &mut u32,
         last: Option<&ReconnectCause>,
-    ) -> Result<Connection, ReconnectCause> {
+    ) -> Result<Connection, Failure> {
+        let connecting = self.connector.start()?;
+        *attempts = attempts.saturating_add(1);
+        self.shared.publish(ReconnectState::Connecting { attempt: *attempts }, None);
         let limit = self.policy.attempt_timeout;
         let after = self.left(since).map_or(limit, |left| limit.min(left));
-        match (clock::timeout(after, (self.connector)()).await, last) {
-            (Some(connected), _) => connected.map_err(ReconnectCause::Attempt),
+        match (clock::timeout(after, connecting).await, last) {
+            (Some(Ok(connection)), _) => Ok(connection),
+            (Some(Err(error)), _) => Err(self.connector.failed(error, &self.policy)),
             // An earlier failure says more than the deadline.
-            (None, Some(last)) if after < limit => Err(last.clone()),
-            (None, _) => Err(ReconnectCause::AttemptTimedOut { after }),
+            (None, Some(last)) if after < limit => Err(Failure::Again(last.clone())),
+            (None, _) => Err(Failure::Again(ReconnectCause::AttemptTimedOut { after })),
         }
     }
 
@@ -480,16 +556,25 @@ impl Supervisor {
         tracing::debug!(generation, ?connection, "connected");
         let state = ReconnectState::Connected { generation };
         self.shared.publish(state, Some(connection.clone()));
-        connection.closed().await
+        self.connector.watch(&connection, connection.closed()).await
     }
 
-    async fn wait(&mut self, delay: Duration, cause: ReconnectCause) {
-        tracing::info!(%cause, ?delay, "connecting again after a delay");
+    /// Waits before the next attempt. Returns true if a change of the device ended the wait.
+    async fn wait(&mut self, delay: Duration, cause: ReconnectCause, is_news: bool) -> bool {
+        if is_news {
+            tracing::info!(%cause, ?delay, "connecting again after a delay");
+        } else {
+            tracing::debug!(%cause, ?delay, "connecting again after a delay");
+        }
         let mut now = pin!(self.shared.now.notified());
         // Before the state is visible, so that `retry_now` finds it.
         now.as_mut().enable();
         self.shared.publish(ReconnectState::Waiting { delay, cause }, None);
-        select(now, pin!(sleep(delay))).await;
+        let (delayed, changed) = (pin!(sleep(delay)), pin!(self.connector.changed()));
+        match select(changed, select(now, delayed)).await {
+            Either::Left(_) => true,
+            Either::Right(_) => false,
+        }
     }
 
     /// Returns the time until the deadline.

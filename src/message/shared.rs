@@ -6,6 +6,7 @@ use std::future::poll_fn;
 use std::ptr;
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
+use std::time::Instant;
 
 use parking_lot::{Mutex, MutexGuard};
 use tokio::runtime::Handle;
@@ -257,6 +258,12 @@ impl Shared {
             })
         })
         .await
+    }
+
+    /// Lets the driver ask the peer for a frame now, as `keepalive` does in time.
+    pub(super) fn probe(&self) {
+        self.with(|core, _| core.protocol.probe(Instant::now()));
+        self.driver_waker.wake_driver();
     }
 
     /// Continues after the last handle was dropped.

@@ -121,6 +121,14 @@ impl Timers {
         }
     }
 
+    /// Makes a `Ping` due now, unless one is unanswered or `keepalive` is off. `arrived` is the
+    /// number of frames received.
+    pub(super) fn probe(&mut self, now: Instant, arrived: u32) {
+        if self.silence.is_some() && !self.pinged {
+            (self.silence, self.arrived) = (Some(now), arrived);
+        }
+    }
+
     pub(super) fn deadline(&self) -> Option<Instant> {
         let times = [self.silence, self.stall, self.first_message, self.idle, self.linger];
         times.into_iter().flatten().min()
@@ -201,6 +209,25 @@ mod tests {
         assert_eq!(timers.expire(at(50), 2, QUIET), None, "it has answered");
         assert_eq!(timers.expire(at(60), 2, QUIET), Some(Expired::Silence));
         assert_eq!(timers.expire(at(90), 2, QUIET), Some(Expired::Terminate(CloseReason::Silent)));
+    }
+
+    #[test]
+    fn probe_sends_a_ping_at_once_but_not_a_second_one() {
+        let keepalive = Some((Duration::from_millis(10), Duration::from_millis(30)));
+        let (mut timers, at) = timers(Times { keepalive, ..Times::default() });
+        timers.probe(at(3), 1);
+        assert_eq!(timers.deadline(), Some(at(3)));
+        assert_eq!(timers.expire(at(3), 1, QUIET), Some(Expired::Silence));
+        timers.probe(at(4), 1);
+        assert_eq!(timers.deadline(), Some(at(33)), "the peer keeps its time to answer");
+        assert_eq!(timers.expire(at(33), 2, QUIET), None, "it has answered");
+        timers.probe(at(34), 2);
+        assert_eq!(timers.expire(at(34), 2, QUIET), Some(Expired::Silence));
+        assert_eq!(timers.expire(at(64), 2, QUIET), Some(Expired::Terminate(CloseReason::Silent)));
+
+        let (mut timers, at) = self::timers(Times::default());
+        timers.probe(at(3), 0);
+        assert_eq!(timers.deadline(), None, "keepalive is off");
     }
 
     #[test]

@@ -35,15 +35,30 @@ struct State {
     /// The error that ended the events.
     ended: Option<VerbError>,
     lost: u64,
-    /// The number of events that may have changed the attributes of a port.
-    port_changes: u64,
+    ports: PortEvents,
     /// Existing completion queues, by number.
     queues: BTreeMap<u64, Arc<Fault>>,
     last_receives: BTreeMap<Qpn, Arc<AtomicBool>>,
-    listeners: Vec<Weak<Listener>>,
+    listeners: Vec<(EventKind, Weak<Listener>)>,
+}
+
+/// Events that concern the ports of a device.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct PortEvents {
+    /// The number of events that may have changed the attributes of a port.
+    pub(crate) changes: u64,
+    /// The device is lost with all its objects.
+    pub(crate) removed: bool,
 }
 
 pub(crate) type Listener = dyn Fn() + Send + Sync;
+
+/// The events after which a listener is called.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum EventKind {
+    Any,
+    Port,
+}
 
 /// The fault of a completion queue, reported by an event.
 pub(super) struct Fault {
@@ -110,6 +125,7 @@ impl Events {
     ) -> Notifications {
         let (mut dead, mut any) = (Vec::new(), false);
         let mut state = self.state.lock();
+        let changes = state.ports.changes;
         while state.ended.is_none() {
             match next() {
                 Ok(Some(event)) => {
@@ -128,24 +144,34 @@ impl Events {
                 }
             }
         }
-        Notifications { listeners: if any { state.listeners() } else { Vec::new() }, dead }
+        let ports = state.ports.changes != changes;
+        let listeners = if any { state.listeners(ports) } else { Vec::new() };
+        Notifications { listeners, dead }
     }
 
     /// Returns how many of the events read may have changed a port; `None` once there are no more
     /// events.
     pub(super) fn port_changes(&self) -> Option<u64> {
         let state = self.state.lock();
-        state.ended.is_none().then_some(state.port_changes)
+        state.ended.is_none().then_some(state.ports.changes)
+    }
+
+    pub(super) fn ports(&self) -> PortEvents {
+        self.state.lock().ports
     }
 
     /// Calls `listener`, until it is dropped, after events are read.
-    pub(super) fn listen(&self, listener: &Arc<Listener>) -> Result<(), VerbError> {
+    pub(super) fn listen(
+        &self,
+        kind: EventKind,
+        listener: &Arc<Listener>,
+    ) -> Result<(), VerbError> {
         reserve()?;
         let listeners = &mut self.state.lock().listeners;
         if listeners.len() == listeners.capacity() {
-            listeners.retain(|listener| listener.strong_count() > 0);
+            listeners.retain(|(_, listener)| listener.strong_count() > 0);
         }
-        listeners.push(Arc::downgrade(listener));
+        listeners.push((kind, Arc::downgrade(listener)));
         Ok(())
     }
 
@@ -182,8 +208,9 @@ impl Events {
 
 impl State {
     fn apply(&mut self, event: AsyncEvent, dead: &mut Vec<Arc<Fault>>) {
+        self.ports.removed |= event == AsyncEvent::DeviceFatal;
         // Events without a name of their own include changes of LIDs and partition keys.
-        self.port_changes += u64::from(matches!(
+        self.ports.changes += u64::from(matches!(
             event,
             AsyncEvent::PortActive(_)
                 | AsyncEvent::PortError(_)
@@ -223,9 +250,11 @@ impl State {
         self.backlog.push_back(event);
     }
 
-    fn listeners(&mut self) -> Vec<Arc<Listener>> {
-        self.listeners.retain(|listener| listener.strong_count() > 0);
-        self.listeners.iter().filter_map(Weak::upgrade).collect()
+    /// Returns the listeners of all events, and with `ports` also the listeners of port events.
+    fn listeners(&mut self, ports: bool) -> Vec<Arc<Listener>> {
+        self.listeners.retain(|(_, listener)| listener.strong_count() > 0);
+        let interested = self.listeners.iter().filter(|(of, _)| ports || *of == EventKind::Any);
+        interested.filter_map(|(_, listener)| listener.upgrade()).collect()
     }
 }
 

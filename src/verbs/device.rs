@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use parking_lot::Mutex;
 
 use super::ProtectionDomain;
-use super::async_events::{Events, Listener};
+use super::async_events::{EventKind, Events, Listener, PortEvents};
 use super::gid_routes::{best_path, is_at, rank_gids, source_to, sources_to};
 use crate::dispatch::Context;
 use crate::error::{OpenError, SetupError, UdpError, VerbError};
@@ -398,10 +398,19 @@ impl Device {
         self.inner.events.take(|| self.inner.context.next_event());
     }
 
+    /// Returns what the events read so far say about the ports.
+    pub(crate) fn port_events(&self) -> PortEvents {
+        self.inner.events.ports()
+    }
+
     /// Calls `listener`, until it is dropped, after events are read: another reader may have made
     /// the descriptor unreadable.
-    pub(crate) fn on_events(&self, listener: &Arc<Listener>) -> Result<(), VerbError> {
-        self.inner.events.listen(listener)
+    pub(crate) fn on_events(
+        &self,
+        kind: EventKind,
+        listener: &Arc<Listener>,
+    ) -> Result<(), VerbError> {
+        self.inner.events.listen(kind, listener)
     }
 
     pub(super) fn async_events(&self) -> &Events {

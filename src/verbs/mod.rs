@@ -26,7 +26,7 @@ mod qp;
 mod srq;
 
 pub use address_handle::AddressHandle;
-pub(crate) use async_events::Listener;
+pub(crate) use async_events::{EventKind, Listener};
 pub use channel::Channel;
 pub use cq::Cq;
 pub use dct::Dct;

@@ -6,6 +6,7 @@ mod connected;
 mod torture;
 
 mod attempts;
+mod devices;
 mod generations;
 mod peers;
 mod restarts;

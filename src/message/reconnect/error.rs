@@ -5,7 +5,7 @@ use std::io;
 use std::time::Duration;
 
 use crate::cm::ConnectError;
-use crate::error::{SetupError, VerbError};
+use crate::error::{OpenError, SetupError, VerbError};
 use crate::message::{CloseReason, EstablishError, RefusalReason};
 use crate::types::RejectReason;
 
@@ -21,6 +21,18 @@ pub enum ReconnectCause {
         /// Time allowed.
         after: Duration,
     },
+    /// No attempt was made, because no port of the device is active.
+    PortDown {
+        /// Name of the device.
+        device: String,
+    },
+    /// The device was removed.
+    DeviceRemoved {
+        /// Name of the device.
+        device: String,
+    },
+    /// No attempt was made, because the device could not be opened.
+    Open(OpenError),
     /// A connection has ended.
     Lost {
         /// Number of the connection.
@@ -61,6 +73,9 @@ impl fmt::Display for ReconnectCause {
         match self {
             Self::Attempt(error) => error.fmt(f),
             Self::AttemptTimedOut { after } => write!(f, "the attempt timed out after {after:?}"),
+            Self::PortDown { device } => write!(f, "device {device} has no active port"),
+            Self::DeviceRemoved { device } => write!(f, "device {device} was removed"),
+            Self::Open(error) => error.fmt(f),
             Self::Lost { generation, reason } => {
                 write!(f, "connection {generation} has closed: {reason}")
             }

@@ -1,0 +1,218 @@
+//! How attempts are made, and what the events of a device change about them.
+
+use std::future::{Future, pending};
+use std::pin::pin;
+
+use futures::future::{BoxFuture, Either, select};
+
+use super::error::ReconnectCause;
+use super::policy::ReconnectPolicy;
+use crate::cm::ConnectError;
+use crate::engine::PortChanges;
+use crate::error::{OpenError, SetupError, VerbError};
+use crate::message::{Connection, EstablishError};
+use crate::types::{PortNum, PortState};
+use crate::verbs::Device;
+
+pub(super) type Attempt = BoxFuture<'static, Result<Connection, EstablishError>>;
+
+/// A failure, and whether another attempt follows.
+pub(super) enum Failure {
+    /// Another attempt.
+    Again(ReconnectCause),
+    Permanent(ReconnectCause),
+}
+
+pub(super) struct Connector {
+    by: By,
+    /// Changes of the device in use; `None` without one, or if they cannot be watched.
+    changes: Option<PortChanges>,
+}
+
+enum By {
+    /// A function of the service, which chooses the device.
+    Service(Box<dyn FnMut() -> Attempt + Send>),
+    Device(OnDevice),
+}
+
+struct OnDevice {
+    /// `None` before the first attempt, and after the device was removed.
+    device: Option<Device>,
+    open: Box<dyn FnMut() -> Result<Device, OpenError> + Send>,
+    /// `open` returns another device after a removal.
+    reopens: bool,
+    connect: Box<dyn FnMut(Device) -> Attempt + Send>,
+}
+
+impl Connector {
+    pub(super) fn by_service(connect: impl FnMut() -> Attempt + Send + 'static) -> Self {
+        Self { by: By::Service(Box::new(connect)), changes: None }
+    }
+
+    pub(super) fn on_device(
+        device: &Device,
+        connect: impl FnMut(Device) -> Attempt + Send + 'static,
+    ) -> Self {
+        let device = device.clone();
+        Self::on(move || Ok(device.clone()), false, connect)
+    }
+
+    pub(super) fn on_opened(
+        open: impl FnMut() -> Result<Device, OpenError> + Send + 'static,
+        connect: impl FnMut(Device) -> Attempt + Send + 'static,
+    ) -> Self {
+        Self::on(open, true, connect)
+    }
+
+    fn on(
+        open: impl FnMut() -> Result<Device, OpenError> + Send + 'static,
+        reopens: bool,
+        connect: impl FnMut(Device) -> Attempt + Send + 'static,
+    ) -> Self {
+        let (open, connect) = (Box::new(open), Box::new(connect));
+        let by = By::Device(OnDevice { device: None, open, reopens, connect });
+        Self { by, changes: None }
+    }
+
+    /// Begins an attempt, unless the device is known to prevent it.
+    pub(super) fn start(&mut self) -> Result<Attempt, Failure> {
+        let on = match &mut self.by {
+            By::Service(connect) => return Ok(connect()),
+            By::Device(on) => on,
+        };
+        let device = match &on.device {
+            Some(device) => device,
+            None => {
+                let opened =
+                    (on.open)().map_err(|error| Failure::Again(ReconnectCause::Open(error)))?;
+                self.changes = changes(&opened);
+                on.device.insert(opened)
+            }
+        };
+        // Changes during the attempt count.
+        match &mut self.changes {
+            Some(changes) => changes.skip(),
+            None => device.read_events(),
+        }
+        if device.port_events().removed {
+            return Err(self.removed());
+        }
+        if is_down(device) {
+            let device = device.name().to_owned();
+            return Err(Failure::Again(ReconnectCause::PortDown { device }));
+        }
+        Ok((on.connect)(device.clone()))
+    }
+
+    /// Decides what follows a failed attempt.
+    pub(super) fn failed(&mut self, error: EstablishError, policy: &ReconnectPolicy) -> Failure {
+        if let By::Device(on) = &mut self.by {
+            if let Some(device) = &on.device {
+                device.read_events();
+                if device.port_events().removed {
+                    return self.removed();
+                }
+            }
+            if on.reopens && is_gone(&error) {
+                // Not every device raises an event. An open handle may delay its removal.
+                (on.device, self.changes) = (None, None);
+                return Failure::Again(ReconnectCause::Attempt(error));
+            }
+        }
+        match (policy.retry_when)(&error) {
+            true => Failure::Again(ReconnectCause::Attempt(error)),
+            false => Failure::Permanent(ReconnectCause::Attempt(error)),
+        }
+    }
+
+    /// Releases the removed device.
+    fn removed(&mut self) -> Failure {
+        let By::Device(on) = &mut self.by else { unreachable!("the service has the device") };
+        self.changes = None;
+        let device = on.device.take().map(|device| device.name().to_owned()).unwrap_or_default();
+        let cause = ReconnectCause::DeviceRemoved { device };
+        if on.reopens { Failure::Again(cause) } else { Failure::Permanent(cause) }
+    }
+
+    /// Waits for a change of the device that attempts are made on.
+    pub(super) async fn changed(&mut self) {
+        match &mut self.changes {
+            Some(changes) => changes.next().await,
+            None => pending().await,
+        }
+    }
+
+    /// Awaits `ended`, and lets `connection` ask its peer for a frame after each change that leaves
+    /// a port active. While all ports are down, the answer would be a failure, although a short
+    /// outage harms no idle connection.
+    pub(super) async fn watch<T>(
+        &mut self,
+        connection: &Connection,
+        ended: impl Future<Output = T>,
+    ) -> T {
+        if let By::Service(_) = self.by {
+            self.changes = changes(connection.protection_domain().device());
+        }
+        let ended = probing(self.changes.as_mut(), connection, ended).await;
+        if let By::Service(_) = self.by {
+            // The service may wait for the end of the device.
+            self.changes = None;
+        }
+        ended
+    }
+}
+
+async fn probing<T>(
+    changes: Option<&mut PortChanges>,
+    connection: &Connection,
+    ended: impl Future<Output = T>,
+) -> T {
+    let Some(changes) = changes else { return ended.await };
+    let mut ended = pin!(ended);
+    loop {
+        match select(ended.as_mut(), pin!(changes.next_read())).await {
+            Either::Left((ended, _)) => return ended,
+            Either::Right(_) if is_down(connection.protection_domain().device()) => {}
+            Either::Right(_) => connection.probe(),
+        }
+    }
+}
+
+fn changes(device: &Device) -> Option<PortChanges> {
+    let changes = PortChanges::new(device);
+    changes
+        .inspect_err(|error| {
+            tracing::warn!(
+                device = device.name(),
+                %error,
+                "failed to watch asynchronous events; attempts follow their delays only"
+            );
+        })
+        .ok()
+}
+
+/// Returns true if no port of the device is active.
+fn is_down(device: &Device) -> bool {
+    let mut ports = (1..=device.attr().ports).map(|number| device.port(PortNum(number)));
+    // A failed query tells nothing; the attempt gives the reason.
+    ports.all(|port| port.is_ok_and(|port| port.state != PortState::Active))
+}
+
+/// Returns true if an attempt on a removed device fails with `error`. Other causes are possible.
+fn is_gone(error: &EstablishError) -> bool {
+    let by_setup = |error: &SetupError| match error {
+        SetupError::Verb(error) => error.is_device_gone(),
+        _ => false,
+    };
+    match error {
+        EstablishError::Setup(error) => by_setup(error),
+        EstablishError::Connect(error) => match error {
+            ConnectError::DeviceRemoved { .. } => true,
+            ConnectError::Resolve { errno, .. } => *errno == VerbError::ENODEV,
+            ConnectError::Setup { error, .. } => by_setup(error),
+            ConnectError::Verb { error, .. } => error.is_device_gone(),
+            _ => false,
+        },
+        _ => false,
+    }
+}
