@@ -24,7 +24,8 @@ const FLUSH_LIMIT: Duration = Duration::from_secs(1);
 const REVOKED: OpErrorKind = OpErrorKind::TimedOut { outcome: Outcome::MaybeExecuted };
 const WITHDRAWN: OpErrorKind = OpErrorKind::TimedOut { outcome: Outcome::NotSent };
 
-/// A future that a deadline can revoke: an [`Operation`], an [`Atomic`] or a [`BatchOp`].
+/// A future that a deadline can revoke: an [`Operation`], an [`Atomic`], a [`BatchOp`], or one of
+/// these in a [pool of DC initiators](crate::dc::PooledOperation).
 ///
 /// This trait is sealed.
 pub trait Revocable: Future + Unpin + Sized {
@@ -35,6 +36,12 @@ pub trait Revocable: Future + Unpin + Sized {
 
     #[doc(hidden)]
     fn work(&self) -> Option<Work<'_>>;
+
+    /// Ends an operation that waits for a queue pair. Returns false if it was posted.
+    #[doc(hidden)]
+    fn withdraw(&mut self, _kind: OpErrorKind) -> bool {
+        false
+    }
 
     /// Returns true if the next poll returns the result.
     #[doc(hidden)]
@@ -148,7 +155,7 @@ enum Stage {
 }
 
 impl<O: Revocable> Within<O> {
-    fn new(operation: O, deadline: Instant) -> Self {
+    pub(crate) fn new(operation: O, deadline: Instant) -> Self {
         Self { operation: Some(operation), sleep: Sleep::new(deadline), stage: Stage::Running }
     }
 
@@ -182,7 +189,7 @@ impl<O: Revocable> Future for Within<O> {
             }
             ready!(sleep.poll(context));
             // The poll may have yielded to other tasks with the result at hand.
-            if *stage == Stage::Running && pending.has_result() {
+            if *stage == Stage::Running && (pending.withdraw(WITHDRAWN) || pending.has_result()) {
                 continue;
             }
             *stage = match (*stage, pending.work()) {

@@ -28,6 +28,7 @@ pub use address_codec::EndpointError;
 pub use atomic::Atomic;
 pub(crate) use atomic::AtomicRequest;
 pub use batch::{Batch, BatchOp, BatchResult};
+pub(crate) use deadline::Work;
 pub use deadline::{DeadlineError, Revocable, Within};
 pub use lease::{Invalidate, Lease, PendingLease};
 pub use operation::Operation;

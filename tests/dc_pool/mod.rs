@@ -1,6 +1,7 @@
 //! Tests of DC pools for any device with DC.
 
 mod campaign;
+mod deadlines;
 mod errors;
 mod scheduling;
 mod streams;

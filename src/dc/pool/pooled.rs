@@ -5,12 +5,15 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
 use super::peer::{Grant, Peer};
-use crate::engine::wake;
+use crate::clock;
+use crate::engine::{Deferral, wake};
 use crate::error::OpErrorKind;
+use crate::op::{Revocable, Within, Work as PostedWork};
 
 /// An operation `F` ([`Write`](crate::op::Write), [`Read`](crate::op::Read), …) that may wait for
 /// an initiator, see [`DcPoolPeer`](super::DcPoolPeer).
@@ -64,6 +67,64 @@ impl<F: Future + Unpin> Future for PooledOperation<F> {
     }
 }
 
+impl<F: Revocable + Send> PooledOperation<F> {
+    /// Limits the operation to `limit` from now. The deadline revokes it: see [`Within`].
+    ///
+    /// - An operation that waits for an initiator, or is queued in one outside of a batch, leaves
+    ///   the queue. It sends nothing and affects no other work.
+    /// - An operation in flight makes its initiator fail. In an
+    ///   [exclusive](super::DcPolicy::Exclusive) pool, other work of this peer is flushed, and
+    ///   other peers continue. In a [shared](super::DcPolicy::Shared) pool, the work of all peers
+    ///   of the initiator is flushed, in all its streams.
+    ///
+    /// The pool repairs the initiator when its work has been flushed, as after any failure. If the
+    /// device does not flush it within a second, the initiator is destroyed, and the pool continues
+    /// with the others.
+    ///
+    /// The operation may complete at the moment of its deadline, and its initiator may move to
+    /// another peer. The work of that peer is then flushed.
+    pub fn within(self, limit: Duration) -> Within<Self> {
+        self.deadline(clock::deadline(limit))
+    }
+
+    /// Sets a deadline as [`within`](Self::within) does.
+    pub fn deadline(self, deadline: Instant) -> Within<Self> {
+        Within::new(self, deadline)
+    }
+}
+
+impl<F: Revocable + Send> Revocable for PooledOperation<F> {
+    type Success = F::Success;
+    type Failure = F::Failure;
+
+    fn work(&self) -> Option<PostedWork<'_>> {
+        match &self.progress {
+            Progress::Posted(future) => future.work(),
+            Progress::Queued(_) => None,
+        }
+    }
+
+    fn withdraw(&mut self, kind: OpErrorKind) -> bool {
+        let Progress::Queued(queued) = &self.progress else { return false };
+        let withdrawn = queued.end(kind);
+        if let Some(future) = queued.entry.take_posted() {
+            self.progress = Progress::Posted(future);
+        }
+        withdrawn
+    }
+
+    fn has_result(&self) -> bool {
+        match &self.progress {
+            Progress::Posted(future) => future.has_result(),
+            Progress::Queued(_) => false,
+        }
+    }
+
+    fn conclude(output: Self::Output, revoked: bool) -> Result<F::Success, F::Failure> {
+        F::conclude(output, revoked)
+    }
+}
+
 impl<F: fmt::Debug> fmt::Debug for PooledOperation<F> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.progress {
@@ -76,6 +137,19 @@ impl<F: fmt::Debug> fmt::Debug for PooledOperation<F> {
 struct Queued<F> {
     entry: Arc<Entry<F>>,
     peer: Arc<Peer>,
+}
+
+impl<F: Send> Queued<F> {
+    /// Fails the operation with `kind`. Returns false if it was posted.
+    fn end(&self, kind: OpErrorKind) -> bool {
+        // Wakers are called after the locks are released.
+        let _deferral = Deferral::begin();
+        if !self.entry.resolve_queued(Err(kind)) {
+            return false;
+        }
+        self.peer.withdraw(Arc::as_ptr(&self.entry).cast());
+        true
+    }
 }
 
 impl<F> Drop for Queued<F> {
@@ -132,19 +206,32 @@ impl<F> Entry<F> {
             _ => unreachable!("the future takes the operation once"),
         }
     }
+
+    /// Returns the operation if it was posted or failed.
+    fn take_posted(&self) -> Option<F> {
+        let mut stage = self.stage.lock();
+        if !matches!(&*stage, Stage::Posted(_)) {
+            return None;
+        }
+        match std::mem::replace(&mut *stage, Stage::Taken) {
+            Stage::Posted(future) => Some(future),
+            _ => unreachable!("the stage was checked under the lock"),
+        }
+    }
 }
 
 pub(super) trait Waiting: Send + Sync {
     /// Posts the operation or fails it. Called under locks, within a
-    /// [`Deferral`](crate::engine::Deferral).
+    /// [`Deferral`].
     fn resolve(&self, grant: Result<Grant<'_>, OpErrorKind>);
 
     /// Wakes the task. Called under locks, within a deferral.
     fn wake_task(&self);
 }
 
-impl<F: Send> Waiting for Entry<F> {
-    fn resolve(&self, grant: Result<Grant<'_>, OpErrorKind>) {
+impl<F> Entry<F> {
+    /// Posts the operation or fails it. Returns false if that was done before.
+    fn resolve_queued(&self, grant: Result<Grant<'_>, OpErrorKind>) -> bool {
         let mut stage = self.stage.lock();
         match std::mem::replace(&mut *stage, Stage::Taken) {
             Stage::Queued { work, waker } => {
@@ -153,10 +240,21 @@ impl<F: Send> Waiting for Entry<F> {
                 if let Some(waker) = waker {
                     wake(waker);
                 }
+                true
             }
-            // The future was dropped but has not left the queue yet.
-            other => *stage = other,
+            other => {
+                *stage = other;
+                false
+            }
         }
+    }
+}
+
+impl<F: Send> Waiting for Entry<F> {
+    fn resolve(&self, grant: Result<Grant<'_>, OpErrorKind>) {
+        // Without effect if the future was dropped, or its deadline has passed, but the entry has
+        // not left the queue yet.
+        self.resolve_queued(grant);
     }
 
     fn wake_task(&self) {
