@@ -97,6 +97,11 @@ impl Seed {
         };
         Self { test, value }
     }
+
+    /// Returns a given seed.
+    pub fn chosen(test: &'static str, value: u64) -> Self {
+        Self { test, value }
+    }
 }
 
 /// Returns a random number; fastrand is built without feature `std`.

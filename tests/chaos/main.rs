@@ -1,0 +1,153 @@
+//! Fifty clients of five servers that are restarted, killed and cut off at random.
+//!
+//! Each request to a server's counter has a number of its own and is never repeated. Its client
+//! records its answer, or the outcome that its error names. Its server records each execution, and
+//! keeps the records when it is restarted. `world.rs` compares both.
+//!
+//! ```text
+//! TOKIO_RDMA_SEEDS=1000 cargo test --release --test chaos virtual
+//!     runs 1000 seeds in virtual time
+//! TOKIO_RDMA_SEED=17 cargo test --test chaos virtual -- --nocapture
+//!     runs one seed and prints each fault
+//! TOKIO_RDMA_SECONDS=600 cargo test --release --test chaos real
+//!     runs for ten minutes on threads, in real time
+//! ```
+
+mod clients;
+mod fate;
+#[path = "../common/live.rs"]
+mod live;
+mod servers;
+mod time;
+#[path = "../torture/mod.rs"]
+mod torture;
+mod world;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tokio_rdma::Device;
+use tokio_rdma::message::BufferBudget;
+use tokio_rdma::software::Network;
+
+use crate::clients::Client;
+use crate::servers::Server;
+use crate::time::Pace;
+use crate::torture::{LONG, Seed, bounded};
+use crate::world::{Tally, World};
+
+/// Held by the test that runs, because the allocated bytes of the process are compared.
+static ALONE: Mutex<()> = Mutex::new(());
+
+const CLIENTS: usize = 50;
+const SERVERS: usize = 5;
+
+fn number(name: &str) -> Option<u64> {
+    let text = std::env::var(name).ok()?;
+    Some(text.parse().unwrap_or_else(|_| panic!("{name}={text} is not a number")))
+}
+
+/// Runs one seed: chaos for `duration`, then a recovery, an orderly end, and the comparison.
+async fn chaos(
+    (pace, network): (Pace, Network),
+    seed: u64,
+    duration: Duration,
+    verbose: bool,
+) -> Tally {
+    let budget = BufferBudget::new(1 << 30);
+    let world = Arc::new(World::new(pace, network, seed, SERVERS, &budget, verbose));
+    let tasks = || tokio::runtime::Handle::current().metrics().num_alive_tasks();
+    let before = tasks();
+    let names: Vec<_> = (0..CLIENTS).map(|number| format!("client-{number}")).collect();
+    let devices: Vec<_> = names
+        .iter()
+        .map(|name| Device::software_in(&world.network, name).expect("a client's device"))
+        .collect();
+    let mut servers = Vec::new();
+    for number in 0..SERVERS {
+        servers.push(Server::start(&world, number).await);
+    }
+    let addresses: Vec<_> = servers.iter().map(|server| server.address).collect();
+    let clients: Vec<_> = (devices.iter().enumerate())
+        .map(|(number, device)| Client::start(&world, number, device, &addresses))
+        .collect();
+    drop(devices);
+
+    servers = fate::rule(&world, servers, &names, duration).await;
+    world.calm();
+    for client in clients {
+        client.recover_and_close().await;
+    }
+    for server in &mut servers {
+        server.shut_down().await;
+    }
+    drop(servers);
+    let all = (0..SERVERS).map(servers::name).chain(names);
+    for name in all {
+        world.release(&name).await;
+    }
+    assert_eq!(budget.counters().used, 0, "registered buffers of closed connections");
+    world.eventually("end of all tasks", || tasks() <= before).await;
+    world.verdict()
+}
+
+/// Returns the allocated bytes and the open descriptors of the process.
+fn in_use() -> (usize, usize) {
+    (live::bytes(), std::fs::read_dir("/proc/self/fd").expect("descriptors").count())
+}
+
+/// Fails if a run has left something behind, beside what the process allocates once.
+fn assert_freed(before: (usize, usize)) {
+    let now = in_use();
+    let freed = now.0 < before.0 + (64 << 10) && now.1 <= before.1;
+    assert!(freed, "{before:?} bytes and descriptors before, {now:?} after");
+}
+
+#[test]
+fn outcomes_are_truthful_and_clients_connect_again_in_virtual_time() {
+    const SEEDS: u64 = if cfg!(debug_assertions) { 1 } else { 8 };
+    let _alone = ALONE.lock();
+    let seconds = number("TOKIO_RDMA_SECONDS").unwrap_or(1);
+    let chosen = number("TOKIO_RDMA_SEED");
+    let seeds = match chosen {
+        Some(seed) => seed..seed + 1,
+        None => 0..number("TOKIO_RDMA_SEEDS").unwrap_or(SEEDS),
+    };
+    let (mut sum, before) = (Tally::default(), in_use());
+    for seed in seeds {
+        let _replay = Seed::chosen("--test chaos virtual", seed);
+        let limit = LONG * (4 + 2 * seconds as u32);
+        let tally = bounded("chaos in virtual time", limit, move || {
+            let duration = Duration::from_secs(seconds);
+            time::in_virtual_time(seed, |pace, network| {
+                chaos((pace, network), seed, duration, chosen.is_some())
+            })
+        });
+        sum.add(&tally);
+        println!("seed {seed}: {tally:?}");
+        assert_freed(before);
+    }
+    println!("virtual time: {sum:?}");
+    let Tally { done, not_sent, executed, lost, writes, generations, faults } = sum;
+    let counts = [done, not_sent, executed, lost, writes, generations];
+    let mut counts = counts.iter().chain(&faults);
+    assert!(chosen.is_some() || counts.all(|&count| count > 0), "uneventful: {sum:?}");
+}
+
+#[test]
+fn outcomes_are_truthful_and_clients_connect_again_in_real_time() {
+    let _alone = ALONE.lock();
+    let seconds = number("TOKIO_RDMA_SECONDS").unwrap_or(3);
+    let seed = Seed::new("--test chaos real");
+    let (value, verbose) = (seed.value, number("TOKIO_RDMA_SEED").is_some());
+    let (limit, before) = (LONG * 4 + Duration::from_secs(seconds), in_use());
+    let tally = bounded("chaos in real time", limit, move || {
+        let duration = Duration::from_secs(seconds);
+        time::in_real_time(value, |pace, network| chaos((pace, network), value, duration, verbose))
+    });
+    println!("real time: {tally:?}");
+    assert_freed(before);
+    // The machine decides about the rest.
+    assert!(tally.done > 0, "uneventful: {tally:?}");
+}

@@ -1,0 +1,223 @@
+//! Servers with a counter each, which can be stopped in several ways and started again.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use tokio::sync::oneshot;
+use tokio::task::{JoinHandle, JoinSet};
+use tokio::time::{sleep, timeout};
+use tokio_rdma::{Access, Connection, Device, EstablishError, ExposedRegion, Listener};
+
+use crate::time::MS;
+use crate::torture::LONG;
+use crate::world::World;
+
+/// Requests start with their kind.
+pub(crate) const INCREMENT: u8 = 1;
+pub(crate) const PING: u8 = 2;
+
+/// The words of memory that each connection's client may write, once each.
+pub(crate) const WORDS: usize = 32;
+
+pub(crate) fn name(number: usize) -> String {
+    format!("server-{number}")
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Stop {
+    /// Answers what has arrived, and closes.
+    Shutdown,
+    /// Drops all connections, whose peers are notified.
+    Drop,
+    /// The device is removed.
+    Removal,
+    /// The host loses its power: it sends nothing more.
+    PowerLoss,
+}
+
+pub(crate) struct Server {
+    world: Arc<World>,
+    number: usize,
+    pub(crate) address: SocketAddr,
+    device: Option<Device>,
+    running: Option<Running>,
+}
+
+struct Running {
+    /// Accepts until `stop`, then returns the listener.
+    accepting: JoinHandle<Listener>,
+    stop: oneshot::Sender<()>,
+    serving: Arc<Mutex<JoinSet<()>>>,
+}
+
+impl Server {
+    pub(crate) async fn start(world: &Arc<World>, number: usize) -> Self {
+        let device = Device::software_in(&world.network, &name(number)).expect("a device");
+        let ip = device.default_path().expect("a path").1.gid.to_ip();
+        let address = SocketAddr::new(ip, 7000);
+        let (world, device) = (world.clone(), Some(device));
+        let mut server = Self { world, number, address, device, running: None };
+        server.run().await;
+        server
+    }
+
+    pub(crate) fn name(&self) -> String {
+        name(self.number)
+    }
+
+    /// Starts to serve at the same address as before.
+    pub(crate) async fn run(&mut self) {
+        let device = match self.device.take() {
+            Some(device) => device,
+            None => Device::software_in(&self.world.network, &self.name()).expect("a new device"),
+        };
+        let config = self.world.config(self.number);
+        let bound = Listener::bind_with(&device, self.address, &config).await;
+        let listener = bound.unwrap_or_else(|error| panic!("{}: {error}", self.name()));
+        self.device = Some(device);
+        let (stop, mut stopped) = oneshot::channel();
+        let serving = Arc::new(Mutex::new(JoinSet::new()));
+        let (world, number, set) = (self.world.clone(), self.number, serving.clone());
+        let accepting = tokio::spawn(async move {
+            let accept = async {
+                let mut part = 0;
+                loop {
+                    match listener.accept().await {
+                        Ok(connection) => {
+                            part += 1;
+                            let random = world.random(1000 * (1 + number as u64) + part);
+                            let serving = Serving::new(&world, number, connection);
+                            let mut set = set.lock();
+                            while let Some(served) = set.try_join_next() {
+                                served.expect("no panic");
+                            }
+                            set.spawn(serving.run(random));
+                        }
+                        // The port is down.
+                        Err(EstablishError::Setup(_)) => sleep(MS).await,
+                        // The device was removed.
+                        Err(error) => {
+                            world.print(|| format!("{}: {error}", name(number)));
+                            return;
+                        }
+                    }
+                }
+            };
+            tokio::select! { biased; _ = &mut stopped => {}, () = accept => drop(stopped.await) }
+            listener
+        });
+        self.running = Some(Running { accepting, stop, serving });
+    }
+
+    /// Stops serving. A later [`run`](Self::run) finds the device as it would after such an end.
+    pub(crate) async fn stop(&mut self, how: Stop) {
+        let Some(Running { accepting, stop, serving }) = self.running.take() else { return };
+        let control = self.world.network.control(&self.name()).expect("its device");
+        match how {
+            Stop::Shutdown | Stop::Drop => {}
+            Stop::Removal => control.kill(),
+            Stop::PowerLoss => control.set_port(false),
+        }
+        drop(control);
+        stop.send(()).expect("the server runs");
+        let listener = accepting.await.expect("no panic");
+        if how == Stop::Shutdown {
+            // Tokio's clock, because the limit of `shutdown` follows real time.
+            let _ = timeout(100 * MS, listener.shutdown(LONG)).await;
+        } else {
+            drop(listener);
+        }
+        let mut serving = std::mem::take(&mut *serving.lock());
+        serving.abort_all();
+        while let Some(served) = serving.join_next().await {
+            assert!(served.as_ref().err().is_none_or(|error| error.is_cancelled()), "{served:?}");
+        }
+        if matches!(how, Stop::Removal | Stop::PowerLoss) {
+            self.device = None;
+            self.world.release(&self.name()).await;
+        }
+    }
+
+    /// Ends the server for good.
+    pub(crate) async fn shut_down(&mut self) {
+        self.stop(Stop::Shutdown).await;
+        self.device = None;
+    }
+}
+
+/// One connection of a server.
+struct Serving {
+    world: Arc<World>,
+    server: usize,
+    /// `None` in the end.
+    held: Option<(Connection, Option<ExposedRegion>)>,
+}
+
+impl Serving {
+    fn new(world: &Arc<World>, server: usize, connection: Connection) -> Self {
+        let region = connection.expose(vec![0_u8; 8 * WORDS], Access::REMOTE_ALL).ok();
+        Self { world: world.clone(), server, held: Some((connection, region)) }
+    }
+
+    async fn run(self, mut random: fastrand::Rng) {
+        let Some((connection, region)) = &self.held else { return };
+        // Without a region, the device was removed.
+        let Some(region) = region else { return };
+        if connection.send(region.grant()).await.is_err() {
+            return;
+        }
+        loop {
+            let request = match connection.recv().await {
+                Ok(Some(request)) => request,
+                Ok(None) => {
+                    let _ = connection.close().await;
+                    return;
+                }
+                Err(_) => return,
+            };
+            if request[0] == PING {
+                continue;
+            }
+            assert_eq!(request[0], INCREMENT);
+            let id = u64::from_le_bytes(request[1..9].try_into().expect("eight bytes"));
+            assert!(request[9..].iter().all(|&byte| byte == id as u8), "contents of {id}");
+            slow(&mut random).await;
+            let value = self.world.execute(self.server, id);
+            slow(&mut random).await;
+            let answer = [id.to_le_bytes(), value.to_le_bytes()].concat();
+            if connection.send(answer).await.is_err() {
+                return;
+            }
+        }
+    }
+}
+
+/// Sometimes takes a while.
+async fn slow(random: &mut fastrand::Rng) {
+    if random.u8(..4) == 0 {
+        sleep(random.u32(1..20) * MS).await;
+    }
+}
+
+impl Drop for Serving {
+    /// Reads what the client has written, after its last WRITE.
+    fn drop(&mut self) {
+        let Some((connection, region)) = self.held.take() else { return };
+        let (world, server) = (self.world.clone(), self.server);
+        connection.abort();
+        tokio::spawn(async move {
+            // The queue pair is closed then.
+            let _ = connection.close().await;
+            drop(connection);
+            if let Some(region) = region {
+                for word in 0..WORDS {
+                    match region.load(8 * word).expect("in bounds") {
+                        0 => {}
+                        id => world.found(server, id),
+                    }
+                }
+            }
+        });
+    }
+}

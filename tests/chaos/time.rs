@@ -1,0 +1,147 @@
+//! Virtual and real time.
+//!
+//! In virtual time, one task advances Tokio's paused clock and the simulated network together, a
+//! millisecond whenever no task can continue.
+
+use std::future::Future;
+use std::time::Duration;
+
+use tokio::runtime::Builder;
+use tokio::task::yield_now;
+use tokio::time::{Instant, sleep};
+use tokio_rdma::message::{BufferBudget, ReconnectPolicy};
+use tokio_rdma::op::ConnectOptions;
+use tokio_rdma::software::{Faults, Network};
+use tokio_rdma::types::AckTimeout;
+use tokio_rdma::{CompletionMode, ConnectionConfig};
+
+use crate::torture::LONG;
+
+pub(crate) const MS: Duration = Duration::from_millis(1);
+
+/// Rounds of the runtime without an event before the time advances, as in `software::drive`.
+const QUIET_ROUNDS: u32 = 4;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Pace {
+    Virtual,
+    Real,
+}
+
+impl Pace {
+    /// Returns the time in which each request ends.
+    pub(crate) fn request_deadline(self) -> Duration {
+        match self {
+            // All retransmissions to a lost peer take at most 67 ms.
+            Self::Virtual => 400 * MS,
+            Self::Real => LONG,
+        }
+    }
+
+    /// Returns the time in which a client reaches a server after the last fault: it notices that
+    /// its connection is lost, and the last attempt times out.
+    pub(crate) fn recovery(self) -> Duration {
+        match self {
+            // A listener whose port was down rejects a request after 0.1 s, in real time.
+            Self::Virtual => self.request_deadline() + ATTEMPT + GREATEST_DELAY + 2000 * MS,
+            Self::Real => LONG,
+        }
+    }
+
+    /// Returns the interval at which a client that waits for an answer sends something, so that the
+    /// transport notices a lost peer. In real time, `keepalive` does so.
+    pub(crate) fn ping(self) -> Option<Duration> {
+        (self == Self::Virtual).then_some(10 * MS)
+    }
+
+    /// Returns the settings of connections. `keepalive` and other timeouts follow real time, so in
+    /// virtual time they must not expire before the transport's retries.
+    pub(crate) fn config(self, budget: &BufferBudget) -> ConnectionConfig {
+        let timeout = AckTimeout::from_code(10);
+        let options = ConnectOptions { timeout, retry_count: 3, ..Default::default() };
+        let config = ConnectionConfig::default().options(options).budget(budget);
+        match self {
+            Self::Virtual => config
+                .keepalive(None)
+                .close_timeout(1000 * MS)
+                .preallocate(true)
+                .receive_buffers(8)
+                .spare_buffers(2)
+                .send_buffers(2)
+                .receive_buffer_size(384),
+            Self::Real => config
+                .keepalive(Some((50 * MS, 300 * MS)))
+                .close_timeout(300 * MS)
+                .shrink_after(100 * MS),
+        }
+    }
+
+    /// Returns the completion mode of a client or server.
+    pub(crate) fn mode(self, number: usize) -> CompletionMode {
+        match (self, number % 8) {
+            // A cooperative task never sleeps, so Tokio's clock would stand still.
+            (Self::Real, 1) => CompletionMode::Cooperative,
+            (Self::Real, 2 | 3) => CompletionMode::Hybrid,
+            _ => CompletionMode::Event,
+        }
+    }
+
+    pub(crate) fn policy(self) -> ReconnectPolicy {
+        ReconnectPolicy::default()
+            .first_delay(2 * MS)
+            .greatest_delay(GREATEST_DELAY)
+            .attempt_timeout(LONG)
+    }
+}
+
+pub(crate) const GREATEST_DELAY: Duration = Duration::from_millis(40);
+/// The limit of an attempt to connect: the connection manager has repeated a lost request once.
+pub(crate) const ATTEMPT: Duration = Duration::from_millis(350);
+
+pub(crate) fn calm() -> Faults {
+    Faults::none().delay(Duration::from_micros(5)..Duration::from_micros(50))
+}
+
+/// Runs a test on one thread in virtual time.
+pub(crate) fn in_virtual_time<F: Future>(
+    seed: u64,
+    test: impl FnOnce(Pace, Network) -> F,
+) -> F::Output {
+    let network = Network::simulated(seed, calm());
+    let runtime = Builder::new_current_thread().enable_all().start_paused(true).build();
+    runtime.expect("a runtime").block_on(async {
+        let driver = tokio::spawn(drive(network.clone()));
+        let output = test(Pace::Virtual, network).await;
+        driver.abort();
+        output
+    })
+}
+
+/// Advances both clocks. Tokio's clock stands still while a task can run or a blocking thread
+/// works.
+async fn drive(network: Network) {
+    let (start, mut quiet) = (Instant::now(), 0);
+    loop {
+        if network.step_until(network.now()) {
+            quiet = 0;
+        } else if quiet < QUIET_ROUNDS {
+            quiet += 1;
+        } else {
+            quiet = 0;
+            if !network.step_until(start.elapsed()) {
+                sleep(MS).await;
+            }
+        }
+        yield_now().await;
+    }
+}
+
+/// Runs a test on two threads in real time.
+pub(crate) fn in_real_time<F: Future>(
+    seed: u64,
+    test: impl FnOnce(Pace, Network) -> F,
+) -> F::Output {
+    let network = Network::with_faults(seed, calm());
+    let runtime = Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    runtime.expect("a runtime").block_on(test(Pace::Real, network))
+}
