@@ -15,13 +15,15 @@ use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use futures::StreamExt;
 use tokio::sync::Semaphore;
 use tokio::task::{JoinHandle, JoinSet};
+use tokio_rdma::message::{Reconnect, ReconnectCause, ReconnectPolicy, ReconnectState};
 use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::types::{Gid, LinkLayer, Mtu, PortState, Psn, Qpn, Transport, WcStatus};
 use tokio_rdma::{
-    Access, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, OpErrorKind, Pool,
-    QueuePair, QueuePairEndpoint, RemoteRegion,
+    Access, BufMut, CompletionMode, CompletionQueue, Connection, ConnectionConfig, Device,
+    ExposedRegion, Listener, OpErrorKind, Pool, QueuePair, QueuePairEndpoint, RemoteRegion,
 };
 
 const HANG: Duration = Duration::from_secs(60);
@@ -340,6 +342,70 @@ fn link_down_fails_every_operation() {
             works(&name).await;
         });
     }
+}
+
+/// Exchanges a message on the next connection, and returns its generation and both ends.
+async fn reconnected(
+    client: &Reconnect,
+    listener: &Listener,
+) -> (u64, Arc<Connection>, Connection) {
+    let both = async { tokio::join!(client.connected(), listener.accept()) };
+    let (connected, accepted) = tokio::time::timeout(HANG, both).await.expect("no connection");
+    let ((generation, ours), theirs) = (connected.unwrap(), accepted.unwrap());
+    ours.send("request").await.unwrap();
+    let received = tokio::time::timeout(HANG, theirs.recv()).await.expect("no message");
+    assert_eq!(received.unwrap().as_deref(), Some(&b"request"[..]));
+    (generation, ours, theirs)
+}
+
+async fn until(client: &Reconnect, what: &str, is: impl Fn(&ReconnectState) -> bool) {
+    let mut states = client.states();
+    let found = async {
+        while let Some(state) = states.next().await {
+            if is(&state) {
+                return;
+            }
+        }
+    };
+    if tokio::time::timeout(HANG, found).await.is_err() {
+        panic!("{what} is not reached: {}", client.state());
+    }
+}
+
+fn waits_for(state: &ReconnectState, is: impl Fn(&ReconnectCause) -> bool) -> bool {
+    matches!(state, ReconnectState::Waiting { cause, .. } if is(cause))
+}
+
+#[test]
+fn reconnect_makes_no_attempt_while_the_link_is_down() {
+    let Some(name) = device() else { return };
+    let Some(interface) = interface(&name) else { return };
+    let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    runtime("event").block_on(async {
+        let device = Device::open(&name).unwrap();
+        let ip = device.default_path().unwrap().1.gid.to_ip();
+        let listener = Listener::bind(&device, (ip, 0)).await.unwrap();
+        // Only an event ends a wait in time.
+        let policy = ReconnectPolicy::default().first_delay(10 * HANG).greatest_delay(10 * HANG);
+        let config = ConnectionConfig::default();
+        let client = Reconnect::new(&device, listener.local_addr(), &config, policy).unwrap();
+        let (generation, ours, theirs) = reconnected(&client, &listener).await;
+        assert_eq!(generation, 1);
+        ours.abort();
+        until(&client, "a wait", |state| {
+            waits_for(state, |cause| matches!(cause, ReconnectCause::Lost { .. }))
+        })
+        .await;
+        drop((ours, theirs));
+        run(&format!("ip link set {interface} down"));
+        until(&client, "the wait for a port", |state| {
+            waits_for(state, |cause| matches!(cause, ReconnectCause::PortDown { .. }))
+        })
+        .await;
+        run(&format!("ip link set {interface} up"));
+        let (generation, _ours, _theirs) = reconnected(&client, &listener).await;
+        assert_eq!(generation, 2);
+    });
 }
 
 #[test]
