@@ -7,6 +7,7 @@
 //!   RdmaStream, RdmaListener          stream/                     bytes instead of messages
 //!   Reconnect                         reconnect.rs               connections made anew
 //!   PeerSet                           peer_set.rs                connections to many peers
+//!        │                            resources.rs, shared_completions.rs: objects of many
 //!        │ driver.rs: deadlines, and progress while the service is idle
 //!        ▼
 //!      core.rs: I/O of one side       inbound.rs, fetching.rs, message_memory.rs, outbound.rs,
@@ -54,7 +55,7 @@ mod reconnect;
 mod resources;
 mod send_memory;
 mod shared;
-mod shared_queues;
+mod shared_completions;
 pub mod stream;
 #[cfg(all(test, not(loom)))]
 mod tests;

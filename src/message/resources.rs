@@ -1,9 +1,9 @@
-//! The protection domain, buffers and completion queues of a connection.
+//! The protection domain and buffers of a connection, and its lease of shared completion queues.
 //!
 //! To create a domain and buffers takes longer than to connect. So a closed connection leaves them
 //! to the next one of the same settings on its device. One connection has them at a time: keys work
 //! throughout a protection domain, so memory exposed to one peer must be inaccessible to others.
-//! Completion queues are [shared](super::shared_queues).
+//! Completion queues are [shared](super::shared_completions).
 
 #![forbid(unsafe_code)]
 
@@ -14,7 +14,7 @@ use std::sync::{Arc, Weak};
 use parking_lot::Mutex;
 
 use super::config::{Completions, ConnectionConfig};
-use super::shared_queues::{QueueLease, SharedQueues};
+use super::shared_completions::{QueueLease, SharedCompletions};
 use crate::engine::CompletionQueue;
 use crate::error::SetupError;
 use crate::memory::Pool;
@@ -50,7 +50,7 @@ pub(super) const MAX_IDLE: usize = 8;
 pub(super) struct Reserve {
     device: Device,
     idle: Mutex<Vec<Resources>>,
-    pub(super) queues: SharedQueues,
+    pub(super) queues: SharedCompletions,
 }
 
 static RESERVES: Mutex<Vec<Weak<Reserve>>> = Mutex::new(Vec::new());
@@ -68,7 +68,7 @@ impl Reserve {
             let new = Arc::new(Self {
                 device: device.clone(),
                 idle: Mutex::default(),
-                queues: SharedQueues::default(),
+                queues: SharedCompletions::default(),
             });
             reserves.push(Arc::downgrade(&new));
             new
@@ -92,7 +92,7 @@ impl Reserve {
         self: Arc<Self>,
         config: &ConnectionConfig,
     ) -> Result<ConnectionResources, SetupError> {
-        let queues = Queues::new(&self, config)?;
+        let queues = self.made(|| Queues::new(&self, config))?;
         let sizes = Sizes::of(config);
         let found = {
             let mut idle = self.idle.lock();
@@ -101,19 +101,19 @@ impl Reserve {
         };
         let resources = match found {
             Some(resources) => resources,
-            None => self.make(config)?,
+            None => self.made(|| {
+                let mut new = Resources::new(self.device.protection_domain()?, config)?;
+                new.references = Some(new.pd.references());
+                Ok(new)
+            })?,
         };
         Ok(ConnectionResources { resources: Some(resources), queues, reserve: Some(self) })
     }
 
-    fn make(&self, config: &ConnectionConfig) -> Result<Resources, SetupError> {
-        let make = || {
-            let mut new = Resources::new(self.device.protection_domain()?, config)?;
-            new.references = Some(new.pd.references());
-            Ok(new)
-        };
-        make().or_else(|error: SetupError| {
-            // What is idle counts towards limits of the device and of locked memory.
+    /// Calls `make`, and again without unused resources if it fails: they count towards the limits
+    /// of the device and of locked memory.
+    fn made<T>(&self, make: impl Fn() -> Result<T, SetupError>) -> Result<T, SetupError> {
+        make().or_else(|error| {
             let idle = mem::take(&mut *self.idle.lock());
             if idle.is_empty() {
                 return Err(error);

@@ -6,7 +6,7 @@ use tokio::runtime::{Builder, Runtime};
 
 use crate::engine::{BusyPoller, CompletionMode, CompletionQueue};
 use crate::message::resources::Reserve;
-use crate::message::shared_queues::QueueLease;
+use crate::message::shared_completions::QueueLease;
 use crate::software::Network;
 use crate::types::AsyncEvent;
 use crate::verbs::Device;
@@ -77,6 +77,18 @@ fn runtime_of_many_threads_has_queues_for_each() {
         let users = leases.iter().filter(|lease| lease.queues[0].same(&queue)).count();
         assert_eq!(users, 3);
     }
+}
+
+#[test]
+fn queues_of_many_threads_are_small_until_all_are_full() {
+    let (_network, reserve) = reserve("many");
+    let threads = Builder::new_multi_thread().worker_threads(16).build().unwrap();
+    let mut leases = lease(&threads, &reserve, &CompletionMode::Event, 16 * 4);
+    let capacities =
+        |leases: &[_]| distinct(leases).iter().map(CompletionQueue::capacity).collect::<Vec<_>>();
+    assert_eq!(capacities(&leases), [512; 16]);
+    leases.extend(lease(&threads, &reserve, &CompletionMode::Event, 1));
+    assert_eq!(capacities(&leases)[16..], [16 * 512]);
 }
 
 #[test]

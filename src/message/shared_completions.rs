@@ -15,19 +15,20 @@ use crate::engine::{CompletionMode, CompletionQueue};
 use crate::error::SetupError;
 use crate::verbs::Device;
 
-/// Entries of the first queues of a runtime. Later ones have as many as all before them, so that
-/// few connections take little memory and many connections few queues.
+/// Entries of the first queues of each worker thread. Queues made when all are full have as many
+/// entries as all before them, so that few connections take little memory and many connections few
+/// queues.
 const FIRST_ENTRIES: u32 = 512;
 const MAX_ENTRIES: u32 = 1 << 16;
 
 /// The shared queues of a device.
 #[derive(Debug, Default)]
-pub(super) struct SharedQueues(Mutex<Vec<Pair>>);
+pub(super) struct SharedCompletions(Mutex<Vec<Pair>>);
 
-/// The completion queues of sends and receives, which are one if it is polled.
+/// The completion queues of sends and receives: two in mode `Event`, otherwise one.
 ///
-/// They are separate if completions raise events: a send that no task awaits then raises none,
-/// because its queue is not armed.
+/// With two, the queue of sends is armed only while a task of one of its connections waits for a
+/// send. Other sends then raise no events.
 #[derive(Debug)]
 struct Pair {
     /// `None` for connections that were prepared outside of a runtime.
@@ -39,10 +40,10 @@ struct Pair {
     connections: u32,
 }
 
-impl SharedQueues {
-    /// Returns the queues for another connection of the current runtime, which may need `sends` and
-    /// `receives` entries. A runtime has a pair of queues per worker thread, and more when all are
-    /// full.
+impl SharedCompletions {
+    /// Returns the queues for another connection of the current runtime, and the entries that it
+    /// takes of each. `entries` are the most that it needs for sends and receives. A runtime has a
+    /// pair of queues per worker thread, and more when all are full.
     fn take(
         &self,
         device: &Device,
@@ -70,14 +71,20 @@ impl SharedQueues {
         let at = match emptiest {
             Some(at) if pairs[at].connections == 0 || count >= workers => at,
             _ => {
-                let most = device.attr().max_cqe.min(MAX_ENTRIES);
-                let wanted = before.clamp(FIRST_ENTRIES, MAX_ENTRIES).min(most);
-                let wanted = needed.map(|needed| needed.max(wanted));
-                let new = Pair::new(device, runtime, mode, wanted);
-                // Perhaps the device has enough for this connection.
-                let new = new.or_else(|_| Pair::new(device, runtime, mode, needed))?;
-                pairs.push(new);
-                pairs.len() - 1
+                let usual = if count < workers { 0 } else { before };
+                let usual = usual.clamp(FIRST_ENTRIES, MAX_ENTRIES).min(device.attr().max_cqe);
+                let usual = needed.map(|needed| if needed > 0 { needed.max(usual) } else { 0 });
+                let new = Pair::new(device, runtime, mode, usual);
+                // The device may still have enough for this connection alone.
+                let new = new.or_else(|_| Pair::new(device, runtime, mode, needed));
+                match (new, emptiest) {
+                    (Ok(new), _) => {
+                        pairs.push(new);
+                        pairs.len() - 1
+                    }
+                    (Err(_), Some(at)) => at,
+                    (Err(error), None) => return Err(error),
+                }
             }
         };
         let pair = &mut pairs[at];
@@ -88,7 +95,7 @@ impl SharedQueues {
 
     fn release(&self, queues: &[CompletionQueue; 2], taken: [u32; 2]) {
         let mut pairs = self.0.lock();
-        // A failed pair is no longer listed.
+        // `take` removes a pair that has failed.
         let Some(at) = pairs.iter().position(|pair| pair.queues[0].same(&queues[0])) else {
             return;
         };
@@ -98,7 +105,7 @@ impl SharedQueues {
         if pair.connections > 0 {
             return;
         }
-        // One unused pair is kept for a later connection, unless a thread polls it.
+        // One unused pair of any runtime is kept for a later connection, unless a thread polls it.
         let polled = matches!(pair.mode, CompletionMode::BusyPoll(_));
         let other = (0..pairs.len()).find(|&other| other != at && pairs[other].connections == 0);
         let unneeded = if polled { Some(at) } else { other };
