@@ -23,7 +23,7 @@ use tokio::task::yield_now;
 
 use super::error::CloseReason;
 use super::lifecycle::Event;
-use super::shared::{DriverPoll, Shared, serve_others};
+use super::shared::{DriverPoll, Shared};
 use super::timers::LINGER;
 use crate::clock::{self, Sleep, timeout};
 use crate::cm::CmConnection;
@@ -44,7 +44,6 @@ pub(super) fn drive(
             let driver_poll = DriverPoll::begin(&shared.driver_waker);
             let result = poll(&shared, &mut sleep, disconnected.as_mut(), context);
             let repoll = driver_poll.end() && result.is_pending();
-            serve_others();
             if repoll && single_threaded {
                 // While tasks wake themselves, a single-threaded runtime polls sockets and its own
                 // future (`block_on`, `LocalSet`) only every `event_interval` polls, 61 by default.

@@ -27,23 +27,31 @@ thread_local! {
     static POLLED: Cell<(*const DriverWaker, bool)> = const { Cell::new((ptr::null(), false)) };
     /// Other connections woken since, for [`serve_others`].
     static OTHERS: RefCell<VecDeque<Arc<DriverWaker>>> = const { RefCell::new(VecDeque::new()) };
+    /// True within [`serve_others`].
+    static SERVES_OTHERS: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Connections that a thread serves one after the other. The drivers of further ones are woken.
-const MOST_IN_TURN: usize = 32;
+const MAX_IN_TURN: usize = 32;
 
-/// Serves the connections that were woken while this thread drove or served another one. Their
-/// completions arrive in the same queue.
-pub(super) fn serve_others() {
-    let next = || OTHERS.try_with(|others| others.borrow_mut().pop_front()).ok().flatten();
-    // Each may wake others.
-    for _ in 0..MOST_IN_TURN {
-        let Some(other) = next() else { return };
-        contained(|| other.serve());
+/// Serves the connections that were woken while this thread drove or served another one: the drain
+/// of a shared completion queue finds completions of several connections.
+fn serve_others() {
+    // The end of each turn calls this function too.
+    if SERVES_OTHERS.replace(true) {
+        return;
     }
-    while let Some(other) = next() {
-        other.driver.wake();
+    let mut turns = 0;
+    while let Some(other) = OTHERS.try_with(|others| others.borrow_mut().pop_front()).ok().flatten()
+    {
+        turns += 1;
+        if turns <= MAX_IN_TURN {
+            contained(|| other.serve());
+        } else {
+            other.driver.wake();
+        }
     }
+    SERVES_OTHERS.set(false);
 }
 
 /// The waker of all operations of a connection. It serves the connection in place, which wakes the
@@ -80,12 +88,12 @@ impl DriverWaker {
         }
     }
 
-    /// Has the connection served after the one that this thread serves. Returns false if too many
-    /// wait already.
+    /// Queues the connection to be served after the current one. Returns false if [`MAX_IN_TURN`]
+    /// are queued.
     fn serve_later(self: &Arc<Self>) -> bool {
         let push = |others: &RefCell<VecDeque<_>>| {
             let mut others = others.borrow_mut();
-            let fits = others.len() < MOST_IN_TURN;
+            let fits = others.len() < MAX_IN_TURN;
             if fits {
                 others.push_back(self.clone());
             }
@@ -110,7 +118,6 @@ impl std::task::Wake for DriverWaker {
             self.wake_driver();
         } else if polled.is_null() {
             self.serve();
-            serve_others();
         } else if !self.serve_later() {
             self.driver.wake();
         }
@@ -137,6 +144,9 @@ impl DriverPoll {
 impl Drop for DriverPoll {
     fn drop(&mut self) {
         POLLED.set(self.before);
+        if self.before.0.is_null() {
+            serve_others();
+        }
     }
 }
 
