@@ -53,12 +53,14 @@ const USAGE: &str = "usage: thread_per_core [--cores N] [--connections N] [--req
 const DEADLINE: Duration = Duration::from_secs(240);
 /// The requests that a client keeps in flight on a connection.
 const WINDOW: u32 = 16;
-/// The entries that a connection takes of the completion queue: `max_send_wr` + `receive_buffers`
-/// + 12, see [`ConnectionConfig::completion_queue`].
-const ENTRIES: u32 = 64 + 32 + 12;
+const SENDS: u32 = 64;
+const RECEIVES: u32 = 32;
+/// The entries that a connection takes of the completion queue, see
+/// [`ConnectionConfig::completion_queue`].
+const ENTRIES: u32 = SENDS + RECEIVES + 12;
 
 fn config() -> ConnectionConfig {
-    ConnectionConfig::default().max_send_wr(64).receive_buffers(32).send_buffers(32)
+    ConnectionConfig::default().max_send_wr(SENDS).receive_buffers(RECEIVES).send_buffers(32)
 }
 
 struct Options {
@@ -205,7 +207,8 @@ async fn distribute(
 /// Starts the thread of a core.
 fn start(core: usize, device: &Device, options: &Options) -> Result<Shard, Failure> {
     let (requests, receiver) = unbounded_channel();
-    let (device, connections) = (device.clone(), options.connections as u32);
+    let connections = options.connections.div_ceil(options.cores) as u32;
+    let device = device.clone();
     let thread = thread::Builder::new()
         .name(format!("core-{core}"))
         .spawn(move || serve(core, &device, connections, receiver))?;

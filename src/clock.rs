@@ -43,12 +43,12 @@ pub(crate) struct Sleep {
     deadline: Instant,
     alarm: Option<Alarm>,
     /// The signal of an earlier alarm, so that another deadline needs no allocation.
-    unused: Option<Arc<Signal>>,
+    spare: Option<Arc<Signal>>,
 }
 
 impl Sleep {
     pub(crate) fn new(deadline: Instant) -> Self {
-        Self { deadline, alarm: None, unused: None }
+        Self { deadline, alarm: None, spare: None }
     }
 
     pub(crate) fn deadline(&self) -> Instant {
@@ -60,10 +60,10 @@ impl Sleep {
         if let Some(alarm) = self.alarm.take() {
             let mut signal = alarm.signal.clone();
             drop(alarm);
-            // Otherwise the alarm thread is about to fire it.
+            // If the alarm thread has it, it is about to fire it, and the next alarm needs another.
             if let Some(own) = Arc::get_mut(&mut signal) {
                 *own.fired.get_mut() = false;
-                self.unused = Some(signal);
+                self.spare = Some(signal);
             }
         }
     }
@@ -73,7 +73,7 @@ impl Sleep {
             if Instant::now() >= self.deadline {
                 return Poll::Ready(());
             }
-            self.alarm = Alarm::set(self.deadline, self.unused.take().unwrap_or_default());
+            self.alarm = Alarm::set(self.deadline, self.spare.take().unwrap_or_default());
         }
         let Some(alarm) = &self.alarm else {
             // Without the alarm thread, this task polls.

@@ -61,12 +61,15 @@ struct Actions {
 thread_local! {
     /// Empty actions of the lists that this thread finished last, so that the next ones need not
     /// allocate. Several, because an action may finish other lists.
-    static SPARES: [Cell<Option<Box<Actions>>>; 4] = const { [const { Cell::new(None) }; 4] };
+    #[allow(clippy::vec_box, reason = "boxes change hands, and the actions are large")]
+    static SPARES: RefCell<Vec<Box<Actions>>> = const { RefCell::new(Vec::new()) };
 }
+
+const MAX_SPARES: usize = 4;
 
 fn spare() -> Box<Actions> {
     // Destructors of thread-local variables may run when `SPARES` are gone.
-    SPARES.try_with(|spares| spares.iter().find_map(Cell::take)).ok().flatten().unwrap_or_default()
+    SPARES.try_with(|spares| spares.borrow_mut().pop()).ok().flatten().unwrap_or_default()
 }
 
 impl WakeList {
@@ -163,14 +166,11 @@ impl Actions {
 
     /// Keeps the empty lists for the next [`WakeList`] of this thread.
     fn keep_spare(self: Box<Self>) {
-        let mut moved = Some(self);
         // During the destruction of a thread, they are dropped instead.
         let _ = SPARES.try_with(|spares| {
-            for spare in spares {
-                moved = spare.replace(moved.take());
-                if moved.is_none() {
-                    break;
-                }
+            let mut spares = spares.borrow_mut();
+            if spares.len() < MAX_SPARES {
+                spares.push(self);
             }
         });
     }

@@ -115,8 +115,9 @@ use crate::verbs::Device;
 ///
 /// A port that goes down does not end the connection: retransmission bridges a short outage. After
 /// an event that leaves a port active, the connection asks its peer for a frame, as
-/// [`keepalive`](ConnectionConfig::keepalive) does in time. If the peer, the route or the local
-/// address was lost meanwhile, the connection ends after the retransmissions of that frame.
+/// [`keepalive`](ConnectionConfig::keepalive) does in time, unless that is off. If the peer, the
+/// route or the local address was lost meanwhile, the connection ends after the retransmissions of
+/// that frame.
 ///
 /// # Rejections without a reason
 ///
@@ -193,8 +194,9 @@ impl Reconnect {
     where
         A: ToSocketAddrs + Clone + Send + Sync + 'static,
     {
-        let config = config.clone();
-        Self::start(policy, Connector::on_device(device, connect(address, config)))
+        let (device, config) = (device.clone(), config.clone());
+        let open = move || Ok(device.clone());
+        Self::start(policy, Connector::on_device(open, false, connect(address, config)))
     }
 
     /// Connects like [`new`](Self::new), on the device that `open` returns. It is called before the
@@ -236,7 +238,7 @@ impl Reconnect {
         A: ToSocketAddrs + Clone + Send + Sync + 'static,
     {
         let config = config.clone();
-        Self::start(policy, Connector::on_opened(open, connect(address, config)))
+        Self::start(policy, Connector::on_device(open, true, connect(address, config)))
     }
 
     /// Connects by `connector`, which is called for each attempt. It may choose between devices and
@@ -490,7 +492,8 @@ impl Supervisor {
     }
 
     async fn connect_until_failure(&mut self) -> ReconnectError {
-        // `step` grows with the delay, which a connection that soon fails does not reset.
+        // `step` is the number of times that the delay has doubled. A connection that lasts, and a
+        // change of the device, reset it.
         let (mut since, mut attempts, mut step) = (Instant::now(), 0, 0);
         let mut last = None;
         loop {

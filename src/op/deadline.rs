@@ -37,7 +37,7 @@ pub trait Revocable: Future + Unpin + Sized {
     #[doc(hidden)]
     fn work(&self) -> Option<Work<'_>>;
 
-    /// Ends an operation that waits for a queue pair. Returns false if it was posted.
+    /// Ends an operation that waits for an initiator of a pool. Returns false if it was posted.
     #[doc(hidden)]
     fn withdraw(&mut self, _kind: OpErrorKind) -> bool {
         false
@@ -82,7 +82,7 @@ impl<'a> Work<'a> {
 /// The future returns the result of the operation, also if it becomes known after the deadline.
 /// Otherwise the deadline revokes the operation, and the future returns
 /// [`TimedOut`](OpErrorKind::TimedOut) with the buffers, which the device accesses no more. No
-/// delayed packet can change them. There are two ways:
+/// delayed packet can change them. There are three ways:
 ///
 /// - A work request that is still queued, outside of a batch, is removed from the queue. The queue
 ///   pair is unharmed.
@@ -90,7 +90,9 @@ impl<'a> Work<'a> {
 ///   operation included. **The queue pair is lost**: other operations on it end with
 ///   [`WR_FLUSH_ERR`](WcStatus::WR_FLUSH_ERR), a connection closes, and the result of this
 ///   operation, if it won the race, does not change that. Hardware cannot revoke one work request.
-///   A DC initiator continues after a [`repair`](crate::dc::DcInitiator::repair).
+///   A DC initiator continues after a [`repair`](crate::dc::DcInitiator::repair); a
+///   [pool](crate::dc::DcPool) repairs it itself.
+/// - An operation of a pool that waits for an initiator leaves the queue.
 ///
 /// If the device refuses the change of state, or has not flushed the operation after one second,
 /// the queue pair is destroyed. The future must be polled for each of these steps. If the device
@@ -136,7 +138,7 @@ impl<'a> Work<'a> {
 /// # Ok(())
 /// # }
 /// ```
-#[must_use = "the operation is already posted, but only awaiting it enforces the deadline"]
+#[must_use = "the operation is already posted or queued, but only awaiting enforces the deadline"]
 pub struct Within<O: Revocable> {
     /// `None` once the result was returned.
     operation: Option<O>,

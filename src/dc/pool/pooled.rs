@@ -107,7 +107,8 @@ impl<F: Revocable + Send> Revocable for PooledOperation<F> {
     fn withdraw(&mut self, kind: OpErrorKind) -> bool {
         let Progress::Queued(queued) = &self.progress else { return false };
         let withdrawn = queued.end(kind);
-        if let Some(future) = queued.entry.take_posted() {
+        let posted = queued.entry.stage.lock().take_posted();
+        if let Some(future) = posted {
             self.progress = Progress::Posted(future);
         }
         withdrawn
@@ -144,7 +145,7 @@ impl<F: Send> Queued<F> {
     fn end(&self, kind: OpErrorKind) -> bool {
         // Wakers are called after the locks are released.
         let _deferral = Deferral::begin();
-        if !self.entry.resolve_queued(Err(kind)) {
+        if !self.entry.resolve(Err(kind)) {
             return false;
         }
         self.peer.withdraw(Arc::as_ptr(&self.entry).cast());
@@ -174,7 +175,7 @@ enum Stage<F> {
         work: Work<F>,
         waker: Option<Waker>,
     },
-    /// Posted, for the future to take.
+    /// Posted or failed; the future takes it.
     Posted(F),
     Taken,
 }
@@ -201,37 +202,36 @@ impl<F> Entry<F> {
             std::mem::swap(kept, &mut clone);
             return None;
         }
-        match std::mem::replace(&mut *stage, Stage::Taken) {
-            Stage::Posted(future) => Some(future),
-            _ => unreachable!("the future takes the operation once"),
-        }
+        stage.take_posted()
     }
+}
 
-    /// Returns the operation if it was posted or failed.
-    fn take_posted(&self) -> Option<F> {
-        let mut stage = self.stage.lock();
-        if !matches!(&*stage, Stage::Posted(_)) {
-            return None;
-        }
-        match std::mem::replace(&mut *stage, Stage::Taken) {
-            Stage::Posted(future) => Some(future),
-            _ => unreachable!("the stage was checked under the lock"),
+impl<F> Stage<F> {
+    /// Takes the operation if it was posted or failed.
+    fn take_posted(&mut self) -> Option<F> {
+        match std::mem::replace(self, Self::Taken) {
+            Self::Posted(future) => Some(future),
+            other => {
+                *self = other;
+                None
+            }
         }
     }
 }
 
 pub(super) trait Waiting: Send + Sync {
-    /// Posts the operation or fails it. Called under locks, within a
-    /// [`Deferral`].
-    fn resolve(&self, grant: Result<Grant<'_>, OpErrorKind>);
+    /// Posts the operation or fails it. Called under locks, within a [`Deferral`].
+    ///
+    /// Returns false without effect if that was done before, or the future was dropped, but the
+    /// entry has not left the queue yet.
+    fn resolve(&self, grant: Result<Grant<'_>, OpErrorKind>) -> bool;
 
     /// Wakes the task. Called under locks, within a deferral.
     fn wake_task(&self);
 }
 
-impl<F> Entry<F> {
-    /// Posts the operation or fails it. Returns false if that was done before.
-    fn resolve_queued(&self, grant: Result<Grant<'_>, OpErrorKind>) -> bool {
+impl<F: Send> Waiting for Entry<F> {
+    fn resolve(&self, grant: Result<Grant<'_>, OpErrorKind>) -> bool {
         let mut stage = self.stage.lock();
         match std::mem::replace(&mut *stage, Stage::Taken) {
             Stage::Queued { work, waker } => {
@@ -247,14 +247,6 @@ impl<F> Entry<F> {
                 false
             }
         }
-    }
-}
-
-impl<F: Send> Waiting for Entry<F> {
-    fn resolve(&self, grant: Result<Grant<'_>, OpErrorKind>) {
-        // Without effect if the future was dropped, or its deadline has passed, but the entry has
-        // not left the queue yet.
-        self.resolve_queued(grant);
     }
 
     fn wake_task(&self) {

@@ -49,22 +49,9 @@ impl Connector {
         Self { by: By::Service(Box::new(connect)), changes: None }
     }
 
+    /// Connects on the device that `open` returns, which is called again after a removal if it
+    /// `reopens` the device.
     pub(super) fn on_device(
-        device: &Device,
-        connect: impl FnMut(Device) -> Attempt + Send + 'static,
-    ) -> Self {
-        let device = device.clone();
-        Self::on(move || Ok(device.clone()), false, connect)
-    }
-
-    pub(super) fn on_opened(
-        open: impl FnMut() -> Result<Device, OpenError> + Send + 'static,
-        connect: impl FnMut(Device) -> Attempt + Send + 'static,
-    ) -> Self {
-        Self::on(open, true, connect)
-    }
-
-    fn on(
         open: impl FnMut() -> Result<Device, OpenError> + Send + 'static,
         reopens: bool,
         connect: impl FnMut(Device) -> Attempt + Send + 'static,
@@ -89,7 +76,7 @@ impl Connector {
                 on.device.insert(opened)
             }
         };
-        // Changes during the attempt count.
+        // A later change ends the next wait.
         match &mut self.changes {
             Some(changes) => changes.skip(),
             None => device.read_events(),
@@ -114,7 +101,7 @@ impl Connector {
                 }
             }
             if on.reopens && is_gone(&error) {
-                // Not every device raises an event. An open handle may delay its removal.
+                // Some devices raise no event for a removal, and an open handle may delay it.
                 (on.device, self.changes) = (None, None);
                 return Failure::Again(ReconnectCause::Attempt(error));
             }
@@ -127,7 +114,7 @@ impl Connector {
 
     /// Releases the removed device.
     fn removed(&mut self) -> Failure {
-        let By::Device(on) = &mut self.by else { unreachable!("the service has the device") };
+        let By::Device(on) = &mut self.by else { unreachable!("called for `By::Device` only") };
         self.changes = None;
         let device = on.device.take().map(|device| device.name().to_owned()).unwrap_or_default();
         let cause = ReconnectCause::DeviceRemoved { device };
@@ -155,7 +142,7 @@ impl Connector {
         }
         let ended = probing(self.changes.as_mut(), connection, ended).await;
         if let By::Service(_) = self.by {
-            // The service may wait for the end of the device.
+            // The service may wait until nothing uses the device.
             self.changes = None;
         }
         ended

@@ -9,7 +9,7 @@ use crate::message::EstablishError;
 /// The delay before an attempt doubles with each failure, from
 /// [`first_delay`](Self::first_delay) to [`greatest_delay`](Self::greatest_delay). Its second half
 /// is random, so that the clients of a restarted server do not connect at the same time. A
-/// connection that has lasted for the greatest delay resets it.
+/// connection that has lasted for the greatest delay resets it, and so does an event of the device.
 #[derive(Debug, Clone)]
 #[must_use]
 pub struct ReconnectPolicy {
@@ -64,7 +64,8 @@ impl ReconnectPolicy {
     }
 
     /// Sets which errors lead to another attempt; [`EstablishError::is_temporary`] unless set.
-    /// Timeouts of attempts always do.
+    /// Timeouts of attempts always do, and so do a removed device that is opened anew and errors of
+    /// opening it.
     ///
     /// ```
     /// use tokio_rdma::EstablishError;
