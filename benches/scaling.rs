@@ -37,8 +37,6 @@ const INITIATORS: u32 = 4;
 /// Maximum number of queue pairs with their own completion queues: each takes a descriptor, and
 /// many shells allow 1,024.
 const DESCRIPTORS: usize = 256;
-/// Maximum number of connections: each has more than 1 MiB of buffers.
-const CONNECTIONS: usize = 64;
 /// Maximum wait for a write within the process.
 const DEADLINE: Duration = Duration::from_secs(60);
 
@@ -66,7 +64,6 @@ async fn freed(before: usize) -> Result<()> {
 #[derive(Clone, Copy, PartialEq)]
 enum Kind {
     Messages,
-    SmallMessages,
     Own,
     SharedCompletions,
     SharedReceives,
@@ -94,7 +91,7 @@ fn main() -> Result<()> {
         println!("\n{peers} peers");
         for kind in Kind::ALL {
             // Buffers are host memory, whatever the device.
-            if options.emulated && kind.uses_messages() {
+            if options.emulated && kind == Kind::Messages {
                 continue;
             }
             let made = peers.min(kind.maximum(options.make));
@@ -161,7 +158,6 @@ impl Meter {
         let pd = self.device.protection_domain()?;
         match kind {
             Kind::Messages => self.connections(&pd, peers, &ConnectionConfig::default()).await,
-            Kind::SmallMessages => self.connections(&pd, peers, &small()).await,
             Kind::Dynamic => self.dynamic(&pd, peers).await,
             _ => self.reliable(&pd, kind, peers).await,
         }
@@ -177,30 +173,32 @@ impl Meter {
         let peers = peers.next_multiple_of(2);
         let region = ExposedRegion::new(pd, HostMemory::zeroed(8)?, Access::REMOTE_WRITE)?;
         let start = self.bytes();
+        // Peers of a completion queue.
+        let most = match kind {
+            Kind::Own => 1,
+            Kind::SharedReceives => peers,
+            _ => peers.min((self.device.attr().max_cqe / (2 * DEPTH)) as usize),
+        };
         let capacity = match kind {
             Kind::SharedReceives => DEPTH * peers as u32 + SHARED,
-            _ => 2 * DEPTH * peers as u32,
+            _ => 2 * DEPTH * most as u32,
         };
-        let completions =
-            |capacity| CompletionQueue::builder(&self.device).capacity(capacity).build();
-        let shared = if kind == Kind::Own { None } else { Some(completions(capacity)?) };
-        let queue = self.bytes() - start;
-        let receives = match (&shared, kind) {
-            (Some(queue), Kind::SharedReceives) => {
-                Some(SharedReceiveQueue::new(pd, queue, SHARED, 1)?)
-            }
+        let queues = (0..peers.div_ceil(most))
+            .map(|_| CompletionQueue::builder(&self.device).capacity(capacity).build())
+            .collect::<std::result::Result<Vec<_>, _>>()?;
+        let taken = self.bytes() - start;
+        let receives = match kind {
+            Kind::SharedReceives => Some(SharedReceiveQueue::new(pd, &queues[0], SHARED, 1)?),
             _ => None,
         };
         // Entries of the completion queue for shared receives are independent of the number of
         // peers; all else is proportional to it.
         let fixed = if receives.is_some() { f64::from(SHARED) / f64::from(capacity) } else { 0.0 };
-        let base = self.bytes() - start - queue * (1.0 - fixed);
+        let base = self.bytes() - start - taken * (1.0 - fixed);
         let mut ends = Vec::with_capacity(peers);
-        for _ in 0..peers {
-            let queue = shared
-                .as_ref()
-                .map_or_else(|| completions(2 * DEPTH), |queue| Ok(queue.clone()))?;
-            let builder = QueuePair::builder(pd, &queue).max_send_wr(DEPTH).max_sge(1);
+        for at in 0..peers {
+            let queue = &queues[at / most];
+            let builder = QueuePair::builder(pd, queue).max_send_wr(DEPTH).max_sge(1);
             let builder = match &receives {
                 Some(receives) => builder.shared_receive_queue(receives),
                 None => builder.max_recv_wr(DEPTH),
@@ -270,32 +268,14 @@ impl Meter {
     }
 }
 
-/// Returns the configuration of a connection for few, short requests.
-fn small() -> ConnectionConfig {
-    let config =
-        ConnectionConfig::default().receive_buffer_size(1024).receive_buffers(8).spare_buffers(4);
-    config.send_buffers(8).max_send_wr(16)
-}
-
 impl Kind {
-    const ALL: [Self; 6] = [
-        Self::Messages,
-        Self::SmallMessages,
-        Self::Own,
-        Self::SharedCompletions,
-        Self::SharedReceives,
-        Self::Dynamic,
-    ];
-
-    fn uses_messages(self) -> bool {
-        matches!(self, Self::Messages | Self::SmallMessages)
-    }
+    const ALL: [Self; 5] =
+        [Self::Messages, Self::Own, Self::SharedCompletions, Self::SharedReceives, Self::Dynamic];
 
     fn maximum(self, make: usize) -> usize {
         match self {
-            Self::Messages | Self::SmallMessages => make.min(CONNECTIONS),
             Self::Own => make.min(DESCRIPTORS),
-            Self::SharedCompletions | Self::SharedReceives => make,
+            Self::Messages | Self::SharedCompletions | Self::SharedReceives => make,
             Self::Dynamic => usize::MAX,
         }
     }
@@ -304,8 +284,7 @@ impl Kind {
 impl fmt::Display for Kind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
-            Self::Messages => "Connection, default sizes, with buffers",
-            Self::SmallMessages => "Connection, small, with buffers",
+            Self::Messages => "Connection, default settings, with buffers",
             Self::Own => "RC, a completion queue each",
             Self::SharedCompletions => "RC, shared completion queue",
             Self::SharedReceives => "RC, shared completion and receive queue",

@@ -290,7 +290,7 @@ impl Core {
         if state.closed || !own.waiting.is_empty() {
             return false;
         }
-        if let Some(at) = own.assignment {
+        if let Some(at) = own.assignment() {
             let assignment = &state.assignments[at];
             if !self.members[at].is_sound() || assignment.recalled {
                 return false;
@@ -330,7 +330,7 @@ impl Core {
                 assignment.health = Health::Broken;
             }
         }
-        match own.assignment {
+        match own.assignment() {
             Some(at) if self.is_exclusive() => state.assignments[at].recalled = true,
             assignment => {
                 if assignment.is_some() {

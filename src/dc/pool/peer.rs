@@ -30,7 +30,8 @@ pub(super) struct Peer {
 
 #[derive(Default)]
 pub(super) struct PeerState {
-    pub(super) assignment: Option<usize>,
+    /// The assigned initiator. There may be very many peers, so it takes few bytes.
+    assignment: Option<u32>,
     /// The stream on the assigned initiator; `None` if the initiator has no streams.
     stream: Option<PeerStream>,
     /// Operations begun since the assignment.
@@ -45,8 +46,12 @@ pub(super) struct PeerState {
 }
 
 impl PeerState {
+    pub(super) fn assignment(&self) -> Option<usize> {
+        self.assignment.map(|at| at as usize)
+    }
+
     pub(super) fn set_assignment(&mut self, at: usize, member: &Member) {
-        (self.assignment, self.used, self.leases) = (Some(at), 0, 0);
+        (self.assignment, self.used, self.leases) = (Some(at as u32), 0, 0);
         self.stream = member.assign_stream();
         self.epoch += 1;
     }
@@ -67,7 +72,7 @@ impl PeerState {
 
     #[cold]
     fn replace_stream(&mut self, member: &Member) -> bool {
-        let Some(at) = self.assignment.filter(|_| member.fewest_peers().is_some()) else {
+        let Some(at) = self.assignment().filter(|_| member.fewest_peers().is_some()) else {
             return false;
         };
         self.set_assignment(at, member);
@@ -172,7 +177,7 @@ impl Peer {
         if shared {
             self.rebalance(&mut own);
         }
-        let member = &self.core.members[own.assignment?];
+        let member = &self.core.members[own.assignment()?];
         if !member.is_sound() || !own.has_sound_stream(member) {
             // The gate may be locked for as long as the repair takes.
             return None;
@@ -200,7 +205,7 @@ impl Peer {
     /// with a stream of its own moves only to another such stream.
     fn rebalance(&self, own: &mut PeerState) {
         let members = &self.core.members;
-        let Some(at) = own.assignment.filter(|_| own.leases == 0) else { return };
+        let Some(at) = own.assignment().filter(|_| own.leases == 0) else { return };
         let queue = members[at].queue();
         if !members[at].is_sound() || queue.is_idle() || !queue.has_passed(own.mark) {
             return;
@@ -316,7 +321,7 @@ impl DcPoolPeer {
             let lease = grant.map(|Grant { member, own, .. }| {
                 own.leases += 1;
                 DcLease {
-                    at: own.assignment.unwrap_or(0),
+                    at: own.assignment().unwrap_or(0),
                     epoch: own.epoch,
                     generation: member.generation(),
                     stream_generation: own.stream_generation(),
@@ -373,7 +378,7 @@ impl DcPoolPeer {
 impl fmt::Debug for DcPoolPeer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let own = self.peer.state.lock();
-        let initiator = own.assignment.map(|at| self.peer.core.members[at].initiator.qpn());
+        let initiator = own.assignment().map(|at| self.peer.core.members[at].initiator.qpn());
         f.debug_struct("DcPoolPeer")
             .field("target", &self.peer.to.number())
             .field("initiator", &initiator)
