@@ -190,14 +190,15 @@ fn is_temporary_setup(error: &SetupError) -> bool {
         SetupError::Verb(error) => is_temporary_verb(error),
         // The port is down, or other connections use the entries.
         SetupError::NoGid { .. } | SetupError::CompletionQueueFull { .. } => true,
+        // A shared completion queue has failed during the attempt. The next attempt has another.
+        SetupError::Closed => true,
         SetupError::Limit(_)
         | SetupError::TooSmall { .. }
         | SetupError::Transition(_)
         | SetupError::Foreign { .. }
         | SetupError::Mismatch { .. }
         | SetupError::OtherCompletionQueue { .. }
-        | SetupError::Unsupported { .. }
-        | SetupError::Closed => false,
+        | SetupError::Unsupported { .. } => false,
     }
 }
 
@@ -247,7 +248,7 @@ mod tests {
         let verb = |errno| SetupError::Verb(VerbError::new("ibv_create_qp", errno));
         let limit = LimitError { field: "max_send_wr", asked: 2, allowed: 1 };
         let version = HandshakeError::Version { theirs: 2, ours: 1 };
-        let temporary: [EstablishError; 20] = [
+        let temporary: [EstablishError; 21] = [
             ConnectError::Lookup { kind: io::ErrorKind::NotFound, message: String::new() }.into(),
             ConnectError::Resolve { address, errno: 113 }.into(),
             ConnectError::OtherDevice { address, device: String::new() }.into(),
@@ -267,10 +268,11 @@ mod tests {
             refused(RefusalReason::ShuttingDown),
             SetupError::NoGid { port: 1 }.into(),
             SetupError::CompletionQueueFull { asked: 2, free: 1 }.into(),
+            SetupError::Closed.into(),
             verb(VerbError::ENOMEM).into(),
             ConnectError::Setup { attempt: None, error: Box::new(verb(VerbError::EBUSY)) }.into(),
         ];
-        let permanent: [EstablishError; 15] = [
+        let permanent: [EstablishError; 14] = [
             rejected(RejectReason::CONSUMER, b"go away").into(),
             rejected(RejectReason::INVALID_CLASS_VERSION, &[]).into(),
             rejected(RejectReason::UNSUPPORTED, &[]).into(),
@@ -284,7 +286,6 @@ mod tests {
             ConnectError::Limit(limit).into(),
             SetupError::Limit(limit).into(),
             SetupError::Unsupported { what: "RC" }.into(),
-            SetupError::Closed.into(),
             verb(VerbError::EINVAL).into(),
         ];
         temporary.iter().for_each(|error| assert!(error.is_temporary(), "{error:?}"));
