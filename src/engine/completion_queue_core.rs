@@ -415,6 +415,11 @@ impl CompletionQueueCore {
         self.reactors.watch(self);
     }
 
+    /// Ensures that the current runtime watches the queue; returns false if it cannot.
+    pub(crate) fn watch(self: &Arc<Self>) -> bool {
+        self.reactors.watch(self)
+    }
+
     pub(super) fn add_waiter(&self) {
         self.waiting.fetch_add(1, Ordering::Relaxed);
     }

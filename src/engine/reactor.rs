@@ -112,7 +112,7 @@ impl Reactors {
         let weak: Weak<dyn Watched> = Arc::<W>::downgrade(cq);
         let registrations = Registrations::new(channel, cq.device());
         let reactor = Reactor::new(runtime, registrations, weak.clone());
-        list.push(reactor.clone());
+        add(&mut list, reactor.clone());
         drop(list);
         reactor.serve_events();
         reactor.serve_arrivals();
@@ -124,7 +124,7 @@ impl Reactors {
                 // An entry without registrations keeps the next operation from trying again.
                 if served.ended.load(Ordering::Acquire) {
                     let ended = Reactor::new(runtime, Registrations::default(), weak);
-                    self.list.lock().push(ended);
+                    add(&mut self.list.lock(), ended);
                 }
             }
             None => {}
@@ -145,6 +145,21 @@ impl Reactors {
         drop(list);
         drop(removed);
     }
+}
+
+/// Entries of runtimes that have ended, or that have no I/O driver.
+const MAX_WITHOUT_SOURCE: usize = 64;
+
+/// Adds an entry, instead of the oldest one without a source if there are many: a queue may outlive
+/// any number of runtimes.
+fn add(list: &mut Vec<Arc<Reactor>>, new: Arc<Reactor>) {
+    let is_idle = |reactor: &&Arc<Reactor>| reactor.watched.source.is_none();
+    if list.iter().filter(is_idle).count() >= MAX_WITHOUT_SOURCE
+        && let Some(oldest) = list.iter().position(|reactor| is_idle(&reactor))
+    {
+        list.remove(oldest);
+    }
+    list.push(new);
 }
 
 impl Registrations {
@@ -409,18 +424,33 @@ mod tests {
         }
     }
 
-    #[test]
-    fn runtime_that_shuts_down_keeps_no_registration() {
+    fn queue() -> Arc<Queue> {
         let device = Device::software_in(&Network::new(), "watched").unwrap();
         let channel = Channel::new(&device).unwrap();
-        let queue = Arc::new(Queue { device, channel, reactors: Reactors::new() });
+        Arc::new(Queue { device, channel, reactors: Reactors::new() })
+    }
+
+    /// Watches `queue` in a runtime that shuts down.
+    fn watch_late(queue: &Arc<Queue>) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build().unwrap();
         let late = WatchesWhenDropped(queue.clone());
         drop(runtime.spawn(async move {
             let _late = late;
             pending::<()>().await;
         }));
-        drop(runtime);
+    }
+
+    #[test]
+    fn runtimes_that_have_ended_do_not_accumulate() {
+        let queue = queue();
+        (0..2 * MAX_WITHOUT_SOURCE).for_each(|_| watch_late(&queue));
+        assert_eq!(queue.reactors.list.lock().len(), MAX_WITHOUT_SOURCE);
+    }
+
+    #[test]
+    fn runtime_that_shuts_down_keeps_no_registration() {
+        let queue = queue();
+        watch_late(&queue);
         let list = queue.reactors.list.lock();
         let [entry] = &list[..] else { panic!("{} entries", list.len()) };
         let Registrations { source, events, inlet } = &entry.watched;

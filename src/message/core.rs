@@ -312,7 +312,8 @@ impl Core {
             // mode does.
             if self.by_events && receive.is_watched() {
                 self.qp.drain_completions();
-                if receive.is_watched() {
+                // The runtime that watches the queue may be another one, which does not run.
+                if receive.is_watched() && self.qp.watch_receives() {
                     return Ok(());
                 }
             }

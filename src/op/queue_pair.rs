@@ -448,6 +448,11 @@ impl QueuePair {
         }
     }
 
+    /// Ensures that the current runtime watches for receives; returns false if it cannot.
+    pub(crate) fn watch_receives(&self) -> bool {
+        self.inner.queues[1].shared().watch()
+    }
+
     pub(crate) fn receives_by_events(&self) -> bool {
         matches!(self.inner.queues[1].shared().mode(), CompletionMode::Event)
     }

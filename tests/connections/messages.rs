@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::connected::{self, assert_ready, config, modes, pair, pair_in, pattern, recv};
+use crate::connected::{self, assert_ready, config, modes, pair, pair_in, pattern, recv, two};
 use crate::torture::{
     self, Flavour, LONG, Mode, Seed, bounded, device, eventually, scaled, soon, yields,
 };
@@ -544,6 +544,45 @@ fn unpolled_sinks_and_streams_block_no_other_operation() {
             tokio::join!(SinkExt::flush(&mut a), last).0.unwrap();
         })
         .await;
+    });
+}
+
+#[test]
+fn message_arrives_in_one_runtime_although_another_one_no_longer_runs() {
+    bounded("runtimes", LONG, || {
+        let current = || Flavour::CurrentThread.runtime();
+        let (idle, peers) = (current(), Flavour::MultiThread.runtime());
+        let (devices, config) = (two(&Network::new()), ConnectionConfig::default().keepalive(None));
+        let prepared = [&idle, &peers].into_iter().zip(&devices).map(|(runtime, (_, pd))| {
+            let _context = runtime.enter();
+            Connection::prepare(pd, &config).unwrap()
+        });
+        let [a, b]: [_; 2] = prepared.collect::<Vec<_>>().try_into().unwrap();
+        let (endpoints, handshakes) =
+            ([a.endpoint(), b.endpoint()], [&a, &b].map(|end| end.handshake(b"").unwrap()));
+        let a = idle.block_on(async { a.establish(&endpoints[1], &handshakes[1]).unwrap() });
+        let b = peers.block_on(async { b.establish(&endpoints[0], &handshakes[0]).unwrap() });
+        let b = Arc::new(b);
+        // Waits in a runtime, which then watches the queue but no longer runs.
+        let wait = async { timeout(Duration::from_millis(20), a.recv()).await.is_err() };
+        assert!(idle.block_on(wait));
+        let others = [current(), current()];
+        for number in 0..6_u8 {
+            let receiving = async {
+                let mut receive = std::pin::pin!(a.recv());
+                assert!(receive.as_mut().now_or_never().is_none());
+                let b = b.clone();
+                peers.spawn(async move {
+                    // Usually until the receiver sleeps, which its runtime does not tell.
+                    tokio::time::sleep(Duration::from_millis(20)).await;
+                    b.send(vec![number; 10]).await.unwrap();
+                });
+                soon("message", receive).await.unwrap().unwrap()
+            };
+            let received = others[usize::from(number % 2)].block_on(receiving);
+            assert_eq!(received, vec![number; 10]);
+        }
+        drop(idle);
     });
 }
 
