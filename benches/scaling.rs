@@ -46,12 +46,14 @@ struct Options {
     emulated: bool,
 }
 
-/// Waits until dropped objects are freed: connections disconnect in the background.
-async fn freed(before: usize) -> Result<()> {
+/// Waits until the objects of `peers` are freed: connections disconnect in the background.
+async fn freed(before: usize, peers: usize) -> Result<()> {
     /// Memory retained by the runtime and the process's device.
     const KEPT: usize = 256 << 10;
+    /// Tables of the device keep the capacity for as many objects as there were at once.
+    const KEPT_OF_EACH: usize = 128;
     let gone = async {
-        while live::bytes() > before + KEPT {
+        while live::bytes() > before + KEPT + KEPT_OF_EACH * peers {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };
@@ -97,7 +99,7 @@ fn main() -> Result<()> {
             let made = peers.min(kind.maximum(options.make));
             let before = live::bytes();
             let measurement = runtime.block_on(meter.measure(kind, made))?;
-            runtime.block_on(freed(before))?;
+            runtime.block_on(freed(before, made))?;
             println!("  {kind:44} {}", Row { kind, peers, measurement });
         }
     }
