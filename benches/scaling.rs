@@ -175,27 +175,25 @@ impl Meter {
         let peers = peers.next_multiple_of(2);
         let region = ExposedRegion::new(pd, HostMemory::zeroed(8)?, Access::REMOTE_WRITE)?;
         let start = self.bytes();
-        // Peers of a completion queue.
-        let most = match kind {
-            Kind::Own => 1,
-            Kind::SharedReceives => peers,
-            _ => peers.min((self.device.attr().max_cqe / (2 * DEPTH)) as usize),
+        // Peers of a completion queue, the entries of each, and entries for shared receives.
+        let largest = (self.device.attr().max_cqe / (2 * DEPTH)) as usize;
+        let (most, depth, shared) = match kind {
+            Kind::Own => (1, 2 * DEPTH, 0),
+            Kind::SharedReceives => (peers, DEPTH, SHARED),
+            _ => (peers.min(largest), 2 * DEPTH, 0),
         };
-        let capacity = match kind {
-            Kind::SharedReceives => DEPTH * peers as u32 + SHARED,
-            _ => 2 * DEPTH * most as u32,
-        };
+        let capacity = depth * most as u32 + shared;
         let queues = (0..peers.div_ceil(most))
             .map(|_| CompletionQueue::builder(&self.device).capacity(capacity).build())
             .collect::<std::result::Result<Vec<_>, _>>()?;
         let taken = self.bytes() - start;
-        let receives = match kind {
-            Kind::SharedReceives => Some(SharedReceiveQueue::new(pd, &queues[0], SHARED, 1)?),
-            _ => None,
+        let receives = match shared {
+            0 => None,
+            _ => Some(SharedReceiveQueue::new(pd, &queues[0], shared, 1)?),
         };
         // Entries of the completion queue for shared receives are independent of the number of
         // peers; all else is proportional to it.
-        let fixed = if receives.is_some() { f64::from(SHARED) / f64::from(capacity) } else { 0.0 };
+        let fixed = f64::from(shared) / f64::from(capacity);
         let base = self.bytes() - start - taken * (1.0 - fixed);
         let mut ends = Vec::with_capacity(peers);
         for at in 0..peers {

@@ -305,6 +305,7 @@ mod tests {
         // A busy machine may start the examination late.
         for limit in [20, 200, 2_000, 20_000].map(Duration::from_millis) {
             let report = examine_with("stuck", limit, |_, found| {
+                // The examination may be over.
                 let _ = found.send(Piece::Attr(DeviceAttr::named("stuck")));
                 loop {
                     thread::park();

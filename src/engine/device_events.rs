@@ -32,11 +32,7 @@ impl Device {
     ///   thread that reports events read by another task cannot be started.
     pub fn events(&self) -> io::Result<DeviceEvents> {
         let fd = NoRuntime::or_registered(|| readable(self))??;
-        let waker = Arc::new(AtomicWaker::new());
-        let notified = waker.clone();
-        // Called after another task or a reactor has read the events.
-        let listener: Arc<Listener> = Arc::new(move || contained(|| notified.wake()));
-        self.on_events(EventKind::Any, &listener)?;
+        let (waker, listener) = listen(self, EventKind::Any)?;
         Ok(DeviceEvents {
             fd,
             device: self.clone(),
@@ -46,6 +42,19 @@ impl Device {
             ended: false,
         })
     }
+}
+
+/// Returns a waker that is woken after another task or a reactor has read events of `kind`, while
+/// the listener exists.
+fn listen(
+    device: &Device,
+    kind: EventKind,
+) -> Result<(Arc<AtomicWaker>, Arc<Listener>), VerbError> {
+    let waker = Arc::new(AtomicWaker::new());
+    let notified = waker.clone();
+    let listener: Arc<Listener> = Arc::new(move || contained(|| notified.wake()));
+    device.on_events(kind, &listener)?;
+    Ok((waker, listener))
 }
 
 /// Returns a descriptor that is readable while the device has unread events. It is a duplicate,
@@ -138,10 +147,7 @@ impl PortChanges {
     ///
     /// [`VerbError`] if the thread that reports events read by other code cannot be started.
     pub(crate) fn new(device: &Device) -> Result<Self, VerbError> {
-        let waker = Arc::new(AtomicWaker::new());
-        let notified = waker.clone();
-        let listener: Arc<Listener> = Arc::new(move || contained(|| notified.wake()));
-        device.on_events(EventKind::Port, &listener)?;
+        let (waker, listener) = listen(device, EventKind::Port)?;
         let mut new = Self { device: device.clone(), seen: 0, waker, _listener: listener };
         new.skip();
         Ok(new)

@@ -116,7 +116,8 @@ impl SharedCompletions {
 }
 
 impl Pair {
-    /// Returns the entries that a connection needs of each queue.
+    /// Returns the entries that a connection needs of each queue; 0 of the second if one queue
+    /// serves both.
     fn needed(mode: &CompletionMode, [sends, receives]: [u32; 2]) -> [u32; 2] {
         if let CompletionMode::Event = mode { [sends, receives] } else { [sends + receives, 0] }
     }
@@ -130,11 +131,8 @@ impl Pair {
         let queue =
             |entries| CompletionQueue::builder(device).mode(mode.clone()).capacity(entries).build();
         let first = queue(capacity[0])?;
-        let queues = if let CompletionMode::Event = mode {
-            [first, queue(capacity[1])?]
-        } else {
-            [first.clone(), first]
-        };
+        let second = if capacity[1] > 0 { queue(capacity[1])? } else { first.clone() };
+        let queues = [first, second];
         let mode = mode.clone();
         Ok(Self { runtime, mode, queues, capacity, free: capacity, connections: 0 })
     }

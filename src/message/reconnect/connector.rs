@@ -106,10 +106,9 @@ impl Connector {
                 return Failure::Again(ReconnectCause::Attempt(error));
             }
         }
-        match (policy.retry_when)(&error) {
-            true => Failure::Again(ReconnectCause::Attempt(error)),
-            false => Failure::Permanent(ReconnectCause::Attempt(error)),
-        }
+        let again = (policy.retry_when)(&error);
+        let cause = ReconnectCause::Attempt(error);
+        if again { Failure::Again(cause) } else { Failure::Permanent(cause) }
     }
 
     /// Releases the removed device.
