@@ -18,7 +18,7 @@ use tokio_rdma::{
 
 use crate::servers::{INCREMENT, PING, WORDS};
 use crate::time::{ATTEMPT, GREATEST_DELAY, MS};
-use crate::torture::LONG;
+use crate::torture::{LONG, joined};
 use crate::world::{Seen, World};
 
 /// The longest window of requests.
@@ -53,9 +53,7 @@ impl Client {
     /// Waits until the client has reached all servers again after the end of the faults.
     pub(crate) async fn recover_and_close(self) {
         for task in self.tasks {
-            if let Err(error) = task.await {
-                std::panic::resume_unwind(error.into_panic());
-            }
+            joined(task).await;
         }
     }
 }
@@ -294,9 +292,7 @@ impl Caller {
             })
             .collect();
         for task in tasks {
-            if let Err(error) = task.await {
-                std::panic::resume_unwind(error.into_panic());
-            }
+            joined(task).await;
         }
         let mut random = this.world.random(3_000_000 + this.client as u64);
         for server in 0..servers {

@@ -8,6 +8,7 @@ use tokio::time::{Instant, sleep};
 
 use crate::servers::{Server, Stop};
 use crate::time::{MS, calm};
+use crate::torture::joined;
 use crate::world::{FAULTS, World};
 
 #[derive(Debug, Clone, Copy)]
@@ -47,12 +48,9 @@ pub(crate) async fn rule(
     let weather = tokio::spawn(weather(world.clone(), end));
     let mut servers = Vec::new();
     for server in ruled {
-        match server.await {
-            Ok(server) => servers.push(server),
-            Err(error) => std::panic::resume_unwind(error.into_panic()),
-        }
+        servers.push(joined(server).await);
     }
-    weather.await.expect("no panic");
+    joined(weather).await;
     servers
 }
 

@@ -546,9 +546,7 @@ async fn storm(setting: Setting, seed: u64) -> u64 {
         })
         .collect();
     for poster in posters {
-        if let Err(error) = soon("a poster", poster).await {
-            std::panic::resume_unwind(error.into_panic());
-        }
+        soon("a poster", torture::joined(poster)).await;
     }
     // Completes after all other work.
     let word = storm.remote.slice(COUNTER..COUNTER + 8).unwrap();

@@ -15,6 +15,8 @@ use crate::torture::{
 };
 use bytes::Bytes;
 use futures::{FutureExt, Sink, SinkExt, Stream, StreamExt};
+use tokio::runtime::Builder;
+use tokio::sync::watch;
 use tokio::time::timeout;
 use tokio_rdma::message::{Handshake, HandshakeError, SendHalf};
 use tokio_rdma::op::ConnectOptions;
@@ -566,15 +568,25 @@ fn message_arrives_in_one_runtime_although_another_one_no_longer_runs() {
         // Waits in a runtime, which then watches the queue but no longer runs.
         let wait = async { timeout(Duration::from_millis(20), a.recv()).await.is_err() };
         assert!(idle.block_on(wait));
-        let others = [current(), current()];
+        // Counts how often a runtime has nothing left to do.
+        let parks = watch::Sender::new(0);
+        let others = [(), ()].map(|()| {
+            let parks = parks.clone();
+            Builder::new_current_thread()
+                .enable_all()
+                .on_thread_park(move || parks.send_modify(|parks| *parks += 1))
+                .build()
+                .unwrap()
+        });
         for number in 0..6_u8 {
             let receiving = async {
                 let mut receive = std::pin::pin!(a.recv());
                 assert!(receive.as_mut().now_or_never().is_none());
-                let b = b.clone();
+                let (b, mut parks) = (b.clone(), parks.subscribe());
+                let before = *parks.borrow();
                 peers.spawn(async move {
-                    // Usually until the receiver sleeps, which its runtime does not tell.
-                    tokio::time::sleep(Duration::from_millis(20)).await;
+                    // The receiver waits.
+                    parks.wait_for(|parks| *parks > before).await.unwrap();
                     b.send(vec![number; 10]).await.unwrap();
                 });
                 soon("message", receive).await.unwrap().unwrap()

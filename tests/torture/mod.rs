@@ -12,6 +12,7 @@ use std::thread;
 use std::time::Duration;
 
 use tokio::runtime::{Builder, Runtime};
+use tokio::task::JoinHandle;
 use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::software::{Faults, Network};
 use tokio_rdma::types::{AckTimeout, RnrTimer};
@@ -56,6 +57,11 @@ pub fn bounded<T: Send + 'static>(
         }
         Err(RecvTimeoutError::Timeout) => panic!("{what}: hangs, stopped waiting after {limit:?}"),
     }
+}
+
+/// Awaits a task, and panics as it did.
+pub async fn joined<T>(task: JoinHandle<T>) -> T {
+    task.await.unwrap_or_else(|error| resume_unwind(error.into_panic()))
 }
 
 /// Awaits `future`; panics if it hangs.
