@@ -59,7 +59,8 @@ pub(super) fn before_park(queue: &mut impl Armed, arm: Arm) {
     }
 }
 
-pub(super) fn on_event(queue: &mut impl Armed) {
+/// Takes the requested event, if it was raised.
+pub(super) fn take_event(queue: &mut impl Armed) {
     // One arming raises at most one event.
     if queue.take_event() {
         if queue.request().replaces {
@@ -67,6 +68,10 @@ pub(super) fn on_event(queue: &mut impl Armed) {
         }
         *queue.request() = Request::NONE;
     }
+}
+
+pub(super) fn on_event(queue: &mut impl Armed) {
+    take_event(queue);
     queue.drain();
     let awaited = queue.awaited();
     before_park(queue, awaited);

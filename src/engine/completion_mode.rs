@@ -38,7 +38,9 @@ pub enum CompletionMode {
     /// never sleeps while an operation waits. Events report completions of abandoned operations.
     Cooperative,
     /// Polls like [`Cooperative`](Self::Cooperative) for a number of rounds that adapts to the
-    /// observed latency, then waits like [`Event`](Self::Event).
+    /// observed latency, then waits like [`Event`](Self::Event). For the receives of
+    /// [connections](crate::Connection), one task of the runtime polls after an event, instead of
+    /// each waiting task.
     Hybrid,
 }
 

@@ -5,6 +5,8 @@ mod wait;
 use std::fmt;
 use std::sync::{Arc, Weak};
 
+use tokio::runtime::{self, Handle};
+
 use super::arm::{self, Arm, Armed};
 use super::busy_poll::Polled;
 use super::completion_counters::CompletionQueueCounters;
@@ -63,6 +65,11 @@ struct State {
     /// Sum of the reservations in `queues`.
     reserved: u32,
     request: arm::Request,
+    /// Work queues with a listener.
+    listeners: u32,
+    /// The runtime of which a task polls this queue in hybrid mode. Unless that task waits for an
+    /// event, it polls again, and arms the queue before it waits.
+    spinner: Option<runtime::Id>,
     unacknowledged: u32,
     /// `completions[next..end]` is taken from the device and not yet dispatched. Empty while a task
     /// waits, and if the device's queue is read in place.
@@ -117,6 +124,8 @@ impl CompletionQueueCore {
                 vacant: Vec::new(),
                 reserved: 0,
                 request: arm::Request::NONE,
+                listeners: 0,
+                spinner: None,
                 unacknowledged: 0,
                 next: 0,
                 end: 0,
@@ -252,6 +261,7 @@ impl CompletionQueueCore {
         let entry = &mut state.queues[queue.owner().0 as usize];
         let detached = if detach { entry.take() } else { None };
         if let Some(attached) = &detached {
+            state.listeners -= u32::from(queue.remove_listener());
             state.reserved -= attached.reserved;
             state.vacant.push(queue.owner().0);
         }
@@ -410,18 +420,48 @@ impl CompletionQueueCore {
         }
         let mut state = lock(&self.state);
         self.finish_remaining(&mut state);
-        arm::before_park(&mut Draining { queue: self, state: &mut state }, Arm::All);
+        let awaited = self.awaited();
+        arm::before_park(&mut Draining { queue: self, state: &mut state }, awaited);
         self.release(state);
         self.reactors.watch(self);
     }
 
     /// Ensures that the current runtime watches the queue; returns false if it cannot.
+    #[inline]
     pub(crate) fn watch(self: &Arc<Self>) -> bool {
+        if matches!(self.mode, CompletionMode::Hybrid) {
+            self.watch_beside_spinner();
+        }
         self.reactors.watch(self)
+    }
+
+    /// Requests an event if the task of another runtime spins: that runtime may not run.
+    fn watch_beside_spinner(&self) {
+        let mut state = lock(&self.state);
+        if state.spinner.is_some_and(|spinner| !is_current(spinner)) {
+            let awaited = self.awaited();
+            arm::before_park(&mut Draining { queue: self, state: &mut state }, awaited);
+        }
+        self.release(state);
+    }
+
+    /// Ends the polls of a task, and requests an event instead.
+    fn arm_instead(&self, mut state: MutexGuard<'_, State>) {
+        state.spinner = None;
+        // Another waiter may have armed the queue meanwhile, and its event may have been raised.
+        arm::on_event(&mut Draining { queue: self, state: &mut state });
+        self.release(state);
     }
 
     pub(super) fn add_waiter(&self) {
         self.waiting.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Adds a waiter for all completions of a work queue, or for solicited ones.
+    pub(super) fn add_listener(&self, solicited: bool) {
+        lock(&self.state).listeners += 1;
+        self.add_waiter();
+        self.solicited.fetch_add(u32::from(solicited), Ordering::Relaxed);
     }
 
     #[inline]
@@ -467,6 +507,10 @@ impl CompletionQueueCore {
     }
 }
 
+fn is_current(runtime: runtime::Id) -> bool {
+    Handle::try_current().is_ok_and(|current| current.id() == runtime)
+}
+
 /// Finishes the operation of a completion.
 #[inline]
 fn dispatch(queues: &[Option<Attached>], wc: &WorkCompletion, woken: &mut WakeList) {
@@ -490,10 +534,64 @@ impl reactor::Watched for CompletionQueueCore {
         self.cq.device()
     }
 
-    fn on_event(&self) {
+    fn spins(&self) -> bool {
+        matches!(self.mode, CompletionMode::Hybrid)
+    }
+
+    fn on_event(&self, spinner: Option<runtime::Id>) -> bool {
         let mut state = lock(&self.state);
-        arm::on_event(&mut Draining { queue: self, state: &mut state });
+        // The task of another runtime may not run for long.
+        let spins = spinner.is_some()
+            && state.listeners > 0
+            && (state.spinner.is_none() || state.spinner == spinner);
+        let draining = &mut Draining { queue: self, state: &mut state };
+        if spins {
+            arm::take_event(draining);
+            draining.drain();
+            state.spinner = spinner;
+        } else {
+            arm::on_event(draining);
+        }
         self.release(state);
+        spins
+    }
+
+    fn spin(&self, spinner: runtime::Id, rounds: u32) -> Option<u32> {
+        if !self.spins() {
+            return None;
+        }
+        let Some(mut state) = try_lock(&self.state) else { return Some(rounds + 1) };
+        if state.spinner != Some(spinner) {
+            return None;
+        }
+        let before = state.counters.completions;
+        while self.drain_batch(&mut state) {}
+        if state.counters.completions != before {
+            self.release(state);
+            if rounds > 0 {
+                self.spin.found(rounds);
+            }
+            return Some(1);
+        }
+        if self.spin.allows(rounds) {
+            self.release(state);
+            self.serve();
+            return Some(rounds + 1);
+        }
+        self.spin.missed();
+        self.arm_instead(state);
+        if !self.reactors.has_inlet() {
+            self.cq.device().stop_serving();
+        }
+        None
+    }
+
+    #[cold]
+    fn stop_spinning(&self, spinner: runtime::Id) {
+        let state = lock(&self.state);
+        if state.spinner == Some(spinner) {
+            self.arm_instead(state);
+        }
     }
 
     #[cold]

@@ -32,17 +32,17 @@ impl<B: Send + 'static> InFlight<B> {
 
     /// Returns true if the outcome is available and was not taken.
     pub(crate) fn is_finished(&self) -> bool {
-        self.held.as_ref().is_some_and(|(claim, _)| {
-            claim.is_complete() || {
+        self.is_complete() || {
+            if let Some((claim, _)) = &self.held {
                 claim.queue().cq().dispatch_available();
-                claim.is_complete()
             }
-        })
+            self.is_complete()
+        }
     }
 
-    /// Returns true if the operation has a waker, and no outcome yet.
-    pub(crate) fn is_watched(&self) -> bool {
-        self.held.as_ref().is_some_and(|(claim, _)| claim.is_watched())
+    /// Does the same as [`is_finished`](Self::is_finished) without polling the device.
+    pub(crate) fn is_complete(&self) -> bool {
+        self.held.as_ref().is_some_and(|(claim, _)| claim.is_complete())
     }
 
     /// Returns why the operation was refused, unless the error was taken.

@@ -5,6 +5,9 @@
 //! reactor calls drains the queue in place. A software device calls a waker instead, with its locks
 //! held. A task that does nothing else drains the queue, which takes no system call.
 //!
+//! In hybrid mode the task also polls the queue for a while after an event, if it has a
+//! [listener](super::work_queue::WorkQueue::listen): operations spin themselves.
+//!
 //! Every runtime in which an operation waits has its own registration, so no wake-up depends on
 //! another runtime. The reactor also watches the asynchronous events of the device, because no
 //! completion may arrive after a fatal event.
@@ -23,6 +26,7 @@ use tokio::io::unix::AsyncFd;
 use tokio::runtime::{self, Handle};
 use tokio::task::unconstrained;
 
+use super::deferral::wake_in_turn;
 use super::device_events::readable;
 use crate::error::NoRuntime;
 use crate::verbs::{Channel, Device, Inlet};
@@ -33,7 +37,19 @@ pub(super) trait Watched: Send + Sync {
 
     fn device(&self) -> &Device;
 
-    fn on_event(&self);
+    /// Returns true if a task of each runtime polls the queue after events.
+    fn spins(&self) -> bool;
+
+    /// Handles an event. With a `spinner`, returns true if the task of that runtime is to
+    /// [spin](Self::spin).
+    fn on_event(&self, spinner: Option<runtime::Id>) -> bool;
+
+    /// Polls after `rounds` without a completion. Returns the rounds after this one, or `None` if
+    /// the task of `spinner` is to wait for the next event.
+    fn spin(&self, spinner: runtime::Id, rounds: u32) -> Option<u32>;
+
+    /// Requests an event in place of a task that ends.
+    fn stop_spinning(&self, spinner: runtime::Id);
 
     /// Wakes all waiting operations after a registration is gone, to find another one or to poll.
     fn rouse(&self);
@@ -60,6 +76,12 @@ struct Reactor {
     completion_waker: Waker,
     event_waker: Waker,
     arrival_waker: Waker,
+    /// The task of this registration polls the queue after events.
+    spins: bool,
+    /// The waker of the task, if the source is a descriptor, and whether the runtime has dropped
+    /// it.
+    spinner: futures::task::AtomicWaker,
+    spinner_ended: AtomicBool,
 }
 
 /// The descriptors and the task of a registration.
@@ -90,8 +112,12 @@ struct Served {
     ended: AtomicBool,
 }
 
-/// The task, which ends when the reactor is dropped.
-struct Service(Weak<Reactor>);
+/// The task of a registration, which ends when the reactor is dropped.
+struct Service {
+    reactor: Weak<Reactor>,
+    /// Rounds since the last completion while it spins, otherwise 0.
+    rounds: u32,
+}
 
 impl Reactors {
     pub(super) fn new() -> Self {
@@ -111,19 +137,25 @@ impl Reactors {
         }
         let weak: Weak<dyn Watched> = Arc::<W>::downgrade(cq);
         let registrations = Registrations::new(channel, cq.device());
-        let reactor = Reactor::new(runtime, registrations, weak.clone());
+        let reactor = Reactor::new(runtime, registrations, weak.clone(), cq.spins());
         add(&mut list, reactor.clone());
         drop(list);
         reactor.serve_events();
         reactor.serve_arrivals();
+        let service = Service { reactor: Arc::downgrade(&reactor), rounds: 0 };
         match &reactor.watched.source {
-            Some(Source::Descriptor(_)) => reactor.serve_completions(),
+            Some(Source::Descriptor(_)) => {
+                if reactor.spins {
+                    drop(handle.spawn(service));
+                }
+                reactor.serve_completions();
+            }
             Some(Source::Task(served)) => {
-                drop(handle.spawn(Service(Arc::downgrade(&reactor))));
+                drop(handle.spawn(service));
                 // A runtime that is shutting down drops the task at once, and with it the entry.
                 // An entry without registrations keeps the next operation from trying again.
                 if served.ended.load(Ordering::Acquire) {
-                    let ended = Reactor::new(runtime, Registrations::default(), weak);
+                    let ended = Reactor::new(runtime, Registrations::default(), weak, false);
                     add(&mut self.list.lock(), ended);
                 }
             }
@@ -210,7 +242,12 @@ impl Registrations {
 }
 
 impl Reactor {
-    fn new(runtime: runtime::Id, watched: Registrations, cq: Weak<dyn Watched>) -> Arc<Self> {
+    fn new(
+        runtime: runtime::Id,
+        watched: Registrations,
+        cq: Weak<dyn Watched>,
+        spins: bool,
+    ) -> Arc<Self> {
         Arc::new_cyclic(|weak: &Weak<Self>| {
             let waker = |serve: fn(&Self)| {
                 Waker::from(Arc::new(ReadyWaker { reactor: weak.clone(), serve }))
@@ -222,6 +259,9 @@ impl Reactor {
                 completion_waker: waker(Self::serve_completions),
                 event_waker: waker(Self::serve_events),
                 arrival_waker: waker(Self::serve_arrivals),
+                spins,
+                spinner: futures::task::AtomicWaker::new(),
+                spinner_ended: AtomicBool::new(false),
             }
         })
     }
@@ -257,7 +297,7 @@ impl Reactor {
         {
             let held = channel.hold();
             if inlet.get_ref().serve() {
-                cq.on_event();
+                self.on_event(&*cq);
             }
             drop(held);
             ready.clear_ready();
@@ -273,7 +313,7 @@ impl Reactor {
         loop {
             // A concurrent event makes the descriptor ready again; `try_io` does not clear that.
             let served = fd.try_io(Interest::READABLE, |_| {
-                cq.on_event();
+                self.on_event(&*cq);
                 Err::<(), _>(io::ErrorKind::WouldBlock.into())
             });
             debug_assert!(served.is_err(), "nothing is read here");
@@ -286,6 +326,18 @@ impl Reactor {
                 }
                 Poll::Pending => return,
             }
+        }
+    }
+
+    /// Handles an event, and wakes the task that is to spin.
+    fn on_event(&self, cq: &dyn Watched) {
+        let has_spinner = self.spins && !self.spinner_ended.load(Ordering::Acquire);
+        if cq.on_event(has_spinner.then_some(self.runtime)) {
+            // It may have ended meanwhile.
+            if self.spinner_ended.load(Ordering::Acquire) {
+                cq.stop_spinning(self.runtime);
+            }
+            self.spinner.wake();
         }
     }
 
@@ -313,35 +365,51 @@ impl Source {
 impl Future for Service {
     type Output = ();
 
-    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
-        let Some(reactor) = self.0.upgrade() else { return Poll::Ready(()) };
-        let (Some(Source::Task(served)), Some(cq)) =
-            (&reactor.watched.source, reactor.cq.upgrade())
-        else {
-            return Poll::Ready(());
-        };
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
+        let Some(reactor) = self.reactor.upgrade() else { return Poll::Ready(()) };
+        let Some(cq) = reactor.cq.upgrade() else { return Poll::Ready(()) };
         // Before the queue is polled, so that a later event wakes this task.
-        served.waker.get_or_init(|| {
-            let waker = context.waker().clone();
-            let key = served.channel.add_waker(&waker);
-            (waker, key)
-        });
-        // Another thread processed the arrivals that led to this completion. Later arrivals are
-        // processed here.
-        if let Some(inlet) = &reactor.watched.inlet {
-            inlet.get_ref().serve();
+        match &reactor.watched.source {
+            Some(Source::Task(served)) => {
+                served.waker.get_or_init(|| {
+                    let waker = context.waker().clone();
+                    let key = served.channel.add_waker(&waker);
+                    (waker, key)
+                });
+                if self.rounds == 0 {
+                    // Another thread processed the arrivals that led to this completion. Later
+                    // arrivals are processed here.
+                    if let Some(inlet) = &reactor.watched.inlet {
+                        inlet.get_ref().serve();
+                    }
+                    cq.on_event(reactor.spins.then_some(reactor.runtime));
+                }
+            }
+            Some(Source::Descriptor(_)) => reactor.spinner.register(context.waker()),
+            None => return Poll::Ready(()),
         }
-        cq.on_event();
+        if reactor.spins {
+            self.rounds = cq.spin(reactor.runtime, self.rounds).unwrap_or(0);
+            if self.rounds > 0 {
+                wake_in_turn(context, self.rounds);
+            }
+        }
         Poll::Pending
     }
 }
 
 impl Drop for Service {
     fn drop(&mut self) {
-        let Some(reactor) = self.0.upgrade() else { return };
+        let Some(reactor) = self.reactor.upgrade() else { return };
+        reactor.spinner_ended.store(true, Ordering::Release);
+        drop(reactor.spinner.take());
+        let cq = reactor.cq.upgrade();
+        if let Some(cq) = &cq {
+            cq.stop_spinning(reactor.runtime);
+        }
         if let Some(Source::Task(served)) = &reactor.watched.source {
             served.end();
-            if let Some(cq) = reactor.cq.upgrade() {
+            if let Some(cq) = cq {
                 reactor.end(&*cq);
             }
         }
@@ -407,7 +475,19 @@ mod tests {
             &self.device
         }
 
-        fn on_event(&self) {}
+        fn spins(&self) -> bool {
+            false
+        }
+
+        fn on_event(&self, _spinner: Option<runtime::Id>) -> bool {
+            false
+        }
+
+        fn spin(&self, _spinner: runtime::Id, _rounds: u32) -> Option<u32> {
+            None
+        }
+
+        fn stop_spinning(&self, _spinner: runtime::Id) {}
 
         fn rouse(&self) {}
 

@@ -50,6 +50,8 @@ const POLLED: u16 = 64;
 const SOLICITED: u16 = 256;
 /// The work queue has recorded failed parts of the batch.
 const FAILED: u16 = 128;
+/// The work queue may have a [listener](super::work_queue::WorkQueue::listen).
+const LISTENED: u16 = 512;
 
 /// The completion of a work request, or why it has none.
 pub(crate) type Outcome = Result<WorkCompletion, OpErrorKind>;
@@ -168,6 +170,12 @@ impl<Q> Slot<Q> {
         self
     }
 
+    /// Makes it a slot whose completions are reported to the listener of the work queue.
+    pub(super) fn listened(mut self) -> Self {
+        self.first = AtomicU16::new(self.first.load(Ordering::Relaxed) | LISTENED);
+        self
+    }
+
     /// Creates the slot of a refused operation: complete, and part of no work queue.
     #[cold]
     pub(super) fn refused(kind: OpErrorKind) -> Self {
@@ -232,12 +240,12 @@ impl<Q> Slot<Q> {
         matches!(self.phase_in(id), Some(SUBMITTED | WAITING | DETACHED))
     }
 
-    /// Returns the state of the slot if `id` is current and has no waker.
+    /// Returns the state of the slot if `id` is current, and has no waker and no listener.
     #[inline(always)]
     pub(super) fn unwatched(&self, id: WrId) -> Option<Unwatched> {
         // Same order of loads as in `phase_in`.
         let state = self.state.load(Ordering::Acquire);
-        (state & PHASE == SUBMITTED && self.id() == id).then_some(Unwatched(state))
+        (state & (PHASE | LISTENED) == SUBMITTED && self.id() == id).then_some(Unwatched(state))
     }
 
     /// Stores the completion. Returns false if the slot has left the state `unwatched`, which the
@@ -403,10 +411,6 @@ impl<Q> Slot<Q> {
 
     pub(super) fn is_unwatched(&self) -> bool {
         self.state.load(Ordering::Acquire) & PHASE == SUBMITTED
-    }
-
-    pub(super) fn is_watched(&self) -> bool {
-        self.state.load(Ordering::Acquire) & PHASE == WAITING
     }
 
     pub(super) fn rounds(&self) -> u32 {

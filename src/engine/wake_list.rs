@@ -39,11 +39,13 @@ pub(super) trait Teardown: Send + Sync {
 /// Tasks to wake, buffers and wakers to drop, and objects to shut down. Each can run user code or
 /// take locks, so [`finish`](Self::finish) requires no lock held, or a [`Deferral`].
 ///
-/// An empty list is one pointer, because each completion queue has one.
+/// Most lists wake one task, which needs no box. A list is small, because each completion queue has
+/// one.
 #[derive(Default)]
 pub(super) struct WakeList {
-    /// `None` if the list is empty.
-    actions: Option<Box<Actions>>,
+    first: Option<Waker>,
+    /// The other actions. Not empty if it exists.
+    more: Option<Box<Actions>>,
 }
 
 #[derive(Default)]
@@ -78,69 +80,98 @@ impl WakeList {
         Self::default()
     }
 
+    const fn empty() -> Self {
+        Self { first: None, more: None }
+    }
+
     #[inline]
     pub(super) fn is_empty(&self) -> bool {
-        self.actions.is_none()
+        self.first.is_none() && self.more.is_none()
     }
 
-    fn actions(&mut self) -> &mut Actions {
-        self.actions.get_or_insert_with(spare)
+    fn more(&mut self) -> &mut Actions {
+        self.more.get_or_insert_with(spare)
     }
 
+    #[inline]
     pub(super) fn wake(&mut self, waker: Waker) {
-        self.actions().wakers.push(waker);
+        if self.is_empty() {
+            self.first = Some(waker);
+        } else {
+            self.more().wakers.push(waker);
+        }
+    }
+
+    /// Adds a clone of `waker`, unless it was added last.
+    pub(super) fn wake_once(&mut self, waker: &Waker) {
+        let last = self.more.as_ref().and_then(|more| more.wakers.last());
+        if last.or(self.first.as_ref()).is_none_or(|last| !last.will_wake(waker)) {
+            self.wake(waker.clone());
+        }
     }
 
     /// Removes and returns the waker if the list contains nothing else.
+    #[inline]
     pub(super) fn take_single_waker(&mut self) -> Option<Waker> {
-        let mut actions = self.actions.take_if(|actions| {
-            actions.wakers.len() == 1
-                && actions.held.is_empty()
-                && actions.discarded.is_empty()
-                && actions.teardowns.is_empty()
-                && actions.failed_streams.is_empty()
-        })?;
-        let waker = actions.wakers.pop();
-        actions.keep_spare();
-        waker
+        if self.more.is_none() { self.first.take() } else { None }
     }
 
     /// Adds the buffers and the waker of an abandoned operation.
     pub(super) fn dispose(&mut self, held: Option<Held>, waker: Option<Waker>) {
         if held.is_some() || waker.is_some() {
-            let actions = self.actions();
+            let actions = self.more();
             actions.held.extend(held);
             actions.discarded.extend(waker);
         }
     }
 
     pub(super) fn shut_down(&mut self, object: Arc<dyn Teardown>, kind: OpErrorKind) {
-        self.actions().teardowns.push((object, kind));
+        self.more().teardowns.push((object, kind));
     }
 
     pub(super) fn restore_streams(&mut self, initiator: Arc<dyn Teardown>) {
-        self.actions().failed_streams.push(initiator);
+        self.more().failed_streams.push(initiator);
     }
 
     /// Runs the actions, or adds them to the current [`Deferral`].
     #[inline]
     pub(super) fn finish(self) {
-        if let Some(actions) = self.actions {
-            actions.finish();
+        if !self.is_empty() {
+            if DEFERRALS.get() > 0 {
+                defer(|deferred| deferred.append(self));
+            } else {
+                self.run();
+            }
+        }
+    }
+
+    fn run(mut self) {
+        // First, so that a task that has seen the last flush finds the stream usable.
+        for initiator in self.more.iter_mut().flat_map(|more| more.failed_streams.drain(..)) {
+            initiator.restore_streams();
+        }
+        if let Some(waker) = self.first {
+            contained(|| waker.wake());
+        }
+        if let Some(more) = self.more {
+            more.run();
+        }
+    }
+
+    fn append(&mut self, other: Self) {
+        if let Some(waker) = other.first {
+            self.wake(waker);
+        }
+        if let Some(mut more) = other.more {
+            self.more().append(&mut more);
+            more.keep_spare();
         }
     }
 }
 
 impl Actions {
-    fn finish(mut self: Box<Self>) {
-        if DEFERRALS.get() > 0 {
-            defer(|deferred| deferred.append(&mut self));
-            return self.keep_spare();
-        }
-        // First, so that a task that has seen the last flush finds the stream usable.
-        for initiator in self.failed_streams.drain(..) {
-            initiator.restore_streams();
-        }
+    /// Runs the actions, except for the resets of failed streams.
+    fn run(mut self: Box<Self>) {
         for waker in self.wakers.drain(..) {
             contained(|| waker.wake());
         }
@@ -180,7 +211,7 @@ impl Actions {
 #[inline]
 pub(crate) fn wake(waker: Waker) {
     if DEFERRALS.get() > 0 {
-        defer(|deferred| deferred.wakers.push(waker));
+        defer(|deferred| deferred.wake(waker));
     } else {
         contained(|| waker.wake());
     }
@@ -198,13 +229,12 @@ thread_local! {
     static DEFERRALS: Cell<u32> = const { Cell::new(0) };
     /// Empty unless a `Deferral` exists. Has no destructor, so that destructors of other
     /// thread-local variables can still use it.
-    static DEFERRED: RefCell<Option<ManuallyDrop<Box<Actions>>>> = const { RefCell::new(None) };
+    static DEFERRED: RefCell<ManuallyDrop<WakeList>> =
+        const { RefCell::new(ManuallyDrop::new(WakeList::empty())) };
 }
 
-fn defer(add: impl FnOnce(&mut Actions)) {
-    DEFERRED.with_borrow_mut(|deferred| {
-        add(deferred.get_or_insert_with(|| ManuallyDrop::new(spare())))
-    });
+fn defer(add: impl FnOnce(&mut WakeList)) {
+    DEFERRED.with_borrow_mut(|deferred| add(deferred));
 }
 
 impl Deferral {
@@ -218,12 +248,9 @@ impl Drop for Deferral {
     fn drop(&mut self) {
         let others = DEFERRALS.get() - 1;
         DEFERRALS.set(others);
-        if others == 0
-            && DEFERRED.with_borrow(Option::is_some)
+        if others == 0 && DEFERRED.with_borrow(|deferred| !deferred.is_empty()) {
             // Taken first, because the actions may begin another `Deferral` on this thread.
-            && let Some(deferred) = DEFERRED.take()
-        {
-            ManuallyDrop::into_inner(deferred).finish();
+            DEFERRED.with_borrow_mut(|deferred| std::mem::take(&mut **deferred)).run();
         }
     }
 }

@@ -51,6 +51,8 @@ pub(crate) struct WorkQueue {
     failures: Failures,
     /// Never set for a shared receive queue.
     queue_pair: OnceLock<Weak<dyn Teardown>>,
+    /// Set only if `limits.listened`.
+    listener: OnceLock<Waker>,
 }
 
 impl WorkQueue {
@@ -72,6 +74,7 @@ impl WorkQueue {
             failures: Failures::new(),
             posting: Mutex::new(Posting::new(poster)),
             queue_pair: OnceLock::new(),
+            listener: OnceLock::new(),
             cq,
         }
     }
@@ -115,7 +118,8 @@ impl WorkQueue {
     pub(super) fn claim(self: &Arc<Self>, cursor: &mut Cursor, parts: u32) -> Option<Claim<Self>> {
         let make = |index| {
             let slot = Slot::new(self.owner.first_id(index), self.is_polled());
-            if self.limits.solicited { slot.solicited() } else { slot }
+            let slot = if self.limits.solicited { slot.solicited() } else { slot };
+            if self.limits.listened { slot.listened() } else { slot }
         };
         // SAFETY: C1: just claimed.
         self.slots.claim(cursor, parts, make).map(|slot| unsafe { Claim::new(self, slot) })
@@ -270,7 +274,12 @@ impl WorkQueue {
     #[cold]
     fn follow_up(&self, slot: &Slot<Self>, finished: Finished, woken: &mut WakeList) {
         match finished {
-            Finished::Unwatched | Finished::Stale => {}
+            Finished::Stale => {}
+            Finished::Unwatched => {
+                if let Some(listener) = self.listener.get() {
+                    woken.wake_once(listener);
+                }
+            }
             Finished::Wake(waker) => {
                 self.remove_watcher();
                 woken.wake(waker);
@@ -336,6 +345,7 @@ impl WorkQueue {
         // Excludes the poster, which finishes queued work that was never posted.
         let posting = lock(&self.posting);
         posting.watch.rouse.iter().for_each(|waker| woken.wake(waker.clone()));
+        self.listener.get().into_iter().for_each(|listener| woken.wake_once(listener));
         for (_, slot) in self.slots.iter() {
             if let Some((waker, stopped_waiting)) = slot.rouse() {
                 if stopped_waiting {
@@ -401,6 +411,32 @@ impl WorkQueue {
 
     pub(crate) fn is_open(&self) -> bool {
         lock(&self.posting).poster.is_some()
+    }
+
+    /// Wakes `listener` whenever operations without a waker of their own complete. Requires
+    /// `limits.listened`. May be called once, before an operation can complete.
+    ///
+    /// The queue counts as a waiter until it is detached. The waker is cloned and dropped under
+    /// locks, so it must not run code of a user then.
+    pub(crate) fn listen(&self, listener: Waker) {
+        debug_assert!(self.limits.listened, "operations are marked when they are posted");
+        let set = self.listener.set(listener);
+        debug_assert!(set.is_ok(), "a work queue has one listener");
+        self.cq.add_listener(self.limits.solicited);
+        self.cq.ensure_watched();
+    }
+
+    pub(crate) fn is_listened(&self) -> bool {
+        self.limits.listened
+    }
+
+    /// Removes the waiter of the listener from the completion queue. Returns true if there is one.
+    pub(super) fn remove_listener(&self) -> bool {
+        let has_listener = self.listener.get().is_some();
+        if has_listener {
+            self.remove_watcher();
+        }
+        has_listener
     }
 
     /// Returns the number of failures that end the work of the whole queue, modulo 2^32: failed

@@ -17,6 +17,8 @@ pub(crate) struct Limits {
     pub(crate) pd: PdKey,
     /// The peer solicits all messages, so operations that wait need no other completion.
     pub(crate) solicited: bool,
+    /// A [listener](super::WorkQueue::listen) learns of completions.
+    pub(crate) listened: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

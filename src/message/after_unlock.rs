@@ -18,13 +18,15 @@ use crate::op::Recv;
 /// service.
 #[derive(Debug, Default)]
 pub(super) struct AfterUnlock {
-    pub(super) wakers: SmallVec<[Waker; 2]>,
+    wakers: SmallVec<[Waker; 2]>,
+    /// There is more than wakers.
+    has_other: bool,
     dropped: SmallVec<[Dropped; 1]>,
     /// Messages sent from the service's memory. Several are acknowledged at once.
-    pub(super) sent: SmallVec<[Buf; 4]>,
+    sent: SmallVec<[Buf; 4]>,
     /// True if jobs are queued without a helper thread.
-    pub(super) start_helper: bool,
-    pub(super) wake_driver: bool,
+    start_helper: bool,
+    wake_driver: bool,
 }
 
 /// A value whose destructor may run code of the service, deregister memory or block.
@@ -57,6 +59,32 @@ impl AfterUnlock {
         }
     }
 
+    pub(super) fn wake_all(&mut self, wakers: impl Iterator<Item = Waker>) {
+        self.wakers.extend(wakers);
+    }
+
+    pub(super) fn wake_driver(&mut self) {
+        (self.has_other, self.wake_driver) = (true, true);
+    }
+
+    pub(super) fn start_helper(&mut self) {
+        (self.has_other, self.start_helper) = (true, true);
+    }
+
+    /// Returns a sent message to the service.
+    pub(super) fn return_sent(&mut self, message: Buf) {
+        self.has_other = true;
+        self.sent.push(message);
+    }
+
+    pub(super) fn wakes_driver(&self) -> bool {
+        self.wake_driver
+    }
+
+    pub(super) fn starts_helper(&self) -> bool {
+        self.start_helper
+    }
+
     pub(super) fn discard(&mut self, waker: Option<Waker>) {
         if let Some(waker) = waker {
             self.drop(Dropped::Waker(waker));
@@ -64,6 +92,7 @@ impl AfterUnlock {
     }
 
     pub(super) fn drop(&mut self, value: Dropped) {
+        self.has_other = true;
         self.dropped.push(value);
     }
 
@@ -73,14 +102,17 @@ impl AfterUnlock {
         }
     }
 
+    /// Takes the waker of one task if there is no other work, which is common.
+    #[inline]
+    pub(super) fn take_single_waker(&mut self) -> Option<Waker> {
+        let is_single = !self.has_other && self.wakers.len() == 1;
+        is_single.then(|| self.wakers.pop()).flatten()
+    }
+
     /// Takes all work, if any: most calls leave none, and the value is large.
     #[inline]
     pub(super) fn take(&mut self) -> Option<Self> {
-        let any = !self.wakers.is_empty()
-            || !self.dropped.is_empty()
-            || !self.sent.is_empty()
-            || self.start_helper
-            || self.wake_driver;
+        let any = self.has_other || !self.wakers.is_empty();
         any.then(|| std::mem::take(self))
     }
 

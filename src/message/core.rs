@@ -56,8 +56,8 @@ pub(super) struct Core {
     pub(super) qp: QueuePair,
     /// The same queue pair, for frames: the peer waits for solicited messages only.
     pub(super) frames: QueuePair,
-    /// The completion queue is in event mode.
-    by_events: bool,
+    /// The driver's waker learns of completed receives, which have no wakers.
+    is_listened: bool,
     pub(super) content: Content,
     /// Short writes of a stream are not held.
     pub(super) nodelay: bool,
@@ -164,7 +164,7 @@ impl Core {
             jobs: Jobs::None,
             link: None,
             frames: qp.solicited(),
-            by_events: qp.receives_by_events(),
+            is_listened: qp.is_listened(),
             content: config.content,
             nodelay: false,
             qp,
@@ -209,19 +209,48 @@ impl Core {
         self.set_frame(size);
     }
 
-    /// Does all work that is possible now. Operations wake `driver`.
+    /// Does all work that is possible now, for a task. Operations wake `driver`.
     pub(super) fn progress(&mut self, driver: &Waker) {
+        self.advance(driver);
+        // The task may wait for a receive. The runtime that watches the queue may be another one,
+        // which does not run.
+        if self.is_listened && self.close_reason().is_none() && !self.qp.watch_receives() {
+            self.after.wake_driver();
+        }
+    }
+
+    /// Takes what has arrived, for a task that receives. Does nothing more if there is nothing:
+    /// other completions wake the driver.
+    pub(super) fn progress_for_receiver(&mut self, driver: &Waker) {
+        let is_calm = self.is_listened
+            && self.protocol.phase().check_open().is_ok()
+            && self.receives.posted.front().is_some_and(|receive| !receive.is_finished());
+        if is_calm && self.qp.watch_receives() {
+            return;
+        }
+        self.progress(driver);
+    }
+
+    fn advance(&mut self, driver: &Waker) {
         if self.close_reason().is_some() {
             return;
         }
-        let context = &mut Context::from_waker(driver);
-        let result = self.work(context);
-        if let Err(reason) = result {
-            self.on(Event::Terminate(reason));
-        }
+        self.terminate_on_error(|core| core.work(&mut Context::from_waker(driver)));
         self.wake();
         // Only the driver keeps deadlines.
-        self.after.wake_driver |= self.protocol.is_linger_due();
+        if self.protocol.is_linger_due() {
+            self.after.wake_driver();
+        }
+    }
+
+    #[inline]
+    pub(super) fn terminate_on_error(
+        &mut self,
+        work: impl FnOnce(&mut Self) -> Result<(), CloseReason>,
+    ) {
+        if let Err(reason) = work(self) {
+            self.on(Event::Terminate(reason));
+        }
     }
 
     fn needs_driver(&self) -> bool {
@@ -233,7 +262,7 @@ impl Core {
         if self.needs_driver() {
             return true;
         }
-        self.progress(driver);
+        self.advance(driver);
         self.needs_driver()
     }
 
@@ -267,6 +296,7 @@ impl Core {
             match due {
                 Due::Frame(header) => self.send_bare(header),
                 Due::Buffers { idle } => {
+                    self.reap();
                     self.settle_receives();
                     if idle {
                         self.shrink_send_memory();
@@ -286,7 +316,7 @@ impl Core {
         if let Some(kind) = self.protocol.phase().failure() {
             return self.on_failure(kind, context);
         }
-        self.reap();
+        self.reap_some();
         self.send_held();
         self.grow_receives();
         self.fetch(context)?;
@@ -306,16 +336,13 @@ impl Core {
 
     /// Handles up to [`BATCH`] received frames.
     pub(super) fn take_frames(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
-        for _ in 0..BATCH {
+        for taken in 0..BATCH {
             let Some(receive) = self.receives.posted.front_mut() else { return Ok(()) };
-            // Its completion wakes the driver. A poll would register that again, and spins if the
-            // mode does.
-            if self.by_events && receive.is_watched() {
-                self.qp.drain_completions();
-                // The runtime that watches the queue may be another one, which does not run.
-                if receive.is_watched() && self.qp.watch_receives() {
-                    return Ok(());
-                }
+            // One poll of the device: the listener learns of later completions.
+            if self.is_listened
+                && !(if taken == 0 { receive.is_finished() } else { receive.is_complete() })
+            {
+                return Ok(());
             }
             let Poll::Ready(result) = Pin::new(receive).poll(context) else { return Ok(()) };
             self.receives.posted.pop_front();
@@ -418,7 +445,17 @@ impl Core {
     pub(super) fn note_refusal(&mut self, refusal: Option<OpErrorKind>) {
         if let Some(kind) = refusal {
             self.on(Event::Fail(kind));
-            self.after.wake_driver = true;
+            self.after.wake_driver();
+        }
+    }
+
+    /// Removes completed frames if something waits for them or they are several: a poll of the
+    /// send queue then finds several completions.
+    fn reap_some(&mut self) {
+        let awaited =
+            self.lent > 0 || self.held.is_some() || self.mark.is_some() || !self.senders.is_empty();
+        if awaited || self.sends.len() >= SKIPS {
+            self.reap();
         }
     }
 
@@ -426,13 +463,14 @@ impl Core {
     pub(super) fn reap(&mut self) {
         while self.sends.front().is_some_and(Sent::is_finished) {
             self.reaped += 1;
-            let Some(mut sent) = self.sends.pop_front() else { return };
-            if let Poll::Ready(Err(kind)) = sent.poll(&mut Context::from_waker(Waker::noop())) {
+            let Some(sent) = self.sends.pop_front() else { return };
+            let (result, buffer) = sent.finish();
+            if let Poll::Ready(Err(kind)) = result {
                 self.on(Event::Fail(kind));
             }
-            if let Some(buffer) = sent.into_buffer() {
+            if let Some(buffer) = buffer {
                 self.lent -= 1;
-                self.after.sent.push(buffer);
+                self.after.return_sent(buffer);
             }
         }
     }
@@ -514,7 +552,7 @@ impl Core {
         }
         if ended || self.mark.is_some_and(|mark| self.has_reached(mark)) {
             self.mark = None;
-            self.after.wakers.extend(self.flushers.take_all());
+            self.after.wake_all(self.flushers.take_all());
         }
     }
 
@@ -627,7 +665,7 @@ mod tests {
         runtime.block_on(core.qp.clone().close());
         core.post_receive(spare);
         assert_eq!(core.protocol.phase().failure(), Some(OpErrorKind::Closed));
-        assert!(core.after.wake_driver, "the driver is notified");
+        assert!(core.after.wakes_driver(), "the driver is notified");
         core.progress(Waker::noop());
         assert!(
             matches!(core.close_reason(), Some(CloseReason::Operation(_))),

@@ -116,12 +116,12 @@ impl Core {
                         self.after.drop(Dropped::Link(link));
                     }
                 }
-                Action::WakeSenders => self.after.wakers.extend(self.senders.take_all()),
+                Action::WakeSenders => self.after.wake_all(self.senders.take_all()),
                 Action::WakeReceivers => {
-                    self.after.wakers.extend(self.receivers.take_all());
-                    self.after.wakers.extend(self.notified.take_all());
+                    self.after.wake_all(self.receivers.take_all());
+                    self.after.wake_all(self.notified.take_all());
                 }
-                Action::WakeFlushers => self.after.wakers.extend(self.flushers.take_all()),
+                Action::WakeFlushers => self.after.wake_all(self.flushers.take_all()),
             }
         }
     }
@@ -155,7 +155,7 @@ impl Core {
         self.sends.extend(abort);
         self.after.drop(Dropped::Jobs(self.jobs.take()));
         // Whichever task found the reason.
-        self.after.wake_driver = true;
+        self.after.wake_driver();
     }
 
     pub(super) fn finish(&mut self, driver: &Waker) -> Result<(), MessageError> {
@@ -180,8 +180,8 @@ impl Core {
         }
         self.inbox.drain();
         self.protocol.drain();
-        self.after.wakers.extend(self.receivers.take_first());
-        self.after.wakers.extend(self.notified.take_first());
+        self.after.wake(self.receivers.take_first());
+        self.after.wake(self.notified.take_first());
     }
 
     /// Returns the close reason once the queue pair is closed.
@@ -397,6 +397,7 @@ mod tests {
                 shared[1].with(|core, driver| {
                     core.qp.drain_completions();
                     core.progress(driver);
+                    core.reap();
                     core.counters.acks > 0 && core.sends.is_empty()
                 })
             });

@@ -85,7 +85,9 @@ impl Core {
 
     /// Queues a job for the helper thread.
     pub(super) fn add_job(&mut self, job: Job) {
-        self.after.start_helper |= self.jobs.add(job);
+        if self.jobs.add(job) {
+            self.after.start_helper();
+        }
     }
 
     /// Continues with the result of a job.
@@ -169,9 +171,9 @@ mod tests {
         assert!(
             core.inbox.messages.iter().all(|message| matches!(message, Incoming::Preparing(_)))
         );
-        assert!(core.after.take().unwrap().start_helper, "a helper is requested");
+        assert!(core.after.take().unwrap().starts_helper(), "a helper is requested");
         core.progress(Waker::noop());
-        assert!(core.after.take().is_none_or(|after| !after.start_helper), "only one helper");
+        assert!(core.after.take().is_none_or(|after| !after.starts_helper()), "only one helper");
         for _ in 0..3 {
             assert!(matches!(
                 core.jobs.pop().unwrap().run().result,

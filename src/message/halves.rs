@@ -16,7 +16,7 @@ use super::error::{CloseReason, MessageError, TrySendError};
 use super::inbound::{Next, Notification, copy_target};
 use super::outbound::{Flush, Outgoing};
 use super::shared::Shared;
-use super::waiters::Ticket;
+use super::waiters::{Caller, Ticket};
 use crate::memory::Buf;
 
 /// A position in a wait queue. Dropping it withdraws the waiter.
@@ -322,12 +322,7 @@ impl RecvHalf {
     pub async fn recv(&self) -> Result<Option<Bytes>, MessageError> {
         let shared = &self.handle.shared;
         let mut guard = self.receiver();
-        poll_fn(|context| {
-            shared.poll(context, |core, driver, caller| {
-                core.poll_recv(&mut guard.ticket, driver, caller)
-            })
-        })
-        .await
+        poll_fn(|context| shared.poll_receiver(context, &mut guard.ticket, Core::poll_recv)).await
     }
 
     /// Receives a message in registered memory; see
@@ -346,9 +341,11 @@ impl RecvHalf {
         let mut memory = None;
         poll_fn(|context| {
             loop {
-                let next = ready!(shared.poll(context, |core, driver, caller| {
-                    core.poll_recv_buffer(&mut memory, &mut guard.ticket, driver, caller)
-                }))?;
+                let take =
+                    |core: &mut Core, ticket: &mut _, driver: &_, caller: &mut Caller<'_>| {
+                        core.poll_recv_buffer(&mut memory, ticket, driver, caller)
+                    };
+                let next = ready!(shared.poll_receiver(context, &mut guard.ticket, take))?;
                 return Poll::Ready(Ok(match next {
                     Some(Next::Message(buffer)) => Some(buffer),
                     Some(Next::Copy(bytes)) => {
@@ -465,12 +462,8 @@ impl Stream for RecvHalf {
             return Poll::Ready(None);
         }
         let Self { handle, receiving, ended } = &mut *self;
-        let next = ready!(
-            handle
-                .shared
-                .poll(context, |core, driver, caller| core.poll_recv(receiving, driver, caller))
-        )
-        .transpose();
+        let next =
+            ready!(handle.shared.poll_receiver(context, receiving, Core::poll_recv)).transpose();
         *ended = !matches!(next, Some(Ok(_)));
         Poll::Ready(next)
     }

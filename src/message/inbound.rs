@@ -220,7 +220,7 @@ impl Core {
     ) -> Poll<Option<Result<Notification, MessageError>>> {
         if self.notified.is_first(*ticket) {
             if self.inbox.notifications.is_empty() {
-                self.progress(driver);
+                self.progress_for_receiver(driver);
             }
             if self.protocol.phase().takes_messages()
                 && let Some(notification) = self.inbox.notifications.pop_front()
@@ -302,7 +302,7 @@ impl Core {
         if self.receivers.is_first(*ticket) {
             // Once is enough: later completions are found by the driver's waker.
             if !self.inbox.is_ready() && !caller.checks_again() {
-                self.progress(driver);
+                self.progress_for_receiver(driver);
             }
             let first = self.inbox.base;
             // After `close`, earlier messages may be discarded.

@@ -130,15 +130,9 @@ impl Sent {
 
     pub(super) fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), OpErrorKind>> {
         let result = match self {
-            Self::Inline(send) | Self::Abort(send) => {
-                Pin::new(send).poll(context).map_err(|error| error.kind())
-            }
-            Self::Copied(send) => {
-                Pin::new(send).poll(context).map_ok(drop).map_err(|error| error.kind())
-            }
-            Self::Lent(send, _) => {
-                Pin::new(send).poll(context).map_ok(drop).map_err(|error| error.kind())
-            }
+            Self::Inline(send) | Self::Abort(send) => poll(send, context),
+            Self::Copied(send) => poll(send, context),
+            Self::Lent(send, _) => poll(send, context),
             Self::Done(_) => return Poll::Ready(Ok(())),
         };
         if result.is_ready() {
@@ -150,10 +144,21 @@ impl Sent {
         result
     }
 
-    /// Returns the buffer of a completed send.
-    pub(super) fn into_buffer(self) -> Option<Buf> {
-        if let Self::Done(buffer) = self { buffer } else { None }
+    /// Returns the result of a [finished](Self::is_finished) send, and a lent buffer.
+    pub(super) fn finish(self) -> (Poll<Result<(), OpErrorKind>>, Option<Buf>) {
+        let context = &mut Context::from_waker(Waker::noop());
+        match self {
+            Self::Inline(mut send) | Self::Abort(mut send) => (poll(&mut send, context), None),
+            Self::Copied(mut send) => (poll(&mut send, context), None),
+            Self::Lent(mut send, buffer) => (poll(&mut send, context), Some(buffer)),
+            Self::Done(buffer) => (Poll::Ready(Ok(())), buffer),
+        }
     }
+}
+
+#[inline(always)]
+fn poll<B: Gather>(send: &mut Send<B>, context: &mut Context<'_>) -> Poll<Result<(), OpErrorKind>> {
+    Pin::new(send).poll(context).map_ok(drop).map_err(|error| error.kind())
 }
 
 /// The resource that the first waiting sender lacks.
@@ -221,7 +226,13 @@ impl Core {
         driver: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<(), MessageError>> {
-        self.poll_unblocked(|core| core.try_send(message), ticket, driver, caller)
+        let lent = self.lent;
+        let sent = self.poll_unblocked(|core| core.try_send(message), ticket, driver, caller);
+        // The buffer returns although no task waits for its sends.
+        if lent == 0 && self.lent > 0 {
+            self.terminate_on_error(|core| core.watch_sends(&mut Context::from_waker(driver)));
+        }
+        sent
     }
 
     /// Calls `send` if it is first in the queue, and waits for the missing resource.
@@ -412,8 +423,6 @@ impl Core {
             self.add_sent(Sent::Lent(send, message.clone()));
             self.lent += 1;
         }
-        // It watches these sends, so that the buffer returns although no task waits for them.
-        self.after.wake_driver |= self.lent == frames;
         Ok(())
     }
 
@@ -471,7 +480,9 @@ impl Core {
         if !self.protocol.flow.may_send_message(frames as u32) {
             return Ok(Err(Block::Credits { frames: frames as u32 }));
         }
-        self.reap();
+        if !self.send_memory.has_free(frames) {
+            self.reap();
+        }
         let mut buffers = SmallVec::<[_; 8]>::new();
         let mut left = len;
         for number in 0..frames {

@@ -117,6 +117,7 @@ impl Protocol {
     /// # Errors
     ///
     /// Returns the reason to terminate.
+    #[inline(always)]
     pub(super) fn receive(&mut self, header: Header) -> Result<u32, CloseReason> {
         let fetched = self.flow.receive(header)?;
         if header.kind == Kind::Abort && !self.flow.is_over() {
@@ -128,6 +129,7 @@ impl Protocol {
     /// Returns the next due `Fin`, `Resize` or `Ack`, which must be sent, with the payload of a
     /// `Resize`. A `Fin` and skipped receives only with `all_sent`, after everything that the
     /// service has written, and the latter only if this side `may_skip`.
+    #[inline(always)]
     pub(super) fn next_frame(
         &mut self,
         all_sent: bool,

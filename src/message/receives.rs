@@ -324,7 +324,7 @@ impl Core {
             self.receives.changed_at = Some(from);
         }
         self.protocol.flow.resize(Resize { receives, skip: 0, from, size: most.size });
-        self.after.wake_driver = true;
+        self.after.wake_driver();
     }
 
     /// Returns to the first receives if all messages were received.
@@ -440,7 +440,7 @@ impl Core {
                 self.shrink_receives();
             }
             // It tries again later.
-            self.after.wake_driver = true;
+            self.after.wake_driver();
         }
     }
 

@@ -42,6 +42,11 @@ impl SendMemory {
         self.pool.as_ref().map_or(0, Pool::bytes)
     }
 
+    /// Returns true if `frames` buffers are free.
+    pub(super) fn has_free(&self, frames: usize) -> bool {
+        self.pool.as_ref().is_some_and(|pool| pool.available() >= frames)
+    }
+
     /// Returns true if `frames` buffers are free or can be registered.
     pub(super) fn has(&self, frames: usize) -> bool {
         let (free, total) =
@@ -122,7 +127,7 @@ impl Core {
         match grown {
             Ok(true) => {
                 // The driver deregisters them when the connection is idle.
-                self.after.wake_driver = true;
+                self.after.wake_driver();
                 self.send_buffer(len, frames)
             }
             Ok(false) => Ok(Err(Block::Buffers { frames })),

@@ -4,6 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::Instant;
@@ -17,7 +18,7 @@ use super::core::Core;
 use super::error::CloseReason;
 use super::halves::WaitGuard;
 use super::helper::Helper;
-use super::waiters::Caller;
+use super::waiters::{Caller, Ticket};
 use crate::contained::contained;
 use crate::engine::Deferral;
 use crate::op::QueuePair;
@@ -157,6 +158,8 @@ pub(super) struct Shared {
     /// `driver_waker` as a waker.
     waker: Waker,
     pub(super) qp: QueuePair,
+    /// The last task that began to receive had to wait.
+    receivers_wait: AtomicBool,
     pub(super) runtime: Handle,
     admitted: Option<Admitted>,
     this: Weak<Self>,
@@ -175,11 +178,16 @@ impl Shared {
                 shared: this.clone(),
                 in_place: !qp.is_polled_by_thread(),
             });
+            let waker = Waker::from(driver_waker.clone());
+            if qp.is_listened() {
+                qp.listen(waker.clone());
+            }
             Self {
                 core: Mutex::new(core),
-                waker: driver_waker.clone().into(),
+                waker,
                 driver_waker,
                 qp,
+                receivers_wait: AtomicBool::new(false),
                 runtime,
                 admitted: admitted.map(|admitted| admitted.accepted(this.clone())),
                 this: this.clone(),
@@ -201,7 +209,7 @@ impl Shared {
         Some(self.run(core, deferral, work))
     }
 
-    #[inline]
+    #[inline(always)]
     fn run<R>(
         &self,
         mut core: MutexGuard<'_, Core>,
@@ -209,10 +217,13 @@ impl Shared {
         work: impl FnOnce(&mut Core, &Waker) -> R,
     ) -> R {
         let result = work(&mut core, &self.waker);
+        let waker = core.after.take_single_waker();
         let after = core.after.take();
         drop(core);
         drop(deferral);
-        if let Some(after) = after {
+        if let Some(waker) = waker {
+            contained(|| waker.wake());
+        } else if let Some(after) = after {
             self.run_after(after);
         }
         result
@@ -220,11 +231,11 @@ impl Shared {
 
     #[inline(never)]
     fn run_after(&self, after: AfterUnlock) {
-        if after.start_helper {
+        if after.starts_helper() {
             let helper = Helper::new(self.this.clone());
             drop(self.runtime.spawn_blocking(move || helper.run()));
         }
-        if after.wake_driver {
+        if after.wakes_driver() {
             self.driver_waker.wake_driver();
         }
         after.run();
@@ -234,9 +245,39 @@ impl Shared {
     pub(super) fn poll<R>(
         &self,
         context: &mut Context<'_>,
-        mut work: impl FnMut(&mut Core, &Waker, &mut Caller<'_>) -> Poll<R>,
+        work: impl FnMut(&mut Core, &Waker, &mut Caller<'_>) -> Poll<R>,
+    ) -> Poll<R> {
+        self.poll_as(Caller::new(context.waker()), work)
+    }
+
+    /// Runs `work` like [`poll`](Self::poll), for a task that receives. `ticket` is its position
+    /// in the wait queue. Most receivers wait if the last one has waited.
+    pub(super) fn poll_receiver<R>(
+        &self,
+        context: &mut Context<'_>,
+        ticket: &mut Option<Ticket>,
+        mut work: impl FnMut(&mut Core, &mut Option<Ticket>, &Waker, &mut Caller<'_>) -> Poll<R>,
     ) -> Poll<R> {
         let mut caller = Caller::new(context.waker());
+        let is_new = ticket.is_none();
+        let expected = self.receivers_wait.load(Ordering::Relaxed);
+        if is_new && expected {
+            caller.expect_wait();
+        }
+        let result =
+            self.poll_as(caller, |core, driver, caller| work(core, ticket, driver, caller));
+        if is_new && result.is_pending() != expected {
+            self.receivers_wait.store(!expected, Ordering::Relaxed);
+        }
+        result
+    }
+
+    #[inline(always)]
+    fn poll_as<R>(
+        &self,
+        mut caller: Caller<'_>,
+        mut work: impl FnMut(&mut Core, &Waker, &mut Caller<'_>) -> Poll<R>,
+    ) -> Poll<R> {
         let first = self.with(|core, driver_waker| work(core, driver_waker, &mut caller));
         if first.is_ready() || !caller.clone_if_needed() {
             return first;

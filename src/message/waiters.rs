@@ -18,6 +18,7 @@ pub(super) struct Caller<'a> {
     waker: &'a Waker,
     clone: Option<Waker>,
     needs_clone: bool,
+    checks_again: bool,
     /// Position registered by this poll.
     registered: Option<Ticket>,
     /// The replaced waker, dropped without the lock.
@@ -26,18 +27,31 @@ pub(super) struct Caller<'a> {
 
 impl<'a> Caller<'a> {
     pub(super) fn new(waker: &'a Waker) -> Self {
-        Self { waker, clone: None, needs_clone: false, registered: None, replaced: None }
+        Self {
+            waker,
+            clone: None,
+            needs_clone: false,
+            checks_again: false,
+            registered: None,
+            replaced: None,
+        }
+    }
+
+    /// Clones the waker of a task that will probably wait, which then need not check again.
+    pub(super) fn expect_wait(&mut self) {
+        self.clone = Some(self.waker.clone());
     }
 
     /// Returns true in the second call of the same poll.
     pub(super) fn checks_again(&self) -> bool {
-        self.clone.is_some()
+        self.checks_again
     }
 
     /// Clones the waker if needed. Returns true if the task must then check again.
     pub(super) fn clone_if_needed(&mut self) -> bool {
         if std::mem::take(&mut self.needs_clone) {
             self.clone = Some(self.waker.clone());
+            self.checks_again = true;
             return true;
         }
         false
@@ -96,6 +110,9 @@ impl Waiters {
     #[must_use]
     pub(super) fn withdraw(&mut self, ticket: &mut Option<Ticket>) -> Option<Waker> {
         let ticket = ticket.take()?;
+        if self.queue.front().is_some_and(|(first, _)| *first == ticket) {
+            return self.queue.pop_front()?.1;
+        }
         let place = self.queue.iter().position(|(other, _)| *other == ticket)?;
         self.queue.remove(place)?.1
     }

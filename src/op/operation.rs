@@ -110,14 +110,16 @@ impl<F: OperationKind> Operation<F> {
         }
     }
 
-    /// Returns true if awaiting the operation would return immediately. Does not poll the device.
+    /// Returns true if awaiting the operation would return immediately. May poll the device, but
+    /// does not wait.
     pub fn is_finished(&self) -> bool {
         self.in_flight.is_finished()
     }
 
-    /// Returns true if the operation has a waker, and no outcome yet.
-    pub(crate) fn is_watched(&self) -> bool {
-        self.in_flight.is_watched()
+    /// Returns true if a poll of the completion queue has found the outcome, or the operation was
+    /// refused.
+    pub(crate) fn is_complete(&self) -> bool {
+        self.in_flight.is_complete()
     }
 
     pub(crate) fn refusal(&self) -> Option<OpErrorKind> {

@@ -4,6 +4,7 @@ use std::any::Any;
 use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
+use std::task::Waker;
 
 use crate::dispatch::{ReceiveCounters, SendCounters};
 use crate::engine::{
@@ -142,6 +143,7 @@ impl QueuePair {
             number: None,
             streams: None,
             solicited: false,
+            listened: false,
         }
     }
 
@@ -453,8 +455,17 @@ impl QueuePair {
         self.inner.queues[1].shared().watch()
     }
 
-    pub(crate) fn receives_by_events(&self) -> bool {
-        matches!(self.inner.queues[1].shared().mode(), CompletionMode::Event)
+    /// Wakes `listener` whenever receives complete, instead of their futures. Requires
+    /// [`is_listened`](Self::is_listened); see [`WorkQueue::listen`].
+    pub(crate) fn listen(&self, listener: Waker) {
+        if let Some(receive) = self.inner.core.receive() {
+            receive.listen(listener);
+        }
+    }
+
+    /// Returns true if receives report to a listener.
+    pub(crate) fn is_listened(&self) -> bool {
+        self.inner.core.receive().is_some_and(|receive| receive.is_listened())
     }
 
     /// Returns true if a thread polls for receives.
@@ -541,6 +552,8 @@ pub struct QueuePairBuilder {
     streams: Option<DciStreamsInit>,
     /// The peer solicits all messages.
     solicited: bool,
+    /// Receives report to a listener in event and hybrid mode.
+    listened: bool,
 }
 
 /// The choice of the local port and GID.
@@ -683,6 +696,13 @@ impl QueuePairBuilder {
         self
     }
 
+    /// Lets receives report to a [listener](QueuePair::listen) if their queue is in event or hybrid
+    /// mode. Other modes wait with the operations, which spin.
+    pub(crate) fn listened(mut self) -> Self {
+        self.listened = true;
+        self
+    }
+
     pub(crate) fn path(mut self, path: Path) -> Self {
         self.path = path;
         self
@@ -727,6 +747,7 @@ impl QueuePairBuilder {
             number,
             streams,
             solicited,
+            listened,
         } = self;
         let device = pd.device();
         let (connected, datagram) =
@@ -790,6 +811,7 @@ impl QueuePairBuilder {
             },
             pd: PdKey(pd.id()),
             solicited: false,
+            listened: false,
         };
         let send = limits(caps.max_send_wr, granted.max_send_sge);
         let signals_failures =
@@ -798,6 +820,11 @@ impl QueuePairBuilder {
         let receive = Limits {
             max_message: u64::MAX,
             solicited: solicited && signals_failures,
+            listened: listened
+                && matches!(
+                    recv_queue.shared().mode(),
+                    CompletionMode::Event | CompletionMode::Hybrid
+                ),
             ..limits(caps.max_recv_wr, granted.max_recv_sge)
         };
         let core = QueuePairCore::new(

@@ -14,7 +14,9 @@ use crate::connected::{config, pair_in, recv, two};
 use crate::torture::{self, Flavour, LONG, Mode, Seed, bounded, slow_network};
 use futures::FutureExt;
 use tokio_rdma::memory::Storage;
-use tokio_rdma::{Access, CloseReason, Connection, ConnectionConfig, ExposedRegion, RemoteRegion};
+use tokio_rdma::{
+    Access, CloseReason, CompletionMode, CompletionQueue, Connection, ExposedRegion, RemoteRegion,
+};
 
 struct Setup {
     ours: Arc<Connection>,
@@ -24,9 +26,12 @@ struct Setup {
 }
 
 impl Setup {
-    fn new(seed: u64, config: &ConnectionConfig) -> Self {
-        let [(_, one), (_, other)] = two(&slow_network(seed));
-        let (ours, theirs) = pair_in(&one, &other, config, config);
+    /// Connects two ends. All completions of ours use one queue, so that its calls, also those
+    /// that wait for messages, find the completions of other operations.
+    fn new(seed: u64, mode: CompletionMode) -> Self {
+        let [(device, one), (_, other)] = two(&slow_network(seed));
+        let queue = CompletionQueue::builder(&device).capacity(1024).mode(mode).build().unwrap();
+        let (ours, theirs) = pair_in(&one, &other, &config().completion_queue(&queue), &config());
         let region = theirs.expose(vec![0; 64], Access::REMOTE_ALL).unwrap();
         Self { ours: Arc::new(ours), theirs, remote: region.grant(), _region: region }
     }
@@ -46,7 +51,7 @@ fn everywhere(what: &'static str, test: impl Fn(Setup) + Send + Copy + 'static) 
             let seed = Seed::new(what);
             let runtime = Flavour::CurrentThread.runtime();
             let _inside = runtime.enter();
-            test(Setup::new(seed.value, &config().mode(mode.make())));
+            test(Setup::new(seed.value, mode.make()));
         });
     }
 }
@@ -186,7 +191,7 @@ fn connection_works_after_reentrant_calls() {
     bounded("works", LONG, || {
         let seed = Seed::new("connection_works_after_reentrant_calls");
         Flavour::CurrentThread.runtime().block_on(async {
-            let setup = Setup::new(seed.value, &config());
+            let setup = Setup::new(seed.value, CompletionMode::Event);
             let caller = Caller::new(&setup.ours);
             for number in 0..100_u64 {
                 let memory = Memory(vec![7; 64].into(), caller.clone());

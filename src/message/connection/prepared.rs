@@ -42,7 +42,8 @@ impl PreparedConnection {
         let describe = |builder| describe(builder).holding(resources);
         let builder = QueuePair::builder(pd, &sends).receive_completions(&of_receives);
         let builder = builder.max_send_wr(config.max_send_wr).max_recv_wr(config.most_receives());
-        let qp = describe(builder.max_sge(1).max_inline(config.max_inline).solicited()).build()?;
+        let qp = describe(builder.max_sge(1).max_inline(config.max_inline).solicited().listened())
+            .build()?;
         let core = Core::new(qp.clone(), config, pools, share);
         match core.protocol.phase().failure() {
             Some(OpErrorKind::Post(error) | OpErrorKind::State { error, .. }) => {

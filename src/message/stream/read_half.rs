@@ -15,8 +15,8 @@ use super::reading::{Chunk, Taken};
 use super::write_half::OwnedWriteHalf;
 use super::{RdmaStream, ReuniteError, addresses, io_error, within_budget};
 use crate::message::connection::Handle;
-use crate::message::core::ConnectionCounters;
-use crate::message::waiters::Ticket;
+use crate::message::core::{ConnectionCounters, Core};
+use crate::message::waiters::{Caller, Ticket};
 
 /// The reading half of an [`RdmaStream`].
 ///
@@ -80,8 +80,7 @@ impl OwnedReadHalf {
         }
         let Self { ticket, handle, .. } = self;
         let next = within_budget(context, |context| {
-            let shared = &handle.shared;
-            shared.poll(context, |core, driver, caller| core.poll_recv(ticket, driver, caller))
+            handle.shared.poll_receiver(context, ticket, Core::poll_recv)
         });
         next.map_err(io_error)
     }
@@ -143,9 +142,10 @@ impl OwnedReadHalf {
         mut into: Option<&mut ReadBuf<'_>>,
     ) -> Poll<io::Result<bool>> {
         let Self { ticket, handle, chunk } = self;
-        let taken = ready!(handle.shared.poll(context, |core, driver, caller| {
+        let take = |core: &mut Core, ticket: &mut _, driver: &_, caller: &mut Caller<'_>| {
             core.poll_read(&mut into, ticket, driver, caller)
-        }));
+        };
+        let taken = ready!(handle.shared.poll_receiver(context, ticket, take));
         Poll::Ready(match taken.map_err(io_error)? {
             None => Ok(false),
             Some(Taken::Copied) => Ok(true),
