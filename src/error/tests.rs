@@ -777,6 +777,9 @@ fn texts_of_connecting_again() {
             } =>
                 "stopped connecting after attempt 2: the Tokio runtime has no timer; build it with \
                  `enable_time` or `enable_all`",
+            ReconnectError::Permanent {
+                cause: ReconnectCause::DeviceRemoved { device: "mlx5_0".to_owned() }, attempts: 0,
+            } => "stopped connecting before the next attempt: device mlx5_0 was removed",
         ],
         ReconnectError::Closed => [
             ReconnectError::Closed => "the Reconnect handle was closed",

@@ -91,6 +91,9 @@ impl fmt::Display for ReconnectError {
                 "failed to connect within {after:?} (ReconnectPolicy::deadline), {attempts} \
                  attempts: {cause}"
             ),
+            Self::Permanent { cause, attempts: 0 } => {
+                write!(f, "stopped connecting before the next attempt: {cause}")
+            }
             Self::Permanent { cause, attempts } => {
                 write!(f, "stopped connecting after attempt {attempts}: {cause}")
             }
