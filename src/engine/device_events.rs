@@ -159,8 +159,9 @@ impl PortChanges {
         self.seen = self.device.port_events().changes;
     }
 
-    /// Waits for a change. Returns at once if the device was removed.
-    pub(crate) async fn next(&mut self) {
+    /// Waits for a change, and is woken by the descriptor of the device's events. Returns at once
+    /// if the device was removed.
+    pub(crate) async fn wait_by_descriptor(&mut self) {
         self.device.read_events();
         if self.device.port_events().removed {
             return;
@@ -174,16 +175,16 @@ impl PortChanges {
                 "failed to watch asynchronous events; changes of ports are noticed late"
             );
         });
-        self.changed(fd.ok().as_ref()).await;
+        self.wait(fd.ok().as_ref()).await;
     }
 
-    /// Waits for a change, and uses no descriptor. Notices a change when other code reads events,
-    /// as the reactor of a connection does.
-    pub(crate) async fn next_read(&mut self) {
-        self.changed(None).await;
+    /// Waits for a change, and is woken when other code reads events, as the reactor of a
+    /// connection does. Uses no descriptor.
+    pub(crate) async fn wait_by_readers(&mut self) {
+        self.wait(None).await;
     }
 
-    async fn changed(&mut self, fd: Option<&AsyncFd<OwnedFd>>) {
+    async fn wait(&mut self, fd: Option<&AsyncFd<OwnedFd>>) {
         poll_fn(|context| {
             // Before the events are read, so that a later reader wakes this task.
             self.waker.register(context.waker());

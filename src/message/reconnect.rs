@@ -573,7 +573,7 @@ impl Supervisor {
         // Before the state is visible, so that `retry_now` finds it.
         now.as_mut().enable();
         self.shared.publish(ReconnectState::Waiting { delay, cause }, None);
-        let (delayed, changed) = (pin!(sleep(delay)), pin!(self.connector.changed()));
+        let (delayed, changed) = (pin!(sleep(delay)), pin!(self.connector.device_changed()));
         match select(changed, select(now, delayed)).await {
             Either::Left(_) => true,
             Either::Right(_) => false,

@@ -24,18 +24,19 @@ pub(super) enum Failure {
 }
 
 pub(super) struct Connector {
-    by: By,
+    dialer: Dialer,
     /// Changes of the device in use; `None` without one, or if they cannot be watched.
     changes: Option<PortChanges>,
 }
 
-enum By {
+/// The part that begins attempts.
+enum Dialer {
     /// A function of the service, which chooses the device.
     Service(Box<dyn FnMut() -> Attempt + Send>),
-    Device(OnDevice),
+    Device(DeviceDialer),
 }
 
-struct OnDevice {
+struct DeviceDialer {
     /// `None` before the first attempt, and after the device was removed.
     device: Option<Device>,
     open: Box<dyn FnMut() -> Result<Device, OpenError> + Send>,
@@ -46,7 +47,7 @@ struct OnDevice {
 
 impl Connector {
     pub(super) fn by_service(connect: impl FnMut() -> Attempt + Send + 'static) -> Self {
-        Self { by: By::Service(Box::new(connect)), changes: None }
+        Self { dialer: Dialer::Service(Box::new(connect)), changes: None }
     }
 
     /// Connects on the device that `open` returns, which is called again after a removal if it
@@ -57,23 +58,23 @@ impl Connector {
         connect: impl FnMut(Device) -> Attempt + Send + 'static,
     ) -> Self {
         let (open, connect) = (Box::new(open), Box::new(connect));
-        let by = By::Device(OnDevice { device: None, open, reopens, connect });
-        Self { by, changes: None }
+        let dialer = DeviceDialer { device: None, open, reopens, connect };
+        Self { dialer: Dialer::Device(dialer), changes: None }
     }
 
     /// Begins an attempt, unless the device is known to prevent it.
     pub(super) fn start(&mut self) -> Result<Attempt, Failure> {
-        let on = match &mut self.by {
-            By::Service(connect) => return Ok(connect()),
-            By::Device(on) => on,
+        let dialer = match &mut self.dialer {
+            Dialer::Service(connect) => return Ok(connect()),
+            Dialer::Device(dialer) => dialer,
         };
-        let device = match &on.device {
+        let device = match &dialer.device {
             Some(device) => device,
             None => {
                 let opened =
-                    (on.open)().map_err(|error| Failure::Again(ReconnectCause::Open(error)))?;
+                    (dialer.open)().map_err(|error| Failure::Again(ReconnectCause::Open(error)))?;
                 self.changes = changes(&opened);
-                on.device.insert(opened)
+                dialer.device.insert(opened)
             }
         };
         // A later change ends the next wait.
@@ -88,21 +89,21 @@ impl Connector {
             let device = device.name().to_owned();
             return Err(Failure::Again(ReconnectCause::PortDown { device }));
         }
-        Ok((on.connect)(device.clone()))
+        Ok((dialer.connect)(device.clone()))
     }
 
     /// Decides what follows a failed attempt.
     pub(super) fn failed(&mut self, error: EstablishError, policy: &ReconnectPolicy) -> Failure {
-        if let By::Device(on) = &mut self.by {
-            if let Some(device) = &on.device {
+        if let Dialer::Device(dialer) = &mut self.dialer {
+            if let Some(device) = &dialer.device {
                 device.read_events();
                 if device.port_events().removed {
                     return self.removed();
                 }
             }
-            if on.reopens && is_gone(&error) {
+            if dialer.reopens && is_gone(&error) {
                 // Some devices raise no event for a removal, and an open handle may delay it.
-                (on.device, self.changes) = (None, None);
+                (dialer.device, self.changes) = (None, None);
                 return Failure::Again(ReconnectCause::Attempt(error));
             }
         }
@@ -113,17 +114,20 @@ impl Connector {
 
     /// Releases the removed device.
     fn removed(&mut self) -> Failure {
-        let By::Device(on) = &mut self.by else { unreachable!("called for `By::Device` only") };
+        let Dialer::Device(dialer) = &mut self.dialer else {
+            unreachable!("called for `Dialer::Device` only")
+        };
         self.changes = None;
-        let device = on.device.take().map(|device| device.name().to_owned()).unwrap_or_default();
+        let device =
+            dialer.device.take().map(|device| device.name().to_owned()).unwrap_or_default();
         let cause = ReconnectCause::DeviceRemoved { device };
-        if on.reopens { Failure::Again(cause) } else { Failure::Permanent(cause) }
+        if dialer.reopens { Failure::Again(cause) } else { Failure::Permanent(cause) }
     }
 
     /// Waits for a change of the device that attempts are made on.
-    pub(super) async fn changed(&mut self) {
+    pub(super) async fn device_changed(&mut self) {
         match &mut self.changes {
-            Some(changes) => changes.next().await,
+            Some(changes) => changes.wait_by_descriptor().await,
             None => pending().await,
         }
     }
@@ -136,11 +140,11 @@ impl Connector {
         connection: &Connection,
         ended: impl Future<Output = T>,
     ) -> T {
-        if let By::Service(_) = self.by {
+        if let Dialer::Service(_) = self.dialer {
             self.changes = changes(connection.protection_domain().device());
         }
         let ended = probing(self.changes.as_mut(), connection, ended).await;
-        if let By::Service(_) = self.by {
+        if let Dialer::Service(_) = self.dialer {
             // The service may wait until nothing uses the device.
             self.changes = None;
         }
@@ -156,7 +160,7 @@ async fn probing<T>(
     let Some(changes) = changes else { return ended.await };
     let mut ended = pin!(ended);
     loop {
-        match select(ended.as_mut(), pin!(changes.next_read())).await {
+        match select(ended.as_mut(), pin!(changes.wait_by_readers())).await {
             Either::Left((ended, _)) => return ended,
             Either::Right(_) if is_down(connection.protection_domain().device()) => {}
             Either::Right(_) => connection.probe(),
