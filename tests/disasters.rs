@@ -403,8 +403,7 @@ fn reconnect_process() {
         let device = Device::open(&name).unwrap();
         let ip = device.default_path().unwrap().1.gid.to_ip();
         let listener = Listener::bind(&device, (ip, 0)).await.unwrap();
-        // Only an event ends a wait in time.
-        let policy = ReconnectPolicy::default().first_delay(10 * HANG).greatest_delay(10 * HANG);
+        let policy = ReconnectPolicy::default().first_delay(HANG / 6).greatest_delay(10 * HANG);
         let config = ConnectionConfig::default();
         let client = Reconnect::new(&device, listener.local_addr(), &config, policy).unwrap();
         let (generation, ours, theirs) = reconnected(&client, &listener).await;
@@ -418,6 +417,16 @@ fn reconnect_process() {
         run(&format!("ip link set {interface} down"));
         until(&client, "the wait for a port", |state| {
             waits_for(state, |cause| matches!(cause, ReconnectCause::PortDown { .. }))
+        })
+        .await;
+        // Only an event ends a long wait in time.
+        until(&client, "a long delay", |state| {
+            let is_long =
+                matches!(state, ReconnectState::Waiting { delay, .. } if *delay >= 2 * HANG);
+            if !is_long {
+                client.retry_now();
+            }
+            is_long
         })
         .await;
         run(&format!("ip link set {interface} up"));

@@ -107,9 +107,10 @@ use crate::verbs::Device;
 /// events decide when an attempt is made. The service still gets all [events](Device::events).
 ///
 /// - While no port is active, no attempt is made. Each wait ends with another query of the ports.
-/// - An event that may have changed a port, for example of a link that came up or of a GID, ends
-///   the wait at once. The delays start anew, because failures before it say nothing about what
-///   follows.
+/// - After an event that may have changed a port, for example of a link that came up or of a GID,
+///   the delays start anew, because failures before it say nothing about what follows. The next
+///   attempt follows the event by at most [`first_delay`](ReconnectPolicy::first_delay). The second
+///   half of this delay is random, because all handles of a device get an event at the same time.
 /// - After the removal of the device, attempts end ([`ReconnectCause::DeviceRemoved`]), or `open`
 ///   of [`with_device`](Self::with_device) is called until it returns a device.
 ///
@@ -572,12 +573,20 @@ impl Supervisor {
         let mut now = pin!(self.shared.now.notified());
         // Before the state is visible, so that `retry_now` finds it.
         now.as_mut().enable();
-        self.shared.publish(ReconnectState::Waiting { delay, cause }, None);
+        self.shared.publish(ReconnectState::Waiting { delay, cause: cause.clone() }, None);
+        let start = Instant::now();
         let (delayed, changed) = (pin!(sleep(delay)), pin!(self.connector.device_changed()));
-        match select(changed, select(now, delayed)).await {
-            Either::Left(_) => true,
-            Either::Right(_) => false,
+        let mut ended = select(now, delayed);
+        if let Either::Right(_) = select(changed, &mut ended).await {
+            return false;
         }
+        // All handles of a device get its events at the same time.
+        let jitter = self.policy.delay(0, random());
+        if jitter < delay.saturating_sub(start.elapsed()) {
+            self.shared.publish(ReconnectState::Waiting { delay: jitter, cause }, None);
+        }
+        select(ended, pin!(sleep(jitter))).await;
+        true
     }
 
     /// Returns the time until the deadline.

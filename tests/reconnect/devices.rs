@@ -6,6 +6,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use futures::StreamExt;
+use futures::future::join_all;
+use tokio::time::Instant;
 use tokio_rdma::error::OpenError;
 use tokio_rdma::message::{
     Reconnect, ReconnectCause, ReconnectError, ReconnectPolicy, ReconnectState,
@@ -20,9 +22,23 @@ use crate::torture::{eventually, soon};
 
 const HOUR: Duration = Duration::from_secs(3600);
 
-/// Returns a policy whose delays only an event can end.
+/// Returns a policy whose delays only an event can end once they have [grown](until_grown).
 fn patient() -> ReconnectPolicy {
-    eager().first_delay(HOUR).greatest_delay(HOUR)
+    eager().greatest_delay(HOUR)
+}
+
+/// Ends waits until a delay has grown to half of the greatest one of [`patient`].
+async fn until_grown(client: &Reconnect) {
+    eventually("a long delay", || waits_long_or_retries(client, HOUR / 2)).await;
+}
+
+/// Returns true if the delay is at least `least`; otherwise ends it.
+fn waits_long_or_retries(client: &Reconnect, least: Duration) -> bool {
+    let is_long = matches!(client.state(), ReconnectState::Waiting { delay, .. } if delay >= least);
+    if !is_long {
+        client.retry_now();
+    }
+    is_long
 }
 
 fn cause(state: &ReconnectState) -> Option<&ReconnectCause> {
@@ -55,7 +71,8 @@ fn port_that_is_active_again_ends_the_wait_and_no_attempt_was_made() {
         control.set_port(false);
         let serving = serve(hosts.listen().await);
         let client = hosts.reconnect(patient());
-        eventually("wait", || cause(&client.state()) == Some(&down())).await;
+        until_grown(&client).await;
+        assert_eq!(cause(&client.state()), Some(&down()));
         assert_eq!(control.queue_pairs(), 0);
         let mut states =
             pin!(client.states().skip_while(|state| std::future::ready(is_waiting(state))));
@@ -87,7 +104,7 @@ fn gid_change_ends_the_wait_also_if_the_service_reads_the_event() {
         for reads in [false, true] {
             let hosts = Hosts::new().await;
             let client = hosts.reconnect(patient());
-            eventually("refusal", || is_waiting(&client.state())).await;
+            until_grown(&client).await;
             let mut events = hosts.client.events().unwrap();
             let reading = reads.then(|| tokio::spawn(async move { events.next().await }));
             tokio::task::yield_now().await;
@@ -102,6 +119,65 @@ fn gid_change_ends_the_wait_also_if_the_service_reads_the_event() {
             assert_eq!(event, Some(Ok(AsyncEvent::GidChange(PortNum(1)))));
             serving.abort();
         }
+    });
+}
+
+#[test]
+fn handles_of_a_device_spread_their_attempts_after_an_event_over_the_first_delay() {
+    const CLIENTS: usize = 32;
+    paused("jitter", || async {
+        let hosts = Hosts::new().await;
+        let control = hosts.network.control("client").unwrap();
+        control.set_port(false);
+        let serving = serve(hosts.listen().await);
+        let policy = patient().first_delay(HOUR).greatest_delay(100 * HOUR);
+        let clients: Vec<_> = (0..CLIENTS).map(|_| hosts.reconnect(policy.clone())).collect();
+        for client in &clients {
+            eventually("a long delay", || waits_long_or_retries(client, 50 * HOUR)).await;
+        }
+        let start = Instant::now();
+        control.set_port(true);
+        let attempts = clients.iter().map(|client| async move {
+            let waiting = |state: &_| std::future::ready(is_waiting(state));
+            let next = pin!(client.states().skip_while(waiting)).next().await;
+            assert_eq!(next, Some(ReconnectState::Connecting { attempt: 1 }));
+            start.elapsed()
+        });
+        let mut after = join_all(attempts).await;
+        after.sort();
+        let (first, last) = (after[0], after[CLIENTS - 1]);
+        assert!(first >= HOUR / 2 && last < HOUR + Duration::from_secs(1), "{after:?}");
+        assert!(last - first > HOUR / 10, "no jitter: {after:?}");
+        serving.abort();
+    });
+}
+
+#[test]
+fn event_does_not_prolong_a_wait_and_retry_now_ends_its_delay() {
+    paused("short wait", || async {
+        let hosts = Hosts::new().await;
+        let control = hosts.network.control("client").unwrap();
+        control.set_port(false);
+        let serving = serve(hosts.listen().await);
+        // The delays do not grow, so that the rest of a wait is shorter than a delay.
+        let policy = patient().first_delay(HOUR).greatest_delay(HOUR);
+        for retry in [false, true] {
+            control.set_port(false);
+            let client = hosts.reconnect(policy.clone());
+            eventually("wait", || is_waiting(&client.state())).await;
+            let ReconnectState::Waiting { delay, .. } = client.state() else { unreachable!() };
+            tokio::time::sleep(delay - Duration::from_secs(60)).await;
+            let start = Instant::now();
+            control.set_port(true);
+            if retry {
+                tokio::time::sleep(MS).await;
+                client.retry_now();
+            }
+            client.connected().await.unwrap();
+            let limit = Duration::from_secs(if retry { 1 } else { 61 });
+            assert!(start.elapsed() < limit, "{:?}", start.elapsed());
+        }
+        serving.abort();
     });
 }
 
@@ -169,14 +245,19 @@ fn removal_of_the_only_device_ends_attempts() {
                 client = hosts.reconnect(patient());
                 ends = Some(Hosts::next(&client, &listener).await);
             } else {
-                eventually("refusal", || is_waiting(&client.state())).await;
+                until_grown(&client).await;
             }
             hosts.network.control("client").unwrap().kill();
             let failed = |state: &ReconnectState| matches!(state, ReconnectState::Failed(_));
             eventually("removal", || failed(&client.state())).await;
-            let attempts = u32::from(!connects);
-            let error = ReconnectError::Permanent { cause: removed(), attempts };
-            assert_eq!(client.connected().await.unwrap_err(), error);
+            let error = client.connected().await.unwrap_err();
+            let ReconnectError::Permanent { cause, attempts } = &error else { panic!("{error:?}") };
+            assert_eq!((cause, *attempts == 0), (&removed(), connects));
+            if connects {
+                let expected =
+                    "stopped connecting before the next attempt: device client was removed";
+                assert_eq!(error.to_string(), expected);
+            }
             drop(ends);
         }
     });

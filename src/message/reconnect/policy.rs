@@ -9,7 +9,8 @@ use crate::message::EstablishError;
 /// The delay before an attempt doubles with each failure, from
 /// [`first_delay`](Self::first_delay) to [`greatest_delay`](Self::greatest_delay). Its second half
 /// is random, so that the clients of a restarted server do not connect at the same time. A
-/// connection that has lasted for the greatest delay resets it, and so does an event of the device.
+/// connection that has lasted for the greatest delay resets it. An event of the device also does,
+/// and shortens a wait to a first delay after the event.
 #[derive(Debug, Clone)]
 #[must_use]
 pub struct ReconnectPolicy {
@@ -36,7 +37,8 @@ impl Default for ReconnectPolicy {
 }
 
 impl ReconnectPolicy {
-    /// Sets the delay after the first failure; default 50 ms, at least 1 ms.
+    /// Sets the delay after the first failure, and after an event of the device; default 50 ms, at
+    /// least 1 ms.
     pub fn first_delay(mut self, delay: Duration) -> Self {
         self.first_delay = delay;
         self
