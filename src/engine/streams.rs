@@ -92,7 +92,8 @@ impl Streams {
             let assigned =
                 count.compare_exchange(peers, peers + 1, Ordering::Relaxed, Ordering::Relaxed);
             if assigned.is_ok() {
-                return PeerStream { streams: self.clone(), number };
+                let assigned = self.generation(number);
+                return PeerStream { streams: self.clone(), number, assigned };
             }
         }
     }
@@ -137,6 +138,8 @@ impl fmt::Debug for Streams {
 pub(crate) struct PeerStream {
     streams: Arc<Streams>,
     number: u16,
+    /// The generation of the stream when it was assigned.
+    assigned: u32,
 }
 
 impl PeerStream {
@@ -157,6 +160,11 @@ impl PeerStream {
     /// Returns a number that each failure of the stream changes.
     pub(crate) fn generation(&self) -> u32 {
         self.streams.generation(self.number)
+    }
+
+    /// Returns true if the stream has failed since it was assigned, even if it was reset.
+    pub(crate) fn has_failed_since(&self) -> bool {
+        self.generation() != self.assigned
     }
 
     /// Returns true if other peers use the stream too.

@@ -57,6 +57,7 @@ async fn operation_that_waits_for_an_initiator_is_withdrawn_and_harms_nothing(mo
     there.region.read(0, &mut bytes).unwrap();
     assert_eq!(bytes, [[1; 8], [0; 8], [0; 8], [3; 8]].concat()[..]);
     assert_eq!((pool.counters().repairs, pool.counters().waiting_peers), (0, 0));
+    assert!(!one.has_failed() && !other.has_failed());
 }
 
 async fn deadline_in_an_exclusive_pool_affects_only_its_peer(mode: &str) {
@@ -78,6 +79,7 @@ async fn deadline_in_an_exclusive_pool_affects_only_its_peer(mode: &str) {
         until("repaired", || pool.counters().repairs == u64::from(round)).await;
     }
     assert_eq!(pool.counters().failed_repairs, 0);
+    assert!(late.has_failed() && !other.has_failed());
 }
 
 async fn deadline_in_a_shared_pool_flushes_other_peers_and_is_repaired(mode: &str) {

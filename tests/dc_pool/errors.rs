@@ -10,6 +10,7 @@ use crate::common::{Setup, in_every_mode, within};
 in_every_mode!(
     errors_of_one_peer_affect_no_other,
     unawaited_failure_is_repaired,
+    peer_has_failed_after_its_own_failure_until_it_is_made_anew,
     lease_ends_with_its_first_failure,
     shared_initiators_continue_after_a_failure,
     lost_device_fails_every_operation,
@@ -90,6 +91,44 @@ async fn unawaited_failure_is_repaired(mode: &str) {
         within("write", peer.write(home.buffer(b"goes on"), there.remote(16, 7))).await.unwrap();
     }
     assert_eq!((pool.counters().repairs, pool.counters().failed_repairs), (1, 0));
+}
+
+async fn peer_has_failed_after_its_own_failure_until_it_is_made_anew(mode: &str) {
+    let Some(setup) = setup("peer_has_failed") else { return };
+    for (policy, streams) in Home::new(&setup.a, mode).policies(5) {
+        let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
+        let pool = home.pool_on(2, policy, streams);
+        let peer = || pool.peer(&there.target.address()).unwrap();
+        let (mut bad, good) = (peer(), peer());
+        for awaited in [true, false] {
+            for peer in [&bad, &good] {
+                within("write", peer.write_inline(b"good", there.remote(0, 4))).await.unwrap();
+            }
+            assert!(!bad.has_failed());
+            let fails = bad.write_inline(b"bad", there.forbidden());
+            if awaited {
+                within("bad", fails).await.unwrap_err();
+            } else {
+                drop(fails);
+                until("failed", || bad.has_failed()).await;
+            }
+            assert!(bad.has_failed(), "{policy:?}");
+            // Without streams, the peers may share an initiator.
+            assert!(!good.has_failed() || policy == DcPolicy::Shared && !streams, "{policy:?}");
+            until("repaired", || {
+                let counters = pool.counters();
+                counters.repairs + counters.stream_resets == if awaited { 1 } else { 2 }
+            })
+            .await;
+            within("write", bad.write_inline(b"good", there.remote(0, 4))).await.unwrap();
+            assert!(bad.has_failed(), "a repaired initiator does not change that");
+            bad = peer();
+        }
+        assert!(!bad.has_failed());
+        pool.close();
+        assert!(bad.has_failed() && good.has_failed());
+        assert_eq!(pool.peer(&there.target.address()).unwrap_err(), SetupError::Closed);
+    }
 }
 
 async fn lease_ends_with_its_first_failure(mode: &str) {

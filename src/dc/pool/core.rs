@@ -295,7 +295,7 @@ impl Core {
             if !self.members[at].is_sound() || assignment.recalled {
                 return false;
             }
-            if !own.has_sound_stream(&self.members[at]) {
+            if !own.has_sound_stream(&self.members) {
                 return self.assign_other(state, peer, &mut own);
             }
             // Once as many initiators are recalled as peers wait, recalling more only stops work.
@@ -334,7 +334,7 @@ impl Core {
             Some(at) if self.is_exclusive() => state.assignments[at].recalled = true,
             assignment => {
                 if assignment.is_some() {
-                    own.clear_assignment();
+                    own.clear_assignment(&self.members);
                 }
                 if own.joins_wait_queue() {
                     state.wait_queue.push_back(Arc::downgrade(peer));
@@ -391,7 +391,7 @@ impl Core {
             (assignment.health, assignment.recalled) = (health, false);
             if let Some(owner) = std::mem::take(&mut assignment.owner).upgrade() {
                 let mut own = owner.state.lock();
-                own.clear_assignment();
+                own.clear_assignment(&self.members);
                 if own.joins_wait_queue() {
                     state.wait_queue.push_back(Arc::downgrade(&owner));
                 }
@@ -467,7 +467,7 @@ impl Core {
         if own.leases > 0 || !is_free() {
             return false;
         }
-        own.clear_assignment();
+        own.clear_assignment(&self.members);
         (assignment.owner, assignment.recalled) = (Weak::new(), false);
         if own.joins_wait_queue() {
             state.wait_queue.push_back(Arc::downgrade(&owner));
@@ -477,7 +477,7 @@ impl Core {
 
     fn assign(&self, state: &mut State, at: usize, peer: &Arc<Peer>, own: &mut PeerState) {
         let (assignment, member) = (&mut state.assignments[at], &self.members[at]);
-        own.set_assignment(at, member);
+        own.set_assignment(at, &self.members);
         if self.is_exclusive() {
             assignment.owner = Arc::downgrade(peer);
         }

@@ -124,8 +124,11 @@ impl DcPool {
     ///
     /// # Errors
     ///
-    /// See [`DcInitiator::peer`].
+    /// [`SetupError::Closed`] after [`close`](Self::close), else see [`DcInitiator::peer`].
     pub fn peer(&self, address: &DcAddress) -> Result<DcPoolPeer, SetupError> {
+        if self.core.state.lock().is_closed() {
+            return Err(SetupError::Closed);
+        }
         let to = self.core.members[0].initiator.peer_without_stream(address)?;
         Ok(DcPoolPeer::new(self.core.clone(), to))
     }

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::num::NonZero;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -13,7 +14,7 @@ use smallvec::SmallVec;
 use super::core::{Core, Member};
 use super::pooled::{Entry, PooledOperation, Waiting, Work};
 use crate::dc::{DcPeer, DcSender};
-use crate::engine::{Deferral, PeerStream, StreamUse};
+use crate::engine::{Deferral, PeerStream, StreamUse, WorkQueue};
 use crate::error::{CompletionError, OpError, OpErrorKind, TryError};
 use crate::op::Destination;
 use crate::types::SendFlags;
@@ -30,8 +31,8 @@ pub(super) struct Peer {
 
 #[derive(Default)]
 pub(super) struct PeerState {
-    /// The assigned initiator. There may be very many peers, so it takes few bytes.
-    assignment: Option<u32>,
+    /// The assigned initiator, from 1. There may be very many peers, so it takes few bytes.
+    assignment: Option<NonZero<u32>>,
     /// The stream on the assigned initiator; `None` if the initiator has no streams.
     stream: Option<PeerStream>,
     /// Operations begun since the assignment.
@@ -41,41 +42,55 @@ pub(super) struct PeerState {
     epoch: u64,
     /// The position behind the peer's last work on a shared initiator.
     mark: u32,
+    /// The [generation](Member::generation) of the initiator at the assignment.
+    generation: u32,
+    /// True if an earlier assignment has ended with a failure of the initiator or the stream.
+    failed: bool,
     pub(super) queued: bool,
     pub(super) waiting: VecDeque<Arc<dyn Waiting>>,
 }
 
 impl PeerState {
     pub(super) fn assignment(&self) -> Option<usize> {
-        self.assignment.map(|at| at as usize)
+        self.assignment.map(|number| number.get() as usize - 1)
     }
 
-    pub(super) fn set_assignment(&mut self, at: usize, member: &Member) {
-        (self.assignment, self.used, self.leases) = (Some(at as u32), 0, 0);
-        self.stream = member.assign_stream();
-        self.epoch += 1;
+    pub(super) fn set_assignment(&mut self, at: usize, members: &[Member]) {
+        self.clear_assignment(members);
+        (self.assignment, self.used) = (NonZero::new(at as u32 + 1), 0);
+        self.generation = members[at].generation();
+        self.stream = members[at].assign_stream();
     }
 
-    pub(super) fn clear_assignment(&mut self) {
+    pub(super) fn clear_assignment(&mut self, members: &[Member]) {
+        self.failed = self.has_failed(members);
         (self.assignment, self.stream, self.leases) = (None, None, 0);
         self.epoch += 1;
+    }
+
+    /// Returns true if an initiator or a stream has failed while it was assigned to the peer.
+    fn has_failed(&self, members: &[Member]) -> bool {
+        let initiator_failed =
+            |queue: &WorkQueue| queue.failures() != self.generation || !queue.is_open();
+        self.failed
+            || self.assignment().is_some_and(|at| initiator_failed(members[at].queue()))
+            || self.stream.as_ref().is_some_and(PeerStream::has_failed_since)
     }
 
     /// Returns true if the stream on the assigned initiator is sound, after replacing a failed one.
     ///
     /// Work in flight on the failed stream is flushed, so later work does not overtake it.
     #[inline]
-    pub(super) fn has_sound_stream(&mut self, member: &Member) -> bool {
+    pub(super) fn has_sound_stream(&mut self, members: &[Member]) -> bool {
         self.stream.as_ref().is_none_or(|stream| !stream.has_failed())
-            || self.replace_stream(member)
+            || self.replace_stream(members)
     }
 
     #[cold]
-    fn replace_stream(&mut self, member: &Member) -> bool {
-        let Some(at) = self.assignment().filter(|_| member.fewest_peers().is_some()) else {
-            return false;
-        };
-        self.set_assignment(at, member);
+    fn replace_stream(&mut self, members: &[Member]) -> bool {
+        let sound = |&at: &usize| members[at].fewest_peers().is_some();
+        let Some(at) = self.assignment().filter(sound) else { return false };
+        self.set_assignment(at, members);
         true
     }
 
@@ -178,7 +193,7 @@ impl Peer {
             self.rebalance(&mut own);
         }
         let member = &self.core.members[own.assignment()?];
-        if !member.is_sound() || !own.has_sound_stream(member) {
+        if !member.is_sound() || !own.has_sound_stream(&self.core.members) {
             // The gate may be locked for as long as the repair takes.
             return None;
         }
@@ -216,7 +231,7 @@ impl Peer {
             && load + REBALANCE_MARGIN < queue.load()
             && members[other].fewest_peers().is_some_and(|peers| peers == 0 || own.shares_stream())
         {
-            own.set_assignment(other, &members[other]);
+            own.set_assignment(other, members);
             self.core.switches.fetch_add(1, Ordering::Relaxed);
         }
     }
@@ -280,6 +295,18 @@ impl DcPoolPeer {
     #[must_use]
     pub fn peer(&self) -> &DcPeer {
         &self.peer.to
+    }
+
+    /// Returns true if work of this peer has failed in flight, or if the pool was closed. A peer
+    /// that has failed can be used, but its target may have moved: make another one from a current
+    /// address, as a [`PeerSet`](crate::message::PeerSet) does.
+    ///
+    /// In a [shared](super::DcPolicy::Shared) pool, other peers of the same stream fail with it, or
+    /// without streams, all peers of the same initiator.
+    #[must_use]
+    pub fn has_failed(&self) -> bool {
+        let core = &self.peer.core;
+        core.state.lock().is_closed() || self.peer.state.lock().has_failed(&core.members)
     }
 
     /// Returns the number of operations that wait for an initiator.
