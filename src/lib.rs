@@ -43,7 +43,7 @@
 //! | Open a device | [`Device::open_default`] |
 //! | Exchange messages with peers found by IP address | [`Connection`], [`Listener`] |
 //! | Make a connection anew when it ends | [`Reconnect`](message::Reconnect) |
-//! | Keep connections to many peers | [`PeerSet`](message::PeerSet) |
+//! | Keep connections or DC peers by key | [`PeerSet`](message::PeerSet) |
 //! | Replace TCP below hyper, axum, tonic or rustls | [`RdmaStream`], [`RdmaListener`] |
 //! | Read and write the memory of a peer | [`QueuePair`], [`ExposedRegion`], [`RemoteRegion`] |
 //! | Reach many peers with few queue pairs | [`DcPool`](dc::DcPool) |

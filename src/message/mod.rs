@@ -6,7 +6,7 @@
 //!   Listener                          listener.rs, admission.rs   accepts and refuses peers
 //!   RdmaStream, RdmaListener          stream/                     bytes instead of messages
 //!   Reconnect                         reconnect.rs               connections made anew
-//!   PeerSet                           peer_set.rs                connections to many peers
+//!   PeerSet                           peer_set.rs                links to many peers, RC or DC
 //!        │                            resources.rs, shared_completions.rs: objects of many
 //!        │ driver.rs: deadlines, and progress while the service is idle
 //!        ▼
@@ -73,7 +73,7 @@ pub use halves::{Notifications, RecvHalf, SendHalf};
 pub use handshake::{Content, Handshake, HandshakeError};
 pub use inbound::Notification;
 pub use listener::{ConnectionRequest, Listener, ShutdownReport};
-pub use peer_set::{Peer, PeerError, PeerSet, PeerSetConfig, PeerSetCounters};
+pub use peer_set::{Peer, PeerError, PeerLink, PeerSet, PeerSetConfig, PeerSetCounters};
 pub use reconnect::{
     Reconnect, ReconnectCause, ReconnectError, ReconnectPolicy, ReconnectState, ReconnectStates,
 };

@@ -1,4 +1,4 @@
-//! Connections to many peers, made on first use and closed when idle.
+//! Links to many peers, made on first use and closed when idle.
 //!
 //! ```text
 //!  PeerSet::get ─ table.rs: enters the peer's slot ─▶ permits ─▶ attempt ─▶ Peer (guard)
@@ -6,9 +6,10 @@
 //!   closer: one task ───────┴── idle timeout, clean closes ◀── idle slots ◀───┘
 //! ```
 //!
-//! Callers that wait for the same connection share one future, which any of them may drive. It is
+//! Callers that wait for the same link share one future, which any of them may drive. It is
 //! dropped with the last of them, so no attempt outlives its callers.
 
+mod link;
 mod settings;
 mod table;
 
@@ -28,6 +29,7 @@ use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep_until, timeout_at};
 
+pub use link::PeerLink;
 pub use settings::{PeerError, PeerSetConfig, PeerSetCounters};
 
 use super::config::ConnectionConfig;
@@ -36,17 +38,19 @@ use super::error::EstablishError;
 use crate::clock;
 use crate::cm::ConnectError;
 use crate::contained::wakes_contained;
+use crate::dc::{DcAddress, DcPool, DcPoolPeer};
 use crate::error::NoRuntime;
 use crate::verbs::Device;
-use table::{Link, Table};
+use table::{State, Table};
 
-/// Connections to peers by key, each made when it is first used.
+/// Links to peers by key, each made when it is first used: [`Connection`]s, or with
+/// [`over_dc`](Self::over_dc), peers of a [`DcPool`].
 ///
-/// [`get`](Self::get) returns a guard of the peer's connection. A peer with a guard is *busy*; the
-/// set never closes it. A peer without one is *idle*: it is closed after
+/// [`get`](Self::get) returns a guard of the peer's link. A peer with a guard is *busy*; the set
+/// never closes it. A peer without one is *idle*: it is closed after
 /// [`idle_timeout`](PeerSetConfig::idle_timeout), or, least recently used first, when a new peer
-/// needs its place below [`max_peers`](PeerSetConfig::max_peers). A connection that has ended is
-/// replaced at the next `get`.
+/// needs its place below [`max_peers`](PeerSetConfig::max_peers). A link that has ended is replaced
+/// at the next `get`.
 ///
 /// ```
 /// use std::collections::HashMap;
@@ -82,46 +86,46 @@ use table::{Link, Table};
 /// request. A task that holds guards while it waits for another may wait for itself; the set ends
 /// such a wait after [`wait`](PeerSetConfig::wait).
 ///
-/// Dropping the set closes all connections; busy ones are [aborted](Connection::abort).
-pub struct PeerSet<K: Hash + Eq + Clone> {
-    inner: Arc<Inner<K>>,
+/// Dropping the set [aborts](PeerLink::abort) all links.
+pub struct PeerSet<K: Hash + Eq + Clone, L: PeerLink = Connection> {
+    inner: Arc<Inner<K, L>>,
     closer: AbortHandle,
 }
 
-/// A guard of a peer's connection; see [`PeerSet::get`].
+/// A guard of a peer's link; see [`PeerSet::get`].
 ///
-/// The connection is shared with other guards of the same peer. Each message goes to whichever of
-/// them receives it, so a protocol of requests and answers needs one dispatcher per connection, or
-/// [`max_in_flight_per_peer`](PeerSetConfig::max_in_flight_per_peer) of 1.
-pub struct Peer<K: Hash + Eq + Clone> {
-    connection: Arc<Connection>,
+/// The link is shared with other guards of the same peer. Each message of a [`Connection`] goes to
+/// whichever of them receives it, so a protocol of requests and answers needs one dispatcher per
+/// connection, or [`max_in_flight_per_peer`](PeerSetConfig::max_in_flight_per_peer) of 1.
+pub struct Peer<K: Hash + Eq + Clone, L: PeerLink = Connection> {
+    link: Arc<L>,
     generation: u64,
     _permits: [OwnedSemaphorePermit; 2],
-    _entered: Entered<K>,
+    _entered: Entered<K, L>,
 }
 
-impl<K: Hash + Eq + Clone> Peer<K> {
-    /// Returns the number of this connection, which no other connection of the set has, and later
-    /// ones exceed. Grants of the peer's memory belong to it.
+impl<K: Hash + Eq + Clone, L: PeerLink> Peer<K, L> {
+    /// Returns the number of this link, which no other link of the set has, and later ones exceed.
+    /// Grants that came over a [`Connection`] belong to it.
     #[must_use]
     pub fn generation(&self) -> u64 {
         self.generation
     }
 }
 
-impl<K: Hash + Eq + Clone> Deref for Peer<K> {
-    type Target = Connection;
+impl<K: Hash + Eq + Clone, L: PeerLink> Deref for Peer<K, L> {
+    type Target = L;
 
-    fn deref(&self) -> &Connection {
-        &self.connection
+    fn deref(&self) -> &L {
+        &self.link
     }
 }
 
-impl<K: Hash + Eq + Clone> fmt::Debug for Peer<K> {
+impl<K: Hash + Eq + Clone, L: PeerLink + fmt::Debug> fmt::Debug for Peer<K, L> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Peer")
             .field("generation", &self.generation)
-            .field("connection", &self.connection)
+            .field("link", &self.link)
             .finish()
     }
 }
@@ -149,10 +153,7 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static> PeerSet<K> {
         Self::with_connector(settings, move |key| {
             let (device, config, resolving) = (device.clone(), config.clone(), resolve(key));
             async move {
-                let address = resolving.await.map_err(|error| ConnectError::Lookup {
-                    kind: error.kind(),
-                    message: error.to_string(),
-                })?;
+                let address = resolving.await.map_err(lookup)?;
                 Connection::connect_with(&device, address, &config).await
             }
         })
@@ -168,6 +169,86 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static> PeerSet<K> {
         C: Fn(&K) -> F + Send + Sync + 'static,
         F: Future<Output = Result<Connection, EstablishError>> + Send + 'static,
     {
+        Self::with_links(settings, connector)
+    }
+}
+
+impl<K: Hash + Eq + Clone + Send + Sync + 'static> PeerSet<K, DcPoolPeer> {
+    /// Creates an empty set of peers of `pool`, whose targets have the addresses that `resolve`
+    /// returns. It is called when a peer is made: at its first use, after it was closed, and after
+    /// it [has failed](DcPoolPeer::has_failed), because its target may have moved.
+    ///
+    /// The set takes no part in the transfer: the pool assigns its initiators to the peers, and a
+    /// peer costs an address handle and some hundred bytes. Operations to a peer have their order
+    /// within a [generation](Peer::generation).
+    ///
+    /// ```
+    /// # use tokio_rdma::dc::DcTarget;
+    /// # use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device};
+    /// # use tokio_rdma::{ExposedRegion, Pool, SharedReceiveQueue};
+    /// # use std::collections::HashMap;
+    /// use tokio_rdma::dc::DcPool;
+    /// use tokio_rdma::message::{PeerSet, PeerSetConfig};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let device = Device::software()?;
+    /// # let pd = device.protection_domain()?;
+    /// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
+    /// # let receives = SharedReceiveQueue::new(&pd, &queue, 16, 1)?;
+    /// # let target = DcTarget::new(&pd, &receives)?;
+    /// # let memory = Pool::new(&pd, 64, 4)?;
+    /// # let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_WRITE)?;
+    /// # let remote = region.grant();
+    /// let directory = HashMap::from([("storage-1", target.address())]);
+    /// let pool = DcPool::builder(&pd, &queue).initiators(4).build()?;
+    /// let settings = PeerSetConfig::default().max_peers(10_000);
+    /// let peers = PeerSet::over_dc(&pool, settings, move |name: &&str| {
+    ///     let found = directory.get(name).copied();
+    ///     async move { found.ok_or_else(|| std::io::Error::other("unknown peer")) }
+    /// })?;
+    ///
+    /// let peer = peers.get(&"storage-1").await?;
+    /// peer.write(memory.copy_from(b"hello")?, remote.slice(..5)?).await?;
+    /// # let mut bytes = [0; 5];
+    /// # region.read(0, &mut bytes)?;
+    /// # assert_eq!(&bytes, b"hello");
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`NoRuntime`] without a current Tokio runtime with a timer. Errors of `resolve` and of
+    /// [`DcPool::peer`] are errors of [`get`](Self::get).
+    pub fn over_dc<R, F>(
+        pool: &DcPool,
+        settings: PeerSetConfig,
+        resolve: R,
+    ) -> Result<Self, NoRuntime>
+    where
+        R: Fn(&K) -> F + Send + Sync + 'static,
+        F: Future<Output = io::Result<DcAddress>> + Send + 'static,
+    {
+        let pool = pool.clone();
+        Self::with_links(settings, move |key| {
+            let (pool, resolving) = (pool.clone(), resolve(key));
+            async move { Ok(pool.peer(&resolving.await.map_err(lookup)?)?) }
+        })
+    }
+}
+
+impl<K: Hash + Eq + Clone + Send + Sync + 'static, L: PeerLink> PeerSet<K, L> {
+    /// Creates an empty set of [links](PeerLink) that `connector` makes.
+    ///
+    /// # Errors
+    ///
+    /// [`NoRuntime`] without a current Tokio runtime with a timer.
+    pub fn with_links<C, F>(settings: PeerSetConfig, connector: C) -> Result<Self, NoRuntime>
+    where
+        C: Fn(&K) -> F + Send + Sync + 'static,
+        F: Future<Output = Result<L, EstablishError>> + Send + 'static,
+    {
         let runtime = NoRuntime::or_timers()?;
         let inner = Arc::new(Inner {
             table: Mutex::new(Table::new(&settings)),
@@ -182,8 +263,8 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static> PeerSet<K> {
         Ok(Self { inner, closer })
     }
 
-    /// Returns a guard of the peer's connection. Connects if there is no live one; callers that
-    /// wait for the same peer share one attempt and its error.
+    /// Returns a guard of the peer's link. Makes a link if there is no live one; callers that wait
+    /// for the same peer share one attempt and its error.
     ///
     /// # Errors
     ///
@@ -194,7 +275,7 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static> PeerSet<K> {
     /// # Cancel safety
     ///
     /// Dropping the future withdraws the attempt, unless other callers wait for it.
-    pub async fn get(&self, key: &K) -> Result<Peer<K>, PeerError> {
+    pub async fn get(&self, key: &K) -> Result<Peer<K, L>, PeerError> {
         let (inner, settings) = (&self.inner, &self.inner.settings);
         let until = settings.wait.map(|wait| Instant::now() + wait.min(LONGEST_WAIT));
         let entered = inner.enter(key, until).await?;
@@ -203,19 +284,19 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static> PeerSet<K> {
             inner.permit(of_peer, PER_PEER, until).await?,
             inner.permit(inner.permits.clone(), TOTAL, until).await?,
         ];
-        let (generation, connection) = inner.connect(key).await?;
-        Ok(Peer { connection, generation, _permits: permits, _entered: entered })
+        let (generation, link) = inner.connect(key).await?;
+        Ok(Peer { link, generation, _permits: permits, _entered: entered })
     }
 
-    /// Closes the connection of a peer, so that the next [`get`](Self::get) resolves and connects
-    /// anew. Guards keep the old connection. Returns true if there was one.
+    /// Closes the link of a peer, so that the next [`get`](Self::get) resolves the peer and makes
+    /// another one. Guards keep the old link. Returns true if there was one.
     pub fn disconnect(&self, key: &K) -> bool {
-        let (connected, wake) = {
+        let (detached, wake) = {
             let mut table = self.inner.table.lock();
             (table.disconnect(key), table.needs_closer())
         };
         self.inner.wake(wake);
-        connected
+        detached.is_some()
     }
 
     /// Returns the counters.
@@ -225,17 +306,17 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static> PeerSet<K> {
     }
 }
 
-impl<K: Hash + Eq + Clone> Drop for PeerSet<K> {
+impl<K: Hash + Eq + Clone, L: PeerLink> Drop for PeerSet<K, L> {
     fn drop(&mut self) {
         self.closer.abort();
         let dropped = self.inner.table.lock().clear();
-        for connection in &dropped {
-            connection.abort();
+        for link in &dropped {
+            link.abort();
         }
     }
 }
 
-impl<K: Hash + Eq + Clone> fmt::Debug for PeerSet<K> {
+impl<K: Hash + Eq + Clone, L: PeerLink> fmt::Debug for PeerSet<K, L> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("PeerSet")
             .field("counters", &self.inner.counters())
@@ -251,29 +332,32 @@ const PEERS: &str = "max_peers";
 /// Limit of a wait, in effect infinite.
 const LONGEST_WAIT: std::time::Duration = std::time::Duration::from_secs(10 * 365 * 24 * 3600);
 
-/// The result of an attempt: the number of the connection, and the connection.
-type Attempted = Result<(u64, Arc<Connection>), PeerError>;
+/// The result of an attempt: the number of the link, and the link.
+type Attempted<L> = Result<(u64, Arc<L>), PeerError>;
 
 /// An attempt that several callers await.
-type Attempt = Shared<BoxFuture<'static, Attempted>>;
+type Attempt<L> = Shared<BoxFuture<'static, Attempted<L>>>;
 
-type Connector<K> =
-    dyn Fn(&K) -> BoxFuture<'static, Result<Connection, EstablishError>> + Send + Sync;
+type Connector<K, L> = dyn Fn(&K) -> BoxFuture<'static, Result<L, EstablishError>> + Send + Sync;
 
-struct Inner<K> {
-    table: Mutex<Table<K>>,
+fn lookup(error: io::Error) -> ConnectError {
+    ConnectError::Lookup { kind: error.kind(), message: error.to_string() }
+}
+
+struct Inner<K, L> {
+    table: Mutex<Table<K, L>>,
     permits: Arc<Semaphore>,
     /// The FIFO of callers that wait for a place of a new peer. Its holder waits for `place`.
     gate: tokio::sync::Mutex<()>,
     /// Notified when a peer becomes idle or is removed.
     place: Notify,
-    /// Notified when a peer becomes idle, or when a connection is to be closed.
+    /// Notified when a peer becomes idle, or when a link is to be closed.
     closer: Notify,
-    connector: Box<Connector<K>>,
+    connector: Box<Connector<K, L>>,
     settings: PeerSetConfig,
 }
 
-impl<K: Hash + Eq + Clone> Inner<K> {
+impl<K: Hash + Eq + Clone, L: PeerLink> Inner<K, L> {
     fn counters(&self) -> PeerSetCounters {
         let in_flight = self.settings.max_in_flight - self.permits.available_permits();
         PeerSetCounters { in_flight, ..self.table.lock().counters() }
@@ -284,7 +368,7 @@ impl<K: Hash + Eq + Clone> Inner<K> {
         self: &Arc<Self>,
         key: &K,
         until: Option<Instant>,
-    ) -> Result<Entered<K>, PeerError> {
+    ) -> Result<Entered<K, L>, PeerError> {
         let entered = |permits| Entered { inner: self.clone(), key: key.clone(), permits };
         let known = self.table.lock().enter(key);
         if let Some(permits) = known {
@@ -344,13 +428,11 @@ impl<K: Hash + Eq + Clone> Inner<K> {
         PeerError::Busy { field, limit, waited: self.settings.wait }
     }
 
-    /// Returns the connection of a busy peer, or awaits an attempt.
-    async fn connect(&self, key: &K) -> Attempted {
-        let attempt = match self.table.lock().link(key) {
-            Some(&Link::Connected(generation, ref connection)) => {
-                return Ok((generation, connection.clone()));
-            }
-            Some(Link::Connecting(attempt)) => attempt.upgrade(),
+    /// Returns the link of a busy peer, or awaits an attempt.
+    async fn connect(&self, key: &K) -> Attempted<L> {
+        let attempt = match self.table.lock().state(key) {
+            Some(&State::Linked(generation, ref link)) => return Ok((generation, link.clone())),
+            Some(State::Connecting(attempt)) => attempt.upgrade(),
             _ => None,
         };
         let attempt = match attempt {
@@ -363,7 +445,7 @@ impl<K: Hash + Eq + Clone> Inner<K> {
     }
 
     /// Starts an attempt, unless another caller has done so meanwhile.
-    fn start(&self, key: &K) -> Attempt {
+    fn start(&self, key: &K) -> Attempt<L> {
         let after = self.settings.attempt_timeout;
         // The connector may use the set, so it is called without the lock.
         let connecting = (self.connector)(key);
@@ -371,7 +453,7 @@ impl<K: Hash + Eq + Clone> Inner<K> {
         let generation = table.next_generation();
         let attempt = async move {
             match clock::timeout(after, connecting).await {
-                Some(Ok(connection)) => Ok((generation, Arc::new(connection))),
+                Some(Ok(link)) => Ok((generation, Arc::new(link))),
                 Some(Err(error)) => Err(PeerError::Connect(error)),
                 None => Err(PeerError::ConnectTimedOut { after }),
             }
@@ -389,13 +471,13 @@ impl<K: Hash + Eq + Clone> Inner<K> {
 }
 
 /// A use of a peer's slot.
-struct Entered<K: Hash + Eq + Clone> {
-    inner: Arc<Inner<K>>,
+struct Entered<K: Hash + Eq + Clone, L: PeerLink> {
+    inner: Arc<Inner<K, L>>,
     key: K,
     permits: Arc<Semaphore>,
 }
 
-impl<K: Hash + Eq + Clone> Drop for Entered<K> {
+impl<K: Hash + Eq + Clone, L: PeerLink> Drop for Entered<K, L> {
     fn drop(&mut self) {
         let (ended, wake) = {
             let mut table = self.inner.table.lock();
@@ -407,15 +489,15 @@ impl<K: Hash + Eq + Clone> Drop for Entered<K> {
     }
 }
 
-/// Closes connections of idle peers after their timeout, and those that were evicted.
-async fn close_idle<K: Hash + Eq + Clone>(inner: Arc<Inner<K>>) {
+/// Closes links of idle peers after their timeout, and links that were evicted.
+async fn close_idle<K: Hash + Eq + Clone, L: PeerLink>(inner: Arc<Inner<K, L>>) {
     let mut closing = FuturesUnordered::new();
     loop {
         let (ended, next) = inner.table.lock().expire(Instant::now());
-        for connection in ended {
+        for link in ended {
             // A peer that does not finish holds its connection for `close_timeout`.
             if closing.len() < inner.settings.max_peers {
-                closing.push(async move { connection.close().await });
+                closing.push(async move { link.close().await });
             }
         }
         let expired = async {

@@ -4,6 +4,7 @@ mod campaign;
 mod deadlines;
 mod errors;
 mod scheduling;
+mod sets;
 mod streams;
 
 use std::pin::Pin;
@@ -96,7 +97,7 @@ pub(crate) struct Node {
     pub(crate) region: ExposedRegion,
     buffers: Pool,
     /// Dropped last.
-    _queue: CompletionQueue,
+    queue: CompletionQueue,
 }
 
 impl Node {
@@ -108,11 +109,16 @@ impl Node {
 
     fn within(pd: &ProtectionDomain, queue: &CompletionQueue) -> Self {
         let srq = SharedReceiveQueue::new(pd, queue, 64, 1).unwrap();
-        let target = DcTarget::builder(pd, &srq).rnr_timer(RnrTimer::from_code(1)).build().unwrap();
-        let region =
-            ExposedRegion::new(pd, HostMemory::zeroed(4096).unwrap(), Access::REMOTE_ALL).unwrap();
+        let (target, region) = expose(pd, &srq);
         let buffers = Pool::builder(pd).buffer_size(64).buffers(64).build().unwrap();
-        Self { target, srq, region, buffers, _queue: queue.clone() }
+        Self { target, srq, region, buffers, queue: queue.clone() }
+    }
+
+    /// Creates a node with the same receives, and a target and memory of its own.
+    fn beside(&self) -> Self {
+        let (target, region) = expose(self.target.protection_domain(), &self.srq);
+        let (srq, buffers) = (self.srq.clone(), self.buffers.clone());
+        Self { target, region, srq, buffers, queue: self.queue.clone() }
     }
 
     pub(crate) fn remote(&self, offset: usize, len: usize) -> RemoteRegion {
@@ -128,6 +134,12 @@ impl Node {
         bytes[16] ^= 0x5a;
         RemoteRegion::from_bytes(&bytes).unwrap()
     }
+}
+
+fn expose(pd: &ProtectionDomain, srq: &SharedReceiveQueue) -> (DcTarget, ExposedRegion) {
+    let target = DcTarget::builder(pd, srq).rnr_timer(RnrTimer::from_code(1)).build().unwrap();
+    let memory = HostMemory::zeroed(4096).unwrap();
+    (target, ExposedRegion::new(pd, memory, Access::REMOTE_ALL).unwrap())
 }
 
 const fn exclusive(quota: u32) -> DcPolicy {

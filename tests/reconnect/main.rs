@@ -8,6 +8,7 @@ mod torture;
 mod attempts;
 mod devices;
 mod generations;
+mod links;
 mod peers;
 mod restarts;
 mod setup;

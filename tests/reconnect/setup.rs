@@ -94,6 +94,9 @@ impl Hosts {
     }
 }
 
+/// The request that [`serve`] answers by an abort of the connection.
+pub(crate) const END: &str = "end";
+
 /// Accepts connections and answers each request, until it is aborted.
 pub(crate) fn serve(listener: Listener) -> JoinHandle<()> {
     tokio::spawn(async move {
@@ -101,6 +104,10 @@ pub(crate) fn serve(listener: Listener) -> JoinHandle<()> {
         while let Ok(connection) = listener.accept().await {
             connections.spawn(async move {
                 while let Ok(Some(request)) = connection.recv().await {
+                    if request == END {
+                        connection.abort();
+                        break;
+                    }
                     if connection.send(request).await.is_err() {
                         break;
                     }

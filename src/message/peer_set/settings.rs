@@ -34,8 +34,8 @@ impl Default for PeerSetConfig {
 }
 
 impl PeerSetConfig {
-    /// Sets how many peers are connected or being connected at once; default 1,024, at least 1.
-    /// Connections that are being closed come on top, at most as many.
+    /// Sets how many peers have a link, or one being made, at once; default 1,024, at least 1.
+    /// Links that are being closed come on top, at most as many.
     pub fn max_peers(mut self, peers: usize) -> Self {
         self.max_peers = peers.max(1);
         self
@@ -53,7 +53,7 @@ impl PeerSetConfig {
         self
     }
 
-    /// Sets how long an idle connection is kept; default 60 s, `None` without limit.
+    /// Sets how long an idle link is kept; default 60 s, `None` without limit.
     pub fn idle_timeout(mut self, timeout: Option<Duration>) -> Self {
         self.idle_timeout = timeout;
         self
@@ -77,21 +77,21 @@ impl PeerSetConfig {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PeerSetCounters {
-    /// Peers connected, being connected, or awaited by callers.
+    /// Peers that have a link, have one being made, or are awaited by callers.
     pub peers: usize,
-    /// Connected peers without a guard.
+    /// Peers that have a link and no guard.
     pub idle: usize,
     /// Guards.
     pub in_flight: usize,
-    /// Connections made.
+    /// Links made.
     pub connected: u64,
     /// Failed attempts.
     pub failed: u64,
-    /// Connections found closed by the peer or a failure.
+    /// Links found [ended](super::PeerLink::has_ended), by the peer or by a failure.
     pub lost: u64,
-    /// Idle connections closed for another peer.
+    /// Idle links closed for another peer.
     pub evicted: u64,
-    /// Connections closed after the idle timeout.
+    /// Links closed after the idle timeout.
     pub expired: u64,
 }
 

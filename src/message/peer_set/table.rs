@@ -1,4 +1,4 @@
-//! The table of peers: which are busy, idle or connected. No waiting.
+//! The table of peers: which are busy, idle or linked. No waiting.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::Hash;
@@ -9,18 +9,17 @@ use futures::future::{BoxFuture, WeakShared};
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
-use super::{Attempt, Attempted, PeerSetConfig, PeerSetCounters};
-use crate::message::Connection;
+use super::{Attempt, Attempted, PeerLink, PeerSetConfig, PeerSetCounters};
 
-pub(super) struct Table<K> {
-    slots: HashMap<K, Slot>,
+pub(super) struct Table<K, L> {
+    slots: HashMap<K, Slot<L>>,
     /// Keys of idle slots, the least recently used first.
     idle: BTreeMap<u64, K>,
     /// The next key of `idle`.
     next_idle: u64,
     generation: u64,
-    /// Connections that the closer has not taken.
-    ended: Vec<Arc<Connection>>,
+    /// Links that the closer has not taken.
+    ended: Vec<Arc<L>>,
     /// The closer looks for expired peers again at this time.
     closer_wakes: Option<Instant>,
     counters: PeerSetCounters,
@@ -29,33 +28,33 @@ pub(super) struct Table<K> {
     idle_timeout: Option<Duration>,
 }
 
-/// A peer that is busy, or idle and connected.
-struct Slot {
+/// A peer that is busy, or idle with a link.
+struct Slot<L> {
     /// Guards, and callers that wait for one.
     users: usize,
     permits: Arc<Semaphore>,
-    link: Link,
+    state: State<L>,
     /// The key in `idle` and the time since when it is idle.
     idle: Option<(u64, Instant)>,
 }
 
-pub(super) enum Link {
-    None,
-    Connecting(WeakShared<BoxFuture<'static, Attempted>>),
-    Connected(u64, Arc<Connection>),
+pub(super) enum State<L> {
+    Unlinked,
+    Connecting(WeakShared<BoxFuture<'static, Attempted<L>>>),
+    Linked(u64, Arc<L>),
 }
 
-impl Link {
+impl<L: PeerLink> State<L> {
     fn is_live(&self) -> bool {
-        matches!(self, Self::Connected(_, connection) if connection.close_reason().is_none())
+        matches!(self, Self::Linked(_, link) if !link.has_ended())
     }
 
-    fn into_connection(self) -> Option<Arc<Connection>> {
-        if let Self::Connected(_, connection) = self { Some(connection) } else { None }
+    fn into_link(self) -> Option<Arc<L>> {
+        if let Self::Linked(_, link) = self { Some(link) } else { None }
     }
 }
 
-impl<K: Hash + Eq + Clone> Table<K> {
+impl<K: Hash + Eq + Clone, L: PeerLink> Table<K, L> {
     pub(super) fn new(settings: &PeerSetConfig) -> Self {
         Self {
             slots: HashMap::new(),
@@ -91,7 +90,7 @@ impl<K: Hash + Eq + Clone> Table<K> {
             return None;
         }
         let permits = Arc::new(Semaphore::new(self.max_in_flight_per_peer));
-        let slot = Slot { users: 1, permits: permits.clone(), link: Link::None, idle: None };
+        let slot = Slot { users: 1, permits: permits.clone(), state: State::Unlinked, idle: None };
         self.slots.insert(key.clone(), slot);
         Some(permits)
     }
@@ -100,38 +99,38 @@ impl<K: Hash + Eq + Clone> Table<K> {
         let Some((_, key)) = self.idle.pop_first() else { return false };
         self.counters.evicted += 1;
         let slot = self.slots.remove(&key);
-        self.ended.extend(slot.and_then(|slot| slot.link.into_connection()));
+        self.ended.extend(slot.and_then(|slot| slot.state.into_link()));
         true
     }
 
-    /// Ends a use. Returns a connection to drop without the lock.
-    pub(super) fn leave(&mut self, key: &K) -> Option<Arc<Connection>> {
+    /// Ends a use. Returns a link to drop without the lock.
+    pub(super) fn leave(&mut self, key: &K) -> Option<Arc<L>> {
         let slot = self.slots.get_mut(key)?;
         slot.users -= 1;
         if slot.users > 0 {
             return None;
         }
-        if slot.link.is_live() {
+        if slot.state.is_live() {
             slot.idle = Some((self.next_idle, Instant::now()));
             self.idle.insert(self.next_idle, key.clone());
             self.next_idle += 1;
             return None;
         }
-        let connection = self.slots.remove(key).and_then(|slot| slot.link.into_connection());
-        self.counters.lost += u64::from(connection.is_some());
-        connection
+        let link = self.slots.remove(key).and_then(|slot| slot.state.into_link());
+        self.counters.lost += u64::from(link.is_some());
+        link
     }
 
-    /// Returns the link of a busy peer, and `None` instead of a connection that has ended.
-    pub(super) fn link(&mut self, key: &K) -> Option<&Link> {
+    /// Returns the state of a busy peer, after removing a link that has ended.
+    pub(super) fn state(&mut self, key: &K) -> Option<&State<L>> {
         let slot = self.slots.get_mut(key)?;
-        if matches!(slot.link, Link::Connected(..)) && !slot.link.is_live() {
-            let link = std::mem::replace(&mut slot.link, Link::None);
+        if matches!(slot.state, State::Linked(..)) && !slot.state.is_live() {
+            let state = std::mem::replace(&mut slot.state, State::Unlinked);
             self.counters.lost += 1;
             // Closed already, so the closer only drops it.
-            self.ended.extend(link.into_connection());
+            self.ended.extend(state.into_link());
         }
-        Some(&slot.link)
+        Some(&slot.state)
     }
 
     pub(super) fn next_generation(&mut self) -> u64 {
@@ -140,55 +139,53 @@ impl<K: Hash + Eq + Clone> Table<K> {
     }
 
     /// Notes an attempt and returns it, or the one that another caller has started.
-    pub(super) fn start(&mut self, key: &K, attempt: Attempt) -> Attempt {
+    pub(super) fn start(&mut self, key: &K, attempt: Attempt<L>) -> Attempt<L> {
         let Some(slot) = self.slots.get_mut(key) else { return attempt };
-        if let Link::Connecting(other) = &slot.link
+        if let State::Connecting(other) = &slot.state
             && let Some(other) = other.upgrade()
         {
             return other;
         }
         if let Some(weak) = attempt.downgrade() {
-            slot.link = Link::Connecting(weak);
+            slot.state = State::Connecting(weak);
         }
         attempt
     }
 
     /// Notes the result of an attempt, once.
-    pub(super) fn settle(&mut self, key: &K, attempt: &Attempt, result: &Attempted) {
+    pub(super) fn settle(&mut self, key: &K, attempt: &Attempt<L>, result: &Attempted<L>) {
         let Some(slot) = self.slots.get_mut(key) else { return };
-        let Link::Connecting(noted) = &slot.link else { return };
+        let State::Connecting(noted) = &slot.state else { return };
         if !noted.upgrade().is_some_and(|noted| noted.ptr_eq(attempt)) {
             return;
         }
-        slot.link = match result {
-            Ok((generation, connection)) => {
+        slot.state = match result {
+            Ok((generation, link)) => {
                 self.counters.connected += 1;
-                Link::Connected(*generation, connection.clone())
+                State::Linked(*generation, link.clone())
             }
             Err(_) => {
                 self.counters.failed += 1;
-                Link::None
+                State::Unlinked
             }
         };
     }
 
-    /// Detaches the connection of a peer. Returns false if there is none.
-    pub(super) fn disconnect(&mut self, key: &K) -> bool {
-        let Some(slot) = self.slots.get_mut(key) else { return false };
-        let link = std::mem::replace(&mut slot.link, Link::None);
+    /// Detaches the link of a peer, and returns it to drop without the lock.
+    pub(super) fn disconnect(&mut self, key: &K) -> Option<Arc<L>> {
+        let slot = self.slots.get_mut(key)?;
+        let link = std::mem::replace(&mut slot.state, State::Unlinked).into_link();
         if let Some((number, _)) = slot.idle.take() {
             self.idle.remove(&number);
             self.slots.remove(key);
-            self.ended.extend(link.into_connection());
-            return true;
+            self.ended.extend(link.clone());
         }
-        // Guards have references; the last one drops it.
-        matches!(link, Link::Connected(..))
+        link
     }
 
-    /// Removes idle peers whose time is over. Returns connections to close, and the time when the
+    /// Removes idle peers whose time is over. Returns links to close, and the time when the
     /// next peer expires.
-    pub(super) fn expire(&mut self, now: Instant) -> (Vec<Arc<Connection>>, Option<Instant>) {
+    pub(super) fn expire(&mut self, now: Instant) -> (Vec<Arc<L>>, Option<Instant>) {
         let mut next = None;
         while let (Some(timeout), Some(oldest)) = (self.idle_timeout, self.idle.first_entry()) {
             let since = self.slots.get(oldest.get()).and_then(|slot| slot.idle);
@@ -199,7 +196,7 @@ impl<K: Hash + Eq + Clone> Table<K> {
             }
             let slot = self.slots.remove(&oldest.remove());
             self.counters.expired += 1;
-            self.ended.extend(slot.and_then(|slot| slot.link.into_connection()));
+            self.ended.extend(slot.and_then(|slot| slot.state.into_link()));
         }
         self.closer_wakes = next;
         (std::mem::take(&mut self.ended), next)
@@ -212,10 +209,10 @@ impl<K: Hash + Eq + Clone> Table<K> {
         !self.ended.is_empty() || expires && self.closer_wakes.is_none()
     }
 
-    /// Removes all peers and returns their connections.
-    pub(super) fn clear(&mut self) -> Vec<Arc<Connection>> {
+    /// Removes all peers and returns their links.
+    pub(super) fn clear(&mut self) -> Vec<Arc<L>> {
         self.idle.clear();
-        let slots = self.slots.drain().filter_map(|(_, slot)| slot.link.into_connection());
+        let slots = self.slots.drain().filter_map(|(_, slot)| slot.state.into_link());
         slots.chain(self.ended.drain(..)).collect()
     }
 

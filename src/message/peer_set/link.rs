@@ -1,0 +1,76 @@
+//! The links that a set of peers can hold.
+
+use std::future::{Future, ready};
+
+use crate::dc::DcPoolPeer;
+use crate::message::Connection;
+
+/// A link to a peer in a [`PeerSet`](super::PeerSet): a [`Connection`], a [`DcPoolPeer`], or a
+/// type of yours that contains one, for example with a task that dispatches answers.
+///
+/// ```
+/// use tokio_rdma::Connection;
+/// use tokio_rdma::message::PeerLink;
+///
+/// struct Session {
+///     connection: Connection,
+///     token: Vec<u8>,
+/// }
+///
+/// impl PeerLink for Session {
+///     fn has_ended(&self) -> bool {
+///         self.connection.has_ended()
+///     }
+///
+///     async fn close(&self) {
+///         PeerLink::close(&self.connection).await;
+///     }
+///
+///     fn abort(&self) {
+///         self.connection.abort();
+///     }
+/// }
+/// ```
+pub trait PeerLink: Send + Sync + 'static {
+    /// Returns true if the link is of no further use: the next [`get`](super::PeerSet::get) makes
+    /// another one. The set calls it with a lock held, so it must neither block nor use the set.
+    fn has_ended(&self) -> bool;
+
+    /// Closes a link that the set has removed, and which may have ended. No guard of it exists. If
+    /// [`max_peers`](super::PeerSetConfig::max_peers) links are being closed, the set drops further
+    /// ones without this call.
+    ///
+    /// Does nothing by default.
+    fn close(&self) -> impl Future<Output = ()> + Send {
+        ready(())
+    }
+
+    /// Ends a link of a set that is dropped. Guards of the link may exist.
+    ///
+    /// Does nothing by default.
+    fn abort(&self) {}
+}
+
+/// Has ended when it has a [`close_reason`](Connection::close_reason).
+impl PeerLink for Connection {
+    fn has_ended(&self) -> bool {
+        self.close_reason().is_some()
+    }
+
+    async fn close(&self) {
+        // The reason of an unclean end is logged by the connection.
+        drop(Self::close(self).await);
+    }
+
+    fn abort(&self) {
+        Self::abort(self);
+    }
+}
+
+/// Has ended when it [has failed](DcPoolPeer::has_failed). It has nothing to close: guards may be
+/// used after the set is dropped.
+impl PeerLink for DcPoolPeer {
+    fn has_ended(&self) -> bool {
+        self.has_failed()
+    }
+}
