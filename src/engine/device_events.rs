@@ -15,7 +15,7 @@ use tokio::io::unix::AsyncFd;
 
 use crate::contained::{ContainedWaker, contained};
 use crate::error::{NoRuntime, VerbError};
-use crate::types::AsyncEvent;
+use crate::types::{AsyncEvent, PortNum, PortState};
 use crate::verbs::{Device, EventKind, Listener};
 
 impl Device {
@@ -130,6 +130,13 @@ impl fmt::Debug for DeviceEvents {
     }
 }
 
+/// Returns true if no port of the device is active.
+pub(crate) fn all_ports_are_down(device: &Device) -> bool {
+    let mut ports = (1..=device.attr().ports).map(|number| device.port(PortNum(number)));
+    // A failed query tells nothing; the next use of the device gives the reason.
+    ports.all(|port| port.is_ok_and(|port| port.state != PortState::Active))
+}
+
 /// Notices changes of a device's ports, and its removal, but leaves the events to the streams of
 /// the user.
 pub(crate) struct PortChanges {
@@ -141,16 +148,21 @@ pub(crate) struct PortChanges {
 }
 
 impl PortChanges {
-    /// Begins with the next change.
-    ///
-    /// # Errors
-    ///
-    /// [`VerbError`] if the thread that reports events read by other code cannot be started.
-    pub(crate) fn new(device: &Device) -> Result<Self, VerbError> {
-        let (waker, listener) = listen(device, EventKind::Port)?;
+    /// Begins with the next change. Logs an error and returns `None` if the thread that reports
+    /// events read by other code cannot be started.
+    pub(crate) fn new(device: &Device) -> Option<Self> {
+        let (waker, listener) = listen(device, EventKind::Port)
+            .inspect_err(|error| {
+                tracing::warn!(
+                    device = device.name(),
+                    %error,
+                    "failed to watch asynchronous events; changes of ports are not noticed"
+                );
+            })
+            .ok()?;
         let mut new = Self { device: device.clone(), seen: 0, waker, _listener: listener };
         new.skip();
-        Ok(new)
+        Some(new)
     }
 
     /// Ignores all changes so far.

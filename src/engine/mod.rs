@@ -79,7 +79,7 @@ pub use completion_queue::{CompletionQueue, CompletionQueueBuilder};
 pub(crate) use completion_queue_core::CompletionQueueCore;
 pub(crate) use dc_target::TargetCore;
 pub use device_events::DeviceEvents;
-pub(crate) use device_events::PortChanges;
+pub(crate) use device_events::{PortChanges, all_ports_are_down};
 pub use drive::Drive;
 pub(crate) use in_flight::InFlight;
 pub(crate) use posting::Poster;

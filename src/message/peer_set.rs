@@ -4,6 +4,7 @@
 //!  PeerSet::get ─ table.rs: enters the peer's slot ─▶ permits ─▶ attempt ─▶ Peer (guard)
 //!                           ▲                                                 │ drop
 //!   closer: one task ───────┴── idle timeout, clean closes ◀── idle slots ◀───┘
+//!                               probes after events of the device
 //! ```
 //!
 //! Callers that wait for the same link share one future, which any of them may drive. It is
@@ -39,6 +40,7 @@ use crate::clock;
 use crate::cm::ConnectError;
 use crate::contained::wakes_contained;
 use crate::dc::{DcAddress, DcPool, DcPoolPeer};
+use crate::engine::{PortChanges, all_ports_are_down};
 use crate::error::NoRuntime;
 use crate::verbs::Device;
 use table::{State, Table};
@@ -135,6 +137,11 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static> PeerSet<K> {
     /// `resolve` returns. It is called for each attempt, so an address may change; a connection
     /// that exists is kept until it ends or is [disconnected](Self::disconnect).
     ///
+    /// After an event of the device that leaves a port active, each connection asks its peer for a
+    /// frame, as [`keepalive`](ConnectionConfig::keepalive) does in time, unless that is off. One
+    /// that has lost its peer or its address during an outage thus ends after the retransmissions
+    /// of that frame.
+    ///
     /// # Errors
     ///
     /// [`NoRuntime`] without a current Tokio runtime with a timer.
@@ -149,14 +156,20 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static> PeerSet<K> {
         F: Future<Output = io::Result<A>> + Send + 'static,
         A: ToSocketAddrs + Send + Sync + 'static,
     {
+        let probes = PortChanges::new(device).map(|changes| Probes {
+            changes,
+            device: device.clone(),
+            probe: Connection::probe,
+        });
         let (device, config) = (device.clone(), config.clone());
-        Self::with_connector(settings, move |key| {
+        let connector = move |key: &K| {
             let (device, config, resolving) = (device.clone(), config.clone(), resolve(key));
             async move {
                 let address = resolving.await.map_err(lookup)?;
                 Connection::connect_with(&device, address, &config).await
             }
-        })
+        };
+        Self::start(settings, connector, probes)
     }
 
     /// Creates an empty set whose connections `connector` makes.
@@ -249,6 +262,18 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static, L: PeerLink> PeerSet<K, L> {
         C: Fn(&K) -> F + Send + Sync + 'static,
         F: Future<Output = Result<L, EstablishError>> + Send + 'static,
     {
+        Self::start(settings, connector, None)
+    }
+
+    fn start<C, F>(
+        settings: PeerSetConfig,
+        connector: C,
+        probes: Option<Probes<L>>,
+    ) -> Result<Self, NoRuntime>
+    where
+        C: Fn(&K) -> F + Send + Sync + 'static,
+        F: Future<Output = Result<L, EstablishError>> + Send + 'static,
+    {
         let runtime = NoRuntime::or_timers()?;
         let inner = Arc::new(Inner {
             table: Mutex::new(Table::new(&settings)),
@@ -259,7 +284,7 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static, L: PeerLink> PeerSet<K, L> {
             connector: Box::new(move |key| connector(key).boxed()),
             settings,
         });
-        let closer = runtime.spawn(close_idle(inner.clone())).abort_handle();
+        let closer = runtime.spawn(close_idle(inner.clone(), probes)).abort_handle();
         Ok(Self { inner, closer })
     }
 
@@ -489,8 +514,32 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Drop for Entered<K, L> {
     }
 }
 
-/// Closes links of idle peers after their timeout, and links that were evicted.
-async fn close_idle<K: Hash + Eq + Clone, L: PeerLink>(inner: Arc<Inner<K, L>>) {
+/// The check of all links after a change of the device's ports.
+struct Probes<L> {
+    changes: PortChanges,
+    device: Device,
+    probe: fn(&L),
+}
+
+impl<L> Probes<L> {
+    /// Waits for a change that leaves a port active. While all are down, the answer to a probe
+    /// would be a failure, although a short outage harms no idle connection.
+    async fn due(&mut self) {
+        loop {
+            self.changes.wait_by_readers().await;
+            if !all_ports_are_down(&self.device) {
+                return;
+            }
+        }
+    }
+}
+
+/// Closes links of idle peers after their timeout, and links that were evicted. Probes all links
+/// after changes of the ports.
+async fn close_idle<K: Hash + Eq + Clone, L: PeerLink>(
+    inner: Arc<Inner<K, L>>,
+    mut probes: Option<Probes<L>>,
+) {
     let mut closing = FuturesUnordered::new();
     loop {
         let (ended, next) = inner.table.lock().expire(Instant::now());
@@ -511,7 +560,13 @@ async fn close_idle<K: Hash + Eq + Clone, L: PeerLink>(inner: Arc<Inner<K, L>>) 
                 pending::<()>().await;
             }
         };
-        let changed = wakes_contained(inner.closer.notified());
-        select(select(pin!(changed), pin!(expired)), pin!(closed)).await;
+        let probed = async {
+            let Some(probes) = &mut probes else { return pending().await };
+            probes.due().await;
+            let links = inner.table.lock().links();
+            links.iter().for_each(|link| (probes.probe)(link));
+        };
+        let notified = wakes_contained(inner.closer.notified());
+        select(select(pin!(notified), pin!(probed)), select(pin!(expired), pin!(closed))).await;
     }
 }

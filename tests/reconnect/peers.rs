@@ -11,9 +11,10 @@ use futures::future::{join_all, poll_immediate};
 use tokio_rdma::CloseReason;
 use tokio_rdma::cm::ConnectError;
 use tokio_rdma::message::{Peer, PeerError, PeerLink, PeerSet, PeerSetConfig};
+use tokio_rdma::software::Network;
 
 use crate::links::{Dc, Directory, Entry, Rc, Server};
-use crate::setup::{Hosts, MS, paused, run};
+use crate::setup::{Hosts, MS, config, paused, run};
 use crate::torture::{LONG, Seed, eventually, soon};
 
 /// Makes a test over connections and a test over peers of a DC pool. In virtual time with
@@ -45,6 +46,8 @@ over_both!(
     run: peers_are_resolved_for_each_attempt,
     run: many_tasks_share_few_peers_without_a_lost_wake_up,
 );
+
+const HOUR: Duration = Duration::from_secs(3600);
 
 fn settings() -> PeerSetConfig {
     PeerSetConfig::default().attempt_timeout(LONG).wait(Some(LONG)).idle_timeout(None)
@@ -362,6 +365,55 @@ async fn peers_are_resolved_for_each_attempt<S: Server>() {
     assert!(peers.disconnect(&1), "an idle peer");
     assert_eq!(peers.counters().peers, 0);
     assert_eq!(directory.calls(), 4);
+}
+
+#[test]
+fn peers_lost_during_an_outage_are_noticed_when_the_port_is_active_again() {
+    run("outage", || async {
+        // Neither keepalive nor the service sends anything.
+        let config = config().keepalive(Some((HOUR, HOUR)));
+        let hosts = Hosts::on(Network::new(), config).await;
+        let (listener, address) = (hosts.listen().await, hosts.address);
+        let resolve = move |_: &u32| std::future::ready(Ok(address));
+        let peers = PeerSet::new(&hosts.client, &hosts.config, settings(), resolve).unwrap();
+        let both = async |key| {
+            let both = async { tokio::join!(peers.get(&key), listener.accept()) };
+            let (peer, server) = soon("connection", both).await;
+            (peer.unwrap(), server.unwrap())
+        };
+        let (busy, first) = both(1).await;
+        let (idle, second) = both(2).await;
+        drop(idle);
+        let control = hosts.network.control("client").unwrap();
+        control.set_port(false);
+        hosts.network.control("server").unwrap().kill();
+        for theirs in [first, second] {
+            soon("end at the peer", theirs.closed()).await;
+        }
+        assert_eq!((busy.close_reason(), control.queue_pairs()), (None, 2));
+        control.set_port(true);
+        let reason = soon("end", busy.closed()).await;
+        assert!(matches!(reason, CloseReason::Operation(_)), "{reason}");
+        eventually("end of the idle connection", || control.queue_pairs() == 0).await;
+        assert_eq!(peers.counters().idle, 1, "the next use replaces it");
+    });
+}
+
+#[test]
+fn connections_of_a_removed_device_are_not_returned() {
+    run("removed device", || async {
+        let (server, peers) = start::<Rc>(settings()).await;
+        let (busy, used) = (get(&peers, 1).await, get(&peers, 2).await);
+        server.hosts.network.control("client").unwrap().kill();
+        soon("end", busy.closed()).await;
+        soon("end", used.closed()).await;
+        drop(used);
+        for key in [1, 2] {
+            let error = soon("error", peers.get(&key)).await.unwrap_err();
+            assert!(matches!(error, PeerError::Connect(_)), "{error:?}");
+        }
+        assert_eq!(peers.counters().peers, 1, "the guard is left");
+    });
 }
 
 #[test]

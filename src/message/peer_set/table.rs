@@ -209,6 +209,15 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Table<K, L> {
         !self.ended.is_empty() || expires && self.closer_wakes.is_none()
     }
 
+    /// Returns the links of all peers.
+    pub(super) fn links(&self) -> Vec<Arc<L>> {
+        let linked = |slot: &Slot<L>| match &slot.state {
+            State::Linked(_, link) => Some(link.clone()),
+            _ => None,
+        };
+        self.slots.values().filter_map(linked).collect()
+    }
+
     /// Removes all peers and returns their links.
     pub(super) fn clear(&mut self) -> Vec<Arc<L>> {
         self.idle.clear();

@@ -8,10 +8,9 @@ use futures::future::{BoxFuture, Either, select};
 use super::error::ReconnectCause;
 use super::policy::ReconnectPolicy;
 use crate::cm::ConnectError;
-use crate::engine::PortChanges;
+use crate::engine::{PortChanges, all_ports_are_down};
 use crate::error::{OpenError, SetupError, VerbError};
 use crate::message::{Connection, EstablishError};
-use crate::types::{PortNum, PortState};
 use crate::verbs::Device;
 
 pub(super) type Attempt = BoxFuture<'static, Result<Connection, EstablishError>>;
@@ -73,7 +72,7 @@ impl Connector {
             None => {
                 let opened =
                     (dialer.open)().map_err(|error| Failure::Again(ReconnectCause::Open(error)))?;
-                self.changes = changes(&opened);
+                self.changes = PortChanges::new(&opened);
                 dialer.device.insert(opened)
             }
         };
@@ -85,7 +84,7 @@ impl Connector {
         if device.port_events().removed {
             return Err(self.removed());
         }
-        if is_down(device) {
+        if all_ports_are_down(device) {
             let device = device.name().to_owned();
             return Err(Failure::Again(ReconnectCause::PortDown { device }));
         }
@@ -141,7 +140,7 @@ impl Connector {
         ended: impl Future<Output = T>,
     ) -> T {
         if let Dialer::Service(_) = self.dialer {
-            self.changes = changes(connection.protection_domain().device());
+            self.changes = PortChanges::new(connection.protection_domain().device());
         }
         let ended = probing(self.changes.as_mut(), connection, ended).await;
         if let Dialer::Service(_) = self.dialer {
@@ -162,30 +161,10 @@ async fn probing<T>(
     loop {
         match select(ended.as_mut(), pin!(changes.wait_by_readers())).await {
             Either::Left((ended, _)) => return ended,
-            Either::Right(_) if is_down(connection.protection_domain().device()) => {}
+            Either::Right(_) if all_ports_are_down(connection.protection_domain().device()) => {}
             Either::Right(_) => connection.probe(),
         }
     }
-}
-
-fn changes(device: &Device) -> Option<PortChanges> {
-    let changes = PortChanges::new(device);
-    changes
-        .inspect_err(|error| {
-            tracing::warn!(
-                device = device.name(),
-                %error,
-                "failed to watch asynchronous events; attempts follow their delays only"
-            );
-        })
-        .ok()
-}
-
-/// Returns true if no port of the device is active.
-fn is_down(device: &Device) -> bool {
-    let mut ports = (1..=device.attr().ports).map(|number| device.port(PortNum(number)));
-    // A failed query tells nothing; the attempt gives the reason.
-    ports.all(|port| port.is_ok_and(|port| port.state != PortState::Active))
 }
 
 /// Returns true if an attempt on a removed device fails with `error`. Other causes are possible.
