@@ -144,7 +144,8 @@ pub enum ReconnectState {
         /// Number of the connection, from 1.
         generation: u64,
     },
-    /// Waits before the next attempt, or before the device is checked again.
+    /// Waits before the next attempt, or before the device is checked again. Published again if an
+    /// event of the device shortens the wait.
     Waiting {
         /// Length of the wait.
         delay: Duration,
