@@ -10,8 +10,8 @@ use tokio_rdma::memory::HostMemory;
 use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::types::{AckTimeout, GidEntry, PortAttr};
 use tokio_rdma::{
-    Access, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, ProtectionDomain,
-    QueuePair, QueuePairEndpoint, RemoteRegion,
+    Access, CompletionMode, CompletionQueue, Connection, ConnectionConfig, Device, ExposedRegion,
+    Pool, ProtectionDomain, QueuePair, QueuePairEndpoint, RemoteRegion,
 };
 
 use crate::{Result, check, in_time, processor_time};
@@ -151,6 +151,24 @@ impl Peer {
         qp.connect_with(&QueuePairEndpoint::from_bytes(&theirs)?, options)?;
         // Neither end may send before both are connected.
         self.barrier().await
+    }
+
+    /// Makes a connection for messages with the other end, which makes the same call.
+    ///
+    /// # Errors
+    ///
+    /// See [`exchange`](Self::exchange); or a side refuses the settings.
+    pub async fn connection(&mut self, config: &ConnectionConfig) -> Result<Connection> {
+        let config = config.clone().options(long_ack_timeout());
+        let config = match self.host()? {
+            Some(host) => config.peer(host),
+            None => config,
+        };
+        let prepared = Connection::prepare(&self.device.protection_domain()?, &config)?;
+        let theirs = self.exchange(&prepared.endpoint().to_bytes()).await?;
+        let endpoint = QueuePairEndpoint::from_bytes(&theirs)?;
+        let handshake = self.exchange(&prepared.handshake(&[])?).await?;
+        Ok(prepared.establish(&endpoint, &handshake)?)
     }
 
     /// Grants memory to the other end, which calls [`offered`](Self::offered).
