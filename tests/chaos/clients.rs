@@ -39,13 +39,13 @@ impl Client {
     ) -> Self {
         let tasks = if number.is_multiple_of(2) {
             let start = |(server, &address)| {
-                let lane = Lane { world: world.clone(), client: number, server };
-                tokio::spawn(lane.run(device.clone(), address))
+                let task = ReconnectTask { world: world.clone(), client: number, server };
+                tokio::spawn(task.run(device.clone(), address))
             };
             addresses.iter().enumerate().map(start).collect()
         } else {
-            let caller = Caller { world: world.clone(), client: number };
-            vec![tokio::spawn(caller.run(device.clone(), addresses.to_vec()))]
+            let client = PeerSetClient { world: world.clone(), client: number };
+            vec![tokio::spawn(client.run(device.clone(), addresses.to_vec()))]
         };
         Self { tasks }
     }
@@ -162,14 +162,14 @@ async fn finish(world: &World, connection: &Connection) {
     }
 }
 
-/// The requests of a client to one server.
-struct Lane {
+/// The requests of a client to one server, over a [`Reconnect`].
+struct ReconnectTask {
     world: Arc<World>,
     client: usize,
     server: usize,
 }
 
-impl Lane {
+impl ReconnectTask {
     async fn run(self, device: Device, address: SocketAddr) {
         let (world, ends) = (&self.world, (self.client, self.server));
         let mut random = world.random(1_000_000 + (self.client * 100 + self.server) as u64);
@@ -182,8 +182,8 @@ impl Lane {
         let (mut last, mut grant, mut words) = (0, None, 0);
         let mut until = None;
         loop {
-            let calm = world.is_calm();
-            let connected = if calm {
+            let over = world.faults_are_over();
+            let connected = if over {
                 let until = *until.get_or_insert_with(|| Instant::now() + world.pace.recovery());
                 assert!(Instant::now() < until, "no answer in time: {ends:?}");
                 timeout_at(until, handle.connected()).await.expect("connects again in time")
@@ -206,13 +206,13 @@ impl Lane {
                 continue;
             };
             let good = burst(world, ends, &connection, &mut random).await;
-            if good && calm {
+            if good && over {
                 break;
             }
             if !good {
                 finish(world, &connection).await;
             }
-            if words < WORDS && random.u8(..4) == 0 {
+            if world.pace.keeps_memory() && words < WORDS && random.u8(..4) == 0 {
                 self.write(&connection, grant, words).await;
                 words += 1;
             }
@@ -261,12 +261,12 @@ async fn watch(mut states: tokio_rdma::message::ReconnectStates) {
 }
 
 /// A client with a [`PeerSet`], whose tasks call random servers.
-struct Caller {
+struct PeerSetClient {
     world: Arc<World>,
     client: usize,
 }
 
-impl Caller {
+impl PeerSetClient {
     async fn run(self, device: Device, addresses: Vec<SocketAddr>) {
         let servers = addresses.len();
         let settings = PeerSetConfig::default()
@@ -312,7 +312,7 @@ impl Caller {
         greeted: &Mutex<HashMap<usize, u64>>,
     ) {
         let mut random = self.world.random(2_000_000 + (self.client * 100 + task) as u64);
-        while !self.world.is_calm() {
+        while !self.world.faults_are_over() {
             let server = random.usize(..servers);
             self.request(peers, greeted, server, &mut random).await;
             sleep(random.u32(1..150) * MS).await;

@@ -1,8 +1,11 @@
-//! Fifty clients of five servers that are restarted, killed and cut off at random.
+//! Clients of five servers that are restarted, killed and cut off at random.
 //!
 //! Each request to a server's counter has a number of its own and is never repeated. Its client
 //! records its answer, or the outcome that its error names. Its server records each execution, and
 //! keeps the records when it is restarted. `world.rs` compares both.
+//!
+//! The servers are tasks of this process, in virtual or real time, or processes of their own
+//! (`processes.rs`).
 //!
 //! ```text
 //! TOKIO_RDMA_SEEDS=1000 cargo test --release --test chaos virtual
@@ -11,16 +14,23 @@
 //!     runs one seed and prints each fault
 //! TOKIO_RDMA_SECONDS=600 cargo test --release --test chaos real
 //!     runs for ten minutes on threads, in real time
+//! TOKIO_RDMA_SECONDS=600 cargo test --release --test chaos processes
+//!     runs for ten minutes with servers that are processes
 //! ```
 
 mod clients;
-mod fate;
+mod disk;
+mod faults;
 #[path = "../common/live.rs"]
 mod live;
+mod processes;
 mod servers;
 mod time;
 #[path = "../torture/mod.rs"]
 mod torture;
+#[allow(dead_code, reason = "other programs use the rest")]
+#[path = "../common/udp.rs"]
+mod udp;
 mod world;
 
 use std::sync::Arc;
@@ -32,7 +42,9 @@ use tokio_rdma::message::BufferBudget;
 use tokio_rdma::software::Network;
 
 use crate::clients::Client;
-use crate::servers::Server;
+use crate::faults::Fault;
+use crate::processes::ServerProcess;
+use crate::servers::{LocalServer, Server};
 use crate::time::Pace;
 use crate::torture::{LONG, Seed, bounded};
 use crate::world::{Tally, World};
@@ -40,42 +52,37 @@ use crate::world::{Tally, World};
 /// Held by the test that runs, because the allocated bytes of the process are compared.
 static ALONE: Mutex<()> = Mutex::new(());
 
-const CLIENTS: usize = 50;
-const SERVERS: usize = 5;
-
 fn number(name: &str) -> Option<u64> {
     let text = std::env::var(name).ok()?;
     Some(text.parse().unwrap_or_else(|_| panic!("{name}={text} is not a number")))
 }
 
 /// Runs one seed: chaos for `duration`, then a recovery, an orderly end, and the comparison.
-async fn chaos(
+async fn chaos<S: Server>(
     (pace, network): (Pace, Network),
     seed: u64,
     duration: Duration,
     verbose: bool,
 ) -> Tally {
     let budget = BufferBudget::new(1 << 30);
-    let world = Arc::new(World::new(pace, network, seed, SERVERS, &budget, verbose));
+    let world = Arc::new(World::new(pace, network, seed, &budget, verbose));
     let tasks = || tokio::runtime::Handle::current().metrics().num_alive_tasks();
     let before = tasks();
-    let names: Vec<_> = (0..CLIENTS).map(|number| format!("client-{number}")).collect();
-    let devices: Vec<_> = names
-        .iter()
-        .map(|name| Device::software_in(&world.network, name).expect("a client's device"))
-        .collect();
+    let device = |name: &String| Device::software_in(&world.network, name);
+    let devices: Vec<_> =
+        world.clients.iter().map(|name| device(name).expect("a client's device")).collect();
     let mut servers = Vec::new();
-    for number in 0..SERVERS {
-        servers.push(Server::start(&world, number).await);
+    for number in 0..pace.servers() {
+        servers.push(S::start(&world, number).await);
     }
-    let addresses: Vec<_> = servers.iter().map(|server| server.address).collect();
+    let addresses: Vec<_> = servers.iter().map(Server::address).collect();
     let clients: Vec<_> = (devices.iter().enumerate())
         .map(|(number, device)| Client::start(&world, number, device, &addresses))
         .collect();
     drop(devices);
 
-    servers = fate::rule(&world, servers, &names, duration).await;
-    world.calm();
+    servers = faults::inject(&world, servers, duration).await;
+    world.end_faults();
     for client in clients {
         client.recover_and_close().await;
     }
@@ -83,13 +90,12 @@ async fn chaos(
         server.shut_down().await;
     }
     drop(servers);
-    let all = (0..SERVERS).map(servers::name).chain(names);
-    for name in all {
-        world.release(&name).await;
+    for name in &world.clients {
+        world.release(name).await;
     }
     assert_eq!(budget.counters().used, 0, "registered buffers of closed connections");
     world.eventually("end of all tasks", || tasks() <= before).await;
-    world.verdict()
+    world.compare()
 }
 
 /// Returns the allocated bytes and the open descriptors of the process.
@@ -121,7 +127,7 @@ fn outcomes_are_truthful_and_clients_connect_again_in_virtual_time() {
         let tally = bounded("chaos in virtual time", limit, move || {
             let duration = Duration::from_secs(seconds);
             time::in_virtual_time(seed, |pace, network| {
-                chaos((pace, network), seed, duration, chosen.is_some())
+                chaos::<LocalServer>((pace, network), seed, duration, chosen.is_some())
             })
         });
         sum.add(&tally);
@@ -129,24 +135,51 @@ fn outcomes_are_truthful_and_clients_connect_again_in_virtual_time() {
         assert_freed(before);
     }
     println!("virtual time: {sum:?}");
-    let Tally { done, not_sent, executed, lost, writes, generations, faults } = sum;
+    let Tally { done, not_sent, executed, lost, writes, generations, faults } = &sum;
     let counts = [done, not_sent, executed, lost, writes, generations];
-    let mut counts = counts.iter().chain(&faults);
-    assert!(chosen.is_some() || counts.all(|&count| count > 0), "uneventful: {sum:?}");
+    let eventful =
+        counts.iter().all(|count| **count > 0) && faults.len() == Fault::kinds(Pace::Virtual).len();
+    assert!(chosen.is_some() || eventful, "uneventful: {sum:?}");
 }
 
 #[test]
 fn outcomes_are_truthful_and_clients_connect_again_in_real_time() {
+    in_real_time("--test chaos real", |seed, duration, verbose| {
+        time::in_real_time(seed, |pace, network| {
+            chaos::<LocalServer>((pace, network), seed, duration, verbose)
+        })
+    });
+}
+
+#[test]
+fn outcomes_are_truthful_and_clients_connect_again_to_processes() {
+    in_real_time("--test chaos processes", |seed, duration, verbose| {
+        let names = Pace::Processes.clients();
+        let names: Vec<_> = names.iter().map(String::as_str).collect();
+        let network = udp::network(&names);
+        time::on_threads(chaos::<ServerProcess>(
+            (Pace::Processes, network),
+            seed,
+            duration,
+            verbose,
+        ))
+    });
+}
+
+/// Runs `test` with a seed, the duration of the faults, and whether each is printed.
+fn in_real_time(
+    command: &'static str,
+    test: impl FnOnce(u64, Duration, bool) -> Tally + Send + 'static,
+) {
     let _alone = ALONE.lock();
     let seconds = number("TOKIO_RDMA_SECONDS").unwrap_or(3);
-    let seed = Seed::new("--test chaos real");
+    let seed = Seed::new(command);
     let (value, verbose) = (seed.value, number("TOKIO_RDMA_SEED").is_some());
     let (limit, before) = (LONG * 4 + Duration::from_secs(seconds), in_use());
     let tally = bounded("chaos in real time", limit, move || {
-        let duration = Duration::from_secs(seconds);
-        time::in_real_time(value, |pace, network| chaos((pace, network), value, duration, verbose))
+        test(value, Duration::from_secs(seconds), verbose)
     });
-    println!("real time: {tally:?}");
+    println!("{command}: {tally:?}");
     assert_freed(before);
     // The machine decides about the rest.
     assert!(tally.done > 0, "uneventful: {tally:?}");

@@ -1,14 +1,18 @@
 //! Servers with a counter each, which can be stopped in several ways and started again.
 
+use std::future::Future;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
+use fastrand::Rng;
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 use tokio_rdma::{Access, Connection, Device, EstablishError, ExposedRegion, Listener};
 
+use crate::faults::Fault;
 use crate::time::MS;
 use crate::torture::LONG;
 use crate::world::World;
@@ -20,11 +24,14 @@ pub(crate) const PING: u8 = 2;
 /// The words of memory that each connection's client may write, once each.
 pub(crate) const WORDS: usize = 32;
 
+/// The port at which servers listen.
+pub(crate) const PORT: u16 = 7000;
+
 pub(crate) fn name(number: usize) -> String {
     format!("server-{number}")
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Stop {
     /// Answers what has arrived, and closes.
     Shutdown,
@@ -34,12 +41,36 @@ pub(crate) enum Stop {
     Removal,
     /// The host loses its power: it sends nothing more.
     PowerLoss,
+    /// The process is killed.
+    Kill,
 }
 
-pub(crate) struct Server {
+/// A server that faults happen to.
+pub(crate) trait Server: Sized + Send + 'static {
+    /// Starts a server.
+    fn start(world: &Arc<World>, number: usize) -> impl Future<Output = Self> + Send;
+
+    fn name(&self) -> String;
+
+    fn address(&self) -> SocketAddr;
+
+    /// Lets a fault of a kind for this server happen, and repairs it after `lasts`.
+    fn suffer(
+        &mut self,
+        fault: Fault,
+        lasts: Duration,
+        random: &mut Rng,
+    ) -> impl Future<Output = ()> + Send;
+
+    /// Ends the server for good, in order.
+    fn shut_down(&mut self) -> impl Future<Output = ()> + Send;
+}
+
+/// A server of this process.
+pub(crate) struct LocalServer {
     world: Arc<World>,
     number: usize,
-    pub(crate) address: SocketAddr,
+    address: SocketAddr,
     device: Option<Device>,
     running: Option<Running>,
 }
@@ -51,23 +82,74 @@ struct Running {
     serving: Arc<Mutex<JoinSet<()>>>,
 }
 
-impl Server {
-    pub(crate) async fn start(world: &Arc<World>, number: usize) -> Self {
+impl Server for LocalServer {
+    async fn start(world: &Arc<World>, number: usize) -> Self {
         let device = Device::software_in(&world.network, &name(number)).expect("a device");
         let ip = device.default_path().expect("a path").1.gid.to_ip();
-        let address = SocketAddr::new(ip, 7000);
+        let address = SocketAddr::new(ip, PORT);
         let (world, device) = (world.clone(), Some(device));
         let mut server = Self { world, number, address, device, running: None };
         server.run().await;
         server
     }
 
-    pub(crate) fn name(&self) -> String {
+    fn name(&self) -> String {
         name(self.number)
     }
 
+    fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    async fn suffer(&mut self, fault: Fault, lasts: Duration, random: &mut Rng) {
+        match fault {
+            Fault::Stop(how) => {
+                self.stop(how).await;
+                sleep(lasts).await;
+                self.run().await;
+            }
+            Fault::Partition | Fault::OneWay => {
+                let (network, name) = (&self.world.network, self.name());
+                let part = random.u8(1..=4);
+                let to_server = random.bool();
+                let clients = self.world.clients.iter();
+                let cut: Vec<_> = clients.filter(|_| random.u8(..4) < part).collect();
+                let set = |loss: f64| {
+                    for client in &cut {
+                        let links = [network.link(client, &name), network.link(&name, client)];
+                        let [to, from] = links.map(|link| link.expect("both exist"));
+                        if fault == Fault::Partition || to_server {
+                            to.set_loss(loss);
+                        }
+                        if fault == Fault::Partition || !to_server {
+                            from.set_loss(loss);
+                        }
+                    }
+                };
+                set(1.0);
+                sleep(lasts).await;
+                set(0.0);
+            }
+            Fault::Port => {
+                let (network, name) = (&self.world.network, self.name());
+                network.control(&name).expect("its device").set_port(false);
+                sleep(lasts).await;
+                network.control(&name).expect("its device").set_port(true);
+            }
+            Fault::Pause => unreachable!("for processes"),
+        }
+    }
+
+    async fn shut_down(&mut self) {
+        self.stop(Stop::Shutdown).await;
+        self.device = None;
+        self.world.release(&self.name()).await;
+    }
+}
+
+impl LocalServer {
     /// Starts to serve at the same address as before.
-    pub(crate) async fn run(&mut self) {
+    async fn run(&mut self) {
         let device = match self.device.take() {
             Some(device) => device,
             None => Device::software_in(&self.world.network, &self.name()).expect("a new device"),
@@ -111,13 +193,14 @@ impl Server {
     }
 
     /// Stops serving. A later [`run`](Self::run) finds the device as it would after such an end.
-    pub(crate) async fn stop(&mut self, how: Stop) {
+    async fn stop(&mut self, how: Stop) {
         let Some(Running { accepting, stop, serving }) = self.running.take() else { return };
         let control = self.world.network.control(&self.name()).expect("its device");
         match how {
             Stop::Shutdown | Stop::Drop => {}
             Stop::Removal => control.kill(),
             Stop::PowerLoss => control.set_port(false),
+            Stop::Kill => unreachable!("for processes"),
         }
         drop(control);
         stop.send(()).expect("the server runs");
@@ -137,12 +220,6 @@ impl Server {
             self.device = None;
             self.world.release(&self.name()).await;
         }
-    }
-
-    /// Ends the server for good.
-    pub(crate) async fn shut_down(&mut self) {
-        self.stop(Stop::Shutdown).await;
-        self.device = None;
     }
 }
 

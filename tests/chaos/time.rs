@@ -26,15 +26,34 @@ const QUIET_ROUNDS: u32 = 4;
 pub(crate) enum Pace {
     Virtual,
     Real,
+    /// Real time, and servers that are processes, over UDP.
+    Processes,
 }
 
 impl Pace {
+    /// Returns the names of the clients' devices.
+    pub(crate) fn clients(self) -> Vec<String> {
+        // Each takes a thread and a socket over UDP.
+        let number = if self == Self::Processes { 12 } else { 50 };
+        (0..number).map(|number| format!("client-{number}")).collect()
+    }
+
+    /// Returns the number of servers.
+    pub(crate) fn servers(self) -> usize {
+        5
+    }
+
+    /// Returns true if WRITEs to a server's memory are known after its end.
+    pub(crate) fn keeps_memory(self) -> bool {
+        self != Self::Processes
+    }
+
     /// Returns the time in which each request ends.
     pub(crate) fn request_deadline(self) -> Duration {
         match self {
             // All retransmissions to a lost peer take at most 67 ms.
             Self::Virtual => 400 * MS,
-            Self::Real => LONG,
+            Self::Real | Self::Processes => LONG,
         }
     }
 
@@ -44,7 +63,7 @@ impl Pace {
         match self {
             // A listener whose port was down rejects a request after 0.1 s, in real time.
             Self::Virtual => self.request_deadline() + ATTEMPT + GREATEST_DELAY + 2000 * MS,
-            Self::Real => LONG,
+            Self::Real | Self::Processes => LONG,
         }
     }
 
@@ -57,7 +76,8 @@ impl Pace {
     /// Returns the settings of connections. `keepalive` and other timeouts follow real time, so in
     /// virtual time they must not expire before the transport's retries.
     pub(crate) fn config(self, budget: &BufferBudget) -> ConnectionConfig {
-        let timeout = AckTimeout::from_code(10);
+        // A process may wait for a processor.
+        let timeout = AckTimeout::from_code(if self == Self::Processes { 13 } else { 10 });
         let options = ConnectOptions { timeout, retry_count: 3, ..Default::default() };
         let config = ConnectionConfig::default().options(options).budget(budget);
         match self {
@@ -73,6 +93,10 @@ impl Pace {
                 .keepalive(Some((50 * MS, 300 * MS)))
                 .close_timeout(300 * MS)
                 .shrink_after(100 * MS),
+            Self::Processes => config
+                .keepalive(Some((100 * MS, 300 * MS)))
+                .close_timeout(500 * MS)
+                .shrink_after(100 * MS),
         }
     }
 
@@ -80,8 +104,9 @@ impl Pace {
     pub(crate) fn mode(self, number: usize) -> CompletionMode {
         match (self, number % 8) {
             // A cooperative task never sleeps, so Tokio's clock would stand still.
-            (Self::Real, 1) => CompletionMode::Cooperative,
-            (Self::Real, 2 | 3) => CompletionMode::Hybrid,
+            (Self::Virtual, _) => CompletionMode::Event,
+            (_, 1) => CompletionMode::Cooperative,
+            (_, 2 | 3) => CompletionMode::Hybrid,
             _ => CompletionMode::Event,
         }
     }
@@ -98,7 +123,8 @@ pub(crate) const GREATEST_DELAY: Duration = Duration::from_millis(40);
 /// The limit of an attempt to connect: the connection manager has repeated a lost request once.
 pub(crate) const ATTEMPT: Duration = Duration::from_millis(350);
 
-pub(crate) fn calm() -> Faults {
+/// Returns the delays of a network without faults.
+pub(crate) fn delays() -> Faults {
     Faults::none().delay(Duration::from_micros(5)..Duration::from_micros(50))
 }
 
@@ -107,7 +133,7 @@ pub(crate) fn in_virtual_time<F: Future>(
     seed: u64,
     test: impl FnOnce(Pace, Network) -> F,
 ) -> F::Output {
-    let network = Network::simulated(seed, calm());
+    let network = Network::simulated(seed, delays());
     let runtime = Builder::new_current_thread().enable_all().start_paused(true).build();
     runtime.expect("a runtime").block_on(async {
         let driver = tokio::spawn(drive(network.clone()));
@@ -141,7 +167,11 @@ pub(crate) fn in_real_time<F: Future>(
     seed: u64,
     test: impl FnOnce(Pace, Network) -> F,
 ) -> F::Output {
-    let network = Network::with_faults(seed, calm());
+    on_threads(test(Pace::Real, Network::with_faults(seed, delays())))
+}
+
+/// Runs a future on two threads.
+pub(crate) fn on_threads<F: Future>(future: F) -> F::Output {
     let runtime = Builder::new_multi_thread().worker_threads(2).enable_all().build();
-    runtime.expect("a runtime").block_on(test(Pace::Real, network))
+    runtime.expect("a runtime").block_on(future)
 }

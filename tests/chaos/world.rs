@@ -1,6 +1,7 @@
 //! The records of clients and servers, and their comparison.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
@@ -10,11 +11,10 @@ use tokio_rdma::error::Outcome;
 use tokio_rdma::message::BufferBudget;
 use tokio_rdma::software::Network;
 
+use crate::disk::Disk;
+use crate::faults::Fault;
 use crate::time::{MS, Pace};
 use crate::torture::LONG;
-
-/// The number of kinds in [`Fault`](crate::fate::Fault).
-pub(crate) const FAULTS: usize = 7;
 
 /// The knowledge of a client of its request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,7 +44,7 @@ struct Request {
 }
 
 /// The counts of one or more runs.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Default)]
 pub(crate) struct Tally {
     pub(crate) done: u64,
     pub(crate) not_sent: u64,
@@ -55,7 +55,7 @@ pub(crate) struct Tally {
     pub(crate) writes: u64,
     /// Connections of clients.
     pub(crate) generations: u64,
-    pub(crate) faults: [u64; FAULTS],
+    pub(crate) faults: BTreeMap<Fault, u64>,
 }
 
 impl Tally {
@@ -66,16 +66,10 @@ impl Tally {
         self.lost += other.lost;
         self.writes += other.writes;
         self.generations += other.generations;
-        self.faults.iter_mut().zip(other.faults).for_each(|(sum, more)| *sum += more);
+        for (&fault, more) in &other.faults {
+            *self.faults.entry(fault).or_default() += more;
+        }
     }
-}
-
-#[derive(Debug, Default)]
-struct Disk {
-    /// The increments of the server's counter, in their order.
-    increments: Vec<u64>,
-    /// Numbers that WRITEs have left in memory.
-    written: Vec<u64>,
 }
 
 pub(crate) struct World {
@@ -85,12 +79,14 @@ pub(crate) struct World {
     pub(crate) seed: u64,
     verbose: bool,
     start: Instant,
-    calm: AtomicBool,
+    /// The names of the clients' devices.
+    pub(crate) clients: Vec<String>,
+    faults_are_over: AtomicBool,
     requests: Mutex<Vec<Request>>,
     disks: Vec<Mutex<Disk>>,
     pub(crate) generations: AtomicU64,
     /// The number of each kind of fault, and kinds that are due before any is repeated.
-    faults: Mutex<([u64; FAULTS], Vec<usize>)>,
+    faults: Mutex<(BTreeMap<Fault, u64>, Vec<Fault>)>,
 }
 
 impl World {
@@ -98,7 +94,6 @@ impl World {
         pace: Pace,
         network: Network,
         seed: u64,
-        servers: usize,
         budget: &BufferBudget,
         verbose: bool,
     ) -> Self {
@@ -110,23 +105,24 @@ impl World {
             seed,
             verbose,
             start: Instant::now(),
-            calm: AtomicBool::new(false),
+            clients: pace.clients(),
+            faults_are_over: AtomicBool::new(false),
             requests: Mutex::default(),
-            disks: (0..servers).map(|_| Mutex::default()).collect(),
+            disks: (0..pace.servers()).map(|_| Mutex::default()).collect(),
             generations: AtomicU64::new(0),
             faults: Mutex::default(),
         }
     }
 
-    /// Returns the index of the next kind of fault.
-    pub(crate) fn next_fault(&self, random: &mut fastrand::Rng) -> usize {
+    /// Returns the next kind of fault.
+    pub(crate) fn next_fault(&self, random: &mut fastrand::Rng) -> Fault {
         let (counts, due) = &mut *self.faults.lock();
         if due.is_empty() {
-            due.extend(0..FAULTS);
+            due.extend(Fault::kinds(self.pace));
         }
-        let kind = due.swap_remove(random.usize(..due.len()));
-        counts[kind] += 1;
-        kind
+        let fault = due.swap_remove(random.usize(..due.len()));
+        *counts.entry(fault).or_default() += 1;
+        fault
     }
 
     /// Returns the settings of a client or server.
@@ -146,12 +142,17 @@ impl World {
     }
 
     /// Tells the clients that no more faults happen.
-    pub(crate) fn calm(&self) {
-        self.calm.store(true, Ordering::Relaxed);
+    pub(crate) fn end_faults(&self) {
+        self.faults_are_over.store(true, Ordering::Relaxed);
     }
 
-    pub(crate) fn is_calm(&self) -> bool {
-        self.calm.load(Ordering::Relaxed)
+    pub(crate) fn faults_are_over(&self) -> bool {
+        self.faults_are_over.load(Ordering::Relaxed)
+    }
+
+    /// Reads the records of a server that is a process, to which it appends.
+    pub(crate) fn open_disk(&self, server: usize, path: &Path) {
+        *self.disks[server].lock() = Disk::open(path);
     }
 
     /// Returns the number of a new request.
@@ -171,14 +172,12 @@ impl World {
 
     /// Increments a server's counter, and returns its value.
     pub(crate) fn execute(&self, server: usize, id: u64) -> u64 {
-        let mut disk = self.disks[server].lock();
-        disk.increments.push(id);
-        disk.increments.len() as u64
+        self.disks[server].lock().increment(id)
     }
 
     /// Records a number that a WRITE has left.
     pub(crate) fn found(&self, server: usize, id: u64) {
-        self.disks[server].lock().written.push(id);
+        self.disks[server].lock().found(id);
     }
 
     /// Waits for a condition; fails after a minute in real time.
@@ -196,22 +195,19 @@ impl World {
     }
 
     /// Compares what clients and servers have recorded.
-    pub(crate) fn verdict(&self) -> Tally {
+    pub(crate) fn compare(&self) -> Tally {
         let requests = self.requests.lock();
         // How often each request was executed, and the last value of the counter.
         let mut executions: HashMap<u64, (u64, Option<u64>)> = HashMap::new();
         let mut tally = Tally {
             generations: self.generations.load(Ordering::Relaxed),
-            faults: self.faults.lock().0,
+            faults: self.faults.lock().0.clone(),
             ..Tally::default()
         };
         for (server, disk) in self.disks.iter().enumerate() {
             let disk = disk.lock();
-            let values = (1..).map(Some);
-            let increments = disk.increments.iter().zip(values);
-            let written = disk.written.iter().map(|id| (id, None));
-            tally.writes += disk.written.len() as u64;
-            for (&id, value) in increments.chain(written) {
+            tally.writes += disk.writes();
+            for (id, value) in disk.executed() {
                 let request = requests.get(id as usize - 1).unwrap_or_else(|| {
                     panic!("server {server} has executed {id}, which was never sent")
                 });

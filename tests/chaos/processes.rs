@@ -1,0 +1,162 @@
+//! Servers that are processes. Their clients are in the process of the test, over UDP.
+
+use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use fastrand::Rng;
+use rustix::process::{Pid, Signal, kill_process};
+use tokio::io::AsyncReadExt;
+use tokio::net::unix::pipe;
+use tokio::time::sleep;
+use tokio_rdma::message::BufferBudget;
+use tokio_rdma::software::{Network, UdpConfig, UdpError};
+
+use crate::faults::Fault;
+use crate::servers::{LocalServer, PORT, Server, Stop, name};
+use crate::time::{MS, Pace, on_threads};
+use crate::torture::LONG;
+use crate::udp;
+use crate::world::World;
+
+/// Describes its server to a process: number, address, seed, and the file of its records.
+const SETTING: &str = "TOKIO_RDMA_CHAOS";
+
+/// A server that is a process.
+pub(crate) struct ServerProcess {
+    world: Arc<World>,
+    number: usize,
+    address: IpAddr,
+    records: PathBuf,
+    process: Option<Child>,
+}
+
+impl Server for ServerProcess {
+    async fn start(world: &Arc<World>, number: usize) -> Self {
+        let records = format!("tokio-rdma-chaos-{}-{number}", std::process::id());
+        let mut server = Self {
+            world: world.clone(),
+            number,
+            address: udp::address(),
+            records: std::env::temp_dir().join(records),
+            process: None,
+        };
+        server.run();
+        server
+    }
+
+    fn name(&self) -> String {
+        name(self.number)
+    }
+
+    fn address(&self) -> SocketAddr {
+        SocketAddr::new(self.address, PORT)
+    }
+
+    async fn suffer(&mut self, fault: Fault, lasts: Duration, _random: &mut Rng) {
+        match fault {
+            Fault::Stop(how) => {
+                self.stop(how).await;
+                sleep(lasts).await;
+                self.run();
+            }
+            Fault::Pause => {
+                self.signal(Signal::STOP);
+                // Sometimes until its clients consider it lost.
+                sleep(lasts * 5).await;
+                self.signal(Signal::CONT);
+            }
+            Fault::Partition | Fault::OneWay | Fault::Port => unreachable!("for one process"),
+        }
+    }
+
+    async fn shut_down(&mut self) {
+        self.stop(Stop::Shutdown).await;
+        self.world.open_disk(self.number, &self.records);
+    }
+}
+
+impl ServerProcess {
+    /// Starts a process, which serves at the same address as before.
+    fn run(&mut self) {
+        let Self { number, address, records, .. } = self;
+        let setting = format!("{number} {address} {} {}", self.world.seed, records.display());
+        let process = Command::new(std::env::current_exe().expect("the path of this program"))
+            .args(["--exact", "processes::serve_in_a_process", "--nocapture", "--test-threads=1"])
+            .env(SETTING, setting)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .spawn();
+        self.process = Some(process.expect("a process"));
+    }
+
+    fn signal(&mut self, signal: Signal) {
+        let (name, process) = (self.name(), self.process.as_mut().expect("it runs"));
+        assert_eq!(process.try_wait().unwrap(), None, "{name} has exited");
+        kill_process(Pid::from_child(process), signal).expect("it exists");
+    }
+
+    async fn stop(&mut self, how: Stop) {
+        if how == Stop::Kill {
+            self.signal(Signal::KILL);
+        }
+        let mut process = self.process.take().expect("it runs");
+        // The end of its input asks a server to shut down.
+        drop(process.stdin.take());
+        let start = Instant::now();
+        let status = loop {
+            if let Some(status) = process.try_wait().unwrap() {
+                break status;
+            }
+            if start.elapsed() > LONG {
+                let _ = process.kill();
+                panic!("{} does not shut down", self.name());
+            }
+            sleep(MS).await;
+        };
+        assert!(how == Stop::Kill || status.success(), "{}: {status}", self.name());
+    }
+}
+
+impl Drop for ServerProcess {
+    fn drop(&mut self) {
+        if let Some(mut process) = self.process.take() {
+            let _ = process.kill();
+            let _ = process.wait();
+        }
+        let _ = std::fs::remove_file(&self.records);
+    }
+}
+
+/// Serves until the end of the input.
+#[test]
+fn serve_in_a_process() {
+    let Ok(setting) = std::env::var(SETTING) else { return };
+    let [number, address, seed, records] = setting.splitn(4, ' ').collect::<Vec<_>>()[..] else {
+        panic!("{setting}")
+    };
+    let number: usize = number.parse().expect("a number");
+    let network = network(&name(number), address.parse().expect("an address"));
+    let (seed, budget) = (seed.parse().expect("a seed"), BufferBudget::new(1 << 30));
+    let world = Arc::new(World::new(Pace::Processes, network, seed, &budget, false));
+    world.open_disk(number, records.as_ref());
+    on_threads(async {
+        let mut server = LocalServer::start(&world, number).await;
+        let input = std::os::fd::AsFd::as_fd(&std::io::stdin()).try_clone_to_owned().unwrap();
+        let mut input = pipe::Receiver::from_owned_fd(input).expect("a pipe");
+        input.read_to_end(&mut Vec::new()).await.expect("the end of the input");
+        server.shut_down().await;
+    });
+}
+
+/// Creates a network with a server's device, on the port that [`udp::network`] selects for clients.
+fn network(name: &str, address: IpAddr) -> Network {
+    let on = |port| Network::udp(&UdpConfig::new().port(port).device(name, address));
+    let network = match on(UdpConfig::PORT) {
+        Err(UdpError::PortTaken { soft_roce: true, .. }) => on(UdpConfig::PORT + 1),
+        network => network,
+    };
+    network.unwrap_or_else(|error| panic!("{name}: {error}"))
+}
