@@ -205,7 +205,7 @@ impl Core {
             .chain(&state.wait_queue)
             .filter_map(Weak::upgrade)
         {
-            peer.state.lock().waiting.iter().for_each(|waiting| waiting.wake_task());
+            peer.state.lock().waiting().for_each(|waiting| waiting.wake_task());
         }
     }
 
@@ -275,7 +275,7 @@ impl Core {
             state.wait_queue.retain(|peer| {
                 peer.upgrade().is_some_and(|peer| {
                     let mut own = peer.state.lock();
-                    own.queued = !own.waiting.is_empty();
+                    own.queued = own.has_waiting();
                     own.queued
                 })
             });
@@ -287,7 +287,7 @@ impl Core {
     /// may post.
     pub(super) fn assign_now(&self, state: &mut State, peer: &Arc<Peer>, for_lease: bool) -> bool {
         let mut own = peer.state.lock();
-        if state.closed || !own.waiting.is_empty() {
+        if state.closed || own.has_waiting() {
             return false;
         }
         if let Some(at) = own.assignment() {
@@ -405,7 +405,7 @@ impl Core {
             let Some(first) = state.wait_queue.front() else { return false };
             if let Some(peer) = first.upgrade() {
                 let mut own = peer.state.lock();
-                if !own.waiting.is_empty() {
+                if own.has_waiting() {
                     drop(own);
                     break peer;
                 }
@@ -497,7 +497,7 @@ impl Core {
         let _gate = member.gate.lock();
         let quota = if state.wait_queue.is_empty() { None } else { self.quota() };
         while quota.is_none_or(|quota| own.leases > 0 || own.used < quota)
-            && let Some(next) = own.waiting.pop_front()
+            && let Some(next) = own.next_waiting()
         {
             own.used = own.used.saturating_add(1);
             next.resolve(Ok(peer.grant(member, own)));
@@ -505,7 +505,7 @@ impl Core {
         if !self.is_exclusive() {
             own.mark(member);
         }
-        state.assignments[at].recalled = !own.waiting.is_empty();
+        state.assignments[at].recalled = own.has_waiting();
     }
 
     fn resume_recalled(&self, state: &mut State) {
@@ -595,7 +595,7 @@ impl Core {
         {
             let mut own = peer.state.lock();
             own.queued = false;
-            for waiting in std::mem::take(&mut own.waiting) {
+            while let Some(waiting) = own.next_waiting() {
                 waiting.resolve(Err(kind));
             }
         }

@@ -47,7 +47,9 @@ pub(super) struct PeerState {
     /// True if an earlier assignment has ended with a failure of the initiator or the stream.
     failed: bool,
     pub(super) queued: bool,
-    pub(super) waiting: VecDeque<Arc<dyn Waiting>>,
+    /// Operations that wait for an initiator.
+    #[expect(clippy::box_collection, reason = "most of very many peers have none")]
+    waiting: Option<Box<VecDeque<Arc<dyn Waiting>>>>,
 }
 
 impl PeerState {
@@ -103,9 +105,30 @@ impl PeerState {
         self.stream.as_ref().is_none_or(PeerStream::is_shared)
     }
 
+    /// Returns the operations that wait for an initiator, in call order.
+    pub(super) fn waiting(&self) -> impl ExactSizeIterator<Item = &Arc<dyn Waiting>> {
+        self.waiting.as_deref().map(VecDeque::iter).unwrap_or_default()
+    }
+
+    #[inline]
+    pub(super) fn has_waiting(&self) -> bool {
+        self.waiting.as_ref().is_some_and(|waiting| !waiting.is_empty())
+    }
+
+    /// Removes the first waiting operation.
+    pub(super) fn next_waiting(&mut self) -> Option<Arc<dyn Waiting>> {
+        self.waiting.as_mut()?.pop_front()
+    }
+
+    /// Removes a waiting operation, wherever it is in the queue.
+    fn withdraw(&mut self, entry: *const ()) -> Option<Arc<dyn Waiting>> {
+        let at = self.waiting().position(|waiting| Arc::as_ptr(waiting).cast::<()>() == entry)?;
+        self.waiting.as_mut()?.remove(at)
+    }
+
     /// Marks the peer as queued, and returns true if the caller must put it into the wait queue.
     pub(super) fn joins_wait_queue(&mut self) -> bool {
-        !self.waiting.is_empty() && !std::mem::replace(&mut self.queued, true)
+        self.has_waiting() && !std::mem::replace(&mut self.queued, true)
     }
 
     pub(super) fn mark(&mut self, member: &Member) {
@@ -185,7 +208,7 @@ impl Peer {
     fn enter(&self, with_quota: bool, for_lease: bool) -> Option<PostGuard<'_>> {
         let deferral = Deferral::begin();
         let mut own = self.state.lock();
-        if !own.waiting.is_empty() {
+        if own.has_waiting() {
             return None;
         }
         let shared = !self.core.is_exclusive();
@@ -245,7 +268,7 @@ impl Peer {
             drop(state);
             entry.resolve(Err(OpErrorKind::Closed));
         } else {
-            self.state.lock().waiting.push_back(entry.clone());
+            self.state.lock().waiting.get_or_insert_default().push_back(entry.clone());
             self.core.enqueue(&mut state, self);
             self.core.advance(state, &deferral);
         }
@@ -254,9 +277,8 @@ impl Peer {
 
     pub(super) fn withdraw(&self, entry: *const ()) {
         let mut own = self.state.lock();
-        let at = own.waiting.iter().position(|waiting| Arc::as_ptr(waiting).cast::<()>() == entry);
-        let abandoned = at.and_then(|at| own.waiting.remove(at));
-        let was_last = own.waiting.is_empty() && own.queued;
+        let abandoned = own.withdraw(entry);
+        let was_last = !own.has_waiting() && own.queued;
         drop(own);
         drop(abandoned);
         if was_last {
@@ -312,7 +334,7 @@ impl DcPoolPeer {
     /// Returns the number of operations that wait for an initiator.
     #[must_use]
     pub fn waiting(&self) -> usize {
-        self.peer.state.lock().waiting.len()
+        self.peer.state.lock().waiting().len()
     }
 
     /// Returns a handle to the same peer with the operations of [`DcSender::fenced`].
@@ -409,7 +431,7 @@ impl fmt::Debug for DcPoolPeer {
         f.debug_struct("DcPoolPeer")
             .field("target", &self.peer.to.number())
             .field("initiator", &initiator)
-            .field("waiting", &own.waiting.len())
+            .field("waiting", &own.waiting().len())
             .field("leases", &own.leases)
             .finish_non_exhaustive()
     }
