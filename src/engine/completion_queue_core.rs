@@ -70,6 +70,8 @@ struct State {
     /// The runtime of which a task polls this queue in hybrid mode. Unless that task waits for an
     /// event, it polls again, and arms the queue before it waits.
     spinner: Option<runtime::Id>,
+    /// The number of completions at its last poll.
+    spun: u64,
     unacknowledged: u32,
     /// `completions[next..end]` is taken from the device and not yet dispatched. Empty while a task
     /// waits, and if the device's queue is read in place.
@@ -126,6 +128,7 @@ impl CompletionQueueCore {
                 request: arm::Request::NONE,
                 listeners: 0,
                 spinner: None,
+                spun: 0,
                 unacknowledged: 0,
                 next: 0,
                 end: 0,
@@ -564,9 +567,10 @@ impl reactor::Watched for CompletionQueueCore {
         if state.spinner != Some(spinner) {
             return None;
         }
-        let before = state.counters.completions;
         while self.drain_batch(&mut state) {}
-        if state.counters.completions != before {
+        // Tasks that receive find some first.
+        let completions = state.counters.completions;
+        if std::mem::replace(&mut state.spun, completions) != completions {
             self.release(state);
             if rounds > 0 {
                 self.spin.found(rounds);

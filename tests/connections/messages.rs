@@ -551,50 +551,87 @@ fn unpolled_sinks_and_streams_block_no_other_operation() {
 
 #[test]
 fn message_arrives_in_one_runtime_although_another_one_no_longer_runs() {
-    bounded("runtimes", LONG, || {
-        let current = || Flavour::CurrentThread.runtime();
-        let (idle, peers) = (current(), Flavour::MultiThread.runtime());
-        let (devices, config) = (two(&Network::new()), ConnectionConfig::default().keepalive(None));
-        let prepared = [&idle, &peers].into_iter().zip(&devices).map(|(runtime, (_, pd))| {
-            let _context = runtime.enter();
-            Connection::prepare(pd, &config).unwrap()
-        });
-        let [a, b]: [_; 2] = prepared.collect::<Vec<_>>().try_into().unwrap();
-        let (endpoints, handshakes) =
-            ([a.endpoint(), b.endpoint()], [&a, &b].map(|end| end.handshake(b"").unwrap()));
-        let a = idle.block_on(async { a.establish(&endpoints[1], &handshakes[1]).unwrap() });
-        let b = peers.block_on(async { b.establish(&endpoints[0], &handshakes[0]).unwrap() });
-        let b = Arc::new(b);
-        // Waits in a runtime, which then watches the queue but no longer runs.
-        let wait = async { timeout(Duration::from_millis(20), a.recv()).await.is_err() };
-        assert!(idle.block_on(wait));
-        // Counts how often a runtime has nothing left to do.
-        let parks = watch::Sender::new(0);
-        let others = [(), ()].map(|()| {
-            let parks = parks.clone();
-            Builder::new_current_thread()
-                .enable_all()
-                .on_thread_park(move || parks.send_modify(|parks| *parks += 1))
-                .build()
-                .unwrap()
-        });
-        for number in 0..6_u8 {
-            let receiving = async {
-                let mut receive = std::pin::pin!(a.recv());
-                assert!(receive.as_mut().now_or_never().is_none());
-                let (b, mut parks) = (b.clone(), parks.subscribe());
-                let before = *parks.borrow();
-                peers.spawn(async move {
-                    // The receiver waits.
-                    parks.wait_for(|parks| *parks > before).await.unwrap();
-                    b.send(vec![number; 10]).await.unwrap();
-                });
-                soon("message", receive).await.unwrap().unwrap()
+    for mode in [CompletionMode::Event, CompletionMode::Hybrid] {
+        bounded("runtimes", LONG, || message_arrives_without_the_first_runtime(mode));
+    }
+}
+
+fn message_arrives_without_the_first_runtime(mode: CompletionMode) {
+    let current = || Flavour::CurrentThread.runtime();
+    let (idle, peers) = (current(), Flavour::MultiThread.runtime());
+    let config = ConnectionConfig::default().keepalive(None).mode(mode);
+    let devices = two(&Network::new());
+    let prepared = [&idle, &peers].into_iter().zip(&devices).map(|(runtime, (_, pd))| {
+        let _context = runtime.enter();
+        Connection::prepare(pd, &config).unwrap()
+    });
+    let [a, b]: [_; 2] = prepared.collect::<Vec<_>>().try_into().unwrap();
+    let (endpoints, handshakes) =
+        ([a.endpoint(), b.endpoint()], [&a, &b].map(|end| end.handshake(b"").unwrap()));
+    let a = idle.block_on(async { a.establish(&endpoints[1], &handshakes[1]).unwrap() });
+    let b = peers.block_on(async { b.establish(&endpoints[0], &handshakes[0]).unwrap() });
+    let b = Arc::new(b);
+    // Waits in a runtime, which then watches the queue but no longer runs.
+    let wait = async { timeout(Duration::from_millis(20), a.recv()).await.is_err() };
+    assert!(idle.block_on(wait));
+    // It may still spin when it stops, after it has received a message.
+    peers.block_on(b.send("first")).unwrap();
+    assert_eq!(idle.block_on(recv(&a)), "first");
+    // Counts how often a runtime has nothing left to do.
+    let parks = watch::Sender::new(0);
+    let others = [(), ()].map(|()| {
+        let parks = parks.clone();
+        Builder::new_current_thread()
+            .enable_all()
+            .on_thread_park(move || parks.send_modify(|parks| *parks += 1))
+            .build()
+            .unwrap()
+    });
+    for number in 0..6_u8 {
+        let receiving = async {
+            let mut receive = std::pin::pin!(a.recv());
+            assert!(receive.as_mut().now_or_never().is_none());
+            let (b, mut parks) = (b.clone(), parks.subscribe());
+            let before = *parks.borrow();
+            peers.spawn(async move {
+                // The receiver waits.
+                parks.wait_for(|parks| *parks > before).await.unwrap();
+                b.send(vec![number; 10]).await.unwrap();
+            });
+            soon("message", receive).await.unwrap().unwrap()
+        };
+        let received = others[usize::from(number % 2)].block_on(receiving);
+        assert_eq!(received, vec![number; 10]);
+    }
+    drop(idle);
+}
+
+#[test]
+fn connections_in_hybrid_mode_exchange_messages_without_events() {
+    const EXCHANGES: u64 = 2_000;
+    bounded("spinning", LONG, || {
+        Flavour::CurrentThread.runtime().block_on(async {
+            let (device, pd) = torture::device(&Network::new());
+            let queue = CompletionQueue::builder(&device).capacity(1024);
+            let queue = queue.mode(CompletionMode::Hybrid).build().unwrap();
+            let config = config().completion_queue(&queue);
+            let (a, b) = pair_in(&pd, &pd, &config, &config);
+            let answering = async {
+                for _ in 0..EXCHANGES {
+                    b.send(recv(&b).await).await.unwrap();
+                }
             };
-            let received = others[usize::from(number % 2)].block_on(receiving);
-            assert_eq!(received, vec![number; 10]);
-        }
-        drop(idle);
+            let asking = async {
+                for number in 0..EXCHANGES {
+                    let message = Bytes::copy_from_slice(&number.to_be_bytes());
+                    a.send(message.clone()).await.unwrap();
+                    assert_eq!(recv(&a).await, message);
+                }
+            };
+            tokio::join!(answering, asking);
+            let counters = queue.counters();
+            assert!(counters.events < EXCHANGES / 10, "{counters:?}");
+        });
     });
 }
 
