@@ -4,6 +4,7 @@ mod wait;
 
 use std::fmt;
 use std::sync::{Arc, Weak};
+use std::task::Waker;
 
 use tokio::runtime::{self, Handle};
 
@@ -40,7 +41,7 @@ const READY_BUDGET: usize = 128;
 pub(crate) struct CompletionQueueCore {
     mode: CompletionMode,
     /// Number of operations in flight that registered a waker or were abandoned, queued work
-    /// requests, and watchers for an idle work queue.
+    /// requests, watchers for an idle work queue, and listeners.
     waiting: AtomicU32,
     /// The part of `waiting` that only waits for solicited messages, see
     /// [`Limits::solicited`]. Increased under the lock of `state`.
@@ -67,10 +68,10 @@ struct State {
     request: arm::Request,
     /// Work queues with a listener.
     listeners: u32,
-    /// The runtime of which a task polls this queue in hybrid mode. Unless that task waits for an
-    /// event, it polls again, and arms the queue before it waits.
-    spinner: Option<runtime::Id>,
-    /// The number of completions at its last poll.
+    /// The runtime whose task polls this queue in hybrid mode. While it is set, the queue may be
+    /// unarmed: the task is scheduled, and arms the queue before it clears this.
+    spinning: Option<runtime::Id>,
+    /// The number of completions at the last poll of that task.
     spun: u64,
     unacknowledged: u32,
     /// `completions[next..end]` is taken from the device and not yet dispatched. Empty while a task
@@ -127,7 +128,7 @@ impl CompletionQueueCore {
                 reserved: 0,
                 request: arm::Request::NONE,
                 listeners: 0,
-                spinner: None,
+                spinning: None,
                 spun: 0,
                 unacknowledged: 0,
                 next: 0,
@@ -264,7 +265,10 @@ impl CompletionQueueCore {
         let entry = &mut state.queues[queue.owner().0 as usize];
         let detached = if detach { entry.take() } else { None };
         if let Some(attached) = &detached {
-            state.listeners -= u32::from(queue.remove_listener());
+            if queue.has_listener() {
+                state.listeners -= 1;
+                queue.remove_watcher();
+            }
             state.reserved -= attached.reserved;
             state.vacant.push(queue.owner().0);
         }
@@ -432,16 +436,18 @@ impl CompletionQueueCore {
     /// Ensures that the current runtime watches the queue; returns false if it cannot.
     #[inline]
     pub(crate) fn watch(self: &Arc<Self>) -> bool {
+        let watched = self.reactors.watch(self);
         if matches!(self.mode, CompletionMode::Hybrid) {
-            self.watch_beside_spinner();
+            self.arm_beside_spinning();
         }
-        self.reactors.watch(self)
+        watched
     }
 
-    /// Requests an event if the task of another runtime spins: that runtime may not run.
-    fn watch_beside_spinner(&self) {
+    /// Requests an event if the task of another runtime spins: that runtime may be blocked. Later
+    /// events arm the queue again, because two runtimes watch it now.
+    fn arm_beside_spinning(&self) {
         let mut state = lock(&self.state);
-        if state.spinner.is_some_and(|spinner| !is_current(spinner)) {
+        if state.spinning.is_some_and(|runtime| !is_current(runtime)) {
             let awaited = self.awaited();
             arm::before_park(&mut Draining { queue: self, state: &mut state }, awaited);
         }
@@ -450,7 +456,7 @@ impl CompletionQueueCore {
 
     /// Ends the polls of a task, and requests an event instead.
     fn arm_instead(&self, mut state: MutexGuard<'_, State>) {
-        state.spinner = None;
+        state.spinning = None;
         // Another waiter may have armed the queue meanwhile, and its event may have been raised.
         arm::on_event(&mut Draining { queue: self, state: &mut state });
         self.release(state);
@@ -460,11 +466,19 @@ impl CompletionQueueCore {
         self.waiting.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Adds a waiter for all completions of a work queue, or for solicited ones.
-    pub(super) fn add_listener(&self, solicited: bool) {
-        lock(&self.state).listeners += 1;
+    /// Gives `queue` its listener, unless it is detached.
+    pub(super) fn set_listener(self: &Arc<Self>, queue: &WorkQueue, listener: Waker) {
+        let mut state = lock(&self.state);
+        let attached = state.queues.get(queue.owner().0 as usize).and_then(Option::as_ref);
+        if attached.is_none_or(|attached| !std::ptr::eq(&*attached.queue, queue)) {
+            return;
+        }
+        queue.set_listener(listener);
+        state.listeners += 1;
         self.add_waiter();
-        self.solicited.fetch_add(u32::from(solicited), Ordering::Relaxed);
+        self.solicited.fetch_add(u32::from(queue.limits.solicited), Ordering::Relaxed);
+        drop(state);
+        self.ensure_watched();
     }
 
     #[inline]
@@ -537,34 +551,35 @@ impl reactor::Watched for CompletionQueueCore {
         self.cq.device()
     }
 
-    fn spins(&self) -> bool {
+    fn may_spin(&self) -> bool {
         matches!(self.mode, CompletionMode::Hybrid)
     }
 
-    fn on_event(&self, spinner: Option<runtime::Id>) -> bool {
+    fn on_event(&self, runtime: Option<runtime::Id>) -> bool {
         let mut state = lock(&self.state);
-        // The task of another runtime may not run for long.
-        let spins = spinner.is_some()
-            && state.listeners > 0
-            && (state.spinner.is_none() || state.spinner == spinner);
+        let begins = runtime.is_some_and(|runtime| {
+            state.listeners > 0
+                && state.spinning.is_none_or(|spinning| spinning == runtime)
+                // Another runtime gets no event of an unarmed queue, and this one may be blocked.
+                && self.reactors.is_only(runtime)
+        });
         let draining = &mut Draining { queue: self, state: &mut state };
-        if spins {
+        if begins {
             arm::take_event(draining);
             draining.drain();
-            state.spinner = spinner;
+            state.spinning = runtime;
         } else {
             arm::on_event(draining);
         }
         self.release(state);
-        spins
+        begins
     }
 
-    fn spin(&self, spinner: runtime::Id, rounds: u32) -> Option<u32> {
-        if !self.spins() {
-            return None;
-        }
-        let Some(mut state) = try_lock(&self.state) else { return Some(rounds + 1) };
-        if state.spinner != Some(spinner) {
+    fn spin(&self, runtime: runtime::Id, rounds: u32) -> Option<u32> {
+        let state = if rounds == 0 { Some(lock(&self.state)) } else { try_lock(&self.state) };
+        // Another thread polls.
+        let Some(mut state) = state else { return Some(rounds + 1) };
+        if state.spinning != Some(runtime) {
             return None;
         }
         while self.drain_batch(&mut state) {}
@@ -591,9 +606,9 @@ impl reactor::Watched for CompletionQueueCore {
     }
 
     #[cold]
-    fn stop_spinning(&self, spinner: runtime::Id) {
+    fn stop_spinning(&self, runtime: runtime::Id) {
         let state = lock(&self.state);
-        if state.spinner == Some(spinner) {
+        if state.spinning == Some(runtime) {
             self.arm_instead(state);
         }
     }

@@ -5,8 +5,9 @@
 //! reactor calls drains the queue in place. A software device calls a waker instead, with its locks
 //! held. A task that does nothing else drains the queue, which takes no system call.
 //!
-//! In hybrid mode the task also polls the queue for a while after an event, if it has a
-//! [listener](super::work_queue::WorkQueue::listen): operations spin themselves.
+//! In hybrid mode each registration has a task, also beside a descriptor. If the queue has a
+//! [listener](super::work_queue::WorkQueue::listen), the task polls it for a while after an event.
+//! Awaited operations spin themselves.
 //!
 //! Every runtime in which an operation waits has its own registration, so no wake-up depends on
 //! another runtime. The reactor also watches the asynchronous events of the device, because no
@@ -37,19 +38,19 @@ pub(super) trait Watched: Send + Sync {
 
     fn device(&self) -> &Device;
 
-    /// Returns true if a task of each runtime polls the queue after events.
-    fn spins(&self) -> bool;
+    /// Returns true if the tasks of registrations may poll the queue after events.
+    fn may_spin(&self) -> bool;
 
-    /// Handles an event. With a `spinner`, returns true if the task of that runtime is to
-    /// [spin](Self::spin).
-    fn on_event(&self, spinner: Option<runtime::Id>) -> bool;
+    /// Handles an event. Returns true if the task of `runtime`, if any, is to [spin](Self::spin).
+    fn on_event(&self, runtime: Option<runtime::Id>) -> bool;
 
-    /// Polls after `rounds` without a completion. Returns the rounds after this one, or `None` if
-    /// the task of `spinner` is to wait for the next event.
-    fn spin(&self, spinner: runtime::Id, rounds: u32) -> Option<u32>;
+    /// Polls for the task of `runtime`, after `rounds` polls without a completion; 0 when it
+    /// begins. Returns the rounds for the next poll. Returns `None` if the task is to wait for an
+    /// event, which was requested, or if it does not spin.
+    fn spin(&self, runtime: runtime::Id, rounds: u32) -> Option<u32>;
 
-    /// Requests an event in place of a task that ends.
-    fn stop_spinning(&self, spinner: runtime::Id);
+    /// Requests an event in place of a task that spins and ends.
+    fn stop_spinning(&self, runtime: runtime::Id);
 
     /// Wakes all waiting operations after a registration is gone, to find another one or to poll.
     fn rouse(&self);
@@ -76,12 +77,12 @@ struct Reactor {
     completion_waker: Waker,
     event_waker: Waker,
     arrival_waker: Waker,
-    /// The task of this registration polls the queue after events.
-    spins: bool,
-    /// The waker of the task, if the source is a descriptor, and whether the runtime has dropped
-    /// it.
-    spinner: futures::task::AtomicWaker,
-    spinner_ended: AtomicBool,
+    /// The task may poll the queue after events.
+    may_spin: bool,
+    /// The waker of the task.
+    task: futures::task::AtomicWaker,
+    /// The runtime has dropped the task.
+    task_ended: AtomicBool,
 }
 
 /// The descriptors and the task of a registration.
@@ -113,7 +114,7 @@ struct Served {
 }
 
 /// The task of a registration, which ends when the reactor is dropped.
-struct Service {
+struct ReactorTask {
     reactor: Weak<Reactor>,
     /// Rounds since the last completion while it spins, otherwise 0.
     rounds: u32,
@@ -137,21 +138,21 @@ impl Reactors {
         }
         let weak: Weak<dyn Watched> = Arc::<W>::downgrade(cq);
         let registrations = Registrations::new(channel, cq.device());
-        let reactor = Reactor::new(runtime, registrations, weak.clone(), cq.spins());
+        let reactor = Reactor::new(runtime, registrations, weak.clone(), cq.may_spin());
         add(&mut list, reactor.clone());
         drop(list);
         reactor.serve_events();
         reactor.serve_arrivals();
-        let service = Service { reactor: Arc::downgrade(&reactor), rounds: 0 };
+        let task = ReactorTask { reactor: Arc::downgrade(&reactor), rounds: 0 };
         match &reactor.watched.source {
             Some(Source::Descriptor(_)) => {
-                if reactor.spins {
-                    drop(handle.spawn(service));
+                if reactor.may_spin {
+                    drop(handle.spawn(task));
                 }
                 reactor.serve_completions();
             }
             Some(Source::Task(served)) => {
-                drop(handle.spawn(service));
+                drop(handle.spawn(task));
                 // A runtime that is shutting down drops the task at once, and with it the entry.
                 // An entry without registrations keeps the next operation from trying again.
                 if served.ended.load(Ordering::Acquire) {
@@ -162,6 +163,11 @@ impl Reactors {
             None => {}
         }
         reactor.is_served()
+    }
+
+    /// Returns true if no other runtime watches the channel.
+    pub(super) fn is_only(&self, runtime: runtime::Id) -> bool {
+        self.list.lock().iter().all(|reactor| reactor.runtime == runtime || !reactor.is_served())
     }
 
     pub(super) fn has_inlet(&self) -> bool {
@@ -246,7 +252,7 @@ impl Reactor {
         runtime: runtime::Id,
         watched: Registrations,
         cq: Weak<dyn Watched>,
-        spins: bool,
+        may_spin: bool,
     ) -> Arc<Self> {
         Arc::new_cyclic(|weak: &Weak<Self>| {
             let waker = |serve: fn(&Self)| {
@@ -259,9 +265,9 @@ impl Reactor {
                 completion_waker: waker(Self::serve_completions),
                 event_waker: waker(Self::serve_events),
                 arrival_waker: waker(Self::serve_arrivals),
-                spins,
-                spinner: futures::task::AtomicWaker::new(),
-                spinner_ended: AtomicBool::new(false),
+                may_spin,
+                task: futures::task::AtomicWaker::new(),
+                task_ended: AtomicBool::new(false),
             }
         })
     }
@@ -331,13 +337,13 @@ impl Reactor {
 
     /// Handles an event, and wakes the task that is to spin.
     fn on_event(&self, cq: &dyn Watched) {
-        let has_spinner = self.spins && !self.spinner_ended.load(Ordering::Acquire);
-        if cq.on_event(has_spinner.then_some(self.runtime)) {
+        let has_task = self.may_spin && !self.task_ended.load(Ordering::Acquire);
+        if cq.on_event(has_task.then_some(self.runtime)) {
             // It may have ended meanwhile.
-            if self.spinner_ended.load(Ordering::Acquire) {
+            if self.task_ended.load(Ordering::Acquire) {
                 cq.stop_spinning(self.runtime);
             }
-            self.spinner.wake();
+            self.task.wake();
         }
     }
 
@@ -362,13 +368,16 @@ impl Source {
     }
 }
 
-impl Future for Service {
+impl Future for ReactorTask {
     type Output = ();
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
         let Some(reactor) = self.reactor.upgrade() else { return Poll::Ready(()) };
         let Some(cq) = reactor.cq.upgrade() else { return Poll::Ready(()) };
         // Before the queue is polled, so that a later event wakes this task.
+        if reactor.may_spin {
+            reactor.task.register(context.waker());
+        }
         match &reactor.watched.source {
             Some(Source::Task(served)) => {
                 served.waker.get_or_init(|| {
@@ -382,13 +391,13 @@ impl Future for Service {
                     if let Some(inlet) = &reactor.watched.inlet {
                         inlet.get_ref().serve();
                     }
-                    cq.on_event(reactor.spins.then_some(reactor.runtime));
+                    cq.on_event(reactor.may_spin.then_some(reactor.runtime));
                 }
             }
-            Some(Source::Descriptor(_)) => reactor.spinner.register(context.waker()),
+            Some(Source::Descriptor(_)) => {}
             None => return Poll::Ready(()),
         }
-        if reactor.spins {
+        if reactor.may_spin {
             self.rounds = cq.spin(reactor.runtime, self.rounds).unwrap_or(0);
             if self.rounds > 0 {
                 wake_in_turn(context, self.rounds);
@@ -398,11 +407,11 @@ impl Future for Service {
     }
 }
 
-impl Drop for Service {
+impl Drop for ReactorTask {
     fn drop(&mut self) {
         let Some(reactor) = self.reactor.upgrade() else { return };
-        reactor.spinner_ended.store(true, Ordering::Release);
-        drop(reactor.spinner.take());
+        reactor.task_ended.store(true, Ordering::Release);
+        drop(reactor.task.take());
         let cq = reactor.cq.upgrade();
         if let Some(cq) = &cq {
             cq.stop_spinning(reactor.runtime);
@@ -475,19 +484,19 @@ mod tests {
             &self.device
         }
 
-        fn spins(&self) -> bool {
+        fn may_spin(&self) -> bool {
             false
         }
 
-        fn on_event(&self, _spinner: Option<runtime::Id>) -> bool {
+        fn on_event(&self, _runtime: Option<runtime::Id>) -> bool {
             false
         }
 
-        fn spin(&self, _spinner: runtime::Id, _rounds: u32) -> Option<u32> {
+        fn spin(&self, _runtime: runtime::Id, _rounds: u32) -> Option<u32> {
             None
         }
 
-        fn stop_spinning(&self, _spinner: runtime::Id) {}
+        fn stop_spinning(&self, _runtime: runtime::Id) {}
 
         fn rouse(&self) {}
 

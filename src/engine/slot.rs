@@ -94,6 +94,14 @@ pub(super) enum Registered {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Unwatched(u16);
 
+impl Unwatched {
+    /// Returns true if the listener of the work queue, if any, learns of the completion.
+    #[inline(always)]
+    pub(super) fn is_listened(self) -> bool {
+        self.0 & LISTENED != 0
+    }
+}
+
 #[derive(Debug)]
 pub(super) enum Detach {
     /// The result is available; the buffers are returned, and the caller must release the slot.
@@ -240,12 +248,12 @@ impl<Q> Slot<Q> {
         matches!(self.phase_in(id), Some(SUBMITTED | WAITING | DETACHED))
     }
 
-    /// Returns the state of the slot if `id` is current, and has no waker and no listener.
+    /// Returns the state of the slot if `id` is current and has no waker.
     #[inline(always)]
     pub(super) fn unwatched(&self, id: WrId) -> Option<Unwatched> {
         // Same order of loads as in `phase_in`.
         let state = self.state.load(Ordering::Acquire);
-        (state & (PHASE | LISTENED) == SUBMITTED && self.id() == id).then_some(Unwatched(state))
+        (state & PHASE == SUBMITTED && self.id() == id).then_some(Unwatched(state))
     }
 
     /// Stores the completion. Returns false if the slot has left the state `unwatched`, which the

@@ -153,6 +153,15 @@ impl WorkQueue {
         }
         if !slot.finish_unwatched(unwatched, wc) {
             self.settle_overtaken(wc, woken);
+        } else if unwatched.is_listened() {
+            self.notify_listener(woken);
+        }
+    }
+
+    #[inline]
+    fn notify_listener(&self, woken: &mut WakeList) {
+        if let Some(listener) = self.listener.get() {
+            woken.wake_once(listener);
         }
     }
 
@@ -275,11 +284,7 @@ impl WorkQueue {
     fn follow_up(&self, slot: &Slot<Self>, finished: Finished, woken: &mut WakeList) {
         match finished {
             Finished::Stale => {}
-            Finished::Unwatched => {
-                if let Some(listener) = self.listener.get() {
-                    woken.wake_once(listener);
-                }
-            }
+            Finished::Unwatched => self.notify_listener(woken),
             Finished::Wake(waker) => {
                 self.remove_watcher();
                 woken.wake(waker);
@@ -345,7 +350,7 @@ impl WorkQueue {
         // Excludes the poster, which finishes queued work that was never posted.
         let posting = lock(&self.posting);
         posting.watch.rouse.iter().for_each(|waker| woken.wake(waker.clone()));
-        self.listener.get().into_iter().for_each(|listener| woken.wake_once(listener));
+        self.notify_listener(woken);
         for (_, slot) in self.slots.iter() {
             if let Some((waker, stopped_waiting)) = slot.rouse() {
                 if stopped_waiting {
@@ -414,29 +419,27 @@ impl WorkQueue {
     }
 
     /// Wakes `listener` whenever operations without a waker of their own complete. Requires
-    /// `limits.listened`. May be called once, before an operation can complete.
+    /// `limits.listened`. Called once; earlier completions wake nothing.
     ///
     /// The queue counts as a waiter until it is detached. The waker is cloned and dropped under
     /// locks, so it must not run code of a user then.
     pub(crate) fn listen(&self, listener: Waker) {
+        self.cq.set_listener(self, listener);
+    }
+
+    /// Requires the lock of the completion queue.
+    pub(super) fn set_listener(&self, listener: Waker) {
         debug_assert!(self.limits.listened, "operations are marked when they are posted");
         let set = self.listener.set(listener);
         debug_assert!(set.is_ok(), "a work queue has one listener");
-        self.cq.add_listener(self.limits.solicited);
-        self.cq.ensure_watched();
+    }
+
+    pub(super) fn has_listener(&self) -> bool {
+        self.listener.get().is_some()
     }
 
     pub(crate) fn is_listened(&self) -> bool {
         self.limits.listened
-    }
-
-    /// Removes the waiter of the listener from the completion queue. Returns true if there is one.
-    pub(super) fn remove_listener(&self) -> bool {
-        let has_listener = self.listener.get().is_some();
-        if has_listener {
-            self.remove_watcher();
-        }
-        has_listener
     }
 
     /// Returns the number of failures that end the work of the whole queue, modulo 2^32: failed

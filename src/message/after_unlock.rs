@@ -19,7 +19,7 @@ use crate::op::Recv;
 #[derive(Debug, Default)]
 pub(super) struct AfterUnlock {
     wakers: SmallVec<[Waker; 2]>,
-    /// There is more than wakers.
+    /// A field below is not empty.
     has_other: bool,
     dropped: SmallVec<[Dropped; 1]>,
     /// Messages sent from the service's memory. Several are acknowledged at once.

@@ -44,6 +44,9 @@ use crate::op::{QueuePair, Received};
 /// The number of frames handled before the task yields.
 pub(super) const BATCH: usize = 128;
 
+/// The frames in flight with which a poll of the send queue is worth its cost.
+const REAPED: usize = 4;
+
 /// The frames in flight with which a side skips receives. More would enlarge the queues of a
 /// connection that becomes idle.
 const SKIPS: usize = 4;
@@ -212,8 +215,8 @@ impl Core {
     /// Does all work that is possible now, for a task. Operations wake `driver`.
     pub(super) fn progress(&mut self, driver: &Waker) {
         self.advance(driver);
-        // The task may wait for a receive. The runtime that watches the queue may be another one,
-        // which does not run.
+        // The task may wait for a receive, also if the other runtimes that watch the queue do not
+        // run. If this one cannot watch it, the driver polls.
         if self.is_listened && self.close_reason().is_none() && !self.qp.watch_receives() {
             self.after.wake_driver();
         }
@@ -222,10 +225,10 @@ impl Core {
     /// Takes what has arrived, for a task that receives. Does nothing more if there is nothing:
     /// other completions wake the driver.
     pub(super) fn progress_for_receiver(&mut self, driver: &Waker) {
-        let is_calm = self.is_listened
+        let nothing_arrived = self.is_listened
             && self.protocol.phase().check_open().is_ok()
             && self.receives.posted.front().is_some_and(|receive| !receive.is_finished());
-        if is_calm && self.qp.watch_receives() {
+        if nothing_arrived && self.qp.watch_receives() {
             return;
         }
         self.progress(driver);
@@ -339,9 +342,8 @@ impl Core {
         for taken in 0..BATCH {
             let Some(receive) = self.receives.posted.front_mut() else { return Ok(()) };
             // One poll of the device: the listener learns of later completions.
-            if self.is_listened
-                && !(if taken == 0 { receive.is_finished() } else { receive.is_complete() })
-            {
+            let arrived = if taken == 0 { receive.is_finished() } else { receive.is_complete() };
+            if self.is_listened && !arrived {
                 return Ok(());
             }
             let Poll::Ready(result) = Pin::new(receive).poll(context) else { return Ok(()) };
@@ -449,12 +451,12 @@ impl Core {
         }
     }
 
-    /// Removes completed frames if something waits for them or they are several: a poll of the
-    /// send queue then finds several completions.
+    /// Removes completed frames if something waits for them, or at least [`REAPED`] are in flight:
+    /// a poll of the send queue then finds several completions.
     fn reap_some(&mut self) {
         let awaited =
             self.lent > 0 || self.held.is_some() || self.mark.is_some() || !self.senders.is_empty();
-        if awaited || self.sends.len() >= SKIPS {
+        if awaited || self.sends.len() >= REAPED {
             self.reap();
         }
     }

@@ -216,6 +216,7 @@ impl Flow {
 
     /// Returns the announcement of this side's receives that is due, which must be sent. A peer
     /// that has finished sends no messages.
+    #[inline]
     pub(super) fn announce(&mut self) -> Option<(Header, Resize)> {
         let resize = self.resize?;
         if self.peer_finished || !self.may_send(Kind::Resize) {
@@ -229,6 +230,7 @@ impl Flow {
 
     /// Returns the header of a frame that skips a receive of the peer, which must be sent, if the
     /// peer asks for it and messages have the credits that they need.
+    #[inline]
     pub(super) fn skip(&mut self) -> Option<Header> {
         if self.to_skip == 0 || self.finished || self.credits() <= RESERVE {
             return None;
@@ -269,6 +271,7 @@ impl Flow {
     }
 
     /// Returns true if an `Ack` must be sent now.
+    #[inline]
     pub(super) fn ack_due(&self) -> bool {
         if (self.done != self.done_announced || self.ack_requested) && self.credits() >= 2 {
             return true;

@@ -228,7 +228,8 @@ impl Core {
     ) -> Poll<Result<(), MessageError>> {
         let lent = self.lent;
         let sent = self.poll_unblocked(|core| core.try_send(message), ticket, driver, caller);
-        // The buffer returns although no task waits for its sends.
+        // The buffer returns although no task waits for its sends. Later lent sends are watched
+        // when these complete.
         if lent == 0 && self.lent > 0 {
             self.terminate_on_error(|core| core.watch_sends(&mut Context::from_waker(driver)));
         }

@@ -158,7 +158,7 @@ pub(super) struct Shared {
     /// `driver_waker` as a waker.
     waker: Waker,
     pub(super) qp: QueuePair,
-    /// The last task that began to receive had to wait.
+    /// The last task that began to receive had to wait. A hint, so its order is not ensured.
     receivers_wait: AtomicBool,
     pub(super) runtime: Handle,
     admitted: Option<Admitted>,
@@ -179,6 +179,8 @@ impl Shared {
                 in_place: !qp.is_polled_by_thread(),
             });
             let waker = Waker::from(driver_waker.clone());
+            // Until this returns, the listener finds no connection. The driver's first poll takes
+            // what has arrived.
             if qp.is_listened() {
                 qp.listen(waker.clone());
             }

@@ -9,7 +9,8 @@ pub(super) struct Ticket(u64);
 
 /// A task that checks a condition under the lock and may have to wait. Cloning and dropping its
 /// waker runs user code, which must not happen under the lock.
-/// [`Shared::poll`](super::shared::Shared::poll) therefore checks again with a clone.
+/// [`Shared::poll`](super::shared::Shared::poll) therefore checks again with a clone, unless the
+/// task has [expected](Self::expect_wait) to wait.
 ///
 /// One poll registers it at most once. `will_wake` is best effort and only saves a clone if an
 /// earlier poll registered the same task.

@@ -249,6 +249,31 @@ fn many_connections_work_in_parallel_and_in_sequence() {
 }
 
 #[test]
+fn connections_in_hybrid_mode_receive_after_they_were_idle() {
+    for flavour in Flavour::ALL {
+        bounded("idle", 2 * LONG, move || {
+            flavour.runtime().block_on(async {
+                let (peer, device) = (Peer::start(), device());
+                let config =
+                    config().mode(CompletionMode::Hybrid).keepalive(None).user_data("echo");
+                let connecting = Connection::connect_with(&device, peer.address, &config);
+                let connection = soon("connect", connecting).await.unwrap();
+                for number in 0..10_u8 {
+                    // The device's own thread receives, instead of a task, after 50 ms or so.
+                    tokio::time::sleep(Duration::from_millis(120)).await;
+                    for len in [10, 5_000] {
+                        connection.send(vec![number; len]).await.unwrap();
+                        assert_eq!(soon("echo", recv(&connection)).await, vec![number; len]);
+                    }
+                }
+                soon("close", connection.close()).await.unwrap();
+                peer.finish();
+            });
+        });
+    }
+}
+
+#[test]
 fn either_side_may_close_or_drop_the_connection() {
     run("ends", || async {
         let (peer, device) = (Peer::start(), device());
