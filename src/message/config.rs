@@ -254,6 +254,9 @@ impl ConnectionConfig {
     /// 10 s; each at least 1 ms; `None` disables it. The peer's driver answers, so this detects a
     /// stuck runtime. Retransmission detects a lost device within seconds.
     ///
+    /// The `interval` counts from the answer to the last `Ping`. If other frames have arrived
+    /// since, it may begin anew once, because arrivals are counted and not timed.
+    ///
     /// The answer queues behind READs and WRITEs of the peer's service and behind fetched messages.
     /// If these and [`receive_memory`](Self::receive_memory) may take longer than `timeout`, raise
     /// `timeout` or reduce the operations in flight.

@@ -316,6 +316,9 @@ impl Core {
 
     fn work(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
         self.take_frames(context)?;
+        if self.protocol.note_answer(Instant::now) {
+            self.after.wake_driver();
+        }
         if let Some(kind) = self.protocol.phase().failure() {
             return self.on_failure(kind, context);
         }

@@ -176,6 +176,11 @@ impl Protocol {
         self.timers.probe(now, self.flow.used_receives());
     }
 
+    /// Notes arrived frames, which answer a `Ping`. Returns true if the deadline has changed.
+    pub(super) fn note_answer(&mut self, now: impl FnOnce() -> Instant) -> bool {
+        self.timers.note_answer(now, self.flow.used_receives())
+    }
+
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.timers.deadline()
     }

@@ -129,6 +129,19 @@ impl Timers {
         }
     }
 
+    /// Notes that frames have arrived since a `Ping`: the next one is due an interval later.
+    /// Without this, a peer that is lost after its answer would be asked again only after
+    /// `timeout`. Returns true if the deadline has changed.
+    pub(super) fn note_answer(&mut self, now: impl FnOnce() -> Instant, arrived: u32) -> bool {
+        let Some((interval, _)) = self.times.keepalive else { return false };
+        let is_answered = self.pinged && arrived != self.arrived;
+        if is_answered {
+            (self.pinged, self.arrived) = (false, arrived);
+            self.silence = now().checked_add(interval);
+        }
+        is_answered
+    }
+
     pub(super) fn deadline(&self) -> Option<Instant> {
         let times = [self.silence, self.stall, self.first_message, self.idle, self.linger];
         times.into_iter().flatten().min()
@@ -209,6 +222,20 @@ mod tests {
         assert_eq!(timers.expire(at(50), 2, QUIET), None, "it has answered");
         assert_eq!(timers.expire(at(60), 2, QUIET), Some(Expired::Silence));
         assert_eq!(timers.expire(at(90), 2, QUIET), Some(Expired::Terminate(CloseReason::Silent)));
+    }
+
+    #[test]
+    fn peer_lost_after_an_answer_is_asked_an_interval_later() {
+        let keepalive = Some((Duration::from_millis(10), Duration::from_millis(30)));
+        let (mut timers, at) = timers(Times { keepalive, ..Times::default() });
+        assert!(!timers.note_answer(|| at(5), 1), "no `Ping` was due");
+        assert_eq!(timers.expire(at(10), 1, QUIET), None, "a frame has arrived");
+        assert_eq!(timers.expire(at(20), 1, QUIET), Some(Expired::Silence));
+        assert!(!timers.note_answer(|| at(21), 1), "no frame has arrived since");
+        assert!(timers.note_answer(|| at(22), 2));
+        assert_eq!(timers.deadline(), Some(at(32)));
+        assert_eq!(timers.expire(at(32), 2, QUIET), Some(Expired::Silence));
+        assert_eq!(timers.expire(at(62), 2, QUIET), Some(Expired::Terminate(CloseReason::Silent)));
     }
 
     #[test]
