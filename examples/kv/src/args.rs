@@ -62,6 +62,21 @@ pub(crate) enum Command {
         #[command(flatten)]
         check: CheckOptions,
     },
+    /// Kill servers, and measure the time until the next ones answer
+    Failover(FailoverOptions),
+}
+
+#[derive(Debug, Clone, Args)]
+pub(crate) struct FailoverOptions {
+    /// Servers to kill, one after the other
+    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    pub(crate) repeat: u32,
+    /// Addresses of two servers and their software devices; on a real device, twice the same
+    #[arg(long, num_args = 2, default_values = ["127.0.79.1", "127.0.79.2"])]
+    pub(crate) addresses: Vec<IpAddr>,
+    /// Seed of the times for which the servers serve
+    #[arg(long, default_value_t = 1)]
+    pub(crate) seed: u64,
 }
 
 #[derive(Debug, Clone, Args)]

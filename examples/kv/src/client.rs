@@ -40,7 +40,7 @@ impl Default for ClientConfig {
             torn_retries: 8,
             reads: 16,
             checksums: true,
-            keepalive: Some((Duration::from_millis(250), Duration::from_millis(600))),
+            keepalive: Some((Duration::from_millis(150), Duration::from_millis(600))),
             ack_timeout: ACK_TIMEOUT,
         }
     }
@@ -75,7 +75,7 @@ impl ClientConfig {
     }
 
     /// Sets how a failed server is detected: a server that is silent for the first duration is
-    /// asked, and fails if it is silent for the second one after that; default 250 ms and 600 ms.
+    /// asked, and fails if it is silent for the second one after that; default 150 ms and 600 ms.
     /// With `None`, only the transport detects it, by [retries](Self::ack_timeout).
     ///
     /// Longer times suit machines where a server may wait for a processor as long.

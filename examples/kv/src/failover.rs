@@ -23,7 +23,8 @@ const ATTEMPT: Duration = Duration::from_secs(1);
 /// and versions of different [generations](Self::generation) must not be compared. Clients that
 /// are separated from a server at different times use different tables meanwhile.
 ///
-/// A failed server is known within the sum of the times of [`ClientConfig::keepalive`].
+/// A failed server is known within the sum of the times of [`ClientConfig::keepalive`], or, if it
+/// has just answered messages, one interval later.
 ///
 /// ```
 /// # use kv::{ClientConfig, FailoverClient, Layout, Server};

@@ -8,6 +8,7 @@
 //! kv check --connect 127.0.0.1:7474        runs many clients at once and checks every answer
 //! kv load                                  the same with a server in this process
 //! kv check --udp                           the same with two software devices over UDP
+//! kv failover                              kills servers, and measures until the next ones answer
 //! ```
 //!
 //! `kv COMMAND --help` lists all options; `examples/kv/README.md` explains the design. The device
@@ -19,6 +20,7 @@ mod device;
 mod load;
 mod place;
 mod report;
+mod takeover;
 mod torture;
 
 use std::error::Error;
@@ -88,6 +90,7 @@ async fn run(command: Command) -> Result<()> {
             println!("{done}");
             Ok(())
         }
+        Command::Failover(options) => takeover::run(&options).await,
     }
 }
 

@@ -126,6 +126,12 @@ async fn killed_server_is_reported() {
     assert!(gone.iter().any(|gone| output.contains(gone)), "{output}");
 }
 
+#[test]
+fn times_until_the_next_server_answers_are_measured() {
+    let output = run("failover --repeat 2 --addresses 127.0.77.6 127.0.77.7");
+    assert!(output.starts_with("2 servers killed; until the next one answered: p50 "), "{output}");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn every_call_fails_when_the_server_is_killed() {
     let (server, address) = serve(3, "");

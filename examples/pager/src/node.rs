@@ -21,7 +21,7 @@ const DEPTH: u32 = 64;
 
 /// The interval and timeout of keep-alives. A dead peer is detected in their sum, while the eight
 /// attempts of the transport take longer, on some devices four times as long.
-const KEEPALIVE: (Duration, Duration) = (Duration::from_millis(250), Duration::from_millis(600));
+const KEEPALIVE: (Duration, Duration) = (Duration::from_millis(150), Duration::from_millis(600));
 
 /// Returns the settings of both ends. Pages need no messages, hence few buffers.
 pub(crate) fn connection(pd: &ProtectionDomain) -> ConnectionConfig {

@@ -124,4 +124,8 @@ pub(crate) struct Demo {
     /// Addresses of the two owners and the client; on a real device, three times the same.
     #[arg(long, num_args = 3, default_values = ["127.0.74.1", "127.0.74.2", "127.0.74.3"])]
     pub(crate) addresses: Vec<IpAddr>,
+    /// Kills so many owners that have a replica, and prints the slowest page of each run. By
+    /// default, one owner with and one without a replica is killed.
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    pub(crate) repeat: Option<u32>,
 }

@@ -14,15 +14,40 @@ pub(crate) async fn run(options: &Demo) -> Result<()> {
     let [a, b, client] = options.addresses[..] else {
         return Err("--addresses takes three addresses".into());
     };
+    if let Some(runs) = options.repeat {
+        return repeat(options, runs, [a, b, client]).await;
+    }
     println!("--- an owner is killed, its replica continues");
-    if !run_scenario(options, a, Some(b), client).await? {
+    if !run_scenario(options, a, Some(b), client).await?.succeeded {
         return Err("the client failed despite the replica".into());
     }
     println!("--- an owner without a replica is killed");
-    if run_scenario(options, a, None, client).await? {
+    if run_scenario(options, a, None, client).await?.succeeded {
         return Err("the client succeeded although its pages are lost".into());
     }
     println!("--- demo passed");
+    Ok(())
+}
+
+/// Kills an owner that has a replica, several times.
+async fn repeat(options: &Demo, runs: u32, [a, b, client]: [IpAddr; 3]) -> Result<()> {
+    let mut slowest = Vec::new();
+    for _ in 0..runs {
+        let ended = run_scenario(options, a, Some(b), client).await?;
+        if !ended.succeeded || ended.lost != 1 {
+            return Err("the client did not lose one owner and continue; see --reads".into());
+        }
+        slowest.push(ended.slowest.ok_or("the client printed no slowest page")?);
+    }
+    slowest.sort_unstable_by(f64::total_cmp);
+    // The smallest time that so many per cent of the runs do not exceed.
+    let at = |percent: usize| slowest[(slowest.len() * percent).div_ceil(100) - 1] / 1e6;
+    println!(
+        "{runs} owners killed; slowest page of each run: p50 {:.2} s, p99 {:.2} s, at most {:.2} s",
+        at(50),
+        at(99),
+        at(100)
+    );
     Ok(())
 }
 
@@ -31,7 +56,7 @@ async fn run_scenario(
     a: IpAddr,
     b: Option<IpAddr>,
     client: IpAddr,
-) -> Result<bool> {
+) -> Result<Ended> {
     let mut coordinator =
         Process::start("coordinator", &["coordinator", "--listen", "127.0.0.1:0"])?;
     let output = coordinator.wait_for("coordinator at ").await?;
@@ -69,6 +94,15 @@ fn arguments(work: &Work) -> Vec<String> {
     line.split(' ').map(str::to_owned).collect()
 }
 
+/// The end of a client.
+struct Ended {
+    succeeded: bool,
+    /// Nodes lost.
+    lost: usize,
+    /// The longest time of a page, in microseconds.
+    slowest: Option<f64>,
+}
+
 /// A process of this program, killed on drop.
 struct Process {
     name: &'static str,
@@ -101,11 +135,19 @@ impl Process {
         timeout(PATIENCE * 20, found()).await.map_err(|_| "timed out waiting for output")?
     }
 
-    /// Prints the remaining output; returns whether the process succeeded.
-    async fn end(mut self) -> Result<bool> {
+    /// Prints the remaining output of a client, and waits for its end.
+    async fn end(mut self) -> Result<Ended> {
+        let mut ended = Ended { succeeded: false, lost: 0, slowest: None };
         while let Some(line) = self.lines.next_line().await? {
             println!("{}: {line}", self.name);
+            if line.starts_with("node ") && line.contains(" was lost: ") {
+                ended.lost += 1;
+            }
+            if let Some(latencies) = line.strip_prefix("page ") {
+                ended.slowest = latencies.split_whitespace().last().map(str::parse).transpose()?;
+            }
         }
-        Ok(self.child.wait().await?.success())
+        ended.succeeded = self.child.wait().await?.success();
+        Ok(ended)
     }
 }
