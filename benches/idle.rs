@@ -1,9 +1,17 @@
-//! The cost of many connections: `cargo bench --bench idle -- [connections=1000] [rounds=2]`.
+//! The cost of many connections: `cargo bench --bench idle -- [connections=1000]
+//! [sizes=64,4096,65536] [exchanges=10000] [rounds=3] [budget=1024] [until=idle]`.
 //!
 //! Both sides of all connections are in this process, on the software device, in one thread. A side
 //! is counted while it is idle, after all have exchanged messages in turn, and when it is idle
-//! again: Rust allocations, the process's memory, and descriptors. Then the time of an exchange by
-//! each connection in turn is compared with ten connections that take turns.
+//! again: Rust allocations, the process's memory, and descriptors.
+//!
+//! The median time of an exchange by each connection in turn, one per visit, is compared with ten
+//! connections that take turns. Each size begins with visits that are not counted, in which
+//! connections register buffers, of at most `budget` MiB.
+//!
+//! With `until=exchanged` it ends after the exchanges, and connections keep their buffers however
+//! long a turn takes: for `scripts/costs connections`, which counts the instructions and cache
+//! misses of [`among_all`].
 
 mod common;
 #[path = "../tests/common/live.rs"]
@@ -15,18 +23,21 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use common::{Arguments, Result};
+use tokio::runtime::Runtime;
+use tokio_rdma::message::BufferBudget;
 use tokio_rdma::{Connection, ConnectionConfig, Device, Listener};
-
-const SIZES: [usize; 3] = [64, 4 << 10, 64 << 10];
 
 /// The number of connections of the comparison.
 const FEW: usize = 10;
+
+/// The visits of each connection before those that are measured.
+const WARM_UP: usize = 4;
 
 /// The connections made at once.
 const AT_ONCE: usize = 32;
 
 /// The limit for anything that waits for the other side.
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(1200);
 
 type Pair = (Connection, Connection);
 
@@ -70,37 +81,43 @@ fn main() -> ExitCode {
 }
 
 fn run() -> Result<()> {
-    let arguments = Arguments::new(&[("connections", "1000"), ("rounds", "2")])?;
+    let arguments = Arguments::new(&[
+        ("connections", "1000"),
+        ("sizes", "64,4096,65536"),
+        ("exchanges", "10000"),
+        ("rounds", "3"),
+        ("budget", "1024"),
+        ("until", "idle"),
+    ])?;
     let (number, rounds) = (arguments.number("connections")?, arguments.number("rounds")?);
+    let exchanges = arguments.number("exchanges")?;
+    let shrink_after = match arguments.get("until") {
+        "idle" => Duration::from_secs(2),
+        "exchanged" => Duration::from_secs(3600),
+        other => return Err(format!("invalid argument until={other}").into()),
+    };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let device = Device::software()?;
+    let config = ConnectionConfig::default()
+        .budget(&BufferBudget::new((arguments.number("budget")? as u64) << 20))
+        .shrink_after(shrink_after)
+        .max_connections(u32::MAX)
+        .max_connections_per_source(u32::MAX);
+    // What the first connections of a device need only once.
+    drop(runtime.block_on(connect(&device, &config, FEW))?);
+    let before = Held::now()?;
+    let start = Instant::now();
+    let pairs = runtime.block_on(connect(&device, &config, number))?;
+    println!("{number} connections made in {:.2} s", start.elapsed().as_secs_f64());
+    Held::now()?.print("idle", before, 2 * number);
+    for size in arguments.get("sizes").split(',') {
+        compare(&runtime, &pairs, size.parse()?, exchanges, rounds)?;
+    }
+    Held::now()?.print("just used", before, 2 * number);
+    if arguments.get("until") == "exchanged" {
+        return Ok(());
+    }
     runtime.block_on(async {
-        let device = Device::software()?;
-        let config = ConnectionConfig::default()
-            .shrink_after(Duration::from_millis(200))
-            .max_connections(u32::MAX)
-            .max_connections_per_source(u32::MAX);
-        // What the first connections of a device need only once.
-        drop(connect(&device, &config, FEW).await?);
-        let before = Held::now()?;
-        let start = Instant::now();
-        let pairs = connect(&device, &config, number).await?;
-        println!("{number} connections made in {:.2} s", start.elapsed().as_secs_f64());
-        Held::now()?.print("idle", before, 2 * number);
-        for size in SIZES {
-            let mut few = Duration::MAX;
-            let mut all = Duration::MAX;
-            for _ in 0..rounds {
-                few = few.min(in_turn(&pairs[..FEW.min(number)], number, size).await?);
-                all = all.min(in_turn(&pairs, number, size).await?);
-            }
-            println!(
-                "exchange of {size:5} B, among all {:8.2} µs, among {FEW} {:8.2} µs: {:.2} x",
-                all.as_secs_f64() * 1e6,
-                few.as_secs_f64() * 1e6,
-                all.as_secs_f64() / few.as_secs_f64(),
-            );
-        }
-        Held::now()?.print("just used", before, 2 * number);
         tokio::time::timeout(LIMIT, async {
             let first = |side: &Connection| side.counters().buffer_memory == 10 * 384;
             while !pairs.iter().all(|(one, other)| first(one) && first(other)) {
@@ -114,6 +131,42 @@ fn run() -> Result<()> {
         Held::now()?.print("idle again", before, 2 * number);
         Ok(())
     })
+}
+
+/// Prints the time of an exchange of `size` bytes among all connections and among few.
+fn compare(
+    runtime: &Runtime,
+    pairs: &[Pair],
+    size: usize,
+    exchanges: usize,
+    rounds: usize,
+) -> Result<()> {
+    in_turn(runtime, pairs, WARM_UP * pairs.len(), size)?;
+    let (mut few, mut all) = (Vec::new(), Vec::new());
+    for _ in 0..rounds {
+        few.extend(in_turn(runtime, &pairs[..FEW.min(pairs.len())], exchanges, size)?);
+        all.extend(among_all(runtime, pairs, exchanges, size)?);
+    }
+    let [few, all] = [few, all].map(|mut times| {
+        let middle = times.len() / 2;
+        times.select_nth_unstable(middle).1.as_secs_f64() * 1e6
+    });
+    println!(
+        "exchange of {size:5} B, among all {all:8.2} µs, among {FEW} {few:8.2} µs: {:.2} x",
+        all / few
+    );
+    Ok(())
+}
+
+/// Exchanges by all connections. `scripts/costs` counts its instructions.
+#[inline(never)]
+fn among_all(
+    runtime: &Runtime,
+    pairs: &[Pair],
+    exchanges: usize,
+    size: usize,
+) -> Result<Vec<Duration>> {
+    in_turn(runtime, pairs, exchanges, size)
 }
 
 /// Makes connections of a listener.
@@ -140,20 +193,28 @@ async fn connect(device: &Device, config: &ConnectionConfig, number: usize) -> R
     Ok(pairs)
 }
 
-/// Sends `size` bytes and an answer `exchanges` times, by each connection in turn. Returns the mean
-/// time of an exchange.
-async fn in_turn(pairs: &[Pair], exchanges: usize, size: usize) -> Result<Duration> {
+/// Sends `size` bytes and an answer `exchanges` times, by each connection in turn. Returns the time
+/// of each exchange.
+fn in_turn(
+    runtime: &Runtime,
+    pairs: &[Pair],
+    exchanges: usize,
+    size: usize,
+) -> Result<Vec<Duration>> {
     let message = Bytes::from(vec![7; size]);
-    let start = Instant::now();
-    for (client, server) in pairs.iter().cycle().take(exchanges) {
-        let exchange = async {
+    let mut times = Vec::with_capacity(exchanges);
+    let exchange = async {
+        for (client, server) in pairs.iter().cycle().take(exchanges) {
+            let start = Instant::now();
             client.send(message.clone()).await?;
             let request = server.recv().await?.ok_or("the client has finished")?;
             server.send(request.slice(..8)).await?;
             client.recv().await?.ok_or("the server has finished")?;
-            Result::Ok(())
-        };
-        tokio::time::timeout(LIMIT, exchange).await.map_err(|_| "an exchange took too long")??;
-    }
-    Ok(start.elapsed() / exchanges as u32)
+            times.push(start.elapsed());
+        }
+        Result::Ok(())
+    };
+    let limited = async { tokio::time::timeout(LIMIT, exchange).await };
+    runtime.block_on(limited).map_err(|_| "exchanges took too long")??;
+    Ok(times)
 }

@@ -105,13 +105,26 @@ def values(text):
     return {name: int(value) for name, value in pairs if value.isdigit()}
 
 
-def profiled(command):
+def profiled(command, *options, **environment):
     """Runs a command under callgrind; returns its output, its instructions and the profile."""
     with tempfile.NamedTemporaryFile("r") as out:
-        text = output(["valgrind", "--tool=callgrind", f"--callgrind-out-file={out.name}", *command],
-                      stderr=subprocess.DEVNULL)
+        text = output(["valgrind", "--tool=callgrind", f"--callgrind-out-file={out.name}", *options, *command],
+                      stderr=subprocess.DEVNULL, env=os.environ | environment)
         profile = out.read()
     return text, int(re.search(r"^(?:summary|totals): *(\d+)", profile, re.M).group(1)), profile
+
+
+def simulated(command, function):
+    """Returns the instructions within a function, and its accesses that miss caches of 32 KiB and of 1 MiB."""
+    caches = ["--cache-sim=yes", "--I1=32768,8,64", "--D1=32768,8,64", "--LL=1048576,16,64"]
+    # Callgrind counts each byte of `rep movsb` as an instruction, so the C library copies by vectors.
+    _, _, profile = profiled(command, *caches, f"--toggle-collect={function}",
+                             GLIBC_TUNABLES="glibc.cpu.x86_rep_movsb_threshold=100000000")
+    names, counts = (re.search(rf"^{line}: *(.*)", profile, re.M).group(1).split() for line in ("events", "summary"))
+    counted = dict(zip(names, map(int, counts)))
+    if not counted["Ir"]:
+        sys.exit(f"nothing was counted in {function}")
+    return [counted["Ir"], *(sum(counted[miss] for miss in misses) for misses in (("D1mr", "D1mw"), ("DLmr", "DLmw")))]
 
 
 def instructions(command, short, long):
