@@ -148,7 +148,7 @@ pub(crate) struct PortChanges {
 }
 
 impl PortChanges {
-    /// Begins with the next change. Logs an error and returns `None` if the thread that reports
+    /// Watches changes from now on. Logs a warning and returns `None` if the thread that reports
     /// events read by other code cannot be started.
     pub(crate) fn new(device: &Device) -> Option<Self> {
         let (waker, listener) = listen(device, EventKind::Port)

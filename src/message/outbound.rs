@@ -94,7 +94,7 @@ pub(super) enum Sent {
     Inline(Send<()>),
     Copied(Send<BufMut>),
     /// A buffer of the service, and a reference that is dropped without the lock
-    /// (`AfterUnlock::sent`): it may be the last.
+    /// (`AfterUnlock::return_sent`): it may be the last.
     Lent(Send<Buf>, Buf),
     Abort(Send<()>),
     Done(Option<Buf>),

@@ -107,7 +107,7 @@ pub struct Peer<K: Hash + Eq + Clone, L: PeerLink = Connection> {
 }
 
 impl<K: Hash + Eq + Clone, L: PeerLink> Peer<K, L> {
-    /// Returns the number of this link, which no other link of the set has, and later ones exceed.
+    /// Returns the number of this link. Later links of the set have higher numbers.
     /// Grants that came over a [`Connection`] belong to it.
     #[must_use]
     pub fn generation(&self) -> u64 {
@@ -191,7 +191,7 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static> PeerSet<K, DcPoolPeer> {
     /// returns. It is called when a peer is made: at its first use, after it was closed, and after
     /// it [has failed](DcPoolPeer::has_failed), because its target may have moved.
     ///
-    /// The set takes no part in the transfer: the pool assigns its initiators to the peers, and a
+    /// The set posts no work requests: the pool assigns its initiators to the peers, and a
     /// peer costs an address handle and some hundred bytes. Operations to a peer have their order
     /// within a [generation](Peer::generation).
     ///
@@ -313,8 +313,8 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static, L: PeerLink> PeerSet<K, L> {
         Ok(Peer { link, generation, _permits: permits, _entered: entered })
     }
 
-    /// Closes the link of a peer, so that the next [`get`](Self::get) resolves the peer and makes
-    /// another one. Guards keep the old link. Returns true if there was one.
+    /// Detaches the link of a peer, so that the next [`get`](Self::get) resolves the peer and makes
+    /// another one. Closes an idle link; guards keep a busy one. Returns true if there was one.
     pub fn disconnect(&self, key: &K) -> bool {
         let (detached, wake) = {
             let mut table = self.inner.table.lock();

@@ -564,7 +564,8 @@ impl Supervisor {
         self.connector.watch(&connection, connection.closed()).await
     }
 
-    /// Waits before the next attempt. Returns true if a change of the device ended the wait.
+    /// Waits before the next attempt. Returns true if a change of the device shortened the
+    /// wait.
     async fn wait(&mut self, delay: Duration, cause: ReconnectCause, is_news: bool) -> bool {
         if is_news {
             tracing::info!(%cause, ?delay, "connecting again after a delay");

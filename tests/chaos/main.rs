@@ -176,9 +176,7 @@ fn in_real_time(
     let seed = Seed::new(command);
     let (value, verbose) = (seed.value, number("TOKIO_RDMA_SEED").is_some());
     let (limit, before) = (LONG * 4 + Duration::from_secs(seconds), in_use());
-    let tally = bounded("chaos in real time", limit, move || {
-        test(value, Duration::from_secs(seconds), verbose)
-    });
+    let tally = bounded(command, limit, move || test(value, Duration::from_secs(seconds), verbose));
     println!("{command}: {tally:?}");
     assert_freed(before);
     // The machine decides about the rest.

@@ -36,6 +36,8 @@ pub(crate) struct ServerProcess {
 impl Server for ServerProcess {
     async fn start(world: &Arc<World>, number: usize) -> Self {
         let records = format!("tokio-rdma-chaos-{}-{number}", std::process::id());
+        // An earlier process with this number may have been killed.
+        let _ = std::fs::remove_file(std::env::temp_dir().join(&records));
         let mut server = Self {
             world: world.clone(),
             number,
@@ -130,7 +132,8 @@ impl Drop for ServerProcess {
     }
 }
 
-/// Serves until the end of the input.
+/// Runs as the program of a server process, until the end of its input. Does nothing as a
+/// test.
 #[test]
 fn serve_in_a_process() {
     let Ok(setting) = std::env::var(SETTING) else { return };

@@ -31,7 +31,8 @@ pub(super) struct Peer {
 
 #[derive(Default)]
 pub(super) struct PeerState {
-    /// The assigned initiator, from 1. There may be very many peers, so it takes few bytes.
+    /// The index of the assigned initiator plus 1, which takes few bytes: there may be very many
+    /// peers.
     assignment: Option<NonZero<u32>>,
     /// The stream on the assigned initiator; `None` if the initiator has no streams.
     stream: Option<PeerStream>,

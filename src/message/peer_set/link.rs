@@ -36,9 +36,11 @@ pub trait PeerLink: Send + Sync + 'static {
     /// another one. The set calls it with a lock held, so it must neither block nor use the set.
     fn has_ended(&self) -> bool;
 
-    /// Closes a link that the set has removed, and which may have ended. No guard of it exists. If
-    /// [`max_peers`](super::PeerSetConfig::max_peers) links are being closed, the set drops further
-    /// ones without this call.
+    /// Closes an idle link that the set has removed, or one that has ended. Guards of a link that
+    /// has ended may still exist. The set drops other links without this call: those that their
+    /// last guard finds ended, those detached by
+    /// [`disconnect`](super::PeerSet::disconnect) while a guard exists, and further ones while
+    /// [`max_peers`](super::PeerSetConfig::max_peers) are being closed.
     ///
     /// Does nothing by default.
     fn close(&self) -> impl Future<Output = ()> + Send {

@@ -127,7 +127,7 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Table<K, L> {
         if matches!(slot.state, State::Linked(..)) && !slot.state.is_live() {
             let state = std::mem::replace(&mut slot.state, State::Unlinked);
             self.counters.lost += 1;
-            // Closed already, so the closer only drops it.
+            // Dropped by the closer, without this lock.
             self.ended.extend(state.into_link());
         }
         Some(&slot.state)
