@@ -6,7 +6,7 @@ use std::fmt;
 use std::sync::{Arc, Weak};
 use std::task::Waker;
 
-use tokio::runtime::{self, Handle};
+use tokio::runtime;
 
 use super::arm::{self, Arm, Armed};
 use super::busy_poll::Polled;
@@ -14,6 +14,7 @@ use super::completion_counters::CompletionQueueCounters;
 use super::completion_mode::CompletionMode;
 use super::posting::Poster;
 use super::reactor::{self, Reactors};
+use super::runtime::is_current;
 use super::spin_budget::SpinBudget;
 use super::wake_list::{Teardown, WakeList, wake};
 use super::work_queue::WorkQueue;
@@ -522,10 +523,6 @@ impl CompletionQueueCore {
     pub(super) fn end_driving(&self) {
         self.drivers.fetch_sub(1, Ordering::Relaxed);
     }
-}
-
-fn is_current(runtime: runtime::Id) -> bool {
-    Handle::try_current().is_ok_and(|current| current.id() == runtime)
 }
 
 /// Finishes the operation of a completion.

@@ -84,6 +84,7 @@ pub use drive::Drive;
 pub(crate) use in_flight::InFlight;
 pub(crate) use posting::Poster;
 pub(crate) use queue_pair_core::{QueuePairCore, Shared, destroy_shared};
+pub(crate) use runtime::is_current;
 pub(crate) use streams::{PeerStream, Streams};
 pub(crate) use wake_list::{Deferral, wake};
 pub(crate) use work_queue::WorkQueue;

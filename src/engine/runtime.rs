@@ -14,6 +14,11 @@ static WITHOUT_IO: Mutex<VecDeque<Id>> = Mutex::new(VecDeque::new());
 /// Runtimes remembered. A program has one or two.
 const MAX_KNOWN: usize = 64;
 
+/// Returns true if `runtime` is the current one.
+pub(crate) fn is_current(runtime: Id) -> bool {
+    Handle::try_current().is_ok_and(|current| current.id() == runtime)
+}
+
 impl NoRuntime {
     pub(crate) fn or_current() -> Result<Handle, Self> {
         Handle::try_current().map_err(|_| Self::Outside)

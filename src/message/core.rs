@@ -17,6 +17,8 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
+use tokio::runtime;
+
 use super::after_unlock::{AfterUnlock, Dropped};
 use super::budget::Share;
 use super::config::ConnectionConfig;
@@ -37,6 +39,7 @@ use super::timers::{Observed, Times};
 use super::waiters::Waiters;
 use super::window::{Sizes, first_receives};
 use crate::cm::CmConnection;
+use crate::engine::is_current;
 use crate::error::{OpErrorKind, SetupError};
 use crate::memory::{BufMut, Pool, ReadOnlyRegion};
 use crate::op::{QueuePair, Received};
@@ -61,6 +64,8 @@ pub(super) struct Core {
     pub(super) frames: QueuePair,
     /// The driver's waker learns of completed receives, which have no wakers.
     is_listened: bool,
+    /// The runtime of the driver, once there is one.
+    pub(super) runtime: Option<runtime::Id>,
     pub(super) content: Content,
     /// Short writes of a stream are not held.
     pub(super) nodelay: bool,
@@ -168,6 +173,7 @@ impl Core {
             link: None,
             frames: qp.solicited(),
             is_listened: qp.is_listened(),
+            runtime: None,
             content: config.content,
             nodelay: false,
             qp,
@@ -503,7 +509,13 @@ impl Core {
     pub(super) fn watch_sends(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
         while let Some(sent) = self.awaited_send() {
             match sent.poll(context) {
-                Poll::Pending => break,
+                Poll::Pending => {
+                    // The runtime that now watches the send may not run for long.
+                    if self.runtime.is_some_and(|driver| !is_current(driver)) {
+                        self.after.wake_driver();
+                    }
+                    break;
+                }
                 Poll::Ready(Err(kind)) => return self.on_failure(kind, context),
                 Poll::Ready(Ok(())) => {}
             }

@@ -226,14 +226,7 @@ impl Core {
         driver: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<(), MessageError>> {
-        let lent = self.lent;
-        let sent = self.poll_unblocked(|core| core.try_send(message), ticket, driver, caller);
-        // The buffer returns although no task waits for its sends. Later lent sends are watched
-        // when these complete.
-        if lent == 0 && self.lent > 0 {
-            self.terminate_on_error(|core| core.watch_sends(&mut Context::from_waker(driver)));
-        }
-        sent
+        self.poll_unblocked(|core| core.try_send(message), ticket, driver, caller)
     }
 
     /// Calls `send` if it is first in the queue, and waits for the missing resource.
@@ -245,6 +238,7 @@ impl Core {
         caller: &mut Caller<'_>,
     ) -> Poll<Result<T, MessageError>> {
         if self.senders.is_first(*ticket) {
+            let lent = self.lent;
             let mut result = send(self);
             if matches!(result, Ok(Err(_))) {
                 self.progress(driver);
@@ -256,6 +250,11 @@ impl Core {
                     // Without a ticket, the queue is empty.
                     if ticket.is_some() {
                         self.withdraw_sender(ticket);
+                    }
+                    // The buffer returns although no task waits for its sends.
+                    if lent == 0 && self.lent > 0 {
+                        let context = &mut Context::from_waker(driver);
+                        self.terminate_on_error(|core| core.watch_sends(context));
                     }
                     return Poll::Ready(Ok(sent));
                 }

@@ -167,11 +167,12 @@ pub(super) struct Shared {
 
 impl Shared {
     pub(super) fn new(
-        core: Core,
+        mut core: Core,
         qp: QueuePair,
         runtime: Handle,
         admitted: Option<Admitted>,
     ) -> Arc<Self> {
+        core.runtime = Some(runtime.id());
         Arc::new_cyclic(|this: &Weak<Self>| {
             let driver_waker = Arc::new(DriverWaker {
                 driver: futures::task::AtomicWaker::new(),

@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 
 use crate::connected::{self, assert_ready, config, modes, pair, pair_in, pattern, recv, two};
 use crate::torture::{
-    self, Flavour, LONG, Mode, Seed, bounded, device, eventually, scaled, soon, yields,
+    self, Flavour, LONG, Mode, Seed, bounded, device, eventually, scaled, slow_network, soon,
+    yields,
 };
 use bytes::Bytes;
 use futures::{FutureExt, Sink, SinkExt, Stream, StreamExt};
@@ -194,6 +195,29 @@ fn lent_buffers_return_although_nothing_else_happens() {
             assert!(recv(&b).await == pattern(8192, number), "message {number}");
         }
     });
+}
+
+#[test]
+fn lent_buffer_returns_although_the_runtime_of_its_sender_stands_still() {
+    for mode in Mode::ALL {
+        bounded("lent by another runtime", LONG, move || {
+            let drivers = Flavour::MultiThread.runtime();
+            let [(_, one), (_, other)] = two(&slow_network(1));
+            let (a, b) = drivers.block_on(async {
+                let config = config().mode(mode.make()).keepalive(None);
+                let (a, b) = pair_in(&one, &other, &config, &config);
+                a.send("first").await.unwrap();
+                assert_eq!(recv(&b).await, "first");
+                (a, b)
+            });
+            let pool = Pool::new(&one, 500, 1).unwrap();
+            let buffer = pool.copy_from(&[7; 500]).unwrap().freeze();
+            let sender = Flavour::CurrentThread.runtime();
+            sender.block_on(soon("send", a.send_buffer(buffer))).unwrap();
+            drivers.block_on(soon("the buffer", pool.alloc(500))).unwrap();
+            drop(b);
+        });
+    }
 }
 
 #[test]

@@ -10,7 +10,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::connected::{self, brief, config, pattern, run};
-use crate::torture::{self, Flavour, LONG, Seed, bounded, device, eventually, scaled, soon};
+use crate::torture::{
+    self, Flavour, LONG, Seed, bounded, device, eventually, scaled, slow_network, soon,
+};
 use bytes::Bytes;
 use futures::FutureExt;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt};
@@ -26,7 +28,11 @@ use tokio_rdma::{
 
 /// Connects two streams on one device.
 async fn streams(config: &ConnectionConfig) -> [RdmaStream; 2] {
-    let (device, _) = device(&Network::new());
+    streams_in(&Network::new(), config).await
+}
+
+async fn streams_in(network: &Network, config: &ConnectionConfig) -> [RdmaStream; 2] {
+    let (device, _) = device(network);
     let listener =
         RdmaListener::bind_with(&device, connected::address(&device), config).await.unwrap();
     let connecting = RdmaStream::connect_with(&device, listener.local_addr().unwrap(), config);
@@ -34,6 +40,25 @@ async fn streams(config: &ConnectionConfig) -> [RdmaStream; 2] {
     let (client, (server, peer)) = soon("connect", both).await.unwrap();
     assert_eq!(client.local_addr().unwrap(), peer);
     [client, server]
+}
+
+#[test]
+fn lent_buffers_of_a_stream_return_although_nothing_else_happens() {
+    run("lent buffers", || async {
+        let [mut ours, mut theirs] = streams_in(&slow_network(1), &config().keepalive(None)).await;
+        let pool = Pool::new(ours.protection_domain(), 900, 1).unwrap();
+        for number in 0..12 {
+            let mut buffer = soon("the buffer", pool.alloc(900)).await.unwrap();
+            buffer.fill(7);
+            soon("write", ours.write_buf(buffer.freeze())).await.unwrap();
+            // The last bytes are not read, so the peer sends nothing more.
+            if number < 8 {
+                let mut read = [0; 900];
+                soon("read", theirs.read_exact(&mut read)).await.unwrap();
+                assert_eq!(read, [7; 900]);
+            }
+        }
+    });
 }
 
 /// Returns the settings of [`config`] with small buffers.
