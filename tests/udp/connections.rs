@@ -6,8 +6,10 @@ use std::net::SocketAddr;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::time::Duration;
 
-use crate::connected::{pattern, recv};
-use crate::torture::{Flavour, LONG, bounded, eventually, soon};
+use crate::connected::{pair_in, pattern, recv};
+use crate::torture::{Flavour, LONG, Mode, bounded, eventually, joined, soon};
+use bytes::Bytes;
+use tokio::sync::mpsc;
 use tokio_rdma::cm::{self, ConnectError, Disconnection};
 use tokio_rdma::op::{ConnectOptions, Recv};
 use tokio_rdma::types::{AckTimeout, WcStatus};
@@ -249,31 +251,6 @@ fn many_connections_work_in_parallel_and_in_sequence() {
 }
 
 #[test]
-fn connections_in_hybrid_mode_receive_after_they_were_idle() {
-    for flavour in Flavour::ALL {
-        bounded("idle", 2 * LONG, move || {
-            flavour.runtime().block_on(async {
-                let (peer, device) = (Peer::start(), device());
-                let config =
-                    config().mode(CompletionMode::Hybrid).keepalive(None).user_data("echo");
-                let connecting = Connection::connect_with(&device, peer.address, &config);
-                let connection = soon("connect", connecting).await.unwrap();
-                for number in 0..10_u8 {
-                    // The device's own thread receives, instead of a task, after 50 ms or so.
-                    tokio::time::sleep(Duration::from_millis(120)).await;
-                    for len in [10, 5_000] {
-                        connection.send(vec![number; len]).await.unwrap();
-                        assert_eq!(soon("echo", recv(&connection)).await, vec![number; len]);
-                    }
-                }
-                soon("close", connection.close()).await.unwrap();
-                peer.finish();
-            });
-        });
-    }
-}
-
-#[test]
 fn either_side_may_close_or_drop_the_connection() {
     run("ends", || async {
         let (peer, device) = (Peer::start(), device());
@@ -505,4 +482,36 @@ fn connect_to_an_unused_address_times_out() {
             other => panic!("{other:?}"),
         }
     });
+}
+
+#[test]
+fn message_that_arrives_while_the_runtime_is_blocked_is_received() {
+    for mode in Mode::ALL {
+        bounded("blocked runtime", LONG, move || {
+            Flavour::CurrentThread.runtime().block_on(async {
+                // No timer wakes the driver.
+                let config = config().mode(mode.make()).keepalive(None).shrink_after(2 * LONG);
+                let [one, other] = [(); 2].map(|()| device().protection_domain().unwrap());
+                let (ours, theirs) = pair_in(&one, &other, &config, &config);
+                let (received, mut numbers) = mpsc::unbounded_channel();
+                let receiving = tokio::spawn(async move {
+                    while let Some(number) = theirs.recv().await.unwrap() {
+                        received.send(number).unwrap();
+                    }
+                });
+                for number in 0..10 {
+                    let message = Bytes::from(vec![number; 10]);
+                    ours.send(message.clone()).await.unwrap();
+                    if number % 2 == 1 {
+                        // The thread of the device receives meanwhile.
+                        std::thread::sleep(Duration::from_millis(20));
+                    }
+                    assert_eq!(soon("a message", numbers.recv()).await, Some(message));
+                    tokio::time::sleep(Duration::from_millis(5)).await;
+                }
+                ours.finish().unwrap();
+                joined(receiving).await;
+            });
+        });
+    }
 }
