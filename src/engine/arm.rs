@@ -50,8 +50,9 @@ pub(super) trait Armed {
     fn request(&mut self) -> &mut Request;
 }
 
-/// Arms and polls the queue, after an operation that waits for `arm` has registered its waker.
-pub(super) fn before_park(queue: &mut impl Armed, arm: Arm) {
+/// Arms and polls the queue for the operations that wait, whose wakers are registered.
+pub(super) fn before_park(queue: &mut impl Armed) {
+    let arm = queue.awaited();
     let before = queue.request().arm;
     if before < arm && queue.arm(arm) {
         *queue.request() = Request { arm, replaces: before > Arm::Off };
@@ -73,6 +74,5 @@ pub(super) fn take_event(queue: &mut impl Armed) {
 pub(super) fn on_event(queue: &mut impl Armed) {
     take_event(queue);
     queue.drain();
-    let awaited = queue.awaited();
-    before_park(queue, awaited);
+    before_park(queue);
 }

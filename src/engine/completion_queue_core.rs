@@ -428,8 +428,7 @@ impl CompletionQueueCore {
         }
         let mut state = lock(&self.state);
         self.finish_remaining(&mut state);
-        let awaited = self.awaited();
-        arm::before_park(&mut Draining { queue: self, state: &mut state }, awaited);
+        arm::before_park(&mut Draining { queue: self, state: &mut state });
         self.release(state);
         self.reactors.watch(self);
     }
@@ -449,8 +448,7 @@ impl CompletionQueueCore {
     fn arm_beside_spinning(&self) {
         let mut state = lock(&self.state);
         if state.spinning.is_some_and(|runtime| !is_current(runtime)) {
-            let awaited = self.awaited();
-            arm::before_park(&mut Draining { queue: self, state: &mut state }, awaited);
+            arm::before_park(&mut Draining { queue: self, state: &mut state });
         }
         self.release(state);
     }

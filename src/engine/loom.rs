@@ -597,7 +597,7 @@ fn loom_a_parked_task_never_misses_a_completion() {
                     queue.slot.register(waker, &mut Discarded::default()),
                     Registered::Fresh
                 );
-                arm::before_park(draining, Arm::All);
+                arm::before_park(draining);
                 queue.slot.is_complete()
             });
             device.join().unwrap();
@@ -638,7 +638,7 @@ fn loom_a_completion_around_the_start_of_the_serving_task_wakes_its_operation() 
             }
             queue.waiting.fetch_add(1, Ordering::Relaxed);
             assert_eq!(queue.slot.register(waker, &mut Discarded::default()), Registered::Fresh);
-            arm::before_park(draining, Arm::All);
+            arm::before_park(draining);
             queue.slot.is_complete()
         });
         let (scheduled, server) = flag();

@@ -109,8 +109,6 @@ struct Served {
     channel: Channel,
     /// The waker of the task and its key in the channel, once the task has run.
     waker: OnceLock<(Waker, Option<u64>)>,
-    /// The runtime has dropped the task.
-    ended: AtomicBool,
 }
 
 /// The task of a registration, which ends when the reactor is dropped.
@@ -151,11 +149,11 @@ impl Reactors {
                 }
                 reactor.serve_completions();
             }
-            Some(Source::Task(served)) => {
+            Some(Source::Task(_)) => {
                 drop(handle.spawn(task));
                 // A runtime that is shutting down drops the task at once, and with it the entry.
                 // An entry without registrations keeps the next operation from trying again.
-                if served.ended.load(Ordering::Acquire) {
+                if reactor.task_ended.load(Ordering::Acquire) {
                     let ended = Reactor::new(runtime, Registrations::default(), weak, false);
                     add(&mut self.list.lock(), ended);
                 }
@@ -276,7 +274,7 @@ impl Reactor {
     fn is_served(&self) -> bool {
         match &self.watched.source {
             Some(Source::Descriptor(_)) => true,
-            Some(Source::Task(served)) => !served.ended.load(Ordering::Acquire),
+            Some(Source::Task(_)) => !self.task_ended.load(Ordering::Acquire),
             None => false,
         }
     }
@@ -360,7 +358,7 @@ impl Source {
     fn new(channel: &Channel) -> io::Result<Self> {
         let channel = channel.clone();
         if channel.calls_wakers() {
-            return Ok(Self::Task(Served { channel, waker: OnceLock::new(), ended: false.into() }));
+            return Ok(Self::Task(Served { channel, waker: OnceLock::new() }));
         }
         // Deprecated because an `AsRawFd` can lie about its descriptor; ours owns it.
         #[allow(deprecated, reason = "its successor is newer than the oldest supported Tokio")]
@@ -428,7 +426,6 @@ impl Drop for ReactorTask {
 impl Served {
     /// Removes the waker from the channel, and wakes the task if it still exists.
     fn end(&self) {
-        self.ended.store(true, Ordering::Release);
         if let Some((waker, key)) = self.waker.get() {
             if let Some(key) = *key {
                 self.channel.remove_waker(key);

@@ -335,8 +335,7 @@ impl CompletionQueueCore {
         let registered = self.register(slot, waker, &mut discarded);
         // Also with a driver, which may be dropped or not polled for a while.
         if matches!(registered, Registered::Fresh | Registered::Again) && self.mode.arms() {
-            let awaited = self.awaited();
-            arm::before_park(&mut Draining { queue: self, state: &mut state }, awaited);
+            arm::before_park(&mut Draining { queue: self, state: &mut state });
         }
         self.release(state);
         drop(discarded);
