@@ -3,7 +3,7 @@
 //! verbs.
 //!
 //! ```text
-//! echo [over=messages|buffers|bytes|traits|tcp] [size=64]
+//! echo [over=messages|buffers|bytes|registered|traits|tcp] [size=64]
 //!      [mode=event|cooperative|hybrid|busy-poll] [operations=10000] [warmup=1000]
 //!      [devices=soft0] [times=yes|no] [runtime=current|multi]
 //! ```
@@ -12,7 +12,8 @@
 //! |---|---|
 //! | `messages` | messages of a `Connection` as `Bytes` |
 //! | `buffers` | messages as registered buffers; the answering end sends back what it received |
-//! | `bytes` | `write_bytes` and `read_bytes` of an `RdmaStream` |
+//! | `bytes` | `write_bytes` and `read_bytes` of an `RdmaStream`; the answer is what was received |
+//! | `registered` | the same, and the bytes of the other end are registered, too |
 //! | `traits` | `AsyncRead` and `AsyncWrite` of an `RdmaStream` |
 //! | `tcp` | the same of a `TcpStream`, without delay |
 //!
@@ -113,7 +114,7 @@ async fn connect(arguments: &Arguments, size: usize) -> Result<[End; 2]> {
             };
             [ours, theirs].map(end)
         }
-        "bytes" | "traits" => {
+        "bytes" | "registered" | "traits" => {
             let config = ConnectionConfig::for_streams().mode(mode);
             let listener = RdmaListener::bind_with(&device, address, &config).await?;
             let connecting = RdmaStream::connect_with(&device, listener.local_addr()?, &config);
@@ -121,6 +122,10 @@ async fn connect(arguments: &Arguments, size: usize) -> Result<[End; 2]> {
             [ours, theirs].map(|stream| {
                 Ok(match &*over {
                     "bytes" => End::Bytes(stream, bytes.clone()),
+                    "registered" => {
+                        let memory = stream.protection_domain().register(bytes.to_vec())?;
+                        End::Bytes(stream, memory.into())
+                    }
                     _ => End::Traits(Box::new(stream), bytes.to_vec()),
                 })
             })

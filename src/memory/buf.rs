@@ -23,6 +23,7 @@ use std::sync::atomic::{AtomicU32, Ordering, fence};
 
 use super::free_list::FreeList;
 use super::registration::Registration;
+use super::slab_index;
 use crate::error::{LimitError, OutOfBounds, SetupError};
 use crate::memory::Storage;
 use crate::types::Access;
@@ -35,7 +36,7 @@ const MAX_VIEWS: u32 = u32::MAX / 2;
 pub(crate) struct Slab {
     registration: Registration,
     stride: u32,
-    /// Views of each frozen chunk.
+    /// Views of each chunk; 0 unless it is frozen.
     views: Box<[AtomicU32]>,
     /// The destination of released chunks; `None` for user memory.
     free: Option<Arc<FreeList>>,
@@ -47,13 +48,27 @@ impl Slab {
         stride: u32,
         chunks: u32,
         free: Option<Arc<FreeList>>,
-    ) -> Self {
+    ) -> Arc<Self> {
         assert!(
             stride as usize * chunks as usize <= registration.len(),
             "chunks lie within the registration"
         );
         let views = (0..chunks).map(|_| AtomicU32::new(0)).collect();
-        Self { registration, stride, views, free }
+        let slab = Arc::new(Self { registration, stride, views, free });
+        if slab.is_indexed() {
+            slab_index::insert(&slab);
+        }
+        slab
+    }
+
+    fn is_indexed(&self) -> bool {
+        self.stride as usize >= slab_index::SHORTEST
+    }
+
+    /// Returns the addresses of the first byte and after the last.
+    pub(super) fn range(&self) -> (usize, usize) {
+        let start = self.registration.base().addr().get();
+        (start, start + self.registration.len())
     }
 
     pub(crate) fn registration(&self) -> &Registration {
@@ -77,6 +92,14 @@ impl Slab {
     #[inline]
     pub(crate) fn free_list(&self) -> Option<&Arc<FreeList>> {
         self.free.as_ref()
+    }
+}
+
+impl Drop for Slab {
+    fn drop(&mut self) {
+        if self.is_indexed() {
+            slab_index::remove(self.range().0);
+        }
     }
 }
 
@@ -135,7 +158,7 @@ impl BufMut {
     pub(crate) fn from_storage(registration: Registration) -> Result<Self, SetupError> {
         LimitError::check("buffer bytes", registration.len() as u64, u64::from(u32::MAX))?;
         let len = registration.len() as u32;
-        Ok(Self::from_chunk(Arc::new(Slab::new(registration, len, 1, None)), 0, len))
+        Ok(Self::from_chunk(Slab::new(registration, len, 1, None), 0, len))
     }
 
     /// Returns the maximum length.
@@ -304,13 +327,50 @@ impl Buf {
             return Err(self);
         }
         let this = ManuallyDrop::new(self);
+        this.views().store(0, Ordering::Relaxed);
         // SAFETY: S1: `this` is never dropped, so its reference to the slab moves to the new value.
         let slab = unsafe { std::ptr::read(&raw const this.slab) };
         Ok(BufMut { ptr: this.ptr, len: this.len, slab })
     }
 
+    /// Returns a view of the memory of `bytes` if they are part of one, so that it can be sent
+    /// without a copy. Ignores buffers shorter than some pages, and other protection domains.
+    #[inline]
+    pub(crate) fn of_bytes(bytes: &bytes::Bytes, pd: &ProtectionDomain) -> Option<Self> {
+        if bytes.len() < slab_index::SHORTEST { None } else { Self::of_long_bytes(bytes, pd) }
+    }
+
+    fn of_long_bytes(bytes: &bytes::Bytes, pd: &ProtectionDomain) -> Option<Self> {
+        let address = bytes.as_ptr().addr();
+        let slab = slab_index::find(address, bytes.len())?;
+        let offset = address - slab.range().0;
+        let (index, start) = (offset / slab.stride as usize, offset % slab.stride as usize);
+        let views = slab.views.get(index)?;
+        // An exclusive buffer has no views. Those that `bytes` own exist until this returns.
+        let is_view = views.load(Ordering::Relaxed) > 0;
+        let within = start + bytes.len() <= slab.stride as usize;
+        if !is_view || !within || !slab.registration.pd().same(pd) {
+            return None;
+        }
+        Self::add_view(views);
+        // SAFETY: S1: `start` is within the chunk.
+        let ptr = unsafe { slab.chunk(index as u32).add(start) };
+        let (len, index) = (bytes.len() as u32, index as u32);
+        Some(Self { ptr, len, index, slab: ManuallyDrop::new(slab) })
+    }
+
     fn views(&self) -> &AtomicU32 {
         &self.slab.views[self.index as usize]
+    }
+
+    #[inline]
+    fn add_view(views: &AtomicU32) {
+        let before = views.fetch_add(1, Ordering::Relaxed);
+        // Aborts like `Arc`: a program could catch a panic and clone until the count wraps around.
+        // Too few threads exist to wrap it between the addition and the check.
+        if before > MAX_VIEWS {
+            std::process::abort();
+        }
     }
 
     /// Returns the view as a scatter/gather element, see [`BufMut::sge`].
@@ -332,12 +392,7 @@ impl Buf {
 
 impl Clone for Buf {
     fn clone(&self) -> Self {
-        let before = self.views().fetch_add(1, Ordering::Relaxed);
-        // Aborts like `Arc`: a program could catch a panic and clone until the count wraps around.
-        // Too few threads exist to wrap it between the addition and the check.
-        if before > MAX_VIEWS {
-            std::process::abort();
-        }
+        Self::add_view(self.views());
         Self { ptr: self.ptr, len: self.len, index: self.index, slab: self.slab.clone() }
     }
 }
@@ -486,6 +541,73 @@ mod tests {
             front.truncate(5);
             assert_eq!(front[..], [1, 2, 3]);
         });
+    }
+
+    /// `Bytes` whose owner has an exclusive buffer.
+    struct Exclusive(BufMut);
+
+    impl AsRef<[u8]> for Exclusive {
+        fn as_ref(&self) -> &[u8] {
+            &self.0
+        }
+    }
+
+    #[test]
+    fn bytes_of_a_buffer_are_found_in_its_memory() {
+        use bytes::Bytes;
+
+        let pd = domain();
+        let pool = Pool::new(&pd, 5000, 3).unwrap();
+        let _first = pool.try_alloc(1).unwrap();
+        let mut buffer = pool.try_alloc(5000).unwrap();
+        buffer[100..4200].fill(7);
+        let address = buffer.sge().addr;
+        let bytes = Bytes::from(buffer).slice(100..4200);
+        let view = Buf::of_bytes(&bytes, &pd).expect("it is in a buffer");
+        let other = Buf::of_bytes(&bytes.clone(), &pd).expect("a clone is, too");
+        assert_eq!((view.sge().addr, view.len(), view[0]), (address + 100, 4100, 7));
+        drop((bytes, other));
+        assert_eq!((pool.available(), view[4099]), (1, 7), "the view keeps the buffer");
+        drop(view);
+        assert_eq!(pool.available(), 2);
+
+        let registered = Bytes::from(pd.register(vec![5; 4096]).unwrap());
+        assert_eq!(Buf::of_bytes(&registered, &pd).expect("it is registered")[..], registered[..]);
+        let device = Device::software_in(&Network::new(), "two").unwrap();
+        let foreign = device.protection_domain().unwrap();
+        assert!(Buf::of_bytes(&registered, &foreign).is_none(), "of another domain");
+        assert!(Buf::of_bytes(&registered.slice(1..), &pd).is_none(), "a copy costs less");
+        assert!(Buf::of_bytes(&vec![1; 5000].into(), &pd).is_none(), "of the allocator");
+        assert!(Buf::of_bytes(&Bytes::new(), &pd).is_none());
+    }
+
+    #[test]
+    fn bytes_of_an_exclusive_buffer_are_not_found() {
+        let pd = domain();
+        let pool = Pool::new(&pd, 4096, 1).unwrap();
+        let again = pool.try_alloc(4096).unwrap().freeze().try_into_mut().unwrap();
+        for buffer in [again, pd.register(vec![0; 4096]).unwrap()] {
+            let bytes = bytes::Bytes::from_owner(Exclusive(buffer));
+            assert!(Buf::of_bytes(&bytes, &pd).is_none());
+        }
+        assert_eq!(pool.available(), 1);
+    }
+
+    #[test]
+    fn slabs_leave_the_index_before_their_memory_is_freed() {
+        let pd = domain();
+        let buffer = pd.register(vec![0; 4096]).unwrap();
+        let address = buffer.sge().addr as usize;
+        assert!(slab_index::find(address, 4096).is_some());
+        assert!(slab_index::find(address, 4097).is_none(), "beyond the end");
+        let memory = buffer.into_storage::<Vec<u8>>().unwrap();
+        assert!(slab_index::find(address, 4096).is_none());
+        drop(memory);
+        let pool = Pool::new(&pd, 4096, 2).unwrap();
+        let address = pool.try_alloc(1).unwrap().sge().addr as usize;
+        assert!(slab_index::find(address, 8192).is_some());
+        drop(pool);
+        assert!(slab_index::find(address, 4096).is_none());
     }
 
     #[test]

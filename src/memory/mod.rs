@@ -11,6 +11,7 @@ mod pool;
 mod read_only;
 mod registration;
 mod remote_region;
+mod slab_index;
 mod storage;
 mod window_set;
 

@@ -269,7 +269,7 @@ impl Inner {
             HostMemory::try_zeroed(len)?
         };
         let registration = Registration::new(&self.pd, memory, Access::LOCAL_WRITE, false)?;
-        let slab = Arc::new(Slab::new(registration, self.stride, buffers, Some(self.free.clone())));
+        let slab = Slab::new(registration, self.stride, buffers, Some(self.free.clone()));
         self.free.add(&slab, buffers);
         Ok(())
     }

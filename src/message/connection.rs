@@ -108,6 +108,12 @@ impl Handle {
         .await
     }
 
+    /// Returns `bytes` as a buffer if that can be sent from its memory.
+    #[inline]
+    pub(super) fn registered(&self, bytes: &Bytes) -> Option<Buf> {
+        Buf::of_bytes(bytes, self.shared.qp.protection_domain())
+    }
+
     pub(super) fn peer_addr(&self) -> Option<SocketAddr> {
         self.addresses.map(|(_, peer)| peer)
     }
@@ -207,8 +213,9 @@ impl Connection {
     }
 
     /// Sends a message. Messages up to [`max_eager`](ConnectionConfig::max_eager) are copied; the
-    /// peer reads longer ones. The future is ready when the message is queued;
-    /// [`flush`](Self::flush) waits for its arrival.
+    /// peer reads longer ones. At least 4 KiB that are part of a registered buffer, as received
+    /// messages are, are sent like one: see [`send_buffer`](Self::send_buffer). The future is ready
+    /// when the message is queued; [`flush`](Self::flush) waits for its arrival.
     ///
     /// Waits for credits of the peer and within `send_memory`.
     ///

@@ -87,7 +87,8 @@ impl SendHalf {
     /// If the future is dropped before it is ready, the message is not sent.
     pub async fn send(&self, message: impl Into<Bytes>) -> Result<(), MessageError> {
         let message = message.into();
-        self.send_outgoing(Outgoing::Bytes(&message)).await
+        let buffer = self.handle.registered(&message);
+        self.send_outgoing(Outgoing::of(&message, &buffer)).await
     }
 
     /// Sends a registered buffer; see [`Connection::send_buffer`](super::Connection::send_buffer).
@@ -116,7 +117,8 @@ impl SendHalf {
     /// If the future is dropped before it is ready, the message is not sent.
     pub async fn send_vectored(&self, parts: &[Bytes]) -> Result<(), MessageError> {
         if let [message] = parts {
-            return self.send_outgoing(Outgoing::Bytes(message)).await;
+            let buffer = self.handle.registered(message);
+            return self.send_outgoing(Outgoing::of(message, &buffer)).await;
         }
         // A long copy is made without the lock.
         if self.handle.shared.with(|core, _| core.is_offered(parts)) {
@@ -149,7 +151,9 @@ impl SendHalf {
     /// See [`Connection::try_send`](super::Connection::try_send).
     pub fn try_send(&self, message: impl Into<Bytes>) -> Result<(), TrySendError> {
         let message = message.into();
-        match self.handle.shared.with(|core, driver| core.send_now(&message, driver)) {
+        let buffer = self.handle.registered(&message);
+        let outgoing = Outgoing::of(&message, &buffer);
+        match self.handle.shared.with(|core, driver| core.send_now(outgoing, driver)) {
             Ok(true) => Ok(()),
             Ok(false) => Err(TrySendError::Full(message)),
             Err(error) => Err(TrySendError::Failed(error)),
@@ -221,8 +225,10 @@ impl SendHalf {
     fn poll_pending(&mut self, context: &mut Context<'_>) -> Poll<Result<(), MessageError>> {
         let Self { handle, pending, sending, .. } = self;
         let Some(message) = pending else { return Poll::Ready(Ok(())) };
+        let buffer = handle.registered(message);
+        let outgoing = Outgoing::of(message, &buffer);
         let result = ready!(handle.shared.poll(context, |core, driver, caller| {
-            core.poll_send(Outgoing::Bytes(message), sending, driver, caller)
+            core.poll_send(outgoing, sending, driver, caller)
         }));
         // A message that failed is not retried.
         *pending = None;

@@ -33,6 +33,12 @@ pub(super) enum Outgoing<'a> {
 }
 
 impl<'a> Outgoing<'a> {
+    /// Returns the message of `bytes`, which `registered` shows if it can be sent from its memory.
+    #[inline]
+    pub(super) fn of(bytes: &'a Bytes, registered: &'a Option<Buf>) -> Self {
+        registered.as_ref().map_or(Self::Bytes(bytes), Self::Buffer)
+    }
+
     /// Returns the length, which repeated parts may bring above the address space.
     fn len(self) -> u64 {
         match self {
@@ -251,11 +257,7 @@ impl Core {
                     if ticket.is_some() {
                         self.withdraw_sender(ticket);
                     }
-                    // The buffer returns although no task waits for its sends.
-                    if lent == 0 && self.lent > 0 {
-                        let context = &mut Context::from_waker(driver);
-                        self.terminate_on_error(|core| core.watch_sends(context));
-                    }
+                    self.watch_lent(lent, driver);
                     return Poll::Ready(Ok(sent));
                 }
                 Err(error) => {
@@ -273,6 +275,15 @@ impl Core {
             self.progress(driver);
         }
         Poll::Pending
+    }
+
+    /// Lets a buffer of the service return although no task waits for its send. `before` were in
+    /// flight before; the completion of one looks for the next.
+    fn watch_lent(&mut self, before: usize, driver: &Waker) {
+        if before == 0 && self.lent > 0 {
+            let context = &mut Context::from_waker(driver);
+            self.terminate_on_error(|core| core.watch_sends(context));
+        }
     }
 
     /// Posts a WRITE with immediate data if it is first in the queue and the peer has a receive.
@@ -316,18 +327,20 @@ impl Core {
     /// wait for one. The caller must drop the message without the lock.
     pub(super) fn send_now(
         &mut self,
-        message: &Bytes,
+        message: Outgoing<'_>,
         driver: &Waker,
     ) -> Result<bool, MessageError> {
         self.protocol.phase().check_open()?;
         if !self.senders.is_empty() {
             return Ok(false);
         }
-        let mut sent = self.try_send(Outgoing::Bytes(message))?;
+        let lent = self.lent;
+        let mut sent = self.try_send(message)?;
         if sent.is_err() {
             self.progress(driver);
-            sent = self.try_send(Outgoing::Bytes(message))?;
+            sent = self.try_send(message)?;
         }
+        self.watch_lent(lent, driver);
         Ok(sent.is_ok())
     }
 

@@ -199,6 +199,32 @@ fn lent_buffers_return_although_nothing_else_happens() {
 }
 
 #[test]
+fn lent_buffer_returns_although_its_pool_has_others() {
+    everywhere("others", async |mode| {
+        let (a, b) = pair(&config().mode(mode.make()).keepalive(None));
+        let pool = Pool::new(a.protection_domain(), 8192, 2).unwrap();
+        for number in 0..3 {
+            let mut buffer = soon("a buffer", pool.alloc(8192)).await.unwrap();
+            buffer.copy_from_slice(&pattern(8192, number));
+            a.send_buffer(buffer.freeze()).await.unwrap();
+            let _other = pool.try_alloc(8192).expect("it was not sent");
+            drop(soon("the sent buffer", pool.alloc(8192)).await.unwrap());
+            assert!(recv(&b).await == pattern(8192, number), "message {number}");
+        }
+        // Its owner can write to it again, too.
+        let view = a.protection_domain().register(vec![7; 8192]).unwrap().freeze();
+        a.send_buffer(view.clone()).await.unwrap();
+        let mut left = Some(view);
+        eventually("the only view", || {
+            left = left.take().and_then(|view| view.try_into_mut().err());
+            left.is_none()
+        })
+        .await;
+        assert_eq!(recv(&b).await, [7; 8192][..]);
+    });
+}
+
+#[test]
 fn lent_buffer_returns_although_the_runtime_of_its_sender_stands_still() {
     for mode in Mode::ALL {
         bounded("lent by another runtime", LONG, move || {

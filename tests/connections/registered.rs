@@ -3,15 +3,15 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures::FutureExt;
+use futures::{FutureExt, SinkExt};
 use tokio::time::timeout;
 use tokio_rdma::software::Network;
-use tokio_rdma::{Buf, CloseReason, Connection, ConnectionConfig, MessageError, SetupError};
+use tokio_rdma::{Buf, CloseReason, Connection, ConnectionConfig, MessageError, Pool, SetupError};
 
-use crate::connected::{assert_ready, config, pair, pair_in, pattern, recv, run};
-use crate::torture::{self, Flavour, LONG, Seed, bounded, scaled, soon};
+use crate::connected::{assert_ready, config, pair, pair_in, pattern, recv, run, two};
+use crate::torture::{self, Flavour, LONG, Seed, bounded, eventually, scaled, soon};
 
-const FRAME: usize = 8192;
+const FRAME: usize = 16 << 10;
 const EAGER: usize = 64 << 10;
 const MIB: usize = 1 << 20;
 
@@ -66,6 +66,62 @@ fn received_buffers_hold_messages_of_all_lengths_and_can_be_sent_on() {
         let counters = b.counters();
         assert_eq!((counters.received, counters.copied_out), (LENGTHS.len() as u64, 0));
         assert_ready([&a, &b]);
+    });
+}
+
+#[test]
+fn bytes_of_a_buffer_are_sent_from_its_memory() {
+    run("without a copy", || async {
+        let network = Network::new();
+        let [(_, one), (_, other)] = two(&network);
+        let config = config().preallocate(true).options(torture::impatient());
+        let (a, b) = pair_in(&one, &other, &config, &config);
+        let pool = Pool::new(&one, 8192, 8).unwrap();
+        let message =
+            |number| Bytes::from(pool.copy_from(&pattern(8192, number)).expect("a free buffer"));
+        network.partition("one", "two").unwrap();
+        a.send(message(0)).await.unwrap();
+        a.try_send(message(1)).unwrap();
+        a.send_vectored(&[message(2)]).await.unwrap();
+        let (mut sending, receiving) = a.into_split();
+        sending.feed(message(3).slice(1..4097)).await.unwrap();
+        assert_eq!(pool.available(), 4, "the buffers are in use until the peer has them");
+        sending.send(message(4).slice(..4095)).await.unwrap();
+        let parts = [message(5).slice(..4096), message(6).slice(..4096)];
+        sending.send_vectored(&parts).await.unwrap();
+        drop(parts);
+        assert_eq!(pool.available(), 4, "others are copied");
+        network.heal("one", "two").unwrap();
+        for number in 0..3 {
+            assert!(recv(&b).await == pattern(8192, number), "message {number}");
+        }
+        assert!(recv(&b).await == pattern(8192, 3).slice(1..4097));
+        assert!(recv(&b).await == pattern(8192, 4).slice(..4095));
+        let [first, second] = [5, 6].map(|number| pattern(8192, number).slice(..4096));
+        assert!(recv(&b).await == [first, second].concat());
+        eventually("all buffers", || pool.available() == 8).await;
+        drop((sending, receiving));
+    });
+}
+
+#[test]
+fn received_bytes_go_on_from_the_memory_in_which_they_have_arrived() {
+    run("forwarded", || async {
+        let (_, pd) = torture::device(&Network::new());
+        let config = config().preallocate(true);
+        let [(a, b), (c, d)] = [(); 2].map(|()| pair_in(&pd, &pd, &config, &config));
+        let mut message = pattern(FRAME, 1);
+        for round in 0..scaled(50) {
+            // Around the ring of two connections, whole and in part.
+            a.send(message.clone()).await.unwrap();
+            c.send(recv(&b).await).await.unwrap();
+            d.send(recv(&d).await).await.unwrap();
+            b.send(recv(&c).await.slice(..FRAME / 2)).await.unwrap();
+            assert!(recv(&a).await == message.slice(..FRAME / 2), "round {round}");
+            message = pattern(FRAME, round);
+        }
+        assert_ready([&a, &b]);
+        assert_ready([&c, &d]);
     });
 }
 

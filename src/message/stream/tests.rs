@@ -243,6 +243,20 @@ fn registered(stream: &RdmaStream, bytes: &[u8]) -> BufMut {
 }
 
 #[test]
+fn bytes_of_a_buffer_are_written_from_its_memory() {
+    let frames = unacknowledged(4096 + 4095, async |stream| {
+        let lent = |stream: &RdmaStream| stream.handle().shared.with(|core, _| core.lent);
+        let memory = stream.protection_domain().register(vec![7; 4096]).unwrap();
+        let bytes = bytes::Bytes::from(memory);
+        stream.write_bytes(bytes.clone()).await.unwrap();
+        assert_eq!((lent(stream), outstanding(stream)), (1, (1, 0)));
+        stream.write_bytes(bytes.slice(1..)).await.unwrap();
+        assert_eq!((lent(stream), outstanding(stream)), (1, (1, 4095)), "a copy costs less");
+    });
+    assert_eq!(frames, 2);
+}
+
+#[test]
 fn short_writes_are_combined_while_a_frame_is_in_flight() {
     let frames = unacknowledged(1 + 99 * 10, async |stream| {
         stream.write_all(&[7]).await.unwrap();
