@@ -97,7 +97,7 @@ pub(super) enum Completions {
 impl Default for ConnectionConfig {
     fn default() -> Self {
         Self {
-            receive_buffer_size: 8192,
+            receive_buffer_size: 16 << 10,
             receive_buffers: 64,
             spare_buffers: 32,
             send_buffers: 64,
@@ -143,7 +143,7 @@ impl ConnectionConfig {
             .send_buffers(16)
     }
 
-    /// Sets the size of each receive buffer of a connection in use, in bytes; default 8192.
+    /// Sets the size of each receive buffer of a connection in use, in bytes; default 16 KiB.
     /// Messages up to this length are copied into a buffer, longer ones into several, see
     /// [`max_eager`](Self::max_eager).
     pub fn receive_buffer_size(mut self, bytes: u32) -> Self {

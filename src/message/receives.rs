@@ -310,7 +310,9 @@ impl Core {
         }
         self.receives.wanted = false;
         let (most, is_first) = (self.receives.most, !self.receives.is_grown());
-        let messages = (self.receives.number - RESERVE).saturating_mul(2);
+        // Long messages first need long receives, and spare buffers.
+        let more = if is_first && !self.protocol.flow.is_pressed() { 1 } else { 2 };
+        let messages = (self.receives.number - RESERVE).saturating_mul(more);
         let receives = messages.saturating_add(RESERVE).min(most.receives);
         if let Err(error) = self.receives.register(receives, &mut self.share) {
             self.note_failed_growth(&error);
