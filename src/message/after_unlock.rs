@@ -102,6 +102,11 @@ impl AfterUnlock {
         }
     }
 
+    #[inline]
+    pub(super) fn is_empty(&self) -> bool {
+        !self.has_other && self.wakers.is_empty()
+    }
+
     /// Takes the waker of one task if there is no other work, which is common.
     #[inline]
     pub(super) fn take_single_waker(&mut self) -> Option<Waker> {
@@ -109,11 +114,18 @@ impl AfterUnlock {
         is_single.then(|| self.wakers.pop()).flatten()
     }
 
-    /// Takes all work, if any: most calls leave none, and the value is large.
-    #[inline]
-    pub(super) fn take(&mut self) -> Option<Self> {
-        let any = self.has_other || !self.wakers.is_empty();
-        any.then(|| std::mem::take(self))
+    /// Takes at most one waker and one sent message if there is no other work: all of it is large.
+    pub(super) fn take_few(&mut self) -> Option<(Option<Waker>, Option<Buf>)> {
+        let has_few = self.wakers.len() <= 1
+            && self.sent.len() <= 1
+            && self.dropped.is_empty()
+            && !self.start_helper
+            && !self.wake_driver;
+        if !has_few {
+            return None;
+        }
+        self.has_other = false;
+        Some((self.wakers.pop(), self.sent.pop()))
     }
 
     /// Calls wakers and drops values.

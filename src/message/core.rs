@@ -48,7 +48,7 @@ use crate::op::{QueuePair, Received};
 pub(super) const BATCH: usize = 128;
 
 /// The frames in flight with which a poll of the send queue is worth its cost.
-const REAPED: usize = 4;
+const REAPED: usize = 8;
 
 /// The frames in flight with which a side skips receives. More would enlarge the queues of a
 /// connection that becomes idle.
@@ -335,7 +335,9 @@ impl Core {
         if !self.protocol.phase().takes_messages() {
             self.discard()?;
         }
-        self.send_due();
+        if !self.protocol.is_quiet() {
+            self.send_due();
+        }
         self.watch_sends(context)?;
         match self.protocol.phase().failure() {
             Some(kind) => self.on_failure(kind, context),
@@ -489,14 +491,18 @@ impl Core {
     /// Sends the `Fin`, `Resize`, `Ack` and skips that are due.
     pub(super) fn send_due(&mut self) {
         self.sizes.settle(self.protocol.flow.next_receive());
-        if self.protocol.flow.owes_credits() {
-            self.receives.note_ack();
-        }
-        while let Some((header, resize)) = {
-            let may_skip = self.sends.len() < SKIPS.max(self.sends.capacity());
-            self.protocol.next_frame(self.held.is_none(), may_skip)
-        } {
-            self.counters.acks += u64::from(header.kind == Kind::Ack);
+        loop {
+            let owed = self.protocol.flow.owes_credits();
+            let sends = &self.sends;
+            let may_skip = || sends.len() < SKIPS.max(sends.capacity());
+            let next = self.protocol.next_frame(self.held.is_none(), may_skip);
+            let Some((header, resize)) = next else { return };
+            if header.kind == Kind::Ack {
+                self.counters.acks += 1;
+                if owed {
+                    self.receives.note_ack();
+                }
+            }
             match resize {
                 Some(resize) => self.send_short(header, &resize.to_bytes()),
                 None => self.send_bare(header),
@@ -506,6 +512,7 @@ impl Core {
 
     /// Registers the driver with the send that termination, a flush, the first sender or the owner
     /// of a lent buffer waits for.
+    #[inline]
     pub(super) fn watch_sends(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
         while let Some(sent) = self.awaited_send() {
             match sent.poll(context) {
@@ -599,9 +606,9 @@ impl Core {
     /// Returns true if the service has received all messages of a peer that has finished, or those
     /// that arrived before the listener's shutdown.
     pub(super) fn is_at_end(&self) -> bool {
-        let received =
-            self.inbox.messages.is_empty() && !self.inbox.is_incomplete() && !self.inbox.lost;
-        self.protocol.flow.peer_has_finished() && received || self.inbox.is_drained()
+        let inbox = &self.inbox;
+        let received_all = || inbox.messages.is_empty() && !inbox.is_incomplete() && !inbox.lost;
+        self.protocol.flow.peer_has_finished() && received_all() || inbox.is_drained()
     }
 
     pub(super) fn close_reason(&self) -> Option<CloseReason> {

@@ -171,9 +171,9 @@ mod tests {
         assert!(
             core.inbox.messages.iter().all(|message| matches!(message, Incoming::Preparing(_)))
         );
-        assert!(core.after.take().unwrap().starts_helper(), "a helper is requested");
+        assert!(std::mem::take(&mut core.after).starts_helper(), "a helper is requested");
         core.progress(Waker::noop());
-        assert!(core.after.take().is_none_or(|after| !after.starts_helper()), "only one helper");
+        assert!(!core.after.starts_helper(), "only one helper");
         for _ in 0..3 {
             assert!(matches!(
                 core.jobs.pop().unwrap().run().result,

@@ -270,21 +270,31 @@ impl Flow {
         self.arrived == self.released
     }
 
+    /// Returns true if nothing waits to be announced or skipped. A quick check.
+    #[inline]
+    pub(super) fn is_quiet(&self) -> bool {
+        self.released == self.announced
+            && self.done == self.done_announced
+            && !self.ack_requested
+            && self.resize.is_none()
+            && self.to_skip == 0
+    }
+
     /// Returns true if an `Ack` must be sent now.
     #[inline]
     pub(super) fn ack_due(&self) -> bool {
         if (self.done != self.done_announced || self.ack_requested) && self.credits() >= 2 {
             return true;
         }
-        // A peer that has everything may be gone.
-        let needed = !self.is_over();
         let due = self.control >= CONTROL_ACK || self.owes_credits();
-        needed && due && self.may_send(Kind::Ack)
+        // A peer that has everything may be gone.
+        due && !self.is_over() && self.may_send(Kind::Ack)
     }
 
     /// Returns true if an `Ack` is due for the receives of messages.
     pub(super) fn owes_credits(&self) -> bool {
-        self.unannounced() - self.control >= ack_threshold(self.receives - RESERVE)
+        let messages = self.unannounced() - self.control;
+        messages > 0 && messages >= ack_threshold(self.receives - RESERVE)
     }
 
     fn unannounced(&self) -> u32 {

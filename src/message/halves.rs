@@ -30,12 +30,18 @@ impl<'a> WaitGuard<'a> {
     pub(super) fn new(shared: &'a Shared, withdraw: fn(&mut Core, &mut Option<Ticket>)) -> Self {
         Self { shared, ticket: None, withdraw }
     }
+
+    #[cold]
+    fn withdraw(&mut self) {
+        self.shared.with(|core, _| (self.withdraw)(core, &mut self.ticket));
+    }
 }
 
 impl Drop for WaitGuard<'_> {
+    #[inline]
     fn drop(&mut self) {
         if self.ticket.is_some() {
-            self.shared.with(|core, _| (self.withdraw)(core, &mut self.ticket));
+            self.withdraw();
         }
     }
 }

@@ -349,7 +349,9 @@ impl Core {
     /// Withdraws a receiver and wakes the next one.
     pub(super) fn withdraw_receiver(&mut self, ticket: &mut Option<Ticket>) {
         self.after.discard(self.receivers.withdraw(ticket));
-        if self.close_reason().is_some() || self.inbox.is_ready() || self.is_at_end() {
+        if !self.receivers.is_empty()
+            && (self.close_reason().is_some() || self.inbox.is_ready() || self.is_at_end())
+        {
             self.after.wake(self.receivers.take_first());
         }
     }

@@ -3,7 +3,7 @@
 use std::future::Future;
 use std::ops::Deref;
 use std::pin::Pin;
-use std::task::{Context, Poll, Waker};
+use std::task::{Context, Poll, Waker, ready};
 
 use bytes::Bytes;
 use smallvec::SmallVec;
@@ -13,7 +13,7 @@ use super::error::{CloseReason, MessageError};
 use super::frame::{Header, Kind};
 use super::handshake::Content;
 use super::waiters::{Caller, Ticket};
-use crate::error::{LimitError, OpErrorKind};
+use crate::error::{LimitError, OpError, OpErrorKind};
 use crate::memory::{Buf, BufMut, Gather, PdKey, ReadOnlyRegion, RemoteRegion, Sealed as _};
 use crate::op::{QueuePair, Send, Write};
 use crate::types::Imm;
@@ -99,10 +99,10 @@ impl<S: Deref<Target = [u8]>> Pieces<'_, S> {
 pub(super) enum Sent {
     Inline(Send<()>),
     Copied(Send<BufMut>),
-    /// A buffer of the service, and a reference that is dropped without the lock
-    /// (`AfterUnlock::return_sent`): it may be the last.
-    Lent(Send<Buf>, Buf),
+    Lent(Send<Buf>),
     Abort(Send<()>),
+    /// A lent buffer is dropped without the lock (`AfterUnlock::return_sent`): it may be the last
+    /// view.
     Done(Option<Buf>),
 }
 
@@ -111,7 +111,7 @@ impl Sent {
         match self {
             Self::Inline(send) | Self::Abort(send) => send.is_finished(),
             Self::Copied(send) => send.is_finished(),
-            Self::Lent(send, _) => send.is_finished(),
+            Self::Lent(send) => send.is_finished(),
             Self::Done(_) => true,
         }
     }
@@ -120,7 +120,7 @@ impl Sent {
         match self {
             Self::Inline(send) | Self::Abort(send) => send.refusal(),
             Self::Copied(send) => send.refusal(),
-            Self::Lent(send, _) => send.refusal(),
+            Self::Lent(send) => send.refusal(),
             Self::Done(_) => None,
         }
     }
@@ -135,19 +135,14 @@ impl Sent {
     }
 
     pub(super) fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), OpErrorKind>> {
-        let result = match self {
-            Self::Inline(send) | Self::Abort(send) => poll(send, context),
-            Self::Copied(send) => poll(send, context),
-            Self::Lent(send, _) => poll(send, context),
+        let (result, buffer) = match self {
+            Self::Inline(send) | Self::Abort(send) => (ready!(poll(send, context)), None),
+            Self::Copied(send) => (ready!(poll(send, context)), None),
+            Self::Lent(send) => returned(ready!(Pin::new(send).poll(context))),
             Self::Done(_) => return Poll::Ready(Ok(())),
         };
-        if result.is_ready() {
-            *self = match std::mem::replace(self, Self::Done(None)) {
-                Self::Lent(_, buffer) => Self::Done(Some(buffer)),
-                _ => Self::Done(None),
-            };
-        }
-        result
+        *self = Self::Done(buffer);
+        Poll::Ready(result)
     }
 
     /// Returns the result of a [finished](Self::is_finished) send, and a lent buffer.
@@ -156,9 +151,20 @@ impl Sent {
         match self {
             Self::Inline(mut send) | Self::Abort(mut send) => (poll(&mut send, context), None),
             Self::Copied(mut send) => (poll(&mut send, context), None),
-            Self::Lent(mut send, buffer) => (poll(&mut send, context), Some(buffer)),
+            Self::Lent(mut send) => match Pin::new(&mut send).poll(context).map(returned) {
+                Poll::Ready((result, buffer)) => (Poll::Ready(result), buffer),
+                Poll::Pending => (Poll::Pending, None),
+            },
             Self::Done(buffer) => (Poll::Ready(Ok(())), buffer),
         }
+    }
+}
+
+/// Splits the result of a lent buffer's send.
+fn returned(result: Result<Buf, OpError<Buf>>) -> (Result<(), OpErrorKind>, Option<Buf>) {
+    match result {
+        Ok(buffer) => (Ok(()), Some(buffer)),
+        Err(error) => (Err(error.kind()), Some(error.into_buffer())),
     }
 }
 
@@ -433,7 +439,7 @@ impl Core {
             let kind = self.kind(number, frames);
             let header = self.protocol.flow.send(kind);
             let send = self.sender(kind).send_with_imm(part, header.encode());
-            self.add_sent(Sent::Lent(send, message.clone()));
+            self.add_sent(Sent::Lent(send));
             self.lent += 1;
         }
         Ok(())

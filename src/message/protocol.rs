@@ -126,6 +126,12 @@ impl Protocol {
         Ok(fetched)
     }
 
+    /// Returns true if [`next_frame`](Self::next_frame) has none. Often cheaper.
+    #[inline]
+    pub(super) fn is_quiet(&self) -> bool {
+        self.flow.is_quiet() && matches!(self.phase, Phase::Running(stage) if !stage.sends_fin())
+    }
+
     /// Returns the next due `Fin`, `Resize` or `Ack`, which must be sent, with the payload of a
     /// `Resize`. A `Fin` and skipped receives only with `all_sent`, after everything that the
     /// service has written, and the latter only if this side `may_skip`.
@@ -133,7 +139,7 @@ impl Protocol {
     pub(super) fn next_frame(
         &mut self,
         all_sent: bool,
-        may_skip: bool,
+        may_skip: impl FnOnce() -> bool,
     ) -> Option<(Header, Option<Resize>)> {
         let Phase::Running(stage) = self.phase else { return None };
         if stage == Stage::Aborting {
@@ -149,7 +155,8 @@ impl Protocol {
         if self.flow.ack_due() {
             return Some((self.flow.send(Kind::Ack), None));
         }
-        let skipped = if all_sent && may_skip { self.flow.skip() } else { None };
+        let skips = self.flow.skips() && all_sent && may_skip();
+        let skipped = if skips { self.flow.skip() } else { None };
         skipped.map(|header| (header, None))
     }
 

@@ -220,20 +220,36 @@ impl Shared {
         work: impl FnOnce(&mut Core, &Waker) -> R,
     ) -> R {
         let result = work(&mut core, &self.waker);
-        let waker = core.after.take_single_waker();
-        let after = core.after.take();
-        drop(core);
-        drop(deferral);
-        if let Some(waker) = waker {
+        if let Some(waker) = core.after.take_single_waker() {
+            drop(core);
+            drop(deferral);
             contained(|| waker.wake());
-        } else if let Some(after) = after {
-            self.run_after(after);
+        } else if core.after.is_empty() {
+            drop(core);
+            drop(deferral);
+        } else {
+            self.run_after(core, deferral);
         }
         result
     }
 
     #[inline(never)]
-    fn run_after(&self, after: AfterUnlock) {
+    fn run_after(&self, mut core: MutexGuard<'_, Core>, deferral: Deferral) {
+        let Some((waker, sent)) = core.after.take_few() else {
+            let after = std::mem::take(&mut core.after);
+            drop(core);
+            drop(deferral);
+            return self.run_all(after);
+        };
+        drop(core);
+        drop(deferral);
+        if let Some(waker) = waker {
+            contained(|| waker.wake());
+        }
+        contained(|| drop(sent));
+    }
+
+    fn run_all(&self, after: AfterUnlock) {
         if after.starts_helper() {
             let helper = Helper::new(self.this.clone());
             drop(self.runtime.spawn_blocking(move || helper.run()));

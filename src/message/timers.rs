@@ -133,13 +133,12 @@ impl Timers {
     /// Without this, a peer that is lost after its answer would be asked again only after
     /// `timeout`. Returns true if the deadline has changed.
     pub(super) fn note_answer(&mut self, now: impl FnOnce() -> Instant, arrived: u32) -> bool {
-        let Some((interval, _)) = self.times.keepalive else { return false };
-        let is_answered = self.pinged && arrived != self.arrived;
-        if is_answered {
-            (self.pinged, self.arrived) = (false, arrived);
-            self.silence = now().checked_add(interval);
+        if !self.pinged || arrived == self.arrived {
+            return false;
         }
-        is_answered
+        (self.pinged, self.arrived) = (false, arrived);
+        self.silence = self.times.keepalive.and_then(|(interval, _)| now().checked_add(interval));
+        true
     }
 
     pub(super) fn deadline(&self) -> Option<Instant> {
