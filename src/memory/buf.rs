@@ -8,7 +8,7 @@
 //!
 //! A buffer references its slab, and a slab its registration. When the last view of a chunk is
 //! dropped, the chunk returns to the slab's free list, which a slab of user memory (one chunk)
-//! lacks.
+//! lacks. `slab_index.rs` finds slabs by address.
 
 #![allow(unsafe_code)]
 
@@ -30,7 +30,7 @@ use crate::types::Access;
 use crate::types::Sge;
 use crate::verbs::ProtectionDomain;
 
-/// Views of a chunk above which a clone aborts the process; only leaked views reach it.
+/// Views of a chunk above which one more aborts the process; only leaked views reach it.
 const MAX_VIEWS: u32 = u32::MAX / 2;
 
 pub(crate) struct Slab {
@@ -54,7 +54,11 @@ impl Slab {
             "chunks lie within the registration"
         );
         let views = (0..chunks).map(|_| AtomicU32::new(0)).collect();
-        let slab = Arc::new(Self { registration, stride, views, free });
+        Self { registration, stride, views, free }.into_shared()
+    }
+
+    fn into_shared(self) -> Arc<Self> {
+        let slab = Arc::new(self);
         if slab.is_indexed() {
             slab_index::insert(&slab);
         }
@@ -98,7 +102,7 @@ impl Slab {
 impl Drop for Slab {
     fn drop(&mut self) {
         if self.is_indexed() {
-            slab_index::remove(self.range().0);
+            slab_index::remove(self);
         }
     }
 }
@@ -214,7 +218,7 @@ impl BufMut {
         match Arc::try_unwrap(slab) {
             Ok(mut slab) => {
                 let Some(storage) = slab.registration.deregister() else {
-                    return Err(Self::from_chunk(Arc::new(slab), 0, len));
+                    return Err(Self::from_chunk(slab.into_shared(), 0, len));
                 };
                 let storage: Box<dyn Any> = storage;
                 Ok(*storage
@@ -333,8 +337,9 @@ impl Buf {
         Ok(BufMut { ptr: this.ptr, len: this.len, slab })
     }
 
-    /// Returns a view of the memory of `bytes` if they are part of one, so that it can be sent
-    /// without a copy. Ignores buffers shorter than some pages, and other protection domains.
+    /// Returns a view of `bytes` if they are in memory that `pd` has registered and a view owns, so
+    /// that they can be sent from there. Looks only for long ones, in slabs of long chunks; see
+    /// [`slab_index`].
     #[inline]
     pub(crate) fn of_bytes(bytes: &bytes::Bytes, pd: &ProtectionDomain) -> Option<Self> {
         if bytes.len() < slab_index::SHORTEST { None } else { Self::of_long_bytes(bytes, pd) }
@@ -342,18 +347,21 @@ impl Buf {
 
     fn of_long_bytes(bytes: &bytes::Bytes, pd: &ProtectionDomain) -> Option<Self> {
         let address = bytes.as_ptr().addr();
-        let slab = slab_index::find(address, bytes.len())?;
+        let slab = slab_index::find(pd, address, bytes.len())?;
         let offset = address - slab.range().0;
         let (index, start) = (offset / slab.stride as usize, offset % slab.stride as usize);
+        if start + bytes.len() > slab.stride as usize {
+            return None;
+        }
         let views = slab.views.get(index)?;
-        // An exclusive buffer has no views. Those that `bytes` own exist until this returns.
-        let is_view = views.load(Ordering::Relaxed) > 0;
-        let within = start + bytes.len() <= slab.stride as usize;
-        if !is_view || !within || !slab.registration.pd().same(pd) {
+        // Zero if the owner of `bytes` has the chunk exclusively. Otherwise it has a view, and the
+        // number stays above zero during this call.
+        if views.load(Ordering::Relaxed) == 0 {
             return None;
         }
         Self::add_view(views);
-        // SAFETY: S1: `start` is within the chunk.
+        // SAFETY: S1: `start` is within the chunk, which is frozen while it has views, and now has
+        // one more.
         let ptr = unsafe { slab.chunk(index as u32).add(start) };
         let (len, index) = (bytes.len() as u32, index as u32);
         Some(Self { ptr, len, index, slab: ManuallyDrop::new(slab) })
@@ -598,16 +606,16 @@ mod tests {
         let pd = domain();
         let buffer = pd.register(vec![0; 4096]).unwrap();
         let address = buffer.sge().addr as usize;
-        assert!(slab_index::find(address, 4096).is_some());
-        assert!(slab_index::find(address, 4097).is_none(), "beyond the end");
+        assert!(slab_index::find(&pd, address, 4096).is_some());
+        assert!(slab_index::find(&pd, address, 4097).is_none(), "beyond the end");
         let memory = buffer.into_storage::<Vec<u8>>().unwrap();
-        assert!(slab_index::find(address, 4096).is_none());
+        assert!(slab_index::find(&pd, address, 4096).is_none());
         drop(memory);
         let pool = Pool::new(&pd, 4096, 2).unwrap();
         let address = pool.try_alloc(1).unwrap().sge().addr as usize;
-        assert!(slab_index::find(address, 8192).is_some());
+        assert!(slab_index::find(&pd, address, 8192).is_some());
         drop(pool);
-        assert!(slab_index::find(address, 4096).is_none());
+        assert!(slab_index::find(&pd, address, 4096).is_none());
     }
 
     #[test]

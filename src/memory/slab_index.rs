@@ -1,39 +1,33 @@
-//! The slabs of the process by address, to find the registered memory that `Bytes` refer to.
+//! The slabs of a protection domain by address, to find the registered memory behind `Bytes`.
 
-use std::collections::BTreeMap;
-use std::sync::{Arc, Weak};
-
-use parking_lot::RwLock;
+use std::sync::Arc;
 
 use super::buf::Slab;
+use crate::verbs::{Indexed, ProtectionDomain};
 
-/// The shortest chunks of a slab in the index. Copies of fewer bytes cost less than a search.
+/// The shortest `Bytes` that are looked up, and the shortest chunks of a slab in the index. To copy
+/// fewer bytes costs less than a search.
 pub(super) const SHORTEST: usize = 4096;
-
-/// Slabs by the address of their first byte.
-static SLABS: RwLock<BTreeMap<usize, Entry>> = RwLock::new(BTreeMap::new());
-
-struct Entry {
-    /// The address after the last byte.
-    end: usize,
-    slab: Weak<Slab>,
-}
 
 pub(super) fn insert(slab: &Arc<Slab>) {
     let (start, end) = slab.range();
-    SLABS.write().insert(start, Entry { end, slab: Arc::downgrade(slab) });
+    // Typed here: the index knows no slabs.
+    let memory: Arc<dyn std::any::Any + Send + Sync> = slab.clone();
+    let entry = Indexed { end, memory: Arc::downgrade(&memory) };
+    slab.registration().pd().index().write().insert(start, entry);
 }
 
-/// Removes a slab before its memory is freed: another one may have the address then.
-pub(super) fn remove(start: usize) {
-    SLABS.write().remove(&start);
+/// Removes a slab before its memory is freed: a later slab may have the same address.
+pub(super) fn remove(slab: &Slab) {
+    slab.registration().pd().index().write().remove(&slab.range().0);
 }
 
-/// Returns the slab with all of `len` bytes at `address`. If these exist, the result is not the
-/// last reference to the slab.
-pub(super) fn find(address: usize, len: usize) -> Option<Arc<Slab>> {
-    let slabs = SLABS.read();
-    let (_, entry) = slabs.range(..=address).next_back()?;
+/// Returns the slab of `pd` with all of `len` bytes at `address`. The caller holds such bytes, whose
+/// owner keeps the slab: to drop the result frees no memory.
+pub(super) fn find(pd: &ProtectionDomain, address: usize, len: usize) -> Option<Arc<Slab>> {
+    let index = pd.index().read();
+    let (_, entry) = index.range(..=address).next_back()?;
     let within = address.checked_add(len).is_some_and(|end| end <= entry.end);
-    within.then(|| entry.slab.upgrade()).flatten()
+    let memory = within.then(|| entry.memory.upgrade()).flatten()?;
+    memory.downcast().ok()
 }

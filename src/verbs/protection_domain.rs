@@ -1,10 +1,14 @@
 //! Protection domains: groups of objects that may be used together.
 
+use std::any::Any;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::num::NonZero;
 use std::ptr::NonNull;
-use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
+use std::sync::{Arc, Weak};
+
+use parking_lot::RwLock;
 
 use super::{AddressHandle, Device};
 use crate::dispatch::Pd;
@@ -21,12 +25,21 @@ pub struct ProtectionDomain {
 struct Inner {
     raw: Pd,
     device: Device,
+    index: RwLock<BTreeMap<usize, Indexed>>,
+}
+
+/// Registered memory in the index of its protection domain.
+pub(crate) struct Indexed {
+    /// The address after the last byte.
+    pub(crate) end: usize,
+    pub(crate) memory: Weak<dyn Any + Send + Sync>,
 }
 
 impl ProtectionDomain {
     pub(super) fn new(device: &Device) -> Result<Self, VerbError> {
         let raw = device.context().create_pd()?;
-        Ok(Self { inner: Arc::new(Inner { raw, device: device.clone() }) })
+        let index = RwLock::new(BTreeMap::new());
+        Ok(Self { inner: Arc::new(Inner { raw, device: device.clone(), index }) })
     }
 
     /// Returns its device.
@@ -46,6 +59,11 @@ impl ProtectionDomain {
 
     pub(crate) fn raw(&self) -> &Pd {
         &self.inner.raw
+    }
+
+    /// Returns registered memory by the address of its first byte.
+    pub(crate) fn index(&self) -> &RwLock<BTreeMap<usize, Indexed>> {
+        &self.inner.index
     }
 
     pub(crate) fn same(&self, other: &Self) -> bool {
