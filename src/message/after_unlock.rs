@@ -114,7 +114,8 @@ impl AfterUnlock {
         is_single.then(|| self.wakers.pop()).flatten()
     }
 
-    /// Takes at most one waker and one sent message if there is no other work: all of it is large.
+    /// Takes at most one waker and one sent message if there is no other work. To move all of it
+    /// takes longer.
     pub(super) fn take_few(&mut self) -> Option<(Option<Waker>, Option<Buf>)> {
         let has_few = self.wakers.len() <= 1
             && self.sent.len() <= 1

@@ -108,9 +108,9 @@ impl Handle {
         .await
     }
 
-    /// Returns `bytes` as a buffer if that can be sent from its memory.
+    /// Returns `bytes` as a buffer if they can be sent from their memory.
     #[inline]
-    pub(super) fn registered(&self, bytes: &Bytes) -> Option<Buf> {
+    pub(super) fn as_buffer(&self, bytes: &Bytes) -> Option<Buf> {
         Buf::of_bytes(bytes, self.shared.qp.protection_domain())
     }
 
@@ -213,9 +213,11 @@ impl Connection {
     }
 
     /// Sends a message. Messages up to [`max_eager`](ConnectionConfig::max_eager) are copied; the
-    /// peer reads longer ones. At least 4 KiB that are part of a registered buffer, as received
-    /// messages are, are sent like one: see [`send_buffer`](Self::send_buffer). The future is ready
-    /// when the message is queued; [`flush`](Self::flush) waits for its arrival.
+    /// peer reads longer ones. At least 4 KiB that are part of a registered buffer of the
+    /// connection's [protection domain](Self::protection_domain) are sent like a buffer, see
+    /// [`send_buffer`](Self::send_buffer): for example a message that this connection has received
+    /// in one frame. The future is ready when the message is queued; [`flush`](Self::flush) waits
+    /// for its arrival.
     ///
     /// Waits for credits of the peer and within `send_memory`.
     ///

@@ -1,9 +1,9 @@
 //! The I/O of one side of a connection, under one lock.
 //!
 //! ```text
-//!  poll_send ─▶ inline │ copied │ offered ─▶ sends ─▶ peer      credits, phases, time: protocol.rs
-//!  poll_recv ◀─ inbox ◀─ receives ◀───────────────── peer
-//!                 └─ long: READ, then done ────────▶ peer
+//!  poll_send ─▶ inline │ copied │ lent │ offered ─▶ sends ─▶ peer   credits, phases, time:
+//!  poll_recv ◀─ inbox ◀─ receives ◀──────────────────────── peer   protocol.rs
+//!                 └─ long: READ, then done ───────────────▶ peer
 //! ```
 //!
 //! [`Core::progress`] does all work that is possible now. Tasks that send or receive call it, and
@@ -308,6 +308,8 @@ impl Core {
                     self.reap();
                     self.settle_receives();
                     if idle {
+                        self.sends.shrink_to(SKIPS);
+                        self.inbox.messages.shrink_to(SKIPS);
                         self.shrink_send_memory();
                         self.shrink_receives();
                         self.shrink_fetch_memory();

@@ -270,7 +270,7 @@ impl Flow {
         self.arrived == self.released
     }
 
-    /// Returns true if nothing waits to be announced or skipped. A quick check.
+    /// Returns true if nothing waits to be announced or skipped.
     #[inline]
     pub(super) fn is_quiet(&self) -> bool {
         self.released == self.announced
@@ -294,6 +294,7 @@ impl Flow {
     /// Returns true if an `Ack` is due for the receives of messages.
     pub(super) fn owes_credits(&self) -> bool {
         let messages = self.unannounced() - self.control;
+        // The first comparison, which the second implies, is often enough and costs less.
         messages > 0 && messages >= ack_threshold(self.receives - RESERVE)
     }
 

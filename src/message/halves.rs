@@ -32,7 +32,7 @@ impl<'a> WaitGuard<'a> {
     }
 
     #[cold]
-    fn withdraw(&mut self) {
+    fn give_up(&mut self) {
         self.shared.with(|core, _| (self.withdraw)(core, &mut self.ticket));
     }
 }
@@ -41,7 +41,7 @@ impl Drop for WaitGuard<'_> {
     #[inline]
     fn drop(&mut self) {
         if self.ticket.is_some() {
-            self.withdraw();
+            self.give_up();
         }
     }
 }
@@ -93,8 +93,8 @@ impl SendHalf {
     /// If the future is dropped before it is ready, the message is not sent.
     pub async fn send(&self, message: impl Into<Bytes>) -> Result<(), MessageError> {
         let message = message.into();
-        let buffer = self.handle.registered(&message);
-        self.send_outgoing(Outgoing::of(&message, &buffer)).await
+        let buffer = self.handle.as_buffer(&message);
+        self.send_outgoing(Outgoing::of(&message, buffer.as_ref())).await
     }
 
     /// Sends a registered buffer; see [`Connection::send_buffer`](super::Connection::send_buffer).
@@ -123,8 +123,8 @@ impl SendHalf {
     /// If the future is dropped before it is ready, the message is not sent.
     pub async fn send_vectored(&self, parts: &[Bytes]) -> Result<(), MessageError> {
         if let [message] = parts {
-            let buffer = self.handle.registered(message);
-            return self.send_outgoing(Outgoing::of(message, &buffer)).await;
+            let buffer = self.handle.as_buffer(message);
+            return self.send_outgoing(Outgoing::of(message, buffer.as_ref())).await;
         }
         // A long copy is made without the lock.
         if self.handle.shared.with(|core, _| core.is_offered(parts)) {
@@ -157,8 +157,8 @@ impl SendHalf {
     /// See [`Connection::try_send`](super::Connection::try_send).
     pub fn try_send(&self, message: impl Into<Bytes>) -> Result<(), TrySendError> {
         let message = message.into();
-        let buffer = self.handle.registered(&message);
-        let outgoing = Outgoing::of(&message, &buffer);
+        let buffer = self.handle.as_buffer(&message);
+        let outgoing = Outgoing::of(&message, buffer.as_ref());
         match self.handle.shared.with(|core, driver| core.send_now(outgoing, driver)) {
             Ok(true) => Ok(()),
             Ok(false) => Err(TrySendError::Full(message)),
@@ -231,8 +231,8 @@ impl SendHalf {
     fn poll_pending(&mut self, context: &mut Context<'_>) -> Poll<Result<(), MessageError>> {
         let Self { handle, pending, sending, .. } = self;
         let Some(message) = pending else { return Poll::Ready(Ok(())) };
-        let buffer = handle.registered(message);
-        let outgoing = Outgoing::of(message, &buffer);
+        let buffer = handle.as_buffer(message);
+        let outgoing = Outgoing::of(message, buffer.as_ref());
         let result = ready!(handle.shared.poll(context, |core, driver, caller| {
             core.poll_send(outgoing, sending, driver, caller)
         }));

@@ -1,4 +1,4 @@
-//! Sending: inline, copied, or as an offer.
+//! Sending: inline, copied, lent, or as an offer.
 
 use std::future::Future;
 use std::ops::Deref;
@@ -33,10 +33,10 @@ pub(super) enum Outgoing<'a> {
 }
 
 impl<'a> Outgoing<'a> {
-    /// Returns the message of `bytes`, which `registered` shows if it can be sent from its memory.
+    /// Returns a message of `bytes`, or of the `buffer` that has them.
     #[inline]
-    pub(super) fn of(bytes: &'a Bytes, registered: &'a Option<Buf>) -> Self {
-        registered.as_ref().map_or(Self::Bytes(bytes), Self::Buffer)
+    pub(super) fn of(bytes: &'a Bytes, buffer: Option<&'a Buf>) -> Self {
+        buffer.map_or(Self::Bytes(bytes), Self::Buffer)
     }
 
     /// Returns the length, which repeated parts may bring above the address space.
@@ -138,7 +138,7 @@ impl Sent {
         let (result, buffer) = match self {
             Self::Inline(send) | Self::Abort(send) => (ready!(poll(send, context)), None),
             Self::Copied(send) => (ready!(poll(send, context)), None),
-            Self::Lent(send) => returned(ready!(Pin::new(send).poll(context))),
+            Self::Lent(send) => split_result(ready!(Pin::new(send).poll(context))),
             Self::Done(_) => return Poll::Ready(Ok(())),
         };
         *self = Self::Done(buffer);
@@ -151,7 +151,7 @@ impl Sent {
         match self {
             Self::Inline(mut send) | Self::Abort(mut send) => (poll(&mut send, context), None),
             Self::Copied(mut send) => (poll(&mut send, context), None),
-            Self::Lent(mut send) => match Pin::new(&mut send).poll(context).map(returned) {
+            Self::Lent(mut send) => match Pin::new(&mut send).poll(context).map(split_result) {
                 Poll::Ready((result, buffer)) => (Poll::Ready(result), buffer),
                 Poll::Pending => (Poll::Pending, None),
             },
@@ -161,7 +161,7 @@ impl Sent {
 }
 
 /// Splits the result of a lent buffer's send.
-fn returned(result: Result<Buf, OpError<Buf>>) -> (Result<(), OpErrorKind>, Option<Buf>) {
+fn split_result(result: Result<Buf, OpError<Buf>>) -> (Result<(), OpErrorKind>, Option<Buf>) {
     match result {
         Ok(buffer) => (Ok(()), Some(buffer)),
         Err(error) => (Err(error.kind()), Some(error.into_buffer())),
@@ -224,6 +224,7 @@ impl Core {
         });
     }
 
+    #[inline]
     pub(super) fn add_sent(&mut self, sent: Sent) {
         self.note_refusal(sent.refusal());
         self.sends.push_back(sent);
@@ -250,10 +251,11 @@ impl Core {
         caller: &mut Caller<'_>,
     ) -> Poll<Result<T, MessageError>> {
         if self.senders.is_first(*ticket) {
-            let lent = self.lent;
+            let mut lent = self.lent;
             let mut result = send(self);
             if matches!(result, Ok(Err(_))) {
                 self.progress(driver);
+                lent = self.lent;
                 result = send(self);
             }
             match result {
@@ -283,8 +285,8 @@ impl Core {
         Poll::Pending
     }
 
-    /// Lets a buffer of the service return although no task waits for its send. `before` were in
-    /// flight before; the completion of one looks for the next.
+    /// Lets a buffer of the service return although no task waits for its send. If others were
+    /// lent `before`, one of them is watched, and its completion leads to the next.
     fn watch_lent(&mut self, before: usize, driver: &Waker) {
         if before == 0 && self.lent > 0 {
             let context = &mut Context::from_waker(driver);
@@ -340,10 +342,11 @@ impl Core {
         if !self.senders.is_empty() {
             return Ok(false);
         }
-        let lent = self.lent;
+        let mut lent = self.lent;
         let mut sent = self.try_send(message)?;
         if sent.is_err() {
             self.progress(driver);
+            lent = self.lent;
             sent = self.try_send(message)?;
         }
         self.watch_lent(lent, driver);

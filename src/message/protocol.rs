@@ -126,7 +126,8 @@ impl Protocol {
         Ok(fetched)
     }
 
-    /// Returns true if [`next_frame`](Self::next_frame) has none. Often cheaper.
+    /// Returns true if [`next_frame`](Self::next_frame) certainly returns none, for fewer
+    /// instructions. After `false` it may return none, too.
     #[inline]
     pub(super) fn is_quiet(&self) -> bool {
         self.flow.is_quiet() && matches!(self.phase, Phase::Running(stage) if !stage.sends_fin())
@@ -155,6 +156,7 @@ impl Protocol {
         if self.flow.ack_due() {
             return Some((self.flow.send(Kind::Ack), None));
         }
+        // Tested first: skips are rare.
         let skips = self.flow.skips() && all_sent && may_skip();
         let skipped = if skips { self.flow.skip() } else { None };
         skipped.map(|header| (header, None))

@@ -67,8 +67,10 @@ pub(super) struct Receives {
     /// Bytes taken from the budget for buffers that the peer has not skipped yet.
     leaving: u64,
     most: Most,
-    /// The next [`grow_receives`](Core::grow_receives) posts more or longer receives.
+    /// The next [`grow_receives`](Core::grow_receives) registers more or longer receives.
     wanted: bool,
+    /// Some demand was for more receives.
+    wants_more: bool,
     /// The last time when they were of use, and how long it counts.
     demanded: Option<Instant>,
     patience: Duration,
@@ -116,6 +118,7 @@ impl Receives {
             leaving: 0,
             most,
             wanted: false,
+            wants_more: false,
             demanded: None,
             patience: config.shrink_after,
             acked: None,
@@ -190,7 +193,7 @@ impl Receives {
     /// Records that the service takes messages in their buffers, of which the first have no spares.
     pub(super) fn want_spares(&mut self) {
         if self.grown.is_none() && !self.is_full {
-            self.demand();
+            self.demand(false);
         }
     }
 
@@ -228,9 +231,10 @@ impl Receives {
         }
     }
 
-    /// Records that more or longer receives are of use. A side that has not grown waits for the
+    /// Records that longer receives, or `more`, are of use. A side that has not grown waits for the
     /// second time: growth costs more than a rare message.
-    fn demand(&mut self) {
+    fn demand(&mut self, more: bool) {
+        self.wants_more |= more;
         if self.pause > 0 {
             self.pause -= 1;
             return;
@@ -250,7 +254,7 @@ impl Receives {
         }
         let now = Instant::now();
         if self.acked.replace(now).is_some_and(|at| now.duration_since(at) < ACKS_APART) {
-            self.demand();
+            self.demand(true);
         }
     }
 
@@ -292,14 +296,13 @@ impl Core {
             return;
         }
         let frames = self.inbox.incomplete_frames() as u32 + 1;
-        if self.protocol.flow.is_pressed()
-            || self.receives.is_short_for(kind, self.content, len, frames)
-        {
-            self.receives.demand();
+        let more = self.protocol.flow.is_pressed();
+        if more || self.receives.is_short_for(kind, self.content, len, frames) {
+            self.receives.demand(more);
         }
     }
 
-    /// Posts more or longer receives if they are of use.
+    /// Registers and announces more or longer receives if they are of use.
     pub(super) fn grow_receives(&mut self) {
         let is_wanted = self.receives.wanted && self.protocol.phase().takes_messages();
         if !is_wanted
@@ -309,10 +312,12 @@ impl Core {
             return;
         }
         self.receives.wanted = false;
+        let more = std::mem::take(&mut self.receives.wants_more);
         let (most, is_first) = (self.receives.most, !self.receives.is_grown());
-        // Long messages first need long receives, and spare buffers.
-        let more = if is_first && !self.protocol.flow.is_pressed() { 1 } else { 2 };
-        let messages = (self.receives.number - RESERVE).saturating_mul(more);
+        // At first, receives of the same number suffice for some long messages. They become long
+        // when frames have used the short ones.
+        let factor = if is_first && !more { 1 } else { 2 };
+        let messages = (self.receives.number - RESERVE).saturating_mul(factor);
         let receives = messages.saturating_add(RESERVE).min(most.receives);
         if let Err(error) = self.receives.register(receives, &mut self.share) {
             self.note_failed_growth(&error);

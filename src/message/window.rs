@@ -10,7 +10,7 @@
 //!
 //! ```text
 //!   receive        0 … 7    8 … 11   12 …
-//!   size           384      8192     8192
+//!   size           384      16384    16384
 //!                           ▲ from: later receives have the announced size
 //! ```
 

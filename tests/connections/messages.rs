@@ -57,9 +57,9 @@ fn messages_of_all_lengths_arrive_whole_and_in_order() {
             255,
             256,
             257,
-            8191,
-            8192,
-            8193,
+            16_383,
+            16_384,
+            16_385,
             65_536,
             (1 << 20) - 1,
             1 << 20,
@@ -162,7 +162,7 @@ fn registered_buffers_are_sent_from_their_memory_and_return_to_their_pool() {
         for (own, pd) in [(true, a.protection_domain()), (false, &foreign)] {
             let pool = Pool::new(pd, 100_000, 2).unwrap();
             for (number, len) in
-                [0, 10, 64, 300, 8192, 8193, 40_000, 100_000].into_iter().enumerate()
+                [0, 10, 64, 300, 16_384, 16_385, 40_000, 100_000].into_iter().enumerate()
             {
                 let message = pattern(len, number as u64);
                 let buffer = pool.copy_from(&message).unwrap().freeze();
@@ -194,6 +194,29 @@ fn lent_buffers_return_although_nothing_else_happens() {
         }
         for number in 0..20 {
             assert!(recv(&b).await == pattern(8192, number), "message {number}");
+        }
+    });
+}
+
+#[test]
+fn lent_buffer_returns_although_its_sender_has_waited_for_credits() {
+    everywhere("after a wait", async |mode| {
+        let config = config().mode(mode.make()).keepalive(None).preallocate(true);
+        let (a, b) = pair(&config.receive_buffers(4));
+        let pool = Pool::new(a.protection_domain(), 500, 32).unwrap();
+        for _ in 0..10 {
+            let send = || a.send_buffer(pool.copy_from(&[7; 500]).expect("most are free"));
+            let mut sent = 0;
+            while send().now_or_never().is_some() {
+                sent += 1;
+            }
+            for _ in 0..sent {
+                assert_eq!(recv(&b).await, [7; 500][..]);
+            }
+            // This call itself may find the credits, and the end of all earlier sends.
+            soon("credits", send()).await.unwrap();
+            assert_eq!(recv(&b).await, [7; 500][..]);
+            eventually("all buffers", || pool.available() == 32).await;
         }
     });
 }
@@ -821,7 +844,7 @@ fn messages_too_long_for_the_peer_are_refused() {
 fn message_limit_below_the_buffer_size_is_exact() {
     run("short limit", || async {
         let (_, pd) = device(&Network::new());
-        for limit in [0, 1, 1000, 8191, 8192, 8193] {
+        for limit in [0, 1, 1000, 16_383, 16_384, 16_385] {
             let (a, b) = pair_in(&pd, &pd, &config(), &config().max_message(limit));
             assert_eq!((a.max_message(), a.peer().max_message), (limit, limit));
             match a.send(vec![0; limit as usize + 1]).await {
@@ -840,9 +863,9 @@ fn message_limit_below_the_buffer_size_is_exact() {
 
 #[test]
 fn flush_awaited_directly_in_block_on_returns() {
-    // A message of 8193 bytes is not copied, so the flush waits until the peer has fetched it. In
-    // release builds, `will_wake` is false for clones of the waker of `block_on`.
-    for len in [8193, 8192, 1] {
+    // At first, a message of 16 KiB is not copied, so the flush waits until the peer has fetched it.
+    // In release builds, `will_wake` is false for clones of the waker of `block_on`.
+    for len in [16_384, 300, 1] {
         for mode in Mode::ALL {
             bounded("flush in block_on", LONG, move || {
                 Flavour::CurrentThread.runtime().block_on(async {

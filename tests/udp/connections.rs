@@ -202,9 +202,11 @@ fn thousand_messages_of_mixed_sizes_are_echoed() {
         let connection = peer.connect(&device, "echo").await.unwrap();
         assert_eq!(connection.user_data(), "from the peer");
         assert_eq!(connection.peer_addr(), Some(peer.address));
-        // Around the MTU, around 8 KiB (longer messages are fetched), and many packets long.
-        let lengths =
-            [0, 1, 5, 64, 1023, 1024, 1025, 4095, 4096, 4097, 8192, 8193, 20_000, 65_536, 200_001];
+        // Around the MTU, a receive buffer and the longest copied message, and many packets long.
+        let lengths = [
+            0, 1, 5, 64, 1023, 1024, 1025, 4095, 4096, 4097, 16_384, 16_385, 65_536, 65_537,
+            200_001,
+        ];
         let length = |number: usize| {
             if number % 100 == 99 { 3_000_000 + number } else { lengths[number % lengths.len()] }
         };

@@ -83,7 +83,9 @@ fn engine(steps: &mut Steps<'_>, own: usize) {
     match *side.protocol.phase() {
         Phase::Running(stage) => {
             let mut protocol = side.protocol.clone();
-            if let Some((header, resize)) = protocol.next_frame(!side.held, || true) {
+            let next = protocol.next_frame(!side.held, || true);
+            assert!(next.is_none() || !side.protocol.is_quiet(), "{next:?} of a quiet side");
+            if let Some((header, resize)) = next {
                 let bare = Frame::Bare(header);
                 let frame = resize.map_or(bare, |resize| {
                     Frame::Resize(header, [resize.receives, resize.skip].map(|count| count as u8))

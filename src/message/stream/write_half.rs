@@ -30,10 +30,11 @@ impl OwnedWriteHalf {
     }
 
     /// Writes bytes. Up to [`max_eager`](crate::ConnectionConfig::max_eager) they are copied once,
-    /// into registered buffers. The memory of longer ones is registered in pieces of up to 1 MiB,
-    /// which the peer's device reads; it stays in use until then. At least 4 KiB that are part of a
-    /// registered buffer, as received ones are, are written like one: see
-    /// [`write_buf`](Self::write_buf).
+    /// into registered buffers, unless they are at least 4 KiB of a buffer of the stream's
+    /// [protection domain](super::RdmaStream::protection_domain), such as those that this stream
+    /// has received: these are sent from their memory. The memory of longer ones is registered in
+    /// pieces of up to 1 MiB, which the peer's device reads. Memory that is not copied stays in use
+    /// until the peer's device has the bytes.
     ///
     /// # Errors
     ///
@@ -44,13 +45,11 @@ impl OwnedWriteHalf {
     /// If the future is dropped, the first bytes may be written, as with `write_all`.
     pub async fn write_bytes(&mut self, bytes: impl Into<Bytes>) -> io::Result<()> {
         let mut bytes = bytes.into();
-        if let Some(buffer) = self.handle.registered(&bytes) {
-            return self.write_buf(buffer).await;
-        }
         while !bytes.is_empty() {
+            let buffer = self.handle.as_buffer(&bytes);
             let written = poll_fn(|context| {
                 self.poll(context, |core, ticket, driver, caller| {
-                    core.poll_write_bytes(&bytes, ticket, driver, caller)
+                    core.poll_write_bytes(&bytes, buffer.as_ref(), ticket, driver, caller)
                 })
             });
             bytes.advance(written.await?);

@@ -95,17 +95,22 @@ impl Core {
         self.poll_written(|core| core.write(slices), ticket, driver, caller)
     }
 
-    /// Writes like [`poll_write`](Self::poll_write), or lets the peer read long bytes.
+    /// Writes like [`poll_write`](Self::poll_write), or from the `buffer` that has the bytes, or
+    /// lets the peer read long bytes.
     pub(super) fn poll_write_bytes(
         &mut self,
         bytes: &Bytes,
+        buffer: Option<&Buf>,
         ticket: &mut Option<Ticket>,
         driver: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<usize, MessageError>> {
         let len = bytes.len().min(PIECE).min(usize::try_from(self.limits.send).unwrap_or(PIECE));
         if len <= self.limits.eager {
-            return self.poll_write(&[IoSlice::new(bytes)], ticket, driver, caller);
+            return match buffer {
+                Some(buffer) => self.poll_write_buffer(buffer, ticket, driver, caller),
+                None => self.poll_write(&[IoSlice::new(bytes)], ticket, driver, caller),
+            };
         }
         let piece = bytes.slice(..len);
         let offer = |core: &mut Self| core.send_whole(Outgoing::Bytes(&piece), len);
@@ -121,7 +126,7 @@ impl Core {
         caller: &mut Caller<'_>,
     ) -> Poll<Result<usize, MessageError>> {
         if !self.is_registered(buffer) {
-            return self.poll_write_bytes(&buffer.clone().into(), ticket, driver, caller);
+            return self.poll_write_bytes(&buffer.clone().into(), None, ticket, driver, caller);
         }
         // One frame while their size changes: a piece of several could be offered instead.
         let longest = if self.sizes.is_settled() { self.limits.eager } else { self.frame_len(0) };
@@ -206,15 +211,10 @@ impl Core {
             return Ok(Ok(()));
         }
         let len = if hold { frame } else { bytes.len.min(frame) };
-        let mut buffer = self.send_buffer(len, 1)?;
-        if buffer.is_err() {
+        if !self.send_memory.has_free(1) {
             self.reap();
-            // Without memory for long frames, the next attempt sends shorter ones.
-            if self.frame_len(0) == frame {
-                buffer = self.send_buffer(len, 1)?;
-            }
         }
-        let mut buffer = match buffer {
+        let mut buffer = match self.send_buffer(len, 1)? {
             Ok(buffer) => buffer,
             Err(block) => return Ok(Err(block)),
         };

@@ -17,8 +17,7 @@ const BUDGET: u64 = 1 << 20;
 const SHARE: u64 = BUDGET / 2;
 /// The length of the honest clients' requests and of their answers.
 const HONEST: usize = 4 << 10;
-/// The length of a greedy client's requests and of their answers: the receive buffers of a
-/// connection in use.
+/// The length of a greedy client's requests and of their answers, which need long receives.
 const GREEDY: usize = 8 << 10;
 /// The bytes of the buffers with which a connection starts.
 const FIRST: u64 = 10 * 384;
