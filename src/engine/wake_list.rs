@@ -242,6 +242,11 @@ impl Deferral {
         DEFERRALS.set(DEFERRALS.get() + 1);
         Self(PhantomData)
     }
+
+    /// Returns true if the thread has no other deferral, so it called a waker without a lock.
+    pub(crate) fn is_outermost(&self) -> bool {
+        DEFERRALS.get() == 1
+    }
 }
 
 impl Drop for Deferral {

@@ -78,12 +78,12 @@ impl DriverWaker {
         }
     }
 
-    /// Makes progress without the driver, or wakes it if it must continue: another task has the
+    /// Makes progress without the driver, or wakes it if it must continue: this thread has the
     /// lock, or only the driver can do the rest.
     fn serve(&self) {
         let Some(shared) = self.shared.upgrade() else { return };
         let poll = DriverPoll::begin(self);
-        let must_continue = shared.try_with(|core, driver| core.serve(driver));
+        let must_continue = shared.with_unless_locked(|core, driver| core.serve(driver));
         if must_continue != Some(false) || poll.end() {
             self.driver.wake();
         }
@@ -202,21 +202,31 @@ impl Shared {
     /// call this function again. Operations may defer them for other connections, too.
     pub(super) fn with<R>(&self, work: impl FnOnce(&mut Core, &Waker) -> R) -> R {
         let deferral = Deferral::begin();
-        self.run(self.core.lock(), deferral, work)
+        self.run(deferral, self.core.lock(), work)
     }
 
-    /// Runs `work` like [`with`](Self::with), unless a thread has the lock, perhaps this one.
-    fn try_with<R>(&self, work: impl FnOnce(&mut Core, &Waker) -> R) -> Option<R> {
+    /// Runs `work` like [`with`](Self::with), unless this thread has the lock.
+    ///
+    /// Waits for another thread: it may have checked the receives before the completion that the
+    /// caller has found, and the driver's runtime may not run. The lock is released meanwhile,
+    /// because a thread without a [`Deferral`] holds no lock of a connection, engine or provider.
+    fn with_unless_locked<R>(&self, work: impl FnOnce(&mut Core, &Waker) -> R) -> Option<R> {
         let deferral = Deferral::begin();
-        let core = self.core.try_lock()?;
-        Some(self.run(core, deferral, work))
+        let core = match self.core.try_lock() {
+            Some(core) => core,
+            None if deferral.is_outermost() => self.core.lock(),
+            None => return None,
+        };
+        Some(self.run(deferral, core, work))
     }
 
+    /// Runs `work`, then what it has deferred. A panic releases the lock before the deferral ends,
+    /// which calls wakers: parameters are dropped in reverse order.
     #[inline(always)]
     fn run<R>(
         &self,
-        mut core: MutexGuard<'_, Core>,
         deferral: Deferral,
+        mut core: MutexGuard<'_, Core>,
         work: impl FnOnce(&mut Core, &Waker) -> R,
     ) -> R {
         let result = work(&mut core, &self.waker);

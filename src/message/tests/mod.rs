@@ -1,7 +1,9 @@
-//! Tests of listeners with failing peers, and of what connections share and leave.
+//! Tests of listeners with failing peers, of drivers that do not run, and of what connections share
+//! and leave.
 
 mod reuse;
 mod shared_completions;
 mod silent_peer;
+mod stopped_driver;
 mod unaccepted;
 mod unconfirmed;
