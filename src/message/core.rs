@@ -519,10 +519,7 @@ impl Core {
         while let Some(sent) = self.awaited_send() {
             match sent.poll(context) {
                 Poll::Pending => {
-                    // The runtime that now watches the send may not run for long.
-                    if self.runtime.is_some_and(|driver| !is_current(driver)) {
-                        self.after.wake_driver();
-                    }
+                    self.watch_by_driver();
                     break;
                 }
                 Poll::Ready(Err(kind)) => return self.on_failure(kind, context),
@@ -539,6 +536,14 @@ impl Core {
             }
         }
         Ok(())
+    }
+
+    /// Lets the runtime of the driver watch a polled operation too: the current one may not run for
+    /// long.
+    pub(super) fn watch_by_driver(&mut self) {
+        if self.runtime.is_some_and(|driver| !is_current(driver)) {
+            self.after.wake_driver();
+        }
     }
 
     /// Returns the send whose completion is awaited, if any.

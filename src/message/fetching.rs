@@ -46,7 +46,10 @@ impl Core {
             match message {
                 Incoming::Arrived(Arrived::Fetched(_)) => {}
                 Incoming::Fetching(fetch) => match fetch.poll(&self.qp, context) {
-                    Poll::Pending => break,
+                    Poll::Pending => {
+                        self.watch_by_driver();
+                        break;
+                    }
                     Poll::Ready(Ok(FetchOutput::Message(buffer))) => {
                         *message = Incoming::Arrived(Arrived::Fetched(Message::Registered(buffer)))
                     }

@@ -271,6 +271,47 @@ fn lent_buffer_returns_although_the_runtime_of_its_sender_stands_still() {
 }
 
 #[test]
+fn offered_message_is_fetched_although_the_runtime_of_its_receiver_stands_still() {
+    for mode in Mode::ALL {
+        bounded("fetched by another runtime", LONG, move || {
+            let drivers = Flavour::CurrentThread.runtime();
+            let network = Network::new();
+            let [(_, one), (_, other)] = two(&network);
+            let (a, b) = drivers.block_on(async {
+                let config = config().mode(mode.make()).options(ConnectOptions::default());
+                // The driver wakes neither to ask the peer nor to shrink buffers.
+                let config = config.keepalive(None).preallocate(true);
+                let (a, b) = pair_in(&one, &other, &config, &config);
+                // Leaves a buffer, into which the receiver's runtime fetches the next message. This
+                // READ completes at once, so the runtime of the drivers watches none.
+                a.send(pattern(100_000, 1)).await.unwrap();
+                assert!(recv(&b).await == pattern(100_000, 1));
+                a.flush().await.unwrap();
+                (a, b)
+            });
+            // The READ takes longer than the receiver's runtime runs.
+            let delay = Duration::from_millis(5);
+            network.set_faults(Faults::none().delay(delay..2 * delay));
+            let receiver = Flavour::CurrentThread.runtime();
+            let mut received = None;
+            receiver.block_on(async {
+                a.send(pattern(100_000, 2)).await.unwrap();
+                eventually("an offer", || {
+                    if b.counters().inbox == 0 {
+                        received = b.recv().now_or_never();
+                    }
+                    received.is_some() || b.counters().inbox > 0
+                })
+                .await;
+            });
+            drivers.block_on(soon("flush", a.flush())).unwrap();
+            let message = received.unwrap_or_else(|| drivers.block_on(b.recv()));
+            assert!(message.unwrap().unwrap() == pattern(100_000, 2));
+        });
+    }
+}
+
+#[test]
 fn both_ends_send_at_once_with_one_buffer_each() {
     everywhere("one buffer", async |mode| {
         let config = config()
