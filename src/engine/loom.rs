@@ -401,13 +401,16 @@ impl StreamQueue {
         loop {
             let next = self.device.lock().unwrap().completions.pop_front();
             let Some((position, executed)) = next else { return };
-            self.capacity.retire(position);
             if executed {
+                self.capacity.retire(position);
                 self.device.lock().unwrap().executed.push(position);
                 continue;
             }
+            let failed = self.posting.lock().unwrap().fail_stream(position);
+            assert_eq!(failed, Some(STREAM));
+            self.capacity.retire(position);
             self.device.lock().unwrap().flushed.push(position);
-            if self.posting.lock().unwrap().fail_stream(position, &self.capacity) {
+            if self.posting.lock().unwrap().is_drained(STREAM, &self.capacity) {
                 self.restore();
             }
         }
@@ -472,6 +475,47 @@ fn loom_work_of_a_lease_is_not_executed_after_the_reset_of_its_stream() {
         let expected: Vec<u32> = std::iter::once(0).chain(posted).collect();
         assert_eq!((&device.flushed, &device.executed), (&expected, &Vec::new()));
         assert_eq!((device.resets, queue.streams.has_failed(STREAM)), (1, false));
+    });
+}
+
+#[test]
+fn loom_a_peer_that_leaves_a_stream_after_its_work_knows_of_a_failure() {
+    ::loom::model(|| {
+        let queue = StreamQueue::failed();
+        let [_other, stream] = [(); 2].map(|()| queue.streams.assign());
+        assert_eq!(stream.number(), STREAM);
+        let drainer = thread::spawn({
+            let queue = queue.clone();
+            move || queue.dispatch()
+        });
+        // Like the rebalance and the replacement of a stream in a pool of initiators.
+        let has_ended = {
+            let posting = queue.posting.lock().unwrap();
+            queue.capacity.in_flight(posting.posted as u32) == 0
+        };
+        if has_ended || stream.has_failed() {
+            assert!(stream.has_failed_since(), "left without the failure");
+        }
+        drainer.join().unwrap();
+        assert!(stream.has_failed_since());
+    });
+}
+
+#[test]
+fn loom_a_stream_that_fails_when_it_is_assigned_has_failed_since() {
+    ::loom::model(|| {
+        let queue = StreamQueue::failed();
+        // The stream that fails has the fewest peers then.
+        let _other = queue.streams.assign();
+        let drainer = thread::spawn({
+            let queue = queue.clone();
+            move || {
+                assert_eq!(queue.posting.lock().unwrap().fail_stream(0), Some(STREAM));
+            }
+        });
+        let assigned = queue.streams.assign();
+        drainer.join().unwrap();
+        assert!(assigned.number() != STREAM || assigned.has_failed_since());
     });
 }
 

@@ -27,23 +27,40 @@ pub(crate) struct Streams {
 }
 
 struct Stream {
-    failed: AtomicBool,
-    /// The number of failures, modulo 2^32.
-    failures: AtomicU32,
+    /// Incremented at each failure and each restoration, modulo 2^32: odd while it has failed. One
+    /// value, so that no reader sees a failure without its count. Changes under the lock of the
+    /// posting state.
+    changes: AtomicU32,
     peers: AtomicU32,
 }
 
 impl Stream {
     fn new() -> Self {
-        Self {
-            failed: AtomicBool::new(false),
-            failures: AtomicU32::new(0),
-            peers: AtomicU32::new(0),
-        }
+        Self { changes: AtomicU32::new(0), peers: AtomicU32::new(0) }
+    }
+
+    fn changes(&self) -> u32 {
+        self.changes.load(Ordering::Relaxed)
     }
 
     fn has_failed(&self) -> bool {
-        self.failed.load(Ordering::Relaxed)
+        self.changes() % 2 == 1
+    }
+
+    /// Returns a number that each failure changes.
+    fn generation(&self) -> u32 {
+        self.changes().div_ceil(2)
+    }
+
+    /// Returns false if it has failed already.
+    fn fail(&self) -> bool {
+        self.changes.fetch_or(1, Ordering::Relaxed).is_multiple_of(2)
+    }
+
+    fn restore(&self) {
+        if self.has_failed() {
+            self.changes.fetch_add(1, Ordering::Relaxed);
+        }
     }
 
     fn peers(&self) -> u32 {
@@ -67,7 +84,7 @@ impl Streams {
 
     /// Returns a number that each failure of the stream changes.
     pub(crate) fn generation(&self, stream: u16) -> u32 {
-        self.each[usize::from(stream)].failures.load(Ordering::Relaxed)
+        self.each[usize::from(stream)].generation()
     }
 
     /// Returns the number of streams that were reset since the initiator was created.
@@ -82,18 +99,18 @@ impl Streams {
     /// Assigns a stream to a new peer: one that has not failed, if possible, with the fewest peers.
     pub(crate) fn assign(self: &Arc<Self>) -> PeerStream {
         loop {
-            let load = |stream: u16| {
-                let at = &self.each[usize::from(stream)];
-                (at.has_failed(), at.peers(), stream)
+            let load = |number: u16| {
+                let stream = &self.each[usize::from(number)];
+                let changes = stream.changes();
+                (changes % 2 == 1, stream.peers(), number, changes)
             };
-            let (_, peers, number) = (0..self.count()).map(load).min().unwrap_or_default();
+            let (_, peers, number, changes) = (0..self.count()).map(load).min().unwrap_or_default();
             let count = &self.each[usize::from(number)].peers;
             // Two peers assigned at once do not share a stream while others are free.
             let assigned =
                 count.compare_exchange(peers, peers + 1, Ordering::Relaxed, Ordering::Relaxed);
             if assigned.is_ok() {
-                let assigned = self.generation(number);
-                return PeerStream { streams: self.clone(), number, assigned };
+                return PeerStream { streams: self.clone(), number, assigned: changes / 2 };
             }
         }
     }
@@ -106,13 +123,13 @@ impl Streams {
 
     /// Makes all streams sound, after a reset of the queue pair.
     pub(super) fn restore_all(&self) {
-        self.each.iter().for_each(|stream| stream.failed.store(false, Ordering::Relaxed));
+        self.each.iter().for_each(Stream::restore);
         self.broken.store(false, Ordering::Relaxed);
     }
 
     pub(super) fn restore(&self, stream: u16) {
         self.resets.fetch_add(1, Ordering::Relaxed);
-        self.each[usize::from(stream)].failed.store(false, Ordering::Relaxed);
+        self.each[usize::from(stream)].restore();
     }
 
     pub(super) fn set_broken(&self) {
@@ -138,7 +155,7 @@ impl fmt::Debug for Streams {
 pub(crate) struct PeerStream {
     streams: Arc<Streams>,
     number: u16,
-    /// The generation of the stream when it was assigned.
+    /// The generation of the stream when it was assigned, or before its failure if it had failed.
     assigned: u32,
 }
 
@@ -162,7 +179,8 @@ impl PeerStream {
         self.streams.generation(self.number)
     }
 
-    /// Returns true if the stream has failed since it was assigned, even if it was reset.
+    /// Returns true if the stream has failed since it was assigned, even if it was reset, or had
+    /// failed then.
     pub(crate) fn has_failed_since(&self) -> bool {
         self.generation() != self.assigned
     }
@@ -206,7 +224,7 @@ impl StreamWork {
         self.last[usize::from(stream)] = Some(position);
     }
 
-    fn is_drained(&self, stream: u16, done: u32) -> bool {
+    fn has_ended(&self, stream: u16, done: u32) -> bool {
         self.last[usize::from(stream)].is_none_or(|last| done.wrapping_sub(last) as i32 > 0)
     }
 }
@@ -263,33 +281,37 @@ impl Posting {
         }
     }
 
-    /// Marks the stream of the work request at `position` as failed. Returns true if it is drained.
+    /// Marks the stream of the work request at `position` as failed, and returns it; `None` without
+    /// streams.
+    ///
+    /// Called before the work request is [retired](Capacity::retire): after that, a peer may leave
+    /// the stream, and later work may replace the record.
     #[cold]
-    pub(super) fn fail_stream(&mut self, position: u32, capacity: &Capacity) -> bool {
-        let Some(work) = &self.streams else { return false };
+    pub(super) fn fail_stream(&mut self, position: u32) -> Option<u16> {
+        let work = self.streams.as_ref()?;
         let stream = work.of[position as usize % work.of.len()];
-        let Stream { failed, failures, .. } = &work.streams.each[usize::from(stream)];
-        if !failed.swap(true, Ordering::Relaxed) {
-            failures.fetch_add(1, Ordering::Relaxed);
+        if work.streams.each[usize::from(stream)].fail() {
             tracing::debug!(stream, "stream failed");
         }
-        self.is_drained(work, stream, capacity)
+        Some(stream)
     }
 
-    fn is_drained(&self, work: &StreamWork, stream: u16, capacity: &Capacity) -> bool {
+    /// Returns true if no work of the stream is in flight or queued.
+    pub(super) fn is_drained(&self, stream: u16, capacity: &Capacity) -> bool {
+        let Some(work) = &self.streams else { return false };
         let posted = self.posted as u32;
         let done = posted.wrapping_sub(capacity.in_flight(posted));
         let queued = |to: &OwnedReceiver| {
             stream_of(&to.borrowed()).is_some_and(|used| used.number == stream)
         };
-        work.is_drained(stream, done)
+        work.has_ended(stream, done)
             && !self.wait_queue.iter().any(|next| next.to.as_ref().is_some_and(queued))
     }
 
     /// Returns the failed streams that can be reset: no work of them is in flight or queued.
     pub(super) fn drained_streams(&self, capacity: &Capacity) -> Vec<u16> {
         let Some(work) = &self.streams else { return Vec::new() };
-        let drained = |&stream: &u16| self.is_drained(work, stream, capacity);
+        let drained = |&stream: &u16| self.is_drained(stream, capacity);
         work.streams.failed().filter(drained).collect()
     }
 }

@@ -178,16 +178,18 @@ impl WorkQueue {
         if is_traced() {
             trace_completed(wc);
         }
-        if !wc.status.is_success() {
-            self.note_failure(wc, woken);
-        }
         let is_last = wc.wr_id == slot.id();
         let position = if is_last { slot.position() } else { slot.start().wrapping_add(part) };
+        let has_failed = !wc.status.is_success();
+        // Before any task learns of the failure, also from the freed capacity.
+        let failed = if has_failed { self.note_failure(wc, position, woken) } else { None };
         if self.capacity.retire(position) {
             self.admit_queued(woken);
         }
-        if !wc.status.is_success() {
-            self.fail_stream(position, woken);
+        if let Some(stream) = failed {
+            self.restore_if_drained(stream, woken);
+        }
+        if has_failed {
             let kind = OpErrorKind::Completion(self.failure(wc));
             if is_last {
                 self.settle(wc.wr_id, Err(kind), woken)
@@ -199,14 +201,22 @@ impl WorkQueue {
         }
     }
 
-    /// Counts a failed completion. Without streams, it ends the work of the whole queue.
+    /// Counts a failed completion, and fails the stream of the work request at `position`, which it
+    /// returns. Without streams, the completion ends the work of the whole queue.
     #[cold]
-    fn note_failure(&self, wc: &WorkCompletion, woken: &mut WakeList) {
+    fn note_failure(
+        &self,
+        wc: &WorkCompletion,
+        position: u32,
+        woken: &mut WakeList,
+    ) -> Option<u16> {
         self.failures.count(wc, self.failure(wc));
         let mut posting = lock(&self.posting);
-        if posting.streams.is_none() {
+        let stream = posting.fail_stream(position);
+        if stream.is_none() {
             self.note_fatal(&mut posting, woken);
         }
+        stream
     }
 
     /// Counts a failure that ends the work of the whole queue, and notifies the watcher.
@@ -222,11 +232,10 @@ impl WorkQueue {
         lock(&self.posting).streams = Some(Box::new(StreamWork::new(streams, self.limits.depth)));
     }
 
-    /// Fails the stream of the work request at `position`, before any task learns of the failure.
-    /// Schedules its reset if it is drained.
+    /// Schedules the reset of a failed stream if it is drained.
     #[cold]
-    fn fail_stream(&self, position: u32, woken: &mut WakeList) {
-        let drained = lock(&self.posting).fail_stream(position, &self.capacity);
+    fn restore_if_drained(&self, stream: u16, woken: &mut WakeList) {
+        let drained = lock(&self.posting).is_drained(stream, &self.capacity);
         if drained && let Some(queue_pair) = self.queue_pair() {
             woken.restore_streams(queue_pair);
         }

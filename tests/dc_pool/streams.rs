@@ -15,6 +15,7 @@ in_every_mode!(
     dropped_operations_end_with_their_stream,
     lease_ends_although_its_stream_is_reset,
     initiator_whose_streams_all_fail_is_repaired,
+    failure_in_a_full_queue_is_of_its_own_stream,
 );
 
 const FLUSHED: Option<WcStatus> = Some(WcStatus::WR_FLUSH_ERR);
@@ -265,6 +266,32 @@ async fn initiator_whose_streams_all_fail_is_repaired(mode: &str) {
     let counters = world.pool.counters();
     assert!(counters.repairs + counters.stream_resets >= 3, "{counters:?}");
     assert_eq!(counters.failed_repairs, 0, "{counters:?}");
+}
+
+/// Fails the first work request of a full send queue, while writes to another peer are queued. Its
+/// completion makes the pool post one of these.
+async fn failure_in_a_full_queue_is_of_its_own_stream(mode: &str) {
+    let Some(world) = World::new("failure_in_a_full_queue", mode, 1) else { return };
+    let pool = DcPool::builder(&world.home.pd, &world.home.queue)
+        .initiators(1)
+        .policy(DcPolicy::Shared)
+        .initiator(|each| each.options(options()).max_send_wr(4))
+        .build()
+        .unwrap();
+    let peer = || pool.peer(&world.there.target.address()).unwrap();
+    for round in 1..=5 {
+        let (bad, good) = (peer(), peer());
+        let failing = world.bad(&bad);
+        let writes: Vec<_> = (0..40).map(|at| world.write(&good, at)).collect();
+        assert_eq!(status(failing).await, Some(WcStatus::REM_ACCESS_ERR));
+        for write in writes {
+            within("write beside", write).await.unwrap();
+        }
+        assert!(bad.has_failed() && !good.has_failed(), "{bad:?}, {good:?}");
+        until("reset", || pool.counters().stream_resets == round).await;
+        within("next write", world.write(&bad, 0)).await.unwrap();
+    }
+    assert_eq!(pool.counters().repairs, 0);
 }
 
 /// Sends to a peer that has no receive at first.
