@@ -7,6 +7,9 @@
 //!
 //! While only receives of solicited messages wait, solicited completions are requested: a SEND that
 //! no task awaits then raises no event. A request for all completions replaces it.
+//!
+//! In hybrid mode a task of one runtime may *spin*: it polls the queue after an event, and arms it
+//! only when it ends.
 
 /// The completions that raise the requested event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -36,6 +39,8 @@ impl Request {
 }
 
 pub(super) trait Armed {
+    type Runtime: Copy + PartialEq;
+
     fn drain(&mut self);
 
     /// Requests one event; returns false if the queue is dead.
@@ -48,6 +53,10 @@ pub(super) trait Armed {
     fn awaited(&self) -> Arm;
 
     fn request(&mut self) -> &mut Request;
+
+    /// Returns the runtime whose task spins. While it is set, the queue may be unarmed: the task is
+    /// scheduled, and arms the queue before it clears this.
+    fn spinning(&mut self) -> &mut Option<Self::Runtime>;
 }
 
 /// Arms and polls the queue for the operations that wait, whose wakers are registered.
@@ -61,7 +70,8 @@ pub(super) fn before_park(queue: &mut impl Armed) {
 }
 
 /// Takes the requested event, if it was raised.
-pub(super) fn take_event(queue: &mut impl Armed) {
+#[inline(always)]
+fn take_event(queue: &mut impl Armed) {
     // One arming raises at most one event.
     if queue.take_event() {
         if queue.request().replaces {
@@ -75,4 +85,38 @@ pub(super) fn on_event(queue: &mut impl Armed) {
     take_event(queue);
     queue.drain();
     before_park(queue);
+}
+
+/// Handles an event, and returns true if the task of `runtime` is to spin: if it may, and no other
+/// task spins.
+#[inline(always)]
+pub(super) fn on_event_or_spin<Q: Armed>(queue: &mut Q, runtime: Option<Q::Runtime>) -> bool {
+    let spinning = *queue.spinning();
+    let begins = runtime.filter(|own| spinning.is_none_or(|spinning| spinning == *own));
+    if begins.is_some() {
+        take_event(queue);
+        queue.drain();
+        *queue.spinning() = begins;
+    } else {
+        on_event(queue);
+    }
+    begins.is_some()
+}
+
+/// Requests an event if the task of another runtime than `is_own` spins: that runtime may be
+/// blocked.
+pub(super) fn arm_beside_spinning<Q: Armed>(
+    queue: &mut Q,
+    is_own: impl FnOnce(Q::Runtime) -> bool,
+) {
+    if queue.spinning().is_some_and(|runtime| !is_own(runtime)) {
+        before_park(queue);
+    }
+}
+
+/// Ends the polls of the task that spins, and requests an event instead.
+pub(super) fn stop_spinning(queue: &mut impl Armed) {
+    *queue.spinning() = None;
+    // Another waiter may have armed the queue meanwhile, and its event may have been raised.
+    on_event(queue);
 }

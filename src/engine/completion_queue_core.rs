@@ -69,8 +69,7 @@ struct State {
     request: arm::Request,
     /// Work queues with a listener.
     listeners: u32,
-    /// The runtime whose task polls this queue in hybrid mode. While it is set, the queue may be
-    /// unarmed: the task is scheduled, and arms the queue before it clears this.
+    /// The runtime whose task polls this queue in hybrid mode.
     spinning: Option<runtime::Id>,
     /// The number of completions at the last poll of that task.
     spun: u64,
@@ -443,21 +442,16 @@ impl CompletionQueueCore {
         watched
     }
 
-    /// Requests an event if the task of another runtime spins: that runtime may be blocked. Later
-    /// events arm the queue again, because two runtimes watch it now.
+    /// Requests an event if the task of another runtime spins. Later events arm the queue again,
+    /// because two runtimes watch it now.
     fn arm_beside_spinning(&self) {
         let mut state = lock(&self.state);
-        if state.spinning.is_some_and(|runtime| !is_current(runtime)) {
-            arm::before_park(&mut Draining { queue: self, state: &mut state });
-        }
+        arm::arm_beside_spinning(&mut Draining { queue: self, state: &mut state }, is_current);
         self.release(state);
     }
 
-    /// Ends the polls of a task, and requests an event instead.
     fn arm_instead(&self, mut state: MutexGuard<'_, State>) {
-        state.spinning = None;
-        // Another waiter may have armed the queue meanwhile, and its event may have been raised.
-        arm::on_event(&mut Draining { queue: self, state: &mut state });
+        arm::stop_spinning(&mut Draining { queue: self, state: &mut state });
         self.release(state);
     }
 
@@ -552,20 +546,11 @@ impl reactor::Watched for CompletionQueueCore {
 
     fn on_event(&self, runtime: Option<runtime::Id>) -> bool {
         let mut state = lock(&self.state);
-        let begins = runtime.is_some_and(|runtime| {
-            state.listeners > 0
-                && state.spinning.is_none_or(|spinning| spinning == runtime)
-                // Another runtime gets no event of an unarmed queue, and this one may be blocked.
-                && self.reactors.is_only(runtime)
-        });
+        // Another runtime gets no event of an unarmed queue, and this one may be blocked.
+        let may_spin = |&own: &runtime::Id| state.listeners > 0 && self.reactors.is_only(own);
+        let runtime = runtime.filter(may_spin);
         let draining = &mut Draining { queue: self, state: &mut state };
-        if begins {
-            arm::take_event(draining);
-            draining.drain();
-            state.spinning = runtime;
-        } else {
-            arm::on_event(draining);
-        }
+        let begins = arm::on_event_or_spin(draining, runtime);
         self.release(state);
         begins
     }
@@ -649,6 +634,8 @@ struct Draining<'a> {
 }
 
 impl Armed for Draining<'_> {
+    type Runtime = runtime::Id;
+
     fn drain(&mut self) {
         while self.queue.drain_batch(self.state) {}
     }
@@ -693,6 +680,10 @@ impl Armed for Draining<'_> {
 
     fn request(&mut self) -> &mut arm::Request {
         &mut self.state.request
+    }
+
+    fn spinning(&mut self) -> &mut Option<runtime::Id> {
+        &mut self.state.spinning
     }
 }
 

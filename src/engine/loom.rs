@@ -1,7 +1,9 @@
-//! Every interleaving of the slot, capacity, stream and arming protocols: `RUSTFLAGS="--cfg loom"
-//! cargo test --release --lib loom`.
+//! Every interleaving of the slot, capacity, stream, arming and spinning protocols:
+//! `RUSTFLAGS="--cfg loom" cargo test --release --lib loom`.
 
 #![allow(unsafe_code)]
+
+mod waking;
 
 use std::collections::VecDeque;
 use std::sync::Arc as StdArc;
@@ -11,7 +13,6 @@ use ::loom::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use ::loom::sync::{Arc, Mutex};
 use ::loom::thread;
 
-use super::arm::{self, Arm, Armed};
 use super::capacity::Capacity;
 use super::posting::Posting;
 use super::slot::{Detach, Discarded, Finished, Held, Outcome, Registered, Slot};
@@ -44,6 +45,10 @@ fn flag() -> (StdArc<Flag>, Waker) {
 impl Flag {
     fn woken(&self) -> bool {
         self.0.load(Ordering::SeqCst) > 0
+    }
+
+    fn reset(&self) {
+        self.0.store(0, Ordering::SeqCst);
     }
 }
 
@@ -516,188 +521,5 @@ fn loom_a_stream_that_fails_when_it_is_assigned_has_failed_since() {
         let assigned = queue.streams.assign();
         drainer.join().unwrap();
         assert!(assigned.number() != STREAM || assigned.has_failed_since());
-    });
-}
-
-/// The completion queue of a device: completions, one-shot arming, a channel.
-struct Device {
-    completions: u32,
-    arm: Arm,
-    events: u32,
-    /// The waker of the task that serves the channel.
-    server: Option<Waker>,
-}
-
-/// A completion queue in event mode, with one operation in flight in `slot`.
-struct Queue {
-    device: Mutex<Device>,
-    state: Mutex<arm::Request>,
-    slot: Slot<()>,
-    id: WrId,
-    waiting: AtomicU32,
-}
-
-struct Draining<'a> {
-    queue: &'a Queue,
-    request: &'a mut arm::Request,
-    woken: Vec<Waker>,
-}
-
-impl Armed for Draining<'_> {
-    fn drain(&mut self) {
-        let taken = std::mem::take(&mut self.queue.device.lock().unwrap().completions);
-        for _ in 0..taken {
-            match completed(&self.queue.slot, self.queue.id) {
-                Finished::Wake(waker) => {
-                    self.queue.waiting.fetch_sub(1, Ordering::Relaxed);
-                    self.woken.push(waker);
-                }
-                Finished::Unwatched => {}
-                other => panic!("{other:?}"),
-            }
-        }
-    }
-
-    fn arm(&mut self, arm: Arm) -> bool {
-        let mut device = self.queue.device.lock().unwrap();
-        device.arm = device.arm.max(arm);
-        true
-    }
-
-    fn take_event(&mut self) -> bool {
-        let mut device = self.queue.device.lock().unwrap();
-        let any = device.events > 0;
-        device.events = device.events.saturating_sub(1);
-        any
-    }
-
-    fn awaited(&self) -> Arm {
-        if self.queue.waiting.load(Ordering::Relaxed) > 0 { Arm::All } else { Arm::Off }
-    }
-
-    fn request(&mut self) -> &mut arm::Request {
-        self.request
-    }
-}
-
-impl Queue {
-    fn with<R>(&self, f: impl FnOnce(&mut Draining<'_>) -> R) -> R {
-        let mut request = self.state.lock().unwrap();
-        let mut draining = Draining { queue: self, request: &mut request, woken: Vec::new() };
-        let result = f(&mut draining);
-        let woken = std::mem::take(&mut draining.woken);
-        drop(request);
-        woken.into_iter().for_each(Waker::wake);
-        result
-    }
-}
-
-#[test]
-fn loom_a_parked_task_never_misses_a_completion() {
-    // A request for solicited messages may raise its event before or after it is replaced.
-    for (arm, solicited) in [Arm::Off, Arm::Solicited, Arm::All]
-        .into_iter()
-        .flat_map(|arm| [false, true].map(|solicited| (arm, solicited)))
-    {
-        ::loom::model(move || {
-            let slot = Slot::new(POSTED.wr_id, false);
-            assert!(slot.claim(1), "a new slot is free");
-            let id = slot.id();
-            let queue = Arc::new(Queue {
-                device: Mutex::new(Device { completions: 0, arm, events: 0, server: None }),
-                state: Mutex::new(arm::Request::new(arm)),
-                slot,
-                id,
-                waiting: AtomicU32::new(0),
-            });
-            let device = thread::spawn({
-                let queue = queue.clone();
-                move || {
-                    let readable = {
-                        let mut device = queue.device.lock().unwrap();
-                        device.completions += 1;
-                        let event =
-                            device.arm == Arm::All || solicited && device.arm == Arm::Solicited;
-                        if event {
-                            device.arm = Arm::Off;
-                            device.events += 1;
-                        }
-                        event
-                    };
-                    // The reactor acts only after the channel becomes readable.
-                    if readable {
-                        queue.with(|draining| arm::on_event(draining));
-                    }
-                }
-            });
-            let (woken, waker) = flag();
-            let complete = queue.with(|draining| {
-                draining.drain();
-                if queue.slot.is_complete() {
-                    return true;
-                }
-                queue.waiting.fetch_add(1, Ordering::Relaxed);
-                assert_eq!(
-                    queue.slot.register(waker, &mut Discarded::default()),
-                    Registered::Fresh
-                );
-                arm::before_park(draining);
-                queue.slot.is_complete()
-            });
-            device.join().unwrap();
-            assert!(complete || woken.woken(), "asleep with the completion in the queue");
-        });
-    }
-}
-
-#[test]
-fn loom_a_completion_around_the_start_of_the_serving_task_wakes_its_operation() {
-    ::loom::model(|| {
-        let slot = Slot::new(POSTED.wr_id, false);
-        assert!(slot.claim(1), "a new slot is free");
-        let id = slot.id();
-        let queue = Arc::new(Queue {
-            device: Mutex::new(Device { completions: 0, arm: Arm::Off, events: 0, server: None }),
-            state: Mutex::new(arm::Request::NONE),
-            slot,
-            id,
-            waiting: AtomicU32::new(0),
-        });
-        let device = thread::spawn({
-            let queue = queue.clone();
-            move || {
-                let mut device = queue.device.lock().unwrap();
-                device.completions += 1;
-                if std::mem::replace(&mut device.arm, Arm::Off) == Arm::All {
-                    device.events += 1;
-                    device.server.iter().for_each(Waker::wake_by_ref);
-                }
-            }
-        });
-        let (woken, waker) = flag();
-        let complete = queue.with(|draining| {
-            draining.drain();
-            if queue.slot.is_complete() {
-                return true;
-            }
-            queue.waiting.fetch_add(1, Ordering::Relaxed);
-            assert_eq!(queue.slot.register(waker, &mut Discarded::default()), Registered::Fresh);
-            arm::before_park(draining);
-            queue.slot.is_complete()
-        });
-        let (scheduled, server) = flag();
-        let task = thread::spawn({
-            let queue = queue.clone();
-            move || {
-                queue.device.lock().unwrap().server = Some(server);
-                queue.with(|draining| arm::on_event(draining));
-            }
-        });
-        task.join().unwrap();
-        device.join().unwrap();
-        if scheduled.woken() {
-            queue.with(|draining| arm::on_event(draining));
-        }
-        assert!(complete || woken.woken(), "asleep with the completion in the queue");
     });
 }
