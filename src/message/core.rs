@@ -228,10 +228,11 @@ impl Core {
         }
     }
 
-    /// Takes what has arrived, for a task that receives. Does nothing more if there is nothing:
-    /// other completions wake the driver.
+    /// Takes what has arrived, for a task that receives. Does nothing more if there is nothing, not
+    /// even a READ to watch: other completions wake the driver.
     pub(super) fn progress_for_receiver(&mut self, driver: &Waker) {
         let nothing_arrived = self.is_listened
+            && self.inbox.fetching.is_empty()
             && self.protocol.phase().check_open().is_ok()
             && self.receives.posted.front().is_some_and(|receive| !receive.is_finished());
         if nothing_arrived && self.qp.watch_receives() {

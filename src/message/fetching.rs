@@ -114,6 +114,11 @@ impl Core {
             (_, Ok(made)) => self.after.drop(Dropped::Output(made)),
         }
         self.progress(driver);
+        // This thread belongs to the driver's runtime, which may not run. The task that waits for
+        // the message watches the READ too.
+        if !self.inbox.fetching.is_empty() {
+            self.after.wake(self.receivers.take_first());
+        }
     }
 
     /// Discards messages and notifications after `close`.

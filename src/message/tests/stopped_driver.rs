@@ -13,7 +13,7 @@ use tokio::task::yield_now;
 
 use crate::contained::tests::Counts;
 use crate::message::{Connection, ConnectionConfig};
-use crate::software::Network;
+use crate::software::{Faults, Network};
 use crate::verbs::Device;
 
 fn runtime() -> Runtime {
@@ -21,7 +21,8 @@ fn runtime() -> Runtime {
 }
 
 /// Connects two sides in `runtime`, and runs their drivers once.
-fn connect(runtime: &Runtime, device: &Device) -> [Connection; 2] {
+fn connect(runtime: &Runtime, network: &Network) -> [Connection; 2] {
+    let device = Device::software_in(network, "stopped").unwrap();
     let pd = device.protection_domain().unwrap();
     runtime.block_on(async {
         let prepare = || Connection::prepare(&pd, &ConnectionConfig::default()).unwrap();
@@ -38,9 +39,8 @@ fn connect(runtime: &Runtime, device: &Device) -> [Connection; 2] {
 
 #[test]
 fn completion_found_while_another_thread_has_the_lock_wakes_the_receiver() {
-    let device = Device::software_in(&Network::new(), "contended").unwrap();
     let (stopped, running) = (runtime(), runtime());
-    let [ours, theirs] = connect(&stopped, &device);
+    let [ours, theirs] = connect(&stopped, &Network::new());
     let (counts, shared) = (Arc::new(Counts::default()), theirs.handle().shared.clone());
     let waker = Waker::from(counts.clone());
     let mut receiving = Box::pin(theirs.recv());
@@ -72,4 +72,20 @@ fn completion_found_while_another_thread_has_the_lock_wakes_the_receiver() {
         receiving.poll_unpin(&mut context),
         Poll::Ready(Ok(Some(message))) if message == "message"
     ));
+}
+
+#[test]
+fn long_message_is_received_by_a_task_of_another_runtime() {
+    let delay = Duration::from_millis(1);
+    let network = Network::with_faults(1, Faults::none().delay(delay..2 * delay));
+    let (stopped, running) = (runtime(), runtime());
+    let [ours, theirs] = connect(&stopped, &network);
+    running.block_on(async {
+        // A task of its own: the end of the time limit does not poll it.
+        let exchange = tokio::spawn(async move {
+            ours.send(vec![7; 100_000]).await.unwrap();
+            assert!(theirs.recv().await.unwrap().unwrap() == vec![7; 100_000]);
+        });
+        tokio::time::timeout(Duration::from_secs(30), exchange).await.expect("it hangs").unwrap();
+    });
 }
