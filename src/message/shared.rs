@@ -238,13 +238,13 @@ impl Shared {
             drop(core);
             drop(deferral);
         } else {
-            self.run_after(core, deferral);
+            self.run_after(deferral, core);
         }
         result
     }
 
     #[inline(never)]
-    fn run_after(&self, mut core: MutexGuard<'_, Core>, deferral: Deferral) {
+    fn run_after(&self, deferral: Deferral, mut core: MutexGuard<'_, Core>) {
         let Some((waker, sent)) = core.after.take_few() else {
             let after = std::mem::take(&mut core.after);
             drop(core);
