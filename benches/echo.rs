@@ -12,7 +12,7 @@
 //! |---|---|
 //! | `messages` | messages of a `Connection` as `Bytes` |
 //! | `buffers` | messages as registered buffers; the answering end sends back what it received |
-//! | `bytes` | `write_bytes` and `read_bytes` of an `RdmaStream`, which sends back what it received |
+//! | `bytes` | `write_bytes` and `read_bytes` of an `RdmaStream`; received bytes are sent back |
 //! | `registered` | the same, of bytes in a registered buffer |
 //! | `traits` | `AsyncRead` and `AsyncWrite` of an `RdmaStream` |
 //! | `tcp` | the same of a `TcpStream`, without delay |

@@ -22,8 +22,8 @@ pub(super) fn remove(slab: &Slab) {
     slab.registration().pd().index().write().remove(&slab.range().0);
 }
 
-/// Returns the slab of `pd` with all of `len` bytes at `address`. The caller holds such bytes, whose
-/// owner keeps the slab: to drop the result frees no memory.
+/// Returns the slab of `pd` with all of `len` bytes at `address`. The caller holds such bytes,
+/// whose owner keeps the slab: to drop the result frees no memory.
 pub(super) fn find(pd: &ProtectionDomain, address: usize, len: usize) -> Option<Arc<Slab>> {
     let index = pd.index().read();
     let (_, entry) = index.range(..=address).next_back()?;

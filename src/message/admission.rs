@@ -89,8 +89,8 @@ impl fmt::Display for RefusalReason {
     }
 }
 
-/// Counters of a [`Listener`](super::Listener). A peer whose request is refused late repeats it, and
-/// counts again.
+/// Counters of a [`Listener`](super::Listener). A peer whose request is refused late repeats it,
+/// and counts again.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ListenerStats {

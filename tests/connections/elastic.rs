@@ -102,7 +102,7 @@ async fn grow_and_shrink(mode: Mode, seed: u64) {
         .receive_buffer_size(choose([400, 1000, 8192, 32 << 10]))
         .keepalive(Some(keepalive))
         .shrink_after(Duration::from_millis(1));
-    // No peer is lost here, but a thread may not run for longer than `config` permits.
+    // All peers live here, but a thread may not run for longer than `config` permits.
     let config = match torture::hardware() {
         Some(_) => config,
         None => config.options(torture::impatient()),

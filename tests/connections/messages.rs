@@ -904,8 +904,8 @@ fn message_limit_below_the_buffer_size_is_exact() {
 
 #[test]
 fn flush_awaited_directly_in_block_on_returns() {
-    // At first, a message of 16 KiB is not copied, so the flush waits until the peer has fetched it.
-    // In release builds, `will_wake` is false for clones of the waker of `block_on`.
+    // At first, a message of 16 KiB is not copied, so the flush waits until the peer has fetched
+    // it. In release builds, `will_wake` is false for clones of the waker of `block_on`.
     for len in [16_384, 300, 1] {
         for mode in Mode::ALL {
             bounded("flush in block_on", LONG, move || {
