@@ -38,8 +38,8 @@ pub(crate) struct Indexed {
 impl ProtectionDomain {
     pub(super) fn new(device: &Device) -> Result<Self, VerbError> {
         let raw = device.context().create_pd()?;
-        let index = RwLock::new(BTreeMap::new());
-        Ok(Self { inner: Arc::new(Inner { raw, device: device.clone(), index }) })
+        let (device, index) = (device.clone(), RwLock::default());
+        Ok(Self { inner: Arc::new(Inner { raw, device, index }) })
     }
 
     /// Returns its device.
