@@ -12,7 +12,7 @@ use tokio_rdma::message::BufferBudget;
 use tokio_rdma::{Connection, ConnectionConfig};
 
 /// The bytes of buffers that the server has for all clients.
-const BUDGET: u64 = 1 << 20;
+const BUDGET: u64 = 2 << 20;
 /// The bytes of buffers that the server has for one client.
 const SHARE: u64 = BUDGET / 2;
 /// The length of the honest clients' requests and of their answers.
