@@ -309,8 +309,6 @@ impl Core {
                     self.reap();
                     self.settle_receives();
                     if idle {
-                        self.sends.shrink_to(SKIPS);
-                        self.inbox.messages.shrink_to(SKIPS);
                         self.shrink_send_memory();
                         self.shrink_receives();
                         self.shrink_fetch_memory();
