@@ -1,5 +1,6 @@
 //! The slabs of a protection domain by address, to find the registered memory behind `Bytes`.
 
+use std::any::Any;
 use std::sync::Arc;
 
 use super::buf::Slab;
@@ -11,8 +12,7 @@ pub(super) const SHORTEST: usize = 4096;
 
 pub(super) fn insert(slab: &Arc<Slab>) {
     let (start, end) = slab.range();
-    // Typed here: the index knows no slabs.
-    let memory: Arc<dyn std::any::Any + Send + Sync> = slab.clone();
+    let memory: Arc<dyn Any + Send + Sync> = slab.clone();
     let entry = Indexed { end, memory: Arc::downgrade(&memory) };
     slab.registration().pd().index().write().insert(start, entry);
 }
