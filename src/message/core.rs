@@ -14,7 +14,7 @@ use std::future::Future;
 use std::ops::ControlFlow;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, Waker};
+use std::task::{Context, Poll, Waker, ready};
 use std::time::{Duration, Instant};
 
 use tokio::runtime;
@@ -336,9 +336,7 @@ impl Core {
         if !self.protocol.phase().takes_messages() {
             self.discard()?;
         }
-        if !self.protocol.is_quiet() {
-            self.send_due();
-        }
+        self.send_due();
         self.watch_sends(context)?;
         match self.protocol.phase().failure() {
             Some(kind) => self.on_failure(kind, context),
@@ -475,22 +473,47 @@ impl Core {
 
     /// Removes completed frames.
     pub(super) fn reap(&mut self) {
-        while self.sends.front().is_some_and(Sent::is_finished) {
-            self.reaped += 1;
-            let Some(sent) = self.sends.pop_front() else { return };
-            let (result, buffer) = sent.finish();
-            if let Poll::Ready(Err(kind)) = result {
+        let context = &mut Context::from_waker(Waker::noop());
+        while self.sends.front().is_some_and(Sent::is_finished)
+            && let Poll::Ready(result) = self.poll_sent(0, context)
+        {
+            if let Err(kind) = result {
                 self.on(Event::Fail(kind));
-            }
-            if let Some(buffer) = buffer {
-                self.lent -= 1;
-                self.after.return_sent(buffer);
             }
         }
     }
 
+    /// Polls frame `index` of those sent. If it is complete, removes it if it is the first.
+    #[inline(always)]
+    pub(super) fn poll_sent(
+        &mut self,
+        index: usize,
+        context: &mut Context<'_>,
+    ) -> Poll<Result<(), OpErrorKind>> {
+        let Some(sent) = self.sends.get_mut(index) else { return Poll::Ready(Ok(())) };
+        if index > 0 {
+            return sent.poll(context);
+        }
+        let (result, lent) = ready!(sent.poll_once(context));
+        self.sends.pop_front();
+        self.reaped += 1;
+        if let Some(buffer) = lent {
+            self.lent -= 1;
+            self.after.return_sent(buffer);
+        }
+        Poll::Ready(result)
+    }
+
     /// Sends the `Fin`, `Resize`, `Ack` and skips that are due.
+    #[inline(always)]
     pub(super) fn send_due(&mut self) {
+        if !self.protocol.is_quiet() {
+            self.send_until_quiet();
+        }
+    }
+
+    #[inline(never)]
+    fn send_until_quiet(&mut self) {
         self.sizes.settle(self.protocol.flow.next_receive());
         loop {
             let owed = self.protocol.flow.owes_credits();
@@ -515,26 +538,40 @@ impl Core {
     /// of a lent buffer waits for.
     #[inline]
     pub(super) fn watch_sends(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
-        while let Some(sent) = self.awaited_send() {
-            match sent.poll(context) {
+        match self.awaited_send() {
+            Some(index) => self.watch_sends_from(index, context),
+            None => Ok(()),
+        }
+    }
+
+    #[inline(never)]
+    fn watch_sends_from(
+        &mut self,
+        mut index: usize,
+        context: &mut Context<'_>,
+    ) -> Result<(), CloseReason> {
+        loop {
+            let before = self.reaped;
+            match self.poll_sent(index, context) {
                 Poll::Pending => {
                     self.watch_by_driver();
-                    break;
+                    return Ok(());
                 }
                 Poll::Ready(Err(kind)) => return self.on_failure(kind, context),
                 Poll::Ready(Ok(())) => {}
             }
             // It completed after the last `reap`: held bytes may have waited for it, and another
             // send may be awaited now.
-            let before = self.reaped;
-            self.reap();
+            if index > 0 {
+                self.reap();
+            }
             self.send_held();
             self.send_due();
-            if self.reaped == before {
-                break;
-            }
+            index = match self.awaited_send() {
+                Some(index) if self.reaped != before => index,
+                _ => return Ok(()),
+            };
         }
-        Ok(())
     }
 
     /// Lets the runtime of the driver watch a polled operation too: the current one may not run for
@@ -545,27 +582,27 @@ impl Core {
         }
     }
 
-    /// Returns the send whose completion is awaited, if any.
-    fn awaited_send(&mut self) -> Option<&mut Sent> {
+    /// Returns the index of the send whose completion is awaited, if any.
+    #[inline(always)]
+    fn awaited_send(&self) -> Option<usize> {
+        let last = self.sends.len().checked_sub(1)?;
         // Without a posted receive, only a send reports that the queue pair has failed.
         let is_last = self.protocol.flow.is_over() || self.receives.posted.is_empty();
         if is_last || self.held.is_some() || self.protocol.flow.skips() {
-            return self.sends.back_mut();
+            return Some(last);
         }
-        let mark = self.mark.and_then(|mark| mark.frames.checked_sub(self.reaped + 1));
-        if let Some(last) = mark {
-            return self.sends.get_mut(last as usize);
+        if let Some(mark) = self.mark.and_then(|mark| mark.frames.checked_sub(self.reaped + 1)) {
+            return Some(mark as usize).filter(|&index| index <= last);
         }
         if !self.senders.is_empty() && matches!(self.blocked, Block::Buffers { .. }) {
             // The first would wake the driver for every send.
-            let middle = self.sends.len() / 2;
-            return self.sends.get_mut(middle);
+            return Some(self.sends.len() / 2);
         }
         if self.lent == 0 {
             return None;
         }
         // The last one, with which all lent buffers return.
-        self.sends.iter_mut().rfind(|sent| sent.is_lent())
+        self.sends.iter().rposition(Sent::is_lent)
     }
 
     /// Collects the wakers of tasks whose condition holds.

@@ -256,8 +256,9 @@ impl Core {
     /// last one being the `Abort`.
     pub(super) fn is_abort_acknowledged(&mut self, driver: &Waker) -> bool {
         let context = &mut Context::from_waker(driver);
+        let last = self.sends.len().checked_sub(1);
         self.protocol.phase().is_aborting()
-            && self.sends.back_mut().is_none_or(|sent| sent.poll(context).is_ready())
+            && last.is_none_or(|last| self.poll_sent(last, context).is_ready())
     }
 
     /// Terminates after a disconnect. Frames that arrived earlier count, even if the busy-poll

@@ -134,28 +134,26 @@ impl Sent {
         matches!(self, Self::Abort(send) if !send.is_queued())
     }
 
+    /// Polls the send, which keeps a lent buffer.
     pub(super) fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), OpErrorKind>> {
-        let (result, buffer) = match self {
-            Self::Inline(send) | Self::Abort(send) => (ready!(poll(send, context)), None),
-            Self::Copied(send) => (ready!(poll(send, context)), None),
-            Self::Lent(send) => split_result(ready!(Pin::new(send).poll(context))),
-            Self::Done(_) => return Poll::Ready(Ok(())),
-        };
-        *self = Self::Done(buffer);
+        let (result, lent) = ready!(self.poll_once(context));
+        *self = Self::Done(lent);
         Poll::Ready(result)
     }
 
-    /// Returns the result of a [finished](Self::is_finished) send, and a lent buffer.
-    pub(super) fn finish(self) -> (Poll<Result<(), OpErrorKind>>, Option<Buf>) {
-        let context = &mut Context::from_waker(Waker::noop());
+    /// Polls the send. Returns its result and a lent buffer, and must not be polled again then.
+    #[inline(always)]
+    pub(super) fn poll_once(
+        &mut self,
+        context: &mut Context<'_>,
+    ) -> Poll<(Result<(), OpErrorKind>, Option<Buf>)> {
         match self {
-            Self::Inline(mut send) | Self::Abort(mut send) => (poll(&mut send, context), None),
-            Self::Copied(mut send) => (poll(&mut send, context), None),
-            Self::Lent(mut send) => match Pin::new(&mut send).poll(context).map(split_result) {
-                Poll::Ready((result, buffer)) => (Poll::Ready(result), buffer),
-                Poll::Pending => (Poll::Pending, None),
-            },
-            Self::Done(buffer) => (Poll::Ready(Ok(())), buffer),
+            Self::Inline(send) | Self::Abort(send) => {
+                poll(send, context).map(|result| (result, None))
+            }
+            Self::Copied(send) => poll(send, context).map(|result| (result, None)),
+            Self::Lent(send) => Pin::new(send).poll(context).map(split_result),
+            Self::Done(lent) => Poll::Ready((Ok(()), lent.take())),
         }
     }
 }
