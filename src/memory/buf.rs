@@ -107,6 +107,33 @@ impl Drop for Slab {
     }
 }
 
+/// A chunk that no buffer uses.
+pub(super) struct Chunk {
+    start: NonNull<u8>,
+    slab: Arc<Slab>,
+}
+
+// SAFETY: S1: a `Chunk` is the only access to its memory.
+unsafe impl Send for Chunk {}
+
+impl Chunk {
+    /// Returns chunk `index`, which no buffer uses: it is new, or its last user has released it.
+    #[inline]
+    pub(super) fn new(slab: Arc<Slab>, index: u32) -> Self {
+        Self { start: slab.chunk(index), slab }
+    }
+
+    #[inline]
+    pub(super) fn into_buffer(self, len: u32) -> BufMut {
+        BufMut { ptr: self.start, len, slab: ManuallyDrop::new(self.slab) }
+    }
+
+    #[inline]
+    pub(super) fn free_list(&self) -> Option<&Arc<FreeList>> {
+        self.slab.free_list()
+    }
+}
+
 /// An exclusively owned chunk of registered memory.
 ///
 /// It dereferences to its bytes, which are always initialised: zero at first, then with the
@@ -143,26 +170,19 @@ impl BufMut {
         self.slab.registration()
     }
 
-    /// Wraps chunk `index`, which the caller took from the free list or just created.
-    #[inline]
-    pub(crate) fn from_chunk(slab: Arc<Slab>, index: u32, len: u32) -> Self {
-        Self { ptr: slab.chunk(index), len, slab: ManuallyDrop::new(slab) }
-    }
-
     /// Returns the chunk, which only the free list of its slab may take.
     #[inline]
-    pub(super) fn into_chunk(self) -> (Arc<Slab>, u32) {
+    pub(super) fn into_chunk(self) -> Chunk {
         let mut this = ManuallyDrop::new(self);
         // SAFETY: S1: `this` is never dropped, so its reference to the slab is taken once.
         let slab = unsafe { ManuallyDrop::take(&mut this.slab) };
-        let index = slab.index(this.ptr);
-        (slab, index)
+        Chunk { start: this.ptr, slab }
     }
 
     pub(crate) fn from_storage(registration: Registration) -> Result<Self, SetupError> {
         LimitError::check("buffer bytes", registration.len() as u64, u64::from(u32::MAX))?;
         let len = registration.len() as u32;
-        Ok(Self::from_chunk(Slab::new(registration, len, 1, None), 0, len))
+        Ok(Chunk::new(Slab::new(registration, len, 1, None), 0).into_buffer(len))
     }
 
     /// Returns the maximum length.
@@ -218,14 +238,14 @@ impl BufMut {
         match Arc::try_unwrap(slab) {
             Ok(mut slab) => {
                 let Some(storage) = slab.registration.deregister() else {
-                    return Err(Self::from_chunk(slab.into_shared(), 0, len));
+                    return Err(Chunk::new(slab.into_shared(), 0).into_buffer(len));
                 };
                 let storage: Box<dyn Any> = storage;
                 Ok(*storage
                     .downcast::<S>()
                     .unwrap_or_else(|_| unreachable!("its type was checked above")))
             }
-            Err(slab) => Err(Self::from_chunk(slab, 0, len)),
+            Err(slab) => Err(Chunk::new(slab, 0).into_buffer(len)),
         }
     }
 
@@ -272,8 +292,7 @@ impl Drop for BufMut {
         // SAFETY: S1: taken only here; `freeze`, `into_storage` and `into_chunk` never drop the
         // value they take it from.
         let slab = unsafe { ManuallyDrop::take(&mut self.slab) };
-        let index = slab.index(self.ptr);
-        FreeList::return_chunk(slab, index);
+        FreeList::return_chunk(Chunk { start: self.ptr, slab });
     }
 }
 
@@ -430,7 +449,7 @@ impl Drop for Buf {
         if last {
             // Reads through other views happen before the chunk is reused.
             fence(Ordering::Acquire);
-            FreeList::return_chunk(slab, self.index);
+            FreeList::return_chunk(Chunk::new(slab, self.index));
         }
     }
 }

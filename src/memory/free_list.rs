@@ -8,7 +8,7 @@ use std::sync::Arc;
 use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::Semaphore;
 
-use super::buf::{BufMut, Slab};
+use super::buf::{BufMut, Chunk, Slab};
 use crate::contained::wakes_contained;
 
 /// Free chunks. Each keeps its slab alive, so dropping the pool empties the list.
@@ -31,8 +31,6 @@ struct Chunks {
     closed: bool,
 }
 
-type Chunk = (Arc<Slab>, u32);
-
 impl FreeList {
     pub(crate) fn new() -> Self {
         let chunks = Chunks { free: Vec::new(), total: 0, wanted: 0, promised: 0, closed: false };
@@ -54,7 +52,7 @@ impl FreeList {
         // Capacity for all chunks: returning one never allocates.
         let in_use = chunks.total - chunks.free.len();
         chunks.free.reserve(in_use);
-        chunks.free.extend((0..number).rev().map(|index| (slab.clone(), index)));
+        chunks.free.extend((0..number).rev().map(|index| Chunk::new(slab.clone(), index)));
         self.keep_promises(chunks);
     }
 
@@ -63,9 +61,7 @@ impl FreeList {
     pub(crate) fn take(&self, len: u32) -> Option<BufMut> {
         let mut chunks = self.chunks.lock();
         if chunks.free.len() > chunks.promised {
-            let (slab, index) = chunks.pop();
-            drop(chunks);
-            return Some(BufMut::from_chunk(slab, index, len));
+            return Some(chunks.pop().into_buffer(len));
         }
         let has_promised = chunks.promised > 0;
         drop(chunks);
@@ -78,10 +74,10 @@ impl FreeList {
         self.permits.try_acquire().ok()?.forget();
         let mut chunks = self.chunks.lock();
         chunks.promised -= 1;
-        let (slab, index) = chunks.pop();
+        let chunk = chunks.pop();
         // A task may have begun to wait between the two locks and have counted on this permit.
         self.keep_promises(chunks);
-        Some(BufMut::from_chunk(slab, index, len))
+        Some(chunk.into_buffer(len))
     }
 
     /// Takes `number` chunks as buffers of `len` bytes, if so many are free and not promised.
@@ -123,8 +119,7 @@ impl FreeList {
 
     /// Takes a chunk as a buffer of `len` bytes, waiting in FIFO order until one is free.
     pub(crate) async fn wait(&self, len: u32) -> BufMut {
-        let (slab, index) = self.granted(1).await.pop();
-        BufMut::from_chunk(slab, index, len)
+        self.granted(1).await.pop().into_buffer(len)
     }
 
     /// Takes `number` chunks like [`wait`](Self::wait), once so many are free.
@@ -149,17 +144,17 @@ impl FreeList {
 
     /// Returns a chunk to the list of its slab, if the slab has one.
     #[inline]
-    pub(crate) fn return_chunk(slab: Arc<Slab>, index: u32) {
+    pub(super) fn return_chunk(chunk: Chunk) {
         // Keeps the list alive: once the lock is released, another thread may drop the slab.
-        let Some(list) = slab.free_list().cloned() else { return };
+        let Some(list) = chunk.free_list().cloned() else { return };
         let mut chunks = list.chunks.lock();
         if chunks.closed {
             // Unlocked first: this may be the last chunk of the slab, and deregistration is slow.
             drop(chunks);
-            drop(slab);
+            drop(chunk);
             return;
         }
-        chunks.free.push((slab, index));
+        chunks.free.push(chunk);
         list.keep_promises(chunks);
     }
 
@@ -169,12 +164,10 @@ impl FreeList {
         if let Some(list) = list {
             let mut chunks = list.chunks.lock();
             if !chunks.closed {
-                let is_same = |buffer: &mut BufMut| {
-                    buffer.slab().free_list().is_some_and(|other| Arc::ptr_eq(other, &list))
-                };
-                while let Some(buffer) = buffers.pop_if(is_same) {
-                    chunks.free.push(buffer.into_chunk());
-                }
+                let own = Some(Arc::as_ptr(&list));
+                let is_other = |buffer: &BufMut| buffer.slab().free_list().map(Arc::as_ptr) != own;
+                let first = buffers.iter().rposition(is_other).map_or(0, |before| before + 1);
+                chunks.free.extend(buffers.drain(first..).rev().map(BufMut::into_chunk));
                 return list.keep_promises(chunks);
             }
         }
@@ -218,7 +211,7 @@ impl Chunks {
     fn pop_many(&mut self, buffers: &mut Vec<BufMut>, number: usize, len: u32) {
         let rest = self.free.len() - number;
         let taken = self.free.drain(rest..).rev();
-        buffers.extend(taken.map(|(slab, index)| BufMut::from_chunk(slab, index, len)));
+        buffers.extend(taken.map(|chunk| chunk.into_buffer(len)));
     }
 }
 
