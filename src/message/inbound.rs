@@ -314,11 +314,9 @@ impl Core {
                     return Poll::Ready(Ok(Some(message)));
                 }
                 self.withdraw_receiver(ticket);
-                if self.close_reason().is_none() {
-                    self.send_due();
-                    if !self.inbox.waiting.is_empty() {
-                        self.progress(driver);
-                    }
+                self.send_due();
+                if !self.inbox.waiting.is_empty() {
+                    self.progress(driver);
                 }
                 return Poll::Ready(Ok(Some(message)));
             }

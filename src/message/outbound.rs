@@ -430,6 +430,10 @@ impl Core {
         if !self.protocol.flow.may_send_message(frames as u32) {
             return Err(Block::Credits { frames: frames as u32 });
         }
+        if frames == 1 {
+            self.lend_part(message.clone(), Kind::Data);
+            return Ok(());
+        }
         let mut start = 0;
         for number in 1..=frames {
             let end = message.len().min(start + self.frame_len(0));
@@ -437,13 +441,17 @@ impl Core {
                 unreachable!("the parts are within the message")
             };
             start = end;
-            let kind = self.kind(number, frames);
-            let header = self.protocol.flow.send(kind);
-            let send = self.sender(kind).send_with_imm(part, header.encode());
-            self.add_sent(Sent::Lent(send));
-            self.lent += 1;
+            self.lend_part(part, self.kind(number, frames));
         }
         Ok(())
+    }
+
+    #[inline(always)]
+    fn lend_part(&mut self, part: Buf, kind: Kind) {
+        let header = self.protocol.flow.send(kind);
+        let send = self.sender(kind).send_with_imm(part, header.encode());
+        self.add_sent(Sent::Lent(send));
+        self.lent += 1;
     }
 
     /// Returns the kind of frame `number` of a message.
