@@ -260,7 +260,7 @@ impl CompletionQueueCore {
     ) -> WakeList {
         let mut state = lock(&self.state);
         // Available completions are more precise than `kind`.
-        while self.drain_batch(&mut state) {}
+        while !queue.is_idle() && self.drain_batch(&mut state) {}
         queue.abandon(kind, &mut state.woken);
         let entry = &mut state.queues[queue.owner().0 as usize];
         let detached = if detach { entry.take() } else { None };

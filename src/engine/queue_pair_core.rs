@@ -3,7 +3,7 @@
 //! Teardown order:
 //!
 //! 1. stop posting;
-//! 2. move to the error state, so that the device flushes;
+//! 2. if work is in flight, move to the error state, so that the device flushes;
 //! 3. take the available flushes;
 //! 4. destroy the queue pair, after which the device accesses nothing;
 //! 5. take the completions that it left in the completion queues;
@@ -14,7 +14,7 @@
 
 use std::any::Any;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use super::completion_queue_core::CompletionQueueCore;
 use super::posting::Poster;
@@ -40,8 +40,8 @@ pub(crate) struct QueuePairCore {
     /// `None` with a shared receive queue.
     receive: Option<Arc<WorkQueue>>,
     shared: Option<Shared>,
-    /// Windows of leases, deallocated before the queue pair is destroyed.
-    windows: Arc<WindowSet>,
+    /// Windows of leases, deallocated before the queue pair is destroyed. Most have none.
+    windows: OnceLock<Arc<WindowSet>>,
 }
 
 impl Teardown for QueuePairCore {
@@ -121,7 +121,7 @@ impl QueuePairCore {
             send,
             receive,
             shared,
-            windows: Arc::default(),
+            windows: OnceLock::new(),
         });
         // If a completion queue has failed meanwhile, the failure missed this queue pair, and this
         // fails.
@@ -159,7 +159,7 @@ impl QueuePairCore {
     /// Returns the windows of its leases. A reference to the bare queue pair, required to create
     /// one, defers the destruction.
     pub(crate) fn windows(&self) -> &Arc<WindowSet> {
-        &self.windows
+        self.windows.get_or_init(Arc::default)
     }
 
     /// Changes attributes and state. A reset fails work in flight with `Closed`.
@@ -232,10 +232,15 @@ impl QueuePairCore {
         let _span = tracing::debug_span!("shut_down", %qpn).entered();
         let posters: [_; 2] =
             [self.send.close(), self.receive.as_ref().and_then(|queue| queue.close())];
-        self.flush(&qp);
         let shared = self.shared.as_ref().map(|shared| &shared.queue);
-        for queue in self.queues().chain(shared) {
-            queue.cq().drain();
+        // Without work in flight there is nothing to flush. Windows are deallocated in the error
+        // state, in which they are not in use.
+        let idle = self.queues().all(|queue| queue.is_idle());
+        if !idle || shared.is_some() || self.windows.get().is_some() {
+            self.flush(&qp);
+            for queue in self.queues().chain(shared) {
+                queue.cq().drain();
+            }
         }
         drop(posters);
         match self.destroy(qp) {
@@ -268,7 +273,9 @@ impl QueuePairCore {
         loop {
             match Arc::try_unwrap(qp) {
                 Ok(qp) => {
-                    self.windows.end();
+                    if let Some(windows) = self.windows.get() {
+                        windows.end();
+                    }
                     return qp.destroy();
                 }
                 Err(shared) => qp = shared,

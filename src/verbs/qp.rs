@@ -306,6 +306,16 @@ impl Qp {
         let result = self.raw.destroy();
         if let Err(error) = &result {
             tracing::error!(qpn = %self.qpn(), %error, "failed to destroy queue pair; leaking it");
+            // Its peer must not reach memory through it any more.
+            if self.last_state() != QpState::Err
+                && let Err(error) = self.modify(&QpAttr::to_state(QpState::Err))
+            {
+                tracing::debug!(
+                    qpn = %self.qpn(),
+                    %error,
+                    "failed to move a leaked queue pair to the error state"
+                );
+            }
             std::mem::forget(self);
         }
         result
