@@ -169,7 +169,7 @@ mod tests {
         for len in lens {
             core.inbox.push(Incoming::Offered(RemoteRegion::new(0x1000, len, Rkey(7))));
         }
-        core
+        *core
     }
 
     #[test]

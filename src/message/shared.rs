@@ -167,7 +167,7 @@ pub(super) struct Shared {
 
 impl Shared {
     pub(super) fn new(
-        mut core: Core,
+        mut core: Box<Core>,
         qp: QueuePair,
         runtime: Handle,
         admitted: Option<Admitted>,
@@ -186,7 +186,7 @@ impl Shared {
                 qp.listen(waker.clone());
             }
             Self {
-                core: Mutex::new(core),
+                core: Mutex::new(*core),
                 waker,
                 driver_waker,
                 qp,

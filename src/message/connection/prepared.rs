@@ -23,7 +23,8 @@ use crate::op::{QueuePair, QueuePairBuilder, QueuePairEndpoint};
 /// A side whose receives are posted, ready to be connected.
 #[must_use = "it is connected by establish"]
 pub struct PreparedConnection {
-    pub(in crate::message) core: Core,
+    /// In a box until the connection has started, because futures with it are moved.
+    pub(in crate::message) core: Box<Core>,
     pub(in crate::message) qp: QueuePair,
     config: ConnectionConfig,
 }
@@ -44,7 +45,7 @@ impl PreparedConnection {
         let builder = builder.max_send_wr(config.max_send_wr).max_recv_wr(config.most_receives());
         let qp = describe(builder.max_sge(1).max_inline(config.max_inline).solicited().listened())
             .build()?;
-        let core = Core::new(qp.clone(), config, pools, share);
+        let core = Box::new(Core::new(qp.clone(), config, pools, share));
         match core.protocol.phase().failure() {
             Some(OpErrorKind::Post(error) | OpErrorKind::State { error, .. }) => {
                 return Err(error.into());
