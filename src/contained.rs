@@ -5,7 +5,6 @@ use std::future::{Future, poll_fn};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Wake, Waker};
 
 /// Runs a waker or a destructor of a user and stops its panic here.
@@ -18,7 +17,7 @@ pub(crate) fn contained(run: impl FnOnce()) {
 }
 
 /// Runs user code like [`contained`]; returns true if it panicked.
-fn panics(run: impl FnOnce()) -> bool {
+pub(crate) fn panics(run: impl FnOnce()) -> bool {
     let Err(panic) = catch_unwind(AssertUnwindSafe(run)) else { return false };
     tracing::error!(
         "a waker or the destructor of an abandoned operation's buffers panicked; ignoring it"
@@ -44,24 +43,15 @@ pub(crate) async fn wakes_contained<F: Future>(future: F) -> F::Output {
 #[derive(Debug, Default)]
 pub(crate) struct ContainedWaker {
     current: Option<(Arc<Inner>, Waker)>,
-    panicked: Option<Arc<AtomicBool>>,
 }
 
 #[derive(Debug)]
 struct Inner {
     /// The task's waker. Taken only by `drop`, which contains the panic of its destructor.
     waker: Option<Waker>,
-    panicked: Option<Arc<AtomicBool>>,
 }
 
 impl ContainedWaker {
-    /// Creates a contained waker that sets `panicked` if the task's waker panics. That task misses
-    /// the notification, so the notifier must notify another.
-    #[cfg(not(loom))]
-    pub(crate) fn reporting(panicked: &Arc<AtomicBool>) -> Self {
-        Self { current: None, panicked: Some(Arc::clone(panicked)) }
-    }
-
     /// Calls `poll` with the contained waker.
     pub(crate) fn poll<T>(
         &mut self,
@@ -73,10 +63,7 @@ impl ContainedWaker {
         };
         // `will_wake` may be false for wakers of the same task: then each poll allocates.
         let current = self.current.take().filter(|(inner, _)| same(inner)).unwrap_or_else(|| {
-            let inner = Arc::new(Inner {
-                waker: Some(context.waker().clone()),
-                panicked: self.panicked.clone(),
-            });
+            let inner = Arc::new(Inner { waker: Some(context.waker().clone()) });
             (Arc::clone(&inner), Waker::from(inner))
         });
         let (_, waker) = self.current.insert(current);
@@ -90,11 +77,8 @@ impl Wake for Inner {
     }
 
     fn wake_by_ref(self: &Arc<Self>) {
-        let Some(waker) = &self.waker else { return };
-        if panics(|| waker.wake_by_ref())
-            && let Some(panicked) = &self.panicked
-        {
-            panicked.store(true, Ordering::Release);
+        if let Some(waker) = &self.waker {
+            contained(|| waker.wake_by_ref());
         }
     }
 }
@@ -107,7 +91,7 @@ impl Drop for Inner {
 
 #[cfg(all(test, not(loom)))]
 pub(crate) mod tests {
-    use std::sync::atomic::AtomicUsize;
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
     use futures::FutureExt as _;
     use tokio::sync::Notify;

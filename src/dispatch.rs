@@ -524,6 +524,10 @@ impl cm_contract::CmChannel<Any> for CmChannel {
         }
     }
 
+    fn is_empty(&self) -> bool {
+        each!(self, inner => inner.is_empty())
+    }
+
     fn create_id(&self) -> Result<CmId, VerbError> {
         make!(self, CmId, inner => inner.create_id())
     }
@@ -603,7 +607,7 @@ impl cm_contract::CmId for CmId {
         each!(self, inner => inner.peer_addr())
     }
 
-    fn route(&self) -> Option<CmRoute> {
+    fn route(&self) -> Option<CmRoute<'_>> {
         each!(self, inner => inner.route())
     }
 }

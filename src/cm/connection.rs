@@ -9,8 +9,8 @@ use rdma_provider::cm_contract::CmId as _;
 
 use super::endpoint::{Endpoint, with_deadline};
 use super::error::{ConnectError, ConnectStep};
+use super::inbox::EndReason;
 use super::keepalive::Keepalive;
-use super::router::EndReason;
 use crate::error::NoRuntime;
 use crate::op::QueuePair;
 use crate::types::RejectReason;
@@ -162,7 +162,7 @@ impl CmConnection {
         self.endpoint.watch()?;
         self.ours.store(true, Ordering::Release);
         self.endpoint.inbox().fail_queue_pair();
-        with_deadline(self.deadline, ConnectStep::Disconnect, async {
+        with_deadline(self.deadline, ConnectStep::Disconnect, async || {
             let result = self.endpoint.call(|id| Ok(id.disconnect()?));
             match self.endpoint.explain(result, ConnectStep::Disconnect, self.peer).await {
                 Err(_) if self.peer_knows() => return Ok(()),
@@ -228,7 +228,7 @@ impl CmConnection {
 
     async fn drained_within(&self, timeout: Duration) -> Result<(), ConnectError> {
         self.endpoint.wait_for(|state| state.end.is_some().then_some(())).await;
-        with_deadline(timeout, ConnectStep::Timewait, async {
+        with_deadline(timeout, ConnectStep::Timewait, async || {
             if !self.peer_knows()
                 && let Err(error) = self.endpoint.call(|id| Ok(id.disconnect()?))
             {
@@ -381,6 +381,24 @@ mod tests {
         });
     }
 
+    /// Sends a request to `listener`, and runs `test` once it has woken a task of `counts`.
+    async fn request(listener: &Listener, counts: &Counts, test: impl FnOnce()) {
+        let device = listener.device().clone();
+        let (pd, queue) = (
+            device.protection_domain().unwrap(),
+            CompletionQueue::new(&device, CompletionMode::Event).unwrap(),
+        );
+        let route = cm::resolve(&device, listener.local_addr()).await.unwrap();
+        let qp = route.prepare(QueuePair::builder(&pd, &queue)).build().unwrap();
+        let options = ConnectionOptions::default();
+        let mut connecting = Box::pin(route.connect(&qp, &options));
+        while counts.0.load(Ordering::Relaxed) == 0 {
+            assert!((&mut connecting).now_or_never().is_none(), "no acceptor was woken");
+            tokio::task::yield_now().await;
+        }
+        test();
+    }
+
     #[test]
     fn request_wakes_next_acceptor_if_first_waker_panics() {
         run(|| async {
@@ -388,21 +406,34 @@ mod tests {
             let counts = Arc::new(Counts::default());
             let mut waiting: Vec<_> = (0..4).map(|_| Box::pin(listener.accept())).collect();
             wait_with_panicking(&mut waiting, &counts);
-            let device = listener.device().clone();
-            let (pd, queue) = (
-                device.protection_domain().unwrap(),
-                CompletionQueue::new(&device, CompletionMode::Event).unwrap(),
-            );
-            let route = cm::resolve(&device, listener.local_addr()).await.unwrap();
-            let qp = route.prepare(QueuePair::builder(&pd, &queue)).build().unwrap();
-            let options = ConnectionOptions::default();
-            let mut connecting = Box::pin(route.connect(&qp, &options));
-            while counts.0.load(Ordering::Relaxed) == 0 {
-                assert!((&mut connecting).now_or_never().is_none(), "no acceptor was woken");
-                tokio::task::yield_now().await;
+            request(&listener, &counts, || {
+                assert_eq!(counts.0.load(Ordering::Relaxed), 1, "woken acceptors for one request");
+                assert!((&mut waiting[1]).now_or_never().is_some_and(|request| request.is_ok()));
+            })
+            .await;
+        });
+    }
+
+    #[test]
+    fn request_wakes_next_acceptor_if_woken_one_is_dropped() {
+        run(|| async {
+            let (_links, listener) = linked().await;
+            let counts: [Arc<Counts>; 3] = Default::default();
+            let mut waiting: Vec<_> = (0..3).map(|_| Box::pin(listener.accept())).collect();
+            for (future, counts) in waiting.iter_mut().zip(&counts) {
+                let waker = Waker::from(counts.clone());
+                assert!(future.poll_unpin(&mut Context::from_waker(&waker)).is_pending());
             }
-            assert_eq!(counts.0.load(Ordering::Relaxed), 1, "woken acceptors for one request");
-            assert!((&mut waiting[1]).now_or_never().is_some_and(|request| request.is_ok()));
+            let woken = || counts.each_ref().map(|counts| counts.0.load(Ordering::Relaxed));
+            request(&listener, &counts[0], || {
+                assert_eq!(woken(), [1, 0, 0]);
+                drop(waiting.remove(0));
+                assert_eq!(woken(), [1, 1, 0]);
+                assert!((&mut waiting[0]).now_or_never().is_some_and(|request| request.is_ok()));
+            })
+            .await;
+            drop(waiting);
+            assert_eq!(woken(), [1, 1, 0], "woken without a request");
         });
     }
 

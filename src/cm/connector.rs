@@ -4,9 +4,10 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::time::Instant;
 
+use smallvec::SmallVec;
 use tokio::net::{ToSocketAddrs, lookup_host};
 
-use crate::error::{SetupError, VerbError};
+use crate::error::{NoRuntime, SetupError, VerbError};
 use crate::op::{QueuePair, QueuePairBuilder};
 use crate::types::{Gid, PortNum};
 use crate::verbs::Device;
@@ -37,7 +38,7 @@ pub async fn connect(
     options: &ConnectionOptions,
     mut make: impl FnMut(&Route) -> Result<QueuePair, SetupError>,
 ) -> Result<(QueuePair, CmConnection), ConnectError> {
-    let mut last = no_address();
+    let mut last = None;
     for address in lookup(address, options).await? {
         let attempt = async {
             let route = resolve_one(device, address, options).await?;
@@ -49,10 +50,12 @@ pub async fn connect(
         };
         match attempt.await {
             Ok(connected) => return Ok(connected),
-            Err(error) => last = ConnectError::during(error, ConnectStep::Resolve, address),
+            Err(error) => {
+                last = Some(ConnectError::during(error, ConnectStep::Resolve, address));
+            }
         }
     }
-    Err(last)
+    Err(last.unwrap_or_else(no_address))
 }
 
 /// Resolves a route to a listener, with default [`ConnectionOptions`].
@@ -88,14 +91,14 @@ pub async fn resolve_with(
     address: impl ToSocketAddrs,
     options: &ConnectionOptions,
 ) -> Result<Route, ConnectError> {
-    let mut last = no_address();
+    let mut last = None;
     for address in lookup(address, options).await? {
         match resolve_one(device, address, options).await {
             Ok(route) => return Ok(route),
-            Err(error) => last = error.during(ConnectStep::Resolve, address),
+            Err(error) => last = Some(error.during(ConnectStep::Resolve, address)),
         }
     }
-    Err(last)
+    Err(last.unwrap_or_else(no_address))
 }
 
 pub(super) fn no_address() -> ConnectError {
@@ -108,8 +111,9 @@ pub(super) fn no_address() -> ConnectError {
 pub(super) async fn lookup(
     address: impl ToSocketAddrs,
     options: &ConnectionOptions,
-) -> Result<Vec<SocketAddr>, ConnectError> {
-    with_deadline(options.time_to_resolve(), ConnectStep::Lookup, async {
+) -> Result<SmallVec<[SocketAddr; 1]>, ConnectError> {
+    with_deadline(options.time_to_resolve(), ConnectStep::Lookup, async || {
+        NoRuntime::or_current()?;
         let found = lookup_host(address).await.map_err(|error| ConnectError::lookup(&error))?;
         Ok(found.collect())
     })
@@ -128,7 +132,7 @@ async fn resolve_one(
     let endpoint = Endpoint::create(&Router::of(device).await?)?;
     let (timeout, start) = (options.time_to_resolve(), Instant::now());
     let unresolved = move |errno| ConnectError::Resolve { address, errno };
-    with_deadline(timeout, ConnectStep::Resolve, async {
+    with_deadline(timeout, ConnectStep::Resolve, async || {
         // Expires before the provider's own timeout, and has the more precise error.
         endpoint.call(|id| {
             id.resolve_addr(source, address, timeout).map_err(|error| {
@@ -147,12 +151,17 @@ async fn resolve_one(
                 }
             })
         })?;
-        endpoint
-            .wait_for(|state| {
-                state.address.or_else(|| state.end.as_ref().map(|_| Err(VerbError::ENODEV)))
+        let is_routed = endpoint
+            .wait_for(|state| match (state.route, state.address) {
+                (Some(route), _) => Some(route.map(|()| true)),
+                (None, Some(address)) => Some(address.map(|()| false)),
+                (None, None) => state.end.as_ref().map(|_| Err(VerbError::ENODEV)),
             })
             .await
             .map_err(unresolved)?;
+        if is_routed {
+            return Ok(());
+        }
         let left = timeout.saturating_sub(start.elapsed());
         let blocks = endpoint.route_may_block();
         endpoint.call_blocking(blocks, move |id| Ok(id.resolve_route(left)?)).await?;
@@ -166,10 +175,10 @@ async fn resolve_one(
     .await?;
     let route = endpoint.route().ok_or(unresolved(VerbError::ENODEV))?;
     if route.device != device.name() {
-        return Err(ConnectError::OtherDevice { address, device: route.device });
+        return Err(ConnectError::OtherDevice { address, device: route.device.into_owned() });
     }
-    let path = Path::find(device, &route)?;
-    Ok(Route { endpoint, path, destination: route.destination, address })
+    let (path, destination) = (Path::find(device, &route)?, route.destination);
+    Ok(Route { endpoint, path, destination, address })
 }
 
 /// A route to a listener, found by [`resolve`].
@@ -243,18 +252,17 @@ impl Route {
         Keepalive::check(options.probes(), transport.timeout, queue_pair).map_err(misfit)?;
         let guard = FailUnlessConnected::new(queue_pair);
         let reads = Reads::of(&device, options)?;
-        let peer = with_deadline(options.deadline(), ConnectStep::Response, async {
+        let peer = with_deadline(options.deadline(), ConnectStep::Response, async || {
             let params = reads.params(queue_pair, private_data, options.deadline());
             endpoint
                 .call(|id| Ok(id.connect(&params)?))
                 .map_err(|error| error.during(ConnectStep::Request, address))?;
             let peer = endpoint
-                .wait_for(|state| match (&state.end, &state.response) {
-                    (Some(end), _) => {
+                .wait_for(|state| match &state.end {
+                    Some(end) => {
                         Some(Err(ConnectError::from_end(end, ConnectStep::Response, address)))
                     }
-                    (None, Some(peer)) => Some(Ok(peer.clone())),
-                    (None, None) => None,
+                    None => state.response.take().map(Ok),
                 })
                 .await?;
             endpoint.inbox().attach_queue_pair(queue_pair);

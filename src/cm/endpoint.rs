@@ -1,14 +1,14 @@
 //! An id of the connection manager and the inbox of its events.
 
 use std::fmt;
-use std::future::{Future, poll_fn};
+use std::future::poll_fn;
 use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
-use crate::contained::{ContainedWaker, contained};
+use crate::contained::contained;
 use crate::dispatch::CmId;
 use crate::error::{NoRuntime, VerbError};
 use crate::op::QueuePair;
@@ -16,7 +16,8 @@ use crate::types::Qpn;
 use rdma_provider::cm_contract::{CmAnswer, CmId as _, CmRoute};
 
 use super::error::{ConnectError, ConnectStep};
-use super::router::{IdState, Inbox, Router, fail};
+use super::inbox::{IdState, Inbox, fail};
+use super::router::Router;
 use crate::clock;
 
 /// An id and its inbox. Dropping it destroys the id.
@@ -75,7 +76,7 @@ impl Endpoint {
         self.raw.as_ref()?.reserved()
     }
 
-    pub(super) fn route(&self) -> Option<CmRoute> {
+    pub(super) fn route(&self) -> Option<CmRoute<'_>> {
         self.raw.as_ref()?.route()
     }
 
@@ -117,33 +118,20 @@ impl Endpoint {
         self.router.watch()
     }
 
-    /// Waits until `f` returns `Some`. Polls for events if no runtime watches them.
-    pub(super) async fn wait_for<T>(&self, mut f: impl FnMut(&IdState) -> Option<T>) -> T {
-        let mut wakers = ContainedWaker::default();
-        loop {
-            let mut changed = pin!(self.inbox.changed.notified());
-            changed.as_mut().enable();
-            // A separate statement releases the lock before the wait.
-            let found = f(&self.inbox.state());
-            if let Some(found) = found {
-                return found;
+    /// Waits until `find` returns `Some`. Polls for events if no runtime watches them.
+    pub(super) async fn wait_for<T>(&self, mut find: impl FnMut(&mut IdState) -> Option<T>) -> T {
+        let mut wait = self.inbox.wait();
+        poll_fn(|context| {
+            let polled = wait.poll(context, &mut find);
+            // Checked on each poll: the task may have moved from a runtime that has shut down.
+            if polled.is_ready() || self.router.watch().is_ok() || self.router.is_watched() {
+                return polled;
             }
-            let mut again = false;
-            poll_fn(|context| {
-                let polled = wakers.poll(context, |context| changed.as_mut().poll(context));
-                // Checked on each poll: the task may have moved from a runtime that has shut down.
-                if polled.is_ready() || self.router.watch().is_ok() || self.router.is_watched() {
-                    return polled;
-                }
-                self.router.drain();
-                if std::mem::replace(&mut again, true) {
-                    return Poll::Ready(());
-                }
-                contained(|| context.waker().wake_by_ref());
-                Poll::Pending
-            })
-            .await;
-        }
+            self.router.drain();
+            contained(|| context.waker().wake_by_ref());
+            Poll::Pending
+        })
+        .await
     }
 
     /// Returns `result`, or the end of the connection if that caused the failure.
@@ -191,14 +179,15 @@ pub(super) async fn on_blocking_thread<T: Send + 'static>(
 
 /// Fails with [`ConnectError::TimedOut`] if `future` takes longer than `after` in real time. The
 /// caller adds the address, see [`ConnectError::during`].
+///
+/// A closure, because the futures are long and each move copies one.
 pub(super) async fn with_deadline<T>(
     after: Duration,
     step: ConnectStep,
-    future: impl Future<Output = Result<T, ConnectError>>,
+    future: impl AsyncFnOnce() -> Result<T, ConnectError>,
 ) -> Result<T, ConnectError> {
-    NoRuntime::or_current()?;
     let late = Err(ConnectError::TimedOut { address: None, step, after });
-    clock::timeout(after, future).await.unwrap_or(late)
+    clock::timeout(after, pin!(future())).await.unwrap_or(late)
 }
 
 impl Drop for Endpoint {

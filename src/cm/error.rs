@@ -8,7 +8,7 @@ use std::time::Duration;
 use crate::error::{LimitError, NoRuntime, SetupError, VerbError};
 use crate::types::RejectReason;
 
-use super::router::EndReason;
+use super::inbox::EndReason;
 
 /// Error of listening, resolving, connecting or disconnecting.
 ///

@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::task::AbortHandle;
 
 use super::connection::Disconnection;
-use super::router::{Inbox, fail};
+use super::inbox::{Inbox, fail};
 use crate::clock::{self, Sleep};
 use crate::error::{NoRuntime, OpErrorKind, SetupError};
 use crate::memory::RemoteRegion;

@@ -2,19 +2,15 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::future::{Future, poll_fn};
+use std::future::poll_fn;
 use std::net::SocketAddr;
-use std::pin::pin;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use tokio::net::ToSocketAddrs;
-use tokio::sync::Notify;
 
-use crate::contained::ContainedWaker;
 use crate::dispatch::CmId;
 use crate::error::{LimitError, SetupError, VerbError};
 use crate::op::{QueuePair, QueuePairBuilder};
@@ -28,10 +24,11 @@ use super::connection::CmConnection;
 use super::connector::{lookup, no_address};
 use super::endpoint::{Endpoint, FailUnlessConnected, with_deadline};
 use super::error::{ConnectError, ConnectStep};
+use super::inbox::Inbox;
 use super::keepalive::Keepalive;
 use super::options::{ConnectionOptions, ListenOptions};
 use super::path::{Path, Reads, make_ready};
-use super::router::{Inbox, Router};
+use super::router::Router;
 use crate::clock::{self, Sleep};
 
 /// Listens for connection requests at an address.
@@ -97,16 +94,16 @@ impl Listener {
         options: &ListenOptions,
     ) -> Result<Self, ConnectError> {
         let backlog = options.checked()?;
-        let mut last = no_address();
+        let mut last = None;
         for address in lookup(address, &ConnectionOptions::default()).await? {
             let attempt =
                 async { Self::bind_one(&Router::of(device).await?, address, backlog).await };
             match attempt.await {
                 Ok(listener) => return Ok(listener),
-                Err(error) => last = error.during(ConnectStep::Listen, address),
+                Err(error) => last = Some(error.during(ConnectStep::Listen, address)),
             }
         }
-        Err(last)
+        Err(last.unwrap_or_else(no_address))
     }
 
     async fn bind_one(
@@ -176,18 +173,12 @@ impl Listener {
                 );
                 continue;
             };
+            let source = route.destination;
             match Path::find(device, &route) {
                 Ok(path) => {
                     let local = endpoint.local_addr().unwrap_or(self.address);
-                    let address = address.unwrap_or(SocketAddr::new(route.destination.to_ip(), 0));
-                    return Ok(ConnectionRequest {
-                        endpoint,
-                        peer,
-                        path,
-                        source: route.destination,
-                        local,
-                        address,
-                    });
+                    let address = address.unwrap_or(SocketAddr::new(source.to_ip(), 0));
+                    return Ok(ConnectionRequest { endpoint, peer, path, source, local, address });
                 }
                 Err(error) => {
                     tracing::warn!(
@@ -235,29 +226,40 @@ impl Listener {
         let Some(incoming) = &inbox.incoming else {
             unreachable!("a listener's inbox holds incoming requests")
         };
-        let mut wakers = ContainedWaker::reporting(&incoming.panicked);
-        loop {
-            let mut notified = pin!(incoming.notify.notified());
-            notified.as_mut().enable();
-            if let Some(pending) = incoming.pop() {
-                return Ok(pending);
+        // Dropped after the wait.
+        let _next = WakeNext(inbox);
+        let mut wait = inbox.wait();
+        poll_fn(|context| {
+            let mut withdrawn = Vec::new();
+            let polled =
+                wait.poll(context, |state| match (incoming.pop(&mut withdrawn), &state.end) {
+                    (Some(pending), _) => Some(Ok(pending)),
+                    (None, Some(end)) => {
+                        Some(Err(ConnectError::from_end(end, ConnectStep::Listen, self.address)))
+                    }
+                    (None, None) => None,
+                });
+            match polled {
+                // Checked on each poll: the task may have moved from a runtime that has shut down.
+                Poll::Pending => self
+                    .endpoint
+                    .watch()
+                    .map_or_else(|missing| Poll::Ready(Err(missing.into())), |()| Poll::Pending),
+                ready => ready,
             }
-            let end = inbox.state().end.clone();
-            if let Some(end) = end {
-                return Err(ConnectError::from_end(&end, ConnectStep::Listen, self.address));
-            }
-            poll_fn(|context| {
-                match wakers.poll(context, |context| notified.as_mut().poll(context)) {
-                    Poll::Ready(()) => Poll::Ready(Ok(())),
-                    // Checked on each poll: the task may have moved from a runtime that has shut
-                    // down.
-                    Poll::Pending => self
-                        .endpoint
-                        .watch()
-                        .map_or_else(|missing| Poll::Ready(Err(missing)), |()| Poll::Pending),
-                }
-            })
-            .await?;
+        })
+        .await
+    }
+}
+
+/// Wakes the next acceptor on drop if requests are left: the one that returns, or whose future is
+/// dropped, may have been woken for them.
+struct WakeNext<'a>(&'a Inbox);
+
+impl Drop for WakeNext<'_> {
+    fn drop(&mut self) {
+        if self.0.incoming.as_ref().is_some_and(|incoming| !incoming.queue.lock().is_empty()) {
+            self.0.wake_one();
         }
     }
 }
@@ -349,10 +351,6 @@ impl Drop for AddressEntry {
 #[derive(Debug)]
 pub(super) struct Incoming {
     queue: Mutex<VecDeque<Pending>>,
-    /// Its waiters' wakers are [contained](ContainedWaker).
-    notify: Notify,
-    /// The waker of an acceptor panicked: wake the next one instead.
-    panicked: Arc<AtomicBool>,
     limit: usize,
 }
 
@@ -367,12 +365,7 @@ struct Pending {
 
 impl Incoming {
     fn new(backlog: u32) -> Self {
-        Self {
-            queue: Mutex::default(),
-            notify: Notify::new(),
-            panicked: Arc::default(),
-            limit: backlog as usize,
-        }
+        Self { queue: Mutex::default(), limit: backlog as usize }
     }
 
     /// Queues a request. Returns its id if the backlog is full.
@@ -401,31 +394,19 @@ impl Incoming {
         };
         drop(queue);
         drop::<VecDeque<Pending>>(stale);
-        if refused.is_none() {
-            self.wake_one();
-        }
         refused
     }
 
-    /// Removes the oldest request that was not withdrawn.
-    fn pop(&self) -> Option<Pending> {
-        let mut stale = Vec::new();
+    /// Removes the oldest request that was not withdrawn. Moves those before it to `withdrawn`, to
+    /// be dropped without a lock.
+    fn pop(&self, withdrawn: &mut Vec<Pending>) -> Option<Pending> {
         let mut queue = self.queue.lock();
-        let found = loop {
+        loop {
             match queue.pop_front() {
-                Some(pending) if pending.endpoint.has_ended() => stale.push(pending),
-                found => break found,
+                Some(pending) if pending.endpoint.has_ended() => withdrawn.push(pending),
+                found => return found,
             }
-        };
-        let more = !queue.is_empty();
-        // Wakers may take the lock.
-        drop(queue);
-        if more {
-            // The permit may have been issued for a withdrawn request.
-            self.wake_one();
         }
-        drop(stale);
-        found
     }
 
     /// Returns true once for each request that has waited for `age`.
@@ -436,23 +417,6 @@ impl Incoming {
         };
         let found = queue.iter_mut().find(old);
         found.is_some_and(|pending| std::mem::replace(&mut pending.displaces, false))
-    }
-
-    /// Wakes all acceptors, because the listener has ended or their runtime has shut down.
-    pub(super) fn wake_all(&self) {
-        self.notify.notify_waiters();
-    }
-
-    /// Wakes the first acceptor whose waker does not panic. If none waits, the next acceptor
-    /// returns at once.
-    fn wake_one(&self) {
-        loop {
-            // Each call dequeues one waiter.
-            self.notify.notify_one();
-            if !self.panicked.swap(false, Ordering::AcqRel) {
-                return;
-            }
-        }
     }
 }
 
@@ -566,7 +530,7 @@ impl ConnectionRequest {
         Keepalive::check(options.probes(), transport.timeout, queue_pair).map_err(misfit)?;
         let guard = FailUnlessConnected::new(queue_pair);
         let reads = Reads::of(&device, options)?.agreed(&peer);
-        with_deadline(options.deadline(), ConnectStep::Establish, async {
+        with_deadline(options.deadline(), ConnectStep::Establish, async || {
             endpoint.inbox().attach_queue_pair(queue_pair);
             let params = reads.params(queue_pair, private_data, options.deadline());
             let result = endpoint.call(|id| {

@@ -59,6 +59,7 @@ mod disposer;
 mod endpoint;
 mod error;
 mod event_reactor;
+mod inbox;
 mod keepalive;
 mod listener;
 mod options;

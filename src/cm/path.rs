@@ -22,7 +22,7 @@ pub(super) struct Path {
 }
 
 impl Path {
-    pub(super) fn find(device: &Device, route: &CmRoute) -> Result<Self, ConnectError> {
+    pub(super) fn find(device: &Device, route: &CmRoute<'_>) -> Result<Self, ConnectError> {
         let find = |attr: Arc<PortAttr>| {
             let entry = entry_with(&attr, route.source, route.destination)?;
             Some(Self { port: route.port, attr, entry })

@@ -8,75 +8,20 @@ use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Weak};
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use tokio::runtime::{self, Handle};
-use tokio::sync::Notify;
 
 use crate::dispatch::{Any, CmChannel, CmId};
 use crate::error::{NoRuntime, VerbError};
-use crate::op::{QueuePair, WeakQueuePair};
-use crate::types::{QpAttr, QpState, RejectReason};
 use crate::verbs::Device;
-use rdma_provider::cm_contract::{CmChannel as _, CmEvent, CmEventKind, CmPeer};
+use rdma_provider::cm_contract::{CmChannel as _, CmEvent, CmEventKind};
 use rdma_provider::contract::Context as _;
 
-use super::connection::Disconnection;
 use super::disposer::Disposer;
 use super::endpoint::on_blocking_thread;
 use super::error::ConnectError;
 use super::event_reactor::Reactors;
-use super::listener::Incoming;
-
-/// The events of an id so far. Each occurs at most once.
-#[derive(Debug, Default)]
-pub(super) struct IdState {
-    pub(super) address: Option<Result<(), i32>>,
-    pub(super) route: Option<Result<(), i32>>,
-    pub(super) response: Option<CmPeer>,
-    pub(super) established: bool,
-    /// The first end event.
-    pub(super) end: Option<EndReason>,
-    /// True if the peer's connection manager knows of the end or cannot be notified; false after an
-    /// address change or a failed probe.
-    pub(super) peer_knows: bool,
-    /// True if TIMEWAIT is over or did not begin.
-    pub(super) exited: bool,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum EndReason {
-    Rejected { reason: RejectReason, private_data: Vec<u8> },
-    Unreachable(i32),
-    Error(i32),
-    Disconnected,
-    TimewaitExit,
-    DeviceRemoval,
-    AddressChange,
-    Keepalive(Disconnection),
-}
-
-/// The receiver of one id's events.
-///
-/// Tasks are woken and queue pairs modified without any lock held: both may call back into this
-/// module.
-#[derive(Debug)]
-pub(super) struct Inbox {
-    state: Mutex<IdState>,
-    /// Notified of each change of `state`. Its wakers are
-    /// [contained](crate::contained::ContainedWaker).
-    pub(super) changed: Notify,
-    attached: Mutex<AttachedQueuePair>,
-    /// Only for listeners.
-    pub(super) incoming: Option<Incoming>,
-}
-
-/// The queue pair that fails with the connection.
-#[derive(Debug, Default)]
-struct AttachedQueuePair {
-    queue_pair: Option<WeakQueuePair>,
-    /// True once the connection has ended; a queue pair attached later fails at once.
-    ended: bool,
-}
+use super::inbox::Inbox;
 
 /// The event channel and inboxes of one open device.
 pub(super) struct Router {
@@ -145,7 +90,14 @@ impl std::os::fd::AsRawFd for Watched {
     }
 }
 
-static ROUTERS: Mutex<Vec<Weak<Router>>> = Mutex::new(Vec::new());
+/// The router of each device, by its address. A live router keeps its device alive, so that no
+/// other device has the address.
+static ROUTERS: Mutex<Vec<(usize, Weak<Router>)>> = Mutex::new(Vec::new());
+
+fn find(routers: &[(usize, Weak<Router>)], device: &Device) -> Option<Arc<Router>> {
+    let address = device.address();
+    routers.iter().filter(|(of, _)| *of == address).find_map(|(_, router)| router.upgrade())
+}
 
 impl Router {
     /// Returns the router of an open device, and lets the current runtime watch it.
@@ -153,8 +105,7 @@ impl Router {
     /// It is created on first use, which may block (librdmacm reads sysfs), and dropped with its
     /// last id.
     pub(super) async fn of(device: &Device) -> Result<Arc<Self>, ConnectError> {
-        NoRuntime::or_current()?;
-        let router = match Self::known(device, None) {
+        let router = match Self::known(device) {
             Some(router) => router,
             None => {
                 let device = device.clone();
@@ -175,24 +126,19 @@ impl Router {
             reactors: Reactors::new(),
             disposer: Arc::default(),
         });
-        let known = Self::known(device, Some(&router));
-        Ok(known.unwrap_or(router))
+        let mut routers = ROUTERS.lock();
+        if let Some(known) = find(&routers, device) {
+            // The channel is closed without the lock.
+            drop(routers);
+            return Ok(known);
+        }
+        routers.retain(|(_, router)| router.strong_count() > 0);
+        routers.push((device.address(), Arc::downgrade(&router)));
+        Ok(router)
     }
 
-    /// Returns the router of `device`, or registers `new`.
-    fn known(device: &Device, new: Option<&Arc<Self>>) -> Option<Arc<Self>> {
-        // May hold a last reference, so dropped after the lock.
-        let mut seen = Vec::new();
-        let mut routers = ROUTERS.lock();
-        routers.retain(|router| router.strong_count() > 0);
-        seen.extend(routers.iter().filter_map(Weak::upgrade));
-        let known = seen.iter().find(|router| router.device.same(device)).cloned();
-        if known.is_none() {
-            routers.extend(new.map(Arc::downgrade));
-        }
-        drop(routers);
-        drop(seen);
-        known
+    fn known(device: &Device) -> Option<Arc<Self>> {
+        find(&ROUTERS.lock(), device)
     }
 
     pub(super) fn device(&self) -> &Device {
@@ -220,12 +166,7 @@ impl Router {
     /// Wakes all waiters, because a runtime that watched the channel has shut down.
     pub(super) fn wake_waiters(&self) {
         let inboxes: Vec<_> = self.inboxes.lock().values().cloned().collect();
-        for inbox in inboxes {
-            inbox.changed.notify_waiters();
-            if let Some(incoming) = &inbox.incoming {
-                incoming.wake_all();
-            }
-        }
+        inboxes.iter().for_each(|inbox| inbox.wake_all());
     }
 
     pub(super) fn is_watched(&self) -> bool {
@@ -278,7 +219,12 @@ impl Router {
                 match self.channel.take_event() {
                     Ok(Some(event)) => {
                         left -= 1;
-                        refused.extend(self.dispatch(event).map(Arc::new));
+                        if let Some(id) = self.dispatch(event) {
+                            refused.push(Arc::new(id));
+                        }
+                        if self.channel.is_empty() {
+                            break;
+                        }
                     }
                     Ok(None) => break,
                     Err(error) => {
@@ -330,160 +276,16 @@ impl Router {
                 _ => None,
             };
         };
-        let kind = match kind {
-            CmEventKind::ConnectRequest { id, peer } => {
-                let Some(incoming) = &inbox.incoming else { return Some(id) };
-                return incoming.push(self, id, peer);
+        if let CmEventKind::ConnectRequest { id, peer } = kind {
+            let Some(incoming) = &inbox.incoming else { return Some(id) };
+            let refused = incoming.push(self, id, peer);
+            if refused.is_none() {
+                inbox.wake_one();
             }
-            kind => kind,
-        };
+            return refused;
+        }
         inbox.on_event(kind);
         None
-    }
-}
-
-impl Inbox {
-    pub(super) fn new(incoming: Option<Incoming>) -> Arc<Self> {
-        Arc::new(Self {
-            state: Mutex::default(),
-            changed: Notify::new(),
-            attached: Mutex::default(),
-            incoming,
-        })
-    }
-
-    /// Returns the events so far. Dispatch waits for this lock.
-    pub(super) fn state(&self) -> MutexGuard<'_, IdState> {
-        self.state.lock()
-    }
-
-    pub(super) fn on_event(&self, kind: CmEventKind<Any>) {
-        if self.incoming.is_some() && matches!(kind, CmEventKind::AddressChange) {
-            // Connection managers bind listeners to address and device, not to the network
-            // interface.
-            tracing::warn!(
-                "address of a listener moved to another network interface; it still listens"
-            );
-            return;
-        }
-        let ends = kind.is_end();
-        if ends {
-            // Before waking: a task that sees the end must find the queue pair in the error state.
-            let queue_pair = {
-                let mut attached = self.attached.lock();
-                attached.ended = true;
-                attached.queue_pair.take()
-            };
-            fail_weak(queue_pair);
-        }
-        if !self.state.lock().on_event(kind) {
-            return;
-        }
-        self.changed.notify_waiters();
-        if ends && let Some(incoming) = &self.incoming {
-            incoming.wake_all();
-        }
-    }
-
-    /// Records a failed probe. The queue pair is in the error state already.
-    pub(super) fn probe_failed(&self, end: Disconnection) {
-        self.state.lock().end.get_or_insert(EndReason::Keepalive(end));
-        self.changed.notify_waiters();
-    }
-
-    /// Makes the queue pair fail with the connection, at once if that has ended.
-    pub(super) fn attach_queue_pair(&self, queue_pair: &QueuePair) {
-        let ended = {
-            let mut attached = self.attached.lock();
-            if !attached.ended {
-                attached.queue_pair = Some(queue_pair.downgrade());
-            }
-            attached.ended
-        };
-        if ended {
-            fail(queue_pair);
-        }
-    }
-
-    /// Returns true if the end of the connection fails, or has failed, the queue pair.
-    pub(super) fn is_ending(&self) -> bool {
-        let attached = self.attached.lock();
-        attached.ended || attached.queue_pair.is_none()
-    }
-
-    pub(super) fn fail_queue_pair(&self) {
-        let queue_pair = self.attached.lock().queue_pair.take();
-        fail_weak(queue_pair);
-    }
-}
-
-fn fail_weak(queue_pair: Option<WeakQueuePair>) {
-    if let Some(queue_pair) = queue_pair.and_then(|weak| weak.upgrade()) {
-        fail(&queue_pair);
-    }
-}
-
-pub(super) fn fail(queue_pair: &QueuePair) {
-    if let Err(error) = queue_pair.modify(&QpAttr::to_state(QpState::Err)) {
-        // Closed, or its device is gone, so nothing is in flight.
-        tracing::debug!(
-            %error,
-            qpn = %queue_pair.qpn(),
-            "failed to move queue pair to the error state; it is closed or its device is lost"
-        );
-    }
-}
-
-impl IdState {
-    /// Records the event. Returns true if waiters must check it.
-    fn on_event(&mut self, kind: CmEventKind<Any>) -> bool {
-        let end = match kind {
-            CmEventKind::AddressResolved => {
-                self.address = Some(Ok(()));
-                None
-            }
-            CmEventKind::AddressError(errno) => {
-                self.address = Some(Err(errno));
-                None
-            }
-            CmEventKind::RouteResolved => {
-                self.route = Some(Ok(()));
-                None
-            }
-            CmEventKind::RouteError(errno) => {
-                self.route = Some(Err(errno));
-                None
-            }
-            CmEventKind::ConnectResponse(peer) => {
-                self.response = Some(peer);
-                None
-            }
-            CmEventKind::Established => {
-                self.established = true;
-                None
-            }
-            CmEventKind::Rejected { reason, private_data } => {
-                Some(EndReason::Rejected { reason, private_data })
-            }
-            CmEventKind::Unreachable(errno) => Some(EndReason::Unreachable(errno)),
-            CmEventKind::ConnectError(errno) => Some(EndReason::Error(errno)),
-            CmEventKind::Disconnected => Some(EndReason::Disconnected),
-            CmEventKind::TimewaitExit => {
-                self.exited = true;
-                Some(EndReason::TimewaitExit)
-            }
-            CmEventKind::DeviceRemoval => {
-                self.exited = true;
-                Some(EndReason::DeviceRemoval)
-            }
-            CmEventKind::AddressChange => Some(EndReason::AddressChange),
-            CmEventKind::ConnectRequest { .. } | CmEventKind::Other(_) => return false,
-        };
-        self.peer_knows |= end.as_ref().is_some_and(|end| *end != EndReason::AddressChange);
-        if self.end.is_none() {
-            self.end = end;
-        }
-        true
     }
 }
 
@@ -498,67 +300,8 @@ impl fmt::Debug for Router {
 
 #[cfg(test)]
 mod tests {
-    use std::pin::pin;
-
     use super::*;
     use rdma_provider::cm_contract::CmId as _;
-
-    fn rejection() -> CmEventKind<Any> {
-        CmEventKind::Rejected { reason: RejectReason::CONSUMER, private_data: vec![1] }
-    }
-
-    #[test]
-    fn every_event_is_recorded_and_first_end_wins() {
-        let peer = CmPeer {
-            private_data: vec![2],
-            responder_resources: 1,
-            initiator_depth: 1,
-            srq: false,
-        };
-        let events: [fn() -> CmEventKind<Any>; 7] = [
-            rejection,
-            || CmEventKind::Unreachable(110),
-            || CmEventKind::ConnectError(22),
-            || CmEventKind::Disconnected,
-            || CmEventKind::TimewaitExit,
-            || CmEventKind::DeviceRemoval,
-            || CmEventKind::AddressChange,
-        ];
-        let ends = [
-            EndReason::Rejected { reason: RejectReason::CONSUMER, private_data: vec![1] },
-            EndReason::Unreachable(110),
-            EndReason::Error(22),
-            EndReason::Disconnected,
-            EndReason::TimewaitExit,
-            EndReason::DeviceRemoval,
-            EndReason::AddressChange,
-        ];
-        for (event, end) in events.into_iter().zip(ends) {
-            assert!(event().is_end());
-            let inbox = Inbox::new(None);
-            inbox.on_event(event());
-            inbox.on_event(CmEventKind::Disconnected);
-            inbox.on_event(rejection());
-            assert_eq!(inbox.state().end, Some(end));
-        }
-        let inbox = Inbox::new(None);
-        let mut changed = pin!(inbox.changed.notified());
-        changed.as_mut().enable();
-        for event in [
-            CmEventKind::AddressResolved,
-            CmEventKind::RouteError(113),
-            CmEventKind::ConnectResponse(peer.clone()),
-            CmEventKind::Established,
-        ] {
-            assert!(!event.is_end());
-            inbox.on_event(event);
-        }
-        assert!(changed.enable());
-        let state = inbox.state();
-        assert_eq!((state.address, state.route), (Some(Ok(())), Some(Err(113))));
-        assert_eq!((&state.response, state.established), (&Some(peer), true));
-        assert_eq!((&state.end, state.exited), (&None, false));
-    }
 
     #[test]
     fn draining_many_events_yields_to_other_tasks() {
@@ -593,15 +336,6 @@ mod tests {
     }
 
     #[test]
-    fn unknown_event_wakes_no_waiter() {
-        let inbox = Inbox::new(None);
-        let mut changed = pin!(inbox.changed.notified());
-        changed.as_mut().enable();
-        inbox.on_event(CmEventKind::Other(99));
-        assert!(!changed.enable());
-    }
-
-    #[test]
     fn open_device_shares_one_router_while_in_use() {
         let network = crate::software::Network::new();
         let open = || Device::software_in(&network, "routed").unwrap();
@@ -609,8 +343,8 @@ mod tests {
         let router = Router::make(&first).unwrap();
         // Loses a race against the first.
         assert!(Arc::ptr_eq(&router, &Router::make(&first.clone()).unwrap()));
-        assert!(Arc::ptr_eq(&router, &Router::known(&first, None).unwrap()));
-        assert!(Router::known(&second, None).is_none());
+        assert!(Arc::ptr_eq(&router, &Router::known(&first).unwrap()));
+        assert!(Router::known(&second).is_none());
         assert!(!Arc::ptr_eq(&router, &Router::make(&second).unwrap()));
         let gone = Arc::downgrade(&router);
         drop(router);

@@ -516,6 +516,11 @@ impl Device {
     pub(crate) fn same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.inner, &other.inner)
     }
+
+    /// Returns a number that no other open device has.
+    pub(crate) fn address(&self) -> usize {
+        Arc::as_ptr(&self.inner).addr()
+    }
 }
 
 pub(crate) struct Inlet {

@@ -33,6 +33,7 @@
 //!   [`CmChannel::may_block`] returns true;
 //! - [`CmId::resolve_route`], if [`CmId::route_may_block`] returns true.
 
+use std::borrow::Cow;
 use std::fmt::Debug;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::BorrowedFd;
@@ -63,6 +64,12 @@ pub trait CmChannel<P: Provider>: Debug + Send + Sync {
     /// Events of one id are in order, and its connect request is the first. The layer above
     /// serialises calls by a lock.
     fn take_event(&self) -> Result<Option<CmEvent<P>>, VerbError>;
+
+    /// Returns true if no event is pending, false if that is unknown. Cheaper than a
+    /// [`take_event`](Self::take_event) in vain.
+    fn is_empty(&self) -> bool {
+        false
+    }
 
     /// Creates an unbound id that reports to this channel, `rdma_create_id(3)`.
     fn create_id(&self) -> Result<P::CmId, VerbError>;
@@ -124,6 +131,9 @@ pub trait CmId: Debug + Send + Sync {
     /// [`AddressResolved`](CmEventKind::AddressResolved) or
     /// [`AddressError`](CmEventKind::AddressError) follows. EADDRNOTAVAIL if `source` is not an
     /// address of the provider's devices. The minimum `timeout` is 1 ms.
+    ///
+    /// If [`resolve_route`](Self::resolve_route) would not block, the provider may go on with it at
+    /// once, for another `timeout`. Then its event follows instead of `AddressResolved`.
     fn resolve_addr(
         &self,
         source: Option<SocketAddr>,
@@ -187,7 +197,7 @@ pub trait CmId: Debug + Send + Sync {
 
     /// Returns device and addresses. `None` for a listener and before
     /// [`AddressResolved`](CmEventKind::AddressResolved); never for a connect request.
-    fn route(&self) -> Option<CmRoute>;
+    fn route(&self) -> Option<CmRoute<'_>>;
 }
 
 /// A policy for connect requests, see [`CmId::answer`].
@@ -236,9 +246,9 @@ pub const MAX_REJECT_DATA: usize = 148;
 
 /// The device and addresses of a connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct CmRoute {
+pub struct CmRoute<'a> {
     /// Name of the device.
-    pub device: String,
+    pub device: Cow<'a, str>,
     /// Port of the device.
     pub port: PortNum,
     /// Local GID, from the port's table.

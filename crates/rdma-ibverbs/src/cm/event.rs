@@ -11,7 +11,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use rdma_sys::*;
 
-use super::id::{IdState, Phase, addresses, route_of};
+use super::id::{IdState, Known, Phase, addresses, route_may_block, route_of};
 use super::{CmId, Events};
 use crate::ibv_context::EAGAIN;
 use crate::{Ibverbs, sys};
@@ -72,8 +72,9 @@ impl<'a> UnackedEvent<'a> {
         }
     }
 
-    /// Applies the event to its id's state and converts it.
-    pub(super) fn into_event(self) -> CmEvent<Ibverbs> {
+    /// Applies the event to its id's state and converts it. Returns `None` if another event of the
+    /// id follows instead.
+    pub(super) fn into_event(self) -> Option<CmEvent<Ibverbs>> {
         use CmEventKind as Kind;
         use rdma_cm_event_type as code;
         // SAFETY: S3: the event lives until it is acknowledged.
@@ -85,21 +86,30 @@ impl<'a> UnackedEvent<'a> {
         let errno = errno(status);
         if event == code::RDMA_CM_EVENT_CONNECT_REQUEST {
             // SAFETY: S3: the listening id is alive until its event is acknowledged.
-            let key = unsafe { key_of(listener) };
-            return CmEvent { key: key as u64, kind: self.request(id) };
+            let key = unsafe { Known::of(listener) }.key;
+            return Some(CmEvent { key, kind: self.request(id) });
         }
-        // SAFETY: S3: as above.
-        let key = unsafe { key_of(id) };
-        // The id may be being destroyed; its state is then not used.
-        let known = self.events.find(key).unwrap_or_default();
+        // SAFETY: S3: as above. The id may be being destroyed; its state is then not used.
+        let Known { key, calls, state: known } = unsafe { Known::of(id) };
         let kind = match event {
             code::RDMA_CM_EVENT_ADDR_RESOLVED => {
-                self.record_address(id, &known, Phase::AddressKnown);
-                Kind::AddressResolved
+                self.record_address(id, known, Phase::AddressKnown);
+                let timeout = known.lock().timeout;
+                if route_may_block() {
+                    Kind::AddressResolved
+                } else {
+                    let _one_at_a_time = calls.lock();
+                    // SAFETY: S3: as above; it has a device.
+                    let result = unsafe { rdma_resolve_route(id, timeout) };
+                    match sys::status("rdma_resolve_route", result) {
+                        Ok(()) => return None,
+                        Err(error) => Kind::RouteError(error.errno),
+                    }
+                }
             }
             code::RDMA_CM_EVENT_ADDR_ERROR => Kind::AddressError(errno),
             code::RDMA_CM_EVENT_ROUTE_RESOLVED => {
-                self.record_address(id, &known, Phase::RouteKnown);
+                self.record_address(id, known, Phase::RouteKnown);
                 Kind::RouteResolved
             }
             code::RDMA_CM_EVENT_ROUTE_ERROR => Kind::RouteError(errno),
@@ -147,24 +157,23 @@ impl<'a> UnackedEvent<'a> {
             code::RDMA_CM_EVENT_ADDR_CHANGE => Kind::AddressChange,
             other => Kind::Other(other),
         };
-        CmEvent { key: key as u64, kind }
+        Some(CmEvent { key: *key, kind })
     }
 
     /// Takes ownership of a request's id.
     fn request(&self, id: *mut rdma_cm_id) -> CmEventKind<Ibverbs> {
         // SAFETY: S3: created with this event, and destroyed only by this provider.
-        let (known, id) = unsafe {
+        let (state, id) = unsafe {
             let (local, peer) = addresses(id);
-            let known = IdState { phase: Phase::Asked, local, peer, route: route_of(id) };
-            (known, NonNull::new_unchecked(id))
+            let route = route_of(id);
+            let state = IdState { phase: Phase::Asked, local, peer, route, timeout: 0 };
+            (state, NonNull::new_unchecked(id))
         };
-        let (key, known) = self.events.insert(known);
+        let known = self.events.known(state);
         // SAFETY: S3: not shared yet; its context, so far the listener's, is read only here.
-        unsafe { (*id.as_ptr()).context = ptr::without_provenance_mut(key) };
-        CmEventKind::ConnectRequest {
-            id: CmId::new(id, key, known, Arc::clone(self.events)),
-            peer: self.peer(),
-        }
+        unsafe { (*id.as_ptr()).context = known.context() };
+        let id = CmId::new(id, known, Arc::clone(self.events));
+        CmEventKind::ConnectRequest { id, peer: self.peer() }
     }
 
     /// Records the addresses and the route, as librdmacm has written them.
@@ -205,16 +214,6 @@ impl Drop for UnackedEvent<'_> {
         // SAFETY: S3: taken by this object, acknowledged once.
         sys::log_failure("rdma_ack_cm_event", unsafe { rdma_ack_cm_event(self.raw.as_ptr()) });
     }
-}
-
-/// Returns the key of an id.
-///
-/// # Safety
-///
-/// The id must have an event that is not acknowledged.
-unsafe fn key_of(id: *mut rdma_cm_id) -> usize {
-    // SAFETY: S3: its event keeps it alive.
-    unsafe { (*id).context }.addr()
 }
 
 /// Returns the `errno` of a status: a negated `errno`, or -1 with `errno` set by librdmacm.

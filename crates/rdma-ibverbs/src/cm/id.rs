@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use std::ffi::{CStr, c_int};
+use std::ffi::{CStr, c_int, c_void};
 use std::mem;
 use std::net::SocketAddr;
 use std::path::Path;
@@ -21,17 +21,14 @@ use rdma_provider::cm_contract::{
     self, CmEvent, CmEventKind, CmParams, CmRoute, MAX_REJECT_DATA, MAX_REQUEST_DATA,
     MAX_RESPONSE_DATA,
 };
-use rdma_provider::types::{PortNum, QpAttr, QpState, RejectReason};
+use rdma_provider::types::{Gid, Mtu, PortNum, QpAttr, QpState, RejectReason};
 
 /// An id, `rdma_cm_id`, without a queue pair.
 #[derive(Debug)]
 pub struct CmId {
     raw: NonNull<rdma_cm_id>,
-    key: usize,
-    /// Held during calls, because librdmacm modifies the id without a lock.
-    calls: Mutex<()>,
-    /// Held briefly, by calls and when events are taken.
-    known: Arc<Mutex<IdState>>,
+    /// The id's context, so released after the id is destroyed.
+    known: Arc<Known>,
     events: Arc<Events>,
 }
 
@@ -40,14 +37,59 @@ unsafe impl Send for CmId {}
 // SAFETY: S3: as above.
 unsafe impl Sync for CmId {}
 
+/// The knowledge that calls and events share of an id. Its address is the context that librdmacm
+/// keeps for the id.
+#[derive(Debug)]
+pub(super) struct Known {
+    pub(super) key: u64,
+    /// Held during calls, because librdmacm modifies the id without a lock.
+    pub(super) calls: Mutex<()>,
+    /// Locked briefly, by calls and when events are taken.
+    pub(super) state: Mutex<IdState>,
+}
+
+impl Known {
+    /// Returns the context for librdmacm.
+    pub(super) fn context(self: &Arc<Self>) -> *mut c_void {
+        Arc::as_ptr(self).cast_mut().cast()
+    }
+
+    /// Returns what is known of an id.
+    ///
+    /// # Safety
+    ///
+    /// The id has an event that is not acknowledged, and is used no longer than that: until then
+    /// `rdma_destroy_id(3)` does not return, and [`CmId`] keeps the context.
+    pub(super) unsafe fn of<'a>(id: *mut rdma_cm_id) -> &'a Self {
+        // SAFETY: S3: its event keeps it alive, and its context.
+        unsafe { &*(*id).context.cast::<Self>() }
+    }
+}
+
 /// State of an id, from its calls and its events.
 #[derive(Debug, Default)]
 pub(super) struct IdState {
     pub(super) phase: Phase,
     pub(super) local: Option<SocketAddr>,
     pub(super) peer: Option<SocketAddr>,
-    pub(super) route: Option<CmRoute>,
+    pub(super) route: Option<Route>,
+    /// For the route, in milliseconds.
+    pub(super) timeout: c_int,
 }
+
+/// A route, without copying the name of its device.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Route {
+    /// Open as long as the id.
+    context: NonNull<ibv_context>,
+    port: PortNum,
+    source: Gid,
+    destination: Gid,
+    mtu: Option<Mtu>,
+}
+
+// SAFETY: S3: libibverbs is thread-safe.
+unsafe impl Send for Route {}
 
 /// Progress of an id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -88,19 +130,15 @@ impl CmId {
     ///
     /// # Safety
     ///
-    /// Valid while this object lives. The caller must neither destroy it nor take its events.
+    /// Valid while this object lives. The caller must not destroy it, take its events or change its
+    /// context.
     #[must_use]
     pub const unsafe fn as_raw(&self) -> NonNull<rdma_cm_id> {
         self.raw
     }
 
-    pub(super) fn new(
-        raw: NonNull<rdma_cm_id>,
-        key: usize,
-        known: Arc<Mutex<IdState>>,
-        events: Arc<Events>,
-    ) -> Self {
-        Self { raw, key, calls: Mutex::new(()), known, events }
+    pub(super) fn new(raw: NonNull<rdma_cm_id>, known: Arc<Known>, events: Arc<Events>) -> Self {
+        Self { raw, known, events }
     }
 
     fn call(
@@ -108,7 +146,7 @@ impl CmId {
         verb: &'static str,
         f: impl FnOnce(*mut rdma_cm_id) -> c_int,
     ) -> Result<(), VerbError> {
-        let _one_at_a_time = self.calls.lock();
+        let _one_at_a_time = self.known.calls.lock();
         sys::status(verb, f(self.raw.as_ptr()))
     }
 
@@ -120,9 +158,9 @@ impl CmId {
         (from, to): (Phase, Phase),
         f: impl FnOnce(*mut rdma_cm_id) -> c_int,
     ) -> Result<(), VerbError> {
-        let _one_at_a_time = self.calls.lock();
+        let _one_at_a_time = self.known.calls.lock();
         {
-            let mut known = self.known.lock();
+            let mut known = self.known.state.lock();
             if known.phase != from {
                 return Err(VerbError::new(verb, VerbError::EINVAL));
             }
@@ -130,7 +168,7 @@ impl CmId {
         }
         let result = sys::status(verb, f(self.raw.as_ptr()));
         if result.is_err() {
-            let mut known = self.known.lock();
+            let mut known = self.known.state.lock();
             if known.phase == to {
                 known.phase = from;
             }
@@ -143,24 +181,24 @@ impl CmId {
     /// Raises the event of a request that the peer has withdrawn, or that the kernel has rejected
     /// because a call failed.
     fn report_if_withdrawn(&self) {
-        if self.known.lock().phase != Phase::Asked {
+        if self.known.state.lock().phase != Phase::Asked {
             return;
         }
         // SAFETY: S3: the id is alive; the caller holds the lock for calls.
         let refused = unsafe { init_qp_attr(self.raw.as_ptr(), QpState::Rtr) }.is_err();
         if refused {
-            self.known.lock().phase = Phase::Failed;
+            self.known.state.lock().phase = Phase::Failed;
             // The reason that connection managers send when they withdraw a request.
             let kind =
                 CmEventKind::Rejected { reason: RejectReason::TIMEOUT, private_data: Vec::new() };
-            self.events.own.lock().push_back(CmEvent { key: self.key as u64, kind });
+            self.events.own.lock().push_back(CmEvent { key: self.known.key, kind });
         }
     }
 
     fn bound(&self) {
         // SAFETY: S3: alive; just written, under the lock for calls.
         let (local, _) = unsafe { addresses(self.raw.as_ptr()) };
-        self.known.lock().local = local;
+        self.known.state.lock().local = local;
     }
 }
 
@@ -174,11 +212,11 @@ const IBACM: [&str; 4] =
 
 impl cm_contract::CmId for CmId {
     fn key(&self) -> u64 {
-        self.key as u64
+        self.known.key
     }
 
     fn bind(&self, address: SocketAddr) -> Result<(), VerbError> {
-        let _one_at_a_time = self.calls.lock();
+        let _one_at_a_time = self.known.calls.lock();
         let mut raw = Address::from(address);
         // SAFETY: S3: the id is alive, the address local and of its family's length.
         let result = unsafe { rdma_bind_addr(self.raw.as_ptr(), (&raw mut raw).cast()) };
@@ -188,7 +226,7 @@ impl cm_contract::CmId for CmId {
     }
 
     fn listen(&self, backlog: u32) -> Result<(), VerbError> {
-        let _one_at_a_time = self.calls.lock();
+        let _one_at_a_time = self.known.calls.lock();
         // The kernel reduces large values, and takes 0 for its maximum.
         let backlog = c_int::try_from(backlog).unwrap_or(c_int::MAX).max(1);
         // SAFETY: S3: the id is alive.
@@ -206,6 +244,7 @@ impl cm_contract::CmId for CmId {
         let mut source = source.map(Address::from);
         let mut raw = Address::from(destination);
         let with_source = source.is_some();
+        self.known.state.lock().timeout = milliseconds(timeout);
         let called = self.call("rdma_resolve_addr", |id| {
             let source =
                 source.as_mut().map_or(ptr::null_mut(), |source| ptr::from_mut(source).cast());
@@ -213,12 +252,12 @@ impl cm_contract::CmId for CmId {
             unsafe { rdma_resolve_addr(id, source, (&raw mut raw).cast(), milliseconds(timeout)) }
         });
         called.map_err(|error| if with_source { address_not_available(error) } else { error })?;
-        self.known.lock().peer = Some(destination);
+        self.known.state.lock().peer = Some(destination);
         Ok(())
     }
 
     fn resolve_route(&self, timeout: Duration) -> Result<(), VerbError> {
-        if self.known.lock().phase != Phase::AddressKnown {
+        if self.known.state.lock().phase != Phase::AddressKnown {
             return Err(VerbError::new("rdma_resolve_route", VerbError::EINVAL));
         }
         // SAFETY: S3: the id is alive and has a device.
@@ -237,7 +276,7 @@ impl cm_contract::CmId for CmId {
     }
 
     fn route_may_block(&self) -> bool {
-        ASKS_IBACM.get() != Some(&false)
+        route_may_block()
     }
 
     fn connect(&self, params: &CmParams<'_>) -> Result<(), VerbError> {
@@ -274,7 +313,7 @@ impl cm_contract::CmId for CmId {
     }
 
     fn disconnect(&self) -> Result<(), VerbError> {
-        match self.known.lock().phase {
+        match self.known.state.lock().phase {
             Phase::Connected => {}
             Phase::Disconnected => return Ok(()),
             _ => return Err(VerbError::new("rdma_disconnect", VerbError::EINVAL)),
@@ -284,7 +323,7 @@ impl cm_contract::CmId for CmId {
     }
 
     fn qp_attr(&self, state: QpState) -> Result<QpAttr, VerbError> {
-        let _one_at_a_time = self.calls.lock();
+        let _one_at_a_time = self.known.calls.lock();
         // SAFETY: S3: the id is alive; the lock is held.
         let attr = unsafe { init_qp_attr(self.raw.as_ptr(), state) };
         if attr.is_err() {
@@ -294,15 +333,20 @@ impl cm_contract::CmId for CmId {
     }
 
     fn local_addr(&self) -> Option<SocketAddr> {
-        self.known.lock().local
+        self.known.state.lock().local
     }
 
     fn peer_addr(&self) -> Option<SocketAddr> {
-        self.known.lock().peer
+        self.known.state.lock().peer
     }
 
-    fn route(&self) -> Option<CmRoute> {
-        self.known.lock().route.clone()
+    fn route(&self) -> Option<CmRoute<'_>> {
+        let Route { context, port, source, destination, mtu } = self.known.state.lock().route?;
+        // SAFETY: S3: the context stays open as long as the id; its device has a NUL-terminated
+        // name.
+        let device = unsafe { CStr::from_ptr(ibv_get_device_name(context.as_ref().device)) };
+        let device = device.to_string_lossy();
+        Some(CmRoute { device, port, source, destination, mtu })
     }
 }
 
@@ -310,9 +354,17 @@ impl Drop for CmId {
     fn drop(&mut self) {
         // SAFETY: S3: without another owner, not used again. Waits while an event of the id is
         // being copied, which takes no lock that a caller may hold.
-        sys::log_failure("rdma_destroy_id", unsafe { rdma_destroy_id(self.raw.as_ptr()) });
-        self.events.remove(self.key);
+        let result = unsafe { rdma_destroy_id(self.raw.as_ptr()) };
+        sys::log_failure("rdma_destroy_id", result);
+        if result != 0 {
+            // Events may still arrive.
+            mem::forget(Arc::clone(&self.known));
+        }
     }
+}
+
+pub(super) fn route_may_block() -> bool {
+    ASKS_IBACM.get() != Some(&false)
 }
 
 /// Calls `rdma_init_qp_attr(3)`.
@@ -352,20 +404,16 @@ pub(super) unsafe fn addresses(id: *mut rdma_cm_id) -> (Option<SocketAddr>, Opti
 /// # Safety
 ///
 /// See [`addresses`].
-pub(super) unsafe fn route_of(id: *mut rdma_cm_id) -> Option<CmRoute> {
-    // SAFETY: S3: the context, if any, stays open as long as the id; its device has a
-    // NUL-terminated name; `path_rec` has `num_paths` entries. S4: any 16 bytes are a GID.
+pub(super) unsafe fn route_of(id: *mut rdma_cm_id) -> Option<Route> {
+    // SAFETY: S3: the id is alive; `path_rec` has `num_paths` entries. S4: any 16 bytes are a GID.
     unsafe {
-        let verbs = NonNull::new((*id).verbs)?;
-        let device = CStr::from_ptr(ibv_get_device_name(verbs.as_ref().device))
-            .to_string_lossy()
-            .into_owned();
+        let context = NonNull::new((*id).verbs)?;
         let route = &raw const (*id).route;
         let gids = &raw const (*route).addr.addr.ibaddr;
         let paths = (*route).path_rec;
         let known = (*route).num_paths > 0 && !paths.is_null();
-        Some(CmRoute {
-            device,
+        Some(Route {
+            context,
             port: PortNum((*id).port_num),
             source: convert::gid_from(&(*gids).sgid),
             destination: convert::gid_from(&(*gids).dgid),

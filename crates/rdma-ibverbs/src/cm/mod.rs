@@ -5,6 +5,7 @@
 //!
 //! - It does not answer disconnect requests: [`take_event`](cm_contract::CmChannel::take_event)
 //!   does.
+//! - It resolves an address without its route: `take_event` begins that, too, unless it may block.
 //! - It raises no event for a withdrawn request, but fails calls on its id. After a failed call
 //!   this module adds the event; the caller finds it when draining the channel.
 //!
@@ -20,14 +21,15 @@ mod id;
 #[cfg(test)]
 mod tests;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 use rdma_sys::*;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::ibv_channel::set_nonblocking;
 use super::{Ibverbs, sys};
@@ -36,7 +38,7 @@ use rdma_provider::cm_contract::{self, CmEvent};
 
 use event::UnackedEvent;
 pub use id::CmId;
-use id::IdState;
+use id::{IdState, Known};
 
 /// An event channel, `rdma_event_channel`, shared by its ids.
 #[derive(Debug)]
@@ -46,9 +48,7 @@ pub struct CmChannel(Arc<Events>);
 #[derive(Debug)]
 struct Events {
     raw: NonNull<rdma_event_channel>,
-    next_key: AtomicUsize,
-    /// State of each id by key; events carry the key.
-    ids: Mutex<HashMap<usize, Arc<Mutex<IdState>>>>,
+    next_key: AtomicU64,
     /// Events raised by this module.
     own: Mutex<VecDeque<CmEvent<Ibverbs>>>,
 }
@@ -64,12 +64,7 @@ impl CmChannel {
     pub(super) fn new() -> Result<Self, VerbError> {
         // SAFETY: S3: without arguments.
         let raw = sys::handle("rdma_create_event_channel", unsafe { rdma_create_event_channel() })?;
-        let events = Events {
-            raw,
-            next_key: AtomicUsize::new(1),
-            ids: Mutex::default(),
-            own: Mutex::default(),
-        };
+        let events = Events { raw, next_key: AtomicU64::new(1), own: Mutex::default() };
         set_nonblocking(events.fd())?;
         Ok(Self(Arc::new(events)))
     }
@@ -81,21 +76,10 @@ impl Events {
         unsafe { BorrowedFd::borrow_raw(self.raw.as_ref().fd) }
     }
 
-    /// Stores `known` under a key that was never used.
-    fn insert(&self, known: IdState) -> (usize, Arc<Mutex<IdState>>) {
-        let (key, known) =
-            (self.next_key.fetch_add(1, Ordering::Relaxed), Arc::new(Mutex::new(known)));
-        self.ids.lock().insert(key, Arc::clone(&known));
-        (key, known)
-    }
-
-    fn find(&self, key: usize) -> Option<Arc<Mutex<IdState>>> {
-        self.ids.lock().get(&key).cloned()
-    }
-
-    fn remove(&self, key: usize) {
-        let removed = self.ids.lock().remove(&key);
-        drop(removed);
+    /// Returns what is known of a new id, under a key that was never used.
+    fn known(&self, state: IdState) -> Arc<Known> {
+        let key = self.next_key.fetch_add(1, Ordering::Relaxed);
+        Arc::new(Known { key, calls: Mutex::default(), state: Mutex::new(state) })
     }
 }
 
@@ -120,29 +104,36 @@ impl cm_contract::CmChannel<Ibverbs> for CmChannel {
     }
 
     fn take_event(&self) -> Result<Option<CmEvent<Ibverbs>>, VerbError> {
-        let own = self.0.own.lock().pop_front();
-        match own {
-            Some(event) => Ok(Some(event)),
-            None => UnackedEvent::next(&self.0).map(|taken| taken.map(UnackedEvent::into_event)),
+        loop {
+            let own = self.0.own.lock().pop_front();
+            if own.is_some() {
+                return Ok(own);
+            }
+            let Some(taken) = UnackedEvent::next(&self.0)? else { return Ok(None) };
+            let event = taken.into_event();
+            if event.is_some() || self.is_empty() {
+                return Ok(event);
+            }
         }
     }
 
+    /// Polls the descriptor, because librdmacm allocates memory to find that there is no event.
+    fn is_empty(&self) -> bool {
+        let mut channel = [PollFd::from_borrowed_fd(self.fd(), PollFlags::IN)];
+        let readable = poll(&mut channel, Some(&Timespec::default())) != Ok(0);
+        !readable && self.0.own.lock().is_empty()
+    }
+
     fn create_id(&self) -> Result<CmId, VerbError> {
-        let (key, known) = self.0.insert(IdState::default());
+        const VERB: &str = "rdma_create_id";
+        let known = self.0.known(IdState::default());
         let mut raw = ptr::null_mut();
-        // SAFETY: S3: the channel is open, the result local; the context is a number.
+        // SAFETY: S3: the channel is open, the result local; the context outlives the id.
         let result = unsafe {
-            let context = ptr::without_provenance_mut(key);
-            rdma_create_id(self.0.raw.as_ptr(), &raw mut raw, context, rdma_port_space::RDMA_PS_TCP)
+            let space = rdma_port_space::RDMA_PS_TCP;
+            rdma_create_id(self.0.raw.as_ptr(), &raw mut raw, known.context(), space)
         };
-        let made =
-            sys::status("rdma_create_id", result).and_then(|()| sys::handle("rdma_create_id", raw));
-        match made {
-            Ok(raw) => Ok(CmId::new(raw, key, known, Arc::clone(&self.0))),
-            Err(error) => {
-                self.0.remove(key);
-                Err(error)
-            }
-        }
+        sys::status(VERB, result)?;
+        Ok(CmId::new(sys::handle(VERB, raw)?, known, Arc::clone(&self.0)))
     }
 }

@@ -106,9 +106,15 @@ impl Program {
     fn resolved(&mut self, to: SocketAddr) -> CmId {
         let id = self.id();
         id.resolve_addr(None, to, LONG).unwrap();
-        assert!(matches!(self.next(&id), Kind::AddressResolved));
-        id.resolve_route(LONG).unwrap();
-        assert!(matches!(self.next(&id), Kind::RouteResolved));
+        match self.next(&id) {
+            Kind::RouteResolved => {}
+            // In a process that has resolved no route yet.
+            Kind::AddressResolved => {
+                id.resolve_route(LONG).unwrap();
+                assert!(matches!(self.next(&id), Kind::RouteResolved));
+            }
+            other => panic!("{other:?}"),
+        }
         id
     }
 
@@ -230,7 +236,7 @@ fn connection_is_established_and_ends_on_both_sides() {
         assert_eq!((active.peer_addr(), passive.local_addr()), (Some(address), Some(address)));
         assert_eq!(active.local_addr(), passive.peer_addr());
         let CmRoute { device, port, source, destination, mtu } = active.route().unwrap();
-        assert_eq!((&device, port), (&name, PortNum(1)));
+        assert_eq!((&*device, port), (&*name, PortNum(1)));
         assert_eq!((source.to_ip(), destination.to_ip()), (address.ip(), address.ip()));
         assert!(mtu.is_some() && passive.route().unwrap().mtu == mtu);
         let (first, second) = if active_first { (&active, &passive) } else { (&passive, &active) };
@@ -375,7 +381,7 @@ fn ids_dropped_at_each_step_notify_peer_and_leak_nothing() {
     }
     drop(waiting);
     assert_eq!(descriptors(), before);
-    assert_eq!((a.channel.0.ids.lock().len(), b.channel.0.ids.lock().len()), (0, 0));
+    assert_eq!((Arc::strong_count(&a.channel.0), Arc::strong_count(&b.channel.0)), (1, 1), "ids");
 }
 
 #[test]
@@ -424,9 +430,11 @@ fn out_of_order_calls_and_oversized_data_are_refused() {
 fn ids_can_be_destroyed_while_events_are_taken() {
     let Some(name) = device("race") else { return };
     let _serial = SERIAL.lock();
-    let (a, mut b) = (Program::new(&name), Program::new(&name));
+    let (mut a, mut b) = (Program::new(&name), Program::new(&name));
     let listener = b.listen();
     let address = listener.local_addr().unwrap();
+    // From now on, the route is resolved when the address's event is taken.
+    drop(a.resolved(address));
     let (start, done) = (Instant::now(), Mutex::new(false));
     thread::scope(|scope| {
         let channel = &a.channel;
@@ -448,7 +456,7 @@ fn ids_can_be_destroyed_while_events_are_taken() {
         }
         *done.lock() = true;
     });
-    assert!(a.channel.0.ids.lock().is_empty());
+    assert_eq!(Arc::strong_count(&a.channel.0), 1, "ids");
     assert!(b.within(&listener, Duration::ZERO).is_none());
 }
 
@@ -475,5 +483,5 @@ fn device_removal_is_reported_to_every_id() {
     // The result depends on how far the kernel has got with the removal.
     assert_eq!(active.0.disconnect(), Ok(()));
     drop((active, passive, listener));
-    assert_eq!((a.channel.0.ids.lock().len(), b.channel.0.ids.lock().len()), (0, 0));
+    assert_eq!((Arc::strong_count(&a.channel.0), Arc::strong_count(&b.channel.0)), (1, 1), "ids");
 }

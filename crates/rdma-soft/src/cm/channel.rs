@@ -69,7 +69,8 @@ pub struct CmId {
     /// Weak because events in the channel own ids.
     channel: Weak<ChannelInner>,
     key: u64,
-    known: Mutex<Known>,
+    /// In a box, because ids are moved with the events that have them.
+    known: Box<Mutex<Known>>,
 }
 
 #[derive(Debug, Default)]
@@ -106,7 +107,7 @@ impl CmId {
             device: Arc::clone(device),
             channel: Arc::downgrade(channel),
             key,
-            known: Mutex::new(known),
+            known: Box::new(Mutex::new(known)),
         }
     }
 
@@ -393,10 +394,10 @@ impl cm_contract::CmId for CmId {
         self.known.lock().peer
     }
 
-    fn route(&self) -> Option<CmRoute> {
+    fn route(&self) -> Option<CmRoute<'_>> {
         let known = self.known.lock();
         Some(CmRoute {
-            device: self.device.attr().name.clone(),
+            device: self.device.attr().name.as_str().into(),
             port: PORT,
             source: self.device.gid,
             destination: known.destination?,

@@ -102,7 +102,7 @@ fn attributes_match_the_state_transitions() {
     assert_eq!((route.source, route.destination), (back.destination, back.source));
     assert_eq!((ours.peer_addr(), theirs.local_addr()), (Some(at), Some(at)));
     assert_eq!(ours.local_addr(), theirs.peer_addr());
-    assert_eq!((route.device.as_str(), back.device.as_str()), ("a", "b"));
+    assert_eq!((&*route.device, &*back.device), ("a", "b"));
     ours.disconnect().unwrap();
     assert!(matches!(world.next(&world.b, theirs.key()), CmEventKind::Disconnected));
     assert!(matches!(world.next(&world.a, ours.key()), CmEventKind::Disconnected));
