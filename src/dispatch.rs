@@ -416,6 +416,14 @@ impl contract::Qp for Qp {
         each!(self, inner => unsafe { inner.post_send(list) })
     }
 
+    fn state(&self) -> Option<*const ()> {
+        each!(self, inner => inner.state())
+    }
+
+    fn peer_state(&self) -> Option<*const ()> {
+        each!(self, inner => inner.peer_state())
+    }
+
     fn has_plain(&self) -> bool {
         each!(self, inner => inner.has_plain())
     }

@@ -2,6 +2,7 @@
 
 #![allow(unsafe_code)]
 
+use std::iter;
 use std::ptr;
 use std::sync::OnceLock;
 use std::sync::atomic::AtomicPtr as StepPtr;
@@ -17,9 +18,10 @@ const FIRST: u32 = 4;
 /// step adds at most a third of the slots before it, beyond the first steps.
 const BIAS: u32 = 4 * FIRST;
 
-/// Steps allocated first; they hold 112 slots.
-const NEAR: usize = 12;
+/// Steps allocated after the first; with it, they hold 112 slots.
+const NEAR: usize = 11;
 const STEPS: usize = 4 * (INDEX_BITS - BIAS.ilog2()) as usize;
+const FAR: usize = STEPS - 1 - NEAR;
 
 /// Maximum number of slots.
 pub(super) const MAX_SLOTS: u32 = (1 << INDEX_BITS) - BIAS;
@@ -30,14 +32,16 @@ pub(super) struct Slots<Q> {
     /// First candidate in the search for a free slot: the last one released, which is likely in the
     /// cache.
     hint: Hint<Q>,
-    /// Allocated with the first slots: many receive queues are never used.
+    /// The first step, allocated with the first slot: many receive queues are never used.
+    first: Step<Q>,
+    /// The other steps.
     steps: OnceLock<Box<Steps<Q>>>,
 }
 
 struct Steps<Q> {
     near: [Step<Q>; NEAR],
     /// Allocated when the near steps are full.
-    far: OnceLock<Box<[Step<Q>; STEPS - NEAR]>>,
+    far: OnceLock<Box<[Step<Q>; FAR]>>,
 }
 
 impl<Q> Steps<Q> {
@@ -50,6 +54,7 @@ impl<Q> Steps<Q> {
         self.near.iter_mut().chain(far)
     }
 
+    /// Returns the step `step` after the first.
     #[inline(always)]
     fn get(&self, step: usize) -> Option<&Step<Q>> {
         match self.near.get(step) {
@@ -89,8 +94,8 @@ impl<Q> Step<Q> {
 
 impl<Q> Drop for Slots<Q> {
     fn drop(&mut self) {
-        let steps = self.steps.get_mut().into_iter().flat_map(|steps| steps.all_mut());
-        for (number, step) in steps.enumerate() {
+        let others = self.steps.get_mut().into_iter().flat_map(|steps| steps.all_mut());
+        for (number, step) in iter::once(&mut self.first).chain(others).enumerate() {
             let first = std::mem::replace(step.0.get_mut(), ptr::null_mut());
             if !first.is_null() {
                 let slots = ptr::slice_from_raw_parts_mut(first, Step::<Q>::len(number));
@@ -111,7 +116,7 @@ pub(super) struct Cursor {
 
 impl<Q> Slots<Q> {
     pub(super) fn new() -> Self {
-        Self { hint: Hint::new(), steps: OnceLock::new() }
+        Self { hint: Hint::new(), first: Step::empty(), steps: OnceLock::new() }
     }
 
     /// Returns step and offset of a slot: 0..4, 4..8, 8..12, 12..16, 16..24, 24..32, …
@@ -125,8 +130,17 @@ impl<Q> Slots<Q> {
 
     #[inline(always)]
     pub(super) fn find(&self, index: u32) -> Option<&Slot<Q>> {
+        if index < FIRST {
+            return self.first(index);
+        }
         let (step, offset) = Self::locate(index);
-        self.steps.get()?.get(step)?.get(offset)
+        self.steps.get()?.get(step - 1)?.get(offset)
+    }
+
+    /// Returns a slot of the first step.
+    #[inline(always)]
+    pub(super) fn first(&self, index: u32) -> Option<&Slot<Q>> {
+        if index < FIRST { self.first.get(index as usize) } else { None }
     }
 
     #[inline]
@@ -183,14 +197,20 @@ impl<Q> Slots<Q> {
         self.hint.claim_at(self.slot(cursor.next), parts)
     }
 
-    fn grow(&self, cursor: &mut Cursor, make: impl Fn(u32) -> Slot<Q>) -> Option<()> {
-        let (step, _) = Self::locate(cursor.len);
+    /// Returns a step, which may be empty.
+    fn step(&self, step: usize) -> Option<&Step<Q>> {
+        let Some(step) = step.checked_sub(1) else { return Some(&self.first) };
         let steps = self.steps.get_or_init(Steps::new);
         if step >= NEAR {
-            steps.far.get_or_init(|| Box::new([const { Step::empty() }; STEPS - NEAR]));
+            steps.far.get_or_init(|| Box::new([const { Step::empty() }; FAR]));
         }
+        steps.get(step)
+    }
+
+    fn grow(&self, cursor: &mut Cursor, make: impl Fn(u32) -> Slot<Q>) -> Option<()> {
+        let (step, _) = Self::locate(cursor.len);
         let len = cursor.len + Step::<Q>::len(step) as u32;
-        steps.get(step)?.set((cursor.len..len).map(make).collect());
+        self.step(step)?.set((cursor.len..len).map(make).collect());
         cursor.len = len;
         // Links all slots into a ring.
         let mut before = self.slot(cursor.len - 1);

@@ -8,8 +8,11 @@ mod revoke;
 mod tests;
 
 use std::fmt;
+use std::ptr;
 use std::sync::{Arc, OnceLock, Weak};
 use std::task::Waker;
+
+use rdma_provider::prefetch;
 
 use super::capacity::Capacity;
 use super::claim::Claim;
@@ -27,6 +30,9 @@ use crate::memory::PdKey;
 use crate::sync::{Mutex, lock};
 use crate::types::{WcOpcode, WcStatus, WorkCompletion, WrId};
 use crate::verbs::Qp;
+
+/// The bytes of the reference counts before the value of an `Arc`.
+const COUNTS: usize = 16;
 
 /// The fields that each operation uses are together, in few cache lines.
 #[repr(C)]
@@ -138,6 +144,20 @@ impl WorkQueue {
         slot.finish_own();
         // A completion also completes all unsignalled work before it.
         self.capacity.retire(slot.position())
+    }
+
+    /// Starts to load the fields that each operation uses, and the reference count before them.
+    #[inline(always)]
+    pub(crate) fn fetch(self: &Arc<Self>) {
+        prefetch::<3>(Arc::as_ptr(self).cast::<()>().wrapping_byte_sub(COUNTS));
+    }
+
+    /// Starts to load the slot of a completion, if it is one of the first.
+    #[inline(always)]
+    pub(super) fn fetch_slot(&self, wc: &WorkCompletion) {
+        if let Some(slot) = self.slots.first(index_of(wc.wr_id)) {
+            prefetch::<1>(ptr::from_ref(slot).cast());
+        }
     }
 
     #[inline(always)]

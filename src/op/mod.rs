@@ -8,6 +8,7 @@
 #![forbid(unsafe_code)]
 
 pub(crate) mod address_codec;
+mod ahead;
 mod atomic;
 mod batch;
 mod checked;

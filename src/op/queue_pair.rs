@@ -13,6 +13,7 @@ use crate::engine::{
 };
 use crate::error::{LimitError, OpErrorKind, SetupError};
 use crate::memory::{BufMut, PdKey, Pool, PoolError};
+use crate::op::ahead::Ahead;
 use crate::op::post::Destination;
 use crate::op::{ConnectOptions, QueuePairEndpoint, SharedReceiveQueue};
 use crate::types::{
@@ -63,6 +64,7 @@ pub(crate) struct Inner {
     /// The send queue of `core`, reachable with one load less.
     pub(super) send: Arc<WorkQueue>,
     pub(super) transport: Transport,
+    pub(super) ahead: Ahead,
     pub(crate) core: Arc<QueuePairCore>,
     pub(super) pd: ProtectionDomain,
     qpn: Qpn,
@@ -325,7 +327,13 @@ impl QueuePair {
     pub fn modify(&self, attr: &QpAttr) -> Result<(), SetupError> {
         let _entered = self.inner.span.enter();
         if attr.state != Some(QpState::Reset) {
-            return self.inner.core.modify(attr);
+            self.inner.core.modify(attr)?;
+            if attr.state == Some(QpState::Rts)
+                && let Ok(qp) = self.inner.core.qp()
+            {
+                self.inner.ahead.set_peer(&qp);
+            }
+            return Ok(());
         }
         // Delayed packets of the old connection must not match the next one.
         let psn = self.inner.pd.device().random_psn()?;
@@ -480,6 +488,7 @@ impl QueuePair {
 
     #[inline(always)]
     pub(crate) fn destination(&self) -> Destination<'_> {
+        self.inner.ahead.fetch(&self.inner.send);
         Destination::new(&self.inner, self.flags, None)
     }
 }
@@ -846,6 +855,7 @@ impl QueuePairBuilder {
         };
         let inner = Inner {
             send: core.send().clone(),
+            ahead: Ahead::new(&*core.qp()?),
             core,
             transport,
             qpn,

@@ -365,6 +365,16 @@ impl Qp {
         unsafe { self.raw.post_send(list) }
     }
 
+    /// See [`state`](rdma_provider::contract::Qp::state).
+    pub(crate) fn state(&self) -> Option<*const ()> {
+        self.raw.state()
+    }
+
+    /// See [`peer_state`](rdma_provider::contract::Qp::peer_state).
+    pub(crate) fn peer_state(&self) -> Option<*const ()> {
+        self.raw.peer_state()
+    }
+
     pub(crate) fn has_plain(&self) -> bool {
         self.raw.has_plain()
     }

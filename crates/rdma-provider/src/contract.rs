@@ -423,6 +423,12 @@ pub struct PlainWr {
     pub buffer: Sge,
 }
 
+/// Number of cache lines at [`Qp::state`].
+pub const STATE_LINES: usize = 4;
+
+/// Number of cache lines at [`Qp::peer_state`].
+pub const PEER_LINES: usize = 4;
+
 /// A queue pair, `ibv_create_qp(3)`.
 pub trait Qp: Debug + Send + Sync {
     /// Returns the queue pair number, which is constant.
@@ -458,6 +464,18 @@ pub trait Qp: Debug + Send + Sync {
         &self,
         list: impl IntoIterator<Item = impl Borrow<SendWr<'a>>>,
     ) -> Result<(), PostError>;
+
+    /// Returns the address of the [`STATE_LINES`] that each post uses, for a caller that
+    /// [fetches](crate::prefetch()) them ahead. `None` if that would not save time.
+    fn state(&self) -> Option<*const ()> {
+        None
+    }
+
+    /// Returns the address of the [`PEER_LINES`] that each post uses of the connected peer, if that
+    /// is in the same process. The peer may be gone when they are fetched.
+    fn peer_state(&self) -> Option<*const ()> {
+        None
+    }
 
     /// Returns true if the provider implements [`post_plain`](Self::post_plain) for the queue pair.
     /// Constant: the work queue asks once.

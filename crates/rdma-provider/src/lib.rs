@@ -35,6 +35,7 @@ mod error;
 mod error_texts;
 #[cfg(miri)]
 mod locks;
+mod prefetch;
 pub mod shared_memory;
 pub mod types;
 
@@ -42,6 +43,7 @@ pub use error::VerbError;
 #[cfg(miri)]
 #[doc(hidden)]
 pub use locks::{Condvar, Mutex, MutexGuard, RwLock};
+pub use prefetch::prefetch;
 
 /// Compiles the examples of the README.
 #[cfg(doctest)]

@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use rdma_provider::types::{Access, Data, Gid, Psn, Transport};
+use rdma_provider::types::{Access, Data, Gid, Psn, SendWr, Transport};
 
 use super::DeviceInner;
 use super::deferred::Deferred;
@@ -76,13 +76,19 @@ impl QpInner {
                 }
             };
             if more {
-                sender.continuing = true;
-                let now = network.scheduler.now();
-                let at = self.pace().map_or(now, |pace| pace.resumes(sender.passed_over).max(now));
-                network.scheduler.schedule(at, Job::Continue(Arc::downgrade(self)));
+                self.continue_later(sender);
             }
         }
         self.settle(sender, deferred);
+    }
+
+    /// Schedules the next slice.
+    pub(super) fn continue_later(self: &Arc<Self>, sender: &mut Sender) {
+        sender.continuing = true;
+        let scheduler = &self.device().network.scheduler;
+        let now = scheduler.now();
+        let at = self.pace().map_or(now, |pace| pace.resumes(sender.passed_over).max(now));
+        scheduler.schedule(at, Job::Continue(Arc::downgrade(self)));
     }
 
     /// Sends directly to a connected peer. Returns whether work is left.
@@ -121,6 +127,61 @@ impl QpInner {
         }
         drop(receiver);
         self.exchange_packets(machine, peer, budget, deferred)
+    }
+
+    /// Executes a work request on the connected peer without the send queue, or queues it. Returns
+    /// true if the caller must [pump](Self::pump).
+    #[inline(always)]
+    pub(super) fn execute_or_queue(
+        &self,
+        sender: &mut Sender,
+        wr: &SendWr<'_>,
+        length: u32,
+        deferred: &Deferred,
+    ) -> bool {
+        let acknowledged = self.execute(sender, wr, length, deferred);
+        let mut out = SendSide { qp: self, deferred };
+        if acknowledged == Some(true) {
+            sender.machine.unqueued_sent(wr, length, &mut out);
+            return false;
+        }
+        sender.machine.post(wr, length, &mut out);
+        if acknowledged.is_some() {
+            sender.machine.fast_path_sent(1, false, &mut out);
+        }
+        true
+    }
+
+    /// Executes a work request on the connected peer, if it is a message of one packet, nothing is
+    /// queued before it, and the peer executes it at once. Returns whether it was acknowledged, or
+    /// `None` if it was not executed.
+    #[inline(always)]
+    fn execute(
+        &self,
+        sender: &Sender,
+        wr: &SendWr<'_>,
+        length: u32,
+        deferred: &Deferred,
+    ) -> Option<bool> {
+        let Sender { machine, peer: Some(peer), continuing: false, .. } = sender else {
+            return None;
+        };
+        let here = self.device();
+        if self.transport() != Transport::Rc || here.network.is_queued() || !here.is_linked() {
+            return None;
+        }
+        let (psn, message) = machine.unqueued(wr, length)?;
+        let mut receiver = peer.receiver.lock();
+        let ReceiverHalf { device: there, destroyed, machine: responder, .. } = &mut *receiver;
+        if *destroyed || !there.is_linked() || responder.config.peer != self.qpn() {
+            return None;
+        }
+        let mut peer_out = ReceiveSide { qp: peer, deferred };
+        let pd = machine.config.pd;
+        let acknowledged =
+            self.deliver((psn, &message), 1, pd, responder, (there, &mut peer_out))?;
+        tracing::trace!(qpn = %self.qpn(), ?psn, length, acknowledged, "message");
+        Some(acknowledged)
     }
 
     /// Executes a message that is `packets` long on the peer's responder. Returns whether it was
@@ -310,7 +371,7 @@ impl QpInner {
     }
 
     #[cold]
-    fn resolve(&self, at: Destination) -> Option<Arc<Self>> {
+    pub(super) fn resolve(&self, at: Destination) -> Option<Arc<Self>> {
         self.device().network.queue_pair(at.gid, at.qpn)
     }
 

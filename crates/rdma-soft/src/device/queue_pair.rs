@@ -8,7 +8,6 @@ mod path_share;
 
 use std::borrow::Borrow;
 use std::fmt;
-use std::slice;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
@@ -25,6 +24,7 @@ use rdma_provider::types::{
 use self::modify::state_of;
 use super::completion_queue::{CqInner, Frees, Polled};
 use super::deferred::Deferred;
+use super::pump::Budget;
 use super::shared_receive_queue::SrqInner;
 use super::{ContextInner, DeviceInner, PORT};
 use crate::Soft;
@@ -36,21 +36,22 @@ use crate::roce::requester::{
 };
 use crate::roce::responder::{ReceiveConfig, ReceiveCounters, ReceiveWqe, Receiver, Responder};
 
-/// The fields that each operation uses are together, in few cache lines.
+/// A post uses the fields up to the beginning of `sender`, and those at the beginning of the peer's
+/// `receiver`. Both are [fetched ahead](contract::Qp::state).
 #[repr(C)]
 pub(crate) struct QpInner {
     context: Arc<ContextInner>,
-    qpn: Qpn,
-    transport: Transport,
-    /// The handle was dropped. Changes only under both locks.
-    destroyed: AtomicBool,
-    caps: QpCaps,
-    polled: Arc<Polled>,
     send_cq: Arc<CqInner>,
+    polled: Arc<Polled>,
+    caps: QpCaps,
+    qpn: Qpn,
     send_owner: u32,
-    recv_owner: u32,
+    transport: Transport,
     pub(crate) sender: Mutex<Sender>,
     pub(crate) receiver: Mutex<ReceiverHalf>,
+    /// The handle was dropped. Changes only under both locks.
+    destroyed: AtomicBool,
+    recv_owner: u32,
     recv_cq: Arc<CqInner>,
     srq: Option<Arc<SrqInner>>,
     /// Number of resets. Changes only under both locks.
@@ -115,9 +116,13 @@ pub(crate) struct Sender {
 #[derive(Debug)]
 #[repr(C)]
 pub(crate) struct ReceiverHalf {
-    pub(crate) machine: Responder,
+    /// The device of the queue pair. A peer that executes a request finds it with one load less.
+    pub(crate) device: Arc<DeviceInner>,
+    /// See [`QpInner::destroyed`].
+    pub(crate) destroyed: bool,
     /// `Job::Reply` is scheduled.
     pub(crate) replying: bool,
+    pub(crate) machine: Responder,
     /// A connection until its peer's first accepted request. The peer has not confirmed it, or may
     /// send before this queue pair is ready.
     pub(crate) unconfirmed: Option<u32>,
@@ -288,7 +293,9 @@ pub(crate) fn create(
                 window_slot: None,
             }),
             receiver: Mutex::new(ReceiverHalf {
+                device: Arc::clone(device),
                 machine: Responder::new(receive),
+                destroyed: false,
                 replying: false,
                 unconfirmed,
             }),
@@ -397,6 +404,19 @@ impl QpInner {
         (sent, self.receiver.lock().machine.counters)
     }
 
+    /// Returns the length of a work request that may be posted now, else the error.
+    #[inline(always)]
+    fn accept(&self, sender: &mut Sender, wr: &SendWr<'_>) -> Result<u32, i32> {
+        if matches!(sender.machine.state(), QpState::Reset | QpState::Init | QpState::Rtr) {
+            return Err(VerbError::EINVAL);
+        }
+        let length = self.check_send(wr).ok_or(VerbError::EINVAL)?;
+        if sender.is_full(self) || self.device().refusals.send() {
+            return Err(VerbError::ENOMEM);
+        }
+        Ok(length)
+    }
+
     /// Returns the length of a valid send work request.
     #[inline(always)]
     fn check_send(&self, wr: &SendWr<'_>) -> Option<u32> {
@@ -499,26 +519,55 @@ impl Qp {
         let mut result = Ok(());
         {
             let mut sender = qp.sender.lock();
-            if matches!(sender.machine.state(), QpState::Reset | QpState::Init | QpState::Rtr) {
-                result = refuse("ibv_post_send", 0, VerbError::EINVAL);
-            } else {
-                for (posted, wr) in list.enumerate() {
-                    let wr = wr.borrow();
-                    let Some(length) = qp.check_send(wr) else {
-                        result = refuse("ibv_post_send", posted, VerbError::EINVAL);
-                        break;
-                    };
-                    if sender.is_full(qp) || qp.device().refusals.send() {
-                        result = refuse("ibv_post_send", posted, VerbError::ENOMEM);
+            let mut budget = Budget::slice();
+            let mut queued = false;
+            for (posted, wr) in list.enumerate() {
+                let wr = wr.borrow();
+                match qp.accept(&mut sender, wr) {
+                    Ok(length) if !queued && !budget.is_spent() => {
+                        queued = qp.execute_or_queue(&mut sender, wr, length, &deferred);
+                        if !queued {
+                            budget.spend(length as usize);
+                        }
+                    }
+                    Ok(length) => {
+                        let out = &mut SendSide { qp, deferred: &deferred };
+                        sender.machine.post(wr, length, out);
+                        queued = true;
+                    }
+                    Err(errno) => {
+                        result = refuse("ibv_post_send", posted, errno);
                         break;
                     }
-                    sender.machine.post(wr, length, &mut SendSide { qp, deferred: &deferred });
                 }
+            }
+            if queued && budget.is_spent() && !sender.continuing {
+                qp.continue_later(&mut sender);
+            } else if queued {
                 qp.pump(&mut sender, &deferred);
             }
         }
         deferred.run();
         result
+    }
+
+    /// Posts a single work request under the contract of [`post_send`](contract::Qp::post_send).
+    #[inline(never)]
+    fn post_one(&self, wr: &SendWr<'_>) -> Result<(), PostError> {
+        let qp = &self.0;
+        let deferred = Deferred::new();
+        {
+            let mut sender = qp.sender.lock();
+            let length = match qp.accept(&mut sender, wr) {
+                Ok(length) => length,
+                Err(errno) => return refuse("ibv_post_send", 0, errno),
+            };
+            if qp.execute_or_queue(&mut sender, wr, length, &deferred) {
+                qp.pump(&mut sender, &deferred);
+            }
+        }
+        deferred.run();
+        Ok(())
     }
 }
 
@@ -533,6 +582,15 @@ impl contract::Qp for Qp {
 
     fn caps(&self) -> QpCaps {
         self.0.caps
+    }
+
+    fn state(&self) -> Option<*const ()> {
+        Some(Arc::as_ptr(&self.0).cast())
+    }
+
+    fn peer_state(&self) -> Option<*const ()> {
+        let at = self.0.sender.lock().peer_at;
+        self.0.resolve(at).map(|peer| (&raw const peer.receiver).cast())
     }
 
     fn modify(&self, attr: &QpAttr) -> Result<(), VerbError> {
@@ -561,7 +619,7 @@ impl contract::Qp for Qp {
             return self.post_list(list);
         }
         // By reference: a single request is written to memory once.
-        list.next().map_or(Ok(()), |wr| self.post_list(slice::from_ref(wr.borrow()).iter()))
+        list.next().map_or(Ok(()), |wr| self.post_one(wr.borrow()))
     }
 
     unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
@@ -607,6 +665,7 @@ impl Drop for Qp {
             let peer = sender.peer.take();
             qp.reset(&mut sender, &mut receiver, &deferred);
             qp.destroyed.store(true, Ordering::Relaxed);
+            receiver.destroyed = true;
             qp.device().keys.unbind_windows_of(qp.qpn);
             qp.send_cq.detach(qp.send_owner);
             if !Arc::ptr_eq(&qp.send_cq, &qp.recv_cq) {

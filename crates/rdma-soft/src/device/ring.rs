@@ -1,24 +1,24 @@
 //! A FIFO of reusable slots.
 
-use std::fmt;
+use std::{fmt, mem};
 
 /// A FIFO whose slots keep their contents and allocations for reuse.
 ///
 /// It starts empty and grows by a quarter, at least by one slot: an idle queue pair is small. While
 /// at most one slot is in use, it is the same one, which is likely in the cache.
 pub(crate) struct Ring<T> {
-    slots: Vec<T>,
-    head: usize,
-    len: usize,
+    slots: Box<[T]>,
+    head: u32,
+    len: u32,
 }
 
 impl<T: Default> Ring<T> {
-    pub(crate) const fn new() -> Self {
-        Self { slots: Vec::new(), head: 0, len: 0 }
+    pub(crate) fn new() -> Self {
+        Self { slots: Box::default(), head: 0, len: 0 }
     }
 
     pub(crate) const fn len(&self) -> usize {
-        self.len
+        self.len as usize
     }
 
     pub(crate) const fn is_empty(&self) -> bool {
@@ -28,39 +28,41 @@ impl<T: Default> Ring<T> {
     /// Appends a slot with the contents of an earlier use: write every field.
     #[inline(always)]
     pub(crate) fn push_slot(&mut self) -> &mut T {
-        if self.len == self.slots.len() {
+        if self.len() == self.slots.len() {
             self.grow();
         }
-        let at = self.at(self.len);
+        let at = self.at(self.len());
         self.len += 1;
         &mut self.slots[at]
     }
 
     #[cold]
     fn grow(&mut self) {
-        self.slots.rotate_left(self.head);
+        self.slots.rotate_left(self.head as usize);
         self.head = 0;
-        let more = (self.slots.len() / 4).max(1);
-        self.slots.reserve_exact(more);
-        self.slots.resize_with(self.slots.len() + more, T::default);
+        let mut slots = mem::take(&mut self.slots).into_vec();
+        let more = (slots.len() / 4).max(1);
+        slots.reserve_exact(more);
+        slots.resize_with(slots.len() + more, T::default);
+        self.slots = slots.into_boxed_slice();
     }
 
     /// Returns the slot of element `index`, at most the number of slots.
     #[inline(always)]
     const fn at(&self, index: usize) -> usize {
-        let at = self.head + index;
+        let at = self.head as usize + index;
         if at < self.slots.len() { at } else { at - self.slots.len() }
     }
 
     /// Returns element `index` from the oldest.
     #[inline]
     pub(crate) fn get(&self, index: usize) -> Option<&T> {
-        (index < self.len).then(|| &self.slots[self.at(index)])
+        (index < self.len()).then(|| &self.slots[self.at(index)])
     }
 
     #[inline]
     pub(crate) fn get_mut(&mut self, index: usize) -> Option<&mut T> {
-        if index < self.len {
+        if index < self.len() {
             let at = self.at(index);
             Some(&mut self.slots[at])
         } else {
@@ -70,19 +72,19 @@ impl<T: Default> Ring<T> {
 
     #[inline]
     pub(crate) fn front(&self) -> Option<&T> {
-        if self.len == 0 { None } else { self.slots.get(self.head) }
+        if self.len == 0 { None } else { self.slots.get(self.head as usize) }
     }
 
     #[inline]
     pub(crate) fn front_mut(&mut self) -> Option<&mut T> {
-        if self.len == 0 { None } else { self.slots.get_mut(self.head) }
+        if self.len == 0 { None } else { self.slots.get_mut(self.head as usize) }
     }
 
     /// Removes the oldest element.
     #[inline]
     pub(crate) fn pop(&mut self) {
         if self.len > 1 {
-            self.head = self.at(1);
+            self.head = self.at(1) as u32;
             self.len -= 1;
         } else {
             (self.head, self.len) = (0, 0);
@@ -91,7 +93,7 @@ impl<T: Default> Ring<T> {
 
     pub(crate) fn retain(&mut self, mut keep: impl FnMut(&T) -> bool) {
         let mut kept = 0;
-        for index in 0..self.len {
+        for index in 0..self.len() {
             let at = self.at(index);
             if keep(&self.slots[at]) {
                 let to = self.at(kept);
@@ -99,7 +101,7 @@ impl<T: Default> Ring<T> {
                 kept += 1;
             }
         }
-        self.len = kept;
+        self.len = kept as u32;
     }
 
     pub(crate) fn clear(&mut self) {

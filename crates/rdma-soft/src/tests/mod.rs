@@ -1,6 +1,7 @@
 //! Tests through the device's verbs.
 
 mod admission;
+mod ahead;
 mod campaign;
 mod cost;
 mod dc;

@@ -2,8 +2,11 @@
 //!
 //! It changes both machines as the packets of the message would, so that packets can follow.
 
-use rdma_provider::types::{Data, Psn, QpState, SendFlags, SendOp};
+use rdma_provider::types::{
+    Data, Psn, QpState, SendFlags, SendOp, SendWr, WcStatus, WorkCompletion,
+};
 
+use super::wqe::opcode_of;
 use super::{Requester, SendCompletions, Wait};
 
 /// Maximum length of a message on the fast path: a slice of the caller's time.
@@ -37,32 +40,99 @@ impl Requester {
     #[inline(always)]
     fn direct_head(&self, max_length: usize) -> Option<(Psn, DirectMessage<'_>)> {
         let head = self.queue.front()?;
-        let eligible = self.state == QpState::Rts
-            && !head.started
-            && self.unacked == self.next_psn
-            && self.wait == Wait::None
-            && head.length as usize <= max_length;
-        if !eligible {
+        if head.started || head.length as usize > max_length || !self.may_send_directly() {
             return None;
-        }
-        let mut length = head.length as usize;
-        if head.op.reads_back() {
-            if !matches!(head.op, SendOp::Read(_)) {
-                length = 8;
-            }
-            // The packet path handles these.
-            if self.config.max_rd_atomic == 0 || head.length == 0 || (head.length as usize) < length
-            {
-                return None;
-            }
         }
         let data = match head.several.as_slice() {
             _ if head.length == 0 || head.inline => Data::Inline(head.bytes()),
             [] => Data::Sges(std::slice::from_ref(&head.one)),
             _ => return None,
         };
-        let solicited = head.flags.contains(SendFlags::SOLICITED);
-        Some((self.next_psn, DirectMessage { op: &head.op, solicited, length, data }))
+        self.direct_message(&head.op, head.flags, head.length as usize, data)
+    }
+
+    /// Returns a work request as a message, and its PSN, if it is a single-packet message and
+    /// nothing is queued or outstanding: it needs no slot of the queue.
+    #[inline(always)]
+    pub(crate) fn unqueued<'a>(
+        &self,
+        wr: &'a SendWr<'_>,
+        length: u32,
+    ) -> Option<(Psn, DirectMessage<'a>)> {
+        let length = length as usize;
+        let eligible = self.queue.is_empty()
+            && self.may_send_directly()
+            && length > 0
+            && length <= self.config.mtu.bytes();
+        if eligible { self.direct_message(&wr.op, wr.flags, length, wr.data) } else { None }
+    }
+
+    /// Returns the address after the fields that an unqueued work request uses.
+    #[cfg(test)]
+    pub(crate) fn direct_end(&self) -> usize {
+        (&raw const self.counters.responses).addr() + size_of::<u64>()
+    }
+
+    #[inline(always)]
+    fn may_send_directly(&self) -> bool {
+        self.state == QpState::Rts && self.unacked == self.next_psn && self.wait == Wait::None
+    }
+
+    #[inline(always)]
+    fn direct_message<'a>(
+        &self,
+        op: &'a SendOp,
+        flags: SendFlags,
+        given: usize,
+        data: Data<'a>,
+    ) -> Option<(Psn, DirectMessage<'a>)> {
+        let mut length = given;
+        if op.reads_back() {
+            if !matches!(op, SendOp::Read(_)) {
+                length = 8;
+            }
+            // The packet path handles these.
+            if self.config.max_rd_atomic == 0 || given == 0 || given < length {
+                return None;
+            }
+        }
+        let solicited = flags.contains(SendFlags::SOLICITED);
+        Some((self.next_psn, DirectMessage { op, solicited, length, data }))
+    }
+
+    /// Completes an [unqueued](Self::unqueued) work request that the peer has acknowledged.
+    #[inline(always)]
+    pub(crate) fn unqueued_sent(
+        &mut self,
+        wr: &SendWr<'_>,
+        length: u32,
+        out: &mut impl SendCompletions,
+    ) {
+        let position = self.position;
+        self.position = position.wrapping_add(1);
+        self.count_acknowledged(1);
+        if wr.flags.contains(SendFlags::SIGNALED) {
+            let completion = WorkCompletion {
+                wr_id: wr.wr_id,
+                status: WcStatus::SUCCESS,
+                opcode: opcode_of(&wr.op),
+                byte_len: length,
+                qpn: self.config.qpn,
+                ..WorkCompletion::EMPTY
+            };
+            out.complete(position, &completion);
+        }
+    }
+
+    #[inline(always)]
+    fn count_acknowledged(&mut self, packets: u32) {
+        self.counters.packets += 1;
+        self.counters.responses += 1;
+        self.next_psn = self.next_psn.add(packets);
+        self.sent_end = self.next_psn;
+        self.unacked = self.next_psn;
+        self.retries_left = self.config.retry_count;
+        self.rnr_left = self.config.rnr_retry;
     }
 
     /// Records that the peer got the message at the head, in `packets` or as their responses, and
@@ -77,17 +147,16 @@ impl Requester {
         if packets > 1 {
             self.count_further(packets - 1);
         }
+        if acknowledged {
+            self.count_acknowledged(packets);
+            self.complete_head(out);
+            return;
+        }
         self.counters.packets += 1;
         let psn = self.next_psn;
         self.next_psn = psn.add(packets);
         self.sent_end = self.next_psn;
-        if acknowledged {
-            self.counters.responses += 1;
-            self.unacked = self.next_psn;
-            self.retries_left = self.config.retry_count;
-            self.rnr_left = self.config.rnr_retry;
-            self.complete_head(out);
-        } else if let Some(head) = self.queue.front_mut() {
+        if let Some(head) = self.queue.front_mut() {
             head.started = true;
             head.first_psn = psn;
             head.packets = packets;

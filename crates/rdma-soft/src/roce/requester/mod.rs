@@ -88,18 +88,20 @@ pub(crate) trait SendCompletions {
     fn random(&mut self) -> Option<u64>;
 }
 
+/// The fields that each operation uses come first.
 #[derive(Debug, Clone, Copy)]
+#[repr(C)]
 pub(crate) struct SendConfig {
-    /// RC for a DC initiator.
-    pub(crate) transport: Transport,
-    pub(crate) qpn: Qpn,
     pub(crate) pd: u32,
-    pub(crate) dest: Qpn,
+    pub(crate) qpn: Qpn,
     pub(crate) mtu: Mtu,
-    pub(crate) timeout: AckTimeout,
     pub(crate) retry_count: u8,
     pub(crate) rnr_retry: u8,
     pub(crate) max_rd_atomic: u8,
+    pub(crate) timeout: AckTimeout,
+    /// RC for a DC initiator.
+    pub(crate) transport: Transport,
+    pub(crate) dest: Qpn,
     pub(crate) qkey: Qkey,
     pub(crate) flow: Flow,
 }
@@ -178,13 +180,13 @@ pub(crate) struct Requester {
     sent_end: Psn,
     /// First PSN of the next work request.
     next_psn: Psn,
+    pub(crate) config: SendConfig,
+    pub(crate) counters: SendCounters,
     deadline: Option<u64>,
     /// Index of the work request to send, and its next packet.
     cursor: usize,
     cursor_packet: u32,
     since_ack_request: u32,
-    pub(crate) config: SendConfig,
-    pub(crate) counters: SendCounters,
     /// Timeouts since the last progress.
     consecutive_timeouts: u32,
     initiator: Option<Box<Initiator>>,

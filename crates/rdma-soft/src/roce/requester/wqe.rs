@@ -112,23 +112,27 @@ impl SendWqe {
     }
 
     pub(super) fn completion(&self, status: WcStatus, qpn: Qpn) -> WorkCompletion {
-        let opcode = match self.op {
-            SendOp::Send | SendOp::SendWithImm(_) | SendOp::SendWithInvalidate(_) => WcOpcode::SEND,
-            SendOp::Write(_) | SendOp::WriteWithImm(..) => WcOpcode::RDMA_WRITE,
-            SendOp::Read(_) => WcOpcode::RDMA_READ,
-            SendOp::CompareSwap { .. } => WcOpcode::COMP_SWAP,
-            SendOp::FetchAdd { .. } => WcOpcode::FETCH_ADD,
-            SendOp::BindWindow => WcOpcode::BIND_MW,
-            SendOp::LocalInvalidate(_) => WcOpcode::LOCAL_INV,
-        };
         WorkCompletion {
             wr_id: self.wr_id,
             status,
-            opcode,
+            opcode: opcode_of(&self.op),
             byte_len: self.length,
             qpn,
             ..WorkCompletion::EMPTY
         }
+    }
+}
+
+#[inline(always)]
+pub(super) const fn opcode_of(op: &SendOp) -> WcOpcode {
+    match op {
+        SendOp::Send | SendOp::SendWithImm(_) | SendOp::SendWithInvalidate(_) => WcOpcode::SEND,
+        SendOp::Write(_) | SendOp::WriteWithImm(..) => WcOpcode::RDMA_WRITE,
+        SendOp::Read(_) => WcOpcode::RDMA_READ,
+        SendOp::CompareSwap { .. } => WcOpcode::COMP_SWAP,
+        SendOp::FetchAdd { .. } => WcOpcode::FETCH_ADD,
+        SendOp::BindWindow => WcOpcode::BIND_MW,
+        SendOp::LocalInvalidate(_) => WcOpcode::LOCAL_INV,
     }
 }
 

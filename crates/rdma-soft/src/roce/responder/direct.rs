@@ -121,6 +121,12 @@ impl Responder {
         Some(())
     }
 
+    /// Returns the address after the fields that the fast path uses.
+    #[cfg(test)]
+    pub(crate) fn direct_end(&self) -> usize {
+        (&raw const self.counters.replies).addr() + size_of::<u64>()
+    }
+
     /// Returns whether the fast path may execute a request.
     #[inline]
     fn accepts_fast_path(&self, psn: Psn, source: &Gid) -> bool {

@@ -38,22 +38,24 @@ pub(crate) trait Receiver {
     fn failed(&mut self);
 }
 
+/// The fields that each operation uses come first.
 #[derive(Debug, Clone, Copy)]
+#[repr(C)]
 pub(crate) struct ReceiveConfig {
-    pub(crate) transport: Transport,
+    pub(crate) peer: Qpn,
     pub(crate) qpn: Qpn,
-    pub(crate) gid: Gid,
     pub(crate) pd: u32,
+    pub(crate) access: Access,
+    pub(crate) peer_gid: Gid,
+    pub(crate) transport: Transport,
+    pub(crate) mtu: Mtu,
+    pub(crate) max_dest_rd_atomic: u8,
+    pub(crate) min_rnr_timer: RnrTimer,
     /// Receives come from a shared queue in `receive_pd`.
     pub(crate) shared: bool,
     pub(crate) receive_pd: u32,
-    pub(crate) access: Access,
-    pub(crate) mtu: Mtu,
-    pub(crate) peer: Qpn,
-    pub(crate) peer_gid: Gid,
     pub(crate) qkey: Qkey,
-    pub(crate) min_rnr_timer: RnrTimer,
-    pub(crate) max_dest_rd_atomic: u8,
+    pub(crate) gid: Gid,
 }
 
 /// Counters of the responder of a queue pair.
@@ -177,12 +179,12 @@ pub(crate) struct Responder {
     expected: Psn,
     /// Message sequence number: requests completed, 24 bits.
     msn: u32,
-    position: u32,
-    pub(crate) config: ReceiveConfig,
-    pub(crate) counters: ReceiveCounters,
     replies: VecDeque<Reply>,
     message: Option<Message>,
+    pub(crate) config: ReceiveConfig,
+    pub(crate) counters: ReceiveCounters,
     received: u32,
+    position: u32,
     receive: ReceiveWqe,
     queue: Ring<ReceiveWqe>,
     resources: VecDeque<Resource>,
