@@ -163,10 +163,13 @@ impl Payload<'_, '_> {
         };
         for piece in segments {
             let at = out.len();
-            out.resize(at + piece.len, 0);
-            // SAFETY: S1: the source is a live registration (invariant of Segment); the target was
-            // just extended by its length.
-            unsafe { copy(piece.pointer, piece.shared, out[at..].as_mut_ptr(), false, piece.len) }
+            out.reserve(piece.len);
+            // SAFETY: S2: the source is a live registration (invariant of Segment). The target has
+            // just been reserved, belongs to this thread, and is initialised by the copy.
+            unsafe {
+                shared::load(piece.pointer, out.as_mut_ptr().add(at), piece.len);
+                out.set_len(at + piece.len);
+            }
         }
     }
 }

@@ -224,7 +224,7 @@ impl Endpoint {
     #[cfg(test)]
     pub(crate) fn may_hold(&self, image: &[u8], to: Gid) -> bool {
         let Some((covered, check)) = image.split_last_chunk::<CHECK>() else { return false };
-        self.header_to(to).0.verify(covered, u32::from_le_bytes(*check))
+        self.header_to(to).0.verify(covered, u32::from_le_bytes(*check), 0)
     }
 
     /// Sends a packet with its ICRC, right or wrong.
@@ -328,8 +328,8 @@ impl Endpoint {
 
     fn on_inbox(&self, inbox: &Inbox, device: Option<&Arc<DeviceInner>>) {
         let mut answer = DeferredAnswer::default();
-        for (source, datagram) in inbox.datagrams() {
-            self.on_datagram(device, source, datagram, &mut answer);
+        for (source, segment, datagram) in inbox.datagrams() {
+            self.on_datagram(device, source, (segment, datagram), &mut answer);
         }
         answer.flush();
     }
@@ -379,7 +379,7 @@ impl Endpoint {
         &self,
         device: Option<&Arc<DeviceInner>>,
         source: SocketAddr,
-        datagram: &[u8],
+        (segment, datagram): (u16, &[u8]),
         answer: &mut DeferredAnswer,
     ) {
         add(&self.counters.received, 1);
@@ -397,7 +397,7 @@ impl Endpoint {
             destination: local.ip(),
             destination_port: local.port(),
         };
-        if !header.verify(covered, u32::from_le_bytes(*check)) {
+        if !header.verify(covered, u32::from_le_bytes(*check), segment) {
             tracing::trace!(%source, "packet with a wrong ICRC dropped");
             add(&self.counters.rejected, 1);
             return;

@@ -295,13 +295,15 @@ impl Inbox {
         self.count == 0
     }
 
-    pub(super) fn datagrams(&self) -> impl Iterator<Item = (SocketAddr, &[u8])> {
+    /// Returns each datagram with its source and its index in the message.
+    pub(super) fn datagrams(&self) -> impl Iterator<Item = (SocketAddr, u16, &[u8])> {
         let buffers = self.bytes.chunks_exact(MAX_MESSAGE);
         let messages = self.arrivals[..self.count].iter().zip(buffers);
         let known =
             messages.filter_map(|(arrival, buffer)| Some((arrival.source?, arrival, buffer)));
         known.flat_map(|(source, arrival, buffer)| {
-            buffer[..arrival.length].chunks(arrival.segment).map(move |datagram| (source, datagram))
+            let datagrams = buffer[..arrival.length].chunks(arrival.segment);
+            datagrams.zip(0..).map(move |(datagram, index)| (source, index, datagram))
         })
     }
 }
@@ -443,12 +445,12 @@ mod tests {
         let mut received = 0;
         while received < lengths.len() {
             to.receive(&mut inbox, true).unwrap();
-            for (source, datagram) in inbox.datagrams() {
+            for (source, segment, datagram) in inbox.datagrams() {
                 assert_eq!(source, from.local());
                 let (covered, check) = datagram.split_last_chunk::<4>().unwrap();
                 assert_eq!(covered, vec![received as u8; lengths[received]]);
                 assert!(
-                    header.verify(covered, u32::from_le_bytes(*check)),
+                    header.verify(covered, u32::from_le_bytes(*check), segment),
                     "{received}: as the kernel sends it"
                 );
                 received += 1;

@@ -39,7 +39,7 @@ fn datagram(ip: &[u8]) -> Option<Datagram> {
 fn check(datagram: &Datagram, normal: impl FnOnce(&mut Vec<u8>)) -> Result<Packet, WireError> {
     let (covered, check) = datagram.payload.split_last_chunk::<CHECK>().unwrap();
     let check = u32::from_le_bytes(*check);
-    assert!(datagram.header.verify(covered, check), "the check holds");
+    assert!(datagram.header.verify(covered, check, 0), "the check holds");
     let found = datagram.header.check(covered, 0);
     match datagram.identification {
         // With "don't fragment", only the identification is unknown.
@@ -52,7 +52,7 @@ fn check(datagram: &Datagram, normal: impl FnOnce(&mut Vec<u8>)) -> Result<Packe
     for at in [0, covered.len() - 1] {
         let mut damaged = covered.to_vec();
         damaged[at] ^= 1;
-        assert!(!datagram.header.verify(&damaged, check), "damage at {at} is found");
+        assert!(!datagram.header.verify(&damaged, check, 0), "damage at {at} is found");
     }
     let (packet, payload) = Packet::parse(covered)?;
     let mut again = Vec::new();
