@@ -7,6 +7,8 @@
 
 use std::sync::Arc;
 
+use parking_lot::MutexGuard;
+
 use rdma_provider::types::{Access, Data, Gid, Psn, SendWr, Transport};
 
 use super::DeviceInner;
@@ -52,28 +54,27 @@ pub(crate) enum Half {
 }
 
 impl QpInner {
-    /// Sends up to a slice of queued work, then settles the requester.
+    /// Sends up to a slice of queued work, then settles the requester and unlocks it.
+    #[inline(always)]
+    pub(crate) fn pump(self: &Arc<Self>, mut sender: MutexGuard<'_, Sender>, deferred: &Deferred) {
+        if self.device().network.is_queued() {
+            self.pump_queued(sender, deferred);
+        } else {
+            self.pump_memory(&mut sender, deferred);
+        }
+    }
+
+    /// Sends within the process.
     ///
     /// Only the direct path of connections is inlined: the locals of the others would cost it
     /// registers.
-    pub(crate) fn pump(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) {
+    #[inline(never)]
+    fn pump_memory(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) {
         if !sender.continuing && sender.machine.has_work() {
-            let network = &self.device().network;
-            let more = if network.is_queued() {
-                let more = if self.transport() == Transport::Dci {
-                    self.pump_initiator_queued(sender, deferred)
-                } else {
-                    self.pump_queued(sender, deferred)
-                };
-                // Work that is local or stalled sent nothing.
-                sender.update_window();
-                more
-            } else {
-                match self.transport() {
-                    Transport::Rc | Transport::Uc => self.pump_connected(sender, deferred),
-                    Transport::Ud => self.pump_datagrams(sender, deferred),
-                    Transport::Dci => self.pump_initiator(sender, deferred),
-                }
+            let more = match self.transport() {
+                Transport::Rc | Transport::Uc => self.pump_connected(sender, deferred),
+                Transport::Ud => self.pump_datagrams(sender, deferred),
+                Transport::Dci => self.pump_initiator(sender, deferred),
             };
             if more {
                 self.continue_later(sender);
@@ -82,7 +83,26 @@ impl QpInner {
         self.settle(sender, deferred);
     }
 
+    /// Sends over a network, and reports what is in flight to the path.
+    #[inline(never)]
+    fn pump_queued(self: &Arc<Self>, mut sender: MutexGuard<'_, Sender>, deferred: &Deferred) {
+        if !sender.continuing && sender.machine.has_work() {
+            let more = if self.transport() == Transport::Dci {
+                self.pump_initiator_queued(&mut sender, deferred)
+            } else {
+                self.send_queued(&mut sender, deferred)
+            };
+            if more {
+                self.continue_later(&mut sender);
+            }
+        }
+        // Also after responses, and for work that is local or stalled and sent nothing.
+        sender.update_window();
+        self.settle(&mut sender, deferred);
+    }
+
     /// Schedules the next slice.
+    #[cold]
     pub(super) fn continue_later(self: &Arc<Self>, sender: &mut Sender) {
         sender.continuing = true;
         let scheduler = &self.device().network.scheduler;
@@ -386,16 +406,47 @@ impl QpInner {
     }
 
     /// Encodes packets onto the network. Returns whether work is left.
-    #[inline(never)]
-    fn pump_queued(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) -> bool {
+    ///
+    /// Sends without the lock, because the thread that receives the responses needs it and may
+    /// otherwise run, and wait, before the system call returns. `continuing` keeps the packets in
+    /// order: other threads only queue meanwhile, and this one continues with their work.
+    fn send_queued(
+        self: &Arc<Self>,
+        sender: &mut MutexGuard<'_, Sender>,
+        deferred: &Deferred,
+    ) -> bool {
+        let mut budget = Budget::slice();
+        loop {
+            let mut outbox = Outbox::new(self.device());
+            let more = self.fill_outbox(sender, &mut outbox, &mut budget, deferred);
+            if outbox.is_empty() {
+                return more;
+            }
+            // Before responses arrive.
+            sender.update_window();
+            sender.continuing = true;
+            MutexGuard::unlocked(sender, || drop(outbox));
+            sender.continuing = false;
+            if more {
+                return sender.machine.has_work();
+            }
+        }
+    }
+
+    /// Makes packets within the window, the pace and the budget. Returns whether work is left.
+    fn fill_outbox(
+        self: &Arc<Self>,
+        sender: &mut Sender,
+        outbox: &mut Outbox<'_>,
+        budget: &mut Budget,
+        deferred: &Deferred,
+    ) -> bool {
         let here = self.device();
         if !sender.acquire_window() {
             return false;
         }
         let pace = self.pace().map(|pace| (pace, here.network.scheduler.now()));
         let mut out = SendSide { qp: self, deferred };
-        let mut outbox = Outbox::new(here);
-        let mut budget = Budget::slice();
         let mut gather = Gather::new();
         sender.passed_over = true;
         while !pace.is_some_and(|(pace, now)| pace.is_spent(now)) {
@@ -479,9 +530,7 @@ impl QpInner {
         let deferred = Deferred::new();
         match half {
             Half::Sender => {
-                let mut sender = self.sender.lock();
-                self.pump(&mut sender, &deferred);
-                sender.update_window();
+                self.pump(self.sender.lock(), &deferred);
             }
             Half::Receiver => {
                 let mut receiver = self.receiver.lock();
@@ -533,7 +582,7 @@ impl QpInner {
         {
             let mut sender = self.sender.lock();
             sender.continuing = false;
-            self.pump(&mut sender, &deferred);
+            self.pump(sender, &deferred);
         }
         deferred.run();
     }
@@ -547,8 +596,7 @@ impl QpInner {
                 sender.scheduled.pop();
             }
             sender.machine.on_timer(now, &mut SendSide { qp: self, deferred: &deferred });
-            self.pump(&mut sender, &deferred);
-            sender.update_window();
+            self.pump(sender, &deferred);
         }
         deferred.run();
     }

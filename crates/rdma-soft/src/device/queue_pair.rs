@@ -92,7 +92,7 @@ pub(crate) struct Sender {
     /// The last destination, at `peer_at`. A strong reference avoids counting per packet; destroyed
     /// peers are replaced.
     pub(crate) peer: Option<Arc<QpInner>>,
-    /// `Job::Continue` is scheduled: posting only queues.
+    /// `Job::Continue` is scheduled, or another thread sends: posting only queues.
     pub(crate) continuing: bool,
     /// The last slice sent nothing: other queue pairs had used up the pace.
     pub(crate) passed_over: bool,
@@ -375,7 +375,7 @@ impl QpInner {
     }
 
     /// Schedules the timer, raises events and defers a failure, after any action of the requester.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn settle(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) {
         let scheduler = &self.device().network.scheduler;
         // Otherwise the continuation settles.
@@ -544,7 +544,7 @@ impl Qp {
             if queued && budget.is_spent() && !sender.continuing {
                 qp.continue_later(&mut sender);
             } else if queued {
-                qp.pump(&mut sender, &deferred);
+                qp.pump(sender, &deferred);
             }
         }
         deferred.run();
@@ -563,7 +563,7 @@ impl Qp {
                 Err(errno) => return refuse("ibv_post_send", 0, errno),
             };
             if qp.execute_or_queue(&mut sender, wr, length, &deferred) {
-                qp.pump(&mut sender, &deferred);
+                qp.pump(sender, &deferred);
             }
         }
         deferred.run();

@@ -13,6 +13,7 @@ mod first_free;
 mod keys;
 mod machines;
 mod pace;
+mod posting_threads;
 mod queues;
 mod rc;
 mod requesting;

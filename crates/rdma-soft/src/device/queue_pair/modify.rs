@@ -71,7 +71,7 @@ impl QpInner {
         }
         drop(receiver_guard);
         // Starts work queued in SQD, or reports that an empty queue has drained.
-        self.pump(sender, deferred);
+        self.pump(sender_guard, deferred);
         Ok(())
     }
 

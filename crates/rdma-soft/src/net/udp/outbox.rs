@@ -10,8 +10,8 @@ use rdma_provider::types::{Gid, Transport};
 
 use super::batch::Batch;
 
-/// A packet buffer, sent when dropped. Drop it before the lock under which the packets were made,
-/// or packets of other threads overtake them.
+/// A packet buffer, sent when dropped. Until then no other thread may send packets of the same half
+/// of a queue pair, which would overtake.
 pub(crate) struct Outbox<'a> {
     device: &'a Arc<DeviceInner>,
     batch: Option<Batch>,
@@ -20,6 +20,11 @@ pub(crate) struct Outbox<'a> {
 impl<'a> Outbox<'a> {
     pub(crate) const fn new(device: &'a Arc<DeviceInner>) -> Self {
         Self { device, batch: None }
+    }
+
+    /// Returns true if dropping it sends nothing.
+    pub(crate) const fn is_empty(&self) -> bool {
+        self.batch.is_none()
     }
 
     pub(crate) fn push(&mut self, packet: &Packet, to: Gid, payload: &Payload<'_, '_>) {

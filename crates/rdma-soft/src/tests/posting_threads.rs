@@ -1,0 +1,46 @@
+//! Over UDP, threads that post to one queue pair at the same time send its packets in order.
+
+use super::*;
+use rdma_provider::types::WcStatus;
+
+const THREADS: u64 = 4;
+const POSTS: u64 = 1000;
+/// Three packets.
+const LENGTH: usize = 10_000;
+const LIMIT: Duration = Duration::from_secs(60);
+
+#[test]
+fn concurrent_posts_keep_packets_in_order() {
+    // The timeout, 4 s, is longer than any pause: only a gap would cause retransmissions.
+    let options = Options { mtu: Mtu::Mtu4096, timeout: 20, ..Options::default() };
+    let network = over_udp(&["a", "b"]);
+    let (a, b) = connected(&network, &options);
+    let (from, to) = (a.buffer(LENGTH), b.buffer(LENGTH));
+    let (sge, remote) = (from.sge(0, LENGTH), to.remote(0));
+    let begin = Instant::now();
+    std::thread::scope(|scope| {
+        for _ in 0..THREADS {
+            scope.spawn(|| {
+                for post in 0..POSTS {
+                    // The send queue is full until completions are polled.
+                    while a.send(post, SendOp::Write(remote), &[sge]).is_err() {
+                        assert!(begin.elapsed() < LIMIT, "the send queue stays full");
+                        std::thread::yield_now();
+                    }
+                }
+            });
+        }
+        let mut completed = 0;
+        while completed < THREADS * POSTS {
+            assert!(begin.elapsed() < LIMIT, "{completed} writes completed");
+            for completion in a.poll() {
+                assert_eq!(completion.status, WcStatus::SUCCESS);
+                completed += 1;
+            }
+            std::thread::yield_now();
+        }
+    });
+    let (sent, received) = (a.qp.counters().0, b.qp.counters().1);
+    assert_eq!((received.out_of_sequence, received.duplicates), (0, 0), "{sent:?}");
+    assert_eq!(sent.packets, THREADS * POSTS * 3);
+}
