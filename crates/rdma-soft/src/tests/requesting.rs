@@ -266,11 +266,11 @@ fn retries_are_not_consumed_while_waiting_for_the_window() {
     it.ack(2, Syndrome::ACK);
     assert!(!it.machine.has_timed_out() && it.machine.all_acknowledged());
     // The window for one request of the READ.
-    assert_eq!(it.machine.window_request(), asks(8, 8));
+    assert_eq!(it.machine.window_request(), asks(16, 16));
     assert_eq!(it.steps(), [3]);
     it.data(3, Part::First, 256);
     it.expire();
-    assert_eq!(it.machine.window_request(), asks(7, 7));
+    assert_eq!(it.machine.window_request(), asks(15, 15));
 }
 
 #[test]
@@ -278,18 +278,18 @@ fn unanswered_read_requests_a_single_packet() {
     let mut it = Requesting::with(2, 8);
     it.machine.config.flow = Flow::with_window(8);
     it.post(0, SendOp::Read(FAR), 20 * 256, NONE);
-    let all = Some(WindowRequest { min: 8, quantum: 8 });
+    let all = Some(WindowRequest { min: 16, quantum: 16 });
     for _ in 0..2 {
         assert_eq!((it.machine.window_request(), it.machine.in_flight()), (all, 0));
         assert_eq!(it.steps(), [0]);
-        assert_eq!(it.machine.in_flight(), 8);
+        assert_eq!(it.machine.in_flight(), 16);
         it.expire();
     }
     assert_eq!(it.machine.window_request(), Some(WindowRequest { min: 1, quantum: 1 }));
     assert_eq!(it.steps(), [0]);
     assert_eq!(it.machine.in_flight(), 1);
     it.data(0, Part::First, 256);
-    assert_eq!(it.machine.in_flight(), 7);
+    assert_eq!(it.machine.in_flight(), 15);
 }
 
 #[test]
@@ -313,28 +313,27 @@ fn timed_out_packets_are_not_in_flight_and_local_work_needs_no_window() {
 
 #[test]
 fn each_request_of_a_long_read_counts_towards_the_limit() {
-    let mut it = Requesting::with(3, 2);
-    it.machine.config.flow = Flow::with_window(64);
-    it.post(0, SendOp::Read(FAR), 20 * 256, NONE);
-    it.post(1, SendOp::FetchAdd { remote: FAR, add: 1 }, 8, NONE);
-    it.post(2, SendOp::Read(FAR), 256, NONE);
-    // Each request covers 8 packets.
-    assert_eq!(it.steps(), [0, 8]);
-    it.data(0, Part::First, 256);
-    (1..7).for_each(|step| it.data(step, Part::Middle, 256));
-    assert!(it.steps().is_empty(), "the first request is unanswered");
-    it.data(7, Part::Last, 256);
-    assert_eq!(it.steps(), [16]);
-    it.data(8, Part::First, 256);
-    (9..15).for_each(|step| it.data(step, Part::Middle, 256));
-    assert!(it.steps().is_empty(), "two requests are unanswered");
-    it.data(15, Part::Last, 256);
-    assert_eq!(it.steps(), [20], "the atomic is the second request");
-    it.data(16, Part::First, 256);
-    (17..19).for_each(|step| it.data(step, Part::Middle, 256));
-    it.data(19, Part::Last, 256);
-    assert_eq!(it.steps(), [21]);
-    assert_eq!(it.log.completions, [(0, WcStatus::SUCCESS)]);
+    // Each request covers 16 packets.
+    for limit in [1, 2] {
+        let mut it = Requesting::with(3, limit);
+        it.machine.config.flow = Flow::with_window(64);
+        it.post(0, SendOp::Read(FAR), 20 * 256, NONE);
+        it.post(1, SendOp::FetchAdd { remote: FAR, add: 1 }, 8, NONE);
+        it.post(2, SendOp::Read(FAR), 256, NONE);
+        assert_eq!(it.steps(), [0, 16][..usize::from(limit)]);
+        it.data(0, Part::First, 256);
+        (1..15).for_each(|step| it.data(step, Part::Middle, 256));
+        assert!(it.steps().is_empty(), "the first request is unanswered");
+        it.data(15, Part::Last, 256);
+        // The second request of the READ, or the atomic.
+        assert_eq!(it.steps(), [[16], [20]][usize::from(limit) - 1]);
+        it.data(16, Part::First, 256);
+        (17..19).for_each(|step| it.data(step, Part::Middle, 256));
+        assert!(it.steps().is_empty(), "as many requests as allowed are unanswered");
+        it.data(19, Part::Last, 256);
+        assert_eq!(it.steps(), [[20], [21]][usize::from(limit) - 1]);
+        assert_eq!(it.log.completions, [(0, WcStatus::SUCCESS)]);
+    }
 }
 
 #[test]

@@ -74,10 +74,13 @@ impl Flow {
     }
 }
 
-/// Maximum response packets per READ request over UDP: 32 KiB at the largest MTU.
+/// Maximum response packets per READ request over UDP: 64 KiB at the largest MTU.
+///
+/// The first and last responses are longer than the others, so each request ends several segmented
+/// messages.
 ///
 /// It is constant: the requester computes from it which response ends a request.
-const READ_PACKETS: u32 = 8;
+const READ_PACKETS: u32 = 16;
 
 pub(crate) trait SendCompletions {
     /// Completes the work request at `position`. Polling frees all slots up to it.
