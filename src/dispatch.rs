@@ -416,12 +416,12 @@ impl contract::Qp for Qp {
         each!(self, inner => unsafe { inner.post_send(list) })
     }
 
-    fn state(&self) -> Option<*const ()> {
-        each!(self, inner => inner.state())
+    fn post_state(&self) -> Option<*const ()> {
+        each!(self, inner => inner.post_state())
     }
 
-    fn peer_state(&self) -> Option<*const ()> {
-        each!(self, inner => inner.peer_state())
+    fn peer_post_state(&self) -> Option<*const ()> {
+        each!(self, inner => inner.peer_post_state())
     }
 
     fn has_plain(&self) -> bool {

@@ -28,6 +28,7 @@
 //!   crate polls: a completion with the number of an operation in flight would complete it and
 //!   return its buffer;
 //! - change the state of a queue pair, except by [`QueuePair::modify`];
+//! - change the `context` of an id of the connection manager, which points to state of this crate;
 //! - post, poll, arm or resize queues of a device that is used directly
 //!   ([`DataPath::Direct`](crate::types::DataPath::Direct)): libmlx5 does not know what is in them.
 //!   Queries work, and so do queues that the caller creates.

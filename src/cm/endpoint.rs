@@ -177,17 +177,17 @@ pub(super) async fn on_blocking_thread<T: Send + 'static>(
     }
 }
 
-/// Fails with [`ConnectError::TimedOut`] if `future` takes longer than `after` in real time. The
-/// caller adds the address, see [`ConnectError::during`].
+/// Fails with [`ConnectError::TimedOut`] if the future of `make` takes longer than `after` in real
+/// time. The caller adds the address, see [`ConnectError::during`].
 ///
-/// A closure, because the futures are long and each move copies one.
+/// Takes a closure so that the future is made where it is pinned: a move would copy it.
 pub(super) async fn with_deadline<T>(
     after: Duration,
     step: ConnectStep,
-    future: impl AsyncFnOnce() -> Result<T, ConnectError>,
+    make: impl AsyncFnOnce() -> Result<T, ConnectError>,
 ) -> Result<T, ConnectError> {
     let late = Err(ConnectError::TimedOut { address: None, step, after });
-    clock::timeout(after, pin!(future())).await.unwrap_or(late)
+    clock::timeout(after, pin!(make())).await.unwrap_or(late)
 }
 
 impl Drop for Endpoint {

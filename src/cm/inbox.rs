@@ -15,7 +15,8 @@ use rdma_provider::cm_contract::{CmEventKind, CmPeer};
 use super::connection::Disconnection;
 use super::listener::Incoming;
 
-/// The events of an id so far. Each occurs at most once.
+/// The events of an id so far. Each occurs at most once. `address` stays `None` if the provider has
+/// resolved the route at once; `connect` takes `response`.
 #[derive(Debug, Default)]
 pub(super) struct IdState {
     pub(super) address: Option<Result<(), i32>>,
@@ -178,13 +179,13 @@ fn wake(waker: Waker) -> bool {
 /// The wait of one task. Dropping it ends the wait.
 pub(super) struct Wait<'a> {
     inbox: &'a Inbox,
-    /// Identifies the entry in the waiters that this wait has added last.
+    /// Ticket of this wait's newest entry in the waiters. A wake-up removes the entry.
     ticket: Option<u64>,
 }
 
 impl Wait<'_> {
-    /// Returns what `find` returns for the events so far. If that is `None`, the next event wakes
-    /// the task.
+    /// Calls `find` with the events so far, under the lock. If it returns `None`, registers the
+    /// task for the next wake-up.
     pub(super) fn poll<T>(
         &mut self,
         context: &mut Context<'_>,
@@ -195,6 +196,8 @@ impl Wait<'_> {
         loop {
             let mut seen = self.inbox.seen.lock();
             if let Some(found) = find(&mut seen.state) {
+                drop(seen);
+                contained(|| drop(clone));
                 return Poll::Ready(found);
             }
             let own = seen.waiters.iter_mut().find(|(ticket, _)| Some(*ticket) == self.ticket);
@@ -225,7 +228,8 @@ impl Drop for Wait<'_> {
         let Some(own) = self.ticket else { return };
         let mut seen = self.inbox.seen.lock();
         let at = seen.waiters.iter().position(|(ticket, _)| *ticket == own);
-        let ended = at.map(|at| seen.waiters.swap_remove(at));
+        // Keeps the order of the others.
+        let ended = at.map(|at| seen.waiters.remove(at));
         drop(seen);
         contained(|| drop(ended));
     }
@@ -377,6 +381,27 @@ mod tests {
         assert!(wait.poll(&mut Context::from_waker(&waker), |_| None::<()>).is_pending());
         inbox.on_event(CmEventKind::Other(99));
         assert_eq!(woken.0.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn longest_wait_is_woken_first_after_another_one_has_ended() {
+        let inbox = Inbox::new(None);
+        let wakers: [Arc<Counts>; 3] = Default::default();
+        let [first, mut second, mut third] = wakers.each_ref().map(|woken| {
+            let waker = Waker::from(woken.clone());
+            let mut wait = inbox.wait();
+            assert!(wait.poll(&mut Context::from_waker(&waker), |_| None::<()>).is_pending());
+            wait
+        });
+        drop(first);
+        for expected in [[0, 1, 0], [0, 1, 1], [0, 1, 1]] {
+            inbox.wake_one();
+            assert_eq!(wakers.each_ref().map(|woken| woken.0.load(Ordering::Relaxed)), expected);
+        }
+        for wait in [&mut second, &mut third] {
+            let found = wait.poll(&mut Context::from_waker(Waker::noop()), |_| Some(()));
+            assert!(found.is_ready());
+        }
     }
 
     #[test]

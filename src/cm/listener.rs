@@ -252,8 +252,8 @@ impl Listener {
     }
 }
 
-/// Wakes the next acceptor on drop if requests are left: the one that returns, or whose future is
-/// dropped, may have been woken for them.
+/// Wakes the next acceptor on drop if requests are left. The acceptor that ends may have used up
+/// the wake-up for them.
 struct WakeNext<'a>(&'a Inbox);
 
 impl Drop for WakeNext<'_> {

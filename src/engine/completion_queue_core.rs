@@ -32,7 +32,7 @@ const BATCH: usize = 32;
 /// Completions taken at once until a poll finds as many.
 const FIRST_BATCH: usize = 1;
 
-/// The number of work queues that stay in the cache without being fetched ahead.
+/// Up to this number of work queues stay in the cache, and prefetching costs more than it saves.
 const FEW: usize = 64;
 
 /// Operations that may complete without waiting before one yields to the runtime, so that tasks
@@ -101,27 +101,27 @@ impl State {
         full
     }
 
-    /// Starts to load what finishing the completions `from..to` uses. Otherwise each of many queues
-    /// is waited for twice: for the queue, and for the slot that it points to.
+    /// Prefetches what finishing the completions `from..to` uses. Without it, each completion of
+    /// many work queues costs two cache misses in turn: the queue, then its slot.
     #[inline]
-    fn fetch_ahead(&self, from: usize, to: usize) {
+    fn prefetch(&self, from: usize, to: usize) {
         if from + 1 < to && self.queues.len() > FEW {
-            self.fetch_queues(from, to);
+            self.prefetch_queues(from, to);
         }
     }
 
     #[inline(never)]
-    fn fetch_queues(&self, from: usize, to: usize) {
+    fn prefetch_queues(&self, from: usize, to: usize) {
         let completions = || self.completions.iter().take(to).skip(from);
         let queue = |wc: &WorkCompletion| {
             self.queues.get(Owner::of(wc.wr_id).0 as usize)?.as_ref().map(|it| &it.queue)
         };
         for queue in completions().filter_map(queue) {
-            queue.fetch();
+            queue.prefetch();
         }
         for wc in completions() {
             if let Some(queue) = queue(wc) {
-                queue.fetch_slot(wc);
+                queue.prefetch_slot(wc);
             }
         }
     }
@@ -391,7 +391,7 @@ impl CompletionQueueCore {
     /// more.
     #[inline(never)]
     fn finish_batch(&self, state: &mut State, from: usize, taken: usize) -> bool {
-        state.fetch_ahead(from, taken);
+        state.prefetch(from, taken);
         let State { completions, queues, woken, .. } = &mut *state;
         for wc in completions.iter().take(taken).skip(from) {
             dispatch(queues, wc, woken);

@@ -233,8 +233,9 @@ impl QueuePairCore {
         let posters: [_; 2] =
             [self.send.close(), self.receive.as_ref().and_then(|queue| queue.close())];
         let shared = self.shared.as_ref().map(|shared| &shared.queue);
-        // Without work in flight there is nothing to flush. Windows are deallocated in the error
-        // state, in which they are not in use.
+        // Without work in flight there is nothing to flush: after `close` nothing is posted, so an
+        // idle queue stays idle. Windows are deallocated in the error state, in which they are not
+        // in use; one created later cannot be bound.
         let idle = self.queues().all(|queue| queue.is_idle());
         if !idle || shared.is_some() || self.windows.get().is_some() {
             self.flush(&qp);

@@ -146,15 +146,15 @@ impl WorkQueue {
         self.capacity.retire(slot.position())
     }
 
-    /// Starts to load the fields that each operation uses, and the reference count before them.
+    /// Prefetches the fields that each operation uses, and the reference count before them.
     #[inline(always)]
-    pub(crate) fn fetch(self: &Arc<Self>) {
+    pub(crate) fn prefetch(self: &Arc<Self>) {
         prefetch::<3>(Arc::as_ptr(self).cast::<()>().wrapping_byte_sub(COUNTS));
     }
 
-    /// Starts to load the slot of a completion, if it is one of the first.
+    /// Prefetches the slot of a completion, if it is one of the first.
     #[inline(always)]
-    pub(super) fn fetch_slot(&self, wc: &WorkCompletion) {
+    pub(super) fn prefetch_slot(&self, wc: &WorkCompletion) {
         if let Some(slot) = self.slots.first(index_of(wc.wr_id)) {
             prefetch::<1>(ptr::from_ref(slot).cast());
         }

@@ -483,7 +483,7 @@ impl Core {
         }
     }
 
-    /// Polls frame `index` of those sent. If it is complete, removes it if it is the first.
+    /// Polls sent frame `index`. Removes it if it is complete and the oldest.
     #[inline(always)]
     pub(super) fn poll_sent(
         &mut self,

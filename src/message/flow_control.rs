@@ -64,9 +64,6 @@ pub(super) const RESERVE: u32 = 4;
 /// The frames other than messages after which an `Ack` is due.
 const CONTROL_ACK: u32 = 2;
 
-/// With fewer receives for messages, an `Ack` is due for each.
-const FEW: u32 = 4;
-
 /// Returns the maximum number of frames of a message to a peer with `window` receives.
 pub(super) fn max_frames(window: u32) -> u32 {
     let messages = window.saturating_sub(RESERVE);
@@ -76,7 +73,7 @@ pub(super) fn max_frames(window: u32) -> u32 {
 /// Returns the number of released receives of messages for which an `Ack` is due. At least two if
 /// that leaves half of them: the answer to a request announces its receive.
 fn ack_threshold(messages: u32) -> u32 {
-    if messages < FEW { 1 } else { messages.div_ceil(4).max(2) }
+    if messages < 4 { 1 } else { messages.div_ceil(4).max(2) }
 }
 
 /// One side's state. Counts wrap at 2^32.
@@ -276,8 +273,7 @@ impl Flow {
     /// Returns true if nothing is due to be announced or skipped.
     #[inline]
     pub(super) fn is_quiet(&self) -> bool {
-        // One receive alone makes an `Ack` due only if there are few.
-        self.unannounced() <= u32::from(self.receives - RESERVE >= FEW)
+        self.unannounced() < ack_threshold(self.receives - RESERVE).min(CONTROL_ACK)
             && self.done == self.done_announced
             && !self.ack_requested
             && self.resize.is_none()

@@ -134,14 +134,15 @@ impl Sent {
         matches!(self, Self::Abort(send) if !send.is_queued())
     }
 
-    /// Polls the send, which keeps a lent buffer.
+    /// Polls the send. A lent buffer then stays in [`Done`](Self::Done).
     pub(super) fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), OpErrorKind>> {
         let (result, lent) = ready!(self.poll_once(context));
         *self = Self::Done(lent);
         Poll::Ready(result)
     }
 
-    /// Polls the send. Returns its result and a lent buffer, and must not be polled again then.
+    /// Polls the send and returns its result with a lent buffer. The caller must not poll again
+    /// after that.
     #[inline(always)]
     pub(super) fn poll_once(
         &mut self,

@@ -8,7 +8,6 @@
 #![forbid(unsafe_code)]
 
 pub(crate) mod address_codec;
-mod ahead;
 mod atomic;
 mod batch;
 mod checked;
@@ -17,6 +16,7 @@ mod expiry;
 mod lease;
 mod operation;
 mod post;
+mod post_state;
 mod queue_pair;
 mod queue_pair_endpoint;
 mod read;

@@ -13,8 +13,8 @@ use crate::engine::{
 };
 use crate::error::{LimitError, OpErrorKind, SetupError};
 use crate::memory::{BufMut, PdKey, Pool, PoolError};
-use crate::op::ahead::Ahead;
 use crate::op::post::Destination;
+use crate::op::post_state::PostState;
 use crate::op::{ConnectOptions, QueuePairEndpoint, SharedReceiveQueue};
 use crate::types::{
     Access, AddressVector, DataPath, DciStreamsInit, Gid, GidEntry, LinkLayer, Mtu, PortAttr,
@@ -64,7 +64,7 @@ pub(crate) struct Inner {
     /// The send queue of `core`, reachable with one load less.
     pub(super) send: Arc<WorkQueue>,
     pub(super) transport: Transport,
-    pub(super) ahead: Ahead,
+    pub(super) post_state: PostState,
     pub(crate) core: Arc<QueuePairCore>,
     pub(super) pd: ProtectionDomain,
     qpn: Qpn,
@@ -331,7 +331,7 @@ impl QueuePair {
             if attr.state == Some(QpState::Rts)
                 && let Ok(qp) = self.inner.core.qp()
             {
-                self.inner.ahead.set_peer(&qp);
+                self.inner.post_state.set_peer(&qp);
             }
             return Ok(());
         }
@@ -488,7 +488,7 @@ impl QueuePair {
 
     #[inline(always)]
     pub(crate) fn destination(&self) -> Destination<'_> {
-        self.inner.ahead.fetch(&self.inner.send);
+        self.inner.post_state.prefetch(&self.inner.send);
         Destination::new(&self.inner, self.flags, None)
     }
 }
@@ -855,7 +855,7 @@ impl QueuePairBuilder {
         };
         let inner = Inner {
             send: core.send().clone(),
-            ahead: Ahead::new(&*core.qp()?),
+            post_state: PostState::new(&*core.qp()?),
             core,
             transport,
             qpn,

@@ -300,20 +300,21 @@ impl Qp {
     ///
     /// # Errors
     ///
-    /// [`VerbError`] if the device refuses and may continue with posted work. The queue pair and
-    /// all it uses are leaked; you must not free the memory that its work requests name.
+    /// [`VerbError`] if the device refuses and may continue with posted work. The queue pair is
+    /// moved to the error state, so that its peer reaches nothing through it, and leaked with all
+    /// it uses; you must not free the memory that its work requests name.
     pub fn destroy(mut self) -> Result<(), VerbError> {
         let result = self.raw.destroy();
         if let Err(error) = &result {
             tracing::error!(qpn = %self.qpn(), %error, "failed to destroy queue pair; leaking it");
-            // Its peer must not reach memory through it any more.
             if self.last_state() != QpState::Err
                 && let Err(error) = self.modify(&QpAttr::to_state(QpState::Err))
             {
-                tracing::debug!(
+                tracing::warn!(
                     qpn = %self.qpn(),
                     %error,
-                    "failed to move a leaked queue pair to the error state"
+                    "failed to move leaked queue pair to the error state; its peer may still \
+                     access memory through it"
                 );
             }
             std::mem::forget(self);
@@ -365,14 +366,14 @@ impl Qp {
         unsafe { self.raw.post_send(list) }
     }
 
-    /// See [`state`](rdma_provider::contract::Qp::state).
-    pub(crate) fn state(&self) -> Option<*const ()> {
-        self.raw.state()
+    /// See [`post_state`](rdma_provider::contract::Qp::post_state).
+    pub(crate) fn post_state(&self) -> Option<*const ()> {
+        self.raw.post_state()
     }
 
-    /// See [`peer_state`](rdma_provider::contract::Qp::peer_state).
-    pub(crate) fn peer_state(&self) -> Option<*const ()> {
-        self.raw.peer_state()
+    /// See [`peer_post_state`](rdma_provider::contract::Qp::peer_post_state).
+    pub(crate) fn peer_post_state(&self) -> Option<*const ()> {
+        self.raw.peer_post_state()
     }
 
     pub(crate) fn has_plain(&self) -> bool {

@@ -8,7 +8,7 @@
 //! ```text
 //!  active                                              passive
 //!  create_id                                           create_id, bind, listen
-//!  resolve_addr   ──▶ AddressResolved
+//!  resolve_addr   ──▶ AddressResolved (or at once RouteResolved)
 //!  resolve_route  ──▶ RouteResolved
 //!  route; queue pair to INIT
 //!  connect                                    REQ ──▶  ConnectRequest { id } : queue pair to INIT,
@@ -65,8 +65,8 @@ pub trait CmChannel<P: Provider>: Debug + Send + Sync {
     /// serialises calls by a lock.
     fn take_event(&self) -> Result<Option<CmEvent<P>>, VerbError>;
 
-    /// Returns true if no event is pending, false if that is unknown. Cheaper than a
-    /// [`take_event`](Self::take_event) in vain.
+    /// Returns true if no event is pending; false if one is, or if the provider cannot tell. Costs
+    /// less than a [`take_event`](Self::take_event) that finds nothing.
     fn is_empty(&self) -> bool {
         false
     }
@@ -132,8 +132,9 @@ pub trait CmId: Debug + Send + Sync {
     /// [`AddressError`](CmEventKind::AddressError) follows. EADDRNOTAVAIL if `source` is not an
     /// address of the provider's devices. The minimum `timeout` is 1 ms.
     ///
-    /// If [`resolve_route`](Self::resolve_route) would not block, the provider may go on with it at
-    /// once, for another `timeout`. Then its event follows instead of `AddressResolved`.
+    /// If [`resolve_route`](Self::resolve_route) would not block, the provider may call it as soon
+    /// as the address is resolved, with the same `timeout` again. Its event then follows instead of
+    /// `AddressResolved`.
     fn resolve_addr(
         &self,
         source: Option<SocketAddr>,

@@ -423,10 +423,10 @@ pub struct PlainWr {
     pub buffer: Sge,
 }
 
-/// Number of cache lines at [`Qp::state`].
+/// Number of cache lines at [`Qp::post_state`].
 pub const STATE_LINES: usize = 4;
 
-/// Number of cache lines at [`Qp::peer_state`].
+/// Number of cache lines at [`Qp::peer_post_state`].
 pub const PEER_LINES: usize = 4;
 
 /// A queue pair, `ibv_create_qp(3)`.
@@ -465,15 +465,15 @@ pub trait Qp: Debug + Send + Sync {
         list: impl IntoIterator<Item = impl Borrow<SendWr<'a>>>,
     ) -> Result<(), PostError>;
 
-    /// Returns the address of the [`STATE_LINES`] that each post uses, for a caller that
-    /// [fetches](crate::prefetch()) them ahead. `None` if that would not save time.
-    fn state(&self) -> Option<*const ()> {
+    /// Returns the address of the [`STATE_LINES`] cache lines that each post uses, to be
+    /// [prefetched](crate::prefetch()). `None` if that saves no time.
+    fn post_state(&self) -> Option<*const ()> {
         None
     }
 
-    /// Returns the address of the [`PEER_LINES`] that each post uses of the connected peer, if that
-    /// is in the same process. The peer may be gone when they are fetched.
-    fn peer_state(&self) -> Option<*const ()> {
+    /// Returns the address of the [`PEER_LINES`] cache lines that each post uses of the connected
+    /// peer, if that is in the same process. The peer may be gone when they are prefetched.
+    fn peer_post_state(&self) -> Option<*const ()> {
         None
     }
 

@@ -1,4 +1,4 @@
-//! Fetching of cache lines before they are needed.
+//! Prefetching of cache lines.
 
 #![allow(unsafe_code)]
 

@@ -38,7 +38,6 @@ impl CompletionQueueCore {
         state.counters.completions += taken as u64;
         let has_waiters = queue.finish_own(slot);
         if this.may_defer() {
-            state.fetch_ahead(1, taken);
             (state.next, state.end) = (1, taken);
         } else {
             this.finish_batch(state, 1, taken);

@@ -23,7 +23,7 @@ use crate::op::{QueuePair, QueuePairBuilder, QueuePairEndpoint};
 /// A side whose receives are posted, ready to be connected.
 #[must_use = "it is connected by establish"]
 pub struct PreparedConnection {
-    /// In a box until the connection has started, because futures with it are moved.
+    /// Boxed: futures that hold a prepared connection are moved.
     pub(in crate::message) core: Box<Core>,
     pub(in crate::message) qp: QueuePair,
     config: ConnectionConfig,

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use rdma_sys::*;
 
-use super::id::{IdState, Known, Phase, addresses, route_may_block, route_of};
+use super::id::{IdContext, IdState, Phase, addresses, route_may_block, route_of};
 use super::{CmId, Events};
 use crate::ibv_context::EAGAIN;
 use crate::{Ibverbs, sys};
@@ -73,7 +73,7 @@ impl<'a> UnackedEvent<'a> {
     }
 
     /// Applies the event to its id's state and converts it. Returns `None` if another event of the
-    /// id follows instead.
+    /// id follows instead, or it is being destroyed.
     pub(super) fn into_event(self) -> Option<CmEvent<Ibverbs>> {
         use CmEventKind as Kind;
         use rdma_cm_event_type as code;
@@ -86,21 +86,22 @@ impl<'a> UnackedEvent<'a> {
         let errno = errno(status);
         if event == code::RDMA_CM_EVENT_CONNECT_REQUEST {
             // SAFETY: S3: the listening id is alive until its event is acknowledged.
-            let key = unsafe { Known::of(listener) }.key;
+            let key = unsafe { IdContext::of(listener) }.key;
             return Some(CmEvent { key, kind: self.request(id) });
         }
-        // SAFETY: S3: as above. The id may be being destroyed; its state is then not used.
-        let Known { key, calls, state: known } = unsafe { Known::of(id) };
+        // SAFETY: S3: as above.
+        let context = unsafe { IdContext::of(id) };
+        let state = &context.state;
         let kind = match event {
             code::RDMA_CM_EVENT_ADDR_RESOLVED => {
-                self.record_address(id, known, Phase::AddressKnown);
-                let timeout = known.lock().timeout;
+                self.record_address(id, state, Phase::AddressKnown);
                 if route_may_block() {
                     Kind::AddressResolved
                 } else {
-                    let _one_at_a_time = calls.lock();
+                    let timeout = state.lock().timeout;
                     // SAFETY: S3: as above; it has a device.
-                    let result = unsafe { rdma_resolve_route(id, timeout) };
+                    let result =
+                        context.call_for_event(|| unsafe { rdma_resolve_route(id, timeout) })?;
                     match sys::status("rdma_resolve_route", result) {
                         Ok(()) => return None,
                         Err(error) => Kind::RouteError(error.errno),
@@ -109,39 +110,41 @@ impl<'a> UnackedEvent<'a> {
             }
             code::RDMA_CM_EVENT_ADDR_ERROR => Kind::AddressError(errno),
             code::RDMA_CM_EVENT_ROUTE_RESOLVED => {
-                self.record_address(id, known, Phase::RouteKnown);
+                self.record_address(id, state, Phase::RouteKnown);
                 Kind::RouteResolved
             }
             code::RDMA_CM_EVENT_ROUTE_ERROR => Kind::RouteError(errno),
             code::RDMA_CM_EVENT_CONNECT_RESPONSE => {
-                known.lock().phase = Phase::Answered;
+                state.lock().phase = Phase::Answered;
                 Kind::ConnectResponse(self.peer())
             }
             code::RDMA_CM_EVENT_ESTABLISHED => {
-                known.lock().phase = Phase::Connected;
+                state.lock().phase = Phase::Connected;
                 Kind::Established
             }
             code::RDMA_CM_EVENT_REJECTED => {
-                known.lock().end();
+                state.lock().end();
                 // Reject reasons have 16 bits.
                 let reason = RejectReason(u16::try_from(status).unwrap_or(u16::MAX));
                 Kind::Rejected { reason, private_data: self.peer().private_data }
             }
             code::RDMA_CM_EVENT_UNREACHABLE => {
-                known.lock().end();
+                state.lock().end();
                 Kind::Unreachable(errno)
             }
             code::RDMA_CM_EVENT_CONNECT_ERROR => {
-                known.lock().end();
+                state.lock().end();
                 Kind::ConnectError(errno)
             }
             code::RDMA_CM_EVENT_DISCONNECTED => {
-                known.lock().phase = Phase::Disconnected;
+                state.lock().phase = Phase::Disconnected;
                 // Answers the peer's disconnect request, which the peer retransmits until answered.
                 // Fails if this event is the answer to our own.
                 // SAFETY: S3: as above; it was connected, so it has a device.
-                let answer = sys::status("rdma_disconnect", unsafe { rdma_disconnect(id) });
-                if let Err(error) = answer {
+                let answer = context.call_for_event(|| unsafe { rdma_disconnect(id) });
+                if let Some(Err(error)) =
+                    answer.map(|answer| sys::status("rdma_disconnect", answer))
+                {
                     tracing::debug!(
                         %error,
                         "failed to answer a disconnect request; the peer may retransmit it"
@@ -151,13 +154,13 @@ impl<'a> UnackedEvent<'a> {
             }
             code::RDMA_CM_EVENT_TIMEWAIT_EXIT => Kind::TimewaitExit,
             code::RDMA_CM_EVENT_DEVICE_REMOVAL => {
-                known.lock().end();
+                state.lock().end();
                 Kind::DeviceRemoval
             }
             code::RDMA_CM_EVENT_ADDR_CHANGE => Kind::AddressChange,
             other => Kind::Other(other),
         };
-        Some(CmEvent { key: *key, kind })
+        Some(CmEvent { key: context.key, kind })
     }
 
     /// Takes ownership of a request's id.
@@ -169,19 +172,19 @@ impl<'a> UnackedEvent<'a> {
             let state = IdState { phase: Phase::Asked, local, peer, route, timeout: 0 };
             (state, NonNull::new_unchecked(id))
         };
-        let known = self.events.known(state);
+        let context = self.events.new_context(state);
         // SAFETY: S3: not shared yet; its context, so far the listener's, is read only here.
-        unsafe { (*id.as_ptr()).context = known.context() };
-        let id = CmId::new(id, known, Arc::clone(self.events));
+        unsafe { (*id.as_ptr()).context = context.as_ptr() };
+        let id = CmId::new(id, context, Arc::clone(self.events));
         CmEventKind::ConnectRequest { id, peer: self.peer() }
     }
 
     /// Records the addresses and the route, as librdmacm has written them.
-    fn record_address(&self, id: *mut rdma_cm_id, known: &Mutex<IdState>, phase: Phase) {
+    fn record_address(&self, id: *mut rdma_cm_id, state: &Mutex<IdState>, phase: Phase) {
         // SAFETY: S3: alive until the event is acknowledged.
         let ((local, _), route) = unsafe { (addresses(id), route_of(id)) };
-        let mut known = known.lock();
-        (known.local, known.route, known.phase) = (local, route, phase);
+        let mut state = state.lock();
+        (state.local, state.route, state.phase) = (local, route, phase);
     }
 
     /// Copies the peer's parameters, which are freed with the event.

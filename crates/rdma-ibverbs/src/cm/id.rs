@@ -28,7 +28,7 @@ use rdma_provider::types::{Gid, Mtu, PortNum, QpAttr, QpState, RejectReason};
 pub struct CmId {
     raw: NonNull<rdma_cm_id>,
     /// The id's context, so released after the id is destroyed.
-    known: Arc<Known>,
+    context: Arc<IdContext>,
     events: Arc<Events>,
 }
 
@@ -37,32 +37,39 @@ unsafe impl Send for CmId {}
 // SAFETY: S3: as above.
 unsafe impl Sync for CmId {}
 
-/// The knowledge that calls and events share of an id. Its address is the context that librdmacm
-/// keeps for the id.
+/// The state that calls and events of an id share. librdmacm holds its address as the id's context.
 #[derive(Debug)]
-pub(super) struct Known {
+pub(super) struct IdContext {
     pub(super) key: u64,
-    /// Held during calls, because librdmacm modifies the id without a lock.
-    pub(super) calls: Mutex<()>,
+    /// Held during calls, because librdmacm modifies the id without a lock. True once the id is
+    /// being destroyed: the kernel may then give its number to another id.
+    pub(super) calls: Mutex<bool>,
     /// Locked briefly, by calls and when events are taken.
     pub(super) state: Mutex<IdState>,
 }
 
-impl Known {
+impl IdContext {
     /// Returns the context for librdmacm.
-    pub(super) fn context(self: &Arc<Self>) -> *mut c_void {
+    pub(super) fn as_ptr(self: &Arc<Self>) -> *mut c_void {
         Arc::as_ptr(self).cast_mut().cast()
     }
 
-    /// Returns what is known of an id.
+    /// Returns the context of an id.
     ///
     /// # Safety
     ///
-    /// The id has an event that is not acknowledged, and is used no longer than that: until then
-    /// `rdma_destroy_id(3)` does not return, and [`CmId`] keeps the context.
+    /// The id must have an unacknowledged event, and the result must not be used after its
+    /// acknowledgement. Until then `rdma_destroy_id(3)` does not return, so [`CmId`] keeps the
+    /// context.
     pub(super) unsafe fn of<'a>(id: *mut rdma_cm_id) -> &'a Self {
         // SAFETY: S3: its event keeps it alive, and its context.
         unsafe { &*(*id).context.cast::<Self>() }
+    }
+
+    /// Calls `call` while taking an event, unless the id is being destroyed.
+    pub(super) fn call_for_event(&self, call: impl FnOnce() -> c_int) -> Option<c_int> {
+        let destroyed = self.calls.lock();
+        (!*destroyed).then(call)
     }
 }
 
@@ -73,11 +80,11 @@ pub(super) struct IdState {
     pub(super) local: Option<SocketAddr>,
     pub(super) peer: Option<SocketAddr>,
     pub(super) route: Option<Route>,
-    /// For the route, in milliseconds.
+    /// Timeout of the route's resolution in milliseconds.
     pub(super) timeout: c_int,
 }
 
-/// A route, without copying the name of its device.
+/// A route. Names its device by context, so that recording it copies no string.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Route {
     /// Open as long as the id.
@@ -137,8 +144,12 @@ impl CmId {
         self.raw
     }
 
-    pub(super) fn new(raw: NonNull<rdma_cm_id>, known: Arc<Known>, events: Arc<Events>) -> Self {
-        Self { raw, known, events }
+    pub(super) fn new(
+        raw: NonNull<rdma_cm_id>,
+        context: Arc<IdContext>,
+        events: Arc<Events>,
+    ) -> Self {
+        Self { raw, context, events }
     }
 
     fn call(
@@ -146,7 +157,7 @@ impl CmId {
         verb: &'static str,
         f: impl FnOnce(*mut rdma_cm_id) -> c_int,
     ) -> Result<(), VerbError> {
-        let _one_at_a_time = self.known.calls.lock();
+        let _one_at_a_time = self.context.calls.lock();
         sys::status(verb, f(self.raw.as_ptr()))
     }
 
@@ -158,21 +169,21 @@ impl CmId {
         (from, to): (Phase, Phase),
         f: impl FnOnce(*mut rdma_cm_id) -> c_int,
     ) -> Result<(), VerbError> {
-        let _one_at_a_time = self.known.calls.lock();
+        let _one_at_a_time = self.context.calls.lock();
         {
-            let mut known = self.known.state.lock();
-            if known.phase != from {
+            let mut state = self.context.state.lock();
+            if state.phase != from {
                 return Err(VerbError::new(verb, VerbError::EINVAL));
             }
-            known.phase = to;
+            state.phase = to;
         }
         let result = sys::status(verb, f(self.raw.as_ptr()));
         if result.is_err() {
-            let mut known = self.known.state.lock();
-            if known.phase == to {
-                known.phase = from;
+            let mut state = self.context.state.lock();
+            if state.phase == to {
+                state.phase = from;
             }
-            drop(known);
+            drop(state);
             self.report_if_withdrawn();
         }
         result
@@ -181,24 +192,24 @@ impl CmId {
     /// Raises the event of a request that the peer has withdrawn, or that the kernel has rejected
     /// because a call failed.
     fn report_if_withdrawn(&self) {
-        if self.known.state.lock().phase != Phase::Asked {
+        if self.context.state.lock().phase != Phase::Asked {
             return;
         }
         // SAFETY: S3: the id is alive; the caller holds the lock for calls.
         let refused = unsafe { init_qp_attr(self.raw.as_ptr(), QpState::Rtr) }.is_err();
         if refused {
-            self.known.state.lock().phase = Phase::Failed;
+            self.context.state.lock().phase = Phase::Failed;
             // The reason that connection managers send when they withdraw a request.
             let kind =
                 CmEventKind::Rejected { reason: RejectReason::TIMEOUT, private_data: Vec::new() };
-            self.events.own.lock().push_back(CmEvent { key: self.known.key, kind });
+            self.events.own.lock().push_back(CmEvent { key: self.context.key, kind });
         }
     }
 
     fn bound(&self) {
         // SAFETY: S3: alive; just written, under the lock for calls.
         let (local, _) = unsafe { addresses(self.raw.as_ptr()) };
-        self.known.state.lock().local = local;
+        self.context.state.lock().local = local;
     }
 }
 
@@ -212,11 +223,11 @@ const IBACM: [&str; 4] =
 
 impl cm_contract::CmId for CmId {
     fn key(&self) -> u64 {
-        self.known.key
+        self.context.key
     }
 
     fn bind(&self, address: SocketAddr) -> Result<(), VerbError> {
-        let _one_at_a_time = self.known.calls.lock();
+        let _one_at_a_time = self.context.calls.lock();
         let mut raw = Address::from(address);
         // SAFETY: S3: the id is alive, the address local and of its family's length.
         let result = unsafe { rdma_bind_addr(self.raw.as_ptr(), (&raw mut raw).cast()) };
@@ -226,7 +237,7 @@ impl cm_contract::CmId for CmId {
     }
 
     fn listen(&self, backlog: u32) -> Result<(), VerbError> {
-        let _one_at_a_time = self.known.calls.lock();
+        let _one_at_a_time = self.context.calls.lock();
         // The kernel reduces large values, and takes 0 for its maximum.
         let backlog = c_int::try_from(backlog).unwrap_or(c_int::MAX).max(1);
         // SAFETY: S3: the id is alive.
@@ -244,7 +255,7 @@ impl cm_contract::CmId for CmId {
         let mut source = source.map(Address::from);
         let mut raw = Address::from(destination);
         let with_source = source.is_some();
-        self.known.state.lock().timeout = milliseconds(timeout);
+        self.context.state.lock().timeout = milliseconds(timeout);
         let called = self.call("rdma_resolve_addr", |id| {
             let source =
                 source.as_mut().map_or(ptr::null_mut(), |source| ptr::from_mut(source).cast());
@@ -252,12 +263,12 @@ impl cm_contract::CmId for CmId {
             unsafe { rdma_resolve_addr(id, source, (&raw mut raw).cast(), milliseconds(timeout)) }
         });
         called.map_err(|error| if with_source { address_not_available(error) } else { error })?;
-        self.known.state.lock().peer = Some(destination);
+        self.context.state.lock().peer = Some(destination);
         Ok(())
     }
 
     fn resolve_route(&self, timeout: Duration) -> Result<(), VerbError> {
-        if self.known.state.lock().phase != Phase::AddressKnown {
+        if self.context.state.lock().phase != Phase::AddressKnown {
             return Err(VerbError::new("rdma_resolve_route", VerbError::EINVAL));
         }
         // SAFETY: S3: the id is alive and has a device.
@@ -313,7 +324,7 @@ impl cm_contract::CmId for CmId {
     }
 
     fn disconnect(&self) -> Result<(), VerbError> {
-        match self.known.state.lock().phase {
+        match self.context.state.lock().phase {
             Phase::Connected => {}
             Phase::Disconnected => return Ok(()),
             _ => return Err(VerbError::new("rdma_disconnect", VerbError::EINVAL)),
@@ -323,7 +334,7 @@ impl cm_contract::CmId for CmId {
     }
 
     fn qp_attr(&self, state: QpState) -> Result<QpAttr, VerbError> {
-        let _one_at_a_time = self.known.calls.lock();
+        let _one_at_a_time = self.context.calls.lock();
         // SAFETY: S3: the id is alive; the lock is held.
         let attr = unsafe { init_qp_attr(self.raw.as_ptr(), state) };
         if attr.is_err() {
@@ -333,15 +344,15 @@ impl cm_contract::CmId for CmId {
     }
 
     fn local_addr(&self) -> Option<SocketAddr> {
-        self.known.state.lock().local
+        self.context.state.lock().local
     }
 
     fn peer_addr(&self) -> Option<SocketAddr> {
-        self.known.state.lock().peer
+        self.context.state.lock().peer
     }
 
     fn route(&self) -> Option<CmRoute<'_>> {
-        let Route { context, port, source, destination, mtu } = self.known.state.lock().route?;
+        let Route { context, port, source, destination, mtu } = self.context.state.lock().route?;
         // SAFETY: S3: the context stays open as long as the id; its device has a NUL-terminated
         // name.
         let device = unsafe { CStr::from_ptr(ibv_get_device_name(context.as_ref().device)) };
@@ -352,13 +363,14 @@ impl cm_contract::CmId for CmId {
 
 impl Drop for CmId {
     fn drop(&mut self) {
+        *self.context.calls.lock() = true;
         // SAFETY: S3: without another owner, not used again. Waits while an event of the id is
-        // being copied, which takes no lock that a caller may hold.
+        // being processed, which takes only locks that no call holds any more.
         let result = unsafe { rdma_destroy_id(self.raw.as_ptr()) };
         sys::log_failure("rdma_destroy_id", result);
         if result != 0 {
             // Events may still arrive.
-            mem::forget(Arc::clone(&self.known));
+            mem::forget(Arc::clone(&self.context));
         }
     }
 }

@@ -1,15 +1,16 @@
 //! The connection manager of real devices: librdmacm, opened when the program starts.
 //!
 //! librdmacm opens devices itself; an id only names its device. The kernel's connection manager
-//! handles most messages, except:
+//! handles most of the protocol, except:
 //!
 //! - It does not answer disconnect requests: [`take_event`](cm_contract::CmChannel::take_event)
 //!   does.
-//! - It resolves an address without its route: `take_event` begins that, too, unless it may block.
+//! - It does not resolve the route after the address: `take_event` does, unless that may block.
 //! - It raises no event for a withdrawn request, but fails calls on its id. After a failed call
 //!   this module adds the event; the caller finds it when draining the channel.
 //!
-//! [`event`] copies and acknowledges events at once, so that destroying an id never waits for one.
+//! [`event`] copies and acknowledges events at once, so that destroying an id waits for at most one
+//! short call.
 //! [`id`] has one call per function. It checks the phase first, because librdmacm dereferences a
 //! null pointer if the address was not resolved.
 
@@ -38,7 +39,7 @@ use rdma_provider::cm_contract::{self, CmEvent};
 
 use event::UnackedEvent;
 pub use id::CmId;
-use id::{IdState, Known};
+use id::{IdContext, IdState};
 
 /// An event channel, `rdma_event_channel`, shared by its ids.
 #[derive(Debug)]
@@ -76,10 +77,10 @@ impl Events {
         unsafe { BorrowedFd::borrow_raw(self.raw.as_ref().fd) }
     }
 
-    /// Returns what is known of a new id, under a key that was never used.
-    fn known(&self, state: IdState) -> Arc<Known> {
+    /// Creates the context of a new id, with a key that was never used.
+    fn new_context(&self, state: IdState) -> Arc<IdContext> {
         let key = self.next_key.fetch_add(1, Ordering::Relaxed);
-        Arc::new(Known { key, calls: Mutex::default(), state: Mutex::new(state) })
+        Arc::new(IdContext { key, calls: Mutex::default(), state: Mutex::new(state) })
     }
 }
 
@@ -126,14 +127,14 @@ impl cm_contract::CmChannel<Ibverbs> for CmChannel {
 
     fn create_id(&self) -> Result<CmId, VerbError> {
         const VERB: &str = "rdma_create_id";
-        let known = self.0.known(IdState::default());
+        let context = self.0.new_context(IdState::default());
         let mut raw = ptr::null_mut();
         // SAFETY: S3: the channel is open, the result local; the context outlives the id.
         let result = unsafe {
             let space = rdma_port_space::RDMA_PS_TCP;
-            rdma_create_id(self.0.raw.as_ptr(), &raw mut raw, known.context(), space)
+            rdma_create_id(self.0.raw.as_ptr(), &raw mut raw, context.as_ptr(), space)
         };
         sys::status(VERB, result)?;
-        Ok(CmId::new(sys::handle(VERB, raw)?, known, Arc::clone(&self.0)))
+        Ok(CmId::new(sys::handle(VERB, raw)?, context, Arc::clone(&self.0)))
     }
 }

@@ -69,7 +69,7 @@ pub struct CmId {
     /// Weak because events in the channel own ids.
     channel: Weak<ChannelInner>,
     key: u64,
-    /// In a box, because ids are moved with the events that have them.
+    /// Boxed: events that own ids are moved.
     known: Box<Mutex<Known>>,
 }
 

@@ -3,7 +3,8 @@
 //! [`pump`](QpInner::pump), called with the requester half locked, passes packets directly to the
 //! peer's responder half, which replies at once, or encodes them onto the network. It moves a
 //! bounded slice. The scheduler continues the rest, alternating with other queue pairs: no post
-//! blocks for the length of a large message.
+//! blocks for the length of a large message. `execute` delivers a message of one packet before it
+//! is queued; a list of such messages is limited to a slice, too.
 
 use std::sync::Arc;
 

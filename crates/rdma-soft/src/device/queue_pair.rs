@@ -36,8 +36,8 @@ use crate::roce::requester::{
 };
 use crate::roce::responder::{ReceiveConfig, ReceiveCounters, ReceiveWqe, Receiver, Responder};
 
-/// A post uses the fields up to the beginning of `sender`, and those at the beginning of the peer's
-/// `receiver`. Both are [fetched ahead](contract::Qp::state).
+/// A post uses the fields up to the machine of `sender`, and those at the beginning of the peer's
+/// `receiver`. Both are [prefetched](contract::Qp::post_state).
 #[repr(C)]
 pub(crate) struct QpInner {
     context: Arc<ContextInner>,
@@ -118,7 +118,7 @@ pub(crate) struct Sender {
 pub(crate) struct ReceiverHalf {
     /// The device of the queue pair. A peer that executes a request finds it with one load less.
     pub(crate) device: Arc<DeviceInner>,
-    /// See [`QpInner::destroyed`].
+    /// A copy of [`QpInner::destroyed`], in the lines that a peer prefetches.
     pub(crate) destroyed: bool,
     /// `Job::Reply` is scheduled.
     pub(crate) replying: bool,
@@ -404,7 +404,7 @@ impl QpInner {
         (sent, self.receiver.lock().machine.counters)
     }
 
-    /// Returns the length of a work request that may be posted now, else the error.
+    /// Returns the length of a work request that may be posted now, or the errno of the refusal.
     #[inline(always)]
     fn accept(&self, sender: &mut Sender, wr: &SendWr<'_>) -> Result<u32, i32> {
         if matches!(sender.machine.state(), QpState::Reset | QpState::Init | QpState::Rtr) {
@@ -584,11 +584,11 @@ impl contract::Qp for Qp {
         self.0.caps
     }
 
-    fn state(&self) -> Option<*const ()> {
+    fn post_state(&self) -> Option<*const ()> {
         Some(Arc::as_ptr(&self.0).cast())
     }
 
-    fn peer_state(&self) -> Option<*const ()> {
+    fn peer_post_state(&self) -> Option<*const ()> {
         let at = self.0.sender.lock().peer_at;
         self.0.resolve(at).map(|peer| (&raw const peer.receiver).cast())
     }

@@ -1,7 +1,6 @@
 //! Tests through the device's verbs.
 
 mod admission;
-mod ahead;
 mod campaign;
 mod cost;
 mod dc;
@@ -13,6 +12,7 @@ mod first_free;
 mod keys;
 mod machines;
 mod pace;
+mod post_state;
 mod posting_threads;
 mod queues;
 mod rc;

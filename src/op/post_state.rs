@@ -1,4 +1,4 @@
-//! Fetching of the state that a post uses into the cache.
+//! Prefetching of the state that a post uses.
 
 use std::num::NonZeroUsize;
 use std::ptr;
@@ -13,19 +13,20 @@ use crate::verbs::Qp;
 
 /// The addresses of the state that each post to a connected queue pair uses.
 ///
-/// They are fetched and never accessed, so they may be stale. Fetched together when a post begins,
-/// they cost one wait, instead of one wait for each pointer on the path.
-pub(super) struct Ahead {
-    /// The provider's state; `None` if there is none to fetch.
+/// They are prefetched and never accessed, so they may be stale. Prefetched together when a post
+/// begins, they cost one wait, instead of one wait for each pointer on the path.
+pub(super) struct PostState {
+    /// The provider's state; `None` if there is none to prefetch.
     own: Option<NonZeroUsize>,
     /// The peer's state, or this queue pair's own while the peer is unknown.
     peer: AtomicUsize,
+    /// The [`Qp`], which holds the provider's object.
     qp: usize,
 }
 
-impl Ahead {
+impl PostState {
     pub(super) fn new(qp: &Qp) -> Self {
-        let own = qp.state().map_or(0, <*const ()>::addr);
+        let own = qp.post_state().map_or(0, <*const ()>::addr);
         Self {
             own: NonZeroUsize::new(own),
             peer: AtomicUsize::new(own),
@@ -35,18 +36,18 @@ impl Ahead {
 
     /// Notes the peer that the queue pair is now connected to.
     pub(super) fn set_peer(&self, qp: &Qp) {
-        if let Some(peer) = qp.peer_state() {
+        if let Some(peer) = qp.peer_post_state() {
             self.peer.store(peer.addr(), Ordering::Relaxed);
         }
     }
 
-    /// Starts to load the state that the next post to `queue` uses.
+    /// Prefetches the state that the next post to `queue` uses.
     #[inline(always)]
-    pub(super) fn fetch(&self, queue: &Arc<WorkQueue>) {
+    pub(super) fn prefetch(&self, queue: &Arc<WorkQueue>) {
         if let Some(own) = self.own {
             prefetch::<PEER_LINES>(ptr::without_provenance(self.peer.load(Ordering::Relaxed)));
             prefetch::<STATE_LINES>(ptr::without_provenance(own.get()));
-            queue.fetch();
+            queue.prefetch();
             prefetch::<1>(ptr::without_provenance(self.qp));
         }
     }
