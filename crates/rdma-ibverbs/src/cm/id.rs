@@ -80,7 +80,7 @@ pub(super) struct IdState {
     pub(super) local: Option<SocketAddr>,
     pub(super) peer: Option<SocketAddr>,
     pub(super) route: Option<Route>,
-    /// Timeout of the route's resolution in milliseconds.
+    /// Timeout of the route's resolution in milliseconds; 0 before the address is to be resolved.
     pub(super) timeout: c_int,
 }
 
@@ -124,6 +124,11 @@ pub(super) enum Phase {
 }
 
 impl IdState {
+    /// Returns true if the event of an address or a route may follow.
+    fn is_resolving(&self) -> bool {
+        self.timeout > 0 && matches!(self.phase, Phase::Idle | Phase::AddressKnown)
+    }
+
     pub(super) fn end(&mut self) {
         self.phase = match self.phase {
             Phase::Connected | Phase::Disconnected => Phase::Disconnected,
@@ -364,6 +369,8 @@ impl cm_contract::CmId for CmId {
 impl Drop for CmId {
     fn drop(&mut self) {
         *self.context.calls.lock() = true;
+        let resolving = self.context.state.lock().is_resolving();
+        let _no_event_is_taken = resolving.then(|| self.events.taking.lock());
         // SAFETY: S3: without another owner, not used again. Waits while an event of the id is
         // being processed, which takes only locks that no call holds any more.
         let result = unsafe { rdma_destroy_id(self.raw.as_ptr()) };

@@ -9,8 +9,8 @@
 //! - It raises no event for a withdrawn request, but fails calls on its id. After a failed call
 //!   this module adds the event; the caller finds it when draining the channel.
 //!
-//! [`event`] copies and acknowledges events at once, so that destroying an id waits for at most one
-//! short call.
+//! [`event`] copies and acknowledges events at once, so that destroying an id waits for short calls
+//! only.
 //! [`id`] has one call per function. It checks the phase first, because librdmacm dereferences a
 //! null pointer if the address was not resolved.
 
@@ -52,6 +52,11 @@ struct Events {
     next_key: AtomicU64,
     /// Events raised by this module.
     own: Mutex<VecDeque<CmEvent<Ibverbs>>>,
+    /// Held from taking an event of librdmacm to acknowledging it, and to destroy an id that is
+    /// being [resolved](IdState::is_resolving). To read the event of a resolution, librdmacm asks
+    /// the kernel by the id's number. The kernel may have given the number of a destroyed id to
+    /// another one, without a device, and librdmacm then reads through a null pointer.
+    taking: Mutex<()>,
 }
 
 // SAFETY: S3: librdmacm is thread-safe, and the contract has one caller at a time take events.
@@ -65,7 +70,12 @@ impl CmChannel {
     pub(super) fn new() -> Result<Self, VerbError> {
         // SAFETY: S3: without arguments.
         let raw = sys::handle("rdma_create_event_channel", unsafe { rdma_create_event_channel() })?;
-        let events = Events { raw, next_key: AtomicU64::new(1), own: Mutex::default() };
+        let events = Events {
+            raw,
+            next_key: AtomicU64::new(1),
+            own: Mutex::default(),
+            taking: Mutex::default(),
+        };
         set_nonblocking(events.fd())?;
         Ok(Self(Arc::new(events)))
     }
@@ -110,8 +120,10 @@ impl cm_contract::CmChannel<Ibverbs> for CmChannel {
             if own.is_some() {
                 return Ok(own);
             }
+            let taking = self.0.taking.lock();
             let Some(taken) = UnackedEvent::next(&self.0)? else { return Ok(None) };
             let event = taken.into_event();
+            drop(taking);
             if event.is_some() || self.is_empty() {
                 return Ok(event);
             }

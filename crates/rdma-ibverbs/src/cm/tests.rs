@@ -1,7 +1,8 @@
 //! Two programs, each with its channel, over one real device: `scripts/rxe-vm cargo test --release
 //! --features ibverbs --lib cm`.
 
-use std::collections::VecDeque;
+use std::array;
+use std::collections::{HashMap, VecDeque};
 use std::fs;
 use std::net::SocketAddr;
 use std::process::Command;
@@ -458,6 +459,52 @@ fn ids_can_be_destroyed_while_events_are_taken() {
     });
     assert_eq!(Arc::strong_count(&a.channel.0), 1, "ids");
     assert!(b.within(&listener, Duration::ZERO).is_none());
+}
+
+/// Resolves addresses while other threads destroy ids, whose numbers the kernel reuses.
+#[test]
+fn destroyed_ids_do_not_disturb_others_that_are_resolved() {
+    const RESOLVERS: usize = 3;
+    const ROUNDS: usize = 1000;
+    let Some(name) = device("reused") else { return };
+    let _serial = SERIAL.lock();
+    let (mut a, b) = (Program::new(&name), Program::new(&name));
+    let listener = b.listen();
+    let address = listener.local_addr().unwrap();
+    // From now on, the route is resolved when the address's event is taken.
+    drop(a.resolved(address));
+    let (start, channel) = (Instant::now(), &a.channel);
+    let events = Mutex::new(HashMap::new());
+    let event_of = |key| {
+        while start.elapsed() < LONG {
+            if let Some(kind) = events.lock().remove(&key) {
+                return kind;
+            }
+            thread::yield_now();
+        }
+        "no event".to_owned()
+    };
+    let resolve = |first| {
+        for round in first..first + ROUNDS {
+            let id = channel.create_id().unwrap();
+            id.resolve_addr(None, address, LONG).unwrap();
+            if round % 2 == 0 {
+                (0..round % 5).for_each(|_| thread::yield_now());
+            } else {
+                assert_eq!(event_of(id.key()), "RouteResolved");
+            }
+        }
+    };
+    thread::scope(|scope| {
+        let resolvers: [_; RESOLVERS] = array::from_fn(|first| scope.spawn(move || resolve(first)));
+        while !resolvers.iter().all(|resolver| resolver.is_finished()) {
+            match channel.take_event().unwrap() {
+                Some(event) => drop(events.lock().insert(event.key, format!("{:?}", event.kind))),
+                None => thread::yield_now(),
+            }
+        }
+    });
+    assert_eq!(Arc::strong_count(&channel.0), 1, "ids");
 }
 
 /// Needs a virtual machine of its own: librdmacm keeps the device open until this program exits,
