@@ -9,9 +9,14 @@
 
 #![allow(unsafe_code)]
 
-use std::alloc::{Layout, alloc_zeroed, handle_alloc_error};
+use std::alloc::Layout;
+#[cfg(not(miri))]
+use std::alloc::handle_alloc_error;
+use std::ops::Deref;
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
+#[cfg(not(miri))]
+use memmap2::MmapMut;
 use smallvec::SmallVec;
 
 use super::keys::Use;
@@ -242,17 +247,38 @@ unsafe fn copy(from: *const u8, from_shared: bool, to: *mut u8, to_shared: bool,
     }
 }
 
-/// Allocates zeroed words, whose pages the kernel provides on first write.
-pub(crate) fn zeroed<const N: usize>() -> Box<[AtomicU32; N]> {
-    let layout = Layout::new::<[AtomicU32; N]>();
-    assert_ne!(layout.size(), 0);
-    // SAFETY: S1: the layout is not empty.
-    let table = unsafe { alloc_zeroed(layout) };
-    if table.is_null() {
-        handle_alloc_error(layout);
+/// Words that are zero at first. The kernel provides their pages on first write, and has them back
+/// on drop: an allocator may keep large blocks, and clears those that it uses again.
+pub(crate) struct Words<const N: usize>(
+    #[cfg(not(miri))] MmapMut,
+    #[cfg(miri)] Box<[AtomicU32; N]>,
+);
+
+impl<const N: usize> Words<N> {
+    /// Aborts the process if the system is out of memory.
+    #[cfg(not(miri))]
+    pub(crate) fn zeroed() -> Self {
+        let layout = Layout::new::<[AtomicU32; N]>();
+        Self(MmapMut::map_anon(layout.size()).unwrap_or_else(|_| handle_alloc_error(layout)))
     }
-    // SAFETY: S1: allocated with the layout of the type, for which all zeros is a valid value.
-    unsafe { Box::from_raw(table.cast()) }
+
+    #[cfg(miri)]
+    pub(crate) fn zeroed() -> Self {
+        let layout = Layout::new::<[AtomicU32; N]>();
+        // SAFETY: S1: the layout is not empty and belongs to the type, for which zeros are valid.
+        Self(unsafe { Box::from_raw(std::alloc::alloc_zeroed(layout).cast()) })
+    }
+}
+
+impl<const N: usize> Deref for Words<N> {
+    type Target = [AtomicU32; N];
+
+    #[inline(always)]
+    fn deref(&self) -> &[AtomicU32; N] {
+        // SAFETY: S1: mapped in this length and aligned to a page; any bytes are valid, and only
+        // these words access them.
+        unsafe { &*self.0.as_ptr().cast() }
+    }
 }
 
 #[cfg(test)]

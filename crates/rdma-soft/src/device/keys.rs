@@ -28,7 +28,7 @@ use parking_lot::Mutex;
 
 use rdma_provider::types::{Access, Qpn, Sge};
 
-use super::dma::{self, Gather, Memory, Region, Segment};
+use super::dma::{Gather, Memory, Region, Segment, Words};
 use super::memory_windows::Window;
 
 /// Maximum number of registrations: half the number of buckets.
@@ -63,7 +63,7 @@ pub(crate) struct NotCovered;
 
 pub(crate) struct Keys {
     /// Index of the slot, or 0.
-    buckets: Box<[AtomicU32; BUCKETS]>,
+    buckets: Words<BUCKETS>,
     chunks: Box<[OnceLock<Box<[Slot; CHUNK as usize]>>; CHUNKS]>,
     free: Mutex<FreeList>,
     /// By [`family`].
@@ -161,7 +161,7 @@ impl Slot {
 impl Keys {
     pub(crate) fn new() -> Self {
         Self {
-            buckets: dma::zeroed(),
+            buckets: Words::zeroed(),
             chunks: Box::new([const { OnceLock::new() }; CHUNKS]),
             free: Mutex::new(FreeList::default()),
             windows: Mutex::default(),
