@@ -160,8 +160,11 @@ fn local_work_requests_take_no_window() {
     assert!(!has_window(&a), "only a local bind was executed");
     // A send holds the window until it is acknowledged.
     let (from, to) = (a.buffer(8), b.buffer(8));
+    // The peer does not answer meanwhile.
+    let receiver = b.qp.0.receiver.lock();
     a.send(1, SendOp::Send, &[from.sge(0, 8)]).unwrap();
-    assert!(has_window(&a), "the receive is not posted yet");
+    assert!(has_window(&a), "nothing is acknowledged yet");
+    drop(receiver);
     b.recv(2, &[to.sge(0, 8)]).unwrap();
     assert_eq!(outcome(&a.wait(1)), [(1, WcStatus::SUCCESS)]);
     a.send_with(3, SendOp::LocalInvalidate(bound.rkey), SendFlags::SIGNALED, Data::Sges(&[]))
