@@ -1,9 +1,10 @@
 //! The events of one id of the connection manager, and the tasks that wait for them.
 
+use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-use parking_lot::{MappedMutexGuard, Mutex, MutexGuard};
+use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
 
 use crate::contained::{contained, panics};
@@ -80,8 +81,8 @@ impl Inbox {
     }
 
     /// Returns the events so far. Dispatch waits for this lock.
-    pub(super) fn state(&self) -> MappedMutexGuard<'_, IdState> {
-        MutexGuard::map(self.seen.lock(), |seen| &mut seen.state)
+    pub(super) fn state(&self) -> StateGuard<'_> {
+        StateGuard(self.seen.lock())
     }
 
     /// Begins a wait of one task for events.
@@ -165,6 +166,23 @@ impl Inbox {
     pub(super) fn fail_queue_pair(&self) {
         let queue_pair = self.attached.lock().queue_pair.take();
         fail_weak(queue_pair);
+    }
+}
+
+/// The locked state of an id.
+pub(super) struct StateGuard<'a>(MutexGuard<'a, Seen>);
+
+impl Deref for StateGuard<'_> {
+    type Target = IdState;
+
+    fn deref(&self) -> &IdState {
+        &self.0.state
+    }
+}
+
+impl DerefMut for StateGuard<'_> {
+    fn deref_mut(&mut self) -> &mut IdState {
+        &mut self.0.state
     }
 }
 
