@@ -361,12 +361,24 @@ impl Buf {
     /// [`slab_index`].
     #[inline]
     pub(crate) fn of_bytes(bytes: &bytes::Bytes, pd: &ProtectionDomain) -> Option<Self> {
-        if bytes.len() < slab_index::SHORTEST { None } else { Self::of_long_bytes(bytes, pd) }
+        Self::of_bytes_in(bytes, |address, len| slab_index::find(pd, address, len))
     }
 
-    fn of_long_bytes(bytes: &bytes::Bytes, pd: &ProtectionDomain) -> Option<Self> {
+    /// Does the same with the slab that `find` returns.
+    #[inline]
+    pub(super) fn of_bytes_in(
+        bytes: &bytes::Bytes,
+        find: impl FnOnce(usize, usize) -> Option<Arc<Slab>>,
+    ) -> Option<Self> {
+        if bytes.len() < slab_index::SHORTEST { None } else { Self::of_long_bytes(bytes, find) }
+    }
+
+    fn of_long_bytes(
+        bytes: &bytes::Bytes,
+        find: impl FnOnce(usize, usize) -> Option<Arc<Slab>>,
+    ) -> Option<Self> {
         let address = bytes.as_ptr().addr();
-        let slab = slab_index::find(pd, address, bytes.len())?;
+        let slab = find(address, bytes.len())?;
         let offset = address - slab.range().0;
         let (index, start) = (offset / slab.stride as usize, offset % slab.stride as usize);
         if start + bytes.len() > slab.stride as usize {

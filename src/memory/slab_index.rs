@@ -1,9 +1,11 @@
 //! The slabs of a protection domain by address, to find the registered memory behind `Bytes`.
 
 use std::any::Any;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
-use super::buf::Slab;
+use bytes::Bytes;
+
+use super::buf::{Buf, Slab};
 use crate::verbs::{Indexed, ProtectionDomain};
 
 /// The shortest `Bytes` that are looked up, and the shortest chunks of a slab in the index. To copy
@@ -22,12 +24,44 @@ pub(super) fn remove(slab: &Slab) {
     slab.registration().pd().index().write().remove(&slab.range().0);
 }
 
+/// Finds slabs of one protection domain. Most searches find the slab of the one before, without the
+/// index.
+#[derive(Debug, Default)]
+pub(crate) struct SlabFinder {
+    start: usize,
+    end: usize,
+    slab: Weak<Slab>,
+}
+
+impl SlabFinder {
+    /// Returns a view like [`Buf::of_bytes`].
+    #[inline]
+    pub(crate) fn view(&mut self, bytes: &Bytes, pd: &ProtectionDomain) -> Option<Buf> {
+        Buf::of_bytes_in(bytes, |address, len| self.find(pd, address, len))
+    }
+
+    #[inline]
+    fn find(&mut self, pd: &ProtectionDomain, address: usize, len: usize) -> Option<Arc<Slab>> {
+        let within = self.start <= address && contains(self.end, address, len);
+        if within && let Some(slab) = self.slab.upgrade() {
+            return Some(slab);
+        }
+        let slab = find(pd, address, len)?;
+        let (start, end) = slab.range();
+        *self = Self { start, end, slab: Arc::downgrade(&slab) };
+        Some(slab)
+    }
+}
+
 /// Returns the slab of `pd` with all of `len` bytes at `address`. The caller holds such bytes,
 /// whose owner keeps the slab: to drop the result frees no memory.
 pub(super) fn find(pd: &ProtectionDomain, address: usize, len: usize) -> Option<Arc<Slab>> {
     let index = pd.index().read();
     let (_, entry) = index.range(..=address).next_back()?;
-    let within = address.checked_add(len).is_some_and(|end| end <= entry.end);
-    let memory = within.then(|| entry.memory.upgrade()).flatten()?;
+    let memory = contains(entry.end, address, len).then(|| entry.memory.upgrade()).flatten()?;
     memory.downcast().ok()
+}
+
+fn contains(end: usize, address: usize, len: usize) -> bool {
+    address.checked_add(len).is_some_and(|after| after <= end)
 }

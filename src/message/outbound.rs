@@ -238,7 +238,7 @@ impl Core {
         driver: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<(), MessageError>> {
-        self.poll_unblocked(|core| core.try_send(message), ticket, driver, caller)
+        self.poll_unblocked(|core| core.try_send(message, driver), ticket, driver, caller)
     }
 
     /// Calls `send` if it is first in the queue, and waits for the missing resource.
@@ -250,11 +250,9 @@ impl Core {
         caller: &mut Caller<'_>,
     ) -> Poll<Result<T, MessageError>> {
         if self.senders.is_first(*ticket) {
-            let mut lent = self.lent;
             let mut result = send(self);
             if matches!(result, Ok(Err(_))) {
                 self.progress(driver);
-                lent = self.lent;
                 result = send(self);
             }
             match result {
@@ -264,7 +262,6 @@ impl Core {
                     if ticket.is_some() {
                         self.withdraw_sender(ticket);
                     }
-                    self.watch_lent(lent, driver);
                     return Poll::Ready(Ok(sent));
                 }
                 Err(error) => {
@@ -282,15 +279,6 @@ impl Core {
             self.progress(driver);
         }
         Poll::Pending
-    }
-
-    /// Lets a buffer of the service return although no task waits for its send. If others were
-    /// lent `before`, one of them is watched, and its completion leads to the next.
-    fn watch_lent(&mut self, before: usize, driver: &Waker) {
-        if before == 0 && self.lent > 0 {
-            let context = &mut Context::from_waker(driver);
-            self.terminate_on_error(|core| core.watch_sends(context));
-        }
     }
 
     /// Posts a WRITE with immediate data if it is first in the queue and the peer has a receive.
@@ -341,14 +329,11 @@ impl Core {
         if !self.senders.is_empty() {
             return Ok(false);
         }
-        let mut lent = self.lent;
-        let mut sent = self.try_send(message)?;
+        let mut sent = self.try_send(message, driver)?;
         if sent.is_err() {
             self.progress(driver);
-            lent = self.lent;
-            sent = self.try_send(message)?;
+            sent = self.try_send(message, driver)?;
         }
-        self.watch_lent(lent, driver);
         Ok(sent.is_ok())
     }
 
@@ -364,8 +349,8 @@ impl Core {
         self.after.wake(self.senders.take_first());
     }
 
-    /// Sends a message.
-    pub(super) fn try_send(&mut self, message: Outgoing<'_>) -> Attempt<()> {
+    /// Sends a message. Completions of lent buffers wake `driver`.
+    pub(super) fn try_send(&mut self, message: Outgoing<'_>, driver: &Waker) -> Attempt<()> {
         self.protocol.phase().check_open()?;
         let long = message.len();
         // Bytes of a stream are no message; `poll_write_bytes` limits what it offers.
@@ -388,7 +373,9 @@ impl Core {
             && let Some(frames) = self.frames_of(len)
         {
             let sent = match message {
-                Outgoing::Buffer(buffer) if self.is_registered(buffer) => self.lend(buffer, frames),
+                Outgoing::Buffer(buffer) if self.is_registered(buffer) => {
+                    self.lend(buffer, frames, driver)
+                }
                 _ => self.copy_to_frames(message.pieces(), len, frames)?,
             };
             if sent.is_err() {
@@ -427,32 +414,58 @@ impl Core {
 
     /// Sends the parts of `message`, one per frame, from its memory, or returns the missing
     /// resource.
-    fn lend(&mut self, message: &Buf, frames: usize) -> Result<(), Block> {
+    ///
+    /// Buffers return although no task waits for their sends: if no others were lent before, one of
+    /// them is watched, and its completion leads to the next.
+    fn lend(&mut self, message: &Buf, frames: usize, driver: &Waker) -> Result<(), Block> {
         if !self.protocol.flow.may_send_message(frames as u32) {
             return Err(Block::Credits { frames: frames as u32 });
         }
-        if frames == 1 {
-            self.lend_part(message.clone(), Kind::Data);
+        if frames == 1 && self.sends.is_empty() {
+            self.lend_alone(message, driver);
             return Ok(());
         }
-        let mut start = 0;
+        let (watches, mut start) = (self.lent == 0, 0);
         for number in 1..=frames {
             let end = message.len().min(start + self.frame_len(0));
             let Ok(part) = message.slice(start..end) else {
                 unreachable!("the parts are within the message")
             };
             start = end;
-            self.lend_part(part, self.kind(number, frames));
+            let kind = self.kind(number, frames);
+            let header = self.protocol.flow.send(kind);
+            let send = self.sender(kind).send_with_imm(part, header.encode());
+            self.add_sent(Sent::Lent(send));
+            self.lent += 1;
+        }
+        if watches {
+            let context = &mut Context::from_waker(driver);
+            self.terminate_on_error(|core| core.watch_sends(context));
         }
         Ok(())
     }
 
-    #[inline(always)]
-    fn lend_part(&mut self, part: Buf, kind: Kind) {
-        let header = self.protocol.flow.send(kind);
-        let send = self.sender(kind).send_with_imm(part, header.encode());
-        self.add_sent(Sent::Lent(send));
-        self.lent += 1;
+    /// Sends a message of one frame while no other is in flight. If it arrives at once, its view is
+    /// dropped at once, too: the caller has another one, so this frees nothing.
+    fn lend_alone(&mut self, message: &Buf, driver: &Waker) {
+        let header = self.protocol.flow.send(Kind::Data);
+        let send = self.frames.send_with_imm(message.clone(), header.encode());
+        let mut sent = Sent::Lent(send);
+        self.note_refusal(sent.refusal());
+        let context = &mut Context::from_waker(driver);
+        match sent.poll_once(context) {
+            Poll::Pending => {
+                self.sends.push_back(sent);
+                self.lent += 1;
+                self.watch_by_driver();
+            }
+            Poll::Ready((result, _)) => {
+                self.reaped += 1;
+                if let Err(kind) = result {
+                    self.terminate_on_error(|core| core.on_failure(kind, context));
+                }
+            }
+        }
     }
 
     /// Returns the kind of frame `number` of a message.

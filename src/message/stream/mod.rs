@@ -41,16 +41,15 @@ mod write_half;
 mod writing;
 
 use std::fmt;
-use std::future::{Future, poll_fn};
 use std::io::{self, IoSlice};
 use std::net::SocketAddr;
-use std::pin::{Pin, pin};
-use std::task::{Context, Poll};
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
 use tokio::io::{AsyncBufRead, AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::ToSocketAddrs;
-use tokio::task::coop::cooperative;
+use tokio::task::coop::poll_proceed;
 
 pub use listener::RdmaListener;
 pub use read_half::OwnedReadHalf;
@@ -371,9 +370,14 @@ const COPIED: usize = 128 << 10;
 /// ready lets other tasks run.
 fn within_budget<T>(
     context: &mut Context<'_>,
-    poll: impl FnMut(&mut Context<'_>) -> Poll<T>,
+    poll: impl FnOnce(&mut Context<'_>) -> Poll<T>,
 ) -> Poll<T> {
-    pin!(cooperative(poll_fn(poll))).poll(context)
+    let budget = ready!(poll_proceed(context));
+    let result = poll(context);
+    if result.is_ready() {
+        budget.made_progress();
+    }
+    result
 }
 
 /// Returns the settings of a connection that carries bytes.

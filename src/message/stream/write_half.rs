@@ -12,7 +12,7 @@ use bytes::{Buf as _, Bytes};
 use tokio::io::AsyncWrite;
 
 use super::{addresses, io_error, within_budget};
-use crate::memory::Buf;
+use crate::memory::{Buf, SlabFinder};
 use crate::message::connection::Handle;
 use crate::message::core::{ConnectionCounters, Core};
 use crate::message::error::MessageError;
@@ -21,12 +21,13 @@ use crate::message::waiters::{Caller, Ticket};
 /// The writing half of an [`RdmaStream`](super::RdmaStream). Dropping it shuts down the direction.
 pub struct OwnedWriteHalf {
     ticket: Option<Ticket>,
+    slabs: SlabFinder,
     handle: Arc<Handle>,
 }
 
 impl OwnedWriteHalf {
     pub(super) fn new(handle: Arc<Handle>) -> Self {
-        Self { ticket: None, handle }
+        Self { ticket: None, slabs: SlabFinder::default(), handle }
     }
 
     /// Writes bytes. Up to [`max_eager`](crate::ConnectionConfig::max_eager) they are copied once,
@@ -46,7 +47,7 @@ impl OwnedWriteHalf {
     pub async fn write_bytes(&mut self, bytes: impl Into<Bytes>) -> io::Result<()> {
         let mut bytes = bytes.into();
         while !bytes.is_empty() {
-            let buffer = self.handle.as_buffer(&bytes);
+            let buffer = self.slabs.view(&bytes, self.handle.shared.qp.protection_domain());
             let written = poll_fn(|context| {
                 self.poll(context, |core, ticket, driver, caller| {
                     core.poll_write_bytes(&bytes, buffer.as_ref(), ticket, driver, caller)
@@ -121,7 +122,7 @@ impl OwnedWriteHalf {
             &mut Caller<'_>,
         ) -> Poll<Result<T, MessageError>>,
     ) -> Poll<io::Result<T>> {
-        let Self { ticket, handle } = self;
+        let Self { ticket, handle, .. } = self;
         let result = within_budget(context, |context| {
             let shared = &handle.shared;
             shared.poll(context, |core, driver, caller| work(core, ticket, driver, caller))
@@ -170,7 +171,7 @@ impl AsyncWrite for OwnedWriteHalf {
 
 impl Drop for OwnedWriteHalf {
     fn drop(&mut self) {
-        let Self { handle, ticket } = self;
+        let Self { handle, ticket, .. } = self;
         handle.shared.abort_if_runtime_shuts_down();
         handle.shared.with(|core, driver| {
             core.withdraw_sender(ticket);

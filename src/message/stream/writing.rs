@@ -113,7 +113,7 @@ impl Core {
             };
         }
         let piece = bytes.slice(..len);
-        let offer = |core: &mut Self| core.send_whole(Outgoing::Bytes(&piece), len);
+        let offer = |core: &mut Self| core.send_whole(Outgoing::Bytes(&piece), len, driver);
         self.poll_written(offer, ticket, driver, caller)
     }
 
@@ -131,8 +131,15 @@ impl Core {
         // One frame while their size changes: a piece of several could be offered instead.
         let longest = if self.sizes.is_settled() { self.limits.eager } else { self.frame_len(0) };
         let len = buffer.len().min(longest);
-        let Ok(piece) = buffer.slice(..len) else { unreachable!("at most the buffer's length") };
-        let lend = |core: &mut Self| core.send_whole(Outgoing::Buffer(&piece), len);
+        let piece;
+        let lent = if len == buffer.len() {
+            buffer
+        } else {
+            let Ok(part) = buffer.slice(..len) else { unreachable!("shorter than the buffer") };
+            piece = part;
+            &piece
+        };
+        let lend = |core: &mut Self| core.send_whole(Outgoing::Buffer(lent), len, driver);
         self.poll_written(lend, ticket, driver, caller)
     }
 
@@ -290,12 +297,12 @@ impl Core {
     }
 
     /// Sends a message of `len` bytes after the held ones.
-    fn send_whole(&mut self, message: Outgoing<'_>, len: usize) -> Attempt<usize> {
+    fn send_whole(&mut self, message: Outgoing<'_>, len: usize, driver: &Waker) -> Attempt<usize> {
         self.protocol.phase().check_open()?;
         if !self.send_held_now() {
             return Ok(Err(Block::Held));
         }
-        Ok(self.try_send(message)?.map(|()| len))
+        Ok(self.try_send(message, driver)?.map(|()| len))
     }
 
     pub(super) fn set_nodelay(&mut self, nodelay: bool, driver: &Waker) {
