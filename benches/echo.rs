@@ -6,6 +6,7 @@
 //! echo [over=messages|buffers|bytes|registered|traits|tcp] [size=64]
 //!      [mode=event|cooperative|hybrid|busy-poll] [operations=10000] [warmup=1000]
 //!      [devices=soft0] [times=yes|no] [runtime=current|multi]
+//!      [client=task|block-on]
 //! ```
 //!
 //! | over | Sends and receives |
@@ -17,8 +18,9 @@
 //! | `traits` | `AsyncRead` and `AsyncWrite` of an `RdmaStream` |
 //! | `tcp` | the same of a `TcpStream`, without delay |
 //!
-//! An operation is `size` bytes in each direction. The answering end is a task of its own; both
-//! ends have the default settings, except the mode. `scripts/costs` builds and runs it.
+//! An operation is `size` bytes in each direction. Each end is a task, or one is the future of
+//! `block_on`, for which Tokio looks for I/O in each round. Both have the default settings, except
+//! the mode. `scripts/costs` builds and runs it.
 
 mod common;
 
@@ -33,10 +35,10 @@ use tokio_rdma::{Buf, Connection, ConnectionConfig, Device, Listener, RdmaListen
 use common::{Arguments, Result};
 
 fn main() -> ExitCode {
-    common::exit("echo", Arguments::new(&DEFAULTS).and_then(|arguments| run(&arguments)))
+    common::exit("echo", Arguments::new(&DEFAULTS).and_then(run))
 }
 
-const DEFAULTS: [(&str, &str); 8] = [
+const DEFAULTS: [(&str, &str); 9] = [
     ("size", "64"),
     ("mode", "event"),
     ("operations", "10000"),
@@ -45,16 +47,22 @@ const DEFAULTS: [(&str, &str); 8] = [
     ("times", "yes"),
     ("runtime", "current"),
     ("over", "messages"),
+    ("client", "task"),
 ];
 
-fn run(arguments: &Arguments) -> Result<String> {
-    arguments.runtime()?.enable_all().build()?.block_on(echo(arguments))
+fn run(arguments: Arguments) -> Result<String> {
+    let runtime = arguments.runtime()?.enable_all().build()?;
+    match arguments.get("client") {
+        "task" => runtime.block_on(async { tokio::spawn(echo(arguments)).await? }),
+        "block-on" => runtime.block_on(echo(arguments)),
+        other => Err(format!("unknown client={other}").into()),
+    }
 }
 
-async fn echo(arguments: &Arguments) -> Result<String> {
+async fn echo(arguments: Arguments) -> Result<String> {
     let (operations, warmup) = (arguments.number("operations")?, arguments.number("warmup")?);
     let size = arguments.number("size")?;
-    let [mut ours, mut theirs] = connect(arguments, size).await?;
+    let [mut ours, mut theirs] = connect(&arguments, size).await?;
     let answering = tokio::spawn(async move {
         while theirs.answer().await? {}
         theirs.close().await

@@ -2,17 +2,18 @@
 //! output.
 //!
 //! ```text
-//! verbs work=write|read|write-batch|read-batch|read-batch-pool|pingpong|pingpong-tasks|
-//!            memcpy|threads
+//! verbs work=write|read|write-batch|read-batch|read-batch-pool|pingpong|
+//!            pingpong-served|pingpong-tasks|memcpy|threads
 //!       mode=event|cooperative|hybrid|busy-poll [depth=1] [size=BYTES] [operations=10000]
 //!       [warmup=1000] [devices=soft0[,rxe1]] [times=yes|no] [runtime=current|multi]
 //! ```
 //!
 //! `write-batch` and `read-batch` repeatedly post `depth` operations with one doorbell and wait for
 //! all; times are of batches. In `read-batch-pool`, the buffers of each batch come from the pool
-//! and return to it. `pingpong` runs both ends alternately in one task, like the C program; in
-//! `pingpong-tasks` the other end is a task of its own. `scripts/bench-verbs` and `scripts/costs`
-//! build and run both programs.
+//! and return to it. `pingpong` runs both ends alternately in one future, like the C program. In
+//! `pingpong-served` the other end is a task, and this end is in the future of `block_on`; in
+//! `pingpong-tasks` both are tasks. `scripts/bench-verbs` and `scripts/costs` build and run both
+//! programs.
 //!
 //! Two works use no device and are limits of the machine: `memcpy` copies `size` bytes, and
 //! `threads` is a ping-pong of two threads over one atomic word.
@@ -38,9 +39,15 @@ const MESSAGE: usize = 64;
 const PAGE: usize = 4096;
 
 fn main() -> ExitCode {
-    let line = Work::new()
-        .and_then(|work| work.arguments.runtime()?.enable_io().build()?.block_on(compare(&work)));
-    common::exit("verbs", line)
+    common::exit("verbs", Work::new().and_then(run))
+}
+
+fn run(work: Work) -> Result<String> {
+    let runtime = work.arguments.runtime()?.enable_io().build()?;
+    if work.get("work") == "pingpong-tasks" {
+        return runtime.block_on(async { tokio::spawn(compare(work)).await? });
+    }
+    runtime.block_on(compare(work))
 }
 
 struct Work {
@@ -89,7 +96,8 @@ const DEFAULTS: [(&str, &str); 9] = [
 
 // Comparing.
 
-async fn compare(work: &Work) -> Result<String> {
+async fn compare(work: Work) -> Result<String> {
+    let work = &work;
     let (first, second) = work.get("devices").split_once(',').unwrap_or((work.get("devices"), ""));
     let mode = work.arguments.mode()?;
     let ours = End::open(first, &mode, work)?;
@@ -98,11 +106,11 @@ async fn compare(work: &Work) -> Result<String> {
     theirs.qp.connect(&ours.qp.endpoint())?;
 
     let mut times = Times::new(0);
-    run(&ours, &theirs, work, work.warmup, &mut times).await?;
+    exchange(&ours, &theirs, work, work.warmup, &mut times).await?;
     times = Times::new(if work.get("times") == "yes" { work.operations } else { 0 });
     let before = counters(&ours, &theirs);
     let start = Instant::now();
-    run(&ours, &theirs, work, work.operations, &mut times).await?;
+    exchange(&ours, &theirs, work, work.operations, &mut times).await?;
     let mean = start.elapsed().as_nanos() / work.operations as u128;
     let after = counters(&ours, &theirs);
 
@@ -128,7 +136,7 @@ fn counters(ours: &End, theirs: &End) -> CompletionQueueCounters {
     sum
 }
 
-async fn run(
+async fn exchange(
     ours: &End,
     theirs: &End,
     work: &Work,
@@ -162,7 +170,9 @@ async fn run(
         ("memcpy", 1) => copies(work.size, operations, times),
         ("threads", 1) => ping_pong_of_threads(operations, times),
         ("pingpong", 1) => ping_pong(ours, theirs, operations, times).await,
-        ("pingpong-tasks", 1) => ping_pong_of_tasks(ours, theirs, operations, times).await,
+        ("pingpong-served" | "pingpong-tasks", 1) => {
+            ping_pong_served(ours, theirs, operations, times).await
+        }
         (other, _) => Err(format!("unknown work {other}, or unsupported depth").into()),
     }
 }
@@ -350,7 +360,7 @@ async fn ping_pong(ours: &End, theirs: &End, operations: usize, times: &mut Time
 }
 
 /// Runs each end as a task that posts its next receive before it sends.
-async fn ping_pong_of_tasks(
+async fn ping_pong_served(
     ours: &End,
     theirs: &End,
     operations: usize,

@@ -10,7 +10,7 @@
  *   poll       spins on ibv_poll_cq
  *   event      polls; without a completion arms, polls again, and then sleeps in epoll. Reads one event at a time and
  *              acknowledges many at once.
- *   arm-first  arms before posting and sleeps for every completion
+ *   arm-first  arms before posting and sleeps for every operation, or for every message of a ping-pong
  *
  * times=no omits the times of single operations, for counting instructions. The line of output is the same as that of
  * benches/verbs.rs.
@@ -41,6 +41,7 @@ struct end {
     union ibv_gid gid;
     enum ibv_mtu mtu;
     unsigned unacknowledged;
+    int sleeps; /* armed before posting: the next take() sleeps first */
     unsigned sends, receives; /* completions polled but not yet consumed by finish() */
     struct ibv_sge sge, receive_sge;
     struct ibv_send_wr wr;
@@ -157,6 +158,13 @@ static void arm(struct end *end) {
     arms++;
 }
 
+static void arm_first(struct end *end) {
+    if (mode == ARM_FIRST) {
+        arm(end);
+        end->sleeps = 1;
+    }
+}
+
 static void acknowledge(struct end *end) {
     ibv_ack_cq_events(end->cq, end->unacknowledged);
     end->unacknowledged = 0;
@@ -195,8 +203,9 @@ static inline int poll(struct end *end, struct ibv_wc *completions, int capacity
 /* Waits for completions: returns at least one, at most `capacity`. */
 static inline int take(struct end *end, struct ibv_wc *completions, int capacity) {
     int taken;
-    if (mode == ARM_FIRST)
+    if (end->sleeps)
         sleep_for_event();
+    end->sleeps = 0;
     while ((taken = poll(end, completions, capacity)) == 0) {
         if (mode == POLL)
             continue;
@@ -233,8 +242,7 @@ static void rdma(struct end *from, unsigned long depth, unsigned long operations
     unsigned long started[MAX_DEPTH], posted = 0, done = 0;
     while (done < operations) {
         while (posted < operations && posted - done < depth) {
-            if (mode == ARM_FIRST)
-                arm(from);
+            arm_first(from);
             if (times)
                 started[posted % MAX_DEPTH] = now();
             post_rdma(from, posted++);
@@ -315,8 +323,10 @@ static void ping_pong(struct end *ours, struct end *theirs, unsigned long operat
         unsigned long start = times ? now() : 0;
         post_receive(ours);
         post_receive(theirs);
+        arm_first(theirs);
         post_send(ours);
         finish(theirs, round > 0, 1);
+        arm_first(ours);
         post_send(theirs);
         finish(ours, 1, 1);
         if (times)
@@ -384,7 +394,7 @@ int main(int count, char **arguments) {
     size = bytes ? bytes : strcmp(work, "pingpong") == 0 ? MESSAGE : WORD;
     check(size <= MAX_SIZE, "size");
     mode = strcmp(how, "poll") == 0 ? POLL : strcmp(how, "event") == 0 ? EVENT : ARM_FIRST;
-    check(mode != ARM_FIRST || (strcmp(how, "arm-first") == 0 && depth == 1 && !is_batch && strcmp(work, "pingpong") != 0), how);
+    check(mode != ARM_FIRST || (strcmp(how, "arm-first") == 0 && depth == 1 && !is_batch), how);
 
     static struct end ours, theirs;
     char *second = strchr(devices, ',');
