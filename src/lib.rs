@@ -136,6 +136,9 @@ mod contained;
 mod dispatch;
 mod engine;
 mod sync;
+// Modules without loom use it.
+#[cfg(not(loom))]
+mod waiters;
 
 /// Completion queues, their modes and counters.
 pub mod completion {

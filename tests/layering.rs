@@ -14,7 +14,7 @@ use std::process::Command;
 
 /// The modules of this crate, from the lowest layer to the highest.
 const LAYERS: [&[&str]; 9] = [
-    &["clock", "contained", "error", "software", "sync", "types"],
+    &["clock", "contained", "error", "software", "sync", "types", "waiters"],
     &["dispatch"],
     &["verbs"],
     &["memory"],

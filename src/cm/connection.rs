@@ -135,10 +135,10 @@ impl CmConnection {
     /// Returns the private data of the rejection that ended the connection after it was
     /// established, if one did.
     pub(crate) fn rejection(&self) -> Option<Vec<u8>> {
-        match &self.endpoint.inbox().state().end {
+        self.endpoint.inbox().state(|state| match &state.end {
             Some(EndReason::Rejected { private_data, .. }) => Some(private_data.clone()),
             _ => None,
-        }
+        })
     }
 
     /// Disconnects, and waits until the peer's connection manager has answered.
@@ -202,7 +202,7 @@ impl CmConnection {
 
     /// Returns true if the connection has ended and the peer need not be notified.
     fn peer_knows(&self) -> bool {
-        self.endpoint.inbox().state().peer_knows
+        self.endpoint.inbox().state(|state| state.peer_knows)
     }
 
     /// Waits until the connection and its TIMEWAIT have ended, so that none of its packets is in

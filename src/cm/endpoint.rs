@@ -157,7 +157,7 @@ impl Endpoint {
     }
 
     pub(super) fn has_ended(&self) -> bool {
-        self.inbox.state().end.is_some()
+        self.inbox.state(|state| state.end.is_some())
     }
 }
 

@@ -1,16 +1,15 @@
 //! The events of one id of the connection manager, and the tasks that wait for them.
 
-use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-use parking_lot::{Mutex, MutexGuard};
-use smallvec::SmallVec;
+use parking_lot::Mutex;
 
 use crate::contained::{contained, panics};
 use crate::dispatch::Any;
 use crate::op::{QueuePair, WeakQueuePair};
 use crate::types::{QpAttr, QpState, RejectReason};
+use crate::waiters::{Caller, Ticket, Waiters};
 use rdma_provider::cm_contract::{CmEventKind, CmPeer};
 
 use super::connection::Disconnection;
@@ -60,12 +59,10 @@ pub(super) struct Inbox {
 #[derive(Debug, Default)]
 struct Seen {
     state: IdState,
+    /// The tasks that wait for the next event. A woken task leaves the queue: if its waker panics,
+    /// it may never be polled again.
     waiters: Waiters,
-    next_ticket: u64,
 }
-
-/// The tasks that wait for the next event. Usually there is at most one.
-type Waiters = SmallVec<[(u64, Waker); 1]>;
 
 /// The queue pair that fails with the connection.
 #[derive(Debug, Default)]
@@ -80,9 +77,9 @@ impl Inbox {
         Arc::new(Self { seen: Mutex::default(), attached: Mutex::default(), incoming })
     }
 
-    /// Returns the events so far. Dispatch waits for this lock.
-    pub(super) fn state(&self) -> StateGuard<'_> {
-        StateGuard(self.seen.lock())
+    /// Calls `with` with the events so far, under the lock. Dispatch waits for it.
+    pub(super) fn state<T>(&self, with: impl FnOnce(&mut IdState) -> T) -> T {
+        with(&mut self.seen.lock().state)
     }
 
     /// Begins a wait of one task for events.
@@ -92,8 +89,12 @@ impl Inbox {
 
     /// Wakes all tasks that wait.
     pub(super) fn wake_all(&self) {
-        let waiters = std::mem::take(&mut self.seen.lock().waiters);
-        for (_, waker) in waiters {
+        let (first, others) = self.seen.lock().waiters.remove_all();
+        if let Some(waker) = first {
+            wake(waker);
+        }
+        let Some(others) = others else { return };
+        for waker in others.into_iter().filter_map(|(_, waker)| waker) {
             wake(waker);
         }
     }
@@ -101,12 +102,8 @@ impl Inbox {
     /// Wakes the task that has waited longest. If its waker panics, wakes the next one.
     pub(super) fn wake_one(&self) {
         loop {
-            let first = {
-                let waiters = &mut self.seen.lock().waiters;
-                (!waiters.is_empty()).then(|| waiters.remove(0))
-            };
-            let Some((_, waker)) = first else { return };
-            if wake(waker) {
+            let first = self.seen.lock().waiters.remove_first();
+            if first.is_none_or(wake) {
                 return;
             }
         }
@@ -131,15 +128,16 @@ impl Inbox {
             };
             fail_weak(queue_pair);
         }
-        let changed = self.state().on_event(kind);
-        if changed {
+        if self.state(|state| state.on_event(kind)) {
             self.wake_all();
         }
     }
 
     /// Records a failed probe. The queue pair is in the error state already.
     pub(super) fn probe_failed(&self, end: Disconnection) {
-        self.state().end.get_or_insert(EndReason::Keepalive(end));
+        self.state(|state| {
+            state.end.get_or_insert(EndReason::Keepalive(end));
+        });
         self.wake_all();
     }
 
@@ -169,23 +167,6 @@ impl Inbox {
     }
 }
 
-/// The locked state of an id.
-pub(super) struct StateGuard<'a>(MutexGuard<'a, Seen>);
-
-impl Deref for StateGuard<'_> {
-    type Target = IdState;
-
-    fn deref(&self) -> &IdState {
-        &self.0.state
-    }
-}
-
-impl DerefMut for StateGuard<'_> {
-    fn deref_mut(&mut self) -> &mut IdState {
-        &mut self.0.state
-    }
-}
-
 /// Calls a waker, without any lock held; returns false if it panicked.
 fn wake(waker: Waker) -> bool {
     let panicked = panics(|| waker.wake_by_ref());
@@ -197,8 +178,7 @@ fn wake(waker: Waker) -> bool {
 /// The wait of one task. Dropping it ends the wait.
 pub(super) struct Wait<'a> {
     inbox: &'a Inbox,
-    /// Ticket of this wait's newest entry in the waiters. A wake-up removes the entry.
-    ticket: Option<u64>,
+    ticket: Option<Ticket>,
 }
 
 impl Wait<'_> {
@@ -209,47 +189,41 @@ impl Wait<'_> {
         context: &mut Context<'_>,
         mut find: impl FnMut(&mut IdState) -> Option<T>,
     ) -> Poll<T> {
-        // Cloned and dropped without the lock, because wakers are user code.
-        let mut clone = None;
-        loop {
+        let mut caller = Caller::new(context.waker());
+        if self.ticket.is_none() {
+            caller.expect_wait();
+        }
+        let polled = loop {
             let mut seen = self.inbox.seen.lock();
             if let Some(found) = find(&mut seen.state) {
+                let registered = seen.waiters.withdraw(&mut self.ticket);
                 drop(seen);
-                contained(|| drop(clone));
-                return Poll::Ready(found);
+                drop_contained(registered);
+                break Poll::Ready(found);
             }
-            let own = seen.waiters.iter_mut().find(|(ticket, _)| Some(*ticket) == self.ticket);
-            match (own, clone.take()) {
-                (Some((_, waker)), _) if waker.will_wake(context.waker()) => {}
-                (_, None) => {
-                    drop(seen);
-                    clone = Some(context.waker().clone());
-                    continue;
-                }
-                (Some((_, waker)), Some(new)) => clone = Some(std::mem::replace(waker, new)),
-                (None, Some(new)) => {
-                    let ticket = seen.next_ticket;
-                    seen.next_ticket += 1;
-                    seen.waiters.push((ticket, new));
-                    self.ticket = Some(ticket);
-                }
-            }
+            seen.waiters.wait(&mut self.ticket, &mut caller);
             drop(seen);
-            contained(|| drop(clone));
-            return Poll::Pending;
-        }
+            if !caller.clone_if_needed() {
+                break Poll::Pending;
+            }
+        };
+        drop_contained(caller.unused());
+        polled
     }
 }
 
 impl Drop for Wait<'_> {
     fn drop(&mut self) {
-        let Some(own) = self.ticket else { return };
-        let mut seen = self.inbox.seen.lock();
-        let at = seen.waiters.iter().position(|(ticket, _)| *ticket == own);
-        // Keeps the order of the others.
-        let ended = at.map(|at| seen.waiters.remove(at));
-        drop(seen);
-        contained(|| drop(ended));
+        if self.ticket.is_some() {
+            let ended = self.inbox.seen.lock().waiters.withdraw(&mut self.ticket);
+            drop_contained(ended);
+        }
+    }
+}
+
+fn drop_contained(waker: Option<Waker>) {
+    if waker.is_some() {
+        contained(|| drop(waker));
     }
 }
 
@@ -273,52 +247,28 @@ pub(super) fn fail(queue_pair: &QueuePair) {
 impl IdState {
     /// Records the event. Returns true if waiters must check it.
     fn on_event(&mut self, kind: CmEventKind<Any>) -> bool {
-        let end = match kind {
-            CmEventKind::AddressResolved => {
-                self.address = Some(Ok(()));
-                None
-            }
-            CmEventKind::AddressError(errno) => {
-                self.address = Some(Err(errno));
-                None
-            }
-            CmEventKind::RouteResolved => {
-                self.route = Some(Ok(()));
-                None
-            }
-            CmEventKind::RouteError(errno) => {
-                self.route = Some(Err(errno));
-                None
-            }
-            CmEventKind::ConnectResponse(peer) => {
-                self.response = Some(peer);
-                None
-            }
-            CmEventKind::Established => {
-                self.established = true;
-                None
-            }
+        self.exited |= matches!(kind, CmEventKind::TimewaitExit | CmEventKind::DeviceRemoval);
+        let mut end = None;
+        match kind {
+            CmEventKind::AddressResolved => self.address = Some(Ok(())),
+            CmEventKind::AddressError(errno) => self.address = Some(Err(errno)),
+            CmEventKind::RouteResolved => self.route = Some(Ok(())),
+            CmEventKind::RouteError(errno) => self.route = Some(Err(errno)),
+            CmEventKind::ConnectResponse(peer) => self.response = Some(peer),
+            CmEventKind::Established => self.established = true,
             CmEventKind::Rejected { reason, private_data } => {
-                Some(EndReason::Rejected { reason, private_data })
+                end = Some(EndReason::Rejected { reason, private_data });
             }
-            CmEventKind::Unreachable(errno) => Some(EndReason::Unreachable(errno)),
-            CmEventKind::ConnectError(errno) => Some(EndReason::Error(errno)),
-            CmEventKind::Disconnected => Some(EndReason::Disconnected),
-            CmEventKind::TimewaitExit => {
-                self.exited = true;
-                Some(EndReason::TimewaitExit)
-            }
-            CmEventKind::DeviceRemoval => {
-                self.exited = true;
-                Some(EndReason::DeviceRemoval)
-            }
-            CmEventKind::AddressChange => Some(EndReason::AddressChange),
+            CmEventKind::Unreachable(errno) => end = Some(EndReason::Unreachable(errno)),
+            CmEventKind::ConnectError(errno) => end = Some(EndReason::Error(errno)),
+            CmEventKind::Disconnected => end = Some(EndReason::Disconnected),
+            CmEventKind::TimewaitExit => end = Some(EndReason::TimewaitExit),
+            CmEventKind::DeviceRemoval => end = Some(EndReason::DeviceRemoval),
+            CmEventKind::AddressChange => end = Some(EndReason::AddressChange),
             CmEventKind::ConnectRequest { .. } | CmEventKind::Other(_) => return false,
-        };
-        self.peer_knows |= end.as_ref().is_some_and(|end| *end != EndReason::AddressChange);
-        if self.end.is_none() {
-            self.end = end;
         }
+        self.peer_knows |= end.as_ref().is_some_and(|end| *end != EndReason::AddressChange);
+        self.end = self.end.take().or(end);
         true
     }
 }
@@ -366,7 +316,7 @@ mod tests {
             inbox.on_event(event());
             inbox.on_event(CmEventKind::Disconnected);
             inbox.on_event(rejection());
-            assert_eq!(inbox.state().end, Some(end));
+            inbox.state(|state| assert_eq!(state.end, Some(end)));
         }
         let inbox = Inbox::new(None);
         let woken = Arc::new(Counts::default());
@@ -384,10 +334,11 @@ mod tests {
             inbox.on_event(event);
         }
         assert_eq!(woken.0.load(Ordering::Relaxed), 4);
-        let state = inbox.state();
-        assert_eq!((state.address, state.route), (Some(Ok(())), Some(Err(113))));
-        assert_eq!((&state.response, state.established), (&Some(peer), true));
-        assert_eq!((&state.end, state.exited), (&None, false));
+        inbox.state(|state| {
+            assert_eq!((state.address, state.route), (Some(Ok(())), Some(Err(113))));
+            assert_eq!((&state.response, state.established), (&Some(peer), true));
+            assert_eq!((&state.end, state.exited), (&None, false));
+        });
     }
 
     #[test]
@@ -399,27 +350,6 @@ mod tests {
         assert!(wait.poll(&mut Context::from_waker(&waker), |_| None::<()>).is_pending());
         inbox.on_event(CmEventKind::Other(99));
         assert_eq!(woken.0.load(Ordering::Relaxed), 0);
-    }
-
-    #[test]
-    fn longest_wait_is_woken_first_after_another_one_has_ended() {
-        let inbox = Inbox::new(None);
-        let wakers: [Arc<Counts>; 3] = Default::default();
-        let [first, mut second, mut third] = wakers.each_ref().map(|woken| {
-            let waker = Waker::from(woken.clone());
-            let mut wait = inbox.wait();
-            assert!(wait.poll(&mut Context::from_waker(&waker), |_| None::<()>).is_pending());
-            wait
-        });
-        drop(first);
-        for expected in [[0, 1, 0], [0, 1, 1], [0, 1, 1]] {
-            inbox.wake_one();
-            assert_eq!(wakers.each_ref().map(|woken| woken.0.load(Ordering::Relaxed)), expected);
-        }
-        for wait in [&mut second, &mut third] {
-            let found = wait.poll(&mut Context::from_waker(Waker::noop()), |_| Some(()));
-            assert!(found.is_ready());
-        }
     }
 
     #[test]

@@ -78,7 +78,7 @@ async fn probe(interval: Duration, queue_pair: WeakQueuePair, inbox: Arc<Inbox>,
     loop {
         let mut sleep = Sleep::new(clock::deadline(interval));
         poll_fn(|context| sleep.poll(context)).await;
-        let ended = inbox.state().end.is_some();
+        let ended = inbox.state(|state| state.end.is_some());
         let Some(qp) = queue_pair.upgrade().filter(|_| !ended) else { return };
         let now = Some(Activity::of(&qp));
         // An operation in flight detects a lost peer by its retries.

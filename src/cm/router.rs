@@ -320,8 +320,9 @@ mod tests {
                 })
                 .collect();
             let inboxes: Vec<_> = ids.iter().map(|(_, inbox)| inbox.clone()).collect();
-            let filed =
-                move || inboxes.iter().filter(|inbox| inbox.state().address.is_some()).count();
+            let filed = move || {
+                inboxes.iter().filter(|inbox| inbox.state(|state| state.address.is_some())).count()
+            };
             router.drain();
             assert_eq!(filed(), QUOTA);
             // Runs between the next two drains.

@@ -36,13 +36,13 @@ use super::receives::Receives;
 use super::send_memory::SendMemory;
 use super::stream::{Held, check_bytes};
 use super::timers::{Observed, Times};
-use super::waiters::Waiters;
 use super::window::{Sizes, first_receives};
 use crate::cm::CmConnection;
 use crate::engine::is_current;
 use crate::error::{OpErrorKind, SetupError};
 use crate::memory::{BufMut, Pool, ReadOnlyRegion};
 use crate::op::{QueuePair, Received};
+use crate::waiters::Waiters;
 
 /// The number of frames handled before the task yields.
 pub(super) const BATCH: usize = 128;

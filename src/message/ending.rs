@@ -13,8 +13,8 @@ use super::inbound::{Arrived, Incoming, Message};
 use super::lifecycle::{Action, Event, Outcome, Phase, is_flush};
 use super::message_memory::FetchOutput;
 use super::outbound::Sent;
-use super::waiters::{Caller, Ticket};
 use crate::error::OpErrorKind;
+use crate::waiters::{Caller, Ticket};
 
 impl Core {
     /// Handles a failed operation, which has failed the queue pair. Finds the first cause.

@@ -16,8 +16,8 @@ use super::error::{CloseReason, MessageError, TrySendError};
 use super::inbound::{Next, Notification, copy_target};
 use super::outbound::{Flush, Outgoing};
 use super::shared::Shared;
-use super::waiters::{Caller, Ticket};
 use crate::memory::Buf;
+use crate::waiters::{Caller, Ticket};
 
 /// A position in a wait queue. Dropping it withdraws the waiter.
 pub(super) struct WaitGuard<'a> {

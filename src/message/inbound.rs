@@ -10,9 +10,9 @@ use super::core::Core;
 use super::error::{CloseReason, MessageError};
 use super::lifecycle::Event;
 use super::message_memory::Fetch;
-use super::waiters::{Caller, Ticket};
 use crate::memory::{Buf, BufMut, RemoteRegion};
 use crate::types::Imm;
+use crate::waiters::{Caller, Ticket};
 
 /// The report of a WRITE with immediate data, which has written memory that this side exposed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

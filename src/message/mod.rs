@@ -60,7 +60,6 @@ pub mod stream;
 #[cfg(all(test, not(loom)))]
 mod tests;
 mod timers;
-mod waiters;
 mod window;
 
 pub use admission::{ListenerStats, RefusalReason};

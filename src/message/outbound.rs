@@ -12,11 +12,11 @@ use super::core::{Core, Mark};
 use super::error::{CloseReason, MessageError};
 use super::frame::{Header, Kind};
 use super::handshake::Content;
-use super::waiters::{Caller, Ticket};
 use crate::error::{LimitError, OpError, OpErrorKind};
 use crate::memory::{Buf, BufMut, Gather, PdKey, ReadOnlyRegion, RemoteRegion, Sealed as _};
 use crate::op::{QueuePair, Send, Write};
 use crate::types::Imm;
+use crate::waiters::{Caller, Ticket};
 
 /// The number of frames in flight above which completed ones are removed.
 const REAP_THRESHOLD: usize = 256;

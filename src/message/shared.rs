@@ -18,10 +18,10 @@ use super::core::Core;
 use super::error::CloseReason;
 use super::halves::WaitGuard;
 use super::helper::Helper;
-use super::waiters::{Caller, Ticket};
 use crate::contained::contained;
 use crate::engine::Deferral;
 use crate::op::QueuePair;
+use crate::waiters::{Caller, Ticket};
 
 thread_local! {
     /// The connection that this thread drives or serves, and whether its driver was woken since.

@@ -16,7 +16,7 @@ use super::write_half::OwnedWriteHalf;
 use super::{RdmaStream, ReuniteError, addresses, io_error, within_budget};
 use crate::message::connection::Handle;
 use crate::message::core::{ConnectionCounters, Core};
-use crate::message::waiters::{Caller, Ticket};
+use crate::waiters::{Caller, Ticket};
 
 /// The reading half of an [`RdmaStream`].
 ///

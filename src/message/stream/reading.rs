@@ -10,7 +10,7 @@ use crate::memory::BufMut;
 use crate::message::core::Core;
 use crate::message::error::MessageError;
 use crate::message::inbound::{Arrived, Incoming, Message};
-use crate::message::waiters::{Caller, Ticket};
+use crate::waiters::{Caller, Ticket};
 
 /// Received bytes that the service reads in place.
 #[derive(Debug)]

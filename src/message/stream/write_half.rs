@@ -16,7 +16,7 @@ use crate::memory::{Buf, SlabFinder};
 use crate::message::connection::Handle;
 use crate::message::core::{ConnectionCounters, Core};
 use crate::message::error::MessageError;
-use crate::message::waiters::{Caller, Ticket};
+use crate::waiters::{Caller, Ticket};
 
 /// The writing half of an [`RdmaStream`](super::RdmaStream). Dropping it shuts down the direction.
 pub struct OwnedWriteHalf {

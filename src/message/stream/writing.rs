@@ -23,7 +23,7 @@ use crate::message::core::Core;
 use crate::message::error::MessageError;
 use crate::message::frame::Kind;
 use crate::message::outbound::{Attempt, Block, INLINE, Outgoing, Pieces};
-use crate::message::waiters::{Caller, Ticket};
+use crate::waiters::{Caller, Ticket};
 
 /// The longest piece of memory that the peer reads at once: its longest pooled buffer.
 const PIECE: usize = 1 << 20;

@@ -1,21 +1,27 @@
 //! A FIFO of tasks that wait for the same condition.
+//!
+//! The lock of the condition guards it. The waking side chooses what becomes of a woken task:
+//! [`take_first`](Waiters::take_first) lets it keep its position, so that no other task overtakes
+//! it until it [withdraws](Waiters::withdraw); [`remove_first`](Waiters::remove_first) and
+//! [`remove_all`](Waiters::remove_all) remove it, and it registers again if it must wait further.
 
 use std::collections::VecDeque;
 use std::task::Waker;
 
 /// A task's position in a wait queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Ticket(u64);
+pub(crate) struct Ticket(u64);
 
 /// A task that checks a condition under the lock and may have to wait. Cloning and dropping its
-/// waker runs user code, which must not happen under the lock.
-/// [`Shared::poll`](super::shared::Shared::poll) therefore checks again with a clone, unless the
-/// task has [expected](Self::expect_wait) to wait.
+/// waker runs user code, which must not happen under the lock. Its poll therefore checks again with
+/// a [clone](Self::clone_if_needed), unless the task has [expected](Self::expect_wait) to wait.
+///
+/// Drop it without the lock.
 ///
 /// One poll registers it at most once. `will_wake` is best effort and only saves a clone if an
 /// earlier poll registered the same task.
 #[derive(Debug)]
-pub(super) struct Caller<'a> {
+pub(crate) struct Caller<'a> {
     waker: &'a Waker,
     clone: Option<Waker>,
     needs_clone: bool,
@@ -27,7 +33,7 @@ pub(super) struct Caller<'a> {
 }
 
 impl<'a> Caller<'a> {
-    pub(super) fn new(waker: &'a Waker) -> Self {
+    pub(crate) fn new(waker: &'a Waker) -> Self {
         Self {
             waker,
             clone: None,
@@ -39,17 +45,19 @@ impl<'a> Caller<'a> {
     }
 
     /// Clones the waker of a task that will probably wait, which then need not check again.
-    pub(super) fn expect_wait(&mut self) {
+    #[inline]
+    pub(crate) fn expect_wait(&mut self) {
         self.clone = Some(self.waker.clone());
     }
 
     /// Returns true in the second call of the same poll.
-    pub(super) fn checks_again(&self) -> bool {
+    pub(crate) fn checks_again(&self) -> bool {
         self.checks_again
     }
 
     /// Clones the waker if needed. Returns true if the task must then check again.
-    pub(super) fn clone_if_needed(&mut self) -> bool {
+    #[inline]
+    pub(crate) fn clone_if_needed(&mut self) -> bool {
         if std::mem::take(&mut self.needs_clone) {
             self.clone = Some(self.waker.clone());
             self.checks_again = true;
@@ -57,34 +65,46 @@ impl<'a> Caller<'a> {
         }
         false
     }
+
+    /// Returns the waker that is left: the clone, or the one that it has replaced.
+    #[inline]
+    pub(crate) fn unused(self) -> Option<Waker> {
+        self.clone.or(self.replaced)
+    }
 }
 
+/// The wait queue.
 #[derive(Debug, Default)]
-pub(super) struct Waiters {
-    queue: VecDeque<(Ticket, Option<Waker>)>,
+pub(crate) struct Waiters {
+    /// Separate, because usually at most one task waits: that one needs no allocation.
+    first: Option<Waiter>,
+    /// Empty if `first` is `None`.
+    others: VecDeque<Waiter>,
     next: u64,
 }
 
+/// A task, and its waker unless that was taken.
+pub(crate) type Waiter = (Ticket, Option<Waker>);
+
 impl Waiters {
-    pub(super) fn is_empty(&self) -> bool {
-        self.queue.is_empty()
+    pub(crate) fn is_empty(&self) -> bool {
+        self.first.is_none()
     }
 
     /// Returns true if no other task is ahead; `None` stands for a new waiter.
-    pub(super) fn is_first(&self, ticket: Option<Ticket>) -> bool {
-        self.queue.front().is_none_or(|(first, _)| Some(*first) == ticket)
+    pub(crate) fn is_first(&self, ticket: Option<Ticket>) -> bool {
+        self.first.as_ref().is_none_or(|(first, _)| Some(*first) == ticket)
     }
 
     /// Registers `caller`, at the end of the queue if it has no position.
     ///
     /// If the waker was taken since this poll registered it, the task will be polled again and
     /// needs no registration.
-    pub(super) fn wait(&mut self, ticket: &mut Option<Ticket>, caller: &mut Caller<'_>) {
+    pub(crate) fn wait(&mut self, ticket: &mut Option<Ticket>, caller: &mut Caller<'_>) {
         if ticket.is_some() && caller.registered == *ticket {
             return;
         }
-        let found =
-            ticket.and_then(|ticket| self.queue.iter_mut().find(|(other, _)| *other == ticket));
+        let found = ticket.and_then(|ticket| self.all().find(|(other, _)| *other == ticket));
         if let Some((_, Some(registered))) = &found
             && registered.will_wake(caller.waker)
         {
@@ -100,32 +120,51 @@ impl Waiters {
             None => {
                 let new = Ticket(self.next);
                 self.next += 1;
-                self.queue.push_back((new, Some(waker)));
+                match &mut self.first {
+                    first @ None => *first = Some((new, Some(waker))),
+                    Some(_) => self.others.push_back((new, Some(waker))),
+                }
                 *ticket = Some(new);
             }
         }
         caller.registered = *ticket;
     }
 
+    fn all(&mut self) -> impl Iterator<Item = &mut Waiter> {
+        self.first.iter_mut().chain(&mut self.others)
+    }
+
     /// Removes a waiter. The waker must be dropped without the lock.
     #[must_use]
-    pub(super) fn withdraw(&mut self, ticket: &mut Option<Ticket>) -> Option<Waker> {
+    #[inline]
+    pub(crate) fn withdraw(&mut self, ticket: &mut Option<Ticket>) -> Option<Waker> {
         let ticket = ticket.take()?;
-        if self.queue.front().is_some_and(|(first, _)| *first == ticket) {
-            return self.queue.pop_front()?.1;
+        if self.is_first(Some(ticket)) {
+            return self.remove_first();
         }
-        let place = self.queue.iter().position(|(other, _)| *other == ticket)?;
-        self.queue.remove(place)?.1
+        let place = self.others.iter().position(|(other, _)| *other == ticket)?;
+        self.others.remove(place)?.1
     }
 
-    /// Takes the first waiter's waker if not taken yet.
-    pub(super) fn take_first(&mut self) -> Option<Waker> {
-        self.queue.front_mut().and_then(|(_, waker)| waker.take())
+    /// Takes the first waiter's waker if not taken yet. The waiter keeps its position.
+    pub(crate) fn take_first(&mut self) -> Option<Waker> {
+        self.first.as_mut()?.1.take()
     }
 
-    /// Takes all remaining wakers.
-    pub(super) fn take_all(&mut self) -> impl Iterator<Item = Waker> {
-        self.queue.iter_mut().filter_map(|(_, waker)| waker.take())
+    /// Takes all remaining wakers. The waiters keep their positions.
+    pub(crate) fn take_all(&mut self) -> impl Iterator<Item = Waker> {
+        self.all().filter_map(|(_, waker)| waker.take())
+    }
+
+    /// Removes the first waiter, and returns its waker if not taken yet.
+    pub(crate) fn remove_first(&mut self) -> Option<Waker> {
+        std::mem::replace(&mut self.first, self.others.pop_front())?.1
+    }
+
+    /// Removes all waiters. Returns the first one's waker if not taken yet, and any others.
+    pub(crate) fn remove_all(&mut self) -> (Option<Waker>, Option<VecDeque<Waiter>>) {
+        let others = (!self.others.is_empty()).then(|| std::mem::take(&mut self.others));
+        (self.remove_first(), others)
     }
 }
 
@@ -157,6 +196,30 @@ mod tests {
     }
 
     #[test]
+    fn removed_waiters_register_again_behind_others() {
+        let mut waiters = Waiters::default();
+        let mut tickets = [None; 4];
+        for ticket in &mut tickets {
+            wait(&mut waiters, ticket, Waker::noop());
+        }
+        assert!(waiters.withdraw(&mut tickets[1]).is_some());
+        assert!(waiters.remove_first().is_some());
+        assert!(waiters.is_first(tickets[2]) && !waiters.is_first(tickets[0]));
+        let mut again = Caller::new(Waker::noop());
+        for _ in 0..2 {
+            waiters.wait(&mut tickets[0], &mut again);
+            again.clone_if_needed();
+        }
+        assert!(waiters.take_first().is_some(), "a woken waiter that keeps its position");
+        let (first, others) = waiters.remove_all();
+        assert!(first.is_none(), "woken already");
+        assert_eq!(others.unwrap().len(), 2);
+        assert!(waiters.is_empty() && waiters.remove_first().is_none());
+        assert!(tickets.iter_mut().all(|ticket| waiters.withdraw(ticket).is_none()));
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "wakers of one task have different addresses of their vtable")]
     fn waker_that_wakes_the_same_task_is_not_cloned_again() {
         let (mut waiters, mut ticket) = (Waiters::default(), None);
         let [waker, other] = [(); 2].map(|()| Waker::from(std::sync::Arc::new(Other)));
