@@ -125,6 +125,16 @@ pub(super) enum Phase {
 
 impl IdState {
     /// Returns true if the event of an address or a route may follow.
+    ///
+    /// Only these make librdmacm (44 to 64) call the kernel by the number of the event's id, see
+    /// `ucma_process_addr_resolved` and `ucma_process_route_resolved` in its `cma.c`. All other
+    /// events carry the address of their id, which `rdma_destroy_id` frees only after their
+    /// acknowledgement:
+    ///
+    /// - A connection request makes it call by the number of the new id, which nothing else knows
+    ///   before the event has been read. It makes no call on the listener.
+    /// - An unanswered request has no events: the kernel drops them until `rdma_accept`.
+    /// - The events of a connection call only for ids with a queue pair, which these do not have.
     fn is_resolving(&self) -> bool {
         self.timeout > 0 && matches!(self.phase, Phase::Idle | Phase::AddressKnown)
     }
