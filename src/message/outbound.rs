@@ -494,7 +494,8 @@ impl Core {
     }
 
     /// Returns the number of frames of a message of `len` bytes; `None` if it needs more than may
-    /// be sent at once.
+    /// be sent at once, or if short receives of the peer, of which longer ones follow, make it need
+    /// more than may be sent now: an offer needs one.
     fn frames_of(&mut self, len: usize) -> Option<usize> {
         // An empty message has a frame too.
         let mut frames = 1;
@@ -505,6 +506,11 @@ impl Core {
             while sent < len {
                 sent += self.frame_len(frames as u32);
                 frames += 1;
+            }
+            if frames > len.div_ceil(self.limits.frame).max(1)
+                && !self.protocol.flow.may_send_message(frames as u32)
+            {
+                return None;
             }
         }
         let most = || (self.protocol.flow.max_frames() as usize).min(self.send_memory.most());

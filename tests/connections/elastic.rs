@@ -2,9 +2,10 @@
 
 use std::time::Duration;
 
-use crate::connected::{self, assert_ready, config, modes, pair, pattern, recv};
+use crate::connected::{self, assert_ready, config, modes, pair, pair_in, pattern, recv};
 use crate::torture::{self, Flavour, LONG, Mode, Seed, bounded, scaled, soon};
 use bytes::Bytes;
+use futures::FutureExt as _;
 use tokio_rdma::message::{BufferBudget, RefusalReason};
 use tokio_rdma::software::Network;
 use tokio_rdma::{BufMut, Connection, EstablishError, Listener, SetupError};
@@ -216,6 +217,41 @@ fn connections_at_the_limit_of_their_budget_slow_down_and_live_on() {
             })
             .await;
         }
+    });
+}
+
+#[test]
+fn message_is_offered_if_short_receives_leave_too_few_credits() {
+    modes("short receives", || async {
+        let (_, pd) = torture::device(&Network::new());
+        // The sender needs no `Ack`, which would use short receives.
+        let (a, b) = pair_in(&pd, &pd, &config().preallocate(true), &config());
+        // Offered, because they take more short receives than a message may: longer ones, but not
+        // more, are of use.
+        for number in 0.. {
+            soon("a send", a.send(pattern(2_000, number))).await.unwrap();
+            assert!(recv(&b).await == pattern(2_000, number));
+            // Announces what was released, so that no `Ack` does.
+            b.send("received").await.unwrap();
+            assert_eq!(recv(&a).await, "received");
+            if b.counters().buffer_memory > 8 * (16 << 10) {
+                break;
+            }
+        }
+        // Arrives after the announcement of longer receives.
+        b.send("announced").await.unwrap();
+        assert_eq!(recv(&a).await, "announced");
+        let (before, message) = (a.counters(), |number| pattern(1_100, number));
+        // Three frames of the first leave too few credits for as many of the second.
+        for number in 0..3 {
+            let sent = a.send(message(number)).now_or_never();
+            sent.unwrap_or_else(|| panic!("message {number} waits: {:?}", a.counters())).unwrap();
+        }
+        assert_eq!(a.counters().offered - before.offered, 2, "{before:?}, {:?}", a.counters());
+        for number in 0..3 {
+            assert!(recv(&b).await == message(number), "message {number}");
+        }
+        assert_ready([&a, &b]);
     });
 }
 
