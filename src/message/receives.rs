@@ -38,6 +38,9 @@ const SPARES: usize = 2;
 /// announce released receives, and separate `Ack`s are rare.
 const LONG_MESSAGES: u32 = 8;
 
+/// The divisor of the size of receives that cannot be registered.
+const SHORTER: usize = 4;
+
 /// The longest copied message: copying costs less than replacing the buffer.
 const COPIED_OUT: usize = 256;
 
@@ -58,7 +61,7 @@ pub(super) struct Receives {
     /// The size of receives posted from now on, and the capacity of their buffers.
     size: usize,
     capacity: usize,
-    /// Receives are as many and as long as configured.
+    /// Receives are as many as configured, and not the first ones of an elastic side.
     is_full: bool,
     /// The number of the first receive of the current size, until the peer has reached it.
     changed_at: Option<u32>,
@@ -132,7 +135,7 @@ impl Receives {
         self.number = number;
         self.size = self.pool().buffer_size();
         self.capacity = self.size.next_multiple_of(64);
-        self.is_full = number >= self.most.receives && self.has_longest();
+        self.is_full = number >= self.most.receives && (self.is_grown() || self.has_longest());
     }
 
     /// Returns the number of receives, including the reserve.
@@ -154,7 +157,7 @@ impl Receives {
     /// Returns the number of long receives of a side that has shrunk. Frames have used others
     /// meanwhile, which were posted again.
     fn leftovers(&self) -> u32 {
-        if self.has_longest() {
+        if self.is_grown() || self.has_longest() {
             return 0;
         }
         let in_use = self.first.total() - self.first.available();
@@ -258,18 +261,40 @@ impl Receives {
         }
     }
 
-    /// Registers the buffers of `receives` receives.
+    /// Registers the buffers of `receives` receives. The first of a side that is in use are shorter
+    /// than configured if the budget or the device refuses these.
     fn register(&mut self, receives: u32, share: &mut Share) -> Result<(), SetupError> {
-        let Most { receives: most, size, spares, .. } = self.most;
+        if self.is_grown() {
+            return self.register_of(self.size, receives, share);
+        }
+        let mut size = self.most.size as usize;
+        loop {
+            match self.register_of(size, receives, share) {
+                Err(_) if size / SHORTER > FIRST_SIZE as usize => size /= SHORTER,
+                result => return result,
+            }
+        }
+    }
+
+    /// Registers the buffers of `receives` receives of `size` bytes, and of spare ones if that is
+    /// the configured size.
+    fn register_of(
+        &mut self,
+        size: usize,
+        receives: u32,
+        share: &mut Share,
+    ) -> Result<(), SetupError> {
+        let Most { receives: most, size: longest, spares, .. } = self.most;
+        let spares = if size == longest as usize { spares } else { 0 };
         let part = u64::from(spares) * u64::from(receives - RESERVE);
         let spares = part.div_ceil(u64::from(most - RESERVE)) as usize;
         let buffers = receives as usize + spares + self.extra as usize;
         let more = buffers.saturating_sub(self.grown.as_ref().map_or(0, Pool::total));
-        let bytes = more as u64 * u64::from(size).next_multiple_of(64);
+        let bytes = more as u64 * (size as u64).next_multiple_of(64);
         share.grow(bytes)?;
         match &self.grown {
             Some(pool) => pool.grow_by(more as u32),
-            None => Pool::new(self.first.protection_domain(), size as usize, buffers).map(|pool| {
+            None => Pool::new(self.first.protection_domain(), size, buffers).map(|pool| {
                 self.grown = Some(pool);
                 self.replacing = true;
             }),
@@ -305,9 +330,7 @@ impl Core {
     /// Registers and announces more or longer receives if they are of use.
     pub(super) fn grow_receives(&mut self) {
         let is_wanted = self.receives.wanted && self.protocol.phase().takes_messages();
-        if !is_wanted
-            || self.receives.leftovers() > 0
-            || !self.may_resize(self.receives.has_longest())
+        if !is_wanted || self.receives.leftovers() > 0 || !self.may_resize(self.receives.is_grown())
         {
             return;
         }
@@ -330,7 +353,8 @@ impl Core {
         if is_first {
             self.receives.changed_at = Some(from);
         }
-        self.protocol.flow.resize(Resize { receives, skip: 0, from, size: most.size });
+        let size = self.receives.size as u32;
+        self.protocol.flow.resize(Resize { receives, skip: 0, from, size });
         self.after.wake_driver();
     }
 

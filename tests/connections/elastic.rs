@@ -221,6 +221,42 @@ fn connections_at_the_limit_of_their_budget_slow_down_and_live_on() {
 }
 
 #[test]
+fn pressed_connection_whose_budget_has_little_left_grows_less() {
+    modes("little budget", || async {
+        // Twelve receives of 16 KiB do not fit, nor of 4 KiB beside as much for others.
+        let budget = BufferBudget::new(64 << 10);
+        let (_, pd) = torture::device(&Network::new());
+        let served = config().budget(&budget).shrink_after(Duration::from_millis(20));
+        let (a, b) = pair_in(&pd, &pd, &config(), &served);
+        for round in 0..3 {
+            let sending = async {
+                for number in 0..500 {
+                    soon("a send", a.send(pattern(3 * number as usize, number))).await.unwrap();
+                }
+            };
+            let receiving = async {
+                let mut most = 0;
+                for number in 0..500 {
+                    let message = recv(&b).await;
+                    assert!(message == pattern(3 * number as usize, number), "message {number}");
+                    most = most.max(b.counters().receives);
+                }
+                most
+            };
+            let ((), most) = tokio::join!(sending, receiving);
+            assert!(most > 8, "round {round}: {most}");
+            if torture::hardware().is_none() {
+                assert_eq!(most, 20, "round {round}");
+            }
+            assert!(budget.counters().used <= budget.counters().bytes / 2, "{budget:?}");
+            shrunk(&b).await;
+            assert_eq!(b.counters().receives, 8, "round {round}");
+        }
+        assert_ready([&a, &b]);
+    });
+}
+
+#[test]
 fn message_is_offered_if_short_receives_leave_too_few_credits() {
     modes("short receives", || async {
         let (_, pd) = torture::device(&Network::new());
