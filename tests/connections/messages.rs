@@ -200,25 +200,54 @@ fn lent_buffers_return_although_nothing_else_happens() {
 
 #[test]
 fn lent_buffer_returns_although_its_sender_has_waited_for_credits() {
-    everywhere("after a wait", async |mode| {
-        let config = config().mode(mode.make()).keepalive(None).preallocate(true);
-        let (a, b) = pair(&config.receive_buffers(4));
-        let pool = Pool::new(a.protection_domain(), 500, 32).unwrap();
-        for _ in 0..10 {
-            let send = || a.send_buffer(pool.copy_from(&[7; 500]).expect("most are free"));
-            let mut sent = 0;
-            while send().now_or_never().is_some() {
-                sent += 1;
-            }
-            for _ in 0..sent {
-                assert_eq!(recv(&b).await, [7; 500][..]);
-            }
-            // This call itself may find the credits, and the end of all earlier sends.
-            soon("credits", send()).await.unwrap();
-            assert_eq!(recv(&b).await, [7; 500][..]);
-            eventually("all buffers", || pool.available() == 32).await;
+    // In busy-poll mode a thread might find the completions before the sender does.
+    for mode in [Mode::Event, Mode::Cooperative, Mode::Hybrid] {
+        bounded("after a wait", LONG, move || {
+            Flavour::CurrentThread.runtime().block_on(lend_after_a_wait(mode));
+        });
+    }
+}
+
+async fn lend_after_a_wait(mode: Mode) {
+    const LEN: usize = 5_000;
+    let network = Network::simulated(1, Faults::none());
+    let deliver = || network.run_until_idle(Duration::from_millis(1));
+    let [(_, one), (_, other)] = two(&network);
+    let config = ConnectionConfig::default().mode(mode.make()).keepalive(None).preallocate(true);
+    let config = config.receive_buffers(4);
+    let (a, b) = pair_in(&one, &other, &config, &config);
+    let pool = Pool::new(&one, LEN, 16).unwrap();
+    let buffer = || pool.copy_from(&[7; LEN]).expect("most are free").freeze();
+    let send_buffer = || a.send_buffer(buffer()).now_or_never().is_some_and(|sent| sent.is_ok());
+    let try_send = || a.try_send(buffer()).is_ok();
+    for round in 0..12 {
+        let send = || if round % 2 == 0 { send_buffer() } else { try_send() };
+        // No task runs, so that only these calls find completions.
+        let until_refused = || (0..).take_while(|_| send()).count();
+        let mut sent = until_refused();
+        assert!(sent > 0);
+        deliver();
+        if round % 4 < 2 {
+            // Later refused calls find the end of all sends: none is watched any more.
+            sent += until_refused();
+            deliver();
+            assert_eq!((until_refused(), pool.available()), (0, 16), "round {round}");
         }
-    });
+        for _ in 0..sent {
+            let message = b.recv().now_or_never().expect("it has arrived");
+            assert_eq!(message.unwrap().unwrap(), [7; LEN][..]);
+        }
+        deliver();
+        // This call finds the credits, and else the end of all earlier sends.
+        assert!(send(), "round {round}");
+        assert_eq!(pool.available(), 15, "round {round}");
+        eventually("all buffers", || {
+            deliver();
+            pool.available() == 16
+        })
+        .await;
+        assert_eq!(recv(&b).await, [7; LEN][..]);
+    }
 }
 
 #[test]
@@ -776,12 +805,7 @@ fn message_owner_may_use_the_connection_in_its_destructor() {
         }
         // The thread that polls the last completion may drop the message after it has woken the
         // flush.
-        soon("all of them are dropped", async {
-            while Arc::strong_count(&a) > 1 {
-                tokio::time::sleep(Duration::from_millis(1)).await;
-            }
-        })
-        .await;
+        eventually("all of them are dropped", || Arc::strong_count(&a) == 1).await;
     });
 }
 
@@ -816,12 +840,7 @@ fn panicking_message_destructor_leaves_the_connection_usable() {
         }
         assert_eq!(recv(&b).await.len(), 80_000);
         soon("flush", a.flush()).await.unwrap();
-        soon("the memory is dropped", async {
-            while Arc::strong_count(&kept) > 1 {
-                tokio::time::sleep(Duration::from_millis(1)).await;
-            }
-        })
-        .await;
+        eventually("the memory is dropped", || Arc::strong_count(&kept) == 1).await;
         soon("send", a.send("still here")).await.unwrap();
         assert_eq!(recv(&b).await, "still here");
         soon("answer", b.send("here too")).await.unwrap();
