@@ -7,9 +7,9 @@ mod modify;
 mod path_share;
 
 use std::borrow::Borrow;
-use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
+use std::{array, fmt};
 
 use parking_lot::Mutex;
 use smallvec::SmallVec;
@@ -509,10 +509,12 @@ impl Qp {
     }
 
     /// Posts a list under the contract of [`post_send`](contract::Qp::post_send).
+    ///
+    /// The compiler removes the loop if the type of the list tells that its length is 1.
     #[inline(never)]
     fn post_list<'a>(
         &self,
-        list: impl Iterator<Item = impl Borrow<SendWr<'a>>>,
+        list: impl IntoIterator<Item = impl Borrow<SendWr<'a>>>,
     ) -> Result<(), PostError> {
         let qp = &self.0;
         let deferred = Deferred::new();
@@ -521,7 +523,7 @@ impl Qp {
             let mut sender = qp.sender.lock();
             let mut budget = Budget::slice();
             let mut queued = false;
-            for (posted, wr) in list.enumerate() {
+            for (posted, wr) in list.into_iter().enumerate() {
                 let wr = wr.borrow();
                 match qp.accept(&mut sender, wr) {
                     Ok(length) if !queued && !budget.is_spent() => {
@@ -549,25 +551,6 @@ impl Qp {
         }
         deferred.run();
         result
-    }
-
-    /// Posts a single work request under the contract of [`post_send`](contract::Qp::post_send).
-    #[inline(never)]
-    fn post_one(&self, wr: &SendWr<'_>) -> Result<(), PostError> {
-        let qp = &self.0;
-        let deferred = Deferred::new();
-        {
-            let mut sender = qp.sender.lock();
-            let length = match qp.accept(&mut sender, wr) {
-                Ok(length) => length,
-                Err(errno) => return refuse("ibv_post_send", 0, errno),
-            };
-            if qp.execute_or_queue(&mut sender, wr, length, &deferred) {
-                qp.pump(sender, &deferred);
-            }
-        }
-        deferred.run();
-        Ok(())
     }
 }
 
@@ -619,7 +602,7 @@ impl contract::Qp for Qp {
             return self.post_list(list);
         }
         // By reference: a single request is written to memory once.
-        list.next().map_or(Ok(()), |wr| self.post_one(wr.borrow()))
+        list.next().map_or(Ok(()), |wr| self.post_list(array::from_ref(wr.borrow())))
     }
 
     unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
