@@ -66,9 +66,6 @@ impl QpInner {
     }
 
     /// Sends within the process.
-    ///
-    /// Only the direct path of connections is inlined: the locals of the others would cost it
-    /// registers.
     #[inline(never)]
     fn pump_memory(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) {
         if !sender.continuing && sender.machine.has_work() {
@@ -112,44 +109,6 @@ impl QpInner {
         scheduler.schedule(at, Job::Continue(Arc::downgrade(self)));
     }
 
-    /// Sends directly to a connected peer. Returns whether work is left.
-    #[inline]
-    fn pump_connected(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) -> bool {
-        self.find_peer(sender);
-        let Sender { machine, peer, peer_at, .. } = sender;
-        let Some(peer) = peer else { return self.pump_lost(machine, *peer_at, deferred) };
-        let mut receiver = peer.receiver.lock();
-        let here = self.device();
-        let there = peer.device();
-        if peer.is_destroyed() || !here.is_linked() || !there.is_linked() {
-            drop(receiver);
-            return self.pump_lost(machine, *peer_at, deferred);
-        }
-        let responder = &mut receiver.machine;
-        let mut out = SendSide { qp: self, deferred };
-        let mut peer_out = ReceiveSide { qp: peer, deferred };
-        let mut budget = Budget::slice();
-        let pd = machine.config.pd;
-        if responder.config.peer == self.qpn() {
-            while let Some((psn, message)) = machine.fast_path_head() {
-                let length = message.length;
-                let done = self.deliver((psn, &message), 1, pd, responder, (there, &mut peer_out));
-                let Some(acknowledged) = done else { break };
-                tracing::trace!(qpn = %self.qpn(), ?psn, length, acknowledged, "message");
-                machine.fast_path_sent(1, acknowledged, &mut out);
-                budget.spend(length);
-                if !machine.has_work() {
-                    return false;
-                }
-                if !acknowledged || budget.is_spent() {
-                    break;
-                }
-            }
-        }
-        drop(receiver);
-        self.exchange_packets(machine, peer, budget, deferred)
-    }
-
     /// Executes a work request on the connected peer without the send queue, or queues it. Returns
     /// true if the caller must [pump](Self::pump).
     #[inline(always)]
@@ -188,13 +147,13 @@ impl QpInner {
             return None;
         };
         let here = self.device();
-        if self.transport() != Transport::Rc || here.network.is_queued() || !here.is_linked() {
+        if self.transport() != Transport::Rc || here.network.is_queued() {
             return None;
         }
         let (psn, message) = machine.unqueued(wr, length)?;
-        let mut receiver = peer.receiver.lock();
-        let ReceiverHalf { device: there, destroyed, machine: responder, .. } = &mut *receiver;
-        if *destroyed || !there.is_linked() || responder.config.peer != self.qpn() {
+        let mut receiver = peer.reached_from(here)?;
+        let ReceiverHalf { device: there, machine: responder, .. } = &mut *receiver;
+        if responder.config.peer != self.qpn() {
             return None;
         }
         let mut peer_out = ReceiveSide { qp: peer, deferred };
@@ -203,6 +162,19 @@ impl QpInner {
             self.deliver((psn, &message), 1, pd, responder, (there, &mut peer_out))?;
         tracing::trace!(qpn = %self.qpn(), ?psn, length, acknowledged, "message");
         Some(acknowledged)
+    }
+
+    /// Locks the receiver, unless the queue pair is destroyed or a device has no link.
+    #[inline(always)]
+    fn reached_from(&self, device: &DeviceInner) -> Option<MutexGuard<'_, ReceiverHalf>> {
+        if !device.is_linked() {
+            return None;
+        }
+        let receiver = self.receiver.lock();
+        if self.is_destroyed() || !receiver.device.is_linked() {
+            return None;
+        }
+        Some(receiver)
     }
 
     /// Executes a message that is `packets` long on the peer's responder. Returns whether it was
@@ -245,18 +217,19 @@ impl QpInner {
         }
     }
 
-    #[cold]
-    fn exchange_packets(
-        self: &Arc<Self>,
-        machine: &mut Requester,
-        peer: &Arc<Self>,
-        mut budget: Budget,
-        deferred: &Deferred,
-    ) -> bool {
-        let mut receiver = peer.receiver.lock();
-        let ReceiverHalf { machine: responder, unconfirmed, .. } = &mut *receiver;
+    /// Sends directly to a connected peer. Returns whether work is left.
+    #[inline(never)]
+    fn pump_connected(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) -> bool {
+        let mut budget = Budget::slice();
+        self.find_peer(sender);
+        let Sender { machine, peer, peer_at, .. } = sender;
+        let Some((peer, mut receiver)) =
+            peer.as_ref().and_then(|peer| Some((peer, peer.reached_from(self.device())?)))
+        else {
+            return self.pump_lost(machine, *peer_at, deferred);
+        };
+        let ReceiverHalf { device: there, machine: responder, unconfirmed, .. } = &mut *receiver;
         let here = self.device();
-        let there = peer.device();
         // Replies go elsewhere if the peer is connected to another queue pair.
         let answers = responder.config.peer == self.qpn();
         let unreliable = self.transport() != Transport::Rc;
@@ -284,7 +257,7 @@ impl QpInner {
             if budget.is_spent() {
                 return machine.has_work();
             }
-            if answers && let Some((psn, message, packets)) = machine.long_head() {
+            if answers && let Some((psn, message, packets)) = machine.direct_head() {
                 let (length, pd) = (message.length, machine.config.pd);
                 let of_peer = (&**there, &mut peer_out);
                 let done = self.deliver((psn, &message), packets, pd, responder, of_peer);
@@ -324,11 +297,11 @@ impl QpInner {
         at: Destination,
         deferred: &Deferred,
     ) -> bool {
+        let mut budget = Budget::slice();
         let here = self.device();
         let there =
             here.network.device(at.gid).filter(|there| here.is_linked() && there.is_linked());
         let mut out = SendSide { qp: self, deferred };
-        let mut budget = Budget::slice();
         let mut gather = Gather::new();
         while let Some(lost) = machine.next_packet(&here.keys, &mut gather, &mut out) {
             gather.clear();
@@ -348,9 +321,9 @@ impl QpInner {
 
     #[inline(never)]
     fn pump_datagrams(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) -> bool {
+        let mut budget = Budget::slice();
         let here = self.device();
         let mut out = SendSide { qp: self, deferred };
-        let mut budget = Budget::slice();
         let mut gather = Gather::new();
         while let Some(outgoing) = sender.machine.next_packet(&here.keys, &mut gather, &mut out) {
             if sender.peer_at.gid != outgoing.to.gid || sender.peer_at.qpn != outgoing.to.qpn {
@@ -359,19 +332,13 @@ impl QpInner {
             }
             self.find_peer(sender);
             let payload = payload_of(&sender.machine, &outgoing, &gather);
-            if let Some(peer) = &sender.peer {
-                let there = peer.device();
-                let mut receiver = peer.receiver.lock();
-                if !peer.is_destroyed() && here.is_linked() && there.is_linked() {
-                    let mut peer_out = ReceiveSide { qp: peer, deferred };
-                    receiver.machine.on_request(
-                        &outgoing.packet,
-                        here.gid,
-                        &payload,
-                        &there.keys,
-                        &mut peer_out,
-                    );
-                }
+            if let Some(peer) = &sender.peer
+                && let Some(mut receiver) = peer.reached_from(here)
+            {
+                let ReceiverHalf { device: there, machine: responder, .. } = &mut *receiver;
+                let mut peer_out = ReceiveSide { qp: peer, deferred };
+                let packet = &outgoing.packet;
+                responder.on_request(packet, here.gid, &payload, &there.keys, &mut peer_out);
             }
             budget.spend(payload.len());
             gather.clear();

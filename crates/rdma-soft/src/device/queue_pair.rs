@@ -36,8 +36,8 @@ use crate::roce::requester::{
 };
 use crate::roce::responder::{ReceiveConfig, ReceiveCounters, ReceiveWqe, Receiver, Responder};
 
-/// A post uses the fields up to the machine of `sender`, and those at the beginning of the peer's
-/// `receiver`. Both are [prefetched](contract::Qp::post_state).
+/// A post uses the fields up to the machine of `sender`, and the peer's from `destroyed` up to the
+/// machine of `receiver`. Both are [prefetched](contract::Qp::post_state).
 #[repr(C)]
 pub(crate) struct QpInner {
     context: Arc<ContextInner>,
@@ -48,10 +48,10 @@ pub(crate) struct QpInner {
     send_owner: u32,
     transport: Transport,
     pub(crate) sender: Mutex<Sender>,
-    pub(crate) receiver: Mutex<ReceiverHalf>,
+    recv_owner: u32,
     /// The handle was dropped. Changes only under both locks.
     destroyed: AtomicBool,
-    recv_owner: u32,
+    pub(crate) receiver: Mutex<ReceiverHalf>,
     recv_cq: Arc<CqInner>,
     srq: Option<Arc<SrqInner>>,
     /// Number of resets. Changes only under both locks.
@@ -118,8 +118,6 @@ pub(crate) struct Sender {
 pub(crate) struct ReceiverHalf {
     /// The device of the queue pair. A peer that executes a request finds it with one load less.
     pub(crate) device: Arc<DeviceInner>,
-    /// A copy of [`QpInner::destroyed`], in the lines that a peer prefetches.
-    pub(crate) destroyed: bool,
     /// `Job::Reply` is scheduled.
     pub(crate) replying: bool,
     pub(crate) machine: Responder,
@@ -295,7 +293,6 @@ pub(crate) fn create(
             receiver: Mutex::new(ReceiverHalf {
                 device: Arc::clone(device),
                 machine: Responder::new(receive),
-                destroyed: false,
                 replying: false,
                 unconfirmed,
             }),
@@ -573,7 +570,7 @@ impl contract::Qp for Qp {
 
     fn peer_post_state(&self) -> Option<*const ()> {
         let at = self.0.sender.lock().peer_at;
-        self.0.resolve(at).map(|peer| (&raw const peer.receiver).cast())
+        self.0.resolve(at).map(|peer| (&raw const peer.destroyed).cast())
     }
 
     fn modify(&self, attr: &QpAttr) -> Result<(), VerbError> {
@@ -648,7 +645,6 @@ impl Drop for Qp {
             let peer = sender.peer.take();
             qp.reset(&mut sender, &mut receiver, &deferred);
             qp.destroyed.store(true, Ordering::Relaxed);
-            receiver.destroyed = true;
             qp.device().keys.unbind_windows_of(qp.qpn);
             qp.send_cq.detach(qp.send_owner);
             if !Arc::ptr_eq(&qp.send_cq, &qp.recv_cq) {

@@ -22,25 +22,11 @@ pub(crate) struct DirectMessage<'a> {
 }
 
 impl Requester {
-    /// Returns the next work request and its PSN, if it is a single-packet message and nothing is
-    /// outstanding.
-    #[inline]
-    pub(crate) fn fast_path_head(&self) -> Option<(Psn, DirectMessage<'_>)> {
-        self.direct_head(self.config.mtu.bytes())
-    }
-
     /// Returns the next work request, its PSN and its number of packets, if it is not too long for
     /// the fast path and nothing is outstanding.
-    pub(crate) fn long_head(&self) -> Option<(Psn, DirectMessage<'_>, u32)> {
-        let (psn, message) = self.direct_head(MAX_LENGTH)?;
-        let packets = message.length.div_ceil(self.config.mtu.bytes()).max(1);
-        Some((psn, message, packets as u32))
-    }
-
-    #[inline(always)]
-    fn direct_head(&self, max_length: usize) -> Option<(Psn, DirectMessage<'_>)> {
+    pub(crate) fn direct_head(&self) -> Option<(Psn, DirectMessage<'_>, u32)> {
         let head = self.queue.front()?;
-        if head.started || head.length as usize > max_length || !self.may_send_directly() {
+        if head.started || head.length as usize > MAX_LENGTH || !self.may_send_directly() {
             return None;
         }
         let data = match head.several.as_slice() {
@@ -48,7 +34,10 @@ impl Requester {
             [] => Data::Sges(std::slice::from_ref(&head.one)),
             _ => return None,
         };
-        self.direct_message(&head.op, head.flags, head.length as usize, data)
+        let (psn, message) =
+            self.direct_message(&head.op, head.flags, head.length as usize, data)?;
+        let packets = message.length.div_ceil(self.config.mtu.bytes()).max(1);
+        Some((psn, message, packets as u32))
     }
 
     /// Returns a work request as a message, and its PSN, if it is a single-packet message and
