@@ -24,11 +24,11 @@ impl QpInner {
     pub(crate) fn pump_initiator(
         self: &Arc<Self>,
         sender: &mut Sender,
+        mut budget: Budget,
         deferred: &Deferred,
     ) -> bool {
         let here = self.device();
         let mut out = SendSide { qp: self, deferred };
-        let mut budget = Budget::slice();
         let mut gather = Gather::new();
         let mut answered = true;
         loop {
@@ -120,6 +120,7 @@ impl QpInner {
     pub(crate) fn pump_initiator_queued(
         self: &Arc<Self>,
         sender: &mut Sender,
+        mut budget: Budget,
         deferred: &Deferred,
     ) -> bool {
         let here = self.device();
@@ -132,7 +133,6 @@ impl QpInner {
         }
         let mut out = SendSide { qp: self, deferred };
         let mut outbox = Outbox::new(here);
-        let mut budget = Budget::slice();
         let mut gather = Gather::new();
         while let Some(outgoing) = sender.machine.next_packet(&here.keys, &mut gather, &mut out) {
             let Some(header) = sender.machine.header() else { return false };

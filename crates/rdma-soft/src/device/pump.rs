@@ -4,7 +4,7 @@
 //! peer's responder half, which replies at once, or encodes them onto the network. It moves a
 //! bounded slice. The scheduler continues the rest, alternating with other queue pairs: no post
 //! blocks for the length of a large message. `execute` delivers a message of one packet before it
-//! is queued; a list of such messages is limited to a slice, too.
+//! is queued, from the slice of its post.
 
 use std::sync::Arc;
 
@@ -55,25 +55,31 @@ pub(crate) enum Half {
 }
 
 impl QpInner {
-    /// Sends up to a slice of queued work, then settles the requester and unlocks it.
+    /// Sends queued work within the budget, then settles the requester and unlocks it.
     #[inline(always)]
-    pub(crate) fn pump(self: &Arc<Self>, mut sender: MutexGuard<'_, Sender>, deferred: &Deferred) {
+    pub(crate) fn pump(
+        self: &Arc<Self>,
+        mut sender: MutexGuard<'_, Sender>,
+        budget: Budget,
+        deferred: &Deferred,
+    ) {
         if self.device().network.is_queued() {
-            self.pump_queued(sender, deferred);
+            self.pump_queued(sender, budget, deferred);
         } else {
-            self.pump_memory(&mut sender, deferred);
+            self.pump_memory(&mut sender, budget, deferred);
         }
     }
 
     /// Sends within the process.
     #[inline(never)]
-    fn pump_memory(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) {
+    fn pump_memory(self: &Arc<Self>, sender: &mut Sender, budget: Budget, deferred: &Deferred) {
         if !sender.continuing && sender.machine.has_work() {
-            let more = match self.transport() {
-                Transport::Rc | Transport::Uc => self.pump_connected(sender, deferred),
-                Transport::Ud => self.pump_datagrams(sender, deferred),
-                Transport::Dci => self.pump_initiator(sender, deferred),
-            };
+            let more = budget.is_spent()
+                || match self.transport() {
+                    Transport::Rc | Transport::Uc => self.pump_connected(sender, budget, deferred),
+                    Transport::Ud => self.pump_datagrams(sender, budget, deferred),
+                    Transport::Dci => self.pump_initiator(sender, budget, deferred),
+                };
             if more {
                 self.continue_later(sender);
             }
@@ -83,12 +89,17 @@ impl QpInner {
 
     /// Sends over a network, and reports what is in flight to the path.
     #[inline(never)]
-    fn pump_queued(self: &Arc<Self>, mut sender: MutexGuard<'_, Sender>, deferred: &Deferred) {
+    fn pump_queued(
+        self: &Arc<Self>,
+        mut sender: MutexGuard<'_, Sender>,
+        budget: Budget,
+        deferred: &Deferred,
+    ) {
         if !sender.continuing && sender.machine.has_work() {
             let more = if self.transport() == Transport::Dci {
-                self.pump_initiator_queued(&mut sender, deferred)
+                self.pump_initiator_queued(&mut sender, budget, deferred)
             } else {
-                self.send_queued(&mut sender, deferred)
+                self.send_queued(&mut sender, budget, deferred)
             };
             if more {
                 self.continue_later(&mut sender);
@@ -101,7 +112,7 @@ impl QpInner {
 
     /// Schedules the next slice.
     #[cold]
-    pub(super) fn continue_later(self: &Arc<Self>, sender: &mut Sender) {
+    fn continue_later(self: &Arc<Self>, sender: &mut Sender) {
         sender.continuing = true;
         let scheduler = &self.device().network.scheduler;
         let now = scheduler.now();
@@ -117,17 +128,21 @@ impl QpInner {
         sender: &mut Sender,
         wr: &SendWr<'_>,
         length: u32,
+        budget: &mut Budget,
         deferred: &Deferred,
     ) -> bool {
-        let acknowledged = self.execute(sender, wr, length, deferred);
+        let acknowledged =
+            if budget.is_spent() { None } else { self.execute(sender, wr, length, deferred) };
         let mut out = SendSide { qp: self, deferred };
         if acknowledged == Some(true) {
             sender.machine.unqueued_sent(wr, length, &mut out);
+            budget.spend(length as usize);
             return false;
         }
         sender.machine.post(wr, length, &mut out);
         if acknowledged.is_some() {
             sender.machine.fast_path_sent(1, false, &mut out);
+            budget.spend(length as usize);
         }
         true
     }
@@ -219,14 +234,18 @@ impl QpInner {
 
     /// Sends directly to a connected peer. Returns whether work is left.
     #[inline(never)]
-    fn pump_connected(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) -> bool {
-        let mut budget = Budget::slice();
+    fn pump_connected(
+        self: &Arc<Self>,
+        sender: &mut Sender,
+        mut budget: Budget,
+        deferred: &Deferred,
+    ) -> bool {
         self.find_peer(sender);
         let Sender { machine, peer, peer_at, .. } = sender;
         let Some((peer, mut receiver)) =
             peer.as_ref().and_then(|peer| Some((peer, peer.reached_from(self.device())?)))
         else {
-            return self.pump_lost(machine, *peer_at, deferred);
+            return self.pump_lost(machine, *peer_at, budget, deferred);
         };
         let ReceiverHalf { device: there, machine: responder, unconfirmed, .. } = &mut *receiver;
         let here = self.device();
@@ -295,9 +314,9 @@ impl QpInner {
         self: &Arc<Self>,
         machine: &mut Requester,
         at: Destination,
+        mut budget: Budget,
         deferred: &Deferred,
     ) -> bool {
-        let mut budget = Budget::slice();
         let here = self.device();
         let there =
             here.network.device(at.gid).filter(|there| here.is_linked() && there.is_linked());
@@ -320,8 +339,12 @@ impl QpInner {
     }
 
     #[inline(never)]
-    fn pump_datagrams(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) -> bool {
-        let mut budget = Budget::slice();
+    fn pump_datagrams(
+        self: &Arc<Self>,
+        sender: &mut Sender,
+        mut budget: Budget,
+        deferred: &Deferred,
+    ) -> bool {
         let here = self.device();
         let mut out = SendSide { qp: self, deferred };
         let mut gather = Gather::new();
@@ -381,9 +404,9 @@ impl QpInner {
     fn send_queued(
         self: &Arc<Self>,
         sender: &mut MutexGuard<'_, Sender>,
+        mut budget: Budget,
         deferred: &Deferred,
     ) -> bool {
-        let mut budget = Budget::slice();
         loop {
             let mut outbox = Outbox::new(self.device());
             let more = self.fill_outbox(sender, &mut outbox, &mut budget, deferred);
@@ -498,7 +521,7 @@ impl QpInner {
         let deferred = Deferred::new();
         match half {
             Half::Sender => {
-                self.pump(self.sender.lock(), &deferred);
+                self.pump(self.sender.lock(), Budget::slice(), &deferred);
             }
             Half::Receiver => {
                 let mut receiver = self.receiver.lock();
@@ -550,7 +573,7 @@ impl QpInner {
         {
             let mut sender = self.sender.lock();
             sender.continuing = false;
-            self.pump(sender, &deferred);
+            self.pump(sender, Budget::slice(), &deferred);
         }
         deferred.run();
     }
@@ -564,7 +587,7 @@ impl QpInner {
                 sender.scheduled.pop();
             }
             sender.machine.on_timer(now, &mut SendSide { qp: self, deferred: &deferred });
-            self.pump(sender, &deferred);
+            self.pump(sender, Budget::slice(), &deferred);
         }
         deferred.run();
     }

@@ -523,16 +523,9 @@ impl Qp {
             for (posted, wr) in list.into_iter().enumerate() {
                 let wr = wr.borrow();
                 match qp.accept(&mut sender, wr) {
-                    Ok(length) if !queued && !budget.is_spent() => {
-                        queued = qp.execute_or_queue(&mut sender, wr, length, &deferred);
-                        if !queued {
-                            budget.spend(length as usize);
-                        }
-                    }
                     Ok(length) => {
-                        let out = &mut SendSide { qp, deferred: &deferred };
-                        sender.machine.post(wr, length, out);
-                        queued = true;
+                        queued |=
+                            qp.execute_or_queue(&mut sender, wr, length, &mut budget, &deferred);
                     }
                     Err(errno) => {
                         result = refuse("ibv_post_send", posted, errno);
@@ -540,10 +533,8 @@ impl Qp {
                     }
                 }
             }
-            if queued && budget.is_spent() && !sender.continuing {
-                qp.continue_later(&mut sender);
-            } else if queued {
-                qp.pump(sender, &deferred);
+            if queued {
+                qp.pump(sender, budget, &deferred);
             }
         }
         deferred.run();

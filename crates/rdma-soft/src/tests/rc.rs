@@ -252,3 +252,31 @@ fn long_messages_are_refused_if_the_ends_have_different_mtus() {
         assert_eq!(to.bytes(0, 8192), [0; 8192]);
     }
 }
+
+#[test]
+fn list_moves_at_most_one_slice() {
+    const SLICE: u64 = 64;
+    let network = Network::new();
+    let caps = QpCaps { max_send_wr: 256, ..Options::default().caps };
+    let (a, b) = connected(&network, &Options { caps, ..Options::default() });
+    let (from, to) = (a.buffer(8), b.buffer(8));
+    let write = |sges| SendWr {
+        wr_id: WrId(0),
+        op: SendOp::Write(to.remote(0)),
+        flags: SendFlags::empty(),
+        data: Data::Sges(sges),
+        target: None,
+    };
+    // The first post finds the peer.
+    a.send(1, SendOp::Write(to.remote(0)), &[from.sge(0, 8)]).unwrap();
+    assert_eq!(outcome(&a.poll()), [(1, WcStatus::SUCCESS)]);
+    // The rest of a slice is not continued.
+    network.0.scheduler.stop();
+    let (one, two) = ([from.sge(0, 8)], [from.sge(0, 4), from.sge(4, 4)]);
+    // The 41st message goes by the send queue, and so do those after it.
+    let list: Vec<_> = (0..200).map(|at| write(if at == 40 { &two[..] } else { &one })).collect();
+    // SAFETY: as in `send_with`.
+    unsafe { a.qp.post_send(&list) }.unwrap();
+    assert_eq!(b.qp.counters().1.packets - 1, SLICE);
+    assert_eq!(a.qp.0.sender.lock().machine.position(), 201, "all are posted");
+}

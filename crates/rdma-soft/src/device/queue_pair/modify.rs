@@ -9,6 +9,7 @@ use rdma_provider::types::{QpAttr, QpState, Qpn, Transport, check_transition};
 use super::{QpInner, ReceiveSide, ReceiverHalf, SendSide, Sender};
 use crate::device::PORT;
 use crate::device::deferred::Deferred;
+use crate::device::pump::Budget;
 
 /// Maximum of the three-bit retry counters.
 const MAX_RETRY: u8 = 7;
@@ -71,7 +72,7 @@ impl QpInner {
         }
         drop(receiver_guard);
         // Starts work queued in SQD, or reports that an empty queue has drained.
-        self.pump(sender_guard, deferred);
+        self.pump(sender_guard, Budget::slice(), deferred);
         Ok(())
     }
 
