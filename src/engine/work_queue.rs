@@ -34,6 +34,9 @@ use crate::verbs::Qp;
 /// The bytes of the reference counts before the value of an `Arc`.
 const COUNTS: usize = 16;
 
+/// Number of cache lines at [`WorkQueue::address`], which each operation uses.
+pub(crate) const QUEUE_LINES: usize = 3;
+
 /// The fields that each operation uses are together, in few cache lines.
 #[repr(C)]
 pub(crate) struct WorkQueue {
@@ -148,8 +151,24 @@ impl WorkQueue {
 
     /// Prefetches the fields that each operation uses, and the reference count before them.
     #[inline(always)]
-    pub(crate) fn prefetch(self: &Arc<Self>) {
-        prefetch::<3>(Arc::as_ptr(self).cast::<()>().wrapping_byte_sub(COUNTS));
+    pub(super) fn prefetch(self: &Arc<Self>) {
+        prefetch::<QUEUE_LINES>(self.address());
+    }
+
+    /// Returns the address of these lines.
+    #[inline(always)]
+    pub(crate) fn address(self: &Arc<Self>) -> *const () {
+        Arc::as_ptr(self).cast::<()>().wrapping_byte_sub(COUNTS)
+    }
+
+    /// Returns the address of the slot that the next post uses, to be prefetched. Allocates the
+    /// first slots.
+    pub(crate) fn next_slot(self: &Arc<Self>) -> Option<*const ()> {
+        let mut posting = lock(&self.posting);
+        let claim = self.claim(&mut posting.cursor, 1)?;
+        let slot = ptr::from_ref::<Slot<Self>>(&claim).cast();
+        claim.release();
+        Some(slot)
     }
 
     /// Prefetches the slot of a completion, if it is one of the first.

@@ -56,6 +56,8 @@ use crate::verbs::{Device, ProtectionDomain, Qp, QpOptions};
 pub struct QueuePair {
     pub(crate) inner: Arc<Inner>,
     pub(crate) flags: SendFlags,
+    /// In the handle, so that prefetching need not wait for `inner`.
+    post_state: PostState,
 }
 
 /// The fields that each operation uses come first, in few cache lines.
@@ -64,7 +66,6 @@ pub(crate) struct Inner {
     /// The send queue of `core`, reachable with one load less.
     pub(super) send: Arc<WorkQueue>,
     pub(super) transport: Transport,
-    pub(super) post_state: PostState,
     pub(crate) core: Arc<QueuePairCore>,
     pub(super) pd: ProtectionDomain,
     qpn: Qpn,
@@ -331,7 +332,7 @@ impl QueuePair {
             if attr.state == Some(QpState::Rts)
                 && let Ok(qp) = self.inner.core.qp()
             {
-                self.inner.post_state.set_peer(&qp);
+                self.post_state.connected(&qp, &self.inner.send);
             }
             return Ok(());
         }
@@ -418,14 +419,14 @@ impl QueuePair {
     /// `IBV_SEND_FENCE`).
     #[must_use]
     pub fn fenced(&self) -> Self {
-        Self { inner: self.inner.clone(), flags: self.flags | SendFlags::FENCE }
+        Self { flags: self.flags | SendFlags::FENCE, ..self.clone() }
     }
 
     /// Returns a handle whose messages raise a solicited event at the receiver
     /// (`IBV_SEND_SOLICITED`).
     #[must_use]
     pub fn solicited(&self) -> Self {
-        Self { inner: self.inner.clone(), flags: self.flags | SendFlags::SOLICITED }
+        Self { flags: self.flags | SendFlags::SOLICITED, ..self.clone() }
     }
 
     /// Returns the state last set, without a system call.
@@ -446,7 +447,7 @@ impl QueuePair {
     }
 
     pub(crate) fn downgrade(&self) -> WeakQueuePair {
-        WeakQueuePair(Arc::downgrade(&self.inner))
+        WeakQueuePair { inner: Arc::downgrade(&self.inner), post_state: self.post_state.clone() }
     }
 
     /// Polls and dispatches available completions, whether or not other threads poll.
@@ -488,23 +489,30 @@ impl QueuePair {
 
     #[inline(always)]
     pub(crate) fn destination(&self) -> Destination<'_> {
-        self.inner.post_state.prefetch(&self.inner.send);
+        self.post_state.prefetch();
         Destination::new(&self.inner, self.flags, None)
     }
 }
 
 #[derive(Clone)]
-pub(crate) struct WeakQueuePair(Weak<Inner>);
+pub(crate) struct WeakQueuePair {
+    inner: Weak<Inner>,
+    post_state: PostState,
+}
 
 impl fmt::Debug for WeakQueuePair {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("WeakQueuePair").field(&self.0.upgrade().map(|inner| inner.qpn)).finish()
+        f.debug_tuple("WeakQueuePair").field(&self.inner.upgrade().map(|inner| inner.qpn)).finish()
     }
 }
 
 impl WeakQueuePair {
     pub(crate) fn upgrade(&self) -> Option<QueuePair> {
-        Some(QueuePair { inner: self.0.upgrade()?, flags: SendFlags::empty() })
+        Some(QueuePair {
+            inner: self.inner.upgrade()?,
+            flags: SendFlags::empty(),
+            post_state: self.post_state.clone(),
+        })
     }
 }
 
@@ -853,9 +861,9 @@ impl QueuePairBuilder {
             mtu: port.active_mtu,
             reads: device.attr().max_qp_rd_atom.min(device.attr().max_qp_init_rd_atom),
         };
+        let post_state = PostState::new(&*core.qp()?, core.send());
         let inner = Inner {
             send: core.send().clone(),
-            post_state: PostState::new(&*core.qp()?),
             core,
             transport,
             qpn,
@@ -868,6 +876,6 @@ impl QueuePairBuilder {
             queues: [send_queue, recv_queue],
             _held: held,
         };
-        Ok(QueuePair { inner: Arc::new(inner), flags: SendFlags::empty() })
+        Ok(QueuePair { inner: Arc::new(inner), flags: SendFlags::empty(), post_state })
     }
 }
