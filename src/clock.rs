@@ -7,16 +7,14 @@
 //! Setting a deadline takes a lock. The thread is notified only of a new earliest deadline. Among
 //! operations, only those with a deadline set one; messages set none.
 
-use std::collections::BTreeMap;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
 use std::future::{Future, poll_fn};
 use std::pin::pin;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::thread;
 use std::time::{Duration, Instant};
-
-use futures::task::AtomicWaker;
 
 use crate::contained::contained;
 
@@ -41,14 +39,13 @@ pub(crate) fn deadline(after: Duration) -> Instant {
 #[derive(Debug)]
 pub(crate) struct Sleep {
     deadline: Instant,
-    alarm: Option<Alarm>,
-    /// The signal of an earlier alarm, so that another deadline needs no allocation.
-    spare: Option<Arc<Signal>>,
+    /// The alarm, and the waker that it wakes.
+    alarm: Option<(Alarm, Waker)>,
 }
 
 impl Sleep {
     pub(crate) fn new(deadline: Instant) -> Self {
-        Self { deadline, alarm: None, spare: None }
+        Self { deadline, alarm: None }
     }
 
     pub(crate) fn deadline(&self) -> Instant {
@@ -57,82 +54,52 @@ impl Sleep {
 
     pub(crate) fn reset(&mut self, deadline: Instant) {
         self.deadline = deadline;
-        if let Some(alarm) = self.alarm.take() {
-            let mut signal = alarm.signal.clone();
-            drop(alarm);
-            // If the alarm thread has it, it is about to fire it, and the next alarm needs another.
-            if let Some(own) = Arc::get_mut(&mut signal) {
-                *own.fired.get_mut() = false;
-                self.spare = Some(signal);
-            }
-        }
+        self.alarm = None;
     }
 
     pub(crate) fn poll(&mut self, context: &mut Context<'_>) -> Poll<()> {
-        if self.alarm.is_none() {
-            if Instant::now() >= self.deadline {
-                return Poll::Ready(());
+        // An alarm fires after its instant, so a task that it has woken returns here.
+        if Instant::now() >= self.deadline {
+            return Poll::Ready(());
+        }
+        let waker = context.waker();
+        match &mut self.alarm {
+            Some((_, registered)) if registered.will_wake(waker) => {}
+            Some((alarm, registered)) => {
+                let is_set = alarm.redirect(waker);
+                let other = std::mem::replace(registered, waker.clone());
+                contained(|| drop(other));
+                if !is_set {
+                    return Poll::Ready(());
+                }
             }
-            self.alarm = Alarm::set(self.deadline, self.spare.take().unwrap_or_default());
+            None => match Alarm::waking(self.deadline, waker.clone()) {
+                Some(alarm) => self.alarm = Some((alarm, waker.clone())),
+                // Without the alarm thread, this task polls.
+                None => contained(|| waker.wake_by_ref()),
+            },
         }
-        let Some(alarm) = &self.alarm else {
-            // Without the alarm thread, this task polls.
-            contained(|| context.waker().wake_by_ref());
-            return Poll::Pending;
-        };
-        alarm.signal.poll(context)
-    }
-}
-
-#[derive(Debug, Default)]
-struct Signal {
-    fired: AtomicBool,
-    waker: AtomicWaker,
-}
-
-impl Signal {
-    fn poll(&self, context: &mut Context<'_>) -> Poll<()> {
-        if !self.fired.load(Ordering::Acquire) {
-            // May wake a task and drop another task's waker.
-            contained(|| self.waker.register(context.waker()));
-        }
-        // Checked after registering: the signal may have fired before.
-        if self.fired.load(Ordering::Acquire) { Poll::Ready(()) } else { Poll::Pending }
-    }
-
-    fn fire(&self) {
-        self.fired.store(true, Ordering::Release);
-        let Some(waker) = self.waker.take() else { return };
-        contained(|| waker.wake_by_ref());
-        // Separate: two panics at once would abort the process.
-        contained(|| drop(waker));
+        Poll::Pending
     }
 }
 
 /// A wake-up at an instant. Dropping it cancels the wake-up, unless that is in progress.
 #[derive(Debug)]
-pub(crate) struct Alarm {
-    key: Key,
-    signal: Arc<Signal>,
-}
+pub(crate) struct Alarm(Key);
 
-/// The instant, and a number to tell equal instants apart.
-type Key = (Instant, u64);
+/// Names an alarm. The number belongs to no other alarm, the slot to later ones too.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Key {
+    number: u64,
+    slot: usize,
+}
 
 impl Alarm {
     /// Sets an alarm that wakes `waker` on the alarm thread, even if it is leaked.
     ///
     /// Returns `None` if the thread cannot be started.
     pub(crate) fn waking(deadline: Instant, waker: Waker) -> Option<Self> {
-        let signal = Signal::default();
-        signal.waker.register(&waker);
-        Self::set(deadline, Arc::new(signal))
-    }
-
-    /// Returns `None` if the thread cannot be started.
-    fn set(deadline: Instant, signal: Arc<Signal>) -> Option<Self> {
         let mut alarms = Alarms::lock();
-        let key = (deadline, alarms.next);
         match alarms.next_wake {
             Some(wake) if wake <= deadline => {}
             Some(_) => {
@@ -157,22 +124,37 @@ impl Alarm {
                 (alarms.next_wake, alarms.failed) = (Some(deadline), false);
             }
         }
-        alarms.next += 1;
-        alarms.set.insert(key, signal.clone());
-        Some(Self { key, signal })
+        Some(Self(alarms.add(deadline, waker)))
+    }
+
+    /// Lets it wake `waker` instead. Returns false if it has fired.
+    fn redirect(&self, waker: &Waker) -> bool {
+        let new = waker.clone();
+        let mut alarms = Alarms::lock();
+        let (is_set, other) = match alarms.waker(self.0) {
+            Some(registered) => (true, std::mem::replace(registered, new)),
+            None => (false, new),
+        };
+        drop(alarms);
+        contained(|| drop(other));
+        is_set
     }
 }
 
 impl Drop for Alarm {
     fn drop(&mut self) {
-        // Drops the signal's waker without the lock. The thread may wake once in vain.
-        let gone = Alarms::lock().set.remove(&self.key);
+        // Drops the waker without the lock. The thread may wake once in vain.
+        let gone = Alarms::lock().cancel(self.0);
         drop(gone);
     }
 }
 
 struct Alarms {
-    set: BTreeMap<Key, Arc<Signal>>,
+    slots: Vec<Slot>,
+    vacant: Vec<usize>,
+    /// The instants of all alarms, and of cancelled ones: these are removed at their instant, or
+    /// together once they are the larger part.
+    instants: BinaryHeap<Reverse<(Instant, Key)>>,
     next: u64,
     /// The thread's next wake-up, not after the first alarm. `None` if it does not run: it exits
     /// when no alarm is left.
@@ -180,28 +162,94 @@ struct Alarms {
     failed: bool,
 }
 
-static ALARMS: Mutex<Alarms> =
-    Mutex::new(Alarms { set: BTreeMap::new(), next: 0, next_wake: None, failed: false });
+/// An alarm that is set; without a waker if the slot is vacant.
+struct Slot {
+    number: u64,
+    waker: Option<Waker>,
+}
+
+static ALARMS: Mutex<Alarms> = Mutex::new(Alarms::new());
 static CHANGED: Condvar = Condvar::new();
 
+/// Cancelled alarms whose instants are kept at least.
+const CANCELLED: usize = 64;
+
 impl Alarms {
+    const fn new() -> Self {
+        Self {
+            slots: Vec::new(),
+            vacant: Vec::new(),
+            instants: BinaryHeap::new(),
+            next: 0,
+            next_wake: None,
+            failed: false,
+        }
+    }
+
     fn lock() -> MutexGuard<'static, Self> {
         ALARMS.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn add(&mut self, deadline: Instant, waker: Waker) -> Key {
+        let number = self.next;
+        self.next += 1;
+        let new = Slot { number, waker: Some(waker) };
+        let slot = match self.vacant.pop() {
+            Some(slot) => {
+                self.slots[slot] = new;
+                slot
+            }
+            None => {
+                self.slots.push(new);
+                self.slots.len() - 1
+            }
+        };
+        let key = Key { number, slot };
+        self.instants.push(Reverse((deadline, key)));
+        key
+    }
+
+    /// Returns the waker of an alarm that is set.
+    fn waker(&mut self, key: Key) -> Option<&mut Waker> {
+        let slot = &mut self.slots[key.slot];
+        if slot.number == key.number { slot.waker.as_mut() } else { None }
+    }
+
+    /// Removes an alarm, and returns its waker unless it was removed before.
+    fn take(&mut self, key: Key) -> Option<Waker> {
+        self.waker(key)?;
+        self.vacant.push(key.slot);
+        self.slots[key.slot].waker.take()
+    }
+
+    fn cancel(&mut self, key: Key) -> Option<Waker> {
+        let waker = self.take(key);
+        let Self { slots, vacant, instants, .. } = self;
+        let set = slots.len() - vacant.len();
+        if instants.len() > 2 * set + CANCELLED {
+            instants.retain(|Reverse((_, key))| is_set(slots, *key));
+        }
+        waker
+    }
+
     fn run() {
         let mut alarms = Self::lock();
-        while let Some((&key, _)) = alarms.set.first_key_value() {
-            let left = key.0.saturating_duration_since(Instant::now());
-            alarms.next_wake = Some(key.0);
+        while let Some(&Reverse((instant, key))) = alarms.instants.peek() {
+            if !is_set(&alarms.slots, key) {
+                alarms.instants.pop();
+                continue;
+            }
+            let left = instant.saturating_duration_since(Instant::now());
+            alarms.next_wake = Some(instant);
             if left.is_zero() {
-                let due = alarms.set.remove(&key);
+                alarms.instants.pop();
+                let due = alarms.take(key);
                 drop(alarms);
-                if let Some(signal) = &due {
-                    signal.fire();
+                if let Some(waker) = due {
+                    contained(|| waker.wake_by_ref());
+                    // Separate: two panics at once would abort the process.
+                    contained(|| drop(waker));
                 }
-                // May be the last reference, with the waker of a task that polled meanwhile.
-                contained(|| drop(due));
                 alarms = Self::lock();
             } else {
                 alarms =
@@ -212,10 +260,16 @@ impl Alarms {
     }
 }
 
+fn is_set(slots: &[Slot], key: Key) -> bool {
+    let slot = &slots[key.slot];
+    slot.number == key.number && slot.waker.is_some()
+}
+
 #[cfg(all(test, not(loom)))]
 mod tests {
     use std::panic::resume_unwind;
-    use std::sync::mpsc::{Receiver, Sender, channel};
+    use std::sync::Arc;
+    use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
     use std::task::{Wake, Waker};
 
     use super::*;
@@ -300,39 +354,65 @@ mod tests {
         }
     }
 
-    /// A waker that repolls its sleep with a waker that sets an alarm when dropped, then drops the
-    /// sleep.
-    struct Takes(Mutex<Option<(Sleep, Waker)>>);
-
-    impl Wake for Takes {
-        fn wake(self: Arc<Self>) {
-            let Some((mut sleep, waker)) = self.0.lock().unwrap().take() else { return };
-            let _ = sleep.poll(&mut Context::from_waker(&waker));
-            // The alarm has the last reference.
-            drop(waker);
-            drop(sleep);
-        }
-    }
-
     #[test]
     fn alarm_thread_may_drop_waker_that_sets_an_alarm() {
         let (last, done) = waker(|| ());
-        let takes = Arc::new(Takes(Mutex::new(None)));
-        let mut sleep = Sleep::new(deadline(SHORT));
-        let first = Waker::from(takes.clone());
-        // Held until filled, in case the alarm fires early.
-        let mut slot = takes.0.lock().unwrap();
-        assert!(sleep.poll(&mut Context::from_waker(&first)).is_pending());
-        *slot = Some((sleep, last));
-        drop(slot);
+        // The alarm has the last reference.
+        let alarm = Alarm::waking(deadline(SHORT), last).unwrap();
+        done.recv_timeout(LONG).unwrap();
         // The waker was dropped, and its sender with it.
-        assert!(
-            done.recv_timeout(LONG)
-                .is_err_and(|error| error == std::sync::mpsc::RecvTimeoutError::Disconnected)
-        );
+        assert_eq!(done.recv_timeout(LONG), Err(RecvTimeoutError::Disconnected));
         let (waker, fired) = waker(|| ());
         let mut next = Sleep::new(deadline(SHORT));
         assert!(next.poll(&mut Context::from_waker(&waker)).is_pending());
         fired.recv_timeout(LONG).unwrap();
+        drop(alarm);
+    }
+
+    #[test]
+    fn sleep_wakes_the_task_that_polled_last() {
+        let [(first, unused), (last, fired)] = [(); 2].map(|()| waker(|| ()));
+        let mut sleep = Sleep::new(deadline(SHORT));
+        let early = [&first, &last].map(|waker| sleep.poll(&mut Context::from_waker(waker)));
+        drop(first);
+        // Otherwise this thread was late.
+        if early == [Poll::Pending; 2] {
+            assert_eq!(unused.recv_timeout(LONG), Err(RecvTimeoutError::Disconnected));
+            fired.recv_timeout(LONG).unwrap();
+            assert!(is_over(&mut sleep));
+        }
+        drop((sleep, last));
+        assert_eq!(fired.recv_timeout(LONG), Err(RecvTimeoutError::Disconnected));
+    }
+
+    #[test]
+    fn fired_alarm_is_not_redirected() {
+        let (first, fired) = waker(|| ());
+        let alarm = Alarm::waking(deadline(SHORT), first).unwrap();
+        fired.recv_timeout(LONG).unwrap();
+        assert!(!alarm.redirect(Waker::noop()));
+        let set = Alarm::waking(deadline(LONG), Waker::noop().clone()).unwrap();
+        assert!(set.redirect(Waker::noop()));
+    }
+
+    #[test]
+    fn cancelled_alarms_leave_slots_and_no_more_instants_than_others() {
+        let mut alarms = Alarms::new();
+        let (soon, late) = (deadline(SHORT), deadline(LONG));
+        let kept: Vec<_> = (0..10).map(|_| alarms.add(soon, Waker::noop().clone())).collect();
+        for _ in 0..100 * CANCELLED {
+            let key = alarms.add(late, Waker::noop().clone());
+            assert!(alarms.cancel(key).is_some() && alarms.cancel(key).is_none());
+            assert!(alarms.instants.len() <= 2 * kept.len() + CANCELLED);
+        }
+        assert_eq!(alarms.slots.len(), kept.len() + 1);
+        let mut found = Vec::new();
+        while let Some(Reverse((instant, key))) = alarms.instants.pop() {
+            if is_set(&alarms.slots, key) {
+                assert_eq!(instant, soon);
+                found.push(key);
+            }
+        }
+        assert_eq!(found, kept);
     }
 }
