@@ -242,8 +242,10 @@ impl Router {
                 break;
             }
         }
-        // Together, to occupy one blocking thread.
-        self.dispose(refused);
+        if !refused.is_empty() {
+            // Together, to occupy one blocking thread.
+            self.dispose(refused);
+        }
         if left == 0 {
             self.schedule_drain(Vec::new());
         }
