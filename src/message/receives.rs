@@ -383,6 +383,8 @@ impl Core {
         let from = self.posted_receives();
         let (skip, number) = (self.receives.number, self.receives.first_number);
         (self.receives.replacing, self.receives.wanted) = (false, false);
+        // The first growth may be smaller than the one that failed.
+        self.receives.pause = 0;
         let unused = self.receives.grown.take();
         self.receives.leaving += unused.as_ref().map_or(0, Pool::bytes);
         self.receives.extra = 0;

@@ -226,32 +226,23 @@ fn pressed_connection_whose_budget_has_little_left_grows_less() {
         // Twelve receives of 16 KiB do not fit, nor of 4 KiB beside as much for others.
         let budget = BufferBudget::new(64 << 10);
         let (_, pd) = torture::device(&Network::new());
-        let served = config().budget(&budget).shrink_after(Duration::from_millis(20));
+        // Demands count for as long.
+        let served = config().budget(&budget).shrink_after(LONG);
         let (a, b) = pair_in(&pd, &pd, &config(), &served);
-        for round in 0..3 {
-            let sending = async {
-                for number in 0..500 {
-                    soon("a send", a.send(pattern(3 * number as usize, number))).await.unwrap();
-                }
-            };
-            let receiving = async {
-                let mut most = 0;
-                for number in 0..500 {
-                    let message = recv(&b).await;
-                    assert!(message == pattern(3 * number as usize, number), "message {number}");
-                    most = most.max(b.counters().receives);
-                }
-                most
-            };
-            let ((), most) = tokio::join!(sending, receiving);
-            assert!(most > 8, "round {round}: {most}");
-            if torture::hardware().is_none() {
-                assert_eq!(most, 20, "round {round}");
+        let sending = async {
+            for number in 0..100 {
+                soon("a send", a.send(pattern(10 * number as usize, number))).await.unwrap();
             }
-            assert!(budget.counters().used <= budget.counters().bytes / 2, "{budget:?}");
-            shrunk(&b).await;
-            assert_eq!(b.counters().receives, 8, "round {round}");
-        }
+        };
+        let receiving = async {
+            for number in 0..100 {
+                let message = recv(&b).await;
+                assert!(message == pattern(10 * number as usize, number), "message {number}");
+            }
+        };
+        tokio::join!(sending, receiving);
+        assert!(b.counters().receives > 8, "{:?}", b.counters());
+        assert!(budget.counters().used <= budget.counters().bytes / 2, "{budget:?}");
         assert_ready([&a, &b]);
     });
 }
@@ -260,34 +251,39 @@ fn pressed_connection_whose_budget_has_little_left_grows_less() {
 fn message_is_offered_if_short_receives_leave_too_few_credits() {
     modes("short receives", || async {
         let (_, pd) = torture::device(&Network::new());
-        // The sender needs no `Ack`, which would use short receives.
-        let (a, b) = pair_in(&pd, &pd, &config().preallocate(true), &config());
-        // Offered, because they take more short receives than a message may: longer ones, but not
-        // more, are of use.
-        for number in 0.. {
-            soon("a send", a.send(pattern(2_000, number))).await.unwrap();
-            assert!(recv(&b).await == pattern(2_000, number));
-            // Announces what was released, so that no `Ack` does.
-            b.send("received").await.unwrap();
-            assert_eq!(recv(&a).await, "received");
-            if b.counters().buffer_memory > 8 * (16 << 10) {
-                break;
+        for _ in 0..100 {
+            // The sender needs few `Ack`s, which would use short receives.
+            let (a, b) = pair_in(&pd, &pd, &config().preallocate(true), &config());
+            // Offered, because they take more short receives than a message may: longer ones, but
+            // not more, are of use.
+            while b.counters().buffer_memory < 8 * (16 << 10) {
+                soon("a send", a.send(pattern(2_000, 1))).await.unwrap();
+                assert!(recv(&b).await == pattern(2_000, 1));
+                // Announces what was released, so that no `Ack` does.
+                b.send("received").await.unwrap();
+                assert_eq!(recv(&a).await, "received");
             }
+            // Arrives after the announcement of longer receives.
+            b.send("announced").await.unwrap();
+            assert_eq!(recv(&a).await, "announced");
+            let before = a.counters();
+            if before.credits != 8 {
+                // A late `Ack` uses a credit, or has made more receives of use.
+                continue;
+            }
+            // Three frames of the first leave too few credits for as many of the second.
+            for number in 0..2 {
+                let sent = a.send(pattern(1_100, number)).now_or_never();
+                sent.unwrap_or_else(|| panic!("{number} waits: {:?}", a.counters())).unwrap();
+            }
+            assert!(a.counters().offered > before.offered, "{before:?}, {:?}", a.counters());
+            for number in 0..2 {
+                assert!(recv(&b).await == pattern(1_100, number), "message {number}");
+            }
+            assert_ready([&a, &b]);
+            return;
         }
-        // Arrives after the announcement of longer receives.
-        b.send("announced").await.unwrap();
-        assert_eq!(recv(&a).await, "announced");
-        let (before, message) = (a.counters(), |number| pattern(1_100, number));
-        // Three frames of the first leave too few credits for as many of the second.
-        for number in 0..3 {
-            let sent = a.send(message(number)).now_or_never();
-            sent.unwrap_or_else(|| panic!("message {number} waits: {:?}", a.counters())).unwrap();
-        }
-        assert_eq!(a.counters().offered - before.offered, 2, "{before:?}, {:?}", a.counters());
-        for number in 0..3 {
-            assert!(recv(&b).await == message(number), "message {number}");
-        }
-        assert_ready([&a, &b]);
+        panic!("no side grew to receives of the same number");
     });
 }
 
