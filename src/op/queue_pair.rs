@@ -1,4 +1,6 @@
-//! Queue pairs: build, connect, query, close.
+//! Queue pairs: connect, query, close.
+
+mod builder;
 
 use std::any::Any;
 use std::fmt;
@@ -6,21 +8,22 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::task::Waker;
 
+pub(crate) use self::builder::Path;
+pub use self::builder::QueuePairBuilder;
 use crate::dispatch::{ReceiveCounters, SendCounters};
 use crate::engine::{
-    CompletionMode, CompletionQueue, Limits, QueuePairCore, Shared, WorkKind, WorkQueue,
-    WorkQueueCounters,
+    CompletionMode, CompletionQueue, QueuePairCore, WorkKind, WorkQueue, WorkQueueCounters,
 };
-use crate::error::{LimitError, OpErrorKind, SetupError};
-use crate::memory::{BufMut, PdKey, Pool, PoolError};
+use crate::error::{OpErrorKind, SetupError};
+use crate::memory::{BufMut, Pool, PoolError};
 use crate::op::post::Destination;
 use crate::op::post_state::PostState;
-use crate::op::{ConnectOptions, QueuePairEndpoint, SharedReceiveQueue};
+use crate::op::{ConnectOptions, QueuePairEndpoint};
 use crate::types::{
-    Access, AddressVector, DataPath, DciStreamsInit, Gid, GidEntry, LinkLayer, Mtu, PortAttr,
-    PortNum, PortState, Psn, Qkey, QpAttr, QpCaps, QpState, Qpn, SendFlags, SendOp, Transport,
+    AddressVector, Gid, GidEntry, LinkLayer, Mtu, PortNum, Psn, QpAttr, QpCaps, QpState, Qpn,
+    SendFlags, SendOp, Transport,
 };
-use crate::verbs::{Device, ProtectionDomain, Qp, QpOptions};
+use crate::verbs::ProtectionDomain;
 
 /// A queue pair whose work requests are futures. Clones refer to the same queue pair.
 ///
@@ -125,33 +128,11 @@ impl QueuePair {
     /// Returns a builder for a queue pair whose completions go to `queue`.
     #[must_use]
     pub fn builder(pd: &ProtectionDomain, queue: &CompletionQueue) -> QueuePairBuilder {
-        QueuePairBuilder {
-            pd: pd.clone(),
-            send_queue: queue.clone(),
-            recv_queue: None,
-            srq: None,
-            transport: Transport::Rc,
-            caps: QpCaps {
-                max_send_wr: 128,
-                max_recv_wr: 128,
-                max_send_sge: 4,
-                max_recv_sge: 4,
-                max_inline: 64,
-            },
-            receives: None,
-            held: None,
-            access: None,
-            qkey: None,
-            path: Path::Any,
-            number: None,
-            streams: None,
-            solicited: false,
-            listened: false,
-        }
+        QueuePairBuilder::new(pd, queue)
     }
 
     #[cfg(feature = "ibverbs")]
-    pub(crate) fn verbs(&self) -> Option<Arc<Qp>> {
+    pub(crate) fn verbs(&self) -> Option<Arc<crate::verbs::Qp>> {
         self.inner.core.qp().ok()
     }
 
@@ -524,358 +505,5 @@ impl fmt::Debug for QueuePair {
             .field("send", &self.send_counters())
             .field("receive", &self.receive_counters())
             .finish_non_exhaustive()
-    }
-}
-
-/// A builder for a [`QueuePair`].
-///
-/// ```
-/// use tokio_rdma::QueuePair;
-/// use tokio_rdma::types::{Qkey, QpState, Transport};
-/// # use tokio_rdma::{CompletionMode, CompletionQueue, Device};
-///
-/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::open_default()?;
-/// # let pd = device.protection_domain()?;
-/// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
-/// let datagrams = QueuePair::builder(&pd, &queue)
-///     .transport(Transport::Ud)
-///     .qkey(Qkey(0x1234))
-///     .max_recv_wr(256)
-///     .build()?;
-/// datagrams.activate()?;
-/// assert_eq!(datagrams.query()?.0, QpState::Rts);
-/// assert!(datagrams.caps().max_recv_wr >= 256);
-/// # Ok(())
-/// # }
-/// ```
-#[derive(Debug, Clone)]
-pub struct QueuePairBuilder {
-    pd: ProtectionDomain,
-    send_queue: CompletionQueue,
-    recv_queue: Option<CompletionQueue>,
-    srq: Option<SharedReceiveQueue>,
-    transport: Transport,
-    caps: QpCaps,
-    /// The requested `max_recv_wr`.
-    receives: Option<u32>,
-    held: Option<Arc<dyn Any + Send + Sync>>,
-    access: Option<Access>,
-    qkey: Option<Qkey>,
-    path: Path,
-    /// The number reserved by the connection manager.
-    number: Option<Qpn>,
-    /// Streams of a DC initiator.
-    streams: Option<DciStreamsInit>,
-    /// The peer solicits all messages.
-    solicited: bool,
-    /// Receives report to a listener in event and hybrid mode.
-    listened: bool,
-}
-
-/// The choice of the local port and GID.
-#[derive(Debug, Clone)]
-pub(crate) enum Path {
-    Any,
-    To(Gid),
-    From(PortNum, u8),
-    /// Chosen by the connection manager.
-    At(Arc<PortAttr>, GidEntry),
-}
-
-impl Path {
-    pub(crate) fn choose(self, device: &Device) -> Result<(Arc<PortAttr>, GidEntry), SetupError> {
-        let (port, entry) = match self {
-            Self::Any => device.default_path()?,
-            Self::To(peer) => device.path_to(peer)?,
-            Self::From(port, gid_index) => device.path_from(port, gid_index)?,
-            Self::At(port, entry) if port.state == PortState::Active => return Ok((port, entry)),
-            Self::At(port, _) => return Err(SetupError::NoGid { port: port.port.0 }),
-        };
-        Ok((Arc::new(port), entry))
-    }
-}
-
-impl QueuePairBuilder {
-    /// Sets the service type, RC by default. [`Transport::Dci`] requires a
-    /// [`DcInitiator`](crate::dc::DcInitiator).
-    #[must_use]
-    pub fn transport(mut self, transport: Transport) -> Self {
-        self.transport = transport;
-        self
-    }
-
-    /// Sets a separate completion queue for receives. With a shared receive queue, only its own is
-    /// allowed.
-    #[must_use]
-    pub fn receive_completions(mut self, queue: &CompletionQueue) -> Self {
-        self.recv_queue = Some(queue.clone());
-        self
-    }
-
-    /// Uses a shared receive queue and its completion queue. [`max_recv_wr`](Self::max_recv_wr)
-    /// must then be 0 or unset.
-    #[must_use]
-    pub fn shared_receive_queue(mut self, srq: &SharedReceiveQueue) -> Self {
-        self.srq = Some(srq.clone());
-        self
-    }
-
-    /// Sets the capacity of the send queue in work requests, 128 by default.
-    ///
-    /// Operations on a full queue wait. A device may grant more of this and the other sizes
-    /// (`ibv_create_qp(3)`), see [`QueuePair::caps`].
-    #[must_use]
-    pub fn max_send_wr(mut self, work_requests: u32) -> Self {
-        self.caps.max_send_wr = work_requests;
-        self
-    }
-
-    /// Sets the capacity of the receive queue in work requests, 128 by default.
-    #[must_use]
-    pub fn max_recv_wr(mut self, work_requests: u32) -> Self {
-        self.receives = Some(work_requests);
-        self
-    }
-
-    /// Sets the scatter/gather elements of a work request (buffers in a `Vec`), 4 by default.
-    #[must_use]
-    pub fn max_sge(mut self, elements: u32) -> Self {
-        self.caps.max_send_sge = elements;
-        self.caps.max_recv_sge = elements;
-        self
-    }
-
-    /// Sets the maximum bytes of inline data, which take queue memory; 64 by default.
-    #[must_use]
-    pub fn max_inline(mut self, bytes: u32) -> Self {
-        self.caps.max_inline = bytes;
-        self
-    }
-
-    /// Sets the peer's access to exposed regions of the protection domain (RC, UC), all by default.
-    #[must_use]
-    pub fn access(mut self, access: Access) -> Self {
-        self.access = Some(access);
-        self
-    }
-
-    /// Sets the queue key that datagrams must have (UD), 0 by default.
-    #[must_use]
-    pub fn qkey(mut self, qkey: Qkey) -> Self {
-        self.qkey = Some(qkey);
-        self
-    }
-
-    /// Chooses port and GID by [`Device::path_to`](crate::Device::path_to) instead of
-    /// [`Device::default_path`](crate::Device::default_path).
-    ///
-    /// The GID is part of the [`endpoint`](QueuePair::endpoint), so it is chosen before connecting,
-    /// and a peer may drop packets from another GID.
-    #[must_use]
-    pub fn peer(mut self, peer: impl Into<Gid>) -> Self {
-        self.path = Path::To(peer.into());
-        self
-    }
-
-    /// Sets port and GID index, whatever [`Device::gids`](crate::Device::gids) prefers.
-    #[must_use]
-    pub fn source(mut self, port: PortNum, gid_index: u8) -> Self {
-        self.path = Path::From(port, gid_index);
-        self
-    }
-
-    pub(crate) fn device(&self) -> &Device {
-        self.pd.device()
-    }
-
-    /// Makes the queue pair hold a value, which is dropped after all that the queue pair refers to.
-    pub(crate) fn holding(mut self, held: impl Any + Send + Sync) -> Self {
-        self.held = Some(Arc::new(held));
-        self
-    }
-
-    pub(crate) fn streams(mut self, streams: Option<DciStreamsInit>) -> Self {
-        self.streams = streams;
-        self
-    }
-
-    pub(crate) fn number(mut self, number: Option<Qpn>) -> Self {
-        self.number = number;
-        self
-    }
-
-    /// Receives raise events only for solicited messages, because the peer sends no others, and for
-    /// failures. Without effect on devices of which it is unknown whether failures raise such an
-    /// event: Linux's SoftRoCE flushes receives without one.
-    pub(crate) fn solicited(mut self) -> Self {
-        self.solicited = true;
-        self
-    }
-
-    /// Lets receives report to a [listener](QueuePair::listen) if their queue is in event or hybrid
-    /// mode. Other modes wait with the operations, which spin.
-    pub(crate) fn listened(mut self) -> Self {
-        self.listened = true;
-        self
-    }
-
-    pub(crate) fn path(mut self, path: Path) -> Self {
-        self.path = path;
-        self
-    }
-
-    /// Creates the queue pair, in INIT: receives can be posted, nothing arrives yet.
-    ///
-    /// # Errors
-    ///
-    /// - [`SetupError::Limit`] above a limit of the device, or for `max_recv_wr` with a shared
-    ///   receive queue;
-    /// - [`SetupError::CompletionQueueFull`] if a completion queue has too few unreserved entries;
-    /// - [`SetupError::Foreign`] for queues of another device or protection domain;
-    /// - [`SetupError::OtherCompletionQueue`] if [`receive_completions`](Self::receive_completions)
-    ///   contradicts the shared receive queue;
-    /// - [`SetupError::NoGid`] without an active port or the requested GID;
-    /// - [`SetupError::Unsupported`] for [`Transport::Dci`], and for settings that the transport
-    ///   lacks.
-    pub fn build(self) -> Result<QueuePair, SetupError> {
-        if self.transport == Transport::Dci {
-            return Err(SetupError::Unsupported {
-                what: "transport DC needs a DcInitiator instead of a QueuePair",
-            });
-        }
-        self.build_any()
-    }
-
-    /// Creates a queue pair of any transport, otherwise as [`build`](Self::build).
-    pub(crate) fn build_any(self) -> Result<QueuePair, SetupError> {
-        let Self {
-            pd,
-            send_queue,
-            recv_queue,
-            srq,
-            transport,
-            mut caps,
-            receives,
-            held,
-            access,
-            qkey,
-            path,
-            number,
-            streams,
-            solicited,
-            listened,
-        } = self;
-        let device = pd.device();
-        let (connected, datagram) =
-            (matches!(transport, Transport::Rc | Transport::Uc), transport == Transport::Ud);
-        if access.is_some() && !connected {
-            return Err(SetupError::Unsupported {
-                what: "`access` applies to the transports RC and UC only",
-            });
-        }
-        if qkey.is_some() && !datagram {
-            return Err(SetupError::Unsupported {
-                what: "`qkey` applies to the transport UD only",
-            });
-        }
-        let recv_queue = match (&srq, recv_queue) {
-            (None, asked) => {
-                caps.max_recv_wr = receives.unwrap_or(caps.max_recv_wr);
-                asked.unwrap_or_else(|| send_queue.clone())
-            }
-            // Its work request numbers are valid only on its own completion queue, which reserves
-            // entries for them.
-            (Some(srq), asked) => {
-                let queue = srq.completion_queue();
-                if let Some(asked) =
-                    asked.filter(|asked| !Arc::ptr_eq(asked.shared(), queue.shared()))
-                {
-                    let (asked, queue) = (asked.id(), queue.id());
-                    return Err(SetupError::OtherCompletionQueue { asked, queue });
-                }
-                let field = "max_recv_wr beside a shared receive queue";
-                LimitError::check(field, receives.unwrap_or(0).into(), 0)?;
-                caps.max_recv_wr = 0;
-                queue.clone()
-            }
-        };
-        let (access, qkey) = (access.unwrap_or(Access::REMOTE_ALL), qkey.unwrap_or(Qkey(0)));
-        let fixed_gid = matches!(path, Path::From(..) | Path::At(..));
-        let (port, gid) = path.choose(device)?;
-        let options = QpOptions { transport, caps };
-        let (send_cq, recv_cq) = (send_queue.cq(), recv_queue.cq());
-        let srq_verbs = srq.as_ref().map(SharedReceiveQueue::verbs);
-        let qp = Qp::numbered(&pd, send_cq, recv_cq, srq_verbs, &options, number, streams)?;
-        let (granted, qpn) = (qp.caps(), qp.qpn());
-        qp.modify(&QpAttr {
-            pkey_index: Some(0),
-            port: Some(port.port),
-            access: connected.then_some(access),
-            qkey: datagram.then_some(qkey),
-            ..QpAttr::to_state(QpState::Init)
-        })?;
-
-        // Completion queue entries are reserved for the requested depth, not the granted one.
-        let limits = |depth, max_sge| Limits {
-            depth,
-            max_sge,
-            max_inline: granted.max_inline,
-            max_message: if datagram {
-                port.active_mtu.bytes() as u64
-            } else {
-                port.max_msg_size.into()
-            },
-            pd: PdKey(pd.id()),
-            solicited: false,
-            listened: false,
-        };
-        let send = limits(caps.max_send_wr, granted.max_send_sge);
-        let signals_failures =
-            matches!(device.attr().data_path, DataPath::Software | DataPath::Direct);
-        // A receive may be larger than any message.
-        let receive = Limits {
-            max_message: u64::MAX,
-            solicited: solicited && signals_failures,
-            listened: listened
-                && matches!(
-                    recv_queue.shared().mode(),
-                    CompletionMode::Event | CompletionMode::Hybrid
-                ),
-            ..limits(caps.max_recv_wr, granted.max_recv_sge)
-        };
-        let core = QueuePairCore::new(
-            qp,
-            (send_queue.shared(), send),
-            (recv_queue.shared(), srq.is_none().then_some(receive)),
-            srq.map(|srq| Shared::new(srq.work_queue().clone(), srq)),
-        )?;
-        let span = tracing::info_span!("queue_pair", %qpn, ?transport);
-        span.in_scope(|| tracing::debug!(?caps, "created queue pair"));
-        let local = Local {
-            port: port.port,
-            gid,
-            fixed_gid,
-            lid: port.lid,
-            link_layer: port.link_layer,
-            mtu: port.active_mtu,
-            reads: device.attr().max_qp_rd_atom.min(device.attr().max_qp_init_rd_atom),
-        };
-        let post_state = PostState::new(&*core.qp()?, core.send());
-        let inner = Inner {
-            send: core.send().clone(),
-            core,
-            transport,
-            qpn,
-            caps: granted,
-            psn: AtomicU32::new(device.random_psn()?.value()),
-            local,
-            atomic_results: OnceLock::new(),
-            span,
-            pd,
-            queues: [send_queue, recv_queue],
-            _held: held,
-        };
-        Ok(QueuePair { inner: Arc::new(inner), flags: SendFlags::empty(), post_state })
     }
 }
