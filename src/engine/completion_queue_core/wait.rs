@@ -3,7 +3,8 @@
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-use super::{CompletionQueueCore, Draining, READY_BUDGET, State};
+use super::events::Draining;
+use super::{CompletionQueueCore, READY_BUDGET, State};
 use crate::contained::contained;
 use crate::engine::arm;
 use crate::engine::completion_mode::CompletionMode;
