@@ -19,7 +19,7 @@
 //! | `tcp` | the same of a `TcpStream`, without delay |
 //!
 //! An operation is `size` bytes in each direction. Each end is a task, or one is the future of
-//! `block_on`, for which Tokio looks for I/O in each round. Both have the default settings, except
+//! `block_on`, for which Tokio polls for I/O in each round. Both have the default settings, except
 //! the mode. `scripts/costs` builds and runs it.
 
 mod common;

@@ -359,7 +359,7 @@ async fn ping_pong(ours: &End, theirs: &End, operations: usize, times: &mut Time
     Ok(())
 }
 
-/// Runs each end as a task that posts its next receive before it sends.
+/// Runs this end in place and the other as a task. Each posts its next receive before it sends.
 async fn ping_pong_served(
     ours: &End,
     theirs: &End,

@@ -152,8 +152,8 @@ impl Drop for Alarm {
 struct Alarms {
     slots: Vec<Slot>,
     vacant: Vec<usize>,
-    /// The instants of all alarms, and of cancelled ones: these are removed at their instant, or
-    /// together once they are the larger part.
+    /// The instants of all alarms that are set, and of cancelled ones: these are removed when they
+    /// are the first, or together once they are more than the others and [`CANCELLED`].
     instants: BinaryHeap<Reverse<(Instant, Key)>>,
     next: u64,
     /// The thread's next wake-up, not after the first alarm. `None` if it does not run: it exits
@@ -162,16 +162,23 @@ struct Alarms {
     failed: bool,
 }
 
-/// An alarm that is set; without a waker if the slot is vacant.
+/// A place for an alarm; vacant without a waker.
 struct Slot {
     number: u64,
     waker: Option<Waker>,
 }
 
+impl Slot {
+    /// Returns true if the alarm is set.
+    fn has(&self, key: Key) -> bool {
+        self.number == key.number && self.waker.is_some()
+    }
+}
+
 static ALARMS: Mutex<Alarms> = Mutex::new(Alarms::new());
 static CHANGED: Condvar = Condvar::new();
 
-/// Cancelled alarms whose instants are kept at least.
+/// Instants of cancelled alarms that are kept beyond the number of alarms that are set.
 const CANCELLED: usize = 64;
 
 impl Alarms {
@@ -212,7 +219,7 @@ impl Alarms {
     /// Returns the waker of an alarm that is set.
     fn waker(&mut self, key: Key) -> Option<&mut Waker> {
         let slot = &mut self.slots[key.slot];
-        if slot.number == key.number { slot.waker.as_mut() } else { None }
+        if slot.has(key) { slot.waker.as_mut() } else { None }
     }
 
     /// Removes an alarm, and returns its waker unless it was removed before.
@@ -227,7 +234,7 @@ impl Alarms {
         let Self { slots, vacant, instants, .. } = self;
         let set = slots.len() - vacant.len();
         if instants.len() > 2 * set + CANCELLED {
-            instants.retain(|Reverse((_, key))| is_set(slots, *key));
+            instants.retain(|Reverse((_, key))| slots[key.slot].has(*key));
         }
         waker
     }
@@ -235,7 +242,7 @@ impl Alarms {
     fn run() {
         let mut alarms = Self::lock();
         while let Some(&Reverse((instant, key))) = alarms.instants.peek() {
-            if !is_set(&alarms.slots, key) {
+            if !alarms.slots[key.slot].has(key) {
                 alarms.instants.pop();
                 continue;
             }
@@ -258,11 +265,6 @@ impl Alarms {
         }
         alarms.next_wake = None;
     }
-}
-
-fn is_set(slots: &[Slot], key: Key) -> bool {
-    let slot = &slots[key.slot];
-    slot.number == key.number && slot.waker.is_some()
 }
 
 #[cfg(all(test, not(loom)))]
@@ -396,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn cancelled_alarms_leave_slots_and_no_more_instants_than_others() {
+    fn slots_of_cancelled_alarms_are_reused_and_their_instants_bounded() {
         let mut alarms = Alarms::new();
         let (soon, late) = (deadline(SHORT), deadline(LONG));
         let kept: Vec<_> = (0..10).map(|_| alarms.add(soon, Waker::noop().clone())).collect();
@@ -408,7 +410,7 @@ mod tests {
         assert_eq!(alarms.slots.len(), kept.len() + 1);
         let mut found = Vec::new();
         while let Some(Reverse((instant, key))) = alarms.instants.pop() {
-            if is_set(&alarms.slots, key) {
+            if alarms.slots[key.slot].has(key) {
                 assert_eq!(instant, soon);
                 found.push(key);
             }

@@ -136,7 +136,7 @@ mod contained;
 mod dispatch;
 mod engine;
 mod sync;
-// Modules without loom use it.
+// Used only by modules that are not built with loom.
 #[cfg(not(loom))]
 mod waiters;
 

@@ -84,7 +84,7 @@ pub(crate) struct Waiters {
 }
 
 /// A task, and its waker unless that was taken.
-pub(crate) type Waiter = (Ticket, Option<Waker>);
+type Waiter = (Ticket, Option<Waker>);
 
 impl Waiters {
     pub(crate) fn is_empty(&self) -> bool {
@@ -161,10 +161,10 @@ impl Waiters {
         std::mem::replace(&mut self.first, self.others.pop_front())?.1
     }
 
-    /// Removes all waiters. Returns the first one's waker if not taken yet, and any others.
-    pub(crate) fn remove_all(&mut self) -> (Option<Waker>, Option<VecDeque<Waiter>>) {
-        let others = (!self.others.is_empty()).then(|| std::mem::take(&mut self.others));
-        (self.remove_first(), others)
+    /// Removes all waiters, and returns their wakers that are not taken yet.
+    pub(crate) fn remove_all(&mut self) -> impl Iterator<Item = Waker> + use<> {
+        let others = std::mem::take(&mut self.others);
+        self.first.take().into_iter().chain(others).filter_map(|(_, waker)| waker)
     }
 }
 
@@ -210,10 +210,10 @@ mod tests {
             waiters.wait(&mut tickets[0], &mut again);
             again.clone_if_needed();
         }
-        assert!(waiters.take_first().is_some(), "a woken waiter that keeps its position");
-        let (first, others) = waiters.remove_all();
-        assert!(first.is_none(), "woken already");
-        assert_eq!(others.unwrap().len(), 2);
+        let others: Vec<_> = waiters.others.iter().map(|(ticket, _)| Some(*ticket)).collect();
+        assert_eq!(others, [tickets[3], tickets[0]]);
+        assert!(waiters.take_first().is_some(), "not woken before");
+        assert_eq!(waiters.remove_all().count(), 2, "without the woken one");
         assert!(waiters.is_empty() && waiters.remove_first().is_none());
         assert!(tickets.iter_mut().all(|ticket| waiters.withdraw(ticket).is_none()));
     }

@@ -89,12 +89,8 @@ impl Inbox {
 
     /// Wakes all tasks that wait.
     pub(super) fn wake_all(&self) {
-        let (first, others) = self.seen.lock().waiters.remove_all();
-        if let Some(waker) = first {
-            wake(waker);
-        }
-        let Some(others) = others else { return };
-        for waker in others.into_iter().filter_map(|(_, waker)| waker) {
+        let wakers = self.seen.lock().waiters.remove_all();
+        for waker in wakers {
             wake(waker);
         }
     }
@@ -350,6 +346,31 @@ mod tests {
         assert!(wait.poll(&mut Context::from_waker(&waker), |_| None::<()>).is_pending());
         inbox.on_event(CmEventKind::Other(99));
         assert_eq!(woken.0.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn next_task_is_woken_if_the_waker_of_the_first_panics() {
+        let inbox = Inbox::new(None);
+        let woken: [Arc<Counts>; 2] = Default::default();
+        let [second, third] = woken.clone().map(Waker::from);
+        let wakers = [Waker::from(Arc::new(Panics)), second, third];
+        let _waits = wakers.map(|waker| {
+            let mut wait = inbox.wait();
+            assert!(wait.poll(&mut Context::from_waker(&waker), |_| None::<()>).is_pending());
+            wait
+        });
+        for expected in [[1, 0], [1, 1], [1, 1]] {
+            inbox.wake_one();
+            assert_eq!(woken.each_ref().map(|woken| woken.0.load(Ordering::Relaxed)), expected);
+        }
+    }
+
+    struct Panics;
+
+    impl std::task::Wake for Panics {
+        fn wake(self: Arc<Self>) {
+            std::panic::resume_unwind(Box::new(()));
+        }
     }
 
     #[test]

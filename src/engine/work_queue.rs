@@ -155,7 +155,7 @@ impl WorkQueue {
         prefetch::<QUEUE_LINES>(self.address());
     }
 
-    /// Returns the address of these lines.
+    /// Returns the address of the [`QUEUE_LINES`] cache lines that each operation uses.
     #[inline(always)]
     pub(crate) fn address(self: &Arc<Self>) -> *const () {
         Arc::as_ptr(self).cast::<()>().wrapping_byte_sub(COUNTS)

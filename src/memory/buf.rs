@@ -364,7 +364,7 @@ impl Buf {
         Self::of_bytes_in(bytes, |address, len| slab_index::find(pd, address, len))
     }
 
-    /// Does the same with the slab that `find` returns.
+    /// Does the same as [`of_bytes`](Self::of_bytes) with the slab that `find` returns.
     #[inline]
     pub(super) fn of_bytes_in(
         bytes: &bytes::Bytes,
@@ -618,6 +618,24 @@ mod tests {
         assert!(Buf::of_bytes(&registered.slice(1..), &pd).is_none(), "a copy costs less");
         assert!(Buf::of_bytes(&vec![1; 5000].into(), &pd).is_none(), "of the allocator");
         assert!(Buf::of_bytes(&Bytes::new(), &pd).is_none());
+    }
+
+    #[test]
+    fn finder_finds_what_the_index_finds() {
+        let pd = domain();
+        let mut slabs = slab_index::SlabFinder::default();
+        let [one, other] = [5, 6].map(|byte| pd.register(vec![byte; 8192]).unwrap().freeze());
+        for view in [&one, &one, &other, &one] {
+            let bytes = bytes::Bytes::from(view.clone());
+            let found = slabs.view(&bytes, &pd).expect("it is registered");
+            assert_eq!((found.sge(), found[0]), (view.sge(), view[0]));
+        }
+        let address = one.sge().addr as usize;
+        assert!(slabs.find(&pd, address, 8192).is_some());
+        assert!(slabs.find(&pd, address, 8193).is_none() && slabs.find(&pd, 0, 1).is_none());
+        drop(one);
+        assert!(slabs.find(&pd, address, 8192).is_none(), "registered no longer");
+        assert!(slabs.view(&vec![1; 5000].into(), &pd).is_none(), "never registered");
     }
 
     #[test]

@@ -41,8 +41,13 @@ impl SlabFinder {
     }
 
     #[inline]
-    fn find(&mut self, pd: &ProtectionDomain, address: usize, len: usize) -> Option<Arc<Slab>> {
-        let within = self.start <= address && contains(self.end, address, len);
+    pub(super) fn find(
+        &mut self,
+        pd: &ProtectionDomain,
+        address: usize,
+        len: usize,
+    ) -> Option<Arc<Slab>> {
+        let within = self.start <= address && ends_within(self.end, address, len);
         if within && let Some(slab) = self.slab.upgrade() {
             return Some(slab);
         }
@@ -58,10 +63,10 @@ impl SlabFinder {
 pub(super) fn find(pd: &ProtectionDomain, address: usize, len: usize) -> Option<Arc<Slab>> {
     let index = pd.index().read();
     let (_, entry) = index.range(..=address).next_back()?;
-    let memory = contains(entry.end, address, len).then(|| entry.memory.upgrade()).flatten()?;
+    let memory = ends_within(entry.end, address, len).then(|| entry.memory.upgrade()).flatten()?;
     memory.downcast().ok()
 }
 
-fn contains(end: usize, address: usize, len: usize) -> bool {
+fn ends_within(end: usize, address: usize, len: usize) -> bool {
     address.checked_add(len).is_some_and(|after| after <= end)
 }

@@ -17,9 +17,10 @@ static PROCESS: LazyLock<BufferBudget> = LazyLock::new(|| BufferBudget::new(1 <<
 /// example the connections of a listener.
 ///
 /// A connection may hold at most as much as is free after it has grown. So one connection gets at
-/// most half of the budget, and leaves the rest to others. A connection in use whose longer receive
-/// buffers do not fit gets shorter ones. If none fit, it continues with its buffers, at least the
-/// first ones; its traffic slows down. It tries again later.
+/// most half of the budget, and leaves the rest to others. The first growth of a
+/// connection takes shorter receive buffers if the configured ones do not fit. If none fit, it
+/// continues with its buffers, at least the first ones; its traffic slows down. It tries again
+/// later.
 ///
 /// A new connection needs its first buffers, or all of them with
 /// [`preallocate`](super::ConnectionConfig::preallocate). If too few bytes are free, a listener

@@ -143,7 +143,8 @@ impl ConnectionConfig {
             .send_buffers(16)
     }
 
-    /// Sets the size of each receive buffer of a connection in use, in bytes; default 16 KiB.
+    /// Sets the size of each receive buffer of a connection in use, in bytes; default 16 KiB. They
+    /// are shorter if the [budget](Self::budget) or the device refuses that.
     /// Messages up to this length are copied into a buffer, longer ones into several, see
     /// [`max_eager`](Self::max_eager).
     pub fn receive_buffer_size(mut self, bytes: u32) -> Self {

@@ -446,7 +446,7 @@ impl Core {
     }
 
     /// Sends a message of one frame while no other is in flight. If it arrives at once, its view is
-    /// dropped at once, too: the caller has another one, so this frees nothing.
+    /// dropped at once, too, which frees nothing: the caller holds another view.
     fn lend_alone(&mut self, message: &Buf, driver: &Waker) {
         let header = self.protocol.flow.send(Kind::Data);
         let send = self.frames.send_with_imm(message.clone(), header.encode());
@@ -493,9 +493,9 @@ impl Core {
         self.limits.frame.min(self.sizes.at(next.wrapping_add(ahead)) as usize)
     }
 
-    /// Returns the number of frames of a message of `len` bytes; `None` if it needs more than may
-    /// be sent at once, or if short receives of the peer, of which longer ones follow, make it need
-    /// more than may be sent now: an offer needs one.
+    /// Returns the number of frames of a message of `len` bytes, or `None` if it is to be offered:
+    /// if it needs more frames than may ever be sent at once, or if it needs more because of the
+    /// peer's last short receives, and credits for them are missing. An offer takes one credit.
     fn frames_of(&mut self, len: usize) -> Option<usize> {
         // An empty message has a frame too.
         let mut frames = 1;

@@ -61,7 +61,7 @@ pub(super) struct Receives {
     /// The size of receives posted from now on, and the capacity of their buffers.
     size: usize,
     capacity: usize,
-    /// Receives are as many as configured, and not the first ones of an elastic side.
+    /// The number is the configured one, and no growth can make the receives longer.
     is_full: bool,
     /// The number of the first receive of the current size, until the peer has reached it.
     changed_at: Option<u32>,
@@ -135,7 +135,7 @@ impl Receives {
         self.number = number;
         self.size = self.pool().buffer_size();
         self.capacity = self.size.next_multiple_of(64);
-        self.is_full = number >= self.most.receives && (self.is_grown() || self.has_longest());
+        self.is_full = number >= self.most.receives && !self.can_be_longer();
     }
 
     /// Returns the number of receives, including the reserve.
@@ -154,10 +154,15 @@ impl Receives {
         self.grown.is_some()
     }
 
+    /// Returns true if a growth can make the receives longer.
+    fn can_be_longer(&self) -> bool {
+        !self.is_grown() && !self.has_longest()
+    }
+
     /// Returns the number of long receives of a side that has shrunk. Frames have used others
     /// meanwhile, which were posted again.
     fn leftovers(&self) -> u32 {
-        if self.is_grown() || self.has_longest() {
+        if !self.can_be_longer() {
             return 0;
         }
         let in_use = self.first.total() - self.first.available();
@@ -261,8 +266,8 @@ impl Receives {
         }
     }
 
-    /// Registers the buffers of `receives` receives. The first of a side that is in use are shorter
-    /// than configured if the budget or the device refuses these.
+    /// Registers the buffers of `receives` receives. The first growth tries shorter ones if the
+    /// budget or the device refuses the configured size.
     fn register(&mut self, receives: u32, share: &mut Share) -> Result<(), SetupError> {
         if self.is_grown() {
             return self.register_of(self.size, receives, share);
@@ -276,8 +281,8 @@ impl Receives {
         }
     }
 
-    /// Registers the buffers of `receives` receives of `size` bytes, and of spare ones if that is
-    /// the configured size.
+    /// Registers the buffers of `receives` receives of `size` bytes, and of spare ones if `size` is
+    /// the configured one.
     fn register_of(
         &mut self,
         size: usize,

@@ -221,12 +221,12 @@ fn connections_at_the_limit_of_their_budget_slow_down_and_live_on() {
 }
 
 #[test]
-fn pressed_connection_whose_budget_has_little_left_grows_less() {
+fn first_growth_that_does_not_fit_registers_shorter_receives() {
     modes("little budget", || async {
         // Twelve receives of 16 KiB do not fit, nor of 4 KiB beside as much for others.
         let budget = BufferBudget::new(64 << 10);
         let (_, pd) = torture::device(&Network::new());
-        // Demands count for as long.
+        // No demand expires during the test.
         let served = config().budget(&budget).shrink_after(LONG);
         let (a, b) = pair_in(&pd, &pd, &config(), &served);
         let sending = async {
@@ -243,6 +243,8 @@ fn pressed_connection_whose_budget_has_little_left_grows_less() {
         tokio::join!(sending, receiving);
         assert!(b.counters().receives > 8, "{:?}", b.counters());
         assert!(budget.counters().used <= budget.counters().bytes / 2, "{budget:?}");
+        let each = b.counters().buffer_memory / u64::from(b.counters().receives);
+        assert!((1 << 10..4 << 10).contains(&each), "{:?}", b.counters());
         assert_ready([&a, &b]);
     });
 }
@@ -254,8 +256,8 @@ fn message_is_offered_if_short_receives_leave_too_few_credits() {
         for _ in 0..100 {
             // The sender needs few `Ack`s, which would use short receives.
             let (a, b) = pair_in(&pd, &pd, &config().preallocate(true), &config());
-            // Offered, because they take more short receives than a message may: longer ones, but
-            // not more, are of use.
+            // Offered, because they take more short receives than a message may. The receiver makes
+            // its receives longer, but not more.
             while b.counters().buffer_memory < 8 * (16 << 10) {
                 soon("a send", a.send(pattern(2_000, 1))).await.unwrap();
                 assert!(recv(&b).await == pattern(2_000, 1));
@@ -268,7 +270,7 @@ fn message_is_offered_if_short_receives_leave_too_few_credits() {
             assert_eq!(recv(&a).await, "announced");
             let before = a.counters();
             if before.credits != 8 {
-                // A late `Ack` uses a credit, or has made more receives of use.
+                // A late `Ack` has used a credit, or made the receiver post more receives.
                 continue;
             }
             // Three frames of the first leave too few credits for as many of the second.

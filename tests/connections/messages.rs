@@ -238,7 +238,7 @@ async fn lend_after_a_wait(mode: Mode) {
             assert_eq!(message.unwrap().unwrap(), [7; LEN][..]);
         }
         deliver();
-        // This call finds the credits, and else the end of all earlier sends.
+        // This call finds the credits and, in the other rounds, the end of all earlier sends.
         assert!(send(), "round {round}");
         assert_eq!(pool.available(), 15, "round {round}");
         eventually("all buffers", || {

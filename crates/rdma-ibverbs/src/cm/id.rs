@@ -124,17 +124,19 @@ pub(super) enum Phase {
 }
 
 impl IdState {
-    /// Returns true if the event of an address or a route may follow.
+    /// Returns true if the event of an address or a route may follow. Only then must the drop of an
+    /// id exclude the taking of events.
     ///
-    /// Only these make librdmacm (44 to 64) call the kernel by the number of the event's id, see
-    /// `ucma_process_addr_resolved` and `ucma_process_route_resolved` in its `cma.c`. All other
-    /// events carry the address of their id, which `rdma_destroy_id` frees only after their
-    /// acknowledgement:
+    /// librdmacm (44 and 64 were read) asks the kernel by the number of an id when it takes the
+    /// event of a resolution: `ucma_process_addr_resolved` and `ucma_process_route_resolved` in its
+    /// `cma.c`. The others carry the address of their id, which `rdma_destroy_id` frees only after
+    /// their acknowledgement:
     ///
-    /// - A connection request makes it call by the number of the new id, which nothing else knows
-    ///   before the event has been read. It makes no call on the listener.
+    /// - For a connection request, it asks by the number of the new id, which nothing else knows
+    ///   before the event has been read, and not by the listener's.
     /// - An unanswered request has no events: the kernel drops them until `rdma_accept`.
-    /// - The events of a connection call only for ids with a queue pair, which these do not have.
+    /// - For events of a connection, it asks only if the id has a queue pair of librdmacm, which
+    ///   this crate never creates.
     fn is_resolving(&self) -> bool {
         self.timeout > 0 && matches!(self.phase, Phase::Idle | Phase::AddressKnown)
     }

@@ -4,7 +4,7 @@
 //! peer's responder half, which replies at once, or encodes them onto the network. It moves a
 //! bounded slice. The scheduler continues the rest, alternating with other queue pairs: no post
 //! blocks for the length of a large message. `execute` delivers a message of one packet before it
-//! is queued, from the slice of its post.
+//! is queued, and counts it towards the slice of its post.
 
 use std::sync::Arc;
 
@@ -120,8 +120,8 @@ impl QpInner {
         scheduler.schedule(at, Job::Continue(Arc::downgrade(self)));
     }
 
-    /// Executes a work request on the connected peer without the send queue, or queues it. Returns
-    /// true if the caller must [pump](Self::pump).
+    /// Executes a work request on the connected peer without the send queue, or queues it if that
+    /// is not possible or the budget is spent. Returns true if the caller must [pump](Self::pump).
     #[inline(always)]
     pub(super) fn execute_or_queue(
         &self,

@@ -50,7 +50,7 @@ pub(crate) struct QpInner {
     pub(crate) sender: Mutex<Sender>,
     recv_owner: u32,
     /// The handle was dropped. Changes only under both locks.
-    destroyed: AtomicBool,
+    pub(crate) destroyed: AtomicBool,
     pub(crate) receiver: Mutex<ReceiverHalf>,
     recv_cq: Arc<CqInner>,
     srq: Option<Arc<SrqInner>>,

@@ -17,6 +17,7 @@ fn prefetched_lines_have_all_fields_of_a_direct_message() {
     assert!(end > own && end - own + BEFORE <= STATE_LINES * LINE, "{}", end - own);
 
     let peer = a.qp.peer_post_state().unwrap().addr();
+    assert!(peer <= (&raw const b.qp.0.destroyed).addr());
     let end = b.qp.0.receiver.lock().machine.direct_end();
     assert!(end > peer && end - peer + LINE - 1 <= PEER_LINES * LINE, "{}", end - peer);
 }

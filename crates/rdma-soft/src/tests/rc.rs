@@ -270,7 +270,7 @@ fn list_moves_at_most_one_slice() {
     // The first post finds the peer.
     a.send(1, SendOp::Write(to.remote(0)), &[from.sge(0, 8)]).unwrap();
     assert_eq!(outcome(&a.poll()), [(1, WcStatus::SUCCESS)]);
-    // The rest of a slice is not continued.
+    // No further slice runs.
     network.0.scheduler.stop();
     let (one, two) = ([from.sge(0, 8)], [from.sge(0, 4), from.sge(4, 4)]);
     // The 41st message goes by the send queue, and so do those after it.
