@@ -8,8 +8,9 @@
 //! operations, only those with a deadline set one; messages set none.
 
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::{BinaryHeap, HashMap};
 use std::future::{Future, poll_fn};
+use std::hash::{BuildHasherDefault, Hasher};
 use std::pin::pin;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
@@ -85,14 +86,10 @@ impl Sleep {
 
 /// A wake-up at an instant. Dropping it cancels the wake-up, unless that is in progress.
 #[derive(Debug)]
-pub(crate) struct Alarm(Key);
+pub(crate) struct Alarm(Number);
 
-/// Names an alarm. The number belongs to no other alarm, the slot to later ones too.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-struct Key {
-    number: u64,
-    slot: usize,
-}
+/// Belongs to one alarm and no other.
+type Number = u64;
 
 impl Alarm {
     /// Sets an alarm that wakes `waker` on the alarm thread, even if it is leaked.
@@ -131,7 +128,7 @@ impl Alarm {
     fn redirect(&self, waker: &Waker) -> bool {
         let new = waker.clone();
         let mut alarms = Alarms::lock();
-        let (is_set, other) = match alarms.waker(self.0) {
+        let (is_set, other) = match alarms.wakers.get_mut(&self.0) {
             Some(registered) => (true, std::mem::replace(registered, new)),
             None => (false, new),
         };
@@ -150,28 +147,34 @@ impl Drop for Alarm {
 }
 
 struct Alarms {
-    slots: Vec<Slot>,
-    vacant: Vec<usize>,
-    /// The instants of all alarms that are set, and of cancelled ones: these are removed when they
-    /// are the first, or together once they are more than the others and [`CANCELLED`].
-    instants: BinaryHeap<Reverse<(Instant, Key)>>,
-    next: u64,
+    /// The alarms that are set.
+    wakers: HashMap<Number, Waker, BuildHasherDefault<NumberHasher>>,
+    /// The instants of alarms that are set, and of cancelled ones: these are removed when they are
+    /// the first, or together once they are more than the others and [`CANCELLED`].
+    instants: BinaryHeap<Reverse<(Instant, Number)>>,
+    next: Number,
     /// The thread's next wake-up, not after the first alarm. `None` if it does not run: it exits
     /// when no alarm is left.
     next_wake: Option<Instant>,
     failed: bool,
 }
 
-/// A place for an alarm; vacant without a waker.
-struct Slot {
-    number: u64,
-    waker: Option<Waker>,
-}
+/// Hashes numbers of alarms, which count up.
+#[derive(Default)]
+struct NumberHasher(u64);
 
-impl Slot {
-    /// Returns true if the alarm is set.
-    fn has(&self, key: Key) -> bool {
-        self.number == key.number && self.waker.is_some()
+impl Hasher for NumberHasher {
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|byte| self.write_u64(self.0 ^ u64::from(*byte)));
+    }
+
+    fn write_u64(&mut self, number: u64) {
+        // 2^64 divided by the golden ratio: spreads neighbours.
+        self.0 = number.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
     }
 }
 
@@ -184,8 +187,7 @@ const CANCELLED: usize = 64;
 impl Alarms {
     const fn new() -> Self {
         Self {
-            slots: Vec::new(),
-            vacant: Vec::new(),
+            wakers: HashMap::with_hasher(BuildHasherDefault::new()),
             instants: BinaryHeap::new(),
             next: 0,
             next_wake: None,
@@ -197,52 +199,37 @@ impl Alarms {
         ALARMS.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn add(&mut self, deadline: Instant, waker: Waker) -> Key {
+    fn add(&mut self, deadline: Instant, waker: Waker) -> Number {
         let number = self.next;
         self.next += 1;
-        let new = Slot { number, waker: Some(waker) };
-        let slot = match self.vacant.pop() {
-            Some(slot) => {
-                self.slots[slot] = new;
-                slot
-            }
-            None => {
-                self.slots.push(new);
-                self.slots.len() - 1
-            }
-        };
-        let key = Key { number, slot };
-        self.instants.push(Reverse((deadline, key)));
-        key
-    }
-
-    /// Returns the waker of an alarm that is set.
-    fn waker(&mut self, key: Key) -> Option<&mut Waker> {
-        let slot = &mut self.slots[key.slot];
-        if slot.has(key) { slot.waker.as_mut() } else { None }
+        self.wakers.insert(number, waker);
+        self.instants.push(Reverse((deadline, number)));
+        number
     }
 
     /// Removes an alarm, and returns its waker unless it was removed before.
-    fn take(&mut self, key: Key) -> Option<Waker> {
-        self.waker(key)?;
-        self.vacant.push(key.slot);
-        self.slots[key.slot].waker.take()
-    }
-
-    fn cancel(&mut self, key: Key) -> Option<Waker> {
-        let waker = self.take(key);
-        let Self { slots, vacant, instants, .. } = self;
-        let set = slots.len() - vacant.len();
-        if instants.len() > 2 * set + CANCELLED {
-            instants.retain(|Reverse((_, key))| slots[key.slot].has(*key));
+    fn cancel(&mut self, number: Number) -> Option<Waker> {
+        let waker = self.wakers.remove(&number);
+        if self.instants.len() > 2 * self.wakers.len() + CANCELLED {
+            self.tidy();
         }
         waker
     }
 
+    /// Removes the instants of cancelled alarms, and frees memory.
+    #[cold]
+    fn tidy(&mut self) {
+        let Self { wakers, instants, .. } = self;
+        instants.retain(|Reverse((_, number))| wakers.contains_key(number));
+        let kept = 2 * wakers.len() + CANCELLED;
+        instants.shrink_to(kept);
+        wakers.shrink_to(kept);
+    }
+
     fn run() {
         let mut alarms = Self::lock();
-        while let Some(&Reverse((instant, key))) = alarms.instants.peek() {
-            if !alarms.slots[key.slot].has(key) {
+        while let Some(&Reverse((instant, number))) = alarms.instants.peek() {
+            if !alarms.wakers.contains_key(&number) {
                 alarms.instants.pop();
                 continue;
             }
@@ -250,7 +237,7 @@ impl Alarms {
             alarms.next_wake = Some(instant);
             if left.is_zero() {
                 alarms.instants.pop();
-                let due = alarms.take(key);
+                let due = alarms.wakers.remove(&number);
                 drop(alarms);
                 if let Some(waker) = due {
                     contained(|| waker.wake_by_ref());
@@ -263,6 +250,7 @@ impl Alarms {
                     CHANGED.wait_timeout(alarms, left).unwrap_or_else(PoisonError::into_inner).0;
             }
         }
+        alarms.tidy();
         alarms.next_wake = None;
     }
 }
@@ -398,23 +386,33 @@ mod tests {
     }
 
     #[test]
-    fn slots_of_cancelled_alarms_are_reused_and_their_instants_bounded() {
+    fn instants_of_cancelled_alarms_are_bounded() {
         let mut alarms = Alarms::new();
         let (soon, late) = (deadline(SHORT), deadline(LONG));
         let kept: Vec<_> = (0..10).map(|_| alarms.add(soon, Waker::noop().clone())).collect();
         for _ in 0..100 * CANCELLED {
-            let key = alarms.add(late, Waker::noop().clone());
-            assert!(alarms.cancel(key).is_some() && alarms.cancel(key).is_none());
+            let number = alarms.add(late, Waker::noop().clone());
+            assert!(alarms.cancel(number).is_some() && alarms.cancel(number).is_none());
             assert!(alarms.instants.len() <= 2 * kept.len() + CANCELLED);
         }
-        assert_eq!(alarms.slots.len(), kept.len() + 1);
+        assert_eq!(alarms.wakers.len(), kept.len());
         let mut found = Vec::new();
-        while let Some(Reverse((instant, key))) = alarms.instants.pop() {
-            if alarms.slots[key.slot].has(key) {
+        while let Some(Reverse((instant, number))) = alarms.instants.pop() {
+            if alarms.wakers.contains_key(&number) {
                 assert_eq!(instant, soon);
-                found.push(key);
+                found.push(number);
             }
         }
         assert_eq!(found, kept);
+    }
+
+    #[test]
+    fn memory_of_many_alarms_is_freed_after_them() {
+        let mut alarms = Alarms::new();
+        let late = deadline(LONG);
+        let set: Vec<_> = (0..10_000).map(|_| alarms.add(late, Waker::noop().clone())).collect();
+        set.into_iter().for_each(|number| drop(alarms.cancel(number)));
+        assert!(alarms.instants.capacity() <= 4 * CANCELLED, "{}", alarms.instants.capacity());
+        assert!(alarms.wakers.capacity() <= 4 * CANCELLED, "{}", alarms.wakers.capacity());
     }
 }
