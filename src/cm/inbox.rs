@@ -349,6 +349,27 @@ mod tests {
     }
 
     #[test]
+    fn longest_wait_is_woken_first_after_another_one_has_ended() {
+        let inbox = Inbox::new(None);
+        let wakers: [Arc<Counts>; 3] = Default::default();
+        let [first, mut second, mut third] = wakers.each_ref().map(|woken| {
+            let waker = Waker::from(woken.clone());
+            let mut wait = inbox.wait();
+            assert!(wait.poll(&mut Context::from_waker(&waker), |_| None::<()>).is_pending());
+            wait
+        });
+        drop(first);
+        for expected in [[0, 1, 0], [0, 1, 1], [0, 1, 1]] {
+            inbox.wake_one();
+            assert_eq!(wakers.each_ref().map(|woken| woken.0.load(Ordering::Relaxed)), expected);
+        }
+        for wait in [&mut second, &mut third] {
+            let found = wait.poll(&mut Context::from_waker(Waker::noop()), |_| Some(()));
+            assert!(found.is_ready());
+        }
+    }
+
+    #[test]
     fn next_task_is_woken_if_the_waker_of_the_first_panics() {
         let inbox = Inbox::new(None);
         let woken: [Arc<Counts>; 2] = Default::default();
