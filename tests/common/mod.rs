@@ -13,6 +13,7 @@ pub(crate) mod udp;
 
 use std::future::Future;
 use std::hash::{BuildHasher, Hasher, RandomState};
+use std::pin::Pin;
 use std::time::{Duration, Instant};
 
 use tokio_rdma::memory::HostMemory;
@@ -192,6 +193,11 @@ pub(crate) fn mode(name: &str) -> CompletionMode {
 
 /// Runs a scenario; panics if it hangs.
 pub(crate) fn run(threads: usize, what: &str, scenario: impl Future<Output = ()>) {
+    // Compiles the runtime once, not once for each scenario.
+    run_boxed(threads, what, Box::pin(scenario));
+}
+
+fn run_boxed(threads: usize, what: &str, scenario: Pin<Box<dyn Future<Output = ()> + '_>>) {
     let mut builder = match threads {
         1 => tokio::runtime::Builder::new_current_thread(),
         _ => tokio::runtime::Builder::new_multi_thread(),
