@@ -10,12 +10,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
-/// A nightly whose rustdoc JSON `public-api` understands.
-const NIGHTLY: &str = "nightly-2026-05-20";
+/// Marks the process that Cargo starts as rustdoc.
+const AS_RUSTDOC: &str = "PUBLIC_API_AS_RUSTDOC";
 
 struct Listed {
     package: &'static str,
-    features: &'static str,
     /// Crates besides the standard library whose types the interface may contain. Their major
     /// versions are major versions of this crate.
     foreign: &'static [&'static str],
@@ -24,19 +23,13 @@ struct Listed {
 const LISTED: [Listed; 4] = [
     Listed {
         package: "rdma-provider",
-        features: "serde",
         // Implementations by its macro for `Flags`.
         foreign: &["bitflags", "serde_core"],
     },
-    Listed { package: "rdma-soft", features: "", foreign: &["rdma_provider"] },
-    Listed {
-        package: "rdma-ibverbs",
-        features: "mlx5",
-        foreign: &["rdma_provider", "rdma_mummy_sys"],
-    },
+    Listed { package: "rdma-soft", foreign: &["rdma_provider"] },
+    Listed { package: "rdma-ibverbs", foreign: &["rdma_provider", "rdma_mummy_sys"] },
     Listed {
         package: "tokio-rdma",
-        features: "mlx5,serde",
         foreign: &[
             "bytes",
             "futures_core",
@@ -53,11 +46,15 @@ const LISTED: [Listed; 4] = [
 ];
 
 fn main() -> ExitCode {
+    if std::env::var_os(AS_RUSTDOC).is_some() {
+        return run_rustdoc();
+    }
     let write = std::env::args().any(|argument| argument == "--write");
-    match LISTED
-        .iter()
-        .try_fold(true, |good, listed| Ok::<_, Box<dyn Error>>(check(listed, write)? && good))
-    {
+    match document().and_then(|()| {
+        LISTED
+            .iter()
+            .try_fold(true, |good, listed| Ok::<_, Box<dyn Error>>(check(listed, write)? && good))
+    }) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => {
             eprintln!("to accept the change, run: cargo run -p public-api-files -- --write");
@@ -97,40 +94,47 @@ fn check(listed: &Listed, write: bool) -> Result<bool, Box<dyn Error>> {
     Ok(before == after && foreign.is_empty())
 }
 
-fn interface(listed: &Listed) -> Result<String, Box<dyn Error>> {
-    let target = root().join("target/public-api");
-    let mut rustdoc = Command::new("rustup");
-    rustdoc.current_dir(root()).args([
-        "run",
-        NIGHTLY,
-        "cargo",
-        "rustdoc",
-        "--lib",
-        "--package",
-        listed.package,
-    ]);
-    rustdoc.args(["--features", listed.features, "--target-dir"]).arg(&target);
-    rustdoc.args([
-        "--",
-        "-Z",
-        "unstable-options",
-        "--output-format",
-        "json",
-        "--cap-lints",
-        "allow",
-    ]);
-    rustdoc
-        .env_remove("CARGO")
-        .env_remove("RUSTC")
-        .env_remove("RUSTDOC")
-        .env_remove("RUSTUP_TOOLCHAIN");
-    if !rustdoc.status()?.success() {
-        return Err(format!(
-            "rustdoc failed for {}; install the toolchain {NIGHTLY} if it is missing",
-            listed.package
-        )
-        .into());
+/// Documents all packages as JSON, from the same builds as `cargo doc --all-features`.
+///
+/// The format is unstable, so rustdoc must believe to be a nightly. An environment variable does
+/// that, but set for Cargo it would run build scripts again. So this program stands in for rustdoc
+/// and sets it.
+fn document() -> Result<(), Box<dyn Error>> {
+    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    cargo.current_dir(root()).args(["doc", "--no-deps", "--all-features"]);
+    LISTED.iter().for_each(|listed| {
+        cargo.args(["--package", listed.package]);
+    });
+    cargo
+        .env(AS_RUSTDOC, "1")
+        .env("RUSTDOC", std::env::current_exe()?)
+        .env("RUSTDOCFLAGS", "-Z unstable-options --output-format json --cap-lints allow");
+    if !cargo.status()?.success() {
+        return Err("cargo doc failed".into());
     }
+    Ok(())
+}
+
+/// Runs rustdoc with the arguments of this process.
+fn run_rustdoc() -> ExitCode {
+    let status = Command::new("rustdoc")
+        .args(std::env::args_os().skip(1))
+        .env("RUSTC_BOOTSTRAP", "1")
+        .status();
+    match status {
+        Ok(status) if status.success() => ExitCode::SUCCESS,
+        Ok(_) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("rustdoc: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Returns the items of the package's JSON, a line each.
+fn interface(listed: &Listed) -> Result<String, Box<dyn Error>> {
+    let target = std::env::var_os("CARGO_TARGET_DIR")
+        .map_or_else(|| root().join("target"), |directory| root().join(directory));
     let json = target.join("doc").join(format!("{}.json", listed.package.replace('-', "_")));
     let api = public_api::Builder::from_rustdoc_json(json)
         .omit_blanket_impls(true)
