@@ -8,7 +8,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use crate::control::Link;
 use crate::port::{FIRMWARE, Port};
@@ -17,6 +17,8 @@ use crate::port::{FIRMWARE, Port};
 static ROOT: OnceLock<(PathBuf, File)> = OnceLock::new();
 
 const NAME: &str = "emulated-connectx-";
+/// The name of a tree whose file may not be locked yet.
+const UNLOCKED: &str = "new-emulated-connectx-";
 const LOCK: &str = "lock";
 
 /// Creates the tree once. A normal exit removes it.
@@ -27,18 +29,21 @@ pub(crate) fn build(ports: &[Port]) -> io::Result<CString> {
     }
     // The time distinguishes processes with the same id, earlier or in another PID namespace.
     let age = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_err(io::Error::other)?;
-    let root =
-        std::env::temp_dir().join(format!("{NAME}{}-{}", std::process::id(), age.as_nanos()));
+    let own = format!("{}-{}", std::process::id(), age.as_nanos());
+    let root = std::env::temp_dir().join(format!("{NAME}{own}"));
     let named = path(&root);
     remove_old(&std::env::temp_dir())?;
-    fs::create_dir(&root)?;
-    let lock = File::create(root.join(LOCK))?;
+    // Locked before it has the name by which other processes find it.
+    let unlocked = std::env::temp_dir().join(format!("{UNLOCKED}{own}"));
+    fs::create_dir(&unlocked)?;
+    let lock = File::create(unlocked.join(LOCK))?;
     if !try_lock(&lock) {
         return Err(io::Error::new(
             io::ErrorKind::AlreadyExists,
-            format!("directory {} is locked by another process", root.display()),
+            format!("directory {} is locked by another process", unlocked.display()),
         ));
     }
+    fs::rename(&unlocked, &root)?;
     put(&root, "class/infiniband_verbs/abi_version", "6")?;
     for port in ports {
         device(&root, port)?;
@@ -56,17 +61,12 @@ fn try_lock(file: &File) -> bool {
     unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) == 0 }
 }
 
-/// Removes the trees of killed processes. A young tree may not be locked yet.
+/// Removes the trees of killed processes, whose files are no longer locked.
 fn remove_old(directory: &Path) -> io::Result<()> {
-    const YOUNG: Duration = Duration::from_secs(600);
     for entry in fs::read_dir(directory)?.flatten() {
         let named = entry.file_name().to_str().is_some_and(|name| name.starts_with(NAME));
-        let old = || entry.metadata()?.modified()?.elapsed().map_err(io::Error::other);
-        if !named || old().map_or(true, |age| age < YOUNG) {
-            continue;
-        }
         // Fails for another user's tree or one removed meanwhile.
-        if File::open(entry.path().join(LOCK)).is_ok_and(|lock| try_lock(&lock)) {
+        if named && File::open(entry.path().join(LOCK)).is_ok_and(|lock| try_lock(&lock)) {
             let _ = fs::remove_dir_all(entry.path());
         }
     }
