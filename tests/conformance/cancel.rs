@@ -27,7 +27,7 @@ use tokio_rdma::{
 /// Returns the number of operations of one storm. There are 96 storms; on a real device 32, or 48
 /// if it has DC.
 fn operations() -> u64 {
-    scaled(if cfg!(debug_assertions) { 800 } else { 3_200 })
+    scaled(if cfg!(debug_assertions) { 200 } else { 3_200 })
 }
 const TASKS: u64 = 4;
 const SIZE: usize = 256;
