@@ -203,19 +203,31 @@ fn assert_holds(a: Side, b: Side) {
 fn assert_explored(world: World) {
     let states = explore(world);
     println!("{states} states");
-    assert!(states > 1_000, "{states} states");
+    assert!(states > 500, "{states} states");
 }
+
+/// Explores further worlds in release builds.
+///
+/// The states of all worlds take a minute without optimisation. The worlds of debug builds have
+/// fewer messages, offers, notifications or possible calls, but each kind that the test is about.
+const ALL_WORLDS: bool = !cfg!(debug_assertions);
 
 #[test]
 fn both_sides_send_with_the_smallest_windows() {
-    let side = || Side::new(RESERVE + 1, RESERVE + 1, 4, 0);
-    assert_holds(side(), side());
+    let side = |data| Side::new(RESERVE + 1, RESERVE + 1, data, 0);
+    assert_holds(side(2), side(1));
+    if ALL_WORLDS {
+        assert_holds(side(4), side(4));
+    }
 }
 
 #[test]
 fn both_sides_send_messages_and_one_sends_pings() {
     let side = |pings, data| Side { pings, ..Side::new(RESERVE + 1, RESERVE + 1, data, 0) };
-    assert_holds(side(1, 1), side(0, 2));
+    assert_holds(side(1, 1), side(0, 1));
+    if ALL_WORLDS {
+        assert_holds(side(1, 1), side(0, 2));
+    }
 }
 
 #[test]
@@ -228,21 +240,26 @@ fn sides_with_different_windows() {
 
 #[test]
 fn messages_of_as_many_frames_as_the_window_permits_arrive() {
-    for window in 1..=5 {
+    let windows: &[u32] = if ALL_WORLDS { &[1, 2, 3, 4, 5] } else { &[1, 5] };
+    for &window in windows {
         let frames = max_frames(RESERVE + window);
         let side = |data| Side {
             frames: frames as u8,
             ..Side::new(RESERVE + window, RESERVE + window, data, 0)
         };
-        assert_holds(side(2), side(2));
-        assert_holds(Side { pings: 1, ..side(1) }, side(3));
+        assert_holds(side(1), side(1));
+        assert_holds(Side { pings: 1, ..side(0) }, side(1));
+        if ALL_WORLDS {
+            assert_holds(side(2), side(2));
+            assert_holds(Side { pings: 1, ..side(1) }, side(3));
+        }
     }
 }
 
 #[test]
 fn only_one_side_sends() {
     assert_holds(
-        Side::new(RESERVE + 1, RESERVE + 2, 16, 0),
+        Side::new(RESERVE + 1, RESERVE + 2, if ALL_WORLDS { 16 } else { 8 }, 0),
         Side::new(RESERVE + 2, RESERVE + 1, 0, 0),
     );
 }
@@ -250,7 +267,7 @@ fn only_one_side_sends() {
 #[test]
 fn offers_are_announced_done_while_the_peer_service_receives_nothing() {
     assert_holds(
-        Side::new(RESERVE + 1, RESERVE + 2, 0, 2),
+        Side::new(RESERVE + 1, RESERVE + 2, 0, if ALL_WORLDS { 2 } else { 1 }),
         Side::new(RESERVE + 2, RESERVE + 1, 0, 0),
     );
 }
@@ -264,7 +281,7 @@ fn both_sides_send_offers() {
 #[test]
 fn one_side_sends_offers_and_the_other_messages() {
     assert_holds(
-        Side::new(RESERVE + 1, RESERVE + 1, 0, 2),
+        Side::new(RESERVE + 1, RESERVE + 1, 0, if ALL_WORLDS { 2 } else { 1 }),
         Side::new(RESERVE + 1, RESERVE + 1, 1, 0),
     );
 }
@@ -272,25 +289,40 @@ fn one_side_sends_offers_and_the_other_messages() {
 #[test]
 fn both_sides_notify_each_other_with_the_smallest_windows() {
     let side = |data, notices| Side { notices, ..Side::new(RESERVE + 1, RESERVE + 1, data, 0) };
-    assert_holds(side(0, 4), side(0, 4));
-    assert_holds(side(1, 2), side(2, 1));
+    assert_holds(side(0, 2), side(0, 1));
+    assert_holds(side(1, 1), side(0, 1));
+    if ALL_WORLDS {
+        assert_holds(side(0, 4), side(0, 4));
+        assert_holds(side(1, 2), side(2, 1));
+    }
 }
 
 #[test]
 fn notifications_end_with_the_messages_of_their_side() {
-    let calls = [Call::Finish, Call::Close, Call::Drop];
-    let side = |data, notices| Side { notices, ..Side::calling(data, 0, &calls) };
+    let calls: &[Call] = if ALL_WORLDS {
+        &[Call::Finish, Call::Close, Call::Drop]
+    } else {
+        &[Call::Finish, Call::Close]
+    };
+    let side = |data, notices| Side { notices, ..Side::calling(data, 0, calls) };
     assert_holds(side(0, 1), side(1, 0));
 }
 
 #[test]
 fn windows_grow_and_shrink_at_any_time() {
     let side = |data, changes| Side { changes, ..Side::new(RESERVE + 1, RESERVE + 1, data, 0) };
-    assert_holds(side(1, &[(1, 0)]), side(2, &[]));
-    assert_holds(side(0, &[(0, 1), (1, 0)]), side(2, &[]));
+    assert_holds(side(0, &[(1, 0)]), side(2, &[]));
+    assert_holds(side(0, &[(0, 1), (1, 0)]), side(1, &[]));
     let fewer = |data, changes| Side { changes, ..Side::new(RESERVE + 3, RESERVE + 3, data, 0) };
-    assert_holds(fewer(0, &[(0, 2)]), fewer(2, &[]));
-    assert_holds(Side { pings: 1, ..side(0, &[(0, 1), (1, 0)]) }, side(1, &[]));
+    assert_holds(fewer(0, &[(0, 2)]), fewer(1, &[]));
+    if ALL_WORLDS {
+        assert_holds(fewer(0, &[(0, 2)]), fewer(2, &[]));
+    }
+    if ALL_WORLDS {
+        assert_holds(side(1, &[(1, 0)]), side(2, &[]));
+        assert_holds(side(0, &[(0, 1), (1, 0)]), side(2, &[]));
+        assert_holds(Side { pings: 1, ..side(0, &[(0, 1), (1, 0)]) }, side(1, &[]));
+    }
 }
 
 #[test]
@@ -298,7 +330,9 @@ fn messages_of_many_frames_wait_for_no_window_that_shrinks() {
     let side =
         |data, changes| Side { frames: 2, changes, ..Side::new(RESERVE + 3, RESERVE + 3, data, 0) };
     assert_holds(side(0, &[(0, 1)]), side(2, &[]));
-    assert_holds(side(1, &[(0, 1)]), side(1, &[]));
+    if ALL_WORLDS {
+        assert_holds(side(1, &[(0, 1)]), side(1, &[]));
+    }
 }
 
 #[test]
@@ -307,15 +341,22 @@ fn windows_change_while_sides_close_or_drop() {
         changes,
         ..Side::calling(data, 0, &[Call::Finish, Call::Close, Call::Drop])
     };
-    assert_holds(side(0, &[(0, 1), (1, 0)]), side(1, &[]));
+    assert_holds(side(0, &[(1, 0)]), side(0, &[]));
     let end = |data, changes| Side { changes, ..Side::stream(data, 0, &[Call::FinishAtEnd]) };
-    assert_holds(end(0, &[(0, 1), (1, 0)]), end(2, &[]));
+    assert_holds(end(0, &[(0, 1), (1, 0)]), end(1, &[]));
+    if ALL_WORLDS {
+        assert_holds(side(0, &[(0, 1), (1, 0)]), side(1, &[]));
+        assert_holds(end(0, &[(0, 1), (1, 0)]), end(2, &[]));
+    }
 }
 
 #[test]
 fn both_sides_terminate_after_finish_close_and_drop_in_any_order() {
     let side = |data| Side::calling(data, 0, &[Call::Finish, Call::Close, Call::Drop]);
-    assert_holds(side(1), side(1));
+    assert_holds(side(1), side(0));
+    if ALL_WORLDS {
+        assert_holds(side(1), side(1));
+    }
 }
 
 #[test]
@@ -330,38 +371,62 @@ fn side_that_closes_discards_messages_and_closes_cleanly_when_the_peer_finishes(
 fn abort_and_drop_at_any_time_notify_the_peer() {
     let side =
         |offers| Side::calling(0, offers, &[Call::Finish, Call::Close, Call::Abort, Call::Drop]);
-    assert_holds(side(1), side(0));
+    assert_holds(side(0), side(0));
+    if ALL_WORLDS {
+        assert_holds(side(1), side(0));
+    }
 }
 
 #[test]
 fn failure_of_a_side_or_of_the_network_terminates_both() {
     let calls = [Call::Finish, Call::Close, Call::Abort, Call::Drop];
     let side = |data| Side { may_fail: true, ..Side::calling(data, 0, &calls) };
-    assert_explored(World { sides: [side(1), side(0)], may_be_cut: true, cut: false });
+    let explore = |sides| assert_explored(World { sides, may_be_cut: true, cut: false });
+    explore([side(0), side(0)]);
+    if ALL_WORLDS {
+        explore([side(1), side(0)]);
+    }
 }
 
 #[test]
 fn both_ends_of_a_stream_write_with_the_smallest_windows() {
     let end = |data| Side::stream(data, 0, &[Call::FinishAtEnd]);
-    assert_holds(end(3), end(2));
+    assert_holds(end(1), end(1));
+    if ALL_WORLDS {
+        assert_holds(end(3), end(2));
+    }
 }
 
 #[test]
 fn pieces_of_memory_follow_held_bytes() {
     let end = |data, offers| Side::stream(data, offers, &[Call::FinishAtEnd]);
-    assert_holds(end(2, 1), end(1, 0));
+    assert_holds(end(1, 1), end(0, 0));
+    if ALL_WORLDS {
+        assert_holds(end(2, 1), end(1, 0));
+    }
 }
 
 #[test]
 fn finished_and_dropped_streams_deliver_held_bytes() {
     let end = |data| Side::stream(data, 0, &[Call::Finish, Call::Drop]);
-    assert_holds(end(2), end(1));
+    assert_holds(end(1), end(1));
+    if ALL_WORLDS {
+        assert_holds(end(2), end(1));
+    }
     assert_holds(end(3), Side::stream(0, 0, &[Call::FinishAtEnd]));
 }
 
 #[test]
 fn failure_of_an_end_or_of_the_network_terminates_both_ends_of_a_stream() {
-    let calls = [Call::Finish, Call::Abort, Call::Drop];
-    let end = |data| Side { may_fail: true, ..Side::stream(data, 0, &calls) };
-    assert_explored(World { sides: [end(2), end(0)], may_be_cut: true, cut: false });
+    let calls: &[Call] = if ALL_WORLDS {
+        &[Call::Finish, Call::Abort, Call::Drop]
+    } else {
+        &[Call::Finish, Call::Drop]
+    };
+    let end = |data| Side { may_fail: true, ..Side::stream(data, 0, calls) };
+    let explore = |sides| assert_explored(World { sides, may_be_cut: true, cut: false });
+    explore([end(1), end(0)]);
+    if ALL_WORLDS {
+        explore([end(2), end(0)]);
+    }
 }
