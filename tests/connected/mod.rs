@@ -4,6 +4,8 @@
 
 use std::cell::Cell;
 use std::net::SocketAddr;
+use std::panic::resume_unwind;
+use std::thread;
 
 use bytes::Bytes;
 use tokio_rdma::op::ConnectOptions;
@@ -26,12 +28,7 @@ pub fn modes<F: Future<Output = ()>>(
     what: &'static str,
     test: impl Fn() -> F + Send + Copy + 'static,
 ) {
-    for mode in Mode::ALL {
-        bounded(what, LONG, move || {
-            use_mode(mode);
-            Flavour::MultiThread.runtime().block_on(test());
-        });
-    }
+    each(what, Mode::ALL.map(|mode| (mode, Flavour::MultiThread)), test);
 }
 
 /// Runs `test` in each completion mode, and the event mode on each runtime flavour.
@@ -46,11 +43,31 @@ pub fn run<F: Future<Output = ()>>(
         (Mode::Cooperative, Flavour::CurrentThread),
         (Mode::Hybrid, Flavour::MultiThread),
     ];
-    for (mode, flavour) in settings {
+    each(what, settings, test);
+}
+
+/// Runs `test` in each of `settings`: all at once, because most tests wait for timeouts, or one by
+/// one on a real device.
+fn each<F: Future<Output = ()>, const N: usize>(
+    what: &'static str,
+    settings: [(Mode, Flavour); N],
+    test: impl Fn() -> F + Send + Copy + 'static,
+) {
+    let run = move |(mode, flavour): (Mode, Flavour)| {
         bounded(what, LONG, move || {
             use_mode(mode);
             flavour.runtime().block_on(test());
         });
+    };
+    if torture::hardware().is_some() {
+        return settings.into_iter().for_each(run);
+    }
+    let runs = settings.map(|setting| (setting, thread::spawn(move || run(setting))));
+    for (setting, run) in runs {
+        if let Err(panic) = run.join() {
+            eprintln!("{what}: failed in {setting:?}");
+            resume_unwind(panic);
+        }
     }
 }
 
