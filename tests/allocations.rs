@@ -11,6 +11,7 @@ use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use bytes::Bytes;
+use parking_lot::Mutex;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt};
 use tokio_rdma::dc::{DcPolicy, DcPool, DcPoolPeer, DcTarget};
 use tokio_rdma::software::Network;
@@ -20,9 +21,9 @@ use tokio_rdma::{
 };
 use torture::{Flavour, LONG, Mode, bounded, device, pair, scaled};
 
-const OPERATIONS: u64 = if cfg!(debug_assertions) { 1_000 } else { 10_000 };
+const OPERATIONS: u64 = if cfg!(debug_assertions) { 250 } else { 10_000 };
 /// Operations before counting, so that queues and caches reach their final size.
-const WARM_UP: u64 = 1_000;
+const WARM_UP: u64 = if cfg!(debug_assertions) { 250 } else { 1_000 };
 
 /// Returns `count`, or 1/64 of it on a real device.
 fn few(count: u64) -> u64 {
@@ -39,6 +40,8 @@ static ON: AtomicBool = AtomicBool::new(false);
 static COUNT: AtomicU64 = AtomicU64::new(0);
 static BYTES: AtomicU64 = AtomicU64::new(0);
 static SHOWN: AtomicU64 = AtomicU64::new(0);
+/// Resolved and printed only if a test fails, because that takes seconds.
+static TRACES: Mutex<Vec<(usize, Backtrace)>> = Mutex::new(Vec::new());
 const MAX_BACKTRACES: u64 = 3;
 
 thread_local! {
@@ -56,7 +59,7 @@ impl Counting {
         COUNT.fetch_add(1, Ordering::Relaxed);
         BYTES.fetch_add(size as u64, Ordering::Relaxed);
         if SHOWN.fetch_add(1, Ordering::Relaxed) < MAX_BACKTRACES {
-            eprintln!("allocation of {size} bytes:\n{}", Backtrace::force_capture());
+            TRACES.lock().push((size, Backtrace::force_capture()));
         }
         let _ = SHOWING.try_with(|showing| showing.set(false));
     }
@@ -226,8 +229,12 @@ async fn counted_to(
         ON.store(false, Ordering::SeqCst);
         *count = COUNT.load(Ordering::Relaxed);
         if *count <= each * operations {
+            TRACES.lock().clear();
             return;
         }
+    }
+    for (size, trace) in TRACES.lock().drain(..) {
+        eprintln!("{what}: allocation of {size} bytes:\n{trace}");
     }
     found.push(format!("{what}: {counts:?} allocations in {operations} operations each"));
 }
@@ -293,6 +300,7 @@ async fn pooled(setting: &str, mode: Mode, found: &mut Vec<String>) {
         ON.store(false, Ordering::SeqCst);
         let each = BYTES.load(Ordering::Relaxed) / 1000;
         println!("{setting}: {policy:?}: {each} bytes for each peer");
+        TRACES.lock().clear();
         if each > 512 {
             found.push(format!("{setting}: {policy:?}: {each} bytes for each peer"));
         }

@@ -4,7 +4,7 @@
 //!
 //! ```text
 //! TOKIO_RDMA_SEEDS=20000 cargo test --test faults
-//!     runs 20000 seeds; the default is 500, or 2000 with --release
+//!     runs 20000 seeds; the default is 120, or 2000 with --release
 //! TOKIO_RDMA_SEED=17 cargo test --test faults <test> -- --nocapture
 //!     runs one seed and prints each step
 //! ```

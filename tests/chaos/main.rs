@@ -172,7 +172,8 @@ fn in_real_time(
     test: impl FnOnce(u64, Duration, bool) -> Tally + Send + 'static,
 ) {
     let _alone = ALONE.lock();
-    let seconds = number("TOKIO_RDMA_SECONDS").unwrap_or(3);
+    let seconds =
+        number("TOKIO_RDMA_SECONDS").unwrap_or(if cfg!(debug_assertions) { 1 } else { 3 });
     let seed = Seed::new(command);
     let (value, verbose) = (seed.value, number("TOKIO_RDMA_SEED").is_some());
     let (limit, before) = (LONG * 4 + Duration::from_secs(seconds), in_use());

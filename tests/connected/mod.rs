@@ -48,7 +48,7 @@ pub fn run<F: Future<Output = ()>>(
 
 /// Runs `test` in each of `settings`: all at once, because most tests wait for timeouts, or one by
 /// one on a real device.
-fn each<F: Future<Output = ()>, const N: usize>(
+pub fn each<F: Future<Output = ()>, const N: usize>(
     what: &'static str,
     settings: [(Mode, Flavour); N],
     test: impl Fn() -> F + Send + Copy + 'static,

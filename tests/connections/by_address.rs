@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Wake};
 use std::time::Duration;
 
-use crate::torture::{self, Flavour, LONG, bounded, eventually, hardware, scaled, soon};
+use crate::torture::{self, Flavour, LONG, Mode, bounded, eventually, hardware, scaled, soon};
 use tokio_rdma::cm::{
     self, CmConnection, ConnectAttempt, ConnectError, ConnectStep, ConnectionOptions,
     ConnectionRequest, Disconnection, ListenOptions, Listener, RejectReason,
@@ -112,12 +112,11 @@ fn of_network(network: &Network) -> (Side, Side) {
     (open("active"), open("passive"))
 }
 
-fn run<F: Future<Output = ()>>(what: &'static str, scenario: impl Fn() -> F + Send + 'static) {
-    bounded(what, 2 * LONG, move || {
-        for flavour in Flavour::ALL {
-            flavour.runtime().block_on(scenario());
-        }
-    });
+fn run<F: Future<Output = ()>>(
+    what: &'static str,
+    scenario: impl Fn() -> F + Send + Copy + 'static,
+) {
+    crate::connected::each(what, Flavour::ALL.map(|flavour| (Mode::Event, flavour)), scenario);
 }
 
 /// Returns whether the error reports a mismatch, in `property` if given.
@@ -135,10 +134,18 @@ fn state(queue_pair: &QueuePair) -> QpState {
 
 /// Connects two sides and returns the active end and the passive end.
 async fn connected(a: &Side, b: &Side) -> ((QueuePair, CmConnection), (QueuePair, CmConnection)) {
-    let (listener, options) = (b.listen().await, ConnectionOptions::default());
-    let passive = async { b.accept(listener.accept().await?, &options).await };
+    connected_with(a, b, &ConnectionOptions::default()).await
+}
+
+async fn connected_with(
+    a: &Side,
+    b: &Side,
+    options: &ConnectionOptions,
+) -> ((QueuePair, CmConnection), (QueuePair, CmConnection)) {
+    let listener = b.listen().await;
+    let passive = async { b.accept(listener.accept().await?, options).await };
     soon("connection", async {
-        tokio::try_join!(a.connect(listener.local_addr(), &options), passive)
+        tokio::try_join!(a.connect(listener.local_addr(), options), passive)
     })
     .await
     .unwrap()
@@ -956,7 +963,9 @@ fn lost_device_ends_listeners_connections_and_handshakes() {
     run("lost", || async {
         let network = Network::new();
         let (a, b) = of_network(&network);
-        let ((_ours, link), (_theirs, other)) = connected(&a, &b).await;
+        // The disconnect of the active device waits as long for an answer.
+        let options = ConnectionOptions::default().timeout(Duration::from_secs(3));
+        let ((_ours, link), (_theirs, other)) = connected_with(&a, &b, &options).await;
         let listener = b.listen().await;
         let patient = ConnectionOptions::default().timeout(Duration::from_millis(300));
         let handshake = a.connect(listener.local_addr(), &patient);

@@ -1312,8 +1312,8 @@ async fn talk(
 fn many_connections_exchange_messages_with_some_slow_readers() {
     let seed = Seed::new("--test connections many_connections_exchange");
     let value = seed.value;
-    let seconds =
-        std::env::var("TOKIO_RDMA_SECONDS").map_or(2, |seconds| seconds.parse().expect("a number"));
+    let seconds = std::env::var("TOKIO_RDMA_SECONDS")
+        .map_or(torture::CROWD_SECONDS, |seconds| seconds.parse().expect("a number"));
     bounded("crowd", 4 * LONG + Duration::from_secs(2 * seconds), move || {
         Flavour::MultiThread.runtime().block_on(async {
             let (device, pd) = device(&Network::new());

@@ -204,8 +204,8 @@ fn two_full_writers_wait_until_one_reads() {
 fn crowd_of_streams_with_random_sizes_verifies_its_content() {
     let seed = Seed::new("--test connections crowd_of_streams");
     let value = seed.value;
-    let seconds =
-        std::env::var("TOKIO_RDMA_SECONDS").map_or(2, |seconds| seconds.parse().expect("a number"));
+    let seconds = std::env::var("TOKIO_RDMA_SECONDS")
+        .map_or(torture::CROWD_SECONDS, |seconds| seconds.parse().expect("a number"));
     bounded("crowd", 4 * LONG + Duration::from_secs(2 * seconds), move || {
         Flavour::MultiThread.runtime().block_on(async {
             let (device, _) = device(&Network::new());

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 /// The default number of seeds. A release build runs a seed in a tenth of the time.
-const SEEDS: u64 = if cfg!(debug_assertions) { 500 } else { 2000 };
+const SEEDS: u64 = if cfg!(debug_assertions) { 120 } else { 2000 };
 const THREADS: usize = 2;
 
 fn number(name: &str) -> Option<u64> {

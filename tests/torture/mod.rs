@@ -21,6 +21,9 @@ use tokio_rdma::{
     QueuePair,
 };
 
+/// Default of `TOKIO_RDMA_SECONDS` for crowds of connections.
+pub const CROWD_SECONDS: u64 = if cfg!(debug_assertions) { 1 } else { 2 };
+
 pub const LONG: Duration = Duration::from_secs(60);
 
 /// Returns the name of the real device under test, if `TOKIO_RDMA_DEVICE` names one.

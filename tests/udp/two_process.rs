@@ -644,7 +644,9 @@ fn seeds() -> (u64, u64) {
     let number = |name| std::env::var(name).ok().map(|value| value.parse::<u64>().unwrap());
     match number("TOKIO_RDMA_SEED") {
         Some(seed) => (seed, 1),
-        None => (0, number("TOKIO_RDMA_SEEDS").unwrap_or(30)),
+        None => {
+            (0, number("TOKIO_RDMA_SEEDS").unwrap_or(if cfg!(debug_assertions) { 6 } else { 30 }))
+        }
     }
 }
 
