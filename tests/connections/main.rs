@@ -8,6 +8,7 @@ mod torture;
 
 mod by_address;
 mod closing;
+mod connecting_again;
 mod elastic;
 mod hostile;
 mod messages;
@@ -17,4 +18,5 @@ mod reconnect;
 mod reentrant;
 mod registered;
 mod service;
+mod stream_contract;
 mod streams;

@@ -1,4 +1,4 @@
-//! Connections that are made anew. `tests/reconnect` has more, on the software device.
+//! Connections that are made anew. `connecting_again` has more, on the software device.
 //!
 //! Uses the device that `TOKIO_RDMA_DEVICE` names, or the software device.
 

@@ -1,4 +1,5 @@
-//! Seeded campaigns of queue pairs over a simulated network with faults.
+//! Seeded campaigns of queue pairs over a simulated network with faults, and of services under
+//! [`chaos`].
 //!
 //! A seed determines the whole run, which is the same each time on any machine.
 //!
@@ -11,29 +12,21 @@
 
 #![allow(missing_docs)]
 
-#[path = "faults/awaited.rs"]
+#[path = "../common/alone.rs"]
+mod alone;
 mod awaited;
-#[path = "faults/campaign.rs"]
 mod campaign;
-#[path = "faults/chance.rs"]
 mod chance;
-#[path = "faults/deadlines.rs"]
+mod chaos;
 mod deadlines;
-#[path = "faults/driven.rs"]
 mod driven;
-#[path = "faults/dynamic.rs"]
 mod dynamic;
-#[path = "faults/links.rs"]
 mod links;
-#[path = "faults/memory.rs"]
 mod memory;
-#[path = "faults/model.rs"]
 mod model;
-#[path = "faults/real_time.rs"]
 mod real_time;
-#[path = "faults/reliable.rs"]
 mod reliable;
-#[path = "faults/setup.rs"]
 mod setup;
-#[path = "faults/unreliable.rs"]
+#[path = "../torture/mod.rs"]
+mod torture;
 mod unreliable;

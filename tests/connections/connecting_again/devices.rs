@@ -16,8 +16,8 @@ use tokio_rdma::software::Network;
 use tokio_rdma::types::{AsyncEvent, PortNum};
 use tokio_rdma::{CloseReason, Connection, ConnectionConfig, Device};
 
+use super::setup::{Hosts, MS, config, eager, is_waiting, paused, run, serve};
 use crate::connected::recv;
-use crate::setup::{Hosts, MS, config, eager, is_waiting, paused, run, serve};
 use crate::torture::{eventually, soon};
 
 const HOUR: Duration = Duration::from_secs(3600);

@@ -13,8 +13,8 @@ use tokio_rdma::cm::ConnectError;
 use tokio_rdma::message::{Peer, PeerError, PeerLink, PeerSet, PeerSetConfig};
 use tokio_rdma::software::Network;
 
-use crate::links::{Dc, Directory, Entry, Rc, Server};
-use crate::setup::{Hosts, MS, config, paused, run};
+use super::links::{Dc, Directory, Entry, Rc, Server};
+use super::setup::{Hosts, MS, config, paused, run};
 use crate::torture::{LONG, Seed, eventually, soon};
 
 /// Makes a test over connections and a test over peers of a DC pool. In virtual time with

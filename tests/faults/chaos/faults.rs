@@ -6,10 +6,10 @@ use std::time::Duration;
 use fastrand::Rng;
 use tokio::time::{Instant, sleep};
 
-use crate::servers::{Server, Stop};
-use crate::time::{MS, Pace, delays};
+use super::servers::{Server, Stop};
+use super::time::{MS, Pace, delays};
+use super::world::World;
 use crate::torture::joined;
-use crate::world::World;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Fault {

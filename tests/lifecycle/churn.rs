@@ -1,20 +1,16 @@
 //! Closed connections leak no queue pair, descriptor, task or memory.
 //!
-//! `TOKIO_RDMA_CYCLES` sets the number of connections. The tests are a separate program because
-//! they count all memory of the process.
+//! `TOKIO_RDMA_CYCLES` sets the number of connections. Each test is alone in a process, because it
+//! counts all memory of the process.
 
-mod connected;
-#[path = "common/live.rs"]
-mod live;
-mod torture;
+use std::process::Command;
 
-use std::process::{Command, Stdio};
-
-use connected::{config, pair, pattern, recv};
+use crate::alone::alone;
+use crate::connected::{self, config, pair, pattern, recv};
+use crate::torture::{self, Flavour, LONG, bounded, device, eventually, scaled, soon};
 use futures::future::join_all;
 use tokio_rdma::software::Network;
 use tokio_rdma::{CompletionQueue, Connection, Listener};
-use torture::{Flavour, LONG, bounded, device, eventually, scaled, soon};
 
 /// Returns the number of kernel objects of the device under test, 0 for the software device.
 fn kernel_objects() -> u64 {
@@ -31,6 +27,9 @@ fn kernel_objects() -> u64 {
 
 #[test]
 fn closed_connections_leak_nothing() {
+    if !alone("churn::closed_connections_leak_nothing") {
+        return;
+    }
     // The software device's events have a task for each completion queue: the test's queue, and a
     // few queues of closed connections, whose tasks end at a later connection.
     const TASKS: usize = 4;
@@ -76,7 +75,7 @@ fn closed_connections_leak_nothing() {
                     drop(listener);
                     eventually("destroyed queue pairs", || queue.counters().reserved == 0).await;
                     eventually("tasks end", || tasks() <= TASKS).await;
-                    before = Some((descriptors(), tasks(), live::bytes(), kernel_objects()));
+                    before = Some((descriptors(), tasks(), crate::live::bytes(), kernel_objects()));
                     listener = Listener::bind_with(&device, local, &shared).await.unwrap();
                 }
             }
@@ -87,8 +86,8 @@ fn closed_connections_leak_nothing() {
             eventually("descriptors are closed", || descriptors() <= fds).await;
             eventually("the kernel's objects are destroyed", || kernel_objects() <= objects).await;
             let connection = 200_000;
-            eventually("memory is free", || live::bytes() < bytes + connection).await;
-            let left = live::bytes() as isize - bytes as isize;
+            eventually("memory is free", || crate::live::bytes() < bytes + connection).await;
+            let left = crate::live::bytes() as isize - bytes as isize;
             eprintln!(
                 "{cycles} cycles; after a quarter and now: {fds} and {} descriptors, {alive} and \
                  {} tasks, {objects} and {} kernel objects, {left} bytes more",
@@ -100,43 +99,15 @@ fn closed_connections_leak_nothing() {
     });
 }
 
-const MEASURED: &str = "TOKIO_RDMA_MEASURED";
-
-/// Runs a test of this file in a separate process, because the memory of other tests would count.
-fn run_alone(test: &str) {
-    let measured = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", test, "--nocapture", "--test-threads=1"])
-        .env(MEASURED, "1")
-        .stdout(Stdio::null())
-        .status()
-        .unwrap();
-    assert!(measured.success(), "{measured}");
-}
-
-fn runs_alone() -> bool {
-    std::env::var_os(MEASURED).is_some()
-}
-
-#[test]
-fn memory_of_closed_connections_is_returned_to_the_system() {
-    run_alone("measured_process");
-}
-
 #[test]
 fn tables_of_simultaneous_connections_are_freed() {
-    run_alone("simultaneous_process");
-}
-
-/// Runs in the process that the test above starts.
-#[test]
-fn simultaneous_process() {
     /// Bytes left of all connections: of 500 pairs, less than half of their records in the software
     /// device's connection manager.
     const LEFT: usize = 100_000;
     /// Closed connections whose resources a device keeps.
     const KEPT: usize = 8;
     let many = scaled(500);
-    if !runs_alone() {
+    if !alone("churn::tables_of_simultaneous_connections_are_freed") {
         return;
     }
     bounded("simultaneous", LONG * 2, move || {
@@ -167,21 +138,23 @@ fn simultaneous_process() {
                 drop(ends);
                 // The software device's events have a task for each completion queue that is kept.
                 eventually("tasks end", || tasks() <= KEPT).await;
-                let before = *before.get_or_insert_with(live::bytes);
-                eventually("memory is free", || live::bytes() <= before + LEFT).await;
-                eprintln!("{pairs} pairs: {} bytes more", live::bytes() as isize - before as isize);
+                let before = *before.get_or_insert_with(crate::live::bytes);
+                eventually("memory is free", || crate::live::bytes() <= before + LEFT).await;
+                eprintln!(
+                    "{pairs} pairs: {} bytes more",
+                    crate::live::bytes() as isize - before as isize
+                );
             }
         });
     });
 }
 
-/// Runs in the process that the test above starts.
 #[test]
-fn measured_process() {
+fn memory_of_closed_connections_is_returned_to_the_system() {
     const PAIRS: usize = 100;
     // The second length needs memory for long messages.
     const LENGTHS: [usize; 2] = [8192, 100_000];
-    if !runs_alone() {
+    if !alone("churn::memory_of_closed_connections_is_returned_to_the_system") {
         return;
     }
     bounded("memory", LONG, || {

@@ -14,12 +14,12 @@ use tokio::time::sleep;
 use tokio_rdma::message::BufferBudget;
 use tokio_rdma::software::{Network, UdpConfig, UdpError};
 
-use crate::faults::Fault;
-use crate::servers::{LocalServer, PORT, Server, Stop, name};
-use crate::time::{MS, Pace, on_threads};
+use super::faults::Fault;
+use super::servers::{LocalServer, PORT, Server, Stop, name};
+use super::time::{MS, Pace, on_threads};
+use super::udp;
+use super::world::World;
 use crate::torture::LONG;
-use crate::udp;
-use crate::world::World;
 
 /// Describes its server to a process: number, address, seed, and the file of its records.
 const SETTING: &str = "TOKIO_RDMA_CHAOS";
@@ -86,7 +86,12 @@ impl ServerProcess {
         let Self { number, address, records, .. } = self;
         let setting = format!("{number} {address} {} {}", self.world.seed, records.display());
         let process = Command::new(std::env::current_exe().expect("the path of this program"))
-            .args(["--exact", "processes::serve_in_a_process", "--nocapture", "--test-threads=1"])
+            .args([
+                "--exact",
+                "chaos::processes::serve_in_a_process",
+                "--nocapture",
+                "--test-threads=1",
+            ])
             .env(SETTING, setting)
             .stdin(Stdio::piped())
             .stdout(Stdio::null())

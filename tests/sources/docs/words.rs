@@ -5,7 +5,7 @@
 
 use std::fmt;
 
-use crate::{pages, read, root, sources};
+use super::{pages, read, root, sources};
 
 /// Sequences of words that no text contains. The field has a term for each.
 const DENIED: [&str; 46] = [

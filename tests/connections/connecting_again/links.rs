@@ -17,8 +17,8 @@ use tokio_rdma::{
     SharedReceiveQueue,
 };
 
+use super::setup::{Hosts, serve};
 use crate::connected::{brief, recv};
-use crate::setup::{Hosts, serve};
 use crate::torture::soon;
 
 /// A server, and how a set reaches it.
@@ -110,7 +110,7 @@ impl Server for Rc {
     }
 
     async fn lose(&self, link: &Connection) {
-        link.send(crate::setup::END).await.unwrap();
+        link.send(super::setup::END).await.unwrap();
         soon("end", link.closed()).await;
     }
 }

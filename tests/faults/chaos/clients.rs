@@ -16,10 +16,10 @@ use tokio_rdma::{
     Connection, ConnectionConfig, Device, EstablishError, MessageError, RemoteRegion,
 };
 
-use crate::servers::{INCREMENT, PING, WORDS};
-use crate::time::{ATTEMPT, GREATEST_DELAY, MS};
+use super::servers::{INCREMENT, PING, WORDS};
+use super::time::{ATTEMPT, GREATEST_DELAY, MS};
+use super::world::{Seen, World};
 use crate::torture::{LONG, joined};
-use crate::world::{Seen, World};
 
 /// The longest window of requests.
 const WINDOW: usize = 4;

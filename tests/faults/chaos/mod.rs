@@ -8,49 +8,44 @@
 //! (`processes.rs`).
 //!
 //! ```text
-//! TOKIO_RDMA_SEEDS=1000 cargo test --release --test chaos virtual
+//! TOKIO_RDMA_SEEDS=1000 cargo test --release --test faults virtual
 //!     runs 1000 seeds in virtual time
-//! TOKIO_RDMA_SEED=17 cargo test --test chaos virtual -- --nocapture
+//! TOKIO_RDMA_SEED=17 cargo test --test faults virtual -- --nocapture
 //!     runs one seed and prints each fault
-//! TOKIO_RDMA_SECONDS=600 cargo test --release --test chaos real
+//! TOKIO_RDMA_SECONDS=600 cargo test --release --test faults real_time
 //!     runs for ten minutes on threads, in real time
-//! TOKIO_RDMA_SECONDS=600 cargo test --release --test chaos processes
+//! TOKIO_RDMA_SECONDS=600 cargo test --release --test faults to_processes
 //!     runs for ten minutes with servers that are processes
 //! ```
 
 mod clients;
 mod disk;
 mod faults;
-#[path = "../common/live.rs"]
+#[path = "../../common/live.rs"]
 mod live;
 mod processes;
 mod servers;
 mod time;
-#[path = "../torture/mod.rs"]
-mod torture;
 #[allow(dead_code, reason = "other programs use the rest")]
-#[path = "../common/udp.rs"]
+#[path = "../../common/udp.rs"]
 mod udp;
 mod world;
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::Mutex;
 use tokio_rdma::Device;
 use tokio_rdma::message::BufferBudget;
 use tokio_rdma::software::Network;
 
-use crate::clients::Client;
-use crate::faults::Fault;
-use crate::processes::ServerProcess;
-use crate::servers::{LocalServer, Server};
-use crate::time::Pace;
+use self::clients::Client;
+use self::faults::Fault;
+use self::processes::ServerProcess;
+use self::servers::{LocalServer, Server};
+use self::time::Pace;
+use self::world::{Tally, World};
+use crate::alone::alone;
 use crate::torture::{LONG, Seed, bounded};
-use crate::world::{Tally, World};
-
-/// Held by the test that runs, because the allocated bytes of the process are compared.
-static ALONE: Mutex<()> = Mutex::new(());
 
 fn number(name: &str) -> Option<u64> {
     let text = std::env::var(name).ok()?;
@@ -98,7 +93,8 @@ async fn chaos<S: Server>(
     world.compare()
 }
 
-/// Returns the allocated bytes and the open descriptors of the process.
+/// Returns the allocated bytes and the open descriptors of the process, so each test is alone in
+/// one.
 fn in_use() -> (usize, usize) {
     (live::bytes(), std::fs::read_dir("/proc/self/fd").expect("descriptors").count())
 }
@@ -112,8 +108,10 @@ fn assert_freed(before: (usize, usize)) {
 
 #[test]
 fn outcomes_are_truthful_and_clients_connect_again_in_virtual_time() {
+    if !alone("chaos::outcomes_are_truthful_and_clients_connect_again_in_virtual_time") {
+        return;
+    }
     const SEEDS: u64 = if cfg!(debug_assertions) { 1 } else { 8 };
-    let _alone = ALONE.lock();
     let seconds = number("TOKIO_RDMA_SECONDS").unwrap_or(1);
     let chosen = number("TOKIO_RDMA_SEED");
     let seeds = match chosen {
@@ -122,7 +120,7 @@ fn outcomes_are_truthful_and_clients_connect_again_in_virtual_time() {
     };
     let (mut sum, before) = (Tally::default(), in_use());
     for seed in seeds {
-        let _replay = Seed::chosen("--test chaos virtual", seed);
+        let _replay = Seed::chosen("--test faults virtual", seed);
         let limit = LONG * (4 + 2 * seconds as u32);
         let tally = bounded("chaos in virtual time", limit, move || {
             let duration = Duration::from_secs(seconds);
@@ -144,7 +142,10 @@ fn outcomes_are_truthful_and_clients_connect_again_in_virtual_time() {
 
 #[test]
 fn outcomes_are_truthful_and_clients_connect_again_in_real_time() {
-    in_real_time("--test chaos real", |seed, duration, verbose| {
+    if !alone("chaos::outcomes_are_truthful_and_clients_connect_again_in_real_time") {
+        return;
+    }
+    in_real_time("--test faults real_time", |seed, duration, verbose| {
         time::in_real_time(seed, |pace, network| {
             chaos::<LocalServer>((pace, network), seed, duration, verbose)
         })
@@ -153,7 +154,10 @@ fn outcomes_are_truthful_and_clients_connect_again_in_real_time() {
 
 #[test]
 fn outcomes_are_truthful_and_clients_connect_again_to_processes() {
-    in_real_time("--test chaos processes", |seed, duration, verbose| {
+    if !alone("chaos::outcomes_are_truthful_and_clients_connect_again_to_processes") {
+        return;
+    }
+    in_real_time("--test faults to_processes", |seed, duration, verbose| {
         let names = Pace::Processes.clients();
         let names: Vec<_> = names.iter().map(String::as_str).collect();
         let network = udp::network(&names);
@@ -171,7 +175,6 @@ fn in_real_time(
     command: &'static str,
     test: impl FnOnce(u64, Duration, bool) -> Tally + Send + 'static,
 ) {
-    let _alone = ALONE.lock();
     let seconds =
         number("TOKIO_RDMA_SECONDS").unwrap_or(if cfg!(debug_assertions) { 1 } else { 3 });
     let seed = Seed::new(command);

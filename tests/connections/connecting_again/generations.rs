@@ -7,7 +7,7 @@ use tokio_rdma::software::{Faults, Network};
 use tokio_rdma::types::WcStatus;
 use tokio_rdma::{Access, Connection, ConnectionConfig, OpErrorKind, RemoteRegion};
 
-use crate::setup::{Hosts, MS, eager, run};
+use super::setup::{Hosts, MS, eager, run};
 use crate::torture::{Seed, impatient, soon};
 
 const LEN: usize = 64;

@@ -1,15 +1,13 @@
 //! Operations in steady state allocate nothing, in every completion mode and on any thread.
 
-#![allow(unsafe_code, reason = "a global allocator is unsafe to implement")]
-
-mod connected;
-mod torture;
-
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::backtrace::Backtrace;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use crate::alone::alone;
+use crate::connected;
+use crate::live;
+use crate::torture::{Flavour, LONG, Mode, bounded, device, pair, scaled};
 use bytes::Bytes;
 use parking_lot::Mutex;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt};
@@ -19,7 +17,6 @@ use tokio_rdma::{
     Access, Batch, BufMut, CompletionQueue, ConnectionConfig, ExposedRegion, Imm, Pool, QueuePair,
     RdmaListener, RdmaStream, RemoteRegion, SharedReceiveQueue,
 };
-use torture::{Flavour, LONG, Mode, bounded, device, pair, scaled};
 
 const OPERATIONS: u64 = if cfg!(debug_assertions) { 250 } else { 10_000 };
 /// Operations before counting, so that queues and caches reach their final size.
@@ -32,9 +29,6 @@ fn few(count: u64) -> u64 {
 
 /// The largest batch that is documented not to allocate.
 const BATCH: u64 = 16;
-
-/// The system's allocator, which counts while [`ON`] is set.
-struct Counting;
 
 static ON: AtomicBool = AtomicBool::new(false);
 static COUNT: AtomicU64 = AtomicU64::new(0);
@@ -49,50 +43,20 @@ thread_local! {
     static SHOWING: Cell<bool> = const { Cell::new(false) };
 }
 
-impl Counting {
-    fn note(size: usize) {
-        if !ON.load(Ordering::Relaxed)
-            || SHOWING.try_with(|showing| showing.replace(true)).unwrap_or(true)
-        {
-            return;
-        }
-        COUNT.fetch_add(1, Ordering::Relaxed);
-        BYTES.fetch_add(size as u64, Ordering::Relaxed);
-        if SHOWN.fetch_add(1, Ordering::Relaxed) < MAX_BACKTRACES {
-            TRACES.lock().push((size, Backtrace::force_capture()));
-        }
-        let _ = SHOWING.try_with(|showing| showing.set(false));
+/// Counts an allocation while [`ON`] is set.
+fn note(size: usize) {
+    if !ON.load(Ordering::Relaxed)
+        || SHOWING.try_with(|showing| showing.replace(true)).unwrap_or(true)
+    {
+        return;
     }
+    COUNT.fetch_add(1, Ordering::Relaxed);
+    BYTES.fetch_add(size as u64, Ordering::Relaxed);
+    if SHOWN.fetch_add(1, Ordering::Relaxed) < MAX_BACKTRACES {
+        TRACES.lock().push((size, Backtrace::force_capture()));
+    }
+    let _ = SHOWING.try_with(|showing| showing.set(false));
 }
-
-// SAFETY: all calls are forwarded to `System`.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        Self::note(layout.size());
-        // SAFETY: forwarded.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        Self::note(layout.size());
-        // SAFETY: forwarded.
-        unsafe { System.alloc_zeroed(layout) }
-    }
-
-    unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        Self::note(size);
-        // SAFETY: forwarded.
-        unsafe { System.realloc(at, layout, size) }
-    }
-
-    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        // SAFETY: forwarded.
-        unsafe { System.dealloc(at, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
 
 struct Setup {
     ours: QueuePair,
@@ -399,6 +363,10 @@ async fn streams(setting: &str, mode: Mode, found: &mut Vec<String>) {
 // One test, because the process has one allocator.
 #[test]
 fn operations_allocate_nothing_once_warm() {
+    if !alone("allocations::operations_allocate_nothing_once_warm") {
+        return;
+    }
+    live::observe(note);
     let found = bounded("allocations", 5 * LONG, || {
         let mut found = Vec::new();
         for (mode, flavour) in

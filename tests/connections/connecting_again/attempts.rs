@@ -15,7 +15,7 @@ use tokio_rdma::message::{
 };
 use tokio_rdma::{CloseReason, Connection, EstablishError, RdmaListener};
 
-use crate::setup::{Hosts, MS, config, eager, is_waiting, paused, run, serve};
+use super::setup::{Hosts, MS, config, eager, is_waiting, paused, run, serve};
 use crate::torture::{eventually, soon};
 
 const HOUR: Duration = Duration::from_secs(3600);

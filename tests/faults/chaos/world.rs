@@ -11,9 +11,9 @@ use tokio_rdma::error::Outcome;
 use tokio_rdma::message::BufferBudget;
 use tokio_rdma::software::Network;
 
-use crate::disk::Disk;
-use crate::faults::Fault;
-use crate::time::{MS, Pace};
+use super::disk::Disk;
+use super::faults::Fault;
+use super::time::{MS, Pace};
 use crate::torture::LONG;
 
 /// The knowledge of a client of its request.

@@ -1,9 +1,6 @@
 //! The contract of Tokio's `AsyncRead` and `AsyncWrite`: each case runs by the same code on
 //! `TcpStream` and on `RdmaStream`.
 
-mod connected;
-mod torture;
-
 use std::future::{Future, poll_fn};
 use std::io::{ErrorKind, IoSlice, Result};
 use std::pin::{Pin, pin};
@@ -18,8 +15,8 @@ use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio_rdma::software::Network;
 use tokio_rdma::{RdmaListener, RdmaStream, stream};
 
-use connected::pattern;
-use torture::{Flavour, LONG, bounded, device, eventually, soon};
+use crate::connected::{self, pattern};
+use crate::torture::{Flavour, LONG, bounded, device, eventually, soon};
 
 /// A stream of bytes with halves, as `TcpStream` has them.
 trait Stream: AsyncRead + AsyncWrite + Unpin + Send + Sized + 'static {

@@ -12,10 +12,10 @@ use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 use tokio_rdma::{Access, Connection, Device, EstablishError, ExposedRegion, Listener};
 
-use crate::faults::Fault;
-use crate::time::MS;
+use super::faults::Fault;
+use super::time::MS;
+use super::world::World;
 use crate::torture::LONG;
-use crate::world::World;
 
 /// Requests start with their kind.
 pub(crate) const INCREMENT: u8 = 1;

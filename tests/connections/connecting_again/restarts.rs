@@ -8,7 +8,7 @@ use tokio_rdma::error::Outcome;
 use tokio_rdma::message::Reconnect;
 use tokio_rdma::{CloseReason, Connection, Listener, MessageError};
 
-use crate::setup::{Hosts, MS, eager, run};
+use super::setup::{Hosts, MS, eager, run};
 use crate::torture::soon;
 
 /// How often the server executed each request.
