@@ -3,14 +3,12 @@
 //! - A module uses only modules of its own layer and of lower layers.
 //! - Each `unsafe` names an invariant of docs/safety.md.
 //! - A file has a maximum length.
-//! - Only the tests that need them are built with the test controls of the software device.
 //!
 //! Manifests and lints enforce dependencies between crates and where `unsafe` is allowed.
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 /// The modules of this crate, from the lowest layer to the highest.
 const LAYERS: [&[&str]; 9] = [
@@ -55,29 +53,6 @@ fn files_are_within_the_line_limit() {
         .filter(|file| file.text.lines().count() > LONGEST)
         .map(|file| file.name);
     assert_eq!(long.collect::<Vec<_>>(), [""; 0], "more than {LONGEST} lines");
-}
-
-// Test controls add a check to each post. Cargo unifies features among the packages of one build,
-// so a dev-dependency would add them to the benches, whose instructions are counted.
-#[test]
-fn benches_and_examples_are_built_without_test_controls() {
-    assert!(
-        test_controls(&["--package", "misbehaviour"]),
-        "the tests of testing/misbehaviour need test controls"
-    );
-    assert!(!test_controls(&["--package", "tokio-rdma", "--all-features"]));
-    assert!(!test_controls(&["--workspace", "--exclude", "misbehaviour"]));
-}
-
-/// Returns whether a build of `packages` enables feature `testing` of rdma-soft.
-fn test_controls(packages: &[&str]) -> bool {
-    let mut tree = Command::new(env!("CARGO"));
-    tree.current_dir(env!("CARGO_MANIFEST_DIR"));
-    tree.args(["tree", "--offline", "--locked", "--edges", "features", "--invert", "rdma-soft"])
-        .args(packages);
-    let output = tree.output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8_lossy(&output.stdout).contains("rdma-soft feature \"testing\"")
 }
 
 fn names_above(file: &str, text: &str) -> Vec<String> {

@@ -1,4 +1,4 @@
-//! Connection requests with a forged source, for tests of the layers above (feature `testing`).
+//! Connection requests with a forged source, for tests of the layers above.
 
 #![allow(clippy::expect_used, reason = "a test that misuses these functions fails")]
 
@@ -19,6 +19,7 @@ impl Network {
     /// # Panics
     ///
     /// If no device of this network has the address.
+    #[doc(hidden)]
     pub fn forge_request(&self, from: Gid, number: u32, to: SocketAddr, private_data: &[u8]) {
         let device = self.0.device(Gid::from(to.ip())).expect("a device has the address");
         Manager::on_datagram(&device, from, &Self::forged_request(from, number, to, private_data));
@@ -51,6 +52,7 @@ impl Network {
     }
 
     /// Returns a connection request as a UDP payload for port 4791, with its ICRC.
+    #[doc(hidden)]
     #[must_use]
     pub fn forged_datagram(
         from: IpAddr,

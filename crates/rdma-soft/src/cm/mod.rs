@@ -18,7 +18,6 @@ mod answering;
 mod arrivals;
 mod channel;
 mod connection;
-#[cfg(feature = "testing")]
 mod forged;
 #[cfg(any(fuzzing, test))]
 #[allow(unreachable_pub, reason = "a fuzzer reaches it")]

@@ -139,7 +139,7 @@ async fn echo_once(client: &Device, to: SocketAddr) -> Result<(), Box<dyn std::e
 }
 
 /// Measures the numbers in docs/messages.md:
-/// `cargo test --release -p misbehaviour flood -- --ignored --nocapture`
+/// `cargo test --release --test conformance flood -- --ignored --nocapture`
 #[test]
 #[ignore = "measures for a minute"]
 fn measure_connect_time_during_a_udp_flood() {
