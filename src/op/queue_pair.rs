@@ -507,3 +507,25 @@ impl fmt::Debug for QueuePair {
             .finish_non_exhaustive()
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::software::Network;
+    use crate::verbs::Device;
+
+    #[test]
+    fn each_reset_renews_the_packet_sequence_number() {
+        let device = Device::software_in(&Network::new(), "reset").unwrap();
+        let pd = device.protection_domain().unwrap();
+        let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
+        let qp = QueuePair::new(&pd, &queue).unwrap();
+        // Three equal numbers in a row are one case in 2^72.
+        let before = qp.endpoint().psn;
+        let renewed = (0..3).any(|_| {
+            qp.modify(&QpAttr::to_state(QpState::Reset)).unwrap();
+            qp.endpoint().psn != before
+        });
+        assert!(renewed);
+    }
+}
