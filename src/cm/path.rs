@@ -155,3 +155,60 @@ pub(super) fn make_ready(
     queue_pair.modify(&send)?;
     Ok(())
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use futures::future::join;
+
+    use super::*;
+    use crate::cm::{Listener, resolve};
+    use crate::engine::{CompletionMode, CompletionQueue};
+    use crate::software::Network;
+    use crate::types::{AckTimeout, RnrTimer};
+
+    #[test]
+    fn connected_queue_pair_has_the_timers_and_reads_of_its_options() {
+        let device = Device::software_in(&Network::new(), "options").unwrap();
+        let (pd, queue) = (
+            device.protection_domain().unwrap(),
+            CompletionQueue::new(&device, CompletionMode::Event).unwrap(),
+        );
+        let of = |code, reads| {
+            let transport = ConnectOptions {
+                timeout: AckTimeout::from_code(code),
+                retry_count: code - 15,
+                rnr_retry: code - 16,
+                rnr_timer: RnrTimer::from_code(code + 1),
+            };
+            (transport, ConnectionOptions::default().transport(transport).reads(reads))
+        };
+        let [ours, theirs] = [of(18, 5), of(20, 3)];
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let listener = Listener::bind(&device, "127.0.0.1:0").await.unwrap();
+            let passive = async {
+                let request = listener.accept().await.unwrap();
+                let qp = request.prepare(QueuePair::builder(&pd, &queue)).build().unwrap();
+                (request.accept(&qp, &theirs.1).await.unwrap(), qp)
+            };
+            let active = async {
+                let route = resolve(&device, listener.local_addr()).await.unwrap();
+                let qp = route.prepare(QueuePair::builder(&pd, &queue)).build().unwrap();
+                (route.connect(&qp, &ours.1).await.unwrap(), qp)
+            };
+            let (passive, active) = join(passive, active).await;
+            for ((_link, qp), transport) in [(active, ours.0), (passive, theirs.0)] {
+                let attr = qp.query().unwrap().1;
+                let found = ConnectOptions {
+                    timeout: attr.timeout.unwrap(),
+                    retry_count: attr.retry_count.unwrap(),
+                    rnr_retry: attr.rnr_retry.unwrap(),
+                    rnr_timer: attr.min_rnr_timer.unwrap(),
+                };
+                assert_eq!(found, transport);
+                // Both agree on the smaller number.
+                assert_eq!((attr.max_rd_atomic, attr.max_dest_rd_atomic), (Some(3), Some(3)));
+            }
+        });
+    }
+}
