@@ -629,7 +629,7 @@ mod tests {
     use crate::cm::resolve;
     use crate::engine::{CompletionMode, CompletionQueue};
     use crate::software::Network;
-    use rdma_provider::cm_contract::Verdict;
+    use rdma_provider::cm_contract::{CmEventKind, Verdict};
 
     #[derive(Debug)]
     struct All(CmAnswer);
@@ -686,6 +686,30 @@ mod tests {
         };
         runtime.block_on(async {
             tokio::time::timeout(Duration::from_secs(60), test).await.expect("test timed out")
+        });
+    }
+
+    #[test]
+    fn full_backlog_drops_withdrawn_requests_for_a_new_one() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let device = Device::software_in(&Network::new(), "withdrawn").unwrap();
+            let router = Router::of(&device).await.unwrap();
+            let incoming = Incoming::new(2);
+            let is_queued = || {
+                let peer = CmPeer {
+                    private_data: Vec::new(),
+                    responder_resources: 1,
+                    initiator_depth: 1,
+                    srq: false,
+                };
+                incoming.push(&router, router.create_id().unwrap(), peer).is_none()
+            };
+            assert!(is_queued() && is_queued() && !is_queued(), "the backlog is two requests");
+            incoming.queue.lock()[0].endpoint.inbox().on_event(CmEventKind::Disconnected);
+            assert!(is_queued());
+            assert!(incoming.queue.lock().iter().all(|pending| !pending.endpoint.has_ended()));
+            assert!(!is_queued(), "none of the others was withdrawn");
         });
     }
 }
