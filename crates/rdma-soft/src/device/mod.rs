@@ -357,3 +357,44 @@ impl DeviceInner {
         self.announce(if up { AsyncEvent::PortActive(PORT) } else { AsyncEvent::PortError(PORT) });
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use rdma_provider::contract::{Context as _, Dct as _, DctInit, Pd as _};
+    use rdma_provider::types::{
+        Access, AddressVector, DcKey, PortNum, QpAttr, QpState, RnrTimer, SrqCaps,
+    };
+
+    use super::*;
+    use crate::Network;
+
+    #[test]
+    fn destroyed_target_leaves_the_table_of_its_device() {
+        let network = Network::new();
+        let context = network.open("a").unwrap();
+        let device = network.control("a").unwrap().0;
+        let (pd, cq) = (context.create_pd().unwrap(), context.create_cq(16, None, 0, 0).unwrap());
+        let srq = pd.create_srq(SrqCaps { max_wr: 16, max_sge: 1 }).unwrap();
+        for _ in 0..3 {
+            let target =
+                pd.create_dct(&DctInit { srq: &srq, recv_cq: &cq, key: DcKey(1) }).unwrap();
+            let init = QpAttr {
+                pkey_index: Some(0),
+                port: Some(PortNum(1)),
+                access: Some(Access::empty()),
+                ..QpAttr::to_state(QpState::Init)
+            };
+            target.modify(&init).unwrap();
+            let rtr = QpAttr {
+                address: Some(AddressVector::new(PortNum(1), 0, device.gid)),
+                path_mtu: Some(Mtu::Mtu1024),
+                min_rnr_timer: Some(RnrTimer::from_code(1)),
+                ..QpAttr::to_state(QpState::Rtr)
+            };
+            target.modify(&rtr).unwrap();
+            assert_eq!(device.targets.read().keys().copied().next(), target.number());
+            drop(target);
+            assert!(device.targets.read().is_empty());
+        }
+    }
+}
