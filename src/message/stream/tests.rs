@@ -14,6 +14,7 @@ use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use super::{Held, RdmaListener, RdmaStream};
 use crate::memory::{BufMut, Pool};
+use crate::message::window::{Resize, Sizes};
 use crate::message::{CloseReason, ConnectionConfig};
 use crate::software::Network;
 use crate::verbs::Device;
@@ -287,6 +288,53 @@ fn held_bytes_are_sent_whichever_call_finds_the_last_acknowledgement() {
         });
         assert_eq!(outstanding(&client).1, 0);
         server.read_exact(&mut [0; 11]).await.unwrap();
+    });
+}
+
+#[test]
+fn held_bytes_longer_than_a_receive_are_split_without_loss() {
+    run(async {
+        let [mut client, mut server] = pair().await;
+        let sent: Vec<u8> = (0..1000_u32).map(|at| (at % 251) as u8).collect();
+        let pool = Pool::new(client.protection_domain(), sent.len(), 1).unwrap();
+        let buffer = pool.copy_from(&sent).unwrap();
+        client.handle().shared.with(|core, _| {
+            core.held = Some(Held::new(buffer, sent.len()));
+            // The next receives of the peer take 300 bytes, as far as this side knows.
+            let next = core.protocol.flow.next_receive();
+            let resize = Resize { receives: 64, skip: 0, from: next + 20, size: 32 << 10 };
+            core.sizes = Sizes::new(300);
+            core.sizes.change(resize, next).unwrap();
+        });
+        client.flush().await.unwrap();
+        client.shutdown().await.unwrap();
+        let mut received = Vec::new();
+        server.read_to_end(&mut received).await.unwrap();
+        assert!(received == sent, "{} of {} bytes", received.len(), sent.len());
+        assert_eq!(server.counters().received, 4);
+    });
+}
+
+#[test]
+fn write_that_waits_is_woken_when_another_withdraws_its_ticket() {
+    run(async {
+        let network = Network::new();
+        let [mut client, _server] = pair_in(&network).await;
+        network.control("server").unwrap().set_port(false);
+        const PIECE: usize = 1 << 20;
+        client.handle().shared.with(|core, _| core.limits.send_memory = PIECE as u64);
+        client.write_bytes(vec![7; PIECE]).await.unwrap();
+        let count = Arc::new(Count(AtomicU32::new(0)));
+        let waker = Waker::from(count.clone());
+        {
+            // It waits until the peer has fetched the first piece.
+            let more = pin!(client.write_bytes(vec![7; PIECE]));
+            assert!(more.poll(&mut Context::from_waker(&waker)).is_pending());
+        }
+        assert_eq!(count.0.load(Ordering::Relaxed), 0);
+        // Few bytes need no memory, so this write takes the position of the one that waits.
+        client.write_all(&[7]).await.unwrap();
+        assert_eq!(count.0.load(Ordering::Relaxed), 1);
     });
 }
 

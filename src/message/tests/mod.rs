@@ -7,3 +7,5 @@ mod silent_peer;
 mod stopped_driver;
 mod unaccepted;
 mod unconfirmed;
+mod waiting;
+mod withdrawn;
