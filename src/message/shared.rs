@@ -377,3 +377,53 @@ fn is_runtime_shutting_down() -> bool {
         dropped
     })
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::contained::tests::Counts;
+
+    const BEYOND: usize = 5;
+
+    /// Returns more connections than one thread serves in a row. They have ended, so serving them
+    /// does nothing, and the counter tells how often their drivers were woken.
+    fn connections() -> (Vec<Arc<DriverWaker>>, Arc<Counts>) {
+        let counts = Arc::new(Counts::default());
+        let connection = || {
+            let driver = futures::task::AtomicWaker::new();
+            driver.register(&Waker::from(counts.clone()));
+            Arc::new(DriverWaker { driver, shared: Weak::new(), in_place: true })
+        };
+        let all = std::iter::repeat_with(connection).take(MAX_IN_TURN + BEYOND).collect();
+        (all, counts)
+    }
+
+    #[test]
+    fn drivers_are_woken_for_connections_beyond_those_queued() {
+        let (connections, counts) = connections();
+        let polled = DriverWaker {
+            driver: futures::task::AtomicWaker::new(),
+            shared: Weak::new(),
+            in_place: true,
+        };
+        let poll = DriverPoll::begin(&polled);
+        for connection in &connections {
+            Waker::from(connection.clone()).wake();
+        }
+        assert_eq!(OTHERS.with_borrow(VecDeque::len), MAX_IN_TURN);
+        assert_eq!(counts.0.load(Ordering::Relaxed), BEYOND);
+        assert!(!poll.end(), "its own driver was not woken");
+        assert!(OTHERS.with_borrow(VecDeque::is_empty));
+        assert_eq!(counts.0.load(Ordering::Relaxed), BEYOND, "the others were served");
+    }
+
+    #[test]
+    fn drivers_are_woken_for_connections_beyond_those_served() {
+        let (connections, counts) = connections();
+        // As if connections had been queued while others were served.
+        OTHERS.with_borrow_mut(|others| others.extend(connections));
+        serve_others();
+        assert!(OTHERS.with_borrow(VecDeque::is_empty));
+        assert_eq!(counts.0.load(Ordering::Relaxed), BEYOND);
+    }
+}
