@@ -403,3 +403,68 @@ impl CompletionQueueCore {
 fn is_success_of(completion: &WorkCompletion, slot: &Slot<WorkQueue>) -> bool {
     completion.wr_id == slot.id() && completion.status.is_success()
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::future::Future as _;
+    use std::pin::Pin;
+    use std::sync::atomic::AtomicBool;
+    use std::task::Wake;
+    use std::thread;
+
+    use super::*;
+    use crate::engine::CompletionQueue;
+    use crate::memory::Pool;
+    use crate::op::QueuePair;
+    use crate::software::Network;
+    use crate::verbs::Device;
+
+    struct NoopWake;
+
+    impl Wake for NoopWake {
+        fn wake(self: Arc<Self>) {}
+    }
+
+    /// Messages that complete while a task replaces its waker all the time.
+    const MESSAGES: usize = 100;
+
+    // `wait_locked` registers while another thread dispatches completions. One that arrives between
+    // the two steps in which a waker replaces another overtakes it. On one core this hardly ever
+    // happens, and the test shows nothing.
+    #[test]
+    #[cfg_attr(miri, ignore = "takes minutes")]
+    fn waiter_whose_completion_overtakes_its_waker_counts_once() {
+        let device = Device::software_in(&Network::new(), "overtaken").unwrap();
+        let pd = device.protection_domain().unwrap();
+        let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
+        let qp = QueuePair::new(&pd, &queue).unwrap();
+        qp.connect(&qp.endpoint()).unwrap();
+        let pool = Pool::new(&pd, 8, 2).unwrap();
+        let (core, receives) = (queue.shared(), qp.inner.core.receive().unwrap());
+        let waker = Waker::from(Arc::new(NoopWake));
+        let before = core.waiting.load(Ordering::Relaxed);
+        for _ in 0..MESSAGES {
+            let mut receive = qp.recv(pool.copy_from(&[0; 8]).unwrap());
+            let slots = (0..).map_while(|index| receives.slots().first(index));
+            let slot = slots.into_iter().find(|slot| slot.in_flight().is_some()).unwrap();
+            let registers = AtomicBool::new(false);
+            thread::scope(|scope| {
+                scope.spawn(|| {
+                    let kept =
+                        |registered| matches!(registered, Registered::Fresh | Registered::Again);
+                    while kept(core.register(slot, waker.clone(), &mut Discarded::default())) {
+                        registers.store(true, Ordering::Relaxed);
+                    }
+                });
+                while !registers.load(Ordering::Relaxed) {
+                    thread::yield_now();
+                }
+                drop(qp.send(pool.copy_from(&[1; 8]).unwrap()));
+                core.drain();
+            });
+            let polled = Pin::new(&mut receive).poll(&mut Context::from_waker(&waker));
+            assert!(matches!(polled, Poll::Ready(Ok(_))));
+        }
+        assert_eq!(core.waiting.load(Ordering::Relaxed), before);
+    }
+}
