@@ -92,11 +92,16 @@ impl Drop for Inner {
 #[cfg(all(test, not(loom)))]
 pub(crate) mod tests {
     use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+    use std::time::Duration;
 
     use futures::FutureExt as _;
     use tokio::sync::Notify;
 
     use super::*;
+
+    /// The time after which a test concludes that something hangs. It is so long that a busy
+    /// machine fails no test.
+    pub(crate) const HANG: Duration = Duration::from_secs(600);
 
     /// A waker that panics when it is called, and when it is dropped after that.
     #[derive(Default)]
