@@ -274,7 +274,7 @@ mod tests {
 
     use super::*;
     use crate::cm::{self, ConnectionOptions, Listener};
-    use crate::contained::tests::{Counts, Panics};
+    use crate::contained::tests::{Counts, HANG, Panics};
     use crate::engine::{CompletionMode, CompletionQueue};
     use crate::op::QueuePair;
     use crate::software::Network;
@@ -304,9 +304,8 @@ mod tests {
 
     fn run<F: Future<Output = ()>>(test: impl FnOnce() -> F) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        runtime.block_on(async {
-            tokio::time::timeout(Duration::from_secs(60), test()).await.expect("test timed out")
-        });
+        runtime
+            .block_on(async { tokio::time::timeout(HANG, test()).await.expect("test timed out") });
     }
 
     #[test]

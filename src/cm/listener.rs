@@ -627,6 +627,7 @@ mod tests {
 
     use super::*;
     use crate::cm::resolve;
+    use crate::contained::tests::HANG;
     use crate::engine::{CompletionMode, CompletionQueue};
     use crate::software::Network;
     use rdma_provider::cm_contract::{CmEventKind, Verdict};
@@ -684,9 +685,7 @@ mod tests {
             assert!(requests.iter().all(|request| request.reserved().is_some()));
             assert!(links.iter().all(|(link, _)| link.is_connected()));
         };
-        runtime.block_on(async {
-            tokio::time::timeout(Duration::from_secs(60), test).await.expect("test timed out")
-        });
+        runtime.block_on(async { tokio::time::timeout(HANG, test).await.expect("test timed out") });
     }
 
     #[test]

@@ -7,10 +7,11 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::wake_list::Teardown;
 use super::{Limits, QueuePairCore};
+use crate::contained::tests::HANG;
 use crate::error::{LimitError, SetupError, VerbError};
 use crate::memory::{HostMemory, PdKey, SgeList};
 use crate::software::Network;
@@ -402,8 +403,6 @@ fn wait<F: Future + Unpin>(mut future: F) -> F::Output {
     }
 }
 
-const HANG: Duration = Duration::from_secs(60);
-
 // The reactor wakes it: no task polls the completion queue meanwhile.
 #[test]
 fn receive_that_waits_in_a_runtime_is_woken_by_the_event_of_its_completion() {
@@ -518,7 +517,6 @@ fn waker_that_takes_the_lock_of_the_completion_queue_is_cloned_woken_and_dropped
         }
         done.send(()).unwrap();
     });
-    // Far more than it takes: a deadlock would never end.
-    ended.recv_timeout(Duration::from_secs(120)).expect("a lock was held");
+    ended.recv_timeout(HANG).expect("a lock was held");
     test.join().unwrap();
 }

@@ -665,7 +665,7 @@ mod tests {
         assert!(slab_index::find(&pd, address, 8192).is_some());
         drop(pool);
         assert!(slab_index::find(&pd, address, 4096).is_none());
-        assert!(pd.index().read().is_empty(), "no entry is left behind");
+        assert!(pd.index().read().is_empty(), "each entry was removed");
     }
 
     #[test]

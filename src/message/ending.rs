@@ -294,6 +294,7 @@ mod tests {
 
     use super::*;
 
+    use crate::contained::tests::HANG;
     use crate::message::frame::Kind;
     use crate::message::timers::LINGER;
     use crate::message::{Connection, ConnectionConfig};
@@ -385,7 +386,7 @@ mod tests {
                 core.send_bare(ack);
                 assert!(!core.protocol.flow.may_send(Kind::Abort));
             });
-            let deadline = Instant::now() + Duration::from_secs(60);
+            let deadline = Instant::now() + HANG;
             let wait = |done: &dyn Fn() -> bool| {
                 while !done() {
                     assert!(Instant::now() < deadline, "timed out");

@@ -337,9 +337,8 @@ impl fmt::Debug for Events {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
+    use crate::contained::tests::HANG;
 
     #[test]
     fn notifications_use_the_reserve_thread_when_no_other_starts() {
@@ -356,7 +355,7 @@ mod tests {
             let (fault, called) = (Fault::new(id), called.clone());
             fault.listen(Box::new(move || called.send(id).unwrap())).unwrap();
             notify(fault);
-            assert_eq!(calls.recv_timeout(Duration::from_secs(60)), Ok(id));
+            assert_eq!(calls.recv_timeout(HANG), Ok(id));
         }
     }
 }

@@ -13,6 +13,7 @@ use futures::FutureExt;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use super::{Held, RdmaListener, RdmaStream};
+use crate::contained::tests::HANG;
 use crate::memory::{BufMut, Pool};
 use crate::message::window::{Resize, Sizes};
 use crate::message::{CloseReason, ConnectionConfig};
@@ -183,7 +184,7 @@ fn flush_does_not_withdraw_a_write_that_waits() {
                 tokio::task::yield_now().await;
             }
         };
-        tokio::time::timeout(Duration::from_secs(60), woken).await.unwrap();
+        tokio::time::timeout(HANG, woken).await.unwrap();
     });
 }
 
@@ -278,7 +279,7 @@ fn held_bytes_are_sent_whichever_call_finds_the_last_acknowledgement() {
         client.handle().shared.with(|core, driver| {
             let buffer = core.send_buffer(core.limits.frame, 1).unwrap().unwrap();
             core.held = Some(Held::new(buffer, 10));
-            let limit = Instant::now() + Duration::from_secs(60);
+            let limit = Instant::now() + HANG;
             // Nothing has polled the frame, as if it completed after `send_held`.
             while !core.sends[0].is_finished() {
                 assert!(Instant::now() < limit, "not acknowledged");

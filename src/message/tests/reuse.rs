@@ -2,8 +2,8 @@
 
 use std::future::Future;
 use std::sync::Arc;
-use std::time::Duration;
 
+use crate::contained::tests::HANG;
 use crate::message::resources::{MAX_IDLE, Reserve};
 use crate::message::{Connection, ConnectionConfig, Listener};
 use crate::software::Network;
@@ -12,9 +12,7 @@ use crate::verbs::{Device, PdId};
 
 fn run<F: Future<Output = ()>>(test: impl FnOnce() -> F) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    runtime.block_on(async {
-        tokio::time::timeout(Duration::from_secs(120), test()).await.expect("test timed out")
-    });
+    runtime.block_on(async { tokio::time::timeout(HANG, test()).await.expect("test timed out") });
 }
 
 async fn eventually(mut condition: impl FnMut() -> bool) {

@@ -1,16 +1,15 @@
 //! A peer that only has a connection manager, for tests of listeners.
 
 use std::net::SocketAddr;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use rdma_provider::cm_contract::{CmChannel as _, CmEventKind, CmId as _, CmParams};
 use rdma_provider::contract::Context as _;
 use rdma_provider::types::Qpn;
 
+use crate::contained::tests::HANG;
 use crate::message::Handshake;
 use crate::software::Network;
-
-const HANG: Duration = Duration::from_secs(120);
 
 /// A peer that requests connections and never confirms one.
 #[derive(Debug)]

@@ -11,7 +11,7 @@ use futures::FutureExt as _;
 use tokio::runtime::{Builder, Runtime};
 use tokio::task::yield_now;
 
-use crate::contained::tests::Counts;
+use crate::contained::tests::{Counts, HANG};
 use crate::message::{Connection, ConnectionConfig};
 use crate::software::{Faults, Network};
 use crate::verbs::Device;
@@ -86,6 +86,6 @@ fn long_message_is_received_by_a_task_of_another_runtime() {
             ours.send(vec![7; 100_000]).await.unwrap();
             assert!(theirs.recv().await.unwrap().unwrap() == vec![7; 100_000]);
         });
-        tokio::time::timeout(Duration::from_secs(30), exchange).await.expect("it hangs").unwrap();
+        tokio::time::timeout(HANG, exchange).await.expect("it hangs").unwrap();
     });
 }

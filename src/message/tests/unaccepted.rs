@@ -9,14 +9,13 @@ use futures::pin_mut;
 
 use super::silent_peer::SilentPeer;
 use crate::cm::{ConnectError, ConnectStep};
+use crate::contained::tests::HANG;
 use crate::message::{
     CloseReason, Connection, ConnectionConfig, EstablishError, Listener, MessageError,
     RefusalReason,
 };
 use crate::software::Network;
 use crate::verbs::Device;
-
-const HANG: Duration = Duration::from_secs(60);
 
 fn run<F: Future<Output = ()>>(test: impl FnOnce() -> F) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();

@@ -1,15 +1,14 @@
 //! Unconfirmed handshakes on devices whose connection manager cannot answer requests itself.
 
 use std::future::Future;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::silent_peer::SilentPeer;
+use crate::contained::tests::HANG;
 use crate::message::listener::GRACE;
 use crate::message::{Connection, ConnectionConfig, Listener};
 use crate::software::Network;
 use crate::verbs::Device;
-
-const HANG: Duration = Duration::from_secs(120);
 
 /// A listener with pending requests of silent peers, and the device of a working client.
 struct FloodedListener {
