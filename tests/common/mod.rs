@@ -25,12 +25,7 @@ use tokio_rdma::{CompletionMode, Device, ExposedRegion, ProtectionDomain, Remote
 /// Returns the time after which a test counts as hung. A real device may be the kernel's in an
 /// emulated machine whose processors run polling threads.
 pub(crate) fn hang() -> Duration {
-    // The emulated adapter is a thread of this process.
-    Duration::from_secs(match hardware() {
-        Some(_) if crate::wire() == Wire::Emulated => 60,
-        Some(_) => 120,
-        None => 60,
-    })
+    crate::torture::HANG
 }
 
 /// Awaits `future`; panics if it hangs.

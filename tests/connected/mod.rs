@@ -71,13 +71,26 @@ pub fn each<F: Future<Output = ()>, const N: usize>(
     }
 }
 
-/// Returns settings that detect a lost peer in tens of milliseconds on the software device.
+/// Returns settings of which the retransmissions outlast the pauses of threads on a busy machine.
 pub fn config() -> ConnectionConfig {
     let config = ConnectionConfig::default().mode(MODE.get().make());
     match torture::hardware() {
         Some(_) => config,
-        None => config.options(brief()),
+        None => config.options(patient()),
     }
+}
+
+/// Returns the settings of [`config`], but detects a lost peer in tens of milliseconds on the
+/// software device. A pause of a thread can look like one, too.
+pub fn config_of_lost_peer() -> ConnectionConfig {
+    match torture::hardware() {
+        Some(_) => config(),
+        None => config().options(brief()),
+    }
+}
+
+pub fn patient() -> ConnectOptions {
+    ConnectOptions { timeout: AckTimeout::from_code(17), retry_count: 6, ..Default::default() }
 }
 
 pub fn brief() -> ConnectOptions {

@@ -5,7 +5,9 @@
 
 use std::time::Duration;
 
-use crate::connected::{self, config, pair, pair_in, pattern, recv, run, two};
+use crate::connected::{
+    self, config, config_of_lost_peer, pair, pair_in, pattern, recv, run, two,
+};
 use crate::torture::{
     Flavour, LONG, Mode, Seed, bounded, device, eventually, hardware, scaled, slow_network, soon,
     yields,
@@ -191,7 +193,7 @@ fn lost_peer_device_is_detected_by_sends_and_by_keepalive() {
                 let [(_, a_pd), (_two, b_pd)] = two(&network);
                 let keepalive =
                     asks.then_some((Duration::from_millis(20), Duration::from_millis(200)));
-                let config = config().keepalive(keepalive);
+                let config = config_of_lost_peer().keepalive(keepalive);
                 let (a, b) = pair_in(&a_pd, &b_pd, &config, &config);
                 a.send("there").await.unwrap();
                 assert_eq!(recv(&b).await, "there");
@@ -216,7 +218,8 @@ fn close_with_undelivered_messages_is_not_clean() {
     run("lost at the end", || async {
         let network = Network::new();
         let [(_, a_pd), (_two, b_pd)] = two(&network);
-        let (a, b) = pair_in(&a_pd, &b_pd, &config(), &config());
+        let config = config_of_lost_peer();
+        let (a, b) = pair_in(&a_pd, &b_pd, &config, &config);
         b.finish().unwrap();
         assert_eq!(soon("end", a.recv()).await, Ok(None));
         network.control("two").unwrap().set_port(false);
@@ -295,7 +298,7 @@ fn unanswered_operation_is_the_close_reason() {
     run("dead", || async {
         let network = Network::new();
         let [(_, a_pd), (_two, b_pd)] = two(&network);
-        let config = config().keepalive(None);
+        let config = config_of_lost_peer().keepalive(None);
         let (a, b) = pair_in(&a_pd, &b_pd, &config, &config);
         let remote = grant_of(&b);
         network.control("two").unwrap().set_port(false);
@@ -574,7 +577,8 @@ fn lost_device_closes_both_ends_with_an_error() {
     run("lost", || async {
         let network = Network::new();
         let [(_, a_pd), (_two, b_pd)] = two(&network);
-        let (a, b) = pair_in(&a_pd, &b_pd, &config(), &config());
+        let config = config_of_lost_peer();
+        let (a, b) = pair_in(&a_pd, &b_pd, &config, &config);
         network.control("two").unwrap().kill();
         assert!(matches!(closed(soon("b", b.recv()).await), CloseReason::Operation(_)));
         a.send("x").await.unwrap();

@@ -24,6 +24,11 @@ use tokio_rdma::{
 /// Default of `TOKIO_RDMA_SECONDS` for crowds of connections.
 pub const CROWD_SECONDS: u64 = if cfg!(debug_assertions) { 1 } else { 2 };
 
+/// The time after which a test concludes that something hangs. It is so long that a busy machine
+/// fails no test.
+pub const HANG: Duration = Duration::from_secs(600);
+
+/// Longer than anything takes that a scenario limits itself.
 pub const LONG: Duration = Duration::from_secs(60);
 
 /// Returns the name of the real device under test, if `TOKIO_RDMA_DEVICE` names one.
@@ -40,13 +45,13 @@ fn patience(limit: Duration) -> Duration {
     if hardware().is_some() { limit * 5 } else { limit }
 }
 
-/// Runs `test` in a thread; panics if it takes longer than `limit`.
+/// Runs `test` in a thread; panics if it takes longer than `limit`, or [`HANG`] if that is more.
 pub fn bounded<T: Send + 'static>(
     what: &str,
     limit: Duration,
     test: impl FnOnce() -> T + Send + 'static,
 ) -> T {
-    let (limit, (done, ended)) = (patience(limit), channel());
+    let (limit, (done, ended)) = (patience(limit.max(HANG)), channel());
     let thread = thread::Builder::new().name(what.to_owned()).spawn(move || {
         let result = test();
         done.send(()).ok();
@@ -69,7 +74,7 @@ pub async fn joined<T>(task: JoinHandle<T>) -> T {
 
 /// Awaits `future`; panics if it hangs.
 pub async fn soon<F: Future>(what: &str, future: F) -> F::Output {
-    match tokio::time::timeout(patience(LONG), future).await {
+    match tokio::time::timeout(patience(HANG), future).await {
         Ok(output) => output,
         Err(_) => panic!("{what}: hangs"),
     }
