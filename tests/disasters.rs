@@ -9,6 +9,8 @@
 //! completes nor retransmits work in flight, the queue pair stays in RTS, and
 //! `unregister_netdevice` never returns.
 
+mod torture;
+
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
@@ -26,7 +28,8 @@ use tokio_rdma::{
     ExposedRegion, Listener, OpErrorKind, Pool, QueuePair, QueuePairEndpoint, RemoteRegion,
 };
 
-const HANG: Duration = Duration::from_secs(60);
+use torture::HANG;
+
 /// The time after which a SoftRoCE queue pair counts as stalled; closing it must then end all work.
 ///
 /// If the link goes down between a request and its answer, SoftRoCE of Linux 6.1 sometimes does not

@@ -5,9 +5,7 @@
 
 use std::time::Duration;
 
-use crate::connected::{
-    self, config, config_of_lost_peer, pair, pair_in, pattern, recv, run, two,
-};
+use crate::connected::{self, config, config_of_lost_peer, pair, pair_in, pattern, recv, run, two};
 use crate::torture::{
     Flavour, LONG, Mode, Seed, bounded, device, eventually, hardware, scaled, slow_network, soon,
     yields,

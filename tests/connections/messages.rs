@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use crate::connected::{self, assert_ready, config, modes, pair, pair_in, pattern, recv, two};
 use crate::torture::{
-    self, Flavour, LONG, Mode, Seed, bounded, device, eventually, scaled, slow_network, soon,
+    self, Flavour, HANG, LONG, Mode, Seed, bounded, device, eventually, scaled, slow_network, soon,
     yields,
 };
 use bytes::Bytes;
@@ -1362,7 +1362,7 @@ async fn silent(
         .encode(b"silent")
         .unwrap();
     let mut connecting = Box::pin(async move {
-        let options = cm::ConnectionOptions::default().timeout(4 * LONG).private_data(hello);
+        let options = cm::ConnectionOptions::default().timeout(HANG).private_data(hello);
         route.connect(&qp, &options).await
     });
     // One poll sends the request. Nothing confirms the reply.
@@ -1375,7 +1375,7 @@ fn silent_peer_delays_no_other_handshake() {
     modes("silent", || async {
         let (device, _) = device(&Network::new());
         let config =
-            config().connect_timeout(LONG).receive_buffers(4).send_buffers(4).spare_buffers(0);
+            config().connect_timeout(HANG).receive_buffers(4).send_buffers(4).spare_buffers(0);
         let listener =
             Listener::bind_with(&device, connected::address(&device), &config).await.unwrap();
         let address = listener.local_addr();

@@ -21,6 +21,7 @@ use tokio_rdma::{
 
 use super::campaign::seeds;
 use super::chance::{noise, size};
+use super::driven::HANG;
 
 const LARGEST: usize = 6000;
 const REVOKED: OpErrorKind = OpErrorKind::TimedOut { outcome: Outcome::MaybeExecuted };
@@ -355,9 +356,8 @@ fn results_are_whole_or_revoked_while_packets_arrive() {
     for (seed, mode) in (0..).zip(modes) {
         let mut runtime = tokio::runtime::Builder::new_multi_thread();
         let runtime = runtime.worker_threads(2).enable_all().build().unwrap();
-        let racing = runtime.block_on(async {
-            tokio::time::timeout(Duration::from_secs(120), tokio::spawn(race(mode, seed))).await
-        });
+        let racing = runtime
+            .block_on(async { tokio::time::timeout(HANG, tokio::spawn(race(mode, seed))).await });
         racing.expect("the run hangs").unwrap();
     }
 }

@@ -12,7 +12,8 @@ use tokio_rdma::{
 
 use super::chance::noise;
 
-const HANG: Duration = Duration::from_secs(60);
+/// The time after which a test concludes that something hangs.
+pub(crate) const HANG: Duration = Duration::from_secs(600);
 
 /// Runs `test` on a current-thread runtime; fails if it hangs.
 fn driven<T>(network: &Network, test: impl Future<Output = T>) -> T {

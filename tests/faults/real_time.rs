@@ -12,6 +12,7 @@ use tokio_rdma::{
 };
 
 use super::chance::noise;
+use super::driven::HANG;
 
 const MESSAGES: usize = 40;
 const ADDITIONS: u64 = 20;
@@ -112,7 +113,7 @@ fn run_bounded(threads: usize, mode: fn() -> CompletionMode, seed: u64) {
     let runtime = runtime.unwrap();
     let done = runtime.block_on(async {
         let task = tokio::spawn(both_directions(mode, seed));
-        tokio::time::timeout(Duration::from_secs(60), task).await
+        tokio::time::timeout(HANG, task).await
     });
     done.expect("the run hangs").unwrap();
     runtime.shutdown_background();

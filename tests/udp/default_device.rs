@@ -4,9 +4,9 @@
 //! real device.
 
 use crate::common::udp;
+use crate::torture::HANG;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
-use std::time::Duration;
 
 use tokio_rdma::error::OpenError;
 use tokio_rdma::op::ConnectOptions;
@@ -18,7 +18,6 @@ use tokio_rdma::{
 };
 
 /// A timeout that only a hang reaches.
-const HANG: Duration = Duration::from_secs(60);
 
 /// Returns whether software devices over UDP are available, and prints why not.
 fn runs() -> bool {

@@ -1,6 +1,7 @@
 //! Networks over UDP: their configuration, and packets of unknown senders.
 
 use crate::common::udp;
+use crate::torture::HANG;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::time::{Duration, Instant};
 
@@ -14,7 +15,6 @@ use tokio_rdma::{
 };
 
 /// A timeout that only a hang reaches.
-const HANG: Duration = Duration::from_secs(60);
 const BLOCK: usize = 64 << 10;
 
 struct End {

@@ -18,6 +18,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use crate::common::udp;
+use crate::torture::HANG;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::task::JoinSet;
@@ -32,8 +33,6 @@ use tokio_rdma::{
     ProtectionDomain, QueuePair, QueuePairEndpoint, RemoteRegion,
 };
 
-/// A timeout that only a hang reaches.
-const HANG: Duration = Duration::from_secs(60);
 const QKEY: Qkey = Qkey(0x1111_2222);
 /// Lengths around the packet sizes of each MTU, and long ones.
 const LENGTHS: [usize; 22] = [

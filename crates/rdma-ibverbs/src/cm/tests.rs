@@ -23,7 +23,7 @@ use rdma_provider::contract::{Context as _, Pd as _, Qp as _, QpInit};
 use rdma_provider::types::{PortNum, QpAttr, QpCaps, QpState, Qpn, RejectReason, Transport};
 
 /// Time limit far beyond the time for any event.
-const LONG: Duration = Duration::from_secs(60);
+const LONG: Duration = Duration::from_secs(600);
 
 /// Serialises tests that count descriptors.
 static SERIAL: StdMutex<()> = StdMutex::new(());

@@ -104,7 +104,7 @@ impl Library {
         let last = first.part(first.len - 1, 1);
         let mine = |byte: u8| byte >> 4 != 15 && byte & 1 == self.entries.owner(self.entries.next);
         while !mine(last.read()[0]) {
-            assert!(start.elapsed() < Duration::from_secs(60), "no flushed completion");
+            assert!(start.elapsed() < Duration::from_secs(600), "no flushed completion");
             std::thread::yield_now();
         }
         let at = first.len - 64 + 32;

@@ -31,7 +31,7 @@ use tokio_rdma::{ConnectionConfig, Device, RdmaStream};
 use tokio_rdma_http::{HttpListener, HttpStream};
 
 /// The longest wait for an answer.
-const LONG: Duration = Duration::from_secs(60);
+const LONG: Duration = Duration::from_secs(600);
 
 /// A server's and a client's device.
 struct Devices {

@@ -27,7 +27,7 @@ pub const ALL: u32 = 1 | 2 | 4 | 8;
 pub const SIGNALED: u32 = 2;
 pub const SOLICITED: u32 = 4;
 pub const INLINE: u32 = 8;
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const PATIENCE: Duration = Duration::from_secs(600);
 
 pub fn start(change: impl FnOnce(&mut Options)) -> EmulatedConnectX {
     let mut options = Options::default();
