@@ -1,9 +1,9 @@
 //! A killed peer process, a link that goes down and a removed device, all under load.
 //!
 //! The tests use the device that `TOKIO_RDMA_DEVICE` names:
-//! `scripts/rxe-vm cargo test --features ibverbs --test disasters`.
-//! They change the link and the device only as root and only for SoftRoCE. No other test may use
-//! the device meanwhile.
+//! `scripts/rxe-vm cargo test --features ibverbs --test disasters -- --include-ignored`.
+//! They change the link and the device only as root, only for SoftRoCE, and only with
+//! `TOKIO_RDMA_DISASTERS=1`. No other test may use the device meanwhile.
 //!
 //! Removal of the network interface is not tested: SoftRoCE of Linux 6.1 then sometimes neither
 //! completes nor retransmits work in flight, the queue pair stays in RTS, and
@@ -43,13 +43,10 @@ const MARK: u8 = 0xa5;
 
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
-/// Returns the real device under test, or reports that the test is skipped.
-fn device() -> Option<String> {
+/// Returns the name of the real device under test.
+fn device() -> String {
     let name = std::env::var("TOKIO_RDMA_DEVICE").ok().filter(|name| name != Device::SOFTWARE);
-    if name.is_none() {
-        eprintln!("SKIPPED: TOKIO_RDMA_DEVICE names no real device");
-    }
-    name
+    name.expect("this test needs TOKIO_RDMA_DEVICE, the name of a real device")
 }
 
 fn modes() -> [(&'static str, CompletionMode); 4] {
@@ -224,15 +221,16 @@ fn assert_only(ends: &BTreeMap<String, u32>, allowed: &[WcStatus]) {
 }
 
 #[test]
+#[ignore = "needs a real device"]
 fn killed_peer_fails_every_operation_within_the_retry_time() {
-    let Some(name) = device() else { return };
+    let name = device();
     let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     for (label, mode) in modes() {
         println!("{label}");
         runtime(label).block_on(async {
             let end = End::open(&name, mode);
             let mut child = Command::new(std::env::current_exe().unwrap())
-                .args(["--exact", "peer_process", "--nocapture", "--test-threads=1"])
+                .args(["--exact", "peer_process", "--ignored", "--nocapture", "--test-threads=1"])
                 .env("TOKIO_RDMA_PEER_OF", encode(&end.qp.endpoint()))
                 .stdout(Stdio::piped())
                 .stdin(Stdio::piped())
@@ -268,6 +266,7 @@ fn killed_peer_fails_every_operation_within_the_retry_time() {
 
 /// Runs in the child process that the test above kills.
 #[test]
+#[ignore = "a process that another test starts"]
 fn peer_process() {
     let Ok(endpoint) = std::env::var("TOKIO_RDMA_PEER_OF") else { return };
     let name = std::env::var("TOKIO_RDMA_DEVICE").unwrap();
@@ -295,17 +294,19 @@ fn peer_process() {
     });
 }
 
-/// Returns the network interface of SoftRoCE device `name` if this process may take it down.
-fn interface(name: &str) -> Option<String> {
-    let parent = std::fs::read_to_string(format!("/sys/class/infiniband/{name}/parent"));
+/// Returns the network interface of SoftRoCE device `name`, which the test takes down.
+///
+/// Panics without permission: the interface may be the only connection to this machine.
+fn interface(name: &str) -> String {
+    assert!(
+        std::env::var("TOKIO_RDMA_DISASTERS").as_deref() == Ok("1"),
+        "this test takes the network interface of {name} down, and needs TOKIO_RDMA_DISASTERS=1 as \
+         permission; scripts/rxe-vm sets it in its guest"
+    );
     let root = Command::new("id").arg("-u").output().is_ok_and(|output| output.stdout == b"0\n");
-    match parent {
-        Ok(parent) if root => Some(parent.trim().to_owned()),
-        _ => {
-            eprintln!("SKIPPED: {name} is not SoftRoCE, or this process is not root");
-            None
-        }
-    }
+    assert!(root, "this test takes the network interface of {name} down, and must run as root");
+    let parent = std::fs::read_to_string(format!("/sys/class/infiniband/{name}/parent"));
+    parent.unwrap_or_else(|error| panic!("{name} is not SoftRoCE: {error}")).trim().to_owned()
 }
 
 fn run(command: &str) {
@@ -327,9 +328,10 @@ fn active(name: &str) {
 }
 
 #[test]
+#[ignore = "needs SoftRoCE, root and TOKIO_RDMA_DISASTERS=1"]
 fn link_down_fails_every_operation() {
-    let Some(name) = device() else { return };
-    let Some(interface) = interface(&name) else { return };
+    let name = device();
+    let interface = interface(&name);
     let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     for (label, mode) in modes() {
         println!("{label}");
@@ -380,15 +382,13 @@ fn waits_for(state: &ReconnectState, is: impl Fn(&ReconnectCause) -> bool) -> bo
 }
 
 #[test]
+#[ignore = "needs SoftRoCE, root and TOKIO_RDMA_DISASTERS=1"]
 fn reconnect_makes_no_attempt_while_the_link_is_down() {
-    let Some(name) = device() else { return };
-    if interface(&name).is_none() {
-        return;
-    }
+    interface(&device());
     let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     // librdmacm keeps the device open in its process, and the removal of the device waits for that.
     let child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "reconnect_process", "--nocapture"])
+        .args(["--exact", "reconnect_process", "--ignored", "--nocapture"])
         .env("TOKIO_RDMA_RECONNECT", "1")
         .status();
     assert!(child.unwrap().success());
@@ -396,12 +396,13 @@ fn reconnect_makes_no_attempt_while_the_link_is_down() {
 
 /// Runs in the child process of the test above.
 #[test]
+#[ignore = "a process that another test starts"]
 fn reconnect_process() {
     if std::env::var_os("TOKIO_RDMA_RECONNECT").is_none() {
         return;
     }
     let name = std::env::var("TOKIO_RDMA_DEVICE").unwrap();
-    let interface = interface(&name).unwrap();
+    let interface = interface(&name);
     runtime("event").block_on(async {
         let device = Device::open(&name).unwrap();
         let ip = device.default_path().unwrap().1.gid.to_ip();
@@ -439,9 +440,10 @@ fn reconnect_process() {
 }
 
 #[test]
+#[ignore = "needs SoftRoCE, root and TOKIO_RDMA_DISASTERS=1"]
 fn removed_device_works_until_closed_and_can_be_reopened() {
-    let Some(name) = device() else { return };
-    let Some(interface) = interface(&name) else { return };
+    let name = device();
+    let interface = interface(&name);
     let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     for (label, mode) in modes() {
         println!("{label}");

@@ -25,7 +25,7 @@ pub(super) fn setup(test: &str) -> Option<Setup> {
     let setup = Setup::new();
     if setup.a.attr().dc.is_none() {
         assert!(!setup.is_software(), "the software device has DC");
-        eprintln!("SKIPPED {test}: {} has no DC", setup.a.name());
+        crate::common::skipped(&format!("{test}: {} has no DC", setup.a.name()));
         return None;
     }
     Some(setup)

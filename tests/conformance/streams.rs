@@ -28,7 +28,7 @@ impl World {
         let has_streams = |device: &Device| device.attr().dc.is_some_and(|dc| dc.streams.is_some());
         if !has_streams(&setup.a) {
             assert!(crate::wire() != Wire::Emulated, "the emulated device has streams");
-            eprintln!("SKIPPED {test}: {} has no DC streams", setup.a.name());
+            crate::common::skipped(&format!("{test}: {} has no DC streams", setup.a.name()));
             return None;
         }
         let (here, there) = (Node::new(&setup.a, mode), Node::new(&setup.b, mode));
@@ -278,7 +278,7 @@ fn initiator_whose_streams_all_fail_is_repaired() {
         let limits = there.pd.device().attr().dc.unwrap().streams.unwrap();
         let streams = initiator.streams().unwrap();
         if 1 << limits.max_log_errored > streams {
-            eprintln!("SKIPPED: all streams may fail");
+            crate::common::skipped("streams: all of them may fail");
             return;
         }
         let peers: Vec<_> = (0..streams).map(|_| world.peer()).collect();

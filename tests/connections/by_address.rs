@@ -857,7 +857,7 @@ fn thousand_simultaneous_connects_are_each_accepted_once() {
     bounded("storm", 5 * LONG, || {
         for backlog in [1024, 16] {
             if backlog == 16 && hardware().is_some() {
-                eprintln!("SKIPPED a small backlog: the kernel counts only requests not read yet");
+                torture::skipped("a small backlog: the kernel counts only requests not read yet");
                 continue;
             }
             Flavour::MultiThread.runtime().block_on(storm(scaled(1000) as u32, backlog));

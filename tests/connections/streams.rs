@@ -294,7 +294,7 @@ fn dropped_stream_still_delivers_what_was_written_to_a_slow_reader() {
 #[test]
 fn peer_that_is_gone_is_an_error_and_not_the_end() {
     if torture::hardware().is_some() {
-        eprintln!("SKIPPED lost peers: the port of a real device cannot be switched off");
+        torture::skipped("lost peers: the port of a real device cannot be switched off");
         return;
     }
     run("lost peers", || async {

@@ -35,7 +35,7 @@ impl World {
         let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
         if home.streams() == 0 {
             assert!(crate::wire() != Wire::Emulated, "the emulated device has streams");
-            eprintln!("SKIPPED {test}: {} has no DC streams", setup.a.name());
+            crate::common::skipped(&format!("{test}: {} has no DC streams", setup.a.name()));
             return None;
         }
         let pool = home.pool(initiators, DcPolicy::Shared);
@@ -382,7 +382,7 @@ fn peer_does_not_wait_for_the_reset_of_its_stream() {
     crate::common::run(1, "no wait", async {
         let Some(world) = World::new("no_wait", "event", 2) else { return };
         if world.home.streams() < 3 {
-            eprintln!("SKIPPED: too few streams");
+            crate::common::skipped("streams: too few of them");
             return;
         }
         let pool = world.home.pool(1, DcPolicy::Shared);

@@ -3,6 +3,7 @@
 #![allow(dead_code, unreachable_pub, reason = "each test file uses a part of it")]
 
 use std::future::Future;
+use std::io::Write as _;
 use std::panic::resume_unwind;
 use std::pin::pin;
 use std::sync::Arc;
@@ -34,6 +35,11 @@ pub const LONG: Duration = Duration::from_secs(60);
 /// Returns the name of the real device under test, if `TOKIO_RDMA_DEVICE` names one.
 pub fn hardware() -> Option<String> {
     std::env::var("TOKIO_RDMA_DEVICE").ok().filter(|name| name != Device::SOFTWARE)
+}
+
+/// Writes a line to standard error that libtest does not hide, for CI to count.
+pub fn skipped(what: &str) {
+    writeln!(std::io::stderr(), "SKIPPED {what}").unwrap();
 }
 
 /// Returns fewer on a real device: in an emulated machine an operation takes a millisecond.
@@ -211,7 +217,7 @@ pub fn software(network: &Network) -> (Device, ProtectionDomain) {
 pub fn keeps_fences(device: &Device) -> bool {
     let keeps = device.attr().vendor_id != 0xff_ffff;
     if !keeps {
-        eprintln!("SKIPPED fences: SoftRoCE may stall fenced work");
+        skipped("fences: SoftRoCE may stall fenced work");
     }
     keeps
 }

@@ -3,7 +3,7 @@
 //! The tests are skipped, with a message, if SoftRoCE uses the port or `TOKIO_RDMA_DEVICE` names a
 //! real device.
 
-use crate::common::udp;
+use crate::common::{skipped, udp};
 use crate::torture::HANG;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -24,12 +24,12 @@ fn runs() -> bool {
     if let Some(name) =
         std::env::var("TOKIO_RDMA_DEVICE").ok().filter(|name| name != Device::SOFTWARE)
     {
-        eprintln!("SKIPPED: TOKIO_RDMA_DEVICE names {name}");
+        skipped(&format!("default_device: TOKIO_RDMA_DEVICE names {name}"));
         return false;
     }
     match Device::open_default_at(udp::address()) {
         Err(OpenError::Udp(error @ UdpError::PortTaken { soft_roce: true, .. })) => {
-            eprintln!("SKIPPED: {error}");
+            skipped(&format!("default_device: {error}"));
             false
         }
         _ => true,

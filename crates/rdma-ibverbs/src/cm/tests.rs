@@ -28,13 +28,10 @@ const LONG: Duration = Duration::from_secs(600);
 /// Serialises tests that count descriptors.
 static SERIAL: StdMutex<()> = StdMutex::new(());
 
-/// Returns the name of the real device under test, if any.
-fn device(test: &str) -> Option<String> {
+/// Returns the name of the real device under test.
+fn device() -> String {
     let name = std::env::var("TOKIO_RDMA_DEVICE").ok().filter(|name| name != "soft0");
-    if name.is_none() {
-        eprintln!("SKIPPED {test}: TOKIO_RDMA_DEVICE names no real device");
-    }
-    name
+    name.expect("this test needs TOKIO_RDMA_DEVICE, the name of a real device")
 }
 
 /// A channel and the other objects of one program.
@@ -225,8 +222,9 @@ fn channel_without_rdma_cm_fails_with_errno() {
 }
 
 #[test]
+#[ignore = "needs a real device"]
 fn connection_is_established_and_ends_on_both_sides() {
-    let Some(name) = device("connection") else { return };
+    let name = device();
     let _serial = SERIAL.lock();
     let (mut a, mut b) = (Program::new(&name), Program::new(&name));
     let listener = b.listen();
@@ -259,8 +257,9 @@ fn connection_is_established_and_ends_on_both_sides() {
 }
 
 #[test]
+#[ignore = "needs a real device"]
 fn rejection_refusal_and_unreachable_peer_are_distinguished() {
-    let Some(name) = device("no") else { return };
+    let name = device();
     let _serial = SERIAL.lock();
     let (mut a, mut b) = (Program::new(&name), Program::new(&name));
     let listener = b.listen();
@@ -306,8 +305,9 @@ fn rejection_refusal_and_unreachable_peer_are_distinguished() {
 }
 
 #[test]
+#[ignore = "needs a real device"]
 fn ids_dropped_at_each_step_notify_peer_and_leak_nothing() {
-    let Some(name) = device("drops") else { return };
+    let name = device();
     let _serial = SERIAL.lock();
     let (mut a, mut b) = (Program::new(&name), Program::new(&name));
     let listener = b.listen();
@@ -386,8 +386,9 @@ fn ids_dropped_at_each_step_notify_peer_and_leak_nothing() {
 }
 
 #[test]
+#[ignore = "needs a real device"]
 fn out_of_order_calls_and_oversized_data_are_refused() {
-    let Some(name) = device("order") else { return };
+    let name = device();
     let _serial = SERIAL.lock();
     let (mut a, mut b) = (Program::new(&name), Program::new(&name));
     let listener = b.listen();
@@ -428,8 +429,9 @@ fn out_of_order_calls_and_oversized_data_are_refused() {
 }
 
 #[test]
+#[ignore = "needs a real device"]
 fn ids_can_be_destroyed_while_events_are_taken() {
-    let Some(name) = device("race") else { return };
+    let name = device();
     let _serial = SERIAL.lock();
     let (mut a, mut b) = (Program::new(&name), Program::new(&name));
     let listener = b.listen();
@@ -463,10 +465,11 @@ fn ids_can_be_destroyed_while_events_are_taken() {
 
 /// Resolves addresses while other threads destroy ids, whose numbers the kernel reuses.
 #[test]
+#[ignore = "needs a real device"]
 fn destroyed_ids_do_not_disturb_others_that_are_resolved() {
     const RESOLVERS: usize = 3;
     const ROUNDS: usize = 1000;
-    let Some(name) = device("reused") else { return };
+    let name = device();
     let _serial = SERIAL.lock();
     let (mut a, b) = (Program::new(&name), Program::new(&name));
     let listener = b.listen();
@@ -510,14 +513,13 @@ fn destroyed_ids_do_not_disturb_others_that_are_resolved() {
 /// Needs a virtual machine of its own: librdmacm keeps the device open until this program exits,
 /// and only then is SoftRoCE removed completely.
 #[test]
+#[ignore = "needs a real device that may be removed: TOKIO_RDMA_REMOVE"]
 fn device_removal_is_reported_to_every_id() {
-    let Some(name) = device("removal") else { return };
-    if std::env::var_os("TOKIO_RDMA_REMOVE").is_none() {
-        eprintln!(
-            "SKIPPED removal: TOKIO_RDMA_REMOVE does not say that the device may be taken away"
-        );
-        return;
-    }
+    let name = device();
+    assert!(
+        std::env::var_os("TOKIO_RDMA_REMOVE").is_some(),
+        "this test takes {name} away, and needs TOKIO_RDMA_REMOVE as permission"
+    );
     let (mut a, mut b) = (Program::new(&name), Program::new(&name));
     let listener = b.listen();
     let (active, passive) = connected(&mut a, &mut b, &listener);
