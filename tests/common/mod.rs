@@ -167,7 +167,7 @@ pub(crate) fn skip(test: &str, why: &str) {
 /// Writes one line to standard error itself: libtest hides what a passed test prints, and the steps
 /// on real devices count these lines.
 pub(crate) fn skipped(what: &str) {
-    writeln!(std::io::stderr(), "SKIPPED {what}").unwrap();
+    writeln!(std::io::stderr(), "SKIPPED {what}").expect("standard error is open");
 }
 
 /// Reports that `test` is skipped and returns true on the emulated ConnectX, for behaviour that the

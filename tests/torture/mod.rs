@@ -39,7 +39,7 @@ pub fn hardware() -> Option<String> {
 
 /// Writes a line to standard error that libtest does not hide, for CI to count.
 pub fn skipped(what: &str) {
-    writeln!(std::io::stderr(), "SKIPPED {what}").unwrap();
+    writeln!(std::io::stderr(), "SKIPPED {what}").expect("standard error is open");
 }
 
 /// Returns fewer on a real device: in an emulated machine an operation takes a millisecond.
