@@ -53,8 +53,8 @@ pub enum Disconnection {
     AddressChanged,
     /// The peer did not answer the [keepalive](super::ConnectionOptions::keepalive).
     Silent,
-    /// The listener dropped the request, possibly in favour of others, before this side's
-    /// confirmation arrived. Its program has not seen the connection: connect again.
+    /// The listener does not know the connection: it dropped the request, possibly in favour of
+    /// others, before this side's confirmation arrived, or another process has taken its place.
     Unconfirmed,
     /// A [keepalive](super::ConnectionOptions::keepalive) probe failed otherwise; the log has the
     /// status:

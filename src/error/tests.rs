@@ -657,8 +657,9 @@ fn errors_of_connections_have_their_exact_texts() {
         ],
         CloseReason::Unconfirmed => [
             CloseReason::Unconfirmed =>
-                "the listener discarded the handshake before this side's confirmation arrived, \
-                 and received no message; connect again",
+                "the listener does not know this connection: it discarded the handshake before \
+                 this side's confirmation arrived, or another process has taken its place; connect \
+                 again",
         ],
         CloseReason::Refused(_) => [
             CloseReason::Refused(RefusalReason::ListenerFull) =>

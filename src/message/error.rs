@@ -51,8 +51,9 @@ pub enum CloseReason {
     Dropped,
     /// The connection manager reported a disconnect before the peer finished.
     Disconnected,
-    /// The listener discarded or evicted the handshake before this side's confirmation arrived, and
-    /// received no message; connect again. Forged requests can cause this.
+    /// The listener does not know the connection, although it had answered the request. Either it
+    /// evicted the handshake before this side's confirmation arrived, which forged requests can
+    /// cause, and received no message; or another process has taken its place. Connect again.
     Unconfirmed,
     /// The listener reached a connection limit after it had answered this request; its service has
     /// not seen the connection. Later requests fail with [`EstablishError::Refused`].
@@ -198,8 +199,9 @@ impl fmt::Display for CloseReason {
             }
             Self::Disconnected => f.write_str("the peer disconnected before it called `finish`"),
             Self::Unconfirmed => f.write_str(
-                "the listener discarded the handshake before this side's confirmation arrived, \
-                 and received no message; connect again",
+                "the listener does not know this connection: it discarded the handshake before \
+                 this side's confirmation arrived, or another process has taken its place; connect \
+                 again",
             ),
             Self::Refused(reason) => write!(f, "refused: {reason}"),
             Self::Rejected => f.write_str("rejected by the peer's service"),

@@ -8,15 +8,18 @@ impl CloseReason {
     /// `Ok` when the connection closed, unless a later `flush` or answer has confirmed them.
     ///
     /// - `Done` after [`Clean`](Self::Clean): the peer has confirmed that it has all messages.
-    /// - `NotSent` after [`Unconfirmed`](Self::Unconfirmed), [`Refused`](Self::Refused) and
-    ///   [`Rejected`](Self::Rejected): the peer's service has not accepted the connection.
-    /// - `MaybeExecuted` after all others.
+    /// - `NotSent` after [`Refused`](Self::Refused) and [`Rejected`](Self::Rejected): the listener
+    ///   has said that its service did not accept the connection.
+    /// - `MaybeExecuted` after all others. Among them is [`Unconfirmed`](Self::Unconfirmed): the
+    ///   listener does not know the connection, but an earlier process at its address may have
+    ///   executed messages before it ended.
     #[must_use]
     pub const fn outcome(&self) -> Outcome {
         match self {
             Self::Clean => Outcome::Done,
-            Self::Unconfirmed | Self::Refused(_) | Self::Rejected => Outcome::NotSent,
-            Self::Local
+            Self::Refused(_) | Self::Rejected => Outcome::NotSent,
+            Self::Unconfirmed
+            | Self::Local
             | Self::Aborted
             | Self::Dropped
             | Self::Disconnected
@@ -79,11 +82,11 @@ mod tests {
     const LIMIT: LimitError = LimitError { field: "message bytes", asked: 2, allowed: 1 };
 
     #[test]
-    fn outcome_is_certain_only_where_the_peer_has_confirmed_or_not_accepted() {
+    fn outcome_is_certain_only_if_the_peer_said_so() {
         use Outcome::{Done, MaybeExecuted, NotSent};
         let outcomes = [
             (CloseReason::Clean, Done),
-            (CloseReason::Unconfirmed, NotSent),
+            (CloseReason::Unconfirmed, MaybeExecuted),
             (CloseReason::Refused(RefusalReason::ListenerFull), NotSent),
             (CloseReason::Rejected, NotSent),
             (CloseReason::Local, MaybeExecuted),
