@@ -17,8 +17,6 @@ use tokio_rdma::{
     OpErrorKind, Pool, QueuePair,
 };
 
-/// A timeout that only a hang reaches.
-
 /// Returns whether software devices over UDP are available, and prints why not.
 fn runs() -> bool {
     if let Some(name) =

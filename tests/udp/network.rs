@@ -14,7 +14,6 @@ use tokio_rdma::{
     QueuePair,
 };
 
-/// A timeout that only a hang reaches.
 const BLOCK: usize = 64 << 10;
 
 struct End {
