@@ -21,7 +21,7 @@ use tokio_rdma::{
 
 use super::campaign::seeds;
 use super::chance::{noise, size};
-use super::driven::HANG;
+use crate::torture::HANG;
 
 const LARGEST: usize = 6000;
 const REVOKED: OpErrorKind = OpErrorKind::TimedOut { outcome: Outcome::MaybeExecuted };

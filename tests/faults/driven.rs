@@ -11,9 +11,7 @@ use tokio_rdma::{
 };
 
 use super::chance::noise;
-
-/// The time after which a test concludes that something hangs.
-pub(crate) const HANG: Duration = Duration::from_secs(600);
+use crate::torture::HANG;
 
 /// Runs `test` on a current-thread runtime; fails if it hangs.
 fn driven<T>(network: &Network, test: impl Future<Output = T>) -> T {

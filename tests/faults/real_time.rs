@@ -12,7 +12,7 @@ use tokio_rdma::{
 };
 
 use super::chance::noise;
-use super::driven::HANG;
+use crate::torture::HANG;
 
 const MESSAGES: usize = 40;
 const ADDITIONS: u64 = 20;
