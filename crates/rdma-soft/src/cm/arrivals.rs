@@ -4,7 +4,7 @@
 //! [limits](super::limits), so that the peer does not wait in vain.
 
 use rdma_provider::cm_contract::Verdict;
-use rdma_provider::types::{Gid, Qkey, Qpn, RejectReason};
+use rdma_provider::types::{Gid, Mtu, Qkey, Qpn, RejectReason};
 
 use super::connection::{Connection, State};
 use super::machine::{BUSY_TIMEOUT, Event, Machine, Numbers, Output, bounded};
@@ -62,7 +62,7 @@ impl Machine {
         match message {
             Message::Req(req) => self.on_req(now, from, transaction, *req, numbers),
             Message::Rep(rep) => self.on_rep(from, transaction, &rep),
-            Message::Rej(rej) => self.on_rej(now, from, &rej),
+            Message::Rej(rej) => self.on_rej(now, from, transaction, &rej),
             Message::Mra(mra) => self.on_mra(now, from, &mra),
             Message::Rtu(rtu) => {
                 if self.find(from, rtu.remote_id, rtu.local_id) == Some(State::RepSent) {
@@ -257,7 +257,7 @@ impl Machine {
         }
     }
 
-    fn on_rej(&mut self, now: u64, from: Gid, rej: &Rej) {
+    fn on_rej(&mut self, now: u64, from: Gid, transaction: u64, rej: &Rej) {
         let id = match rej.remote_id {
             // The peer has not learnt the local id.
             0 => self.requests.get(&(from, rej.local_id)).copied().unwrap_or_default(),
@@ -270,6 +270,15 @@ impl Machine {
             return;
         }
         match connection.state {
+            // A duplicate, about an MTU that was asked for before.
+            State::ReqSent
+                if rej.reason == RejectReason::INVALID_MTU
+                    && connection.transaction != transaction => {}
+            State::ReqSent
+                if rej.reason == RejectReason::INVALID_MTU && connection.mtu > Mtu::Mtu256 =>
+            {
+                self.ask_for_smaller_mtu(now, id);
+            }
             State::ReqSent | State::RepRcvd | State::RepSent => {
                 self.event(id, Event::Rejected(rej.reason, rej.private_data.bytes().to_vec()));
                 self.forget(id);

@@ -261,6 +261,21 @@ impl Machine {
         Ok(id)
     }
 
+    /// Sends the REQ again with the next smaller path MTU, because the peer's port has a smaller
+    /// one. Neither the REQ nor the REP tells the active side the MTU of that port.
+    pub(super) fn ask_for_smaller_mtu(&mut self, now: u64, id: CommId) {
+        let transaction = self.new_transaction();
+        let Some(connection) = self.in_state(id, State::ReqSent) else { return };
+        let smaller = Mtu::ALL.into_iter().filter(|mtu| *mtu < connection.mtu).max();
+        let (Some(mtu), Some(Message::Req(mut request))) = (smaller, connection.last.take()) else {
+            return;
+        };
+        connection.mtu = mtu;
+        connection.transaction = transaction;
+        request.mtu = mtu;
+        self.send_with_retries(now, id, Message::Req(request));
+    }
+
     /// Accepts a request: sends a REP, or lets the program take an auto-accepted connection.
     pub(super) fn accept(
         &mut self,

@@ -8,7 +8,7 @@ use super::super::limits::{MAX_HALF_OPEN, MAX_HALF_OPEN_PER_PEER, SCARCE_RETRIES
 use super::super::machine::{
     FIRST_WAIT, LONGEST_WAIT, MAX_DREQS, MAX_RETRIES, PEER_ACK_TIMEOUT, RESPONSE_TIMEOUT, backoff,
 };
-use super::super::message::{About, CmTimeout, Drep, Dreq, Mra, Req, Traffic};
+use super::super::message::{About, CmTimeout, Drep, Dreq, Mra, Private, Rej, Req, Traffic};
 use super::*;
 
 fn nanoseconds(time: Duration) -> u64 {
@@ -633,39 +633,62 @@ fn answers_beyond_the_limit_are_dropped() {
 }
 
 #[test]
-fn path_mtu_follows_the_req() {
-    let (small, large) = (Mtu::Mtu1024, Mtu::Mtu4096);
-    for (port, asked, refused) in
-        [(large, small, false), (small, small, false), (small, large, true)]
-    {
+fn both_sides_use_the_smaller_path_mtu() {
+    for (port, asked) in Mtu::ALL.into_iter().flat_map(|port| Mtu::ALL.map(|asked| (port, asked))) {
         let mut pair = Pair::new();
         pair.b = Machine::new(B, 2, port, 5);
         pair.b.listen(LISTENER, address(2, PORT), 8);
         let to =
             Destination { gid: B, local: address(1, 40_000), peer: address(2, PORT), mtu: asked };
-        let ours = pair.a.connect(pair.now, to, &params(0x100, b""), Psn::new(1)).unwrap();
+        let ours = pair.a.connect(pair.now, to, &params(0x100, b"hello"), Psn::new(1)).unwrap();
+        let larger = |mtu: &Mtu| *mtu > port && *mtu <= asked;
+        for _ in Mtu::ALL.iter().filter(|mtu| larger(mtu)) {
+            pair.deliver_to_b();
+            let refusals = Out::of(&mut pair.b).sent;
+            assert_eq!(refusals.len(), 1);
+            // The REJ of a retransmitted REQ says nothing new.
+            for (_, mad) in refusals.iter().chain(&refusals) {
+                pair.a.on_message(pair.now, B, mad.clone(), psn);
+            }
+        }
         pair.deliver_to_b();
         let out = pair.deliver_to_a();
-        if refused {
-            let names = Out::of(&mut pair.a).events;
-            let [(id, Event::Rejected(RejectReason::INVALID_MTU, _))] = &names[..] else {
-                panic!("{names:?}")
-            };
-            assert_eq!(*id, ours);
-            continue;
-        }
         let theirs = out.requests[0];
-        assert_eq!(
-            pair.b.connection(theirs).unwrap().qp_attr(QpState::Rtr).unwrap().path_mtu,
-            Some(asked)
-        );
         pair.b.accept(pair.now, theirs, &params(0x200, b"")).unwrap();
         pair.deliver_to_a();
-        assert_eq!(
-            pair.a.connection(ours).unwrap().qp_attr(QpState::Rtr).unwrap().path_mtu,
-            Some(asked)
-        );
+        for (machine, id) in [(&pair.a, ours), (&pair.b, theirs)] {
+            let attr = machine.connection(id).unwrap().qp_attr(QpState::Rtr).unwrap();
+            assert_eq!(attr.path_mtu, Some(port.min(asked)), "{port:?} {asked:?}");
+        }
     }
+}
+
+#[test]
+fn peer_that_refuses_every_path_mtu_is_asked_five_times() {
+    let mut pair = Pair::new();
+    let ours = pair.connect(0x100);
+    for asked in (0..Mtu::ALL.len()).rev() {
+        let out = Out::of(&mut pair.a);
+        let [(_, Mad { transaction, message: Message::Req(req) })] = &out.sent[..] else {
+            panic!("{out:?}")
+        };
+        assert_eq!(req.mtu, Mtu::ALL[asked]);
+        let rej = Rej {
+            local_id: 0,
+            remote_id: ours,
+            about: About::Req,
+            reason: RejectReason::INVALID_MTU,
+            private_data: Private::empty(),
+        };
+        let message = Message::Rej(Box::new(rej));
+        pair.a.on_message(pair.now, B, Mad { transaction: *transaction, message }, psn);
+    }
+    let events = Out::of(&mut pair.a).events;
+    assert!(
+        matches!(&events[..], [(id, Event::Rejected(RejectReason::INVALID_MTU, _))] if *id == ours),
+        "{events:?}"
+    );
+    assert_eq!(pair.a.sizes()[0], 0);
 }
 
 #[test]
