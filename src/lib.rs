@@ -133,6 +133,7 @@ pub mod verbs;
 
 mod clock;
 mod contained;
+mod coop;
 mod dispatch;
 mod engine;
 mod sync;

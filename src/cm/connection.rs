@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use rdma_provider::cm_contract::CmId as _;
+use tokio::task::coop::consume_budget;
 
 use super::endpoint::{Endpoint, with_deadline};
 use super::error::{ConnectError, ConnectStep};
@@ -157,6 +158,8 @@ impl CmConnection {
     /// Once polled, the disconnection proceeds even if the future is dropped.
     pub async fn disconnect(&self) -> Result<(), ConnectError> {
         if self.peer_knows() {
+            // Only here: otherwise the disconnection proceeds from the first poll.
+            consume_budget().await;
             return Ok(());
         }
         self.endpoint.watch()?;

@@ -5,10 +5,11 @@ use std::future::poll_fn;
 use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
-use std::task::Poll;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use crate::contained::contained;
+use crate::coop::within_budget;
 use crate::dispatch::CmId;
 use crate::error::{NoRuntime, VerbError};
 use crate::op::QueuePair;
@@ -121,7 +122,7 @@ impl Endpoint {
     /// Waits until `find` returns `Some`. Polls for events if no runtime watches them.
     pub(super) async fn wait_for<T>(&self, mut find: impl FnMut(&mut IdState) -> Option<T>) -> T {
         let mut wait = self.inbox.wait();
-        poll_fn(|context| {
+        let mut poll = |context: &mut Context<'_>| {
             let polled = wait.poll(context, &mut find);
             // Checked on each poll: the task may have moved from a runtime that has shut down.
             if polled.is_ready() || self.router.watch().is_ok() || self.router.is_watched() {
@@ -130,8 +131,8 @@ impl Endpoint {
             self.router.drain();
             contained(|| context.waker().wake_by_ref());
             Poll::Pending
-        })
-        .await
+        };
+        poll_fn(|context| within_budget(context, &mut poll)).await
     }
 
     /// Returns `result`, or the end of the connection if that caused the failure.

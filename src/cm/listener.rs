@@ -5,12 +5,13 @@ use std::fmt;
 use std::future::poll_fn;
 use std::net::SocketAddr;
 use std::sync::{Arc, Weak};
-use std::task::Poll;
+use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use tokio::net::ToSocketAddrs;
 
+use crate::coop::within_budget;
 use crate::dispatch::CmId;
 use crate::error::{LimitError, SetupError, VerbError};
 use crate::op::{QueuePair, QueuePairBuilder};
@@ -229,7 +230,7 @@ impl Listener {
         // Dropped after the wait.
         let _next = WakeNext(inbox);
         let mut wait = inbox.wait();
-        poll_fn(|context| {
+        let mut poll = |context: &mut Context<'_>| {
             let mut withdrawn = Vec::new();
             let polled =
                 wait.poll(context, |state| match (incoming.pop(&mut withdrawn), &state.end) {
@@ -247,8 +248,8 @@ impl Listener {
                     .map_or_else(|missing| Poll::Ready(Err(missing.into())), |()| Poll::Pending),
                 ready => ready,
             }
-        })
-        .await
+        };
+        poll_fn(|context| within_budget(context, &mut poll)).await
     }
 }
 

@@ -14,6 +14,7 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
 use crate::contained::{ContainedWaker, contained};
+use crate::coop::within_budget;
 use crate::error::{NoRuntime, VerbError};
 use crate::types::{AsyncEvent, PortNum, PortState};
 use crate::verbs::{Device, EventKind, Listener};
@@ -93,34 +94,36 @@ impl Stream for DeviceEvents {
         }
         // Before the backlog is read, so that a later addition wakes this task.
         self.waker.register(context.waker());
-        loop {
-            match self.device.next_event() {
-                Ok(Some(event)) => {
-                    tracing::info!(device = self.device.name(), ?event, "asynchronous event");
-                    return Poll::Ready(Some(Ok(event)));
+        within_budget(context, |context| {
+            loop {
+                match self.device.next_event() {
+                    Ok(Some(event)) => {
+                        tracing::info!(device = self.device.name(), ?event, "asynchronous event");
+                        return Poll::Ready(Some(Ok(event)));
+                    }
+                    Ok(None) => {}
+                    Err(error) => {
+                        self.ended = true;
+                        return Poll::Ready(if error.errno == VerbError::ENODEV {
+                            None
+                        } else {
+                            Some(Err(error))
+                        });
+                    }
                 }
-                Ok(None) => {}
-                Err(error) => {
-                    self.ended = true;
-                    return Poll::Ready(if error.errno == VerbError::ENODEV {
-                        None
-                    } else {
-                        Some(Err(error))
-                    });
+                let Self { fd, wakers, .. } = &mut *self;
+                match ready!(wakers.poll(context, |context| fd.poll_read_ready(context))) {
+                    // A concurrent event makes the descriptor ready again; the loop finds an
+                    // earlier one.
+                    Ok(mut ready) => ready.clear_ready(),
+                    // The runtime is shutting down.
+                    Err(_) => {
+                        self.ended = true;
+                        return Poll::Ready(None);
+                    }
                 }
             }
-            let Self { fd, wakers, .. } = &mut *self;
-            match ready!(wakers.poll(context, |context| fd.poll_read_ready(context))) {
-                // A concurrent event makes the descriptor ready again; the loop finds an earlier
-                // one.
-                Ok(mut ready) => ready.clear_ready(),
-                // The runtime is shutting down.
-                Err(_) => {
-                    self.ended = true;
-                    return Poll::Ready(None);
-                }
-            }
-        }
+        })
     }
 }
 

@@ -13,6 +13,7 @@ use super::failures::success;
 use super::slot::{Detach, FailedParts, Held, Outcome};
 use super::work_queue::WorkQueue;
 use super::work_request_id::index_of;
+use crate::coop::within_budget;
 use crate::error::OpErrorKind;
 use crate::types::{WorkCompletion, WrId};
 
@@ -94,6 +95,9 @@ impl<B: Send + 'static> InFlight<B> {
             };
         }
         if claim.is_complete() {
+            if claim.posted_to().is_none() {
+                ready!(poll_refused(context));
+            }
             return end(claim, None);
         }
         match claim.wait(context, &see) {
@@ -115,6 +119,9 @@ impl<B: Send + 'static> InFlight<B> {
         let seen = if claim.is_new() {
             ready!(CompletionQueueCore::poll_first(claim.queue(), claim, context, see))
         } else {
+            if claim.is_complete() {
+                ready!(poll_refused(context));
+            }
             ready!(claim.wait(context, &see))
         };
         let Some((claim, buffers)) = self.held.take() else { polled_again() };
@@ -148,6 +155,14 @@ impl<B: Send + 'static> Drop for InFlight<B> {
             self.abandon();
         }
     }
+}
+
+/// Consumes from the budget of a task whose request was refused. Requests that were posted count
+/// towards `ready_budget` of the completion queue instead, which costs less.
+#[cold]
+#[inline(never)]
+fn poll_refused(context: &mut Context<'_>) -> Poll<()> {
+    within_budget(context, |_| Poll::Ready(()))
 }
 
 #[cold]

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use super::buf::Slab;
 use super::free_list::FreeList;
 use super::registration::Registration;
+use crate::coop::try_within_budget;
 use crate::error::{LimitError, SetupError, VerbError};
 use crate::memory::BufMut;
 use crate::memory::HostMemory;
@@ -89,9 +90,13 @@ impl Pool {
     /// Dropping the future only gives up the place in the wait queue.
     #[inline]
     pub async fn alloc(&self, len: usize) -> Result<BufMut, PoolError> {
-        match self.try_alloc(len) {
-            Err(PoolError::Empty) => Ok(self.inner.free.wait(len as u32).await),
-            other => other,
+        let attempt = || match self.try_alloc(len) {
+            Err(PoolError::Empty) => None,
+            other => Some(other),
+        };
+        match try_within_budget(attempt).await {
+            Some(result) => result,
+            None => Ok(self.inner.free.wait(len as u32).await),
         }
     }
 
@@ -142,13 +147,17 @@ impl Pool {
         number: usize,
         len: usize,
     ) -> Result<(), PoolError> {
-        match self.try_alloc_many(buffers, number, len) {
+        let attempt = || match self.try_alloc_many(buffers, number, len) {
+            Err(PoolError::Empty) => None,
+            other => Some(other),
+        };
+        match try_within_budget(attempt).await {
+            Some(result) => result,
             // At most the pool's total: `try_alloc_many` has checked it.
-            Err(PoolError::Empty) => {
+            None => {
                 self.inner.free.wait_many(buffers, number as u32, len as u32).await;
                 Ok(())
             }
-            other => other,
         }
     }
 

@@ -26,6 +26,7 @@ use super::resources::{ConnectionResources, Reserve};
 use super::shared::Shared;
 use crate::clock;
 use crate::cm;
+use crate::coop::within_budget;
 use crate::dispatch::{ReceiveCounters, SendCounters};
 use crate::error::SetupError;
 use crate::memory::{Buf, Pool};
@@ -102,8 +103,11 @@ impl Handle {
     pub(super) async fn closed(&self) -> CloseReason {
         let mut guard = WaitGuard::new(&self.shared, Core::withdraw_flusher);
         poll_fn(|context| {
-            self.shared
-                .poll(context, |core, _, caller| core.poll_terminated(&mut guard.ticket, caller))
+            within_budget(context, |context| {
+                self.shared.poll(context, |core, _, caller| {
+                    core.poll_terminated(&mut guard.ticket, caller)
+                })
+            })
         })
         .await
     }

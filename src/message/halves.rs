@@ -16,6 +16,7 @@ use super::error::{CloseReason, MessageError, TrySendError};
 use super::inbound::{Next, Notification, copy_target};
 use super::outbound::{Flush, Outgoing};
 use super::shared::Shared;
+use crate::coop::within_budget;
 use crate::memory::Buf;
 use crate::waiters::{Caller, Ticket};
 
@@ -142,8 +143,10 @@ impl SendHalf {
         }
         let mut guard = WaitGuard::new(shared, Core::withdraw_sender);
         poll_fn(|context| {
-            shared.poll(context, |core, driver, caller| {
-                core.poll_send(message, &mut guard.ticket, driver, caller)
+            within_budget(context, |context| {
+                shared.poll(context, |core, driver, caller| {
+                    core.poll_send(message, &mut guard.ticket, driver, caller)
+                })
             })
         })
         .await
@@ -179,8 +182,10 @@ impl SendHalf {
         let shared = &self.handle.shared;
         let mut flush = FlushGuard { shared, flush: Flush::default() };
         poll_fn(|context| {
-            shared.poll(context, |core, driver, caller| {
-                core.poll_flush(&mut flush.flush, driver, caller)
+            within_budget(context, |context| {
+                shared.poll(context, |core, driver, caller| {
+                    core.poll_flush(&mut flush.flush, driver, caller)
+                })
             })
         })
         .await
@@ -249,7 +254,7 @@ impl Sink<Bytes> for SendHalf {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Result<(), MessageError>> {
-        self.poll_pending(context)
+        within_budget(context, |context| self.poll_pending(context))
     }
 
     fn start_send(mut self: Pin<&mut Self>, message: Bytes) -> Result<(), MessageError> {
@@ -266,11 +271,13 @@ impl Sink<Bytes> for SendHalf {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Result<(), MessageError>> {
-        ready!(self.poll_pending(context))?;
-        let Self { handle, flushing, .. } = &mut *self;
-        handle.shared.poll(context, |core, driver, caller| {
-            flushing.renew(core);
-            core.poll_flush(flushing, driver, caller)
+        within_budget(context, |context| {
+            ready!(self.poll_pending(context))?;
+            let Self { handle, flushing, .. } = &mut *self;
+            handle.shared.poll(context, |core, driver, caller| {
+                flushing.renew(core);
+                core.poll_flush(flushing, driver, caller)
+            })
         })
     }
 
@@ -278,9 +285,15 @@ impl Sink<Bytes> for SendHalf {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Result<(), MessageError>> {
-        ready!(self.poll_pending(context))?;
-        self.finish()?;
-        self.poll_flush(context)
+        within_budget(context, |context| {
+            ready!(self.poll_pending(context))?;
+            self.finish()?;
+            let Self { handle, flushing, .. } = &mut *self;
+            handle.shared.poll(context, |core, driver, caller| {
+                flushing.renew(core);
+                core.poll_flush(flushing, driver, caller)
+            })
+        })
     }
 }
 
@@ -334,7 +347,12 @@ impl RecvHalf {
     pub async fn recv(&self) -> Result<Option<Bytes>, MessageError> {
         let shared = &self.handle.shared;
         let mut guard = self.receiver();
-        poll_fn(|context| shared.poll_receiver(context, &mut guard.ticket, Core::poll_recv)).await
+        poll_fn(|context| {
+            within_budget(context, |context| {
+                shared.poll_receiver(context, &mut guard.ticket, Core::poll_recv)
+            })
+        })
+        .await
     }
 
     /// Receives a message in registered memory; see
@@ -351,7 +369,7 @@ impl RecvHalf {
         let shared = &self.handle.shared;
         let mut guard = self.receiver();
         let mut memory = None;
-        poll_fn(|context| {
+        let mut poll_next = |context: &mut Context<'_>| {
             loop {
                 let take =
                     |core: &mut Core, ticket: &mut _, driver: &_, caller: &mut Caller<'_>| {
@@ -372,8 +390,8 @@ impl RecvHalf {
                     None => None,
                 }));
             }
-        })
-        .await
+        };
+        poll_fn(|context| within_budget(context, &mut poll_next)).await
     }
 
     /// Returns a new position among the receivers.
@@ -449,8 +467,10 @@ impl Stream for Notifications<'_> {
             return Poll::Ready(None);
         }
         let WaitGuard { shared, ticket, .. } = guard;
-        let next = ready!(shared.poll(context, |core, driver, caller| {
-            core.poll_notification(ticket, driver, caller)
+        let next = ready!(within_budget(context, |context| {
+            shared.poll(context, |core, driver, caller| {
+                core.poll_notification(ticket, driver, caller)
+            })
         }));
         *ended = !matches!(next, Some(Ok(_)));
         Poll::Ready(next)
@@ -474,8 +494,10 @@ impl Stream for RecvHalf {
             return Poll::Ready(None);
         }
         let Self { handle, receiving, ended } = &mut *self;
-        let next =
-            ready!(handle.shared.poll_receiver(context, receiving, Core::poll_recv)).transpose();
+        let next = ready!(within_budget(context, |context| {
+            handle.shared.poll_receiver(context, receiving, Core::poll_recv)
+        }))
+        .transpose();
         *ended = !matches!(next, Some(Ok(_)));
         Poll::Ready(next)
     }

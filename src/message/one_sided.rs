@@ -10,6 +10,7 @@ use std::ops::Range;
 use super::connection::{Connection, Handle};
 use super::core::Core;
 use super::halves::WaitGuard;
+use crate::coop::within_budget;
 use crate::error::{LimitError, OpError, SetupError};
 use crate::memory::{BufMut, ExposedRegion, Gather, Pool, PoolError, Scatter};
 use crate::memory::{HostMemory, RemoteRegion, Storage};
@@ -166,9 +167,11 @@ impl Connection {
         let mut buffer = Some(buffer);
         let mut guard = WaitGuard::new(shared, Core::withdraw_sender);
         let write = poll_fn(|context| {
-            shared.poll(context, |core, driver, caller| {
-                let (ticket, request) = (&mut guard.ticket, (remote, imm));
-                core.poll_write_with_imm(&mut buffer, request, ticket, driver, caller)
+            within_budget(context, |context| {
+                shared.poll(context, |core, driver, caller| {
+                    let (ticket, request) = (&mut guard.ticket, (remote, imm));
+                    core.poll_write_with_imm(&mut buffer, request, ticket, driver, caller)
+                })
             })
         });
         match write.await {

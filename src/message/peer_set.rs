@@ -28,6 +28,7 @@ use parking_lot::Mutex;
 use tokio::net::ToSocketAddrs;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio::task::AbortHandle;
+use tokio::task::coop::consume_budget;
 use tokio::time::{Instant, sleep_until, timeout_at};
 
 pub use link::PeerLink;
@@ -303,6 +304,7 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static, L: PeerLink> PeerSet<K, L> {
     pub async fn get(&self, key: &K) -> Result<Peer<K, L>, PeerError> {
         let (inner, settings) = (&self.inner, &self.inner.settings);
         let until = settings.wait.map(|wait| Instant::now() + wait.min(LONGEST_WAIT));
+        consume_budget().await;
         let entered = inner.enter(key, until).await?;
         let of_peer = entered.permits.clone();
         let permits = [

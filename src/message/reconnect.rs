@@ -26,6 +26,7 @@ use futures::stream::{self, BoxStream, StreamExt};
 use tokio::net::ToSocketAddrs;
 use tokio::sync::{Notify, watch};
 use tokio::task::AbortHandle;
+use tokio::task::coop::consume_budget;
 use tokio::time::{Instant, sleep};
 
 use connector::{Connector, Failure};
@@ -306,6 +307,7 @@ impl Reconnect {
     /// Dropping the future changes nothing. Attempts continue.
     pub async fn connected(&self) -> Result<(u64, Arc<Connection>), ReconnectError> {
         let mut published = self.shared.published.subscribe();
+        consume_budget().await;
         loop {
             {
                 let current = published.borrow_and_update();
@@ -405,7 +407,9 @@ impl fmt::Debug for ReconnectStates {
 
 fn states(published: watch::Receiver<Published>) -> impl Stream<Item = ReconnectState> {
     stream::unfold((published, true), |(mut published, first)| async move {
-        if !first {
+        if first {
+            consume_budget().await;
+        } else {
             let ended = published.borrow().state.is_final();
             if ended || wakes_contained(published.changed()).await.is_err() {
                 return None;

@@ -19,6 +19,7 @@ use super::error::CloseReason;
 use super::halves::WaitGuard;
 use super::helper::Helper;
 use crate::contained::contained;
+use crate::coop::within_budget;
 use crate::engine::Deferral;
 use crate::op::QueuePair;
 use crate::waiters::{Caller, Ticket};
@@ -333,8 +334,10 @@ impl Shared {
     pub(super) async fn closed(&self) -> CloseReason {
         let mut guard = WaitGuard::new(self, Core::withdraw_flusher);
         poll_fn(|context| {
-            self.poll(context, |core, driver, caller| {
-                core.poll_closed(&mut guard.ticket, driver, caller)
+            within_budget(context, |context| {
+                self.poll(context, |core, driver, caller| {
+                    core.poll_closed(&mut guard.ticket, driver, caller)
+                })
             })
         })
         .await

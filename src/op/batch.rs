@@ -9,6 +9,7 @@ use std::task::{Context, Poll};
 use super::operation::leak_on_panic;
 use super::post::{Destination, READ, SendRequest, SendRoute};
 use super::queue_pair::QueuePair;
+use crate::coop::within_budget;
 use crate::engine::{BatchEntry, Entries, InFlight, OnFull, Refusal, WorkQueue};
 use crate::error::{OpErrorKind, TryError};
 use crate::memory::{Gather, RemoteRegion, Scatter};
@@ -362,10 +363,10 @@ impl<B: Gather> Future for BatchOp<B> {
                 BatchResult { batch }
             });
         }
-        match std::mem::replace(&mut self.state, State::Taken) {
+        within_budget(context, |_| match std::mem::replace(&mut self.state, State::Taken) {
             State::Complete(batch) => Poll::Ready(BatchResult { batch }),
             _ => panic!("batch polled after completion"),
-        }
+        })
     }
 }
 

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use super::operation::{Operation, OperationKind};
+use crate::coop::within_budget;
 use crate::engine::WorkQueue;
 use crate::error::{OpError, OpErrorKind};
 use crate::types::WrId;
@@ -39,10 +40,10 @@ impl<F: OperationKind<Buffer = ()>> Future for Checked<F> {
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         match &mut self.0 {
             Ok(operation) => Pin::new(operation).poll(context),
-            Err(refused) => match refused.take() {
+            Err(refused) => within_budget(context, |_| match refused.take() {
                 Some(kind) => Poll::Ready(Err(OpError::new(kind, ()))),
                 None => panic!("operation polled after completion"),
-            },
+            }),
         }
     }
 }

@@ -8,6 +8,7 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 use crate::clock::Alarm;
+use crate::coop::try_within_budget;
 use crate::error::{SetupError, VerbError};
 use crate::memory::MemoryWindow;
 
@@ -71,7 +72,8 @@ impl Expiry {
     pub(super) async fn expired(&self) {
         let mut ended = std::pin::pin!(self.shared.ended.notified());
         ended.as_mut().enable();
-        if !self.has_expired() {
+        let expired = || self.has_expired().then_some(());
+        if try_within_budget(expired).await.is_none() {
             ended.await;
         }
     }

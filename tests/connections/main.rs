@@ -10,6 +10,7 @@ mod by_address;
 mod closing;
 mod connecting_again;
 mod elastic;
+mod fairness;
 mod hostile;
 mod messages;
 mod notifications;

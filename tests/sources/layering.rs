@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 /// The modules of this crate, from the lowest layer to the highest.
 const LAYERS: [&[&str]; 9] = [
-    &["clock", "contained", "error", "software", "sync", "types", "waiters"],
+    &["clock", "contained", "coop", "error", "software", "sync", "types", "waiters"],
     &["dispatch"],
     &["verbs"],
     &["memory"],

@@ -44,12 +44,11 @@ use std::fmt;
 use std::io::{self, IoSlice};
 use std::net::SocketAddr;
 use std::pin::Pin;
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll};
 
 use bytes::Bytes;
 use tokio::io::{AsyncBufRead, AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::ToSocketAddrs;
-use tokio::task::coop::poll_proceed;
 
 pub use listener::RdmaListener;
 pub use read_half::OwnedReadHalf;
@@ -365,20 +364,6 @@ impl std::error::Error for ReuniteError {}
 
 /// The most bytes copied under the lock, which the driver and the other half also need.
 const COPIED: usize = 128 << 10;
-
-/// Polls within the budget of the task, as Tokio's resources do, so that a stream that is always
-/// ready lets other tasks run.
-fn within_budget<T>(
-    context: &mut Context<'_>,
-    poll: impl FnOnce(&mut Context<'_>) -> Poll<T>,
-) -> Poll<T> {
-    let budget = ready!(poll_proceed(context));
-    let result = poll(context);
-    if result.is_ready() {
-        budget.made_progress();
-    }
-    result
-}
 
 /// Returns the settings of a connection that carries bytes.
 fn for_bytes(config: &ConnectionConfig) -> ConnectionConfig {

@@ -13,7 +13,8 @@ use tokio::io::{AsyncBufRead, AsyncRead, ReadBuf};
 
 use super::reading::{Chunk, Taken};
 use super::write_half::OwnedWriteHalf;
-use super::{RdmaStream, ReuniteError, addresses, io_error, within_budget};
+use super::{RdmaStream, ReuniteError, addresses, io_error};
+use crate::coop::within_budget;
 use crate::message::connection::Handle;
 use crate::message::core::{ConnectionCounters, Core};
 use crate::waiters::{Caller, Ticket};
@@ -73,16 +74,15 @@ impl OwnedReadHalf {
         &mut self,
         context: &mut Context<'_>,
     ) -> Poll<io::Result<Option<Bytes>>> {
-        if let Some(rest) = self.rest() {
-            let (bytes, len) = (Bytes::copy_from_slice(rest), rest.len());
-            self.advance(len);
-            return Poll::Ready(Ok(Some(bytes)));
-        }
-        let Self { ticket, handle, .. } = self;
-        let next = within_budget(context, |context| {
-            handle.shared.poll_receiver(context, ticket, Core::poll_recv)
-        });
-        next.map_err(io_error)
+        within_budget(context, |context| {
+            if let Some(rest) = self.rest() {
+                let (bytes, len) = (Bytes::copy_from_slice(rest), rest.len());
+                self.advance(len);
+                return Poll::Ready(Ok(Some(bytes)));
+            }
+            let Self { ticket, handle, .. } = self;
+            handle.shared.poll_receiver(context, ticket, Core::poll_recv).map_err(io_error)
+        })
     }
 
     /// Returns the local address.
@@ -183,9 +183,13 @@ impl AsyncRead for OwnedReadHalf {
 impl AsyncBufRead for OwnedReadHalf {
     fn poll_fill_buf(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<&[u8]>> {
         let this = self.get_mut();
-        if this.chunk.is_none() {
-            ready!(within_budget(context, |context| this.poll_bytes(context, None)))?;
-        }
+        ready!(within_budget(context, |context| {
+            if this.chunk.is_none() {
+                this.poll_bytes(context, None)
+            } else {
+                Poll::Ready(Ok(true))
+            }
+        }))?;
         Poll::Ready(Ok(this.rest().unwrap_or_default()))
     }
 

@@ -11,7 +11,8 @@ use std::task::{Context, Poll, Waker};
 use bytes::{Buf as _, Bytes};
 use tokio::io::AsyncWrite;
 
-use super::{addresses, io_error, within_budget};
+use super::{addresses, io_error};
+use crate::coop::within_budget;
 use crate::memory::{Buf, SlabFinder};
 use crate::message::connection::Handle;
 use crate::message::core::{ConnectionCounters, Core};

@@ -1,0 +1,40 @@
+//! Tokio's cooperative budget, which every public future that can be ready again and again takes
+//! part in. A peer that sends without pause then cannot keep other tasks of the runtime waiting.
+//!
+//! The budget is checked before anything is taken, so a future that yields has no effect and loses
+//! nothing when it is dropped. Only public futures check it: code that several tasks share, such as
+//! the driver of a connection, must not depend on the budget of the task that happens to run it.
+
+use std::future::poll_fn;
+use std::task::{Context, Poll, ready};
+
+use tokio::task::coop::poll_proceed;
+
+/// Calls `poll` within the budget of the task. Yields without calling it if the budget is used up.
+#[inline]
+pub(crate) fn within_budget<T>(
+    context: &mut Context<'_>,
+    poll: impl FnOnce(&mut Context<'_>) -> Poll<T>,
+) -> Poll<T> {
+    let budget = ready!(poll_proceed(context));
+    let result = poll(context);
+    if result.is_ready() {
+        budget.made_progress();
+    }
+    result
+}
+
+/// Calls `attempt` once the task has budget left, and consumes from it if `attempt` returns `Some`.
+/// With `None` the caller waits, which counts by itself.
+#[inline]
+pub(crate) async fn try_within_budget<T>(mut attempt: impl FnMut() -> Option<T>) -> Option<T> {
+    poll_fn(|context| {
+        let budget = ready!(poll_proceed(context));
+        let result = attempt();
+        if result.is_some() {
+            budget.made_progress();
+        }
+        Poll::Ready(result)
+    })
+    .await
+}
