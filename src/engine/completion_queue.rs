@@ -40,7 +40,8 @@ pub struct CompletionQueue {
 }
 
 impl CompletionQueue {
-    /// Creates a queue of 1024 entries with the given `mode`.
+    /// Creates a queue with the given `mode` and the
+    /// [default capacity](CompletionQueueBuilder::capacity).
     ///
     /// # Errors
     ///
@@ -54,7 +55,7 @@ impl CompletionQueue {
     pub fn builder(device: &Device) -> CompletionQueueBuilder {
         CompletionQueueBuilder {
             device: device.clone(),
-            capacity: 1024,
+            capacity: None,
             mode: CompletionMode::default(),
             vector: None,
             moderation: None,
@@ -158,19 +159,24 @@ impl fmt::Debug for CompletionQueue {
 #[derive(Debug, Clone)]
 pub struct CompletionQueueBuilder {
     device: Device,
-    capacity: u32,
+    capacity: Option<u32>,
     mode: CompletionMode,
     vector: Option<u32>,
     moderation: Option<(u16, Duration)>,
 }
 
 impl CompletionQueueBuilder {
-    /// Sets the number of entries; default: 1024. Each queue pair reserves as many as its queues
-    /// hold work requests. A device may grant more (`ibv_create_cq(3)`); see
+    /// Sets the number of entries. Each queue pair reserves as many as its queues hold work
+    /// requests. A device may grant more (`ibv_create_cq(3)`); see
     /// [`CompletionQueueCounters::capacity`].
+    ///
+    /// The default is 16,384, enough for 64 queue pairs with default settings, or less if the
+    /// device has a lower limit. On ConnectX adapters, whose entries have 64 bytes, that is 1 MiB
+    /// of locked memory; the software device allocates entries with use. If the memory is not
+    /// available, for example because of a limit on locked memory, the queue has 1024 entries.
     #[must_use]
     pub fn capacity(mut self, completions: u32) -> Self {
-        self.capacity = completions;
+        self.capacity = Some(completions);
         self
     }
 
@@ -208,7 +214,7 @@ impl CompletionQueueBuilder {
     pub fn build(self) -> Result<CompletionQueue, SetupError> {
         let channel = if self.mode.arms() { Some(Channel::new(&self.device)?) } else { None };
         let vector = self.vector.unwrap_or_else(|| self.device.next_vector());
-        let cq = Cq::on_vector(&self.device, self.capacity, channel.as_ref(), vector, 0)?;
+        let cq = self.create(channel.as_ref(), vector)?;
         if let Some((completions, period)) = self.moderation {
             cq.moderate(completions, period)?;
         }
@@ -226,4 +232,23 @@ impl CompletionQueueBuilder {
         }
         Ok(CompletionQueue { shared })
     }
+
+    fn create(&self, channel: Option<&Channel>, vector: u32) -> Result<Cq, SetupError> {
+        let create = |capacity| Cq::on_vector(&self.device, capacity, channel, vector, 0);
+        if let Some(capacity) = self.capacity {
+            return create(capacity);
+        }
+        let limit = self.device.attr().max_cqe.max(1);
+        match create(DEFAULT_CAPACITY.min(limit)) {
+            Err(SetupError::Verb(error)) if error.errno == VerbError::ENOMEM => {
+                create(SMALL_CAPACITY.min(limit))
+            }
+            created => created,
+        }
+    }
 }
+
+/// The completions of 64 queue pairs with the default of 128 entries in each queue.
+const DEFAULT_CAPACITY: u32 = 64 * 2 * 128;
+/// Its memory is within a limit of 64 KiB on locked memory.
+const SMALL_CAPACITY: u32 = 1024;

@@ -17,7 +17,9 @@ use tokio_rdma::{
 
 use crate::common::pair::{Pair, QKEY, Shape, connect};
 use crate::common::raw::Options;
-use crate::common::{Setup, in_every_mode, mode as mode_of, pattern, run, rxe, until, within};
+use crate::common::{
+    Setup, hardware, in_every_mode, mode as mode_of, pattern, run, rxe, until, within,
+};
 
 in_every_mode! {
     work_over_the_queue_capacity_waits,
@@ -442,15 +444,34 @@ fn limit_errors_name_field_asked_and_allowed() {
             SharedReceiveQueue::new(&a.pd, &a.queue, 0, 1).err(),
             small("max_wr of the shared receive queue")
         );
-        let (reserved, capacity) = (a.queue.counters().reserved, a.queue.counters().capacity);
-        let error = QueuePair::builder(&a.pd, &a.queue)
+        let mode = mode_of("event");
+        let queue = CompletionQueue::builder(&setup.a).mode(mode).capacity(64).build().unwrap();
+        let _first = QueuePair::builder(&a.pd, &queue).max_send_wr(4).max_recv_wr(4).build();
+        let (reserved, capacity) = (queue.counters().reserved, queue.counters().capacity);
+        let error = QueuePair::builder(&a.pd, &queue)
             .max_send_wr(capacity)
             .max_recv_wr(1)
             .build()
             .unwrap_err();
         let SetupError::CompletionQueueFull { asked, free } = error else { panic!("{error:?}") };
         assert!(asked > free && free == capacity - reserved, "{error}");
-        assert_eq!(a.queue.counters().reserved, reserved, "no entries stay reserved");
+        assert_eq!(queue.counters().reserved, reserved, "no entries stay reserved");
+    });
+}
+
+#[test]
+fn default_completion_queue_holds_64_default_queue_pairs() {
+    run(1, "default sizes", async {
+        let Pair { a, setup, .. } = Pair::new(Transport::Rc, "event");
+        let queue = CompletionQueue::new(&setup.a, mode_of("event")).unwrap();
+        // With little locked memory, the queue is smaller.
+        if queue.counters().capacity >= 64 * 256 {
+            let all: Vec<_> = (0..64).map(|_| QueuePair::new(&a.pd, &queue).unwrap()).collect();
+            assert_eq!(all.len(), 64);
+        } else {
+            let limit = setup.a.attr().max_cqe;
+            assert!(hardware().is_some(), "{} of {limit} entries", queue.counters().capacity);
+        }
     });
 }
 
