@@ -13,8 +13,10 @@ mod connector;
 mod error;
 mod policy;
 
+use std::any::Any;
 use std::fmt;
 use std::future::Future;
+use std::panic::AssertUnwindSafe;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -38,7 +40,7 @@ use super::config::ConnectionConfig;
 use super::connection::Connection;
 use super::error::{CloseReason, EstablishError, MessageError};
 use crate::clock;
-use crate::contained::wakes_contained;
+use crate::contained::{contained, wakes_contained};
 use crate::error::{NoRuntime, OpenError};
 use crate::verbs::Device;
 
@@ -492,7 +494,12 @@ struct Supervisor {
 
 impl Supervisor {
     async fn run(mut self) {
-        let error = self.connect_until_failure().await;
+        // The connector and the policy are functions of the service. Their panic must reach the
+        // callers that wait for a connection, not only the task that makes it.
+        let error = match AssertUnwindSafe(self.connect_until_failure()).catch_unwind().await {
+            Ok(error) => error,
+            Err(panic) => panicked(panic),
+        };
         tracing::warn!(%error, generations = self.generation, "stopped connecting");
         self.shared.end(ReconnectState::Failed(error));
     }
@@ -599,6 +606,15 @@ impl Supervisor {
     fn left(&self, since: Instant) -> Option<Duration> {
         self.policy.deadline.map(|deadline| deadline.saturating_sub(since.elapsed()))
     }
+}
+
+/// Returns the error for a panic of the service's functions.
+fn panicked(panic: Box<dyn Any + Send>) -> ReconnectError {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    let message = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
+    // The destructor of the payload is user code, too.
+    contained(|| drop(panic));
+    ReconnectError::Panicked { message }
 }
 
 /// Returns true if a new connection may succeed after this end of the last one.

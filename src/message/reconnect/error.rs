@@ -64,8 +64,14 @@ pub enum ReconnectError {
     },
     /// The handle was [closed](super::Reconnect::close).
     Closed,
-    /// The Tokio runtime has shut down, or the connector has panicked.
+    /// The Tokio runtime has shut down.
     Runtime,
+    /// The connector, or a function of the policy or for opening the device, has panicked. The
+    /// panic was reported by the panic hook.
+    Panicked {
+        /// Message of the panic; empty if it is not text.
+        message: String,
+    },
 }
 
 impl fmt::Display for ReconnectCause {
@@ -98,10 +104,13 @@ impl fmt::Display for ReconnectError {
                 write!(f, "stopped connecting after attempt {attempts}: {cause}")
             }
             Self::Closed => f.write_str("the Reconnect handle was closed"),
-            Self::Runtime => f.write_str(
-                "the Tokio runtime of the Reconnect handle has shut down, or its connector has \
-                 panicked",
-            ),
+            Self::Runtime => f.write_str("the Tokio runtime of the Reconnect handle has shut down"),
+            Self::Panicked { message } if message.is_empty() => {
+                f.write_str("stopped connecting: the connector or the policy panicked")
+            }
+            Self::Panicked { message } => {
+                write!(f, "stopped connecting: the connector or the policy panicked: {message}")
+            }
         }
     }
 }
@@ -120,6 +129,7 @@ impl From<ReconnectError> for io::Error {
             ReconnectError::Permanent { .. } | ReconnectError::Runtime => {
                 io::ErrorKind::ConnectionAborted
             }
+            ReconnectError::Panicked { .. } => io::ErrorKind::Other,
             ReconnectError::Closed => io::ErrorKind::NotConnected,
         };
         Self::new(kind, error)

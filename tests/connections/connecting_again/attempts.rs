@@ -319,3 +319,35 @@ fn callers_learn_that_the_runtime_has_shut_down() {
     let connected = crate::torture::block_on(client.connected());
     assert_eq!(connected.unwrap_err(), ReconnectError::Runtime);
 }
+
+#[test]
+fn panic_of_connector_or_policy_reaches_waiting_callers() {
+    fn refuse() -> std::future::Ready<Result<Connection, EstablishError>> {
+        std::future::ready(Err(refused()))
+    }
+    run("panics", || async {
+        let connector = Reconnect::with_connector(eager(), || {
+            let rack = 7;
+            assert_ne!(rack, 7, "no route to rack {rack}");
+            refuse()
+        });
+        let attempt = Reconnect::with_connector(eager(), || async {
+            tokio::task::yield_now().await;
+            if refuse().await.is_err() {
+                panic!("no route to rack 7");
+            }
+            refuse().await
+        });
+        let policy =
+            Reconnect::with_connector(eager().retry_when(|_| panic!("no route to rack 7")), refuse);
+        for client in [connector, attempt, policy] {
+            let client = client.unwrap();
+            let error = soon("the panic", client.connected()).await.unwrap_err();
+            let ReconnectError::Panicked { message } = &error else { panic!("{error:?}") };
+            assert!(message.contains("no route to rack 7"), "{message}");
+            assert!(error.to_string().ends_with(message), "{error}");
+            assert_eq!(client.state(), ReconnectState::Failed(error));
+            soon("close", client.close()).await.unwrap();
+        }
+    });
+}
