@@ -597,3 +597,17 @@ fn bytes_arrive_in_order_while_windows_grow_and_shrink() {
     });
     drop(seed);
 }
+
+#[test]
+fn shutdown_after_a_reset_by_the_peer_succeeds() {
+    run("shutdown after a reset", || async {
+        let [mut one, two] = streams(&config()).await;
+        two.abort();
+        let error = soon("reset", one.read(&mut [0])).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+        soon("closed", one.closed()).await;
+        one.shutdown().await.unwrap();
+        one.shutdown().await.unwrap();
+        assert!(one.write(b"x").await.is_err());
+    });
+}

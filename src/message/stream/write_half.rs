@@ -164,9 +164,13 @@ impl AsyncWrite for OwnedWriteHalf {
         self.poll(context, |core, ticket, driver, caller| core.poll_push(ticket, driver, caller))
     }
 
-    /// Ends this direction after the bytes written. Does not wait for the peer.
+    /// Ends this direction after the bytes written. Does not wait for the peer. Succeeds on a
+    /// stream that has ended, as `TcpStream` does; reads and writes report the reason.
     fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Poll::Ready(self.handle.shared.with(|core, driver| core.finish(driver)).map_err(io_error))
+        Poll::Ready(match self.handle.shared.with(|core, driver| core.finish(driver)) {
+            Ok(()) | Err(MessageError::Closed(_)) => Ok(()),
+            Err(error) => Err(io_error(error)),
+        })
     }
 }
 
