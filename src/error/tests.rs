@@ -785,10 +785,15 @@ fn texts_of_connecting_again() {
         ReconnectError::Closed => [
             ReconnectError::Closed => "the Reconnect handle was closed",
         ],
+        ReconnectError::Panicked { .. } => [
+            ReconnectError::Panicked { message: "no route".to_owned() } =>
+                "stopped connecting: the connector or the policy panicked: no route",
+            ReconnectError::Panicked { message: String::new() } =>
+                "stopped connecting: the connector or the policy panicked",
+        ],
         ReconnectError::Runtime => [
             ReconnectError::Runtime =>
-                "the Tokio runtime of the Reconnect handle has shut down, or its connector has \
-                 panicked",
+                "the Tokio runtime of the Reconnect handle has shut down",
         ],
     });
 }
