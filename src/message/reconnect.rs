@@ -571,8 +571,9 @@ impl Supervisor {
         let (generation, connection) = (self.generation, Arc::new(connection));
         tracing::debug!(generation, ?connection, "connected");
         let state = ReconnectState::Connected { generation };
+        self.connector.watch(&connection);
         self.shared.publish(state, Some(connection.clone()));
-        self.connector.watch(&connection, connection.closed()).await
+        self.connector.ended(&connection).await
     }
 
     /// Waits before the next attempt. Returns true if a change of the device shortened the

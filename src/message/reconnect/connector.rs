@@ -10,7 +10,7 @@ use super::policy::ReconnectPolicy;
 use crate::cm::ConnectError;
 use crate::engine::{PortChanges, all_ports_are_down};
 use crate::error::{OpenError, SetupError, VerbError};
-use crate::message::{Connection, EstablishError};
+use crate::message::{CloseReason, Connection, EstablishError};
 use crate::verbs::Device;
 
 pub(super) type Attempt = BoxFuture<'static, Result<Connection, EstablishError>>;
@@ -131,23 +131,24 @@ impl Connector {
         }
     }
 
-    /// Awaits `ended`, and lets `connection` ask its peer for a frame after each change that leaves
-    /// a port active. While all ports are down, the answer would be a failure, although a short
-    /// outage harms no idle connection.
-    pub(super) async fn watch<T>(
-        &mut self,
-        connection: &Connection,
-        ended: impl Future<Output = T>,
-    ) -> T {
+    /// Begins to watch the device of a new connection. Before others see the connection, so that no
+    /// change after that is missed.
+    pub(super) fn watch(&mut self, connection: &Connection) {
         if let Dialer::Service(_) = self.dialer {
             self.changes = PortChanges::new(connection.protection_domain().device());
         }
-        let ended = probing(self.changes.as_mut(), connection, ended).await;
+    }
+
+    /// Waits for the end of a connection that is watched, and lets it ask its peer for a frame after
+    /// each change that leaves a port active. While all ports are down, the answer would be a
+    /// failure, although a short outage harms no idle connection.
+    pub(super) async fn ended(&mut self, connection: &Connection) -> CloseReason {
+        let reason = probing(self.changes.as_mut(), connection, connection.closed()).await;
         if let Dialer::Service(_) = self.dialer {
             // The service may wait until nothing uses the device.
             self.changes = None;
         }
-        ended
+        reason
     }
 }
 

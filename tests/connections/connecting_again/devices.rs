@@ -201,14 +201,11 @@ fn short_outage_of_a_port_harms_no_connection() {
 }
 
 #[test]
-#[ignore = "hangs in one of some 15 runs; the cause is not known"]
 fn peer_lost_during_an_outage_is_noticed_when_the_port_is_active_again() {
     run("probe", || async {
         for by_connector in [false, true] {
-            // Neither keepalive nor the service sends anything. An earlier change of the port may
-            // have sent a `Ping` whose answer is lost in the outage; then no second one follows,
-            // and the end is the first one's timeout.
-            let config = config().keepalive(Some((HOUR, Duration::from_secs(20))));
+            // Neither keepalive nor the service sends anything.
+            let config = config().keepalive(Some((HOUR, HOUR)));
             let hosts = Hosts::on(Network::new(), config.clone()).await;
             let listener = hosts.listen().await;
             let client = if by_connector {
@@ -229,8 +226,7 @@ fn peer_lost_during_an_outage_is_noticed_when_the_port_is_active_again() {
             assert_eq!(client.state(), ReconnectState::Connected { generation: 1 });
             control.set_port(true);
             let reason = soon("end", ours.closed()).await;
-            let expected = matches!(reason, CloseReason::Operation(_) | CloseReason::Silent);
-            assert!(expected, "{reason}");
+            assert!(matches!(reason, CloseReason::Operation(_)), "{reason}");
         }
     });
 }
