@@ -139,8 +139,8 @@ impl Connector {
         }
     }
 
-    /// Waits for the end of a connection that is watched, and lets it ask its peer for a frame after
-    /// each change that leaves a port active. While all ports are down, the answer would be a
+    /// Waits for the end of a connection that is watched, and lets it ask its peer for a frame
+    /// after each change that leaves a port active. While all ports are down, the answer would be a
     /// failure, although a short outage harms no idle connection.
     pub(super) async fn ended(&mut self, connection: &Connection) -> CloseReason {
         let reason = probing(self.changes.as_mut(), connection, connection.closed()).await;
