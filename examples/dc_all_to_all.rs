@@ -110,7 +110,7 @@ fn options() -> Result<Options, lexopt::Error> {
 }
 
 async fn run(options: &Options) -> Result<(), Failure> {
-    let device = if options.emulated { emulated()? } else { Device::open_default()? };
+    let device = if options.emulated { emulated()? } else { Device::open_default_or_software()? };
     if device.attr().dc.is_none() {
         return Err(format!("{} does not support dynamic connections", device.name()).into());
     }

@@ -63,7 +63,7 @@ async fn run(options: &Options) -> Result<()> {
             let network = Network::udp(&UdpConfig::new().address(address).expose())?;
             Device::software_in(&network, &address.to_string())?
         }
-        None => Device::open_default()?,
+        None => Device::open_default_or_software()?,
     };
     let mut stream = match &options.host {
         Some(host) => {

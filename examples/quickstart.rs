@@ -461,8 +461,8 @@ impl Place {
                 let server = Rendezvous::Channel(to_client, from_client);
                 let client = Rendezvous::Channel(to_server, from_server);
                 Ok([
-                    Some(Peer::new("server", Device::open_default()?, mode, server)?),
-                    Some(Peer::new("client", Device::open_default()?, mode, client)?),
+                    Some(Peer::new("server", Device::open_default_or_software()?, mode, server)?),
+                    Some(Peer::new("client", Device::open_default_or_software()?, mode, client)?),
                 ])
             }
             Self::Server(device, listener) => {

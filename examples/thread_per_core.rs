@@ -126,7 +126,7 @@ struct Report {
 }
 
 fn run(options: &Options) -> Result<(), Failure> {
-    let device = Device::open_default()?;
+    let device = Device::open_default_or_software()?;
     let address = (device.default_path()?.1.gid.to_ip(), 0);
     let runtime = Builder::new_current_thread().enable_all().build()?;
     let listener = runtime.block_on(Listener::bind_with(&device, address, &config()))?;

@@ -17,7 +17,7 @@
 //!
 //! # #[tokio::main(flavor = "current_thread")]
 //! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let device = Device::open_default()?;
+//! let device = Device::open_default_or_software()?;
 //! let pd = device.protection_domain()?;
 //! let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
 //! let (ours, theirs) = (QueuePair::new(&pd, &queue)?, QueuePair::new(&pd, &queue)?);
@@ -40,7 +40,7 @@
 //!
 //! | Task | Types |
 //! |---|---|
-//! | Open a device | [`Device::open_default`] |
+//! | Open a device | [`Device::open_default`], [`Device::open_default_or_software`] |
 //! | Exchange messages with peers found by IP address | [`Connection`], [`Listener`] |
 //! | Make a connection anew when it ends | [`Reconnect`](message::Reconnect) |
 //! | Keep connections or DC peers by key | [`PeerSet`](message::PeerSet) |

@@ -82,7 +82,7 @@ pub(crate) fn on_one_thread(compare: impl AsyncFnOnce(&Device, &CompletionMode, 
     let mut runtime = tokio::runtime::Builder::new_current_thread();
     let runtime = runtime.enable_all().build().expect("a runtime");
     tokio::task::LocalSet::new().block_on(&runtime, async {
-        let device = Device::open_default().expect("a device");
+        let device = Device::open_default_or_software().expect("a device");
         println!("{} ({mode:?}) beside TCP to {}", device.name(), address(&device).ip());
         compare(&device, &mode, rounds).await;
     });

@@ -34,7 +34,7 @@ static SPINNING: AtomicUsize = AtomicUsize::new(0);
 ///
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::open_default()?;
+/// # let device = Device::open_default_or_software()?;
 /// # let pd = device.protection_domain()?;
 /// // One thread polls both queues.
 /// let poller = BusyPoller::new()?;

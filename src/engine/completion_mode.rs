@@ -11,7 +11,7 @@ use super::BusyPoller;
 ///
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::open_default()?;
+/// # let device = Device::open_default_or_software()?;
 /// # let pd = device.protection_domain()?;
 /// # let counter = ExposedRegion::new(&pd, vec![0; 8], Access::REMOTE_ATOMIC)?;
 /// for mode in [CompletionMode::Event, CompletionMode::Hybrid, CompletionMode::busy_poll()?] {

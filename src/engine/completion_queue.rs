@@ -24,7 +24,7 @@ use crate::verbs::{Channel, Cq, Device};
 /// # use tokio_rdma::Device;
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::open_default()?;
+/// # let device = Device::open_default_or_software()?;
 /// # let pd = device.protection_domain()?;
 /// let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
 /// let (first, second) = (QueuePair::new(&pd, &queue)?, QueuePair::new(&pd, &queue)?);
@@ -147,7 +147,7 @@ impl fmt::Debug for CompletionQueue {
 /// # use tokio_rdma::{Device, SetupError};
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::open_default()?;
+/// # let device = Device::open_default_or_software()?;
 /// let mode = CompletionMode::Hybrid;
 /// let queue = CompletionQueue::builder(&device).capacity(4096).mode(mode).build()?;
 /// assert!(queue.capacity() >= 4096);

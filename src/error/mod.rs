@@ -132,6 +132,11 @@ pub enum OpenError {
         /// Failed verb and errno.
         error: VerbError,
     },
+    /// No real device is usable, and `TOKIO_RDMA_DEVICE` names none.
+    NoUsableDevice {
+        /// The devices that were skipped, and why; or why there is none.
+        reason: String,
+    },
     /// A software device could not be opened over UDP.
     Udp(UdpError),
 }
@@ -167,6 +172,12 @@ impl fmt::Display for OpenError {
                 write!(f, "; available: {available}")
             }
             Self::Verb { device, error } => write!(f, "failed to open device {device:?}: {error}"),
+            Self::NoUsableDevice { reason } => write!(
+                f,
+                "no RDMA device is usable: {reason}; without an adapter, use \
+                 Device::open_default_or_software within one process, open_default_at and \
+                 open_default_to between processes"
+            ),
             Self::Udp(error) => error.fmt(f),
         }
     }
@@ -301,7 +312,9 @@ wraps!(SetupError: Verb(VerbError), Limit(LimitError), Transition(TransitionErro
 impl From<OpenError> for io::Error {
     fn from(error: OpenError) -> Self {
         let kind = match &error {
-            OpenError::NotFound { .. } => io::ErrorKind::NotFound,
+            OpenError::NotFound { .. } | OpenError::NoUsableDevice { .. } => {
+                io::ErrorKind::NotFound
+            }
             OpenError::Verb { error, .. } => Self::from(*error).kind(),
             OpenError::Udp(udp) => Self::from(udp.clone()).kind(),
         };

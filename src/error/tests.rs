@@ -129,6 +129,12 @@ fn errors_of_all_layers_have_their_exact_texts() {
             OpenError::of("mlx5_0")(VERB) =>
                 "failed to open device \"mlx5_0\": ibv_reg_mr: Invalid argument (os error 22)",
         ],
+        OpenError::NoUsableDevice { .. } => [
+            OpenError::NoUsableDevice { reason: "mlx5_0 has no active port with a GID".into() } =>
+                "no RDMA device is usable: mlx5_0 has no active port with a GID; without an \
+                 adapter, use Device::open_default_or_software within one process, open_default_at \
+                 and open_default_to between processes",
+        ],
         OpenError::Udp(_) => [
             UdpError::NoRoute { peer, error: VERB }.into() =>
                 "failed to find a route to 192.0.2.1: ibv_reg_mr: Invalid argument (os error 22)",

@@ -35,7 +35,7 @@ use crate::types::{Access, Sge};
 /// # use tokio_rdma::Device;
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::open_default()?;
+/// # let device = Device::open_default_or_software()?;
 /// # let pd = device.protection_domain()?;
 /// let region = ExposedRegion::new(&pd, vec![0; 4096], Access::REMOTE_READ)?;
 /// region.write(0, b"hello")?;

@@ -19,7 +19,7 @@ use crate::error::{LimitError, SetupError, VerbError};
 /// # use tokio_rdma::Device;
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::open_default()?;
+/// # let device = Device::open_default_or_software()?;
 /// # let pd = device.protection_domain()?;
 /// let region = ExposedRegion::new(&pd, HostMemory::zeroed(1 << 20)?, Access::REMOTE_READ)?;
 /// assert_eq!((region.len(), region.load(0)?), (1 << 20, 0));

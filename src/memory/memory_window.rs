@@ -32,7 +32,7 @@ use rdma_provider::contract::{Mw as _, Pd as _};
 /// # use tokio_rdma::Device;
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::open_default()?;
+/// # let device = Device::open_default_or_software()?;
 /// # let pd = device.protection_domain()?;
 /// let region = ExposedRegion::new(&pd, vec![0; 4096], Access::MW_BIND)?;
 /// let window = MemoryWindow::new(&pd)?;

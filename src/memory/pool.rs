@@ -26,7 +26,7 @@ use crate::verbs::ProtectionDomain;
 ///
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::open_default()?;
+/// # let device = Device::open_default_or_software()?;
 /// # let pd = device.protection_domain()?;
 /// let pool = Pool::new(&pd, 4096, 2)?;
 /// let (first, second) = (pool.alloc(100).await?, pool.copy_from(b"hello")?);
@@ -123,7 +123,7 @@ impl Pool {
     /// # use tokio_rdma::{Device, Pool};
     /// # #[tokio::main(flavor = "current_thread")]
     /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-    /// # let device = Device::open_default()?;
+    /// # let device = Device::open_default_or_software()?;
     /// # let pd = device.protection_domain()?;
     /// let pool = Pool::new(&pd, 4096, 64)?;
     /// let mut buffers = Vec::new();
@@ -307,7 +307,7 @@ impl fmt::Debug for Pool {
 /// # use tokio_rdma::Device;
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::open_default()?;
+/// # let device = Device::open_default_or_software()?;
 /// # let pd = device.protection_domain()?;
 /// let pool = Pool::builder(&pd).buffer_size(1500).buffers(2).growing(true).build()?;
 /// let buffers = (0..3).map(|_| pool.try_alloc(1500)).collect::<Result<Vec<_>, _>>()?;

@@ -27,7 +27,7 @@ use crate::types::{Imm, SendOp, Transport, WrId};
 /// # use tokio_rdma::{ExposedRegion, Pool, QueuePair};
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::open_default()?;
+/// # let device = Device::open_default_or_software()?;
 /// # let pd = device.protection_domain()?;
 /// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
 /// # let qp = QueuePair::new(&pd, &queue)?;

@@ -119,7 +119,7 @@ fn transport_of(code: u8) -> Result<Transport, EndpointError> {
 /// # use tokio_rdma::{CompletionMode, CompletionQueue, Device, QueuePair};
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::open_default()?;
+/// # let device = Device::open_default_or_software()?;
 /// # let pd = device.protection_domain()?;
 /// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
 /// # let (ours, theirs) = (QueuePair::new(&pd, &queue)?, QueuePair::new(&pd, &queue)?);

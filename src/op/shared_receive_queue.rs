@@ -23,7 +23,7 @@ use crate::verbs::{ProtectionDomain, Srq};
 ///
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::open_default()?;
+/// # let device = Device::open_default_or_software()?;
 /// # let pd = device.protection_domain()?;
 /// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
 /// # let pool = Pool::new(&pd, 64, 4)?;

@@ -17,7 +17,7 @@ use rdma_provider::contract::{Channel as _, Context as _};
 /// # use tokio_rdma::Device;
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::open_default()?;
+/// # let device = Device::open_default_or_software()?;
 /// let channel = Channel::new(&device)?;
 /// let cq = Cq::new(&device, 16, Some(&channel), 7)?;
 /// // Wait until the descriptor of the channel is readable, then take the event.

@@ -21,7 +21,7 @@ use rdma_provider::contract::{Context as _, Cq as _};
 /// # use tokio_rdma::Device;
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::open_default()?;
+/// # let device = Device::open_default_or_software()?;
 /// let cq = Cq::new(&device, 16, None, 0)?;
 /// let mut completions = [WorkCompletion::default(); 4];
 /// assert_eq!(cq.poll(&mut completions)?, 0);

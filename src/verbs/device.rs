@@ -127,29 +127,34 @@ impl Device {
     }
 
     /// Opens the device named by environment variable `TOKIO_RDMA_DEVICE`, else the first real
-    /// device with an active port, else, with a warning, the software device.
+    /// device with an active port.
     ///
     /// # Errors
     ///
-    /// See [`open`](Self::open). No other device replaces a named one that does not exist.
+    /// See [`open`](Self::open). [`OpenError::NoUsableDevice`] names the devices that were skipped,
+    /// and why. No other device replaces one that `TOKIO_RDMA_DEVICE` names.
     pub fn open_default() -> Result<Self, OpenError> {
-        if let Some(name) = device_from_env() {
-            return Self::open(&name);
+        match device_from_env() {
+            Some(name) => Self::open(&name),
+            None => Self::first_active().map_err(|reason| OpenError::NoUsableDevice { reason }),
         }
-        let usable = |device: &Self| {
-            let usable = device.default_path().is_ok();
-            if !usable {
-                tracing::warn!(
-                    device = device.name(),
-                    "skipping device: it has no active port with a GID"
-                );
-            }
-            usable
-        };
-        Self::first_real(usable).or_else(|reason| {
-            tracing::warn!(device = Self::SOFTWARE, reason, "using the software device");
-            Self::software()
-        })
+    }
+
+    /// Opens the device like [`open_default`](Self::open_default). Without a usable real device, it
+    /// logs a warning and opens the [software device](Self::software) of this process: for programs
+    /// that need no peer in another process, as tests and examples.
+    ///
+    /// # Errors
+    ///
+    /// See [`open`](Self::open). No other device replaces one that `TOKIO_RDMA_DEVICE` names.
+    pub fn open_default_or_software() -> Result<Self, OpenError> {
+        match device_from_env() {
+            Some(name) => Self::open(&name),
+            None => Self::first_active().or_else(|reason| {
+                tracing::warn!(device = Self::SOFTWARE, reason, "using the software device");
+                Self::software()
+            }),
+        }
     }
 
     /// Opens the device for a service at `address` of this host with clients in other processes and
@@ -456,21 +461,24 @@ impl Device {
         self.inner.context.stop_serving();
     }
 
-    fn first_real(usable: impl Fn(&Self) -> bool) -> Result<Self, &'static str> {
-        let names = real_devices()?;
-        for name in &names {
-            match Self::open(name) {
+    fn first_active() -> Result<Self, String> {
+        Self::first_real(|device| device.default_path().is_ok(), "no active port with a GID")
+    }
+
+    /// Returns the first real device that is usable, else why there is none; the others have
+    /// `fault`.
+    fn first_real(usable: impl Fn(&Self) -> bool, fault: &str) -> Result<Self, String> {
+        let mut skipped = Vec::new();
+        for name in real_devices()? {
+            match Self::open(&name) {
                 Ok(device) if usable(&device) => return Ok(device),
-                Ok(_) => {}
-                Err(error) => {
-                    tracing::warn!(device = name, %error, "skipping device: it failed to open")
-                }
+                Ok(_) => skipped.push(format!("{name} has {fault}")),
+                Err(error) => skipped.push(error.to_string()),
             }
         }
-        Err(if names.is_empty() {
-            "libibverbs finds no device"
-        } else {
-            "no real device is usable"
+        Err(match &skipped[..] {
+            [] => "libibverbs finds no device".to_owned(),
+            _ => skipped.join(", "),
         })
     }
 
@@ -480,7 +488,8 @@ impl Device {
             let mut ports = ports(device).filter_map(|number| device.port(number).ok());
             ports.any(|port| is_at(Path::new("/"), device.name(), &port, address))
         };
-        Self::first_real(is_here).map_err(|reason| {
+        Self::first_real(is_here, "no active port with this address").map_err(|reason| {
+            // As expected: no real device has a loopback address.
             if address.is_loopback() {
                 tracing::debug!(%address, reason, "using a software device over UDP");
             } else {
@@ -573,6 +582,24 @@ fn real_devices() -> Result<Vec<String>, &'static str> {
 mod tests {
     use super::*;
     use crate::software::Network;
+
+    #[test]
+    fn default_device_is_the_software_device_only_if_asked_for() {
+        match (device_from_env(), Device::open_default()) {
+            (Some(name), device) => assert_eq!(device.unwrap().name(), name),
+            (None, Ok(device)) => assert_ne!(device.name(), Device::SOFTWARE),
+            (None, Err(error)) => {
+                let OpenError::NoUsableDevice { reason } = &error else { panic!("{error}") };
+                let text = error.to_string();
+                assert!(
+                    text.contains(reason) && text.contains("open_default_or_software"),
+                    "{text}"
+                );
+                let device = Device::open_default_or_software().unwrap();
+                assert_eq!(device.name(), Device::SOFTWARE);
+            }
+        }
+    }
 
     #[test]
     fn known_port_is_queried_again_after_an_event_of_a_port() {

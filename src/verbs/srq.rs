@@ -20,7 +20,7 @@ use rdma_provider::contract::{Pd as _, Srq as _};
 /// # use tokio_rdma::Device;
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::open_default()?;
+/// # let device = Device::open_default_or_software()?;
 /// # let pd = device.protection_domain()?;
 /// let srq = Srq::new(&pd, SrqCaps { max_wr: 16, max_sge: 1 })?;
 /// assert!(srq.caps().max_wr >= 16);

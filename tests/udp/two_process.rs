@@ -544,7 +544,7 @@ fn one_end_of_a_wire() {
             let network = Network::udp(&UdpConfig::new().device("one", ip).expose()).unwrap();
             Device::software_in(&network, "one").unwrap()
         }
-        Err(_) => Device::open_default().unwrap(),
+        Err(_) => Device::open_default_or_software().unwrap(),
     };
     runtime().block_on(async {
         let (stream, role) = match role {

@@ -61,7 +61,7 @@ async fn main() -> Result<(), Failure> {
             let listener = TcpListener::bind("127.0.0.1:0").await?;
             let url = url_of(listener.local_addr()?);
             tokio::spawn(async move { axum::serve(listener, service::router()).await });
-            let (a, b) = (Device::open_default()?, Device::open_default()?);
+            let (a, b) = (Device::open_default_or_software()?, Device::open_default_or_software()?);
             tokio::try_join!(meet(&a, "a", "b", &url), meet(&b, "b", "a", &url))?;
             Ok(())
         }

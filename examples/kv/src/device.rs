@@ -20,7 +20,7 @@ pub(crate) fn both(udp: bool) -> Result<[Device; 2]> {
         let free = || Device::open_default_towards(Ipv4Addr::LOCALHOST.into());
         return Ok([free()?, free()?]);
     }
-    let device = Device::open_default()?;
+    let device = Device::open_default_or_software()?;
     Ok([device.clone(), device])
 }
 

@@ -55,7 +55,7 @@ const USAGE: &str = "usage: [--quick] [--udp | --listen ADDRESS:PORT | --connect
 /// 127.0.73.2.
 pub(crate) fn device_here(udp: bool, index: u8) -> Result<Device> {
     if !udp {
-        return Ok(Device::open_default()?);
+        return Ok(Device::open_default_or_software()?);
     }
     let address = IpAddr::V4(Ipv4Addr::new(127, 0, 73, index + 1));
     let network = Network::udp(&UdpConfig::new().address(address))?;

@@ -20,7 +20,7 @@ pub(crate) enum Reach {
 
 pub(crate) fn open(reach: &Reach) -> Result<Device> {
     Ok(match *reach {
-        Reach::Process => Device::open_default()?,
+        Reach::Process => Device::open_default_or_software()?,
         Reach::From(address) => Device::open_default_at(address)?,
         Reach::To(peer) => Device::open_default_to(peer)?,
     })

@@ -24,7 +24,7 @@ use crate::verbs::{Device, ProtectionDomain, Qp, QpOptions};
 /// # use tokio_rdma::{CompletionMode, CompletionQueue, Device};
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::open_default()?;
+/// # let device = Device::open_default_or_software()?;
 /// # let pd = device.protection_domain()?;
 /// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
 /// let datagrams = QueuePair::builder(&pd, &queue)
