@@ -123,7 +123,7 @@ fn transport_of(code: u8) -> Result<Transport, EndpointError> {
 /// # let pd = device.protection_domain()?;
 /// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
 /// # let (ours, theirs) = (QueuePair::new(&pd, &queue)?, QueuePair::new(&pd, &queue)?);
-/// let timeout = AckTimeout::from_code(18);
+/// let timeout = AckTimeout::from_code(14); // 67 ms
 /// let options = ConnectOptions { timeout, retry_count: 3, ..ConnectOptions::default() };
 /// ours.connect_with(&theirs.endpoint(), &options)?;
 /// assert_eq!(ours.query()?.1.retry_count, Some(3));
@@ -132,8 +132,14 @@ fn transport_of(code: u8) -> Result<Transport, EndpointError> {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConnectOptions {
-    /// The timeout of acknowledgements. Default: 67 ms (code 14), as in librdmacm: far above the
-    /// latency of a loaded network, and six retries detect a dead peer within seconds.
+    /// The timeout of acknowledgements. Default: 1.07 s (code 18). With six retries, a connection
+    /// outlasts an outage of 7 s, and a peer that does not answer is lost after 7.5 s; an adapter
+    /// may take up to four times as long.
+    ///
+    /// A packet that the peer misses before others is retransmitted at once. One that nothing
+    /// follows is retransmitted after the timeout, by the software device after 67 ms, by adapters
+    /// with adaptive retransmission (mlx5) earlier, too. On a network that loses packets, SoftRoCE
+    /// recovers faster with a shorter timeout.
     pub timeout: AckTimeout,
     /// Retransmissions without acknowledgement, 0 to 7. Default: 6, since SoftRoCE takes 7 as
     /// infinite and would never detect a dead peer.
@@ -148,7 +154,7 @@ pub struct ConnectOptions {
 impl Default for ConnectOptions {
     fn default() -> Self {
         Self {
-            timeout: AckTimeout::from_code(14),
+            timeout: AckTimeout::from_code(18),
             retry_count: 6,
             rnr_retry: 7,
             rnr_timer: RnrTimer::from_code(12),

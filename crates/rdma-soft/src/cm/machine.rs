@@ -45,10 +45,9 @@ const MAX_REFUSED: usize = 1024;
 const ACK_DELAY: CmTimeout = CmTimeout(15);
 /// Twice the packet lifetime of 67 ms (IBTA 12.9.8.4), after which no packet is in flight.
 const TIME_WAIT: u64 = 2 * CmTimeout(14).nanoseconds();
-/// The acknowledgement timeout for the peer's queue pair: 537 ms, twice the sum of [`ACK_DELAY`]
-/// and two packet lifetimes (IBTA 12.7.34). With a shorter one, a busy peer exhausts its retries on
-/// late packets.
-pub(super) const PEER_ACK_TIMEOUT: AckTimeout = AckTimeout::from_code(17);
+/// The acknowledgement timeout for the peer's queue pair: 1.07 s, at least twice the sum of
+/// [`ACK_DELAY`] and two packet lifetimes (IBTA 12.7.34). Six retries outlast an outage of seconds.
+pub(super) const PEER_ACK_TIMEOUT: AckTimeout = AckTimeout::from_code(18);
 /// The local queue pair's default acknowledgement timeout, as in librdmacm.
 const ACK_TIMEOUT: AckTimeout = AckTimeout::from_code(14);
 

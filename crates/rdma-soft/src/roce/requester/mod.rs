@@ -53,26 +53,23 @@ pub(crate) struct Flow {
     /// Maximum response packets per READ request. Longer READs are split, as nothing else paces
     /// responses.
     read_packets: u32,
-    /// Doublings of the timeout without a response: the peer's process may not be running. IBTA
-    /// 9.7.6.1.3 permits 4 times the timeout.
-    doublings: u32,
 }
 
 impl Flow {
     /// Within the process, where no buffer overflows. The window is rxe's.
-    pub(crate) const MEMORY: Self =
-        Self { window: 64, ack_every: 32, read_packets: u32::MAX, doublings: 0 };
+    pub(crate) const MEMORY: Self = Self { window: 64, ack_every: 32, read_packets: u32::MAX };
 
     /// Over UDP, with paced responses.
     pub(crate) const fn with_window(window: u32) -> Self {
-        Self {
-            window: window as i32,
-            ack_every: window / 4,
-            read_packets: READ_PACKETS,
-            doublings: 2,
-        }
+        Self { window: window as i32, ack_every: window / 4, read_packets: READ_PACKETS }
     }
 }
+
+/// The longest wait for an acknowledgement before the first retransmission, 67 ms; each further
+/// wait is twice as long, up to the timeout of the queue pair. So a loss is repaired soon, although
+/// the timeouts outlast an outage of seconds. Only a wait of a whole timeout takes a retry (IBTA
+/// 9.7.6.1.3).
+const FIRST_WAIT: u64 = 67_108_864;
 
 /// Maximum response packets per READ request over UDP: 64 KiB at the largest MTU.
 ///
@@ -513,10 +510,11 @@ impl Requester {
         match std::mem::replace(&mut self.wait, Wait::None) {
             Wait::Rnr(_) => self.go_back_n(),
             Wait::None => {
+                let is_whole = self.ack_wait() == self.config.timeout.nanoseconds();
                 self.counters.timeouts += 1;
                 self.consecutive_timeouts += 1;
                 self.gap_seen = false;
-                self.retry(out);
+                if is_whole { self.retry(out) } else { self.retransmit() }
             }
         }
     }
@@ -543,14 +541,17 @@ impl Requester {
         } else if std::mem::take(&mut self.progressed) || self.deadline.is_none() {
             let duration = match self.wait {
                 Wait::Rnr(timer) => Some(timer.nanoseconds()),
-                Wait::None => {
-                    let times = 1 << self.consecutive_timeouts.min(self.config.flow.doublings);
-                    self.config.timeout.nanoseconds().map(|duration| duration.saturating_mul(times))
-                }
+                Wait::None => self.ack_wait(),
             };
             self.deadline = duration.map(|duration| now.saturating_add(duration));
         }
         self.deadline
+    }
+
+    /// Returns the time to wait for an acknowledgement, `None` if it is infinite.
+    fn ack_wait(&self) -> Option<u64> {
+        let early = FIRST_WAIT.saturating_mul(1 << self.consecutive_timeouts.min(31));
+        self.config.timeout.nanoseconds().map(|timeout| timeout.min(early))
     }
 
     /// Returns true once, when the queue has drained in SQD.
@@ -571,6 +572,10 @@ impl Requester {
             return;
         }
         self.retries_left -= 1;
+        self.retransmit();
+    }
+
+    fn retransmit(&mut self) {
         self.progressed = true;
         self.go_back_n();
     }
