@@ -83,8 +83,8 @@ pub struct Connection {
 }
 
 pub(super) struct Handle {
-    /// Pools of [`Connection::alloc`], created on first use. Dropped before `shared`, whose last
-    /// reference leaves the protection domain to other connections.
+    /// Pools of [`Connection::try_alloc`], created on first use. Dropped before `shared`, whose
+    /// last reference leaves the protection domain to other connections.
     pub(super) buffers: [OnceLock<Pool>; 2],
     pub(super) shared: Arc<Shared>,
     close_timeout: Duration,
@@ -241,8 +241,8 @@ impl Connection {
 
     /// Sends a registered buffer as a message, without a copy up to
     /// [`max_eager`](ConnectionConfig::max_eager) if it belongs to the connection's
-    /// [protection domain](Self::protection_domain), as buffers of [`alloc`](Self::alloc) do.
-    /// Otherwise this is [`send`](Self::send). The buffer returns to its pool when the peer's
+    /// [protection domain](Self::protection_domain), as buffers of [`try_alloc`](Self::try_alloc)
+    /// do. Otherwise this is [`send`](Self::send). The buffer returns to its pool when the peer's
     /// device has the message, and the last view is dropped.
     ///
     /// # Errors
@@ -310,8 +310,8 @@ impl Connection {
     /// The message is in the memory where the device has placed it if the peer has sent it in one
     /// frame and a [spare buffer](ConnectionConfig::spare_buffers) is free, or if it was fetched
     /// with one READ (up to 1 MiB). Otherwise it is copied once into a buffer as from
-    /// [`alloc`](Self::alloc). The memory is reused when the last view is dropped: until then, each
-    /// message of one frame occupies a spare buffer, however short it is.
+    /// [`try_alloc`](Self::try_alloc). The memory is reused when the last view is dropped: until
+    /// then, each message of one frame occupies a spare buffer, however short it is.
     ///
     /// Memory for a copy is not part of [`receive_memory`](ConnectionConfig::receive_memory). Above
     /// 64 KiB it is registered during the call, which may take milliseconds.

@@ -384,7 +384,7 @@ impl RecvHalf {
                         Some(target.freeze())
                     }
                     Some(Next::Memory(len)) => {
-                        memory = Some(self.handle.alloc(len).map_err(MessageError::Register)?);
+                        memory = Some(self.handle.try_alloc(len).map_err(MessageError::Register)?);
                         continue;
                     }
                     None => None,

@@ -59,7 +59,7 @@ use rdma_provider::cm_contract::{Admit as _, MAX_RESPONSE_DATA};
 ///     let grant = conn.recv().await?.ok_or("no message")?;
 ///     let remote = RemoteRegion::from_bytes(&grant).ok_or("not a region")?;
 ///     conn.write(conn.copy_from(b"hello")?, remote.slice(..5)?).await?;
-///     let buffer = conn.read(conn.alloc(5)?, remote.slice(..5)?).await?;
+///     let buffer = conn.read(conn.try_alloc(5)?, remote.slice(..5)?).await?;
 ///     assert_eq!(&buffer[..], b"hello");
 ///     assert_eq!(conn.fetch_add(remote.slice(8..16)?, 1).await?, 0);
 ///     conn.close().await?;

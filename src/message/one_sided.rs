@@ -22,8 +22,8 @@ use crate::verbs::ProtectionDomain;
 const LONG_BUFFER: usize = 64 << 10;
 
 impl Handle {
-    /// See [`Connection::alloc`].
-    pub(super) fn alloc(&self, len: usize) -> Result<BufMut, SetupError> {
+    /// See [`Connection::try_alloc`].
+    pub(super) fn try_alloc(&self, len: usize) -> Result<BufMut, SetupError> {
         let pd = self.shared.qp.protection_domain();
         let sizes = [(self.buffer_size, 16), (LONG_BUFFER, 4)];
         let fitting = sizes.iter().zip(&self.buffers).find(|((size, _), _)| len <= *size);
@@ -95,17 +95,17 @@ impl Connection {
     /// # Errors
     ///
     /// [`SetupError`] if the length is unsupported or registration fails.
-    pub fn alloc(&self, len: usize) -> Result<BufMut, SetupError> {
-        self.handle().alloc(len)
+    pub fn try_alloc(&self, len: usize) -> Result<BufMut, SetupError> {
+        self.handle().try_alloc(len)
     }
 
     /// Allocates a buffer with a copy of `bytes`.
     ///
     /// # Errors
     ///
-    /// See [`alloc`](Self::alloc).
+    /// See [`try_alloc`](Self::try_alloc).
     pub fn copy_from(&self, bytes: &[u8]) -> Result<BufMut, SetupError> {
-        let mut buffer = self.alloc(bytes.len())?;
+        let mut buffer = self.try_alloc(bytes.len())?;
         buffer.copy_from_slice(bytes);
         Ok(buffer)
     }
@@ -235,7 +235,7 @@ impl Connection {
     ///     let start = 512 * block as u64;
     ///     batch.write(connection.copy_from(bytes)?, remote.slice(start..start + 512)?);
     /// }
-    /// batch.read(connection.alloc(64)?, remote.slice(1024..1088)?);
+    /// batch.read(connection.try_alloc(64)?, remote.slice(1024..1088)?);
     /// let buffers = connection.post_batch(batch).await.into_buffers()?;
     /// println!("{:?}", &buffers[2][..]);
     /// # Ok(())

@@ -300,7 +300,7 @@ fn unanswered_operation_is_the_close_reason() {
         let (a, b) = pair_in(&a_pd, &b_pd, &config, &config);
         let remote = grant_of(&b);
         network.control("two").unwrap().set_port(false);
-        let waiting = a.read(a.alloc(8).unwrap(), remote);
+        let waiting = a.read(a.try_alloc(8).unwrap(), remote);
         drop(a.write(a.copy_from(b"lost").unwrap(), remote));
         let reason = closed(soon("notices", a.recv()).await);
         assert_eq!(status(reason), Some(WcStatus::RETRY_EXC_ERR), "{reason:?}");

@@ -1153,10 +1153,10 @@ fn peer_memory_is_read_and_written_alongside_messages() {
         let mut bytes = [0; 5];
         region.read(0, &mut bytes).unwrap();
         assert_eq!(&bytes, b"hello");
-        let buffer = a.read(a.alloc(16).unwrap(), remote.slice(..16).unwrap()).await.unwrap();
+        let buffer = a.read(a.try_alloc(16).unwrap(), remote.slice(..16).unwrap()).await.unwrap();
         assert_eq!((&buffer[..5], &buffer[8..]), (&b"hello"[..], &count.to_ne_bytes()[..]));
         assert_eq!(a.compare_swap(remote.slice(8..16).unwrap(), count, 7).await.unwrap(), count);
-        assert!(a.alloc(1 << 20).is_ok());
+        assert!(a.try_alloc(1 << 20).is_ok());
         a.send(buffer).await.unwrap();
         let shared: Buf = a.copy_from(b"shared").unwrap().freeze();
         a.send(shared.clone()).await.unwrap();

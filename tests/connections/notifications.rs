@@ -63,7 +63,7 @@ fn notifications_use_credits_and_wait_in_order_with_messages() {
     run("credits", || async {
         let (a, b) = pair(&config().receive_buffers(4).keepalive(None));
         let (_region, remote) = exposed(&b);
-        let empty = || (a.alloc(0).unwrap(), remote.slice(..0).unwrap());
+        let empty = || (a.try_alloc(0).unwrap(), remote.slice(..0).unwrap());
         let write = |imm| {
             let (buffer, remote) = empty();
             a.write_with_imm(buffer, remote, Imm(imm))
@@ -151,7 +151,7 @@ fn notifications_end_with_the_peer() {
             assert!(poll_immediate(&mut waiting).await.is_none());
             if reason == CloseReason::Clean {
                 a.finish().unwrap();
-                let refused = a.write_with_imm(a.alloc(0).unwrap(), remote, Imm(2)).await;
+                let refused = a.write_with_imm(a.try_alloc(0).unwrap(), remote, Imm(2)).await;
                 assert_eq!(refused.unwrap_err().kind(), OpErrorKind::Closed);
             } else {
                 a.abort();
@@ -174,7 +174,7 @@ fn notifications_end_with_the_peer() {
         let closing = async { tokio::join!(a.close(), b.close()) };
         assert_eq!(soon("close", closing).await, (Ok(()), Ok(())));
         assert!(b.notifications().next().now_or_never().flatten().is_some_and(|end| end.is_err()));
-        let refused = a.write_with_imm(a.alloc(1).unwrap(), remote, Imm(2)).await.unwrap_err();
+        let refused = a.write_with_imm(a.try_alloc(1).unwrap(), remote, Imm(2)).await.unwrap_err();
         assert_eq!((refused.kind(), refused.into_buffer().len()), (OpErrorKind::Closed, 1));
     });
 }
@@ -185,7 +185,8 @@ fn refused_notification_costs_no_credit_and_a_failed_one_closes_the_connection()
         let (a, b) = pair(&config().receive_buffers(2));
         let (region, remote) = exposed(&b);
         for _ in 0..20 {
-            let long = a.write_with_imm(a.alloc(9).unwrap(), remote.slice(..8).unwrap(), Imm(1));
+            let long =
+                a.write_with_imm(a.try_alloc(9).unwrap(), remote.slice(..8).unwrap(), Imm(1));
             let error = soon("refusal", long).await.unwrap_err();
             assert!(matches!(error.kind(), OpErrorKind::Limit(_)), "{error:?}");
             assert_eq!(error.into_buffer().len(), 9);
@@ -194,7 +195,7 @@ fn refused_notification_costs_no_credit_and_a_failed_one_closes_the_connection()
         assert_eq!(next(&mut b.notifications()).await, (2, 4));
 
         drop(region);
-        let late = a.write_with_imm(a.alloc(4).unwrap(), remote.slice(..4).unwrap(), Imm(3));
+        let late = a.write_with_imm(a.try_alloc(4).unwrap(), remote.slice(..4).unwrap(), Imm(3));
         let error = soon("failure", late).await.unwrap_err();
         assert_eq!(error.status(), Some(WcStatus::REM_ACCESS_ERR));
         let CloseReason::Operation(kind) = soon("closed", a.closed()).await else { panic!() };

@@ -127,7 +127,7 @@ fn batch_has_one_completion_and_precedes_a_later_message() {
             );
             batch = written.into_batch();
             for block in 0..16 {
-                batch.read(a.alloc(BLOCK).unwrap(), place(remote, block));
+                batch.read(a.try_alloc(BLOCK).unwrap(), place(remote, block));
             }
             let mut read = soon("reads", a.post_batch(batch)).await;
             let seen: Vec<_> = read.drain().flat_map(|buffer| buffer.to_vec()).collect();
@@ -269,7 +269,7 @@ fn fenced_write_waits_for_the_earlier_read() {
         let (region, remote) = exposed(&b, 1);
         for round in 0..scaled(64) {
             let mut batch = Batch::new();
-            batch.read(a.alloc(BLOCK).unwrap(), remote);
+            batch.read(a.try_alloc(BLOCK).unwrap(), remote);
             batch.fence().write(a.copy_from(&pattern(BLOCK, round + 1)).unwrap(), remote);
             let buffers = soon("both", a.post_batch(batch)).await.into_buffers().unwrap();
             let before = if round == 0 { vec![0; BLOCK] } else { pattern(BLOCK, round).to_vec() };
@@ -305,7 +305,7 @@ fn impossible_buffers_are_refused_before_allocation() {
         let (a, _b) = pair(&config());
         // Above the maximum length, and above any machine's memory.
         for len in [u32::MAX as usize + 1, 1 << 61, usize::MAX] {
-            match a.alloc(len) {
+            match a.try_alloc(len) {
                 Err(SetupError::Limit(limit)) => {
                     assert_eq!(
                         limit,
@@ -338,7 +338,8 @@ fn deadline_of_a_read_closes_the_connection_with_its_reason() {
         let (a, b) = pair_in(&a_pd, &b_pd, &config, &config);
         let (region, remote) = exposed(&b, 1);
         region.write(0, &[1; BLOCK]).unwrap();
-        let buffer = soon("in time", a.read(a.alloc(BLOCK).unwrap(), remote).within(LONG)).await;
+        let buffer =
+            soon("in time", a.read(a.try_alloc(BLOCK).unwrap(), remote).within(LONG)).await;
         network.set_loss(1.0);
         let read = a.read(buffer.unwrap(), remote).deadline(Instant::now());
         let revoked = OpErrorKind::TimedOut { outcome: Outcome::MaybeExecuted };

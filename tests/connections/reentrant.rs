@@ -133,7 +133,7 @@ fn waker_of_an_operation_may_use_the_connection() {
         for _ in 0..20 {
             let caller = Caller::new(&setup.ours);
             let waker = Waker::from(Arc::new(Woken(caller.clone())));
-            let mut write = pin!(setup.ours.write(setup.ours.alloc(64).unwrap(), setup.remote));
+            let mut write = pin!(setup.ours.write(setup.ours.try_alloc(64).unwrap(), setup.remote));
             if write.as_mut().poll(&mut Context::from_waker(&waker)).is_pending() {
                 setup.poll_until(&caller.called, 1);
             }
@@ -172,7 +172,7 @@ fn waker_of_an_operation_may_abort_the_connection() {
         let caller = Caller::new(&setup.ours);
         let waker = Waker::from(Arc::new(Aborts(caller.clone())));
         while caller.called.load(Ordering::SeqCst) == 0 {
-            let mut write = pin!(setup.ours.write(setup.ours.alloc(64).unwrap(), setup.remote));
+            let mut write = pin!(setup.ours.write(setup.ours.try_alloc(64).unwrap(), setup.remote));
             if write.as_mut().poll(&mut Context::from_waker(&waker)).is_pending() {
                 // This end polls the completion, under its lock.
                 while caller.called.load(Ordering::SeqCst) == 0 {

@@ -322,7 +322,7 @@ fn connection_futures_end_whatever_will_wake_returns() {
         let remote = b.expose(vec![0; 64], Access::REMOTE_ALL).unwrap();
         let word = remote.grant().slice(..8).unwrap();
         wakers.soon("write", a.write(a.copy_from(b"8 bytes!").unwrap(), word)).await.unwrap();
-        wakers.soon("read", a.read(a.alloc(8).unwrap(), word)).await.unwrap();
+        wakers.soon("read", a.read(a.try_alloc(8).unwrap(), word)).await.unwrap();
         let ends = async {
             tokio::join!(wakers.wrap("close", a.close()), wakers.wrap("close", b.close()))
         };

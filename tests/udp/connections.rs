@@ -350,8 +350,9 @@ fn peer_process_memory_is_read_and_written_alongside_messages() {
             let there = remote.slice(..len as u64).unwrap();
             let written = connection.write(connection.copy_from(&text).unwrap(), there);
             soon("write", written).await.unwrap();
-            let found =
-                soon("read", connection.read(connection.alloc(len).unwrap(), there)).await.unwrap();
+            let found = soon("read", connection.read(connection.try_alloc(len).unwrap(), there))
+                .await
+                .unwrap();
             assert!(found[..] == text[..], "{len} bytes");
         }
         let counter = remote.slice(..8).unwrap();

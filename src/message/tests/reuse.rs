@@ -93,7 +93,7 @@ fn resources_that_the_service_uses_are_not_left_to_others() {
         let uses: [Use; 3] = [
             |of| Box::new(of.expose(vec![0; 64], Access::REMOTE_ALL).unwrap()),
             |of| Box::new(of.protection_domain().clone()),
-            |of| Box::new(of.alloc(8).unwrap()),
+            |of| Box::new(of.try_alloc(8).unwrap()),
         ];
         for use_of in uses {
             let connections = connect(&device, &listener).await;
