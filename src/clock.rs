@@ -1,12 +1,15 @@
-//! Deadlines in real time.
+//! Deadlines in real time, or in the virtual time of a simulated network.
 //!
 //! One thread of the process, the alarm thread, wakes tasks at their deadlines. Tokio's timers do
 //! not fit: `tokio::time::pause` stops their clock, but neither devices nor peers. Also, a timer
-//! belongs to one runtime, which a future may outlive or leave.
+//! belongs to one runtime, which a future may outlive or leave. While
+//! [`drive`](crate::software::drive) runs on a thread, the network that it drives keeps the time of
+//! that thread, and wakes its tasks.
 //!
 //! Setting a deadline takes a lock. The thread is notified only of a new earliest deadline. Among
 //! operations, only those with a deadline set one; messages set none.
 
+use std::cell::RefCell;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 use std::future::{Future, poll_fn};
@@ -16,6 +19,8 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use rdma_soft::Network;
 
 use crate::contained::contained;
 
@@ -33,7 +38,32 @@ pub(crate) async fn timeout<F: Future>(after: Duration, future: F) -> Option<F::
 }
 
 pub(crate) fn deadline(after: Duration) -> Instant {
-    Instant::now() + after.min(MAX_DELAY)
+    now() + after.min(MAX_DELAY)
+}
+
+thread_local! {
+    /// The simulated network that keeps this thread's time.
+    static SIMULATED: RefCell<Option<Network>> = const { RefCell::new(None) };
+}
+
+/// Lets `network` keep the time of this thread, or ends that. Returns the earlier one.
+pub(crate) fn simulate(network: Option<Network>) -> Option<Network> {
+    SIMULATED.replace(network)
+}
+
+/// Returns the present of this thread, in real or virtual time.
+pub(crate) fn now() -> Instant {
+    simulated(Network::instant).unwrap_or_else(Instant::now)
+}
+
+/// Returns the time since an instant of this thread's clock.
+pub(crate) fn since(instant: Instant) -> Duration {
+    now().saturating_duration_since(instant)
+}
+
+fn simulated<T>(act: impl FnOnce(&Network) -> T) -> Option<T> {
+    // While the thread ends, time is real.
+    SIMULATED.try_with(|network| network.borrow().as_ref().map(act)).ok().flatten()
 }
 
 /// A wait for an instant, in any runtime or none.
@@ -60,7 +90,7 @@ impl Sleep {
 
     pub(crate) fn poll(&mut self, context: &mut Context<'_>) -> Poll<()> {
         // An alarm fires after its instant, so a task that it has woken returns here.
-        if Instant::now() >= self.deadline {
+        if now() >= self.deadline {
             return Poll::Ready(());
         }
         let waker = context.waker();
@@ -86,28 +116,42 @@ impl Sleep {
 
 /// A wake-up at an instant. Dropping it cancels the wake-up, unless that is in progress.
 #[derive(Debug)]
-pub(crate) struct Alarm(Number);
+pub(crate) enum Alarm {
+    Thread(Number),
+    Simulated(rdma_soft::Alarm),
+}
 
 /// Belongs to one alarm and no other.
 type Number = u64;
 
 impl Alarm {
-    /// Sets an alarm that wakes `waker` on the alarm thread, even if it is leaked.
+    /// Sets an alarm that wakes `waker` on the alarm thread, even if it is leaked, or when virtual
+    /// time has come.
     ///
     /// Returns `None` if the thread cannot be started.
     pub(crate) fn waking(deadline: Instant, waker: Waker) -> Option<Self> {
-        ALARMS.set(deadline, waker).map(Self)
+        match simulated(Network::clone) {
+            Some(network) => Some(Self::Simulated(network.wake_at(deadline, waker))),
+            None => ALARMS.set(deadline, waker).map(Self::Thread),
+        }
     }
 
     /// Lets it wake `waker` instead. Returns false if it has fired.
     fn redirect(&self, waker: &Waker) -> bool {
         let new = waker.clone();
-        let mut alarms = ALARMS.lock();
-        let (is_set, other) = match alarms.wakers.get_mut(&self.0) {
-            Some(registered) => (true, std::mem::replace(registered, new)),
-            None => (false, new),
+        let (is_set, other) = match self {
+            Self::Thread(number) => {
+                let mut alarms = ALARMS.lock();
+                match alarms.wakers.get_mut(number) {
+                    Some(registered) => (true, std::mem::replace(registered, new)),
+                    None => (false, new),
+                }
+            }
+            Self::Simulated(alarm) => match alarm.redirect(new) {
+                Ok(registered) => (true, registered),
+                Err(new) => (false, new),
+            },
         };
-        drop(alarms);
         contained(|| drop(other));
         is_set
     }
@@ -115,9 +159,11 @@ impl Alarm {
 
 impl Drop for Alarm {
     fn drop(&mut self) {
-        // Drops the waker without the lock. The thread may wake once in vain.
-        let gone = ALARMS.lock().cancel(self.0);
-        drop(gone);
+        if let Self::Thread(number) = self {
+            // Drops the waker without the lock. The thread may wake once in vain.
+            let gone = ALARMS.lock().cancel(*number);
+            drop(gone);
+        }
     }
 }
 

@@ -5,8 +5,8 @@
 //!
 //! A [simulated](Network::simulated) network has virtual time and draws faults, numbers and keys
 //! from a seed. [`drive`] runs a future and everything that its runtime has spawned, and advances
-//! that time whenever no task can continue. Waiting for a timeout takes no real time, and each run
-//! with a seed is the same.
+//! that time whenever no task can continue. Connections use the same time for `keepalive` and all
+//! other deadlines. Waiting takes no real time, and each run with a seed is the same.
 //!
 //! ```
 //! use std::time::Duration;
@@ -29,16 +29,17 @@
 //!         ours.send("hello").await?;
 //!         assert_eq!(theirs.recv().await?.as_deref(), Some(&b"hello"[..]));
 //!
-//!         // Both sides notice that they are separated, after all retransmissions.
+//!         // Both sides notice that they are separated: one by the retransmissions of its message,
+//!         // the other by `keepalive`.
 //!         network.partition("server", "client")?;
 //!         ours.send("lost").await?;
-//!         theirs.send("lost, too").await?;
 //!         let reasons = tokio::join!(ours.closed(), theirs.closed());
-//!         assert!(matches!(reasons, (CloseReason::Operation(_), CloseReason::Operation(_))));
+//!         assert!(matches!(reasons.0, CloseReason::Operation(_)));
+//!         assert!(matches!(reasons.1, CloseReason::Operation(_) | CloseReason::Silent));
 //!         Ok::<_, Box<dyn std::error::Error>>(())
 //!     };
 //!     software::drive(&network, test).await?;
-//!     assert!(network.now() > Duration::from_millis(100), "the time of all retries");
+//!     assert!(network.now() > Duration::from_secs(5), "the interval of `keepalive`");
 //!     Ok(())
 //! }
 //! ```
@@ -46,9 +47,12 @@
 use std::future::{Future, poll_fn};
 use std::pin::pin;
 use std::task::Poll;
+use std::time::{Duration, Instant};
 
+use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::task::yield_now;
 
+use crate::clock;
 pub use crate::error::UdpError;
 pub use rdma_soft::{
     CqCounters, DeviceControl, Faults, LinkControl, LinkCounters, Network, ReceiveCounters,
@@ -63,25 +67,43 @@ const QUIET_ROUNDS: u32 = 4;
 /// Runs `future`, and advances the time of a [simulated](Network::simulated) `network` when neither
 /// the future nor another task of this runtime can continue. See the [module](self) for an example.
 ///
-/// On a current-thread runtime a run is reproducible, if it depends on nothing else that is not:
+/// On a current-thread runtime, connections and operations use the time of the network for their
+/// deadlines until the call returns or is dropped; [`now`] returns it. Drive one network at a time.
+/// Connections that outlive the call continue in the next one. On a runtime of several threads,
+/// only the network itself has virtual time.
 ///
-/// - Real time, such as Tokio's timers, and the timeouts of connections: `keepalive`,
-///   `close_timeout`, `connect_timeout`. Do not pause Tokio's clock: this future is never idle, so
-///   it would not advance.
+/// # Tokio's clock
+///
+/// If Tokio's clock is paused before the call, for example by `start_paused`, both clocks advance
+/// together: a `tokio::time::sleep` of the test takes virtual time, in steps of 1 ms, and so do the
+/// delays of [`Reconnect`](crate::message::Reconnect) and [`PeerSet`](crate::message::PeerSet),
+/// which use Tokio's clock. Otherwise that clock shows real time, and this future never sleeps
+/// while `future` is pending. Tasks that never sleep, as
+/// [`Cooperative`](crate::CompletionMode::Cooperative) mode has them, keep a paused clock from
+/// advancing.
+///
+/// # Reproducibility
+///
+/// A run is reproducible if it depends on nothing else that is not:
+///
+/// - Tokio's clock, unless it is paused, and [`Instant::now`]; [`now`] replaces that.
 /// - Threads: [`BusyPoll`](crate::CompletionMode::BusyPoll) completion queues, and messages that
 ///   are fetched, for which a blocking thread registers memory: messages of more frames than the
 ///   receives of the moment permit, at first above 1,152 bytes. With `preallocate(true)`, messages
 ///   above `max_eager`.
 /// - Random choices of `tokio::select!`, unless it is `biased`.
 ///
-/// The future never sleeps while `future` is pending, even if the network is idle: wrap it in
-/// [`tokio::time::timeout`] to end a test that hangs. With a network in real time it only runs
-/// `future`.
+/// Wrap the call in [`tokio::time::timeout`] to end a test that hangs. With a network in real time
+/// it only runs `future`.
 ///
 /// # Cancel safety
 ///
 /// Cancel safe if `future` is.
 pub async fn drive<F: Future>(network: &Network, future: F) -> F::Output {
+    if !network.is_simulated() {
+        return future.await;
+    }
+    let time = VirtualTime::begin(network);
     let mut future = pin!(future);
     let mut quiet = 0;
     loop {
@@ -94,9 +116,91 @@ pub async fn drive<F: Future>(network: &Network, future: F) -> F::Output {
         } else if quiet < QUIET_ROUNDS {
             quiet += 1;
         } else {
-            network.step();
+            time.advance().await;
             quiet = 0;
         }
         yield_now().await;
     }
+}
+
+/// Returns the present by the clock of connections and operations: the time of the simulated
+/// network that [`drive`] runs on this thread, otherwise [`Instant::now`]. Deadlines of operations
+/// and leases are instants of this clock.
+#[must_use]
+pub fn now() -> Instant {
+    clock::now()
+}
+
+/// A tick of Tokio's clock.
+const TICK: Duration = Duration::from_millis(1);
+
+/// Lets a simulated network keep the time of this thread while it exists, together with Tokio's
+/// clock if that is paused.
+struct VirtualTime<'a> {
+    network: &'a Network,
+    /// The network that kept the time before.
+    before: Option<Network>,
+    /// The instant of Tokio's paused clock at which the network had the age 0.
+    paused: Option<tokio::time::Instant>,
+}
+
+impl<'a> VirtualTime<'a> {
+    fn begin(network: &'a Network) -> Self {
+        if Handle::current().runtime_flavor() != RuntimeFlavor::CurrentThread {
+            return Self { network, before: None, paused: None };
+        }
+        let paused = is_paused().then(|| tokio::time::Instant::now() - network.now());
+        if let Some(start) = paused {
+            network.follow(Some(Box::new(move || start.elapsed())));
+        }
+        Self { network, before: clock::simulate(Some(network.clone())), paused }
+    }
+
+    /// Advances to the next packet or timer, of the runtime, too, if its clock is paused.
+    async fn advance(&self) {
+        let Some(start) = self.paused else {
+            self.network.step();
+            return;
+        };
+        let next = poll_fn(|context| Poll::Ready(self.network.poll_next(context))).await;
+        let next = match next {
+            Poll::Ready(age) if age < start.elapsed() + TICK => {
+                self.network.step();
+                return;
+            }
+            Poll::Ready(age) => start.checked_add(age),
+            Poll::Pending => None,
+        };
+        // Tokio advances its clock once no task can continue. Whatever wakes this task ends the
+        // wait: the clock, a packet or timer that was added, or what the driven future awaits.
+        let mut sleep = pin!(next.map(tokio::time::sleep_until));
+        let mut woken = false;
+        poll_fn(|context| {
+            let is_due = sleep.as_mut().as_pin_mut().is_some_and(|at| at.poll(context).is_ready());
+            if is_due || std::mem::replace(&mut woken, true) {
+                Poll::Ready(())
+            } else {
+                Poll::Pending
+            }
+        })
+        .await;
+    }
+}
+
+impl Drop for VirtualTime<'_> {
+    fn drop(&mut self) {
+        if self.paused.is_some() {
+            self.network.follow(None);
+        }
+        clock::simulate(self.before.take());
+    }
+}
+
+/// Returns true if Tokio's clock stands still. Without feature `test-util` it cannot be asked.
+fn is_paused() -> bool {
+    let (start, real) = (tokio::time::Instant::now(), Instant::now());
+    while real.elapsed() < Duration::from_micros(1) {
+        std::hint::spin_loop();
+    }
+    tokio::time::Instant::now() == start
 }

@@ -2,11 +2,11 @@
 
 use std::fmt;
 use std::net::SocketAddr;
-use std::time::Instant;
 
 use smallvec::SmallVec;
 use tokio::net::{ToSocketAddrs, lookup_host};
 
+use crate::clock;
 use crate::error::{NoRuntime, SetupError, VerbError};
 use crate::op::{QueuePair, QueuePairBuilder};
 use crate::types::{Gid, PortNum};
@@ -129,8 +129,8 @@ async fn resolve_one(
     const ENETUNREACH: i32 = 101;
     const EHOSTUNREACH: i32 = 113;
     let source = options.source_to(address)?;
-    let endpoint = Endpoint::create(&Router::of(device).await?)?;
-    let (timeout, start) = (options.time_to_resolve(), Instant::now());
+    let endpoint = Endpoint::create(&Router::of(device)?)?;
+    let (timeout, start) = (options.time_to_resolve(), clock::now());
     let unresolved = move |errno| ConnectError::Resolve { address, errno };
     with_deadline(timeout, ConnectStep::Resolve, async || {
         // Expires before the provider's own timeout, and has the more precise error.
@@ -162,7 +162,7 @@ async fn resolve_one(
         if is_routed {
             return Ok(());
         }
-        let left = timeout.saturating_sub(start.elapsed());
+        let left = timeout.saturating_sub(clock::since(start));
         let blocks = endpoint.route_may_block();
         endpoint.call_blocking(blocks, move |id| Ok(id.resolve_route(left)?)).await?;
         endpoint

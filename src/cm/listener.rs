@@ -97,8 +97,7 @@ impl Listener {
         let backlog = options.checked()?;
         let mut last = None;
         for address in lookup(address, &ConnectionOptions::default()).await? {
-            let attempt =
-                async { Self::bind_one(&Router::of(device).await?, address, backlog).await };
+            let attempt = async { Self::bind_one(&Router::of(device)?, address, backlog).await };
             match attempt.await {
                 Ok(listener) => return Ok(listener),
                 Err(error) => last = Some(error.during(ConnectStep::Listen, address)),
@@ -390,7 +389,7 @@ impl Incoming {
             Some(id)
         } else {
             let endpoint = Endpoint::new(router, id, Inbox::new(None));
-            queue.push_back(Pending { endpoint, peer, since: Instant::now(), displaces: true });
+            queue.push_back(Pending { endpoint, peer, since: clock::now(), displaces: true });
             None
         };
         drop(queue);
@@ -414,7 +413,7 @@ impl Incoming {
     fn displaces(&self, age: Duration) -> bool {
         let mut queue = self.queue.lock();
         let old = |pending: &&mut Pending| {
-            pending.displaces && pending.since.elapsed() >= age && !pending.endpoint.has_ended()
+            pending.displaces && clock::since(pending.since) >= age && !pending.endpoint.has_ended()
         };
         let found = queue.iter_mut().find(old);
         found.is_some_and(|pending| std::mem::replace(&mut pending.displaces, false))
@@ -694,7 +693,7 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let device = Device::software_in(&Network::new(), "withdrawn").unwrap();
-            let router = Router::of(&device).await.unwrap();
+            let router = Router::of(&device).unwrap();
             let incoming = Incoming::new(2);
             let is_queued = || {
                 let peer = CmPeer {

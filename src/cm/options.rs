@@ -140,7 +140,8 @@ impl ConnectionOptions {
     /// - A probe takes one entry of [`max_send_wr`](crate::op::QueuePairBuilder::max_send_wr) and
     ///   its completion until acknowledged. It is posted only while nothing else is in flight.
     ///   Enlarge the send queue by one if a `try_` method must not find it full because of a probe.
-    /// - Intervals are in real time, even if Tokio's clock is paused. A task sends the probes, so
+    /// - Intervals are in real time, even if Tokio's clock is paused, except in
+    ///   [`software::drive`](crate::software::drive). A task sends the probes, so
     ///   they end when the runtime that established the connection shuts down.
     #[must_use]
     pub const fn keepalive(mut self, interval: Option<Duration>) -> Self {

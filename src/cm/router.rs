@@ -18,7 +18,6 @@ use rdma_provider::cm_contract::{CmChannel as _, CmEvent, CmEventKind};
 use rdma_provider::contract::Context as _;
 
 use super::disposer::Disposer;
-use super::endpoint::on_blocking_thread;
 use super::error::ConnectError;
 use super::event_reactor::Reactors;
 use super::inbox::Inbox;
@@ -102,15 +101,12 @@ fn find(routers: &[(usize, Weak<Router>)], device: &Device) -> Option<Arc<Router
 impl Router {
     /// Returns the router of an open device, and lets the current runtime watch it.
     ///
-    /// It is created on first use, which may block (librdmacm reads sysfs), and dropped with its
-    /// last id.
-    pub(super) async fn of(device: &Device) -> Result<Arc<Self>, ConnectError> {
+    /// It is created on first use, which blocks for as long as librdmacm reads sysfs, once per
+    /// device, and dropped with its last id.
+    pub(super) fn of(device: &Device) -> Result<Arc<Self>, ConnectError> {
         let router = match Self::known(device) {
             Some(router) => router,
-            None => {
-                let device = device.clone();
-                on_blocking_thread(move || Ok(Self::make(&device)?)).await?
-            }
+            None => Self::make(device)?,
         };
         router.watch()?;
         Ok(router)

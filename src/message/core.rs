@@ -37,6 +37,7 @@ use super::send_memory::SendMemory;
 use super::stream::{Held, check_bytes};
 use super::timers::{Observed, Times};
 use super::window::{Sizes, first_receives};
+use crate::clock;
 use crate::cm::CmConnection;
 use crate::engine::is_current;
 use crate::error::{OpErrorKind, SetupError};
@@ -210,7 +211,7 @@ impl Core {
     ) {
         self.link = link;
         let (window, size) = peer.first_receives();
-        self.protocol.set_peer(config.first_receives(), window, Times::new(config), Instant::now());
+        self.protocol.set_peer(config.first_receives(), window, Times::new(config), clock::now());
         self.limits.peer_receives = peer.receives.saturating_add(first_receives(peer.receives));
         self.limits.peer_size = peer.buffer_size;
         self.limits.send = peer.max_message;
@@ -279,10 +280,10 @@ impl Core {
     /// Makes progress for the driver. Returns its next deadline, or the close reason.
     pub(super) fn drive(&mut self, driver: &Waker) -> ControlFlow<CloseReason, Option<Instant>> {
         self.progress(driver);
-        self.protocol.linger(Instant::now);
+        self.protocol.linger(clock::now);
         let fetched = self.limits.is_elastic && self.fetch_memory.pooled() > 0;
         if self.receives.may_shrink() || self.send_memory.is_grown() || fetched {
-            self.protocol.watch_idle(Instant::now);
+            self.protocol.watch_idle(clock::now);
         }
         if self.is_abort_acknowledged(driver) {
             self.on(Event::Terminate(CloseReason::Local));
@@ -323,7 +324,7 @@ impl Core {
 
     fn work(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
         self.take_frames(context)?;
-        if self.protocol.note_answer(Instant::now) {
+        if self.protocol.note_answer(clock::now) {
             self.after.wake_driver();
         }
         if let Some(kind) = self.protocol.phase().failure() {

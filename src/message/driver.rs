@@ -16,7 +16,7 @@ use std::ops::ControlFlow;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tokio::runtime::RuntimeFlavor;
 use tokio::task::yield_now;
@@ -101,7 +101,7 @@ fn poll(
             sleep.reset(deadline);
         }
         std::task::ready!(sleep.poll(context));
-        shared.with(|core, _| core.on_deadline(Instant::now()));
+        shared.with(|core, _| core.on_deadline(clock::now()));
     }
     Poll::Ready(())
 }

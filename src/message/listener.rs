@@ -26,7 +26,7 @@ use super::config::ConnectionConfig;
 use super::connection::Connection;
 use super::error::{CloseReason, EstablishError};
 use super::resources::Reserve;
-use crate::clock::{Sleep, timeout};
+use crate::clock::{self, Sleep, timeout};
 use crate::cm;
 use crate::contained::wakes_contained;
 use crate::error::NoRuntime;
@@ -130,7 +130,7 @@ impl Handshakes {
     ///
     /// The time at which the next handshake reaches that age; `None` if none is evictable.
     fn victim(&self) -> Result<usize, Option<Instant>> {
-        let now = Instant::now();
+        let now = clock::now();
         let mut counts: HashMap<IpAddr, usize> = HashMap::new();
         for running in &self.running {
             *counts.entry(running.source).or_default() += 1;
@@ -454,7 +454,7 @@ impl Acceptor {
                     handshakes.running.push_back(Running {
                         task,
                         source,
-                        since: Instant::now(),
+                        since: clock::now(),
                         evictable,
                     });
                 }

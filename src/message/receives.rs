@@ -20,6 +20,7 @@ use super::flow_control::RESERVE;
 use super::frame::{Kind, OFFER_LEN};
 use super::handshake::Content;
 use super::window::{FIRST_SIZE, Resize, first_receives, is_reached};
+use crate::clock;
 use crate::error::SetupError;
 use crate::memory::{BufMut, Pool};
 use crate::op::Recv;
@@ -247,7 +248,7 @@ impl Receives {
             self.pause -= 1;
             return;
         }
-        let now = Instant::now();
+        let now = clock::now();
         let again = |at: Instant| now.duration_since(at) < self.patience;
         self.wanted |= self.grown.is_some() || self.demanded.is_some_and(again);
         self.demanded = Some(now);
@@ -260,7 +261,7 @@ impl Receives {
         if self.is_full {
             return;
         }
-        let now = Instant::now();
+        let now = clock::now();
         if self.acked.replace(now).is_some_and(|at| now.duration_since(at) < ACKS_APART) {
             self.demand(true);
         }

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! Delays and the deadline follow Tokio's clock, so that a test can pause it. The timeout of an
-//! attempt follows real time (`clock`), because devices and peers do not pause.
+//! attempt follows `clock`, because devices and peers do not pause.
 
 mod connector;
 mod error;

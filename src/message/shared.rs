@@ -7,7 +7,6 @@ use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
-use std::time::Instant;
 
 use parking_lot::{Mutex, MutexGuard};
 use tokio::runtime::Handle;
@@ -18,6 +17,7 @@ use super::core::Core;
 use super::error::CloseReason;
 use super::halves::WaitGuard;
 use super::helper::Helper;
+use crate::clock;
 use crate::contained::contained;
 use crate::coop::within_budget;
 use crate::engine::Deferral;
@@ -345,7 +345,7 @@ impl Shared {
 
     /// Lets the driver ask the peer for a frame now, as `keepalive` does in time.
     pub(super) fn probe(&self) {
-        self.with(|core, _| core.protocol.probe(Instant::now()));
+        self.with(|core, _| core.protocol.probe(clock::now()));
         self.driver_waker.wake_driver();
     }
 

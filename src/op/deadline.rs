@@ -98,8 +98,10 @@ impl<'a> Work<'a> {
 /// the queue pair is destroyed. The future must be polled for each of these steps. If the device
 /// refuses that too, [`DeadlineError::NotRevoked`] returns the operation.
 ///
-/// The deadline is in real time, and takes effect when the future is polled. To wait for a limited
-/// time without a revocation, use `tokio::time::timeout` with a reference to the operation.
+/// The deadline is in real time, in a simulated network by the clock of
+/// [`software::now`](crate::software::now). It takes effect when the future is polled. To wait for
+/// a limited time without a revocation, use `tokio::time::timeout` with a reference to the
+/// operation.
 ///
 /// # Memory of the peer
 ///

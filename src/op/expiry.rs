@@ -7,7 +7,7 @@ use std::time::Instant;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
-use crate::clock::Alarm;
+use crate::clock::{self, Alarm};
 use crate::coop::try_within_budget;
 use crate::error::{SetupError, VerbError};
 use crate::memory::MemoryWindow;
@@ -84,7 +84,7 @@ impl Shared {
     fn expire(&self) {
         let mut state = self.state.lock();
         match *state {
-            State::Until(Some(deadline)) if deadline <= Instant::now() => {
+            State::Until(Some(deadline)) if deadline <= clock::now() => {
                 self.window.free();
                 *state = State::Expired;
             }

@@ -178,7 +178,8 @@ impl Lease {
     /// WRITE that has [timed out](OpErrorKind::TimedOut) at the peer may arrive until then, and
     /// changes nothing afterwards.
     ///
-    /// - The deadline is in real time. It holds if the lease is leaked, too.
+    /// - The deadline is in real time, in a simulated network by the clock of
+    ///   [`software::now`](crate::software::now). It holds if the lease is leaked, too.
     /// - An [invalidation](Self::invalidate) in flight does not stop it. If it passes first, the
     ///   invalidation fails, and the connection with it.
     /// - If the device refuses to deallocate the window, the region is leaked: it cannot be

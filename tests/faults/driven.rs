@@ -7,7 +7,7 @@ use tokio_rdma::software::{self, Faults, LinkCounters, Network};
 use tokio_rdma::types::WcStatus;
 use tokio_rdma::{
     Access, CloseReason, CompletionMode, Connection, ConnectionConfig, Device, Listener,
-    RemoteRegion,
+    MessageError, RemoteRegion,
 };
 
 use super::chance::noise;
@@ -22,10 +22,9 @@ fn driven<T>(network: &Network, test: impl Future<Output = T>) -> T {
     })
 }
 
-/// Returns settings without deadlines in real time that could expire.
 fn config(mode: &CompletionMode) -> ConnectionConfig {
     // Without `preallocate`, a thread would register memory for messages, at any time.
-    ConnectionConfig::default().mode(mode.clone()).keepalive(None).preallocate(true)
+    ConnectionConfig::default().mode(mode.clone()).preallocate(true)
 }
 
 struct Nodes {
@@ -127,6 +126,120 @@ fn seed_determines_a_run_of_connections() {
 fn is_unreachable(reason: CloseReason) -> bool {
     let CloseReason::Operation(kind) = reason else { return false };
     kind.status() == Some(WcStatus::RETRY_EXC_ERR)
+}
+
+/// Does the same with Tokio's clock paused.
+fn driven_and_paused<T>(network: &Network, test: impl Future<Output = T>) -> T {
+    let runtime = Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    runtime.block_on(software::drive(network, test))
+}
+
+#[test]
+fn keepalive_ends_a_silent_partition_in_virtual_time() {
+    let run = |paused: bool| {
+        let nodes = Nodes::new(1, Faults::none());
+        let test = async {
+            let [server, client] = nodes.connect(&CompletionMode::Event).await;
+            nodes.network.partition("client", "server").unwrap();
+            let begin = software::now();
+            let (ours, theirs) = tokio::join!(client.closed(), server.closed());
+            assert!(is_unreachable(ours) && is_unreachable(theirs), "{ours:?}, {theirs:?}");
+            software::now() - begin
+        };
+        let after = if paused {
+            driven_and_paused(&nodes.network, test)
+        } else {
+            driven(&nodes.network, test)
+        };
+        // The interval, then the retransmissions of the `Ping`, which end before its timeout.
+        assert!((Duration::from_secs(10)..Duration::from_secs(15)).contains(&after), "{after:?}");
+        (after, nodes.network.now())
+    };
+    assert_eq!(run(false), run(false));
+    assert_eq!(run(true), run(true));
+}
+
+#[test]
+fn default_settings_outlast_an_outage_of_five_seconds() {
+    for mode in [CompletionMode::Event, CompletionMode::Cooperative] {
+        // At each of its times, `keepalive` asks or does not ask during the outage.
+        for second in 0..8 {
+            let nodes = Nodes::new(second, Faults::none());
+            driven(&nodes.network, async {
+                let [server, client] = nodes.connect(&mode).await;
+                let start = software::now() + Duration::from_secs(second);
+                until(start).await;
+                nodes.network.partition("client", "server").unwrap();
+                client.send("during the outage").await.unwrap();
+                until(start + Duration::from_secs(5)).await;
+                nodes.network.heal("client", "server").unwrap();
+                assert!(server.recv().await.unwrap().is_some());
+                until(start + Duration::from_secs(30)).await;
+                assert_eq!((client.close_reason(), server.close_reason()), (None, None));
+            });
+        }
+    }
+}
+
+/// Waits until an instant of virtual time.
+async fn until(instant: std::time::Instant) {
+    while software::now() < instant {
+        tokio::task::yield_now().await;
+    }
+}
+
+#[test]
+fn paused_clock_of_tokio_advances_with_the_network() {
+    let nodes = Nodes::new(3, lossy());
+    driven_and_paused(&nodes.network, async {
+        let [server, client] = nodes.connect(&CompletionMode::Event).await;
+        let (begin, tokio) = (software::now(), tokio::time::Instant::now());
+        let pause = Duration::from_secs(3600);
+        let sends = tokio::spawn(async move {
+            for _ in 0..3 {
+                tokio::time::sleep(pause).await;
+                let before = software::now();
+                client.send("hourly").await.unwrap();
+                assert!(client.recv().await.unwrap().is_some());
+                assert!(
+                    software::now() - before < Duration::from_secs(10),
+                    "an echo took too long"
+                );
+            }
+        });
+        for _ in 0..3 {
+            let message = server.recv().await.unwrap().unwrap();
+            server.send(message).await.unwrap();
+        }
+        sends.await.unwrap();
+        let (ours, theirs) = (software::now() - begin, tokio.elapsed());
+        assert!(ours > 3 * pause && ours < 3 * pause + Duration::from_secs(30), "{ours:?}");
+        assert!(ours.abs_diff(theirs) < Duration::from_millis(2), "{ours:?}, {theirs:?}");
+        let limit = tokio::time::timeout(pause, server.recv());
+        let end = limit.await;
+        assert_eq!(end.unwrap(), Err(MessageError::Closed(CloseReason::Dropped)));
+    });
+}
+
+#[test]
+fn leases_and_deadlines_follow_virtual_time() {
+    let nodes = Nodes::new(1, Faults::none());
+    driven(&nodes.network, async {
+        let [server, client] = nodes.connect(&CompletionMode::Event).await;
+        let region = server.expose(vec![0; 64], Access::REMOTE_ALL | Access::MW_BIND).unwrap();
+        let mut lease = server.lease(&region, 0..64, Access::REMOTE_WRITE).await.unwrap();
+        let hour = Duration::from_secs(3600);
+        lease.expire_at(software::now() + hour).unwrap();
+        let begin = software::now();
+        client.write_inline(b"granted", lease.grant().slice(..7).unwrap()).await.unwrap();
+        assert!(software::now() - begin < Duration::from_secs(1));
+        lease.expired().await;
+        assert!(software::now() - begin >= hour);
+        let refused = client.write_inline(b"revoked", lease.grant().slice(..7).unwrap()).await;
+        assert!(refused.is_err());
+        let waited = server.recv().await;
+        assert!(waited.is_err(), "the refusal has failed the connection: {waited:?}");
+    });
 }
 
 #[test]

@@ -79,7 +79,8 @@ pub use dc::{Dct, TargetCounters};
 pub use device::{Ah, Channel, Context, Cq, CqCounters, Mr, Mw, Pd, Qp, Srq};
 pub use error::OpenError;
 pub use net::{
-    DeviceControl, Faults, LinkControl, LinkCounters, Network, UdpConfig, UdpError, interface_at,
+    Alarm, DeviceControl, Faults, LinkControl, LinkCounters, Network, UdpConfig, UdpError,
+    interface_at,
 };
 pub use roce::{ReceiveCounters, SendCounters};
 

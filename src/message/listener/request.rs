@@ -9,6 +9,7 @@ use bytes::Bytes;
 use futures::future::{Either, select};
 
 use super::GRACE;
+use crate::clock;
 use crate::cm;
 use crate::message::admission::Admission;
 use crate::message::config::ConnectionConfig;
@@ -89,7 +90,7 @@ impl ConnectionRequest {
     ) -> Result<Connection, EstablishError> {
         let (address, admission, waiting) =
             (self.peer_addr(), self.admission.clone(), self.waiting.clone());
-        let (start, confirmed) = (std::time::Instant::now(), self.inner.reserved().is_some());
+        let (start, confirmed) = (clock::now(), self.inner.reserved().is_some());
         let established = pin!(self.establish(config));
         if confirmed {
             return established.await;
@@ -99,7 +100,7 @@ impl ConnectionRequest {
             Either::Right(((), _)) => {
                 admission.evicted();
                 let (address, step) = (Some(address), cm::ConnectStep::Establish);
-                Err(cm::ConnectError::TimedOut { address, step, after: start.elapsed() }.into())
+                Err(cm::ConnectError::TimedOut { address, step, after: clock::since(start) }.into())
             }
         }
     }

@@ -16,7 +16,7 @@ use tokio_rdma::{
     Connection, ConnectionConfig, Device, EstablishError, MessageError, RemoteRegion,
 };
 
-use super::servers::{INCREMENT, PING, WORDS};
+use super::servers::{INCREMENT, WORDS};
 use super::time::{ATTEMPT, GREATEST_DELAY, MS};
 use super::world::{Seen, World};
 use crate::torture::{LONG, joined};
@@ -66,7 +66,6 @@ async fn connect(
     config: ConnectionConfig,
 ) -> Result<Connection, EstablishError> {
     let connecting = Connection::connect_with(&device, address, &config);
-    // Tokio's clock, because the timeouts of handles and connections follow real time.
     let connection = match timeout(ATTEMPT, connecting).await {
         Ok(connected) => connected?,
         Err(_) => {
@@ -90,19 +89,11 @@ const LENGTHS: [usize; 8] = [0, 0, 0, 0, 0, 300, 1000, 20_000];
 
 /// Waits for the next message. Fails the test if the request has no outcome in time.
 async fn answer(
-    world: &World,
     connection: &Connection,
     until: Instant,
 ) -> Result<Option<bytes::Bytes>, MessageError> {
-    loop {
-        let wait = world.pace.ping().map_or(until, |ping| until.min(Instant::now() + ping));
-        match timeout_at(wait, connection.recv()).await {
-            Ok(received) => return received,
-            Err(_) if Instant::now() >= until => panic!("no outcome in time: {connection:?}"),
-            // An error follows from `recv`, too.
-            Err(_) => drop(connection.try_send(message(PING, 0, 0))),
-        }
-    }
+    let answer = timeout_at(until, connection.recv()).await;
+    answer.unwrap_or_else(|_| panic!("no outcome in time: {connection:?}"))
 }
 
 /// Sends increments and awaits their answers. Returns true if all are done.
@@ -134,7 +125,7 @@ async fn burst(
             world.saw(id, seen);
             continue;
         }
-        let seen = match answer(world, connection, until).await {
+        let seen = match answer(connection, until).await {
             Ok(Some(answer)) => {
                 let word = |at: usize| u64::from_le_bytes(answer[at..at + 8].try_into().unwrap());
                 assert_eq!(word(0), id, "the answer to another request");
@@ -154,7 +145,6 @@ async fn burst(
 /// Ends a connection whose server has finished.
 async fn finish(world: &World, connection: &Connection) {
     if connection.close_reason().is_none() {
-        // Tokio's clock, because `close_timeout` follows real time.
         let closed = timeout(world.pace.request_deadline(), connection.close()).await;
         if closed.is_err() {
             connection.abort();
@@ -195,7 +185,7 @@ impl ReconnectTask {
             if generation > last {
                 (last, grant, words) = (generation, None, 0);
                 // The first message of each connection.
-                match answer(world, &connection, Instant::now() + world.pace.recovery()).await {
+                match answer(&connection, Instant::now() + world.pace.recovery()).await {
                     Ok(Some(bytes)) => grant = RemoteRegion::from_bytes(&bytes),
                     Ok(None) => finish(world, &connection).await,
                     Err(_) => {}
@@ -337,7 +327,7 @@ impl PeerSetClient {
         let before = greeted.lock().insert(server, peer.generation());
         assert!(before.is_none_or(|before| before <= peer.generation()));
         if before != Some(peer.generation()) {
-            match answer(world, &peer, Instant::now() + world.pace.recovery()).await {
+            match answer(&peer, Instant::now() + world.pace.recovery()).await {
                 Ok(Some(_)) => {}
                 Ok(None) => {
                     finish(world, &peer).await;

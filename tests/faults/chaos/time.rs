@@ -1,26 +1,18 @@
 //! Virtual and real time.
-//!
-//! In virtual time, one task advances Tokio's paused clock and the simulated network together, a
-//! millisecond whenever no task can continue.
 
 use std::future::Future;
 use std::time::Duration;
 
 use tokio::runtime::Builder;
-use tokio::task::yield_now;
-use tokio::time::{Instant, sleep};
 use tokio_rdma::message::{BufferBudget, ReconnectPolicy};
 use tokio_rdma::op::ConnectOptions;
-use tokio_rdma::software::{Faults, Network};
+use tokio_rdma::software::{self, Faults, Network};
 use tokio_rdma::types::AckTimeout;
 use tokio_rdma::{CompletionMode, ConnectionConfig};
 
 use crate::torture::LONG;
 
 pub(crate) const MS: Duration = Duration::from_millis(1);
-
-/// Rounds of the runtime without an event before the time advances, as in `software::drive`.
-const QUIET_ROUNDS: u32 = 4;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Pace {
@@ -67,14 +59,7 @@ impl Pace {
         }
     }
 
-    /// Returns the interval at which a client that waits for an answer sends something, so that the
-    /// transport notices a lost peer. In real time, `keepalive` does so.
-    pub(crate) fn ping(self) -> Option<Duration> {
-        (self == Self::Virtual).then_some(10 * MS)
-    }
-
-    /// Returns the settings of connections. `keepalive` and other timeouts follow real time, so in
-    /// virtual time they must not expire before the transport's retries.
+    /// Returns the settings of connections.
     pub(crate) fn config(self, budget: &BufferBudget) -> ConnectionConfig {
         // A process may wait for a processor.
         let timeout = AckTimeout::from_code(if self == Self::Processes { 13 } else { 10 });
@@ -82,7 +67,7 @@ impl Pace {
         let config = ConnectionConfig::default().options(options).budget(budget);
         match self {
             Self::Virtual => config
-                .keepalive(None)
+                .keepalive(Some((50 * MS, 300 * MS)))
                 .close_timeout(1000 * MS)
                 .preallocate(true)
                 .receive_buffers(8)
@@ -135,31 +120,9 @@ pub(crate) fn in_virtual_time<F: Future>(
 ) -> F::Output {
     let network = Network::simulated(seed, delays());
     let runtime = Builder::new_current_thread().enable_all().start_paused(true).build();
-    runtime.expect("a runtime").block_on(async {
-        let driver = tokio::spawn(drive(network.clone()));
-        let output = test(Pace::Virtual, network).await;
-        driver.abort();
-        output
-    })
-}
-
-/// Advances both clocks. Tokio's clock stands still while a task can run or a blocking thread
-/// works.
-async fn drive(network: Network) {
-    let (start, mut quiet) = (Instant::now(), 0);
-    loop {
-        if network.step_until(network.now()) {
-            quiet = 0;
-        } else if quiet < QUIET_ROUNDS {
-            quiet += 1;
-        } else {
-            quiet = 0;
-            if !network.step_until(start.elapsed()) {
-                sleep(MS).await;
-            }
-        }
-        yield_now().await;
-    }
+    runtime
+        .expect("a runtime")
+        .block_on(async { software::drive(&network, test(Pace::Virtual, network.clone())).await })
 }
 
 /// Runs a test on two threads in real time.

@@ -3,12 +3,14 @@
 //!
 //! Jobs run in order of time, then of insertion, without the scheduler's lock. In real time a
 //! thread runs them, started with the first job. In virtual time [`Scheduler::step`] runs them, and
-//! the clock shows the time of the last job.
+//! the clock shows the time of the last job, or of another clock that is ahead of it.
 
 use std::cmp::Ordering as Compare;
 use std::collections::BinaryHeap;
+use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
+use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
@@ -38,6 +40,8 @@ pub(crate) enum Job {
     TargetReply(Weak<DctInner>),
     Deliver(Box<Delivery>),
     ConnectionTimer(Weak<DeviceInner>),
+    /// Wakes the task of an [`Alarm`](crate::Alarm), unless that was dropped.
+    Alarm(Weak<Mutex<Option<Waker>>>),
 }
 
 impl Job {
@@ -79,7 +83,16 @@ impl Job {
                     Manager::on_timer(&device);
                 }
             }
+            Self::Alarm(alarm) => {
+                let waker = alarm.upgrade().and_then(|alarm| alarm.lock().take());
+                waker.into_iter().for_each(Waker::wake);
+            }
         }
+    }
+
+    /// Returns true for an alarm that was dropped.
+    fn is_cancelled(&self) -> bool {
+        matches!(self, Self::Alarm(alarm) if alarm.strong_count() == 0)
     }
 }
 
@@ -117,12 +130,25 @@ struct State {
     sequence: u64,
     thread: bool,
     stopped: bool,
+    /// Woken by the next job, in virtual time.
+    driver: Option<Waker>,
 }
 
 /// The number of jobs for which memory is always kept.
 const KEPT: usize = 64;
 
 impl State {
+    /// Returns the time of the next job.
+    fn next(&mut self) -> Option<u64> {
+        while let Some(first) = self.heap.peek() {
+            if !first.job.is_cancelled() {
+                return Some(first.at);
+            }
+            self.pop();
+        }
+        None
+    }
+
     fn pop(&mut self) -> Option<Entry> {
         let entry = self.heap.pop();
         let needed = 2 * self.heap.len().max(KEPT);
@@ -134,43 +160,69 @@ impl State {
     }
 }
 
-#[derive(Debug)]
 enum Clock {
-    Real(Instant),
-    Virtual(AtomicU64),
+    Real,
+    Virtual { now: AtomicU64, followed: Mutex<Option<Source>> },
 }
 
-#[derive(Debug)]
+/// A clock that virtual time follows.
+type Source = Box<dyn Fn() -> Duration + Send>;
+
 pub(crate) struct Scheduler {
+    start: Instant,
     clock: Clock,
     state: Mutex<State>,
     changed: Condvar,
 }
 
+impl fmt::Debug for Scheduler {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Scheduler").field("now", &self.now()).finish_non_exhaustive()
+    }
+}
+
 impl Scheduler {
     pub(crate) fn real() -> Arc<Self> {
-        Self::with(Clock::Real(Instant::now()))
+        Self::with(Clock::Real)
     }
 
     pub(crate) fn virtual_time() -> Arc<Self> {
-        Self::with(Clock::Virtual(AtomicU64::new(0)))
+        Self::with(Clock::Virtual { now: AtomicU64::new(0), followed: Mutex::new(None) })
     }
 
     fn with(clock: Clock) -> Arc<Self> {
-        Arc::new(Self { clock, state: Mutex::default(), changed: Condvar::new() })
+        let start = Instant::now();
+        Arc::new(Self { start, clock, state: Mutex::default(), changed: Condvar::new() })
+    }
+
+    /// Returns the instant of age 0.
+    pub(crate) const fn start(&self) -> Instant {
+        self.start
     }
 
     /// Returns the nanoseconds since the network was created.
     pub(crate) fn now(&self) -> u64 {
         match &self.clock {
             // 2^64 ns are 584 years.
-            Clock::Real(start) => start.elapsed().as_nanos() as u64,
-            Clock::Virtual(now) => now.load(Ordering::Relaxed),
+            Clock::Real => self.start.elapsed().as_nanos() as u64,
+            Clock::Virtual { now, followed } => {
+                if let Some(followed) = &*followed.lock() {
+                    now.fetch_max(followed().as_nanos() as u64, Ordering::Relaxed);
+                }
+                now.load(Ordering::Relaxed)
+            }
+        }
+    }
+
+    /// Lets virtual time follow another clock, which returns the network's age.
+    pub(crate) fn follow(&self, source: Option<Source>) {
+        if let Clock::Virtual { followed, .. } = &self.clock {
+            *followed.lock() = source;
         }
     }
 
     pub(crate) const fn is_virtual(&self) -> bool {
-        matches!(self.clock, Clock::Virtual(_))
+        matches!(self.clock, Clock::Virtual { .. })
     }
 
     pub(crate) fn schedule(self: &Arc<Self>, at: u64, job: Job) {
@@ -183,6 +235,9 @@ impl Scheduler {
         let earliest = state.heap.peek().is_none_or(|first| at < first.at);
         state.heap.push(Entry { at, sequence, job });
         if self.is_virtual() {
+            let driver = state.driver.take();
+            drop(state);
+            driver.into_iter().for_each(Waker::wake);
             return;
         }
         if !state.thread {
@@ -252,18 +307,26 @@ impl Scheduler {
     /// Advances virtual time to the next job and runs it. Returns false if no job is due by
     /// `limit`, and always in real time.
     pub(crate) fn step(&self, limit: u64) -> bool {
-        let Clock::Virtual(clock) = &self.clock else { return false };
+        let Clock::Virtual { now, .. } = &self.clock else { return false };
         let entry = {
             let mut state = self.state.lock();
-            if state.heap.peek().is_none_or(|first| first.at > limit) {
+            if state.next().is_none_or(|at| at > limit) {
                 return false;
             }
             state.pop()
         };
         let Some(entry) = entry else { return false };
-        clock.fetch_max(entry.at, Ordering::Relaxed);
+        now.fetch_max(entry.at, Ordering::Relaxed);
         entry.job.run();
         true
+    }
+
+    /// Returns the time of the next job. Without one, wakes `driver` when one is scheduled, or one
+    /// before it.
+    pub(crate) fn next(&self, driver: &Waker) -> Option<u64> {
+        let mut state = self.state.lock();
+        state.driver = Some(driver.clone());
+        state.next()
     }
 }
 

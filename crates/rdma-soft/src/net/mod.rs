@@ -8,6 +8,6 @@ pub(crate) mod udp;
 
 pub use self::faults::{Faults, LinkCounters};
 pub use self::links::LinkControl;
-pub use self::network::{DeviceControl, Network};
+pub use self::network::{Alarm, DeviceControl, Network};
 pub use self::udp::interface::interface_at;
 pub use self::udp::{UdpConfig, UdpError};

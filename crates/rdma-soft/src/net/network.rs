@@ -5,9 +5,10 @@ use std::fmt;
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
+use std::task::{Context as TaskContext, Poll, Waker};
 
 use parking_lot::{Mutex, RwLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rdma_provider::VerbError;
 
@@ -282,6 +283,44 @@ impl Network {
         Duration::from_nanos(self.0.scheduler.now())
     }
 
+    /// Returns the present by the clock of the network, which is [`Instant::now`] unless it is
+    /// simulated.
+    #[must_use]
+    pub fn instant(&self) -> Instant {
+        self.0.scheduler.start() + self.now()
+    }
+
+    /// Returns true if the network has virtual time.
+    #[must_use]
+    pub fn is_simulated(&self) -> bool {
+        self.0.scheduler.is_virtual()
+    }
+
+    /// Wakes `waker` at an instant by the clock of the network.
+    #[must_use]
+    pub fn wake_at(&self, instant: Instant, waker: Waker) -> Alarm {
+        let alarm = Arc::new(Mutex::new(Some(waker)));
+        let age = instant.saturating_duration_since(self.0.scheduler.start());
+        let at = u64::try_from(age.as_nanos()).unwrap_or(u64::MAX);
+        self.0.scheduler.schedule(at, Job::Alarm(Arc::downgrade(&alarm)));
+        Alarm(alarm)
+    }
+
+    /// Lets the clock of a simulated network follow another clock, which returns the age of the
+    /// network: the greater one of both is its age.
+    pub fn follow(&self, clock: Option<Box<dyn Fn() -> Duration + Send>>) {
+        self.0.scheduler.follow(clock);
+    }
+
+    /// Returns the age at which the next packet or timer of a simulated network is due. `Pending`
+    /// without one. In both cases the task is woken when another one is added.
+    pub fn poll_next(&self, context: &TaskContext<'_>) -> Poll<Duration> {
+        match self.0.scheduler.next(context.waker()) {
+            Some(at) => Poll::Ready(Duration::from_nanos(at)),
+            None => Poll::Pending,
+        }
+    }
+
     /// Processes the next packet or timer of a simulated network. Returns false if none exists, and
     /// always in real time.
     pub fn step(&self) -> bool {
@@ -302,6 +341,24 @@ impl Network {
             .saturating_add(u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX));
         while self.0.scheduler.step(limit) {}
         self.0.scheduler.is_idle()
+    }
+}
+
+/// A wake-up by the clock of a network, see [`Network::wake_at`]. Dropping it cancels the wake-up.
+#[derive(Debug)]
+pub struct Alarm(Arc<Mutex<Option<Waker>>>);
+
+impl Alarm {
+    /// Lets it wake `waker` instead, and returns the earlier one.
+    ///
+    /// # Errors
+    ///
+    /// `waker` itself if the alarm has fired.
+    pub fn redirect(&self, waker: Waker) -> Result<Waker, Waker> {
+        match &mut *self.0.lock() {
+            Some(registered) => Ok(std::mem::replace(registered, waker)),
+            None => Err(waker),
+        }
     }
 }
 
