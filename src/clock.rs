@@ -15,11 +15,11 @@ use std::collections::{BinaryHeap, HashMap};
 use std::future::{Future, poll_fn};
 use std::hash::{BuildHasherDefault, Hasher};
 use std::pin::pin;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rdma_provider::locks::{Condvar, Mutex, MutexGuard};
 use rdma_soft::Network;
 
 use crate::contained::contained;
@@ -212,7 +212,7 @@ impl AlarmThread {
     }
 
     fn lock(&self) -> MutexGuard<'_, Alarms> {
-        self.alarms.lock().unwrap_or_else(PoisonError::into_inner)
+        self.alarms.lock()
     }
 
     /// Sets an alarm, and starts the thread if it does not run. Returns `None` if that fails.
@@ -228,11 +228,8 @@ impl AlarmThread {
                 let name = "tokio-rdma alarm".to_owned();
                 let started = thread::Builder::new().name(name).spawn(|| self.run());
                 if let Err(error) = started {
-                    let known = std::mem::replace(&mut alarms.failed, true);
-                    // The program's `tracing` subscriber must not run under the lock.
-                    drop(alarms);
-                    if !known {
-                        tracing::error!(
+                    if !std::mem::replace(&mut alarms.failed, true) {
+                        rdma_provider::error!(
                             %error,
                             "failed to start the alarm thread; tasks poll for their deadlines"
                         );
@@ -265,8 +262,7 @@ impl AlarmThread {
                 }
                 alarms = self.lock();
             } else {
-                let waited = self.changed.wait_timeout(alarms, left);
-                alarms = waited.unwrap_or_else(PoisonError::into_inner).0;
+                self.changed.wait_for(&mut alarms, left);
             }
         }
         alarms.tidy();
@@ -336,7 +332,7 @@ mod tests {
 
     impl Wake for Does {
         fn wake(self: Arc<Self>) {
-            let _ = self.0.lock().unwrap().send(());
+            let _ = self.0.lock().send(());
             (self.1)();
         }
     }

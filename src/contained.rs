@@ -2,31 +2,41 @@
 //! of this crate and in the I/O drivers of runtimes.
 
 use std::future::{Future, poll_fn};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
+
+use rdma_provider::locks;
 
 /// Runs a waker or a destructor of a user and stops its panic here.
 ///
 /// The caller is another operation's task, a busy-poll thread, a runtime's I/O driver, or a poll
 /// that wakes its own task. A panic would abort its other work. The panic hook has already reported
-/// it.
+/// it. The caller holds no lock, because the user's code may take any.
 pub(crate) fn contained(run: impl FnOnce()) {
     panics(run);
 }
 
 /// Runs user code like [`contained`]; returns true if it panicked.
 pub(crate) fn panics(run: impl FnOnce()) -> bool {
-    let Err(panic) = catch_unwind(AssertUnwindSafe(run)) else { return false };
-    tracing::error!(
-        "a waker or the destructor of an abandoned operation's buffers panicked; ignoring it"
-    );
-    // The destructor of the payload is user code too.
-    if let Err(another) = catch_unwind(AssertUnwindSafe(|| drop(panic))) {
-        std::mem::forget(another);
+    debug_assert_eq!(locks::held(), 0, "user code runs under a lock");
+    reported(run)
+}
+
+/// Wakes the task that polls with `context`, to be polled again. A connection polls under its lock,
+/// with its own waker, which then wakes the driver instead of running code of the program.
+pub(crate) fn wake_to_repoll(context: &Context<'_>) {
+    reported(|| context.waker().wake_by_ref());
+}
+
+fn reported(run: impl FnOnce()) -> bool {
+    let panicked = locks::panics(run);
+    if panicked {
+        rdma_provider::error!(
+            "a waker or the destructor of an abandoned operation's buffers panicked; ignoring it"
+        );
     }
-    true
+    panicked
 }
 
 /// Awaits `future` with a waker whose panics are contained.

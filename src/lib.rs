@@ -111,10 +111,6 @@ mod pages {
     mod software_device {}
 }
 
-// parking_lot does not run under Miri: there its names resolve to locks of the standard library.
-#[cfg(miri)]
-extern crate rdma_provider as parking_lot;
-
 #[cfg(not(loom))]
 pub mod cm;
 pub mod dc;

@@ -2,7 +2,7 @@
 
 #[cfg(not(loom))]
 mod imp {
-    pub(crate) use parking_lot::{Mutex, MutexGuard};
+    pub(crate) use rdma_provider::locks::{Mutex, MutexGuard};
     pub(crate) use std::sync::atomic::{
         AtomicBool, AtomicPtr, AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering,
     };

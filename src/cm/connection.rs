@@ -80,7 +80,7 @@ impl CmConnection {
         deadline: Duration,
     ) -> Self {
         endpoint.answered();
-        tracing::debug!(%local, %peer, "connection established");
+        rdma_provider::debug!(%local, %peer, "connection established");
         Self {
             keepalive: None,
             endpoint,
@@ -236,7 +236,7 @@ impl CmConnection {
                 && let Err(error) = self.endpoint.call(|id| Ok(id.disconnect()?))
             {
                 // Never established, or the device is gone: an event follows.
-                tracing::debug!(
+                rdma_provider::debug!(
                     %error,
                     peer = %self.peer,
                     "failed to send a disconnect request; awaiting TIMEWAIT"

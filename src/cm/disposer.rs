@@ -3,7 +3,7 @@
 use std::mem;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 use tokio::runtime::Handle;
 
 /// A queue of items that one blocking thread drops in order.

@@ -17,7 +17,7 @@ use super::router::{Router, Watched};
 use crate::error::NoRuntime;
 
 /// The registrations of one channel, at most one for each runtime.
-pub(super) struct Reactors(parking_lot::Mutex<Vec<Arc<Reactor>>>);
+pub(super) struct Reactors(rdma_provider::locks::Mutex<Vec<Arc<Reactor>>>);
 
 /// A registration with one runtime.
 struct Reactor {
@@ -32,7 +32,7 @@ struct Reactor {
 
 impl Reactors {
     pub(super) fn new() -> Self {
-        Self(parking_lot::Mutex::new(Vec::new()))
+        Self(rdma_provider::locks::Mutex::new(Vec::new()))
     }
 
     /// Ensures that the current runtime watches the channel. A failed registration is only logged:
@@ -51,7 +51,7 @@ impl Reactors {
         let fd = match NoRuntime::or_registered(register)? {
             Ok(fd) => fd,
             Err(error) => {
-                tracing::error!(
+                rdma_provider::error!(
                     %error,
                     "failed to watch the connection manager's event channel; the next wait retries"
                 );

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 
 use crate::contained::{contained, panics};
 use crate::dispatch::Any;
@@ -109,7 +109,7 @@ impl Inbox {
         if self.incoming.is_some() && matches!(kind, CmEventKind::AddressChange) {
             // Connection managers bind listeners to address and device, not to the network
             // interface.
-            tracing::warn!(
+            rdma_provider::warn!(
                 "address of a listener moved to another network interface; it still listens"
             );
             return;
@@ -232,7 +232,7 @@ fn fail_weak(queue_pair: Option<WeakQueuePair>) {
 pub(super) fn fail(queue_pair: &QueuePair) {
     if let Err(error) = queue_pair.modify(&QpAttr::to_state(QpState::Err)) {
         // Closed, or its device is gone, so nothing is in flight.
-        tracing::debug!(
+        rdma_provider::debug!(
             %error,
             qpn = %queue_pair.qpn(),
             "failed to move queue pair to the error state; it is closed or its device is lost"

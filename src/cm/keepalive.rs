@@ -116,7 +116,7 @@ async fn probe(interval: Duration, queue_pair: WeakQueuePair, inbox: Arc<Inbox>,
             // The program moved it to a state in which it cannot post.
             _ => continue,
         };
-        tracing::warn!(%peer, error = %kind, "keepalive probe failed; disconnecting");
+        rdma_provider::warn!(%peer, error = %kind, "keepalive probe failed; disconnecting");
         if let Some(qp) = queue_pair.upgrade() {
             fail(&qp);
         }

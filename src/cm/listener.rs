@@ -8,7 +8,7 @@ use std::sync::{Arc, Weak};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 use tokio::net::ToSocketAddrs;
 
 use crate::coop::within_budget;
@@ -135,7 +135,7 @@ impl Listener {
             .await?;
         let address = bound.unwrap_or(address);
         let entry = AddressEntry::new(router, address);
-        tracing::debug!(%address, backlog, device = router.device().name(), "listening");
+        rdma_provider::debug!(%address, backlog, device = router.device().name(), "listening");
         Ok(Self { endpoint, address, _entry: entry })
     }
 
@@ -166,7 +166,7 @@ impl Listener {
             let Pending { endpoint, peer, .. } = self.next().await?;
             let (device, address) = (router.device(), endpoint.peer_addr());
             let Some(route) = endpoint.route().filter(|route| route.device == device.name()) else {
-                tracing::warn!(
+                rdma_provider::warn!(
                     ?address,
                     device = device.name(),
                     "rejected a connection request: it arrived on another device"
@@ -181,7 +181,7 @@ impl Listener {
                     return Ok(ConnectionRequest { endpoint, peer, path, source, local, address });
                 }
                 Err(error) => {
-                    tracing::warn!(
+                    rdma_provider::warn!(
                         ?address,
                         device = device.name(),
                         %error,
@@ -382,7 +382,7 @@ impl Incoming {
             stale = gone;
         }
         let refused = if !answered && queue.len() >= self.limit {
-            tracing::debug!(
+            rdma_provider::debug!(
                 backlog = self.limit,
                 "rejected a connection request: the backlog is full"
             );
@@ -584,7 +584,11 @@ impl ConnectionRequest {
     /// Rejects the request if possible, without waiting for an event.
     pub(crate) fn refuse(self, private_data: &[u8]) {
         if let Err(error) = self.endpoint.call(|id| Ok(id.reject(private_data)?)) {
-            tracing::debug!(peer = %self.address, %error, "failed to reject connection request");
+            rdma_provider::debug!(
+                peer = %self.address,
+                %error,
+                "failed to reject connection request"
+            );
         }
     }
 

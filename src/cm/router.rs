@@ -8,7 +8,7 @@ use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Weak};
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 use tokio::runtime::{self, Handle};
 
 use crate::dispatch::{Any, CmChannel, CmId};
@@ -224,7 +224,7 @@ impl Router {
                     }
                     Ok(None) => break,
                     Err(error) => {
-                        tracing::error!(
+                        rdma_provider::error!(
                             device = self.device.name(),
                             %error,
                             "failed to read a connection manager event; retrying at the next wake"
@@ -265,7 +265,7 @@ impl Router {
     /// Dispatches one event; returns the id of an unwanted connection request.
     fn dispatch(self: &Arc<Self>, event: CmEvent<Any>) -> Option<CmId> {
         let CmEvent { key, kind } = event;
-        tracing::trace!(key, ?kind, "connection event");
+        rdma_provider::trace!(key, ?kind, "connection event");
         let inbox = self.inboxes.lock().get(&key).cloned();
         let Some(inbox) = inbox else {
             // The event's id has been destroyed.

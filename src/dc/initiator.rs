@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 
 use super::target::path_mtu;
 use super::{DcAddress, DcSender};
@@ -266,7 +266,7 @@ impl DcInitiator {
     fn restart(&self) -> Result<(), SetupError> {
         // A reset would discard completions that carry the reason of the failure.
         if let Err(error) = self.qp.modify(&QpAttr::to_state(QpState::Err)) {
-            tracing::debug!(
+            rdma_provider::debug!(
                 qpn = %self.qpn(),
                 %error,
                 "failed to move DC initiator to the error state; resetting it without a flush"

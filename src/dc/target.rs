@@ -256,7 +256,7 @@ impl DcTargetBuilder {
             )
             .into());
         };
-        tracing::debug!(%number, gid = %gid.gid, "created DC target");
+        rdma_provider::debug!(%number, gid = %gid.gid, "created DC target");
         let address = DcAddress {
             number,
             key,

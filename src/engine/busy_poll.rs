@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 
 /// Empty rounds after which an unpinned poller yields its core.
 const ROUNDS_BEFORE_YIELD: u32 = 64;
@@ -155,7 +155,7 @@ impl BusyPoller {
                 // Wakers contain their own panics. After any other panic the thread continues, for
                 // its other queues.
                 while catch_unwind(AssertUnwindSafe(|| poller.run())).is_err() {
-                    tracing::error!("a busy-poll thread panicked; continuing");
+                    rdma_provider::error!("a busy-poll thread panicked; continuing");
                     poller.changed.store(true, Ordering::Release);
                 }
             }
@@ -190,7 +190,7 @@ impl Queues {
         let cores = thread::available_parallelism().map_or(usize::MAX, Into::into);
         // Once, at the first poller too many.
         if pollers.checked_sub(1) == Some(cores) {
-            tracing::warn!(
+            rdma_provider::warn!(
                 pollers,
                 cores,
                 "more busy-poll threads spin than this process has cores; completions wait for \
@@ -264,7 +264,7 @@ impl Drop for ThreadHandle {
         thread.thread().unpark();
         // The poller itself may drop the last reference to a queue, and with it this handle.
         if thread.thread().id() != thread::current().id() && thread.join().is_err() {
-            tracing::error!(
+            rdma_provider::error!(
                 "a busy-poll thread panicked; its completion queues were no longer polled"
             );
         }

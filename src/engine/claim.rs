@@ -38,7 +38,7 @@ impl<Q> Claim<Q> {
     /// Creates a claim to a separate slot, for an operation that is never posted.
     #[cold]
     pub(crate) fn refused(kind: OpErrorKind) -> Self {
-        tracing::debug!(error = %kind, "refused operation; nothing was posted");
+        rdma_provider::debug!(error = %kind, "refused operation; nothing was posted");
         Self(NonNull::from(Box::leak(Box::new(Slot::refused(kind)))))
     }
 

@@ -407,7 +407,7 @@ impl CompletionQueueCore {
             return;
         }
         let woken = &mut state.woken;
-        tracing::error!(
+        rdma_provider::error!(
             cq = self.cq.id(),
             %error,
             "completion queue failed; failing all its work requests"
@@ -510,7 +510,7 @@ fn dispatch(queues: &[Option<Attached>], wc: &WorkCompletion, woken: &mut WakeLi
 
 #[cold]
 fn ignored(wr_id: WrId) {
-    tracing::warn!(%wr_id, "ignored a completion of a destroyed queue");
+    rdma_provider::warn!(%wr_id, "ignored a completion of a destroyed queue");
 }
 
 impl Polled for CompletionQueueCore {

@@ -8,7 +8,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 
 use super::queue_pair_core::Shared;
 use super::wake_list::Teardown;
@@ -39,13 +39,12 @@ impl Teardown for TargetCore {
     fn shut_down(&self, _kind: OpErrorKind) {
         let Some(dct) = self.dct.lock().take() else { return };
         let number = dct.number();
-        let _span = tracing::debug_span!("shut_down", target_number = ?number).entered();
         let queue = &self.shared.queue;
         dct.quiesce();
         queue.cq().drain();
         match dct.destroy() {
             Err(error) if !error.is_device_gone() => {
-                tracing::error!(
+                rdma_provider::error!(
                     ?number,
                     %error,
                     "failed to destroy DC target; leaking its shared receive queue"

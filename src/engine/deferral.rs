@@ -9,11 +9,11 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::task::{Context, Wake, Waker};
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::task::{try_id, yield_now};
 
-use crate::contained::contained;
+use crate::contained::{contained, wake_to_repoll};
 
 /// Wakers deferred by this thread, called by the waker that Tokio has. Panics of the wakers would
 /// otherwise unwind into the runtime.
@@ -40,7 +40,7 @@ pub(super) fn wake_in_turn(context: &Context<'_>, rounds: u32) {
     if rounds % ROUNDS_IN_TURN == 1 {
         wake_after_others(context);
     } else {
-        contained(|| context.waker().wake_by_ref());
+        wake_to_repoll(context);
     }
 }
 
@@ -73,7 +73,7 @@ pub(super) fn wake_after_others(context: &Context<'_>) {
             return;
         }
     }
-    contained(|| context.waker().wake_by_ref());
+    wake_to_repoll(context);
 }
 
 fn is_single_threaded() -> bool {
@@ -91,7 +91,8 @@ impl Wake for Deferred {
         let count = self.0.lock().len();
         for _ in 0..count {
             let Some(waker) = self.0.lock().pop() else { return };
-            contained(|| waker.wake());
+            // A blocking thread has no tasks after which it could wake, and may have a lock.
+            locks::when_none_is_held(move || contained(|| waker.wake()));
         }
     }
 }

@@ -98,7 +98,11 @@ impl Stream for DeviceEvents {
             loop {
                 match self.device.next_event() {
                     Ok(Some(event)) => {
-                        tracing::info!(device = self.device.name(), ?event, "asynchronous event");
+                        rdma_provider::info!(
+                            device = self.device.name(),
+                            ?event,
+                            "asynchronous event"
+                        );
                         return Poll::Ready(Some(Ok(event)));
                     }
                     Ok(None) => {}
@@ -156,7 +160,7 @@ impl PortChanges {
     pub(crate) fn new(device: &Device) -> Option<Self> {
         let (waker, listener) = listen(device, EventKind::Port)
             .inspect_err(|error| {
-                tracing::warn!(
+                rdma_provider::warn!(
                     device = device.name(),
                     %error,
                     "failed to watch asynchronous events; changes of ports are not noticed"
@@ -184,7 +188,7 @@ impl PortChanges {
         let fd = NoRuntime::or_registered(|| readable(&self.device));
         let fd = fd.map_err(io::Error::from).and_then(|registered| registered);
         let fd = fd.inspect_err(|error| {
-            tracing::warn!(
+            rdma_provider::warn!(
                 device = self.device.name(),
                 %error,
                 "failed to watch asynchronous events; changes of ports are noticed late"

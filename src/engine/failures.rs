@@ -38,9 +38,9 @@ impl Failures {
         self.failed.fetch_add(1, Ordering::Relaxed);
         if wc.status == WcStatus::WR_FLUSH_ERR {
             self.flushed.fetch_add(1, Ordering::Relaxed);
-            tracing::debug!(qpn = %wc.qpn, wr_id = %wc.wr_id, "work request flushed");
+            rdma_provider::debug!(qpn = %wc.qpn, wr_id = %wc.wr_id, "work request flushed");
         } else {
-            tracing::warn!(
+            rdma_provider::warn!(
                 qpn = %wc.qpn,
                 wr_id = %wc.wr_id,
                 status = %wc.status,

@@ -205,7 +205,7 @@ impl Claim<WorkQueue> {
         queue.cq().add_waiter();
         match self.detach(held) {
             Detach::InFlight { waiting } => {
-                tracing::trace!(index, "detached");
+                rdma_provider::trace!(index, "detached");
                 if waiting {
                     queue.remove_watcher();
                 }

@@ -86,7 +86,7 @@ pub(crate) use posting::Poster;
 pub(crate) use queue_pair_core::{QueuePairCore, Shared, destroy_shared};
 pub(crate) use runtime::is_current;
 pub(crate) use streams::{PeerStream, Streams};
-pub(crate) use wake_list::{Deferral, wake};
+pub(crate) use wake_list::wake;
 pub(crate) use work_queue::{QUEUE_LINES, WorkQueue};
 pub use work_request::WorkQueueCounters;
 pub(crate) use work_request::{

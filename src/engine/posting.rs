@@ -122,6 +122,6 @@ pub(super) fn is_traced() -> bool {
 
 #[cold]
 pub(super) fn trace_posted<Q>(slot: &Slot<Q>, id: WrId, kind: WorkKind) {
-    tracing::trace!(wr_id = %id, ?kind, "posted");
+    rdma_provider::trace!(wr_id = %id, ?kind, "posted");
     slot.trace();
 }

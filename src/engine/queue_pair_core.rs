@@ -19,7 +19,7 @@ use std::sync::{Arc, OnceLock};
 use super::completion_queue_core::CompletionQueueCore;
 use super::posting::Poster;
 use super::streams::Streams;
-use super::wake_list::{Deferral, Teardown, WakeList};
+use super::wake_list::{Teardown, WakeList};
 use super::work_queue::WorkQueue;
 use super::work_request::Limits;
 use crate::error::{OpErrorKind, SetupError, VerbError};
@@ -27,7 +27,7 @@ use crate::memory::WindowSet;
 use crate::sync::lock;
 use crate::types::{QpAttr, QpState};
 use crate::verbs::{Qp, Srq};
-use parking_lot::Mutex;
+use rdma_provider::locks::{Held, Mutex};
 use smallvec::SmallVec;
 
 pub(crate) struct QueuePairCore {
@@ -55,18 +55,17 @@ impl Teardown for QueuePairCore {
         let Ok(qpn) = self.qp().map(|qp| qp.qpn()) else { return false };
         match self.modify(&QpAttr::to_state(QpState::Err)) {
             Ok(()) => {
-                tracing::warn!(%qpn, %cause, "moved queue pair to the error state");
+                rdma_provider::warn!(%qpn, %cause, "moved queue pair to the error state");
                 true
             }
             Err(error) => {
-                tracing::warn!(%qpn, %error, "failed to move queue pair to the error state");
+                rdma_provider::warn!(%qpn, %error, "failed to move queue pair to the error state");
                 false
             }
         }
     }
 
     fn restore_streams(&self) {
-        let _deferral = Deferral::begin();
         // Excludes a reset of the queue pair, which restores all streams.
         let _change = self.change.lock();
         if let Ok(qp) = self.qp() {
@@ -164,7 +163,6 @@ impl QueuePairCore {
 
     /// Changes attributes and state. A reset fails work in flight with `Closed`.
     pub(crate) fn modify(&self, attr: &QpAttr) -> Result<(), SetupError> {
-        let _deferral = Deferral::begin();
         let change = self.change.lock();
         if attr.state != Some(QpState::Reset) {
             return self.qp()?.modify(attr);
@@ -211,7 +209,7 @@ impl QueuePairCore {
         match qp.modify(&QpAttr::to_state(QpState::Err)) {
             Ok(()) => qp.await_last_receive(),
             Err(error) => {
-                tracing::debug!(
+                rdma_provider::debug!(
                     qpn = %qp.qpn(),
                     %error,
                     "failed to move queue pair to the error state; continuing without a flush"
@@ -223,13 +221,13 @@ impl QueuePairCore {
     /// Destroys the queue pair and ends all work in flight; `kind` is the result of work without a
     /// completion.
     pub(crate) fn shut_down(&self, kind: OpErrorKind) {
-        let _deferral = Deferral::begin();
+        // Tasks are woken after the destruction.
+        let _held = Held::begin();
         let change = self.change.lock();
         let taken = self.qp.lock().take();
         drop(change);
         let Some(qp) = taken else { return };
         let qpn = qp.qpn();
-        let _span = tracing::debug_span!("shut_down", %qpn).entered();
         let posters: [_; 2] =
             [self.send.close(), self.receive.as_ref().and_then(|queue| queue.close())];
         let shared = self.shared.as_ref().map(|shared| &shared.queue);
@@ -246,7 +244,7 @@ impl QueuePairCore {
         drop(posters);
         match self.destroy(qp) {
             Err(error) if !error.is_device_gone() => {
-                tracing::error!(
+                rdma_provider::error!(
                     %qpn,
                     %error,
                     "failed to destroy queue pair; holding posted buffers until they complete"
@@ -295,7 +293,7 @@ pub(crate) fn destroy_shared(queue: &Arc<WorkQueue>, srq: Srq) {
     let id = srq.id();
     match srq.destroy() {
         Err(error) if !error.is_device_gone() => {
-            tracing::error!(
+            rdma_provider::error!(
                 srq = id,
                 %error,
                 "failed to destroy shared receive queue; leaking the buffers of its receives"

@@ -60,7 +60,7 @@ pub(super) trait Watched: Send + Sync {
 
 /// The registrations of one channel, at most one per runtime.
 pub(super) struct Reactors {
-    list: parking_lot::Mutex<Vec<Arc<Reactor>>>,
+    list: rdma_provider::locks::Mutex<Vec<Arc<Reactor>>>,
 }
 
 /// A registration with one runtime.
@@ -120,7 +120,7 @@ struct ReactorTask {
 
 impl Reactors {
     pub(super) fn new() -> Self {
-        Self { list: parking_lot::Mutex::new(Vec::new()) }
+        Self { list: rdma_provider::locks::Mutex::new(Vec::new()) }
     }
 
     /// Ensures that the current runtime watches the channel; returns false if there is no runtime
@@ -202,7 +202,7 @@ impl Registrations {
     fn new(channel: &Channel, device: &Device) -> Self {
         let device_name = device.name();
         let failed = |error: &dyn Error| {
-            tracing::warn!(
+            rdma_provider::warn!(
                 device = device_name,
                 %error,
                 "failed to watch a completion channel; waiting tasks poll instead"
@@ -212,7 +212,7 @@ impl Registrations {
         let (source, events) = match NoRuntime::or_registered(|| readable(device)) {
             Ok(events) => (
                 Source::new(channel).inspect_err(|error| failed(error)).ok(),
-                events.inspect_err(|error| tracing::warn!(
+                events.inspect_err(|error| rdma_provider::warn!(
                     device = device_name,
                     %error,
                     "failed to watch asynchronous events; a lost device is noticed by polls only"
@@ -232,7 +232,7 @@ impl Registrations {
             });
             registered
                 .inspect_err(|error| {
-                    tracing::debug!(
+                    rdma_provider::debug!(
                         device = device_name,
                         %error,
                         "failed to watch for packets; the thread of the device processes them"
@@ -348,7 +348,9 @@ impl Reactor {
     /// Handles the shutdown of the runtime. Its tasks end with it; threads that wait in its context
     /// continue.
     fn end(&self, cq: &dyn Watched) {
-        tracing::debug!("runtime shut down; removed its registration of the completion channel");
+        rdma_provider::debug!(
+            "runtime shut down; removed its registration of the completion channel"
+        );
         cq.reactors().remove(self);
         cq.rouse();
     }

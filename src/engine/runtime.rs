@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 use tokio::runtime::{Handle, Id};
 
 use crate::error::NoRuntime;

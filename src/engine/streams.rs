@@ -291,7 +291,7 @@ impl Posting {
         let work = self.streams.as_ref()?;
         let stream = work.of[position as usize % work.of.len()];
         if work.streams.each[usize::from(stream)].fail() {
-            tracing::debug!(stream, "stream failed");
+            rdma_provider::debug!(stream, "stream failed");
         }
         Some(stream)
     }

@@ -2,15 +2,14 @@
 //! objects of a failed completion queue.
 //!
 //! The drainer collects them in a [`WakeList`] under the lock of the completion queue, and runs
-//! them after the release. Within a [`Deferral`] they run at its end instead, because the component
-//! that polls an operation may hold a lock too.
+//! them after the release, or, if its caller holds a lock too, after the release of the last one.
 
-use std::cell::{Cell, RefCell};
-use std::marker::PhantomData;
+use std::cell::RefCell;
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::task::Waker;
 
+use rdma_provider::locks;
 use smallvec::SmallVec;
 
 use super::slot::Held;
@@ -37,7 +36,7 @@ pub(super) trait Teardown: Send + Sync {
 }
 
 /// Tasks to wake, buffers and wakers to drop, and objects to shut down. Each can run user code or
-/// take locks, so [`finish`](Self::finish) requires no lock held, or a [`Deferral`].
+/// take locks, so [`finish`](Self::finish) runs them when no lock is held.
 ///
 /// Most lists wake one task, which needs no box. A list is small, because each completion queue has
 /// one.
@@ -133,11 +132,11 @@ impl WakeList {
         self.more().failed_streams.push(initiator);
     }
 
-    /// Runs the actions, or adds them to the current [`Deferral`].
+    /// Runs the actions when this thread holds no lock.
     #[inline]
     pub(super) fn finish(self) {
         if !self.is_empty() {
-            if DEFERRALS.get() > 0 {
+            if locks::held() > 0 {
                 defer(|deferred| deferred.append(self));
             } else {
                 self.run();
@@ -207,55 +206,37 @@ impl Actions {
     }
 }
 
-/// Wakes one task, immediately or at the end of the current [`Deferral`].
+/// Wakes one task when this thread holds no lock.
 #[inline]
 pub(crate) fn wake(waker: Waker) {
-    if DEFERRALS.get() > 0 {
+    if locks::held() > 0 {
         defer(|deferred| deferred.wake(waker));
     } else {
         contained(|| waker.wake());
     }
 }
 
-/// Defers the actions of all [`WakeList`]s on this thread until its last `Deferral` is dropped.
-///
-/// A component that posts or polls operations under a lock creates a `Deferral` before it takes the
-/// lock and drops it after the release. Polling an operation finishes other operations too, and
-/// their wakers and buffers may run user code that takes the same lock.
-#[derive(Debug)]
-pub(crate) struct Deferral(PhantomData<*const ()>);
-
 thread_local! {
-    static DEFERRALS: Cell<u32> = const { Cell::new(0) };
-    /// Empty unless a `Deferral` exists. Has no destructor, so that destructors of other
-    /// thread-local variables can still use it.
+    /// The actions that wait for the release of this thread's last lock. Has no destructor, so that
+    /// destructors of other thread-local variables can still use it.
     static DEFERRED: RefCell<ManuallyDrop<WakeList>> =
         const { RefCell::new(ManuallyDrop::new(WakeList::empty())) };
 }
 
+/// Adds actions that run when this thread holds no lock. A component that polls an operation under
+/// a lock finishes other operations too, and their wakers and buffers may run user code that takes
+/// the same lock.
+#[cold]
 fn defer(add: impl FnOnce(&mut WakeList)) {
-    DEFERRED.with_borrow_mut(|deferred| add(deferred));
-}
-
-impl Deferral {
-    pub(crate) fn begin() -> Self {
-        DEFERRALS.set(DEFERRALS.get() + 1);
-        Self(PhantomData)
-    }
-
-    /// Returns true if the thread has no other deferral, so it called a waker without a lock.
-    pub(crate) fn is_outermost(&self) -> bool {
-        DEFERRALS.get() == 1
-    }
-}
-
-impl Drop for Deferral {
-    fn drop(&mut self) {
-        let others = DEFERRALS.get() - 1;
-        DEFERRALS.set(others);
-        if others == 0 && DEFERRED.with_borrow(|deferred| !deferred.is_empty()) {
-            // Taken first, because the actions may begin another `Deferral` on this thread.
+    let is_first = DEFERRED.with_borrow_mut(|deferred| {
+        let is_first = deferred.is_empty();
+        add(deferred);
+        is_first
+    });
+    if is_first {
+        locks::when_none_is_held(|| {
+            // Taken first, because the actions may take locks and defer others.
             DEFERRED.with_borrow_mut(|deferred| std::mem::take(&mut **deferred)).run();
-        }
+        });
     }
 }

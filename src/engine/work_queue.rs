@@ -294,7 +294,7 @@ impl WorkQueue {
                     self.notify_restored(&mut posting, &mut woken);
                 }
                 Err(error) => {
-                    tracing::warn!(
+                    rdma_provider::warn!(
                         qpn = %qp.qpn(),
                         stream,
                         %error,
@@ -617,12 +617,12 @@ impl Teardown for WorkQueue {
 
 #[cold]
 pub(super) fn trace_completed(wc: &WorkCompletion) {
-    tracing::trace!(wr_id = %wc.wr_id, status = ?wc.status, "completed");
+    rdma_provider::trace!(wr_id = %wc.wr_id, status = ?wc.status, "completed");
 }
 
 #[cold]
 fn stale(wc: &WorkCompletion) {
-    tracing::warn!(
+    rdma_provider::warn!(
         wr_id = %wc.wr_id,
         "ignored a completion of a work request that is not in flight"
     );

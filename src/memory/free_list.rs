@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use parking_lot::{Mutex, MutexGuard};
+use rdma_provider::locks::{Mutex, MutexGuard};
 use tokio::sync::Semaphore;
 
 use super::buf::{BufMut, Chunk, Slab};

@@ -118,7 +118,7 @@ impl HostMemory {
         let map = match MmapOptions::new().len(whole).huge(None).map_anon() {
             Ok(map) => map,
             Err(error) => {
-                tracing::debug!(
+                rdma_provider::debug!(
                     %error,
                     len,
                     "failed to map reserved huge pages; using transparent huge pages"
@@ -126,7 +126,7 @@ impl HostMemory {
                 let map = MmapOptions::new().len(whole).map_anon()?;
                 #[cfg(target_os = "linux")]
                 if let Err(error) = map.advise(memmap2::Advice::HugePage) {
-                    tracing::debug!(
+                    rdma_provider::debug!(
                         %error,
                         "failed to enable transparent huge pages; using small pages"
                     );

@@ -6,7 +6,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 
 use super::registration::Registration;
 use crate::dispatch::Mw;
@@ -66,7 +66,7 @@ impl State {
     fn free(&mut self) {
         let Some(mut raw) = self.raw.take() else { return };
         if let Err(error) = raw.deallocate() {
-            tracing::error!(
+            rdma_provider::error!(
                 %error,
                 rkey = %self.current,
                 "failed to deallocate memory window; leaking it and its regions"

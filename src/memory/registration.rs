@@ -53,7 +53,7 @@ impl Registration {
         // which is deregistered first. S2: `storage` is private; only the buffer types create
         // references to its bytes, by their rules.
         let raw = unsafe { pd.raw().register(base, len, access, shared) }?;
-        tracing::debug!(base = ?base, len, ?access, lkey = %raw.lkey(), "registered memory");
+        rdma_provider::debug!(base = ?base, len, ?access, lkey = %raw.lkey(), "registered memory");
         Ok(Self::assemble(pd, (base, base.addr().get() as u64, len), raw, storage))
     }
 
@@ -70,7 +70,7 @@ impl Registration {
         }
         LimitError::check("registration bytes", range.len as u64, pd.device().attr().max_mr_size)?;
         let raw = pd.raw().register_dma_buf(fd.as_fd(), range, access)?;
-        tracing::debug!(?fd, ?range, ?access, lkey = %raw.lkey(), "registered dma-buf");
+        rdma_provider::debug!(?fd, ?range, ?access, lkey = %raw.lkey(), "registered dma-buf");
         Ok(Self::assemble(pd, (NonNull::dangling(), range.iova, range.len), raw, Box::new(fd)))
     }
 
@@ -132,7 +132,7 @@ impl Registration {
     pub(crate) fn deregister(&mut self) -> Option<Box<dyn Any + Send>> {
         let (raw, _) = self.held.as_mut()?;
         if let Err(error) = raw.deregister() {
-            tracing::error!(
+            rdma_provider::error!(
                 %error,
                 lkey = %self.lkey,
                 len = self.len,

@@ -5,7 +5,7 @@
 use std::ops::Range;
 use std::sync::{Arc, Weak};
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 
 use crate::error::{LimitError, OpErrorKind, VerbError};
 use crate::memory::{ExposedRegion, MemoryWindow};

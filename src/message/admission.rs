@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 
 use super::budget::BufferBudget;
 use super::config::ConnectionConfig;
@@ -302,13 +302,13 @@ impl Admit for Admission {
         let Some(answer) = self.answer() else { return Verdict::Ask };
         if let Err(error) = self.handshake(private_data) {
             // Every forged request logs this, so it is not a warning.
-            tracing::debug!(peer = %source, %error, "rejected connection request");
+            rdma_provider::debug!(peer = %source, %error, "rejected connection request");
             return Verdict::Reject(error.rejection(self.content));
         }
         match self.check(source) {
             Ok(()) => Verdict::Answer(answer.clone()),
             Err(reason) => {
-                tracing::debug!(peer = %source, %reason, "rejected connection request");
+                rdma_provider::debug!(peer = %source, %reason, "rejected connection request");
                 Verdict::Reject(reason.encode())
             }
         }

@@ -444,7 +444,7 @@ impl Core {
     /// Counts a failed registration of buffers, and logs the first one.
     pub(super) fn note_failed_growth(&mut self, error: &SetupError) {
         if self.counters.growth_failures == 0 {
-            tracing::warn!(
+            rdma_provider::warn!(
                 qpn = %self.qp.qpn(),
                 %error,
                 "failed to register more buffers; continuing with fewer"

@@ -60,13 +60,17 @@ pub(super) fn drive(
         if let Some(mut abort) = shared.with(|core, _| core.sends.pop_back()) {
             // The error state stops sending: await the `Abort` first.
             let acknowledged = timeout(LINGER, poll_fn(|context| abort.poll(context))).await;
-            tracing::debug!(qpn = %shared.qp.qpn(), ?acknowledged, "waited for the Abort frame");
+            rdma_provider::debug!(
+                qpn = %shared.qp.qpn(),
+                ?acknowledged,
+                "waited for the Abort frame"
+            );
         }
         // Flushes operations in flight. After `stop_sending` no marker can be posted, and
         // operations without a completion end as closed when the queue pair is destroyed. If the
         // device does not flush, memory that it may access stays allocated until then.
         if timeout(LINGER, shared.qp.clone().close()).await.is_none() {
-            tracing::warn!(
+            rdma_provider::warn!(
                 qpn = %shared.qp.qpn(),
                 "failed to flush queue pair within {LINGER:?}; its buffers stay allocated"
             );
@@ -122,7 +126,7 @@ impl Drop for ShutdownGuard {
                 core.on(Event::Terminate(CloseReason::Runtime));
                 state_change
             });
-            tracing::debug!(
+            rdma_provider::debug!(
                 qpn = %shared.qp.qpn(),
                 ?state_change,
                 "Tokio runtime of the connection shut down; closing its queue pair"

@@ -134,9 +134,9 @@ impl Core {
         };
         match reason {
             CloseReason::Clean | CloseReason::Local | CloseReason::Aborted => {
-                tracing::debug!(qpn = %self.qp.qpn(), %reason, "connection closed")
+                rdma_provider::debug!(qpn = %self.qp.qpn(), %reason, "connection closed")
             }
-            _ => tracing::warn!(qpn = %self.qp.qpn(), %reason, "connection closed"),
+            _ => rdma_provider::warn!(qpn = %self.qp.qpn(), %reason, "connection closed"),
         }
         // The device owns memory of fetches until the queue pair is closed.
         let is_readable = |message: &&Incoming| message.is_ready();
@@ -243,7 +243,7 @@ impl Core {
         self.qp.drain_completions();
         if let Err(peer_reason) = self.take_frames(&mut Context::from_waker(driver)) {
             // The service's reason takes precedence. The `Abort` fails or is ignored.
-            tracing::debug!(
+            rdma_provider::debug!(
                 qpn = %self.qp.qpn(),
                 %peer_reason,
                 "the peer closed the connection before the abort"

@@ -77,7 +77,7 @@ use rdma_provider::cm_contract::{Admit as _, MAX_RESPONSE_DATA};
 pub struct Listener {
     acceptor: Arc<Acceptor>,
     /// The `accept` of the stream, in a lock only to be shared between threads.
-    next: parking_lot::Mutex<Option<NextConnection>>,
+    next: rdma_provider::locks::Mutex<Option<NextConnection>>,
     ended: bool,
 }
 
@@ -190,11 +190,11 @@ impl Listener {
         let admission = Admission::new(config, answer);
         let inner = cm::Listener::bind(device, address).await?;
         let answered = inner.answer(admission.clone())?;
-        tracing::debug!(address = %inner.local_addr(), answered, "listening for connections");
+        rdma_provider::debug!(address = %inner.local_addr(), answered, "listening for connections");
         let (reserve, config) = (Reserve::of(device), config.clone());
         let handshakes = Mutex::default();
         let acceptor = Arc::new(Acceptor { inner, config, admission, reserve, handshakes });
-        Ok(Self { acceptor, next: parking_lot::Mutex::new(None), ended: false })
+        Ok(Self { acceptor, next: rdma_provider::locks::Mutex::new(None), ended: false })
     }
 
     /// Makes the provider leave all requests to the program, as providers that cannot answer do.
@@ -329,7 +329,11 @@ impl Listener {
         connections.retain(|connection| !connection.is_terminated());
         let address = self.local_addr();
         drop(self);
-        tracing::debug!(%address, connections = connections.len(), "shutting down a listener");
+        rdma_provider::debug!(
+            %address,
+            connections = connections.len(),
+            "shutting down a listener"
+        );
         connections.iter().for_each(|connection| connection.drain());
         let mut closed = 0;
         let all_closed = async {
@@ -351,7 +355,7 @@ impl Listener {
             }
         }
         if !in_time {
-            tracing::warn!(
+            rdma_provider::warn!(
                 %address,
                 aborted = report.aborted,
                 ?limit,
@@ -440,7 +444,7 @@ impl Acceptor {
                     if let Ok(at) = victim
                         && let Some(running) = handshakes.running.remove(at)
                     {
-                        tracing::debug!(
+                        rdma_provider::debug!(
                             peer = %running.source,
                             "evicted the oldest handshake; its peer is rejected"
                         );
@@ -471,7 +475,7 @@ impl Acceptor {
                     match error.try_into_panic() {
                         Ok(panic) => resume_unwind(panic),
                         // Evicted, or the runtime that it was spawned on has shut down.
-                        Err(error) => tracing::debug!(%error, "handshake task cancelled"),
+                        Err(error) => rdma_provider::debug!(%error, "handshake task cancelled"),
                     }
                 }
             }
@@ -498,7 +502,7 @@ impl Acceptor {
                     });
                 }
                 Err(error) => {
-                    tracing::warn!(
+                    rdma_provider::warn!(
                         peer = %inner.peer_addr(),
                         %error,
                         "rejected connection request"
@@ -516,7 +520,7 @@ async fn establish(request: ConnectionRequest) -> Result<Connection, EstablishEr
     let config = request.config.clone();
     let result = request.establish(&config).await;
     if let Err(error) = &result {
-        tracing::debug!(%peer, %error, "handshake failed; dropped the connection");
+        rdma_provider::debug!(%peer, %error, "handshake failed; dropped the connection");
     }
     result
 }

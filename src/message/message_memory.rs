@@ -146,7 +146,7 @@ impl Job {
             Task::Register { len, target } => {
                 let (made, unpooled) = pools.register(len, target);
                 let result = made.map_err(|error| {
-                    tracing::warn!(
+                    rdma_provider::warn!(
                         %error,
                         len,
                         "failed to register memory for a message; closing the connection"
@@ -215,7 +215,10 @@ impl Pools {
 fn release(region: ExposedRegion) -> Result<Bytes, CloseReason> {
     region.into_storage::<Vec<u8>>().map(Bytes::from).map_err(|region| {
         // The connection terminates and the memory is leaked.
-        tracing::error!(?region, "failed to deregister a fetched message; leaking its memory");
+        rdma_provider::error!(
+            ?region,
+            "failed to deregister a fetched message; leaking its memory"
+        );
         CloseReason::Operation(OpErrorKind::Post(VerbError::new("ibv_dereg_mr", VerbError::EIO)))
     })
 }

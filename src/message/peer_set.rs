@@ -24,7 +24,7 @@ use std::sync::Arc;
 
 use futures::future::{BoxFuture, FutureExt, Shared, select};
 use futures::stream::{FuturesUnordered, StreamExt};
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 use tokio::net::ToSocketAddrs;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio::task::AbortHandle;

@@ -500,7 +500,7 @@ impl Supervisor {
             Ok(error) => error,
             Err(panic) => panicked(panic),
         };
-        tracing::warn!(%error, generations = self.generation, "stopped connecting");
+        rdma_provider::warn!(%error, generations = self.generation, "stopped connecting");
         self.shared.end(ReconnectState::Failed(error));
     }
 
@@ -569,7 +569,7 @@ impl Supervisor {
     async fn live(&mut self, connection: Connection) -> CloseReason {
         self.generation += 1;
         let (generation, connection) = (self.generation, Arc::new(connection));
-        tracing::debug!(generation, ?connection, "connected");
+        rdma_provider::debug!(generation, ?connection, "connected");
         let state = ReconnectState::Connected { generation };
         self.connector.watch(&connection);
         self.shared.publish(state, Some(connection.clone()));
@@ -580,9 +580,9 @@ impl Supervisor {
     /// wait.
     async fn wait(&mut self, delay: Duration, cause: ReconnectCause, is_news: bool) -> bool {
         if is_news {
-            tracing::info!(%cause, ?delay, "connecting again after a delay");
+            rdma_provider::info!(%cause, ?delay, "connecting again after a delay");
         } else {
-            tracing::debug!(%cause, ?delay, "connecting again after a delay");
+            rdma_provider::debug!(%cause, ?delay, "connecting again after a delay");
         }
         let mut now = pin!(self.shared.now.notified());
         // Before the state is visible, so that `retry_now` finds it.

@@ -11,7 +11,7 @@ use std::fmt;
 use std::mem;
 use std::sync::{Arc, Weak};
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 
 use super::config::{Completions, ConnectionConfig};
 use super::shared_completions::{QueueLease, SharedCompletions};

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
 
-use parking_lot::{Mutex, MutexGuard};
+use rdma_provider::locks::{self, Mutex, MutexGuard};
 use tokio::runtime::Handle;
 
 use super::admission::Admitted;
@@ -20,7 +20,6 @@ use super::helper::Helper;
 use crate::clock;
 use crate::contained::contained;
 use crate::coop::within_budget;
-use crate::engine::Deferral;
 use crate::op::QueuePair;
 use crate::waiters::{Caller, Ticket};
 
@@ -202,58 +201,50 @@ impl Shared {
     /// Runs `work` under the lock, then, without it, deferred wakers and destructors, which may
     /// call this function again. Operations may defer them for other connections, too.
     pub(super) fn with<R>(&self, work: impl FnOnce(&mut Core, &Waker) -> R) -> R {
-        let deferral = Deferral::begin();
-        self.run(deferral, self.core.lock(), work)
+        self.run(self.core.lock(), work)
     }
 
     /// Runs `work` like [`with`](Self::with), unless this thread has the lock.
     ///
     /// Waits for another thread: it may have checked the receives before the completion that the
     /// caller has found, and the driver's runtime may not run. The lock is released meanwhile,
-    /// because a thread without a [`Deferral`] holds no lock of a connection, engine or provider.
+    /// because a thread that holds no lock does not delay it.
     fn with_unless_locked<R>(&self, work: impl FnOnce(&mut Core, &Waker) -> R) -> Option<R> {
-        let deferral = Deferral::begin();
         let core = match self.core.try_lock() {
             Some(core) => core,
-            None if deferral.is_outermost() => self.core.lock(),
+            None if locks::held() == 0 => self.core.lock(),
             None => return None,
         };
-        Some(self.run(deferral, core, work))
+        Some(self.run(core, work))
     }
 
-    /// Runs `work`, then what it has deferred. A panic releases the lock before the deferral ends,
-    /// which calls wakers: parameters are dropped in reverse order.
+    /// Runs `work`, then what it has deferred.
     #[inline(always)]
     fn run<R>(
         &self,
-        deferral: Deferral,
         mut core: MutexGuard<'_, Core>,
         work: impl FnOnce(&mut Core, &Waker) -> R,
     ) -> R {
         let result = work(&mut core, &self.waker);
         if let Some(waker) = core.after.take_single_waker() {
             drop(core);
-            drop(deferral);
             contained(|| waker.wake());
         } else if core.after.is_empty() {
             drop(core);
-            drop(deferral);
         } else {
-            self.run_after(deferral, core);
+            self.run_after(core);
         }
         result
     }
 
     #[inline(never)]
-    fn run_after(&self, deferral: Deferral, mut core: MutexGuard<'_, Core>) {
+    fn run_after(&self, mut core: MutexGuard<'_, Core>) {
         let Some((waker, sent)) = core.after.take_few() else {
             let after = std::mem::take(&mut core.after);
             drop(core);
-            drop(deferral);
             return self.run_all(after);
         };
         drop(core);
-        drop(deferral);
         if let Some(waker) = waker {
             contained(|| waker.wake());
         }

@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 use tokio::runtime::{self, Handle};
 
 use super::resources::Reserve;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::task::{Wake, Waker};
 use std::time::Instant;
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 use tokio::sync::Notify;
 
 use crate::clock::{self, Alarm};
@@ -91,7 +91,7 @@ impl Shared {
             State::Until(_) | State::Expired => return,
         }
         drop(state);
-        tracing::debug!(rkey = %self.window.rkey(), "lease expired");
+        rdma_provider::debug!(rkey = %self.window.rkey(), "lease expired");
         self.ended.notify_waiters();
     }
 }

@@ -151,8 +151,8 @@ fn submit<B: Gather>(queue: &Arc<WorkQueue>, request: Request<'_>, held: &B) -> 
     }
 }
 
-/// Calls `post`. If it panics, as a `tracing` subscriber may, `held` is leaked: the device or the
-/// wait queue may already use the buffers.
+/// Calls `post`. If it panics, `held` is leaked: the device or the wait queue may already use the
+/// buffers.
 #[inline(always)]
 pub(crate) fn leak_on_panic<B, R>(held: B, post: impl FnOnce(&B) -> R) -> (R, B) {
     let held = ManuallyDrop::new(held);

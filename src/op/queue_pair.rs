@@ -235,7 +235,7 @@ impl QueuePair {
             ..QpAttr::to_state(QpState::Rts)
         })?;
         self.inner.span.in_scope(
-            || tracing::debug!(peer = %peer.qpn, gid = %peer.gid, "connected queue pair"),
+            || rdma_provider::debug!(peer = %peer.qpn, gid = %peer.gid, "connected queue pair"),
         );
         Ok(())
     }
@@ -279,7 +279,7 @@ impl QueuePair {
             && better.penalty() < used.penalty()
         {
             let _entered = self.inner.span.enter();
-            tracing::warn!(
+            rdma_provider::warn!(
                 %used, %better, peer = %theirs,
                 "another GID suits this peer better; set QueuePairBuilder::peer"
             );
@@ -355,7 +355,7 @@ impl QueuePair {
                 (),
             );
             if let Err(error) = marker.await {
-                tracing::debug!(%error, qpn = %self.qpn(), "flushed all work requests");
+                rdma_provider::debug!(%error, qpn = %self.qpn(), "flushed all work requests");
             }
         }
         self.inner.core.shut_down(OpErrorKind::Closed);

@@ -15,7 +15,7 @@ use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, OnceLock, Weak};
 use std::thread;
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 
 use crate::error::VerbError;
 use crate::types::{AsyncEvent, Qpn};
@@ -241,7 +241,7 @@ impl State {
             self.backlog.pop_front();
             self.lost += 1;
             if self.lost.is_power_of_two() {
-                tracing::warn!(
+                rdma_provider::warn!(
                     lost = self.lost,
                     "asynchronous event backlog full; dropping the oldest events"
                 );
@@ -281,7 +281,7 @@ impl Notifications {
         let notifications = Arc::new(self);
         let sent = Arc::clone(&notifications);
         if let Err(error) = spawn(Box::new(move || sent.notify_here())) {
-            tracing::warn!(
+            rdma_provider::warn!(
                 %error,
                 "failed to start a thread for asynchronous events; using the reserve thread"
             );

@@ -4,7 +4,7 @@
 
 use std::fmt;
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 
 use super::{Cq, ProtectionDomain, Srq};
 use crate::dispatch::{self, TargetCounters};
@@ -113,7 +113,7 @@ impl Dct {
         let to = attr.state.unwrap_or(now);
         check_dct_transition(now, to, attr.mask())?;
         self.raw.modify(attr)?;
-        tracing::debug!(number = ?self.number(), from = ?now, ?to, "DC target changed state");
+        rdma_provider::debug!(number = ?self.number(), from = ?now, ?to, "DC target changed state");
         Ok(())
     }
 
@@ -147,7 +147,7 @@ impl Dct {
         let result = self.raw.destroy();
         if let Err(error) = &result {
             let number = self.number();
-            tracing::error!(?number, %error, "failed to destroy DC target; leaking it");
+            rdma_provider::error!(?number, %error, "failed to destroy DC target; leaking it");
             std::mem::forget(self);
         }
         result

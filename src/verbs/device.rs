@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 
 use super::ProtectionDomain;
 use super::async_events::{EventKind, Events, Listener, PortEvents};
@@ -116,7 +116,7 @@ impl Device {
         if real_devices().is_ok()
             && let Some(context) = rdma_ibverbs::Context::open(name).map_err(OpenError::of(name))?
         {
-            tracing::debug!(device = name, "opened device");
+            rdma_provider::debug!(device = name, "opened device");
             return Ok(Self::new(Context::Ibverbs(context)));
         }
         Err(OpenError::NotFound {
@@ -151,7 +151,7 @@ impl Device {
         match device_from_env() {
             Some(name) => Self::open(&name),
             None => Self::first_active().or_else(|reason| {
-                tracing::warn!(device = Self::SOFTWARE, reason, "using the software device");
+                rdma_provider::warn!(device = Self::SOFTWARE, reason, "using the software device");
                 Self::software()
             }),
         }
@@ -364,7 +364,7 @@ impl Device {
         let Some((port, gid)) = best else {
             return Err(SetupError::NoGid { port: self.attr().ports });
         };
-        tracing::debug!(device = self.name(), port = port.port.0, %gid, "chose port and GID");
+        rdma_provider::debug!(device = self.name(), port = port.port.0, %gid, "chose port and GID");
         Ok((port, gid.entry))
     }
 
@@ -491,9 +491,9 @@ impl Device {
         Self::first_real(is_here, "no active port with this address").map_err(|reason| {
             // As expected: no real device has a loopback address.
             if address.is_loopback() {
-                tracing::debug!(%address, reason, "using a software device over UDP");
+                rdma_provider::debug!(%address, reason, "using a software device over UDP");
             } else {
-                tracing::warn!(%address, reason, "using a software device over UDP");
+                rdma_provider::warn!(%address, reason, "using a software device over UDP");
             }
         })
     }

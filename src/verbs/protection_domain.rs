@@ -8,7 +8,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{Ordering, fence};
 use std::sync::{Arc, Weak};
 
-use parking_lot::RwLock;
+use rdma_provider::locks::RwLock;
 
 use super::{AddressHandle, Device};
 use crate::dispatch::Pd;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 
 use super::{Cq, ProtectionDomain, Srq};
 use crate::dispatch;
@@ -248,7 +248,7 @@ impl Qp {
     fn changed(&self, last: &mut QpState, attr: &QpAttr) {
         let (from, to) = (*last, attr.state.unwrap_or(*last));
         *last = to;
-        tracing::debug!(qpn = %self.qpn(), ?from, ?to, "queue pair changed state");
+        rdma_provider::debug!(qpn = %self.qpn(), ?from, ?to, "queue pair changed state");
     }
 
     /// Returns the state last set.
@@ -259,7 +259,7 @@ impl Qp {
     /// Restores a failed stream, [`contract::Qp::reset_stream`](rdma_provider::contract::Qp).
     pub(crate) fn reset_stream(&self, stream: u16) -> Result<(), VerbError> {
         self.raw.reset_stream(stream)?;
-        tracing::debug!(qpn = %self.qpn(), stream, "stream reset");
+        rdma_provider::debug!(qpn = %self.qpn(), stream, "stream reset");
         Ok(())
     }
 
@@ -277,7 +277,7 @@ impl Qp {
                 return;
             }
             if Instant::now() >= end {
-                tracing::debug!(
+                rdma_provider::debug!(
                     qpn = %self.qpn(),
                     "device did not report LAST_WQE_REACHED within 1 ms; proceeding"
                 );
@@ -306,11 +306,15 @@ impl Qp {
     pub fn destroy(mut self) -> Result<(), VerbError> {
         let result = self.raw.destroy();
         if let Err(error) = &result {
-            tracing::error!(qpn = %self.qpn(), %error, "failed to destroy queue pair; leaking it");
+            rdma_provider::error!(
+                qpn = %self.qpn(),
+                %error,
+                "failed to destroy queue pair; leaking it"
+            );
             if self.last_state() != QpState::Err
                 && let Err(error) = self.modify(&QpAttr::to_state(QpState::Err))
             {
-                tracing::warn!(
+                rdma_provider::warn!(
                     qpn = %self.qpn(),
                     %error,
                     "failed to move leaked queue pair to the error state; its peer may still \

@@ -129,7 +129,11 @@ impl Srq {
         let result = inner.raw.destroy();
         if let Err(error) = &result {
             let srq = inner.raw.id();
-            tracing::error!(srq, %error, "failed to destroy shared receive queue; leaking it");
+            rdma_provider::error!(
+                srq,
+                %error,
+                "failed to destroy shared receive queue; leaking it"
+            );
             std::mem::forget(inner);
         }
         result

@@ -17,6 +17,7 @@ mod runtimes;
 mod send_sync;
 mod spans;
 mod stress;
+mod subscribers;
 mod targets;
 mod teardown;
 mod wakers;

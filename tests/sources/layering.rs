@@ -2,6 +2,7 @@
 //!
 //! - A module uses only modules of its own layer and of lower layers.
 //! - Each `unsafe` names an invariant of docs/safety.md.
+//! - Locks and events come from rdma-provider.
 //! - A file has a maximum length.
 //!
 //! Manifests and lints enforce dependencies between crates and where `unsafe` is allowed.
@@ -46,6 +47,13 @@ fn each_unsafe_names_an_invariant() {
     assert!(unexplained.is_empty(), "\n{}\n", unexplained.join("\n"));
 }
 
+// With others, code of the program could run under a lock.
+#[test]
+fn locks_and_events_are_those_of_rdma_provider() {
+    let wrong = all_files().iter().flat_map(foreign_locks_and_events).collect::<Vec<_>>();
+    assert!(wrong.is_empty(), "\n{}\n", wrong.join("\n"));
+}
+
 #[test]
 fn files_are_within_the_line_limit() {
     let long = all_files()
@@ -73,6 +81,22 @@ fn names_above(file: &str, text: &str) -> Vec<String> {
         }
     }
     found
+}
+
+fn foreign_locks_and_events(file: &File) -> Vec<String> {
+    let own = ["src/sync.rs", "src/engine/loom", "crates/rdma-provider/src/"];
+    if own.iter().any(|own| file.name.starts_with(own)) {
+        return Vec::new();
+    }
+    let foreign = |line: &str| {
+        let locks = ["Mutex", "RwLock", "Condvar"].iter().any(|lock| line.contains(lock));
+        let events = ["trace!", "debug!", "info!", "warn!", "error!", "event!"];
+        line.contains("parking_lot")
+            || line.contains("std::sync::") && locks
+            || events.iter().any(|event| line.contains(&format!("tracing::{event}")))
+    };
+    let lines = code(&file.text).filter(|(_, line)| foreign(line));
+    lines.map(|(number, line)| format!("{}:{number}: {line}", file.name)).collect()
 }
 
 fn layer_of(module: &str) -> Option<usize> {
@@ -195,6 +219,18 @@ fn use_of_a_higher_layer_is_found() {
         0
     );
     assert_eq!(above("src/lib.rs", "pub use crate::op::QueuePair;"), 0);
+}
+
+#[test]
+fn lock_or_event_of_another_crate_is_found() {
+    let found = |name: &str, text: &str| {
+        foreign_locks_and_events(&File { name: name.into(), text: text.into() }).len()
+    };
+    assert_eq!(found("src/a.rs", "use parking_lot::Mutex;"), 1);
+    assert_eq!(found("src/a.rs", "use std::sync::{Arc, Condvar};"), 1);
+    assert_eq!(found("src/a.rs", "tracing::warn!(\"late\");"), 1);
+    assert_eq!(found("src/a.rs", "rdma_provider::warn!(\"late\");"), 0);
+    assert_eq!(found("src/sync.rs", "use std::sync::Mutex;"), 0);
 }
 
 #[test]

@@ -163,9 +163,9 @@ impl Context {
         const FALLBACK: &str = "direct data path unavailable; posting through libibverbs";
         let device = &self.attr.name;
         if Device::EXPECTED.contains(&reason) {
-            tracing::debug!(device, %reason, "{FALLBACK}");
+            rdma_provider::debug!(device, %reason, "{FALLBACK}");
         } else {
-            tracing::info!(device, %reason, "{FALLBACK}");
+            rdma_provider::info!(device, %reason, "{FALLBACK}");
         }
     }
 
@@ -178,7 +178,7 @@ impl Context {
         if wants_compression()? {
             device.compressed = device.offers_compression;
             if !device.compressed {
-                tracing::warn!(
+                rdma_provider::warn!(
                     device = self.attr.name,
                     "adapter or libmlx5 does not compress completion queue entries; \
                      ignoring TOKIO_RDMA_CQE_COMPRESSION=1"
@@ -293,7 +293,7 @@ impl Context {
                 .unwrap_or(0))
         };
         largest().unwrap_or_else(|error| {
-            tracing::warn!(
+            rdma_provider::warn!(
                 %error,
                 "failed to find the maximum inline length; reporting 0"
             );

@@ -181,7 +181,7 @@ impl contract::Cq for Cq {
             Ok(given) | Err(given) => given,
         };
         if given < events {
-            tracing::error!(
+            rdma_provider::error!(
                 cq = self.id(),
                 events,
                 given,
@@ -203,7 +203,7 @@ impl Drop for Cq {
         };
         if let Err(error) = sys::status("ibv_destroy_cq", result) {
             let cq = contract::Cq::id(self);
-            tracing::error!(cq, %error, "failed to destroy completion queue; leaking it");
+            rdma_provider::error!(cq, %error, "failed to destroy completion queue; leaking it");
             // Later events of the queue may still refer to it.
             mem::forget(self.events.clone());
         }

@@ -411,7 +411,7 @@ impl Drop for Qp {
     fn drop(&mut self) {
         if let Err(error) = contract::Qp::destroy(self) {
             let qpn = contract::Qp::qpn(self);
-            tracing::error!(%qpn, %error, "failed to destroy queue pair; leaking it");
+            rdma_provider::error!(%qpn, %error, "failed to destroy queue pair; leaking it");
             self.raw.leak();
         }
     }

@@ -47,10 +47,6 @@
     deny(clippy::unwrap_used, clippy::expect_used, clippy::todo, clippy::unimplemented)
 )]
 
-// Under Miri, which parking_lot does not support, the standard library's locks replace it.
-#[cfg(miri)]
-extern crate rdma_provider as parking_lot;
-
 mod cm;
 mod convert;
 mod ibv_ah;

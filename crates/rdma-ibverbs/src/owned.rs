@@ -97,7 +97,11 @@ impl<T: Destroy> Owned<T> {
 impl<T: Destroy> Drop for Owned<T> {
     fn drop(&mut self) {
         if let Err(error) = self.destroy() {
-            tracing::error!(raw = ?self.raw, %error, "failed to destroy verbs object; leaking it");
+            rdma_provider::error!(
+                raw = ?self.raw,
+                %error,
+                "failed to destroy verbs object; leaking it"
+            );
         }
     }
 }

@@ -45,7 +45,7 @@ fn failure(verb: &'static str, result: c_int) -> VerbError {
 /// Logs the failure to free a handle in a `Drop`.
 pub(super) fn log_failure(verb: &'static str, result: c_int) {
     if let Err(error) = status(verb, result) {
-        tracing::error!(%error, "failed to free a handle; leaking it");
+        rdma_provider::error!(%error, "failed to free a handle; leaking it");
     }
 }
 

@@ -33,16 +33,17 @@ pub mod contract;
 mod error;
 #[cfg(test)]
 mod error_texts;
-#[cfg(miri)]
-mod locks;
+#[doc(hidden)]
+pub mod events;
+#[doc(hidden)]
+pub mod locks;
 mod prefetch;
 pub mod shared_memory;
+#[cfg(miri)]
+mod std_locks;
 pub mod types;
 
 pub use error::VerbError;
-#[cfg(miri)]
-#[doc(hidden)]
-pub use locks::{Condvar, Mutex, MutexGuard, RwLock};
 pub use prefetch::prefetch;
 
 /// Compiles the examples of the README.

@@ -1,139 +1,360 @@
-//! Locks of the standard library with parking_lot's interface, for Miri, which lacks the system
-//! call by which parking_lot parks threads. Under Miri, crates import this crate as `parking_lot`.
+//! Locks that know when a thread holds none of them.
+//!
+//! A lock is not reentrant, and a `tracing` subscriber may use any object of the program. Events of
+//! [`event!`](crate::event) therefore reach it when the thread holds no lock: at once, or at the
+//! release of the last one. All locks of the workspace are of this module, so that no function
+//! needs to know which locks its callers hold.
 
-#![allow(missing_docs, reason = "compiled under Miri only")]
-#![allow(unsafe_code)]
-
-use std::cell::UnsafeCell;
-use std::fmt;
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
 use std::marker::PhantomData;
+use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
-use std::sync::{PoisonError, TryLockError};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
-pub use std::sync::{RwLockReadGuard, RwLockWriteGuard};
+#[cfg(not(miri))]
+use parking_lot as imp;
 
-/// A lock beside its value, because the standard library's has no stable `data_ptr`.
-#[derive(Default)]
-pub struct Mutex<T: ?Sized> {
-    lock: std::sync::Mutex<()>,
-    value: UnsafeCell<T>,
+#[cfg(miri)]
+use crate::std_locks as imp;
+
+/// A lock that gives one thread at a time access to its value.
+#[derive(Debug, Default)]
+pub struct Mutex<T>(imp::Mutex<T>);
+
+/// Access to the value of a [`Mutex`].
+#[derive(Debug)]
+pub struct MutexGuard<'a, T> {
+    // Dropped first: events run after the release.
+    guard: imp::MutexGuard<'a, T>,
+    _held: Held,
 }
 
-// SAFETY: S3: the lock gives one thread at a time access to the value.
-unsafe impl<T: ?Sized + Send> Sync for Mutex<T> {}
+/// A lock for several readers or one writer.
+#[derive(Debug, Default)]
+pub struct RwLock<T>(imp::RwLock<T>);
 
-/// The guard of a [`Mutex`]; `None` while temporarily unlocked.
+/// Access to the value of a [`RwLock`], for a reader or a writer.
 #[derive(Debug)]
-pub struct MutexGuard<'a, T>(
-    &'a Mutex<T>,
-    Option<std::sync::MutexGuard<'a, ()>>,
-    // Threads may share the guard only if they may share the value.
-    PhantomData<&'a mut T>,
-);
+pub struct RwLockGuard<G> {
+    // Dropped first: events run after the release.
+    guard: G,
+    _held: Held,
+}
 
-impl<T> Mutex<T> {
-    pub const fn new(value: T) -> Self {
-        Self { lock: std::sync::Mutex::new(()), value: UnsafeCell::new(value) }
+/// A condition that threads wait for under a [`Mutex`].
+#[derive(Debug, Default)]
+pub struct Condvar(imp::Condvar);
+
+/// A lock, or a section that counts as one, held by this thread.
+#[derive(Debug)]
+pub struct Held(PhantomData<*const ()>);
+
+type Events = VecDeque<Box<dyn FnOnce()>>;
+
+thread_local! {
+    /// The number of locks that this thread holds, and [`WAITING`].
+    static STATE: Cell<u32> = const { Cell::new(0) };
+    /// Events of this thread that wait for the release of its last lock. Has no destructor, so that
+    /// destructors of other thread-local variables can still use it.
+    static EVENTS: RefCell<ManuallyDrop<Events>> =
+        const { RefCell::new(ManuallyDrop::new(VecDeque::new())) };
+}
+
+/// Events whose memory a thread keeps.
+const KEPT: usize = 16;
+
+/// The bit of [`STATE`] that is set while events wait.
+const WAITING: u32 = 1 << 31;
+
+impl Held {
+    /// Counts as a lock until it is dropped.
+    #[inline]
+    #[must_use]
+    pub fn begin() -> Self {
+        STATE.set(STATE.get() + 1);
+        Self(PhantomData)
     }
+}
 
-    pub fn lock(&self) -> MutexGuard<'_, T> {
-        let locked = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
-        MutexGuard(self, Some(locked), PhantomData)
-    }
-
-    pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
-        match self.lock.try_lock() {
-            Ok(guard) => Some(MutexGuard(self, Some(guard), PhantomData)),
-            Err(TryLockError::Poisoned(poisoned)) => {
-                Some(MutexGuard(self, Some(poisoned.into_inner()), PhantomData))
-            }
-            Err(TryLockError::WouldBlock) => None,
+impl Drop for Held {
+    #[inline]
+    fn drop(&mut self) {
+        let state = STATE.get() - 1;
+        STATE.set(state);
+        if state == WAITING {
+            run_events();
         }
     }
+}
 
+/// Returns the number of locks and sections that this thread holds.
+#[inline]
+#[must_use]
+pub fn held() -> u32 {
+    STATE.get() & !WAITING
+}
+
+/// Runs `event` when this thread holds no lock: at once, or at the release of the last one.
+pub fn when_none_is_held(event: impl FnOnce() + 'static) {
+    if held() == 0 {
+        panics(event);
+    } else {
+        STATE.set(STATE.get() | WAITING);
+        EVENTS.with_borrow_mut(|events| events.push_back(Box::new(event)));
+    }
+}
+
+#[cold]
+fn run_events() {
+    STATE.set(0);
+    // One by one: an event may take locks, add events, and run those that are left.
+    while let Some(event) = EVENTS.with_borrow_mut(|events| events.pop_front()) {
+        panics(event);
+    }
+    EVENTS.with_borrow_mut(|events| {
+        if events.capacity() > KEPT {
+            events.shrink_to(KEPT);
+        }
+    });
+}
+
+/// Runs code of the program and stops its panic here; returns true if it panicked. The panic hook
+/// has already reported it.
+pub fn panics(run: impl FnOnce()) -> bool {
+    let Err(panic) = catch_unwind(AssertUnwindSafe(run)) else { return false };
+    // The destructor of the payload is code of the program, too.
+    if let Err(another) = catch_unwind(AssertUnwindSafe(|| drop(panic))) {
+        std::mem::forget(another);
+    }
+    true
+}
+
+impl<T> Mutex<T> {
+    /// Creates an unlocked mutex.
+    pub const fn new(value: T) -> Self {
+        Self(imp::Mutex::new(value))
+    }
+
+    /// Waits for the lock.
+    #[inline]
+    pub fn lock(&self) -> MutexGuard<'_, T> {
+        MutexGuard { guard: self.0.lock(), _held: Held::begin() }
+    }
+
+    /// Takes the lock unless a thread has it.
+    #[inline]
+    pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
+        let guard = self.0.try_lock()?;
+        Some(MutexGuard { guard, _held: Held::begin() })
+    }
+
+    /// Returns the value, which no thread can have locked.
     pub fn get_mut(&mut self) -> &mut T {
-        self.value.get_mut()
+        self.0.get_mut()
     }
 
     /// Returns the address of the value, whether it is locked or not.
-    pub const fn data_ptr(&self) -> *mut T {
-        self.value.get()
-    }
-}
-
-impl<T> fmt::Debug for Mutex<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Mutex").finish_non_exhaustive()
+    pub fn data_ptr(&self) -> *mut T {
+        self.0.data_ptr()
     }
 }
 
 impl<T> MutexGuard<'_, T> {
-    pub fn unlocked<R>(this: &mut Self, f: impl FnOnce() -> R) -> R {
-        this.1 = None;
-        let result = f();
-        this.1 = this.0.lock().1.take();
-        result
+    /// Releases the lock while `run` runs.
+    pub fn unlocked<R>(this: &mut Self, run: impl FnOnce() -> R) -> R {
+        let released = Released::begin();
+        imp::MutexGuard::unlocked(&mut this.guard, || {
+            released.run_events();
+            run()
+        })
+    }
+}
+
+/// The time during which a guard does not hold its lock.
+struct Released(());
+
+impl Released {
+    fn begin() -> Self {
+        STATE.set(STATE.get() - 1);
+        Self(())
+    }
+
+    fn run_events(&self) {
+        if STATE.get() == WAITING {
+            run_events();
+        }
+    }
+}
+
+impl Drop for Released {
+    fn drop(&mut self) {
+        STATE.set(STATE.get() + 1);
     }
 }
 
 impl<T> Deref for MutexGuard<'_, T> {
     type Target = T;
 
+    #[inline]
     fn deref(&self) -> &T {
-        assert!(self.1.is_some(), "`unlocked` and `wait` lock again before they return");
-        // SAFETY: S3: locked until the guard is dropped, which the result does not outlive.
-        unsafe { &*self.0.value.get() }
+        &self.guard
     }
 }
 
 impl<T> DerefMut for MutexGuard<'_, T> {
+    #[inline]
     fn deref_mut(&mut self) -> &mut T {
-        assert!(self.1.is_some(), "`unlocked` and `wait` lock again before they return");
-        // SAFETY: S3: as above; the guard is borrowed exclusively.
-        unsafe { &mut *self.0.value.get() }
+        &mut self.guard
     }
 }
 
-#[derive(Debug, Default)]
-pub struct Condvar(std::sync::Condvar);
+impl<T> RwLock<T> {
+    /// Creates an unlocked lock.
+    pub const fn new(value: T) -> Self {
+        Self(imp::RwLock::new(value))
+    }
+
+    /// Waits for access as one of several readers.
+    #[inline]
+    pub fn read(&self) -> RwLockGuard<imp::RwLockReadGuard<'_, T>> {
+        RwLockGuard { guard: self.0.read(), _held: Held::begin() }
+    }
+
+    /// Waits for access as the only writer.
+    #[inline]
+    pub fn write(&self) -> RwLockGuard<imp::RwLockWriteGuard<'_, T>> {
+        RwLockGuard { guard: self.0.write(), _held: Held::begin() }
+    }
+}
+
+impl<G: Deref> Deref for RwLockGuard<G> {
+    type Target = G::Target;
+
+    #[inline]
+    fn deref(&self) -> &G::Target {
+        &self.guard
+    }
+}
+
+impl<G: DerefMut> DerefMut for RwLockGuard<G> {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut G::Target {
+        &mut self.guard
+    }
+}
 
 impl Condvar {
+    /// Creates a condition without waiting threads.
+    #[must_use]
     pub const fn new() -> Self {
-        Self(std::sync::Condvar::new())
+        Self(imp::Condvar::new())
     }
 
+    /// Waits, without the lock, for a notification.
     pub fn wait<T>(&self, guard: &mut MutexGuard<'_, T>) {
-        if let Some(locked) = guard.1.take() {
-            guard.1 = Some(self.0.wait(locked).unwrap_or_else(PoisonError::into_inner));
-        }
+        self.0.wait(&mut guard.guard);
     }
 
+    /// Waits, without the lock, for a notification, and at most for `time`.
     pub fn wait_for<T>(&self, guard: &mut MutexGuard<'_, T>, time: Duration) {
-        if let Some(locked) = guard.1.take() {
-            guard.1 =
-                Some(self.0.wait_timeout(locked, time).unwrap_or_else(PoisonError::into_inner).0);
-        }
+        let _ = self.0.wait_for(&mut guard.guard, time);
     }
 
+    /// Wakes one waiting thread.
     pub fn notify_one(&self) {
         self.0.notify_one();
     }
 
+    /// Wakes all waiting threads.
     pub fn notify_all(&self) {
         self.0.notify_all();
     }
 }
 
-#[derive(Debug, Default)]
-pub struct RwLock<T: ?Sized>(std::sync::RwLock<T>);
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::{Receiver, Sender, channel};
 
-impl<T> RwLock<T> {
-    pub fn read(&self) -> RwLockReadGuard<'_, T> {
-        self.0.read().unwrap_or_else(PoisonError::into_inner)
+    use super::*;
+
+    fn log() -> (impl Fn(u32), Receiver<(u32, u32)>) {
+        let (sender, receiver) = channel();
+        let emit = move |number| {
+            let sender: Sender<_> = sender.clone();
+            when_none_is_held(move || sender.send((number, held())).unwrap());
+        };
+        (emit, receiver)
     }
 
-    pub fn write(&self) -> RwLockWriteGuard<'_, T> {
-        self.0.write().unwrap_or_else(PoisonError::into_inner)
+    #[test]
+    fn events_run_in_order_once_the_thread_holds_no_lock() {
+        let (emit, received) = log();
+        let (first, second) = (Mutex::new(()), RwLock::new(()));
+        emit(1);
+        assert_eq!(received.try_recv(), Ok((1, 0)), "without a lock, at once");
+        let (one, other) = (first.lock(), second.read());
+        emit(2);
+        drop(one);
+        emit(3);
+        assert!(received.try_recv().is_err(), "a lock is held");
+        drop(other);
+        assert_eq!(received.try_iter().collect::<Vec<_>>(), [(2, 0), (3, 0)]);
+        let section = Held::begin();
+        let guard = first.try_lock().unwrap();
+        emit(4);
+        assert!(first.try_lock().is_none());
+        drop((guard, section));
+        assert_eq!(received.try_iter().collect::<Vec<_>>(), [(4, 0)]);
+    }
+
+    #[test]
+    fn events_run_while_a_guard_is_unlocked() {
+        let (emit, received) = log();
+        let lock = Mutex::new(());
+        let mut guard = lock.lock();
+        emit(1);
+        MutexGuard::unlocked(&mut guard, || {
+            assert_eq!(received.try_recv(), Ok((1, 0)));
+            emit(2);
+            assert_eq!(received.try_recv(), Ok((2, 0)));
+            assert!(lock.try_lock().is_some());
+        });
+        assert_eq!(held(), 1);
+        let panic = || MutexGuard::unlocked(&mut guard, || panic!("a test"));
+        assert!(panics(panic));
+        assert_eq!(held(), 1, "locked again");
+        drop(guard);
+        assert_eq!(held(), 0);
+    }
+
+    #[test]
+    fn panic_of_an_event_does_not_affect_later_ones() {
+        let (emit, received) = log();
+        let lock = Mutex::new(());
+        let guard = lock.lock();
+        when_none_is_held(|| panic!("a test"));
+        emit(1);
+        drop(guard);
+        assert_eq!(received.try_recv(), Ok((1, 0)));
+        assert!(lock.try_lock().is_some());
+    }
+
+    #[test]
+    fn event_that_takes_locks_and_adds_events_runs_them_before_it_ends() {
+        let (emit, received) = log();
+        let lock: &'static Mutex<()> = Box::leak(Box::new(Mutex::new(())));
+        let guard = lock.lock();
+        when_none_is_held(move || {
+            drop(lock.lock());
+            emit(1);
+            let again = lock.lock();
+            emit(2);
+            drop(again);
+            emit(3);
+        });
+        drop(guard);
+        assert_eq!(received.try_iter().collect::<Vec<_>>(), [(1, 0), (2, 0), (3, 0)]);
     }
 }

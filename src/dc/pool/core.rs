@@ -18,20 +18,20 @@
 //!
 //! Lock order: pool state, peer state (two at once only under the pool state), gate of an
 //! initiator, queues of the engine. An operation whose peer has an initiator locks only the peer.
-//! Wakers are never called under these locks: a [`Deferral`] precedes each lock.
+//! Wakers are called after the release of the last lock of a thread.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::{Wake, Waker};
 
-use parking_lot::{Mutex, MutexGuard};
+use rdma_provider::locks::{Mutex, MutexGuard};
 use smallvec::SmallVec;
 
 use super::DcPolicy;
 use super::peer::{Peer, PeerState};
 use crate::dc::DcInitiator;
-use crate::engine::{CompletionQueueCore, Deferral, PeerStream, WorkQueue};
+use crate::engine::{CompletionQueueCore, PeerStream, WorkQueue};
 use crate::error::{OpErrorKind, SetupError};
 
 pub(super) struct Core {
@@ -48,7 +48,6 @@ pub(super) struct Core {
     pub(super) failed_repairs: AtomicU64,
     /// Advances the pool when an awaited initiator becomes idle, and when work fails.
     advance_waker: Waker,
-    span: tracing::Span,
 }
 
 pub(super) struct Member {
@@ -162,7 +161,7 @@ impl Wake for RepollWaker {
 
 impl Core {
     pub(super) fn new(initiators: Vec<DcInitiator>, policy: DcPolicy) -> Arc<Self> {
-        let span = tracing::debug_span!("dc_pool", initiators = initiators.len(), ?policy);
+        rdma_provider::debug!(initiators = initiators.len(), ?policy, "created DC pool");
         let assignment =
             |_| Assignment { owner: Weak::new(), health: Health::Sound, recalled: false };
         let assignments = (0..initiators.len()).map(assignment).collect();
@@ -183,7 +182,6 @@ impl Core {
             repairs: AtomicU64::new(0),
             failed_repairs: AtomicU64::new(0),
             advance_waker: Arc::new(AdvanceWaker(core.clone())).into(),
-            span,
         });
         let repoll_waker = Waker::from(Arc::new(RepollWaker(Arc::downgrade(&core))));
         for member in &core.members {
@@ -196,7 +194,6 @@ impl Core {
     /// Wakes all waiting tasks after the end of a reactor: they use another one or poll.
     #[cold]
     fn wake_tasks(&self) {
-        let _deferral = Deferral::begin();
         let state = self.state.lock();
         for peer in state
             .assignments
@@ -257,8 +254,7 @@ impl Core {
 
     #[cold]
     pub(super) fn advance_now(&self) {
-        let deferral = Deferral::begin();
-        self.advance(self.state.lock(), &deferral);
+        self.advance(self.state.lock());
     }
 
     /// Notes that a queued peer has no waiting operation any more.
@@ -267,7 +263,6 @@ impl Core {
     /// waits for long.
     #[cold]
     pub(super) fn peer_abandoned(&self) {
-        let deferral = Deferral::begin();
         let mut state = self.state.lock();
         state.abandoned += 1;
         if state.abandoned * 2 > state.wait_queue.len() {
@@ -280,7 +275,7 @@ impl Core {
                 })
             });
         }
-        self.advance(state, &deferral);
+        self.advance(state);
     }
 
     /// Returns true if `peer`, which has no waiting operation, has or gets an initiator at once and
@@ -346,8 +341,7 @@ impl Core {
 
     /// Does all possible work: detects failures, serves the wait queue, resumes recalled peers,
     /// repairs. Arms wakers for the rest.
-    pub(super) fn advance<'a>(&'a self, mut state: MutexGuard<'a, State>, _deferral: &Deferral) {
-        let _entered = self.span.enter();
+    pub(super) fn advance<'a>(&'a self, mut state: MutexGuard<'a, State>) {
         loop {
             self.detect_failures(&mut state);
             while self.serve_next(&mut state) {}
@@ -484,7 +478,7 @@ impl Core {
         self.tick.fetch_add(1, Ordering::Relaxed);
         self.touch(member);
         self.switches.fetch_add(1, Ordering::Relaxed);
-        tracing::trace!(
+        rdma_provider::trace!(
             initiator = %member.initiator.qpn(),
             peer = %peer.to.number(),
             "assigned DC initiator"
@@ -542,7 +536,7 @@ impl Core {
         if let Err(error) = member.initiator.reset() {
             let kind = self.kind_of(error);
             self.failed_repairs.fetch_add(1, Ordering::Relaxed);
-            tracing::warn!(
+            rdma_provider::warn!(
                 initiator = %member.initiator.qpn(),
                 error = %kind,
                 "failed to repair DC initiator; setting it aside"
@@ -550,7 +544,7 @@ impl Core {
             return Health::Failed(kind);
         }
         self.repairs.fetch_add(1, Ordering::Relaxed);
-        tracing::debug!(initiator = %member.initiator.qpn(), "repaired DC initiator");
+        rdma_provider::debug!(initiator = %member.initiator.qpn(), "repaired DC initiator");
         let failures = member.queue().failures();
         member.repaired_failures.store(failures, Ordering::Relaxed);
         member.queue().when_failed(&self.advance_waker, failures);
@@ -604,12 +598,10 @@ impl Core {
 
     /// Refuses new operations, fails waiting ones, and closes the initiators.
     pub(super) fn close(&self) {
-        let deferral = Deferral::begin();
         let mut state = self.state.lock();
         state.closed = true;
         self.fail_all(&mut state, OpErrorKind::Closed);
         drop(state);
-        drop(deferral);
         for member in &self.members {
             member.initiator.end();
         }

@@ -8,13 +8,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
 
-use parking_lot::{Mutex, MutexGuard};
+use rdma_provider::locks::{Mutex, MutexGuard};
 use smallvec::SmallVec;
 
 use super::core::{Core, Member};
 use super::pooled::{Entry, PooledOperation, Waiting, Work};
 use crate::dc::{DcPeer, DcSender};
-use crate::engine::{Deferral, PeerStream, StreamUse, WorkQueue};
+use crate::engine::{PeerStream, StreamUse, WorkQueue};
 use crate::error::{CompletionError, OpError, OpErrorKind, TryError};
 use crate::op::Destination;
 use crate::types::SendFlags;
@@ -159,8 +159,6 @@ struct PostGuard<'a> {
     gate: Option<MutexGuard<'a, ()>>,
     peer: &'a Peer,
     member: &'a Member,
-    /// Dropped last: wakers are called after the locks are released.
-    _deferral: Deferral,
 }
 
 impl PostGuard<'_> {
@@ -207,7 +205,6 @@ impl Peer {
     /// Locks the peer for a post, if its assigned initiator is usable.
     #[inline]
     fn enter(&self, with_quota: bool, for_lease: bool) -> Option<PostGuard<'_>> {
-        let deferral = Deferral::begin();
         let mut own = self.state.lock();
         if own.has_waiting() {
             return None;
@@ -227,15 +224,13 @@ impl Peer {
         }
         own.used = own.used.saturating_add(1);
         self.core.touch(member);
-        Some(PostGuard { own, gate, peer: self, member, _deferral: deferral })
+        Some(PostGuard { own, gate, peer: self, member })
     }
 
     /// Locks the peer for a post after assigning it an initiator.
     #[cold]
     fn acquire(self: &Arc<Self>, for_lease: bool) -> Option<PostGuard<'_>> {
-        let deferral = Deferral::begin();
         let assigned = self.core.assign_now(&mut self.core.state.lock(), self, for_lease);
-        drop(deferral);
         // Another task may have reassigned the initiator.
         if assigned { self.enter(false, for_lease) } else { None }
     }
@@ -263,7 +258,6 @@ impl Peer {
     #[cold]
     fn enqueue<F: Send + 'static>(self: &Arc<Self>, work: Work<F>) -> PooledOperation<F> {
         let entry = Entry::new(work);
-        let deferral = Deferral::begin();
         let mut state = self.core.state.lock();
         if state.is_closed() {
             drop(state);
@@ -271,7 +265,7 @@ impl Peer {
         } else {
             self.state.lock().waiting.get_or_insert_default().push_back(entry.clone());
             self.core.enqueue(&mut state, self);
-            self.core.advance(state, &deferral);
+            self.core.advance(state);
         }
         PooledOperation::queued(entry, self.clone())
     }
@@ -471,7 +465,6 @@ impl DcLease {
 
     /// Calls `work` with the destination, or with the reason why the lease is no longer valid.
     fn enter<R>(&self, work: impl FnOnce(Result<Destination<'_>, OpErrorKind>) -> R) -> R {
-        let deferral = Deferral::begin();
         let mut own = self.peer.state.lock();
         let member = &self.peer.core.members[self.at];
         let gate = if self.peer.core.is_exclusive() { None } else { Some(member.gate.lock()) };
@@ -485,7 +478,7 @@ impl DcLease {
             }));
         }
         own.used = own.used.saturating_add(1);
-        let mut guard = PostGuard { own, gate, peer: &self.peer, member, _deferral: deferral };
+        let mut guard = PostGuard { own, gate, peer: &self.peer, member };
         work(Ok(guard.grant().destination(self.flags, self.stream_generation)))
     }
 

@@ -7,11 +7,11 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 
 use super::peer::{Grant, Peer};
 use crate::clock;
-use crate::engine::{Deferral, wake};
+use crate::engine::wake;
 use crate::error::OpErrorKind;
 use crate::op::{Revocable, Within, Work as PostedWork};
 
@@ -143,8 +143,6 @@ struct Queued<F> {
 impl<F: Send> Queued<F> {
     /// Fails the operation with `kind`. Returns false if it was posted.
     fn end(&self, kind: OpErrorKind) -> bool {
-        // Wakers are called after the locks are released.
-        let _deferral = Deferral::begin();
         if !self.entry.resolve(Err(kind)) {
             return false;
         }
@@ -220,13 +218,13 @@ impl<F> Stage<F> {
 }
 
 pub(super) trait Waiting: Send + Sync {
-    /// Posts the operation or fails it. Called under locks, within a [`Deferral`].
+    /// Posts the operation or fails it. Called under locks.
     ///
     /// Returns false without effect if that was done before, or the future was dropped, but the
     /// entry has not left the queue yet.
     fn resolve(&self, grant: Result<Grant<'_>, OpErrorKind>) -> bool;
 
-    /// Wakes the task. Called under locks, within a deferral.
+    /// Wakes the task. Called under locks, and therefore after their release.
     fn wake_task(&self);
 }
 

@@ -5,7 +5,7 @@ use std::task::{Context, Poll, Waker};
 
 use super::events::Draining;
 use super::{CompletionQueueCore, READY_BUDGET, State};
-use crate::contained::contained;
+use crate::contained::wake_to_repoll;
 use crate::engine::arm;
 use crate::engine::completion_mode::CompletionMode;
 use crate::engine::deferral::{share_core, wake_after_others, wake_in_turn};
@@ -255,7 +255,7 @@ impl CompletionQueueCore {
             if self.register(slot, context.waker().clone(), &mut Discarded::default())
                 == Registered::Imminent
             {
-                contained(|| context.waker().wake_by_ref());
+                wake_to_repoll(context);
             }
             return if slot.is_complete() { Poll::Ready(()) } else { Poll::Pending };
         }
@@ -330,7 +330,7 @@ impl CompletionQueueCore {
             // The thread that noticed the failure is tearing the queue down; poll until it has.
             slot.spin(rounds.saturating_add(1));
             self.release(state);
-            contained(|| context.waker().wake_by_ref());
+            wake_to_repoll(context);
             return Poll::Pending;
         }
         let registered = self.register(slot, waker, &mut discarded);
@@ -344,10 +344,10 @@ impl CompletionQueueCore {
             return Poll::Ready(());
         }
         if registered == Registered::Imminent {
-            contained(|| context.waker().wake_by_ref());
+            wake_to_repoll(context);
         } else if self.mode.arms() && !self.reactors.watch(self) {
             // Without a reactor, only the task itself can cause its next poll.
-            contained(|| context.waker().wake_by_ref());
+            wake_to_repoll(context);
         } else if rounds > 0 && !self.reactors.has_inlet() {
             self.cq.device().stop_serving();
         }
@@ -365,7 +365,7 @@ impl CompletionQueueCore {
         let polls = matches!(self.mode(), CompletionMode::Cooperative) && !self.is_driven();
         // Without a reactor the task polls, like a waiting operation.
         if polls || !self.reactors.watch(self) {
-            contained(|| context.waker().wake_by_ref());
+            wake_to_repoll(context);
         }
     }
 

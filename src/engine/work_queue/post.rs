@@ -368,7 +368,7 @@ impl WorkQueue {
         let posted = refused.map_or(count, |refused| refused.posted);
         posting.posted += posted as u64;
         if is_traced() {
-            tracing::trace!(posted, of = count, "posted a batch");
+            rdma_provider::trace!(posted, of = count, "posted a batch");
         }
         if let Some(PostError { error, .. }) = refused {
             posting.forget_refused();
@@ -525,7 +525,7 @@ impl WorkQueue {
         woken: &mut WakeList,
     ) {
         let Some(Poster::Send(qp)) = &posting.poster else { return };
-        tracing::warn!(
+        rdma_provider::warn!(
             qpn = %qp.qpn(),
             %error,
             "device refused part of a batch; moving the queue pair to the error state"
@@ -563,7 +563,7 @@ impl WorkQueue {
         error: VerbError,
         woken: &mut WakeList,
     ) {
-        tracing::warn!(
+        rdma_provider::warn!(
             error = %stuck,
             "failed to flush queue pair after a refused batch; destroying it"
         );

@@ -366,7 +366,7 @@ impl QueuePairBuilder {
             srq.map(|srq| Shared::new(srq.work_queue().clone(), srq)),
         )?;
         let span = tracing::info_span!("queue_pair", %qpn, ?transport);
-        span.in_scope(|| tracing::debug!(?caps, "created queue pair"));
+        span.in_scope(|| rdma_provider::debug!(?caps, "created queue pair"));
         let local = Local {
             port: port.port,
             gid,

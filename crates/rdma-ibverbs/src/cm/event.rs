@@ -8,7 +8,7 @@ use std::ptr::{self, NonNull};
 use std::slice;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 use rdma_sys::*;
 
 use super::id::{IdContext, IdState, Phase, addresses, route_may_block, route_of};
@@ -145,7 +145,7 @@ impl<'a> UnackedEvent<'a> {
                 if let Some(Err(error)) =
                     answer.map(|answer| sys::status("rdma_disconnect", answer))
                 {
-                    tracing::debug!(
+                    rdma_provider::debug!(
                         %error,
                         "failed to answer a disconnect request; the peer may retransmit it"
                     );

@@ -10,7 +10,7 @@ use std::ptr::{self, NonNull};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 use rdma_sys::*;
 
 use super::Events;

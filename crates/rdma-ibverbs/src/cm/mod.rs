@@ -28,7 +28,7 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 use rdma_sys::*;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 

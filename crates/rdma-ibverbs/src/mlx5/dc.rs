@@ -9,7 +9,7 @@ use std::ptr::{self, NonNull};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 use rdma_sys::*;
 
 use super::{direct, library};
@@ -48,7 +48,7 @@ pub(crate) fn attributes(
         mlx5dv_query_device(raw.as_ptr(), &raw mut found)
     });
     if let Err(error) = asked {
-        tracing::debug!(%error, "failed to query mlx5 attributes; reporting no DC support");
+        rdma_provider::debug!(%error, "failed to query mlx5 attributes; reporting no DC support");
         return None;
     }
     // Older libraries ignore unknown fields and clear their bits in the mask.
@@ -78,7 +78,7 @@ pub(crate) fn attributes(
     match try_both(context, attr) {
         Ok(()) => Some(attr),
         Err(error) => {
-            tracing::debug!(
+            rdma_provider::debug!(
                 %error,
                 "failed to create a DC initiator or target; reporting no DC support"
             );
@@ -96,10 +96,8 @@ const RESET_STREAM: &str = "mlx5dv_dci_stream_id_reset";
 /// Returns `mlx5dv_dci_stream_id_reset`, which old versions of libmlx5 lack.
 fn stream_reset() -> Option<ResetStream> {
     static FUNCTION: OnceLock<Option<ResetStream>> = OnceLock::new();
-    *FUNCTION.get_or_init(|| {
-        // SAFETY: S3: the function has this signature, mlx5dv.h.
-        unsafe { library::function(c"mlx5dv_dci_stream_id_reset") }
-    })
+    // SAFETY: S3: the function has this signature, mlx5dv.h.
+    unsafe { library::cached(&FUNCTION, c"mlx5dv_dci_stream_id_reset") }
 }
 
 /// Resets a stream of a DC initiator.
@@ -142,7 +140,7 @@ unsafe fn can_reset_streams(context: NonNull<ibv_context>) -> bool {
         )
     });
     if let Err(error) = result {
-        tracing::debug!(%error, "failed to query mlx5 capabilities; reporting no DC streams");
+        rdma_provider::debug!(%error, "failed to query mlx5 capabilities; reporting no DC streams");
         return false;
     }
     answer[QPC_EXTENSION.0] & QPC_EXTENSION.1 != 0
@@ -356,7 +354,7 @@ impl contract::Dct for Dct {
 impl Drop for Dct {
     fn drop(&mut self) {
         if let Err(error) = contract::Dct::destroy(self) {
-            tracing::error!(%error, "failed to destroy DC target; leaking it");
+            rdma_provider::error!(%error, "failed to destroy DC target; leaking it");
             self.raw.leak();
         }
     }

@@ -5,7 +5,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 
 use rdma_provider::VerbError;
 use rdma_provider::cm_contract::{self, Admit, CmAnswer, CmEvent, CmEventKind, CmParams, CmRoute};

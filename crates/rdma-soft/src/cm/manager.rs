@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Weak};
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 
 use rdma_provider::cm_contract::{CmAnswer, CmEvent, CmEventKind};
 use rdma_provider::types::{Gid, Mtu, Psn, Qpn, RnrTimer, Transport};
@@ -93,14 +93,14 @@ impl Manager {
     /// Processes a management datagram from `from`. It causes at most one answer.
     pub(crate) fn on_datagram(device: &Arc<DeviceInner>, from: Gid, bytes: &[u8]) {
         let mad = Mad::decode(bytes);
-        tracing::trace!(%from, ?mad, "management datagram received");
+        rdma_provider::trace!(%from, ?mad, "management datagram received");
         match mad {
             // Programs trust the source in a request. Within a process, devices have several
             // addresses.
             Ok(Mad { message: Message::Req(req), .. })
                 if device.network.is_udp() && Gid::from(req.source.ip()) != from =>
             {
-                tracing::debug!(
+                rdma_provider::debug!(
                     device = device.attr().name,
                     %from,
                     source = %req.source,
@@ -116,7 +116,7 @@ impl Manager {
                 });
             }
             Err(error) => {
-                tracing::debug!(
+                rdma_provider::debug!(
                     device = device.attr().name,
                     %from,
                     ?error,

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 
 use rdma_provider::VerbError;
 use rdma_provider::contract::{self, DctInit};
@@ -70,7 +70,11 @@ impl Receiver for TargetSide<'_> {
 
     /// Logs a session's error, which its initiator reports.
     fn event(&mut self, event: AsyncEvent) {
-        tracing::debug!(dct = ?self.dct, ?event, "DC session failed; its initiator reports why");
+        rdma_provider::debug!(
+            dct = ?self.dct,
+            ?event,
+            "DC session failed; its initiator reports why"
+        );
     }
 
     fn failed(&mut self) {}
@@ -149,7 +153,7 @@ impl DctInner {
         let from = state.machine.state();
         let to = attr.state.unwrap_or(from);
         if let Err(error) = check_dct_transition(from, to, attr.mask()) {
-            tracing::debug!(dct = ?self, %error, "refused modification of DC target");
+            rdma_provider::debug!(dct = ?self, %error, "refused modification of DC target");
             return Err(invalid);
         }
         let valid = attr.port.is_none_or(|port| port == PORT)
@@ -170,7 +174,7 @@ impl DctInner {
         config.mtu = attr.path_mtu.unwrap_or(config.mtu);
         config.min_rnr_timer = attr.min_rnr_timer.unwrap_or(config.min_rnr_timer);
         merge(&mut state.attr, attr);
-        tracing::debug!(dct = ?self, ?from, ?to, "DC target changed state");
+        rdma_provider::debug!(dct = ?self, ?from, ?to, "DC target changed state");
         state.machine.set_state(to, &mut TargetSide { dct: self, deferred });
         Ok(())
     }

@@ -46,7 +46,7 @@ impl QpInner {
                 return false;
             };
             let Some(header) = sender.machine.header() else { return false };
-            tracing::trace!(qpn = %self.qpn(), packet = ?outgoing.packet, ?header, "request");
+            rdma_provider::trace!(qpn = %self.qpn(), packet = ?outgoing.packet, ?header, "request");
             let target = self.find_target(sender, outgoing.to);
             let payload = payload_of(&sender.machine, &outgoing, &gather);
             budget.spend(payload.len());
@@ -92,7 +92,7 @@ impl QpInner {
         while let Some((packet, header)) =
             state.machine.next_reply(&key, &there.keys, &mut gather, &mut target_out)
         {
-            tracing::trace!(qpn = %self.qpn(), ?packet, ?header, "reply");
+            rdma_provider::trace!(qpn = %self.qpn(), ?packet, ?header, "reply");
             let payload = Payload::Segments(&gather);
             machine.on_answer((&packet, &header), there.gid, &payload, &here.keys, &mut out);
             if !gather.is_empty() {

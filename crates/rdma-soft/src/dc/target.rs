@@ -122,7 +122,7 @@ impl Target {
             Body::Open { key: claimed, mtu } => {
                 if claimed != self.key {
                     // At debug level: any sender can cause it at any rate.
-                    tracing::debug!(
+                    rdma_provider::debug!(
                         dct = %self.config.qpn,
                         %source,
                         initiator = %header.source,

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::task::Waker;
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 use rustix::fs::{OFlags, fcntl_setfl};
 use rustix::io::{read, retry_on_intr, write};
 use smallvec::SmallVec;
@@ -148,7 +148,7 @@ impl<T> Mailbox<T> {
     fn signal(&self) {
         // One byte never fills the buffer, and `self` owns both ends.
         if let Err(error) = retry_on_intr(|| write(&self.writer, &[1])) {
-            tracing::error!(
+            rdma_provider::error!(
                 fd = ?self.fd(),
                 %error,
                 "failed to signal event descriptor; a waiter may miss events"
@@ -158,7 +158,7 @@ impl<T> Mailbox<T> {
 
     fn unsignal(&self) {
         if let Err(error) = retry_on_intr(|| read(&self.reader, &mut [0; 1])) {
-            tracing::error!(
+            rdma_provider::error!(
                 fd = ?self.fd(),
                 %error,
                 "failed to clear event descriptor; a waiter may spin"

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 
 use rdma_provider::VerbError;
 use rdma_provider::contract;
@@ -373,7 +373,7 @@ impl contract::Cq for Cq {
 
     fn ack(&self, events: u32) {
         let Some((_, subscriber)) = &self.0.channel else {
-            tracing::error!(
+            rdma_provider::error!(
                 cq = self.0.id,
                 events,
                 "acknowledged events of a completion queue without channel; ignoring them"
@@ -383,7 +383,7 @@ impl contract::Cq for Cq {
         let before = subscriber.unacknowledged.fetch_sub(events, Ordering::Relaxed);
         if before < events {
             subscriber.unacknowledged.fetch_add(events - before, Ordering::Relaxed);
-            tracing::error!(
+            rdma_provider::error!(
                 cq = self.0.id,
                 events,
                 given = before,
@@ -401,7 +401,7 @@ impl Drop for Cq {
             // libibverbs would block until they are acknowledged.
             let missing = subscriber.unacknowledged.load(Ordering::Relaxed);
             if missing > 0 {
-                tracing::error!(
+                rdma_provider::error!(
                     cq = self.0.id,
                     missing,
                     "destroyed completion queue with unacknowledged events; libibverbs would block"
@@ -410,7 +410,7 @@ impl Drop for Cq {
         }
         let users = self.0.queue_pairs();
         if !users.is_empty() {
-            tracing::error!(
+            rdma_provider::error!(
                 cq = self.0.id,
                 ?users,
                 "destroyed completion queue before its queue pairs; their completions are lost"

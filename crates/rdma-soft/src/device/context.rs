@@ -42,7 +42,7 @@ impl ContextInner {
     }
 
     pub(crate) fn event(&self, event: AsyncEvent) {
-        tracing::info!(device = self.device.attr.name, ?event, "asynchronous event");
+        rdma_provider::info!(device = self.device.attr.name, ?event, "asynchronous event");
         self.events.push(event);
     }
 }
@@ -344,7 +344,7 @@ impl contract::Mr for Mr {
 impl Drop for Mr {
     fn drop(&mut self) {
         if let Err(error) = contract::Mr::deregister(self) {
-            tracing::error!(
+            rdma_provider::error!(
                 key = self.key,
                 %error,
                 "failed to deregister memory; leaking the registration"
@@ -384,7 +384,7 @@ impl contract::Mw for Mw {
 impl Drop for Mw {
     fn drop(&mut self) {
         if let Err(error) = contract::Mw::deallocate(self) {
-            tracing::error!(
+            rdma_provider::error!(
                 rkey = self.key,
                 %error,
                 "failed to deallocate memory window; leaking it"

@@ -70,7 +70,7 @@ impl Deferred {
                     }
                     Work::Overrun(cq) => {
                         let event = cq.error_event();
-                        tracing::error!(
+                        rdma_provider::error!(
                             ?event,
                             "completion queue overrun; completions lost, failing its queue pairs"
                         );

@@ -24,7 +24,7 @@ use std::fmt;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 
 use rdma_provider::types::{Access, Qpn, Sge};
 

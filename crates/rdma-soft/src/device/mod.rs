@@ -30,7 +30,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
-use parking_lot::{Mutex, RwLock};
+use rdma_provider::locks::{Mutex, RwLock};
 
 pub use self::completion_channel::Channel;
 use self::completion_queue::CqInner;
@@ -302,7 +302,7 @@ impl DeviceInner {
         if self.dead.swap(true, Ordering::AcqRel) {
             return;
         }
-        tracing::error!(device = self.attr.name, "device lost; failing its queue pairs");
+        rdma_provider::error!(device = self.attr.name, "device lost; failing its queue pairs");
         self.linked.store(false, Ordering::Relaxed);
         self.announce(AsyncEvent::DeviceFatal);
         let all: Vec<_> = {

@@ -8,7 +8,7 @@
 
 use std::sync::Arc;
 
-use parking_lot::MutexGuard;
+use rdma_provider::locks::MutexGuard;
 
 use rdma_provider::types::{Access, Data, Gid, Psn, SendWr, Transport};
 
@@ -175,7 +175,7 @@ impl QpInner {
         let pd = machine.config.pd;
         let acknowledged =
             self.deliver((psn, &message), 1, pd, responder, (there, &mut peer_out))?;
-        tracing::trace!(qpn = %self.qpn(), ?psn, length, acknowledged, "message");
+        rdma_provider::trace!(qpn = %self.qpn(), ?psn, length, acknowledged, "message");
         Some(acknowledged)
     }
 
@@ -262,7 +262,7 @@ impl QpInner {
             {
                 let payload = Payload::Segments(&reply_gather);
                 if answers {
-                    tracing::trace!(qpn = %self.qpn(), ?reply, "reply");
+                    rdma_provider::trace!(qpn = %self.qpn(), ?reply, "reply");
                     machine.on_response(&reply, &payload, &here.keys, &mut out);
                 }
                 if !reply_gather.is_empty() {
@@ -281,7 +281,7 @@ impl QpInner {
                 let of_peer = (&**there, &mut peer_out);
                 let done = self.deliver((psn, &message), packets, pd, responder, of_peer);
                 if let Some(acknowledged) = done {
-                    tracing::trace!(qpn = %self.qpn(), ?psn, length, acknowledged, "message");
+                    rdma_provider::trace!(qpn = %self.qpn(), ?psn, length, acknowledged, "message");
                     machine.fast_path_sent(packets, acknowledged, &mut out);
                     budget.spend(length);
                     continue;
@@ -290,7 +290,7 @@ impl QpInner {
             let Some(outgoing) = machine.next_packet(&here.keys, &mut gather, &mut out) else {
                 return false;
             };
-            tracing::trace!(qpn = %self.qpn(), packet = ?outgoing.packet, "request");
+            rdma_provider::trace!(qpn = %self.qpn(), packet = ?outgoing.packet, "request");
             let payload = payload_of(machine, &outgoing, &gather);
             responder.on_request(&outgoing.packet, here.gid, &payload, &there.keys, &mut peer_out);
             budget.spend(payload.len());

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::{array, fmt};
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 use smallvec::SmallVec;
 
 use rdma_provider::VerbError;
@@ -359,7 +359,7 @@ impl QpInner {
             slot.withdraw();
         }
         if sender.machine.state() != QpState::Err {
-            tracing::debug!(
+            rdma_provider::debug!(
                 qpn = %self.qpn,
                 from = ?sender.machine.state(),
                 "queue pair enters the error state"

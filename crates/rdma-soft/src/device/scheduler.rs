@@ -13,7 +13,7 @@ use std::sync::{Arc, Weak};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use rdma_provider::locks::{Condvar, Mutex, MutexGuard, when_none_is_held};
 
 use super::DeviceInner;
 use super::pump::Half;
@@ -235,9 +235,9 @@ impl Scheduler {
         let earliest = state.heap.peek().is_none_or(|first| at < first.at);
         state.heap.push(Entry { at, sequence, job });
         if self.is_virtual() {
-            let driver = state.driver.take();
-            drop(state);
-            driver.into_iter().for_each(Waker::wake);
+            if let Some(driver) = state.driver.take() {
+                when_none_is_held(move || driver.wake());
+            }
             return;
         }
         if !state.thread {
@@ -249,7 +249,7 @@ impl Scheduler {
                 Ok(_) => state.thread = true,
                 // No job runs until a later call starts the thread: the devices only seem slow.
                 Err(error) => {
-                    tracing::error!(
+                    rdma_provider::error!(
                         %error,
                         "failed to start the network's thread; retrying with the next job"
                     )
@@ -324,9 +324,12 @@ impl Scheduler {
     /// Returns the time of the next job. Without one, wakes `driver` when one is scheduled, or one
     /// before it.
     pub(crate) fn next(&self, driver: &Waker) -> Option<u64> {
+        let driver = driver.clone();
         let mut state = self.state.lock();
-        state.driver = Some(driver.clone());
-        state.next()
+        let (before, next) = (state.driver.replace(driver), state.next());
+        drop(state);
+        drop(before);
+        next
     }
 }
 

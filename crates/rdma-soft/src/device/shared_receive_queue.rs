@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 
 use rdma_provider::VerbError;
 use rdma_provider::contract::{self, PostError};

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::task::{Context as TaskContext, Poll, Waker};
 
-use parking_lot::{Mutex, RwLock};
+use rdma_provider::locks::{Mutex, RwLock};
 use std::time::{Duration, Instant};
 
 use rdma_provider::VerbError;
@@ -552,14 +552,14 @@ impl Delivery {
         let (packet, payload) = match packet::unseal(&self.image).and_then(Packet::parse) {
             Ok(parsed) => parsed,
             Err(error) => {
-                tracing::trace!(?error, %source, "packet dropped");
+                rdma_provider::trace!(?error, %source, "packet dropped");
                 if error == WireError::Checksum {
                     network.reject();
                 }
                 return;
             }
         };
-        tracing::trace!(%source, ?packet, "packet arrived");
+        rdma_provider::trace!(%source, ?packet, "packet arrived");
         let mut answer = DeferredAnswer::default();
         NetworkInner::on_packet(&device, source, &packet, payload, &mut answer);
         answer.flush();

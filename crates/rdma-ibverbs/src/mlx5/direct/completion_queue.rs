@@ -13,8 +13,8 @@ use std::mem;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use parking_lot::{Mutex, MutexGuard};
 use rdma_provider::VerbError;
+use rdma_provider::locks::{Mutex, MutexGuard};
 use rdma_provider::types::{Qpn, WcFlags, WcOpcode, WcStatus, WorkCompletion, WrId};
 
 use self::common::Next;
@@ -208,7 +208,7 @@ impl CompletionQueue {
                         Err(bad)
                     };
                     let Err(bad) = expanded else { continue };
-                    tracing::error!(
+                    rdma_provider::error!(
                         cqn = self.setup.number,
                         index,
                         error = %bad,

@@ -13,7 +13,7 @@
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 
 use super::layout::BLOCK;
 

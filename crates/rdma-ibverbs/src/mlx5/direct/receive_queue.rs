@@ -4,9 +4,9 @@ use std::fmt;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-use parking_lot::Mutex;
 use rdma_provider::VerbError;
 use rdma_provider::contract::PostError;
+use rdma_provider::locks::Mutex;
 use rdma_provider::types::{RecvWr, Sge, WrId};
 
 use super::doorbell::Record;

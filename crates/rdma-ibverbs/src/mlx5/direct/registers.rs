@@ -9,8 +9,8 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::sync::atomic::{self, Ordering};
 
-use parking_lot::Mutex;
 use rdma_provider::VerbError;
+use rdma_provider::locks::Mutex;
 use rdma_sys::*;
 
 use super::doorbell::Register;

@@ -6,9 +6,9 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
-use parking_lot::Mutex;
 use rdma_provider::VerbError;
 use rdma_provider::contract::{PlainOp, PlainWr, PostError};
+use rdma_provider::locks::Mutex;
 use rdma_provider::types::{
     Data, DctTarget, SendFlags, SendOp, SendTarget, SendWr, Sge, Transport, UdTarget, WcOpcode,
     WrId,

@@ -7,9 +7,9 @@
 
 use std::fmt;
 
-use parking_lot::Mutex;
 use rdma_provider::VerbError;
 use rdma_provider::contract::PostError;
+use rdma_provider::locks::Mutex;
 use rdma_provider::types::{RecvWr, WrId};
 
 use super::doorbell::Record;

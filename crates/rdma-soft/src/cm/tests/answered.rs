@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 
 use super::*;
 use crate::cm::connection::Connection;

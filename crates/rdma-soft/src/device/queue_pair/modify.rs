@@ -35,7 +35,7 @@ impl QpInner {
             return Err(invalid);
         }
         if let Err(error) = check_transition(self.transport, from, to, attr.mask()) {
-            tracing::debug!(qpn = %self.qpn, %error, "refused modification of queue pair");
+            rdma_provider::debug!(qpn = %self.qpn, %error, "refused modification of queue pair");
             return Err(invalid);
         }
         if !self.values_are_valid(attr) {
@@ -65,7 +65,7 @@ impl QpInner {
             sender.machine.reset_retries();
         }
         if from != to {
-            tracing::debug!(qpn = %self.qpn, ?from, ?to, "queue pair changed state");
+            rdma_provider::debug!(qpn = %self.qpn, ?from, ?to, "queue pair changed state");
             sender.notify_drained = to == QpState::Sqd && attr.notify_drained == Some(true);
             receiver.machine.set_state(to, &mut ReceiveSide { qp: self, deferred });
             sender.machine.set_state(to, &mut SendSide { qp: self, deferred });
@@ -128,7 +128,7 @@ impl QpInner {
         receiver: &mut ReceiverHalf,
         deferred: &Deferred,
     ) {
-        tracing::debug!(qpn = %self.qpn, "reset queue pair");
+        rdma_provider::debug!(qpn = %self.qpn, "reset queue pair");
         self.generation.fetch_add(1, Ordering::Relaxed);
         // The program may reset as soon as it has a completion, but the request was executed: its
         // acknowledgement still goes to the peer.

@@ -11,7 +11,7 @@ use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use parking_lot::{Mutex, RwLock};
+use rdma_provider::locks::{Mutex, RwLock};
 
 use rdma_provider::VerbError;
 
@@ -270,12 +270,17 @@ impl Endpoint {
             if error.raw_os_error() == Some(VerbError::EIO)
                 && self.cuts.swap(false, Ordering::Relaxed)
             {
-                tracing::warn!(
+                rdma_provider::warn!(
                     endpoint = ?self,
                     "failed to send segmented messages; sending packets one by one from now on"
                 );
             }
-            tracing::debug!(endpoint = ?self, %error, lost, "failed to send packets; dropped them");
+            rdma_provider::debug!(
+                endpoint = ?self,
+                %error,
+                lost,
+                "failed to send packets; dropped them"
+            );
         }
         batch.clear();
     }
@@ -295,7 +300,7 @@ impl Endpoint {
             let Some(mut inbox) = self.inbox.try_lock() else { return any };
             let _guard = PanicGuard::new(self);
             if let Err(error) = self.socket.receive(&mut inbox, false) {
-                tracing::debug!(
+                rdma_provider::debug!(
                     endpoint = ?self,
                     %error,
                     "failed to receive packets; leaving them to the device's thread"
@@ -363,7 +368,7 @@ impl Endpoint {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => {
                     if !std::mem::replace(&mut failing, true) {
-                        tracing::warn!(
+                        rdma_provider::warn!(
                             endpoint = ?self,
                             %error,
                             "failed to receive packets; retrying"
@@ -398,7 +403,7 @@ impl Endpoint {
             destination_port: local.port(),
         };
         if !header.verify(covered, u32::from_le_bytes(*check), segment) {
-            tracing::trace!(%source, "packet with a wrong ICRC dropped");
+            rdma_provider::trace!(%source, "packet with a wrong ICRC dropped");
             add(&self.counters.rejected, 1);
             return;
         }
@@ -406,11 +411,11 @@ impl Endpoint {
         let (Some(device), Ok((packet, payload))) =
             (device.filter(|device| device.is_linked()), parsed)
         else {
-            tracing::trace!(%source, ?parsed, "packet dropped");
+            rdma_provider::trace!(%source, ?parsed, "packet dropped");
             add(&self.counters.unwanted, 1);
             return;
         };
-        tracing::trace!(%source, ?packet, "packet arrived");
+        rdma_provider::trace!(%source, ?packet, "packet arrived");
         if !NetworkInner::on_packet(device, Gid::from(ip), &packet, payload, answer) {
             add(&self.counters.unwanted, 1);
         }
@@ -433,7 +438,7 @@ impl<'a> PanicGuard<'a> {
 impl Drop for PanicGuard<'_> {
     fn drop(&mut self) {
         if thread::panicking() && !self.panicking {
-            tracing::error!(
+            rdma_provider::error!(
                 endpoint = ?self.endpoint,
                 "panicked while processing packets; the device is lost"
             );

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use parking_lot::{Mutex, MutexGuard};
+use rdma_provider::locks::{Mutex, MutexGuard};
 
 use super::socket::Inbox;
 

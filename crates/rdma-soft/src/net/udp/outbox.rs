@@ -57,7 +57,7 @@ impl<'a> Outbox<'a> {
         if !device.is_linked() {
             return;
         }
-        tracing::trace!(%to, ?packet, "packet sent");
+        rdma_provider::trace!(%to, ?packet, "packet sent");
         let write = |out: &mut Vec<u8>| packet.emit(length, out, payload);
         let Some(endpoint) = device.endpoint().filter(|_| !device.network.is_faulty()) else {
             let mut image = Vec::with_capacity(64 + length);

@@ -23,7 +23,7 @@ mod epochs;
 use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
 
-use parking_lot::Mutex;
+use rdma_provider::locks::Mutex;
 use smallvec::SmallVec;
 
 use self::epochs::{Epochs, Load};

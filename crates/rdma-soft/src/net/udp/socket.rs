@@ -57,7 +57,7 @@ impl Socket {
             (libc::SOL_SOCKET, libc::SO_SNDBUF, RECEIVE_BUFFER),
         ] {
             if let Err(error) = socket.set(level, option, value) {
-                tracing::debug!(
+                rdma_provider::debug!(
                     %local,
                     level,
                     option,

@@ -179,7 +179,7 @@ impl Requester {
         self.since_ack_request = 0;
         self.counters.sessions += 1;
         if let Some(initiator) = &mut self.initiator {
-            tracing::trace!(
+            rdma_provider::trace!(
                 qpn = %self.config.qpn,
                 target = %to.qpn,
                 gid = %to.gid,

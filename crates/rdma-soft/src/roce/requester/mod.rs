@@ -639,7 +639,11 @@ impl Requester {
     /// Fails the oldest work request, then flushes the queue.
     #[cold]
     fn fail(&mut self, status: WcStatus, out: &mut impl SendCompletions) {
-        tracing::warn!(qpn = %self.config.qpn, %status, "work request failed; flushing send queue");
+        rdma_provider::warn!(
+            qpn = %self.config.qpn,
+            %status,
+            "work request failed; flushing send queue"
+        );
         if let Some(head) = self.queue.front() {
             let completion = head.completion(status, self.config.qpn);
             let position = head.position;
@@ -662,7 +666,7 @@ impl Requester {
             out.complete(position, &completion);
         }
         if flushed > 0 {
-            tracing::debug!(qpn = %self.config.qpn, flushed, "flushed send queue");
+            rdma_provider::debug!(qpn = %self.config.qpn, flushed, "flushed send queue");
         }
         self.state = state;
         (self.cursor, self.cursor_packet) = (0, 0);

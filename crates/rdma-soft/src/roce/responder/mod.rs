@@ -484,7 +484,7 @@ impl Responder {
     /// Refuses a request: NAK, failed receive or event, and ERR.
     #[cold]
     fn refuse(&mut self, psn: Psn, refusal: Refusal, out: &mut impl Receiver) {
-        tracing::warn!(
+        rdma_provider::warn!(
             qpn = %self.config.qpn,
             nak = ?refusal.nak,
             status = %refusal.status,
@@ -523,7 +523,7 @@ impl Responder {
             out.complete(position, &self.completion(wr_id, WcStatus::WR_FLUSH_ERR), false);
         }
         if flushed > 0 {
-            tracing::debug!(qpn = %self.config.qpn, flushed, "flushed receive queue");
+            rdma_provider::debug!(qpn = %self.config.qpn, flushed, "flushed receive queue");
         }
         if self.config.shared && !self.last_wqe_reported {
             self.last_wqe_reported = true;
