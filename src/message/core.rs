@@ -82,8 +82,9 @@ pub(super) struct Core {
     pub(super) inbox: Inbox,
     /// Frames in flight; after termination, an `Abort` that the driver awaits.
     pub(super) sends: VecDeque<Sent>,
-    /// Bytes of a stream that wait for the frames before them; see `writing.rs`.
-    pub(super) held: Option<Held>,
+    /// Bytes of a stream that wait for credits or for the frames before them; see `writing.rs`. All
+    /// buffers but the last one are full.
+    pub(super) held: VecDeque<Held>,
     /// Frames removed from `sends`.
     pub(super) reaped: u64,
     /// Frames in `sends` with a buffer of the service.
@@ -123,6 +124,8 @@ pub(super) struct Limits {
     pub(super) frame: usize,
     /// Maximum of `frame` that this side's settings permit.
     pub(super) own_frame: usize,
+    /// Longest buffer of held bytes while the peer has its first receives.
+    pub(super) held: usize,
     /// Buffers are registered with use.
     pub(super) is_elastic: bool,
     /// Configured maximum of `eager`.
@@ -156,6 +159,7 @@ impl Core {
             frames: max_frames(config.receives()),
             frame: 0,
             own_frame: config.receive_buffer_size as usize,
+            held: 0,
             is_elastic: config.is_elastic(),
             own_eager: config.max_eager as usize,
             peer_receives: 0,
@@ -185,7 +189,7 @@ impl Core {
             receives: Receives::new(receive_pool, config),
             inbox: Inbox::default(),
             sends: VecDeque::new(),
-            held: None,
+            held: VecDeque::new(),
             lent: 0,
             reaped: 0,
             offers: VecDeque::new(),
@@ -216,7 +220,7 @@ impl Core {
         self.limits.peer_size = peer.buffer_size;
         self.limits.send = peer.max_message;
         self.sizes = Sizes::new(size);
-        self.set_frame(size);
+        self.renew_send_memory();
     }
 
     /// Does all work that is possible now, for a task. Operations wake `driver`.
@@ -465,8 +469,10 @@ impl Core {
     /// Removes completed frames if something waits for them, or at least [`REAPED`] are in flight:
     /// a poll of the send queue then finds several completions.
     fn reap_some(&mut self) {
-        let awaited =
-            self.lent > 0 || self.held.is_some() || self.mark.is_some() || !self.senders.is_empty();
+        let awaited = self.lent > 0
+            || !self.held.is_empty()
+            || self.mark.is_some()
+            || !self.senders.is_empty();
         if awaited || self.sends.len() >= REAPED {
             self.reap();
         }
@@ -520,7 +526,7 @@ impl Core {
             let owed = self.protocol.flow.owes_credits();
             let sends = &self.sends;
             let may_skip = || sends.len() < SKIPS.max(sends.capacity());
-            let next = self.protocol.next_frame(self.held.is_none(), may_skip);
+            let next = self.protocol.next_frame(self.held.is_empty(), may_skip);
             let Some((header, resize)) = next else { return };
             if header.kind == Kind::Ack {
                 self.counters.acks += 1;
@@ -589,7 +595,7 @@ impl Core {
         let last = self.sends.len().checked_sub(1)?;
         // Without a posted receive, only a send reports that the queue pair has failed.
         let is_last = self.protocol.flow.is_over() || self.receives.posted.is_empty();
-        if is_last || self.held.is_some() || self.protocol.flow.skips() {
+        if is_last || !self.held.is_empty() || self.protocol.flow.skips() {
             return Some(last);
         }
         if let Some(mark) = self.mark.and_then(|mark| mark.frames.checked_sub(self.reaped + 1)) {
@@ -627,7 +633,7 @@ impl Core {
     fn is_unblocked(&self) -> bool {
         match self.blocked {
             // Held bytes are still sent after `shutdown`.
-            Block::Held => self.held.is_none() || self.close_reason().is_some(),
+            Block::Held => self.held.is_empty() || self.close_reason().is_some(),
             _ if self.protocol.phase().check_open().is_err() => true,
             Block::Credits { frames } => self.protocol.flow.may_send_message(frames),
             Block::Buffers { frames } => self.send_memory.has(frames),

@@ -149,7 +149,7 @@ impl Core {
             self.counters.discarded += lost.iter().filter(is_readable).count() as u64;
         }
         self.after.drop(Dropped::Sends(std::mem::take(&mut self.sends)));
-        self.held = None;
+        self.held.clear();
         self.lent = 0;
         self.after.drop(Dropped::Lost(lost));
         self.sends.extend(abort);

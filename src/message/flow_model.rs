@@ -6,7 +6,7 @@
 //! - posted receives and frames in flight
 //! - queue pairs that fail or close, and a network that is cut
 //! - services that send, notify, receive, finish, close, abort and drop at any time
-//! - short writes of streams that are held while frames are in flight
+//! - writes of streams that are held while frames are in flight, or without a credit
 //! - sides that post more receives, or have the peer skip some
 //!
 //! Frames are acknowledged on arrival. A later acknowledgement differs only if it is lost with the
@@ -76,7 +76,7 @@ fn key(world: &World) -> u64 {
         key.add(side.protocol.flow.shape());
         key.add([side.data, side.offers, side.pings, side.inbox, side.reading].map(u32::from));
         key.add([side.notices, side.noticed].map(u32::from));
-        key.add([side.stream, side.held].map(u32::from));
+        key.add([side.stream.into(), side.held.into()]);
         key.add([side.posted, side.changes.len() as u32]);
         key.add(side.calls.map(u32::from));
         for frame in &peer.wire.frames[..peer.wire.len] {

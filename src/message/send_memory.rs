@@ -2,7 +2,7 @@
 
 use super::budget::Share;
 use super::config::ConnectionConfig;
-use super::core::Core;
+use super::core::{Core, Limits};
 use super::error::MessageError;
 use super::outbound::{Attempt, Block};
 use super::window::FIRST_SIZE;
@@ -57,6 +57,11 @@ impl SendMemory {
     /// Returns true if buffers are registered that are not needed when idle.
     pub(super) fn is_grown(&self) -> bool {
         self.is_elastic && self.pool.is_some()
+    }
+
+    /// Returns a free buffer of whichever length.
+    fn take_whole(&self) -> Option<BufMut> {
+        self.pool.as_ref().and_then(|pool| pool.try_alloc(pool.buffer_size()).ok())
     }
 
     #[inline]
@@ -120,10 +125,31 @@ impl Core {
         }
     }
 
+    /// Returns a registered buffer for bytes that wait for a credit. Short first receives of the
+    /// peer do not limit how much is held: once the short buffers are used up, longer ones replace
+    /// them, of which half are left for frames.
+    pub(super) fn held_buffer(&mut self) -> Attempt<BufMut> {
+        if !self.send_memory.has_free(1) {
+            self.reap();
+        }
+        let Limits { frame, held, .. } = self.limits;
+        let frames = if held > frame { self.send_memory.most() / 2 + 1 } else { 1 };
+        if !self.send_memory.has(frames) {
+            return Ok(Err(Block::Buffers { frames }));
+        }
+        if let Some(buffer) = self.send_memory.take_whole() {
+            return Ok(Ok(buffer));
+        }
+        let len = if self.send_memory.memory() > 0 { frame.max(held) } else { frame };
+        self.drop_shorter_send_memory(len);
+        self.grow_send_memory(len, frames)
+    }
+
     #[cold]
     fn grow_send_memory(&mut self, len: usize, frames: usize) -> Attempt<BufMut> {
         let (pd, frame) = (self.qp.protection_domain(), self.limits.frame);
-        let grown = self.send_memory.grow(pd, frame, &mut self.share);
+        let size = frame.max(len);
+        let grown = self.send_memory.grow(pd, size, &mut self.share);
         match grown {
             Ok(true) => {
                 // The driver deregisters them when the connection is idle.
@@ -134,13 +160,14 @@ impl Core {
             Err(error) => {
                 self.note_failed_growth(&error);
                 let total = self.send_memory.pool.as_ref().map_or(0, Pool::total);
-                if total == 0 && frame <= FIRST_SIZE as usize {
+                if total == 0 && size <= FIRST_SIZE as usize {
                     return Err(MessageError::Register(error));
                 }
                 // The next attempt sends shorter frames, or offers a message of too many.
                 if total > 0 {
                     self.send_memory.most = total;
                 }
+                self.limits.held = frame.min(FIRST_SIZE as usize);
                 self.set_frame(if total > 0 { frame as u32 } else { FIRST_SIZE });
                 Ok(Err(Block::Buffers { frames: frames.min(total.max(1)) }))
             }
@@ -158,6 +185,7 @@ impl Core {
     /// registration.
     pub(super) fn renew_send_memory(&mut self) {
         self.send_memory.renew();
+        self.limits.held = self.limits.own_frame.min(self.limits.peer_size as usize);
         self.sizes.settle(self.protocol.flow.next_receive());
         self.set_frame(self.sizes.last());
     }
@@ -170,8 +198,15 @@ impl Core {
         let frames = (self.protocol.flow.max_frames() as usize).min(self.send_memory.most());
         limits.frame = frame;
         limits.eager = frame.max(limits.own_eager.min(frame.saturating_mul(frames)));
+        if frame > FIRST_SIZE as usize {
+            limits.held = frame;
+        }
         // Longer ones stay until the side is idle: the peer may alternate.
-        let other = self.send_memory.take_if(&mut self.share, |pool| pool.buffer_size() < frame);
+        self.drop_shorter_send_memory(frame);
+    }
+
+    fn drop_shorter_send_memory(&mut self, len: usize) {
+        let other = self.send_memory.take_if(&mut self.share, |pool| pool.buffer_size() < len);
         self.after.drop_pool(other);
     }
 }

@@ -32,6 +32,8 @@ trait Stream: AsyncRead + AsyncWrite + Unpin + Send + Sized + 'static {
 
     /// Ends both directions without delivering the end.
     fn reset(self);
+
+    fn set_nodelay(&self, nodelay: bool);
 }
 
 impl Stream for TcpStream {
@@ -57,6 +59,10 @@ impl Stream for TcpStream {
     fn reset(self) {
         self.set_linger(Some(std::time::Duration::ZERO)).unwrap();
     }
+
+    fn set_nodelay(&self, nodelay: bool) {
+        self.set_nodelay(nodelay).unwrap();
+    }
 }
 
 impl Stream for RdmaStream {
@@ -81,6 +87,10 @@ impl Stream for RdmaStream {
 
     fn reset(self) {
         self.abort();
+    }
+
+    fn set_nodelay(&self, nodelay: bool) {
+        self.set_nodelay(nodelay).unwrap();
     }
 }
 
@@ -112,6 +122,7 @@ cases![
     dropped_reads_lose_no_bytes,
     dropped_writes_have_written_nothing,
     writer_waits_for_a_slow_reader_and_is_woken,
+    many_short_requests_are_written_before_the_answers_are_read,
     shutdown_may_be_repeated_and_leaves_the_other_direction_open,
     write_after_shutdown_is_a_broken_pipe,
     dropped_stream_ends_after_its_bytes,
@@ -318,6 +329,33 @@ async fn writer_waits_for_a_slow_reader_and_is_woken<S: Stream>() {
     let mut rest = Vec::new();
     let (_, ()) = tokio::join!(two.read_to_end(&mut rest), writing);
     assert_eq!(rest.len(), written + memory.len());
+}
+
+async fn many_short_requests_are_written_before_the_answers_are_read<S: Stream>() {
+    const REQUESTS: usize = 3000;
+    for (nodelay, flushes) in [(false, false), (false, true), (true, false)] {
+        let [mut client, mut server] = S::pair().await;
+        for stream in [&client, &server] {
+            stream.set_nodelay(nodelay);
+        }
+        let serving = tokio::spawn(async move {
+            let mut request = [0; 8];
+            while server.read_exact(&mut request).await.is_ok() {
+                server.write_all(&request).await.unwrap();
+            }
+        });
+        for number in 0..REQUESTS {
+            client.write_all(&number.to_be_bytes()).await.unwrap();
+            if flushes {
+                client.flush().await.unwrap();
+            }
+        }
+        for number in 0..REQUESTS {
+            assert_eq!(client.read_u64().await.unwrap(), number as u64);
+        }
+        drop(client);
+        serving.await.unwrap();
+    }
 }
 
 async fn shutdown_may_be_repeated_and_leaves_the_other_direction_open<S: Stream>() {

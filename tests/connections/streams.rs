@@ -16,7 +16,7 @@ use crate::torture::{
 use bytes::Bytes;
 use futures::FutureExt;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt};
-use tokio_rdma::message::{Content, Handshake, RefusalReason, Violation};
+use tokio_rdma::message::{BufferBudget, Content, Handshake, RefusalReason, Violation};
 use tokio_rdma::software::Network;
 use tokio_rdma::stream::{OwnedReadHalf, OwnedWriteHalf};
 use tokio_rdma::types::{Imm, Rkey};
@@ -58,6 +58,51 @@ fn lent_buffers_of_a_stream_return_although_nothing_else_happens() {
                 assert_eq!(read, [7; 900]);
             }
         }
+    });
+}
+
+#[test]
+fn writes_of_any_length_fill_the_send_buffers_of_a_stream_without_a_reader() {
+    const HELD: usize = 512 << 10;
+    run("writes without a reader", || async {
+        for (len, nodelay) in [(7, false), (7, true), (384, true), (5000, false), (65_536, true)] {
+            let budget = BufferBudget::new(16 << 20);
+            let config = ConnectionConfig::for_streams().budget(&budget);
+            let [mut ours, mut theirs] = streams(&config).await;
+            ours.set_nodelay(nodelay).unwrap();
+            let bytes = pattern(HELD.next_multiple_of(len), 3);
+            for piece in bytes.chunks(len) {
+                soon("write", ours.write_all(piece)).await.unwrap();
+            }
+            assert!(budget.counters().used < 4 << 20, "{:?}", budget.counters());
+            soon("flush", ours.flush()).await.unwrap();
+            soon("shutdown", ours.shutdown()).await.unwrap();
+            let mut received = Vec::new();
+            soon("read", theirs.read_to_end(&mut received)).await.unwrap();
+            assert!(received == bytes, "{len} bytes each, nodelay {nodelay}");
+        }
+    });
+}
+
+#[test]
+fn writes_fill_half_of_the_send_buffers_while_the_peer_has_its_first_receives() {
+    run("first receives", || async {
+        let network = Network::new();
+        let [mut ours, mut theirs] = streams_in(&network, &ConnectionConfig::for_streams()).await;
+        let bytes = pattern(256 << 10, 3);
+        let mut written = 0;
+        // Nothing else runs meanwhile, so the peer's receives stay the first ones.
+        while let Some(more) = ours.write(&bytes[written..]).now_or_never() {
+            written += more.unwrap();
+            if written == bytes.len() {
+                break;
+            }
+        }
+        assert_eq!(written, bytes.len());
+        soon("shutdown", ours.shutdown()).await.unwrap();
+        let mut received = Vec::new();
+        soon("read", theirs.read_to_end(&mut received)).await.unwrap();
+        assert!(received == bytes);
     });
 }
 

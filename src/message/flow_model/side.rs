@@ -75,8 +75,8 @@ pub(super) struct Side {
     pub(super) frames: u8,
     /// The connection carries bytes: short writes may be held, and a drop sends them.
     pub(super) stream: bool,
-    /// Bytes are held.
-    pub(super) held: bool,
+    /// Frames of held bytes; all but the last one are full.
+    pub(super) held: u8,
     /// Messages, or writes of a stream, notifications and pings still to be sent.
     pub(super) data: u8,
     pub(super) offers: u8,
@@ -113,7 +113,7 @@ impl Side {
             protocol,
             frames: 1,
             stream: false,
-            held: false,
+            held: 0,
             data,
             offers,
             notices: 0,
@@ -149,12 +149,12 @@ impl Side {
 
     /// Returns true if a write is held now.
     pub(super) fn may_hold(&self) -> bool {
-        self.stream && (self.held || !self.is_flushed() && self.may_send(Kind::Data))
+        self.stream && (self.held > 0 || !self.is_flushed() || !self.may_send(Kind::Data))
     }
 
-    /// Sends held bytes.
+    /// Sends a frame of held bytes.
     pub(super) fn send_held(&mut self) {
-        self.held = false;
+        self.held -= 1;
         self.send(Kind::Data);
     }
 

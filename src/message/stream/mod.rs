@@ -74,7 +74,10 @@ use crate::verbs::{Device, ProtectionDomain};
 ///
 /// A write returns when the bytes are in registered memory of this side, as with TCP. The first
 /// short write is sent at once; those that follow while it is in flight are combined
-/// ([`set_nodelay`](Self::set_nodelay) disables that). If the peer does not read, writes wait.
+/// ([`set_nodelay`](Self::set_nodelay) disables that). If the peer does not read, writes of any
+/// length fill its receives and then the [send buffers](ConnectionConfig::send_buffers) of this
+/// side, 512 KiB with the settings of [`ConnectionConfig::for_streams`], and then wait. `flush`
+/// sends what was combined so far, and does not wait for the peer.
 ///
 /// # Closing
 ///

@@ -159,9 +159,13 @@ impl AsyncWrite for OwnedWriteHalf {
         true
     }
 
-    /// Sends bytes that wait to be combined with later ones.
-    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.poll(context, |core, ticket, driver, caller| core.poll_push(ticket, driver, caller))
+    /// Sends bytes that wait to be combined with later ones. Like `TcpStream`'s, it does not wait
+    /// for a peer that does not read: the rest is sent as the peer reads.
+    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        within_budget(context, |_| {
+            self.handle.shared.with(|core, driver| core.push(driver));
+            Poll::Ready(Ok(()))
+        })
     }
 
     /// Ends this direction after the bytes written. Does not wait for the peer. Succeeds on a

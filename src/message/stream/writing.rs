@@ -1,15 +1,16 @@
 //! Writing: the frames that bytes become.
 //!
 //! A write becomes frames of up to the peer's buffer size, which are sent at once, as far as the
-//! peer has credits. The exception are bytes that do not fill a frame while earlier frames are in
-//! flight: they are held, and later writes are appended. Held bytes are sent when
+//! peer has credits. The rest is held, and later writes are appended, until no send buffer is free.
+//! Bytes that do not fill a frame while earlier frames are in flight are held, too, even with
+//! credits. Held bytes are sent when the peer has a credit and
 //!
 //! - they fill a frame,
 //! - all earlier frames are acknowledged, or
 //! - the service flushes, shuts down or drops its half.
 //!
 //! So the first short write is never delayed, and a stream of short writes costs one frame per
-//! round trip.
+//! round trip. If the peer does not read, writes of any length fill the send buffers.
 
 use std::io::IoSlice;
 use std::task::{Poll, Waker};
@@ -28,35 +29,36 @@ use crate::waiters::{Caller, Ticket};
 /// The longest piece of memory that the peer reads at once: its longest pooled buffer.
 const PIECE: usize = 1 << 20;
 
-/// Bytes that wait for the frames before them.
+/// Bytes that wait for a credit, or for the frames before them.
 #[derive(Debug)]
 pub(in crate::message) struct Held {
-    /// A buffer with the length of a frame.
     buffer: BufMut,
-    len: usize,
+    /// The bytes of the buffer that are sent, and that are written.
+    sent: usize,
+    written: usize,
 }
 
 impl Held {
     #[cfg(all(test, not(loom)))]
-    pub(super) fn new(buffer: BufMut, len: usize) -> Self {
-        Self { buffer, len }
+    pub(super) fn new(buffer: BufMut, written: usize) -> Self {
+        Self { buffer, sent: 0, written }
     }
 
-    #[cfg(all(test, not(loom)))]
     pub(super) fn len(&self) -> usize {
-        self.len
+        self.written - self.sent
     }
 
     fn is_full(&self) -> bool {
-        self.len == self.buffer.len()
+        self.written == self.buffer.len()
     }
 
     fn append(&mut self, bytes: &mut Unwritten<'_>) {
-        self.len += bytes.fill(&mut self.buffer[self.len..]);
+        self.written += bytes.fill(&mut self.buffer[self.written..]);
     }
 
     fn into_buffer(mut self) -> BufMut {
-        self.buffer.truncate(self.len);
+        self.buffer.copy_within(self.sent..self.written, 0);
+        self.buffer.truncate(self.len());
         self.buffer
     }
 }
@@ -83,8 +85,7 @@ impl<'a> Unwritten<'a> {
 }
 
 impl Core {
-    /// Writes as many bytes as credits and buffers allow, up to some [`COPIED`]. Waits if that is
-    /// none.
+    /// Writes as many bytes as buffers allow, up to some [`COPIED`]. Waits if that is none.
     pub(super) fn poll_write(
         &mut self,
         slices: &[IoSlice<'_>],
@@ -143,18 +144,11 @@ impl Core {
         self.poll_written(lend, ticket, driver, caller)
     }
 
-    /// Sends held bytes.
-    pub(super) fn poll_push(
-        &mut self,
-        ticket: &mut Option<Ticket>,
-        driver: &Waker,
-        caller: &mut Caller<'_>,
-    ) -> Poll<Result<(), MessageError>> {
-        if self.send_held_now() {
-            // A write that waits keeps its position.
-            return Poll::Ready(Ok(()));
+    /// Sends held bytes as far as the peer has credits.
+    pub(super) fn push(&mut self, driver: &Waker) {
+        if !self.send_held_now() {
+            self.progress(driver);
         }
-        self.poll_written(|core| core.push(), ticket, driver, caller)
     }
 
     /// Waits for `write` like a sender.
@@ -166,8 +160,8 @@ impl Core {
         caller: &mut Caller<'_>,
     ) -> Poll<Result<T, MessageError>> {
         let written = self.poll_unblocked(write, ticket, driver, caller);
-        if written.is_ready() && self.held.is_some() {
-            // Registers the driver with the last frame.
+        if written.is_ready() && !self.held.is_empty() {
+            // Registers the driver with the last frame, and takes credits that have arrived.
             self.progress(driver);
         }
         written
@@ -180,7 +174,7 @@ impl Core {
         if len == 0 {
             return Ok(Ok(0));
         }
-        if let Some(held) = &mut self.held {
+        if let Some(held) = self.held.back_mut() {
             held.append(&mut bytes);
             if held.is_full() {
                 self.send_held();
@@ -188,10 +182,7 @@ impl Core {
         }
         let mut block = None;
         while bytes.len > 0 && len - bytes.len < COPIED && block.is_none() {
-            block = match self.held {
-                None => self.write_frame(&mut bytes)?.err(),
-                Some(_) => Some(Block::Credits { frames: 1 }),
-            };
+            block = self.write_frame(&mut bytes)?.err();
         }
         let written = len - bytes.len;
         match block {
@@ -203,10 +194,10 @@ impl Core {
         }
     }
 
-    /// Sends or holds one frame of `bytes`.
+    /// Sends or holds one frame of `bytes`. If bytes are held, their buffers are full.
     fn write_frame(&mut self, bytes: &mut Unwritten<'_>) -> Attempt<()> {
-        if !self.protocol.flow.may_send(Kind::Data) {
-            return Ok(Err(Block::Credits { frames: 1 }));
+        if !self.held.is_empty() || !self.protocol.flow.may_send(Kind::Data) {
+            return Ok(self.held_buffer()?.map(|buffer| self.hold(buffer, bytes)));
         }
         let frame = self.frame_len(0);
         let hold = bytes.len < frame && !self.nodelay && self.has_unacknowledged();
@@ -225,13 +216,19 @@ impl Core {
             Ok(buffer) => buffer,
             Err(block) => return Ok(Err(block)),
         };
-        let filled = bytes.fill(&mut buffer);
         if hold {
-            self.held = Some(Held { buffer, len: filled });
+            self.hold(buffer, bytes);
         } else {
+            bytes.fill(&mut buffer);
             self.send_copied(Kind::Data, buffer);
         }
         Ok(Ok(()))
+    }
+
+    fn hold(&mut self, buffer: BufMut, bytes: &mut Unwritten<'_>) {
+        let mut held = Held { buffer, sent: 0, written: 0 };
+        held.append(bytes);
+        self.held.push_back(held);
     }
 
     /// Returns true if the peer has not acknowledged all frames, by its device or by credits.
@@ -247,53 +244,50 @@ impl Core {
 
     /// Sends held bytes if they wait no longer for other frames, and a credit is free.
     pub(in crate::message) fn send_held(&mut self) {
-        let Some(held) = &self.held else { return };
-        let finishes = self.protocol.phase().check_open().is_err();
-        if held.is_full() || self.nodelay || finishes || self.sends.is_empty() {
-            self.send_held_now();
-        }
-    }
-
-    /// Sends held bytes if a credit is free. Returns true if none are left.
-    fn send_held_now(&mut self) -> bool {
-        while self.protocol.flow.may_send(Kind::Data)
-            && let Some(mut held) = self.held.take()
-        {
-            let frame = self.frame_len(0);
-            if held.len <= frame {
-                self.send_copied(Kind::Data, held.into_buffer());
-                break;
+        while let Some(first) = self.held.front() {
+            let (len, is_full) = (first.len(), first.is_full() || self.held.len() > 1);
+            let finishes = self.protocol.phase().check_open().is_err();
+            let is_due = is_full || self.nodelay || finishes || self.sends.is_empty();
+            if !(is_due || len >= self.frame_len(0)) || !self.send_first_held() {
+                return;
             }
-            // The peer's receives have become shorter since.
-            let len = match self.send_buffer(frame, 1) {
-                Ok(Ok(mut part)) => {
-                    part.copy_from_slice(&held.buffer[..frame]);
-                    self.send_copied(Kind::Data, part);
-                    frame
-                }
-                // As much as needs no buffer.
-                Ok(Err(_)) | Err(_) => {
-                    let len = frame.min(self.limits.inline);
-                    let header = self.protocol.flow.send(Kind::Data);
-                    self.send_short(header, &held.buffer[..len]);
-                    len
-                }
-            };
-            held.buffer.copy_within(len..held.len, 0);
-            held.len -= len;
-            self.held = Some(held);
         }
-        self.held.is_none()
     }
 
-    fn push(&mut self) -> Attempt<()> {
-        if self.send_held_now() {
-            return Ok(Ok(()));
+    /// Sends held bytes as far as credits are free. Returns true if none are left.
+    fn send_held_now(&mut self) -> bool {
+        while self.send_first_held() {}
+        self.held.is_empty()
+    }
+
+    /// Sends a frame of held bytes. Returns false if there are none, or no credit is free.
+    fn send_first_held(&mut self) -> bool {
+        if !self.protocol.flow.may_send(Kind::Data) {
+            return false;
         }
-        match self.close_reason() {
-            Some(reason) => Err(reason.into()),
-            None => Ok(Err(Block::Held)),
+        let Some(mut held) = self.held.pop_front() else { return false };
+        let frame = self.frame_len(0);
+        if held.len() <= frame {
+            self.send_copied(Kind::Data, held.into_buffer());
+            return true;
         }
+        // The peer's receives are shorter.
+        held.sent += match self.send_buffer(frame, 1) {
+            Ok(Ok(mut part)) => {
+                part.copy_from_slice(&held.buffer[held.sent..][..frame]);
+                self.send_copied(Kind::Data, part);
+                frame
+            }
+            // As much as needs no buffer.
+            Ok(Err(_)) | Err(_) => {
+                let len = frame.min(self.limits.inline);
+                let header = self.protocol.flow.send(Kind::Data);
+                self.send_short(header, &held.buffer[held.sent..][..len]);
+                len
+            }
+        };
+        self.held.push_front(held);
+        true
     }
 
     /// Sends a message of `len` bytes after the held ones.
