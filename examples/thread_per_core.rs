@@ -129,7 +129,7 @@ fn run(options: &Options) -> Result<(), Failure> {
     let device = Device::open_default_or_software()?;
     let address = (device.default_path()?.1.gid.to_ip(), 0);
     let runtime = Builder::new_current_thread().enable_all().build()?;
-    let listener = runtime.block_on(Listener::bind_with(&device, address, &config()))?;
+    let listener = runtime.block_on(Listener::bind_with(&device, address, &config().backlog(0)))?;
     let address = listener.local_addr();
     let shards = (0..options.cores).map(|core| start(core, &device, options));
     let shards = shards.collect::<Result<Vec<_>, _>>()?;

@@ -13,7 +13,7 @@ use tokio::net::ToSocketAddrs;
 
 use crate::coop::within_budget;
 use crate::dispatch::CmId;
-use crate::error::{LimitError, SetupError, VerbError};
+use crate::error::{LimitError, NoRuntime, SetupError, VerbError};
 use crate::op::{QueuePair, QueuePairBuilder};
 use crate::types::{Gid, PortNum, Qpn};
 use crate::verbs::Device;
@@ -56,9 +56,11 @@ use crate::clock::{self, Sleep};
 ///
 /// See each method.
 pub struct Listener {
-    endpoint: Endpoint,
+    /// `None` once it was [stopped](Self::stop).
+    bound: Mutex<Option<(Endpoint, AddressEntry)>>,
+    router: Arc<Router>,
+    inbox: Arc<Inbox>,
     address: SocketAddr,
-    _entry: AddressEntry,
 }
 
 impl Listener {
@@ -136,7 +138,8 @@ impl Listener {
         let address = bound.unwrap_or(address);
         let entry = AddressEntry::new(router, address);
         rdma_provider::debug!(%address, backlog, device = router.device().name(), "listening");
-        Ok(Self { endpoint, address, _entry: entry })
+        let (router, inbox) = (router.clone(), endpoint.inbox().clone());
+        Ok(Self { bound: Mutex::new(Some((endpoint, entry))), router, inbox, address })
     }
 
     /// Returns the listening address, with the actual port.
@@ -160,11 +163,10 @@ impl Listener {
     ///
     /// Dropping the future loses no request.
     pub async fn accept(&self) -> Result<ConnectionRequest, ConnectError> {
-        self.endpoint.watch()?;
-        let router = self.endpoint.router();
+        self.router.watch()?;
         loop {
             let Pending { endpoint, peer, .. } = self.next().await?;
-            let (device, address) = (router.device(), endpoint.peer_addr());
+            let (device, address) = (self.router.device(), endpoint.peer_addr());
             let Some(route) = endpoint.route().filter(|route| route.device == device.name()) else {
                 rdma_provider::warn!(
                     ?address,
@@ -195,7 +197,25 @@ impl Listener {
     /// Lets the provider answer requests as `admit` decides; returns false if it cannot. Each
     /// request then arrives already confirmed by its peer, and accepting it sends no message.
     pub(crate) fn answer(&self, admit: Arc<dyn Admit>) -> Result<bool, ConnectError> {
-        self.endpoint.call(|id| Ok(id.answer(admit)))
+        let bound = self.bound.lock();
+        let answers = |(endpoint, _): &(Endpoint, _)| endpoint.call(|id| Ok(id.answer(admit)));
+        bound.as_ref().map_or(Ok(false), answers)
+    }
+
+    /// Ensures that the current runtime watches for events.
+    pub(crate) fn watch(&self) -> Result<(), NoRuntime> {
+        self.router.watch()
+    }
+
+    /// Releases the address and rejects the requests that were not accepted, like a drop, while
+    /// futures of [`accept`](Self::accept) exist. These never complete.
+    pub(crate) fn stop(&self) {
+        let bound = self.bound.lock().take();
+        drop(bound);
+        if let Some(incoming) = &self.inbox.incoming {
+            let rejected = std::mem::take(&mut *incoming.queue.lock());
+            drop(rejected);
+        }
     }
 
     /// Returns the answer that [`answer`](Self::answer) sends to peers accepted with `options`.
@@ -208,21 +228,21 @@ impl Listener {
     }
 
     pub(crate) fn waiting(&self) -> PendingRequests {
-        PendingRequests(Arc::downgrade(self.endpoint.inbox()))
+        PendingRequests(Arc::downgrade(&self.inbox))
     }
 
     #[cfg(all(test, not(loom)))]
     pub(super) fn device(&self) -> &Device {
-        self.endpoint.router().device()
+        self.router.device()
     }
 
     #[cfg(all(test, not(loom)))]
     pub(super) fn inbox(&self) -> &Inbox {
-        self.endpoint.inbox()
+        &self.inbox
     }
 
     async fn next(&self) -> Result<Pending, ConnectError> {
-        let inbox = self.endpoint.inbox();
+        let inbox = &self.inbox;
         let Some(incoming) = &inbox.incoming else {
             unreachable!("a listener's inbox holds incoming requests")
         };
@@ -242,7 +262,7 @@ impl Listener {
             match polled {
                 // Checked on each poll: the task may have moved from a runtime that has shut down.
                 Poll::Pending => self
-                    .endpoint
+                    .router
                     .watch()
                     .map_or_else(|missing| Poll::Ready(Err(missing.into())), |()| Poll::Pending),
                 ready => ready,

@@ -94,9 +94,10 @@ impl fmt::Display for RefusalReason {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ListenerStats {
-    /// Accepted connections that a side has not closed, or that the service holds.
+    /// Established connections that a side has not closed, or that the service holds, also those
+    /// that wait for [`accept`](super::Listener::accept).
     pub open: u32,
-    /// Accepted connections.
+    /// Established connections.
     pub accepted: u64,
     /// Peers refused with [`RefusalReason::ListenerFull`].
     pub refused_full: u64,
@@ -109,7 +110,7 @@ pub struct ListenerStats {
     /// Handshakes evicted before their peer confirmed; see
     /// [`handshakes`](super::ConnectionConfig::handshakes).
     pub evicted: u64,
-    /// Peers that disconnected or did not confirm before they were accepted.
+    /// Peers that disconnected or did not confirm before they were established.
     pub failed: u64,
 }
 
@@ -299,12 +300,12 @@ impl State {
 
 impl Admit for Admission {
     fn admit(&self, source: IpAddr, private_data: &[u8]) -> Verdict {
-        let Some(answer) = self.answer() else { return Verdict::Ask };
         if let Err(error) = self.handshake(private_data) {
             // Every forged request logs this, so it is not a warning.
             rdma_provider::debug!(peer = %source, %error, "rejected connection request");
             return Verdict::Reject(error.rejection(self.content));
         }
+        let Some(answer) = self.answer() else { return Verdict::Ask };
         match self.check(source) {
             Ok(()) => Verdict::Answer(answer.clone()),
             Err(reason) => {

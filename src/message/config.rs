@@ -75,6 +75,7 @@ pub struct ConnectionConfig {
     pub(super) completions: Completions,
     pub(super) connect_timeout: Duration,
     pub(super) handshakes: u32,
+    pub(super) backlog: u32,
     pub(super) max_connections: u32,
     pub(super) max_connections_per_source: u32,
     pub(super) first_message_timeout: Option<Duration>,
@@ -117,6 +118,7 @@ impl Default for ConnectionConfig {
             completions: Completions::Mode(CompletionMode::default()),
             connect_timeout: Duration::from_secs(15),
             handshakes: 32,
+            backlog: 128,
             max_connections: 4096,
             max_connections_per_source: 1024,
             first_message_timeout: None,
@@ -318,6 +320,18 @@ impl ConnectionConfig {
     /// [`connect_timeout`](Self::connect_timeout).
     pub fn handshakes(mut self, handshakes: u32) -> Self {
         self.handshakes = handshakes;
+        self
+    }
+
+    /// Sets how many connections a [`Listener`](super::Listener) establishes before the service
+    /// accepts them; default 128, 512 KiB of buffers. Handshakes that run when it is full are
+    /// completed; later requests wait until the service accepts. The peer may send until its
+    /// messages fill the receives of the connection.
+    ///
+    /// With 0, nothing is established before [`accept`](super::Listener::accept) is called, which a
+    /// service that decides about each [request](super::Listener::request) may need.
+    pub fn backlog(mut self, connections: u32) -> Self {
+        self.backlog = connections;
         self
     }
 

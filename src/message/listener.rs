@@ -1,5 +1,6 @@
 //! A listener for connections from peers.
 
+mod backlog;
 mod request;
 
 use std::cmp::Reverse;
@@ -7,7 +8,6 @@ use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::future::{Future, poll_fn};
 use std::net::{IpAddr, SocketAddr};
-use std::panic::resume_unwind;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -15,11 +15,15 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use futures::Stream;
+use futures::future::{Either, select};
 use tokio::net::ToSocketAddrs;
-use tokio::sync::Mutex;
+use tokio::task::coop::consume_budget;
 use tokio::task::{AbortHandle, JoinError, JoinSet};
 
 pub use request::ConnectionRequest;
+
+use self::backlog::{Backlog, Established, Unaccepted};
+use self::request::Requested;
 
 use super::admission::{Admission, ListenerStats};
 use super::config::ConnectionConfig;
@@ -28,7 +32,7 @@ use super::error::{CloseReason, EstablishError};
 use super::resources::Reserve;
 use crate::clock::{self, Sleep, timeout};
 use crate::cm;
-use crate::contained::wakes_contained;
+use crate::coop::within_budget;
 use crate::error::NoRuntime;
 use crate::verbs::Device;
 use rdma_provider::cm_contract::{Admit as _, MAX_RESPONSE_DATA};
@@ -76,26 +80,22 @@ use rdma_provider::cm_contract::{Admit as _, MAX_RESPONSE_DATA};
 /// methods, see each.
 pub struct Listener {
     acceptor: Arc<Acceptor>,
-    /// The `accept` of the stream, in a lock only to be shared between threads.
-    next: rdma_provider::locks::Mutex<Option<NextConnection>>,
+    /// The stream has ended.
     ended: bool,
 }
 
-type NextConnection = Pin<Box<dyn Future<Output = Result<Connection, EstablishError>> + Send>>;
-
+/// The state that a listener shares with its driver: a task that establishes connections.
 struct Acceptor {
     inner: cm::Listener,
     config: ConnectionConfig,
     admission: Arc<Admission>,
     reserve: Arc<Reserve>,
-    /// Handshakes of all `accept` calls. The call that holds the lock starts and completes them;
-    /// the others wait.
-    handshakes: Mutex<Handshakes>,
+    backlog: Backlog,
 }
 
 #[derive(Debug, Default)]
 struct Handshakes {
-    tasks: JoinSet<Result<Connection, EstablishError>>,
+    tasks: JoinSet<Established>,
     /// Handshakes from the oldest to the newest, except evicted ones.
     running: VecDeque<Running>,
 }
@@ -116,8 +116,10 @@ pub(super) const GRACE: Duration = Duration::from_millis(100);
 
 #[allow(clippy::large_enum_variant, reason = "it is matched where it is created")]
 enum Next {
-    Requested(Result<ConnectionRequest, EstablishError>),
-    Established(Result<(tokio::task::Id, Result<Connection, EstablishError>), JoinError>),
+    /// The backlog is full, or is not any more.
+    Changed,
+    Requested(Result<Requested, EstablishError>),
+    Established(Result<(tokio::task::Id, Established), JoinError>),
     /// A handshake has reached the age of [`GRACE`].
     Aged,
 }
@@ -192,9 +194,16 @@ impl Listener {
         let answered = inner.answer(admission.clone())?;
         rdma_provider::debug!(address = %inner.local_addr(), answered, "listening for connections");
         let (reserve, config) = (Reserve::of(device), config.clone());
-        let handshakes = Mutex::default();
-        let acceptor = Arc::new(Acceptor { inner, config, admission, reserve, handshakes });
-        Ok(Self { acceptor, next: rdma_provider::locks::Mutex::new(None), ended: false })
+        let backlog = Backlog::new(config.backlog);
+        let listener = Self {
+            acceptor: Arc::new(Acceptor { inner, config, admission, reserve, backlog }),
+            ended: false,
+        };
+        if listener.acceptor.config.backlog > 0 {
+            listener.acceptor.resume();
+            listener.acceptor.ensure_driver()?;
+        }
+        Ok(listener)
     }
 
     /// Makes the provider leave all requests to the program, as providers that cannot answer do.
@@ -220,21 +229,31 @@ impl Listener {
         self.acceptor.inner.local_addr()
     }
 
+    /// Returns the device.
+    #[must_use]
+    pub fn device(&self) -> &Device {
+        self.acceptor.reserve.device()
+    }
+
     /// Returns the next established connection. Rejects peers with another protocol or beyond
     /// [`max_connections`](ConnectionConfig::max_connections) or
     /// [`max_connections_per_source`](ConnectionConfig::max_connections_per_source), and skips
     /// peers that do not confirm. [`stats`](Self::stats) counts both.
     ///
+    /// A task of the runtime in which [`bind`](Self::bind) was called establishes connections,
+    /// before `accept` is called too: up to [`backlog`](ConnectionConfig::backlog) wait for it.
+    /// They run in that runtime. If it has shut down, the next call of `accept` starts the task in
+    /// its own one.
+    ///
     /// Connections are returned in order of completion: slow peers delay no other. Up to
     /// [`handshakes`](ConnectionConfig::handshakes) run at once, each in its own task. To decide
     /// about each peer, use [`request`](Self::request).
     ///
-    /// From the first call on, the software device answers requests itself, as a kernel does for
-    /// TCP. The answer establishes the peer's connection; its messages wait for `accept`. An
-    /// unconfirmed peer costs a record of about 1 KiB. At 256 records of a source its oldest is
-    /// evicted; at 4,096 in total, the oldest of the source with the most. On a real device, or if
-    /// the settings restrict the [peer](ConnectionConfig::peer) or
-    /// [source](ConnectionConfig::source), each request starts a handshake instead.
+    /// The software device answers requests itself, as a kernel does for TCP. An unconfirmed peer
+    /// costs a record of about 1 KiB. At 256 records of a source its oldest is evicted; at 4,096 in
+    /// total, the oldest of the source with the most. On a real device, or if the settings restrict
+    /// the [peer](ConnectionConfig::peer) or [source](ConnectionConfig::source), each request
+    /// starts a handshake instead.
     ///
     /// # Errors
     ///
@@ -244,20 +263,36 @@ impl Listener {
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future loses no connection: handshakes continue for the next call. Dropping the
-    /// listener rejects their peers.
+    /// Dropping the future loses no connection. Dropping the listener aborts those that were not
+    /// accepted: their peers get [`CloseReason::Dropped`].
     pub async fn accept(&self) -> Result<Connection, EstablishError> {
-        // A stream that is not polled must not hold the lock of `handshakes`.
-        let stale = self.next.lock().take();
-        drop(stale);
         self.acceptor.accept().await
     }
 
-    /// Returns the next request. Rejects peers with another protocol.
+    /// Polls for what [`accept`](Self::accept) returns. Only the task of the last call is woken.
     ///
-    /// Afterwards the device answers no peer until [`accept`](Self::accept). Peers answered earlier
-    /// have the listener's settings; [rejecting](ConnectionRequest::reject) closes their connection
-    /// with [`CloseReason::Rejected`].
+    /// # Errors
+    ///
+    /// See [`accept`](Self::accept).
+    pub fn poll_accept(
+        &self,
+        context: &mut Context<'_>,
+    ) -> Poll<Result<Connection, EstablishError>> {
+        within_budget(context, |context| {
+            self.acceptor.resume();
+            self.acceptor.ensure_driver()?;
+            self.acceptor.backlog.poll_pop(context).map_ok(Unaccepted::accept)
+        })
+    }
+
+    /// Returns the next request, before anything is established. Rejects peers with another
+    /// protocol.
+    ///
+    /// From the first call until the next [`accept`](Self::accept), the listener establishes no
+    /// connection by itself. Those that it has established before are returned first: accepting
+    /// such a request returns the connection with the listener's settings, and
+    /// [rejecting](ConnectionRequest::reject) aborts it. With a
+    /// [`backlog`](ConnectionConfig::backlog) of 0 there are none, unless `accept` was called.
     ///
     /// A request's address may be forged, yet accepting it holds a queue pair and buffers until
     /// confirmation or [eviction](ConnectionRequest::accept_with). For untrusted peers use
@@ -272,15 +307,21 @@ impl Listener {
     ///
     /// Dropping the future loses no request.
     pub async fn request(&self) -> Result<ConnectionRequest, EstablishError> {
-        self.acceptor.admission.set_answering(false);
-        self.acceptor.next_request().await
+        let acceptor = &self.acceptor;
+        acceptor.admission.set_answering(false);
+        acceptor.backlog.set_paused(true);
+        match select(pin!(acceptor.backlog.next()), pin!(acceptor.next_request())).await {
+            Either::Left((established, _)) => Ok(established?.into()),
+            Either::Right((request, _)) => Ok(request?.into()),
+        }
     }
 
     /// Stops listening, lets the services of the accepted connections finish, and waits until all
     /// of these are closed, for at most `limit`. Then it aborts the rest, which takes at most two
     /// more seconds: one in which the peer's device may acknowledge the end, and one to flush.
     ///
-    /// 1. The address is released, and requests that were not accepted are rejected.
+    /// 1. The address is released. Requests are rejected, and connections that were not accepted
+    ///    are aborted.
     /// 2. Each service receives the messages that have arrived, and then `None`, as though its peer
     ///    had finished. A service that answers each message, and at `None` calls
     ///    [`close`](Connection::close) or drops the connection, thus answers the requests that have
@@ -326,14 +367,11 @@ impl Listener {
     /// poll.
     pub async fn shutdown(self, limit: Duration) -> ShutdownReport {
         let mut connections = self.acceptor.admission.shut_down();
-        connections.retain(|connection| !connection.is_terminated());
         let address = self.local_addr();
         drop(self);
-        rdma_provider::debug!(
-            %address,
-            connections = connections.len(),
-            "shutting down a listener"
-        );
+        connections.retain(|connection| !connection.is_terminated());
+        let open = connections.len();
+        rdma_provider::debug!(%address, connections = open, "shutting down a listener");
         connections.iter().for_each(|connection| connection.drain());
         let mut closed = 0;
         let all_closed = async {
@@ -382,44 +420,87 @@ impl Stream for Listener {
     type Item = Result<Connection, EstablishError>;
 
     fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        let Self { acceptor, next, ended } = &mut *self;
-        if *ended {
+        if self.ended {
             return Poll::Ready(None);
         }
-        let next = next.get_mut();
-        let accept = next.get_or_insert_with(|| {
-            let acceptor = acceptor.clone();
-            Box::pin(async move { acceptor.accept().await })
-        });
-        let result = ready!(accept.as_mut().poll(context));
-        *next = None;
-        *ended = matches!(result, Err(EstablishError::Connect(_)));
+        let result = ready!(self.poll_accept(context));
+        self.ended = matches!(result, Err(EstablishError::Connect(_)));
         Poll::Ready(Some(result))
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        self.acceptor.inner.stop();
+        self.acceptor.backlog.close();
     }
 }
 
 impl Acceptor {
     /// Implements [`Listener::accept`].
-    async fn accept(&self) -> Result<Connection, EstablishError> {
-        let mut handshakes = wakes_contained(self.handshakes.lock()).await;
+    async fn accept(self: &Arc<Self>) -> Result<Connection, EstablishError> {
+        consume_budget().await;
+        self.resume();
+        let _waiting = self.backlog.wait();
+        loop {
+            let mut changed = pin!(self.backlog.changed());
+            self.ensure_driver()?;
+            if let Some(next) = self.backlog.pop() {
+                return next.map(Unaccepted::accept);
+            }
+            // Checked on each poll, because this future may have moved out of its runtime.
+            poll_fn(|context| match self.inner.watch() {
+                Ok(()) => changed.as_mut().poll(context).map(Ok),
+                Err(missing) => Poll::Ready(Err(missing)),
+            })
+            .await?;
+        }
+    }
+
+    /// Lets the driver establish connections.
+    fn resume(&self) {
         // The provider does not check paths, so it must not answer if they are restricted.
         self.admission.set_answering(self.config.accepts_any_peer());
+        self.backlog.set_paused(false);
+    }
+
+    /// Starts the driver unless there is one.
+    fn ensure_driver(self: &Arc<Self>) -> Result<(), NoRuntime> {
+        let runtime = NoRuntime::or_current()?;
+        if self.backlog.needs_driver() {
+            let driver = Driver(self.clone());
+            let task = runtime.spawn(Box::pin(async move { driver.run().await }));
+            self.backlog.set_task(task.abort_handle());
+            if !self.backlog.has_driver() {
+                // The runtime has dropped the task, because it shuts down.
+                return Err(NoRuntime::Outside);
+            }
+        }
+        Ok(())
+    }
+
+    /// Establishes connections until no more requests can arrive.
+    async fn establish_all(&self) -> EstablishError {
+        let mut handshakes = Handshakes::default();
         loop {
-            // Dropped at the end of each round, which loses no request.
-            let mut request = pin!(self.next_request());
+            let mut took = None;
             let full = handshakes.running.len() >= self.config.handshakes as usize;
             let victim = if full { handshakes.victim() } else { Err(None) };
             let mut aged = victim.err().flatten().map(Sleep::new);
+            // Dropped at the end of each round, which loses no request.
+            let mut request = pin!(self.next_request());
             let next = poll_fn(|context| {
                 if let Poll::Ready(Some(established)) =
                     handshakes.tasks.poll_join_next_with_id(context)
                 {
                     return Poll::Ready(Next::Established(established));
                 }
-                // Spawning needs a runtime. Checked on each poll, because this future may have
-                // moved out of its runtime.
-                if let Err(missing) = NoRuntime::or_current() {
-                    return Poll::Ready(Next::Requested(Err(missing.into())));
+                let takes_now = self.backlog.poll_has_capacity(context);
+                if *took.get_or_insert(takes_now) != takes_now {
+                    return Poll::Ready(Next::Changed);
+                }
+                if !takes_now {
+                    return Poll::Pending;
                 }
                 if !full || victim.is_ok() {
                     return request.as_mut().poll(context).map(Next::Requested);
@@ -427,9 +508,9 @@ impl Acceptor {
                 aged.as_mut().map_or(Poll::Pending, |aged| aged.poll(context).map(|()| Next::Aged))
             });
             match next.await {
-                Next::Aged => {}
-                Next::Requested(request) => {
-                    let request = request?;
+                Next::Aged | Next::Changed => {}
+                Next::Requested(Err(end)) => return end,
+                Next::Requested(Ok(request)) => {
                     // The request arrived while answering was disabled. If the provider answers it
                     // now, it arrives again once the peer has confirmed.
                     if request.inner.reserved().is_none()
@@ -465,24 +546,20 @@ impl Acceptor {
                 Next::Established(Ok((task, established))) => {
                     handshakes.finished(task);
                     match established {
-                        Ok(connection) => return Ok(connection),
-                        Err(EstablishError::Setup(error)) => return Err(error.into()),
+                        Ok(_) | Err(EstablishError::Setup(_)) => self.backlog.push(established),
                         Err(_) => {}
                     }
                 }
                 Next::Established(Err(error)) => {
                     handshakes.finished(error.id());
-                    match error.try_into_panic() {
-                        Ok(panic) => resume_unwind(panic),
-                        // Evicted, or the runtime that it was spawned on has shut down.
-                        Err(error) => rdma_provider::debug!(%error, "handshake task cancelled"),
-                    }
+                    // Evicted, or it has panicked, which the panic hook has reported.
+                    rdma_provider::debug!(%error, "handshake task ended without a connection");
                 }
             }
         }
     }
 
-    async fn next_request(&self) -> Result<ConnectionRequest, EstablishError> {
+    async fn next_request(&self) -> Result<Requested, EstablishError> {
         loop {
             let inner = self.inner.accept().await?;
             match self.admission.handshake(inner.private_data()) {
@@ -491,7 +568,7 @@ impl Acceptor {
                     let (reserve, config) = (self.reserve.clone(), self.config.clone());
                     let admission = self.admission.clone();
                     let waiting = self.inner.waiting();
-                    return Ok(ConnectionRequest {
+                    return Ok(Requested {
                         inner,
                         handshake,
                         user_data,
@@ -515,14 +592,33 @@ impl Acceptor {
 }
 
 /// Answers a peer with the settings of the listener.
-async fn establish(request: ConnectionRequest) -> Result<Connection, EstablishError> {
+async fn establish(request: Requested) -> Established {
     let peer = request.peer_addr();
     let config = request.config.clone();
     let result = request.establish(&config).await;
     if let Err(error) = &result {
         rdma_provider::debug!(%peer, %error, "handshake failed; dropped the connection");
     }
-    result
+    result.map(Unaccepted::new)
+}
+
+/// The driver of a listener: until it is dropped, no other one is started.
+struct Driver(Arc<Acceptor>);
+
+impl Driver {
+    async fn run(self) {
+        match self.0.establish_all().await {
+            // The next `accept` starts another one, in a runtime that can watch.
+            EstablishError::NoRuntime(_) => {}
+            end => self.0.backlog.driver_ended(Some(end)),
+        }
+    }
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        self.0.backlog.driver_ended(None);
+    }
 }
 
 impl fmt::Debug for Listener {

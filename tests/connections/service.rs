@@ -3,20 +3,21 @@
 //!
 //! Uses the device that `TOKIO_RDMA_DEVICE` names, or the software device.
 
+use std::future::poll_fn;
 use std::pin::pin;
 use std::time::Duration;
 
-use futures::future::poll_immediate;
+use futures::future::{join_all, poll_immediate};
 use futures::{FutureExt, StreamExt};
 use tokio::task::JoinHandle;
-use tokio_rdma::message::{RefusalReason, ShutdownReport};
+use tokio_rdma::message::{BufferBudget, RefusalReason, ShutdownReport};
 use tokio_rdma::software::Network;
 use tokio_rdma::{
     CloseReason, Connection, ConnectionConfig, Device, EstablishError, Listener, MessageError,
 };
 
 use crate::connected::{self, config, pair, recv, run};
-use crate::torture::{device, hardware, soon};
+use crate::torture::{device, eventually, hardware, soon};
 
 const HOUR: Duration = Duration::from_secs(3600);
 
@@ -134,6 +135,125 @@ fn listener_is_a_stream_that_does_not_hinder_accept() {
             assert_eq!(recv(&server).await, "hello");
             clients.push((client, server));
             assert_eq!(listener.stats().accepted, 2 * (round + 1));
+        }
+    });
+}
+
+#[test]
+fn connections_are_established_before_accept_up_to_the_backlog() {
+    run("backlog", || async {
+        let (device, _) = device(&Network::new());
+        let budget = BufferBudget::new(1 << 20);
+        let config = config().budget(&budget).backlog(3);
+        let listener = Listener::bind_with(&device, connected::address(&device), &config).await;
+        let listener = listener.unwrap();
+        let client = connected::config();
+        let mut clients = Vec::new();
+        for number in 0..3 {
+            let connecting = Connection::connect_with(&device, listener.local_addr(), &client);
+            let client = soon("connect", connecting).await.unwrap();
+            client.send(vec![number]).await.unwrap();
+            // The listener's device has it, in a receive of the connection.
+            soon("flush", client.flush()).await.unwrap();
+            clients.push(client);
+        }
+        eventually("all established", || listener.stats().open == 3).await;
+        assert!((1..64 << 10).contains(&budget.counters().used), "{:?}", budget.counters());
+        let mut found = Vec::new();
+        for _ in 0..3 {
+            let server = soon("accept", listener.accept()).await.unwrap();
+            found.extend_from_slice(&recv(&server).await);
+        }
+        found.sort_unstable();
+        assert_eq!(found, [0, 1, 2]);
+    });
+}
+
+#[test]
+fn connections_beyond_the_backlog_wait_until_others_are_accepted() {
+    run("full backlog", || async {
+        const ALL: usize = 12;
+        let (device, _) = device(&Network::new());
+        let config = config().backlog(2).handshakes(1);
+        let listener = Listener::bind_with(&device, connected::address(&device), &config).await;
+        let listener = listener.unwrap();
+        let connect = || Connection::connect_with(&device, listener.local_addr(), &config);
+        let clients = join_all((0..ALL).map(|_| connect()));
+        let serve = async {
+            // Two, and the handshake that was running when these were complete.
+            eventually("backlog", || listener.stats().open >= 2).await;
+            for _ in 0..100 {
+                assert!(listener.stats().open <= 3, "{:?}", listener.stats());
+                tokio::task::yield_now().await;
+            }
+            let mut served = Vec::new();
+            for _ in 0..ALL {
+                served.push(listener.accept().await.unwrap());
+            }
+            served
+        };
+        let (clients, served) = soon("all", async { tokio::join!(clients, serve) }).await;
+        assert!(clients.iter().all(Result::is_ok));
+        assert_eq!(served.len(), ALL);
+    });
+}
+
+#[test]
+fn request_returns_established_connections_first() {
+    run("requests", || async {
+        let (device, _) = device(&Network::new());
+        let config = config();
+        let listener = Listener::bind_with(&device, connected::address(&device), &config).await;
+        let listener = listener.unwrap();
+        let connect = || Connection::connect_with(&device, listener.local_addr(), &config);
+        let accepted = soon("connect", connect()).await.unwrap();
+        eventually("established", || listener.stats().open == 1).await;
+        let rejected = soon("connect", connect()).await.unwrap();
+        eventually("established", || listener.stats().open == 2).await;
+        let request = soon("request", listener.request()).await.unwrap();
+        assert_eq!(Some(request.peer_addr()), accepted.local_addr());
+        assert_eq!(request.device().name(), device.name());
+        let server = soon("accept", request.accept()).await.unwrap();
+        server.send("accepted").await.unwrap();
+        assert_eq!(recv(&accepted).await, "accepted");
+        let request = soon("request", listener.request()).await.unwrap();
+        soon("reject", request.reject(b"no")).await.unwrap();
+        let reason = soon("end", rejected.closed()).await;
+        assert!(is_lost(reason), "{reason:?}");
+        eventually("closed", || listener.stats().open == 1).await;
+
+        // Now nothing is established before the service decides.
+        let decide = async {
+            let request = listener.request().await.unwrap();
+            assert_eq!(listener.stats().open, 1);
+            request.accept().await.unwrap()
+        };
+        let (client, server) = soon("third", async { tokio::join!(connect(), decide) }).await;
+        assert_eq!(client.unwrap().local_addr(), server.peer_addr());
+    });
+}
+
+#[test]
+fn accepted_connection_costs_at_most_three_polls_of_the_listener() {
+    run("polls", || async {
+        let (device, _) = device(&Network::new());
+        let config = config();
+        let listener = Listener::bind_with(&device, connected::address(&device), &config).await;
+        let listener = listener.unwrap();
+        for _ in 0..20 {
+            let mut polls = 0;
+            let mut accept = pin!(listener.accept());
+            let accept = poll_fn(|context| {
+                polls += 1;
+                accept.as_mut().poll(context)
+            });
+            // In a task of its own, so that only the listener wakes this one.
+            let (device, config, to) = (device.clone(), config.clone(), listener.local_addr());
+            let connecting =
+                tokio::spawn(async move { Connection::connect_with(&device, to, &config).await });
+            let _server = accept.await.unwrap();
+            let _client = soon("connect", connecting).await.unwrap().unwrap();
+            assert!(polls <= 3, "{polls} polls");
         }
     });
 }

@@ -23,7 +23,21 @@ trait Stream: AsyncRead + AsyncWrite + Unpin + Send + Sized + 'static {
     type ReadHalf: AsyncRead + Unpin + Send + 'static;
     type WriteHalf: AsyncWrite + Unpin + Send + 'static;
 
-    fn pair() -> impl Future<Output = [Self; 2]> + Send;
+    /// A listener, and what connects to it.
+    type Listener: Send;
+
+    fn listen() -> impl Future<Output = Self::Listener> + Send;
+
+    fn connect(listener: &Self::Listener) -> impl Future<Output = Self> + Send;
+
+    fn accept(listener: &Self::Listener) -> impl Future<Output = Self> + Send;
+
+    /// Connects, then accepts.
+    async fn pair() -> [Self; 2] {
+        let listener = Self::listen().await;
+        let client = Self::connect(&listener).await;
+        [client, Self::accept(&listener).await]
+    }
 
     fn into_split(self) -> (Self::ReadHalf, Self::WriteHalf);
 
@@ -40,11 +54,18 @@ impl Stream for TcpStream {
     type ReadHalf = tcp::OwnedReadHalf;
     type WriteHalf = tcp::OwnedWriteHalf;
 
-    async fn pair() -> [Self; 2] {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let connecting = Self::connect(listener.local_addr().unwrap());
-        let (client, (server, _)) = tokio::try_join!(connecting, listener.accept()).unwrap();
-        [client, server]
+    type Listener = TcpListener;
+
+    async fn listen() -> TcpListener {
+        TcpListener::bind("127.0.0.1:0").await.unwrap()
+    }
+
+    async fn connect(listener: &TcpListener) -> Self {
+        Self::connect(listener.local_addr().unwrap()).await.unwrap()
+    }
+
+    async fn accept(listener: &TcpListener) -> Self {
+        listener.accept().await.unwrap().0
     }
 
     fn into_split(self) -> (Self::ReadHalf, Self::WriteHalf) {
@@ -69,12 +90,19 @@ impl Stream for RdmaStream {
     type ReadHalf = stream::OwnedReadHalf;
     type WriteHalf = stream::OwnedWriteHalf;
 
-    async fn pair() -> [Self; 2] {
+    type Listener = RdmaListener;
+
+    async fn listen() -> RdmaListener {
         let (device, _) = device(&Network::new());
-        let listener = RdmaListener::bind(&device, connected::address(&device)).await.unwrap();
-        let connecting = Self::connect(&device, listener.local_addr().unwrap());
-        let (client, (server, _)) = tokio::try_join!(connecting, listener.accept()).unwrap();
-        [client, server]
+        RdmaListener::bind(&device, connected::address(&device)).await.unwrap()
+    }
+
+    async fn connect(listener: &RdmaListener) -> Self {
+        Self::connect(listener.device(), listener.local_addr().unwrap()).await.unwrap()
+    }
+
+    async fn accept(listener: &RdmaListener) -> Self {
+        listener.accept().await.unwrap().0
     }
 
     fn into_split(self) -> (Self::ReadHalf, Self::WriteHalf) {
@@ -133,6 +161,8 @@ cases![
     lines_are_read_through_a_buffer,
     bytes_are_forwarded_to_another_transport,
     stream_that_is_always_ready_lets_other_tasks_run,
+    connected_streams_deliver_before_and_after_they_are_accepted,
+    dropped_listener_resets_streams_that_were_not_accepted,
 ];
 
 fn run<F: Future<Output = ()> + 'static>(what: &'static str, case: fn() -> F) {
@@ -503,6 +533,37 @@ async fn bytes_are_forwarded_to_another_transport<S: Stream>() {
     assert!(answer == request[..request.len() / 2]);
     serving.await.unwrap();
     assert_eq!(forwarding.await.unwrap().unwrap(), (1_000_000, 500_000));
+}
+
+async fn connected_streams_deliver_before_and_after_they_are_accepted<S: Stream>() {
+    let listener = S::listen().await;
+    let mut clients = Vec::new();
+    for number in 0..20 {
+        let mut client = S::connect(&listener).await;
+        client.write_all(&[number; 1000]).await.unwrap();
+        clients.push(client);
+    }
+    let mut found = Vec::new();
+    for _ in 0..20 {
+        let mut server = S::accept(&listener).await;
+        let mut bytes = [0; 1000];
+        server.read_exact(&mut bytes).await.unwrap();
+        assert_eq!(bytes, [bytes[0]; 1000]);
+        found.push(bytes[0]);
+        server.write_all(&bytes[..1]).await.unwrap();
+        assert_eq!(clients[usize::from(bytes[0])].read_u8().await.unwrap(), bytes[0]);
+    }
+    found.sort_unstable();
+    assert!(found.iter().copied().eq(0..20));
+}
+
+async fn dropped_listener_resets_streams_that_were_not_accepted<S: Stream>() {
+    let listener = S::listen().await;
+    let mut client = S::connect(&listener).await;
+    client.write_all(b"request").await.unwrap();
+    drop(listener);
+    let error = client.read(&mut [0; 8]).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ConnectionReset, "{error}");
 }
 
 async fn stream_that_is_always_ready_lets_other_tasks_run<S: Stream>() {

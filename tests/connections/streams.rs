@@ -603,6 +603,27 @@ fn other_content_is_refused_with_a_text_that_says_so() {
 }
 
 #[test]
+fn other_content_is_refused_before_accept_is_called() {
+    for backlog in [0, 128] {
+        run("refusal", move || async move {
+            let (device, _) = device(&Network::new());
+            let (at, config) = (connected::address(&device), config().backlog(backlog));
+            let listener = Listener::bind_with(&device, at, &config).await.unwrap();
+            let address = listener.local_addr();
+            if backlog == 0 && torture::hardware().is_some() {
+                return;
+            }
+            let connecting = RdmaStream::connect_with(&device, address, &config);
+            let error = soon("refusal", connecting).await.unwrap_err();
+            let reason = RefusalReason::OtherContent(Content::Messages);
+            let expected = EstablishError::Refused { address, reason };
+            let found = error.get_ref().and_then(|cause| cause.downcast_ref());
+            assert_eq!(found, Some(&expected));
+        });
+    }
+}
+
+#[test]
 fn bytes_arrive_in_order_while_windows_grow_and_shrink() {
     let seed = Seed::new("--test connections bytes_arrive_in_order_while");
     let value = seed.value;

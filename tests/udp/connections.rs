@@ -111,9 +111,10 @@ fn the_peer() {
     Flavour::MultiThread.runtime().block_on(async {
         let device = device();
         let ip = device.default_path().unwrap().1.gid.to_ip();
-        let listener = Listener::bind_with(&device, (ip, 0), &config().user_data("from the peer"))
-            .await
-            .unwrap();
+        let listener =
+            Listener::bind_with(&device, (ip, 0), &config().user_data("from the peer").backlog(0))
+                .await
+                .unwrap();
         let plain = cm::Listener::bind(&device, "0.0.0.0:0").await.unwrap();
         let plain_address = SocketAddr::new(ip, plain.local_addr().port());
         let mut out = std::io::stdout();

@@ -9,6 +9,7 @@ use bytes::Bytes;
 use futures::future::{Either, select};
 
 use super::GRACE;
+use super::backlog::Unaccepted;
 use crate::clock;
 use crate::cm;
 use crate::message::admission::Admission;
@@ -17,11 +18,22 @@ use crate::message::connection::{Connection, PreparedConnection};
 use crate::message::error::EstablishError;
 use crate::message::handshake::{Handshake, Rejection};
 use crate::message::resources::Reserve;
+use crate::verbs::Device;
 use rdma_provider::cm_contract::{Admit as _, MAX_RESPONSE_DATA};
 
 /// A peer's request for a connection. Dropping it rejects the peer.
 #[must_use = "dropping it rejects it"]
-pub struct ConnectionRequest {
+pub struct ConnectionRequest(State);
+
+enum State {
+    /// In a box, because it is much longer.
+    Requested(Box<Requested>),
+    /// The listener has established the connection before the service asked for requests.
+    Established(Unaccepted),
+}
+
+/// A request that the program has to answer, or that the device has answered.
+pub(super) struct Requested {
     pub(super) inner: cm::ConnectionRequest,
     pub(super) handshake: Handshake,
     pub(super) user_data: Bytes,
@@ -36,19 +48,37 @@ impl ConnectionRequest {
     /// Returns the peer's address.
     #[must_use]
     pub fn peer_addr(&self) -> SocketAddr {
-        self.inner.peer_addr()
+        match &self.0 {
+            State::Requested(request) => request.peer_addr(),
+            State::Established(connection) => connection.peer_addr(),
+        }
+    }
+
+    /// Returns the device of the listener.
+    #[must_use]
+    pub fn device(&self) -> &Device {
+        match &self.0 {
+            State::Requested(request) => request.reserve.device(),
+            State::Established(connection) => connection.get().protection_domain().device(),
+        }
     }
 
     /// Returns the user data that the peer has sent.
     #[must_use]
     pub fn user_data(&self) -> &Bytes {
-        &self.user_data
+        match &self.0 {
+            State::Requested(request) => &request.user_data,
+            State::Established(connection) => connection.get().user_data(),
+        }
     }
 
     /// Returns the receive limits that the peer has announced.
     #[must_use]
     pub fn peer(&self) -> Handshake {
-        self.handshake
+        match &self.0 {
+            State::Requested(request) => request.handshake,
+            State::Established(connection) => connection.get().peer(),
+        }
     }
 
     /// Accepts with the settings of the listener.
@@ -61,12 +91,17 @@ impl ConnectionRequest {
     ///
     /// Dropping the future rejects the peer.
     pub async fn accept(self) -> Result<Connection, EstablishError> {
-        let config = self.config.clone();
-        self.accept_with(&config).await
+        match self.0 {
+            State::Requested(request) => {
+                let config = request.config.clone();
+                request.accept_with(&config).await
+            }
+            State::Established(connection) => Ok(connection.accept()),
+        }
     }
 
     /// Accepts with these settings. The connection limits are always the listener's. If the device
-    /// has already answered the peer, all settings are.
+    /// or the listener has already answered the peer, all settings are.
     ///
     /// Waits for the confirmation for at most
     /// [`connect_timeout`](ConnectionConfig::connect_timeout). After 0.1 s, another request that
@@ -88,6 +123,55 @@ impl ConnectionRequest {
         self,
         config: &ConnectionConfig,
     ) -> Result<Connection, EstablishError> {
+        match self.0 {
+            State::Requested(request) => request.accept_with(config).await,
+            State::Established(connection) => Ok(connection.accept()),
+        }
+    }
+
+    /// Rejects the connection. The peer gets `user_data`, at most 140 bytes, in
+    /// [`EstablishError::Rejected`]. If the device has already answered the peer, its connection
+    /// closes with [`CloseReason::Rejected`](crate::message::CloseReason::Rejected); if the
+    /// listener has established it, with
+    /// [`CloseReason::Dropped`](crate::message::CloseReason::Dropped).
+    ///
+    /// # Errors
+    ///
+    /// [`EstablishError::Connect`] with [`cm::ConnectError::Limit`] for longer data; the peer is
+    /// then rejected without data. Otherwise see [`cm::ConnectionRequest::reject`].
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future rejects the peer anyway.
+    pub async fn reject(self, user_data: &[u8]) -> Result<(), EstablishError> {
+        let rejection = Rejection::encode(user_data).map_err(cm::ConnectError::from)?;
+        match self.0 {
+            State::Requested(request) => request.inner.reject(&rejection).await?,
+            State::Established(connection) => drop(connection),
+        }
+        Ok(())
+    }
+}
+
+impl From<Requested> for ConnectionRequest {
+    fn from(request: Requested) -> Self {
+        Self(State::Requested(Box::new(request)))
+    }
+}
+
+impl From<Unaccepted> for ConnectionRequest {
+    fn from(connection: Unaccepted) -> Self {
+        Self(State::Established(connection))
+    }
+}
+
+impl Requested {
+    pub(super) fn peer_addr(&self) -> SocketAddr {
+        self.inner.peer_addr()
+    }
+
+    /// Implements [`ConnectionRequest::accept_with`].
+    async fn accept_with(self, config: &ConnectionConfig) -> Result<Connection, EstablishError> {
         let (address, admission, waiting) =
             (self.peer_addr(), self.admission.clone(), self.waiting.clone());
         let (start, confirmed) = (clock::now(), self.inner.reserved().is_some());
@@ -165,29 +249,13 @@ impl ConnectionRequest {
         };
         prepared.start(self.handshake, self.user_data, Some(link), Some(admitted))
     }
-
-    /// Rejects the connection. The peer gets `user_data`, at most 140 bytes, in
-    /// [`EstablishError::Rejected`].
-    ///
-    /// # Errors
-    ///
-    /// [`EstablishError::Connect`] with [`cm::ConnectError::Limit`] for longer data; the peer is
-    /// then rejected without data. Otherwise see [`cm::ConnectionRequest::reject`].
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future rejects the peer anyway.
-    pub async fn reject(self, user_data: &[u8]) -> Result<(), EstablishError> {
-        let rejection = Rejection::encode(user_data).map_err(cm::ConnectError::from)?;
-        Ok(self.inner.reject(&rejection).await?)
-    }
 }
 
 impl fmt::Debug for ConnectionRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ConnectionRequest")
             .field("peer", &self.peer_addr())
-            .field("handshake", &self.handshake)
+            .field("handshake", &self.peer())
             .finish_non_exhaustive()
     }
 }

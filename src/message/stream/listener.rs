@@ -4,7 +4,7 @@ use std::fmt;
 use std::io;
 use std::net::SocketAddr;
 use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use futures::Stream;
@@ -77,6 +77,27 @@ impl RdmaListener {
         let stream = RdmaStream::new(self.inner.accept().await?);
         let peer = stream.peer_addr()?;
         Ok((stream, peer))
+    }
+
+    /// Polls for what [`accept`](Self::accept) returns. As with `TcpListener`, only the task of the
+    /// last call is woken.
+    ///
+    /// # Errors
+    ///
+    /// See [`Listener::accept`].
+    pub fn poll_accept(
+        &self,
+        context: &mut Context<'_>,
+    ) -> Poll<io::Result<(RdmaStream, SocketAddr)>> {
+        let stream = RdmaStream::new(ready!(self.inner.poll_accept(context))?);
+        let peer = stream.peer_addr()?;
+        Poll::Ready(Ok((stream, peer)))
+    }
+
+    /// Returns the device.
+    #[must_use]
+    pub fn device(&self) -> &Device {
+        self.inner.device()
     }
 
     /// Returns the local address.
