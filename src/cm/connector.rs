@@ -190,6 +190,12 @@ pub struct Route {
 }
 
 impl Route {
+    /// Returns the device.
+    #[must_use]
+    pub fn device(&self) -> &Device {
+        self.endpoint.router().device()
+    }
+
     /// Sets the builder's port and GID, from this route.
     #[must_use]
     pub fn prepare(&self, builder: QueuePairBuilder) -> QueuePairBuilder {

@@ -142,6 +142,12 @@ impl Listener {
         Ok(Self { bound: Mutex::new(Some((endpoint, entry))), router, inbox, address })
     }
 
+    /// Returns the device.
+    #[must_use]
+    pub fn device(&self) -> &Device {
+        self.router.device()
+    }
+
     /// Returns the listening address, with the actual port.
     #[must_use]
     pub const fn local_addr(&self) -> SocketAddr {
@@ -229,11 +235,6 @@ impl Listener {
 
     pub(crate) fn waiting(&self) -> PendingRequests {
         PendingRequests(Arc::downgrade(&self.inbox))
-    }
-
-    #[cfg(all(test, not(loom)))]
-    pub(super) fn device(&self) -> &Device {
-        self.router.device()
     }
 
     #[cfg(all(test, not(loom)))]
@@ -451,6 +452,12 @@ pub struct ConnectionRequest {
 }
 
 impl ConnectionRequest {
+    /// Returns the device on which the request arrived.
+    #[must_use]
+    pub fn device(&self) -> &Device {
+        self.endpoint.router().device()
+    }
+
     /// Returns the peer's address.
     #[must_use]
     pub const fn peer_addr(&self) -> SocketAddr {

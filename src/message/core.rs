@@ -68,6 +68,8 @@ pub(super) struct Core {
     /// The runtime of the driver, once there is one.
     pub(super) runtime: Option<runtime::Id>,
     pub(super) content: Content,
+    /// How long a dropped stream continues to send, if the service has set it; zero resets it.
+    pub(super) linger: Option<Duration>,
     /// Short writes of a stream are not held.
     pub(super) nodelay: bool,
     pub(super) limits: Limits,
@@ -180,6 +182,7 @@ impl Core {
             is_listened: qp.is_listened(),
             runtime: None,
             content: config.content,
+            linger: None,
             nodelay: false,
             qp,
             limits,

@@ -1,6 +1,7 @@
 //! Termination of a connection.
 
 use std::task::{Context, Poll, Waker};
+use std::time::Duration;
 
 use smallvec::SmallVec;
 
@@ -228,7 +229,12 @@ impl Core {
         self.progress(driver);
         let actions = match self.content {
             Content::Messages => self.protocol.abandon(self.is_at_end()),
-            Content::Bytes => self.protocol.abandon_stream(self.limits.linger),
+            Content::Bytes if self.linger == Some(Duration::ZERO) => {
+                return self.abort(CloseReason::Aborted, driver);
+            }
+            Content::Bytes => {
+                self.protocol.abandon_stream(self.linger.unwrap_or(self.limits.linger))
+            }
         };
         self.act(actions);
     }
@@ -290,7 +296,7 @@ impl Core {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
-    use std::time::{Duration, Instant};
+    use std::time::Instant;
 
     use super::*;
 

@@ -133,16 +133,22 @@ impl Core {
             self.reap();
         }
         let Limits { frame, held, .. } = self.limits;
-        let frames = if held > frame { self.send_memory.most() / 2 + 1 } else { 1 };
-        if !self.send_memory.has(frames) {
-            return Ok(Err(Block::Buffers { frames }));
+        if let Err(block) = self.check_held_buffer() {
+            return Ok(Err(block));
         }
         if let Some(buffer) = self.send_memory.take_whole() {
             return Ok(Ok(buffer));
         }
         let len = if self.send_memory.memory() > 0 { frame.max(held) } else { frame };
         self.drop_shorter_send_memory(len);
-        self.grow_send_memory(len, frames)
+        self.grow_send_memory(len, 1)
+    }
+
+    /// Returns an error unless [`held_buffer`](Self::held_buffer) may take a buffer.
+    pub(super) fn check_held_buffer(&self) -> Result<(), Block> {
+        let Limits { frame, held, .. } = self.limits;
+        let frames = if held > frame { self.send_memory.most() / 2 + 1 } else { 1 };
+        if self.send_memory.has(frames) { Ok(()) } else { Err(Block::Buffers { frames }) }
     }
 
     #[cold]

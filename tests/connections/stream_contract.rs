@@ -2,14 +2,15 @@
 //! `TcpStream` and on `RdmaStream`.
 
 use std::future::{Future, poll_fn};
-use std::io::{ErrorKind, IoSlice, Result};
+use std::io::{ErrorKind, IoSlice, IoSliceMut, Result};
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::task::{Context, Poll, Wake, Waker};
 
+use futures::future::poll_immediate;
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader};
-use tokio::io::{ReadBuf, copy_bidirectional};
+use tokio::io::{Interest, ReadBuf, Ready, copy, copy_bidirectional};
 use tokio::net::{TcpListener, TcpStream, tcp};
 use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio_rdma::software::Network;
@@ -47,10 +48,77 @@ trait Stream: AsyncRead + AsyncWrite + Unpin + Send + Sized + 'static {
     /// Ends both directions without delivering the end.
     fn reset(self);
 
+    fn split(&mut self) -> (impl AsyncRead + Unpin, impl AsyncWrite + Unpin);
+
+    fn readable(&self) -> impl Future<Output = Result<()>> + Send;
+
+    fn writable(&self) -> impl Future<Output = Result<()>> + Send;
+
+    fn ready(&self, interest: Interest) -> impl Future<Output = Result<Ready>> + Send;
+
+    fn peek(&self, buffer: &mut [u8]) -> impl Future<Output = Result<usize>> + Send;
+
+    fn try_read(&self, buffer: &mut [u8]) -> Result<usize>;
+
+    fn try_read_vectored(&self, buffers: &mut [IoSliceMut<'_>]) -> Result<usize>;
+
+    fn try_read_buf(&self, buffer: &mut Vec<u8>) -> Result<usize>;
+
+    fn try_write(&self, bytes: &[u8]) -> Result<usize>;
+
+    fn try_write_vectored(&self, slices: &[IoSlice<'_>]) -> Result<usize>;
+
     fn set_nodelay(&self, nodelay: bool);
 }
 
+/// The methods of both streams that have the same signature.
+macro_rules! same {
+    () => {
+        fn split(&mut self) -> (impl AsyncRead + Unpin, impl AsyncWrite + Unpin) {
+            self.split()
+        }
+
+        async fn readable(&self) -> Result<()> {
+            self.readable().await
+        }
+
+        async fn writable(&self) -> Result<()> {
+            self.writable().await
+        }
+
+        async fn ready(&self, interest: Interest) -> Result<Ready> {
+            self.ready(interest).await
+        }
+
+        async fn peek(&self, buffer: &mut [u8]) -> Result<usize> {
+            self.peek(buffer).await
+        }
+
+        fn try_read(&self, buffer: &mut [u8]) -> Result<usize> {
+            self.try_read(buffer)
+        }
+
+        fn try_read_vectored(&self, buffers: &mut [IoSliceMut<'_>]) -> Result<usize> {
+            self.try_read_vectored(buffers)
+        }
+
+        fn try_read_buf(&self, buffer: &mut Vec<u8>) -> Result<usize> {
+            self.try_read_buf(buffer)
+        }
+
+        fn try_write(&self, bytes: &[u8]) -> Result<usize> {
+            self.try_write(bytes)
+        }
+
+        fn try_write_vectored(&self, slices: &[IoSlice<'_>]) -> Result<usize> {
+            self.try_write_vectored(slices)
+        }
+    };
+}
+
 impl Stream for TcpStream {
+    same!();
+
     type ReadHalf = tcp::OwnedReadHalf;
     type WriteHalf = tcp::OwnedWriteHalf;
 
@@ -87,6 +155,8 @@ impl Stream for TcpStream {
 }
 
 impl Stream for RdmaStream {
+    same!();
+
     type ReadHalf = stream::OwnedReadHalf;
     type WriteHalf = stream::OwnedWriteHalf;
 
@@ -114,7 +184,8 @@ impl Stream for RdmaStream {
     }
 
     fn reset(self) {
-        self.abort();
+        self.set_linger(Some(std::time::Duration::ZERO)).unwrap();
+        assert_eq!(self.linger().unwrap(), Some(std::time::Duration::ZERO));
     }
 
     fn set_nodelay(&self, nodelay: bool) {
@@ -161,6 +232,9 @@ cases![
     lines_are_read_through_a_buffer,
     bytes_are_forwarded_to_another_transport,
     stream_that_is_always_ready_lets_other_tasks_run,
+    ready_streams_are_read_without_waiting,
+    ready_streams_are_written_without_waiting,
+    borrowed_halves_read_and_write_at_once,
     connected_streams_deliver_before_and_after_they_are_accepted,
     dropped_listener_resets_streams_that_were_not_accepted,
 ];
@@ -533,6 +607,86 @@ async fn bytes_are_forwarded_to_another_transport<S: Stream>() {
     assert!(answer == request[..request.len() / 2]);
     serving.await.unwrap();
     assert_eq!(forwarding.await.unwrap().unwrap(), (1_000_000, 500_000));
+}
+
+/// Returns true if `result` is `WouldBlock`.
+fn would_block<T>(result: Result<T>) -> bool {
+    result.is_err_and(|error| error.kind() == ErrorKind::WouldBlock)
+}
+
+async fn ready_streams_are_read_without_waiting<S: Stream>() {
+    let [mut one, two] = S::pair().await;
+    let mut memory = [0; 8];
+    assert!(would_block(two.try_read(&mut memory)));
+    assert!(poll_immediate(Box::pin(two.readable())).await.is_none(), "nothing has arrived");
+    assert_eq!(two.ready(Interest::WRITABLE).await.unwrap(), Ready::WRITABLE);
+    one.write_all(b"0123456789abcdef").await.unwrap();
+    for _ in 0..2 {
+        two.readable().await.unwrap();
+        let peeked = two.peek(&mut memory).await.unwrap();
+        assert_eq!(memory[..peeked], b"01234567"[..peeked]);
+    }
+    let both = Interest::READABLE | Interest::WRITABLE;
+    let ready = two.ready(both).await.unwrap();
+    assert!(ready.is_readable() && ready.is_writable() && !ready.is_read_closed(), "{ready:?}");
+    assert_eq!(two.try_read(&mut []).unwrap(), 0);
+    assert_eq!(two.try_read(&mut memory[..3]).unwrap(), 3);
+    assert_eq!(memory[..3], *b"012");
+    let (mut first, mut second) = ([0; 2], [0; 4]);
+    let buffers = &mut [&mut first[..], &mut second].map(IoSliceMut::new);
+    assert_eq!(two.try_read_vectored(buffers).unwrap(), 6);
+    assert_eq!((&first, &second), (b"34", b"5678"));
+    let mut rest = Vec::with_capacity(64);
+    assert_eq!(two.try_read_buf(&mut rest).unwrap(), 7);
+    assert_eq!(rest, b"9abcdef");
+    assert!(would_block(two.try_read(&mut memory)));
+    one.shutdown().await.unwrap();
+    two.readable().await.unwrap();
+    assert_eq!(two.try_read(&mut memory).unwrap(), 0);
+    assert_eq!(two.peek(&mut memory).await.unwrap(), 0);
+    assert!(two.ready(Interest::READABLE).await.unwrap().is_read_closed());
+}
+
+async fn ready_streams_are_written_without_waiting<S: Stream>() {
+    let [one, mut two] = S::pair().await;
+    let memory = vec![7; 100_000];
+    let mut written = 0;
+    one.writable().await.unwrap();
+    while !would_block(one.try_write(&memory).map(|more| written += more)) {
+        assert!(written < 256 << 20, "a writer without a reader never waits");
+        tokio::task::yield_now().await;
+    }
+    let read = tokio::spawn(async move {
+        let mut received = Vec::new();
+        two.read_to_end(&mut received).await.unwrap();
+        received
+    });
+    for _ in 0..20 {
+        let slices = [&memory[..10], &memory].map(IoSlice::new);
+        match one.try_write_vectored(&slices) {
+            Err(error) if error.kind() == ErrorKind::WouldBlock => one.writable().await.unwrap(),
+            more => written += more.unwrap(),
+        }
+    }
+    drop(one);
+    assert!(read.await.unwrap() == vec![7; written]);
+}
+
+async fn borrowed_halves_read_and_write_at_once<S: Stream>() {
+    let [mut one, two] = S::pair().await;
+    let (mut echo_from, mut echo_to) = two.into_split();
+    let echo = tokio::spawn(async move { copy(&mut echo_from, &mut echo_to).await });
+    let (bytes, mut received) = (pattern(1_000_000, 9), vec![0; 1_000_000]);
+    {
+        let (mut read, mut write) = one.split();
+        let (written, read) = tokio::join!(write.write_all(&bytes), read.read_exact(&mut received));
+        written.unwrap();
+        read.unwrap();
+    }
+    assert!(received == bytes);
+    one.shutdown().await.unwrap();
+    assert_eq!(one.read(&mut [0; 8]).await.unwrap(), 0, "the halves have ended nothing");
+    assert_eq!(echo.await.unwrap().unwrap(), 1_000_000);
 }
 
 async fn connected_streams_deliver_before_and_after_they_are_accepted<S: Stream>() {

@@ -41,13 +41,15 @@ mod write_half;
 mod writing;
 
 use std::fmt;
-use std::io::{self, IoSlice};
+use std::future::poll_fn;
+use std::io::{self, IoSlice, IoSliceMut};
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
-use bytes::Bytes;
-use tokio::io::{AsyncBufRead, AsyncRead, AsyncWrite, ReadBuf};
+use bytes::{BufMut, Bytes};
+use tokio::io::{AsyncBufRead, AsyncRead, AsyncWrite, Interest, ReadBuf, Ready};
 use tokio::net::ToSocketAddrs;
 
 pub use listener::RdmaListener;
@@ -57,9 +59,10 @@ pub(super) use writing::Held;
 
 use super::config::ConnectionConfig;
 use super::connection::{Connection, Handle};
-use super::core::ConnectionCounters;
+use super::core::{ConnectionCounters, Core};
 use super::error::{CloseReason, MessageError, Violation};
 use super::frame::{Header, Kind};
+use super::halves::WaitGuard;
 use super::handshake::Content;
 use crate::memory::Buf;
 use crate::verbs::{Device, ProtectionDomain};
@@ -119,9 +122,16 @@ use crate::verbs::{Device, ProtectionDomain};
 /// they are dropped. Futures of several calls, such as `read_exact` and `write_all`, may have moved
 /// some.
 pub struct RdmaStream {
+    // Dropped first; see `OwnedWriteHalf`.
     read: OwnedReadHalf,
     write: OwnedWriteHalf,
 }
+
+/// The borrowed reading half of [`RdmaStream::split`].
+pub type ReadHalf<'a> = &'a mut OwnedReadHalf;
+
+/// The borrowed writing half of [`RdmaStream::split`].
+pub type WriteHalf<'a> = &'a mut OwnedWriteHalf;
 
 impl RdmaStream {
     /// Connects to an [`RdmaListener`] at the first address that answers, with the settings of
@@ -161,6 +171,12 @@ impl RdmaStream {
     fn new(connection: Connection) -> Self {
         let handle = connection.shared_handle();
         Self { read: OwnedReadHalf::new(handle.clone()), write: OwnedWriteHalf::new(handle) }
+    }
+
+    /// Splits the stream into borrowed halves, for one task that reads and writes at a time.
+    /// Dropping them changes nothing.
+    pub fn split(&mut self) -> (ReadHalf<'_>, WriteHalf<'_>) {
+        (&mut self.read, &mut self.write)
     }
 
     /// Splits the stream into halves for two tasks.
@@ -208,6 +224,148 @@ impl RdmaStream {
     /// Dropping the future loses no bytes.
     pub async fn read_bytes(&mut self) -> io::Result<Option<Bytes>> {
         self.read.read_bytes().await
+    }
+
+    /// Waits for one of the states in `interest`: readable or writable. Other ones are ignored.
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpStream` has the same signature.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future changes nothing.
+    pub async fn ready(&self, interest: Interest) -> io::Result<Ready> {
+        let shared = &self.handle().shared;
+        let mut readers = WaitGuard::new(shared, Core::withdraw_receiver);
+        let mut writers = WaitGuard::new(shared, Core::withdraw_sender);
+        let ready = poll_fn(|context| {
+            let mut ready = Ready::EMPTY;
+            if interest.is_readable()
+                && self.read.poll_readable(context, &mut readers.ticket).is_ready()
+            {
+                ready |= Ready::READABLE;
+                if self.read.is_closed() {
+                    ready |= Ready::READ_CLOSED;
+                }
+            }
+            if interest.is_writable()
+                && self.write.poll_writable(context, &mut writers.ticket).is_ready()
+            {
+                ready |= Ready::WRITABLE;
+                if self.write.is_closed() {
+                    ready |= Ready::WRITE_CLOSED;
+                }
+            }
+            if ready.is_empty() { Poll::Pending } else { Poll::Ready(ready) }
+        });
+        Ok(ready.await)
+    }
+
+    /// Waits until a read would not wait; see [`OwnedReadHalf::readable`].
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpStream` has the same signature.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future changes nothing.
+    pub async fn readable(&self) -> io::Result<()> {
+        self.read.readable().await
+    }
+
+    /// Waits until a write would not wait; see [`OwnedWriteHalf::writable`].
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpStream` has the same signature.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future changes nothing.
+    pub async fn writable(&self) -> io::Result<()> {
+        self.write.writable().await
+    }
+
+    /// Reads without consuming; see [`OwnedReadHalf::peek`].
+    ///
+    /// # Errors
+    ///
+    /// See [`RdmaStream`].
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future loses no bytes.
+    pub async fn peek(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.read.peek(buffer).await
+    }
+
+    /// Reads without waiting; see [`OwnedReadHalf::try_read`].
+    ///
+    /// # Errors
+    ///
+    /// `WouldBlock` if nothing has arrived. Otherwise see [`RdmaStream`].
+    pub fn try_read(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.read.try_read(buffer)
+    }
+
+    /// Reads into several buffers without waiting; see [`OwnedReadHalf::try_read_vectored`].
+    ///
+    /// # Errors
+    ///
+    /// See [`try_read`](Self::try_read).
+    pub fn try_read_vectored(&self, buffers: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        self.read.try_read_vectored(buffers)
+    }
+
+    /// Reads to the end of `buffer` without waiting; see [`OwnedReadHalf::try_read_buf`].
+    ///
+    /// # Errors
+    ///
+    /// See [`try_read`](Self::try_read).
+    pub fn try_read_buf<B: BufMut>(&self, buffer: &mut B) -> io::Result<usize> {
+        self.read.try_read_buf(buffer)
+    }
+
+    /// Writes without waiting; see [`OwnedWriteHalf::try_write`].
+    ///
+    /// # Errors
+    ///
+    /// `WouldBlock` if no buffer is free, or while another task waits to write. Otherwise see
+    /// [`RdmaStream`].
+    pub fn try_write(&self, bytes: &[u8]) -> io::Result<usize> {
+        self.write.try_write(bytes)
+    }
+
+    /// Writes from several buffers without waiting; see [`OwnedWriteHalf::try_write_vectored`].
+    ///
+    /// # Errors
+    ///
+    /// See [`try_write`](Self::try_write).
+    pub fn try_write_vectored(&self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
+        self.write.try_write_vectored(slices)
+    }
+
+    /// Sets how long the stream continues to send after it was dropped, as `SO_LINGER` does; by
+    /// default for [`close_timeout`](ConnectionConfig::close_timeout). With zero, a drop resets the
+    /// peer instead.
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpStream` has the same signature.
+    pub fn set_linger(&self, linger: Option<Duration>) -> io::Result<()> {
+        self.handle().shared.with(|core, _| core.linger = linger);
+        Ok(())
+    }
+
+    /// Returns what [`set_linger`](Self::set_linger) has set.
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpStream` has the same signature.
+    pub fn linger(&self) -> io::Result<Option<Duration>> {
+        Ok(self.handle().shared.with(|core, _| core.linger))
     }
 
     /// Disables the combination of short writes, as `TCP_NODELAY` does: each write is sent at once.

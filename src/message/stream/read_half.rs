@@ -2,13 +2,14 @@
 
 use std::fmt;
 use std::future::poll_fn;
-use std::io;
+use std::io::{self, IoSliceMut};
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
-use bytes::Bytes;
+use bytes::{BufMut, Bytes};
+use rdma_provider::locks::{Mutex, MutexGuard};
 use tokio::io::{AsyncBufRead, AsyncRead, ReadBuf};
 
 use super::reading::{Chunk, Taken};
@@ -17,6 +18,7 @@ use super::{RdmaStream, ReuniteError, addresses, io_error};
 use crate::coop::within_budget;
 use crate::message::connection::Handle;
 use crate::message::core::{ConnectionCounters, Core};
+use crate::message::halves::WaitGuard;
 use crate::waiters::{Caller, Ticket};
 
 /// The reading half of an [`RdmaStream`].
@@ -24,15 +26,16 @@ use crate::waiters::{Caller, Ticket};
 /// Dropping it discards bytes that were read into its buffer and not consumed. The peer's writes
 /// then wait, unless the other half is dropped too.
 pub struct OwnedReadHalf {
-    /// Bytes in the memory in which they have arrived, and how many of them are consumed.
-    chunk: Option<(Chunk, usize)>,
+    /// Bytes in the memory in which they have arrived, and how many of them are consumed. Methods
+    /// with `&self` only try to lock it, so that none waits for a waker that another one calls.
+    chunk: Mutex<Option<(Chunk, usize)>>,
     ticket: Option<Ticket>,
     handle: Arc<Handle>,
 }
 
 impl OwnedReadHalf {
     pub(super) fn new(handle: Arc<Handle>) -> Self {
-        Self { chunk: None, ticket: None, handle }
+        Self { chunk: Mutex::new(None), ticket: None, handle }
     }
 
     /// Reunites the halves of a stream.
@@ -40,6 +43,7 @@ impl OwnedReadHalf {
     /// # Errors
     ///
     /// Returns the halves if they belong to different streams.
+    #[expect(clippy::result_large_err, reason = "the halves are returned")]
     pub fn reunite(self, write: OwnedWriteHalf) -> Result<RdmaStream, ReuniteError> {
         if Arc::ptr_eq(&self.handle, write.handle()) {
             Ok(RdmaStream { read: self, write })
@@ -85,6 +89,137 @@ impl OwnedReadHalf {
         })
     }
 
+    /// Waits until [`try_read`](Self::try_read) does not return `WouldBlock`, but bytes, the end or
+    /// an error. If several tasks read, it may return `WouldBlock` nevertheless.
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpStream` has the same signature.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future changes nothing.
+    pub async fn readable(&self) -> io::Result<()> {
+        let mut guard = WaitGuard::new(&self.handle.shared, Core::withdraw_receiver);
+        poll_fn(|context| self.poll_readable(context, &mut guard.ticket)).await;
+        Ok(())
+    }
+
+    pub(super) fn poll_readable(
+        &self,
+        context: &mut Context<'_>,
+        ticket: &mut Option<Ticket>,
+    ) -> Poll<()> {
+        within_budget(context, |context| {
+            if self.chunk.try_lock().is_none_or(|chunk| chunk.is_some()) {
+                return Poll::Ready(());
+            }
+            self.handle.shared.poll_receiver(context, ticket, Core::poll_readable)
+        })
+    }
+
+    /// Returns true if a read returns the end or an error once what has arrived was read.
+    pub(super) fn is_closed(&self) -> bool {
+        self.handle.shared.with(|core, _| core.is_at_end() || core.close_reason().is_some())
+    }
+
+    /// Copies bytes that have arrived, without waiting: of one frame at most. Returns 0 at the end,
+    /// or for an empty buffer.
+    ///
+    /// # Errors
+    ///
+    /// `WouldBlock` if nothing has arrived. Otherwise see [`RdmaStream`].
+    pub fn try_read(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        let mut into = ReadBuf::new(buffer);
+        self.try_take(into.remaining(), |bytes| into.put_slice(bytes))
+    }
+
+    /// Copies like [`try_read`](Self::try_read), into several buffers.
+    ///
+    /// # Errors
+    ///
+    /// See [`try_read`](Self::try_read).
+    pub fn try_read_vectored(&self, buffers: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        let most = buffers.iter().fold(0_usize, |sum, buffer| sum.saturating_add(buffer.len()));
+        self.try_take(most, |mut bytes| {
+            for buffer in buffers.iter_mut() {
+                let (next, rest) = bytes.split_at(bytes.len().min(buffer.len()));
+                buffer[..next.len()].copy_from_slice(next);
+                bytes = rest;
+            }
+        })
+    }
+
+    /// Copies like [`try_read`](Self::try_read), to the end of `buffer`.
+    ///
+    /// # Errors
+    ///
+    /// See [`try_read`](Self::try_read).
+    pub fn try_read_buf<B: BufMut>(&self, buffer: &mut B) -> io::Result<usize> {
+        self.try_take(buffer.remaining_mut(), |bytes| buffer.put_slice(bytes))
+    }
+
+    /// Waits for bytes and copies them without consuming them: of one frame at most. Returns 0 at
+    /// the end, or for an empty buffer.
+    ///
+    /// # Errors
+    ///
+    /// See [`RdmaStream`].
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future loses no bytes.
+    pub async fn peek(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        loop {
+            self.readable().await?;
+            let (most, mut into) = (buffer.len(), ReadBuf::new(&mut *buffer));
+            match self.try_see(|rest| into.put_slice(&rest[..rest.len().min(most)])) {
+                Ok(_) => return Ok(into.filled().len()),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Calls `copy` with the next bytes, at most `most`, and consumes them. Returns their number.
+    fn try_take(&self, most: usize, mut copy: impl FnMut(&[u8])) -> io::Result<usize> {
+        if most == 0 {
+            return Ok(0);
+        }
+        let mut taken = 0;
+        let mut chunk = self.try_see(|rest| {
+            taken = rest.len().min(most);
+            copy(&rest[..taken]);
+        })?;
+        let read = chunk.take_if(|(chunk, consumed)| {
+            *consumed += taken;
+            *consumed == chunk.len()
+        });
+        drop(chunk);
+        self.release(read);
+        Ok(taken)
+    }
+
+    /// Calls `see` with the next bytes that have arrived, unless there is the end.
+    fn try_see(
+        &self,
+        see: impl FnOnce(&[u8]),
+    ) -> io::Result<MutexGuard<'_, Option<(Chunk, usize)>>> {
+        let Some(mut chunk) = self.chunk.try_lock() else {
+            return Err(io::ErrorKind::WouldBlock.into());
+        };
+        if chunk.is_none() {
+            match self.handle.shared.with(|core, driver| core.try_read(driver)) {
+                Poll::Pending => return Err(io::ErrorKind::WouldBlock.into()),
+                Poll::Ready(next) => *chunk = next.map_err(io_error)?.map(|next| (next, 0)),
+            }
+        }
+        if let Some((bytes, consumed)) = &*chunk {
+            see(&bytes[*consumed..]);
+        }
+        Ok(chunk)
+    }
+
     /// Returns the local address.
     ///
     /// # Errors
@@ -114,21 +249,21 @@ impl OwnedReadHalf {
     }
 
     /// Returns the bytes of the chunk that are not consumed.
-    fn rest(&self) -> Option<&[u8]> {
-        self.chunk.as_ref().map(|(chunk, consumed)| &chunk[*consumed..])
+    fn rest(&mut self) -> Option<&[u8]> {
+        self.chunk.get_mut().as_ref().map(|(chunk, consumed)| &chunk[*consumed..])
     }
 
     /// Consumes bytes of the chunk, at most all.
     fn advance(&mut self, bytes: usize) {
-        let Some((chunk, consumed)) = &mut self.chunk else { return };
-        *consumed = chunk.len().min(consumed.saturating_add(bytes));
-        if *consumed == chunk.len() {
-            self.release();
-        }
+        let read = self.chunk.get_mut().take_if(|(chunk, consumed)| {
+            *consumed = chunk.len().min(consumed.saturating_add(bytes));
+            *consumed == chunk.len()
+        });
+        self.release(read);
     }
 
-    fn release(&mut self) {
-        if let Some((chunk, _)) = self.chunk.take() {
+    fn release(&self, chunk: Option<(Chunk, usize)>) {
+        if let Some((chunk, _)) = chunk {
             let left = self.handle.shared.with(|core, _| core.release_chunk(chunk));
             drop(left);
         }
@@ -150,7 +285,7 @@ impl OwnedReadHalf {
             None => Ok(false),
             Some(Taken::Copied) => Ok(true),
             Some(Taken::Chunk(bytes)) => {
-                *chunk = Some((bytes, 0));
+                *chunk.get_mut() = Some((bytes, 0));
                 Ok(true)
             }
         })
@@ -167,7 +302,7 @@ impl AsyncRead for OwnedReadHalf {
             return Poll::Ready(Ok(()));
         }
         within_budget(context, |context| {
-            if self.chunk.is_none() {
+            if self.chunk.get_mut().is_none() {
                 ready!(self.poll_bytes(context, Some(buffer)))?;
             }
             if let Some(rest) = self.rest() {
@@ -184,7 +319,7 @@ impl AsyncBufRead for OwnedReadHalf {
     fn poll_fill_buf(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<&[u8]>> {
         let this = self.get_mut();
         ready!(within_budget(context, |context| {
-            if this.chunk.is_none() {
+            if this.chunk.get_mut().is_none() {
                 this.poll_bytes(context, None)
             } else {
                 Poll::Ready(Ok(true))
@@ -200,7 +335,8 @@ impl AsyncBufRead for OwnedReadHalf {
 
 impl Drop for OwnedReadHalf {
     fn drop(&mut self) {
-        self.release();
+        let chunk = self.chunk.get_mut().take();
+        self.release(chunk);
         if self.ticket.is_some() {
             let Self { handle, ticket, .. } = self;
             handle.shared.with(|core, _| core.withdraw_receiver(ticket));
@@ -212,7 +348,6 @@ impl fmt::Debug for OwnedReadHalf {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("OwnedReadHalf")
             .field("peer", &self.handle.peer_addr())
-            .field("buffered", &self.rest().map_or(0, <[u8]>::len))
             .finish_non_exhaustive()
     }
 }

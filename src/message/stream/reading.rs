@@ -53,6 +53,33 @@ impl Core {
         self.poll_message(|core| core.take_bytes(into), ticket, driver, caller)
     }
 
+    /// Returns the next chunk, or `None` at the end, without waiting.
+    pub(super) fn try_read(&mut self, driver: &Waker) -> Poll<Result<Option<Chunk>, MessageError>> {
+        if !self.inbox.is_ready() {
+            self.progress_for_receiver(driver);
+        }
+        let may_take = self.protocol.phase().takes_messages() && !self.inbox.is_drained();
+        if may_take && let Some(Taken::Chunk(chunk)) = self.take_bytes(&mut None) {
+            self.send_due();
+            if !self.inbox.waiting.is_empty() {
+                self.progress(driver);
+            }
+            return Poll::Ready(Ok(Some(chunk)));
+        }
+        self.end_of_messages().map_or(Poll::Pending, |end| Poll::Ready(end.map(|()| None)))
+    }
+
+    /// Waits until a read would not wait.
+    pub(super) fn poll_readable(
+        &mut self,
+        ticket: &mut Option<Ticket>,
+        driver: &Waker,
+        caller: &mut Caller<'_>,
+    ) -> Poll<()> {
+        let is_ready = |core: &mut Self| core.inbox.is_ready().then_some(());
+        self.poll_message(is_ready, ticket, driver, caller).map(drop)
+    }
+
     fn take_bytes(&mut self, into: &mut Option<&mut ReadBuf<'_>>) -> Option<Taken> {
         let open = self.close_reason().is_none();
         let mut copied = 0;

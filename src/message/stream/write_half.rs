@@ -7,6 +7,7 @@ use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
+use std::time::Duration;
 
 use bytes::{Buf as _, Bytes};
 use tokio::io::AsyncWrite;
@@ -16,7 +17,8 @@ use crate::coop::within_budget;
 use crate::memory::{Buf, SlabFinder};
 use crate::message::connection::Handle;
 use crate::message::core::{ConnectionCounters, Core};
-use crate::message::error::MessageError;
+use crate::message::error::{CloseReason, MessageError};
+use crate::message::halves::WaitGuard;
 use crate::waiters::{Caller, Ticket};
 
 /// The writing half of an [`RdmaStream`](super::RdmaStream). Dropping it shuts down the direction.
@@ -85,6 +87,59 @@ impl OwnedWriteHalf {
             buffer = rest;
         }
         Ok(())
+    }
+
+    /// Waits until [`try_write`](Self::try_write) does not return `WouldBlock`, but a number of
+    /// bytes or an error. If several tasks write, it may return `WouldBlock` nevertheless.
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpStream` has the same signature.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future changes nothing.
+    pub async fn writable(&self) -> io::Result<()> {
+        let mut guard = WaitGuard::new(&self.handle.shared, Core::withdraw_sender);
+        poll_fn(|context| self.poll_writable(context, &mut guard.ticket)).await;
+        Ok(())
+    }
+
+    pub(super) fn poll_writable(
+        &self,
+        context: &mut Context<'_>,
+        ticket: &mut Option<Ticket>,
+    ) -> Poll<()> {
+        within_budget(context, |context| {
+            self.handle
+                .shared
+                .poll(context, |core, driver, caller| core.poll_writable(ticket, driver, caller))
+        })
+    }
+
+    /// Returns true if writes fail.
+    pub(super) fn is_closed(&self) -> bool {
+        self.handle.shared.with(|core, _| core.protocol.phase().check_open().is_err())
+    }
+
+    /// Writes as many bytes as buffers are free for, without waiting. Returns their number.
+    ///
+    /// # Errors
+    ///
+    /// `WouldBlock` if no buffer is free, or while another task waits to write. Otherwise see
+    /// [`RdmaStream`](super::RdmaStream).
+    pub fn try_write(&self, bytes: &[u8]) -> io::Result<usize> {
+        self.try_write_vectored(&[IoSlice::new(bytes)])
+    }
+
+    /// Writes like [`try_write`](Self::try_write), from several buffers.
+    ///
+    /// # Errors
+    ///
+    /// See [`try_write`](Self::try_write).
+    pub fn try_write_vectored(&self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
+        let written = self.handle.shared.with(|core, driver| core.try_write(slices, driver));
+        written.map_err(io_error)?.map_err(|_| io::ErrorKind::WouldBlock.into())
     }
 
     /// Returns the local address.
@@ -182,8 +237,13 @@ impl Drop for OwnedWriteHalf {
     fn drop(&mut self) {
         let Self { handle, ticket, .. } = self;
         handle.shared.abort_if_runtime_shuts_down();
+        // The reading half of a stream is dropped first.
+        let is_last = Arc::strong_count(handle) == 1;
         handle.shared.with(|core, driver| {
             core.withdraw_sender(ticket);
+            if is_last && core.linger == Some(Duration::ZERO) {
+                return core.abort(CloseReason::Aborted, driver);
+            }
             // Without effect on a closed connection.
             let _ = core.finish(driver);
         });

@@ -96,6 +96,38 @@ impl Core {
         self.poll_written(|core| core.write(slices), ticket, driver, caller)
     }
 
+    /// Writes like [`poll_write`](Self::poll_write), without waiting, unless others wait.
+    pub(super) fn try_write(&mut self, slices: &[IoSlice<'_>], driver: &Waker) -> Attempt<usize> {
+        self.protocol.phase().check_open()?;
+        if !self.senders.is_empty() {
+            return Ok(Err(self.blocked));
+        }
+        let mut written = self.write(slices);
+        if matches!(written, Ok(Err(_))) {
+            self.progress(driver);
+            written = self.write(slices);
+        }
+        if matches!(written, Ok(Ok(_))) && !self.held.is_empty() {
+            self.progress(driver);
+        }
+        written
+    }
+
+    /// Waits until a write would not wait.
+    pub(super) fn poll_writable(
+        &mut self,
+        ticket: &mut Option<Ticket>,
+        driver: &Waker,
+        caller: &mut Caller<'_>,
+    ) -> Poll<()> {
+        let check = |core: &mut Self| {
+            core.protocol.phase().check_open()?;
+            let appends = core.held.back().is_some_and(|held| !held.is_full());
+            Ok(if appends { Ok(()) } else { core.check_held_buffer() })
+        };
+        self.poll_unblocked(check, ticket, driver, caller).map(drop)
+    }
+
     /// Writes like [`poll_write`](Self::poll_write), or from the `buffer` that has the bytes, or
     /// lets the peer read long bytes.
     pub(super) fn poll_write_bytes(
