@@ -14,6 +14,7 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 use std::future::{Future, poll_fn};
 use std::hash::{BuildHasherDefault, Hasher};
+use std::io;
 use std::pin::pin;
 use std::task::{Context, Poll, Waker};
 use std::thread;
@@ -105,9 +106,9 @@ impl Sleep {
                 }
             }
             None => match Alarm::waking(self.deadline, waker.clone()) {
-                Some(alarm) => self.alarm = Some((alarm, waker.clone())),
+                Ok(alarm) => self.alarm = Some((alarm, waker.clone())),
                 // Without the alarm thread, this task polls.
-                None => contained(|| waker.wake_by_ref()),
+                Err(_) => contained(|| waker.wake_by_ref()),
             },
         }
         Poll::Pending
@@ -128,10 +129,10 @@ impl Alarm {
     /// Sets an alarm that wakes `waker` on the alarm thread, even if it is leaked, or when virtual
     /// time has come.
     ///
-    /// Returns `None` if the thread cannot be started.
-    pub(crate) fn waking(deadline: Instant, waker: Waker) -> Option<Self> {
+    /// Fails if the thread cannot be started.
+    pub(crate) fn waking(deadline: Instant, waker: Waker) -> io::Result<Self> {
         match simulated(Network::clone) {
-            Some(network) => Some(Self::Simulated(network.wake_at(deadline, waker))),
+            Some(network) => Ok(Self::Simulated(network.wake_at(deadline, waker))),
             None => ALARMS.set(deadline, waker).map(Self::Thread),
         }
     }
@@ -215,8 +216,8 @@ impl AlarmThread {
         self.alarms.lock()
     }
 
-    /// Sets an alarm, and starts the thread if it does not run. Returns `None` if that fails.
-    fn set(&'static self, deadline: Instant, waker: Waker) -> Option<Number> {
+    /// Sets an alarm, and starts the thread if it does not run.
+    fn set(&'static self, deadline: Instant, waker: Waker) -> io::Result<Number> {
         let mut alarms = self.lock();
         match alarms.next_wake {
             Some(wake) if wake <= deadline => {}
@@ -234,12 +235,12 @@ impl AlarmThread {
                             "failed to start the alarm thread; tasks poll for their deadlines"
                         );
                     }
-                    return None;
+                    return Err(error);
                 }
                 (alarms.next_wake, alarms.failed) = (Some(deadline), false);
             }
         }
-        Some(alarms.add(deadline, waker))
+        Ok(alarms.add(deadline, waker))
     }
 
     fn run(&self) {

@@ -96,6 +96,10 @@ macro_rules! make {
 }
 
 impl contract::Context<Any> for Context {
+    fn may_block(&self) -> bool {
+        each!(self, inner => inner.may_block())
+    }
+
     fn reports_last_receive(&self) -> bool {
         each!(self, inner => inner.reports_last_receive())
     }

@@ -127,6 +127,8 @@ pub mod raw;
 pub mod software;
 pub mod verbs;
 
+#[cfg(not(loom))]
+mod blocking;
 mod clock;
 mod contained;
 mod coop;

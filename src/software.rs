@@ -87,10 +87,7 @@ const QUIET_ROUNDS: u32 = 4;
 /// A run is reproducible if it depends on nothing else that is not:
 ///
 /// - Tokio's clock, unless it is paused, and [`Instant::now`]; [`now`] replaces that.
-/// - Threads: [`BusyPoll`](crate::CompletionMode::BusyPoll) completion queues, and messages that
-///   are fetched, for which a blocking thread registers memory: messages of more frames than the
-///   receives of the moment permit, at first above 1,152 bytes. With `preallocate(true)`, messages
-///   above `max_eager`.
+/// - Threads: [`BusyPoll`](crate::CompletionMode::BusyPoll) completion queues.
 /// - Random choices of `tokio::select!`, unless it is `biased`.
 ///
 /// Wrap the call in [`tokio::time::timeout`] to end a test that hangs. With a network in real time

@@ -129,7 +129,7 @@ async fn resolve_one(
     const ENETUNREACH: i32 = 101;
     const EHOSTUNREACH: i32 = 113;
     let source = options.source_to(address)?;
-    let endpoint = Endpoint::create(&Router::of(device)?)?;
+    let endpoint = Endpoint::create(&Router::of(device).await?)?;
     let (timeout, start) = (options.time_to_resolve(), clock::now());
     let unresolved = move |errno| ConnectError::Resolve { address, errno };
     with_deadline(timeout, ConnectStep::Resolve, async || {

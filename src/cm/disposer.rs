@@ -4,9 +4,10 @@ use std::mem;
 use std::sync::Arc;
 
 use rdma_provider::locks::Mutex;
-use tokio::runtime::Handle;
 
-/// A queue of items that one blocking thread drops in order.
+use crate::blocking;
+
+/// A queue of items that one thread drops in order.
 #[derive(Debug)]
 pub(super) struct Disposer<T>(Mutex<State<T>>);
 
@@ -28,14 +29,13 @@ impl<T> Default for Disposer<T> {
 }
 
 impl<T: Send + 'static> Disposer<T> {
-    /// Queues `items` for a blocking thread of `runtime`, or drops them here if that has shut down.
+    /// Queues `items` for the thread that drops them, and starts it if needed.
     ///
     /// Calls `on_resume` when the queue is empty again after [`is_stalled`](Self::is_stalled) has
     /// returned true.
     pub(super) fn dispose<F: Fn() + Send + 'static>(
         self: &Arc<Self>,
         items: impl IntoIterator<Item = T>,
-        runtime: &Handle,
         on_resume: F,
     ) {
         let mut state = self.0.lock();
@@ -45,7 +45,7 @@ impl<T: Send + 'static> Disposer<T> {
         }
         drop(state);
         let disposal = Disposal { disposer: Arc::clone(self), on_resume };
-        drop(runtime.spawn_blocking(move || drop(disposal)));
+        blocking::spawn(move || disposal.run());
     }
 
     pub(super) fn is_stalled(&self) -> bool {
@@ -56,15 +56,14 @@ impl<T: Send + 'static> Disposer<T> {
     }
 }
 
-/// The exclusive right to drop items. Its own drop does the work, because a runtime that shuts down
-/// does not run it.
+/// The exclusive right to drop items.
 struct Disposal<T, F: Fn()> {
     disposer: Arc<Disposer<T>>,
     on_resume: F,
 }
 
-impl<T, F: Fn()> Drop for Disposal<T, F> {
-    fn drop(&mut self) {
+impl<T, F: Fn()> Disposal<T, F> {
+    fn run(self) {
         loop {
             let mut state = self.disposer.0.lock();
             let items = mem::take(&mut state.waiting);
@@ -103,8 +102,6 @@ mod tests {
 
     #[test]
     fn many_items_use_one_thread_and_stall_at_limit() {
-        let runtime =
-            tokio::runtime::Builder::new_current_thread().max_blocking_threads(1).build().unwrap();
         let (disposer, gone, on_resume) =
             (Arc::new(Disposer::default()), Arc::default(), Arc::new(AtomicUsize::new(0)));
         let mut held = Vec::new();
@@ -117,7 +114,7 @@ mod tests {
                 })
                 .collect();
             let on_resume = Arc::clone(&on_resume);
-            disposer.dispose(items, runtime.handle(), move || {
+            disposer.dispose(items, move || {
                 on_resume.fetch_add(1, Ordering::SeqCst);
             });
         };
@@ -142,19 +139,5 @@ mod tests {
             (STALL_LENGTH + 1, 1)
         );
         assert!(!disposer.is_stalled());
-    }
-
-    #[test]
-    fn items_for_shut_down_runtime_are_dropped_by_caller() {
-        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-        let handle = runtime.handle().clone();
-        drop(runtime);
-        let (disposer, gone) = (Arc::new(Disposer::default()), Arc::default());
-        for count in 1..=3 {
-            let (hold, wait) = mpsc::channel();
-            drop(hold);
-            disposer.dispose([Slow(wait, Arc::clone(&gone))], &handle, || {});
-            assert_eq!(gone.load(Ordering::SeqCst), count);
-        }
     }
 }

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use crate::blocking;
 use crate::contained::contained;
 use crate::coop::within_budget;
 use crate::dispatch::CmId;
@@ -96,7 +97,7 @@ impl Endpoint {
         }
     }
 
-    /// Calls `f`, on a blocking thread if `blocks`, even if the future is dropped.
+    /// Calls `f`, on another thread if `blocks`, even if the future is dropped.
     pub(super) async fn call_blocking<T: Send + 'static>(
         &self,
         blocks: bool,
@@ -162,20 +163,15 @@ impl Endpoint {
     }
 }
 
-/// `ECANCELED` of `errno(3)`: the runtime has shut down.
-const CANCELLED: VerbError = VerbError::new("call on a blocking thread", 125);
+/// `ECANCELED` of `errno(3)`: the id is being destroyed.
+const CANCELLED: VerbError = VerbError::new("call of a destroyed id", 125);
 
-/// Calls `f` on a blocking thread, even if the future is dropped.
+/// Calls `f` on a thread that it may block, even if the future is dropped.
 pub(super) async fn on_blocking_thread<T: Send + 'static>(
     f: impl FnOnce() -> Result<T, ConnectError> + Send + 'static,
 ) -> Result<T, ConnectError> {
-    match NoRuntime::or_current()?.spawn_blocking(f).await {
-        Ok(result) => result,
-        Err(error) => match error.try_into_panic() {
-            Ok(panic) => std::panic::resume_unwind(panic),
-            Err(_) => Err(CANCELLED.into()),
-        },
-    }
+    NoRuntime::or_current()?;
+    blocking::run(f).await
 }
 
 /// Fails with [`ConnectError::TimedOut`] if the future of `make` takes longer than `after` in real

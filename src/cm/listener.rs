@@ -99,7 +99,8 @@ impl Listener {
         let backlog = options.checked()?;
         let mut last = None;
         for address in lookup(address, &ConnectionOptions::default()).await? {
-            let attempt = async { Self::bind_one(&Router::of(device)?, address, backlog).await };
+            let attempt =
+                async { Self::bind_one(&Router::of(device).await?, address, backlog).await };
             match attempt.await {
                 Ok(listener) => return Ok(listener),
                 Err(error) => last = Some(error.during(ConnectStep::Listen, address)),
@@ -724,7 +725,7 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let device = Device::software_in(&Network::new(), "withdrawn").unwrap();
-            let router = Router::of(&device).unwrap();
+            let router = Router::of(&device).await.unwrap();
             let incoming = Incoming::new(2);
             let is_queued = || {
                 let peer = CmPeer {

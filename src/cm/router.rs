@@ -18,6 +18,7 @@ use rdma_provider::cm_contract::{CmChannel as _, CmEvent, CmEventKind};
 use rdma_provider::contract::Context as _;
 
 use super::disposer::Disposer;
+use super::endpoint::on_blocking_thread;
 use super::error::ConnectError;
 use super::event_reactor::Reactors;
 use super::inbox::Inbox;
@@ -101,12 +102,16 @@ fn find(routers: &[(usize, Weak<Router>)], device: &Device) -> Option<Arc<Router
 impl Router {
     /// Returns the router of an open device, and lets the current runtime watch it.
     ///
-    /// It is created on first use, which blocks for as long as librdmacm reads sysfs, once per
-    /// device, and dropped with its last id.
-    pub(super) fn of(device: &Device) -> Result<Arc<Self>, ConnectError> {
+    /// It is created on first use, which may block (librdmacm reads sysfs), and dropped with its
+    /// last id.
+    pub(super) async fn of(device: &Device) -> Result<Arc<Self>, ConnectError> {
         let router = match Self::known(device) {
             Some(router) => router,
-            None => Self::make(device)?,
+            None if !device.may_block() => Self::make(device)?,
+            None => {
+                let device = device.clone();
+                on_blocking_thread(move || Ok(Self::make(&device)?)).await?
+            }
         };
         router.watch()?;
         Ok(router)
@@ -186,14 +191,13 @@ impl Router {
         self.channel.port_space()
     }
 
-    /// Drops ids on a blocking thread if that may block.
+    /// Drops ids on another thread if that may block.
     pub(super) fn dispose(self: &Arc<Self>, ids: impl IntoIterator<Item = Arc<CmId>>) {
         if !self.may_block() {
             return ids.into_iter().for_each(drop);
         }
-        let Some(runtime) = self.runtime() else { return ids.into_iter().for_each(drop) };
         let router = Arc::downgrade(self);
-        self.disposer.dispose(ids, &runtime, move || {
+        self.disposer.dispose(ids, move || {
             if let Some(router) = router.upgrade() {
                 router.schedule_drain(Vec::new());
             }
@@ -239,7 +243,7 @@ impl Router {
             }
         }
         if !refused.is_empty() {
-            // Together, to occupy one blocking thread.
+            // Together, to occupy one thread.
             self.dispose(refused);
         }
         if left == 0 {

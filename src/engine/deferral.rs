@@ -91,8 +91,7 @@ impl Wake for Deferred {
         let count = self.0.lock().len();
         for _ in 0..count {
             let Some(waker) = self.0.lock().pop() else { return };
-            // A blocking thread has no tasks after which it could wake, and may have a lock.
-            locks::when_none_is_held(move || contained(|| waker.wake()));
+            contained(|| waker.wake());
         }
     }
 }

@@ -77,10 +77,8 @@ impl Helper {
 impl Drop for Helper {
     fn drop(&mut self) {
         if let (true, Some(shared)) = (self.running, self.shared.upgrade()) {
-            // Otherwise receivers of the message would never be woken.
-            let reason =
-                if std::thread::panicking() { CloseReason::Memory } else { CloseReason::Runtime };
-            shared.with(|core, _| core.on(Event::Terminate(reason)));
+            // It panicked. Otherwise receivers of the message would never be woken.
+            shared.with(|core, _| core.on(Event::Terminate(CloseReason::Memory)));
             shared.driver_waker.wake_driver();
         }
     }

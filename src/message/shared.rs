@@ -17,6 +17,7 @@ use super::core::Core;
 use super::error::CloseReason;
 use super::halves::WaitGuard;
 use super::helper::Helper;
+use crate::blocking;
 use crate::clock;
 use crate::contained::contained;
 use crate::coop::within_budget;
@@ -254,7 +255,16 @@ impl Shared {
     fn run_all(&self, after: AfterUnlock) {
         if after.starts_helper() {
             let helper = Helper::new(self.this.clone());
-            drop(self.runtime.spawn_blocking(move || helper.run()));
+            if self.qp.protection_domain().device().may_block() {
+                let runtime = self.runtime.clone();
+                blocking::spawn(move || {
+                    // Fetches wait in it.
+                    let _inside = runtime.enter();
+                    helper.run();
+                });
+            } else {
+                helper.run();
+            }
         }
         if after.wakes_driver() {
             self.driver_waker.wake_driver();

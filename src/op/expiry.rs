@@ -43,7 +43,7 @@ impl Expiry {
     pub(super) fn set(&mut self, deadline: Instant) -> Result<(), SetupError> {
         // The alarm thread is needed first: a lease without it keeps its earlier deadline.
         let alarm = Alarm::waking(deadline, Waker::from(self.shared.clone()));
-        let alarm = alarm.ok_or(VerbError::new("pthread_create", VerbError::ENOMEM))?;
+        let alarm = alarm.map_err(|error| VerbError::no_thread(&error))?;
         match &mut *self.shared.state.lock() {
             State::Until(until) => *until = Some(deadline),
             State::Expired => return Err(SetupError::Closed),

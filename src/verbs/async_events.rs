@@ -299,8 +299,6 @@ impl Notifications {
     }
 }
 
-const EAGAIN: i32 = 11;
-
 /// Returns the thread that calls listeners when no other can be started: waiting tasks learn of a
 /// lost device even on a machine without threads left. It serves all devices and starts with the
 /// first listener.
@@ -318,9 +316,7 @@ fn reserve() -> Result<Sender<Arc<Notifications>>, VerbError> {
         }
     };
     let started = thread::Builder::new().name("rdma-events".to_owned()).spawn(notify);
-    started.map_err(|error| {
-        VerbError::new("pthread_create", error.raw_os_error().unwrap_or(EAGAIN))
-    })?;
+    started.map_err(|error| VerbError::no_thread(&error))?;
     Ok(reserve.insert(send).clone())
 }
 
@@ -345,7 +341,7 @@ mod tests {
         let (called, calls) = mpsc::channel();
         let notify = |fault: Arc<Fault>| {
             let notifications = Notifications { listeners: Vec::new(), dead: vec![fault] };
-            notifications.notify_on(|_| Err(io::Error::from_raw_os_error(EAGAIN)));
+            notifications.notify_on(|_| Err(io::ErrorKind::WouldBlock.into()));
         };
         // A panicking listener does not affect later ones.
         let panicking = Fault::new(1);

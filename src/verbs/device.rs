@@ -518,6 +518,11 @@ impl Device {
         }
     }
 
+    /// Returns true if registering and deregistering memory may take milliseconds.
+    pub(crate) fn may_block(&self) -> bool {
+        self.context().may_block()
+    }
+
     pub(crate) fn context(&self) -> &Context {
         &self.inner.context
     }

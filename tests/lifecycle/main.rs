@@ -20,4 +20,5 @@ mod stress;
 mod subscribers;
 mod targets;
 mod teardown;
+mod threads;
 mod wakers;

@@ -327,6 +327,10 @@ unsafe fn filled<T>(
 }
 
 impl contract::Context<Ibverbs> for Context {
+    fn may_block(&self) -> bool {
+        true
+    }
+
     fn reports_last_receive(&self) -> bool {
         // SoftRoCE never does, but has processed earlier arrivals when the state change returns.
         self.attr.vendor_id != SOFT_ROCE

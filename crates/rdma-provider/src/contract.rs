@@ -59,6 +59,10 @@ pub trait Context<P: Provider>: Debug + Send + Sync {
     /// then.
     fn reports_last_receive(&self) -> bool;
 
+    /// Returns true if registering memory, deregistering it, and creating a channel of the
+    /// connection manager may take milliseconds.
+    fn may_block(&self) -> bool;
+
     /// Returns a number that peers cannot predict, for packet sequence numbers. Simulations draw it
     /// from their seed.
     fn random(&self) -> Result<u64, VerbError>;

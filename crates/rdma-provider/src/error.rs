@@ -20,6 +20,8 @@ pub struct VerbError {
     pub errno: i32,
 }
 
+const START_THREAD: &str = "pthread_create";
+
 impl VerbError {
     /// The device failed.
     pub const EIO: i32 = 5;
@@ -46,6 +48,14 @@ impl VerbError {
         Self { verb, errno }
     }
 
+    /// Creates the error of a thread that cannot be started.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn no_thread(error: &io::Error) -> Self {
+        const EAGAIN: i32 = 11;
+        Self::new(START_THREAD, error.raw_os_error().unwrap_or(EAGAIN))
+    }
+
     /// Returns true if the device was removed, and with it all its objects.
     #[must_use]
     pub const fn is_device_gone(&self) -> bool {
@@ -55,7 +65,11 @@ impl VerbError {
 
 impl fmt::Display for VerbError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}", self.verb, io::Error::from_raw_os_error(self.errno))
+        write!(f, "{}: {}", self.verb, io::Error::from_raw_os_error(self.errno))?;
+        if self.verb == START_THREAD {
+            f.write_str("; raise the limit of threads: RLIMIT_NPROC, or the cgroup's pids.max")?;
+        }
+        Ok(())
     }
 }
 

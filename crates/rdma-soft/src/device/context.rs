@@ -66,6 +66,10 @@ impl contract::Context<Soft> for Context {
         true
     }
 
+    fn may_block(&self) -> bool {
+        false
+    }
+
     fn random(&self) -> Result<u64, VerbError> {
         self.0.device.network.random()
     }

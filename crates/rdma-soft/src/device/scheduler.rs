@@ -8,6 +8,7 @@
 use std::cmp::Ordering as Compare;
 use std::collections::BinaryHeap;
 use std::fmt;
+use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::Waker;
@@ -196,7 +197,7 @@ impl Scheduler {
     }
 
     /// Returns the instant of age 0.
-    pub(crate) const fn start(&self) -> Instant {
+    pub(crate) const fn began(&self) -> Instant {
         self.start
     }
 
@@ -225,6 +226,18 @@ impl Scheduler {
         matches!(self.clock, Clock::Virtual { .. })
     }
 
+    /// Starts the thread, unless it runs or time is virtual.
+    pub(crate) fn start(self: &Arc<Self>) -> io::Result<()> {
+        let mut state = self.state.lock();
+        if !state.thread && !self.is_virtual() {
+            let scheduler = Arc::clone(self);
+            let thread = std::thread::Builder::new().name("rdma-soft".into());
+            thread.spawn(move || scheduler.work())?;
+            state.thread = true;
+        }
+        Ok(())
+    }
+
     pub(crate) fn schedule(self: &Arc<Self>, at: u64, job: Job) {
         let mut state = self.state.lock();
         if state.stopped {
@@ -240,22 +253,7 @@ impl Scheduler {
             }
             return;
         }
-        if !state.thread {
-            let scheduler = Arc::clone(self);
-            let spawned = std::thread::Builder::new()
-                .name("rdma-soft".into())
-                .spawn(move || scheduler.work());
-            match spawned {
-                Ok(_) => state.thread = true,
-                // No job runs until a later call starts the thread: the devices only seem slow.
-                Err(error) => {
-                    rdma_provider::error!(
-                        %error,
-                        "failed to start the network's thread; retrying with the next job"
-                    )
-                }
-            }
-        } else if earliest {
+        if earliest {
             self.changed.notify_one();
         }
     }

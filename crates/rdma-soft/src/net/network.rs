@@ -210,8 +210,11 @@ impl Network {
     ///
     /// # Errors
     ///
-    /// [`OpenError`]: the device is unknown or lost.
+    /// [`OpenError`]: the device is unknown or lost, or the network's thread cannot be started.
     pub fn open(&self, name: &str) -> Result<Context, OpenError> {
+        // Without its thread nothing would be retransmitted.
+        let started = self.0.scheduler.start();
+        started.map_err(|error| OpenError::of(name)(VerbError::no_thread(&error)))?;
         let mut names = self.0.names.lock();
         let next = names.len();
         if self.0.is_udp() && !names.contains_key(name) {
@@ -287,7 +290,7 @@ impl Network {
     /// simulated.
     #[must_use]
     pub fn instant(&self) -> Instant {
-        self.0.scheduler.start() + self.now()
+        self.0.scheduler.began() + self.now()
     }
 
     /// Returns true if the network has virtual time.
@@ -300,7 +303,7 @@ impl Network {
     #[must_use]
     pub fn wake_at(&self, instant: Instant, waker: Waker) -> Alarm {
         let alarm = Arc::new(Mutex::new(Some(waker)));
-        let age = instant.saturating_duration_since(self.0.scheduler.start());
+        let age = instant.saturating_duration_since(self.0.scheduler.began());
         let at = u64::try_from(age.as_nanos()).unwrap_or(u64::MAX);
         self.0.scheduler.schedule(at, Job::Alarm(Arc::downgrade(&alarm)));
         Alarm(alarm)
