@@ -59,13 +59,14 @@ impl ExposedRegion {
     ///
     /// # Errors
     ///
-    /// [`SetupError`] if the memory is too long for a registration, the device does not support
-    /// `access`, or a verb fails.
+    /// [`SetupError`] if the memory has no bytes, or too many for a registration, the device does
+    /// not support `access`, or a verb fails.
     pub fn new<S: Storage>(
         pd: &ProtectionDomain,
         memory: S,
         access: Access,
     ) -> Result<Self, SetupError> {
+        SetupError::at_least("bytes of the region", memory.len() as u64, 1)?;
         let access = access | Access::LOCAL_WRITE;
         // `shared` even without remote rights: several operations may use slices at once, while the
         // program reads and writes.
@@ -286,6 +287,13 @@ mod tests {
     use super::*;
     use crate::software::Network;
     use crate::verbs::Device;
+
+    #[test]
+    fn region_without_bytes_is_refused() {
+        let pd = Device::software_in(&Network::new(), "one").unwrap().protection_domain().unwrap();
+        let error = ExposedRegion::new(&pd, Vec::new(), Access::REMOTE_READ).unwrap_err();
+        assert_eq!(error.to_string(), "bytes of the region: 0 requested, at least 1 required");
+    }
 
     #[test]
     fn reversed_or_outside_slices_are_refused() {

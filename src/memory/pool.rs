@@ -360,15 +360,16 @@ impl PoolBuilder {
     ///
     /// # Errors
     ///
-    /// [`SetupError::TooSmall`] for 0 buffers, [`SetupError::Limit`] if number or size exceed a
-    /// limit.
+    /// [`SetupError::TooSmall`] for 0 buffers, or buffers of 0 bytes; [`SetupError::Limit`] if
+    /// number or size exceed a limit.
     pub fn build(self) -> Result<Pool, SetupError> {
         // Alignment to cache lines avoids false sharing; chunks of up to 8 bytes are packed.
         let align = if self.buffer_size <= 8 { 8 } else { 64 };
+        SetupError::at_least("buffer_size", self.buffer_size as u64, 1)?;
         LimitError::check("buffer_size", self.buffer_size as u64, u64::from(u32::MAX - 63))?;
         SetupError::at_least("buffers", self.buffers as u64, 1)?;
         LimitError::check("buffers", self.buffers as u64, u64::from(u32::MAX))?;
-        let stride = self.buffer_size.max(1).next_multiple_of(align) as u32;
+        let stride = self.buffer_size.next_multiple_of(align) as u32;
         let free = Arc::new(FreeList::new());
         let inner = Inner {
             pd: self.pd,
@@ -433,7 +434,7 @@ mod tests {
     fn buffers_are_adjacent_with_the_stride_of_their_size() {
         let pd =
             Device::software_in(&Network::new(), "strides0").unwrap().protection_domain().unwrap();
-        for (size, stride) in [(0, 8), (1, 8), (8, 8), (9, 64), (64, 64), (65, 128)] {
+        for (size, stride) in [(1, 8), (8, 8), (9, 64), (64, 64), (65, 128)] {
             let pool = Pool::new(&pd, size, 3).unwrap();
             let buffers = [(); 3].map(|()| pool.try_alloc(size).unwrap());
             let [first, second, third] = buffers.each_ref().map(|buffer| buffer.sge().addr);
@@ -471,5 +472,7 @@ mod tests {
         assert_eq!(refused(most - 62, 1), beyond("buffer_size", most - 62, most - 63));
         assert_eq!(refused(8, most + 1), beyond("buffers", most + 1, most));
         assert_eq!(refused(8, 0), SetupError::TooSmall { field: "buffers", asked: 0, least: 1 });
+        let none = SetupError::TooSmall { field: "buffer_size", asked: 0, least: 1 };
+        assert_eq!(refused(0, 8), none);
     }
 }

@@ -78,7 +78,8 @@ fn invalid_queue_pair_and_pool_settings_are_refused_by_name() {
     assert!(shared.max_wr >= 3 && shared.max_sge >= 1, "{shared:?}");
     let none = Pool::new(&pd, 64, 0).unwrap_err();
     assert_eq!(none, SetupError::TooSmall { field: "buffers", asked: 0, least: 1 });
-    assert_eq!(Pool::new(&pd, 0, 1).unwrap().buffer_size(), 0);
+    let none = Pool::new(&pd, 0, 1).unwrap_err();
+    assert_eq!(none, SetupError::TooSmall { field: "buffer_size", asked: 0, least: 1 });
 }
 
 #[test]

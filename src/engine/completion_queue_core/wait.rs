@@ -1,6 +1,7 @@
 //! Waiting for one operation: polls for its completion, then spins or parks as the mode requires.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::task::{Context, Poll, Waker};
 
 use super::events::Draining;
@@ -14,6 +15,20 @@ use crate::engine::work_queue::{WorkQueue, trace_completed};
 use crate::error::VerbError;
 use crate::sync::{MutexGuard, Ordering, lock, try_lock};
 use crate::types::WorkCompletion;
+
+/// Lets the task poll again at once: without a reactor, only the task itself can cause its next
+/// poll. The first such task of the process is logged.
+#[cold]
+fn poll_without_reactor(context: &Context<'_>) {
+    static IS_KNOWN: AtomicBool = AtomicBool::new(false);
+    if !IS_KNOWN.swap(true, Ordering::Relaxed) {
+        rdma_provider::warn!(
+            "an operation is awaited outside of a Tokio runtime with an I/O driver: its task never \
+             sleeps"
+        );
+    }
+    wake_to_repoll(context);
+}
 
 impl CompletionQueueCore {
     /// Returns true if taken completions may stay undispatched: no task waits, and no thread polls.
@@ -346,8 +361,7 @@ impl CompletionQueueCore {
         if registered == Registered::Imminent {
             wake_to_repoll(context);
         } else if self.mode.arms() && !self.reactors.watch(self) {
-            // Without a reactor, only the task itself can cause its next poll.
-            wake_to_repoll(context);
+            poll_without_reactor(context);
         } else if rounds > 0 && !self.reactors.has_inlet() {
             self.cq.device().stop_serving();
         }
@@ -363,9 +377,10 @@ impl CompletionQueueCore {
         }
         self.ensure_watched();
         let polls = matches!(self.mode(), CompletionMode::Cooperative) && !self.is_driven();
-        // Without a reactor the task polls, like a waiting operation.
-        if polls || !self.reactors.watch(self) {
+        if polls {
             wake_to_repoll(context);
+        } else if !self.reactors.watch(self) {
+            poll_without_reactor(context);
         }
     }
 

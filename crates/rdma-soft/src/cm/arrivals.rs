@@ -287,6 +287,9 @@ impl Machine {
                 self.event(id, Event::Rejected(rej.reason, rej.private_data.bytes().to_vec()));
                 self.withdraw(id);
             }
+            // The peer has answered the REQ, and a duplicate has reached another process at its
+            // address. The rejection would tell the program that nothing was executed.
+            State::Established | State::DreqSent if rej.about == About::Req => {}
             // The passive side aborted or evicted the connection before the RTU arrived.
             State::Established if self.is_active(id) => {
                 self.enter_timewait(

@@ -9,7 +9,7 @@ use rdma_provider::locks::Mutex;
 use super::*;
 use crate::cm::connection::Connection;
 use crate::cm::limits::{MAX_HALF_OPEN, MAX_HALF_OPEN_PER_PEER};
-use crate::cm::message::Req;
+use crate::cm::message::{About, Private, Rej, Req};
 use rdma_provider::cm_contract::{Admit, CmAnswer, Verdict};
 use rdma_provider::types::RejectReason;
 
@@ -183,6 +183,29 @@ fn evicted_peer_gets_rej_when_it_confirms() {
         matches!(out.events[..], [(_, Event::Rejected(RejectReason::INVALID_COMM_ID, _))]),
         "{out:?}"
     );
+}
+
+#[test]
+fn rejection_of_a_request_that_was_answered_ends_no_connection() {
+    let (mut pair, _) = answering();
+    let ours = pair.connect(0x100);
+    pair.deliver_to_b();
+    pair.deliver_to_a();
+    pair.a.establish(ours).unwrap();
+    Out::of(&mut pair.a);
+    let remote = pair.a.connection(ours).unwrap().remote_id;
+    // Another process at the address has got a late duplicate of the REQ, and has the same ids.
+    let rej = Rej {
+        local_id: remote,
+        remote_id: ours,
+        about: About::Req,
+        reason: RejectReason::CONSUMER,
+        private_data: Private::empty(),
+    };
+    let mad = Mad { transaction: 1, message: Message::Rej(Box::new(rej)) };
+    pair.a.on_message(pair.now, B, mad, psn);
+    assert_eq!(state(&pair.a, ours), Some(State::Established));
+    assert!(Out::of(&mut pair.a).events.is_empty());
 }
 
 /// Delivers `count` requests like `template` to B, from 200 sources starting with `first`. Returns

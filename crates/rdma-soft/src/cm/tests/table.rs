@@ -135,6 +135,7 @@ fn message(
 ) -> Message {
     let about = match state {
         State::RepSent => About::Rep,
+        State::Established | State::DreqSent => About::Other,
         _ => About::Req,
     };
     match which {
