@@ -10,7 +10,7 @@ use tokio::task::JoinSet;
 
 use crate::Result;
 use crate::args::{Choice, GetBy, LoadOptions};
-use crate::place::{Target, close_all};
+use crate::place::{Target, close_all, patient};
 use crate::report::Report;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,7 +50,8 @@ impl Times {
 pub(crate) async fn run(server: Target, load: LoadOptions) -> Result<Report> {
     let mut clients = Vec::new();
     for _ in 0..load.clients {
-        clients.push(Arc::new(KvClient::connect(&server.device, server.address).await?));
+        let client = KvClient::connect_with(&server.device, server.address, patient()).await?;
+        clients.push(Arc::new(client));
     }
     let keys = Arc::new(Keys::new(&load));
     let mut times = Times::new()?;

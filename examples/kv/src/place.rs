@@ -3,8 +3,9 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
+use std::time::Duration;
 
-use kv::{KvClient, Layout, ReadCounters, Server};
+use kv::{ClientConfig, KvClient, Layout, ReadCounters, Server};
 use tokio::sync::oneshot;
 use tokio_rdma::Device;
 
@@ -38,6 +39,13 @@ impl Place {
         stopped?;
         Ok(done)
     }
+}
+
+/// Returns the settings of clients that test or measure a server, which may wait seconds for a
+/// processor.
+pub(crate) fn patient() -> ClientConfig {
+    let limit = Duration::from_secs(60);
+    ClientConfig::default().keepalive(Some((limit / 12, limit / 2))).deadline(limit)
 }
 
 /// Closes clients whose tasks have ended. Returns the sum of their counters.

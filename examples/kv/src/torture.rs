@@ -7,12 +7,12 @@ use std::time::Instant;
 use fastrand::Rng;
 use kv::history::{Event, Outcome, check};
 use kv::stamp::Stamp;
-use kv::{ClientConfig, KvClient, KvError, ReadCounters, Refusal};
+use kv::{KvClient, KvError, ReadCounters, Refusal};
 use tokio::task::JoinSet;
 
 use crate::Result;
 use crate::args::CheckOptions;
-use crate::place::{Target, close_all};
+use crate::place::{Target, close_all, patient};
 
 #[derive(Debug)]
 pub(crate) struct Checked {
@@ -36,7 +36,7 @@ struct Writer {
 
 /// Runs the clients, then checks their history.
 pub(crate) async fn run(server: Target, asked: CheckOptions) -> Result<Checked> {
-    let mut config = ClientConfig::default();
+    let mut config = patient();
     if asked.accept_torn {
         config = config.accept_torn();
     }
