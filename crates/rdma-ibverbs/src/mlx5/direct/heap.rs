@@ -37,6 +37,7 @@ impl Memory {
         Self { start, layout }
     }
 
+    #[cfg(test)]
     pub(super) fn start(&self) -> NonNull<u8> {
         self.start
     }
@@ -70,6 +71,7 @@ impl Memory {
     }
 
     /// Returns the big-endian number at `at`.
+    #[cfg(test)]
     pub(super) fn be32(&self, at: usize) -> u32 {
         self.read(at, 4).into_iter().fold(0, |number, byte| number << 8 | u32::from(byte))
     }
