@@ -174,8 +174,8 @@ pub(super) async fn on_blocking_thread<T: Send + 'static>(
     blocking::run(f).await
 }
 
-/// Fails with [`ConnectError::TimedOut`] if the future of `make` takes longer than `after` in real
-/// time. The caller adds the address, see [`ConnectError::during`].
+/// Fails with [`ConnectError::TimedOut`] if the future of `make` takes longer than `after`. The
+/// caller adds the address, see [`ConnectError::during`].
 ///
 /// Takes a closure so that the future is made where it is pinned: a move would copy it.
 pub(super) async fn with_deadline<T>(

@@ -319,8 +319,8 @@ impl Scheduler {
         true
     }
 
-    /// Returns the time of the next job. Without one, wakes `driver` when one is scheduled, or one
-    /// before it.
+    /// Returns the time of the next job. Wakes `driver` when another job is scheduled, in virtual
+    /// time.
     pub(crate) fn next(&self, driver: &Waker) -> Option<u64> {
         let driver = driver.clone();
         let mut state = self.state.lock();
