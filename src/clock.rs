@@ -1,17 +1,18 @@
 //! Deadlines in real time, or in the virtual time of a simulated network.
 //!
-//! One thread of the process, the alarm thread, wakes tasks at their deadlines. Tokio's timers do
-//! not fit: `tokio::time::pause` stops their clock, but neither devices nor peers. Also, a timer
-//! belongs to one runtime, which a future may outlive or leave. While
-//! [`drive`](crate::software::drive) runs on a thread, the network that it drives keeps the time of
-//! that thread, and wakes its tasks.
+//! One thread of the process wakes tasks at their deadlines, and another one revokes leases, which
+//! must not wait for a waker that blocks. Tokio's timers do not fit: `tokio::time::pause` stops
+//! their clock, but neither devices nor peers. Also, a timer belongs to one runtime, which a future
+//! may outlive or leave. While [`drive`](crate::software::drive) runs on a thread, the network that
+//! it drives keeps the time of that thread, and wakes its tasks.
 //!
-//! Setting a deadline takes a lock. The thread is notified only of a new earliest deadline. Among
+//! Setting a deadline takes a lock. Its thread is notified only of a new earliest deadline. Among
 //! operations, only those with a deadline set one; messages set none.
 
 use std::cell::RefCell;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
+use std::fmt;
 use std::future::{Future, poll_fn};
 use std::hash::{BuildHasherDefault, Hasher};
 use std::io;
@@ -107,7 +108,7 @@ impl Sleep {
             }
             None => match Alarm::waking(self.deadline, waker.clone()) {
                 Ok(alarm) => self.alarm = Some((alarm, waker.clone())),
-                // Without the alarm thread, this task polls.
+                // Without the thread, this task polls.
                 Err(_) => contained(|| waker.wake_by_ref()),
             },
         }
@@ -118,7 +119,7 @@ impl Sleep {
 /// A wake-up at an instant. Dropping it cancels the wake-up, unless that is in progress.
 #[derive(Debug)]
 pub(crate) enum Alarm {
-    Thread(Number),
+    Thread(&'static AlarmThread, Number),
     Simulated(rdma_soft::Alarm),
 }
 
@@ -126,14 +127,24 @@ pub(crate) enum Alarm {
 type Number = u64;
 
 impl Alarm {
-    /// Sets an alarm that wakes `waker` on the alarm thread, even if it is leaked, or when virtual
-    /// time has come.
+    /// Sets an alarm that wakes a task.
     ///
     /// Fails if the thread cannot be started.
-    pub(crate) fn waking(deadline: Instant, waker: Waker) -> io::Result<Self> {
+    fn waking(deadline: Instant, waker: Waker) -> io::Result<Self> {
+        Self::set(&TASKS, deadline, waker)
+    }
+
+    /// Sets an alarm that revokes an access, even if it is leaked. `revoke` must not block.
+    ///
+    /// Fails if the thread cannot be started.
+    pub(crate) fn revoking(deadline: Instant, revoke: Waker) -> io::Result<Self> {
+        Self::set(&REVOCATIONS, deadline, revoke)
+    }
+
+    fn set(thread: &'static AlarmThread, deadline: Instant, waker: Waker) -> io::Result<Self> {
         match simulated(Network::clone) {
             Some(network) => Ok(Self::Simulated(network.wake_at(deadline, waker))),
-            None => ALARMS.set(deadline, waker).map(Self::Thread),
+            None => thread.set(deadline, waker).map(|number| Self::Thread(thread, number)),
         }
     }
 
@@ -141,8 +152,8 @@ impl Alarm {
     fn redirect(&self, waker: &Waker) -> bool {
         let new = waker.clone();
         let (is_set, other) = match self {
-            Self::Thread(number) => {
-                let mut alarms = ALARMS.lock();
+            Self::Thread(thread, number) => {
+                let mut alarms = thread.lock();
                 match alarms.wakers.get_mut(number) {
                     Some(registered) => (true, std::mem::replace(registered, new)),
                     None => (false, new),
@@ -160,9 +171,9 @@ impl Alarm {
 
 impl Drop for Alarm {
     fn drop(&mut self) {
-        if let Self::Thread(number) = self {
+        if let Self::Thread(thread, number) = self {
             // Drops the waker without the lock. The thread may wake once in vain.
-            let gone = ALARMS.lock().cancel(*number);
+            let gone = thread.lock().cancel(*number);
             drop(gone);
         }
     }
@@ -201,15 +212,22 @@ impl Hasher for NumberHasher {
 }
 
 /// The alarms, and the thread that fires them.
-struct AlarmThread {
+pub(crate) struct AlarmThread {
+    name: &'static str,
     alarms: Mutex<Alarms>,
     /// Notified of a new earliest alarm.
     changed: Condvar,
 }
 
+impl fmt::Debug for AlarmThread {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("AlarmThread").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
 impl AlarmThread {
-    const fn new() -> Self {
-        Self { alarms: Mutex::new(Alarms::new()), changed: Condvar::new() }
+    const fn new(name: &'static str) -> Self {
+        Self { name, alarms: Mutex::new(Alarms::new()), changed: Condvar::new() }
     }
 
     fn lock(&self) -> MutexGuard<'_, Alarms> {
@@ -226,13 +244,15 @@ impl AlarmThread {
                 self.changed.notify_one();
             }
             None => {
-                let name = "tokio-rdma alarm".to_owned();
-                let started = thread::Builder::new().name(name).spawn(|| self.run());
+                let thread = thread::Builder::new().name(self.name.to_owned());
+                let started = thread.spawn(|| self.run());
                 if let Err(error) = started {
                     if !std::mem::replace(&mut alarms.failed, true) {
+                        let thread = self.name;
                         rdma_provider::error!(
                             %error,
-                            "failed to start the alarm thread; tasks poll for their deadlines"
+                            thread,
+                            "failed to start the thread of deadlines; tasks poll for theirs"
                         );
                     }
                     return Err(error);
@@ -271,7 +291,11 @@ impl AlarmThread {
     }
 }
 
-static ALARMS: AlarmThread = AlarmThread::new();
+/// Wakes the tasks of the program, whose wakers may block.
+static TASKS: AlarmThread = AlarmThread::new("tokio-rdma alarm");
+
+/// Revokes leases.
+static REVOCATIONS: AlarmThread = AlarmThread::new("tokio-rdma lease");
 
 /// Instants of cancelled alarms that are kept beyond the number of alarms that are set.
 const CANCELLED: usize = 64;
@@ -325,7 +349,6 @@ mod tests {
     use super::*;
     use crate::contained::tests::HANG;
 
-    const LONG: Duration = HANG;
     const SHORT: Duration = Duration::from_millis(20);
 
     /// A waker that reports and then calls a function.
@@ -362,26 +385,26 @@ mod tests {
         assert!(far.poll(&mut Context::from_waker(&late)).is_pending());
         // On a busy machine, the deadline has passed already.
         if near.poll(&mut Context::from_waker(&soon)).is_pending() {
-            fired.recv_timeout(LONG).unwrap();
+            fired.recv_timeout(HANG).unwrap();
         }
         assert!(is_over(&mut near) && !is_over(&mut far));
         far.reset(deadline(SHORT));
         assert!(later.try_recv().is_err());
         if far.poll(&mut Context::from_waker(&late)).is_pending() {
-            later.recv_timeout(LONG).unwrap();
+            later.recv_timeout(HANG).unwrap();
         }
         assert!(is_over(&mut far));
     }
 
     #[test]
     fn new_earliest_alarm_ends_the_sleep_of_its_thread() {
-        static OWN: AlarmThread = AlarmThread::new();
+        static OWN: AlarmThread = AlarmThread::new("a test");
         let far = deadline(Duration::MAX);
         OWN.set(far, Waker::noop().clone()).unwrap();
         for _ in 0..3 {
             let (soon, fired) = waker(|| ());
             OWN.set(Instant::now(), soon).unwrap();
-            fired.recv_timeout(LONG).unwrap();
+            fired.recv_timeout(HANG).unwrap();
             // The thread sleeps until the far alarm once it has noted that and released the lock.
             while OWN.lock().next_wake != Some(far) {
                 thread::yield_now();
@@ -395,10 +418,10 @@ mod tests {
         for _ in 0..3 {
             let (waker, woken) = waker(|| ());
             if sleep.poll(&mut Context::from_waker(&waker)).is_pending() {
-                woken.recv_timeout(LONG).unwrap();
+                woken.recv_timeout(HANG).unwrap();
             }
             assert!(is_over(&mut sleep));
-            sleep.reset(deadline(LONG));
+            sleep.reset(deadline(HANG));
             assert!(!is_over(&mut sleep));
             sleep.reset(deadline(SHORT));
         }
@@ -421,7 +444,7 @@ mod tests {
             drop((panicking, sending));
             // Otherwise this thread was late, and the alarm is not set.
             for (receiver, early) in [panicked, fired].into_iter().zip(early) {
-                assert_eq!(receiver.recv_timeout(LONG).is_ok(), early);
+                assert_eq!(receiver.recv_timeout(HANG).is_ok(), early);
             }
         }
     }
@@ -431,12 +454,12 @@ mod tests {
         let (last, done) = waker(|| ());
         // The alarm has the last reference.
         let alarm = Alarm::waking(deadline(SHORT), last).unwrap();
-        done.recv_timeout(LONG).unwrap();
+        done.recv_timeout(HANG).unwrap();
         // The waker was dropped, and its sender with it.
-        assert_eq!(done.recv_timeout(LONG), Err(RecvTimeoutError::Disconnected));
+        assert_eq!(done.recv_timeout(HANG), Err(RecvTimeoutError::Disconnected));
         let (waker, fired) = waker(|| ());
         let next = Alarm::waking(deadline(SHORT), waker).unwrap();
-        fired.recv_timeout(LONG).unwrap();
+        fired.recv_timeout(HANG).unwrap();
         drop((alarm, next));
     }
 
@@ -448,28 +471,28 @@ mod tests {
         drop(first);
         // Otherwise this thread was late.
         if early == [Poll::Pending; 2] {
-            assert_eq!(unused.recv_timeout(LONG), Err(RecvTimeoutError::Disconnected));
-            fired.recv_timeout(LONG).unwrap();
+            assert_eq!(unused.recv_timeout(HANG), Err(RecvTimeoutError::Disconnected));
+            fired.recv_timeout(HANG).unwrap();
             assert!(is_over(&mut sleep));
         }
         drop((sleep, last));
-        assert_eq!(fired.recv_timeout(LONG), Err(RecvTimeoutError::Disconnected));
+        assert_eq!(fired.recv_timeout(HANG), Err(RecvTimeoutError::Disconnected));
     }
 
     #[test]
     fn fired_alarm_is_not_redirected() {
         let (first, fired) = waker(|| ());
         let alarm = Alarm::waking(deadline(SHORT), first).unwrap();
-        fired.recv_timeout(LONG).unwrap();
+        fired.recv_timeout(HANG).unwrap();
         assert!(!alarm.redirect(Waker::noop()));
-        let set = Alarm::waking(deadline(LONG), Waker::noop().clone()).unwrap();
+        let set = Alarm::waking(deadline(HANG), Waker::noop().clone()).unwrap();
         assert!(set.redirect(Waker::noop()));
     }
 
     #[test]
     fn instants_of_cancelled_alarms_are_bounded() {
         let mut alarms = Alarms::new();
-        let (soon, late) = (deadline(SHORT), deadline(LONG));
+        let (soon, late) = (deadline(SHORT), deadline(HANG));
         let kept: Vec<_> = (0..10).map(|_| alarms.add(soon, Waker::noop().clone())).collect();
         for _ in 0..100 * CANCELLED {
             let number = alarms.add(late, Waker::noop().clone());
@@ -490,7 +513,7 @@ mod tests {
     #[test]
     fn memory_of_many_alarms_is_freed_after_them() {
         let mut alarms = Alarms::new();
-        let late = deadline(LONG);
+        let late = deadline(HANG);
         let set: Vec<_> = (0..10_000).map(|_| alarms.add(late, Waker::noop().clone())).collect();
         set.into_iter().for_each(|number| drop(alarms.cancel(number)));
         assert!(alarms.instants.capacity() <= 4 * CANCELLED, "{}", alarms.instants.capacity());

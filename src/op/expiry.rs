@@ -1,13 +1,13 @@
 //! The deadline of a lease, which revokes the access without a task.
 
+use std::future::poll_fn;
 use std::sync::Arc;
 use std::task::{Wake, Waker};
 use std::time::Instant;
 
 use rdma_provider::locks::Mutex;
-use tokio::sync::Notify;
 
-use crate::clock::{self, Alarm};
+use crate::clock::{self, Alarm, Sleep};
 use crate::coop::try_within_budget;
 use crate::error::{SetupError, VerbError};
 use crate::memory::MemoryWindow;
@@ -22,7 +22,6 @@ pub(super) struct Expiry {
 #[derive(Debug)]
 struct Shared {
     state: Mutex<State>,
-    ended: Notify,
     window: Arc<MemoryWindow>,
 }
 
@@ -35,14 +34,14 @@ enum State {
 impl Expiry {
     pub(super) fn new(window: Arc<MemoryWindow>) -> Self {
         let state = Mutex::new(State::Until(None));
-        let shared = Arc::new(Shared { state, ended: Notify::new(), window });
+        let shared = Arc::new(Shared { state, window });
         Self { shared, alarm: None }
     }
 
     /// Sets or moves the deadline.
     pub(super) fn set(&mut self, deadline: Instant) -> Result<(), SetupError> {
-        // The alarm thread is needed first: a lease without it keeps its earlier deadline.
-        let alarm = Alarm::waking(deadline, Waker::from(self.shared.clone()));
+        // The thread is needed first: a lease without it keeps its earlier deadline.
+        let alarm = Alarm::revoking(deadline, Waker::from(self.shared.clone()));
         let alarm = alarm.map_err(|error| VerbError::no_thread(&error))?;
         match &mut *self.shared.state.lock() {
             State::Until(until) => *until = Some(deadline),
@@ -70,12 +69,15 @@ impl Expiry {
     }
 
     pub(super) async fn expired(&self) {
-        let mut ended = std::pin::pin!(self.shared.ended.notified());
-        ended.as_mut().enable();
         let expired = || self.has_expired().then_some(());
-        if try_within_budget(expired).await.is_none() {
-            ended.await;
+        if try_within_budget(expired).await.is_some() {
+            return;
         }
+        // No call moves or discards the deadline during this borrow.
+        let State::Until(Some(deadline)) = *self.shared.state.lock() else { return };
+        let mut sleep = Sleep::new(deadline);
+        poll_fn(|context| sleep.poll(context)).await;
+        self.shared.expire();
     }
 }
 
@@ -92,11 +94,10 @@ impl Shared {
         }
         drop(state);
         rdma_provider::debug!(rkey = %self.window.rkey(), "lease expired");
-        self.ended.notify_waiters();
     }
 }
 
-/// Called by the alarm thread.
+/// Called by the thread that revokes leases.
 impl Wake for Shared {
     fn wake(self: Arc<Self>) {
         self.expire();

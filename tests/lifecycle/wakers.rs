@@ -5,10 +5,10 @@ use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, mpsc};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::torture::{
     self, Flavour, LONG, Mode, block_on, bounded, device, pair, slow_network, software, soon,
@@ -447,5 +447,49 @@ fn polling_thread_survives_a_panicking_waker() {
             block_on(send).unwrap();
             assert_eq!(block_on(receive).unwrap().len, 8);
         }
+    });
+}
+
+fn soon_after_now() -> Instant {
+    Instant::now() + Duration::from_millis(20)
+}
+
+/// A waker that blocks until the sender is dropped.
+struct Blocks(Mutex<mpsc::Receiver<()>>, mpsc::Sender<()>);
+
+impl Wake for Blocks {
+    fn wake(self: Arc<Self>) {
+        self.1.send(()).unwrap();
+        let _ = self.0.lock().unwrap().recv();
+    }
+}
+
+#[test]
+fn lease_expires_while_a_waker_blocks() {
+    bounded("a waker that blocks", LONG, || {
+        Flavour::CurrentThread.runtime().block_on(async {
+            let (device, pd) = device(&Network::new());
+            let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
+            let (a, b) = pair(&pd, &queue);
+            let memory = vec![0_u8; 64];
+            let region = Arc::new(ExposedRegion::new(&pd, memory, Access::MW_BIND).unwrap());
+            let mut lease = b.lease(&region, 0..64, Access::REMOTE_WRITE).await.unwrap();
+            let (release, released) = mpsc::channel();
+            let (blocked, is_blocked) = mpsc::channel();
+            let waker = Waker::from(Arc::new(Blocks(Mutex::new(released), blocked)));
+            let pool = Pool::new(&pd, 64, 1).unwrap();
+            // The deadline wakes a task: the time has come, or the device has revoked the receive.
+            let mut receive = a.recv(pool.try_alloc(64).unwrap()).deadline(soon_after_now());
+            while Pin::new(&mut receive).poll(&mut Context::from_waker(&waker)).is_ready() {
+                receive = a.recv(pool.try_alloc(64).unwrap()).deadline(soon_after_now());
+            }
+            is_blocked.recv().unwrap();
+            lease.expire_at(soon_after_now()).unwrap();
+            while !lease.has_expired() {
+                thread::yield_now();
+            }
+            drop(release);
+            lease.expired().await;
+        });
     });
 }
