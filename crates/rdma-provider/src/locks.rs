@@ -73,7 +73,8 @@ impl Held {
     #[inline]
     #[must_use]
     pub fn begin() -> Self {
-        STATE.set(STATE.get() + 1);
+        // `LocalKey::set` would be a function call.
+        STATE.with(|state| state.set(state.get() + 1));
         Self(PhantomData)
     }
 }
@@ -81,9 +82,11 @@ impl Held {
 impl Drop for Held {
     #[inline]
     fn drop(&mut self) {
-        let state = STATE.get() - 1;
-        STATE.set(state);
-        if state == WAITING {
+        let left = STATE.with(|state| {
+            state.set(state.get() - 1);
+            state.get()
+        });
+        if left == WAITING {
             run_events();
         }
     }
