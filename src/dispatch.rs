@@ -16,6 +16,7 @@ use std::task::Waker;
 use std::time::Duration;
 
 use crate::error::VerbError;
+use crate::forked;
 use crate::types::{
     Access, AddressVector, AsyncEvent, DeviceAttr, Lkey, PortAttr, PortNum, QpAttr, QpCaps,
     QpState, Qpn, RecvWr, Rkey, SendWr, SrqCaps, WorkCompletion,
@@ -73,6 +74,12 @@ const FOREIGN: VerbError = VerbError::new("mixing objects of two providers", Ver
 
 objects!(Context, Pd, Mr, Mw, Channel, Cq, Qp, Dct, Srq, Ah, CmChannel, CmId);
 
+/// Fails like [`forked::check`]; nothing is posted.
+#[inline(always)]
+fn check_post() -> Result<(), PostError> {
+    forked::check().map_err(|error| PostError { posted: 0, error })
+}
+
 /// Calls the same method on the object of either provider.
 macro_rules! each {
     ($object:expr, $inner:ident => $call:expr) => {
@@ -121,6 +128,7 @@ impl contract::Context<Any> for Context {
     }
 
     fn create_pd(&self) -> Result<Pd, VerbError> {
+        forked::check()?;
         make!(self, Pd, inner => inner.create_pd())
     }
 
@@ -135,6 +143,7 @@ impl contract::Context<Any> for Context {
         vector: u32,
         cookie: u64,
     ) -> Result<Cq, VerbError> {
+        forked::check()?;
         match self {
             Self::Soft(inner) => {
                 let channel = channel.map(Channel::soft).transpose()?;
@@ -149,6 +158,7 @@ impl contract::Context<Any> for Context {
     }
 
     fn create_cm_channel(&self) -> Result<CmChannel, VerbError> {
+        forked::check()?;
         make!(self, CmChannel, inner => inner.create_cm_channel())
     }
 
@@ -181,6 +191,7 @@ impl contract::Pd<Any> for Pd {
         access: Access,
         shared: bool,
     ) -> Result<Mr, VerbError> {
+        forked::check()?;
         // SAFETY: S1, S2: the caller's promise.
         make!(self, Mr, inner => unsafe { inner.register(addr, len, access, shared) })
     }
@@ -191,10 +202,12 @@ impl contract::Pd<Any> for Pd {
         range: DmaBufRange,
         access: Access,
     ) -> Result<Mr, VerbError> {
+        forked::check()?;
         make!(self, Mr, inner => inner.register_dma_buf(fd, range, access))
     }
 
     fn create_qp(&self, init: &QpInit<'_, Any>) -> Result<Qp, VerbError> {
+        forked::check()?;
         match self {
             Self::Soft(inner) => {
                 inner.create_qp(&init.with_queues_of(Cq::soft, Srq::soft)?).map(Qp::Soft)
@@ -207,6 +220,7 @@ impl contract::Pd<Any> for Pd {
     }
 
     fn create_numbered_qp(&self, number: Qpn, init: &QpInit<'_, Any>) -> Result<Qp, VerbError> {
+        forked::check()?;
         match self {
             Self::Soft(inner) => inner
                 .create_numbered_qp(number, &init.with_queues_of(Cq::soft, Srq::soft)?)
@@ -219,6 +233,7 @@ impl contract::Pd<Any> for Pd {
     }
 
     fn create_dct(&self, init: &DctInit<'_, Any>) -> Result<Dct, VerbError> {
+        forked::check()?;
         match self {
             Self::Soft(inner) => {
                 inner.create_dct(&init.with_queues_of(Cq::soft, Srq::soft)?).map(Dct::Soft)
@@ -231,14 +246,17 @@ impl contract::Pd<Any> for Pd {
     }
 
     fn create_mw(&self) -> Result<Mw, VerbError> {
+        forked::check()?;
         make!(self, Mw, inner => inner.create_mw())
     }
 
     fn create_srq(&self, caps: SrqCaps) -> Result<Srq, VerbError> {
+        forked::check()?;
         make!(self, Srq, inner => inner.create_srq(caps))
     }
 
     fn create_ah(&self, address: &AddressVector) -> Result<Ah, VerbError> {
+        forked::check()?;
         make!(self, Ah, inner => inner.create_ah(address))
     }
 }
@@ -368,6 +386,7 @@ impl contract::Cq for Cq {
     }
 
     fn arm(&self, solicited_only: bool) -> Result<(), VerbError> {
+        forked::check()?;
         each!(self, inner => inner.arm(solicited_only))
     }
 
@@ -416,6 +435,7 @@ impl contract::Qp for Qp {
         &self,
         list: impl IntoIterator<Item = impl Borrow<SendWr<'a>>>,
     ) -> Result<(), PostError> {
+        check_post()?;
         // SAFETY: S1: the caller's promise.
         each!(self, inner => unsafe { inner.post_send(list) })
     }
@@ -434,12 +454,16 @@ impl contract::Qp for Qp {
 
     #[inline(always)]
     unsafe fn post_plain(&self, list: impl ExactSizeIterator<Item = PlainWr>) -> bool {
+        if forked::is_child() {
+            return false;
+        }
         // SAFETY: S1: the caller's promise.
         each!(self, inner => unsafe { inner.post_plain(list) })
     }
 
     #[inline]
     unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
+        check_post()?;
         // SAFETY: S1: the caller's promise.
         each!(self, inner => unsafe { inner.post_recv(list) })
     }
@@ -500,6 +524,7 @@ impl contract::Srq for Srq {
 
     #[inline]
     unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
+        check_post()?;
         // SAFETY: S1: the caller's promise.
         each!(self, inner => unsafe { inner.post_recv(list) })
     }
@@ -541,6 +566,7 @@ impl cm_contract::CmChannel<Any> for CmChannel {
     }
 
     fn create_id(&self) -> Result<CmId, VerbError> {
+        forked::check()?;
         make!(self, CmId, inner => inner.create_id())
     }
 }

@@ -134,6 +134,7 @@ mod contained;
 mod coop;
 mod dispatch;
 mod engine;
+mod forked;
 mod sync;
 // Used only by modules that are not built with loom.
 #[cfg(not(loom))]

@@ -7,6 +7,7 @@ use rdma_provider::locks::Mutex;
 use tokio::runtime::{Handle, Id};
 
 use crate::error::NoRuntime;
+use crate::forked;
 
 /// The latest runtimes without an I/O driver, so that each is tried once.
 static WITHOUT_IO: Mutex<VecDeque<Id>> = Mutex::new(VecDeque::new());
@@ -21,6 +22,9 @@ pub(crate) fn is_current(runtime: Id) -> bool {
 
 impl NoRuntime {
     pub(crate) fn or_current() -> Result<Handle, Self> {
+        if forked::is_child() {
+            return Err(Self::Forked);
+        }
         Handle::try_current().map_err(|_| Self::Outside)
     }
 

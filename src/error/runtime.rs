@@ -3,6 +3,8 @@
 use std::fmt;
 use std::io;
 
+use super::VerbError;
+
 /// A Tokio runtime, I/O driver or timer that a future needs, but that does not exist.
 ///
 /// Tokio panics if a runtime has no I/O driver or timer, and offers no other check. This crate
@@ -21,11 +23,14 @@ pub enum NoRuntime {
     Io,
     /// The runtime has no timer.
     Time,
+    /// The parent process opened a device before `fork(2)`. No device works in this process.
+    Forked,
 }
 
 impl fmt::Display for NoRuntime {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
+            Self::Forked => return VerbError::INHERITED.fmt(f),
             Self::Outside => {
                 "the future was polled outside a Tokio runtime; await it within \
                  `Runtime::block_on` or a task"

@@ -41,6 +41,7 @@ use crate::clock;
 use crate::cm::CmConnection;
 use crate::engine::is_current;
 use crate::error::{OpErrorKind, SetupError};
+use crate::forked;
 use crate::memory::{BufMut, Pool, ReadOnlyRegion};
 use crate::op::{QueuePair, Received};
 use crate::waiters::Waiters;
@@ -242,7 +243,8 @@ impl Core {
         let nothing_arrived = self.is_listened
             && self.inbox.fetching.is_empty()
             && self.protocol.phase().check_open().is_ok()
-            && self.receives.posted.front().is_some_and(|receive| !receive.is_finished());
+            && self.receives.posted.front().is_some_and(|receive| !receive.is_finished())
+            && !forked::is_child();
         if nothing_arrived && self.qp.watch_receives() {
             return;
         }
@@ -253,7 +255,11 @@ impl Core {
         if self.close_reason().is_some() {
             return;
         }
-        self.terminate_on_error(|core| core.work(&mut Context::from_waker(driver)));
+        self.terminate_on_error(|core| {
+            let forked = |error| CloseReason::Operation(OpErrorKind::CompletionQueue(error));
+            forked::check().map_err(forked)?;
+            core.work(&mut Context::from_waker(driver))
+        });
         self.wake();
         // Only the driver keeps deadlines.
         if self.protocol.is_linger_due() {

@@ -14,6 +14,7 @@ use super::async_events::{EventKind, Events, Listener, PortEvents};
 use super::gid_routes::{best_path, is_at, rank_gids, source_to, sources_to};
 use crate::dispatch::Context;
 use crate::error::{OpenError, SetupError, UdpError, VerbError};
+use crate::forked::Opened;
 use crate::types::{
     AsyncEvent, DeviceAttr, Gid, GidEntry, PortAttr, PortNum, PortState, Psn, RankedGid,
 };
@@ -57,6 +58,7 @@ struct Inner {
     ports: Mutex<Vec<(u64, Arc<PortAttr>)>>,
     /// True while an [`Inlet`] exists.
     watched: AtomicBool,
+    _opened: Opened,
 }
 
 impl Device {
@@ -514,6 +516,7 @@ impl Device {
                 events: Events::default(),
                 ports: Mutex::default(),
                 watched: AtomicBool::new(false),
+                _opened: Opened::new(),
             }),
         }
     }

@@ -9,9 +9,12 @@ mod connected;
 mod live;
 #[path = "../torture/mod.rs"]
 mod torture;
+#[path = "../common/udp.rs"]
+mod udp;
 
 mod allocations;
 mod churn;
+mod fork;
 mod identity;
 mod runtimes;
 mod send_sync;

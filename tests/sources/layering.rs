@@ -13,7 +13,18 @@ use std::path::{Path, PathBuf};
 
 /// The modules of this crate, from the lowest layer to the highest.
 const LAYERS: [&[&str]; 9] = [
-    &["blocking", "clock", "contained", "coop", "error", "software", "sync", "types", "waiters"],
+    &[
+        "blocking",
+        "clock",
+        "contained",
+        "coop",
+        "error",
+        "forked",
+        "software",
+        "sync",
+        "types",
+        "waiters",
+    ],
     &["dispatch"],
     &["verbs"],
     &["memory"],

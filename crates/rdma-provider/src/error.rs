@@ -21,6 +21,7 @@ pub struct VerbError {
 }
 
 const START_THREAD: &str = "pthread_create";
+const INHERITED: &str = "use of a device that the parent process opened before fork(2)";
 
 impl VerbError {
     /// The device failed.
@@ -41,6 +42,10 @@ impl VerbError {
     pub const EADDRNOTAVAIL: i32 = 99;
     /// The driver or library lacks the operation.
     pub const EOPNOTSUPP: i32 = 95;
+
+    /// A child process uses a device that its parent opened before `fork(2)`.
+    #[doc(hidden)]
+    pub const INHERITED: Self = Self::new(INHERITED, 1);
 
     /// Creates an error.
     #[must_use]
@@ -66,10 +71,13 @@ impl VerbError {
 impl fmt::Display for VerbError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {}", self.verb, io::Error::from_raw_os_error(self.errno))?;
-        if self.verb == START_THREAD {
-            f.write_str("; raise the limit of threads: RLIMIT_NPROC, or the cgroup's pids.max")?;
+        match self.verb {
+            START_THREAD => {
+                f.write_str("; raise the limit of threads: RLIMIT_NPROC, or the cgroup's pids.max")
+            }
+            INHERITED => f.write_str("; open devices after fork, or start the child with exec(3)"),
+            _ => Ok(()),
         }
-        Ok(())
     }
 }
 
