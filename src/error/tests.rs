@@ -104,6 +104,11 @@ fn errors_of_all_layers_have_their_exact_texts() {
             NoRuntime::Time =>
                 "the Tokio runtime has no timer; build it with `enable_time` or `enable_all`",
         ],
+        NoRuntime::Forked => [
+            NoRuntime::Forked =>
+                "use of a device that the parent process opened before fork(2): Operation not \
+                 permitted (os error 1); open devices after fork, or start the child with exec(3)",
+        ],
     });
     texts!(EndpointError, error, {
         EndpointError { .. } => [

@@ -172,7 +172,7 @@ impl Payload<'_, '_> {
             // SAFETY: S2: the source is a live registration (invariant of Segment). The target has
             // just been reserved, belongs to this thread, and is initialised by the copy.
             unsafe {
-                shared::load(piece.pointer, out.as_mut_ptr().add(at), piece.len);
+                copy(piece.pointer, piece.shared, out.as_mut_ptr().add(at), false, piece.len);
                 out.set_len(at + piece.len);
             }
         }

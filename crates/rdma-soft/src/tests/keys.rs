@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use super::machines::{ALL, PD, memory};
-use crate::device::dma::Memory;
+use crate::device::dma::{Memory, Payload};
 use crate::device::keys::{Keys, MAX_REGISTRATIONS};
 use rdma_provider::types::{Access, Lkey, Qpn, Rkey, WindowBind};
 
@@ -72,6 +72,25 @@ fn shared_or_remotely_writable_memory_uses_atomic_accesses() {
         let readable = access.contains(Access::REMOTE_READ);
         assert_eq!(keys.resolve(key, PD, base, 8, Access::REMOTE_READ).is_ok(), readable);
     }
+}
+
+/// A packet to the network is made from memory that the program may read meanwhile as `&[u8]`.
+#[test]
+fn memory_without_remote_writes_is_read_into_a_packet_beside_plain_reads() {
+    let keys = Keys::new();
+    let bytes: &'static [u8] = Box::leak((0..64).collect());
+    let at = bytes.as_ptr().expose_provenance() as u64;
+    // SAFETY: the buffer is leaked.
+    let memory = unsafe { Memory::new(bytes.as_ptr().cast_mut(), bytes.len(), at) };
+    let key = keys.insert(memory, Access::REMOTE_READ, false, PD, 7).unwrap();
+    let segment = keys.resolve(key, PD, at + 3, 50, Access::REMOTE_READ).unwrap();
+    std::thread::scope(|scope| {
+        let reader = scope.spawn(|| bytes.iter().map(|&byte| u32::from(byte)).sum::<u32>());
+        let mut packet = vec![1];
+        Payload::Segment(&segment).append_to(&mut packet);
+        assert_eq!(packet, [&[1], &bytes[3..53]].concat());
+        assert_eq!(reader.join().unwrap(), (0..64).sum());
+    });
 }
 
 #[test]
