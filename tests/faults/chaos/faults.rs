@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use fastrand::Rng;
 use tokio::time::{Instant, sleep};
+use tokio_rdma::software::Faults;
 
 use super::servers::{Server, Stop};
 use super::time::{MS, Pace, delays};
@@ -81,12 +82,19 @@ async fn inject_into<S: Server>(
     }
 }
 
+/// Returns delays that let a server be killed and started again before what a client has sent
+/// arrives: for example the confirmation of a connection whose request the killed server executed.
+fn late() -> Faults {
+    delays().delay(MS..400 * MS).duplicate(0.6).reorder(0.2)
+}
+
 /// Changes losses and delays of the whole network.
 async fn inject_into_network(world: Arc<World>, end: Instant) {
     let mut random = world.random(1);
     let micros = Duration::from_micros;
     while Instant::now() < end {
-        let faults = match random.u8(..4) {
+        let faults = match random.u8(..if world.pace == Pace::Processes { 5 } else { 4 }) {
+            4 => late(),
             0 => delays(),
             1 => delays().loss(0.02).duplicate(0.02),
             2 => delays().reorder(0.05).corrupt(0.01),

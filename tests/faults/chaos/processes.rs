@@ -57,8 +57,18 @@ impl Server for ServerProcess {
         SocketAddr::new(self.address, PORT)
     }
 
-    async fn suffer(&mut self, fault: Fault, lasts: Duration, _random: &mut Rng) {
+    async fn suffer(&mut self, fault: Fault, lasts: Duration, random: &mut Rng) {
         match fault {
+            // Again and again, soon after clients have connected: what they have sent to one
+            // process arrives at the next one.
+            Fault::Stop(Stop::Kill) => {
+                for _ in 0..random.u32(1..8) {
+                    self.stop(Stop::Kill).await;
+                    sleep(lasts / 10).await;
+                    self.run();
+                    sleep(random.u32(50..200) * MS).await;
+                }
+            }
             Fault::Stop(how) => {
                 self.stop(how).await;
                 sleep(lasts).await;
