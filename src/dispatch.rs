@@ -102,6 +102,17 @@ macro_rules! make {
     };
 }
 
+impl Context {
+    /// Returns true if the device reaches only devices of this process.
+    pub(crate) fn is_in_process(&self) -> bool {
+        match self {
+            Self::Soft(inner) => inner.is_in_process(),
+            #[cfg(feature = "ibverbs")]
+            Self::Ibverbs(_) => false,
+        }
+    }
+}
+
 impl contract::Context<Any> for Context {
     fn may_block(&self) -> bool {
         each!(self, inner => inner.may_block())

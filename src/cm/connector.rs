@@ -131,7 +131,8 @@ async fn resolve_one(
     let source = options.source_to(address)?;
     let endpoint = Endpoint::create(&Router::of(device).await?)?;
     let (timeout, start) = (options.time_to_resolve(), clock::now());
-    let unresolved = move |errno| ConnectError::Resolve { address, errno };
+    let unresolved =
+        |errno| ConnectError::Resolve { address, errno, in_process: false }.through(device);
     with_deadline(timeout, ConnectStep::Resolve, async || {
         // Expires before the provider's own timeout, and has the more precise error.
         endpoint.call(|id| {
@@ -158,7 +159,7 @@ async fn resolve_one(
                 (None, None) => state.end.as_ref().map(|_| Err(VerbError::ENODEV)),
             })
             .await
-            .map_err(unresolved)?;
+            .map_err(&unresolved)?;
         if is_routed {
             return Ok(());
         }
@@ -170,7 +171,7 @@ async fn resolve_one(
                 state.route.or_else(|| state.end.as_ref().map(|_| Err(VerbError::ENODEV)))
             })
             .await
-            .map_err(unresolved)
+            .map_err(&unresolved)
     })
     .await?;
     let route = endpoint.route().ok_or(unresolved(VerbError::ENODEV))?;
@@ -280,7 +281,7 @@ impl Route {
             Ok(peer)
         })
         .await
-        .map_err(|error| error.during(ConnectStep::Response, address))?;
+        .map_err(|error| error.during(ConnectStep::Response, address).through(&device))?;
         guard.connected();
         let local = endpoint.local_addr().unwrap_or(SocketAddr::new(path.entry.gid.to_ip(), 0));
         let link =

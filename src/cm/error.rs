@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use crate::error::{LimitError, NoRuntime, SetupError, VerbError};
 use crate::types::RejectReason;
+use crate::verbs::Device;
 
 use super::inbox::EndReason;
 
@@ -30,6 +31,8 @@ pub enum ConnectError {
         address: SocketAddr,
         /// Reason, see `errno(3)`.
         errno: i32,
+        /// True if the device reaches only devices of this process.
+        in_process: bool,
     },
     /// The route to the address goes through another device than the one passed.
     OtherDevice {
@@ -58,6 +61,8 @@ pub enum ConnectError {
     Refused {
         /// Address to connect to.
         address: SocketAddr,
+        /// True if the device reaches only devices of this process.
+        in_process: bool,
     },
     /// The peer rejected the request, or withdrew its own.
     Rejected {
@@ -164,7 +169,7 @@ impl ConnectError {
         let attempt = ConnectAttempt { step, address };
         match end {
             EndReason::Rejected { reason: RejectReason::INVALID_SERVICE_ID, .. } => {
-                Self::Refused { address }
+                Self::Refused { address, in_process: false }
             }
             EndReason::Rejected { reason, private_data } => {
                 Self::Rejected { attempt, reason: *reason, private_data: private_data.clone() }
@@ -190,6 +195,14 @@ impl ConnectError {
                 unknown.get_or_insert(address);
             }
             _ => {}
+        }
+        self
+    }
+
+    /// Notes whether `device` could have reached a listener of another process.
+    pub(super) fn through(mut self, device: &Device) -> Self {
+        if let Self::Resolve { in_process, .. } | Self::Refused { in_process, .. } = &mut self {
+            *in_process = device.is_in_process();
         }
         self
     }
@@ -220,7 +233,7 @@ impl ConnectError {
                 Some((ConnectStep::Resolve, Some(*address)))
             }
             Self::AddressInUse { address, .. } => Some((ConnectStep::Listen, Some(*address))),
-            Self::Refused { address } => Some((ConnectStep::Response, Some(*address))),
+            Self::Refused { address, .. } => Some((ConnectStep::Response, Some(*address))),
             Self::AddressNotAvailable { address, step, .. } => Some((*step, Some(*address))),
             Self::TimedOut { address, step, .. } => Some((*step, *address)),
             Self::Rejected { attempt, .. }
@@ -280,6 +293,9 @@ impl fmt::Display for ConnectError {
         let reason = |errno: i32| io::Error::from_raw_os_error(errno);
         match self {
             Self::Lookup { message, .. } => f.write_str(message),
+            Self::Resolve { in_process: true, .. } => {
+                write!(f, "no device of this process has the address, and {ONLY_IN_PROCESS}")
+            }
             Self::Resolve { errno, .. } => {
                 write!(f, "no RDMA device leads to the address: {}", reason(*errno))
             }
@@ -303,6 +319,11 @@ impl fmt::Display for ConnectError {
             Self::AddressNotAvailable { source: None, .. } => f.write_str(
                 "the address does not belong to the device; open the device that has it, for \
                  example with Device::open_default_at",
+            ),
+            Self::Refused { in_process: true, .. } => write!(
+                f,
+                "refused: no listener of this process has the address and port, and \
+                 {ONLY_IN_PROCESS}"
             ),
             Self::Refused { .. } => {
                 f.write_str("refused: the peer does not listen at this address and port")
@@ -381,6 +402,10 @@ impl fmt::Display for ConnectStep {
         })
     }
 }
+
+/// Cause and remedy if a listener of another process was meant.
+const ONLY_IN_PROCESS: &str = "the device reaches no other process; to connect to another process, \
+                               open the device with Device::open_default_to";
 
 /// Private data with which a message [`Listener`](crate::Listener) rejects a request without a
 /// handshake. Readable, also for peers in C.

@@ -402,9 +402,13 @@ fn errors_of_connecting_have_their_exact_texts() {
             } => "looking up the host name: name or service not known",
         ],
         ConnectError::Resolve { .. } => [
-            ConnectError::Resolve { address, errno: 101 } =>
+            ConnectError::Resolve { address, errno: 101, in_process: false } =>
                 "resolving a route to 192.0.2.1:7471: no RDMA device leads to the address: \
                  Network is unreachable (os error 101)",
+            ConnectError::Resolve { address, errno: 113, in_process: true } =>
+                "resolving a route to 192.0.2.1:7471: no device of this process has the address, \
+                 and the device reaches no other process; to connect to another process, open the \
+                 device with Device::open_default_to",
         ],
         ConnectError::OtherDevice { .. } => [
             ConnectError::OtherDevice { address, device: "rxe1".into() } =>
@@ -428,9 +432,14 @@ fn errors_of_connecting_have_their_exact_texts() {
                  device that has it, for example with Device::open_default_at",
         ],
         ConnectError::Refused { .. } => [
-            ConnectError::Refused { address } =>
+            ConnectError::Refused { address, in_process: false } =>
                 "waiting for 192.0.2.1:7471 to answer the connection request: refused: the peer \
                  does not listen at this address and port",
+            ConnectError::Refused { address, in_process: true } =>
+                "waiting for 192.0.2.1:7471 to answer the connection request: refused: no listener \
+                 of this process has the address and port, and the device reaches no other \
+                 process; to connect to another process, open the device with \
+                 Device::open_default_to",
         ],
         ConnectError::Rejected { .. } => [
             rejected(&[0; 148]) =>
@@ -743,7 +752,10 @@ fn errors_of_connections_have_their_exact_texts() {
 
 #[test]
 fn texts_of_connecting_again() {
-    let attempt = || ReconnectCause::Attempt(ConnectError::Refused { address: address() }.into());
+    let attempt = || {
+        let refused = ConnectError::Refused { address: address(), in_process: false };
+        ReconnectCause::Attempt(refused.into())
+    };
     texts!(ReconnectCause, error, {
         ReconnectCause::Attempt(_) => [
             attempt() =>

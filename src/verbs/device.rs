@@ -66,7 +66,9 @@ impl Device {
     pub const SOFTWARE: &'static str = "soft0";
 
     /// Opens the software device of this process, which needs no hardware, kernel module or root
-    /// rights.
+    /// rights. It reaches only devices of this process;
+    /// [`open_default_at`](Self::open_default_at) and [`open_default_to`](Self::open_default_to)
+    /// open a device that reaches other processes.
     ///
     /// # Errors
     ///
@@ -268,6 +270,10 @@ impl Device {
     #[must_use]
     pub fn name(&self) -> &str {
         &self.attr().name
+    }
+
+    pub(crate) fn is_in_process(&self) -> bool {
+        self.inner.context.is_in_process()
     }
 
     /// Returns the current attributes of a port, `ibv_query_port(3)`.

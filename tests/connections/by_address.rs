@@ -9,17 +9,21 @@ use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Wake};
 use std::time::Duration;
 
+use futures::StreamExt;
+
 use crate::torture::{self, Flavour, LONG, Mode, bounded, eventually, hardware, scaled, soon};
 use tokio_rdma::cm::{
     self, CmConnection, ConnectAttempt, ConnectError, ConnectStep, ConnectionOptions,
     ConnectionRequest, Disconnection, ListenOptions, Listener, RejectReason,
 };
 use tokio_rdma::error::LimitError;
+use tokio_rdma::message::{Reconnect, ReconnectPolicy, ReconnectState};
 use tokio_rdma::op::QueuePairBuilder;
 use tokio_rdma::software::{Faults, Network};
 use tokio_rdma::types::{AckTimeout, QpAttr, QpState, Rkey, TransitionError, Transport};
 use tokio_rdma::{
-    Access, CompletionQueue, Device, Pool, ProtectionDomain, QueuePair, RemoteRegion, SetupError,
+    Access, CompletionQueue, Connection, ConnectionConfig, Device, Pool, ProtectionDomain,
+    QueuePair, RdmaStream, RemoteRegion, SetupError,
 };
 
 #[derive(Clone)]
@@ -205,7 +209,7 @@ fn connect_without_a_listener_is_refused() {
         let route = cm::resolve(&a.device, address).await.unwrap();
         let queue_pair = route.prepare(a.builder()).build().unwrap();
         let error = soon("refusal", route.connect(&queue_pair, &options)).await.unwrap_err();
-        assert_eq!(error, ConnectError::Refused { address });
+        assert_eq!(error, ConnectError::Refused { address, in_process: true });
         assert_eq!(std::io::Error::from(error).kind(), std::io::ErrorKind::ConnectionRefused);
         assert_eq!(state(&queue_pair), QpState::Err);
     });
@@ -352,12 +356,52 @@ fn each_connect_error_names_the_address_and_the_step() {
 }
 
 #[test]
+fn device_within_a_process_names_the_remedy_without_a_listener() {
+    run("wrong device", || async {
+        let (a, _) = of_network(&Network::new());
+        let (device, options, config) =
+            (&a.device, ConnectionOptions::default(), ConnectionConfig::default());
+        // The listener would be one of another process.
+        for address in ["127.0.0.1:7471", "[::1]:7471", "192.0.2.1:7471"] {
+            let address: SocketAddr = address.parse().unwrap();
+            let by_cm =
+                cm::connect(device, address, &options, |route| route.prepare(a.builder()).build());
+            let again = async {
+                let policy = ReconnectPolicy::default();
+                let client = Reconnect::new(device, address, &config, policy).unwrap();
+                let mut states = client.states();
+                loop {
+                    if let Some(ReconnectState::Waiting { cause, .. }) = states.next().await {
+                        return cause.to_string();
+                    }
+                }
+            };
+            let texts = [
+                soon("cm", by_cm).await.unwrap_err().to_string(),
+                soon("messages", Connection::connect(device, address))
+                    .await
+                    .unwrap_err()
+                    .to_string(),
+                soon("bytes", RdmaStream::connect(device, address)).await.unwrap_err().to_string(),
+                soon("again", again).await,
+            ];
+            for text in texts {
+                assert!(text.contains(&address.to_string()), "{text}");
+                assert!(text.contains("the device reaches no other process"), "{text}");
+                assert!(text.contains("Device::open_default_to"), "{text}");
+            }
+        }
+    });
+}
+
+#[test]
 fn unassigned_address_is_unreachable() {
     run("unreachable", || async {
         let (a, _) = of_network(&Network::new());
         let address: SocketAddr = "192.0.2.1:7471".parse().unwrap();
         let error = cm::resolve(&a.device, address).await.unwrap_err();
-        assert_eq!(error, ConnectError::Resolve { address, errno: 113 });
+        assert_eq!(error, ConnectError::Resolve { address, errno: 113, in_process: true });
+        assert!(error.to_string().contains("Device::open_default_to"), "{error}");
         assert_eq!(error.io_kind(), std::io::ErrorKind::HostUnreachable);
     });
 }

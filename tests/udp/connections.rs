@@ -290,7 +290,7 @@ fn rejections_carry_the_data_of_the_other_process() {
         // The process has no listener at this port.
         let unused = SocketAddr::new(peer.address.ip(), 1);
         match soon("refusal", Connection::connect_with(&device, unused, &config())).await {
-            Err(EstablishError::Connect(ConnectError::Refused { address })) => {
+            Err(EstablishError::Connect(ConnectError::Refused { address, in_process: false })) => {
                 assert_eq!(address, unused)
             }
             other => panic!("{other:?}"),

@@ -263,11 +263,11 @@ mod tests {
         let version = HandshakeError::Version { theirs: 2, ours: 1 };
         let temporary: [EstablishError; 21] = [
             ConnectError::Lookup { kind: io::ErrorKind::NotFound, message: String::new() }.into(),
-            ConnectError::Resolve { address, errno: 113 }.into(),
+            ConnectError::Resolve { address, errno: 113, in_process: false }.into(),
             ConnectError::OtherDevice { address, device: String::new() }.into(),
             ConnectError::AddressNotAvailable { address, source: None, step: attempt.step }.into(),
             ConnectError::AddressChanged { attempt }.into(),
-            ConnectError::Refused { address }.into(),
+            ConnectError::Refused { address, in_process: false }.into(),
             ConnectError::Unreachable { attempt, errno: 110 }.into(),
             ConnectError::TimedOut { address: None, step: attempt.step, after: Duration::ZERO }
                 .into(),

@@ -21,7 +21,7 @@ use crate::torture::{eventually, soon};
 const HOUR: Duration = Duration::from_secs(3600);
 
 fn refused() -> EstablishError {
-    ConnectError::Refused { address: ([127, 0, 0, 1], 9).into() }.into()
+    ConnectError::Refused { address: ([127, 0, 0, 1], 9).into(), in_process: true }.into()
 }
 
 /// Returns a handle whose attempts are refused at once, and the number of them.
@@ -97,7 +97,7 @@ fn refused_by_a_device_until_the_deadline_ends_with_its_error() {
         let client = hosts.reconnect(eager().deadline(Some(100 * MS)));
         let error = soon("deadline", client.connected()).await.unwrap_err();
         let ReconnectError::TimedOut { cause, .. } = error else { panic!("{error:?}") };
-        let refused = ConnectError::Refused { address: hosts.address };
+        let refused = ConnectError::Refused { address: hosts.address, in_process: true };
         match cause {
             ReconnectCause::Attempt(cause) => assert_eq!(cause, refused.into()),
             // On a busy machine, not even the first attempt is answered.

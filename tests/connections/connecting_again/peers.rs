@@ -136,7 +136,7 @@ fn refused_connection_is_an_error_of_all_its_callers() {
         })
         .unwrap();
         for result in soon("errors", join_all((0..4).map(|_| peers.get(&1)))).await {
-            let refused = ConnectError::Refused { address: hosts.address };
+            let refused = ConnectError::Refused { address: hosts.address, in_process: true };
             assert_eq!(result.unwrap_err(), PeerError::Connect(refused.into()));
         }
         assert_eq!(peers.counters().failed, 1);

@@ -52,6 +52,12 @@ impl ContextInner {
 pub struct Context(Arc<ContextInner>);
 
 impl Context {
+    /// Returns true if the device reaches only devices of its own network, within this process.
+    #[must_use]
+    pub fn is_in_process(&self) -> bool {
+        !self.0.device.network.is_udp()
+    }
+
     pub(crate) fn open(device: Arc<DeviceInner>) -> Result<Self, VerbError> {
         device.check_alive("ibv_open_device")?;
         let events = Mailbox::new().map_err(|error| os_error("ibv_open_device", &error))?;
