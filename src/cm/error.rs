@@ -73,11 +73,12 @@ pub enum ConnectError {
         /// Private data of the rejection: empty, or padded with zeros to 148 bytes.
         private_data: Vec<u8>,
     },
-    /// The peer does not answer any retransmission.
+    /// The peer does not answer any retransmission, or its host has refused the request.
     Unreachable {
         /// Step and peer.
         attempt: ConnectAttempt,
-        /// Reason, see `errno(3)`.
+        /// Reason, see `errno(3)`. ECONNREFUSED is from the software device over UDP: no process
+        /// of the host has opened a device at the address.
         errno: i32,
     },
     /// A time limit has passed.
@@ -339,6 +340,10 @@ impl fmt::Display for ConnectError {
                      the request carries no handshake; connect with tokio_rdma::RdmaStream",
                 ),
             Self::Rejected { reason, .. } => write!(f, "rejected by the peer: {reason}"),
+            Self::Unreachable { errno: ECONNREFUSED, .. } => f.write_str(
+                "refused: no process of the peer's host has opened a device at the address; start \
+                 the service, which opens its device with Device::open_default_at",
+            ),
             Self::Unreachable { errno, .. } => {
                 write!(f, "the peer does not answer: {}", reason(*errno))
             }
@@ -402,6 +407,9 @@ impl fmt::Display for ConnectStep {
         })
     }
 }
+
+/// From `errno(3)`.
+const ECONNREFUSED: i32 = 111;
 
 /// Cause and remedy if a listener of another process was meant.
 const ONLY_IN_PROCESS: &str = "the device reaches no other process; to connect to another process, \

@@ -619,6 +619,13 @@ fn other_content_is_refused_before_accept_is_called() {
             let expected = EstablishError::Refused { address, reason };
             let found = error.get_ref().and_then(|cause| cause.downcast_ref());
             assert_eq!(found, Some(&expected));
+
+            let listener = RdmaListener::bind_with(&device, at, &config).await.unwrap();
+            let address = listener.local_addr().unwrap();
+            let connecting = Connection::connect_with(&device, address, &config);
+            let reason = RefusalReason::OtherContent(Content::Bytes);
+            let error = soon("refusal", connecting).await.unwrap_err();
+            assert_eq!(error, EstablishError::Refused { address, reason });
         });
     }
 }

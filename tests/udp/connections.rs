@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::time::Duration;
 
-use crate::connected::{pair_in, pattern, recv};
+use crate::connected::{self, pair_in, pattern, recv};
 use crate::torture::{Flavour, LONG, Mode, bounded, eventually, joined, soon};
 use bytes::Bytes;
 use tokio::sync::mpsc;
@@ -450,11 +450,7 @@ fn killed_peer_fails_connections_and_a_new_peer_is_reachable() {
         });
         let error = end.await;
         assert!(matches!(error, MessageError::Closed(CloseReason::Operation(_))), "{error:?}");
-        let hasty = config().connect_timeout(Duration::from_millis(500));
-        match soon("no answer", Connection::connect_with(&device, peer.address, &hasty)).await {
-            Err(EstablishError::Connect(ConnectError::TimedOut { .. })) => {}
-            other => panic!("{other:?}"),
-        }
+        is_refused(soon("refusal", Connection::connect(&device, peer.address)).await);
         drop((echo, idle));
         let next = Peer::start();
         let echo = next.connect(&device, "echo").await.unwrap();
@@ -465,21 +461,33 @@ fn killed_peer_fails_connections_and_a_new_peer_is_reachable() {
     });
 }
 
-#[test]
-fn connect_to_an_unused_address_times_out() {
-    run("unused address", || async {
-        let device = device();
-        let unused = SocketAddr::new(udp::address(), 7471);
-        let after = Duration::from_millis(1_500);
-        match soon(
-            "no answer",
-            Connection::connect_with(&device, unused, &config().connect_timeout(after)),
-        )
-        .await
-        {
-            Err(EstablishError::Connect(ConnectError::TimedOut { .. })) => {}
-            other => panic!("{other:?}"),
+/// Asserts that the host has refused the request, because no process has the port.
+#[track_caller]
+fn is_refused(connected: Result<Connection, EstablishError>) {
+    match connected {
+        Err(EstablishError::Connect(error @ ConnectError::Unreachable { errno: 111, .. })) => {
+            assert_eq!(error.io_kind(), std::io::ErrorKind::ConnectionRefused);
         }
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn address_without_a_process_refuses_and_other_connections_lose_nothing() {
+    run("unused address", || async {
+        let network = udp::network(&["one", "two"]);
+        let [(device, pd), (_, far)] = connected::two(&network);
+        let (ours, theirs) = pair_in(&pd, &far, &config(), &config());
+        for number in 0..20 {
+            let unused = SocketAddr::new(udp::address(), 7471);
+            let request = async {
+                ours.send(vec![number; 10_000]).await.unwrap();
+                assert_eq!(recv(&theirs).await, vec![number; 10_000]);
+            };
+            let connecting = Connection::connect(&device, unused);
+            is_refused(soon("refusal", async { tokio::join!(connecting, request).0 }).await);
+        }
+        assert_eq!(network.counters().lost, 0);
         let outside = "192.0.2.1:7471".parse::<SocketAddr>().unwrap();
         match soon("no route", cm::resolve(&device, outside)).await {
             Err(ConnectError::Resolve { address, .. }) => assert_eq!(address, outside),

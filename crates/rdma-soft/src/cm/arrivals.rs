@@ -43,6 +43,17 @@ impl Machine {
         }
     }
 
+    /// Ends the request `id` to `from`, whose host has returned it. Established connections ignore
+    /// such reports, which may be late or forged. A forger would have to know the numbers of a
+    /// request.
+    pub(super) fn on_refusal(&mut self, from: Gid, transaction: u64, id: CommId) {
+        let Some(connection) = self.in_state(id, State::ReqSent) else { return };
+        if (connection.peer, connection.transaction) == (from, transaction) {
+            self.event(id, Event::PortClosed);
+            self.forget(id);
+        }
+    }
+
     /// Runs `act`, and drops its answers if they exceed the rate limit.
     fn rate_limited(&mut self, now: u64, from: Gid, act: impl FnOnce(&mut Self)) {
         let before = self.out.len();

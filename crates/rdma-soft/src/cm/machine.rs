@@ -76,6 +76,7 @@ pub(super) enum Event {
     Established,
     Rejected(RejectReason, Vec<u8>),
     Unreachable,
+    PortClosed,
     Disconnected,
     TimewaitExit,
 }

@@ -23,8 +23,9 @@ use super::machine::{Event, Machine, Numbers, Output};
 use super::mad::MadError;
 use super::message::{CommId, Mad, Message};
 
-/// `ETIMEDOUT` of `errno(3)`.
+/// `ETIMEDOUT` and `ECONNREFUSED` of `errno(3)`.
 const ETIMEDOUT: i32 = 110;
+const ECONNREFUSED: i32 = 111;
 
 /// The RNR delay until the local queue pair is created, which takes less than these 0.64 ms.
 const NOT_READY: RnrTimer = RnrTimer::from_code(12);
@@ -123,6 +124,15 @@ impl Manager {
                     "dropped management datagram: not a connection manager message"
                 );
             }
+        }
+    }
+
+    /// Processes a report that no process at `from` has the port to which `bytes` were sent.
+    pub(crate) fn on_refusal(device: &Arc<DeviceInner>, from: Gid, bytes: &[u8]) {
+        if let Ok(Mad { transaction, message: Message::Req(req) }) = Mad::decode(bytes) {
+            Self::with(device, |state, _| {
+                state.machine.on_refusal(from, transaction, req.local_id)
+            });
         }
     }
 
@@ -296,6 +306,7 @@ fn kind(event: Event) -> CmEventKind<Soft> {
         Event::Established => CmEventKind::Established,
         Event::Rejected(reason, private_data) => CmEventKind::Rejected { reason, private_data },
         Event::Unreachable => CmEventKind::Unreachable(ETIMEDOUT),
+        Event::PortClosed => CmEventKind::Unreachable(ECONNREFUSED),
         Event::Disconnected => CmEventKind::Disconnected,
         Event::TimewaitExit => CmEventKind::TimewaitExit,
     }

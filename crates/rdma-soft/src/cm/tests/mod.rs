@@ -119,6 +119,7 @@ fn name(event: &Event) -> &'static str {
         Event::Established => "established",
         Event::Rejected(..) => "rejected",
         Event::Unreachable => "unreachable",
+        Event::PortClosed => "port closed",
         Event::Disconnected => "disconnected",
         Event::TimewaitExit => "timewait exit",
     }
@@ -226,6 +227,28 @@ fn handshake_and_disconnect_give_both_ends_matching_attributes() {
     assert_eq!(Out::of(&mut pair.a).names(), ["timewait exit"]);
     assert_eq!(Out::of(&mut pair.b).names(), ["timewait exit"]);
     assert_eq!((pair.a.sizes(), pair.b.sizes()), ([0; 4], [0; 4]));
+}
+
+#[test]
+fn report_of_a_closed_port_ends_only_the_request_that_it_quotes() {
+    let mut pair = Pair::new();
+    let ours = pair.connect(0x100);
+    let transaction = Out::of(&mut pair.a).sent[0].1.transaction;
+    for (from, transaction, id) in
+        [(A, transaction, ours), (B, transaction + 1, ours), (B, transaction, ours + 1)]
+    {
+        pair.a.on_refusal(from, transaction, id);
+        assert_eq!(state(&pair.a, ours), Some(State::ReqSent));
+    }
+    pair.a.on_refusal(B, transaction, ours);
+    let out = Out::of(&mut pair.a);
+    assert_eq!((out.names(), out.kinds()), (vec!["port closed"], vec![]));
+    assert_eq!(pair.a.sizes(), [0; 4]);
+
+    let (ours, _) = pair.established(0x100);
+    let transaction = pair.a.connection(ours).unwrap().transaction;
+    pair.a.on_refusal(B, transaction, ours);
+    assert_eq!(state(&pair.a, ours), Some(State::Established));
 }
 
 #[test]

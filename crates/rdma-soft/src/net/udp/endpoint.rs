@@ -16,6 +16,7 @@ use rdma_provider::locks::{Mutex, RwLock};
 use rdma_provider::VerbError;
 
 use crate::UdpError;
+use crate::cm::Manager;
 use crate::dc::DctInner;
 use crate::device::DeviceInner;
 use crate::device::pump::Half;
@@ -337,6 +338,19 @@ impl Endpoint {
             self.on_datagram(device, source, (segment, datagram), &mut answer);
         }
         answer.flush();
+        if let Some(device) = device {
+            inbox.refusals().for_each(|(to, packet)| self.on_refusal(device, to, packet));
+        }
+    }
+
+    /// Ends a connection request to a host at which no process has the port.
+    fn on_refusal(&self, device: &Arc<DeviceInner>, to: SocketAddr, packet: &[u8]) {
+        rdma_provider::trace!(%to, "port is closed");
+        if let Some((covered, _)) = packet.split_last_chunk::<CHECK>()
+            && let Ok((_, payload)) = Packet::parse(covered)
+        {
+            Manager::on_refusal(device, Gid::from(to.ip().to_canonical()), payload);
+        }
     }
 
     fn work(&self) {

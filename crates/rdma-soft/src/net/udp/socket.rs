@@ -13,7 +13,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::ptr;
 
-use libc::{c_int, c_void, sockaddr_in, sockaddr_in6, sockaddr_storage, socklen_t};
+use libc::{c_int, c_short, c_void, sockaddr_in, sockaddr_in6, sockaddr_storage, socklen_t};
 
 use super::batch::{Batch, GROUPS, Group};
 
@@ -24,8 +24,16 @@ const MAX_MESSAGE: usize = 1 << 16;
 /// Requested buffer, limited by `net.core.rmem_max`.
 const RECEIVE_BUFFER: c_int = 4 << 20;
 
+/// Bytes kept of a packet that its host has refused. A connection request is shorter.
+const QUOTE: usize = 512;
+/// Maximum errors read at once, and attempts to receive despite errors.
+const ERRORS: usize = 64;
+const ATTEMPTS: usize = 8;
+
 /// Space of a control message with an integer, aligned for its header.
 type Control = [u64; 4];
+/// Space of an error with an address.
+type ErrorControl = [u64; 16];
 
 #[derive(Debug)]
 pub(super) struct Socket {
@@ -50,8 +58,14 @@ impl Socket {
             // SoftRoCE sends no UDP checksum.
             socket.set(libc::SOL_UDP, libc::UDP_NO_CHECK6_RX, 1)?;
         }
-        // Optional: they reduce system calls and loss.
+        let errors = if local.is_ipv4() {
+            (libc::IPPROTO_IP, libc::IP_RECVERR, 1)
+        } else {
+            (libc::IPPROTO_IPV6, libc::IPV6_RECVERR, 1)
+        };
+        // Optional: they reduce system calls and loss, and report closed ports.
         for (level, option, value) in [
+            errors,
             (libc::SOL_UDP, libc::UDP_GRO, 1),
             (libc::SOL_SOCKET, libc::SO_RCVBUF, RECEIVE_BUFFER),
             (libc::SOL_SOCKET, libc::SO_SNDBUF, RECEIVE_BUFFER),
@@ -62,7 +76,7 @@ impl Socket {
                     level,
                     option,
                     %error,
-                    "failed to set socket option; expect more system calls or lost packets"
+                    "failed to set socket option; more system calls, losses or time-outs"
                 );
             }
         }
@@ -124,8 +138,9 @@ impl Socket {
     /// Receives pending messages; `wait`: at least one, or none after [`close`](Self::close).
     pub(super) fn receive(&self, inbox: &mut Inbox, wait: bool) -> io::Result<()> {
         inbox.count = 0;
-        if wait {
-            self.poll(-1)?;
+        inbox.refusals.clear();
+        if wait && self.poll(-1)? & libc::POLLERR != 0 {
+            self.take_errors(&mut inbox.refusals);
         }
         let mut vectors: [libc::iovec; MESSAGES] =
             [libc::iovec { iov_base: ptr::null_mut(), iov_len: 0 }; MESSAGES];
@@ -145,21 +160,32 @@ impl Socket {
             message.msg_control = control.as_mut_ptr().cast();
             message.msg_controllen = mem::size_of::<Control>() as _;
         }
-        // SAFETY: S4: headers name memory of `inbox` and `vectors` with its length; both outlive
-        // the call and nothing else refers to them.
-        let count = unsafe {
-            let (headers, count) = (headers.as_mut_ptr(), MESSAGES as u32);
-            libc::recvmmsg(
-                self.udp.as_raw_fd(),
-                headers,
-                count,
-                libc::MSG_DONTWAIT as _,
-                ptr::null_mut(),
-            )
-        };
-        let Ok(count) = usize::try_from(count) else {
+        let mut attempts = 0;
+        let count = loop {
+            // SAFETY: S4: headers name memory of `inbox` and `vectors` with its length; both
+            // outlive the call and nothing else refers to them.
+            let count = unsafe {
+                let (headers, count) = (headers.as_mut_ptr(), MESSAGES as u32);
+                libc::recvmmsg(
+                    self.udp.as_raw_fd(),
+                    headers,
+                    count,
+                    libc::MSG_DONTWAIT as _,
+                    ptr::null_mut(),
+                )
+            };
+            if let Ok(count) = usize::try_from(count) {
+                break count;
+            }
             let error = io::Error::last_os_error();
-            return if error.kind() == io::ErrorKind::WouldBlock { Ok(()) } else { Err(error) };
+            if error.kind() == io::ErrorKind::WouldBlock {
+                return Ok(());
+            }
+            // The call reports the error of a packet sent before, once.
+            attempts += 1;
+            if attempts == ATTEMPTS || !self.take_errors(&mut inbox.refusals) {
+                return Err(error);
+            }
         };
         for ((arrival, header), name) in
             inbox.arrivals.iter_mut().zip(&headers[..count]).zip(inbox.names.iter())
@@ -177,18 +203,50 @@ impl Socket {
         Ok(())
     }
 
-    /// Returns true if a packet is pending or the socket is closed.
-    pub(super) fn is_readable(&self) -> bool {
-        self.poll(0).unwrap_or(false)
+    /// Reads the errors of packets sent before, which ICMP messages have reported, and adds
+    /// reports of closed ports to `refusals`. Returns true if there was any error.
+    fn take_errors(&self, refusals: &mut Vec<Refusal>) -> bool {
+        for taken in 0..ERRORS {
+            let mut name = MaybeUninit::<sockaddr_storage>::zeroed();
+            let (mut packet, mut control): ([u8; QUOTE], ErrorControl) = ([0; QUOTE], [0; 16]);
+            let mut vector =
+                libc::iovec { iov_base: packet.as_mut_ptr().cast(), iov_len: packet.len() };
+            // SAFETY: S4: all-zero is an empty header, filled below.
+            let mut message: libc::msghdr = unsafe { mem::zeroed() };
+            message.msg_iov = &raw mut vector;
+            message.msg_iovlen = 1;
+            message.msg_name = name.as_mut_ptr().cast();
+            message.msg_namelen = mem::size_of::<sockaddr_storage>() as socklen_t;
+            message.msg_control = control.as_mut_ptr().cast();
+            message.msg_controllen = mem::size_of::<ErrorControl>() as _;
+            // SAFETY: S4: the header names the memory above with its length, which outlives the
+            // call.
+            let length = unsafe {
+                let flags = libc::MSG_ERRQUEUE | libc::MSG_DONTWAIT;
+                libc::recvmsg(self.udp.as_raw_fd(), &raw mut message, flags)
+            };
+            let Ok(length) = usize::try_from(length) else { return taken > 0 };
+            // SAFETY: S4: the kernel has written `msg_namelen` bytes of the address.
+            let to = unsafe { address_of(&name, message.msg_namelen) };
+            if let Some(to) = to.filter(|_| is_closed_port(&message)) {
+                refusals.push(Refusal { to, packet: packet[..length].to_vec() });
+            }
+        }
+        true
     }
 
-    /// Waits `timeout` ms (-1: no limit) for a packet or closure; returns true if it came.
-    fn poll(&self, timeout: c_int) -> io::Result<bool> {
+    /// Returns true if a packet or an error is pending or the socket is closed.
+    pub(super) fn is_readable(&self) -> bool {
+        self.poll(0).is_ok_and(|events| events != 0)
+    }
+
+    /// Waits `timeout` ms (-1: no limit) for a packet, an error or closure; returns the events.
+    fn poll(&self, timeout: c_int) -> io::Result<c_short> {
         let mut wanted =
             libc::pollfd { fd: self.udp.as_raw_fd(), events: libc::POLLIN, revents: 0 };
         // SAFETY: S4: the kernel accesses the one element passed.
         let ready = unsafe { libc::poll(&raw mut wanted, 1, timeout) };
-        if ready < 0 { Err(io::Error::last_os_error()) } else { Ok(ready > 0) }
+        if ready < 0 { Err(io::Error::last_os_error()) } else { Ok(wanted.revents) }
     }
 
     pub(super) fn fd(&self) -> BorrowedFd<'_> {
@@ -219,7 +277,7 @@ impl Socket {
                 write_segment_size(group, message, control);
             }
         }
-        let (mut at, mut lost) = (0, None);
+        let (mut at, mut lost, mut failed_at) = (0, None, None);
         while at < groups.len() {
             let rest = &mut headers[at..groups.len()];
             // SAFETY: S4: headers name memory of `batch` and of the arrays above with its length;
@@ -237,7 +295,11 @@ impl Socket {
                 Ok(sent) if sent > 0 => at += sent,
                 _ => {
                     let error = io::Error::last_os_error();
-                    if error.kind() == io::ErrorKind::Interrupted {
+                    // The error may be of a packet sent before. It is reported once.
+                    let is_first = failed_at.replace(at) != Some(at);
+                    if error.kind() == io::ErrorKind::Interrupted
+                        || is_first && error.kind() != io::ErrorKind::WouldBlock
+                    {
                         continue;
                     }
                     let count = u64::from(groups[at].count);
@@ -264,6 +326,14 @@ pub(super) struct Inbox {
     controls: [Control; MESSAGES],
     arrivals: [Arrival; MESSAGES],
     count: usize,
+    refusals: Vec<Refusal>,
+}
+
+/// A packet for a port that no process of the destination has.
+struct Refusal {
+    to: SocketAddr,
+    /// The packet, or its start.
+    packet: Vec<u8>,
 }
 
 /// A message: datagrams of one sender, the last may be shorter.
@@ -283,7 +353,14 @@ impl Inbox {
             controls: [[0; 4]; MESSAGES],
             arrivals: [Arrival { source: None, length: 0, segment: 1 }; MESSAGES],
             count: 0,
+            refusals: Vec::new(),
         }
+    }
+
+    /// Returns the destinations and the first bytes of packets for closed ports, which a forger may
+    /// have sent.
+    pub(super) fn refusals(&self) -> impl Iterator<Item = (SocketAddr, &[u8])> {
+        self.refusals.iter().map(|refusal| (refusal.to, &*refusal.packet))
     }
 
     /// Returns true if more messages may be pending.
@@ -413,6 +490,34 @@ fn segment_size(message: &libc::msghdr) -> Option<usize> {
     None
 }
 
+/// Returns true if an ICMP message reports a closed port.
+fn is_closed_port(message: &libc::msghdr) -> bool {
+    type Report = libc::sock_extended_err;
+    const SIZE: u32 = mem::size_of::<Report>() as u32;
+    // SAFETY: S4: the kernel has written `msg_controllen` bytes, within which the macros stay; a
+    // report, which consists of integers, is read only where a header announces it.
+    unsafe {
+        let mut header = libc::CMSG_FIRSTHDR(message);
+        while !header.is_null() {
+            let kind = ((*header).cmsg_level, (*header).cmsg_type);
+            if matches!(
+                kind,
+                (libc::IPPROTO_IP, libc::IP_RECVERR) | (libc::IPPROTO_IPV6, libc::IPV6_RECVERR)
+            ) && (*header).cmsg_len as usize >= libc::CMSG_LEN(SIZE) as usize
+            {
+                let report = libc::CMSG_DATA(header).cast::<Report>().read_unaligned();
+                return report.ee_errno == libc::ECONNREFUSED as u32
+                    && matches!(
+                        report.ee_origin,
+                        libc::SO_EE_ORIGIN_ICMP | libc::SO_EE_ORIGIN_ICMP6
+                    );
+            }
+            header = libc::CMSG_NXTHDR(message, header);
+        }
+    }
+    false
+}
+
 #[cfg(test)]
 mod tests {
     use std::net::Ipv4Addr;
@@ -465,6 +570,47 @@ mod tests {
             exchange(ip, &[16, 1040, 1036, 1036, 1036, 20, 12, 12, 12, 4110, 4110]);
             exchange(ip, &[4112; 15]);
             exchange(ip, &[4112; 24]);
+        }
+    }
+
+    #[test]
+    fn closed_port_is_reported_with_the_packet_and_impedes_no_other() {
+        for ip in [IpAddr::V4(Ipv4Addr::LOCALHOST), IpAddr::V6(Ipv6Addr::LOCALHOST)] {
+            let (from, to) = pair(ip);
+            // The kernel assigns no port below 1024 to the sockets of other tests.
+            let closed = SocketAddr::new(ip, 1);
+            let send = |to, fill: u8| {
+                let mut batch = Batch::new();
+                batch.push_sealed(&[fill; 300], to);
+                from.send(&batch).unwrap();
+            };
+            let mut inbox = Inbox::new();
+            for round in 0..20 {
+                send(closed, round);
+                let mut reported = Vec::new();
+                while reported.is_empty() {
+                    from.receive(&mut inbox, true).unwrap();
+                    let refusals = inbox.refusals().map(|(to, packet)| (to, packet.to_vec()));
+                    reported.extend(refusals);
+                }
+                assert_eq!(reported, [(closed, vec![round; 300])]);
+                // The report of the first one is pending while the others are sent.
+                send(closed, 100);
+                send(to.local(), round);
+                send(from.local(), round);
+                for socket in [&to, &from] {
+                    let mut arrived = Vec::new();
+                    while arrived.is_empty() {
+                        socket.receive(&mut inbox, true).unwrap();
+                        arrived.extend(inbox.datagrams().map(|(_, _, bytes)| bytes.to_vec()));
+                    }
+                    assert_eq!(arrived, [[round; 300]]);
+                }
+                while from.is_readable() {
+                    from.receive(&mut inbox, false).unwrap();
+                    assert!(inbox.refusals().all(|(to, packet)| to == closed && packet[0] == 100));
+                }
+            }
         }
     }
 

@@ -64,6 +64,10 @@ impl Inbox {
         true
     }
 
+    pub(super) fn refusals(&self) -> impl Iterator<Item = (SocketAddr, &[u8])> {
+        std::iter::empty()
+    }
+
     pub(super) fn datagrams(&self) -> impl Iterator<Item = (SocketAddr, &[u8])> {
         std::iter::empty()
     }
