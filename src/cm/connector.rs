@@ -34,7 +34,7 @@ use super::router::Router;
 /// Dropping the future withdraws the request; its queue pair goes to the error state.
 pub async fn connect(
     device: &Device,
-    address: impl ToSocketAddrs,
+    address: impl ToSocketAddrs + fmt::Debug,
     options: &ConnectionOptions,
     mut make: impl FnMut(&Route) -> Result<QueuePair, SetupError>,
 ) -> Result<(QueuePair, CmConnection), ConnectError> {
@@ -67,7 +67,10 @@ pub async fn connect(
 /// # Cancel safety
 ///
 /// Dropping the future leaves nothing behind.
-pub async fn resolve(device: &Device, address: impl ToSocketAddrs) -> Result<Route, ConnectError> {
+pub async fn resolve(
+    device: &Device,
+    address: impl ToSocketAddrs + fmt::Debug,
+) -> Result<Route, ConnectError> {
     resolve_with(device, address, &ConnectionOptions::default()).await
 }
 
@@ -88,7 +91,7 @@ pub async fn resolve(device: &Device, address: impl ToSocketAddrs) -> Result<Rou
 /// Dropping the future leaves nothing behind.
 pub async fn resolve_with(
     device: &Device,
-    address: impl ToSocketAddrs,
+    address: impl ToSocketAddrs + fmt::Debug,
     options: &ConnectionOptions,
 ) -> Result<Route, ConnectError> {
     let mut last = None;
@@ -103,18 +106,20 @@ pub async fn resolve_with(
 
 pub(super) fn no_address() -> ConnectError {
     ConnectError::Lookup {
+        host: None,
         kind: std::io::ErrorKind::NotFound,
         message: "the host has no address".to_owned(),
     }
 }
 
 pub(super) async fn lookup(
-    address: impl ToSocketAddrs,
+    address: impl ToSocketAddrs + fmt::Debug,
     options: &ConnectionOptions,
 ) -> Result<SmallVec<[SocketAddr; 1]>, ConnectError> {
     with_deadline(options.time_to_resolve(), ConnectStep::Lookup, async || {
         NoRuntime::or_current()?;
-        let found = lookup_host(address).await.map_err(|error| ConnectError::lookup(&error))?;
+        let failed = |error| ConnectError::lookup(Some(format!("{address:?}")), &error);
+        let found = lookup_host(&address).await.map_err(failed)?;
         Ok(found.collect())
     })
     .await

@@ -20,6 +20,8 @@ use super::inbox::EndReason;
 pub enum ConnectError {
     /// The host name lookup failed, or returned no address.
     Lookup {
+        /// The address as it was passed, if it is known, for example `"host:7471"` in quotes.
+        host: Option<String>,
         /// Kind of the error.
         kind: io::ErrorKind,
         /// Text of the resolver's error.
@@ -253,8 +255,8 @@ impl ConnectError {
         }
     }
 
-    pub(super) fn lookup(error: &io::Error) -> Self {
-        Self::Lookup { kind: error.kind(), message: error.to_string() }
+    pub(crate) fn lookup(host: Option<String>, error: &io::Error) -> Self {
+        Self::Lookup { host, kind: error.kind(), message: error.to_string() }
     }
 
     /// Returns the nearest kind of I/O error.
@@ -287,7 +289,12 @@ impl fmt::Display for ConnectError {
         if let Some(step) = self.step() {
             match self.address() {
                 Some(address) => ConnectAttempt { step, address }.fmt(f)?,
-                None => f.write_str("looking up the host name")?,
+                None => {
+                    f.write_str("looking up the host name")?;
+                    if let Self::Lookup { host: Some(host), .. } = self {
+                        write!(f, " of {host}")?;
+                    }
+                }
             }
             f.write_str(": ")?;
         }

@@ -73,7 +73,10 @@ impl Listener {
     /// # Cancel safety
     ///
     /// Dropping the future leaves no listener behind.
-    pub async fn bind(device: &Device, address: impl ToSocketAddrs) -> Result<Self, ConnectError> {
+    pub async fn bind(
+        device: &Device,
+        address: impl ToSocketAddrs + fmt::Debug,
+    ) -> Result<Self, ConnectError> {
         Self::bind_with(device, address, &ListenOptions::default()).await
     }
 
@@ -93,7 +96,7 @@ impl Listener {
     /// Dropping the future leaves no listener behind.
     pub async fn bind_with(
         device: &Device,
-        address: impl ToSocketAddrs,
+        address: impl ToSocketAddrs + fmt::Debug,
         options: &ListenOptions,
     ) -> Result<Self, ConnectError> {
         let backlog = options.checked()?;

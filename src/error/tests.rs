@@ -153,7 +153,7 @@ fn errors_of_all_layers_have_their_exact_texts() {
                 "max_send_wr: 0 requested, at least 1 required",
         ],
         SetupError::Transition(_) => [
-            TRANSITION.into() => "queue pair is in state Err, expected Init",
+            TRANSITION.into() => &TRANSITION.to_string(),
         ],
         SetupError::Foreign { .. } => [
             SetupError::Foreign { what: "queue pair" } =>
@@ -397,9 +397,15 @@ fn errors_of_connecting_have_their_exact_texts() {
     texts!(ConnectError, error, {
         ConnectError::Lookup { .. } => [
             ConnectError::Lookup {
+                host: None,
                 kind: io::ErrorKind::Other,
                 message: "name or service not known".into(),
             } => "looking up the host name: name or service not known",
+            ConnectError::Lookup {
+                host: Some("\"host:7471\"".into()),
+                kind: io::ErrorKind::Other,
+                message: "name or service not known".into(),
+            } => "looking up the host name of \"host:7471\": name or service not known",
         ],
         ConnectError::Resolve { .. } => [
             ConnectError::Resolve { address, errno: 101, in_process: false } =>

@@ -146,7 +146,7 @@ impl Connection {
     /// Dropping the future withdraws the request.
     pub async fn connect(
         device: &Device,
-        address: impl ToSocketAddrs,
+        address: impl ToSocketAddrs + fmt::Debug,
     ) -> Result<Self, EstablishError> {
         Self::connect_with(device, address, &ConnectionConfig::default()).await
     }
@@ -173,7 +173,7 @@ impl Connection {
     /// Dropping the future withdraws the request.
     pub async fn connect_with(
         device: &Device,
-        address: impl ToSocketAddrs,
+        address: impl ToSocketAddrs + fmt::Debug,
         config: &ConnectionConfig,
     ) -> Result<Self, EstablishError> {
         let options = config.cm_options(MAX_REQUEST_DATA)?;

@@ -164,7 +164,7 @@ impl Listener {
     /// Dropping the future stops listening.
     pub async fn bind(
         device: &Device,
-        address: impl ToSocketAddrs,
+        address: impl ToSocketAddrs + fmt::Debug,
     ) -> Result<Self, EstablishError> {
         Self::bind_with(device, address, &ConnectionConfig::default()).await
     }
@@ -183,7 +183,7 @@ impl Listener {
     /// Dropping the future stops listening.
     pub async fn bind_with(
         device: &Device,
-        address: impl ToSocketAddrs,
+        address: impl ToSocketAddrs + fmt::Debug,
         config: &ConnectionConfig,
     ) -> Result<Self, EstablishError> {
         config.check(device)?;

@@ -155,7 +155,7 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static> PeerSet<K> {
     where
         R: Fn(&K) -> F + Send + Sync + 'static,
         F: Future<Output = io::Result<A>> + Send + 'static,
-        A: ToSocketAddrs + Send + Sync + 'static,
+        A: ToSocketAddrs + fmt::Debug + Send + Sync + 'static,
     {
         let probes = PortChanges::new(device).map(|changes| Probes {
             changes,
@@ -166,7 +166,7 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static> PeerSet<K> {
         let connector = move |key: &K| {
             let (device, config, resolving) = (device.clone(), config.clone(), resolve(key));
             async move {
-                let address = resolving.await.map_err(lookup)?;
+                let address = resolving.await.map_err(failed)?;
                 Connection::connect_with(&device, address, &config).await
             }
         };
@@ -247,7 +247,10 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static> PeerSet<K, DcPoolPeer> {
         let pool = pool.clone();
         Self::with_links(settings, move |key| {
             let (pool, resolving) = (pool.clone(), resolve(key));
-            async move { Ok(pool.peer(&resolving.await.map_err(lookup)?)?) }
+            async move {
+                let address = resolving.await.map_err(failed)?;
+                Ok(pool.peer(&address)?)
+            }
         })
     }
 }
@@ -365,11 +368,11 @@ type Attempted<L> = Result<(u64, Arc<L>), PeerError>;
 /// An attempt that several callers await.
 type Attempt<L> = Shared<BoxFuture<'static, Attempted<L>>>;
 
-type Connector<K, L> = dyn Fn(&K) -> BoxFuture<'static, Result<L, EstablishError>> + Send + Sync;
-
-fn lookup(error: io::Error) -> ConnectError {
-    ConnectError::Lookup { kind: error.kind(), message: error.to_string() }
+fn failed(error: io::Error) -> ConnectError {
+    ConnectError::lookup(None, &error)
 }
+
+type Connector<K, L> = dyn Fn(&K) -> BoxFuture<'static, Result<L, EstablishError>> + Send + Sync;
 
 struct Inner<K, L> {
     table: Mutex<Table<K, L>>,

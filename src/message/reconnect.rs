@@ -197,7 +197,7 @@ impl Reconnect {
         policy: ReconnectPolicy,
     ) -> Result<Self, NoRuntime>
     where
-        A: ToSocketAddrs + Clone + Send + Sync + 'static,
+        A: ToSocketAddrs + fmt::Debug + Clone + Send + Sync + 'static,
     {
         let (device, config) = (device.clone(), config.clone());
         let open = move || Ok(device.clone());
@@ -240,7 +240,7 @@ impl Reconnect {
     ) -> Result<Self, NoRuntime>
     where
         O: FnMut() -> Result<Device, OpenError> + Send + 'static,
-        A: ToSocketAddrs + Clone + Send + Sync + 'static,
+        A: ToSocketAddrs + fmt::Debug + Clone + Send + Sync + 'static,
     {
         let config = config.clone();
         Self::start(policy, Connector::on_device(open, true, connect(address, config)))
@@ -475,7 +475,7 @@ impl Drop for Ends {
 
 fn connect<A>(address: A, config: ConnectionConfig) -> impl FnMut(Device) -> connector::Attempt
 where
-    A: ToSocketAddrs + Clone + Send + Sync + 'static,
+    A: ToSocketAddrs + fmt::Debug + Clone + Send + Sync + 'static,
 {
     move |device| {
         let (address, config) = (address.clone(), config.clone());

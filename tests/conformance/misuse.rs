@@ -584,10 +584,9 @@ fn invalid_connections_are_refused_with_the_reason() {
     }
     let peer = make(Transport::Rc);
     rc.connect(&peer.endpoint()).unwrap();
-    assert!(
-        matches!(rc.connect(&peer.endpoint()).unwrap_err(), SetupError::Transition(_)),
-        "twice"
-    );
+    let again = rc.connect(&peer.endpoint()).unwrap_err();
+    assert!(again.to_string().starts_with("the queue pair is already connected"), "{again}");
+    assert!(matches!(again, SetupError::Transition(_)), "twice");
     assert_eq!(rc.query().unwrap().0, QpState::Rts);
     ud.activate().unwrap();
     assert!(matches!(ud.activate().unwrap_err(), SetupError::Transition(_)), "twice");

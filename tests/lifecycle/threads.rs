@@ -87,6 +87,9 @@ fn connections_work_while_no_thread_can_be_started() {
             // What needs a thread names the limit.
             let refused = Device::software_in(&Network::new(), "b").unwrap_err().to_string();
             assert!(refused.contains("pthread_create") && refused.contains("RLIMIT_NPROC"));
+            let refused = Device::open_default_at([127, 91, 73, 11].into()).unwrap_err();
+            let refused = refused.to_string();
+            assert!(refused.contains("pthread_create") && refused.contains("RLIMIT_NPROC"));
 
             limit_threads(None);
             let other = Device::software_in(&Network::new(), "b").unwrap();

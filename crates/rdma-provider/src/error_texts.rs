@@ -62,6 +62,12 @@ fn every_public_error_has_its_exact_text() {
         TransitionError::Illegal { .. } => [
             TransitionError::Illegal { from: reset, to: QpState::Rts } =>
                 "invalid state transition from Reset to Rts; the order is Reset, Init, Rtr, Rts",
+            TransitionError::Illegal { from: QpState::Rts, to: QpState::Rtr } =>
+                "the queue pair is already connected or activated (state Rts); create and connect \
+                 another one, or move this one to state Reset, then Init, before",
+            TransitionError::Illegal { from: QpState::Err, to: QpState::Rtr } =>
+                "the queue pair has failed (state Err); create and connect another one, or move \
+                 this one to state Reset, then Init, before",
         ],
         TransitionError::Attributes { .. } => [
             attributes(QpAttrMask::PKEY_INDEX | QpAttrMask::PORT, QpAttrMask::AV) =>
@@ -74,7 +80,8 @@ fn every_public_error_has_its_exact_text() {
         ],
         TransitionError::NotInState { .. } => [
             TransitionError::NotInState { claimed: init, actual: QpState::Err } =>
-                "queue pair is in state Err, expected Init",
+                "queue pair is in state Err, expected Init; create and connect another one, or \
+                 move this one to state Reset, then Init, before",
         ],
     });
 }

@@ -50,7 +50,10 @@ impl HttpListener {
     /// # Cancel safety
     ///
     /// Dropping the future stops listening.
-    pub async fn bind(device: &Device, address: impl ToSocketAddrs) -> io::Result<Self> {
+    pub async fn bind(
+        device: &Device,
+        address: impl ToSocketAddrs + std::fmt::Debug,
+    ) -> io::Result<Self> {
         Ok(RdmaListener::bind(device, address).await?.into())
     }
 
@@ -65,7 +68,7 @@ impl HttpListener {
     /// Dropping the future stops listening.
     pub async fn bind_with(
         device: &Device,
-        address: impl ToSocketAddrs,
+        address: impl ToSocketAddrs + std::fmt::Debug,
         config: &ConnectionConfig,
     ) -> io::Result<Self> {
         Ok(RdmaListener::bind_with(device, address, config).await?.into())

@@ -155,7 +155,10 @@ impl KvClient {
     /// # Errors
     ///
     /// See [`connect_with`](Self::connect_with).
-    pub async fn connect(device: &Device, address: impl ToSocketAddrs) -> Result<Self, KvError> {
+    pub async fn connect(
+        device: &Device,
+        address: impl ToSocketAddrs + std::fmt::Debug,
+    ) -> Result<Self, KvError> {
         Self::connect_with(device, address, ClientConfig::default()).await
     }
 
@@ -171,7 +174,7 @@ impl KvClient {
     /// Dropping the future cancels the connection request.
     pub async fn connect_with(
         device: &Device,
-        address: impl ToSocketAddrs,
+        address: impl ToSocketAddrs + std::fmt::Debug,
         config: ClientConfig,
     ) -> Result<Self, KvError> {
         let connection = Connection::connect_with(device, address, &config.connection()).await?;

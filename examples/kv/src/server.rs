@@ -42,7 +42,7 @@ impl Server {
     /// is available.
     pub async fn bind(
         device: &Device,
-        address: impl ToSocketAddrs,
+        address: impl ToSocketAddrs + std::fmt::Debug,
         layout: Layout,
     ) -> Result<Self, KvError> {
         // All clients share the domain and the table. It contains no other exposed memory.

@@ -262,7 +262,7 @@ mod tests {
         let limit = LimitError { field: "max_send_wr", asked: 2, allowed: 1 };
         let version = HandshakeError::Version { theirs: 2, ours: 1 };
         let temporary: [EstablishError; 21] = [
-            ConnectError::Lookup { kind: io::ErrorKind::NotFound, message: String::new() }.into(),
+            ConnectError::lookup(None, &io::ErrorKind::NotFound.into()).into(),
             ConnectError::Resolve { address, errno: 113, in_process: false }.into(),
             ConnectError::OtherDevice { address, device: String::new() }.into(),
             ConnectError::AddressNotAvailable { address, source: None, step: attempt.step }.into(),

@@ -42,7 +42,10 @@ impl RdmaListener {
     /// # Cancel safety
     ///
     /// Dropping the future stops listening.
-    pub async fn bind(device: &Device, address: impl ToSocketAddrs) -> io::Result<Self> {
+    pub async fn bind(
+        device: &Device,
+        address: impl ToSocketAddrs + fmt::Debug,
+    ) -> io::Result<Self> {
         Self::bind_with(device, address, &ConnectionConfig::for_streams()).await
     }
 
@@ -57,7 +60,7 @@ impl RdmaListener {
     /// Dropping the future stops listening.
     pub async fn bind_with(
         device: &Device,
-        address: impl ToSocketAddrs,
+        address: impl ToSocketAddrs + fmt::Debug,
         config: &ConnectionConfig,
     ) -> io::Result<Self> {
         Ok(Self { inner: Listener::bind_with(device, address, &for_bytes(config)).await? })

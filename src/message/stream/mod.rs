@@ -144,7 +144,10 @@ impl RdmaStream {
     /// # Cancel safety
     ///
     /// Dropping the future withdraws the request.
-    pub async fn connect(device: &Device, address: impl ToSocketAddrs) -> io::Result<Self> {
+    pub async fn connect(
+        device: &Device,
+        address: impl ToSocketAddrs + fmt::Debug,
+    ) -> io::Result<Self> {
         Self::connect_with(device, address, &ConnectionConfig::for_streams()).await
     }
 
@@ -161,7 +164,7 @@ impl RdmaStream {
     /// Dropping the future withdraws the request.
     pub async fn connect_with(
         device: &Device,
-        address: impl ToSocketAddrs,
+        address: impl ToSocketAddrs + fmt::Debug,
         config: &ConnectionConfig,
     ) -> io::Result<Self> {
         let connection = Connection::connect_with(device, address, &for_bytes(config)).await?;

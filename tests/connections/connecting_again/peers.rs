@@ -123,7 +123,9 @@ async fn error_of_an_attempt_reaches_all_its_callers_and_the_next_call_tries_aga
 
 fn not_found() -> PeerError {
     let message = "not in the directory".to_owned();
-    PeerError::Connect(ConnectError::Lookup { kind: std::io::ErrorKind::Other, message }.into())
+    PeerError::Connect(
+        ConnectError::Lookup { host: None, kind: std::io::ErrorKind::Other, message }.into(),
+    )
 }
 
 #[test]

@@ -203,6 +203,14 @@ fn check(
 impl std::fmt::Display for TransitionError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
+            Self::Illegal { from: from @ (QpState::Rtr | QpState::Rts), to: QpState::Rtr } => {
+                write!(f, "the queue pair is already connected or activated (state {from:?})")?;
+                f.write_str(ANOTHER)
+            }
+            Self::Illegal { from: from @ (QpState::Err | QpState::Sqe), to: QpState::Rtr } => {
+                write!(f, "the queue pair has failed (state {from:?})")?;
+                f.write_str(ANOTHER)
+            }
             Self::Illegal { from, to } => write!(
                 f,
                 "invalid state transition from {from:?} to {to:?}; the order is Reset, Init, Rtr, \
@@ -221,11 +229,21 @@ impl std::fmt::Display for TransitionError {
                 Ok(())
             }
             Self::NotInState { claimed, actual } => {
-                write!(f, "queue pair is in state {actual:?}, expected {claimed:?}")
+                write!(f, "queue pair is in state {actual:?}, expected {claimed:?}")?;
+                match (claimed, actual) {
+                    (QpState::Init, QpState::Rtr | QpState::Rts | QpState::Sqe | QpState::Err) => {
+                        f.write_str(ANOTHER)
+                    }
+                    _ => Ok(()),
+                }
             }
         }
     }
 }
+
+/// Remedy for a queue pair that cannot be connected again.
+const ANOTHER: &str =
+    "; create and connect another one, or move this one to state Reset, then Init, before";
 
 fn names(attributes: M) -> String {
     attributes.iter_names().map(|(name, _)| name).collect::<Vec<_>>().join(", ")

@@ -98,9 +98,9 @@ fn every_public_error_has_its_exact_text() {
                 "UDP port 4791 of ::1 is in use by another program; IPv6 has no other loopback \
                  address, but IPv4 has 127.0.0.0/8",
             taken(address, true, None) =>
-                "UDP port 4791 of 192.0.2.1 is in use by the kernel's SoftRoCE; unload module \
-                 rdma_rxe, use another network namespace, or use another port for all software \
-                 devices",
+                "UDP port 4791 is in use at all addresses, probably by the kernel's SoftRoCE: \
+                 module rdma_rxe is loaded; for 192.0.2.1, unload it, use another network \
+                 namespace, or use another port for all software devices",
             taken(address, false, Some("soft0")) =>
                 "UDP port 4791 of 192.0.2.1 is in use by device \"soft0\" of this process; use \
                  that device",

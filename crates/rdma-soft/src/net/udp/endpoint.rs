@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::fs;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::BorrowedFd;
@@ -135,7 +136,7 @@ impl Endpoint {
         let thread = thread::Builder::new()
             .name("rdma-soft-udp".into())
             .spawn(move || receiver.work())
-            .map_err(|error| system("clone", &error))?;
+            .map_err(|error| UdpError::System { address, error: VerbError::no_thread(&error) })?;
         *endpoint.thread.lock() = Some(thread);
         Ok(endpoint)
     }
@@ -547,13 +548,43 @@ impl Drop for BoundPort {
     }
 }
 
+/// Returns true if the kernel's SoftRoCE probably has the port: its module is loaded, and a socket
+/// has the port at all addresses.
 fn soft_roce_has(port: u16) -> bool {
-    port == UdpConfig::PORT && Path::new("/sys/module/rdma_rxe").exists()
+    let is_bound = |table| {
+        fs::read_to_string(table).is_ok_and(|table: String| is_bound_everywhere(&table, port))
+    };
+    port == UdpConfig::PORT
+        && Path::new("/sys/module/rdma_rxe").exists()
+        && ["/proc/net/udp", "/proc/net/udp6"].into_iter().any(is_bound)
+}
+
+/// Returns true if a socket of the kernel's table, see `proc_net(5)`, has `port` at all addresses.
+fn is_bound_everywhere(table: &str, port: u16) -> bool {
+    table.lines().filter_map(|line| line.split_whitespace().nth(1)?.split_once(':')).any(
+        |(address, bound)| {
+            address.bytes().all(|digit| digit == b'0') && u16::from_str_radix(bound, 16) == Ok(port)
+        },
+    )
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_a_socket_at_all_addresses_may_be_that_of_the_kernel() {
+        const HEADER: &str =
+            "   sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid";
+        let has = |entry: &str| is_bound_everywhere(&format!("{HEADER}\n{entry}\n"), 4791);
+        assert!(has(
+            "  315: 00000000:12B7 00000000:0000 07 00000000:00000000 00:00000000 00000000"
+        ));
+        assert!(has("  315: 00000000000000000000000000000000:12B7 0000000000000000:0000 07"));
+        assert!(!has("  315: 0100007F:12B7 00000000:0000 07 00000000:00000000 00:00000000 0000"));
+        assert!(!has("  315: 00000000:12B8 00000000:0000 07 00000000:00000000 00:00000000 0000"));
+        assert!(!has(""));
+    }
 
     #[test]
     fn path_mtu_leaves_space_for_headers() {

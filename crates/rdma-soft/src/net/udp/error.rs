@@ -47,8 +47,8 @@ pub enum UdpError {
         address: IpAddr,
         /// Port of the configuration.
         port: u16,
-        /// The kernel occupies the port: module `rdma_rxe` takes it on all addresses of its network
-        /// namespace, even without a device.
+        /// A socket occupies the port at all addresses, and module `rdma_rxe` is loaded, which does
+        /// so in its network namespace, even without a device.
         soft_roce: bool,
         /// Device that occupies the port, if it is in this process.
         device: Option<String>,
@@ -146,9 +146,9 @@ impl fmt::Display for UdpError {
             Self::PortTaken { address, port, soft_roce: true, .. } => {
                 write!(
                     f,
-                    "UDP port {port} of {address} is in use by the kernel's SoftRoCE; unload \
-                     module rdma_rxe, use another network namespace, or use another port for all \
-                     software devices"
+                    "UDP port {port} is in use at all addresses, probably by the kernel's \
+                     SoftRoCE: module rdma_rxe is loaded; for {address}, unload it, use another \
+                     network namespace, or use another port for all software devices"
                 )
             }
             Self::PortTaken { address, port, soft_roce: false, .. } => {
