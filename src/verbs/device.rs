@@ -174,6 +174,10 @@ impl Device {
     ///
     /// Clients use [`open_default_to`](Self::open_default_to); [`Device`] has an example.
     ///
+    /// A software device at a link-local IPv6 address (`fe80::/10`) reaches such addresses of the
+    /// interface that has its own, also without a scope. With the scope of another interface, they
+    /// are refused.
+    ///
     /// UDP port 4791 (RoCE v2) of an address serves one program; the call waits up to 0.1 s for it.
     /// Several services on loopback need several addresses of 127.0.0.0/8; IPv6 has only `::1`.
     ///
@@ -223,7 +227,9 @@ impl Device {
     /// See [`open_default_at`](Self::open_default_at). [`OpenError::Udp`] also with:
     ///
     /// - [`NoRoute`](crate::software::UdpError::NoRoute): this host has no route to `peer`, or
-    ///   `peer` is a link-local IPv6 address (`fe80::/10`), meaningless without an interface;
+    ///   `peer` is a link-local IPv6 address (`fe80::/10`), which names no interface: open the
+    ///   device with [`open_default_at`](Self::open_default_at) instead, at this host's address of
+    ///   the interface;
     /// - [`AllTaken`](crate::software::UdpError::AllTaken): other programs use the port at all
     ///   loopback addresses.
     pub fn open_default_to(peer: IpAddr) -> Result<Self, OpenError> {

@@ -6,7 +6,8 @@
 use crate::common::{skipped, udp};
 use crate::torture::HANG;
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
+use std::process::Command;
 
 use tokio_rdma::error::OpenError;
 use tokio_rdma::op::ConnectOptions;
@@ -195,6 +196,53 @@ fn ipv6_loopback_address_holds_one_device() {
     drop(device);
     let device = (0..100).find_map(|_| Device::open_default_to(loopback).ok());
     assert_eq!(address_of(&device.expect("the address is unused")), loopback);
+}
+
+/// Set in the process that has a network namespace of its own.
+const NAMESPACE: &str = "TOKIO_RDMA_LINK_LOCAL";
+
+#[test]
+fn link_local_addresses_work_with_the_scope_of_the_interface() {
+    const NAME: &str = "default_device::link_local_addresses_work_with_the_scope_of_the_interface";
+    if std::env::var_os(NAMESPACE).is_none() {
+        const SETUP: &str = "ip link set lo up && ip addr add fe80::1/64 dev lo nodad && \
+                             ip addr add fe80::2/64 dev lo nodad";
+        let inside = |script: &str| {
+            let mut command = Command::new("unshare");
+            command.args(["--user", "--map-root-user", "--net", "sh", "-c", script]);
+            command.arg(std::env::current_exe().unwrap()).args(["--exact", NAME, "--nocapture"]);
+            command.env(NAMESPACE, "set").env_remove("TOKIO_RDMA_DEVICE").status()
+        };
+        if !inside(SETUP).is_ok_and(|status| status.success()) {
+            return skipped("link-local: no network namespace or no iproute2");
+        }
+        assert!(inside(&format!("{SETUP} && exec \"$0\" \"$@\"")).unwrap().success());
+        return;
+    }
+    let [one, two]: [Ipv6Addr; 2] = ["fe80::1", "fe80::2"].map(|ip| ip.parse().unwrap());
+    let [server, client] = [one, two].map(|ip| Device::open_default_at(ip.into()).unwrap());
+    let at = |port, scope| SocketAddr::from(SocketAddrV6::new(one, port, 0, scope));
+    let scenario = async {
+        let refused = Listener::bind(&server, at(0, 77)).await.unwrap_err();
+        assert!(refused.to_string().contains("does not belong to the device"), "{refused}");
+        // The interface lo has index 1.
+        for scope in [0, 1] {
+            let listener = Listener::bind(&server, at(0, scope)).await.unwrap();
+            let port = listener.local_addr().port();
+            assert_eq!(listener.local_addr(), at(port, 1));
+            let connecting = Connection::connect(&client, at(port, scope));
+            let (ours, theirs) = tokio::join!(connecting, listener.accept());
+            let (ours, theirs) = (ours.unwrap(), theirs.unwrap());
+            ours.send(vec![7; 100_000]).await.unwrap();
+            assert_eq!(theirs.recv().await.unwrap().unwrap(), vec![7; 100_000]);
+            let refused = Connection::connect(&client, at(port, 77)).await.unwrap_err();
+            assert!(refused.to_string().contains("no RDMA device leads"), "{refused}");
+        }
+        let text = Device::open_default_to(one.into()).unwrap_err().to_string();
+        assert!(text.contains("Device::open_default_at"), "{text}");
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async { tokio::time::timeout(HANG, scenario).await.expect("hangs") });
 }
 
 #[test]

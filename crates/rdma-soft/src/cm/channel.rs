@@ -159,6 +159,22 @@ impl CmId {
         Ok(())
     }
 
+    /// Returns true for a link-local address with the index of another interface than the device's.
+    fn is_of_another_link(&self, address: SocketAddr) -> bool {
+        matches!(address, SocketAddr::V6(v6) if v6.ip().is_unicast_link_local()
+            && v6.scope_id() != 0 && v6.scope_id() != self.device.scope())
+    }
+
+    /// Adds the index of the device's interface to a link-local address.
+    fn with_scope(&self, mut address: SocketAddr) -> SocketAddr {
+        if let SocketAddr::V6(v6) = &mut address
+            && v6.ip().is_unicast_link_local()
+        {
+            v6.set_scope_id(self.device.scope());
+        }
+        address
+    }
+
     /// Returns true for loopback addresses within a process, which all devices share. Over UDP each
     /// address belongs to one device.
     fn is_shared(&self, ip: IpAddr) -> bool {
@@ -195,6 +211,9 @@ impl cm_contract::CmId for CmId {
         let mut known = self.known.lock();
         if known.claim.is_some() || !matches!(known.role, Role::New) {
             return Err(invalid(VERB));
+        }
+        if self.is_of_another_link(address) {
+            return Err(VerbError::new(VERB, VerbError::EADDRNOTAVAIL));
         }
         self.claim(&mut known, canonical(address))
     }
@@ -244,11 +263,18 @@ impl cm_contract::CmId for CmId {
         const VERB: &str = "rdma_resolve_addr";
         /// `EAFNOSUPPORT` of `errno(3)`.
         const OTHER_FAMILY: i32 = 97;
+        /// `ENETUNREACH` of `errno(3)`.
+        const OTHER_LINK: i32 = 101;
         self.device.check_alive(VERB)?;
         let mut known = self.known.lock();
         let bound = known.claim.is_some();
         if !matches!(known.role, Role::New) || (bound && source.is_some()) {
             return Err(invalid(VERB));
+        }
+        if self.is_of_another_link(destination) {
+            drop(known);
+            self.raise(CmEventKind::AddressError(OTHER_LINK));
+            return Ok(());
         }
         let (own, udp) = (self.device.gid.to_ip(), self.device.network.is_udp());
         let destination = canonical(destination);
@@ -264,6 +290,11 @@ impl cm_contract::CmId for CmId {
             _ => destination,
         };
         let nearest = if self.is_shared(destination.ip()) { destination.ip() } else { own };
+        if let Some(source) = source
+            && self.is_of_another_link(source)
+        {
+            return Err(VerbError::new(VERB, VerbError::EADDRNOTAVAIL));
+        }
         let wish = source.map(canonical).or(known.local);
         let source = wish.unwrap_or(SocketAddr::new(nearest, 0));
         let from = if source.ip().is_unspecified() { nearest } else { source.ip() };
@@ -387,11 +418,11 @@ impl cm_contract::CmId for CmId {
     }
 
     fn local_addr(&self) -> Option<SocketAddr> {
-        self.known.lock().local
+        self.known.lock().local.map(|address| self.with_scope(address))
     }
 
     fn peer_addr(&self) -> Option<SocketAddr> {
-        self.known.lock().peer
+        self.known.lock().peer.map(|address| self.with_scope(address))
     }
 
     fn route(&self) -> Option<CmRoute<'_>> {

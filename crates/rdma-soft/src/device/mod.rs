@@ -162,6 +162,11 @@ impl DeviceInner {
     }
 
     #[inline]
+    /// Returns the index of the interface if the device has a link-local address over UDP, else 0.
+    pub(crate) fn scope(&self) -> u32 {
+        self.endpoint.as_ref().map_or(0, |endpoint| endpoint.scope())
+    }
+
     pub(super) const fn endpoint(&self) -> Option<&Arc<Endpoint>> {
         self.endpoint.as_ref()
     }

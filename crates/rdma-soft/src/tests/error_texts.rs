@@ -114,6 +114,12 @@ fn every_public_error_has_its_exact_text() {
             UdpError::NoRoute { peer: address, error: VerbError::new("connect", 101) } =>
                 "failed to find a route to 192.0.2.1: connect: Network is unreachable (os error \
                  101)",
+            UdpError::NoRoute {
+                peer: "fe80::1".parse().unwrap(),
+                error: VerbError::new("connect", 22),
+            } => "failed to find a route to fe80::1: connect: Invalid argument (os error 22); a \
+                  link-local address names no interface: open the device with \
+                  Device::open_default_at, at this host's address of the interface",
         ],
         UdpError::NotLocal { .. } => [
             UdpError::NotLocal { address } =>

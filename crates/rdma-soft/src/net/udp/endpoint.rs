@@ -25,7 +25,7 @@ use crate::device::queue_pair::QpInner;
 use crate::device::scheduler::Scheduler;
 use crate::net::faults::LinkCounters;
 use crate::net::network::NetworkInner;
-use crate::net::udp::interface::mtu_at;
+use crate::net::udp::interface::{mtu_at, scope_of};
 use crate::roce::packet::Packet;
 use rdma_provider::types::{Gid, Mtu};
 
@@ -101,7 +101,11 @@ impl Endpoint {
             error: VerbError::new(verb, error.raw_os_error().unwrap_or(VerbError::EIO)),
         };
         let port = config.port;
-        let local = SocketAddr::new(address, port);
+        let mut local = SocketAddr::new(address, port);
+        if let SocketAddr::V6(local) = &mut local {
+            // The socket then sends to link-local addresses of the same interface.
+            local.set_scope_id(scope_of(address));
+        }
         let bound = if wait_for_port { bind(local) } else { Socket::bind(local) };
         let socket = bound.map_err(|error| match error.kind() {
             io::ErrorKind::AddrInUse => {
@@ -191,6 +195,14 @@ impl Endpoint {
         // A peer on this host is reached over loopback, but accepts only its own interface's MTU.
         let own = mtu_at(peer.ip()).unwrap_or(usize::MAX);
         route.map(|route| fitting(route.min(own))).map_err(errno)
+    }
+
+    /// Returns the index of the device's interface if its address is link-local, else 0.
+    pub(crate) fn scope(&self) -> u32 {
+        match self.socket.local() {
+            SocketAddr::V6(local) => local.scope_id(),
+            SocketAddr::V4(_) => 0,
+        }
     }
 
     /// Returns the MTU of this device's interface.

@@ -162,7 +162,16 @@ impl fmt::Display for UdpError {
                      program that uses it"
                 )
             }
-            Self::NoRoute { peer, error } => write!(f, "failed to find a route to {peer}: {error}"),
+            Self::NoRoute { peer, error } => {
+                write!(f, "failed to find a route to {peer}: {error}")?;
+                if matches!(peer, IpAddr::V6(v6) if v6.is_unicast_link_local()) {
+                    f.write_str(
+                        "; a link-local address names no interface: open the device with \
+                         Device::open_default_at, at this host's address of the interface",
+                    )?;
+                }
+                Ok(())
+            }
             Self::NotLocal { address } => {
                 write!(f, "failed to bind UDP address {address}: it does not belong to this host")
             }

@@ -20,6 +20,17 @@ pub fn interface_at(address: IpAddr) -> Option<String> {
     found.map(|interface| interface.name)
 }
 
+/// Returns the index of the interface that has `address`, if that is a link-local one, else 0. Of
+/// several interfaces it is the one with the lowest index.
+pub(super) fn scope_of(address: IpAddr) -> u32 {
+    if !matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local()) {
+        return 0;
+    }
+    let interfaces = if_addrs::get_if_addrs().unwrap_or_default();
+    let indices = interfaces.iter().filter(|interface| interface.ip() == address);
+    indices.filter_map(|interface| interface.index).min().unwrap_or(0)
+}
+
 /// Returns the interface's MTU in bytes of an IP packet.
 pub(crate) fn mtu_at(address: IpAddr) -> Option<usize> {
     let directory = Path::new("/sys/class/net").join(interface_at(address)?);

@@ -89,7 +89,9 @@ impl Socket {
 
     /// Returns the MTU of the route in bytes of an IP packet.
     pub(super) fn route_mtu(&self, peer: SocketAddr) -> io::Result<usize> {
-        let probe = UdpSocket::bind(SocketAddr::new(self.local.ip(), 0))?;
+        let mut local = self.local;
+        local.set_port(0);
+        let probe = UdpSocket::bind(local)?;
         probe.connect(peer)?;
         let (level, option) = if peer.is_ipv4() {
             (libc::IPPROTO_IP, libc::IP_MTU)
