@@ -29,6 +29,7 @@
 use std::error::Error;
 use std::fmt::Debug;
 use std::net::SocketAddr;
+use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -57,7 +58,17 @@ const COUNTER: std::ops::Range<u64> = 64..72;
 const SCRATCH: std::ops::Range<u64> = 128..136;
 
 #[tokio::main(flavor = "current_thread")]
-async fn main() -> Result<()> {
+async fn main() -> ExitCode {
+    match run().await {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("quickstart: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+async fn run() -> Result<()> {
     let modes = [
         ("event", CompletionMode::Event),
         ("busy-poll", CompletionMode::busy_poll()?),

@@ -159,6 +159,24 @@ fn every_page_with_a_program_is_compiled_with_the_documentation() {
 }
 
 #[test]
+fn programs_print_the_text_of_an_error_instead_of_returning_it_from_main() {
+    // The program of a build script is read by Cargo.
+    let is_program = |path: &PathBuf| !path.ends_with("build.rs");
+    let files = sources(&["examples"]).into_iter().filter(is_program);
+    let files: Vec<_> = files.chain([root().join("README.md")]).collect();
+    let mut mains = 0;
+    for file in files {
+        for line in fs::read_to_string(&file).expect("a source file").lines() {
+            if line.starts_with("fn main(") || line.starts_with("async fn main(") {
+                mains += 1;
+                assert!(!line.contains("Result<"), "{}: {line}", file.display());
+            }
+        }
+    }
+    assert!(mains > 10, "only {mains}");
+}
+
+#[test]
 fn public_functions_document_errors_and_cancel_safety() {
     let (mut incomplete, mut functions) = (Vec::new(), 0);
     for file in sources(&["src", "crates/rdma-provider/src/types", "crates/rdma-soft/src"]) {

@@ -12,6 +12,7 @@
 
 use std::error::Error;
 use std::net::SocketAddr;
+use std::process::ExitCode;
 
 use coordinator::node::Node;
 use coordinator::service;
@@ -24,7 +25,17 @@ type Failure = Box<dyn Error + Send + Sync>;
 const LISTEN: &str = "127.0.0.1:7480";
 
 #[tokio::main]
-async fn main() -> Result<(), Failure> {
+async fn main() -> ExitCode {
+    match run().await {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("coordinator: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+async fn run() -> Result<(), Failure> {
     let mut arguments = lexopt::Parser::from_env();
     let (mut positional, mut listen, mut peer) = (Vec::new(), LISTEN.to_owned(), None);
     let mut url = format!("http://{LISTEN}");
