@@ -44,7 +44,7 @@ use crate::error::{OpErrorKind, SetupError};
 use crate::forked;
 use crate::memory::{BufMut, Pool, ReadOnlyRegion};
 use crate::op::{QueuePair, Received};
-use crate::waiters::Waiters;
+use crate::waiters::{Ticket, Waiters};
 
 /// The number of frames handled before the task yields.
 pub(super) const BATCH: usize = 128;
@@ -625,18 +625,41 @@ impl Core {
     fn wake(&mut self) {
         let ended = self.close_reason().is_some();
         if ended || self.inbox.is_ready() || self.is_at_end() {
-            self.after.wake(self.receivers.take_first());
+            self.wake_receivers();
         }
         if !self.notified.is_empty() && self.has_news() {
             self.after.wake(self.notified.take_first());
         }
         if !self.senders.is_empty() && self.is_unblocked() {
-            self.after.wake(self.senders.take_first());
+            self.wake_senders();
         }
         if ended || self.mark.is_some_and(|mark| self.has_reached(mark)) {
             self.mark = None;
             self.after.wake_all(self.flushers.take_all());
         }
+    }
+
+    /// Wakes the receiver whose turn it is.
+    pub(super) fn wake_receivers(&mut self) {
+        match self.content {
+            Content::Messages => self.after.wake(self.receivers.take_first()),
+            Content::Bytes => self.after.wake_all(self.receivers.take_all()),
+        }
+    }
+
+    /// Wakes the sender whose turn it is.
+    pub(super) fn wake_senders(&mut self) {
+        match self.content {
+            Content::Messages => self.after.wake(self.senders.take_first()),
+            Content::Bytes => self.after.wake_all(self.senders.take_all()),
+        }
+    }
+
+    /// Returns true if it is the turn of the task with `ticket` in `waiters`. A stream has at most
+    /// one reader and one writer, so all others that wait there only wait for its readiness, or no
+    /// longer: like a `TcpStream`, it need not know of a dropped read.
+    pub(super) fn is_turn(&self, waiters: &Waiters, ticket: Option<Ticket>) -> bool {
+        self.content == Content::Bytes || waiters.is_first(ticket)
     }
 
     fn is_unblocked(&self) -> bool {

@@ -181,7 +181,7 @@ impl Core {
         }
         self.inbox.drain();
         self.protocol.drain();
-        self.after.wake(self.receivers.take_first());
+        self.wake_receivers();
         self.after.wake(self.notified.take_first());
     }
 

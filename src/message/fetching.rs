@@ -117,7 +117,7 @@ impl Core {
         // This thread belongs to the driver's runtime, which may not run. The task that waits for
         // the message watches the READ too.
         if !self.inbox.fetching.is_empty() {
-            self.after.wake(self.receivers.take_first());
+            self.wake_receivers();
         }
     }
 

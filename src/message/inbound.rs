@@ -299,7 +299,7 @@ impl Core {
         driver: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<Option<T>, MessageError>> {
-        if self.receivers.is_first(*ticket) {
+        if self.is_turn(&self.receivers, *ticket) {
             // Once is enough: later completions are found by the driver's waker.
             if !self.inbox.is_ready() && !caller.checks_again() {
                 self.progress_for_receiver(driver);
@@ -350,7 +350,7 @@ impl Core {
         if !self.receivers.is_empty()
             && (self.close_reason().is_some() || self.inbox.is_ready() || self.is_at_end())
         {
-            self.after.wake(self.receivers.take_first());
+            self.wake_receivers();
         }
     }
 

@@ -249,7 +249,7 @@ impl Core {
         driver: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<T, MessageError>> {
-        if self.senders.is_first(*ticket) {
+        if self.is_turn(&self.senders, *ticket) {
             let mut result = send(self);
             if matches!(result, Ok(Err(_))) {
                 self.progress(driver);
@@ -258,7 +258,7 @@ impl Core {
             match result {
                 Ok(Err(block)) => self.blocked = block,
                 Ok(Ok(sent)) => {
-                    // Without a ticket, the queue is empty.
+                    // Without a ticket, no message waits.
                     if ticket.is_some() {
                         self.withdraw_sender(ticket);
                     }
@@ -346,7 +346,7 @@ impl Core {
             Content::Bytes => self.after.wake(waker),
         }
         // It checks its own resource.
-        self.after.wake(self.senders.take_first());
+        self.wake_senders();
     }
 
     /// Sends a message. Completions of lent buffers wake `driver`.

@@ -504,7 +504,7 @@ impl Core {
         self.protocol.flow.release_control();
         self.set_frame(size);
         // A message may now need fewer frames, or be offered.
-        self.after.wake(self.senders.take_first());
+        self.wake_senders();
         Ok(())
     }
 }

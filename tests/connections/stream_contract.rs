@@ -20,7 +20,7 @@ use crate::connected::{self, pattern};
 use crate::torture::{Flavour, LONG, bounded, device, eventually, soon};
 
 /// A stream of bytes with halves, as `TcpStream` has them.
-trait Stream: AsyncRead + AsyncWrite + Unpin + Send + Sized + 'static {
+trait Stream: AsyncRead + AsyncWrite + Unpin + Send + Sync + Sized + 'static {
     type ReadHalf: AsyncRead + Unpin + Send + 'static;
     type WriteHalf: AsyncWrite + Unpin + Send + 'static;
 
@@ -234,6 +234,7 @@ cases![
     stream_that_is_always_ready_lets_other_tasks_run,
     ready_streams_are_read_without_waiting,
     ready_streams_are_written_without_waiting,
+    abandoned_reads_and_writes_do_not_delay_others,
     borrowed_halves_read_and_write_at_once,
     connected_streams_deliver_before_and_after_they_are_accepted,
     dropped_listener_resets_streams_that_were_not_accepted,
@@ -670,6 +671,51 @@ async fn ready_streams_are_written_without_waiting<S: Stream>() {
     }
     drop(one);
     assert!(read.await.unwrap() == vec![7; written]);
+}
+
+async fn abandoned_reads_and_writes_do_not_delay_others<S: Stream>() {
+    let [mut one, mut two] = S::pair().await;
+    let mut memory = [0; 8];
+    // As a branch of `select!` leaves it that another one has beaten.
+    assert!(poll_read(&mut two, Waker::noop(), &mut memory).is_pending());
+    let two = Arc::new(two);
+    let waiting = [(); 3].map(|()| {
+        let two = two.clone();
+        tokio::spawn(async move { two.readable().await })
+    });
+    one.write_all(b"x").await.unwrap();
+    for task in waiting {
+        task.await.unwrap().unwrap();
+    }
+    assert_eq!(two.peek(&mut memory).await.unwrap(), 1);
+    assert_eq!(two.try_read(&mut memory).unwrap(), 1);
+
+    let bytes = vec![7; 100_000];
+    let mut written = 0;
+    let mut poll_write = || {
+        let context = &mut Context::from_waker(Waker::noop());
+        Pin::new(&mut one).poll_write(context, &bytes)
+    };
+    while let Poll::Ready(more) = poll_write() {
+        written += more.unwrap();
+        assert!(written < 256 << 20, "a writer without a reader never waits");
+        tokio::task::yield_now().await;
+    }
+    let mut two = Arc::into_inner(two).unwrap();
+    let reading = tokio::spawn(async move {
+        let mut received = Vec::new();
+        two.read_to_end(&mut received).await.unwrap();
+        received
+    });
+    loop {
+        one.writable().await.unwrap();
+        match one.try_write(&bytes) {
+            Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+            more => break written += more.unwrap(),
+        }
+    }
+    drop(one);
+    assert!(reading.await.unwrap() == vec![7; written]);
 }
 
 async fn borrowed_halves_read_and_write_at_once<S: Stream>() {

@@ -335,8 +335,7 @@ impl RdmaStream {
     ///
     /// # Errors
     ///
-    /// `WouldBlock` if no buffer is free, or while another task waits to write. Otherwise see
-    /// [`RdmaStream`].
+    /// `WouldBlock` if no buffer is free. Otherwise see [`RdmaStream`].
     pub fn try_write(&self, bytes: &[u8]) -> io::Result<usize> {
         self.write.try_write(bytes)
     }

@@ -126,8 +126,7 @@ impl OwnedWriteHalf {
     ///
     /// # Errors
     ///
-    /// `WouldBlock` if no buffer is free, or while another task waits to write. Otherwise see
-    /// [`RdmaStream`](super::RdmaStream).
+    /// `WouldBlock` if no buffer is free. Otherwise see [`RdmaStream`](super::RdmaStream).
     pub fn try_write(&self, bytes: &[u8]) -> io::Result<usize> {
         self.try_write_vectored(&[IoSlice::new(bytes)])
     }

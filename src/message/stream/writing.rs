@@ -96,12 +96,9 @@ impl Core {
         self.poll_written(|core| core.write(slices), ticket, driver, caller)
     }
 
-    /// Writes like [`poll_write`](Self::poll_write), without waiting, unless others wait.
+    /// Writes like [`poll_write`](Self::poll_write), without waiting.
     pub(super) fn try_write(&mut self, slices: &[IoSlice<'_>], driver: &Waker) -> Attempt<usize> {
         self.protocol.phase().check_open()?;
-        if !self.senders.is_empty() {
-            return Ok(Err(self.blocked));
-        }
         let mut written = self.write(slices);
         if matches!(written, Ok(Err(_))) {
             self.progress(driver);
