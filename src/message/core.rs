@@ -34,7 +34,7 @@ use super::outbound::{Block, Sent};
 use super::protocol::{Due, Protocol};
 use super::receives::Receives;
 use super::send_memory::SendMemory;
-use super::stream::{Held, check_bytes};
+use super::stream::{Held, Polled, check_bytes};
 use super::timers::{Observed, Times};
 use super::window::{Sizes, first_receives};
 use crate::clock;
@@ -100,6 +100,8 @@ pub(super) struct Core {
     /// Resource that the first sender lacks.
     pub(super) blocked: Block,
     pub(super) receivers: Waiters,
+    /// Positions of the tasks that poll a stream for its readiness.
+    pub(super) polled: Polled,
     /// Tasks that wait for a notification.
     pub(super) notified: Waiters,
     pub(super) flushers: Waiters,
@@ -201,6 +203,7 @@ impl Core {
             senders: Waiters::default(),
             blocked: Block::Credits { frames: 1 },
             receivers: Waiters::default(),
+            polled: Polled::default(),
             notified: Waiters::default(),
             flushers: Waiters::default(),
             mark: None,

@@ -45,6 +45,10 @@ trait Stream: AsyncRead + AsyncWrite + Unpin + Send + Sync + Sized + 'static {
     /// Returns the halves of different streams.
     fn reunite(read: Self::ReadHalf, write: Self::WriteHalf) -> std::result::Result<Self, ()>;
 
+    fn half_ready(read: &Self::ReadHalf) -> impl Future<Output = Result<Ready>> + Send;
+
+    fn other_half_ready(write: &Self::WriteHalf) -> impl Future<Output = Result<Ready>> + Send;
+
     /// Ends both directions without delivering the end.
     fn reset(self);
 
@@ -55,6 +59,13 @@ trait Stream: AsyncRead + AsyncWrite + Unpin + Send + Sync + Sized + 'static {
     fn writable(&self) -> impl Future<Output = Result<()>> + Send;
 
     fn ready(&self, interest: Interest) -> impl Future<Output = Result<Ready>> + Send;
+
+    fn poll_read_ready(&self, context: &mut Context<'_>) -> Poll<Result<()>>;
+
+    fn poll_write_ready(&self, context: &mut Context<'_>) -> Poll<Result<()>>;
+
+    fn poll_peek(&self, context: &mut Context<'_>, buffer: &mut ReadBuf<'_>)
+    -> Poll<Result<usize>>;
 
     fn peek(&self, buffer: &mut [u8]) -> impl Future<Output = Result<usize>> + Send;
 
@@ -78,6 +89,14 @@ macro_rules! same {
             self.split()
         }
 
+        async fn half_ready(read: &Self::ReadHalf) -> Result<Ready> {
+            read.ready(Interest::READABLE).await
+        }
+
+        async fn other_half_ready(write: &Self::WriteHalf) -> Result<Ready> {
+            write.ready(Interest::WRITABLE).await
+        }
+
         async fn readable(&self) -> Result<()> {
             self.readable().await
         }
@@ -88,6 +107,22 @@ macro_rules! same {
 
         async fn ready(&self, interest: Interest) -> Result<Ready> {
             self.ready(interest).await
+        }
+
+        fn poll_read_ready(&self, context: &mut Context<'_>) -> Poll<Result<()>> {
+            self.poll_read_ready(context)
+        }
+
+        fn poll_write_ready(&self, context: &mut Context<'_>) -> Poll<Result<()>> {
+            self.poll_write_ready(context)
+        }
+
+        fn poll_peek(
+            &self,
+            context: &mut Context<'_>,
+            buffer: &mut ReadBuf<'_>,
+        ) -> Poll<Result<usize>> {
+            self.poll_peek(context, buffer)
         }
 
         async fn peek(&self, buffer: &mut [u8]) -> Result<usize> {
@@ -184,7 +219,7 @@ impl Stream for RdmaStream {
     }
 
     fn reset(self) {
-        self.set_linger(Some(std::time::Duration::ZERO)).unwrap();
+        self.set_zero_linger().unwrap();
         assert_eq!(self.linger().unwrap(), Some(std::time::Duration::ZERO));
     }
 
@@ -234,6 +269,7 @@ cases![
     stream_that_is_always_ready_lets_other_tasks_run,
     ready_streams_are_read_without_waiting,
     ready_streams_are_written_without_waiting,
+    readiness_is_polled_and_may_be_abandoned,
     abandoned_reads_and_writes_do_not_delay_others,
     borrowed_halves_read_and_write_at_once,
     connected_streams_deliver_before_and_after_they_are_accepted,
@@ -537,7 +573,9 @@ async fn halves_end_and_reunite_as_expected<S: Stream>() {
     let ((one_read, one_write), (mut two_read, two_write)) = (one.into_split(), two.into_split());
     let one = S::reunite(one_read, one_write).unwrap();
     let (mut one_read, mut one_write) = one.into_split();
+    assert_eq!(S::other_half_ready(&one_write).await.unwrap(), Ready::WRITABLE);
     one_write.write_all(b"then the end").await.unwrap();
+    assert!(S::half_ready(&two_read).await.unwrap().is_readable());
     drop(one_write);
     let mut received = Vec::new();
     two_read.read_to_end(&mut received).await.unwrap();
@@ -671,6 +709,54 @@ async fn ready_streams_are_written_without_waiting<S: Stream>() {
     }
     drop(one);
     assert!(read.await.unwrap() == vec![7; written]);
+}
+
+async fn readiness_is_polled_and_may_be_abandoned<S: Stream>() {
+    let [mut one, mut two] = S::pair().await;
+    let counts = [(); 2].map(|()| Arc::new(Count::default()));
+    let wakers = counts.clone().map(Waker::from);
+    let mut memory = [0; 8];
+    // An accepted `TcpStream` claims to be readable once.
+    assert!(would_block(two.try_read(&mut memory)));
+    for waker in &wakers {
+        assert!(two.poll_read_ready(&mut Context::from_waker(waker)).is_pending());
+    }
+    assert!(one.poll_write_ready(&mut Context::from_waker(&wakers[0])).is_ready());
+    one.write_all(b"0123").await.unwrap();
+    eventually("wake of the last task", || counts[1].get() > 0).await;
+    for _ in 0..2 {
+        let mut buffer = ReadBuf::new(&mut memory);
+        buffer.put_slice(b"it");
+        let peeked = poll_fn(|context| two.poll_peek(context, &mut buffer)).await;
+        assert_eq!(peeked.unwrap(), 4);
+        assert_eq!(buffer.filled(), b"it0123");
+    }
+    assert_eq!(two.try_read(&mut memory).unwrap(), 4);
+    assert!(would_block(two.try_read(&mut memory)));
+    let mut buffer = ReadBuf::new(&mut memory);
+    assert!(two.poll_peek(&mut Context::from_waker(&wakers[0]), &mut buffer).is_pending());
+    one.write_all(b"x").await.unwrap();
+    assert_eq!(two.read(&mut memory).await.unwrap(), 1);
+
+    let bytes = vec![7; 100_000];
+    let mut written = 0;
+    while !would_block(one.try_write(&bytes).map(|more| written += more)) {
+        assert!(written < 256 << 20, "a writer without a reader never waits");
+        tokio::task::yield_now().await;
+    }
+    assert!(one.poll_write_ready(&mut Context::from_waker(&wakers[0])).is_pending());
+    let mut received = vec![0; written];
+    let (read, write) = tokio::join!(
+        two.read_exact(&mut received),
+        poll_fn(|context| one.poll_write_ready(context))
+    );
+    read.unwrap();
+    write.unwrap();
+    assert!(would_block(two.try_read(&mut memory)));
+    assert!(two.poll_read_ready(&mut Context::from_waker(&wakers[0])).is_pending());
+    drop(one);
+    poll_fn(|context| two.poll_read_ready(context)).await.unwrap();
+    assert_eq!(two.read(&mut memory).await.unwrap(), 0);
 }
 
 async fn abandoned_reads_and_writes_do_not_delay_others<S: Stream>() {

@@ -15,7 +15,7 @@ use crate::torture::{
 };
 use bytes::Bytes;
 use futures::FutureExt;
-use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, Interest};
 use tokio_rdma::message::{BufferBudget, Content, Handshake, RefusalReason, Violation};
 use tokio_rdma::software::Network;
 use tokio_rdma::stream::{OwnedReadHalf, OwnedWriteHalf};
@@ -40,6 +40,21 @@ async fn streams_in(network: &Network, config: &ConnectionConfig) -> [RdmaStream
     let (client, (server, peer)) = soon("connect", both).await.unwrap();
     assert_eq!(client.local_addr().unwrap(), peer);
     [client, server]
+}
+
+#[test]
+fn half_refuses_to_wait_for_the_other_direction() {
+    run("readiness of halves", || async {
+        let [ours, _theirs] = streams(&config()).await;
+        let (read, write) = ours.into_split();
+        let refused = [
+            soon("reading half", read.ready(Interest::WRITABLE)).await,
+            soon("writing half", write.ready(Interest::READABLE)).await,
+        ];
+        assert!(
+            refused.map(Result::unwrap_err).iter().all(|e| e.kind() == ErrorKind::InvalidInput)
+        );
+    });
 }
 
 #[test]

@@ -66,6 +66,7 @@ use super::halves::WaitGuard;
 use super::handshake::Content;
 use crate::memory::Buf;
 use crate::verbs::{Device, ProtectionDomain};
+use crate::waiters::Ticket;
 
 /// A reliable, ordered stream of bytes between two peers, like `tokio::net::TcpStream`.
 ///
@@ -245,24 +246,38 @@ impl RdmaStream {
         let ready = poll_fn(|context| {
             let mut ready = Ready::EMPTY;
             if interest.is_readable()
-                && self.read.poll_readable(context, &mut readers.ticket).is_ready()
+                && let Poll::Ready(read) = self.read.poll_ready(context, &mut readers.ticket)
             {
-                ready |= Ready::READABLE;
-                if self.read.is_closed() {
-                    ready |= Ready::READ_CLOSED;
-                }
+                ready |= read;
             }
             if interest.is_writable()
-                && self.write.poll_writable(context, &mut writers.ticket).is_ready()
+                && let Poll::Ready(write) = self.write.poll_ready(context, &mut writers.ticket)
             {
-                ready |= Ready::WRITABLE;
-                if self.write.is_closed() {
-                    ready |= Ready::WRITE_CLOSED;
-                }
+                ready |= write;
             }
             if ready.is_empty() { Poll::Pending } else { Poll::Ready(ready) }
         });
         Ok(ready.await)
+    }
+
+    /// Polls for what [`readable`](Self::readable) waits for. As with `TcpStream`, of this method
+    /// and [`poll_peek`](Self::poll_peek) only the task of the last call is woken.
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpStream` has the same signature.
+    pub fn poll_read_ready(&self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.read.poll_read_ready(context).map(Ok)
+    }
+
+    /// Polls for what [`writable`](Self::writable) waits for. As with `TcpStream`, only the task of
+    /// the last call is woken.
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpStream` has the same signature.
+    pub fn poll_write_ready(&self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.write.poll_write_ready(context).map(Ok)
     }
 
     /// Waits until a read would not wait; see [`OwnedReadHalf::readable`].
@@ -302,6 +317,19 @@ impl RdmaStream {
     /// Dropping the future loses no bytes.
     pub async fn peek(&self, buffer: &mut [u8]) -> io::Result<usize> {
         self.read.peek(buffer).await
+    }
+
+    /// Polls for what [`peek`](Self::peek) returns; see [`OwnedReadHalf::poll_peek`].
+    ///
+    /// # Errors
+    ///
+    /// See [`RdmaStream`].
+    pub fn poll_peek(
+        &self,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<usize>> {
+        self.read.poll_peek(context, buffer)
     }
 
     /// Reads without waiting; see [`OwnedReadHalf::try_read`].
@@ -359,6 +387,15 @@ impl RdmaStream {
     pub fn set_linger(&self, linger: Option<Duration>) -> io::Result<()> {
         self.handle().shared.with(|core, _| core.linger = linger);
         Ok(())
+    }
+
+    /// Sets that a drop resets the peer, as [`set_linger`](Self::set_linger) with zero does.
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpStream` has the same signature.
+    pub fn set_zero_linger(&self) -> io::Result<()> {
+        self.set_linger(Some(Duration::ZERO))
     }
 
     /// Returns what [`set_linger`](Self::set_linger) has set.
@@ -524,6 +561,14 @@ impl fmt::Display for ReuniteError {
 }
 
 impl std::error::Error for ReuniteError {}
+
+/// Positions in the queues of a stream of the tasks that poll for its readiness, one per direction.
+/// Under the connection's lock, because these methods take `&self`.
+#[derive(Debug, Default)]
+pub(super) struct Polled {
+    reader: Option<Ticket>,
+    writer: Option<Ticket>,
+}
 
 /// The most bytes copied under the lock, which the driver and the other half also need.
 const COPIED: usize = 128 << 10;

@@ -10,7 +10,7 @@ use std::task::{Context, Poll, ready};
 
 use bytes::{BufMut, Bytes};
 use rdma_provider::locks::{Mutex, MutexGuard};
-use tokio::io::{AsyncBufRead, AsyncRead, ReadBuf};
+use tokio::io::{AsyncBufRead, AsyncRead, Interest, ReadBuf, Ready};
 
 use super::reading::{Chunk, Taken};
 use super::write_half::OwnedWriteHalf;
@@ -105,22 +105,61 @@ impl OwnedReadHalf {
         Ok(())
     }
 
-    pub(super) fn poll_readable(
+    /// Waits until a read would not wait, like [`RdmaStream::ready`].
+    ///
+    /// # Errors
+    ///
+    /// `InvalidInput` if `interest` is not readable.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future changes nothing.
+    pub async fn ready(&self, interest: Interest) -> io::Result<Ready> {
+        if !interest.is_readable() {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let mut guard = WaitGuard::new(&self.handle.shared, Core::withdraw_receiver);
+        Ok(poll_fn(|context| self.poll_ready(context, &mut guard.ticket)).await)
+    }
+
+    pub(super) fn poll_ready(
         &self,
         context: &mut Context<'_>,
         ticket: &mut Option<Ticket>,
-    ) -> Poll<()> {
+    ) -> Poll<Ready> {
+        self.poll_readable(context, ticket).map(|()| {
+            // A read returns the end or an error once what has arrived was read.
+            let is_closed = |core: &Core| core.is_at_end() || core.close_reason().is_some();
+            if self.handle.shared.with(|core, _| is_closed(core)) {
+                Ready::READABLE | Ready::READ_CLOSED
+            } else {
+                Ready::READABLE
+            }
+        })
+    }
+
+    fn poll_readable(&self, context: &mut Context<'_>, ticket: &mut Option<Ticket>) -> Poll<()> {
         within_budget(context, |context| {
-            if self.chunk.try_lock().is_none_or(|chunk| chunk.is_some()) {
+            if self.has_chunk() {
                 return Poll::Ready(());
             }
             self.handle.shared.poll_receiver(context, ticket, Core::poll_readable)
         })
     }
 
-    /// Returns true if a read returns the end or an error once what has arrived was read.
-    pub(super) fn is_closed(&self) -> bool {
-        self.handle.shared.with(|core, _| core.is_at_end() || core.close_reason().is_some())
+    pub(super) fn poll_read_ready(&self, context: &mut Context<'_>) -> Poll<()> {
+        within_budget(context, |context| {
+            if self.has_chunk() {
+                return Poll::Ready(());
+            }
+            let shared = &self.handle.shared;
+            shared.poll(context, |core, driver, caller| core.poll_read_ready(driver, caller))
+        })
+    }
+
+    /// Returns true if there are bytes in the chunk, or another task takes some.
+    fn has_chunk(&self) -> bool {
+        self.chunk.try_lock().is_none_or(|chunk| chunk.is_some())
     }
 
     /// Copies bytes that have arrived, without waiting: of one frame at most. Returns 0 at the end,
@@ -170,14 +209,43 @@ impl OwnedReadHalf {
     ///
     /// Dropping the future loses no bytes.
     pub async fn peek(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        let mut buffer = ReadBuf::new(buffer);
         loop {
             self.readable().await?;
-            let (most, mut into) = (buffer.len(), ReadBuf::new(&mut *buffer));
-            match self.try_see(|rest| into.put_slice(&rest[..rest.len().min(most)])) {
-                Ok(_) => return Ok(into.filled().len()),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                Err(error) => return Err(error),
+            if let Poll::Ready(peeked) = self.try_peek(&mut buffer) {
+                return peeked;
             }
+        }
+    }
+
+    /// Polls for what [`peek`](Self::peek) returns, and appends the bytes to `buffer`. As with
+    /// `TcpStream`, of this method and [`RdmaStream::poll_read_ready`] only the task of the last
+    /// call is woken.
+    ///
+    /// # Errors
+    ///
+    /// See [`RdmaStream`].
+    pub fn poll_peek(
+        &self,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<usize>> {
+        loop {
+            ready!(self.poll_read_ready(context));
+            if let Poll::Ready(peeked) = self.try_peek(buffer) {
+                return Poll::Ready(peeked);
+            }
+        }
+    }
+
+    /// Copies bytes without consuming them, unless another task takes some.
+    fn try_peek(&self, into: &mut ReadBuf<'_>) -> Poll<io::Result<usize>> {
+        let before = into.filled().len();
+        let most = into.remaining();
+        match self.try_see(|rest| into.put_slice(&rest[..rest.len().min(most)])) {
+            Ok(_) => Poll::Ready(Ok(into.filled().len() - before)),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Poll::Pending,
+            Err(error) => Poll::Ready(Err(error)),
         }
     }
 

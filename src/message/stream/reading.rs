@@ -80,6 +80,14 @@ impl Core {
         self.poll_message(is_ready, ticket, driver, caller).map(drop)
     }
 
+    /// Waits like [`poll_readable`](Self::poll_readable), for the last task that calls this.
+    pub(super) fn poll_read_ready(&mut self, driver: &Waker, caller: &mut Caller<'_>) -> Poll<()> {
+        let mut ticket = self.polled.reader.take();
+        let ready = self.poll_readable(&mut ticket, driver, caller);
+        self.polled.reader = ticket;
+        ready
+    }
+
     fn take_bytes(&mut self, into: &mut Option<&mut ReadBuf<'_>>) -> Option<Taken> {
         let open = self.close_reason().is_none();
         let mut copied = 0;

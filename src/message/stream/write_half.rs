@@ -10,7 +10,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use bytes::{Buf as _, Bytes};
-use tokio::io::AsyncWrite;
+use tokio::io::{AsyncWrite, Interest, Ready};
 
 use super::{addresses, io_error};
 use crate::coop::within_budget;
@@ -105,11 +105,39 @@ impl OwnedWriteHalf {
         Ok(())
     }
 
-    pub(super) fn poll_writable(
+    /// Waits until a write would not wait, like [`RdmaStream::ready`](super::RdmaStream::ready).
+    ///
+    /// # Errors
+    ///
+    /// `InvalidInput` if `interest` is not writable.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future changes nothing.
+    pub async fn ready(&self, interest: Interest) -> io::Result<Ready> {
+        if !interest.is_writable() {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let mut guard = WaitGuard::new(&self.handle.shared, Core::withdraw_sender);
+        Ok(poll_fn(|context| self.poll_ready(context, &mut guard.ticket)).await)
+    }
+
+    pub(super) fn poll_ready(
         &self,
         context: &mut Context<'_>,
         ticket: &mut Option<Ticket>,
-    ) -> Poll<()> {
+    ) -> Poll<Ready> {
+        self.poll_writable(context, ticket).map(|()| {
+            let is_closed = |core: &Core| core.protocol.phase().check_open().is_err();
+            if self.handle.shared.with(|core, _| is_closed(core)) {
+                Ready::WRITABLE | Ready::WRITE_CLOSED
+            } else {
+                Ready::WRITABLE
+            }
+        })
+    }
+
+    fn poll_writable(&self, context: &mut Context<'_>, ticket: &mut Option<Ticket>) -> Poll<()> {
         within_budget(context, |context| {
             self.handle
                 .shared
@@ -117,9 +145,11 @@ impl OwnedWriteHalf {
         })
     }
 
-    /// Returns true if writes fail.
-    pub(super) fn is_closed(&self) -> bool {
-        self.handle.shared.with(|core, _| core.protocol.phase().check_open().is_err())
+    pub(super) fn poll_write_ready(&self, context: &mut Context<'_>) -> Poll<()> {
+        within_budget(context, |context| {
+            let shared = &self.handle.shared;
+            shared.poll(context, |core, driver, caller| core.poll_write_ready(driver, caller))
+        })
     }
 
     /// Writes as many bytes as buffers are free for, without waiting. Returns their number.

@@ -125,6 +125,14 @@ impl Core {
         self.poll_unblocked(check, ticket, driver, caller).map(drop)
     }
 
+    /// Waits like [`poll_writable`](Self::poll_writable), for the last task that calls this.
+    pub(super) fn poll_write_ready(&mut self, driver: &Waker, caller: &mut Caller<'_>) -> Poll<()> {
+        let mut ticket = self.polled.writer.take();
+        let ready = self.poll_writable(&mut ticket, driver, caller);
+        self.polled.writer = ticket;
+        ready
+    }
+
     /// Writes like [`poll_write`](Self::poll_write), or from the `buffer` that has the bytes, or
     /// lets the peer read long bytes.
     pub(super) fn poll_write_bytes(
