@@ -1,6 +1,6 @@
 //! Requests to a work queue, and its counters.
 
-use crate::error::{LimitError, OpErrorKind};
+use crate::error::{LimitError, OpErrorKind, RemoteAccess};
 use crate::memory::PdKey;
 use crate::types::{
     Data, DcKey, DctTarget, Qkey, Qpn, SendFlags, SendOp, SendTarget, Sge, WindowBind,
@@ -32,6 +32,56 @@ pub(crate) enum OnFull {
 pub(crate) enum WorkKind {
     Send(SendOp),
     Receive,
+}
+
+/// The remote memory that a work request accesses, in the least bytes: it is part of each future.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Accessed {
+    addr: u64,
+    /// Bytes of inline data, at most [`Limits::max_inline`].
+    inline: u32,
+    operation: RemoteOperation,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum RemoteOperation {
+    None,
+    Write,
+    Read,
+    CompareSwap,
+    FetchAdd,
+}
+
+impl Accessed {
+    pub(crate) const NOTHING: Self = Self { addr: 0, inline: 0, operation: RemoteOperation::None };
+
+    #[inline(always)]
+    pub(crate) const fn by(kind: &WorkKind, inline: u32) -> Self {
+        let (operation, at) = match kind {
+            WorkKind::Send(SendOp::Write(at) | SendOp::WriteWithImm(at, _)) => {
+                (RemoteOperation::Write, at)
+            }
+            WorkKind::Send(SendOp::Read(at)) => (RemoteOperation::Read, at),
+            WorkKind::Send(SendOp::CompareSwap { remote, .. }) => {
+                (RemoteOperation::CompareSwap, remote)
+            }
+            WorkKind::Send(SendOp::FetchAdd { remote, .. }) => (RemoteOperation::FetchAdd, remote),
+            WorkKind::Send(_) | WorkKind::Receive => return Self::NOTHING,
+        };
+        Self { addr: at.addr, inline, operation }
+    }
+
+    /// Describes the access for an error, with the bytes of buffers.
+    pub(crate) fn describe(self, buffers: u64) -> Option<RemoteAccess> {
+        let operation = match self.operation {
+            RemoteOperation::None => return None,
+            RemoteOperation::Write => "WRITE",
+            RemoteOperation::Read => "READ",
+            RemoteOperation::CompareSwap => "compare-and-swap",
+            RemoteOperation::FetchAdd => "fetch-and-add",
+        };
+        Some(RemoteAccess { operation, addr: self.addr, len: buffers + u64::from(self.inline) })
+    }
 }
 
 /// The key that a receiver demands of its senders.
@@ -105,6 +155,10 @@ impl Request<'_> {
     #[inline(always)]
     pub(crate) const fn new(kind: WorkKind, flags: SendFlags, remote_len: u64) -> Self {
         Self { kind, flags, inline: None, window: None, to: None, remote_len }
+    }
+
+    pub(crate) fn accessed(&self) -> Accessed {
+        Accessed::by(&self.kind, self.inline.map_or(0, |bytes| bytes.len() as u32))
     }
 }
 

@@ -564,13 +564,30 @@ impl std::error::Error for OpErrorKind {}
 /// Conversion into another error, for example by `?`, drops the buffers.
 pub struct OpError<B> {
     // Boxed: otherwise every result, success included, would be as large as the error.
-    failure: Box<(OpErrorKind, B)>,
+    failure: Box<(OpErrorKind, Option<RemoteAccess>, B)>,
+}
+
+/// The remote memory that a failed operation accesses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct RemoteAccess {
+    /// The operation, for example `WRITE`.
+    pub operation: &'static str,
+    /// First remote address.
+    pub addr: u64,
+    /// Bytes.
+    pub len: u64,
 }
 
 impl<B> OpError<B> {
     #[cold]
     pub(crate) fn new(kind: OpErrorKind, buffer: B) -> Self {
-        Self { failure: Box::new((kind, buffer)) }
+        Self::accessing(None, kind, buffer)
+    }
+
+    #[cold]
+    pub(crate) fn accessing(remote: Option<RemoteAccess>, kind: OpErrorKind, buffer: B) -> Self {
+        Self { failure: Box::new((kind, remote, buffer)) }
     }
 
     /// Returns the reason.
@@ -585,10 +602,17 @@ impl<B> OpError<B> {
         self.kind().status()
     }
 
+    /// Returns the remote memory of a WRITE, READ or atomic. `None` for a batch, and for an
+    /// operation that was refused before it was posted.
+    #[must_use]
+    pub fn remote(&self) -> Option<RemoteAccess> {
+        self.failure.1
+    }
+
     /// Returns the buffers. The content of a buffer that the operation was to fill is unspecified.
     #[must_use]
     pub fn into_buffer(self) -> B {
-        self.failure.1
+        self.failure.2
     }
 }
 
@@ -600,6 +624,9 @@ impl<B> fmt::Debug for OpError<B> {
 
 impl<B> fmt::Display for OpError<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(RemoteAccess { operation, addr, len }) = self.remote() {
+            write!(f, "{operation} of {len} bytes at remote address {addr:#x}: ")?;
+        }
         self.kind().fmt(f)
     }
 }

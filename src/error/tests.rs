@@ -19,7 +19,7 @@ use crate::cm::{
 };
 use crate::error::{
     CompletionError, LimitError, NoRuntime, OpError, OpErrorKind, OpenError, OutOfBounds, Outcome,
-    ReceiveLengths, SetupError, TryError, UdpError, VerbError,
+    ReceiveLengths, RemoteAccess, SetupError, TryError, UdpError, VerbError,
 };
 use crate::memory::PoolError;
 use crate::message::stream::{RdmaListener, RdmaStream, ReuniteError};
@@ -216,6 +216,7 @@ fn errors_of_operations_have_their_exact_texts() {
         lengths: None,
     };
     let plain = CompletionError { vendor_error: 0, ..failed };
+    let remote = Some(RemoteAccess { operation: "WRITE", addr: 0x7f00, len: 64 });
     let flushed = CompletionError { status: WcStatus::WR_FLUSH_ERR, ..plain };
     let lengths = Some(ReceiveLengths { capacity: 16, arrived: 1024 });
     let short = CompletionError { status: WcStatus::LOC_LEN_ERR, lengths, ..plain };
@@ -310,6 +311,9 @@ fn errors_of_operations_have_their_exact_texts() {
         OpError { .. } => [
             OpError::new(KIND, ()) =>
                 "failed to post the work request: ibv_reg_mr: Invalid argument (os error 22)",
+            OpError::accessing(remote, OpErrorKind::Completion(plain), ()) =>
+                "WRITE of 64 bytes at remote address 0x7f00: work request failed on queue pair \
+                 0x11: remote access error: wrong key, range or rights",
         ],
     });
     texts!(TryError<()>, error, {

@@ -7,7 +7,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use crate::engine::{Claim, InFlight, OnFull, Refusal, Request, WorkKind, WorkQueue};
+use crate::engine::{Accessed, Claim, InFlight, OnFull, Refusal, Request, WorkKind, WorkQueue};
 use crate::error::{OpError, OpErrorKind, TryError};
 use crate::memory::{Gather, Sealed as _};
 use crate::types::{SendFlags, WorkCompletion, WrId};
@@ -51,6 +51,8 @@ pub trait OperationKind: Unpin + 'static {
 #[must_use = "it is already posted, but only awaiting it returns its result"]
 pub struct Operation<F: OperationKind> {
     in_flight: InFlight<F::Held>,
+    /// For its error.
+    accessed: Accessed,
 }
 
 impl<F: OperationKind> Operation<F> {
@@ -70,7 +72,10 @@ impl<F: OperationKind> Operation<F> {
         // in `leak_on_panic`.
         let held = ManuallyDrop::new(held);
         match queue.submit_now(kind, flags, remote_len, held.single()) {
-            Some(claim) => Self { in_flight: InFlight::new(claim, ManuallyDrop::into_inner(held)) },
+            Some(claim) => Self {
+                in_flight: InFlight::new(claim, ManuallyDrop::into_inner(held)),
+                accessed: Accessed::by(&kind, 0),
+            },
             None => Self::post_checked(queue, Request::new(kind, flags, remote_len), held),
         }
     }
@@ -83,14 +88,16 @@ impl<F: OperationKind> Operation<F> {
         request: Request<'_>,
         held: ManuallyDrop<F::Held>,
     ) -> Self {
+        let accessed = request.accessed();
         let claim = submit(queue, request, &*held);
-        Self { in_flight: InFlight::new(claim, ManuallyDrop::into_inner(held)) }
+        Self { in_flight: InFlight::new(claim, ManuallyDrop::into_inner(held)), accessed }
     }
 
     /// Posts or queues a work request that has a receiver, inline data or a window.
     pub(crate) fn post_any(queue: &Arc<WorkQueue>, request: Request<'_>, held: F::Held) -> Self {
+        let accessed = request.accessed();
         let (claim, held) = leak_on_panic(held, |held| submit(queue, request, held));
-        Self { in_flight: InFlight::new(claim, held) }
+        Self { in_flight: InFlight::new(claim, held), accessed }
     }
 
     #[inline]
@@ -99,10 +106,11 @@ impl<F: OperationKind> Operation<F> {
         request: Request<'_>,
         held: F::Held,
     ) -> Result<Self, TryError<F::Buffer>> {
+        let accessed = request.accessed();
         let (submitted, held) =
             leak_on_panic(held, |held| queue.submit(request, held, OnFull::Try));
         match submitted {
-            Ok(claim) => Ok(Self { in_flight: InFlight::new(claim, held) }),
+            Ok(claim) => Ok(Self { in_flight: InFlight::new(claim, held), accessed }),
             Err(Refusal::Full) => Err(TryError::Full(F::into_buffer(held))),
             Err(Refusal::Error(kind)) => {
                 Err(TryError::Refused(OpError::new(kind, F::into_buffer(held))))
@@ -138,7 +146,7 @@ impl<F: OperationKind> Operation<F> {
 
     #[inline(always)]
     pub(crate) fn refused(kind: OpErrorKind, held: F::Held) -> Self {
-        Self { in_flight: InFlight::new(Claim::refused(kind), held) }
+        Self { in_flight: InFlight::new(Claim::refused(kind), held), accessed: Accessed::NOTHING }
     }
 }
 
@@ -165,11 +173,24 @@ impl<F: OperationKind> Future for Operation<F> {
 
     #[inline(always)]
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        self.in_flight.poll(context, F::details, |held, result| match result {
+        let Self { in_flight, accessed } = &mut *self;
+        in_flight.poll(context, F::details, |held, result| match result {
             Ok(details) => Ok(F::finish(held, details)),
-            Err(kind) => Err(OpError::new(kind, F::into_buffer(held))),
+            Err(kind) => Err(failed::<F>(kind, *accessed, held)),
         })
     }
+}
+
+/// Names the remote memory in the error.
+#[cold]
+fn failed<F: OperationKind>(
+    kind: OpErrorKind,
+    accessed: Accessed,
+    held: F::Held,
+) -> OpError<F::Buffer> {
+    let mut len = 0;
+    held.pieces(&mut |piece, _| len += u64::from(piece.length));
+    OpError::accessing(accessed.describe(len), kind, F::into_buffer(held))
 }
 
 impl<F: OperationKind> fmt::Debug for Operation<F> {

@@ -50,8 +50,10 @@ async fn assert_denied(pair: &Pair, grant: RemoteRegion) {
         pair.a.qp.write(pair.a.buffer(b"too late"), grant.slice(..8).unwrap()),
     )
     .await;
-    let status = refused.unwrap_err().status();
-    assert!(is_refusal(status), "{status:?}");
+    let error = refused.unwrap_err();
+    assert!(is_refusal(error.status()), "{error}");
+    let accessed = error.remote().map(|remote| (remote.operation, remote.len));
+    assert_eq!(accessed, Some(("WRITE", 8)));
 }
 
 /// Waits until the caller has the only reference to the region.
