@@ -74,7 +74,7 @@ fn shared_or_remotely_writable_memory_uses_atomic_accesses() {
     }
 }
 
-/// A packet to the network is made from memory that the program may read meanwhile as `&[u8]`.
+/// Makes a packet to the network from memory that the program reads meanwhile as `&[u8]`.
 #[test]
 fn memory_without_remote_writes_is_read_into_a_packet_beside_plain_reads() {
     let keys = Keys::new();
