@@ -5,8 +5,10 @@
 
 use std::io::ErrorKind;
 use std::net::SocketAddr;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Wake, Waker};
 use std::time::Duration;
 
 use crate::connected::{self, brief, config, pattern, run};
@@ -15,7 +17,7 @@ use crate::torture::{
 };
 use bytes::Bytes;
 use futures::FutureExt;
-use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, Interest};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWrite, AsyncWriteExt, Interest};
 use tokio_rdma::message::{BufferBudget, Content, Handshake, RefusalReason, Violation};
 use tokio_rdma::software::Network;
 use tokio_rdma::stream::{OwnedReadHalf, OwnedWriteHalf};
@@ -225,6 +227,40 @@ fn random_pieces_arrive_in_order_in_both_directions() {
         }
     });
     drop(seed);
+}
+
+/// The reading half of a stream, which the waker of its writer uses.
+struct ReadsWhenWoken(OwnedReadHalf, AtomicBool);
+
+impl Wake for ReadsWhenWoken {
+    fn wake(self: Arc<Self>) {
+        let read = self.0.try_read(&mut [0; 8]);
+        assert_eq!(read.unwrap_err().kind(), ErrorKind::WouldBlock);
+        self.1.store(true, Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn writer_woken_by_a_read_without_waiting_may_use_the_stream() {
+    run("reads without waiting", || async {
+        let [ours, theirs] = streams(&small()).await;
+        let (read, mut write) = ours.into_split();
+        let reader = Arc::new(ReadsWhenWoken(read, AtomicBool::new(false)));
+        let waker = Waker::from(reader.clone());
+        for _ in 0..50 {
+            let context = &mut Context::from_waker(&waker);
+            while Pin::new(&mut write).poll_write(context, &[7; 700]).is_ready() {}
+            // The credits of these bytes are found by the other side's reads, unless its driver
+            // runs at the same time.
+            eventually("the writer is woken", || {
+                while theirs.try_read(&mut [0; 1000]).is_ok() {}
+                let nothing = reader.0.try_read(&mut [0; 8]);
+                assert_eq!(nothing.unwrap_err().kind(), ErrorKind::WouldBlock);
+                reader.1.swap(false, Ordering::Relaxed)
+            })
+            .await;
+        }
+    });
 }
 
 #[test]

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use bytes::{BufMut, Bytes};
-use rdma_provider::locks::{Mutex, MutexGuard};
+use rdma_provider::locks::Mutex;
 use tokio::io::{AsyncBufRead, AsyncRead, Interest, ReadBuf, Ready};
 
 use super::reading::{Chunk, Taken};
@@ -26,16 +26,49 @@ use crate::waiters::{Caller, Ticket};
 /// Dropping it discards bytes that were read into its buffer and not consumed. The peer's writes
 /// then wait, unless the other half is dropped too.
 pub struct OwnedReadHalf {
-    /// Bytes in the memory in which they have arrived, and how many of them are consumed. Methods
-    /// with `&self` only try to lock it, so that none waits for a waker that another one calls.
-    chunk: Mutex<Option<(Chunk, usize)>>,
+    slot: Mutex<Slot>,
     ticket: Option<Ticket>,
     handle: Arc<Handle>,
 }
 
+/// The place of bytes that are read in place.
+#[derive(Default)]
+struct Slot {
+    /// Bytes in the memory in which they have arrived, and how many of them are consumed.
+    chunk: Option<(Chunk, usize)>,
+    /// A method with `&self` has taken them, and runs wakers and buffers of the program.
+    is_taken: bool,
+}
+
+/// The bytes that a method has taken from a [`Slot`], until it is dropped.
+struct TakenSlot<'a> {
+    slot: &'a Mutex<Slot>,
+    chunk: Option<(Chunk, usize)>,
+}
+
+impl<'a> TakenSlot<'a> {
+    /// Takes the chunk, unless another method has it.
+    fn take(slot: &'a Mutex<Slot>) -> Option<Self> {
+        let mut locked = slot.lock();
+        if std::mem::replace(&mut locked.is_taken, true) {
+            return None;
+        }
+        let chunk = locked.chunk.take();
+        drop(locked);
+        Some(Self { slot, chunk })
+    }
+}
+
+impl Drop for TakenSlot<'_> {
+    fn drop(&mut self) {
+        let mut locked = self.slot.lock();
+        *locked = Slot { chunk: self.chunk.take(), is_taken: false };
+    }
+}
+
 impl OwnedReadHalf {
     pub(super) fn new(handle: Arc<Handle>) -> Self {
-        Self { chunk: Mutex::new(None), ticket: None, handle }
+        Self { slot: Mutex::default(), ticket: None, handle }
     }
 
     /// Reunites the halves of a stream.
@@ -159,7 +192,8 @@ impl OwnedReadHalf {
 
     /// Returns true if there are bytes in the chunk, or another task takes some.
     fn has_chunk(&self) -> bool {
-        self.chunk.try_lock().is_none_or(|chunk| chunk.is_some())
+        let slot = self.slot.lock();
+        slot.is_taken || slot.chunk.is_some()
     }
 
     /// Copies bytes that have arrived, without waiting: of one frame at most. Returns 0 at the end,
@@ -255,37 +289,34 @@ impl OwnedReadHalf {
             return Ok(0);
         }
         let mut taken = 0;
-        let mut chunk = self.try_see(|rest| {
+        let mut slot = self.try_see(|rest| {
             taken = rest.len().min(most);
             copy(&rest[..taken]);
         })?;
-        let read = chunk.take_if(|(chunk, consumed)| {
+        let read = slot.chunk.take_if(|(chunk, consumed)| {
             *consumed += taken;
             *consumed == chunk.len()
         });
-        drop(chunk);
+        drop(slot);
         self.release(read);
         Ok(taken)
     }
 
     /// Calls `see` with the next bytes that have arrived, unless there is the end.
-    fn try_see(
-        &self,
-        see: impl FnOnce(&[u8]),
-    ) -> io::Result<MutexGuard<'_, Option<(Chunk, usize)>>> {
-        let Some(mut chunk) = self.chunk.try_lock() else {
+    fn try_see(&self, see: impl FnOnce(&[u8])) -> io::Result<TakenSlot<'_>> {
+        let Some(mut slot) = TakenSlot::take(&self.slot) else {
             return Err(io::ErrorKind::WouldBlock.into());
         };
-        if chunk.is_none() {
+        if slot.chunk.is_none() {
             match self.handle.shared.with(|core, driver| core.try_read(driver)) {
                 Poll::Pending => return Err(io::ErrorKind::WouldBlock.into()),
-                Poll::Ready(next) => *chunk = next.map_err(io_error)?.map(|next| (next, 0)),
+                Poll::Ready(next) => slot.chunk = next.map_err(io_error)?.map(|next| (next, 0)),
             }
         }
-        if let Some((bytes, consumed)) = &*chunk {
+        if let Some((bytes, consumed)) = &slot.chunk {
             see(&bytes[*consumed..]);
         }
-        Ok(chunk)
+        Ok(slot)
     }
 
     /// Returns the local address.
@@ -318,12 +349,12 @@ impl OwnedReadHalf {
 
     /// Returns the bytes of the chunk that are not consumed.
     fn rest(&mut self) -> Option<&[u8]> {
-        self.chunk.get_mut().as_ref().map(|(chunk, consumed)| &chunk[*consumed..])
+        self.slot.get_mut().chunk.as_ref().map(|(chunk, consumed)| &chunk[*consumed..])
     }
 
     /// Consumes bytes of the chunk, at most all.
     fn advance(&mut self, bytes: usize) {
-        let read = self.chunk.get_mut().take_if(|(chunk, consumed)| {
+        let read = self.slot.get_mut().chunk.take_if(|(chunk, consumed)| {
             *consumed = chunk.len().min(consumed.saturating_add(bytes));
             *consumed == chunk.len()
         });
@@ -344,7 +375,7 @@ impl OwnedReadHalf {
         context: &mut Context<'_>,
         mut into: Option<&mut ReadBuf<'_>>,
     ) -> Poll<io::Result<bool>> {
-        let Self { ticket, handle, chunk } = self;
+        let Self { ticket, handle, slot } = self;
         let take = |core: &mut Core, ticket: &mut _, driver: &_, caller: &mut Caller<'_>| {
             core.poll_read(&mut into, ticket, driver, caller)
         };
@@ -353,7 +384,7 @@ impl OwnedReadHalf {
             None => Ok(false),
             Some(Taken::Copied) => Ok(true),
             Some(Taken::Chunk(bytes)) => {
-                *chunk.get_mut() = Some((bytes, 0));
+                slot.get_mut().chunk = Some((bytes, 0));
                 Ok(true)
             }
         })
@@ -370,7 +401,7 @@ impl AsyncRead for OwnedReadHalf {
             return Poll::Ready(Ok(()));
         }
         within_budget(context, |context| {
-            if self.chunk.get_mut().is_none() {
+            if self.slot.get_mut().chunk.is_none() {
                 ready!(self.poll_bytes(context, Some(buffer)))?;
             }
             if let Some(rest) = self.rest() {
@@ -387,7 +418,7 @@ impl AsyncBufRead for OwnedReadHalf {
     fn poll_fill_buf(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<&[u8]>> {
         let this = self.get_mut();
         ready!(within_budget(context, |context| {
-            if this.chunk.get_mut().is_none() {
+            if this.slot.get_mut().chunk.is_none() {
                 this.poll_bytes(context, None)
             } else {
                 Poll::Ready(Ok(true))
@@ -403,7 +434,7 @@ impl AsyncBufRead for OwnedReadHalf {
 
 impl Drop for OwnedReadHalf {
     fn drop(&mut self) {
-        let chunk = self.chunk.get_mut().take();
+        let chunk = self.slot.get_mut().chunk.take();
         self.release(chunk);
         if self.ticket.is_some() {
             let Self { handle, ticket, .. } = self;

@@ -90,7 +90,9 @@ impl OwnedWriteHalf {
     }
 
     /// Waits until [`try_write`](Self::try_write) does not return `WouldBlock`, but a number of
-    /// bytes or an error. If several tasks write, it may return `WouldBlock` nevertheless.
+    /// bytes or an error. It may return `WouldBlock` nevertheless if several tasks write, or if no
+    /// more buffers can be registered, for example within the
+    /// [budget](crate::ConnectionConfig::budget).
     ///
     /// # Errors
     ///
