@@ -234,6 +234,10 @@ impl Machine {
             {
                 let id = rep.remote_id;
                 if self.queue_pairs.contains_key(&(from, rep.qpn)) {
+                    if let Some(connection) = self.connections.get_mut(&id) {
+                        // The rejection of a REP names both ids; rdma_cm ignores it otherwise.
+                        connection.remote_id = rep.local_id;
+                    }
                     self.event(id, Event::Rejected(RejectReason::STALE_CONNECTION, Vec::new()));
                     return self.abort(id, About::Rep, RejectReason::STALE_CONNECTION);
                 }

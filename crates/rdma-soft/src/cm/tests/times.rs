@@ -372,6 +372,30 @@ fn reused_remote_queue_pair_ends_stale_connection() {
 }
 
 #[test]
+fn rep_from_a_queue_pair_in_use_is_refused_and_harms_only_its_own_connection() {
+    let mut pair = Pair::new();
+    let (first, _) = pair.established(0x100);
+    let ours = pair.connect(0x200);
+    pair.deliver_to_b();
+    let theirs = pair.deliver_to_a().requests[0];
+    // The number of the first connection's queue pair.
+    pair.b.accept(pair.now, theirs, &params(0x101, b"")).unwrap();
+    pair.deliver_to_a();
+    let out = pair.deliver_to_b();
+    assert!(
+        matches!(&out.events[..],
+            [(id, Event::Rejected(RejectReason::STALE_CONNECTION, _))] if *id == ours),
+        "{out:?}"
+    );
+    let [(_, Mad { message: Message::Rej(rej), .. })] = &out.sent[..] else { panic!("{out:?}") };
+    assert_eq!((rej.local_id, rej.remote_id, rej.about), (ours, theirs, About::Rep));
+    assert_eq!(Out::of(&mut pair.b).names(), ["rejected"]);
+    assert_eq!((state(&pair.a, ours), state(&pair.b, theirs)), (None, None));
+    assert_eq!(state(&pair.a, first), Some(State::Established));
+    assert_eq!(pair.a.queue_pairs.get(&(B, Qpn(0x101))), Some(&first));
+}
+
+#[test]
 fn rejected_queue_pair_may_send_new_req_at_once() {
     let mut pair = Pair::new();
     let first = pair.connect(0x100);
