@@ -315,3 +315,109 @@ impl Posting {
         work.streams.failed().filter(drained).collect()
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::collections::VecDeque;
+
+    use super::super::slot_table::Cursor;
+    use super::super::watch::Watch;
+    use super::*;
+
+    /// Returns the state of a queue that has posted `posted` work requests, all of them complete.
+    fn posting(streams: &Arc<Streams>, posted: u64) -> (Posting, Capacity) {
+        let capacity = Capacity::new(4, false);
+        capacity.retire_all(posted as u32);
+        let posting = Posting {
+            poster: None,
+            cursor: Cursor::default(),
+            posted,
+            until: 0,
+            waited: 0,
+            wait_queue: VecDeque::new(),
+            watch: Watch::default(),
+            streams: Some(Box::new(StreamWork::new(streams.clone(), 4))),
+        };
+        (posting, capacity)
+    }
+
+    fn record(posting: &mut Posting, stream: u16, position: u64) {
+        posting.streams.as_mut().unwrap().record(stream, position as u32);
+    }
+
+    #[test]
+    fn peer_gets_the_sound_stream_with_the_fewest_peers() {
+        let streams = Streams::new(3);
+        let mut peers: Vec<_> = (0..4).map(|_| streams.assign()).collect();
+        assert!(peers.iter().map(PeerStream::number).eq([0, 1, 2, 0]));
+        assert!(peers[0].is_shared() && !peers[1].is_shared());
+        peers.remove(1);
+        assert_eq!(streams.fewest_peers(), Some(0));
+        // The free stream has failed.
+        assert!(streams.each[1].fail());
+        assert_eq!(streams.fewest_peers(), Some(1));
+        assert_eq!(streams.assign().number(), 2);
+        assert!(streams.each.iter().filter(|stream| stream.fail()).count() == 2);
+        let assigned = streams.assign();
+        assert_eq!((assigned.number(), streams.fewest_peers()), (1, None));
+        assert!(assigned.has_failed_since());
+        streams.restore_all();
+        assert_eq!(streams.failed().count(), 0);
+    }
+
+    #[test]
+    fn peer_learns_of_a_failure_after_the_stream_was_reset_too() {
+        for changes in [0, u32::MAX - 1] {
+            let streams = Streams::new(1);
+            streams.each[0].changes.store(changes, Ordering::Relaxed);
+            let before = streams.assign();
+            assert!(!before.has_failed_since());
+            let generation = before.generation();
+            assert!(streams.each[0].fail() && !streams.each[0].fail(), "one failure");
+            let during = streams.assign();
+            assert!([&before, &during].map(PeerStream::has_failed) == [true; 2]);
+            streams.restore(0);
+            // The stream is sound already.
+            streams.restore(0);
+            let after = streams.assign();
+            let failed = [&before, &during, &after].map(PeerStream::has_failed_since);
+            assert_eq!(failed, [true, true, false]);
+            assert_ne!(after.generation(), generation);
+            assert!(!after.has_failed());
+        }
+    }
+
+    #[test]
+    fn stream_is_drained_after_its_last_work_although_positions_wrap() {
+        let (streams, start) = (Streams::new(2), u64::from(u32::MAX) - 1);
+        let (mut posting, capacity) = posting(&streams, start);
+        for (stream, position) in [0, 1, 0].into_iter().zip(start..) {
+            record(&mut posting, stream, position);
+            posting.posted += 1;
+        }
+        assert_eq!(posting.fail_stream(start as u32), Some(0));
+        for (retired, drained) in [(0, [false, false]), (1, [false, true]), (2, [true, true])] {
+            capacity.retire((start + retired) as u32);
+            let found = [0, 1].map(|stream| posting.is_drained(stream, &capacity));
+            assert_eq!(found, drained, "after {retired}");
+            // Only the failed stream is to be reset.
+            assert_eq!(posting.drained_streams(&capacity).len(), usize::from(drained[0]));
+        }
+    }
+
+    #[test]
+    fn work_that_the_device_refused_does_not_prevent_the_reset_of_its_stream() {
+        for start in [5, u64::from(u32::MAX)] {
+            let streams = Streams::new(2);
+            let (mut posting, capacity) = posting(&streams, start);
+            // Of a list of three the device has taken one.
+            (start..start + 3).for_each(|position| record(&mut posting, 1, position));
+            posting.posted += 1;
+            posting.forget_refused();
+            assert!(!posting.is_drained(1, &capacity), "one is in flight");
+            posting.fail_stream(start as u32);
+            capacity.retire(start as u32);
+            assert_eq!(posting.drained_streams(&capacity), [1]);
+        }
+    }
+}

@@ -1,6 +1,6 @@
 //! Frames, coalescing and endings of streams on the software device.
 
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::io::ErrorKind;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use futures::FutureExt;
+use futures::{FutureExt, StreamExt};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use super::{Held, RdmaListener, RdmaStream};
@@ -69,6 +69,70 @@ fn bytes_arrive_in_order_then_the_end() {
         client.read_to_end(&mut answer).await.unwrap();
         assert_eq!(answer, b"still open");
         assert_eq!(client.closed().await, CloseReason::Clean);
+    });
+}
+
+#[test]
+fn listener_is_polled_for_streams_until_its_device_is_removed() {
+    run(async {
+        let network = Network::new();
+        let [client, server] =
+            ["client", "server"].map(|name| Device::software_in(&network, name).unwrap());
+        let mut listener = RdmaListener::bind(&server, "127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        for as_stream in [false, true] {
+            let accepting = async {
+                if as_stream {
+                    return listener.next().await.unwrap().unwrap();
+                }
+                let (stream, peer) = poll_fn(|task| listener.poll_accept(task)).await.unwrap();
+                assert_eq!(peer, stream.peer_addr().unwrap());
+                stream
+            };
+            let connecting = RdmaStream::connect(&client, address);
+            let (connected, mut accepted) = tokio::join!(connecting, accepting);
+            connected.unwrap().write_all(b"hello").await.unwrap();
+            let mut received = Vec::new();
+            accepted.read_to_end(&mut received).await.unwrap();
+            assert_eq!(received, b"hello");
+        }
+        assert_eq!(listener.stats().accepted, 2);
+        network.control("server").unwrap().kill();
+        assert!(matches!(listener.next().await, Some(Err(_))));
+        assert!(listener.next().await.is_none());
+    });
+}
+
+#[test]
+fn shutdown_of_a_listener_loses_no_arrived_bytes_and_aborts_the_rest_at_its_limit() {
+    run(async {
+        let network = Network::new();
+        let [client, server] =
+            ["client", "server"].map(|name| Device::software_in(&network, name).unwrap());
+        for notices in [true, false] {
+            let listener = RdmaListener::bind(&server, "127.0.0.1:0").await.unwrap();
+            let connecting = RdmaStream::connect(&client, listener.local_addr().unwrap());
+            let (mut ours, accepted) = tokio::join!(connecting, listener.accept());
+            let (ours, mut theirs) = (ours.as_mut().unwrap(), accepted.unwrap().0);
+            ours.write_all(&[7; 1000]).await.unwrap();
+            theirs.read_exact(&mut [0; 1]).await.unwrap();
+            let serving = async {
+                let mut rest = Vec::new();
+                if notices {
+                    theirs.read_to_end(&mut rest).await.unwrap();
+                    theirs.shutdown().await.unwrap();
+                    assert_eq!(ours.read(&mut [0; 1]).await.unwrap(), 0);
+                    ours.shutdown().await.unwrap();
+                    assert_eq!(rest, [7; 999]);
+                }
+            };
+            let limit = if notices { HANG } else { Duration::ZERO };
+            let (report, ()) = tokio::join!(listener.shutdown(limit), serving);
+            let found = (report.clean, report.unclean, report.aborted);
+            assert_eq!(found, if notices { (1, 0, 0) } else { (0, 0, 1) });
+            let reason = if notices { CloseReason::Clean } else { CloseReason::Shutdown };
+            assert_eq!(theirs.closed().await, reason);
+        }
     });
 }
 

@@ -380,3 +380,40 @@ fn confirmation_requires_the_random_connection_id() {
     assert_eq!((confirm(&mut pair, 0x52, 1), confirm(&mut pair, 0x51, 2)), (0, 0));
     assert_eq!(confirm(&mut pair, 0x51, 1), 1);
 }
+
+/// A source that is out of numbers for queue pairs, and perhaps of all others.
+struct Exhausted {
+    has_psn: bool,
+}
+
+impl Numbers for Exhausted {
+    fn psn(&mut self) -> Option<Psn> {
+        psn().filter(|_| self.has_psn)
+    }
+
+    fn id(&mut self) -> Option<CommId> {
+        None
+    }
+
+    fn reserve(&mut self) -> Option<Qpn> {
+        None
+    }
+}
+
+#[test]
+fn request_without_free_numbers_leaves_no_record_and_its_repetition_is_answered() {
+    for has_psn in [false, true] {
+        let (mut pair, _) = answering();
+        pair.connect(0x100);
+        let request = Out::of(&mut pair.a).sent.remove(0).1;
+        // A record that each of them left would be missing for later requests.
+        for _ in 0..2 * MAX_HALF_OPEN_PER_PEER {
+            pair.b.on_message(pair.now, A, request.clone(), Exhausted { has_psn });
+        }
+        let out = Out::of(&mut pair.b);
+        assert!(out.sent.is_empty() && out.requests.is_empty(), "{out:?}");
+        assert_eq!((pair.b.sizes(), pair.b.half_open.total()), ([0; 4], 0));
+        pair.b.on_message(pair.now, A, request, psn);
+        assert_eq!(pair.deliver_to_a().kinds(), ["REP"]);
+    }
+}

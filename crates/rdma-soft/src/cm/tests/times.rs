@@ -154,6 +154,19 @@ fn mra_extends_the_wait_up_to_the_deadline() {
 }
 
 #[test]
+fn mra_about_another_message_extends_no_wait() {
+    let mut pair = Pair::new();
+    let ours = pair.connect(0x100);
+    pair.deliver_to_b();
+    let before = pair.a.deadline();
+    for (about, extends) in [(About::Rep, false), (About::Other, false), (About::Req, true)] {
+        let mra = Mra { local_id: 9, remote_id: ours, about, service_timeout: CmTimeout(20) };
+        pair.a.on_message(pair.now, B, Mad { transaction: 1, message: Message::Mra(mra) }, psn);
+        assert_eq!(pair.a.deadline() != before, extends, "{about:?}");
+    }
+}
+
+#[test]
 fn req_waits_for_service_timeout_and_is_retransmitted() {
     // The kernel's MRA asks for 69 s.
     let mut pair = Pair::new();
@@ -654,6 +667,30 @@ fn answers_beyond_the_limit_are_dropped() {
     pair.now += 1_000_000_000;
     pair.b.on_message(pair.now, A, Mad { transaction: 1, message: dreq(9) }, psn);
     assert_eq!(Out::of(&mut pair.b).kinds(), ["DREP"], "the limit recovers after a pause");
+}
+
+#[test]
+fn dropped_answer_takes_no_message_and_no_event_with_it() {
+    let mut pair = Pair::new();
+    let (ours, theirs) = pair.established(0x100);
+    pair.connect(0x200);
+    pair.deliver_to_b();
+    let other = pair.deliver_to_a().requests[0];
+    pair.b.accept(pair.now, other, &params(0x300, b"")).unwrap();
+    while pair.b.answers.take(pair.now, A) {}
+    // Its DREP is dropped. The REP still waits to be sent.
+    pair.a.disconnect(pair.now, ours).unwrap();
+    assert_eq!(pair.deliver_to_b().kinds(), ["DREQ"]);
+    let out = Out::of(&mut pair.b);
+    assert_eq!((out.kinds(), out.names()), (vec!["REP"], vec!["disconnected"]));
+    assert_eq!(state(&pair.b, theirs), Some(State::TimeWait));
+    // The repeated DREQ is answered, so that the peer does not wait in vain.
+    while state(&pair.a, ours) == Some(State::DreqSent) {
+        assert!(pair.next_deadline());
+        pair.deliver_to_b();
+        pair.deliver_to_a();
+    }
+    assert_eq!(state(&pair.a, ours), Some(State::TimeWait));
 }
 
 #[test]

@@ -95,3 +95,63 @@ impl InboxLock {
         self.standing_by.store(false, Ordering::SeqCst);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    #[test]
+    fn caller_that_finds_the_inbox_locked_is_wanted_until_the_next_holder() {
+        let lock = InboxLock::new();
+        let thread = lock.lock();
+        assert!(!lock.is_wanted());
+        assert!(lock.try_lock().is_none() && lock.is_wanted());
+        drop(thread);
+        assert!(lock.try_lock().is_some() && !lock.is_wanted());
+        lock.wanted.store(true, Ordering::SeqCst);
+        drop(lock.lock());
+        assert!(!lock.is_wanted(), "the thread receives");
+    }
+
+    /// Returns how often a thread that stands by finds no packet before it receives again.
+    fn idle_checks(lock: &InboxLock, closed: impl Fn() -> bool, left_after: u32) -> u32 {
+        let checks = Cell::new(0);
+        lock.stand_by(closed, || {
+            checks.set(checks.get() + 1);
+            checks.get() > left_after
+        });
+        checks.get().min(left_after)
+    }
+
+    #[test]
+    fn thread_receives_again_for_left_packets_idle_callers_and_a_caller_that_stops() {
+        let lock = InboxLock::new();
+        assert_eq!(idle_checks(&lock, || false, 3), 3, "then packets are left");
+        assert_eq!(idle_checks(&lock, || false, u32::MAX), IDLE_POLLS);
+        assert_eq!(idle_checks(&lock, || true, u32::MAX), 0, "closed");
+
+        // While a caller receives, the thread is not needed, although packets are pending.
+        let rounds = Cell::new(0);
+        let receives = || {
+            rounds.set(rounds.get() + 1);
+            if rounds.get() <= 2 * IDLE_POLLS {
+                lock.note_received();
+            }
+            false
+        };
+        assert_eq!(idle_checks(&lock, receives, 0), 0);
+        assert_eq!(rounds.get(), 2 * IDLE_POLLS + 1);
+
+        // A caller that stops early is not forgotten; one that stops later unparks the thread.
+        assert!(!lock.stop_serving());
+        assert_eq!(idle_checks(&lock, || false, u32::MAX), 0);
+        let stops = || {
+            assert!(lock.stop_serving());
+            false
+        };
+        assert_eq!(idle_checks(&lock, stops, u32::MAX), 0);
+        assert!(!lock.stop_serving(), "it stands by no more");
+    }
+}

@@ -617,6 +617,25 @@ mod tests {
     }
 
     #[test]
+    fn refused_packets_are_counted_and_all_others_are_sent() {
+        let (from, to) = pair(IpAddr::V4(Ipv4Addr::LOCALHOST));
+        // An IPv4 socket cannot send there.
+        let refused = SocketAddr::new(IpAddr::V6(Ipv6Addr::LOCALHOST), 1);
+        let mut batch = Batch::new();
+        for (fill, to) in [refused, to.local(), refused, refused, to.local()].iter().enumerate() {
+            batch.push_sealed(&[fill as u8; 100], *to);
+        }
+        let (lost, error) = from.send(&batch).unwrap_err();
+        assert_eq!((lost, error.raw_os_error()), (3, Some(libc::EAFNOSUPPORT)));
+        let (mut inbox, mut arrived) = (Inbox::new(), Vec::new());
+        while arrived.len() < 2 {
+            to.receive(&mut inbox, true).unwrap();
+            arrived.extend(inbox.datagrams().map(|(_, _, datagram)| datagram[0]));
+        }
+        assert_eq!(arrived, [1, 4]);
+    }
+
+    #[test]
     fn closing_ends_waiting() {
         let socket = std::sync::Arc::new(Socket::bind("127.0.0.1:0".parse().unwrap()).unwrap());
         let waiting = std::sync::Arc::clone(&socket);
