@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use futures::StreamExt;
 
+use crate::connected;
 use crate::torture::{self, Flavour, LONG, Mode, bounded, eventually, hardware, scaled, soon};
 use tokio_rdma::cm::{
     self, CmConnection, ConnectAttempt, ConnectError, ConnectStep, ConnectionOptions,
@@ -120,7 +121,7 @@ fn run<F: Future<Output = ()>>(
     what: &'static str,
     scenario: impl Fn() -> F + Send + Copy + 'static,
 ) {
-    crate::connected::each(what, Flavour::ALL.map(|flavour| (Mode::Event, flavour)), scenario);
+    connected::each(what, Flavour::ALL.map(|flavour| (Mode::Event, flavour)), scenario);
 }
 
 /// Returns whether the error reports a mismatch, in `property` if given.
@@ -322,17 +323,17 @@ fn each_connect_error_names_the_address_and_the_step() {
         let (taken, foreign) =
             (listener.local_addr(), "192.0.2.1:7471".parse::<SocketAddr>().unwrap());
         let unused = SocketAddr::new(taken.ip(), if taken.port() == 1 { 2 } else { 1 });
-        let brief = ConnectionOptions::default().timeout(Duration::from_millis(50));
+        let options = ConnectionOptions::default();
         let failing =
-            cm::connect(&a.device, taken, &brief, |_| Err(SetupError::Closed)).await.map(drop);
+            cm::connect(&a.device, taken, &options, |_| Err(SetupError::Closed)).await.map(drop);
         let datagram =
             |route: &cm::Route| route.prepare(a.builder()).transport(Transport::Ud).build();
-        let other_queue_pair = cm::connect(&a.device, taken, &brief, datagram).await.map(drop);
+        let other_queue_pair = cm::connect(&a.device, taken, &options, datagram).await.map(drop);
         let failures: [(Result<(), ConnectError>, ConnectStep, SocketAddr); 6] = [
             (Listener::bind(&b.device, taken).await.map(drop), ConnectStep::Listen, taken),
             (Listener::bind(&b.device, foreign).await.map(drop), ConnectStep::Listen, foreign),
             (cm::resolve(&a.device, foreign).await.map(drop), ConnectStep::Resolve, foreign),
-            (a.connect(unused, &brief).await.map(drop), ConnectStep::Response, unused),
+            (a.connect(unused, &options).await.map(drop), ConnectStep::Response, unused),
             (failing, ConnectStep::Prepare, taken),
             (other_queue_pair, ConnectStep::Prepare, taken),
         ];
@@ -699,14 +700,8 @@ fn unsuitable_private_data_and_queue_pairs_are_refused_unchanged() {
     });
 }
 
-/// Returns keepalive options whose retries take about 0.6 s: enough for a busy machine.
 fn probing(interval: Duration) -> ConnectionOptions {
-    let transport = tokio_rdma::op::ConnectOptions {
-        timeout: AckTimeout::from_code(14),
-        retry_count: 7,
-        ..Default::default()
-    };
-    ConnectionOptions::default().transport(transport).keepalive(Some(interval))
+    ConnectionOptions::default().transport(connected::patient()).keepalive(Some(interval))
 }
 
 #[test]
@@ -1010,12 +1005,13 @@ fn lost_device_ends_listeners_connections_and_handshakes() {
     run("lost", || async {
         let network = Network::new();
         let (a, b) = of_network(&network);
-        // The disconnect of the active device waits as long for an answer.
+        // Both the handshake and the disconnect of the active device wait as long for an answer.
         let options = ConnectionOptions::default().timeout(Duration::from_secs(3));
         let ((_ours, link), (_theirs, other)) = connected_with(&a, &b, &options).await;
         let listener = b.listen().await;
-        let patient = ConnectionOptions::default().timeout(Duration::from_millis(300));
-        let handshake = a.connect(listener.local_addr(), &patient);
+        let route = cm::resolve(&a.device, listener.local_addr()).await.unwrap();
+        let queue_pair = route.prepare(a.builder()).build().unwrap();
+        let handshake = route.connect(&queue_pair, &options);
         let kill = async {
             let request = listener.accept().await.unwrap();
             network.control("passive").unwrap().kill();

@@ -23,7 +23,7 @@ use tokio::time::timeout;
 use tokio_rdma::message::{Handshake, HandshakeError, SendHalf};
 use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::software::{Faults, LinkCounters, Network};
-use tokio_rdma::types::{AckTimeout, Gid};
+use tokio_rdma::types::Gid;
 use tokio_rdma::{
     Access, Buf, CompletionMode, CompletionQueue, Connection, ConnectionConfig, EstablishError,
     Listener, MessageError, Pool, RemoteRegion, SetupError, cm,
@@ -984,12 +984,14 @@ fn invalid_settings_are_refused_by_name() {
         assert_eq!(large(config().max_send_wr(attr.max_qp_wr + 1)), "max_send_wr");
         assert_eq!(large(config().max_inline(attr.max_inline + 1)), "max_inline");
         assert_eq!(large(config().max_message(u64::MAX)), "max_message");
-        let brief = connected::brief();
         assert_eq!(
-            large(config().options(ConnectOptions { retry_count: 8, ..brief })),
+            large(config().options(ConnectOptions { retry_count: 8, ..Default::default() })),
             "retry_count"
         );
-        assert_eq!(large(config().options(ConnectOptions { rnr_retry: 8, ..brief })), "rnr_retry");
+        assert_eq!(
+            large(config().options(ConnectOptions { rnr_retry: 8, ..Default::default() })),
+            "rnr_retry"
+        );
         let queue = CompletionQueue::builder(&device)
             .capacity(100)
             .mode(CompletionMode::Event)
@@ -1024,7 +1026,7 @@ fn oversized_user_data_and_invalid_settings_are_refused_before_connecting() {
             .await
             .unwrap();
         assert_eq!((&a.user_data()[..], &b.user_data()[..]), (&[7; 172][..], &[7; 32][..]));
-        let settings = config().options(ConnectOptions { retry_count: 8, ..connected::brief() });
+        let settings = config().options(ConnectOptions { retry_count: 8, ..Default::default() });
         match Listener::bind_with(&device, connected::address(&device), &settings).await {
             Err(EstablishError::Setup(SetupError::Limit(limit))) => {
                 assert_eq!(limit.field, "retry_count")
@@ -1197,12 +1199,7 @@ async fn talk_over(faults: Faults, seed: u64) -> LinkCounters {
     for round in 0..scaled(8) {
         let network = Network::with_faults(seed.wrapping_add(round), faults.clone());
         let (_, pd) = torture::software(&network);
-        let options = ConnectOptions {
-            timeout: AckTimeout::from_code(10),
-            retry_count: 7,
-            ..Default::default()
-        };
-        let config = ConnectionConfig::default().options(options).receive_buffers(6);
+        let config = config().receive_buffers(6);
         let (a, b) = pair_in(&pd, &pd, &config, &config);
         let talk = async |own: &Connection| {
             let sending = async {

@@ -23,7 +23,7 @@ use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Metadata, Subscriber};
 
 use crate::alone::alone;
-use crate::connected::{brief, config, pair_in};
+use crate::connected::{config, pair_in};
 use crate::torture::{Flavour, HANG, LONG, bounded, pair, slow_network, soon};
 
 type Use = Arc<dyn Fn() + Send + Sync>;
@@ -170,7 +170,7 @@ async fn use_everything(user: &User, network: &Network) {
     });
     soon("a stream's bytes", write.write_all(b"bytes")).await.unwrap();
     soon("a message", client.send(vec![1; 1 << 16])).await.unwrap();
-    let (one, two) = pair_in(&pd, &other_pd, &config().options(brief()), &config());
+    let (one, two) = pair_in(&pd, &other_pd, &config(), &config());
     soon("a message", one.send("short")).await.unwrap();
     one.abort();
     soon("the end", two.closed()).await;

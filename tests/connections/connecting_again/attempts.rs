@@ -3,7 +3,6 @@
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Duration;
 
 use futures::StreamExt;
 use futures::future::poll_immediate;
@@ -15,10 +14,8 @@ use tokio_rdma::message::{
 };
 use tokio_rdma::{CloseReason, Connection, EstablishError, RdmaListener, cm};
 
-use super::setup::{Hosts, MS, config, eager, is_waiting, paused, run, serve};
+use super::setup::{HOUR, Hosts, MS, config, eager, is_waiting, paused, run, serve};
 use crate::torture::{eventually, soon};
-
-const HOUR: Duration = Duration::from_secs(3600);
 
 fn refused() -> EstablishError {
     ConnectError::Refused { address: ([127, 0, 0, 1], 9).into(), in_process: true }.into()

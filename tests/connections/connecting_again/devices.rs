@@ -14,13 +14,13 @@ use tokio_rdma::message::{
 };
 use tokio_rdma::software::Network;
 use tokio_rdma::types::{AsyncEvent, PortNum};
-use tokio_rdma::{CloseReason, Connection, ConnectionConfig, Device};
+use tokio_rdma::{CloseReason, Connection, Device};
 
-use super::setup::{Hosts, MS, config, eager, is_waiting, paused, run, serve};
+use super::setup::{
+    HOUR, Hosts, MS, config, config_of_silent_client, eager, is_waiting, paused, run, serve,
+};
 use crate::connected::recv;
 use crate::torture::{eventually, soon};
-
-const HOUR: Duration = Duration::from_secs(3600);
 
 /// Returns a policy whose delays only an event can end once they have [grown](until_grown).
 fn patient() -> ReconnectPolicy {
@@ -184,8 +184,7 @@ fn event_does_not_prolong_a_wait_and_retry_now_ends_its_delay() {
 #[test]
 fn short_outage_of_a_port_harms_no_connection() {
     run("flap", || async {
-        // The retransmissions of the default settings outlast a busy machine.
-        let hosts = Hosts::on(Network::new(), ConnectionConfig::default()).await;
+        let hosts = Hosts::new().await;
         let control = hosts.network.control("client").unwrap();
         let serving = serve(hosts.listen().await);
         let client = hosts.reconnect(eager());
@@ -204,8 +203,7 @@ fn short_outage_of_a_port_harms_no_connection() {
 fn peer_lost_during_an_outage_is_noticed_when_the_port_is_active_again() {
     run("probe", || async {
         for by_connector in [false, true] {
-            // Neither keepalive nor the service sends anything.
-            let config = config().keepalive(Some((HOUR, HOUR)));
+            let config = config_of_silent_client();
             let hosts = Hosts::on(Network::new(), config.clone()).await;
             let listener = hosts.listen().await;
             let client = if by_connector {

@@ -18,7 +18,7 @@ use tokio_rdma::{
 };
 
 use super::setup::{Hosts, serve};
-use crate::connected::{brief, recv};
+use crate::connected::{patient, recv};
 use crate::torture::soon;
 
 /// A server, and how a set reaches it.
@@ -143,7 +143,7 @@ impl Server for Dc {
         let region = ExposedRegion::new(&server, vec![0; 8], Access::REMOTE_ALL).unwrap();
         let pool = DcPool::builder(&client, &sends)
             .initiators(2)
-            .initiator(|each| each.options(brief()))
+            .initiator(|each| each.options(patient()))
             .build()
             .unwrap();
         Self { pool, target, region }

@@ -14,7 +14,7 @@ use tokio_rdma::message::{Peer, PeerError, PeerLink, PeerSet, PeerSetConfig};
 use tokio_rdma::software::Network;
 
 use super::links::{Dc, Directory, Entry, Rc, Server};
-use super::setup::{Hosts, MS, config, paused, run};
+use super::setup::{Hosts, MS, config_of_silent_client, paused, run};
 use crate::torture::{LONG, Seed, eventually, soon};
 
 /// Makes a test over connections and a test over peers of a DC pool. In virtual time with
@@ -46,8 +46,6 @@ over_both!(
     run: peers_are_resolved_for_each_attempt,
     run: many_tasks_share_few_peers_without_a_lost_wake_up,
 );
-
-const HOUR: Duration = Duration::from_secs(3600);
 
 fn settings() -> PeerSetConfig {
     PeerSetConfig::default().attempt_timeout(LONG).wait(Some(LONG)).idle_timeout(None)
@@ -372,9 +370,7 @@ async fn peers_are_resolved_for_each_attempt<S: Server>() {
 #[test]
 fn peers_lost_during_an_outage_are_noticed_when_the_port_is_active_again() {
     run("outage", || async {
-        // Neither keepalive nor the service sends anything.
-        let config = config().keepalive(Some((HOUR, HOUR)));
-        let hosts = Hosts::on(Network::new(), config).await;
+        let hosts = Hosts::on(Network::new(), config_of_silent_client()).await;
         let (listener, address) = (hosts.listen().await, hosts.address);
         let resolve = move |_: &u32| std::future::ready(Ok(address));
         let peers = PeerSet::new(&hosts.client, &hosts.config, settings(), resolve).unwrap();

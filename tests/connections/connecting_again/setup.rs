@@ -8,10 +8,11 @@ use tokio_rdma::message::{Reconnect, ReconnectPolicy, ReconnectState};
 use tokio_rdma::software::Network;
 use tokio_rdma::{Connection, ConnectionConfig, Device, Listener};
 
-use crate::connected::brief;
+use crate::connected::{brief, patient};
 use crate::torture::{Flavour, LONG, bounded, eventually, soon};
 
 pub(crate) const MS: Duration = Duration::from_millis(1);
+pub(crate) const HOUR: Duration = Duration::from_secs(3600);
 
 pub(crate) fn run<F: Future<Output = ()>>(
     what: &'static str,
@@ -34,7 +35,13 @@ pub(crate) fn paused<F: Future<Output = ()>>(
 }
 
 pub(crate) fn config() -> ConnectionConfig {
-    ConnectionConfig::default().options(brief())
+    ConnectionConfig::default().options(patient())
+}
+
+/// Returns the settings of a client that sends nothing before it probes a peer that is gone. A
+/// pause of a thread cannot look like a lost peer, and the probe fails within tens of milliseconds.
+pub(crate) fn config_of_silent_client() -> ConnectionConfig {
+    ConnectionConfig::default().options(brief()).keepalive(Some((HOUR, HOUR)))
 }
 
 /// Returns a policy that connects again within milliseconds.
