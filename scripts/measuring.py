@@ -1,4 +1,4 @@
-"""Shared by scripts/bench-verbs, scripts/costs and scripts/wire-speed: builds, boots, counts and prints."""
+"""Shared by the scripts that measure: builds, boots, counts and prints."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 
 # Debian's package of each program.
 PACKAGES = {"valgrind": "valgrind", "strace": "strace", "ib_write_lat": "perftest", "gcc": "gcc", "cmake": "cmake",
@@ -51,17 +52,22 @@ def build_perf():
     return os.path.abspath(os.path.join(os.environ.get("CARGO_TARGET_DIR", "target"), "release", "perf"))
 
 
-def strip(program, name):
-    """Copies a program without line information, which Valgrind is slow to read; returns the path."""
-    stripped = os.path.join(os.path.dirname(os.path.dirname(program)), name)
-    run(["strip", "--strip-debug", "-o", stripped, program])
-    return stripped
+def build_beside_c(*names, connect=False):
+    """Builds benches and programs of benches/c, and returns their paths by name: `raw`, and `connect-c` if asked.
 
-
-def compile_c(source, program, *libraries):
-    run(["gcc", "-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-O2", "-o", program, source,
-         *(f"-l{library}" for library in libraries)])
-    return program
+    Copies the benches without line information, which Valgrind is slow to read.
+    """
+    programs = {}
+    for name, built in build_benches(*names, features=["ibverbs"]).items():
+        programs[name] = os.path.join(os.path.dirname(os.path.dirname(built)), name)
+        run(["strip", "--strip-debug", "-o", programs[name], built])
+    directory = os.path.dirname(programs[names[0]])
+    sources = [("raw", "raw", ["ibverbs"])] + ([("connect", "connect-c", ["rdmacm", "ibverbs"])] if connect else [])
+    for source, name, libraries in sources:
+        programs[name] = os.path.join(directory, name)
+        run(["gcc", "-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-O2", "-o", programs[name],
+             f"benches/c/{source}.c", *(f"-l{library}" for library in libraries)])
+    return programs
 
 
 def boot(script, options, task, limit="1800"):
@@ -99,6 +105,11 @@ def found(part, **result):
     print(json.dumps({"part": part} | result), flush=True)
 
 
+def cells(text):
+    """Returns the rows of the tables in a text, without their borders."""
+    return [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if line.startswith("|")]
+
+
 def values(text):
     """Returns the numbers of a line of name=value pairs."""
     pairs = (pair.split("=", 1) for pair in text.split() if "=" in pair)
@@ -108,10 +119,12 @@ def values(text):
 def profiled(command, *options, **environment):
     """Runs a command under callgrind; returns its output, its instructions and the profile."""
     with tempfile.NamedTemporaryFile("r") as out:
-        text = output(["valgrind", "--tool=callgrind", f"--callgrind-out-file={out.name}", *options, *command],
-                      stderr=subprocess.DEVNULL, env=os.environ | environment)
+        ran = subprocess.run(["valgrind", "--tool=callgrind", f"--callgrind-out-file={out.name}", *options, *command],
+                             capture_output=True, text=True, env=os.environ | environment)
+        if ran.returncode != 0:
+            sys.exit(ran.stderr)
         profile = out.read()
-    return text, int(re.search(r"^(?:summary|totals): *(\d+)", profile, re.M).group(1)), profile
+    return ran.stdout, int(re.search(r"^(?:summary|totals): *(\d+)", profile, re.M).group(1)), profile
 
 
 def simulated(command, function):
@@ -160,11 +173,31 @@ def syscalls(command, short, long):
     counted = []
     for operations in (short, long):
         with tempfile.NamedTemporaryFile("r") as out:
-            run(["strace", "-f", "-c", "-o", out.name, *command(operations)], stdout=subprocess.DEVNULL)
-            rows = [row.split() for row in out.read().splitlines()]
-        counted.append({row[-1]: int(row[3]) for row in rows if len(row) >= 5 and row[0][0].isdigit()})
-    each = {name: (counted[1][name] - counted[0].get(name, 0)) / (long - short) for name in counted[1]}
-    return {name: count for name, count in each.items() if count >= 0.01 and name != "total"}
+            run([*strace(out.name), *command(operations)], stdout=subprocess.DEVNULL)
+            counted.append(counts(out.name))
+    return difference(*counted, long - short)
+
+
+def strace(path):
+    """Returns the start of a command whose system calls strace counts into a file."""
+    return ["strace", "-f", "-c", "-U", "calls,name", "-o", path]
+
+
+def counts(*paths):
+    """Returns the sums of the counts in files of `strace`."""
+    total = Counter()
+    for path in paths:
+        with open(path) as lines:
+            for count, call in re.findall(r"^ *(\d+) +(\w+)$", lines.read(), re.M):
+                total[call] += int(count)
+    del total["total"]
+    return total
+
+
+def difference(short, long, operations):
+    """Returns the system calls of an operation by name, from the counts of two runs."""
+    each = {call: (count - short[call]) / operations for call, count in sorted(long.items())}
+    return {call: count for call, count in each.items() if count >= 0.01}
 
 
 def table(head, rows):
