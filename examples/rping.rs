@@ -212,7 +212,7 @@ fn pattern(round: u32, size: usize) -> Vec<u8> {
 
 // Either end.
 
-/// Sets an ACK timeout of 0.5 s with seven retries: the peer may wait for a processor. The
+/// Sets an ACK timeout of 0.5 s, which is retried six times: the peer may wait for a processor. The
 /// keepalive detects a killed peer while this end waits to receive.
 fn long_ack_timeout() -> ConnectionOptions {
     let transport =

@@ -246,8 +246,9 @@ impl Listener {
     /// its own one.
     ///
     /// Connections are returned in order of completion: slow peers delay no other. Up to
-    /// [`handshakes`](ConnectionConfig::handshakes) run at once, each in its own task. To decide
-    /// about each peer, use [`request`](Self::request).
+    /// [`handshakes`](ConnectionConfig::handshakes) run at once, each in its own task, in the
+    /// runtime of [`bind`](Self::bind), which must run meanwhile. To decide about each peer, use
+    /// [`request`](Self::request).
     ///
     /// The software device answers requests itself, as a kernel does for TCP. An unconfirmed peer
     /// costs a record of about 1 KiB. At 256 records of a source its oldest is evicted; at 4,096 in

@@ -365,7 +365,10 @@ impl Reconnect {
         self.task.abort();
         match live {
             Some(connection) if connection.close_reason().is_none() => connection.close().await,
-            _ => Ok(()),
+            _ => {
+                consume_budget().await;
+                Ok(())
+            }
         }
     }
 }

@@ -217,6 +217,7 @@ fn supervised_connections_always_ready_let_other_tasks_run() {
         sibling.runs_beside("get", async || drop(peers.get(&1).await.unwrap())).await;
         drop(client.close().await);
         sibling.runs_beside("ended", async || drop(client.connected().await.unwrap_err())).await;
+        sibling.runs_beside("close", async || client.close().await.unwrap()).await;
     });
 }
 
