@@ -6,8 +6,8 @@
 //! may outlive or leave. While [`drive`](crate::software::drive) runs on a thread, the network that
 //! it drives keeps the time of that thread, and wakes its tasks.
 //!
-//! Setting a deadline takes a lock. Its thread is notified only of a new earliest deadline. Among
-//! operations, only those with a deadline set one; messages set none.
+//! Setting a deadline takes a lock. The alarm thread is notified only of a new earliest deadline.
+//! Among operations, only those with a deadline set one; messages set none.
 
 use std::cell::RefCell;
 use std::cmp::Reverse;
@@ -48,7 +48,8 @@ thread_local! {
     static SIMULATED: RefCell<Option<Network>> = const { RefCell::new(None) };
 }
 
-/// Lets `network` keep the time of this thread, or ends that. Returns the earlier one.
+/// Makes `network` the clock of this thread, or real time with `None`. Returns the network that was
+/// the clock before.
 pub(crate) fn simulate(network: Option<Network>) -> Option<Network> {
     SIMULATED.replace(network)
 }
@@ -174,7 +175,7 @@ impl Drop for Alarm {
         if let Self::Thread(thread, number) = self {
             // Drops the waker without the lock. The thread may wake once in vain.
             let gone = thread.lock().cancel(*number);
-            drop(gone);
+            contained(|| drop(gone));
         }
     }
 }
@@ -252,7 +253,7 @@ impl AlarmThread {
                         rdma_provider::error!(
                             %error,
                             thread,
-                            "failed to start the thread of deadlines; tasks poll for theirs"
+                            "failed to start a thread for deadlines: tasks poll, leases get none"
                         );
                     }
                     return Err(error);

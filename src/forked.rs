@@ -1,5 +1,8 @@
 //! Child processes of `fork(2)`. Devices of the parent do not work in them: their threads are
 //! missing, and an adapter does not access the child's copies of registered memory.
+//!
+//! If a device was open at the fork, all devices fail in the child, including those that it opens:
+//! they share locks and threads with the parent's. A direct `clone(2)` is not noticed.
 
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -26,8 +29,8 @@ impl Opened {
         }
         static HANDLER: Once = Once::new();
         HANDLER.call_once(|| {
-            // SAFETY: S3: the handler only accesses atomic variables, and stays loaded. Without it,
-            // for lack of memory, a child gets no error.
+            // SAFETY: S3: the handler only accesses atomic variables, and stays loaded. If the call
+            // fails, for lack of memory, children get no error.
             unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
         });
         OPEN.fetch_add(1, Ordering::Relaxed);

@@ -34,7 +34,7 @@ pub(crate) enum WorkKind {
     Receive,
 }
 
-/// The remote memory that a work request accesses, in the least bytes: it is part of each future.
+/// The remote memory that a work request accesses. Small, because each future has it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Accessed {
     addr: u64,

@@ -107,7 +107,8 @@ fn errors_of_all_layers_have_their_exact_texts() {
         NoRuntime::Forked => [
             NoRuntime::Forked =>
                 "use of a device that the parent process opened before fork(2): Operation not \
-                 permitted (os error 1); open devices after fork, or start the child with exec(3)",
+                 permitted (os error 1); open devices only after fork, or start the child with \
+                 exec(3)",
         ],
     });
     texts!(EndpointError, error, {

@@ -74,10 +74,19 @@ impl Expiry {
             return;
         }
         // No call moves or discards the deadline during this borrow.
-        let State::Until(Some(deadline)) = *self.shared.state.lock() else { return };
-        let mut sleep = Sleep::new(deadline);
-        poll_fn(|context| sleep.poll(context)).await;
-        self.shared.expire();
+        let state = *self.shared.state.lock();
+        let deadline = match state {
+            State::Until(Some(deadline)) => deadline,
+            // The thread could not be started when the deadline was set.
+            State::Until(None) => std::future::pending().await,
+            State::Expired => return,
+        };
+        // A clock that another thread keeps may end the sleep early.
+        while !self.has_expired() {
+            let mut sleep = Sleep::new(deadline);
+            poll_fn(|context| sleep.poll(context)).await;
+            self.shared.expire();
+        }
     }
 }
 

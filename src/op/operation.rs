@@ -51,7 +51,7 @@ pub trait OperationKind: Unpin + 'static {
 #[must_use = "it is already posted, but only awaiting it returns its result"]
 pub struct Operation<F: OperationKind> {
     in_flight: InFlight<F::Held>,
-    /// For its error.
+    /// The remote memory that an error names.
     accessed: Accessed,
 }
 

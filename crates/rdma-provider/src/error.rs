@@ -75,7 +75,9 @@ impl fmt::Display for VerbError {
             START_THREAD => {
                 f.write_str("; raise the limit of threads: RLIMIT_NPROC, or the cgroup's pids.max")
             }
-            INHERITED => f.write_str("; open devices after fork, or start the child with exec(3)"),
+            INHERITED => {
+                f.write_str("; open devices only after fork, or start the child with exec(3)")
+            }
             _ => Ok(()),
         }
     }

@@ -111,7 +111,11 @@ impl Backlog {
         contained(|| drop(replaced));
         self.driver.wake();
         // A connection may have been added before the task was registered.
-        self.pop().map_or(Poll::Pending, Poll::Ready)
+        let Some(next) = self.pop() else { return Poll::Pending };
+        // No task waits now.
+        let registered = self.state.lock().poller.take();
+        contained(|| drop(registered));
+        Poll::Ready(next)
     }
 
     /// Waits for the oldest connection, or the end.

@@ -230,16 +230,20 @@ impl RdmaStream {
         self.read.read_bytes().await
     }
 
-    /// Waits for one of the states in `interest`: readable or writable. Other ones are ignored.
+    /// Waits for one of the states in `interest`: readable or writable. Other ones are ignored
+    /// beside these.
     ///
     /// # Errors
     ///
-    /// None; `TcpStream` has the same signature.
+    /// `InvalidInput` if `interest` is neither readable nor writable.
     ///
     /// # Cancel safety
     ///
     /// Dropping the future changes nothing.
     pub async fn ready(&self, interest: Interest) -> io::Result<Ready> {
+        if !interest.is_readable() && !interest.is_writable() {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
         let shared = &self.handle().shared;
         let mut readers = WaitGuard::new(shared, Core::withdraw_receiver);
         let mut writers = WaitGuard::new(shared, Core::withdraw_sender);

@@ -15,6 +15,7 @@ use tokio::io::{AsyncBufRead, AsyncRead, Interest, ReadBuf, Ready};
 use super::reading::{Chunk, Taken};
 use super::write_half::OwnedWriteHalf;
 use super::{RdmaStream, ReuniteError, addresses, io_error};
+use crate::contained::wake_to_repoll;
 use crate::coop::within_budget;
 use crate::message::connection::Handle;
 use crate::message::core::{ConnectionCounters, Core};
@@ -31,12 +32,12 @@ pub struct OwnedReadHalf {
     handle: Arc<Handle>,
 }
 
-/// The place of bytes that are read in place.
+/// A received frame that is partly read.
 #[derive(Default)]
 struct Slot {
     /// Bytes in the memory in which they have arrived, and how many of them are consumed.
     chunk: Option<(Chunk, usize)>,
-    /// A method with `&self` has taken them, and runs wakers and buffers of the program.
+    /// A method with `&self` has moved the chunk out while it runs code of the program.
     is_taken: bool,
 }
 
@@ -176,7 +177,11 @@ impl OwnedReadHalf {
             if self.has_chunk() {
                 return Poll::Ready(());
             }
-            self.handle.shared.poll_receiver(context, ticket, Core::poll_readable)
+            match self.handle.shared.poll_receiver(context, ticket, Core::poll_readable) {
+                // Meanwhile another task may have moved the last frame to the slot.
+                Poll::Pending if self.has_chunk() => Poll::Ready(()),
+                polled => polled,
+            }
         })
     }
 
@@ -186,7 +191,13 @@ impl OwnedReadHalf {
                 return Poll::Ready(());
             }
             let shared = &self.handle.shared;
-            shared.poll(context, |core, driver, caller| core.poll_read_ready(driver, caller))
+            let polled =
+                shared.poll(context, |core, driver, caller| core.poll_read_ready(driver, caller));
+            match polled {
+                // As above.
+                Poll::Pending if self.has_chunk() => Poll::Ready(()),
+                polled => polled,
+            }
         })
     }
 
@@ -264,12 +275,13 @@ impl OwnedReadHalf {
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<usize>> {
-        loop {
-            ready!(self.poll_read_ready(context));
-            if let Poll::Ready(peeked) = self.try_peek(buffer) {
-                return Poll::Ready(peeked);
-            }
+        ready!(self.poll_read_ready(context));
+        let peeked = self.try_peek(buffer);
+        if peeked.is_pending() {
+            // Another task takes bytes at this moment.
+            wake_to_repoll(context);
         }
+        peeked
     }
 
     /// Copies bytes without consuming them, unless another task takes some.

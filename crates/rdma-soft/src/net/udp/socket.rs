@@ -183,9 +183,11 @@ impl Socket {
             if error.kind() == io::ErrorKind::WouldBlock {
                 return Ok(());
             }
-            // The call reports the error of a packet sent before, once.
+            // The call reports the error of a packet sent before, once. The report itself may be
+            // missing: the kernel drops it while the receive buffer is full.
+            self.take_errors(&mut inbox.refusals);
             attempts += 1;
-            if attempts == ATTEMPTS || !self.take_errors(&mut inbox.refusals) {
+            if attempts == ATTEMPTS {
                 return Err(error);
             }
         };
@@ -206,9 +208,9 @@ impl Socket {
     }
 
     /// Reads the errors of packets sent before, which ICMP messages have reported, and adds
-    /// reports of closed ports to `refusals`. Returns true if there was any error.
-    fn take_errors(&self, refusals: &mut Vec<Refusal>) -> bool {
-        for taken in 0..ERRORS {
+    /// reports of closed ports to `refusals`.
+    fn take_errors(&self, refusals: &mut Vec<Refusal>) {
+        for _ in 0..ERRORS {
             let mut name = MaybeUninit::<sockaddr_storage>::zeroed();
             let (mut packet, mut control): ([u8; QUOTE], ErrorControl) = ([0; QUOTE], [0; 16]);
             let mut vector =
@@ -227,14 +229,13 @@ impl Socket {
                 let flags = libc::MSG_ERRQUEUE | libc::MSG_DONTWAIT;
                 libc::recvmsg(self.udp.as_raw_fd(), &raw mut message, flags)
             };
-            let Ok(length) = usize::try_from(length) else { return taken > 0 };
+            let Ok(length) = usize::try_from(length) else { return };
             // SAFETY: S4: the kernel has written `msg_namelen` bytes of the address.
             let to = unsafe { address_of(&name, message.msg_namelen) };
             if let Some(to) = to.filter(|_| is_closed_port(&message)) {
                 refusals.push(Refusal { to, packet: packet[..length].to_vec() });
             }
         }
-        true
     }
 
     /// Returns true if a packet or an error is pending or the socket is closed.
