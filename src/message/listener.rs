@@ -472,7 +472,7 @@ impl Acceptor {
             let driver = Driver(self.clone());
             let task = runtime.spawn(Box::pin(async move { driver.run().await }));
             self.backlog.set_task(task.abort_handle());
-            if !self.backlog.has_driver() {
+            if !self.backlog.has_driver_or_end() {
                 // The runtime has dropped the task, because it shuts down.
                 return Err(NoRuntime::Outside);
             }

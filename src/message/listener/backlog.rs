@@ -27,7 +27,7 @@ pub(super) struct Backlog {
     state: Mutex<State>,
     /// Notified of each connection, and of the end of a driver.
     changed: Notify,
-    /// Woken when it may establish more, or less.
+    /// Woken when there is capacity for more connections, or the service takes requests instead.
     driver: AtomicWaker,
 }
 
@@ -157,8 +157,10 @@ impl Backlog {
         !ended && !mem::replace(&mut state.has_driver, true)
     }
 
-    pub(super) fn has_driver(&self) -> bool {
-        self.state.lock().has_driver
+    /// Returns true if a driver runs, or no more connections can arrive.
+    pub(super) fn has_driver_or_end(&self) -> bool {
+        let state = self.state.lock();
+        state.has_driver || state.end.is_some()
     }
 
     pub(super) fn set_task(&self, task: AbortHandle) {
