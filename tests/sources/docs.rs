@@ -1,7 +1,5 @@
 //! Checks that the documentation is complete and that the files, tests and commands it names exist.
 
-mod words;
-
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -311,7 +309,7 @@ fn name_of(text: &str) -> String {
     text.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect()
 }
 
-fn root() -> &'static Path {
+pub(super) fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
@@ -320,7 +318,7 @@ fn exists(path: &Path) -> bool {
     root().join(path).exists() || path.starts_with(".ci") && !root().join(".git").exists()
 }
 
-fn read(page: &str) -> String {
+pub(super) fn read(page: &str) -> String {
     fs::read_to_string(root().join(page)).unwrap_or_else(|error| panic!("{page}: {error}"))
 }
 
@@ -407,7 +405,7 @@ fn functions() -> BTreeSet<String> {
     found
 }
 
-fn sources(directories: &[&str]) -> Vec<PathBuf> {
+pub(super) fn sources(directories: &[&str]) -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut directories: Vec<PathBuf> = directories.iter().map(|name| root().join(name)).collect();
     while let Some(directory) = directories.pop() {

@@ -172,10 +172,16 @@ struct File {
 }
 
 fn all_files() -> Vec<File> {
-    ["src", "crates/rdma-provider/src", "crates/rdma-soft/src", "crates/rdma-ibverbs/src"]
-        .into_iter()
-        .flat_map(files)
-        .collect()
+    [
+        "src",
+        "crates/rdma-message-proto/src",
+        "crates/rdma-provider/src",
+        "crates/rdma-soft/src",
+        "crates/rdma-ibverbs/src",
+    ]
+    .into_iter()
+    .flat_map(files)
+    .collect()
 }
 
 fn files(directory: &str) -> Vec<File> {

@@ -1,4 +1,5 @@
 //! Rules on the sources and on the pages of the documentation.
 
+mod columns;
 mod docs;
 mod layering;
