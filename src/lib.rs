@@ -161,13 +161,6 @@ pub use op::{Batch, QueuePair, QueuePairEndpoint, SharedReceiveQueue};
 pub use types::{Access, Imm};
 pub use verbs::{Device, ProtectionDomain};
 
-/// The parsers of data from peers, for `fuzz/`.
-#[cfg(fuzzing)]
-#[doc(hidden)]
-pub mod fuzzing {
-    pub use crate::message::fuzzing::*;
-}
-
 /// Values of the verbs interface: attributes, work requests and completions.
 pub mod types {
     pub use rdma_provider::types::*;

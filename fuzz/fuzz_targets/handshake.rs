@@ -1,3 +1,3 @@
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| tokio_rdma::fuzzing::handshake(bytes));
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| rdma_message_proto::fuzzing::handshake(bytes));

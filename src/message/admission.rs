@@ -6,88 +6,15 @@ use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
+use rdma_message_proto::handshake::{Content, Handshake, HandshakeError};
+use rdma_message_proto::refusal::RefusalReason;
+use rdma_provider::cm_contract::{Admit, CmAnswer, Verdict};
 use rdma_provider::locks::Mutex;
 
 use super::budget::BufferBudget;
 use super::config::ConnectionConfig;
-use super::handshake::{Content, Handshake, HandshakeError};
 use super::shared::Shared;
-use rdma_provider::cm_contract::{Admit, CmAnswer, Verdict};
-
-/// The reason why a [`Listener`](super::Listener) refuses a valid request.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum RefusalReason {
-    /// The listener has reached [`max_connections`](super::ConnectionConfig::max_connections).
-    ListenerFull,
-    /// The peer's address has reached
-    /// [`max_connections_per_source`](super::ConnectionConfig::max_connections_per_source).
-    SourceFull,
-    /// The listener [shuts down](super::Listener::shutdown).
-    ShuttingDown,
-    /// The listener carries this content, the request another.
-    OtherContent(Content),
-    /// The listener's [`BufferBudget`] is used up.
-    OutOfBuffers,
-}
-
-impl RefusalReason {
-    /// Distinguishes a refusal from a service's rejection (`handshake.rs`).
-    const KIND: u8 = 2;
-
-    /// Encodes the private data of a refusal: magic, version, kind, code, zero.
-    pub(super) fn encode(self) -> Vec<u8> {
-        let code = match self {
-            Self::ListenerFull => 1,
-            Self::SourceFull => 2,
-            Self::ShuttingDown => 3,
-            Self::OtherContent(Content::Messages) => 4,
-            Self::OtherContent(Content::Bytes) => 5,
-            Self::OutOfBuffers => 6,
-        };
-        [&Handshake::MAGIC[..], &[Handshake::VERSION, Self::KIND, code, 0]].concat()
-    }
-
-    /// Decodes the private data of a refusal; `None` for other data.
-    pub(super) fn decode(private_data: &[u8]) -> Option<Self> {
-        let (magic, rest) = private_data.split_first_chunk::<4>()?;
-        let [Handshake::VERSION, Self::KIND, code, padding @ ..] = rest else { return None };
-        let padded = !padding.is_empty() && padding.iter().all(|&byte| byte == 0);
-        match (*magic == Handshake::MAGIC && padded, code) {
-            (true, 1) => Some(Self::ListenerFull),
-            (true, 2) => Some(Self::SourceFull),
-            (true, 3) => Some(Self::ShuttingDown),
-            (true, 4) => Some(Self::OtherContent(Content::Messages)),
-            (true, 5) => Some(Self::OtherContent(Content::Bytes)),
-            (true, 6) => Some(Self::OutOfBuffers),
-            _ => None,
-        }
-    }
-}
-
-impl fmt::Display for RefusalReason {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::ListenerFull => {
-                "the listener has reached its limit ConnectionConfig::max_connections"
-            }
-            Self::SourceFull => {
-                "the listener has reached its limit ConnectionConfig::max_connections_per_source \
-                 for this address"
-            }
-            Self::ShuttingDown => "the listener shuts down",
-            Self::OtherContent(Content::Messages) => {
-                "the listener carries messages; connect with Connection"
-            }
-            Self::OtherContent(Content::Bytes) => {
-                "the listener carries byte streams; connect with RdmaStream"
-            }
-            Self::OutOfBuffers => {
-                "the listener's buffer budget is used up (ConnectionConfig::budget)"
-            }
-        })
-    }
-}
+use crate::cm;
 
 /// Counters of a [`Listener`](super::Listener). A peer whose request is refused late repeats it,
 /// and counts again.
@@ -265,6 +192,19 @@ impl Admitted {
     }
 }
 
+/// Returns the private data with which a listener of `content` lets the peer report a defect of its
+/// handshake; empty if it cannot.
+pub(super) fn rejection(error: &HandshakeError, content: Content) -> Vec<u8> {
+    match error {
+        HandshakeError::Content { ours, .. } => RefusalReason::OtherContent(*ours).encode(),
+        _ if error.is_foreign() => match content {
+            Content::Messages => cm::FOR_MESSAGES.to_vec(),
+            Content::Bytes => cm::FOR_STREAMS.to_vec(),
+        },
+        _ => Vec::new(),
+    }
+}
+
 impl State {
     fn refusal(&self, limits: &Admission, source: IpAddr, buffers: u64) -> Option<RefusalReason> {
         let from_source = self.by_source.get(&source).copied().unwrap_or_default();
@@ -292,7 +232,7 @@ impl State {
             RefusalReason::ListenerFull => self.stats.refused_full += 1,
             RefusalReason::SourceFull => self.stats.refused_source += 1,
             RefusalReason::OutOfBuffers => self.stats.refused_buffers += 1,
-            RefusalReason::ShuttingDown | RefusalReason::OtherContent(_) => {}
+            _ => {}
         }
         Err(reason)
     }
@@ -303,7 +243,7 @@ impl Admit for Admission {
         if let Err(error) = self.handshake(private_data) {
             // Every forged request logs this, so it is not a warning.
             rdma_provider::debug!(peer = %source, %error, "rejected connection request");
-            return Verdict::Reject(error.rejection(self.content));
+            return Verdict::Reject(rejection(&error, self.content));
         }
         let Some(answer) = self.answer() else { return Verdict::Ask };
         match self.check(source) {

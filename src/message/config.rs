@@ -4,11 +4,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use rdma_message_proto::flow::RESERVE;
+use rdma_message_proto::frame::{MAX_RECEIVES, OFFER_LEN};
+use rdma_message_proto::handshake::{Content, Handshake, HandshakeError};
+use rdma_message_proto::timers::Times;
 
 use super::budget::{self, BufferBudget};
-use super::flow_control::RESERVE;
-use super::frame::{MAX_RECEIVES, OFFER_LEN};
-use super::handshake::{Content, Handshake, HandshakeError};
 use super::resources::{ConnectionResources, Reserve};
 use crate::cm;
 use crate::engine::{CompletionMode, CompletionQueue};
@@ -457,6 +458,15 @@ impl ConnectionConfig {
             .resolve_timeout(self.connect_timeout)
             .timeout(self.connect_timeout);
         Ok(options.transport(self.options).private_data(handshake))
+    }
+
+    pub(super) fn times(&self) -> Times {
+        Times {
+            keepalive: self.keepalive,
+            stall: self.stall_timeout,
+            first_message: self.first_message_timeout,
+            shrink: self.shrink_after,
+        }
     }
 
     pub(super) fn receives(&self) -> u32 {

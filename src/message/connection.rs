@@ -16,12 +16,10 @@ use tokio::net::ToSocketAddrs;
 
 pub use prepared::PreparedConnection;
 
-use super::admission::RefusalReason;
 use super::config::ConnectionConfig;
 use super::core::{ConnectionCounters, Core};
 use super::error::{CloseReason, EstablishError, MessageError, TrySendError};
 use super::halves::{Notifications, RecvHalf, SendHalf, WaitGuard};
-use super::handshake::{Handshake, Rejection};
 use super::resources::{ConnectionResources, Reserve};
 use super::shared::Shared;
 use crate::clock;
@@ -32,6 +30,8 @@ use crate::error::SetupError;
 use crate::memory::{Buf, Pool};
 use crate::op::QueuePair;
 use crate::verbs::{Device, ProtectionDomain};
+use rdma_message_proto::handshake::Handshake;
+use rdma_message_proto::refusal::{RefusalReason, Rejection};
 use rdma_provider::cm_contract::MAX_REQUEST_DATA;
 
 /// A reliable connection that carries messages and accesses memory exposed by the peer.
@@ -612,6 +612,7 @@ fn rejected(error: cm::ConnectError) -> EstablishError {
         cm::ConnectError::Rejected { attempt, private_data, .. } => {
             match Rejection::decode(private_data) {
                 Some(Rejection { user_data }) => {
+                    let user_data = Bytes::copy_from_slice(user_data);
                     EstablishError::Rejected { address: attempt.address, user_data }
                 }
                 None => match RefusalReason::decode(private_data) {

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  poll_send ─▶ inline │ copied │ lent │ offered ─▶ sends ─▶ peer   credits, phases, time:
-//!  poll_recv ◀─ inbox ◀─ receives ◀──────────────────────── peer   protocol.rs
+//!  poll_recv ◀─ inbox ◀─ receives ◀──────────────────────── peer   rdma_message_proto
 //!                 └─ long: READ, then done ───────────────▶ peer
 //! ```
 //!
@@ -17,32 +17,33 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker, ready};
 use std::time::{Duration, Instant};
 
+use rdma_message_proto::Violation;
+use rdma_message_proto::flow::max_frames;
+use rdma_message_proto::frame::{Header, Kind, check_frame, check_offer};
+use rdma_message_proto::handshake::{Content, Handshake};
+use rdma_message_proto::lifecycle::{Event, Phase, Stage};
+use rdma_message_proto::protocol::{Due, Protocol};
+use rdma_message_proto::timers::Observed;
+use rdma_message_proto::window::{Sizes, first_receives};
 use tokio::runtime;
 
 use super::after_unlock::{AfterUnlock, Dropped};
 use super::budget::Share;
 use super::config::ConnectionConfig;
-use super::error::{CloseReason, Violation};
-use super::flow_control::max_frames;
-use super::frame::{Header, Kind, decode_offer};
-use super::handshake::{Content, Handshake};
+use super::error::CloseReason;
 use super::helper::Jobs;
 use super::inbound::{Inbox, Incoming, Notification};
-use super::lifecycle::{Event, Phase, Stage};
 use super::message_memory::FetchMemory;
 use super::outbound::{Block, Sent};
-use super::protocol::{Due, Protocol};
 use super::receives::Receives;
 use super::send_memory::SendMemory;
-use super::stream::{Held, Polled, check_bytes};
-use super::timers::{Observed, Times};
-use super::window::{Sizes, first_receives};
+use super::stream::{Held, Polled};
 use crate::clock;
 use crate::cm::CmConnection;
 use crate::engine::is_current;
 use crate::error::{OpErrorKind, SetupError};
 use crate::forked;
-use crate::memory::{BufMut, Pool, ReadOnlyRegion};
+use crate::memory::{BufMut, Pool, ReadOnlyRegion, RemoteRegion};
 use crate::op::{QueuePair, Received};
 use crate::waiters::{Ticket, Waiters};
 
@@ -58,7 +59,7 @@ const SKIPS: usize = 4;
 
 #[derive(Debug)]
 pub(super) struct Core {
-    pub(super) protocol: Protocol,
+    pub(super) protocol: Protocol<CloseReason>,
     /// Dropping it disconnects the peer.
     pub(super) link: Option<Arc<CmConnection>>,
     pub(super) qp: QueuePair,
@@ -222,7 +223,7 @@ impl Core {
     ) {
         self.link = link;
         let (window, size) = peer.first_receives();
-        self.protocol.set_peer(config.first_receives(), window, Times::new(config), clock::now());
+        self.protocol.set_peer(config.first_receives(), window, config.times(), clock::now());
         self.limits.peer_receives = peer.receives.saturating_add(first_receives(peer.receives));
         self.limits.peer_size = peer.buffer_size;
         self.limits.send = peer.max_message;
@@ -333,7 +334,7 @@ impl Core {
                     }
                     self.renew_send_memory();
                 }
-                Due::Terminate(reason) => self.on(Event::Terminate(reason)),
+                Due::Terminate(end) => self.on(Event::Terminate(end.into())),
             }
         }
     }
@@ -343,8 +344,8 @@ impl Core {
         if self.protocol.note_answer(clock::now) {
             self.after.wake_driver();
         }
-        if let Some(kind) = self.protocol.phase().failure() {
-            return self.on_failure(kind, context);
+        if let Some(failure) = self.protocol.phase().failure() {
+            return self.on_failure(failure, context);
         }
         self.reap_some();
         self.send_held();
@@ -356,7 +357,7 @@ impl Core {
         self.send_due();
         self.watch_sends(context)?;
         match self.protocol.phase().failure() {
-            Some(kind) => self.on_failure(kind, context),
+            Some(failure) => self.on_failure(failure, context),
             None if self.protocol.flow.is_over() && self.sends.is_empty() => {
                 Err(CloseReason::Clean)
             }
@@ -378,7 +379,7 @@ impl Core {
             match result {
                 Ok(received) => self.on_frame(received)?,
                 Err(error) => {
-                    self.on(Event::Fail(error.kind()));
+                    self.on(Event::Fail(error.kind().into()));
                     return Ok(());
                 }
             }
@@ -394,13 +395,8 @@ impl Core {
         if written && self.content == Content::Messages {
             return self.on_notification(Notification { imm, len }, buffer);
         }
-        let header = Header::decode(imm);
-        if self.content == Content::Bytes {
-            check_bytes(header, &buffer, written)?;
-        }
-        if !header.kind.has_payload() && !buffer.is_empty() {
-            return Err(Violation::FrameLength { len: buffer.len() }.into());
-        }
+        let header = Header::decode(imm.0);
+        check_frame(self.content, header, buffer.len(), written)?;
         let fetched = self.protocol.receive(header)?;
         if self.inbox.is_incomplete() && !matches!(header.kind, Kind::Data | Kind::Part) {
             return Err(Violation::Incomplete { len: self.inbox.incomplete_len() }.into());
@@ -429,7 +425,9 @@ impl Core {
                 }
             }
             Kind::Offer => {
-                let region = decode_offer(&buffer, self.limits.receive)?;
+                let region = RemoteRegion::from_bytes(&buffer)
+                    .ok_or(Violation::FrameLength { len: buffer.len() })?;
+                check_offer(region.addr(), region.len(), self.limits.receive)?;
                 self.note_demand(header.kind, region.len());
                 self.post_receive(buffer);
                 // Keeps the credit until the service receives the message.
@@ -473,7 +471,7 @@ impl Core {
     /// noticed only after all earlier operations.
     pub(super) fn note_refusal(&mut self, refusal: Option<OpErrorKind>) {
         if let Some(kind) = refusal {
-            self.on(Event::Fail(kind));
+            self.on(Event::Fail(kind.into()));
             self.after.wake_driver();
         }
     }
@@ -497,7 +495,7 @@ impl Core {
             && let Poll::Ready(result) = self.poll_sent(0, context)
         {
             if let Err(kind) = result {
-                self.on(Event::Fail(kind));
+                self.on(Event::Fail(kind.into()));
             }
         }
     }
@@ -576,7 +574,7 @@ impl Core {
                     self.watch_by_driver();
                     return Ok(());
                 }
-                Poll::Ready(Err(kind)) => return self.on_failure(kind, context),
+                Poll::Ready(Err(kind)) => return self.on_failure(kind.into(), context),
                 Poll::Ready(Ok(())) => {}
             }
             // It completed after the last `reap`: held bytes may have waited for it, and another
@@ -717,12 +715,6 @@ impl Core {
     }
 }
 
-impl From<Violation> for CloseReason {
-    fn from(violation: Violation) -> Self {
-        Self::Violation(violation)
-    }
-}
-
 /// Counters of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
@@ -773,7 +765,10 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(core.qp.clone().close());
         core.post_receive(spare);
-        assert_eq!(core.protocol.phase().failure(), Some(OpErrorKind::Closed));
+        assert_eq!(
+            core.protocol.phase().failure(),
+            Some(CloseReason::Operation(OpErrorKind::Closed))
+        );
         assert!(core.after.wakes_driver(), "the driver is notified");
         core.progress(Waker::noop());
         assert!(

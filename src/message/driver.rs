@@ -18,13 +18,13 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use rdma_message_proto::lifecycle::Event;
+use rdma_message_proto::timers::LINGER;
 use tokio::runtime::RuntimeFlavor;
 use tokio::task::yield_now;
 
 use super::error::CloseReason;
-use super::lifecycle::Event;
 use super::shared::{DriverPoll, Shared};
-use super::timers::LINGER;
 use crate::clock::{self, Sleep, timeout};
 use crate::cm::CmConnection;
 

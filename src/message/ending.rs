@@ -3,28 +3,28 @@
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
+use rdma_message_proto::end::Reason as _;
+use rdma_message_proto::handshake::Content;
+use rdma_message_proto::lifecycle::{Action, Event, Outcome, Phase};
+use rdma_message_proto::refusal::{RefusalReason, Rejection};
 use smallvec::SmallVec;
 
-use super::admission::RefusalReason;
 use super::after_unlock::Dropped;
 use super::core::{BATCH, Core};
 use super::error::{CloseReason, MessageError};
-use super::handshake::{Content, Rejection};
 use super::inbound::{Arrived, Incoming, Message};
-use super::lifecycle::{Action, Event, Outcome, Phase, is_flush};
 use super::message_memory::FetchOutput;
 use super::outbound::Sent;
-use crate::error::OpErrorKind;
 use crate::waiters::{Caller, Ticket};
 
 impl Core {
     /// Handles a failed operation, which has failed the queue pair. Finds the first cause.
     pub(super) fn on_failure(
         &mut self,
-        kind: OpErrorKind,
+        failure: CloseReason,
         context: &mut Context<'_>,
     ) -> Result<(), CloseReason> {
-        self.on(Event::Fail(kind));
+        self.on(Event::Fail(failure));
         // Frames that arrived earlier count: a peer that closes sends its last frames first.
         for _ in 0..=self.receives.posted.len() / BATCH {
             self.take_frames(context)?;
@@ -33,16 +33,16 @@ impl Core {
             // The peer has closed its queue pair.
             return Err(CloseReason::Clean);
         }
-        let mut reason = self.protocol.phase().failure().unwrap_or(kind);
-        if is_flush(reason) {
+        let mut reason = self.protocol.phase().failure().unwrap_or(failure);
+        if reason.is_flush() {
             // A failure of the service's operation precedes the flushes but may not be polled yet.
             self.qp.drain_completions();
-            reason = self.qp.cause().unwrap_or(reason);
+            reason = self.qp.cause().map_or(reason, CloseReason::from);
         }
         let mut pending = false;
         for sent in &mut self.sends {
             match sent.poll(context) {
-                Poll::Ready(Err(kind)) if is_flush(reason) => reason = kind,
+                Poll::Ready(Err(kind)) if reason.is_flush() => reason = kind.into(),
                 Poll::Ready(_) => {}
                 Poll::Pending => pending = true,
             }
@@ -59,7 +59,7 @@ impl Core {
                         filled.push(self.fetch_memory.release(number, region));
                     }
                     Poll::Ready(Err(kind)) => {
-                        reason = if is_flush(reason) { kind } else { reason };
+                        reason = if reason.is_flush() { kind.into() } else { reason };
                         *message = Incoming::Lost;
                     }
                     Poll::Pending => pending = true,
@@ -74,14 +74,14 @@ impl Core {
         }
         // In the error state all pending operations complete.
         let disconnected = || self.link.as_ref().is_some_and(|link| !link.is_connected());
-        match is_flush(reason) {
+        match reason.is_flush() {
             true if pending => Ok(()),
             true if disconnected() => Err(self.disconnect_reason()),
-            _ => Err(CloseReason::Operation(reason)),
+            _ => Err(reason),
         }
     }
 
-    pub(super) fn on(&mut self, event: Event) {
+    pub(super) fn on(&mut self, event: Event<CloseReason>) {
         let actions = self.protocol.on(event);
         self.act(actions);
     }
@@ -301,12 +301,12 @@ mod tests {
     use super::*;
 
     use crate::contained::tests::HANG;
-    use crate::message::frame::Kind;
-    use crate::message::timers::LINGER;
     use crate::message::{Connection, ConnectionConfig};
     use crate::software::Network;
     use crate::types::Access;
     use crate::verbs::Device;
+    use rdma_message_proto::frame::Kind;
+    use rdma_message_proto::timers::LINGER;
 
     /// The capacity of the send queue.
     const DEPTH: u32 = 4;

@@ -5,11 +5,15 @@ use std::io;
 use std::net::SocketAddr;
 
 use bytes::Bytes;
+use rdma_message_proto::Violation;
+use rdma_message_proto::end::{End, Reason};
+use rdma_message_proto::handshake::HandshakeError;
+use rdma_message_proto::lifecycle::NotOpen;
+use rdma_message_proto::refusal::RefusalReason;
 
-use super::admission::RefusalReason;
-use super::handshake::HandshakeError;
 use crate::cm::ConnectError;
 use crate::error::{LimitError, NoRuntime, OpErrorKind, SetupError};
+use crate::types::WcStatus;
 
 /// An error of sending or receiving a message.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -82,85 +86,6 @@ pub enum CloseReason {
     Shutdown,
 }
 
-/// A protocol violation by the peer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Violation {
-    /// A missing or invalid header.
-    Header {
-        /// Header; 0 if missing.
-        header: u32,
-    },
-    /// An invalid payload length for the kind of frame.
-    FrameLength {
-        /// Bytes.
-        len: usize,
-    },
-    /// More receives announced than in use.
-    Credits {
-        /// Receives announced.
-        announced: u32,
-        /// Receives in use.
-        in_use: u32,
-    },
-    /// More frames sent than receives posted.
-    Window {
-        /// Receives posted.
-        receives: u32,
-    },
-    /// More messages done than offered.
-    Done {
-        /// Messages reported done.
-        announced: u32,
-        /// Messages offered.
-        offered: u32,
-    },
-    /// Receives of unfetched messages announced.
-    Unfetched {
-        /// Receives still in use.
-        in_use: u32,
-        /// Offered messages not done.
-        offered: u32,
-    },
-    /// An offer that is empty or exceeds the address space.
-    Offer {
-        /// Address.
-        addr: u64,
-        /// Bytes.
-        len: u64,
-    },
-    /// A message above the announced limit.
-    TooLong {
-        /// Bytes.
-        len: u64,
-        /// Limit in bytes.
-        allowed: u64,
-    },
-    /// Another frame within a message of several.
-    Incomplete {
-        /// Bytes of the message that have arrived.
-        len: u64,
-    },
-    /// A message of too many frames.
-    Frames {
-        /// Limit, which depends on the receives.
-        allowed: u32,
-    },
-    /// An invalid change of the peer's receives.
-    Resize {
-        /// Receives announced.
-        receives: u32,
-        /// Bytes of each announced.
-        size: u32,
-    },
-    /// A receive skipped that this side needs.
-    Skip,
-    /// A message after `Fin`.
-    AfterFinish,
-    /// An acknowledgement of a `Fin` that was not sent.
-    NotFinished,
-}
-
 impl fmt::Display for MessageError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -222,52 +147,53 @@ impl fmt::Display for CloseReason {
     }
 }
 
-impl fmt::Display for Violation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match *self {
-            Self::Header { header } => write!(f, "invalid frame header {header:#010x}"),
-            Self::FrameLength { len } => {
-                write!(f, "invalid payload length of {len} bytes for the kind of frame")
-            }
-            Self::Credits { announced, in_use } => {
-                write!(f, "{announced} receives announced as free, only {in_use} in use")
-            }
-            Self::Window { receives } => {
-                write!(f, "more frames sent than receives posted ({receives})")
-            }
-            Self::Done { announced, offered } => {
-                write!(f, "{announced} messages reported fetched, only {offered} offered")
-            }
-            Self::Unfetched { in_use, offered } => write!(
-                f,
-                "receives announced as free that hold offered messages: {offered} not fetched, \
-                 {in_use} in use"
-            ),
-            Self::Offer { addr, len } => write!(f, "invalid offer of {len} bytes at {addr:#x}"),
-            Self::TooLong { len, allowed } => {
-                write!(f, "message of {len} bytes, at most {allowed} allowed (max_message)")
-            }
-            Self::Incomplete { len } => {
-                write!(f, "another frame within a message, of which {len} bytes have arrived")
-            }
-            Self::Frames { allowed } => write!(f, "message of more than {allowed} frames"),
-            Self::Resize { receives, size } => {
-                write!(f, "invalid change to {receives} receives of {size} bytes")
-            }
-            Self::Skip => f.write_str("receive skipped that the peer must use"),
-            Self::AfterFinish => f.write_str("message sent after Fin"),
-            Self::NotFinished => f.write_str("acknowledgement of a Fin that was not sent"),
-        }
-    }
-}
-
 impl std::error::Error for MessageError {}
 
 impl std::error::Error for TrySendError {}
 
 impl std::error::Error for CloseReason {}
 
-impl std::error::Error for Violation {}
+impl From<End> for CloseReason {
+    fn from(end: End) -> Self {
+        match end {
+            End::Clean => Self::Clean,
+            End::Local => Self::Local,
+            End::Dropped => Self::Dropped,
+            End::Violation(violation) => Self::Violation(violation),
+            End::Silent => Self::Silent,
+            End::NoFirstMessage => Self::NoFirstMessage,
+            End::Stalled => Self::Stalled,
+        }
+    }
+}
+
+impl From<Violation> for CloseReason {
+    fn from(violation: Violation) -> Self {
+        Self::Violation(violation)
+    }
+}
+
+impl From<OpErrorKind> for CloseReason {
+    fn from(kind: OpErrorKind) -> Self {
+        Self::Operation(kind)
+    }
+}
+
+impl Reason for CloseReason {
+    fn is_flush(&self) -> bool {
+        matches!(self, Self::Operation(kind)
+            if kind.status() == Some(WcStatus::WR_FLUSH_ERR) || *kind == OpErrorKind::Closed)
+    }
+}
+
+impl From<NotOpen<CloseReason>> for MessageError {
+    fn from(not_open: NotOpen<CloseReason>) -> Self {
+        match not_open {
+            NotOpen::Finished => Self::Finished,
+            NotOpen::Ended(reason) => Self::Closed(reason),
+        }
+    }
+}
 
 impl From<CloseReason> for MessageError {
     fn from(reason: CloseReason) -> Self {

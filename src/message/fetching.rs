@@ -2,11 +2,12 @@
 
 use std::task::{Context, Poll, Waker};
 
+use rdma_message_proto::lifecycle::Event;
+
 use super::after_unlock::Dropped;
 use super::core::Core;
 use super::error::CloseReason;
 use super::inbound::{Arrived, Incoming, Message};
-use super::lifecycle::Event;
 use super::message_memory::{Fetch, FetchOutput, Job, JobDone, JobOutput};
 
 impl Core {
@@ -61,7 +62,7 @@ impl Core {
                     }
                     Poll::Ready(Err(kind)) => {
                         *message = Incoming::Lost;
-                        return self.on_failure(kind, context);
+                        return self.on_failure(kind.into(), context);
                     }
                 },
                 Incoming::Preparing(_) | Incoming::Releasing => break,

@@ -3,8 +3,9 @@
 use std::collections::VecDeque;
 use std::sync::Weak;
 
+use rdma_message_proto::lifecycle::Event;
+
 use super::error::CloseReason;
-use super::lifecycle::Event;
 use super::message_memory::Job;
 use super::shared::Shared;
 

@@ -5,10 +5,10 @@ use std::ops::Deref;
 use std::task::{Poll, Waker};
 
 use bytes::Bytes;
+use rdma_message_proto::lifecycle::Event;
 
 use super::core::Core;
 use super::error::{CloseReason, MessageError};
-use super::lifecycle::Event;
 use super::message_memory::Fetch;
 use crate::memory::{Buf, BufMut, RemoteRegion};
 use crate::types::Imm;

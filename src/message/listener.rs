@@ -25,7 +25,7 @@ pub use request::ConnectionRequest;
 use self::backlog::{Backlog, Established, Unaccepted};
 use self::request::Requested;
 
-use super::admission::{Admission, ListenerStats};
+use super::admission::{Admission, ListenerStats, rejection};
 use super::config::ConnectionConfig;
 use super::connection::Connection;
 use super::error::{CloseReason, EstablishError};
@@ -585,7 +585,7 @@ impl Acceptor {
                         %error,
                         "rejected connection request"
                     );
-                    inner.refuse(&error.rejection(self.admission.content));
+                    inner.refuse(&rejection(&error, self.admission.content));
                 }
             }
         }

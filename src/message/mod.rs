@@ -14,9 +14,7 @@
 //!        │                            ending.rs, waiters.rs
 //!        │ headers, events, time ▼ ▲ headers to send, actions, deadline
 //!        ▼
-//!      protocol.rs: no I/O; validates what the peer sends
-//!        │                            frame.rs, handshake.rs
-//!        └─ lifecycle.rs: phases      flow_control.rs: credits    timers.rs: deadlines
+//!      rdma_message_proto: no I/O; validates what the peer sends
 //! ```
 
 #![forbid(unsafe_code)]
@@ -31,25 +29,15 @@ mod driver;
 mod ending;
 mod error;
 mod fetching;
-mod flow_control;
-#[cfg(all(test, not(loom)))]
-mod flow_model;
-mod frame;
-#[cfg(any(fuzzing, all(test, not(loom))))]
-#[allow(unreachable_pub, reason = "used by fuzz targets")]
-pub mod fuzzing;
 mod halves;
-mod handshake;
 mod helper;
 mod inbound;
-mod lifecycle;
 mod listener;
 mod message_memory;
 mod one_sided;
 mod outbound;
 mod outcome;
 mod peer_set;
-mod protocol;
 mod receives;
 mod reconnect;
 mod resources;
@@ -59,20 +47,23 @@ mod shared_completions;
 pub mod stream;
 #[cfg(all(test, not(loom)))]
 mod tests;
-mod timers;
-mod window;
 
-pub use admission::{ListenerStats, RefusalReason};
+pub use admission::ListenerStats;
 pub use budget::{BudgetCounters, BufferBudget};
 pub use config::ConnectionConfig;
 pub use connection::{Connection, PreparedConnection};
 pub use core::ConnectionCounters;
-pub use error::{CloseReason, EstablishError, MessageError, TrySendError, Violation};
+pub use error::{CloseReason, EstablishError, MessageError, TrySendError};
 pub use halves::{Notifications, RecvHalf, SendHalf};
-pub use handshake::{Content, Handshake, HandshakeError};
 pub use inbound::Notification;
 pub use listener::{ConnectionRequest, Listener, ShutdownReport};
 pub use peer_set::{Peer, PeerError, PeerLink, PeerSet, PeerSetConfig, PeerSetCounters};
+#[doc(inline)]
+pub use rdma_message_proto::Violation;
+#[doc(inline)]
+pub use rdma_message_proto::handshake::{Content, Handshake, HandshakeError};
+#[doc(inline)]
+pub use rdma_message_proto::refusal::RefusalReason;
 pub use reconnect::{
     Reconnect, ReconnectCause, ReconnectError, ReconnectPolicy, ReconnectState, ReconnectStates,
 };

@@ -6,12 +6,12 @@ use std::pin::Pin;
 use std::task::{Context, Poll, Waker, ready};
 
 use bytes::Bytes;
+use rdma_message_proto::frame::{Header, Kind};
+use rdma_message_proto::handshake::Content;
 use smallvec::SmallVec;
 
 use super::core::{Core, Mark};
 use super::error::{CloseReason, MessageError};
-use super::frame::{Header, Kind};
-use super::handshake::Content;
 use crate::error::{LimitError, OpError, OpErrorKind};
 use crate::memory::{Buf, BufMut, Gather, PdKey, ReadOnlyRegion, RemoteRegion, Sealed as _};
 use crate::op::{QueuePair, Send, Write};
@@ -215,7 +215,7 @@ impl Core {
 
     /// Sends a frame with a payload that fits the work request.
     pub(super) fn send_short(&mut self, header: Header, payload: &[u8]) {
-        let send = self.frames.send_inline_with_imm(payload, header.encode());
+        let send = self.frames.send_inline_with_imm(payload, Imm(header.encode()));
         self.add_sent(if header.kind == Kind::Abort {
             Sent::Abort(send)
         } else {
@@ -271,7 +271,7 @@ impl Core {
             }
         } else if let Err(error) = self.protocol.phase().check_open() {
             self.withdraw_sender(ticket);
-            return Poll::Ready(Err(error));
+            return Poll::Ready(Err(error.into()));
         }
         self.senders.wait(ticket, caller);
         if matches!(self.blocked, Block::Buffers { .. }) {
@@ -434,7 +434,7 @@ impl Core {
             start = end;
             let kind = self.kind(number, frames);
             let header = self.protocol.flow.send(kind);
-            let send = self.sender(kind).send_with_imm(part, header.encode());
+            let send = self.sender(kind).send_with_imm(part, Imm(header.encode()));
             self.add_sent(Sent::Lent(send));
             self.lent += 1;
         }
@@ -449,7 +449,7 @@ impl Core {
     /// dropped at once, too, which frees nothing: the caller holds another view.
     fn lend_alone(&mut self, message: &Buf, driver: &Waker) {
         let header = self.protocol.flow.send(Kind::Data);
-        let send = self.frames.send_with_imm(message.clone(), header.encode());
+        let send = self.frames.send_with_imm(message.clone(), Imm(header.encode()));
         let mut sent = Sent::Lent(send);
         self.note_refusal(sent.refusal());
         let context = &mut Context::from_waker(driver);
@@ -462,7 +462,7 @@ impl Core {
             Poll::Ready((result, _)) => {
                 self.reaped += 1;
                 if let Err(kind) = result {
-                    self.terminate_on_error(|core| core.on_failure(kind, context));
+                    self.terminate_on_error(|core| core.on_failure(kind.into(), context));
                 }
             }
         }
@@ -553,7 +553,7 @@ impl Core {
     /// Sends a frame of copied bytes.
     pub(super) fn send_copied(&mut self, kind: Kind, buffer: BufMut) {
         let header = self.protocol.flow.send(kind);
-        let send = self.sender(kind).send_with_imm(buffer, header.encode());
+        let send = self.sender(kind).send_with_imm(buffer, Imm(header.encode()));
         self.add_sent(Sent::Copied(send));
     }
 

@@ -11,15 +11,17 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
+use rdma_message_proto::Violation;
+use rdma_message_proto::flow::RESERVE;
+use rdma_message_proto::frame::{Kind, OFFER_LEN};
+use rdma_message_proto::handshake::Content;
+use rdma_message_proto::window::{FIRST_SIZE, Resize, first_receives, is_reached};
+
 use super::after_unlock::Dropped;
 use super::budget::Share;
 use super::config::ConnectionConfig;
 use super::core::Core;
-use super::error::{CloseReason, Violation};
-use super::flow_control::RESERVE;
-use super::frame::{Kind, OFFER_LEN};
-use super::handshake::Content;
-use super::window::{FIRST_SIZE, Resize, first_receives, is_reached};
+use super::error::CloseReason;
 use crate::clock;
 use crate::error::SetupError;
 use crate::memory::{BufMut, Pool};

@@ -22,6 +22,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use connector::{Connector, Failure};
 use futures::Stream;
 use futures::future::{Either, FutureExt, select};
 use futures::stream::{self, BoxStream, StreamExt};
@@ -31,11 +32,9 @@ use tokio::task::AbortHandle;
 use tokio::task::coop::consume_budget;
 use tokio::time::{Instant, sleep};
 
-use connector::{Connector, Failure};
 pub use error::{ReconnectCause, ReconnectError};
 pub use policy::ReconnectPolicy;
 
-use super::admission::RefusalReason;
 use super::config::ConnectionConfig;
 use super::connection::Connection;
 use super::error::{CloseReason, EstablishError, MessageError};
@@ -43,6 +42,7 @@ use crate::clock;
 use crate::contained::{contained, wakes_contained};
 use crate::error::{NoRuntime, OpenError};
 use crate::verbs::Device;
+use rdma_message_proto::refusal::RefusalReason;
 
 /// A connection to an address that is made anew whenever it ends, until this handle is closed or
 /// dropped.

@@ -1,11 +1,12 @@
 //! Registered buffers for copied frames. Their number follows use.
 
+use rdma_message_proto::window::FIRST_SIZE;
+
 use super::budget::Share;
 use super::config::ConnectionConfig;
 use super::core::{Core, Limits};
 use super::error::MessageError;
 use super::outbound::{Attempt, Block};
-use super::window::FIRST_SIZE;
 use crate::error::SetupError;
 use crate::memory::{BufMut, Pool, PoolError};
 use crate::verbs::ProtectionDomain;

@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use rdma_message_proto::handshake::{Handshake, HandshakeError};
 
 use super::{Connection, Handle};
 use crate::cm::CmConnection;
@@ -13,9 +14,8 @@ use crate::message::budget::Share;
 use crate::message::config::ConnectionConfig;
 use crate::message::core::Core;
 use crate::message::driver::drive;
-use crate::message::error::EstablishError;
+use crate::message::error::{CloseReason, EstablishError};
 use crate::message::halves::{RecvHalf, SendHalf};
-use crate::message::handshake::{Handshake, HandshakeError};
 use crate::message::resources::ConnectionResources;
 use crate::message::shared::Shared;
 use crate::op::{QueuePair, QueuePairBuilder, QueuePairEndpoint};
@@ -47,7 +47,9 @@ impl PreparedConnection {
             .build()?;
         let core = Box::new(Core::new(qp.clone(), config, pools, share));
         match core.protocol.phase().failure() {
-            Some(OpErrorKind::Post(error) | OpErrorKind::State { error, .. }) => {
+            Some(CloseReason::Operation(
+                OpErrorKind::Post(error) | OpErrorKind::State { error, .. },
+            )) => {
                 return Err(error.into());
             }
             Some(_) => return Err(SetupError::Closed),

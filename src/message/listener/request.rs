@@ -7,19 +7,21 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use futures::future::{Either, select};
+use rdma_message_proto::handshake::Handshake;
+use rdma_message_proto::refusal::Rejection;
+use rdma_provider::cm_contract::{Admit as _, MAX_RESPONSE_DATA};
 
 use super::GRACE;
 use super::backlog::Unaccepted;
 use crate::clock;
 use crate::cm;
+use crate::error::LimitError;
 use crate::message::admission::Admission;
 use crate::message::config::ConnectionConfig;
 use crate::message::connection::{Connection, PreparedConnection};
 use crate::message::error::EstablishError;
-use crate::message::handshake::{Handshake, Rejection};
 use crate::message::resources::Reserve;
 use crate::verbs::Device;
-use rdma_provider::cm_contract::{Admit as _, MAX_RESPONSE_DATA};
 
 /// A peer's request for a connection. Dropping it rejects the peer.
 #[must_use = "dropping it rejects it"]
@@ -144,7 +146,10 @@ impl ConnectionRequest {
     ///
     /// Dropping the future rejects the peer anyway.
     pub async fn reject(self, user_data: &[u8]) -> Result<(), EstablishError> {
-        let rejection = Rejection::encode(user_data).map_err(cm::ConnectError::from)?;
+        let allowed = Rejection::MAX_USER_DATA as u64;
+        LimitError::check("user_data of a rejection", user_data.len() as u64, allowed)
+            .map_err(cm::ConnectError::from)?;
+        let rejection = Rejection { user_data }.encode().unwrap_or_default();
         match self.0 {
             State::Requested(request) => request.inner.reject(&rejection).await?,
             State::Established(connection) => drop(connection),

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::cm::ConnectError;
 use crate::error::{OpenError, SetupError, VerbError};
-use crate::message::{CloseReason, EstablishError, RefusalReason};
+use crate::message::{CloseReason, EstablishError};
 use crate::types::RejectReason;
 
 /// The reason for another attempt of a [`Reconnect`](super::Reconnect), or for none.
@@ -144,13 +144,7 @@ impl EstablishError {
         match self {
             Self::Setup(error) => is_temporary_setup(error),
             Self::Connect(error) => is_temporary_connect(error),
-            Self::Refused { reason, .. } => match reason {
-                RefusalReason::ListenerFull
-                | RefusalReason::SourceFull
-                | RefusalReason::ShuttingDown
-                | RefusalReason::OutOfBuffers => true,
-                RefusalReason::OtherContent(_) => false,
-            },
+            Self::Refused { reason, .. } => reason.is_temporary(),
             Self::Handshake(_)
             | Self::OtherProtocol { .. }
             | Self::Rejected { .. }
@@ -246,6 +240,7 @@ mod tests {
     use super::*;
     use crate::cm::{ConnectAttempt, ConnectStep};
     use crate::error::{LimitError, NoRuntime};
+    use crate::message::RefusalReason;
     use crate::message::{Content, HandshakeError};
 
     #[test]

@@ -60,13 +60,12 @@ pub(super) use writing::Held;
 use super::config::ConnectionConfig;
 use super::connection::{Connection, Handle};
 use super::core::{ConnectionCounters, Core};
-use super::error::{CloseReason, MessageError, Violation};
-use super::frame::{Header, Kind};
+use super::error::{CloseReason, MessageError};
 use super::halves::WaitGuard;
-use super::handshake::Content;
 use crate::memory::Buf;
 use crate::verbs::{Device, ProtectionDomain};
 use crate::waiters::Ticket;
+use rdma_message_proto::handshake::Content;
 
 /// A reliable, ordered stream of bytes between two peers, like `tokio::net::TcpStream`.
 ///
@@ -597,15 +596,4 @@ fn io_error(error: MessageError) -> io::Error {
         _ => error.io_kind(),
     };
     io::Error::new(kind, error)
-}
-
-/// Checks a frame of a stream beyond what all frames are checked for. An empty one would be taken
-/// for the end.
-pub(super) fn check_bytes(header: Header, payload: &[u8], written: bool) -> Result<(), Violation> {
-    match header.kind {
-        _ if written => Err(Violation::Header { header: header.encode().0 }),
-        Kind::Part => Err(Violation::Header { header: header.encode().0 }),
-        Kind::Data if payload.is_empty() => Err(Violation::FrameLength { len: 0 }),
-        _ => Ok(()),
-    }
 }

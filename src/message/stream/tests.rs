@@ -10,12 +10,12 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use futures::{FutureExt, StreamExt};
+use rdma_message_proto::window::{Resize, Sizes};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use super::{Held, RdmaListener, RdmaStream};
 use crate::contained::tests::HANG;
 use crate::memory::{BufMut, Pool};
-use crate::message::window::{Resize, Sizes};
 use crate::message::{CloseReason, ConnectionConfig};
 use crate::software::Network;
 use crate::verbs::Device;

@@ -16,13 +16,13 @@ use std::io::IoSlice;
 use std::task::{Poll, Waker};
 
 use bytes::Bytes;
+use rdma_message_proto::frame::Kind;
 use smallvec::SmallVec;
 
 use super::COPIED;
 use crate::memory::{Buf, BufMut};
 use crate::message::core::Core;
 use crate::message::error::MessageError;
-use crate::message::frame::Kind;
 use crate::message::outbound::{Attempt, Block, INLINE, Outgoing, Pieces};
 use crate::waiters::{Caller, Ticket};
 

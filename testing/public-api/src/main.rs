@@ -20,7 +20,8 @@ struct Listed {
     foreign: &'static [&'static str],
 }
 
-const LISTED: [Listed; 4] = [
+const LISTED: [Listed; 5] = [
+    Listed { package: "rdma-message-proto", foreign: &[] },
     Listed {
         package: "rdma-provider",
         // Implementations by its macro for `Flags`.
@@ -36,6 +37,7 @@ const LISTED: [Listed; 4] = [
             "futures_sink",
             // The macro's `Unpin` of `Drive`.
             "pin_project",
+            "rdma_message_proto",
             "rdma_mummy_sys",
             "rdma_provider",
             "rdma_soft",

@@ -25,37 +25,39 @@
 //! | `Aborting` | no | no: messages are discarded | `Abort` |
 //!
 //! In `Lingering` and `Aborting` the service holds no handle. They last at most
-//! [`LINGER`](super::timers::LINGER). [`Flow`](super::flow_control::Flow) knows whether both sides
-//! have finished; the connection then terminates with [`CloseReason::Clean`].
+//! [`LINGER`](crate::timers::LINGER). [`Flow`](crate::flow::Flow) knows whether both sides
+//! have finished; the connection then terminates with [`End::Clean`].
 //!
 //! Only [`transition`] changes a phase. Tests compare the drawing and the table with every pair of
-//! phase and event, and `flow_model.rs` explores all interleavings of two sides.
+//! phase and event, and `model.rs` explores all interleavings of two sides.
 
-use super::error::{CloseReason, MessageError};
-use crate::error::OpErrorKind;
-use crate::types::WcStatus;
+use crate::end::{End, Reason};
 
 /// The phase of one side of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Phase {
+pub enum Phase<R> {
+    /// Frames are sent and received.
     Running(Stage),
     /// An operation and its queue pair have failed. Completions are polled to find the first cause.
-    Failing(Stage, OpErrorKind),
+    Failing(Stage, R),
     /// No more frames are sent or received. The queue pair is not closed yet.
-    Terminated(Outcome),
+    Terminated(Outcome<R>),
     /// The queue pair is closed.
-    Closed(Outcome),
+    Closed(Outcome<R>),
 }
 
 /// The progress of the service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Stage {
+pub enum Stage {
+    /// Nothing has ended.
     Open,
     /// `recv` has returned the end of the peer's messages.
     ReceivedAll,
+    /// The service sends no more messages.
     Finished,
     /// `Finished` and `ReceivedAll`.
     Complete,
+    /// The service neither sends nor receives.
     Closing,
     /// Dropped after all messages were received. This side finishes as in `Closing`.
     Lingering,
@@ -63,16 +65,21 @@ pub(super) enum Stage {
     Aborting,
 }
 
+/// The end of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Outcome {
-    pub(super) reason: CloseReason,
+pub struct Outcome<R> {
+    /// Why it has ended.
+    pub reason: R,
     /// True if the service can still receive messages that have arrived.
-    pub(super) readable: bool,
+    pub readable: bool,
 }
 
+/// What changes a phase.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Event {
+pub enum Event<R> {
+    /// The service sends no more messages.
     Finish,
+    /// The service neither sends nor receives.
     Close,
     /// `recv` has returned the end of the peer's messages.
     EndReceived,
@@ -82,17 +89,18 @@ pub(super) enum Event {
         at_end: bool,
     },
     /// The service aborts.
-    Abort(CloseReason),
+    Abort(R),
     /// An operation has failed.
-    Fail(OpErrorKind),
+    Fail(R),
     /// Any other cause.
-    Terminate(CloseReason),
+    Terminate(R),
+    /// The queue pair is closed.
     QueuePairClosed,
 }
 
-/// A side effect of a transition. [`Core`](super::core::Core) executes them in order.
+/// A side effect of a transition. The connection executes them in order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Action {
+pub enum Action {
     /// Requires a credit; otherwise nothing is sent.
     SendAbort,
     /// Stops posting, including operations of the service.
@@ -107,9 +115,11 @@ pub(super) enum Action {
     ReleaseReceives,
     /// Drops the connection manager's connection.
     ReleaseLink,
+    /// Wakes the tasks that wait to send.
     WakeSenders,
+    /// Wakes the tasks that wait for messages or notifications.
     WakeReceivers,
-    /// Includes tasks that wait for the termination or for the queue pair to close.
+    /// Wakes the tasks that wait for a flush, for the termination, or for the queue pair to close.
     WakeFlushers,
 }
 
@@ -142,10 +152,10 @@ const QUEUE_PAIR_CLOSED: &[Action] =
     &[Action::ReleaseReceives, Action::ReleaseOffers, Action::ReleaseLink, Action::WakeFlushers];
 
 /// Returns the phase after `event`, and the required actions.
-pub(super) fn transition(from: Phase, event: Event) -> (Phase, &'static [Action]) {
+pub fn transition<R: Reason>(from: Phase<R>, event: Event<R>) -> (Phase<R>, &'static [Action]) {
     match from {
         Phase::Running(stage) => match event {
-            Event::Fail(kind) => (Phase::Failing(stage, kind), &[]),
+            Event::Fail(failure) => (Phase::Failing(stage, failure), &[]),
             _ => terminate_stage(stage, event).unwrap_or_else(|| {
                 let (stage, actions) = next_stage(stage, event);
                 (Phase::Running(stage), actions)
@@ -153,8 +163,8 @@ pub(super) fn transition(from: Phase, event: Event) -> (Phase, &'static [Action]
         },
         Phase::Failing(stage, cause) => match event {
             // The flush of other work follows the failure that caused it, but may be polled first.
-            Event::Fail(kind) => {
-                (Phase::Failing(stage, if is_flush(cause) { kind } else { cause }), &[])
+            Event::Fail(failure) => {
+                (Phase::Failing(stage, if cause.is_flush() { failure } else { cause }), &[])
             }
             _ => terminate_stage(stage, event).unwrap_or_else(|| {
                 let (stage, actions) = next_stage(stage, event);
@@ -174,7 +184,7 @@ pub(super) fn transition(from: Phase, event: Event) -> (Phase, &'static [Action]
 }
 
 /// Returns the phase after a terminating event; `None` for other events.
-fn terminate_stage(stage: Stage, event: Event) -> Option<(Phase, &'static [Action])> {
+fn terminate_stage<R>(stage: Stage, event: Event<R>) -> Option<(Phase<R>, &'static [Action])> {
     let (outcome, actions) = match (event, stage) {
         (Event::Abort(reason), Stage::Aborting) => {
             (Outcome { reason, readable: false }, ABORT_AFTER_DROP)
@@ -192,7 +202,7 @@ fn terminate_stage(stage: Stage, event: Event) -> Option<(Phase, &'static [Actio
 }
 
 /// Returns the stage after any other event.
-fn next_stage(stage: Stage, event: Event) -> (Stage, &'static [Action]) {
+fn next_stage<R>(stage: Stage, event: Event<R>) -> (Stage, &'static [Action]) {
     use Stage::{Aborting, Closing, Complete, Finished, Lingering, Open, ReceivedAll};
     match (stage, event) {
         // The service holds no handle.
@@ -210,20 +220,31 @@ fn next_stage(stage: Stage, event: Event) -> (Stage, &'static [Action]) {
     }
 }
 
-impl Phase {
-    pub(super) fn outcome(&self) -> Option<Outcome> {
+/// The service has finished or closed this end, or it has ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NotOpen<R> {
+    /// The service has finished.
+    Finished,
+    /// This end was closed or has ended.
+    Ended(R),
+}
+
+impl<R: Reason> Phase<R> {
+    /// Returns the outcome once there is one.
+    pub fn outcome(&self) -> Option<Outcome<R>> {
         match *self {
             Self::Running(_) | Self::Failing(..) => None,
             Self::Terminated(outcome) | Self::Closed(outcome) => Some(outcome),
         }
     }
 
-    pub(super) fn close_reason(&self) -> Option<CloseReason> {
+    /// Returns the reason of the end once there is one.
+    pub fn close_reason(&self) -> Option<R> {
         self.outcome().map(|outcome| outcome.reason)
     }
 
     /// Returns the cause of a failure, as far as it is known.
-    pub(super) fn failure(&self) -> Option<OpErrorKind> {
+    pub fn failure(&self) -> Option<R> {
         match *self {
             Self::Failing(_, cause) => Some(cause),
             _ => None,
@@ -231,34 +252,35 @@ impl Phase {
     }
 
     /// Returns true if an `Abort` notifies the peer of a drop.
-    pub(super) fn is_aborting(&self) -> bool {
+    pub fn is_aborting(&self) -> bool {
         matches!(self, Self::Running(Stage::Aborting) | Self::Failing(Stage::Aborting, _))
     }
 
     /// Returns true if only the peer's end is missing: in `close`, or after a drop.
-    pub(super) fn awaits_peer(&self) -> bool {
+    pub fn awaits_peer(&self) -> bool {
         matches!(self, Self::Running(Stage::Closing | Stage::Lingering))
     }
 
     /// Returns true if messages are delivered and not discarded.
-    pub(super) fn takes_messages(&self) -> bool {
+    pub fn takes_messages(&self) -> bool {
         match self {
             Self::Running(stage) | Self::Failing(stage, _) => stage.takes_messages(),
             Self::Terminated(outcome) | Self::Closed(outcome) => outcome.readable,
         }
     }
 
-    pub(super) fn check_open(&self) -> Result<(), MessageError> {
+    /// Returns an error unless the service may send.
+    pub fn check_open(&self) -> Result<(), NotOpen<R>> {
         match self {
             Self::Running(stage) | Self::Failing(stage, _) => match stage {
                 Stage::Open | Stage::ReceivedAll => Ok(()),
-                Stage::Finished | Stage::Complete => Err(MessageError::Finished),
+                Stage::Finished | Stage::Complete => Err(NotOpen::Finished),
                 Stage::Closing | Stage::Lingering | Stage::Aborting => {
-                    Err(MessageError::Closed(CloseReason::Local))
+                    Err(NotOpen::Ended(End::Local.into()))
                 }
             },
             Self::Terminated(outcome) | Self::Closed(outcome) => {
-                Err(MessageError::Closed(outcome.reason))
+                Err(NotOpen::Ended(outcome.reason))
             }
         }
     }
@@ -269,14 +291,10 @@ impl Stage {
         !matches!(self, Self::Closing | Self::Lingering | Self::Aborting)
     }
 
-    pub(super) fn sends_fin(self) -> bool {
+    /// Returns true if a `Fin` follows what was sent.
+    pub fn sends_fin(self) -> bool {
         matches!(self, Self::Finished | Self::Complete | Self::Closing | Self::Lingering)
     }
-}
-
-/// Returns true if another failure is the cause.
-pub(super) fn is_flush(kind: OpErrorKind) -> bool {
-    kind.status() == Some(WcStatus::WR_FLUSH_ERR) || kind == OpErrorKind::Closed
 }
 
 #[cfg(test)]
@@ -284,7 +302,10 @@ mod tests {
     use std::collections::{BTreeMap, BTreeSet};
 
     use super::*;
-    use crate::error::VerbError;
+    use crate::end::TestReason;
+
+    type Phase = super::Phase<TestReason>;
+    type Event = super::Event<TestReason>;
 
     const STAGES: [Stage; 7] = [
         Stage::Open,
@@ -296,9 +317,10 @@ mod tests {
         Stage::Aborting,
     ];
 
-    const FLUSH: OpErrorKind = OpErrorKind::Closed;
-    const FAILURE: OpErrorKind = OpErrorKind::Post(VerbError::new("ibv_post_send", VerbError::EIO));
-    const OTHER: OpErrorKind = OpErrorKind::Post(VerbError::new("ibv_post_recv", VerbError::EIO));
+    const FLUSH: TestReason = TestReason::Flush;
+    const FAILURE: TestReason = TestReason::Failed(1);
+    const OTHER: TestReason = TestReason::Failed(2);
+    const SILENT: TestReason = TestReason::Protocol(End::Silent);
 
     const EVENTS: [Event; 10] = [
         Event::Finish,
@@ -306,10 +328,10 @@ mod tests {
         Event::EndReceived,
         Event::Drop { at_end: true },
         Event::Drop { at_end: false },
-        Event::Abort(CloseReason::Aborted),
+        Event::Abort(TestReason::Aborted),
         Event::Fail(FLUSH),
         Event::Fail(OTHER),
-        Event::Terminate(CloseReason::Silent),
+        Event::Terminate(SILENT),
         Event::QueuePairClosed,
     ];
 
@@ -317,8 +339,8 @@ mod tests {
         let running = STAGES.map(Phase::Running);
         let failing =
             [FLUSH, FAILURE].map(|cause| STAGES.map(|stage| Phase::Failing(stage, cause)));
-        let outcomes =
-            [true, false].map(|readable| Outcome { reason: CloseReason::Dropped, readable });
+        let outcomes = [true, false]
+            .map(|readable| Outcome { reason: TestReason::Protocol(End::Dropped), readable });
         [
             &running[..],
             &failing.concat(),
@@ -524,15 +546,13 @@ mod tests {
             }
         }
         assert_eq!(rows, STAGES.len());
-        let local = Err(MessageError::Closed(CloseReason::Local));
-        for (stage, error) in
-            [(Stage::Finished, Err(MessageError::Finished)), (Stage::Closing, local)]
-        {
+        let local = Err(NotOpen::Ended(TestReason::Protocol(End::Local)));
+        for (stage, error) in [(Stage::Finished, Err(NotOpen::Finished)), (Stage::Closing, local)] {
             assert_eq!(Phase::Running(stage).check_open(), error);
         }
-        let outcome = Outcome { reason: CloseReason::Silent, readable: true };
+        let outcome = Outcome { reason: SILENT, readable: true };
         for phase in [Phase::Terminated(outcome), Phase::Closed(outcome)] {
-            assert_eq!(phase.check_open(), Err(MessageError::Closed(CloseReason::Silent)));
+            assert_eq!(phase.check_open(), Err(NotOpen::Ended(SILENT)));
             assert!(phase.takes_messages());
         }
     }

@@ -14,33 +14,35 @@
 //!                           ▲ from: later receives have the announced size
 //! ```
 
-use super::error::Violation;
-use super::flow_control::RESERVE;
+use crate::Violation;
+use crate::flow::RESERVE;
 
 /// The receives for messages of a side that is not in use. A request, the next one and two
 /// notifications fit.
-pub(super) const FIRST_MESSAGES: u32 = 4;
+pub const FIRST_MESSAGES: u32 = 4;
 
 /// The bytes of each of them. With the reserve and two spare buffers, they fit a page.
-pub(super) const FIRST_SIZE: u32 = 384;
+pub const FIRST_SIZE: u32 = 384;
 
 /// A change of a side's receives. Encoded as four big-endian numbers of 32 bits, in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) struct Resize {
+pub struct Resize {
     /// The receives from now on, including the reserve and the number to skip.
-    pub(super) receives: u32,
+    pub receives: u32,
     /// The receives that the peer must skip.
-    pub(super) skip: u32,
+    pub skip: u32,
     /// The number of the first receive of `size`; ignored if the size is the same.
-    pub(super) from: u32,
+    pub from: u32,
     /// The size of the receives posted from now on.
-    pub(super) size: u32,
+    pub size: u32,
 }
 
 impl Resize {
-    pub(super) const LEN: usize = 16;
+    /// The encoded length.
+    pub const LEN: usize = 16;
 
-    pub(super) fn to_bytes(self) -> [u8; Self::LEN] {
+    /// Encodes the change.
+    pub fn to_bytes(self) -> [u8; Self::LEN] {
         let mut bytes = [0; Self::LEN];
         let fields = [self.receives, self.skip, self.from, self.size];
         for (bytes, field) in bytes.chunks_exact_mut(4).zip(fields) {
@@ -49,7 +51,8 @@ impl Resize {
         bytes
     }
 
-    pub(super) fn from_bytes(bytes: &[u8]) -> Option<Self> {
+    /// Decodes a change; `None` for another length.
+    pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; Self::LEN] = bytes.try_into().ok()?;
         let [receives, skip, from, size] = std::array::from_fn(|field| {
             let at = field * 4;
@@ -61,7 +64,7 @@ impl Resize {
 
 /// The sizes of the peer's receives.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Sizes {
+pub struct Sizes {
     /// The size of receives before `change`.
     size: u32,
     /// The number of the first receive of another size, and that size.
@@ -69,12 +72,13 @@ pub(super) struct Sizes {
 }
 
 impl Sizes {
-    pub(super) fn new(size: u32) -> Self {
+    /// Creates the sizes of receives that all have `size` bytes.
+    pub fn new(size: u32) -> Self {
         Self { size, change: None }
     }
 
     /// Returns the size of receive `number`, which no frame has used yet.
-    pub(super) fn at(&self, number: u32) -> u32 {
+    pub fn at(&self, number: u32) -> u32 {
         match self.change {
             Some((from, size)) if is_reached(number, from) => size,
             _ => self.size,
@@ -82,7 +86,7 @@ impl Sizes {
     }
 
     /// Forgets a change before receive `next`.
-    pub(super) fn settle(&mut self, next: u32) {
+    pub fn settle(&mut self, next: u32) {
         if let Some((from, size)) = self.change
             && is_reached(next, from)
         {
@@ -91,12 +95,12 @@ impl Sizes {
     }
 
     /// Returns the size of receives posted last.
-    pub(super) fn last(&self) -> u32 {
+    pub fn last(&self) -> u32 {
         self.change.map_or(self.size, |(_, size)| size)
     }
 
     /// Returns true if all receives from `next` on have one size.
-    pub(super) fn is_settled(&self) -> bool {
+    pub fn is_settled(&self) -> bool {
         self.change.is_none()
     }
 
@@ -106,7 +110,7 @@ impl Sizes {
     ///
     /// Returns a violation if the peer changes the size of used receives, or of receives whose size
     /// it has changed already.
-    pub(super) fn change(&mut self, resize: Resize, next: u32) -> Result<(), Violation> {
+    pub fn change(&mut self, resize: Resize, next: u32) -> Result<(), Violation> {
         self.settle(next);
         if resize.size == self.size && self.change.is_none() {
             return Ok(());
@@ -121,13 +125,13 @@ impl Sizes {
 }
 
 /// Returns true if `number` is `from` or later. Both wrap, and differ by less than 2^31.
-pub(super) fn is_reached(number: u32, from: u32) -> bool {
+pub fn is_reached(number: u32, from: u32) -> bool {
     number.wrapping_sub(from) < 1 << 31
 }
 
 /// Returns the receives, including the reserve, with which a side starts whose service permits
 /// `receives`.
-pub(super) fn first_receives(receives: u32) -> u32 {
+pub fn first_receives(receives: u32) -> u32 {
     receives.min(RESERVE + FIRST_MESSAGES)
 }
 

@@ -51,21 +51,21 @@
 //!    off when it sends the skip, and only while it keeps [`RESERVE`] credits. The side does so
 //!    when the skip arrives.
 //!
-//! `flow_model.rs` confirms this for all interleavings with small windows.
+//! `model.rs` confirms this for all interleavings with small windows.
 
-use super::error::Violation;
-use super::frame::{COUNT_MASK, Header, Kind};
-use super::window::Resize;
+use crate::Violation;
+use crate::frame::{COUNT_MASK, Header, Kind};
+use crate::window::Resize;
 
 /// The receives beyond those for messages: [`CONTROL_ACK`] + 1, and one for the last of these
 /// frames, still unannounced.
-pub(super) const RESERVE: u32 = 4;
+pub const RESERVE: u32 = 4;
 
 /// The frames other than messages after which an `Ack` is due.
 const CONTROL_ACK: u32 = 2;
 
 /// Returns the maximum number of frames of a message to a peer with `window` receives.
-pub(super) fn max_frames(window: u32) -> u32 {
+pub fn max_frames(window: u32) -> u32 {
     let messages = window.saturating_sub(RESERVE);
     messages - ack_threshold(messages) + 1
 }
@@ -78,7 +78,7 @@ fn ack_threshold(messages: u32) -> u32 {
 
 /// One side's state. Counts wrap at 2^32.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub(super) struct Flow {
+pub struct Flow {
     // Sending.
     /// Peer's receives, including the reserve and without those skipped.
     window: u32,
@@ -120,7 +120,7 @@ pub(super) struct Flow {
 
 impl Flow {
     /// Creates the state. Both sizes include the reserve.
-    pub(super) fn new(receives: u32, window: u32) -> Self {
+    pub fn new(receives: u32, window: u32) -> Self {
         Self {
             window,
             sent: 0,
@@ -148,12 +148,13 @@ impl Flow {
         }
     }
 
-    pub(super) fn credits(&self) -> u32 {
+    /// Returns the frames that the peer has receives for.
+    pub fn credits(&self) -> u32 {
         self.window - self.sent.wrapping_sub(self.confirmed)
     }
 
     /// Returns true if this frame may be sent now; an `Ack`, if for credits alone.
-    pub(super) fn may_send(&self, kind: Kind) -> bool {
+    pub fn may_send(&self, kind: Kind) -> bool {
         let needed = match kind {
             Kind::Data | Kind::Part | Kind::Offer => RESERVE,
             Kind::Fin | Kind::Ping | Kind::Resize => 2,
@@ -164,18 +165,18 @@ impl Flow {
 
     /// Returns the maximum number of frames of a message. So many credits become available once the
     /// peer has received the earlier messages.
-    pub(super) fn max_frames(&self) -> u32 {
+    pub fn max_frames(&self) -> u32 {
         max_frames(self.window - self.to_skip)
     }
 
     /// Returns true if a message of `frames` frames may be sent now.
-    pub(super) fn may_send_message(&self, frames: u32) -> bool {
+    pub fn may_send_message(&self, frames: u32) -> bool {
         self.credits() >= RESERVE - 1 + frames && self.may_send(Kind::Data)
     }
 
     /// Uses a credit and returns the header of a frame that must be sent. The caller checks
     /// [`may_send`](Self::may_send) first.
-    pub(super) fn send(&mut self, kind: Kind) -> Header {
+    pub fn send(&mut self, kind: Kind) -> Header {
         debug_assert!(self.may_send(kind), "{kind:?} with {} credits", self.credits());
         self.sent = self.sent.wrapping_add(1);
         match kind {
@@ -198,26 +199,26 @@ impl Flow {
 
     /// Uses a credit for a notification, which must be posted. The caller checks
     /// `may_send(Kind::Data)` first.
-    pub(super) fn send_notification(&mut self) {
+    pub fn send_notification(&mut self) {
         debug_assert!(self.may_send(Kind::Data), "{} credits", self.credits());
         self.sent = self.sent.wrapping_add(1);
     }
 
     /// Announces `resize` as soon as possible. Its receives must be posted.
-    pub(super) fn resize(&mut self, resize: Resize) {
+    pub fn resize(&mut self, resize: Resize) {
         debug_assert!(self.may_resize(), "one change at a time");
         self.resize = Some(resize);
     }
 
     /// Returns true if the last change of this side's receives is complete.
-    pub(super) fn may_resize(&self) -> bool {
+    pub fn may_resize(&self) -> bool {
         self.resize.is_none() && self.skips == 0
     }
 
     /// Returns the announcement of this side's receives that is due, which must be sent. A peer
     /// that has finished sends no messages.
     #[inline]
-    pub(super) fn announce(&mut self) -> Option<(Header, Resize)> {
+    pub fn announce(&mut self) -> Option<(Header, Resize)> {
         let resize = self.resize?;
         if self.peer_finished || !self.may_send(Kind::Resize) {
             return None;
@@ -231,7 +232,7 @@ impl Flow {
     /// Returns the header of a frame that skips a receive of the peer, which must be sent, if the
     /// peer asks for it and messages have the credits that they need.
     #[inline]
-    pub(super) fn skip(&mut self) -> Option<Header> {
+    pub fn skip(&mut self) -> Option<Header> {
         if self.to_skip == 0 || self.finished || self.credits() <= RESERVE {
             return None;
         }
@@ -245,34 +246,34 @@ impl Flow {
     }
 
     /// Returns true if this side will skip receives of the peer.
-    pub(super) fn skips(&self) -> bool {
+    pub fn skips(&self) -> bool {
         self.to_skip > 0 && !self.finished
     }
 
     /// Returns the number of the peer's receive that the next frame uses.
-    pub(super) fn next_receive(&self) -> u32 {
+    pub fn next_receive(&self) -> u32 {
         self.sent.wrapping_add(self.skipped)
     }
 
     /// Returns the number of own receives that frames of the peer have used.
-    pub(super) fn used_receives(&self) -> u32 {
+    pub fn used_receives(&self) -> u32 {
         self.arrived.wrapping_add(self.peer_skipped)
     }
 
     /// Returns true if the frames that have arrived since the last announcement use at least half
     /// of the receives for messages. Receives that were posted again meanwhile count too.
-    pub(super) fn is_pressed(&self) -> bool {
+    pub fn is_pressed(&self) -> bool {
         self.arrived.wrapping_sub(self.announced) * 2 >= self.receives - RESERVE
     }
 
     /// Returns true if the receives of all messages are posted again.
-    pub(super) fn is_idle(&self) -> bool {
+    pub fn is_idle(&self) -> bool {
         self.arrived == self.released
     }
 
     /// Returns true if nothing is due to be announced or skipped.
     #[inline]
-    pub(super) fn is_quiet(&self) -> bool {
+    pub fn is_quiet(&self) -> bool {
         self.unannounced() < ack_threshold(self.receives - RESERVE).min(CONTROL_ACK)
             && self.done == self.done_announced
             && !self.ack_requested
@@ -282,7 +283,7 @@ impl Flow {
 
     /// Returns true if an `Ack` must be sent now.
     #[inline]
-    pub(super) fn ack_due(&self) -> bool {
+    pub fn ack_due(&self) -> bool {
         if (self.done != self.done_announced || self.ack_requested) && self.credits() >= 2 {
             return true;
         }
@@ -292,7 +293,7 @@ impl Flow {
     }
 
     /// Returns true if an `Ack` is due for the receives of messages.
-    pub(super) fn owes_credits(&self) -> bool {
+    pub fn owes_credits(&self) -> bool {
         let messages = self.unannounced() - self.control;
         // The first comparison, which the second implies, is often enough and costs less.
         messages > 0 && messages >= ack_threshold(self.receives - RESERVE)
@@ -307,7 +308,7 @@ impl Flow {
     /// # Errors
     ///
     /// Returns a violation, which leaves the state meaningless.
-    pub(super) fn receive(&mut self, header: Header) -> Result<u32, Violation> {
+    pub fn receive(&mut self, header: Header) -> Result<u32, Violation> {
         let released = header.released.wrapping_sub(self.confirmed) & COUNT_MASK;
         let in_use = self.sent.wrapping_sub(self.confirmed);
         if released > in_use {
@@ -353,7 +354,7 @@ impl Flow {
     /// # Errors
     ///
     /// Returns a violation, which leaves the state meaningless.
-    pub(super) fn receive_resize(&mut self, resize: Resize, most: u32) -> Result<(), Violation> {
+    pub fn receive_resize(&mut self, resize: Resize, most: u32) -> Result<(), Violation> {
         self.arrive()?;
         let Resize { receives, skip, size, .. } = resize;
         let least = self.window.max(skip.saturating_add(RESERVE + 1));
@@ -369,7 +370,7 @@ impl Flow {
     /// # Errors
     ///
     /// Returns a violation, which leaves the state meaningless.
-    pub(super) fn receive_skip(&mut self) -> Result<(), Violation> {
+    pub fn receive_skip(&mut self) -> Result<(), Violation> {
         self.skips = self.skips.checked_sub(1).ok_or(Violation::Skip)?;
         self.receives -= 1;
         self.peer_skipped = self.peer_skipped.wrapping_add(1);
@@ -381,7 +382,7 @@ impl Flow {
     /// # Errors
     ///
     /// Returns a violation, which leaves the state meaningless.
-    pub(super) fn receive_notification(&mut self) -> Result<(), Violation> {
+    pub fn receive_notification(&mut self) -> Result<(), Violation> {
         if self.peer_finished {
             return Err(Violation::AfterFinish);
         }
@@ -401,45 +402,46 @@ impl Flow {
     }
 
     /// Counts the posted receive of a message, or a notification that the service has taken.
-    pub(super) fn release_message(&mut self) {
+    pub fn release_message(&mut self) {
         self.released = self.released.wrapping_add(1);
     }
 
     /// Counts the posted receive of another frame.
-    pub(super) fn release_control(&mut self) {
+    pub fn release_control(&mut self) {
         self.released = self.released.wrapping_add(1);
         self.control += 1;
     }
 
     /// Marks the peer's oldest pending offer as done.
-    pub(super) fn done(&mut self) {
+    pub fn done(&mut self) {
         debug_assert_ne!(self.done, self.offers, "each done has an offer");
         self.done = self.done.wrapping_add(1);
     }
 
     /// Returns true if the receives of all sent frames are posted again.
-    pub(super) fn is_everything_released(&self) -> bool {
+    pub fn is_everything_released(&self) -> bool {
         self.sent == self.confirmed
     }
 
     /// Returns true if all offers are done.
-    pub(super) fn all_fetched(&self) -> bool {
+    pub fn all_fetched(&self) -> bool {
         self.offered == self.fetched
     }
 
     /// Returns true if the peer has received the `Fin` and fetched all messages.
-    pub(super) fn peer_has_all(&self) -> bool {
+    pub fn peer_has_all(&self) -> bool {
         self.fin_acked && self.all_fetched()
     }
 
-    pub(super) fn peer_has_finished(&self) -> bool {
+    /// Returns true if the peer sends no more messages.
+    pub fn peer_has_finished(&self) -> bool {
         self.peer_finished
     }
 
     /// Returns true if both sides have received the other's `Fin`, all messages and all done
     /// counts. Acknowledgements of the device do not suffice: they may be lost with a peer that has
     /// closed its queue pair.
-    pub(super) fn is_over(&self) -> bool {
+    pub fn is_over(&self) -> bool {
         self.fin_acked
             && self.peer_fin_acked
             && self.all_fetched()
@@ -450,16 +452,16 @@ impl Flow {
 
 #[cfg(test)]
 impl Flow {
-    pub(super) fn receives(&self) -> u32 {
+    pub(crate) fn receives(&self) -> u32 {
         self.receives
     }
 
-    pub(super) fn has_finished(&self) -> bool {
+    pub(crate) fn has_finished(&self) -> bool {
         self.finished
     }
 
     /// Returns everything that determines future behaviour.
-    pub(super) fn shape(&self) -> [u32; 13] {
+    pub(crate) fn shape(&self) -> [u32; 13] {
         let flags = [
             self.ack_requested,
             self.peer_finished,
@@ -485,7 +487,7 @@ impl Flow {
     }
 
     /// Returns the effect of a header in flight.
-    pub(super) fn shape_of(&self, header: Header) -> (Kind, bool, u32, u32) {
+    pub(crate) fn shape_of(&self, header: Header) -> (Kind, bool, u32, u32) {
         let released = header.released.wrapping_sub(self.confirmed) & COUNT_MASK;
         (
             header.kind,
@@ -701,7 +703,7 @@ mod tests {
                 if random.u8(..4) == 0 && flow.receive_notification().is_ok() && random.bool() {
                     flow.release_message();
                 }
-                let header = Header::decode(crate::types::Imm(random.u32(..)));
+                let header = Header::decode(random.u32(..));
                 // Nearly valid headers get further.
                 let near = |random: &mut fastrand::Rng, count: u32| {
                     count.wrapping_add(random.u32(..3)) & COUNT_MASK

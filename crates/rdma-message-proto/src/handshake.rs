@@ -2,15 +2,9 @@
 
 use std::fmt;
 
-use bytes::Bytes;
-
-use super::admission::RefusalReason;
-use super::flow_control::RESERVE;
-use super::frame::{MAX_RECEIVES, OFFER_LEN};
-use super::window::{FIRST_SIZE, first_receives};
-use crate::cm;
-use crate::error::LimitError;
-use rdma_provider::cm_contract::MAX_REJECT_DATA;
+use crate::flow::RESERVE;
+use crate::frame::{MAX_RECEIVES, OFFER_LEN};
+use crate::window::{FIRST_SIZE, first_receives};
 
 /// The receive limits announced while connecting.
 ///
@@ -42,10 +36,10 @@ pub struct Handshake {
 /// The content that a connection carries; equal on both sides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Content {
-    /// Messages: [`Connection`](super::Connection), [`Listener`](super::Listener).
+    /// Messages: `Connection` and `Listener`.
     #[default]
     Messages,
-    /// Bytes: [`RdmaStream`](crate::RdmaStream), [`RdmaListener`](crate::RdmaListener).
+    /// Bytes: `RdmaStream` and `RdmaListener`.
     Bytes,
 }
 
@@ -54,14 +48,6 @@ impl Content {
         match self {
             Self::Messages => 0,
             Self::Bytes => 1,
-        }
-    }
-
-    /// Returns the private data with which a listener rejects a request without a handshake.
-    fn without_handshake(self) -> &'static [u8] {
-        match self {
-            Self::Messages => cm::FOR_MESSAGES,
-            Self::Bytes => cm::FOR_STREAMS,
         }
     }
 }
@@ -85,7 +71,8 @@ impl Handshake {
     /// Maximum length of user data.
     pub const MAX_USER_DATA: usize = u8::MAX as usize;
 
-    pub(super) const MAGIC: [u8; 4] = *b"tRDM";
+    /// The first bytes of all private data.
+    pub const MAGIC: [u8; 4] = *b"tRDM";
 
     /// The flag of [`grows`](Self::grows).
     const GROWS: u8 = 2;
@@ -99,11 +86,12 @@ impl Handshake {
         self.encode_for(Content::Messages, user)
     }
 
-    pub(super) fn encode_for(
-        &self,
-        content: Content,
-        user: &[u8],
-    ) -> Result<Vec<u8>, HandshakeError> {
+    /// Encodes like [`encode`](Self::encode), for a connection of `content`.
+    ///
+    /// # Errors
+    ///
+    /// [`HandshakeError::UserData`] as for [`encode`](Self::encode).
+    pub fn encode_for(&self, content: Content, user: &[u8]) -> Result<Vec<u8>, HandshakeError> {
         let too_long = HandshakeError::UserData { len: user.len(), allowed: Self::MAX_USER_DATA };
         let user_len = u8::try_from(user.len()).map_err(|_| too_long)?;
         let mut bytes = Vec::with_capacity(Self::LEN + user.len());
@@ -118,7 +106,7 @@ impl Handshake {
     }
 
     /// Returns the receives with which the side starts, including the reserve, and their size.
-    pub(super) fn first_receives(&self) -> (u32, u32) {
+    pub fn first_receives(&self) -> (u32, u32) {
         if self.grows {
             (first_receives(self.receives), FIRST_SIZE.min(self.buffer_size))
         } else {
@@ -136,10 +124,12 @@ impl Handshake {
         Self::decode_for(Content::Messages, bytes)
     }
 
-    pub(super) fn decode_for(
-        content: Content,
-        bytes: &[u8],
-    ) -> Result<(Self, &[u8]), HandshakeError> {
+    /// Decodes like [`decode`](Self::decode), for a connection of `content`.
+    ///
+    /// # Errors
+    ///
+    /// [`HandshakeError`] for any other bytes.
+    pub fn decode_for(content: Content, bytes: &[u8]) -> Result<(Self, &[u8]), HandshakeError> {
         let truncated = HandshakeError::Truncated { len: bytes.len() };
         let (magic, rest) = bytes.split_first_chunk::<4>().ok_or(truncated)?;
         if *magic != Self::MAGIC {
@@ -184,50 +174,6 @@ impl Handshake {
         in_range("receive buffer size", handshake.buffer_size.into(), OFFER_LEN as u64, 1 << 31)?;
         in_range("receives", handshake.receives.into(), (RESERVE + 1).into(), MAX_RECEIVES.into())?;
         Ok((handshake, user))
-    }
-}
-
-/// A service's rejection with user data. It includes their length because private data is padded.
-///
-/// ```text
-///  0        4         5      6          7
-/// ┌────────┬─────────┬──────┬──────────┬──────┐
-/// │ "tRDM" │ version │ 1    │ user len │ zero │ user bytes
-/// └────────┴─────────┴──────┴──────────┴──────┘
-/// ```
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Rejection {
-    pub(super) user_data: Bytes,
-}
-
-impl Rejection {
-    const LEN: usize = 8;
-    pub(super) const MAX_USER_DATA: usize = MAX_REJECT_DATA - Self::LEN;
-    /// Distinguishes it from other rejections.
-    const KIND: u8 = 1;
-
-    pub(super) fn encode(user_data: &[u8]) -> Result<Vec<u8>, LimitError> {
-        LimitError::check(
-            "user_data of a rejection",
-            user_data.len() as u64,
-            Self::MAX_USER_DATA as u64,
-        )?;
-        let mut bytes = Vec::with_capacity(Self::LEN + user_data.len());
-        bytes.extend_from_slice(&Handshake::MAGIC);
-        bytes.extend_from_slice(&[Handshake::VERSION, Self::KIND, user_data.len() as u8, 0]);
-        bytes.extend_from_slice(user_data);
-        Ok(bytes)
-    }
-
-    /// Returns `None` for other private data.
-    pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
-        let (magic, rest) = bytes.split_first_chunk::<4>()?;
-        let (&[version, kind, user_len, zero], rest) = rest.split_first_chunk()?;
-        let (user, padding) = rest.split_at_checked(user_len.into())?;
-        let known = *magic == Handshake::MAGIC
-            && (version, kind, zero) == (Handshake::VERSION, Self::KIND, 0);
-        let padded = padding.iter().all(|&byte| byte == 0);
-        (known && padded).then(|| Self { user_data: Bytes::copy_from_slice(user) })
     }
 }
 
@@ -292,18 +238,8 @@ pub enum HandshakeError {
 }
 
 impl HandshakeError {
-    /// Returns the private data with which a listener of `content` lets the peer report this
-    /// defect; empty if it cannot.
-    pub(super) fn rejection(&self, content: Content) -> Vec<u8> {
-        match self {
-            Self::Content { ours, .. } => RefusalReason::OtherContent(*ours).encode(),
-            _ if self.is_foreign() => content.without_handshake().to_vec(),
-            _ => Vec::new(),
-        }
-    }
-
     /// Returns true if the data is not a handshake of any version.
-    pub(super) const fn is_foreign(&self) -> bool {
+    pub const fn is_foreign(&self) -> bool {
         matches!(self, Self::Magic { .. } | Self::Truncated { .. })
     }
 }
@@ -395,28 +331,6 @@ mod tests {
             HELLO.encode(&[0; 256]),
             Err(HandshakeError::UserData { len: 256, allowed: 255 })
         );
-    }
-
-    #[test]
-    fn encoded_rejection_decodes_to_user_data_of_the_same_length() {
-        for len in [0, 1, 7, Rejection::MAX_USER_DATA] {
-            let user_data: Vec<u8> = (0..len).map(|at| (at % 3) as u8).collect();
-            let mut bytes = Rejection::encode(&user_data).unwrap();
-            bytes.resize(MAX_REJECT_DATA, 0);
-            assert_eq!(Rejection::decode(&bytes).unwrap().user_data, user_data);
-            bytes[4] += 1;
-            assert_eq!(Rejection::decode(&bytes), None, "another version");
-        }
-        assert_eq!(Rejection::encode(&[0; 141]).unwrap_err().allowed, 140);
-        for other in [
-            &b""[..],
-            b"tRDM",
-            &[0; MAX_REJECT_DATA],
-            crate::cm::FOR_MESSAGES,
-            &HELLO.encode(b"").unwrap(),
-        ] {
-            assert_eq!(Rejection::decode(other), None, "{other:?}");
-        }
     }
 
     #[test]

@@ -2,13 +2,13 @@
 
 use std::time::Instant;
 
-use crate::message::error::CloseReason;
-use crate::message::flow_control::RESERVE;
-use crate::message::frame::{Header, Kind};
-use crate::message::lifecycle::{Action, Event, Phase, Stage};
-use crate::message::protocol::Protocol;
-use crate::message::timers::{LINGER, Times};
-use crate::message::window::Resize;
+use crate::end::{End, TestReason};
+use crate::flow::RESERVE;
+use crate::frame::{Header, Kind};
+use crate::lifecycle::{Action, Event, Phase, Stage};
+use crate::protocol::Protocol;
+use crate::timers::{LINGER, Times};
+use crate::window::Resize;
 
 /// The maximum number of frames in flight per direction.
 pub(super) const MAX_WINDOW: usize = RESERVE as usize + 6;
@@ -70,7 +70,7 @@ impl Wire {
 /// One side and the remaining calls of its service.
 #[derive(Debug, Clone)]
 pub(super) struct Side {
-    pub(super) protocol: Protocol,
+    pub(super) protocol: Protocol<TestReason>,
     /// Frames of each message of both sides that is not offered.
     pub(super) frames: u8,
     /// The connection carries bytes: short writes may be held, and a drop sends them.
@@ -222,7 +222,7 @@ impl Side {
         self.unacknowledged = false;
     }
 
-    pub(super) fn on(&mut self, event: Event) {
+    pub(super) fn on(&mut self, event: Event<TestReason>) {
         let actions = match event {
             Event::Drop { .. } if self.stream => self.protocol.abandon_stream(LINGER),
             Event::Drop { at_end } => self.protocol.abandon(at_end),
@@ -243,7 +243,7 @@ impl Side {
         match call {
             Call::FinishAtEnd | Call::Finish => self.on(Event::Finish),
             Call::Close => self.on(Event::Close),
-            Call::Abort => self.on(Event::Abort(CloseReason::Aborted)),
+            Call::Abort => self.on(Event::Abort(TestReason::Aborted)),
             Call::Drop => {
                 self.calls = [false; Call::ALL.len()];
                 self.on(Event::Drop { at_end: self.is_at_end() });
@@ -299,7 +299,7 @@ impl Side {
                 self.posted += 1;
                 self.protocol.flow.release_control();
             }
-            Err(CloseReason::Dropped) => self.on(Event::Terminate(CloseReason::Dropped)),
+            Err(End::Dropped) => self.on(Event::Terminate(End::Dropped.into())),
             Err(other) => panic!("violation by a correct peer: {other:?}"),
         }
     }

@@ -9,23 +9,24 @@
 //!   time ────────────────────▶ due ─────┘   Timers ────────────┴─▶ deadline
 //! ```
 //!
-//! [`Core`](super::core::Core) feeds it, posts its frames and executes its actions. Credits are
-//! also used directly in [`Flow`].
+//! The connection feeds it, posts its frames and executes its actions. Credits are also used
+//! directly in [`Flow`].
 
 use std::time::{Duration, Instant};
 
-use super::error::CloseReason;
-use super::flow_control::Flow;
-use super::frame::{Header, Kind};
-use super::lifecycle::{Action, Event, Phase, Stage, transition};
-use super::timers::{Expired, LINGER, Observed, Timers, Times};
-use super::window::Resize;
+use crate::end::{End, Reason};
+use crate::flow::Flow;
+use crate::frame::{Header, Kind};
+use crate::lifecycle::{Action, Event, Phase, Stage, transition};
+use crate::timers::{Expired, LINGER, Observed, Timers, Times};
+use crate::window::Resize;
 
 /// The state of one side that depends only on frames, events and time.
 #[derive(Debug, Clone)]
-pub(super) struct Protocol {
-    pub(super) flow: Flow,
-    phase: Phase,
+pub struct Protocol<R> {
+    /// Credits.
+    pub flow: Flow,
+    phase: Phase<R>,
     timers: Timers,
     /// The listener shuts down: a peer that has everything does not delay `close`.
     draining: bool,
@@ -33,18 +34,21 @@ pub(super) struct Protocol {
 
 /// The action required by an expired deadline.
 #[derive(Debug)]
-pub(super) enum Due {
+pub enum Due {
+    /// A frame to be sent.
     Frame(Header),
-    /// A check of the buffers; `idle` if no message was sent or received since the last one.
+    /// A check of the buffers.
     Buffers {
+        /// No message was sent or received since the last check.
         idle: bool,
     },
-    Terminate(CloseReason),
+    /// The connection ends.
+    Terminate(End),
 }
 
-impl Protocol {
+impl<R: Reason> Protocol<R> {
     /// Creates the state before the peer is known.
-    pub(super) fn new(receives: u32) -> Self {
+    pub fn new(receives: u32) -> Self {
         Self {
             flow: Flow::new(receives, 0),
             phase: Phase::Running(Stage::Open),
@@ -54,19 +58,20 @@ impl Protocol {
     }
 
     /// Sets the peer's window and starts the timers.
-    pub(super) fn set_peer(&mut self, receives: u32, window: u32, times: Times, now: Instant) {
+    pub fn set_peer(&mut self, receives: u32, window: u32, times: Times, now: Instant) {
         self.flow = Flow::new(receives, window);
         self.timers = Timers::new(times, now);
     }
 
+    /// Returns the phase.
     #[inline]
-    pub(super) fn phase(&self) -> &Phase {
+    pub fn phase(&self) -> &Phase<R> {
         &self.phase
     }
 
     /// Applies `event` and returns the resulting actions.
     #[must_use]
-    pub(super) fn on(&mut self, event: Event) -> &'static [Action] {
+    pub fn on(&mut self, event: Event<R>) -> &'static [Action] {
         let (phase, actions) = transition(self.phase, event);
         self.phase = phase;
         actions
@@ -74,7 +79,7 @@ impl Protocol {
 
     /// Applies the drop of the last handle.
     #[must_use]
-    pub(super) fn abandon(&mut self, at_end: bool) -> &'static [Action] {
+    pub fn abandon(&mut self, at_end: bool) -> &'static [Action] {
         self.timers.set_dropped(LINGER);
         self.on(Event::Drop { at_end })
     }
@@ -83,7 +88,7 @@ impl Protocol {
     /// lingers for `limit`, but only for [`LINGER`] once the peer has
     /// everything.
     #[must_use]
-    pub(super) fn abandon_stream(&mut self, limit: Duration) -> &'static [Action] {
+    pub fn abandon_stream(&mut self, limit: Duration) -> &'static [Action] {
         self.draining = true;
         self.timers.set_dropped(limit);
         let (closing, actions) = transition(self.phase, Event::Close);
@@ -92,13 +97,13 @@ impl Protocol {
     }
 
     /// Shortens `close` for the shutdown of the listener.
-    pub(super) fn drain(&mut self) {
+    pub fn drain(&mut self) {
         self.draining = true;
     }
 
     /// Starts the linger timeout, on the first call after [`abandon`](Self::abandon), or when the
     /// peer of a draining connection has received all messages and may be idle.
-    pub(super) fn linger(&mut self, now: impl FnOnce() -> Instant) {
+    pub fn linger(&mut self, now: impl FnOnce() -> Instant) {
         if self.is_linger_due() {
             self.draining = false;
             self.timers.set_dropped(LINGER);
@@ -108,7 +113,7 @@ impl Protocol {
 
     /// Returns true if the peer of a draining connection has received all messages, and the linger
     /// timeout is to start.
-    pub(super) fn is_linger_due(&self) -> bool {
+    pub fn is_linger_due(&self) -> bool {
         self.draining && self.phase.awaits_peer() && self.flow.peer_has_all()
     }
 
@@ -118,10 +123,10 @@ impl Protocol {
     ///
     /// Returns the reason to terminate.
     #[inline(always)]
-    pub(super) fn receive(&mut self, header: Header) -> Result<u32, CloseReason> {
+    pub fn receive(&mut self, header: Header) -> Result<u32, End> {
         let fetched = self.flow.receive(header)?;
         if header.kind == Kind::Abort && !self.flow.is_over() {
-            return Err(CloseReason::Dropped);
+            return Err(End::Dropped);
         }
         Ok(fetched)
     }
@@ -129,7 +134,7 @@ impl Protocol {
     /// Returns true if [`next_frame`](Self::next_frame) certainly returns none, for fewer
     /// instructions. After `false` it may return none, too.
     #[inline]
-    pub(super) fn is_quiet(&self) -> bool {
+    pub fn is_quiet(&self) -> bool {
         self.flow.is_quiet() && matches!(self.phase, Phase::Running(stage) if !stage.sends_fin())
     }
 
@@ -137,7 +142,7 @@ impl Protocol {
     /// `Resize`. A `Fin` and skipped receives only with `all_sent`, after everything that the
     /// service has written, and the latter only if this side `may_skip`.
     #[inline(always)]
-    pub(super) fn next_frame(
+    pub fn next_frame(
         &mut self,
         all_sent: bool,
         may_skip: impl FnOnce() -> bool,
@@ -163,12 +168,12 @@ impl Protocol {
     }
 
     /// Returns the `Abort`, which must be sent, if a credit is available.
-    pub(super) fn abort_frame(&mut self) -> Option<Header> {
+    pub fn abort_frame(&mut self) -> Option<Header> {
         self.flow.may_send(Kind::Abort).then(|| self.flow.send(Kind::Abort))
     }
 
     /// Returns true if this side may change its receives.
-    pub(super) fn may_resize(&self) -> bool {
+    pub fn may_resize(&self) -> bool {
         matches!(self.phase, Phase::Running(stage) if stage != Stage::Aborting)
             && self.flow.may_resize()
             && self.flow.may_send(Kind::Resize)
@@ -176,26 +181,27 @@ impl Protocol {
     }
 
     /// Begins to watch for messages, unless it does so.
-    pub(super) fn watch_idle(&mut self, now: impl FnOnce() -> Instant) {
+    pub fn watch_idle(&mut self, now: impl FnOnce() -> Instant) {
         self.timers.watch_idle(now);
     }
 
     /// Makes a `Ping` due now, unless one is unanswered or `keepalive` is off.
-    pub(super) fn probe(&mut self, now: Instant) {
+    pub fn probe(&mut self, now: Instant) {
         self.timers.probe(now, self.flow.used_receives());
     }
 
     /// Notes arrived frames, which answer a `Ping`. Returns true if the deadline has changed.
-    pub(super) fn note_answer(&mut self, now: impl FnOnce() -> Instant) -> bool {
+    pub fn note_answer(&mut self, now: impl FnOnce() -> Instant) -> bool {
         self.timers.note_answer(now, self.flow.used_receives())
     }
 
-    pub(super) fn deadline(&self) -> Option<Instant> {
+    /// Returns the next deadline.
+    pub fn deadline(&self) -> Option<Instant> {
         self.timers.deadline()
     }
 
     /// Returns the next action of deadlines expired at `now`.
-    pub(super) fn due(&mut self, now: Instant, observed: Observed) -> Option<Due> {
+    pub fn due(&mut self, now: Instant, observed: Observed) -> Option<Due> {
         while let Some(expired) = self.timers.expire(now, self.flow.used_receives(), observed) {
             match expired {
                 Expired::Terminate(reason) => return Some(Due::Terminate(reason)),

@@ -1,12 +1,11 @@
 //! The transitions of the model.
 
 use super::side::{Call, Frame, Side};
-use crate::error::{OpErrorKind, VerbError};
-use crate::message::error::CloseReason;
-use crate::message::frame::Kind;
-use crate::message::lifecycle::{Event, Phase, Stage};
+use crate::end::{End, TestReason};
+use crate::frame::Kind;
+use crate::lifecycle::{Event, Phase, Stage};
 
-const FAILURE: OpErrorKind = OpErrorKind::Post(VerbError::new("ibv_post_send", VerbError::EIO));
+const FAILURE: TestReason = TestReason::Failed(0);
 
 /// Two sides and their network.
 #[derive(Debug, Clone)]
@@ -113,12 +112,12 @@ fn engine(steps: &mut Steps<'_>, own: usize) {
             }
             if side.is_flushed() && side.protocol.flow.is_over() {
                 steps.add(own, |side, peer| {
-                    side.on(Event::Terminate(CloseReason::Clean));
+                    side.on(Event::Terminate(End::Clean.into()));
                     assert_all_arrived(side, peer);
                 });
             }
             if side.is_flushed() && stage == Stage::Aborting {
-                steps.add(own, |side, _| side.on(Event::Terminate(CloseReason::Local)));
+                steps.add(own, |side, _| side.on(Event::Terminate(End::Local.into())));
             }
             if !side.is_flushed() && lost {
                 steps.add(own, |side, _| {
@@ -129,15 +128,15 @@ fn engine(steps: &mut Steps<'_>, own: usize) {
         }
         Phase::Failing(_, cause) => steps.add(own, |side, peer| {
             if side.protocol.flow.is_over() {
-                side.on(Event::Terminate(CloseReason::Clean));
+                side.on(Event::Terminate(End::Clean.into()));
                 assert_all_arrived(side, peer);
             } else {
-                side.on(Event::Terminate(CloseReason::Operation(cause)));
+                side.on(Event::Terminate(cause));
             }
         }),
         // The driver awaits an `Abort`; other frames in flight are lost.
         Phase::Terminated(outcome) => {
-            if outcome.reason != CloseReason::Aborted || side.is_flushed() || lost {
+            if outcome.reason != TestReason::Aborted || side.is_flushed() || lost {
                 for unacknowledged in [false, true] {
                     steps.add(own, |side, peer| {
                         side.on(Event::QueuePairClosed);
@@ -169,11 +168,11 @@ fn time(steps: &mut Steps<'_>, own: usize) {
                         "{side:#?} {peer:#?}"
                     );
                 }
-                side.on(Event::Terminate(CloseReason::Local));
+                side.on(Event::Terminate(End::Local.into()));
             });
         }
         Phase::Running(_) if steps.world.is_lost(own) => {
-            steps.add(own, |side, _| side.on(Event::Terminate(CloseReason::Silent)));
+            steps.add(own, |side, _| side.on(Event::Terminate(End::Silent.into())));
         }
         _ => {}
     }

@@ -1,7 +1,7 @@
 //! A model checker for two sides of a connection, slow services and an in-order network, in every
 //! interleaving.
 //!
-//! Each side is a real [`Protocol`](super::protocol::Protocol). The model adds:
+//! Each side is a real [`Protocol`](crate::protocol::Protocol). The model adds:
 //!
 //! - posted receives and frames in flight
 //! - queue pairs that fail or close, and a network that is cut
@@ -21,9 +21,12 @@ use std::hash::{BuildHasherDefault, Hasher};
 
 use self::side::{Call, Frame, Side};
 use self::steps::{World, steps};
-use super::error::CloseReason;
-use super::flow_control::{RESERVE, max_frames};
-use super::lifecycle::{Phase, Stage};
+use crate::end::{End, TestReason};
+use crate::flow::{RESERVE, max_frames};
+use crate::lifecycle::{Phase, Stage};
+
+const CLEAN: TestReason = TestReason::Protocol(End::Clean);
+const DROPPED: TestReason = TestReason::Protocol(End::Dropped);
 
 /// Asserts the properties of a final state.
 fn assert_over(world: &World) {
@@ -32,23 +35,14 @@ fn assert_over(world: &World) {
     for (own, side) in world.sides.iter().enumerate() {
         let peer = 1 - own;
         let alone = !world.cut && !world.sides[peer].disturbed;
-        if alone && (!side.disturbed || reason(own) == Some(CloseReason::Clean)) {
-            assert_eq!(
-                reason(peer),
-                Some(CloseReason::Clean),
-                "both sides close cleanly: {world:#?}"
-            );
+        if alone && (!side.disturbed || reason(own) == Some(CLEAN)) {
+            assert_eq!(reason(peer), Some(CLEAN), "both sides close cleanly: {world:#?}");
         }
-        if reason(own) == Some(CloseReason::Dropped) {
-            assert_ne!(
-                reason(peer),
-                Some(CloseReason::Clean),
-                "the peer considers it clean: {world:#?}"
-            );
+        if reason(own) == Some(DROPPED) {
+            assert_ne!(reason(peer), Some(CLEAN), "the peer considers it clean: {world:#?}");
         }
-        if alone && side.aborted && !matches!(reason(own), Some(CloseReason::Operation(_))) {
-            let notified =
-                [CloseReason::Dropped, CloseReason::Clean].map(Some).contains(&reason(peer));
+        if alone && side.aborted && !matches!(reason(own), Some(TestReason::Failed(_))) {
+            let notified = [DROPPED, CLEAN].map(Some).contains(&reason(peer));
             assert!(notified, "an Abort did not notify the peer: {world:#?}");
         }
     }
@@ -98,14 +92,14 @@ fn key(world: &World) -> u64 {
     key.0
 }
 
-fn number(reason: CloseReason) -> u32 {
+fn number(reason: TestReason) -> u32 {
     match reason {
-        CloseReason::Clean => 0,
-        CloseReason::Local => 1,
-        CloseReason::Aborted => 2,
-        CloseReason::Dropped => 3,
-        CloseReason::Operation(_) => 4,
-        CloseReason::Silent => 5,
+        TestReason::Protocol(End::Clean) => 0,
+        TestReason::Protocol(End::Local) => 1,
+        TestReason::Aborted => 2,
+        TestReason::Protocol(End::Dropped) => 3,
+        TestReason::Failed(_) => 4,
+        TestReason::Protocol(End::Silent) => 5,
         other => unreachable!("{other:?}"),
     }
 }

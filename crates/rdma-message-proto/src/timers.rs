@@ -2,52 +2,53 @@
 
 use std::time::{Duration, Instant};
 
-use super::config::ConnectionConfig;
-use super::error::CloseReason;
+use crate::end::End;
 
 /// The limit for the last exchange with the peer after a drop or abort, and for the flush of the
 /// queue pair. Both normally take less than a millisecond.
-pub(super) const LINGER: Duration = Duration::from_secs(1);
+pub const LINGER: Duration = Duration::from_secs(1);
 
+/// The configured times of an end.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Times {
-    keepalive: Option<(Duration, Duration)>,
-    stall: Option<Duration>,
-    first_message: Option<Duration>,
-    shrink: Duration,
+pub struct Times {
+    /// The time without frames of the peer after which a `Ping` is due, and the time to answer it.
+    pub keepalive: Option<(Duration, Duration)>,
+    /// How long a sender waits in which nothing is sent.
+    pub stall: Option<Duration>,
+    /// The time for the first message of the peer.
+    pub first_message: Option<Duration>,
+    /// The time without messages after which an end is idle.
+    pub shrink: Duration,
 }
 
-impl Times {
-    pub(super) fn new(config: &ConnectionConfig) -> Self {
-        let (keepalive, stall) = (config.keepalive, config.stall_timeout);
-        let (first_message, shrink) = (config.first_message_timeout, config.shrink_after);
-        Self { keepalive, stall, first_message, shrink }
-    }
-}
-
+/// What the checks of expired deadlines need to know.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Observed {
+pub struct Observed {
     /// Messages sent, if a task waits to send.
-    pub(super) stalled_at: Option<u64>,
+    pub stalled_at: Option<u64>,
     /// A message has arrived or was offered.
-    pub(super) message_seen: bool,
+    pub message_seen: bool,
     /// Messages sent and received.
-    pub(super) messages: u64,
+    pub messages: u64,
 }
 
+/// The effect of an expired deadline.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Expired {
+pub enum Expired {
     /// A `Ping` is due.
     Silence,
-    /// Buffers are due for a check; whether no message was sent or received since the last.
+    /// Buffers are due for a check.
     Buffers {
+        /// No message was sent or received since the last check.
         idle: bool,
     },
-    Terminate(CloseReason),
+    /// The connection ends.
+    Terminate(End),
 }
 
+/// The deadlines of an end.
 #[derive(Debug, Clone)]
-pub(super) struct Timers {
+pub struct Timers {
     times: Times,
     /// Time to check `arrived`.
     silence: Option<Instant>,
@@ -72,7 +73,8 @@ pub(super) struct Timers {
 }
 
 impl Timers {
-    pub(super) fn unset() -> Self {
+    /// Creates timers without deadlines.
+    pub fn unset() -> Self {
         Self {
             times: Times::default(),
             silence: None,
@@ -88,7 +90,8 @@ impl Timers {
         }
     }
 
-    pub(super) fn new(times: Times, now: Instant) -> Self {
+    /// Starts the timers.
+    pub fn new(times: Times, now: Instant) -> Self {
         let after = |time: Option<Duration>| time.and_then(|time| now.checked_add(time));
         Self {
             times,
@@ -102,20 +105,21 @@ impl Timers {
         }
     }
 
-    pub(super) fn set_dropped(&mut self, limit: Duration) {
+    /// Lets the next [`linger`](Self::linger) start the linger timeout.
+    pub fn set_dropped(&mut self, limit: Duration) {
         self.dropped = Some(limit);
     }
 
     /// Starts the linger timeout on the first call after `set_dropped`. The driver calls it after
     /// posting the last frame: a busy runtime must not shorten the time for retransmission.
-    pub(super) fn linger(&mut self, now: impl FnOnce() -> Instant) {
+    pub fn linger(&mut self, now: impl FnOnce() -> Instant) {
         if let Some(limit) = self.dropped.take() {
             self.linger = now().checked_add(limit);
         }
     }
 
     /// Begins to watch for messages, unless it does so.
-    pub(super) fn watch_idle(&mut self, now: impl FnOnce() -> Instant) {
+    pub fn watch_idle(&mut self, now: impl FnOnce() -> Instant) {
         if self.idle.is_none() {
             self.idle = now().checked_add(self.times.shrink);
         }
@@ -123,7 +127,7 @@ impl Timers {
 
     /// Makes a `Ping` due now, unless one is unanswered or `keepalive` is off. `arrived` is the
     /// number of frames received.
-    pub(super) fn probe(&mut self, now: Instant, arrived: u32) {
+    pub fn probe(&mut self, now: Instant, arrived: u32) {
         if self.silence.is_some() && !self.pinged {
             (self.silence, self.arrived) = (Some(now), arrived);
         }
@@ -132,7 +136,7 @@ impl Timers {
     /// Notes that frames have arrived since a `Ping`: the next one is due an interval later.
     /// Without this, a peer that is lost after its answer would be asked again only after
     /// `timeout`. Returns true if the deadline has changed.
-    pub(super) fn note_answer(&mut self, now: impl FnOnce() -> Instant, arrived: u32) -> bool {
+    pub fn note_answer(&mut self, now: impl FnOnce() -> Instant, arrived: u32) -> bool {
         if !self.pinged || arrived == self.arrived {
             return false;
         }
@@ -141,18 +145,14 @@ impl Timers {
         true
     }
 
-    pub(super) fn deadline(&self) -> Option<Instant> {
+    /// Returns the next deadline.
+    pub fn deadline(&self) -> Option<Instant> {
         let times = [self.silence, self.stall, self.first_message, self.idle, self.linger];
         times.into_iter().flatten().min()
     }
 
     /// Returns the next effect of an expired deadline.
-    pub(super) fn expire(
-        &mut self,
-        now: Instant,
-        arrived: u32,
-        observed: Observed,
-    ) -> Option<Expired> {
+    pub fn expire(&mut self, now: Instant, arrived: u32, observed: Observed) -> Option<Expired> {
         let is_due = |time: Option<Instant>| time.is_some_and(|time| time <= now);
         if let (true, Some((interval, patience))) = (is_due(self.silence), self.times.keepalive) {
             let active = arrived != self.arrived;
@@ -161,7 +161,7 @@ impl Timers {
             self.silence = now.checked_add(if active { interval } else { patience });
             if !active {
                 return Some(if pinged {
-                    Expired::Terminate(CloseReason::Silent)
+                    Expired::Terminate(End::Silent)
                 } else {
                     Expired::Silence
                 });
@@ -176,13 +176,13 @@ impl Timers {
             // See `new` for the factor.
             self.stall = now.checked_add(stall / 2);
             if self.stalled.is_some_and(|(_, since)| now.duration_since(since) >= stall) {
-                return Some(Expired::Terminate(CloseReason::Stalled));
+                return Some(Expired::Terminate(End::Stalled));
             }
         }
         if is_due(self.first_message) {
             self.first_message = None;
             if !observed.message_seen {
-                return Some(Expired::Terminate(CloseReason::NoFirstMessage));
+                return Some(Expired::Terminate(End::NoFirstMessage));
             }
         }
         if is_due(self.idle) {
@@ -192,7 +192,7 @@ impl Timers {
         }
         if is_due(self.linger) {
             self.linger = None;
-            return Some(Expired::Terminate(CloseReason::Local));
+            return Some(Expired::Terminate(End::Local));
         }
         None
     }
@@ -220,7 +220,7 @@ mod tests {
         assert_eq!(timers.deadline(), Some(at(50)), "the peer has time to answer");
         assert_eq!(timers.expire(at(50), 2, QUIET), None, "it has answered");
         assert_eq!(timers.expire(at(60), 2, QUIET), Some(Expired::Silence));
-        assert_eq!(timers.expire(at(90), 2, QUIET), Some(Expired::Terminate(CloseReason::Silent)));
+        assert_eq!(timers.expire(at(90), 2, QUIET), Some(Expired::Terminate(End::Silent)));
     }
 
     #[test]
@@ -234,7 +234,7 @@ mod tests {
         assert!(timers.note_answer(|| at(22), 2));
         assert_eq!(timers.deadline(), Some(at(32)));
         assert_eq!(timers.expire(at(32), 2, QUIET), Some(Expired::Silence));
-        assert_eq!(timers.expire(at(62), 2, QUIET), Some(Expired::Terminate(CloseReason::Silent)));
+        assert_eq!(timers.expire(at(62), 2, QUIET), Some(Expired::Terminate(End::Silent)));
     }
 
     #[test]
@@ -249,7 +249,7 @@ mod tests {
         assert_eq!(timers.expire(at(33), 2, QUIET), None, "it has answered");
         timers.probe(at(34), 2);
         assert_eq!(timers.expire(at(34), 2, QUIET), Some(Expired::Silence));
-        assert_eq!(timers.expire(at(64), 2, QUIET), Some(Expired::Terminate(CloseReason::Silent)));
+        assert_eq!(timers.expire(at(64), 2, QUIET), Some(Expired::Terminate(End::Silent)));
 
         let (mut timers, at) = self::timers(Times::default());
         timers.probe(at(3), 0);
@@ -268,7 +268,7 @@ mod tests {
         assert_eq!(timers.expire(at(50), 0, waits(Some(6))), None);
         assert_eq!(
             timers.expire(at(60), 0, waits(Some(6))),
-            Some(Expired::Terminate(CloseReason::Stalled))
+            Some(Expired::Terminate(End::Stalled))
         );
     }
 
@@ -276,7 +276,7 @@ mod tests {
     fn first_message_timer_expires_once_and_a_dropped_connection_lingers() {
         let first_message = Some(Duration::from_millis(10));
         for (message_seen, end) in
-            [(true, None), (false, Some(Expired::Terminate(CloseReason::NoFirstMessage)))]
+            [(true, None), (false, Some(Expired::Terminate(End::NoFirstMessage)))]
         {
             let (mut timers, at) = timers(Times { first_message, ..Times::default() });
             assert_eq!(timers.expire(at(10), 0, Observed { message_seen, ..QUIET }), end);
@@ -289,7 +289,7 @@ mod tests {
             assert_eq!(timers.deadline(), Some(at(20) + LINGER));
             assert_eq!(
                 timers.expire(at(20) + LINGER, 0, QUIET),
-                Some(Expired::Terminate(CloseReason::Local))
+                Some(Expired::Terminate(End::Local))
             );
             assert_eq!(timers.deadline(), None);
         }

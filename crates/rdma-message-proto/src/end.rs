@@ -1,0 +1,63 @@
+//! Why one end of a connection has ended.
+
+use std::fmt;
+
+use crate::Violation;
+
+/// A reason that the protocol finds itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum End {
+    /// Both ends have finished, and have all messages.
+    Clean,
+    /// The service closed or dropped this end, and the peer did not finish in time.
+    Local,
+    /// The peer has sent an `Abort`.
+    Dropped,
+    /// The peer has violated the protocol.
+    Violation(Violation),
+    /// The peer did not answer a `Ping` in time.
+    Silent,
+    /// The peer sent no first message in time.
+    NoFirstMessage,
+    /// The peer accepted no message in time.
+    Stalled,
+}
+
+impl From<Violation> for End {
+    fn from(violation: Violation) -> Self {
+        Self::Violation(violation)
+    }
+}
+
+/// All reasons that the owner of a [`Protocol`](crate::protocol::Protocol) distinguishes. It adds
+/// its own, such as failed operations, to each [`End`].
+pub trait Reason: Copy + PartialEq + fmt::Debug + From<End> {
+    /// Returns true for the failure of an operation that was flushed: an earlier failure, which may
+    /// be found later, is the cause.
+    fn is_flush(&self) -> bool;
+}
+
+/// The reasons of an owner in tests.
+#[cfg(test)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum TestReason {
+    Protocol(End),
+    Aborted,
+    Flush,
+    /// Failed operations with different causes.
+    Failed(u8),
+}
+
+#[cfg(test)]
+impl From<End> for TestReason {
+    fn from(end: End) -> Self {
+        Self::Protocol(end)
+    }
+}
+
+#[cfg(test)]
+impl Reason for TestReason {
+    fn is_flush(&self) -> bool {
+        *self == Self::Flush
+    }
+}

@@ -1,0 +1,193 @@
+//! Frames: SENDs with a header as immediate data. The payload is a message, an offer or a change of
+//! receives alone; other frames have none.
+//!
+//! ```text
+//!  31      29  28  27            14 13             0
+//! ┌──────────┬───┬────────────────┬────────────────┐
+//! │ kind     │ f │ released       │ done           │   f: `fin_acked`; released, done: counts
+//! └──────────┴───┴────────────────┴────────────────┘   since the start, modulo 2^14
+//! ```
+
+use crate::Violation;
+use crate::handshake::Content;
+
+/// The number of bits of `released` and `done`.
+const COUNT_BITS: u32 = 14;
+
+/// The bits of `released` and `done`.
+pub const COUNT_MASK: u32 = (1 << COUNT_BITS) - 1;
+
+/// The maximum number of receives of a side, and so the maximum by which a count advances from one
+/// frame to the next. A larger difference is a violation.
+pub const MAX_RECEIVES: u32 = COUNT_MASK / 2;
+
+/// The kind of a frame.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// A message.
+    Data,
+    /// The location of a message that the peer must READ.
+    Offer,
+    /// An announcement of counts.
+    Ack,
+    /// A request for an `Ack`.
+    Ping,
+    /// The end of the sender's messages.
+    Fin,
+    /// The end of the connection without a clean shutdown.
+    Abort,
+    /// Part of a message that the next frame continues: a `Part`, or `Data` with the last bytes.
+    Part,
+    /// A change of the sender's receives. Without payload, it only uses up a receive, which is not
+    /// posted again.
+    Resize,
+}
+
+impl Kind {
+    const ALL: [Self; 8] = [
+        Self::Data,
+        Self::Offer,
+        Self::Ack,
+        Self::Ping,
+        Self::Fin,
+        Self::Abort,
+        Self::Part,
+        Self::Resize,
+    ];
+
+    /// Returns true if frames of this kind may have a payload.
+    pub fn has_payload(self) -> bool {
+        self.is_message() || self == Self::Resize
+    }
+
+    /// Returns true for messages. Their receives count as released only when the service has
+    /// received the message; receives of other frames do at once.
+    pub fn is_message(self) -> bool {
+        matches!(self, Self::Data | Self::Part | Self::Offer)
+    }
+}
+
+/// The header of a frame.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Header {
+    /// The kind of the frame.
+    pub kind: Kind,
+    /// True if the sender has received the peer's `Fin`.
+    pub fin_acked: bool,
+    /// Number of receives that the sender has released for new frames; the low bits.
+    pub released: u32,
+    /// Number of the peer's offers that the sender has fetched or discarded; the low bits.
+    pub done: u32,
+}
+
+impl Header {
+    /// Encodes the header.
+    pub fn encode(self) -> u32 {
+        let kind = Kind::ALL.iter().position(|&kind| kind == self.kind).unwrap_or_default() as u32;
+        kind << 29
+            | u32::from(self.fin_acked) << 28
+            | (self.released & COUNT_MASK) << COUNT_BITS
+            | (self.done & COUNT_MASK)
+    }
+
+    /// Decodes a header. All values are valid.
+    pub fn decode(header: u32) -> Self {
+        Self {
+            kind: Kind::ALL[(header >> 29) as usize],
+            fin_acked: header & (1 << 28) != 0,
+            released: header >> COUNT_BITS & COUNT_MASK,
+            done: header & COUNT_MASK,
+        }
+    }
+}
+
+/// The payload length of an offer: address, length and key of a region.
+pub const OFFER_LEN: usize = 20;
+
+/// Checks the region of an offer. The message must have 1 to `max_message` bytes and must not
+/// exceed the address space.
+///
+/// # Errors
+///
+/// Returns the violation of the peer.
+pub fn check_offer(addr: u64, len: u64, max_message: u64) -> Result<(), Violation> {
+    if len == 0 || addr.checked_add(len).is_none() {
+        return Err(Violation::Offer { addr, len });
+    }
+    if len > max_message {
+        return Err(Violation::TooLong { len, allowed: max_message });
+    }
+    Ok(())
+}
+
+/// Checks that a frame with a payload of `len` bytes may occur on a connection of `content`. An
+/// empty frame of a stream would be taken for its end. `written` is true for the immediate data of
+/// a WRITE, which only services that exchange messages send.
+///
+/// # Errors
+///
+/// Returns the violation of the peer.
+pub fn check_frame(
+    content: Content,
+    header: Header,
+    len: usize,
+    written: bool,
+) -> Result<(), Violation> {
+    let is_stream = content == Content::Bytes;
+    match header.kind {
+        kind if is_stream && (written || kind == Kind::Part) => {
+            Err(Violation::Header { header: header.encode() })
+        }
+        Kind::Data if is_stream && len == 0 => Err(Violation::FrameLength { len }),
+        kind if !kind.has_payload() && len > 0 => Err(Violation::FrameLength { len }),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn headers_round_trip() {
+        for (number, kind) in Kind::ALL.into_iter().enumerate() {
+            let header =
+                Header { kind, fin_acked: number % 2 == 0, released: COUNT_MASK - 5, done: 77 };
+            assert_eq!(Header::decode(header.encode()), header);
+        }
+    }
+
+    #[test]
+    fn decoded_headers_encode_to_the_same_bits() {
+        let mut random = fastrand::Rng::with_seed(7);
+        for _ in 0..if cfg!(miri) { 1_000 } else { 100_000 } {
+            let header = random.u32(..);
+            assert_eq!(Header::decode(header).encode(), header);
+        }
+    }
+
+    #[test]
+    fn offers_are_not_empty_not_too_long_and_do_not_wrap_around() {
+        assert_eq!(check_offer(8, 100, 100), Ok(()));
+        assert_eq!(check_offer(8, 101, 100), Err(Violation::TooLong { len: 101, allowed: 100 }));
+        assert_eq!(check_offer(8, 0, 100), Err(Violation::Offer { addr: 8, len: 0 }));
+        let end = u64::MAX - 9;
+        assert_eq!(check_offer(end, 10, 100), Err(Violation::Offer { addr: end, len: 10 }));
+    }
+
+    #[test]
+    fn frames_of_streams_are_whole_and_not_empty() {
+        let header = |kind| Header { kind, fin_acked: false, released: 0, done: 0 };
+        let check = |content, kind, len| check_frame(content, header(kind), len, false);
+        let wrong = |kind| Err(Violation::Header { header: header(kind).encode() });
+        for content in [Content::Messages, Content::Bytes] {
+            assert_eq!(check(content, Kind::Data, 1), Ok(()));
+            assert_eq!(check(content, Kind::Ack, 1), Err(Violation::FrameLength { len: 1 }));
+        }
+        assert_eq!(check(Content::Messages, Kind::Data, 0), Ok(()));
+        assert_eq!(check(Content::Messages, Kind::Part, 1), Ok(()));
+        assert_eq!(check(Content::Bytes, Kind::Data, 0), Err(Violation::FrameLength { len: 0 }));
+        assert_eq!(check(Content::Bytes, Kind::Part, 1), wrong(Kind::Part));
+        assert_eq!(check_frame(Content::Bytes, header(Kind::Data), 1, true), wrong(Kind::Data));
+    }
+}

@@ -1,0 +1,42 @@
+//! The message protocol of tokio-rdma without I/O, tasks, clocks or buffers.
+//!
+//! ```text
+//!   protocol     one end of a connection: what it may send, what it must send, when it ends
+//!      ├─ lifecycle    phases of an end, as a table of transitions; end: why it ended
+//!      ├─ flow         credits, and the proof that two ends never wait for each other
+//!      │    └─ window  how receives grow and shrink; frame: the header of each SEND
+//!      └─ timers       deadlines
+//!   handshake    private data of the connection request; refusal: of a rejection
+//! ```
+//!
+//! [`Protocol`](protocol::Protocol) is fed with what has happened, and tells what is to be done.
+//! tokio-rdma posts the frames, moves the bytes and calls the wakers. Everything that a peer sends
+//! is checked here; a [`Violation`] names what was wrong.
+//!
+//! The crate serves tokio-rdma, and its interface may change with any version.
+
+#![forbid(unsafe_code)]
+#![cfg_attr(
+    not(test),
+    deny(clippy::unwrap_used, clippy::expect_used, clippy::todo, clippy::unimplemented)
+)]
+
+pub mod end;
+pub mod flow;
+pub mod frame;
+#[cfg(any(fuzzing, test))]
+#[doc(hidden)]
+pub mod fuzzing;
+pub mod handshake;
+pub mod lifecycle;
+#[cfg(test)]
+mod model;
+pub mod protocol;
+pub mod refusal;
+#[cfg(test)]
+mod texts;
+pub mod timers;
+mod violation;
+pub mod window;
+
+pub use violation::Violation;
