@@ -7,6 +7,7 @@ use bytes::Bytes;
 use rdma_message_proto::flow::RESERVE;
 use rdma_message_proto::frame::{MAX_RECEIVES, OFFER_LEN};
 use rdma_message_proto::handshake::{Content, Handshake, HandshakeError};
+use rdma_message_proto::protocol::Settings;
 use rdma_message_proto::timers::Times;
 
 use super::budget::{self, BufferBudget};
@@ -460,12 +461,21 @@ impl ConnectionConfig {
         Ok(options.transport(self.options).private_data(handshake))
     }
 
-    pub(super) fn times(&self) -> Times {
-        Times {
-            keepalive: self.keepalive,
-            stall: self.stall_timeout,
-            first_message: self.first_message_timeout,
-            shrink: self.shrink_after,
+    /// Returns what the protocol needs to know.
+    pub(super) fn protocol(&self) -> Settings {
+        Settings {
+            content: self.content,
+            first_receives: self.first_receives(),
+            receives: self.receives(),
+            max_message: self.max_message,
+            frame: self.receive_buffer_size as usize,
+            eager: self.max_eager as usize,
+            times: Times {
+                keepalive: self.keepalive,
+                stall: self.stall_timeout,
+                first_message: self.first_message_timeout,
+                shrink: self.shrink_after,
+            },
         }
     }
 

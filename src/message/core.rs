@@ -18,13 +18,12 @@ use std::task::{Context, Poll, Waker, ready};
 use std::time::{Duration, Instant};
 
 use rdma_message_proto::Violation;
-use rdma_message_proto::flow::max_frames;
-use rdma_message_proto::frame::{Header, Kind, check_frame, check_offer};
+use rdma_message_proto::frame::Kind;
 use rdma_message_proto::handshake::{Content, Handshake};
+use rdma_message_proto::incoming::Arrival;
 use rdma_message_proto::lifecycle::{Event, Phase, Stage};
 use rdma_message_proto::protocol::{Due, Protocol};
 use rdma_message_proto::timers::Observed;
-use rdma_message_proto::window::{Sizes, first_receives};
 use tokio::runtime;
 
 use super::after_unlock::{AfterUnlock, Dropped};
@@ -69,14 +68,11 @@ pub(super) struct Core {
     is_listened: bool,
     /// The runtime of the driver, once there is one.
     pub(super) runtime: Option<runtime::Id>,
-    pub(super) content: Content,
     /// How long a dropped stream continues to send, if the service has set it; zero resets it.
     pub(super) linger: Option<Duration>,
     /// Short writes of a stream are not held.
     pub(super) nodelay: bool,
     pub(super) limits: Limits,
-    /// Sizes of the peer's receives.
-    pub(super) sizes: Sizes,
     pub(super) send_memory: SendMemory,
     pub(super) share: Share,
     pub(super) fetch_memory: FetchMemory,
@@ -124,28 +120,12 @@ pub(super) struct Mark {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Limits {
     pub(super) inline: usize,
-    /// Most frames of a message of the peer.
-    pub(super) frames: u32,
-    /// Longest frame in the receives that the peer announced last.
-    pub(super) frame: usize,
-    /// Maximum of `frame` that this side's settings permit.
-    pub(super) own_frame: usize,
     /// Longest buffer of held bytes while the peer has its first receives.
     pub(super) held: usize,
     /// Buffers are registered with use.
     pub(super) is_elastic: bool,
-    /// Configured maximum of `eager`.
-    pub(super) own_eager: usize,
-    /// Maximum receives of the peer, including those that it posts while it shrinks, and maximum
-    /// bytes of each.
-    pub(super) peer_receives: u32,
-    pub(super) peer_size: u32,
-    /// Longest message sent without an offer, in several frames.
-    pub(super) eager: usize,
     /// Longest message that the peer accepts.
     pub(super) send: u64,
-    /// Longest message announced to the peer.
-    pub(super) receive: u64,
     pub(super) send_memory: u64,
     pub(super) receive_memory: u64,
     /// How long a dropped stream continues to send.
@@ -162,35 +142,25 @@ impl Core {
     ) -> Self {
         let limits = Limits {
             inline: qp.caps().max_inline.min(config.max_inline) as usize,
-            frames: max_frames(config.receives()),
-            frame: 0,
-            own_frame: config.receive_buffer_size as usize,
             held: 0,
             is_elastic: config.is_elastic(),
-            own_eager: config.max_eager as usize,
-            peer_receives: 0,
-            peer_size: 0,
-            eager: 0,
             send: 0,
-            receive: config.handshake().max_message,
             send_memory: config.send_memory,
             receive_memory: config.receive_memory,
             linger: config.close_timeout,
         };
         let mut core = Self {
-            protocol: Protocol::new(config.first_receives()),
+            protocol: Protocol::new(config.protocol()),
             fetch_memory: FetchMemory::new(qp.protection_domain(), config.receive_memory),
             jobs: Jobs::None,
             link: None,
             frames: qp.solicited(),
             is_listened: qp.is_listened(),
             runtime: None,
-            content: config.content,
             linger: None,
             nodelay: false,
             qp,
             limits,
-            sizes: Sizes::new(0),
             send_memory: SendMemory::new(send_pool, config),
             share,
             receives: Receives::new(receive_pool, config),
@@ -215,19 +185,10 @@ impl Core {
         core
     }
 
-    pub(super) fn set_peer(
-        &mut self,
-        config: &ConnectionConfig,
-        peer: &Handshake,
-        link: Option<Arc<CmConnection>>,
-    ) {
+    pub(super) fn set_peer(&mut self, peer: &Handshake, link: Option<Arc<CmConnection>>) {
         self.link = link;
-        let (window, size) = peer.first_receives();
-        self.protocol.set_peer(config.first_receives(), window, config.times(), clock::now());
-        self.limits.peer_receives = peer.receives.saturating_add(first_receives(peer.receives));
-        self.limits.peer_size = peer.buffer_size;
+        self.protocol.set_peer(peer, clock::now());
         self.limits.send = peer.max_message;
-        self.sizes = Sizes::new(size);
         self.renew_send_memory();
     }
 
@@ -391,67 +352,44 @@ impl Core {
 
     fn on_frame(&mut self, received: Received<BufMut>) -> Result<(), CloseReason> {
         let Received { buffer, len, imm, written, .. } = received;
-        let imm = imm.ok_or(Violation::Header { header: 0 })?;
-        if written && self.content == Content::Messages {
-            return self.on_notification(Notification { imm, len }, buffer);
-        }
-        let header = Header::decode(imm.0);
-        check_frame(self.content, header, buffer.len(), written)?;
-        let fetched = self.protocol.receive(header)?;
-        if self.inbox.is_incomplete() && !matches!(header.kind, Kind::Data | Kind::Part) {
-            return Err(Violation::Incomplete { len: self.inbox.incomplete_len() }.into());
-        }
-        for _ in 0..fetched {
+        let frame = self.protocol.on_frame(imm.map(|imm| imm.0), buffer.len(), written)?;
+        for _ in 0..frame.fetched {
             if let Some(region) = self.offers.pop_front() {
                 self.offered -= region.len();
                 self.after.drop(Dropped::Fetched(region));
             }
         }
-        match header.kind {
-            Kind::Data | Kind::Part => {
-                self.note_demand(header.kind, buffer.len() as u64);
-                let len = self.inbox.incomplete_len() + buffer.len() as u64;
-                let allowed = self.limits.receive;
-                // Bytes of a stream are no message, and a buffer limits them.
-                if len > allowed && self.content == Content::Messages {
-                    return Err(Violation::TooLong { len, allowed }.into());
-                }
-                if header.kind == Kind::Data {
-                    self.inbox.push_last(buffer);
-                } else if buffer.is_empty() {
-                    return Err(Violation::FrameLength { len: 0 }.into());
-                } else if self.inbox.push_part(buffer) >= self.limits.frames as usize {
-                    return Err(Violation::Frames { allowed: self.limits.frames }.into());
-                }
+        match frame.arrival {
+            Arrival::Message { parts, len } => {
+                self.note_demand(Kind::Data, buffer.len() as u64, parts + 1);
+                self.inbox.push_last(parts as usize, buffer, len as usize);
             }
-            Kind::Offer => {
+            Arrival::Part => self.inbox.push_part(buffer),
+            Arrival::Offer => {
                 let region = RemoteRegion::from_bytes(&buffer)
                     .ok_or(Violation::FrameLength { len: buffer.len() })?;
-                check_offer(region.addr(), region.len(), self.limits.receive)?;
-                self.note_demand(header.kind, region.len());
+                self.protocol.check_offer(region.addr(), region.len())?;
+                self.note_demand(Kind::Offer, region.len(), 1);
                 self.post_receive(buffer);
-                // Keeps the credit until the service receives the message.
                 self.inbox.push(Incoming::Offered(region));
             }
-            Kind::Ack | Kind::Ping | Kind::Fin | Kind::Abort => {
+            Arrival::Notification => {
+                self.note_demand(Kind::Data, 0, 1);
                 self.post_receive(buffer);
-                self.protocol.flow.release_control();
+                if let Some(imm) = imm {
+                    self.inbox.notifications.push_back(Notification { imm, len });
+                }
             }
-            Kind::Resize => self.on_resize(buffer)?,
+            Arrival::Control => self.post_receive(buffer),
+            Arrival::Resize => {
+                let size = self.protocol.on_resize(&buffer)?;
+                self.post_receive(buffer);
+                self.limit_frames(Some(size));
+                // A message may now need fewer frames, or be offered.
+                self.wake_senders();
+            }
+            Arrival::Skip => self.on_skip(buffer),
         }
-        Ok(())
-    }
-
-    fn on_notification(
-        &mut self,
-        notification: Notification,
-        buffer: BufMut,
-    ) -> Result<(), CloseReason> {
-        self.protocol.flow.receive_notification()?;
-        self.note_demand(Kind::Data, 0);
-        self.post_receive(buffer);
-        // Keeps the credit until the service takes it, which limits the queue.
-        self.inbox.notifications.push_back(notification);
         Ok(())
     }
 
@@ -531,7 +469,6 @@ impl Core {
 
     #[inline(never)]
     fn send_until_quiet(&mut self) {
-        self.sizes.settle(self.protocol.flow.next_receive());
         loop {
             let owed = self.protocol.flow.owes_credits();
             let sends = &self.sends;
@@ -642,7 +579,7 @@ impl Core {
 
     /// Wakes the receiver whose turn it is.
     pub(super) fn wake_receivers(&mut self) {
-        match self.content {
+        match self.protocol.content() {
             Content::Messages => self.after.wake(self.receivers.take_first()),
             Content::Bytes => self.after.wake_all(self.receivers.take_all()),
         }
@@ -650,7 +587,7 @@ impl Core {
 
     /// Wakes the sender whose turn it is.
     pub(super) fn wake_senders(&mut self) {
-        match self.content {
+        match self.protocol.content() {
             Content::Messages => self.after.wake(self.senders.take_first()),
             Content::Bytes => self.after.wake_all(self.senders.take_all()),
         }
@@ -660,7 +597,7 @@ impl Core {
     /// one reader and one writer, so all others that wait there only wait for its readiness, or no
     /// longer: like a `TcpStream`, it need not know of a dropped read.
     pub(super) fn is_turn(&self, waiters: &Waiters, ticket: Option<Ticket>) -> bool {
-        self.content == Content::Bytes || waiters.is_first(ticket)
+        self.protocol.content() == Content::Bytes || waiters.is_first(ticket)
     }
 
     fn is_unblocked(&self) -> bool {
@@ -690,7 +627,8 @@ impl Core {
     /// that arrived before the listener's shutdown.
     pub(super) fn is_at_end(&self) -> bool {
         let inbox = &self.inbox;
-        let received_all = || inbox.messages.is_empty() && !inbox.is_incomplete() && !inbox.lost;
+        let is_incomplete = self.protocol.incomplete_frames() > 0;
+        let received_all = || inbox.messages.is_empty() && !is_incomplete && !inbox.lost;
         self.protocol.flow.peer_has_finished() && received_all() || inbox.is_drained()
     }
 

@@ -227,7 +227,7 @@ impl Core {
     pub(super) fn abandon(&mut self, driver: &Waker) {
         // The peer's `Fin` may be among received frames.
         self.progress(driver);
-        let actions = match self.content {
+        let actions = match self.protocol.content() {
             Content::Messages => self.protocol.abandon(self.is_at_end()),
             Content::Bytes if self.linger == Some(Duration::ZERO) => {
                 return self.abort(CloseReason::Aborted, driver);

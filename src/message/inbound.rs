@@ -32,8 +32,6 @@ pub(super) struct Inbox {
     /// Parts of messages of several frames, in order. They keep their receives, so that these limit
     /// them.
     parts: VecDeque<BufMut>,
-    /// Number and bytes of the last ones, whose message is incomplete.
-    incomplete: (usize, u64),
     /// Number of the first message.
     pub(super) base: u64,
     /// Numbers of offers that wait for a fetch, and of those being fetched.
@@ -133,33 +131,17 @@ impl Inbox {
         self.messages.push_back(message);
     }
 
-    pub(super) fn is_incomplete(&self) -> bool {
-        self.incomplete.0 > 0
-    }
-
-    pub(super) fn incomplete_frames(&self) -> usize {
-        self.incomplete.0
-    }
-
-    pub(super) fn incomplete_len(&self) -> u64 {
-        self.incomplete.1
-    }
-
-    /// Adds a frame that is not the last, and returns the number of such frames of its message.
-    pub(super) fn push_part(&mut self, part: BufMut) -> usize {
-        self.incomplete.0 += 1;
-        self.incomplete.1 += part.len() as u64;
+    /// Adds a frame that is not the last of its message.
+    pub(super) fn push_part(&mut self, part: BufMut) {
         self.parts.push_back(part);
-        self.incomplete.0
     }
 
-    /// Adds the last or only frame of a message.
-    pub(super) fn push_last(&mut self, last: BufMut) {
-        let message = match std::mem::take(&mut self.incomplete) {
-            (0, _) => Arrived::Buffered(last),
-            (parts, len) => Arrived::Fragmented { parts, len: len as usize + last.len(), last },
-        };
-        self.push(Incoming::Arrived(message));
+    /// Adds the last frame of a message of `len` bytes, which has `parts` frames before it.
+    pub(super) fn push_last(&mut self, parts: usize, last: BufMut, len: usize) {
+        self.push(Incoming::Arrived(match parts {
+            0 => Arrived::Buffered(last),
+            _ => Arrived::Fragmented { parts, last, len },
+        }));
     }
 
     /// Takes the first part of the first message, which is [fragmented](Arrived::Fragmented).

@@ -340,7 +340,7 @@ impl Core {
     /// Withdraws a sender and wakes the next one.
     pub(super) fn withdraw_sender(&mut self, ticket: &mut Option<Ticket>) {
         let waker = self.senders.withdraw(ticket);
-        match self.content {
+        match self.protocol.content() {
             Content::Messages => self.after.discard(waker),
             // The task may have waited in another method, which it now polls again.
             Content::Bytes => self.after.wake(waker),
@@ -354,7 +354,7 @@ impl Core {
         self.protocol.phase().check_open()?;
         let long = message.len();
         // Bytes of a stream are no message; `poll_write_bytes` limits what it offers.
-        if self.content == Content::Messages {
+        if self.protocol.content() == Content::Messages {
             LimitError::check("message bytes (max_message of the peer)", long, self.limits.send)
                 .map_err(MessageError::TooLong)?;
         }
@@ -362,15 +362,15 @@ impl Core {
         if !self.protocol.flow.may_send(Kind::Data) {
             return Ok(Err(Block::Credits { frames: 1 }));
         }
-        if len <= self.limits.inline && len <= self.frame_len(0) {
+        if len <= self.limits.inline && len <= self.protocol.frame_len(0) {
             let Pieces { first, rest } = message.pieces();
             let mut gathered = SmallVec::<[u8; INLINE]>::new();
             rest.iter().for_each(|part| gathered.extend_from_slice(part));
             let bytes = if rest.is_empty() { first } else { &gathered[..] };
             let header = self.protocol.flow.send(Kind::Data);
             self.send_short(header, bytes);
-        } else if len <= self.limits.eager
-            && let Some(frames) = self.frames_of(len)
+        } else if len <= self.protocol.framing().eager()
+            && let Some(frames) = self.protocol.frames_of(len, self.send_memory.most())
         {
             let sent = match message {
                 Outgoing::Buffer(buffer) if self.is_registered(buffer) => {
@@ -403,7 +403,7 @@ impl Core {
     /// Returns true if the peer reads a message of `parts` from its memory.
     pub(super) fn is_offered(&self, parts: &[Bytes]) -> bool {
         let len = Outgoing::Parts(parts).len();
-        len > self.limits.eager as u64 && len <= self.limits.send
+        len > self.protocol.framing().eager() as u64 && len <= self.limits.send
     }
 
     /// Returns true if the connection's work requests may name this memory.
@@ -427,12 +427,12 @@ impl Core {
         }
         let (watches, mut start) = (self.lent == 0, 0);
         for number in 1..=frames {
-            let end = message.len().min(start + self.frame_len(0));
+            let end = message.len().min(start + self.protocol.frame_len(0));
             let Ok(part) = message.slice(start..end) else {
                 unreachable!("the parts are within the message")
             };
             start = end;
-            let kind = self.kind(number, frames);
+            let kind = self.protocol.kind_of(number == frames);
             let header = self.protocol.flow.send(kind);
             let send = self.sender(kind).send_with_imm(part, Imm(header.encode()));
             self.add_sent(Sent::Lent(send));
@@ -468,53 +468,10 @@ impl Core {
         }
     }
 
-    /// Returns the kind of frame `number` of a message.
-    fn kind(&self, number: usize, frames: usize) -> Kind {
-        match self.content {
-            Content::Messages if number < frames => Kind::Part,
-            Content::Messages | Content::Bytes => Kind::Data,
-        }
-    }
-
     /// Returns the queue pair that sends a frame. A `Part` is not solicited: it is of no use to the
     /// peer without the `Data` that follows.
     fn sender(&self, kind: Kind) -> &QueuePair {
         if kind == Kind::Part { &self.qp } else { &self.frames }
-    }
-
-    /// Returns the longest payload of the frame after the next `ahead` ones.
-    #[inline]
-    pub(super) fn frame_len(&mut self, ahead: u32) -> usize {
-        if self.sizes.is_settled() {
-            return self.limits.frame;
-        }
-        let next = self.protocol.flow.next_receive();
-        self.sizes.settle(next);
-        self.limits.frame.min(self.sizes.at(next.wrapping_add(ahead)) as usize)
-    }
-
-    /// Returns the number of frames of a message of `len` bytes, or `None` if it is to be offered:
-    /// if it needs more frames than may ever be sent at once, or if it needs more because of the
-    /// peer's last short receives, and credits for them are missing. An offer takes one credit.
-    fn frames_of(&mut self, len: usize) -> Option<usize> {
-        // An empty message has a frame too.
-        let mut frames = 1;
-        if self.sizes.is_settled() {
-            frames = len.div_ceil(self.limits.frame).max(1);
-        } else {
-            let mut sent = self.frame_len(0);
-            while sent < len {
-                sent += self.frame_len(frames as u32);
-                frames += 1;
-            }
-            if frames > len.div_ceil(self.limits.frame).max(1)
-                && !self.protocol.flow.may_send_message(frames as u32)
-            {
-                return None;
-            }
-        }
-        let most = || (self.protocol.flow.max_frames() as usize).min(self.send_memory.most());
-        (frames == 1 || frames <= most()).then_some(frames)
     }
 
     /// Sends copies of the parts of `message`, which has `len` bytes, in `frames` frames. Returns
@@ -534,7 +491,7 @@ impl Core {
         let mut buffers = SmallVec::<[_; 8]>::new();
         let mut left = len;
         for number in 0..frames {
-            let frame = left.min(self.frame_len(number as u32));
+            let frame = left.min(self.protocol.frame_len(number as u32));
             match self.send_buffer(frame, frames)? {
                 Ok(mut buffer) => {
                     message.fill(&mut buffer);
@@ -545,7 +502,7 @@ impl Core {
             }
         }
         for (number, buffer) in (1..).zip(buffers) {
-            self.send_copied(self.kind(number, frames), buffer);
+            self.send_copied(self.protocol.kind_of(number == frames), buffer);
         }
         Ok(Ok(()))
     }

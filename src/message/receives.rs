@@ -11,9 +11,8 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use rdma_message_proto::Violation;
 use rdma_message_proto::flow::RESERVE;
-use rdma_message_proto::frame::{Kind, OFFER_LEN};
+use rdma_message_proto::frame::Kind;
 use rdma_message_proto::handshake::Content;
 use rdma_message_proto::window::{FIRST_SIZE, Resize, first_receives, is_reached};
 
@@ -21,7 +20,6 @@ use super::after_unlock::Dropped;
 use super::budget::Share;
 use super::config::ConnectionConfig;
 use super::core::Core;
-use super::error::CloseReason;
 use crate::clock;
 use crate::error::SetupError;
 use crate::memory::{BufMut, Pool};
@@ -322,15 +320,15 @@ impl Core {
         self.receives.posted.push_back(receive);
     }
 
-    /// Records a frame of a message, or the offer of one of `len` bytes.
+    /// Records a message of `frames` frames, the last one of `len` bytes, or the offer of one of
+    /// `len` bytes.
     #[inline]
-    pub(super) fn note_demand(&mut self, kind: Kind, len: u64) {
-        if self.receives.is_full || kind == Kind::Part {
+    pub(super) fn note_demand(&mut self, kind: Kind, len: u64, frames: u32) {
+        if self.receives.is_full {
             return;
         }
-        let frames = self.inbox.incomplete_frames() as u32 + 1;
         let more = self.protocol.flow.is_pressed();
-        if more || self.receives.is_short_for(kind, self.content, len, frames) {
+        if more || self.receives.is_short_for(kind, self.protocol.content(), len, frames) {
             self.receives.demand(more);
         }
     }
@@ -370,7 +368,7 @@ impl Core {
     pub(super) fn shrink_receives(&mut self) {
         let is_idle = self.protocol.flow.is_idle()
             && self.inbox.messages.is_empty()
-            && !self.inbox.is_incomplete();
+            && self.protocol.incomplete_frames() == 0;
         if !self.receives.may_shrink() || !is_idle || !self.may_resize(true) {
             return;
         }
@@ -473,7 +471,7 @@ impl Core {
     }
 
     /// Handles a receive that the peer has skipped.
-    fn on_skip(&mut self, buffer: BufMut) {
+    pub(super) fn on_skip(&mut self, buffer: BufMut) {
         self.drop_buffer(buffer);
         if self.protocol.flow.may_resize() {
             self.settle_receives();
@@ -483,31 +481,6 @@ impl Core {
             // It tries again later.
             self.after.wake_driver();
         }
-    }
-
-    /// Handles a `Resize` frame of the peer.
-    pub(super) fn on_resize(&mut self, buffer: BufMut) -> Result<(), CloseReason> {
-        let flow = &mut self.protocol.flow;
-        if buffer.is_empty() {
-            flow.receive_skip()?;
-            self.on_skip(buffer);
-            return Ok(());
-        }
-        let len = buffer.len();
-        let resize = Resize::from_bytes(&buffer).ok_or(Violation::FrameLength { len })?;
-        let Resize { receives, size, .. } = resize;
-        if !(OFFER_LEN as u32..=self.limits.peer_size).contains(&size) {
-            return Err(Violation::Resize { receives, size }.into());
-        }
-        let next = flow.next_receive();
-        flow.receive_resize(resize, self.limits.peer_receives)?;
-        self.sizes.change(resize, next)?;
-        self.post_receive(buffer);
-        self.protocol.flow.release_control();
-        self.set_frame(size);
-        // A message may now need fewer frames, or be offered.
-        self.wake_senders();
-        Ok(())
     }
 }
 

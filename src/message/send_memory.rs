@@ -4,7 +4,7 @@ use rdma_message_proto::window::FIRST_SIZE;
 
 use super::budget::Share;
 use super::config::ConnectionConfig;
-use super::core::{Core, Limits};
+use super::core::Core;
 use super::error::MessageError;
 use super::outbound::{Attempt, Block};
 use crate::error::SetupError;
@@ -133,7 +133,7 @@ impl Core {
         if !self.send_memory.has_free(1) {
             self.reap();
         }
-        let Limits { frame, held, .. } = self.limits;
+        let (frame, held) = (self.protocol.framing().frame(), self.limits.held);
         if let Err(block) = self.check_held_buffer() {
             return Ok(Err(block));
         }
@@ -147,14 +147,14 @@ impl Core {
 
     /// Returns an error unless [`held_buffer`](Self::held_buffer) may take a buffer.
     pub(super) fn check_held_buffer(&self) -> Result<(), Block> {
-        let Limits { frame, held, .. } = self.limits;
+        let (frame, held) = (self.protocol.framing().frame(), self.limits.held);
         let frames = if held > frame { self.send_memory.most() / 2 + 1 } else { 1 };
         if self.send_memory.has(frames) { Ok(()) } else { Err(Block::Buffers { frames }) }
     }
 
     #[cold]
     fn grow_send_memory(&mut self, len: usize, frames: usize) -> Attempt<BufMut> {
-        let (pd, frame) = (self.qp.protection_domain(), self.limits.frame);
+        let (pd, frame) = (self.qp.protection_domain(), self.protocol.framing().frame());
         let size = frame.max(len);
         let grown = self.send_memory.grow(pd, size, &mut self.share);
         match grown {
@@ -175,7 +175,7 @@ impl Core {
                     self.send_memory.most = total;
                 }
                 self.limits.held = frame.min(FIRST_SIZE as usize);
-                self.set_frame(if total > 0 { frame as u32 } else { FIRST_SIZE });
+                self.limit_frames(Some(if total > 0 { frame as u32 } else { FIRST_SIZE }));
                 Ok(Err(Block::Buffers { frames: frames.min(total.max(1)) }))
             }
         }
@@ -192,21 +192,16 @@ impl Core {
     /// registration.
     pub(super) fn renew_send_memory(&mut self) {
         self.send_memory.renew();
-        self.limits.held = self.limits.own_frame.min(self.limits.peer_size as usize);
-        self.sizes.settle(self.protocol.flow.next_receive());
-        self.set_frame(self.sizes.last());
+        self.limits.held = self.protocol.framing().longest();
+        self.limit_frames(None);
     }
 
-    /// Sets the limits of frames to receives of `size` bytes.
-    pub(super) fn set_frame(&mut self, size: u32) {
-        let limits = &mut self.limits;
-        let frame = limits.own_frame.min(size as usize);
-        // Both sides have the buffers of the longest message, or it would wait indefinitely.
-        let frames = (self.protocol.flow.max_frames() as usize).min(self.send_memory.most());
-        limits.frame = frame;
-        limits.eager = frame.max(limits.own_eager.min(frame.saturating_mul(frames)));
+    /// Limits frames to receives of `size` bytes, or to those that the peer has announced last.
+    pub(super) fn limit_frames(&mut self, size: Option<u32>) {
+        self.protocol.limit_frames(size, self.send_memory.most());
+        let frame = self.protocol.framing().frame();
         if frame > FIRST_SIZE as usize {
-            limits.held = frame;
+            self.limits.held = frame;
         }
         // Longer ones stay until the side is idle: the peer may alternate.
         self.drop_shorter_send_memory(frame);

@@ -37,6 +37,12 @@ pub trait Reason: Copy + PartialEq + fmt::Debug + From<End> {
     fn is_flush(&self) -> bool;
 }
 
+impl Reason for End {
+    fn is_flush(&self) -> bool {
+        false
+    }
+}
+
 /// The reasons of an owner in tests.
 #[cfg(test)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

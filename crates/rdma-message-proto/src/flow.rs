@@ -148,6 +148,11 @@ impl Flow {
         }
     }
 
+    /// Sets the receives of the peer, including the reserve, before the first frame.
+    pub fn set_window(&mut self, window: u32) {
+        self.window = window;
+    }
+
     /// Returns the frames that the peer has receives for.
     pub fn credits(&self) -> u32 {
         self.window - self.sent.wrapping_sub(self.confirmed)

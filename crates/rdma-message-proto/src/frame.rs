@@ -9,7 +9,6 @@
 //! ```
 
 use crate::Violation;
-use crate::handshake::Content;
 
 /// The number of bits of `released` and `done`.
 const COUNT_BITS: u32 = 14;
@@ -110,7 +109,7 @@ pub const OFFER_LEN: usize = 20;
 /// # Errors
 ///
 /// Returns the violation of the peer.
-pub fn check_offer(addr: u64, len: u64, max_message: u64) -> Result<(), Violation> {
+pub(crate) fn check_offer(addr: u64, len: u64, max_message: u64) -> Result<(), Violation> {
     if len == 0 || addr.checked_add(len).is_none() {
         return Err(Violation::Offer { addr, len });
     }
@@ -118,30 +117,6 @@ pub fn check_offer(addr: u64, len: u64, max_message: u64) -> Result<(), Violatio
         return Err(Violation::TooLong { len, allowed: max_message });
     }
     Ok(())
-}
-
-/// Checks that a frame with a payload of `len` bytes may occur on a connection of `content`. An
-/// empty frame of a stream would be taken for its end. `written` is true for the immediate data of
-/// a WRITE, which only services that exchange messages send.
-///
-/// # Errors
-///
-/// Returns the violation of the peer.
-pub fn check_frame(
-    content: Content,
-    header: Header,
-    len: usize,
-    written: bool,
-) -> Result<(), Violation> {
-    let is_stream = content == Content::Bytes;
-    match header.kind {
-        kind if is_stream && (written || kind == Kind::Part) => {
-            Err(Violation::Header { header: header.encode() })
-        }
-        Kind::Data if is_stream && len == 0 => Err(Violation::FrameLength { len }),
-        kind if !kind.has_payload() && len > 0 => Err(Violation::FrameLength { len }),
-        _ => Ok(()),
-    }
 }
 
 #[cfg(test)]
@@ -173,21 +148,5 @@ mod tests {
         assert_eq!(check_offer(8, 0, 100), Err(Violation::Offer { addr: 8, len: 0 }));
         let end = u64::MAX - 9;
         assert_eq!(check_offer(end, 10, 100), Err(Violation::Offer { addr: end, len: 10 }));
-    }
-
-    #[test]
-    fn frames_of_streams_are_whole_and_not_empty() {
-        let header = |kind| Header { kind, fin_acked: false, released: 0, done: 0 };
-        let check = |content, kind, len| check_frame(content, header(kind), len, false);
-        let wrong = |kind| Err(Violation::Header { header: header(kind).encode() });
-        for content in [Content::Messages, Content::Bytes] {
-            assert_eq!(check(content, Kind::Data, 1), Ok(()));
-            assert_eq!(check(content, Kind::Ack, 1), Err(Violation::FrameLength { len: 1 }));
-        }
-        assert_eq!(check(Content::Messages, Kind::Data, 0), Ok(()));
-        assert_eq!(check(Content::Messages, Kind::Part, 1), Ok(()));
-        assert_eq!(check(Content::Bytes, Kind::Data, 0), Err(Violation::FrameLength { len: 0 }));
-        assert_eq!(check(Content::Bytes, Kind::Part, 1), wrong(Kind::Part));
-        assert_eq!(check_frame(Content::Bytes, header(Kind::Data), 1, true), wrong(Kind::Data));
     }
 }

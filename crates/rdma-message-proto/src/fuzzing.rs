@@ -1,12 +1,14 @@
 //! Fuzz targets for the parsers of data from peers.
 
-use crate::flow::{Flow, RESERVE};
-use crate::frame::{Header, Kind, check_frame, check_offer};
-use crate::handshake::{Content, Handshake};
-use crate::window::Resize;
+use std::time::Instant;
 
-/// The maximum of receives.
-const MOST: u32 = 300;
+use crate::end::End;
+use crate::flow::RESERVE;
+use crate::frame::{Kind, OFFER_LEN};
+use crate::handshake::{Content, Handshake};
+use crate::incoming::Arrival;
+use crate::protocol::{Protocol, Settings};
+use crate::timers::Times;
 
 /// Checks that decoded handshakes encode to the same bytes, and have one content.
 pub fn handshake(bytes: &[u8]) {
@@ -23,72 +25,72 @@ pub fn handshake(bytes: &[u8]) {
     }
 }
 
-/// Feeds frames (4 bytes of header and 20 bytes of a possible offer each) to a side that answers;
-/// notifications for invalid headers. With an odd number of receives, the frames belong to a
-/// stream. Checks that credits stay within the window.
+/// Feeds frames (a byte, 4 bytes of header and 20 bytes of payload each) to an end that answers.
+/// The byte gives the payload's length, and whether the frame is a notification. With an odd number
+/// of receives, the frames belong to a stream. Checks that credits stay within the window.
 pub fn frames(bytes: &[u8]) {
     let Some((&[receives, window], frames)) = bytes.split_first_chunk() else { return };
-    let is_stream = receives % 2 == 1;
-    let (receives, window) = (RESERVE + 1 + u32::from(receives), RESERVE + 1 + u32::from(window));
-    let mut flow = Flow::new(receives, window);
-    for frame in frames.chunks(24) {
-        let Some((header, payload)) = frame.split_first_chunk() else { return };
-        let header = Header::decode(u32::from_be_bytes(*header));
-        assert_eq!(Header::decode(header.encode()), header);
-        if header.kind == Kind::Abort {
-            // A notification instead, which the service may not take.
-            if flow.receive_notification().is_err() {
-                return;
+    let content = if receives % 2 == 1 { Content::Bytes } else { Content::Messages };
+    let receives = RESERVE + 1 + u32::from(receives);
+    let mut protocol = Protocol::<End>::new(Settings {
+        content,
+        first_receives: receives,
+        receives,
+        max_message: 1 << 20,
+        frame: 4096,
+        eager: 1 << 16,
+        times: Times::default(),
+    });
+    let window = RESERVE + 1 + u32::from(window);
+    let peer = Handshake { buffer_size: 4096, receives: window, max_message: 0, grows: true };
+    protocol.set_peer(&peer, Instant::now());
+    protocol.limit_frames(None, 16);
+    for frame in frames.chunks(25) {
+        let Some((&[shape, a, b, c, d], payload)) = frame.split_first_chunk() else { return };
+        let imm = u32::from_be_bytes([a, b, c, d]);
+        let payload = &payload[..payload.len().min(usize::from(shape >> 1) % 21)];
+        let Ok(received) = protocol.on_frame(Some(imm), payload.len(), shape % 2 == 1) else {
+            return;
+        };
+        let known = match received.arrival {
+            Arrival::Offer => {
+                let number =
+                    |at: usize| payload.get(at..)?.first_chunk().map(|at| u64::from_be_bytes(*at));
+                let (Some(addr), Some(len)) = (number(0), number(8)) else { return };
+                let checked = protocol.check_offer(addr, len);
+                assert!(checked.is_err() || (1..=1 << 20).contains(&len));
+                protocol.flow.done();
+                protocol.flow.release_message();
+                checked.is_ok()
             }
-            if payload.first().is_some_and(|&byte| byte % 2 == 0) {
-                flow.release_message();
+            Arrival::Resize => match protocol.on_resize(payload) {
+                Ok(size) => {
+                    protocol.limit_frames(Some(size), 16);
+                    true
+                }
+                Err(_) => false,
+            },
+            Arrival::Message { parts, len } => {
+                assert!(content == Content::Messages || parts == 0 && len > 0);
+                (0..=parts).for_each(|_| protocol.flow.release_message());
+                true
             }
-            continue;
-        }
-        if is_stream {
-            let empty = payload.iter().all(|&byte| byte == 0);
-            let len = if empty || !header.kind.has_payload() { 0 } else { payload.len() };
-            if check_frame(Content::Bytes, header, len, false).is_err() {
-                return;
+            Arrival::Notification => {
+                protocol.flow.release_message();
+                true
             }
-            assert!(header.kind != Kind::Part && !(header.kind == Kind::Data && empty));
-        }
-        if flow.receive(header).is_err() {
+            Arrival::Part | Arrival::Skip | Arrival::Control => true,
+        };
+        if !known {
             return;
         }
-        if header.kind == Kind::Offer {
-            let number = |at: usize| {
-                payload.get(at..)?.first_chunk().map(|bytes| u64::from_be_bytes(*bytes))
-            };
-            let (Some(addr), Some(len)) = (number(0), number(8)) else { return };
-            if check_offer(addr, len, 1 << 20).is_err() {
-                return;
-            }
-            assert!((1..=1 << 20).contains(&len));
-            flow.done();
-        }
-        if header.kind == Kind::Resize {
-            let resize =
-                payload.first_chunk().and_then(|bytes: &[u8; 16]| Resize::from_bytes(bytes));
-            let known = match resize {
-                Some(resize) => flow.receive_resize(resize, MOST),
-                None => flow.receive_skip(),
-            };
-            if known.is_err() {
-                return;
-            }
-        }
-        if header.kind.is_message() {
-            flow.release_message()
-        } else {
-            flow.release_control()
-        }
-        assert!(flow.credits() <= MOST);
-        for kind in [Kind::Ack, Kind::Offer, Kind::Part, Kind::Data] {
-            let due = kind != Kind::Ack || flow.ack_due();
-            if due && flow.may_send(kind) {
-                flow.send(kind);
-            }
+        let most = window.max(2 * (RESERVE + 4)) + RESERVE + 4;
+        assert!(protocol.flow.credits() <= most, "{} credits", protocol.flow.credits());
+        while protocol.next_frame(true, || true).is_some() {}
+        let frames = protocol.frames_of(10_000, 16);
+        assert!(frames.is_none_or(|frames| frames <= 10_000 / OFFER_LEN));
+        if protocol.flow.may_send(Kind::Data) {
+            protocol.flow.send(Kind::Data);
         }
     }
 }
@@ -114,7 +116,7 @@ mod tests {
             }
             super::handshake(&bytes);
             // Valid kinds, so that decoding does not stop at the first frame.
-            bytes.iter_mut().skip(2).step_by(24).for_each(|byte| *byte = random.u8(..8) << 5);
+            bytes.iter_mut().skip(3).step_by(25).for_each(|byte| *byte = random.u8(..8) << 5);
             super::frames(&bytes);
         }
     }

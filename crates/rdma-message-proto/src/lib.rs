@@ -5,6 +5,8 @@
 //!      ├─ lifecycle    phases of an end, as a table of transitions; end: why it ended
 //!      ├─ flow         credits, and the proof that two ends never wait for each other
 //!      │    └─ window  how receives grow and shrink; frame: the header of each SEND
+//!      ├─ incoming     checks of received frames
+//!      ├─ framing      the length of frames, and the number of frames of a message
 //!      └─ timers       deadlines
 //!   handshake    private data of the connection request; refusal: of a rejection
 //! ```
@@ -24,10 +26,12 @@
 pub mod end;
 pub mod flow;
 pub mod frame;
+pub mod framing;
 #[cfg(any(fuzzing, test))]
 #[doc(hidden)]
 pub mod fuzzing;
 pub mod handshake;
+pub mod incoming;
 pub mod lifecycle;
 #[cfg(test)]
 mod model;

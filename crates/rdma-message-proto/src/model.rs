@@ -68,6 +68,7 @@ fn key(world: &World) -> u64 {
             continue;
         }
         key.add(side.protocol.flow.shape());
+        key.add([side.protocol.incomplete_frames()]);
         key.add([side.data, side.offers, side.pings, side.inbox, side.reading].map(u32::from));
         key.add([side.notices, side.noticed].map(u32::from));
         key.add([side.stream.into(), side.held.into()]);

@@ -1,12 +1,12 @@
 //! The protocol of one side of a connection, without I/O.
 //!
 //! ```text
-//!   frames received ─────────▶ receive ─┐                      ┌─▶ next_frame   `Ack`, `Fin`…
-//!   messages to send ────────▶ flow ────┤                      ├─▶ abort_frame  `Abort`
-//!   receives posted again ───▶ flow ────┤                      ├─▶ flow         credits, offers
-//!   service calls, failures ─▶ on ──────┼─▶ Flow               ├─▶ actions      to execute
-//!   last handle dropped ─────▶ abandon ─┤   Phase              │
-//!   time ────────────────────▶ due ─────┘   Timers ────────────┴─▶ deadline
+//!   frames received ─────────▶ on_frame ─┐                     ┌─▶ next_frame   `Ack`, `Fin`…
+//!   messages to send ────────▶ flow ─────┤   Flow              ├─▶ abort_frame  `Abort`
+//!   receives posted again ───▶ flow ─────┤   Incoming          ├─▶ flow         credits, offers
+//!   service calls, failures ─▶ on ───────┼─▶ Framing           ├─▶ frames_of    of a message
+//!   last handle dropped ─────▶ abandon ──┤   Phase             ├─▶ actions      to execute
+//!   time ────────────────────▶ due ──────┘   Timers ───────────┴─▶ deadline
 //! ```
 //!
 //! The connection feeds it, posts its frames and executes its actions. Credits are also used
@@ -14,18 +14,56 @@
 
 use std::time::{Duration, Instant};
 
+use crate::Violation;
 use crate::end::{End, Reason};
 use crate::flow::Flow;
-use crate::frame::{Header, Kind};
+use crate::frame::{Header, Kind, OFFER_LEN, check_offer};
+use crate::framing::Framing;
+use crate::handshake::{Content, Handshake};
+use crate::incoming::{Arrival, Incoming};
 use crate::lifecycle::{Action, Event, Phase, Stage, transition};
 use crate::timers::{Expired, LINGER, Observed, Timers, Times};
-use crate::window::Resize;
+use crate::window::{Resize, first_receives};
+
+/// What the settings of an end permit.
+#[derive(Debug, Clone, Copy)]
+pub struct Settings {
+    /// The content of the connection.
+    pub content: Content,
+    /// The receives posted at first, including the reserve.
+    pub first_receives: u32,
+    /// The most receives, including the reserve.
+    pub receives: u32,
+    /// The longest message accepted, in bytes.
+    pub max_message: u64,
+    /// The longest frame sent, in bytes.
+    pub frame: usize,
+    /// The longest message sent in several frames, in bytes.
+    pub eager: usize,
+    /// The deadlines.
+    pub times: Times,
+}
+
+/// A received frame.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Received {
+    /// What follows.
+    pub arrival: Arrival,
+    /// How many more offers the peer has fetched.
+    pub fetched: u32,
+}
 
 /// The state of one side that depends only on frames, events and time.
 #[derive(Debug, Clone)]
 pub struct Protocol<R> {
     /// Credits.
     pub flow: Flow,
+    incoming: Incoming,
+    framing: Framing,
+    /// The most receives of the peer, including those that it posts while it shrinks, and the most
+    /// bytes of each.
+    peer_receives: (u32, u32),
+    times: Times,
     phase: Phase<R>,
     timers: Timers,
     /// The listener shuts down: a peer that has everything does not delay `close`.
@@ -48,19 +86,53 @@ pub enum Due {
 
 impl<R: Reason> Protocol<R> {
     /// Creates the state before the peer is known.
-    pub fn new(receives: u32) -> Self {
+    pub fn new(settings: Settings) -> Self {
+        let Settings { content, receives, max_message, frame, eager, times, .. } = settings;
         Self {
-            flow: Flow::new(receives, 0),
+            flow: Flow::new(settings.first_receives, 0),
+            incoming: Incoming::new(content, receives, max_message),
+            framing: Framing::new(frame, eager),
+            peer_receives: (0, 0),
+            times,
             phase: Phase::Running(Stage::Open),
             timers: Timers::unset(),
             draining: false,
         }
     }
 
-    /// Sets the peer's window and starts the timers.
-    pub fn set_peer(&mut self, receives: u32, window: u32, times: Times, now: Instant) {
-        self.flow = Flow::new(receives, window);
-        self.timers = Timers::new(times, now);
+    /// Sets what the peer has announced, and starts the timers. [`limit_frames`] comes next.
+    ///
+    /// [`limit_frames`]: Self::limit_frames
+    pub fn set_peer(&mut self, peer: &Handshake, now: Instant) {
+        let (window, size) = peer.first_receives();
+        self.flow.set_window(window);
+        let most = peer.receives.saturating_add(first_receives(peer.receives));
+        self.peer_receives = (most, peer.buffer_size);
+        self.framing.set_peer(size, peer.buffer_size);
+        self.timers = Timers::new(self.times, now);
+    }
+
+    /// Returns the content of the connection.
+    #[inline]
+    pub fn content(&self) -> Content {
+        self.incoming.content()
+    }
+
+    /// Returns the lengths of frames.
+    #[inline]
+    pub fn framing(&self) -> &Framing {
+        &self.framing
+    }
+
+    /// Returns the lengths of frames, for tests that change them.
+    #[doc(hidden)]
+    pub fn framing_mut(&mut self) -> &mut Framing {
+        &mut self.framing
+    }
+
+    /// Returns the number of frames of a message whose last one has not arrived.
+    pub fn incomplete_frames(&self) -> u32 {
+        self.incoming.parts()
     }
 
     /// Returns the phase.
@@ -117,18 +189,101 @@ impl<R: Reason> Protocol<R> {
         self.draining && self.phase.awaits_peer() && self.flow.peer_has_all()
     }
 
-    /// Processes a received header. Returns how many more offers the peer has fetched.
+    /// Processes a received frame: its immediate data, the length of its payload in bytes, and
+    /// whether a WRITE has `written` memory of this end.
     ///
     /// # Errors
     ///
     /// Returns the reason to terminate.
     #[inline(always)]
-    pub fn receive(&mut self, header: Header) -> Result<u32, End> {
+    pub fn on_frame(
+        &mut self,
+        imm: Option<u32>,
+        len: usize,
+        written: bool,
+    ) -> Result<Received, End> {
+        let imm = imm.ok_or(Violation::Header { header: 0 })?;
+        if written && self.content() == Content::Messages {
+            self.flow.receive_notification()?;
+            return Ok(Received { arrival: Arrival::Notification, fetched: 0 });
+        }
+        let header = Header::decode(imm);
+        self.incoming.check(header, len, written)?;
         let fetched = self.flow.receive(header)?;
         if header.kind == Kind::Abort && !self.flow.is_over() {
             return Err(End::Dropped);
         }
-        Ok(fetched)
+        let arrival = self.incoming.add(header.kind, len)?;
+        match arrival {
+            Arrival::Control => self.flow.release_control(),
+            Arrival::Skip => self.flow.receive_skip()?,
+            _ => {}
+        }
+        Ok(Received { arrival, fetched })
+    }
+
+    /// Checks the region of an offer.
+    ///
+    /// # Errors
+    ///
+    /// Returns the violation of the peer.
+    pub fn check_offer(&self, addr: u64, len: u64) -> Result<(), Violation> {
+        check_offer(addr, len, self.incoming.max_message())
+    }
+
+    /// Processes the payload of a `Resize`. Returns the size of the peer's receives from then on,
+    /// for [`limit_frames`](Self::limit_frames).
+    ///
+    /// # Errors
+    ///
+    /// Returns the violation of the peer.
+    pub fn on_resize(&mut self, payload: &[u8]) -> Result<u32, Violation> {
+        let len = payload.len();
+        let resize = Resize::from_bytes(payload).ok_or(Violation::FrameLength { len })?;
+        let Resize { receives, size, .. } = resize;
+        let (most, longest) = self.peer_receives;
+        if !(OFFER_LEN as u32..=longest).contains(&size) {
+            return Err(Violation::Resize { receives, size });
+        }
+        let next = self.flow.next_receive();
+        self.flow.receive_resize(resize, most)?;
+        self.framing.sizes().change(resize, next)?;
+        self.flow.release_control();
+        Ok(size)
+    }
+
+    /// Returns the longest payload of the frame after the next `ahead` ones, in bytes.
+    #[inline]
+    pub fn frame_len(&mut self, ahead: u32) -> usize {
+        self.framing.frame_len(&self.flow, ahead)
+    }
+
+    /// Returns the number of frames of a message of `len` bytes, of which this end has buffers for
+    /// `most`, or `None` if the message is to be offered.
+    #[inline]
+    pub fn frames_of(&mut self, len: usize, most: usize) -> Option<usize> {
+        self.framing.frames_of(&self.flow, len, most)
+    }
+
+    /// Returns the kind of a frame with bytes of a message.
+    pub fn kind_of(&self, is_last: bool) -> Kind {
+        match self.content() {
+            Content::Messages if !is_last => Kind::Part,
+            Content::Messages | Content::Bytes => Kind::Data,
+        }
+    }
+
+    /// Limits frames to receives of `size` bytes, or to the last size that the peer has announced,
+    /// and messages to the frames for which this end has `buffers`. Both sides have the buffers of
+    /// the longest message, or it would wait indefinitely.
+    pub fn limit_frames(&mut self, size: Option<u32>, buffers: usize) {
+        let size = size.unwrap_or_else(|| {
+            let next = self.flow.next_receive();
+            self.framing.sizes().settle(next);
+            self.framing.sizes().last()
+        });
+        let frames = buffers.min(self.flow.max_frames() as usize);
+        self.framing.limit(size, frames);
     }
 
     /// Returns true if [`next_frame`](Self::next_frame) certainly returns none, for fewer
@@ -147,6 +302,8 @@ impl<R: Reason> Protocol<R> {
         all_sent: bool,
         may_skip: impl FnOnce() -> bool,
     ) -> Option<(Header, Option<Resize>)> {
+        let next = self.flow.next_receive();
+        self.framing.sizes().settle(next);
         let Phase::Running(stage) = self.phase else { return None };
         if stage == Stage::Aborting {
             return None;

@@ -102,7 +102,7 @@ impl PreparedConnection {
         let runtime = NoRuntime::or_current()?;
         let addresses = link.as_ref().map(|link| (link.local_addr(), link.peer_addr()));
         let link = link.map(Arc::new);
-        self.core.set_peer(&self.config, &peer, link.clone());
+        self.core.set_peer(&peer, link.clone());
         let shared = Shared::new(self.core, self.qp, runtime.clone(), admitted);
         if shared.is_draining() {
             shared.drain();

@@ -330,7 +330,7 @@ fn held_bytes_are_sent_whichever_call_finds_the_last_acknowledgement() {
         let [mut client, mut server] = pair().await;
         client.write_all(&[7]).await.unwrap();
         client.handle().shared.with(|core, driver| {
-            let buffer = core.send_buffer(core.limits.frame, 1).unwrap().unwrap();
+            let buffer = core.send_buffer(core.protocol.framing().frame(), 1).unwrap().unwrap();
             core.held.push_back(Held::new(buffer, 10));
             let limit = Instant::now() + HANG;
             // Nothing has polled the frame, as if it completed after `send_held`.
@@ -357,8 +357,9 @@ fn held_bytes_longer_than_a_receive_are_split_without_loss() {
             // The next receives of the peer take 300 bytes, as far as this side knows.
             let next = core.protocol.flow.next_receive();
             let resize = Resize { receives: 64, skip: 0, from: next + 20, size: 32 << 10 };
-            core.sizes = Sizes::new(300);
-            core.sizes.change(resize, next).unwrap();
+            let sizes = core.protocol.framing_mut().sizes();
+            *sizes = Sizes::new(300);
+            sizes.change(resize, next).unwrap();
         });
         client.flush().await.unwrap();
         client.shutdown().await.unwrap();

@@ -144,7 +144,7 @@ impl Core {
         caller: &mut Caller<'_>,
     ) -> Poll<Result<usize, MessageError>> {
         let len = bytes.len().min(PIECE).min(usize::try_from(self.limits.send).unwrap_or(PIECE));
-        if len <= self.limits.eager {
+        if len <= self.protocol.framing().eager() {
             return match buffer {
                 Some(buffer) => self.poll_write_buffer(buffer, ticket, driver, caller),
                 None => self.poll_write(&[IoSlice::new(bytes)], ticket, driver, caller),
@@ -167,7 +167,9 @@ impl Core {
             return self.poll_write_bytes(&buffer.clone().into(), None, ticket, driver, caller);
         }
         // One frame while their size changes: a piece of several could be offered instead.
-        let longest = if self.sizes.is_settled() { self.limits.eager } else { self.frame_len(0) };
+        let framing = self.protocol.framing();
+        let longest =
+            if framing.is_settled() { framing.eager() } else { self.protocol.frame_len(0) };
         let len = buffer.len().min(longest);
         let piece;
         let lent = if len == buffer.len() {
@@ -236,7 +238,7 @@ impl Core {
         if !self.held.is_empty() || !self.protocol.flow.may_send(Kind::Data) {
             return Ok(self.held_buffer()?.map(|buffer| self.hold(buffer, bytes)));
         }
-        let frame = self.frame_len(0);
+        let frame = self.protocol.frame_len(0);
         let hold = bytes.len < frame && !self.nodelay && self.has_unacknowledged();
         if !hold && bytes.len <= self.limits.inline.min(frame) {
             let mut gathered = SmallVec::<[u8; INLINE]>::from_elem(0, bytes.len);
@@ -285,7 +287,7 @@ impl Core {
             let (len, is_full) = (first.len(), first.is_full() || self.held.len() > 1);
             let finishes = self.protocol.phase().check_open().is_err();
             let is_due = is_full || self.nodelay || finishes || self.sends.is_empty();
-            if !(is_due || len >= self.frame_len(0)) || !self.send_first_held() {
+            if !(is_due || len >= self.protocol.frame_len(0)) || !self.send_first_held() {
                 return;
             }
         }
@@ -303,7 +305,7 @@ impl Core {
             return false;
         }
         let Some(mut held) = self.held.pop_front() else { return false };
-        let frame = self.frame_len(0);
+        let frame = self.protocol.frame_len(0);
         if held.len() <= frame {
             self.send_copied(Kind::Data, held.into_buffer());
             return true;

@@ -4,11 +4,13 @@ use std::time::Instant;
 
 use crate::end::{End, TestReason};
 use crate::flow::RESERVE;
-use crate::frame::{Header, Kind};
+use crate::frame::{Header, Kind, OFFER_LEN};
+use crate::handshake::{Content, Handshake};
+use crate::incoming::Arrival;
 use crate::lifecycle::{Action, Event, Phase, Stage};
-use crate::protocol::Protocol;
+use crate::protocol::{Protocol, Settings};
 use crate::timers::{LINGER, Times};
-use crate::window::Resize;
+use crate::window::{FIRST_SIZE, Resize};
 
 /// The maximum number of frames in flight per direction.
 pub(super) const MAX_WINDOW: usize = RESERVE as usize + 6;
@@ -107,10 +109,8 @@ pub(super) struct Side {
 
 impl Side {
     pub(super) fn new(receives: u32, window: u32, data: u8, offers: u8) -> Self {
-        let mut protocol = Protocol::new(receives);
-        protocol.set_peer(receives, window, Times::default(), Instant::now());
         Self {
-            protocol,
+            protocol: protocol(Content::Messages, receives, window),
             frames: 1,
             stream: false,
             held: 0,
@@ -144,7 +144,8 @@ impl Side {
 
     /// Creates one end of a stream with the smallest window.
     pub(super) fn stream(data: u8, offers: u8, calls: &[Call]) -> Self {
-        Self { stream: true, ..Self::calling(data, offers, calls) }
+        let protocol = protocol(Content::Bytes, RESERVE + 1, RESERVE + 1);
+        Self { protocol, stream: true, ..Self::calling(data, offers, calls) }
     }
 
     /// Returns true if a write is held now.
@@ -188,7 +189,7 @@ impl Side {
         self.changes = rest;
         self.posted += post;
         let receives = self.protocol.flow.receives() + post;
-        self.protocol.flow.resize(Resize { receives, skip, from: 0, size: 0 });
+        self.protocol.flow.resize(Resize { receives, skip, from: 0, size: FIRST_SIZE });
     }
 
     pub(super) fn stage(&self) -> Option<Stage> {
@@ -268,39 +269,63 @@ impl Side {
 
     pub(super) fn receive(&mut self, frame: Frame) {
         assert!(self.posted > 0, "receiver not ready");
-        let (header, resize) = match frame {
-            Frame::Bare(header) => (header, None),
-            Frame::Resize(header, resize) => (header, Some(resize)),
-            Frame::Notification => {
-                assert_eq!(self.protocol.flow.receive_notification(), Ok(()));
-                self.noticed += 1;
-                return;
+        let (imm, len, written) = match frame {
+            Frame::Notification => (0, 0, true),
+            Frame::Resize(header, _) => (header.encode(), Resize::LEN, false),
+            Frame::Bare(header) => {
+                let len = match header.kind {
+                    Kind::Data | Kind::Part => 1,
+                    Kind::Offer => OFFER_LEN,
+                    _ => 0,
+                };
+                (header.encode(), len, false)
             }
         };
-        self.posted -= 1;
-        match self.protocol.receive(header) {
-            // Its receive is posted again when the whole message is received.
-            Ok(_) if header.kind == Kind::Part => {}
-            Ok(_) if header.kind.is_message() => {
+        let arrival = match self.protocol.on_frame(Some(imm), len, written) {
+            Ok(received) => received.arrival,
+            Err(End::Dropped) => return self.on(Event::Terminate(End::Dropped.into())),
+            Err(other) => panic!("violation by a correct peer: {other:?}"),
+        };
+        match arrival {
+            Arrival::Notification => self.noticed += 1,
+            // The receives of a message are posted again when the whole message is received.
+            Arrival::Part | Arrival::Skip => self.posted -= 1,
+            Arrival::Message { parts, .. } => {
+                assert_eq!(parts + 1, u32::from(self.frames));
+                self.posted -= 1;
                 self.inbox += 1;
                 self.arrived += 1;
-                self.reading += u8::from(header.kind == Kind::Offer);
             }
-            Ok(_) if header.kind == Kind::Resize && resize.is_none() => {
-                assert_eq!(self.protocol.flow.receive_skip(), Ok(()));
+            Arrival::Offer => {
+                self.posted -= 1;
+                self.inbox += 1;
+                self.arrived += 1;
+                self.reading += 1;
             }
-            Ok(_) => {
-                if let Some(counts) = resize {
-                    let [receives, skip] = counts.map(u32::from);
-                    let resize = Resize { receives, skip, from: 0, size: 0 };
-                    let flow = &mut self.protocol.flow;
-                    assert_eq!(flow.receive_resize(resize, MAX_WINDOW as u32), Ok(()));
-                }
-                self.posted += 1;
-                self.protocol.flow.release_control();
+            Arrival::Control => {}
+            Arrival::Resize => {
+                let Frame::Resize(_, counts) = frame else { unreachable!("it has a payload") };
+                let [receives, skip] = counts.map(u32::from);
+                let resize = Resize { receives, skip, from: 0, size: FIRST_SIZE };
+                assert_eq!(self.protocol.on_resize(&resize.to_bytes()), Ok(FIRST_SIZE));
             }
-            Err(End::Dropped) => self.on(Event::Terminate(End::Dropped.into())),
-            Err(other) => panic!("violation by a correct peer: {other:?}"),
         }
     }
+}
+
+/// Returns the protocol of an end, which knows its peer's `window`.
+fn protocol(content: Content, receives: u32, window: u32) -> Protocol<TestReason> {
+    let mut protocol = Protocol::new(Settings {
+        content,
+        first_receives: receives,
+        receives: MAX_WINDOW as u32,
+        max_message: 100,
+        frame: FIRST_SIZE as usize,
+        eager: 100,
+        times: Times::default(),
+    });
+    let peer =
+        Handshake { buffer_size: FIRST_SIZE, receives: window, max_message: 100, grows: false };
+    protocol.set_peer(&peer, Instant::now());
+    protocol
 }

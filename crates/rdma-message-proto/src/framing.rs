@@ -1,0 +1,97 @@
+//! The length of frames to the peer, and the number of frames of a message.
+
+use crate::flow::Flow;
+use crate::window::Sizes;
+
+/// The lengths that the peer's receives and this end's settings permit, in bytes.
+#[derive(Debug, Clone)]
+pub struct Framing {
+    sizes: Sizes,
+    frame: usize,
+    eager: usize,
+    own_frame: usize,
+    own_eager: usize,
+    longest: usize,
+}
+
+impl Framing {
+    /// Creates the lengths before the peer is known. `own_frame` is the longest frame, and
+    /// `own_eager` the longest message in several frames, that the settings permit.
+    pub(crate) fn new(own_frame: usize, own_eager: usize) -> Self {
+        Self { sizes: Sizes::new(0), frame: 0, eager: 0, own_frame, own_eager, longest: 0 }
+    }
+
+    /// Sets the size of the peer's first receives, and of the longest that it may post.
+    pub(crate) fn set_peer(&mut self, first: u32, longest: u32) {
+        self.sizes = Sizes::new(first);
+        self.longest = self.own_frame.min(longest as usize);
+    }
+
+    /// Returns the longest frame in the receives that the peer announced last.
+    #[inline]
+    pub fn frame(&self) -> usize {
+        self.frame
+    }
+
+    /// Returns the longest message in frames; longer ones are offered.
+    #[inline]
+    pub fn eager(&self) -> usize {
+        self.eager
+    }
+
+    /// Returns the longest frame once the peer has its longest receives.
+    pub fn longest(&self) -> usize {
+        self.longest
+    }
+
+    /// Returns true if all receives that frames will use have one size.
+    #[inline]
+    pub fn is_settled(&self) -> bool {
+        self.sizes.is_settled()
+    }
+
+    /// Returns the sizes of the peer's receives.
+    pub fn sizes(&mut self) -> &mut Sizes {
+        &mut self.sizes
+    }
+
+    /// Returns the longest payload of the frame after the next `ahead` ones.
+    #[inline]
+    pub(crate) fn frame_len(&mut self, flow: &Flow, ahead: u32) -> usize {
+        if self.sizes.is_settled() {
+            return self.frame;
+        }
+        let next = flow.next_receive();
+        self.sizes.settle(next);
+        self.frame.min(self.sizes.at(next.wrapping_add(ahead)) as usize)
+    }
+
+    /// Returns the number of frames of a message of `len` bytes, or `None` if it is to be offered:
+    /// if it needs more frames than may ever be sent at once, or if it needs more because of the
+    /// peer's last short receives, and credits for them are missing. An offer takes one credit.
+    pub(crate) fn frames_of(&mut self, flow: &Flow, len: usize, most: usize) -> Option<usize> {
+        // An empty message has a frame too.
+        let mut frames = 1;
+        if self.sizes.is_settled() {
+            frames = len.div_ceil(self.frame).max(1);
+        } else {
+            let mut sent = self.frame_len(flow, 0);
+            while sent < len {
+                sent += self.frame_len(flow, frames as u32);
+                frames += 1;
+            }
+            let regular = len.div_ceil(self.frame).max(1);
+            if frames > regular && !flow.may_send_message(frames as u32) {
+                return None;
+            }
+        }
+        let most = || most.min(flow.max_frames() as usize);
+        (frames == 1 || frames <= most()).then_some(frames)
+    }
+
+    /// Limits frames to receives of `size` bytes, and messages to `frames` frames.
+    pub(crate) fn limit(&mut self, size: u32, frames: usize) {
+        self.frame = self.own_frame.min(size as usize);
+        self.eager = self.frame.max(self.own_eager.min(self.frame.saturating_mul(frames)));
+    }
+}

@@ -1,0 +1,176 @@
+//! The checks of received frames beyond credits: lengths, and messages of several frames.
+
+use crate::Violation;
+use crate::flow::max_frames;
+use crate::frame::{Header, Kind};
+use crate::handshake::Content;
+
+/// What follows for the receive of a frame, and for its payload.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Arrival {
+    /// The payload is part of a message. The receive is in use until the service has the message.
+    Part,
+    /// The payload is the last or only part of a message. The receive is in use until the service
+    /// has the message.
+    Message {
+        /// The frames before this one.
+        parts: u32,
+        /// The bytes of the whole message.
+        len: u64,
+    },
+    /// The payload is the region of a message to be fetched:
+    /// [`check_offer`](crate::protocol::Protocol::check_offer) comes next. The receive is free, but
+    /// its credit returns when the service has the message.
+    Offer,
+    /// The payload is a change of the peer's receives:
+    /// [`on_resize`](crate::protocol::Protocol::on_resize) comes next. The receive is free.
+    Resize,
+    /// The frame has used up a receive that is not posted again.
+    Skip,
+    /// There is no payload. The receive is free.
+    Control,
+    /// A WRITE of the peer's service. The receive is free, but its credit returns when the service
+    /// has taken the notification.
+    Notification,
+}
+
+/// The message of which some frames have arrived, and what is accepted.
+#[derive(Debug, Clone)]
+pub(crate) struct Incoming {
+    content: Content,
+    max_message: u64,
+    max_frames: u32,
+    /// Frames of the incomplete message, and their bytes.
+    parts: u32,
+    bytes: u64,
+}
+
+impl Incoming {
+    /// Creates the state of an end with at most `receives` receives, including the reserve.
+    pub(crate) fn new(content: Content, receives: u32, max_message: u64) -> Self {
+        Self { content, max_message, max_frames: max_frames(receives), parts: 0, bytes: 0 }
+    }
+
+    pub(crate) fn content(&self) -> Content {
+        self.content
+    }
+
+    pub(crate) fn max_message(&self) -> u64 {
+        self.max_message
+    }
+
+    pub(crate) fn parts(&self) -> u32 {
+        self.parts
+    }
+
+    /// Checks that a frame with a payload of `len` bytes may occur. An empty frame of a stream
+    /// would be taken for its end. `written` is true for the immediate data of a WRITE.
+    #[inline]
+    pub(crate) fn check(&self, header: Header, len: usize, written: bool) -> Result<(), Violation> {
+        let is_stream = self.content == Content::Bytes;
+        match header.kind {
+            kind if is_stream && (written || kind == Kind::Part) => {
+                Err(Violation::Header { header: header.encode() })
+            }
+            Kind::Data if is_stream && len == 0 => Err(Violation::FrameLength { len }),
+            kind if !kind.has_payload() && len > 0 => Err(Violation::FrameLength { len }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Adds a checked frame.
+    #[inline]
+    pub(crate) fn add(&mut self, kind: Kind, len: usize) -> Result<Arrival, Violation> {
+        if self.parts > 0 && !matches!(kind, Kind::Data | Kind::Part) {
+            return Err(Violation::Incomplete { len: self.bytes });
+        }
+        match kind {
+            Kind::Data | Kind::Part => {
+                let bytes = self.bytes + len as u64;
+                // Bytes of a stream are no message, and a buffer limits them.
+                if bytes > self.max_message && self.content == Content::Messages {
+                    return Err(Violation::TooLong { len: bytes, allowed: self.max_message });
+                }
+                if kind == Kind::Data {
+                    let parts = std::mem::take(&mut self.parts);
+                    self.bytes = 0;
+                    return Ok(Arrival::Message { parts, len: bytes });
+                }
+                if len == 0 {
+                    return Err(Violation::FrameLength { len });
+                }
+                (self.parts, self.bytes) = (self.parts + 1, bytes);
+                if self.parts >= self.max_frames {
+                    return Err(Violation::Frames { allowed: self.max_frames });
+                }
+                Ok(Arrival::Part)
+            }
+            Kind::Offer => Ok(Arrival::Offer),
+            Kind::Resize if len == 0 => Ok(Arrival::Skip),
+            Kind::Resize => Ok(Arrival::Resize),
+            Kind::Ack | Kind::Ping | Kind::Fin | Kind::Abort => Ok(Arrival::Control),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::flow::RESERVE;
+
+    const HEADER: Header = Header { kind: Kind::Data, fin_acked: false, released: 0, done: 0 };
+
+    #[test]
+    fn frames_of_streams_are_whole_and_not_empty() {
+        let check = |content, kind, len| {
+            let incoming = Incoming::new(content, RESERVE + 8, 100);
+            incoming.check(Header { kind, ..HEADER }, len, false)
+        };
+        for content in [Content::Messages, Content::Bytes] {
+            assert_eq!(check(content, Kind::Data, 1), Ok(()));
+            assert_eq!(check(content, Kind::Ack, 1), Err(Violation::FrameLength { len: 1 }));
+        }
+        assert_eq!(check(Content::Messages, Kind::Data, 0), Ok(()));
+        assert_eq!(check(Content::Messages, Kind::Part, 1), Ok(()));
+        assert_eq!(check(Content::Bytes, Kind::Data, 0), Err(Violation::FrameLength { len: 0 }));
+        let part = Header { kind: Kind::Part, ..HEADER };
+        let wrong = |header: Header| Err(Violation::Header { header: header.encode() });
+        assert_eq!(check(Content::Bytes, Kind::Part, 1), wrong(part));
+        let stream = Incoming::new(Content::Bytes, RESERVE + 8, 100);
+        assert_eq!(stream.check(HEADER, 1, true), wrong(HEADER));
+    }
+
+    #[test]
+    fn message_of_several_frames_is_whole_and_has_no_other_frame_in_it() {
+        let mut incoming = Incoming::new(Content::Messages, RESERVE + 8, 100);
+        for _ in 0..2 {
+            assert_eq!(incoming.add(Kind::Part, 30), Ok(Arrival::Part));
+            assert_eq!(incoming.add(Kind::Part, 30), Ok(Arrival::Part));
+            for kind in [Kind::Ack, Kind::Fin, Kind::Offer, Kind::Resize] {
+                let within = incoming.clone().add(kind, 0);
+                assert_eq!(within, Err(Violation::Incomplete { len: 60 }), "{kind:?}");
+            }
+            let empty = incoming.clone().add(Kind::Part, 0);
+            assert_eq!(empty, Err(Violation::FrameLength { len: 0 }));
+            assert_eq!(incoming.add(Kind::Data, 0), Ok(Arrival::Message { parts: 2, len: 60 }));
+            assert_eq!(incoming.add(Kind::Ack, 0), Ok(Arrival::Control));
+        }
+    }
+
+    #[test]
+    fn messages_beyond_the_announced_length_and_frames_are_violations() {
+        let incoming = Incoming::new(Content::Messages, RESERVE + 8, 100);
+        let too_long = incoming.clone().add(Kind::Data, 101);
+        assert_eq!(too_long, Err(Violation::TooLong { len: 101, allowed: 100 }));
+        let mut stream = Incoming::new(Content::Bytes, RESERVE + 8, 100);
+        assert_eq!(stream.add(Kind::Data, 101), Ok(Arrival::Message { parts: 0, len: 101 }));
+        let mut parts = incoming;
+        let allowed = max_frames(RESERVE + 8);
+        for _ in 1..allowed {
+            assert_eq!(parts.add(Kind::Part, 1), Ok(Arrival::Part));
+        }
+        let last = parts.clone().add(Kind::Data, 1);
+        assert_eq!(last, Ok(Arrival::Message { parts: allowed - 1, len: allowed.into() }));
+        assert_eq!(parts.add(Kind::Part, 1), Err(Violation::Frames { allowed }));
+    }
+}
