@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 
 use super::inbound::{Incoming, Message};
 use super::message_memory::{FetchMemory, Job, JobOutput};
-use super::outbound::Sent;
+use super::outbox::Sent;
 use crate::cm::CmConnection;
 use crate::contained::contained;
 use crate::memory::{Buf, BufMut, Pool, ReadOnlyRegion};

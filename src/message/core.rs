@@ -9,7 +9,6 @@
 //! [`Core::progress`] does all work that is possible now. Tasks that send or receive call it, and
 //! so do the waker of operations and the driver. So progress never depends on the service's tasks.
 
-use std::collections::VecDeque;
 use std::future::Future;
 use std::ops::ControlFlow;
 use std::pin::Pin;
@@ -33,16 +32,17 @@ use super::error::CloseReason;
 use super::helper::Jobs;
 use super::inbound::{Inbox, Incoming, Notification};
 use super::message_memory::FetchMemory;
-use super::outbound::{Block, Sent};
+use super::outbox::{Awaited, Outbox, Sent};
 use super::receives::Receives;
 use super::send_memory::SendMemory;
-use super::stream::{Held, Polled};
+use super::stream::StreamState;
+use super::waiting::{Block, Waiting};
 use crate::clock;
 use crate::cm::CmConnection;
 use crate::engine::is_current;
 use crate::error::{OpErrorKind, SetupError};
 use crate::forked;
-use crate::memory::{BufMut, Pool, ReadOnlyRegion, RemoteRegion};
+use crate::memory::{BufMut, Pool, RemoteRegion};
 use crate::op::{QueuePair, Received};
 use crate::waiters::{Ticket, Waiters};
 
@@ -58,62 +58,43 @@ const SKIPS: usize = 4;
 
 #[derive(Debug)]
 pub(super) struct Core {
+    /// All decisions.
     pub(super) protocol: Protocol<CloseReason>,
-    /// Dropping it disconnects the peer.
-    pub(super) link: Option<Arc<CmConnection>>,
-    pub(super) qp: QueuePair,
-    /// The same queue pair, for frames: the peer waits for solicited messages only.
-    pub(super) frames: QueuePair,
-    /// The driver's waker learns of completed receives, which have no wakers.
-    is_listened: bool,
-    /// The runtime of the driver, once there is one.
-    pub(super) runtime: Option<runtime::Id>,
-    /// How long a dropped stream continues to send, if the service has set it; zero resets it.
-    pub(super) linger: Option<Duration>,
-    /// Short writes of a stream are not held.
-    pub(super) nodelay: bool,
+    pub(super) io: Io,
     pub(super) limits: Limits,
-    pub(super) send_memory: SendMemory,
-    pub(super) share: Share,
-    pub(super) fetch_memory: FetchMemory,
-    pub(super) jobs: Jobs,
-
+    pub(super) memory: Memory,
     pub(super) receives: Receives,
     pub(super) inbox: Inbox,
-    /// Frames in flight; after termination, an `Abort` that the driver awaits.
-    pub(super) sends: VecDeque<Sent>,
-    /// Bytes of a stream that wait for credits or for the frames before them; see `writing.rs`. All
-    /// buffers but the last one are full.
-    pub(super) held: VecDeque<Held>,
-    /// Frames removed from `sends`.
-    pub(super) reaped: u64,
-    /// Frames in `sends` with a buffer of the service.
-    pub(super) lent: usize,
-    /// Long messages not fetched by the peer.
-    pub(super) offers: VecDeque<ReadOnlyRegion>,
-    pub(super) offered: u64,
-
-    pub(super) senders: Waiters,
-    /// Resource that the first sender lacks.
-    pub(super) blocked: Block,
-    pub(super) receivers: Waiters,
-    /// Positions of the tasks that poll a stream for its readiness.
-    pub(super) polled: Polled,
-    /// Tasks that wait for a notification.
-    pub(super) notified: Waiters,
-    pub(super) flushers: Waiters,
-    /// Position that the earliest flush waits for.
-    pub(super) mark: Option<Mark>,
-
+    pub(super) outbox: Outbox,
+    pub(super) waiting: Waiting,
+    pub(super) stream: StreamState,
     pub(super) counters: ConnectionCounters,
     pub(super) after: AfterUnlock,
 }
 
-/// A position in the stream of sent frames; both counts are monotonic.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Mark {
-    pub(super) frames: u64,
-    pub(super) offers: u64,
+/// What a side posts to, and what watches its completions.
+#[derive(Debug)]
+pub(super) struct Io {
+    pub(super) qp: QueuePair,
+    /// The same queue pair, for frames: the peer waits for solicited messages only.
+    pub(super) frames: QueuePair,
+    /// Dropping it disconnects the peer.
+    pub(super) link: Option<Arc<CmConnection>>,
+    /// The driver's waker learns of completed receives, which have no wakers.
+    pub(super) is_listened: bool,
+    /// The runtime of the driver, once there is one.
+    pub(super) runtime: Option<runtime::Id>,
+}
+
+/// Registered memory beside the receives.
+#[derive(Debug)]
+pub(super) struct Memory {
+    pub(super) send: SendMemory,
+    pub(super) fetch: FetchMemory,
+    /// What this side has taken from its budget.
+    pub(super) share: Share,
+    /// Registrations that may block.
+    pub(super) jobs: Jobs,
 }
 
 /// Negotiated limits, in bytes.
@@ -151,42 +132,34 @@ impl Core {
         };
         let mut core = Self {
             protocol: Protocol::new(config.protocol()),
-            fetch_memory: FetchMemory::new(qp.protection_domain(), config.receive_memory),
-            jobs: Jobs::None,
-            link: None,
-            frames: qp.solicited(),
-            is_listened: qp.is_listened(),
-            runtime: None,
-            linger: None,
-            nodelay: false,
-            qp,
             limits,
-            send_memory: SendMemory::new(send_pool, config),
-            share,
+            memory: Memory {
+                send: SendMemory::new(send_pool, config),
+                fetch: FetchMemory::new(qp.protection_domain(), config.receive_memory),
+                share,
+                jobs: Jobs::None,
+            },
             receives: Receives::new(receive_pool, config),
             inbox: Inbox::default(),
-            sends: VecDeque::new(),
-            held: VecDeque::new(),
-            lent: 0,
-            reaped: 0,
-            offers: VecDeque::new(),
-            offered: 0,
-            senders: Waiters::default(),
-            blocked: Block::Credits { frames: 1 },
-            receivers: Waiters::default(),
-            polled: Polled::default(),
-            notified: Waiters::default(),
-            flushers: Waiters::default(),
-            mark: None,
+            outbox: Outbox::default(),
+            waiting: Waiting::default(),
+            stream: StreamState::default(),
             counters: ConnectionCounters::default(),
             after: AfterUnlock::default(),
+            io: Io {
+                frames: qp.solicited(),
+                is_listened: qp.is_listened(),
+                link: None,
+                runtime: None,
+                qp,
+            },
         };
         core.post_more(config.first_receives());
         core
     }
 
     pub(super) fn set_peer(&mut self, peer: &Handshake, link: Option<Arc<CmConnection>>) {
-        self.link = link;
+        self.io.link = link;
         self.protocol.set_peer(peer, clock::now());
         self.limits.send = peer.max_message;
         self.renew_send_memory();
@@ -197,7 +170,7 @@ impl Core {
         self.advance(driver);
         // The task may wait for a receive, also if the other runtimes that watch the queue do not
         // run. If this one cannot watch it, the driver polls.
-        if self.is_listened && self.close_reason().is_none() && !self.qp.watch_receives() {
+        if self.io.is_listened && self.close_reason().is_none() && !self.io.qp.watch_receives() {
             self.after.wake_driver();
         }
     }
@@ -205,12 +178,12 @@ impl Core {
     /// Takes what has arrived, for a task that receives. Does nothing more if there is nothing, not
     /// even a READ to watch: other completions wake the driver.
     pub(super) fn progress_for_receiver(&mut self, driver: &Waker) {
-        let nothing_arrived = self.is_listened
+        let nothing_arrived = self.io.is_listened
             && self.inbox.fetching.is_empty()
             && self.protocol.phase().check_open().is_ok()
             && self.receives.posted.front().is_some_and(|receive| !receive.is_finished())
             && !forked::is_child();
-        if nothing_arrived && self.qp.watch_receives() {
+        if nothing_arrived && self.io.qp.watch_receives() {
             return;
         }
         self.progress(driver);
@@ -259,8 +232,8 @@ impl Core {
     pub(super) fn drive(&mut self, driver: &Waker) -> ControlFlow<CloseReason, Option<Instant>> {
         self.progress(driver);
         self.protocol.linger(clock::now);
-        let fetched = self.limits.is_elastic && self.fetch_memory.pooled() > 0;
-        if self.receives.may_shrink() || self.send_memory.is_grown() || fetched {
+        let fetched = self.limits.is_elastic && self.memory.fetch.pooled() > 0;
+        if self.receives.may_shrink() || self.memory.send.is_grown() || fetched {
             self.protocol.watch_idle(clock::now);
         }
         if self.is_abort_acknowledged(driver) {
@@ -272,7 +245,7 @@ impl Core {
 
     pub(super) fn on_deadline(&mut self, now: Instant) {
         // A sender that was woken, or whose future was dropped, waits no longer.
-        let waits = !self.senders.is_empty() && !self.is_unblocked();
+        let waits = !self.waiting.senders.is_empty() && !self.is_unblocked();
         let stalled_at = waits.then_some(self.counters.sent);
         let notified =
             self.counters.notifications_received > 0 || !self.inbox.notifications.is_empty();
@@ -319,7 +292,7 @@ impl Core {
         self.watch_sends(context)?;
         match self.protocol.phase().failure() {
             Some(failure) => self.on_failure(failure, context),
-            None if self.protocol.flow.is_over() && self.sends.is_empty() => {
+            None if self.protocol.flow.is_over() && self.outbox.sends.is_empty() => {
                 Err(CloseReason::Clean)
             }
             None => Ok(()),
@@ -332,7 +305,7 @@ impl Core {
             let Some(receive) = self.receives.posted.front_mut() else { return Ok(()) };
             // One poll of the device: the listener learns of later completions.
             let arrived = if taken == 0 { receive.is_finished() } else { receive.is_complete() };
-            if self.is_listened && !arrived {
+            if self.io.is_listened && !arrived {
                 return Ok(());
             }
             let Poll::Ready(result) = Pin::new(receive).poll(context) else { return Ok(()) };
@@ -354,8 +327,7 @@ impl Core {
         let Received { buffer, len, imm, written, .. } = received;
         let frame = self.protocol.on_frame(imm.map(|imm| imm.0), buffer.len(), written)?;
         for _ in 0..frame.fetched {
-            if let Some(region) = self.offers.pop_front() {
-                self.offered -= region.len();
+            if let Some(region) = self.outbox.fetched() {
                 self.after.drop(Dropped::Fetched(region));
             }
         }
@@ -397,7 +369,7 @@ impl Core {
     pub(super) fn note_failed_growth(&mut self, error: &SetupError) {
         if self.counters.growth_failures == 0 {
             rdma_provider::warn!(
-                qpn = %self.qp.qpn(),
+                qpn = %self.io.qp.qpn(),
                 %error,
                 "failed to register more buffers; continuing with fewer"
             );
@@ -417,11 +389,11 @@ impl Core {
     /// Removes completed frames if something waits for them, or at least [`REAPED`] are in flight:
     /// a poll of the send queue then finds several completions.
     fn reap_some(&mut self) {
-        let awaited = self.lent > 0
-            || !self.held.is_empty()
-            || self.mark.is_some()
-            || !self.senders.is_empty();
-        if awaited || self.sends.len() >= REAPED {
+        let awaited = self.outbox.lent > 0
+            || !self.outbox.held.is_empty()
+            || self.waiting.mark.is_some()
+            || !self.waiting.senders.is_empty();
+        if awaited || self.outbox.sends.len() >= REAPED {
             self.reap();
         }
     }
@@ -429,7 +401,7 @@ impl Core {
     /// Removes completed frames.
     pub(super) fn reap(&mut self) {
         let context = &mut Context::from_waker(Waker::noop());
-        while self.sends.front().is_some_and(Sent::is_finished)
+        while self.outbox.sends.front().is_some_and(Sent::is_finished)
             && let Poll::Ready(result) = self.poll_sent(0, context)
         {
             if let Err(kind) = result {
@@ -445,15 +417,8 @@ impl Core {
         index: usize,
         context: &mut Context<'_>,
     ) -> Poll<Result<(), OpErrorKind>> {
-        let Some(sent) = self.sends.get_mut(index) else { return Poll::Ready(Ok(())) };
-        if index > 0 {
-            return sent.poll(context);
-        }
-        let (result, lent) = ready!(sent.poll_once(context));
-        self.sends.pop_front();
-        self.reaped += 1;
+        let (result, lent) = ready!(self.outbox.poll_sent(index, context));
         if let Some(buffer) = lent {
-            self.lent -= 1;
             self.after.return_sent(buffer);
         }
         Poll::Ready(result)
@@ -471,9 +436,9 @@ impl Core {
     fn send_until_quiet(&mut self) {
         loop {
             let owed = self.protocol.flow.owes_credits();
-            let sends = &self.sends;
+            let sends = &self.outbox.sends;
             let may_skip = || sends.len() < SKIPS.max(sends.capacity());
-            let next = self.protocol.next_frame(self.held.is_empty(), may_skip);
+            let next = self.protocol.next_frame(self.outbox.held.is_empty(), may_skip);
             let Some((header, resize)) = next else { return };
             if header.kind == Kind::Ack {
                 self.counters.acks += 1;
@@ -505,7 +470,7 @@ impl Core {
         context: &mut Context<'_>,
     ) -> Result<(), CloseReason> {
         loop {
-            let before = self.reaped;
+            let before = self.outbox.reaped;
             match self.poll_sent(index, context) {
                 Poll::Pending => {
                     self.watch_by_driver();
@@ -522,7 +487,7 @@ impl Core {
             self.send_held();
             self.send_due();
             index = match self.awaited_send() {
-                Some(index) if self.reaped != before => index,
+                Some(index) if self.outbox.reaped != before => index,
                 _ => return Ok(()),
             };
         }
@@ -531,7 +496,7 @@ impl Core {
     /// Lets the runtime of the driver watch a polled operation too: the current one may not run for
     /// long.
     pub(super) fn watch_by_driver(&mut self) {
-        if self.runtime.is_some_and(|driver| !is_current(driver)) {
+        if self.io.runtime.is_some_and(|driver| !is_current(driver)) {
             self.after.wake_driver();
         }
     }
@@ -539,24 +504,19 @@ impl Core {
     /// Returns the index of the send whose completion is awaited, if any.
     #[inline(always)]
     fn awaited_send(&self) -> Option<usize> {
-        let last = self.sends.len().checked_sub(1)?;
+        let (outbox, waiting) = (&self.outbox, &self.waiting);
         // Without a posted receive, only a send reports that the queue pair has failed.
         let is_last = self.protocol.flow.is_over() || self.receives.posted.is_empty();
-        if is_last || !self.held.is_empty() || self.protocol.flow.skips() {
-            return Some(last);
+        if is_last || !outbox.held.is_empty() || self.protocol.flow.skips() {
+            return outbox.last_of(Awaited::All);
         }
-        if let Some(mark) = self.mark.and_then(|mark| mark.frames.checked_sub(self.reaped + 1)) {
-            return Some(mark as usize).filter(|&index| index <= last);
+        if let Some(mark) = waiting.mark.filter(|mark| mark.frames > outbox.reaped) {
+            return outbox.last_of(Awaited::Before(mark));
         }
-        if !self.senders.is_empty() && matches!(self.blocked, Block::Buffers { .. }) {
-            // The first would wake the driver for every send.
-            return Some(self.sends.len() / 2);
+        if !waiting.senders.is_empty() && matches!(waiting.blocked, Block::Buffers { .. }) {
+            return outbox.last_of(Awaited::Half);
         }
-        if self.lent == 0 {
-            return None;
-        }
-        // The last one, with which all lent buffers return.
-        self.sends.iter().rposition(Sent::is_lent)
+        outbox.last_of(Awaited::Lent)
     }
 
     /// Collects the wakers of tasks whose condition holds.
@@ -565,31 +525,31 @@ impl Core {
         if ended || self.inbox.is_ready() || self.is_at_end() {
             self.wake_receivers();
         }
-        if !self.notified.is_empty() && self.has_news() {
-            self.after.wake(self.notified.take_first());
+        if !self.waiting.notified.is_empty() && self.has_news() {
+            self.after.wake(self.waiting.notified.take_first());
         }
-        if !self.senders.is_empty() && self.is_unblocked() {
+        if !self.waiting.senders.is_empty() && self.is_unblocked() {
             self.wake_senders();
         }
-        if ended || self.mark.is_some_and(|mark| self.has_reached(mark)) {
-            self.mark = None;
-            self.after.wake_all(self.flushers.take_all());
+        if ended || self.waiting.mark.is_some_and(|mark| self.outbox.has_reached(mark)) {
+            self.waiting.mark = None;
+            self.after.wake_all(self.waiting.flushers.take_all());
         }
     }
 
     /// Wakes the receiver whose turn it is.
     pub(super) fn wake_receivers(&mut self) {
         match self.protocol.content() {
-            Content::Messages => self.after.wake(self.receivers.take_first()),
-            Content::Bytes => self.after.wake_all(self.receivers.take_all()),
+            Content::Messages => self.after.wake(self.waiting.receivers.take_first()),
+            Content::Bytes => self.after.wake_all(self.waiting.receivers.take_all()),
         }
     }
 
     /// Wakes the sender whose turn it is.
     pub(super) fn wake_senders(&mut self) {
         match self.protocol.content() {
-            Content::Messages => self.after.wake(self.senders.take_first()),
-            Content::Bytes => self.after.wake_all(self.senders.take_all()),
+            Content::Messages => self.after.wake(self.waiting.senders.take_first()),
+            Content::Bytes => self.after.wake_all(self.waiting.senders.take_all()),
         }
     }
 
@@ -601,26 +561,14 @@ impl Core {
     }
 
     fn is_unblocked(&self) -> bool {
-        match self.blocked {
+        match self.waiting.blocked {
             // Held bytes are still sent after `shutdown`.
-            Block::Held => self.held.is_empty() || self.close_reason().is_some(),
+            Block::Held => self.outbox.held.is_empty() || self.close_reason().is_some(),
             _ if self.protocol.phase().check_open().is_err() => true,
             Block::Credits { frames } => self.protocol.flow.may_send_message(frames),
-            Block::Buffers { frames } => self.send_memory.has(frames),
-            Block::Memory(len) => {
-                self.offers.is_empty() || self.offered + len <= self.limits.send_memory
-            }
+            Block::Buffers { frames } => self.memory.send.has(frames),
+            Block::Memory(len) => self.outbox.may_offer(len, self.limits.send_memory),
         }
-    }
-
-    pub(super) fn sent_so_far(&self) -> Mark {
-        Mark { frames: self.reaped + self.sends.len() as u64, offers: self.counters.offered }
-    }
-
-    /// Returns true if all frames before `mark` were acknowledged and all offers fetched.
-    pub(super) fn has_reached(&self, mark: Mark) -> bool {
-        self.reaped >= mark.frames
-            && self.counters.offered - self.offers.len() as u64 >= mark.offers
     }
 
     /// Returns true if the service has received all messages of a peer that has finished, or those
@@ -646,8 +594,8 @@ impl Core {
             inbox: self.inbox.messages.len(),
             receives: self.receives.number(),
             buffer_memory: self.receives.memory()
-                + self.send_memory.memory()
-                + self.fetch_memory.pooled(),
+                + self.memory.send.memory()
+                + self.memory.fetch.pooled(),
             ..self.counters
         }
     }
@@ -698,10 +646,10 @@ mod tests {
         let pd =
             Device::software_in(&Network::new(), "refused").unwrap().protection_domain().unwrap();
         let mut core = Connection::prepare(&pd, &ConnectionConfig::default()).unwrap().core;
-        let pool = Pool::new(core.qp.protection_domain(), 512, 1).unwrap();
+        let pool = Pool::new(core.io.qp.protection_domain(), 512, 1).unwrap();
         let spare = pool.try_alloc(1).unwrap();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        runtime.block_on(core.qp.clone().close());
+        runtime.block_on(core.io.qp.clone().close());
         core.post_receive(spare);
         assert_eq!(
             core.protocol.phase().failure(),

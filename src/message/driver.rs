@@ -57,7 +57,7 @@ pub(super) fn drive(
             result
         })
         .await;
-        if let Some(mut abort) = shared.with(|core, _| core.sends.pop_back()) {
+        if let Some(mut abort) = shared.with(|core, _| core.outbox.sends.pop_back()) {
             // The error state stops sending: await the `Abort` first.
             let acknowledged = timeout(LINGER, poll_fn(|context| abort.poll(context))).await;
             rdma_provider::debug!(

@@ -14,7 +14,7 @@ use super::core::{BATCH, Core};
 use super::error::{CloseReason, MessageError};
 use super::inbound::{Arrived, Incoming, Message};
 use super::message_memory::FetchOutput;
-use super::outbound::Sent;
+use super::outbox::Sent;
 use crate::waiters::{Caller, Ticket};
 
 impl Core {
@@ -36,11 +36,11 @@ impl Core {
         let mut reason = self.protocol.phase().failure().unwrap_or(failure);
         if reason.is_flush() {
             // A failure of the service's operation precedes the flushes but may not be polled yet.
-            self.qp.drain_completions();
-            reason = self.qp.cause().map_or(reason, CloseReason::from);
+            self.io.qp.drain_completions();
+            reason = self.io.qp.cause().map_or(reason, CloseReason::from);
         }
         let mut pending = false;
-        for sent in &mut self.sends {
+        for sent in &mut self.outbox.sends {
             match sent.poll(context) {
                 Poll::Ready(Err(kind)) if reason.is_flush() => reason = kind.into(),
                 Poll::Ready(_) => {}
@@ -50,13 +50,13 @@ impl Core {
         let mut filled = SmallVec::<[_; 2]>::new();
         for (number, message) in (self.inbox.base..).zip(&mut self.inbox.messages) {
             if let Incoming::Fetching(fetch) = message {
-                match fetch.poll(&self.qp, context) {
+                match fetch.poll(&self.io.qp, context) {
                     Poll::Ready(Ok(FetchOutput::Message(buffer))) => {
                         *message = Incoming::Arrived(Arrived::Fetched(Message::Registered(buffer)))
                     }
                     Poll::Ready(Ok(FetchOutput::Region(region))) => {
                         *message = Incoming::Releasing;
-                        filled.push(self.fetch_memory.release(number, region));
+                        filled.push(self.memory.fetch.release(number, region));
                     }
                     Poll::Ready(Err(kind)) => {
                         reason = if reason.is_flush() { kind.into() } else { reason };
@@ -73,7 +73,7 @@ impl Core {
             return Ok(());
         }
         // In the error state all pending operations complete.
-        let disconnected = || self.link.as_ref().is_some_and(|link| !link.is_connected());
+        let disconnected = || self.io.link.as_ref().is_some_and(|link| !link.is_connected());
         match reason.is_flush() {
             true if pending => Ok(()),
             true if disconnected() => Err(self.disconnect_reason()),
@@ -94,14 +94,15 @@ impl Core {
                         self.send_bare(header);
                     }
                 }
-                Action::StopSending => self.qp.stop_sending(),
+                Action::StopSending => self.io.qp.stop_sending(),
                 Action::Release => self.release(None),
                 Action::ReleaseAllButAbort => {
                     let abort = self
+                        .outbox
                         .sends
                         .back()
                         .is_some_and(Sent::is_posted_abort)
-                        .then(|| self.sends.pop_back());
+                        .then(|| self.outbox.sends.pop_back());
                     self.release(abort.flatten());
                 }
                 Action::ReleaseReceives => {
@@ -109,20 +110,20 @@ impl Core {
                     self.after.drop(Dropped::Receives(flushed));
                 }
                 Action::ReleaseOffers => {
-                    let offers = self.offers.drain(..);
+                    let offers = self.outbox.offers.drain(..);
                     offers.for_each(|offer| self.after.drop(Dropped::Fetched(offer)));
                 }
                 Action::ReleaseLink => {
-                    if let Some(link) = self.link.take() {
+                    if let Some(link) = self.io.link.take() {
                         self.after.drop(Dropped::Link(link));
                     }
                 }
-                Action::WakeSenders => self.after.wake_all(self.senders.take_all()),
+                Action::WakeSenders => self.after.wake_all(self.waiting.senders.take_all()),
                 Action::WakeReceivers => {
-                    self.after.wake_all(self.receivers.take_all());
-                    self.after.wake_all(self.notified.take_all());
+                    self.after.wake_all(self.waiting.receivers.take_all());
+                    self.after.wake_all(self.waiting.notified.take_all());
                 }
-                Action::WakeFlushers => self.after.wake_all(self.flushers.take_all()),
+                Action::WakeFlushers => self.after.wake_all(self.waiting.flushers.take_all()),
             }
         }
     }
@@ -135,9 +136,9 @@ impl Core {
         };
         match reason {
             CloseReason::Clean | CloseReason::Local | CloseReason::Aborted => {
-                rdma_provider::debug!(qpn = %self.qp.qpn(), %reason, "connection closed")
+                rdma_provider::debug!(qpn = %self.io.qp.qpn(), %reason, "connection closed")
             }
-            _ => rdma_provider::warn!(qpn = %self.qp.qpn(), %reason, "connection closed"),
+            _ => rdma_provider::warn!(qpn = %self.io.qp.qpn(), %reason, "connection closed"),
         }
         // The device owns memory of fetches until the queue pair is closed.
         let is_readable = |message: &&Incoming| message.is_ready();
@@ -149,12 +150,12 @@ impl Core {
             self.inbox.notifications.clear();
             self.counters.discarded += lost.iter().filter(is_readable).count() as u64;
         }
-        self.after.drop(Dropped::Sends(std::mem::take(&mut self.sends)));
-        self.held.clear();
-        self.lent = 0;
+        self.after.drop(Dropped::Sends(std::mem::take(&mut self.outbox.sends)));
+        self.outbox.held.clear();
+        self.outbox.lent = 0;
         self.after.drop(Dropped::Lost(lost));
-        self.sends.extend(abort);
-        self.after.drop(Dropped::Jobs(self.jobs.take()));
+        self.outbox.sends.extend(abort);
+        self.after.drop(Dropped::Jobs(self.memory.jobs.take()));
         // Whichever task found the reason.
         self.after.wake_driver();
     }
@@ -175,14 +176,14 @@ impl Core {
 
     /// Ends the messages of the peer: the service receives those that have arrived, then the end.
     pub(super) fn drain(&mut self, driver: &Waker) {
-        self.qp.drain_completions();
+        self.io.qp.drain_completions();
         for _ in 0..=self.receives.posted.len() / BATCH {
             self.progress(driver);
         }
         self.inbox.drain();
         self.protocol.drain();
         self.wake_receivers();
-        self.after.wake(self.notified.take_first());
+        self.after.wake(self.waiting.notified.take_first());
     }
 
     /// Returns the close reason once the queue pair is closed.
@@ -199,7 +200,7 @@ impl Core {
                 Poll::Ready(reason)
             }
             _ => {
-                self.flushers.wait(ticket, caller);
+                self.waiting.flushers.wait(ticket, caller);
                 Poll::Pending
             }
         }
@@ -217,7 +218,7 @@ impl Core {
                 Poll::Ready(reason)
             }
             None => {
-                self.flushers.wait(ticket, caller);
+                self.waiting.flushers.wait(ticket, caller);
                 Poll::Pending
             }
         }
@@ -229,11 +230,11 @@ impl Core {
         self.progress(driver);
         let actions = match self.protocol.content() {
             Content::Messages => self.protocol.abandon(self.is_at_end()),
-            Content::Bytes if self.linger == Some(Duration::ZERO) => {
+            Content::Bytes if self.stream.linger == Some(Duration::ZERO) => {
                 return self.abort(CloseReason::Aborted, driver);
             }
             Content::Bytes => {
-                self.protocol.abandon_stream(self.linger.unwrap_or(self.limits.linger))
+                self.protocol.abandon_stream(self.stream.linger.unwrap_or(self.limits.linger))
             }
         };
         self.act(actions);
@@ -246,11 +247,11 @@ impl Core {
             return;
         }
         // A received frame may carry a credit.
-        self.qp.drain_completions();
+        self.io.qp.drain_completions();
         if let Err(peer_reason) = self.take_frames(&mut Context::from_waker(driver)) {
             // The service's reason takes precedence. The `Abort` fails or is ignored.
             rdma_provider::debug!(
-                qpn = %self.qp.qpn(),
+                qpn = %self.io.qp.qpn(),
                 %peer_reason,
                 "the peer closed the connection before the abort"
             );
@@ -262,7 +263,7 @@ impl Core {
     /// last one being the `Abort`.
     pub(super) fn is_abort_acknowledged(&mut self, driver: &Waker) -> bool {
         let context = &mut Context::from_waker(driver);
-        let last = self.sends.len().checked_sub(1);
+        let last = self.outbox.sends.len().checked_sub(1);
         self.protocol.phase().is_aborting()
             && last.is_none_or(|last| self.poll_sent(last, context).is_ready())
     }
@@ -270,7 +271,7 @@ impl Core {
     /// Terminates after a disconnect. Frames that arrived earlier count, even if the busy-poll
     /// thread has not polled them.
     pub(super) fn on_disconnect(&mut self, driver: &Waker) {
-        self.qp.drain_completions();
+        self.io.qp.drain_completions();
         for _ in 0..=self.receives.posted.len() / BATCH {
             self.progress(driver);
         }
@@ -283,7 +284,7 @@ impl Core {
     }
 
     fn disconnect_reason(&self) -> CloseReason {
-        let Some(private_data) = self.link.as_ref().and_then(|link| link.rejection()) else {
+        let Some(private_data) = self.io.link.as_ref().and_then(|link| link.rejection()) else {
             return CloseReason::Disconnected;
         };
         match RefusalReason::decode(&private_data) {
@@ -346,13 +347,13 @@ mod tests {
                 let mut writes: Vec<_> = (0..before).map(|_| write()).collect();
                 one.handle().shared.with(|core, _| {
                     core.on(Event::Drop { at_end: false });
-                    assert!(matches!(core.sends.back(), Some(Sent::Abort(_))));
+                    assert!(matches!(core.outbox.sends.back(), Some(Sent::Abort(_))));
                 });
                 writes.extend((0..2 * DEPTH).map(|_| write()));
                 one.handle().shared.with(|core, _| {
-                    assert!(core.qp.send_counters().waiting > 0);
+                    assert!(core.io.qp.send_counters().waiting > 0);
                     core.on(Event::Abort(CloseReason::Aborted));
-                    assert_eq!(!core.sends.is_empty(), posted);
+                    assert_eq!(!core.outbox.sends.is_empty(), posted);
                 });
             });
         }
@@ -403,20 +404,20 @@ mod tests {
             wait(&|| {
                 shared[0].qp.drain_completions();
                 shared[1].with(|core, driver| {
-                    core.qp.drain_completions();
+                    core.io.qp.drain_completions();
                     core.progress(driver);
                     core.reap();
-                    core.counters.acks > 0 && core.sends.is_empty()
+                    core.counters.acks > 0 && core.outbox.sends.is_empty()
                 })
             });
             shared[0].with(|core, driver| {
                 assert!(!core.protocol.flow.may_send(Kind::Abort));
                 core.abort(CloseReason::Aborted, driver);
-                assert!(core.sends.back().is_some_and(Sent::is_posted_abort));
+                assert!(core.outbox.sends.back().is_some_and(Sent::is_posted_abort));
             });
             wait(&|| {
                 shared[1].with(|core, driver| {
-                    core.qp.drain_completions();
+                    core.io.qp.drain_completions();
                     core.progress(driver);
                     core.close_reason() == Some(CloseReason::Dropped)
                 })

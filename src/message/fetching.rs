@@ -28,8 +28,10 @@ impl Core {
             {
                 break;
             }
-            match self.fetch_memory.find(number, region.len()) {
-                Ok(buffer) => *message = Incoming::Fetching(Fetch::whole(&self.qp, buffer, region)),
+            match self.memory.fetch.find(number, region.len()) {
+                Ok(buffer) => {
+                    *message = Incoming::Fetching(Fetch::whole(&self.io.qp, buffer, region))
+                }
                 Err(job) => {
                     *message = Incoming::Preparing(region);
                     self.add_job(job);
@@ -46,7 +48,7 @@ impl Core {
             };
             match message {
                 Incoming::Arrived(Arrived::Fetched(_)) => {}
-                Incoming::Fetching(fetch) => match fetch.poll(&self.qp, context) {
+                Incoming::Fetching(fetch) => match fetch.poll(&self.io.qp, context) {
                     Poll::Pending => {
                         self.watch_by_driver();
                         break;
@@ -56,7 +58,7 @@ impl Core {
                     }
                     Poll::Ready(Ok(FetchOutput::Region(region))) => {
                         *message = Incoming::Releasing;
-                        let job = self.fetch_memory.release(number, region);
+                        let job = self.memory.fetch.release(number, region);
                         self.add_job(job);
                         break;
                     }
@@ -81,22 +83,22 @@ impl Core {
     /// Drops the buffers for long messages if all were received.
     pub(super) fn shrink_fetch_memory(&mut self) {
         if self.inbox.messages.is_empty() {
-            let emptied = self.fetch_memory.emptied();
-            let unused = std::mem::replace(&mut self.fetch_memory, emptied);
+            let emptied = self.memory.fetch.emptied();
+            let unused = std::mem::replace(&mut self.memory.fetch, emptied);
             self.after.drop(Dropped::FetchMemory(unused));
         }
     }
 
     /// Queues a job for the helper thread.
     pub(super) fn add_job(&mut self, job: Job) {
-        if self.jobs.add(job) {
+        if self.memory.jobs.add(job) {
             self.after.start_helper();
         }
     }
 
     /// Continues with the result of a job.
     pub(super) fn on_job_done(&mut self, done: JobDone, driver: &Waker) {
-        self.fetch_memory.cancel_reservation(done.unpooled);
+        self.memory.fetch.cancel_reservation(done.unpooled);
         // After termination no fetch is left.
         let message = self.inbox.get(done.number);
         match (message, done.result) {
@@ -104,8 +106,8 @@ impl Core {
             (Some(message @ Incoming::Preparing(_)), Ok(made)) => {
                 let Incoming::Preparing(remote) = *message else { unreachable!("as matched") };
                 *message = Incoming::Fetching(match made {
-                    JobOutput::Buffer(buffer) => Fetch::whole(&self.qp, buffer, remote),
-                    JobOutput::Region(region) => Fetch::parts(&self.qp, region, remote),
+                    JobOutput::Buffer(buffer) => Fetch::whole(&self.io.qp, buffer, remote),
+                    JobOutput::Region(region) => Fetch::parts(&self.io.qp, region, remote),
                     JobOutput::Message(_) => unreachable!("a registration job"),
                 });
             }
@@ -185,11 +187,11 @@ mod tests {
         assert!(!core.after.starts_helper(), "only one helper");
         for _ in 0..3 {
             assert!(matches!(
-                core.jobs.pop().unwrap().run().result,
+                core.memory.jobs.pop().unwrap().run().result,
                 Ok(JobOutput::Buffer(_) | JobOutput::Region(_))
             ));
         }
-        assert!(core.jobs.pop().is_none());
+        assert!(core.memory.jobs.pop().is_none());
         assert!(core.close_reason().is_none());
     }
 
@@ -198,36 +200,36 @@ mod tests {
         let config = ConnectionConfig::default().receive_memory(1 << 20);
         let mut core = offered(&config, std::iter::repeat_n(600_000, 10));
         core.progress(Waker::noop());
-        assert_eq!((core.jobs.take().len(), core.inbox.waiting.len()), (1, 9));
+        assert_eq!((core.memory.jobs.take().len(), core.inbox.waiting.len()), (1, 9));
     }
 
     #[test]
     fn returned_buffer_is_reused_and_its_reservation_released() {
         let config = ConnectionConfig::default().receive_memory(64 << 10);
         let mut core = offered(&config, []);
-        let register = |core: &mut Core| core.fetch_memory.find(0, 20_000).unwrap_err().run();
+        let register = |core: &mut Core| core.memory.fetch.find(0, 20_000).unwrap_err().run();
         let (first, second) = (register(&mut core), register(&mut core));
         assert_eq!((first.unpooled, second.unpooled), (0, 0));
-        let third = core.fetch_memory.find(0, 20_000).unwrap_err();
+        let third = core.memory.fetch.find(0, 20_000).unwrap_err();
         drop(first);
         let third = third.run();
         // 64 KiB hold two buffers of 32 KiB: the third one was not pooled from the start.
         assert_eq!(third.unpooled, 0);
         drop((second, third));
         let mut core = offered(&config, []);
-        let (first, late) = (register(&mut core), core.fetch_memory.find(0, 20_000).unwrap_err());
+        let (first, late) = (register(&mut core), core.memory.fetch.find(0, 20_000).unwrap_err());
         drop(first);
         let late = late.run();
         assert_eq!(late.unpooled, 32 << 10);
-        core.fetch_memory.cancel_reservation(late.unpooled);
-        assert!(core.fetch_memory.find(0, 20_000).is_err_and(|job| job.run().unpooled == 0));
+        core.memory.fetch.cancel_reservation(late.unpooled);
+        assert!(core.memory.fetch.find(0, 20_000).is_err_and(|job| job.run().unpooled == 0));
     }
 
     #[test]
     fn memory_for_a_terminated_connection_is_dropped() {
         let mut core = offered(&ConnectionConfig::default(), [20_000]);
         core.progress(Waker::noop());
-        let done = core.jobs.pop().unwrap().run();
+        let done = core.memory.jobs.pop().unwrap().run();
         core.on(Event::Terminate(CloseReason::Silent));
         core.on_job_done(done, Waker::noop());
         let outputs = |dropped: &[Dropped]| {
@@ -236,7 +238,7 @@ mod tests {
         assert_eq!(outputs(core.after.dropped()), 1);
         let mut core = offered(&ConnectionConfig::default(), [20_000]);
         core.progress(Waker::noop());
-        let done = core.jobs.pop().unwrap().run();
+        let done = core.memory.jobs.pop().unwrap().run();
         core.on_job_done(done, Waker::noop());
         // The READ is posted at once and refused.
         let refused =

@@ -66,7 +66,7 @@ impl Helper {
 
     pub(super) fn run(mut self) {
         while let Some(shared) = self.shared.upgrade()
-            && let Some(job) = shared.with(|core, _| core.jobs.pop())
+            && let Some(job) = shared.with(|core, _| core.memory.jobs.pop())
         {
             let done = job.run();
             shared.with(|core, driver| core.on_job_done(done, driver));

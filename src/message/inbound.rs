@@ -200,7 +200,7 @@ impl Core {
         driver: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Option<Result<Notification, MessageError>>> {
-        if self.notified.is_first(*ticket) {
+        if self.waiting.notified.is_first(*ticket) {
             if self.inbox.notifications.is_empty() {
                 self.progress_for_receiver(driver);
             }
@@ -220,7 +220,7 @@ impl Core {
                 return Poll::Ready(end.map(|reason| Err(MessageError::Closed(reason))));
             }
         }
-        self.notified.wait(ticket, caller);
+        self.waiting.notified.wait(ticket, caller);
         Poll::Pending
     }
 
@@ -243,9 +243,9 @@ impl Core {
 
     /// Withdraws a task that waits for a notification, and wakes the next one.
     pub(super) fn withdraw_notified(&mut self, ticket: &mut Option<Ticket>) {
-        self.after.discard(self.notified.withdraw(ticket));
+        self.after.discard(self.waiting.notified.withdraw(ticket));
         if self.has_news() {
-            self.after.wake(self.notified.take_first());
+            self.after.wake(self.waiting.notified.take_first());
         }
     }
 
@@ -281,7 +281,7 @@ impl Core {
         driver: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<Option<T>, MessageError>> {
-        if self.is_turn(&self.receivers, *ticket) {
+        if self.is_turn(&self.waiting.receivers, *ticket) {
             // Once is enough: later completions are found by the driver's waker.
             if !self.inbox.is_ready() && !caller.checks_again() {
                 self.progress_for_receiver(driver);
@@ -307,7 +307,7 @@ impl Core {
                 return Poll::Ready(end.map(|()| None));
             }
         }
-        self.receivers.wait(ticket, caller);
+        self.waiting.receivers.wait(ticket, caller);
         Poll::Pending
     }
 
@@ -328,8 +328,8 @@ impl Core {
 
     /// Withdraws a receiver and wakes the next one.
     pub(super) fn withdraw_receiver(&mut self, ticket: &mut Option<Ticket>) {
-        self.after.discard(self.receivers.withdraw(ticket));
-        if !self.receivers.is_empty()
+        self.after.discard(self.waiting.receivers.withdraw(ticket));
+        if !self.waiting.receivers.is_empty()
             && (self.close_reason().is_some() || self.inbox.is_ready() || self.is_at_end())
         {
             self.wake_receivers();

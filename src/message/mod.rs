@@ -11,7 +11,7 @@
 //!        │ driver.rs: deadlines, and progress while the service is idle
 //!        ▼
 //!      core.rs: I/O of one side       inbound.rs, fetching.rs, message_memory.rs, outbound.rs,
-//!        │                            ending.rs, waiters.rs
+//!        │                            outbox.rs, waiting.rs, ending.rs
 //!        │ headers, events, time ▼ ▲ headers to send, actions, deadline
 //!        ▼
 //!      rdma_message_proto: no I/O; validates what the peer sends
@@ -36,6 +36,7 @@ mod listener;
 mod message_memory;
 mod one_sided;
 mod outbound;
+mod outbox;
 mod outcome;
 mod peer_set;
 mod receives;
@@ -47,6 +48,7 @@ mod shared_completions;
 pub mod stream;
 #[cfg(all(test, not(loom)))]
 mod tests;
+mod waiting;
 
 pub use admission::ListenerStats;
 pub use budget::{BudgetCounters, BufferBudget};

@@ -1,20 +1,20 @@
 //! Sending: inline, copied, lent, or as an offer.
 
-use std::future::Future;
 use std::ops::Deref;
-use std::pin::Pin;
-use std::task::{Context, Poll, Waker, ready};
+use std::task::{Context, Poll, Waker};
 
 use bytes::Bytes;
 use rdma_message_proto::frame::{Header, Kind};
 use rdma_message_proto::handshake::Content;
 use smallvec::SmallVec;
 
-use super::core::{Core, Mark};
+use super::core::Core;
 use super::error::{CloseReason, MessageError};
-use crate::error::{LimitError, OpError, OpErrorKind};
+use super::outbox::{Mark, Sent};
+use super::waiting::Block;
+use crate::error::{LimitError, OpErrorKind};
 use crate::memory::{Buf, BufMut, Gather, PdKey, ReadOnlyRegion, RemoteRegion, Sealed as _};
-use crate::op::{QueuePair, Send, Write};
+use crate::op::{QueuePair, Write};
 use crate::types::Imm;
 use crate::waiters::{Caller, Ticket};
 
@@ -95,97 +95,6 @@ impl<S: Deref<Target = [u8]>> Pieces<'_, S> {
     }
 }
 
-#[derive(Debug)]
-pub(super) enum Sent {
-    Inline(Send<()>),
-    Copied(Send<BufMut>),
-    Lent(Send<Buf>),
-    Abort(Send<()>),
-    /// A lent buffer is dropped without the lock (`AfterUnlock::return_sent`): it may be the last
-    /// view.
-    Done(Option<Buf>),
-}
-
-impl Sent {
-    pub(super) fn is_finished(&self) -> bool {
-        match self {
-            Self::Inline(send) | Self::Abort(send) => send.is_finished(),
-            Self::Copied(send) => send.is_finished(),
-            Self::Lent(send) => send.is_finished(),
-            Self::Done(_) => true,
-        }
-    }
-
-    fn refusal(&self) -> Option<OpErrorKind> {
-        match self {
-            Self::Inline(send) | Self::Abort(send) => send.refusal(),
-            Self::Copied(send) => send.refusal(),
-            Self::Lent(send) => send.refusal(),
-            Self::Done(_) => None,
-        }
-    }
-
-    pub(super) fn is_lent(&self) -> bool {
-        matches!(self, Self::Lent(..))
-    }
-
-    /// Returns true if it is a posted `Abort`.
-    pub(super) fn is_posted_abort(&self) -> bool {
-        matches!(self, Self::Abort(send) if !send.is_queued())
-    }
-
-    /// Polls the send. A lent buffer then stays in [`Done`](Self::Done).
-    pub(super) fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), OpErrorKind>> {
-        let (result, lent) = ready!(self.poll_once(context));
-        *self = Self::Done(lent);
-        Poll::Ready(result)
-    }
-
-    /// Polls the send and returns its result with a lent buffer. The caller must not poll again
-    /// after that.
-    #[inline(always)]
-    pub(super) fn poll_once(
-        &mut self,
-        context: &mut Context<'_>,
-    ) -> Poll<(Result<(), OpErrorKind>, Option<Buf>)> {
-        match self {
-            Self::Inline(send) | Self::Abort(send) => {
-                poll(send, context).map(|result| (result, None))
-            }
-            Self::Copied(send) => poll(send, context).map(|result| (result, None)),
-            Self::Lent(send) => Pin::new(send).poll(context).map(split_result),
-            Self::Done(lent) => Poll::Ready((Ok(()), lent.take())),
-        }
-    }
-}
-
-/// Splits the result of a lent buffer's send.
-fn split_result(result: Result<Buf, OpError<Buf>>) -> (Result<(), OpErrorKind>, Option<Buf>) {
-    match result {
-        Ok(buffer) => (Ok(()), Some(buffer)),
-        Err(error) => (Err(error.kind()), Some(error.into_buffer())),
-    }
-}
-
-#[inline(always)]
-fn poll<B: Gather>(send: &mut Send<B>, context: &mut Context<'_>) -> Poll<Result<(), OpErrorKind>> {
-    Pin::new(send).poll(context).map_ok(drop).map_err(|error| error.kind())
-}
-
-/// The resource that the first waiting sender lacks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Block {
-    Credits {
-        frames: u32,
-    },
-    Buffers {
-        frames: usize,
-    },
-    Memory(u64),
-    /// Held bytes must be sent first.
-    Held,
-}
-
 /// The result of an attempt to send, or the missing resource.
 pub(super) type Attempt<T> = Result<Result<T, Block>, MessageError>;
 
@@ -215,7 +124,7 @@ impl Core {
 
     /// Sends a frame with a payload that fits the work request.
     pub(super) fn send_short(&mut self, header: Header, payload: &[u8]) {
-        let send = self.frames.send_inline_with_imm(payload, Imm(header.encode()));
+        let send = self.io.frames.send_inline_with_imm(payload, Imm(header.encode()));
         self.add_sent(if header.kind == Kind::Abort {
             Sent::Abort(send)
         } else {
@@ -226,7 +135,7 @@ impl Core {
     #[inline]
     pub(super) fn add_sent(&mut self, sent: Sent) {
         self.note_refusal(sent.refusal());
-        self.sends.push_back(sent);
+        self.outbox.push(sent);
     }
 
     /// Sends `message` if it is first in the queue and resources are free. The caller must drop it
@@ -249,14 +158,14 @@ impl Core {
         driver: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<T, MessageError>> {
-        if self.is_turn(&self.senders, *ticket) {
+        if self.is_turn(&self.waiting.senders, *ticket) {
             let mut result = send(self);
             if matches!(result, Ok(Err(_))) {
                 self.progress(driver);
                 result = send(self);
             }
             match result {
-                Ok(Err(block)) => self.blocked = block,
+                Ok(Err(block)) => self.waiting.blocked = block,
                 Ok(Ok(sent)) => {
                     // Without a ticket, no message waits.
                     if ticket.is_some() {
@@ -273,8 +182,8 @@ impl Core {
             self.withdraw_sender(ticket);
             return Poll::Ready(Err(error.into()));
         }
-        self.senders.wait(ticket, caller);
-        if matches!(self.blocked, Block::Buffers { .. }) {
+        self.waiting.senders.wait(ticket, caller);
+        if matches!(self.waiting.blocked, Block::Buffers { .. }) {
             // Registers the driver with a buffer's send.
             self.progress(driver);
         }
@@ -291,23 +200,23 @@ impl Core {
         driver: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Option<Write<B>>> {
-        let first = self.senders.is_first(*ticket);
+        let first = self.waiting.senders.is_first(*ticket);
         if first && !self.protocol.flow.may_send(Kind::Data) {
             self.progress(driver);
         }
         let open = self.protocol.phase().check_open().is_ok();
         if open && !(first && self.protocol.flow.may_send(Kind::Data)) {
             if first {
-                self.blocked = Block::Credits { frames: 1 };
+                self.waiting.blocked = Block::Credits { frames: 1 };
             }
-            self.senders.wait(ticket, caller);
+            self.waiting.senders.wait(ticket, caller);
             return Poll::Pending;
         }
         let write = buffer.take().map(|buffer| {
             if !open {
                 return Write::refused(OpErrorKind::Closed, buffer);
             }
-            let write = self.frames.write_with_imm(buffer, remote, imm);
+            let write = self.io.frames.write_with_imm(buffer, remote, imm);
             if write.refusal().is_none() {
                 self.protocol.flow.send_notification();
                 self.counters.notifications_sent += 1;
@@ -326,7 +235,7 @@ impl Core {
         driver: &Waker,
     ) -> Result<bool, MessageError> {
         self.protocol.phase().check_open()?;
-        if !self.senders.is_empty() {
+        if !self.waiting.senders.is_empty() {
             return Ok(false);
         }
         let mut sent = self.try_send(message, driver)?;
@@ -339,7 +248,7 @@ impl Core {
 
     /// Withdraws a sender and wakes the next one.
     pub(super) fn withdraw_sender(&mut self, ticket: &mut Option<Ticket>) {
-        let waker = self.senders.withdraw(ticket);
+        let waker = self.waiting.senders.withdraw(ticket);
         match self.protocol.content() {
             Content::Messages => self.after.discard(waker),
             // The task may have waited in another method, which it now polls again.
@@ -370,7 +279,7 @@ impl Core {
             let header = self.protocol.flow.send(Kind::Data);
             self.send_short(header, bytes);
         } else if len <= self.protocol.framing().eager()
-            && let Some(frames) = self.protocol.frames_of(len, self.send_memory.most())
+            && let Some(frames) = self.protocol.frames_of(len, self.memory.send.most())
         {
             let sent = match message {
                 Outgoing::Buffer(buffer) if self.is_registered(buffer) => {
@@ -382,19 +291,18 @@ impl Core {
                 return Ok(sent);
             }
         } else {
-            if !self.offers.is_empty() && self.offered + long > self.limits.send_memory {
+            if !self.outbox.may_offer(long, self.limits.send_memory) {
                 return Ok(Err(Block::Memory(long)));
             }
-            let region = ReadOnlyRegion::new(self.qp.protection_domain(), message.to_bytes());
+            let region = ReadOnlyRegion::new(self.io.qp.protection_domain(), message.to_bytes());
             let region = region.map_err(MessageError::Register)?;
             let header = self.protocol.flow.send(Kind::Offer);
             self.send_short(header, &region.grant().to_bytes());
-            self.offers.push_back(region);
-            self.offered += long;
+            self.outbox.offer(region);
             self.counters.offered += 1;
         }
         self.counters.sent += 1;
-        if self.sends.len() > REAP_THRESHOLD {
+        if self.outbox.sends.len() > REAP_THRESHOLD {
             self.reap();
         }
         Ok(Ok(()))
@@ -408,7 +316,7 @@ impl Core {
 
     /// Returns true if the connection's work requests may name this memory.
     pub(super) fn is_registered(&self, buffer: &Buf) -> bool {
-        let own = PdKey(self.qp.protection_domain().id());
+        let own = PdKey(self.io.qp.protection_domain().id());
         buffer.single().is_some_and(|(_, pd)| pd == own)
     }
 
@@ -421,11 +329,11 @@ impl Core {
         if !self.protocol.flow.may_send_message(frames as u32) {
             return Err(Block::Credits { frames: frames as u32 });
         }
-        if frames == 1 && self.sends.is_empty() {
+        if frames == 1 && self.outbox.sends.is_empty() {
             self.lend_alone(message, driver);
             return Ok(());
         }
-        let (watches, mut start) = (self.lent == 0, 0);
+        let (watches, mut start) = (self.outbox.lent == 0, 0);
         for number in 1..=frames {
             let end = message.len().min(start + self.protocol.frame_len(0));
             let Ok(part) = message.slice(start..end) else {
@@ -436,7 +344,6 @@ impl Core {
             let header = self.protocol.flow.send(kind);
             let send = self.sender(kind).send_with_imm(part, Imm(header.encode()));
             self.add_sent(Sent::Lent(send));
-            self.lent += 1;
         }
         if watches {
             let context = &mut Context::from_waker(driver);
@@ -449,18 +356,17 @@ impl Core {
     /// dropped at once, too, which frees nothing: the caller holds another view.
     fn lend_alone(&mut self, message: &Buf, driver: &Waker) {
         let header = self.protocol.flow.send(Kind::Data);
-        let send = self.frames.send_with_imm(message.clone(), Imm(header.encode()));
+        let send = self.io.frames.send_with_imm(message.clone(), Imm(header.encode()));
         let mut sent = Sent::Lent(send);
         self.note_refusal(sent.refusal());
         let context = &mut Context::from_waker(driver);
         match sent.poll_once(context) {
             Poll::Pending => {
-                self.sends.push_back(sent);
-                self.lent += 1;
+                self.outbox.push(sent);
                 self.watch_by_driver();
             }
             Poll::Ready((result, _)) => {
-                self.reaped += 1;
+                self.outbox.reaped += 1;
                 if let Err(kind) = result {
                     self.terminate_on_error(|core| core.on_failure(kind.into(), context));
                 }
@@ -471,7 +377,7 @@ impl Core {
     /// Returns the queue pair that sends a frame. A `Part` is not solicited: it is of no use to the
     /// peer without the `Data` that follows.
     fn sender(&self, kind: Kind) -> &QueuePair {
-        if kind == Kind::Part { &self.qp } else { &self.frames }
+        if kind == Kind::Part { &self.io.qp } else { &self.io.frames }
     }
 
     /// Sends copies of the parts of `message`, which has `len` bytes, in `frames` frames. Returns
@@ -485,7 +391,7 @@ impl Core {
         if !self.protocol.flow.may_send_message(frames as u32) {
             return Ok(Err(Block::Credits { frames: frames as u32 }));
         }
-        if !self.send_memory.has_free(frames) {
+        if !self.memory.send.has_free(frames) {
             self.reap();
         }
         let mut buffers = SmallVec::<[_; 8]>::new();
@@ -525,20 +431,20 @@ impl Core {
             Some(target) => target,
             None => {
                 flush.messages = self.counters.sent;
-                *flush.target.insert(self.sent_so_far())
+                *flush.target.insert(self.outbox.position())
             }
         };
         // First, because `progress` watches only sends with waiters. It may wake this task for
         // another flush.
-        self.flushers.wait(&mut flush.ticket, caller);
-        self.mark = Some(self.mark.map_or(target, |mark| mark.min(target)));
+        self.waiting.flushers.wait(&mut flush.ticket, caller);
+        self.waiting.mark = Some(self.waiting.mark.map_or(target, |mark| mark.min(target)));
         self.progress(driver);
         let result = match self.close_reason() {
             Some(CloseReason::Clean) => Ok(()),
             Some(reason) => Err(MessageError::Closed(reason)),
-            None if self.has_reached(target) => Ok(()),
+            None if self.outbox.has_reached(target) => Ok(()),
             None => {
-                self.flushers.wait(&mut flush.ticket, caller);
+                self.waiting.flushers.wait(&mut flush.ticket, caller);
                 return Poll::Pending;
             }
         };
@@ -548,6 +454,6 @@ impl Core {
     }
 
     pub(super) fn withdraw_flusher(&mut self, ticket: &mut Option<Ticket>) {
-        self.after.discard(self.flushers.withdraw(ticket));
+        self.after.discard(self.waiting.flushers.withdraw(ticket));
     }
 }

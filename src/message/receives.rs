@@ -315,7 +315,7 @@ impl Core {
         if let Some(used) = self.receives.replace_short(&mut buffer) {
             self.drop_buffer(used);
         }
-        let receive = self.qp.recv(buffer);
+        let receive = self.io.qp.recv(buffer);
         self.note_refusal(receive.refusal());
         self.receives.posted.push_back(receive);
     }
@@ -348,7 +348,7 @@ impl Core {
         let factor = if is_first && !more { 1 } else { 2 };
         let messages = (self.receives.number - RESERVE).saturating_mul(factor);
         let receives = messages.saturating_add(RESERVE).min(most.receives);
-        if let Err(error) = self.receives.register(receives, &mut self.share) {
+        if let Err(error) = self.receives.register(receives, &mut self.memory.share) {
             self.note_failed_growth(&error);
             self.receives.pause = PAUSE;
             return;
@@ -410,8 +410,10 @@ impl Core {
         let skip = from.wrapping_sub(self.protocol.flow.used_receives());
         let bytes = u64::from(skip) * self.receives.capacity as u64;
         // Frames may use first receives before the peer skips them, and then need their buffers.
-        let extended = self.share.grow_for_less(bytes).map_err(SetupError::from);
-        match extended.and_then(|()| pool.grow_by(skip).inspect_err(|_| self.share.shrink(bytes))) {
+        let extended = self.memory.share.grow_for_less(bytes).map_err(SetupError::from);
+        match extended
+            .and_then(|()| pool.grow_by(skip).inspect_err(|_| self.memory.share.shrink(bytes)))
+        {
             Ok(()) => {
                 self.receives.extra += skip;
                 self.replace(skip, from);
@@ -436,7 +438,7 @@ impl Core {
         let used = self.protocol.flow.used_receives();
         self.receives.changed_at.take_if(|from| is_reached(used, *from));
         if self.protocol.flow.may_resize() && self.receives.leftovers() == 0 {
-            self.share.shrink(std::mem::take(&mut self.receives.leaving));
+            self.memory.share.shrink(std::mem::take(&mut self.receives.leaving));
         }
     }
 

@@ -173,7 +173,7 @@ impl Shared {
         runtime: Handle,
         admitted: Option<Admitted>,
     ) -> Arc<Self> {
-        core.runtime = Some(runtime.id());
+        core.io.runtime = Some(runtime.id());
         Arc::new_cyclic(|this: &Weak<Self>| {
             let driver_waker = Arc::new(DriverWaker {
                 driver: futures::task::AtomicWaker::new(),

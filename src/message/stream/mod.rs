@@ -388,7 +388,7 @@ impl RdmaStream {
     ///
     /// None; `TcpStream` has the same signature.
     pub fn set_linger(&self, linger: Option<Duration>) -> io::Result<()> {
-        self.handle().shared.with(|core, _| core.linger = linger);
+        self.handle().shared.with(|core, _| core.stream.linger = linger);
         Ok(())
     }
 
@@ -407,7 +407,7 @@ impl RdmaStream {
     ///
     /// None; `TcpStream` has the same signature.
     pub fn linger(&self) -> io::Result<Option<Duration>> {
-        Ok(self.handle().shared.with(|core, _| core.linger))
+        Ok(self.handle().shared.with(|core, _| core.stream.linger))
     }
 
     /// Disables the combination of short writes, as `TCP_NODELAY` does: each write is sent at once.
@@ -426,7 +426,7 @@ impl RdmaStream {
     ///
     /// None; `TcpStream` has the same signature.
     pub fn nodelay(&self) -> io::Result<bool> {
-        Ok(self.handle().shared.with(|core, _| core.nodelay))
+        Ok(self.handle().shared.with(|core, _| core.stream.nodelay))
     }
 
     /// Ends the stream in both directions at once. The peer's reads fail with
@@ -564,6 +564,18 @@ impl fmt::Display for ReuniteError {
 }
 
 impl std::error::Error for ReuniteError {}
+
+/// What a stream adds to the state of its connection.
+#[derive(Debug, Default)]
+pub(super) struct StreamState {
+    /// Positions of the tasks that poll for its readiness.
+    pub(super) polled: Polled,
+    /// How long it continues to send after it was dropped, if the service has set it; zero resets
+    /// it.
+    pub(super) linger: Option<Duration>,
+    /// Short writes are not held.
+    pub(super) nodelay: bool,
+}
 
 /// Positions in the queues of a stream of the tasks that poll for its readiness, one per direction.
 /// Under the connection's lock, because these methods take `&self`.

@@ -82,9 +82,9 @@ impl Core {
 
     /// Waits like [`poll_readable`](Self::poll_readable), for the last task that calls this.
     pub(super) fn poll_read_ready(&mut self, driver: &Waker, caller: &mut Caller<'_>) -> Poll<()> {
-        let mut ticket = self.polled.reader.take();
+        let mut ticket = self.stream.polled.reader.take();
         let ready = self.poll_readable(&mut ticket, driver, caller);
-        self.polled.reader = ticket;
+        self.stream.polled.reader = ticket;
         ready
     }
 

@@ -186,7 +186,7 @@ fn aborted_stream_resets_the_peer() {
 /// Returns the frames in flight, and the bytes held.
 fn outstanding(stream: &RdmaStream) -> (usize, usize) {
     let shared = &stream.handle().shared;
-    shared.with(|core, _| (core.sends.len(), core.held.iter().map(Held::len).sum()))
+    shared.with(|core, _| (core.outbox.sends.len(), core.outbox.held.iter().map(Held::len).sum()))
 }
 
 /// Runs `test` with a stream whose peer acknowledges nothing, then lets the peer read to the end.
@@ -300,7 +300,7 @@ fn registered(stream: &RdmaStream, bytes: &[u8]) -> BufMut {
 #[test]
 fn bytes_of_a_buffer_are_written_from_its_memory() {
     let frames = unacknowledged(4096 + 4095, async |stream| {
-        let lent = |stream: &RdmaStream| stream.handle().shared.with(|core, _| core.lent);
+        let lent = |stream: &RdmaStream| stream.handle().shared.with(|core, _| core.outbox.lent);
         let memory = stream.protection_domain().register(vec![7; 4096]).unwrap();
         let bytes = bytes::Bytes::from(memory);
         stream.write_bytes(bytes.clone()).await.unwrap();
@@ -331,12 +331,12 @@ fn held_bytes_are_sent_whichever_call_finds_the_last_acknowledgement() {
         client.write_all(&[7]).await.unwrap();
         client.handle().shared.with(|core, driver| {
             let buffer = core.send_buffer(core.protocol.framing().frame(), 1).unwrap().unwrap();
-            core.held.push_back(Held::new(buffer, 10));
+            core.outbox.held.push_back(Held::new(buffer, 10));
             let limit = Instant::now() + HANG;
             // Nothing has polled the frame, as if it completed after `send_held`.
-            while !core.sends[0].is_finished() {
+            while !core.outbox.sends[0].is_finished() {
                 assert!(Instant::now() < limit, "not acknowledged");
-                core.qp.drain_completions();
+                core.io.qp.drain_completions();
             }
             core.watch_sends(&mut Context::from_waker(driver)).unwrap();
         });
@@ -353,7 +353,7 @@ fn held_bytes_longer_than_a_receive_are_split_without_loss() {
         let pool = Pool::new(client.protection_domain(), sent.len(), 1).unwrap();
         let buffer = pool.copy_from(&sent).unwrap();
         client.handle().shared.with(|core, _| {
-            core.held.push_back(Held::new(buffer, sent.len()));
+            core.outbox.held.push_back(Held::new(buffer, sent.len()));
             // The next receives of the peer take 300 bytes, as far as this side knows.
             let next = core.protocol.flow.next_receive();
             let resize = Resize { receives: 64, skip: 0, from: next + 20, size: 32 << 10 };

@@ -272,7 +272,7 @@ impl Drop for OwnedWriteHalf {
         let is_last = Arc::strong_count(handle) == 1;
         handle.shared.with(|core, driver| {
             core.withdraw_sender(ticket);
-            if is_last && core.linger == Some(Duration::ZERO) {
+            if is_last && core.stream.linger == Some(Duration::ZERO) {
                 return core.abort(CloseReason::Aborted, driver);
             }
             // Without effect on a closed connection.

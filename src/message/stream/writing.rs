@@ -23,7 +23,8 @@ use super::COPIED;
 use crate::memory::{Buf, BufMut};
 use crate::message::core::Core;
 use crate::message::error::MessageError;
-use crate::message::outbound::{Attempt, Block, INLINE, Outgoing, Pieces};
+use crate::message::outbound::{Attempt, INLINE, Outgoing, Pieces};
+use crate::message::waiting::Block;
 use crate::waiters::{Caller, Ticket};
 
 /// The longest piece of memory that the peer reads at once: its longest pooled buffer.
@@ -104,7 +105,7 @@ impl Core {
             self.progress(driver);
             written = self.write(slices);
         }
-        if matches!(written, Ok(Ok(_))) && !self.held.is_empty() {
+        if matches!(written, Ok(Ok(_))) && !self.outbox.held.is_empty() {
             self.progress(driver);
         }
         written
@@ -119,7 +120,7 @@ impl Core {
     ) -> Poll<()> {
         let check = |core: &mut Self| {
             core.protocol.phase().check_open()?;
-            let appends = core.held.back().is_some_and(|held| !held.is_full());
+            let appends = core.outbox.held.back().is_some_and(|held| !held.is_full());
             Ok(if appends { Ok(()) } else { core.check_held_buffer() })
         };
         self.poll_unblocked(check, ticket, driver, caller).map(drop)
@@ -127,9 +128,9 @@ impl Core {
 
     /// Waits like [`poll_writable`](Self::poll_writable), for the last task that calls this.
     pub(super) fn poll_write_ready(&mut self, driver: &Waker, caller: &mut Caller<'_>) -> Poll<()> {
-        let mut ticket = self.polled.writer.take();
+        let mut ticket = self.stream.polled.writer.take();
         let ready = self.poll_writable(&mut ticket, driver, caller);
-        self.polled.writer = ticket;
+        self.stream.polled.writer = ticket;
         ready
     }
 
@@ -199,7 +200,7 @@ impl Core {
         caller: &mut Caller<'_>,
     ) -> Poll<Result<T, MessageError>> {
         let written = self.poll_unblocked(write, ticket, driver, caller);
-        if written.is_ready() && !self.held.is_empty() {
+        if written.is_ready() && !self.outbox.held.is_empty() {
             // Registers the driver with the last frame, and takes credits that have arrived.
             self.progress(driver);
         }
@@ -213,7 +214,7 @@ impl Core {
         if len == 0 {
             return Ok(Ok(0));
         }
-        if let Some(held) = self.held.back_mut() {
+        if let Some(held) = self.outbox.held.back_mut() {
             held.append(&mut bytes);
             if held.is_full() {
                 self.send_held();
@@ -235,11 +236,11 @@ impl Core {
 
     /// Sends or holds one frame of `bytes`. If bytes are held, their buffers are full.
     fn write_frame(&mut self, bytes: &mut Unwritten<'_>) -> Attempt<()> {
-        if !self.held.is_empty() || !self.protocol.flow.may_send(Kind::Data) {
+        if !self.outbox.held.is_empty() || !self.protocol.flow.may_send(Kind::Data) {
             return Ok(self.held_buffer()?.map(|buffer| self.hold(buffer, bytes)));
         }
         let frame = self.protocol.frame_len(0);
-        let hold = bytes.len < frame && !self.nodelay && self.has_unacknowledged();
+        let hold = bytes.len < frame && !self.stream.nodelay && self.has_unacknowledged();
         if !hold && bytes.len <= self.limits.inline.min(frame) {
             let mut gathered = SmallVec::<[u8; INLINE]>::from_elem(0, bytes.len);
             bytes.fill(&mut gathered);
@@ -248,7 +249,7 @@ impl Core {
             return Ok(Ok(()));
         }
         let len = if hold { frame } else { bytes.len.min(frame) };
-        if !self.send_memory.has_free(1) {
+        if !self.memory.send.has_free(1) {
             self.reap();
         }
         let mut buffer = match self.send_buffer(len, 1)? {
@@ -267,26 +268,26 @@ impl Core {
     fn hold(&mut self, buffer: BufMut, bytes: &mut Unwritten<'_>) {
         let mut held = Held { buffer, sent: 0, written: 0 };
         held.append(bytes);
-        self.held.push_back(held);
+        self.outbox.held.push_back(held);
     }
 
     /// Returns true if the peer has not acknowledged all frames, by its device or by credits.
     fn has_unacknowledged(&mut self) -> bool {
         self.reap();
-        if self.sends.is_empty() || self.protocol.flow.is_everything_released() {
+        if self.outbox.sends.is_empty() || self.protocol.flow.is_everything_released() {
             return false;
         }
-        self.qp.drain_completions();
+        self.io.qp.drain_completions();
         self.reap();
-        !self.sends.is_empty()
+        !self.outbox.sends.is_empty()
     }
 
     /// Sends held bytes if they wait no longer for other frames, and a credit is free.
     pub(in crate::message) fn send_held(&mut self) {
-        while let Some(first) = self.held.front() {
-            let (len, is_full) = (first.len(), first.is_full() || self.held.len() > 1);
+        while let Some(first) = self.outbox.held.front() {
+            let (len, is_full) = (first.len(), first.is_full() || self.outbox.held.len() > 1);
             let finishes = self.protocol.phase().check_open().is_err();
-            let is_due = is_full || self.nodelay || finishes || self.sends.is_empty();
+            let is_due = is_full || self.stream.nodelay || finishes || self.outbox.sends.is_empty();
             if !(is_due || len >= self.protocol.frame_len(0)) || !self.send_first_held() {
                 return;
             }
@@ -296,7 +297,7 @@ impl Core {
     /// Sends held bytes as far as credits are free. Returns true if none are left.
     fn send_held_now(&mut self) -> bool {
         while self.send_first_held() {}
-        self.held.is_empty()
+        self.outbox.held.is_empty()
     }
 
     /// Sends a frame of held bytes. Returns false if there are none, or no credit is free.
@@ -304,7 +305,7 @@ impl Core {
         if !self.protocol.flow.may_send(Kind::Data) {
             return false;
         }
-        let Some(mut held) = self.held.pop_front() else { return false };
+        let Some(mut held) = self.outbox.held.pop_front() else { return false };
         let frame = self.protocol.frame_len(0);
         if held.len() <= frame {
             self.send_copied(Kind::Data, held.into_buffer());
@@ -325,7 +326,7 @@ impl Core {
                 len
             }
         };
-        self.held.push_front(held);
+        self.outbox.held.push_front(held);
         true
     }
 
@@ -339,7 +340,7 @@ impl Core {
     }
 
     pub(super) fn set_nodelay(&mut self, nodelay: bool, driver: &Waker) {
-        self.nodelay = nodelay;
+        self.stream.nodelay = nodelay;
         self.progress(driver);
     }
 }
