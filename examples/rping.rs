@@ -105,12 +105,28 @@ async fn serve(listener: &Listener, resources: Resources, options: &Options) -> 
     let request = tokio::time::timeout(ACCEPT_TIMEOUT, listener.accept()).await??;
     let qp = request.prepare(resources.builder()).build()?;
     // Posted first: the client may send as soon as the server accepts.
-    let mut receive = resources.receive(&qp).await?;
+    let receive = resources.receive(&qp).await?;
     let link = request.accept(&qp, &long_ack_timeout()).await?;
     let start = Instant::now();
     let mut rounds = 0;
-    // The client ends the run by disconnecting.
-    while let Some(message) = next(&link, receive).await? {
+    if let Err(error) = answer(&link, &qp, receive, &resources, options, &mut rounds).await {
+        return Err(explained(error, rounds, &link, &qp).await);
+    }
+    report("server", rounds, start);
+    link.disconnect().await?;
+    Ok(())
+}
+
+/// Answers the client until it ends the run by disconnecting.
+async fn answer(
+    link: &CmConnection,
+    qp: &QueuePair,
+    mut receive: Recv<BufMut>,
+    resources: &Resources,
+    options: &Options,
+    rounds: &mut u32,
+) -> Result<()> {
+    while let Some(message) = next(link, receive).await? {
         let source = Advertisement::parse(&message)?;
         let ping =
             within("RDMA READ", qp.read(resources.pool.alloc(source.len()).await?, source.0))
@@ -119,30 +135,27 @@ async fn serve(listener: &Listener, resources: Resources, options: &Options) -> 
             println!("server ping data: {}", text(&ping));
         }
         if options.validate {
-            check("data read", &ping[..], &pattern(rounds, ping.len())[..])?;
+            check("data read", &ping[..], &pattern(*rounds, ping.len())[..])?;
         }
-        receive = resources.receive(&qp).await?;
-        resources.go_ahead(&qp).await?;
+        receive = resources.receive(qp).await?;
+        resources.go_ahead(qp).await?;
 
-        let message = next(&link, receive)
-            .await?
-            .ok_or("the client disconnected in the middle of a round")?;
+        let message =
+            next(link, receive).await?.ok_or("the client disconnected in the middle of a round")?;
         let sink = Advertisement::parse(&message)?;
         // A sink shorter than the source receives only a part.
         let mut pong = ping;
         pong.truncate(sink.len());
         let sink = sink.0.slice(..pong.len() as u64)?;
         within("RDMA WRITE", qp.write(pong, sink)).await?;
-        receive = resources.receive(&qp).await?;
-        rounds += 1;
-        match resources.go_ahead(&qp).await {
+        receive = resources.receive(qp).await?;
+        *rounds += 1;
+        match resources.go_ahead(qp).await {
             // The client may disconnect before it acknowledges this SEND, which then fails.
-            Err(_) if disconnects(&link).await => break,
+            Err(_) if disconnects(link).await => break,
             sent => sent?,
         }
     }
-    report("server", rounds, start);
-    link.disconnect().await?;
     Ok(())
 }
 
@@ -183,8 +196,11 @@ async fn ping(resources: Resources, address: SocketAddr, options: &Options) -> R
     for round in 0..options.count {
         let sent = pattern(round, options.size);
         source.write(0, &sent)?;
-        resources.advertise(&qp, &source).await?;
-        resources.advertise(&qp, &sink).await?;
+        for region in [&source, &sink] {
+            if let Err(error) = resources.advertise(&qp, region).await {
+                return Err(explained(error, round, &link, &qp).await);
+            }
+        }
         sink.read(0, &mut pong)?;
         if options.validate {
             check("data in the sink", &pong[..], &sent[..])?;
@@ -218,6 +234,22 @@ fn long_ack_timeout() -> ConnectionOptions {
     let transport =
         ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() };
     ConnectionOptions::default().transport(transport).keepalive(Some(Duration::from_secs(1)))
+}
+
+/// Adds the round, how the connection ended, and the counters: the end of a connection flushes all
+/// operations, whatever its cause.
+async fn explained(
+    error: Box<dyn Error + Send + Sync>,
+    round: u32,
+    link: &CmConnection,
+    qp: &QueuePair,
+) -> Box<dyn Error + Send + Sync> {
+    let counters = qp.software_counters();
+    let end = match tokio::time::timeout(DEADLINE, link.disconnected()).await {
+        Ok(end) => format!("ended: {end:?}"),
+        Err(_) => "has not ended".to_owned(),
+    };
+    format!("round {round}: {error}; the connection {end}; {counters:?}").into()
 }
 
 struct Resources {
