@@ -327,8 +327,8 @@ pub trait Channel: Debug + Send + Sync {
     /// unreadable while a waker is registered. Returns the key to remove it with, or `None` if the
     /// provider only has descriptors.
     ///
-    /// The waker is called with locks of the provider held, so it must not call the provider. A
-    /// hold delays the call until the release.
+    /// The waker is called when the thread of the event holds no lock. A hold delays the call until
+    /// the release.
     fn add_waker(&self, _waker: &Waker) -> Option<u64> {
         None
     }

@@ -11,6 +11,7 @@ use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::task::Waker;
 use std::time::Duration;
 
 #[cfg(not(miri))]
@@ -51,7 +52,23 @@ pub struct Condvar(imp::Condvar);
 #[derive(Debug)]
 pub struct Held(PhantomData<*const ()>);
 
-type Events = VecDeque<Box<dyn FnOnce()>>;
+type Events = VecDeque<Event>;
+
+enum Event {
+    Run(Box<dyn FnOnce()>),
+    /// Separate, so that waking allocates nothing.
+    Wake(Waker),
+}
+
+impl Event {
+    /// Contains a panic.
+    fn run(self) {
+        match self {
+            Self::Run(event) => panics(event),
+            Self::Wake(waker) => panics(|| waker.wake()),
+        };
+    }
+}
 
 thread_local! {
     /// The number of locks that this thread holds, and [`WAITING`].
@@ -104,9 +121,23 @@ pub fn when_none_is_held(event: impl FnOnce() + 'static) {
     if held() == 0 {
         panics(event);
     } else {
-        STATE.set(STATE.get() | WAITING);
-        EVENTS.with_borrow_mut(|events| events.push_back(Box::new(event)));
+        defer(Event::Run(Box::new(event)));
     }
+}
+
+/// Wakes `waker` when this thread holds no lock, see [`when_none_is_held`].
+pub fn wake_when_none_is_held(waker: Waker) {
+    let event = Event::Wake(waker);
+    if held() == 0 {
+        event.run();
+    } else {
+        defer(event);
+    }
+}
+
+fn defer(event: Event) {
+    STATE.set(STATE.get() | WAITING);
+    EVENTS.with_borrow_mut(|events| events.push_back(event));
 }
 
 #[cold]
@@ -114,7 +145,7 @@ fn run_events() {
     STATE.set(0);
     // One by one: an event may take locks, add events, and run those that are left.
     while let Some(event) = EVENTS.with_borrow_mut(|events| events.pop_front()) {
-        panics(event);
+        event.run();
     }
     EVENTS.with_borrow_mut(|events| {
         if events.capacity() > KEPT {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::task::Waker;
 
-use rdma_provider::locks::Mutex;
+use rdma_provider::locks::{Mutex, wake_when_none_is_held};
 use rustix::fs::{OFlags, fcntl_setfl};
 use rustix::io::{read, retry_on_intr, write};
 use smallvec::SmallVec;
@@ -22,7 +22,7 @@ use rdma_provider::contract;
 /// A byte is written to a socket pair when the queue becomes non-empty and read when it becomes
 /// empty, under the lock: a burst of events costs one system call. Callers that pop without the
 /// descriptor [hold](Self::hold) the queue, which saves both calls. So do wakers, which are called
-/// under the lock.
+/// once the thread holds no lock.
 #[derive(Debug)]
 pub(crate) struct Mailbox<T> {
     queue: Mutex<Queue<T>>,
@@ -119,7 +119,7 @@ impl<T> Mailbox<T> {
     fn announce(&self, queue: &mut Queue<T>) {
         if queue.holders == 0 {
             for (_, waker) in &queue.wakers {
-                waker.wake_by_ref();
+                wake_when_none_is_held(waker.clone());
             }
         }
         self.update_readiness(queue);
@@ -229,6 +229,8 @@ pub(crate) fn os_error(verb: &'static str, error: &io::Error) -> VerbError {
 #[cfg(test)]
 mod tests {
     use std::task::Wake;
+
+    use rdma_provider::locks::held;
 
     use super::*;
 
@@ -342,6 +344,37 @@ mod tests {
         mailbox.hold();
         mailbox.release();
         assert_eq!(count.0.load(Ordering::Relaxed), 1, "the queue is empty");
+    }
+
+    #[test]
+    fn waker_that_uses_the_queue_is_called_without_a_lock() {
+        struct Reader(Mailbox<u32>, Mutex<Vec<u32>>);
+
+        impl Wake for Reader {
+            fn wake(self: Arc<Self>) {
+                assert_eq!(held(), 0);
+                self.1.lock().extend(self.0.pop());
+            }
+        }
+
+        let reader = Arc::new(Reader(Mailbox::new().unwrap(), Mutex::default()));
+        let mailbox = &reader.0;
+        let seen = || std::mem::take(&mut *reader.1.lock());
+        let key = mailbox.add_waker(&reader.clone().into());
+        mailbox.push(1);
+        assert_eq!(seen(), [1]);
+        // Completions are added under the lock of their queue.
+        let lock = Mutex::new(());
+        let guard = lock.lock();
+        mailbox.push(2);
+        assert!(seen().is_empty());
+        drop(guard);
+        assert_eq!(seen(), [2]);
+        mailbox.hold();
+        mailbox.push(3);
+        mailbox.release();
+        assert_eq!(seen(), [3]);
+        mailbox.remove_waker(key);
     }
 
     #[test]

@@ -14,7 +14,7 @@ use std::sync::{Arc, Weak};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use rdma_provider::locks::{Condvar, Mutex, MutexGuard, when_none_is_held};
+use rdma_provider::locks::{Condvar, Mutex, MutexGuard, wake_when_none_is_held};
 
 use super::DeviceInner;
 use super::pump::Half;
@@ -249,7 +249,7 @@ impl Scheduler {
         state.heap.push(Entry { at, sequence, job });
         if self.is_virtual() {
             if let Some(driver) = state.driver.take() {
-                when_none_is_held(move || driver.wake());
+                wake_when_none_is_held(driver);
             }
             return;
         }
