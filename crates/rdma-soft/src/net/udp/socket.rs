@@ -12,6 +12,7 @@ use std::mem::{self, MaybeUninit};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6, UdpSocket};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use libc::{c_int, c_short, c_void, sockaddr_in, sockaddr_in6, sockaddr_storage, socklen_t};
 
@@ -39,6 +40,8 @@ type ErrorControl = [u64; 16];
 pub(super) struct Socket {
     udp: UdpSocket,
     local: SocketAddr,
+    /// A send may have taken the pending error, which the next receive then does not report.
+    error_taken: AtomicBool,
 }
 
 impl Socket {
@@ -50,7 +53,7 @@ impl Socket {
         // messages.
         udp.set_nonblocking(true)?;
         let local = udp.local_addr()?;
-        let socket = Self { udp, local };
+        let socket = Self { udp, local, error_taken: AtomicBool::new(false) };
         if local.is_ipv4() {
             socket.set(libc::IPPROTO_IP, libc::IP_MTU_DISCOVER, libc::IP_PMTUDISC_PROBE)?;
         } else {
@@ -141,7 +144,9 @@ impl Socket {
     pub(super) fn receive(&self, inbox: &mut Inbox, wait: bool) -> io::Result<()> {
         inbox.count = 0;
         inbox.refusals.clear();
-        if wait && self.poll(-1)? & libc::POLLERR != 0 {
+        let reported = wait && self.poll(-1)? & libc::POLLERR != 0;
+        if reported || self.error_taken.load(Ordering::Relaxed) {
+            self.error_taken.store(false, Ordering::Relaxed);
             self.take_errors(&mut inbox.refusals);
         }
         let mut vectors: [libc::iovec; MESSAGES] =
@@ -188,7 +193,8 @@ impl Socket {
             self.take_errors(&mut inbox.refusals);
             attempts += 1;
             if attempts == ATTEMPTS {
-                return Err(error);
+                // An error that lasts is reported by the next call.
+                return if inbox.refusals.is_empty() { Err(error) } else { Ok(()) };
             }
         };
         for ((arrival, header), name) in
@@ -294,6 +300,10 @@ impl Socket {
                     flags as _,
                 )
             };
+            // If packets were sent before, the call does not report the error that it has taken.
+            if sent < rest.len() as c_int {
+                self.error_taken.store(true, Ordering::Relaxed);
+            }
             match usize::try_from(sent) {
                 Ok(sent) if sent > 0 => at += sent,
                 _ => {
@@ -614,6 +624,49 @@ mod tests {
                     assert!(inbox.refusals().all(|(to, packet)| to == closed && packet[0] == 100));
                 }
             }
+        }
+    }
+
+    #[test]
+    fn closed_port_is_reported_although_a_later_send_takes_the_error() {
+        for ip in [IpAddr::V4(Ipv4Addr::LOCALHOST), IpAddr::V6(Ipv6Addr::LOCALHOST)] {
+            let (from, to) = pair(ip);
+            let closed = SocketAddr::new(ip, 1);
+            let send = |to: &[SocketAddr]| {
+                let mut batch = Batch::new();
+                to.iter().for_each(|&to| batch.push_sealed(&[7; 300], to));
+                from.send(&batch).unwrap();
+            };
+            // The error is pending when the first or the second packet is sent.
+            for later in [&[to.local()][..], &[closed, to.local()]] {
+                send(&[closed]);
+                while !from.is_readable() {
+                    std::thread::yield_now();
+                }
+                send(later);
+                let mut inbox = Inbox::new();
+                from.receive(&mut inbox, false).unwrap();
+                let refused: Vec<_> = inbox.refusals().map(|(to, _)| to).collect();
+                assert!(refused.contains(&closed));
+                while from.is_readable() {
+                    from.receive(&mut inbox, true).unwrap();
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn many_reports_of_closed_ports_do_not_fail_a_receive() {
+        let (from, _) = pair(IpAddr::V4(Ipv4Addr::LOCALHOST));
+        let closed = SocketAddr::new(from.local().ip(), 1);
+        // As many as the receive buffer holds, which may be fewer.
+        for _ in 0..2 * ERRORS * ATTEMPTS {
+            let mut batch = Batch::new();
+            batch.push_sealed(&[7; 20], closed);
+            from.send(&batch).unwrap();
+        }
+        while from.is_readable() {
+            from.receive(&mut Inbox::new(), false).unwrap();
         }
     }
 
