@@ -90,5 +90,5 @@ pub(crate) use wake_list::wake;
 pub(crate) use work_queue::{QUEUE_LINES, WorkQueue};
 pub use work_request::WorkQueueCounters;
 pub(crate) use work_request::{
-    Accessed, Limits, OnFull, Receiver, ReceiverKey, Refusal, Request, StreamUse, WorkKind,
+    Limits, OnFull, Receiver, ReceiverKey, Refusal, Request, StreamUse, WorkKind,
 };

@@ -34,53 +34,19 @@ pub(crate) enum WorkKind {
     Receive,
 }
 
-/// The remote memory that a work request accesses. Small, because each future has it.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Accessed {
-    addr: u64,
-    /// Bytes of inline data, at most [`Limits::max_inline`].
-    inline: u32,
-    operation: RemoteOperation,
-}
-
-#[derive(Debug, Clone, Copy)]
-enum RemoteOperation {
-    None,
-    Write,
-    Read,
-    CompareSwap,
-    FetchAdd,
-}
-
-impl Accessed {
-    pub(crate) const NOTHING: Self = Self { addr: 0, inline: 0, operation: RemoteOperation::None };
-
+impl WorkKind {
+    /// Returns the remote memory that the work request accesses with `len` bytes.
     #[inline(always)]
-    pub(crate) const fn by(kind: &WorkKind, inline: u32) -> Self {
-        let (operation, at) = match kind {
-            WorkKind::Send(SendOp::Write(at) | SendOp::WriteWithImm(at, _)) => {
-                (RemoteOperation::Write, at)
-            }
-            WorkKind::Send(SendOp::Read(at)) => (RemoteOperation::Read, at),
-            WorkKind::Send(SendOp::CompareSwap { remote, .. }) => {
-                (RemoteOperation::CompareSwap, remote)
-            }
-            WorkKind::Send(SendOp::FetchAdd { remote, .. }) => (RemoteOperation::FetchAdd, remote),
-            WorkKind::Send(_) | WorkKind::Receive => return Self::NOTHING,
+    pub(crate) const fn accessed(&self, len: u64) -> Option<RemoteAccess> {
+        let Self::Send(op) = self else { return None };
+        let (operation, at) = match op {
+            SendOp::Write(at) | SendOp::WriteWithImm(at, _) => ("WRITE", at),
+            SendOp::Read(at) => ("READ", at),
+            SendOp::CompareSwap { remote, .. } => ("compare-and-swap", remote),
+            SendOp::FetchAdd { remote, .. } => ("fetch-and-add", remote),
+            _ => return None,
         };
-        Self { addr: at.addr, inline, operation }
-    }
-
-    /// Describes the access for an error, with the bytes of buffers.
-    pub(crate) fn describe(self, buffers: u64) -> Option<RemoteAccess> {
-        let operation = match self.operation {
-            RemoteOperation::None => return None,
-            RemoteOperation::Write => "WRITE",
-            RemoteOperation::Read => "READ",
-            RemoteOperation::CompareSwap => "compare-and-swap",
-            RemoteOperation::FetchAdd => "fetch-and-add",
-        };
-        Some(RemoteAccess { operation, addr: self.addr, len: buffers + u64::from(self.inline) })
+        Some(RemoteAccess { operation, addr: at.addr, len })
     }
 }
 
@@ -157,8 +123,9 @@ impl Request<'_> {
         Self { kind, flags, inline: None, window: None, to: None, remote_len }
     }
 
-    pub(crate) fn accessed(&self) -> Accessed {
-        Accessed::by(&self.kind, self.inline.map_or(0, |bytes| bytes.len() as u32))
+    /// Returns the remote memory, with the bytes of inline data only.
+    pub(crate) fn accessed(&self) -> Option<RemoteAccess> {
+        self.kind.accessed(self.inline.map_or(0, |bytes| bytes.len() as u64))
     }
 }
 

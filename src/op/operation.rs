@@ -7,8 +7,8 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use crate::engine::{Accessed, Claim, InFlight, OnFull, Refusal, Request, WorkKind, WorkQueue};
-use crate::error::{OpError, OpErrorKind, TryError};
+use crate::engine::{Claim, InFlight, OnFull, Refusal, Request, WorkKind, WorkQueue};
+use crate::error::{OpError, OpErrorKind, RemoteAccess, TryError};
 use crate::memory::{Gather, Sealed as _};
 use crate::types::{SendFlags, WorkCompletion, WrId};
 
@@ -51,8 +51,8 @@ pub trait OperationKind: Unpin + 'static {
 #[must_use = "it is already posted, but only awaiting it returns its result"]
 pub struct Operation<F: OperationKind> {
     in_flight: InFlight<F::Held>,
-    /// The remote memory that an error names.
-    accessed: Accessed,
+    /// The remote memory that an error names. Its length lacks the bytes of buffers.
+    accessed: Option<RemoteAccess>,
 }
 
 impl<F: OperationKind> Operation<F> {
@@ -68,29 +68,19 @@ impl<F: OperationKind> Operation<F> {
         remote_len: u64,
         held: F::Held,
     ) -> Self {
-        // Built in place: passing the operation to a call would copy it. A panic leaks `held`, as
-        // in `leak_on_panic`.
+        // A panic leaks `held`, as in `leak_on_panic`.
         let held = ManuallyDrop::new(held);
-        match queue.submit_now(kind, flags, remote_len, held.single()) {
-            Some(claim) => Self {
-                in_flight: InFlight::new(claim, ManuallyDrop::into_inner(held)),
-                accessed: Accessed::by(&kind, 0),
-            },
-            None => Self::post_checked(queue, Request::new(kind, flags, remote_len), held),
-        }
-    }
-
-    /// Posts or queues a work request that is not of the most common kind. `held` is in memory only
-    /// here.
-    #[cold]
-    fn post_checked(
-        queue: &Arc<WorkQueue>,
-        request: Request<'_>,
-        held: ManuallyDrop<F::Held>,
-    ) -> Self {
-        let accessed = request.accessed();
-        let claim = submit(queue, request, &*held);
-        Self { in_flight: InFlight::new(claim, ManuallyDrop::into_inner(held)), accessed }
+        let (claim, held) = match queue.submit_now(kind, flags, remote_len, held.single()) {
+            Some(claim) => (claim, held),
+            None => {
+                // Through a variable: a call that returned straight into the result would keep
+                // that in memory for every operation.
+                let posted = submit_other(queue, Request::new(kind, flags, remote_len), held);
+                (posted.0, posted.1)
+            }
+        };
+        let in_flight = InFlight::new(claim, ManuallyDrop::into_inner(held));
+        Self { in_flight, accessed: kind.accessed(0) }
     }
 
     /// Posts or queues a work request that has a receiver, inline data or a window.
@@ -146,8 +136,19 @@ impl<F: OperationKind> Operation<F> {
 
     #[inline(always)]
     pub(crate) fn refused(kind: OpErrorKind, held: F::Held) -> Self {
-        Self { in_flight: InFlight::new(Claim::refused(kind), held), accessed: Accessed::NOTHING }
+        Self { in_flight: InFlight::new(Claim::refused(kind), held), accessed: None }
     }
+}
+
+/// Posts or queues a work request that is not of the most common kind. `held` is in memory only
+/// here.
+#[cold]
+fn submit_other<B: Gather>(
+    queue: &Arc<WorkQueue>,
+    request: Request<'_>,
+    held: ManuallyDrop<B>,
+) -> (Claim<WorkQueue>, ManuallyDrop<B>) {
+    (submit(queue, request, &*held), held)
 }
 
 #[inline(never)]
@@ -185,12 +186,13 @@ impl<F: OperationKind> Future for Operation<F> {
 #[cold]
 fn failed<F: OperationKind>(
     kind: OpErrorKind,
-    accessed: Accessed,
+    mut accessed: Option<RemoteAccess>,
     held: F::Held,
 ) -> OpError<F::Buffer> {
-    let mut len = 0;
-    held.pieces(&mut |piece, _| len += u64::from(piece.length));
-    OpError::accessing(accessed.describe(len), kind, F::into_buffer(held))
+    if let Some(RemoteAccess { len, .. }) = &mut accessed {
+        held.pieces(&mut |piece, _| *len += u64::from(piece.length));
+    }
+    OpError::accessing(accessed, kind, F::into_buffer(held))
 }
 
 impl<F: OperationKind> fmt::Debug for Operation<F> {
