@@ -96,6 +96,9 @@ impl Sleep {
         if now() >= self.deadline {
             return Poll::Ready(());
         }
+        if self.alarm.as_ref().is_some_and(|(alarm, _)| !alarm.is_of_this_clock()) {
+            self.alarm = None;
+        }
         let waker = context.waker();
         match &mut self.alarm {
             Some((_, registered)) if registered.will_wake(waker) => {}
@@ -146,6 +149,15 @@ impl Alarm {
         match simulated(Network::clone) {
             Some(network) => Ok(Self::Simulated(network.wake_at(deadline, waker))),
             None => thread.set(deadline, waker).map(|number| Self::Thread(thread, number)),
+        }
+    }
+
+    /// Returns true if the clock that [`now`] reads fires it. Otherwise it may fire too late, for
+    /// example after hours of real time that pass at once in virtual time.
+    fn is_of_this_clock(&self) -> bool {
+        match self {
+            Self::Thread(..) => simulated(|_| ()).is_none(),
+            Self::Simulated(alarm) => simulated(|network| alarm.is_of(network)) == Some(true),
         }
     }
 
@@ -347,6 +359,8 @@ mod tests {
     use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
     use std::task::{Wake, Waker};
 
+    use rdma_soft::Faults;
+
     use super::*;
     use crate::contained::tests::HANG;
 
@@ -478,6 +492,33 @@ mod tests {
         }
         drop((sleep, last));
         assert_eq!(fired.recv_timeout(HANG), Err(RecvTimeoutError::Disconnected));
+    }
+
+    #[test]
+    fn sleep_is_woken_by_the_clock_of_its_last_poll() {
+        let networks = [1, 2].map(|seed| Network::simulated(seed, Faults::none()));
+        let real = deadline(HANG);
+        let mut sleep = Sleep::new(real);
+        assert!(!is_over(&mut sleep));
+        for network in &networks {
+            // Set by real time, then by the time of the other network.
+            simulate(Some(network.clone()));
+            let (waker, woken) = waker(|| ());
+            assert!(sleep.poll(&mut Context::from_waker(&waker)).is_pending());
+            simulate(None);
+            assert!(network.step() && woken.try_recv().is_ok());
+            assert_eq!(network.instant(), real);
+        }
+        let network = Network::simulated(3, Faults::none());
+        simulate(Some(network));
+        sleep.reset(deadline(SHORT));
+        assert!(!is_over(&mut sleep));
+        simulate(None);
+        let (waker, woken) = waker(|| ());
+        if sleep.poll(&mut Context::from_waker(&waker)).is_pending() {
+            woken.recv_timeout(HANG).unwrap();
+        }
+        assert!(is_over(&mut sleep));
     }
 
     #[test]

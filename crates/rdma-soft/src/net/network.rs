@@ -306,7 +306,7 @@ impl Network {
         let age = instant.saturating_duration_since(self.0.scheduler.began());
         let at = u64::try_from(age.as_nanos()).unwrap_or(u64::MAX);
         self.0.scheduler.schedule(at, Job::Alarm(Arc::downgrade(&alarm)));
-        Alarm(alarm)
+        Alarm { waker: alarm, network: Arc::downgrade(&self.0) }
     }
 
     /// Lets the clock of a simulated network follow another clock, which returns the age of the
@@ -349,16 +349,25 @@ impl Network {
 
 /// A wake-up by the clock of a network, see [`Network::wake_at`]. Dropping it cancels the wake-up.
 #[derive(Debug)]
-pub struct Alarm(Arc<Mutex<Option<Waker>>>);
+pub struct Alarm {
+    waker: Arc<Mutex<Option<Waker>>>,
+    network: Weak<NetworkInner>,
+}
 
 impl Alarm {
+    /// Returns true if the clock of `network` fires it.
+    #[must_use]
+    pub fn is_of(&self, network: &Network) -> bool {
+        std::ptr::eq(self.network.as_ptr(), Arc::as_ptr(&network.0))
+    }
+
     /// Lets it wake `waker` instead, and returns the earlier one.
     ///
     /// # Errors
     ///
     /// `waker` itself if the alarm has fired.
     pub fn redirect(&self, waker: Waker) -> Result<Waker, Waker> {
-        match &mut *self.0.lock() {
+        match &mut *self.waker.lock() {
             Some(registered) => Ok(std::mem::replace(registered, waker)),
             None => Err(waker),
         }
