@@ -165,7 +165,7 @@ impl CmConnection {
         self.endpoint.watch()?;
         self.ours.store(true, Ordering::Release);
         self.endpoint.inbox().fail_queue_pair();
-        with_deadline(self.deadline, ConnectStep::Disconnect, async || {
+        with_deadline(self.deadline, ConnectStep::Disconnect, self.peer, async || {
             let result = self.endpoint.call(|id| Ok(id.disconnect()?));
             match self.endpoint.explain(result, ConnectStep::Disconnect, self.peer).await {
                 Err(_) if self.peer_knows() => return Ok(()),
@@ -175,7 +175,6 @@ impl CmConnection {
             Ok(())
         })
         .await
-        .map_err(|error| error.during(ConnectStep::Disconnect, self.peer))
     }
 
     /// Waits until the connection has ended, and returns how. Several tasks may wait.
@@ -231,7 +230,7 @@ impl CmConnection {
 
     async fn drained_within(&self, timeout: Duration) -> Result<(), ConnectError> {
         self.endpoint.wait_for(|state| state.end.is_some().then_some(())).await;
-        with_deadline(timeout, ConnectStep::Timewait, async || {
+        with_deadline(timeout, ConnectStep::Timewait, self.peer, async || {
             if !self.peer_knows()
                 && let Err(error) = self.endpoint.call(|id| Ok(id.disconnect()?))
             {
@@ -246,7 +245,6 @@ impl CmConnection {
             Ok(())
         })
         .await
-        .map_err(|error| error.during(ConnectStep::Timewait, self.peer))
     }
 }
 
@@ -341,7 +339,7 @@ mod tests {
             // Unknown to the connection manager, so TIMEWAIT never ends.
             ours.endpoint.inbox().on_event(CmEventKind::Disconnected);
             let after = Duration::from_millis(1);
-            let (address, step) = (Some(ours.peer_addr()), ConnectStep::Timewait);
+            let (address, step) = (ours.peer_addr(), ConnectStep::Timewait);
             assert_eq!(
                 ours.drained_within(after).await,
                 Err(ConnectError::TimedOut { address, step, after })

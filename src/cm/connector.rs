@@ -1,6 +1,7 @@
 //! The active side: resolves a route and connects.
 
 use std::fmt;
+use std::io;
 use std::net::SocketAddr;
 
 use smallvec::SmallVec;
@@ -79,12 +80,13 @@ pub async fn resolve(
 ///
 /// # Errors
 ///
-/// - [`ConnectError::Lookup`] for an unknown host name;
+/// - [`ConnectError::Lookup`] for an unknown host name, or if the lookup takes longer than
+///   [`ConnectionOptions::resolve_timeout`];
 /// - [`ConnectError::Resolve`] if no device reaches the address;
 /// - [`ConnectError::OtherDevice`] if the route goes through another device than `device`;
 /// - [`ConnectError::AddressNotAvailable`] if `device` lacks [`ConnectionOptions::source`];
 /// - [`ConnectError::Setup`] if the source address is of another family;
-/// - [`ConnectError::TimedOut`] after [`ConnectionOptions::resolve_timeout`].
+/// - [`ConnectError::TimedOut`] if resolving the route takes longer than that.
 ///
 /// # Cancel safety
 ///
@@ -107,7 +109,7 @@ pub async fn resolve_with(
 pub(super) fn no_address() -> ConnectError {
     ConnectError::Lookup {
         host: None,
-        kind: std::io::ErrorKind::NotFound,
+        kind: io::ErrorKind::NotFound,
         message: "the host has no address".to_owned(),
     }
 }
@@ -116,13 +118,12 @@ pub(super) async fn lookup(
     address: impl ToSocketAddrs + fmt::Debug,
     options: &ConnectionOptions,
 ) -> Result<SmallVec<[SocketAddr; 1]>, ConnectError> {
-    with_deadline(options.time_to_resolve(), ConnectStep::Lookup, async || {
-        NoRuntime::or_current()?;
-        let failed = |error| ConnectError::lookup(Some(format!("{address:?}")), &error);
-        let found = lookup_host(&address).await.map_err(failed)?;
-        Ok(found.collect())
-    })
-    .await
+    NoRuntime::or_current()?;
+    let limit = options.time_to_resolve();
+    let found = clock::timeout(limit, lookup_host(&address)).await;
+    let late = || io::Error::new(io::ErrorKind::TimedOut, format!("timed out after {limit:?}"));
+    let failed = |error| ConnectError::lookup(Some(format!("{address:?}")), &error);
+    Ok(found.unwrap_or_else(|| Err(late())).map_err(failed)?.collect())
 }
 
 async fn resolve_one(
@@ -138,7 +139,7 @@ async fn resolve_one(
     let (timeout, start) = (options.time_to_resolve(), clock::now());
     let unresolved =
         |errno| ConnectError::Resolve { address, errno, in_process: false }.through(device);
-    with_deadline(timeout, ConnectStep::Resolve, async || {
+    with_deadline(timeout, ConnectStep::Resolve, address, async || {
         // Expires before the provider's own timeout, and has the more precise error.
         endpoint.call(|id| {
             id.resolve_addr(source, address, timeout).map_err(|error| {
@@ -265,7 +266,7 @@ impl Route {
         Keepalive::check(options.probes(), transport.timeout, queue_pair).map_err(misfit)?;
         let guard = FailUnlessConnected::new(queue_pair);
         let reads = Reads::of(&device, options)?;
-        let peer = with_deadline(options.deadline(), ConnectStep::Response, async || {
+        let peer = with_deadline(options.deadline(), ConnectStep::Response, address, async || {
             let params = reads.params(queue_pair, private_data, options.deadline());
             endpoint
                 .call(|id| Ok(id.connect(&params)?))
@@ -287,7 +288,7 @@ impl Route {
             Ok(peer)
         })
         .await
-        .map_err(|error| error.during(ConnectStep::Response, address).through(&device))?;
+        .map_err(|error| error.through(&device))?;
         guard.connected();
         let local = endpoint.local_addr().unwrap_or(SocketAddr::new(path.entry.gid.to_ip(), 0));
         let link =

@@ -174,17 +174,19 @@ pub(super) async fn on_blocking_thread<T: Send + 'static>(
     blocking::run(f).await
 }
 
-/// Fails with [`ConnectError::TimedOut`] if the future of `make` takes longer than `after`. The
-/// caller adds the address, see [`ConnectError::during`].
+/// Fails with [`ConnectError::TimedOut`] if the future of `make` takes longer than `after`. Other
+/// errors get the step and the address unless they have their own.
 ///
 /// Takes a closure so that the future is made where it is pinned: a move would copy it.
 pub(super) async fn with_deadline<T>(
     after: Duration,
     step: ConnectStep,
+    address: SocketAddr,
     make: impl AsyncFnOnce() -> Result<T, ConnectError>,
 ) -> Result<T, ConnectError> {
-    let late = Err(ConnectError::TimedOut { address: None, step, after });
-    clock::timeout(after, pin!(make())).await.unwrap_or(late)
+    let late = Err(ConnectError::TimedOut { address, step, after });
+    let result = clock::timeout(after, pin!(make())).await.unwrap_or(late);
+    result.map_err(|error| error.during(step, address))
 }
 
 impl Drop for Endpoint {

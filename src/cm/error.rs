@@ -18,7 +18,7 @@ use super::inbox::EndReason;
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ConnectError {
-    /// The host name lookup failed, or returned no address.
+    /// The host name lookup failed, took too long, or returned no address.
     Lookup {
         /// The address as it was passed, if it is known, for example `"host:7471"` in quotes.
         host: Option<String>,
@@ -83,10 +83,10 @@ pub enum ConnectError {
         /// of the host has opened a device at the address.
         errno: i32,
     },
-    /// A time limit has passed.
+    /// The time limit of a step has passed.
     TimedOut {
-        /// Address of the peer; `None` for a lookup.
-        address: Option<SocketAddr>,
+        /// Address of the peer.
+        address: SocketAddr,
         /// Step that took too long.
         step: ConnectStep,
         /// Time allowed.
@@ -194,9 +194,6 @@ impl ConnectError {
             Self::Setup { attempt, .. } | Self::Verb { attempt, .. } => {
                 attempt.get_or_insert(ConnectAttempt { step, address });
             }
-            Self::TimedOut { address: unknown, .. } => {
-                unknown.get_or_insert(address);
-            }
             _ => {}
         }
         self
@@ -237,8 +234,8 @@ impl ConnectError {
             }
             Self::AddressInUse { address, .. } => Some((ConnectStep::Listen, Some(*address))),
             Self::Refused { address, .. } => Some((ConnectStep::Response, Some(*address))),
-            Self::AddressNotAvailable { address, step, .. } => Some((*step, Some(*address))),
-            Self::TimedOut { address, step, .. } => Some((*step, *address)),
+            Self::AddressNotAvailable { address, step, .. }
+            | Self::TimedOut { address, step, .. } => Some((*step, Some(*address))),
             Self::Rejected { attempt, .. }
             | Self::Unreachable { attempt, .. }
             | Self::Disconnected { attempt }

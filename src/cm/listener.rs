@@ -561,7 +561,7 @@ impl ConnectionRequest {
         Keepalive::check(options.probes(), transport.timeout, queue_pair).map_err(misfit)?;
         let guard = FailUnlessConnected::new(queue_pair);
         let reads = Reads::of(&device, options)?.agreed(&peer);
-        with_deadline(options.deadline(), ConnectStep::Establish, async || {
+        with_deadline(options.deadline(), ConnectStep::Establish, address, async || {
             endpoint.inbox().attach_queue_pair(queue_pair);
             let params = reads.params(queue_pair, private_data, options.deadline());
             let result = endpoint.call(|id| {
@@ -580,8 +580,7 @@ impl ConnectionRequest {
                 })
                 .await
         })
-        .await
-        .map_err(|error| error.during(ConnectStep::Establish, address))?;
+        .await?;
         guard.connected();
         let link =
             CmConnection::new(endpoint, peer.private_data, (local, address), options.deadline());

@@ -188,7 +188,7 @@ impl Requested {
             Either::Left((result, _)) => result,
             Either::Right(((), _)) => {
                 admission.evicted();
-                let (address, step) = (Some(address), cm::ConnectStep::Establish);
+                let (address, step) = (address, cm::ConnectStep::Establish);
                 Err(cm::ConnectError::TimedOut { address, step, after: clock::since(start) }.into())
             }
         }

@@ -264,8 +264,7 @@ mod tests {
             ConnectError::AddressChanged { attempt }.into(),
             ConnectError::Refused { address, in_process: false }.into(),
             ConnectError::Unreachable { attempt, errno: 110 }.into(),
-            ConnectError::TimedOut { address: None, step: attempt.step, after: Duration::ZERO }
-                .into(),
+            ConnectError::TimedOut { address, step: attempt.step, after: Duration::ZERO }.into(),
             ConnectError::Disconnected { attempt }.into(),
             rejected(RejectReason::CONSUMER, &[]).into(),
             rejected(RejectReason::CONSUMER, &[0; 148]).into(),

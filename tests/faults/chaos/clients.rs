@@ -69,7 +69,7 @@ async fn connect(
     let connection = match timeout(ATTEMPT, connecting).await {
         Ok(connected) => connected?,
         Err(_) => {
-            let (address, step) = (Some(address), ConnectStep::Request);
+            let step = ConnectStep::Request;
             return Err(ConnectError::TimedOut { address, step, after: ATTEMPT }.into());
         }
     };
