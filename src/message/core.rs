@@ -275,6 +275,11 @@ impl Core {
 
     fn work(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
         self.take_frames(context)?;
+        if self.protocol.peer_writes_in_vain() {
+            // Ends the peer's writes, as TCP does by a reset.
+            self.on(Event::Abort(CloseReason::Local));
+            return Ok(());
+        }
         if self.protocol.note_answer(clock::now) {
             self.after.wake_driver();
         }

@@ -1,13 +1,15 @@
 //! Connections over a simulated network, run by `software::drive`.
 
+use std::io::ErrorKind;
 use std::time::Duration;
 
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::runtime::Builder;
 use tokio_rdma::software::{self, Faults, LinkCounters, Network};
 use tokio_rdma::types::WcStatus;
 use tokio_rdma::{
     Access, CloseReason, CompletionMode, Connection, ConnectionConfig, Device, Listener,
-    MessageError, RemoteRegion,
+    MessageError, RdmaListener, RdmaStream, RemoteRegion,
 };
 
 use super::chance::noise;
@@ -157,6 +159,38 @@ fn keepalive_ends_a_silent_partition_in_virtual_time() {
     };
     assert_eq!(run(false), run(false));
     assert_eq!(run(true), run(true));
+}
+
+/// A peer that writes on learns of the drop from the answer to its bytes, as with TCP, and not after
+/// the time for which the dropped stream lingers.
+#[test]
+fn writes_to_a_dropped_stream_fail_after_a_round_trip() {
+    let nodes = Nodes::new(41, Faults::none());
+    driven(&nodes.network, async {
+        let [server, client] = &nodes.devices;
+        let address = (server.default_path().unwrap().1.gid.to_ip(), 0);
+        let config = ConnectionConfig::for_streams().preallocate(true);
+        let listener = RdmaListener::bind_with(server, address, &config).await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let connecting = RdmaStream::connect_with(client, address, &config);
+        let ((mut server, _), mut client) =
+            tokio::try_join!(listener.accept(), connecting).unwrap();
+        server.write_all(b"answer").await.unwrap();
+        drop(server);
+        client.readable().await.unwrap();
+        let start = software::now();
+        let error = loop {
+            if let Err(error) = client.write_all(&[7; 1000]).await {
+                break error;
+            }
+        };
+        assert_eq!(error.kind(), ErrorKind::ConnectionReset, "{error}");
+        assert!(software::now() - start < Duration::from_millis(100), "it lingers for 1 s");
+        let mut answer = Vec::new();
+        client.read_to_end(&mut answer).await.unwrap();
+        assert_eq!(answer, b"answer");
+        assert_eq!(client.closed().await, CloseReason::Dropped);
+    });
 }
 
 #[test]

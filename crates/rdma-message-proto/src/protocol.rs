@@ -68,6 +68,7 @@ pub struct Protocol<R> {
     timers: Timers,
     /// The listener shuts down: a peer that has everything does not delay `close`.
     draining: bool,
+    peer_writes_in_vain: bool,
 }
 
 /// The action required by an expired deadline.
@@ -97,6 +98,7 @@ impl<R: Reason> Protocol<R> {
             phase: Phase::Running(Stage::Open),
             timers: Timers::unset(),
             draining: false,
+            peer_writes_in_vain: false,
         }
     }
 
@@ -213,6 +215,10 @@ impl<R: Reason> Protocol<R> {
         if header.kind == Kind::Abort && !self.flow.is_over() {
             return Err(End::Dropped);
         }
+        if self.phase == Phase::Running(Stage::Lingering) && header.kind.is_message() {
+            // The header itself acknowledges the `Fin`.
+            self.peer_writes_in_vain |= self.flow.peer_has_all();
+        }
         let arrival = self.incoming.add(header.kind, len)?;
         match arrival {
             Arrival::Control => self.flow.release_control(),
@@ -220,6 +226,13 @@ impl<R: Reason> Protocol<R> {
             _ => {}
         }
         Ok(Received { arrival, fetched })
+    }
+
+    /// Returns true if the peer has sent a message after it had received the end of a dropped
+    /// stream.
+    #[inline]
+    pub fn peer_writes_in_vain(&self) -> bool {
+        self.peer_writes_in_vain
     }
 
     /// Checks the region of an offer.
