@@ -140,6 +140,30 @@ pub(crate) mod tests {
         }
     }
 
+    /// Returns a waker that calls `act` whenever it is cloned, and does nothing when it wakes.
+    #[allow(unsafe_code, reason = "a waker without `Wake` is made of raw parts")]
+    pub(crate) fn calls_when_cloned(act: impl Fn() + Send + Sync + 'static) -> Waker {
+        use std::task::{RawWaker, RawWakerVTable};
+
+        type Act = Box<dyn Fn() + Send + Sync>;
+        const TABLE: RawWakerVTable = RawWakerVTable::new(clone, discard, |_| (), discard);
+        unsafe fn clone(data: *const ()) -> RawWaker {
+            // SAFETY: C2: a reference that the caller keeps.
+            unsafe {
+                (*data.cast::<Act>())();
+                Arc::increment_strong_count(data.cast::<Act>());
+            }
+            RawWaker::new(data, &TABLE)
+        }
+        unsafe fn discard(data: *const ()) {
+            // SAFETY: C2: this function consumes the reference.
+            drop(unsafe { Arc::from_raw(data.cast::<Act>()) });
+        }
+        let act: Arc<Act> = Arc::new(Box::new(act));
+        // SAFETY: C2: the data are a reference, as each function of the table takes it.
+        unsafe { Waker::new(Arc::into_raw(act).cast(), &TABLE) }
+    }
+
     #[test]
     fn waiter_behind_one_whose_waker_panics_is_woken() {
         let (notify, counts) = (Notify::new(), Arc::new(Counts::default()));

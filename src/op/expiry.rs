@@ -116,3 +116,26 @@ impl Wake for Shared {
         self.expire();
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::future::Future as _;
+    use std::pin::pin;
+    use std::task::Context;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::verbs::Device;
+
+    #[test]
+    fn lease_without_a_deadline_does_not_expire() {
+        let pd = Device::software().unwrap().protection_domain().unwrap();
+        let mut expiry = Expiry::new(Arc::new(MemoryWindow::allocate(&pd).unwrap()));
+        let noop = &mut Context::from_waker(Waker::noop());
+        // So is a lease whose deadline could not be set, for lack of a thread.
+        assert!(pin!(expiry.expired()).poll(noop).is_pending());
+        assert!(!expiry.has_expired());
+        expiry.set(clock::deadline(Duration::ZERO)).unwrap();
+        assert!(pin!(expiry.expired()).poll(noop).is_ready());
+    }
+}

@@ -2,7 +2,7 @@
 //!
 //! Each test hangs if the connection holds a lock during the call.
 
-#![allow(unsafe_code, reason = "implementing `Storage` is unsafe")]
+#![allow(unsafe_code, reason = "implementing `Storage` and `BufMut` is unsafe")]
 
 use std::pin::pin;
 use std::ptr::NonNull;
@@ -10,12 +10,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Wake, Waker};
 
-use crate::connected::{config, pair_in, recv, two};
-use crate::torture::{self, Flavour, LONG, Mode, Seed, bounded, slow_network};
+use crate::connected::{config, pair_in, recv, run, two};
+use crate::streams::streams;
+use crate::torture::{self, Flavour, LONG, Mode, Seed, bounded, slow_network, soon};
+use bytes::BufMut;
+use bytes::buf::UninitSlice;
 use futures::FutureExt;
+use tokio::io::{AsyncWriteExt, ReadBuf};
 use tokio_rdma::memory::Storage;
 use tokio_rdma::{
-    Access, CloseReason, CompletionMode, CompletionQueue, Connection, ExposedRegion, RemoteRegion,
+    Access, CloseReason, CompletionMode, CompletionQueue, Connection, ExposedRegion, RdmaStream,
+    RemoteRegion,
 };
 
 struct Setup {
@@ -154,6 +159,54 @@ fn dropped_waker_may_use_the_connection() {
         assert_eq!(caller.called.load(Ordering::SeqCst), 2);
         drop(waiting);
         assert_eq!(caller.called.load(Ordering::SeqCst), 3);
+    });
+}
+
+/// A buffer that peeks into the stream that fills it, and counts wake-ups.
+struct Peeks<'a>(&'a RdmaStream, Arc<Counts>);
+
+#[derive(Default)]
+struct Counts(AtomicUsize);
+
+impl Wake for Counts {
+    fn wake(self: Arc<Self>) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+// SAFETY: it returns no memory.
+unsafe impl BufMut for Peeks<'_> {
+    fn remaining_mut(&self) -> usize {
+        1
+    }
+
+    unsafe fn advance_mut(&mut self, _: usize) {
+        unreachable!("bytes are put");
+    }
+
+    fn chunk_mut(&mut self) -> &mut UninitSlice {
+        unreachable!("bytes are put");
+    }
+
+    fn put_slice(&mut self, _: &[u8]) {
+        let waker = Waker::from(self.1.clone());
+        let mut context = Context::from_waker(&waker);
+        let peeked = self.0.poll_peek(&mut context, &mut ReadBuf::new(&mut [0; 8]));
+        assert!(peeked.is_pending(), "another task takes bytes");
+    }
+}
+
+#[test]
+fn peek_beside_a_task_that_takes_bytes_is_polled_again_and_does_not_spin() {
+    run("peek", || async {
+        let [mut client, server] = streams(&config()).await;
+        client.write_all(b"ab").await.unwrap();
+        soon("bytes", server.readable()).await.unwrap();
+        let wakes = Arc::new(Counts::default());
+        assert_eq!(server.try_read_buf(&mut Peeks(&server, wakes.clone())).unwrap(), 1);
+        assert_eq!(wakes.0.load(Ordering::SeqCst), 1);
+        let mut rest = [0; 8];
+        assert_eq!((server.peek(&mut rest).await.unwrap(), rest[0]), (1, b'b'));
     });
 }
 

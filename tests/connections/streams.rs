@@ -29,7 +29,7 @@ use tokio_rdma::{
 };
 
 /// Connects two streams on one device.
-async fn streams(config: &ConnectionConfig) -> [RdmaStream; 2] {
+pub(crate) async fn streams(config: &ConnectionConfig) -> [RdmaStream; 2] {
     streams_in(&Network::new(), config).await
 }
 

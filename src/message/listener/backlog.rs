@@ -239,11 +239,32 @@ impl Drop for Waiting<'_> {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
+    use std::sync::Arc;
+
     use futures::FutureExt as _;
 
     use super::*;
     use crate::cm::ConnectError;
+    use crate::contained::tests::calls_when_cloned;
     use crate::error::NoRuntime;
+
+    fn established() -> Established {
+        Err(EstablishError::Connect(ConnectError::NoRuntime(NoRuntime::Outside)))
+    }
+
+    #[test]
+    fn poll_that_returns_a_connection_asks_for_no_other() {
+        let backlog = Arc::new(Backlog::new(0));
+        let noop = &mut Context::from_waker(Waker::noop());
+        assert!(backlog.poll_pop(noop).is_pending() && backlog.poll_has_capacity(noop));
+        backlog.push(established());
+        assert!(backlog.poll_pop(noop).is_ready() && !backlog.poll_has_capacity(noop));
+        // The connection arrives during the poll.
+        let driver = Arc::clone(&backlog);
+        let waker = calls_when_cloned(move || driver.push(established()));
+        assert!(backlog.poll_pop(&mut Context::from_waker(&waker)).is_ready());
+        assert!(!backlog.poll_has_capacity(noop));
+    }
 
     #[test]
     fn each_waiting_accept_learns_of_a_connection() {
@@ -251,8 +272,7 @@ mod tests {
         // Two calls have found nothing and do not wait yet.
         let mut calls = [backlog.changed(), backlog.changed()].map(Box::pin);
         for _ in 0..2 {
-            let error = ConnectError::NoRuntime(NoRuntime::Outside);
-            backlog.push(Err(EstablishError::Connect(error)));
+            backlog.push(established());
         }
         for call in &mut calls {
             assert!(call.now_or_never().is_some(), "a connection is left");

@@ -4,17 +4,17 @@ use std::future::{Future, poll_fn};
 use std::io::ErrorKind;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use futures::{FutureExt, StreamExt};
 use rdma_message_proto::window::{Resize, Sizes};
-use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
 
 use super::{Held, RdmaListener, RdmaStream};
-use crate::contained::tests::HANG;
+use crate::contained::tests::{HANG, calls_when_cloned};
 use crate::memory::{BufMut, Pool};
 use crate::message::{CloseReason, ConnectionConfig};
 use crate::software::Network;
@@ -452,4 +452,31 @@ fn peer_that_has_read_everything_counts_as_acknowledged() {
             client.read_exact(&mut bytes).await.unwrap();
         }
     });
+}
+
+#[test]
+fn rest_of_a_frame_that_another_task_has_begun_to_read_is_noticed() {
+    type Polls = fn(&RdmaStream, &mut Context<'_>) -> bool;
+    let polls: [Polls; 3] = [
+        |stream, context| pin!(stream.readable()).poll(context).is_ready(),
+        |stream, context| pin!(stream.peek(&mut [0])).poll(context).is_ready(),
+        |stream, context| stream.poll_peek(context, &mut ReadBuf::new(&mut [0])).is_ready(),
+    ];
+    for poll in polls {
+        run(async {
+            let [client, server] = pair().await.map(Arc::new);
+            // Runs after the poll has found nothing: the other task reads the first byte.
+            let (arrived, other) = (AtomicBool::new(false), Arc::clone(&server));
+            let waker = calls_when_cloned(move || {
+                if !arrived.swap(true, Ordering::Relaxed) {
+                    assert_eq!(client.try_write(b"ab").unwrap(), 2);
+                    while other.try_read(&mut [0]).is_err() {
+                        std::thread::yield_now();
+                    }
+                }
+            });
+            assert!(poll(&server, &mut Context::from_waker(&waker)));
+            assert_eq!(server.try_read(&mut [0]).unwrap(), 1);
+        });
+    }
 }

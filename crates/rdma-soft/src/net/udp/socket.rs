@@ -671,6 +671,23 @@ mod tests {
     }
 
     #[test]
+    fn closed_port_whose_report_is_lost_is_no_error_of_the_socket() {
+        let (from, to) = pair(IpAddr::V4(Ipv4Addr::LOCALHOST));
+        let send = |from: &Socket, to| {
+            let mut batch = Batch::new();
+            batch.push_sealed(&[7; 300], to);
+            from.send(&batch).unwrap();
+        };
+        from.limit_receive_buffer(4096).unwrap();
+        (0..100).for_each(|_| send(&to, from.local()));
+        // The buffer is full, so that the kernel notes the error without a report.
+        send(&from, SocketAddr::new(from.local().ip(), 1));
+        let mut inbox = Inbox::new();
+        from.receive(&mut inbox, true).unwrap();
+        assert!(inbox.datagrams().count() > 0 && inbox.refusals().count() == 0);
+    }
+
+    #[test]
     fn refused_packets_are_counted_and_all_others_are_sent() {
         let (from, to) = pair(IpAddr::V4(Ipv4Addr::LOCALHOST));
         // An IPv4 socket cannot send there.
