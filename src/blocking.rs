@@ -29,7 +29,7 @@ pub(crate) fn spawn(work: impl FnOnce() + Send + 'static) {
 fn take_and_run(work: &Mutex<Option<impl FnOnce()>>) {
     let work = work.lock().take();
     if let Some(work) = work {
-        locks::panics(work);
+        locks::caught_panic(work);
     }
 }
 

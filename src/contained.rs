@@ -14,11 +14,11 @@ use rdma_provider::locks;
 /// that wakes its own task. A panic would abort its other work. The panic hook has already reported
 /// it. The caller holds no lock, because the user's code may take any.
 pub(crate) fn contained(run: impl FnOnce()) {
-    panics(run);
+    caught_panic(run);
 }
 
 /// Runs user code like [`contained`]; returns true if it panicked.
-pub(crate) fn panics(run: impl FnOnce()) -> bool {
+pub(crate) fn caught_panic(run: impl FnOnce()) -> bool {
     debug_assert_eq!(locks::held(), 0, "user code runs under a lock");
     reported(run)
 }
@@ -30,7 +30,7 @@ pub(crate) fn wake_to_repoll(context: &Context<'_>) {
 }
 
 fn reported(run: impl FnOnce()) -> bool {
-    let panicked = locks::panics(run);
+    let panicked = locks::caught_panic(run);
     if panicked {
         rdma_provider::error!(
             "a waker or the destructor of an abandoned operation's buffers panicked; ignoring it"

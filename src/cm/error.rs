@@ -79,8 +79,9 @@ pub enum ConnectError {
     Unreachable {
         /// Step and peer.
         attempt: ConnectAttempt,
-        /// Reason, see `errno(3)`. ECONNREFUSED is from the software device over UDP: no process
-        /// of the host has opened a device at the address.
+        /// Reason, see `errno(3)`. The software device over UDP returns ECONNREFUSED if the peer's
+        /// host rejects its packets: no process there has opened a device at the address, or a
+        /// firewall rejects the port.
         errno: i32,
     },
     /// The time limit of a step has passed.
@@ -345,8 +346,9 @@ impl fmt::Display for ConnectError {
                 ),
             Self::Rejected { reason, .. } => write!(f, "rejected by the peer: {reason}"),
             Self::Unreachable { errno: ECONNREFUSED, .. } => f.write_str(
-                "refused: no process of the peer's host has opened a device at the address; start \
-                 the service, which opens its device with Device::open_default_at",
+                "refused: no process of the peer's host has opened a device at the address, or a \
+                 firewall rejects UDP port 4791; start the service, which opens its device with \
+                 Device::open_default_at",
             ),
             Self::Unreachable { errno, .. } => {
                 write!(f, "the peer does not answer: {}", reason(*errno))

@@ -5,7 +5,7 @@ use std::task::{Context, Poll, Waker};
 
 use rdma_provider::locks::Mutex;
 
-use crate::contained::{contained, panics};
+use crate::contained::{caught_panic, contained};
 use crate::dispatch::Any;
 use crate::op::{QueuePair, WeakQueuePair};
 use crate::types::{QpAttr, QpState, RejectReason};
@@ -165,7 +165,7 @@ impl Inbox {
 
 /// Calls a waker, without any lock held; returns false if it panicked.
 fn wake(waker: Waker) -> bool {
-    let panicked = panics(|| waker.wake_by_ref());
+    let panicked = caught_panic(|| waker.wake_by_ref());
     // Separate: two panics at once would abort the process.
     contained(|| drop(waker));
     !panicked

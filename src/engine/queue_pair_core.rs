@@ -27,7 +27,7 @@ use crate::memory::WindowSet;
 use crate::sync::lock;
 use crate::types::{QpAttr, QpState};
 use crate::verbs::{Qp, Srq};
-use rdma_provider::locks::{Held, Mutex};
+use rdma_provider::locks::{Mutex, Section};
 use smallvec::SmallVec;
 
 pub(crate) struct QueuePairCore {
@@ -222,7 +222,7 @@ impl QueuePairCore {
     /// completion.
     pub(crate) fn shut_down(&self, kind: OpErrorKind) {
         // Tasks are woken after the destruction.
-        let _held = Held::begin();
+        let _section = Section::begin();
         let change = self.change.lock();
         let taken = self.qp.lock().take();
         drop(change);

@@ -470,8 +470,8 @@ fn errors_of_connecting_have_their_exact_texts() {
                  answer: Connection timed out (os error 110)",
             ConnectError::Unreachable { attempt, errno: 111 } =>
                 "waiting for 192.0.2.1:7471 to answer the connection request: refused: no process \
-                 of the peer's host has opened a device at the address; start the service, which \
-                 opens its device with Device::open_default_at",
+                 of the peer's host has opened a device at the address, or a firewall rejects UDP \
+                 port 4791; start the service, which opens its device with Device::open_default_at",
         ],
         ConnectError::TimedOut { .. } => [
             timed_out(ConnectStep::Response) =>

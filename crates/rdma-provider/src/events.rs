@@ -1,7 +1,9 @@
-//! Events of `tracing` that reach the subscriber without a lock of ours.
+//! Events of `tracing` that are emitted only while the thread holds no lock of this workspace.
 //!
-//! Under a lock, an event's fields are formatted at once, and it is emitted at the release of the
-//! last lock. Neither consults the subscriber: whether it wants the event is asked with the event.
+//! A subscriber is code of the program, which may use any object of the program. Under a lock, the
+//! macros of this module therefore only format the fields of an event. The event is emitted when
+//! the thread releases its last lock. Only then does `tracing` ask the subscriber whether it wants
+//! the event: that call is code of the program, too.
 
 use tracing::dispatcher;
 use tracing::level_filters::{LevelFilter, STATIC_MAX_LEVEL};
@@ -9,8 +11,11 @@ use tracing::level_filters::{LevelFilter, STATIC_MAX_LEVEL};
 pub use tracing;
 use tracing::Level;
 
-/// Returns true if a subscriber may want events of `level`, or the crate `log`, to which `tracing`
-/// passes events of a program without subscriber if its feature `log` is enabled.
+/// Returns true if an event of `level` may reach a subscriber, by the maximum level that `tracing`
+/// knows without asking the subscriber.
+///
+/// In a program without a subscriber, it returns true for errors and warnings: if the feature `log`
+/// of `tracing` is enabled, they reach the crate `log`.
 #[inline]
 #[must_use]
 pub fn may_be_wanted(level: Level) -> bool {

@@ -29,7 +29,7 @@ pub struct Mutex<T>(imp::Mutex<T>);
 pub struct MutexGuard<'a, T> {
     // Dropped first: events run after the release.
     guard: imp::MutexGuard<'a, T>,
-    _held: Held,
+    _section: Section,
 }
 
 /// A lock for several readers or one writer.
@@ -41,16 +41,16 @@ pub struct RwLock<T>(imp::RwLock<T>);
 pub struct RwLockGuard<G> {
     // Dropped first: events run after the release.
     guard: G,
-    _held: Held,
+    _section: Section,
 }
 
 /// A condition that threads wait for under a [`Mutex`].
 #[derive(Debug, Default)]
 pub struct Condvar(imp::Condvar);
 
-/// A lock, or a section that counts as one, held by this thread.
+/// A section of code in which this thread counts as holding a lock. Each guard of a lock is one.
 #[derive(Debug)]
-pub struct Held(PhantomData<*const ()>);
+pub struct Section(PhantomData<*const ()>);
 
 type Events = VecDeque<Event>;
 
@@ -64,29 +64,27 @@ impl Event {
     /// Contains a panic.
     fn run(self) {
         match self {
-            Self::Run(event) => panics(event),
-            Self::Wake(waker) => panics(|| waker.wake()),
+            Self::Run(event) => caught_panic(event),
+            Self::Wake(waker) => caught_panic(|| waker.wake()),
         };
     }
 }
 
 thread_local! {
-    /// The number of locks that this thread holds, and [`WAITING`].
+    /// The number of this thread's sections, and [`WAITING`].
     static STATE: Cell<u32> = const { Cell::new(0) };
     /// Events of this thread that wait for the release of its last lock. Has no destructor, so that
-    /// destructors of other thread-local variables can still use it.
+    /// destructors of other thread-local variables can still use it, and therefore no memory while
+    /// no event waits.
     static EVENTS: RefCell<ManuallyDrop<Events>> =
         const { RefCell::new(ManuallyDrop::new(VecDeque::new())) };
 }
 
-/// Events whose memory a thread keeps.
-const KEPT: usize = 16;
-
 /// The bit of [`STATE`] that is set while events wait.
 const WAITING: u32 = 1 << 31;
 
-impl Held {
-    /// Counts as a lock until it is dropped.
+impl Section {
+    /// Begins a section, which ends when it is dropped.
     #[inline]
     #[must_use]
     pub fn begin() -> Self {
@@ -96,7 +94,7 @@ impl Held {
     }
 }
 
-impl Drop for Held {
+impl Drop for Section {
     #[inline]
     fn drop(&mut self) {
         let left = STATE.with(|state| {
@@ -109,7 +107,7 @@ impl Drop for Held {
     }
 }
 
-/// Returns the number of locks and sections that this thread holds.
+/// Returns the number of locks that this thread holds, with other [sections](Section).
 #[inline]
 #[must_use]
 pub fn held() -> u32 {
@@ -119,7 +117,7 @@ pub fn held() -> u32 {
 /// Runs `event` when this thread holds no lock: at once, or at the release of the last one.
 pub fn when_none_is_held(event: impl FnOnce() + 'static) {
     if held() == 0 {
-        panics(event);
+        caught_panic(event);
     } else {
         defer(Event::Run(Box::new(event)));
     }
@@ -147,16 +145,12 @@ fn run_events() {
     while let Some(event) = EVENTS.with_borrow_mut(|events| events.pop_front()) {
         event.run();
     }
-    EVENTS.with_borrow_mut(|events| {
-        if events.capacity() > KEPT {
-            events.shrink_to(KEPT);
-        }
-    });
+    EVENTS.with_borrow_mut(|events| events.shrink_to_fit());
 }
 
-/// Runs code of the program and stops its panic here; returns true if it panicked. The panic hook
-/// has already reported it.
-pub fn panics(run: impl FnOnce()) -> bool {
+/// Runs code of the program and catches its panic, which the panic hook has already reported.
+/// Returns true if it panicked.
+pub fn caught_panic(run: impl FnOnce()) -> bool {
     let Err(panic) = catch_unwind(AssertUnwindSafe(run)) else { return false };
     // The destructor of the payload is code of the program, too.
     if let Err(another) = catch_unwind(AssertUnwindSafe(|| drop(panic))) {
@@ -174,14 +168,14 @@ impl<T> Mutex<T> {
     /// Waits for the lock.
     #[inline]
     pub fn lock(&self) -> MutexGuard<'_, T> {
-        MutexGuard { guard: self.0.lock(), _held: Held::begin() }
+        MutexGuard { guard: self.0.lock(), _section: Section::begin() }
     }
 
     /// Takes the lock unless a thread has it.
     #[inline]
     pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
         let guard = self.0.try_lock()?;
-        Some(MutexGuard { guard, _held: Held::begin() })
+        Some(MutexGuard { guard, _section: Section::begin() })
     }
 
     /// Returns the value, which no thread can have locked.
@@ -253,13 +247,13 @@ impl<T> RwLock<T> {
     /// Waits for access as one of several readers.
     #[inline]
     pub fn read(&self) -> RwLockGuard<imp::RwLockReadGuard<'_, T>> {
-        RwLockGuard { guard: self.0.read(), _held: Held::begin() }
+        RwLockGuard { guard: self.0.read(), _section: Section::begin() }
     }
 
     /// Waits for access as the only writer.
     #[inline]
     pub fn write(&self) -> RwLockGuard<imp::RwLockWriteGuard<'_, T>> {
-        RwLockGuard { guard: self.0.write(), _held: Held::begin() }
+        RwLockGuard { guard: self.0.write(), _section: Section::begin() }
     }
 }
 
@@ -335,7 +329,7 @@ mod tests {
         assert!(received.try_recv().is_err(), "a lock is held");
         drop(other);
         assert_eq!(received.try_iter().collect::<Vec<_>>(), [(2, 0), (3, 0)]);
-        let section = Held::begin();
+        let section = Section::begin();
         let guard = first.try_lock().unwrap();
         emit(4);
         assert!(first.try_lock().is_none());
@@ -357,10 +351,20 @@ mod tests {
         });
         assert_eq!(held(), 1);
         let panic = || MutexGuard::unlocked(&mut guard, || panic!("a test"));
-        assert!(panics(panic));
+        assert!(caught_panic(panic));
         assert_eq!(held(), 1, "locked again");
         drop(guard);
         assert_eq!(held(), 0);
+    }
+
+    #[test]
+    fn events_leave_no_memory_to_a_thread_that_exits() {
+        let lock = Mutex::new(());
+        let guard = lock.lock();
+        (0..100).for_each(|_| when_none_is_held(|| ()));
+        assert!(EVENTS.with_borrow(|events| events.capacity()) >= 100);
+        drop(guard);
+        assert_eq!(EVENTS.with_borrow(|events| events.capacity()), 0);
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::ffi::CStr;
 use std::mem;
 use std::sync::OnceLock;
 
-use rdma_provider::locks::Held;
+use rdma_provider::locks::Section;
 
 /// Returns [`function`] `name`, which is looked up once.
 ///
@@ -15,7 +15,7 @@ use rdma_provider::locks::Held;
 /// `F` is the type of the function.
 pub(super) unsafe fn cached<F: Copy>(cache: &OnceLock<Option<F>>, name: &CStr) -> Option<F> {
     // The initialisation locks the cache.
-    let _held = Held::begin();
+    let _section = Section::begin();
     // SAFETY: S3: the caller's promise.
     *cache.get_or_init(|| unsafe { function(name) })
 }
