@@ -6,6 +6,7 @@ use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
+use futures::future::BoxFuture;
 use rdma_message_proto::handshake::{Content, Handshake, HandshakeError};
 use rdma_message_proto::refusal::RefusalReason;
 use rdma_provider::cm_contract::{Admit, CmAnswer, Verdict};
@@ -13,7 +14,7 @@ use rdma_provider::locks::Mutex;
 
 use super::budget::BufferBudget;
 use super::config::ConnectionConfig;
-use super::shared::Shared;
+use super::error::CloseReason;
 use crate::cm;
 
 /// Counters of a [`Listener`](super::Listener). A peer whose request is refused late repeats it,
@@ -64,9 +65,19 @@ struct State {
     connections: u32,
     stats: ListenerStats,
     /// Accepted connections by number, for the shutdown.
-    accepted: BTreeMap<u64, Weak<Shared>>,
+    accepted: BTreeMap<u64, Weak<dyn Accepted>>,
     next: u64,
     shutting_down: bool,
+}
+
+/// An accepted connection, for the shutdown of its listener.
+pub(super) trait Accepted: fmt::Debug + Send + Sync {
+    fn is_terminated(&self) -> bool;
+    /// Ends the messages of the peer after those that have arrived.
+    fn drain(&self);
+    fn abort(&self, reason: CloseReason);
+    /// Waits until the queue pair is closed.
+    fn closed(&self) -> BoxFuture<'_, CloseReason>;
 }
 
 /// A reserved connection, until dropped.
@@ -165,7 +176,7 @@ impl Admission {
     }
 
     /// Refuses further connections, and returns the accepted ones.
-    pub(super) fn shut_down(&self) -> Vec<Arc<Shared>> {
+    pub(super) fn shut_down(&self) -> Vec<Arc<dyn Accepted>> {
         let mut state = self.state.lock();
         state.shutting_down = true;
         state.accepted.values().filter_map(Weak::upgrade).collect()
@@ -174,7 +185,7 @@ impl Admission {
 
 impl Admitted {
     /// Counts `connection` as accepted.
-    pub(super) fn accepted(mut self, connection: Weak<Shared>) -> Self {
+    pub(super) fn accepted(mut self, connection: Weak<dyn Accepted>) -> Self {
         let mut guard = self.admission.state.lock();
         let state = &mut *guard;
         state.stats.open += 1;
@@ -286,6 +297,7 @@ impl fmt::Debug for Admitted {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+    use crate::message::shared::Shared;
 
     fn ip(last: u8) -> IpAddr {
         IpAddr::from([10, 0, 0, last])
@@ -295,8 +307,9 @@ mod tests {
     fn connection_limits_apply_in_total_and_per_source_until_release() {
         let config = ConnectionConfig::default().max_connections(3).max_connections_per_source(2);
         let admission = Admission::new(&config, CmAnswer::default());
-        let mut ours: Vec<_> =
-            (0..2).map(|_| admission.reserve(ip(1)).unwrap().accepted(Weak::new())).collect();
+        let mut ours: Vec<_> = (0..2)
+            .map(|_| admission.reserve(ip(1)).unwrap().accepted(Weak::<Shared>::new()))
+            .collect();
         assert_eq!(admission.reserve(ip(1)).unwrap_err(), RefusalReason::SourceFull);
         let other = admission.reserve(ip(2)).unwrap();
         assert_eq!(admission.check(ip(3)), Err(RefusalReason::ListenerFull));
@@ -305,7 +318,7 @@ mod tests {
             (2, 2),
             "one is not complete yet"
         );
-        let other = other.accepted(Weak::new());
+        let other = other.accepted(Weak::<Shared>::new());
         let stats = admission.stats();
         assert_eq!(
             (stats.open, stats.accepted, stats.refused_full, stats.refused_source),

@@ -6,7 +6,7 @@ use std::task::Waker;
 
 use smallvec::SmallVec;
 
-use super::inbound::{Incoming, Message};
+use super::inbox::{Incoming, Message};
 use super::message_memory::{FetchMemory, Job, JobOutput};
 use super::outbox::Sent;
 use crate::cm::CmConnection;

@@ -12,7 +12,7 @@ use smallvec::SmallVec;
 use super::after_unlock::Dropped;
 use super::core::{BATCH, Core};
 use super::error::{CloseReason, MessageError};
-use super::inbound::{Arrived, Incoming, Message};
+use super::inbox::{Arrived, Incoming, Message};
 use super::message_memory::FetchOutput;
 use super::outbox::Sent;
 use crate::waiters::{Caller, Ticket};

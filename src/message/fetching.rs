@@ -7,7 +7,7 @@ use rdma_message_proto::lifecycle::Event;
 use super::after_unlock::Dropped;
 use super::core::Core;
 use super::error::CloseReason;
-use super::inbound::{Arrived, Incoming, Message};
+use super::inbox::{Arrived, Incoming, Message};
 use super::message_memory::{Fetch, FetchOutput, Job, JobDone, JobOutput};
 
 impl Core {

@@ -13,39 +13,13 @@ use futures::{Sink, Stream};
 use super::connection::Handle;
 use super::core::{ConnectionCounters, Core};
 use super::error::{CloseReason, MessageError, TrySendError};
-use super::inbound::{Next, Notification, copy_target};
+use super::inbound::copy_target;
+use super::inbox::{Next, Notification};
 use super::outbound::{Flush, Outgoing};
-use super::shared::Shared;
+use super::shared::{Shared, WaitGuard};
 use crate::coop::within_budget;
 use crate::memory::Buf;
 use crate::waiters::{Caller, Ticket};
-
-/// A position in a wait queue. Dropping it withdraws the waiter.
-pub(super) struct WaitGuard<'a> {
-    shared: &'a Shared,
-    pub(super) ticket: Option<Ticket>,
-    withdraw: fn(&mut Core, &mut Option<Ticket>),
-}
-
-impl<'a> WaitGuard<'a> {
-    pub(super) fn new(shared: &'a Shared, withdraw: fn(&mut Core, &mut Option<Ticket>)) -> Self {
-        Self { shared, ticket: None, withdraw }
-    }
-
-    #[cold]
-    fn give_up(&mut self) {
-        self.shared.with(|core, _| (self.withdraw)(core, &mut self.ticket));
-    }
-}
-
-impl Drop for WaitGuard<'_> {
-    #[inline]
-    fn drop(&mut self) {
-        if self.ticket.is_some() {
-            self.give_up();
-        }
-    }
-}
 
 /// A flush. Dropping it withdraws the waiter.
 struct FlushGuard<'a> {

@@ -10,8 +10,8 @@
 //!        │                            resources.rs, shared_completions.rs: objects of many
 //!        │ driver.rs: deadlines, and progress while the service is idle
 //!        ▼
-//!      core.rs: I/O of one side       inbound.rs, fetching.rs, message_memory.rs, outbound.rs,
-//!        │                            outbox.rs, waiting.rs, ending.rs
+//!      core.rs: I/O of one side       inbox.rs, outbox.rs, waiting.rs, receives.rs: its state
+//!        │                            inbound.rs, fetching.rs, outbound.rs, growth.rs, ending.rs
 //!        │ headers, events, time ▼ ▲ headers to send, actions, deadline
 //!        ▼
 //!      rdma_message_proto: no I/O; validates what the peer sends
@@ -32,6 +32,8 @@ mod fetching;
 mod halves;
 mod helper;
 mod inbound;
+mod inbox;
+mod jobs;
 mod listener;
 mod message_memory;
 mod one_sided;
@@ -57,7 +59,7 @@ pub use connection::{Connection, PreparedConnection};
 pub use core::ConnectionCounters;
 pub use error::{CloseReason, EstablishError, MessageError, TrySendError};
 pub use halves::{Notifications, RecvHalf, SendHalf};
-pub use inbound::Notification;
+pub use inbox::Notification;
 pub use listener::{ConnectionRequest, Listener, ShutdownReport};
 pub use peer_set::{Peer, PeerError, PeerLink, PeerSet, PeerSetConfig, PeerSetCounters};
 #[doc(inline)]

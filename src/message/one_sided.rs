@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use super::connection::{Connection, Handle};
 use super::core::Core;
-use super::halves::WaitGuard;
+use super::shared::WaitGuard;
 use crate::coop::within_budget;
 use crate::error::{LimitError, OpError, SetupError};
 use crate::memory::{BufMut, ExposedRegion, Gather, Pool, PoolError, Scatter};

@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 use super::core::Core;
 use super::error::{CloseReason, MessageError};
 use super::outbox::{Mark, Sent};
-use super::waiting::Block;
+use super::waiting::{Attempt, Block};
 use crate::error::{LimitError, OpErrorKind};
 use crate::memory::{Buf, BufMut, Gather, PdKey, ReadOnlyRegion, RemoteRegion, Sealed as _};
 use crate::op::{QueuePair, Write};
@@ -94,9 +94,6 @@ impl<S: Deref<Target = [u8]>> Pieces<'_, S> {
         }
     }
 }
-
-/// The result of an attempt to send, or the missing resource.
-pub(super) type Attempt<T> = Result<Result<T, Block>, MessageError>;
 
 /// A wait for sent messages to arrive.
 #[derive(Debug, Default)]

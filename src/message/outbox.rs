@@ -5,7 +5,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
-use super::stream::Held;
+use super::stream::state::Held;
 use crate::error::{OpError, OpErrorKind};
 use crate::memory::{Buf, BufMut, Gather, ReadOnlyRegion};
 use crate::op::Send;

@@ -8,14 +8,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
 
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
 use rdma_provider::locks::{self, Mutex, MutexGuard};
 use tokio::runtime::Handle;
 
-use super::admission::Admitted;
+use super::admission::{Accepted, Admitted};
 use super::after_unlock::AfterUnlock;
 use super::core::Core;
 use super::error::CloseReason;
-use super::halves::WaitGuard;
 use super::helper::Helper;
 use crate::blocking;
 use crate::clock;
@@ -193,7 +194,7 @@ impl Shared {
                 qp,
                 receivers_wait: AtomicBool::new(false),
                 runtime,
-                admitted: admitted.map(|admitted| admitted.accepted(this.clone())),
+                admitted: admitted.map(|admitted| admitted.accepted(Weak::<Self>::clone(this))),
                 this: this.clone(),
             }
         })
@@ -322,15 +323,6 @@ impl Shared {
         self.admitted.as_ref().is_some_and(Admitted::is_shutting_down)
     }
 
-    pub(super) fn is_terminated(&self) -> bool {
-        self.with(|core, _| core.close_reason().is_some())
-    }
-
-    pub(super) fn drain(&self) {
-        self.with(|core, driver_waker| core.drain(driver_waker));
-        self.driver_waker.wake_driver();
-    }
-
     /// Waits until the queue pair is closed, and returns the close reason.
     pub(super) async fn closed(&self) -> CloseReason {
         let mut guard = WaitGuard::new(self, Core::withdraw_flusher);
@@ -369,6 +361,52 @@ impl Shared {
     pub(super) fn abort(&self, reason: CloseReason) {
         self.with(|core, driver_waker| core.abort(reason, driver_waker));
         self.driver_waker.wake_driver();
+    }
+}
+
+impl Accepted for Shared {
+    fn is_terminated(&self) -> bool {
+        self.with(|core, _| core.close_reason().is_some())
+    }
+
+    fn drain(&self) {
+        self.with(|core, driver_waker| core.drain(driver_waker));
+        self.driver_waker.wake_driver();
+    }
+
+    fn abort(&self, reason: CloseReason) {
+        Self::abort(self, reason);
+    }
+
+    fn closed(&self) -> BoxFuture<'_, CloseReason> {
+        Self::closed(self).boxed()
+    }
+}
+
+/// A position in a wait queue. Dropping it withdraws the waiter.
+pub(super) struct WaitGuard<'a> {
+    pub(super) shared: &'a Shared,
+    pub(super) ticket: Option<Ticket>,
+    withdraw: fn(&mut Core, &mut Option<Ticket>),
+}
+
+impl<'a> WaitGuard<'a> {
+    pub(super) fn new(shared: &'a Shared, withdraw: fn(&mut Core, &mut Option<Ticket>)) -> Self {
+        Self { shared, ticket: None, withdraw }
+    }
+
+    #[cold]
+    fn give_up(&mut self) {
+        self.shared.with(|core, _| (self.withdraw)(core, &mut self.ticket));
+    }
+}
+
+impl Drop for WaitGuard<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        if self.ticket.is_some() {
+            self.give_up();
+        }
     }
 }
 

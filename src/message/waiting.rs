@@ -1,5 +1,6 @@
 //! Tasks that wait for a connection.
 
+use super::error::MessageError;
 use super::outbox::Mark;
 use crate::waiters::Waiters;
 
@@ -36,3 +37,6 @@ impl Default for Block {
         Self::Credits { frames: 1 }
     }
 }
+
+/// The result of an attempt to send, or the missing resource.
+pub(super) type Attempt<T> = Result<Result<T, Block>, MessageError>;

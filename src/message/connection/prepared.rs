@@ -9,7 +9,7 @@ use rdma_message_proto::handshake::{Handshake, HandshakeError};
 use super::{Connection, Handle};
 use crate::cm::CmConnection;
 use crate::error::{NoRuntime, OpErrorKind, SetupError};
-use crate::message::admission::Admitted;
+use crate::message::admission::{Accepted as _, Admitted};
 use crate::message::budget::Share;
 use crate::message::config::ConnectionConfig;
 use crate::message::core::Core;

@@ -35,6 +35,7 @@
 mod listener;
 mod read_half;
 mod reading;
+pub(super) mod state;
 #[cfg(all(test, not(loom)))]
 mod tests;
 mod write_half;
@@ -55,16 +56,14 @@ use tokio::net::ToSocketAddrs;
 pub use listener::RdmaListener;
 pub use read_half::OwnedReadHalf;
 pub use write_half::OwnedWriteHalf;
-pub(super) use writing::Held;
 
 use super::config::ConnectionConfig;
 use super::connection::{Connection, Handle};
 use super::core::{ConnectionCounters, Core};
 use super::error::{CloseReason, MessageError};
-use super::halves::WaitGuard;
+use super::shared::WaitGuard;
 use crate::memory::Buf;
 use crate::verbs::{Device, ProtectionDomain};
-use crate::waiters::Ticket;
 use rdma_message_proto::handshake::Content;
 
 /// A reliable, ordered stream of bytes between two peers, like `tokio::net::TcpStream`.
@@ -564,26 +563,6 @@ impl fmt::Display for ReuniteError {
 }
 
 impl std::error::Error for ReuniteError {}
-
-/// What a stream adds to the state of its connection.
-#[derive(Debug, Default)]
-pub(super) struct StreamState {
-    /// Positions of the tasks that poll for its readiness.
-    pub(super) polled: Polled,
-    /// How long it continues to send after it was dropped, if the service has set it; zero resets
-    /// it.
-    pub(super) linger: Option<Duration>,
-    /// Short writes are not held.
-    pub(super) nodelay: bool,
-}
-
-/// Positions in the queues of a stream of the tasks that poll for its readiness, one per direction.
-/// Under the connection's lock, because these methods take `&self`.
-#[derive(Debug, Default)]
-pub(super) struct Polled {
-    reader: Option<Ticket>,
-    writer: Option<Ticket>,
-}
 
 /// The most bytes copied under the lock, which the driver and the other half also need.
 const COPIED: usize = 128 << 10;

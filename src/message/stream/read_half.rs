@@ -19,7 +19,7 @@ use crate::contained::wake_to_repoll;
 use crate::coop::within_budget;
 use crate::message::connection::Handle;
 use crate::message::core::{ConnectionCounters, Core};
-use crate::message::halves::WaitGuard;
+use crate::message::shared::WaitGuard;
 use crate::waiters::{Caller, Ticket};
 
 /// The reading half of an [`RdmaStream`].

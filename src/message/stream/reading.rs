@@ -9,7 +9,7 @@ use super::COPIED;
 use crate::memory::BufMut;
 use crate::message::core::Core;
 use crate::message::error::MessageError;
-use crate::message::inbound::{Arrived, Incoming, Message};
+use crate::message::inbox::{Arrived, Incoming, Message};
 use crate::waiters::{Caller, Ticket};
 
 /// Received bytes that the service reads in place.

@@ -13,7 +13,8 @@ use futures::{FutureExt, StreamExt};
 use rdma_message_proto::window::{Resize, Sizes};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
 
-use super::{Held, RdmaListener, RdmaStream};
+use super::state::Held;
+use super::{RdmaListener, RdmaStream};
 use crate::contained::tests::{HANG, calls_when_cloned};
 use crate::memory::{BufMut, Pool};
 use crate::message::{CloseReason, ConnectionConfig};

@@ -18,7 +18,7 @@ use crate::memory::{Buf, SlabFinder};
 use crate::message::connection::Handle;
 use crate::message::core::{ConnectionCounters, Core};
 use crate::message::error::{CloseReason, MessageError};
-use crate::message::halves::WaitGuard;
+use crate::message::shared::WaitGuard;
 use crate::waiters::{Caller, Ticket};
 
 /// The writing half of an [`RdmaStream`](super::RdmaStream). Dropping it shuts down the direction.

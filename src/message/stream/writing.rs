@@ -20,49 +20,16 @@ use rdma_message_proto::frame::Kind;
 use smallvec::SmallVec;
 
 use super::COPIED;
+use super::state::Held;
 use crate::memory::{Buf, BufMut};
 use crate::message::core::Core;
 use crate::message::error::MessageError;
-use crate::message::outbound::{Attempt, INLINE, Outgoing, Pieces};
-use crate::message::waiting::Block;
+use crate::message::outbound::{INLINE, Outgoing, Pieces};
+use crate::message::waiting::{Attempt, Block};
 use crate::waiters::{Caller, Ticket};
 
 /// The longest piece of memory that the peer reads at once: its longest pooled buffer.
 const PIECE: usize = 1 << 20;
-
-/// Bytes that wait for a credit, or for the frames before them.
-#[derive(Debug)]
-pub(in crate::message) struct Held {
-    buffer: BufMut,
-    /// The bytes of the buffer that are sent, and that are written.
-    sent: usize,
-    written: usize,
-}
-
-impl Held {
-    #[cfg(all(test, not(loom)))]
-    pub(super) fn new(buffer: BufMut, written: usize) -> Self {
-        Self { buffer, sent: 0, written }
-    }
-
-    pub(super) fn len(&self) -> usize {
-        self.written - self.sent
-    }
-
-    fn is_full(&self) -> bool {
-        self.written == self.buffer.len()
-    }
-
-    fn append(&mut self, bytes: &mut Unwritten<'_>) {
-        self.written += bytes.fill(&mut self.buffer[self.written..]);
-    }
-
-    fn into_buffer(mut self) -> BufMut {
-        self.buffer.copy_within(self.sent..self.written, 0);
-        self.buffer.truncate(self.len());
-        self.buffer
-    }
-}
 
 /// The bytes of a write that are in no frame yet.
 #[derive(Debug, Clone, Copy)]
@@ -215,7 +182,7 @@ impl Core {
             return Ok(Ok(0));
         }
         if let Some(held) = self.outbox.held.back_mut() {
-            held.append(&mut bytes);
+            held.append(|rest| bytes.fill(rest));
             if held.is_full() {
                 self.send_held();
             }
@@ -266,8 +233,8 @@ impl Core {
     }
 
     fn hold(&mut self, buffer: BufMut, bytes: &mut Unwritten<'_>) {
-        let mut held = Held { buffer, sent: 0, written: 0 };
-        held.append(bytes);
+        let mut held = Held::new(buffer, 0);
+        held.append(|rest| bytes.fill(rest));
         self.outbox.held.push_back(held);
     }
 
@@ -312,9 +279,9 @@ impl Core {
             return true;
         }
         // The peer's receives are shorter.
-        held.sent += match self.send_buffer(frame, 1) {
+        let sent = match self.send_buffer(frame, 1) {
             Ok(Ok(mut part)) => {
-                part.copy_from_slice(&held.buffer[held.sent..][..frame]);
+                part.copy_from_slice(&held.unsent()[..frame]);
                 self.send_copied(Kind::Data, part);
                 frame
             }
@@ -322,10 +289,11 @@ impl Core {
             Ok(Err(_)) | Err(_) => {
                 let len = frame.min(self.limits.inline);
                 let header = self.protocol.flow.send(Kind::Data);
-                self.send_short(header, &held.buffer[held.sent..][..len]);
+                self.send_short(header, &held.unsent()[..len]);
                 len
             }
         };
+        held.advance(sent);
         self.outbox.held.push_front(held);
         true
     }
