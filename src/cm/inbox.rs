@@ -6,14 +6,13 @@ use std::task::{Context, Poll, Waker};
 use rdma_provider::locks::Mutex;
 
 use crate::contained::{caught_panic, contained};
-use crate::dispatch::Any;
+use crate::dispatch::{Any, CmId};
 use crate::op::{QueuePair, WeakQueuePair};
 use crate::types::{QpAttr, QpState, RejectReason};
 use crate::waiters::{Caller, Ticket, Waiters};
 use rdma_provider::cm_contract::{CmEventKind, CmPeer};
 
-use super::connection::Disconnection;
-use super::listener::Incoming;
+use super::disconnection::Disconnection;
 
 /// The events of an id so far. Each occurs at most once. `address` stays `None` if the provider has
 /// resolved the route at once; `connect` takes `response`.
@@ -53,7 +52,13 @@ pub(super) struct Inbox {
     seen: Mutex<Seen>,
     attached: Mutex<AttachedQueuePair>,
     /// Only for listeners.
-    pub(super) incoming: Option<Incoming>,
+    pub(super) requests: Option<Arc<dyn TakeRequests>>,
+}
+
+/// A listener, which takes requests to connect.
+pub(super) trait TakeRequests: std::fmt::Debug + Send + Sync {
+    /// Queues a request. Returns its id if the backlog is full.
+    fn push(&self, id: CmId, peer: CmPeer) -> Option<CmId>;
 }
 
 #[derive(Debug, Default)]
@@ -73,8 +78,8 @@ struct AttachedQueuePair {
 }
 
 impl Inbox {
-    pub(super) fn new(incoming: Option<Incoming>) -> Arc<Self> {
-        Arc::new(Self { seen: Mutex::default(), attached: Mutex::default(), incoming })
+    pub(super) fn new(requests: Option<Arc<dyn TakeRequests>>) -> Arc<Self> {
+        Arc::new(Self { seen: Mutex::default(), attached: Mutex::default(), requests })
     }
 
     /// Calls `with` with the events so far, under the lock. Dispatch waits for it.
@@ -106,7 +111,7 @@ impl Inbox {
     }
 
     pub(super) fn on_event(&self, kind: CmEventKind<Any>) {
-        if self.incoming.is_some() && matches!(kind, CmEventKind::AddressChange) {
+        if self.requests.is_some() && matches!(kind, CmEventKind::AddressChange) {
             // Connection managers bind listeners to address and device, not to the network
             // interface.
             rdma_provider::warn!(

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tokio::task::AbortHandle;
 
-use super::connection::Disconnection;
+use super::disconnection::Disconnection;
 use super::inbox::{Inbox, fail};
 use crate::clock::{self, Sleep};
 use crate::error::{NoRuntime, OpErrorKind, SetupError};

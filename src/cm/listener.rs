@@ -25,7 +25,7 @@ use super::connection::CmConnection;
 use super::connector::{lookup, no_address};
 use super::endpoint::{Endpoint, FailUnlessConnected, with_deadline};
 use super::error::{ConnectError, ConnectStep};
-use super::inbox::Inbox;
+use super::inbox::{Inbox, TakeRequests};
 use super::keepalive::Keepalive;
 use super::options::{ConnectionOptions, ListenOptions};
 use super::path::{Path, Reads, make_ready};
@@ -60,6 +60,7 @@ pub struct Listener {
     bound: Mutex<Option<(Endpoint, AddressEntry)>>,
     router: Arc<Router>,
     inbox: Arc<Inbox>,
+    incoming: Arc<Incoming>,
     address: SocketAddr,
 }
 
@@ -117,8 +118,9 @@ impl Listener {
         address: SocketAddr,
         backlog: u32,
     ) -> Result<Self, ConnectError> {
-        let endpoint =
-            Endpoint::new(router, router.create_id()?, Inbox::new(Some(Incoming::new(backlog))));
+        let incoming = Incoming::new(router, backlog);
+        let inbox = Inbox::new(Some(incoming.clone()));
+        let endpoint = Endpoint::new(router, router.create_id()?, inbox);
         let port_space = router.port_space();
         let refused = move |error: VerbError| match error.errno {
             VerbError::EADDRINUSE => ConnectError::AddressInUse {
@@ -143,7 +145,7 @@ impl Listener {
         let entry = AddressEntry::new(router, address);
         rdma_provider::debug!(%address, backlog, device = router.device().name(), "listening");
         let (router, inbox) = (router.clone(), endpoint.inbox().clone());
-        Ok(Self { bound: Mutex::new(Some((endpoint, entry))), router, inbox, address })
+        Ok(Self { bound: Mutex::new(Some((endpoint, entry))), router, inbox, incoming, address })
     }
 
     /// Returns the device.
@@ -222,10 +224,8 @@ impl Listener {
     pub(crate) fn stop(&self) {
         let bound = self.bound.lock().take();
         drop(bound);
-        if let Some(incoming) = &self.inbox.incoming {
-            let rejected = std::mem::take(&mut *incoming.queue.lock());
-            drop(rejected);
-        }
+        let rejected = std::mem::take(&mut *self.incoming.queue.lock());
+        drop(rejected);
     }
 
     /// Returns the answer that [`answer`](Self::answer) sends to peers accepted with `options`.
@@ -238,7 +238,7 @@ impl Listener {
     }
 
     pub(crate) fn waiting(&self) -> PendingRequests {
-        PendingRequests(Arc::downgrade(&self.inbox))
+        PendingRequests(Arc::downgrade(&self.incoming))
     }
 
     #[cfg(all(test, not(loom)))]
@@ -247,12 +247,9 @@ impl Listener {
     }
 
     async fn next(&self) -> Result<Pending, ConnectError> {
-        let inbox = &self.inbox;
-        let Some(incoming) = &inbox.incoming else {
-            unreachable!("a listener's inbox holds incoming requests")
-        };
+        let (inbox, incoming) = (&self.inbox, &self.incoming);
         // Dropped after the wait.
-        let _next = WakeNext(inbox);
+        let _next = WakeNext { inbox, incoming };
         let mut wait = inbox.wait();
         let mut poll = |context: &mut Context<'_>| {
             let mut withdrawn = Vec::new();
@@ -279,12 +276,15 @@ impl Listener {
 
 /// Wakes the next acceptor on drop if requests are left. The acceptor that ends may have used up
 /// the wake-up for them.
-struct WakeNext<'a>(&'a Inbox);
+struct WakeNext<'a> {
+    inbox: &'a Inbox,
+    incoming: &'a Incoming,
+}
 
 impl Drop for WakeNext<'_> {
     fn drop(&mut self) {
-        if self.0.incoming.as_ref().is_some_and(|incoming| !incoming.queue.lock().is_empty()) {
-            self.0.wake_one();
+        if !self.incoming.queue.lock().is_empty() {
+            self.inbox.wake_one();
         }
     }
 }
@@ -296,7 +296,7 @@ impl fmt::Debug for Listener {
 }
 
 #[derive(Debug, Clone)]
-pub(crate) struct PendingRequests(Weak<Inbox>);
+pub(crate) struct PendingRequests(Weak<Incoming>);
 
 impl PendingRequests {
     /// Waits until a request has waited for `age`. Each request completes one call. Completes at
@@ -305,12 +305,7 @@ impl PendingRequests {
         let mut sleep = Sleep::new(clock::deadline(age));
         loop {
             poll_fn(|context| sleep.poll(context)).await;
-            let inbox = self.0.upgrade();
-            if inbox
-                .as_ref()
-                .and_then(|inbox| inbox.incoming.as_ref())
-                .is_some_and(|incoming| incoming.displaces(age))
-            {
+            if self.0.upgrade().is_some_and(|incoming| incoming.displaces(age)) {
                 return;
             }
             // No event reports the age of a request, so poll for it.
@@ -322,9 +317,7 @@ impl PendingRequests {
 #[cfg(all(test, not(loom)))]
 impl PendingRequests {
     pub(crate) fn any(&self) -> bool {
-        let inbox = self.0.upgrade();
-        let incoming = inbox.as_ref().and_then(|inbox| inbox.incoming.as_ref());
-        incoming.is_some_and(|incoming| !incoming.queue.lock().is_empty())
+        self.0.upgrade().is_some_and(|incoming| !incoming.queue.lock().is_empty())
     }
 }
 
@@ -374,7 +367,8 @@ impl Drop for AddressEntry {
 }
 
 #[derive(Debug)]
-pub(super) struct Incoming {
+struct Incoming {
+    router: Weak<Router>,
     queue: Mutex<VecDeque<Pending>>,
     limit: usize,
 }
@@ -389,37 +383,9 @@ struct Pending {
 }
 
 impl Incoming {
-    fn new(backlog: u32) -> Self {
-        Self { queue: Mutex::default(), limit: backlog as usize }
-    }
-
-    /// Queues a request. Returns its id if the backlog is full.
-    pub(super) fn push(&self, router: &Arc<Router>, id: CmId, peer: CmPeer) -> Option<CmId> {
-        // An answered peer considers the connection established, so its request is kept. The excess
-        // is bounded: the provider does not answer while the backlog is full.
-        let answered = id.reserved().is_some();
-        let mut queue = self.queue.lock();
-        let mut stale = VecDeque::new();
-        if queue.len() >= self.limit {
-            // Remove withdrawn requests; drop them without the lock.
-            let (kept, gone) = queue.drain(..).partition(|pending| !pending.endpoint.has_ended());
-            *queue = kept;
-            stale = gone;
-        }
-        let refused = if !answered && queue.len() >= self.limit {
-            rdma_provider::debug!(
-                backlog = self.limit,
-                "rejected a connection request: the backlog is full"
-            );
-            Some(id)
-        } else {
-            let endpoint = Endpoint::new(router, id, Inbox::new(None));
-            queue.push_back(Pending { endpoint, peer, since: clock::now(), displaces: true });
-            None
-        };
-        drop(queue);
-        drop::<VecDeque<Pending>>(stale);
-        refused
+    fn new(router: &Arc<Router>, backlog: u32) -> Arc<Self> {
+        let router = Arc::downgrade(router);
+        Arc::new(Self { router, queue: Mutex::default(), limit: backlog as usize })
     }
 
     /// Removes the oldest request that was not withdrawn. Moves those before it to `withdrawn`, to
@@ -442,6 +408,37 @@ impl Incoming {
         };
         let found = queue.iter_mut().find(old);
         found.is_some_and(|pending| std::mem::replace(&mut pending.displaces, false))
+    }
+}
+
+impl TakeRequests for Incoming {
+    fn push(&self, id: CmId, peer: CmPeer) -> Option<CmId> {
+        let Some(router) = self.router.upgrade() else { return Some(id) };
+        // An answered peer considers the connection established, so its request is kept. The excess
+        // is bounded: the provider does not answer while the backlog is full.
+        let answered = id.reserved().is_some();
+        let mut queue = self.queue.lock();
+        let mut stale = VecDeque::new();
+        if queue.len() >= self.limit {
+            // Remove withdrawn requests; drop them without the lock.
+            let (kept, gone) = queue.drain(..).partition(|pending| !pending.endpoint.has_ended());
+            *queue = kept;
+            stale = gone;
+        }
+        let refused = if !answered && queue.len() >= self.limit {
+            rdma_provider::debug!(
+                backlog = self.limit,
+                "rejected a connection request: the backlog is full"
+            );
+            Some(id)
+        } else {
+            let endpoint = Endpoint::new(&router, id, Inbox::new(None));
+            queue.push_back(Pending { endpoint, peer, since: clock::now(), displaces: true });
+            None
+        };
+        drop(queue);
+        drop::<VecDeque<Pending>>(stale);
+        refused
     }
 }
 
@@ -728,7 +725,7 @@ mod tests {
         runtime.block_on(async {
             let device = Device::software_in(&Network::new(), "withdrawn").unwrap();
             let router = Router::of(&device).await.unwrap();
-            let incoming = Incoming::new(2);
+            let incoming = Incoming::new(&router, 2);
             let is_queued = || {
                 let peer = CmPeer {
                     private_data: Vec::new(),
@@ -736,7 +733,7 @@ mod tests {
                     initiator_depth: 1,
                     srq: false,
                 };
-                incoming.push(&router, router.create_id().unwrap(), peer).is_none()
+                incoming.push(router.create_id().unwrap(), peer).is_none()
             };
             assert!(is_queued() && is_queued() && !is_queued(), "the backlog is two requests");
             incoming.queue.lock()[0].endpoint.inbox().on_event(CmEventKind::Disconnected);

@@ -55,6 +55,7 @@
 
 mod connection;
 mod connector;
+mod disconnection;
 mod disposer;
 mod endpoint;
 mod error;
@@ -66,8 +67,9 @@ mod options;
 mod path;
 mod router;
 
-pub use connection::{CmConnection, Disconnection};
+pub use connection::CmConnection;
 pub use connector::{Route, connect, resolve, resolve_with};
+pub use disconnection::Disconnection;
 pub use error::{ConnectAttempt, ConnectError, ConnectStep};
 pub(crate) use error::{FOR_MESSAGES, FOR_STREAMS};
 pub(crate) use listener::PendingRequests;

@@ -279,8 +279,8 @@ impl Router {
             };
         };
         if let CmEventKind::ConnectRequest { id, peer } = kind {
-            let Some(incoming) = &inbox.incoming else { return Some(id) };
-            let refused = incoming.push(self, id, peer);
+            let Some(requests) = &inbox.requests else { return Some(id) };
+            let refused = requests.push(id, peer);
             if refused.is_none() {
                 inbox.wake_one();
             }

@@ -10,8 +10,8 @@ const LENGTH: usize = 10_000;
 
 #[test]
 fn concurrent_posts_keep_packets_in_order() {
-    // The timeout, 4 s, is longer than any pause: only a gap would cause retransmissions.
-    let options = Options { mtu: Mtu::Mtu4096, timeout: 20, ..Options::default() };
+    // The timeout, 134 s, is longer than any pause: only a gap would cause retransmissions.
+    let options = Options { mtu: Mtu::Mtu4096, timeout: 25, ..Options::default() };
     let network = over_udp(&["a", "b"]);
     let (a, b) = connected(&network, &options);
     let (from, to) = (a.buffer(LENGTH), b.buffer(LENGTH));
