@@ -350,10 +350,7 @@ fn link_down_fails_every_operation() {
 }
 
 /// Exchanges a message on the next connection, and returns its generation and both ends.
-async fn reconnected(
-    client: &Reconnect,
-    listener: &Listener,
-) -> (u64, Arc<Connection>, Connection) {
+async fn reconnected(client: &Reconnect, listener: &Listener) -> (u64, Connection, Connection) {
     let both = async { tokio::join!(client.connected(), listener.accept()) };
     let (connected, accepted) = tokio::time::timeout(HANG, both).await.expect("no connection");
     let ((generation, ours), theirs) = (connected.unwrap(), accepted.unwrap());

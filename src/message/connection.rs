@@ -1,25 +1,28 @@
 //! Connections as a service uses them.
 
+mod polled;
 mod prepared;
 
 use std::fmt;
 use std::future::poll_fn;
 use std::net::SocketAddr;
-use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures::{Sink, Stream};
 use tokio::net::ToSocketAddrs;
 
+use polled::Polled;
 pub use prepared::PreparedConnection;
 
 use super::config::ConnectionConfig;
 use super::core::{ConnectionCounters, Core};
 use super::error::{CloseReason, EstablishError, MessageError, TrySendError};
-use super::halves::{Notifications, RecvHalf, SendHalf};
+use super::inbound::copy_target;
+use super::inbox::Next;
+use super::notifications::Notifications;
+use super::outbound::{Flush, Outgoing};
 use super::resources::{ConnectionResources, Reserve};
 use super::shared::{Shared, WaitGuard};
 use crate::clock;
@@ -30,14 +33,18 @@ use crate::error::SetupError;
 use crate::memory::{Buf, Pool};
 use crate::op::QueuePair;
 use crate::verbs::{Device, ProtectionDomain};
+use crate::waiters::Caller;
 use rdma_message_proto::handshake::Handshake;
 use rdma_message_proto::refusal::{RefusalReason, Rejection};
 use rdma_provider::cm_contract::MAX_REQUEST_DATA;
 
 /// A reliable connection that carries messages and accesses memory exposed by the peer.
 ///
-/// Methods take `&self`, so tasks can share it in an `Arc`. Messages from one task arrive in order.
-/// [`into_split`](Self::into_split) returns owned halves, a [`Sink`] and a [`Stream`].
+/// Methods take `&self`, and a clone is another handle of the same connection, for another task.
+/// Messages from one task arrive in order. Each handle is a [`Sink`] and a [`Stream`], too. As a
+/// sink it holds one message that could not be sent yet, which [`send`](Self::send) overtakes;
+/// `SinkExt::close` sends it and finishes, dropping the handle does neither. That message keeps its
+/// place among the sends of other handles, which wait for it: poll the sink, or drop the handle.
 ///
 /// ```
 /// use tokio_rdma::{Connection, Listener};
@@ -64,7 +71,7 @@ use rdma_provider::cm_contract::MAX_REQUEST_DATA;
 /// finished and all messages have arrived, the connection closes cleanly. Any other termination is
 /// an error with a [`CloseReason`] on both sides.
 ///
-/// Dropping the connection after `recv` has returned `None` finishes, without a report whether the
+/// Dropping the last handle after `recv` has returned `None` finishes, without a report whether the
 /// last messages arrived. Otherwise the peer is notified if possible ([`CloseReason::Dropped`]).
 /// Both continue in the background for at most one second; messages not fetched by then are lost.
 ///
@@ -76,10 +83,11 @@ use rdma_provider::cm_contract::MAX_REQUEST_DATA;
 ///
 /// # Cancel safety
 ///
-/// See each method; for a [`Sink`] and [`Stream`], see [`SendHalf`] and [`RecvHalf`].
+/// See each method. The [`Stream`] loses no message if a future of `StreamExt::next` is dropped.
+/// The [`Sink`] sends what `start_send` was given, also if a later future is dropped.
 pub struct Connection {
-    send: SendHalf,
-    recv: RecvHalf,
+    handle: Arc<Handle>,
+    polled: Polled,
 }
 
 pub(super) struct Handle {
@@ -236,7 +244,9 @@ impl Connection {
     ///
     /// If the future is dropped before it is ready, the message is not sent.
     pub async fn send(&self, message: impl Into<Bytes>) -> Result<(), MessageError> {
-        self.send.send(message).await
+        let message = message.into();
+        let buffer = self.handle.as_buffer(&message);
+        self.send_outgoing(Outgoing::of(&message, buffer.as_ref())).await
     }
 
     /// Sends a registered buffer as a message, without a copy up to
@@ -253,7 +263,8 @@ impl Connection {
     ///
     /// If the future is dropped before it is ready, the message is not sent.
     pub async fn send_buffer(&self, buffer: impl Into<Buf>) -> Result<(), MessageError> {
-        self.send.send_buffer(buffer).await
+        let buffer = buffer.into();
+        self.send_outgoing(Outgoing::Buffer(&buffer)).await
     }
 
     /// Sends the concatenation of `parts` as one message. Up to
@@ -270,7 +281,16 @@ impl Connection {
     ///
     /// If the future is dropped before it is ready, the message is not sent.
     pub async fn send_vectored(&self, parts: &[Bytes]) -> Result<(), MessageError> {
-        self.send.send_vectored(parts).await
+        if let [message] = parts {
+            let buffer = self.handle.as_buffer(message);
+            return self.send_outgoing(Outgoing::of(message, buffer.as_ref())).await;
+        }
+        // A long copy is made without the lock.
+        if self.handle.shared.with(|core, _| core.is_offered(parts)) {
+            let message = Outgoing::Parts(parts).to_bytes();
+            return self.send_outgoing(Outgoing::Bytes(&message)).await;
+        }
+        self.send_outgoing(Outgoing::Parts(parts)).await
     }
 
     /// Sends a message during this call, like [`send`](Self::send), or returns it if it would have
@@ -281,7 +301,14 @@ impl Connection {
     /// [`TrySendError::Full`] with the message, without a credit of the peer, a send buffer or
     /// `send_memory`, or while other sends wait. [`TrySendError::Failed`] as for `send`.
     pub fn try_send(&self, message: impl Into<Bytes>) -> Result<(), TrySendError> {
-        self.send.try_send(message)
+        let message = message.into();
+        let buffer = self.handle.as_buffer(&message);
+        let outgoing = Outgoing::of(&message, buffer.as_ref());
+        match self.handle.shared.with(|core, driver| core.send_now(outgoing, driver)) {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(TrySendError::Full(message)),
+            Err(error) => Err(TrySendError::Failed(error)),
+        }
     }
 
     /// Returns the next message, or `None` after the peer has finished.
@@ -299,7 +326,14 @@ impl Connection {
     ///
     /// If the future is dropped before it is ready, no message is lost.
     pub async fn recv(&self) -> Result<Option<Bytes>, MessageError> {
-        self.recv.recv().await
+        let shared = &self.handle.shared;
+        let mut guard = self.receiver();
+        poll_fn(|context| {
+            within_budget(context, |context| {
+                shared.poll_receiver(context, &mut guard.ticket, Core::poll_recv)
+            })
+        })
+        .await
     }
 
     /// Returns the next message in memory that is registered in the connection's
@@ -326,7 +360,32 @@ impl Connection {
     ///
     /// If the future is dropped before it is ready, no message is lost.
     pub async fn recv_buffer(&self) -> Result<Option<Buf>, MessageError> {
-        self.recv.recv_buffer().await
+        let shared = &self.handle.shared;
+        let mut guard = self.receiver();
+        let mut memory = None;
+        let mut poll_next = |context: &mut Context<'_>| {
+            loop {
+                let take =
+                    |core: &mut Core, ticket: &mut _, driver: &_, caller: &mut Caller<'_>| {
+                        core.poll_recv_buffer(&mut memory, ticket, driver, caller)
+                    };
+                let next = ready!(shared.poll_receiver(context, &mut guard.ticket, take))?;
+                return Poll::Ready(Ok(match next {
+                    Some(Next::Message(buffer)) => Some(buffer),
+                    Some(Next::Copy(bytes)) => {
+                        let mut target = copy_target(&mut memory, bytes.len());
+                        target.copy_from_slice(&bytes);
+                        Some(target.freeze())
+                    }
+                    Some(Next::Memory(len)) => {
+                        memory = Some(self.handle.try_alloc(len).map_err(MessageError::Register)?);
+                        continue;
+                    }
+                    None => None,
+                }));
+            }
+        };
+        poll_fn(|context| within_budget(context, &mut poll_next)).await
     }
 
     /// Returns the stream of the peer's WRITEs with immediate data. It ends after the peer has
@@ -358,7 +417,7 @@ impl Connection {
     /// # }
     /// ```
     pub fn notifications(&self) -> Notifications<'_> {
-        self.recv.notifications()
+        Notifications::new(&self.handle.shared)
     }
 
     /// Waits until all messages sent so far have arrived, long ones by a fetch.
@@ -371,7 +430,16 @@ impl Connection {
     ///
     /// Dropping the future loses nothing.
     pub async fn flush(&self) -> Result<(), MessageError> {
-        self.send.flush().await
+        let shared = &self.handle.shared;
+        let mut flush = FlushGuard { shared, flush: Flush::default() };
+        poll_fn(|context| {
+            within_budget(context, |context| {
+                shared.poll(context, |core, driver, caller| {
+                    core.poll_flush(&mut flush.flush, driver, caller)
+                })
+            })
+        })
+        .await
     }
 
     /// Finishes sending. The peer may continue to send.
@@ -382,7 +450,7 @@ impl Connection {
     ///
     /// [`MessageError::Closed`] with the reason.
     pub fn finish(&self) -> Result<(), MessageError> {
-        self.send.finish()
+        self.handle.shared.with(|core, driver| core.finish(driver))
     }
 
     /// Finishes, waits until the peer has finished and all messages have arrived, and closes the
@@ -433,7 +501,7 @@ impl Connection {
     /// the runtime shuts down. Without a connection manager the peer then notices only by
     /// [`keepalive`](ConnectionConfig::keepalive) or a failed operation.
     pub fn abort(&self) {
-        self.send.abort();
+        self.handle.shared.abort(CloseReason::Aborted);
     }
 
     /// Returns the reason why the connection closed, if it has.
@@ -475,26 +543,6 @@ impl Connection {
     /// Dropping the future changes nothing.
     pub async fn closed(&self) -> CloseReason {
         self.handle().closed().await
-    }
-
-    /// Splits the connection into halves for two tasks. Dropping both drops the connection.
-    #[must_use]
-    pub fn into_split(self) -> (SendHalf, RecvHalf) {
-        (self.send, self.recv)
-    }
-
-    /// Reunites the halves of a connection.
-    ///
-    /// # Errors
-    ///
-    /// Returns the halves if they belong to different connections.
-    #[expect(clippy::result_large_err, reason = "the halves are returned")]
-    pub fn reunite(send: SendHalf, recv: RecvHalf) -> Result<Self, (SendHalf, RecvHalf)> {
-        if Arc::ptr_eq(&send.handle, &recv.handle) {
-            Ok(Self { send, recv })
-        } else {
-            Err((send, recv))
-        }
     }
 
     /// Returns the longest message that the peer accepts, in bytes.
@@ -540,8 +588,38 @@ impl Connection {
         self.qp().software_counters()
     }
 
+    pub(super) fn new(handle: Arc<Handle>) -> Self {
+        Self { handle, polled: Polled::default() }
+    }
+
+    async fn send_outgoing(&self, message: Outgoing<'_>) -> Result<(), MessageError> {
+        let shared = &self.handle.shared;
+        // A sink that is not polled must not block this send.
+        if let mut left @ Some(_) = self.polled.sending {
+            shared.with(|core, _| core.withdraw_sender(&mut left));
+        }
+        let mut guard = WaitGuard::new(shared, Core::withdraw_sender);
+        poll_fn(|context| {
+            within_budget(context, |context| {
+                shared.poll(context, |core, driver, caller| {
+                    core.poll_send(message, &mut guard.ticket, driver, caller)
+                })
+            })
+        })
+        .await
+    }
+
+    fn receiver(&self) -> WaitGuard<'_> {
+        let shared = &self.handle.shared;
+        // A stream that is not polled must not block this receive.
+        if let mut left @ Some(_) = self.polled.receiving {
+            shared.with(|core, _| core.withdraw_receiver(&mut left));
+        }
+        WaitGuard::new(shared, Core::withdraw_receiver)
+    }
+
     pub(super) fn handle(&self) -> &Handle {
-        &self.send.handle
+        &self.handle
     }
 
     /// Asks the peer for a frame now, unless [`keepalive`](ConnectionConfig::keepalive) is off.
@@ -550,12 +628,20 @@ impl Connection {
     }
 
     pub(super) fn shared_handle(&self) -> Arc<Handle> {
-        self.send.handle.clone()
+        self.handle.clone()
     }
 
     /// Returns the queue pair. Services must not SEND on it: the peer would take that for a frame.
     pub(super) fn qp(&self) -> &QueuePair {
         &self.handle().shared.qp
+    }
+}
+
+/// The clone is another handle of the same connection. A message that waits in the sink of the
+/// original stays there.
+impl Clone for Connection {
+    fn clone(&self) -> Self {
+        Self::new(self.handle.clone())
     }
 }
 
@@ -569,44 +655,20 @@ impl fmt::Debug for Connection {
     }
 }
 
-impl Stream for Connection {
-    type Item = Result<Bytes, MessageError>;
+/// A flush. Dropping it withdraws the waiter.
+struct FlushGuard<'a> {
+    shared: &'a Shared,
+    flush: Flush,
+}
 
-    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        Pin::new(&mut self.recv).poll_next(context)
+impl Drop for FlushGuard<'_> {
+    fn drop(&mut self) {
+        if self.flush.ticket.is_some() {
+            self.shared.with(|core, _| core.withdraw_flusher(&mut self.flush.ticket));
+        }
     }
 }
 
-impl Sink<Bytes> for Connection {
-    type Error = MessageError;
-
-    fn poll_ready(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Result<(), MessageError>> {
-        Pin::new(&mut self.send).poll_ready(context)
-    }
-
-    fn start_send(mut self: Pin<&mut Self>, message: Bytes) -> Result<(), MessageError> {
-        Pin::new(&mut self.send).start_send(message)
-    }
-
-    fn poll_flush(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Result<(), MessageError>> {
-        Pin::new(&mut self.send).poll_flush(context)
-    }
-
-    fn poll_close(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Result<(), MessageError>> {
-        Pin::new(&mut self.send).poll_close(context)
-    }
-}
-
-/// Converts a connection manager's error, decoding rejections and refusals.
 fn rejected(error: cm::ConnectError) -> EstablishError {
     match &error {
         cm::ConnectError::Rejected { attempt, private_data, .. } => {

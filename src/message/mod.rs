@@ -1,7 +1,7 @@
 //! Connections that carry messages, and one-sided operations on the same queue pair.
 //!
 //! ```text
-//!   Connection ─ SendHalf, RecvHalf   connection.rs, halves.rs    handles of the service
+//!   Connection                        connection.rs               handles of the service
 //!        │                            one_sided.rs                access to the peer's memory
 //!   Listener                          listener.rs, admission.rs   accepts and refuses peers
 //!   RdmaStream, RdmaListener          stream/                     bytes instead of messages
@@ -29,13 +29,13 @@ mod driver;
 mod ending;
 mod error;
 mod fetching;
-mod halves;
 mod helper;
 mod inbound;
 mod inbox;
 mod jobs;
 mod listener;
 mod message_memory;
+mod notifications;
 mod one_sided;
 mod outbound;
 mod outbox;
@@ -58,9 +58,9 @@ pub use config::ConnectionConfig;
 pub use connection::{Connection, PreparedConnection};
 pub use core::ConnectionCounters;
 pub use error::{CloseReason, EstablishError, MessageError, TrySendError};
-pub use halves::{Notifications, RecvHalf, SendHalf};
 pub use inbox::Notification;
 pub use listener::{ConnectionRequest, Listener, ShutdownReport};
+pub use notifications::Notifications;
 pub use peer_set::{Peer, PeerError, PeerLink, PeerSet, PeerSetConfig, PeerSetCounters};
 #[doc(inline)]
 pub use rdma_message_proto::Violation;

@@ -297,8 +297,8 @@ impl Reconnect {
     /// Returns the generation and the connection, and waits while there is none.
     ///
     /// A connection that has ended is never returned, but it may end at any time afterwards. Do not
-    /// keep it longer than the use at hand: a clone of the `Arc` keeps an ended connection's
-    /// buffers.
+    /// keep it longer than the use at hand: each handle keeps the buffers of an ended
+    /// connection.
     ///
     /// # Errors
     ///
@@ -307,7 +307,7 @@ impl Reconnect {
     /// # Cancel safety
     ///
     /// Dropping the future changes nothing. Attempts continue.
-    pub async fn connected(&self) -> Result<(u64, Arc<Connection>), ReconnectError> {
+    pub async fn connected(&self) -> Result<(u64, Connection), ReconnectError> {
         let mut published = self.shared.published.subscribe();
         consume_budget().await;
         loop {
@@ -433,12 +433,12 @@ struct Shared {
 
 struct Published {
     state: ReconnectState,
-    live: Option<Arc<Connection>>,
+    live: Option<Connection>,
 }
 
 impl Shared {
     /// Publishes a state, unless a final one was published.
-    fn publish(&self, state: ReconnectState, live: Option<Arc<Connection>>) {
+    fn publish(&self, state: ReconnectState, live: Option<Connection>) {
         let mut dropped = None;
         self.published.send_if_modified(|published| {
             let open = !published.state.is_final();
@@ -453,7 +453,7 @@ impl Shared {
     }
 
     /// Publishes a final state, unless there is one, and returns the connection.
-    fn end(&self, state: ReconnectState) -> Option<Arc<Connection>> {
+    fn end(&self, state: ReconnectState) -> Option<Connection> {
         let mut live = None;
         self.published.send_if_modified(|published| {
             let open = !published.state.is_final();
@@ -571,7 +571,7 @@ impl Supervisor {
     /// Publishes a connection and waits for its end.
     async fn live(&mut self, connection: Connection) -> CloseReason {
         self.generation += 1;
-        let (generation, connection) = (self.generation, Arc::new(connection));
+        let generation = self.generation;
         rdma_provider::debug!(generation, ?connection, "connected");
         let state = ReconnectState::Connected { generation };
         self.connector.watch(&connection);

@@ -138,7 +138,7 @@ fn drop_is_clean_only_after_the_end_was_received() {
         assert_eq!(closed(soon("reason", a.recv()).await), CloseReason::Dropped);
         assert_eq!(closed(a.send("x").await), CloseReason::Dropped);
         assert_eq!(closed(soon("close", a.close()).await), CloseReason::Dropped);
-        let (_, mut receiving) = a.into_split();
+        let mut receiving = a;
         assert!(receiving.next().await.unwrap().is_err() && receiving.next().await.is_none());
     });
 }
@@ -436,7 +436,7 @@ fn abort_notifies_the_peer_after_sent_messages() {
         assert_eq!(closed(soon("abort", b.recv()).await), CloseReason::Dropped);
         assert_eq!(closed(a.recv().await), CloseReason::Aborted);
         assert_eq!(closed(soon("close", a.close()).await), CloseReason::Aborted);
-        let (_, mut receiving) = a.into_split();
+        let mut receiving = a;
         assert!(receiving.next().await.unwrap().is_err() && receiving.next().await.is_none());
 
         // With an address, the connection manager disconnects as well.
@@ -449,7 +449,7 @@ fn abort_notifies_the_peer_after_sent_messages() {
 
         for by_sender in [true, false] {
             let (a, b) = pair(&config());
-            let (sender, receiver) = a.into_split();
+            let (sender, receiver) = (a.clone(), a);
             let receiving = tokio::spawn(async move {
                 if by_sender {
                     return (Some(receiver.recv().await), receiver);

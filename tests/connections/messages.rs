@@ -20,7 +20,7 @@ use futures::{FutureExt, Sink, SinkExt, Stream, StreamExt};
 use tokio::runtime::Builder;
 use tokio::sync::watch;
 use tokio::time::timeout;
-use tokio_rdma::message::{Handshake, HandshakeError, SendHalf};
+use tokio_rdma::message::{Handshake, HandshakeError};
 use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::software::{Faults, LinkCounters, Network};
 use tokio_rdma::types::Gid;
@@ -602,30 +602,30 @@ fn tasks_sharing_a_connection_keep_their_order() {
 }
 
 #[test]
-fn halves_are_sink_and_stream_and_can_be_reunited() {
+fn handles_of_a_connection_are_sinks_and_streams() {
     fn is_both<
         T: Sink<Bytes, Error = MessageError> + Stream<Item = Result<Bytes, MessageError>> + Unpin,
     >(
         _: &T,
     ) {
     }
-    modes("halves", || async {
+    modes("handles", || async {
         let (a, b) = pair(&config().receive_buffers(3));
         is_both(&a);
-        let ((mut a_send, a_recv), (b_send, mut b_recv)) = (a.into_split(), b.into_split());
+        let (mut a_send, a_recv, b_send, mut b_recv) = (a.clone(), a, b.clone(), b);
         let count = scaled(1_000);
         let echo = tokio::spawn(async move {
             while let Some(message) = b_recv.next().await {
                 b_send.send(message.unwrap()).await.unwrap();
             }
             b_send.finish().unwrap();
-            Connection::reunite(b_send, b_recv).unwrap()
+            b_recv
         });
         let sending = tokio::spawn(async move {
             let mut messages =
                 futures::stream::iter((0..count).map(|number| Ok(pattern(20, number))));
             a_send.send_all(&mut messages).await.unwrap();
-            a_send.close().await.unwrap();
+            SinkExt::close(&mut a_send).await.unwrap();
             a_send
         });
         let echoed: Vec<_> = a_recv.collect().await;
@@ -936,7 +936,7 @@ fn flush_awaited_directly_in_block_on_returns() {
                     let received;
                     (received, b) = receiver.await.unwrap();
                     assert!(received == pattern(len, 1));
-                    let (mut sink, stream) = a.into_split();
+                    let (mut sink, stream) = (a.clone(), a);
                     let receiver = tokio::spawn(async move {
                         for _ in 0..2 {
                             assert!(recv(&b).await == pattern(len, 2));
@@ -945,8 +945,8 @@ fn flush_awaited_directly_in_block_on_returns() {
                         b.close().await.unwrap();
                     });
                     sink.send(pattern(len, 2)).await.unwrap();
-                    SendHalf::send(&sink, pattern(len, 2)).await.unwrap();
-                    SendHalf::flush(&sink).await.unwrap();
+                    Connection::send(&sink, pattern(len, 2)).await.unwrap();
+                    Connection::flush(&sink).await.unwrap();
                     SinkExt::<Bytes>::flush(&mut sink).await.unwrap();
                     SinkExt::<Bytes>::close(&mut sink).await.unwrap();
                     receiver.await.unwrap();

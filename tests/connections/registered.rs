@@ -83,7 +83,7 @@ fn bytes_of_a_buffer_are_sent_from_its_memory() {
         a.send(message(0)).await.unwrap();
         a.try_send(message(1)).unwrap();
         a.send_vectored(&[message(2)]).await.unwrap();
-        let (mut sending, receiving) = a.into_split();
+        let (mut sending, receiving) = (a.clone(), a);
         sending.feed(message(3).slice(1..4097)).await.unwrap();
         assert_eq!(pool.available(), 4, "the buffers are in use until the peer has them");
         sending.send(message(4).slice(..4095)).await.unwrap();

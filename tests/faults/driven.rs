@@ -80,7 +80,7 @@ fn exchange(seed: u64, mode: &CompletionMode) -> Run {
         let grant = client.recv().await.unwrap().unwrap();
         let remote = RemoteRegion::from_bytes(&grant).unwrap();
         let message = |number: usize| &noise()[number * 100..][..number * 997 % 8000];
-        let (send, receive) = client.into_split();
+        let receive = client.clone();
         let echo = tokio::spawn(async move {
             while let Some(message) = server.recv().await.unwrap() {
                 server.send(message).await.unwrap();
@@ -93,13 +93,12 @@ fn exchange(seed: u64, mode: &CompletionMode) -> Run {
                 assert!(receive.recv().await.unwrap().unwrap() == message(number));
             }
             assert_eq!(receive.recv().await, Ok(None));
-            receive
         });
         for number in 0..MESSAGES {
-            send.send(message(number)).await.unwrap();
+            client.send(message(number)).await.unwrap();
         }
-        send.finish().unwrap();
-        let client = Connection::reunite(send, received.await.unwrap()).unwrap();
+        client.finish().unwrap();
+        received.await.unwrap();
         client.close().await.unwrap();
         let server = echo.await.unwrap();
         assert!(client.write_inline(b"late", remote.slice(..4).unwrap()).await.is_err());

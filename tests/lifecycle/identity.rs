@@ -334,10 +334,10 @@ fn connection_futures_end_whatever_will_wake_returns() {
 
 #[test]
 fn sinks_and_streams_end_whatever_will_wake_returns() {
-    everywhere("halves", &Mode::ALL, async |wakers, mode| {
+    everywhere("handles", &Mode::ALL, async |wakers, mode| {
         let config = connected::config().mode(mode.make()).receive_buffers(2).send_buffers(1);
         let (a, mut b) = connected::pair(&config);
-        let (mut sink, mut stream) = a.into_split();
+        let (mut sink, mut stream) = (a.clone(), a);
         const MESSAGES: usize = 20;
         let sending = async {
             for number in 0..MESSAGES {

@@ -80,7 +80,7 @@ fn objects_are_send_sync_unpin_and_debug() {
 
 #[test]
 fn connections_are_send_sync_unpin_and_debug() {
-    each!(free: Connection, SendHalf, RecvHalf, Listener, ConnectionRequest, PreparedConnection);
+    each!(free: Connection, Listener, ConnectionRequest, PreparedConnection);
     each!(value: ConnectionConfig, ConnectionCounters, Handshake);
     each!(error: CloseReason, EstablishError, HandshakeError, MessageError, Violation);
     fn futures(connection: &Connection, listener: &Listener, device: &Device) {

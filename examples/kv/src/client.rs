@@ -120,7 +120,7 @@ impl ClientConfig {
 /// again.
 #[derive(Debug)]
 pub struct KvClient {
-    connection: Arc<Connection>,
+    connection: Connection,
     layout: Layout,
     table: RemoteRegion,
     buffers: Pool,
@@ -178,11 +178,11 @@ impl KvClient {
         config: ClientConfig,
     ) -> Result<Self, KvError> {
         let connection = Connection::connect_with(device, address, &config.connection()).await?;
-        Self::over(Arc::new(connection), config)
+        Self::over(connection, config)
     }
 
     /// Uses a connection that was made with [`ClientConfig::connection`]. Requires a runtime.
-    pub(crate) fn over(connection: Arc<Connection>, config: ClientConfig) -> Result<Self, KvError> {
+    pub(crate) fn over(connection: Connection, config: ClientConfig) -> Result<Self, KvError> {
         let (layout, table) = Layout::decode(connection.user_data())?;
         let buffers =
             Pool::new(connection.protection_domain(), layout.bucket_bytes(), config.reads)?;
@@ -392,7 +392,7 @@ impl Drop for KvClient {
     }
 }
 
-async fn dispatch_answers(connection: Arc<Connection>, calls: Arc<Calls>) {
+async fn dispatch_answers(connection: Connection, calls: Arc<Calls>) {
     let end = loop {
         match connection.recv().await {
             Ok(Some(message)) => match calls.on_message(&message) {

@@ -15,7 +15,6 @@ use crate::message::config::ConnectionConfig;
 use crate::message::core::Core;
 use crate::message::driver::drive;
 use crate::message::error::{CloseReason, EstablishError};
-use crate::message::halves::{RecvHalf, SendHalf};
 use crate::message::resources::ConnectionResources;
 use crate::message::shared::Shared;
 use crate::op::{QueuePair, QueuePairBuilder, QueuePairEndpoint};
@@ -117,7 +116,7 @@ impl PreparedConnection {
             addresses,
             buffers: Default::default(),
         });
-        Ok(Connection { send: SendHalf::new(handle.clone()), recv: RecvHalf::new(handle) })
+        Ok(Connection::new(handle))
     }
 }
 

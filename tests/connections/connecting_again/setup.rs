@@ -85,7 +85,7 @@ impl Hosts {
     pub(crate) async fn next(
         client: &Reconnect,
         listener: &Listener,
-    ) -> (u64, std::sync::Arc<Connection>, Connection) {
+    ) -> (u64, Connection, Connection) {
         let both = async { tokio::join!(client.connected(), listener.accept()) };
         let (connected, accepted) = soon("connection", both).await;
         let (generation, connection) = connected.unwrap();
