@@ -74,10 +74,22 @@ thread_local! {
     /// The number of this thread's sections, and [`WAITING`].
     static STATE: Cell<u32> = const { Cell::new(0) };
     /// Events of this thread that wait for the release of its last lock. Has no destructor, so that
-    /// destructors of other thread-local variables can still use it, and therefore no memory while
-    /// no event waits.
+    /// destructors of other thread-local variables can still use it; [`AtExit`] frees its memory.
     static EVENTS: RefCell<ManuallyDrop<Events>> =
         const { RefCell::new(ManuallyDrop::new(VecDeque::new())) };
+    static AT_EXIT: AtExit = const { AtExit };
+}
+
+/// Events whose memory a thread keeps, so that usually none is allocated.
+const KEPT: usize = 16;
+
+/// Frees the memory of [`EVENTS`] when the thread exits.
+struct AtExit;
+
+impl Drop for AtExit {
+    fn drop(&mut self) {
+        EVENTS.with_borrow_mut(|events| events.shrink_to_fit());
+    }
 }
 
 /// The bit of [`STATE`] that is set while events wait.
@@ -135,7 +147,13 @@ pub fn wake_when_none_is_held(waker: Waker) {
 
 fn defer(event: Event) {
     STATE.set(STATE.get() | WAITING);
-    EVENTS.with_borrow_mut(|events| events.push_back(event));
+    EVENTS.with_borrow_mut(|events| {
+        if events.capacity() == 0 {
+            // Registers the destructor, unless the thread is exiting.
+            let _ = AT_EXIT.try_with(|_| ());
+        }
+        events.push_back(event);
+    });
 }
 
 #[cold]
@@ -145,7 +163,11 @@ fn run_events() {
     while let Some(event) = EVENTS.with_borrow_mut(|events| events.pop_front()) {
         event.run();
     }
-    EVENTS.with_borrow_mut(|events| events.shrink_to_fit());
+    EVENTS.with_borrow_mut(|events| {
+        if events.capacity() > KEPT {
+            events.shrink_to(KEPT);
+        }
+    });
 }
 
 /// Runs code of the program and catches its panic, which the panic hook has already reported.
@@ -197,6 +219,14 @@ impl<T> MutexGuard<'_, T> {
             released.run_events();
             run()
         })
+    }
+
+    /// Releases the lock while waiting events run, if it is the only one that this thread holds.
+    /// Threads that sleep with a lock must call this before.
+    pub fn run_events(this: &mut Self) {
+        if STATE.get() == WAITING | 1 {
+            Self::unlocked(this, || {});
+        }
     }
 }
 
@@ -364,7 +394,23 @@ mod tests {
         (0..100).for_each(|_| when_none_is_held(|| ()));
         assert!(EVENTS.with_borrow(|events| events.capacity()) >= 100);
         drop(guard);
+        assert!(EVENTS.with_borrow(|events| events.capacity()) <= KEPT);
+        drop(AtExit);
         assert_eq!(EVENTS.with_borrow(|events| events.capacity()), 0);
+    }
+
+    #[test]
+    fn holder_of_one_lock_runs_waiting_events_without_it() {
+        let (emit, received) = log();
+        let (lock, other) = (Mutex::new(()), Mutex::new(()));
+        let mut guard = lock.lock();
+        emit(1);
+        let second = other.lock();
+        MutexGuard::run_events(&mut guard);
+        assert!(received.try_recv().is_err(), "another lock is held");
+        drop(second);
+        MutexGuard::run_events(&mut guard);
+        assert_eq!((received.try_recv(), held()), (Ok((1, 0)), 1));
     }
 
     #[test]

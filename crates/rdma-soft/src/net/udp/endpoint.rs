@@ -12,7 +12,7 @@ use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use rdma_provider::locks::{Mutex, RwLock};
+use rdma_provider::locks::{Mutex, MutexGuard, RwLock};
 
 use rdma_provider::VerbError;
 
@@ -383,6 +383,7 @@ impl Endpoint {
         let mut inbox = self.inbox.lock();
         let mut failing = false;
         while !self.closed.load(Ordering::Acquire) {
+            MutexGuard::run_events(&mut inbox);
             match self.socket.receive(&mut inbox, true) {
                 Ok(()) => {
                     failing = false;
