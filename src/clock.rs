@@ -10,11 +10,9 @@
 //! Among operations, only those with a deadline set one; messages set none.
 
 use std::cell::RefCell;
-use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::future::{Future, poll_fn};
-use std::hash::{BuildHasherDefault, Hasher};
 use std::io;
 use std::pin::pin;
 use std::task::{Context, Poll, Waker};
@@ -123,12 +121,12 @@ impl Sleep {
 /// A wake-up at an instant. Dropping it cancels the wake-up, unless that is in progress.
 #[derive(Debug)]
 pub(crate) enum Alarm {
-    Thread(&'static AlarmThread, Number),
+    Thread(&'static AlarmThread, Key),
     Simulated(rdma_soft::Alarm),
 }
 
-/// Belongs to one alarm and no other.
-type Number = u64;
+/// The instant of an alarm, and a number that belongs to no other.
+type Key = (Instant, u64);
 
 impl Alarm {
     /// Sets an alarm that wakes a task.
@@ -148,7 +146,7 @@ impl Alarm {
     fn set(thread: &'static AlarmThread, deadline: Instant, waker: Waker) -> io::Result<Self> {
         match simulated(Network::clone) {
             Some(network) => Ok(Self::Simulated(network.wake_at(deadline, waker))),
-            None => thread.set(deadline, waker).map(|number| Self::Thread(thread, number)),
+            None => thread.set(deadline, waker).map(|key| Self::Thread(thread, key)),
         }
     }
 
@@ -165,9 +163,9 @@ impl Alarm {
     fn redirect(&self, waker: &Waker) -> bool {
         let new = waker.clone();
         let (is_set, other) = match self {
-            Self::Thread(thread, number) => {
+            Self::Thread(thread, key) => {
                 let mut alarms = thread.lock();
-                match alarms.wakers.get_mut(number) {
+                match alarms.set.get_mut(key) {
                     Some(registered) => (true, std::mem::replace(registered, new)),
                     None => (false, new),
                 }
@@ -184,44 +182,22 @@ impl Alarm {
 
 impl Drop for Alarm {
     fn drop(&mut self) {
-        if let Self::Thread(thread, number) = self {
+        if let Self::Thread(thread, key) = self {
             // Drops the waker without the lock. The thread may wake once in vain.
-            let gone = thread.lock().cancel(*number);
+            let gone = thread.lock().set.remove(key);
             contained(|| drop(gone));
         }
     }
 }
 
 struct Alarms {
-    /// The alarms that are set.
-    wakers: HashMap<Number, Waker, BuildHasherDefault<NumberHasher>>,
-    /// The instants of alarms that are set, and of cancelled ones: these are removed when they are
-    /// the first, or together once they are more than the others and [`CANCELLED`].
-    instants: BinaryHeap<Reverse<(Instant, Number)>>,
-    next: Number,
+    /// The alarms that are set, the earliest first.
+    set: BTreeMap<Key, Waker>,
+    next: u64,
     /// The thread's next wake-up, not after the first alarm. `None` if it does not run: it exits
     /// when no alarm is left.
     next_wake: Option<Instant>,
     failed: bool,
-}
-
-/// Hashes numbers of alarms, which count up.
-#[derive(Default)]
-struct NumberHasher(u64);
-
-impl Hasher for NumberHasher {
-    fn write(&mut self, bytes: &[u8]) {
-        bytes.iter().for_each(|byte| self.write_u64(self.0 ^ u64::from(*byte)));
-    }
-
-    fn write_u64(&mut self, number: u64) {
-        // 2^64 divided by the golden ratio: spreads neighbours.
-        self.0 = number.wrapping_mul(0x9E37_79B9_7F4A_7C15);
-    }
-
-    fn finish(&self) -> u64 {
-        self.0
-    }
 }
 
 /// The alarms, and the thread that fires them.
@@ -248,7 +224,7 @@ impl AlarmThread {
     }
 
     /// Sets an alarm, and starts the thread if it does not run.
-    fn set(&'static self, deadline: Instant, waker: Waker) -> io::Result<Number> {
+    fn set(&'static self, deadline: Instant, waker: Waker) -> io::Result<Key> {
         let mut alarms = self.lock();
         match alarms.next_wake {
             Some(wake) if wake <= deadline => {}
@@ -278,18 +254,13 @@ impl AlarmThread {
 
     fn run(&self) {
         let mut alarms = self.lock();
-        while let Some(&Reverse((instant, number))) = alarms.instants.peek() {
-            if !alarms.wakers.contains_key(&number) {
-                alarms.instants.pop();
-                continue;
-            }
+        while let Some((&(instant, _), _)) = alarms.set.first_key_value() {
             let left = instant.saturating_duration_since(Instant::now());
             alarms.next_wake = Some(instant);
             if left.is_zero() {
-                alarms.instants.pop();
-                let due = alarms.wakers.remove(&number);
+                let due = alarms.set.pop_first();
                 drop(alarms);
-                if let Some(waker) = due {
+                if let Some((_, waker)) = due {
                     contained(|| waker.wake_by_ref());
                     // Separate: two panics at once would abort the process.
                     contained(|| drop(waker));
@@ -299,7 +270,6 @@ impl AlarmThread {
                 self.changed.wait_for(&mut alarms, left);
             }
         }
-        alarms.tidy();
         alarms.next_wake = None;
     }
 }
@@ -310,45 +280,16 @@ static TASKS: AlarmThread = AlarmThread::new("tokio-rdma alarm");
 /// Revokes leases.
 static REVOCATIONS: AlarmThread = AlarmThread::new("tokio-rdma lease");
 
-/// Instants of cancelled alarms that are kept beyond the number of alarms that are set.
-const CANCELLED: usize = 64;
-
 impl Alarms {
     const fn new() -> Self {
-        Self {
-            wakers: HashMap::with_hasher(BuildHasherDefault::new()),
-            instants: BinaryHeap::new(),
-            next: 0,
-            next_wake: None,
-            failed: false,
-        }
+        Self { set: BTreeMap::new(), next: 0, next_wake: None, failed: false }
     }
 
-    fn add(&mut self, deadline: Instant, waker: Waker) -> Number {
-        let number = self.next;
+    fn add(&mut self, deadline: Instant, waker: Waker) -> Key {
+        let key = (deadline, self.next);
         self.next += 1;
-        self.wakers.insert(number, waker);
-        self.instants.push(Reverse((deadline, number)));
-        number
-    }
-
-    /// Removes an alarm, and returns its waker unless it was removed before.
-    fn cancel(&mut self, number: Number) -> Option<Waker> {
-        let waker = self.wakers.remove(&number);
-        if self.instants.len() > 2 * self.wakers.len() + CANCELLED {
-            self.tidy();
-        }
-        waker
-    }
-
-    /// Removes the instants of cancelled alarms, and frees memory.
-    #[cold]
-    fn tidy(&mut self) {
-        let Self { wakers, instants, .. } = self;
-        instants.retain(|Reverse((_, number))| wakers.contains_key(number));
-        let kept = 2 * wakers.len() + CANCELLED;
-        instants.shrink_to(kept);
-        wakers.shrink_to(kept);
+        self.set.insert(key, waker);
+        key
     }
 }
 
@@ -529,36 +470,5 @@ mod tests {
         assert!(!alarm.redirect(Waker::noop()));
         let set = Alarm::waking(deadline(HANG), Waker::noop().clone()).unwrap();
         assert!(set.redirect(Waker::noop()));
-    }
-
-    #[test]
-    fn instants_of_cancelled_alarms_are_bounded() {
-        let mut alarms = Alarms::new();
-        let (soon, late) = (deadline(SHORT), deadline(HANG));
-        let kept: Vec<_> = (0..10).map(|_| alarms.add(soon, Waker::noop().clone())).collect();
-        for _ in 0..100 * CANCELLED {
-            let number = alarms.add(late, Waker::noop().clone());
-            assert!(alarms.cancel(number).is_some() && alarms.cancel(number).is_none());
-            assert!(alarms.instants.len() <= 2 * kept.len() + CANCELLED);
-        }
-        assert_eq!(alarms.wakers.len(), kept.len());
-        let mut found = Vec::new();
-        while let Some(Reverse((instant, number))) = alarms.instants.pop() {
-            if alarms.wakers.contains_key(&number) {
-                assert_eq!(instant, soon);
-                found.push(number);
-            }
-        }
-        assert_eq!(found, kept);
-    }
-
-    #[test]
-    fn memory_of_many_alarms_is_freed_after_them() {
-        let mut alarms = Alarms::new();
-        let late = deadline(HANG);
-        let set: Vec<_> = (0..10_000).map(|_| alarms.add(late, Waker::noop().clone())).collect();
-        set.into_iter().for_each(|number| drop(alarms.cancel(number)));
-        assert!(alarms.instants.capacity() <= 4 * CANCELLED, "{}", alarms.instants.capacity());
-        assert!(alarms.wakers.capacity() <= 4 * CANCELLED, "{}", alarms.wakers.capacity());
     }
 }
