@@ -84,7 +84,8 @@ use rdma_provider::cm_contract::MAX_REQUEST_DATA;
 /// # Cancel safety
 ///
 /// See each method. The [`Stream`] loses no message if a future of `StreamExt::next` is dropped.
-/// The [`Sink`] sends what `start_send` was given, also if a later future is dropped.
+/// The [`Sink`] sends what `start_send` was given once it is polled again, also if a future of it
+/// is dropped.
 pub struct Connection {
     handle: Arc<Handle>,
     polled: Polled,
@@ -327,7 +328,7 @@ impl Connection {
     /// If the future is dropped before it is ready, no message is lost.
     pub async fn recv(&self) -> Result<Option<Bytes>, MessageError> {
         let shared = &self.handle.shared;
-        let mut guard = self.receiver();
+        let mut guard = WaitGuard::new(shared, Core::withdraw_receiver);
         poll_fn(|context| {
             within_budget(context, |context| {
                 shared.poll_receiver(context, &mut guard.ticket, Core::poll_recv)
@@ -361,7 +362,7 @@ impl Connection {
     /// If the future is dropped before it is ready, no message is lost.
     pub async fn recv_buffer(&self) -> Result<Option<Buf>, MessageError> {
         let shared = &self.handle.shared;
-        let mut guard = self.receiver();
+        let mut guard = WaitGuard::new(shared, Core::withdraw_receiver);
         let mut memory = None;
         let mut poll_next = |context: &mut Context<'_>| {
             loop {
@@ -442,7 +443,7 @@ impl Connection {
         .await
     }
 
-    /// Finishes sending. The peer may continue to send.
+    /// Finishes sending, for all handles. The peer may continue to send.
     ///
     /// Pending sends fail with [`MessageError::Finished`].
     ///
@@ -466,7 +467,7 @@ impl Connection {
     /// # Cancel safety
     ///
     /// From the first poll, no messages are sent or received. Closing continues in the background
-    /// until the connection is dropped; call `close` again to wait.
+    /// until the last handle is dropped; call `close` again to wait.
     pub async fn close(&self) -> Result<(), MessageError> {
         let handle = self.handle();
         handle.shared.with(|core, driver| core.close(driver));
@@ -592,12 +593,17 @@ impl Connection {
         Self { handle, polled: Polled::default() }
     }
 
+    /// Withdraws the sink of this handle from the queue: if it is not polled, it must not block
+    /// what follows.
+    pub(super) fn withdraw_sink(&self) {
+        if let mut left @ Some(_) = self.polled.sending {
+            self.handle.shared.with(|core, _| core.withdraw_sender(&mut left));
+        }
+    }
+
     async fn send_outgoing(&self, message: Outgoing<'_>) -> Result<(), MessageError> {
         let shared = &self.handle.shared;
-        // A sink that is not polled must not block this send.
-        if let mut left @ Some(_) = self.polled.sending {
-            shared.with(|core, _| core.withdraw_sender(&mut left));
-        }
+        self.withdraw_sink();
         let mut guard = WaitGuard::new(shared, Core::withdraw_sender);
         poll_fn(|context| {
             within_budget(context, |context| {
@@ -607,15 +613,6 @@ impl Connection {
             })
         })
         .await
-    }
-
-    fn receiver(&self) -> WaitGuard<'_> {
-        let shared = &self.handle.shared;
-        // A stream that is not polled must not block this receive.
-        if let mut left @ Some(_) = self.polled.receiving {
-            shared.with(|core, _| core.withdraw_receiver(&mut left));
-        }
-        WaitGuard::new(shared, Core::withdraw_receiver)
     }
 
     pub(super) fn handle(&self) -> &Handle {

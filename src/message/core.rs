@@ -17,11 +17,12 @@ use std::task::{Context, Poll, Waker, ready};
 use std::time::{Duration, Instant};
 
 use rdma_message_proto::Violation;
-use rdma_message_proto::frame::Kind;
+use rdma_message_proto::frame::{Kind, OFFER_LEN};
 use rdma_message_proto::handshake::{Content, Handshake};
 use rdma_message_proto::incoming::Arrival;
 use rdma_message_proto::lifecycle::{Event, Phase, Stage};
 use rdma_message_proto::protocol::{Due, Protocol};
+use rdma_message_proto::refusal::MAX_REJECT_DATA;
 use rdma_message_proto::timers::Observed;
 use tokio::runtime;
 
@@ -46,6 +47,9 @@ use crate::memory::{BufMut, Pool, RemoteRegion};
 use crate::op::{QueuePair, Received};
 use crate::waiters::{Ticket, Waiters};
 
+const _: () = assert!(OFFER_LEN == RemoteRegion::ENCODED_LEN);
+const _: () = assert!(MAX_REJECT_DATA == rdma_provider::cm_contract::MAX_REJECT_DATA);
+
 /// The number of frames handled before the task yields.
 pub(super) const BATCH: usize = 128;
 
@@ -58,7 +62,7 @@ const SKIPS: usize = 4;
 
 #[derive(Debug)]
 pub(super) struct Core {
-    /// All decisions.
+    /// What may be sent, what must be sent, and when the connection ends.
     pub(super) protocol: Protocol<CloseReason>,
     pub(super) io: Io,
     pub(super) limits: Limits,
@@ -97,7 +101,7 @@ pub(super) struct Memory {
     pub(super) jobs: Jobs,
 }
 
-/// Negotiated limits, in bytes.
+/// Limits of both sides, in bytes, and settings.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Limits {
     pub(super) inline: usize,
@@ -542,10 +546,15 @@ impl Core {
         }
     }
 
-    /// Wakes the receiver whose turn it is.
+    /// Wakes the receiver whose turn it is, and streams.
     pub(super) fn wake_receivers(&mut self) {
         match self.protocol.content() {
-            Content::Messages => self.after.wake(self.waiting.receivers.take_first()),
+            Content::Messages => {
+                self.after.wake(self.waiting.receivers.take_first());
+                if !self.waiting.streams.is_empty() {
+                    self.after.wake_all(self.waiting.streams.take_all());
+                }
+            }
             Content::Bytes => self.after.wake_all(self.waiting.receivers.take_all()),
         }
     }

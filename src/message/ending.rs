@@ -121,6 +121,7 @@ impl Core {
                 Action::WakeSenders => self.after.wake_all(self.waiting.senders.take_all()),
                 Action::WakeReceivers => {
                     self.after.wake_all(self.waiting.receivers.take_all());
+                    self.after.wake_all(self.waiting.streams.take_all());
                     self.after.wake_all(self.waiting.notified.take_all());
                 }
                 Action::WakeFlushers => self.after.wake_all(self.waiting.flushers.take_all()),

@@ -90,6 +90,25 @@ impl Core {
         self.poll_message(|core| core.take_registered(memory), ticket, driver, caller)
     }
 
+    /// Returns the next message to a stream, or `None` after the last.
+    pub(super) fn poll_next(
+        &mut self,
+        ticket: &mut Option<Ticket>,
+        driver: &Waker,
+        caller: &mut Caller<'_>,
+    ) -> Poll<Result<Option<Bytes>, MessageError>> {
+        match self.next(Self::take_message, driver, caller) {
+            Some(next) => {
+                self.withdraw_stream(ticket);
+                Poll::Ready(next)
+            }
+            None => {
+                self.waiting.streams.wait(ticket, caller);
+                Poll::Pending
+            }
+        }
+    }
+
     /// Calls `take` for the next message. If that leaves the message in the inbox, a queued
     /// receiver keeps its position; another receiver may take the message before one without a
     /// ticket.
@@ -100,34 +119,46 @@ impl Core {
         driver: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<Option<T>, MessageError>> {
-        if self.is_turn(&self.waiting.receivers, *ticket) {
-            // Once is enough: later completions are found by the driver's waker.
-            if !self.inbox.is_ready() && !caller.checks_again() {
-                self.progress_for_receiver(driver);
-            }
-            let first = self.inbox.base;
-            // After `close`, earlier messages may be discarded.
-            if self.protocol.phase().takes_messages()
-                && !self.inbox.is_drained()
-                && let Some(message) = take(self)
-            {
-                if self.inbox.base == first {
-                    return Poll::Ready(Ok(Some(message)));
-                }
+        let first = self.inbox.base;
+        if self.is_turn(&self.waiting.receivers, *ticket)
+            && let Some(next) = self.next(take, driver, caller)
+        {
+            let keeps_turn = matches!(next, Ok(Some(_))) && self.inbox.base == first;
+            if !keeps_turn {
                 self.withdraw_receiver(ticket);
+            }
+            return Poll::Ready(next);
+        }
+        self.waiting.receivers.wait(ticket, caller);
+        Poll::Pending
+    }
+
+    /// Calls `take` for the next message. Returns `None` if a task must wait.
+    fn next<T>(
+        &mut self,
+        take: impl FnOnce(&mut Self) -> Option<T>,
+        driver: &Waker,
+        caller: &mut Caller<'_>,
+    ) -> Option<Result<Option<T>, MessageError>> {
+        // Once is enough: later completions are found by the driver's waker.
+        if !self.inbox.is_ready() && !caller.checks_again() {
+            self.progress_for_receiver(driver);
+        }
+        let first = self.inbox.base;
+        // After `close`, earlier messages may be discarded.
+        if self.protocol.phase().takes_messages()
+            && !self.inbox.is_drained()
+            && let Some(message) = take(self)
+        {
+            if self.inbox.base != first {
                 self.send_due();
                 if !self.inbox.waiting.is_empty() {
                     self.progress(driver);
                 }
-                return Poll::Ready(Ok(Some(message)));
             }
-            if let Some(end) = self.end_of_messages() {
-                self.withdraw_receiver(ticket);
-                return Poll::Ready(end.map(|()| None));
-            }
+            return Some(Ok(Some(message)));
         }
-        self.waiting.receivers.wait(ticket, caller);
-        Poll::Pending
+        self.end_of_messages().map(|end| end.map(|()| None))
     }
 
     pub(super) fn end_of_messages(&mut self) -> Option<Result<(), MessageError>> {
@@ -148,9 +179,18 @@ impl Core {
     /// Withdraws a receiver and wakes the next one.
     pub(super) fn withdraw_receiver(&mut self, ticket: &mut Option<Ticket>) {
         self.after.discard(self.waiting.receivers.withdraw(ticket));
-        if !self.waiting.receivers.is_empty()
-            && (self.close_reason().is_some() || self.inbox.is_ready() || self.is_at_end())
-        {
+        self.wake_next_receiver();
+    }
+
+    /// Withdraws a stream and wakes the next receiver.
+    pub(super) fn withdraw_stream(&mut self, ticket: &mut Option<Ticket>) {
+        self.after.discard(self.waiting.streams.withdraw(ticket));
+        self.wake_next_receiver();
+    }
+
+    fn wake_next_receiver(&mut self) {
+        let waits = !self.waiting.receivers.is_empty() || !self.waiting.streams.is_empty();
+        if waits && (self.close_reason().is_some() || self.inbox.is_ready() || self.is_at_end()) {
             self.wake_receivers();
         }
     }

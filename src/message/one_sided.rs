@@ -164,6 +164,7 @@ impl Connection {
         imm: Imm,
     ) -> Result<B, OpError<B>> {
         let shared = &self.handle().shared;
+        self.withdraw_sink();
         let mut buffer = Some(buffer);
         let mut guard = WaitGuard::new(shared, Core::withdraw_sender);
         let write = poll_fn(|context| {

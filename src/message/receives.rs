@@ -6,7 +6,7 @@
 //!         └──────── idle: shrink ──────┘
 //! ```
 //!
-//! `window.rs` describes how the peer learns of it.
+//! `window.rs` of rdma-message-proto describes how the peer learns of it.
 
 mod growth;
 

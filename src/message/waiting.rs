@@ -10,6 +10,9 @@ pub(super) struct Waiting {
     /// Resource that the first sender lacks.
     pub(super) blocked: Block,
     pub(super) receivers: Waiters,
+    /// Streams of messages that wait. They have no turn: one that is not polled any more would
+    /// block the receivers behind it.
+    pub(super) streams: Waiters,
     /// Tasks that wait for a notification.
     pub(super) notified: Waiters,
     /// Tasks that wait for a flush, for the termination, or for the queue pair to close.

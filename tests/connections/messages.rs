@@ -694,6 +694,35 @@ fn unpolled_sinks_and_streams_block_no_other_operation() {
 }
 
 #[test]
+fn unpolled_stream_of_one_handle_blocks_no_other_handle() {
+    modes("unpolled stream", || async {
+        let (a, b) = pair(&config().receive_buffers(1));
+        let mut streams = [b.clone(), b.clone()];
+        assert!(streams[0].next().now_or_never().is_none());
+        a.send("first").await.unwrap();
+        assert_eq!(recv(&b).await, "first");
+        assert!(streams[0].next().now_or_never().is_none());
+        // Behind the stream that is not polled.
+        let waiting = soon("recv", async {
+            let (received, sent) = tokio::join!(b.recv(), a.send("second"));
+            sent.unwrap();
+            received.unwrap().unwrap()
+        });
+        assert_eq!(waiting.await, "second");
+        let waiting = soon("stream", async {
+            let (received, sent) = tokio::join!(streams[1].next(), a.send("third"));
+            sent.unwrap();
+            received.unwrap().unwrap()
+        });
+        assert_eq!(waiting.await, "third");
+        drop(a);
+        for stream in &mut streams {
+            assert!(soon("end", stream.next()).await.is_none_or(|end| end.is_err()));
+        }
+    });
+}
+
+#[test]
 fn message_arrives_in_one_runtime_although_another_one_no_longer_runs() {
     for mode in [CompletionMode::Event, CompletionMode::Hybrid] {
         bounded("runtimes", LONG, || message_arrives_without_the_first_runtime(mode));

@@ -9,7 +9,7 @@ use crate::Violation;
 pub enum End {
     /// Both ends have finished, and have all messages.
     Clean,
-    /// The service closed or dropped this end, and the peer did not finish in time.
+    /// The service closed or dropped this side, and waits no longer for the peer.
     Local,
     /// The peer has sent an `Abort`.
     Dropped,

@@ -2,7 +2,7 @@
 
 use crate::Violation;
 use crate::flow::max_frames;
-use crate::frame::{Header, Kind};
+use crate::frame::{Header, Kind, OFFER_LEN};
 use crate::handshake::Content;
 
 /// What follows for the receive of a frame, and for its payload.
@@ -73,6 +73,7 @@ impl Incoming {
                 Err(Violation::Header { header: header.encode() })
             }
             Kind::Data if is_stream && len == 0 => Err(Violation::FrameLength { len }),
+            Kind::Offer if len != OFFER_LEN => Err(Violation::FrameLength { len }),
             kind if !kind.has_payload() && len > 0 => Err(Violation::FrameLength { len }),
             _ => Ok(()),
         }
@@ -130,6 +131,9 @@ mod tests {
             assert_eq!(check(content, Kind::Data, 1), Ok(()));
             assert_eq!(check(content, Kind::Ack, 1), Err(Violation::FrameLength { len: 1 }));
         }
+        assert_eq!(check(Content::Messages, Kind::Offer, OFFER_LEN), Ok(()));
+        let short = check(Content::Messages, Kind::Offer, 19);
+        assert_eq!(short, Err(Violation::FrameLength { len: 19 }));
         assert_eq!(check(Content::Messages, Kind::Data, 0), Ok(()));
         assert_eq!(check(Content::Messages, Kind::Part, 1), Ok(()));
         assert_eq!(check(Content::Bytes, Kind::Data, 0), Err(Violation::FrameLength { len: 0 }));

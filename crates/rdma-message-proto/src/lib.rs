@@ -15,7 +15,10 @@
 //! tokio-rdma posts the frames, moves the bytes and calls the wakers. Everything that a peer sends
 //! is checked here; a [`Violation`] names what was wrong.
 //!
-//! The crate serves tokio-rdma, and its interface may change with any version.
+//! The crate serves tokio-rdma, which re-exports the types of [`handshake`], [`RefusalReason`] and
+//! [`Violation`]. The rest of its interface may change with any version.
+//!
+//! [`RefusalReason`]: refusal::RefusalReason
 
 #![forbid(unsafe_code)]
 #![cfg_attr(

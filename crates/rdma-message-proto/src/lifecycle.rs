@@ -25,8 +25,9 @@
 //! | `Aborting` | no | no: messages are discarded | `Abort` |
 //!
 //! In `Lingering` and `Aborting` the service holds no handle. They last at most
-//! [`LINGER`](crate::timers::LINGER). [`Flow`](crate::flow::Flow) knows whether both sides
-//! have finished; the connection then terminates with [`End::Clean`].
+//! [`LINGER`](crate::timers::LINGER), or the time that a dropped stream has.
+//! [`Flow`](crate::flow::Flow) knows whether both sides have finished; the connection then
+//! terminates with [`End::Clean`].
 //!
 //! Only [`transition`] changes a phase. Tests compare the drawing and the table with every pair of
 //! phase and event, and `model.rs` explores all interleavings of two sides.
@@ -59,7 +60,7 @@ pub enum Stage {
     Complete,
     /// The service neither sends nor receives.
     Closing,
-    /// Dropped after all messages were received. This side finishes as in `Closing`.
+    /// A stream, or dropped after all messages were received. This side finishes as in `Closing`.
     Lingering,
     /// Dropped before all messages were received. An `Abort` notifies the peer.
     Aborting,

@@ -191,8 +191,11 @@ impl<R: Reason> Protocol<R> {
         self.draining && self.phase.awaits_peer() && self.flow.peer_has_all()
     }
 
-    /// Processes a received frame: its immediate data, the length of its payload in bytes, and
-    /// whether a WRITE has `written` memory of this end.
+    /// Processes a received frame. Its receive, unless a message keeps it, must be posted again
+    /// before the next frame is sent, and offers that were fetched are to be dropped.
+    ///
+    /// The arguments are its immediate data, the length of its payload in bytes, and whether a
+    /// WRITE has `written` memory of this end.
     ///
     /// # Errors
     ///
@@ -215,7 +218,10 @@ impl<R: Reason> Protocol<R> {
         if header.kind == Kind::Abort && !self.flow.is_over() {
             return Err(End::Dropped);
         }
-        if self.phase == Phase::Running(Stage::Lingering) && header.kind.is_message() {
+        if self.phase == Phase::Running(Stage::Lingering)
+            && self.content() == Content::Bytes
+            && header.kind.is_message()
+        {
             // The header itself acknowledges the `Fin`.
             self.peer_writes_in_vain |= self.flow.peer_has_all();
         }
@@ -384,5 +390,69 @@ impl<R: Reason> Protocol<R> {
             }
         }
         None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::end::TestReason;
+
+    fn sides(content: Content) -> [Protocol<TestReason>; 2] {
+        let settings = Settings {
+            content,
+            first_receives: 12,
+            receives: 12,
+            max_message: 100,
+            frame: 100,
+            eager: 100,
+            times: Times::default(),
+        };
+        let peer = Handshake { buffer_size: 100, receives: 12, max_message: 100, grows: false };
+        [(); 2].map(|()| {
+            let mut side = Protocol::new(settings);
+            side.set_peer(&peer, Instant::now());
+            side
+        })
+    }
+
+    fn deliver(to: &mut Protocol<TestReason>, header: Header) -> Received {
+        let len = usize::from(header.kind.is_message());
+        to.on_frame(Some(header.encode()), len, false).unwrap()
+    }
+
+    #[test]
+    fn message_to_a_dropped_stream_is_in_vain_once_the_peer_has_its_end() {
+        for content in [Content::Bytes, Content::Messages] {
+            let [mut a, mut b] = sides(content);
+            // A side whose listener shuts down lingers, too, and discards what it gets.
+            let actions = a.abandon_stream(LINGER);
+            assert!(actions.contains(&Action::WakeSenders));
+            let crossing = b.flow.send(Kind::Data);
+            let (fin, _) = a.next_frame(true, || true).unwrap();
+            assert_eq!(fin.kind, Kind::Fin);
+            deliver(&mut a, crossing);
+            assert!(!a.peer_writes_in_vain(), "the message has crossed the end");
+            deliver(&mut b, fin);
+            let late = b.flow.send(Kind::Data);
+            deliver(&mut a, late);
+            assert_eq!(a.peer_writes_in_vain(), content == Content::Bytes);
+        }
+    }
+
+    #[test]
+    fn each_arrival_tells_what_becomes_of_the_receive() {
+        let [mut a, mut b] = sides(Content::Messages);
+        let part = b.flow.send(Kind::Part);
+        assert_eq!(deliver(&mut a, part).arrival, Arrival::Part);
+        let data = b.flow.send(Kind::Data);
+        assert_eq!(deliver(&mut a, data).arrival, Arrival::Message { parts: 1, len: 2 });
+        let ping = b.flow.send(Kind::Ping);
+        assert_eq!(deliver(&mut a, ping).arrival, Arrival::Control);
+        b.flow.send_notification();
+        let notified = a.on_frame(Some(7), 0, true).unwrap();
+        assert_eq!(notified, Received { arrival: Arrival::Notification, fetched: 0 });
+        let missing = a.on_frame(None, 0, false);
+        assert_eq!(missing, Err(End::Violation(Violation::Header { header: 0 })));
     }
 }

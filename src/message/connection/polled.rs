@@ -22,7 +22,7 @@ pub(super) struct Polled {
     pub(super) sending: Option<Ticket>,
     flushing: Flush,
     /// Position of the stream, which waits for a message.
-    pub(super) receiving: Option<Ticket>,
+    receiving: Option<Ticket>,
     /// The stream has returned its last item.
     ended: bool,
 }
@@ -102,7 +102,7 @@ impl Stream for Connection {
         }
         let Self { handle, polled: Polled { receiving, ended, .. } } = &mut *self;
         let next = ready!(within_budget(context, |context| {
-            handle.shared.poll_receiver(context, receiving, Core::poll_recv)
+            handle.shared.poll_receiver(context, receiving, Core::poll_next)
         }))
         .transpose();
         *ended = !matches!(next, Some(Ok(_)));
@@ -120,7 +120,7 @@ impl Drop for Connection {
             });
         }
         if receiving.is_some() {
-            handle.shared.with(|core, _| core.withdraw_receiver(receiving));
+            handle.shared.with(|core, _| core.withdraw_stream(receiving));
         }
     }
 }

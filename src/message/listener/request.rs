@@ -146,10 +146,10 @@ impl ConnectionRequest {
     ///
     /// Dropping the future rejects the peer anyway.
     pub async fn reject(self, user_data: &[u8]) -> Result<(), EstablishError> {
-        let allowed = Rejection::MAX_USER_DATA as u64;
-        LimitError::check("user_data of a rejection", user_data.len() as u64, allowed)
-            .map_err(cm::ConnectError::from)?;
-        let rejection = Rejection { user_data }.encode().unwrap_or_default();
+        let (asked, allowed) = (user_data.len() as u64, Rejection::MAX_USER_DATA as u64);
+        let too_long = LimitError { field: "user_data of a rejection", asked, allowed };
+        let rejection = Rejection { user_data }.encode();
+        let rejection = rejection.ok_or_else(|| cm::ConnectError::from(too_long))?;
         match self.0 {
             State::Requested(request) => request.inner.reject(&rejection).await?,
             State::Established(connection) => drop(connection),
