@@ -302,6 +302,7 @@ impl Connection {
     /// [`TrySendError::Full`] with the message, without a credit of the peer, a send buffer or
     /// `send_memory`, or while other sends wait. [`TrySendError::Failed`] as for `send`.
     pub fn try_send(&self, message: impl Into<Bytes>) -> Result<(), TrySendError> {
+        self.withdraw_sink();
         let message = message.into();
         let buffer = self.handle.as_buffer(&message);
         let outgoing = Outgoing::of(&message, buffer.as_ref());

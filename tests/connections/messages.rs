@@ -694,6 +694,36 @@ fn unpolled_sinks_and_streams_block_no_other_operation() {
 }
 
 #[test]
+fn unpolled_sink_blocks_no_call_of_its_handle() {
+    modes("unpolled sink", || async {
+        let (mut a, b) = pair(&config().receive_buffers(1));
+        let region = b.expose(vec![0; 8], Access::REMOTE_WRITE).unwrap();
+        let remote = RemoteRegion::from_bytes(&region.grant().to_bytes()).unwrap();
+        while a.try_send("filler").is_ok() {}
+        soon("feed", SinkExt::feed(&mut a, "fed".into())).await.unwrap();
+        let receiving = tokio::spawn({
+            let b = b.clone();
+            async move {
+                let mut received = Vec::new();
+                while let Ok(Some(message)) = b.recv().await {
+                    received.push(message);
+                }
+                received
+            }
+        });
+        let buffer = a.copy_from(b"x").unwrap();
+        let write = a.write_with_imm(buffer, remote.slice(..1).unwrap(), tokio_rdma::Imm(1));
+        soon("write_with_imm beside the sink", write).await.unwrap();
+        soon("notification", b.notifications().next()).await.unwrap().unwrap();
+        eventually("try_send beside the sink", || a.try_send("tried").is_ok()).await;
+        soon("the sink", SinkExt::close(&mut a)).await.unwrap();
+        let received = soon("all", receiving).await.unwrap();
+        assert_eq!(received.iter().filter(|message| **message == "fed").count(), 1);
+        assert_eq!(received.iter().filter(|message| **message == "tried").count(), 1);
+    });
+}
+
+#[test]
 fn unpolled_stream_of_one_handle_blocks_no_other_handle() {
     modes("unpolled stream", || async {
         let (a, b) = pair(&config().receive_buffers(1));
