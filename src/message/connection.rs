@@ -86,6 +86,9 @@ use rdma_provider::cm_contract::MAX_REQUEST_DATA;
 /// See each method. The [`Stream`] loses no message if a future of `StreamExt::next` is dropped.
 /// The [`Sink`] sends what `start_send` was given once it is polled again, also if a future of it
 /// is dropped.
+///
+/// [`Sink`]: futures::Sink
+/// [`Stream`]: futures::Stream
 pub struct Connection {
     handle: Arc<Handle>,
     polled: Polled,

@@ -27,7 +27,7 @@
 //! | `Ack` for credits alone, `Abort` | 1 |
 //!
 //! An `Ack` for credits is due when messages have released a quarter of their receives, of four or
-//! more at least two, or other frames [`CONTROL_ACK`], since the last announcement. It announces at
+//! more at least two, or other frames `CONTROL_ACK`, since the last announcement. It announces at
 //! least one.
 //!
 //! 1. *The two sides are never both without credits while nothing is in flight.* Only an `Ack` for
@@ -36,7 +36,7 @@
 //!    which is released at once: the first side has a credit. If they crossed, each announced a
 //!    receive: both have one.
 //! 2. *A side that needs 2 credits gets them, even if the peer's service is slow.* Messages leave
-//!    `RESERVE - 1`. With one credit left, `RESERVE - 2` = [`CONTROL_ACK`] receives of other frames
+//!    `RESERVE - 1`. With one credit left, `RESERVE - 2` = `CONTROL_ACK` receives of other frames
 //!    are unannounced. These frames have arrived or will, so the peer owes an `Ack`. If it has no
 //!    credit for that, this side has one by 1, and owes an `Ack` itself: the peer's credits were
 //!    used by messages that this service holds, at most the window less the reserve, and by at
@@ -57,7 +57,7 @@ use crate::Violation;
 use crate::frame::{COUNT_MASK, Header, Kind};
 use crate::window::Resize;
 
-/// The receives beyond those for messages: [`CONTROL_ACK`] + 1, and one for the last of these
+/// The receives beyond those for messages: `CONTROL_ACK` + 1, and one for the last of these
 /// frames, still unannounced.
 pub const RESERVE: u32 = 4;
 
