@@ -41,6 +41,15 @@ impl Connection {
         *pending = None;
         Poll::Ready(result)
     }
+
+    /// Waits until what the sink has sent has arrived.
+    fn poll_flushed(&mut self, context: &mut Context<'_>) -> Poll<Result<(), MessageError>> {
+        let Self { handle, polled: Polled { flushing, .. } } = self;
+        handle.shared.poll(context, |core, driver, caller| {
+            flushing.renew(core);
+            core.poll_flush(flushing, driver, caller)
+        })
+    }
 }
 
 impl Sink<Bytes> for Connection {
@@ -69,11 +78,7 @@ impl Sink<Bytes> for Connection {
     ) -> Poll<Result<(), MessageError>> {
         within_budget(context, |context| {
             ready!(self.poll_pending(context))?;
-            let Self { handle, polled: Polled { flushing, .. } } = &mut *self;
-            handle.shared.poll(context, |core, driver, caller| {
-                flushing.renew(core);
-                core.poll_flush(flushing, driver, caller)
-            })
+            self.poll_flushed(context)
         })
     }
 
@@ -84,11 +89,7 @@ impl Sink<Bytes> for Connection {
         within_budget(context, |context| {
             ready!(self.poll_pending(context))?;
             self.finish()?;
-            let Self { handle, polled: Polled { flushing, .. } } = &mut *self;
-            handle.shared.poll(context, |core, driver, caller| {
-                flushing.renew(core);
-                core.poll_flush(flushing, driver, caller)
-            })
+            self.poll_flushed(context)
         })
     }
 }
