@@ -54,6 +54,11 @@ impl SendMemory {
         free + self.most.saturating_sub(total) >= frames
     }
 
+    /// Returns true if longer buffers can replace these, of less than `len` bytes.
+    pub(super) fn is_shorter_than(&self, len: usize) -> bool {
+        self.is_elastic && self.pool.as_ref().is_some_and(|pool| pool.buffer_size() < len)
+    }
+
     /// Returns true if buffers are registered that are not needed when idle.
     pub(super) fn is_grown(&self) -> bool {
         self.is_elastic && self.pool.is_some()

@@ -28,14 +28,14 @@ impl Core {
         if !self.memory.send.has_free(1) {
             self.reap();
         }
-        let (frame, held) = (self.protocol.framing().frame(), self.limits.held);
         if let Err(block) = self.check_held_buffer() {
             return Ok(Err(block));
         }
         if let Some(buffer) = self.memory.send.take_whole() {
             return Ok(Ok(buffer));
         }
-        let len = if self.memory.send.memory() > 0 { frame.max(held) } else { frame };
+        let frame = self.protocol.framing().frame();
+        let len = if self.memory.send.memory() > 0 { frame.max(self.limits.held) } else { frame };
         self.drop_shorter_send_memory(len);
         self.grow_send_memory(len, 1)
     }
@@ -44,7 +44,8 @@ impl Core {
     pub(in crate::message) fn check_held_buffer(&self) -> Result<(), Block> {
         let (frame, held) = (self.protocol.framing().frame(), self.limits.held);
         let frames = if held > frame { self.memory.send.most() / 2 + 1 } else { 1 };
-        if self.memory.send.has(frames) { Ok(()) } else { Err(Block::Buffers { frames }) }
+        let has = self.memory.send.is_shorter_than(held) || self.memory.send.has(frames);
+        if has { Ok(()) } else { Err(Block::Buffers { frames }) }
     }
 
     #[cold]
