@@ -188,25 +188,30 @@ impl Connection {
         address: impl ToSocketAddrs + fmt::Debug,
         config: &ConnectionConfig,
     ) -> Result<Self, EstablishError> {
-        let options = config.cm_options(MAX_REQUEST_DATA)?;
-        config.check(device)?;
-        let reserve = Reserve::of(device);
-        let mut prepared = None;
-        let (_, link) = cm::connect(device, address, &options, |route| {
-            config.check_path((route.port(), route.gid_index()), route.destination())?;
-            let resources = config.resources(&reserve)?;
-            let made =
-                PreparedConnection::new(resources, config, |builder| route.prepare(builder))?;
-            Ok(prepared.insert(made).qp.clone())
-        })
-        .await
-        .map_err(rejected)?;
-        let Some(prepared) = prepared else { unreachable!("a connected queue pair was prepared") };
-        let address = link.peer_addr();
-        let (handshake, user_data) = Handshake::decode_for(config.content, link.private_data())
-            .map_err(|error| EstablishError::OtherProtocol { address, error })?;
-        let user_data = Bytes::copy_from_slice(user_data);
-        prepared.start(handshake, user_data, Some(link), None)
+        let connecting = async move {
+            let options = config.cm_options(MAX_REQUEST_DATA)?;
+            config.check(device)?;
+            let reserve = Reserve::of(device);
+            let mut prepared = None;
+            let connected = cm::connect(device, address, &options, |route| {
+                config.check_path((route.port(), route.gid_index()), route.destination())?;
+                let resources = config.resources(&reserve)?;
+                let made =
+                    PreparedConnection::new(resources, config, |builder| route.prepare(builder))?;
+                Ok(prepared.insert(made).qp.clone())
+            });
+            let (_, link) = connected.await.map_err(rejected)?;
+            let Some(prepared) = prepared else {
+                unreachable!("a connected queue pair was prepared")
+            };
+            let address = link.peer_addr();
+            let (handshake, user_data) = Handshake::decode_for(config.content, link.private_data())
+                .map_err(|error| EstablishError::OtherProtocol { address, error })?;
+            let user_data = Bytes::copy_from_slice(user_data);
+            prepared.start(handshake, user_data, Some(link), None)
+        };
+        // The futures of services that contain this one stay short.
+        Box::pin(connecting).await
     }
 
     /// Creates a queue pair in INIT with posted receives, for services with their own control

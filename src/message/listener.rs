@@ -190,7 +190,7 @@ impl Listener {
         // Invalid settings must fail here: later they would reject every peer without a reason.
         let answer = cm::Listener::answer_with(device, &config.cm_options(MAX_RESPONSE_DATA)?)?;
         let admission = Admission::new(config, answer);
-        let inner = cm::Listener::bind(device, address).await?;
+        let inner = Box::pin(cm::Listener::bind(device, address)).await?;
         let answered = inner.answer(admission.clone())?;
         rdma_provider::debug!(address = %inner.local_addr(), answered, "listening for connections");
         let (reserve, config) = (Reserve::of(device), config.clone());

@@ -46,6 +46,15 @@ async fn pair_with(network: &Network, config: &ConnectionConfig) -> [RdmaStream;
 }
 
 #[test]
+fn futures_that_connect_and_bind_are_short() {
+    let device = Device::software_in(&Network::new(), "short").unwrap();
+    let connecting = RdmaStream::connect(&device, "127.0.0.1:1");
+    assert!(size_of_val(&connecting) < 1000, "{} bytes", size_of_val(&connecting));
+    let binding = RdmaListener::bind(&device, "127.0.0.1:1");
+    assert!(size_of_val(&binding) < 1000, "{} bytes", size_of_val(&binding));
+}
+
+#[test]
 fn bytes_arrive_in_order_then_the_end() {
     run(async {
         let [mut client, mut server] = pair().await;
@@ -207,6 +216,28 @@ fn unacknowledged(expected: usize, test: impl AsyncFnOnce(&mut RdmaStream)) -> u
         assert!(received == vec![7; expected]);
         server.counters().received
     })
+}
+
+#[test]
+fn unacknowledged_frames_in_short_buffers_do_not_limit_what_is_held() {
+    run(async {
+        let network = Network::new();
+        let [mut client, mut server] = pair_with(&network, &ConnectionConfig::for_streams()).await;
+        let port = network.control("server").unwrap();
+        port.set_port(false);
+        client.writable().await.unwrap();
+        assert_eq!(client.try_write(&[7; 4000]).unwrap(), 4000, "more than the peer's receives");
+        let mut written = 4000;
+        while let Ok(more) = client.try_write(&[7; 1000]) {
+            written += more;
+        }
+        assert!(written >= 256 << 10, "{written} bytes, half of the send buffers");
+        port.set_port(true);
+        client.shutdown().await.unwrap();
+        let mut received = Vec::new();
+        server.read_to_end(&mut received).await.unwrap();
+        assert!(received == vec![7; written]);
+    });
 }
 
 struct Count(AtomicU32);
