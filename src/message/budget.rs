@@ -26,9 +26,8 @@ static PROCESS: LazyLock<BufferBudget> = LazyLock::new(|| BufferBudget::new(1 <<
 /// [`preallocate`](super::ConnectionConfig::preallocate). If too few bytes are free, a listener
 /// refuses it with [`RefusalReason::OutOfBuffers`](super::RefusalReason::OutOfBuffers).
 ///
-/// Not counted: the first four short send buffers (1.5 KiB per connection), receives that an idle
-/// connection has asked its peer to skip, and received messages that the service holds after their
-/// connection is idle or closed. Long messages have
+/// Not counted: the first four short send buffers (1.5 KiB per connection), and received messages
+/// that the service holds after their connection is idle or closed. Long messages have
 /// [`receive_memory`](super::ConnectionConfig::receive_memory) instead.
 ///
 /// ```
@@ -170,13 +169,6 @@ impl Share {
     /// Takes `more` bytes if as much as the connection then has is left for others.
     pub(super) fn grow(&mut self, more: u64) -> Result<(), LimitError> {
         self.budget.take(more, self.bytes.saturating_add(more))?;
-        self.bytes += more;
-        Ok(())
-    }
-
-    /// Takes `more` bytes of what is left for others, in order to return some soon.
-    pub(super) fn grow_for_less(&mut self, more: u64) -> Result<(), LimitError> {
-        self.budget.take(more, 0)?;
         self.bytes += more;
         Ok(())
     }

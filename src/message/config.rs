@@ -467,6 +467,7 @@ impl ConnectionConfig {
             content: self.content,
             first_receives: self.first_receives(),
             receives: self.receives(),
+            grows: self.is_elastic(),
             max_message: self.max_message,
             frame: self.receive_buffer_size as usize,
             eager: self.max_eager as usize,

@@ -158,7 +158,7 @@ impl Core {
                 qp,
             },
         };
-        core.post_more(config.first_receives());
+        core.post_receives(config.first_receives());
         core
     }
 
@@ -237,7 +237,8 @@ impl Core {
         self.progress(driver);
         self.protocol.linger(clock::now);
         let fetched = self.limits.is_elastic && self.memory.fetch.pooled() > 0;
-        if self.receives.may_shrink() || self.memory.send.is_grown() || fetched {
+        let receives = self.protocol.watches_receives() || self.receives.are_leaving();
+        if receives || self.memory.send.is_grown() || fetched {
             self.protocol.watch_idle(clock::now);
         }
         if self.is_abort_acknowledged(driver) {
@@ -292,7 +293,9 @@ impl Core {
         }
         self.reap_some();
         self.send_held();
-        self.grow_receives();
+        if self.protocol.may_grow() {
+            self.grow_receives();
+        }
         self.fetch(context)?;
         if !self.protocol.phase().takes_messages() {
             self.discard()?;
@@ -342,20 +345,17 @@ impl Core {
         }
         match frame.arrival {
             Arrival::Message { parts, len } => {
-                self.note_demand(Kind::Data, buffer.len() as u64, parts + 1);
                 self.inbox.push_last(parts as usize, buffer, len as usize);
             }
             Arrival::Part => self.inbox.push_part(buffer),
             Arrival::Offer => {
                 let region = RemoteRegion::from_bytes(&buffer)
                     .ok_or(Violation::FrameLength { len: buffer.len() })?;
-                self.protocol.check_offer(region.addr(), region.len())?;
-                self.note_demand(Kind::Offer, region.len(), 1);
+                self.protocol.on_offer(region.addr(), region.len())?;
                 self.post_receive(buffer);
                 self.inbox.push(Incoming::Offered(region));
             }
             Arrival::Notification => {
-                self.note_demand(Kind::Data, 0, 1);
                 self.post_receive(buffer);
                 if let Some(imm) = imm {
                     self.inbox.notifications.push_back(Notification { imm, len });
@@ -444,17 +444,12 @@ impl Core {
     #[inline(never)]
     fn send_until_quiet(&mut self) {
         loop {
-            let owed = self.protocol.flow.owes_credits();
             let sends = &self.outbox.sends;
             let may_skip = || sends.len() < SKIPS.max(sends.capacity());
-            let next = self.protocol.next_frame(self.outbox.held.is_empty(), may_skip);
+            let all_sent = self.outbox.held.is_empty();
+            let next = self.protocol.next_frame(all_sent, may_skip, clock::now);
             let Some((header, resize)) = next else { return };
-            if header.kind == Kind::Ack {
-                self.counters.acks += 1;
-                if owed {
-                    self.receives.note_ack();
-                }
-            }
+            self.counters.acks += u64::from(header.kind == Kind::Ack);
             match resize {
                 Some(resize) => self.send_short(header, &resize.to_bytes()),
                 None => self.send_bare(header),
@@ -606,7 +601,7 @@ impl Core {
         ConnectionCounters {
             credits: self.protocol.flow.credits(),
             inbox: self.inbox.messages.len(),
-            receives: self.receives.number(),
+            receives: self.protocol.receives(),
             buffer_memory: self.receives.memory()
                 + self.memory.send.memory()
                 + self.memory.fetch.pooled(),

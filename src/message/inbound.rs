@@ -251,7 +251,7 @@ impl Core {
                 let mut target = copy_target(memory, buffer.len());
                 target.copy_from_slice(&buffer);
                 core.counters.copied_out += 1;
-                core.receives.want_spares();
+                core.protocol.note_buffer_taken();
                 core.post_receive(buffer);
                 Next::Message(target.freeze())
             }

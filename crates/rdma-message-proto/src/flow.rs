@@ -265,10 +265,10 @@ impl Flow {
         self.arrived.wrapping_add(self.peer_skipped)
     }
 
-    /// Returns true if the frames that have arrived since the last announcement use at least half
-    /// of the receives for messages. Receives that were posted again meanwhile count too.
-    pub fn is_pressed(&self) -> bool {
-        self.arrived.wrapping_sub(self.announced) * 2 >= self.receives - RESERVE
+    /// Returns the number of frames that have arrived since the last announcement. Those whose
+    /// receives were posted again meanwhile count too.
+    pub fn unanswered(&self) -> u32 {
+        self.arrived.wrapping_sub(self.announced)
     }
 
     /// Returns true if the receives of all messages are posted again.

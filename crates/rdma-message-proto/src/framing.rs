@@ -67,8 +67,7 @@ impl Framing {
     }
 
     /// Returns the number of frames of a message of `len` bytes, or `None` if it is to be offered:
-    /// if it needs more frames than may ever be sent at once, or if it needs more because of the
-    /// peer's last short receives, and credits for them are missing. An offer takes one credit.
+    /// if it needs more frames than may ever be sent at once.
     pub(crate) fn frames_of(&mut self, flow: &Flow, len: usize, most: usize) -> Option<usize> {
         // An empty message has a frame too.
         let mut frames = 1;
@@ -79,10 +78,6 @@ impl Framing {
             while sent < len {
                 sent += self.frame_len(flow, frames as u32);
                 frames += 1;
-            }
-            let regular = len.div_ceil(self.frame).max(1);
-            if frames > regular && !flow.may_send_message(frames as u32) {
-                return None;
             }
         }
         let most = || most.min(flow.max_frames() as usize);

@@ -36,6 +36,7 @@ pub fn frames(bytes: &[u8]) {
         content,
         first_receives: receives,
         receives,
+        grows: true,
         max_message: 1 << 20,
         frame: 4096,
         eager: 1 << 16,
@@ -57,7 +58,7 @@ pub fn frames(bytes: &[u8]) {
                 let number =
                     |at: usize| payload.get(at..)?.first_chunk().map(|at| u64::from_be_bytes(*at));
                 let (Some(addr), Some(len)) = (number(0), number(8)) else { return };
-                let checked = protocol.check_offer(addr, len);
+                let checked = protocol.on_offer(addr, len);
                 assert!(checked.is_err() || (1..=1 << 20).contains(&len));
                 protocol.flow.done();
                 protocol.flow.release_message();
@@ -86,7 +87,7 @@ pub fn frames(bytes: &[u8]) {
         }
         let most = window.max(2 * (RESERVE + 4)) + RESERVE + 4;
         assert!(protocol.flow.credits() <= most, "{} credits", protocol.flow.credits());
-        while protocol.next_frame(true, || true).is_some() {}
+        while protocol.next_frame(true, || true, Instant::now).is_some() {}
         let frames = protocol.frames_of(10_000, 16);
         assert!(frames.is_none_or(|frames| frames <= 10_000 / OFFER_LEN));
         if protocol.flow.may_send(Kind::Data) {

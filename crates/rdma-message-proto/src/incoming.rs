@@ -19,7 +19,7 @@ pub enum Arrival {
         len: u64,
     },
     /// The payload is the region of a message to be fetched:
-    /// [`check_offer`](crate::protocol::Protocol::check_offer) comes next. The receive is free, but
+    /// [`on_offer`](crate::protocol::Protocol::on_offer) comes next. The receive is free, but
     /// its credit returns when the service has the message.
     Offer,
     /// The payload is a change of the peer's receives:

@@ -4,7 +4,8 @@
 //!   protocol     one end of a connection: what it may send, what it must send, when it ends
 //!      ├─ lifecycle    phases of an end, as a table of transitions; end: why it ended
 //!      ├─ flow         credits, and the proof that two ends never wait for each other
-//!      │    └─ window  how receives grow and shrink; frame: the header of each SEND
+//!      │    └─ window  how receives change; frame: the header of each SEND
+//!      ├─ growth       when receives change
 //!      ├─ incoming     checks of received frames
 //!      ├─ framing      the length of frames, and the number of frames of a message
 //!      └─ timers       deadlines
@@ -33,6 +34,7 @@ pub mod framing;
 #[cfg(any(fuzzing, test))]
 #[doc(hidden)]
 pub mod fuzzing;
+mod growth;
 pub mod handshake;
 pub mod incoming;
 pub mod lifecycle;

@@ -19,11 +19,12 @@ use crate::end::{End, Reason};
 use crate::flow::Flow;
 use crate::frame::{Header, Kind, OFFER_LEN, check_offer};
 use crate::framing::Framing;
+use crate::growth::Growth;
 use crate::handshake::{Content, Handshake};
 use crate::incoming::{Arrival, Incoming};
 use crate::lifecycle::{Action, Event, Phase, Stage, transition};
 use crate::timers::{Expired, LINGER, Observed, Timers, Times};
-use crate::window::{Resize, first_receives};
+use crate::window::{FIRST_SIZE, Resize, first_receives};
 
 /// What the settings of an end permit.
 #[derive(Debug, Clone, Copy)]
@@ -34,6 +35,8 @@ pub struct Settings {
     pub first_receives: u32,
     /// The most receives, including the reserve.
     pub receives: u32,
+    /// The receives follow use.
+    pub grows: bool,
     /// The longest message accepted, in bytes.
     pub max_message: u64,
     /// The longest frame sent, in bytes.
@@ -60,6 +63,7 @@ pub struct Protocol<R> {
     pub flow: Flow,
     incoming: Incoming,
     framing: Framing,
+    growth: Growth,
     /// The most receives of the peer, including those that it posts while it shrinks, and the most
     /// bytes of each.
     peer_receives: (u32, u32),
@@ -89,8 +93,10 @@ impl<R: Reason> Protocol<R> {
     /// Creates the state before the peer is known.
     pub fn new(settings: Settings) -> Self {
         let Settings { content, receives, max_message, frame, eager, times, .. } = settings;
+        let Settings { first_receives, grows, .. } = settings;
         Self {
-            flow: Flow::new(settings.first_receives, 0),
+            flow: Flow::new(first_receives, 0),
+            growth: Growth::new(first_receives, receives, eager as u64, grows),
             incoming: Incoming::new(content, receives, max_message),
             framing: Framing::new(frame, eager),
             peer_receives: (0, 0),
@@ -210,7 +216,9 @@ impl<R: Reason> Protocol<R> {
         let imm = imm.ok_or(Violation::Header { header: 0 })?;
         if written && self.content() == Content::Messages {
             self.flow.receive_notification()?;
-            return Ok(Received { arrival: Arrival::Notification, fetched: 0 });
+            let arrival = Arrival::Notification;
+            self.note_message(arrival);
+            return Ok(Received { arrival, fetched: 0 });
         }
         let header = Header::decode(imm);
         self.incoming.check(header, len, written)?;
@@ -229,9 +237,17 @@ impl<R: Reason> Protocol<R> {
         match arrival {
             Arrival::Control => self.flow.release_control(),
             Arrival::Skip => self.flow.receive_skip()?,
+            Arrival::Message { .. } => self.note_message(arrival),
             _ => {}
         }
         Ok(Received { arrival, fetched })
+    }
+
+    #[inline]
+    fn note_message(&mut self, arrival: Arrival) {
+        if !self.growth.is_ended() {
+            self.growth.note_message(self.content(), arrival, self.flow.unanswered());
+        }
     }
 
     /// Returns true if the peer has sent a message after it had received the end of a dropped
@@ -241,13 +257,17 @@ impl<R: Reason> Protocol<R> {
         self.peer_writes_in_vain
     }
 
-    /// Checks the region of an offer.
+    /// Processes the region of an offer.
     ///
     /// # Errors
     ///
     /// Returns the violation of the peer.
-    pub fn check_offer(&self, addr: u64, len: u64) -> Result<(), Violation> {
-        check_offer(addr, len, self.incoming.max_message())
+    pub fn on_offer(&mut self, addr: u64, len: u64) -> Result<(), Violation> {
+        check_offer(addr, len, self.incoming.max_message())?;
+        if !self.growth.is_ended() {
+            self.growth.note_offer(len, self.flow.unanswered());
+        }
+        Ok(())
     }
 
     /// Processes the payload of a `Resize`. Returns the size of the peer's receives from then on,
@@ -320,6 +340,7 @@ impl<R: Reason> Protocol<R> {
         &mut self,
         all_sent: bool,
         may_skip: impl FnOnce() -> bool,
+        now: impl FnOnce() -> Instant,
     ) -> Option<(Header, Option<Resize>)> {
         let next = self.flow.next_receive();
         self.framing.sizes().settle(next);
@@ -335,6 +356,9 @@ impl<R: Reason> Protocol<R> {
             return Some((self.flow.send(Kind::Fin), None));
         }
         if self.flow.ack_due() {
+            if !self.growth.is_ended() && self.flow.owes_credits() {
+                self.growth.note_ack(now());
+            }
             return Some((self.flow.send(Kind::Ack), None));
         }
         // Tested first: skips are rare.
@@ -346,6 +370,79 @@ impl<R: Reason> Protocol<R> {
     /// Returns the `Abort`, which must be sent, if a credit is available.
     pub fn abort_frame(&mut self) -> Option<Header> {
         self.flow.may_send(Kind::Abort).then(|| self.flow.send(Kind::Abort))
+    }
+
+    /// Notes that the application takes messages in their buffers.
+    pub fn note_buffer_taken(&mut self) {
+        if !self.growth.is_ended() {
+            self.growth.note_buffer_taken();
+        }
+    }
+
+    /// Returns the number of receives of this side, including the reserve.
+    pub fn receives(&self) -> u32 {
+        self.growth.receives()
+    }
+
+    /// Returns true if [`growth`](Self::growth) may return more receives.
+    #[inline]
+    pub fn may_grow(&self) -> bool {
+        self.growth.is_wanted()
+    }
+
+    /// Returns the number of receives that this side should have now, including the reserve, which
+    /// are longer than the first ones. Once their buffers are registered, [`grow`](Self::grow)
+    /// follows, otherwise [`refuse_growth`](Self::refuse_growth).
+    pub fn growth(&self) -> Option<u32> {
+        let grows = self.growth.is_wanted() && self.phase.takes_messages() && self.may_resize();
+        grows.then(|| self.growth.next())
+    }
+
+    /// Replaces the receives by the longer or more ones of [`growth`](Self::growth), of `size`
+    /// bytes, which are posted from number `from` on. The peer skips those before.
+    pub fn grow(&mut self, from: u32, size: u32) {
+        let before = self.growth.receives();
+        self.growth.grow();
+        self.resize(before, from, size);
+    }
+
+    /// Notes that the buffers of [`growth`](Self::growth) could not be registered: no more are
+    /// asked for until the next check of the buffers.
+    pub fn refuse_growth(&mut self) {
+        self.growth.refuse();
+    }
+
+    /// Returns true if an idle side can return to its first receives, or try to grow again: the
+    /// buffers need a check.
+    pub fn watches_receives(&self) -> bool {
+        self.growth.is_grown() || self.growth.is_refused()
+    }
+
+    /// Returns the number of its first receives if this side, which is idle, may return to them
+    /// now. [`shrink`](Self::shrink) follows.
+    pub fn shrinkage(&self) -> Option<u32> {
+        let is_free = self.flow.is_idle() && self.incomplete_frames() == 0;
+        let shrinks = self.growth.is_grown() && is_free && self.may_resize();
+        shrinks.then(|| self.growth.first())
+    }
+
+    /// Replaces the receives by the first ones, which are posted from number `from` on. The peer
+    /// skips those before.
+    pub fn shrink(&mut self, from: u32) {
+        let before = self.growth.receives();
+        self.growth.shrink();
+        self.resize(before, from, FIRST_SIZE);
+    }
+
+    /// Replaces the oldest `number` of the first receives by as many, which are posted from number
+    /// `from` on.
+    pub fn exchange(&mut self, number: u32, from: u32) {
+        self.resize(number, from, FIRST_SIZE);
+    }
+
+    fn resize(&mut self, skip: u32, from: u32, size: u32) {
+        let receives = self.growth.receives() + skip;
+        self.flow.resize(Resize { receives, skip, from, size });
     }
 
     /// Returns true if this side may change its receives.
@@ -386,7 +483,10 @@ impl<R: Reason> Protocol<R> {
                     return Some(Due::Frame(self.flow.send(Kind::Ping)));
                 }
                 Expired::Silence => {}
-                Expired::Buffers { idle } => return Some(Due::Buffers { idle }),
+                Expired::Buffers { idle } => {
+                    self.growth.renew();
+                    return Some(Due::Buffers { idle });
+                }
             }
         }
         None
@@ -403,6 +503,7 @@ mod tests {
             content,
             first_receives: 12,
             receives: 12,
+            grows: false,
             max_message: 100,
             frame: 100,
             eager: 100,
@@ -429,7 +530,7 @@ mod tests {
             let actions = a.abandon_stream(LINGER);
             assert!(actions.contains(&Action::WakeSenders));
             let crossing = b.flow.send(Kind::Data);
-            let (fin, _) = a.next_frame(true, || true).unwrap();
+            let (fin, _) = a.next_frame(true, || true, Instant::now).unwrap();
             assert_eq!(fin.kind, Kind::Fin);
             deliver(&mut a, crossing);
             assert!(!a.peer_writes_in_vain(), "the message has crossed the end");

@@ -319,6 +319,7 @@ fn protocol(content: Content, receives: u32, window: u32) -> Protocol<TestReason
         content,
         first_receives: receives,
         receives: MAX_WINDOW as u32,
+        grows: false,
         max_message: 100,
         frame: FIRST_SIZE as usize,
         eager: 100,

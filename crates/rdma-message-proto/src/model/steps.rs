@@ -1,5 +1,7 @@
 //! The transitions of the model.
 
+use std::time::Instant;
+
 use super::side::{Call, Frame, Side};
 use crate::end::{End, TestReason};
 use crate::frame::Kind;
@@ -82,7 +84,7 @@ fn engine(steps: &mut Steps<'_>, own: usize) {
     match *side.protocol.phase() {
         Phase::Running(stage) => {
             let mut protocol = side.protocol.clone();
-            let next = protocol.next_frame(side.held == 0, || true);
+            let next = protocol.next_frame(side.held == 0, || true, Instant::now);
             assert!(next.is_none() || !side.protocol.is_quiet(), "{next:?} of a quiet side");
             if let Some((header, resize)) = next {
                 let bare = Frame::Bare(header);

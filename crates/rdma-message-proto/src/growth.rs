@@ -1,0 +1,261 @@
+//! When a side has more or longer receives, and when the first ones again.
+//!
+//! ```text
+//!   first: few and short ──▶ long: as many ──▶ full: the configured number
+//!           ▲                     │                    │
+//!           └─────────────────────┴────────────────────┘  idle
+//! ```
+//!
+//! Each change posts all receives anew and has the peer skip those before, with one `Resize`.
+
+use std::time::{Duration, Instant};
+
+use crate::flow::RESERVE;
+use crate::handshake::Content;
+use crate::incoming::Arrival;
+
+/// The time between `Ack`s below which they are frequent.
+const ACKS_APART: Duration = Duration::from_millis(20);
+
+/// The messages of several frames that the receives hold. With so many, the headers of answers
+/// announce released receives, and separate `Ack`s are rare.
+const LONG_MESSAGES: u32 = 8;
+
+/// The number and length of a side's receives, and what calls for more.
+#[derive(Debug, Clone)]
+pub(crate) struct Growth {
+    stage: Stage,
+    /// The receives, including the reserve.
+    receives: u32,
+    /// The first and the configured number of receives, and whether it changes.
+    first: u32,
+    most: u32,
+    follows_use: bool,
+    /// The longest message in several frames, in bytes.
+    eager: u64,
+    /// More or longer receives are of use.
+    wanted: bool,
+    /// Their buffers could not be registered since the last check of the buffers.
+    refused: bool,
+    /// The time of the last `Ack`.
+    acked: Option<Instant>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    First,
+    Long,
+    Full,
+}
+
+impl Growth {
+    /// Creates the state of a side with its first receives, which are all if they do not follow
+    /// use.
+    pub(crate) fn new(first: u32, most: u32, eager: u64, follows_use: bool) -> Self {
+        let stage = if follows_use { Stage::First } else { Stage::Full };
+        Self {
+            stage,
+            receives: first,
+            first,
+            most,
+            follows_use,
+            eager,
+            wanted: false,
+            refused: false,
+            acked: None,
+        }
+    }
+
+    /// Returns the number of receives, including the reserve.
+    pub(crate) fn receives(&self) -> u32 {
+        self.receives
+    }
+
+    /// Returns true if nothing calls for more now.
+    #[inline]
+    pub(crate) fn is_ended(&self) -> bool {
+        self.stage == Stage::Full || self.refused
+    }
+
+    /// Notes a message, with which `unanswered` frames have arrived since the last announcement.
+    pub(crate) fn note_message(&mut self, content: Content, arrival: Arrival, unanswered: u32) {
+        self.wanted |= self.is_pressed(unanswered)
+            || match arrival {
+                Arrival::Message { parts, .. } if parts > 0 => {
+                    (parts + 1).saturating_mul(LONG_MESSAGES) > self.receives - RESERVE
+                }
+                // The sender may have more bytes.
+                Arrival::Message { len, .. } => {
+                    content == Content::Bytes
+                        && self.stage == Stage::First
+                        && len >= crate::window::FIRST_SIZE.into()
+                }
+                _ => false,
+            };
+    }
+
+    /// Notes the offer of a message of `len` bytes, like [`note_message`](Self::note_message).
+    pub(crate) fn note_offer(&mut self, len: u64, unanswered: u32) {
+        self.wanted |= self.is_pressed(unanswered) || len <= self.eager;
+    }
+
+    /// Returns true if the frames use half of the receives for messages at first, later all: the
+    /// configured number takes much memory.
+    fn is_pressed(&self, unanswered: u32) -> bool {
+        let messages = self.receives - RESERVE;
+        unanswered >= if self.stage == Stage::First { messages.div_ceil(2) } else { messages }
+    }
+
+    /// Notes that the application takes messages in their buffers: the first ones are too few.
+    pub(crate) fn note_buffer_taken(&mut self) {
+        self.wanted |= self.stage == Stage::First;
+    }
+
+    /// Notes an `Ack` for credits. Frequent ones show a stream that more receives may let flow
+    /// faster: its sender may wait for them.
+    pub(crate) fn note_ack(&mut self, now: Instant) {
+        let before = self.acked.replace(now);
+        self.wanted |= before.is_some_and(|at| now.duration_since(at) < ACKS_APART);
+    }
+
+    /// Returns true if more or longer receives are of use.
+    #[inline]
+    pub(crate) fn is_wanted(&self) -> bool {
+        self.wanted
+    }
+
+    /// Returns the number of receives after the next growth.
+    pub(crate) fn next(&self) -> u32 {
+        if self.stage == Stage::First { self.first } else { self.most }
+    }
+
+    /// Returns the number of the first receives.
+    pub(crate) fn first(&self) -> u32 {
+        self.first
+    }
+
+    /// Returns true if the receives are not the first ones.
+    pub(crate) fn is_grown(&self) -> bool {
+        self.follows_use && self.stage != Stage::First
+    }
+
+    /// Grows to the next number of receives.
+    pub(crate) fn grow(&mut self) {
+        (self.receives, self.wanted) = (self.next(), false);
+        self.stage = if self.receives < self.most { Stage::Long } else { Stage::Full };
+    }
+
+    /// Returns to the first receives.
+    pub(crate) fn shrink(&mut self) {
+        (self.receives, self.wanted, self.stage) = (self.first, false, Stage::First);
+    }
+
+    /// Notes that the next receives could not be registered.
+    pub(crate) fn refuse(&mut self) {
+        (self.wanted, self.refused) = (false, true);
+    }
+
+    /// Permits another attempt.
+    pub(crate) fn renew(&mut self) {
+        self.refused = false;
+    }
+
+    /// Returns true if the next check of the buffers permits another attempt.
+    pub(crate) fn is_refused(&self) -> bool {
+        self.refused
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::window::FIRST_SIZE;
+
+    const FIRST: u32 = 8;
+    const MOST: u32 = 68;
+
+    fn side() -> Growth {
+        Growth::new(FIRST, MOST, 65_536, true)
+    }
+
+    fn message(parts: u32, len: u64) -> Arrival {
+        Arrival::Message { parts, len }
+    }
+
+    #[test]
+    fn receives_become_long_then_more_then_the_first_again() {
+        let mut side = side();
+        for expected in [FIRST, MOST] {
+            assert!(!side.is_ended() && side.next() == expected);
+            side.note_message(Content::Messages, message(0, 1), FIRST - RESERVE);
+            assert!(side.is_wanted());
+            side.grow();
+            assert!(!side.is_wanted() && side.is_grown() && side.receives() == expected);
+        }
+        assert!(side.is_ended());
+        side.shrink();
+        assert!(!side.is_ended() && !side.is_grown() && side.receives() == FIRST);
+    }
+
+    #[test]
+    fn few_receives_become_long_and_are_full() {
+        let mut side = Growth::new(FIRST, FIRST, 65_536, true);
+        side.grow();
+        assert!(side.is_ended() && side.is_grown());
+        let fixed = Growth::new(MOST, MOST, 65_536, false);
+        assert!(fixed.is_ended() && !fixed.is_grown());
+    }
+
+    #[test]
+    fn growth_is_called_for_by_what_it_makes_faster() {
+        type Cause = fn(&mut Growth);
+        let first = u64::from(FIRST_SIZE);
+        let long = |side: &mut Growth| side.grow();
+        let wanted = |prepare: &dyn Fn(&mut Growth), cause: Cause| {
+            let mut side = side();
+            prepare(&mut side);
+            cause(&mut side);
+            side.is_wanted()
+        };
+        let causes: [(Cause, bool, bool); 11] = [
+            (|side| side.note_message(Content::Messages, message(0, 384), 1), false, false),
+            (|side| side.note_message(Content::Messages, message(0, 1), 2), true, false),
+            (|side| side.note_message(Content::Messages, message(0, 1), 4), true, true),
+            (|side| side.note_message(Content::Messages, Arrival::Notification, 1), false, false),
+            (|side| side.note_message(Content::Messages, Arrival::Notification, 4), true, true),
+            (|side| side.note_message(Content::Messages, message(1, 500), 1), true, true),
+            (|side| side.note_message(Content::Bytes, message(0, 383), 1), false, false),
+            (|side| side.note_message(Content::Bytes, message(0, 384), 1), true, false),
+            (|side| side.note_offer(65_536, 1), true, true),
+            (|side| side.note_offer(65_537, 1), false, false),
+            (Growth::note_buffer_taken, true, false),
+        ];
+        assert_eq!(first, 384);
+        for (number, (cause, at_first, once_long)) in causes.into_iter().enumerate() {
+            assert_eq!(wanted(&|_| (), cause), at_first, "cause {number} at first");
+            assert_eq!(wanted(&long, cause), once_long, "cause {number} of a long side");
+        }
+    }
+
+    #[test]
+    fn acks_call_for_more_when_they_are_frequent() {
+        let start = Instant::now();
+        for (apart, frequent) in [(ACKS_APART, false), (ACKS_APART / 2, true)] {
+            let mut side = side();
+            side.note_ack(start);
+            assert!(!side.is_wanted(), "one is not frequent");
+            side.note_ack(start + apart);
+            assert_eq!(side.is_wanted(), frequent);
+        }
+    }
+
+    #[test]
+    fn refused_growth_is_tried_again_after_the_next_check() {
+        let mut side = side();
+        side.note_offer(1, 1);
+        side.refuse();
+        assert!(side.is_ended() && side.is_refused() && !side.is_wanted());
+        side.renew();
+        assert!(!side.is_ended() && !side.is_refused());
+    }
+}
