@@ -42,8 +42,8 @@
 //! |---|---|
 //! | Open a device | [`Device::open_default`], [`Device::open_default_or_software`] |
 //! | Exchange messages with peers found by IP address | [`Connection`], [`Listener`] |
-//! | Make a connection anew when it ends | [`Reconnect`](message::Reconnect) |
-//! | Keep connections or DC peers by key | [`PeerSet`](message::PeerSet) |
+//! | Make a connection anew when it ends | [`Reconnect`](peers::Reconnect) |
+//! | Keep connections or DC peers by key | [`PeerSet`](peers::PeerSet) |
 //! | Replace TCP below hyper, axum, tonic or rustls | [`RdmaStream`], [`RdmaListener`] |
 //! | Read and write the memory of a peer | [`QueuePair`], [`ExposedRegion`], [`RemoteRegion`] |
 //! | Reach many peers with few queue pairs | [`DcPool`](dc::DcPool) |
@@ -121,6 +121,8 @@ pub mod memory;
 #[cfg(not(loom))]
 pub mod message;
 pub mod op;
+#[cfg(not(loom))]
+pub mod peers;
 #[cfg(all(feature = "ibverbs", not(loom)))]
 #[cfg_attr(docsrs, doc(cfg(feature = "ibverbs")))]
 pub mod raw;

@@ -76,7 +76,7 @@ const QUIET_ROUNDS: u32 = 4;
 ///
 /// If Tokio's clock is paused before the call, for example by `start_paused`, both clocks advance
 /// together: a `tokio::time::sleep` of the test takes virtual time, in steps of 1 ms, and so do the
-/// delays of [`Reconnect`](crate::message::Reconnect) and [`PeerSet`](crate::message::PeerSet),
+/// delays of [`Reconnect`](crate::peers::Reconnect) and [`PeerSet`](crate::peers::PeerSet),
 /// which use Tokio's clock. Otherwise that clock shows real time, and this future never sleeps
 /// while `future` is pending. Tasks that never sleep, as
 /// [`Cooperative`](crate::CompletionMode::Cooperative) mode has them, keep a paused clock from

@@ -20,8 +20,8 @@ use std::time::{Duration, Instant};
 use futures::StreamExt;
 use tokio::sync::Semaphore;
 use tokio::task::{JoinHandle, JoinSet};
-use tokio_rdma::message::{Reconnect, ReconnectCause, ReconnectPolicy, ReconnectState};
 use tokio_rdma::op::ConnectOptions;
+use tokio_rdma::peers::{Reconnect, ReconnectCause, ReconnectPolicy, ReconnectState};
 use tokio_rdma::types::{Gid, LinkLayer, Mtu, PortState, Psn, Qpn, Transport, WcStatus};
 use tokio_rdma::{
     Access, BufMut, CompletionMode, CompletionQueue, Connection, ConnectionConfig, Device,

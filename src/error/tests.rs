@@ -24,10 +24,11 @@ use crate::error::{
 use crate::memory::PoolError;
 use crate::message::stream::{RdmaListener, RdmaStream, ReuniteError};
 use crate::message::{
-    CloseReason, EstablishError, HandshakeError, MessageError, PeerError, ReconnectCause,
-    ReconnectError, RefusalReason, TrySendError, Violation,
+    CloseReason, EstablishError, HandshakeError, MessageError, RefusalReason, TrySendError,
+    Violation,
 };
 use crate::op::{DeadlineError, EndpointError, Write};
+use crate::peers::{PeerError, ReconnectCause, ReconnectError};
 use crate::software::Network;
 use crate::types::{Access, QpState, Qpn, TransitionError, WcStatus};
 use crate::verbs::Device;

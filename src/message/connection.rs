@@ -629,7 +629,7 @@ impl Connection {
     }
 
     /// Asks the peer for a frame now, unless [`keepalive`](ConnectionConfig::keepalive) is off.
-    pub(super) fn probe(&self) {
+    pub(crate) fn probe(&self) {
         self.handle().shared.probe();
     }
 

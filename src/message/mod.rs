@@ -5,8 +5,6 @@
 //!        │                            one_sided.rs                access to the peer's memory
 //!   Listener                          listener.rs, admission.rs   accepts and refuses peers
 //!   RdmaStream, RdmaListener          stream/                     bytes instead of messages
-//!   Reconnect                         reconnect.rs               connections made anew
-//!   PeerSet                           peer_set.rs                links to many peers, RC or DC
 //!        │                            resources.rs, shared_completions.rs: objects of many
 //!        │ driver.rs: deadlines, and progress while the service is idle
 //!        ▼
@@ -40,9 +38,7 @@ mod one_sided;
 mod outbound;
 mod outbox;
 mod outcome;
-mod peer_set;
 mod receives;
-mod reconnect;
 mod resources;
 mod send_memory;
 mod shared;
@@ -61,13 +57,9 @@ pub use error::{CloseReason, EstablishError, MessageError, TrySendError};
 pub use inbox::Notification;
 pub use listener::{ConnectionRequest, Listener, ShutdownReport};
 pub use notifications::Notifications;
-pub use peer_set::{Peer, PeerError, PeerLink, PeerSet, PeerSetConfig, PeerSetCounters};
 #[doc(inline)]
 pub use rdma_message_proto::Violation;
 #[doc(inline)]
 pub use rdma_message_proto::handshake::{Content, Handshake, HandshakeError};
 #[doc(inline)]
 pub use rdma_message_proto::refusal::RefusalReason;
-pub use reconnect::{
-    Reconnect, ReconnectCause, ReconnectError, ReconnectPolicy, ReconnectState, ReconnectStates,
-};

@@ -18,8 +18,8 @@ use tokio_rdma::cm::{
     ConnectionRequest, Disconnection, ListenOptions, Listener, RejectReason,
 };
 use tokio_rdma::error::LimitError;
-use tokio_rdma::message::{Reconnect, ReconnectPolicy, ReconnectState};
 use tokio_rdma::op::QueuePairBuilder;
+use tokio_rdma::peers::{Reconnect, ReconnectPolicy, ReconnectState};
 use tokio_rdma::software::{Faults, Network};
 use tokio_rdma::types::{AckTimeout, QpAttr, QpState, Rkey, TransitionError, Transport};
 use tokio_rdma::{

@@ -13,8 +13,8 @@ use tokio::task::coop::unconstrained;
 use tokio::task::{LocalSet, spawn_local, yield_now};
 use tokio_rdma::cm;
 use tokio_rdma::memory::BufMut;
-use tokio_rdma::message::{PeerSet, PeerSetConfig, Reconnect, ReconnectPolicy};
 use tokio_rdma::op::Batch;
+use tokio_rdma::peers::{PeerSet, PeerSetConfig, Reconnect, ReconnectPolicy};
 use tokio_rdma::software::Network;
 use tokio_rdma::types::AsyncEvent;
 use tokio_rdma::{

@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use tokio_rdma::message::{
+use tokio_rdma::peers::{
     PeerSet, PeerSetConfig, Reconnect, ReconnectError, ReconnectPolicy, ReconnectState,
 };
 use tokio_rdma::software::Network;

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use futures::future::join_all;
 use tokio_rdma::dc::DcAddress;
-use tokio_rdma::message::{PeerError, PeerSet, PeerSetConfig};
+use tokio_rdma::peers::{PeerError, PeerSet, PeerSetConfig};
 use tokio_rdma::{EstablishError, SetupError};
 
 use super::{Home, Node, exclusive, setup};

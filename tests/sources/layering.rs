@@ -12,7 +12,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The modules of this crate, from the lowest layer to the highest.
-const LAYERS: [&[&str]; 9] = [
+const LAYERS: [&[&str]; 10] = [
     &[
         "blocking",
         "clock",
@@ -33,6 +33,7 @@ const LAYERS: [&[&str]; 9] = [
     &["dc"],
     &["cm", "doctor"],
     &["message", "raw"],
+    &["peers"],
 ];
 
 const LONGEST: usize = 900;

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use thiserror::Error;
 use tokio_rdma::memory::PoolError;
-use tokio_rdma::message::ReconnectError;
+use tokio_rdma::peers::ReconnectError;
 use tokio_rdma::{EstablishError, MessageError, OpErrorKind, RemoteRegion, SetupError};
 
 use crate::layout::Layout;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::time::timeout;
-use tokio_rdma::message::{Reconnect, ReconnectPolicy};
+use tokio_rdma::peers::{Reconnect, ReconnectPolicy};
 use tokio_rdma::{Connection, Device, EstablishError};
 
 use crate::client::{ClientConfig, KvClient};

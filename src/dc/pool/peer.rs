@@ -316,7 +316,7 @@ impl DcPoolPeer {
 
     /// Returns true if work of this peer has failed in flight, or if the pool was closed. A peer
     /// that has failed can be used, but its target may have moved: make another one from a current
-    /// address, as a [`PeerSet`](crate::message::PeerSet) does.
+    /// address, as a [`PeerSet`](crate::peers::PeerSet) does.
     ///
     /// In a [shared](super::DcPolicy::Shared) pool, other peers of the same stream fail with it, or
     /// without streams, all peers of the same initiator.

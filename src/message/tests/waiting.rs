@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use futures::StreamExt;
 
-use crate::message::{ConnectionConfig, Reconnect, ReconnectPolicy, ReconnectState};
+use crate::message::ConnectionConfig;
+use crate::peers::{Reconnect, ReconnectPolicy, ReconnectState};
 use crate::software::Network;
 use crate::verbs::Device;
 

@@ -9,7 +9,7 @@ use futures::future::poll_immediate;
 use tokio::time::Instant;
 use tokio_rdma::cm::ConnectError;
 use tokio_rdma::error::NoRuntime;
-use tokio_rdma::message::{
+use tokio_rdma::peers::{
     Reconnect, ReconnectCause, ReconnectError, ReconnectPolicy, ReconnectState,
 };
 use tokio_rdma::{CloseReason, Connection, EstablishError, RdmaListener, cm};

@@ -9,7 +9,7 @@ use futures::StreamExt;
 use futures::future::join_all;
 use tokio::time::Instant;
 use tokio_rdma::error::OpenError;
-use tokio_rdma::message::{
+use tokio_rdma::peers::{
     Reconnect, ReconnectCause, ReconnectError, ReconnectPolicy, ReconnectState,
 };
 use tokio_rdma::software::Network;

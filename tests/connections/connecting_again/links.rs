@@ -10,7 +10,7 @@ use futures::future::BoxFuture;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio_rdma::dc::{DcPool, DcPoolPeer, DcTarget};
-use tokio_rdma::message::{PeerLink, PeerSet, PeerSetConfig};
+use tokio_rdma::peers::{PeerLink, PeerSet, PeerSetConfig};
 use tokio_rdma::software::Network;
 use tokio_rdma::{
     Access, CompletionMode, CompletionQueue, Connection, Device, ExposedRegion, RemoteRegion,

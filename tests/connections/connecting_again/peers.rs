@@ -10,7 +10,7 @@ use futures::FutureExt;
 use futures::future::{join_all, poll_immediate};
 use tokio_rdma::CloseReason;
 use tokio_rdma::cm::ConnectError;
-use tokio_rdma::message::{Peer, PeerError, PeerLink, PeerSet, PeerSetConfig};
+use tokio_rdma::peers::{Peer, PeerError, PeerLink, PeerSet, PeerSetConfig};
 use tokio_rdma::software::Network;
 
 use super::links::{Dc, Directory, Entry, Rc, Server};

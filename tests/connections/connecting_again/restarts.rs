@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
 use tokio_rdma::error::Outcome;
-use tokio_rdma::message::Reconnect;
+use tokio_rdma::peers::Reconnect;
 use tokio_rdma::{CloseReason, Connection, Listener, MessageError};
 
 use super::setup::{Hosts, MS, eager, run};

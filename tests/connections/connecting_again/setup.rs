@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use tokio::task::JoinHandle;
-use tokio_rdma::message::{Reconnect, ReconnectPolicy, ReconnectState};
+use tokio_rdma::peers::{Reconnect, ReconnectPolicy, ReconnectState};
 use tokio_rdma::software::Network;
 use tokio_rdma::{Connection, ConnectionConfig, Device, Listener};
 

@@ -11,7 +11,7 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_rdma::cm::{ConnectError, ConnectStep};
 use tokio_rdma::error::Outcome;
-use tokio_rdma::message::{PeerSet, PeerSetConfig, Reconnect, ReconnectState};
+use tokio_rdma::peers::{PeerSet, PeerSetConfig, Reconnect, ReconnectState};
 use tokio_rdma::{
     Connection, ConnectionConfig, Device, EstablishError, MessageError, RemoteRegion,
 };
@@ -238,7 +238,7 @@ impl ReconnectTask {
 }
 
 /// Checks the delays between attempts.
-async fn watch(mut states: tokio_rdma::message::ReconnectStates) {
+async fn watch(mut states: tokio_rdma::peers::ReconnectStates) {
     while let Some(state) = states.next().await {
         match state {
             ReconnectState::Waiting { delay, cause } => {

@@ -4,8 +4,9 @@ use std::future::Future;
 use std::time::Duration;
 
 use tokio::runtime::Builder;
-use tokio_rdma::message::{BufferBudget, ReconnectPolicy};
+use tokio_rdma::message::BufferBudget;
 use tokio_rdma::op::ConnectOptions;
+use tokio_rdma::peers::ReconnectPolicy;
 use tokio_rdma::software::{self, Faults, Network};
 use tokio_rdma::types::AckTimeout;
 use tokio_rdma::{CompletionMode, ConnectionConfig};

@@ -35,14 +35,13 @@ use tokio::time::{Instant, sleep};
 pub use error::{ReconnectCause, ReconnectError};
 pub use policy::ReconnectPolicy;
 
-use super::config::ConnectionConfig;
-use super::connection::Connection;
-use super::error::{CloseReason, EstablishError, MessageError};
 use crate::clock;
 use crate::contained::{contained, wakes_contained};
 use crate::error::{NoRuntime, OpenError};
+use crate::message::{
+    CloseReason, Connection, ConnectionConfig, EstablishError, MessageError, RefusalReason,
+};
 use crate::verbs::Device;
-use rdma_message_proto::refusal::RefusalReason;
 
 /// A connection to an address that is made anew whenever it ends, until this handle is closed or
 /// dropped.
@@ -55,7 +54,7 @@ use rdma_message_proto::refusal::RefusalReason;
 /// [`protection_domain`](ConnectionConfig::protection_domain).
 ///
 /// ```
-/// use tokio_rdma::message::{Reconnect, ReconnectPolicy};
+/// use tokio_rdma::peers::{Reconnect, ReconnectPolicy};
 /// use tokio_rdma::{ConnectionConfig, Listener};
 /// # use tokio_rdma::Device;
 ///
@@ -184,7 +183,7 @@ impl fmt::Display for ReconnectState {
 }
 
 impl Reconnect {
-    /// Connects to a [`Listener`](super::Listener) at `address`, which is resolved for each
+    /// Connects to a [`Listener`](crate::Listener) at `address`, which is resolved for each
     /// attempt.
     ///
     /// # Errors
@@ -209,7 +208,7 @@ impl Reconnect {
     /// another device.
     ///
     /// ```
-    /// # use tokio_rdma::message::{Reconnect, ReconnectPolicy};
+    /// # use tokio_rdma::peers::{Reconnect, ReconnectPolicy};
     /// # use tokio_rdma::{ConnectionConfig, Device};
     /// # fn example(name: String) -> Result<(), Box<dyn std::error::Error>> {
     /// let client = Reconnect::with_device(
@@ -250,7 +249,7 @@ impl Reconnect {
     /// addresses, or look one up in a directory. Events of devices do not influence its attempts.
     ///
     /// ```
-    /// # use tokio_rdma::message::{Reconnect, ReconnectPolicy};
+    /// # use tokio_rdma::peers::{Reconnect, ReconnectPolicy};
     /// # use tokio_rdma::{Connection, Device};
     /// # use std::net::SocketAddr;
     /// # use std::sync::{Arc, Mutex};

@@ -34,15 +34,13 @@ use tokio::time::{Instant, sleep_until, timeout_at};
 pub use link::PeerLink;
 pub use settings::{PeerError, PeerSetConfig, PeerSetCounters};
 
-use super::config::ConnectionConfig;
-use super::connection::Connection;
-use super::error::EstablishError;
 use crate::clock;
 use crate::cm::ConnectError;
 use crate::contained::wakes_contained;
 use crate::dc::{DcAddress, DcPool, DcPoolPeer};
 use crate::engine::{PortChanges, all_ports_are_down};
 use crate::error::NoRuntime;
+use crate::message::{Connection, ConnectionConfig, EstablishError};
 use crate::verbs::Device;
 use table::{State, Table};
 
@@ -58,7 +56,7 @@ use table::{State, Table};
 /// ```
 /// use std::collections::HashMap;
 /// use std::net::SocketAddr;
-/// use tokio_rdma::message::{PeerSet, PeerSetConfig};
+/// use tokio_rdma::peers::{PeerSet, PeerSetConfig};
 /// use tokio_rdma::{ConnectionConfig, Listener};
 /// # use tokio_rdma::Device;
 ///
@@ -134,7 +132,7 @@ impl<K: Hash + Eq + Clone, L: PeerLink + fmt::Debug> fmt::Debug for Peer<K, L> {
 }
 
 impl<K: Hash + Eq + Clone + Send + Sync + 'static> PeerSet<K> {
-    /// Creates an empty set whose peers are [`Listener`](super::Listener)s at the addresses that
+    /// Creates an empty set whose peers are [`Listener`](crate::Listener)s at the addresses that
     /// `resolve` returns. It is called for each attempt, so an address may change; a connection
     /// that exists is kept until it ends or is [disconnected](Self::disconnect).
     ///
@@ -202,7 +200,7 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static> PeerSet<K, DcPoolPeer> {
     /// # use tokio_rdma::{ExposedRegion, Pool, SharedReceiveQueue};
     /// # use std::collections::HashMap;
     /// use tokio_rdma::dc::DcPool;
-    /// use tokio_rdma::message::{PeerSet, PeerSetConfig};
+    /// use tokio_rdma::peers::{PeerSet, PeerSetConfig};
     ///
     /// # #[tokio::main(flavor = "current_thread")]
     /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -71,7 +71,7 @@ impl ReconnectPolicy {
     ///
     /// ```
     /// use tokio_rdma::EstablishError;
-    /// use tokio_rdma::message::ReconnectPolicy;
+    /// use tokio_rdma::peers::ReconnectPolicy;
     ///
     /// // This service rejects clients while it is busy.
     /// let policy = ReconnectPolicy::default().retry_when(|error| {

@@ -10,7 +10,7 @@ use crate::message::Connection;
 ///
 /// ```
 /// use tokio_rdma::Connection;
-/// use tokio_rdma::message::PeerLink;
+/// use tokio_rdma::peers::PeerLink;
 ///
 /// struct Session {
 ///     connection: Connection,
