@@ -11,8 +11,8 @@ use rdma_provider::types::{
 };
 
 use super::dc::{Environment, Header, Outcome, SessionNumber, Target};
-use super::device::dma::{Gather, Memory, Payload};
-use super::device::keys::Keys;
+use super::memory::dma::{Gather, Memory, Payload};
+use super::memory::keys::Keys;
 use super::roce::packet::{AtomicOp, Body, Packet, Part, Reth, Tail};
 use super::roce::responder::{ReceiveConfig, ReceiveWqe, Receiver, Responder};
 

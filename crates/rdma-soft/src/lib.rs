@@ -63,7 +63,9 @@ mod error;
 #[cfg(any(fuzzing, test))]
 #[allow(unreachable_pub, reason = "reachable for a fuzzer only")]
 mod hostile;
+mod memory;
 mod net;
+mod ring;
 mod roce;
 
 #[cfg(test)]
@@ -71,8 +73,8 @@ mod roce;
 mod tests;
 
 pub use cm::{CmChannel, CmId};
-pub use dc::{Dct, TargetCounters};
-pub use device::{Ah, Channel, Context, Cq, CqCounters, Mr, Mw, Pd, Qp, Srq};
+pub use dc::TargetCounters;
+pub use device::{Ah, Channel, Context, Cq, CqCounters, Dct, Mr, Mw, Pd, Qp, Srq};
 pub use error::OpenError;
 pub use net::{
     Alarm, DeviceControl, Faults, LinkControl, LinkCounters, Network, UdpConfig, UdpError,

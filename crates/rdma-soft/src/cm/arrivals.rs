@@ -11,7 +11,7 @@ use super::machine::{BUSY_TIMEOUT, Event, Machine, Numbers, Output, bounded};
 use super::message::{
     About, CommId, Drep, Dreq, Mad, Message, Mra, Private, Rej, Rep, Req, SidrRep, SidrStatus,
 };
-use super::ports::covers;
+use crate::net::ports::covers;
 
 impl Machine {
     pub(super) fn on_message(&mut self, now: u64, from: Gid, mad: Mad, numbers: impl Numbers) {

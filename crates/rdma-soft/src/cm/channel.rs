@@ -17,7 +17,7 @@ use super::super::device::{DeviceInner, PORT};
 use super::machine::Destination;
 use super::manager::Manager;
 use super::message::CommId;
-use super::ports::canonical;
+use crate::net::ports::canonical;
 
 /// An event channel, see [`cm_contract::CmChannel`].
 #[derive(Debug)]

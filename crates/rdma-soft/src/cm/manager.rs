@@ -16,7 +16,7 @@ use rdma_provider::types::{Gid, Mtu, Psn, Qpn, RnrTimer, Transport};
 
 use super::super::Soft;
 use super::super::device::DeviceInner;
-use super::super::device::scheduler::Job;
+use super::super::net::scheduler::Job;
 use super::super::roce::packet::{Aeth, Body, Packet, Syndrome};
 use super::channel::{ChannelInner, CmId};
 use super::machine::{Event, Machine, Numbers, Output};

@@ -8,7 +8,7 @@
 //! - [`machine`], [`arrivals`] and [`answering`] are the protocol as a pure state machine.
 //! - [`message`] has the messages, [`mad`] their bytes.
 //! - [`manager`] adds the lock and the network; [`channel`] implements the contract.
-//! - [`ports`] records bound addresses, [`limits`] bounds what peers can demand.
+//! - [`limits`] bounds what peers can demand.
 //!
 //! A device's IP address is its GID. All devices of a network share 127.0.0.1 and ::1: a connection
 //! there goes to the device that listens on the port. The device that owns an address rejects
@@ -27,11 +27,9 @@ mod machine;
 mod mad;
 mod manager;
 mod message;
-mod ports;
 
 #[cfg(test)]
 mod tests;
 
 pub use channel::{CmChannel, CmId};
 pub(super) use manager::Manager;
-pub(super) use ports::Ports;

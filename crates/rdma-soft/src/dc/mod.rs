@@ -18,16 +18,11 @@
 //! delayed or duplicate packets are not executed again, and a target need not remember removed
 //! sessions.
 
-mod dct;
 mod header;
-mod pump;
 mod sessions;
 mod target;
 
-pub use dct::Dct;
-pub(super) use dct::{DctInner, create};
 pub(super) use header::{Header, SessionNumber};
-pub(super) use target::Framed;
+pub(super) use sessions::{MAX_SESSIONS, SessionKey};
 pub use target::TargetCounters;
-#[cfg(any(fuzzing, test))]
-pub(super) use target::{Environment, Outcome, Target};
+pub(super) use target::{Environment, Framed, Outcome, Target};

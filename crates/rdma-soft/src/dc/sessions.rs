@@ -12,7 +12,7 @@ use crate::roce::responder::Responder;
 use super::header::SessionNumber;
 
 /// 4096 sessions take 2 MiB, and at most 1 KiB each for replay data.
-pub(super) const MAX_SESSIONS: usize = 4096;
+pub(crate) const MAX_SESSIONS: usize = 4096;
 
 /// How long a session must be silent before eviction, in nanoseconds. An initiator that has all its
 /// answers renews its session after a tenth of that anyway.
@@ -21,7 +21,7 @@ const SILENCE: u64 = 10_000_000_000;
 /// The initiator of a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct SessionKey {
-    pub(super) gid: Gid,
+    pub(crate) gid: Gid,
     pub(super) source: Qpn,
     pub(super) incarnation: u32,
 }

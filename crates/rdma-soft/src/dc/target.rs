@@ -7,8 +7,8 @@ use std::collections::VecDeque;
 
 use rdma_provider::types::{DcKey, Gid, QpState, Qpn, Transport};
 
-use crate::device::dma::{Gather, Payload};
-use crate::device::keys::Keys;
+use crate::memory::dma::{Gather, Payload};
+use crate::memory::keys::Keys;
 use crate::roce::packet::{Aeth, Body, Nak, Packet, Syndrome};
 use crate::roce::responder::{ReceiveConfig, ReceiveWqe, Receiver, Responder};
 

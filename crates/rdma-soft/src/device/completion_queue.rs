@@ -12,8 +12,8 @@ use rdma_provider::types::{AsyncEvent, Qpn, WorkCompletion};
 
 use super::ContextInner;
 use super::completion_channel::{Channel, Subscriber};
-use super::ring::Ring;
 use super::shared_receive_queue::SrqInner;
+use crate::ring::Ring;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Arm {

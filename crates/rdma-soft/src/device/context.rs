@@ -19,16 +19,16 @@ use rdma_provider::types::{
 };
 
 use super::{DeviceInner, MAX_MR_SIZE, PORT};
-use super::{dma_buf, queue_pair};
+use super::{dct, dma_buf, queue_pair};
+use crate::Soft;
 use crate::cm::CmChannel;
-use crate::dc::Dct;
 use crate::device::completion_channel::{Channel, Mailbox, os_error};
 use crate::device::completion_queue::Cq;
-use crate::device::dma::Memory;
+use crate::device::dct::Dct;
 use crate::device::queue_pair::Qp;
 use crate::device::shared_receive_queue::Srq;
+use crate::memory::dma::Memory;
 use crate::roce::requester::MAX_MESSAGE;
-use crate::{Soft, dc};
 
 #[derive(Debug)]
 pub(crate) struct ContextInner {
@@ -294,7 +294,7 @@ impl contract::Pd<Soft> for Pd {
 
     fn create_dct(&self, init: &DctInit<'_, Soft>) -> Result<Dct, VerbError> {
         self.context.device.check_alive("mlx5dv_create_qp")?;
-        dc::create(&self.context, self.id, init)
+        dct::create(&self.context, self.id, init)
     }
 
     fn create_srq(&self, caps: SrqCaps) -> Result<Srq, VerbError> {

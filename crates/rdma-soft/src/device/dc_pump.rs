@@ -4,19 +4,17 @@ use std::sync::Arc;
 
 use rdma_provider::types::Gid;
 
-use crate::device::deferred::Deferred;
-use crate::device::dma::{Gather, Payload};
-use crate::device::pump::{Budget, payload_of};
-use crate::device::queue_pair::{QpInner, SendSide, Sender};
-use crate::device::scheduler::Job;
-use crate::net::udp::Outbox;
+use crate::dc::{Header, Outcome, SessionKey};
+use crate::memory::dma::{Gather, Payload};
+use crate::net::scheduler::Job;
 use crate::roce::packet::Packet;
 use crate::roce::requester::{Destination, Requester};
 
 use super::dct::{DctInner, State, TargetSide};
-use super::header::Header;
-use super::sessions::SessionKey;
-use super::target::Outcome;
+use super::deferred::Deferred;
+use super::outbox::Outbox;
+use super::pump::{Budget, payload_of};
+use super::queue_pair::{QpInner, SendSide, Sender};
 
 impl QpInner {
     /// Executes requests directly. True if work remains after a slice.

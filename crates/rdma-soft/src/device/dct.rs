@@ -13,14 +13,13 @@ use rdma_provider::types::{
 };
 
 use crate::Soft;
-use crate::device::completion_queue::{CqInner, Frees, Polled};
-use crate::device::deferred::Deferred;
-use crate::device::shared_receive_queue::SrqInner;
-use crate::device::{ContextInner, DeviceInner, PORT};
+use crate::dc::{Environment, MAX_SESSIONS, Target, TargetCounters};
 use crate::roce::responder::{ReceiveConfig, ReceiveWqe, Receiver};
 
-use super::sessions::MAX_SESSIONS;
-use super::target::{Environment, Target, TargetCounters};
+use super::completion_queue::{CqInner, Frees, Polled};
+use super::deferred::Deferred;
+use super::shared_receive_queue::SrqInner;
+use super::{ContextInner, DeviceInner, PORT};
 
 pub(crate) struct DctInner {
     context: Arc<ContextInner>,

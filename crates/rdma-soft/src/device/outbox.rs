@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use crate::dc::{Framed, Header};
-use crate::device::DeviceInner;
-use crate::device::dma::Payload;
+use crate::memory::dma::Payload;
 use crate::roce::packet::Packet;
 use rdma_provider::types::{Gid, Transport};
 
-use super::batch::Batch;
+use super::DeviceInner;
+use crate::net::udp::Batch;
 
 /// A packet buffer, sent when dropped. Until then no other thread may send packets of the same half
 /// of a queue pair, which would overtake.

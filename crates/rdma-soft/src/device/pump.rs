@@ -14,12 +14,13 @@ use rdma_provider::types::{Access, Data, Gid, Psn, SendWr, Transport};
 
 use super::DeviceInner;
 use super::deferred::Deferred;
-use super::dma::{Gather, Payload};
+use super::outbox::Outbox;
 use super::queue_pair::{QpInner, ReceiveSide, ReceiverHalf, SendSide, Sender};
-use super::scheduler::Job;
 use crate::cm::Manager;
+use crate::memory::dma::{Gather, Payload};
 use crate::net::network::NetworkInner;
-use crate::net::udp::{Outbox, Pace};
+use crate::net::scheduler::Job;
+use crate::net::udp::Pace;
 use crate::roce::packet::Packet;
 use crate::roce::requester::{Destination, DirectMessage, Outgoing, Requester, Source};
 use crate::roce::responder::Responder;

@@ -23,13 +23,13 @@ use rdma_provider::types::{
 
 use self::modify::state_of;
 use super::completion_queue::{CqInner, Frees, Polled};
+use super::dct::DctInner;
 use super::deferred::Deferred;
 use super::pump::Budget;
 use super::shared_receive_queue::SrqInner;
 use super::{ContextInner, DeviceInner, PORT};
 use crate::Soft;
 use crate::cm::Manager;
-use crate::dc::DctInner;
 use crate::net::udp::WindowSlot;
 use crate::roce::requester::{
     Destination, Flow, Requester, SendCompletions, SendConfig, SendCounters,

@@ -13,7 +13,7 @@ use rdma_provider::contract::{self, PostError};
 use rdma_provider::types::{AsyncEvent, RecvWr, SrqCaps};
 
 use super::ContextInner;
-use super::ring::Ring;
+use crate::ring::Ring;
 use crate::roce::responder::ReceiveWqe;
 
 #[derive(Debug)]

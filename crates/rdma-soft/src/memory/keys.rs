@@ -29,7 +29,7 @@ use rdma_provider::locks::Mutex;
 use rdma_provider::types::{Access, Qpn, Sge};
 
 use super::dma::{Gather, Memory, Region, Segment, Words};
-use super::memory_windows::Window;
+use super::windows::Window;
 
 /// Maximum number of registrations: half the number of buckets.
 pub(crate) const MAX_REGISTRATIONS: u32 = 1 << (BUCKET_BITS - 1);

@@ -4,6 +4,8 @@
 pub(crate) mod faults;
 mod links;
 pub(crate) mod network;
+pub(crate) mod ports;
+pub(crate) mod scheduler;
 pub(crate) mod udp;
 
 pub use self::faults::{Faults, LinkCounters};

@@ -16,14 +16,17 @@ use crate::{OpenError, UdpError};
 use rdma_provider::types::{AsyncEvent, Gid, Qkey, Qpn, Transport};
 
 use super::faults::{Faults, Link, LinkCounters, OneWay};
-use super::udp::{DeferredAnswer, Endpoint, Outbox, UdpConfig};
-use crate::cm::{Manager, Ports};
-use crate::dc::{DctInner, Header};
-use crate::device::dma::Payload;
+use super::ports::Ports;
+use super::scheduler::{Job, Scheduler};
+use super::udp::{DeferredAnswer, Endpoint, UdpConfig};
+use crate::cm::Manager;
+use crate::dc::Header;
+use crate::device::dct::DctInner;
+use crate::device::outbox::Outbox;
 use crate::device::pump::Half;
 use crate::device::queue_pair::QpInner;
-use crate::device::scheduler::{Job, Scheduler};
 use crate::device::{Context, DeviceInner};
+use crate::memory::dma::Payload;
 use crate::roce::packet::{self, Body, Packet, WireError};
 
 /// Management queue pair and its key (IBTA 3.5.10 and 10.2.5).

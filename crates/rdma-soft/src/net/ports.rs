@@ -26,7 +26,7 @@ pub(crate) struct Ports {
 
 impl Ports {
     /// Binds `address` for a device. Returns the port and a claim number for its release.
-    pub(super) fn claim(
+    pub(crate) fn claim(
         &mut self,
         address: SocketAddr,
         device: Gid,
@@ -52,7 +52,7 @@ impl Ports {
         Ok((port, self.claims))
     }
 
-    pub(super) fn listen(&mut self, port: u16, claim: u64) {
+    pub(crate) fn listen(&mut self, port: u16, claim: u64) {
         let bound =
             self.bound.get_mut(&port).and_then(|all| all.iter_mut().find(|one| one.claim == claim));
         if let Some(bound) = bound {
@@ -60,7 +60,7 @@ impl Ports {
         }
     }
 
-    pub(super) fn release(&mut self, port: u16, claim: u64) {
+    pub(crate) fn release(&mut self, port: u16, claim: u64) {
         if let Some(all) = self.bound.get_mut(&port) {
             all.retain(|one| one.claim != claim);
             if all.is_empty() {
@@ -70,7 +70,7 @@ impl Ports {
     }
 
     /// Returns the device that listens at `address`.
-    pub(super) fn listener(&self, address: SocketAddr) -> Option<Gid> {
+    pub(crate) fn listener(&self, address: SocketAddr) -> Option<Gid> {
         let all = self.bound.get(&address.port())?;
         all.iter().find(|one| one.listens && covers(one.ip, address.ip())).map(|one| one.device)
     }
@@ -87,12 +87,12 @@ impl Ports {
     }
 
     #[cfg(test)]
-    pub(super) fn taken(&self) -> usize {
+    pub(crate) fn taken(&self) -> usize {
         self.bound.values().map(Vec::len).sum()
     }
 }
 
-pub(super) fn covers(bound: IpAddr, ip: IpAddr) -> bool {
+pub(crate) fn covers(bound: IpAddr, ip: IpAddr) -> bool {
     match bound {
         IpAddr::V4(Ipv4Addr::UNSPECIFIED) => ip.is_ipv4(),
         IpAddr::V6(Ipv6Addr::UNSPECIFIED) => true,
@@ -104,7 +104,7 @@ fn overlap(a: IpAddr, b: IpAddr) -> bool {
     covers(a, b) || covers(b, a)
 }
 
-pub(super) fn canonical(address: SocketAddr) -> SocketAddr {
+pub(crate) fn canonical(address: SocketAddr) -> SocketAddr {
     SocketAddr::new(address.ip().to_canonical(), address.port())
 }
 

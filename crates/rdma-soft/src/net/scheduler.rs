@@ -16,13 +16,13 @@ use std::time::{Duration, Instant};
 
 use rdma_provider::locks::{Condvar, Mutex, MutexGuard, wake_when_none_is_held};
 
-use super::DeviceInner;
-use super::pump::Half;
-use super::queue_pair::QpInner;
+use super::network::Delivery;
+use super::udp::PeerLink;
 use crate::cm::Manager;
-use crate::dc::DctInner;
-use crate::net::network::Delivery;
-use crate::net::udp::PeerLink;
+use crate::device::DeviceInner;
+use crate::device::dct::DctInner;
+use crate::device::pump::Half;
+use crate::device::queue_pair::QpInner;
 
 /// A scheduled action. Its references are weak, so it does not keep the network alive.
 #[derive(Debug)]

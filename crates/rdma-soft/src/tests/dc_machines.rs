@@ -9,8 +9,8 @@ use super::*;
 use rdma_provider::types::{DcKey, DctTarget, Gid, WcStatus};
 
 use super::super::dc::{Environment, Header, Outcome, SessionNumber, Target};
-use super::super::device::dma::{Gather, Payload};
-use super::super::device::keys::Keys;
+use super::super::memory::dma::{Gather, Payload};
+use super::super::memory::keys::Keys;
 use super::super::roce::packet::{Aeth, AtomicOp, Body, Nak, Packet, Part, Reth, Syndrome, Tail};
 use super::super::roce::requester::{Flow, Outgoing, Requester, SendCompletions, SendConfig};
 use super::super::roce::responder::{ReceiveConfig, ReceiveWqe, Receiver};

@@ -4,8 +4,8 @@ use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use super::machines::{ALL, PD, memory};
-use crate::device::dma::{Memory, Payload};
-use crate::device::keys::{Keys, MAX_REGISTRATIONS};
+use crate::memory::dma::{Memory, Payload};
+use crate::memory::keys::{Keys, MAX_REGISTRATIONS};
 use rdma_provider::types::{Access, Lkey, Qpn, Rkey, WindowBind};
 
 #[test]

@@ -3,8 +3,8 @@
 use super::*;
 use rdma_provider::types::WcStatus;
 
-use super::super::device::dma::Memory;
-use super::super::device::keys::Keys;
+use super::super::memory::dma::Memory;
+use super::super::memory::keys::Keys;
 use super::super::roce::requester::SendCompletions;
 use super::super::roce::responder::{ReceiveWqe, Receiver};
 

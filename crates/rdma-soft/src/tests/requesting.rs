@@ -4,8 +4,8 @@ use super::machines::{Log, PD, PSN, memory};
 use super::*;
 use rdma_provider::types::WcStatus;
 
-use super::super::device::dma::{Gather, Payload};
-use super::super::device::keys::Keys;
+use super::super::memory::dma::{Gather, Payload};
+use super::super::memory::keys::Keys;
 use super::super::roce::packet::{Aeth, Body, Nak, Packet, Part, Reth, Syndrome};
 use super::super::roce::requester::{Flow, Requester, SendConfig, WindowRequest};
 

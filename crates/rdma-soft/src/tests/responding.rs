@@ -4,8 +4,8 @@ use super::machines::{Log, MTU, PD, PSN, memory};
 use super::*;
 use rdma_provider::types::{Gid, Imm, WcStatus, WindowBind};
 
-use super::super::device::dma::{Gather, Payload};
-use super::super::device::keys::Keys;
+use super::super::memory::dma::{Gather, Payload};
+use super::super::memory::keys::Keys;
 use super::super::roce::packet::{Aeth, AtomicOp, Body, Nak, Packet, Part, Reth, Syndrome, Tail};
 use super::super::roce::responder::{ReceiveConfig, Responder};
 

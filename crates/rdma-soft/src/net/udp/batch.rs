@@ -28,7 +28,7 @@ pub(super) struct Group {
 }
 
 #[derive(Debug)]
-pub(super) struct Batch {
+pub(crate) struct Batch {
     bytes: Vec<u8>,
     groups: Vec<Group>,
 }
@@ -38,7 +38,7 @@ impl Batch {
         Self { bytes: Vec::with_capacity(CAPACITY), groups: Vec::with_capacity(GROUPS) }
     }
 
-    pub(super) fn has_capacity(&self) -> bool {
+    pub(crate) fn has_capacity(&self) -> bool {
         self.groups.len() < GROUPS && self.bytes.len() + MAX_PACKET <= CAPACITY
     }
 

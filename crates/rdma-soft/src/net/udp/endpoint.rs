@@ -18,13 +18,13 @@ use rdma_provider::VerbError;
 
 use crate::UdpError;
 use crate::cm::Manager;
-use crate::dc::DctInner;
 use crate::device::DeviceInner;
+use crate::device::dct::DctInner;
 use crate::device::pump::Half;
 use crate::device::queue_pair::QpInner;
-use crate::device::scheduler::Scheduler;
 use crate::net::faults::LinkCounters;
 use crate::net::network::NetworkInner;
+use crate::net::scheduler::Scheduler;
 use crate::net::udp::interface::{mtu_at, scope_of};
 use crate::roce::packet::Packet;
 use rdma_provider::types::{Gid, Mtu};
@@ -210,11 +210,11 @@ impl Endpoint {
         fitting(mtu_at(self.socket.local().ip()).unwrap_or(SMALLEST_ROUTE))
     }
 
-    pub(super) fn batch(&self) -> Batch {
+    pub(crate) fn batch(&self) -> Batch {
         self.spare.lock().pop().unwrap_or_else(Batch::new)
     }
 
-    pub(super) fn keep(&self, mut batch: Batch) {
+    pub(crate) fn keep(&self, mut batch: Batch) {
         batch.clear();
         let mut spare = self.spare.lock();
         if spare.len() < SPARE {
@@ -223,7 +223,7 @@ impl Endpoint {
     }
 
     /// Adds a packet; `write` appends all but the ICRC.
-    pub(super) fn push(&self, batch: &mut Batch, to: Gid, write: impl FnOnce(&mut Vec<u8>)) {
+    pub(crate) fn push(&self, batch: &mut Batch, to: Gid, write: impl FnOnce(&mut Vec<u8>)) {
         let (header, address) = self.header_to(to);
         batch.push(&header, address, self.cuts.load(Ordering::Relaxed), write);
     }
@@ -272,7 +272,7 @@ impl Endpoint {
     }
 
     /// Sends `batch`; refused packets are lost, as on any network.
-    pub(super) fn send(&self, batch: &mut Batch) {
+    pub(crate) fn send(&self, batch: &mut Batch) {
         if batch.is_empty() {
             return;
         }

@@ -15,7 +15,6 @@ mod endpoint;
 mod error;
 mod inbox_lock;
 pub(crate) mod interface;
-mod outbox;
 mod pace;
 mod peer_link;
 #[cfg_attr(not(target_os = "linux"), path = "socket_elsewhere.rs")]
@@ -24,9 +23,9 @@ mod socket;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use batch::Batch;
 pub use config::UdpConfig;
 pub(crate) use endpoint::{DeferredAnswer, Endpoint};
 pub use error::UdpError;
-pub(crate) use outbox::Outbox;
 pub(crate) use pace::Pace;
 pub(crate) use peer_link::{PeerLink, WindowSlot};

@@ -28,7 +28,7 @@ use smallvec::SmallVec;
 
 use self::epochs::{Epochs, Load};
 use crate::device::queue_pair::QpInner;
-use crate::device::scheduler::{Job, Scheduler};
+use crate::net::scheduler::{Job, Scheduler};
 use crate::roce::requester::{Flow, WindowRequest};
 use rdma_provider::types::Mtu;
 

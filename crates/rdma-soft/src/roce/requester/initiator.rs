@@ -14,8 +14,8 @@
 use rdma_provider::types::{DcKey, Gid, Psn, QpState, WcStatus};
 
 use crate::dc::{Header, SessionNumber};
-use crate::device::dma::Payload;
-use crate::device::keys::Keys;
+use crate::memory::dma::Payload;
+use crate::memory::keys::Keys;
 use crate::roce::packet::{Body, Packet};
 
 use super::{Destination, Outgoing, Requester, SendCompletions, SendConfig, Source};

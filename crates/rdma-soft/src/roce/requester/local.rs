@@ -2,7 +2,7 @@
 
 use rdma_provider::types::{QpState, SendOp, WcStatus};
 
-use crate::device::keys::Keys;
+use crate::memory::keys::Keys;
 
 use super::{Requester, SendCompletions};
 

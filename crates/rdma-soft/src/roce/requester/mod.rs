@@ -34,9 +34,9 @@ use rdma_provider::types::{
     Sge, Transport, WcStatus, WorkCompletion,
 };
 
-use crate::device::dma::Gather;
-use crate::device::keys::Keys;
-use crate::device::ring::Ring;
+use crate::memory::dma::Gather;
+use crate::memory::keys::Keys;
+use crate::ring::Ring;
 use crate::roce::packet::{Packet, Part};
 
 /// Maximum message length: 2^22 packets of the smallest MTU, well below the 2^23 at which PSNs

@@ -2,8 +2,8 @@
 
 use rdma_provider::types::{Access, Psn, QpState, RnrTimer, SendOp, Transport, WcStatus};
 
-use crate::device::dma::{Gather, Payload};
-use crate::device::keys::Keys;
+use crate::memory::dma::{Gather, Payload};
+use crate::memory::keys::Keys;
 use crate::roce::packet::{Body, Nak, Packet, Part, Syndrome};
 
 use super::wqe::left_in_request;

@@ -5,8 +5,8 @@ use rdma_provider::types::{
     WcOpcode, WcStatus, WindowBind, WorkCompletion, WrId,
 };
 
-use crate::device::dma::Gather;
-use crate::device::keys::Keys;
+use crate::memory::dma::Gather;
+use crate::memory::keys::Keys;
 use crate::roce::packet::{AtomicOp, Body, Part, Reth, Tail};
 
 use super::{MAX_MESSAGE, SendConfig};

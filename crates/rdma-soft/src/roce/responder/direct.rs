@@ -2,8 +2,8 @@
 
 use rdma_provider::types::{Access, Gid, Psn, QpState, SendOp, Transport};
 
-use crate::device::dma::{self, Payload, Segment};
-use crate::device::keys::Keys;
+use crate::memory::dma::{self, Payload, Segment};
+use crate::memory::keys::Keys;
 use crate::roce::packet::{AtomicOp, Part, Tail};
 use crate::roce::requester::DirectMessage;
 

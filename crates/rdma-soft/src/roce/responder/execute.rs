@@ -4,8 +4,8 @@ use rdma_provider::types::{
     Access, Imm, Mtu, Psn, RemoteAddr, WcFlags, WcOpcode, WcStatus, WorkCompletion,
 };
 
-use crate::device::dma::{self, Payload, Segment};
-use crate::device::keys::Keys;
+use crate::memory::dma::{self, Payload, Segment};
+use crate::memory::keys::Keys;
 use crate::roce::packet::{AtomicOp, Body, Packet, Part, Reth, Syndrome, Tail};
 use crate::roce::requester::MAX_MESSAGE;
 

@@ -21,9 +21,9 @@ use rdma_provider::types::{
     WcOpcode, WcStatus, WorkCompletion, WrId,
 };
 
-use crate::device::dma::{Gather, Payload};
-use crate::device::keys::Keys;
-use crate::device::ring::Ring;
+use crate::memory::dma::{Gather, Payload};
+use crate::memory::keys::Keys;
+use crate::ring::Ring;
 use crate::roce::packet::{Aeth, Body, Nak, Packet, Part, Reth, Syndrome};
 
 use execute::part_fits;

@@ -4,8 +4,8 @@ use smallvec::SmallVec;
 
 use rdma_provider::types::{Access, RecvWr, Sge, WcStatus, WorkCompletion, WrId};
 
-use crate::device::dma::{Gather, Payload};
-use crate::device::keys::Keys;
+use crate::memory::dma::{Gather, Payload};
+use crate::memory::keys::Keys;
 
 use super::{Receiver, Refusal, Responder};
 

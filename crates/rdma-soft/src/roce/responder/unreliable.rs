@@ -4,8 +4,8 @@ use std::net::IpAddr;
 
 use rdma_provider::types::{Gid, WcFlags, WcOpcode, WcStatus, WorkCompletion};
 
-use crate::device::dma::Payload;
-use crate::device::keys::Keys;
+use crate::memory::dma::Payload;
+use crate::memory::keys::Keys;
 use crate::roce::packet::{Body, Packet};
 
 use super::{Piece, Receiver, Responder};
