@@ -16,7 +16,7 @@ use rdma_provider::types::{Gid, Mtu, Psn, Qpn, RnrTimer, Transport};
 
 use super::super::Soft;
 use super::super::device::DeviceInner;
-use super::super::net::scheduler::Job;
+use super::super::net::scheduler::{Scheduled, Task};
 use super::super::roce::packet::{Aeth, Body, Packet, Syndrome};
 use super::channel::{ChannelInner, CmId};
 use super::machine::{Event, Machine, Numbers, Output};
@@ -79,16 +79,6 @@ impl Manager {
             (result, state.flush(device, now))
         };
         result
-    }
-
-    pub(crate) fn on_timer(device: &Arc<DeviceInner>) {
-        Self::with(device, |state, now| {
-            // A job for a later time may still follow.
-            if state.scheduled.is_some_and(|at| at <= now) {
-                state.scheduled = None;
-            }
-            state.machine.on_timer(now);
-        });
     }
 
     /// Processes a management datagram from `from`. It causes at most one answer.
@@ -199,6 +189,19 @@ impl Manager {
     }
 }
 
+impl Scheduled for DeviceInner {
+    /// Processes the timeouts of its connections.
+    fn run(self: Arc<Self>, _timer: Task) {
+        Manager::with(&self, |state, now| {
+            // A later timer may still follow.
+            if state.scheduled.is_some_and(|at| at <= now) {
+                state.scheduled = None;
+            }
+            state.machine.on_timer(now);
+        });
+    }
+}
+
 impl State {
     pub(super) fn new_key(&mut self, channel: &Arc<ChannelInner>) -> u64 {
         self.last_key += 1;
@@ -294,7 +297,7 @@ impl State {
             && self.scheduled.is_none_or(|scheduled| at < scheduled)
         {
             self.scheduled = Some(at);
-            device.network.scheduler.schedule(at, Job::ConnectionTimer(Arc::downgrade(device)));
+            device.network.scheduler.run_at(at, device, Task::Timer);
         }
         held
     }

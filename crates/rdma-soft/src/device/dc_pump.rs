@@ -6,7 +6,7 @@ use rdma_provider::types::Gid;
 
 use crate::dc::{Header, Outcome, SessionKey};
 use crate::memory::dma::{Gather, Payload};
-use crate::net::scheduler::Job;
+use crate::net::scheduler::{Scheduled, Task};
 use crate::roce::packet::Packet;
 use crate::roce::requester::{Destination, Requester};
 
@@ -232,17 +232,6 @@ impl DctInner {
         deferred.run();
     }
 
-    /// Continues to send replies as a scheduler job.
-    pub(crate) fn on_continue_replies(self: &Arc<Self>) {
-        let deferred = Deferred::new();
-        {
-            let mut state = self.state.lock();
-            state.replying = false;
-            self.reply(&mut state, &deferred);
-        }
-        deferred.run();
-    }
-
     /// Sends a slice of replies, session by session.
     fn reply(self: &Arc<Self>, state: &mut State, deferred: &Deferred) {
         let device = self.device();
@@ -262,10 +251,23 @@ impl DctInner {
                     state.machine.put_due(key);
                     state.replying = true;
                     let scheduler = &device.network.scheduler;
-                    scheduler.schedule(scheduler.now(), Job::TargetReply(Arc::downgrade(self)));
+                    scheduler.run_at(scheduler.now(), self, Task::Reply);
                     return;
                 }
             }
         }
+    }
+}
+
+impl Scheduled for DctInner {
+    /// Continues to send replies.
+    fn run(self: Arc<Self>, _reply: Task) {
+        let deferred = Deferred::new();
+        {
+            let mut state = self.state.lock();
+            state.replying = false;
+            self.reply(&mut state, &deferred);
+        }
+        deferred.run();
     }
 }

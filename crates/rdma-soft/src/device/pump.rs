@@ -19,7 +19,7 @@ use super::queue_pair::{QpInner, ReceiveSide, ReceiverHalf, SendSide, Sender};
 use crate::cm::Manager;
 use crate::memory::dma::{Gather, Payload};
 use crate::net::network::NetworkInner;
-use crate::net::scheduler::Job;
+use crate::net::scheduler::{Scheduled, Task};
 use crate::net::udp::Pace;
 use crate::roce::packet::Packet;
 use crate::roce::requester::{Destination, DirectMessage, Outgoing, Requester, Source};
@@ -118,7 +118,7 @@ impl QpInner {
         let scheduler = &self.device().network.scheduler;
         let now = scheduler.now();
         let at = self.pace().map_or(now, |pace| pace.resumes(sender.passed_over).max(now));
-        scheduler.schedule(at, Job::Continue(Arc::downgrade(self)));
+        scheduler.run_at(at, self, Task::Continue);
     }
 
     /// Executes a work request on the connected peer without the send queue, or queues it if that
@@ -553,44 +553,18 @@ impl QpInner {
             if budget.is_spent() && receiver.machine.has_replies() {
                 receiver.replying = true;
                 let scheduler = &self.device().network.scheduler;
-                scheduler.schedule(scheduler.now(), Job::Reply(Arc::downgrade(self)));
+                scheduler.run_at(scheduler.now(), self, Task::Reply);
                 return;
             }
         }
     }
 
-    pub(crate) fn on_continue_replies(self: &Arc<Self>) {
-        let deferred = Deferred::new();
-        {
-            let mut receiver = self.receiver.lock();
-            receiver.replying = false;
-            self.reply(&mut receiver, &deferred);
+    fn on_timer(&self, sender: &mut Sender, deferred: &Deferred) {
+        let now = self.device().network.scheduler.now();
+        while sender.scheduled.last().is_some_and(|&at| at <= now) {
+            sender.scheduled.pop();
         }
-        deferred.run();
-    }
-
-    pub(crate) fn on_continue(self: &Arc<Self>) {
-        let deferred = Deferred::new();
-        {
-            let mut sender = self.sender.lock();
-            sender.continuing = false;
-            self.pump(sender, Budget::slice(), &deferred);
-        }
-        deferred.run();
-    }
-
-    pub(crate) fn on_timer(self: &Arc<Self>) {
-        let deferred = Deferred::new();
-        {
-            let mut sender = self.sender.lock();
-            let now = self.device().network.scheduler.now();
-            while sender.scheduled.last().is_some_and(|&at| at <= now) {
-                sender.scheduled.pop();
-            }
-            sender.machine.on_timer(now, &mut SendSide { qp: self, deferred: &deferred });
-            self.pump(sender, Budget::slice(), &deferred);
-        }
-        deferred.run();
+        sender.machine.on_timer(now, &mut SendSide { qp: self, deferred });
     }
 
     #[cold]
@@ -599,8 +573,28 @@ impl QpInner {
         // Unless all are recorded, each is rescheduled and their number grows.
         if sender.scheduled.last().is_none_or(|&earliest| deadline < earliest) {
             sender.scheduled.push(deadline);
-            self.device().network.scheduler.schedule(deadline, Job::Timer(Arc::downgrade(self)));
+            self.device().network.scheduler.run_at(deadline, self, Task::Timer);
         }
+    }
+}
+
+impl Scheduled for QpInner {
+    fn run(self: Arc<Self>, task: Task) {
+        let deferred = Deferred::new();
+        if task == Task::Reply {
+            let mut receiver = self.receiver.lock();
+            receiver.replying = false;
+            self.reply(&mut receiver, &deferred);
+        } else {
+            let mut sender = self.sender.lock();
+            match task {
+                Task::Timer => self.on_timer(&mut sender, &deferred),
+                Task::Continue => sender.continuing = false,
+                Task::Admitted | Task::Reply => {}
+            }
+            self.pump(sender, Budget::slice(), &deferred);
+        }
+        deferred.run();
     }
 }
 

@@ -92,7 +92,7 @@ pub(crate) struct Sender {
     /// The last destination, at `peer_at`. A strong reference avoids counting per packet; destroyed
     /// peers are replaced.
     pub(crate) peer: Option<Arc<QpInner>>,
-    /// `Job::Continue` is scheduled, or another thread sends: posting only queues.
+    /// `Task::Continue` is scheduled, or another thread sends: posting only queues.
     pub(crate) continuing: bool,
     /// The last slice sent nothing: other queue pairs had used up the pace.
     pub(crate) passed_over: bool,
@@ -118,7 +118,7 @@ pub(crate) struct Sender {
 pub(crate) struct ReceiverHalf {
     /// The device of the queue pair. A peer that executes a request finds it with one load less.
     pub(crate) device: Arc<DeviceInner>,
-    /// `Job::Reply` is scheduled.
+    /// `Task::Reply` is scheduled.
     pub(crate) replying: bool,
     pub(crate) machine: Responder,
     /// A connection until its peer's first accepted request. The peer has not confirmed it, or may

@@ -13,7 +13,7 @@
 //! permutation of a counter would make lookups dearer than a shift and a load. At most half of the
 //! buckets are used, each by one key, so few keys are drawn again.
 //!
-//! The low byte of a key is its tag, which the owner of a [memory window](super::memory_windows)
+//! The low byte of a key is its tag, which the owner of a [memory window](super::windows)
 //! chooses on each bind. A window keeps its slot for every tag; its other 24 bits are unique. Its
 //! slot is closed while unbound.
 //!

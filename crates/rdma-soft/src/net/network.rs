@@ -461,11 +461,11 @@ impl NetworkInner {
         let [first, second] = self.link.lock().send(now, route, &mut image);
         if let Some(at) = second {
             let copy = Delivery { network: Arc::downgrade(self), route, image: image.clone() };
-            self.scheduler.schedule(at, Job::Deliver(Box::new(copy)));
+            self.scheduler.schedule(at, Job::Deliver(Box::new(|| copy.run())));
         }
         if let Some(at) = first {
             let delivery = Delivery { network: Arc::downgrade(self), route, image };
-            self.scheduler.schedule(at, Job::Deliver(Box::new(delivery)));
+            self.scheduler.schedule(at, Job::Deliver(Box::new(|| delivery.run())));
         }
     }
 }

@@ -16,31 +16,29 @@ use std::time::{Duration, Instant};
 
 use rdma_provider::locks::{Condvar, Mutex, MutexGuard, wake_when_none_is_held};
 
-use super::network::Delivery;
-use super::udp::PeerLink;
-use crate::cm::Manager;
-use crate::device::DeviceInner;
-use crate::device::dct::DctInner;
-use crate::device::pump::Half;
-use crate::device::queue_pair::QpInner;
+/// An object that has scheduled tasks.
+pub(crate) trait Scheduled: fmt::Debug + Send + Sync {
+    fn run(self: Arc<Self>, task: Task);
+}
+
+/// What an object does at its time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Task {
+    /// Processes timeouts.
+    Timer,
+    /// Sends further packets of a requester that has used up its slice.
+    Continue,
+    /// Sends the packets of a requester that was queued for its path's window and is now admitted.
+    Admitted,
+    /// Sends further replies of a responder that has used up its slice.
+    Reply,
+}
 
 /// A scheduled action. Its references are weak, so it does not keep the network alive.
-#[derive(Debug)]
 pub(crate) enum Job {
-    /// Processes the timeouts of a requester.
-    Timer(Weak<QpInner>),
-    /// Sends further packets of a requester that has used up its slice.
-    Continue(Weak<QpInner>),
-    /// Resumes a requester that was queued for its path's window and is now admitted.
-    Admitted(Weak<QpInner>),
-    /// Ends a path's epoch that was not acknowledged in time while requesters are queued.
-    AdvanceEpoch(Weak<PeerLink>),
-    /// Sends further replies of a responder that has used up its slice.
-    Reply(Weak<QpInner>),
-    /// Does the same for a DC target.
-    TargetReply(Weak<DctInner>),
-    Deliver(Box<Delivery>),
-    ConnectionTimer(Weak<DeviceInner>),
+    Run(Weak<dyn Scheduled>, Task),
+    /// Delivers a packet.
+    Deliver(Box<dyn FnOnce() + Send>),
     /// Wakes the task of an [`Alarm`](crate::Alarm), unless that was dropped.
     Alarm(Weak<Mutex<Option<Waker>>>),
 }
@@ -48,42 +46,12 @@ pub(crate) enum Job {
 impl Job {
     fn run(self) {
         match self {
-            Self::Timer(qp) => {
-                if let Some(qp) = qp.upgrade() {
-                    qp.on_timer();
+            Self::Run(object, task) => {
+                if let Some(object) = object.upgrade() {
+                    object.run(task);
                 }
             }
-            Self::Continue(qp) => {
-                if let Some(qp) = qp.upgrade() {
-                    qp.on_continue();
-                }
-            }
-            Self::Admitted(qp) => {
-                if let Some(qp) = qp.upgrade() {
-                    qp.answer(Half::Sender);
-                }
-            }
-            Self::AdvanceEpoch(link) => {
-                if let Some(link) = link.upgrade() {
-                    link.on_tick();
-                }
-            }
-            Self::Reply(qp) => {
-                if let Some(qp) = qp.upgrade() {
-                    qp.on_continue_replies();
-                }
-            }
-            Self::TargetReply(target) => {
-                if let Some(target) = target.upgrade() {
-                    target.on_continue_replies();
-                }
-            }
-            Self::Deliver(delivery) => delivery.run(),
-            Self::ConnectionTimer(device) => {
-                if let Some(device) = device.upgrade() {
-                    Manager::on_timer(&device);
-                }
-            }
+            Self::Deliver(deliver) => deliver(),
             Self::Alarm(alarm) => {
                 let waker = alarm.upgrade().and_then(|alarm| alarm.lock().take());
                 waker.into_iter().for_each(Waker::wake);
@@ -97,7 +65,6 @@ impl Job {
     }
 }
 
-#[derive(Debug)]
 struct Entry {
     at: u64,
     sequence: u64,
@@ -125,7 +92,7 @@ impl Ord for Entry {
     }
 }
 
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct State {
     heap: BinaryHeap<Entry>,
     sequence: u64,
@@ -238,7 +205,13 @@ impl Scheduler {
         Ok(())
     }
 
-    pub(crate) fn schedule(self: &Arc<Self>, at: u64, job: Job) {
+    /// Schedules a task of an object, unless that is dropped before.
+    pub(crate) fn run_at(&self, at: u64, object: &Arc<impl Scheduled + 'static>, task: Task) {
+        let object: Weak<_> = Arc::downgrade(object);
+        self.schedule(at, Job::Run(object, task));
+    }
+
+    pub(crate) fn schedule(&self, at: u64, job: Job) {
         let mut state = self.state.lock();
         if state.stopped {
             return;
@@ -339,7 +312,7 @@ mod tests {
     fn memory_follows_the_number_of_jobs() {
         let scheduler = Scheduler::virtual_time();
         let schedule =
-            |count| (0..count).for_each(|at| scheduler.schedule(at, Job::Timer(Weak::new())));
+            |count| (0..count).for_each(|at| scheduler.schedule(at, Job::Deliver(Box::new(|| ()))));
         for count in [100, 10_000, 100] {
             schedule(count);
             while scheduler.step(u64::MAX) {

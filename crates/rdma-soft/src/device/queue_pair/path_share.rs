@@ -16,7 +16,7 @@ impl Sender {
         let device = qp.device();
         let link =
             device.endpoint().map(|endpoint| endpoint.link_to(peer, &device.network.scheduler));
-        self.window_slot = link.map(|link| link.slot(Arc::downgrade(qp)));
+        self.window_slot = link.map(|link| link.slot(Arc::<QpInner>::downgrade(qp)));
         if self.window_slot.is_some() {
             self.machine.config.flow = Flow::with_window(1);
         }
@@ -39,7 +39,7 @@ impl Sender {
     }
 
     /// Requests the window and sets the quota. Returns false if the request is queued;
-    /// `Job::Admitted` resumes it.
+    /// `Task::Admitted` resumes it.
     pub(crate) fn acquire_window(&mut self) -> bool {
         let Self { machine, window_slot: Some(slot), .. } = self else { return true };
         let flow =

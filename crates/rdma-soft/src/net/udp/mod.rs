@@ -28,4 +28,4 @@ pub use config::UdpConfig;
 pub(crate) use endpoint::{DeferredAnswer, Endpoint};
 pub use error::UdpError;
 pub(crate) use pace::Pace;
-pub(crate) use peer_link::{PeerLink, WindowSlot};
+pub(crate) use peer_link::WindowSlot;

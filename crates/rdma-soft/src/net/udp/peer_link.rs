@@ -27,8 +27,7 @@ use rdma_provider::locks::Mutex;
 use smallvec::SmallVec;
 
 use self::epochs::{Epochs, Load};
-use crate::device::queue_pair::QpInner;
-use crate::net::scheduler::{Job, Scheduler};
+use crate::net::scheduler::{Job, Scheduled, Scheduler, Task};
 use crate::roce::requester::{Flow, WindowRequest};
 use rdma_provider::types::Mtu;
 
@@ -76,7 +75,8 @@ struct Request {
 
 #[derive(Debug)]
 struct Entry {
-    qp: Weak<QpInner>,
+    /// `None` without a queue pair.
+    qp: Option<Weak<dyn Scheduled>>,
     phase: Phase,
     /// Epoch of the latest quota.
     quota_epoch: u64,
@@ -91,7 +91,7 @@ enum Phase {
 }
 
 /// Queue pairs to notify.
-type Admissions = SmallVec<[Weak<QpInner>; 4]>;
+type Admissions = SmallVec<[Weak<dyn Scheduled>; 4]>;
 
 impl State {
     /// Removes a queue pair; `acknowledged`: all its packets were answered.
@@ -127,7 +127,7 @@ impl State {
             let entry = &mut self.entries[index];
             entry.phase = Phase::Admitted(self.epochs.add(bytes, None));
             if requester != Some(index) {
-                all.push(Weak::clone(&entry.qp));
+                all.extend(entry.qp.clone());
             }
         }
         all
@@ -202,8 +202,8 @@ impl PeerLink {
     }
 
     /// Adds a queue pair with nothing in flight.
-    pub(crate) fn slot(self: &Arc<Self>, qp: Weak<QpInner>) -> WindowSlot {
-        let entry = Entry { qp, phase: Phase::Idle, quota_epoch: 0 };
+    pub(crate) fn slot(self: &Arc<Self>, qp: Weak<dyn Scheduled>) -> WindowSlot {
+        let entry = Entry { qp: Some(qp), phase: Phase::Idle, quota_epoch: 0 };
         let mut state = self.state.lock();
         let index = match state.free_entries.pop() {
             Some(index) => {
@@ -217,17 +217,6 @@ impl PeerLink {
         };
         drop(state);
         WindowSlot { link: Arc::clone(self), index, packets: 0 }
-    }
-
-    /// Ends an unacknowledged epoch, so that old packets do not block waiters.
-    pub(crate) fn on_tick(self: &Arc<Self>) {
-        self.change(|state| {
-            if state.watched_epoch.take() == Some(state.epochs.current()) {
-                state.epochs.advance();
-                state.unanswered_epochs = state.unanswered_epochs.saturating_add(1);
-            }
-        });
-        self.tick();
     }
 
     fn change(&self, change: impl FnOnce(&mut State)) {
@@ -249,16 +238,28 @@ impl PeerLink {
                 .unwrap_or(0)
                 .max(MIN_EPOCH_TIMEOUT);
             drop(state);
-            let at = self.scheduler.now() + timeout;
-            self.scheduler.schedule(at, Job::AdvanceEpoch(Arc::downgrade(self)));
+            self.scheduler.run_at(self.scheduler.now() + timeout, self, Task::Timer);
         }
     }
 
     /// Notifies through the scheduler: the caller may hold another queue pair's lock.
     fn notify(&self, admitted: Admissions) {
         for qp in admitted {
-            self.scheduler.schedule(self.scheduler.now(), Job::Admitted(qp));
+            self.scheduler.schedule(self.scheduler.now(), Job::Run(qp, Task::Admitted));
         }
+    }
+}
+
+impl Scheduled for PeerLink {
+    /// Ends an unacknowledged epoch, so that old packets do not block waiters.
+    fn run(self: Arc<Self>, _timer: Task) {
+        self.change(|state| {
+            if state.watched_epoch.take() == Some(state.epochs.current()) {
+                state.epochs.advance();
+                state.unanswered_epochs = state.unanswered_epochs.saturating_add(1);
+            }
+        });
+        self.tick();
     }
 }
 
@@ -331,7 +332,7 @@ impl Drop for WindowSlot {
     fn drop(&mut self) {
         self.withdraw();
         let mut state = self.link.state.lock();
-        state.entries[self.index].qp = Weak::new();
+        state.entries[self.index].qp = None;
         state.free_entries.push(self.index);
     }
 }

@@ -16,7 +16,7 @@ impl Pair {
     }
 
     fn asking(link: &Arc<PeerLink>, requested: u32) -> Self {
-        Self { slot: link.slot(Weak::new()), sent: 0, requested }
+        Self { slot: link.slot(Weak::<PeerLink>::new()), sent: 0, requested }
     }
 
     /// Begins with nothing in flight; `acknowledged`: all was answered.
