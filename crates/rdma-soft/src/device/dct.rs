@@ -63,7 +63,7 @@ impl Receiver for TargetSide<'_> {
     fn complete(&mut self, _position: u32, completion: &WorkCompletion, solicited: bool) {
         let Some(attachment) = self.dct.attachment.get() else { return };
         if self.dct.cq.push(attachment.owner, Frees::Shared, completion, solicited).is_err() {
-            self.deferred.overrun(&self.dct.cq);
+            self.dct.device().fail_overrun(&self.dct.cq, self.deferred);
         }
     }
 

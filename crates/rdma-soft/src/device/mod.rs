@@ -296,6 +296,28 @@ impl DeviceInner {
         self.queue_pairs.write().remove(&qpn);
     }
 
+    /// Fails the queue pairs and targets of a completion queue that has lost a completion.
+    #[cold]
+    pub(super) fn fail_overrun(self: &Arc<Self>, cq: &Arc<CqInner>, deferred: &Deferred) {
+        let (device, cq) = (Arc::clone(self), Arc::clone(cq));
+        deferred.push(move |deferred| {
+            let event = cq.error_event();
+            rdma_provider::error!(
+                ?event,
+                "completion queue overrun; completions lost, failing its queue pairs"
+            );
+            cq.context().event(event);
+            for qpn in cq.queue_pairs() {
+                if let Some(qp) = device.queue_pair(qpn) {
+                    qp.fail(None, Some(AsyncEvent::QpFatal(qpn)), deferred);
+                }
+                if let Some(target) = device.target(qpn) {
+                    target.fail(Some(AsyncEvent::QpFatal(qpn)), deferred);
+                }
+            }
+        });
+    }
+
     pub(super) fn announce(&self, event: AsyncEvent) {
         self.contexts
             .lock()

@@ -501,7 +501,10 @@ impl QpInner {
                 if receiver.unconfirmed.is_some() {
                     if receiver.machine.counters.dropped == dropped {
                         if let Some(connection) = receiver.unconfirmed.take() {
-                            deferred.confirm(self, connection);
+                            let qp = Arc::clone(self);
+                            deferred.push(move |_| {
+                                Manager::on_traffic(qp.device(), connection, qp.qpn());
+                            });
                         }
                     } else {
                         early = !receiver.machine.is_receiving();

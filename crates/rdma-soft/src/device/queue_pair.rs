@@ -136,7 +136,7 @@ impl SendCompletions for SendSide<'_> {
     fn complete(&mut self, position: u32, completion: &WorkCompletion) {
         let frees = Frees::Send(position.wrapping_add(1));
         if self.qp.send_cq.push(self.qp.send_owner, frees, completion, false).is_err() {
-            self.deferred.overrun(&self.qp.send_cq);
+            self.qp.device().fail_overrun(&self.qp.send_cq, self.deferred);
         }
     }
 
@@ -167,7 +167,7 @@ impl Receiver for ReceiveSide<'_> {
             Frees::Recv(position.wrapping_add(1))
         };
         if self.qp.recv_cq.push(self.qp.recv_owner, frees, completion, solicited).is_err() {
-            self.deferred.overrun(&self.qp.recv_cq);
+            self.qp.device().fail_overrun(&self.qp.recv_cq, self.deferred);
         }
     }
 
@@ -176,7 +176,7 @@ impl Receiver for ReceiveSide<'_> {
     }
 
     fn failed(&mut self) {
-        self.deferred.fail(self.qp, None);
+        self.qp.fail_later(self.deferred);
     }
 }
 
@@ -348,6 +348,13 @@ impl QpInner {
         }
     }
 
+    /// Does the same when no lock is held, unless the queue pair is reset before.
+    #[cold]
+    fn fail_later(self: &Arc<Self>, deferred: &Deferred) {
+        let (qp, generation) = (Arc::clone(self), self.generation());
+        deferred.push(move |deferred| qp.fail(Some(generation), None, deferred));
+    }
+
     fn flush_both(
         self: &Arc<Self>,
         sender: &mut Sender,
@@ -385,7 +392,7 @@ impl QpInner {
             QpState::Rts => {}
             QpState::Err if !sender.failed => {
                 sender.failed = true;
-                deferred.fail(self, None);
+                self.fail_later(deferred);
             }
             QpState::Sqd
                 if sender.machine.take_drained() && std::mem::take(&mut sender.notify_drained) =>
