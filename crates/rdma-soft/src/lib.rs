@@ -67,6 +67,7 @@ mod memory;
 mod net;
 mod ring;
 mod roce;
+mod verbs;
 
 #[cfg(test)]
 #[allow(unsafe_code)]
@@ -74,13 +75,14 @@ mod tests;
 
 pub use cm::{CmChannel, CmId};
 pub use dc::TargetCounters;
-pub use device::{Ah, Channel, Context, Cq, CqCounters, Dct, Mr, Mw, Pd, Qp, Srq};
+pub use device::{Channel, CqCounters};
 pub use error::OpenError;
 pub use net::{
     Alarm, DeviceControl, Faults, LinkControl, LinkCounters, Network, UdpConfig, UdpError,
     interface_at,
 };
 pub use roce::{ReceiveCounters, SendCounters};
+pub use verbs::{Ah, Context, Cq, Dct, Mr, Mw, Pd, Qp, Srq};
 
 pub use rdma_provider::{VerbError, cm_contract, contract, types};
 

@@ -6,24 +6,22 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
 use rdma_provider::locks::Mutex;
 
-use rdma_provider::VerbError;
-use rdma_provider::contract;
 use rdma_provider::types::{AsyncEvent, Qpn, WorkCompletion};
 
-use super::ContextInner;
 use super::completion_channel::{Channel, Subscriber};
+use super::events::Events;
 use super::shared_receive_queue::SrqInner;
 use crate::ring::Ring;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Arm {
+pub(crate) enum Arm {
     Off,
     Solicited,
     Next,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Health {
+pub(crate) enum Health {
     Good,
     /// The device is lost: polling fails once the queue is empty.
     Lost,
@@ -47,7 +45,7 @@ pub(crate) enum Frees {
 }
 
 #[derive(Clone, Copy)]
-struct Entry {
+pub(crate) struct Entry {
     completion: WorkCompletion,
     owner: u32,
     frees: Frees,
@@ -65,13 +63,13 @@ struct Attached {
     srq: Option<Arc<SrqInner>>,
 }
 
-struct State {
-    entries: Ring<Entry>,
-    arm: Arm,
-    health: Health,
+pub(crate) struct State {
+    pub(crate) entries: Ring<Entry>,
+    pub(crate) arm: Arm,
+    pub(crate) health: Health,
     attached: Vec<Option<Attached>>,
     vacant: Vec<u32>,
-    counters: CqCounters,
+    pub(crate) counters: CqCounters,
 }
 
 /// Counters of a completion queue.
@@ -87,12 +85,12 @@ pub struct CqCounters {
 
 impl State {
     /// Returns the entry count, at least 1 for a failed queue so that polling returns the error.
-    fn left(&self) -> usize {
+    pub(crate) fn left(&self) -> usize {
         self.entries.len().max(usize::from(self.health != Health::Good))
     }
 
     #[inline(always)]
-    fn take(&mut self, out: &mut [WorkCompletion]) -> usize {
+    pub(crate) fn take(&mut self, out: &mut [WorkCompletion]) -> usize {
         let mut count = 0;
         for target in out {
             let Some(entry) = self.entries.front() else { break };
@@ -117,13 +115,13 @@ impl State {
 }
 
 pub(crate) struct CqInner {
-    id: u64,
-    capacity: u32,
-    context: Arc<ContextInner>,
-    channel: Option<(Channel, Arc<Subscriber>)>,
+    pub(crate) id: u64,
+    pub(crate) capacity: u32,
+    events: Arc<Events>,
+    pub(crate) channel: Option<(Channel, Arc<Subscriber>)>,
     /// Number of entries: polling an empty queue takes no lock.
-    waiting: AtomicUsize,
-    state: Mutex<State>,
+    pub(crate) waiting: AtomicUsize,
+    pub(crate) state: Mutex<State>,
 }
 
 impl fmt::Debug for CqInner {
@@ -141,6 +139,33 @@ impl fmt::Debug for CqInner {
 pub(crate) struct Overrun;
 
 impl CqInner {
+    pub(crate) fn new(
+        id: u64,
+        capacity: u32,
+        events: &Arc<Events>,
+        channel: Option<&Channel>,
+        cookie: u64,
+    ) -> Arc<Self> {
+        let channel = channel.map(|channel| {
+            (channel.clone(), Arc::new(Subscriber { cookie, unacknowledged: AtomicU32::new(0) }))
+        });
+        Arc::new(Self {
+            id,
+            capacity,
+            events: Arc::clone(events),
+            channel,
+            waiting: AtomicUsize::new(0),
+            state: Mutex::new(State {
+                entries: Ring::new(),
+                arm: Arm::Off,
+                health: Health::Good,
+                attached: Vec::new(),
+                vacant: Vec::new(),
+                counters: CqCounters::default(),
+            }),
+        })
+    }
+
     /// Appends a completion. `solicited` ones also fire an arm for solicited events.
     #[inline(always)]
     pub(crate) fn push(
@@ -249,172 +274,7 @@ impl CqInner {
         all
     }
 
-    pub(crate) const fn id(&self) -> u64 {
-        self.id
-    }
-
-    pub(crate) fn context(&self) -> &Arc<ContextInner> {
-        &self.context
-    }
-
-    pub(crate) fn error_event(&self) -> AsyncEvent {
-        AsyncEvent::CqError { cq: self.id }
-    }
-}
-
-/// A completion queue, see [`contract::Cq`].
-///
-/// Destroying or resetting a queue pair removes its completions from the queue.
-///
-/// ```
-/// use rdma_soft::Network;
-/// use rdma_soft::contract::{Context as _, Cq as _};
-/// use rdma_soft::types::WorkCompletion;
-///
-/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// let context = Network::new().open("a")?;
-/// let cq = context.create_cq(16, None, 0, 0)?;
-/// let mut completions = [WorkCompletion::default(); 4];
-/// assert_eq!(cq.poll(&mut completions)?, 0);
-/// # Ok(())
-/// # }
-/// ```
-#[derive(Debug)]
-pub struct Cq(pub(crate) Arc<CqInner>);
-
-impl Cq {
-    pub(crate) fn new(
-        id: u64,
-        capacity: u32,
-        context: Arc<ContextInner>,
-        channel: Option<&Channel>,
-        cookie: u64,
-    ) -> Self {
-        let channel = channel.map(|channel| {
-            (channel.clone(), Arc::new(Subscriber { cookie, unacknowledged: AtomicU32::new(0) }))
-        });
-        Self(Arc::new(CqInner {
-            id,
-            capacity,
-            context,
-            channel,
-            waiting: AtomicUsize::new(0),
-            state: Mutex::new(State {
-                entries: Ring::new(),
-                arm: Arm::Off,
-                health: Health::Good,
-                attached: Vec::new(),
-                vacant: Vec::new(),
-                counters: CqCounters::default(),
-            }),
-        }))
-    }
-
-    #[cold]
-    fn poll_failed(
-        &self,
-        state: &mut State,
-        out: &mut [WorkCompletion],
-    ) -> Result<usize, VerbError> {
-        if state.health == Health::Overrun || state.entries.is_empty() {
-            return Err(VerbError::new("ibv_poll_cq", VerbError::EIO));
-        }
-        let count = state.take(out);
-        self.0.waiting.store(state.left(), Ordering::Release);
-        Ok(count)
-    }
-
-    /// Returns its counters.
-    pub fn counters(&self) -> CqCounters {
-        self.0.state.lock().counters
-    }
-}
-
-impl contract::Cq for Cq {
-    fn id(&self) -> u64 {
-        self.0.id
-    }
-
-    fn capacity(&self) -> u32 {
-        self.0.capacity
-    }
-
-    fn poll(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError> {
-        if self.0.waiting.load(Ordering::Acquire) == 0 {
-            return Ok(0);
-        }
-        let mut state = self.0.state.lock();
-        let state = &mut *state;
-        if state.health != Health::Good {
-            return self.poll_failed(state, out);
-        }
-        let count = state.take(out);
-        self.0.waiting.store(state.entries.len(), Ordering::Release);
-        Ok(count)
-    }
-
-    #[inline]
-    fn is_empty(&self) -> Option<bool> {
-        Some(self.0.waiting.load(Ordering::Acquire) == 0)
-    }
-
-    fn arm(&self, solicited_only: bool) -> Result<(), VerbError> {
-        let wanted = if solicited_only { Arm::Solicited } else { Arm::Next };
-        let mut state = self.0.state.lock();
-        // Arming for solicited completions does not downgrade an arm for all.
-        state.arm = state.arm.max(wanted);
-        Ok(())
-    }
-
-    fn moderate(&self, _completions: u16, _period: u16) -> Result<(), VerbError> {
-        // There are no interrupts to moderate.
-        Err(VerbError::new("ibv_modify_cq", VerbError::EOPNOTSUPP))
-    }
-
-    fn ack(&self, events: u32) {
-        let Some((_, subscriber)) = &self.0.channel else {
-            rdma_provider::error!(
-                cq = self.0.id,
-                events,
-                "acknowledged events of a completion queue without channel; ignoring them"
-            );
-            return;
-        };
-        let before = subscriber.unacknowledged.fetch_sub(events, Ordering::Relaxed);
-        if before < events {
-            subscriber.unacknowledged.fetch_add(events - before, Ordering::Relaxed);
-            rdma_provider::error!(
-                cq = self.0.id,
-                events,
-                given = before,
-                "acknowledged more events than were returned; ignoring the excess"
-            );
-        }
-    }
-}
-
-impl Drop for Cq {
-    fn drop(&mut self) {
-        self.0.context.device().remove_completion_queue(self.0.id);
-        if let Some((channel, subscriber)) = &self.0.channel {
-            channel.0.retain(|event| !Arc::ptr_eq(event, subscriber));
-            // libibverbs would block until they are acknowledged.
-            let missing = subscriber.unacknowledged.load(Ordering::Relaxed);
-            if missing > 0 {
-                rdma_provider::error!(
-                    cq = self.0.id,
-                    missing,
-                    "destroyed completion queue with unacknowledged events; libibverbs would block"
-                );
-            }
-        }
-        let users = self.0.queue_pairs();
-        if !users.is_empty() {
-            rdma_provider::error!(
-                cq = self.0.id,
-                ?users,
-                "destroyed completion queue before its queue pairs; their completions are lost"
-            );
-        }
+    pub(crate) fn raise_error(&self) {
+        self.events.raise(AsyncEvent::CqError { cq: self.id });
     }
 }

@@ -25,7 +25,7 @@ impl QpInner {
         mut budget: Budget,
         deferred: &Deferred,
     ) -> bool {
-        let here = self.device();
+        let here = &self.device;
         let mut out = SendSide { qp: self, deferred };
         let mut gather = Gather::new();
         let mut answered = true;
@@ -78,7 +78,7 @@ impl QpInner {
         deferred: &Deferred,
     ) -> bool {
         let Some(header) = machine.header() else { return false };
-        let (here, there) = (self.device(), target.device());
+        let (here, there) = (&self.device, &target.device);
         if !here.is_linked() || !there.is_linked() {
             return false;
         }
@@ -107,7 +107,7 @@ impl QpInner {
     fn find_target(&self, sender: &mut Sender, to: Destination) -> Option<Arc<DctInner>> {
         sender.set_destination(to);
         sender.target.upgrade().or_else(|| {
-            let found = self.device().network.target(to.gid, to.qpn)?;
+            let found = self.device.network.target(to.gid, to.qpn)?;
             sender.target = Arc::downgrade(&found);
             Some(found)
         })
@@ -121,7 +121,7 @@ impl QpInner {
         mut budget: Budget,
         deferred: &Deferred,
     ) -> bool {
-        let here = self.device();
+        let here = &self.device;
         // Nothing is in flight to the previous target, so the window of the new path applies.
         if let Some(to) = sender.machine.next_target() {
             sender.switch_destination(self, to);
@@ -159,7 +159,7 @@ impl QpInner {
                 framed,
                 source,
                 &Payload::Bytes(payload),
-                &self.device().keys,
+                &self.device.keys,
                 &mut out,
             );
         }
@@ -172,8 +172,8 @@ impl QpInner {
         let Some(outgoing) = sender.machine.close_session() else { return };
         let framed = (outgoing.packet, header);
         let nothing = Payload::Bytes(&[]);
-        if self.device().network.is_queued() {
-            Outbox::new(self.device()).push_framed(&framed, outgoing.to.gid, &nothing);
+        if self.device.network.is_queued() {
+            Outbox::new(&self.device).push_framed(&framed, outgoing.to.gid, &nothing);
         } else if let Some(target) = sender.target.upgrade() {
             target.execute((&framed.0, &framed.1), self, &nothing, deferred);
         }
@@ -188,7 +188,7 @@ impl DctInner {
         payload: &Payload<'_, '_>,
         deferred: &Deferred,
     ) -> Outcome {
-        let (here, there) = (self.device(), from.device());
+        let (here, there) = (&self.device, &from.device);
         if !here.is_linked() || !there.is_linked() {
             return Outcome::Nothing;
         }
@@ -208,11 +208,10 @@ impl DctInner {
             let mut state = self.state.lock();
             let mut out = TargetSide { dct: self, deferred: &deferred };
             let payload = Payload::Bytes(payload);
-            match state.machine.on_request(framed, source, &payload, &self.device().keys, &mut out)
-            {
+            match state.machine.on_request(framed, source, &payload, &self.device.keys, &mut out) {
                 Outcome::Nothing => {}
                 Outcome::Answer(answer) => {
-                    Outbox::new(self.device()).push_framed(&answer, source, &Payload::Bytes(&[]));
+                    Outbox::new(&self.device).push_framed(&answer, source, &Payload::Bytes(&[]));
                 }
                 Outcome::Session(key) => state.machine.put_due(key),
             }
@@ -234,7 +233,7 @@ impl DctInner {
 
     /// Sends a slice of replies, session by session.
     fn reply(self: &Arc<Self>, state: &mut State, deferred: &Deferred) {
-        let device = self.device();
+        let device = &self.device;
         let mut out = TargetSide { dct: self, deferred };
         let mut outbox = Outbox::new(device);
         let mut budget = Budget::slice();

@@ -11,39 +11,36 @@
 
 pub(crate) mod completion_channel;
 pub(crate) mod completion_queue;
-mod context;
 mod dc_pump;
 pub(crate) mod dct;
 pub(crate) mod deferred;
-mod dma_buf;
+pub(crate) mod dma_buf;
+pub(crate) mod events;
 mod numbers;
 pub(crate) mod outbox;
+mod pd_numbers;
 pub(crate) mod pump;
 pub(crate) mod queue_pair;
 mod refusals;
 pub(crate) mod shared_receive_queue;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
+use std::{fmt, io};
 
 use rdma_provider::locks::{Mutex, RwLock};
 
 pub use self::completion_channel::Channel;
+pub use self::completion_queue::CqCounters;
 use self::completion_queue::CqInner;
-pub use self::completion_queue::{Cq, CqCounters};
-pub(super) use self::context::ContextInner;
-pub use self::context::{Ah, Context, Mr, Mw, Pd};
-use self::context::{MAX_PDS, PdNumbers};
-pub use self::dct::Dct;
 use self::dct::DctInner;
 use self::deferred::Deferred;
+use self::events::Events;
 use self::numbers::Numbers;
-pub use self::queue_pair::Qp;
+use self::pd_numbers::{MAX_PDS, PdNumbers};
 use self::queue_pair::QpInner;
 use self::refusals::Refusals;
-pub use self::shared_receive_queue::Srq;
 use super::cm::Manager;
 use super::memory::keys::{Keys, MAX_REGISTRATIONS};
 use super::net::network::NetworkInner;
@@ -56,12 +53,12 @@ use rdma_provider::types::{
 pub(super) const PORT: PortNum = PortNum(1);
 
 /// Limited by the address space only.
-const MAX_MR_SIZE: u64 = 1 << 47;
+pub(super) const MAX_MR_SIZE: u64 = 1 << 47;
 
 pub(super) struct DeviceInner {
     pub(super) gid: Gid,
     pub(super) network: Arc<NetworkInner>,
-    mtu: Mtu,
+    pub(super) mtu: Mtu,
     endpoint: Option<Arc<Endpoint>>,
     pub(super) keys: Keys,
     pub(super) cm: Manager,
@@ -75,7 +72,8 @@ pub(super) struct DeviceInner {
     reserved: Mutex<BTreeSet<Qpn>>,
     /// By number.
     completion_queues: Mutex<BTreeMap<u64, Weak<CqInner>>>,
-    contexts: Mutex<Vec<Weak<ContextInner>>>,
+    /// Of each context.
+    events: Mutex<Vec<Weak<Events>>>,
     next_id: AtomicU64,
     pub(super) pd_numbers: Mutex<PdNumbers>,
     management_psn: AtomicU32,
@@ -145,7 +143,7 @@ impl DeviceInner {
             targets: RwLock::default(),
             reserved: Mutex::default(),
             completion_queues: Mutex::default(),
-            contexts: Mutex::default(),
+            events: Mutex::default(),
             next_id: AtomicU64::new(1),
             pd_numbers: Mutex::new(PdNumbers::new(MAX_PDS)),
             management_psn,
@@ -203,7 +201,7 @@ impl DeviceInner {
         if self.is_dead() { Err(VerbError::new(verb, VerbError::EIO)) } else { Ok(()) }
     }
 
-    fn id(&self) -> u64 {
+    pub(super) fn id(&self) -> u64 {
         self.next_id.fetch_add(1, Ordering::Relaxed)
     }
 
@@ -301,12 +299,11 @@ impl DeviceInner {
     pub(super) fn fail_overrun(self: &Arc<Self>, cq: &Arc<CqInner>, deferred: &Deferred) {
         let (device, cq) = (Arc::clone(self), Arc::clone(cq));
         deferred.push(move |deferred| {
-            let event = cq.error_event();
             rdma_provider::error!(
-                ?event,
+                cq = cq.id,
                 "completion queue overrun; completions lost, failing its queue pairs"
             );
-            cq.context().event(event);
+            cq.raise_error();
             for qpn in cq.queue_pairs() {
                 if let Some(qp) = device.queue_pair(qpn) {
                     qp.fail(None, Some(AsyncEvent::QpFatal(qpn)), deferred);
@@ -319,9 +316,9 @@ impl DeviceInner {
     }
 
     pub(super) fn announce(&self, event: AsyncEvent) {
-        self.contexts
+        self.events
             .lock()
-            .retain(|context| context.upgrade().map(|context| context.event(event)).is_some());
+            .retain(|events| events.upgrade().map(|events| events.raise(event)).is_some());
     }
 
     pub(super) fn kill(self: &Arc<Self>) {
@@ -354,25 +351,28 @@ impl DeviceInner {
 
     /// Registers a completion queue for device loss, until
     /// [`remove_completion_queue`](Self::remove_completion_queue).
-    fn add_completion_queue(&self, cq: &Cq) {
+    pub(super) fn add_completion_queue(&self, cq: &Arc<CqInner>) {
         let mut all = self.completion_queues.lock();
-        all.insert(cq.0.id(), Arc::downgrade(&cq.0));
+        all.insert(cq.id, Arc::downgrade(cq));
         // `kill` may have run before the queue was in the table.
         if self.is_dead() {
-            cq.0.mark_lost();
+            cq.mark_lost();
         }
     }
 
-    fn remove_completion_queue(&self, id: u64) {
+    pub(super) fn remove_completion_queue(&self, id: u64) {
         self.completion_queues.lock().remove(&id);
     }
 
-    fn add_context(&self, context: &Arc<ContextInner>) {
-        let mut all = self.contexts.lock();
+    /// Creates the events of a context.
+    pub(super) fn add_events(&self) -> io::Result<Arc<Events>> {
+        let events = Arc::new(Events::new(&self.attr.name)?);
+        let mut all = self.events.lock();
         if all.len() == all.capacity() {
-            all.retain(|context| context.strong_count() > 0);
+            all.retain(|events| events.strong_count() > 0);
         }
-        all.push(Arc::downgrade(context));
+        all.push(Arc::downgrade(&events));
+        Ok(events)
     }
 
     pub(super) fn set_port(&self, up: bool) {

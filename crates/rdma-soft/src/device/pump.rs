@@ -64,7 +64,7 @@ impl QpInner {
         budget: Budget,
         deferred: &Deferred,
     ) {
-        if self.device().network.is_queued() {
+        if self.device.network.is_queued() {
             self.pump_queued(sender, budget, deferred);
         } else {
             self.pump_memory(&mut sender, budget, deferred);
@@ -115,7 +115,7 @@ impl QpInner {
     #[cold]
     fn continue_later(self: &Arc<Self>, sender: &mut Sender) {
         sender.continuing = true;
-        let scheduler = &self.device().network.scheduler;
+        let scheduler = &self.device.network.scheduler;
         let now = scheduler.now();
         let at = self.pace().map_or(now, |pace| pace.resumes(sender.passed_over).max(now));
         scheduler.run_at(at, self, Task::Continue);
@@ -124,7 +124,7 @@ impl QpInner {
     /// Executes a work request on the connected peer without the send queue, or queues it if that
     /// is not possible or the budget is spent. Returns true if the caller must [pump](Self::pump).
     #[inline(always)]
-    pub(super) fn execute_or_queue(
+    pub(crate) fn execute_or_queue(
         &self,
         sender: &mut Sender,
         wr: &SendWr<'_>,
@@ -162,7 +162,7 @@ impl QpInner {
         let Sender { machine, peer: Some(peer), continuing: false, .. } = sender else {
             return None;
         };
-        let here = self.device();
+        let here = &self.device;
         if self.transport() != Transport::Rc || here.network.is_queued() {
             return None;
         }
@@ -204,7 +204,7 @@ impl QpInner {
         responder: &mut Responder,
         (there, out): (&DeviceInner, &mut ReceiveSide<'_>),
     ) -> Option<bool> {
-        let here = self.device();
+        let here = &self.device;
         let reads_back = message.op.reads_back();
         let segment;
         let payload = match message.data {
@@ -244,12 +244,12 @@ impl QpInner {
         self.find_peer(sender);
         let Sender { machine, peer, peer_at, .. } = sender;
         let Some((peer, mut receiver)) =
-            peer.as_ref().and_then(|peer| Some((peer, peer.reached_from(self.device())?)))
+            peer.as_ref().and_then(|peer| Some((peer, peer.reached_from(&self.device)?)))
         else {
             return self.pump_lost(machine, *peer_at, budget, deferred);
         };
         let ReceiverHalf { device: there, machine: responder, unconfirmed, .. } = &mut *receiver;
-        let here = self.device();
+        let here = &self.device;
         // Replies go elsewhere if the peer is connected to another queue pair.
         let answers = responder.config.peer == self.qpn();
         let unreliable = self.transport() != Transport::Rc;
@@ -318,7 +318,7 @@ impl QpInner {
         mut budget: Budget,
         deferred: &Deferred,
     ) -> bool {
-        let here = self.device();
+        let here = &self.device;
         let there =
             here.network.device(at.gid).filter(|there| here.is_linked() && there.is_linked());
         let mut out = SendSide { qp: self, deferred };
@@ -346,7 +346,7 @@ impl QpInner {
         mut budget: Budget,
         deferred: &Deferred,
     ) -> bool {
-        let here = self.device();
+        let here = &self.device;
         let mut out = SendSide { qp: self, deferred };
         let mut gather = Gather::new();
         while let Some(outgoing) = sender.machine.next_packet(&here.keys, &mut gather, &mut out) {
@@ -383,16 +383,14 @@ impl QpInner {
     }
 
     #[cold]
-    pub(super) fn resolve(&self, at: Destination) -> Option<Arc<Self>> {
-        self.device().network.queue_pair(at.gid, at.qpn)
+    pub(crate) fn resolve(&self, at: Destination) -> Option<Arc<Self>> {
+        self.device.network.queue_pair(at.gid, at.qpn)
     }
 
     /// Returns the pace of UC and UD over UDP, which no acknowledgement limits.
     fn pace(&self) -> Option<&Pace> {
         match self.transport() {
-            Transport::Uc | Transport::Ud => {
-                self.device().endpoint().map(|endpoint| endpoint.pace())
-            }
+            Transport::Uc | Transport::Ud => self.device.endpoint().map(|endpoint| endpoint.pace()),
             Transport::Rc | Transport::Dci => None,
         }
     }
@@ -409,7 +407,7 @@ impl QpInner {
         deferred: &Deferred,
     ) -> bool {
         loop {
-            let mut outbox = Outbox::new(self.device());
+            let mut outbox = Outbox::new(&self.device);
             let more = self.fill_outbox(sender, &mut outbox, &mut budget, deferred);
             if outbox.is_empty() {
                 return more;
@@ -433,7 +431,7 @@ impl QpInner {
         budget: &mut Budget,
         deferred: &Deferred,
     ) -> bool {
-        let here = self.device();
+        let here = &self.device;
         if !sender.acquire_window() {
             return false;
         }
@@ -480,7 +478,7 @@ impl QpInner {
         let deferred = Deferred::new();
         let mut early = false;
         let payload = Payload::Bytes(payload);
-        let keys = &self.device().keys;
+        let keys = &self.device.keys;
         let half = if packet.body.is_response() {
             let mut sender = self.sender.lock();
             if source == sender.peer_at.gid {
@@ -503,7 +501,7 @@ impl QpInner {
                         if let Some(connection) = receiver.unconfirmed.take() {
                             let qp = Arc::clone(self);
                             deferred.push(move |_| {
-                                Manager::on_traffic(qp.device(), connection, qp.qpn());
+                                Manager::on_traffic(&qp.device, connection, qp.qpn());
                             });
                         }
                     } else {
@@ -515,7 +513,7 @@ impl QpInner {
         };
         deferred.run();
         if early {
-            NetworkInner::on_early(self.device(), source, packet);
+            NetworkInner::on_early(&self.device, source, packet);
         }
         half
     }
@@ -543,11 +541,11 @@ impl QpInner {
         }
         let to = receiver.machine.config.peer_gid;
         let mut out = ReceiveSide { qp: self, deferred };
-        let mut outbox = Outbox::new(self.device());
+        let mut outbox = Outbox::new(&self.device);
         let mut budget = Budget::slice();
         let mut gather = Gather::new();
         while let Some(reply) =
-            receiver.machine.next_reply(&self.device().keys, &mut gather, &mut out)
+            receiver.machine.next_reply(&self.device.keys, &mut gather, &mut out)
         {
             let payload = Payload::Segments(&gather);
             outbox.push(&reply, to, &payload);
@@ -555,7 +553,7 @@ impl QpInner {
             gather.clear();
             if budget.is_spent() && receiver.machine.has_replies() {
                 receiver.replying = true;
-                let scheduler = &self.device().network.scheduler;
+                let scheduler = &self.device.network.scheduler;
                 scheduler.run_at(scheduler.now(), self, Task::Reply);
                 return;
             }
@@ -563,7 +561,7 @@ impl QpInner {
     }
 
     fn on_timer(&self, sender: &mut Sender, deferred: &Deferred) {
-        let now = self.device().network.scheduler.now();
+        let now = self.device.network.scheduler.now();
         while sender.scheduled.last().is_some_and(|&at| at <= now) {
             sender.scheduled.pop();
         }
@@ -576,7 +574,7 @@ impl QpInner {
         // Unless all are recorded, each is rescheduled and their number grows.
         if sender.scheduled.last().is_none_or(|&earliest| deadline < earliest) {
             sender.scheduled.push(deadline);
-            self.device().network.scheduler.run_at(deadline, self, Task::Timer);
+            self.device.network.scheduler.run_at(deadline, self, Task::Timer);
         }
     }
 }

@@ -21,13 +21,14 @@ use super::scheduler::{Job, Scheduler};
 use super::udp::{DeferredAnswer, Endpoint, UdpConfig};
 use crate::cm::Manager;
 use crate::dc::Header;
+use crate::device::DeviceInner;
 use crate::device::dct::DctInner;
 use crate::device::outbox::Outbox;
 use crate::device::pump::Half;
 use crate::device::queue_pair::QpInner;
-use crate::device::{Context, DeviceInner};
 use crate::memory::dma::Payload;
 use crate::roce::packet::{self, Body, Packet, WireError};
+use crate::verbs::Context;
 
 /// Management queue pair and its key (IBTA 3.5.10 and 10.2.5).
 const MANAGEMENT: Qpn = Qpn(1);

@@ -14,7 +14,7 @@ fn crowd(count: usize, options: &Options) -> Vec<(End, End)> {
     let network = over_udp(&["a", "b"]);
     let ends: Vec<_> = (0..count).map(|_| connected(&network, options)).collect();
     for end in [&ends[0].0, &ends[0].1] {
-        end.qp.0.device().endpoint().unwrap().limit_receive_buffer();
+        end.qp.0.device.endpoint().unwrap().limit_receive_buffer();
     }
     ends
 }

@@ -628,7 +628,7 @@ fn many_initiators_share_the_window_of_their_targets() {
     let setup = Setup { mtu: Mtu::Mtu4096, cqe: 8, timeout: 16, retries: 7, ..Setup::default() };
     let targets = ["b", "c"].map(|name| TargetEnd::new(&network, name, &setup));
     let initiators: Vec<_> = (0..CROWD).map(|_| InitiatorEnd::new(&network, "a", &setup)).collect();
-    let device = initiators[0].qp.0.device();
+    let device = &initiators[0].qp.0.device;
     device.endpoint().unwrap().limit_receive_buffer();
     let len = 24 << 10;
     let memory = targets.each_ref().map(|target| target.buffer(len));

@@ -8,7 +8,7 @@ fn unreliable_sends_are_paced_and_reliable_ones_are_not() {
     let network = over_udp(&["a", "b"]);
     let ends = |transport| connected(&network, &Options { transport, ..Options::default() });
     let ((reliable, its_peer), (unreliable, peer)) = (ends(Transport::Rc), ends(Transport::Uc));
-    let device = unreliable.qp.0.device();
+    let device = &unreliable.qp.0.device;
     // As if data had just been sent that takes 200 ms.
     device.endpoint().unwrap().pace().spend(device.network.scheduler.now(), 80_000_000);
     let start = Instant::now();
@@ -44,7 +44,7 @@ fn short_send_is_not_delayed_by_a_busy_queue_pair() {
     other.qp = busy.pd.create_qp(&init).unwrap();
     connect(&other, &there, &options);
     let (from, to, to_other) = (busy.buffer(16 << 10), peer.buffer(16 << 10), there.buffer(8));
-    let device = busy.qp.0.device();
+    let device = &busy.qp.0.device;
     let pace = device.endpoint().unwrap().pace();
     // A packet takes 40 ms, so the next sender must wait unless this thread is not scheduled for as
     // long.

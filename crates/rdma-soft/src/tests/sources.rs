@@ -32,7 +32,7 @@ fn damaged_packets_reach_no_queue_pair() {
     let (a, b) = connected(&network, &options);
     let to = b.buffer(16);
     b.recv(1, &[to.sge(0, 16)]).unwrap();
-    let endpoint = a.qp.0.device().endpoint().unwrap();
+    let endpoint = a.qp.0.device.endpoint().unwrap();
     let mut image = Vec::new();
     let body = Body::Send { part: Part::Only, tail: Tail::None };
     packet(&b, options.psn, body).emit(8, &mut image, |out| out.extend_from_slice(&[7; 8]));
@@ -84,7 +84,7 @@ fn responses_from_other_addresses_are_ignored() {
     let respond = |source: Gid, step: u32, body: Body, payload: &[u8]| {
         let mut answer = DeferredAnswer::default();
         let packet = packet(&a, options.psn + step, body);
-        assert!(NetworkInner::on_packet(a.qp.0.device(), source, &packet, payload, &mut answer));
+        assert!(NetworkInner::on_packet(&a.qp.0.device, source, &packet, payload, &mut answer));
         answer.flush();
     };
     let acknowledge = |syndrome| Body::Acknowledge(Aeth { syndrome, msn: 0 });

@@ -6,7 +6,7 @@ use std::sync::{Arc, Weak};
 use rdma_provider::VerbError;
 use rdma_provider::types::{QpAttr, QpState, Qpn, Transport, check_transition};
 
-use super::{QpInner, ReceiveSide, ReceiverHalf, SendSide, Sender};
+use super::{QpInner, ReceiveSide, ReceiverHalf, SendSide, Sender, state_of};
 use crate::device::PORT;
 use crate::device::deferred::Deferred;
 use crate::device::pump::Budget;
@@ -14,13 +14,8 @@ use crate::device::pump::Budget;
 /// Maximum of the three-bit retry counters.
 const MAX_RETRY: u8 = 7;
 
-pub(super) fn state_of(sender: &Sender, receiver: &ReceiverHalf) -> QpState {
-    // A deferred action moves the requester half.
-    if receiver.machine.state() == QpState::Err { QpState::Err } else { sender.machine.state() }
-}
-
 impl QpInner {
-    pub(super) fn modify(
+    pub(crate) fn modify(
         self: &Arc<Self>,
         attr: &QpAttr,
         deferred: &Deferred,
@@ -46,7 +41,7 @@ impl QpInner {
                 self.reset(sender, receiver, deferred);
                 return Ok(());
             }
-            QpState::Err if self.device().refusals.flush() => return Ok(()),
+            QpState::Err if self.device.refusals.flush() => return Ok(()),
             QpState::Err => {
                 self.flush_both(sender, receiver, deferred);
                 return Ok(());
@@ -77,7 +72,7 @@ impl QpInner {
     }
 
     fn values_are_valid(&self, attr: &QpAttr) -> bool {
-        let limits = self.device().attr();
+        let limits = self.device.attr();
         attr.port.is_none_or(|port| port == PORT)
             && attr.pkey_index.is_none_or(|index| index == 0)
             && attr.address.is_none_or(|address| address.port == PORT && address.sgid_index == 0)
@@ -122,7 +117,7 @@ impl QpInner {
         }
     }
 
-    pub(super) fn reset(
+    pub(crate) fn reset(
         self: &Arc<Self>,
         sender: &mut Sender,
         receiver: &mut ReceiverHalf,

@@ -13,7 +13,7 @@ use crate::roce::requester::{Destination, Flow};
 impl Sender {
     /// Takes a slot in the window of the path to `peer`.
     pub(crate) fn join_path(&mut self, qp: &Arc<QpInner>, peer: Gid) {
-        let device = qp.device();
+        let device = &qp.device;
         let link =
             device.endpoint().map(|endpoint| endpoint.link_to(peer, &device.network.scheduler));
         self.window_slot = link.map(|link| link.slot(Arc::<QpInner>::downgrade(qp)));
