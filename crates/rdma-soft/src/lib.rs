@@ -47,6 +47,15 @@
 //!
 //! # Structure
 //!
+//! ```text
+//!   verbs       the contract: handles that own an object of a device
+//!   cm          the connection manager
+//!   device      queue pairs, queues, targets; moves packets between the machines
+//!   net         the network: clock and scheduler, faults, sockets; knows its devices as nodes
+//!   roce, dc    the protocol, as pure state machines
+//!   memory      registered memory: keys and copies
+//! ```
+//!
 //! Requester and responder are pure state machines: packets and time in, packets and deadlines out.
 //! In memory and without faults the posting thread runs both and copies the data once. Otherwise
 //! they exchange encoded packets.
@@ -75,11 +84,10 @@ mod tests;
 
 pub use cm::{CmChannel, CmId};
 pub use dc::TargetCounters;
-pub use device::{Channel, CqCounters};
+pub use device::{Channel, CqCounters, DeviceControl};
 pub use error::OpenError;
 pub use net::{
-    Alarm, DeviceControl, Faults, LinkControl, LinkCounters, Network, UdpConfig, UdpError,
-    interface_at,
+    Alarm, Faults, LinkControl, LinkCounters, Network, UdpConfig, UdpError, interface_at,
 };
 pub use roce::{ReceiveCounters, SendCounters};
 pub use verbs::{Ah, Context, Cq, Dct, Mr, Mw, Pd, Qp, Srq};

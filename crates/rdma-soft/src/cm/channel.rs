@@ -1,4 +1,4 @@
-//! Event channels and ids: the CM contract on top of the device's [`Manager`].
+//! Event channels and ids: the CM contract on top of the device's [`agent`].
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::BorrowedFd;
@@ -12,21 +12,20 @@ use rdma_provider::cm_contract::{self, Admit, CmAnswer, CmEvent, CmEventKind, Cm
 use rdma_provider::types::{Access, Gid, Mtu, Psn, QpAttr, QpState, Qpn};
 
 use super::super::Soft;
+use super::super::device::DeviceInner;
 use super::super::device::completion_channel::{Mailbox, os_error};
-use super::super::device::{DeviceInner, PORT};
+use super::super::net::node::PORT;
+use super::agent;
 use super::machine::Destination;
-use super::manager::Manager;
+use super::manager::Events;
 use super::message::CommId;
 use crate::net::ports::canonical;
 
 /// An event channel, see [`cm_contract::CmChannel`].
 #[derive(Debug)]
-pub struct CmChannel(Arc<ChannelInner>);
-
-#[derive(Debug)]
-pub(super) struct ChannelInner {
+pub struct CmChannel {
     device: Arc<DeviceInner>,
-    pub(super) events: Mailbox<CmEvent<Soft>>,
+    events: Arc<Events>,
 }
 
 impl CmChannel {
@@ -34,13 +33,13 @@ impl CmChannel {
         const VERB: &str = "rdma_create_event_channel";
         device.check_alive(VERB)?;
         let events = Mailbox::new().map_err(|error| os_error(VERB, &error))?;
-        Ok(Self(Arc::new(ChannelInner { device: Arc::clone(device), events })))
+        Ok(Self { device: Arc::clone(device), events: Arc::new(events) })
     }
 }
 
 impl cm_contract::CmChannel<Soft> for CmChannel {
     fn fd(&self) -> BorrowedFd<'_> {
-        self.0.events.fd()
+        self.events.fd()
     }
 
     fn may_block(&self) -> bool {
@@ -48,17 +47,17 @@ impl cm_contract::CmChannel<Soft> for CmChannel {
     }
 
     fn port_space(&self) -> usize {
-        Arc::as_ptr(&self.0.device.network).addr()
+        Arc::as_ptr(&self.device.network).addr()
     }
 
     fn take_event(&self) -> Result<Option<CmEvent<Soft>>, VerbError> {
-        Ok(self.0.events.pop())
+        Ok(self.events.pop())
     }
 
     fn create_id(&self) -> Result<CmId, VerbError> {
-        self.0.device.check_alive("rdma_create_id")?;
-        let key = Manager::with(&self.0.device, |state, _| state.new_key(&self.0));
-        Ok(CmId::new(&self.0.device, &self.0, key, Known::default()))
+        self.device.check_alive("rdma_create_id")?;
+        let key = agent::with(&self.device, |state, _| state.new_key(&self.events));
+        Ok(CmId::new(&self.device, &self.events, key, Known::default()))
     }
 }
 
@@ -67,7 +66,7 @@ impl cm_contract::CmChannel<Soft> for CmChannel {
 pub struct CmId {
     device: Arc<DeviceInner>,
     /// Weak because events in the channel own ids.
-    channel: Weak<ChannelInner>,
+    channel: Weak<Events>,
     key: u64,
     /// Boxed: events that own ids are moved.
     known: Box<Mutex<Known>>,
@@ -102,7 +101,7 @@ const fn invalid(verb: &'static str) -> VerbError {
 }
 
 impl CmId {
-    fn new(device: &Arc<DeviceInner>, channel: &Arc<ChannelInner>, key: u64, known: Known) -> Self {
+    fn new(device: &Arc<DeviceInner>, channel: &Arc<Events>, key: u64, known: Known) -> Self {
         Self {
             device: Arc::clone(device),
             channel: Arc::downgrade(channel),
@@ -113,7 +112,7 @@ impl CmId {
 
     pub(super) fn from_request(
         device: &Arc<DeviceInner>,
-        channel: &Arc<ChannelInner>,
+        channel: &Arc<Events>,
         key: u64,
         connection: CommId,
         (local, peer): (SocketAddr, SocketAddr),
@@ -136,7 +135,7 @@ impl CmId {
 
     fn raise(&self, kind: CmEventKind<Soft>) {
         if let Some(channel) = self.channel.upgrade() {
-            channel.events.push(CmEvent { key: self.key, kind });
+            channel.push(CmEvent { key: self.key, kind });
         }
     }
 
@@ -193,7 +192,7 @@ impl CmId {
             Gid::from(address.ip())
         };
         // Over UDP only an answer shows whether the address has a device.
-        if !network.is_udp() && gid != own && network.device(gid).is_none() {
+        if !network.is_udp() && gid != own && network.node(gid).is_none() {
             return Err(UNREACHABLE);
         }
         Ok((gid, self.device.path_mtu(gid).map_err(|error| error.errno)?))
@@ -227,19 +226,19 @@ impl cm_contract::CmId for CmId {
             return Err(invalid(VERB));
         };
         known.role = Role::Listener;
-        Manager::with(&self.device, |state, _| state.machine.listen(self.key, local, backlog));
+        agent::with(&self.device, |state, _| state.machine.listen(self.key, local, backlog));
         self.device.network.ports.lock().listen(port, claim);
         Ok(())
     }
 
     fn answer(&self, admit: Arc<dyn Admit>) -> bool {
-        Manager::with(&self.device, |state, _| state.machine.answer(self.key, admit))
+        agent::with(&self.device, |state, _| state.machine.answer(self.key, admit))
     }
 
     fn answer_late(&self, answer: &CmAnswer) -> bool {
         let mut known = self.known.lock();
         let Role::Connection(connection) = known.role else { return false };
-        let taken = Manager::with(&self.device, |state, now| {
+        let taken = agent::with(&self.device, |state, now| {
             state.answer_late(now, connection, self.key, answer, || {
                 self.device.reserve_number().ok()
             })
@@ -352,7 +351,7 @@ impl cm_contract::CmId for CmId {
             return Err(invalid(VERB));
         };
         let psn = Psn::new(self.device.network.random()? as u32);
-        let connection = Manager::with(&self.device, |state, now| {
+        let connection = agent::with(&self.device, |state, now| {
             let to = Destination { gid, local, peer, mtu };
             let connection = state.machine.connect(now, to, params, psn)?;
             state.add(connection, self.key);
@@ -368,21 +367,19 @@ impl cm_contract::CmId for CmId {
             // Set before the REP is sent, so before the first packet can arrive.
             qp.receiver.lock().unconfirmed = Some(connection);
         }
-        Manager::with(&self.device, |state, now| state.machine.accept(now, connection, params))?;
+        agent::with(&self.device, |state, now| state.machine.accept(now, connection, params))?;
         self.known.lock().may_disconnect = true;
         Ok(())
     }
 
     fn reject(&self, private_data: &[u8]) -> Result<(), VerbError> {
         let connection = self.connection("rdma_reject")?;
-        Manager::with(&self.device, |state, now| {
-            state.machine.reject(now, connection, private_data)
-        })
+        agent::with(&self.device, |state, now| state.machine.reject(now, connection, private_data))
     }
 
     fn establish(&self) -> Result<(), VerbError> {
         let connection = self.connection("rdma_establish")?;
-        Manager::with(&self.device, |state, _| state.machine.establish(connection))?;
+        agent::with(&self.device, |state, _| state.machine.establish(connection))?;
         self.known.lock().may_disconnect = true;
         Ok(())
     }
@@ -390,7 +387,7 @@ impl cm_contract::CmId for CmId {
     fn disconnect(&self) -> Result<(), VerbError> {
         let connection = self.connection("rdma_disconnect")?;
         let may_disconnect = self.known.lock().may_disconnect;
-        Manager::with(&self.device, |state, now| {
+        agent::with(&self.device, |state, now| {
             if may_disconnect && state.machine.connection(connection).is_none() {
                 return Ok(());
             }
@@ -411,9 +408,8 @@ impl cm_contract::CmId for CmId {
             });
         }
         let connection = self.connection(VERB)?;
-        let attr = Manager::with(&self.device, |all, _| {
-            all.machine.connection(connection)?.qp_attr(state)
-        });
+        let attr =
+            agent::with(&self.device, |all, _| all.machine.connection(connection)?.qp_attr(state));
         attr.ok_or(invalid(VERB))
     }
 
@@ -446,7 +442,7 @@ impl Drop for CmId {
         if let Some((port, claim)) = claim {
             self.device.network.ports.lock().release(port, claim);
         }
-        Manager::with(&self.device, |state, now| match role {
+        agent::with(&self.device, |state, now| match role {
             Role::Connection(connection) => state.release(now, connection, key),
             Role::Listener | Role::New | Role::Resolved | Role::Routed => state.forget(key),
         });

@@ -7,8 +7,8 @@ use rdma_provider::types::{
     AckTimeout, AddressVector, Gid, Mtu, Psn, QpAttr, QpState, Qpn, RnrTimer,
 };
 
-use super::super::device::PORT;
 use super::message::{CommId, Message, Rep, Req, Traffic};
+use crate::net::node::PORT;
 
 /// The state in the handshake (IBTA 12.9.5, without states that RoCE and rdma_cm do not use).
 ///

@@ -8,9 +8,11 @@ use std::time::Duration;
 use rdma_provider::cm_contract::CmParams;
 use rdma_provider::types::{Gid, Mtu, Psn, Qkey, Qpn, Transport};
 
+use super::agent;
 use super::machine::{Destination, Machine, Output};
-use super::manager::Manager;
-use crate::net::network::{MAD, Network};
+use super::mad::SIZE;
+use crate::device::DeviceInner;
+use crate::net::network::Network;
 use crate::roce::packet::{Body, Packet};
 
 impl Network {
@@ -21,12 +23,13 @@ impl Network {
     /// If no device of this network has the address.
     #[doc(hidden)]
     pub fn forge_request(&self, from: Gid, number: u32, to: SocketAddr, private_data: &[u8]) {
-        let device = self.0.device(Gid::from(to.ip())).expect("a device has the address");
-        Manager::on_datagram(&device, from, &Self::forged_request(from, number, to, private_data));
+        let device =
+            DeviceInner::at(&self.0, Gid::from(to.ip())).expect("a device has the address");
+        agent::on_datagram(&device, from, &Self::forged_request(from, number, to, private_data));
     }
 
     /// Returns a connection request from `from`.
-    fn forged_request(from: Gid, number: u32, to: SocketAddr, private_data: &[u8]) -> [u8; MAD] {
+    fn forged_request(from: Gid, number: u32, to: SocketAddr, private_data: &[u8]) -> [u8; SIZE] {
         let gid = Gid::from(to.ip());
         let mut machine = Machine::new(from, 1, Mtu::Mtu1024, u64::from(number));
         let local = SocketAddr::new(from.to_ip(), 40_000);

@@ -9,7 +9,6 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use rdma_provider::types::{AckTimeout, Gid, Mtu, Psn, Qkey, Qpn, RejectReason};
 
-use super::super::net::network::MAD as SIZE;
 use super::message::{
     About, CmTimeout, CommId, Drep, Dreq, Mad, Message, Mra, Private, Rej, Rep, Req, Rtu, SidrRep,
     SidrReq, SidrStatus, Traffic,
@@ -31,6 +30,9 @@ pub(super) enum MadError {
         reason: RejectReason,
     },
 }
+
+/// Bytes of a management datagram (IBTA 13.4.2).
+pub(super) const SIZE: usize = 256;
 
 /// Offsets in the MAD header, with constant values.
 mod header {

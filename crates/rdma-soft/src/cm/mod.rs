@@ -1,19 +1,21 @@
 //! The software device's connection manager: InfiniBand's CM protocol (IBTA 12) with IP addresses.
 //!
 //! ```text
-//!   CmId  ── calls ──▶  Manager  ── calls, messages, time ──▶  Machine
-//!   CmChannel ◀── events ──┘  └──▶ network's scheduler ──▶ peer's manager
+//!   CmId  ── calls ──▶  agent  ── calls, messages, time ──▶  Machine
+//!   CmChannel ◀── events ─┘  └──▶ network's scheduler ──▶ peer's agent
 //! ```
 //!
 //! - [`machine`], [`arrivals`] and [`answering`] are the protocol as a pure state machine.
 //! - [`message`] has the messages, [`mad`] their bytes.
-//! - [`manager`] adds the lock and the network; [`channel`] implements the contract.
+//! - [`manager`] has the state of a device, [`agent`] connects it with the network; [`channel`]
+//!   implements the contract.
 //! - [`limits`] bounds what peers can demand.
 //!
 //! A device's IP address is its GID. All devices of a network share 127.0.0.1 and ::1: a connection
 //! there goes to the device that listens on the port. The device that owns an address rejects
 //! requests without a listener; an address without a device is unreachable.
 
+pub(crate) mod agent;
 mod answering;
 mod arrivals;
 mod channel;

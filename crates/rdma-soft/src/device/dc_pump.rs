@@ -10,6 +10,7 @@ use crate::net::scheduler::{Scheduled, Task};
 use crate::roce::packet::Packet;
 use crate::roce::requester::{Destination, Requester};
 
+use super::DeviceInner;
 use super::dct::{DctInner, State, TargetSide};
 use super::deferred::Deferred;
 use super::outbox::Outbox;
@@ -107,7 +108,7 @@ impl QpInner {
     fn find_target(&self, sender: &mut Sender, to: Destination) -> Option<Arc<DctInner>> {
         sender.set_destination(to);
         sender.target.upgrade().or_else(|| {
-            let found = self.device.network.target(to.gid, to.qpn)?;
+            let found = DeviceInner::at(&self.device.network, to.gid)?.target(to.qpn)?;
             sender.target = Arc::downgrade(&found);
             Some(found)
         })

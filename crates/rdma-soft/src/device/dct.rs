@@ -11,13 +11,14 @@ use rdma_provider::types::{
 };
 
 use crate::dc::{Environment, Target};
+use crate::net::node::PORT;
 use crate::roce::responder::{ReceiveWqe, Receiver};
 
+use super::DeviceInner;
 use super::completion_queue::{CqInner, Frees, Polled};
 use super::deferred::Deferred;
 use super::events::Events;
 use super::shared_receive_queue::SrqInner;
-use super::{DeviceInner, PORT};
 
 pub(crate) struct DctInner {
     pub(crate) device: Arc<DeviceInner>,

@@ -1,4 +1,8 @@
-//! The software device.
+//! The software device: its objects, and the transfer of packets between them.
+//!
+//! `queue_pair`, `dct`, `completion_queue` and `shared_receive_queue` have the state of objects;
+//! `pump` and `dc_pump` move packets between the state machines of queue pairs and targets. To its
+//! network the device is a `node`. The handles of the objects are in `verbs`.
 //!
 //! # Lock order
 //!
@@ -11,11 +15,13 @@
 
 pub(crate) mod completion_channel;
 pub(crate) mod completion_queue;
+mod control;
 mod dc_pump;
 pub(crate) mod dct;
 pub(crate) mod deferred;
 pub(crate) mod dma_buf;
 pub(crate) mod events;
+mod node;
 mod numbers;
 pub(crate) mod outbox;
 mod pd_numbers;
@@ -24,6 +30,7 @@ pub(crate) mod queue_pair;
 mod refusals;
 pub(crate) mod shared_receive_queue;
 
+use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -34,6 +41,7 @@ use rdma_provider::locks::{Mutex, RwLock};
 pub use self::completion_channel::Channel;
 pub use self::completion_queue::CqCounters;
 use self::completion_queue::CqInner;
+pub use self::control::DeviceControl;
 use self::dct::DctInner;
 use self::deferred::Deferred;
 use self::events::Events;
@@ -44,13 +52,12 @@ use self::refusals::Refusals;
 use super::cm::Manager;
 use super::memory::keys::{Keys, MAX_REGISTRATIONS};
 use super::net::network::NetworkInner;
+use super::net::node::PORT;
 use super::net::udp::Endpoint;
 use rdma_provider::VerbError;
 use rdma_provider::types::{
-    AsyncEvent, AtomicCapability, DcAttr, DeviceAttr, Gid, Mtu, PortNum, PortState, Psn, Qpn,
+    AsyncEvent, AtomicCapability, DcAttr, DeviceAttr, Gid, Mtu, PortState, Psn, Qpn,
 };
-
-pub(super) const PORT: PortNum = PortNum(1);
 
 /// Limited by the address space only.
 pub(super) const MAX_MR_SIZE: u64 = 1 << 47;
@@ -95,13 +102,13 @@ impl fmt::Debug for DeviceInner {
 }
 
 impl DeviceInner {
-    /// Creates a device, with an `endpoint` if the network runs over UDP.
+    /// Creates the device at `gid` of `network`.
     pub(super) fn new(
         name: &str,
         gid: Gid,
-        network: Arc<NetworkInner>,
-        endpoint: Option<Arc<Endpoint>>,
+        network: &Arc<NetworkInner>,
     ) -> Result<Arc<Self>, VerbError> {
+        let endpoint = network.endpoint(gid).cloned();
         let mut attr = DeviceAttr::named(name);
         // Locally administered, derived from the address.
         attr.guid = 0x0200_5eff_fe00_0000
@@ -137,7 +144,7 @@ impl DeviceInner {
             keys: Keys::new(),
             cm: Manager::new(gid, attr.guid, mtu, network.random()?),
             numbers: Numbers::new(network.random()?),
-            network,
+            network: Arc::clone(network),
             attr,
             queue_pairs: RwLock::default(),
             targets: RwLock::default(),
@@ -153,8 +160,9 @@ impl DeviceInner {
             refusals: Refusals::new(),
         });
         if let Some(endpoint) = &device.endpoint {
-            endpoint.attach(&device);
+            endpoint.attach(Arc::<Self>::downgrade(&device));
         }
+        network.add_node(gid, Arc::<Self>::downgrade(&device));
         Ok(device)
     }
 
@@ -207,6 +215,12 @@ impl DeviceInner {
 
     pub(super) fn next_management_psn(&self) -> Psn {
         Psn::new(self.management_psn.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// Returns the device at `gid`. All nodes of a network are devices.
+    pub(super) fn at(network: &NetworkInner, gid: Gid) -> Option<Arc<Self>> {
+        let node: Arc<dyn Any + Send + Sync> = network.node(gid)?;
+        node.downcast().ok()
     }
 
     pub(super) fn queue_pair(&self, qpn: Qpn) -> Option<Arc<QpInner>> {
@@ -319,34 +333,6 @@ impl DeviceInner {
         self.events
             .lock()
             .retain(|events| events.upgrade().map(|events| events.raise(event)).is_some());
-    }
-
-    pub(super) fn kill(self: &Arc<Self>) {
-        if self.dead.swap(true, Ordering::AcqRel) {
-            return;
-        }
-        rdma_provider::error!(device = self.attr.name, "device lost; failing its queue pairs");
-        self.linked.store(false, Ordering::Relaxed);
-        self.announce(AsyncEvent::DeviceFatal);
-        let all: Vec<_> = {
-            let table = self.queue_pairs.read();
-            table.values().filter_map(Weak::upgrade).collect()
-        };
-        let deferred = Deferred::new();
-        for qp in all {
-            qp.fail(None, None, &deferred);
-        }
-        let targets: Vec<_> = self.targets.read().values().filter_map(Weak::upgrade).collect();
-        for target in targets {
-            target.fail(None, &deferred);
-        }
-        deferred.run();
-        // After all flushes: failed polls end work that no flush completes, such as shared
-        // receives.
-        for cq in self.completion_queues.lock().values().filter_map(Weak::upgrade) {
-            cq.mark_lost();
-        }
-        Manager::kill(self);
     }
 
     /// Registers a completion queue for device loss, until

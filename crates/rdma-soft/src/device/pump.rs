@@ -16,9 +16,8 @@ use super::DeviceInner;
 use super::deferred::Deferred;
 use super::outbox::Outbox;
 use super::queue_pair::{QpInner, ReceiveSide, ReceiverHalf, SendSide, Sender};
-use crate::cm::Manager;
+use crate::cm::agent;
 use crate::memory::dma::{Gather, Payload};
-use crate::net::network::NetworkInner;
 use crate::net::scheduler::{Scheduled, Task};
 use crate::net::udp::Pace;
 use crate::roce::packet::Packet;
@@ -298,7 +297,7 @@ impl QpInner {
             gather.clear();
             if unconfirmed.is_some()
                 && !responder.is_receiving()
-                && let Some(reply) = Manager::on_early(there, here.gid, &outgoing.packet)
+                && let Some(reply) = agent::on_early(there, here.gid, &outgoing.packet)
             {
                 machine.on_response(&reply, &Payload::Bytes(&[]), &here.keys, &mut out);
             }
@@ -319,15 +318,15 @@ impl QpInner {
         deferred: &Deferred,
     ) -> bool {
         let here = &self.device;
-        let there =
-            here.network.device(at.gid).filter(|there| here.is_linked() && there.is_linked());
+        let there = DeviceInner::at(&here.network, at.gid)
+            .filter(|there| here.is_linked() && there.is_linked());
         let mut out = SendSide { qp: self, deferred };
         let mut gather = Gather::new();
         while let Some(lost) = machine.next_packet(&here.keys, &mut gather, &mut out) {
             gather.clear();
             machine.on_sent(&mut out);
             if let Some(there) = &there
-                && let Some(reply) = Manager::on_early(there, here.gid, &lost.packet)
+                && let Some(reply) = agent::on_early(there, here.gid, &lost.packet)
             {
                 machine.on_response(&reply, &Payload::Bytes(&[]), &here.keys, &mut out);
             }
@@ -384,7 +383,7 @@ impl QpInner {
 
     #[cold]
     pub(crate) fn resolve(&self, at: Destination) -> Option<Arc<Self>> {
-        self.device.network.queue_pair(at.gid, at.qpn)
+        DeviceInner::at(&self.device.network, at.gid)?.queue_pair(at.qpn)
     }
 
     /// Returns the pace of UC and UD over UDP, which no acknowledgement limits.
@@ -501,7 +500,7 @@ impl QpInner {
                         if let Some(connection) = receiver.unconfirmed.take() {
                             let qp = Arc::clone(self);
                             deferred.push(move |_| {
-                                Manager::on_traffic(&qp.device, connection, qp.qpn());
+                                agent::on_traffic(&qp.device, connection, qp.qpn());
                             });
                         }
                     } else {
@@ -513,7 +512,7 @@ impl QpInner {
         };
         deferred.run();
         if early {
-            NetworkInner::on_early(&self.device, source, packet);
+            agent::answer_early(&self.device, source, packet);
         }
         half
     }

@@ -23,7 +23,7 @@ use crate::roce::requester::{Destination, Requester, SendCompletions, SendCounte
 use crate::roce::responder::{ReceiveCounters, ReceiveWqe, Receiver, Responder};
 
 /// A post uses the fields up to the machine of `sender`, and the peer's from `destroyed` up to the
-/// machine of `receiver`. Both are [prefetched](contract::Qp::post_state).
+/// machine of `receiver`. Both are [prefetched](rdma_provider::contract::Qp::post_state).
 #[repr(C)]
 pub(crate) struct QpInner {
     pub(crate) device: Arc<DeviceInner>,

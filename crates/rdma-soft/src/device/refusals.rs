@@ -2,8 +2,6 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
-use crate::DeviceControl;
-
 /// Value of [`Refusals::sends`] while sends are accepted.
 const NO_SEND: u32 = u32::MAX;
 
@@ -11,8 +9,8 @@ const NO_SEND: u32 = u32::MAX;
 #[derive(Debug)]
 pub(crate) struct Refusals {
     sends: AtomicU32,
-    destroy: AtomicBool,
-    flush: AtomicBool,
+    pub(super) destroy: AtomicBool,
+    pub(super) flush: AtomicBool,
 }
 
 impl Refusals {
@@ -36,36 +34,16 @@ impl Refusals {
         self.sends.fetch_update(Ordering::Relaxed, Ordering::Relaxed, count) == Ok(0)
     }
 
+    /// Refuses a send after `posted` more.
+    pub(super) fn set_send(&self, posted: u32) {
+        self.sends.store(posted.min(NO_SEND - 1), Ordering::Relaxed);
+    }
+
     pub(crate) fn destroy(&self) -> bool {
         self.destroy.load(Ordering::Relaxed)
     }
 
     pub(crate) fn flush(&self) -> bool {
         self.flush.load(Ordering::Relaxed)
-    }
-}
-
-impl DeviceControl {
-    /// Starts or stops refusing to destroy objects: a fault of a driver.
-    ///
-    /// While it refuses, destroying a registration, a window, a queue pair or a shared receive
-    /// queue fails with EBUSY. The layers above must leak the memory that the device may still
-    /// access.
-    pub fn refuse_destroy(&self, refuse: bool) {
-        self.0.refusals.destroy.store(refuse, Ordering::Relaxed);
-    }
-
-    /// Starts or stops ignoring transitions of queue pairs to ERR: a fault of a device.
-    ///
-    /// Work continues without flush until its queue pair is destroyed.
-    pub fn ignore_errors(&self, ignore: bool) {
-        self.0.refusals.flush.store(ignore, Ordering::Relaxed);
-    }
-
-    /// Accepts `posted` more sends, then refuses one with ENOMEM: a fault of a driver.
-    ///
-    /// Later requests in the same list are not posted.
-    pub fn refuse_send(&self, posted: u32) {
-        self.0.refusals.sends.store(posted.min(NO_SEND - 1), Ordering::Relaxed);
     }
 }

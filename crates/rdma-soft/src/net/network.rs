@@ -13,28 +13,14 @@ use std::time::{Duration, Instant};
 use rdma_provider::VerbError;
 
 use crate::{OpenError, UdpError};
-use rdma_provider::types::{AsyncEvent, Gid, Qkey, Qpn, Transport};
+use rdma_provider::types::Gid;
 
 use super::faults::{Faults, Link, LinkCounters, OneWay};
+use super::node::Node;
 use super::ports::Ports;
 use super::scheduler::{Job, Scheduler};
-use super::udp::{DeferredAnswer, Endpoint, UdpConfig};
-use crate::cm::Manager;
-use crate::dc::Header;
-use crate::device::DeviceInner;
-use crate::device::dct::DctInner;
-use crate::device::outbox::Outbox;
-use crate::device::pump::Half;
-use crate::device::queue_pair::QpInner;
-use crate::memory::dma::Payload;
-use crate::roce::packet::{self, Body, Packet, WireError};
-use crate::verbs::Context;
-
-/// Management queue pair and its key (IBTA 3.5.10 and 10.2.5).
-const MANAGEMENT: Qpn = Qpn(1);
-const MANAGEMENT_QKEY: Qkey = Qkey(0x8001_0000);
-/// Bytes of a management datagram (IBTA 13.4.2).
-pub(crate) const MAD: usize = 256;
+use super::udp::{Endpoint, UdpConfig};
+use crate::roce::packet::{self, Packet, WireError};
 
 /// A network of software devices, in this process or [over UDP](Self::udp).
 ///
@@ -60,8 +46,9 @@ pub(crate) const MAD: usize = 256;
 pub struct Network(pub(crate) Arc<NetworkInner>);
 
 pub(crate) struct NetworkInner {
-    names: Mutex<HashMap<String, NamedDevice>>,
-    by_gid: RwLock<HashMap<Gid, Weak<DeviceInner>>>,
+    /// Permanent addresses. The lock is held while a device is created.
+    pub(crate) names: Mutex<HashMap<String, Gid>>,
+    nodes: RwLock<HashMap<Gid, Weak<dyn Node>>>,
     /// The scheduler delivers packets. Never reset: direct copies would overtake them.
     queued: AtomicBool,
     link: Mutex<Link>,
@@ -74,15 +61,7 @@ pub(crate) struct NetworkInner {
     faulty: AtomicBool,
 }
 
-/// A permanent address of a name, and its device while open.
-#[derive(Debug)]
-struct NamedDevice {
-    gid: Gid,
-    device: Weak<DeviceInner>,
-}
-
-#[derive(Debug)]
-pub(crate) struct Delivery {
+struct Delivery {
     network: Weak<NetworkInner>,
     route: (Gid, Gid),
     /// With checksum.
@@ -172,10 +151,7 @@ impl Network {
                 // Dropping the network closes the open endpoints.
                 Err(error) => return Err(error),
             };
-            network
-                .names
-                .get_mut()
-                .insert(name.to_owned(), NamedDevice { gid, device: Weak::new() });
+            network.names.get_mut().insert(name.to_owned(), gid);
         }
         Ok(Self(Arc::new(network)))
     }
@@ -199,7 +175,7 @@ impl Network {
     ) -> NetworkInner {
         NetworkInner {
             names: Mutex::default(),
-            by_gid: RwLock::default(),
+            nodes: RwLock::default(),
             queued: AtomicBool::new(queued),
             link: Mutex::new(Link::new(seed, faults)),
             ports: Mutex::default(),
@@ -210,51 +186,10 @@ impl Network {
         }
     }
 
-    /// Opens device `name`, and creates it if necessary. Over UDP only configured devices exist.
-    ///
-    /// # Errors
-    ///
-    /// [`OpenError`]: the device is unknown or lost, or the network's thread cannot be started.
-    pub fn open(&self, name: &str) -> Result<Context, OpenError> {
-        // Without its thread nothing would be retransmitted.
-        let started = self.0.scheduler.start();
-        started.map_err(|error| OpenError::of(name)(VerbError::no_thread(&error)))?;
-        let mut names = self.0.names.lock();
-        let next = names.len();
-        if self.0.is_udp() && !names.contains_key(name) {
-            let available = names.keys().cloned().collect();
-            let reason = Some("a network over UDP has only the devices of its configuration");
-            return Err(OpenError::NotFound { name: name.to_owned(), available, reason });
-        }
-        let known = names
-            .entry(name.to_owned())
-            .or_insert_with(|| NamedDevice { gid: address(next), device: Weak::new() });
-        let device = match known.device.upgrade() {
-            Some(device) => device,
-            None => {
-                let endpoint = self.0.endpoints.get(&known.gid).cloned();
-                let made = DeviceInner::new(name, known.gid, Arc::clone(&self.0), endpoint);
-                let device = made.map_err(OpenError::of(name))?;
-                known.device = Arc::downgrade(&device);
-                let mut by_gid = self.0.by_gid.write();
-                by_gid.insert(known.gid, Arc::downgrade(&device));
-                device
-            }
-        };
-        drop(names);
-        Context::open(device).map_err(OpenError::of(name))
-    }
-
-    /// Returns a control of device `name`, if open.
-    #[must_use]
-    pub fn control(&self, name: &str) -> Option<DeviceControl> {
-        self.0.names.lock().get(name)?.device.upgrade().map(DeviceControl)
-    }
-
     /// Returns the address of a device that was opened before, or is configured.
     pub(crate) fn gid_of(&self, name: &str) -> Result<Gid, OpenError> {
         let names = self.0.names.lock();
-        names.get(name).map(|device| device.gid).ok_or_else(|| OpenError::NotFound {
+        names.get(name).copied().ok_or_else(|| OpenError::NotFound {
             name: name.to_owned(),
             available: names.keys().cloned().collect(),
             reason: None,
@@ -430,16 +365,32 @@ impl NetworkInner {
         self.queued.load(Ordering::Acquire)
     }
 
-    pub(crate) fn device(&self, gid: Gid) -> Option<Arc<DeviceInner>> {
-        self.by_gid.read().get(&gid)?.upgrade()
+    pub(crate) fn node(&self, gid: Gid) -> Option<Arc<dyn Node>> {
+        self.nodes.read().get(&gid)?.upgrade()
     }
 
-    pub(crate) fn queue_pair(&self, gid: Gid, qpn: Qpn) -> Option<Arc<QpInner>> {
-        self.device(gid)?.queue_pair(qpn)
+    pub(crate) fn add_node(&self, gid: Gid, node: Weak<dyn Node>) {
+        self.nodes.write().insert(gid, node);
     }
 
-    pub(crate) fn target(&self, gid: Gid, number: Qpn) -> Option<Arc<DctInner>> {
-        self.device(gid)?.target(number)
+    pub(crate) fn endpoint(&self, gid: Gid) -> Option<&Arc<Endpoint>> {
+        self.endpoints.get(&gid)
+    }
+
+    /// Returns the address of `name`. Over UDP only configured names have one; otherwise a new name
+    /// gets the next.
+    pub(crate) fn address_of(
+        &self,
+        names: &mut HashMap<String, Gid>,
+        name: &str,
+    ) -> Result<Gid, OpenError> {
+        if self.is_udp() && !names.contains_key(name) {
+            let available = names.keys().cloned().collect();
+            let reason = Some("a network over UDP has only the devices of its configuration");
+            return Err(OpenError::NotFound { name: name.to_owned(), available, reason });
+        }
+        let next = names.len();
+        Ok(*names.entry(name.to_owned()).or_insert_with(|| address(next)))
     }
 
     /// Returns an unpredictable number; seeded if simulated.
@@ -471,80 +422,6 @@ impl NetworkInner {
     }
 }
 
-impl NetworkInner {
-    /// Sends a management datagram between queue pairs 1 (IBTA 13.5.1); it may be lost.
-    pub(crate) fn transmit_management(&self, device: &Arc<DeviceInner>, to: Gid, mad: &[u8; MAD]) {
-        let packet = Packet {
-            transport: Transport::Ud,
-            dest: MANAGEMENT,
-            psn: device.next_management_psn(),
-            solicited: false,
-            ack_request: false,
-            body: Body::Datagram { qkey: MANAGEMENT_QKEY, source: MANAGEMENT, imm: None },
-        };
-        Outbox::new(device).push(&packet, to, &Payload::Bytes(mad));
-    }
-
-    /// Processes a packet; returns false without a receiver. `answer` defers the response.
-    pub(crate) fn on_packet(
-        device: &Arc<DeviceInner>,
-        source: Gid,
-        packet: &Packet,
-        payload: &[u8],
-        answer: &mut DeferredAnswer,
-    ) -> bool {
-        if packet.transport == Transport::Dci {
-            return Self::on_framed(device, source, packet, payload, answer);
-        }
-        if packet.dest != MANAGEMENT {
-            // DC initiators receive only from their targets.
-            let taken =
-                device.queue_pair(packet.dest).filter(|qp| qp.transport() != Transport::Dci);
-            let Some(qp) = taken else { return Self::on_early(device, source, packet) };
-            let half = qp.on_packet(packet, source, payload);
-            answer.defer(qp, half);
-        } else if let Body::Datagram { qkey: MANAGEMENT_QKEY, imm: None, .. } = packet.body {
-            Manager::on_datagram(device, source, payload);
-        } else {
-            return false;
-        }
-        true
-    }
-
-    /// Makes the peer wait for a queue pair that is not ready, if the connection manager has
-    /// announced its number; returns true if so.
-    #[cold]
-    pub(crate) fn on_early(device: &Arc<DeviceInner>, source: Gid, packet: &Packet) -> bool {
-        let Some(reply) = Manager::on_early(device, source, packet) else { return false };
-        Outbox::new(device).push(&reply, source, &Payload::Bytes(&[]));
-        true
-    }
-
-    fn on_framed(
-        device: &Arc<DeviceInner>,
-        source: Gid,
-        packet: &Packet,
-        payload: &[u8],
-        answer: &mut DeferredAnswer,
-    ) -> bool {
-        let Ok((header, payload)) = Header::parse(payload) else { return false };
-        if packet.body.is_dc_response() {
-            let Some(qp) = device.queue_pair(packet.dest) else { return false };
-            qp.on_answer((packet, &header), source, payload);
-            answer.defer(qp, Half::Sender);
-        } else {
-            let Some(target) = device.target(packet.dest) else { return false };
-            target.on_packet((packet, &header), source, payload);
-            answer.defer_target(target);
-        }
-        true
-    }
-
-    pub(crate) fn reject(&self) {
-        self.link.lock().counters.rejected += 1;
-    }
-}
-
 impl Drop for NetworkInner {
     fn drop(&mut self) {
         self.scheduler.stop();
@@ -555,65 +432,26 @@ impl Drop for NetworkInner {
 }
 
 impl Delivery {
-    pub(crate) fn run(self) {
+    fn run(self) {
         let Some(network) = self.network.upgrade() else { return };
         let (source, destination) = self.route;
         if let Some(endpoint) = network.endpoints.get(&source) {
             endpoint.send_sealed(&self.image, destination);
             return;
         }
-        let Some(device) = network.device(destination).filter(|device| device.is_linked()) else {
-            return;
-        };
+        let Some(node) = network.node(destination) else { return };
         let (packet, payload) = match packet::unseal(&self.image).and_then(Packet::parse) {
             Ok(parsed) => parsed,
             Err(error) => {
                 rdma_provider::trace!(?error, %source, "packet dropped");
                 if error == WireError::Checksum {
-                    network.reject();
+                    network.link.lock().counters.rejected += 1;
                 }
                 return;
             }
         };
         rdma_provider::trace!(%source, ?packet, "packet arrived");
-        let mut answer = DeferredAnswer::default();
-        NetworkInner::on_packet(&device, source, &packet, payload, &mut answer);
-        answer.flush();
-    }
-}
-
-/// A control of a device, for tests of programs that must survive its failure.
-#[derive(Debug, Clone)]
-pub struct DeviceControl(pub(crate) Arc<DeviceInner>);
-
-impl DeviceControl {
-    /// Removes the device: it raises `DEVICE_FATAL`, queue pairs enter ERR and flush, and verbs
-    /// fail. Once its objects are dropped, its name opens a new device.
-    pub fn kill(&self) {
-        self.0.kill();
-    }
-
-    /// Sets the port up or down; while down, it loses all packets.
-    pub fn set_port(&self, up: bool) {
-        self.0.set_port(up);
-    }
-
-    /// Raises `event` in every context, without other effects. An unplugged adapter raises
-    /// [`AsyncEvent::DeviceFatal`] like this, then nothing.
-    pub fn announce(&self, event: AsyncEvent) {
-        self.0.announce(event);
-    }
-
-    /// Returns the number of queue pairs.
-    #[must_use]
-    pub fn queue_pairs(&self) -> usize {
-        self.0.queue_pair_count()
-    }
-
-    /// Returns the number of connections, including unconfirmed ones and TIMEWAIT.
-    #[must_use]
-    pub fn connections(&self) -> usize {
-        self.0.cm.connections()
+        node.receive(&mut std::iter::once((source, packet, payload)));
     }
 }
 

@@ -2,8 +2,7 @@
 
 use std::time::Instant;
 
-use super::super::net::network::NetworkInner;
-use super::super::net::udp::DeferredAnswer;
+use super::super::net::node::Node;
 use super::super::roce::packet::{Aeth, Body, Nak, Packet, Part, Syndrome, Tail};
 use super::*;
 use rdma_provider::types::{Gid, WcStatus};
@@ -82,10 +81,9 @@ fn responses_from_other_addresses_are_ignored() {
     let (from, region) = (a.buffer(16), b.buffer(16));
     from.fill([1; 16]);
     let respond = |source: Gid, step: u32, body: Body, payload: &[u8]| {
-        let mut answer = DeferredAnswer::default();
         let packet = packet(&a, options.psn + step, body);
-        assert!(NetworkInner::on_packet(&a.qp.0.device, source, &packet, payload, &mut answer));
-        answer.flush();
+        let device = std::sync::Arc::clone(&a.qp.0.device);
+        assert_eq!(device.receive(&mut std::iter::once((source, packet, payload))), 0);
     };
     let acknowledge = |syndrome| Body::Acknowledge(Aeth { syndrome, msn: 0 });
     let refusal = Syndrome::Nak(Nak::RemoteAccess);

@@ -23,8 +23,11 @@ use crate::device::completion_channel::{Channel, Mailbox, os_error};
 use crate::device::completion_queue::CqInner;
 use crate::device::events::Events;
 use crate::device::shared_receive_queue::SrqInner;
-use crate::device::{DeviceInner, MAX_MR_SIZE, PORT, dma_buf};
+use crate::device::{DeviceInner, MAX_MR_SIZE, dma_buf};
+use crate::error::OpenError;
 use crate::memory::dma::Memory;
+use crate::net::Network;
+use crate::net::node::PORT;
 use crate::roce::requester::MAX_MESSAGE;
 
 use super::cq::Cq;
@@ -45,11 +48,31 @@ impl Context {
     pub fn is_in_process(&self) -> bool {
         !self.device.network.is_udp()
     }
+}
 
-    pub(crate) fn open(device: Arc<DeviceInner>) -> Result<Self, VerbError> {
-        device.check_alive("ibv_open_device")?;
-        let events = device.add_events().map_err(|error| os_error("ibv_open_device", &error))?;
-        Ok(Self { device, events })
+impl Network {
+    /// Opens device `name`, and creates it if necessary. Over UDP only configured devices exist.
+    ///
+    /// # Errors
+    ///
+    /// [`OpenError`]: the device is unknown or lost, or the network's thread cannot be started.
+    pub fn open(&self, name: &str) -> Result<Context, OpenError> {
+        let network = &self.0;
+        let failed = OpenError::of(name);
+        // Without its thread nothing would be retransmitted.
+        network.scheduler.start().map_err(|error| failed(VerbError::no_thread(&error)))?;
+        let device = {
+            let mut names = network.names.lock();
+            let gid = network.address_of(&mut names, name)?;
+            match DeviceInner::at(network, gid) {
+                Some(device) => device,
+                None => DeviceInner::new(name, gid, network).map_err(&failed)?,
+            }
+        };
+        device.check_alive("ibv_open_device").map_err(&failed)?;
+        let events =
+            device.add_events().map_err(|error| failed(os_error("ibv_open_device", &error)))?;
+        Ok(Context { device, events })
     }
 }
 

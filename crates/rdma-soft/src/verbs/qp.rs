@@ -19,13 +19,13 @@ use rdma_provider::types::{
 };
 
 use crate::Soft;
-use crate::cm::Manager;
+use crate::device::DeviceInner;
 use crate::device::completion_queue::Polled;
 use crate::device::deferred::Deferred;
 use crate::device::events::Events;
 use crate::device::pump::Budget;
 use crate::device::queue_pair::{QpInner, ReceiveSide, ReceiverHalf, Sender, state_of};
-use crate::device::{DeviceInner, PORT};
+use crate::net::node::PORT;
 use crate::roce::requester::{Destination, Flow, Requester, SendConfig, SendCounters};
 use crate::roce::responder::{ReceiveConfig, ReceiveCounters, Responder};
 
@@ -66,7 +66,7 @@ pub(crate) fn create(
     let srq = init.srq.map(|srq| Arc::clone(&srq.queue));
     let incarnation = if initiator { device.network.random()? as u32 } else { 0 };
     let polled = Arc::new(Polled::default());
-    let unconfirmed = reserved.and_then(|number| Manager::reserved_for(device, number));
+    let unconfirmed = reserved.and_then(|number| device.cm.reserved_for(number));
     let inner = device.add_queue_pair(reserved, |qpn| {
         let send_cq = Arc::clone(&init.send_cq.queue);
         let recv_cq = Arc::clone(&init.recv_cq.queue);

@@ -9,9 +9,10 @@ use rdma_provider::types::{QpState, RejectReason, Transport, check_transition};
 
 use super::super::super::tests::over_udp;
 use super::super::super::{Context, Faults, Network, Soft};
-use super::super::manager::Manager;
+use super::super::agent;
 use super::super::{CmChannel, CmId};
 use super::*;
+use crate::device::DeviceInner;
 
 const LONG: Duration = Duration::from_secs(60);
 
@@ -68,7 +69,7 @@ impl World {
                 .unwrap()
                 .gids[0]
                 .gid;
-            let device = self.network.0.device(gid).unwrap();
+            let device = DeviceInner::at(&self.network.0, gid).unwrap();
             assert_eq!(device.cm.sizes(), [0; 6], "{name}");
         }
     }
@@ -273,14 +274,14 @@ fn request_with_foreign_source_address_leaves_no_state() {
     let listener = channel.create_id().unwrap();
     listener.bind(SocketAddr::new(to.to_ip(), 0)).unwrap();
     listener.listen(4).unwrap();
-    let device = network.0.device(to).unwrap();
+    let device = DeviceInner::at(&network.0, to).unwrap();
     let request = |source: SocketAddr| {
         let mut machine = Machine::new(from, 1, Mtu::Mtu1024, 0x1111_2222_3333_4444);
         let there = listener.local_addr().unwrap();
         let route = Destination { gid: to, local: source, peer: there, mtu: Mtu::Mtu1024 };
         machine.connect(0, route, &params(0x100, b""), Psn::new(1)).unwrap();
         let (_, mad) = Out::of(&mut machine).sent.remove(0);
-        Manager::on_datagram(&device, from, &mad.encode());
+        agent::on_datagram(&device, from, &mad.encode());
         channel.take_event().unwrap().map(|event| event.kind)
     };
     let other = request(address(1, 40_000));

@@ -7,9 +7,9 @@ use rdma_provider::VerbError;
 use rdma_provider::types::{QpAttr, QpState, Qpn, Transport, check_transition};
 
 use super::{QpInner, ReceiveSide, ReceiverHalf, SendSide, Sender, state_of};
-use crate::device::PORT;
 use crate::device::deferred::Deferred;
 use crate::device::pump::Budget;
+use crate::net::node::PORT;
 
 /// Maximum of the three-bit retry counters.
 const MAX_RETRY: u8 = 7;

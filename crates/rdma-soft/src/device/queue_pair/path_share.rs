@@ -1,7 +1,7 @@
 //! A requester's part of the window of a UDP path.
 //!
-//! All queue pairs of a device that send to one peer share a
-//! [`PeerLink`](crate::net::udp::PeerLink).
+//! All queue pairs of a device that send to one peer share a window, see
+//! [`link_to`](crate::net::udp::Endpoint::link_to).
 
 use std::sync::{Arc, Weak};
 

@@ -17,13 +17,8 @@ use rdma_provider::locks::{Mutex, MutexGuard, RwLock};
 use rdma_provider::VerbError;
 
 use crate::UdpError;
-use crate::cm::Manager;
-use crate::device::DeviceInner;
-use crate::device::dct::DctInner;
-use crate::device::pump::Half;
-use crate::device::queue_pair::QpInner;
 use crate::net::faults::LinkCounters;
-use crate::net::network::NetworkInner;
+use crate::net::node::{Arrival, Node};
 use crate::net::scheduler::Scheduler;
 use crate::net::udp::interface::{mtu_at, scope_of};
 use crate::roce::packet::Packet;
@@ -55,7 +50,7 @@ pub(crate) struct Endpoint {
     _bound_port: BoundPort,
     config: Arc<UdpConfig>,
     /// Receiver of packets, while open.
-    device: RwLock<Weak<DeviceInner>>,
+    node: RwLock<Option<Weak<dyn Node>>>,
     spare: Mutex<Vec<Batch>>,
     links: Mutex<HashMap<Gid, Weak<PeerLink>>>,
     pace: Pace,
@@ -126,7 +121,7 @@ impl Endpoint {
             socket,
             _bound_port: BoundPort::new(local, name),
             config: Arc::clone(config),
-            device: RwLock::default(),
+            node: RwLock::default(),
             spare: Mutex::default(),
             links: Mutex::default(),
             pace: Pace::default(),
@@ -145,8 +140,12 @@ impl Endpoint {
         Ok(endpoint)
     }
 
-    pub(crate) fn attach(&self, device: &Arc<DeviceInner>) {
-        *self.device.write() = Arc::downgrade(device);
+    pub(crate) fn attach(&self, node: Weak<dyn Node>) {
+        *self.node.write() = Some(node);
+    }
+
+    fn node(&self) -> Option<Arc<dyn Node>> {
+        self.node.read().as_ref()?.upgrade()
     }
 
     /// Stops receiving and releases the port.
@@ -308,7 +307,7 @@ impl Endpoint {
     pub(crate) fn serve(&self) -> bool {
         // Outlives the inbox lock: dropping a network joins the thread, which may wait for the
         // lock.
-        let device = self.device.read().upgrade();
+        let node = self.node();
         let mut any = false;
         for _ in 0..ROUNDS {
             let Some(mut inbox) = self.inbox.try_lock() else { return any };
@@ -321,7 +320,7 @@ impl Endpoint {
                 );
                 return any;
             }
-            self.on_inbox(&inbox, device.as_ref());
+            self.on_inbox(&inbox, node.as_ref());
             if !inbox.is_empty() {
                 any = true;
                 self.inbox.note_received();
@@ -345,24 +344,17 @@ impl Endpoint {
         }
     }
 
-    fn on_inbox(&self, inbox: &Inbox, device: Option<&Arc<DeviceInner>>) {
-        let mut answer = DeferredAnswer::default();
-        for (source, segment, datagram) in inbox.datagrams() {
-            self.on_datagram(device, source, (segment, datagram), &mut answer);
-        }
-        answer.flush();
-        if let Some(device) = device {
-            inbox.refusals().for_each(|(to, packet)| self.on_refusal(device, to, packet));
-        }
-    }
-
-    /// Ends a connection request to a host at which no process has the port.
-    fn on_refusal(&self, device: &Arc<DeviceInner>, to: SocketAddr, packet: &[u8]) {
-        rdma_provider::trace!(%to, "port is closed");
-        if let Some((covered, _)) = packet.split_last_chunk::<CHECK>()
-            && let Ok((_, payload)) = Packet::parse(covered)
-        {
-            Manager::on_refusal(device, Gid::from(to.ip().to_canonical()), payload);
+    fn on_inbox(&self, inbox: &Inbox, node: Option<&Arc<dyn Node>>) {
+        let mut packets = inbox.datagrams().filter_map(|(source, segment, datagram)| {
+            self.check_datagram(source, (segment, datagram))
+        });
+        let unwanted = match node {
+            Some(node) => Arc::clone(node).receive(&mut packets),
+            None => packets.count(),
+        };
+        add(&self.counters.unwanted, unwanted as u64);
+        if let Some(node) = node {
+            inbox.refusals().for_each(|(to, packet)| on_refusal(node, to, packet));
         }
     }
 
@@ -387,8 +379,7 @@ impl Endpoint {
             match self.socket.receive(&mut inbox, true) {
                 Ok(()) => {
                     failing = false;
-                    let device = self.device.read().upgrade();
-                    self.on_inbox(&inbox, device.as_ref());
+                    self.on_inbox(&inbox, self.node().as_ref());
                     if self.inbox.is_wanted() {
                         return;
                     }
@@ -408,20 +399,19 @@ impl Endpoint {
         }
     }
 
-    fn on_datagram(
+    /// Counts a datagram, and returns its packet if it is allowed and intact.
+    fn check_datagram<'a>(
         &self,
-        device: Option<&Arc<DeviceInner>>,
         source: SocketAddr,
-        (segment, datagram): (u16, &[u8]),
-        answer: &mut DeferredAnswer,
-    ) {
+        (segment, datagram): (u16, &'a [u8]),
+    ) -> Option<Arrival<'a>> {
         add(&self.counters.received, 1);
         let ip = source.ip().to_canonical();
         let (Some((covered, check)), true) =
             (datagram.split_last_chunk::<CHECK>(), self.config.allows(ip))
         else {
             add(&self.counters.unwanted, 1);
-            return;
+            return None;
         };
         let local = self.socket.local();
         let header = Header {
@@ -433,20 +423,25 @@ impl Endpoint {
         if !header.verify(covered, u32::from_le_bytes(*check), segment) {
             rdma_provider::trace!(%source, "packet with a wrong ICRC dropped");
             add(&self.counters.rejected, 1);
-            return;
+            return None;
         }
         let parsed = Packet::parse(covered);
-        let (Some(device), Ok((packet, payload))) =
-            (device.filter(|device| device.is_linked()), parsed)
-        else {
-            rdma_provider::trace!(%source, ?parsed, "packet dropped");
+        rdma_provider::trace!(%source, ?parsed, "packet arrived");
+        let Ok((packet, payload)) = parsed else {
             add(&self.counters.unwanted, 1);
-            return;
+            return None;
         };
-        rdma_provider::trace!(%source, ?packet, "packet arrived");
-        if !NetworkInner::on_packet(device, Gid::from(ip), &packet, payload, answer) {
-            add(&self.counters.unwanted, 1);
-        }
+        Some((Gid::from(ip), packet, payload))
+    }
+}
+
+/// Ends a connection request to a host at which no process has the port.
+fn on_refusal(node: &Arc<dyn Node>, to: SocketAddr, packet: &[u8]) {
+    rdma_provider::trace!(%to, "port is closed");
+    if let Some((covered, _)) = packet.split_last_chunk::<CHECK>()
+        && let Ok((_, payload)) = Packet::parse(covered)
+    {
+        Arc::clone(node).on_refusal(Gid::from(to.ip().to_canonical()), payload);
     }
 }
 
@@ -470,46 +465,9 @@ impl Drop for PanicGuard<'_> {
                 endpoint = ?self.endpoint,
                 "panicked while processing packets; the device is lost"
             );
-            if let Some(device) = self.endpoint.device.read().upgrade() {
-                device.kill();
+            if let Some(node) = self.endpoint.node() {
+                node.kill();
             }
-        }
-    }
-}
-
-/// The receiver of consecutive packets, which answers once, after the last.
-#[derive(Debug, Default)]
-pub(crate) struct DeferredAnswer(Option<Answerer>);
-
-#[derive(Debug)]
-enum Answerer {
-    Pair(Arc<QpInner>, Half),
-    Target(Arc<DctInner>),
-}
-
-impl DeferredAnswer {
-    pub(crate) fn defer(&mut self, qp: Arc<QpInner>, half: Half) {
-        if !matches!(
-            &self.0,
-            Some(Answerer::Pair(before, of)) if *of == half && Arc::ptr_eq(before, &qp)
-        ) {
-            self.flush();
-        }
-        self.0 = Some(Answerer::Pair(qp, half));
-    }
-
-    pub(crate) fn defer_target(&mut self, target: Arc<DctInner>) {
-        if !matches!(&self.0, Some(Answerer::Target(before)) if Arc::ptr_eq(before, &target)) {
-            self.flush();
-        }
-        self.0 = Some(Answerer::Target(target));
-    }
-
-    pub(crate) fn flush(&mut self) {
-        match self.0.take() {
-            Some(Answerer::Pair(qp, half)) => qp.answer(half),
-            Some(Answerer::Target(target)) => target.answer(),
-            None => {}
         }
     }
 }

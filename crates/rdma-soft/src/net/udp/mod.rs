@@ -25,7 +25,7 @@ mod tests;
 
 pub(crate) use batch::Batch;
 pub use config::UdpConfig;
-pub(crate) use endpoint::{DeferredAnswer, Endpoint};
+pub(crate) use endpoint::Endpoint;
 pub use error::UdpError;
 pub(crate) use pace::Pace;
 pub(crate) use peer_link::WindowSlot;
