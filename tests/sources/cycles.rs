@@ -11,9 +11,8 @@ const LONGEST: [(&str, usize); 5] = [
     ("src", 4),
     ("crates/rdma-message-proto/src", 2),
     ("crates/rdma-provider/src", 2),
-    // These hold objects that hold each other.
     ("crates/rdma-soft/src", 3),
-    ("crates/rdma-ibverbs/src", 18),
+    ("crates/rdma-ibverbs/src", 3),
 ];
 
 /// The path of a module: its names from the root of the crate.

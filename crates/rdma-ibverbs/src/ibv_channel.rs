@@ -2,14 +2,13 @@
 
 #![allow(unsafe_code)]
 
+use std::ffi::c_void;
 use std::os::fd::BorrowedFd;
 use std::ptr::{self, NonNull};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use rdma_sys::*;
-use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
-use super::ibv_context::EAGAIN;
-use super::ibv_cq::Events;
 use super::sys;
 use rdma_provider::VerbError;
 use rdma_provider::contract;
@@ -32,19 +31,13 @@ impl Channel {
             ibv_create_comp_channel(context.as_ptr())
         })?;
         let channel = Self { raw };
-        set_nonblocking(contract::Channel::fd(&channel))?;
+        sys::set_nonblocking(contract::Channel::fd(&channel))?;
         Ok(channel)
     }
 
     pub(super) fn raw(&self) -> *mut ibv_comp_channel {
         self.raw.as_ptr()
     }
-}
-
-/// Makes a descriptor non-blocking, which libibverbs does not.
-pub(super) fn set_nonblocking(fd: BorrowedFd<'_>) -> Result<(), VerbError> {
-    let set = || fcntl_setfl(fd, fcntl_getfl(fd)? | OFlags::NONBLOCK);
-    set().map_err(|error| VerbError::new("fcntl", error.raw_os_error()))
 }
 
 impl contract::Channel for Channel {
@@ -60,7 +53,7 @@ impl contract::Channel for Channel {
         match sys::status("ibv_get_cq_event", result) {
             // SAFETY: S3: just taken; `Cq::new` makes all queues of this channel.
             Ok(()) => Ok(Some(unsafe { Events::take(cq, events) })),
-            Err(error) if error.errno == EAGAIN => Ok(None),
+            Err(error) if error.errno == sys::EAGAIN => Ok(None),
             Err(error) => Err(error),
         }
     }
@@ -72,5 +65,44 @@ impl Drop for Channel {
         sys::log_failure("ibv_destroy_comp_channel", unsafe {
             ibv_destroy_comp_channel(self.raw())
         });
+    }
+}
+
+/// The `cq_context` that libibverbs returns with each event of a queue.
+///
+/// `ibv_destroy_cq(3)` blocks forever if the number of acknowledged events differs from the number
+/// taken.
+#[derive(Debug)]
+pub(super) struct Events {
+    pub(super) cookie: u64,
+    /// Events taken and not acknowledged, with the flag [`DESTROYING`].
+    pub(super) unacknowledged: AtomicU32,
+    /// Events taken, modulo 2^32: the sequence number of the next request for one.
+    pub(super) taken: AtomicU32,
+}
+
+/// The queue is being destroyed: only [`Events::take`] acknowledges its events.
+pub(super) const DESTROYING: u32 = 1 << 31;
+
+impl Events {
+    /// Counts an event just taken and returns its queue's cookie. If the queue is being destroyed,
+    /// acknowledges the event.
+    ///
+    /// # Safety
+    ///
+    /// Both arguments must come from `ibv_get_cq_event(3)`, for a queue of `Cq::new`.
+    unsafe fn take(cq: *mut ibv_cq, events: *mut c_void) -> u64 {
+        let events: *const Self = events.cast_const().cast();
+        // SAFETY: S3: the queue and its `Events` exist until this event is acknowledged.
+        let (cookie, before) = unsafe {
+            (*events).taken.fetch_add(1, Ordering::AcqRel);
+            ((*events).cookie, (*events).unacknowledged.fetch_add(1, Ordering::AcqRel))
+        };
+        // From here on the queue may be gone, unless its destruction waits for this event.
+        if before & DESTROYING != 0 {
+            // SAFETY: S3: it does.
+            unsafe { ibv_ack_cq_events(cq, 1) };
+        }
+        cookie
     }
 }

@@ -10,12 +10,13 @@ use std::ptr::{self, NonNull};
 
 use rdma_sys::*;
 
-use super::ibv_channel::{Channel, set_nonblocking};
+use super::ibv_channel::Channel;
 use super::ibv_cq::Cq;
-use super::ibv_pd::{Pd, Posting};
+use super::ibv_pd::Pd;
 use super::ibv_qp::Qp;
-use super::mlx5::dc;
+use super::mlx5::dc_attributes;
 use super::mlx5::direct::Device;
+use super::posting::Posting;
 use super::{Ibverbs, convert, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract::{self, Context as _, Pd as _, QpInit};
@@ -119,7 +120,7 @@ impl Context {
         // From here on, an error closes the context.
         let mut context =
             Self { raw, attr: DeviceAttr::named(name), gids: 0, posting: Posting::Chain };
-        set_nonblocking(context.event_fd())?;
+        sys::set_nonblocking(context.event_fd())?;
         context.attr = context.query(name)?;
         for port in 1..=context.attr.ports {
             let entries = context.query_port(PortNum(port))?.gid_tbl_len;
@@ -127,8 +128,7 @@ impl Context {
         }
         context.attr.max_inline = context.probe_inline();
         context.attr.dma_buf = context.create_pd()?.supports_dma_bufs();
-        context.posting = Posting::Extended;
-        context.attr.dc = dc::attributes(&context, raw, &context.attr);
+        context.attr.dc = dc_attributes::query(raw, &context.attr);
         context.posting = context.choose_posting()?;
         context.attr.data_path = context.posting.data_path();
         Ok(Some(context))
@@ -402,7 +402,7 @@ impl contract::Context<Ibverbs> for Context {
         let result = unsafe { ibv_get_async_event(self.raw.as_ptr(), raw.as_mut_ptr().cast()) };
         match sys::status("ibv_get_async_event", result) {
             Ok(()) => {}
-            Err(error) if error.errno == EAGAIN => return Ok(None),
+            Err(error) if error.errno == sys::EAGAIN => return Ok(None),
             // All events have been read and the device was removed.
             Err(error) if error.errno == VerbError::EIO => {
                 return Err(VerbError::new("ibv_get_async_event", VerbError::ENODEV));
@@ -426,9 +426,6 @@ impl Drop for Context {
         sys::log_failure("ibv_close_device", unsafe { ibv_close_device(self.raw.as_ptr()) });
     }
 }
-
-/// EAGAIN of `errno(3)`: a non-blocking descriptor is not readable.
-pub(super) const EAGAIN: i32 = 11;
 
 /// `struct ibv_async_event` with an integer code, because the binding's enumeration may lack codes.
 #[repr(C)]

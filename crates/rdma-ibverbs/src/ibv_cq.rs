@@ -2,7 +2,6 @@
 
 #![allow(unsafe_code)]
 
-use std::ffi::c_void;
 use std::mem;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
@@ -10,7 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use rdma_sys::*;
 
-use super::ibv_channel::Channel;
+use super::ibv_channel::{Channel, DESTROYING, Events};
 use super::mlx5::direct::{self, CompletionQueue, Device, NewCompletionQueue};
 use super::{convert, sys};
 use rdma_provider::VerbError;
@@ -23,45 +22,6 @@ pub struct Cq {
     raw: NonNull<ibv_cq>,
     events: Arc<Events>,
     direct: Option<Arc<CompletionQueue>>,
-}
-
-/// The `cq_context` that libibverbs returns with each event of a queue.
-///
-/// `ibv_destroy_cq(3)` blocks forever if the number of acknowledged events differs from the number
-/// taken.
-#[derive(Debug)]
-pub(super) struct Events {
-    cookie: u64,
-    /// Events taken and not acknowledged, with the flag [`DESTROYING`].
-    unacknowledged: AtomicU32,
-    /// Events taken, modulo 2^32: the sequence number of the next request for one.
-    taken: AtomicU32,
-}
-
-/// The queue is being destroyed: only [`Events::take`] acknowledges its events.
-const DESTROYING: u32 = 1 << 31;
-
-impl Events {
-    /// Counts an event just taken and returns its queue's cookie. If the queue is being destroyed,
-    /// acknowledges the event.
-    ///
-    /// # Safety
-    ///
-    /// Both arguments must come from `ibv_get_cq_event(3)`, for a queue made by [`Cq::new`].
-    pub(super) unsafe fn take(cq: *mut ibv_cq, events: *mut c_void) -> u64 {
-        let events: *const Self = events.cast_const().cast();
-        // SAFETY: S3: the queue and its `Events` exist until this event is acknowledged.
-        let (cookie, before) = unsafe {
-            (*events).taken.fetch_add(1, Ordering::AcqRel);
-            ((*events).cookie, (*events).unacknowledged.fetch_add(1, Ordering::AcqRel))
-        };
-        // From here on the queue may be gone, unless its destruction waits for this event.
-        if before & DESTROYING != 0 {
-            // SAFETY: S3: it does.
-            unsafe { ibv_ack_cq_events(cq, 1) };
-        }
-        cookie
-    }
 }
 
 // SAFETY: S3: libibverbs is thread-safe.

@@ -13,11 +13,12 @@ use super::ibv_mr::{Mr, Mw};
 use super::ibv_qp::Qp;
 use super::ibv_srq::Srq;
 use super::mlx5::dc::Dct;
-use super::mlx5::direct::{Device, Registers};
+use super::mlx5::direct::Registers;
+use super::posting::Posting;
 use super::{Ibverbs, convert, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract::{self, DctInit, DmaBufRange, NoDct, QpInit};
-use rdma_provider::types::{Access, AddressVector, DataPath, DcAttr, DeviceAttr, SrqCaps};
+use rdma_provider::types::{Access, AddressVector, DeviceAttr, SrqCaps};
 
 /// The error of a kernel whose verbs interface lacks a method, `errno(3)`.
 const EPROTONOSUPPORT: i32 = 93;
@@ -32,36 +33,6 @@ pub struct Pd {
     posting: Posting,
     /// The doorbell registers of queue pairs that post directly.
     registers: Registers,
-}
-
-/// The way in which the queues of a device post and poll.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum Posting {
-    /// `ibv_post_send` and `ibv_poll_cq`.
-    Chain,
-    /// `ibv_wr_*`, where the driver has them, and `ibv_poll_cq`.
-    Extended,
-    /// By this crate.
-    Direct(Device),
-}
-
-impl Posting {
-    /// Returns the name that programs see.
-    pub(super) fn data_path(self) -> DataPath {
-        match self {
-            Self::Chain => DataPath::Chain,
-            Self::Extended => DataPath::Extended,
-            Self::Direct(_) => DataPath::Direct,
-        }
-    }
-
-    /// Returns the device if its queues post directly.
-    pub(super) fn direct(self) -> Option<Device> {
-        match self {
-            Self::Direct(device) => Some(device),
-            Self::Chain | Self::Extended => None,
-        }
-    }
 }
 
 // SAFETY: S3: libibverbs is thread-safe; the handle is not used after `Drop`.
@@ -88,12 +59,6 @@ impl Pd {
         // SAFETY: S3: the context is open.
         let raw = sys::handle("ibv_alloc_pd", unsafe { ibv_alloc_pd(context.as_ptr()) })?;
         Ok(Self { raw, device, posting, registers: Registers::default() })
-    }
-
-    /// Sets the DC attributes, for probing whether the device supports DC.
-    pub(super) fn with_dc(mut self, dc: DcAttr) -> Self {
-        self.device.dc = Some(dc);
-        self
     }
 
     /// Calls `ibv_reg_dmabuf_mr(3)`.

@@ -11,6 +11,7 @@ use rdma_sys::*;
 
 use super::mlx5::dc::Dci;
 use super::mlx5::direct::address::AddressHandle;
+use super::supported::is_supported;
 use super::{convert, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract::PostError;
@@ -39,46 +40,8 @@ fn unsupported(posted: usize) -> PostError {
     PostError { posted, error: VerbError::new("ibv_post_send", VerbError::EINVAL) }
 }
 
-/// Returns true for the most common requests, which every reliable connection supports.
-#[inline(always)]
-pub(super) fn is_plain(wr: &SendWr<'_>) -> bool {
-    matches!(wr.data, Data::Sges([_])) && wr.target.is_none() && !wr.op.is_local()
-}
-
-#[inline(always)]
-fn is_supported(transport: Transport, wr: &SendWr<'_>) -> bool {
-    transport == Transport::Rc && is_plain(wr) || transport_supports(transport, wr)
-}
-
-/// Returns true if queue pairs of `transport` execute such requests.
-pub(super) fn transport_supports(transport: Transport, wr: &SendWr<'_>) -> bool {
-    let binds = matches!(transport, Transport::Rc | Transport::Uc);
-    let has_operation = match wr.op {
-        SendOp::Send | SendOp::SendWithImm(_) => true,
-        SendOp::Write(_) | SendOp::WriteWithImm(..) => transport != Transport::Ud,
-        SendOp::Read(_) | SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. } => {
-            matches!(transport, Transport::Rc | Transport::Dci)
-        }
-        SendOp::SendWithInvalidate(_) => transport == Transport::Rc,
-        SendOp::LocalInvalidate(_) => return binds && matches!(wr.data, Data::Sges([])),
-        SendOp::BindWindow => return binds && matches!(wr.data, Data::Window(_)),
-    };
-    let addressed = match wr.target {
-        None => matches!(transport, Transport::Rc | Transport::Uc),
-        Some(SendTarget::Datagram(_)) => transport == Transport::Ud,
-        Some(SendTarget::Dc(_)) => transport == Transport::Dci,
-    };
-    // The result of an operation needs a local buffer.
-    let placed = match wr.data {
-        Data::Sges(_) => true,
-        Data::Inline(_) => !wr.op.reads_back(),
-        Data::Window(_) => false,
-    };
-    has_operation && addressed && placed
-}
-
-/// Posts one [plain](is_plain) request. It is built in registers: the compiler decides all
-/// branches.
+/// Posts one [plain](super::supported::is_plain) request. It is built in registers: the compiler
+/// decides all branches.
 ///
 /// # Safety
 ///

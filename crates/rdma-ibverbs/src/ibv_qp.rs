@@ -9,11 +9,12 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 use rdma_sys::*;
 
-use super::ibv_pd::Posting;
 use super::ibv_srq::Srq;
 use super::mlx5::dc::{self, Dci, Initiator};
 use super::mlx5::direct::{QueuePair, Registers, SendQueue, Uses};
 use super::owned::Owned;
+use super::posting::Posting;
+use super::supported::is_plain;
 use super::{Ibverbs, convert, ibv_post, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract::{self, PlainWr, PostError, QpInit};
@@ -354,18 +355,17 @@ impl contract::Qp for Qp {
         let Some(wr) = list.next() else { return Ok(()) };
         // Copied so that its fields stay in registers; only `post_list` needs it in memory.
         let wr = *wr.borrow();
-        let posted =
-            if self.state.load(Ordering::Acquire) >= self.single_from && ibv_post::is_plain(&wr) {
-                match self.extended {
-                    // SAFETY: S1: the caller's promise; S3: the queue pair is alive.
-                    Some(qp) => unsafe { ibv_post::extended_in_place(qp.as_ptr(), &wr) },
-                    // SAFETY: S1, S3: as above.
-                    None => unsafe { ibv_post::send_in_place(self.raw(), &wr) },
-                }
-            } else {
-                // SAFETY: S1: as above.
-                unsafe { self.post_list([wr].iter()) }.map_err(|refused| refused.error)
-            };
+        let posted = if self.state.load(Ordering::Acquire) >= self.single_from && is_plain(&wr) {
+            match self.extended {
+                // SAFETY: S1: the caller's promise; S3: the queue pair is alive.
+                Some(qp) => unsafe { ibv_post::extended_in_place(qp.as_ptr(), &wr) },
+                // SAFETY: S1, S3: as above.
+                None => unsafe { ibv_post::send_in_place(self.raw(), &wr) },
+            }
+        } else {
+            // SAFETY: S1: as above.
+            unsafe { self.post_list([wr].iter()) }.map_err(|refused| refused.error)
+        };
         posted.map_err(refused)
     }
 

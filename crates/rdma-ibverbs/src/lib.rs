@@ -60,6 +60,8 @@ mod ibv_qp;
 mod ibv_srq;
 pub mod mlx5;
 mod owned;
+mod posting;
+mod supported;
 mod sys;
 
 pub use cm::{CmChannel, CmId};

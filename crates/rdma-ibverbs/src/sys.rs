@@ -11,9 +11,11 @@
 
 use std::ffi::c_int;
 use std::io;
+use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 
 use rdma_provider::VerbError;
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
 /// Converts 0, an `errno` of either sign, or -1 with `errno` set.
 #[inline]
@@ -47,6 +49,15 @@ pub(super) fn log_failure(verb: &'static str, result: c_int) {
     if let Err(error) = status(verb, result) {
         rdma_provider::error!(%error, "failed to free a handle; leaking it");
     }
+}
+
+/// EAGAIN of `errno(3)`: a non-blocking descriptor is not readable.
+pub(super) const EAGAIN: i32 = 11;
+
+/// Makes a descriptor non-blocking, which libibverbs does not.
+pub(super) fn set_nonblocking(fd: BorrowedFd<'_>) -> Result<(), VerbError> {
+    let set = || fcntl_setfl(fd, fcntl_getfl(fd)? | OFlags::NONBLOCK);
+    set().map_err(|error| VerbError::new("fcntl", error.raw_os_error()))
 }
 
 #[cfg(test)]

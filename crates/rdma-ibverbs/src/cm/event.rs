@@ -13,7 +13,6 @@ use rdma_sys::*;
 
 use super::id::{IdContext, IdState, Phase, addresses, route_may_block, route_of};
 use super::{CmId, Events};
-use crate::ibv_context::EAGAIN;
 use crate::{Ibverbs, sys};
 use rdma_provider::VerbError;
 use rdma_provider::cm_contract::{CmEvent, CmEventKind, CmPeer};
@@ -67,7 +66,7 @@ impl<'a> UnackedEvent<'a> {
         let result = unsafe { rdma_get_cm_event(events.raw.as_ptr(), &raw mut raw) };
         match sys::status(VERB, result) {
             Ok(()) => Ok(Some(Self { raw: sys::handle(VERB, raw)?, events })),
-            Err(error) if error.errno == EAGAIN => Ok(None),
+            Err(error) if error.errno == sys::EAGAIN => Ok(None),
             Err(error) => Err(error),
         }
     }

@@ -32,7 +32,6 @@ use rdma_provider::locks::Mutex;
 use rdma_sys::*;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::ibv_channel::set_nonblocking;
 use super::{Ibverbs, sys};
 use rdma_provider::VerbError;
 use rdma_provider::cm_contract::{self, CmEvent};
@@ -76,7 +75,7 @@ impl CmChannel {
             own: Mutex::default(),
             taking: Mutex::default(),
         };
-        set_nonblocking(events.fd())?;
+        sys::set_nonblocking(events.fd())?;
         Ok(Self(Arc::new(events)))
     }
 }

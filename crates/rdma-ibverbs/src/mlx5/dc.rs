@@ -1,9 +1,8 @@
-//! Dynamically connected transport (DC) of libmlx5, `mlx5dv_create_qp(3)`: capabilities,
-//! initiators, targets.
+//! Dynamically connected transport (DC) of libmlx5, `mlx5dv_create_qp(3)`: initiators, targets.
 
 #![allow(unsafe_code)]
 
-use std::ffi::{c_int, c_void};
+use std::ffi::c_int;
 use std::mem;
 use std::ptr::{self, NonNull};
 use std::sync::OnceLock;
@@ -13,88 +12,20 @@ use rdma_provider::locks::Mutex;
 use rdma_sys::*;
 
 use super::{direct, library};
-use crate::ibv_context::Context;
 use crate::owned::Owned;
 use crate::{Ibverbs, convert, sys};
 use rdma_provider::VerbError;
-use rdma_provider::contract::{self, Context as _, DctInit, Pd as _, QpInit};
-use rdma_provider::types::{
-    DcAttr, DcKey, DciStreams, DciStreamsInit, DeviceAttr, QpAttr, QpCaps, QpState, Qpn, SrqCaps,
-    Transport,
-};
+use rdma_provider::contract::{self, DctInit, QpInit};
+use rdma_provider::types::{DciStreamsInit, QpAttr, QpState, Qpn, Transport};
 
 /// The error of a device without DC.
 const NONE: VerbError = VerbError::new("mlx5dv_create_qp", VerbError::EOPNOTSUPP);
 
-/// Returns the device's DC capabilities; `None` without feature `mlx5` or libmlx5, or for another
-/// driver's device.
-pub(crate) fn attributes(
-    context: &Context,
-    raw: NonNull<ibv_context>,
-    device: &DeviceAttr,
-) -> Option<DcAttr> {
-    if !cfg!(feature = "mlx5") {
-        return None;
-    }
-    use mlx5dv_context_comp_mask as field;
-    // SAFETY: S3: zeros are valid.
-    let mut found: mlx5dv_context = unsafe { mem::zeroed() };
-    found.comp_mask = (field::MLX5DV_CONTEXT_MASK_DCI_STREAMS
-        | field::MLX5DV_CONTEXT_MASK_MAX_DC_RD_ATOM)
-        .0
-        .into();
-    // SAFETY: S3: the context is open, the result local; fails for another driver's device.
-    let asked = sys::status("mlx5dv_query_device", unsafe {
-        mlx5dv_query_device(raw.as_ptr(), &raw mut found)
-    });
-    if let Err(error) = asked {
-        rdma_provider::debug!(%error, "failed to query mlx5 attributes; reporting no DC support");
-        return None;
-    }
-    // Older libraries ignore unknown fields and clear their bits in the mask.
-    let has = |bit: field| found.comp_mask & u64::from(bit.0) != 0;
-    // Zero may mean that the library could not query the firmware: use the RC limit then.
-    let limit = |value: u64, otherwise: u8| match u8::try_from(value) {
-        _ if !has(field::MLX5DV_CONTEXT_MASK_MAX_DC_RD_ATOM) => otherwise,
-        Ok(0) => otherwise,
-        Ok(value) => value,
-        Err(_) => u8::MAX,
-    };
-    let streams = DciStreams {
-        max_log_concurrent: found.dci_streams_caps.max_log_num_concurent,
-        max_log_errored: found.dci_streams_caps.max_log_num_errored,
-    };
-    let any = has(field::MLX5DV_CONTEXT_MASK_DCI_STREAMS)
-        && streams.max_log_concurrent > 0
-        && streams.max_log_errored > 0
-        // SAFETY: S3: the context is open.
-        && unsafe { can_reset_streams(raw) };
-    let mut attr = DcAttr::new(
-        limit(found.max_dc_rd_atom, device.max_qp_rd_atom),
-        limit(found.max_dc_init_rd_atom, device.max_qp_init_rd_atom),
-    );
-    attr.streams = any.then_some(streams);
-    // No attribute reports DC support, so create an initiator and a target.
-    match try_both(context, attr) {
-        Ok(()) => Some(attr),
-        Err(error) => {
-            rdma_provider::debug!(
-                %error,
-                "failed to create a DC initiator or target; reporting no DC support"
-            );
-            None
-        }
-    }
-}
-
 type ResetStream = unsafe extern "C" fn(*mut ibv_qp, u16) -> c_int;
-type GeneralCommand =
-    unsafe extern "C" fn(*mut ibv_context, *const c_void, usize, *mut c_void, usize) -> c_int;
-
 const RESET_STREAM: &str = "mlx5dv_dci_stream_id_reset";
 
 /// Returns `mlx5dv_dci_stream_id_reset`, which old versions of libmlx5 lack.
-fn stream_reset() -> Option<ResetStream> {
+pub(super) fn stream_reset() -> Option<ResetStream> {
     static FUNCTION: OnceLock<Option<ResetStream>> = OnceLock::new();
     // SAFETY: S3: the function has this signature, mlx5dv.h.
     unsafe { library::cached(&FUNCTION, c"mlx5dv_dci_stream_id_reset") }
@@ -109,58 +40,6 @@ pub(crate) unsafe fn reset_stream(qp: NonNull<ibv_qp>, stream: u16) -> Result<()
     let reset = stream_reset().ok_or(VerbError::new(RESET_STREAM, VerbError::EOPNOTSUPP))?;
     // SAFETY: S3: the caller's promise.
     sys::status(RESET_STREAM, unsafe { reset(qp.as_ptr(), stream) })
-}
-
-/// Returns true if failed streams can be reset: libmlx5 has the function, and the device the
-/// extension of queue pair contexts that the function requires.
-///
-/// # Safety
-///
-/// `context` is open.
-unsafe fn can_reset_streams(context: NonNull<ibv_context>) -> bool {
-    /// `MLX5_CMD_OP_QUERY_HCA_CAP`, for the current values of the general capabilities.
-    const QUERY: [u8; 16] = [1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0];
-    /// Bit `qpc_extension` of the capabilities, which begin at byte 16.
-    const QPC_EXTENSION: (usize, u8) = (16 + 0x122 / 8, 0x80 >> (0x122 % 8));
-    if stream_reset().is_none() {
-        return false;
-    }
-    // SAFETY: S3: the function has this signature, mlx5dv.h.
-    let command: Option<GeneralCommand> = unsafe { library::function(c"mlx5dv_devx_general_cmd") };
-    let Some(command) = command else { return false };
-    let mut answer = [0_u8; 16 + 4096];
-    // SAFETY: S3: the caller's promise; both buffers are local.
-    let result = sys::status("mlx5dv_devx_general_cmd", unsafe {
-        command(
-            context.as_ptr(),
-            QUERY.as_ptr().cast(),
-            QUERY.len(),
-            answer.as_mut_ptr().cast(),
-            answer.len(),
-        )
-    });
-    if let Err(error) = result {
-        rdma_provider::debug!(%error, "failed to query mlx5 capabilities; reporting no DC streams");
-        return false;
-    }
-    answer[QPC_EXTENSION.0] & QPC_EXTENSION.1 != 0
-}
-
-fn try_both(context: &Context, attr: DcAttr) -> Result<(), VerbError> {
-    let (pd, cq) = (context.create_pd()?.with_dc(attr), context.create_cq(2, None, 0, 0)?);
-    let srq = pd.create_srq(SrqCaps { max_wr: 1, max_sge: 1 })?;
-    let caps =
-        QpCaps { max_send_wr: 1, max_recv_wr: 0, max_send_sge: 1, max_recv_sge: 0, max_inline: 0 };
-    pd.create_qp(&QpInit {
-        transport: Transport::Dci,
-        send_cq: &cq,
-        recv_cq: &cq,
-        srq: None,
-        caps,
-        streams: None,
-    })?;
-    pd.create_dct(&DctInit { srq: &srq, recv_cq: &cq, key: DcKey(0) })?;
-    Ok(())
 }
 
 /// Creates a DC queue pair in protection domain `pd`.

@@ -3,5 +3,6 @@
 //! Both need feature `mlx5`; without it, devices report neither.
 
 pub(super) mod dc;
+pub(super) mod dc_attributes;
 pub mod direct;
 mod library;

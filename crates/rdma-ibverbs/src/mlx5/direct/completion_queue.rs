@@ -21,7 +21,7 @@ use self::common::Next;
 use super::doorbell::{ArmRegister, Record, from_device, to_device};
 use super::errors::{BadEntry, PAGE_FAULT, status};
 use super::layout::{Cqe, Opcode, cqe};
-use super::queue_pair::{Queues, Receives};
+use super::queues::{Queues, Receives};
 use super::receive_queue::Entries;
 use super::scatter::{self, Inline};
 use super::send_queue::SendQueue;

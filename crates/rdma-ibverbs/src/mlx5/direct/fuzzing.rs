@@ -13,7 +13,7 @@ use rdma_provider::types::{
 use super::completion_queue::CompletionQueue;
 use super::heap::{CompletionMemory, Limits, Memory, ReceiveMemory, SendMemory};
 use super::layout::{Cqe, MINIS, MiniCqe, cqe};
-use super::queue_pair::{Queues, Receives};
+use super::queues::{Queues, Receives};
 use super::send_queue::SendQueue;
 
 /// Queue pairs A, with its own receive queue; B, with a shared one; C, which has no queues.

@@ -32,6 +32,7 @@ mod heap;
 pub mod layout;
 mod objects;
 mod queue_pair;
+mod queues;
 mod receive_queue;
 mod registers;
 pub mod ring;

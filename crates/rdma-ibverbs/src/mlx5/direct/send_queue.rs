@@ -19,7 +19,7 @@ use super::doorbell::{Record, Register};
 use super::entry::{Blank, Complete, Entry, Header, NoBuffer, NoData};
 use super::layout::{MAX_SEGMENTS, Opcode, SEGMENT, SEGMENTS_OF_BLOCK, control};
 use super::ring::Ring;
-use crate::ibv_post::transport_supports;
+use crate::supported::transport_supports;
 
 /// Maximum bytes of a memory window, 2 GiB, as in libmlx5.
 const MAX_WINDOW: u64 = 1 << 31;

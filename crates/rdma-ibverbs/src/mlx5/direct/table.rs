@@ -3,7 +3,7 @@
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::queue_pair::Queues;
+use super::queues::Queues;
 use super::send_queue::SendQueue;
 
 /// An open-addressed table of queue pairs. Adapters assign numbers in sequence, so that the low
@@ -134,7 +134,7 @@ fn empty(len: usize) -> Box<[Place]> {
 mod tests {
     use std::collections::HashMap;
 
-    use super::super::queue_pair::Receives;
+    use super::super::queues::Receives;
     use super::*;
 
     fn queues() -> Arc<Queues> {

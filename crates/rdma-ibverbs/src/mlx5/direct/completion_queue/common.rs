@@ -7,7 +7,7 @@ use rdma_provider::types::{Qpn, WcOpcode, WcStatus, WorkCompletion, WrId};
 
 use super::super::doorbell::from_device;
 use super::super::layout::{Cqe, Opcode, cqe};
-use super::super::queue_pair::Receives;
+use super::super::queues::Receives;
 use super::super::scatter;
 use super::{CompletionQueue, INDEX, QPN, State, copy_of, op_own, received};
 
