@@ -91,55 +91,62 @@ macro_rules! each {
     };
 }
 
-/// Calls the same method and wraps the returned object.
+/// Calls the same method, which creates an object, and wraps that. `Cq as cq` makes `cq` the
+/// function that unwraps a completion queue of the same provider.
 macro_rules! make {
-    ($object:expr, $name:ident, $inner:ident => $call:expr) => {
+    ($object:expr, $name:ident, $inner:ident $(, $used:ident as $of:ident)* => $call:expr) => {{
+        forked::check()?;
         match $object {
-            Self::Soft($inner) => $call.map($name::Soft),
+            Self::Soft($inner) => {
+                $(let $of = $used::soft;)*
+                $call.map($name::Soft)
+            }
             #[cfg(feature = "ibverbs")]
-            Self::Ibverbs($inner) => $call.map($name::Ibverbs),
+            Self::Ibverbs($inner) => {
+                $(let $of = $used::ibverbs;)*
+                $call.map($name::Ibverbs)
+            }
         }
+    }};
+}
+
+/// Defines methods that call the same method on the object of either provider.
+macro_rules! forward {
+    ($(
+        $(#[$attribute:meta])* fn $method:ident($($name:ident: $type:ty),*) $(-> $result:ty)?;
+    )*) => {
+        $(
+            $(#[$attribute])*
+            fn $method(&self, $($name: $type),*) $(-> $result)? {
+                each!(self, inner => inner.$method($($name),*))
+            }
+        )*
     };
 }
 
 impl Context {
     /// Returns true if the device reaches only devices of this process.
     pub(crate) fn is_in_process(&self) -> bool {
-        match self {
-            Self::Soft(inner) => inner.is_in_process(),
-            #[cfg(feature = "ibverbs")]
-            Self::Ibverbs(_) => false,
-        }
+        self.soft().is_ok_and(|inner| inner.is_in_process())
     }
 }
 
 impl contract::Context<Any> for Context {
-    fn may_block(&self) -> bool {
-        each!(self, inner => inner.may_block())
-    }
-
-    fn reports_last_receive(&self) -> bool {
-        each!(self, inner => inner.reports_last_receive())
-    }
-
-    fn random(&self) -> Result<u64, VerbError> {
-        each!(self, inner => inner.random())
-    }
-
-    fn attr(&self) -> &DeviceAttr {
-        each!(self, inner => inner.attr())
-    }
-
-    fn port(&self, port: PortNum) -> Result<PortAttr, VerbError> {
-        each!(self, inner => inner.port(port))
-    }
-
-    fn pkey_table(&self, port: PortNum) -> Result<Vec<u16>, VerbError> {
-        each!(self, inner => inner.pkey_table(port))
+    forward! {
+        fn may_block() -> bool;
+        fn reports_last_receive() -> bool;
+        fn random() -> Result<u64, VerbError>;
+        fn attr() -> &DeviceAttr;
+        fn port(port: PortNum) -> Result<PortAttr, VerbError>;
+        fn pkey_table(port: PortNum) -> Result<Vec<u16>, VerbError>;
+        fn event_fd() -> BorrowedFd<'_>;
+        fn next_event() -> Result<Option<AsyncEvent>, VerbError>;
+        fn inlet() -> Option<BorrowedFd<'_>>;
+        fn serve() -> bool;
+        fn stop_serving();
     }
 
     fn create_pd(&self) -> Result<Pd, VerbError> {
-        forked::check()?;
         make!(self, Pd, inner => inner.create_pd())
     }
 
@@ -154,43 +161,13 @@ impl contract::Context<Any> for Context {
         vector: u32,
         cookie: u64,
     ) -> Result<Cq, VerbError> {
-        forked::check()?;
-        match self {
-            Self::Soft(inner) => {
-                let channel = channel.map(Channel::soft).transpose()?;
-                inner.create_cq(capacity, channel, vector, cookie).map(Cq::Soft)
-            }
-            #[cfg(feature = "ibverbs")]
-            Self::Ibverbs(inner) => {
-                let channel = channel.map(Channel::ibverbs).transpose()?;
-                inner.create_cq(capacity, channel, vector, cookie).map(Cq::Ibverbs)
-            }
-        }
+        make!(self, Cq, inner, Channel as of => {
+            inner.create_cq(capacity, channel.map(of).transpose()?, vector, cookie)
+        })
     }
 
     fn create_cm_channel(&self) -> Result<CmChannel, VerbError> {
-        forked::check()?;
         make!(self, CmChannel, inner => inner.create_cm_channel())
-    }
-
-    fn event_fd(&self) -> BorrowedFd<'_> {
-        each!(self, inner => inner.event_fd())
-    }
-
-    fn next_event(&self) -> Result<Option<AsyncEvent>, VerbError> {
-        each!(self, inner => inner.next_event())
-    }
-
-    fn inlet(&self) -> Option<BorrowedFd<'_>> {
-        each!(self, inner => inner.inlet())
-    }
-
-    fn serve(&self) -> bool {
-        each!(self, inner => inner.serve())
-    }
-
-    fn stop_serving(&self) {
-        each!(self, inner => inner.stop_serving());
     }
 }
 
@@ -202,7 +179,6 @@ impl contract::Pd<Any> for Pd {
         access: Access,
         shared: bool,
     ) -> Result<Mr, VerbError> {
-        forked::check()?;
         // SAFETY: S1, S2: the caller's promise.
         make!(self, Mr, inner => unsafe { inner.register(addr, len, access, shared) })
     }
@@ -213,76 +189,45 @@ impl contract::Pd<Any> for Pd {
         range: DmaBufRange,
         access: Access,
     ) -> Result<Mr, VerbError> {
-        forked::check()?;
         make!(self, Mr, inner => inner.register_dma_buf(fd, range, access))
     }
 
     fn create_qp(&self, init: &QpInit<'_, Any>) -> Result<Qp, VerbError> {
-        forked::check()?;
-        match self {
-            Self::Soft(inner) => {
-                inner.create_qp(&init.with_queues_of(Cq::soft, Srq::soft)?).map(Qp::Soft)
-            }
-            #[cfg(feature = "ibverbs")]
-            Self::Ibverbs(inner) => {
-                inner.create_qp(&init.with_queues_of(Cq::ibverbs, Srq::ibverbs)?).map(Qp::Ibverbs)
-            }
-        }
+        make!(self, Qp, inner, Cq as cq, Srq as srq => {
+            inner.create_qp(&init.with_queues_of(cq, srq)?)
+        })
     }
 
     fn create_numbered_qp(&self, number: Qpn, init: &QpInit<'_, Any>) -> Result<Qp, VerbError> {
-        forked::check()?;
-        match self {
-            Self::Soft(inner) => inner
-                .create_numbered_qp(number, &init.with_queues_of(Cq::soft, Srq::soft)?)
-                .map(Qp::Soft),
-            #[cfg(feature = "ibverbs")]
-            Self::Ibverbs(inner) => inner
-                .create_numbered_qp(number, &init.with_queues_of(Cq::ibverbs, Srq::ibverbs)?)
-                .map(Qp::Ibverbs),
-        }
+        make!(self, Qp, inner, Cq as cq, Srq as srq => {
+            inner.create_numbered_qp(number, &init.with_queues_of(cq, srq)?)
+        })
     }
 
     fn create_dct(&self, init: &DctInit<'_, Any>) -> Result<Dct, VerbError> {
-        forked::check()?;
-        match self {
-            Self::Soft(inner) => {
-                inner.create_dct(&init.with_queues_of(Cq::soft, Srq::soft)?).map(Dct::Soft)
-            }
-            #[cfg(feature = "ibverbs")]
-            Self::Ibverbs(inner) => {
-                inner.create_dct(&init.with_queues_of(Cq::ibverbs, Srq::ibverbs)?).map(Dct::Ibverbs)
-            }
-        }
+        make!(self, Dct, inner, Cq as cq, Srq as srq => {
+            inner.create_dct(&init.with_queues_of(cq, srq)?)
+        })
     }
 
     fn create_mw(&self) -> Result<Mw, VerbError> {
-        forked::check()?;
         make!(self, Mw, inner => inner.create_mw())
     }
 
     fn create_srq(&self, caps: SrqCaps) -> Result<Srq, VerbError> {
-        forked::check()?;
         make!(self, Srq, inner => inner.create_srq(caps))
     }
 
     fn create_ah(&self, address: &AddressVector) -> Result<Ah, VerbError> {
-        forked::check()?;
         make!(self, Ah, inner => inner.create_ah(address))
     }
 }
 
 impl contract::Mr for Mr {
-    fn lkey(&self) -> Lkey {
-        each!(self, inner => inner.lkey())
-    }
-
-    fn rkey(&self) -> Rkey {
-        each!(self, inner => inner.rkey())
-    }
-
-    fn handle(&self) -> usize {
-        each!(self, inner => inner.handle())
+    forward! {
+        fn lkey() -> Lkey;
+        fn rkey() -> Rkey;
+        fn handle() -> usize;
     }
 
     fn deregister(&mut self) -> Result<(), VerbError> {
@@ -291,12 +236,9 @@ impl contract::Mr for Mr {
 }
 
 impl contract::Mw for Mw {
-    fn rkey(&self) -> Rkey {
-        each!(self, inner => inner.rkey())
-    }
-
-    fn handle(&self) -> usize {
-        each!(self, inner => inner.handle())
+    forward! {
+        fn rkey() -> Rkey;
+        fn handle() -> usize;
     }
 
     fn deallocate(&mut self) -> Result<(), VerbError> {
@@ -305,28 +247,13 @@ impl contract::Mw for Mw {
 }
 
 impl contract::Channel for Channel {
-    fn fd(&self) -> BorrowedFd<'_> {
-        each!(self, inner => inner.fd())
-    }
-
-    fn next_event(&self) -> Result<Option<u64>, VerbError> {
-        each!(self, inner => inner.next_event())
-    }
-
-    fn hold(&self) {
-        each!(self, inner => inner.hold());
-    }
-
-    fn release(&self) {
-        each!(self, inner => inner.release());
-    }
-
-    fn add_waker(&self, waker: &Waker) -> Option<u64> {
-        each!(self, inner => inner.add_waker(waker))
-    }
-
-    fn remove_waker(&self, key: u64) {
-        each!(self, inner => inner.remove_waker(key));
+    forward! {
+        fn fd() -> BorrowedFd<'_>;
+        fn next_event() -> Result<Option<u64>, VerbError>;
+        fn hold();
+        fn release();
+        fn add_waker(waker: &Waker) -> Option<u64>;
+        fn remove_waker(key: u64);
     }
 }
 
@@ -369,76 +296,44 @@ impl Cq {
     }
 
     pub(crate) fn software_counters(&self) -> Option<CqCounters> {
-        match self {
-            Self::Soft(inner) => Some(inner.counters()),
-            #[cfg(feature = "ibverbs")]
-            Self::Ibverbs(_) => None,
-        }
+        self.soft().ok().map(|inner| inner.counters())
     }
 }
 
 impl contract::Cq for Cq {
-    fn id(&self) -> u64 {
-        each!(self, inner => inner.id())
-    }
-
-    fn capacity(&self) -> u32 {
-        each!(self, inner => inner.capacity())
-    }
-
-    #[inline(always)]
-    fn poll(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError> {
-        each!(self, inner => inner.poll(out))
-    }
-
-    #[inline(always)]
-    fn is_empty(&self) -> Option<bool> {
-        each!(self, inner => inner.is_empty())
+    forward! {
+        fn id() -> u64;
+        fn capacity() -> u32;
+        #[inline(always)]
+        fn poll(out: &mut [WorkCompletion]) -> Result<usize, VerbError>;
+        #[inline(always)]
+        fn is_empty() -> Option<bool>;
+        fn moderate(completions: u16, period: u16) -> Result<(), VerbError>;
+        fn ack(events: u32);
     }
 
     fn arm(&self, solicited_only: bool) -> Result<(), VerbError> {
         forked::check()?;
         each!(self, inner => inner.arm(solicited_only))
     }
-
-    fn moderate(&self, completions: u16, period: u16) -> Result<(), VerbError> {
-        each!(self, inner => inner.moderate(completions, period))
-    }
-
-    fn ack(&self, events: u32) {
-        each!(self, inner => inner.ack(events));
-    }
 }
 
 impl Qp {
     pub(crate) fn software_counters(&self) -> Option<(SendCounters, ReceiveCounters)> {
-        match self {
-            Self::Soft(inner) => Some(inner.counters()),
-            #[cfg(feature = "ibverbs")]
-            Self::Ibverbs(_) => None,
-        }
+        self.soft().ok().map(|inner| inner.counters())
     }
 }
 
 impl contract::Qp for Qp {
-    fn reset_stream(&self, stream: u16) -> Result<(), VerbError> {
-        each!(self, inner => inner.reset_stream(stream))
-    }
-
-    fn qpn(&self) -> Qpn {
-        each!(self, inner => inner.qpn())
-    }
-
-    fn caps(&self) -> QpCaps {
-        each!(self, inner => inner.caps())
-    }
-
-    fn modify(&self, attr: &QpAttr) -> Result<(), VerbError> {
-        each!(self, inner => inner.modify(attr))
-    }
-
-    fn query(&self) -> Result<(QpState, QpAttr), VerbError> {
-        each!(self, inner => inner.query())
+    forward! {
+        fn reset_stream(stream: u16) -> Result<(), VerbError>;
+        fn qpn() -> Qpn;
+        fn caps() -> QpCaps;
+        fn modify(attr: &QpAttr) -> Result<(), VerbError>;
+        fn query() -> Result<(QpState, QpAttr), VerbError>;
+        fn post_state() -> Option<*const ()>;
+        fn peer_post_state() -> Option<*const ()>;
+        fn has_plain() -> bool;
     }
 
     #[inline(always)]
@@ -449,18 +344,6 @@ impl contract::Qp for Qp {
         check_post()?;
         // SAFETY: S1: the caller's promise.
         each!(self, inner => unsafe { inner.post_send(list) })
-    }
-
-    fn post_state(&self) -> Option<*const ()> {
-        each!(self, inner => inner.post_state())
-    }
-
-    fn peer_post_state(&self) -> Option<*const ()> {
-        each!(self, inner => inner.peer_post_state())
-    }
-
-    fn has_plain(&self) -> bool {
-        each!(self, inner => inner.has_plain())
     }
 
     #[inline(always)]
@@ -486,29 +369,16 @@ impl contract::Qp for Qp {
 
 impl Dct {
     pub(crate) fn software_counters(&self) -> Option<TargetCounters> {
-        match self {
-            Self::Soft(inner) => Some(inner.counters()),
-            #[cfg(feature = "ibverbs")]
-            Self::Ibverbs(_) => None,
-        }
+        self.soft().ok().map(|inner| inner.counters())
     }
 }
 
 impl contract::Dct for Dct {
-    fn quiesce(&self) {
-        each!(self, inner => inner.quiesce())
-    }
-
-    fn number(&self) -> Option<Qpn> {
-        each!(self, inner => inner.number())
-    }
-
-    fn modify(&self, attr: &QpAttr) -> Result<(), VerbError> {
-        each!(self, inner => inner.modify(attr))
-    }
-
-    fn query(&self) -> Result<(QpState, QpAttr), VerbError> {
-        each!(self, inner => inner.query())
+    forward! {
+        fn quiesce();
+        fn number() -> Option<Qpn>;
+        fn modify(attr: &QpAttr) -> Result<(), VerbError>;
+        fn query() -> Result<(QpState, QpAttr), VerbError>;
     }
 
     fn destroy(&mut self) -> Result<(), VerbError> {
@@ -517,20 +387,11 @@ impl contract::Dct for Dct {
 }
 
 impl contract::Srq for Srq {
-    fn id(&self) -> u64 {
-        each!(self, inner => inner.id())
-    }
-
-    fn caps(&self) -> SrqCaps {
-        each!(self, inner => inner.caps())
-    }
-
-    fn set_limit(&self, limit: u32) -> Result<(), VerbError> {
-        each!(self, inner => inner.set_limit(limit))
-    }
-
-    fn limit(&self) -> Result<u32, VerbError> {
-        each!(self, inner => inner.limit())
+    forward! {
+        fn id() -> u64;
+        fn caps() -> SrqCaps;
+        fn set_limit(limit: u32) -> Result<(), VerbError>;
+        fn limit() -> Result<u32, VerbError>;
     }
 
     #[inline]
@@ -546,22 +407,17 @@ impl contract::Srq for Srq {
 }
 
 impl contract::Ah for Ah {
-    fn handle(&self) -> usize {
-        each!(self, inner => inner.handle())
+    forward! {
+        fn handle() -> usize;
     }
 }
 
 impl cm_contract::CmChannel<Any> for CmChannel {
-    fn fd(&self) -> BorrowedFd<'_> {
-        each!(self, inner => inner.fd())
-    }
-
-    fn may_block(&self) -> bool {
-        each!(self, inner => inner.may_block())
-    }
-
-    fn port_space(&self) -> usize {
-        each!(self, inner => inner.port_space())
+    forward! {
+        fn fd() -> BorrowedFd<'_>;
+        fn may_block() -> bool;
+        fn port_space() -> usize;
+        fn is_empty() -> bool;
     }
 
     fn take_event(&self) -> Result<Option<CmEvent<Any>>, VerbError> {
@@ -572,91 +428,34 @@ impl cm_contract::CmChannel<Any> for CmChannel {
         }
     }
 
-    fn is_empty(&self) -> bool {
-        each!(self, inner => inner.is_empty())
-    }
-
     fn create_id(&self) -> Result<CmId, VerbError> {
-        forked::check()?;
         make!(self, CmId, inner => inner.create_id())
     }
 }
 
 impl cm_contract::CmId for CmId {
-    fn key(&self) -> u64 {
-        each!(self, inner => inner.key())
-    }
-
-    fn bind(&self, address: SocketAddr) -> Result<(), VerbError> {
-        each!(self, inner => inner.bind(address))
-    }
-
-    fn listen(&self, backlog: u32) -> Result<(), VerbError> {
-        each!(self, inner => inner.listen(backlog))
-    }
-
-    fn answer(&self, admit: Arc<dyn Admit>) -> bool {
-        each!(self, inner => inner.answer(admit))
-    }
-
-    fn answer_late(&self, answer: &CmAnswer) -> bool {
-        each!(self, inner => inner.answer_late(answer))
-    }
-
-    fn reserved(&self) -> Option<Qpn> {
-        each!(self, inner => inner.reserved())
-    }
-
-    fn resolve_addr(
-        &self,
-        source: Option<SocketAddr>,
-        destination: SocketAddr,
-        timeout: Duration,
-    ) -> Result<(), VerbError> {
-        each!(self, inner => inner.resolve_addr(source, destination, timeout))
-    }
-
-    fn resolve_route(&self, timeout: Duration) -> Result<(), VerbError> {
-        each!(self, inner => inner.resolve_route(timeout))
-    }
-
-    fn route_may_block(&self) -> bool {
-        each!(self, inner => inner.route_may_block())
-    }
-
-    fn connect(&self, params: &CmParams<'_>) -> Result<(), VerbError> {
-        each!(self, inner => inner.connect(params))
-    }
-
-    fn accept(&self, params: &CmParams<'_>) -> Result<(), VerbError> {
-        each!(self, inner => inner.accept(params))
-    }
-
-    fn reject(&self, private_data: &[u8]) -> Result<(), VerbError> {
-        each!(self, inner => inner.reject(private_data))
-    }
-
-    fn establish(&self) -> Result<(), VerbError> {
-        each!(self, inner => inner.establish())
-    }
-
-    fn disconnect(&self) -> Result<(), VerbError> {
-        each!(self, inner => inner.disconnect())
-    }
-
-    fn qp_attr(&self, state: QpState) -> Result<QpAttr, VerbError> {
-        each!(self, inner => inner.qp_attr(state))
-    }
-
-    fn local_addr(&self) -> Option<SocketAddr> {
-        each!(self, inner => inner.local_addr())
-    }
-
-    fn peer_addr(&self) -> Option<SocketAddr> {
-        each!(self, inner => inner.peer_addr())
-    }
-
-    fn route(&self) -> Option<CmRoute<'_>> {
-        each!(self, inner => inner.route())
+    forward! {
+        fn key() -> u64;
+        fn bind(address: SocketAddr) -> Result<(), VerbError>;
+        fn listen(backlog: u32) -> Result<(), VerbError>;
+        fn answer(admit: Arc<dyn Admit>) -> bool;
+        fn answer_late(answer: &CmAnswer) -> bool;
+        fn reserved() -> Option<Qpn>;
+        fn resolve_addr(
+            source: Option<SocketAddr>,
+            destination: SocketAddr,
+            timeout: Duration
+        ) -> Result<(), VerbError>;
+        fn resolve_route(timeout: Duration) -> Result<(), VerbError>;
+        fn route_may_block() -> bool;
+        fn connect(params: &CmParams<'_>) -> Result<(), VerbError>;
+        fn accept(params: &CmParams<'_>) -> Result<(), VerbError>;
+        fn reject(private_data: &[u8]) -> Result<(), VerbError>;
+        fn establish() -> Result<(), VerbError>;
+        fn disconnect() -> Result<(), VerbError>;
+        fn qp_attr(state: QpState) -> Result<QpAttr, VerbError>;
+        fn local_addr() -> Option<SocketAddr>;
+        fn peer_addr() -> Option<SocketAddr>;
+        fn route() -> Option<CmRoute<'_>>;
     }
 }
