@@ -159,10 +159,6 @@ fn attr(attr: &DeviceAttr) -> Value {
         "dc": attr.dc.map(|dc| json!({
             "max_rd_atomic": dc.max_rd_atomic,
             "max_init_rd_atomic": dc.max_init_rd_atomic,
-            "streams": dc.streams.map(|streams| json!({
-                "max_log_concurrent": streams.max_log_concurrent,
-                "max_log_errored": streams.max_log_errored,
-            })),
         })),
     })
 }

@@ -326,7 +326,6 @@ impl Qp {
 
 impl contract::Qp for Qp {
     forward! {
-        fn reset_stream(stream: u16) -> Result<(), VerbError>;
         fn qpn() -> Qpn;
         fn caps() -> QpCaps;
         fn modify(attr: &QpAttr) -> Result<(), VerbError>;

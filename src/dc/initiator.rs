@@ -9,14 +9,11 @@ use rdma_provider::locks::Mutex;
 use super::target::path_mtu;
 use super::{DcAddress, DcSender};
 use crate::dispatch::SendCounters;
-use crate::engine::{
-    CompletionQueue, PeerStream, Receiver, ReceiverKey, StreamUse, Streams, WorkQueueCounters,
-};
+use crate::engine::{CompletionQueue, Receiver, ReceiverKey, WorkQueueCounters};
 use crate::error::{LimitError, NO_DC, SetupError};
 use crate::op::{ConnectOptions, QueuePair, QueuePairBuilder};
 use crate::types::{
-    AddressVector, DcKey, DciStreamsInit, Gid, Mtu, PortNum, QpAttr, QpCaps, QpState, Qpn,
-    SendFlags, Transport,
+    AddressVector, DcKey, Gid, Mtu, PortNum, QpAttr, QpCaps, QpState, Qpn, SendFlags, Transport,
 };
 use crate::verbs::{AddressHandle, ProtectionDomain};
 
@@ -53,11 +50,8 @@ use crate::verbs::{AddressHandle, ProtectionDomain};
 /// Work completes in the order of posting, over all targets: a slow or unreachable target delays
 /// later work.
 ///
-/// On a device with [streams](crate::types::DcAttr::streams), each peer works in a stream. A
-/// failure flushes the later work of its stream, and operations to the stream's peers fail with
-/// [`WR_FLUSH_ERR`](crate::types::WcStatus::WR_FLUSH_ERR) until all of it is flushed. Then the
-/// stream is usable again. Other peers are not affected. Without streams, a failure moves the
-/// initiator to the error state and flushes all later work; [`repair`](Self::repair) restores it.
+/// A failure moves the initiator to the error state and flushes all later work, of all peers;
+/// [`repair`](Self::repair) restores it.
 ///
 /// Dropping the last clone closes the initiator immediately, as [`QueuePair`] describes.
 #[derive(Clone)]
@@ -71,15 +65,11 @@ struct Setup {
     options: ConnectOptions,
     mtu: Mtu,
     reads: u8,
-    streams: Option<Arc<Streams>>,
     repair: Mutex<()>,
 }
 
 /// Time to flush the work in flight. A reset discards the rest.
 const FLUSH: Duration = Duration::from_millis(1);
-
-/// Base-2 logarithm of the maximum streams that an initiator uses.
-const MAX_LOG_STREAMS: u8 = 5;
 
 impl DcInitiator {
     /// Creates an initiator with default settings, ready to send.
@@ -99,18 +89,12 @@ impl DcInitiator {
             options: ConnectOptions::default(),
             mtu: None,
             reads: None,
-            streams: true,
         }
     }
 
     #[inline]
     pub(super) fn queue_pair(&self) -> &QueuePair {
         &self.qp
-    }
-
-    #[inline]
-    pub(super) fn stream_set(&self) -> Option<&Arc<Streams>> {
-        self.setup.streams.as_ref()
     }
 
     pub(super) fn end(&self) {
@@ -147,12 +131,6 @@ impl DcInitiator {
         self.setup.reads
     }
 
-    /// Returns the number of streams; `None` without streams.
-    #[must_use]
-    pub fn streams(&self) -> Option<u16> {
-        self.setup.streams.as_ref().map(|streams| streams.count())
-    }
-
     /// Returns the counters of the send queue.
     #[must_use]
     pub fn counters(&self) -> WorkQueueCounters {
@@ -168,10 +146,6 @@ impl DcInitiator {
     /// Creates a peer, for all initiators of the same protection domain and port whose MTU it
     /// accepts.
     ///
-    /// Assigns it the stream of this initiator with the fewest peers, and none that has failed if
-    /// there is another. On other initiators, the peer uses the stream of the same number, modulo
-    /// their number of streams.
-    ///
     /// On RoCE this may take a system call.
     ///
     /// # Errors
@@ -179,12 +153,6 @@ impl DcInitiator {
     /// [`SetupError::Mismatch`] if link layer or IP version differ, or if the peer's MTU is smaller
     /// than this initiator's ([`DcInitiatorBuilder::mtu`]).
     pub fn peer(&self, address: &DcAddress) -> Result<DcPeer, SetupError> {
-        let stream = self.setup.streams.as_ref().map(|streams| Arc::new(streams.assign()));
-        Ok(DcPeer { stream, ..self.peer_without_stream(address)? })
-    }
-
-    /// Creates a peer whose user chooses the stream of each operation.
-    pub(super) fn peer_without_stream(&self, address: &DcAddress) -> Result<DcPeer, SetupError> {
         let local = self.qp.local();
         self.qp.require_equal(
             "link layers of the initiator and the peer",
@@ -205,20 +173,14 @@ impl DcInitiator {
         route.dlid = address.lid;
         let handle = self.protection_domain().address_handle(&route)?;
         let DcAddress { number, key, mtu, .. } = *address;
-        Ok(DcPeer { handle, number, key, mtu, stream: None })
+        Ok(DcPeer { handle, number, key, mtu })
     }
 
     /// Returns a sender for operations to this peer.
     #[inline]
     #[must_use]
     pub fn to<'a>(&'a self, peer: &'a DcPeer) -> DcSender<'a> {
-        DcSender {
-            qp: &self.qp,
-            peer,
-            mtu: self.setup.mtu,
-            streams: self.setup.streams.as_deref(),
-            flags: SendFlags::empty(),
-        }
+        DcSender { qp: &self.qp, peer, mtu: self.setup.mtu, flags: SendFlags::empty() }
     }
 
     /// Returns the state and all attributes set so far, `ibv_query_qp(3)`.
@@ -230,18 +192,15 @@ impl DcInitiator {
         self.qp.query()
     }
 
-    /// Restores the initiator if it is in the error state, or if the device has refused to reset a
-    /// failed stream, and returns true if so. Concurrent calls repair it once.
-    ///
-    /// A failed stream needs no repair.
+    /// Restores the initiator if it is in the error state, and returns true if so. Concurrent calls
+    /// repair it once.
     ///
     /// # Errors
     ///
     /// See [`reset`](Self::reset).
     pub fn repair(&self) -> Result<bool, SetupError> {
         let _one_at_a_time = self.setup.repair.lock();
-        let broken = self.setup.streams.as_ref().is_some_and(|streams| streams.is_broken());
-        if self.query()?.0 == QpState::Rts && !broken {
+        if self.query()?.0 == QpState::Rts {
             return Ok(false);
         }
         self.restart()?;
@@ -327,8 +286,6 @@ pub struct DcPeer {
     number: Qpn,
     key: DcKey,
     pub(super) mtu: Mtu,
-    /// `None` if made by an initiator without streams, or by a pool.
-    stream: Option<Arc<PeerStream>>,
 }
 
 impl DcPeer {
@@ -344,16 +301,9 @@ impl DcPeer {
         self.handle.address()
     }
 
-    /// Returns the stream that it uses on an initiator.
     #[inline]
-    pub(super) fn stream_in(&self, streams: &Streams) -> u16 {
-        self.stream.as_ref().map_or(0, |stream| stream.number_in(streams))
-    }
-
-    #[inline]
-    pub(super) fn receiver(&self, stream: StreamUse) -> Receiver<'_> {
-        let key = ReceiverKey::Dc(self.key, stream);
-        Receiver { handle: &self.handle, number: self.number, key }
+    pub(super) fn receiver(&self) -> Receiver<'_> {
+        Receiver { handle: &self.handle, number: self.number, key: ReceiverKey::Dc(self.key) }
     }
 }
 
@@ -364,7 +314,6 @@ pub struct DcInitiatorBuilder {
     options: ConnectOptions,
     mtu: Option<Mtu>,
     reads: Option<u8>,
-    streams: bool,
 }
 
 impl DcInitiatorBuilder {
@@ -412,14 +361,6 @@ impl DcInitiatorBuilder {
         self
     }
 
-    /// Sets whether the initiator uses the device's [streams](crate::types::DcAttr::streams), up to
-    /// 32; true by default.
-    #[must_use]
-    pub fn streams(mut self, streams: bool) -> Self {
-        self.streams = streams;
-        self
-    }
-
     /// Chooses the port and GID that reach this peer, see [`QueuePairBuilder::peer`].
     #[must_use]
     pub fn peer(mut self, peer: impl Into<Gid>) -> Self {
@@ -441,20 +382,12 @@ impl DcInitiatorBuilder {
     /// [`SetupError::Unsupported`] if the device does not support DC
     /// ([`DeviceAttr::dc`](crate::types::DeviceAttr::dc)), else see [`QueuePairBuilder::build`].
     pub fn build(self) -> Result<DcInitiator, SetupError> {
-        let Self { queue_pair, options, mtu, reads, streams } = self;
+        let Self { queue_pair, options, mtu, reads } = self;
         options.check()?;
         let Some(dc) = queue_pair.device().attr().dc else {
             return Err(SetupError::Unsupported { what: NO_DC });
         };
-        let wanted = dc.streams.filter(|_| streams).map(|limits| DciStreamsInit {
-            log_concurrent: limits.max_log_concurrent.min(MAX_LOG_STREAMS),
-            log_errored: limits.max_log_errored,
-        });
-        let qp = queue_pair.streams(wanted).build_any()?;
-        let streams = wanted.map(|wanted| Streams::new(wanted.count() as u16));
-        if let Some(streams) = &streams {
-            qp.inner.core.set_streams(streams.clone());
-        }
+        let qp = queue_pair.build_any()?;
         let reads = match reads {
             Some(reads) => {
                 LimitError::check("reads", reads.into(), dc.max_init_rd_atomic.into())?;
@@ -465,7 +398,7 @@ impl DcInitiatorBuilder {
         let mtu = path_mtu(mtu, qp.local().mtu)?;
         let initiator = DcInitiator {
             qp,
-            setup: Arc::new(Setup { options, mtu, reads, streams, repair: Mutex::new(()) }),
+            setup: Arc::new(Setup { options, mtu, reads, repair: Mutex::new(()) }),
         };
         initiator.move_to_rts()?;
         Ok(initiator)

@@ -1,8 +1,7 @@
 //! A DC initiator with one peer as the destination of operations.
 
 use super::DcPeer;
-use crate::engine::{StreamUse, Streams};
-use crate::error::{CompletionError, LimitError, OpErrorKind, TryError};
+use crate::error::{LimitError, OpErrorKind, TryError};
 use crate::op::{Destination, QueuePair};
 use crate::types::{Mtu, SendFlags};
 
@@ -13,9 +12,8 @@ use crate::types::{Mtu, SendFlags};
 ///
 /// - For a wrong access key, or a target that no longer exists, the device reports a silent peer,
 ///   [`RETRY_EXC_ERR`](crate::types::WcStatus::RETRY_EXC_ERR), or another status.
-/// - After a completion with an error, operations of the peer's
-///   [stream](super::DcInitiator::peer) fail as flushed until all its work in flight is flushed.
-///   An initiator without streams must be [repaired](super::DcInitiator::repair).
+/// - After a completion with an error, all operations of the initiator fail as flushed, and it must
+///   be [repaired](super::DcInitiator::repair).
 /// - A peer of another protection domain fails with [`OpErrorKind::Foreign`], a peer on another
 ///   port with [`OpErrorKind::Unsupported`], and a peer with a smaller MTU than the initiator with
 ///   [`OpErrorKind::Limit`]. Nothing is sent.
@@ -24,14 +22,12 @@ pub struct DcSender<'a> {
     pub(super) qp: &'a QueuePair,
     pub(super) peer: &'a DcPeer,
     pub(super) mtu: Mtu,
-    /// `None` without streams.
-    pub(super) streams: Option<&'a Streams>,
     pub(super) flags: SendFlags,
 }
 
 impl<'a> DcSender<'a> {
     /// Returns a sender whose operations start after all earlier READs and atomics of the
-    /// initiator to this peer; without streams, to any peer.
+    /// initiator, to any peer.
     #[must_use]
     pub fn fenced(self) -> Self {
         Self { flags: self.flags | SendFlags::FENCE, ..self }
@@ -50,30 +46,9 @@ impl<'a> DcSender<'a> {
     }
 
     pub(super) fn destination(&self) -> Destination<'a> {
-        let number = match self.streams {
-            None => 0,
-            Some(streams) => {
-                let stream = self.peer.stream_in(streams);
-                if streams.has_failed(stream) && !self.is_restored(streams, stream) {
-                    let flushed = CompletionError::flushed(self.qp.qpn());
-                    return Destination::refused(
-                        self.refusal().unwrap_or(OpErrorKind::Completion(flushed)),
-                    );
-                }
-                stream
-            }
-        };
-        self.destination_in(StreamUse { number, generation: None })
-    }
-
-    /// Returns the destination on a stream, even if that has failed.
-    pub(super) fn destination_in(&self, stream: StreamUse) -> Destination<'a> {
         match self.refusal() {
             Some(kind) => Destination::refused(kind),
-            None => {
-                let receiver = self.peer.receiver(stream);
-                Destination::new(&self.qp.inner, self.flags, Some(receiver))
-            }
+            None => Destination::new(&self.qp.inner, self.flags, Some(self.peer.receiver())),
         }
     }
 
@@ -95,14 +70,6 @@ impl<'a> DcSender<'a> {
         work: impl FnOnce(Destination<'_>, B) -> Result<F, TryError<B>>,
     ) -> Result<F, TryError<B>> {
         work(self.destination(), held)
-    }
-
-    /// Dispatches completions, the last of which restores a failed stream. Without this, a caller
-    /// that does not poll its operations would be refused without end.
-    #[cold]
-    fn is_restored(&self, streams: &Streams, stream: u16) -> bool {
-        self.qp.drain_completions();
-        !streams.has_failed(stream)
     }
 
     fn refusal(&self) -> Option<OpErrorKind> {

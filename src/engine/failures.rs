@@ -11,9 +11,6 @@ use crate::types::{WcStatus, WorkCompletion};
 pub(super) struct Failures {
     /// Completions that were errors, modulo 2^32.
     failed: AtomicU32,
-    /// Failures that end the work of the whole queue, modulo 2^32: failed completions, or with
-    /// streams, refused resets of a stream.
-    fatal: AtomicU32,
     /// Failed completions that were flushes.
     flushed: AtomicU32,
     /// First failure since the queue was created that is not a flush.
@@ -26,7 +23,6 @@ impl Failures {
     pub(super) fn new() -> Self {
         Self {
             failed: AtomicU32::new(0),
-            fatal: AtomicU32::new(0),
             flushed: AtomicU32::new(0),
             cause: Mutex::new(None),
             parts: Mutex::new(BTreeMap::new()),
@@ -51,17 +47,9 @@ impl Failures {
         }
     }
 
+    #[inline]
     pub(super) fn failed(&self) -> u32 {
         self.failed.load(Ordering::Relaxed)
-    }
-
-    pub(super) fn count_fatal(&self) {
-        self.fatal.fetch_add(1, Ordering::Relaxed);
-    }
-
-    #[inline]
-    pub(super) fn fatal(&self) -> u32 {
-        self.fatal.load(Ordering::Relaxed)
     }
 
     pub(super) fn flushed(&self) -> u32 {

@@ -60,7 +60,6 @@ mod runtime;
 mod slot;
 mod slot_table;
 mod spin_budget;
-mod streams;
 #[cfg(all(test, not(loom)))]
 mod tests;
 mod wait_queue;
@@ -85,10 +84,7 @@ pub(crate) use in_flight::InFlight;
 pub(crate) use posting::Poster;
 pub(crate) use queue_pair_core::{QueuePairCore, Shared, destroy_shared};
 pub(crate) use runtime::is_current;
-pub(crate) use streams::{PeerStream, Streams};
 pub(crate) use wake_list::wake;
 pub(crate) use work_queue::{QUEUE_LINES, WorkQueue};
 pub use work_request::WorkQueueCounters;
-pub(crate) use work_request::{
-    Limits, OnFull, Receiver, ReceiverKey, Refusal, Request, StreamUse, WorkKind,
-};
+pub(crate) use work_request::{Limits, OnFull, Receiver, ReceiverKey, Refusal, Request, WorkKind};

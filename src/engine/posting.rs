@@ -7,7 +7,6 @@ use std::sync::Arc;
 
 use super::slot::Slot;
 use super::slot_table::Cursor;
-use super::streams::StreamWork;
 use super::wait_queue::Queued;
 use super::watch::Watch;
 use super::work_request::WorkKind;
@@ -40,8 +39,6 @@ pub(super) struct Posting {
     pub(super) waited: u64,
     pub(super) wait_queue: VecDeque<Queued>,
     pub(super) watch: Watch,
-    /// `None` without streams.
-    pub(super) streams: Option<Box<StreamWork>>,
 }
 
 impl Posting {
@@ -54,7 +51,6 @@ impl Posting {
             waited: 0,
             wait_queue: VecDeque::new(),
             watch: Watch::default(),
-            streams: None,
         }
     }
 

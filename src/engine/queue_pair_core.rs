@@ -18,7 +18,6 @@ use std::sync::{Arc, OnceLock};
 
 use super::completion_queue_core::CompletionQueueCore;
 use super::posting::Poster;
-use super::streams::Streams;
 use super::wake_list::{Teardown, WakeList};
 use super::work_queue::WorkQueue;
 use super::work_request::Limits;
@@ -62,14 +61,6 @@ impl Teardown for QueuePairCore {
                 rdma_provider::warn!(%qpn, %error, "failed to move queue pair to the error state");
                 false
             }
-        }
-    }
-
-    fn restore_streams(&self) {
-        // Excludes a reset of the queue pair, which restores all streams.
-        let _change = self.change.lock();
-        if let Ok(qp) = self.qp() {
-            self.send.restore_streams(&qp);
         }
     }
 }
@@ -136,11 +127,6 @@ impl QueuePairCore {
 
     pub(crate) fn send(&self) -> &Arc<WorkQueue> {
         &self.send
-    }
-
-    /// Gives a new DC initiator its streams, before any work is posted.
-    pub(crate) fn set_streams(&self, streams: Arc<Streams>) {
-        self.send.set_streams(streams);
     }
 
     pub(crate) fn receive(&self) -> Option<&Arc<WorkQueue>> {

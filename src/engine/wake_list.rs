@@ -30,9 +30,6 @@ pub(super) trait Teardown: Send + Sync {
     fn move_to_error(&self, _cause: OpErrorKind) -> bool {
         false
     }
-
-    /// Resets failed streams of a DC initiator.
-    fn restore_streams(&self) {}
 }
 
 /// Tasks to wake, buffers and wakers to drop, and objects to shut down. Each can run user code or
@@ -55,8 +52,6 @@ struct Actions {
     /// Wakers of abandoned operations, to be dropped without waking their tasks.
     discarded: SmallVec<[Waker; 1]>,
     teardowns: SmallVec<[(Arc<dyn Teardown>, OpErrorKind); 1]>,
-    /// DC initiators with failed streams to reset.
-    failed_streams: SmallVec<[Arc<dyn Teardown>; 1]>,
 }
 
 thread_local! {
@@ -128,10 +123,6 @@ impl WakeList {
         self.more().teardowns.push((object, kind));
     }
 
-    pub(super) fn restore_streams(&mut self, initiator: Arc<dyn Teardown>) {
-        self.more().failed_streams.push(initiator);
-    }
-
     /// Runs the actions when this thread holds no lock.
     #[inline]
     pub(super) fn finish(self) {
@@ -144,11 +135,7 @@ impl WakeList {
         }
     }
 
-    fn run(mut self) {
-        // First, so that a task that has seen the last flush finds the stream usable.
-        for initiator in self.more.iter_mut().flat_map(|more| more.failed_streams.drain(..)) {
-            initiator.restore_streams();
-        }
+    fn run(self) {
         if let Some(waker) = self.first {
             contained(|| waker.wake());
         }
@@ -169,7 +156,6 @@ impl WakeList {
 }
 
 impl Actions {
-    /// Runs the actions, except for the resets of failed streams.
     fn run(mut self: Box<Self>) {
         for waker in self.wakers.drain(..) {
             contained(|| waker.wake());
@@ -191,7 +177,6 @@ impl Actions {
         self.held.extend(more.held.drain(..));
         self.discarded.extend(more.discarded.drain(..));
         self.teardowns.extend(more.teardowns.drain(..));
-        self.failed_streams.extend(more.failed_streams.drain(..));
     }
 
     /// Keeps the empty lists for the next [`WakeList`] of this thread.

@@ -8,10 +8,8 @@ use std::task::Waker;
 pub(super) struct Watch {
     /// Woken when the queue is idle. Counted as a waiter, so the completion queue is armed for it.
     pub(super) idle: Option<Waker>,
-    /// Woken when the whole queue fails or is closed.
+    /// Woken when the queue fails or is closed.
     pub(super) failure: Option<Waker>,
-    /// Woken when a failed stream is restored. Counted as a waiter, like `idle`.
-    pub(super) restored: Option<Waker>,
     /// Woken each time a reactor goes away.
     pub(super) rouse: Option<Waker>,
 }

@@ -21,7 +21,6 @@ use super::failures::{Failures, failure};
 use super::posting::{Poster, Posting, is_traced};
 use super::slot::{FailedParts, Finished, Outcome, Slot};
 use super::slot_table::{Cursor, Slots};
-use super::streams::{StreamWork, Streams};
 use super::wake_list::{Teardown, WakeList};
 use super::work_request::{Limits, WorkQueueCounters};
 use super::work_request_id::{Owner, index_of};
@@ -29,7 +28,6 @@ use crate::error::{CompletionError, OpErrorKind, ReceiveLengths};
 use crate::memory::PdKey;
 use crate::sync::{Mutex, lock};
 use crate::types::{WcOpcode, WcStatus, WorkCompletion, WrId};
-use crate::verbs::Qp;
 
 /// The bytes of the reference counts before the value of an `Arc`.
 const COUNTS: usize = 16;
@@ -221,12 +219,11 @@ impl WorkQueue {
         let position = if is_last { slot.position() } else { slot.start().wrapping_add(part) };
         let has_failed = !wc.status.is_success();
         // Before any task learns of the failure, also from the freed capacity.
-        let failed = if has_failed { self.note_failure(wc, position, woken) } else { None };
+        if has_failed {
+            self.note_failure(wc, woken);
+        }
         if self.capacity.retire(position) {
             self.admit_queued(woken);
-        }
-        if let Some(stream) = failed {
-            self.restore_if_drained(stream, woken);
         }
         if has_failed {
             let kind = OpErrorKind::Completion(self.failure(wc));
@@ -240,73 +237,13 @@ impl WorkQueue {
         }
     }
 
-    /// Counts a failed completion, and fails the stream of the work request at `position`, which it
-    /// returns. Without streams, the completion ends the work of the whole queue.
+    /// Counts a failed completion, which ends the work of the queue, and notifies the watcher.
     #[cold]
-    fn note_failure(
-        &self,
-        wc: &WorkCompletion,
-        position: u32,
-        woken: &mut WakeList,
-    ) -> Option<u16> {
+    fn note_failure(&self, wc: &WorkCompletion, woken: &mut WakeList) {
         self.failures.count(wc, self.failure(wc));
-        let mut posting = lock(&self.posting);
-        let stream = posting.fail_stream(position);
-        if stream.is_none() {
-            self.note_fatal(&mut posting, woken);
-        }
-        stream
-    }
-
-    /// Counts a failure that ends the work of the whole queue, and notifies the watcher.
-    fn note_fatal(&self, posting: &mut Posting, woken: &mut WakeList) {
-        self.failures.count_fatal();
-        if let Some(waker) = posting.watch.failure.take() {
+        if let Some(waker) = lock(&self.posting).watch.failure.take() {
             woken.wake(waker);
         }
-    }
-
-    /// Gives the streams of a new DC initiator to its send queue.
-    pub(super) fn set_streams(&self, streams: Arc<Streams>) {
-        lock(&self.posting).streams = Some(Box::new(StreamWork::new(streams, self.limits.depth)));
-    }
-
-    /// Schedules the reset of a failed stream if it is drained.
-    #[cold]
-    fn restore_if_drained(&self, stream: u16, woken: &mut WakeList) {
-        let drained = lock(&self.posting).is_drained(stream, &self.capacity);
-        if drained && let Some(queue_pair) = self.queue_pair() {
-            woken.restore_streams(queue_pair);
-        }
-    }
-
-    /// Resets the failed streams that are drained.
-    pub(super) fn restore_streams(&self, qp: &Qp) {
-        let mut woken = WakeList::new();
-        // Excludes posters, because a reset stream must have no work in flight.
-        let mut posting = lock(&self.posting);
-        let Some(work) = &posting.streams else { return };
-        let streams = work.streams.clone();
-        for stream in posting.drained_streams(&self.capacity) {
-            match qp.reset_stream(stream) {
-                Ok(()) => {
-                    streams.restore(stream);
-                    self.notify_restored(&mut posting, &mut woken);
-                }
-                Err(error) => {
-                    rdma_provider::warn!(
-                        qpn = %qp.qpn(),
-                        stream,
-                        %error,
-                        "failed to reset a stream; the DC initiator needs a repair"
-                    );
-                    streams.set_broken();
-                    self.note_fatal(&mut posting, &mut woken);
-                }
-            }
-        }
-        drop(posting);
-        woken.finish();
     }
 
     /// Returns the error of a failed completion. The software device also reports the lengths of a
@@ -378,10 +315,6 @@ impl WorkQueue {
             }
         }
         self.capacity.retire_all(posting.posted as u32);
-        if let Some(work) = &posting.streams {
-            work.streams.restore_all();
-        }
-        self.notify_restored(&mut posting, woken);
         self.notify_idle(&mut posting, woken);
     }
 
@@ -490,11 +423,10 @@ impl WorkQueue {
         self.limits.listened
     }
 
-    /// Returns the number of failures that end the work of the whole queue, modulo 2^32: failed
-    /// completions, or with streams, refused resets of a stream.
+    /// Returns the number of failed completions, modulo 2^32.
     #[inline]
     pub(crate) fn failures(&self) -> u32 {
-        self.failures.fatal()
+        self.failures.failed()
     }
 
     /// Returns true if the queue is idle. Otherwise wakes `waker` once when it becomes idle,
@@ -527,7 +459,7 @@ impl WorkQueue {
         idle
     }
 
-    /// Wakes `waker` once at the next failure of the whole queue, or immediately if it has failed
+    /// Wakes `waker` once at the next failure of the queue, or immediately if it has failed
     /// since `failures` or is closed.
     pub(crate) fn when_failed(&self, waker: &Waker, failures: u32) {
         let waker = waker.clone();
@@ -554,37 +486,6 @@ impl WorkQueue {
         if self.is_idle_now(posting)
             && let Some(waker) = posting.watch.idle.take()
         {
-            self.cq().remove_waiter();
-            woken.wake(waker);
-        }
-    }
-
-    /// Returns true if a stream is sound. Otherwise wakes `waker` once when one is restored,
-    /// whether or not tasks wait for completions. An earlier waker is kept instead.
-    pub(crate) fn when_restored(&self, waker: &Waker) -> bool {
-        // Cloned, and dropped below, without the lock.
-        let mut waker = Some(waker.clone());
-        // Streams fail and are restored under this lock, so neither is missed.
-        let mut posting = lock(&self.posting);
-        let has_sound = match &posting.streams {
-            Some(work) => work.streams.fewest_peers().is_some(),
-            None => true,
-        };
-        let is_open = posting.poster.is_some();
-        if !has_sound && is_open && posting.watch.restored.is_none() {
-            self.cq().add_waiter();
-            posting.watch.restored = waker.take();
-        }
-        drop(posting);
-        drop(waker);
-        if !has_sound {
-            self.cq().ensure_watched();
-        }
-        has_sound
-    }
-
-    fn notify_restored(&self, posting: &mut Posting, woken: &mut WakeList) {
-        if let Some(waker) = posting.watch.restored.take() {
             self.cq().remove_waiter();
             woken.wake(waker);
         }

@@ -2,9 +2,7 @@
 
 use crate::error::{LimitError, OpErrorKind, RemoteAccess};
 use crate::memory::PdKey;
-use crate::types::{
-    Data, DcKey, DctTarget, Qkey, Qpn, SendFlags, SendOp, SendTarget, Sge, WindowBind,
-};
+use crate::types::{Data, DcKey, Qkey, Qpn, SendFlags, SendOp, SendTarget, Sge, WindowBind};
 use crate::verbs::AddressHandle;
 
 #[derive(Debug, Clone, Copy)]
@@ -54,16 +52,8 @@ impl WorkKind {
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum ReceiverKey {
     Datagram(Qkey),
-    /// The access key, and the stream of the initiator.
-    Dc(DcKey, StreamUse),
-}
-
-/// The stream that a work request uses.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct StreamUse {
-    pub(crate) number: u16,
-    /// The stream's [generation](super::Streams::generation) that the work request requires.
-    pub(crate) generation: Option<u32>,
+    /// The access key of a DC target.
+    Dc(DcKey),
 }
 
 /// The receiver of a work request on a transport without connections.
@@ -78,9 +68,7 @@ impl<'a> Receiver<'a> {
     pub(super) fn target(self) -> SendTarget<'a> {
         match self.key {
             ReceiverKey::Datagram(qkey) => self.handle.target(self.number, qkey).into(),
-            ReceiverKey::Dc(key, stream) => {
-                DctTarget { stream: stream.number, ..self.handle.dct(self.number, key) }.into()
-            }
+            ReceiverKey::Dc(key) => self.handle.dct(self.number, key).into(),
         }
     }
 

@@ -45,11 +45,11 @@ impl AddressHandle {
         UdTarget { address: &self.inner.address, handle: self.inner.raw.handle(), qpn, qkey }
     }
 
-    /// Returns DC target `number` along this route, for stream 0 of an initiator.
+    /// Returns DC target `number` along this route.
     #[must_use]
     pub fn dct(&self, number: Qpn, key: DcKey) -> DctTarget<'_> {
         let (address, handle) = (&self.inner.address, self.inner.raw.handle());
-        DctTarget { address, handle, number, key, stream: 0 }
+        DctTarget { address, handle, number, key }
     }
 }
 

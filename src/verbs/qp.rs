@@ -15,8 +15,7 @@ use crate::dispatch;
 use crate::dispatch::{ReceiveCounters, SendCounters};
 use crate::error::{LimitError, NO_DC, SetupError, VerbError};
 use crate::types::{
-    DciStreamsInit, QpAttr, QpCaps, QpState, Qpn, RecvWr, SendWr, TransitionError, Transport,
-    check_transition,
+    QpAttr, QpCaps, QpState, Qpn, RecvWr, SendWr, TransitionError, Transport, check_transition,
 };
 use rdma_provider::contract::{Context as _, Pd as _, PlainWr, PostError, Qp as _, QpInit};
 
@@ -93,11 +92,10 @@ impl Qp {
         srq: Option<&Srq>,
         options: &QpOptions,
     ) -> Result<Self, SetupError> {
-        Self::numbered(pd, send_cq, recv_cq, srq, options, None, None)
+        Self::numbered(pd, send_cq, recv_cq, srq, options, None)
     }
 
-    /// Creates a queue pair with a number reserved by the connection manager, or with streams, if
-    /// any.
+    /// Creates a queue pair with a number reserved by the connection manager, if any.
     pub(crate) fn numbered(
         pd: &ProtectionDomain,
         send_cq: &Cq,
@@ -105,7 +103,6 @@ impl Qp {
         srq: Option<&Srq>,
         options: &QpOptions,
         number: Option<Qpn>,
-        streams: Option<DciStreamsInit>,
     ) -> Result<Self, SetupError> {
         let (attr, caps) = (pd.device().attr(), options.caps);
         LimitError::check("max_send_wr", caps.max_send_wr.into(), attr.max_qp_wr.into())?;
@@ -139,7 +136,6 @@ impl Qp {
             recv_cq: recv_cq.raw(),
             srq: srq.map(Srq::raw),
             caps,
-            streams,
         };
         let raw = match number {
             None => pd.raw().create_qp(&init)?,
@@ -254,13 +250,6 @@ impl Qp {
     /// Returns the state last set.
     pub(crate) fn last_state(&self) -> QpState {
         *self.last_state.lock()
-    }
-
-    /// Restores a failed stream, [`contract::Qp::reset_stream`](rdma_provider::contract::Qp).
-    pub(crate) fn reset_stream(&self, stream: u16) -> Result<(), VerbError> {
-        self.raw.reset_stream(stream)?;
-        rdma_provider::debug!(qpn = %self.qpn(), stream, "stream reset");
-        Ok(())
     }
 
     /// Waits, in the error state, until the device uses no more shared receives: destroying the

@@ -189,19 +189,16 @@ async fn dropped_deadline_leaves_the_operation(mode: &str) {
 async fn deadline_of_a_dynamic_connection_is_repaired(mode: &str) {
     let Some(setup) = dynamic::setup("deadline_of_a_dynamic_connection") else { return };
     let (here, there) = (Node::new(&setup.a, mode), Node::new(&setup.b, mode));
-    for streams in [false, true] {
-        let initiator = DcInitiator::builder(&here.pd, &here.queue).streams(streams);
-        let initiator = initiator.build().unwrap();
-        let peer = initiator.peer(&there.target.address()).unwrap();
-        dynamic::assert_works(&here, &initiator, &peer, &there, 1).await;
-        // The target has no receive.
-        let send = initiator.to(&peer).send(here.buffer(b"too early")).within(SOON);
-        let error = within("a SEND with a deadline", send).await.unwrap_err();
-        assert_eq!(revoked(error)[..], *b"too early");
-        assert_eq!(dynamic::state(&initiator), QpState::Err);
-        assert!(initiator.repair().unwrap());
-        dynamic::assert_works(&here, &initiator, &peer, &there, 2).await;
-    }
+    let initiator = DcInitiator::new(&here.pd, &here.queue).unwrap();
+    let peer = initiator.peer(&there.target.address()).unwrap();
+    dynamic::assert_works(&here, &initiator, &peer, &there, 1).await;
+    // The target has no receive.
+    let send = initiator.to(&peer).send(here.buffer(b"too early")).within(SOON);
+    let error = within("a SEND with a deadline", send).await.unwrap_err();
+    assert_eq!(revoked(error)[..], *b"too early");
+    assert_eq!(dynamic::state(&initiator), QpState::Err);
+    assert!(initiator.repair().unwrap());
+    dynamic::assert_works(&here, &initiator, &peer, &there, 2).await;
 }
 
 fn closed(side: &Side, len: usize) -> ExposedRegion {

@@ -88,13 +88,9 @@ pub(super) fn brief_options() -> ConnectOptions {
     }
 }
 
-/// Returns an initiator without streams, which the first failure ends.
+/// Returns an initiator with few retries.
 fn impatient(node: &Node) -> DcInitiator {
-    DcInitiator::builder(&node.pd, &node.queue)
-        .options(brief_options())
-        .streams(false)
-        .build()
-        .unwrap()
+    DcInitiator::builder(&node.pd, &node.queue).options(brief_options()).build().unwrap()
 }
 
 fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {

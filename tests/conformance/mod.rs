@@ -16,6 +16,5 @@ mod operations;
 mod raw_handles;
 mod shared;
 mod states;
-mod streams;
 mod transitions;
 mod windows;

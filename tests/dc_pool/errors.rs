@@ -95,9 +95,9 @@ async fn unawaited_failure_is_repaired(mode: &str) {
 
 async fn peer_has_failed_after_its_own_failure_until_it_is_made_anew(mode: &str) {
     let Some(setup) = setup("peer_has_failed") else { return };
-    for (policy, streams) in Home::new(&setup.a, mode).policies(5) {
+    for policy in [exclusive(5), DcPolicy::Shared] {
         let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
-        let pool = home.pool_on(2, policy, streams);
+        let pool = home.pool(2, policy);
         let peer = || pool.peer(&there.target.address()).unwrap();
         let (mut bad, good) = (peer(), peer());
         for awaited in [true, false] {
@@ -113,13 +113,9 @@ async fn peer_has_failed_after_its_own_failure_until_it_is_made_anew(mode: &str)
                 until("failed", || bad.has_failed()).await;
             }
             assert!(bad.has_failed(), "{policy:?}");
-            // Without streams, the peers may share an initiator.
-            assert!(!good.has_failed() || policy == DcPolicy::Shared && !streams, "{policy:?}");
-            until("repaired", || {
-                let counters = pool.counters();
-                counters.repairs + counters.stream_resets == if awaited { 1 } else { 2 }
-            })
-            .await;
+            // The peers may share an initiator.
+            assert!(!good.has_failed() || policy == DcPolicy::Shared, "{policy:?}");
+            until("repaired", || pool.counters().repairs == if awaited { 1 } else { 2 }).await;
             within("write", bad.write_inline(b"good", there.remote(0, 4))).await.unwrap();
             assert!(bad.has_failed(), "a repaired initiator does not change that");
             bad = peer();
@@ -133,9 +129,9 @@ async fn peer_has_failed_after_its_own_failure_until_it_is_made_anew(mode: &str)
 
 async fn lease_ends_with_its_first_failure(mode: &str) {
     let Some(setup) = setup("lease_ends_with_its_first_failure") else { return };
-    for (policy, streams) in Home::new(&setup.a, mode).policies(5) {
+    for policy in [exclusive(5), DcPolicy::Shared] {
         let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
-        let pool = home.pool_on(1, policy, streams);
+        let pool = home.pool(1, policy);
         let peer = pool.peer(&there.target.address()).unwrap();
         let lease = within("lease", peer.borrow()).await.unwrap();
         within("write", lease.write_inline(b"good", there.remote(0, 4))).await.unwrap();
@@ -163,16 +159,8 @@ async fn lease_ends_with_its_first_failure(mode: &str) {
 
 async fn shared_initiators_continue_after_a_failure(mode: &str) {
     let Some(setup) = setup("shared_initiators") else { return };
-    for (policy, streams) in Home::new(&setup.a, mode).policies(1) {
-        if policy == DcPolicy::Shared {
-            continue_after_a_failure(&setup, mode, streams).await;
-        }
-    }
-}
-
-async fn continue_after_a_failure(setup: &Setup, mode: &str, streams: bool) {
     let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
-    let pool = home.pool_on(2, DcPolicy::Shared, streams);
+    let pool = home.pool(2, DcPolicy::Shared);
     let peers: Vec<_> = (0..5).map(|_| pool.peer(&there.target.address()).unwrap()).collect();
     // Peers that share an initiator do not wait for each other.
     let blocked = block(&there, &peers[0]).await;
@@ -190,10 +178,8 @@ async fn continue_after_a_failure(setup: &Setup, mode: &str, streams: bool) {
         }
     }
     // The last repair may still be in progress.
-    let recoveries = || (pool.counters().repairs, pool.counters().stream_resets);
-    let expected = if streams { (0, 20) } else { (20, 0) };
-    until("repaired", || recoveries() >= expected).await;
-    assert_eq!((recoveries(), pool.counters().failed_repairs), (expected, 0));
+    until("repaired", || pool.counters().repairs >= 20).await;
+    assert_eq!((pool.counters().repairs, pool.counters().failed_repairs), (20, 0));
 }
 
 async fn lost_device_fails_every_operation(mode: &str) {

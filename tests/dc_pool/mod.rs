@@ -5,7 +5,6 @@ mod deadlines;
 mod errors;
 mod scheduling;
 mod sets;
-mod streams;
 
 use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
@@ -59,31 +58,8 @@ impl Home {
     }
 
     pub(crate) fn pool(&self, initiators: usize, policy: DcPolicy) -> DcPool {
-        self.pool_on(initiators, policy, true)
-    }
-
-    /// Creates a pool whose initiators have streams, if the device and the policy have them.
-    fn pool_on(&self, initiators: usize, policy: DcPolicy, streams: bool) -> DcPool {
         let builder = DcPool::builder(&self.pd, &self.queue).initiators(initiators).policy(policy);
-        builder
-            .initiator(|each| each.options(options()).max_send_wr(64).streams(streams))
-            .build()
-            .unwrap()
-    }
-
-    /// Returns the number of streams of an initiator; 0 without streams.
-    fn streams(&self) -> usize {
-        let dc = self.pd.device().attr().dc.unwrap();
-        dc.streams.map_or(0, |limits| 1 << limits.max_log_concurrent.min(5))
-    }
-
-    /// Returns the policies of pools, and whether their initiators have streams.
-    fn policies(&self, quota: u32) -> Vec<(DcPolicy, bool)> {
-        let mut policies = vec![(exclusive(quota), false), (DcPolicy::Shared, false)];
-        if self.streams() > 0 {
-            policies.push((DcPolicy::Shared, true));
-        }
-        policies
+        builder.initiator(|each| each.options(options()).max_send_wr(64)).build().unwrap()
     }
 
     pub(crate) fn buffer(&self, bytes: &[u8]) -> BufMut {

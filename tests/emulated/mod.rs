@@ -4,7 +4,7 @@ mod doctor;
 
 use std::sync::OnceLock;
 
-use emulated_connectx::{DciStreams, EmulatedConnectX, Link, Options, Release, this_program};
+use emulated_connectx::{EmulatedConnectX, Link, Options, Release, this_program};
 use tokio_rdma::types::{DataPath, SendOp, WcStatus};
 
 use crate::common::{eventually, raw};
@@ -14,10 +14,8 @@ static DEVICE: OnceLock<EmulatedConnectX> = OnceLock::new();
 const ROCE: &str = "TOKIO_RDMA_EMULATED_ROCE";
 const POST: &str = "TOKIO_RDMA_POST";
 const COMPRESSION: &str = "TOKIO_RDMA_CQE_COMPRESSION";
-/// Two streams per DC initiator, which survives if both fail.
-const FEW_STREAMS: &str = "TOKIO_RDMA_EMULATED_FEW_STREAMS";
 /// Settings of the process, for which a test starts the program again.
-const SETTINGS: [&str; 4] = [ROCE, POST, COMPRESSION, FEW_STREAMS];
+const SETTINGS: [&str; 3] = [ROCE, POST, COMPRESSION];
 
 /// Starts device `mlx5_0` before the program starts threads.
 ///
@@ -27,9 +25,6 @@ const SETTINGS: [&str; 4] = [ROCE, POST, COMPRESSION, FEW_STREAMS];
 extern "C" fn start() {
     let mut options = Options::default();
     options.link = if std::env::var_os(ROCE).is_some() { Link::Roce } else { Link::InfiniBand };
-    if has_few_streams() {
-        options.dci_streams = Some(DciStreams { log_concurrent: 1, log_errored: 4 });
-    }
     // Sessions of all lengths up to this one, which is longer than four arrays.
     options.compressed_session = 33;
     let device = EmulatedConnectX::start(options).expect("the emulated device starts");
@@ -81,37 +76,16 @@ fn compression_is_on_or_off() {
     }
 }
 
-// All streams of an initiator are in error at once much more often.
-#[test]
-fn pool_suite_passes_with_few_streams() {
-    tests_pass_with(FEW_STREAMS, "1", &["pool::"]);
-}
-
-#[test]
-fn pool_operations_wait_while_all_streams_have_failed() {
-    // Alone, because it holds completions.
-    tests_pass_with(FEW_STREAMS, "1", &["few_streams::"]);
-}
-
-pub(crate) fn has_few_streams() -> bool {
-    std::env::var_os(FEW_STREAMS).is_some()
-}
-
 pub(crate) fn adapter() -> &'static EmulatedConnectX {
     DEVICE.get().expect("the device was started before main")
 }
 
 /// Runs all tests of this program with an environment variable set.
 fn pass_with(name: &str, value: &str) {
-    tests_pass_with(name, value, &[]);
-}
-
-/// Runs the tests of these names with an environment variable set.
-fn tests_pass_with(name: &str, value: &str, tests: &[&str]) {
     if SETTINGS.iter().any(|name| std::env::var_os(name).is_some()) {
         return;
     }
-    let output = this_program().args(tests).env(name, value).output().unwrap();
+    let output = this_program().env(name, value).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(
         output.status.success() && text.contains("test result: ok. "),

@@ -217,8 +217,7 @@ impl Initiator {
             Kind::Add => SendOp::FetchAdd { remote: to.memory.remote(0), add: 1 },
         };
         let address = &places[to.side];
-        let receiver =
-            DctTarget { address, handle: 0, number: to.number(), key: to.key, stream: 0 };
+        let receiver = DctTarget { address, handle: 0, number: to.number(), key: to.key };
         let flags = if random.u8(..6) == 0 { SendFlags::FENCE } else { SendFlags::empty() }
             | SendFlags::SIGNALED;
         let wr_id = WrId((index * STEPS + number) as u64);

@@ -14,10 +14,10 @@ use tokio_rdma::memory::*;
 use tokio_rdma::message::*;
 use tokio_rdma::op::*;
 use tokio_rdma::types::{
-    AckTimeout, AddressVector, AsyncEvent, AtomicCapability, Data, DcAttr, DcKey, DciStreams,
-    DctTarget, DeviceAttr, Gid, GidEntry, GidKind, GidReason, IpPrefix, LinkLayer, Lkey, Mtu,
-    PortAttr, PortNum, PortState, Psn, Qkey, QpAttr, QpAttrMask, QpCaps, QpState, Qpn, RankedGid,
-    RecvWr, RemoteAddr, Rkey, RnrTimer, SendFlags, SendOp, SendTarget, SendWr, Sge, SrqCaps,
+    AckTimeout, AddressVector, AsyncEvent, AtomicCapability, Data, DcAttr, DcKey, DctTarget,
+    DeviceAttr, Gid, GidEntry, GidKind, GidReason, IpPrefix, LinkLayer, Lkey, Mtu, PortAttr,
+    PortNum, PortState, Psn, Qkey, QpAttr, QpAttrMask, QpCaps, QpState, Qpn, RankedGid, RecvWr,
+    RemoteAddr, Rkey, RnrTimer, SendFlags, SendOp, SendTarget, SendWr, Sge, SrqCaps,
     TransitionError, Transport, UdTarget, WcFlags, WcOpcode, WcStatus, WindowBind, WorkCompletion,
     WrId,
 };
@@ -97,7 +97,7 @@ fn connections_are_send_sync_unpin_and_debug() {
 #[test]
 fn values_are_send_sync_unpin_and_debug() {
     each!(
-        value: DcAddress, DcAttr, DcKey, DcPeer, DcSender<'static>, DciStreams, DctTarget<'static>,
+        value: DcAddress, DcAttr, DcKey, DcPeer, DcSender<'static>, DctTarget<'static>,
         SendTarget<'static>
     );
     each!(

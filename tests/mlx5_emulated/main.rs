@@ -21,7 +21,6 @@ mod torture;
 
 #[path = "../conformance/cancel.rs"]
 mod cancel;
-mod few_streams;
 #[path = "../dc_pool/mod.rs"]
 mod pool;
 mod resets;

@@ -308,7 +308,7 @@ fn smallest_qp(pd: &Pd, cq: &Cq, max_inline: u32) -> Result<Qp, VerbError> {
     let caps =
         QpCaps { max_send_wr: 1, max_recv_wr: 1, max_send_sge: 1, max_recv_sge: 1, max_inline };
     let transport = Transport::Rc;
-    pd.create_qp(&QpInit { transport, send_cq: cq, recv_cq: cq, srq: None, caps, streams: None })
+    pd.create_qp(&QpInit { transport, send_cq: cq, recv_cq: cq, srq: None, caps })
 }
 
 /// Returns the structure that `query` fills in.

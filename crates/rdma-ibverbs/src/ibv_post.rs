@@ -5,11 +5,10 @@
 
 use std::borrow::Borrow;
 use std::mem::MaybeUninit;
-use std::ptr;
+use std::ptr::{self, NonNull};
 
 use rdma_sys::*;
 
-use super::mlx5::dc::Dci;
 use super::mlx5::direct::address::AddressHandle;
 use super::supported::is_supported;
 use super::{convert, sys};
@@ -292,7 +291,7 @@ unsafe fn window(bind: &WindowBind) -> *mut ibv_mw {
 #[inline]
 pub(super) unsafe fn extended<'a>(
     qp: *mut ibv_qp_ex,
-    dc: Option<Dci>,
+    dc: Option<NonNull<mlx5dv_qp_ex>>,
     transport: Transport,
     list: impl Iterator<Item = impl Borrow<SendWr<'a>>>,
 ) -> Result<(), PostError> {
@@ -341,7 +340,7 @@ unsafe fn abort(qp: *mut ibv_qp_ex) -> VerbError {
 ///
 /// See [`extended`]; `ibv_wr_start` must have been called.
 #[inline(always)]
-unsafe fn request(qp: *mut ibv_qp_ex, dc: Option<Dci>, wr: &SendWr<'_>) -> bool {
+unsafe fn request(qp: *mut ibv_qp_ex, dc: Option<NonNull<mlx5dv_qp_ex>>, wr: &SendWr<'_>) -> bool {
     macro_rules! call {
         ($function:ident $(, $argument:expr)*) => {
             match (*qp).$function {
@@ -390,20 +389,11 @@ unsafe fn request(qp: *mut ibv_qp_ex, dc: Option<Dci>, wr: &SendWr<'_>) -> bool 
                     qkey.0
                 );
             }
-            Some(SendTarget::Dc(DctTarget { handle, number, key, stream, .. })) => {
-                let Some(Dci { raw, streams }) = dc else { return false };
-                if u32::from(stream) >= streams {
-                    return false;
-                }
-                let (dc, handle) = (raw.as_ptr(), AddressHandle::from_number(handle).raw.as_ptr());
-                // Versions of libmlx5 without streams have a shorter structure.
-                if streams == 1 {
-                    let Some(set) = (*dc).wr_set_dc_addr else { return false };
-                    set(dc, handle, number.0, key.0);
-                } else {
-                    let Some(set) = (*dc).wr_set_dc_addr_stream else { return false };
-                    set(dc, handle, number.0, key.0, stream);
-                }
+            Some(SendTarget::Dc(DctTarget { handle, number, key, .. })) => {
+                let Some(dc) = dc.map(NonNull::as_ptr) else { return false };
+                let handle = AddressHandle::from_number(handle).raw.as_ptr();
+                let Some(set) = (*dc).wr_set_dc_addr else { return false };
+                set(dc, handle, number.0, key.0);
             }
         }
         match wr.data {

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use rdma_sys::*;
 
 use super::ibv_srq::Srq;
-use super::mlx5::dc::{self, Dci, Initiator};
+use super::mlx5::dc::Initiator;
 use super::mlx5::direct::{QueuePair, Registers, SendQueue, Uses};
 use super::owned::Owned;
 use super::posting::Posting;
@@ -33,7 +33,7 @@ pub struct Qp {
     /// The same queue pair for `ibv_wr_*`, if the driver supports it.
     extended: Option<NonNull<ibv_qp_ex>>,
     /// The same queue pair for setting the DC target, if it is an initiator.
-    dc: Option<Dci>,
+    dc: Option<NonNull<mlx5dv_qp_ex>>,
     transport: Transport,
     caps: QpCaps,
     /// True if it has a receive queue of its own.
@@ -55,7 +55,7 @@ unsafe impl Sync for Qp {}
 struct Created {
     raw: NonNull<ibv_qp>,
     extended: Option<NonNull<ibv_qp_ex>>,
-    dc: Option<Dci>,
+    dc: Option<NonNull<mlx5dv_qp_ex>>,
     granted: ibv_qp_cap,
 }
 
@@ -163,12 +163,11 @@ impl Qp {
         let domain = unsafe { registers.next(pd) }?;
         let created = Created::new(domain.domain(), init, device, true, direct.create_flags())?;
         let (raw, transport) = (created.raw, init.transport);
-        let streams = created.dc.map_or(1, |dc| dc.streams);
         // From here on, an error destroys the queue pair.
         let mut made = Self::made(created, init);
         // SAFETY: S3: new, and created in that domain; the layer above destroys it before its
         // queues.
-        let pair = unsafe { direct.queue_pair(raw, transport, &made.caps, streams, uses, domain) }?;
+        let pair = unsafe { direct.queue_pair(raw, transport, &made.caps, uses, domain) }?;
         if transport == Transport::Rc {
             made.plain = pair.send().ok().map(NonNull::from);
         }
@@ -322,11 +321,6 @@ impl contract::Qp for Qp {
             Ordering::Release,
         );
         result
-    }
-
-    fn reset_stream(&self, stream: u16) -> Result<(), VerbError> {
-        // SAFETY: S3: the queue pair is alive.
-        unsafe { dc::reset_stream(self.raw.get(), stream) }
     }
 
     fn query(&self) -> Result<(QpState, QpAttr), VerbError> {

@@ -92,14 +92,8 @@ fn create_queues(context: &Context) {
         max_recv_sge: 0,
         max_inline: 64,
     };
-    let init = QpInit {
-        transport: Transport::Rc,
-        send_cq: &cq,
-        recv_cq: &cq,
-        srq: Some(&srq),
-        caps,
-        streams: None,
-    };
+    let init =
+        QpInit { transport: Transport::Rc, send_cq: &cq, recv_cq: &cq, srq: Some(&srq), caps };
     let qp = pd.create_qp(&init).unwrap();
     drop(qp);
 }

@@ -16,9 +16,9 @@ use std::task::Waker;
 use super::cm_contract::{CmChannel, CmId};
 use crate::error::VerbError;
 use crate::types::{
-    Access, AddressVector, AsyncEvent, DcKey, DciStreamsInit, DeviceAttr, Lkey, PortAttr, PortNum,
-    QpAttr, QpCaps, QpState, Qpn, RecvWr, RemoteAddr, Rkey, SendFlags, SendOp, SendWr, Sge,
-    SrqCaps, Transport, WorkCompletion, WrId,
+    Access, AddressVector, AsyncEvent, DcKey, DeviceAttr, Lkey, PortAttr, PortNum, QpAttr, QpCaps,
+    QpState, Qpn, RecvWr, RemoteAddr, Rkey, SendFlags, SendOp, SendWr, Sge, SrqCaps, Transport,
+    WorkCompletion, WrId,
 };
 
 /// The object types of a provider.
@@ -215,13 +215,6 @@ pub struct QpInit<'a, P: Provider> {
     pub srq: Option<&'a P::Srq>,
     /// Minimum queue sizes.
     pub caps: QpCaps,
-    /// Streams of a DC initiator, within the device's [limits](crate::types::DcAttr::streams).
-    ///
-    /// A failed work request ends its stream: later work of the stream is flushed until
-    /// [`Qp::reset_stream`], and work of other streams executes. All work completes in the order of
-    /// posting. With too many failed streams, the queue pair enters ERR. Without streams, the first
-    /// failure does.
-    pub streams: Option<DciStreamsInit>,
 }
 
 impl<'a, P: Provider> QpInit<'a, P> {
@@ -241,7 +234,6 @@ impl<'a, P: Provider> QpInit<'a, P> {
             recv_cq: cq(self.recv_cq)?,
             srq: self.srq.map(srq).transpose()?,
             caps: self.caps,
-            streams: self.streams,
         })
     }
 }
@@ -502,12 +494,6 @@ pub trait Qp: Debug + Send + Sync {
     #[inline(always)]
     unsafe fn post_plain(&self, _list: impl ExactSizeIterator<Item = PlainWr>) -> bool {
         false
-    }
-
-    /// Restores a failed stream of a DC initiator in RTS, `mlx5dv_dci_stream_id_reset(3)`. All work
-    /// of the stream has completed, and none is posted during the call.
-    fn reset_stream(&self, _stream: u16) -> Result<(), VerbError> {
-        Err(VerbError::new("mlx5dv_dci_stream_id_reset", VerbError::EOPNOTSUPP))
     }
 
     /// Posts receive work requests, `ibv_post_recv(3)`.

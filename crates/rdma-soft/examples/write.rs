@@ -41,14 +41,7 @@ impl Side {
             max_recv_sge: 1,
             max_inline: 0,
         };
-        let init = QpInit {
-            transport: Transport::Rc,
-            send_cq: &cq,
-            recv_cq: &cq,
-            srq: None,
-            caps,
-            streams: None,
-        };
+        let init = QpInit { transport: Transport::Rc, send_cq: &cq, recv_cq: &cq, srq: None, caps };
         let qp = pd.create_qp(&init)?;
         Ok(Self { qp, cq, pd, context })
     }

@@ -12,10 +12,6 @@
 //!  work fails ─▶ taken from its peer ─▶ all flushed ─▶ repaired ─▶ idle, or set aside
 //! ```
 //!
-//! Shared initiators have streams if the device has them. A failure then ends one stream: its peers
-//! take another one, and the engine resets it. Only an initiator of which a stream cannot be reset
-//! has failed, and is repaired as above.
-//!
 //! Lock order: pool state, peer state (two at once only under the pool state), gate of an
 //! initiator, queues of the engine. An operation whose peer has an initiator locks only the peer.
 //! Wakers are called after the release of the last lock of a thread.
@@ -31,7 +27,7 @@ use smallvec::SmallVec;
 use super::DcPolicy;
 use super::peer::{Peer, PeerState};
 use crate::dc::DcInitiator;
-use crate::engine::{CompletionQueueCore, PeerStream, WorkQueue};
+use crate::engine::{CompletionQueueCore, WorkQueue};
 use crate::error::{OpErrorKind, SetupError};
 
 pub(super) struct Core {
@@ -73,23 +69,6 @@ impl Member {
     /// Returns a number that each repair changes.
     pub(super) fn generation(&self) -> u32 {
         self.repaired_failures.load(Ordering::Relaxed)
-    }
-
-    /// Assigns a stream to a peer: the sound one with the fewest peers. Work of the peer is flushed
-    /// if the last sound stream fails meanwhile.
-    pub(super) fn assign_stream(&self) -> Option<PeerStream> {
-        self.initiator.stream_set().map(|streams| streams.assign())
-    }
-
-    /// Returns the number of peers of the sound stream that has the fewest: 0 without streams,
-    /// `None` if all streams have failed.
-    pub(super) fn fewest_peers(&self) -> Option<u32> {
-        self.initiator.stream_set().map_or(Some(0), |streams| streams.fewest_peers())
-    }
-
-    /// Returns the number of streams that were reset.
-    pub(super) fn stream_resets(&self) -> u64 {
-        self.initiator.stream_set().map_or(0, |streams| streams.resets())
     }
 }
 
@@ -290,9 +269,6 @@ impl Core {
             if !self.members[at].is_sound() || assignment.recalled {
                 return false;
             }
-            if !own.has_sound_stream(&self.members) {
-                return self.assign_other(state, peer, &mut own);
-            }
             // Once as many initiators are recalled as peers wait, recalling more only stops work.
             // But the recalled ones may never become idle, so a peer continues up to twice its
             // quota only.
@@ -416,15 +392,15 @@ impl Core {
         true
     }
 
-    /// Returns an initiator to assign: the least recently used of the free or idle ones, or a
-    /// [shared](Self::pick_shared) one.
+    /// Returns an initiator to assign: the least recently used of the free or idle ones, or of
+    /// shared ones the one with the least work.
     fn pick(&self, state: &mut State) -> Option<usize> {
         let sound = |&at: &usize| {
             state.assignments[at].health == Health::Sound && self.members[at].is_sound()
         };
         let mut order: SmallVec<[usize; 32]> = (0..self.members.len()).filter(sound).collect();
         if !self.is_exclusive() {
-            return self.pick_shared(&order);
+            return order.into_iter().min_by_key(|&at| self.members[at].queue().load());
         }
         order.sort_by_key(|&at| self.members[at].last_used.load(Ordering::Relaxed));
         if let Some(&at) = order.iter().find(|&&at| self.reclaim(state, at)) {
@@ -433,22 +409,6 @@ impl Core {
         // Some may be idle except for unpolled completions.
         self.cq().drain();
         order.into_iter().find(|&at| self.reclaim(state, at))
-    }
-
-    /// Returns the initiator with the least work, of those that have a stream without peers if
-    /// there are any: a peer that shares a stream suffers from the failures of others.
-    fn pick_shared(&self, sound: &[usize]) -> Option<usize> {
-        let usable = |&at: &usize| self.members[at].fewest_peers().map(|peers| (at, peers));
-        let picked = sound
-            .iter()
-            .filter_map(usable)
-            .min_by_key(|&(at, peers)| (peers > 0, self.members[at].queue().load(), peers));
-        if picked.is_none() && !sound.is_empty() {
-            // All streams have failed. Their flushes may be unpolled; the last one restores a
-            // stream, for the caller's next attempt.
-            self.cq().drain();
-        }
-        picked.map(|(at, _)| at)
     }
 
     /// Returns false if the initiator is busy or leased.
@@ -559,15 +519,11 @@ impl Core {
         }
     }
 
-    /// Arms the waker for initiators to become idle, or if they have streams, for a stream to be
-    /// restored. Returns true if one is idle or restored already.
+    /// Arms the waker for initiators to become idle. Returns true if one is idle already.
     fn arm_idle_wakers(&self, state: &State) -> bool {
         let idle = |(assignment, member): (&Assignment, &Member)| {
             if assignment.health != Health::Sound || !member.is_sound() {
                 return false;
-            }
-            if member.initiator.stream_set().is_some() {
-                return member.queue().when_restored(&self.advance_waker);
             }
             let Some(owner) = assignment.owner.upgrade() else {
                 return member.queue().when_idle(&self.advance_waker);

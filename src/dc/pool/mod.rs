@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 pub use self::peer::{DcLease, DcPoolPeer, PendingDcLease};
 pub use self::pooled::PooledOperation;
 
-use self::core::{Core, Member};
+use self::core::Core;
 use super::{DcAddress, DcInitiator, DcInitiatorBuilder};
 use crate::engine::{CompletionQueue, WorkQueueCounters};
 use crate::error::SetupError;
@@ -36,11 +36,6 @@ pub enum DcPolicy {
     /// A peer with nothing in flight switches from an initiator that is busy for other peers to the
     /// one with the least work. An error of one operation flushes all operations on the initiator,
     /// of other peers too.
-    ///
-    /// On a device with [streams](crate::types::DcAttr::streams), each peer works in a stream of
-    /// its initiator, and an error flushes the operations in that stream only. A new peer prefers a
-    /// stream without peers, on any initiator. With more peers than streams, several peers share a
-    /// stream. When its stream fails, a peer moves to another one.
     Shared,
 }
 
@@ -90,9 +85,9 @@ impl Default for DcPolicy {
 ///
 /// # Errors
 ///
-/// When an operation completes with an error, its initiator, or with streams its stream, is
-/// repaired once the remaining work is flushed, even if all futures are dropped. Other initiators
-/// and waiting operations are not affected.
+/// When an operation completes with an error, its initiator is repaired once the remaining work is
+/// flushed, even if all futures are dropped. Other initiators and waiting operations are not
+/// affected.
 ///
 /// A failed repair is tried again when an operation finds no other initiator. If no initiator can
 /// be repaired, that operation and all waiting ones fail with the reason:
@@ -129,7 +124,7 @@ impl DcPool {
         if self.core.state.lock().is_closed() {
             return Err(SetupError::Closed);
         }
-        let to = self.core.members[0].initiator.peer_without_stream(address)?;
+        let to = self.core.members[0].initiator.peer(address)?;
         Ok(DcPoolPeer::new(self.core.clone(), to))
     }
 
@@ -149,7 +144,6 @@ impl DcPool {
             waited: count(&core.waited),
             repairs: count(&core.repairs),
             failed_repairs: count(&core.failed_repairs),
-            stream_resets: core.members.iter().map(Member::stream_resets).sum(),
             waiting_peers: core.queued_peers_now(),
             initiators: core
                 .members
@@ -191,8 +185,6 @@ pub struct DcPoolCounters {
     pub repairs: u64,
     /// Failed repairs.
     pub failed_repairs: u64,
-    /// Streams that were reset after a failure. Repairs of an initiator are not included.
-    pub stream_resets: u64,
     /// Peers that currently wait for an initiator.
     pub waiting_peers: usize,
     /// The counters of each initiator's send queue.
@@ -223,8 +215,7 @@ impl DcPoolBuilder {
         self
     }
 
-    /// Configures all initiators: sizes, timeouts, MTU, port. Initiators of an exclusive pool have
-    /// no streams.
+    /// Configures all initiators: sizes, timeouts, MTU, port.
     #[must_use]
     pub fn initiator(
         mut self,
@@ -246,11 +237,6 @@ impl DcPoolBuilder {
         if let DcPolicy::Exclusive { quota } = policy {
             SetupError::at_least("quota", quota.into(), 1)?;
         }
-        let initiator = match policy {
-            // An initiator has work for one peer only, so its streams would not isolate peers.
-            DcPolicy::Exclusive { .. } => initiator.streams(false),
-            DcPolicy::Shared => initiator,
-        };
         let initiators =
             (0..initiators).map(|_| initiator.clone().build()).collect::<Result<Vec<_>, _>>()?;
         Ok(DcPool { core: Core::new(initiators, policy) })

@@ -14,7 +14,7 @@ use smallvec::SmallVec;
 use super::core::{Core, Member};
 use super::pooled::{Entry, PooledOperation, Waiting, Work};
 use crate::dc::{DcPeer, DcSender};
-use crate::engine::{PeerStream, StreamUse, WorkQueue};
+use crate::engine::WorkQueue;
 use crate::error::{CompletionError, OpError, OpErrorKind, TryError};
 use crate::op::Destination;
 use crate::types::SendFlags;
@@ -34,18 +34,16 @@ pub(super) struct PeerState {
     /// The index of the assigned initiator plus 1, which takes few bytes: there may be very many
     /// peers.
     assignment: Option<NonZero<u32>>,
-    /// The stream on the assigned initiator; `None` if the initiator has no streams.
-    stream: Option<PeerStream>,
     /// Operations begun since the assignment.
     pub(super) used: u32,
     pub(super) leases: u32,
-    /// Counts changes of the assignment or the stream: a lease is valid within its epoch.
+    /// Counts changes of the assignment: a lease is valid within its epoch.
     epoch: u64,
     /// The position behind the peer's last work on a shared initiator.
     mark: u32,
     /// The [generation](Member::generation) of the initiator at the assignment.
     generation: u32,
-    /// True if an earlier assignment has ended with a failure of the initiator or the stream.
+    /// True if an earlier assignment has ended with a failure of the initiator.
     failed: bool,
     pub(super) queued: bool,
     /// Operations that wait for an initiator.
@@ -62,48 +60,19 @@ impl PeerState {
         self.clear_assignment(members);
         (self.assignment, self.used) = (NonZero::new(at as u32 + 1), 0);
         self.generation = members[at].generation();
-        self.stream = members[at].assign_stream();
     }
 
     pub(super) fn clear_assignment(&mut self, members: &[Member]) {
         self.failed = self.has_failed(members);
-        (self.assignment, self.stream, self.leases) = (None, None, 0);
+        (self.assignment, self.leases) = (None, 0);
         self.epoch += 1;
     }
 
-    /// Returns true if an initiator or a stream has failed while it was assigned to the peer.
+    /// Returns true if an initiator has failed while it was assigned to the peer.
     fn has_failed(&self, members: &[Member]) -> bool {
         let initiator_failed =
             |queue: &WorkQueue| queue.failures() != self.generation || !queue.is_open();
-        self.failed
-            || self.assignment().is_some_and(|at| initiator_failed(members[at].queue()))
-            || self.stream.as_ref().is_some_and(PeerStream::has_failed_since)
-    }
-
-    /// Returns true if the stream on the assigned initiator is sound, after replacing a failed one.
-    ///
-    /// Work in flight on the failed stream is flushed, so later work does not overtake it.
-    #[inline]
-    pub(super) fn has_sound_stream(&mut self, members: &[Member]) -> bool {
-        self.stream.as_ref().is_none_or(|stream| !stream.has_failed())
-            || self.replace_stream(members)
-    }
-
-    #[cold]
-    fn replace_stream(&mut self, members: &[Member]) -> bool {
-        let sound = |&at: &usize| members[at].fewest_peers().is_some();
-        let Some(at) = self.assignment().filter(sound) else { return false };
-        self.set_assignment(at, members);
-        true
-    }
-
-    /// Returns the generation of the stream, for a lease.
-    fn stream_generation(&self) -> Option<u32> {
-        self.stream.as_ref().map(PeerStream::generation)
-    }
-
-    fn shares_stream(&self) -> bool {
-        self.stream.as_ref().is_none_or(PeerStream::is_shared)
+        self.failed || self.assignment().is_some_and(|at| initiator_failed(members[at].queue()))
     }
 
     /// Returns the operations that wait for an initiator, in call order.
@@ -145,11 +114,8 @@ pub(super) struct Grant<'a> {
 }
 
 impl<'a> Grant<'a> {
-    /// Returns the destination of one operation, which requires a `generation` of the stream, if
-    /// given.
-    fn destination(self, flags: SendFlags, generation: Option<u32>) -> Destination<'a> {
-        let number = self.own.stream.as_ref().map_or(0, PeerStream::number);
-        DcSender { flags, ..self.to }.destination_in(StreamUse { number, generation })
+    fn destination(self, flags: SendFlags) -> Destination<'a> {
+        DcSender { flags, ..self.to }.destination()
     }
 }
 
@@ -214,7 +180,7 @@ impl Peer {
             self.rebalance(&mut own);
         }
         let member = &self.core.members[own.assignment()?];
-        if !member.is_sound() || !own.has_sound_stream(&self.core.members) {
+        if !member.is_sound() {
             // The gate may be locked for as long as the repair takes.
             return None;
         }
@@ -235,8 +201,7 @@ impl Peer {
         if assigned { self.enter(false, for_lease) } else { None }
     }
 
-    /// Switches to another shared initiator if the own one is busy only for other peers. A peer
-    /// with a stream of its own moves only to another such stream.
+    /// Switches to another shared initiator if the own one is busy only for other peers.
     fn rebalance(&self, own: &mut PeerState) {
         let members = &self.core.members;
         let Some(at) = own.assignment().filter(|_| own.leases == 0) else { return };
@@ -248,7 +213,6 @@ impl Peer {
         let least = others.map(|(at, member)| (member.queue().load(), at)).min();
         if let Some((load, other)) = least
             && load + REBALANCE_MARGIN < queue.load()
-            && members[other].fewest_peers().is_some_and(|peers| peers == 0 || own.shares_stream())
         {
             own.set_assignment(other, members);
             self.core.switches.fetch_add(1, Ordering::Relaxed);
@@ -308,7 +272,7 @@ impl DcPoolPeer {
         Self { peer, flags: SendFlags::empty() }
     }
 
-    /// Returns the target, also for initiators outside the pool, on which it uses the first stream.
+    /// Returns the target, also for initiators outside the pool.
     #[must_use]
     pub fn peer(&self) -> &DcPeer {
         &self.peer.to
@@ -318,8 +282,7 @@ impl DcPoolPeer {
     /// that has failed can be used, but its target may have moved: make another one from a current
     /// address, as a [`PeerSet`](crate::peers::PeerSet) does.
     ///
-    /// In a [shared](super::DcPolicy::Shared) pool, other peers of the same stream fail with it, or
-    /// without streams, all peers of the same initiator.
+    /// In a [shared](super::DcPolicy::Shared) pool, all peers of the same initiator fail with it.
     #[must_use]
     pub fn has_failed(&self) -> bool {
         let core = &self.peer.core;
@@ -368,7 +331,6 @@ impl DcPoolPeer {
                     at: own.assignment().unwrap_or(0),
                     epoch: own.epoch,
                     generation: member.generation(),
-                    stream_generation: own.stream_generation(),
                     peer,
                     flags,
                 }
@@ -384,7 +346,7 @@ impl DcPoolPeer {
     {
         let flags = self.flags;
         self.peer.submit(false, move |grant| {
-            work(grant.map_or_else(Destination::refused, |grant| grant.destination(flags, None)))
+            work(grant.map_or_else(Destination::refused, |grant| grant.destination(flags)))
         })
     }
 
@@ -395,10 +357,7 @@ impl DcPoolPeer {
         W: for<'g> FnOnce(Destination<'g>, &[u8]) -> F + Send + 'static,
     {
         if let Some(mut guard) = self.peer.try_enter(false) {
-            return PooledOperation::posted(work(
-                guard.grant().destination(self.flags, None),
-                bytes,
-            ));
+            return PooledOperation::posted(work(guard.grant().destination(self.flags), bytes));
         }
         let bytes: SmallVec<[u8; 64]> = SmallVec::from_slice(bytes);
         self.submit(move |to| work(to, &bytes))
@@ -410,7 +369,7 @@ impl DcPoolPeer {
         work: impl FnOnce(Destination<'_>, B) -> Result<F, TryError<B>>,
     ) -> Result<F, TryError<B>> {
         match self.peer.try_enter(false) {
-            Some(mut guard) => work(guard.grant().destination(self.flags, None), held),
+            Some(mut guard) => work(guard.grant().destination(self.flags), held),
             None => Err(match self.peer.core.refusal() {
                 Some(kind) => TryError::Refused(OpError::new(kind, held)),
                 None => TryError::Full(held),
@@ -435,17 +394,15 @@ impl fmt::Debug for DcPoolPeer {
 /// An initiator of a [`DcPool`](super::DcPool), leased to one peer. Its operations work like the
 /// methods of [`DcSender`].
 ///
-/// Once any operation on the initiator, or with streams on the peer's stream, fails, all later
-/// operations of the lease fail as flushed
-/// ([`WR_FLUSH_ERR`](crate::types::WcStatus::WR_FLUSH_ERR)). The initiator or the stream is
-/// repaired meanwhile, for a new lease.
+/// Once any operation on the initiator fails, all later operations of the lease fail as flushed
+/// ([`WR_FLUSH_ERR`](crate::types::WcStatus::WR_FLUSH_ERR)). The initiator is repaired meanwhile,
+/// for a new lease.
 pub struct DcLease {
     peer: Arc<Peer>,
     flags: SendFlags,
     at: usize,
     epoch: u64,
     generation: u32,
-    stream_generation: Option<u32>,
 }
 
 impl DcLease {
@@ -479,7 +436,7 @@ impl DcLease {
         }
         own.used = own.used.saturating_add(1);
         let mut guard = PostGuard { own, gate, peer: &self.peer, member };
-        work(Ok(guard.grant().destination(self.flags, self.stream_generation)))
+        work(Ok(guard.grant().destination(self.flags)))
     }
 
     pub(in crate::dc) fn submit<F>(&self, work: impl FnOnce(Destination<'_>) -> F) -> F {

@@ -75,7 +75,7 @@ impl<F: Revocable + Send> PooledOperation<F> {
     /// - An operation in flight makes its initiator fail. In an
     ///   [exclusive](super::DcPolicy::Exclusive) pool, other work of this peer is flushed, and
     ///   other peers continue. In a [shared](super::DcPolicy::Shared) pool, the work of all peers
-    ///   of the initiator is flushed, in all its streams.
+    ///   of the initiator is flushed.
     ///
     /// The pool repairs the initiator when its work has been flushed, as after any failure. If the
     /// device does not flush it within a second, the initiator is destroyed, and the pool continues

@@ -213,9 +213,6 @@ impl WorkQueue {
         if posting.poster.is_none() {
             return Err(OpErrorKind::Closed.into());
         }
-        if let Some(kind) = posting.stream_refusal(request.to) {
-            return Err(kind.into());
-        }
         let direct = self.can_post(&mut posting);
         if self.limits.depth == 0 {
             // It could never be posted.
@@ -240,12 +237,11 @@ impl WorkQueue {
         };
         if direct {
             let data = data_of(&sges, request.inline, request.window);
-            let target = request.to.map(|to| posting.target(to, 1));
+            let target = request.to.map(Receiver::target);
             let wr =
                 SendWr { wr_id: claim.id(), op: SendOp::Send, flags: request.flags, data, target };
             if let Err(error) = posting.post_one(&claim, request.kind, wr, &sges) {
                 claim.release();
-                posting.forget_refused();
                 return Err(posting.refusal(error).into());
             }
         } else {
@@ -302,9 +298,6 @@ impl WorkQueue {
         if posting.poster.is_none() {
             return Err(OpErrorKind::Closed.into());
         }
-        if let Some(kind) = posting.stream_refusal(parts.to) {
-            return Err(kind.into());
-        }
         let direct = self.has_capacity(&mut posting, count);
         if !direct && on_full == OnFull::Try {
             drop(posting);
@@ -320,9 +313,6 @@ impl WorkQueue {
         };
         if direct {
             claim.set_start(posting.posted as u32);
-            if let Some(to) = parts.to {
-                posting.target(to, count as u32);
-            }
             self.post_list(posting, parts, &claim);
         } else {
             for wr in parts.list(&claim) {
@@ -371,7 +361,6 @@ impl WorkQueue {
             rdma_provider::trace!(posted, of = count, "posted a batch");
         }
         if let Some(PostError { error, .. }) = refused {
-            posting.forget_refused();
             let mut woken = WakeList::new();
             self.refuse_from(
                 &mut posting,
@@ -415,12 +404,11 @@ impl WorkQueue {
         {
             self.cq().remove_waiter();
             let data = data_of(&next.sges, next.inline.as_deref(), next.window.as_deref());
-            let target = next.to.as_ref().map(|to| posting.target(to.borrowed(), 1));
+            let target = next.to.as_ref().map(|to| to.borrowed().target());
             let wr = SendWr { wr_id: next.id, op: SendOp::Send, flags: next.flags, data, target };
             if let Err(error) =
                 posting.post_one(self.slots.slot(index_of(next.id)), next.kind, wr, &next.sges)
             {
-                posting.forget_refused();
                 if next.batch {
                     self.refuse_queued(posting, wr, error, woken);
                 } else {

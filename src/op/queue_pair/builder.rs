@@ -11,8 +11,8 @@ use crate::memory::PdKey;
 use crate::op::SharedReceiveQueue;
 use crate::op::post_state::PostState;
 use crate::types::{
-    Access, DataPath, DciStreamsInit, Gid, GidEntry, PortAttr, PortNum, PortState, Qkey, QpAttr,
-    QpCaps, QpState, Qpn, SendFlags, Transport,
+    Access, DataPath, Gid, GidEntry, PortAttr, PortNum, PortState, Qkey, QpAttr, QpCaps, QpState,
+    Qpn, SendFlags, Transport,
 };
 use crate::verbs::{Device, ProtectionDomain, Qp, QpOptions};
 
@@ -54,8 +54,6 @@ pub struct QueuePairBuilder {
     path: Path,
     /// The number reserved by the connection manager.
     number: Option<Qpn>,
-    /// Streams of a DC initiator.
-    streams: Option<DciStreamsInit>,
     /// The peer solicits all messages.
     solicited: bool,
     /// Receives report to a listener in event and hybrid mode.
@@ -106,7 +104,6 @@ impl QueuePairBuilder {
             qkey: None,
             path: Path::Any,
             number: None,
-            streams: None,
             solicited: false,
             listened: false,
         }
@@ -210,11 +207,6 @@ impl QueuePairBuilder {
         self
     }
 
-    pub(crate) fn streams(mut self, streams: Option<DciStreamsInit>) -> Self {
-        self.streams = streams;
-        self
-    }
-
     pub(crate) fn number(mut self, number: Option<Qpn>) -> Self {
         self.number = number;
         self
@@ -277,7 +269,6 @@ impl QueuePairBuilder {
             qkey,
             path,
             number,
-            streams,
             solicited,
             listened,
         } = self;
@@ -321,7 +312,7 @@ impl QueuePairBuilder {
         let options = QpOptions { transport, caps };
         let (send_cq, recv_cq) = (send_queue.cq(), recv_queue.cq());
         let srq_verbs = srq.as_ref().map(SharedReceiveQueue::verbs);
-        let qp = Qp::numbered(&pd, send_cq, recv_cq, srq_verbs, &options, number, streams)?;
+        let qp = Qp::numbered(&pd, send_cq, recv_cq, srq_verbs, &options, number)?;
         let (granted, qpn) = (qp.caps(), qp.qpn());
         qp.modify(&QpAttr {
             pkey_index: Some(0),

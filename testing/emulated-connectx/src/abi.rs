@@ -54,8 +54,6 @@ pub(crate) mod object {
     pub(crate) const MR: u16 = 7;
     pub(crate) const MW: u16 = 8;
     pub(crate) const ASYNC_EVENT: u16 = 16;
-    pub(crate) const DEVX: u16 = super::DRIVER;
-    pub(crate) const DEVX_OBJ: u16 = super::DRIVER + 1;
     pub(crate) const UAR: u16 = super::DRIVER + 8;
 }
 
@@ -100,42 +98,6 @@ pub(crate) mod access {
     pub(crate) const MW_BIND: u32 = 16;
     pub(crate) const ZERO_BASED: u32 = 32;
     pub(crate) const ON_DEMAND: u32 = 64;
-}
-
-/// Firmware commands by DEVX. Fields are big-endian, at these bytes of a command or its response.
-pub(crate) mod devx {
-    pub(crate) const OPCODE: usize = 0;
-    pub(crate) const OPCODE_MODIFIER: usize = 6;
-    /// `MLX5_IB_METHOD_DEVX_OTHER`, with its attributes.
-    pub(crate) const OTHER: u16 = super::DRIVER;
-    pub(crate) const OTHER_IN: u16 = super::DRIVER;
-    pub(crate) const OTHER_OUT: u16 = super::DRIVER + 1;
-    /// `MLX5_IB_METHOD_DEVX_OBJ_MODIFY`, with its attributes.
-    pub(crate) const MODIFY: u16 = super::DRIVER + 2;
-    pub(crate) const MODIFY_HANDLE: u16 = super::DRIVER;
-    pub(crate) const MODIFY_IN: u16 = super::DRIVER + 1;
-    pub(crate) const MODIFY_OUT: u16 = super::DRIVER + 2;
-
-    pub(crate) const QUERY_HCA_CAP: u16 = 0x100;
-    /// Current values of the general capabilities.
-    pub(crate) const GENERAL_CURRENT: u16 = 1;
-    /// Start of the capabilities in the response.
-    pub(crate) const CAPABILITIES: usize = 16;
-    /// `qpc_extension`: byte and bit.
-    pub(crate) const QPC_EXTENSION: (usize, u8) = (36, 1 << 5);
-
-    pub(crate) const RTS2RTS_QP: u16 = 0x505;
-    /// `qpc_ext` in the highest bit, and the queue pair number.
-    pub(crate) const NUMBER: usize = 8;
-    pub(crate) const QPC_EXT: u32 = 1 << 31;
-    /// The low half of `opt_param_mask_95_32`.
-    pub(crate) const MASK: usize = 268;
-    pub(crate) const DCI_STREAM_CHANNEL_ID: u32 = 1;
-    /// `dci_stream_channel_id` of `qpc_data_ext`.
-    pub(crate) const STREAM: usize = 274;
-    /// `MLX5_CMD_STAT_BAD_QP_STATE_ERR` and `MLX5_CMD_STAT_BAD_PARAM_ERR`.
-    pub(crate) const BAD_STATE: u8 = 0x10;
-    pub(crate) const BAD_PARAMETER: u8 = 0x03;
 }
 
 /// `ibv_qp_state`.
@@ -195,7 +157,6 @@ pub(crate) mod qp_flag {
     pub(crate) const TYPE_DCI: u32 = 1 << 5;
     pub(crate) const ALLOW_SCATTER_CQE: u32 = 1 << 8;
     pub(crate) const UAR_PAGE_INDEX: u32 = 1 << 10;
-    pub(crate) const DCI_STREAM: u32 = 1 << 11;
 }
 
 plain! {

@@ -39,8 +39,6 @@ pub struct Options {
     /// Whether short data goes into the CQE for queue pairs created with
     /// `MLX5_QP_FLAG_SCATTER_CQE`.
     pub scatter_to_cqe: bool,
-    /// Streams of DC initiators; `None`: unsupported.
-    pub dci_streams: Option<DciStreams>,
     /// Whether WQEs stored to registers are compared with the ring, for
     /// [`Problem::BlueFlameMismatch`](crate::Problem::BlueFlameMismatch). Only for tests that
     /// wait for each WQE before they post the next: the device sees no more than the latest store
@@ -65,21 +63,11 @@ impl Default for Options {
             // A busy machine may suspend a thread for this long between record and doorbell.
             doorbell_patience: Duration::from_secs(5),
             scatter_to_cqe: true,
-            dci_streams: Some(DciStreams { log_concurrent: 4, log_errored: 4 }),
             check_blue_flame: false,
             check_overwritten: false,
             compressed_session: 0,
         }
     }
-}
-
-/// Limits of the streams of a DC initiator, `struct mlx5dv_dci_streams`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DciStreams {
-    /// Base-2 logarithm of the streams.
-    pub log_concurrent: u8,
-    /// Base-2 logarithm of the failed streams with which the initiator fails.
-    pub log_errored: u8,
 }
 
 /// The completion status of a request or receive: `MLX5_CQE_SYNDROME_*`.
@@ -252,7 +240,7 @@ impl EmulatedConnectX {
 
     /// Makes a request of queue pair `qpn`, or of any, fail with `status` instead of executing it.
     /// `after` requests precede it (0: the next one fails). The queue pair moves to the error
-    /// state; of a DC initiator with streams, only the stream fails.
+    /// state.
     pub fn fail_request(&self, qpn: Option<u32>, after: u64, status: Status) {
         lock().faults.push(Fault { qpn, after, status });
     }

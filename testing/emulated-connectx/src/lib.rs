@@ -47,6 +47,6 @@ mod uverbs;
 mod window;
 mod wqe;
 
-pub use control::{Counters, DciStreams, EmulatedConnectX, Link, Options, Release, Status};
+pub use control::{Counters, EmulatedConnectX, Link, Options, Release, Status};
 pub use lint::{Finding, Problem};
 pub use rerun::this_program;

@@ -35,9 +35,6 @@ pub enum Problem {
     /// producer index, moved back, or passed an entry whose owner bit the program changed. A wrong
     /// owner bit check causes this.
     WrongOwner,
-    /// A stream of a DC initiator that is out of range, used by a queue pair without streams, or
-    /// reset while it has requests in the send queue.
-    WrongStream,
     /// A completion for a full completion queue, which is then in the error state
     /// (`ibv_poll_cq(3)`).
     CompletionOverrun,

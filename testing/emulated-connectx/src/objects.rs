@@ -1,10 +1,9 @@
 //! Objects that commands create: protection domains, regions, queues, queue pairs.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::VecDeque;
 use std::time::Instant;
 
 use crate::abi::{QpCap, QpDest, state};
-use crate::control::DciStreams;
 use crate::cqe::Cqe;
 use crate::memory::Buffer;
 
@@ -145,31 +144,6 @@ pub(crate) struct Qp {
     pub(crate) history: History,
     /// The longest data that a CQE carries: of requests that return data, and of receives.
     pub(crate) scatter: [usize; 2],
-    /// Streams of a DC initiator, if it was created with them.
-    pub(crate) streams: Option<Streams>,
-}
-
-#[derive(Clone, Debug)]
-pub(crate) struct Streams {
-    pub(crate) limits: DciStreams,
-    /// Streams whose requests are flushed, until they are reset.
-    pub(crate) failed: BTreeSet<u16>,
-}
-
-impl Streams {
-    pub(crate) fn new(limits: DciStreams) -> Self {
-        Self { limits, failed: BTreeSet::new() }
-    }
-
-    pub(crate) fn count(&self) -> u32 {
-        1 << self.limits.log_concurrent
-    }
-
-    /// Records the failure of `stream`; returns whether the whole initiator fails.
-    fn fail(&mut self, stream: u16) -> bool {
-        self.failed.insert(stream);
-        self.failed.len() >= 1 << self.limits.log_errored
-    }
 }
 
 /// Send WQEs by their index, to check doorbells.
@@ -279,23 +253,9 @@ impl Qp {
         matches!(self.state, state::RTR | state::RTS | state::SQD | state::SQE)
     }
 
-    /// Returns whether the requests of `stream` are flushed.
-    pub(crate) fn has_failed(&self, stream: u16) -> bool {
-        self.streams.as_ref().is_some_and(|streams| streams.failed.contains(&stream))
-    }
-
-    /// Records the failure of a request of `stream`; returns whether the queue pair fails.
-    pub(crate) fn fail_stream(&mut self, stream: u16) -> bool {
-        self.attempt = Attempt::default();
-        self.streams.as_mut().is_none_or(|streams| streams.fail(stream))
-    }
-
     pub(crate) fn reset(&mut self) {
         for ring in [&mut self.sq, &mut self.rq].into_iter().flatten() {
             ring.index = 0;
-        }
-        if let Some(streams) = &mut self.streams {
-            streams.failed.clear();
         }
         self.attempt = Attempt::default();
         (self.established, self.draining) = (false, false);

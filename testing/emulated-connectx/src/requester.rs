@@ -7,7 +7,7 @@ use crate::control::{self, Status};
 use crate::cqe::{Arrived, Cqe, Opcode};
 use crate::lint::Problem;
 use crate::memory::Buffer;
-use crate::objects::{Attempt, Handle, Kind, Qp, Ring, Streams};
+use crate::objects::{Attempt, Handle, Kind, Qp, Ring};
 use crate::port::{self, MAX_DATAGRAM, MAX_MESSAGE};
 use crate::responder::{self, Answer};
 use crate::state::State;
@@ -80,11 +80,6 @@ impl State {
                 self.lint.note(qp.number, Problem::OverwrittenEntry, detail);
             }
         }
-        self.check_stream(&qp, &control);
-        if qp.has_failed(control.stream) {
-            self.flush_request(handle);
-            return true;
-        }
         let outcome = match control::fault(&mut self.faults, qp.number) {
             Some(status) => status.into(),
             None => self.attempt(handle, &qp, &control, &entry),
@@ -156,23 +151,9 @@ impl State {
                 }
                 self.flush(handle);
             }
-            false => {
-                let stream = control.stream;
-                if self.qps.get_mut(&handle).is_some_and(|qp| qp.fail_stream(stream)) {
-                    self.fail_qp(handle);
-                }
-            }
+            false => self.fail_qp(handle),
         }
         true
-    }
-
-    fn check_stream(&mut self, qp: &Qp, control: &Control) {
-        let count = qp.streams.as_ref().map_or(1, Streams::count);
-        if u32::from(control.stream) >= count {
-            let (index, stream) = (control.index, control.stream);
-            let detail = format!("WQE {index:#x}: stream {stream}, the queue pair has {count}");
-            self.lint.note(qp.number, Problem::WrongStream, detail);
-        }
     }
 
     fn advance(&mut self, handle: Handle, blocks: u16) {

@@ -2,7 +2,7 @@
 
 use std::ptr;
 
-use crate::abi::{self, Attribute, EPROTONOSUPPORT, Header, Plain, device, devx, object};
+use crate::abi::{self, Attribute, EPROTONOSUPPORT, Header, Plain, device, object};
 use crate::objects::ContextId;
 use crate::state::{self, State};
 
@@ -77,18 +77,6 @@ impl Request<'_> {
         Some(value)
     }
 
-    /// Returns the bytes of an attribute; `None` without it.
-    pub(crate) fn bytes(&self, id: u16) -> Option<Vec<u8>> {
-        let attribute = self.find(id)?;
-        let len = usize::from(attribute.len);
-        let from: *const u8 = match len {
-            0..=INSIDE => (&raw const attribute.data).cast(),
-            _ => ptr::with_exposed_provenance(attribute.data as usize),
-        };
-        // SAFETY: the attribute has `len` bytes there (`serve`), copied at once.
-        Some(unsafe { std::slice::from_raw_parts(from, len) }.to_vec())
-    }
-
     /// Writes a response to attribute `id`, if the program asks for it. Excess space is zeroed.
     pub(crate) fn put<T: Plain>(&mut self, id: u16, value: &T) {
         let len = size_of::<T>();
@@ -152,8 +140,6 @@ impl State {
             (object::SRQ, DESTROY) => self.destroy_srq(request),
             (object::QP, CREATE) => self.create_qp(request),
             (object::QP, DESTROY) => self.destroy_qp(request),
-            (object::DEVX, devx::OTHER) => self.devx_command(request),
-            (object::DEVX_OBJ, devx::MODIFY) => self.devx_modify(request),
             (object::UAR, abi::DRIVER) => self.allocate_uar(request),
             (object::UAR, UAR_DESTROY) => self.destroy_uar(request.handle(abi::DRIVER)?),
             // On this error, the libraries do without the method or report it.

@@ -64,8 +64,6 @@ pub(crate) struct Control {
     pub(crate) segments: u8,
     pub(crate) signaled: bool,
     pub(crate) solicited: bool,
-    /// Stream of a DC initiator: `dci_stream_channel_id`.
-    pub(crate) stream: u16,
     pub(crate) immediate: [u8; 4],
 }
 
@@ -82,7 +80,6 @@ impl Control {
             segments: word(4) as u8 & 0x3f,
             signaled: flags & 8 != 0,
             solicited: flags & 2 != 0,
-            stream: u16::from_be_bytes([block[9], block[10]]),
             immediate: [block[12], block[13], block[14], block[15]],
         }
     }

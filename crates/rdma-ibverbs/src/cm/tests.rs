@@ -137,7 +137,6 @@ impl Program {
             recv_cq: &self.cq,
             srq: None,
             caps,
-            streams: None,
         };
         self.pd.create_qp(&init).unwrap()
     }

@@ -2,52 +2,28 @@
 
 #![allow(unsafe_code)]
 
-use std::ffi::c_int;
 use std::mem;
 use std::ptr::{self, NonNull};
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use rdma_provider::locks::Mutex;
 use rdma_sys::*;
 
-use super::{direct, library};
+use super::direct;
 use crate::owned::Owned;
 use crate::{Ibverbs, convert, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract::{self, DctInit, QpInit};
-use rdma_provider::types::{DciStreamsInit, QpAttr, QpState, Qpn, Transport};
+use rdma_provider::types::{QpAttr, QpState, Qpn, Transport};
 
 /// The error of a device without DC.
 const NONE: VerbError = VerbError::new("mlx5dv_create_qp", VerbError::EOPNOTSUPP);
-
-type ResetStream = unsafe extern "C" fn(*mut ibv_qp, u16) -> c_int;
-const RESET_STREAM: &str = "mlx5dv_dci_stream_id_reset";
-
-/// Returns `mlx5dv_dci_stream_id_reset`, which old versions of libmlx5 lack.
-pub(super) fn stream_reset() -> Option<ResetStream> {
-    static FUNCTION: OnceLock<Option<ResetStream>> = OnceLock::new();
-    // SAFETY: S3: the function has this signature, mlx5dv.h.
-    unsafe { library::cached(&FUNCTION, c"mlx5dv_dci_stream_id_reset") }
-}
-
-/// Resets a stream of a DC initiator.
-///
-/// # Safety
-///
-/// `qp` is alive.
-pub(crate) unsafe fn reset_stream(qp: NonNull<ibv_qp>, stream: u16) -> Result<(), VerbError> {
-    let reset = stream_reset().ok_or(VerbError::new(RESET_STREAM, VerbError::EOPNOTSUPP))?;
-    // SAFETY: S3: the caller's promise.
-    sys::status(RESET_STREAM, unsafe { reset(qp.as_ptr(), stream) })
-}
 
 /// Creates a DC queue pair in protection domain `pd`.
 fn create(
     pd: NonNull<ibv_pd>,
     attr: &mut ibv_qp_init_attr_ex,
     dc: mlx5dv_dc_init_attr,
-    with_streams: bool,
     flags: Option<mlx5dv_qp_create_flags>,
 ) -> Result<NonNull<ibv_qp>, VerbError> {
     attr.qp_type = convert::qp_type(Transport::Dci);
@@ -56,10 +32,6 @@ fn create(
     // SAFETY: S3: zeros are valid.
     let mut special: mlx5dv_qp_init_attr = unsafe { mem::zeroed() };
     special.comp_mask = mlx5dv_qp_init_attr_mask::MLX5DV_QP_INIT_ATTR_MASK_DC.0.into();
-    if with_streams {
-        let field = mlx5dv_qp_init_attr_mask::MLX5DV_QP_INIT_ATTR_MASK_DCI_STREAMS;
-        special.comp_mask |= u64::from(field.0);
-    }
     if let Some(flags) = flags {
         let field = mlx5dv_qp_init_attr_mask::MLX5DV_QP_INIT_ATTR_MASK_QP_CREATE_FLAGS;
         special.comp_mask |= u64::from(field.0);
@@ -71,28 +43,20 @@ fn create(
     sys::handle("mlx5dv_create_qp", raw)
 }
 
-/// Returns the type of DC queue pair, with the key of a target or the streams of an initiator.
-fn kind(dc_type: mlx5dv_dc_type, value: u64) -> mlx5dv_dc_init_attr {
+/// Returns the type of DC queue pair, with the key of a target.
+fn kind(dc_type: mlx5dv_dc_type, key: u64) -> mlx5dv_dc_init_attr {
     // SAFETY: S3: zeros are valid.
     let mut kind: mlx5dv_dc_init_attr = unsafe { mem::zeroed() };
     kind.dc_type = dc_type;
-    kind.__bindgen_anon_1.bindgen_union_field = value;
+    kind.__bindgen_anon_1.bindgen_union_field = key;
     kind
-}
-
-/// A DC initiator to which work requests name their target.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Dci {
-    pub(crate) raw: NonNull<mlx5dv_qp_ex>,
-    /// The number of streams; 1 without streams.
-    pub(crate) streams: u32,
 }
 
 /// A DC initiator, for `ibv_wr_*` and `mlx5dv_wr_set_dc_addr`.
 pub(crate) struct Initiator {
     pub(crate) raw: NonNull<ibv_qp>,
     pub(crate) extended: NonNull<ibv_qp_ex>,
-    pub(crate) dc: Dci,
+    pub(crate) dc: NonNull<mlx5dv_qp_ex>,
     pub(crate) granted: ibv_qp_cap,
 }
 
@@ -109,23 +73,15 @@ impl Initiator {
         attr.cap = convert::caps_to(init.caps);
         attr.comp_mask = ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_SEND_OPS_FLAGS.0;
         attr.send_ops_flags = operations.0.into();
-        // `struct mlx5dv_dci_streams`, two bytes of the union.
-        let streams = init.streams.map_or(0, |DciStreamsInit { log_concurrent, log_errored }| {
-            u64::from_ne_bytes([log_concurrent, log_errored, 0, 0, 0, 0, 0, 0])
-        });
-        let dc = kind(MLX5DV_DCTYPE_DCI, streams);
         // libmlx5 turns scatter to CQE off for initiators.
-        let raw = create(pd, &mut attr, dc, init.streams.is_some(), None)?;
+        let raw = create(pd, &mut attr, kind(MLX5DV_DCTYPE_DCI, 0), None)?;
         // SAFETY: S3: just created, with extended operations.
         let extended = unsafe { ibv_qp_to_qp_ex(raw.as_ptr()) };
         // SAFETY: S3: as above; not null.
         let dc = NonNull::new(extended)
             .and_then(|qp| NonNull::new(unsafe { mlx5dv_qp_ex_from_ibv_qp_ex(qp.as_ptr()) }));
         match (NonNull::new(extended), dc) {
-            (Some(extended), Some(dc)) => {
-                let dc = Dci { raw: dc, streams: init.streams.map_or(1, DciStreamsInit::count) };
-                Ok(Self { raw, extended, dc, granted: attr.cap })
-            }
+            (Some(extended), Some(dc)) => Ok(Self { raw, extended, dc, granted: attr.cap }),
             _ => {
                 // SAFETY: S3: just created, not used again.
                 sys::log_failure("ibv_destroy_qp", unsafe { ibv_destroy_qp(raw.as_ptr()) });
@@ -159,7 +115,7 @@ impl Dct {
         attr.send_cq = init.recv_cq.raw();
         attr.recv_cq = init.recv_cq.raw();
         attr.srq = init.srq.raw();
-        let raw = create(pd, &mut attr, kind(MLX5DV_DCTYPE_DCT, init.key.0), false, flags)?;
+        let raw = create(pd, &mut attr, kind(MLX5DV_DCTYPE_DCT, init.key.0), flags)?;
         // SAFETY: S3: just created.
         let raw = unsafe { Owned::new(raw) };
         let known = QpAttr { state: Some(QpState::Reset), ..QpAttr::default() };

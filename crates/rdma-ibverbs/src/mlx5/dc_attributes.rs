@@ -2,21 +2,18 @@
 
 #![allow(unsafe_code)]
 
-use std::ffi::{c_int, c_void};
 use std::mem;
 use std::ptr::NonNull;
 
 use rdma_sys::*;
 
-use super::dc::stream_reset;
-use super::library;
 use crate::ibv_cq::Cq;
 use crate::ibv_pd::Pd;
 use crate::posting::Posting;
 use crate::sys;
 use rdma_provider::VerbError;
 use rdma_provider::contract::{DctInit, Pd as _, QpInit};
-use rdma_provider::types::{DcAttr, DcKey, DciStreams, DeviceAttr, QpCaps, SrqCaps, Transport};
+use rdma_provider::types::{DcAttr, DcKey, DeviceAttr, QpCaps, SrqCaps, Transport};
 
 /// Returns the device's DC capabilities; `None` without feature `mlx5` or libmlx5, or for another
 /// driver's device.
@@ -27,10 +24,7 @@ pub(crate) fn query(context: NonNull<ibv_context>, device: &DeviceAttr) -> Optio
     use mlx5dv_context_comp_mask as field;
     // SAFETY: S3: zeros are valid.
     let mut found: mlx5dv_context = unsafe { mem::zeroed() };
-    found.comp_mask = (field::MLX5DV_CONTEXT_MASK_DCI_STREAMS
-        | field::MLX5DV_CONTEXT_MASK_MAX_DC_RD_ATOM)
-        .0
-        .into();
+    found.comp_mask = field::MLX5DV_CONTEXT_MASK_MAX_DC_RD_ATOM.0.into();
     // SAFETY: S3: the context is open, the result local; fails for another driver's device.
     let asked = sys::status("mlx5dv_query_device", unsafe {
         mlx5dv_query_device(context.as_ptr(), &raw mut found)
@@ -48,20 +42,10 @@ pub(crate) fn query(context: NonNull<ibv_context>, device: &DeviceAttr) -> Optio
         Ok(value) => value,
         Err(_) => u8::MAX,
     };
-    let streams = DciStreams {
-        max_log_concurrent: found.dci_streams_caps.max_log_num_concurent,
-        max_log_errored: found.dci_streams_caps.max_log_num_errored,
-    };
-    let any = has(field::MLX5DV_CONTEXT_MASK_DCI_STREAMS)
-        && streams.max_log_concurrent > 0
-        && streams.max_log_errored > 0
-        // SAFETY: S3: the context is open.
-        && unsafe { can_reset_streams(context) };
-    let mut attr = DcAttr::new(
+    let attr = DcAttr::new(
         limit(found.max_dc_rd_atom, device.max_qp_rd_atom),
         limit(found.max_dc_init_rd_atom, device.max_qp_init_rd_atom),
     );
-    attr.streams = any.then_some(streams);
     // No attribute reports DC support, so create an initiator and a target.
     let mut device = device.clone();
     device.dc = Some(attr);
@@ -77,44 +61,6 @@ pub(crate) fn query(context: NonNull<ibv_context>, device: &DeviceAttr) -> Optio
     }
 }
 
-type GeneralCommand =
-    unsafe extern "C" fn(*mut ibv_context, *const c_void, usize, *mut c_void, usize) -> c_int;
-
-/// Returns true if failed streams can be reset: libmlx5 has the function, and the device the
-/// extension of queue pair contexts that the function requires.
-///
-/// # Safety
-///
-/// `context` is open.
-unsafe fn can_reset_streams(context: NonNull<ibv_context>) -> bool {
-    /// `MLX5_CMD_OP_QUERY_HCA_CAP`, for the current values of the general capabilities.
-    const QUERY: [u8; 16] = [1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0];
-    /// Bit `qpc_extension` of the capabilities, which begin at byte 16.
-    const QPC_EXTENSION: (usize, u8) = (16 + 0x122 / 8, 0x80 >> (0x122 % 8));
-    if stream_reset().is_none() {
-        return false;
-    }
-    // SAFETY: S3: the function has this signature, mlx5dv.h.
-    let command: Option<GeneralCommand> = unsafe { library::function(c"mlx5dv_devx_general_cmd") };
-    let Some(command) = command else { return false };
-    let mut answer = [0_u8; 16 + 4096];
-    // SAFETY: S3: the caller's promise; both buffers are local.
-    let result = sys::status("mlx5dv_devx_general_cmd", unsafe {
-        command(
-            context.as_ptr(),
-            QUERY.as_ptr().cast(),
-            QUERY.len(),
-            answer.as_mut_ptr().cast(),
-            answer.len(),
-        )
-    });
-    if let Err(error) = result {
-        rdma_provider::debug!(%error, "failed to query mlx5 capabilities; reporting no DC streams");
-        return false;
-    }
-    answer[QPC_EXTENSION.0] & QPC_EXTENSION.1 != 0
-}
-
 fn try_both(context: NonNull<ibv_context>, device: DeviceAttr) -> Result<(), VerbError> {
     let pd = Pd::new(context, device, Posting::Extended)?;
     let cq = Cq::new(context, 2, None, 0, 0, None)?;
@@ -127,7 +73,6 @@ fn try_both(context: NonNull<ibv_context>, device: DeviceAttr) -> Result<(), Ver
         recv_cq: &cq,
         srq: None,
         caps,
-        streams: None,
     })?;
     pd.create_dct(&DctInit { srq: &srq, recv_cq: &cq, key: DcKey(0) })?;
     Ok(())

@@ -4,19 +4,13 @@ use std::rc::Rc;
 
 use rdma_ibverbs::contract::{Context as _, Cq as _, Pd as _, PlainWr, PostError, Qp as _, QpInit};
 use rdma_ibverbs::types::{
-    DciStreamsInit, QpAttr, QpCaps, QpState, RecvWr, SendWr, Transport, WorkCompletion, WrId,
+    QpAttr, QpCaps, QpState, RecvWr, SendWr, Transport, WorkCompletion, WrId,
 };
 use rdma_ibverbs::{Cq, Qp, Srq, VerbError};
 
 use crate::memory::{CompletionRing, Cqe, Rings};
 use crate::requests::Request;
 use crate::world::{World, attributes};
-
-/// Returns the streams of all initiators.
-pub fn streams(transport: Transport) -> Option<DciStreamsInit> {
-    let streams = DciStreamsInit { log_concurrent: 4, log_errored: 4 };
-    (transport == Transport::Dci).then_some(streams)
-}
 
 #[derive(Debug)]
 pub struct Direct {
@@ -42,14 +36,7 @@ impl Direct {
         srq: Option<&Srq>,
     ) -> Self {
         assert!(cq.direct().is_some(), "the device posts directly by default");
-        let init = QpInit {
-            transport,
-            send_cq: &**cq,
-            recv_cq: &**cq,
-            srq,
-            caps,
-            streams: streams(transport),
-        };
+        let init = QpInit { transport, send_cq: &**cq, recv_cq: &**cq, srq, caps };
         let qp = world.pd.create_qp(&init).unwrap();
         // SAFETY: the queue pair outlives its use below.
         let rings = Rings::of(unsafe { qp.as_raw() }.as_ptr());

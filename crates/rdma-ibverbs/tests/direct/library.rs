@@ -320,11 +320,6 @@ pub fn create(
             let mut dv: mlx5dv_qp_init_attr = zeroed();
             dv.comp_mask = mlx5dv_qp_init_attr_mask::MLX5DV_QP_INIT_ATTR_MASK_DC.0.into();
             dv.dc_init_attr.dc_type = MLX5DV_DCTYPE_DCI;
-            let streams = crate::direct::streams(transport).unwrap();
-            dv.comp_mask |=
-                u64::from(mlx5dv_qp_init_attr_mask::MLX5DV_QP_INIT_ATTR_MASK_DCI_STREAMS.0);
-            dv.dc_init_attr.__bindgen_anon_1.bindgen_union_field =
-                u64::from_ne_bytes([streams.log_concurrent, streams.log_errored, 0, 0, 0, 0, 0, 0]);
             mlx5dv_create_qp(world.raw_context(), &raw mut init, &raw mut dv)
         } else {
             ibv_create_qp_ex(world.raw_context(), &raw mut init)
@@ -461,7 +456,7 @@ unsafe fn extended(x: *mut ibv_qp_ex, request: &Request) {
             } else {
                 let dc = check(mlx5dv_qp_ex_from_ibv_qp_ex(x));
                 let (number, key) = (target.number, target.key);
-                mlx5dv_wr_set_dc_addr_stream(dc, target.theirs, number, key, target.stream);
+                mlx5dv_wr_set_dc_addr(dc, target.theirs, number, key);
             }
         }
     }

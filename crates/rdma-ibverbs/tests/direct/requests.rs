@@ -35,8 +35,6 @@ pub struct Target {
     pub number: u32,
     /// Q_Key, or key of a DC target.
     pub key: u64,
-    /// Stream of a DC initiator.
-    pub stream: u16,
 }
 
 pub fn sge(number: u32, length: u32) -> Sge {
@@ -76,7 +74,6 @@ impl Request {
             theirs: BLANK.as_ptr().cast_mut().cast(),
             number: 1,
             key: 1,
-            stream: 0,
         });
         Self::new(SendOp::Send, Payload::List(Vec::new())).to(target)
     }
@@ -94,7 +91,7 @@ impl Request {
                 SendTarget::Datagram(UdTarget { address, handle, qpn: number, qkey })
             } else {
                 let key = DcKey(target.key);
-                SendTarget::Dc(DctTarget { address, handle, number, key, stream: target.stream })
+                SendTarget::Dc(DctTarget { address, handle, number, key })
             }
         });
         SendWr { wr_id: WrId(self.id), op: self.op, flags: self.flags, data, target }

@@ -8,7 +8,7 @@ use rdma_ibverbs::types::{
 };
 use rdma_ibverbs::{Mr, Mw};
 
-use crate::direct::{self, Direct};
+use crate::direct::Direct;
 use crate::library::{Library, Way};
 use crate::memory::{BLOCK, Cqe, HALF, Rings};
 use crate::requests::{self, Payload, REMOTE, Request, Target, sge};
@@ -327,7 +327,7 @@ impl Rig {
         let handles = self.world.address_handles(&address);
         let (ours, theirs) = (handles.ours.handle(), handles.theirs);
         self.handles.push(handles);
-        Target { kind: self.transport, address, ours, theirs, number, key, stream: 0 }
+        Target { kind: self.transport, address, ours, theirs, number, key }
     }
 
     /// Returns a binding of a window.
@@ -619,36 +619,6 @@ fn small_queues_equal_those_of_libmlx5() {
             rig.finish(all.len() * 2);
         }
     }
-}
-
-#[test]
-fn requests_of_all_streams_equal_those_of_libmlx5() {
-    let mut rig = Rig::new(Transport::Dci, caps(4, 2, 40));
-    let (first, last) = (0, direct::streams(Transport::Dci).unwrap().count() as u16 - 1);
-    let lists = requests::lists(2);
-    for stream in [first, 1, 7, last] {
-        let target = rig.target.map(|target| Target { stream, ..target });
-        for request in requests::with_data(Transport::Dci, &lists, &[vec![1; 40]], target) {
-            rig.run(&[request]);
-        }
-    }
-    // Several streams with one doorbell.
-    let mixed = [last, first, 1].map(|stream| {
-        let target = rig.target.map(|target| Target { stream, ..target });
-        Request::new(SendOp::Send, Payload::List(vec![sge(3, 100)])).to(target)
-    });
-    rig.run(&mixed);
-    rig.finish(40);
-}
-
-#[test]
-fn stream_out_of_range_is_refused() {
-    let rig = Rig::new(Transport::Dci, caps(4, 1, 16));
-    let stream = direct::streams(Transport::Dci).unwrap().count() as u16;
-    let target = rig.target.map(|target| Target { stream, ..target });
-    let request = Request::new(SendOp::Send, Payload::List(vec![sge(3, 100)])).to(target);
-    let refused = rig.listed.post(&[request]).unwrap_err();
-    assert_eq!((refused.posted, refused.error.errno), (0, libc::EINVAL));
 }
 
 #[test]

@@ -134,42 +134,13 @@ pub struct DcAttr {
     pub max_rd_atomic: u8,
     /// Maximum READs and atomics that an initiator issues at once: `max_dc_init_rd_atom`.
     pub max_init_rd_atomic: u8,
-    /// Streams of an initiator, each with its own order and failure; `None` if the device has none
-    /// or cannot reset them.
-    pub streams: Option<DciStreams>,
 }
 
 impl DcAttr {
-    /// Creates DC limits without streams.
+    /// Creates DC limits.
     #[must_use]
     pub const fn new(max_rd_atomic: u8, max_init_rd_atomic: u8) -> Self {
-        Self { max_rd_atomic, max_init_rd_atomic, streams: None }
-    }
-}
-
-/// Streams of a DC initiator, `struct mlx5dv_dci_streams_caps`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct DciStreams {
-    /// Base-2 logarithm of the maximum concurrent streams.
-    pub max_log_concurrent: u8,
-    /// Base-2 logarithm of the maximum failed streams before the initiator fails.
-    pub max_log_errored: u8,
-}
-
-/// The streams of a new DC initiator, `struct mlx5dv_dci_streams`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct DciStreamsInit {
-    /// Base-2 logarithm of the streams.
-    pub log_concurrent: u8,
-    /// Base-2 logarithm of the failed streams with which the initiator fails.
-    pub log_errored: u8,
-}
-
-impl DciStreamsInit {
-    /// Returns the number of streams; their numbers are below.
-    #[must_use]
-    pub const fn count(self) -> u32 {
-        1 << self.log_concurrent
+        Self { max_rd_atomic, max_init_rd_atomic }
     }
 }
 

@@ -19,8 +19,7 @@ mod wr;
 pub use access::Access;
 pub use addr::{AddressVector, Gid, GidEntry, GidKind, LinkLayer, Mtu};
 pub use caps::{
-    AtomicCapability, DataPath, DcAttr, DciStreams, DciStreamsInit, DeviceAttr, PortAttr,
-    PortState, QpCaps, SrqCaps,
+    AtomicCapability, DataPath, DcAttr, DeviceAttr, PortAttr, PortState, QpCaps, SrqCaps,
 };
 pub use cm::RejectReason;
 pub use event::AsyncEvent;

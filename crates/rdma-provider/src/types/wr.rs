@@ -145,8 +145,6 @@ pub struct DctTarget<'a> {
     pub number: Qpn,
     /// Its access key.
     pub key: DcKey,
-    /// Stream of the initiator; 0 without [streams](crate::contract::QpInit::streams).
-    pub stream: u16,
 }
 
 /// The receiver of a work request.

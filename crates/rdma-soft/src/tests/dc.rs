@@ -3,7 +3,7 @@
 use super::*;
 use rdma_provider::VerbError;
 use rdma_provider::contract::{Dct as _, DctInit, Srq as _};
-use rdma_provider::types::{DcKey, DciStreamsInit, DctTarget, Imm, SrqCaps, WcOpcode, WcStatus};
+use rdma_provider::types::{DcKey, DctTarget, Imm, SrqCaps, WcOpcode, WcStatus};
 
 const KEY: DcKey = DcKey(0x0123_4567_89ab_cdef);
 
@@ -128,14 +128,8 @@ impl InitiatorEnd {
             max_recv_sge: 0,
             max_inline: 64,
         };
-        let init = QpInit {
-            transport: Transport::Dci,
-            send_cq: &cq,
-            recv_cq: &cq,
-            srq: None,
-            caps,
-            streams: None,
-        };
+        let init =
+            QpInit { transport: Transport::Dci, send_cq: &cq, recv_cq: &cq, srq: None, caps };
         let qp = pd.create_qp(&init).unwrap();
         let it = Self { qp, cq, pd, network: network.clone() };
         it.to_rts(setup);
@@ -181,7 +175,7 @@ impl InitiatorEnd {
         sges: &[Sge],
     ) -> Result<(), PostError> {
         let (address, number, key) = (&to.address, to.number, to.key);
-        let target = DctTarget { address, handle: 0, number, key, stream: 0 };
+        let target = DctTarget { address, handle: 0, number, key };
         let (flags, data) = (SendFlags::SIGNALED, Data::Sges(sges));
         let wr = SendWr { wr_id: WrId(wr_id), op, flags, data, target: Some(target.into()) };
         // SAFETY: buffers of a test outlive its queues.
@@ -503,27 +497,16 @@ fn unsupported_initiator_work_is_refused_when_posted() {
     assert!(refused(unsafe { a.qp.post_send([wr]) }));
     let caps =
         QpCaps { max_send_wr: 1, max_recv_wr: 1, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 };
-    let init = QpInit {
-        transport: Transport::Dci,
-        send_cq: &a.cq,
-        recv_cq: &a.cq,
-        srq: None,
-        caps,
-        streams: None,
-    };
+    let init =
+        QpInit { transport: Transport::Dci, send_cq: &a.cq, recv_cq: &a.cq, srq: None, caps };
     assert!(a.pd.create_qp(&init).is_err(), "an initiator has no receive queue");
     let caps = QpCaps { max_recv_wr: 0, ..caps };
-    let streams = Some(DciStreamsInit { log_concurrent: 1, log_errored: 1 });
-    let init = QpInit { caps, streams, ..init };
-    let refused = a.pd.create_qp(&init).unwrap_err();
-    assert_eq!(refused.errno, VerbError::EOPNOTSUPP, "the device has no streams");
     let init = QpInit {
         transport: Transport::Dci,
         send_cq: &a.cq,
         recv_cq: &a.cq,
         srq: Some(&target.srq),
         caps,
-        streams: None,
     };
     assert!(a.pd.create_qp(&init).is_err());
     assert!(

@@ -415,8 +415,7 @@ impl InitiatorEnd {
     fn post(&mut self, wr_id: u64, to: u32, len: u32) {
         let sges = [Sge { addr: self.base, length: len, lkey: Lkey(self.key) }];
         let address = AddressVector::new(PortNum(1), 0, Gid::default());
-        let target =
-            DctTarget { address: &address, handle: 0, number: Qpn(to), key: KEY, stream: 0 };
+        let target = DctTarget { address: &address, handle: 0, number: Qpn(to), key: KEY };
         let (flags, data) = (SendFlags::SIGNALED, Data::Sges(&sges));
         let wr = SendWr {
             wr_id: WrId(wr_id),

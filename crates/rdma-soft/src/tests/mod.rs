@@ -181,7 +181,6 @@ impl End {
             recv_cq: &cq,
             srq: None,
             caps: options.caps,
-            streams: None,
         };
         let qp = pd.create_qp(&init).unwrap();
         Self { qp, cq, pd, context, network: network.clone() }

@@ -39,7 +39,6 @@ fn short_send_is_not_delayed_by_a_busy_queue_pair() {
         recv_cq: &busy.cq,
         srq: None,
         caps: options.caps,
-        streams: None,
     };
     other.qp = busy.pd.create_qp(&init).unwrap();
     connect(&other, &there, &options);

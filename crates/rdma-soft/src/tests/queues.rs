@@ -43,7 +43,6 @@ fn with_channel(network: &Network) -> (End, End, Channel) {
         recv_cq: &cq,
         srq: None,
         caps: options.caps,
-        streams: None,
     };
     b.qp = b.pd.create_qp(&init).unwrap();
     b.cq = cq;
@@ -254,7 +253,6 @@ fn shared_receive_queue_serves_queue_pairs_and_reports_its_limit() {
                 recv_cq: &cq,
                 srq: Some(&srq),
                 caps: options.caps,
-                streams: None,
             };
             let qp = pd.create_qp(&init).unwrap();
             let server = End {
@@ -364,7 +362,6 @@ fn many_queue_pairs_share_a_completion_queue() {
             recv_cq: &cq,
             srq: None,
             caps: options.caps,
-            streams: None,
         };
         let context = network.open("a").unwrap();
         let pd = context.create_pd().unwrap();

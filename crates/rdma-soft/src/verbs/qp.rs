@@ -40,9 +40,6 @@ pub(crate) fn create(
     let limits = device.attr();
     let mut caps = init.caps;
     let initiator = init.transport == Transport::Dci;
-    if init.streams.is_some() {
-        return Err(VerbError::new("ibv_create_qp", VerbError::EOPNOTSUPP));
-    }
     if initiator && (caps.max_recv_wr > 0 || init.srq.is_some()) {
         return Err(refuse());
     }
@@ -173,7 +170,6 @@ pub(crate) fn create(
 ///     recv_cq: &cq,
 ///     srq: None,
 ///     caps,
-///     streams: None,
 /// };
 /// // `examples/write.rs` continues from RESET.
 /// let qp = pd.create_qp(&init)?;

@@ -83,13 +83,10 @@ impl State {
         const COMPRESSES_128: u32 = 1;
         let max_session = self.options.compressed_session;
         let compresses = max_session > 1;
-        let streams = self.options.dci_streams;
         let mlx5 = Mlx5QueryDevice {
             cqe_comp: if compresses { [max_session, COMPRESSED_HASH] } else { [0; 2] },
             flags: if compresses { COMPRESSES_128 } else { 0 },
             response_length: size_of::<Mlx5QueryDevice>() as u32,
-            dci_streams_log_concurrent: streams.map_or(0, |streams| streams.log_concurrent),
-            dci_streams_log_errored: streams.map_or(0, |streams| streams.log_errored),
             ..Mlx5QueryDevice::zeroed()
         };
         request.put(UHW_OUT, &mlx5);

@@ -5,7 +5,6 @@ macro_rules! ids {
 }
 
 mod device;
-mod devx;
 mod memory;
 mod queue;
 mod queue_pair;

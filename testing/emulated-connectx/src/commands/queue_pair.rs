@@ -7,9 +7,9 @@ use crate::abi::{
     ModifyQpExResponse, Plain, QpCap, QueryQp, QueryQpResponse, UHW_IN, UHW_OUT, event, mask,
     qp_flag, state,
 };
-use crate::control::{DciStreams, Link};
+use crate::control::Link;
 use crate::memory::Buffer;
-use crate::objects::{Attempt, Attr, Handle, History, Kind, Qp, Ring, Streams};
+use crate::objects::{Attempt, Attr, Handle, History, Kind, Qp, Ring};
 use crate::port::{MAX_RECV_WR, MAX_SEND_WQEBB};
 use crate::state::State;
 use crate::uverbs::{Reply, Request};
@@ -71,7 +71,6 @@ impl State {
             }
             _ => [0; 2],
         };
-        let streams = self.streams(kind, &asked)?;
         let qp = Qp {
             context,
             device,
@@ -98,7 +97,6 @@ impl State {
             doorbell_missing_since: None,
             history: History::default(),
             scatter,
-            streams,
         };
         let handle = self.handle();
         if number != 0 {
@@ -113,19 +111,6 @@ impl State {
         request.put(ANSWER_NUMBER, &number);
         request.put(UHW_OUT, &CreateQpResponse::zeroed());
         Ok(())
-    }
-
-    /// Returns the streams that a DC initiator asks for.
-    fn streams(&self, kind: Kind, asked: &CreateQp) -> Result<Option<Streams>, i32> {
-        if asked.flags & qp_flag::DCI_STREAM == 0 {
-            return Ok(None);
-        }
-        let (log_concurrent, log_errored) = (asked.dci_log_concurrent, asked.dci_log_errored);
-        let limits = self.options.dci_streams.filter(|_| kind == Kind::Dci).ok_or(EINVAL)?;
-        if log_concurrent > limits.log_concurrent || log_errored > limits.log_errored {
-            return Err(EINVAL);
-        }
-        Ok(Some(Streams::new(DciStreams { log_concurrent, log_errored })))
     }
 
     pub(crate) fn destroy_qp(&mut self, request: &mut Request<'_>) -> Reply {

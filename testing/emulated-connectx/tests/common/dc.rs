@@ -28,7 +28,7 @@ pub fn dc_target_at_reset(pd: &Arc<Pd>, cq: &Arc<Cq>, srq: &Arc<Srq>) -> Qp {
     let mut init: ibv_qp_init_attr_ex = zeroed();
     init.comp_mask = ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_PD.0;
     init.srq = srq.0;
-    create_dc(pd, queues, init, dv).unwrap()
+    create_dc(pd, queues, init, dv)
 }
 
 pub fn dc_target_up(target: &Qp, route: ibv_ah_attr) {
@@ -47,24 +47,12 @@ pub fn dc_target_up(target: &Qp, route: ibv_ah_attr) {
     assert_eq!(target.modify(&attr, mask), 0, "to RTR");
 }
 
-/// Creates an initiator in RTS, with four streams, all of which may fail, or without streams.
-pub fn dc_initiator(pd: &Arc<Pd>, cq: &Arc<Cq>, streams: bool) -> Qp {
-    let qp = try_dc_initiator(pd, cq, streams.then_some([2, 2])).unwrap();
-    dc_initiator_up(&qp, |_| {});
-    qp
-}
-
-/// Creates an initiator in RESET with `dci_streams`; returns the errno if it is refused.
-pub fn try_dc_initiator(pd: &Arc<Pd>, cq: &Arc<Cq>, streams: Option<[u8; 2]>) -> Result<Qp, i32> {
+/// Creates an initiator in RTS.
+pub fn dc_initiator(pd: &Arc<Pd>, cq: &Arc<Cq>) -> Qp {
     use ibv_qp_create_send_ops_flags as o;
     let mut dv: mlx5dv_qp_init_attr = zeroed();
     dv.comp_mask = mlx5dv_qp_init_attr_mask::MLX5DV_QP_INIT_ATTR_MASK_DC.0.into();
     dv.dc_init_attr.dc_type = MLX5DV_DCTYPE_DCI;
-    if let Some([concurrent, errored]) = streams {
-        dv.comp_mask |= u64::from(mlx5dv_qp_init_attr_mask::MLX5DV_QP_INIT_ATTR_MASK_DCI_STREAMS.0);
-        dv.dc_init_attr.__bindgen_anon_1.bindgen_union_field =
-            u64::from_ne_bytes([concurrent, errored, 0, 0, 0, 0, 0, 0]);
-    }
     let mut init: ibv_qp_init_attr_ex = zeroed();
     let mask = ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_PD
         | ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
@@ -84,17 +72,9 @@ pub fn try_dc_initiator(pd: &Arc<Pd>, cq: &Arc<Cq>, streams: Option<[u8; 2]>) ->
         max_recv_sge: 0,
         max_inline_data: 64,
     };
-    create_dc(pd, Queues::one(cq), init, dv)
-}
-
-/// Calls `mlx5dv_dci_stream_id_reset`, which the binding lacks.
-pub fn reset_stream(qp: &Qp, stream: u16) -> i32 {
-    // SAFETY: libmlx5 has this function, with this signature; the queue pair is alive.
-    unsafe {
-        let reset: extern "C" fn(*mut ibv_qp, u16) -> i32 =
-            std::mem::transmute(super::libmlx5(c"mlx5dv_dci_stream_id_reset"));
-        reset(qp.raw, stream)
-    }
+    let qp = create_dc(pd, Queues::one(cq), init, dv);
+    dc_initiator_up(&qp, |_| {});
+    qp
 }
 
 /// Moves an initiator from RESET to RTS.
@@ -127,16 +107,14 @@ fn create_dc(
     queues: Queues,
     mut init: ibv_qp_init_attr_ex,
     mut dv: mlx5dv_qp_init_attr,
-) -> Result<Qp, i32> {
+) -> Qp {
     init.qp_type = ibv_qp_type::IBV_QPT_DRIVER;
     init.send_cq = queues.send.0;
     init.recv_cq = queues.recv.0;
     init.pd = pd.0;
     let raw = unsafe { mlx5dv_create_qp(pd.1.0, &mut init, &mut dv) };
-    if raw.is_null() {
-        return Err(std::io::Error::last_os_error().raw_os_error().unwrap());
-    }
-    Ok(Qp { raw, pd: pd.clone(), queues })
+    assert!(!raw.is_null(), "{}", std::io::Error::last_os_error());
+    Qp { raw, pd: pd.clone(), queues }
 }
 
 #[derive(Clone, Copy)]
@@ -150,8 +128,8 @@ pub enum Dc<'a> {
     CompareSwap(ibv_sge, &'a Mr, u64, u64, u64),
 }
 
-/// The destination: address handle, number, access key and optional stream.
-pub type To<'a> = (&'a Ah, u32, u64, Option<u16>);
+/// The destination: address handle, number and access key.
+pub type To<'a> = (&'a Ah, u32, u64);
 
 pub fn post_dc(qp: &Qp, requests: &[(u64, Dc<'_>, To<'_>)]) {
     unsafe {
@@ -159,7 +137,7 @@ pub fn post_dc(qp: &Qp, requests: &[(u64, Dc<'_>, To<'_>)]) {
         let mx = mlx5dv_qp_ex_from_ibv_qp_ex(x);
         assert!(!x.is_null() && !mx.is_null());
         ibv_wr_start(x);
-        for &(id, request, (ah, number, key, stream)) in requests {
+        for &(id, request, (ah, number, key)) in requests {
             (*x).wr_id = id;
             (*x).wr_flags = SIGNALED;
             let set = |sge: ibv_sge| ibv_wr_set_sge(x, sge.lkey, sge.addr, sge.length);
@@ -197,10 +175,7 @@ pub fn post_dc(qp: &Qp, requests: &[(u64, Dc<'_>, To<'_>)]) {
                     set(sge);
                 }
             }
-            match stream {
-                None => mlx5dv_wr_set_dc_addr(mx, ah.0, number, key),
-                Some(stream) => mlx5dv_wr_set_dc_addr_stream(mx, ah.0, number, key, stream),
-            }
+            mlx5dv_wr_set_dc_addr(mx, ah.0, number, key);
         }
         assert_eq!(ibv_wr_complete(x), 0);
     }

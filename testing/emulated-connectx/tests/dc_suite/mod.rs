@@ -1,7 +1,5 @@
 //! DC tests for both link layers.
 
-mod streams;
-
 use std::sync::Arc;
 
 use rdma_sys::*;
@@ -24,16 +22,12 @@ struct Node {
 
 impl Node {
     fn new() -> Self {
-        Self::with(false)
-    }
-
-    fn with(streams: bool) -> Self {
         let context = Context::open(0);
         let pd = Pd::new(&context);
         let (sent, arrived) = (Cq::new(&context, 63), Cq::new(&context, 63));
         let srq = Srq::new(&pd, 15, 2);
         let targets = [dc_target(&pd, &arrived, &srq), dc_target(&pd, &arrived, &srq)];
-        let dci = dc_initiator(&pd, &sent, streams);
+        let dci = dc_initiator(&pd, &sent);
         let ah = Ah::new(&pd, &context.route());
         let (mut source, memory) = (Mr::new(&pd, 4096, LOCAL), Mr::new(&pd, 4096, ALL));
         source.fill(|at| (at * 5 + 1) as u8);
@@ -41,7 +35,7 @@ impl Node {
     }
 
     fn to(&self, target: usize) -> To<'_> {
-        (&self.ah, self.targets[target].number(), KEY, None)
+        (&self.ah, self.targets[target].number(), KEY)
     }
 
     fn cq(&self) -> &Cq {
@@ -128,11 +122,11 @@ fn sends_use_the_shared_receives_of_the_target() {
 fn emulated_wrong_key_breaks_the_initiator_until_repaired() {
     let device = device();
     let node = Node::new();
-    let (ah, number, key, _) = node.to(0);
+    let (ah, number, key) = node.to(0);
     let write = Dc::Write(node.source.sge(0, 64), &node.memory, 0);
     post_dc(
         &node.dci,
-        &[(6, write, (ah, number, key + 1, None)), (7, write, node.to(0)), (8, write, node.to(1))],
+        &[(6, write, (ah, number, key + 1)), (7, write, node.to(0)), (8, write, node.to(1))],
     );
     node.cq().fails_with(6, ibv_wc_status::IBV_WC_RETRY_EXC_ERR);
     node.cq().fails_with(7, ibv_wc_status::IBV_WC_WR_FLUSH_ERR);
@@ -148,7 +142,7 @@ fn emulated_unknown_target_breaks_the_initiator_until_repaired() {
     let write = Dc::Write(node.source.sge(0, 64), &node.memory, 0);
     // An unused number, and the number of a queue pair that is no target.
     for number in [0xff_fff0, node.dci.number()] {
-        post_dc(&node.dci, &[(6, write, (&node.ah, number, KEY, None))]);
+        post_dc(&node.dci, &[(6, write, (&node.ah, number, KEY))]);
         node.cq().fails_with(6, ibv_wc_status::IBV_WC_RETRY_EXC_ERR);
         node.repair();
     }
@@ -168,10 +162,7 @@ fn emulated_target_destroyed_under_load_fails_its_initiator() {
         if round == 10 {
             gone = None;
         }
-        post_dc(
-            &node.dci,
-            &[(round, write, (&node.ah, number, KEY, None)), (round, write, node.to(1))],
-        );
+        post_dc(&node.dci, &[(round, write, (&node.ah, number, KEY)), (round, write, node.to(1))]);
         posted += 2;
         for _ in 0..2 {
             posted -= 1;
@@ -195,7 +186,7 @@ fn emulated_target_destroyed_under_load_fails_its_initiator() {
 fn access_violation_breaks_the_initiator_and_not_the_target() {
     let device = device();
     let node = Node::new();
-    let other = dc_initiator(&node.pd, &Cq::new(&node.pd.1, 15), false);
+    let other = dc_initiator(&node.pd, &Cq::new(&node.pd.1, 15));
     // Memory without remote write access.
     post_dc(&node.dci, &[(1, Dc::Write(node.source.sge(0, 8), &node.source, 0), node.to(0))]);
     node.cq().fails_with(1, ibv_wc_status::IBV_WC_REM_ACCESS_ERR);
@@ -266,7 +257,7 @@ fn several_threads_write_to_each_other_through_one_initiator_each() {
                             address: memories[to].0 + 64 * own as u64,
                             key: memories[to].1,
                         };
-                        write_to(&node.dci, to as u64, from, place, (&node.ah, number, KEY, None));
+                        write_to(&node.dci, to as u64, from, place, (&node.ah, number, KEY));
                         posted += 1;
                     }
                     for _ in 0..posted {
@@ -292,12 +283,12 @@ fn ten_thousand_targets_through_eight_initiators() {
     let numbers: std::collections::HashSet<_> = targets.iter().map(Qp::number).collect();
     assert_eq!(numbers.len(), TARGETS);
     let initiators: Vec<_> =
-        (0..8).map(|_| dc_initiator(&node.pd, &Cq::new(&node.pd.1, 31), false)).collect();
+        (0..8).map(|_| dc_initiator(&node.pd, &Cq::new(&node.pd.1, 31))).collect();
     for (batch, chunk) in targets.chunks(8).enumerate() {
         let initiator = &initiators[batch % 8];
         let add = |target: &Qp| {
             let add = Dc::FetchAdd(node.source.sge(0, 8), &node.memory, 64, 1);
-            (1, add, (&*node.ah, target.number(), KEY, None))
+            (1, add, (&*node.ah, target.number(), KEY))
         };
         post_dc(initiator, &chunk.iter().map(add).collect::<Vec<_>>());
         chunk.iter().for_each(|_| assert_eq!(initiator.queues.send.ok(1).byte_len, 8));
@@ -323,7 +314,7 @@ struct Place {
     key: u32,
 }
 
-fn write_to(qp: &Qp, id: u64, from: ibv_sge, place: Place, (ah, number, key, _): To<'_>) {
+fn write_to(qp: &Qp, id: u64, from: ibv_sge, place: Place, (ah, number, key): To<'_>) {
     // SAFETY: the queue pair has extended operations, and all objects are alive.
     unsafe {
         let x = ibv_qp_to_qp_ex(qp.raw);

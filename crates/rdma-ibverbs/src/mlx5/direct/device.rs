@@ -173,14 +173,12 @@ impl Device {
     /// # Safety
     ///
     /// `qp` is a new queue pair of this device, created in the protection domain of `domain`. It
-    /// outlives the result, as do the queues that it uses, which are those given here. It is a DC
-    /// initiator with `streams`, if more than one.
+    /// outlives the result, as do the queues that it uses, which are those given here.
     pub(crate) unsafe fn queue_pair(
         self,
         qp: NonNull<ibv_qp>,
         transport: Transport,
         caps: &QpCaps,
-        streams: u32,
         uses: Uses<'_>,
         domain: Arc<ThreadDomain>,
     ) -> Result<QueuePair, VerbError> {
@@ -207,7 +205,6 @@ impl Device {
                     max_wr: caps.max_send_wr,
                     max_sge: caps.max_send_sge,
                     max_inline: caps.max_inline,
-                    streams,
                     ring: Ring::from_raw(start, blocks),
                     record: Record::new(records.add(1)),
                     register: domain.register(|shared| Register::new(register, half, shared)),

@@ -94,8 +94,6 @@ pub struct Header {
     pub flags: u8,
     /// Immediate data, or the key to invalidate.
     pub immediate: u32,
-    /// Stream of a DC initiator.
-    pub stream: u16,
 }
 
 impl<'r, 'm> Entry<'r, 'm, Blank> {
@@ -330,7 +328,7 @@ impl Entry<'_, '_, Complete> {
         debug_assert!(self.segments <= MAX_SEGMENTS, "{} segments", self.segments);
         let opcode = u64::from((self.index & 0xffff) << 8 | self.opcode as u32);
         let length = u64::from(header.qpn << 8 | self.segments);
-        let flags = u64::from(header.stream) << 40 | u64::from(header.flags) << 32;
+        let flags = u64::from(header.flags) << 32;
         let immediate = u64::from(header.immediate);
         let control = [Be64::new(opcode << 32 | length), Be64::new(flags | immediate)];
         const { assert!(size_of::<[Be64; 2]>() == size_of::<Control>()) };

@@ -135,7 +135,6 @@ impl SendMemory {
                 max_wr,
                 max_sge,
                 max_inline,
-                streams: 1 << 16,
                 ring: Ring::from_raw(self.ring.start, blocks),
                 record: Record::new(self.record.start.cast()),
                 register: Arc::new(Register::new(self.register.start, self.half, false)),

@@ -124,7 +124,7 @@ pub struct Control {
     pub qpn_segments: Be32,
     /// Checksum; unused.
     pub signature: u8,
-    /// Stream of a DC initiator, big-endian.
+    /// Stream of a DC initiator; 0 without streams.
     pub stream: [u8; 2],
     /// Bits of [`control`].
     pub flags: u8,

@@ -33,8 +33,6 @@ pub(super) struct Setup {
     pub(super) max_wr: u32,
     pub(super) max_sge: u32,
     pub(super) max_inline: u32,
-    /// Streams of a DC initiator; 1 without streams.
-    pub(super) streams: u32,
     pub(super) ring: Ring<'static>,
     pub(super) record: Record,
     pub(super) register: Arc<Register>,
@@ -266,11 +264,6 @@ impl SendQueue {
         if !transport_supports(*transport, wr) {
             return Err(MALFORMED);
         }
-        if let Some(SendTarget::Dc(target)) = wr.target
-            && u32::from(target.stream) >= self.setup.streams
-        {
-            return Err(MALFORMED);
-        }
         let route = if wr.target.is_some() { 3 } else { 0 };
         let remote = match wr.op {
             SendOp::Send | SendOp::SendWithImm(_) | SendOp::SendWithInvalidate(_) => 0,
@@ -329,7 +322,6 @@ impl SendQueue {
         }
         let index = producer.next;
         let flags = producer.flags(wr.flags);
-        let mut stream = 0;
         let entry = match wr.target {
             None => Entry::connected(ring, index),
             Some(SendTarget::Datagram(UdTarget { handle, qpn, qkey, .. })) => {
@@ -337,8 +329,7 @@ impl SendQueue {
                 // SAFETY: S3: the caller's promise: the handle is alive.
                 Entry::unconnected(ring, index).route(unsafe { route_of(handle) }, qpn.0, key)
             }
-            Some(SendTarget::Dc(DctTarget { handle, number, key, stream: own, .. })) => {
-                stream = own;
+            Some(SendTarget::Dc(DctTarget { handle, number, key, .. })) => {
                 // SAFETY: S3: as above.
                 Entry::unconnected(ring, index).route(unsafe { route_of(handle) }, number.0, key.0)
             }
@@ -360,7 +351,7 @@ impl SendQueue {
             }
             (_, Data::Window(_)) => return Err(MALFORMED),
         };
-        let segments = entry.finish(&Header { qpn: *qpn, flags, immediate, stream });
+        let segments = entry.finish(&Header { qpn: *qpn, flags, immediate });
         let blocks = segments.div_ceil(SEGMENTS_OF_BLOCK);
         self.request(index).set(wr.wr_id, producer.posted, index, local);
         let is_local = local != WcOpcode(0);
@@ -410,7 +401,7 @@ const _: () = {
 #[inline(always)]
 fn write_plain(entry: Entry<'_, '_, Blank>, qpn: u32, wr: &PlainWr) -> NonNull<u8> {
     let first = entry.first();
-    let header = Header { qpn, flags: control_flags(wr.flags), immediate: 0, stream: 0 };
+    let header = Header { qpn, flags: control_flags(wr.flags), immediate: 0 };
     match wr.op {
         PlainOp::Send => entry.send(Opcode::Send).plain(&wr.buffer).finish(&header),
         PlainOp::Write(at) => {

@@ -97,13 +97,8 @@ fn forgetful(seed: u64) -> Done {
                     for (op, sges) in
                         [(SendOp::FetchAdd { remote, add: 1 }, &local[..]), (SendOp::Send, &[])]
                     {
-                        let to = DctTarget {
-                            address: &address,
-                            handle: 0,
-                            number: NUMBER,
-                            key: KEY,
-                            stream: 0,
-                        };
+                        let to =
+                            DctTarget { address: &address, handle: 0, number: NUMBER, key: KEY };
                         let (wr_id, flags, data) =
                             (WrId(posted[at]), SendFlags::SIGNALED, Data::Sges(sges));
                         let wr = SendWr { wr_id, op, flags, data, target: Some(to.into()) };

@@ -12,12 +12,7 @@ const EMPTY: Sge = Sge { addr: 1, length: 0, lkey: Lkey(2) };
 const TWO: Sge = Sge { addr: 2, length: 3, lkey: Lkey(4) };
 
 fn header() -> Header {
-    Header {
-        qpn: QPN,
-        flags: control::SIGNALED | control::FENCE,
-        immediate: 0x0102_0304,
-        stream: 0x0506,
-    }
+    Header { qpn: QPN, flags: control::SIGNALED | control::FENCE, immediate: 0x0102_0304 }
 }
 
 /// Builds an entry at block `index` of four, and returns its segments and the ring's bytes from
@@ -39,7 +34,7 @@ fn check(make: impl Fn(&Ring<'_>, u32) -> u32, opcode: u8, rest: &[&[u8]]) {
         assert_eq!(segments as usize, length / 16);
         let [.., high, low] = index.to_be_bytes();
         let mut expected = vec![0, high, low, opcode];
-        expected.extend([0xab, 0xcd, 0xef, segments as u8, 0, 5, 6, 0x88, 1, 2, 3, 4]);
+        expected.extend([0xab, 0xcd, 0xef, segments as u8, 0, 0, 0, 0x88, 1, 2, 3, 4]);
         expected.extend(&rest);
         // The padding of inline data is not written.
         expected.resize(bytes.len(), 0xee);
