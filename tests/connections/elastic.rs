@@ -1,5 +1,6 @@
 //! Buffers that follow use: their number, length and memory.
 
+use std::collections::VecDeque;
 use std::time::Duration;
 
 use crate::connected::{self, assert_ready, config, modes, pair, pair_in, pattern, recv};
@@ -72,8 +73,30 @@ fn requests_and_short_answers_register_nothing() {
     });
 }
 
+/// Messages that a service keeps, some in the buffers of their connection.
+#[derive(Default)]
+struct Kept(VecDeque<(u64, Bytes)>);
+
+impl Kept {
+    fn keep(&mut self, number: u64, message: Bytes, most: usize) {
+        self.0.push_back((number, message));
+        while self.0.len() > most
+            && let Some((number, message)) = self.0.pop_front()
+        {
+            assert!(message == pattern(message.len(), number), "kept message {number}");
+        }
+    }
+}
+
 /// Messages in bursts, between which sides may become idle.
-async fn burst(from: &Connection, to: &Connection, random: &mut fastrand::Rng, first: u64) -> u64 {
+async fn burst(
+    from: &Connection,
+    to: &Connection,
+    random: &mut fastrand::Rng,
+    first: u64,
+    kept: &mut Kept,
+) -> u64 {
+    let keep = [0, 0, 5, 100][random.usize(..4)];
     let most = [40, 600, 3000, 20_000, 70_000][random.usize(..5)];
     let lens: Vec<usize> = (0..random.usize(1..40)).map(|_| random.usize(..most)).collect();
     let sending = async {
@@ -83,7 +106,9 @@ async fn burst(from: &Connection, to: &Connection, random: &mut fastrand::Rng, f
     };
     let receiving = async {
         for (number, &len) in (first..).zip(&lens) {
-            assert!(recv(to).await == pattern(len, number), "message {number} of {len} bytes");
+            let message = recv(to).await;
+            assert!(message == pattern(len, number), "message {number} of {len} bytes");
+            kept.keep(number, message, keep);
         }
     };
     tokio::join!(sending, receiving);
@@ -110,9 +135,9 @@ async fn grow_and_shrink(mode: Mode, seed: u64) {
     let (a, b) = pair(&config);
     let talk = async |from: &Connection, to: &Connection, seed: u64| {
         let mut random = fastrand::Rng::with_seed(seed);
-        let mut number = 0;
+        let (mut number, mut kept) = (0, Kept::default());
         for _ in 0..scaled(if cfg!(debug_assertions) { 8 } else { 30 }) {
-            number = burst(from, to, &mut random, number).await;
+            number = burst(from, to, &mut random, number, &mut kept).await;
             if random.u8(..3) == 0 {
                 shrunk(to).await;
             }
