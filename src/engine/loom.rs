@@ -5,7 +5,6 @@
 
 mod waking;
 
-use std::collections::VecDeque;
 use std::sync::Arc as StdArc;
 use std::task::{Wake, Waker};
 
@@ -14,10 +13,7 @@ use ::loom::sync::{Arc, Mutex};
 use ::loom::thread;
 
 use super::capacity::Capacity;
-use super::posting::Posting;
 use super::slot::{Detach, Discarded, Finished, Held, Outcome, Registered, Slot};
-use super::slot_table::Cursor;
-use super::watch::Watch;
 use crate::error::OpErrorKind;
 use crate::types::{WorkCompletion, WrId};
 

@@ -146,7 +146,7 @@ fn drop_is_clean_only_after_the_end_was_received() {
 #[test]
 fn waiting_sends_and_receives_end_with_the_connection() {
     run("waiting", || async {
-        let (a, b) = pair(&config().receive_buffers(1));
+        let (a, b) = pair(&config().receive_buffers(1).preallocate(true));
         while a.send("fill").now_or_never().is_some() {}
         let (a, other) = (std::sync::Arc::new(a), std::sync::Arc::new(b));
         let waiting = {

@@ -89,7 +89,7 @@ async fn reason(connection: &Connection) -> CloseReason {
 fn notifications_beyond_the_window_or_after_fin_close_the_connection() {
     run("notifications", || async {
         for after_fin in [false, true] {
-            let settings = config().receive_buffers(4);
+            let settings = config().receive_buffers(4).preallocate(true);
             let (connection, peer) = connect_peer(&Network::new(), &settings);
             let region = connection.expose(vec![0; 8], Access::REMOTE_WRITE).unwrap();
             let notify = |imm| {
@@ -307,7 +307,7 @@ fn offer_of_unregistered_memory_closes_the_connection() {
 #[test]
 fn sends_beyond_the_credits_find_no_receive() {
     run("flood", || async {
-        let config = config().receive_buffers(4);
+        let config = config().receive_buffers(4).preallocate(true);
         let (connection, peer) = connect_peer(&Network::new(), &config);
         // 8 receives are posted, and the application receives nothing.
         let flood: Vec<_> = (0..200)

@@ -61,7 +61,7 @@ fn notification_follows_its_data_and_may_carry_any_immediate() {
 #[test]
 fn notifications_use_credits_and_wait_in_order_with_messages() {
     run("credits", || async {
-        let (a, b) = pair(&config().receive_buffers(4).keepalive(None));
+        let (a, b) = pair(&config().receive_buffers(4).preallocate(true).keepalive(None));
         let (_region, remote) = exposed(&b);
         let empty = || (a.try_alloc(0).unwrap(), remote.slice(..0).unwrap());
         let write = |imm| {
