@@ -13,20 +13,22 @@ use std::time::{Duration, Instant};
 use crate::flow::RESERVE;
 use crate::handshake::Content;
 use crate::incoming::Arrival;
+use crate::window::FIRST_SIZE;
 
 /// The time between `Ack`s below which they are frequent.
 const ACKS_APART: Duration = Duration::from_millis(20);
 
 /// The messages of several frames that the receives hold. With so many, the headers of answers
 /// announce released receives, and separate `Ack`s are rare.
-const LONG_MESSAGES: u32 = 8;
+const LONG_MESSAGES: u64 = 8;
 
 /// The number and length of a side's receives, and what calls for more.
 #[derive(Debug, Clone)]
 pub(crate) struct Growth {
     stage: Stage,
-    /// The receives, including the reserve.
+    /// The receives, including the reserve, and the bytes of each.
     receives: u32,
+    size: u32,
     /// The first and the configured number of receives, and whether it changes.
     first: u32,
     most: u32,
@@ -56,6 +58,7 @@ impl Growth {
         Self {
             stage,
             receives: first,
+            size: FIRST_SIZE,
             first,
             most,
             follows_use,
@@ -81,14 +84,14 @@ impl Growth {
     pub(crate) fn note_message(&mut self, content: Content, arrival: Arrival, unanswered: u32) {
         self.wanted |= self.is_pressed(unanswered)
             || match arrival {
-                Arrival::Message { parts, .. } if parts > 0 => {
-                    (parts + 1).saturating_mul(LONG_MESSAGES) > self.receives - RESERVE
-                }
                 // The sender may have more bytes.
-                Arrival::Message { len, .. } => {
-                    content == Content::Bytes
-                        && self.stage == Stage::First
-                        && len >= crate::window::FIRST_SIZE.into()
+                Arrival::Message { len, .. } if content == Content::Bytes => {
+                    self.stage == Stage::First && len >= self.size.into()
+                }
+                // Frames may be shorter: the sender has not reached these receives yet.
+                Arrival::Message { len, .. } if len > self.size.into() => {
+                    let frames = len.div_ceil(self.size.into());
+                    frames * LONG_MESSAGES > (self.receives - RESERVE).into()
                 }
                 _ => false,
             };
@@ -96,7 +99,8 @@ impl Growth {
 
     /// Notes the offer of a message of `len` bytes, like [`note_message`](Self::note_message).
     pub(crate) fn note_offer(&mut self, len: u64, unanswered: u32) {
-        self.wanted |= self.is_pressed(unanswered) || len <= self.eager;
+        let too_long = len > self.size.into() && len <= self.eager;
+        self.wanted |= self.is_pressed(unanswered) || too_long;
     }
 
     /// Returns true if the frames use half of the receives for messages at first, later all: the
@@ -139,15 +143,16 @@ impl Growth {
         self.follows_use && self.stage != Stage::First
     }
 
-    /// Grows to the next number of receives.
-    pub(crate) fn grow(&mut self) {
-        (self.receives, self.wanted) = (self.next(), false);
+    /// Grows to the next number of receives, of `size` bytes.
+    pub(crate) fn grow(&mut self, size: u32) {
+        (self.receives, self.size, self.wanted) = (self.next(), size, false);
         self.stage = if self.receives < self.most { Stage::Long } else { Stage::Full };
     }
 
     /// Returns to the first receives.
     pub(crate) fn shrink(&mut self) {
-        (self.receives, self.wanted, self.stage) = (self.first, false, Stage::First);
+        (self.receives, self.size) = (self.first, FIRST_SIZE);
+        (self.stage, self.wanted) = (Stage::First, false);
     }
 
     /// Notes that the next receives could not be registered.
@@ -169,10 +174,9 @@ impl Growth {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::window::FIRST_SIZE;
-
     const FIRST: u32 = 8;
     const MOST: u32 = 68;
+    const LONG: u32 = 16_384;
 
     fn side() -> Growth {
         Growth::new(FIRST, MOST, 65_536, true)
@@ -189,7 +193,7 @@ mod tests {
             assert!(!side.is_ended() && side.next() == expected);
             side.note_message(Content::Messages, message(0, 1), FIRST - RESERVE);
             assert!(side.is_wanted());
-            side.grow();
+            side.grow(LONG);
             assert!(!side.is_wanted() && side.is_grown() && side.receives() == expected);
         }
         assert!(side.is_ended());
@@ -200,7 +204,7 @@ mod tests {
     #[test]
     fn few_receives_become_long_and_are_full() {
         let mut side = Growth::new(FIRST, FIRST, 65_536, true);
-        side.grow();
+        side.grow(LONG);
         assert!(side.is_ended() && side.is_grown());
         let fixed = Growth::new(MOST, MOST, 65_536, false);
         assert!(fixed.is_ended() && !fixed.is_grown());
@@ -210,22 +214,24 @@ mod tests {
     fn growth_is_called_for_by_what_it_makes_faster() {
         type Cause = fn(&mut Growth);
         let first = u64::from(FIRST_SIZE);
-        let long = |side: &mut Growth| side.grow();
+        let long = |side: &mut Growth| side.grow(LONG);
         let wanted = |prepare: &dyn Fn(&mut Growth), cause: Cause| {
             let mut side = side();
             prepare(&mut side);
             cause(&mut side);
             side.is_wanted()
         };
-        let causes: [(Cause, bool, bool); 11] = [
+        let causes: [(Cause, bool, bool); 13] = [
             (|side| side.note_message(Content::Messages, message(0, 384), 1), false, false),
             (|side| side.note_message(Content::Messages, message(0, 1), 2), true, false),
             (|side| side.note_message(Content::Messages, message(0, 1), 4), true, true),
             (|side| side.note_message(Content::Messages, Arrival::Notification, 1), false, false),
             (|side| side.note_message(Content::Messages, Arrival::Notification, 4), true, true),
-            (|side| side.note_message(Content::Messages, message(1, 500), 1), true, true),
+            (|side| side.note_message(Content::Messages, message(1, 500), 1), true, false),
+            (|side| side.note_message(Content::Messages, message(1, 20_000), 1), true, true),
             (|side| side.note_message(Content::Bytes, message(0, 383), 1), false, false),
             (|side| side.note_message(Content::Bytes, message(0, 384), 1), true, false),
+            (|side| side.note_offer(16_384, 1), true, false),
             (|side| side.note_offer(65_536, 1), true, true),
             (|side| side.note_offer(65_537, 1), false, false),
             (Growth::note_buffer_taken, true, false),
@@ -252,7 +258,7 @@ mod tests {
     #[test]
     fn refused_growth_is_tried_again_after_the_next_check() {
         let mut side = side();
-        side.note_offer(1, 1);
+        side.note_offer(1000, 1);
         side.refuse();
         assert!(side.is_ended() && side.is_refused() && !side.is_wanted());
         side.renew();

@@ -402,7 +402,7 @@ impl<R: Reason> Protocol<R> {
     /// bytes, which are posted from number `from` on. The peer skips those before.
     pub fn grow(&mut self, from: u32, size: u32) {
         let before = self.growth.receives();
-        self.growth.grow();
+        self.growth.grow(size);
         self.resize(before, from, size);
     }
 
