@@ -64,10 +64,11 @@ impl Core {
     }
 
     /// Has the peer skip as many receives as have long buffers although this side has shrunk. If
-    /// these are not the oldest ones, it is repeated.
+    /// these are not the oldest ones, it is repeated. A message in a long buffer would never be
+    /// skipped: its next receive has another buffer.
     fn exchange_leftovers(&mut self) {
         let leftovers = self.receives.leftovers(self.protocol.receives());
-        if leftovers > 0 && self.protocol.may_resize() {
+        if leftovers > 0 && !self.has_messages() && self.protocol.may_resize() {
             let from = self.posted_receives();
             self.post_receives(leftovers);
             self.protocol.exchange(leftovers, from);
@@ -93,13 +94,17 @@ impl Core {
     /// would need others for their next receives.
     pub(in crate::message) fn settle_receives(&mut self) {
         let is_settled = self.protocol.flow.may_resize()
-            && self.inbox.messages.is_empty()
-            && self.protocol.incomplete_frames() == 0
+            && !self.has_messages()
             && self.receives.leftovers(self.protocol.receives()) == 0;
         if is_settled && let Some(pool) = self.receives.leaving.take() {
             self.memory.share.shrink(pool.bytes());
             self.after.drop_pool(Some(pool));
         }
+    }
+
+    /// Returns true if buffers of receives have messages that the service has not received.
+    fn has_messages(&self) -> bool {
+        !self.inbox.messages.is_empty() || self.protocol.incomplete_frames() > 0
     }
 
     /// Handles a receive that the peer has skipped.
@@ -118,5 +123,59 @@ impl Core {
         } else {
             self.after.drop(Dropped::Buffer(buffer));
         }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use crate::message::{Connection, ConnectionConfig};
+    use crate::software::Network;
+    use crate::verbs::Device;
+
+    #[test]
+    fn message_that_crosses_a_return_is_not_exchanged_for_ever() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let network = Network::new();
+            let prepared = ["one", "two"].map(|name| {
+                let pd = Device::software_in(&network, name).unwrap().protection_domain().unwrap();
+                Connection::prepare(&pd, &ConnectionConfig::default().keepalive(None)).unwrap()
+            });
+            let ends = prepared.each_ref().map(|own| (own.endpoint(), own.handshake(&[]).unwrap()));
+            let [one, two] = prepared;
+            let one = one.establish(&ends[1].0, &ends[1].1).unwrap();
+            let two = two.establish(&ends[0].0, &ends[0].1).unwrap();
+            while two.counters().buffer_memory < 100_000 {
+                one.send(vec![7; 2000]).await.unwrap();
+                two.recv().await.unwrap();
+            }
+            let leaving = || two.handle().shared.with(|core, _| core.receives.are_leaving());
+            let mut crossed = false;
+            for _ in 0..1000 {
+                tokio::task::yield_now().await;
+                // Without a poll of the other side between.
+                two.handle().shared.with(|core, _| {
+                    core.settle_receives();
+                    core.shrink_receives();
+                    core.send_due();
+                });
+                if leaving() {
+                    one.try_send("crosses").unwrap();
+                    crossed = true;
+                    break;
+                }
+            }
+            assert!(crossed);
+            let frames = || one.handle().shared.with(|core, _| core.outbox.position().frames);
+            for _ in 0..100 {
+                tokio::task::yield_now().await;
+            }
+            let before = frames();
+            for _ in 0..1000 {
+                tokio::task::yield_now().await;
+            }
+            assert_eq!(frames(), before, "no frames while nothing happens");
+            assert_eq!(two.recv().await.unwrap().unwrap(), "crosses");
+        });
     }
 }
