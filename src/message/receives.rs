@@ -35,7 +35,7 @@ pub(super) struct Receives {
     first: Pool,
     /// Buffers of a side that is in use.
     grown: Option<Pool>,
-    /// Buffers before the last change, until the peer has skipped their receives.
+    /// Long buffers of a side that has shrunk, until the peer has skipped their receives.
     leaving: Option<Pool>,
     /// The bytes of receives posted from now on.
     size: usize,
@@ -85,15 +85,14 @@ impl Receives {
         if !self.has_longest() {
             return None;
         }
-        // The next receives of frames that use other buffers need one each.
-        let first = self.grown.is_some().then_some(&self.first);
-        let others = [first, self.leaving.as_ref()].into_iter().flatten();
-        let needed: usize = others.map(|pool| pool.total() - pool.available()).sum();
-        let pool = self.pool();
-        if pool.available() <= needed {
-            return None;
+        if let Some(grown) = &self.grown {
+            // The next receives of frames in first buffers need one each.
+            let needed = self.first.total() - self.first.available();
+            if grown.available() <= needed {
+                return None;
+            }
         }
-        pool.try_alloc(self.size).ok()
+        self.pool().try_alloc(self.size).ok()
     }
 
     /// Returns true if the message in `buffer` is copied out of it.
@@ -106,10 +105,10 @@ impl Receives {
         self.has_longest() && buffer.capacity() == self.capacity()
     }
 
-    /// Returns how many of `receives`, the first ones of a side without messages, have long
-    /// buffers. Frames have used others while the side shrank, which were posted again.
+    /// Returns how many of `receives`, the first ones, have long buffers. Frames have used others
+    /// while the side shrank, which were posted again, or whose messages wait.
     fn leftovers(&self, receives: u32) -> u32 {
-        if self.leaving.is_none() || self.grown.is_some() {
+        if self.leaving.is_none() {
             return 0;
         }
         let in_use = self.first.total() - self.first.available();
@@ -135,39 +134,57 @@ impl Receives {
         used
     }
 
-    /// Registers the buffers of `receives` receives, of which `before` had others. The first growth
+    /// Registers the buffers of `receives` receives, of which there were `before`. The first growth
     /// tries shorter ones if the budget or the device refuses the configured size.
-    fn register(&self, receives: u32, before: u32, share: &mut Share) -> Result<Pool, SetupError> {
-        let mut size = if self.grown.is_some() { self.size } else { self.longest };
-        loop {
-            let result = self.register_of(size, receives, before, share);
-            let shorter = size / SHORTER;
-            if result.is_ok() || self.grown.is_some() || shorter <= FIRST_SIZE as usize {
-                return result;
-            }
-            size = shorter;
-        }
-    }
-
-    /// Registers buffers of `size` bytes, with spare ones in proportion if that is the configured
-    /// size. Frames use some receives before the peer skips them, and the next receives of these
-    /// need buffers, too.
-    fn register_of(
-        &self,
-        size: usize,
+    fn register(
+        &mut self,
         receives: u32,
         before: u32,
         share: &mut Share,
-    ) -> Result<Pool, SetupError> {
-        let spares = if size == self.longest { self.spares } else { 0 };
-        let part = u64::from(spares) * u64::from(receives - RESERVE);
-        let spares = part.div_ceil(u64::from(self.most - RESERVE)) as u32;
-        let buffers = (receives + spares.max(before)) as usize;
-        let bytes = buffers as u64 * (size as u64).next_multiple_of(64);
-        share.grow(bytes)?;
-        Pool::new(self.first.protection_domain(), size, buffers)
-            .inspect_err(|_| share.shrink(bytes))
+    ) -> Result<(), SetupError> {
+        if let Some(grown) = &self.grown {
+            let all = receives + self.spares_of(receives, self.size);
+            let more = (receives - before).max(all.saturating_sub(grown.total() as u32));
+            return charged(share, self.size, more, || grown.grow_by(more));
+        }
+        let pd = self.first.protection_domain();
+        let mut size = self.longest;
+        loop {
+            // Frames use some receives before the peer skips them, and the next receives of these
+            // need buffers, too.
+            let buffers = receives + self.spares_of(receives, size).max(before);
+            match charged(share, size, buffers, || Pool::new(pd, size, buffers as usize)) {
+                Ok(pool) => {
+                    (self.grown, self.size) = (Some(pool), size);
+                    return Ok(());
+                }
+                Err(_) if size / SHORTER > FIRST_SIZE as usize => size /= SHORTER,
+                Err(error) => return Err(error),
+            }
+        }
     }
+
+    /// Returns the spare buffers of `size` bytes, in proportion to `receives`, if that is the
+    /// configured size.
+    fn spares_of(&self, receives: u32, size: usize) -> u32 {
+        if size != self.longest {
+            return 0;
+        }
+        let part = u64::from(self.spares) * u64::from(receives - RESERVE);
+        part.div_ceil(u64::from(self.most - RESERVE)) as u32
+    }
+}
+
+/// Takes the bytes of `buffers` buffers from the budget, and returns them if `register` fails.
+fn charged<T>(
+    share: &mut Share,
+    size: usize,
+    buffers: u32,
+    register: impl FnOnce() -> Result<T, SetupError>,
+) -> Result<T, SetupError> {
+    let bytes = u64::from(buffers) * (size as u64).next_multiple_of(64);
+    share.grow(bytes)?;
+    register().inspect_err(|_| share.shrink(bytes))
 }
 
 impl ConnectionConfig {

@@ -6,7 +6,8 @@
 //!           └─────────────────────┴────────────────────┘  idle
 //! ```
 //!
-//! Each change posts all receives anew and has the peer skip those before, with one `Resize`.
+//! Each change takes one `Resize`. Where their length changes, all receives are posted anew, and
+//! the peer skips those before.
 
 use std::time::{Duration, Instant};
 

@@ -398,12 +398,13 @@ impl<R: Reason> Protocol<R> {
         grows.then(|| self.growth.next())
     }
 
-    /// Replaces the receives by the longer or more ones of [`growth`](Self::growth), of `size`
-    /// bytes, which are posted from number `from` on. The peer skips those before.
+    /// Announces the receives of [`growth`](Self::growth), of `size` bytes, which are posted from
+    /// number `from` on. The first ones are replaced: the peer skips them. Long ones are kept, and
+    /// only as many as are missing are posted.
     pub fn grow(&mut self, from: u32, size: u32) {
-        let before = self.growth.receives();
+        let skip = if self.growth.is_grown() { 0 } else { self.growth.receives() };
         self.growth.grow(size);
-        self.resize(before, from, size);
+        self.resize(skip, from, size);
     }
 
     /// Notes that the buffers of [`growth`](Self::growth) could not be registered: no more are

@@ -1,10 +1,10 @@
 //! The number and size of a side's receives, and how it announces changes to its peer.
 //!
 //! A connection starts with [`FIRST_MESSAGES`] receives for messages, of [`FIRST_SIZE`] bytes. A
-//! side that is used replaces them by longer ones, then by more, and a side that is idle returns to
-//! the first ones (`growth.rs`). It posts the new receives, then announces them with a `Resize`
-//! frame. Posted receives cannot be taken back, so the `Resize` asks the peer to skip those before:
-//! the peer sends a `Resize` without payload for each, which uses it up.
+//! side that is used replaces them by longer ones, then adds more, and a side that is idle returns
+//! to the first ones (`growth.rs`). It posts the new receives, then announces them with a `Resize`
+//! frame. Posted receives cannot be taken back, so the `Resize` asks the peer to skip those of
+//! another length: the peer sends a `Resize` without payload for each, which uses it up.
 //!
 //! The device uses receives in the order in which they were posted. Both sides count them from the
 //! start of the connection, so that the peer knows the size of the receive that each frame meets:

@@ -2,7 +2,7 @@
 
 use rdma_message_proto::window::FIRST_SIZE;
 
-use crate::memory::{BufMut, Pool};
+use crate::memory::BufMut;
 use crate::message::after_unlock::Dropped;
 use crate::message::core::Core;
 use crate::message::receives::Receives;
@@ -36,10 +36,11 @@ impl Core {
         if self.receives.leaving.is_some() {
             return;
         }
-        let before = self.protocol.receives();
+        let (before, is_first) = (self.protocol.receives(), self.receives.grown.is_none());
         match self.receives.register(number, before, &mut self.memory.share) {
-            Ok(pool) => {
-                let from = self.replace_receives(Some(pool), number);
+            Ok(()) => {
+                let from = self.posted_receives();
+                self.post_receives(if is_first { number } else { number - before });
                 self.protocol.grow(from, self.receives.size as u32);
             }
             Err(error) => {
@@ -58,7 +59,10 @@ impl Core {
         let Receives { first, leaving, .. } = &self.receives;
         let is_free = leaving.is_none() && first.available() >= number as usize;
         if is_free && self.inbox.messages.is_empty() {
-            let from = self.replace_receives(None, number);
+            let from = self.posted_receives();
+            self.receives.leaving = self.receives.grown.take();
+            self.receives.size = FIRST_SIZE as usize;
+            self.post_receives(number);
             self.protocol.shrink(from);
         }
     }
@@ -80,21 +84,10 @@ impl Core {
         self.protocol.flow.used_receives().wrapping_add(self.receives.posted.len() as u32)
     }
 
-    /// Posts `number` receives with the buffers of `pool`, or the first ones. Returns the number of
-    /// receives posted before.
-    fn replace_receives(&mut self, pool: Option<Pool>, number: u32) -> u32 {
-        let from = self.posted_receives();
-        self.receives.leaving = std::mem::replace(&mut self.receives.grown, pool);
-        self.receives.size = self.receives.pool().buffer_size();
-        self.post_receives(number);
-        from
-    }
-
-    /// Returns the buffers of receives that the peer has skipped to the budget. Messages in them
-    /// would need others for their next receives.
+    /// Returns the long buffers of a side that has shrunk to the budget, once the peer has skipped
+    /// their receives and no frame is in one.
     pub(in crate::message) fn settle_receives(&mut self) {
         let is_settled = self.protocol.flow.may_resize()
-            && !self.has_messages()
             && self.receives.leftovers(self.protocol.receives()) == 0;
         if is_settled && let Some(pool) = self.receives.leaving.take() {
             self.memory.share.shrink(pool.bytes());
@@ -133,7 +126,7 @@ mod tests {
     use crate::verbs::Device;
 
     #[test]
-    fn message_that_crosses_a_return_is_not_exchanged_for_ever() {
+    fn message_that_crosses_a_return_neither_repeats_it_nor_prevents_a_growth() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let network = Network::new();
@@ -175,7 +168,18 @@ mod tests {
                 tokio::task::yield_now().await;
             }
             assert_eq!(frames(), before, "no frames while nothing happens");
+            // It grows again although messages wait all the time.
+            one.try_send("waits").unwrap();
+            while two.counters().inbox < 2 {
+                tokio::task::yield_now().await;
+            }
             assert_eq!(two.recv().await.unwrap().unwrap(), "crosses");
+            one.send(vec![7; 2000]).await.unwrap();
+            while two.counters().inbox < 2 {
+                tokio::task::yield_now().await;
+            }
+            assert!(two.handle().shared.with(|core, _| core.receives.grown.is_some()));
+            assert!(!leaving());
         });
     }
 }
