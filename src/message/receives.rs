@@ -35,6 +35,8 @@ pub(super) struct Receives {
     first: Pool,
     /// Buffers of a side that is in use.
     grown: Option<Pool>,
+    /// Some frames use buffers of `first`, for which `grown` keeps others.
+    replaces_first: bool,
     /// Long buffers of a side that has shrunk, until the peer has skipped their receives.
     leaving: Option<Pool>,
     /// The bytes of receives posted from now on.
@@ -53,6 +55,7 @@ impl Receives {
             size: first.buffer_size(),
             first,
             grown: None,
+            replaces_first: false,
             leaving: None,
             most: config.receives(),
             longest: config.receive_buffer_size as usize,
@@ -85,10 +88,11 @@ impl Receives {
         if !self.has_longest() {
             return None;
         }
-        if let Some(grown) = &self.grown {
+        if self.replaces_first {
             // The next receives of frames in first buffers need one each.
             let needed = self.first.total() - self.first.available();
-            if grown.available() <= needed {
+            self.replaces_first = needed > 0;
+            if self.pool().available() <= needed {
                 return None;
             }
         }
@@ -156,6 +160,7 @@ impl Receives {
             match charged(share, size, buffers, || Pool::new(pd, size, buffers as usize)) {
                 Ok(pool) => {
                     (self.grown, self.size) = (Some(pool), size);
+                    self.replaces_first = true;
                     return Ok(());
                 }
                 Err(_) if size / SHORTER > FIRST_SIZE as usize => size /= SHORTER,

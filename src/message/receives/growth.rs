@@ -61,6 +61,7 @@ impl Core {
         if is_free && self.inbox.messages.is_empty() {
             let from = self.posted_receives();
             self.receives.leaving = self.receives.grown.take();
+            self.receives.replaces_first = false;
             self.receives.size = FIRST_SIZE as usize;
             self.post_receives(number);
             self.protocol.shrink(from);
