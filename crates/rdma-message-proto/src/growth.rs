@@ -175,6 +175,7 @@ impl Growth {
 #[cfg(test)]
 mod tests {
     use super::*;
+
     const FIRST: u32 = 8;
     const MOST: u32 = 68;
     const LONG: u32 = 16_384;

@@ -398,13 +398,16 @@ impl<R: Reason> Protocol<R> {
         grows.then(|| self.growth.next())
     }
 
-    /// Announces the receives of [`growth`](Self::growth), of `size` bytes, which are posted from
-    /// number `from` on. The first ones are replaced: the peer skips them. Long ones are kept, and
-    /// only as many as are missing are posted.
-    pub fn grow(&mut self, from: u32, size: u32) {
-        let skip = if self.growth.is_grown() { 0 } else { self.growth.receives() };
+    /// Announces the receives of [`growth`](Self::growth), of `size` bytes, and returns how many
+    /// must be posted now, from number `from` on. The first ones are replaced: the peer skips them.
+    /// Long ones are kept, and only those that are missing are posted.
+    #[must_use]
+    pub fn grow(&mut self, from: u32, size: u32) -> u32 {
+        let before = self.growth.receives();
+        let kept = if self.growth.is_grown() { before } else { 0 };
         self.growth.grow(size);
-        self.resize(skip, from, size);
+        self.resize(before - kept, from, size);
+        self.growth.receives() - kept
     }
 
     /// Notes that the buffers of [`growth`](Self::growth) could not be registered: no more are

@@ -36,12 +36,11 @@ impl Core {
         if self.receives.leaving.is_some() {
             return;
         }
-        let (before, is_first) = (self.protocol.receives(), self.receives.grown.is_none());
+        let before = self.protocol.receives();
         match self.receives.register(number, before, &mut self.memory.share) {
             Ok(()) => {
-                let from = self.posted_receives();
-                self.post_receives(if is_first { number } else { number - before });
-                self.protocol.grow(from, self.receives.size as u32);
+                let missing = self.protocol.grow(self.posted_receives(), self.receives.size as u32);
+                self.post_receives(missing);
             }
             Err(error) => {
                 self.note_failed_growth(&error);
@@ -105,9 +104,7 @@ impl Core {
     pub(in crate::message) fn on_skip(&mut self, buffer: BufMut) {
         self.drop_buffer(buffer);
         self.settle_receives();
-        if self.receives.are_leaving() {
-            self.exchange_leftovers();
-        }
+        self.exchange_leftovers();
     }
 
     /// Drops a buffer. A long one may be the last of its memory; first ones are needed again.
