@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use common::{Arguments, Result};
 use tokio::runtime::Runtime;
-use tokio_rdma::message::BufferBudget;
+use tokio_rdma::connection::BufferBudget;
 use tokio_rdma::{Connection, ConnectionConfig, Device, Listener};
 
 /// The number of connections of the comparison.

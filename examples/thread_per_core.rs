@@ -42,7 +42,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::oneshot;
 use tokio::task::{JoinSet, LocalSet};
 use tokio::time::timeout;
-use tokio_rdma::message::ConnectionRequest;
+use tokio_rdma::connection::ConnectionRequest;
 use tokio_rdma::{
     CompletionMode, CompletionQueue, Connection, ConnectionConfig, Device, Listener, MessageError,
 };

@@ -56,8 +56,8 @@
 //! # Layers
 //!
 //! ```text
-//! message        Connection: messages with flow control, and one-sided operations
-//! stream         RdmaStream: bytes with the traits of Tokio, on the same flow control
+//! stream, peers  RdmaStream: bytes with the traits of Tokio; Reconnect, PeerSet
+//! connection     Connection: messages with flow control, and one-sided operations
 //! cm             listen, connect and disconnect by IP address
 //! op, dc         QueuePair, Batch, DcInitiator, DcPool: operations as futures
 //! completion     CompletionQueue: modes and counters
@@ -119,7 +119,7 @@ pub mod error;
 pub mod memory;
 // Tokio has no sockets under loom.
 #[cfg(not(loom))]
-pub mod message;
+pub mod connection;
 pub mod op;
 #[cfg(not(loom))]
 pub mod peers;
@@ -127,6 +127,8 @@ pub mod peers;
 #[cfg_attr(docsrs, doc(cfg(feature = "ibverbs")))]
 pub mod raw;
 pub mod software;
+#[cfg(not(loom))]
+pub mod stream;
 pub mod verbs;
 
 #[cfg(not(loom))]
@@ -150,16 +152,17 @@ pub mod completion {
     };
 }
 
+#[cfg(not(loom))]
+pub use connection::{
+    CloseReason, Connection, ConnectionConfig, ConnectionRequest, EstablishError, Listener,
+    MessageError,
+};
 pub use engine::{CompletionMode, CompletionQueue};
 pub use error::{OpError, OpErrorKind, SetupError, VerbError};
 pub use memory::{Buf, BufMut, ExposedRegion, Pool, RemoteRegion};
-#[cfg(not(loom))]
-pub use message::{
-    CloseReason, Connection, ConnectionConfig, ConnectionRequest, EstablishError, Listener,
-    MessageError, stream,
-    stream::{RdmaListener, RdmaStream},
-};
 pub use op::{Batch, QueuePair, QueuePairEndpoint, SharedReceiveQueue};
+#[cfg(not(loom))]
+pub use stream::{RdmaListener, RdmaStream};
 pub use types::{Access, Imm};
 pub use verbs::{Device, ProtectionDomain};
 

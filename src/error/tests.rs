@@ -17,19 +17,19 @@ use bytes::Bytes;
 use crate::cm::{
     ConnectAttempt, ConnectError, ConnectStep, FOR_MESSAGES, FOR_STREAMS, RejectReason,
 };
+use crate::connection::{
+    CloseReason, EstablishError, HandshakeError, MessageError, RefusalReason, TrySendError,
+    Violation,
+};
 use crate::error::{
     CompletionError, LimitError, NoRuntime, OpError, OpErrorKind, OpenError, OutOfBounds, Outcome,
     ReceiveLengths, RemoteAccess, SetupError, TryError, UdpError, VerbError,
 };
 use crate::memory::PoolError;
-use crate::message::stream::{RdmaListener, RdmaStream, ReuniteError};
-use crate::message::{
-    CloseReason, EstablishError, HandshakeError, MessageError, RefusalReason, TrySendError,
-    Violation,
-};
 use crate::op::{DeadlineError, EndpointError, Write};
 use crate::peers::{PeerError, ReconnectCause, ReconnectError};
 use crate::software::Network;
+use crate::stream::{RdmaListener, RdmaStream, ReuniteError};
 use crate::types::{Access, QpState, Qpn, TransitionError, WcStatus};
 use crate::verbs::Device;
 

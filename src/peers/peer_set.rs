@@ -36,11 +36,11 @@ pub use settings::{PeerError, PeerSetConfig, PeerSetCounters};
 
 use crate::clock;
 use crate::cm::ConnectError;
+use crate::connection::{Connection, ConnectionConfig, EstablishError};
 use crate::contained::wakes_contained;
 use crate::dc::{DcAddress, DcPool, DcPoolPeer};
 use crate::engine::{PortChanges, all_ports_are_down};
 use crate::error::NoRuntime;
-use crate::message::{Connection, ConnectionConfig, EstablishError};
 use crate::verbs::Device;
 use table::{State, Table};
 

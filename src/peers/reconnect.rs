@@ -36,11 +36,11 @@ pub use error::{ReconnectCause, ReconnectError};
 pub use policy::ReconnectPolicy;
 
 use crate::clock;
-use crate::contained::{contained, wakes_contained};
-use crate::error::{NoRuntime, OpenError};
-use crate::message::{
+use crate::connection::{
     CloseReason, Connection, ConnectionConfig, EstablishError, MessageError, RefusalReason,
 };
+use crate::contained::{contained, wakes_contained};
+use crate::error::{NoRuntime, OpenError};
 use crate::verbs::Device;
 
 /// A connection to an address that is made anew whenever it ends, until this handle is closed or

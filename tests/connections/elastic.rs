@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::connected::{self, assert_ready, config, modes, pair, pair_in, pattern, recv};
 use crate::torture::{self, Flavour, LONG, Mode, Seed, bounded, scaled, soon};
 use bytes::Bytes;
-use tokio_rdma::message::{BufferBudget, RefusalReason};
+use tokio_rdma::connection::{BufferBudget, RefusalReason};
 use tokio_rdma::software::Network;
 use tokio_rdma::{BufMut, Connection, EstablishError, Listener, SetupError};
 

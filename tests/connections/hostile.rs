@@ -8,7 +8,7 @@ use std::time::Duration;
 use crate::connected::{self, config, pattern, recv, two};
 use crate::torture::{Flavour, LONG, Seed, bounded, eventually, soon};
 use futures::{FutureExt, StreamExt};
-use tokio_rdma::message::{Handshake, HandshakeError, RefusalReason, Violation};
+use tokio_rdma::connection::{Handshake, HandshakeError, RefusalReason, Violation};
 use tokio_rdma::software::{Faults, Network, drive};
 use tokio_rdma::types::{Imm, Rkey, WcStatus};
 use tokio_rdma::{

@@ -20,7 +20,7 @@ use futures::{FutureExt, Sink, SinkExt, Stream, StreamExt};
 use tokio::runtime::Builder;
 use tokio::sync::watch;
 use tokio::time::timeout;
-use tokio_rdma::message::{Handshake, HandshakeError};
+use tokio_rdma::connection::{Handshake, HandshakeError};
 use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::software::{Faults, LinkCounters, Network};
 use tokio_rdma::types::Gid;

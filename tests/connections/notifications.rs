@@ -7,7 +7,7 @@ use std::pin::pin;
 
 use futures::future::{join_all, poll_immediate};
 use futures::{FutureExt, StreamExt};
-use tokio_rdma::message::{Notifications, TrySendError};
+use tokio_rdma::connection::{Notifications, TrySendError};
 use tokio_rdma::software::Network;
 use tokio_rdma::types::WcStatus;
 use tokio_rdma::{

@@ -10,7 +10,7 @@ use std::time::Duration;
 use futures::future::{join_all, poll_immediate};
 use futures::{FutureExt, StreamExt};
 use tokio::task::JoinHandle;
-use tokio_rdma::message::{BufferBudget, RefusalReason, ShutdownReport};
+use tokio_rdma::connection::{BufferBudget, RefusalReason, ShutdownReport};
 use tokio_rdma::software::Network;
 use tokio_rdma::{
     CloseReason, Connection, ConnectionConfig, Device, EstablishError, Listener, MessageError,

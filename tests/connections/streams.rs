@@ -18,7 +18,7 @@ use crate::torture::{
 use bytes::Bytes;
 use futures::FutureExt;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWrite, AsyncWriteExt, Interest};
-use tokio_rdma::message::{BufferBudget, Content, Handshake, RefusalReason, Violation};
+use tokio_rdma::connection::{BufferBudget, Content, Handshake, RefusalReason, Violation};
 use tokio_rdma::software::Network;
 use tokio_rdma::stream::{OwnedReadHalf, OwnedWriteHalf};
 use tokio_rdma::types::{Imm, Rkey};

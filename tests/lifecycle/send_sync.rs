@@ -4,6 +4,7 @@ use crate::torture;
 use std::fmt::Debug;
 
 use tokio_rdma::completion::*;
+use tokio_rdma::connection::*;
 use tokio_rdma::dc::*;
 use tokio_rdma::doctor::{
     Capability, CapabilityStatus, Container, DeviceReport, Examination, Finding, Host,
@@ -11,7 +12,6 @@ use tokio_rdma::doctor::{
 };
 use tokio_rdma::error::*;
 use tokio_rdma::memory::*;
-use tokio_rdma::message::*;
 use tokio_rdma::op::*;
 use tokio_rdma::types::{
     AckTimeout, AddressVector, AsyncEvent, AtomicCapability, Data, DcAttr, DcKey, DctTarget,

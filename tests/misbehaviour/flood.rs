@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use tokio_rdma::message::Handshake;
+use tokio_rdma::connection::Handshake;
 use tokio_rdma::software::{Network, UdpConfig};
 use tokio_rdma::types::Gid;
 use tokio_rdma::{Connection, Device, Listener};

@@ -32,8 +32,8 @@ const LAYERS: [&[&str]; 10] = [
     &["op"],
     &["dc"],
     &["cm", "doctor"],
-    &["message", "raw"],
-    &["peers"],
+    &["connection", "raw"],
+    &["peers", "stream"],
 ];
 
 const LONGEST: usize = 900;

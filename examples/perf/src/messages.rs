@@ -17,7 +17,7 @@ use crate::meet::{End, unexpected};
 pub(crate) const COMPLETIONS: usize = 512;
 
 #[derive(Debug)]
-pub(crate) struct Prepared(tokio_rdma::message::PreparedConnection);
+pub(crate) struct Prepared(tokio_rdma::connection::PreparedConnection);
 
 impl Prepared {
     /// Prepares a connection. With `peer`, selects a GID that routes to it.

@@ -2,8 +2,8 @@
 
 use std::future::{Future, ready};
 
+use crate::connection::Connection;
 use crate::dc::DcPoolPeer;
-use crate::message::Connection;
 
 /// A link to a peer in a [`PeerSet`](super::PeerSet): a [`Connection`], a [`DcPoolPeer`], or a
 /// type of yours that contains one, for example with a task that dispatches answers.

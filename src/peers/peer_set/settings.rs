@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio::sync::Semaphore;
 
-use crate::message::EstablishError;
+use crate::connection::EstablishError;
 
 /// The limits and timeouts of a [`PeerSet`](super::PeerSet).
 #[derive(Debug, Clone)]

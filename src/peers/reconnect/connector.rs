@@ -8,9 +8,9 @@ use futures::future::{BoxFuture, Either, select};
 use super::error::ReconnectCause;
 use super::policy::ReconnectPolicy;
 use crate::cm::ConnectError;
+use crate::connection::{CloseReason, Connection, EstablishError};
 use crate::engine::{PortChanges, all_ports_are_down};
 use crate::error::{OpenError, SetupError, VerbError};
-use crate::message::{CloseReason, Connection, EstablishError};
 use crate::verbs::Device;
 
 pub(super) type Attempt = BoxFuture<'static, Result<Connection, EstablishError>>;

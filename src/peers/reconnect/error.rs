@@ -5,8 +5,8 @@ use std::io;
 use std::time::Duration;
 
 use crate::cm::ConnectError;
+use crate::connection::{CloseReason, EstablishError};
 use crate::error::{OpenError, SetupError, VerbError};
-use crate::message::{CloseReason, EstablishError};
 use crate::types::RejectReason;
 
 /// The reason for another attempt of a [`Reconnect`](super::Reconnect), or for none.
@@ -239,9 +239,9 @@ mod tests {
 
     use super::*;
     use crate::cm::{ConnectAttempt, ConnectStep};
+    use crate::connection::RefusalReason;
+    use crate::connection::{Content, HandshakeError};
     use crate::error::{LimitError, NoRuntime};
-    use crate::message::RefusalReason;
-    use crate::message::{Content, HandshakeError};
 
     #[test]
     fn errors_are_temporary_if_the_peer_or_the_network_can_change_them() {

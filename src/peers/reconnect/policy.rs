@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::message::EstablishError;
+use crate::connection::EstablishError;
 
 /// The delays, timeouts and the deadline of a [`Reconnect`](super::Reconnect).
 ///

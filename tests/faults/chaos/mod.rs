@@ -35,7 +35,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio_rdma::Device;
-use tokio_rdma::message::BufferBudget;
+use tokio_rdma::connection::BufferBudget;
 use tokio_rdma::software::Network;
 
 use self::clients::Client;

@@ -11,7 +11,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use tokio::io::AsyncReadExt;
 use tokio::net::unix::pipe;
 use tokio::time::sleep;
-use tokio_rdma::message::BufferBudget;
+use tokio_rdma::connection::BufferBudget;
 use tokio_rdma::software::{Network, UdpConfig, UdpError};
 
 use super::faults::Fault;

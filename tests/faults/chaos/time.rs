@@ -4,7 +4,7 @@ use std::future::Future;
 use std::time::Duration;
 
 use tokio::runtime::Builder;
-use tokio_rdma::message::BufferBudget;
+use tokio_rdma::connection::BufferBudget;
 use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::peers::ReconnectPolicy;
 use tokio_rdma::software::{self, Faults, Network};

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use parking_lot::Mutex;
 use tokio::time::{Instant, sleep};
 use tokio_rdma::ConnectionConfig;
+use tokio_rdma::connection::BufferBudget;
 use tokio_rdma::error::Outcome;
-use tokio_rdma::message::BufferBudget;
 use tokio_rdma::software::Network;
 
 use super::disk::Disk;

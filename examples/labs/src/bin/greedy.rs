@@ -8,7 +8,7 @@ use bytes::Bytes;
 use labs::{Peer, Result, check, in_time};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
-use tokio_rdma::message::BufferBudget;
+use tokio_rdma::connection::BufferBudget;
 use tokio_rdma::{Connection, ConnectionConfig};
 
 /// The bytes of buffers that the server has for all clients.

@@ -1,0 +1,675 @@
+//! The I/O of one side of a connection, under one lock.
+//!
+//! ```text
+//!  poll_send ─▶ inline │ copied │ lent │ offered ─▶ sends ─▶ peer   credits, phases, time:
+//!  poll_recv ◀─ inbox ◀─ receives ◀──────────────────────── peer   rdma_message_proto
+//!                 └─ long: READ, then done ───────────────▶ peer
+//! ```
+//!
+//! [`Core::progress`] does all work that is possible now. Tasks that send or receive call it, and
+//! so do the waker of operations and the driver. So progress never depends on the service's tasks.
+
+use std::future::Future;
+use std::ops::ControlFlow;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker, ready};
+use std::time::{Duration, Instant};
+
+use rdma_message_proto::Violation;
+use rdma_message_proto::frame::{Kind, OFFER_LEN};
+use rdma_message_proto::handshake::{Content, Handshake};
+use rdma_message_proto::incoming::Arrival;
+use rdma_message_proto::lifecycle::{Event, Phase, Stage};
+use rdma_message_proto::protocol::{Due, Protocol};
+use rdma_message_proto::refusal::MAX_REJECT_DATA;
+use rdma_message_proto::timers::Observed;
+use tokio::runtime;
+
+use super::after_unlock::{AfterUnlock, Dropped};
+use super::budget::Share;
+use super::config::ConnectionConfig;
+use super::error::CloseReason;
+use super::inbox::{Inbox, Incoming, Notification};
+use super::jobs::Jobs;
+use super::message_memory::FetchMemory;
+use super::outbox::{Awaited, Outbox, Sent};
+use super::receives::Receives;
+use super::send_memory::SendMemory;
+use super::stream_state::StreamState;
+use super::waiting::{Block, Waiting};
+use crate::clock;
+use crate::cm::CmConnection;
+use crate::engine::is_current;
+use crate::error::{OpErrorKind, SetupError};
+use crate::forked;
+use crate::memory::{BufMut, Pool, RemoteRegion};
+use crate::op::{QueuePair, Received};
+use crate::waiters::{Ticket, Waiters};
+
+const _: () = assert!(OFFER_LEN == RemoteRegion::ENCODED_LEN);
+const _: () = assert!(MAX_REJECT_DATA == rdma_provider::cm_contract::MAX_REJECT_DATA);
+
+/// The number of frames handled before the task yields.
+pub(super) const BATCH: usize = 128;
+
+/// The frames in flight with which a poll of the send queue is worth its cost.
+const REAPED: usize = 8;
+
+/// The frames in flight with which a side skips receives. More would enlarge the queues of a
+/// connection that becomes idle.
+const SKIPS: usize = 4;
+
+#[derive(Debug)]
+pub(crate) struct Core {
+    /// What may be sent, what must be sent, and when the connection ends.
+    pub(crate) protocol: Protocol<CloseReason>,
+    pub(super) io: Io,
+    pub(super) limits: Limits,
+    pub(super) memory: Memory,
+    pub(super) receives: Receives,
+    pub(super) inbox: Inbox,
+    pub(super) outbox: Outbox,
+    pub(super) waiting: Waiting,
+    pub(crate) stream: StreamState,
+    pub(super) counters: ConnectionCounters,
+    pub(super) after: AfterUnlock,
+}
+
+/// What a side posts to, and what watches its completions.
+#[derive(Debug)]
+pub(super) struct Io {
+    pub(super) qp: QueuePair,
+    /// The same queue pair, for frames: the peer waits for solicited messages only.
+    pub(super) frames: QueuePair,
+    /// Dropping it disconnects the peer.
+    pub(super) link: Option<Arc<CmConnection>>,
+    /// The driver's waker learns of completed receives, which have no wakers.
+    pub(super) is_listened: bool,
+    /// The runtime of the driver, once there is one.
+    pub(super) runtime: Option<runtime::Id>,
+}
+
+/// Registered memory beside the receives.
+#[derive(Debug)]
+pub(super) struct Memory {
+    pub(super) send: SendMemory,
+    pub(super) fetch: FetchMemory,
+    /// What this side has taken from its budget.
+    pub(super) share: Share,
+    /// Registrations that may block.
+    pub(super) jobs: Jobs,
+}
+
+/// Limits of both sides, in bytes, and settings.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Limits {
+    pub(super) inline: usize,
+    /// Longest buffer of held bytes while the peer has its first receives.
+    pub(super) held: usize,
+    /// Buffers are registered with use.
+    pub(super) is_elastic: bool,
+    /// Longest message that the peer accepts.
+    pub(super) send: u64,
+    pub(super) send_memory: u64,
+    pub(super) receive_memory: u64,
+    /// How long a dropped stream continues to send.
+    pub(super) linger: Duration,
+}
+
+impl Core {
+    /// Creates a side and posts its receives.
+    pub(super) fn new(
+        qp: QueuePair,
+        config: &ConnectionConfig,
+        (receive_pool, send_pool): (Pool, Option<Pool>),
+        share: Share,
+    ) -> Self {
+        let limits = Limits {
+            inline: qp.caps().max_inline.min(config.max_inline) as usize,
+            held: 0,
+            is_elastic: config.is_elastic(),
+            send: 0,
+            send_memory: config.send_memory,
+            receive_memory: config.receive_memory,
+            linger: config.close_timeout,
+        };
+        let mut core = Self {
+            protocol: Protocol::new(config.protocol()),
+            limits,
+            memory: Memory {
+                send: SendMemory::new(send_pool, config),
+                fetch: FetchMemory::new(qp.protection_domain(), config.receive_memory),
+                share,
+                jobs: Jobs::None,
+            },
+            receives: Receives::new(receive_pool, config),
+            inbox: Inbox::default(),
+            outbox: Outbox::default(),
+            waiting: Waiting::default(),
+            stream: StreamState::default(),
+            counters: ConnectionCounters::default(),
+            after: AfterUnlock::default(),
+            io: Io {
+                frames: qp.solicited(),
+                is_listened: qp.is_listened(),
+                link: None,
+                runtime: None,
+                qp,
+            },
+        };
+        core.post_receives(config.first_receives());
+        core
+    }
+
+    pub(super) fn set_peer(&mut self, peer: &Handshake, link: Option<Arc<CmConnection>>) {
+        self.io.link = link;
+        self.protocol.set_peer(peer, clock::now());
+        self.limits.send = peer.max_message;
+        self.renew_send_memory();
+    }
+
+    /// Does all work that is possible now, for a task. Operations wake `driver`.
+    pub(super) fn progress(&mut self, driver: &Waker) {
+        self.advance(driver);
+        // The task may wait for a receive, also if the other runtimes that watch the queue do not
+        // run. If this one cannot watch it, the driver polls.
+        if self.io.is_listened && self.close_reason().is_none() && !self.io.qp.watch_receives() {
+            self.after.wake_driver();
+        }
+    }
+
+    /// Takes what has arrived, for a task that receives. Does nothing more if there is nothing, not
+    /// even a READ to watch: other completions wake the driver.
+    pub(super) fn progress_for_receiver(&mut self, driver: &Waker) {
+        let nothing_arrived = self.io.is_listened
+            && self.inbox.fetching.is_empty()
+            && self.protocol.phase().check_open().is_ok()
+            && self.receives.posted.front().is_some_and(|receive| !receive.is_finished())
+            && !forked::is_child();
+        if nothing_arrived && self.io.qp.watch_receives() {
+            return;
+        }
+        self.progress(driver);
+    }
+
+    fn advance(&mut self, driver: &Waker) {
+        if self.close_reason().is_some() {
+            return;
+        }
+        self.terminate_on_error(|core| {
+            let forked = |error| CloseReason::Operation(OpErrorKind::CompletionQueue(error));
+            forked::check().map_err(forked)?;
+            core.work(&mut Context::from_waker(driver))
+        });
+        self.wake();
+        // Only the driver keeps deadlines.
+        if self.protocol.is_linger_due() {
+            self.after.wake_driver();
+        }
+    }
+
+    #[inline]
+    pub(super) fn terminate_on_error(
+        &mut self,
+        work: impl FnOnce(&mut Self) -> Result<(), CloseReason>,
+    ) {
+        if let Err(reason) = work(self) {
+            self.on(Event::Terminate(reason));
+        }
+    }
+
+    fn needs_driver(&self) -> bool {
+        !matches!(self.protocol.phase(), Phase::Running(stage) if *stage != Stage::Aborting)
+    }
+
+    /// Makes progress where a completion was found. Returns true if the driver must continue.
+    pub(super) fn serve(&mut self, driver: &Waker) -> bool {
+        if self.needs_driver() {
+            return true;
+        }
+        self.advance(driver);
+        self.needs_driver()
+    }
+
+    /// Makes progress for the driver. Returns its next deadline, or the close reason.
+    pub(super) fn drive(&mut self, driver: &Waker) -> ControlFlow<CloseReason, Option<Instant>> {
+        self.progress(driver);
+        self.protocol.linger(clock::now);
+        let fetched = self.limits.is_elastic && self.memory.fetch.pooled() > 0;
+        let receives = self.protocol.watches_receives() || self.receives.are_leaving();
+        if receives || self.memory.send.is_grown() || fetched {
+            self.protocol.watch_idle(clock::now);
+        }
+        if self.is_abort_acknowledged(driver) {
+            self.on(Event::Terminate(CloseReason::Local));
+        }
+        self.close_reason()
+            .map_or(ControlFlow::Continue(self.protocol.deadline()), ControlFlow::Break)
+    }
+
+    pub(super) fn on_deadline(&mut self, now: Instant) {
+        // A sender that was woken, or whose future was dropped, waits no longer.
+        let waits = !self.waiting.senders.is_empty() && !self.is_unblocked();
+        let stalled_at = waits.then_some(self.counters.sent);
+        let notified =
+            self.counters.notifications_received > 0 || !self.inbox.notifications.is_empty();
+        let message_seen = self.inbox.has_seen_message() || notified;
+        let counters = &self.counters;
+        let notifications = counters.notifications_sent + counters.notifications_received;
+        let messages = counters.sent + counters.received + notifications;
+        let observed = Observed { stalled_at, message_seen, messages };
+        while let (None, Some(due)) = (self.close_reason(), self.protocol.due(now, observed)) {
+            match due {
+                Due::Frame(header) => self.send_bare(header),
+                Due::Buffers { idle } => {
+                    self.reap();
+                    self.settle_receives();
+                    if idle {
+                        self.shrink_send_memory();
+                        self.shrink_receives();
+                        self.shrink_fetch_memory();
+                        self.send_due();
+                    }
+                    self.renew_send_memory();
+                }
+                Due::Terminate(end) => self.on(Event::Terminate(end.into())),
+            }
+        }
+    }
+
+    fn work(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
+        self.take_frames(context)?;
+        if self.protocol.peer_writes_in_vain() {
+            // Ends the peer's writes, as TCP does by a reset.
+            self.on(Event::Abort(CloseReason::Local));
+            return Ok(());
+        }
+        if self.protocol.note_answer(clock::now) {
+            self.after.wake_driver();
+        }
+        if let Some(failure) = self.protocol.phase().failure() {
+            return self.on_failure(failure, context);
+        }
+        self.reap_some();
+        self.send_held();
+        if self.protocol.may_grow() {
+            self.grow_receives();
+        }
+        self.fetch(context)?;
+        if !self.protocol.phase().takes_messages() {
+            self.discard()?;
+        }
+        self.send_due();
+        self.watch_sends(context)?;
+        match self.protocol.phase().failure() {
+            Some(failure) => self.on_failure(failure, context),
+            None if self.protocol.flow.is_over() && self.outbox.sends.is_empty() => {
+                Err(CloseReason::Clean)
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Handles up to [`BATCH`] received frames.
+    pub(super) fn take_frames(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
+        for taken in 0..BATCH {
+            let Some(receive) = self.receives.posted.front_mut() else { return Ok(()) };
+            // One poll of the device: the listener learns of later completions.
+            let arrived = if taken == 0 { receive.is_finished() } else { receive.is_complete() };
+            if self.io.is_listened && !arrived {
+                return Ok(());
+            }
+            let Poll::Ready(result) = Pin::new(receive).poll(context) else { return Ok(()) };
+            self.receives.posted.pop_front();
+            match result {
+                Ok(received) => self.on_frame(received)?,
+                Err(error) => {
+                    self.on(Event::Fail(error.kind().into()));
+                    return Ok(());
+                }
+            }
+        }
+        // Yields to other tasks.
+        context.waker().wake_by_ref();
+        Ok(())
+    }
+
+    fn on_frame(&mut self, received: Received<BufMut>) -> Result<(), CloseReason> {
+        let Received { buffer, len, imm, written, .. } = received;
+        let frame = self.protocol.on_frame(imm.map(|imm| imm.0), buffer.len(), written)?;
+        for _ in 0..frame.fetched {
+            if let Some(region) = self.outbox.fetched() {
+                self.after.drop(Dropped::Fetched(region));
+            }
+        }
+        match frame.arrival {
+            Arrival::Message { parts, len } => {
+                self.inbox.push_last(parts as usize, buffer, len as usize);
+            }
+            Arrival::Part => self.inbox.push_part(buffer),
+            Arrival::Offer => {
+                let region = RemoteRegion::from_bytes(&buffer)
+                    .ok_or(Violation::FrameLength { len: buffer.len() })?;
+                self.protocol.on_offer(region.addr(), region.len())?;
+                self.post_receive(buffer);
+                self.inbox.push(Incoming::Offered(region));
+            }
+            Arrival::Notification => {
+                self.post_receive(buffer);
+                if let Some(imm) = imm {
+                    self.inbox.notifications.push_back(Notification { imm, len });
+                }
+            }
+            Arrival::Control => self.post_receive(buffer),
+            Arrival::Resize => {
+                let size = self.protocol.on_resize(&buffer)?;
+                self.post_receive(buffer);
+                self.limit_frames(Some(size));
+                // A message may now need fewer frames, or be offered.
+                self.wake_senders();
+            }
+            Arrival::Skip => self.on_skip(buffer),
+        }
+        Ok(())
+    }
+
+    /// Counts a failed registration of buffers, and logs the first one.
+    pub(super) fn note_failed_growth(&mut self, error: &SetupError) {
+        if self.counters.growth_failures == 0 {
+            rdma_provider::warn!(
+                qpn = %self.io.qp.qpn(),
+                %error,
+                "failed to register more buffers; continuing with fewer"
+            );
+        }
+        self.counters.growth_failures += 1;
+    }
+
+    /// Records a failed post. The queue pair still works then, so the failure would otherwise be
+    /// noticed only after all earlier operations.
+    pub(super) fn note_refusal(&mut self, refusal: Option<OpErrorKind>) {
+        if let Some(kind) = refusal {
+            self.on(Event::Fail(kind.into()));
+            self.after.wake_driver();
+        }
+    }
+
+    /// Removes completed frames if something waits for them, or at least [`REAPED`] are in flight:
+    /// a poll of the send queue then finds several completions.
+    fn reap_some(&mut self) {
+        let awaited = self.outbox.lent > 0
+            || !self.outbox.held.is_empty()
+            || self.waiting.mark.is_some()
+            || !self.waiting.senders.is_empty();
+        if awaited || self.outbox.sends.len() >= REAPED {
+            self.reap();
+        }
+    }
+
+    /// Removes completed frames.
+    pub(super) fn reap(&mut self) {
+        let context = &mut Context::from_waker(Waker::noop());
+        while self.outbox.sends.front().is_some_and(Sent::is_finished)
+            && let Poll::Ready(result) = self.poll_sent(0, context)
+        {
+            if let Err(kind) = result {
+                self.on(Event::Fail(kind.into()));
+            }
+        }
+    }
+
+    /// Polls sent frame `index`. Removes it if it is complete and the oldest.
+    #[inline(always)]
+    pub(super) fn poll_sent(
+        &mut self,
+        index: usize,
+        context: &mut Context<'_>,
+    ) -> Poll<Result<(), OpErrorKind>> {
+        let (result, lent) = ready!(self.outbox.poll_sent(index, context));
+        if let Some(buffer) = lent {
+            self.after.return_sent(buffer);
+        }
+        Poll::Ready(result)
+    }
+
+    /// Sends the `Fin`, `Resize`, `Ack` and skips that are due.
+    #[inline(always)]
+    pub(super) fn send_due(&mut self) {
+        if !self.protocol.is_quiet() {
+            self.send_until_quiet();
+        }
+    }
+
+    #[inline(never)]
+    fn send_until_quiet(&mut self) {
+        loop {
+            let sends = &self.outbox.sends;
+            let may_skip = || sends.len() < SKIPS.max(sends.capacity());
+            let all_sent = self.outbox.held.is_empty();
+            let next = self.protocol.next_frame(all_sent, may_skip, clock::now);
+            let Some((header, resize)) = next else { return };
+            self.counters.acks += u64::from(header.kind == Kind::Ack);
+            match resize {
+                Some(resize) => self.send_short(header, &resize.to_bytes()),
+                None => self.send_bare(header),
+            }
+        }
+    }
+
+    /// Registers the driver with the send that termination, a flush, the first sender or the owner
+    /// of a lent buffer waits for.
+    #[inline]
+    pub(super) fn watch_sends(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
+        match self.awaited_send() {
+            Some(index) => self.watch_sends_from(index, context),
+            None => Ok(()),
+        }
+    }
+
+    #[inline(never)]
+    fn watch_sends_from(
+        &mut self,
+        mut index: usize,
+        context: &mut Context<'_>,
+    ) -> Result<(), CloseReason> {
+        loop {
+            let before = self.outbox.reaped;
+            match self.poll_sent(index, context) {
+                Poll::Pending => {
+                    self.watch_by_driver();
+                    return Ok(());
+                }
+                Poll::Ready(Err(kind)) => return self.on_failure(kind.into(), context),
+                Poll::Ready(Ok(())) => {}
+            }
+            // It completed after the last `reap`: held bytes may have waited for it, and another
+            // send may be awaited now.
+            if index > 0 {
+                self.reap();
+            }
+            self.send_held();
+            self.send_due();
+            index = match self.awaited_send() {
+                Some(index) if self.outbox.reaped != before => index,
+                _ => return Ok(()),
+            };
+        }
+    }
+
+    /// Lets the runtime of the driver watch a polled operation too: the current one may not run for
+    /// long.
+    pub(super) fn watch_by_driver(&mut self) {
+        if self.io.runtime.is_some_and(|driver| !is_current(driver)) {
+            self.after.wake_driver();
+        }
+    }
+
+    /// Returns the index of the send whose completion is awaited, if any.
+    #[inline(always)]
+    fn awaited_send(&self) -> Option<usize> {
+        let (outbox, waiting) = (&self.outbox, &self.waiting);
+        // Without a posted receive, only a send reports that the queue pair has failed.
+        let is_last = self.protocol.flow.is_over() || self.receives.posted.is_empty();
+        if is_last || !outbox.held.is_empty() || self.protocol.flow.skips() {
+            return outbox.last_of(Awaited::All);
+        }
+        if let Some(mark) = waiting.mark.filter(|mark| mark.frames > outbox.reaped) {
+            return outbox.last_of(Awaited::Before(mark));
+        }
+        if !waiting.senders.is_empty() && matches!(waiting.blocked, Block::Buffers { .. }) {
+            return outbox.last_of(Awaited::Half);
+        }
+        outbox.last_of(Awaited::Lent)
+    }
+
+    /// Collects the wakers of tasks whose condition holds.
+    fn wake(&mut self) {
+        let ended = self.close_reason().is_some();
+        if ended || self.inbox.is_ready() || self.is_at_end() {
+            self.wake_receivers();
+        }
+        if !self.waiting.notified.is_empty() && self.has_news() {
+            self.after.wake(self.waiting.notified.take_first());
+        }
+        if !self.waiting.senders.is_empty() && self.is_unblocked() {
+            self.wake_senders();
+        }
+        if ended || self.waiting.mark.is_some_and(|mark| self.outbox.has_reached(mark)) {
+            self.waiting.mark = None;
+            self.after.wake_all(self.waiting.flushers.take_all());
+        }
+    }
+
+    /// Wakes the receiver whose turn it is, and streams.
+    pub(super) fn wake_receivers(&mut self) {
+        match self.protocol.content() {
+            Content::Messages => {
+                self.after.wake(self.waiting.receivers.take_first());
+                if !self.waiting.streams.is_empty() {
+                    self.after.wake_all(self.waiting.streams.take_all());
+                }
+            }
+            Content::Bytes => self.after.wake_all(self.waiting.receivers.take_all()),
+        }
+    }
+
+    /// Wakes the sender whose turn it is.
+    pub(super) fn wake_senders(&mut self) {
+        match self.protocol.content() {
+            Content::Messages => self.after.wake(self.waiting.senders.take_first()),
+            Content::Bytes => self.after.wake_all(self.waiting.senders.take_all()),
+        }
+    }
+
+    /// Returns true if it is the turn of the task with `ticket` in `waiters`. A stream has at most
+    /// one reader and one writer, so all others that wait there only wait for its readiness, or no
+    /// longer: like a `TcpStream`, it need not know of a dropped read.
+    pub(super) fn is_turn(&self, waiters: &Waiters, ticket: Option<Ticket>) -> bool {
+        self.protocol.content() == Content::Bytes || waiters.is_first(ticket)
+    }
+
+    fn is_unblocked(&self) -> bool {
+        match self.waiting.blocked {
+            // Held bytes are still sent after `shutdown`.
+            Block::Held => self.outbox.held.is_empty() || self.close_reason().is_some(),
+            _ if self.protocol.phase().check_open().is_err() => true,
+            Block::Credits { frames } => self.protocol.flow.may_send_message(frames),
+            Block::Buffers { frames } => self.memory.send.has(frames),
+            Block::Memory(len) => self.outbox.may_offer(len, self.limits.send_memory),
+        }
+    }
+
+    /// Returns true if the service has received all messages of a peer that has finished, or those
+    /// that arrived before the listener's shutdown.
+    pub(crate) fn is_at_end(&self) -> bool {
+        let inbox = &self.inbox;
+        let is_incomplete = self.protocol.incomplete_frames() > 0;
+        let received_all = || inbox.messages.is_empty() && !is_incomplete && !inbox.lost;
+        self.protocol.flow.peer_has_finished() && received_all() || inbox.is_drained()
+    }
+
+    pub(crate) fn close_reason(&self) -> Option<CloseReason> {
+        self.protocol.phase().close_reason()
+    }
+
+    pub(super) fn max_message(&self) -> u64 {
+        self.limits.send
+    }
+
+    pub(super) fn counters(&self) -> ConnectionCounters {
+        ConnectionCounters {
+            credits: self.protocol.flow.credits(),
+            inbox: self.inbox.messages.len(),
+            receives: self.protocol.receives(),
+            buffer_memory: self.receives.memory()
+                + self.memory.send.memory()
+                + self.memory.fetch.pooled(),
+            ..self.counters
+        }
+    }
+}
+
+/// Counters of a connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct ConnectionCounters {
+    /// Messages sent.
+    pub sent: u64,
+    /// Sent messages that the peer fetches.
+    pub offered: u64,
+    /// Messages received.
+    pub received: u64,
+    /// Received messages copied for lack of spare buffers.
+    pub copied_out: u64,
+    /// Messages of the peer discarded by `close` or `abort`.
+    pub discarded: u64,
+    /// WRITEs with immediate data posted.
+    pub notifications_sent: u64,
+    /// Notifications of the peer taken by the service.
+    pub notifications_received: u64,
+    /// `Ack` frames sent.
+    pub acks: u64,
+    /// Frames that may be sent now.
+    pub credits: u32,
+    /// Messages arrived or offered, not received by the service yet.
+    pub inbox: usize,
+    /// Receives for frames of the peer, including four for control frames and those whose messages
+    /// wait for the service.
+    pub receives: u32,
+    /// Registered bytes of receive, spare and send buffers, and of those kept for long messages.
+    pub buffer_memory: u64,
+    /// Failed attempts to register more buffers.
+    pub growth_failures: u64,
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::connection::Connection;
+    use crate::software::Network;
+    use crate::verbs::Device;
+
+    #[test]
+    fn failed_receive_post_fails_the_connection_at_once() {
+        let pd =
+            Device::software_in(&Network::new(), "refused").unwrap().protection_domain().unwrap();
+        let mut core = Connection::prepare(&pd, &ConnectionConfig::default()).unwrap().core;
+        let pool = Pool::new(core.io.qp.protection_domain(), 512, 1).unwrap();
+        let spare = pool.try_alloc(1).unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(core.io.qp.clone().close());
+        core.post_receive(spare);
+        assert_eq!(
+            core.protocol.phase().failure(),
+            Some(CloseReason::Operation(OpErrorKind::Closed))
+        );
+        assert!(core.after.wakes_driver(), "the driver is notified");
+        core.progress(Waker::noop());
+        assert!(
+            matches!(core.close_reason(), Some(CloseReason::Operation(_))),
+            "{:?}",
+            core.close_reason()
+        );
+    }
+}

@@ -1,0 +1,694 @@
+//! Connections as a service uses them.
+
+mod polled;
+mod prepared;
+
+use std::fmt;
+use std::future::poll_fn;
+use std::net::SocketAddr;
+use std::sync::{Arc, OnceLock};
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use bytes::Bytes;
+use tokio::net::ToSocketAddrs;
+
+use polled::Polled;
+pub use prepared::PreparedConnection;
+
+use super::config::ConnectionConfig;
+use super::core::{ConnectionCounters, Core};
+use super::error::{CloseReason, EstablishError, MessageError, TrySendError};
+use super::inbound::copy_target;
+use super::inbox::Next;
+use super::notifications::Notifications;
+use super::outbound::{Flush, Outgoing};
+use super::resources::{ConnectionResources, Reserve};
+use super::shared::{Shared, WaitGuard};
+use crate::clock;
+use crate::cm;
+use crate::coop::within_budget;
+use crate::dispatch::{ReceiveCounters, SendCounters};
+use crate::error::SetupError;
+use crate::memory::{Buf, Pool};
+use crate::op::QueuePair;
+use crate::verbs::{Device, ProtectionDomain};
+use crate::waiters::Caller;
+use rdma_message_proto::handshake::Handshake;
+use rdma_message_proto::refusal::{RefusalReason, Rejection};
+use rdma_provider::cm_contract::MAX_REQUEST_DATA;
+
+/// A reliable connection that carries messages and accesses memory exposed by the peer.
+///
+/// Methods take `&self`, and a clone is another handle of the same connection, for another task.
+/// Messages from one task arrive in order. Each handle is a [`Sink`] and a [`Stream`], too. As a
+/// sink it holds one message that could not be sent yet, which [`send`](Self::send) overtakes;
+/// `SinkExt::close` sends it and finishes, dropping the handle does neither. That message keeps its
+/// place among the sends of other handles, which wait for it: poll the sink, or drop the handle.
+///
+/// ```
+/// use tokio_rdma::{Connection, Listener};
+/// # use tokio_rdma::Device;
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::software()?;
+/// let listener = Listener::bind(&device, "127.0.0.1:0").await?;
+/// let connecting = Connection::connect(&device, listener.local_addr());
+/// let (theirs, ours) = tokio::try_join!(listener.accept(), connecting)?;
+///
+/// ours.send("hello").await?;
+/// assert_eq!(theirs.recv().await?.as_deref(), Some(&b"hello"[..]));
+/// tokio::try_join!(ours.close(), theirs.close())?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Closing
+///
+/// [`finish`](Self::finish) ends this side's messages: the peer's [`recv`](Self::recv) then returns
+/// `None`. [`close`](Self::close) finishes and waits for the peer to finish. When both have
+/// finished and all messages have arrived, the connection closes cleanly. Any other termination is
+/// an error with a [`CloseReason`] on both sides.
+///
+/// Dropping the last handle after `recv` has returned `None` finishes, without a report whether the
+/// last messages arrived. Otherwise the peer is notified if possible ([`CloseReason::Dropped`]).
+/// Both continue in the background for at most one second; messages not fetched by then are lost.
+///
+/// # One-sided operations
+///
+/// [`read`](Self::read), [`write`](Self::write), atomics and [batches](Self::post_batch) queue with
+/// messages in FIFO order. Thousands of them delay messages and answers to the peer. An operation
+/// that fails at the peer closes the connection.
+///
+/// # Cancel safety
+///
+/// See each method. The [`Stream`] loses no message if a future of `StreamExt::next` is dropped.
+/// The [`Sink`] sends what `start_send` was given once it is polled again, also if a future of it
+/// is dropped.
+///
+/// [`Sink`]: futures::Sink
+/// [`Stream`]: futures::Stream
+pub struct Connection {
+    handle: Arc<Handle>,
+    polled: Polled,
+}
+
+pub(crate) struct Handle {
+    /// Pools of [`Connection::try_alloc`], created on first use. Dropped before `shared`, whose
+    /// last reference leaves the protection domain to other connections.
+    pub(crate) buffers: [OnceLock<Pool>; 2],
+    pub(crate) shared: Arc<Shared>,
+    close_timeout: Duration,
+    pub(crate) buffer_size: usize,
+    peer: Handshake,
+    pub(crate) user_data: Bytes,
+    /// Local and peer address.
+    pub(crate) addresses: Option<(SocketAddr, SocketAddr)>,
+}
+
+impl Handle {
+    pub(crate) fn close_reason(&self) -> Option<CloseReason> {
+        self.shared.with(|core, _| core.close_reason())
+    }
+
+    pub(crate) async fn closed(&self) -> CloseReason {
+        let mut guard = WaitGuard::new(&self.shared, Core::withdraw_flusher);
+        poll_fn(|context| {
+            within_budget(context, |context| {
+                self.shared.poll(context, |core, _, caller| {
+                    core.poll_terminated(&mut guard.ticket, caller)
+                })
+            })
+        })
+        .await
+    }
+
+    /// Returns `bytes` as a buffer if they can be sent from their memory.
+    #[inline]
+    pub(super) fn as_buffer(&self, bytes: &Bytes) -> Option<Buf> {
+        Buf::of_bytes(bytes, self.shared.qp.protection_domain())
+    }
+
+    pub(crate) fn peer_addr(&self) -> Option<SocketAddr> {
+        self.addresses.map(|(_, peer)| peer)
+    }
+
+    pub(crate) fn counters(&self) -> ConnectionCounters {
+        self.shared.with(|core, _| core.counters())
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.shared.abandon();
+    }
+}
+
+impl Connection {
+    /// Connects to a [`Listener`](super::Listener) at the first address that answers, with default
+    /// settings.
+    ///
+    /// # Errors
+    ///
+    /// See [`connect_with`](Self::connect_with).
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future withdraws the request.
+    pub async fn connect(
+        device: &Device,
+        address: impl ToSocketAddrs + fmt::Debug,
+    ) -> Result<Self, EstablishError> {
+        Self::connect_with(device, address, &ConnectionConfig::default()).await
+    }
+
+    /// Connects to a [`Listener`](super::Listener) at the first address that answers.
+    ///
+    /// # Errors
+    ///
+    /// - [`EstablishError::NoRuntime`]: no Tokio runtime with an I/O driver.
+    /// - [`EstablishError::Connect`]: also after
+    ///   [`connect_timeout`](ConnectionConfig::connect_timeout).
+    /// - [`EstablishError::Setup`]: unsupported settings.
+    /// - [`EstablishError::Handshake`]: [`user_data`](ConnectionConfig::user_data) too long.
+    /// - [`EstablishError::OtherProtocol`]: not a listener of this kind.
+    /// - [`EstablishError::Rejected`]: by the peer's service.
+    /// - [`EstablishError::Refused`]: a connection limit of the listener, or its shutdown.
+    ///
+    /// Addresses whose path differs from [`peer`](ConnectionConfig::peer) or
+    /// [`source`](ConnectionConfig::source) are skipped. If none is left, the error is
+    /// [`ConnectError::Setup`](cm::ConnectError::Setup) with [`SetupError::Mismatch`].
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future withdraws the request.
+    pub async fn connect_with(
+        device: &Device,
+        address: impl ToSocketAddrs + fmt::Debug,
+        config: &ConnectionConfig,
+    ) -> Result<Self, EstablishError> {
+        let connecting = async move {
+            let options = config.cm_options(MAX_REQUEST_DATA)?;
+            config.check(device)?;
+            let reserve = Reserve::of(device);
+            let mut prepared = None;
+            let connected = cm::connect(device, address, &options, |route| {
+                config.check_path((route.port(), route.gid_index()), route.destination())?;
+                let resources = config.resources(&reserve)?;
+                let made =
+                    PreparedConnection::new(resources, config, |builder| route.prepare(builder))?;
+                Ok(prepared.insert(made).qp.clone())
+            });
+            let (_, link) = connected.await.map_err(rejected)?;
+            let Some(prepared) = prepared else {
+                unreachable!("a connected queue pair was prepared")
+            };
+            let address = link.peer_addr();
+            let (handshake, user_data) = Handshake::decode_for(config.content, link.private_data())
+                .map_err(|error| EstablishError::OtherProtocol { address, error })?;
+            let user_data = Bytes::copy_from_slice(user_data);
+            prepared.start(handshake, user_data, Some(link), None)
+        };
+        // The futures of services that contain this one stay short.
+        Box::pin(connecting).await
+    }
+
+    /// Creates a queue pair in INIT with posted receives, for services with their own control
+    /// plane. Exchange [`PreparedConnection::endpoint`] and [`PreparedConnection::handshake`] with
+    /// the peer. On a port with several GIDs, set [`ConnectionConfig::peer`] or
+    /// [`ConnectionConfig::source`].
+    ///
+    /// # Errors
+    ///
+    /// [`SetupError::Limit`] or [`SetupError::TooSmall`] for a setting, [`SetupError::NoGid`]
+    /// without an active port or the requested entry; otherwise see
+    /// [`QueuePairBuilder::build`](crate::op::QueuePairBuilder::build).
+    pub fn prepare(
+        pd: &ProtectionDomain,
+        config: &ConnectionConfig,
+    ) -> Result<PreparedConnection, SetupError> {
+        config.check(pd.device())?;
+        let resources = ConnectionResources::in_domain(pd, config)?;
+        PreparedConnection::new(resources, config, |builder| builder.path(config.path.clone()))
+    }
+
+    /// Sends a message. Messages up to [`max_eager`](ConnectionConfig::max_eager) are copied; the
+    /// peer reads longer ones. At least 4 KiB that are part of a registered buffer of the
+    /// connection's [protection domain](Self::protection_domain) are sent like a buffer, see
+    /// [`send_buffer`](Self::send_buffer): for example a message that this connection has received
+    /// in one frame. The future is ready when the message is queued; [`flush`](Self::flush) waits
+    /// for its arrival.
+    ///
+    /// Waits for credits of the peer and within `send_memory`.
+    ///
+    /// # Errors
+    ///
+    /// [`MessageError::TooLong`], [`MessageError::Finished`] after [`finish`](Self::finish),
+    /// [`MessageError::Register`] if a long message cannot be registered. [`MessageError::Closed`]
+    /// on a closed connection; messages in flight are then lost, too. Nothing of the message was
+    /// sent, see [`MessageError::outcome`].
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped before it is ready, the message is not sent.
+    pub async fn send(&self, message: impl Into<Bytes>) -> Result<(), MessageError> {
+        let message = message.into();
+        let buffer = self.handle.as_buffer(&message);
+        self.send_outgoing(Outgoing::of(&message, buffer.as_ref())).await
+    }
+
+    /// Sends a registered buffer as a message, without a copy up to
+    /// [`max_eager`](ConnectionConfig::max_eager) if it belongs to the connection's
+    /// [protection domain](Self::protection_domain), as buffers of [`try_alloc`](Self::try_alloc)
+    /// do. Otherwise this is [`send`](Self::send). The buffer returns to its pool when the peer's
+    /// device has the message, and the last view is dropped.
+    ///
+    /// # Errors
+    ///
+    /// See [`send`](Self::send).
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped before it is ready, the message is not sent.
+    pub async fn send_buffer(&self, buffer: impl Into<Buf>) -> Result<(), MessageError> {
+        let buffer = buffer.into();
+        self.send_outgoing(Outgoing::Buffer(&buffer)).await
+    }
+
+    /// Sends the concatenation of `parts` as one message. Up to
+    /// [`max_eager`](ConnectionConfig::max_eager), each part is copied once, into the registered
+    /// buffers that are sent. Several parts of a longer message are copied into one allocation,
+    /// which the peer reads, before the message waits for `send_memory`. Without parts, the message
+    /// is empty.
+    ///
+    /// # Errors
+    ///
+    /// See [`send`](Self::send).
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped before it is ready, the message is not sent.
+    pub async fn send_vectored(&self, parts: &[Bytes]) -> Result<(), MessageError> {
+        if let [message] = parts {
+            let buffer = self.handle.as_buffer(message);
+            return self.send_outgoing(Outgoing::of(message, buffer.as_ref())).await;
+        }
+        // A long copy is made without the lock.
+        if self.handle.shared.with(|core, _| core.is_offered(parts)) {
+            let message = Outgoing::Parts(parts).to_bytes();
+            return self.send_outgoing(Outgoing::Bytes(&message)).await;
+        }
+        self.send_outgoing(Outgoing::Parts(parts)).await
+    }
+
+    /// Sends a message during this call, like [`send`](Self::send), or returns it if it would have
+    /// to wait. A `send`, by contrast, sends only when it is polled.
+    ///
+    /// # Errors
+    ///
+    /// [`TrySendError::Full`] with the message, without a credit of the peer, a send buffer or
+    /// `send_memory`, or while other sends wait. [`TrySendError::Failed`] as for `send`.
+    pub fn try_send(&self, message: impl Into<Bytes>) -> Result<(), TrySendError> {
+        self.withdraw_sink();
+        let message = message.into();
+        let buffer = self.handle.as_buffer(&message);
+        let outgoing = Outgoing::of(&message, buffer.as_ref());
+        match self.handle.shared.with(|core, driver| core.send_now(outgoing, driver)) {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(TrySendError::Full(message)),
+            Err(error) => Err(TrySendError::Failed(error)),
+        }
+    }
+
+    /// Returns the next message, or `None` after the peer has finished.
+    ///
+    /// Messages up to 256 bytes are copied, and all messages until the connection has
+    /// [grown](ConnectionConfig::preallocate). Others are copied if the service holds
+    /// [`spare_buffers`](ConnectionConfig::spare_buffers) messages. Otherwise the buffer is reused
+    /// when the last clone is dropped.
+    ///
+    /// # Errors
+    ///
+    /// [`MessageError::Closed`] after the last message if the peer has not finished.
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped before it is ready, no message is lost.
+    pub async fn recv(&self) -> Result<Option<Bytes>, MessageError> {
+        let shared = &self.handle.shared;
+        let mut guard = WaitGuard::new(shared, Core::withdraw_receiver);
+        poll_fn(|context| {
+            within_budget(context, |context| {
+                shared.poll_receiver(context, &mut guard.ticket, Core::poll_recv)
+            })
+        })
+        .await
+    }
+
+    /// Returns the next message in memory that is registered in the connection's
+    /// [protection domain](Self::protection_domain), or `None` after the peer has finished. Send
+    /// the buffer on with [`send_buffer`](Self::send_buffer), or use it in another operation,
+    /// without a copy.
+    ///
+    /// The message is in the memory where the device has placed it if the peer has sent it in one
+    /// frame and a [spare buffer](ConnectionConfig::spare_buffers) is free, or if it was fetched
+    /// with one READ (up to 1 MiB). Otherwise it is copied once into a buffer as from
+    /// [`try_alloc`](Self::try_alloc). The memory is reused when the last view is dropped: until
+    /// then, each message of one frame occupies a spare buffer, however short it is.
+    ///
+    /// Memory for a copy is not part of [`receive_memory`](ConnectionConfig::receive_memory). Above
+    /// 64 KiB it is registered during the call, which may take milliseconds.
+    ///
+    /// # Errors
+    ///
+    /// See [`recv`](Self::recv). [`MessageError::Register`] if memory for a copy cannot be
+    /// registered, or if the copy would exceed `u32::MAX` bytes; the message can then still be
+    /// received.
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped before it is ready, no message is lost.
+    pub async fn recv_buffer(&self) -> Result<Option<Buf>, MessageError> {
+        let shared = &self.handle.shared;
+        let mut guard = WaitGuard::new(shared, Core::withdraw_receiver);
+        let mut memory = None;
+        let mut poll_next = |context: &mut Context<'_>| {
+            loop {
+                let take =
+                    |core: &mut Core, ticket: &mut _, driver: &_, caller: &mut Caller<'_>| {
+                        core.poll_recv_buffer(&mut memory, ticket, driver, caller)
+                    };
+                let next = ready!(shared.poll_receiver(context, &mut guard.ticket, take))?;
+                return Poll::Ready(Ok(match next {
+                    Some(Next::Message(buffer)) => Some(buffer),
+                    Some(Next::Copy(bytes)) => {
+                        let mut target = copy_target(&mut memory, bytes.len());
+                        target.copy_from_slice(&bytes);
+                        Some(target.freeze())
+                    }
+                    Some(Next::Memory(len)) => {
+                        memory = Some(self.handle.try_alloc(len).map_err(MessageError::Register)?);
+                        continue;
+                    }
+                    None => None,
+                }));
+            }
+        };
+        poll_fn(|context| within_budget(context, &mut poll_next)).await
+    }
+
+    /// Returns the stream of the peer's WRITEs with immediate data. It ends after the peer has
+    /// finished, or after an error. Messages and notifications are not ordered among each other.
+    ///
+    /// ```
+    /// use futures::StreamExt;
+    /// use tokio_rdma::{Access, Connection, Imm, Listener, RemoteRegion};
+    /// # use tokio_rdma::Device;
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let device = Device::software()?;
+    /// # let listener = Listener::bind(&device, "127.0.0.1:0").await?;
+    /// # let connecting = Connection::connect(&device, listener.local_addr());
+    /// # let (theirs, ours) = tokio::try_join!(listener.accept(), connecting)?;
+    /// let region = theirs.expose(vec![0; 4096], Access::REMOTE_WRITE)?;
+    /// theirs.send(region.grant()).await?;
+    /// let grant = ours.recv().await?.ok_or("no message")?;
+    /// let remote = RemoteRegion::from_bytes(&grant).ok_or("not a region")?;
+    ///
+    /// ours.write_with_imm(ours.copy_from(b"block 7")?, remote.slice(..7)?, Imm(7)).await?;
+    /// let notification = theirs.notifications().next().await.ok_or("the peer has finished")??;
+    /// assert_eq!((notification.imm, notification.len), (Imm(7), 7));
+    /// let mut block = [0; 7];
+    /// region.read(0, &mut block)?;
+    /// assert_eq!(&block, b"block 7");
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn notifications(&self) -> Notifications<'_> {
+        Notifications::new(&self.handle.shared)
+    }
+
+    /// Waits until all messages sent so far have arrived, long ones by a fetch.
+    ///
+    /// # Errors
+    ///
+    /// [`MessageError::Closed`] with the reason.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future loses nothing.
+    pub async fn flush(&self) -> Result<(), MessageError> {
+        let shared = &self.handle.shared;
+        let mut flush = FlushGuard { shared, flush: Flush::default() };
+        poll_fn(|context| {
+            within_budget(context, |context| {
+                shared.poll(context, |core, driver, caller| {
+                    core.poll_flush(&mut flush.flush, driver, caller)
+                })
+            })
+        })
+        .await
+    }
+
+    /// Finishes sending, for all handles. The peer may continue to send.
+    ///
+    /// Pending sends fail with [`MessageError::Finished`].
+    ///
+    /// # Errors
+    ///
+    /// [`MessageError::Closed`] with the reason.
+    pub fn finish(&self) -> Result<(), MessageError> {
+        self.handle.shared.with(|core, driver| core.finish(driver))
+    }
+
+    /// Finishes, waits until the peer has finished and all messages have arrived, and closes the
+    /// queue pair. Discards unreceived messages; receive until `None` first to keep them.
+    ///
+    /// # Errors
+    ///
+    /// [`MessageError::Closed`] unless closed cleanly; after
+    /// [`close_timeout`](ConnectionConfig::close_timeout) with [`CloseReason::CloseTimeout`]. While
+    /// the listener [shuts down](super::Listener::shutdown), with [`CloseReason::Local`] if the
+    /// peer has all messages but does not finish within a second.
+    ///
+    /// # Cancel safety
+    ///
+    /// From the first poll, no messages are sent or received. Closing continues in the background
+    /// until the last handle is dropped; call `close` again to wait.
+    pub async fn close(&self) -> Result<(), MessageError> {
+        let handle = self.handle();
+        handle.shared.with(|core, driver| core.close(driver));
+        let reason = match clock::timeout(handle.close_timeout, handle.shared.closed()).await {
+            Some(reason) => reason,
+            None => {
+                handle.shared.abort(CloseReason::CloseTimeout);
+                handle.shared.closed().await
+            }
+        };
+        if reason == CloseReason::Clean { Ok(()) } else { Err(reason.into()) }
+    }
+
+    /// Terminates the connection at once, for a service that distrusts its peer or must stop
+    /// writing. Does nothing on a closed connection.
+    ///
+    /// On return:
+    ///
+    /// - Pending sends and receives fail with [`CloseReason::Aborted`]; arrived messages are
+    ///   discarded.
+    /// - New operations fail with [`OpErrorKind::Closed`](crate::OpErrorKind::Closed). Queued ones
+    ///   are never carried out.
+    /// - Operations in flight may still be carried out, and the device uses their buffers.
+    ///
+    /// Queued operations and those in flight complete, flushed or as `Closed`, when the peer's
+    /// device acknowledges the `Abort` frame, after at most one second, or when the runtime shuts
+    /// down. [`close`](Self::close) waits for that.
+    ///
+    /// The peer gets [`CloseReason::Dropped`], or [`CloseReason::Disconnected`] if the connection
+    /// manager is faster; to give a reason, send a message first. The `Abort` is not sent behind
+    /// queued operations, without a credit, before the peer has established the connection, or if
+    /// the runtime shuts down. Without a connection manager the peer then notices only by
+    /// [`keepalive`](ConnectionConfig::keepalive) or a failed operation.
+    pub fn abort(&self) {
+        self.handle.shared.abort(CloseReason::Aborted);
+    }
+
+    /// Returns the reason why the connection closed, if it has.
+    #[must_use]
+    pub fn close_reason(&self) -> Option<CloseReason> {
+        self.handle().close_reason()
+    }
+
+    /// Waits until the connection has closed, by either side or by a failure, and returns the
+    /// reason. Unlike [`close`](Self::close), it does not close the connection. Messages that have
+    /// arrived can still be received, except after `close` and `abort`.
+    ///
+    /// A service that waits for other events, and for no message, thus notices a lost peer:
+    ///
+    /// ```
+    /// use tokio_rdma::{CloseReason, Connection, Listener};
+    /// # use tokio_rdma::Device;
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let device = Device::software()?;
+    /// # let listener = Listener::bind(&device, "127.0.0.1:0").await?;
+    /// # let connecting = Connection::connect(&device, listener.local_addr());
+    /// # let (theirs, ours) = tokio::try_join!(listener.accept(), connecting)?;
+    /// # let work = std::future::pending::<()>();
+    /// drop(ours);
+    /// tokio::select! {
+    ///     () = work => {}
+    ///     reason = theirs.closed() => {
+    ///         assert!(matches!(reason, CloseReason::Dropped | CloseReason::Disconnected));
+    ///     }
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future changes nothing.
+    pub async fn closed(&self) -> CloseReason {
+        self.handle().closed().await
+    }
+
+    /// Returns the longest message that the peer accepts, in bytes.
+    #[must_use]
+    pub fn max_message(&self) -> u64 {
+        self.handle().shared.with(|core, _| core.max_message())
+    }
+
+    /// Returns the peer's handshake.
+    #[must_use]
+    pub fn peer(&self) -> Handshake {
+        self.handle().peer
+    }
+
+    /// Returns the local address if connected by address.
+    #[must_use]
+    pub fn local_addr(&self) -> Option<SocketAddr> {
+        self.handle().addresses.map(|(local, _)| local)
+    }
+
+    /// Returns the peer's address if connected by address.
+    #[must_use]
+    pub fn peer_addr(&self) -> Option<SocketAddr> {
+        self.handle().peer_addr()
+    }
+
+    /// Returns the user data of the peer's service.
+    #[must_use]
+    pub fn user_data(&self) -> &Bytes {
+        &self.handle().user_data
+    }
+
+    /// Returns the counters of this connection.
+    #[must_use]
+    pub fn counters(&self) -> ConnectionCounters {
+        self.handle().counters()
+    }
+
+    /// Returns the queue pair's counters, on a software device while it is open; see
+    /// [`QueuePair::software_counters`].
+    #[must_use]
+    pub fn software_counters(&self) -> Option<(SendCounters, ReceiveCounters)> {
+        self.qp().software_counters()
+    }
+
+    pub(super) fn new(handle: Arc<Handle>) -> Self {
+        Self { handle, polled: Polled::default() }
+    }
+
+    /// Withdraws the sink of this handle from the queue: if it is not polled, it must not block
+    /// what follows.
+    pub(super) fn withdraw_sink(&self) {
+        if let mut left @ Some(_) = self.polled.sending {
+            self.handle.shared.with(|core, _| core.withdraw_sender(&mut left));
+        }
+    }
+
+    async fn send_outgoing(&self, message: Outgoing<'_>) -> Result<(), MessageError> {
+        let shared = &self.handle.shared;
+        self.withdraw_sink();
+        let mut guard = WaitGuard::new(shared, Core::withdraw_sender);
+        poll_fn(|context| {
+            within_budget(context, |context| {
+                shared.poll(context, |core, driver, caller| {
+                    core.poll_send(message, &mut guard.ticket, driver, caller)
+                })
+            })
+        })
+        .await
+    }
+
+    pub(super) fn handle(&self) -> &Handle {
+        &self.handle
+    }
+
+    /// Asks the peer for a frame now, unless [`keepalive`](ConnectionConfig::keepalive) is off.
+    pub(crate) fn probe(&self) {
+        self.handle().shared.probe();
+    }
+
+    pub(crate) fn shared_handle(&self) -> Arc<Handle> {
+        self.handle.clone()
+    }
+
+    /// Returns the queue pair. Services must not SEND on it: the peer would take that for a frame.
+    pub(super) fn qp(&self) -> &QueuePair {
+        &self.handle().shared.qp
+    }
+}
+
+/// The clone is another handle of the same connection. A message that waits in the sink of the
+/// original stays there.
+impl Clone for Connection {
+    fn clone(&self) -> Self {
+        Self::new(self.handle.clone())
+    }
+}
+
+impl fmt::Debug for Connection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Connection")
+            .field("qpn", &self.qp().qpn())
+            .field("close_reason", &self.close_reason())
+            .field("counters", &self.counters())
+            .finish_non_exhaustive()
+    }
+}
+
+/// A flush. Dropping it withdraws the waiter.
+struct FlushGuard<'a> {
+    shared: &'a Shared,
+    flush: Flush,
+}
+
+impl Drop for FlushGuard<'_> {
+    fn drop(&mut self) {
+        if self.flush.ticket.is_some() {
+            self.shared.with(|core, _| core.withdraw_flusher(&mut self.flush.ticket));
+        }
+    }
+}
+
+fn rejected(error: cm::ConnectError) -> EstablishError {
+    match &error {
+        cm::ConnectError::Rejected { attempt, private_data, .. } => {
+            match Rejection::decode(private_data) {
+                Some(Rejection { user_data }) => {
+                    let user_data = Bytes::copy_from_slice(user_data);
+                    EstablishError::Rejected { address: attempt.address, user_data }
+                }
+                None => match RefusalReason::decode(private_data) {
+                    Some(reason) => EstablishError::Refused { address: attempt.address, reason },
+                    None => error.into(),
+                },
+            }
+        }
+        _ => error.into(),
+    }
+}

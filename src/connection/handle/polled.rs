@@ -1,0 +1,127 @@
+//! A handle of a connection as a sink and as a stream.
+
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use bytes::Bytes;
+use futures::{Sink, Stream};
+
+use super::Connection;
+use crate::connection::core::Core;
+use crate::connection::error::MessageError;
+use crate::connection::outbound::{Flush, Outgoing};
+use crate::coop::within_budget;
+use crate::waiters::Ticket;
+
+/// The state of one handle.
+#[derive(Debug, Default)]
+pub(super) struct Polled {
+    /// Message of the sink that could not be sent yet.
+    pending: Option<Bytes>,
+    /// Position of the sink, which waits to send.
+    pub(super) sending: Option<Ticket>,
+    flushing: Flush,
+    /// Position of the stream, which waits for a message.
+    receiving: Option<Ticket>,
+    /// The stream has returned its last item.
+    ended: bool,
+}
+
+impl Connection {
+    /// Sends the message of the sink.
+    fn poll_pending(&mut self, context: &mut Context<'_>) -> Poll<Result<(), MessageError>> {
+        let Self { handle, polled: Polled { pending, sending, .. } } = self;
+        let Some(message) = pending else { return Poll::Ready(Ok(())) };
+        let buffer = handle.as_buffer(message);
+        let outgoing = Outgoing::of(message, buffer.as_ref());
+        let result = ready!(handle.shared.poll(context, |core, driver, caller| {
+            core.poll_send(outgoing, sending, driver, caller)
+        }));
+        // A message that failed is not retried.
+        *pending = None;
+        Poll::Ready(result)
+    }
+
+    /// Waits until what the sink has sent has arrived.
+    fn poll_flushed(&mut self, context: &mut Context<'_>) -> Poll<Result<(), MessageError>> {
+        let Self { handle, polled: Polled { flushing, .. } } = self;
+        handle.shared.poll(context, |core, driver, caller| {
+            flushing.renew(core);
+            core.poll_flush(flushing, driver, caller)
+        })
+    }
+}
+
+impl Sink<Bytes> for Connection {
+    type Error = MessageError;
+
+    fn poll_ready(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Result<(), MessageError>> {
+        within_budget(context, |context| self.poll_pending(context))
+    }
+
+    fn start_send(mut self: Pin<&mut Self>, message: Bytes) -> Result<(), MessageError> {
+        assert!(self.polled.pending.is_none(), "start_send without poll_ready");
+        self.polled.pending = Some(message);
+        // If this fails, the next poll registers a waker.
+        match self.poll_pending(&mut Context::from_waker(std::task::Waker::noop())) {
+            Poll::Ready(result) => result,
+            Poll::Pending => Ok(()),
+        }
+    }
+
+    fn poll_flush(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Result<(), MessageError>> {
+        within_budget(context, |context| {
+            ready!(self.poll_pending(context))?;
+            self.poll_flushed(context)
+        })
+    }
+
+    fn poll_close(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Result<(), MessageError>> {
+        within_budget(context, |context| {
+            ready!(self.poll_pending(context))?;
+            self.finish()?;
+            self.poll_flushed(context)
+        })
+    }
+}
+
+impl Stream for Connection {
+    type Item = Result<Bytes, MessageError>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        if self.polled.ended {
+            return Poll::Ready(None);
+        }
+        let Self { handle, polled: Polled { receiving, ended, .. } } = &mut *self;
+        let next = ready!(within_budget(context, |context| {
+            handle.shared.poll_receiver(context, receiving, Core::poll_next)
+        }))
+        .transpose();
+        *ended = !matches!(next, Some(Ok(_)));
+        Poll::Ready(next)
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        let Self { handle, polled: Polled { sending, flushing, receiving, .. } } = self;
+        if sending.is_some() || flushing.ticket.is_some() {
+            handle.shared.with(|core, _| {
+                core.withdraw_sender(sending);
+                core.withdraw_flusher(&mut flushing.ticket);
+            });
+        }
+        if receiving.is_some() {
+            handle.shared.with(|core, _| core.withdraw_stream(receiving));
+        }
+    }
+}

@@ -1,0 +1,130 @@
+//! A side before it is connected, for services with their own control plane too.
+
+use std::fmt;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use rdma_message_proto::handshake::{Handshake, HandshakeError};
+
+use super::{Connection, Handle};
+use crate::cm::CmConnection;
+use crate::connection::admission::{Accepted as _, Admitted};
+use crate::connection::budget::Share;
+use crate::connection::config::ConnectionConfig;
+use crate::connection::core::Core;
+use crate::connection::driver::drive;
+use crate::connection::error::{CloseReason, EstablishError};
+use crate::connection::resources::ConnectionResources;
+use crate::connection::shared::Shared;
+use crate::error::{NoRuntime, OpErrorKind, SetupError};
+use crate::op::{QueuePair, QueuePairBuilder, QueuePairEndpoint};
+
+/// A side whose receives are posted, ready to be connected.
+#[must_use = "it is connected by establish"]
+pub struct PreparedConnection {
+    /// Boxed: futures that hold a prepared connection are moved.
+    pub(in crate::connection) core: Box<Core>,
+    pub(in crate::connection) qp: QueuePair,
+    config: ConnectionConfig,
+}
+
+impl PreparedConnection {
+    /// Prepares a connection of checked settings with a queue pair further configured by
+    /// `describe`.
+    pub(in crate::connection) fn new(
+        resources: ConnectionResources,
+        config: &ConnectionConfig,
+        describe: impl FnOnce(QueuePairBuilder) -> QueuePairBuilder,
+    ) -> Result<Self, SetupError> {
+        let share = Share::new(&config.budget, config.first_bytes())?;
+        let (pd, pools) = (&resources.domain().clone(), resources.pools());
+        let [sends, of_receives] = resources.queues();
+        let describe = |builder| describe(builder).holding(resources);
+        let builder = QueuePair::builder(pd, &sends).receive_completions(&of_receives);
+        let builder = builder.max_send_wr(config.max_send_wr).max_recv_wr(config.most_receives());
+        let qp = describe(builder.max_sge(1).max_inline(config.max_inline).solicited().listened())
+            .build()?;
+        let core = Box::new(Core::new(qp.clone(), config, pools, share));
+        match core.protocol.phase().failure() {
+            Some(CloseReason::Operation(
+                OpErrorKind::Post(error) | OpErrorKind::State { error, .. },
+            )) => {
+                return Err(error.into());
+            }
+            Some(_) => return Err(SetupError::Closed),
+            None => {}
+        }
+        Ok(Self { core, qp, config: config.clone() })
+    }
+
+    /// Returns the endpoint to which the peer connects its queue pair.
+    #[must_use]
+    pub fn endpoint(&self) -> QueuePairEndpoint {
+        self.qp.endpoint()
+    }
+
+    /// Returns the handshake for the peer, with user data for its service.
+    ///
+    /// # Errors
+    ///
+    /// [`HandshakeError::UserData`] above [`Handshake::MAX_USER_DATA`] bytes.
+    pub fn handshake(&self, user_data: &[u8]) -> Result<Vec<u8>, HandshakeError> {
+        self.config.handshake().encode_for(self.config.content, user_data)
+    }
+
+    /// Connects to the peer, which must do the same; messages may be sent before it has.
+    ///
+    /// # Errors
+    ///
+    /// [`EstablishError::Handshake`] for an invalid handshake, [`EstablishError::Setup`] for
+    /// incompatible sides, [`EstablishError::NoRuntime`] outside a Tokio runtime.
+    pub fn establish(
+        self,
+        peer: &QueuePairEndpoint,
+        handshake: &[u8],
+    ) -> Result<Connection, EstablishError> {
+        NoRuntime::or_current()?;
+        let (handshake, user_data) = Handshake::decode_for(self.config.content, handshake)?;
+        let user_data = Bytes::copy_from_slice(user_data);
+        self.qp.connect_with(peer, &self.config.options)?;
+        self.start(handshake, user_data, None, None)
+    }
+
+    /// Starts the driver on the connected queue pair.
+    pub(in crate::connection) fn start(
+        mut self,
+        peer: Handshake,
+        user_data: Bytes,
+        link: Option<CmConnection>,
+        admitted: Option<Admitted>,
+    ) -> Result<Connection, EstablishError> {
+        let runtime = NoRuntime::or_current()?;
+        let addresses = link.as_ref().map(|link| (link.local_addr(), link.peer_addr()));
+        let link = link.map(Arc::new);
+        self.core.set_peer(&peer, link.clone());
+        let shared = Shared::new(self.core, self.qp, runtime.clone(), admitted);
+        if shared.is_draining() {
+            shared.drain();
+        }
+        drop(runtime.spawn(drive(shared.clone(), link)));
+        let handle = Arc::new(Handle {
+            shared,
+            close_timeout: self.config.close_timeout,
+            buffer_size: self.config.receive_buffer_size as usize,
+            peer,
+            user_data,
+            addresses,
+            buffers: Default::default(),
+        });
+        Ok(Connection::new(handle))
+    }
+}
+
+impl fmt::Debug for PreparedConnection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PreparedConnection")
+            .field("qp", &self.qp)
+            .field("config", &self.config)
+            .finish_non_exhaustive()
+    }
+}

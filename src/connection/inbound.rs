@@ -1,0 +1,327 @@
+//! Receiving: the service takes messages and notifications.
+
+use std::task::{Poll, Waker};
+
+use bytes::Bytes;
+use rdma_message_proto::lifecycle::Event;
+
+use super::core::Core;
+use super::error::{CloseReason, MessageError};
+use super::inbox::{Arrived, Incoming, Message, Next, Notification};
+use crate::memory::BufMut;
+use crate::waiters::{Caller, Ticket};
+
+impl Core {
+    /// Returns the next notification, or `None` after the last.
+    pub(super) fn poll_notification(
+        &mut self,
+        ticket: &mut Option<Ticket>,
+        driver: &Waker,
+        caller: &mut Caller<'_>,
+    ) -> Poll<Option<Result<Notification, MessageError>>> {
+        if self.waiting.notified.is_first(*ticket) {
+            if self.inbox.notifications.is_empty() {
+                self.progress_for_receiver(driver);
+            }
+            if self.protocol.phase().takes_messages()
+                && let Some(notification) = self.inbox.notifications.pop_front()
+            {
+                self.counters.notifications_received += 1;
+                self.withdraw_notified(ticket);
+                if self.close_reason().is_none() {
+                    self.protocol.flow.release_message();
+                    self.send_due();
+                }
+                return Poll::Ready(Some(Ok(notification)));
+            }
+            if let Some(end) = self.end_of_notifications() {
+                self.withdraw_notified(ticket);
+                return Poll::Ready(end.map(|reason| Err(MessageError::Closed(reason))));
+            }
+        }
+        self.waiting.notified.wait(ticket, caller);
+        Poll::Pending
+    }
+
+    /// Returns the reason why no notification follows; `None` in it if the peer has finished.
+    fn end_of_notifications(&self) -> Option<Option<CloseReason>> {
+        let reason = self.close_reason();
+        if !self.protocol.phase().takes_messages() {
+            return Some(Some(reason.unwrap_or(CloseReason::Local)));
+        }
+        if self.protocol.flow.peer_has_finished() || self.inbox.is_draining() {
+            return Some(None);
+        }
+        reason.map(Some)
+    }
+
+    /// Returns true if a task that waits for a notification can continue.
+    pub(super) fn has_news(&self) -> bool {
+        !self.inbox.notifications.is_empty() || self.end_of_notifications().is_some()
+    }
+
+    /// Withdraws a task that waits for a notification, and wakes the next one.
+    pub(super) fn withdraw_notified(&mut self, ticket: &mut Option<Ticket>) {
+        self.after.discard(self.waiting.notified.withdraw(ticket));
+        if self.has_news() {
+            self.after.wake(self.waiting.notified.take_first());
+        }
+    }
+
+    /// Returns the next message, or `None` after the last.
+    pub(crate) fn poll_recv(
+        &mut self,
+        ticket: &mut Option<Ticket>,
+        driver: &Waker,
+        caller: &mut Caller<'_>,
+    ) -> Poll<Result<Option<Bytes>, MessageError>> {
+        self.poll_message(Self::take_message, ticket, driver, caller)
+    }
+
+    /// Returns the next message in registered memory, or `None` after the last. Copies use
+    /// `memory`.
+    pub(super) fn poll_recv_buffer(
+        &mut self,
+        memory: &mut Option<BufMut>,
+        ticket: &mut Option<Ticket>,
+        driver: &Waker,
+        caller: &mut Caller<'_>,
+    ) -> Poll<Result<Option<Next>, MessageError>> {
+        self.poll_message(|core| core.take_registered(memory), ticket, driver, caller)
+    }
+
+    /// Returns the next message to a stream, or `None` after the last.
+    pub(super) fn poll_next(
+        &mut self,
+        ticket: &mut Option<Ticket>,
+        driver: &Waker,
+        caller: &mut Caller<'_>,
+    ) -> Poll<Result<Option<Bytes>, MessageError>> {
+        match self.next(Self::take_message, driver, caller) {
+            Some(next) => {
+                self.withdraw_stream(ticket);
+                Poll::Ready(next)
+            }
+            None => {
+                self.waiting.streams.wait(ticket, caller);
+                Poll::Pending
+            }
+        }
+    }
+
+    /// Calls `take` for the next message. If that leaves the message in the inbox, a queued
+    /// receiver keeps its position; another receiver may take the message before one without a
+    /// ticket.
+    pub(super) fn poll_message<T>(
+        &mut self,
+        take: impl FnOnce(&mut Self) -> Option<T>,
+        ticket: &mut Option<Ticket>,
+        driver: &Waker,
+        caller: &mut Caller<'_>,
+    ) -> Poll<Result<Option<T>, MessageError>> {
+        let first = self.inbox.base;
+        if self.is_turn(&self.waiting.receivers, *ticket)
+            && let Some(next) = self.next(take, driver, caller)
+        {
+            let keeps_turn = matches!(next, Ok(Some(_))) && self.inbox.base == first;
+            if !keeps_turn {
+                self.withdraw_receiver(ticket);
+            }
+            return Poll::Ready(next);
+        }
+        self.waiting.receivers.wait(ticket, caller);
+        Poll::Pending
+    }
+
+    /// Calls `take` for the next message. Returns `None` if a task must wait.
+    fn next<T>(
+        &mut self,
+        take: impl FnOnce(&mut Self) -> Option<T>,
+        driver: &Waker,
+        caller: &mut Caller<'_>,
+    ) -> Option<Result<Option<T>, MessageError>> {
+        // Once is enough: later completions are found by the driver's waker.
+        if !self.inbox.is_ready() && !caller.checks_again() {
+            self.progress_for_receiver(driver);
+        }
+        let first = self.inbox.base;
+        // After `close`, earlier messages may be discarded.
+        if self.protocol.phase().takes_messages()
+            && !self.inbox.is_drained()
+            && let Some(message) = take(self)
+        {
+            if self.inbox.base != first {
+                self.send_due();
+                if !self.inbox.waiting.is_empty() {
+                    self.progress(driver);
+                }
+            }
+            return Some(Ok(Some(message)));
+        }
+        self.end_of_messages().map(|end| end.map(|()| None))
+    }
+
+    pub(super) fn end_of_messages(&mut self) -> Option<Result<(), MessageError>> {
+        if self.is_at_end() && self.counters.discarded == 0 {
+            self.on(Event::EndReceived);
+            return Some(Ok(()));
+        }
+        if !self.protocol.phase().takes_messages() {
+            let reason = self
+                .close_reason()
+                .filter(|&reason| reason == CloseReason::Aborted)
+                .unwrap_or(CloseReason::Local);
+            return Some(Err(MessageError::Closed(reason)));
+        }
+        self.close_reason().map(|reason| Err(MessageError::Closed(reason)))
+    }
+
+    /// Withdraws a receiver and wakes the next one.
+    pub(crate) fn withdraw_receiver(&mut self, ticket: &mut Option<Ticket>) {
+        self.after.discard(self.waiting.receivers.withdraw(ticket));
+        self.wake_next_receiver();
+    }
+
+    /// Withdraws a stream and wakes the next receiver.
+    pub(super) fn withdraw_stream(&mut self, ticket: &mut Option<Ticket>) {
+        self.after.discard(self.waiting.streams.withdraw(ticket));
+        self.wake_next_receiver();
+    }
+
+    fn wake_next_receiver(&mut self) {
+        let waits = !self.waiting.receivers.is_empty() || !self.waiting.streams.is_empty();
+        if waits && (self.close_reason().is_some() || self.inbox.is_ready() || self.is_at_end()) {
+            self.wake_receivers();
+        }
+    }
+
+    pub(super) fn take_message(&mut self) -> Option<Bytes> {
+        self.take(|core, message, open| match message {
+            Arrived::Fetched(message) => message.into(),
+            Arrived::Buffered(buffer) => core.message_in(buffer, open),
+            Arrived::Fragmented { parts, last, len } => {
+                let mut bytes = Vec::with_capacity(len);
+                core.join(parts, last, open, |part| bytes.extend_from_slice(part));
+                bytes.into()
+            }
+        })
+    }
+
+    /// Takes the first message if its memory is registered or `memory` is long enough for a copy.
+    fn take_registered(&mut self, memory: &mut Option<BufMut>) -> Option<Next> {
+        let open = self.close_reason().is_none();
+        let mut spare = None;
+        let Incoming::Arrived(first) = self.inbox.messages.front()? else { return None };
+        let copied = match first {
+            Arrived::Fetched(Message::Registered(_)) => None,
+            Arrived::Fetched(Message::Heap(bytes)) => Some(bytes.len()),
+            Arrived::Fragmented { len, .. } => Some(*len),
+            Arrived::Buffered(buffer) => {
+                if open && self.receives.may_give(buffer) {
+                    spare = self.receives.spare();
+                }
+                (open && spare.is_none()).then_some(buffer.len())
+            }
+        };
+        if let Some(len) = copied
+            && memory.as_ref().is_none_or(|memory| memory.capacity() < len)
+        {
+            return Some(Next::Memory(len));
+        }
+        self.take(|core, message, open| match message {
+            Arrived::Fetched(Message::Registered(buffer)) => Next::Message(buffer),
+            Arrived::Fetched(Message::Heap(bytes)) => Next::Copy(bytes),
+            Arrived::Fragmented { parts, last, len } => {
+                let mut target = copy_target(memory, len);
+                let mut rest = &mut target[..];
+                core.join(parts, last, open, |part| {
+                    let (start, end) = std::mem::take(&mut rest).split_at_mut(part.len());
+                    start.copy_from_slice(part);
+                    rest = end;
+                });
+                Next::Message(target.freeze())
+            }
+            Arrived::Buffered(buffer) if copied.is_none() => {
+                if let Some(spare) = spare {
+                    core.post_receive(spare);
+                }
+                Next::Message(buffer.freeze())
+            }
+            Arrived::Buffered(buffer) => {
+                let mut target = copy_target(memory, buffer.len());
+                target.copy_from_slice(&buffer);
+                core.counters.copied_out += 1;
+                core.protocol.note_buffer_taken();
+                core.post_receive(buffer);
+                Next::Message(target.freeze())
+            }
+        })
+    }
+
+    /// Removes the first message if it is ready, and frees its credit when `convert` has its bytes.
+    /// The argument of `convert` is true if receives can still be posted.
+    fn take<T>(&mut self, convert: impl FnOnce(&mut Self, Arrived, bool) -> T) -> Option<T> {
+        let message = self.inbox.pop()?;
+        self.counters.received += 1;
+        let open = self.close_reason().is_none();
+        if let Arrived::Fetched(message) = &message {
+            self.inbox.memory -= message.len() as u64;
+        }
+        let taken = convert(self, message, open);
+        if open {
+            self.protocol.flow.release_message();
+        }
+        Some(taken)
+    }
+
+    /// Passes the frames of a message to `append`, in order, and posts their buffers again.
+    pub(super) fn join(
+        &mut self,
+        parts: usize,
+        last: BufMut,
+        open: bool,
+        mut append: impl FnMut(&[u8]),
+    ) {
+        for _ in 0..parts {
+            let part = self.inbox.take_part();
+            append(&part);
+            if open {
+                self.post_receive(part);
+                self.protocol.flow.release_message();
+            }
+        }
+        append(&last);
+        if open {
+            self.post_receive(last);
+        }
+    }
+
+    /// Returns a buffer's message. Posts a spare buffer, or copies the message if none is free.
+    fn message_in(&mut self, buffer: BufMut, open: bool) -> Bytes {
+        if !self.receives.copies_out(&buffer) {
+            match self.receives.spare() {
+                Some(spare) => {
+                    if open {
+                        self.post_receive(spare);
+                    }
+                    return buffer.freeze().into();
+                }
+                None => self.counters.copied_out += 1,
+            }
+        }
+        let bytes = Bytes::copy_from_slice(&buffer);
+        if open {
+            self.post_receive(buffer);
+        }
+        bytes
+    }
+}
+
+/// Returns the memory for a copy of `len` bytes, whose capacity was checked.
+pub(super) fn copy_target(memory: &mut Option<BufMut>, len: usize) -> BufMut {
+    let Some(mut target) = memory.take() else { unreachable!("checked before the copy") };
+    if target.resize(len).is_err() {
+        unreachable!("checked before the copy")
+    }
+    target
+}

@@ -1,0 +1,188 @@
+//! The inbox: messages in order, including offers to be fetched.
+
+use std::collections::VecDeque;
+use std::ops::Deref;
+
+use bytes::Bytes;
+
+use super::message_memory::Fetch;
+use crate::memory::{Buf, BufMut, RemoteRegion};
+use crate::types::Imm;
+
+/// The report of a WRITE with immediate data, which has written memory that this side exposed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct Notification {
+    /// The number that the peer has passed to
+    /// [`write_with_imm`](super::Connection::write_with_imm).
+    pub imm: Imm,
+    /// The length of the WRITE in bytes.
+    pub len: usize,
+}
+
+/// Messages that have arrived or were offered, in order.
+#[derive(Debug, Default)]
+pub(super) struct Inbox {
+    pub(super) messages: VecDeque<Incoming>,
+    /// Parts of messages of several frames, in order. They keep their receives, so that these limit
+    /// them.
+    parts: VecDeque<BufMut>,
+    /// Number of the first message.
+    pub(super) base: u64,
+    /// Numbers of offers that wait for a fetch, and of those being fetched.
+    pub(super) waiting: VecDeque<u64>,
+    pub(super) fetching: VecDeque<u64>,
+    /// Bytes being fetched or fetched.
+    pub(super) memory: u64,
+    /// Messages were lost at termination.
+    pub(super) lost: bool,
+    /// Notifications that the service has not taken. Each keeps a credit of the peer.
+    pub(super) notifications: VecDeque<Notification>,
+    /// Number of the first message that is not delivered, once the listener shuts down.
+    drained_at: Option<u64>,
+}
+
+/// A message in the memory that a device or a copy has filled.
+#[derive(Debug)]
+pub(crate) enum Message {
+    Registered(Buf),
+    Heap(Bytes),
+}
+
+impl Deref for Message {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Registered(buffer) => buffer,
+            Self::Heap(bytes) => bytes,
+        }
+    }
+}
+
+impl Default for Message {
+    fn default() -> Self {
+        Self::Heap(Bytes::new())
+    }
+}
+
+impl From<Message> for Bytes {
+    fn from(message: Message) -> Self {
+        match message {
+            Message::Registered(buffer) => buffer.into(),
+            Message::Heap(bytes) => bytes,
+        }
+    }
+}
+
+/// The result of `Core::poll_recv_buffer`.
+#[derive(Debug)]
+pub(super) enum Next {
+    Message(Buf),
+    /// A message to be copied to the receiver's memory, without the lock.
+    Copy(Bytes),
+    /// The message stays in the inbox until the receiver has memory of this length for a copy.
+    Memory(usize),
+}
+
+#[derive(Debug)]
+pub(super) enum Incoming {
+    Arrived(Arrived),
+    Offered(RemoteRegion),
+    /// Memory is being registered.
+    Preparing(RemoteRegion),
+    Fetching(Fetch),
+    /// Memory of the arrived message is being deregistered.
+    Releasing,
+    /// The fetch failed.
+    Lost,
+}
+
+/// A message that the service can receive.
+#[derive(Debug)]
+pub(super) enum Arrived {
+    Buffered(BufMut),
+    /// The last of several frames; `parts` of the inbox are before it. `len` bytes in all.
+    Fragmented {
+        parts: usize,
+        last: BufMut,
+        len: usize,
+    },
+    Fetched(Message),
+}
+
+impl Incoming {
+    /// Returns true if the service can receive the message.
+    pub(super) fn is_ready(&self) -> bool {
+        matches!(self, Self::Arrived(_))
+    }
+}
+
+impl Inbox {
+    pub(super) fn push(&mut self, message: Incoming) {
+        if matches!(message, Incoming::Offered(_)) {
+            self.waiting.push_back(self.base + self.messages.len() as u64);
+        }
+        self.messages.push_back(message);
+    }
+
+    /// Adds a frame that is not the last of its message.
+    pub(super) fn push_part(&mut self, part: BufMut) {
+        self.parts.push_back(part);
+    }
+
+    /// Adds the last frame of a message of `len` bytes, which has `parts` frames before it.
+    pub(super) fn push_last(&mut self, parts: usize, last: BufMut, len: usize) {
+        self.push(Incoming::Arrived(match parts {
+            0 => Arrived::Buffered(last),
+            _ => Arrived::Fragmented { parts, last, len },
+        }));
+    }
+
+    /// Takes the first part of the first message, which is [fragmented](Arrived::Fragmented).
+    pub(super) fn take_part(&mut self) -> BufMut {
+        match self.parts.pop_front() {
+            Some(part) => part,
+            None => unreachable!("the parts of a message are in the inbox"),
+        }
+    }
+
+    /// Returns true if a message has arrived or was offered.
+    pub(super) fn has_seen_message(&self) -> bool {
+        self.base > 0 || !self.messages.is_empty()
+    }
+
+    /// Returns true after [`drain`](Self::drain).
+    pub(super) fn is_draining(&self) -> bool {
+        self.drained_at.is_some()
+    }
+
+    pub(super) fn get(&mut self, number: u64) -> Option<&mut Incoming> {
+        self.messages.get_mut((number - self.base) as usize)
+    }
+
+    pub(super) fn is_ready(&self) -> bool {
+        self.messages.front().is_some_and(Incoming::is_ready)
+    }
+
+    /// Ends the inbox after the messages in it.
+    pub(super) fn drain(&mut self) {
+        self.drained_at.get_or_insert(self.base + self.messages.len() as u64);
+    }
+
+    /// Returns true if all messages were delivered that had arrived at [`drain`](Self::drain).
+    pub(super) fn is_drained(&self) -> bool {
+        self.drained_at.is_some_and(|end| self.base >= end)
+    }
+
+    pub(super) fn pop(&mut self) -> Option<Arrived> {
+        if !self.is_ready() {
+            return None;
+        }
+        let Some(Incoming::Arrived(message)) = self.messages.pop_front() else {
+            unreachable!("the first message is ready")
+        };
+        self.base += 1;
+        Some(message)
+    }
+}

@@ -1,0 +1,267 @@
+//! One-sided operations on the peer's memory.
+//!
+//! They share the send queue with messages. Of the operations that consume a receive of the peer,
+//! only [`Connection::write_with_imm`] is offered, which waits for a credit: the peer would take
+//! others for frames.
+
+use std::future::poll_fn;
+use std::ops::Range;
+
+use super::core::Core;
+use super::handle::{Connection, Handle};
+use super::shared::WaitGuard;
+use crate::coop::within_budget;
+use crate::error::{LimitError, OpError, SetupError};
+use crate::memory::{BufMut, ExposedRegion, Gather, Pool, PoolError, Scatter};
+use crate::memory::{HostMemory, RemoteRegion, Storage};
+use crate::op::{Atomic, AtomicRequest, Batch, BatchOp, PendingLease, Read, SendRequest, Write};
+use crate::types::{Access, Imm};
+use crate::verbs::ProtectionDomain;
+
+/// The size of pooled buffers beyond `receive_buffer_size`: the longest eager message by default.
+const LONG_BUFFER: usize = 64 << 10;
+
+impl Handle {
+    /// See [`Connection::try_alloc`].
+    pub(super) fn try_alloc(&self, len: usize) -> Result<BufMut, SetupError> {
+        let pd = self.shared.qp.protection_domain();
+        let sizes = [(self.buffer_size, 16), (LONG_BUFFER, 4)];
+        let fitting = sizes.iter().zip(&self.buffers).find(|((size, _), _)| len <= *size);
+        let Some((&(size, count), pool)) = fitting else {
+            // Checked before memory is allocated.
+            LimitError::check("buffer bytes", len as u64, u64::from(u32::MAX))?;
+            return pd.register(HostMemory::try_zeroed(len)?);
+        };
+        let pool = match pool.get() {
+            Some(pool) => pool,
+            None => {
+                let made = Pool::builder(pd).buffer_size(size).buffers(count).growing(true);
+                let made = made.build()?;
+                pool.get_or_init(|| made)
+            }
+        };
+        pool.try_alloc(len).map_err(|error| match error {
+            PoolError::Register(error) => error,
+            PoolError::TooLong(limit) | PoolError::TooMany(limit) => limit.into(),
+            PoolError::Empty => unreachable!("the pool grows"),
+        })
+    }
+}
+
+impl Connection {
+    /// Returns the protection domain. The peer can access memory exposed in it.
+    #[must_use]
+    pub fn protection_domain(&self) -> &ProtectionDomain {
+        self.qp().protection_domain()
+    }
+
+    /// Exposes memory to the peer. Send the [`grant`](ExposedRegion::grant) in a message.
+    ///
+    /// # Errors
+    ///
+    /// See [`ExposedRegion::new`].
+    pub fn expose<S: Storage>(
+        &self,
+        memory: S,
+        access: Access,
+    ) -> Result<ExposedRegion, SetupError> {
+        ExposedRegion::new(self.protection_domain(), memory, access)
+    }
+
+    /// Grants the peer of this connection temporary access to a part of a region; see
+    /// [`QueuePair::lease`](crate::QueuePair::lease). Send the [`grant`](crate::op::Lease::grant)
+    /// in a message. With a [deadline](crate::op::Lease::expire_at), the access ends even if the
+    /// peer is never heard of again.
+    ///
+    /// # Errors
+    ///
+    /// See `QueuePair::lease`.
+    ///
+    /// # Cancel safety
+    ///
+    /// See [`PendingLease`].
+    pub fn lease(
+        &self,
+        region: &ExposedRegion,
+        range: Range<usize>,
+        access: Access,
+    ) -> PendingLease {
+        self.qp().lease(region, range, access)
+    }
+
+    /// Allocates a buffer of `len` bytes, from pools up to `receive_buffer_size` and 64 KiB. Longer
+    /// ones are registered individually.
+    ///
+    /// # Errors
+    ///
+    /// [`SetupError`] if the length is unsupported or registration fails.
+    pub fn try_alloc(&self, len: usize) -> Result<BufMut, SetupError> {
+        self.handle().try_alloc(len)
+    }
+
+    /// Allocates a buffer with a copy of `bytes`.
+    ///
+    /// # Errors
+    ///
+    /// See [`try_alloc`](Self::try_alloc).
+    pub fn copy_from(&self, bytes: &[u8]) -> Result<BufMut, SetupError> {
+        let mut buffer = self.try_alloc(bytes.len())?;
+        buffer.copy_from_slice(bytes);
+        Ok(buffer)
+    }
+
+    /// Writes to the peer's memory; see [`QueuePair::write`](crate::QueuePair::write). A message
+    /// sent afterwards makes the data visible to the peer.
+    ///
+    /// # Errors
+    ///
+    /// See `QueuePair::write`; the buffer is returned.
+    /// [`OpErrorKind::Closed`](crate::OpErrorKind::Closed) on a closed connection.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future does not stop the [`Operation`](crate::op::Operation).
+    pub fn write<B: Gather>(&self, buffer: B, remote: RemoteRegion) -> Write<B> {
+        self.qp().destination().post(SendRequest::write(remote), buffer)
+    }
+
+    /// Writes at most [`max_inline`](super::ConnectionConfig::max_inline) bytes, which are copied
+    /// at once.
+    ///
+    /// # Errors
+    ///
+    /// See [`write`](Self::write); [`OpErrorKind::Limit`](crate::OpErrorKind::Limit) above
+    /// `max_inline`.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future does not stop the [`Operation`](crate::op::Operation).
+    pub fn write_inline(&self, bytes: &[u8], remote: RemoteRegion) -> Write<()> {
+        self.qp().destination().post_inline(SendRequest::write(remote), bytes)
+    }
+
+    /// Writes to the peer's memory like [`write`](Self::write), and notifies the peer's service:
+    /// its [`notifications`](Self::notifications) yield `imm` and the length. The data is then
+    /// visible to it. The WRITE may be empty.
+    ///
+    /// A notification uses a receive of the peer. It waits for a credit in the same FIFO as
+    /// [`send`](Self::send), and is in flight when the future has been polled with a credit. A peer
+    /// that does not take its notifications therefore receives no more messages, either.
+    ///
+    /// # Errors
+    ///
+    /// See [`write`](Self::write); the buffer is returned.
+    /// [`OpErrorKind::Closed`](crate::OpErrorKind::Closed) after [`finish`](Self::finish), too.
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped while it waits for a credit, nothing is written. Afterwards,
+    /// dropping it does not stop the [`Operation`](crate::op::Operation).
+    pub async fn write_with_imm<B: Gather>(
+        &self,
+        buffer: B,
+        remote: RemoteRegion,
+        imm: Imm,
+    ) -> Result<B, OpError<B>> {
+        let shared = &self.handle().shared;
+        self.withdraw_sink();
+        let mut buffer = Some(buffer);
+        let mut guard = WaitGuard::new(shared, Core::withdraw_sender);
+        let write = poll_fn(|context| {
+            within_budget(context, |context| {
+                shared.poll(context, |core, driver, caller| {
+                    let (ticket, request) = (&mut guard.ticket, (remote, imm));
+                    core.poll_write_with_imm(&mut buffer, request, ticket, driver, caller)
+                })
+            })
+        });
+        match write.await {
+            Some(write) => write.await,
+            None => unreachable!("the future has the buffer until it is posted"),
+        }
+    }
+
+    /// Reads the peer's memory; see [`QueuePair::read`](crate::QueuePair::read).
+    ///
+    /// # Errors
+    ///
+    /// See `QueuePair::read`; the buffer is returned with arbitrary content.
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped, the device still fills the buffer, which then returns to its pool;
+    /// see [`Operation`](crate::op::Operation).
+    pub fn read<B: Scatter>(&self, buffer: B, remote: RemoteRegion) -> Read<B> {
+        self.qp().destination().post(SendRequest::read(remote), buffer)
+    }
+
+    /// Compares and swaps a word of the peer's memory; see
+    /// [`QueuePair::compare_swap`](crate::QueuePair::compare_swap).
+    ///
+    /// # Errors
+    ///
+    /// See `QueuePair::compare_swap`.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future does not stop the [`Operation`](crate::op::Operation).
+    pub fn compare_swap(&self, remote: RemoteRegion, compare: u64, swap: u64) -> Atomic {
+        self.qp().destination().post_atomic(AtomicRequest::compare_swap(remote, compare, swap))
+    }
+
+    /// Adds to a word of the peer's memory; see
+    /// [`QueuePair::fetch_add`](crate::QueuePair::fetch_add).
+    ///
+    /// # Errors
+    ///
+    /// See `QueuePair::fetch_add`.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future does not stop the [`Operation`](crate::op::Operation).
+    pub fn fetch_add(&self, remote: RemoteRegion, add: u64) -> Atomic {
+        self.qp().destination().post_atomic(AtomicRequest::fetch_add(remote, add))
+    }
+
+    /// Posts WRITEs and READs with one doorbell; see
+    /// [`QueuePair::post_batch`](crate::QueuePair::post_batch). If they do not all fit the send
+    /// queue, they are queued one by one.
+    ///
+    /// ```
+    /// # use tokio_rdma::{Access, Batch, Connection, RemoteRegion};
+    /// # async fn example(connection: &Connection, remote: RemoteRegion)
+    /// # -> Result<(), Box<dyn std::error::Error>> {
+    /// let mut batch = Batch::new();
+    /// for (block, bytes) in [[1; 512], [2; 512]].iter().enumerate() {
+    ///     let start = 512 * block as u64;
+    ///     batch.write(connection.copy_from(bytes)?, remote.slice(start..start + 512)?);
+    /// }
+    /// batch.read(connection.try_alloc(64)?, remote.slice(1024..1088)?);
+    /// let buffers = connection.post_batch(batch).await.into_buffers()?;
+    /// println!("{:?}", &buffers[2][..]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// READs may be answered after later WRITEs are carried out, unless [`Batch::fence`] separates
+    /// them. At the start of a batch, the fence waits for earlier READs and atomics.
+    ///
+    /// # Errors
+    ///
+    /// The result has an error per work request, and all buffers. If one is refused, none is
+    /// posted and all report its error:
+    ///
+    /// - [`OpErrorKind::NotOneSided`](crate::OpErrorKind::NotOneSided) with the index of a SEND or
+    ///   an operation with immediate data, which consumes a receive of the peer.
+    /// - [`OpErrorKind::Limit`](crate::OpErrorKind::Limit) above
+    ///   [`max_send_wr`](super::ConnectionConfig::max_send_wr) or for too many bytes.
+    ///
+    /// A failure at the peer closes the connection.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future does not stop the [`Operation`](crate::op::Operation).
+    pub fn post_batch<B: Gather>(&self, batch: Batch<B>) -> BatchOp<B> {
+        self.qp().destination().post_one_sided(batch)
+    }
+}

@@ -1,0 +1,456 @@
+//! Sending: inline, copied, lent, or as an offer.
+
+use std::ops::Deref;
+use std::task::{Context, Poll, Waker};
+
+use bytes::Bytes;
+use rdma_message_proto::frame::{Header, Kind};
+use rdma_message_proto::handshake::Content;
+use smallvec::SmallVec;
+
+use super::core::Core;
+use super::error::{CloseReason, MessageError};
+use super::outbox::{Mark, Sent};
+use super::waiting::{Attempt, Block};
+use crate::error::{LimitError, OpErrorKind};
+use crate::memory::{Buf, BufMut, Gather, PdKey, ReadOnlyRegion, RemoteRegion, Sealed as _};
+use crate::op::{QueuePair, Write};
+use crate::types::Imm;
+use crate::waiters::{Caller, Ticket};
+
+/// The number of frames in flight above which completed ones are removed.
+const REAP_THRESHOLD: usize = 256;
+
+/// The bytes of parts that are gathered for an inline send without an allocation.
+pub(super) const INLINE: usize = 256;
+
+/// A message to be sent.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Outgoing<'a> {
+    Bytes(&'a Bytes),
+    Buffer(&'a Buf),
+    Parts(&'a [Bytes]),
+}
+
+impl<'a> Outgoing<'a> {
+    /// Returns a message of `bytes`, or of the `buffer` that has them.
+    #[inline]
+    pub(super) fn of(bytes: &'a Bytes, buffer: Option<&'a Buf>) -> Self {
+        buffer.map_or(Self::Bytes(bytes), Self::Buffer)
+    }
+
+    /// Returns the length, which repeated parts may bring above the address space.
+    fn len(self) -> u64 {
+        match self {
+            Self::Bytes(bytes) => bytes.len() as u64,
+            Self::Buffer(buffer) => buffer.len() as u64,
+            Self::Parts(parts) => {
+                parts.iter().fold(0, |len: u64, part| len.saturating_add(part.len() as u64))
+            }
+        }
+    }
+
+    fn pieces(self) -> Pieces<'a, Bytes> {
+        let (first, rest): (&[u8], &[Bytes]) = match self {
+            Self::Bytes(bytes) => (bytes, &[]),
+            Self::Buffer(buffer) => (buffer, &[]),
+            Self::Parts(parts) => (&[], parts),
+        };
+        Pieces { first, rest }
+    }
+
+    /// Copies parts.
+    pub(super) fn to_bytes(self) -> Bytes {
+        match self {
+            Self::Bytes(bytes) => bytes.clone(),
+            Self::Buffer(buffer) => buffer.clone().into(),
+            Self::Parts(parts) => parts.concat().into(),
+        }
+    }
+}
+
+/// Bytes that are not copied yet.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Pieces<'a, S> {
+    pub(super) first: &'a [u8],
+    pub(super) rest: &'a [S],
+}
+
+impl<S: Deref<Target = [u8]>> Pieces<'_, S> {
+    /// Fills `target` with the next bytes, as far as there are some, and returns how many.
+    pub(super) fn fill(&mut self, mut target: &mut [u8]) -> usize {
+        let len = target.len();
+        loop {
+            let (bytes, after) = self.first.split_at(self.first.len().min(target.len()));
+            let (filled, rest) = target.split_at_mut(bytes.len());
+            filled.copy_from_slice(bytes);
+            (self.first, target) = (after, rest);
+            match self.rest {
+                [next, others @ ..] if !target.is_empty() => {
+                    (self.first, self.rest) = (next, others);
+                }
+                _ => return len - target.len(),
+            }
+        }
+    }
+}
+
+/// A wait for sent messages to arrive.
+#[derive(Debug, Default)]
+pub(super) struct Flush {
+    pub(super) ticket: Option<Ticket>,
+    /// Position to reach.
+    target: Option<Mark>,
+    /// Messages sent when `target` was set.
+    messages: u64,
+}
+
+impl Flush {
+    /// Extends the flush to later messages: an earlier flush of a sink may have been abandoned.
+    pub(super) fn renew(&mut self, core: &Core) {
+        if self.messages != core.counters.sent {
+            self.target = None;
+        }
+    }
+}
+
+impl Core {
+    pub(super) fn send_bare(&mut self, header: Header) {
+        self.send_short(header, &[]);
+    }
+
+    /// Sends a frame with a payload that fits the work request.
+    pub(super) fn send_short(&mut self, header: Header, payload: &[u8]) {
+        let send = self.io.frames.send_inline_with_imm(payload, Imm(header.encode()));
+        self.add_sent(if header.kind == Kind::Abort {
+            Sent::Abort(send)
+        } else {
+            Sent::Inline(send)
+        });
+    }
+
+    #[inline]
+    pub(super) fn add_sent(&mut self, sent: Sent) {
+        self.note_refusal(sent.refusal());
+        self.outbox.push(sent);
+    }
+
+    /// Sends `message` if it is first in the queue and resources are free. The caller must drop it
+    /// without the lock.
+    pub(super) fn poll_send(
+        &mut self,
+        message: Outgoing<'_>,
+        ticket: &mut Option<Ticket>,
+        driver: &Waker,
+        caller: &mut Caller<'_>,
+    ) -> Poll<Result<(), MessageError>> {
+        self.poll_unblocked(|core| core.try_send(message, driver), ticket, driver, caller)
+    }
+
+    /// Calls `send` if it is first in the queue, and waits for the missing resource.
+    pub(super) fn poll_unblocked<T>(
+        &mut self,
+        mut send: impl FnMut(&mut Self) -> Attempt<T>,
+        ticket: &mut Option<Ticket>,
+        driver: &Waker,
+        caller: &mut Caller<'_>,
+    ) -> Poll<Result<T, MessageError>> {
+        if self.is_turn(&self.waiting.senders, *ticket) {
+            let mut result = send(self);
+            if matches!(result, Ok(Err(_))) {
+                self.progress(driver);
+                result = send(self);
+            }
+            match result {
+                Ok(Err(block)) => self.waiting.blocked = block,
+                Ok(Ok(sent)) => {
+                    // Without a ticket, no message waits.
+                    if ticket.is_some() {
+                        self.withdraw_sender(ticket);
+                    }
+                    return Poll::Ready(Ok(sent));
+                }
+                Err(error) => {
+                    self.withdraw_sender(ticket);
+                    return Poll::Ready(Err(error));
+                }
+            }
+        } else if let Err(error) = self.protocol.phase().check_open() {
+            self.withdraw_sender(ticket);
+            return Poll::Ready(Err(error.into()));
+        }
+        self.waiting.senders.wait(ticket, caller);
+        if matches!(self.waiting.blocked, Block::Buffers { .. }) {
+            // Registers the driver with a buffer's send.
+            self.progress(driver);
+        }
+        Poll::Pending
+    }
+
+    /// Posts a WRITE with immediate data if it is first in the queue and the peer has a receive.
+    /// Returns the refused WRITE if nothing can be sent any more.
+    pub(super) fn poll_write_with_imm<B: Gather>(
+        &mut self,
+        buffer: &mut Option<B>,
+        (remote, imm): (RemoteRegion, Imm),
+        ticket: &mut Option<Ticket>,
+        driver: &Waker,
+        caller: &mut Caller<'_>,
+    ) -> Poll<Option<Write<B>>> {
+        let first = self.waiting.senders.is_first(*ticket);
+        if first && !self.protocol.flow.may_send(Kind::Data) {
+            self.progress(driver);
+        }
+        let open = self.protocol.phase().check_open().is_ok();
+        if open && !(first && self.protocol.flow.may_send(Kind::Data)) {
+            if first {
+                self.waiting.blocked = Block::Credits { frames: 1 };
+            }
+            self.waiting.senders.wait(ticket, caller);
+            return Poll::Pending;
+        }
+        let write = buffer.take().map(|buffer| {
+            if !open {
+                return Write::refused(OpErrorKind::Closed, buffer);
+            }
+            let write = self.io.frames.write_with_imm(buffer, remote, imm);
+            if write.refusal().is_none() {
+                self.protocol.flow.send_notification();
+                self.counters.notifications_sent += 1;
+            }
+            write
+        });
+        self.withdraw_sender(ticket);
+        Poll::Ready(write)
+    }
+
+    /// Sends `message` now and returns true, or returns false if a resource is missing or others
+    /// wait for one. The caller must drop the message without the lock.
+    pub(super) fn send_now(
+        &mut self,
+        message: Outgoing<'_>,
+        driver: &Waker,
+    ) -> Result<bool, MessageError> {
+        self.protocol.phase().check_open()?;
+        if !self.waiting.senders.is_empty() {
+            return Ok(false);
+        }
+        let mut sent = self.try_send(message, driver)?;
+        if sent.is_err() {
+            self.progress(driver);
+            sent = self.try_send(message, driver)?;
+        }
+        Ok(sent.is_ok())
+    }
+
+    /// Withdraws a sender and wakes the next one.
+    pub(crate) fn withdraw_sender(&mut self, ticket: &mut Option<Ticket>) {
+        let waker = self.waiting.senders.withdraw(ticket);
+        match self.protocol.content() {
+            Content::Messages => self.after.discard(waker),
+            // The task may have waited in another method, which it now polls again.
+            Content::Bytes => self.after.wake(waker),
+        }
+        // It checks its own resource.
+        self.wake_senders();
+    }
+
+    /// Sends a message. Completions of lent buffers wake `driver`.
+    pub(super) fn try_send(&mut self, message: Outgoing<'_>, driver: &Waker) -> Attempt<()> {
+        self.protocol.phase().check_open()?;
+        let long = message.len();
+        // Bytes of a stream are no message; `poll_write_bytes` limits what it offers.
+        if self.protocol.content() == Content::Messages {
+            LimitError::check("message bytes (max_message of the peer)", long, self.limits.send)
+                .map_err(MessageError::TooLong)?;
+        }
+        let len = long as usize;
+        if !self.protocol.flow.may_send(Kind::Data) {
+            return Ok(Err(Block::Credits { frames: 1 }));
+        }
+        if len <= self.limits.inline && len <= self.protocol.frame_len(0) {
+            let Pieces { first, rest } = message.pieces();
+            let mut gathered = SmallVec::<[u8; INLINE]>::new();
+            rest.iter().for_each(|part| gathered.extend_from_slice(part));
+            let bytes = if rest.is_empty() { first } else { &gathered[..] };
+            let header = self.protocol.flow.send(Kind::Data);
+            self.send_short(header, bytes);
+        } else if len <= self.protocol.framing().eager()
+            && let Some(frames) = self.protocol.frames_of(len, self.memory.send.most())
+        {
+            let sent = match message {
+                Outgoing::Buffer(buffer) if self.is_registered(buffer) => {
+                    self.lend(buffer, frames, driver)
+                }
+                _ => self.copy_to_frames(message.pieces(), len, frames)?,
+            };
+            if sent.is_err() {
+                return Ok(sent);
+            }
+        } else {
+            if !self.outbox.may_offer(long, self.limits.send_memory) {
+                return Ok(Err(Block::Memory(long)));
+            }
+            let region = ReadOnlyRegion::new(self.io.qp.protection_domain(), message.to_bytes());
+            let region = region.map_err(MessageError::Register)?;
+            let header = self.protocol.flow.send(Kind::Offer);
+            self.send_short(header, &region.grant().to_bytes());
+            self.outbox.offer(region);
+            self.counters.offered += 1;
+        }
+        self.counters.sent += 1;
+        if self.outbox.sends.len() > REAP_THRESHOLD {
+            self.reap();
+        }
+        Ok(Ok(()))
+    }
+
+    /// Returns true if the peer reads a message of `parts` from its memory.
+    pub(super) fn is_offered(&self, parts: &[Bytes]) -> bool {
+        let len = Outgoing::Parts(parts).len();
+        len > self.protocol.framing().eager() as u64 && len <= self.limits.send
+    }
+
+    /// Returns true if the connection's work requests may name this memory.
+    pub(super) fn is_registered(&self, buffer: &Buf) -> bool {
+        let own = PdKey(self.io.qp.protection_domain().id());
+        buffer.single().is_some_and(|(_, pd)| pd == own)
+    }
+
+    /// Sends the parts of `message`, one per frame, from its memory, or returns the missing
+    /// resource.
+    ///
+    /// Buffers return although no task waits for their sends: if no others were lent before, one of
+    /// them is watched, and its completion leads to the next.
+    fn lend(&mut self, message: &Buf, frames: usize, driver: &Waker) -> Result<(), Block> {
+        if !self.protocol.flow.may_send_message(frames as u32) {
+            return Err(Block::Credits { frames: frames as u32 });
+        }
+        if frames == 1 && self.outbox.sends.is_empty() {
+            self.lend_alone(message, driver);
+            return Ok(());
+        }
+        let (watches, mut start) = (self.outbox.lent == 0, 0);
+        for number in 1..=frames {
+            let end = message.len().min(start + self.protocol.frame_len(0));
+            let Ok(part) = message.slice(start..end) else {
+                unreachable!("the parts are within the message")
+            };
+            start = end;
+            let kind = self.protocol.kind_of(number == frames);
+            let header = self.protocol.flow.send(kind);
+            let send = self.sender(kind).send_with_imm(part, Imm(header.encode()));
+            self.add_sent(Sent::Lent(send));
+        }
+        if watches {
+            let context = &mut Context::from_waker(driver);
+            self.terminate_on_error(|core| core.watch_sends(context));
+        }
+        Ok(())
+    }
+
+    /// Sends a message of one frame while no other is in flight. If it arrives at once, its view is
+    /// dropped at once, too, which frees nothing: the caller holds another view.
+    fn lend_alone(&mut self, message: &Buf, driver: &Waker) {
+        let header = self.protocol.flow.send(Kind::Data);
+        let send = self.io.frames.send_with_imm(message.clone(), Imm(header.encode()));
+        let mut sent = Sent::Lent(send);
+        self.note_refusal(sent.refusal());
+        let context = &mut Context::from_waker(driver);
+        match sent.poll_once(context) {
+            Poll::Pending => {
+                self.outbox.push(sent);
+                self.watch_by_driver();
+            }
+            Poll::Ready((result, _)) => {
+                self.outbox.reaped += 1;
+                if let Err(kind) = result {
+                    self.terminate_on_error(|core| core.on_failure(kind.into(), context));
+                }
+            }
+        }
+    }
+
+    /// Returns the queue pair that sends a frame. A `Part` is not solicited: it is of no use to the
+    /// peer without the `Data` that follows.
+    fn sender(&self, kind: Kind) -> &QueuePair {
+        if kind == Kind::Part { &self.io.qp } else { &self.io.frames }
+    }
+
+    /// Sends copies of the parts of `message`, which has `len` bytes, in `frames` frames. Returns
+    /// the missing resource, if any.
+    fn copy_to_frames(
+        &mut self,
+        mut message: Pieces<'_, Bytes>,
+        len: usize,
+        frames: usize,
+    ) -> Attempt<()> {
+        if !self.protocol.flow.may_send_message(frames as u32) {
+            return Ok(Err(Block::Credits { frames: frames as u32 }));
+        }
+        if !self.memory.send.has_free(frames) {
+            self.reap();
+        }
+        let mut buffers = SmallVec::<[_; 8]>::new();
+        let mut left = len;
+        for number in 0..frames {
+            let frame = left.min(self.protocol.frame_len(number as u32));
+            match self.send_buffer(frame, frames)? {
+                Ok(mut buffer) => {
+                    message.fill(&mut buffer);
+                    left -= frame;
+                    buffers.push(buffer);
+                }
+                Err(block) => return Ok(Err(block)),
+            }
+        }
+        for (number, buffer) in (1..).zip(buffers) {
+            self.send_copied(self.protocol.kind_of(number == frames), buffer);
+        }
+        Ok(Ok(()))
+    }
+
+    /// Sends a frame of copied bytes.
+    pub(super) fn send_copied(&mut self, kind: Kind, buffer: BufMut) {
+        let header = self.protocol.flow.send(kind);
+        let send = self.sender(kind).send_with_imm(buffer, Imm(header.encode()));
+        self.add_sent(Sent::Copied(send));
+    }
+
+    /// Waits until everything sent before the first poll has arrived.
+    pub(super) fn poll_flush(
+        &mut self,
+        flush: &mut Flush,
+        driver: &Waker,
+        caller: &mut Caller<'_>,
+    ) -> Poll<Result<(), MessageError>> {
+        let target = match flush.target {
+            Some(target) => target,
+            None => {
+                flush.messages = self.counters.sent;
+                *flush.target.insert(self.outbox.position())
+            }
+        };
+        // First, because `progress` watches only sends with waiters. It may wake this task for
+        // another flush.
+        self.waiting.flushers.wait(&mut flush.ticket, caller);
+        self.waiting.mark = Some(self.waiting.mark.map_or(target, |mark| mark.min(target)));
+        self.progress(driver);
+        let result = match self.close_reason() {
+            Some(CloseReason::Clean) => Ok(()),
+            Some(reason) => Err(MessageError::Closed(reason)),
+            None if self.outbox.has_reached(target) => Ok(()),
+            None => {
+                self.waiting.flushers.wait(&mut flush.ticket, caller);
+                return Poll::Pending;
+            }
+        };
+        flush.target = None;
+        self.withdraw_flusher(&mut flush.ticket);
+        Poll::Ready(result)
+    }
+
+    pub(super) fn withdraw_flusher(&mut self, ticket: &mut Option<Ticket>) {
+        self.after.discard(self.waiting.flushers.withdraw(ticket));
+    }
+}

@@ -1,0 +1,183 @@
+//! Changes of the posted receives.
+
+use rdma_message_proto::window::FIRST_SIZE;
+
+use crate::connection::after_unlock::Dropped;
+use crate::connection::core::Core;
+use crate::connection::receives::Receives;
+use crate::memory::BufMut;
+
+impl Core {
+    /// Posts a receive with `buffer`, or with one of the size announced last.
+    pub(in crate::connection) fn post_receive(&mut self, mut buffer: BufMut) {
+        if let Some(used) = self.receives.replace_other(&mut buffer) {
+            self.drop_buffer(used);
+        }
+        let receive = self.io.qp.recv(buffer);
+        self.note_refusal(receive.refusal());
+        self.receives.posted.push_back(receive);
+    }
+
+    /// Posts `number` receives of the current size.
+    pub(in crate::connection) fn post_receives(&mut self, number: u32) {
+        for _ in 0..number {
+            match self.receives.pool().try_alloc(self.receives.size) {
+                Ok(buffer) => self.post_receive(buffer),
+                Err(error) => unreachable!("the pool has a buffer for each receive: {error}"),
+            }
+        }
+    }
+
+    /// Registers and announces the more or longer receives that the protocol asks for.
+    #[cold]
+    pub(in crate::connection) fn grow_receives(&mut self) {
+        self.settle_receives();
+        let Some(number) = self.protocol.growth() else { return };
+        if self.receives.leaving.is_some() {
+            return;
+        }
+        let before = self.protocol.receives();
+        match self.receives.register(number, before, &mut self.memory.share) {
+            Ok(()) => {
+                let missing = self.protocol.grow(self.posted_receives(), self.receives.size as u32);
+                self.post_receives(missing);
+            }
+            Err(error) => {
+                self.note_failed_growth(&error);
+                self.protocol.refuse_growth();
+            }
+        }
+        // It watches for the side to be idle.
+        self.after.wake_driver();
+    }
+
+    /// Returns to the first receives if all messages were received.
+    pub(in crate::connection) fn shrink_receives(&mut self) {
+        self.exchange_leftovers();
+        let Some(number) = self.protocol.shrinkage() else { return };
+        let Receives { first, leaving, .. } = &self.receives;
+        let is_free = leaving.is_none() && first.available() >= number as usize;
+        if is_free && self.inbox.messages.is_empty() {
+            let from = self.posted_receives();
+            self.receives.leaving = self.receives.grown.take();
+            self.receives.replaces_first = false;
+            self.receives.size = FIRST_SIZE as usize;
+            self.post_receives(number);
+            self.protocol.shrink(from);
+        }
+    }
+
+    /// Has the peer skip as many receives as have long buffers although this side has shrunk. If
+    /// these are not the oldest ones, it is repeated. A message in a long buffer would never be
+    /// skipped: its next receive has another buffer.
+    fn exchange_leftovers(&mut self) {
+        let leftovers = self.receives.leftovers(self.protocol.receives());
+        if leftovers > 0 && !self.has_messages() && self.protocol.may_resize() {
+            let from = self.posted_receives();
+            self.post_receives(leftovers);
+            self.protocol.exchange(leftovers, from);
+        }
+    }
+
+    /// Returns the number of receives posted since the start of the connection.
+    fn posted_receives(&self) -> u32 {
+        self.protocol.flow.used_receives().wrapping_add(self.receives.posted.len() as u32)
+    }
+
+    /// Returns the long buffers of a side that has shrunk to the budget, once the peer has skipped
+    /// their receives and no frame is in one.
+    pub(in crate::connection) fn settle_receives(&mut self) {
+        let is_settled = self.protocol.flow.may_resize()
+            && self.receives.leftovers(self.protocol.receives()) == 0;
+        if is_settled && let Some(pool) = self.receives.leaving.take() {
+            self.memory.share.shrink(pool.bytes());
+            self.after.drop_pool(Some(pool));
+        }
+    }
+
+    /// Returns true if buffers of receives have messages that the service has not received.
+    fn has_messages(&self) -> bool {
+        !self.inbox.messages.is_empty() || self.protocol.incomplete_frames() > 0
+    }
+
+    /// Handles a receive that the peer has skipped.
+    pub(in crate::connection) fn on_skip(&mut self, buffer: BufMut) {
+        self.drop_buffer(buffer);
+        self.settle_receives();
+        self.exchange_leftovers();
+    }
+
+    /// Drops a buffer. A long one may be the last of its memory; first ones are needed again.
+    fn drop_buffer(&mut self, buffer: BufMut) {
+        if buffer.capacity() == FIRST_SIZE as usize {
+            drop(buffer);
+        } else {
+            self.after.drop(Dropped::Buffer(buffer));
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use crate::connection::{Connection, ConnectionConfig};
+    use crate::software::Network;
+    use crate::verbs::Device;
+
+    #[test]
+    fn message_that_crosses_a_return_neither_repeats_it_nor_prevents_a_growth() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let network = Network::new();
+            let prepared = ["one", "two"].map(|name| {
+                let pd = Device::software_in(&network, name).unwrap().protection_domain().unwrap();
+                Connection::prepare(&pd, &ConnectionConfig::default().keepalive(None)).unwrap()
+            });
+            let ends = prepared.each_ref().map(|own| (own.endpoint(), own.handshake(&[]).unwrap()));
+            let [one, two] = prepared;
+            let one = one.establish(&ends[1].0, &ends[1].1).unwrap();
+            let two = two.establish(&ends[0].0, &ends[0].1).unwrap();
+            while two.counters().buffer_memory < 100_000 {
+                one.send(vec![7; 2000]).await.unwrap();
+                two.recv().await.unwrap();
+            }
+            let leaving = || two.handle().shared.with(|core, _| core.receives.are_leaving());
+            let mut crossed = false;
+            for _ in 0..1000 {
+                tokio::task::yield_now().await;
+                // Without a poll of the other side between.
+                two.handle().shared.with(|core, _| {
+                    core.settle_receives();
+                    core.shrink_receives();
+                    core.send_due();
+                });
+                if leaving() {
+                    one.try_send("crosses").unwrap();
+                    crossed = true;
+                    break;
+                }
+            }
+            assert!(crossed);
+            let frames = || one.handle().shared.with(|core, _| core.outbox.position().frames);
+            for _ in 0..100 {
+                tokio::task::yield_now().await;
+            }
+            let before = frames();
+            for _ in 0..1000 {
+                tokio::task::yield_now().await;
+            }
+            assert_eq!(frames(), before, "no frames while nothing happens");
+            // It grows again although messages wait all the time.
+            one.try_send("waits").unwrap();
+            while two.counters().inbox < 2 {
+                tokio::task::yield_now().await;
+            }
+            assert_eq!(two.recv().await.unwrap().unwrap(), "crosses");
+            one.send(vec![7; 2000]).await.unwrap();
+            while two.counters().inbox < 2 {
+                tokio::task::yield_now().await;
+            }
+            assert!(two.handle().shared.with(|core, _| core.receives.grown.is_some()));
+            assert!(!leaving());
+        });
+    }
+}

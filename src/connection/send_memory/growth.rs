@@ -1,0 +1,115 @@
+//! Growth and shrinking of the buffers for sends.
+
+use rdma_message_proto::window::FIRST_SIZE;
+
+use crate::connection::core::Core;
+use crate::connection::error::MessageError;
+use crate::connection::waiting::{Attempt, Block};
+use crate::memory::{BufMut, Pool, PoolError};
+
+impl Core {
+    /// Returns a registered buffer for one of `frames` frames.
+    #[inline]
+    pub(in crate::connection) fn send_buffer(
+        &mut self,
+        len: usize,
+        frames: usize,
+    ) -> Attempt<BufMut> {
+        match self.memory.send.take(len) {
+            Ok(buffer) => Ok(Ok(buffer)),
+            Err(PoolError::Empty) => self.grow_send_memory(len, frames),
+            Err(PoolError::TooLong(limit) | PoolError::TooMany(limit)) => {
+                Err(MessageError::TooLong(limit))
+            }
+            Err(PoolError::Register(error)) => Err(MessageError::Register(error)),
+        }
+    }
+
+    /// Returns a registered buffer for bytes that wait for a credit. Short first receives of the
+    /// peer do not limit how much is held: once the short buffers are used up, longer ones replace
+    /// them, of which half are left for frames.
+    pub(in crate::connection) fn held_buffer(&mut self) -> Attempt<BufMut> {
+        if !self.memory.send.has_free(1) {
+            self.reap();
+        }
+        if let Err(block) = self.check_held_buffer() {
+            return Ok(Err(block));
+        }
+        if let Some(buffer) = self.memory.send.take_whole() {
+            return Ok(Ok(buffer));
+        }
+        let frame = self.protocol.framing().frame();
+        let len = if self.memory.send.memory() > 0 { frame.max(self.limits.held) } else { frame };
+        self.drop_shorter_send_memory(len);
+        self.grow_send_memory(len, 1)
+    }
+
+    /// Returns an error unless [`held_buffer`](Self::held_buffer) may take a buffer.
+    pub(in crate::connection) fn check_held_buffer(&self) -> Result<(), Block> {
+        let (frame, held) = (self.protocol.framing().frame(), self.limits.held);
+        let frames = if held > frame { self.memory.send.most() / 2 + 1 } else { 1 };
+        let has = self.memory.send.is_shorter_than(held) || self.memory.send.has(frames);
+        if has { Ok(()) } else { Err(Block::Buffers { frames }) }
+    }
+
+    #[cold]
+    fn grow_send_memory(&mut self, len: usize, frames: usize) -> Attempt<BufMut> {
+        let (pd, frame) = (self.io.qp.protection_domain(), self.protocol.framing().frame());
+        let size = frame.max(len);
+        let grown = self.memory.send.grow(pd, size, &mut self.memory.share);
+        match grown {
+            Ok(true) => {
+                // The driver deregisters them when the connection is idle.
+                self.after.wake_driver();
+                self.send_buffer(len, frames)
+            }
+            Ok(false) => Ok(Err(Block::Buffers { frames })),
+            Err(error) => {
+                self.note_failed_growth(&error);
+                let total = self.memory.send.pool.as_ref().map_or(0, Pool::total);
+                if total == 0 && size <= FIRST_SIZE as usize {
+                    return Err(MessageError::Register(error));
+                }
+                // The next attempt sends shorter frames, or offers a message of too many.
+                if total > 0 {
+                    self.memory.send.most = total;
+                }
+                self.limits.held = frame.min(FIRST_SIZE as usize);
+                self.limit_frames(Some(if total > 0 { frame as u32 } else { FIRST_SIZE }));
+                Ok(Err(Block::Buffers { frames: frames.min(total.max(1)) }))
+            }
+        }
+    }
+
+    /// Deregisters buffers that an idle side does not need.
+    pub(in crate::connection) fn shrink_send_memory(&mut self) {
+        let is_unused = |pool: &Pool| pool.available() == pool.total();
+        let unused = self.memory.send.take_if(&mut self.memory.share, is_unused);
+        self.after.drop_pool(unused);
+    }
+
+    /// Permits as many and as long buffers as the configuration and the peer do, after a failed
+    /// registration.
+    pub(in crate::connection) fn renew_send_memory(&mut self) {
+        self.memory.send.renew();
+        self.limits.held = self.protocol.framing().longest();
+        self.limit_frames(None);
+    }
+
+    /// Limits frames to receives of `size` bytes, or to those that the peer has announced last.
+    pub(in crate::connection) fn limit_frames(&mut self, size: Option<u32>) {
+        self.protocol.limit_frames(size, self.memory.send.most());
+        let frame = self.protocol.framing().frame();
+        if frame > FIRST_SIZE as usize {
+            self.limits.held = frame;
+        }
+        // Longer ones stay until the side is idle: the peer may alternate.
+        self.drop_shorter_send_memory(frame);
+    }
+
+    fn drop_shorter_send_memory(&mut self, len: usize) {
+        let other =
+            self.memory.send.take_if(&mut self.memory.share, |pool| pool.buffer_size() < len);
+        self.after.drop_pool(other);
+    }
+}

@@ -1,0 +1,471 @@
+//! State shared by the tasks of a connection.
+
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::future::poll_fn;
+use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+use std::task::{Context, Poll, Waker};
+
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
+use rdma_provider::locks::{self, Mutex, MutexGuard};
+use tokio::runtime::Handle;
+
+use super::admission::{Accepted, Admitted};
+use super::after_unlock::AfterUnlock;
+use super::core::Core;
+use super::error::CloseReason;
+use super::helper::Helper;
+use crate::blocking;
+use crate::clock;
+use crate::contained::contained;
+use crate::coop::within_budget;
+use crate::op::QueuePair;
+use crate::waiters::{Caller, Ticket};
+
+thread_local! {
+    /// The connection that this thread drives or serves, and whether its driver was woken since.
+    static POLLED: Cell<(*const DriverWaker, bool)> = const { Cell::new((ptr::null(), false)) };
+    /// Other connections woken since, for [`serve_others`].
+    static OTHERS: RefCell<VecDeque<Arc<DriverWaker>>> = const { RefCell::new(VecDeque::new()) };
+    /// True within [`serve_others`].
+    static SERVES_OTHERS: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Connections that a thread serves one after the other. The drivers of further ones are woken.
+const MAX_IN_TURN: usize = 32;
+
+/// Serves the connections that were woken while this thread drove or served another one: the drain
+/// of a shared completion queue finds completions of several connections.
+fn serve_others() {
+    // The end of each turn calls this function too.
+    if SERVES_OTHERS.replace(true) {
+        return;
+    }
+    let mut turns = 0;
+    while let Some(other) = OTHERS.try_with(|others| others.borrow_mut().pop_front()).ok().flatten()
+    {
+        turns += 1;
+        if turns <= MAX_IN_TURN {
+            contained(|| other.serve());
+        } else {
+            other.driver.wake();
+        }
+    }
+    SERVES_OTHERS.set(false);
+}
+
+/// The waker of all operations of a connection. It serves the connection in place, which wakes the
+/// task that waits for a message, and wakes the driver only if that is not possible.
+#[derive(Debug)]
+pub(super) struct DriverWaker {
+    driver: futures::task::AtomicWaker,
+    shared: Weak<Shared>,
+    /// False if a thread polls for several connections, which must not wait for one.
+    in_place: bool,
+}
+
+impl DriverWaker {
+    pub(super) fn register(&self, waker: &Waker) {
+        self.driver.register(waker);
+    }
+
+    pub(super) fn wake_driver(&self) {
+        if ptr::eq(POLLED.get().0, self) {
+            POLLED.set((self, true));
+        } else {
+            self.driver.wake();
+        }
+    }
+
+    /// Makes progress without the driver, or wakes it if it must continue: this thread has the
+    /// lock, or only the driver can do the rest.
+    fn serve(&self) {
+        let Some(shared) = self.shared.upgrade() else { return };
+        let poll = DriverPoll::begin(self);
+        let must_continue = shared.with_unless_locked(|core, driver| core.serve(driver));
+        if must_continue != Some(false) || poll.end() {
+            self.driver.wake();
+        }
+    }
+
+    /// Queues the connection to be served after the current one. Returns false if [`MAX_IN_TURN`]
+    /// are queued.
+    fn serve_later(self: &Arc<Self>) -> bool {
+        let push = |others: &RefCell<VecDeque<_>>| {
+            let mut others = others.borrow_mut();
+            let fits = others.len() < MAX_IN_TURN;
+            if fits {
+                others.push_back(self.clone());
+            }
+            fits
+        };
+        OTHERS.try_with(push).unwrap_or(false)
+    }
+
+    pub(super) fn take(&self) -> Option<Waker> {
+        self.driver.take()
+    }
+}
+
+impl std::task::Wake for DriverWaker {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        let polled = POLLED.get().0;
+        if !self.in_place || ptr::eq(polled, &**self) {
+            self.wake_driver();
+        } else if polled.is_null() {
+            self.serve();
+        } else if !self.serve_later() {
+            self.driver.wake();
+        }
+    }
+}
+
+/// A poll of the driver, or progress in its place, during which its waker only sets a flag.
+pub(super) struct DriverPoll {
+    driver_waker: *const DriverWaker,
+    before: (*const DriverWaker, bool),
+}
+
+impl DriverPoll {
+    pub(super) fn begin(driver_waker: &DriverWaker) -> Self {
+        Self { driver_waker, before: POLLED.replace((driver_waker, false)) }
+    }
+
+    /// Ends the poll. Returns true if the driver was woken meanwhile.
+    pub(super) fn end(self) -> bool {
+        POLLED.get() == (self.driver_waker, true)
+    }
+}
+
+impl Drop for DriverPoll {
+    fn drop(&mut self) {
+        POLLED.set(self.before);
+        if self.before.0.is_null() {
+            serve_others();
+        }
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct Shared {
+    core: Mutex<Core>,
+    pub(super) driver_waker: Arc<DriverWaker>,
+    /// `driver_waker` as a waker.
+    waker: Waker,
+    pub(crate) qp: QueuePair,
+    /// The last task that began to receive had to wait. A hint, so its order is not ensured.
+    receivers_wait: AtomicBool,
+    pub(super) runtime: Handle,
+    admitted: Option<Admitted>,
+    this: Weak<Self>,
+}
+
+impl Shared {
+    pub(super) fn new(
+        mut core: Box<Core>,
+        qp: QueuePair,
+        runtime: Handle,
+        admitted: Option<Admitted>,
+    ) -> Arc<Self> {
+        core.io.runtime = Some(runtime.id());
+        Arc::new_cyclic(|this: &Weak<Self>| {
+            let driver_waker = Arc::new(DriverWaker {
+                driver: futures::task::AtomicWaker::new(),
+                shared: this.clone(),
+                in_place: !qp.is_polled_by_thread(),
+            });
+            let waker = Waker::from(driver_waker.clone());
+            // Until this returns, the listener finds no connection. The driver's first poll takes
+            // what has arrived.
+            if qp.is_listened() {
+                qp.listen(waker.clone());
+            }
+            Self {
+                core: Mutex::new(*core),
+                waker,
+                driver_waker,
+                qp,
+                receivers_wait: AtomicBool::new(false),
+                runtime,
+                admitted: admitted.map(|admitted| admitted.accepted(Weak::<Self>::clone(this))),
+                this: this.clone(),
+            }
+        })
+    }
+
+    /// Runs `work` under the lock, then, without it, deferred wakers and destructors, which may
+    /// call this function again. Operations may defer them for other connections, too.
+    pub(crate) fn with<R>(&self, work: impl FnOnce(&mut Core, &Waker) -> R) -> R {
+        self.run(self.core.lock(), work)
+    }
+
+    /// Runs `work` like [`with`](Self::with), unless this thread has the lock.
+    ///
+    /// Waits for another thread: it may have checked the receives before the completion that the
+    /// caller has found, and the driver's runtime may not run. The lock is released meanwhile,
+    /// because a thread that holds no lock does not delay it.
+    fn with_unless_locked<R>(&self, work: impl FnOnce(&mut Core, &Waker) -> R) -> Option<R> {
+        let core = match self.core.try_lock() {
+            Some(core) => core,
+            None if locks::held() == 0 => self.core.lock(),
+            None => return None,
+        };
+        Some(self.run(core, work))
+    }
+
+    /// Runs `work`, then what it has deferred.
+    #[inline(always)]
+    fn run<R>(
+        &self,
+        mut core: MutexGuard<'_, Core>,
+        work: impl FnOnce(&mut Core, &Waker) -> R,
+    ) -> R {
+        let result = work(&mut core, &self.waker);
+        if let Some(waker) = core.after.take_single_waker() {
+            drop(core);
+            contained(|| waker.wake());
+        } else if core.after.is_empty() {
+            drop(core);
+        } else {
+            self.run_after(core);
+        }
+        result
+    }
+
+    #[inline(never)]
+    fn run_after(&self, mut core: MutexGuard<'_, Core>) {
+        let Some((waker, sent)) = core.after.take_few() else {
+            let after = std::mem::take(&mut core.after);
+            drop(core);
+            return self.run_all(after);
+        };
+        drop(core);
+        if let Some(waker) = waker {
+            contained(|| waker.wake());
+        }
+        contained(|| drop(sent));
+    }
+
+    fn run_all(&self, after: AfterUnlock) {
+        if after.starts_helper() {
+            let helper = Helper::new(self.this.clone());
+            if self.qp.protection_domain().device().may_block() {
+                let runtime = self.runtime.clone();
+                blocking::spawn(move || {
+                    // Fetches wait in it.
+                    let _inside = runtime.enter();
+                    helper.run();
+                });
+            } else {
+                helper.run();
+            }
+        }
+        if after.wakes_driver() {
+            self.driver_waker.wake_driver();
+        }
+        after.run();
+    }
+
+    /// Runs `work` like [`with`](Self::with), for a task that may wait.
+    pub(crate) fn poll<R>(
+        &self,
+        context: &mut Context<'_>,
+        work: impl FnMut(&mut Core, &Waker, &mut Caller<'_>) -> Poll<R>,
+    ) -> Poll<R> {
+        self.poll_as(Caller::new(context.waker()), work)
+    }
+
+    /// Runs `work` like [`poll`](Self::poll), for a task that receives. `ticket` is its position
+    /// in the wait queue. Most receivers wait if the last one has waited.
+    pub(crate) fn poll_receiver<R>(
+        &self,
+        context: &mut Context<'_>,
+        ticket: &mut Option<Ticket>,
+        mut work: impl FnMut(&mut Core, &mut Option<Ticket>, &Waker, &mut Caller<'_>) -> Poll<R>,
+    ) -> Poll<R> {
+        let mut caller = Caller::new(context.waker());
+        let is_new = ticket.is_none();
+        let expected = self.receivers_wait.load(Ordering::Relaxed);
+        if is_new && expected {
+            caller.expect_wait();
+        }
+        let result =
+            self.poll_as(caller, |core, driver, caller| work(core, ticket, driver, caller));
+        if is_new && result.is_pending() != expected {
+            self.receivers_wait.store(!expected, Ordering::Relaxed);
+        }
+        result
+    }
+
+    #[inline(always)]
+    fn poll_as<R>(
+        &self,
+        mut caller: Caller<'_>,
+        mut work: impl FnMut(&mut Core, &Waker, &mut Caller<'_>) -> Poll<R>,
+    ) -> Poll<R> {
+        let first = self.with(|core, driver_waker| work(core, driver_waker, &mut caller));
+        if first.is_ready() || !caller.clone_if_needed() {
+            return first;
+        }
+        // The clone registers the task: no third call is needed.
+        self.with(|core, driver_waker| work(core, driver_waker, &mut caller))
+    }
+
+    /// Returns true if the listener of this connection shuts down.
+    pub(super) fn is_draining(&self) -> bool {
+        self.admitted.as_ref().is_some_and(Admitted::is_shutting_down)
+    }
+
+    /// Waits until the queue pair is closed, and returns the close reason.
+    pub(super) async fn closed(&self) -> CloseReason {
+        let mut guard = WaitGuard::new(self, Core::withdraw_flusher);
+        poll_fn(|context| {
+            within_budget(context, |context| {
+                self.poll(context, |core, driver, caller| {
+                    core.poll_closed(&mut guard.ticket, driver, caller)
+                })
+            })
+        })
+        .await
+    }
+
+    /// Lets the driver ask the peer for a frame now, as `keepalive` does in time.
+    pub(super) fn probe(&self) {
+        self.with(|core, _| core.protocol.probe(clock::now()));
+        self.driver_waker.wake_driver();
+    }
+
+    /// Continues after the last handle was dropped.
+    pub(super) fn abandon(&self) {
+        self.abort_if_runtime_shuts_down();
+        self.with(|core, driver_waker| core.abandon(driver_waker));
+        self.driver_waker.wake_driver();
+    }
+
+    /// Aborts if the current runtime drops this connection's handle because it shuts down. The peer
+    /// would take a `Fin` for the end that the service wanted.
+    pub(crate) fn abort_if_runtime_shuts_down(&self) {
+        let ends = self.with(|core, _| core.protocol.phase().check_open().is_ok());
+        if ends && is_runtime_shutting_down() {
+            self.abort(CloseReason::Runtime);
+        }
+    }
+
+    pub(crate) fn abort(&self, reason: CloseReason) {
+        self.with(|core, driver_waker| core.abort(reason, driver_waker));
+        self.driver_waker.wake_driver();
+    }
+}
+
+impl Accepted for Shared {
+    fn is_terminated(&self) -> bool {
+        self.with(|core, _| core.close_reason().is_some())
+    }
+
+    fn drain(&self) {
+        self.with(|core, driver_waker| core.drain(driver_waker));
+        self.driver_waker.wake_driver();
+    }
+
+    fn abort(&self, reason: CloseReason) {
+        Self::abort(self, reason);
+    }
+
+    fn closed(&self) -> BoxFuture<'_, CloseReason> {
+        Self::closed(self).boxed()
+    }
+}
+
+/// A position in a wait queue. Dropping it withdraws the waiter.
+pub(crate) struct WaitGuard<'a> {
+    pub(crate) shared: &'a Shared,
+    pub(crate) ticket: Option<Ticket>,
+    withdraw: fn(&mut Core, &mut Option<Ticket>),
+}
+
+impl<'a> WaitGuard<'a> {
+    pub(crate) fn new(shared: &'a Shared, withdraw: fn(&mut Core, &mut Option<Ticket>)) -> Self {
+        Self { shared, ticket: None, withdraw }
+    }
+
+    #[cold]
+    fn give_up(&mut self) {
+        self.shared.with(|core, _| (self.withdraw)(core, &mut self.ticket));
+    }
+}
+
+impl Drop for WaitGuard<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        if self.ticket.is_some() {
+            self.give_up();
+        }
+    }
+}
+
+fn is_runtime_shutting_down() -> bool {
+    // Such a runtime drops a new task during the call.
+    Handle::try_current().is_ok_and(|runtime| {
+        let probe = runtime.spawn(std::future::pending::<()>());
+        let dropped = probe.is_finished();
+        probe.abort();
+        dropped
+    })
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::contained::tests::Counts;
+
+    const BEYOND: usize = 5;
+
+    /// Returns more connections than one thread serves in a row. They have ended, so serving them
+    /// does nothing, and the counter tells how often their drivers were woken.
+    fn connections() -> (Vec<Arc<DriverWaker>>, Arc<Counts>) {
+        let counts = Arc::new(Counts::default());
+        let connection = || {
+            let driver = futures::task::AtomicWaker::new();
+            driver.register(&Waker::from(counts.clone()));
+            Arc::new(DriverWaker { driver, shared: Weak::new(), in_place: true })
+        };
+        let all = std::iter::repeat_with(connection).take(MAX_IN_TURN + BEYOND).collect();
+        (all, counts)
+    }
+
+    #[test]
+    fn drivers_are_woken_for_connections_beyond_those_queued() {
+        let (connections, counts) = connections();
+        let polled = DriverWaker {
+            driver: futures::task::AtomicWaker::new(),
+            shared: Weak::new(),
+            in_place: true,
+        };
+        let poll = DriverPoll::begin(&polled);
+        for connection in &connections {
+            Waker::from(connection.clone()).wake();
+        }
+        assert_eq!(OTHERS.with_borrow(VecDeque::len), MAX_IN_TURN);
+        assert_eq!(counts.0.load(Ordering::Relaxed), BEYOND);
+        assert!(!poll.end(), "its own driver was not woken");
+        assert!(OTHERS.with_borrow(VecDeque::is_empty));
+        assert_eq!(counts.0.load(Ordering::Relaxed), BEYOND, "the others were served");
+    }
+
+    #[test]
+    fn drivers_are_woken_for_connections_beyond_those_served() {
+        let (connections, counts) = connections();
+        // As if connections had been queued while others were served.
+        OTHERS.with_borrow_mut(|others| others.extend(connections));
+        serve_others();
+        assert!(OTHERS.with_borrow(VecDeque::is_empty));
+        assert_eq!(counts.0.load(Ordering::Relaxed), BEYOND);
+    }
+}

@@ -1,0 +1,313 @@
+//! Writing: the frames that bytes become.
+//!
+//! A write becomes frames of up to the peer's buffer size, which are sent at once, as far as the
+//! peer has credits. The rest is held, and later writes are appended, until no send buffer is free.
+//! Bytes that do not fill a frame while earlier frames are in flight are held, too, even with
+//! credits. Held bytes are sent when the peer has a credit and
+//!
+//! - they fill a frame,
+//! - all earlier frames are acknowledged, or
+//! - the service flushes, shuts down or drops its half.
+//!
+//! So the first short write is never delayed, and a stream of short writes costs one frame per
+//! round trip. If the peer does not read, writes of any length fill the send buffers.
+
+use std::io::IoSlice;
+use std::task::{Poll, Waker};
+
+use bytes::Bytes;
+use rdma_message_proto::frame::Kind;
+use smallvec::SmallVec;
+
+use super::core::Core;
+use super::error::MessageError;
+use super::outbound::{INLINE, Outgoing, Pieces};
+use super::stream_state::{COPIED, Held};
+use super::waiting::{Attempt, Block};
+use crate::memory::{Buf, BufMut};
+use crate::waiters::{Caller, Ticket};
+
+/// The longest piece of memory that the peer reads at once: its longest pooled buffer.
+const PIECE: usize = 1 << 20;
+
+/// The bytes of a write that are in no frame yet.
+#[derive(Debug, Clone, Copy)]
+struct Unwritten<'a> {
+    pieces: Pieces<'a, IoSlice<'a>>,
+    len: usize,
+}
+
+impl<'a> Unwritten<'a> {
+    fn new(slices: &'a [IoSlice<'a>]) -> Self {
+        let len = slices.iter().fold(0usize, |len, slice| len.saturating_add(slice.len()));
+        Self { pieces: Pieces { first: &[], rest: slices }, len }
+    }
+
+    /// Moves the next bytes to `target`, and returns how many.
+    fn fill(&mut self, target: &mut [u8]) -> usize {
+        let filled = self.pieces.fill(target);
+        self.len -= filled;
+        filled
+    }
+}
+
+impl Core {
+    /// Writes as many bytes as buffers allow, up to some [`COPIED`]. Waits if that is none.
+    pub(crate) fn poll_write(
+        &mut self,
+        slices: &[IoSlice<'_>],
+        ticket: &mut Option<Ticket>,
+        driver: &Waker,
+        caller: &mut Caller<'_>,
+    ) -> Poll<Result<usize, MessageError>> {
+        self.poll_written(|core| core.write(slices), ticket, driver, caller)
+    }
+
+    /// Writes like [`poll_write`](Self::poll_write), without waiting.
+    pub(crate) fn try_write(&mut self, slices: &[IoSlice<'_>], driver: &Waker) -> Attempt<usize> {
+        self.protocol.phase().check_open()?;
+        let mut written = self.write(slices);
+        if matches!(written, Ok(Err(_))) {
+            self.progress(driver);
+            written = self.write(slices);
+        }
+        if matches!(written, Ok(Ok(_))) && !self.outbox.held.is_empty() {
+            self.progress(driver);
+        }
+        written
+    }
+
+    /// Waits until a write would not wait.
+    pub(crate) fn poll_writable(
+        &mut self,
+        ticket: &mut Option<Ticket>,
+        driver: &Waker,
+        caller: &mut Caller<'_>,
+    ) -> Poll<()> {
+        let check = |core: &mut Self| {
+            core.protocol.phase().check_open()?;
+            let appends = core.outbox.held.back().is_some_and(|held| !held.is_full());
+            Ok(if appends { Ok(()) } else { core.check_held_buffer() })
+        };
+        self.poll_unblocked(check, ticket, driver, caller).map(drop)
+    }
+
+    /// Waits like [`poll_writable`](Self::poll_writable), for the last task that calls this.
+    pub(crate) fn poll_write_ready(&mut self, driver: &Waker, caller: &mut Caller<'_>) -> Poll<()> {
+        let mut ticket = self.stream.polled.writer.take();
+        let ready = self.poll_writable(&mut ticket, driver, caller);
+        self.stream.polled.writer = ticket;
+        ready
+    }
+
+    /// Writes like [`poll_write`](Self::poll_write), or from the `buffer` that has the bytes, or
+    /// lets the peer read long bytes.
+    pub(crate) fn poll_write_bytes(
+        &mut self,
+        bytes: &Bytes,
+        buffer: Option<&Buf>,
+        ticket: &mut Option<Ticket>,
+        driver: &Waker,
+        caller: &mut Caller<'_>,
+    ) -> Poll<Result<usize, MessageError>> {
+        let len = bytes.len().min(PIECE).min(usize::try_from(self.limits.send).unwrap_or(PIECE));
+        if len <= self.protocol.framing().eager() {
+            return match buffer {
+                Some(buffer) => self.poll_write_buffer(buffer, ticket, driver, caller),
+                None => self.poll_write(&[IoSlice::new(bytes)], ticket, driver, caller),
+            };
+        }
+        let piece = bytes.slice(..len);
+        let offer = |core: &mut Self| core.send_whole(Outgoing::Bytes(&piece), len, driver);
+        self.poll_written(offer, ticket, driver, caller)
+    }
+
+    /// Writes a buffer from its memory, if that is registered here.
+    pub(crate) fn poll_write_buffer(
+        &mut self,
+        buffer: &Buf,
+        ticket: &mut Option<Ticket>,
+        driver: &Waker,
+        caller: &mut Caller<'_>,
+    ) -> Poll<Result<usize, MessageError>> {
+        if !self.is_registered(buffer) {
+            return self.poll_write_bytes(&buffer.clone().into(), None, ticket, driver, caller);
+        }
+        // One frame while their size changes: a piece of several could be offered instead.
+        let framing = self.protocol.framing();
+        let longest =
+            if framing.is_settled() { framing.eager() } else { self.protocol.frame_len(0) };
+        let len = buffer.len().min(longest);
+        let piece;
+        let lent = if len == buffer.len() {
+            buffer
+        } else {
+            let Ok(part) = buffer.slice(..len) else { unreachable!("shorter than the buffer") };
+            piece = part;
+            &piece
+        };
+        let lend = |core: &mut Self| core.send_whole(Outgoing::Buffer(lent), len, driver);
+        self.poll_written(lend, ticket, driver, caller)
+    }
+
+    /// Sends held bytes as far as the peer has credits.
+    pub(crate) fn push(&mut self, driver: &Waker) {
+        if !self.send_held_now() {
+            self.progress(driver);
+        }
+    }
+
+    /// Waits for `write` like a sender.
+    fn poll_written<T>(
+        &mut self,
+        write: impl FnMut(&mut Self) -> Attempt<T>,
+        ticket: &mut Option<Ticket>,
+        driver: &Waker,
+        caller: &mut Caller<'_>,
+    ) -> Poll<Result<T, MessageError>> {
+        let written = self.poll_unblocked(write, ticket, driver, caller);
+        if written.is_ready() && !self.outbox.held.is_empty() {
+            // Registers the driver with the last frame, and takes credits that have arrived.
+            self.progress(driver);
+        }
+        written
+    }
+
+    fn write(&mut self, slices: &[IoSlice<'_>]) -> Attempt<usize> {
+        self.protocol.phase().check_open()?;
+        let mut bytes = Unwritten::new(slices);
+        let len = bytes.len;
+        if len == 0 {
+            return Ok(Ok(0));
+        }
+        if let Some(held) = self.outbox.held.back_mut() {
+            held.append(|rest| bytes.fill(rest));
+            if held.is_full() {
+                self.send_held();
+            }
+        }
+        let mut block = None;
+        while bytes.len > 0 && len - bytes.len < COPIED && block.is_none() {
+            block = self.write_frame(&mut bytes)?.err();
+        }
+        let written = len - bytes.len;
+        match block {
+            Some(block) if written == 0 => Ok(Err(block)),
+            _ => {
+                self.counters.sent += 1;
+                Ok(Ok(written))
+            }
+        }
+    }
+
+    /// Sends or holds one frame of `bytes`. If bytes are held, their buffers are full.
+    fn write_frame(&mut self, bytes: &mut Unwritten<'_>) -> Attempt<()> {
+        if !self.outbox.held.is_empty() || !self.protocol.flow.may_send(Kind::Data) {
+            return Ok(self.held_buffer()?.map(|buffer| self.hold(buffer, bytes)));
+        }
+        let frame = self.protocol.frame_len(0);
+        let hold = bytes.len < frame && !self.stream.nodelay && self.has_unacknowledged();
+        if !hold && bytes.len <= self.limits.inline.min(frame) {
+            let mut gathered = SmallVec::<[u8; INLINE]>::from_elem(0, bytes.len);
+            bytes.fill(&mut gathered);
+            let header = self.protocol.flow.send(Kind::Data);
+            self.send_short(header, &gathered);
+            return Ok(Ok(()));
+        }
+        let len = if hold { frame } else { bytes.len.min(frame) };
+        if !self.memory.send.has_free(1) {
+            self.reap();
+        }
+        let mut buffer = match self.send_buffer(len, 1)? {
+            Ok(buffer) => buffer,
+            Err(block) => return Ok(Err(block)),
+        };
+        if hold {
+            self.hold(buffer, bytes);
+        } else {
+            bytes.fill(&mut buffer);
+            self.send_copied(Kind::Data, buffer);
+        }
+        Ok(Ok(()))
+    }
+
+    fn hold(&mut self, buffer: BufMut, bytes: &mut Unwritten<'_>) {
+        let mut held = Held::new(buffer, 0);
+        held.append(|rest| bytes.fill(rest));
+        self.outbox.held.push_back(held);
+    }
+
+    /// Returns true if the peer has not acknowledged all frames, by its device or by credits.
+    fn has_unacknowledged(&mut self) -> bool {
+        self.reap();
+        if self.outbox.sends.is_empty() || self.protocol.flow.is_everything_released() {
+            return false;
+        }
+        self.io.qp.drain_completions();
+        self.reap();
+        !self.outbox.sends.is_empty()
+    }
+
+    /// Sends held bytes if they wait no longer for other frames, and a credit is free.
+    pub(super) fn send_held(&mut self) {
+        while let Some(first) = self.outbox.held.front() {
+            let (len, is_full) = (first.len(), first.is_full() || self.outbox.held.len() > 1);
+            let finishes = self.protocol.phase().check_open().is_err();
+            let is_due = is_full || self.stream.nodelay || finishes || self.outbox.sends.is_empty();
+            if !(is_due || len >= self.protocol.frame_len(0)) || !self.send_first_held() {
+                return;
+            }
+        }
+    }
+
+    /// Sends held bytes as far as credits are free. Returns true if none are left.
+    fn send_held_now(&mut self) -> bool {
+        while self.send_first_held() {}
+        self.outbox.held.is_empty()
+    }
+
+    /// Sends a frame of held bytes. Returns false if there are none, or no credit is free.
+    fn send_first_held(&mut self) -> bool {
+        if !self.protocol.flow.may_send(Kind::Data) {
+            return false;
+        }
+        let Some(mut held) = self.outbox.held.pop_front() else { return false };
+        let frame = self.protocol.frame_len(0);
+        if held.len() <= frame {
+            self.send_copied(Kind::Data, held.into_buffer());
+            return true;
+        }
+        // The peer's receives are shorter.
+        let sent = match self.send_buffer(frame, 1) {
+            Ok(Ok(mut part)) => {
+                part.copy_from_slice(&held.unsent()[..frame]);
+                self.send_copied(Kind::Data, part);
+                frame
+            }
+            // As much as needs no buffer.
+            Ok(Err(_)) | Err(_) => {
+                let len = frame.min(self.limits.inline);
+                let header = self.protocol.flow.send(Kind::Data);
+                self.send_short(header, &held.unsent()[..len]);
+                len
+            }
+        };
+        held.advance(sent);
+        self.outbox.held.push_front(held);
+        true
+    }
+
+    /// Sends a message of `len` bytes after the held ones.
+    fn send_whole(&mut self, message: Outgoing<'_>, len: usize, driver: &Waker) -> Attempt<usize> {
+        self.protocol.phase().check_open()?;
+        if !self.send_held_now() {
+            return Ok(Err(Block::Held));
+        }
+        Ok(self.try_send(message, driver)?.map(|()| len))
+    }
+
+    pub(crate) fn set_nodelay(&mut self, nodelay: bool, driver: &Waker) {
+        self.stream.nodelay = nodelay;
+        self.progress(driver);
+    }
+}

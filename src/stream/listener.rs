@@ -1,0 +1,149 @@
+//! A listener for byte streams.
+
+use std::fmt;
+use std::io;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use futures::Stream;
+use tokio::net::ToSocketAddrs;
+
+use super::RdmaStream;
+use crate::connection::{Connection, ConnectionConfig, Listener, ListenerStats, ShutdownReport};
+use crate::verbs::Device;
+
+/// A listener that accepts [`RdmaStream`]s at an address, like `tokio::net::TcpListener`, and a
+/// [`Stream`] of them.
+///
+/// Peers are limited as by [`Listener`]: a peer that requests a connection and is silent holds no
+/// buffers on the software device, and does not delay others.
+///
+/// # Cancel safety
+///
+/// Dropping a future of the stream's adapters, such as `next`, loses no connection. For the
+/// methods, see each.
+pub struct RdmaListener {
+    inner: Listener,
+}
+
+impl RdmaListener {
+    /// Listens at the first usable address with the settings of
+    /// [`ConnectionConfig::for_streams`]. Port 0 selects a free port.
+    ///
+    /// # Errors
+    ///
+    /// See [`bind_with`](Self::bind_with).
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future stops listening.
+    pub async fn bind(
+        device: &Device,
+        address: impl ToSocketAddrs + fmt::Debug,
+    ) -> io::Result<Self> {
+        Self::bind_with(device, address, &ConnectionConfig::for_streams()).await
+    }
+
+    /// Listens at the first usable address. Port 0 selects a free port.
+    ///
+    /// # Errors
+    ///
+    /// See [`Listener::bind_with`]; the source is an [`EstablishError`](crate::EstablishError).
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future stops listening.
+    pub async fn bind_with(
+        device: &Device,
+        address: impl ToSocketAddrs + fmt::Debug,
+        config: &ConnectionConfig,
+    ) -> io::Result<Self> {
+        Ok(Self { inner: Listener::bind_with(device, address, &config.with_bytes()).await? })
+    }
+
+    /// Returns the next stream, and its peer's address. Peers that request a connection for
+    /// messages, or without a handshake, are rejected with a reason that they can report.
+    ///
+    /// # Errors
+    ///
+    /// See [`Listener::accept`].
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future loses no stream.
+    pub async fn accept(&self) -> io::Result<(RdmaStream, SocketAddr)> {
+        let stream = RdmaStream::new(self.inner.accept().await?);
+        let peer = stream.peer_addr()?;
+        Ok((stream, peer))
+    }
+
+    /// Polls for what [`accept`](Self::accept) returns. As with `TcpListener`, only the task of the
+    /// last call is woken.
+    ///
+    /// # Errors
+    ///
+    /// See [`Listener::accept`].
+    pub fn poll_accept(
+        &self,
+        context: &mut Context<'_>,
+    ) -> Poll<io::Result<(RdmaStream, SocketAddr)>> {
+        let stream = RdmaStream::new(ready!(self.inner.poll_accept(context))?);
+        let peer = stream.peer_addr()?;
+        Poll::Ready(Ok((stream, peer)))
+    }
+
+    /// Returns the device.
+    #[must_use]
+    pub fn device(&self) -> &Device {
+        self.inner.device()
+    }
+
+    /// Returns the local address.
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpListener` has the same signature.
+    pub fn local_addr(&self) -> io::Result<SocketAddr> {
+        Ok(self.inner.local_addr())
+    }
+
+    /// Returns the counters of this listener.
+    #[must_use]
+    pub fn stats(&self) -> ListenerStats {
+        self.inner.stats()
+    }
+
+    /// Stops listening, and ends the accepted streams as [`Listener::shutdown`] does: their readers
+    /// get the bytes that have arrived and then the end. Waits until all are closed, for at most
+    /// `limit`, then aborts the rest.
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped, streams are not aborted; the rest has happened at its first poll.
+    pub async fn shutdown(self, limit: Duration) -> ShutdownReport {
+        self.inner.shutdown(limit).await
+    }
+}
+
+/// Yields what [`RdmaListener::accept`] returns, and ends when no more requests can arrive.
+impl Stream for RdmaListener {
+    type Item = io::Result<RdmaStream>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let stream = |connection: Connection| RdmaStream::new(connection);
+        Pin::new(&mut self.inner)
+            .poll_next(context)
+            .map(|next| next.map(|accepted| accepted.map(stream).map_err(io::Error::from)))
+    }
+}
+
+impl fmt::Debug for RdmaListener {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RdmaListener")
+            .field("local", &self.inner.local_addr())
+            .field("stats", &self.stats())
+            .finish_non_exhaustive()
+    }
+}

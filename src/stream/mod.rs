@@ -1,0 +1,576 @@
+//! Byte streams, shaped like `tokio::net::TcpStream` and `TcpListener`.
+//!
+//! ```text
+//!   RdmaListener              listener.rs     accepts streams
+//!   RdmaStream                mod.rs
+//!        ├─ OwnedWriteHalf    write_half.rs   AsyncWrite, write_bytes, write_buf
+//!        └─ OwnedReadHalf     read_half.rs    AsyncRead, AsyncBufRead, read_bytes
+//!              │
+//!        connection/          writing.rs, reading.rs: bytes as frames, and frames as bytes
+//! ```
+//!
+//! A stream is a connection whose frames carry bytes instead of messages. It has the credits,
+//! deadlines and phases of [`connection`](crate::connection). `docs/streams.md` has the
+//! differences.
+//!
+//! ```
+//! use tokio::io::{AsyncReadExt, AsyncWriteExt};
+//! use tokio_rdma::{Device, RdmaListener, RdmaStream};
+//!
+//! # #[tokio::main(flavor = "current_thread")]
+//! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let device = Device::software()?;
+//! let listener = RdmaListener::bind(&device, "127.0.0.1:0").await?;
+//! let connecting = RdmaStream::connect(&device, listener.local_addr()?);
+//! let ((mut server, _), mut client) = tokio::try_join!(listener.accept(), connecting)?;
+//!
+//! client.write_all(b"hello").await?;
+//! client.shutdown().await?;
+//! let mut request = Vec::new();
+//! server.read_to_end(&mut request).await?;
+//! assert_eq!(request, b"hello");
+//! # Ok(())
+//! # }
+//! ```
+
+mod listener;
+mod read_half;
+mod write_half;
+
+use std::fmt;
+use std::future::poll_fn;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use bytes::{BufMut, Bytes};
+use tokio::io::{AsyncBufRead, AsyncRead, AsyncWrite, Interest, ReadBuf, Ready};
+use tokio::net::ToSocketAddrs;
+
+pub use listener::RdmaListener;
+pub use read_half::OwnedReadHalf;
+pub use write_half::OwnedWriteHalf;
+
+use crate::connection::{
+    CloseReason, Connection, ConnectionConfig, ConnectionCounters, Core, Handle, MessageError,
+    WaitGuard,
+};
+use crate::memory::Buf;
+use crate::verbs::{Device, ProtectionDomain};
+
+/// A reliable, ordered stream of bytes between two peers, like `tokio::net::TcpStream`.
+///
+/// It implements [`AsyncRead`], [`AsyncBufRead`] and [`AsyncWrite`], so hyper, axum, tonic and
+/// rustls run over it unchanged. [`write_bytes`](Self::write_bytes),
+/// [`write_buf`](Self::write_buf) and [`read_bytes`](Self::read_bytes) move memory without a copy.
+///
+/// # Writing
+///
+/// A write returns when the bytes are in registered memory of this side, as with TCP. The first
+/// short write is sent at once; those that follow while it is in flight are combined
+/// ([`set_nodelay`](Self::set_nodelay) disables that). If the peer does not read, writes of any
+/// length fill its receives and then the [send buffers](ConnectionConfig::send_buffers) of this
+/// side, 512 KiB with the settings of [`ConnectionConfig::for_streams`], and then wait. `flush`
+/// sends what was combined so far, and does not wait for the peer.
+///
+/// # Closing
+///
+/// `shutdown` ends this side's bytes: the peer reads them, then the end. The other direction stays
+/// open. It returns before the bytes have arrived. A program that exits then may lose some, unless
+/// it waits: for an answer, or for the end of the stream by [`closed`](Self::closed), which also
+/// waits for the peer's `shutdown`.
+///
+/// Dropping the stream does the same for what was written, and discards what was not read. It
+/// continues in the background until both sides have finished. Once the peer's device has
+/// everything, the peer has one second to finish; before, the stream continues for at most
+/// [`close_timeout`](ConnectionConfig::close_timeout). Raise that if peers read slowly. A runtime
+/// that shuts down ends it. [`abort`](Self::abort) ends the stream at once, and the peer's reads
+/// fail.
+///
+/// # Errors
+///
+/// An end of the stream is reported only if the peer has shut down its side and all bytes have
+/// arrived, or if this side's [`RdmaListener`] shuts down. All other ends are errors, whose source
+/// is a [`MessageError`] with the [`CloseReason`]:
+///
+/// | Kind | Cause |
+/// |---|---|
+/// | `ConnectionReset` | the peer aborted, is gone, or its runtime has shut down |
+/// | `TimedOut` | no answer to retransmissions or [keepalive]; the peer [stalls], sends [nothing] |
+/// | `BrokenPipe` | a write after `shutdown`, or after both sides have ended |
+/// | `ConnectionAborted` | this side aborted, or its runtime or listener has shut down |
+/// | `ConnectionRefused` | the listener refused the connection after it was established |
+/// | `OutOfMemory` | memory cannot be registered |
+/// | `InvalidData` | the peer violated the protocol |
+///
+/// [keepalive]: ConnectionConfig::keepalive
+/// [stalls]: ConnectionConfig::stall_timeout
+/// [nothing]: ConnectionConfig::first_message_timeout
+///
+/// # Cancel safety
+///
+/// The `poll_*` methods, and futures of one call such as `read` and `write`, lose no bytes when
+/// they are dropped. Futures of several calls, such as `read_exact` and `write_all`, may have moved
+/// some.
+pub struct RdmaStream {
+    // Dropped first; see `OwnedWriteHalf`.
+    read: OwnedReadHalf,
+    write: OwnedWriteHalf,
+}
+
+/// The borrowed reading half of [`RdmaStream::split`].
+pub type ReadHalf<'a> = &'a mut OwnedReadHalf;
+
+/// The borrowed writing half of [`RdmaStream::split`].
+pub type WriteHalf<'a> = &'a mut OwnedWriteHalf;
+
+impl RdmaStream {
+    /// Connects to an [`RdmaListener`] at the first address that answers, with the settings of
+    /// [`ConnectionConfig::for_streams`].
+    ///
+    /// # Errors
+    ///
+    /// See [`connect_with`](Self::connect_with).
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future withdraws the request.
+    pub async fn connect(
+        device: &Device,
+        address: impl ToSocketAddrs + fmt::Debug,
+    ) -> io::Result<Self> {
+        Self::connect_with(device, address, &ConnectionConfig::for_streams()).await
+    }
+
+    /// Connects to an [`RdmaListener`] at the first address that answers.
+    ///
+    /// # Errors
+    ///
+    /// See [`Connection::connect_with`]; the source is an
+    /// [`EstablishError`](crate::EstablishError). A listener for messages refuses the request with
+    /// [`RefusalReason::OtherContent`](crate::connection::RefusalReason::OtherContent).
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future withdraws the request.
+    pub async fn connect_with(
+        device: &Device,
+        address: impl ToSocketAddrs + fmt::Debug,
+        config: &ConnectionConfig,
+    ) -> io::Result<Self> {
+        let connection = Connection::connect_with(device, address, &config.with_bytes()).await?;
+        Ok(Self::new(connection))
+    }
+
+    fn new(connection: Connection) -> Self {
+        let handle = connection.shared_handle();
+        Self { read: OwnedReadHalf::new(handle.clone()), write: OwnedWriteHalf::new(handle) }
+    }
+
+    /// Splits the stream into borrowed halves, for one task that reads and writes at a time.
+    /// Dropping them changes nothing.
+    pub fn split(&mut self) -> (ReadHalf<'_>, WriteHalf<'_>) {
+        (&mut self.read, &mut self.write)
+    }
+
+    /// Splits the stream into halves for two tasks.
+    #[must_use]
+    pub fn into_split(self) -> (OwnedReadHalf, OwnedWriteHalf) {
+        (self.read, self.write)
+    }
+
+    /// Writes bytes, from their memory if that is cheaper than a copy; see
+    /// [`OwnedWriteHalf::write_bytes`].
+    ///
+    /// # Errors
+    ///
+    /// See [`RdmaStream`].
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped, the first bytes may be written, as with `write_all`.
+    pub async fn write_bytes(&mut self, bytes: impl Into<Bytes>) -> io::Result<()> {
+        self.write.write_bytes(bytes).await
+    }
+
+    /// Writes a registered buffer from its memory; see [`OwnedWriteHalf::write_buf`].
+    ///
+    /// # Errors
+    ///
+    /// See [`RdmaStream`].
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped, the first bytes may be written, as with `write_all`.
+    pub async fn write_buf(&mut self, buffer: impl Into<Buf>) -> io::Result<()> {
+        self.write.write_buf(buffer).await
+    }
+
+    /// Returns the next bytes in the memory in which they have arrived, or `None` at the end; see
+    /// [`OwnedReadHalf::read_bytes`].
+    ///
+    /// # Errors
+    ///
+    /// See [`RdmaStream`].
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future loses no bytes.
+    pub async fn read_bytes(&mut self) -> io::Result<Option<Bytes>> {
+        self.read.read_bytes().await
+    }
+
+    /// Waits for one of the states in `interest`: readable or writable. Other ones are ignored
+    /// beside these.
+    ///
+    /// # Errors
+    ///
+    /// `InvalidInput` if `interest` is neither readable nor writable.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future changes nothing.
+    pub async fn ready(&self, interest: Interest) -> io::Result<Ready> {
+        if !interest.is_readable() && !interest.is_writable() {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let shared = &self.handle().shared;
+        let mut readers = WaitGuard::new(shared, Core::withdraw_receiver);
+        let mut writers = WaitGuard::new(shared, Core::withdraw_sender);
+        let ready = poll_fn(|context| {
+            let mut ready = Ready::EMPTY;
+            if interest.is_readable()
+                && let Poll::Ready(read) = self.read.poll_ready(context, &mut readers.ticket)
+            {
+                ready |= read;
+            }
+            if interest.is_writable()
+                && let Poll::Ready(write) = self.write.poll_ready(context, &mut writers.ticket)
+            {
+                ready |= write;
+            }
+            if ready.is_empty() { Poll::Pending } else { Poll::Ready(ready) }
+        });
+        Ok(ready.await)
+    }
+
+    /// Polls for what [`readable`](Self::readable) waits for. As with `TcpStream`, of this method
+    /// and [`poll_peek`](Self::poll_peek) only the task of the last call is woken.
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpStream` has the same signature.
+    pub fn poll_read_ready(&self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.read.poll_read_ready(context).map(Ok)
+    }
+
+    /// Polls for what [`writable`](Self::writable) waits for. As with `TcpStream`, only the task of
+    /// the last call is woken.
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpStream` has the same signature.
+    pub fn poll_write_ready(&self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.write.poll_write_ready(context).map(Ok)
+    }
+
+    /// Waits until a read would not wait; see [`OwnedReadHalf::readable`].
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpStream` has the same signature.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future changes nothing.
+    pub async fn readable(&self) -> io::Result<()> {
+        self.read.readable().await
+    }
+
+    /// Waits until a write would not wait; see [`OwnedWriteHalf::writable`].
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpStream` has the same signature.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future changes nothing.
+    pub async fn writable(&self) -> io::Result<()> {
+        self.write.writable().await
+    }
+
+    /// Reads without consuming; see [`OwnedReadHalf::peek`].
+    ///
+    /// # Errors
+    ///
+    /// See [`RdmaStream`].
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future loses no bytes.
+    pub async fn peek(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.read.peek(buffer).await
+    }
+
+    /// Polls for what [`peek`](Self::peek) returns; see [`OwnedReadHalf::poll_peek`].
+    ///
+    /// # Errors
+    ///
+    /// See [`RdmaStream`].
+    pub fn poll_peek(
+        &self,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<usize>> {
+        self.read.poll_peek(context, buffer)
+    }
+
+    /// Reads without waiting; see [`OwnedReadHalf::try_read`].
+    ///
+    /// # Errors
+    ///
+    /// `WouldBlock` if nothing has arrived. Otherwise see [`RdmaStream`].
+    pub fn try_read(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.read.try_read(buffer)
+    }
+
+    /// Reads into several buffers without waiting; see [`OwnedReadHalf::try_read_vectored`].
+    ///
+    /// # Errors
+    ///
+    /// See [`try_read`](Self::try_read).
+    pub fn try_read_vectored(&self, buffers: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        self.read.try_read_vectored(buffers)
+    }
+
+    /// Reads to the end of `buffer` without waiting; see [`OwnedReadHalf::try_read_buf`].
+    ///
+    /// # Errors
+    ///
+    /// See [`try_read`](Self::try_read).
+    pub fn try_read_buf<B: BufMut>(&self, buffer: &mut B) -> io::Result<usize> {
+        self.read.try_read_buf(buffer)
+    }
+
+    /// Writes without waiting; see [`OwnedWriteHalf::try_write`].
+    ///
+    /// # Errors
+    ///
+    /// `WouldBlock` if no buffer is free. Otherwise see [`RdmaStream`].
+    pub fn try_write(&self, bytes: &[u8]) -> io::Result<usize> {
+        self.write.try_write(bytes)
+    }
+
+    /// Writes from several buffers without waiting; see [`OwnedWriteHalf::try_write_vectored`].
+    ///
+    /// # Errors
+    ///
+    /// See [`try_write`](Self::try_write).
+    pub fn try_write_vectored(&self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
+        self.write.try_write_vectored(slices)
+    }
+
+    /// Sets how long the stream continues to send after it was dropped, as `SO_LINGER` does; by
+    /// default for [`close_timeout`](ConnectionConfig::close_timeout). With zero, a drop resets the
+    /// peer instead.
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpStream` has the same signature.
+    pub fn set_linger(&self, linger: Option<Duration>) -> io::Result<()> {
+        self.handle().shared.with(|core, _| core.stream.linger = linger);
+        Ok(())
+    }
+
+    /// Sets that a drop resets the peer, as [`set_linger`](Self::set_linger) with zero does.
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpStream` has the same signature.
+    pub fn set_zero_linger(&self) -> io::Result<()> {
+        self.set_linger(Some(Duration::ZERO))
+    }
+
+    /// Returns what [`set_linger`](Self::set_linger) has set.
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpStream` has the same signature.
+    pub fn linger(&self) -> io::Result<Option<Duration>> {
+        Ok(self.handle().shared.with(|core, _| core.stream.linger))
+    }
+
+    /// Disables the combination of short writes, as `TCP_NODELAY` does: each write is sent at once.
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpStream` has the same signature.
+    pub fn set_nodelay(&self, nodelay: bool) -> io::Result<()> {
+        self.handle().shared.with(|core, driver| core.set_nodelay(nodelay, driver));
+        Ok(())
+    }
+
+    /// Returns true if short writes are not combined; default false.
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpStream` has the same signature.
+    pub fn nodelay(&self) -> io::Result<bool> {
+        Ok(self.handle().shared.with(|core, _| core.stream.nodelay))
+    }
+
+    /// Ends the stream in both directions at once. The peer's reads fail with
+    /// [`ConnectionReset`](io::ErrorKind::ConnectionReset), after bytes that have arrived.
+    pub fn abort(&self) {
+        self.handle().shared.abort(CloseReason::Aborted);
+    }
+
+    /// Returns the reason why the stream has ended, if it has in both directions.
+    #[must_use]
+    pub fn close_reason(&self) -> Option<CloseReason> {
+        self.handle().close_reason()
+    }
+
+    /// Waits until the stream has ended in both directions, and returns the reason.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future changes nothing.
+    pub async fn closed(&self) -> CloseReason {
+        self.handle().closed().await
+    }
+
+    /// Returns the local address.
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpStream` has the same signature.
+    pub fn local_addr(&self) -> io::Result<SocketAddr> {
+        addresses(self.handle()).map(|(local, _)| local)
+    }
+
+    /// Returns the peer's address.
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpStream` has the same signature.
+    pub fn peer_addr(&self) -> io::Result<SocketAddr> {
+        addresses(self.handle()).map(|(_, peer)| peer)
+    }
+
+    /// Returns the data that the peer's service has set with
+    /// [`ConnectionConfig::user_data`].
+    #[must_use]
+    pub fn user_data(&self) -> &Bytes {
+        &self.handle().user_data
+    }
+
+    /// Returns the protection domain in which memory for [`write_buf`](Self::write_buf) is
+    /// registered.
+    #[must_use]
+    pub fn protection_domain(&self) -> &ProtectionDomain {
+        self.handle().shared.qp.protection_domain()
+    }
+
+    /// Returns the counters of the connection. Each frame of the stream counts as a message.
+    #[must_use]
+    pub fn counters(&self) -> ConnectionCounters {
+        self.handle().counters()
+    }
+
+    pub(crate) fn handle(&self) -> &Handle {
+        self.read.handle()
+    }
+}
+
+impl AsyncRead for RdmaStream {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.read).poll_read(context, buffer)
+    }
+}
+
+impl AsyncBufRead for RdmaStream {
+    fn poll_fill_buf(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<&[u8]>> {
+        Pin::new(&mut self.get_mut().read).poll_fill_buf(context)
+    }
+
+    fn consume(mut self: Pin<&mut Self>, bytes: usize) {
+        Pin::new(&mut self.read).consume(bytes);
+    }
+}
+
+impl AsyncWrite for RdmaStream {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.write).poll_write(context, bytes)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.write).poll_write_vectored(context, slices)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.write.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.write).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.write).poll_shutdown(context)
+    }
+}
+
+impl fmt::Debug for RdmaStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RdmaStream")
+            .field("local", &self.handle().addresses.map(|(local, _)| local))
+            .field("peer", &self.handle().peer_addr())
+            .field("close_reason", &self.close_reason())
+            .finish_non_exhaustive()
+    }
+}
+
+/// The halves passed to [`OwnedReadHalf::reunite`] belong to different streams.
+#[derive(Debug)]
+pub struct ReuniteError(pub OwnedReadHalf, pub OwnedWriteHalf);
+
+impl fmt::Display for ReuniteError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("failed to reunite halves: they belong to different streams")
+    }
+}
+
+impl std::error::Error for ReuniteError {}
+
+fn addresses(handle: &Handle) -> io::Result<(SocketAddr, SocketAddr)> {
+    handle.addresses.ok_or_else(|| io::ErrorKind::NotConnected.into())
+}
+
+/// Converts an error to the kind that TCP reports.
+fn io_error(error: MessageError) -> io::Error {
+    let kind = match &error {
+        MessageError::Closed(CloseReason::Clean | CloseReason::Local) => io::ErrorKind::BrokenPipe,
+        MessageError::Closed(CloseReason::Operation(kind)) => match kind.io_kind() {
+            io::ErrorKind::TimedOut => io::ErrorKind::TimedOut,
+            _ => io::ErrorKind::ConnectionReset,
+        },
+        _ => error.io_kind(),
+    };
+    io::Error::new(kind, error)
+}

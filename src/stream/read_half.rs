@@ -1,0 +1,461 @@
+//! The reading half of a stream.
+
+use std::fmt;
+use std::future::poll_fn;
+use std::io::{self, IoSliceMut};
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+
+use bytes::{BufMut, Bytes};
+use rdma_provider::locks::Mutex;
+use tokio::io::{AsyncBufRead, AsyncRead, Interest, ReadBuf, Ready};
+
+use super::write_half::OwnedWriteHalf;
+use super::{RdmaStream, ReuniteError, addresses, io_error};
+use crate::connection::{Chunk, ConnectionCounters, Core, Handle, Taken, WaitGuard};
+use crate::contained::wake_to_repoll;
+use crate::coop::within_budget;
+use crate::waiters::{Caller, Ticket};
+
+/// The reading half of an [`RdmaStream`].
+///
+/// Dropping it discards bytes that were read into its buffer and not consumed. The peer's writes
+/// then wait, unless the other half is dropped too.
+pub struct OwnedReadHalf {
+    slot: Mutex<Slot>,
+    ticket: Option<Ticket>,
+    handle: Arc<Handle>,
+}
+
+/// A received frame that is partly read.
+#[derive(Default)]
+struct Slot {
+    /// Bytes in the memory in which they have arrived, and how many of them are consumed.
+    chunk: Option<(Chunk, usize)>,
+    /// A method with `&self` has moved the chunk out while it runs code of the program.
+    is_taken: bool,
+}
+
+/// The bytes that a method has taken from a [`Slot`], until it is dropped.
+struct TakenSlot<'a> {
+    slot: &'a Mutex<Slot>,
+    chunk: Option<(Chunk, usize)>,
+}
+
+impl<'a> TakenSlot<'a> {
+    /// Takes the chunk, unless another method has it.
+    fn take(slot: &'a Mutex<Slot>) -> Option<Self> {
+        let mut locked = slot.lock();
+        if std::mem::replace(&mut locked.is_taken, true) {
+            return None;
+        }
+        let chunk = locked.chunk.take();
+        drop(locked);
+        Some(Self { slot, chunk })
+    }
+}
+
+impl Drop for TakenSlot<'_> {
+    fn drop(&mut self) {
+        let mut locked = self.slot.lock();
+        *locked = Slot { chunk: self.chunk.take(), is_taken: false };
+    }
+}
+
+impl OwnedReadHalf {
+    pub(super) fn new(handle: Arc<Handle>) -> Self {
+        Self { slot: Mutex::default(), ticket: None, handle }
+    }
+
+    /// Reunites the halves of a stream.
+    ///
+    /// # Errors
+    ///
+    /// Returns the halves if they belong to different streams.
+    #[expect(clippy::result_large_err, reason = "the halves are returned")]
+    pub fn reunite(self, write: OwnedWriteHalf) -> Result<RdmaStream, ReuniteError> {
+        if Arc::ptr_eq(&self.handle, write.handle()) {
+            Ok(RdmaStream { read: self, write })
+        } else {
+            Err(ReuniteError(self, write))
+        }
+    }
+
+    /// Returns the next bytes, at least one, or `None` at the end.
+    ///
+    /// They are in the memory in which they have arrived if more than 256 bytes have, and if the
+    /// service holds at most [`spare_buffers`](crate::ConnectionConfig::spare_buffers) of them.
+    /// Otherwise they are a copy.
+    ///
+    /// # Errors
+    ///
+    /// See [`RdmaStream`].
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future loses no bytes.
+    pub async fn read_bytes(&mut self) -> io::Result<Option<Bytes>> {
+        poll_fn(|context| self.poll_read_bytes(context)).await
+    }
+
+    /// Polls for what [`read_bytes`](Self::read_bytes) returns.
+    ///
+    /// # Errors
+    ///
+    /// See [`RdmaStream`].
+    pub fn poll_read_bytes(
+        &mut self,
+        context: &mut Context<'_>,
+    ) -> Poll<io::Result<Option<Bytes>>> {
+        within_budget(context, |context| {
+            if let Some(rest) = self.rest() {
+                let (bytes, len) = (Bytes::copy_from_slice(rest), rest.len());
+                self.advance(len);
+                return Poll::Ready(Ok(Some(bytes)));
+            }
+            let Self { ticket, handle, .. } = self;
+            handle.shared.poll_receiver(context, ticket, Core::poll_recv).map_err(io_error)
+        })
+    }
+
+    /// Waits until [`try_read`](Self::try_read) does not return `WouldBlock`, but bytes, the end or
+    /// an error. If several tasks read, it may return `WouldBlock` nevertheless.
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpStream` has the same signature.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future changes nothing.
+    pub async fn readable(&self) -> io::Result<()> {
+        let mut guard = WaitGuard::new(&self.handle.shared, Core::withdraw_receiver);
+        poll_fn(|context| self.poll_readable(context, &mut guard.ticket)).await;
+        Ok(())
+    }
+
+    /// Waits until a read would not wait, like [`RdmaStream::ready`].
+    ///
+    /// # Errors
+    ///
+    /// `InvalidInput` if `interest` is not readable.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future changes nothing.
+    pub async fn ready(&self, interest: Interest) -> io::Result<Ready> {
+        if !interest.is_readable() {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let mut guard = WaitGuard::new(&self.handle.shared, Core::withdraw_receiver);
+        Ok(poll_fn(|context| self.poll_ready(context, &mut guard.ticket)).await)
+    }
+
+    pub(super) fn poll_ready(
+        &self,
+        context: &mut Context<'_>,
+        ticket: &mut Option<Ticket>,
+    ) -> Poll<Ready> {
+        self.poll_readable(context, ticket).map(|()| {
+            // A read returns the end or an error once what has arrived was read.
+            let is_closed = |core: &Core| core.is_at_end() || core.close_reason().is_some();
+            if self.handle.shared.with(|core, _| is_closed(core)) {
+                Ready::READABLE | Ready::READ_CLOSED
+            } else {
+                Ready::READABLE
+            }
+        })
+    }
+
+    fn poll_readable(&self, context: &mut Context<'_>, ticket: &mut Option<Ticket>) -> Poll<()> {
+        within_budget(context, |context| {
+            if self.has_chunk() {
+                return Poll::Ready(());
+            }
+            match self.handle.shared.poll_receiver(context, ticket, Core::poll_readable) {
+                // Meanwhile another task may have moved the last frame to the slot.
+                Poll::Pending if self.has_chunk() => Poll::Ready(()),
+                polled => polled,
+            }
+        })
+    }
+
+    pub(super) fn poll_read_ready(&self, context: &mut Context<'_>) -> Poll<()> {
+        within_budget(context, |context| {
+            if self.has_chunk() {
+                return Poll::Ready(());
+            }
+            let shared = &self.handle.shared;
+            let polled =
+                shared.poll(context, |core, driver, caller| core.poll_read_ready(driver, caller));
+            match polled {
+                // As above.
+                Poll::Pending if self.has_chunk() => Poll::Ready(()),
+                polled => polled,
+            }
+        })
+    }
+
+    /// Returns true if there are bytes in the chunk, or another task takes some.
+    fn has_chunk(&self) -> bool {
+        let slot = self.slot.lock();
+        slot.is_taken || slot.chunk.is_some()
+    }
+
+    /// Copies bytes that have arrived, without waiting: of one frame at most. Returns 0 at the end,
+    /// or for an empty buffer.
+    ///
+    /// # Errors
+    ///
+    /// `WouldBlock` if nothing has arrived. Otherwise see [`RdmaStream`].
+    pub fn try_read(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        let mut into = ReadBuf::new(buffer);
+        self.try_take(into.remaining(), |bytes| into.put_slice(bytes))
+    }
+
+    /// Copies like [`try_read`](Self::try_read), into several buffers.
+    ///
+    /// # Errors
+    ///
+    /// See [`try_read`](Self::try_read).
+    pub fn try_read_vectored(&self, buffers: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        let most = buffers.iter().fold(0_usize, |sum, buffer| sum.saturating_add(buffer.len()));
+        self.try_take(most, |mut bytes| {
+            for buffer in buffers.iter_mut() {
+                let (next, rest) = bytes.split_at(bytes.len().min(buffer.len()));
+                buffer[..next.len()].copy_from_slice(next);
+                bytes = rest;
+            }
+        })
+    }
+
+    /// Copies like [`try_read`](Self::try_read), to the end of `buffer`.
+    ///
+    /// # Errors
+    ///
+    /// See [`try_read`](Self::try_read).
+    pub fn try_read_buf<B: BufMut>(&self, buffer: &mut B) -> io::Result<usize> {
+        self.try_take(buffer.remaining_mut(), |bytes| buffer.put_slice(bytes))
+    }
+
+    /// Waits for bytes and copies them without consuming them: of one frame at most. Returns 0 at
+    /// the end, or for an empty buffer.
+    ///
+    /// # Errors
+    ///
+    /// See [`RdmaStream`].
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future loses no bytes.
+    pub async fn peek(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        let mut buffer = ReadBuf::new(buffer);
+        loop {
+            self.readable().await?;
+            if let Poll::Ready(peeked) = self.try_peek(&mut buffer) {
+                return peeked;
+            }
+        }
+    }
+
+    /// Polls for what [`peek`](Self::peek) returns, and appends the bytes to `buffer`. As with
+    /// `TcpStream`, of this method and [`RdmaStream::poll_read_ready`] only the task of the last
+    /// call is woken.
+    ///
+    /// # Errors
+    ///
+    /// See [`RdmaStream`].
+    pub fn poll_peek(
+        &self,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<usize>> {
+        ready!(self.poll_read_ready(context));
+        let peeked = self.try_peek(buffer);
+        if peeked.is_pending() {
+            // Another task takes bytes at this moment.
+            wake_to_repoll(context);
+        }
+        peeked
+    }
+
+    /// Copies bytes without consuming them, unless another task takes some.
+    fn try_peek(&self, into: &mut ReadBuf<'_>) -> Poll<io::Result<usize>> {
+        let before = into.filled().len();
+        let most = into.remaining();
+        match self.try_see(|rest| into.put_slice(&rest[..rest.len().min(most)])) {
+            Ok(_) => Poll::Ready(Ok(into.filled().len() - before)),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Poll::Pending,
+            Err(error) => Poll::Ready(Err(error)),
+        }
+    }
+
+    /// Calls `copy` with the next bytes, at most `most`, and consumes them. Returns their number.
+    fn try_take(&self, most: usize, mut copy: impl FnMut(&[u8])) -> io::Result<usize> {
+        if most == 0 {
+            return Ok(0);
+        }
+        let mut taken = 0;
+        let mut slot = self.try_see(|rest| {
+            taken = rest.len().min(most);
+            copy(&rest[..taken]);
+        })?;
+        let read = slot.chunk.take_if(|(chunk, consumed)| {
+            *consumed += taken;
+            *consumed == chunk.len()
+        });
+        drop(slot);
+        self.release(read);
+        Ok(taken)
+    }
+
+    /// Calls `see` with the next bytes that have arrived, unless there is the end.
+    fn try_see(&self, see: impl FnOnce(&[u8])) -> io::Result<TakenSlot<'_>> {
+        let Some(mut slot) = TakenSlot::take(&self.slot) else {
+            return Err(io::ErrorKind::WouldBlock.into());
+        };
+        if slot.chunk.is_none() {
+            match self.handle.shared.with(|core, driver| core.try_read(driver)) {
+                Poll::Pending => return Err(io::ErrorKind::WouldBlock.into()),
+                Poll::Ready(next) => slot.chunk = next.map_err(io_error)?.map(|next| (next, 0)),
+            }
+        }
+        if let Some((bytes, consumed)) = &slot.chunk {
+            see(&bytes[*consumed..]);
+        }
+        Ok(slot)
+    }
+
+    /// Returns the local address.
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpStream` has the same signature.
+    pub fn local_addr(&self) -> io::Result<SocketAddr> {
+        addresses(&self.handle).map(|(local, _)| local)
+    }
+
+    /// Returns the peer's address.
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpStream` has the same signature.
+    pub fn peer_addr(&self) -> io::Result<SocketAddr> {
+        addresses(&self.handle).map(|(_, peer)| peer)
+    }
+
+    /// Returns the counters of the connection, like [`RdmaStream::counters`].
+    #[must_use]
+    pub fn counters(&self) -> ConnectionCounters {
+        self.handle.counters()
+    }
+
+    pub(super) fn handle(&self) -> &Handle {
+        &self.handle
+    }
+
+    /// Returns the bytes of the chunk that are not consumed.
+    fn rest(&mut self) -> Option<&[u8]> {
+        self.slot.get_mut().chunk.as_ref().map(|(chunk, consumed)| &chunk[*consumed..])
+    }
+
+    /// Consumes bytes of the chunk, at most all.
+    fn advance(&mut self, bytes: usize) {
+        let read = self.slot.get_mut().chunk.take_if(|(chunk, consumed)| {
+            *consumed = chunk.len().min(consumed.saturating_add(bytes));
+            *consumed == chunk.len()
+        });
+        self.release(read);
+    }
+
+    fn release(&self, chunk: Option<(Chunk, usize)>) {
+        if let Some((chunk, _)) = chunk {
+            let left = self.handle.shared.with(|core, _| core.release_chunk(chunk));
+            drop(left);
+        }
+    }
+
+    /// Waits for bytes: in `into` if whole frames fit, else in the chunk. Returns `false` at the
+    /// end.
+    fn poll_bytes(
+        &mut self,
+        context: &mut Context<'_>,
+        mut into: Option<&mut ReadBuf<'_>>,
+    ) -> Poll<io::Result<bool>> {
+        let Self { ticket, handle, slot } = self;
+        let take = |core: &mut Core, ticket: &mut _, driver: &_, caller: &mut Caller<'_>| {
+            core.poll_read(&mut into, ticket, driver, caller)
+        };
+        let taken = ready!(handle.shared.poll_receiver(context, ticket, take));
+        Poll::Ready(match taken.map_err(io_error)? {
+            None => Ok(false),
+            Some(Taken::Copied) => Ok(true),
+            Some(Taken::Chunk(bytes)) => {
+                slot.get_mut().chunk = Some((bytes, 0));
+                Ok(true)
+            }
+        })
+    }
+}
+
+impl AsyncRead for OwnedReadHalf {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        if buffer.remaining() == 0 {
+            return Poll::Ready(Ok(()));
+        }
+        within_budget(context, |context| {
+            if self.slot.get_mut().chunk.is_none() {
+                ready!(self.poll_bytes(context, Some(buffer)))?;
+            }
+            if let Some(rest) = self.rest() {
+                let len = rest.len().min(buffer.remaining());
+                buffer.put_slice(&rest[..len]);
+                self.advance(len);
+            }
+            Poll::Ready(Ok(()))
+        })
+    }
+}
+
+impl AsyncBufRead for OwnedReadHalf {
+    fn poll_fill_buf(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<&[u8]>> {
+        let this = self.get_mut();
+        ready!(within_budget(context, |context| {
+            if this.slot.get_mut().chunk.is_none() {
+                this.poll_bytes(context, None)
+            } else {
+                Poll::Ready(Ok(true))
+            }
+        }))?;
+        Poll::Ready(Ok(this.rest().unwrap_or_default()))
+    }
+
+    fn consume(mut self: Pin<&mut Self>, bytes: usize) {
+        self.advance(bytes);
+    }
+}
+
+impl Drop for OwnedReadHalf {
+    fn drop(&mut self) {
+        let chunk = self.slot.get_mut().chunk.take();
+        self.release(chunk);
+        if self.ticket.is_some() {
+            let Self { handle, ticket, .. } = self;
+            handle.shared.with(|core, _| core.withdraw_receiver(ticket));
+        }
+    }
+}
+
+impl fmt::Debug for OwnedReadHalf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OwnedReadHalf")
+            .field("peer", &self.handle.peer_addr())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,287 @@
+//! The writing half of a stream.
+
+use std::fmt;
+use std::future::poll_fn;
+use std::io::{self, IoSlice};
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use bytes::{Buf as _, Bytes};
+use tokio::io::{AsyncWrite, Interest, Ready};
+
+use super::{addresses, io_error};
+use crate::connection::{CloseReason, ConnectionCounters, Core, Handle, MessageError, WaitGuard};
+use crate::coop::within_budget;
+use crate::memory::{Buf, SlabFinder};
+use crate::waiters::{Caller, Ticket};
+
+/// The writing half of an [`RdmaStream`](super::RdmaStream). Dropping it shuts down the direction.
+pub struct OwnedWriteHalf {
+    ticket: Option<Ticket>,
+    slabs: SlabFinder,
+    handle: Arc<Handle>,
+}
+
+impl OwnedWriteHalf {
+    pub(super) fn new(handle: Arc<Handle>) -> Self {
+        Self { ticket: None, slabs: SlabFinder::default(), handle }
+    }
+
+    /// Writes bytes. Up to [`max_eager`](crate::ConnectionConfig::max_eager) they are copied once,
+    /// into registered buffers, unless they are at least 4 KiB of a buffer of the stream's
+    /// [protection domain](super::RdmaStream::protection_domain), such as those that this stream
+    /// has received: these are sent from their memory. The memory of longer ones is registered in
+    /// pieces of up to 1 MiB, which the peer's device reads. Memory that is not copied stays in use
+    /// until the peer's device has the bytes.
+    ///
+    /// # Errors
+    ///
+    /// See [`RdmaStream`](super::RdmaStream).
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped, the first bytes may be written, as with `write_all`.
+    pub async fn write_bytes(&mut self, bytes: impl Into<Bytes>) -> io::Result<()> {
+        let mut bytes = bytes.into();
+        while !bytes.is_empty() {
+            let buffer = self.slabs.view(&bytes, self.handle.shared.qp.protection_domain());
+            let written = poll_fn(|context| {
+                self.poll(context, |core, ticket, driver, caller| {
+                    core.poll_write_bytes(&bytes, buffer.as_ref(), ticket, driver, caller)
+                })
+            });
+            bytes.advance(written.await?);
+        }
+        Ok(())
+    }
+
+    /// Writes a registered buffer from its memory if that belongs to the stream's
+    /// [protection domain](super::RdmaStream::protection_domain); otherwise this is
+    /// [`write_bytes`](Self::write_bytes). The buffer returns to its pool when the peer's device
+    /// has the bytes, and the last view is dropped.
+    ///
+    /// # Errors
+    ///
+    /// See [`RdmaStream`](super::RdmaStream).
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped, the first bytes may be written, as with `write_all`.
+    pub async fn write_buf(&mut self, buffer: impl Into<Buf>) -> io::Result<()> {
+        let mut buffer = buffer.into();
+        while !buffer.is_empty() {
+            let written = poll_fn(|context| {
+                self.poll(context, |core, ticket, driver, caller| {
+                    core.poll_write_buffer(&buffer, ticket, driver, caller)
+                })
+            });
+            let Ok(rest) = buffer.slice(written.await?..) else {
+                unreachable!("at most the buffer is written")
+            };
+            buffer = rest;
+        }
+        Ok(())
+    }
+
+    /// Waits until [`try_write`](Self::try_write) does not return `WouldBlock`, but a number of
+    /// bytes or an error. It may return `WouldBlock` nevertheless if several tasks write, or if no
+    /// more buffers can be registered, for example within the
+    /// [budget](crate::ConnectionConfig::budget).
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpStream` has the same signature.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future changes nothing.
+    pub async fn writable(&self) -> io::Result<()> {
+        let mut guard = WaitGuard::new(&self.handle.shared, Core::withdraw_sender);
+        poll_fn(|context| self.poll_writable(context, &mut guard.ticket)).await;
+        Ok(())
+    }
+
+    /// Waits until a write would not wait, like [`RdmaStream::ready`](super::RdmaStream::ready).
+    ///
+    /// # Errors
+    ///
+    /// `InvalidInput` if `interest` is not writable.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future changes nothing.
+    pub async fn ready(&self, interest: Interest) -> io::Result<Ready> {
+        if !interest.is_writable() {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let mut guard = WaitGuard::new(&self.handle.shared, Core::withdraw_sender);
+        Ok(poll_fn(|context| self.poll_ready(context, &mut guard.ticket)).await)
+    }
+
+    pub(super) fn poll_ready(
+        &self,
+        context: &mut Context<'_>,
+        ticket: &mut Option<Ticket>,
+    ) -> Poll<Ready> {
+        self.poll_writable(context, ticket).map(|()| {
+            let is_closed = |core: &Core| core.protocol.phase().check_open().is_err();
+            if self.handle.shared.with(|core, _| is_closed(core)) {
+                Ready::WRITABLE | Ready::WRITE_CLOSED
+            } else {
+                Ready::WRITABLE
+            }
+        })
+    }
+
+    fn poll_writable(&self, context: &mut Context<'_>, ticket: &mut Option<Ticket>) -> Poll<()> {
+        within_budget(context, |context| {
+            self.handle
+                .shared
+                .poll(context, |core, driver, caller| core.poll_writable(ticket, driver, caller))
+        })
+    }
+
+    pub(super) fn poll_write_ready(&self, context: &mut Context<'_>) -> Poll<()> {
+        within_budget(context, |context| {
+            let shared = &self.handle.shared;
+            shared.poll(context, |core, driver, caller| core.poll_write_ready(driver, caller))
+        })
+    }
+
+    /// Writes as many bytes as buffers are free for, without waiting. Returns their number.
+    ///
+    /// # Errors
+    ///
+    /// `WouldBlock` if no buffer is free. Otherwise see [`RdmaStream`](super::RdmaStream).
+    pub fn try_write(&self, bytes: &[u8]) -> io::Result<usize> {
+        self.try_write_vectored(&[IoSlice::new(bytes)])
+    }
+
+    /// Writes like [`try_write`](Self::try_write), from several buffers.
+    ///
+    /// # Errors
+    ///
+    /// See [`try_write`](Self::try_write).
+    pub fn try_write_vectored(&self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
+        let written = self.handle.shared.with(|core, driver| core.try_write(slices, driver));
+        written.map_err(io_error)?.map_err(|_| io::ErrorKind::WouldBlock.into())
+    }
+
+    /// Returns the local address.
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpStream` has the same signature.
+    pub fn local_addr(&self) -> io::Result<SocketAddr> {
+        addresses(&self.handle).map(|(local, _)| local)
+    }
+
+    /// Returns the peer's address.
+    ///
+    /// # Errors
+    ///
+    /// None; `TcpStream` has the same signature.
+    pub fn peer_addr(&self) -> io::Result<SocketAddr> {
+        addresses(&self.handle).map(|(_, peer)| peer)
+    }
+
+    /// Returns the counters of the connection, like
+    /// [`RdmaStream::counters`](super::RdmaStream::counters).
+    #[must_use]
+    pub fn counters(&self) -> ConnectionCounters {
+        self.handle.counters()
+    }
+
+    /// Runs `work` for the task that writes.
+    fn poll<T>(
+        &mut self,
+        context: &mut Context<'_>,
+        mut work: impl FnMut(
+            &mut Core,
+            &mut Option<Ticket>,
+            &Waker,
+            &mut Caller<'_>,
+        ) -> Poll<Result<T, MessageError>>,
+    ) -> Poll<io::Result<T>> {
+        let Self { ticket, handle, .. } = self;
+        let result = within_budget(context, |context| {
+            let shared = &handle.shared;
+            shared.poll(context, |core, driver, caller| work(core, ticket, driver, caller))
+        });
+        result.map_err(io_error)
+    }
+
+    pub(super) fn handle(&self) -> &Arc<Handle> {
+        &self.handle
+    }
+}
+
+impl AsyncWrite for OwnedWriteHalf {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        self.poll_write_vectored(context, &[IoSlice::new(bytes)])
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        self.poll(context, |core, ticket, driver, caller| {
+            core.poll_write(slices, ticket, driver, caller)
+        })
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        true
+    }
+
+    /// Sends bytes that wait to be combined with later ones. Like `TcpStream`'s, it does not wait
+    /// for a peer that does not read: the rest is sent as the peer reads.
+    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        within_budget(context, |_| {
+            self.handle.shared.with(|core, driver| core.push(driver));
+            Poll::Ready(Ok(()))
+        })
+    }
+
+    /// Ends this direction after the bytes written. Does not wait for the peer. Succeeds on a
+    /// stream that has ended, as `TcpStream` does; reads and writes report the reason.
+    fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(match self.handle.shared.with(|core, driver| core.finish(driver)) {
+            Ok(()) | Err(MessageError::Closed(_)) => Ok(()),
+            Err(error) => Err(io_error(error)),
+        })
+    }
+}
+
+impl Drop for OwnedWriteHalf {
+    fn drop(&mut self) {
+        let Self { handle, ticket, .. } = self;
+        handle.shared.abort_if_runtime_shuts_down();
+        // The reading half of a stream is dropped first.
+        let is_last = Arc::strong_count(handle) == 1;
+        handle.shared.with(|core, driver| {
+            core.withdraw_sender(ticket);
+            if is_last && core.stream.linger == Some(Duration::ZERO) {
+                return core.abort(CloseReason::Aborted, driver);
+            }
+            // Without effect on a closed connection.
+            let _ = core.finish(driver);
+        });
+    }
+}
+
+impl fmt::Debug for OwnedWriteHalf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OwnedWriteHalf")
+            .field("peer", &self.handle.peer_addr())
+            .finish_non_exhaustive()
+    }
+}
