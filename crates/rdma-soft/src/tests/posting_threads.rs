@@ -10,7 +10,8 @@ const LENGTH: usize = 10_000;
 
 #[test]
 fn concurrent_posts_keep_packets_in_order() {
-    // The timeout, 134 s, is longer than any pause: only a gap would cause retransmissions.
+    // With this timeout, 134 s, requests do not fail on a busy machine. The device still retransmits
+    // a packet whose acknowledgement is late.
     let options = Options { mtu: Mtu::Mtu4096, timeout: 25, ..Options::default() };
     let network = over_udp(&["a", "b"]);
     let (a, b) = connected(&network, &options);
@@ -40,6 +41,7 @@ fn concurrent_posts_keep_packets_in_order() {
         }
     });
     let (sent, received) = (a.qp.counters().0, b.qp.counters().1);
-    assert_eq!((received.out_of_sequence, received.duplicates), (0, 0), "{sent:?}");
-    assert_eq!(sent.packets, THREADS * POSTS * 3);
+    assert_eq!(received.out_of_sequence, 0, "{sent:?}");
+    assert!(received.duplicates <= sent.retransmitted, "{received:?}, {sent:?}");
+    assert_eq!(sent.packets - sent.retransmitted, THREADS * POSTS * 3);
 }
