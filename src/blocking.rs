@@ -7,7 +7,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::thread;
 
-use rdma_provider::locks::{self, Mutex};
+use rdma_provider::later;
+use rdma_provider::locks::Mutex;
 use tokio::sync::oneshot;
 
 use crate::contained::wakes_contained;
@@ -29,7 +30,7 @@ pub(crate) fn spawn(work: impl FnOnce() + Send + 'static) {
 fn take_and_run(work: &Mutex<Option<impl FnOnce()>>) {
     let work = work.lock().take();
     if let Some(work) = work {
-        locks::caught_panic(work);
+        later::caught_panic(work);
     }
 }
 

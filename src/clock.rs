@@ -19,10 +19,9 @@ use std::task::{Context, Poll, Waker};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rdma_provider::later::{self, contained};
 use rdma_provider::locks::{Condvar, Mutex, MutexGuard};
 use rdma_soft::Network;
-
-use crate::contained::contained;
 
 /// Limit of a delay, in effect infinite.
 const MAX_DELAY: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
@@ -103,7 +102,7 @@ impl Sleep {
             Some((alarm, registered)) => {
                 let is_set = alarm.redirect(waker);
                 let other = std::mem::replace(registered, waker.clone());
-                contained(|| drop(other));
+                later::discard([other]);
                 if !is_set {
                     return Poll::Ready(());
                 }
@@ -175,7 +174,7 @@ impl Alarm {
                 Err(new) => (false, new),
             },
         };
-        contained(|| drop(other));
+        later::discard([other]);
         is_set
     }
 }
@@ -184,8 +183,7 @@ impl Drop for Alarm {
     fn drop(&mut self) {
         if let Self::Thread(thread, key) = self {
             // Drops the waker without the lock. The thread may wake once in vain.
-            let gone = thread.lock().set.remove(key);
-            contained(|| drop(gone));
+            later::discard(thread.lock().set.remove(key));
         }
     }
 }
@@ -263,7 +261,7 @@ impl AlarmThread {
                 if let Some((_, waker)) = due {
                     contained(|| waker.wake_by_ref());
                     // Separate: two panics at once would abort the process.
-                    contained(|| drop(waker));
+                    later::discard([waker]);
                 }
                 alarms = self.lock();
             } else {

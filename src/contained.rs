@@ -1,42 +1,17 @@
-//! Containment of panics in users' wakers and destructors, which run in unrelated tasks, in threads
-//! of this crate and in the I/O drivers of runtimes.
+//! Containment of panics in the program's wakers that other libraries call, such as Tokio.
 
 use std::future::{Future, poll_fn};
 use std::pin::pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
 
+use rdma_provider::later::{self, contained};
 use rdma_provider::locks;
-
-/// Runs a waker or a destructor of a user and stops its panic here.
-///
-/// The caller is another operation's task, a busy-poll thread, a runtime's I/O driver, or a poll
-/// that wakes its own task. A panic would abort its other work. The panic hook has already reported
-/// it. The caller holds no lock, because the user's code may take any.
-pub(crate) fn contained(run: impl FnOnce()) {
-    caught_panic(run);
-}
-
-/// Runs user code like [`contained`]; returns true if it panicked.
-pub(crate) fn caught_panic(run: impl FnOnce()) -> bool {
-    debug_assert_eq!(locks::held(), 0, "user code runs under a lock");
-    reported(run)
-}
 
 /// Wakes the task that polls with `context`, to be polled again. A connection polls under its lock,
 /// with its own waker, which then wakes the driver instead of running code of the program.
 pub(crate) fn wake_to_repoll(context: &Context<'_>) {
-    reported(|| context.waker().wake_by_ref());
-}
-
-fn reported(run: impl FnOnce()) -> bool {
-    let panicked = locks::caught_panic(run);
-    if panicked {
-        rdma_provider::error!(
-            "a waker or the destructor of an abandoned operation's buffers panicked; ignoring it"
-        );
-    }
-    panicked
+    later::reported_panic(|| context.waker().wake_by_ref());
 }
 
 /// Awaits `future` with a waker whose panics are contained.
@@ -87,7 +62,10 @@ impl Wake for Inner {
     }
 
     fn wake_by_ref(self: &Arc<Self>) {
-        if let Some(waker) = &self.waker {
+        if locks::held() > 0 {
+            // A buffer that is returned under a lock wakes the task that waits for one.
+            later::wake([Waker::from(self.clone())]);
+        } else if let Some(waker) = &self.waker {
             contained(|| waker.wake_by_ref());
         }
     }
@@ -95,7 +73,7 @@ impl Wake for Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        contained(|| drop(self.waker.take()));
+        later::discard(self.waker.take());
     }
 }
 

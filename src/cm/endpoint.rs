@@ -9,13 +9,13 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use crate::blocking;
-use crate::contained::contained;
 use crate::coop::within_budget;
 use crate::dispatch::CmId;
 use crate::error::{NoRuntime, VerbError};
 use crate::op::QueuePair;
 use crate::types::Qpn;
 use rdma_provider::cm_contract::{CmAnswer, CmId as _, CmRoute};
+use rdma_provider::later::contained;
 
 use super::error::{ConnectError, ConnectStep};
 use super::inbox::{IdState, Inbox, fail};

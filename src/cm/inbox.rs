@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
+use rdma_provider::later;
 use rdma_provider::locks::Mutex;
 
-use crate::contained::{caught_panic, contained};
 use crate::dispatch::{Any, CmId};
 use crate::op::{QueuePair, WeakQueuePair};
 use crate::types::{QpAttr, QpState, RejectReason};
@@ -94,10 +94,7 @@ impl Inbox {
 
     /// Wakes all tasks that wait.
     pub(super) fn wake_all(&self) {
-        let wakers = self.seen.lock().waiters.remove_all();
-        for waker in wakers {
-            wake(waker);
-        }
+        later::wake(self.seen.lock().waiters.remove_all());
     }
 
     /// Wakes the task that has waited longest. If its waker panics, wakes the next one.
@@ -170,9 +167,9 @@ impl Inbox {
 
 /// Calls a waker, without any lock held; returns false if it panicked.
 fn wake(waker: Waker) -> bool {
-    let panicked = caught_panic(|| waker.wake_by_ref());
+    let panicked = later::reported_panic(|| waker.wake_by_ref());
     // Separate: two panics at once would abort the process.
-    contained(|| drop(waker));
+    later::discard([waker]);
     !panicked
 }
 
@@ -198,8 +195,7 @@ impl Wait<'_> {
             let mut seen = self.inbox.seen.lock();
             if let Some(found) = find(&mut seen.state) {
                 let registered = seen.waiters.withdraw(&mut self.ticket);
-                drop(seen);
-                drop_contained(registered);
+                later::discard(registered);
                 break Poll::Ready(found);
             }
             seen.waiters.wait(&mut self.ticket, &mut caller);
@@ -208,7 +204,7 @@ impl Wait<'_> {
                 break Poll::Pending;
             }
         };
-        drop_contained(caller.unused());
+        later::discard(caller.unused());
         polled
     }
 }
@@ -216,15 +212,8 @@ impl Wait<'_> {
 impl Drop for Wait<'_> {
     fn drop(&mut self) {
         if self.ticket.is_some() {
-            let ended = self.inbox.seen.lock().waiters.withdraw(&mut self.ticket);
-            drop_contained(ended);
+            later::discard(self.inbox.seen.lock().waiters.withdraw(&mut self.ticket));
         }
-    }
-}
-
-fn drop_contained(waker: Option<Waker>) {
-    if waker.is_some() {
-        contained(|| drop(waker));
     }
 }
 

@@ -1,7 +1,7 @@
 //! The I/O of one side of a connection, under one lock.
 //!
 //! ```text
-//!  poll_send ─▶ inline │ copied │ lent │ offered ─▶ sends ─▶ peer   credits, phases, time:
+//!  poll_send ─▶ inline │ copied │ in place │ offered ─▶ sends ─▶ peer   credits, phases, time:
 //!  poll_recv ◀─ inbox ◀─ receives ◀──────────────────────── peer   rdma_message_proto
 //!                 └─ long: READ, then done ───────────────▶ peer
 //! ```
@@ -13,7 +13,7 @@ use std::future::Future;
 use std::ops::ControlFlow;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, Waker, ready};
+use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use rdma_message_proto::Violation;
@@ -24,9 +24,9 @@ use rdma_message_proto::lifecycle::{Event, Phase, Stage};
 use rdma_message_proto::protocol::{Due, Protocol};
 use rdma_message_proto::refusal::MAX_REJECT_DATA;
 use rdma_message_proto::timers::Observed;
+use rdma_provider::later;
 use tokio::runtime;
 
-use super::after_unlock::{AfterUnlock, Dropped};
 use super::budget::Share;
 use super::config::ConnectionConfig;
 use super::error::CloseReason;
@@ -73,7 +73,6 @@ pub(crate) struct Core {
     pub(super) waiting: Waiting,
     pub(crate) stream: StreamState,
     pub(super) counters: ConnectionCounters,
-    pub(super) after: AfterUnlock,
 }
 
 /// What a side posts to, and what watches its completions.
@@ -88,6 +87,14 @@ pub(super) struct Io {
     pub(super) is_listened: bool,
     /// The runtime of the driver, once there is one.
     pub(super) runtime: Option<runtime::Id>,
+    /// The driver is to be woken when the connection's lock is released.
+    pub(super) wakes_driver: bool,
+}
+
+impl Io {
+    pub(super) fn wake_driver(&mut self) {
+        self.wakes_driver = true;
+    }
 }
 
 /// Registered memory beside the receives.
@@ -149,12 +156,12 @@ impl Core {
             waiting: Waiting::default(),
             stream: StreamState::default(),
             counters: ConnectionCounters::default(),
-            after: AfterUnlock::default(),
             io: Io {
                 frames: qp.solicited(),
                 is_listened: qp.is_listened(),
                 link: None,
                 runtime: None,
+                wakes_driver: false,
                 qp,
             },
         };
@@ -175,7 +182,7 @@ impl Core {
         // The task may wait for a receive, also if the other runtimes that watch the queue do not
         // run. If this one cannot watch it, the driver polls.
         if self.io.is_listened && self.close_reason().is_none() && !self.io.qp.watch_receives() {
-            self.after.wake_driver();
+            self.io.wake_driver();
         }
     }
 
@@ -205,7 +212,7 @@ impl Core {
         self.wake();
         // Only the driver keeps deadlines.
         if self.protocol.is_linger_due() {
-            self.after.wake_driver();
+            self.io.wake_driver();
         }
     }
 
@@ -286,7 +293,7 @@ impl Core {
             return Ok(());
         }
         if self.protocol.note_answer(clock::now) {
-            self.after.wake_driver();
+            self.io.wake_driver();
         }
         if let Some(failure) = self.protocol.phase().failure() {
             return self.on_failure(failure, context);
@@ -340,7 +347,7 @@ impl Core {
         let frame = self.protocol.on_frame(imm.map(|imm| imm.0), buffer.len(), written)?;
         for _ in 0..frame.fetched {
             if let Some(region) = self.outbox.fetched() {
-                self.after.drop(Dropped::Fetched(region));
+                later::dispose(region);
             }
         }
         match frame.arrival {
@@ -391,14 +398,14 @@ impl Core {
     pub(super) fn note_refusal(&mut self, refusal: Option<OpErrorKind>) {
         if let Some(kind) = refusal {
             self.on(Event::Fail(kind.into()));
-            self.after.wake_driver();
+            self.io.wake_driver();
         }
     }
 
     /// Removes completed frames if something waits for them, or at least [`REAPED`] are in flight:
     /// a poll of the send queue then finds several completions.
     fn reap_some(&mut self) {
-        let awaited = self.outbox.lent > 0
+        let awaited = self.outbox.in_place > 0
             || !self.outbox.held.is_empty()
             || self.waiting.mark.is_some()
             || !self.waiting.senders.is_empty();
@@ -426,11 +433,7 @@ impl Core {
         index: usize,
         context: &mut Context<'_>,
     ) -> Poll<Result<(), OpErrorKind>> {
-        let (result, lent) = ready!(self.outbox.poll_sent(index, context));
-        if let Some(buffer) = lent {
-            self.after.return_sent(buffer);
-        }
-        Poll::Ready(result)
+        self.outbox.poll_sent(index, context)
     }
 
     /// Sends the `Fin`, `Resize`, `Ack` and skips that are due.
@@ -458,7 +461,7 @@ impl Core {
     }
 
     /// Registers the driver with the send that termination, a flush, the first sender or the owner
-    /// of a lent buffer waits for.
+    /// of a buffer that is sent in place waits for.
     #[inline]
     pub(super) fn watch_sends(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
         match self.awaited_send() {
@@ -501,7 +504,7 @@ impl Core {
     /// long.
     pub(super) fn watch_by_driver(&mut self) {
         if self.io.runtime.is_some_and(|driver| !is_current(driver)) {
-            self.after.wake_driver();
+            self.io.wake_driver();
         }
     }
 
@@ -520,7 +523,7 @@ impl Core {
         if !waiting.senders.is_empty() && matches!(waiting.blocked, Block::Buffers { .. }) {
             return outbox.last_of(Awaited::Half);
         }
-        outbox.last_of(Awaited::Lent)
+        outbox.last_of(Awaited::InPlace)
     }
 
     /// Collects the wakers of tasks whose condition holds.
@@ -530,14 +533,14 @@ impl Core {
             self.wake_receivers();
         }
         if !self.waiting.notified.is_empty() && self.has_news() {
-            self.after.wake(self.waiting.notified.take_first());
+            later::wake(self.waiting.notified.take_first());
         }
         if !self.waiting.senders.is_empty() && self.is_unblocked() {
             self.wake_senders();
         }
         if ended || self.waiting.mark.is_some_and(|mark| self.outbox.has_reached(mark)) {
             self.waiting.mark = None;
-            self.after.wake_all(self.waiting.flushers.take_all());
+            later::wake(self.waiting.flushers.take_all());
         }
     }
 
@@ -545,20 +548,20 @@ impl Core {
     pub(super) fn wake_receivers(&mut self) {
         match self.protocol.content() {
             Content::Messages => {
-                self.after.wake(self.waiting.receivers.take_first());
+                later::wake(self.waiting.receivers.take_first());
                 if !self.waiting.streams.is_empty() {
-                    self.after.wake_all(self.waiting.streams.take_all());
+                    later::wake(self.waiting.streams.take_all());
                 }
             }
-            Content::Bytes => self.after.wake_all(self.waiting.receivers.take_all()),
+            Content::Bytes => later::wake(self.waiting.receivers.take_all()),
         }
     }
 
     /// Wakes the sender whose turn it is.
     pub(super) fn wake_senders(&mut self) {
         match self.protocol.content() {
-            Content::Messages => self.after.wake(self.waiting.senders.take_first()),
-            Content::Bytes => self.after.wake_all(self.waiting.senders.take_all()),
+            Content::Messages => later::wake(self.waiting.senders.take_first()),
+            Content::Bytes => later::wake(self.waiting.senders.take_all()),
         }
     }
 
@@ -664,7 +667,7 @@ mod tests {
             core.protocol.phase().failure(),
             Some(CloseReason::Operation(OpErrorKind::Closed))
         );
-        assert!(core.after.wakes_driver(), "the driver is notified");
+        assert!(core.io.wakes_driver, "the driver is notified");
         core.progress(Waker::noop());
         assert!(
             matches!(core.close_reason(), Some(CloseReason::Operation(_))),

@@ -7,9 +7,9 @@ use rdma_message_proto::end::Reason as _;
 use rdma_message_proto::handshake::Content;
 use rdma_message_proto::lifecycle::{Action, Event, Outcome, Phase};
 use rdma_message_proto::refusal::{RefusalReason, Rejection};
+use rdma_provider::later;
 use smallvec::SmallVec;
 
-use super::after_unlock::Dropped;
 use super::core::{BATCH, Core};
 use super::error::{CloseReason, MessageError};
 use super::inbox::{Arrived, Incoming, Message};
@@ -39,14 +39,11 @@ impl Core {
             self.io.qp.drain_completions();
             reason = self.io.qp.cause().map_or(reason, CloseReason::from);
         }
-        let mut pending = false;
-        for sent in &mut self.outbox.sends {
-            match sent.poll(context) {
-                Poll::Ready(Err(kind)) if reason.is_flush() => reason = kind.into(),
-                Poll::Ready(_) => {}
-                Poll::Pending => pending = true,
+        let mut pending = self.outbox.poll_all(context, |kind| {
+            if reason.is_flush() {
+                reason = kind.into();
             }
-        }
+        });
         let mut filled = SmallVec::<[_; 2]>::new();
         for (number, message) in (self.inbox.base..).zip(&mut self.inbox.messages) {
             if let Incoming::Fetching(fetch) = message {
@@ -107,24 +104,24 @@ impl Core {
                 }
                 Action::ReleaseReceives => {
                     let flushed = std::mem::take(&mut self.receives.posted);
-                    self.after.drop(Dropped::Receives(flushed));
+                    later::dispose(flushed);
                 }
                 Action::ReleaseOffers => {
                     let offers = self.outbox.offers.drain(..);
-                    offers.for_each(|offer| self.after.drop(Dropped::Fetched(offer)));
+                    offers.for_each(later::dispose);
                 }
                 Action::ReleaseLink => {
                     if let Some(link) = self.io.link.take() {
-                        self.after.drop(Dropped::Link(link));
+                        later::dispose(link);
                     }
                 }
-                Action::WakeSenders => self.after.wake_all(self.waiting.senders.take_all()),
+                Action::WakeSenders => later::wake(self.waiting.senders.take_all()),
                 Action::WakeReceivers => {
-                    self.after.wake_all(self.waiting.receivers.take_all());
-                    self.after.wake_all(self.waiting.streams.take_all());
-                    self.after.wake_all(self.waiting.notified.take_all());
+                    later::wake(self.waiting.receivers.take_all());
+                    later::wake(self.waiting.streams.take_all());
+                    later::wake(self.waiting.notified.take_all());
                 }
-                Action::WakeFlushers => self.after.wake_all(self.waiting.flushers.take_all()),
+                Action::WakeFlushers => later::wake(self.waiting.flushers.take_all()),
             }
         }
     }
@@ -151,14 +148,14 @@ impl Core {
             self.inbox.notifications.clear();
             self.counters.discarded += lost.iter().filter(is_readable).count() as u64;
         }
-        self.after.drop(Dropped::Sends(std::mem::take(&mut self.outbox.sends)));
+        later::dispose(std::mem::take(&mut self.outbox.sends));
         self.outbox.held.clear();
-        self.outbox.lent = 0;
-        self.after.drop(Dropped::Lost(lost));
+        self.outbox.in_place = 0;
+        later::dispose(lost);
         self.outbox.sends.extend(abort);
-        self.after.drop(Dropped::Jobs(self.memory.jobs.take()));
+        later::dispose(self.memory.jobs.take());
         // Whichever task found the reason.
-        self.after.wake_driver();
+        self.io.wake_driver();
     }
 
     pub(crate) fn finish(&mut self, driver: &Waker) -> Result<(), MessageError> {
@@ -184,7 +181,7 @@ impl Core {
         self.inbox.drain();
         self.protocol.drain();
         self.wake_receivers();
-        self.after.wake(self.waiting.notified.take_first());
+        later::wake(self.waiting.notified.take_first());
     }
 
     /// Returns the close reason once the queue pair is closed.

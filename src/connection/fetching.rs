@@ -3,8 +3,8 @@
 use std::task::{Context, Poll, Waker};
 
 use rdma_message_proto::lifecycle::Event;
+use rdma_provider::later;
 
-use super::after_unlock::Dropped;
 use super::core::Core;
 use super::error::CloseReason;
 use super::inbox::{Arrived, Incoming, Message};
@@ -85,15 +85,13 @@ impl Core {
         if self.inbox.messages.is_empty() {
             let emptied = self.memory.fetch.emptied();
             let unused = std::mem::replace(&mut self.memory.fetch, emptied);
-            self.after.drop(Dropped::FetchMemory(unused));
+            later::dispose(unused);
         }
     }
 
     /// Queues a job for the helper thread.
     pub(super) fn add_job(&mut self, job: Job) {
-        if self.memory.jobs.add(job) {
-            self.after.start_helper();
-        }
+        self.memory.jobs.add(job);
     }
 
     /// Continues with the result of a job.
@@ -114,7 +112,7 @@ impl Core {
             (Some(message @ Incoming::Releasing), Ok(JobOutput::Message(bytes))) => {
                 *message = Incoming::Arrived(Arrived::Fetched(Message::Heap(bytes)))
             }
-            (_, Ok(made)) => self.after.drop(Dropped::Output(made)),
+            (_, Ok(made)) => later::dispose(made),
         }
         self.progress(driver);
         // This thread belongs to the driver's runtime, which may not run. The task that waits for
@@ -145,7 +143,7 @@ impl Core {
                 Arrived::Fragmented { parts, last, .. } => self.join(parts, last, true, |_| ()),
                 Arrived::Fetched(message) => {
                     self.inbox.memory -= message.len() as u64;
-                    self.after.drop(Dropped::Message(message));
+                    later::dispose(message);
                 }
             }
             self.protocol.flow.release_message();
@@ -182,9 +180,9 @@ mod tests {
         assert!(
             core.inbox.messages.iter().all(|message| matches!(message, Incoming::Preparing(_)))
         );
-        assert!(std::mem::take(&mut core.after).starts_helper(), "a helper is requested");
+        assert!(core.memory.jobs.start(), "a helper is requested");
         core.progress(Waker::noop());
-        assert!(!core.after.starts_helper(), "only one helper");
+        assert!(!core.memory.jobs.start(), "only one helper");
         for _ in 0..3 {
             assert!(matches!(
                 core.memory.jobs.pop().unwrap().run().result,
@@ -232,10 +230,7 @@ mod tests {
         let done = core.memory.jobs.pop().unwrap().run();
         core.on(Event::Terminate(CloseReason::Silent));
         core.on_job_done(done, Waker::noop());
-        let outputs = |dropped: &[Dropped]| {
-            dropped.iter().filter(|value| matches!(value, Dropped::Output(_))).count()
-        };
-        assert_eq!(outputs(core.after.dropped()), 1);
+        assert!(core.memory.fetch.find(0, 20_000).is_ok(), "the buffer is in its pool again");
         let mut core = offered(&ConnectionConfig::default(), [20_000]);
         core.progress(Waker::noop());
         let done = core.memory.jobs.pop().unwrap().run();

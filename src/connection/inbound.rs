@@ -4,6 +4,7 @@ use std::task::{Poll, Waker};
 
 use bytes::Bytes;
 use rdma_message_proto::lifecycle::Event;
+use rdma_provider::later;
 
 use super::core::Core;
 use super::error::{CloseReason, MessageError};
@@ -62,9 +63,9 @@ impl Core {
 
     /// Withdraws a task that waits for a notification, and wakes the next one.
     pub(super) fn withdraw_notified(&mut self, ticket: &mut Option<Ticket>) {
-        self.after.discard(self.waiting.notified.withdraw(ticket));
+        later::discard(self.waiting.notified.withdraw(ticket));
         if self.has_news() {
-            self.after.wake(self.waiting.notified.take_first());
+            later::wake(self.waiting.notified.take_first());
         }
     }
 
@@ -178,13 +179,13 @@ impl Core {
 
     /// Withdraws a receiver and wakes the next one.
     pub(crate) fn withdraw_receiver(&mut self, ticket: &mut Option<Ticket>) {
-        self.after.discard(self.waiting.receivers.withdraw(ticket));
+        later::discard(self.waiting.receivers.withdraw(ticket));
         self.wake_next_receiver();
     }
 
     /// Withdraws a stream and wakes the next receiver.
     pub(super) fn withdraw_stream(&mut self, ticket: &mut Option<Ticket>) {
-        self.after.discard(self.waiting.streams.withdraw(ticket));
+        later::discard(self.waiting.streams.withdraw(ticket));
         self.wake_next_receiver();
     }
 

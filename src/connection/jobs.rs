@@ -9,29 +9,38 @@ pub(super) enum Jobs {
     /// No jobs and no thread.
     #[default]
     None,
+    /// Jobs for a thread that is not started yet.
+    Queued(VecDeque<Job>),
     /// Pending jobs of a thread.
     Running(VecDeque<Job>),
 }
 
 impl Jobs {
-    /// Adds a job. Returns true if a thread must be started.
-    #[must_use]
-    pub(super) fn add(&mut self, job: Job) -> bool {
+    pub(super) fn add(&mut self, job: Job) {
         match self {
-            Self::None => {
-                *self = Self::Running(VecDeque::from([job]));
-                true
-            }
-            Self::Running(jobs) => {
-                jobs.push_back(job);
-                false
-            }
+            Self::None => *self = Self::Queued(VecDeque::from([job])),
+            Self::Queued(jobs) | Self::Running(jobs) => jobs.push_back(job),
         }
+    }
+
+    /// Returns true if a thread must be started.
+    pub(super) fn need_thread(&self) -> bool {
+        matches!(self, Self::Queued(_))
+    }
+
+    /// Notes that the caller starts a thread, if it returns true.
+    #[must_use]
+    pub(super) fn start(&mut self) -> bool {
+        let starts = self.need_thread();
+        if let Self::Queued(jobs) = self {
+            *self = Self::Running(std::mem::take(jobs));
+        }
+        starts
     }
 
     /// Removes the next job. If none is left, the thread exits.
     pub(super) fn pop(&mut self) -> Option<Job> {
-        let Self::Running(jobs) = self else { return None };
+        let (Self::Queued(jobs) | Self::Running(jobs)) = self else { return None };
         let next = jobs.pop_front();
         if next.is_none() {
             *self = Self::None;
@@ -43,7 +52,7 @@ impl Jobs {
     pub(super) fn take(&mut self) -> VecDeque<Job> {
         match self {
             Self::None => VecDeque::new(),
-            Self::Running(jobs) => std::mem::take(jobs),
+            Self::Queued(jobs) | Self::Running(jobs) => std::mem::take(jobs),
         }
     }
 }

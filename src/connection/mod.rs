@@ -18,7 +18,6 @@
 #![forbid(unsafe_code)]
 
 mod admission;
-mod after_unlock;
 mod budget;
 mod config;
 mod core;

@@ -1,4 +1,4 @@
-//! Sending: inline, copied, lent, or as an offer.
+//! Sending: inline, copied, in place, or as an offer.
 
 use std::ops::Deref;
 use std::task::{Context, Poll, Waker};
@@ -6,6 +6,7 @@ use std::task::{Context, Poll, Waker};
 use bytes::Bytes;
 use rdma_message_proto::frame::{Header, Kind};
 use rdma_message_proto::handshake::Content;
+use rdma_provider::later;
 use smallvec::SmallVec;
 
 use super::core::Core;
@@ -247,15 +248,15 @@ impl Core {
     pub(crate) fn withdraw_sender(&mut self, ticket: &mut Option<Ticket>) {
         let waker = self.waiting.senders.withdraw(ticket);
         match self.protocol.content() {
-            Content::Messages => self.after.discard(waker),
+            Content::Messages => later::discard(waker),
             // The task may have waited in another method, which it now polls again.
-            Content::Bytes => self.after.wake(waker),
+            Content::Bytes => later::wake(waker),
         }
         // It checks its own resource.
         self.wake_senders();
     }
 
-    /// Sends a message. Completions of lent buffers wake `driver`.
+    /// Sends a message. Completions of sends in place wake `driver`.
     pub(super) fn try_send(&mut self, message: Outgoing<'_>, driver: &Waker) -> Attempt<()> {
         self.protocol.phase().check_open()?;
         let long = message.len();
@@ -280,7 +281,7 @@ impl Core {
         {
             let sent = match message {
                 Outgoing::Buffer(buffer) if self.is_registered(buffer) => {
-                    self.lend(buffer, frames, driver)
+                    self.send_in_place(buffer, frames, driver)
                 }
                 _ => self.copy_to_frames(message.pieces(), len, frames)?,
             };
@@ -320,17 +321,17 @@ impl Core {
     /// Sends the parts of `message`, one per frame, from its memory, or returns the missing
     /// resource.
     ///
-    /// Buffers return although no task waits for their sends: if no others were lent before, one of
+    /// Buffers return although no task waits for their sends: if no others are in flight, one of
     /// them is watched, and its completion leads to the next.
-    fn lend(&mut self, message: &Buf, frames: usize, driver: &Waker) -> Result<(), Block> {
+    fn send_in_place(&mut self, message: &Buf, frames: usize, driver: &Waker) -> Result<(), Block> {
         if !self.protocol.flow.may_send_message(frames as u32) {
             return Err(Block::Credits { frames: frames as u32 });
         }
         if frames == 1 && self.outbox.sends.is_empty() {
-            self.lend_alone(message, driver);
+            self.send_alone_in_place(message, driver);
             return Ok(());
         }
-        let (watches, mut start) = (self.outbox.lent == 0, 0);
+        let (watches, mut start) = (self.outbox.in_place == 0, 0);
         for number in 1..=frames {
             let end = message.len().min(start + self.protocol.frame_len(0));
             let Ok(part) = message.slice(start..end) else {
@@ -340,7 +341,7 @@ impl Core {
             let kind = self.protocol.kind_of(number == frames);
             let header = self.protocol.flow.send(kind);
             let send = self.sender(kind).send_with_imm(part, Imm(header.encode()));
-            self.add_sent(Sent::Lent(send));
+            self.add_sent(Sent::InPlace(send));
         }
         if watches {
             let context = &mut Context::from_waker(driver);
@@ -351,18 +352,18 @@ impl Core {
 
     /// Sends a message of one frame while no other is in flight. If it arrives at once, its view is
     /// dropped at once, too, which frees nothing: the caller holds another view.
-    fn lend_alone(&mut self, message: &Buf, driver: &Waker) {
+    fn send_alone_in_place(&mut self, message: &Buf, driver: &Waker) {
         let header = self.protocol.flow.send(Kind::Data);
         let send = self.io.frames.send_with_imm(message.clone(), Imm(header.encode()));
-        let mut sent = Sent::Lent(send);
+        let mut sent = Sent::InPlace(send);
         self.note_refusal(sent.refusal());
         let context = &mut Context::from_waker(driver);
-        match sent.poll_once(context) {
+        match sent.poll(context) {
             Poll::Pending => {
                 self.outbox.push(sent);
                 self.watch_by_driver();
             }
-            Poll::Ready((result, _)) => {
+            Poll::Ready(result) => {
                 self.outbox.reaped += 1;
                 if let Err(kind) = result {
                     self.terminate_on_error(|core| core.on_failure(kind.into(), context));
@@ -451,6 +452,6 @@ impl Core {
     }
 
     pub(super) fn withdraw_flusher(&mut self, ticket: &mut Option<Ticket>) {
-        self.after.discard(self.waiting.flushers.withdraw(ticket));
+        later::discard(self.waiting.flushers.withdraw(ticket));
     }
 }

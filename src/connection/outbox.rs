@@ -6,7 +6,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
 use super::stream_state::Held;
-use crate::error::{OpError, OpErrorKind};
+use crate::error::OpErrorKind;
 use crate::memory::{Buf, BufMut, Gather, ReadOnlyRegion};
 use crate::op::Send;
 
@@ -19,8 +19,8 @@ pub(super) struct Outbox {
     pub(super) held: VecDeque<Held>,
     /// Frames removed from `sends`.
     pub(super) reaped: u64,
-    /// Frames in `sends` with a buffer of the service.
-    pub(super) lent: usize,
+    /// Frames in `sends` with a buffer of the application.
+    pub(super) in_place: usize,
     /// Long messages not fetched by the peer, and their bytes.
     pub(super) offers: VecDeque<ReadOnlyRegion>,
     pub(super) offered: u64,
@@ -43,14 +43,14 @@ pub(super) enum Awaited {
     Before(Mark),
     /// About half: the first one would wake the driver for every frame.
     Half,
-    /// Those with a buffer of the service.
-    Lent,
+    /// Those with a buffer of the application.
+    InPlace,
 }
 
 impl Outbox {
     #[inline]
     pub(super) fn push(&mut self, sent: Sent) {
-        self.lent += usize::from(sent.is_lent());
+        self.in_place += usize::from(sent.is_in_place());
         self.sends.push_back(sent);
     }
 
@@ -93,28 +93,48 @@ impl Outbox {
                 (before <= last).then_some(before)
             }
             Awaited::Half => Some(self.sends.len() / 2),
-            Awaited::Lent if self.lent == 0 => None,
-            Awaited::Lent => self.sends.iter().rposition(Sent::is_lent),
+            Awaited::InPlace if self.in_place == 0 => None,
+            Awaited::InPlace => self.sends.iter().rposition(Sent::is_in_place),
         }
     }
 
-    /// Polls sent frame `index`. Removes it if it is complete and the oldest, and then returns the
-    /// service's buffer, too, which is dropped without the lock.
+    /// Polls sent frame `index`. Removes it if it is complete and the oldest.
     #[inline(always)]
     pub(super) fn poll_sent(
         &mut self,
         index: usize,
         context: &mut Context<'_>,
-    ) -> Poll<(Result<(), OpErrorKind>, Option<Buf>)> {
-        let Some(sent) = self.sends.get_mut(index) else { return Poll::Ready((Ok(()), None)) };
-        if index > 0 {
-            return sent.poll(context).map(|result| (result, None));
+    ) -> Poll<Result<(), OpErrorKind>> {
+        let Some(sent) = self.sends.get_mut(index) else { return Poll::Ready(Ok(())) };
+        let in_place = usize::from(sent.is_in_place());
+        let result = ready!(sent.poll(context));
+        self.in_place -= in_place;
+        if index == 0 {
+            self.sends.pop_front();
+            self.reaped += 1;
         }
-        let (result, lent) = ready!(sent.poll_once(context));
-        self.sends.pop_front();
-        self.reaped += 1;
-        self.lent -= usize::from(lent.is_some());
-        Poll::Ready((result, lent))
+        Poll::Ready(result)
+    }
+
+    /// Polls all sent frames, and calls `on_error` for those that failed. Returns true if one is
+    /// pending.
+    pub(super) fn poll_all(
+        &mut self,
+        context: &mut Context<'_>,
+        mut on_error: impl FnMut(OpErrorKind),
+    ) -> bool {
+        let mut pending = false;
+        for sent in &mut self.sends {
+            let in_place = usize::from(sent.is_in_place());
+            match sent.poll(context) {
+                Poll::Ready(result) => {
+                    self.in_place -= in_place;
+                    result.err().into_iter().for_each(&mut on_error);
+                }
+                Poll::Pending => pending = true,
+            }
+        }
+        pending
     }
 }
 
@@ -122,11 +142,10 @@ impl Outbox {
 pub(super) enum Sent {
     Inline(Send<()>),
     Copied(Send<BufMut>),
-    Lent(Send<Buf>),
+    /// From the application's buffer.
+    InPlace(Send<Buf>),
     Abort(Send<()>),
-    /// A lent buffer is dropped without the lock (`AfterUnlock::return_sent`): it may be the last
-    /// view.
-    Done(Option<Buf>),
+    Done,
 }
 
 impl Sent {
@@ -134,8 +153,8 @@ impl Sent {
         match self {
             Self::Inline(send) | Self::Abort(send) => send.is_finished(),
             Self::Copied(send) => send.is_finished(),
-            Self::Lent(send) => send.is_finished(),
-            Self::Done(_) => true,
+            Self::InPlace(send) => send.is_finished(),
+            Self::Done => true,
         }
     }
 
@@ -143,13 +162,13 @@ impl Sent {
         match self {
             Self::Inline(send) | Self::Abort(send) => send.refusal(),
             Self::Copied(send) => send.refusal(),
-            Self::Lent(send) => send.refusal(),
-            Self::Done(_) => None,
+            Self::InPlace(send) => send.refusal(),
+            Self::Done => None,
         }
     }
 
-    pub(super) fn is_lent(&self) -> bool {
-        matches!(self, Self::Lent(..))
+    pub(super) fn is_in_place(&self) -> bool {
+        matches!(self, Self::InPlace(..))
     }
 
     /// Returns true if it is a posted `Abort`.
@@ -157,36 +176,16 @@ impl Sent {
         matches!(self, Self::Abort(send) if !send.is_queued())
     }
 
-    /// Polls the send. A lent buffer then stays in [`Done`](Self::Done).
-    pub(super) fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), OpErrorKind>> {
-        let (result, lent) = ready!(self.poll_once(context));
-        *self = Self::Done(lent);
-        Poll::Ready(result)
-    }
-
-    /// Polls the send and returns its result with a lent buffer. The caller must not poll again
-    /// after that.
     #[inline(always)]
-    pub(super) fn poll_once(
-        &mut self,
-        context: &mut Context<'_>,
-    ) -> Poll<(Result<(), OpErrorKind>, Option<Buf>)> {
-        match self {
-            Self::Inline(send) | Self::Abort(send) => {
-                poll(send, context).map(|result| (result, None))
-            }
-            Self::Copied(send) => poll(send, context).map(|result| (result, None)),
-            Self::Lent(send) => Pin::new(send).poll(context).map(split_result),
-            Self::Done(lent) => Poll::Ready((Ok(()), lent.take())),
-        }
-    }
-}
-
-/// Splits the result of a lent buffer's send.
-fn split_result(result: Result<Buf, OpError<Buf>>) -> (Result<(), OpErrorKind>, Option<Buf>) {
-    match result {
-        Ok(buffer) => (Ok(()), Some(buffer)),
-        Err(error) => (Err(error.kind()), Some(error.into_buffer())),
+    pub(super) fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), OpErrorKind>> {
+        let result = ready!(match self {
+            Self::Inline(send) | Self::Abort(send) => poll(send, context),
+            Self::Copied(send) => poll(send, context),
+            Self::InPlace(send) => poll(send, context),
+            Self::Done => return Poll::Ready(Ok(())),
+        });
+        *self = Self::Done;
+        Poll::Ready(result)
     }
 }
 

@@ -135,17 +135,14 @@ impl Core {
         })
     }
 
-    /// Posts the buffer of a chunk that was read again. Returns what is to be dropped without the
-    /// lock.
-    pub(crate) fn release_chunk(&mut self, chunk: Chunk) -> Option<Chunk> {
-        match chunk {
-            Chunk::Frame(buffer) if self.close_reason().is_none() => {
-                self.post_receive(buffer);
-                self.protocol.flow.release_message();
-                self.send_due();
-                None
-            }
-            chunk => Some(chunk),
+    /// Posts the receive of a chunk that was read again.
+    pub(crate) fn release_chunk(&mut self, chunk: Chunk) {
+        if let Chunk::Frame(buffer) = chunk
+            && self.close_reason().is_none()
+        {
+            self.post_receive(buffer);
+            self.protocol.flow.release_message();
+            self.send_due();
         }
     }
 }

@@ -124,18 +124,16 @@ impl Receives {
         self.size.next_multiple_of(64)
     }
 
-    /// Makes `buffer` one of the current size for the next receive. Returns it if it was replaced.
+    /// Makes `buffer` one of the current size for the next receive.
     #[inline]
-    fn replace_other(&self, buffer: &mut BufMut) -> Option<BufMut> {
-        let mut used = None;
+    fn replace_other(&self, buffer: &mut BufMut) {
         if buffer.capacity() != self.capacity()
             && let Ok(other) = self.pool().try_alloc(self.size)
         {
-            used = Some(std::mem::replace(buffer, other));
+            *buffer = other;
         }
         let whole = buffer.resize(self.size);
         debug_assert!(whole.is_ok(), "the pool has a buffer for each receive");
-        used
     }
 
     /// Registers the buffers of `receives` receives, of which there were `before`. The first growth

@@ -10,17 +10,16 @@ use std::task::{Context, Poll, Waker};
 
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
+use rdma_provider::later::contained;
 use rdma_provider::locks::{self, Mutex, MutexGuard};
 use tokio::runtime::Handle;
 
 use super::admission::{Accepted, Admitted};
-use super::after_unlock::AfterUnlock;
 use super::core::Core;
 use super::error::CloseReason;
 use super::helper::Helper;
 use crate::blocking;
 use crate::clock;
-use crate::contained::contained;
 use crate::coop::within_budget;
 use crate::op::QueuePair;
 use crate::waiters::{Caller, Ticket};
@@ -200,8 +199,8 @@ impl Shared {
         })
     }
 
-    /// Runs `work` under the lock, then, without it, deferred wakers and destructors, which may
-    /// call this function again. Operations may defer them for other connections, too.
+    /// Runs `work` under the lock. Its release runs the work of [`later`], which may call this
+    /// function again.
     pub(crate) fn with<R>(&self, work: impl FnOnce(&mut Core, &Waker) -> R) -> R {
         self.run(self.core.lock(), work)
     }
@@ -220,7 +219,6 @@ impl Shared {
         Some(self.run(core, work))
     }
 
-    /// Runs `work`, then what it has deferred.
     #[inline(always)]
     fn run<R>(
         &self,
@@ -228,33 +226,19 @@ impl Shared {
         work: impl FnOnce(&mut Core, &Waker) -> R,
     ) -> R {
         let result = work(&mut core, &self.waker);
-        if let Some(waker) = core.after.take_single_waker() {
-            drop(core);
-            contained(|| waker.wake());
-        } else if core.after.is_empty() {
-            drop(core);
-        } else {
-            self.run_after(core);
+        if core.io.wakes_driver || core.memory.jobs.need_thread() {
+            self.follow_up(core);
         }
         result
     }
 
+    /// Wakes the driver and starts the helper, as requested, after the release of the lock.
     #[inline(never)]
-    fn run_after(&self, mut core: MutexGuard<'_, Core>) {
-        let Some((waker, sent)) = core.after.take_few() else {
-            let after = std::mem::take(&mut core.after);
-            drop(core);
-            return self.run_all(after);
-        };
+    fn follow_up(&self, mut core: MutexGuard<'_, Core>) {
+        let wakes_driver = std::mem::take(&mut core.io.wakes_driver);
+        let starts_helper = core.memory.jobs.start();
         drop(core);
-        if let Some(waker) = waker {
-            contained(|| waker.wake());
-        }
-        contained(|| drop(sent));
-    }
-
-    fn run_all(&self, after: AfterUnlock) {
-        if after.starts_helper() {
+        if starts_helper {
             let helper = Helper::new(self.this.clone());
             if self.qp.protection_domain().device().may_block() {
                 let runtime = self.runtime.clone();
@@ -267,10 +251,9 @@ impl Shared {
                 helper.run();
             }
         }
-        if after.wakes_driver() {
+        if wakes_driver {
             self.driver_waker.wake_driver();
         }
-        after.run();
     }
 
     /// Runs `work` like [`with`](Self::with), for a task that may wait.

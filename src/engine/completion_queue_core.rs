@@ -16,7 +16,7 @@ use super::completion_mode::CompletionMode;
 use super::posting::Poster;
 use super::reactor::Reactors;
 use super::spin_budget::SpinBudget;
-use super::wake_list::{Teardown, WakeList, wake};
+use super::wake_list::{Teardown, WakeList};
 use super::work_queue::WorkQueue;
 use super::work_request::Limits;
 use super::work_request_id::Owner;
@@ -276,16 +276,6 @@ impl CompletionQueueCore {
     /// Ends all work in flight on a queue that the device has destroyed or reset. `detach` also
     /// removes the queue from this completion queue.
     pub(super) fn abandon(&self, queue: &WorkQueue, kind: OpErrorKind, detach: bool) {
-        self.abandon_deferred(queue, kind, detach).finish();
-    }
-
-    /// Does the same as [`abandon`](Self::abandon), and leaves the wake-ups to the caller.
-    pub(super) fn abandon_deferred(
-        &self,
-        queue: &WorkQueue,
-        kind: OpErrorKind,
-        detach: bool,
-    ) -> WakeList {
         let mut state = lock(&self.state);
         // Available completions are more precise than `kind`.
         while !queue.is_idle() && self.drain_batch(&mut state) {}
@@ -305,7 +295,7 @@ impl CompletionQueueCore {
         let woken = std::mem::take(&mut state.woken);
         drop(state);
         drop((detached, poster));
-        woken
+        woken.finish();
     }
 
     /// Excludes dispatch until the result is dropped, if entries are read in place.
@@ -313,11 +303,11 @@ impl CompletionQueueCore {
         self.direct.is_some().then(|| lock(&self.state))
     }
 
-    /// Takes all available completions and leaves the wake-ups to the caller.
-    pub(super) fn drain_all(&self) -> WakeList {
+    /// Takes all available completions under one lock.
+    pub(super) fn drain_all(&self) {
         let mut state = lock(&self.state);
         while self.drain_batch(&mut state) {}
-        std::mem::take(&mut state.woken)
+        self.release(state);
     }
 
     pub(crate) fn drain(&self) {
@@ -439,10 +429,6 @@ impl CompletionQueueCore {
 
     #[cold]
     fn release_and_wake(mut state: MutexGuard<'_, State>) {
-        if let Some(waker) = state.woken.take_single_waker() {
-            drop(state);
-            return wake(waker);
-        }
         let woken = std::mem::take(&mut state.woken);
         drop(state);
         woken.finish();

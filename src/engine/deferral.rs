@@ -9,11 +9,12 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::task::{Context, Wake, Waker};
 
+use rdma_provider::later::contained;
 use rdma_provider::locks::Mutex;
 use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::task::{try_id, yield_now};
 
-use crate::contained::{contained, wake_to_repoll};
+use crate::contained::wake_to_repoll;
 
 /// Wakers deferred by this thread, called by the waker that Tokio has. Panics of the wakers would
 /// otherwise unwind into the runtime.

@@ -10,10 +10,11 @@ use std::task::{Context, Poll, ready};
 
 use futures::Stream;
 use futures::task::AtomicWaker;
+use rdma_provider::later::contained;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
-use crate::contained::{ContainedWaker, contained};
+use crate::contained::ContainedWaker;
 use crate::coop::within_budget;
 use crate::error::{NoRuntime, VerbError};
 use crate::types::{AsyncEvent, PortNum, PortState};

@@ -33,8 +33,8 @@
 //! address), then `WorkQueue::posting`, then the locks of `Failures`. The provider's lock of a
 //! completion queue that is read in place is taken under `state`: before `posting` by dispatch,
 //! after it by a reset, which therefore holds `state` too. Cloning, waking or dropping a waker and
-//! dropping a buffer can run user code, so none of these happens under a lock: [`wake_list`] keeps
-//! them until the locks are released.
+//! dropping a buffer can run user code, so none of these happens under a lock: [`wake_list`] and
+//! [`later`](rdma_provider::later) keep them until the locks are released.
 
 mod arm;
 mod batch;
@@ -84,7 +84,6 @@ pub(crate) use in_flight::InFlight;
 pub(crate) use posting::Poster;
 pub(crate) use queue_pair_core::{QueuePairCore, Shared, destroy_shared};
 pub(crate) use runtime::is_current;
-pub(crate) use wake_list::wake;
 pub(crate) use work_queue::{QUEUE_LINES, WorkQueue};
 pub use work_request::WorkQueueCounters;
 pub(crate) use work_request::{Limits, OnFull, Receiver, ReceiverKey, Refusal, Request, WorkKind};

@@ -18,7 +18,7 @@ use std::sync::{Arc, OnceLock};
 
 use super::completion_queue_core::CompletionQueueCore;
 use super::posting::Poster;
-use super::wake_list::{Teardown, WakeList};
+use super::wake_list::Teardown;
 use super::work_queue::WorkQueue;
 use super::work_request::Limits;
 use crate::error::{OpErrorKind, SetupError, VerbError};
@@ -153,12 +153,11 @@ impl QueuePairCore {
         if attr.state != Some(QpState::Reset) {
             return self.qp()?.modify(attr);
         }
-        let mut woken: [WakeList; 3] = Default::default();
         if let Some(Shared { queue, .. }) = &self.shared {
             // A reset discards the completions of the queue pair, and only they record the receives
             // it has taken from the shared queue.
             self.flush(&*self.qp()?);
-            woken[2] = queue.cq().drain_all();
+            queue.cq().drain_all();
         }
         let qp = self.qp()?;
         let dispatch = self.exclude_dispatch();
@@ -171,12 +170,11 @@ impl QueuePairCore {
         drop(dispatch);
         drop(qp);
         if result.is_ok() {
-            for (queue, woken) in self.queues().zip(&mut woken) {
-                *woken = queue.cq().abandon_deferred(queue, OpErrorKind::Closed, false);
+            for queue in self.queues() {
+                queue.cq().abandon(queue, OpErrorKind::Closed, false);
             }
         }
         drop(change);
-        woken.into_iter().for_each(WakeList::finish);
         result
     }
 

@@ -1,19 +1,17 @@
 //! Actions to run after locks are released: waking tasks, dropping buffers, and shutting down the
 //! objects of a failed completion queue.
 //!
-//! The drainer collects them in a [`WakeList`] under the lock of the completion queue, and runs
-//! them after the release, or, if its caller holds a lock too, after the release of the last one.
+//! The drainer collects them in a [`WakeList`] under the lock of the completion queue, and leaves
+//! them to [`later`] after the release: its caller may hold a lock, too.
 
 use std::cell::RefCell;
-use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::task::Waker;
 
-use rdma_provider::locks;
+use rdma_provider::later;
 use smallvec::SmallVec;
 
 use super::slot::Held;
-use crate::contained::contained;
 use crate::error::OpErrorKind;
 
 /// An object to shut down when its completion queue fails: a queue pair, a DC target or a shared
@@ -74,10 +72,6 @@ impl WakeList {
         Self::default()
     }
 
-    const fn empty() -> Self {
-        Self { first: None, more: None }
-    }
-
     #[inline]
     pub(super) fn is_empty(&self) -> bool {
         self.first.is_none() && self.more.is_none()
@@ -104,12 +98,6 @@ impl WakeList {
         }
     }
 
-    /// Removes and returns the waker if the list contains nothing else.
-    #[inline]
-    pub(super) fn take_single_waker(&mut self) -> Option<Waker> {
-        if self.more.is_none() { self.first.take() } else { None }
-    }
-
     /// Adds the buffers and the waker of an abandoned operation.
     pub(super) fn dispose(&mut self, held: Option<Held>, waker: Option<Waker>) {
         if held.is_some() || waker.is_some() {
@@ -126,57 +114,22 @@ impl WakeList {
     /// Runs the actions when this thread holds no lock.
     #[inline]
     pub(super) fn finish(self) {
-        if !self.is_empty() {
-            if locks::held() > 0 {
-                defer(|deferred| deferred.append(self));
-            } else {
-                self.run();
-            }
-        }
-    }
-
-    fn run(self) {
-        if let Some(waker) = self.first {
-            contained(|| waker.wake());
-        }
+        later::wake(self.first);
         if let Some(more) = self.more {
-            more.run();
-        }
-    }
-
-    fn append(&mut self, other: Self) {
-        if let Some(waker) = other.first {
-            self.wake(waker);
-        }
-        if let Some(mut more) = other.more {
-            self.more().append(&mut more);
-            more.keep_spare();
+            more.finish();
         }
     }
 }
 
 impl Actions {
-    fn run(mut self: Box<Self>) {
-        for waker in self.wakers.drain(..) {
-            contained(|| waker.wake());
-        }
+    fn finish(mut self: Box<Self>) {
+        later::wake(self.wakers.drain(..));
         for (object, kind) in self.teardowns.drain(..) {
-            object.shut_down(kind);
+            later::run(move || object.shut_down(kind));
         }
-        for held in self.held.drain(..) {
-            contained(|| drop(held));
-        }
-        for waker in self.discarded.drain(..) {
-            contained(|| drop(waker));
-        }
+        self.held.drain(..).for_each(later::dispose);
+        later::discard(self.discarded.drain(..));
         self.keep_spare();
-    }
-
-    fn append(&mut self, more: &mut Self) {
-        self.wakers.extend(more.wakers.drain(..));
-        self.held.extend(more.held.drain(..));
-        self.discarded.extend(more.discarded.drain(..));
-        self.teardowns.extend(more.teardowns.drain(..));
     }
 
     /// Keeps the empty lists for the next [`WakeList`] of this thread.
@@ -187,41 +140,6 @@ impl Actions {
             if spares.len() < MAX_SPARES {
                 spares.push(self);
             }
-        });
-    }
-}
-
-/// Wakes one task when this thread holds no lock.
-#[inline]
-pub(crate) fn wake(waker: Waker) {
-    if locks::held() > 0 {
-        defer(|deferred| deferred.wake(waker));
-    } else {
-        contained(|| waker.wake());
-    }
-}
-
-thread_local! {
-    /// The actions that wait for the release of this thread's last lock. Has no destructor, so that
-    /// destructors of other thread-local variables can still use it.
-    static DEFERRED: RefCell<ManuallyDrop<WakeList>> =
-        const { RefCell::new(ManuallyDrop::new(WakeList::empty())) };
-}
-
-/// Adds actions that run when this thread holds no lock. A component that polls an operation under
-/// a lock finishes other operations too, and their wakers and buffers may run user code that takes
-/// the same lock.
-#[cold]
-fn defer(add: impl FnOnce(&mut WakeList)) {
-    let is_first = DEFERRED.with_borrow_mut(|deferred| {
-        let is_first = deferred.is_empty();
-        add(deferred);
-        is_first
-    });
-    if is_first {
-        locks::when_none_is_held(|| {
-            // Taken first, because the actions may take locks and defer others.
-            DEFERRED.with_borrow_mut(|deferred| std::mem::take(&mut **deferred)).run();
         });
     }
 }

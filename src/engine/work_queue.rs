@@ -12,6 +12,7 @@ use std::ptr;
 use std::sync::{Arc, OnceLock, Weak};
 use std::task::Waker;
 
+use rdma_provider::later;
 use rdma_provider::prefetch;
 
 use super::capacity::Capacity;
@@ -471,9 +472,7 @@ impl WorkQueue {
         let discarded = if is_over { posting.watch.failure.take() } else { None };
         drop(posting);
         drop(before);
-        if let Some(waker) = discarded {
-            super::wake_list::wake(waker);
-        }
+        later::wake(discarded);
     }
 
     fn is_idle_now(&self, posting: &Posting) -> bool {
@@ -501,9 +500,7 @@ impl WorkQueue {
 
     pub(super) fn notify_closed(&self) {
         let waker = lock(&self.posting).watch.failure.take();
-        if let Some(waker) = waker {
-            super::wake_list::wake(waker);
-        }
+        later::wake(waker);
     }
 }
 

@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 
+use rdma_provider::later;
 use rdma_provider::locks::{Mutex, MutexGuard};
 use tokio::sync::Semaphore;
 
@@ -142,17 +143,16 @@ impl FreeList {
         chunks
     }
 
-    /// Returns a chunk to the list of its slab, if the slab has one.
+    /// Returns a chunk to the list of its slab, if the slab has one. The caller may hold a lock.
     #[inline]
     pub(super) fn return_chunk(chunk: Chunk) {
         // Keeps the list alive: once the lock is released, another thread may drop the slab.
-        let Some(list) = chunk.free_list().cloned() else { return };
+        let Some(list) = chunk.free_list().cloned() else { return later::dispose(chunk) };
         let mut chunks = list.chunks.lock();
         if chunks.closed {
             // Unlocked first: this may be the last chunk of the slab, and deregistration is slow.
             drop(chunks);
-            drop(chunk);
-            return;
+            return later::dispose(chunk);
         }
         chunks.free.push(chunk);
         list.keep_promises(chunks);
@@ -195,7 +195,7 @@ impl FreeList {
         chunks.closed = true;
         let free = std::mem::take(&mut chunks.free);
         drop(chunks);
-        drop(free);
+        later::dispose(free);
     }
 }
 

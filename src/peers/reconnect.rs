@@ -26,6 +26,7 @@ use connector::{Connector, Failure};
 use futures::Stream;
 use futures::future::{Either, FutureExt, select};
 use futures::stream::{self, BoxStream, StreamExt};
+use rdma_provider::later::contained;
 use tokio::net::ToSocketAddrs;
 use tokio::sync::{Notify, watch};
 use tokio::task::AbortHandle;
@@ -39,7 +40,7 @@ use crate::clock;
 use crate::connection::{
     CloseReason, Connection, ConnectionConfig, EstablishError, MessageError, RefusalReason,
 };
-use crate::contained::{contained, wakes_contained};
+use crate::contained::wakes_contained;
 use crate::error::{NoRuntime, OpenError};
 use crate::verbs::Device;
 

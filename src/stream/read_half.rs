@@ -372,8 +372,7 @@ impl OwnedReadHalf {
 
     fn release(&self, chunk: Option<(Chunk, usize)>) {
         if let Some((chunk, _)) = chunk {
-            let left = self.handle.shared.with(|core, _| core.release_chunk(chunk));
-            drop(left);
+            self.handle.shared.with(|core, _| core.release_chunk(chunk));
         }
     }
 

@@ -62,7 +62,7 @@ macro_rules! event {
     (@ $level:ident [$(($name:ident $value:expr))*] [$($field:tt)*] $message:literal $(,)?) => {{
         // Together: a value may use a variable that has the name of another field.
         let ($($name,)*) = ($($value,)*);
-        $crate::locks::when_none_is_held(move || {
+        $crate::later::run(move || {
             $crate::events::tracing::event!(
                 $crate::events::tracing::Level::$level,
                 $($field)*

@@ -36,6 +36,8 @@ mod error_texts;
 #[doc(hidden)]
 pub mod events;
 #[doc(hidden)]
+pub mod later;
+#[doc(hidden)]
 pub mod locks;
 mod prefetch;
 pub mod shared_memory;

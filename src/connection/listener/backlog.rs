@@ -6,13 +6,14 @@ use std::net::SocketAddr;
 use std::task::{Context, Poll, Waker};
 
 use futures::task::AtomicWaker;
+use rdma_provider::later;
 use rdma_provider::locks::Mutex;
 use tokio::sync::Notify;
 use tokio::task::AbortHandle;
 
 use crate::connection::error::{CloseReason, EstablishError};
 use crate::connection::handle::Connection;
-use crate::contained::{contained, wakes_contained};
+use crate::contained::wakes_contained;
 
 /// A connection, or the reason why none could be established.
 pub(super) type Established = Result<Unaccepted, EstablishError>;
@@ -73,12 +74,9 @@ impl Backlog {
             return drop(established);
         }
         state.established.push_back(established);
-        let poller = state.poller.take();
+        later::wake(state.poller.take());
         drop(state);
         self.changed.notify_one();
-        if let Some(poller) = poller {
-            contained(|| poller.wake());
-        }
     }
 
     /// Returns the oldest connection, or the end.
@@ -107,14 +105,12 @@ impl Backlog {
             return Poll::Ready(next);
         }
         let waker = context.waker().clone();
-        let replaced = self.state.lock().poller.replace(waker);
-        contained(|| drop(replaced));
+        later::discard(self.state.lock().poller.replace(waker));
         self.driver.wake();
         // A connection may have been added before the task was registered.
         let Some(next) = self.pop() else { return Poll::Pending };
         // No task waits now.
-        let registered = self.state.lock().poller.take();
-        contained(|| drop(registered));
+        later::discard(self.state.lock().poller.take());
         Poll::Ready(next)
     }
 
@@ -172,26 +168,23 @@ impl Backlog {
         let mut state = self.state.lock();
         state.has_driver = false;
         state.end = state.end.take().or(end);
-        let poller = state.poller.take();
+        later::wake(state.poller.take());
         drop(state);
         self.changed.notify_waiters();
-        if let Some(poller) = poller {
-            contained(|| poller.wake());
-        }
     }
 
     /// Ends the driver, and aborts the connections that were not accepted.
     pub(super) fn close(&self) {
         let mut state = self.state.lock();
         state.closed = true;
-        let (established, poller) = (mem::take(&mut state.established), state.poller.take());
+        let established = mem::take(&mut state.established);
+        later::discard(state.poller.take());
         let task = state.task.take();
         drop(state);
         if let Some(task) = task {
             task.abort();
         }
         drop(established);
-        contained(|| drop(poller));
     }
 }
 

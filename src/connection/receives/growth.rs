@@ -1,8 +1,8 @@
 //! Changes of the posted receives.
 
 use rdma_message_proto::window::FIRST_SIZE;
+use rdma_provider::later;
 
-use crate::connection::after_unlock::Dropped;
 use crate::connection::core::Core;
 use crate::connection::receives::Receives;
 use crate::memory::BufMut;
@@ -10,9 +10,7 @@ use crate::memory::BufMut;
 impl Core {
     /// Posts a receive with `buffer`, or with one of the size announced last.
     pub(in crate::connection) fn post_receive(&mut self, mut buffer: BufMut) {
-        if let Some(used) = self.receives.replace_other(&mut buffer) {
-            self.drop_buffer(used);
-        }
+        self.receives.replace_other(&mut buffer);
         let receive = self.io.qp.recv(buffer);
         self.note_refusal(receive.refusal());
         self.receives.posted.push_back(receive);
@@ -48,7 +46,7 @@ impl Core {
             }
         }
         // It watches for the side to be idle.
-        self.after.wake_driver();
+        self.io.wake_driver();
     }
 
     /// Returns to the first receives if all messages were received.
@@ -91,7 +89,7 @@ impl Core {
             && self.receives.leftovers(self.protocol.receives()) == 0;
         if is_settled && let Some(pool) = self.receives.leaving.take() {
             self.memory.share.shrink(pool.bytes());
-            self.after.drop_pool(Some(pool));
+            later::dispose(pool);
         }
     }
 
@@ -102,18 +100,9 @@ impl Core {
 
     /// Handles a receive that the peer has skipped.
     pub(in crate::connection) fn on_skip(&mut self, buffer: BufMut) {
-        self.drop_buffer(buffer);
+        drop(buffer);
         self.settle_receives();
         self.exchange_leftovers();
-    }
-
-    /// Drops a buffer. A long one may be the last of its memory; first ones are needed again.
-    fn drop_buffer(&mut self, buffer: BufMut) {
-        if buffer.capacity() == FIRST_SIZE as usize {
-            drop(buffer);
-        } else {
-            self.after.drop(Dropped::Buffer(buffer));
-        }
     }
 }
 

@@ -1,6 +1,7 @@
 //! Growth and shrinking of the buffers for sends.
 
 use rdma_message_proto::window::FIRST_SIZE;
+use rdma_provider::later;
 
 use crate::connection::core::Core;
 use crate::connection::error::MessageError;
@@ -60,7 +61,7 @@ impl Core {
         match grown {
             Ok(true) => {
                 // The driver deregisters them when the connection is idle.
-                self.after.wake_driver();
+                self.io.wake_driver();
                 self.send_buffer(len, frames)
             }
             Ok(false) => Ok(Err(Block::Buffers { frames })),
@@ -85,7 +86,7 @@ impl Core {
     pub(in crate::connection) fn shrink_send_memory(&mut self) {
         let is_unused = |pool: &Pool| pool.available() == pool.total();
         let unused = self.memory.send.take_if(&mut self.memory.share, is_unused);
-        self.after.drop_pool(unused);
+        unused.into_iter().for_each(later::dispose);
     }
 
     /// Permits as many and as long buffers as the configuration and the peer do, after a failed
@@ -110,6 +111,6 @@ impl Core {
     fn drop_shorter_send_memory(&mut self, len: usize) {
         let other =
             self.memory.send.take_if(&mut self.memory.share, |pool| pool.buffer_size() < len);
-        self.after.drop_pool(other);
+        other.into_iter().for_each(later::dispose);
     }
 }

@@ -332,13 +332,14 @@ fn registered(stream: &RdmaStream, bytes: &[u8]) -> BufMut {
 #[test]
 fn bytes_of_a_buffer_are_written_from_its_memory() {
     let frames = unacknowledged(4096 + 4095, async |stream| {
-        let lent = |stream: &RdmaStream| stream.handle().shared.with(|core, _| core.outbox.lent);
+        let in_place =
+            |stream: &RdmaStream| stream.handle().shared.with(|core, _| core.outbox.in_place);
         let memory = stream.protection_domain().register(vec![7; 4096]).unwrap();
         let bytes = bytes::Bytes::from(memory);
         stream.write_bytes(bytes.clone()).await.unwrap();
-        assert_eq!((lent(stream), outstanding(stream)), (1, (1, 0)));
+        assert_eq!((in_place(stream), outstanding(stream)), (1, (1, 0)));
         stream.write_bytes(bytes.slice(1..)).await.unwrap();
-        assert_eq!((lent(stream), outstanding(stream)), (1, (1, 4095)), "a copy costs less");
+        assert_eq!((in_place(stream), outstanding(stream)), (1, (1, 4095)), "a copy costs less");
     });
     assert_eq!(frames, 2);
 }

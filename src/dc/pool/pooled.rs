@@ -7,11 +7,11 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
+use rdma_provider::later;
 use rdma_provider::locks::Mutex;
 
 use super::peer::{Grant, Peer};
 use crate::clock;
-use crate::engine::wake;
 use crate::error::OpErrorKind;
 use crate::op::{Revocable, Within, Work as PostedWork};
 
@@ -235,9 +235,7 @@ impl<F: Send> Waiting for Entry<F> {
             Stage::Queued { work, waker } => {
                 *stage = Stage::Posted(work(grant));
                 drop(stage);
-                if let Some(waker) = waker {
-                    wake(waker);
-                }
+                later::wake(waker);
                 true
             }
             other => {
@@ -248,10 +246,8 @@ impl<F: Send> Waiting for Entry<F> {
     }
 
     fn wake_task(&self) {
-        if let Stage::Queued { waker, .. } = &mut *self.stage.lock()
-            && let Some(waker) = waker.take()
-        {
-            wake(waker);
+        if let Stage::Queued { waker, .. } = &mut *self.stage.lock() {
+            later::wake(waker.take());
         }
     }
 }

@@ -8,7 +8,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::task::Waker;
 
-use rdma_provider::locks::{Mutex, wake_when_none_is_held};
+use rdma_provider::later;
+use rdma_provider::locks::Mutex;
 use rustix::fs::{OFlags, fcntl_setfl};
 use rustix::io::{read, retry_on_intr, write};
 use smallvec::SmallVec;
@@ -119,7 +120,7 @@ impl<T> Mailbox<T> {
     fn announce(&self, queue: &mut Queue<T>) {
         if queue.holders == 0 {
             for (_, waker) in &queue.wakers {
-                wake_when_none_is_held(waker.clone());
+                later::wake([waker.clone()]);
             }
         }
         self.update_readiness(queue);

@@ -14,7 +14,8 @@ use std::sync::{Arc, Weak};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use rdma_provider::locks::{Condvar, Mutex, MutexGuard, wake_when_none_is_held};
+use rdma_provider::later;
+use rdma_provider::locks::{Condvar, Mutex, MutexGuard};
 
 /// An object that has scheduled tasks.
 pub(crate) trait Scheduled: fmt::Debug + Send + Sync {
@@ -222,7 +223,7 @@ impl Scheduler {
         state.heap.push(Entry { at, sequence, job });
         if self.is_virtual() {
             if let Some(driver) = state.driver.take() {
-                wake_when_none_is_held(driver);
+                later::wake([driver]);
             }
             return;
         }

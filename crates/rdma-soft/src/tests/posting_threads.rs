@@ -10,8 +10,8 @@ const LENGTH: usize = 10_000;
 
 #[test]
 fn concurrent_posts_keep_packets_in_order() {
-    // With this timeout, 134 s, requests do not fail on a busy machine. The device still retransmits
-    // a packet whose acknowledgement is late.
+    // With this timeout, 134 s, no request fails on a busy machine. The device still retransmits a
+    // packet whose acknowledgement is late.
     let options = Options { mtu: Mtu::Mtu4096, timeout: 25, ..Options::default() };
     let network = over_udp(&["a", "b"]);
     let (a, b) = connected(&network, &options);

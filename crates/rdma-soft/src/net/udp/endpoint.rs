@@ -375,7 +375,7 @@ impl Endpoint {
         let mut inbox = self.inbox.lock();
         let mut failing = false;
         while !self.closed.load(Ordering::Acquire) {
-            MutexGuard::run_events(&mut inbox);
+            MutexGuard::run_later(&mut inbox);
             match self.socket.receive(&mut inbox, true) {
                 Ok(()) => {
                     failing = false;
