@@ -330,10 +330,10 @@ async fn load(device: &Device, meeting: &mut Meeting, options: &ConnectOptions, 
     meeting.meet().await;
 }
 
-/// Returns options for frequent losses: all retries take a second, within which a busy machine runs
-/// the peer.
+/// Returns options for frequent losses: all retries take a minute, within which a busy machine runs
+/// the peer. The device repairs a loss after 67 ms nevertheless.
 fn patient() -> ConnectOptions {
-    ConnectOptions { timeout: AckTimeout::from_code(15), ..Default::default() }
+    ConnectOptions { timeout: AckTimeout::from_code(21), ..Default::default() }
 }
 
 fn faults() -> Faults {
