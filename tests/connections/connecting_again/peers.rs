@@ -184,7 +184,10 @@ async fn eviction_takes_the_least_recently_used_idle_peer_and_never_a_busy_one<S
     let mut busy: BTreeMap<u32, Vec<Peer<u32, S::Link>>> = BTreeMap::new();
     let mut idle: VecDeque<(u32, u64)> = VecDeque::new();
     let mut evictions = 0;
-    for _ in 0..150 {
+    let mut steps = 0;
+    // With some seeds, more steps are needed for one eviction.
+    while steps < 150 || evictions == 0 {
+        steps += 1;
         let key = random.u32(..8);
         if random.bool() {
             let known = idle.iter().position(|&(idle, _)| idle == key);
@@ -220,7 +223,6 @@ async fn eviction_takes_the_least_recently_used_idle_peer_and_never_a_busy_one<S
         assert_eq!((counters.peers, counters.idle), (busy.len() + idle.len(), idle.len()));
         assert_eq!(counters.evicted, evictions);
     }
-    assert!(evictions > 0);
     for peer in busy.values().flatten() {
         server.exchange(peer).await;
     }
