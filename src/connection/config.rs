@@ -467,7 +467,8 @@ impl ConnectionConfig {
     }
 
     /// Returns what the protocol needs to know.
-    pub(super) fn protocol(&self) -> Settings {
+    /// Returns the settings of the protocol for a queue pair that takes `max_inline` bytes.
+    pub(super) fn protocol(&self, max_inline: u32) -> Settings {
         Settings {
             content: self.content,
             first_receives: self.first_receives(),
@@ -476,6 +477,8 @@ impl ConnectionConfig {
             max_message: self.max_message,
             frame: self.receive_buffer_size as usize,
             eager: self.max_eager as usize,
+            inline: max_inline.min(self.max_inline) as usize,
+            max_offered: self.send_memory,
             times: Times {
                 keepalive: self.keepalive,
                 stall: self.stall_timeout,

@@ -13,7 +13,7 @@ use std::future::Future;
 use std::ops::ControlFlow;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, Waker};
+use std::task::{Context, Poll, Waker, ready};
 use std::time::{Duration, Instant};
 
 use rdma_message_proto::Violation;
@@ -23,6 +23,7 @@ use rdma_message_proto::incoming::Arrival;
 use rdma_message_proto::lifecycle::{Event, Phase, Stage};
 use rdma_message_proto::protocol::{Due, Protocol};
 use rdma_message_proto::refusal::MAX_REJECT_DATA;
+use rdma_message_proto::sending::{Blocked, Waits};
 use rdma_message_proto::timers::Observed;
 use rdma_provider::later;
 use tokio::runtime;
@@ -33,11 +34,11 @@ use super::error::CloseReason;
 use super::inbox::{Inbox, Incoming, Notification};
 use super::jobs::Jobs;
 use super::message_memory::FetchMemory;
-use super::outbox::{Awaited, Outbox, Sent};
+use super::outbox::{Outbox, Sent};
 use super::receives::Receives;
 use super::send_memory::SendMemory;
 use super::stream_state::StreamState;
-use super::waiting::{Block, Waiting};
+use super::waiting::Waiting;
 use crate::clock;
 use crate::cm::CmConnection;
 use crate::engine::is_current;
@@ -111,14 +112,12 @@ pub(super) struct Memory {
 /// Limits of both sides, in bytes, and settings.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Limits {
-    pub(super) inline: usize,
     /// Longest buffer of held bytes while the peer has its first receives.
     pub(super) held: usize,
     /// Buffers are registered with use.
     pub(super) is_elastic: bool,
     /// Longest message that the peer accepts.
     pub(super) send: u64,
-    pub(super) send_memory: u64,
     pub(super) receive_memory: u64,
     /// How long a dropped stream continues to send.
     pub(super) linger: Duration,
@@ -133,16 +132,14 @@ impl Core {
         share: Share,
     ) -> Self {
         let limits = Limits {
-            inline: qp.caps().max_inline.min(config.max_inline) as usize,
             held: 0,
             is_elastic: config.is_elastic(),
             send: 0,
-            send_memory: config.send_memory,
             receive_memory: config.receive_memory,
             linger: config.close_timeout,
         };
         let mut core = Self {
-            protocol: Protocol::new(config.protocol()),
+            protocol: Protocol::new(config.protocol(qp.caps().max_inline)),
             limits,
             memory: Memory {
                 send: SendMemory::new(send_pool, config),
@@ -311,9 +308,7 @@ impl Core {
         self.watch_sends(context)?;
         match self.protocol.phase().failure() {
             Some(failure) => self.on_failure(failure, context),
-            None if self.protocol.flow.is_over() && self.outbox.sends.is_empty() => {
-                Err(CloseReason::Clean)
-            }
+            None if self.protocol.is_complete() => Err(CloseReason::Clean),
             None => Ok(()),
         }
     }
@@ -346,7 +341,8 @@ impl Core {
         let Received { buffer, len, imm, written, .. } = received;
         let frame = self.protocol.on_frame(imm.map(|imm| imm.0), buffer.len(), written)?;
         for _ in 0..frame.fetched {
-            if let Some(region) = self.outbox.fetched() {
+            if let Some(region) = self.outbox.offers.pop_front() {
+                self.protocol.sending.fetched(region.len());
                 later::dispose(region);
             }
         }
@@ -407,7 +403,7 @@ impl Core {
     fn reap_some(&mut self) {
         let awaited = self.outbox.in_place > 0
             || !self.outbox.held.is_empty()
-            || self.waiting.mark.is_some()
+            || self.waiting.flush.is_some()
             || !self.waiting.senders.is_empty();
         if awaited || self.outbox.sends.len() >= REAPED {
             self.reap();
@@ -433,7 +429,12 @@ impl Core {
         index: usize,
         context: &mut Context<'_>,
     ) -> Poll<Result<(), OpErrorKind>> {
-        self.outbox.poll_sent(index, context)
+        let in_flight = self.outbox.sends.len();
+        let result = ready!(self.outbox.poll_sent(index, context));
+        if self.outbox.sends.len() < in_flight {
+            self.protocol.sending.complete();
+        }
+        Poll::Ready(result)
     }
 
     /// Sends the `Fin`, `Resize`, `Ack` and skips that are due.
@@ -477,7 +478,7 @@ impl Core {
         context: &mut Context<'_>,
     ) -> Result<(), CloseReason> {
         loop {
-            let before = self.outbox.reaped;
+            let before = self.protocol.sending.completed();
             match self.poll_sent(index, context) {
                 Poll::Pending => {
                     self.watch_by_driver();
@@ -494,7 +495,7 @@ impl Core {
             self.send_held();
             self.send_due();
             index = match self.awaited_send() {
-                Some(index) if self.outbox.reaped != before => index,
+                Some(index) if self.protocol.sending.completed() != before => index,
                 _ => return Ok(()),
             };
         }
@@ -512,18 +513,14 @@ impl Core {
     #[inline(always)]
     fn awaited_send(&self) -> Option<usize> {
         let (outbox, waiting) = (&self.outbox, &self.waiting);
-        // Without a posted receive, only a send reports that the queue pair has failed.
-        let is_last = self.protocol.flow.is_over() || self.receives.posted.is_empty();
-        if is_last || !outbox.held.is_empty() || self.protocol.flow.skips() {
-            return outbox.last_of(Awaited::All);
-        }
-        if let Some(mark) = waiting.mark.filter(|mark| mark.frames > outbox.reaped) {
-            return outbox.last_of(Awaited::Before(mark));
-        }
-        if !waiting.senders.is_empty() && matches!(waiting.blocked, Block::Buffers { .. }) {
-            return outbox.last_of(Awaited::Half);
-        }
-        outbox.last_of(Awaited::InPlace)
+        let waits = Waits {
+            holds: !outbox.held.is_empty(),
+            is_deaf: self.receives.posted.is_empty(),
+            flush: waiting.flush,
+            wants_buffers: !waiting.senders.is_empty()
+                && matches!(waiting.blocked, Blocked::Buffers(_)),
+        };
+        self.protocol.awaited_send(waits, || outbox.last_in_place())
     }
 
     /// Collects the wakers of tasks whose condition holds.
@@ -538,8 +535,9 @@ impl Core {
         if !self.waiting.senders.is_empty() && self.is_unblocked() {
             self.wake_senders();
         }
-        if ended || self.waiting.mark.is_some_and(|mark| self.outbox.has_reached(mark)) {
-            self.waiting.mark = None;
+        let has_reached = |point| self.protocol.sending.has_reached(point);
+        if ended || self.waiting.flush.is_some_and(has_reached) {
+            self.waiting.flush = None;
             later::wake(self.waiting.flushers.take_all());
         }
     }
@@ -573,14 +571,8 @@ impl Core {
     }
 
     fn is_unblocked(&self) -> bool {
-        match self.waiting.blocked {
-            // Held bytes are still sent after `shutdown`.
-            Block::Held => self.outbox.held.is_empty() || self.close_reason().is_some(),
-            _ if self.protocol.phase().check_open().is_err() => true,
-            Block::Credits { frames } => self.protocol.flow.may_send_message(frames),
-            Block::Buffers { frames } => self.memory.send.has(frames),
-            Block::Memory(len) => self.outbox.may_offer(len, self.limits.send_memory),
-        }
+        let has_buffers = |frames| self.memory.send.has(frames);
+        self.protocol.is_unblocked(self.waiting.blocked, !self.outbox.held.is_empty(), has_buffers)
     }
 
     /// Returns true if the service has received all messages of a peer that has finished, or those

@@ -152,6 +152,7 @@ impl Core {
         self.outbox.held.clear();
         self.outbox.in_place = 0;
         later::dispose(lost);
+        self.protocol.sending.detach(usize::from(abort.is_some()));
         self.outbox.sends.extend(abort);
         later::dispose(self.memory.jobs.take());
         // Whichever task found the reason.

@@ -6,13 +6,14 @@ use std::task::{Context, Poll, Waker};
 use bytes::Bytes;
 use rdma_message_proto::frame::{Header, Kind};
 use rdma_message_proto::handshake::Content;
+use rdma_message_proto::sending::{Blocked, FlushPoint, Way};
 use rdma_provider::later;
 use smallvec::SmallVec;
 
 use super::core::Core;
 use super::error::{CloseReason, MessageError};
-use super::outbox::{Mark, Sent};
-use super::waiting::{Attempt, Block};
+use super::outbox::Sent;
+use super::waiting::Attempt;
 use crate::error::{LimitError, OpErrorKind};
 use crate::memory::{Buf, BufMut, Gather, PdKey, ReadOnlyRegion, RemoteRegion, Sealed as _};
 use crate::op::{QueuePair, Write};
@@ -101,7 +102,7 @@ impl<S: Deref<Target = [u8]>> Pieces<'_, S> {
 pub(super) struct Flush {
     pub(super) ticket: Option<Ticket>,
     /// Position to reach.
-    target: Option<Mark>,
+    target: Option<FlushPoint>,
     /// Messages sent when `target` was set.
     messages: u64,
 }
@@ -133,6 +134,7 @@ impl Core {
     #[inline]
     pub(super) fn add_sent(&mut self, sent: Sent) {
         self.note_refusal(sent.refusal());
+        self.protocol.sending.post();
         self.outbox.push(sent);
     }
 
@@ -181,7 +183,7 @@ impl Core {
             return Poll::Ready(Err(error.into()));
         }
         self.waiting.senders.wait(ticket, caller);
-        if matches!(self.waiting.blocked, Block::Buffers { .. }) {
+        if matches!(self.waiting.blocked, Blocked::Buffers(_)) {
             // Registers the driver with a buffer's send.
             self.progress(driver);
         }
@@ -205,7 +207,7 @@ impl Core {
         let open = self.protocol.phase().check_open().is_ok();
         if open && !(first && self.protocol.flow.may_send(Kind::Data)) {
             if first {
-                self.waiting.blocked = Block::Credits { frames: 1 };
+                self.waiting.blocked = Blocked::Credits(1);
             }
             self.waiting.senders.wait(ticket, caller);
             return Poll::Pending;
@@ -265,39 +267,40 @@ impl Core {
             LimitError::check("message bytes (max_message of the peer)", long, self.limits.send)
                 .map_err(MessageError::TooLong)?;
         }
-        let len = long as usize;
-        if !self.protocol.flow.may_send(Kind::Data) {
-            return Ok(Err(Block::Credits { frames: 1 }));
-        }
-        if len <= self.limits.inline && len <= self.protocol.frame_len(0) {
-            let Pieces { first, rest } = message.pieces();
-            let mut gathered = SmallVec::<[u8; INLINE]>::new();
-            rest.iter().for_each(|part| gathered.extend_from_slice(part));
-            let bytes = if rest.is_empty() { first } else { &gathered[..] };
-            let header = self.protocol.flow.send(Kind::Data);
-            self.send_short(header, bytes);
-        } else if len <= self.protocol.framing().eager()
-            && let Some(frames) = self.protocol.frames_of(len, self.memory.send.most())
-        {
-            let sent = match message {
+        let way = match self.protocol.way(long, self.memory.send.most()) {
+            Ok(way) => way,
+            Err(blocked) => return Ok(Err(blocked)),
+        };
+        match way {
+            Way::Inline => {
+                let Pieces { first, rest } = message.pieces();
+                let mut gathered = SmallVec::<[u8; INLINE]>::new();
+                rest.iter().for_each(|part| gathered.extend_from_slice(part));
+                let bytes = if rest.is_empty() { first } else { &gathered[..] };
+                let header = self.protocol.flow.send(Kind::Data);
+                self.send_short(header, bytes);
+            }
+            Way::Frames(frames) => match message {
                 Outgoing::Buffer(buffer) if self.is_registered(buffer) => {
-                    self.send_in_place(buffer, frames, driver)
+                    self.send_in_place(buffer, frames, driver);
                 }
-                _ => self.copy_to_frames(message.pieces(), len, frames)?,
-            };
-            if sent.is_err() {
-                return Ok(sent);
+                _ => {
+                    let copied = self.copy_to_frames(message.pieces(), long as usize, frames)?;
+                    if copied.is_err() {
+                        return Ok(copied);
+                    }
+                }
+            },
+            Way::Offer => {
+                let pd = self.io.qp.protection_domain();
+                let region = ReadOnlyRegion::new(pd, message.to_bytes());
+                let region = region.map_err(MessageError::Register)?;
+                let header = self.protocol.flow.send(Kind::Offer);
+                self.send_short(header, &region.grant().to_bytes());
+                self.protocol.sending.offer(region.len());
+                self.outbox.offers.push_back(region);
+                self.counters.offered += 1;
             }
-        } else {
-            if !self.outbox.may_offer(long, self.limits.send_memory) {
-                return Ok(Err(Block::Memory(long)));
-            }
-            let region = ReadOnlyRegion::new(self.io.qp.protection_domain(), message.to_bytes());
-            let region = region.map_err(MessageError::Register)?;
-            let header = self.protocol.flow.send(Kind::Offer);
-            self.send_short(header, &region.grant().to_bytes());
-            self.outbox.offer(region);
-            self.counters.offered += 1;
         }
         self.counters.sent += 1;
         if self.outbox.sends.len() > REAP_THRESHOLD {
@@ -318,18 +321,13 @@ impl Core {
         buffer.single().is_some_and(|(_, pd)| pd == own)
     }
 
-    /// Sends the parts of `message`, one per frame, from its memory, or returns the missing
-    /// resource.
+    /// Sends the parts of `message`, one per frame, from its memory.
     ///
     /// Buffers return although no task waits for their sends: if no others are in flight, one of
     /// them is watched, and its completion leads to the next.
-    fn send_in_place(&mut self, message: &Buf, frames: usize, driver: &Waker) -> Result<(), Block> {
-        if !self.protocol.flow.may_send_message(frames as u32) {
-            return Err(Block::Credits { frames: frames as u32 });
-        }
+    fn send_in_place(&mut self, message: &Buf, frames: usize, driver: &Waker) {
         if frames == 1 && self.outbox.sends.is_empty() {
-            self.send_alone_in_place(message, driver);
-            return Ok(());
+            return self.send_alone_in_place(message, driver);
         }
         let (watches, mut start) = (self.outbox.in_place == 0, 0);
         for number in 1..=frames {
@@ -347,7 +345,6 @@ impl Core {
             let context = &mut Context::from_waker(driver);
             self.terminate_on_error(|core| core.watch_sends(context));
         }
-        Ok(())
     }
 
     /// Sends a message of one frame while no other is in flight. If it arrives at once, its view is
@@ -357,6 +354,7 @@ impl Core {
         let send = self.io.frames.send_with_imm(message.clone(), Imm(header.encode()));
         let mut sent = Sent::InPlace(send);
         self.note_refusal(sent.refusal());
+        self.protocol.sending.post();
         let context = &mut Context::from_waker(driver);
         match sent.poll(context) {
             Poll::Pending => {
@@ -364,7 +362,7 @@ impl Core {
                 self.watch_by_driver();
             }
             Poll::Ready(result) => {
-                self.outbox.reaped += 1;
+                self.protocol.sending.complete();
                 if let Err(kind) = result {
                     self.terminate_on_error(|core| core.on_failure(kind.into(), context));
                 }
@@ -386,9 +384,6 @@ impl Core {
         len: usize,
         frames: usize,
     ) -> Attempt<()> {
-        if !self.protocol.flow.may_send_message(frames as u32) {
-            return Ok(Err(Block::Credits { frames: frames as u32 }));
-        }
         if !self.memory.send.has_free(frames) {
             self.reap();
         }
@@ -429,18 +424,19 @@ impl Core {
             Some(target) => target,
             None => {
                 flush.messages = self.counters.sent;
-                *flush.target.insert(self.outbox.position())
+                *flush.target.insert(self.protocol.sending.flush_point())
             }
         };
         // First, because `progress` watches only sends with waiters. It may wake this task for
         // another flush.
         self.waiting.flushers.wait(&mut flush.ticket, caller);
-        self.waiting.mark = Some(self.waiting.mark.map_or(target, |mark| mark.min(target)));
+        let earliest = self.waiting.flush.map_or(target, |point| point.min(target));
+        self.waiting.flush = Some(earliest);
         self.progress(driver);
         let result = match self.close_reason() {
             Some(CloseReason::Clean) => Ok(()),
             Some(reason) => Err(MessageError::Closed(reason)),
-            None if self.outbox.has_reached(target) => Ok(()),
+            None if self.protocol.sending.has_reached(target) => Ok(()),
             None => {
                 self.waiting.flushers.wait(&mut flush.ticket, caller);
                 return Poll::Pending;

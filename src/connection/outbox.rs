@@ -17,34 +17,10 @@ pub(super) struct Outbox {
     /// Bytes of a stream that wait for credits or for the frames before them; see `writing.rs`. All
     /// buffers but the last one are full.
     pub(super) held: VecDeque<Held>,
-    /// Frames removed from `sends`.
-    pub(super) reaped: u64,
     /// Frames in `sends` with a buffer of the application.
     pub(super) in_place: usize,
-    /// Long messages not fetched by the peer, and their bytes.
+    /// Long messages that the peer has not fetched.
     pub(super) offers: VecDeque<ReadOnlyRegion>,
-    pub(super) offered: u64,
-    /// All long messages so far.
-    offers_made: u64,
-}
-
-/// A position in the stream of sent frames; both counts are monotonic.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Mark {
-    pub(super) frames: u64,
-    pub(super) offers: u64,
-}
-
-/// The frames whose completion something waits for.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum Awaited {
-    All,
-    /// Those before the mark, if it is not reached.
-    Before(Mark),
-    /// About half: the first one would wake the driver for every frame.
-    Half,
-    /// Those with a buffer of the application.
-    InPlace,
 }
 
 impl Outbox {
@@ -54,48 +30,10 @@ impl Outbox {
         self.sends.push_back(sent);
     }
 
-    pub(super) fn offer(&mut self, region: ReadOnlyRegion) {
-        self.offered += region.len();
-        self.offers_made += 1;
-        self.offers.push_back(region);
-    }
-
-    /// Removes the oldest offer, which the peer has fetched.
-    pub(super) fn fetched(&mut self) -> Option<ReadOnlyRegion> {
-        let region = self.offers.pop_front()?;
-        self.offered -= region.len();
-        Some(region)
-    }
-
-    /// Returns true if a message of `len` bytes may be offered beside the others. One always may.
-    pub(super) fn may_offer(&self, len: u64, limit: u64) -> bool {
-        self.offers.is_empty() || self.offered + len <= limit
-    }
-
-    /// Returns the position after everything sent so far.
-    pub(super) fn position(&self) -> Mark {
-        Mark { frames: self.reaped + self.sends.len() as u64, offers: self.offers_made }
-    }
-
-    /// Returns true if all frames before `mark` were acknowledged and all offers fetched.
-    pub(super) fn has_reached(&self, mark: Mark) -> bool {
-        self.reaped >= mark.frames && self.offers_made - self.offers.len() as u64 >= mark.offers
-    }
-
-    /// Returns the index of the last send that something waits for, if it is in flight.
+    /// Returns the index of the last send with a buffer of the application.
     #[inline]
-    pub(super) fn last_of(&self, awaited: Awaited) -> Option<usize> {
-        let last = self.sends.len().checked_sub(1)?;
-        match awaited {
-            Awaited::All => Some(last),
-            Awaited::Before(mark) => {
-                let before = mark.frames.checked_sub(self.reaped + 1)? as usize;
-                (before <= last).then_some(before)
-            }
-            Awaited::Half => Some(self.sends.len() / 2),
-            Awaited::InPlace if self.in_place == 0 => None,
-            Awaited::InPlace => self.sends.iter().rposition(Sent::is_in_place),
-        }
+    pub(super) fn last_in_place(&self) -> Option<usize> {
+        if self.in_place == 0 { None } else { self.sends.iter().rposition(Sent::is_in_place) }
     }
 
     /// Polls sent frame `index`. Removes it if it is complete and the oldest.
@@ -111,7 +49,6 @@ impl Outbox {
         self.in_place -= in_place;
         if index == 0 {
             self.sends.pop_front();
-            self.reaped += 1;
         }
         Poll::Ready(result)
     }

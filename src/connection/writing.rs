@@ -17,13 +17,14 @@ use std::task::{Poll, Waker};
 
 use bytes::Bytes;
 use rdma_message_proto::frame::Kind;
+use rdma_message_proto::sending::Blocked;
 use smallvec::SmallVec;
 
 use super::core::Core;
 use super::error::MessageError;
 use super::outbound::{INLINE, Outgoing, Pieces};
 use super::stream_state::{COPIED, Held};
-use super::waiting::{Attempt, Block};
+use super::waiting::Attempt;
 use crate::memory::{Buf, BufMut};
 use crate::waiters::{Caller, Ticket};
 
@@ -207,7 +208,7 @@ impl Core {
         }
         let frame = self.protocol.frame_len(0);
         let hold = bytes.len < frame && !self.stream.nodelay && self.has_unacknowledged();
-        if !hold && bytes.len <= self.limits.inline.min(frame) {
+        if !hold && bytes.len <= self.protocol.sending.inline().min(frame) {
             let mut gathered = SmallVec::<[u8; INLINE]>::from_elem(0, bytes.len);
             bytes.fill(&mut gathered);
             let header = self.protocol.flow.send(Kind::Data);
@@ -252,9 +253,8 @@ impl Core {
     pub(super) fn send_held(&mut self) {
         while let Some(first) = self.outbox.held.front() {
             let (len, is_full) = (first.len(), first.is_full() || self.outbox.held.len() > 1);
-            let finishes = self.protocol.phase().check_open().is_err();
-            let is_due = is_full || self.stream.nodelay || finishes || self.outbox.sends.is_empty();
-            if !(is_due || len >= self.protocol.frame_len(0)) || !self.send_first_held() {
+            let is_due = self.stream.nodelay || self.protocol.sends_held(len, is_full);
+            if !is_due || !self.send_first_held() {
                 return;
             }
         }
@@ -286,7 +286,7 @@ impl Core {
             }
             // As much as needs no buffer.
             Ok(Err(_)) | Err(_) => {
-                let len = frame.min(self.limits.inline);
+                let len = frame.min(self.protocol.sending.inline());
                 let header = self.protocol.flow.send(Kind::Data);
                 self.send_short(header, &held.unsent()[..len]);
                 len
@@ -301,7 +301,7 @@ impl Core {
     fn send_whole(&mut self, message: Outgoing<'_>, len: usize, driver: &Waker) -> Attempt<usize> {
         self.protocol.phase().check_open()?;
         if !self.send_held_now() {
-            return Ok(Err(Block::Held));
+            return Ok(Err(Blocked::Held));
         }
         Ok(self.try_send(message, driver)?.map(|()| len))
     }

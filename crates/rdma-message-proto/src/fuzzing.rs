@@ -40,6 +40,8 @@ pub fn frames(bytes: &[u8]) {
         max_message: 1 << 20,
         frame: 4096,
         eager: 1 << 16,
+        inline: 0,
+        max_offered: 0,
         times: Times::default(),
     });
     let window = RESERVE + 1 + u32::from(window);

@@ -8,6 +8,7 @@
 //!      ├─ growth       when receives change
 //!      ├─ incoming     checks of received frames
 //!      ├─ framing      the length of frames, and the number of frames of a message
+//!      ├─ sending      the way of a message, and what senders and flushes wait for
 //!      └─ timers       deadlines
 //!   handshake    private data of the connection request; refusal: of a rejection
 //! ```
@@ -42,6 +43,7 @@ pub mod lifecycle;
 mod model;
 pub mod protocol;
 pub mod refusal;
+pub mod sending;
 #[cfg(test)]
 mod texts;
 pub mod timers;

@@ -2,10 +2,11 @@
 //!
 //! ```text
 //!   frames received ─────────▶ on_frame ─┐                     ┌─▶ next_frame   `Ack`, `Fin`…
-//!   messages to send ────────▶ flow ─────┤   Flow              ├─▶ abort_frame  `Abort`
+//!   messages to send ────────▶ way ──────┤   Flow, Sending     ├─▶ abort_frame  `Abort`
 //!   receives posted again ───▶ flow ─────┤   Incoming          ├─▶ flow         credits, offers
 //!   service calls, failures ─▶ on ───────┼─▶ Framing           ├─▶ frames_of    of a message
-//!   last handle dropped ─────▶ abandon ──┤   Phase             ├─▶ actions      to execute
+//!   last handle dropped ─────▶ abandon ──┤   Phase             ├─▶ awaited_send to watch
+//!                                        │                     ├─▶ actions      to execute
 //!   time ────────────────────▶ due ──────┘   Timers ───────────┴─▶ deadline
 //! ```
 //!
@@ -23,6 +24,7 @@ use crate::growth::Growth;
 use crate::handshake::{Content, Handshake};
 use crate::incoming::{Arrival, Incoming};
 use crate::lifecycle::{Action, Event, Phase, Stage, transition};
+use crate::sending::Sending;
 use crate::timers::{Expired, LINGER, Observed, Timers, Times};
 use crate::window::{FIRST_SIZE, Resize, first_receives};
 
@@ -43,6 +45,10 @@ pub struct Settings {
     pub frame: usize,
     /// The longest message sent in several frames, in bytes.
     pub eager: usize,
+    /// The longest frame sent within its work request, in bytes.
+    pub inline: usize,
+    /// The maximum of bytes of offered messages, beside which one is always offered.
+    pub max_offered: u64,
     /// The deadlines.
     pub times: Times,
 }
@@ -61,6 +67,8 @@ pub struct Received {
 pub struct Protocol<R> {
     /// Credits.
     pub flow: Flow,
+    /// Frames and offers on their way.
+    pub sending: Sending,
     incoming: Incoming,
     framing: Framing,
     growth: Growth,
@@ -93,9 +101,10 @@ impl<R: Reason> Protocol<R> {
     /// Creates the state before the peer is known.
     pub fn new(settings: Settings) -> Self {
         let Settings { content, receives, max_message, frame, eager, times, .. } = settings;
-        let Settings { first_receives, grows, .. } = settings;
+        let Settings { first_receives, grows, inline, max_offered, .. } = settings;
         Self {
             flow: Flow::new(first_receives, 0),
+            sending: Sending::new(inline, max_offered),
             growth: Growth::new(first_receives, receives, eager as u64, grows),
             incoming: Incoming::new(content, receives, max_message),
             framing: Framing::new(frame, eager),
@@ -511,6 +520,8 @@ mod tests {
             max_message: 100,
             frame: 100,
             eager: 100,
+            inline: 10,
+            max_offered: 1000,
             times: Times::default(),
         };
         let peer = Handshake { buffer_size: 100, receives: 12, max_message: 100, grows: false };

@@ -146,7 +146,7 @@ mod tests {
                 }
             }
             assert!(crossed);
-            let frames = || one.handle().shared.with(|core, _| core.outbox.position().frames);
+            let frames = || one.handle().shared.with(|core, _| core.protocol.sending.flush_point());
             for _ in 0..100 {
                 tokio::task::yield_now().await;
             }

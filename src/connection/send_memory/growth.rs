@@ -1,11 +1,12 @@
 //! Growth and shrinking of the buffers for sends.
 
+use rdma_message_proto::sending::Blocked;
 use rdma_message_proto::window::FIRST_SIZE;
 use rdma_provider::later;
 
 use crate::connection::core::Core;
 use crate::connection::error::MessageError;
-use crate::connection::waiting::{Attempt, Block};
+use crate::connection::waiting::Attempt;
 use crate::memory::{BufMut, Pool, PoolError};
 
 impl Core {
@@ -46,11 +47,11 @@ impl Core {
     }
 
     /// Returns an error unless [`held_buffer`](Self::held_buffer) may take a buffer.
-    pub(in crate::connection) fn check_held_buffer(&self) -> Result<(), Block> {
+    pub(in crate::connection) fn check_held_buffer(&self) -> Result<(), Blocked> {
         let (frame, held) = (self.protocol.framing().frame(), self.limits.held);
         let frames = if held > frame { self.memory.send.most() / 2 + 1 } else { 1 };
         let has = self.memory.send.is_shorter_than(held) || self.memory.send.has(frames);
-        if has { Ok(()) } else { Err(Block::Buffers { frames }) }
+        if has { Ok(()) } else { Err(Blocked::Buffers(frames)) }
     }
 
     #[cold]
@@ -64,7 +65,7 @@ impl Core {
                 self.io.wake_driver();
                 self.send_buffer(len, frames)
             }
-            Ok(false) => Ok(Err(Block::Buffers { frames })),
+            Ok(false) => Ok(Err(Blocked::Buffers(frames))),
             Err(error) => {
                 self.note_failed_growth(&error);
                 let total = self.memory.send.pool.as_ref().map_or(0, Pool::total);
@@ -77,7 +78,7 @@ impl Core {
                 }
                 self.limits.held = frame.min(FIRST_SIZE as usize);
                 self.limit_frames(Some(if total > 0 { frame as u32 } else { FIRST_SIZE }));
-                Ok(Err(Block::Buffers { frames: frames.min(total.max(1)) }))
+                Ok(Err(Blocked::Buffers(frames.min(total.max(1)))))
             }
         }
     }

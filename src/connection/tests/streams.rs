@@ -410,7 +410,7 @@ fn write_that_waits_is_woken_when_another_withdraws_its_ticket() {
         let [mut client, _server] = pair_in(&network).await;
         network.control("server").unwrap().set_port(false);
         const PIECE: usize = 1 << 20;
-        client.handle().shared.with(|core, _| core.limits.send_memory = PIECE as u64);
+        client.handle().shared.with(|core, _| core.protocol.sending.limit_offers(PIECE as u64));
         client.write_bytes(vec![7; PIECE]).await.unwrap();
         let count = Arc::new(Count(AtomicU32::new(0)));
         let waker = Waker::from(count.clone());

@@ -323,6 +323,8 @@ fn protocol(content: Content, receives: u32, window: u32) -> Protocol<TestReason
         max_message: 100,
         frame: FIRST_SIZE as usize,
         eager: 100,
+        inline: 0,
+        max_offered: 0,
         times: Times::default(),
     });
     let peer =
