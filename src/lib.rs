@@ -139,6 +139,7 @@ mod coop;
 mod dispatch;
 mod engine;
 mod forked;
+mod readable;
 mod sync;
 // Used only by modules that are not built with loom.
 #[cfg(not(loom))]

@@ -3,18 +3,14 @@
 //! The channel is registered with each runtime in which a task has waited for an event, until the
 //! runtime shuts down. The registered waker drains the channel itself, without a task.
 
-use std::future::{Future, poll_fn};
-use std::pin::pin;
 use std::sync::{Arc, Weak};
-use std::task::{Context, Poll, Wake, Waker};
+use std::task::{Wake, Waker};
 
-use tokio::io::Interest;
-use tokio::io::unix::AsyncFd;
 use tokio::runtime::{self, Handle};
-use tokio::task::unconstrained;
 
 use super::router::{Router, Watched};
 use crate::error::NoRuntime;
+use crate::readable::Readable;
 
 /// The registrations of one channel, at most one for each runtime.
 pub(super) struct Reactors(rdma_provider::locks::Mutex<Vec<Arc<Reactor>>>);
@@ -24,7 +20,7 @@ struct Reactor {
     runtime: runtime::Id,
     handle: Handle,
     /// Owns a reference to the channel, so that the descriptor is deregistered before it is closed.
-    fd: AsyncFd<Watched>,
+    fd: Readable<Watched>,
     router: Weak<Router>,
     /// Holds this `Reactor` weakly: `fd` stores the waker, so a strong reference would be a cycle.
     waker: Waker,
@@ -45,10 +41,7 @@ impl Reactors {
             return Ok(());
         }
         let watched = router.watched();
-        // Deprecated because an `AsRawFd` may not own its descriptor; `Watched` does.
-        #[allow(deprecated, reason = "its replacement is missing in the oldest supported Tokio")]
-        let register = || AsyncFd::with_interest(watched, Interest::READABLE);
-        let fd = match NoRuntime::or_registered(register)? {
+        let fd = match NoRuntime::or_registered(|| Readable::new(watched))? {
             Ok(fd) => fd,
             Err(error) => {
                 rdma_provider::error!(
@@ -100,26 +93,10 @@ impl Reactor {
     /// [`Router::drain`] may leave further events to a task. The readiness is cleared nevertheless.
     fn run(&self) {
         let Some(router) = self.router.upgrade() else { return };
-        let mut context = Context::from_waker(&self.waker);
-        loop {
-            // The waker may run within any task. Once that task's budget is used up, the poll would
-            // be pending although the channel is readable.
-            let ready = pin!(unconstrained(poll_fn(|context| self.fd.poll_read_ready(context))));
-            match ready.poll(&mut context) {
-                Poll::Ready(Ok(mut ready)) => {
-                    router.drain();
-                    // Keeps the readiness if an event has arrived since the poll.
-                    ready.clear_ready();
-                }
-                Poll::Ready(Err(_)) => {
-                    // The runtime shuts down. Futures that move to another runtime must register
-                    // the channel there, so wake them.
-                    router.reactors().deregister(self);
-                    router.wake_waiters();
-                    return;
-                }
-                Poll::Pending => return,
-            }
+        if self.fd.serve(&self.waker, || router.drain()).is_break() {
+            // Futures that move to another runtime must register the channel there, so wake them.
+            router.reactors().deregister(self);
+            router.wake_waiters();
         }
     }
 }

@@ -11,12 +11,11 @@ use std::task::{Context, Poll, ready};
 use futures::Stream;
 use futures::task::AtomicWaker;
 use rdma_provider::later::contained;
-use tokio::io::Interest;
-use tokio::io::unix::AsyncFd;
 
 use crate::contained::ContainedWaker;
 use crate::coop::within_budget;
 use crate::error::{NoRuntime, VerbError};
+use crate::readable::Readable;
 use crate::types::{AsyncEvent, PortNum, PortState};
 use crate::verbs::{Device, EventKind, Listener};
 
@@ -61,11 +60,9 @@ fn listen(
 
 /// Returns a descriptor that is readable while the device has unread events. It is a duplicate,
 /// because a descriptor can be registered once.
-pub(super) fn readable(device: &Device) -> io::Result<AsyncFd<OwnedFd>> {
+pub(super) fn readable(device: &Device) -> io::Result<Readable<OwnedFd>> {
     let fd = device.event_fd().try_clone_to_owned()?;
-    // Deprecated because an `AsRawFd` can lie about its descriptor; an `OwnedFd` does not.
-    #[allow(deprecated, reason = "its successor is newer than the oldest supported Tokio")]
-    AsyncFd::with_interest(fd, Interest::READABLE)
+    Readable::new(fd)
 }
 
 /// A stream of a device's asynchronous events, which ends when the device is gone. See
@@ -75,7 +72,7 @@ pub(super) fn readable(device: &Device) -> io::Result<AsyncFd<OwnedFd>> {
 ///
 /// Dropping the stream, or a future of its next item, loses no undelivered event.
 pub struct DeviceEvents {
-    fd: AsyncFd<OwnedFd>,
+    fd: Readable<OwnedFd>,
     device: Device,
     /// Woken when another task has read events, which are then in the backlog and no longer make
     /// the descriptor readable.
@@ -117,15 +114,11 @@ impl Stream for DeviceEvents {
                     }
                 }
                 let Self { fd, wakers, .. } = &mut *self;
-                match ready!(wakers.poll(context, |context| fd.poll_read_ready(context))) {
-                    // A concurrent event makes the descriptor ready again; the loop finds an
-                    // earlier one.
-                    Ok(mut ready) => ready.clear_ready(),
+                // A later event makes the descriptor readable again; the loop finds an earlier one.
+                if !ready!(wakers.poll(context, |context| fd.poll_readable(context))) {
                     // The runtime is shutting down.
-                    Err(_) => {
-                        self.ended = true;
-                        return Poll::Ready(None);
-                    }
+                    self.ended = true;
+                    return Poll::Ready(None);
                 }
             }
         })
@@ -204,7 +197,7 @@ impl PortChanges {
         self.wait(None).await;
     }
 
-    async fn wait(&mut self, fd: Option<&AsyncFd<OwnedFd>>) {
+    async fn wait(&mut self, fd: Option<&Readable<OwnedFd>>) {
         poll_fn(|context| {
             // Before the events are read, so that a later reader wakes this task.
             self.waker.register(context.waker());
@@ -215,10 +208,9 @@ impl PortChanges {
                     return Poll::Ready(());
                 }
                 let Some(fd) = fd else { return Poll::Pending };
-                match ready!(fd.poll_read_ready(context)) {
-                    Ok(mut ready) => ready.clear_ready(),
+                if !ready!(fd.poll_readable(context)) {
                     // The runtime is shutting down.
-                    Err(_) => return Poll::Pending,
+                    return Poll::Pending;
                 }
             }
         })

@@ -14,22 +14,20 @@
 //! completion may arrive after a fatal event.
 
 use std::error::Error;
-use std::future::{Future, poll_fn};
+use std::future::Future;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::pin::{Pin, pin};
+use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::task::{Context, Poll, Wake, Waker};
 
-use tokio::io::Interest;
-use tokio::io::unix::AsyncFd;
 use tokio::runtime::{self, Handle};
-use tokio::task::unconstrained;
 
 use super::deferral::wake_in_turn;
 use super::device_events::readable;
 use crate::error::NoRuntime;
+use crate::readable::Readable;
 use crate::verbs::{Channel, Device, Inlet};
 
 /// A completion queue to which a reactor reports events.
@@ -66,8 +64,7 @@ pub(super) struct Reactors {
 /// A registration with one runtime.
 ///
 /// Each `serve_` function runs until its descriptor is not readable and the reactor holds the
-/// waker. It polls `unconstrained`: the budget belongs to the task that happens to run, and once
-/// that is exhausted, Tokio would wake the waker, which calls the function again.
+/// waker.
 struct Reactor {
     runtime: runtime::Id,
     watched: Registrations,
@@ -90,17 +87,17 @@ struct Reactor {
 struct Registrations {
     /// `None` if the runtime has no I/O driver or the registration failed: waiting tasks poll.
     source: Option<Source>,
-    events: Option<AsyncFd<OwnedFd>>,
+    events: Option<Readable<OwnedFd>>,
     /// Readable when data has arrived for a software device. Its own thread processes the data
     /// otherwise, and then wakes this reactor.
-    inlet: Option<AsyncFd<Inlet>>,
+    inlet: Option<Readable<Inlet>>,
 }
 
 /// The source of the channel's events.
 enum Source {
     /// Holds a reference to the channel, so that the descriptor is deregistered before it is
     /// closed.
-    Descriptor(AsyncFd<Channel>),
+    Descriptor(Readable<Channel>),
     Task(Served),
 }
 
@@ -226,10 +223,7 @@ impl Registrations {
         // Optional: without it, the device's own thread processes arrivals, with more latency.
         let inlet = source.as_ref().and_then(|_| {
             let inlet = device.inlet();
-            #[allow(deprecated, reason = "its successor is newer than the oldest supported Tokio")]
-            let registered = inlet.and_then(|inlet| {
-                inlet.map(|inlet| AsyncFd::with_interest(inlet, Interest::READABLE)).transpose()
-            });
+            let registered = inlet.and_then(|inlet| inlet.map(Readable::new).transpose());
             registered
                 .inspect_err(|error| {
                     rdma_provider::debug!(
@@ -281,31 +275,19 @@ impl Reactor {
 
     fn serve_events(&self) {
         let (Some(events), Some(cq)) = (&self.watched.events, self.cq.upgrade()) else { return };
-        let mut context = Context::from_waker(&self.event_waker);
-        while let Poll::Ready(Ok(mut ready)) =
-            pin!(unconstrained(poll_fn(|context| events.poll_read_ready(context))))
-                .poll(&mut context)
-        {
-            cq.device().read_events();
-            ready.clear_ready();
-        }
+        let _ = events.serve(&self.event_waker, || cq.device().read_events());
     }
 
     fn serve_arrivals(&self) {
         let (Some(inlet), Some(cq)) = (&self.watched.inlet, self.cq.upgrade()) else { return };
         let Some(channel) = cq.channel() else { return };
-        let mut context = Context::from_waker(&self.arrival_waker);
-        while let Poll::Ready(Ok(mut ready)) =
-            pin!(unconstrained(poll_fn(|context| inlet.poll_read_ready(context))))
-                .poll(&mut context)
-        {
+        let _ = inlet.serve(&self.arrival_waker, || {
             let held = channel.hold();
             if inlet.get_ref().serve() {
                 self.on_event(&*cq);
             }
             drop(held);
-            ready.clear_ready();
-        }
+        });
     }
 
     fn serve_completions(&self) {
@@ -313,23 +295,8 @@ impl Reactor {
         else {
             return;
         };
-        let mut context = Context::from_waker(&self.completion_waker);
-        loop {
-            // A concurrent event makes the descriptor ready again; `try_io` does not clear that.
-            let served = fd.try_io(Interest::READABLE, |_| {
-                self.on_event(&*cq);
-                Err::<(), _>(io::ErrorKind::WouldBlock.into())
-            });
-            debug_assert!(served.is_err(), "nothing is read here");
-            let ready = pin!(unconstrained(poll_fn(|context| fd.poll_read_ready(context))));
-            match ready.poll(&mut context) {
-                Poll::Ready(Ok(_)) => {}
-                Poll::Ready(Err(_)) => {
-                    self.end(&*cq);
-                    return;
-                }
-                Poll::Pending => return,
-            }
+        if fd.serve(&self.completion_waker, || self.on_event(&*cq)).is_break() {
+            self.end(&*cq);
         }
     }
 
@@ -362,9 +329,7 @@ impl Source {
         if channel.calls_wakers() {
             return Ok(Self::Task(Served { channel, waker: OnceLock::new() }));
         }
-        // Deprecated because an `AsRawFd` can lie about its descriptor; ours owns it.
-        #[allow(deprecated, reason = "its successor is newer than the oldest supported Tokio")]
-        AsyncFd::with_interest(channel, Interest::READABLE).map(Self::Descriptor)
+        Readable::new(channel).map(Self::Descriptor)
     }
 }
 

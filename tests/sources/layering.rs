@@ -20,6 +20,7 @@ const LAYERS: [&[&str]; 10] = [
         "coop",
         "error",
         "forked",
+        "readable",
         "software",
         "sync",
         "types",
