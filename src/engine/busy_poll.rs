@@ -9,6 +9,7 @@ use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
 
 use rdma_provider::locks::Mutex;
+use rustix::thread::{CpuSet, sched_setaffinity};
 
 /// Empty rounds after which an unpinned poller yields its core.
 const ROUNDS_BEFORE_YIELD: u32 = 64;
@@ -16,8 +17,6 @@ const ROUNDS_BEFORE_YIELD: u32 = 64;
 const ROUNDS_BEFORE_POLL: u32 = 63;
 /// Rounds after which a completion is not left to the task that posted.
 const ROUNDS_LEFT_TO_POSTER: u32 = 2;
-/// Capacity of a processor set (`CPU_SETSIZE`). A larger number aborts the process.
-const CORES: usize = 1024;
 
 /// The pollers of this process that have a queue.
 static SPINNING: AtomicUsize = AtomicUsize::new(0);
@@ -137,7 +136,7 @@ impl BusyPoller {
     ///
     /// `InvalidInput` if the core does not exist or the thread cannot be pinned there.
     pub fn pinned(core: usize) -> io::Result<Self> {
-        if core >= CORES { Err(unpinnable(core)) } else { Self::start(Some(core)) }
+        if core >= CpuSet::MAX_CPU { Err(unpinnable(core)) } else { Self::start(Some(core)) }
     }
 
     fn start(core: Option<usize>) -> io::Result<Self> {
@@ -149,8 +148,7 @@ impl BusyPoller {
         });
         let (poller, (report, pinned)) = (shared.clone(), std::sync::mpsc::sync_channel(1));
         let thread = thread::Builder::new().name("rdma-busy-poll".to_owned()).spawn(move || {
-            let pinned =
-                core.is_none_or(|id| core_affinity::set_for_current(core_affinity::CoreId { id }));
+            let pinned = core.is_none_or(|core| pin(core).is_ok());
             if report.send(pinned).is_ok() && pinned {
                 // Wakers contain their own panics. After any other panic the thread continues, for
                 // its other queues.
@@ -206,6 +204,13 @@ impl Queues {
             SPINNING.fetch_sub(1, Ordering::Relaxed);
         }
     }
+}
+
+/// Pins this thread to a core, see sched_setaffinity(2).
+fn pin(core: usize) -> rustix::io::Result<()> {
+    let mut cores = CpuSet::new();
+    cores.set(core);
+    sched_setaffinity(None, &cores)
 }
 
 fn unpinnable(core: usize) -> io::Error {
@@ -310,7 +315,7 @@ mod tests {
 
     #[test]
     fn pinning_to_a_missing_core_is_refused() {
-        for core in [CORES, 9999, usize::MAX] {
+        for core in [CpuSet::MAX_CPU, 9999, usize::MAX] {
             assert_eq!(
                 BusyPoller::pinned(core).unwrap_err().kind(),
                 io::ErrorKind::InvalidInput,

@@ -6,13 +6,14 @@
 //! that a peer requests are clamped to local bounds.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::hash::{Hash, Hasher};
 use std::net::SocketAddr;
 use std::sync::Arc;
 
 use rdma_provider::VerbError;
 use rdma_provider::cm_contract::{Admit, CmParams, CmPeer, MAX_REJECT_DATA};
 use rdma_provider::types::{AckTimeout, Gid, Mtu, Psn, Qpn, RejectReason};
+use siphasher::sip::SipHasher13;
 
 use super::connection::{Connection, State};
 use super::limits::{Answers, Evictable, HalfOpen, SCARCE_RETRIES, SCARCE_TIMEOUT};
@@ -699,11 +700,10 @@ enum Draw {
     Connection(CommId),
 }
 
-/// Derives a number from `secret` by SipHash. Its results reveal neither the secret nor one
-/// another.
+/// Derives a number from `secret`. The results reveal neither the secret nor one another.
 fn drawn(secret: u64, what: Draw) -> u64 {
-    let mut hasher = DefaultHasher::new();
-    (secret, what).hash(&mut hasher);
+    let mut hasher = SipHasher13::new_with_keys(secret, 0);
+    what.hash(&mut hasher);
     hasher.finish()
 }
 

@@ -3,10 +3,11 @@
 //! A peer refuses a connection from a recently used number, which it takes for a lost connection
 //! (IBTA 12.9.8.3.1). Late packets would also reach the new queue pair.
 
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::hash::{Hash, Hasher};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use rdma_provider::types::Qpn;
+use siphasher::sip::SipHasher13;
 
 const HALF: u32 = 12;
 const MASK: u32 = (1 << HALF) - 1;
@@ -30,8 +31,8 @@ impl Numbers {
         // A Feistel network is a permutation for any round function.
         let (left, right) =
             (0..ROUNDS).fold((count >> HALF, count & MASK), |(left, right), round| {
-                let mut hasher = DefaultHasher::new();
-                (self.key, round, right).hash(&mut hasher);
+                let mut hasher = SipHasher13::new_with_keys(self.key, 0);
+                (round, right).hash(&mut hasher);
                 (right, left ^ (hasher.finish() as u32 & MASK))
             });
         Qpn(left << HALF | right)
