@@ -12,7 +12,9 @@ use std::time::Duration;
 use futures::StreamExt;
 
 use crate::connected;
-use crate::torture::{self, Flavour, LONG, Mode, bounded, eventually, hardware, scaled, soon};
+use crate::torture::{
+    self, Flavour, HANG, LONG, Mode, bounded, eventually, hardware, scaled, soon,
+};
 use tokio_rdma::cm::{
     self, CmConnection, ConnectAttempt, ConnectError, ConnectStep, ConnectionOptions,
     ConnectionRequest, Disconnection, ListenOptions, Listener, RejectReason,
@@ -909,7 +911,7 @@ async fn storm(count: u32, backlog: u32) {
     let options = ListenOptions::default().backlog(backlog);
     let listener = Arc::new(Listener::bind_with(&b.device, b.address(), &options).await.unwrap());
     let address = listener.local_addr();
-    let patient = ConnectionOptions::default().timeout(LONG);
+    let patient = ConnectionOptions::default().timeout(HANG);
     let acceptors: Vec<_> = (0..8)
         .map(|_| {
             let (listener, b, patient) = (listener.clone(), b.clone(), patient.clone());
@@ -1069,7 +1071,7 @@ fn connections_are_established_despite_packet_faults() {
             let (a, b) = of_network(&network);
             let listener = Arc::new(b.listen().await);
             let (address, options) =
-                (listener.local_addr(), ConnectionOptions::default().timeout(LONG));
+                (listener.local_addr(), ConnectionOptions::default().timeout(HANG));
             let passive = {
                 let (listener, b, options) = (listener.clone(), b.clone(), options.clone());
                 tokio::spawn(async move {

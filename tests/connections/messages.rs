@@ -1479,7 +1479,7 @@ fn silent_peers_at_the_handshake_limit_delay_others_until_their_deadline() {
         let address = listener.local_addr();
         let _silent = silent(&device, address).await;
         // This request is handled after the silent peer has timed out.
-        let patient = config.clone().connect_timeout(LONG);
+        let patient = config.clone().connect_timeout(HANG);
         let connecting = Connection::connect_with(&device, address, &patient);
         let (ours, theirs) =
             soon("the next", async { tokio::join!(connecting, listener.accept()) }).await;

@@ -15,7 +15,7 @@ use tokio_rdma::software::Network;
 
 use super::links::{Dc, Directory, Entry, Rc, Server};
 use super::setup::{Hosts, MS, config_of_silent_client, paused, run};
-use crate::torture::{LONG, Seed, eventually, soon};
+use crate::torture::{HANG, Seed, eventually, soon};
 
 /// Makes a test over connections and a test over peers of a DC pool. In virtual time with
 /// `paused`, else with `run` by each flavour of runtimes.
@@ -48,7 +48,7 @@ over_both!(
 );
 
 fn settings() -> PeerSetConfig {
-    PeerSetConfig::default().attempt_timeout(LONG).wait(Some(LONG)).idle_timeout(None)
+    PeerSetConfig::default().attempt_timeout(HANG).wait(Some(HANG)).idle_timeout(None)
 }
 
 /// Starts a server, and returns it with a set whose peers are all at its address.

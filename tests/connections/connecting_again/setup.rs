@@ -9,7 +9,7 @@ use tokio_rdma::software::Network;
 use tokio_rdma::{Connection, ConnectionConfig, Device, Listener};
 
 use crate::connected::{brief, patient};
-use crate::torture::{Flavour, LONG, bounded, eventually, soon};
+use crate::torture::{Flavour, HANG, LONG, bounded, eventually, soon};
 
 pub(crate) const MS: Duration = Duration::from_millis(1);
 pub(crate) const HOUR: Duration = Duration::from_secs(3600);
@@ -46,7 +46,7 @@ pub(crate) fn config_of_silent_client() -> ConnectionConfig {
 
 /// Returns a policy that connects again within milliseconds.
 pub(crate) fn eager() -> ReconnectPolicy {
-    ReconnectPolicy::default().first_delay(MS).greatest_delay(8 * MS).attempt_timeout(LONG)
+    ReconnectPolicy::default().first_delay(MS).greatest_delay(8 * MS).attempt_timeout(HANG)
 }
 
 /// A client's and a server's device, and the server's address.
