@@ -154,12 +154,12 @@ impl fmt::Debug for BufferBudget {
 
 /// The bytes that one connection has taken from a budget. Dropping it returns them.
 #[derive(Debug)]
-pub(super) struct Share {
+pub(super) struct BudgetGuard {
     budget: BufferBudget,
     bytes: u64,
 }
 
-impl Share {
+impl BudgetGuard {
     /// Takes the first `bytes` of a connection.
     pub(super) fn new(budget: &BufferBudget, bytes: u64) -> Result<Self, LimitError> {
         budget.take(bytes, 0)?;
@@ -181,7 +181,7 @@ impl Share {
     }
 }
 
-impl Drop for Share {
+impl Drop for BudgetGuard {
     fn drop(&mut self) {
         self.budget.release(self.bytes);
     }
@@ -198,10 +198,10 @@ mod tests {
     #[test]
     fn connection_takes_no_more_than_it_leaves() {
         let budget = BufferBudget::new(1000);
-        let mut one = Share::new(&budget, 100).unwrap();
+        let mut one = BudgetGuard::new(&budget, 100).unwrap();
         one.grow(400).unwrap();
         assert_eq!(one.grow(1).unwrap_err(), refused(500 + 1 + 501, 1000));
-        let mut two = Share::new(&budget, 100).unwrap();
+        let mut two = BudgetGuard::new(&budget, 100).unwrap();
         two.grow(100).unwrap();
         assert_eq!(two.grow(200).unwrap_err(), refused(700 + 200 + 400, 1000));
         assert_eq!(budget.counters(), BudgetCounters { bytes: 1000, used: 700, refused: 2 });
@@ -214,9 +214,9 @@ mod tests {
     #[test]
     fn first_buffers_may_use_the_whole_budget() {
         let budget = BufferBudget::new(10);
-        let all = Share::new(&budget, 10).unwrap();
+        let all = BudgetGuard::new(&budget, 10).unwrap();
         assert!(!budget.has(1));
-        assert_eq!(Share::new(&budget, 1).unwrap_err(), refused(11, 10));
+        assert_eq!(BudgetGuard::new(&budget, 1).unwrap_err(), refused(11, 10));
         drop(all);
         assert!(budget.has(10) && !budget.has(11));
     }
@@ -225,11 +225,11 @@ mod tests {
     fn part_counts_towards_the_whole() {
         let whole = BufferBudget::new(100);
         let (one, two) = (whole.part(80), whole.part(80));
-        let first = Share::new(&one, 60).unwrap();
-        assert_eq!(Share::new(&two, 50).unwrap_err(), refused(110, 100));
+        let first = BudgetGuard::new(&one, 60).unwrap();
+        assert_eq!(BudgetGuard::new(&two, 50).unwrap_err(), refused(110, 100));
         assert_eq!((two.counters().used, two.counters().refused), (0, 0));
         assert_eq!((whole.counters().used, whole.counters().refused), (60, 1));
-        assert_eq!(Share::new(&one, 21).unwrap_err(), refused(81, 80));
+        assert_eq!(BudgetGuard::new(&one, 21).unwrap_err(), refused(81, 80));
         assert!(two.has(40) && !two.has(41));
         drop(first);
         assert_eq!((one.counters().used, whole.counters().used), (0, 0));

@@ -11,7 +11,7 @@ use rdma_message_proto::protocol::Settings;
 use rdma_message_proto::timers::Times;
 
 use super::budget::{self, BufferBudget};
-use super::resources::{ConnectionResources, Reserve};
+use super::resources::{ConnectionResources, ResourceCache};
 use crate::cm;
 use crate::engine::{CompletionMode, CompletionQueue};
 use crate::error::{LimitError, SetupError};
@@ -434,14 +434,14 @@ impl ConnectionConfig {
         matches!(self.path, Path::Any)
     }
 
-    /// Returns resources for a connection on the device of `reserve`.
+    /// Returns resources for a connection on the device of `cache`.
     pub(super) fn resources(
         &self,
-        reserve: &Arc<Reserve>,
+        cache: &Arc<ResourceCache>,
     ) -> Result<ConnectionResources, SetupError> {
         match &self.protection_domain {
             Some(pd) => ConnectionResources::in_domain(pd, self),
-            None => reserve.clone().take(self),
+            None => cache.clone().take(self),
         }
     }
 

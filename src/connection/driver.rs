@@ -3,8 +3,8 @@
 //! Tasks that send or receive, and the waker of operations ([`DriverWaker`]), make progress
 //! themselves. The driver continues what they cannot. Only the driver:
 //!
-//! - executes deadlines (`Core::on_deadline`)
-//! - notices that the peer has disconnected (`Core::on_disconnect`)
+//! - executes deadlines (`ConnectionState::on_deadline`)
+//! - notices that the peer has disconnected (`ConnectionState::on_disconnect`)
 //! - closes the queue pair after termination, for which `Connection::close` waits
 //!
 //! [`DriverWaker`]: super::shared::DriverWaker
@@ -57,7 +57,7 @@ pub(super) fn drive(
             result
         })
         .await;
-        if let Some(mut abort) = shared.with(|core, _| core.outbox.sends.pop_back()) {
+        if let Some(mut abort) = shared.with(|state, _| state.outbox.sends.pop_back()) {
             // The error state stops sending: await the `Abort` first.
             let acknowledged = timeout(LINGER, poll_fn(|context| abort.poll(context))).await;
             rdma_provider::debug!(
@@ -76,7 +76,7 @@ pub(super) fn drive(
             );
         }
         drop(guard.shared.take());
-        shared.with(|core, _| core.on(Event::QueuePairClosed));
+        shared.with(|state, _| state.on(Event::QueuePairClosed));
         drop(shared.driver_waker.take());
     }
 }
@@ -97,15 +97,15 @@ fn poll(
 ) -> Poll<()> {
     // When ready, the connection has terminated and this is not polled again.
     if disconnected.poll(context).is_ready() {
-        shared.with(|core, driver| core.on_disconnect(driver));
+        shared.with(|state, driver| state.on_disconnect(driver));
     }
-    while let ControlFlow::Continue(deadline) = shared.with(|core, driver| core.drive(driver)) {
+    while let ControlFlow::Continue(deadline) = shared.with(|state, driver| state.drive(driver)) {
         let Some(deadline) = deadline else { return Poll::Pending };
         if sleep.deadline() != deadline {
             sleep.reset(deadline);
         }
         std::task::ready!(sleep.poll(context));
-        shared.with(|core, _| core.on_deadline(clock::now()));
+        shared.with(|state, _| state.on_deadline(clock::now()));
     }
     Poll::Ready(())
 }
@@ -120,10 +120,10 @@ impl Drop for ShutdownGuard {
         if let Some(shared) = &self.shared {
             // Under one lock, or a task of another runtime could find the flush first and take it
             // for the reason.
-            let state_change = shared.with(|core, _| {
+            let state_change = shared.with(|state, _| {
                 let error = crate::types::QpAttr::to_state(crate::types::QpState::Err);
                 let state_change = shared.qp.modify(&error);
-                core.on(Event::Terminate(CloseReason::Runtime));
+                state.on(Event::Terminate(CloseReason::Runtime));
                 state_change
             });
             rdma_provider::debug!(
@@ -133,7 +133,7 @@ impl Drop for ShutdownGuard {
             );
             // If sending was stopped, a flush does not complete queued operations.
             shared.qp.shut_down();
-            shared.with(|core, _| core.on(Event::QueuePairClosed));
+            shared.with(|state, _| state.on(Event::QueuePairClosed));
         }
     }
 }

@@ -10,14 +10,14 @@ use rdma_message_proto::refusal::{RefusalReason, Rejection};
 use rdma_provider::later;
 use smallvec::SmallVec;
 
-use super::core::{BATCH, Core};
 use super::error::{CloseReason, MessageError};
 use super::inbox::{Arrived, Incoming, Message};
 use super::message_memory::FetchOutput;
 use super::outbox::Sent;
+use super::state::{BATCH, ConnectionState};
 use crate::waiters::{Caller, Ticket};
 
-impl Core {
+impl ConnectionState {
     /// Handles a failed operation, which has failed the queue pair. Finds the first cause.
     pub(super) fn on_failure(
         &mut self,
@@ -344,15 +344,15 @@ mod tests {
                 let remote = two.expose(vec![0; 64], Access::REMOTE_ALL).unwrap();
                 let write = || one.write(one.copy_from(b"x").unwrap(), remote.grant());
                 let mut writes: Vec<_> = (0..before).map(|_| write()).collect();
-                one.handle().shared.with(|core, _| {
-                    core.on(Event::Drop { at_end: false });
-                    assert!(matches!(core.outbox.sends.back(), Some(Sent::Abort(_))));
+                one.handle().shared.with(|state, _| {
+                    state.on(Event::Drop { at_end: false });
+                    assert!(matches!(state.outbox.sends.back(), Some(Sent::Abort(_))));
                 });
                 writes.extend((0..2 * DEPTH).map(|_| write()));
-                one.handle().shared.with(|core, _| {
-                    assert!(core.io.qp.send_counters().waiting > 0);
-                    core.on(Event::Abort(CloseReason::Aborted));
-                    assert_eq!(!core.outbox.sends.is_empty(), posted);
+                one.handle().shared.with(|state, _| {
+                    assert!(state.io.qp.send_counters().waiting > 0);
+                    state.on(Event::Abort(CloseReason::Aborted));
+                    assert_eq!(!state.outbox.sends.is_empty(), posted);
                 });
             });
         }
@@ -362,18 +362,18 @@ mod tests {
     fn busy_runtime_after_a_drop_does_not_use_up_the_linger_time() {
         without_drivers(|| {
             let [one, _two] = sides(false);
-            one.handle().shared.with(|core, driver| {
-                core.abandon(driver);
+            one.handle().shared.with(|state, driver| {
+                state.abandon(driver);
                 let busy_until = Instant::now() + Duration::from_secs(3600);
-                assert!(core.protocol.deadline().is_none());
-                core.on_deadline(busy_until);
-                assert_eq!(core.close_reason(), None);
-                // Simulates `Core::drive`.
-                core.protocol.linger(|| busy_until);
-                core.on_deadline(busy_until);
-                assert_eq!(core.close_reason(), None);
-                core.on_deadline(busy_until + LINGER);
-                assert_eq!(core.close_reason(), Some(CloseReason::Local));
+                assert!(state.protocol.deadline().is_none());
+                state.on_deadline(busy_until);
+                assert_eq!(state.close_reason(), None);
+                // Simulates `ConnectionState::drive`.
+                state.protocol.linger(|| busy_until);
+                state.on_deadline(busy_until);
+                assert_eq!(state.close_reason(), None);
+                state.on_deadline(busy_until + LINGER);
+                assert_eq!(state.close_reason(), Some(CloseReason::Local));
             });
         });
     }
@@ -383,14 +383,14 @@ mod tests {
         without_drivers(|| {
             let [one, two] = sides(false);
             let shared = [&one, &two].map(|side| &side.handle().shared);
-            shared[0].with(|core, _| {
-                while core.protocol.flow.may_send(Kind::Ping) {
-                    let ping = core.protocol.flow.send(Kind::Ping);
-                    core.send_bare(ping);
+            shared[0].with(|state, _| {
+                while state.protocol.flow.may_send(Kind::Ping) {
+                    let ping = state.protocol.flow.send(Kind::Ping);
+                    state.send_bare(ping);
                 }
-                let ack = core.protocol.flow.send(Kind::Ack);
-                core.send_bare(ack);
-                assert!(!core.protocol.flow.may_send(Kind::Abort));
+                let ack = state.protocol.flow.send(Kind::Ack);
+                state.send_bare(ack);
+                assert!(!state.protocol.flow.may_send(Kind::Abort));
             });
             let deadline = Instant::now() + HANG;
             let wait = |done: &dyn Fn() -> bool| {
@@ -402,23 +402,23 @@ mod tests {
             // The first side's device confirms the delivery.
             wait(&|| {
                 shared[0].qp.drain_completions();
-                shared[1].with(|core, driver| {
-                    core.io.qp.drain_completions();
-                    core.progress(driver);
-                    core.reap();
-                    core.counters.acks > 0 && core.outbox.sends.is_empty()
+                shared[1].with(|state, driver| {
+                    state.io.qp.drain_completions();
+                    state.progress(driver);
+                    state.reap();
+                    state.counters.acks > 0 && state.outbox.sends.is_empty()
                 })
             });
-            shared[0].with(|core, driver| {
-                assert!(!core.protocol.flow.may_send(Kind::Abort));
-                core.abort(CloseReason::Aborted, driver);
-                assert!(core.outbox.sends.back().is_some_and(Sent::is_posted_abort));
+            shared[0].with(|state, driver| {
+                assert!(!state.protocol.flow.may_send(Kind::Abort));
+                state.abort(CloseReason::Aborted, driver);
+                assert!(state.outbox.sends.back().is_some_and(Sent::is_posted_abort));
             });
             wait(&|| {
-                shared[1].with(|core, driver| {
-                    core.io.qp.drain_completions();
-                    core.progress(driver);
-                    core.close_reason() == Some(CloseReason::Dropped)
+                shared[1].with(|state, driver| {
+                    state.io.qp.drain_completions();
+                    state.progress(driver);
+                    state.close_reason() == Some(CloseReason::Dropped)
                 })
             });
         });

@@ -5,12 +5,12 @@ use std::task::{Context, Poll, Waker};
 use rdma_message_proto::lifecycle::Event;
 use rdma_provider::later;
 
-use super::core::Core;
 use super::error::CloseReason;
 use super::inbox::{Arrived, Incoming, Message};
 use super::message_memory::{Fetch, FetchOutput, Job, JobDone, JobOutput};
+use super::state::ConnectionState;
 
-impl Core {
+impl ConnectionState {
     /// Starts fetches within `receive_memory` and takes completed ones, in order.
     pub(super) fn fetch(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
         while let Some(&number) = self.inbox.waiting.front()
@@ -163,81 +163,82 @@ mod tests {
     use crate::verbs::Device;
 
     /// Creates an unconnected side with offers of these lengths. Its READs are refused.
-    fn offered(config: &ConnectionConfig, lens: impl IntoIterator<Item = u64>) -> Core {
+    fn offered(config: &ConnectionConfig, lens: impl IntoIterator<Item = u64>) -> ConnectionState {
         let pd =
             Device::software_in(&Network::new(), "offered").unwrap().protection_domain().unwrap();
-        let mut core = Connection::prepare(&pd, config).unwrap().core;
+        let mut state = Connection::prepare(&pd, config).unwrap().state;
         for len in lens {
-            core.inbox.push(Incoming::Offered(RemoteRegion::new(0x1000, len, Rkey(7))));
+            state.inbox.push(Incoming::Offered(RemoteRegion::new(0x1000, len, Rkey(7))));
         }
-        *core
+        *state
     }
 
     #[test]
     fn memory_is_registered_by_one_helper_and_not_under_the_lock() {
-        let mut core = offered(&ConnectionConfig::default(), [20_000, 3 << 20, 20_000]);
-        core.progress(Waker::noop());
+        let mut state = offered(&ConnectionConfig::default(), [20_000, 3 << 20, 20_000]);
+        state.progress(Waker::noop());
         assert!(
-            core.inbox.messages.iter().all(|message| matches!(message, Incoming::Preparing(_)))
+            state.inbox.messages.iter().all(|message| matches!(message, Incoming::Preparing(_)))
         );
-        assert!(core.memory.jobs.start(), "a helper is requested");
-        core.progress(Waker::noop());
-        assert!(!core.memory.jobs.start(), "only one helper");
+        assert!(state.memory.jobs.start(), "a helper is requested");
+        state.progress(Waker::noop());
+        assert!(!state.memory.jobs.start(), "only one helper");
         for _ in 0..3 {
             assert!(matches!(
-                core.memory.jobs.pop().unwrap().run().result,
+                state.memory.jobs.pop().unwrap().run().result,
                 Ok(JobOutput::Buffer(_) | JobOutput::Region(_))
             ));
         }
-        assert!(core.memory.jobs.pop().is_none());
-        assert!(core.close_reason().is_none());
+        assert!(state.memory.jobs.pop().is_none());
+        assert!(state.close_reason().is_none());
     }
 
     #[test]
     fn offers_beyond_receive_memory_wait_without_jobs() {
         let config = ConnectionConfig::default().receive_memory(1 << 20);
-        let mut core = offered(&config, std::iter::repeat_n(600_000, 10));
-        core.progress(Waker::noop());
-        assert_eq!((core.memory.jobs.take().len(), core.inbox.waiting.len()), (1, 9));
+        let mut state = offered(&config, std::iter::repeat_n(600_000, 10));
+        state.progress(Waker::noop());
+        assert_eq!((state.memory.jobs.take().len(), state.inbox.waiting.len()), (1, 9));
     }
 
     #[test]
     fn returned_buffer_is_reused_and_its_reservation_released() {
         let config = ConnectionConfig::default().receive_memory(64 << 10);
-        let mut core = offered(&config, []);
-        let register = |core: &mut Core| core.memory.fetch.find(0, 20_000).unwrap_err().run();
-        let (first, second) = (register(&mut core), register(&mut core));
+        let mut state = offered(&config, []);
+        let register =
+            |state: &mut ConnectionState| state.memory.fetch.find(0, 20_000).unwrap_err().run();
+        let (first, second) = (register(&mut state), register(&mut state));
         assert_eq!((first.unpooled, second.unpooled), (0, 0));
-        let third = core.memory.fetch.find(0, 20_000).unwrap_err();
+        let third = state.memory.fetch.find(0, 20_000).unwrap_err();
         drop(first);
         let third = third.run();
         // 64 KiB hold two buffers of 32 KiB: the third one was not pooled from the start.
         assert_eq!(third.unpooled, 0);
         drop((second, third));
-        let mut core = offered(&config, []);
-        let (first, late) = (register(&mut core), core.memory.fetch.find(0, 20_000).unwrap_err());
+        let mut state = offered(&config, []);
+        let (first, late) = (register(&mut state), state.memory.fetch.find(0, 20_000).unwrap_err());
         drop(first);
         let late = late.run();
         assert_eq!(late.unpooled, 32 << 10);
-        core.memory.fetch.cancel_reservation(late.unpooled);
-        assert!(core.memory.fetch.find(0, 20_000).is_err_and(|job| job.run().unpooled == 0));
+        state.memory.fetch.cancel_reservation(late.unpooled);
+        assert!(state.memory.fetch.find(0, 20_000).is_err_and(|job| job.run().unpooled == 0));
     }
 
     #[test]
     fn memory_for_a_terminated_connection_is_dropped() {
-        let mut core = offered(&ConnectionConfig::default(), [20_000]);
-        core.progress(Waker::noop());
-        let done = core.memory.jobs.pop().unwrap().run();
-        core.on(Event::Terminate(CloseReason::Silent));
-        core.on_job_done(done, Waker::noop());
-        assert!(core.memory.fetch.find(0, 20_000).is_ok(), "the buffer is in its pool again");
-        let mut core = offered(&ConnectionConfig::default(), [20_000]);
-        core.progress(Waker::noop());
-        let done = core.memory.jobs.pop().unwrap().run();
-        core.on_job_done(done, Waker::noop());
+        let mut state = offered(&ConnectionConfig::default(), [20_000]);
+        state.progress(Waker::noop());
+        let done = state.memory.jobs.pop().unwrap().run();
+        state.on(Event::Terminate(CloseReason::Silent));
+        state.on_job_done(done, Waker::noop());
+        assert!(state.memory.fetch.find(0, 20_000).is_ok(), "the buffer is in its pool again");
+        let mut state = offered(&ConnectionConfig::default(), [20_000]);
+        state.progress(Waker::noop());
+        let done = state.memory.jobs.pop().unwrap().run();
+        state.on_job_done(done, Waker::noop());
         // The READ is posted at once and refused.
         let refused =
-            matches!(core.close_reason(), Some(CloseReason::Operation(OpErrorKind::State { .. })));
-        assert!(refused, "{:?}", core.close_reason());
+            matches!(state.close_reason(), Some(CloseReason::Operation(OpErrorKind::State { .. })));
+        assert!(refused, "{:?}", state.close_reason());
     }
 }

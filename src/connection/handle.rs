@@ -17,14 +17,14 @@ use polled::Polled;
 pub use prepared::PreparedConnection;
 
 use super::config::ConnectionConfig;
-use super::core::{ConnectionCounters, Core};
 use super::error::{CloseReason, EstablishError, MessageError, TrySendError};
 use super::inbound::copy_target;
 use super::inbox::Next;
 use super::notifications::Notifications;
 use super::outbound::{Flush, Outgoing};
-use super::resources::{ConnectionResources, Reserve};
+use super::resources::{ConnectionResources, ResourceCache};
 use super::shared::{Shared, WaitGuard};
+use super::state::{ConnectionCounters, ConnectionState};
 use crate::clock;
 use crate::cm;
 use crate::coop::within_budget;
@@ -109,15 +109,15 @@ pub(crate) struct Handle {
 
 impl Handle {
     pub(crate) fn close_reason(&self) -> Option<CloseReason> {
-        self.shared.with(|core, _| core.close_reason())
+        self.shared.with(|state, _| state.close_reason())
     }
 
     pub(crate) async fn closed(&self) -> CloseReason {
-        let mut guard = WaitGuard::new(&self.shared, Core::withdraw_flusher);
+        let mut guard = WaitGuard::new(&self.shared, ConnectionState::withdraw_flusher);
         poll_fn(|context| {
             within_budget(context, |context| {
-                self.shared.poll(context, |core, _, caller| {
-                    core.poll_terminated(&mut guard.ticket, caller)
+                self.shared.poll(context, |state, _, caller| {
+                    state.poll_terminated(&mut guard.ticket, caller)
                 })
             })
         })
@@ -135,7 +135,7 @@ impl Handle {
     }
 
     pub(crate) fn counters(&self) -> ConnectionCounters {
-        self.shared.with(|core, _| core.counters())
+        self.shared.with(|state, _| state.counters())
     }
 }
 
@@ -191,11 +191,11 @@ impl Connection {
         let connecting = async move {
             let options = config.cm_options(MAX_REQUEST_DATA)?;
             config.check(device)?;
-            let reserve = Reserve::of(device);
+            let cache = ResourceCache::of(device);
             let mut prepared = None;
             let connected = cm::connect(device, address, &options, |route| {
                 config.check_path((route.port(), route.gid_index()), route.destination())?;
-                let resources = config.resources(&reserve)?;
+                let resources = config.resources(&cache)?;
                 let made =
                     PreparedConnection::new(resources, config, |builder| route.prepare(builder))?;
                 Ok(prepared.insert(made).qp.clone())
@@ -295,7 +295,7 @@ impl Connection {
             return self.send_outgoing(Outgoing::of(message, buffer.as_ref())).await;
         }
         // A long copy is made without the lock.
-        if self.handle.shared.with(|core, _| core.is_offered(parts)) {
+        if self.handle.shared.with(|state, _| state.is_offered(parts)) {
             let message = Outgoing::Parts(parts).to_bytes();
             return self.send_outgoing(Outgoing::Bytes(&message)).await;
         }
@@ -314,7 +314,7 @@ impl Connection {
         let message = message.into();
         let buffer = self.handle.as_buffer(&message);
         let outgoing = Outgoing::of(&message, buffer.as_ref());
-        match self.handle.shared.with(|core, driver| core.send_now(outgoing, driver)) {
+        match self.handle.shared.with(|state, driver| state.send_now(outgoing, driver)) {
             Ok(true) => Ok(()),
             Ok(false) => Err(TrySendError::Full(message)),
             Err(error) => Err(TrySendError::Failed(error)),
@@ -337,10 +337,10 @@ impl Connection {
     /// If the future is dropped before it is ready, no message is lost.
     pub async fn recv(&self) -> Result<Option<Bytes>, MessageError> {
         let shared = &self.handle.shared;
-        let mut guard = WaitGuard::new(shared, Core::withdraw_receiver);
+        let mut guard = WaitGuard::new(shared, ConnectionState::withdraw_receiver);
         poll_fn(|context| {
             within_budget(context, |context| {
-                shared.poll_receiver(context, &mut guard.ticket, Core::poll_recv)
+                shared.poll_receiver(context, &mut guard.ticket, ConnectionState::poll_recv)
             })
         })
         .await
@@ -371,14 +371,16 @@ impl Connection {
     /// If the future is dropped before it is ready, no message is lost.
     pub async fn recv_buffer(&self) -> Result<Option<Buf>, MessageError> {
         let shared = &self.handle.shared;
-        let mut guard = WaitGuard::new(shared, Core::withdraw_receiver);
+        let mut guard = WaitGuard::new(shared, ConnectionState::withdraw_receiver);
         let mut memory = None;
         let mut poll_next = |context: &mut Context<'_>| {
             loop {
-                let take =
-                    |core: &mut Core, ticket: &mut _, driver: &_, caller: &mut Caller<'_>| {
-                        core.poll_recv_buffer(&mut memory, ticket, driver, caller)
-                    };
+                let take = |state: &mut ConnectionState,
+                            ticket: &mut _,
+                            driver: &_,
+                            caller: &mut Caller<'_>| {
+                    state.poll_recv_buffer(&mut memory, ticket, driver, caller)
+                };
                 let next = ready!(shared.poll_receiver(context, &mut guard.ticket, take))?;
                 return Poll::Ready(Ok(match next {
                     Some(Next::Message(buffer)) => Some(buffer),
@@ -444,8 +446,8 @@ impl Connection {
         let mut flush = FlushGuard { shared, flush: Flush::default() };
         poll_fn(|context| {
             within_budget(context, |context| {
-                shared.poll(context, |core, driver, caller| {
-                    core.poll_flush(&mut flush.flush, driver, caller)
+                shared.poll(context, |state, driver, caller| {
+                    state.poll_flush(&mut flush.flush, driver, caller)
                 })
             })
         })
@@ -460,7 +462,7 @@ impl Connection {
     ///
     /// [`MessageError::Closed`] with the reason.
     pub fn finish(&self) -> Result<(), MessageError> {
-        self.handle.shared.with(|core, driver| core.finish(driver))
+        self.handle.shared.with(|state, driver| state.finish(driver))
     }
 
     /// Finishes, waits until the peer has finished and all messages have arrived, and closes the
@@ -479,7 +481,7 @@ impl Connection {
     /// until the last handle is dropped; call `close` again to wait.
     pub async fn close(&self) -> Result<(), MessageError> {
         let handle = self.handle();
-        handle.shared.with(|core, driver| core.close(driver));
+        handle.shared.with(|state, driver| state.close(driver));
         let reason = match clock::timeout(handle.close_timeout, handle.shared.closed()).await {
             Some(reason) => reason,
             None => {
@@ -558,7 +560,7 @@ impl Connection {
     /// Returns the longest message that the peer accepts, in bytes.
     #[must_use]
     pub fn max_message(&self) -> u64 {
-        self.handle().shared.with(|core, _| core.max_message())
+        self.handle().shared.with(|state, _| state.max_message())
     }
 
     /// Returns the peer's handshake.
@@ -606,18 +608,18 @@ impl Connection {
     /// what follows.
     pub(super) fn withdraw_sink(&self) {
         if let mut left @ Some(_) = self.polled.sending {
-            self.handle.shared.with(|core, _| core.withdraw_sender(&mut left));
+            self.handle.shared.with(|state, _| state.withdraw_sender(&mut left));
         }
     }
 
     async fn send_outgoing(&self, message: Outgoing<'_>) -> Result<(), MessageError> {
         let shared = &self.handle.shared;
         self.withdraw_sink();
-        let mut guard = WaitGuard::new(shared, Core::withdraw_sender);
+        let mut guard = WaitGuard::new(shared, ConnectionState::withdraw_sender);
         poll_fn(|context| {
             within_budget(context, |context| {
-                shared.poll(context, |core, driver, caller| {
-                    core.poll_send(message, &mut guard.ticket, driver, caller)
+                shared.poll(context, |state, driver, caller| {
+                    state.poll_send(message, &mut guard.ticket, driver, caller)
                 })
             })
         })
@@ -670,7 +672,7 @@ struct FlushGuard<'a> {
 impl Drop for FlushGuard<'_> {
     fn drop(&mut self) {
         if self.flush.ticket.is_some() {
-            self.shared.with(|core, _| core.withdraw_flusher(&mut self.flush.ticket));
+            self.shared.with(|state, _| state.withdraw_flusher(&mut self.flush.ticket));
         }
     }
 }

@@ -20,10 +20,10 @@ impl Helper {
 
     pub(super) fn run(mut self) {
         while let Some(shared) = self.shared.upgrade()
-            && let Some(job) = shared.with(|core, _| core.memory.jobs.pop())
+            && let Some(job) = shared.with(|state, _| state.memory.jobs.pop())
         {
             let done = job.run();
-            shared.with(|core, driver| core.on_job_done(done, driver));
+            shared.with(|state, driver| state.on_job_done(done, driver));
         }
         self.running = false;
     }
@@ -33,7 +33,7 @@ impl Drop for Helper {
     fn drop(&mut self) {
         if let (true, Some(shared)) = (self.running, self.shared.upgrade()) {
             // It panicked. Otherwise receivers of the message would never be woken.
-            shared.with(|core, _| core.on(Event::Terminate(CloseReason::Memory)));
+            shared.with(|state, _| state.on(Event::Terminate(CloseReason::Memory)));
             shared.driver_waker.wake_driver();
         }
     }

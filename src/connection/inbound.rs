@@ -6,13 +6,13 @@ use bytes::Bytes;
 use rdma_message_proto::lifecycle::Event;
 use rdma_provider::later;
 
-use super::core::Core;
 use super::error::{CloseReason, MessageError};
 use super::inbox::{Arrived, Incoming, Message, Next, Notification};
+use super::state::ConnectionState;
 use crate::memory::BufMut;
 use crate::waiters::{Caller, Ticket};
 
-impl Core {
+impl ConnectionState {
     /// Returns the next notification, or `None` after the last.
     pub(super) fn poll_notification(
         &mut self,
@@ -57,14 +57,14 @@ impl Core {
     }
 
     /// Returns true if a task that waits for a notification can continue.
-    pub(super) fn has_news(&self) -> bool {
+    pub(super) fn has_notification_or_end(&self) -> bool {
         !self.inbox.notifications.is_empty() || self.end_of_notifications().is_some()
     }
 
     /// Withdraws a task that waits for a notification, and wakes the next one.
     pub(super) fn withdraw_notified(&mut self, ticket: &mut Option<Ticket>) {
         later::discard(self.waiting.notified.withdraw(ticket));
-        if self.has_news() {
+        if self.has_notification_or_end() {
             later::wake(self.waiting.notified.take_first());
         }
     }
@@ -88,7 +88,7 @@ impl Core {
         driver: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<Option<Next>, MessageError>> {
-        self.poll_message(|core| core.take_registered(memory), ticket, driver, caller)
+        self.poll_message(|state| state.take_registered(memory), ticket, driver, caller)
     }
 
     /// Returns the next message to a stream, or `None` after the last.
@@ -197,12 +197,12 @@ impl Core {
     }
 
     pub(super) fn take_message(&mut self) -> Option<Bytes> {
-        self.take(|core, message, open| match message {
+        self.take(|state, message, open| match message {
             Arrived::Fetched(message) => message.into(),
-            Arrived::Buffered(buffer) => core.message_in(buffer, open),
+            Arrived::Buffered(buffer) => state.message_in(buffer, open),
             Arrived::Fragmented { parts, last, len } => {
                 let mut bytes = Vec::with_capacity(len);
-                core.join(parts, last, open, |part| bytes.extend_from_slice(part));
+                state.join(parts, last, open, |part| bytes.extend_from_slice(part));
                 bytes.into()
             }
         })
@@ -229,13 +229,13 @@ impl Core {
         {
             return Some(Next::Memory(len));
         }
-        self.take(|core, message, open| match message {
+        self.take(|state, message, open| match message {
             Arrived::Fetched(Message::Registered(buffer)) => Next::Message(buffer),
             Arrived::Fetched(Message::Heap(bytes)) => Next::Copy(bytes),
             Arrived::Fragmented { parts, last, len } => {
                 let mut target = copy_target(memory, len);
                 let mut rest = &mut target[..];
-                core.join(parts, last, open, |part| {
+                state.join(parts, last, open, |part| {
                     let (start, end) = std::mem::take(&mut rest).split_at_mut(part.len());
                     start.copy_from_slice(part);
                     rest = end;
@@ -244,16 +244,16 @@ impl Core {
             }
             Arrived::Buffered(buffer) if copied.is_none() => {
                 if let Some(spare) = spare {
-                    core.post_receive(spare);
+                    state.post_receive(spare);
                 }
                 Next::Message(buffer.freeze())
             }
             Arrived::Buffered(buffer) => {
                 let mut target = copy_target(memory, buffer.len());
                 target.copy_from_slice(&buffer);
-                core.counters.copied_out += 1;
-                core.protocol.note_buffer_taken();
-                core.post_receive(buffer);
+                state.counters.copied_out += 1;
+                state.protocol.note_buffer_taken();
+                state.post_receive(buffer);
                 Next::Message(target.freeze())
             }
         })

@@ -75,7 +75,7 @@ impl From<Message> for Bytes {
     }
 }
 
-/// The result of `Core::poll_recv_buffer`.
+/// The result of `ConnectionState::poll_recv_buffer`.
 #[derive(Debug)]
 pub(super) enum Next {
     Message(Buf),

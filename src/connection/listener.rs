@@ -29,7 +29,7 @@ use super::admission::{Admission, ListenerStats, rejection};
 use super::config::ConnectionConfig;
 use super::error::{CloseReason, EstablishError};
 use super::handle::Connection;
-use super::resources::Reserve;
+use super::resources::ResourceCache;
 use crate::clock::{self, Sleep, timeout};
 use crate::cm;
 use crate::coop::within_budget;
@@ -89,7 +89,7 @@ struct Acceptor {
     inner: cm::Listener,
     config: ConnectionConfig,
     admission: Arc<Admission>,
-    reserve: Arc<Reserve>,
+    cache: Arc<ResourceCache>,
     backlog: Backlog,
 }
 
@@ -193,10 +193,10 @@ impl Listener {
         let inner = Box::pin(cm::Listener::bind(device, address)).await?;
         let answered = inner.answer(admission.clone())?;
         rdma_provider::debug!(address = %inner.local_addr(), answered, "listening for connections");
-        let (reserve, config) = (Reserve::of(device), config.clone());
+        let (cache, config) = (ResourceCache::of(device), config.clone());
         let backlog = Backlog::new(config.backlog);
         let listener = Self {
-            acceptor: Arc::new(Acceptor { inner, config, admission, reserve, backlog }),
+            acceptor: Arc::new(Acceptor { inner, config, admission, cache, backlog }),
             ended: false,
         };
         if listener.acceptor.config.backlog > 0 {
@@ -232,7 +232,7 @@ impl Listener {
     /// Returns the device.
     #[must_use]
     pub fn device(&self) -> &Device {
-        self.acceptor.reserve.device()
+        self.acceptor.cache.device()
     }
 
     /// Returns the next established connection. Rejects peers with another protocol or beyond
@@ -566,14 +566,14 @@ impl Acceptor {
             match self.admission.handshake(inner.private_data()) {
                 Ok((handshake, user_data)) => {
                     let user_data = Bytes::copy_from_slice(user_data);
-                    let (reserve, config) = (self.reserve.clone(), self.config.clone());
+                    let (cache, config) = (self.cache.clone(), self.config.clone());
                     let admission = self.admission.clone();
                     let waiting = self.inner.waiting();
                     return Ok(Requested {
                         inner,
                         handshake,
                         user_data,
-                        reserve,
+                        cache,
                         config,
                         admission,
                         waiting,

@@ -7,7 +7,7 @@
 //!        │                            resources.rs, shared_completions.rs: objects of many
 //!        │ driver.rs: deadlines, and progress while the service is idle
 //!        ▼
-//!      core.rs: I/O of one side       inbox.rs, outbox.rs, waiting.rs, receives.rs: its state
+//!      state.rs: I/O of one side      inbox.rs, outbox.rs, waiting.rs, receives.rs: its state
 //!        │                            inbound.rs, fetching.rs, outbound.rs, growth.rs, ending.rs
 //!        │                            writing.rs, reading.rs: of a stream's bytes
 //!        │ headers, events, time ▼ ▲ headers to send, actions, deadline
@@ -20,7 +20,6 @@
 mod admission;
 mod budget;
 mod config;
-mod core;
 mod driver;
 mod ending;
 mod error;
@@ -43,6 +42,7 @@ mod resources;
 mod send_memory;
 mod shared;
 mod shared_completions;
+mod state;
 mod stream_state;
 
 #[cfg(all(test, not(loom)))]
@@ -53,8 +53,6 @@ mod writing;
 pub use admission::ListenerStats;
 pub use budget::{BudgetCounters, BufferBudget};
 pub use config::ConnectionConfig;
-pub use core::ConnectionCounters;
-pub(crate) use core::Core;
 pub use error::{CloseReason, EstablishError, MessageError, TrySendError};
 pub(crate) use handle::Handle;
 pub use handle::{Connection, PreparedConnection};
@@ -69,3 +67,5 @@ pub use rdma_message_proto::handshake::{Content, Handshake, HandshakeError};
 pub use rdma_message_proto::refusal::RefusalReason;
 pub(crate) use reading::{Chunk, Taken};
 pub(crate) use shared::WaitGuard;
+pub use state::ConnectionCounters;
+pub(crate) use state::ConnectionState;

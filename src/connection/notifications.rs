@@ -6,10 +6,10 @@ use std::task::{Context, Poll, ready};
 
 use futures::Stream;
 
-use super::core::Core;
 use super::error::MessageError;
 use super::inbox::Notification;
 use super::shared::{Shared, WaitGuard};
+use super::state::ConnectionState;
 use crate::coop::within_budget;
 
 /// The stream of a peer's WRITEs with immediate data; see
@@ -27,7 +27,7 @@ pub struct Notifications<'a> {
 
 impl<'a> Notifications<'a> {
     pub(super) fn new(shared: &'a Shared) -> Self {
-        Self { guard: WaitGuard::new(shared, Core::withdraw_notified), ended: false }
+        Self { guard: WaitGuard::new(shared, ConnectionState::withdraw_notified), ended: false }
     }
 }
 
@@ -41,8 +41,8 @@ impl Stream for Notifications<'_> {
         }
         let WaitGuard { shared, ticket, .. } = guard;
         let next = ready!(within_budget(context, |context| {
-            shared.poll(context, |core, driver, caller| {
-                core.poll_notification(ticket, driver, caller)
+            shared.poll(context, |state, driver, caller| {
+                state.poll_notification(ticket, driver, caller)
             })
         }));
         *ended = !matches!(next, Some(Ok(_)));

@@ -7,9 +7,9 @@
 use std::future::poll_fn;
 use std::ops::Range;
 
-use super::core::Core;
 use super::handle::{Connection, Handle};
 use super::shared::WaitGuard;
+use super::state::ConnectionState;
 use crate::coop::within_budget;
 use crate::error::{LimitError, OpError, SetupError};
 use crate::memory::{BufMut, ExposedRegion, Gather, Pool, PoolError, Scatter};
@@ -166,12 +166,12 @@ impl Connection {
         let shared = &self.handle().shared;
         self.withdraw_sink();
         let mut buffer = Some(buffer);
-        let mut guard = WaitGuard::new(shared, Core::withdraw_sender);
+        let mut guard = WaitGuard::new(shared, ConnectionState::withdraw_sender);
         let write = poll_fn(|context| {
             within_budget(context, |context| {
-                shared.poll(context, |core, driver, caller| {
+                shared.poll(context, |state, driver, caller| {
                     let (ticket, request) = (&mut guard.ticket, (remote, imm));
-                    core.poll_write_with_imm(&mut buffer, request, ticket, driver, caller)
+                    state.poll_write_with_imm(&mut buffer, request, ticket, driver, caller)
                 })
             })
         });

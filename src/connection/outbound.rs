@@ -10,9 +10,9 @@ use rdma_message_proto::sending::{Blocked, FlushPoint, Way};
 use rdma_provider::later;
 use smallvec::SmallVec;
 
-use super::core::Core;
 use super::error::{CloseReason, MessageError};
 use super::outbox::Sent;
+use super::state::ConnectionState;
 use super::waiting::Attempt;
 use crate::error::{LimitError, OpErrorKind};
 use crate::memory::{Buf, BufMut, Gather, PdKey, ReadOnlyRegion, RemoteRegion, Sealed as _};
@@ -109,14 +109,14 @@ pub(super) struct Flush {
 
 impl Flush {
     /// Extends the flush to later messages: an earlier flush of a sink may have been abandoned.
-    pub(super) fn renew(&mut self, core: &Core) {
-        if self.messages != core.counters.sent {
+    pub(super) fn renew(&mut self, state: &ConnectionState) {
+        if self.messages != state.counters.sent {
             self.target = None;
         }
     }
 }
 
-impl Core {
+impl ConnectionState {
     pub(super) fn send_bare(&mut self, header: Header) {
         self.send_short(header, &[]);
     }
@@ -147,7 +147,7 @@ impl Core {
         driver: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<(), MessageError>> {
-        self.poll_unblocked(|core| core.try_send(message, driver), ticket, driver, caller)
+        self.poll_unblocked(|state| state.try_send(message, driver), ticket, driver, caller)
     }
 
     /// Calls `send` if it is first in the queue, and waits for the missing resource.
@@ -343,7 +343,7 @@ impl Core {
         }
         if watches {
             let context = &mut Context::from_waker(driver);
-            self.terminate_on_error(|core| core.watch_sends(context));
+            self.terminate_on_error(|state| state.watch_sends(context));
         }
     }
 
@@ -364,7 +364,7 @@ impl Core {
             Poll::Ready(result) => {
                 self.protocol.sending.complete();
                 if let Err(kind) = result {
-                    self.terminate_on_error(|core| core.on_failure(kind.into(), context));
+                    self.terminate_on_error(|state| state.on_failure(kind.into(), context));
                 }
             }
         }

@@ -5,9 +5,9 @@ use std::task::{Poll, Waker};
 
 use tokio::io::ReadBuf;
 
-use super::core::Core;
 use super::error::MessageError;
 use super::inbox::{Arrived, Incoming, Message};
+use super::state::ConnectionState;
 use super::stream_state::COPIED;
 use crate::memory::BufMut;
 use crate::waiters::{Caller, Ticket};
@@ -15,7 +15,7 @@ use crate::waiters::{Caller, Ticket};
 /// Received bytes that the service reads in place.
 #[derive(Debug)]
 pub(crate) enum Chunk {
-    /// A receive buffer. It and its credit return with [`Core::release_chunk`].
+    /// A receive buffer. It and its credit return with [`ConnectionState::release_chunk`].
     Frame(BufMut),
     /// The memory of a READ.
     Fetched(Message),
@@ -32,7 +32,7 @@ impl Deref for Chunk {
     }
 }
 
-/// The result of [`Core::poll_read`].
+/// The result of [`ConnectionState::poll_read`].
 #[derive(Debug)]
 pub(crate) enum Taken {
     /// The bytes of whole frames, whose buffers are posted again.
@@ -40,7 +40,7 @@ pub(crate) enum Taken {
     Chunk(Chunk),
 }
 
-impl Core {
+impl ConnectionState {
     /// Copies received frames to `into`, as many as fit whole, up to some [`COPIED`] bytes.
     /// Otherwise returns the next chunk, or `None` at the end.
     pub(crate) fn poll_read(
@@ -50,7 +50,7 @@ impl Core {
         driver: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<Option<Taken>, MessageError>> {
-        self.poll_message(|core| core.take_bytes(into), ticket, driver, caller)
+        self.poll_message(|state| state.take_bytes(into), ticket, driver, caller)
     }
 
     /// Returns the next chunk, or `None` at the end, without waiting.
@@ -76,7 +76,7 @@ impl Core {
         driver: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<()> {
-        let is_ready = |core: &mut Self| core.inbox.is_ready().then_some(());
+        let is_ready = |state: &mut Self| state.inbox.is_ready().then_some(());
         self.poll_message(is_ready, ticket, driver, caller).map(drop)
     }
 

@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 use rdma_message_proto::flow::RESERVE;
 use rdma_message_proto::window::{FIRST_SIZE, first_receives};
 
-use super::budget::Share;
+use super::budget::BudgetGuard;
 use super::config::ConnectionConfig;
 use crate::error::SetupError;
 use crate::memory::{BufMut, Pool};
@@ -111,7 +111,7 @@ impl Receives {
 
     /// Returns how many of `receives`, the first ones, have long buffers. Frames have used others
     /// while the side shrank, which were posted again, or whose messages wait.
-    fn leftovers(&self, receives: u32) -> u32 {
+    fn long_receives_left(&self, receives: u32) -> u32 {
         if self.leaving.is_none() {
             return 0;
         }
@@ -142,12 +142,12 @@ impl Receives {
         &mut self,
         receives: u32,
         before: u32,
-        share: &mut Share,
+        budget: &mut BudgetGuard,
     ) -> Result<(), SetupError> {
         if let Some(grown) = &self.grown {
             let all = receives + self.spares_of(receives, self.size);
             let more = (receives - before).max(all.saturating_sub(grown.total() as u32));
-            return charged(share, self.size, more, || grown.grow_by(more));
+            return charged(budget, self.size, more, || grown.grow_by(more));
         }
         let pd = self.first.protection_domain();
         let mut size = self.longest;
@@ -155,7 +155,7 @@ impl Receives {
             // Frames use some receives before the peer skips them, and the next receives of these
             // need buffers, too.
             let buffers = receives + self.spares_of(receives, size).max(before);
-            match charged(share, size, buffers, || Pool::new(pd, size, buffers as usize)) {
+            match charged(budget, size, buffers, || Pool::new(pd, size, buffers as usize)) {
                 Ok(pool) => {
                     (self.grown, self.size) = (Some(pool), size);
                     self.replaces_first = true;
@@ -180,14 +180,14 @@ impl Receives {
 
 /// Takes the bytes of `buffers` buffers from the budget, and returns them if `register` fails.
 fn charged<T>(
-    share: &mut Share,
+    budget: &mut BudgetGuard,
     size: usize,
     buffers: u32,
     register: impl FnOnce() -> Result<T, SetupError>,
 ) -> Result<T, SetupError> {
     let bytes = u64::from(buffers) * (size as u64).next_multiple_of(64);
-    share.grow(bytes)?;
-    register().inspect_err(|_| share.shrink(bytes))
+    budget.grow(bytes)?;
+    register().inspect_err(|_| budget.shrink(bytes))
 }
 
 impl ConnectionConfig {

@@ -47,35 +47,35 @@ pub(super) const MAX_IDLE: usize = 8;
 
 /// The completion queues that connections of an open device share, and unused resources. Kept while
 /// it has a connection or listener.
-pub(super) struct Reserve {
+pub(super) struct ResourceCache {
     device: Device,
     idle: Mutex<Vec<Resources>>,
     pub(super) queues: SharedCompletions,
 }
 
-static RESERVES: Mutex<Vec<Weak<Reserve>>> = Mutex::new(Vec::new());
+static CACHES: Mutex<Vec<Weak<ResourceCache>>> = Mutex::new(Vec::new());
 
-impl Reserve {
-    /// Returns the reserve of an open device.
+impl ResourceCache {
+    /// Returns the cache of an open device.
     pub(super) fn of(device: &Device) -> Arc<Self> {
         // May hold a last reference, so dropped after the lock.
         let mut seen = Vec::new();
-        let mut reserves = RESERVES.lock();
-        reserves.retain(|reserve| reserve.strong_count() > 0);
-        seen.extend(reserves.iter().filter_map(Weak::upgrade));
-        let known = seen.iter().find(|reserve| reserve.device.same(device)).cloned();
-        let reserve = known.unwrap_or_else(|| {
+        let mut caches = CACHES.lock();
+        caches.retain(|cache| cache.strong_count() > 0);
+        seen.extend(caches.iter().filter_map(Weak::upgrade));
+        let known = seen.iter().find(|cache| cache.device.same(device)).cloned();
+        let cache = known.unwrap_or_else(|| {
             let new = Arc::new(Self {
                 device: device.clone(),
                 idle: Mutex::default(),
                 queues: SharedCompletions::default(),
             });
-            reserves.push(Arc::downgrade(&new));
+            caches.push(Arc::downgrade(&new));
             new
         });
-        drop(reserves);
+        drop(caches);
         drop(seen);
-        reserve
+        cache
     }
 
     #[cfg(all(test, not(loom)))]
@@ -92,7 +92,7 @@ impl Reserve {
         self: Arc<Self>,
         config: &ConnectionConfig,
     ) -> Result<ConnectionResources, SetupError> {
-        let queues = self.made(|| Queues::new(&self, config))?;
+        let queues = self.retry_without_idle(|| Queues::new(&self, config))?;
         let sizes = Sizes::of(config);
         let found = {
             let mut idle = self.idle.lock();
@@ -101,18 +101,21 @@ impl Reserve {
         };
         let resources = match found {
             Some(resources) => resources,
-            None => self.made(|| {
+            None => self.retry_without_idle(|| {
                 let mut new = Resources::new(self.device.protection_domain()?, config)?;
                 new.references = Some(new.pd.references());
                 Ok(new)
             })?,
         };
-        Ok(ConnectionResources { resources: Some(resources), queues, reserve: Some(self) })
+        Ok(ConnectionResources { resources: Some(resources), queues, cache: Some(self) })
     }
 
     /// Calls `make`, and again without unused resources if it fails: they count towards the limits
     /// of the device and of locked memory.
-    fn made<T>(&self, make: impl Fn() -> Result<T, SetupError>) -> Result<T, SetupError> {
+    fn retry_without_idle<T>(
+        &self,
+        make: impl Fn() -> Result<T, SetupError>,
+    ) -> Result<T, SetupError> {
         make().or_else(|error| {
             let idle = mem::take(&mut *self.idle.lock());
             if idle.is_empty() {
@@ -137,9 +140,9 @@ impl Reserve {
     }
 }
 
-impl fmt::Debug for Reserve {
+impl fmt::Debug for ResourceCache {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Reserve")
+        f.debug_struct("ResourceCache")
             .field("device", &self.device)
             .field("idle", &self.idle.lock().len())
             .finish()
@@ -179,12 +182,12 @@ enum Queues {
 }
 
 impl Queues {
-    fn new(reserve: &Arc<Reserve>, config: &ConnectionConfig) -> Result<Self, SetupError> {
+    fn new(cache: &Arc<ResourceCache>, config: &ConnectionConfig) -> Result<Self, SetupError> {
         Ok(match &config.completions {
             Completions::Given(queue) => Self::Given(queue.clone()),
             Completions::Mode(mode) => {
                 let entries = [config.max_send_wr, config.most_receives()];
-                Self::Leased(QueueLease::new(reserve.clone(), mode, entries)?)
+                Self::Leased(QueueLease::new(cache.clone(), mode, entries)?)
             }
         })
     }
@@ -197,7 +200,7 @@ pub(super) struct ConnectionResources {
     resources: Option<Resources>,
     queues: Queues,
     /// `None` for a protection domain of the service, which other objects may use.
-    reserve: Option<Arc<Reserve>>,
+    cache: Option<Arc<ResourceCache>>,
 }
 
 impl ConnectionResources {
@@ -206,8 +209,8 @@ impl ConnectionResources {
         pd: &ProtectionDomain,
         config: &ConnectionConfig,
     ) -> Result<Self, SetupError> {
-        let queues = Queues::new(&Reserve::of(pd.device()), config)?;
-        Ok(Self { resources: Some(Resources::new(pd.clone(), config)?), queues, reserve: None })
+        let queues = Queues::new(&ResourceCache::of(pd.device()), config)?;
+        Ok(Self { resources: Some(Resources::new(pd.clone(), config)?), queues, cache: None })
     }
 
     fn get(&self) -> &Resources {
@@ -236,10 +239,10 @@ impl ConnectionResources {
 
 impl Drop for ConnectionResources {
     fn drop(&mut self) {
-        if let (Some(resources), Some(reserve)) = (self.resources.take(), &self.reserve)
+        if let (Some(resources), Some(cache)) = (self.resources.take(), &self.cache)
             && resources.is_unused()
         {
-            reserve.give_back(resources);
+            cache.give_back(resources);
         }
     }
 }

@@ -4,7 +4,7 @@ mod growth;
 
 use rdma_message_proto::window::FIRST_SIZE;
 
-use super::budget::Share;
+use super::budget::BudgetGuard;
 use super::config::ConnectionConfig;
 use crate::error::SetupError;
 use crate::memory::{BufMut, Pool, PoolError};
@@ -80,7 +80,7 @@ impl SendMemory {
         &mut self,
         pd: &ProtectionDomain,
         size: usize,
-        share: &mut Share,
+        budget: &mut BudgetGuard,
     ) -> Result<bool, SetupError> {
         let (total, size) =
             self.pool.as_ref().map_or((0, size), |pool| (pool.total(), pool.buffer_size()));
@@ -92,13 +92,13 @@ impl SendMemory {
         let is_least = total == 0 && size <= FIRST_SIZE as usize;
         let bytes = if is_least { 0 } else { (more * size) as u64 };
         if !is_least {
-            share.grow(bytes)?;
+            budget.grow(bytes)?;
         }
         let grown = match &self.pool {
             Some(pool) => pool.grow_by(more as u32),
             None => Pool::new(pd, size, more).map(|pool| self.pool = Some(pool)),
         };
-        grown.inspect_err(|_| share.shrink(bytes))?;
+        grown.inspect_err(|_| budget.shrink(bytes))?;
         self.charged += bytes;
         Ok(true)
     }
@@ -109,9 +109,13 @@ impl SendMemory {
     }
 
     /// Returns the buffers if `unused` permits it.
-    fn take_if(&mut self, share: &mut Share, unused: impl Fn(&Pool) -> bool) -> Option<Pool> {
+    fn take_if(
+        &mut self,
+        budget: &mut BudgetGuard,
+        unused: impl Fn(&Pool) -> bool,
+    ) -> Option<Pool> {
         let pool = self.pool.take_if(|pool| self.is_elastic && unused(pool))?;
-        share.shrink(std::mem::take(&mut self.charged));
+        budget.shrink(std::mem::take(&mut self.charged));
         Some(pool)
     }
 }

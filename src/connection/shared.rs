@@ -15,9 +15,9 @@ use rdma_provider::locks::{self, Mutex, MutexGuard};
 use tokio::runtime::Handle;
 
 use super::admission::{Accepted, Admitted};
-use super::core::Core;
 use super::error::CloseReason;
 use super::helper::Helper;
+use super::state::ConnectionState;
 use crate::blocking;
 use crate::clock;
 use crate::coop::within_budget;
@@ -84,7 +84,7 @@ impl DriverWaker {
     fn serve(&self) {
         let Some(shared) = self.shared.upgrade() else { return };
         let poll = DriverPoll::begin(self);
-        let must_continue = shared.with_unless_locked(|core, driver| core.serve(driver));
+        let must_continue = shared.with_unless_locked(|state, driver| state.serve(driver));
         if must_continue != Some(false) || poll.end() {
             self.driver.wake();
         }
@@ -154,7 +154,7 @@ impl Drop for DriverPoll {
 
 #[derive(Debug)]
 pub(crate) struct Shared {
-    core: Mutex<Core>,
+    state: Mutex<ConnectionState>,
     pub(super) driver_waker: Arc<DriverWaker>,
     /// `driver_waker` as a waker.
     waker: Waker,
@@ -168,12 +168,12 @@ pub(crate) struct Shared {
 
 impl Shared {
     pub(super) fn new(
-        mut core: Box<Core>,
+        mut state: Box<ConnectionState>,
         qp: QueuePair,
         runtime: Handle,
         admitted: Option<Admitted>,
     ) -> Arc<Self> {
-        core.io.runtime = Some(runtime.id());
+        state.io.runtime = Some(runtime.id());
         Arc::new_cyclic(|this: &Weak<Self>| {
             let driver_waker = Arc::new(DriverWaker {
                 driver: futures::task::AtomicWaker::new(),
@@ -187,7 +187,7 @@ impl Shared {
                 qp.listen(waker.clone());
             }
             Self {
-                core: Mutex::new(*core),
+                state: Mutex::new(*state),
                 waker,
                 driver_waker,
                 qp,
@@ -201,8 +201,8 @@ impl Shared {
 
     /// Runs `work` under the lock. Its release runs the work of [`later`], which may call this
     /// function again.
-    pub(crate) fn with<R>(&self, work: impl FnOnce(&mut Core, &Waker) -> R) -> R {
-        self.run(self.core.lock(), work)
+    pub(crate) fn with<R>(&self, work: impl FnOnce(&mut ConnectionState, &Waker) -> R) -> R {
+        self.run(self.state.lock(), work)
     }
 
     /// Runs `work` like [`with`](Self::with), unless this thread has the lock.
@@ -210,34 +210,37 @@ impl Shared {
     /// Waits for another thread: it may have checked the receives before the completion that the
     /// caller has found, and the driver's runtime may not run. The lock is released meanwhile,
     /// because a thread that holds no lock does not delay it.
-    fn with_unless_locked<R>(&self, work: impl FnOnce(&mut Core, &Waker) -> R) -> Option<R> {
-        let core = match self.core.try_lock() {
-            Some(core) => core,
-            None if locks::held() == 0 => self.core.lock(),
+    fn with_unless_locked<R>(
+        &self,
+        work: impl FnOnce(&mut ConnectionState, &Waker) -> R,
+    ) -> Option<R> {
+        let state = match self.state.try_lock() {
+            Some(state) => state,
+            None if locks::held() == 0 => self.state.lock(),
             None => return None,
         };
-        Some(self.run(core, work))
+        Some(self.run(state, work))
     }
 
     #[inline(always)]
     fn run<R>(
         &self,
-        mut core: MutexGuard<'_, Core>,
-        work: impl FnOnce(&mut Core, &Waker) -> R,
+        mut state: MutexGuard<'_, ConnectionState>,
+        work: impl FnOnce(&mut ConnectionState, &Waker) -> R,
     ) -> R {
-        let result = work(&mut core, &self.waker);
-        if core.io.wakes_driver || core.memory.jobs.need_thread() {
-            self.follow_up(core);
+        let result = work(&mut state, &self.waker);
+        if state.io.wakes_driver || state.memory.jobs.need_thread() {
+            self.follow_up(state);
         }
         result
     }
 
     /// Wakes the driver and starts the helper, as requested, after the release of the lock.
     #[inline(never)]
-    fn follow_up(&self, mut core: MutexGuard<'_, Core>) {
-        let wakes_driver = std::mem::take(&mut core.io.wakes_driver);
-        let starts_helper = core.memory.jobs.start();
-        drop(core);
+    fn follow_up(&self, mut state: MutexGuard<'_, ConnectionState>) {
+        let wakes_driver = std::mem::take(&mut state.io.wakes_driver);
+        let starts_helper = state.memory.jobs.start();
+        drop(state);
         if starts_helper {
             let helper = Helper::new(self.this.clone());
             if self.qp.protection_domain().device().may_block() {
@@ -260,7 +263,7 @@ impl Shared {
     pub(crate) fn poll<R>(
         &self,
         context: &mut Context<'_>,
-        work: impl FnMut(&mut Core, &Waker, &mut Caller<'_>) -> Poll<R>,
+        work: impl FnMut(&mut ConnectionState, &Waker, &mut Caller<'_>) -> Poll<R>,
     ) -> Poll<R> {
         self.poll_as(Caller::new(context.waker()), work)
     }
@@ -271,7 +274,12 @@ impl Shared {
         &self,
         context: &mut Context<'_>,
         ticket: &mut Option<Ticket>,
-        mut work: impl FnMut(&mut Core, &mut Option<Ticket>, &Waker, &mut Caller<'_>) -> Poll<R>,
+        mut work: impl FnMut(
+            &mut ConnectionState,
+            &mut Option<Ticket>,
+            &Waker,
+            &mut Caller<'_>,
+        ) -> Poll<R>,
     ) -> Poll<R> {
         let mut caller = Caller::new(context.waker());
         let is_new = ticket.is_none();
@@ -280,7 +288,7 @@ impl Shared {
             caller.expect_wait();
         }
         let result =
-            self.poll_as(caller, |core, driver, caller| work(core, ticket, driver, caller));
+            self.poll_as(caller, |state, driver, caller| work(state, ticket, driver, caller));
         if is_new && result.is_pending() != expected {
             self.receivers_wait.store(!expected, Ordering::Relaxed);
         }
@@ -291,14 +299,14 @@ impl Shared {
     fn poll_as<R>(
         &self,
         mut caller: Caller<'_>,
-        mut work: impl FnMut(&mut Core, &Waker, &mut Caller<'_>) -> Poll<R>,
+        mut work: impl FnMut(&mut ConnectionState, &Waker, &mut Caller<'_>) -> Poll<R>,
     ) -> Poll<R> {
-        let first = self.with(|core, driver_waker| work(core, driver_waker, &mut caller));
+        let first = self.with(|state, driver_waker| work(state, driver_waker, &mut caller));
         if first.is_ready() || !caller.clone_if_needed() {
             return first;
         }
         // The clone registers the task: no third call is needed.
-        self.with(|core, driver_waker| work(core, driver_waker, &mut caller))
+        self.with(|state, driver_waker| work(state, driver_waker, &mut caller))
     }
 
     /// Returns true if the listener of this connection shuts down.
@@ -308,11 +316,11 @@ impl Shared {
 
     /// Waits until the queue pair is closed, and returns the close reason.
     pub(super) async fn closed(&self) -> CloseReason {
-        let mut guard = WaitGuard::new(self, Core::withdraw_flusher);
+        let mut guard = WaitGuard::new(self, ConnectionState::withdraw_flusher);
         poll_fn(|context| {
             within_budget(context, |context| {
-                self.poll(context, |core, driver, caller| {
-                    core.poll_closed(&mut guard.ticket, driver, caller)
+                self.poll(context, |state, driver, caller| {
+                    state.poll_closed(&mut guard.ticket, driver, caller)
                 })
             })
         })
@@ -321,39 +329,39 @@ impl Shared {
 
     /// Lets the driver ask the peer for a frame now, as `keepalive` does in time.
     pub(super) fn probe(&self) {
-        self.with(|core, _| core.protocol.probe(clock::now()));
+        self.with(|state, _| state.protocol.probe(clock::now()));
         self.driver_waker.wake_driver();
     }
 
     /// Continues after the last handle was dropped.
     pub(super) fn abandon(&self) {
         self.abort_if_runtime_shuts_down();
-        self.with(|core, driver_waker| core.abandon(driver_waker));
+        self.with(|state, driver_waker| state.abandon(driver_waker));
         self.driver_waker.wake_driver();
     }
 
     /// Aborts if the current runtime drops this connection's handle because it shuts down. The peer
     /// would take a `Fin` for the end that the service wanted.
     pub(crate) fn abort_if_runtime_shuts_down(&self) {
-        let ends = self.with(|core, _| core.protocol.phase().check_open().is_ok());
+        let ends = self.with(|state, _| state.protocol.phase().check_open().is_ok());
         if ends && is_runtime_shutting_down() {
             self.abort(CloseReason::Runtime);
         }
     }
 
     pub(crate) fn abort(&self, reason: CloseReason) {
-        self.with(|core, driver_waker| core.abort(reason, driver_waker));
+        self.with(|state, driver_waker| state.abort(reason, driver_waker));
         self.driver_waker.wake_driver();
     }
 }
 
 impl Accepted for Shared {
     fn is_terminated(&self) -> bool {
-        self.with(|core, _| core.close_reason().is_some())
+        self.with(|state, _| state.close_reason().is_some())
     }
 
     fn drain(&self) {
-        self.with(|core, driver_waker| core.drain(driver_waker));
+        self.with(|state, driver_waker| state.drain(driver_waker));
         self.driver_waker.wake_driver();
     }
 
@@ -370,17 +378,20 @@ impl Accepted for Shared {
 pub(crate) struct WaitGuard<'a> {
     pub(crate) shared: &'a Shared,
     pub(crate) ticket: Option<Ticket>,
-    withdraw: fn(&mut Core, &mut Option<Ticket>),
+    withdraw: fn(&mut ConnectionState, &mut Option<Ticket>),
 }
 
 impl<'a> WaitGuard<'a> {
-    pub(crate) fn new(shared: &'a Shared, withdraw: fn(&mut Core, &mut Option<Ticket>)) -> Self {
+    pub(crate) fn new(
+        shared: &'a Shared,
+        withdraw: fn(&mut ConnectionState, &mut Option<Ticket>),
+    ) -> Self {
         Self { shared, ticket: None, withdraw }
     }
 
     #[cold]
     fn give_up(&mut self) {
-        self.shared.with(|core, _| (self.withdraw)(core, &mut self.ticket));
+        self.shared.with(|state, _| (self.withdraw)(state, &mut self.ticket));
     }
 }
 

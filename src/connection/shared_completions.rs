@@ -10,7 +10,7 @@ use std::sync::Arc;
 use rdma_provider::locks::Mutex;
 use tokio::runtime::{self, Handle};
 
-use super::resources::Reserve;
+use super::resources::ResourceCache;
 use crate::engine::{CompletionMode, CompletionQueue};
 use crate::error::SetupError;
 use crate::verbs::Device;
@@ -151,22 +151,22 @@ impl Pair {
 pub(super) struct QueueLease {
     pub(super) queues: [CompletionQueue; 2],
     taken: [u32; 2],
-    reserve: Arc<Reserve>,
+    cache: Arc<ResourceCache>,
 }
 
 impl QueueLease {
     pub(super) fn new(
-        reserve: Arc<Reserve>,
+        cache: Arc<ResourceCache>,
         mode: &CompletionMode,
         entries: [u32; 2],
     ) -> Result<Self, SetupError> {
-        let (queues, taken) = reserve.queues.take(reserve.device(), mode, entries)?;
-        Ok(Self { queues, taken, reserve })
+        let (queues, taken) = cache.queues.take(cache.device(), mode, entries)?;
+        Ok(Self { queues, taken, cache })
     }
 }
 
 impl Drop for QueueLease {
     fn drop(&mut self) {
-        self.reserve.queues.release(&self.queues, self.taken);
+        self.cache.queues.release(&self.queues, self.taken);
     }
 }

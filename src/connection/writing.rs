@@ -20,9 +20,9 @@ use rdma_message_proto::frame::Kind;
 use rdma_message_proto::sending::Blocked;
 use smallvec::SmallVec;
 
-use super::core::Core;
 use super::error::MessageError;
 use super::outbound::{INLINE, Outgoing, Pieces};
+use super::state::ConnectionState;
 use super::stream_state::{COPIED, Held};
 use super::waiting::Attempt;
 use crate::memory::{Buf, BufMut};
@@ -52,7 +52,7 @@ impl<'a> Unwritten<'a> {
     }
 }
 
-impl Core {
+impl ConnectionState {
     /// Writes as many bytes as buffers allow, up to some [`COPIED`]. Waits if that is none.
     pub(crate) fn poll_write(
         &mut self,
@@ -61,7 +61,7 @@ impl Core {
         driver: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<usize, MessageError>> {
-        self.poll_written(|core| core.write(slices), ticket, driver, caller)
+        self.poll_written(|state| state.write(slices), ticket, driver, caller)
     }
 
     /// Writes like [`poll_write`](Self::poll_write), without waiting.
@@ -85,10 +85,10 @@ impl Core {
         driver: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<()> {
-        let check = |core: &mut Self| {
-            core.protocol.phase().check_open()?;
-            let appends = core.outbox.held.back().is_some_and(|held| !held.is_full());
-            Ok(if appends { Ok(()) } else { core.check_held_buffer() })
+        let check = |state: &mut Self| {
+            state.protocol.phase().check_open()?;
+            let appends = state.outbox.held.back().is_some_and(|held| !held.is_full());
+            Ok(if appends { Ok(()) } else { state.check_held_buffer() })
         };
         self.poll_unblocked(check, ticket, driver, caller).map(drop)
     }
@@ -119,7 +119,7 @@ impl Core {
             };
         }
         let piece = bytes.slice(..len);
-        let offer = |core: &mut Self| core.send_whole(Outgoing::Bytes(&piece), len, driver);
+        let offer = |state: &mut Self| state.send_whole(Outgoing::Bytes(&piece), len, driver);
         self.poll_written(offer, ticket, driver, caller)
     }
 
@@ -147,7 +147,7 @@ impl Core {
             piece = part;
             &piece
         };
-        let lend = |core: &mut Self| core.send_whole(Outgoing::Buffer(lent), len, driver);
+        let lend = |state: &mut Self| state.send_whole(Outgoing::Buffer(lent), len, driver);
         self.poll_written(lend, ticket, driver, caller)
     }
 

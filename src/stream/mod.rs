@@ -54,8 +54,8 @@ pub use read_half::OwnedReadHalf;
 pub use write_half::OwnedWriteHalf;
 
 use crate::connection::{
-    CloseReason, Connection, ConnectionConfig, ConnectionCounters, Core, Handle, MessageError,
-    WaitGuard,
+    CloseReason, Connection, ConnectionConfig, ConnectionCounters, ConnectionState, Handle,
+    MessageError, WaitGuard,
 };
 use crate::memory::Buf;
 use crate::verbs::{Device, ProtectionDomain};
@@ -237,8 +237,8 @@ impl RdmaStream {
             return Err(io::ErrorKind::InvalidInput.into());
         }
         let shared = &self.handle().shared;
-        let mut readers = WaitGuard::new(shared, Core::withdraw_receiver);
-        let mut writers = WaitGuard::new(shared, Core::withdraw_sender);
+        let mut readers = WaitGuard::new(shared, ConnectionState::withdraw_receiver);
+        let mut writers = WaitGuard::new(shared, ConnectionState::withdraw_sender);
         let ready = poll_fn(|context| {
             let mut ready = Ready::EMPTY;
             if interest.is_readable()
@@ -381,7 +381,7 @@ impl RdmaStream {
     ///
     /// None; `TcpStream` has the same signature.
     pub fn set_linger(&self, linger: Option<Duration>) -> io::Result<()> {
-        self.handle().shared.with(|core, _| core.stream.linger = linger);
+        self.handle().shared.with(|state, _| state.stream.linger = linger);
         Ok(())
     }
 
@@ -400,7 +400,7 @@ impl RdmaStream {
     ///
     /// None; `TcpStream` has the same signature.
     pub fn linger(&self) -> io::Result<Option<Duration>> {
-        Ok(self.handle().shared.with(|core, _| core.stream.linger))
+        Ok(self.handle().shared.with(|state, _| state.stream.linger))
     }
 
     /// Disables the combination of short writes, as `TCP_NODELAY` does: each write is sent at once.
@@ -409,7 +409,7 @@ impl RdmaStream {
     ///
     /// None; `TcpStream` has the same signature.
     pub fn set_nodelay(&self, nodelay: bool) -> io::Result<()> {
-        self.handle().shared.with(|core, driver| core.set_nodelay(nodelay, driver));
+        self.handle().shared.with(|state, driver| state.set_nodelay(nodelay, driver));
         Ok(())
     }
 
@@ -419,7 +419,7 @@ impl RdmaStream {
     ///
     /// None; `TcpStream` has the same signature.
     pub fn nodelay(&self) -> io::Result<bool> {
-        Ok(self.handle().shared.with(|core, _| core.stream.nodelay))
+        Ok(self.handle().shared.with(|state, _| state.stream.nodelay))
     }
 
     /// Ends the stream in both directions at once. The peer's reads fail with

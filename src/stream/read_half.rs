@@ -14,7 +14,7 @@ use tokio::io::{AsyncBufRead, AsyncRead, Interest, ReadBuf, Ready};
 
 use super::write_half::OwnedWriteHalf;
 use super::{RdmaStream, ReuniteError, addresses, io_error};
-use crate::connection::{Chunk, ConnectionCounters, Core, Handle, Taken, WaitGuard};
+use crate::connection::{Chunk, ConnectionCounters, ConnectionState, Handle, Taken, WaitGuard};
 use crate::contained::wake_to_repoll;
 use crate::coop::within_budget;
 use crate::waiters::{Caller, Ticket};
@@ -116,7 +116,10 @@ impl OwnedReadHalf {
                 return Poll::Ready(Ok(Some(bytes)));
             }
             let Self { ticket, handle, .. } = self;
-            handle.shared.poll_receiver(context, ticket, Core::poll_recv).map_err(io_error)
+            handle
+                .shared
+                .poll_receiver(context, ticket, ConnectionState::poll_recv)
+                .map_err(io_error)
         })
     }
 
@@ -131,7 +134,7 @@ impl OwnedReadHalf {
     ///
     /// Dropping the future changes nothing.
     pub async fn readable(&self) -> io::Result<()> {
-        let mut guard = WaitGuard::new(&self.handle.shared, Core::withdraw_receiver);
+        let mut guard = WaitGuard::new(&self.handle.shared, ConnectionState::withdraw_receiver);
         poll_fn(|context| self.poll_readable(context, &mut guard.ticket)).await;
         Ok(())
     }
@@ -149,7 +152,7 @@ impl OwnedReadHalf {
         if !interest.is_readable() {
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        let mut guard = WaitGuard::new(&self.handle.shared, Core::withdraw_receiver);
+        let mut guard = WaitGuard::new(&self.handle.shared, ConnectionState::withdraw_receiver);
         Ok(poll_fn(|context| self.poll_ready(context, &mut guard.ticket)).await)
     }
 
@@ -160,8 +163,9 @@ impl OwnedReadHalf {
     ) -> Poll<Ready> {
         self.poll_readable(context, ticket).map(|()| {
             // A read returns the end or an error once what has arrived was read.
-            let is_closed = |core: &Core| core.is_at_end() || core.close_reason().is_some();
-            if self.handle.shared.with(|core, _| is_closed(core)) {
+            let is_closed =
+                |state: &ConnectionState| state.is_at_end() || state.close_reason().is_some();
+            if self.handle.shared.with(|state, _| is_closed(state)) {
                 Ready::READABLE | Ready::READ_CLOSED
             } else {
                 Ready::READABLE
@@ -174,7 +178,8 @@ impl OwnedReadHalf {
             if self.has_chunk() {
                 return Poll::Ready(());
             }
-            match self.handle.shared.poll_receiver(context, ticket, Core::poll_readable) {
+            match self.handle.shared.poll_receiver(context, ticket, ConnectionState::poll_readable)
+            {
                 // Meanwhile another task may have moved the last frame to the slot.
                 Poll::Pending if self.has_chunk() => Poll::Ready(()),
                 polled => polled,
@@ -189,7 +194,7 @@ impl OwnedReadHalf {
             }
             let shared = &self.handle.shared;
             let polled =
-                shared.poll(context, |core, driver, caller| core.poll_read_ready(driver, caller));
+                shared.poll(context, |state, driver, caller| state.poll_read_ready(driver, caller));
             match polled {
                 // As above.
                 Poll::Pending if self.has_chunk() => Poll::Ready(()),
@@ -317,7 +322,7 @@ impl OwnedReadHalf {
             return Err(io::ErrorKind::WouldBlock.into());
         };
         if slot.chunk.is_none() {
-            match self.handle.shared.with(|core, driver| core.try_read(driver)) {
+            match self.handle.shared.with(|state, driver| state.try_read(driver)) {
                 Poll::Pending => return Err(io::ErrorKind::WouldBlock.into()),
                 Poll::Ready(next) => slot.chunk = next.map_err(io_error)?.map(|next| (next, 0)),
             }
@@ -372,7 +377,7 @@ impl OwnedReadHalf {
 
     fn release(&self, chunk: Option<(Chunk, usize)>) {
         if let Some((chunk, _)) = chunk {
-            self.handle.shared.with(|core, _| core.release_chunk(chunk));
+            self.handle.shared.with(|state, _| state.release_chunk(chunk));
         }
     }
 
@@ -384,9 +389,10 @@ impl OwnedReadHalf {
         mut into: Option<&mut ReadBuf<'_>>,
     ) -> Poll<io::Result<bool>> {
         let Self { ticket, handle, slot } = self;
-        let take = |core: &mut Core, ticket: &mut _, driver: &_, caller: &mut Caller<'_>| {
-            core.poll_read(&mut into, ticket, driver, caller)
-        };
+        let take =
+            |state: &mut ConnectionState, ticket: &mut _, driver: &_, caller: &mut Caller<'_>| {
+                state.poll_read(&mut into, ticket, driver, caller)
+            };
         let taken = ready!(handle.shared.poll_receiver(context, ticket, take));
         Poll::Ready(match taken.map_err(io_error)? {
             None => Ok(false),
@@ -446,7 +452,7 @@ impl Drop for OwnedReadHalf {
         self.release(chunk);
         if self.ticket.is_some() {
             let Self { handle, ticket, .. } = self;
-            handle.shared.with(|core, _| core.withdraw_receiver(ticket));
+            handle.shared.with(|state, _| state.withdraw_receiver(ticket));
         }
     }
 }

@@ -13,7 +13,9 @@ use bytes::{Buf as _, Bytes};
 use tokio::io::{AsyncWrite, Interest, Ready};
 
 use super::{addresses, io_error};
-use crate::connection::{CloseReason, ConnectionCounters, Core, Handle, MessageError, WaitGuard};
+use crate::connection::{
+    CloseReason, ConnectionCounters, ConnectionState, Handle, MessageError, WaitGuard,
+};
 use crate::coop::within_budget;
 use crate::memory::{Buf, SlabFinder};
 use crate::waiters::{Caller, Ticket};
@@ -49,8 +51,8 @@ impl OwnedWriteHalf {
         while !bytes.is_empty() {
             let buffer = self.slabs.view(&bytes, self.handle.shared.qp.protection_domain());
             let written = poll_fn(|context| {
-                self.poll(context, |core, ticket, driver, caller| {
-                    core.poll_write_bytes(&bytes, buffer.as_ref(), ticket, driver, caller)
+                self.poll(context, |state, ticket, driver, caller| {
+                    state.poll_write_bytes(&bytes, buffer.as_ref(), ticket, driver, caller)
                 })
             });
             bytes.advance(written.await?);
@@ -74,8 +76,8 @@ impl OwnedWriteHalf {
         let mut buffer = buffer.into();
         while !buffer.is_empty() {
             let written = poll_fn(|context| {
-                self.poll(context, |core, ticket, driver, caller| {
-                    core.poll_write_buffer(&buffer, ticket, driver, caller)
+                self.poll(context, |state, ticket, driver, caller| {
+                    state.poll_write_buffer(&buffer, ticket, driver, caller)
                 })
             });
             let Ok(rest) = buffer.slice(written.await?..) else {
@@ -99,7 +101,7 @@ impl OwnedWriteHalf {
     ///
     /// Dropping the future changes nothing.
     pub async fn writable(&self) -> io::Result<()> {
-        let mut guard = WaitGuard::new(&self.handle.shared, Core::withdraw_sender);
+        let mut guard = WaitGuard::new(&self.handle.shared, ConnectionState::withdraw_sender);
         poll_fn(|context| self.poll_writable(context, &mut guard.ticket)).await;
         Ok(())
     }
@@ -117,7 +119,7 @@ impl OwnedWriteHalf {
         if !interest.is_writable() {
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        let mut guard = WaitGuard::new(&self.handle.shared, Core::withdraw_sender);
+        let mut guard = WaitGuard::new(&self.handle.shared, ConnectionState::withdraw_sender);
         Ok(poll_fn(|context| self.poll_ready(context, &mut guard.ticket)).await)
     }
 
@@ -127,8 +129,8 @@ impl OwnedWriteHalf {
         ticket: &mut Option<Ticket>,
     ) -> Poll<Ready> {
         self.poll_writable(context, ticket).map(|()| {
-            let is_closed = |core: &Core| core.protocol.phase().check_open().is_err();
-            if self.handle.shared.with(|core, _| is_closed(core)) {
+            let is_closed = |state: &ConnectionState| state.protocol.phase().check_open().is_err();
+            if self.handle.shared.with(|state, _| is_closed(state)) {
                 Ready::WRITABLE | Ready::WRITE_CLOSED
             } else {
                 Ready::WRITABLE
@@ -140,14 +142,14 @@ impl OwnedWriteHalf {
         within_budget(context, |context| {
             self.handle
                 .shared
-                .poll(context, |core, driver, caller| core.poll_writable(ticket, driver, caller))
+                .poll(context, |state, driver, caller| state.poll_writable(ticket, driver, caller))
         })
     }
 
     pub(super) fn poll_write_ready(&self, context: &mut Context<'_>) -> Poll<()> {
         within_budget(context, |context| {
             let shared = &self.handle.shared;
-            shared.poll(context, |core, driver, caller| core.poll_write_ready(driver, caller))
+            shared.poll(context, |state, driver, caller| state.poll_write_ready(driver, caller))
         })
     }
 
@@ -166,7 +168,7 @@ impl OwnedWriteHalf {
     ///
     /// See [`try_write`](Self::try_write).
     pub fn try_write_vectored(&self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
-        let written = self.handle.shared.with(|core, driver| core.try_write(slices, driver));
+        let written = self.handle.shared.with(|state, driver| state.try_write(slices, driver));
         written.map_err(io_error)?.map_err(|_| io::ErrorKind::WouldBlock.into())
     }
 
@@ -200,7 +202,7 @@ impl OwnedWriteHalf {
         &mut self,
         context: &mut Context<'_>,
         mut work: impl FnMut(
-            &mut Core,
+            &mut ConnectionState,
             &mut Option<Ticket>,
             &Waker,
             &mut Caller<'_>,
@@ -209,7 +211,7 @@ impl OwnedWriteHalf {
         let Self { ticket, handle, .. } = self;
         let result = within_budget(context, |context| {
             let shared = &handle.shared;
-            shared.poll(context, |core, driver, caller| work(core, ticket, driver, caller))
+            shared.poll(context, |state, driver, caller| work(state, ticket, driver, caller))
         });
         result.map_err(io_error)
     }
@@ -233,8 +235,8 @@ impl AsyncWrite for OwnedWriteHalf {
         context: &mut Context<'_>,
         slices: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        self.poll(context, |core, ticket, driver, caller| {
-            core.poll_write(slices, ticket, driver, caller)
+        self.poll(context, |state, ticket, driver, caller| {
+            state.poll_write(slices, ticket, driver, caller)
         })
     }
 
@@ -246,7 +248,7 @@ impl AsyncWrite for OwnedWriteHalf {
     /// for a peer that does not read: the rest is sent as the peer reads.
     fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         within_budget(context, |_| {
-            self.handle.shared.with(|core, driver| core.push(driver));
+            self.handle.shared.with(|state, driver| state.push(driver));
             Poll::Ready(Ok(()))
         })
     }
@@ -254,7 +256,7 @@ impl AsyncWrite for OwnedWriteHalf {
     /// Ends this direction after the bytes written. Does not wait for the peer. Succeeds on a
     /// stream that has ended, as `TcpStream` does; reads and writes report the reason.
     fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Poll::Ready(match self.handle.shared.with(|core, driver| core.finish(driver)) {
+        Poll::Ready(match self.handle.shared.with(|state, driver| state.finish(driver)) {
             Ok(()) | Err(MessageError::Closed(_)) => Ok(()),
             Err(error) => Err(io_error(error)),
         })
@@ -267,13 +269,13 @@ impl Drop for OwnedWriteHalf {
         handle.shared.abort_if_runtime_shuts_down();
         // The reading half of a stream is dropped first.
         let is_last = Arc::strong_count(handle) == 1;
-        handle.shared.with(|core, driver| {
-            core.withdraw_sender(ticket);
-            if is_last && core.stream.linger == Some(Duration::ZERO) {
-                return core.abort(CloseReason::Aborted, driver);
+        handle.shared.with(|state, driver| {
+            state.withdraw_sender(ticket);
+            if is_last && state.stream.linger == Some(Duration::ZERO) {
+                return state.abort(CloseReason::Aborted, driver);
             }
             // Without effect on a closed connection.
-            let _ = core.finish(driver);
+            let _ = state.finish(driver);
         });
     }
 }

@@ -7,9 +7,9 @@ use bytes::Bytes;
 use futures::{Sink, Stream};
 
 use super::Connection;
-use crate::connection::core::Core;
 use crate::connection::error::MessageError;
 use crate::connection::outbound::{Flush, Outgoing};
+use crate::connection::state::ConnectionState;
 use crate::coop::within_budget;
 use crate::waiters::Ticket;
 
@@ -34,8 +34,8 @@ impl Connection {
         let Some(message) = pending else { return Poll::Ready(Ok(())) };
         let buffer = handle.as_buffer(message);
         let outgoing = Outgoing::of(message, buffer.as_ref());
-        let result = ready!(handle.shared.poll(context, |core, driver, caller| {
-            core.poll_send(outgoing, sending, driver, caller)
+        let result = ready!(handle.shared.poll(context, |state, driver, caller| {
+            state.poll_send(outgoing, sending, driver, caller)
         }));
         // A message that failed is not retried.
         *pending = None;
@@ -45,9 +45,9 @@ impl Connection {
     /// Waits until what the sink has sent has arrived.
     fn poll_flushed(&mut self, context: &mut Context<'_>) -> Poll<Result<(), MessageError>> {
         let Self { handle, polled: Polled { flushing, .. } } = self;
-        handle.shared.poll(context, |core, driver, caller| {
-            flushing.renew(core);
-            core.poll_flush(flushing, driver, caller)
+        handle.shared.poll(context, |state, driver, caller| {
+            flushing.renew(state);
+            state.poll_flush(flushing, driver, caller)
         })
     }
 }
@@ -103,7 +103,7 @@ impl Stream for Connection {
         }
         let Self { handle, polled: Polled { receiving, ended, .. } } = &mut *self;
         let next = ready!(within_budget(context, |context| {
-            handle.shared.poll_receiver(context, receiving, Core::poll_next)
+            handle.shared.poll_receiver(context, receiving, ConnectionState::poll_next)
         }))
         .transpose();
         *ended = !matches!(next, Some(Ok(_)));
@@ -115,13 +115,13 @@ impl Drop for Connection {
     fn drop(&mut self) {
         let Self { handle, polled: Polled { sending, flushing, receiving, .. } } = self;
         if sending.is_some() || flushing.ticket.is_some() {
-            handle.shared.with(|core, _| {
-                core.withdraw_sender(sending);
-                core.withdraw_flusher(&mut flushing.ticket);
+            handle.shared.with(|state, _| {
+                state.withdraw_sender(sending);
+                state.withdraw_flusher(&mut flushing.ticket);
             });
         }
         if receiving.is_some() {
-            handle.shared.with(|core, _| core.withdraw_stream(receiving));
+            handle.shared.with(|state, _| state.withdraw_stream(receiving));
         }
     }
 }

@@ -9,13 +9,13 @@ use rdma_message_proto::handshake::{Handshake, HandshakeError};
 use super::{Connection, Handle};
 use crate::cm::CmConnection;
 use crate::connection::admission::{Accepted as _, Admitted};
-use crate::connection::budget::Share;
+use crate::connection::budget::BudgetGuard;
 use crate::connection::config::ConnectionConfig;
-use crate::connection::core::Core;
 use crate::connection::driver::drive;
 use crate::connection::error::{CloseReason, EstablishError};
 use crate::connection::resources::ConnectionResources;
 use crate::connection::shared::Shared;
+use crate::connection::state::ConnectionState;
 use crate::error::{NoRuntime, OpErrorKind, SetupError};
 use crate::op::{QueuePair, QueuePairBuilder, QueuePairEndpoint};
 
@@ -23,7 +23,7 @@ use crate::op::{QueuePair, QueuePairBuilder, QueuePairEndpoint};
 #[must_use = "it is connected by establish"]
 pub struct PreparedConnection {
     /// Boxed: futures that hold a prepared connection are moved.
-    pub(in crate::connection) core: Box<Core>,
+    pub(in crate::connection) state: Box<ConnectionState>,
     pub(in crate::connection) qp: QueuePair,
     config: ConnectionConfig,
 }
@@ -36,7 +36,7 @@ impl PreparedConnection {
         config: &ConnectionConfig,
         describe: impl FnOnce(QueuePairBuilder) -> QueuePairBuilder,
     ) -> Result<Self, SetupError> {
-        let share = Share::new(&config.budget, config.first_bytes())?;
+        let budget = BudgetGuard::new(&config.budget, config.first_bytes())?;
         let (pd, pools) = (&resources.domain().clone(), resources.pools());
         let [sends, of_receives] = resources.queues();
         let describe = |builder| describe(builder).holding(resources);
@@ -44,8 +44,8 @@ impl PreparedConnection {
         let builder = builder.max_send_wr(config.max_send_wr).max_recv_wr(config.most_receives());
         let qp = describe(builder.max_sge(1).max_inline(config.max_inline).solicited().listened())
             .build()?;
-        let core = Box::new(Core::new(qp.clone(), config, pools, share));
-        match core.protocol.phase().failure() {
+        let state = Box::new(ConnectionState::new(qp.clone(), config, pools, budget));
+        match state.protocol.phase().failure() {
             Some(CloseReason::Operation(
                 OpErrorKind::Post(error) | OpErrorKind::State { error, .. },
             )) => {
@@ -54,7 +54,7 @@ impl PreparedConnection {
             Some(_) => return Err(SetupError::Closed),
             None => {}
         }
-        Ok(Self { core, qp, config: config.clone() })
+        Ok(Self { state, qp, config: config.clone() })
     }
 
     /// Returns the endpoint to which the peer connects its queue pair.
@@ -101,8 +101,8 @@ impl PreparedConnection {
         let runtime = NoRuntime::or_current()?;
         let addresses = link.as_ref().map(|link| (link.local_addr(), link.peer_addr()));
         let link = link.map(Arc::new);
-        self.core.set_peer(&peer, link.clone());
-        let shared = Shared::new(self.core, self.qp, runtime.clone(), admitted);
+        self.state.set_peer(&peer, link.clone());
+        let shared = Shared::new(self.state, self.qp, runtime.clone(), admitted);
         if shared.is_draining() {
             shared.drain();
         }

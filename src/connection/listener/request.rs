@@ -19,7 +19,7 @@ use crate::connection::admission::Admission;
 use crate::connection::config::ConnectionConfig;
 use crate::connection::error::EstablishError;
 use crate::connection::handle::{Connection, PreparedConnection};
-use crate::connection::resources::Reserve;
+use crate::connection::resources::ResourceCache;
 use crate::error::LimitError;
 use crate::verbs::Device;
 
@@ -39,7 +39,7 @@ pub(super) struct Requested {
     pub(super) inner: cm::ConnectionRequest,
     pub(super) handshake: Handshake,
     pub(super) user_data: Bytes,
-    pub(super) reserve: Arc<Reserve>,
+    pub(super) cache: Arc<ResourceCache>,
     pub(super) config: ConnectionConfig,
     pub(super) admission: Arc<Admission>,
     /// The requests that wait at the listener. One of them may evict this one.
@@ -60,7 +60,7 @@ impl ConnectionRequest {
     #[must_use]
     pub fn device(&self) -> &Device {
         match &self.0 {
-            State::Requested(request) => request.reserve.device(),
+            State::Requested(request) => request.cache.device(),
             State::Established(connection) => connection.get().protection_domain().device(),
         }
     }
@@ -230,7 +230,7 @@ impl Requested {
             }
         };
         let options = config.cm_options(MAX_RESPONSE_DATA)?;
-        config.check(self.reserve.device())?;
+        config.check(self.cache.device())?;
         let path = (self.inner.port(), self.inner.gid_index());
         // Reported as `Connect`, because the peer's path does not fit: `accept` returns `Setup`
         // errors, but skips this peer.
@@ -238,7 +238,7 @@ impl Requested {
             .check_path(path, self.inner.source())
             .map_err(|error| self.inner.prepare_error(error))?;
         let prepare = || {
-            let resources = config.resources(&self.reserve)?;
+            let resources = config.resources(&self.cache)?;
             PreparedConnection::new(resources, config, |builder| self.inner.prepare(builder))
         };
         let prepared = match prepare() {

@@ -3,11 +3,11 @@
 use rdma_message_proto::window::FIRST_SIZE;
 use rdma_provider::later;
 
-use crate::connection::core::Core;
 use crate::connection::receives::Receives;
+use crate::connection::state::ConnectionState;
 use crate::memory::BufMut;
 
-impl Core {
+impl ConnectionState {
     /// Posts a receive with `buffer`, or with one of the size announced last.
     pub(in crate::connection) fn post_receive(&mut self, mut buffer: BufMut) {
         self.receives.replace_other(&mut buffer);
@@ -35,7 +35,7 @@ impl Core {
             return;
         }
         let before = self.protocol.receives();
-        match self.receives.register(number, before, &mut self.memory.share) {
+        match self.receives.register(number, before, &mut self.memory.budget) {
             Ok(()) => {
                 let missing = self.protocol.grow(self.posted_receives(), self.receives.size as u32);
                 self.post_receives(missing);
@@ -51,7 +51,7 @@ impl Core {
 
     /// Returns to the first receives if all messages were received.
     pub(in crate::connection) fn shrink_receives(&mut self) {
-        self.exchange_leftovers();
+        self.exchange_long_receives();
         let Some(number) = self.protocol.shrinkage() else { return };
         let Receives { first, leaving, .. } = &self.receives;
         let is_free = leaving.is_none() && first.available() >= number as usize;
@@ -68,12 +68,12 @@ impl Core {
     /// Has the peer skip as many receives as have long buffers although this side has shrunk. If
     /// these are not the oldest ones, it is repeated. A message in a long buffer would never be
     /// skipped: its next receive has another buffer.
-    fn exchange_leftovers(&mut self) {
-        let leftovers = self.receives.leftovers(self.protocol.receives());
-        if leftovers > 0 && !self.has_messages() && self.protocol.may_resize() {
+    fn exchange_long_receives(&mut self) {
+        let long_receives_left = self.receives.long_receives_left(self.protocol.receives());
+        if long_receives_left > 0 && !self.has_messages() && self.protocol.may_resize() {
             let from = self.posted_receives();
-            self.post_receives(leftovers);
-            self.protocol.exchange(leftovers, from);
+            self.post_receives(long_receives_left);
+            self.protocol.exchange(long_receives_left, from);
         }
     }
 
@@ -86,9 +86,9 @@ impl Core {
     /// their receives and no frame is in one.
     pub(in crate::connection) fn settle_receives(&mut self) {
         let is_settled = self.protocol.flow.may_resize()
-            && self.receives.leftovers(self.protocol.receives()) == 0;
+            && self.receives.long_receives_left(self.protocol.receives()) == 0;
         if is_settled && let Some(pool) = self.receives.leaving.take() {
-            self.memory.share.shrink(pool.bytes());
+            self.memory.budget.shrink(pool.bytes());
             later::dispose(pool);
         }
     }
@@ -102,7 +102,7 @@ impl Core {
     pub(in crate::connection) fn on_skip(&mut self, buffer: BufMut) {
         drop(buffer);
         self.settle_receives();
-        self.exchange_leftovers();
+        self.exchange_long_receives();
     }
 }
 
@@ -129,15 +129,15 @@ mod tests {
                 one.send(vec![7; 2000]).await.unwrap();
                 two.recv().await.unwrap();
             }
-            let leaving = || two.handle().shared.with(|core, _| core.receives.are_leaving());
+            let leaving = || two.handle().shared.with(|state, _| state.receives.are_leaving());
             let mut crossed = false;
             for _ in 0..1000 {
                 tokio::task::yield_now().await;
                 // Without a poll of the other side between.
-                two.handle().shared.with(|core, _| {
-                    core.settle_receives();
-                    core.shrink_receives();
-                    core.send_due();
+                two.handle().shared.with(|state, _| {
+                    state.settle_receives();
+                    state.shrink_receives();
+                    state.send_due();
                 });
                 if leaving() {
                     one.try_send("crosses").unwrap();
@@ -146,7 +146,8 @@ mod tests {
                 }
             }
             assert!(crossed);
-            let frames = || one.handle().shared.with(|core, _| core.protocol.sending.flush_point());
+            let frames =
+                || one.handle().shared.with(|state, _| state.protocol.sending.flush_point());
             for _ in 0..100 {
                 tokio::task::yield_now().await;
             }
@@ -165,7 +166,7 @@ mod tests {
             while two.counters().inbox < 2 {
                 tokio::task::yield_now().await;
             }
-            assert!(two.handle().shared.with(|core, _| core.receives.grown.is_some()));
+            assert!(two.handle().shared.with(|state, _| state.receives.grown.is_some()));
             assert!(!leaving());
         });
     }

@@ -4,12 +4,12 @@ use rdma_message_proto::sending::Blocked;
 use rdma_message_proto::window::FIRST_SIZE;
 use rdma_provider::later;
 
-use crate::connection::core::Core;
 use crate::connection::error::MessageError;
+use crate::connection::state::ConnectionState;
 use crate::connection::waiting::Attempt;
 use crate::memory::{BufMut, Pool, PoolError};
 
-impl Core {
+impl ConnectionState {
     /// Returns a registered buffer for one of `frames` frames.
     #[inline]
     pub(in crate::connection) fn send_buffer(
@@ -58,7 +58,7 @@ impl Core {
     fn grow_send_memory(&mut self, len: usize, frames: usize) -> Attempt<BufMut> {
         let (pd, frame) = (self.io.qp.protection_domain(), self.protocol.framing().frame());
         let size = frame.max(len);
-        let grown = self.memory.send.grow(pd, size, &mut self.memory.share);
+        let grown = self.memory.send.grow(pd, size, &mut self.memory.budget);
         match grown {
             Ok(true) => {
                 // The driver deregisters them when the connection is idle.
@@ -86,7 +86,7 @@ impl Core {
     /// Deregisters buffers that an idle side does not need.
     pub(in crate::connection) fn shrink_send_memory(&mut self) {
         let is_unused = |pool: &Pool| pool.available() == pool.total();
-        let unused = self.memory.send.take_if(&mut self.memory.share, is_unused);
+        let unused = self.memory.send.take_if(&mut self.memory.budget, is_unused);
         unused.into_iter().for_each(later::dispose);
     }
 
@@ -111,7 +111,7 @@ impl Core {
 
     fn drop_shorter_send_memory(&mut self, len: usize) {
         let other =
-            self.memory.send.take_if(&mut self.memory.share, |pool| pool.buffer_size() < len);
+            self.memory.send.take_if(&mut self.memory.budget, |pool| pool.buffer_size() < len);
         other.into_iter().for_each(later::dispose);
     }
 }

@@ -3,7 +3,7 @@
 use std::future::Future;
 use std::sync::Arc;
 
-use crate::connection::resources::{MAX_IDLE, Reserve};
+use crate::connection::resources::{MAX_IDLE, ResourceCache};
 use crate::connection::{Connection, ConnectionConfig, Listener};
 use crate::contained::tests::HANG;
 use crate::software::Network;
@@ -56,15 +56,15 @@ fn closed_connection_leaves_its_resources_to_the_next() {
     run(|| async {
         let device = Device::software_in(&Network::new(), "reused").unwrap();
         let listener = listen(&device).await;
-        let reserve = Reserve::of(&device);
+        let cache = ResourceCache::of(&device);
         let first = connect(&device, &listener).await;
         let known = domains(&first);
         assert_ne!(known[0], known[1], "each end has a domain of its own");
         close(first).await;
-        assert_eq!(reserve.idle(), 2);
+        assert_eq!(cache.idle(), 2);
         for _ in 0..3 {
             let again = connect(&device, &listener).await;
-            assert_eq!((domains(&again), reserve.idle()), (known, 0));
+            assert_eq!((domains(&again), cache.idle()), (known, 0));
             for len in [10, 5_000, 100_000] {
                 for [from, to] in [[&again[0], &again[1]], [&again[1], &again[0]]] {
                     from.send(vec![len as u8; len]).await.unwrap();
@@ -79,7 +79,7 @@ fn closed_connection_leaves_its_resources_to_the_next() {
         let connecting = Connection::connect_with(&device, listener.local_addr(), &other);
         let (ours, _theirs) = tokio::try_join!(connecting, listener.accept()).unwrap();
         assert!(!known.contains(&ours.protection_domain().id()));
-        assert_eq!(reserve.idle(), 1);
+        assert_eq!(cache.idle(), 1);
     });
 }
 
@@ -88,7 +88,7 @@ fn resources_that_the_service_uses_are_not_left_to_others() {
     run(|| async {
         let device = Device::software_in(&Network::new(), "used").unwrap();
         let listener = listen(&device).await;
-        let reserve = Reserve::of(&device);
+        let cache = ResourceCache::of(&device);
         type Use = fn(&Connection) -> Box<dyn std::any::Any>;
         let uses: [Use; 3] = [
             |of| Box::new(of.expose(vec![0; 64], Access::REMOTE_ALL).unwrap()),
@@ -99,16 +99,16 @@ fn resources_that_the_service_uses_are_not_left_to_others() {
             let connections = connect(&device, &listener).await;
             let used = use_of(&connections[0]);
             close(connections).await;
-            assert_eq!(reserve.idle(), 1, "the other end's");
+            assert_eq!(cache.idle(), 1, "the other end's");
             drop(used);
-            assert_eq!(reserve.idle(), 1);
+            assert_eq!(cache.idle(), 1);
         }
         // A message in a receive buffer.
         let connections = connect(&device, &listener).await;
         connections[0].send(vec![7; 5_000]).await.unwrap();
         let message = connections[1].recv().await.unwrap().expect("a message");
         close(connections).await;
-        assert_eq!(reserve.idle(), 1);
+        assert_eq!(cache.idle(), 1);
         assert_eq!(message, vec![7; 5_000]);
     });
 }
@@ -127,12 +127,12 @@ fn unused_resources_are_limited_and_freed_with_the_last_user() {
         for connections in open {
             close(connections).await;
         }
-        let reserve = Reserve::of(&device);
-        assert_eq!(reserve.idle(), MAX_IDLE);
+        let cache = ResourceCache::of(&device);
+        assert_eq!(cache.idle(), MAX_IDLE);
         close(last).await;
-        assert_eq!(reserve.idle(), MAX_IDLE);
-        let kept = Arc::downgrade(&reserve);
-        drop((reserve, listener, device));
+        assert_eq!(cache.idle(), MAX_IDLE);
+        let kept = Arc::downgrade(&cache);
+        drop((cache, listener, device));
         eventually(|| kept.strong_count() == 0).await;
         eventually(|| network.control("limited").is_none()).await;
     });
@@ -143,14 +143,14 @@ fn queue_of_the_settings_is_released_with_its_connection() {
     run(|| async {
         let device = Device::software_in(&Network::new(), "released").unwrap();
         let queue = crate::engine::CompletionQueue::builder(&device).build().unwrap();
-        let core = Arc::downgrade(queue.shared());
+        let state = Arc::downgrade(queue.shared());
         let config = small().completion_queue(&queue);
         let listener = Listener::bind(&device, "127.0.0.1:0").await.unwrap();
         let connecting = Connection::connect_with(&device, listener.local_addr(), &config);
         let (ours, theirs) = tokio::try_join!(connecting, listener.accept()).unwrap();
         close([ours, theirs]).await;
         drop((queue, config));
-        eventually(|| core.strong_count() == 0).await;
-        assert_eq!(Reserve::of(&device).idle(), 2);
+        eventually(|| state.strong_count() == 0).await;
+        assert_eq!(ResourceCache::of(&device).idle(), 2);
     });
 }

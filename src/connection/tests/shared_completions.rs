@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tokio::runtime::{Builder, Runtime};
 
-use crate::connection::resources::Reserve;
+use crate::connection::resources::ResourceCache;
 use crate::connection::shared_completions::QueueLease;
 use crate::engine::{BusyPoller, CompletionMode, CompletionQueue};
 use crate::software::Network;
@@ -14,10 +14,10 @@ use crate::verbs::Device;
 /// Entries of a connection with default settings.
 const ENTRIES: [u32; 2] = [128, 76];
 
-fn reserve(name: &str) -> (Network, Arc<Reserve>) {
+fn cache(name: &str) -> (Network, Arc<ResourceCache>) {
     let network = Network::new();
     let device = Device::software_in(&network, name).unwrap();
-    (network, Reserve::of(&device))
+    (network, ResourceCache::of(&device))
 }
 
 fn runtime() -> Runtime {
@@ -27,12 +27,12 @@ fn runtime() -> Runtime {
 /// Leases queues for some connections made in a runtime.
 fn lease(
     runtime: &Runtime,
-    reserve: &Arc<Reserve>,
+    cache: &Arc<ResourceCache>,
     mode: &CompletionMode,
     number: usize,
 ) -> Vec<QueueLease> {
     let _context = runtime.enter();
-    let lease = |_| QueueLease::new(reserve.clone(), mode, ENTRIES).unwrap();
+    let lease = |_| QueueLease::new(cache.clone(), mode, ENTRIES).unwrap();
     (0..number).map(lease).collect()
 }
 
@@ -48,7 +48,7 @@ fn distinct(leases: &[QueueLease]) -> Vec<CompletionQueue> {
 
 #[test]
 fn connections_share_queues_with_those_of_their_runtime_and_mode() {
-    let (_network, reserve) = reserve("shared");
+    let (_network, cache) = cache("shared");
     let (one, other) = (runtime(), runtime());
     let pollers = [BusyPoller::new().unwrap(), BusyPoller::new().unwrap()];
     let modes = [CompletionMode::Event, CompletionMode::Cooperative, CompletionMode::Hybrid];
@@ -56,7 +56,7 @@ fn connections_share_queues_with_those_of_their_runtime_and_mode() {
     let mut all = Vec::new();
     for mode in modes.collect::<Vec<_>>() {
         for runtime in [&one, &other] {
-            let leases = lease(runtime, &reserve, &mode, 2);
+            let leases = lease(runtime, &cache, &mode, 2);
             assert_eq!(distinct(&leases).len(), 1, "{mode:?}");
             let [sends, receives] = &leases[0].queues;
             assert_eq!(sends.same(receives), !matches!(mode, CompletionMode::Event));
@@ -68,9 +68,9 @@ fn connections_share_queues_with_those_of_their_runtime_and_mode() {
 
 #[test]
 fn runtime_of_many_threads_has_queues_for_each() {
-    let (_network, reserve) = reserve("threads");
+    let (_network, cache) = cache("threads");
     let threads = Builder::new_multi_thread().worker_threads(3).build().unwrap();
-    let leases = lease(&threads, &reserve, &CompletionMode::Event, 9);
+    let leases = lease(&threads, &cache, &CompletionMode::Event, 9);
     let queues = distinct(&leases);
     assert_eq!(queues.len(), 3);
     for queue in queues {
@@ -81,20 +81,20 @@ fn runtime_of_many_threads_has_queues_for_each() {
 
 #[test]
 fn queues_of_many_threads_are_small_until_all_are_full() {
-    let (_network, reserve) = reserve("many");
+    let (_network, cache) = cache("many");
     let threads = Builder::new_multi_thread().worker_threads(16).build().unwrap();
-    let mut leases = lease(&threads, &reserve, &CompletionMode::Event, 16 * 4);
+    let mut leases = lease(&threads, &cache, &CompletionMode::Event, 16 * 4);
     let capacities =
         |leases: &[_]| distinct(leases).iter().map(CompletionQueue::capacity).collect::<Vec<_>>();
     assert_eq!(capacities(&leases), [512; 16]);
-    leases.extend(lease(&threads, &reserve, &CompletionMode::Event, 1));
+    leases.extend(lease(&threads, &cache, &CompletionMode::Event, 1));
     assert_eq!(capacities(&leases)[16..], [16 * 512]);
 }
 
 #[test]
 fn full_queues_are_followed_by_as_large_ones_as_all_before_them() {
-    let (_network, reserve) = reserve("full");
-    let leases = lease(&runtime(), &reserve, &CompletionMode::Event, 1000);
+    let (_network, cache) = cache("full");
+    let leases = lease(&runtime(), &cache, &CompletionMode::Event, 1000);
     let queues = distinct(&leases);
     let mut before = 0;
     for queue in &queues {
@@ -108,11 +108,11 @@ fn full_queues_are_followed_by_as_large_ones_as_all_before_them() {
 
 #[test]
 fn connection_with_more_entries_than_usual_has_queues_that_fit() {
-    let (_network, reserve) = reserve("large");
+    let (_network, cache) = cache("large");
     let runtime = runtime();
     let _context = runtime.enter();
     for mode in [CompletionMode::Event, CompletionMode::Hybrid] {
-        let lease = QueueLease::new(reserve.clone(), &mode, [1_000, 5_000]).unwrap();
+        let lease = QueueLease::new(cache.clone(), &mode, [1_000, 5_000]).unwrap();
         let [sends, receives] = lease.queues.each_ref().map(CompletionQueue::capacity);
         let separate = matches!(mode, CompletionMode::Event);
         assert!(sends >= 1_000 && receives >= if separate { 5_000 } else { 6_000 });
@@ -121,9 +121,9 @@ fn connection_with_more_entries_than_usual_has_queues_that_fit() {
 
 #[test]
 fn released_entries_are_used_again_and_one_unused_pair_is_kept() {
-    let (_network, reserve) = reserve("released");
+    let (_network, cache) = cache("released");
     let runtime = runtime();
-    let leases = lease(&runtime, &reserve, &CompletionMode::Event, 100);
+    let leases = lease(&runtime, &cache, &CompletionMode::Event, 100);
     let queues = distinct(&leases).len();
     assert!(queues > 2);
     let weak: Vec<_> =
@@ -131,10 +131,10 @@ fn released_entries_are_used_again_and_one_unused_pair_is_kept() {
     drop(leases);
     let live = || weak.iter().filter(|queue| queue.strong_count() > 0).count();
     let kept = live();
-    let again = lease(&runtime, &reserve, &CompletionMode::Event, 2);
+    let again = lease(&runtime, &cache, &CompletionMode::Event, 2);
     assert_eq!((live(), distinct(&again).len()), (kept, 1), "the kept queue has entries for two");
     let busy = CompletionMode::busy_poll().unwrap();
-    let polled = lease(&runtime, &reserve, &busy, 1);
+    let polled = lease(&runtime, &cache, &busy, 1);
     let polled_queue = Arc::downgrade(polled[0].queues[0].shared());
     drop(polled);
     assert_eq!(polled_queue.strong_count(), 0, "a thread polls no unused queue");
@@ -142,15 +142,15 @@ fn released_entries_are_used_again_and_one_unused_pair_is_kept() {
 
 #[test]
 fn failed_queues_are_not_used_for_new_connections() {
-    let (network, reserve) = reserve("failed");
+    let (network, cache) = cache("failed");
     let runtime = runtime();
-    let old = lease(&runtime, &reserve, &CompletionMode::Event, 2);
+    let old = lease(&runtime, &cache, &CompletionMode::Event, 2);
     let event = AsyncEvent::CqError { cq: old[0].queues[1].id() };
     network.control("failed").unwrap().announce(event);
-    assert_eq!(reserve.device().next_event().unwrap(), Some(event));
+    assert_eq!(cache.device().next_event().unwrap(), Some(event));
     old[0].queues[1].shared().drain();
     assert!(old[0].queues[1].failure().is_some());
-    let new = lease(&runtime, &reserve, &CompletionMode::Event, 2);
+    let new = lease(&runtime, &cache, &CompletionMode::Event, 2);
     assert_eq!(distinct(&new).len(), 1);
     assert!(!new[0].queues[0].same(&old[0].queues[0]));
     drop((old, new));

@@ -196,7 +196,8 @@ fn aborted_stream_resets_the_peer() {
 /// Returns the frames in flight, and the bytes held.
 fn outstanding(stream: &RdmaStream) -> (usize, usize) {
     let shared = &stream.handle().shared;
-    shared.with(|core, _| (core.outbox.sends.len(), core.outbox.held.iter().map(Held::len).sum()))
+    shared
+        .with(|state, _| (state.outbox.sends.len(), state.outbox.held.iter().map(Held::len).sum()))
 }
 
 /// Runs `test` with a stream whose peer acknowledges nothing, then lets the peer read to the end.
@@ -302,7 +303,7 @@ fn only_a_write_that_waits_for_the_peer_stalls() {
             let now = Instant::now();
             for check in 1..=4 {
                 let shared = &client.handle().shared;
-                shared.with(|core, _| core.on_deadline(now + stall * check));
+                shared.with(|state, _| state.on_deadline(now + stall * check));
             }
             assert_eq!(client.close_reason(), (!reads).then_some(CloseReason::Stalled));
         });
@@ -333,7 +334,7 @@ fn registered(stream: &RdmaStream, bytes: &[u8]) -> BufMut {
 fn bytes_of_a_buffer_are_written_from_its_memory() {
     let frames = unacknowledged(4096 + 4095, async |stream| {
         let in_place =
-            |stream: &RdmaStream| stream.handle().shared.with(|core, _| core.outbox.in_place);
+            |stream: &RdmaStream| stream.handle().shared.with(|state, _| state.outbox.in_place);
         let memory = stream.protection_domain().register(vec![7; 4096]).unwrap();
         let bytes = bytes::Bytes::from(memory);
         stream.write_bytes(bytes.clone()).await.unwrap();
@@ -362,16 +363,16 @@ fn held_bytes_are_sent_whichever_call_finds_the_last_acknowledgement() {
     run(async {
         let [mut client, mut server] = pair().await;
         client.write_all(&[7]).await.unwrap();
-        client.handle().shared.with(|core, driver| {
-            let buffer = core.send_buffer(core.protocol.framing().frame(), 1).unwrap().unwrap();
-            core.outbox.held.push_back(Held::new(buffer, 10));
+        client.handle().shared.with(|state, driver| {
+            let buffer = state.send_buffer(state.protocol.framing().frame(), 1).unwrap().unwrap();
+            state.outbox.held.push_back(Held::new(buffer, 10));
             let limit = Instant::now() + HANG;
             // Nothing has polled the frame, as if it completed after `send_held`.
-            while !core.outbox.sends[0].is_finished() {
+            while !state.outbox.sends[0].is_finished() {
                 assert!(Instant::now() < limit, "not acknowledged");
-                core.io.qp.drain_completions();
+                state.io.qp.drain_completions();
             }
-            core.watch_sends(&mut Context::from_waker(driver)).unwrap();
+            state.watch_sends(&mut Context::from_waker(driver)).unwrap();
         });
         assert_eq!(outstanding(&client).1, 0);
         server.read_exact(&mut [0; 11]).await.unwrap();
@@ -385,12 +386,12 @@ fn held_bytes_longer_than_a_receive_are_split_without_loss() {
         let sent: Vec<u8> = (0..1000_u32).map(|at| (at % 251) as u8).collect();
         let pool = Pool::new(client.protection_domain(), sent.len(), 1).unwrap();
         let buffer = pool.copy_from(&sent).unwrap();
-        client.handle().shared.with(|core, _| {
-            core.outbox.held.push_back(Held::new(buffer, sent.len()));
+        client.handle().shared.with(|state, _| {
+            state.outbox.held.push_back(Held::new(buffer, sent.len()));
             // The next receives of the peer take 300 bytes, as far as this side knows.
-            let next = core.protocol.flow.next_receive();
+            let next = state.protocol.flow.next_receive();
             let resize = Resize { receives: 64, skip: 0, from: next + 20, size: 32 << 10 };
-            let sizes = core.protocol.framing_mut().sizes();
+            let sizes = state.protocol.framing_mut().sizes();
             *sizes = Sizes::new(300);
             sizes.change(resize, next).unwrap();
         });
@@ -410,7 +411,7 @@ fn write_that_waits_is_woken_when_another_withdraws_its_ticket() {
         let [mut client, _server] = pair_in(&network).await;
         network.control("server").unwrap().set_port(false);
         const PIECE: usize = 1 << 20;
-        client.handle().shared.with(|core, _| core.protocol.sending.limit_offers(PIECE as u64));
+        client.handle().shared.with(|state, _| state.protocol.sending.limit_offers(PIECE as u64));
         client.write_bytes(vec![7; PIECE]).await.unwrap();
         let count = Arc::new(Count(AtomicU32::new(0)));
         let waker = Waker::from(count.clone());

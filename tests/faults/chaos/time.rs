@@ -11,7 +11,7 @@ use tokio_rdma::software::{self, Faults, Network};
 use tokio_rdma::types::AckTimeout;
 use tokio_rdma::{CompletionMode, ConnectionConfig};
 
-use crate::torture::LONG;
+use crate::torture::{HANG, LONG};
 
 pub(crate) const MS: Duration = Duration::from_millis(1);
 
@@ -46,7 +46,7 @@ impl Pace {
         match self {
             // All retransmissions to a lost peer take at most 67 ms.
             Self::Virtual => 400 * MS,
-            Self::Real | Self::Processes => LONG,
+            Self::Real | Self::Processes => HANG,
         }
     }
 
@@ -56,7 +56,7 @@ impl Pace {
         match self {
             // A listener whose port was down rejects a request after 0.1 s, in real time.
             Self::Virtual => self.request_deadline() + ATTEMPT + GREATEST_DELAY + 2000 * MS,
-            Self::Real | Self::Processes => LONG,
+            Self::Real | Self::Processes => HANG,
         }
     }
 

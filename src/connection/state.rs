@@ -6,8 +6,9 @@
 //!                 └─ long: READ, then done ───────────────▶ peer
 //! ```
 //!
-//! [`Core::progress`] does all work that is possible now. Tasks that send or receive call it, and
-//! so do the waker of operations and the driver. So progress never depends on the service's tasks.
+//! [`ConnectionState::progress`] does all work that is possible now. Tasks that send or receive
+//! call it, and so do the waker of operations and the driver. So progress never depends on the tasks
+//! of the application.
 
 use std::future::Future;
 use std::ops::ControlFlow;
@@ -28,7 +29,7 @@ use rdma_message_proto::timers::Observed;
 use rdma_provider::later;
 use tokio::runtime;
 
-use super::budget::Share;
+use super::budget::BudgetGuard;
 use super::config::ConnectionConfig;
 use super::error::CloseReason;
 use super::inbox::{Inbox, Incoming, Notification};
@@ -62,7 +63,7 @@ const REAPED: usize = 8;
 const SKIPS: usize = 4;
 
 #[derive(Debug)]
-pub(crate) struct Core {
+pub(crate) struct ConnectionState {
     /// What may be sent, what must be sent, and when the connection ends.
     pub(crate) protocol: Protocol<CloseReason>,
     pub(super) io: Io,
@@ -104,7 +105,7 @@ pub(super) struct Memory {
     pub(super) send: SendMemory,
     pub(super) fetch: FetchMemory,
     /// What this side has taken from its budget.
-    pub(super) share: Share,
+    pub(super) budget: BudgetGuard,
     /// Registrations that may block.
     pub(super) jobs: Jobs,
 }
@@ -123,13 +124,13 @@ pub(super) struct Limits {
     pub(super) linger: Duration,
 }
 
-impl Core {
+impl ConnectionState {
     /// Creates a side and posts its receives.
     pub(super) fn new(
         qp: QueuePair,
         config: &ConnectionConfig,
         (receive_pool, send_pool): (Pool, Option<Pool>),
-        share: Share,
+        budget: BudgetGuard,
     ) -> Self {
         let limits = Limits {
             held: 0,
@@ -138,13 +139,13 @@ impl Core {
             receive_memory: config.receive_memory,
             linger: config.close_timeout,
         };
-        let mut core = Self {
+        let mut state = Self {
             protocol: Protocol::new(config.protocol(qp.caps().max_inline)),
             limits,
             memory: Memory {
                 send: SendMemory::new(send_pool, config),
                 fetch: FetchMemory::new(qp.protection_domain(), config.receive_memory),
-                share,
+                budget,
                 jobs: Jobs::None,
             },
             receives: Receives::new(receive_pool, config),
@@ -162,8 +163,8 @@ impl Core {
                 qp,
             },
         };
-        core.post_receives(config.first_receives());
-        core
+        state.post_receives(config.first_receives());
+        state
     }
 
     pub(super) fn set_peer(&mut self, peer: &Handshake, link: Option<Arc<CmConnection>>) {
@@ -201,10 +202,10 @@ impl Core {
         if self.close_reason().is_some() {
             return;
         }
-        self.terminate_on_error(|core| {
+        self.terminate_on_error(|state| {
             let forked = |error| CloseReason::Operation(OpErrorKind::CompletionQueue(error));
             forked::check().map_err(forked)?;
-            core.work(&mut Context::from_waker(driver))
+            state.work(&mut Context::from_waker(driver))
         });
         self.wake();
         // Only the driver keeps deadlines.
@@ -529,7 +530,7 @@ impl Core {
         if ended || self.inbox.is_ready() || self.is_at_end() {
             self.wake_receivers();
         }
-        if !self.waiting.notified.is_empty() && self.has_news() {
+        if !self.waiting.notified.is_empty() && self.has_notification_or_end() {
             later::wake(self.waiting.notified.take_first());
         }
         if !self.waiting.senders.is_empty() && self.is_unblocked() {
@@ -649,22 +650,22 @@ mod tests {
     fn failed_receive_post_fails_the_connection_at_once() {
         let pd =
             Device::software_in(&Network::new(), "refused").unwrap().protection_domain().unwrap();
-        let mut core = Connection::prepare(&pd, &ConnectionConfig::default()).unwrap().core;
-        let pool = Pool::new(core.io.qp.protection_domain(), 512, 1).unwrap();
+        let mut state = Connection::prepare(&pd, &ConnectionConfig::default()).unwrap().state;
+        let pool = Pool::new(state.io.qp.protection_domain(), 512, 1).unwrap();
         let spare = pool.try_alloc(1).unwrap();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        runtime.block_on(core.io.qp.clone().close());
-        core.post_receive(spare);
+        runtime.block_on(state.io.qp.clone().close());
+        state.post_receive(spare);
         assert_eq!(
-            core.protocol.phase().failure(),
+            state.protocol.phase().failure(),
             Some(CloseReason::Operation(OpErrorKind::Closed))
         );
-        assert!(core.io.wakes_driver, "the driver is notified");
-        core.progress(Waker::noop());
+        assert!(state.io.wakes_driver, "the driver is notified");
+        state.progress(Waker::noop());
         assert!(
-            matches!(core.close_reason(), Some(CloseReason::Operation(_))),
+            matches!(state.close_reason(), Some(CloseReason::Operation(_))),
             "{:?}",
-            core.close_reason()
+            state.close_reason()
         );
     }
 }
