@@ -269,6 +269,8 @@ impl Core {
                         self.shrink_send_memory();
                         self.shrink_receives();
                         self.shrink_fetch_memory();
+                        self.inbox.messages.shrink_to_fit();
+                        self.outbox.offers.shrink_to_fit();
                         self.send_due();
                     }
                     self.renew_send_memory();
