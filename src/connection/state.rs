@@ -6,9 +6,9 @@
 //!                 └─ long: READ, then done ───────────────▶ peer
 //! ```
 //!
-//! [`ConnectionState::progress`] does all work that is possible now. Tasks that send or receive
-//! call it, and so do the waker of operations and the driver. So progress never depends on the tasks
-//! of the application.
+//! [`ConnectionState::progress`] does all work that is possible now. It is called by tasks that send
+//! or receive, by the waker of operations, and by the driver. So progress never depends on the
+//! application's tasks.
 
 use std::future::Future;
 use std::ops::ControlFlow;
@@ -274,6 +274,8 @@ impl ConnectionState {
                         self.shrink_send_memory();
                         self.shrink_receives();
                         self.shrink_fetch_memory();
+                        self.inbox.messages.shrink_to_fit();
+                        self.outbox.offers.shrink_to_fit();
                         self.send_due();
                     }
                     self.renew_send_memory();

@@ -90,6 +90,8 @@ impl ConnectionState {
         if is_settled && let Some(pool) = self.receives.leaving.take() {
             self.memory.budget.shrink(pool.bytes());
             later::dispose(pool);
+            // The list has had an entry for each long buffer.
+            self.receives.posted.shrink_to(self.protocol.receives() as usize);
         }
     }
 
@@ -112,23 +114,62 @@ mod tests {
     use crate::software::Network;
     use crate::verbs::Device;
 
+    /// Connects two devices, and sends until the second one has long buffers.
+    async fn grown() -> [Connection; 2] {
+        let network = Network::new();
+        let prepared = ["one", "two"].map(|name| {
+            let pd = Device::software_in(&network, name).unwrap().protection_domain().unwrap();
+            Connection::prepare(&pd, &ConnectionConfig::default().keepalive(None)).unwrap()
+        });
+        let ends = prepared.each_ref().map(|own| (own.endpoint(), own.handshake(&[]).unwrap()));
+        let [one, two] = prepared;
+        let one = one.establish(&ends[1].0, &ends[1].1).unwrap();
+        let two = two.establish(&ends[0].0, &ends[0].1).unwrap();
+        while two.counters().buffer_memory < 100_000 {
+            one.send(vec![7; 2000]).await.unwrap();
+            two.recv().await.unwrap();
+        }
+        [one, two]
+    }
+
+    #[test]
+    fn side_that_has_shrunk_keeps_no_entries_for_its_long_buffers() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let [one, two] = grown().await;
+            while two.handle().shared.with(|state, _| state.receives.posted.len()) < 64 {
+                let mut sent = 0;
+                while one.try_send(vec![7; 2000]).is_ok() {
+                    sent += 1;
+                }
+                for _ in 0..sent {
+                    two.recv().await.unwrap();
+                }
+            }
+            let capacity = || two.handle().shared.with(|state, _| state.receives.posted.capacity());
+            assert!(capacity() >= 64, "{}", capacity());
+            let is_grown = || {
+                let grown = || two.handle().shared.with(|state, _| state.receives.grown.is_some());
+                grown() || two.handle().shared.with(|state, _| state.receives.are_leaving())
+            };
+            for _ in 0..10_000 {
+                tokio::task::yield_now().await;
+                two.handle().shared.with(|state, _| {
+                    state.settle_receives();
+                    state.shrink_receives();
+                    state.send_due();
+                });
+            }
+            assert!(!is_grown());
+            assert!(capacity() < 20, "{}", capacity());
+        });
+    }
+
     #[test]
     fn message_that_crosses_a_return_neither_repeats_it_nor_prevents_a_growth() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
-            let network = Network::new();
-            let prepared = ["one", "two"].map(|name| {
-                let pd = Device::software_in(&network, name).unwrap().protection_domain().unwrap();
-                Connection::prepare(&pd, &ConnectionConfig::default().keepalive(None)).unwrap()
-            });
-            let ends = prepared.each_ref().map(|own| (own.endpoint(), own.handshake(&[]).unwrap()));
-            let [one, two] = prepared;
-            let one = one.establish(&ends[1].0, &ends[1].1).unwrap();
-            let two = two.establish(&ends[0].0, &ends[0].1).unwrap();
-            while two.counters().buffer_memory < 100_000 {
-                one.send(vec![7; 2000]).await.unwrap();
-                two.recv().await.unwrap();
-            }
+            let [one, two] = grown().await;
             let leaving = || two.handle().shared.with(|state, _| state.receives.are_leaving());
             let mut crossed = false;
             for _ in 0..1000 {

@@ -184,17 +184,19 @@ impl ReconnectTask {
             assert!(generation >= last, "generation {generation} after {last}");
             if generation > last {
                 (last, grant, words) = (generation, None, 0);
-                // The first message of each connection.
-                match answer(&connection, Instant::now() + world.pace.recovery()).await {
-                    Ok(Some(bytes)) => grant = RemoteRegion::from_bytes(&bytes),
-                    Ok(None) => finish(world, &connection).await,
-                    Err(_) => {}
+                if world.pace.keeps_memory() {
+                    // The first message of each connection.
+                    match answer(&connection, Instant::now() + world.pace.recovery()).await {
+                        Ok(Some(bytes)) => grant = RemoteRegion::from_bytes(&bytes),
+                        Ok(None) => finish(world, &connection).await,
+                        Err(_) => {}
+                    }
                 }
             }
-            let Some(grant) = grant else {
+            if world.pace.keeps_memory() && grant.is_none() {
                 connection.closed().await;
                 continue;
-            };
+            }
             let good = burst(world, ends, &connection, &mut random).await;
             if good && over {
                 break;
@@ -202,7 +204,10 @@ impl ReconnectTask {
             if !good {
                 finish(world, &connection).await;
             }
-            if world.pace.keeps_memory() && words < WORDS && random.u8(..4) == 0 {
+            if let Some(grant) = grant
+                && words < WORDS
+                && random.u8(..4) == 0
+            {
                 self.write(&connection, grant, words).await;
                 words += 1;
             }
@@ -326,7 +331,7 @@ impl PeerSetClient {
         };
         let before = greeted.lock().insert(server, peer.generation());
         assert!(before.is_none_or(|before| before <= peer.generation()));
-        if before != Some(peer.generation()) {
+        if world.pace.keeps_memory() && before != Some(peer.generation()) {
             match answer(&peer, Instant::now() + world.pace.recovery()).await {
                 Ok(Some(_)) => {}
                 Ok(None) => {

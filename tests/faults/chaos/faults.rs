@@ -38,7 +38,12 @@ impl Fault {
                 Self::OneWay,
                 Self::Port,
             ],
-            Pace::Processes => &[Self::Stop(Stop::Shutdown), Self::Stop(Stop::Kill), Self::Pause],
+            Pace::Processes => &[
+                Self::Stop(Stop::Shutdown),
+                Self::Stop(Stop::Kill),
+                Self::Stop(Stop::KillAfterExecution),
+                Self::Pause,
+            ],
         }
     }
 }
@@ -60,6 +65,7 @@ pub(crate) async fn inject<S: Server>(
         servers.push(joined(server).await);
     }
     joined(network).await;
+    world.network.set_faults(delays());
     servers
 }
 
@@ -84,7 +90,7 @@ async fn inject_into<S: Server>(
 
 /// Returns delays that let a server be killed and started again before what a client has sent
 /// arrives: for example the confirmation of a connection whose request the killed server executed.
-fn late() -> Faults {
+pub(crate) fn late() -> Faults {
     delays().delay(MS..400 * MS).duplicate(0.6).reorder(0.2)
 }
 
@@ -103,5 +109,4 @@ async fn inject_into_network(world: Arc<World>, end: Instant) {
         world.network.set_faults(faults);
         sleep(random.u32(50..300) * MS).await;
     }
-    world.network.set_faults(delays());
 }

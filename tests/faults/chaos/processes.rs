@@ -1,5 +1,6 @@
 //! Servers that are processes. Their clients are in the process of the test, over UDP.
 
+use std::io::Write;
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -14,7 +15,7 @@ use tokio::time::sleep;
 use tokio_rdma::connection::BufferBudget;
 use tokio_rdma::software::{Network, UdpConfig, UdpError};
 
-use super::faults::Fault;
+use super::faults::{Fault, late};
 use super::servers::{LocalServer, PORT, Server, Stop, name};
 use super::time::{MS, Pace, on_threads};
 use super::udp;
@@ -23,6 +24,9 @@ use crate::torture::LONG;
 
 /// Describes its server to a process: number, address, seed, and the file of its records.
 const SETTING: &str = "TOKIO_RDMA_CHAOS";
+
+/// Asks a server process to kill itself after its next request.
+const KILL_AFTER_EXECUTION: u8 = 1;
 
 /// A server that is a process.
 pub(crate) struct ServerProcess {
@@ -67,6 +71,15 @@ impl Server for ServerProcess {
                     sleep(lasts / 10).await;
                     self.run();
                     sleep(random.u32(50..200) * MS).await;
+                }
+            }
+            // Started again at once, so that the next process rejects confirmations of connections
+            // whose requests this one has executed.
+            Fault::Stop(Stop::KillAfterExecution) => {
+                for _ in 0..random.u32(1..8) {
+                    self.world.network.set_faults(late());
+                    self.stop(Stop::KillAfterExecution).await;
+                    self.run();
                 }
             }
             Fault::Stop(how) => {
@@ -115,10 +128,27 @@ impl ServerProcess {
         kill_process(Pid::from_child(process), signal).expect("it exists");
     }
 
-    async fn stop(&mut self, how: Stop) {
-        if how == Stop::Kill {
-            self.signal(Signal::KILL);
+    /// Asks the process to kill itself after its next request, and does so after a while.
+    async fn kill_after_execution(&mut self) {
+        let process = self.process.as_mut().expect("it runs");
+        let input = process.stdin.as_mut().expect("it reads");
+        input.write_all(&[KILL_AFTER_EXECUTION]).expect("it reads");
+        let start = Instant::now();
+        while process.try_wait().unwrap().is_none() {
+            if start.elapsed() > 500 * MS {
+                return self.signal(Signal::KILL);
+            }
+            sleep(MS).await;
         }
+    }
+
+    async fn stop(&mut self, how: Stop) {
+        match how {
+            Stop::Kill => self.signal(Signal::KILL),
+            Stop::KillAfterExecution => self.kill_after_execution().await,
+            _ => {}
+        }
+        let killed = matches!(how, Stop::Kill | Stop::KillAfterExecution);
         let mut process = self.process.take().expect("it runs");
         // The end of its input asks a server to shut down.
         drop(process.stdin.take());
@@ -133,7 +163,7 @@ impl ServerProcess {
             }
             sleep(MS).await;
         };
-        assert!(how == Stop::Kill || status.success(), "{}: {status}", self.name());
+        assert!(killed || status.success(), "{}: {status}", self.name());
     }
 }
 
@@ -164,7 +194,9 @@ fn serve_in_a_process() {
         let mut server = LocalServer::start(&world, number).await;
         let input = std::os::fd::AsFd::as_fd(&std::io::stdin()).try_clone_to_owned().unwrap();
         let mut input = pipe::Receiver::from_owned_fd(input).expect("a pipe");
-        input.read_to_end(&mut Vec::new()).await.expect("the end of the input");
+        while let Ok(KILL_AFTER_EXECUTION) = input.read_u8().await {
+            world.kill_after_execution();
+        }
         server.shut_down().await;
     });
 }

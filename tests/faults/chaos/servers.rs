@@ -41,6 +41,8 @@ pub(crate) enum Stop {
     PowerLoss,
     /// The process is killed.
     Kill,
+    /// The process is killed between the execution of a request and its answer.
+    KillAfterExecution,
 }
 
 /// A server that faults happen to.
@@ -198,7 +200,7 @@ impl LocalServer {
             Stop::Shutdown | Stop::Drop => {}
             Stop::Removal => control.kill(),
             Stop::PowerLoss => control.set_port(false),
-            Stop::Kill => unreachable!("for processes"),
+            Stop::Kill | Stop::KillAfterExecution => unreachable!("for processes"),
         }
         drop(control);
         stop.send(()).expect("the server runs");
@@ -238,7 +240,8 @@ impl Serving {
         let Some((connection, region)) = &self.held else { return };
         // Without a region, the device was removed.
         let Some(region) = region else { return };
-        if connection.send(region.grant()).await.is_err() {
+        let grants = self.world.pace.keeps_memory();
+        if grants && connection.send(region.grant()).await.is_err() {
             return;
         }
         loop {

@@ -36,7 +36,9 @@ impl Pace {
         5
     }
 
-    /// Returns true if WRITEs to a server's memory are known after its end.
+    /// Returns true if WRITEs to a server's memory are known after its end. Its clients then wait
+    /// for a grant before they send. Others send at once, so that a server may execute a request
+    /// before the client's confirmation of the connection arrives.
     pub(crate) fn keeps_memory(self) -> bool {
         self != Self::Processes
     }
@@ -60,12 +62,15 @@ impl Pace {
         }
     }
 
-    /// Returns the settings of connections.
-    pub(crate) fn config(self, budget: &BufferBudget) -> ConnectionConfig {
+    /// Returns the settings of the connections of a client or server.
+    pub(crate) fn config(self, number: usize, budget: &BufferBudget) -> ConnectionConfig {
         // A process may wait for a processor.
         let timeout = AckTimeout::from_code(if self == Self::Processes { 13 } else { 10 });
-        let options = ConnectOptions { timeout, retry_count: 3, ..Default::default() };
+        let patient = self == Self::Processes && number % 4 < 2;
+        let retry_count = if patient { 7 } else { 3 };
+        let options = ConnectOptions { timeout, retry_count, ..Default::default() };
         let config = ConnectionConfig::default().options(options).budget(budget);
+        let config = config.mode(self.mode(number));
         match self {
             Self::Virtual => config
                 .keepalive(Some((50 * MS, 300 * MS)))
@@ -79,6 +84,11 @@ impl Pace {
                 .keepalive(Some((50 * MS, 300 * MS)))
                 .close_timeout(300 * MS)
                 .shrink_after(100 * MS),
+            // Long enough that a process that was started again answers instead of the lost one.
+            Self::Processes if patient => config
+                .keepalive(Some((300 * MS, 1500 * MS)))
+                .close_timeout(500 * MS)
+                .shrink_after(100 * MS),
             Self::Processes => config
                 .keepalive(Some((100 * MS, 300 * MS)))
                 .close_timeout(500 * MS)
@@ -87,7 +97,7 @@ impl Pace {
     }
 
     /// Returns the completion mode of a client or server.
-    pub(crate) fn mode(self, number: usize) -> CompletionMode {
+    fn mode(self, number: usize) -> CompletionMode {
         match (self, number % 8) {
             // A cooperative task never sleeps, so Tokio's clock would stand still.
             (Self::Virtual, _) => CompletionMode::Event,

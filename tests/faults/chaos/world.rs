@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
+use rustix::process::{Signal, getpid, kill_process};
 use tokio::time::{Instant, sleep};
 use tokio_rdma::ConnectionConfig;
 use tokio_rdma::connection::BufferBudget;
@@ -75,13 +76,14 @@ impl Tally {
 pub(crate) struct World {
     pub(crate) pace: Pace,
     pub(crate) network: Network,
-    config: ConnectionConfig,
+    budget: BufferBudget,
     pub(crate) seed: u64,
     verbose: bool,
     start: Instant,
     /// The names of the clients' devices.
     pub(crate) clients: Vec<String>,
     faults_are_over: AtomicBool,
+    kill_after_execution: AtomicBool,
     requests: Mutex<Vec<Request>>,
     disks: Vec<Mutex<Disk>>,
     pub(crate) generations: AtomicU64,
@@ -97,16 +99,16 @@ impl World {
         budget: &BufferBudget,
         verbose: bool,
     ) -> Self {
-        let config = pace.config(budget);
         Self {
             pace,
             network,
-            config,
+            budget: budget.clone(),
             seed,
             verbose,
             start: Instant::now(),
             clients: pace.clients(),
             faults_are_over: AtomicBool::new(false),
+            kill_after_execution: AtomicBool::new(false),
             requests: Mutex::default(),
             disks: (0..pace.servers()).map(|_| Mutex::default()).collect(),
             generations: AtomicU64::new(0),
@@ -127,7 +129,7 @@ impl World {
 
     /// Returns the settings of a client or server.
     pub(crate) fn config(&self, number: usize) -> ConnectionConfig {
-        self.config.clone().mode(self.pace.mode(number))
+        self.pace.config(number, &self.budget)
     }
 
     /// Returns a generator of its own for a part of the test.
@@ -172,7 +174,16 @@ impl World {
 
     /// Increments a server's counter, and returns its value.
     pub(crate) fn execute(&self, server: usize, id: u64) -> u64 {
-        self.disks[server].lock().increment(id)
+        let value = self.disks[server].lock().increment(id);
+        if self.kill_after_execution.load(Ordering::Relaxed) {
+            kill_process(getpid(), Signal::KILL).expect("this process");
+        }
+        value
+    }
+
+    /// Kills this process when it has executed the next request.
+    pub(crate) fn kill_after_execution(&self) {
+        self.kill_after_execution.store(true, Ordering::Relaxed);
     }
 
     /// Records a number that a WRITE has left.
