@@ -6,8 +6,8 @@
 //!                 └─ long: READ, then done ───────────────▶ peer
 //! ```
 //!
-//! [`ConnectionState::progress`] does all work that is possible now. It is called by tasks that send
-//! or receive, by the waker of operations, and by the driver. So progress never depends on the
+//! [`ConnectionState::progress`] does all work that is possible now. Tasks that send or receive
+//! call it, and so do the waker of operations and the driver. So progress never depends on the
 //! application's tasks.
 
 use std::future::Future;
