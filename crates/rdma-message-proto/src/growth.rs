@@ -77,13 +77,20 @@ impl Growth {
 
     /// Returns true if nothing calls for more now.
     #[inline]
-    pub(crate) fn is_ended(&self) -> bool {
+    fn is_ended(&self) -> bool {
         self.stage == Stage::Full || self.refused
     }
 
     /// Notes a message, with which `unanswered` frames have arrived since the last announcement.
+    #[inline]
     pub(crate) fn note_message(&mut self, content: Content, arrival: Arrival, unanswered: u32) {
-        self.wanted |= self.is_pressed(unanswered)
+        if !self.is_ended() {
+            self.wanted |= self.is_wanted_by(content, arrival, unanswered);
+        }
+    }
+
+    fn is_wanted_by(&self, content: Content, arrival: Arrival, unanswered: u32) -> bool {
+        self.is_pressed(unanswered)
             || match arrival {
                 // The sender may have more bytes.
                 Arrival::Message { len, .. } if content == Content::Bytes => {
@@ -95,13 +102,13 @@ impl Growth {
                     frames * LONG_MESSAGES > (self.receives - RESERVE).into()
                 }
                 _ => false,
-            };
+            }
     }
 
     /// Notes the offer of a message of `len` bytes, like [`note_message`](Self::note_message).
     pub(crate) fn note_offer(&mut self, len: u64, unanswered: u32) {
         let too_long = len > self.size.into() && len <= self.eager;
-        self.wanted |= self.is_pressed(unanswered) || too_long;
+        self.wanted |= !self.is_ended() && (self.is_pressed(unanswered) || too_long);
     }
 
     /// Returns true if the frames use half of the receives for messages at first, later all: the
@@ -113,12 +120,16 @@ impl Growth {
 
     /// Notes that the application takes messages in their buffers: the first ones are too few.
     pub(crate) fn note_buffer_taken(&mut self) {
-        self.wanted |= self.stage == Stage::First;
+        self.wanted |= self.stage == Stage::First && !self.refused;
     }
 
     /// Notes an `Ack` for credits. Frequent ones show a stream that more receives may let flow
     /// faster: its sender may wait for them.
-    pub(crate) fn note_ack(&mut self, now: Instant) {
+    pub(crate) fn note_ack(&mut self, now: impl FnOnce() -> Instant) {
+        if self.is_ended() {
+            return;
+        }
+        let now = now();
         let before = self.acked.replace(now);
         self.wanted |= before.is_some_and(|at| now.duration_since(at) < ACKS_APART);
     }
@@ -250,9 +261,9 @@ mod tests {
         let start = Instant::now();
         for (apart, frequent) in [(ACKS_APART, false), (ACKS_APART / 2, true)] {
             let mut side = side();
-            side.note_ack(start);
+            side.note_ack(|| start);
             assert!(!side.is_wanted(), "one is not frequent");
-            side.note_ack(start + apart);
+            side.note_ack(|| start + apart);
             assert_eq!(side.is_wanted(), frequent);
         }
     }

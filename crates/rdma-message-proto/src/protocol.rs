@@ -226,7 +226,7 @@ impl<R: Reason> Protocol<R> {
         if written && self.content() == Content::Messages {
             self.flow.receive_notification()?;
             let arrival = Arrival::Notification;
-            self.note_message(arrival);
+            self.growth.note_message(self.content(), arrival, self.flow.unanswered());
             return Ok(Received { arrival, fetched: 0 });
         }
         let header = Header::decode(imm);
@@ -246,17 +246,12 @@ impl<R: Reason> Protocol<R> {
         match arrival {
             Arrival::Control => self.flow.release_control(),
             Arrival::Skip => self.flow.receive_skip()?,
-            Arrival::Message { .. } => self.note_message(arrival),
+            Arrival::Message { .. } => {
+                self.growth.note_message(self.content(), arrival, self.flow.unanswered());
+            }
             _ => {}
         }
         Ok(Received { arrival, fetched })
-    }
-
-    #[inline]
-    fn note_message(&mut self, arrival: Arrival) {
-        if !self.growth.is_ended() {
-            self.growth.note_message(self.content(), arrival, self.flow.unanswered());
-        }
     }
 
     /// Returns true if the peer has sent a message after it had received the end of a dropped
@@ -273,9 +268,7 @@ impl<R: Reason> Protocol<R> {
     /// Returns the violation of the peer.
     pub fn on_offer(&mut self, addr: u64, len: u64) -> Result<(), Violation> {
         check_offer(addr, len, self.incoming.max_message())?;
-        if !self.growth.is_ended() {
-            self.growth.note_offer(len, self.flow.unanswered());
-        }
+        self.growth.note_offer(len, self.flow.unanswered());
         Ok(())
     }
 
@@ -365,8 +358,8 @@ impl<R: Reason> Protocol<R> {
             return Some((self.flow.send(Kind::Fin), None));
         }
         if self.flow.ack_due() {
-            if !self.growth.is_ended() && self.flow.owes_credits() {
-                self.growth.note_ack(now());
+            if self.flow.owes_credits() {
+                self.growth.note_ack(now);
             }
             return Some((self.flow.send(Kind::Ack), None));
         }
@@ -383,9 +376,7 @@ impl<R: Reason> Protocol<R> {
 
     /// Notes that the application takes messages in their buffers.
     pub fn note_buffer_taken(&mut self) {
-        if !self.growth.is_ended() {
-            self.growth.note_buffer_taken();
-        }
+        self.growth.note_buffer_taken();
     }
 
     /// Returns the number of receives of this side, including the reserve.
