@@ -45,13 +45,13 @@ impl Drop for Opened {
 }
 
 /// Fails in a child process that inherited an open device.
-#[inline(always)]
+#[inline]
 pub(crate) fn check() -> Result<(), VerbError> {
     if is_child() { Err(VerbError::INHERITED) } else { Ok(()) }
 }
 
 /// Returns true in a child process that inherited an open device.
-#[inline(always)]
+#[inline]
 pub(crate) fn is_child() -> bool {
     INHERITED.load(Ordering::Relaxed)
 }

@@ -420,7 +420,7 @@ impl Core {
     }
 
     /// Polls sent frame `index`. Removes it if it is complete and the oldest.
-    #[inline(always)]
+    #[inline]
     pub(super) fn poll_sent(
         &mut self,
         index: usize,
@@ -434,7 +434,7 @@ impl Core {
     }
 
     /// Sends the `Fin`, `Resize`, `Ack` and skips that are due.
-    #[inline(always)]
+    #[inline]
     pub(super) fn send_due(&mut self) {
         if !self.protocol.is_quiet() {
             self.send_until_quiet();
@@ -506,7 +506,7 @@ impl Core {
     }
 
     /// Returns the index of the send whose completion is awaited, if any.
-    #[inline(always)]
+    #[inline]
     fn awaited_send(&self) -> Option<usize> {
         let (outbox, waiting) = (&self.outbox, &self.waiting);
         // Without a posted receive, only a send reports that the queue pair has failed.

@@ -100,7 +100,7 @@ impl Outbox {
 
     /// Polls sent frame `index`. Removes it if it is complete and the oldest, and then returns the
     /// service's buffer, too, which is dropped without the lock.
-    #[inline(always)]
+    #[inline]
     pub(super) fn poll_sent(
         &mut self,
         index: usize,
@@ -166,7 +166,7 @@ impl Sent {
 
     /// Polls the send and returns its result with a lent buffer. The caller must not poll again
     /// after that.
-    #[inline(always)]
+    #[inline]
     pub(super) fn poll_once(
         &mut self,
         context: &mut Context<'_>,
@@ -190,7 +190,7 @@ fn split_result(result: Result<Buf, OpError<Buf>>) -> (Result<(), OpErrorKind>, 
     }
 }
 
-#[inline(always)]
+#[inline]
 fn poll<B: Gather>(send: &mut Send<B>, context: &mut Context<'_>) -> Poll<Result<(), OpErrorKind>> {
     Pin::new(send).poll(context).map_ok(drop).map_err(|error| error.kind())
 }

@@ -221,7 +221,7 @@ impl Shared {
     }
 
     /// Runs `work`, then what it has deferred.
-    #[inline(always)]
+    #[inline]
     fn run<R>(
         &self,
         mut core: MutexGuard<'_, Core>,
@@ -304,7 +304,7 @@ impl Shared {
         result
     }
 
-    #[inline(always)]
+    #[inline]
     fn poll_as<R>(
         &self,
         mut caller: Caller<'_>,

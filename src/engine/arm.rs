@@ -70,7 +70,7 @@ pub(super) fn before_park(queue: &mut impl Armed) {
 }
 
 /// Takes the requested event, if it was raised.
-#[inline(always)]
+#[inline]
 fn take_event(queue: &mut impl Armed) {
     // One arming raises at most one event.
     if queue.take_event() {
@@ -89,7 +89,7 @@ pub(super) fn on_event(queue: &mut impl Armed) {
 
 /// Handles an event, and returns true if the task of `runtime` is to spin: if it may, and no other
 /// task spins.
-#[inline(always)]
+#[inline]
 pub(super) fn on_event_or_spin<Q: Armed>(queue: &mut Q, runtime: Option<Q::Runtime>) -> bool {
     let spinning = *queue.spinning();
     let begins = runtime.filter(|own| spinning.is_none_or(|spinning| spinning == *own));

@@ -75,7 +75,7 @@ impl Capacity {
 
     /// Retires the work request at `position` and, if they complete in order, all before it.
     /// Returns true if a waiter is announced.
-    #[inline(always)]
+    #[inline]
     pub(super) fn retire(&self, position: u32) -> bool {
         self.retired_before.store(position.wrapping_add(1), Ordering::SeqCst);
         between_store_and_load();

@@ -28,7 +28,7 @@ impl<Q> Claim<Q> {
     /// # Safety
     ///
     /// `slot` is part of `queue`, and the caller has just claimed it.
-    #[inline(always)]
+    #[inline]
     pub(super) unsafe fn new(queue: &Arc<Q>, slot: &Slot<Q>) -> Self {
         // SAFETY: C1: the caller's promise.
         unsafe { slot.keep_queue(queue.clone()) };
@@ -47,7 +47,7 @@ impl<Q> Claim<Q> {
     /// # Safety
     ///
     /// Only one of the two is ended.
-    #[inline(always)]
+    #[inline]
     pub(super) unsafe fn same(&self) -> Self {
         Self(self.0)
     }
@@ -57,7 +57,7 @@ impl<Q> Claim<Q> {
     /// # Panics
     ///
     /// If the operation was never posted.
-    #[inline(always)]
+    #[inline]
     pub(super) fn queue(&self) -> &Arc<Q> {
         match self.posted_to() {
             Some(queue) => queue,
@@ -65,7 +65,7 @@ impl<Q> Claim<Q> {
         }
     }
 
-    #[inline(always)]
+    #[inline]
     pub(super) fn posted_to(&self) -> Option<&Arc<Q>> {
         // SAFETY: C1: this is the claim.
         unsafe { Slot::queue(self) }
@@ -93,7 +93,7 @@ impl<Q> Claim<Q> {
     /// # Safety
     ///
     /// The operation was not [refused](Self::refused).
-    #[inline(always)]
+    #[inline]
     pub(super) unsafe fn end(self) {
         // SAFETY: C1: this is the claim, and ends here. M1: the reference is dropped after the
         // slot's last use.
@@ -108,7 +108,7 @@ impl<Q> Claim<Q> {
 impl<Q> Deref for Claim<Q> {
     type Target = Slot<Q>;
 
-    #[inline(always)]
+    #[inline]
     fn deref(&self) -> &Slot<Q> {
         // SAFETY: C1: the slot references the queue that contains it and never moves, or it is a
         // separate slot.

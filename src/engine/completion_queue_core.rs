@@ -430,7 +430,7 @@ impl CompletionQueueCore {
         }
     }
 
-    #[inline(always)]
+    #[inline]
     fn release(&self, state: MutexGuard<'_, State>) {
         if !state.woken.is_empty() {
             Self::release_and_wake(state);

@@ -26,7 +26,7 @@ pub(crate) struct InFlight<B: Send + 'static> {
 }
 
 impl<B: Send + 'static> InFlight<B> {
-    #[inline(always)]
+    #[inline]
     pub(crate) fn new(claim: Claim<WorkQueue>, buffer: B) -> Self {
         Self { held: Some((claim, buffer)) }
     }
@@ -149,7 +149,7 @@ impl<B: Send + 'static> InFlight<B> {
 }
 
 impl<B: Send + 'static> Drop for InFlight<B> {
-    #[inline(always)]
+    #[inline]
     fn drop(&mut self) {
         if self.held.is_some() {
             self.abandon();
@@ -237,7 +237,7 @@ impl Claim<WorkQueue> {
     /// # Safety
     ///
     /// The operation is complete, and was posted if `seen` is some.
-    #[inline(always)]
+    #[inline]
     unsafe fn take<S>(
         self,
         seen: Option<S>,
@@ -259,7 +259,7 @@ impl Claim<WorkQueue> {
     }
 
     /// Returns the queue and what `see` reads of the completion, if that is a success.
-    #[inline(always)]
+    #[inline]
     fn success<S>(&self, see: &impl Fn(&WorkCompletion) -> S) -> Option<(&WorkQueue, S)> {
         let queue = self.posted_to()?;
         let seen = self.outcome(|outcome| match outcome {

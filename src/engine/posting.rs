@@ -111,7 +111,7 @@ impl Posting {
     }
 }
 
-#[inline(always)]
+#[inline]
 pub(super) fn is_traced() -> bool {
     tracing::Level::TRACE <= tracing::level_filters::LevelFilter::current()
 }

@@ -96,7 +96,7 @@ pub(super) struct Unwatched(u16);
 
 impl Unwatched {
     /// Returns true if the listener of the work queue, if any, learns of the completion.
-    #[inline(always)]
+    #[inline]
     pub(super) fn is_listened(self) -> bool {
         self.0 & LISTENED != 0
     }
@@ -193,7 +193,7 @@ impl<Q> Slot<Q> {
         slot
     }
 
-    #[inline(always)]
+    #[inline]
     pub(super) fn id(&self) -> WrId {
         WrId(self.id.load(Ordering::Relaxed))
     }
@@ -201,7 +201,7 @@ impl<Q> Slot<Q> {
     // The poster.
 
     /// Starts a generation of `parts` work requests if the slot is free.
-    #[inline(always)]
+    #[inline]
     pub(super) fn claim(&self, parts: u32) -> bool {
         if self.state.load(Ordering::Acquire) != FREE {
             return false;
@@ -235,7 +235,7 @@ impl<Q> Slot<Q> {
         self.position.load(Ordering::Relaxed)
     }
 
-    #[inline(always)]
+    #[inline]
     fn phase_in(&self, id: WrId) -> Option<u16> {
         // The phase is loaded first: a phase in flight then belongs to the generation of the id
         // loaded afterwards, or to a later one.
@@ -249,7 +249,7 @@ impl<Q> Slot<Q> {
     }
 
     /// Returns the state of the slot if `id` is current and has no waker.
-    #[inline(always)]
+    #[inline]
     pub(super) fn unwatched(&self, id: WrId) -> Option<Unwatched> {
         // Same order of loads as in `phase_in`.
         let state = self.state.load(Ordering::Acquire);
@@ -258,7 +258,7 @@ impl<Q> Slot<Q> {
 
     /// Stores the completion. Returns false if the slot has left the state `unwatched`, which the
     /// same drainer has read: it has a waker, or its operation was abandoned.
-    #[inline(always)]
+    #[inline]
     pub(super) fn finish_unwatched(
         &self,
         Unwatched(state): Unwatched,
@@ -273,7 +273,7 @@ impl<Q> Slot<Q> {
 
     /// Completes an operation whose future is also the drainer, has not registered and already has
     /// the result.
-    #[inline(always)]
+    #[inline]
     pub(super) fn finish_own(&self) {
         self.state.store(COMPLETE, Ordering::Relaxed);
     }
@@ -344,7 +344,7 @@ impl<Q> Slot<Q> {
         Some((waker, restored.is_ok()))
     }
 
-    #[inline(always)]
+    #[inline]
     pub(super) fn free(&self) {
         self.id.store(self.id().0.wrapping_add(GENERATION), Ordering::Relaxed);
         self.state.store(FREE, Ordering::Release);
@@ -369,7 +369,7 @@ impl<Q> Slot<Q> {
     /// # Safety
     ///
     /// The caller has claimed the slot and not used it since.
-    #[inline(always)]
+    #[inline]
     pub(super) unsafe fn keep_queue(&self, queue: Arc<Q>) {
         // SAFETY: C1: the caller's promise.
         self.queue.with_mut(|cell| unsafe { *cell = ManuallyDrop::new(Some(queue)) });
@@ -380,7 +380,7 @@ impl<Q> Slot<Q> {
     /// # Safety
     ///
     /// The caller has the claim, and keeps it while it uses the returned reference.
-    #[inline(always)]
+    #[inline]
     pub(super) unsafe fn queue(&self) -> Option<&Arc<Q>> {
         // SAFETY: C1: the caller's promise.
         self.queue.with(|cell| unsafe { (*cell).as_ref() })
@@ -391,7 +391,7 @@ impl<Q> Slot<Q> {
     /// # Safety
     ///
     /// The caller has the claim, calls this once, and ends the claim before it drops the reference.
-    #[inline(always)]
+    #[inline]
     pub(super) unsafe fn take_queue(&self) -> Option<Arc<Q>> {
         // SAFETY: C1: the caller's promise.
         self.queue.with_mut(|cell| unsafe { ManuallyDrop::take(&mut *cell) })
@@ -408,7 +408,7 @@ impl<Q> Slot<Q> {
     }
 
     /// Returns true if the slot is in flight, without flags, and its operation has not waited.
-    #[inline(always)]
+    #[inline]
     pub(super) fn is_new(&self) -> bool {
         self.state.load(Ordering::Acquire) == SUBMITTED
     }
@@ -434,7 +434,7 @@ impl<Q> Slot<Q> {
         self.state.fetch_or(SPUN, Ordering::Relaxed);
     }
 
-    #[inline(always)]
+    #[inline]
     pub(super) fn is_complete(&self) -> bool {
         self.state.load(Ordering::Acquire) & COMPLETE != 0
     }
@@ -535,7 +535,7 @@ impl<Q> Slot<Q> {
         matches!(state & PHASE, SUBMITTED | WAITING | DETACHED).then(|| self.id())
     }
 
-    #[inline(always)]
+    #[inline]
     pub(super) fn next(&self) -> *mut Self {
         self.next.load(Ordering::Relaxed)
     }

@@ -55,7 +55,7 @@ impl<Q> Steps<Q> {
     }
 
     /// Returns the step `step` after the first.
-    #[inline(always)]
+    #[inline]
     fn get(&self, step: usize) -> Option<&Step<Q>> {
         match self.near.get(step) {
             None => self.far.get()?.get(step - NEAR),
@@ -78,7 +78,7 @@ impl<Q> Step<Q> {
     }
 
     /// Returns the slot at `offset`, less than the length of this step.
-    #[inline(always)]
+    #[inline]
     fn get(&self, offset: usize) -> Option<&Slot<Q>> {
         let first = self.0.load(Ordering::Acquire);
         // SAFETY: C1: the slots of this step: they never move, and are freed with the table.
@@ -120,7 +120,7 @@ impl<Q> Slots<Q> {
     }
 
     /// Returns step and offset of a slot: 0..4, 4..8, 8..12, 12..16, 16..24, 24..32, …
-    #[inline(always)]
+    #[inline]
     fn locate(index: u32) -> (usize, usize) {
         let biased = index + BIAS;
         let shift = biased.ilog2() - 2;
@@ -128,7 +128,7 @@ impl<Q> Slots<Q> {
         (step as usize, (biased & ((1 << shift) - 1)) as usize)
     }
 
-    #[inline(always)]
+    #[inline]
     pub(super) fn find(&self, index: u32) -> Option<&Slot<Q>> {
         if index < FIRST {
             return self.first(index);
@@ -138,7 +138,7 @@ impl<Q> Slots<Q> {
     }
 
     /// Returns a slot of the first step.
-    #[inline(always)]
+    #[inline]
     pub(super) fn first(&self, index: u32) -> Option<&Slot<Q>> {
         if index < FIRST { self.first.get(index as usize) } else { None }
     }
@@ -151,7 +151,7 @@ impl<Q> Slots<Q> {
         }
     }
 
-    #[inline(always)]
+    #[inline]
     pub(super) fn claim_next(&self) -> Option<&Slot<Q>> {
         self.hint.claim(1)
     }
@@ -161,7 +161,7 @@ impl<Q> Slots<Q> {
     ///
     /// Consecutive operations use the same slot. Concurrent operations that end in the order they
     /// began each use the slot released before.
-    #[inline(always)]
+    #[inline]
     pub(super) fn claim(
         &self,
         cursor: &mut Cursor,
@@ -222,7 +222,7 @@ impl<Q> Slots<Q> {
     }
 
     /// Makes `slot`, which is about to be free, the first candidate.
-    #[inline(always)]
+    #[inline]
     pub(super) fn hint(&self, slot: &Slot<Q>) {
         self.hint.set(slot);
     }
@@ -239,14 +239,14 @@ impl<Q> Hint<Q> {
         Self(AtomicPtr::new(ptr::null_mut()))
     }
 
-    #[inline(always)]
+    #[inline]
     fn claim(&self, parts: u32) -> Option<&Slot<Q>> {
         // SAFETY: C1: a slot of the table that the hint is part of; slots never move.
         let slot = unsafe { self.0.load(Ordering::Relaxed).as_ref() }?;
         self.claim_at(slot, parts)
     }
 
-    #[inline(always)]
+    #[inline]
     fn claim_at<'a>(&self, slot: &'a Slot<Q>, parts: u32) -> Option<&'a Slot<Q>> {
         if !slot.claim(parts) {
             return None;
@@ -256,7 +256,7 @@ impl<Q> Hint<Q> {
     }
 
     /// Sets the candidate to `slot`, which is of the same table.
-    #[inline(always)]
+    #[inline]
     fn set(&self, slot: &Slot<Q>) {
         self.0.store(ptr::from_ref(slot).cast_mut(), Ordering::Relaxed);
     }

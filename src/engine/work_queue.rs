@@ -132,7 +132,7 @@ impl WorkQueue {
         self.slots.claim(cursor, parts, make).map(|slot| unsafe { Claim::new(self, slot) })
     }
 
-    #[inline(always)]
+    #[inline]
     pub(super) fn release(&self, slot: &Slot<Self>) {
         self.slots.hint(slot);
         slot.free();
@@ -140,7 +140,7 @@ impl WorkQueue {
 
     /// Finishes a successful work request for a caller that is both drainer and future. Returns
     /// true if queued posts are to be [admitted](Self::admit_queued).
-    #[inline(always)]
+    #[inline]
     pub(super) fn finish_own(&self, slot: &Slot<Self>) -> bool {
         slot.finish_own();
         // A completion also completes all unsignalled work before it.
@@ -148,13 +148,13 @@ impl WorkQueue {
     }
 
     /// Prefetches the fields that each operation uses, and the reference count before them.
-    #[inline(always)]
+    #[inline]
     pub(super) fn prefetch(self: &Arc<Self>) {
         prefetch::<QUEUE_LINES>(self.address());
     }
 
     /// Returns the address of the [`QUEUE_LINES`] cache lines that each operation uses.
-    #[inline(always)]
+    #[inline]
     pub(crate) fn address(self: &Arc<Self>) -> *const () {
         Arc::as_ptr(self).cast::<()>().wrapping_byte_sub(COUNTS)
     }
@@ -170,14 +170,14 @@ impl WorkQueue {
     }
 
     /// Prefetches the slot of a completion, if it is one of the first.
-    #[inline(always)]
+    #[inline]
     pub(super) fn prefetch_slot(&self, wc: &WorkCompletion) {
         if let Some(slot) = self.slots.first(index_of(wc.wr_id)) {
             prefetch::<1>(ptr::from_ref(slot).cast());
         }
     }
 
-    #[inline(always)]
+    #[inline]
     pub(super) fn complete(&self, wc: &WorkCompletion, woken: &mut WakeList) {
         let Some(slot) = self.slots.find(index_of(wc.wr_id)) else { return stale(wc) };
         let unwatched = slot.unwatched(wc.wr_id).filter(|_| wc.status.is_success() && !is_traced());

@@ -34,7 +34,7 @@ pub(crate) enum WorkKind {
 
 impl WorkKind {
     /// Returns the remote memory that the work request accesses with `len` bytes.
-    #[inline(always)]
+    #[inline]
     pub(crate) const fn accessed(&self, len: u64) -> Option<RemoteAccess> {
         let Self::Send(op) = self else { return None };
         let (operation, at) = match op {
@@ -106,7 +106,7 @@ pub(crate) struct Request<'a> {
 
 impl Request<'_> {
     /// Creates a request for a buffer; a send goes to the connected peer.
-    #[inline(always)]
+    #[inline]
     pub(crate) const fn new(kind: WorkKind, flags: SendFlags, remote_len: u64) -> Self {
         Self { kind, flags, inline: None, window: None, to: None, remote_len }
     }

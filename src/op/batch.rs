@@ -83,31 +83,31 @@ impl<B: Gather> Batch<B> {
     }
 
     /// Adds a SEND.
-    #[inline(always)]
+    #[inline]
     pub fn send(&mut self, buffer: B) -> &mut Self {
         self.push(SendRequest::send(), buffer)
     }
 
     /// Adds a SEND with 4 bytes of immediate data.
-    #[inline(always)]
+    #[inline]
     pub fn send_with_imm(&mut self, buffer: B, imm: Imm) -> &mut Self {
         self.push(SendRequest::send_with_imm(imm), buffer)
     }
 
     /// Adds a WRITE.
-    #[inline(always)]
+    #[inline]
     pub fn write(&mut self, buffer: B, remote: RemoteRegion) -> &mut Self {
         self.push(SendRequest::write(remote), buffer)
     }
 
     /// Adds a WRITE that consumes a receive of the peer, which reports `imm`.
-    #[inline(always)]
+    #[inline]
     pub fn write_with_imm(&mut self, buffer: B, remote: RemoteRegion, imm: Imm) -> &mut Self {
         self.push(SendRequest::write_with_imm(remote, imm), buffer)
     }
 
     /// Adds a READ.
-    #[inline(always)]
+    #[inline]
     pub fn read(&mut self, buffer: B, remote: RemoteRegion) -> &mut Self
     where
         B: Scatter,

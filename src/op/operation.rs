@@ -134,6 +134,7 @@ impl<F: OperationKind> Operation<F> {
         self.in_flight.is_queued()
     }
 
+    // A call would build every operation in memory: 20 instructions of an awaited WRITE.
     #[inline(always)]
     pub(crate) fn refused(kind: OpErrorKind, held: F::Held) -> Self {
         Self { in_flight: InFlight::new(Claim::refused(kind), held), accessed: None }
@@ -162,7 +163,7 @@ fn submit<B: Gather>(queue: &Arc<WorkQueue>, request: Request<'_>, held: &B) -> 
 
 /// Calls `post`. If it panics, `held` is leaked: the device or the wait queue may already use the
 /// buffers.
-#[inline(always)]
+#[inline]
 pub(crate) fn leak_on_panic<B, R>(held: B, post: impl FnOnce(&B) -> R) -> (R, B) {
     let held = ManuallyDrop::new(held);
     let posted = post(&held);

@@ -27,37 +27,37 @@ pub(crate) struct SendRequest {
 }
 
 impl SendRequest {
-    #[inline(always)]
+    #[inline]
     const fn message(op: SendOp) -> Self {
         Self { op, remote_len: u64::MAX }
     }
 
-    #[inline(always)]
+    #[inline]
     pub(crate) const fn send() -> Self {
         Self::message(SendOp::Send)
     }
 
-    #[inline(always)]
+    #[inline]
     pub(crate) const fn send_with_imm(imm: Imm) -> Self {
         Self::message(SendOp::SendWithImm(imm))
     }
 
-    #[inline(always)]
+    #[inline]
     pub(crate) const fn send_with_invalidate(remote: RemoteRegion) -> Self {
         Self::message(SendOp::SendWithInvalidate(remote.rkey()))
     }
 
-    #[inline(always)]
+    #[inline]
     pub(crate) const fn write(remote: RemoteRegion) -> Self {
         Self { op: SendOp::Write(remote.remote_addr()), remote_len: remote.len() }
     }
 
-    #[inline(always)]
+    #[inline]
     pub(crate) const fn write_with_imm(remote: RemoteRegion, imm: Imm) -> Self {
         Self { op: SendOp::WriteWithImm(remote.remote_addr(), imm), remote_len: remote.len() }
     }
 
-    #[inline(always)]
+    #[inline]
     pub(crate) const fn read(remote: RemoteRegion) -> Self {
         Self { op: SendOp::Read(remote.remote_addr()), remote_len: remote.len() }
     }
@@ -121,7 +121,7 @@ impl<'a> Destination<'a> {
     }
 
     /// Posts `request` for a copy of `bytes`.
-    #[inline(always)]
+    #[inline]
     pub(crate) fn post_inline(
         self,
         request: SendRequest,
@@ -136,7 +136,7 @@ impl<'a> Destination<'a> {
         }
     }
 
-    #[inline(always)]
+    #[inline]
     pub(crate) fn try_post<B: Gather>(
         self,
         request: SendRequest,
@@ -152,12 +152,12 @@ impl<'a> Destination<'a> {
 }
 
 impl<'a> SendRoute<'a> {
-    #[inline(always)]
+    #[inline]
     pub(super) fn request(self, SendRequest { op, remote_len }: SendRequest) -> Request<'a> {
         Request { to: self.to, ..Request::new(WorkKind::Send(op), self.signaled(), remote_len) }
     }
 
-    #[inline(always)]
+    #[inline]
     fn signaled(self) -> SendFlags {
         self.flags | SendFlags::SIGNALED
     }
@@ -196,7 +196,7 @@ impl<'a> SendRoute<'a> {
 
     /// Returns why the transport lacks `op`, if it does. `op` is a constant in every caller: only
     /// the comparison of the transport remains at run time.
-    #[inline(always)]
+    #[inline]
     fn refusal(self, op: SendOp) -> Option<OpErrorKind> {
         use Transport::{Rc, Uc, Ud};
         match self.to {
@@ -230,7 +230,7 @@ impl<'a> SendRoute<'a> {
     }
 
     /// Refuses `what` unless the transport is one of `on`.
-    #[inline(always)]
+    #[inline]
     pub(super) fn unsupported(self, what: &'static str, on: &[Transport]) -> Option<OpErrorKind> {
         (!on.contains(&self.queue_pair.transport)).then_some(OpErrorKind::Unsupported { what })
     }

@@ -53,7 +53,7 @@ impl PostState {
     }
 
     /// Prefetches the state that the next post uses.
-    #[inline(always)]
+    #[inline]
     pub(super) fn prefetch(&self) {
         if let Some(own) = self.own {
             prefetch::<PEER_LINES>(ptr::without_provenance(self.peer.load(Ordering::Relaxed)));

@@ -31,7 +31,7 @@ impl QueuePair {
     /// # Errors
     ///
     /// See [`TryError`].
-    #[inline(always)]
+    #[inline]
     pub fn try_read<B: Scatter>(
         &self,
         buffer: B,

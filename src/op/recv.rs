@@ -76,7 +76,7 @@ impl<B: Scatter> OperationKind for ReceiveMessage<B> {
     }
 }
 
-#[inline(always)]
+#[inline]
 pub(crate) fn recv<B: Scatter>(queue: &Arc<WorkQueue>, buffer: B) -> Recv<B> {
     Operation::post(queue, WorkKind::Receive, SendFlags::empty(), u64::MAX, buffer)
 }
@@ -110,7 +110,7 @@ impl QueuePair {
     ///
     /// Dropping the future does not cancel the receive: its message is lost. To wait with a
     /// deadline, keep the future: `timeout(deadline, &mut receive)`.
-    #[inline(always)]
+    #[inline]
     pub fn recv<B: Scatter>(&self, buffer: B) -> Recv<B> {
         match self.inner.core.receive() {
             Some(queue) => recv(queue, buffer),
@@ -123,7 +123,7 @@ impl QueuePair {
     /// # Errors
     ///
     /// See [`TryError`].
-    #[inline(always)]
+    #[inline]
     pub fn try_recv<B: Scatter>(&self, buffer: B) -> Result<Recv<B>, TryError<B>> {
         match self.inner.core.receive() {
             Some(queue) => try_recv(queue, buffer),

@@ -30,13 +30,13 @@ impl QueuePair {
     /// # Cancel safety
     ///
     /// Dropping the future does not cancel the SEND.
-    #[inline(always)]
+    #[inline]
     pub fn send<B: Gather>(&self, buffer: B) -> Send<B> {
         self.destination().post(SendRequest::send(), buffer)
     }
 
     /// Posts a [`send`](Self::send) with 4 bytes of immediate data.
-    #[inline(always)]
+    #[inline]
     pub fn send_with_imm<B: Gather>(&self, buffer: B, imm: Imm) -> Send<B> {
         self.destination().post(SendRequest::send_with_imm(imm), buffer)
     }
@@ -59,7 +59,7 @@ impl QueuePair {
     }
 
     /// Posts a [`send`](Self::send) of at most `max_inline` bytes, which this call copies.
-    #[inline(always)]
+    #[inline]
     pub fn send_inline(&self, bytes: &[u8]) -> Send<()> {
         self.destination().post_inline(SendRequest::send(), bytes)
     }
@@ -74,7 +74,7 @@ impl QueuePair {
     /// # Errors
     ///
     /// See [`TryError`].
-    #[inline(always)]
+    #[inline]
     pub fn try_send<B: Gather>(&self, buffer: B) -> Result<Send<B>, TryError<B>> {
         self.destination().try_post(SendRequest::send(), buffer)
     }

@@ -123,7 +123,7 @@ impl Cq {
     ///
     /// [`VerbError`] from every call after an overrun, and from calls on an empty queue of a lost
     /// device.
-    #[inline(always)]
+    #[inline]
     pub fn poll(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError> {
         match self.poll_device(out) {
             Ok(0) => self.after_empty_poll(),
@@ -132,7 +132,7 @@ impl Cq {
     }
 
     /// Polls the device only; on 0, call [`after_empty_poll`](Self::after_empty_poll).
-    #[inline(always)]
+    #[inline]
     pub(crate) fn poll_device(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError> {
         self.inner.raw.poll(out)
     }
@@ -162,7 +162,7 @@ impl Cq {
 
     /// Returns whether a poll would find nothing, if the device can tell without interfering with
     /// other pollers.
-    #[inline(always)]
+    #[inline]
     pub(crate) fn is_empty(&self) -> Option<bool> {
         self.inner.raw.is_empty()
     }

@@ -350,7 +350,7 @@ impl Qp {
     /// # Safety
     ///
     /// See [`post_send`](Self::post_send).
-    #[inline(always)]
+    #[inline]
     pub(crate) unsafe fn post_list<'a>(
         &self,
         list: impl IntoIterator<Item = impl Borrow<SendWr<'a>>>,
@@ -380,7 +380,7 @@ impl Qp {
     ///
     /// See [`post_send`](Self::post_send). The caller also excludes all other posts of sends, and
     /// changes to RESET. Each buffer has bytes.
-    #[inline(always)]
+    #[inline]
     pub(crate) unsafe fn post_plain(&self, list: impl ExactSizeIterator<Item = PlainWr>) -> bool {
         // SAFETY: S1: promised by the caller.
         unsafe { self.raw.post_plain(list) }

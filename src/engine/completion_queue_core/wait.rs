@@ -34,7 +34,7 @@ impl CompletionQueueCore {
     /// Returns true if taken completions may stay undispatched: no task waits, and no thread polls.
     /// A task that begins to wait dispatches them first: `poll_further`, `wait_slow`,
     /// `ensure_watched`.
-    #[inline(always)]
+    #[inline]
     fn may_defer(&self) -> bool {
         self.waiting.load(Ordering::Relaxed) == 0 && self.mode.arms()
     }
@@ -83,7 +83,7 @@ impl CompletionQueueCore {
     }
 
     /// Polls again for an operation that is not complete and may have waited.
-    #[inline(always)]
+    #[inline]
     pub(in crate::engine) fn poll_again<S>(
         self: &Arc<Self>,
         queue: &WorkQueue,
@@ -414,7 +414,7 @@ impl CompletionQueueCore {
     }
 }
 
-#[inline(always)]
+#[inline]
 fn is_success_of(completion: &WorkCompletion, slot: &Slot<WorkQueue>) -> bool {
     completion.wr_id == slot.id() && completion.status.is_success()
 }

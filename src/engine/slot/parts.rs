@@ -83,7 +83,7 @@ impl<Q> Slot<Q> {
 pub(in crate::engine) struct PartIds(WrId);
 
 impl PartIds {
-    #[inline(always)]
+    #[inline]
     pub(in crate::engine) fn next(&mut self) -> WrId {
         let id = self.0;
         self.0 = WrId(id.0.wrapping_add(GENERATION));

@@ -63,7 +63,7 @@ impl WorkQueue {
 
     /// Returns true if this single element needs no further check. Empty elements need one: some
     /// devices take length 0 for 2^31.
-    #[inline(always)]
+    #[inline]
     pub(in crate::engine) fn is_plain(&self, sge: Sge, pd: PdKey, remote_len: u64) -> bool {
         let length = u64::from(sge.length);
         pd == self.pd && length > 0 && length <= remote_len && length <= self.plain
@@ -634,12 +634,12 @@ impl WorkQueue {
 }
 
 /// Packs length and key of a buffer into one register.
-#[inline(always)]
+#[inline]
 fn length_and_key(sge: Sge) -> u64 {
     u64::from(sge.length) << 32 | u64::from(sge.lkey.0)
 }
 
-#[inline(always)]
+#[inline]
 fn sge(addr: u64, length_and_key: u64) -> Sge {
     Sge { addr, length: (length_and_key >> 32) as u32, lkey: Lkey(length_and_key as u32) }
 }
