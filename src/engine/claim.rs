@@ -12,7 +12,7 @@ use crate::error::OpErrorKind;
 /// The exclusive right to one generation of a slot, from posting until the operation takes the
 /// result or is abandoned.
 ///
-/// It has the size of a pointer, so that an operation is passed in registers. The slot holds the
+/// It has the size of a pointer, so that an operation is passed in registers; the slot holds the
 /// reference to the work queue. Dropping a claim without ending it leaks both.
 #[must_use]
 pub(crate) struct Claim<Q>(NonNull<Slot<Q>>);
@@ -23,8 +23,6 @@ unsafe impl<Q: Send + Sync> Send for Claim<Q> {}
 unsafe impl<Q: Send + Sync> Sync for Claim<Q> {}
 
 impl<Q> Claim<Q> {
-    /// Creates the claim to a slot.
-    ///
     /// # Safety
     ///
     /// `slot` is part of `queue`, and the caller has just claimed it.
@@ -35,7 +33,6 @@ impl<Q> Claim<Q> {
         Self(NonNull::from(slot))
     }
 
-    /// Creates a claim to a separate slot, for an operation that is never posted.
     #[cold]
     pub(crate) fn refused(kind: OpErrorKind) -> Self {
         rdma_provider::debug!(error = %kind, "refused operation; nothing was posted");
@@ -52,8 +49,6 @@ impl<Q> Claim<Q> {
         Self(self.0)
     }
 
-    /// Returns the work queue.
-    ///
     /// # Panics
     ///
     /// If the operation was never posted.
@@ -75,8 +70,6 @@ impl<Q> Claim<Q> {
         if self.posted_to().is_none() { self.outcome(|outcome| outcome.err()) } else { None }
     }
 
-    /// Ends the claim of a [refused](Self::refused) operation.
-    ///
     /// # Safety
     ///
     /// The operation was refused.

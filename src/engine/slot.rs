@@ -46,14 +46,11 @@ const TRACED: u16 = 16;
 const SPUN: u16 = 32;
 /// A thread polls the completion queue, so futures do not contend for its lock.
 const POLLED: u16 = 64;
-/// The operation waits only for solicited messages.
 const SOLICITED: u16 = 256;
-/// The work queue has recorded failed parts of the batch.
 const FAILED: u16 = 128;
 /// The work queue may have a [listener](super::work_queue::WorkQueue::listen).
 const LISTENED: u16 = 512;
 
-/// The completion of a work request, or why it has none.
 pub(crate) type Outcome = Result<WorkCompletion, OpErrorKind>;
 
 pub(crate) type Held = Box<dyn Any + Send>;
@@ -68,7 +65,7 @@ pub(super) enum Finished {
     /// The operation was abandoned; the caller must [free](Slot::free) the slot.
     Detached {
         held: Option<Held>,
-        /// Registered waker, dropped without any lock held.
+        /// Dropped without any lock held.
         waker: Option<Waker>,
     },
 }
@@ -84,18 +81,15 @@ pub(super) enum Registered {
     /// The result is about to arrive and the drainer may wake an earlier waker: the operation must
     /// poll again.
     Imminent,
-    /// The waker was kept; the slot was not waiting before.
     Fresh,
     /// The waker was kept in place of an earlier one.
     Again,
 }
 
-/// The state of a slot in flight without a waker, see [`Slot::unwatched`].
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Unwatched(u16);
 
 impl Unwatched {
-    /// Returns true if the listener of the work queue, if any, learns of the completion.
     #[inline]
     pub(super) fn is_listened(self) -> bool {
         self.0 & LISTENED != 0
@@ -107,7 +101,6 @@ pub(super) enum Detach {
     /// The result is available; the buffers are returned, and the caller must release the slot.
     Complete(Option<Held>),
     InFlight {
-        /// True if the operation counts as a waiter because of a registered waker.
         waiting: bool,
     },
 }
@@ -122,16 +115,15 @@ pub(crate) struct Slot<Q> {
     /// work request.
     id: AtomicU64,
     next: AtomicPtr<Self>,
-    /// Owned by the future: a reference to the work queue for one generation. Not dropped with the
-    /// slot: [`take_queue`](Self::take_queue) must take out what [`keep_queue`](Self::keep_queue)
-    /// stored.
+    /// Owned by the future: the reference to the work queue for one generation. Not dropped with
+    /// the slot: [`take_queue`](Self::take_queue) must take out what
+    /// [`keep_queue`](Self::keep_queue) stored.
     queue: UnsafeCell<ManuallyDrop<Option<Arc<Q>>>>,
     /// Position in the work queue, counted from its first work request; for a batch, of the last
     /// part.
     position: AtomicU32,
     start: AtomicU32,
     state: AtomicU16,
-    /// Initial state of each generation.
     first: AtomicU16,
     parts: AtomicU16,
     /// Rounds that the operation has spun, modulo 2^16; valid if SPUN is set.
@@ -154,7 +146,6 @@ unsafe impl<Q: Send + Sync> Send for Slot<Q> {}
 unsafe impl<Q: Send + Sync> Sync for Slot<Q> {}
 
 impl<Q> Slot<Q> {
-    /// Creates a free slot with the id of its first generation.
     pub(super) fn new(id: WrId, polled: bool) -> Self {
         Self {
             id: AtomicU64::new(id.0),
@@ -172,13 +163,11 @@ impl<Q> Slot<Q> {
         }
     }
 
-    /// Makes it a slot for operations that wait only for solicited messages.
     pub(super) fn solicited(mut self) -> Self {
         self.first = AtomicU16::new(self.first.load(Ordering::Relaxed) | SOLICITED);
         self
     }
 
-    /// Makes it a slot whose completions are reported to the listener of the work queue.
     pub(super) fn listened(mut self) -> Self {
         self.first = AtomicU16::new(self.first.load(Ordering::Relaxed) | LISTENED);
         self
@@ -364,8 +353,6 @@ impl<Q> Slot<Q> {
 
     // The future.
 
-    /// Stores the operation's reference to the work queue.
-    ///
     /// # Safety
     ///
     /// The caller has claimed the slot and not used it since.
@@ -386,8 +373,6 @@ impl<Q> Slot<Q> {
         self.queue.with(|cell| unsafe { (*cell).as_ref() })
     }
 
-    /// Takes the reference to the work queue out of the slot.
-    ///
     /// # Safety
     ///
     /// The caller has the claim, calls this once, and ends the claim before it drops the reference.
@@ -397,7 +382,6 @@ impl<Q> Slot<Q> {
         self.queue.with_mut(|cell| unsafe { ManuallyDrop::take(&mut *cell) })
     }
 
-    /// Makes the operation report its completion to `tracing`, if it finds the completion itself.
     #[cold]
     pub(super) fn trace(&self) {
         self.state.fetch_or(TRACED, Ordering::Relaxed);
@@ -501,7 +485,6 @@ impl<Q> Slot<Q> {
         }
     }
 
-    /// Reads the result; requires [`is_complete`](Self::is_complete).
     #[inline]
     pub(super) fn outcome<R>(&self, read: impl FnOnce(&Outcome) -> R) -> R {
         debug_assert!(self.is_complete());
@@ -509,7 +492,6 @@ impl<Q> Slot<Q> {
         self.outcome.with(|cell| read(unsafe { &*cell }))
     }
 
-    /// Abandons the operation; its buffers go to the drainer.
     pub(super) fn detach(&self, held: Option<Held>) -> Detach {
         // SAFETY: C3: until DETACHED the cell is the future's.
         self.held.with_mut(|cell| unsafe { *cell = held });

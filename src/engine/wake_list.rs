@@ -1,8 +1,8 @@
 //! Actions to run after locks are released: waking tasks, dropping buffers, and shutting down the
 //! objects of a failed completion queue.
 //!
-//! The drainer collects them in a [`WakeList`] under the lock of the completion queue, and runs
-//! them after the release, or, if its caller holds a lock too, after the release of the last one.
+//! The drainer collects them under the lock of the completion queue, and runs them after this
+//! thread has released its last lock.
 
 use std::cell::RefCell;
 use std::mem::ManuallyDrop;
@@ -16,13 +16,9 @@ use super::slot::Held;
 use crate::contained::contained;
 use crate::error::OpErrorKind;
 
-/// An object to shut down when its completion queue fails: a queue pair, a DC target or a shared
-/// receive queue.
 pub(super) trait Teardown: Send + Sync {
     /// Destroys a queue pair or DC target, or closes a shared receive queue. Work without a
-    /// completion fails with `kind`.
-    ///
-    /// Takes the lock of the completion queue.
+    /// completion fails with `kind`. Takes the lock of the completion queue.
     fn shut_down(&self, kind: OpErrorKind);
 
     /// Moves a queue pair to the error state because of `cause`. Returns false if it is not a queue
@@ -32,31 +28,27 @@ pub(super) trait Teardown: Send + Sync {
     }
 }
 
-/// Tasks to wake, buffers and wakers to drop, and objects to shut down. Each can run user code or
-/// take locks, so [`finish`](Self::finish) runs them when no lock is held.
+/// Actions to run when no lock is held, because they run user code or take locks.
 ///
 /// Most lists wake one task, which needs no box. A list is small, because each completion queue has
 /// one.
 #[derive(Default)]
 pub(super) struct WakeList {
     first: Option<Waker>,
-    /// The other actions. Not empty if it exists.
     more: Option<Box<Actions>>,
 }
 
 #[derive(Default)]
 struct Actions {
     wakers: SmallVec<[Waker; 16]>,
-    /// Buffers of abandoned operations, to be dropped.
     held: SmallVec<[Held; 2]>,
-    /// Wakers of abandoned operations, to be dropped without waking their tasks.
     discarded: SmallVec<[Waker; 1]>,
     teardowns: SmallVec<[(Arc<dyn Teardown>, OpErrorKind); 1]>,
 }
 
 thread_local! {
-    /// Empty actions of the lists that this thread finished last, so that the next ones need not
-    /// allocate. Several, because an action may finish other lists.
+    /// Empty lists that this thread finished last, so that the next ones need not allocate.
+    /// Several, because an action may finish other lists.
     #[allow(clippy::vec_box, reason = "boxes change hands, and the actions are large")]
     static SPARES: RefCell<Vec<Box<Actions>>> = const { RefCell::new(Vec::new()) };
 }
@@ -96,7 +88,6 @@ impl WakeList {
         }
     }
 
-    /// Adds a clone of `waker`, unless it was added last.
     pub(super) fn wake_once(&mut self, waker: &Waker) {
         let last = self.more.as_ref().and_then(|more| more.wakers.last());
         if last.or(self.first.as_ref()).is_none_or(|last| !last.will_wake(waker)) {
@@ -104,13 +95,11 @@ impl WakeList {
         }
     }
 
-    /// Removes and returns the waker if the list contains nothing else.
     #[inline]
     pub(super) fn take_single_waker(&mut self) -> Option<Waker> {
         if self.more.is_none() { self.first.take() } else { None }
     }
 
-    /// Adds the buffers and the waker of an abandoned operation.
     pub(super) fn dispose(&mut self, held: Option<Held>, waker: Option<Waker>) {
         if held.is_some() || waker.is_some() {
             let actions = self.more();
@@ -123,7 +112,6 @@ impl WakeList {
         self.more().teardowns.push((object, kind));
     }
 
-    /// Runs the actions when this thread holds no lock.
     #[inline]
     pub(super) fn finish(self) {
         if !self.is_empty() {
@@ -179,7 +167,6 @@ impl Actions {
         self.teardowns.extend(more.teardowns.drain(..));
     }
 
-    /// Keeps the empty lists for the next [`WakeList`] of this thread.
     fn keep_spare(self: Box<Self>) {
         // During the destruction of a thread, they are dropped instead.
         let _ = SPARES.try_with(|spares| {
@@ -191,7 +178,6 @@ impl Actions {
     }
 }
 
-/// Wakes one task when this thread holds no lock.
 #[inline]
 pub(crate) fn wake(waker: Waker) {
     if locks::held() > 0 {
@@ -202,15 +188,15 @@ pub(crate) fn wake(waker: Waker) {
 }
 
 thread_local! {
-    /// The actions that wait for the release of this thread's last lock. Has no destructor, so that
-    /// destructors of other thread-local variables can still use it.
+    /// The actions that wait for the release of this thread's last lock. It has no destructor, so
+    /// that destructors of other thread-local variables can still use it.
     static DEFERRED: RefCell<ManuallyDrop<WakeList>> =
         const { RefCell::new(ManuallyDrop::new(WakeList::empty())) };
 }
 
 /// Adds actions that run when this thread holds no lock. A component that polls an operation under
-/// a lock finishes other operations too, and their wakers and buffers may run user code that takes
-/// the same lock.
+/// a lock finishes other operations too, whose wakers and buffers may run user code that takes the
+/// same lock.
 #[cold]
 fn defer(add: impl FnOnce(&mut WakeList)) {
     let is_first = DEFERRED.with_borrow_mut(|deferred| {
