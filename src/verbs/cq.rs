@@ -1,5 +1,3 @@
-//! Completion queues of the verbs interface: poll and arm.
-
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -38,7 +36,6 @@ struct Inner {
     channel: Option<Channel>,
     device: Device,
     fault: Arc<Fault>,
-    /// Empty polls, modulo 2^32.
     empty: AtomicU32,
 }
 
@@ -70,11 +67,11 @@ impl Cq {
         Self::on_vector(device, capacity, channel, 0, cookie)
     }
 
-    /// Creates a queue that uses the interrupt of completion vector `vector`.
+    /// Creates a queue like [`new`](Self::new), with the interrupt of completion vector `vector`.
     ///
     /// # Errors
     ///
-    /// See [`new`](Self::new); [`SetupError::Limit`] also for a vector that the device lacks.
+    /// Those of [`new`](Self::new), and [`SetupError::Limit`] for a vector that the device lacks.
     pub fn on_vector(
         device: &Device,
         capacity: u32,
@@ -137,20 +134,16 @@ impl Cq {
         self.inner.raw.poll(out)
     }
 
-    /// Returns the device's queue, if this crate reads it itself.
     pub(crate) fn direct(&self) -> Option<Arc<dispatch::DirectQueue>> {
         self.inner.raw.direct()
     }
 
-    /// Returns 0, or the error of a dead queue. Sometimes reads asynchronous events.
     #[inline(never)]
     pub(crate) fn after_empty_poll(&self) -> Result<usize, VerbError> {
         self.count_empty_polls(1);
         self.inner.fault.check().map(|()| 0)
     }
 
-    /// Counts polls that were left out because the queue was empty. Sometimes reads asynchronous
-    /// events.
     pub(crate) fn count_empty_polls(&self, polls: u32) {
         let before = self.inner.empty.load(Ordering::Relaxed);
         let empty = before.wrapping_add(polls);
