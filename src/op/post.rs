@@ -1,11 +1,4 @@
 //! The posting core: every send operation is checked and posted here, whichever object offers it.
-//!
-//! ```text
-//! QueuePair ──────────┐
-//! DcSender ───────────┤ SendRequest            Request
-//! DcPoolPeer, DcLease ┼────────────▶ Destination ────▶ WorkQueue
-//! Connection ─────────┘               checks
-//! ```
 
 #![forbid(unsafe_code)]
 
@@ -16,10 +9,8 @@ use crate::error::{OpErrorKind, TryError};
 use crate::memory::{Gather, RemoteRegion};
 use crate::types::{Imm, SendFlags, SendOp, Transport, WindowBind};
 
-/// The requirement of READ, for [`OpErrorKind::Unsupported`].
 pub(super) const READ: &str = "READ (transport RC or DC required)";
 
-/// A send operation and the length in bytes of its remote memory, which limits its buffer.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SendRequest {
     pub(super) op: SendOp,
@@ -63,24 +54,19 @@ impl SendRequest {
     }
 }
 
-/// A destination of operations, or the reason why nothing can be posted to it.
 #[derive(Clone, Copy)]
 pub(crate) struct Destination<'a>(Result<SendRoute<'a>, OpErrorKind>);
 
-/// The send queue to a peer, and the parameters of all work requests to it.
 #[derive(Clone, Copy)]
 pub(super) struct SendRoute<'a> {
-    /// The state shared by the clones of the queue pair. A reference to a clone would force it out
-    /// of registers.
+    /// The state that clones of the queue pair share. A reference to a clone would force it out of
+    /// registers.
     pub(super) queue_pair: &'a Inner,
-    /// The flags of each work request, besides [`SendFlags::SIGNALED`].
     pub(super) flags: SendFlags,
-    /// The receiver, unless the queue pair is connected to it.
     pub(super) to: Option<Receiver<'a>>,
 }
 
 impl<'a> Destination<'a> {
-    /// Without `to`, the destination is the connected peer.
     #[inline(always)]
     pub(crate) const fn new(
         queue_pair: &'a Inner,
@@ -120,7 +106,6 @@ impl<'a> Destination<'a> {
         }
     }
 
-    /// Posts `request` for a copy of `bytes`.
     #[inline]
     pub(crate) fn post_inline(
         self,
@@ -194,8 +179,8 @@ impl<'a> SendRoute<'a> {
         Operation::post_any(&self.queue_pair.send, request, held)
     }
 
-    /// Returns why the transport lacks `op`, if it does. `op` is a constant in every caller: only
-    /// the comparison of the transport remains at run time.
+    /// Returns why the transport lacks `op`, if it does. `op` is a constant in every caller, so
+    /// only the comparison of the transport remains at run time.
     #[inline]
     fn refusal(self, op: SendOp) -> Option<OpErrorKind> {
         use Transport::{Rc, Uc, Ud};
@@ -229,7 +214,6 @@ impl<'a> SendRoute<'a> {
         }
     }
 
-    /// Refuses `what` unless the transport is one of `on`.
     #[inline]
     pub(super) fn unsupported(self, what: &'static str, on: &[Transport]) -> Option<OpErrorKind> {
         (!on.contains(&self.queue_pair.transport)).then_some(OpErrorKind::Unsupported { what })

@@ -1,5 +1,3 @@
-//! RECV: posts a buffer for the next message of the peer.
-
 use std::marker::PhantomData;
 use std::sync::Arc;
 
@@ -26,7 +24,7 @@ pub struct Received<B> {
     /// The immediate data, if the peer sent any.
     pub imm: Option<Imm>,
     /// The local key that the peer invalidated, if any. Drop its [`Lease`](crate::op::Lease), which
-    /// is not in force any more.
+    /// is no longer in force.
     pub invalidated: Option<Rkey>,
     /// True for a WRITE with immediate data, which has written the exposed memory.
     pub written: bool,

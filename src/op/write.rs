@@ -1,5 +1,3 @@
-//! WRITE: copies a buffer into the peer's memory.
-
 use super::operation::{Operation, ReturnBuffer};
 use super::post::SendRequest;
 use super::queue_pair::QueuePair;
@@ -22,10 +20,6 @@ impl QueuePair {
     /// - [`OpErrorKind::Limit`](crate::OpErrorKind::Limit) if the buffer is longer than `remote`;
     /// - [`REM_ACCESS_ERR`](crate::types::WcStatus::REM_ACCESS_ERR) if the peer grants no access,
     ///   or no longer (RC).
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future does not cancel the WRITE.
     #[inline(always)]
     pub fn write<B: Gather>(&self, buffer: B, remote: RemoteRegion) -> Write<B> {
         self.destination().post(SendRequest::write(remote), buffer)
