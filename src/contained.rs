@@ -8,23 +8,20 @@ use std::task::{Context, Poll, Wake, Waker};
 
 use rdma_provider::locks;
 
-/// Runs a waker or a destructor of a user and stops its panic here.
-///
-/// The caller is another operation's task, a busy-poll thread, a runtime's I/O driver, or a poll
-/// that wakes its own task. A panic would abort its other work. The panic hook has already reported
-/// it. The caller holds no lock, because the user's code may take any.
+/// Runs a waker or a destructor of a user and stops its panic here, because it would abort other
+/// work of the caller. The panic hook has already reported it. The caller holds no lock, because
+/// the user's code may take any.
 pub(crate) fn contained(run: impl FnOnce()) {
     caught_panic(run);
 }
 
-/// Runs user code like [`contained`]; returns true if it panicked.
 pub(crate) fn caught_panic(run: impl FnOnce()) -> bool {
     debug_assert_eq!(locks::held(), 0, "user code runs under a lock");
     reported(run)
 }
 
-/// Wakes the task that polls with `context`, to be polled again. A connection polls under its lock,
-/// with its own waker, which then wakes the driver instead of running code of the program.
+/// Wakes the task that polls with `context`. A connection polls under its lock, with its own waker,
+/// which then wakes the driver instead of running code of the program.
 pub(crate) fn wake_to_repoll(context: &Context<'_>) {
     reported(|| context.waker().wake_by_ref());
 }
@@ -48,7 +45,7 @@ pub(crate) async fn wakes_contained<F: Future>(future: F) -> F::Output {
     poll_fn(|context| wakers.poll(context, |context| future.as_mut().poll(context))).await
 }
 
-/// A contained waker of the task that polls. Kept between polls, so that a waiting task allocates
+/// A contained waker of the task that polls, kept between polls, so that a waiting task allocates
 /// once.
 #[derive(Debug, Default)]
 pub(crate) struct ContainedWaker {
@@ -57,12 +54,11 @@ pub(crate) struct ContainedWaker {
 
 #[derive(Debug)]
 struct Inner {
-    /// The task's waker. Taken only by `drop`, which contains the panic of its destructor.
+    /// Taken only by `drop`, which contains the panic of the waker's destructor.
     waker: Option<Waker>,
 }
 
 impl ContainedWaker {
-    /// Calls `poll` with the contained waker.
     pub(crate) fn poll<T>(
         &mut self,
         context: &mut Context<'_>,
@@ -113,7 +109,6 @@ pub(crate) mod tests {
     /// machine fails no test.
     pub(crate) const HANG: Duration = Duration::from_secs(600);
 
-    /// A waker that panics when it is called, and when it is dropped after that.
     #[derive(Default)]
     pub(crate) struct Panics(AtomicBool);
 
@@ -130,7 +125,6 @@ pub(crate) mod tests {
         }
     }
 
-    /// A waker that counts its calls.
     #[derive(Default)]
     pub(crate) struct Counts(pub(crate) AtomicUsize);
 

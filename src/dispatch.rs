@@ -28,7 +28,6 @@ use rdma_provider::contract::{self, DctInit, DmaBufRange, PlainWr, PostError, Pr
 use rdma_soft::Soft;
 pub(crate) use rdma_soft::{CqCounters, ReceiveCounters, SendCounters, TargetCounters};
 
-/// The provider chosen at run time.
 #[derive(Debug)]
 pub(crate) struct Any;
 
@@ -68,19 +67,16 @@ macro_rules! objects {
     };
 }
 
-/// The error for mixing objects of different providers.
 #[cfg(feature = "ibverbs")]
 const FOREIGN: VerbError = VerbError::new("mixing objects of two providers", VerbError::EINVAL);
 
 objects!(Context, Pd, Mr, Mw, Channel, Cq, Qp, Dct, Srq, Ah, CmChannel, CmId);
 
-/// Fails like [`forked::check`]; nothing is posted.
 #[inline]
 fn check_post() -> Result<(), PostError> {
     forked::check().map_err(|error| PostError { posted: 0, error })
 }
 
-/// Calls the same method on the object of either provider.
 macro_rules! each {
     ($object:expr, $inner:ident => $call:expr) => {
         match $object {
@@ -125,7 +121,6 @@ macro_rules! forward {
 }
 
 impl Context {
-    /// Returns true if the device reaches only devices of this process.
     pub(crate) fn is_in_process(&self) -> bool {
         self.soft().is_ok_and(|inner| inner.is_in_process())
     }
@@ -257,11 +252,9 @@ impl contract::Channel for Channel {
     }
 }
 
-/// A completion queue whose entries are read where the device writes them.
 #[cfg(feature = "ibverbs")]
 pub(crate) use rdma_ibverbs::mlx5::direct::CompletionQueue as DirectQueue;
 
-/// The software device copies completions.
 #[cfg(not(feature = "ibverbs"))]
 #[derive(Debug)]
 pub(crate) enum DirectQueue {}
@@ -282,7 +275,6 @@ impl DirectQueue {
 }
 
 impl Cq {
-    /// Returns the device's queue, if this crate reads it itself.
     pub(crate) fn direct(&self) -> Option<Arc<DirectQueue>> {
         match self {
             Self::Soft(_) => None,

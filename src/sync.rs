@@ -22,7 +22,6 @@ mod imp {
     #[inline]
     pub(crate) fn between_store_and_load() {}
 
-    /// An `UnsafeCell` with the interface of loom's.
     #[derive(Debug, Default)]
     pub(crate) struct UnsafeCell<T>(std::cell::UnsafeCell<T>);
 
