@@ -1,7 +1,7 @@
 //! Work that may block.
 //!
 //! It runs on a thread of its own, because the program may occupy the runtime's blocking pool for
-//! as long as it likes. If no thread can be started, it runs in place: it is done in any case.
+//! as long as it likes, or on the calling thread if none can be started.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
@@ -13,7 +13,6 @@ use tokio::sync::oneshot;
 
 use crate::contained::wakes_contained;
 
-/// Runs `work` on a thread of its own, or here if no thread can be started. A panic is contained.
 pub(crate) fn spawn(work: impl FnOnce() + Send + 'static) {
     let work = Arc::new(Mutex::new(Some(work)));
     let sent = Arc::clone(&work);
@@ -34,7 +33,7 @@ fn take_and_run(work: &Mutex<Option<impl FnOnce()>>) {
     }
 }
 
-/// Runs `work` like [`spawn`], even if the future is dropped, and returns its result or its panic.
+/// Runs `work` to the end even if the future is dropped, and returns its result or its panic.
 pub(crate) async fn run<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     let (result, received) = oneshot::channel();
     spawn(move || {

@@ -2,7 +2,7 @@
 //!
 //! One thread of the process wakes tasks at their deadlines, and another one revokes leases, which
 //! must not wait for a waker that blocks. Tokio's timers do not fit: `tokio::time::pause` stops
-//! their clock, but neither devices nor peers. Also, a timer belongs to one runtime, which a future
+//! their clock, but neither devices nor peers, and a timer belongs to one runtime, which a future
 //! may outlive or leave. While [`drive`](crate::software::drive) runs on a thread, the network that
 //! it drives keeps the time of that thread, and wakes its tasks.
 //!
@@ -23,10 +23,8 @@ use rdma_provider::later::{self, contained};
 use rdma_provider::locks::{Condvar, Mutex, MutexGuard};
 use rdma_soft::Network;
 
-/// Limit of a delay, in effect infinite.
 const MAX_DELAY: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 
-/// Returns the result of `future`, or `None` if `after` passes first.
 pub(crate) async fn timeout<F: Future>(after: Duration, future: F) -> Option<F::Output> {
     let (mut future, mut sleep) = (pin!(future), Sleep::new(deadline(after)));
     poll_fn(|context| match future.as_mut().poll(context) {
@@ -41,7 +39,6 @@ pub(crate) fn deadline(after: Duration) -> Instant {
 }
 
 thread_local! {
-    /// The simulated network that keeps this thread's time.
     static SIMULATED: RefCell<Option<Network>> = const { RefCell::new(None) };
 }
 
@@ -51,12 +48,10 @@ pub(crate) fn simulate(network: Option<Network>) -> Option<Network> {
     SIMULATED.replace(network)
 }
 
-/// Returns the present of this thread, in real or virtual time.
 pub(crate) fn now() -> Instant {
     simulated(Network::instant).unwrap_or_else(Instant::now)
 }
 
-/// Returns the time since an instant of this thread's clock.
 pub(crate) fn since(instant: Instant) -> Duration {
     now().saturating_duration_since(instant)
 }
@@ -66,11 +61,9 @@ fn simulated<T>(act: impl FnOnce(&Network) -> T) -> Option<T> {
     SIMULATED.try_with(|network| network.borrow().as_ref().map(act)).ok().flatten()
 }
 
-/// A wait for an instant, in any runtime or none.
 #[derive(Debug)]
 pub(crate) struct Sleep {
     deadline: Instant,
-    /// The alarm, and the waker that it wakes.
     alarm: Option<(Alarm, Waker)>,
 }
 
@@ -124,20 +117,17 @@ pub(crate) enum Alarm {
     Simulated(rdma_soft::Alarm),
 }
 
-/// The instant of an alarm, and a number that belongs to no other.
+/// The number belongs to no other alarm.
 type Key = (Instant, u64);
 
 impl Alarm {
-    /// Sets an alarm that wakes a task.
-    ///
-    /// Fails if the thread cannot be started.
+    /// Sets an alarm that wakes a task. Fails if the thread cannot be started.
     fn waking(deadline: Instant, waker: Waker) -> io::Result<Self> {
         Self::set(&TASKS, deadline, waker)
     }
 
-    /// Sets an alarm that revokes an access, even if it is leaked. `revoke` must not block.
-    ///
-    /// Fails if the thread cannot be started.
+    /// Sets an alarm that revokes an access, even if it is leaked. `revoke` must not block. Fails
+    /// if the thread cannot be started.
     pub(crate) fn revoking(deadline: Instant, revoke: Waker) -> io::Result<Self> {
         Self::set(&REVOCATIONS, deadline, revoke)
     }
@@ -189,7 +179,6 @@ impl Drop for Alarm {
 }
 
 struct Alarms {
-    /// The alarms that are set, the earliest first.
     set: BTreeMap<Key, Waker>,
     next: u64,
     /// The thread's next wake-up, not after the first alarm. `None` if it does not run: it exits
@@ -198,11 +187,9 @@ struct Alarms {
     failed: bool,
 }
 
-/// The alarms, and the thread that fires them.
 pub(crate) struct AlarmThread {
     name: &'static str,
     alarms: Mutex<Alarms>,
-    /// Notified of a new earliest alarm.
     changed: Condvar,
 }
 
@@ -221,7 +208,6 @@ impl AlarmThread {
         self.alarms.lock()
     }
 
-    /// Sets an alarm, and starts the thread if it does not run.
     fn set(&'static self, deadline: Instant, waker: Waker) -> io::Result<Key> {
         let mut alarms = self.lock();
         match alarms.next_wake {
@@ -272,10 +258,8 @@ impl AlarmThread {
     }
 }
 
-/// Wakes the tasks of the program, whose wakers may block.
 static TASKS: AlarmThread = AlarmThread::new("tokio-rdma alarm");
 
-/// Revokes leases.
 static REVOCATIONS: AlarmThread = AlarmThread::new("tokio-rdma lease");
 
 impl Alarms {

@@ -23,7 +23,7 @@ pub(crate) async fn wakes_contained<F: Future>(future: F) -> F::Output {
     poll_fn(|context| wakers.poll(context, |context| future.as_mut().poll(context))).await
 }
 
-/// A contained waker of the task that polls. Kept between polls, so that a waiting task allocates
+/// A contained waker of the task that polls, kept between polls, so that a waiting task allocates
 /// once.
 #[derive(Debug, Default)]
 pub(crate) struct ContainedWaker {
@@ -32,12 +32,11 @@ pub(crate) struct ContainedWaker {
 
 #[derive(Debug)]
 struct Inner {
-    /// The task's waker. Taken only by `drop`, which contains the panic of its destructor.
+    /// Taken only by `drop`, which contains the panic of the waker's destructor.
     waker: Option<Waker>,
 }
 
 impl ContainedWaker {
-    /// Calls `poll` with the contained waker.
     pub(crate) fn poll<T>(
         &mut self,
         context: &mut Context<'_>,
@@ -91,7 +90,6 @@ pub(crate) mod tests {
     /// machine fails no test.
     pub(crate) const HANG: Duration = Duration::from_secs(600);
 
-    /// A waker that panics when it is called, and when it is dropped after that.
     #[derive(Default)]
     pub(crate) struct Panics(AtomicBool);
 
@@ -108,7 +106,6 @@ pub(crate) mod tests {
         }
     }
 
-    /// A waker that counts its calls.
     #[derive(Default)]
     pub(crate) struct Counts(pub(crate) AtomicUsize);
 

@@ -1,5 +1,5 @@
 //! Tokio's cooperative budget, which every public future that can be ready again and again takes
-//! part in. A peer that sends without pause then cannot keep other tasks of the runtime waiting.
+//! part in, so that a peer that sends without pause cannot keep other tasks waiting.
 //!
 //! The budget is checked before anything is taken, so a future that yields has no effect and loses
 //! nothing when it is dropped. Only public futures check it: code that several tasks share, such as
@@ -10,7 +10,7 @@ use std::task::{Context, Poll, ready};
 
 use tokio::task::coop::poll_proceed;
 
-/// Calls `poll` within the budget of the task. Yields without calling it if the budget is used up.
+/// Calls `poll`, or yields without calling it if the budget of the task is used up.
 #[inline]
 pub(crate) fn within_budget<T>(
     context: &mut Context<'_>,

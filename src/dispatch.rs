@@ -28,7 +28,6 @@ use rdma_provider::contract::{self, DctInit, DmaBufRange, PlainWr, PostError, Pr
 use rdma_soft::Soft;
 pub(crate) use rdma_soft::{CqCounters, ReceiveCounters, SendCounters, TargetCounters};
 
-/// The provider chosen at run time.
 #[derive(Debug)]
 pub(crate) struct Any;
 
@@ -68,19 +67,16 @@ macro_rules! objects {
     };
 }
 
-/// The error for mixing objects of different providers.
 #[cfg(feature = "ibverbs")]
 const FOREIGN: VerbError = VerbError::new("mixing objects of two providers", VerbError::EINVAL);
 
 objects!(Context, Pd, Mr, Mw, Channel, Cq, Qp, Dct, Srq, Ah, CmChannel, CmId);
 
-/// Fails like [`forked::check`]; nothing is posted.
-#[inline(always)]
+#[inline]
 fn check_post() -> Result<(), PostError> {
     forked::check().map_err(|error| PostError { posted: 0, error })
 }
 
-/// Calls the same method on the object of either provider.
 macro_rules! each {
     ($object:expr, $inner:ident => $call:expr) => {
         match $object {
@@ -125,7 +121,6 @@ macro_rules! forward {
 }
 
 impl Context {
-    /// Returns true if the device reaches only devices of this process.
     pub(crate) fn is_in_process(&self) -> bool {
         self.soft().is_ok_and(|inner| inner.is_in_process())
     }
@@ -257,11 +252,9 @@ impl contract::Channel for Channel {
     }
 }
 
-/// A completion queue whose entries are read where the device writes them.
 #[cfg(feature = "ibverbs")]
 pub(crate) use rdma_ibverbs::mlx5::direct::CompletionQueue as DirectQueue;
 
-/// The software device copies completions.
 #[cfg(not(feature = "ibverbs"))]
 #[derive(Debug)]
 pub(crate) enum DirectQueue {}
@@ -282,7 +275,6 @@ impl DirectQueue {
 }
 
 impl Cq {
-    /// Returns the device's queue, if this crate reads it itself.
     pub(crate) fn direct(&self) -> Option<Arc<DirectQueue>> {
         match self {
             Self::Soft(_) => None,
@@ -304,9 +296,9 @@ impl contract::Cq for Cq {
     forward! {
         fn id() -> u64;
         fn capacity() -> u32;
-        #[inline(always)]
+        #[inline]
         fn poll(out: &mut [WorkCompletion]) -> Result<usize, VerbError>;
-        #[inline(always)]
+        #[inline]
         fn is_empty() -> Option<bool>;
         fn moderate(completions: u16, period: u16) -> Result<(), VerbError>;
         fn ack(events: u32);
@@ -335,7 +327,7 @@ impl contract::Qp for Qp {
         fn has_plain() -> bool;
     }
 
-    #[inline(always)]
+    #[inline]
     unsafe fn post_send<'a>(
         &self,
         list: impl IntoIterator<Item = impl Borrow<SendWr<'a>>>,
@@ -345,6 +337,7 @@ impl contract::Qp for Qp {
         each!(self, inner => unsafe { inner.post_send(list) })
     }
 
+    // A call hides the single request from the provider: 64 instructions of a WRITE.
     #[inline(always)]
     unsafe fn post_plain(&self, list: impl ExactSizeIterator<Item = PlainWr>) -> bool {
         if forked::is_child() {

@@ -9,13 +9,10 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use crate::error::VerbError;
 
-/// The number of open devices.
 static OPEN: AtomicUsize = AtomicUsize::new(0);
 
-/// True in a child process that inherited an open device.
 static INHERITED: AtomicBool = AtomicBool::new(false);
 
-/// Counts a device as open until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Opened(());
 
@@ -44,14 +41,12 @@ impl Drop for Opened {
     }
 }
 
-/// Fails in a child process that inherited an open device.
-#[inline(always)]
+#[inline]
 pub(crate) fn check() -> Result<(), VerbError> {
     if is_child() { Err(VerbError::INHERITED) } else { Ok(()) }
 }
 
-/// Returns true in a child process that inherited an open device.
-#[inline(always)]
+#[inline]
 pub(crate) fn is_child() -> bool {
     INHERITED.load(Ordering::Relaxed)
 }

@@ -4,10 +4,10 @@
 //! another host without a system call on either host. This crate is an asynchronous interface to
 //! the verbs of RDMA devices:
 //!
-//! - Calling an operation (SEND, RECV, WRITE, READ, atomics) posts it. Awaiting the returned
-//!   future waits for its completion.
-//! - An operation owns its buffers until the device has finished. A dropped future does not cancel
-//!   the operation, and cannot corrupt memory.
+//! - Calling an operation (SEND, RECV, WRITE, READ, atomics) posts it. Awaiting the returned future
+//!   waits for its completion.
+//! - An operation owns its buffers until the device has finished. Dropping the future does not
+//!   cancel the operation, and cannot corrupt memory.
 //! - A program runs unchanged on the embedded software device, which needs no hardware, kernel
 //!   module or privileges, and, with feature `ibverbs`, on network adapters and SoftRoCE.
 //!

@@ -47,7 +47,6 @@ use crate::memory::{BufMut, DmaBufRegion, ExposedRegion};
 use crate::op::{QueuePair, SharedReceiveQueue};
 use crate::verbs::{Cq, Device, ProtectionDomain, Qp, Srq};
 
-/// Implements `as_raw` for each object: its handle, the verb that made it, the provider's object.
 macro_rules! handles {
     ($($object:ty, $handle:ty, $verb:literal, $this:ident => $raw:expr;)*) => {
         $(

@@ -5,8 +5,8 @@
 //!
 //! A [simulated](Network::simulated) network has virtual time and draws faults, numbers and keys
 //! from a seed. [`drive`] runs a future and everything that its runtime has spawned, and advances
-//! that time whenever no task can continue. Connections use the same time for `keepalive` and all
-//! other deadlines. Waiting takes no real time, and each run with a seed is the same.
+//! that time whenever no task can continue. Connections use it for all deadlines. Waiting takes no
+//! real time, and each run with a seed is the same.
 //!
 //! ```
 //! use std::time::Duration;
@@ -59,34 +59,32 @@ pub use rdma_soft::{
     SendCounters, TargetCounters, UdpConfig,
 };
 
-/// Rounds of the runtime in which nothing has happened at the current virtual time, before the time
-/// advances. A completion takes two to reach its task: one by the reactor, one by the task that
-/// waits for it.
+/// Rounds of the runtime without progress, before the time advances. A completion takes two to
+/// reach its task: one by the reactor, one by the task that waits for it.
 const QUIET_ROUNDS: u32 = 4;
 
 /// Runs `future`, and advances the time of a [simulated](Network::simulated) `network` when neither
 /// the future nor another task of this runtime can continue. See the [module](self) for an example.
 ///
 /// On a current-thread runtime, connections and operations use the time of the network for their
-/// deadlines until the call returns or is dropped; [`now`] returns it. Drive one network at a time.
-/// Connections that outlive the call continue in the next one. On a runtime of several threads,
-/// only the network itself has virtual time.
+/// deadlines until the call returns or is dropped; [`now`] returns it. On a runtime of several
+/// threads, only the network itself has virtual time. Drive one network at a time. Connections that
+/// outlive the call continue in the next one.
 ///
 /// # Tokio's clock
 ///
 /// If Tokio's clock is paused before the call, for example by `start_paused`, both clocks advance
 /// together: a `tokio::time::sleep` of the test takes virtual time, in steps of 1 ms, and so do the
-/// delays of [`Reconnect`](crate::peers::Reconnect) and [`PeerSet`](crate::peers::PeerSet),
-/// which use Tokio's clock. Otherwise that clock shows real time, and this future never sleeps
-/// while `future` is pending. Tasks that never sleep, as
-/// [`Cooperative`](crate::CompletionMode::Cooperative) mode has them, keep a paused clock from
-/// advancing.
+/// delays of [`Reconnect`](crate::peers::Reconnect) and [`PeerSet`](crate::peers::PeerSet).
+/// Otherwise that clock shows real time, and this future never sleeps while `future` is pending.
+/// Tasks that never sleep, as in [`Cooperative`](crate::CompletionMode::Cooperative) mode, keep a
+/// paused clock from advancing.
 ///
 /// # Reproducibility
 ///
-/// A run is reproducible if it depends on nothing else that is not:
+/// A run is reproducible unless it depends on one of these:
 ///
-/// - Tokio's clock, unless it is paused, and [`Instant::now`]; [`now`] replaces that.
+/// - Tokio's clock, if it is not paused, and [`Instant::now`], which [`now`] replaces.
 /// - Threads: [`BusyPoll`](crate::CompletionMode::BusyPoll) completion queues.
 /// - Random choices of `tokio::select!`, unless it is `biased`.
 ///
@@ -128,14 +126,12 @@ pub fn now() -> Instant {
     clock::now()
 }
 
-/// A tick of Tokio's clock.
 const TICK: Duration = Duration::from_millis(1);
 
-/// Lets a simulated network keep the time of this thread while it exists, together with Tokio's
-/// clock if that is paused.
+/// Lets a simulated network keep the time of this thread, together with Tokio's clock if that is
+/// paused.
 struct VirtualTime<'a> {
     network: &'a Network,
-    /// The network that kept the time before.
     before: Option<Network>,
     /// The instant of Tokio's paused clock at which the network had the age 0.
     paused: Option<tokio::time::Instant>,
@@ -153,7 +149,7 @@ impl<'a> VirtualTime<'a> {
         Self { network, before: clock::simulate(Some(network.clone())), paused }
     }
 
-    /// Advances to the next packet or timer, of the runtime, too, if its clock is paused.
+    /// Advances to the next packet or timer, including those of the runtime if its clock is paused.
     async fn advance(&self) {
         let Some(start) = self.paused else {
             self.network.step();
@@ -193,7 +189,7 @@ impl Drop for VirtualTime<'_> {
     }
 }
 
-/// Returns true if Tokio's clock stands still. Without feature `test-util` it cannot be asked.
+/// Returns true if Tokio's clock stands still, which is unknown without feature `test-util`.
 fn is_paused() -> bool {
     let (start, real) = (tokio::time::Instant::now(), Instant::now());
     while real.elapsed() < Duration::from_micros(1) {

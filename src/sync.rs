@@ -7,22 +7,21 @@ mod imp {
         AtomicPtr, AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering,
     };
 
-    #[inline(always)]
+    #[inline]
     pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
         mutex.lock()
     }
 
-    #[inline(always)]
+    #[inline]
     pub(crate) fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
         mutex.try_lock()
     }
 
     /// Marks the place between a sequentially consistent store and load of two locations. They are
     /// ordered without it, but loom models that order for fences only.
-    #[inline(always)]
+    #[inline]
     pub(crate) fn between_store_and_load() {}
 
-    /// An `UnsafeCell` with the interface of loom's.
     #[derive(Debug, Default)]
     pub(crate) struct UnsafeCell<T>(std::cell::UnsafeCell<T>);
 
@@ -31,12 +30,12 @@ mod imp {
             Self(std::cell::UnsafeCell::new(value))
         }
 
-        #[inline(always)]
+        #[inline]
         pub(crate) fn with<R>(&self, f: impl FnOnce(*const T) -> R) -> R {
             f(self.0.get())
         }
 
-        #[inline(always)]
+        #[inline]
         pub(crate) fn with_mut<R>(&self, f: impl FnOnce(*mut T) -> R) -> R {
             f(self.0.get())
         }

@@ -8,7 +8,6 @@
 use std::collections::VecDeque;
 use std::task::Waker;
 
-/// A task's position in a wait queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Ticket(u64);
 
@@ -26,9 +25,7 @@ pub(crate) struct Caller<'a> {
     clone: Option<Waker>,
     needs_clone: bool,
     checks_again: bool,
-    /// Position registered by this poll.
     registered: Option<Ticket>,
-    /// The replaced waker, dropped without the lock.
     replaced: Option<Waker>,
 }
 
@@ -50,7 +47,6 @@ impl<'a> Caller<'a> {
         self.clone = Some(self.waker.clone());
     }
 
-    /// Returns true in the second call of the same poll.
     pub(crate) fn checks_again(&self) -> bool {
         self.checks_again
     }
@@ -66,24 +62,21 @@ impl<'a> Caller<'a> {
         false
     }
 
-    /// Returns the waker that is left: the clone, or the one that it has replaced.
     #[inline]
     pub(crate) fn unused(self) -> Option<Waker> {
         self.clone.or(self.replaced)
     }
 }
 
-/// The wait queue.
 #[derive(Debug, Default)]
 pub(crate) struct Waiters {
-    /// Separate, because usually at most one task waits: that one needs no allocation.
+    /// Separate, because usually at most one task waits, which then needs no allocation.
     first: Option<Waiter>,
-    /// Empty if `first` is `None`.
     others: VecDeque<Waiter>,
     next: u64,
 }
 
-/// A task, and its waker unless that was taken.
+/// The waker is `None` if it was taken.
 type Waiter = (Ticket, Option<Waker>);
 
 impl Waiters {
@@ -96,10 +89,8 @@ impl Waiters {
         self.first.as_ref().is_none_or(|(first, _)| Some(*first) == ticket)
     }
 
-    /// Registers `caller`, at the end of the queue if it has no position.
-    ///
-    /// If the waker was taken since this poll registered it, the task will be polled again and
-    /// needs no registration.
+    /// Registers `caller`, at the end of the queue if it has no position. If the waker was taken
+    /// since this poll registered it, the task will be polled again and needs no registration.
     pub(crate) fn wait(&mut self, ticket: &mut Option<Ticket>, caller: &mut Caller<'_>) {
         if ticket.is_some() && caller.registered == *ticket {
             return;
@@ -146,22 +137,18 @@ impl Waiters {
         self.others.remove(place)?.1
     }
 
-    /// Takes the first waiter's waker if not taken yet. The waiter keeps its position.
     pub(crate) fn take_first(&mut self) -> Option<Waker> {
         self.first.as_mut()?.1.take()
     }
 
-    /// Takes all remaining wakers. The waiters keep their positions.
     pub(crate) fn take_all(&mut self) -> impl Iterator<Item = Waker> {
         self.all().filter_map(|(_, waker)| waker.take())
     }
 
-    /// Removes the first waiter, and returns its waker if not taken yet.
     pub(crate) fn remove_first(&mut self) -> Option<Waker> {
         std::mem::replace(&mut self.first, self.others.pop_front())?.1
     }
 
-    /// Removes all waiters, and returns their wakers that are not taken yet.
     pub(crate) fn remove_all(&mut self) -> impl Iterator<Item = Waker> + use<> {
         let others = std::mem::take(&mut self.others);
         self.first.take().into_iter().chain(others).filter_map(|(_, waker)| waker)

@@ -1,5 +1,3 @@
-//! An established connection: its addresses, its disconnection, its TIMEWAIT.
-
 use std::fmt;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,13 +18,13 @@ use crate::types::RejectReason;
 /// An established connection between two queue pairs.
 ///
 /// The caller keeps the queue pair. When either side ends the connection, the queue pair goes to
-/// the error state and its outstanding work is flushed: await what matters before disconnecting.
+/// the error state and its outstanding work is flushed, so await what matters before disconnecting.
 ///
 /// Dropping a `CmConnection` sends a disconnect request, which may be lost, and does not wait for
 /// the answer. A peer that receives none detects the end when it sends, or by its
 /// [keepalive](super::ConnectionOptions::keepalive).
 pub struct CmConnection {
-    /// Dropped first: it must not probe an abandoned queue pair.
+    /// Dropped first, because it must not probe an abandoned queue pair.
     keepalive: Option<Keepalive>,
     endpoint: Endpoint,
     private_data: Vec<u8>,
@@ -65,7 +63,6 @@ impl CmConnection {
         }
     }
 
-    /// Starts to probe the peer; `queue_pair` must have passed [`Keepalive::check`].
     pub(super) fn with_keepalive(
         mut self,
         interval: Option<Duration>,
@@ -89,8 +86,8 @@ impl CmConnection {
         self.peer
     }
 
-    /// Returns the peer's private data, padded with zeros to 56 bytes if the peer connected, to 196
-    /// if it accepted: the messages of IBTA 12.6 do not carry its length.
+    /// Returns the peer's private data. It is padded with zeros, to 56 bytes if the peer connected,
+    /// to 196 if it accepted, because the messages of IBTA 12.6 do not carry its length.
     #[must_use]
     pub fn private_data(&self) -> &[u8] {
         &self.private_data
@@ -106,8 +103,6 @@ impl CmConnection {
         !self.endpoint.has_ended()
     }
 
-    /// Returns the private data of the rejection that ended the connection after it was
-    /// established, if one did.
     pub(crate) fn rejection(&self) -> Option<Vec<u8>> {
         self.endpoint.inbox().state(|state| match &state.end {
             Some(EndReason::Rejected { private_data, .. }) => Some(private_data.clone()),
@@ -118,7 +113,7 @@ impl CmConnection {
     /// Disconnects, and waits until the peer's connection manager has answered.
     ///
     /// The queue pair goes to the error state at once. Does nothing if the connection has ended and
-    /// the peer knows, which it does not after a failed keepalive or a moved local address.
+    /// the peer knows; after a failed keepalive or a moved local address, it does not know.
     ///
     /// # Errors
     ///
@@ -153,8 +148,7 @@ impl CmConnection {
     /// Waits until the connection has ended, and returns how. Several tasks may wait.
     ///
     /// A peer that vanishes silently is detected only by failing operations or by
-    /// [`ConnectionOptions::keepalive`](super::ConnectionOptions::keepalive). If no runtime with an
-    /// I/O driver watches the device's connections, this polls for the end.
+    /// [`ConnectionOptions::keepalive`](super::ConnectionOptions::keepalive).
     ///
     /// # Cancel safety
     ///
@@ -175,7 +169,6 @@ impl CmConnection {
             .await
     }
 
-    /// Returns true if the connection has ended and the peer need not be notified.
     fn peer_knows(&self) -> bool {
         self.endpoint.inbox().state(|state| state.peer_knows)
     }

@@ -1,5 +1,3 @@
-//! The active side: resolves a route and connects.
-
 use std::fmt;
 use std::io;
 use std::net::SocketAddr;
@@ -67,7 +65,7 @@ pub async fn connect(
 ///
 /// # Cancel safety
 ///
-/// Dropping the future leaves nothing behind.
+/// See [`resolve_with`].
 pub async fn resolve(
     device: &Device,
     address: impl ToSocketAddrs + fmt::Debug,
@@ -80,13 +78,13 @@ pub async fn resolve(
 ///
 /// # Errors
 ///
-/// - [`ConnectError::Lookup`] for an unknown host name, or if the lookup takes longer than
+/// - [`ConnectError::Lookup`] for an unknown host name, or if the lookup exceeds
 ///   [`ConnectionOptions::resolve_timeout`];
+/// - [`ConnectError::TimedOut`] if resolving the route exceeds it;
 /// - [`ConnectError::Resolve`] if no device reaches the address;
 /// - [`ConnectError::OtherDevice`] if the route goes through another device than `device`;
 /// - [`ConnectError::AddressNotAvailable`] if `device` lacks [`ConnectionOptions::source`];
-/// - [`ConnectError::Setup`] if the source address is of another family;
-/// - [`ConnectError::TimedOut`] if resolving the route takes longer than that.
+/// - [`ConnectError::Setup`] if the source address is of another family.
 ///
 /// # Cancel safety
 ///
@@ -131,7 +129,6 @@ async fn resolve_one(
     address: SocketAddr,
     options: &ConnectionOptions,
 ) -> Result<Route, ConnectError> {
-    /// From `errno(3)`.
     const ENETUNREACH: i32 = 101;
     const EHOSTUNREACH: i32 = 113;
     let source = options.source_to(address)?;

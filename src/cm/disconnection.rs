@@ -1,5 +1,3 @@
-//! How a connection ended.
-
 /// How a connection ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]

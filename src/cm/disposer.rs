@@ -7,7 +7,6 @@ use rdma_provider::locks::Mutex;
 
 use crate::blocking;
 
-/// A queue of items that one thread drops in order.
 #[derive(Debug)]
 pub(super) struct Disposer<T>(Mutex<State<T>>);
 
@@ -15,11 +14,9 @@ pub(super) struct Disposer<T>(Mutex<State<T>>);
 struct State<T> {
     waiting: Vec<T>,
     busy: bool,
-    /// True if `on_resume` must be called.
     stalled: bool,
 }
 
-/// Queue length at which [`Disposer::is_stalled`] returns true.
 pub(super) const STALL_LENGTH: usize = 256;
 
 impl<T> Default for Disposer<T> {
@@ -29,7 +26,7 @@ impl<T> Default for Disposer<T> {
 }
 
 impl<T: Send + 'static> Disposer<T> {
-    /// Queues `items` for the thread that drops them, and starts it if needed.
+    /// Queues `items` for the thread that drops them, which it starts if needed.
     ///
     /// Calls `on_resume` when the queue is empty again after [`is_stalled`](Self::is_stalled) has
     /// returned true.
@@ -56,7 +53,6 @@ impl<T: Send + 'static> Disposer<T> {
     }
 }
 
-/// The exclusive right to drop items.
 struct Disposal<T, F: Fn()> {
     disposer: Arc<Disposer<T>>,
     on_resume: F,

@@ -22,7 +22,6 @@ use super::inbox::{IdState, Inbox, fail};
 use super::router::Router;
 use crate::clock;
 
-/// An id and its inbox. Dropping it destroys the id.
 pub(super) struct Endpoint {
     raw: Option<Arc<CmId>>,
     inbox: Arc<Inbox>,
@@ -37,14 +36,12 @@ impl Endpoint {
         Self { raw: Some(Arc::new(id)), inbox, router: Arc::clone(router), passive: true }
     }
 
-    /// Creates the id of an active side.
     pub(super) fn create(router: &Arc<Router>) -> Result<Self, VerbError> {
         let mut endpoint = Self::new(router, router.create_id()?, Inbox::new(None));
         endpoint.passive = false;
         Ok(endpoint)
     }
 
-    /// Notes that the request has been answered.
     pub(super) fn answered(&mut self) {
         self.passive = false;
     }
@@ -82,11 +79,9 @@ impl Endpoint {
         self.raw.as_ref()?.route()
     }
 
-    /// Calls `f`, which makes calls that do not block.
-    ///
-    /// librdmacm writes one command to its descriptor for each, and the kernel carries it out under
-    /// locks that are held briefly. Of the transitions to RTR and RTS, a kernel looks up the
-    /// neighbour of RoCE, which it has found when it resolved the route or received the request.
+    /// Calls `f`, which does not block: librdmacm writes one command to its descriptor for each
+    /// call, and the kernel carries it out under locks that are held briefly. In the transitions to
+    /// RTR and RTS, a kernel looks up a RoCE neighbour that it already knows.
     pub(super) fn call<T>(
         &self,
         f: impl FnOnce(&CmId) -> Result<T, ConnectError>,
@@ -97,7 +92,7 @@ impl Endpoint {
         }
     }
 
-    /// Calls `f`, on another thread if `blocks`, even if the future is dropped.
+    /// Runs `f` to the end even if the future is dropped; on another thread if `blocks`.
     pub(super) async fn call_blocking<T: Send + 'static>(
         &self,
         blocks: bool,
@@ -136,7 +131,6 @@ impl Endpoint {
         poll_fn(|context| within_budget(context, &mut poll)).await
     }
 
-    /// Returns `result`, or the end of the connection if that caused the failure.
     pub(super) async fn explain<T>(
         &self,
         result: Result<T, ConnectError>,
@@ -163,10 +157,9 @@ impl Endpoint {
     }
 }
 
-/// `ECANCELED` of `errno(3)`: the id is being destroyed.
 const CANCELLED: VerbError = VerbError::new("call of a destroyed id", 125);
 
-/// Calls `f` on a thread that it may block, even if the future is dropped.
+/// Runs `f` to the end on a thread that it may block, even if the future is dropped.
 pub(super) async fn on_blocking_thread<T: Send + 'static>(
     f: impl FnOnce() -> Result<T, ConnectError> + Send + 'static,
 ) -> Result<T, ConnectError> {
@@ -174,10 +167,10 @@ pub(super) async fn on_blocking_thread<T: Send + 'static>(
     blocking::run(f).await
 }
 
-/// Fails with [`ConnectError::TimedOut`] if the future of `make` takes longer than `after`. Other
-/// errors get the step and the address unless they have their own.
+/// Fails with [`ConnectError::TimedOut`] if the future of `make` takes longer than `after`. Adds
+/// the step and the address to errors without them.
 ///
-/// Takes a closure so that the future is made where it is pinned: a move would copy it.
+/// Takes a closure so that the future is made where it is pinned, because a move would copy it.
 pub(super) async fn with_deadline<T>(
     after: Duration,
     step: ConnectStep,
@@ -209,7 +202,6 @@ impl fmt::Debug for Endpoint {
     }
 }
 
-/// A guard that moves its queue pair to the error state unless the connection is established.
 pub(super) struct FailUnlessConnected(Option<QueuePair>);
 
 impl FailUnlessConnected {

@@ -1,5 +1,3 @@
-//! Errors of listening, resolving, connecting and disconnecting.
-
 use std::fmt;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -11,7 +9,7 @@ use crate::verbs::Device;
 
 use super::inbox::EndReason;
 
-/// Error of listening, resolving, connecting or disconnecting.
+/// An error of listening, resolving, connecting or disconnecting.
 ///
 /// A lookup has a step but no address; [`Limit`](Self::Limit) and [`NoRuntime`](Self::NoRuntime)
 /// have neither.
@@ -168,7 +166,6 @@ pub enum ConnectStep {
 }
 
 impl ConnectError {
-    /// Converts the end of a handshake with `address` during `step`.
     pub(super) fn from_end(end: &EndReason, step: ConnectStep, address: SocketAddr) -> Self {
         let attempt = ConnectAttempt { step, address };
         match end {
@@ -189,7 +186,6 @@ impl ConnectError {
         }
     }
 
-    /// Adds the attempt if the error has none.
     pub(super) fn during(mut self, step: ConnectStep, address: SocketAddr) -> Self {
         match &mut self {
             Self::Setup { attempt, .. } | Self::Verb { attempt, .. } => {
@@ -200,7 +196,6 @@ impl ConnectError {
         self
     }
 
-    /// Notes whether `device` could have reached a listener of another process.
     pub(super) fn through(mut self, device: &Device) -> Self {
         if let Self::Resolve { in_process, .. } | Self::Refused { in_process, .. } = &mut self {
             *in_process = device.is_in_process();
@@ -414,10 +409,8 @@ impl fmt::Display for ConnectStep {
     }
 }
 
-/// From `errno(3)`.
 const ECONNREFUSED: i32 = 111;
 
-/// Cause and remedy if a listener of another process was meant.
 const ONLY_IN_PROCESS: &str = "the device reaches no other process; to connect to another process, \
                                open the device with Device::open_default_to";
 
@@ -432,7 +425,7 @@ pub(crate) const FOR_STREAMS: &[u8] =
 
 impl std::error::Error for ConnectError {}
 
-/// Half the limit of clippy's `result_large_err`: errors of programs can contain this one.
+/// Half the limit of clippy's `result_large_err`, because errors of programs can contain this one.
 const _: () = assert!(size_of::<ConnectError>() <= 64);
 
 impl From<NoRuntime> for ConnectError {

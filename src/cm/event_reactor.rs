@@ -12,17 +12,15 @@ use super::router::{Router, Watched};
 use crate::error::NoRuntime;
 use crate::readable::Readable;
 
-/// The registrations of one channel, at most one for each runtime.
 pub(super) struct Reactors(rdma_provider::locks::Mutex<Vec<Arc<Reactor>>>);
 
-/// A registration with one runtime.
 struct Reactor {
     runtime: runtime::Id,
     handle: Handle,
     /// Owns a reference to the channel, so that the descriptor is deregistered before it is closed.
     fd: Readable<Watched>,
     router: Weak<Router>,
-    /// Holds this `Reactor` weakly: `fd` stores the waker, so a strong reference would be a cycle.
+    /// Holds this `Reactor` weakly, because `fd` stores the waker.
     waker: Waker,
 }
 
@@ -68,7 +66,6 @@ impl Reactors {
         !self.0.lock().is_empty()
     }
 
-    /// Returns a watching runtime that is not in `except`.
     pub(super) fn handle(&self, except: &[runtime::Id]) -> Option<Handle> {
         let list = self.0.lock();
         list.iter()
@@ -88,9 +85,8 @@ impl Reactors {
 }
 
 impl Reactor {
-    /// Drains the channel until it has no new events and the I/O driver holds the waker.
-    ///
-    /// [`Router::drain`] may leave further events to a task. The readiness is cleared nevertheless.
+    /// Drains the channel until it has no new events and the I/O driver holds the waker. The
+    /// readiness is cleared even if [`Router::drain`] leaves events to a task.
     fn run(&self) {
         let Some(router) = self.router.upgrade() else { return };
         if self.fd.serve(&self.waker, || router.drain()).is_break() {

@@ -1,5 +1,3 @@
-//! The events of one id of the connection manager, and the tasks that wait for them.
-
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
@@ -15,14 +13,13 @@ use rdma_provider::cm_contract::{CmEventKind, CmPeer};
 use super::disconnection::Disconnection;
 
 /// The events of an id so far. Each occurs at most once. `address` stays `None` if the provider has
-/// resolved the route at once; `connect` takes `response`.
+/// resolved the route at once.
 #[derive(Debug, Default)]
 pub(super) struct IdState {
     pub(super) address: Option<Result<(), i32>>,
     pub(super) route: Option<Result<(), i32>>,
     pub(super) response: Option<CmPeer>,
     pub(super) established: bool,
-    /// The first end event.
     pub(super) end: Option<EndReason>,
     /// True if the peer's connection manager knows of the end or cannot be notified; false after an
     /// address change or a failed probe.
@@ -43,10 +40,8 @@ pub(super) enum EndReason {
     Keepalive(Disconnection),
 }
 
-/// The receiver of one id's events.
-///
-/// Tasks are woken and queue pairs modified without any lock held: both may call back into this
-/// module.
+/// The receiver of one id's events. Tasks are woken and queue pairs modified without any lock held,
+/// because both may call back into this module.
 #[derive(Debug)]
 pub(super) struct Inbox {
     seen: Mutex<Seen>,
@@ -55,7 +50,6 @@ pub(super) struct Inbox {
     pub(super) requests: Option<Arc<dyn TakeRequests>>,
 }
 
-/// A listener, which takes requests to connect.
 pub(super) trait TakeRequests: std::fmt::Debug + Send + Sync {
     /// Queues a request. Returns its id if the backlog is full.
     fn push(&self, id: CmId, peer: CmPeer) -> Option<CmId>;
@@ -69,7 +63,6 @@ struct Seen {
     waiters: Waiters,
 }
 
-/// The queue pair that fails with the connection.
 #[derive(Debug, Default)]
 struct AttachedQueuePair {
     queue_pair: Option<WeakQueuePair>,
@@ -82,17 +75,14 @@ impl Inbox {
         Arc::new(Self { seen: Mutex::default(), attached: Mutex::default(), requests })
     }
 
-    /// Calls `with` with the events so far, under the lock. Dispatch waits for it.
     pub(super) fn state<T>(&self, with: impl FnOnce(&mut IdState) -> T) -> T {
         with(&mut self.seen.lock().state)
     }
 
-    /// Begins a wait of one task for events.
     pub(super) fn wait(&self) -> Wait<'_> {
         Wait { inbox: self, ticket: None }
     }
 
-    /// Wakes all tasks that wait.
     pub(super) fn wake_all(&self) {
         later::wake(self.seen.lock().waiters.remove_all());
     }
@@ -131,7 +121,6 @@ impl Inbox {
         }
     }
 
-    /// Records a failed probe. The queue pair is in the error state already.
     pub(super) fn probe_failed(&self, end: Disconnection) {
         self.state(|state| {
             state.end.get_or_insert(EndReason::Keepalive(end));
@@ -139,7 +128,6 @@ impl Inbox {
         self.wake_all();
     }
 
-    /// Makes the queue pair fail with the connection, at once if that has ended.
     pub(super) fn attach_queue_pair(&self, queue_pair: &QueuePair) {
         let ended = {
             let mut attached = self.attached.lock();
@@ -153,7 +141,6 @@ impl Inbox {
         }
     }
 
-    /// Returns true if the end of the connection fails, or has failed, the queue pair.
     pub(super) fn is_ending(&self) -> bool {
         let attached = self.attached.lock();
         attached.ended || attached.queue_pair.is_none()
@@ -173,7 +160,6 @@ fn wake(waker: Waker) -> bool {
     !panicked
 }
 
-/// The wait of one task. Dropping it ends the wait.
 pub(super) struct Wait<'a> {
     inbox: &'a Inbox,
     ticket: Option<Ticket>,
@@ -235,7 +221,6 @@ pub(super) fn fail(queue_pair: &QueuePair) {
 }
 
 impl IdState {
-    /// Records the event. Returns true if waiters must check it.
     fn on_event(&mut self, kind: CmEventKind<Any>) -> bool {
         self.exited |= matches!(kind, CmEventKind::TimewaitExit | CmEventKind::DeviceRemoval);
         let mut end = None;

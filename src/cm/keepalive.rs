@@ -1,5 +1,3 @@
-//! Keepalive: detects that the peer is gone while nothing is in flight.
-
 use std::future::poll_fn;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -15,7 +13,6 @@ use crate::memory::RemoteRegion;
 use crate::op::{QueuePair, WeakQueuePair};
 use crate::types::{AckTimeout, QpState, Rkey, WcStatus};
 
-/// The task that probes a connection's peer, stopped on drop.
 #[derive(Debug)]
 pub(super) struct Keepalive(AbortHandle);
 
@@ -26,7 +23,6 @@ impl Drop for Keepalive {
 }
 
 impl Keepalive {
-    /// Checks that `queue_pair` can be probed, and that `timeout` is finite.
     pub(super) fn check(
         interval: Option<Duration>,
         timeout: AckTimeout,
@@ -44,7 +40,6 @@ impl Keepalive {
         SetupError::at_least("max_send_wr with keepalive", queue_pair.caps().max_send_wr.into(), 1)
     }
 
-    /// Starts to probe the peer, in a task of the current runtime.
     pub(super) fn start(
         interval: Duration,
         queue_pair: &QueuePair,

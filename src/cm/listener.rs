@@ -1,5 +1,3 @@
-//! The passive side: listens, accepts and rejects connection requests.
-
 use std::collections::VecDeque;
 use std::fmt;
 use std::future::poll_fn;
@@ -56,7 +54,6 @@ use crate::clock::{self, Sleep};
 ///
 /// See each method.
 pub struct Listener {
-    /// `None` once it was [stopped](Self::stop).
     bound: Mutex<Option<(Endpoint, AddressEntry)>>,
     router: Arc<Router>,
     inbox: Arc<Inbox>,
@@ -73,7 +70,7 @@ impl Listener {
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future leaves no listener behind.
+    /// See [`bind_with`](Self::bind_with).
     pub async fn bind(
         device: &Device,
         address: impl ToSocketAddrs + fmt::Debug,
@@ -214,13 +211,12 @@ impl Listener {
         bound.as_ref().map_or(Ok(false), answers)
     }
 
-    /// Ensures that the current runtime watches for events.
     pub(crate) fn watch(&self) -> Result<(), NoRuntime> {
         self.router.watch()
     }
 
-    /// Releases the address and rejects the requests that were not accepted, like a drop, while
-    /// futures of [`accept`](Self::accept) exist. These never complete.
+    /// Releases the address and rejects the requests that were not accepted. Futures of
+    /// [`accept`](Self::accept) never complete afterwards.
     pub(crate) fn stop(&self) {
         let bound = self.bound.lock().take();
         drop(bound);
@@ -228,7 +224,6 @@ impl Listener {
         drop(rejected);
     }
 
-    /// Returns the answer that [`answer`](Self::answer) sends to peers accepted with `options`.
     pub(crate) fn answer_with(
         device: &Device,
         options: &ConnectionOptions,
@@ -274,8 +269,8 @@ impl Listener {
     }
 }
 
-/// Wakes the next acceptor on drop if requests are left. The acceptor that ends may have used up
-/// the wake-up for them.
+/// Wakes the next acceptor on drop if requests are left, because the acceptor that ends may have
+/// used up the wake-up for them.
 struct WakeNext<'a> {
     inbox: &'a Inbox,
     incoming: &'a Incoming,
@@ -299,8 +294,8 @@ impl fmt::Debug for Listener {
 pub(crate) struct PendingRequests(Weak<Incoming>);
 
 impl PendingRequests {
-    /// Waits until a request has waited for `age`. Each request completes one call. Completes at
-    /// the earliest `age` after the first poll, and never without the listener.
+    /// Waits until a request has waited for `age`, at the earliest `age` after the first poll. Each
+    /// request completes one call. Never completes without the listener.
     pub(crate) async fn displaced(&self, age: Duration) {
         let mut sleep = Sleep::new(clock::deadline(age));
         loop {
@@ -325,13 +320,11 @@ static LISTEN_ADDRESSES: Mutex<Vec<ListenAddress>> = Mutex::new(Vec::new());
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct ListenAddress {
-    /// Identifies the provider, or one network of software devices.
     port_space: usize,
     address: SocketAddr,
     device: String,
 }
 
-/// An entry of [`LISTEN_ADDRESSES`], removed on drop.
 struct AddressEntry(ListenAddress);
 
 impl AddressEntry {
@@ -378,7 +371,6 @@ struct Pending {
     endpoint: Endpoint,
     peer: CmPeer,
     since: Instant,
-    /// True until one handshake has been displaced on behalf of this request.
     displaces: bool,
 }
 
@@ -489,8 +481,8 @@ impl ConnectionRequest {
         self.path.entry.index
     }
 
-    /// Returns the request's private data, padded with zeros to 56 bytes: requests (IBTA 12.6.5) do
-    /// not carry its length.
+    /// Returns the request's private data, padded with zeros to 56 bytes, because requests (IBTA
+    /// 12.6.5) do not carry its length.
     #[must_use]
     pub fn private_data(&self) -> &[u8] {
         &self.peer.private_data
@@ -520,7 +512,6 @@ impl ConnectionRequest {
         self.endpoint.answer_late(answer)
     }
 
-    /// Returns the queue pair number in the provider's answer, if it has answered.
     pub(crate) fn reserved(&self) -> Option<Qpn> {
         self.endpoint.reserved()
     }
@@ -608,7 +599,6 @@ impl ConnectionRequest {
 }
 
 impl ConnectionRequest {
-    /// Rejects the request if possible, without waiting for an event.
     pub(crate) fn refuse(self, private_data: &[u8]) {
         if let Err(error) = self.endpoint.call(|id| Ok(id.reject(private_data)?)) {
             rdma_provider::debug!(

@@ -8,7 +8,7 @@
 //!
 //! The connection manager does not own queue pairs. A [`Route`] or [`ConnectionRequest`] names the
 //! port and GID to send from; the caller builds the queue pair there, on any completion queue. When
-//! `connect` or `accept` succeeds, the queue pair is ready to use. When the handshake fails, it is
+//! `connect` or `accept` succeeds, the queue pair is ready to use; when the handshake fails, it is
 //! in the error state.
 //!
 //! Functions that return [`ConnectError`] fail with [`ConnectError::NoRuntime`] outside of a Tokio

@@ -1,5 +1,3 @@
-//! Settings of listeners and connections.
-
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
@@ -85,9 +83,8 @@ impl ConnectionOptions {
     /// Sets the time limit of the handshake with each address tried, and of the answer to a
     /// disconnect request. The default is 15 s.
     ///
-    /// The peer's program must accept within it. The kernel's connection manager retransmits a lost
-    /// message after 4.3 s. The software device does so after 0.27 s, then after twice the previous
-    /// wait, up to 4.3 s, until the time limit.
+    /// The peer's program must accept within it. A lost message is retransmitted after 4.3 s by the
+    /// kernel's connection manager, and after 0.27 s, doubling up to 4.3 s, by the software device.
     #[must_use]
     pub const fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
@@ -97,9 +94,9 @@ impl ConnectionOptions {
     /// Sets bytes to send with the request (at most 56) or the answer (at most 196). The default is
     /// none.
     ///
-    /// The peer receives them padded with zeros: the messages of IBTA 12.6 do not carry their
-    /// length. If trailing zeros matter, start with the length.
-    /// [`ConnectionConfig::user_data`](crate::ConnectionConfig::user_data) arrives with its length.
+    /// The peer receives them padded with zeros, because the messages of IBTA 12.6 do not carry
+    /// their length. If trailing zeros matter, start with the length, as
+    /// [`ConnectionConfig::user_data`](crate::ConnectionConfig::user_data) does.
     #[must_use]
     pub fn private_data(mut self, data: impl Into<Vec<u8>>) -> Self {
         self.private_data = data.into();
@@ -132,17 +129,17 @@ impl ConnectionOptions {
     ///   Otherwise the first probe ends the connection with
     ///   [`Disconnection::ProbeFailed`](super::Disconnection::ProbeFailed).
     /// - A probe also ends the connection with `ProbeFailed` if the queue pair is in the error
-    ///   state, because other work failed or the peer attempted a forbidden operation. If the
-    ///   program resets the queue pair itself, probing pauses until it can post again.
-    /// - Arrivals in a shared receive queue are not seen: they do not defer a probe.
+    ///   state. If the program resets the queue pair itself, probing pauses until it can post
+    ///   again.
+    /// - Arrivals in a shared receive queue do not defer a probe.
     /// - An infinite acknowledgement timeout ([`AckTimeout`](crate::types::AckTimeout) code 0) is
     ///   refused.
-    /// - A probe takes one entry of [`max_send_wr`](crate::op::QueuePairBuilder::max_send_wr) and
-    ///   its completion until acknowledged. It is posted only while nothing else is in flight.
-    ///   Enlarge the send queue by one if a `try_` method must not find it full because of a probe.
+    /// - A probe takes one entry of [`max_send_wr`](crate::op::QueuePairBuilder::max_send_wr) until
+    ///   it is acknowledged. It is posted only while nothing else is in flight. Enlarge the send
+    ///   queue by one if a `try_` method must not find it full because of a probe.
     /// - Intervals are in real time, even if Tokio's clock is paused, except in
-    ///   [`software::drive`](crate::software::drive). A task sends the probes, so
-    ///   they end when the runtime that established the connection shuts down.
+    ///   [`software::drive`](crate::software::drive). A task sends the probes, so they end when the
+    ///   runtime that established the connection shuts down.
     #[must_use]
     pub const fn keepalive(mut self, interval: Option<Duration>) -> Self {
         self.keepalive = interval;
@@ -151,17 +148,14 @@ impl ConnectionOptions {
 
     /// Sets this side's timeouts and retries, whatever the peer proposes.
     ///
-    /// They are not sent to the peer. The crate always proposes 6 retries and infinite RNR retries
-    /// to the peer, and the software device an acknowledgement timeout of 537 ms. The peer may set
-    /// others.
+    /// The peer sets its own; by default it adopts what the crate proposes: 6 retries, infinite RNR
+    /// retries and, from the software device, an acknowledgement timeout of 537 ms.
     #[must_use]
     pub const fn transport(mut self, transport: ConnectOptions) -> Self {
         self.transport = transport;
         self
     }
 
-    /// Returns the source address, if set, with port 0. Fails if its family is not
-    /// `destination`'s.
     pub(super) fn source_to(
         &self,
         destination: SocketAddr,
@@ -194,7 +188,6 @@ impl ConnectionOptions {
         self.reads
     }
 
-    /// Returns the private data and [`transport`](Self::transport), after checking their limits.
     pub(super) fn checked(&self, max_data: usize) -> Result<(&[u8], ConnectOptions), LimitError> {
         LimitError::check(
             "bytes of private_data",
@@ -237,13 +230,12 @@ impl ListenOptions {
     /// Sets the maximum number of waiting requests. The default is 1024, at about 2 KiB each; 0 is
     /// refused.
     ///
-    /// - The software device asks further peers to retry later, until a request is answered or
-    ///   their deadline passes. A request counts until it is accepted or rejected.
+    /// - The software device counts a request until it is accepted or rejected, and asks further
+    ///   peers to retry later, until their deadline passes.
     /// - The kernel counts requests that the program has not received, and rejects further ones
     ///   with reason [`CONSUMER`](crate::cm::RejectReason::CONSUMER).
     ///
-    /// The backlog is the only limit of a [`Listener`](super::Listener) on waiting requests. An
-    /// accepted request no longer counts, but holds the program's queue pair until
+    /// An accepted request no longer counts, but holds the program's queue pair until
     /// [`ConnectionRequest::accept`](super::ConnectionRequest::accept) returns, at the latest after
     /// [`ConnectionOptions::timeout`]. The program must limit how many it accepts at a time.
     ///

@@ -13,7 +13,6 @@ use rdma_provider::cm_contract::{CmAnswer, CmId as _, CmParams, CmPeer, CmRoute}
 use super::error::ConnectError;
 use super::options::ConnectionOptions;
 
-/// The port and GID that a queue pair must send from.
 #[derive(Debug, Clone)]
 pub(super) struct Path {
     pub(super) port: PortNum,
@@ -80,7 +79,6 @@ const PEER_RETRIES: u8 = 6;
 /// Infinite: a late receive is a matter of the service's own deadlines.
 const PEER_RNR_RETRIES: u8 = 7;
 
-/// The maximum of outstanding READs and atomics in each direction.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Reads {
     pub(super) serve: u8,
@@ -124,7 +122,6 @@ impl Reads {
 }
 
 impl Reads {
-    /// Returns the same values as [`params`](Self::params), for the provider to send.
     pub(super) const fn answer(self, private_data: Vec<u8>) -> CmAnswer {
         CmAnswer {
             private_data,
@@ -136,7 +133,6 @@ impl Reads {
     }
 }
 
-/// Takes a queue pair from INIT to RTS, with our own timers.
 pub(super) fn make_ready(
     id: &CmId,
     queue_pair: &QueuePair,

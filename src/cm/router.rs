@@ -23,7 +23,6 @@ use super::error::ConnectError;
 use super::event_reactor::Reactors;
 use super::inbox::Inbox;
 
-/// The event channel and inboxes of one open device.
 pub(super) struct Router {
     device: Device,
     channel: Arc<CmChannel>,
@@ -33,18 +32,16 @@ pub(super) struct Router {
     disposer: Arc<Disposer<Arc<CmId>>>,
 }
 
-/// The lock that allows one drain at a time, so that each id's events stay in order.
+/// Allows one drain at a time, so that each id's events stay in order.
 #[derive(Debug, Default)]
 struct DrainState {
     busy: bool,
-    /// True if a drain was requested meanwhile.
     again: bool,
 }
 
 struct DrainLock<'a>(&'a Mutex<DrainState>);
 
 impl<'a> DrainLock<'a> {
-    /// Returns `None` if another drain is running, and makes it check again.
     fn try_lock(drain_state: &'a Mutex<DrainState>) -> Option<Self> {
         let mut state = drain_state.lock();
         if std::mem::replace(&mut state.busy, true) {
@@ -80,7 +77,6 @@ impl Drop for DrainTask {
 
 const QUOTA: usize = 64;
 
-/// The channel's descriptor for a reactor.
 pub(super) struct Watched(Arc<CmChannel>);
 
 impl std::os::fd::AsRawFd for Watched {
@@ -164,7 +160,6 @@ impl Router {
         self.reactors.watch(self)
     }
 
-    /// Wakes all waiters, because a runtime that watched the channel has shut down.
     pub(super) fn wake_waiters(&self) {
         let inboxes: Vec<_> = self.inboxes.lock().values().cloned().collect();
         inboxes.iter().for_each(|inbox| inbox.wake_all());
@@ -191,7 +186,6 @@ impl Router {
         self.channel.port_space()
     }
 
-    /// Drops ids on another thread if that may block.
     pub(super) fn dispose(self: &Arc<Self>, ids: impl IntoIterator<Item = Arc<CmId>>) {
         if !self.may_block() {
             return ids.into_iter().for_each(drop);
@@ -204,7 +198,7 @@ impl Router {
         });
     }
 
-    /// Returns a runtime to spawn on. The reactor's wakers may run outside of any runtime context.
+    /// Returns a runtime to spawn on: the reactor's wakers may run outside of any runtime context.
     fn runtime(&self) -> Option<Handle> {
         Handle::try_current().ok().or_else(|| self.reactors.handle(&[]))
     }
@@ -251,7 +245,6 @@ impl Router {
         }
     }
 
-    /// Schedules another drain behind the ready tasks, in a runtime not in `gone`.
     fn schedule_drain(self: &Arc<Self>, gone: Vec<runtime::Id>) {
         let runtime = if gone.is_empty() { self.runtime() } else { self.reactors.handle(&gone) };
         // Otherwise no task waits, and the channel stays readable for a later waiter.
@@ -266,7 +259,6 @@ impl Router {
         }
     }
 
-    /// Dispatches one event; returns the id of an unwanted connection request.
     fn dispatch(self: &Arc<Self>, event: CmEvent<Any>) -> Option<CmId> {
         let CmEvent { key, kind } = event;
         rdma_provider::trace!(key, ?kind, "connection event");

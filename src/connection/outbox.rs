@@ -37,7 +37,7 @@ impl Outbox {
     }
 
     /// Polls sent frame `index`. Removes it if it is complete and the oldest.
-    #[inline(always)]
+    #[inline]
     pub(super) fn poll_sent(
         &mut self,
         index: usize,
@@ -113,7 +113,7 @@ impl Sent {
         matches!(self, Self::Abort(send) if !send.is_queued())
     }
 
-    #[inline(always)]
+    #[inline]
     pub(super) fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), OpErrorKind>> {
         let result = ready!(match self {
             Self::Inline(send) | Self::Abort(send) => poll(send, context),
@@ -126,7 +126,7 @@ impl Sent {
     }
 }
 
-#[inline(always)]
+#[inline]
 fn poll<B: Gather>(send: &mut Send<B>, context: &mut Context<'_>) -> Poll<Result<(), OpErrorKind>> {
     Pin::new(send).poll(context).map_ok(drop).map_err(|error| error.kind())
 }

@@ -222,7 +222,7 @@ impl Shared {
         Some(self.run(state, work))
     }
 
-    #[inline(always)]
+    #[inline]
     fn run<R>(
         &self,
         mut state: MutexGuard<'_, ConnectionState>,
@@ -295,7 +295,7 @@ impl Shared {
         result
     }
 
-    #[inline(always)]
+    #[inline]
     fn poll_as<R>(
         &self,
         mut caller: Caller<'_>,

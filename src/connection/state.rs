@@ -426,7 +426,7 @@ impl ConnectionState {
     }
 
     /// Polls sent frame `index`. Removes it if it is complete and the oldest.
-    #[inline(always)]
+    #[inline]
     pub(super) fn poll_sent(
         &mut self,
         index: usize,
@@ -441,7 +441,7 @@ impl ConnectionState {
     }
 
     /// Sends the `Fin`, `Resize`, `Ack` and skips that are due.
-    #[inline(always)]
+    #[inline]
     pub(super) fn send_due(&mut self) {
         if !self.protocol.is_quiet() {
             self.send_until_quiet();
@@ -513,7 +513,7 @@ impl ConnectionState {
     }
 
     /// Returns the index of the send whose completion is awaited, if any.
-    #[inline(always)]
+    #[inline]
     fn awaited_send(&self) -> Option<usize> {
         let (outbox, waiting) = (&self.outbox, &self.waiting);
         let waits = Waits {

@@ -1,13 +1,11 @@
-//! The address of a DC target, which initiators obtain by any channel.
-
 use crate::op::EndpointError;
 use crate::op::address_codec::{self, Address, Reader, Writer, link_code};
 use crate::types::{DcKey, Gid, LinkLayer, Mtu, Qpn};
 
 /// The address of a [`DcTarget`](super::DcTarget), the same for all peers.
 ///
-/// It travels like a [`QueuePairEndpoint`](crate::QueuePairEndpoint) and is validated like one. It
-/// contains the access key.
+/// It contains the access key. It travels like a [`QueuePairEndpoint`](crate::QueuePairEndpoint)
+/// and is validated like one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct DcAddress {
     /// The DC target number.
@@ -90,9 +88,7 @@ mod form {
         gid: Ipv6Addr,
         #[serde(default)]
         lid: u16,
-        /// The code of `ibv_query_port(3)`.
         link_layer: u8,
-        /// In bytes.
         mtu: u16,
     }
 

@@ -1,5 +1,3 @@
-//! DC initiators: creation, repair and destinations.
-
 use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -47,10 +45,10 @@ use crate::verbs::{AddressHandle, ProtectionDomain};
 /// # }
 /// ```
 ///
-/// Work completes in the order of posting, over all targets: a slow or unreachable target delays
+/// Work completes in the order of posting, over all targets, so a slow or unreachable target delays
 /// later work.
 ///
-/// A failure moves the initiator to the error state and flushes all later work, of all peers;
+/// A failure moves the initiator to the error state and flushes all later work, to whatever peer;
 /// [`repair`](Self::repair) restores it.
 ///
 /// Dropping the last clone closes the initiator immediately, as [`QueuePair`] describes.
@@ -60,7 +58,6 @@ pub struct DcInitiator {
     setup: Arc<Setup>,
 }
 
-/// The settings that each transition to RTS needs.
 struct Setup {
     options: ConnectOptions,
     mtu: Mtu,
@@ -379,8 +376,8 @@ impl DcInitiatorBuilder {
     ///
     /// # Errors
     ///
-    /// [`SetupError::Unsupported`] if the device does not support DC
-    /// ([`DeviceAttr::dc`](crate::types::DeviceAttr::dc)), else see [`QueuePairBuilder::build`].
+    /// Those of [`QueuePairBuilder::build`]; [`SetupError::Unsupported`] also if the device does
+    /// not support DC ([`DeviceAttr::dc`](crate::types::DeviceAttr::dc)).
     pub fn build(self) -> Result<DcInitiator, SetupError> {
         let Self { queue_pair, options, mtu, reads } = self;
         options.check()?;

@@ -1,5 +1,3 @@
-//! The operations of dynamic connections, for senders, peers of a pool, and leases.
-
 use super::{DcLease, DcPoolPeer, DcSender, PooledOperation};
 use crate::error::TryError;
 use crate::memory::{Gather, RemoteRegion, Scatter};

@@ -1,5 +1,3 @@
-//! A DC initiator with one peer as the destination of operations.
-
 use super::DcPeer;
 use crate::error::{LimitError, OpErrorKind, TryError};
 use crate::op::{Destination, QueuePair};

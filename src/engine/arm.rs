@@ -1,31 +1,27 @@
 //! The arm, poll, park protocol, which prevents missed completions.
 //!
-//! Arming requests one event at the *next* completion. An earlier completion raises none, so the
-//! queue is polled between arming and parking (`ibv_get_cq_event(3)`, NOTES). While armed, the
-//! event is still to come or in the channel. The component that takes it polls, and arms again if
-//! operations still wait. One lock covers all of this.
+//! Arming requests one event for the *next* completion. An earlier completion raises none, so the
+//! queue is polled between arming and parking (`ibv_get_cq_event(3)`, NOTES). The component that
+//! takes the event polls, and arms again if operations still wait. One lock covers all of this.
 //!
-//! While only receives of solicited messages wait, solicited completions are requested: a SEND that
-//! no task awaits then raises no event. A request for all completions replaces it.
+//! While only receives of solicited messages wait, only solicited completions are requested, so
+//! that a SEND that no task awaits raises no event. A request for all completions replaces it.
 //!
-//! In hybrid mode a task of one runtime may *spin*: it polls the queue after an event, and arms it
-//! only when it ends.
+//! In hybrid mode, a task of one runtime may *spin*: it polls the queue after an event, and arms it
+//! only when it stops.
 
-/// The completions that raise the requested event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Arm {
-    /// None: no event is requested.
     Off,
     /// Completions of solicited messages, and failures.
     Solicited,
     All,
 }
 
-/// The requested event, from arming until it is taken.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Request {
     arm: Arm,
-    /// It replaced another request, whose event may have been raised before.
+    /// This request replaced another one, whose event may have been raised before.
     replaces: bool,
 }
 
@@ -43,13 +39,10 @@ pub(super) trait Armed {
 
     fn drain(&mut self);
 
-    /// Requests one event; returns false if the queue is dead.
     fn arm(&mut self, arm: Arm) -> bool;
 
-    /// Takes an event from the channel; returns false if there is none.
     fn take_event(&mut self) -> bool;
 
-    /// Returns the completions that operations wait for.
     fn awaited(&self) -> Arm;
 
     fn request(&mut self) -> &mut Request;
@@ -59,7 +52,7 @@ pub(super) trait Armed {
     fn spinning(&mut self) -> &mut Option<Self::Runtime>;
 }
 
-/// Arms and polls the queue for the operations that wait, whose wakers are registered.
+/// Arms and polls the queue for waiting operations, whose wakers are already registered.
 pub(super) fn before_park(queue: &mut impl Armed) {
     let arm = queue.awaited();
     let before = queue.request().arm;
@@ -69,8 +62,7 @@ pub(super) fn before_park(queue: &mut impl Armed) {
     }
 }
 
-/// Takes the requested event, if it was raised.
-#[inline(always)]
+#[inline]
 fn take_event(queue: &mut impl Armed) {
     // One arming raises at most one event.
     if queue.take_event() {
@@ -87,9 +79,9 @@ pub(super) fn on_event(queue: &mut impl Armed) {
     before_park(queue);
 }
 
-/// Handles an event, and returns true if the task of `runtime` is to spin: if it may, and no other
-/// task spins.
-#[inline(always)]
+/// Handles an event. Returns true if the task of `runtime` starts to spin, because it may and no
+/// other task does.
+#[inline]
 pub(super) fn on_event_or_spin<Q: Armed>(queue: &mut Q, runtime: Option<Q::Runtime>) -> bool {
     let spinning = *queue.spinning();
     let begins = runtime.filter(|own| spinning.is_none_or(|spinning| spinning == *own));
@@ -103,8 +95,7 @@ pub(super) fn on_event_or_spin<Q: Armed>(queue: &mut Q, runtime: Option<Q::Runti
     begins.is_some()
 }
 
-/// Requests an event if the task of another runtime than `is_own` spins: that runtime may be
-/// blocked.
+/// Requests an event if a task of another runtime spins, because that runtime may be blocked.
 pub(super) fn arm_beside_spinning<Q: Armed>(
     queue: &mut Q,
     is_own: impl FnOnce(Q::Runtime) -> bool,
@@ -114,7 +105,6 @@ pub(super) fn arm_beside_spinning<Q: Armed>(
     }
 }
 
-/// Ends the polls of the task that spins, and requests an event instead.
 pub(super) fn stop_spinning(queue: &mut impl Armed) {
     *queue.spinning() = None;
     // Another waiter may have armed the queue meanwhile, and its event may have been raised.

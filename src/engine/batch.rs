@@ -1,6 +1,6 @@
 //! The work requests of a batch, which are posted with one doorbell.
 //!
-//! A batch shares one slot, which its last work request completes, because a completion covers the
+//! A batch shares one slot, which its last work request completes: its completion covers the
 //! unsignalled work before it. The work queue records which earlier parts failed.
 
 use std::ops::Deref;
@@ -13,7 +13,6 @@ use super::work_request::Receiver;
 use crate::memory::PdKey;
 use crate::types::{Data, SendFlags, SendOp, SendWr, Sge, WrId};
 
-/// Work requests with several elements that are posted without an allocation.
 const BATCH_INLINE: usize = 32;
 
 #[derive(Debug, Clone, Copy)]
@@ -21,20 +20,17 @@ pub(crate) struct BatchEntry {
     pub(crate) op: SendOp,
     pub(crate) flags: SendFlags,
     pub(crate) remote_len: u64,
-    /// The element of the buffer if it is [single](crate::memory::Gather).
     sge: Sge,
 }
 
-/// The work requests of a batch without their buffers.
 #[derive(Debug)]
 pub(crate) struct Entries {
     list: Vec<BatchEntry>,
     // What all buffers have in common, so that posting need not check each.
     /// The protection domain of the buffers. `None` if there are none, or if one is not plain: of
-    /// another domain, not a single element, empty, longer than its remote region, or for another
-    /// operation than SEND, WRITE and READ.
+    /// another domain, not a single element, empty, longer than its remote region, or for an
+    /// operation other than SEND, WRITE and READ.
     pd: Option<PdKey>,
-    /// The largest length of a buffer.
     longest: u32,
 }
 
@@ -43,8 +39,7 @@ impl Entries {
         Self { list: Vec::new(), pd: None, longest: 0 }
     }
 
-    /// Adds a work request. `buffer` is the element and the protection domain of a buffer that has
-    /// exactly one.
+    // A call costs 38 instructions of each request of a batch.
     #[inline(always)]
     pub(crate) fn push(&mut self, op: SendOp, remote_len: u64, buffer: Option<(Sge, PdKey)>) {
         let sge = match buffer {
@@ -65,14 +60,13 @@ impl Entries {
         self.list.push(BatchEntry { op, flags: SendFlags::empty(), remote_len, sge });
     }
 
-    /// Fences the work request that was added last.
     pub(crate) fn fence_last(&mut self) {
         if let Some(last) = self.list.last_mut() {
             last.flags |= SendFlags::FENCE;
         }
     }
 
-    #[inline(always)]
+    #[inline]
     fn add_plain(&mut self, pd: PdKey, length: u32, remote_len: u64) {
         let is_like_others = self.pd == Some(pd)
             && (1..=self.longest).contains(&length)
@@ -110,16 +104,13 @@ impl Deref for Entries {
     }
 }
 
-/// The elements of buffers that are not all single.
 #[derive(Default)]
 pub(super) struct Pieces {
     pub(super) sges: SmallVec<[Sge; BATCH_INLINE]>,
-    /// Elements of each work request.
     pub(super) lengths: SmallVec<[usize; BATCH_INLINE]>,
 }
 
 impl Pieces {
-    /// Returns the elements of each work request.
     fn iter(&self) -> impl Iterator<Item = &[Sge]> {
         let mut sges = &self.sges[..];
         self.lengths.iter().map(move |&length| {
@@ -130,7 +121,6 @@ impl Pieces {
     }
 }
 
-/// A batch that has passed all checks.
 #[derive(Clone, Copy)]
 pub(super) struct Parts<'a> {
     pub(super) entries: &'a [BatchEntry],
@@ -161,8 +151,6 @@ impl<'a> Parts<'a> {
         })
     }
 
-    /// Returns the batch as a plain one if it has no pieces, so that [`Entries::are_plain`] held,
-    /// and no receiver.
     pub(super) fn plain(&self) -> Option<PlainParts<'a>> {
         (self.pieces.is_none() && self.to.is_none()).then_some(PlainParts(*self))
     }
@@ -199,7 +187,7 @@ impl<'a> PlainParts<'a> {
         })
     }
 
-    #[inline(always)]
+    #[inline]
     fn build<Q, T>(
         &self,
         slot: &Slot<Q>,
@@ -214,13 +202,12 @@ impl<'a> PlainParts<'a> {
 struct Flags {
     common: SendFlags,
     every: usize,
-    /// Work requests after the last signalled one.
     remaining: usize,
     until: usize,
 }
 
 impl Flags {
-    #[inline(always)]
+    #[inline]
     fn next(&mut self, entry: &BatchEntry) -> SendFlags {
         let flags = entry.flags | self.common;
         self.until -= 1;

@@ -11,21 +11,18 @@ use std::thread::{self, JoinHandle};
 use rdma_provider::locks::Mutex;
 use rustix::thread::{CpuSet, sched_setaffinity};
 
-/// Empty rounds after which an unpinned poller yields its core.
 const ROUNDS_BEFORE_YIELD: u32 = 64;
-/// Rounds after which a queue is polled that seems to be empty: only a poll notices failures.
+/// Only a poll notices failures, so a queue that seems empty is polled after this many rounds.
 const ROUNDS_BEFORE_POLL: u32 = 63;
-/// Rounds after which a completion is not left to the task that posted.
 const ROUNDS_LEFT_TO_POSTER: u32 = 2;
 
-/// The pollers of this process that have a queue.
 static SPINNING: AtomicUsize = AtomicUsize::new(0);
 
 /// A thread that polls completion queues and never sleeps while it has one. Clones share it.
 ///
-/// The thread ends when the last clone and the last completion queue that uses it are dropped. A
-/// warning of `tracing` reports that more pollers spin than the process has cores: completions then
-/// wait until the scheduler runs their poller.
+/// The thread ends when the last clone and the last completion queue that uses it are dropped. If
+/// more pollers spin than the process has cores, a `tracing` warning says so: completions then wait
+/// until the scheduler runs their poller.
 ///
 /// ```
 /// use tokio_rdma::completion::BusyPoller;
@@ -52,8 +49,8 @@ pub struct BusyPoller {
 }
 
 pub(super) trait Polled: Send + Sync {
-    /// Returns whether there may be completions. `None` if the answer would slow down other threads
-    /// that use the queue.
+    /// Returns whether there may be completions, or `None` if the answer would slow down other
+    /// threads.
     fn glance(&self) -> Option<bool>;
 
     /// Takes the available completions unless another thread is draining; returns false if there
@@ -61,25 +58,21 @@ pub(super) trait Polled: Send + Sync {
     fn poll(&self, left_out: u32) -> bool;
 }
 
-/// A queue of the thread.
 struct Watched {
     queue: Weak<dyn Polled>,
-    /// Rounds in a row whose glance found something.
     found: u32,
-    /// Polls left out since the last one.
     left_out: u32,
-    /// The last poll found nothing although a glance had: the queue has failed, or another thread
-    /// was faster.
+    /// The last poll found nothing although a glance had: the queue failed, or another thread was
+    /// faster.
     contradicted: bool,
 }
 
 impl Watched {
-    /// Polls the queue if it may have had completions for some rounds, and every few rounds.
-    /// Returns whether the queue seems busy, or `None` if it is gone. Glances do not count after a
-    /// poll that contradicted one.
+    /// Polls the queue if it may have had completions for some rounds, and otherwise every few
+    /// rounds. Returns whether the queue seems busy, or `None` if it was dropped.
     ///
-    /// A task that awaits what it has just posted takes the completion itself. To take it first
-    /// would cost a change of threads and a wake-up.
+    /// The delay leaves a completion to a task that awaits what it has just posted. Taking it from
+    /// this thread would cost a wake-up.
     #[inline]
     fn poll(&mut self) -> Option<bool> {
         let queue = self.queue.upgrade()?;
@@ -106,7 +99,6 @@ struct ThreadHandle {
 
 struct Shared {
     queues: Mutex<Queues>,
-    /// Set when `queues` has grown or the thread is to stop.
     changed: AtomicBool,
     stop: AtomicBool,
     pinned: bool,
@@ -164,7 +156,6 @@ impl BusyPoller {
         Ok(Self { handle: Arc::new(ThreadHandle { shared, thread: Mutex::new(Some(thread)) }) })
     }
 
-    /// Returns true for clones of one poller.
     pub(super) fn same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.handle, &other.handle)
     }
@@ -197,7 +188,6 @@ impl Queues {
         }
     }
 
-    /// Removes the dropped queues, or all if the poller ends.
     fn retain(&mut self, keep: impl Fn(&Weak<dyn Polled>) -> bool) {
         self.list.retain(keep);
         if self.list.is_empty() && std::mem::take(&mut self.spins) {

@@ -4,30 +4,27 @@ use crate::sync::{AtomicU8, AtomicU32, Ordering, between_store_and_load};
 
 /// The number of free entries in one work queue.
 ///
-/// - A poster holds the lock on the queue's posting state. It counts its posts and queries the free
-///   entries. If none is free, it queues its work and announces a waiter.
-/// - The drainer handles completions and holds the lock of the completion queue. It retires
-///   completed work requests. If it sees a waiter, it posts the queued work.
+/// - A poster holds the lock on the posting state. If no entry is free, it queues its work and
+///   announces a waiter.
+/// - The drainer holds the lock of the completion queue. It retires completed work requests. If it
+///   sees a waiter, it posts the queued work.
 ///
 /// After its announcement the poster queries again, so each side stores before it loads. With
-/// sequential consistency, either the poster sees the free entries or the drainer sees the
-/// announcement.
+/// sequential consistency, the poster sees the free entries or the drainer sees the announcement.
 #[derive(Debug)]
 pub(super) struct Capacity {
     depth: u32,
-    /// The position after the work request that was retired last, modulo 2^32. If they complete in
-    /// order, all before it are retired; otherwise unused.
+    /// The position after the last retired work request, modulo 2^32. Unused if work requests
+    /// complete [in any order](ANY_ORDER).
     retired_before: AtomicU32,
-    /// The number of retired work requests, modulo 2^32. Counted only if they complete [in any
-    /// order](ANY_ORDER).
+    /// The number of retired work requests, modulo 2^32. Counted only if they complete in any
+    /// order.
     retired_count: AtomicU32,
     /// [`HAS_WAITERS`] and [`ANY_ORDER`]. Usually zero, so `retire` needs only one comparison.
     flags: AtomicU8,
 }
 
-/// Work is queued, or a task waits until the queue is idle.
 const HAS_WAITERS: u8 = 1;
-/// Work requests do not complete in the order of posting.
 const ANY_ORDER: u8 = 2;
 
 impl Capacity {
@@ -42,13 +39,11 @@ impl Capacity {
 
     // For the poster.
 
-    /// Returns how many of the `posted` work requests the device still holds.
     pub(super) fn in_flight(&self, posted: u32) -> u32 {
         let retired = if self.any_order() { &self.retired_count } else { &self.retired_before };
         posted.wrapping_sub(retired.load(Ordering::SeqCst))
     }
 
-    /// Returns the number of free entries after `posted` work requests.
     pub(super) fn free(&self, posted: u32) -> u32 {
         self.depth.saturating_sub(self.in_flight(posted))
     }
@@ -63,8 +58,6 @@ impl Capacity {
         self.flags.fetch_and(!HAS_WAITERS, Ordering::SeqCst);
     }
 
-    /// Returns how many work requests from position `start` on are retired. They must complete in
-    /// order.
     pub(super) fn done_from(&self, start: u32) -> u32 {
         let done = self.retired_before.load(Ordering::SeqCst).wrapping_sub(start);
         // Negative modulo 2^32 if work before `start` is still in flight.
@@ -75,7 +68,7 @@ impl Capacity {
 
     /// Retires the work request at `position` and, if they complete in order, all before it.
     /// Returns true if a waiter is announced.
-    #[inline(always)]
+    #[inline]
     pub(super) fn retire(&self, position: u32) -> bool {
         self.retired_before.store(position.wrapping_add(1), Ordering::SeqCst);
         between_store_and_load();
@@ -91,7 +84,6 @@ impl Capacity {
         self.flags.load(Ordering::SeqCst) & HAS_WAITERS != 0
     }
 
-    /// Retires everything: the device no longer accesses any of the `posted` work requests.
     pub(super) fn retire_all(&self, posted: u32) {
         self.retired_before.store(posted, Ordering::SeqCst);
         self.retired_count.store(posted, Ordering::SeqCst);

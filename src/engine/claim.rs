@@ -12,7 +12,7 @@ use crate::error::OpErrorKind;
 /// The exclusive right to one generation of a slot, from posting until the operation takes the
 /// result or is abandoned.
 ///
-/// It has the size of a pointer, so that an operation is passed in registers. The slot holds the
+/// It has the size of a pointer, so that an operation is passed in registers; the slot holds the
 /// reference to the work queue. Dropping a claim without ending it leaks both.
 #[must_use]
 pub(crate) struct Claim<Q>(NonNull<Slot<Q>>);
@@ -23,19 +23,16 @@ unsafe impl<Q: Send + Sync> Send for Claim<Q> {}
 unsafe impl<Q: Send + Sync> Sync for Claim<Q> {}
 
 impl<Q> Claim<Q> {
-    /// Creates the claim to a slot.
-    ///
     /// # Safety
     ///
     /// `slot` is part of `queue`, and the caller has just claimed it.
-    #[inline(always)]
+    #[inline]
     pub(super) unsafe fn new(queue: &Arc<Q>, slot: &Slot<Q>) -> Self {
         // SAFETY: C1: the caller's promise.
         unsafe { slot.keep_queue(queue.clone()) };
         Self(NonNull::from(slot))
     }
 
-    /// Creates a claim to a separate slot, for an operation that is never posted.
     #[cold]
     pub(crate) fn refused(kind: OpErrorKind) -> Self {
         rdma_provider::debug!(error = %kind, "refused operation; nothing was posted");
@@ -47,17 +44,15 @@ impl<Q> Claim<Q> {
     /// # Safety
     ///
     /// Only one of the two is ended.
-    #[inline(always)]
+    #[inline]
     pub(super) unsafe fn same(&self) -> Self {
         Self(self.0)
     }
 
-    /// Returns the work queue.
-    ///
     /// # Panics
     ///
     /// If the operation was never posted.
-    #[inline(always)]
+    #[inline]
     pub(super) fn queue(&self) -> &Arc<Q> {
         match self.posted_to() {
             Some(queue) => queue,
@@ -65,7 +60,7 @@ impl<Q> Claim<Q> {
         }
     }
 
-    #[inline(always)]
+    #[inline]
     pub(super) fn posted_to(&self) -> Option<&Arc<Q>> {
         // SAFETY: C1: this is the claim.
         unsafe { Slot::queue(self) }
@@ -75,8 +70,6 @@ impl<Q> Claim<Q> {
         if self.posted_to().is_none() { self.outcome(|outcome| outcome.err()) } else { None }
     }
 
-    /// Ends the claim of a [refused](Self::refused) operation.
-    ///
     /// # Safety
     ///
     /// The operation was refused.
@@ -93,7 +86,7 @@ impl<Q> Claim<Q> {
     /// # Safety
     ///
     /// The operation was not [refused](Self::refused).
-    #[inline(always)]
+    #[inline]
     pub(super) unsafe fn end(self) {
         // SAFETY: C1: this is the claim, and ends here. M1: the reference is dropped after the
         // slot's last use.
@@ -108,7 +101,7 @@ impl<Q> Claim<Q> {
 impl<Q> Deref for Claim<Q> {
     type Target = Slot<Q>;
 
-    #[inline(always)]
+    #[inline]
     fn deref(&self) -> &Slot<Q> {
         // SAFETY: C1: the slot references the queue that contains it and never moves, or it is a
         // separate slot.

@@ -1,5 +1,3 @@
-//! The counters of a completion queue.
-
 /// The counters of a completion queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]

@@ -27,15 +27,15 @@ use super::BusyPoller;
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub enum CompletionMode {
-    /// Arms the queue and sleeps until Tokio's reactor reports its event. Costs no processor time
-    /// while idle, and some microseconds per event.
+    /// Arms the queue and sleeps until Tokio's reactor reports its event. Idle tasks cost no
+    /// processor time, and each event some microseconds.
     #[default]
     Event,
     /// A dedicated thread polls and occupies a core. Lowest latency for tasks on many threads.
     BusyPoll(BusyPoller),
-    /// The waiting task polls each time its runtime schedules it, and reschedules itself. For a
-    /// current-thread runtime with a core of its own: no other thread is involved, and the runtime
-    /// never sleeps while an operation waits. Events report completions of abandoned operations.
+    /// The waiting task polls each time its runtime schedules it, and reschedules itself. Meant for
+    /// a current-thread runtime with a core of its own, which then never sleeps while an operation
+    /// waits. Events report completions of abandoned operations.
     Cooperative,
     /// Polls like [`Cooperative`](Self::Cooperative) for a number of rounds that adapts to the
     /// observed latency, then waits like [`Event`](Self::Event). For the receives of
@@ -45,12 +45,10 @@ pub enum CompletionMode {
 }
 
 impl CompletionMode {
-    /// Returns true if the queue is armed for operations that wait or were abandoned.
     pub(super) fn arms(&self) -> bool {
         !matches!(self, Self::BusyPoll(_))
     }
 
-    /// Returns true for the same mode and, if a thread polls, the same thread.
     pub(crate) fn same(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::BusyPoll(a), Self::BusyPoll(b)) => a.same(b),

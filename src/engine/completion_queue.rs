@@ -68,8 +68,8 @@ impl CompletionQueue {
         self.cq().device()
     }
 
-    /// Returns the number that identifies the queue in asynchronous events
-    /// ([`AsyncEvent::CqError`](crate::types::AsyncEvent::CqError)).
+    /// Returns the number that identifies the queue in
+    /// [`AsyncEvent::CqError`](crate::types::AsyncEvent::CqError).
     #[must_use]
     pub fn id(&self) -> u64 {
         self.cq().id()
@@ -82,7 +82,7 @@ impl CompletionQueue {
     }
 
     /// Returns why the queue is dead (overrun, or its device is gone), or `None` while it works.
-    /// All operations on a dead queue have failed or are about to.
+    /// Operations on a dead queue fail.
     #[must_use]
     pub fn failure(&self) -> Option<VerbError> {
         self.shared.failure()
@@ -99,9 +99,8 @@ impl CompletionQueue {
     ///
     /// # Safety
     ///
-    /// A completion with the work request number of an operation in flight must be that operation's
-    /// own. Any other ends the operation and returns its buffer while the device may still use it.
-    /// So a bare queue pair that uses this queue must post no such number.
+    /// A completion with the work request number of an operation in flight ends that operation and
+    /// returns its buffer. So a bare queue pair that uses this queue must not post such a number.
     ///
     /// An operation whose completion [`Cq::poll`] takes never completes. A waiting operation may
     /// never be woken after [`Cq::arm`], [`Cq::acknowledge`] or a take from [`Cq::channel`].
@@ -124,7 +123,6 @@ impl CompletionQueue {
         &self.shared
     }
 
-    /// Returns true for clones of one queue.
     pub(crate) fn same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.shared, &other.shared)
     }
@@ -170,10 +168,10 @@ impl CompletionQueueBuilder {
     /// requests. A device may grant more (`ibv_create_cq(3)`); see
     /// [`CompletionQueueCounters::capacity`].
     ///
-    /// The default is 16,384, enough for 64 queue pairs with default settings, or less if the
-    /// device has a lower limit. On ConnectX adapters, whose entries have 64 bytes, that is 1 MiB
-    /// of locked memory; the software device allocates entries with use. If the memory is not
-    /// available, for example because of a limit on locked memory, the queue has 1024 entries.
+    /// The default is 16,384, enough for 64 queue pairs with default settings, or the device's
+    /// limit if that is lower. On ConnectX adapters, with 64-byte entries, that locks 1 MiB of
+    /// memory; if it is not available, the queue has 1024 entries. The software device allocates
+    /// entries with use.
     #[must_use]
     pub fn capacity(mut self, completions: u32) -> Self {
         self.capacity = Some(completions);
@@ -194,9 +192,9 @@ impl CompletionQueueBuilder {
         self
     }
 
-    /// Limits the rate of events, `ibv_modify_cq(3)`: fewer interrupts, later ones. The device
-    /// raises an event after `completions`, or `period` after the first of them. The period is
-    /// rounded up to whole microseconds, at most 65,535. Default: no moderation.
+    /// Limits the rate of events (`ibv_modify_cq(3)`). The device raises an event after
+    /// `completions`, or `period` after the first of them. The period is rounded up to whole
+    /// microseconds, at most 65,535. Default: no moderation.
     #[must_use]
     pub fn moderation(mut self, completions: u16, period: Duration) -> Self {
         self.moderation = Some((completions, period));
@@ -248,7 +246,6 @@ impl CompletionQueueBuilder {
     }
 }
 
-/// The completions of 64 queue pairs with the default of 128 entries in each queue.
 const DEFAULT_CAPACITY: u32 = 64 * 2 * 128;
-/// Its memory is within a limit of 64 KiB on locked memory.
+/// Fits a limit of 64 KiB on locked memory.
 const SMALL_CAPACITY: u32 = 1024;

@@ -29,33 +29,30 @@ use crate::verbs::{Channel, Cq};
 /// Maximum completions taken at once: spreads the cost of a poll, but keeps the lock short.
 const BATCH: usize = 32;
 
-/// Completions taken at once until a poll finds as many.
 const FIRST_BATCH: usize = 1;
 
 /// Up to this number of work queues stay in the cache, and prefetching costs more than it saves.
 const FEW: usize = 64;
 
-/// Operations that may complete without waiting before one yields to the runtime, so that tasks
-/// that never wait do not starve others. Tokio's own resources have the same limit.
+/// Operations that may complete in a row without waiting before one yields to the runtime, as with
+/// Tokio's own resources.
 const READY_BUDGET: usize = 128;
 
-/// Aligned, so that a busy-poll thread which upgrades its weak reference in each round writes to no
-/// cache line of these fields.
+/// Aligned so that a busy-poll thread, which upgrades its weak reference in each round, writes to
+/// no cache line of these fields.
 #[repr(align(64))]
 pub(crate) struct CompletionQueueCore {
     mode: CompletionMode,
-    /// Number of operations in flight that registered a waker or were abandoned, queued work
-    /// requests, watchers for an idle work queue, and listeners.
+    /// Operations in flight that registered a waker or were abandoned, queued work requests,
+    /// watchers for an idle work queue, and listeners.
     waiting: AtomicU32,
-    /// The part of `waiting` that only waits for solicited messages, see
-    /// [`Limits::solicited`]. Increased under the lock of `state`.
+    /// The part of `waiting` that only waits for solicited messages, see [`Limits::solicited`].
+    /// Increased under the lock of `state`.
     solicited: AtomicU32,
-    /// Number of [`Drive`](super::Drive) futures.
     drivers: AtomicU32,
     spin: SpinBudget,
     reactors: Reactors,
     state: Mutex<State>,
-    /// The device's queue, if this crate reads it itself.
     direct: Option<Arc<DirectQueue>>,
     cq: Cq,
     channel: Option<Channel>,
@@ -63,35 +60,28 @@ pub(crate) struct CompletionQueueCore {
 
 /// The state of the drainer: the thread that holds its lock and takes completions.
 struct State {
-    /// Its length is the number of completions taken at once.
     completions: Vec<WorkCompletion>,
     queues: Vec<Option<Attached>>,
     vacant: Vec<u32>,
-    /// Sum of the reservations in `queues`.
     reserved: u32,
     request: arm::Request,
-    /// Work queues with a listener.
     listeners: u32,
-    /// The runtime whose task polls this queue in hybrid mode.
     spinning: Option<runtime::Id>,
-    /// The number of completions at the last poll of that task.
     spun: u64,
     unacknowledged: u32,
     /// `completions[next..end]` is taken from the device and not yet dispatched. Empty while a task
     /// waits, and if the device's queue is read in place.
     next: usize,
     end: usize,
-    /// Operations that may still complete in a row without waiting.
     ready_budget: usize,
     failed: Option<VerbError>,
-    /// Finished after the lock is released.
     woken: WakeList,
     counters: CompletionQueueCounters,
 }
 
 impl State {
-    /// Returns true if a poll that took `taken` completions took as many as it could. Then the next
-    /// one can take more.
+    /// Returns true if a poll that took `taken` completions filled its batch, so that the next one
+    /// may take more.
     #[inline]
     fn was_full(&mut self, taken: usize) -> bool {
         let full = taken == self.completions.len();
@@ -101,8 +91,8 @@ impl State {
         full
     }
 
-    /// Prefetches what finishing the completions `from..to` uses. Without it, each completion of
-    /// many work queues costs two cache misses in turn: the queue, then its slot.
+    /// Prefetches the work queues and slots of completions `from..to`. Without it, each completion
+    /// of many work queues costs two cache misses in turn.
     #[inline]
     fn prefetch(&self, from: usize, to: usize) {
         if from + 1 < to && self.queues.len() > FEW {
@@ -134,7 +124,6 @@ impl State {
 
 struct Attached {
     queue: Arc<WorkQueue>,
-    /// Live objects that receive from a shared receive queue.
     consumers: Vec<Weak<dyn Teardown>>,
     reserved: u32,
 }
@@ -189,7 +178,6 @@ impl CompletionQueueCore {
         }
     }
 
-    /// Creates a work queue whose completions arrive here, and reserves entries for them.
     pub(crate) fn attach(
         self: &Arc<Self>,
         poster: Poster,
@@ -227,7 +215,7 @@ impl CompletionQueueCore {
     }
 
     /// Sets the queue pair to destroy if this completion queue fails. Returns an error if it has
-    /// failed already.
+    /// already failed.
     pub(super) fn set_queue_pair(
         &self,
         queue: &WorkQueue,
@@ -273,8 +261,6 @@ impl CompletionQueueCore {
         self.release(state);
     }
 
-    /// Ends all work in flight on a queue that the device has destroyed or reset. `detach` also
-    /// removes the queue from this completion queue.
     pub(super) fn abandon(&self, queue: &WorkQueue, kind: OpErrorKind, detach: bool) {
         let mut state = lock(&self.state);
         // Available completions are more precise than `kind`.
@@ -321,7 +307,6 @@ impl CompletionQueueCore {
         }
     }
 
-    /// Processes arrivals at a software device; returns true if there were any.
     pub(super) fn serve(&self) -> bool {
         self.cq.device().serve()
     }
@@ -347,8 +332,8 @@ impl CompletionQueueCore {
         }
     }
 
-    /// Dispatches all available completions; returns true if there were any. Without it, a task
-    /// that waits for no operation would never find completions that arrived with the one it took.
+    /// Dispatches all available completions; returns true if there were any. Without this, a task
+    /// that awaits nothing would never find completions that arrived with the one it took.
     pub(super) fn dispatch_available(&self) -> bool {
         if !self.mode.arms() {
             return false;
@@ -361,7 +346,6 @@ impl CompletionQueueCore {
         any
     }
 
-    /// Counts the completions taken. On an error, marks the queue as dead and returns 0.
     fn count(&self, state: &mut State, found: Result<usize, VerbError>) -> usize {
         let found =
             found.and_then(|taken| if taken > 0 { Ok(taken) } else { self.cq.after_empty_poll() });
@@ -377,8 +361,6 @@ impl CompletionQueueCore {
         }
     }
 
-    /// Finishes the operations of completions `from..taken`; returns true if the device may have
-    /// more.
     #[inline(never)]
     fn finish_batch(&self, state: &mut State, from: usize, taken: usize) -> bool {
         state.prefetch(from, taken);
@@ -420,7 +402,7 @@ impl CompletionQueueCore {
         }
     }
 
-    #[inline(always)]
+    #[inline]
     fn release(&self, state: MutexGuard<'_, State>) {
         if !state.woken.is_empty() {
             Self::release_and_wake(state);
@@ -438,7 +420,6 @@ impl CompletionQueueCore {
         self.waiting.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Gives `queue` its listener, unless it is detached.
     pub(super) fn set_listener(self: &Arc<Self>, queue: &WorkQueue, listener: Waker) {
         let mut state = lock(&self.state);
         let attached = state.queues.get(queue.owner().0 as usize).and_then(Option::as_ref);
@@ -458,7 +439,6 @@ impl CompletionQueueCore {
         self.waiting.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Removes an operation that registered a waker.
     #[inline]
     pub(super) fn remove_watcher(&self, solicited: bool) {
         if solicited {
@@ -479,13 +459,11 @@ impl CompletionQueueCore {
         lock(&self.state).failed
     }
 
-    /// Removes a driver. After the last one, events wake waiting operations until they poll again.
     pub(super) fn end_driving(&self) {
         self.drivers.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
-/// Finishes the operation of a completion.
 #[inline]
 fn dispatch(queues: &[Option<Attached>], wc: &WorkCompletion, woken: &mut WakeList) {
     match queues.get(Owner::of(wc.wr_id).0 as usize) {

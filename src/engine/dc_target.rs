@@ -1,9 +1,8 @@
 //! A DC target and its teardown.
 //!
-//! Teardown order: stop accepting messages, take the available completions, destroy the target. A
-//! device that cannot stop accepting may take further receives before the destruction. These end
-//! with the shared receive queue, because a target has no error state in which it would report its
-//! last receive.
+//! Teardown order: stop accepting messages, take the available completions, destroy the target.
+//! Receives taken after that end with the shared receive queue, because a target has no error state
+//! in which it would report its last receive.
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,13 +15,11 @@ use crate::error::{OpErrorKind, SetupError};
 use crate::verbs::Dct;
 
 pub(crate) struct TargetCore {
-    /// `None` once destroyed.
     dct: Mutex<Option<Dct>>,
     shared: Shared,
 }
 
 impl TargetCore {
-    /// Takes over `dct`, which is in RESET and will receive from `shared`.
     pub(crate) fn new(dct: Dct, shared: Shared) -> Result<Arc<Self>, SetupError> {
         let core = Arc::new(Self { dct: Mutex::new(Some(dct)), shared });
         let teardown: Arc<dyn Teardown> = core.clone();

@@ -1,8 +1,8 @@
 //! Wakers called after the runtime of the current thread has run its other tasks and I/O.
 //!
 //! A task that wakes itself in each poll keeps the queue of a current-thread runtime filled. Such a
-//! runtime polls the future of `block_on` and its I/O driver only every 61 tasks, or when the queue
-//! is empty. A deferred task is not in the queue meanwhile.
+//! runtime then polls the future of `block_on` and its I/O driver only every 61 tasks. A deferred
+//! task is not in the queue meanwhile.
 
 use std::future::Future;
 use std::pin::pin;
@@ -16,8 +16,8 @@ use tokio::task::{try_id, yield_now};
 
 use crate::contained::wake_to_repoll;
 
-/// Wakers deferred by this thread, called by the waker that Tokio has. Panics of the wakers would
-/// otherwise unwind into the runtime.
+/// Wakers deferred by this thread, called by the waker that Tokio has. Panics are contained,
+/// because they would unwind into the runtime.
 #[derive(Debug, Default)]
 struct Deferred(Mutex<Vec<Waker>>);
 
@@ -28,15 +28,14 @@ thread_local! {
     };
 }
 
-/// Rounds that a task spins before others have their turn.
 const ROUNDS_IN_TURN: u32 = 4;
 
-/// Rounds that a task of a runtime of many threads spins before other threads get its core. A
-/// round takes about 0.2 µs, so that an operation on an adapter completes earlier.
+/// Rounds that a task of a multi-thread runtime spins before other threads get its core. A round
+/// takes about 0.2 µs, so an operation on an adapter completes within this number.
 const ROUNDS_OF_THREAD: u32 = 32;
 
-/// Wakes the task of `context`, which has spun for `rounds`. In the first round, and then every few
-/// rounds, others run first: the completion may depend on them.
+/// Wakes the task of `context`, which has spun for `rounds`. In the first round and every few
+/// rounds, other tasks run first, because the completion may depend on them.
 pub(super) fn wake_in_turn(context: &Context<'_>, rounds: u32) {
     if rounds % ROUNDS_IN_TURN == 1 {
         wake_after_others(context);
@@ -45,11 +44,11 @@ pub(super) fn wake_in_turn(context: &Context<'_>, rounds: u32) {
     }
 }
 
-/// Gives the core of a thread to others every few rounds, for a task that spins without a limit.
+/// Yields the core of a thread every few rounds, for a task that spins without a limit.
 ///
-/// The completion may depend on a thread that shares the core. It would otherwise wait for the end
-/// of the kernel's time slice: some milliseconds. A current-thread runtime is taken to have a core
-/// of its own.
+/// The completion may depend on a thread that shares the core, which would otherwise wait some
+/// milliseconds for the end of the time slice. A current-thread runtime is assumed to have its own
+/// core.
 pub(super) fn share_core(rounds: u32) {
     if rounds.is_multiple_of(ROUNDS_OF_THREAD) && !is_single_threaded() {
         std::thread::yield_now();
@@ -58,8 +57,8 @@ pub(super) fn share_core(rounds: u32) {
 
 /// Wakes the task of `context`, in a current-thread runtime after its other tasks and I/O.
 ///
-/// The future of `block_on` is not in the queue, and is polled after them anyway. Another runtime
-/// has a thread that polls both, and one that may steal the task.
+/// Other wake-ups need no deferral: the future of `block_on` is not in the queue, and a
+/// multi-thread runtime polls its I/O elsewhere.
 #[inline(never)]
 pub(super) fn wake_after_others(context: &Context<'_>) {
     if try_id().is_some() && is_single_threaded() {

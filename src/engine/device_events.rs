@@ -45,8 +45,8 @@ impl Device {
     }
 }
 
-/// Returns a waker that is woken after another task or a reactor has read events of `kind`, while
-/// the listener exists.
+/// Returns a waker that is woken after other code has read events of `kind`, while the listener
+/// exists.
 fn listen(
     device: &Device,
     kind: EventKind,
@@ -74,8 +74,8 @@ pub(super) fn readable(device: &Device) -> io::Result<Readable<OwnedFd>> {
 pub struct DeviceEvents {
     fd: Readable<OwnedFd>,
     device: Device,
-    /// Woken when another task has read events, which are then in the backlog and no longer make
-    /// the descriptor readable.
+    /// Woken when another task has read events into the backlog: the descriptor is then no longer
+    /// readable.
     waker: Arc<AtomicWaker>,
     _listener: Arc<Listener>,
     /// Contains panics of wakers, which would keep the I/O driver from waking other tasks.
@@ -131,7 +131,6 @@ impl fmt::Debug for DeviceEvents {
     }
 }
 
-/// Returns true if no port of the device is active.
 pub(crate) fn all_ports_are_down(device: &Device) -> bool {
     let mut ports = (1..=device.attr().ports).map(|number| device.port(PortNum(number)));
     // A failed query tells nothing; the next use of the device gives the reason.
@@ -142,7 +141,6 @@ pub(crate) fn all_ports_are_down(device: &Device) -> bool {
 /// the user.
 pub(crate) struct PortChanges {
     device: Device,
-    /// The number of changes that were noticed.
     seen: u64,
     waker: Arc<AtomicWaker>,
     _listener: Arc<Listener>,
@@ -166,14 +164,13 @@ impl PortChanges {
         Some(new)
     }
 
-    /// Ignores all changes so far.
     pub(crate) fn skip(&mut self) {
         self.device.read_events();
         self.seen = self.device.port_events().changes;
     }
 
-    /// Waits for a change, and is woken by the descriptor of the device's events. Returns at once
-    /// if the device was removed.
+    /// Waits for a change, woken by the descriptor of events. Returns at once if the device was
+    /// removed.
     pub(crate) async fn wait_by_descriptor(&mut self) {
         self.device.read_events();
         if self.device.port_events().removed {
@@ -191,8 +188,8 @@ impl PortChanges {
         self.wait(fd.ok().as_ref()).await;
     }
 
-    /// Waits for a change, and is woken when other code reads events, as the reactor of a
-    /// connection does. Uses no descriptor.
+    /// Waits for a change, woken when other code reads events, as the reactor of a connection does.
+    /// Uses no descriptor.
     pub(crate) async fn wait_by_readers(&mut self) {
         self.wait(None).await;
     }

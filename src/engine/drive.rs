@@ -16,9 +16,9 @@ impl CompletionQueue {
     /// Runs `future` and polls this queue each time the runtime schedules the returned future,
     /// which always reschedules itself.
     ///
-    /// Otherwise every waiting operation of a [`Cooperative`](super::CompletionMode::Cooperative)
-    /// queue polls for itself. While this future runs, they sleep until their completion arrives.
-    /// If it is not polled for a while, events wake them. In the other modes it reduces latency.
+    /// While this future runs, operations of a [`Cooperative`](super::CompletionMode::Cooperative)
+    /// queue sleep until their completion arrives, instead of each polling for itself. If it is not
+    /// polled for a while, events wake them. In the other modes it reduces latency.
     ///
     /// Use it as the main task of a current-thread runtime with a core of its own:
     /// `runtime.block_on(queue.drive(serve()))`.
@@ -40,7 +40,6 @@ impl CompletionQueue {
 #[must_use = "futures do nothing unless they are awaited"]
 pub struct Drive<F> {
     driver: Driver,
-    /// Polls in which the future was pending.
     rounds: u32,
     #[pin]
     future: F,
@@ -68,7 +67,6 @@ impl<F> fmt::Debug for Drive<F> {
     }
 }
 
-/// A driver of the queue, registered until dropped.
 struct Driver {
     queue: Arc<CompletionQueueCore>,
 }

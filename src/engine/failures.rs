@@ -9,13 +9,10 @@ use crate::sync::{AtomicU32, Mutex, Ordering, lock};
 use crate::types::{WcStatus, WorkCompletion};
 
 pub(super) struct Failures {
-    /// Completions that were errors, modulo 2^32.
     failed: AtomicU32,
-    /// Failed completions that were flushes.
     flushed: AtomicU32,
     /// First failure since the queue was created that is not a flush.
     cause: Mutex<Option<Box<OpErrorKind>>>,
-    /// Failed parts of batches, by slot.
     parts: Mutex<BTreeMap<u32, FailedParts>>,
 }
 
@@ -72,7 +69,6 @@ impl Failures {
         slot.fail_parts();
     }
 
-    /// Resets the slot of a completed batch to one work request and returns its failed parts.
     #[inline]
     pub(super) fn end_parts<Q>(&self, slot: &Slot<Q>) -> FailedParts {
         if slot.end_parts() { self.take_parts(slot) } else { FailedParts::new() }

@@ -21,17 +21,15 @@ use crate::types::{WorkCompletion, WrId};
 ///
 /// Dropping it detaches: the buffers move into the slot and are dropped at the completion.
 pub(crate) struct InFlight<B: Send + 'static> {
-    /// `None` once the outcome was taken.
     held: Option<(Claim<WorkQueue>, B)>,
 }
 
 impl<B: Send + 'static> InFlight<B> {
-    #[inline(always)]
+    #[inline]
     pub(crate) fn new(claim: Claim<WorkQueue>, buffer: B) -> Self {
         Self { held: Some((claim, buffer)) }
     }
 
-    /// Returns true if the outcome is available and was not taken.
     pub(crate) fn is_finished(&self) -> bool {
         self.is_complete() || {
             if let Some((claim, _)) = &self.held {
@@ -41,18 +39,16 @@ impl<B: Send + 'static> InFlight<B> {
         }
     }
 
-    /// Does the same as [`is_finished`](Self::is_finished) without polling the device.
     pub(crate) fn is_complete(&self) -> bool {
         self.held.as_ref().is_some_and(|(claim, _)| claim.is_complete())
     }
 
-    /// Returns why the operation was refused, unless the error was taken.
     pub(crate) fn refusal(&self) -> Option<OpErrorKind> {
         self.held.as_ref().and_then(|(claim, _)| claim.refusal())
     }
 
-    /// Returns the work queue and the id of the work request, or of the last one of a batch, if it
-    /// was posted or queued and its outcome was not taken.
+    /// Returns the work queue and the id of the (last) work request, if it was posted or queued and
+    /// its outcome was not taken.
     pub(crate) fn posted(&self) -> Option<(&Arc<WorkQueue>, WrId)> {
         let (claim, _) = self.held.as_ref()?;
         Some((claim.posted_to()?, claim.id()))
@@ -149,7 +145,7 @@ impl<B: Send + 'static> InFlight<B> {
 }
 
 impl<B: Send + 'static> Drop for InFlight<B> {
-    #[inline(always)]
+    #[inline]
     fn drop(&mut self) {
         if self.held.is_some() {
             self.abandon();
@@ -157,8 +153,8 @@ impl<B: Send + 'static> Drop for InFlight<B> {
     }
 }
 
-/// Consumes from the budget of a task whose request was refused. Requests that were posted count
-/// towards `ready_budget` of the completion queue instead, which costs less.
+/// Consumes from the budget of a task whose request was refused. Posted requests count towards
+/// `ready_budget` of the completion queue instead, which costs less.
 #[cold]
 #[inline(never)]
 fn poll_refused(context: &mut Context<'_>) -> Poll<()> {
@@ -183,7 +179,6 @@ impl Claim<WorkQueue> {
         }
     }
 
-    /// Leaves the slot and `held` to the drainer, or drops `held` if the device is done.
     #[cold]
     pub(super) fn abandon<T: Send + 'static>(self, held: T) {
         // SAFETY: C1: this is the claim, and ends here. The reference is taken before the drainer
@@ -237,7 +232,7 @@ impl Claim<WorkQueue> {
     /// # Safety
     ///
     /// The operation is complete, and was posted if `seen` is some.
-    #[inline(always)]
+    #[inline]
     unsafe fn take<S>(
         self,
         seen: Option<S>,
@@ -258,8 +253,7 @@ impl Claim<WorkQueue> {
         Ok(seen)
     }
 
-    /// Returns the queue and what `see` reads of the completion, if that is a success.
-    #[inline(always)]
+    #[inline]
     fn success<S>(&self, see: &impl Fn(&WorkCompletion) -> S) -> Option<(&WorkQueue, S)> {
         let queue = self.posted_to()?;
         let seen = self.outcome(|outcome| match outcome {

@@ -166,7 +166,6 @@ fn loom_an_abandoned_operation_is_freed_once_and_never_before_its_completion() {
     }
 }
 
-/// Returns a slot whose first generation is over, and the id of that generation.
 fn over() -> (Arc<Slot<()>>, WrId) {
     let (slot, id) = claimed();
     assert!(finish(&slot, id).is_none());
@@ -271,7 +270,6 @@ fn loom_each_generation_has_its_own_reference_to_the_work_queue() {
     });
 }
 
-/// A poster with queued work and a drainer that frees capacity, like `WorkQueue` uses `Capacity`.
 struct PostQueue {
     capacity: Capacity,
     posting: Mutex<QueuedWork>,

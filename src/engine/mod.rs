@@ -1,18 +1,9 @@
 //! The path of an operation: post, wait, completion, wake-up.
 //!
-//! ```text
-//!  post:  Operation ──▶ WorkQueue ──▶ slot claimed ──▶ device
-//!                          │ no free capacity: queued, first in, first out
-//!  wait:  InFlight::poll ── outcome in the slot? ── poll the device once
-//!                        ── poll again (hybrid) ── register, arm, park
-//!  wake:  event (Reactor) │ thread (BusyPoller) │ another task that waits
-//!                         └──▶ take completions ▶ free capacity ▶ finish slots ▶ wake
-//! ```
-//!
 //! Completions are taken under the lock of the completion queue. A task that finds its own
 //! completion takes it directly; all others are finished through their slots. Completion modes
 //! differ only in which component polls. This module knows neither the contents of buffers nor
-//! peers.
+//! peers. `docs/architecture.md` lists each step with its file.
 //!
 //! # Ownership
 //!
@@ -22,8 +13,8 @@
 //!  Operation ──▶ InFlight: buffers, Claim ──▶ a slot, which references its WorkQueue
 //! ```
 //!
-//! A work queue and its completion queue reference each other until `CompletionQueueCore::abandon`
-//! detaches the work queue, after the device has destroyed it. So memory that the device may still
+//! A work queue and its completion queue reference each other until the device has destroyed the
+//! work queue and `CompletionQueueCore::abandon` detaches it. So memory that the device may still
 //! write stays alive. A work queue references its queue pair weakly, to destroy it if the
 //! completion queue fails.
 //!

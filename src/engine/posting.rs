@@ -14,7 +14,6 @@ use crate::error::{OpErrorKind, VerbError};
 use crate::types::{QpState, RecvWr, SendWr, Sge, WrId};
 use crate::verbs::{PostError, Qp, Srq};
 
-/// The error for work of the other direction, which a queue is never given.
 pub(super) const WRONG_QUEUE: PostError =
     PostError { posted: 0, error: VerbError::new("post to the wrong queue", VerbError::EINVAL) };
 
@@ -28,12 +27,11 @@ pub(crate) enum Poster {
 /// The fields that each operation uses come first, in few cache lines.
 #[repr(C)]
 pub(super) struct Posting {
-    /// Work requests given to the device; modulo 2^32, the position of the next one.
+    /// Work requests posted, modulo 2^32: the position of the next one.
     pub(super) posted: u64,
-    /// The value of `posted` up to which there is known capacity. Not above `posted` if work is
+    /// The value of `posted` up to which there is known capacity; not above `posted` if work is
     /// queued or the queue is closed.
     pub(super) until: u64,
-    /// `None` once closed.
     pub(super) poster: Option<Poster>,
     pub(super) cursor: Cursor,
     pub(super) waited: u64,
@@ -111,7 +109,7 @@ impl Posting {
     }
 }
 
-#[inline(always)]
+#[inline]
 pub(super) fn is_traced() -> bool {
     tracing::Level::TRACE <= tracing::level_filters::LevelFilter::current()
 }

@@ -30,16 +30,14 @@ use rdma_provider::locks::{Mutex, Section};
 use smallvec::SmallVec;
 
 pub(crate) struct QueuePairCore {
-    /// `None` once destroyed.
     qp: Mutex<Option<Arc<Qp>>>,
     /// Serialises state changes. A reset holds it until the work in flight has failed, so nothing
     /// is posted earlier. Tasks are not woken under it.
     change: Mutex<()>,
     send: Arc<WorkQueue>,
-    /// `None` with a shared receive queue.
     receive: Option<Arc<WorkQueue>>,
     shared: Option<Shared>,
-    /// Windows of leases, deallocated before the queue pair is destroyed. Most have none.
+    /// Windows of leases, deallocated before the queue pair is destroyed.
     windows: OnceLock<Arc<WindowSet>>,
 }
 
@@ -65,11 +63,10 @@ impl Teardown for QueuePairCore {
     }
 }
 
-/// A shared receive queue that a queue pair or DC target receives from.
 pub(crate) struct Shared {
     pub(super) queue: Arc<WorkQueue>,
-    /// Its drop ends the receives, so it is dropped after the queue pair is destroyed, and leaked
-    /// if that fails.
+    /// Dropping the owner ends the receives, so it is dropped after the queue pair is destroyed,
+    /// and leaked if that fails.
     owner: Mutex<Option<Box<dyn Any + Send + Sync>>>,
 }
 
@@ -78,15 +75,12 @@ impl Shared {
         Self { queue, owner: Mutex::new(Some(Box::new(owner))) }
     }
 
-    /// Leaks the shared receive queue, because its consumer was not destroyed.
     pub(super) fn leak(&self) {
         std::mem::forget(self.owner.lock().take());
     }
 }
 
 impl QueuePairCore {
-    /// Takes over `qp`, whose completions go to `send_cq` and `recv_cq`. `receive` has no limits if
-    /// the queue pair uses `shared`.
     pub(crate) fn new(
         qp: Qp,
         (send_cq, send): (&Arc<CompletionQueueCore>, Limits),
@@ -141,13 +135,12 @@ impl QueuePairCore {
         self.qp.lock().clone().ok_or(SetupError::Closed)
     }
 
-    /// Returns the windows of its leases. A reference to the bare queue pair, required to create
-    /// one, defers the destruction.
+    /// Returns the windows of its leases. They reference the bare queue pair, which defers its
+    /// destruction.
     pub(crate) fn windows(&self) -> &Arc<WindowSet> {
         self.windows.get_or_init(Arc::default)
     }
 
-    /// Changes attributes and state. A reset fails work in flight with `Closed`.
     pub(crate) fn modify(&self, attr: &QpAttr) -> Result<(), SetupError> {
         let change = self.change.lock();
         if attr.state != Some(QpState::Reset) {
@@ -178,8 +171,8 @@ impl QueuePairCore {
         result
     }
 
-    /// Excludes the dispatch of completions that are read in place: it locks the device's queue,
-    /// then `posting` of a work queue, and a reset locks them in the other order.
+    /// Excludes the dispatch of completions that are read in place: dispatch locks the device's
+    /// queue before `posting` of a work queue, and a reset in the other order.
     fn exclude_dispatch(&self) -> SmallVec<[impl Sized + '_; 2]> {
         let mut queues: SmallVec<[_; 2]> = self.queues().map(|queue| queue.cq()).collect();
         queues.sort_by_key(|queue| Arc::as_ptr(queue));

@@ -2,10 +2,10 @@
 //!
 //! An event wakes the completion queue, not an operation: the queue is drained, and each operation
 //! found complete is woken once. Hardware makes a descriptor readable, and the waker that Tokio's
-//! reactor calls drains the queue in place. A software device calls a waker instead, with its locks
-//! held. A task that does nothing else drains the queue, which takes no system call.
+//! reactor calls drains the queue without a task. A software device calls a waker while it holds
+//! locks, so a task drains the queue instead; this takes no system call.
 //!
-//! In hybrid mode each registration has a task, also beside a descriptor. If the queue has a
+//! In hybrid mode each registration has a task even if there is a descriptor. If the queue has a
 //! [listener](super::work_queue::WorkQueue::listen), the task polls it for a while after an event.
 //! Awaited operations spin themselves.
 //!
@@ -30,33 +30,29 @@ use crate::error::NoRuntime;
 use crate::readable::Readable;
 use crate::verbs::{Channel, Device, Inlet};
 
-/// A completion queue to which a reactor reports events.
 pub(super) trait Watched: Send + Sync {
     fn channel(&self) -> Option<&Channel>;
 
     fn device(&self) -> &Device;
 
-    /// Returns true if the tasks of registrations may poll the queue after events.
     fn may_spin(&self) -> bool;
 
-    /// Handles an event. Returns true if the task of `runtime`, if any, is to [spin](Self::spin).
     fn on_event(&self, runtime: Option<runtime::Id>) -> bool;
 
     /// Polls for the task of `runtime`, after `rounds` polls without a completion; 0 when it
-    /// begins. Returns the rounds for the next poll. Returns `None` if the task is to wait for an
-    /// event, which was requested, or if it does not spin.
+    /// begins. Returns the rounds for the next poll, or `None` if the task is to wait for an event,
+    /// which was requested.
     fn spin(&self, runtime: runtime::Id, rounds: u32) -> Option<u32>;
 
-    /// Requests an event in place of a task that spins and ends.
     fn stop_spinning(&self, runtime: runtime::Id);
 
-    /// Wakes all waiting operations after a registration is gone, to find another one or to poll.
+    /// Wakes all waiting operations after a registration is gone, so that they find another one or
+    /// poll.
     fn rouse(&self);
 
     fn reactors(&self) -> &Reactors;
 }
 
-/// The registrations of one channel, at most one per runtime.
 pub(super) struct Reactors {
     list: rdma_provider::locks::Mutex<Vec<Arc<Reactor>>>,
 }
@@ -74,15 +70,11 @@ struct Reactor {
     completion_waker: Waker,
     event_waker: Waker,
     arrival_waker: Waker,
-    /// The task may poll the queue after events.
     may_spin: bool,
-    /// The waker of the task.
     task: futures::task::AtomicWaker,
-    /// The runtime has dropped the task.
     task_ended: AtomicBool,
 }
 
-/// The descriptors and the task of a registration.
 #[derive(Default)]
 struct Registrations {
     /// `None` if the runtime has no I/O driver or the registration failed: waiting tasks poll.
@@ -93,7 +85,6 @@ struct Registrations {
     inlet: Option<Readable<Inlet>>,
 }
 
-/// The source of the channel's events.
 enum Source {
     /// Holds a reference to the channel, so that the descriptor is deregistered before it is
     /// closed.
@@ -101,17 +92,13 @@ enum Source {
     Task(Served),
 }
 
-/// A channel that wakes a task of the runtime.
 struct Served {
     channel: Channel,
-    /// The waker of the task and its key in the channel, once the task has run.
     waker: OnceLock<(Waker, Option<u64>)>,
 }
 
-/// The task of a registration, which ends when the reactor is dropped.
 struct ReactorTask {
     reactor: Weak<Reactor>,
-    /// Rounds since the last completion while it spins, otherwise 0.
     rounds: u32,
 }
 
@@ -120,8 +107,6 @@ impl Reactors {
         Self { list: rdma_provider::locks::Mutex::new(Vec::new()) }
     }
 
-    /// Ensures that the current runtime watches the channel; returns false if there is no runtime
-    /// that can.
     pub(super) fn watch<W: Watched + 'static>(&self, cq: &Arc<W>) -> bool {
         let (Some(channel), Ok(handle)) = (cq.channel(), Handle::try_current()) else {
             return false;
@@ -160,7 +145,6 @@ impl Reactors {
         reactor.is_served()
     }
 
-    /// Returns true if no other runtime watches the channel.
     pub(super) fn is_only(&self, runtime: runtime::Id) -> bool {
         self.list.lock().iter().all(|reactor| reactor.runtime == runtime || !reactor.is_served())
     }
@@ -180,11 +164,10 @@ impl Reactors {
     }
 }
 
-/// Entries of runtimes that have ended, or that have no I/O driver.
 const MAX_WITHOUT_SOURCE: usize = 64;
 
-/// Adds an entry, instead of the oldest one without a source if there are many: a queue may outlive
-/// any number of runtimes.
+/// Adds an entry. If there are many without a source, it replaces the oldest one: a queue may
+/// outlive any number of runtimes.
 fn add(list: &mut Vec<Arc<Reactor>>, new: Arc<Reactor>) {
     let is_idle = |reactor: &&Arc<Reactor>| reactor.watched.source.is_none();
     if list.iter().filter(is_idle).count() >= MAX_WITHOUT_SOURCE
@@ -264,7 +247,6 @@ impl Reactor {
         })
     }
 
-    /// Returns whether the runtime will poll the completion queue after an event.
     fn is_served(&self) -> bool {
         match &self.watched.source {
             Some(Source::Descriptor(_)) => true,
@@ -300,7 +282,6 @@ impl Reactor {
         }
     }
 
-    /// Handles an event, and wakes the task that is to spin.
     fn on_event(&self, cq: &dyn Watched) {
         let has_task = self.may_spin && !self.task_ended.load(Ordering::Acquire);
         if cq.on_event(has_task.then_some(self.runtime)) {
@@ -312,8 +293,8 @@ impl Reactor {
         }
     }
 
-    /// Handles the shutdown of the runtime. Its tasks end with it; threads that wait in its context
-    /// continue.
+    /// Handles the shutdown of the runtime. Its tasks end with it, but threads that wait in its
+    /// context continue.
     fn end(&self, cq: &dyn Watched) {
         rdma_provider::debug!(
             "runtime shut down; removed its registration of the completion channel"
@@ -391,7 +372,6 @@ impl Drop for ReactorTask {
 }
 
 impl Served {
-    /// Removes the waker from the channel, and wakes the task if it still exists.
     fn end(&self) {
         if let Some((waker, key)) = self.waker.get() {
             if let Some(key) = *key {
@@ -408,7 +388,6 @@ impl Drop for Served {
     }
 }
 
-/// A waker that serves one descriptor of the reactor in place.
 struct ReadyWaker {
     reactor: Weak<Reactor>,
     serve: fn(&Reactor),

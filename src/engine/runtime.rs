@@ -12,10 +12,8 @@ use crate::forked;
 /// The latest runtimes without an I/O driver, so that each is tried once.
 static WITHOUT_IO: Mutex<VecDeque<Id>> = Mutex::new(VecDeque::new());
 
-/// Runtimes remembered. A program has one or two.
 const MAX_KNOWN: usize = 64;
 
-/// Returns true if `runtime` is the current one.
 pub(crate) fn is_current(runtime: Id) -> bool {
     Handle::try_current().is_ok_and(|current| current.id() == runtime)
 }
@@ -37,8 +35,8 @@ impl NoRuntime {
         Ok(runtime)
     }
 
-    /// Calls `register`, which registers a descriptor with the I/O driver of the current runtime.
-    /// Fails if there is none.
+    /// Calls `register`, which registers a descriptor. Fails if the current runtime has no I/O
+    /// driver.
     pub(crate) fn or_registered<T>(register: impl FnOnce() -> T) -> Result<T, Self> {
         let runtime = Self::or_current()?.id();
         if WITHOUT_IO.lock().contains(&runtime) {

@@ -46,14 +46,11 @@ const TRACED: u16 = 16;
 const SPUN: u16 = 32;
 /// A thread polls the completion queue, so futures do not contend for its lock.
 const POLLED: u16 = 64;
-/// The operation waits only for solicited messages.
 const SOLICITED: u16 = 256;
-/// The work queue has recorded failed parts of the batch.
 const FAILED: u16 = 128;
 /// The work queue may have a [listener](super::work_queue::WorkQueue::listen).
 const LISTENED: u16 = 512;
 
-/// The completion of a work request, or why it has none.
 pub(crate) type Outcome = Result<WorkCompletion, OpErrorKind>;
 
 pub(crate) type Held = Box<dyn Any + Send>;
@@ -68,7 +65,7 @@ pub(super) enum Finished {
     /// The operation was abandoned; the caller must [free](Slot::free) the slot.
     Detached {
         held: Option<Held>,
-        /// Registered waker, dropped without any lock held.
+        /// Dropped without any lock held.
         waker: Option<Waker>,
     },
 }
@@ -84,19 +81,16 @@ pub(super) enum Registered {
     /// The result is about to arrive and the drainer may wake an earlier waker: the operation must
     /// poll again.
     Imminent,
-    /// The waker was kept; the slot was not waiting before.
     Fresh,
     /// The waker was kept in place of an earlier one.
     Again,
 }
 
-/// The state of a slot in flight without a waker, see [`Slot::unwatched`].
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Unwatched(u16);
 
 impl Unwatched {
-    /// Returns true if the listener of the work queue, if any, learns of the completion.
-    #[inline(always)]
+    #[inline]
     pub(super) fn is_listened(self) -> bool {
         self.0 & LISTENED != 0
     }
@@ -107,7 +101,6 @@ pub(super) enum Detach {
     /// The result is available; the buffers are returned, and the caller must release the slot.
     Complete(Option<Held>),
     InFlight {
-        /// True if the operation counts as a waiter because of a registered waker.
         waiting: bool,
     },
 }
@@ -122,16 +115,15 @@ pub(crate) struct Slot<Q> {
     /// work request.
     id: AtomicU64,
     next: AtomicPtr<Self>,
-    /// Owned by the future: a reference to the work queue for one generation. Not dropped with the
-    /// slot: [`take_queue`](Self::take_queue) must take out what [`keep_queue`](Self::keep_queue)
-    /// stored.
+    /// Owned by the future: the reference to the work queue for one generation. Not dropped with
+    /// the slot: [`take_queue`](Self::take_queue) must take out what
+    /// [`keep_queue`](Self::keep_queue) stored.
     queue: UnsafeCell<ManuallyDrop<Option<Arc<Q>>>>,
     /// Position in the work queue, counted from its first work request; for a batch, of the last
     /// part.
     position: AtomicU32,
     start: AtomicU32,
     state: AtomicU16,
-    /// Initial state of each generation.
     first: AtomicU16,
     parts: AtomicU16,
     /// Rounds that the operation has spun, modulo 2^16; valid if SPUN is set.
@@ -154,7 +146,6 @@ unsafe impl<Q: Send + Sync> Send for Slot<Q> {}
 unsafe impl<Q: Send + Sync> Sync for Slot<Q> {}
 
 impl<Q> Slot<Q> {
-    /// Creates a free slot with the id of its first generation.
     pub(super) fn new(id: WrId, polled: bool) -> Self {
         Self {
             id: AtomicU64::new(id.0),
@@ -172,13 +163,11 @@ impl<Q> Slot<Q> {
         }
     }
 
-    /// Makes it a slot for operations that wait only for solicited messages.
     pub(super) fn solicited(mut self) -> Self {
         self.first = AtomicU16::new(self.first.load(Ordering::Relaxed) | SOLICITED);
         self
     }
 
-    /// Makes it a slot whose completions are reported to the listener of the work queue.
     pub(super) fn listened(mut self) -> Self {
         self.first = AtomicU16::new(self.first.load(Ordering::Relaxed) | LISTENED);
         self
@@ -193,7 +182,7 @@ impl<Q> Slot<Q> {
         slot
     }
 
-    #[inline(always)]
+    #[inline]
     pub(super) fn id(&self) -> WrId {
         WrId(self.id.load(Ordering::Relaxed))
     }
@@ -201,7 +190,7 @@ impl<Q> Slot<Q> {
     // The poster.
 
     /// Starts a generation of `parts` work requests if the slot is free.
-    #[inline(always)]
+    #[inline]
     pub(super) fn claim(&self, parts: u32) -> bool {
         if self.state.load(Ordering::Acquire) != FREE {
             return false;
@@ -235,7 +224,7 @@ impl<Q> Slot<Q> {
         self.position.load(Ordering::Relaxed)
     }
 
-    #[inline(always)]
+    #[inline]
     fn phase_in(&self, id: WrId) -> Option<u16> {
         // The phase is loaded first: a phase in flight then belongs to the generation of the id
         // loaded afterwards, or to a later one.
@@ -249,7 +238,7 @@ impl<Q> Slot<Q> {
     }
 
     /// Returns the state of the slot if `id` is current and has no waker.
-    #[inline(always)]
+    #[inline]
     pub(super) fn unwatched(&self, id: WrId) -> Option<Unwatched> {
         // Same order of loads as in `phase_in`.
         let state = self.state.load(Ordering::Acquire);
@@ -258,7 +247,7 @@ impl<Q> Slot<Q> {
 
     /// Stores the completion. Returns false if the slot has left the state `unwatched`, which the
     /// same drainer has read: it has a waker, or its operation was abandoned.
-    #[inline(always)]
+    #[inline]
     pub(super) fn finish_unwatched(
         &self,
         Unwatched(state): Unwatched,
@@ -273,7 +262,7 @@ impl<Q> Slot<Q> {
 
     /// Completes an operation whose future is also the drainer, has not registered and already has
     /// the result.
-    #[inline(always)]
+    #[inline]
     pub(super) fn finish_own(&self) {
         self.state.store(COMPLETE, Ordering::Relaxed);
     }
@@ -344,7 +333,7 @@ impl<Q> Slot<Q> {
         Some((waker, restored.is_ok()))
     }
 
-    #[inline(always)]
+    #[inline]
     pub(super) fn free(&self) {
         self.id.store(self.id().0.wrapping_add(GENERATION), Ordering::Relaxed);
         self.state.store(FREE, Ordering::Release);
@@ -364,12 +353,10 @@ impl<Q> Slot<Q> {
 
     // The future.
 
-    /// Stores the operation's reference to the work queue.
-    ///
     /// # Safety
     ///
     /// The caller has claimed the slot and not used it since.
-    #[inline(always)]
+    #[inline]
     pub(super) unsafe fn keep_queue(&self, queue: Arc<Q>) {
         // SAFETY: C1: the caller's promise.
         self.queue.with_mut(|cell| unsafe { *cell = ManuallyDrop::new(Some(queue)) });
@@ -380,24 +367,21 @@ impl<Q> Slot<Q> {
     /// # Safety
     ///
     /// The caller has the claim, and keeps it while it uses the returned reference.
-    #[inline(always)]
+    #[inline]
     pub(super) unsafe fn queue(&self) -> Option<&Arc<Q>> {
         // SAFETY: C1: the caller's promise.
         self.queue.with(|cell| unsafe { (*cell).as_ref() })
     }
 
-    /// Takes the reference to the work queue out of the slot.
-    ///
     /// # Safety
     ///
     /// The caller has the claim, calls this once, and ends the claim before it drops the reference.
-    #[inline(always)]
+    #[inline]
     pub(super) unsafe fn take_queue(&self) -> Option<Arc<Q>> {
         // SAFETY: C1: the caller's promise.
         self.queue.with_mut(|cell| unsafe { ManuallyDrop::take(&mut *cell) })
     }
 
-    /// Makes the operation report its completion to `tracing`, if it finds the completion itself.
     #[cold]
     pub(super) fn trace(&self) {
         self.state.fetch_or(TRACED, Ordering::Relaxed);
@@ -408,7 +392,7 @@ impl<Q> Slot<Q> {
     }
 
     /// Returns true if the slot is in flight, without flags, and its operation has not waited.
-    #[inline(always)]
+    #[inline]
     pub(super) fn is_new(&self) -> bool {
         self.state.load(Ordering::Acquire) == SUBMITTED
     }
@@ -434,7 +418,7 @@ impl<Q> Slot<Q> {
         self.state.fetch_or(SPUN, Ordering::Relaxed);
     }
 
-    #[inline(always)]
+    #[inline]
     pub(super) fn is_complete(&self) -> bool {
         self.state.load(Ordering::Acquire) & COMPLETE != 0
     }
@@ -501,7 +485,6 @@ impl<Q> Slot<Q> {
         }
     }
 
-    /// Reads the result; requires [`is_complete`](Self::is_complete).
     #[inline]
     pub(super) fn outcome<R>(&self, read: impl FnOnce(&Outcome) -> R) -> R {
         debug_assert!(self.is_complete());
@@ -509,7 +492,6 @@ impl<Q> Slot<Q> {
         self.outcome.with(|cell| read(unsafe { &*cell }))
     }
 
-    /// Abandons the operation; its buffers go to the drainer.
     pub(super) fn detach(&self, held: Option<Held>) -> Detach {
         // SAFETY: C3: until DETACHED the cell is the future's.
         self.held.with_mut(|cell| unsafe { *cell = held });
@@ -535,7 +517,7 @@ impl<Q> Slot<Q> {
         matches!(state & PHASE, SUBMITTED | WAITING | DETACHED).then(|| self.id())
     }
 
-    #[inline(always)]
+    #[inline]
     pub(super) fn next(&self) -> *mut Self {
         self.next.load(Ordering::Relaxed)
     }

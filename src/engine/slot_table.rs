@@ -14,8 +14,8 @@ use crate::sync::{AtomicPtr, Ordering};
 /// Slots of the first step. A queue with one operation in flight needs no other.
 const FIRST: u32 = 4;
 
-/// Added to an index to find its step: four steps of equal length between two powers of two, so a
-/// step adds at most a third of the slots before it, beyond the first steps.
+/// Added to an index to find its step. There are four steps of equal length between two powers of
+/// two, so a step adds at most a third of the slots before it.
 const BIAS: u32 = 4 * FIRST;
 
 /// Steps allocated after the first; with it, they hold 112 slots.
@@ -23,24 +23,20 @@ const NEAR: usize = 11;
 const STEPS: usize = 4 * (INDEX_BITS - BIAS.ilog2()) as usize;
 const FAR: usize = STEPS - 1 - NEAR;
 
-/// Maximum number of slots.
 pub(super) const MAX_SLOTS: u32 = (1 << INDEX_BITS) - BIAS;
 
 /// A table of slots. It may have more slots than the device's queue, because a slot stays claimed
 /// until its operation has taken the result.
 pub(super) struct Slots<Q> {
-    /// First candidate in the search for a free slot: the last one released, which is likely in the
-    /// cache.
+    /// First candidate in the search: the slot released last, which is likely in the cache.
     hint: Hint<Q>,
     /// The first step, allocated with the first slot: many receive queues are never used.
     first: Step<Q>,
-    /// The other steps.
     steps: OnceLock<Box<Steps<Q>>>,
 }
 
 struct Steps<Q> {
     near: [Step<Q>; NEAR],
-    /// Allocated when the near steps are full.
     far: OnceLock<Box<[Step<Q>; FAR]>>,
 }
 
@@ -54,8 +50,7 @@ impl<Q> Steps<Q> {
         self.near.iter_mut().chain(far)
     }
 
-    /// Returns the step `step` after the first.
-    #[inline(always)]
+    #[inline]
     fn get(&self, step: usize) -> Option<&Step<Q>> {
         match self.near.get(step) {
             None => self.far.get()?.get(step - NEAR),
@@ -72,13 +67,11 @@ impl<Q> Step<Q> {
         Self(StepPtr::new(ptr::null_mut()))
     }
 
-    /// Returns the number of slots of a step.
     const fn len(step: usize) -> usize {
         (FIRST as usize) << (step / 4)
     }
 
-    /// Returns the slot at `offset`, less than the length of this step.
-    #[inline(always)]
+    #[inline]
     fn get(&self, offset: usize) -> Option<&Slot<Q>> {
         let first = self.0.load(Ordering::Acquire);
         // SAFETY: C1: the slots of this step: they never move, and are freed with the table.
@@ -107,7 +100,6 @@ impl<Q> Drop for Slots<Q> {
     }
 }
 
-/// The state of the search for free slots, under the lock of the queue.
 #[derive(Debug, Default)]
 pub(super) struct Cursor {
     len: u32,
@@ -120,7 +112,7 @@ impl<Q> Slots<Q> {
     }
 
     /// Returns step and offset of a slot: 0..4, 4..8, 8..12, 12..16, 16..24, 24..32, …
-    #[inline(always)]
+    #[inline]
     fn locate(index: u32) -> (usize, usize) {
         let biased = index + BIAS;
         let shift = biased.ilog2() - 2;
@@ -128,7 +120,7 @@ impl<Q> Slots<Q> {
         (step as usize, (biased & ((1 << shift) - 1)) as usize)
     }
 
-    #[inline(always)]
+    #[inline]
     pub(super) fn find(&self, index: u32) -> Option<&Slot<Q>> {
         if index < FIRST {
             return self.first(index);
@@ -137,8 +129,7 @@ impl<Q> Slots<Q> {
         self.steps.get()?.get(step - 1)?.get(offset)
     }
 
-    /// Returns a slot of the first step.
-    #[inline(always)]
+    #[inline]
     pub(super) fn first(&self, index: u32) -> Option<&Slot<Q>> {
         if index < FIRST { self.first.get(index as usize) } else { None }
     }
@@ -151,7 +142,7 @@ impl<Q> Slots<Q> {
         }
     }
 
-    #[inline(always)]
+    #[inline]
     pub(super) fn claim_next(&self) -> Option<&Slot<Q>> {
         self.hint.claim(1)
     }
@@ -161,7 +152,7 @@ impl<Q> Slots<Q> {
     ///
     /// Consecutive operations use the same slot. Concurrent operations that end in the order they
     /// began each use the slot released before.
-    #[inline(always)]
+    #[inline]
     pub(super) fn claim(
         &self,
         cursor: &mut Cursor,
@@ -197,7 +188,6 @@ impl<Q> Slots<Q> {
         self.hint.claim_at(self.slot(cursor.next), parts)
     }
 
-    /// Returns a step, which may be empty.
     fn step(&self, step: usize) -> Option<&Step<Q>> {
         let Some(step) = step.checked_sub(1) else { return Some(&self.first) };
         let steps = self.steps.get_or_init(Steps::new);
@@ -221,8 +211,7 @@ impl<Q> Slots<Q> {
         Some(())
     }
 
-    /// Makes `slot`, which is about to be free, the first candidate.
-    #[inline(always)]
+    #[inline]
     pub(super) fn hint(&self, slot: &Slot<Q>) {
         self.hint.set(slot);
     }
@@ -239,14 +228,14 @@ impl<Q> Hint<Q> {
         Self(AtomicPtr::new(ptr::null_mut()))
     }
 
-    #[inline(always)]
+    #[inline]
     fn claim(&self, parts: u32) -> Option<&Slot<Q>> {
         // SAFETY: C1: a slot of the table that the hint is part of; slots never move.
         let slot = unsafe { self.0.load(Ordering::Relaxed).as_ref() }?;
         self.claim_at(slot, parts)
     }
 
-    #[inline(always)]
+    #[inline]
     fn claim_at<'a>(&self, slot: &'a Slot<Q>, parts: u32) -> Option<&'a Slot<Q>> {
         if !slot.claim(parts) {
             return None;
@@ -255,8 +244,7 @@ impl<Q> Hint<Q> {
         Some(slot)
     }
 
-    /// Sets the candidate to `slot`, which is of the same table.
-    #[inline(always)]
+    #[inline]
     fn set(&self, slot: &Slot<Q>) {
         self.0.store(ptr::from_ref(slot).cast_mut(), Ordering::Relaxed);
     }

@@ -2,17 +2,16 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Maximum rounds. A round is one pass of the runtime's scheduler and one poll, about 0.2 µs on an
-/// idle runtime. So the maximum is about the 50 µs that arming, sleeping and waking can cost.
+/// Maximum rounds. A round is one pass of the scheduler and one poll, about 0.2 µs on an idle
+/// runtime, so this is about the 50 µs that arming, sleeping and waking can cost.
 const MAX_ROUNDS: u32 = 256;
 
-/// Minimum rounds: a completion may arrive while the task is about to park.
+/// At least this many rounds: a completion may arrive while the task is about to park.
 const MIN_ROUNDS: u32 = 2;
 
 /// One in so many parks tries the maximum, to detect that spinning pays again.
 const PROBE_EVERY: u32 = 32;
 
-/// An adaptive budget, shared by all waiters of a completion queue.
 #[derive(Debug)]
 pub(super) struct SpinBudget {
     rounds: AtomicU32,

@@ -1,5 +1,3 @@
-//! Work requests that wait for free entries in a queue of the device.
-
 use smallvec::SmallVec;
 
 use super::work_request::{OwnedReceiver, WorkKind};

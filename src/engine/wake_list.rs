@@ -14,13 +14,9 @@ use smallvec::SmallVec;
 use super::slot::Held;
 use crate::error::OpErrorKind;
 
-/// An object to shut down when its completion queue fails: a queue pair, a DC target or a shared
-/// receive queue.
 pub(super) trait Teardown: Send + Sync {
     /// Destroys a queue pair or DC target, or closes a shared receive queue. Work without a
-    /// completion fails with `kind`.
-    ///
-    /// Takes the lock of the completion queue.
+    /// completion fails with `kind`. Takes the lock of the completion queue.
     fn shut_down(&self, kind: OpErrorKind);
 
     /// Moves a queue pair to the error state because of `cause`. Returns false if it is not a queue
@@ -30,31 +26,27 @@ pub(super) trait Teardown: Send + Sync {
     }
 }
 
-/// Tasks to wake, buffers and wakers to drop, and objects to shut down. Each can run user code or
-/// take locks, so [`finish`](Self::finish) runs them when no lock is held.
+/// Actions to run when no lock is held, because they run user code or take locks.
 ///
 /// Most lists wake one task, which needs no box. A list is small, because each completion queue has
 /// one.
 #[derive(Default)]
 pub(super) struct WakeList {
     first: Option<Waker>,
-    /// The other actions. Not empty if it exists.
     more: Option<Box<Actions>>,
 }
 
 #[derive(Default)]
 struct Actions {
     wakers: SmallVec<[Waker; 16]>,
-    /// Buffers of abandoned operations, to be dropped.
     held: SmallVec<[Held; 2]>,
-    /// Wakers of abandoned operations, to be dropped without waking their tasks.
     discarded: SmallVec<[Waker; 1]>,
     teardowns: SmallVec<[(Arc<dyn Teardown>, OpErrorKind); 1]>,
 }
 
 thread_local! {
-    /// Empty actions of the lists that this thread finished last, so that the next ones need not
-    /// allocate. Several, because an action may finish other lists.
+    /// Empty lists that this thread finished last, so that the next ones need not allocate.
+    /// Several, because an action may finish other lists.
     #[allow(clippy::vec_box, reason = "boxes change hands, and the actions are large")]
     static SPARES: RefCell<Vec<Box<Actions>>> = const { RefCell::new(Vec::new()) };
 }
@@ -90,7 +82,6 @@ impl WakeList {
         }
     }
 
-    /// Adds a clone of `waker`, unless it was added last.
     pub(super) fn wake_once(&mut self, waker: &Waker) {
         let last = self.more.as_ref().and_then(|more| more.wakers.last());
         if last.or(self.first.as_ref()).is_none_or(|last| !last.will_wake(waker)) {
@@ -111,7 +102,6 @@ impl WakeList {
         self.more().teardowns.push((object, kind));
     }
 
-    /// Runs the actions when this thread holds no lock.
     #[inline]
     pub(super) fn finish(self) {
         later::wake(self.first);

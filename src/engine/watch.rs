@@ -3,13 +3,9 @@
 
 use std::task::Waker;
 
-/// Wakers to notify. Each is woken once, except `rouse`.
 #[derive(Default)]
 pub(super) struct Watch {
-    /// Woken when the queue is idle. Counted as a waiter, so the completion queue is armed for it.
     pub(super) idle: Option<Waker>,
-    /// Woken when the queue fails or is closed.
     pub(super) failure: Option<Waker>,
-    /// Woken each time a reactor goes away.
     pub(super) rouse: Option<Waker>,
 }

@@ -30,10 +30,9 @@ use crate::memory::PdKey;
 use crate::sync::{Mutex, lock};
 use crate::types::{WcOpcode, WcStatus, WorkCompletion, WrId};
 
-/// The bytes of the reference counts before the value of an `Arc`.
 const COUNTS: usize = 16;
 
-/// Number of cache lines at [`WorkQueue::address`], which each operation uses.
+/// Cache lines at [`WorkQueue::address`], which each operation uses.
 pub(crate) const QUEUE_LINES: usize = 3;
 
 /// The fields that each operation uses are together, in few cache lines.
@@ -45,12 +44,9 @@ pub(crate) struct WorkQueue {
     cq: Arc<CompletionQueueCore>,
     /// Maximum bytes of a single-element request that needs no further check; 0 if all need one.
     plain: u64,
-    /// The protection domain of all buffers.
     pd: PdKey,
     pub(super) capacity: Capacity,
-    /// The send queue accepts the short form of plain work requests.
     has_plain: bool,
-    /// True for a shared receive queue, whose receives complete in any order.
     shared: bool,
     owner: Owner,
     /// The fields that each operation uses come first, in few cache lines.
@@ -109,7 +105,6 @@ impl WorkQueue {
         &self.cq
     }
 
-    /// Removes an operation that registered a waker.
     pub(super) fn remove_watcher(&self) {
         self.cq.remove_watcher(self.limits.solicited);
     }
@@ -133,7 +128,7 @@ impl WorkQueue {
         self.slots.claim(cursor, parts, make).map(|slot| unsafe { Claim::new(self, slot) })
     }
 
-    #[inline(always)]
+    #[inline]
     pub(super) fn release(&self, slot: &Slot<Self>) {
         self.slots.hint(slot);
         slot.free();
@@ -141,21 +136,19 @@ impl WorkQueue {
 
     /// Finishes a successful work request for a caller that is both drainer and future. Returns
     /// true if queued posts are to be [admitted](Self::admit_queued).
-    #[inline(always)]
+    #[inline]
     pub(super) fn finish_own(&self, slot: &Slot<Self>) -> bool {
         slot.finish_own();
         // A completion also completes all unsignalled work before it.
         self.capacity.retire(slot.position())
     }
 
-    /// Prefetches the fields that each operation uses, and the reference count before them.
-    #[inline(always)]
+    #[inline]
     pub(super) fn prefetch(self: &Arc<Self>) {
         prefetch::<QUEUE_LINES>(self.address());
     }
 
-    /// Returns the address of the [`QUEUE_LINES`] cache lines that each operation uses.
-    #[inline(always)]
+    #[inline]
     pub(crate) fn address(self: &Arc<Self>) -> *const () {
         Arc::as_ptr(self).cast::<()>().wrapping_byte_sub(COUNTS)
     }
@@ -170,15 +163,14 @@ impl WorkQueue {
         Some(slot)
     }
 
-    /// Prefetches the slot of a completion, if it is one of the first.
-    #[inline(always)]
+    #[inline]
     pub(super) fn prefetch_slot(&self, wc: &WorkCompletion) {
         if let Some(slot) = self.slots.first(index_of(wc.wr_id)) {
             prefetch::<1>(ptr::from_ref(slot).cast());
         }
     }
 
-    #[inline(always)]
+    #[inline]
     pub(super) fn complete(&self, wc: &WorkCompletion, woken: &mut WakeList) {
         let Some(slot) = self.slots.find(index_of(wc.wr_id)) else { return stale(wc) };
         let unwatched = slot.unwatched(wc.wr_id).filter(|_| wc.status.is_success() && !is_traced());
@@ -209,7 +201,6 @@ impl WorkQueue {
         self.settle(wc.wr_id, Ok(*wc), woken);
     }
 
-    /// Handles a completion that failed or is traced, or whose slot has a waker.
     #[inline(never)]
     fn complete_slow(&self, slot: &Slot<Self>, wc: &WorkCompletion, woken: &mut WakeList) {
         let Some(part) = slot.current_part(wc.wr_id) else { return stale(wc) };
@@ -247,8 +238,6 @@ impl WorkQueue {
         }
     }
 
-    /// Returns the error of a failed completion. The software device also reports the lengths of a
-    /// message that exceeds its receive.
     #[cold]
     fn failure(&self, wc: &WorkCompletion) -> CompletionError {
         let has_lengths = wc.status == WcStatus::LOC_LEN_ERR
@@ -258,7 +247,6 @@ impl WorkQueue {
         CompletionError { lengths: has_lengths.then_some(lengths), ..failure(wc) }
     }
 
-    /// Stores the outcome in the slot and collects wake-ups and drops in `woken`.
     #[inline]
     pub(super) fn settle(&self, id: WrId, outcome: Outcome, woken: &mut WakeList) {
         let slot = self.slots.slot(index_of(id));
@@ -292,7 +280,6 @@ impl WorkQueue {
         posting.poster.take()
     }
 
-    /// Ends and detaches a shared receive queue that was destroyed.
     pub(super) fn shut_down_destroyed(&self, kind: OpErrorKind) {
         drop(self.close());
         self.cq.abandon(self, kind, true);
@@ -327,7 +314,6 @@ impl WorkQueue {
         }
     }
 
-    /// Wakes all waiting tasks to poll again.
     pub(super) fn rouse(&self, woken: &mut WakeList) {
         // Excludes the poster, which finishes queued work that was never posted.
         let posting = lock(&self.posting);
@@ -349,7 +335,6 @@ impl WorkQueue {
         self.failures.cause()
     }
 
-    /// Records `kind` as the cause, unless there is one.
     pub(super) fn note_cause(&self, kind: OpErrorKind) {
         self.failures.note_cause(kind);
     }
@@ -375,7 +360,6 @@ impl WorkQueue {
         self.is_idle_now(&lock(&self.posting))
     }
 
-    /// Returns the number of work requests that are queued or held by the device.
     pub(crate) fn load(&self) -> usize {
         let posting = lock(&self.posting);
         self.capacity.in_flight(posting.posted as u32) as usize + posting.wait_queue.len()
@@ -424,7 +408,6 @@ impl WorkQueue {
         self.limits.listened
     }
 
-    /// Returns the number of failed completions, modulo 2^32.
     #[inline]
     pub(crate) fn failures(&self) -> u32 {
         self.failures.failed()

@@ -11,18 +11,15 @@ pub(crate) struct Limits {
     pub(crate) max_sge: u32,
     pub(crate) max_inline: u32,
     pub(crate) max_message: u64,
-    /// The protection domain of all buffers.
     pub(crate) pd: PdKey,
     /// The peer solicits all messages, so operations that wait need no other completion.
     pub(crate) solicited: bool,
-    /// A [listener](super::WorkQueue::listen) learns of completions.
     pub(crate) listened: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum OnFull {
     Queue,
-    /// Refuses the work request and returns its buffer.
     Try,
 }
 
@@ -33,8 +30,7 @@ pub(crate) enum WorkKind {
 }
 
 impl WorkKind {
-    /// Returns the remote memory that the work request accesses with `len` bytes.
-    #[inline(always)]
+    #[inline]
     pub(crate) const fn accessed(&self, len: u64) -> Option<RemoteAccess> {
         let Self::Send(op) = self else { return None };
         let (operation, at) = match op {
@@ -48,15 +44,12 @@ impl WorkKind {
     }
 }
 
-/// The key that a receiver demands of its senders.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum ReceiverKey {
     Datagram(Qkey),
-    /// The access key of a DC target.
     Dc(DcKey),
 }
 
-/// The receiver of a work request on a transport without connections.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Receiver<'a> {
     pub(crate) handle: &'a AddressHandle,
@@ -90,28 +83,23 @@ impl OwnedReceiver {
     }
 }
 
-/// A work request without its buffers.
 #[derive(Debug)]
 pub(crate) struct Request<'a> {
     pub(crate) kind: WorkKind,
     pub(crate) flags: SendFlags,
-    /// Data that is copied while posting, instead of a buffer.
     pub(crate) inline: Option<&'a [u8]>,
     /// Memory that a window is bound to; the buffer of the request keeps it alive.
     pub(crate) window: Option<&'a WindowBind>,
     pub(crate) to: Option<Receiver<'a>>,
-    /// Length of the remote memory; `u64::MAX` if none is accessed.
     pub(crate) remote_len: u64,
 }
 
 impl Request<'_> {
-    /// Creates a request for a buffer; a send goes to the connected peer.
-    #[inline(always)]
+    #[inline]
     pub(crate) const fn new(kind: WorkKind, flags: SendFlags, remote_len: u64) -> Self {
         Self { kind, flags, inline: None, window: None, to: None, remote_len }
     }
 
-    /// Returns the remote memory, with the bytes of inline data only.
     pub(crate) fn accessed(&self) -> Option<RemoteAccess> {
         self.kind.accessed(self.inline.map_or(0, |bytes| bytes.len() as u64))
     }
@@ -119,7 +107,6 @@ impl Request<'_> {
 
 #[derive(Debug)]
 pub(crate) enum Refusal {
-    /// The queue is full, for [`OnFull::Try`].
     Full,
     Error(OpErrorKind),
 }

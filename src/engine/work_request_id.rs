@@ -20,7 +20,6 @@ pub(super) const GENERATION: u64 = 1 << LOW_BITS;
 const LOW_BITS: u32 = u64::BITS - GENERATION_BITS;
 const OWNER_BITS: u32 = LOW_BITS - INDEX_BITS;
 
-/// The index of a work queue in its completion queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Owner(pub(super) u32);
 
@@ -32,7 +31,6 @@ impl Owner {
         Self(((id.0 % (1 << LOW_BITS)) >> INDEX_BITS) as u32)
     }
 
-    /// Returns the id of the first generation of slot `index`.
     pub(super) fn first_id(self, index: u32) -> WrId {
         WrId(u64::from(self.0) << INDEX_BITS | u64::from(index))
     }

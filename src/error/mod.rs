@@ -58,7 +58,6 @@ pub struct OutOfBounds {
 }
 
 impl OutOfBounds {
-    /// Returns the start and the length of `range` within `size` bytes.
     pub(crate) fn resolve(range: impl RangeBounds<u64>, size: u64) -> Result<(u64, u64), Self> {
         let start = match range.start_bound() {
             Bound::Included(&start) => start,
@@ -142,7 +141,6 @@ pub enum OpenError {
 }
 
 impl OpenError {
-    /// Returns a function that adds the name of the device to the error of a verb.
     #[cfg(any(feature = "ibverbs", test))]
     pub(crate) fn of(device: &str) -> impl Fn(VerbError) -> Self {
         move |error| Self::Verb { device: device.to_owned(), error }
@@ -245,7 +243,6 @@ pub enum SetupError {
     Closed,
 }
 
-/// Clause of [`SetupError::Unsupported`].
 pub(crate) const NO_DC: &str = "the device lacks the dynamically connected transport (DC)";
 
 impl SetupError {
@@ -443,8 +440,8 @@ pub enum OpErrorKind {
     Closed,
     /// The completion queue failed. The outcome of the operation is unknown.
     CompletionQueue(VerbError),
-    /// The deadline passed, see [`Operation::within`](crate::op::Operation::within). An [`OpError`]
-    /// with this kind holds buffers that the device accesses no more.
+    /// The deadline passed, see [`Operation::within`](crate::op::Operation::within). The device no
+    /// longer accesses the buffers of an [`OpError`] with this kind.
     TimedOut {
         /// [`NotSent`](Outcome::NotSent) if the work request was still queued, which leaves the
         /// queue pair unharmed. Otherwise, the queue pair was moved to the error state.

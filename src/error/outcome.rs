@@ -1,5 +1,3 @@
-//! The outcome of work that ended with an error.
-
 use super::{OpError, OpErrorKind, TryError};
 
 /// The outcome at the peer of work that ended with an error at this side.
@@ -10,14 +8,13 @@ use super::{OpError, OpErrorKind, TryError};
 /// | `MaybeExecuted` | only if a second execution does no harm, or the peer recognises it |
 /// | `Done` | no |
 ///
-/// An error tells `NotSent` or `Done` only if this side knows. In all other cases it is
-/// `MaybeExecuted`.
+/// An error says `NotSent` or `Done` only if this side knows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Outcome {
-    /// The peer has not executed it, and never will: it was not sent, or the peer's service has not
-    /// seen the connection.
+    /// The peer has not executed it and never will: it was not sent, or the peer's service never
+    /// saw the connection.
     NotSent,
-    /// It was sent, or may have been, and the peer's acknowledgement is missing.
+    /// It was or may have been sent, and the peer's acknowledgement is missing.
     MaybeExecuted,
     /// The peer has it.
     Done,
@@ -32,7 +29,7 @@ impl OpErrorKind {
     /// - `MaybeExecuted` after [`Closed`](Self::Closed) and
     ///   [`CompletionQueue`](Self::CompletionQueue), which end both queued and posted work.
     /// - [`TimedOut`](Self::TimedOut) names it. After `MaybeExecuted`, packets of a WRITE may still
-    ///   be on their way to the peer, and change its memory until the peer revokes the access.
+    ///   change the peer's memory until the peer revokes the access.
     #[must_use]
     pub const fn outcome(&self) -> Outcome {
         match self {
@@ -51,7 +48,7 @@ impl OpErrorKind {
 }
 
 impl<B> OpError<B> {
-    /// Returns the outcome of the operation at the peer; see [`OpErrorKind::outcome`].
+    /// See [`OpErrorKind::outcome`].
     #[must_use]
     pub fn outcome(&self) -> Outcome {
         self.kind().outcome()
@@ -59,7 +56,7 @@ impl<B> OpError<B> {
 }
 
 impl<B> TryError<B> {
-    /// Returns the outcome of the operation at the peer; see [`OpErrorKind::outcome`].
+    /// See [`OpErrorKind::outcome`].
     #[must_use]
     pub fn outcome(&self) -> Outcome {
         match self {

@@ -1,5 +1,3 @@
-//! The error of a future that is polled without the Tokio runtime it needs.
-
 use std::fmt;
 use std::io;
 
@@ -7,13 +5,12 @@ use super::VerbError;
 
 /// A Tokio runtime, I/O driver or timer that a future needs, but that does not exist.
 ///
-/// Tokio panics if a runtime has no I/O driver or timer, and offers no other check. This crate
-/// catches that panic, with two visible effects. The panic hook runs once for each runtime without
-/// an I/O driver, and for each check for a timer; by default it prints a message. A program built
-/// with `panic = "abort"` aborts.
+/// Tokio panics if a runtime has no I/O driver or timer, and offers no other check, so this crate
+/// catches the panic. The panic hook therefore runs once for each runtime without an I/O driver and
+/// for each check for a timer, and a program built with `panic = "abort"` aborts.
 ///
-/// Operations in a completion mode that waits for events do the same check. Without a driver they
-/// poll instead of failing.
+/// Operations that wait for completion events make the same check, but poll without a driver
+/// instead of failing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum NoRuntime {

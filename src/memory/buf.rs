@@ -7,8 +7,8 @@
 //! ```
 //!
 //! A buffer references its slab, and a slab its registration. When the last view of a chunk is
-//! dropped, the chunk returns to the slab's free list, which a slab of user memory (one chunk)
-//! lacks. `slab_index.rs` finds slabs by address.
+//! dropped, the chunk returns to the slab's free list, if it has one: a slab of user memory (one
+//! chunk) has none. `slab_index.rs` finds slabs by address.
 
 #![allow(unsafe_code)]
 
@@ -30,7 +30,7 @@ use crate::types::Access;
 use crate::types::Sge;
 use crate::verbs::ProtectionDomain;
 
-/// Views of a chunk above which one more aborts the process; only leaked views reach it.
+/// One view more than this aborts the process; only leaked views reach it.
 const MAX_VIEWS: u32 = u32::MAX / 2;
 
 pub(crate) struct Slab {
@@ -38,7 +38,6 @@ pub(crate) struct Slab {
     stride: u32,
     /// Views of each chunk; 0 unless it is frozen.
     views: Box<[AtomicU32]>,
-    /// The destination of released chunks; `None` for user memory.
     free: Option<Arc<FreeList>>,
 }
 
@@ -69,7 +68,6 @@ impl Slab {
         self.stride as usize >= slab_index::SHORTEST
     }
 
-    /// Returns the addresses of the first byte and after the last.
     pub(super) fn range(&self) -> (usize, usize) {
         let start = self.registration.base().addr().get();
         (start, start + self.registration.len())
@@ -107,7 +105,6 @@ impl Drop for Slab {
     }
 }
 
-/// A chunk that no buffer uses.
 pub(super) struct Chunk {
     start: NonNull<u8>,
     slab: Arc<Slab>,
@@ -117,7 +114,7 @@ pub(super) struct Chunk {
 unsafe impl Send for Chunk {}
 
 impl Chunk {
-    /// Returns chunk `index`, which no buffer uses: it is new, or its last user has released it.
+    /// Returns chunk `index`, which is new, or which its last user has released.
     #[inline]
     pub(super) fn new(slab: Arc<Slab>, index: u32) -> Self {
         Self { start: slab.chunk(index), slab }
@@ -170,7 +167,6 @@ impl BufMut {
         self.slab.registration()
     }
 
-    /// Returns the chunk, which only the free list of its slab may take.
     #[inline]
     pub(super) fn into_chunk(self) -> Chunk {
         let mut this = ManuallyDrop::new(self);
@@ -356,15 +352,13 @@ impl Buf {
         Ok(BufMut { ptr: this.ptr, len: this.len, slab })
     }
 
-    /// Returns a view of `bytes` if they are in memory that `pd` has registered and a view owns, so
-    /// that they can be sent from there. Looks only for long ones, in slabs of long chunks; see
-    /// [`slab_index`].
+    /// Returns the registered buffer that already contains `bytes`, if any, so that they can be
+    /// sent without a copy. Only tried for long ones, see [`slab_index`].
     #[inline]
     pub(crate) fn of_bytes(bytes: &bytes::Bytes, pd: &ProtectionDomain) -> Option<Self> {
         Self::of_bytes_in(bytes, |address, len| slab_index::find(pd, address, len))
     }
 
-    /// Does the same as [`of_bytes`](Self::of_bytes) with the slab that `find` returns.
     #[inline]
     pub(super) fn of_bytes_in(
         bytes: &bytes::Bytes,

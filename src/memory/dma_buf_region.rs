@@ -1,5 +1,3 @@
-//! Regions of dma-buf memory.
-
 #![forbid(unsafe_code)]
 
 use std::fmt;
@@ -17,7 +15,7 @@ use rdma_provider::contract::DmaBufRange;
 
 /// Memory of a dma-buf (of a GPU, a camera, `/dev/udmabuf`), registered without a mapping.
 ///
-/// Operations use its [`slice`](Self::slice)s, and peers access it within its rights, as with an
+/// Operations use its [`slice`](Self::slice)s, and peers access it within its rights, like an
 /// [`ExposedRegion`](crate::memory::ExposedRegion). It offers no access to its bytes, which the
 /// processor may be unable to reach. A program that maps the descriptor must follow the rules of
 /// its exporter.
@@ -93,7 +91,7 @@ impl DmaBufRegion {
     ///
     /// # Errors
     ///
-    /// See [`new`](Self::new). Also EINVAL if `iova` and `range.start` differ in their offset
+    /// Those of [`new`](Self::new). Also EINVAL if `iova` and `range.start` differ in their offset
     /// within a page, or the addresses wrap around.
     pub fn at(
         pd: &ProtectionDomain,

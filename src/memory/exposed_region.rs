@@ -1,5 +1,3 @@
-//! Memory that peers may access.
-
 #![allow(unsafe_code)]
 
 use std::any::Any;
@@ -20,14 +18,13 @@ use crate::types::{Access, Sge};
 ///
 /// A peer may access the bytes at any time, so there are no references to them:
 ///
-/// - [`read`](Self::read) and [`write`](Self::write) copy, perhaps a part of a peer's concurrent
-///   write.
+/// - [`read`](Self::read) and [`write`](Self::write) copy, perhaps only a part of a peer's
+///   concurrent write.
 /// - [`load`](Self::load) and [`store`](Self::store) access 8 bytes atomically.
-/// - Messages give the order: a peer's write is visible once a message that the peer sent later is
-///   received.
+/// - A peer's write is visible once a message that the peer sent later is received.
 ///
 /// When the region, its slices and its [leases](crate::op::Lease) are dropped, the access is
-/// revoked, then the memory freed. Peers' later operations fail on their side with
+/// revoked, then the memory freed. Peers' later operations fail with
 /// [`REM_ACCESS_ERR`](crate::types::WcStatus::REM_ACCESS_ERR).
 ///
 /// ```
@@ -93,8 +90,8 @@ impl ExposedRegion {
 
     /// Returns address and key of the whole region, for a peer.
     ///
-    /// Until the region is dropped, they give access over any queue pair of the protection domain
-    /// that allows remote access. [`QueuePair::lease`](crate::QueuePair::lease) grants a part to
+    /// They give access over any queue pair of the protection domain that allows remote access,
+    /// until the region is dropped. [`QueuePair::lease`](crate::QueuePair::lease) grants a part to
     /// one peer, for a limited time.
     #[must_use]
     pub fn grant(&self) -> RemoteRegion {

@@ -12,23 +12,21 @@ use tokio::sync::Semaphore;
 use super::buf::{BufMut, Chunk, Slab};
 use crate::contained::wakes_contained;
 
-/// Free chunks. Each keeps its slab alive, so dropping the pool empties the list.
+/// Each free chunk keeps its slab alive, so dropping the pool empties the list.
 pub(crate) struct FreeList {
     chunks: Mutex<Chunks>,
-    /// One permit for each promised chunk. Wakers are contained: their panic must not unwind into
-    /// the task that returns a buffer.
+    /// One permit for each promised chunk. Panics of wakers are contained, so that they do not
+    /// unwind into the task that returns a buffer.
     permits: Semaphore,
 }
 
 struct Chunks {
     free: Vec<Chunk>,
     total: usize,
-    /// Chunks that waiting tasks ask for.
     wanted: usize,
     /// Chunks of `free` that only holders of a permit may take. After a wait is cancelled, this can
     /// exceed `wanted`; then a permit is available.
     promised: usize,
-    /// True once the pool is dropped: returned chunks are released.
     closed: bool,
 }
 
@@ -46,7 +44,6 @@ impl FreeList {
         self.chunks.lock().total
     }
 
-    /// Adds the chunks of a new slab.
     pub(crate) fn add(&self, slab: &Arc<Slab>, number: u32) {
         let mut chunks = self.chunks.lock();
         chunks.total += number as usize;
@@ -57,8 +54,8 @@ impl FreeList {
         self.keep_promises(chunks);
     }
 
-    /// Takes a chunk as a buffer of `len` bytes, if one is free and not promised.
     #[inline]
+    /// Takes a chunk that is free and not promised.
     pub(crate) fn take(&self, len: u32) -> Option<BufMut> {
         let mut chunks = self.chunks.lock();
         if chunks.free.len() > chunks.promised {
@@ -69,7 +66,6 @@ impl FreeList {
         if has_promised { self.take_unclaimed(len) } else { None }
     }
 
-    /// Takes a promised chunk that no task waits for any more.
     #[cold]
     fn take_unclaimed(&self, len: u32) -> Option<BufMut> {
         self.permits.try_acquire().ok()?.forget();
@@ -81,7 +77,6 @@ impl FreeList {
         Some(chunk.into_buffer(len))
     }
 
-    /// Takes `number` chunks as buffers of `len` bytes, if so many are free and not promised.
     pub(crate) fn take_many(&self, buffers: &mut Vec<BufMut>, number: usize, len: u32) -> bool {
         let mut chunks = self.chunks.lock();
         let unpromised = chunks.free.len() - chunks.promised;
@@ -118,12 +113,10 @@ impl FreeList {
         true
     }
 
-    /// Takes a chunk as a buffer of `len` bytes, waiting in FIFO order until one is free.
     pub(crate) async fn wait(&self, len: u32) -> BufMut {
         self.granted(1).await.pop().into_buffer(len)
     }
 
-    /// Takes `number` chunks like [`wait`](Self::wait), once so many are free.
     pub(crate) async fn wait_many(&self, buffers: &mut Vec<BufMut>, number: u32, len: u32) {
         self.granted(number).await.pop_many(buffers, number as usize, len);
     }
@@ -158,7 +151,6 @@ impl FreeList {
         list.keep_promises(chunks);
     }
 
-    /// Drops the last of `buffers` and those before it of the same pool, with one lock.
     pub(crate) fn return_last(buffers: &mut Vec<BufMut>) {
         let list = buffers.last().and_then(|last| last.slab().free_list()).cloned();
         if let Some(list) = list {
@@ -189,7 +181,6 @@ impl FreeList {
         }
     }
 
-    /// Releases the free chunks, and from now on each that is returned.
     pub(crate) fn close(&self) {
         let mut chunks = self.chunks.lock();
         chunks.closed = true;
@@ -215,8 +206,8 @@ impl Chunks {
     }
 }
 
-/// A task that waits for `number` chunks. Dropping it cancels the wait; permits that it had return
-/// to the semaphore and so to the next task.
+/// A wait for `number` chunks. Dropping it cancels the wait; its permits return to the semaphore
+/// and so to the next task.
 struct Waiting<'a> {
     list: &'a FreeList,
     number: usize,

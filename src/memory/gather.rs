@@ -1,5 +1,3 @@
-//! Local buffers of operations: memory that a device reads or writes.
-
 #![forbid(unsafe_code)]
 
 use smallvec::SmallVec;
@@ -10,7 +8,6 @@ use crate::memory::{Buf, BufMut, ExposedSlice};
 use crate::types::Sge;
 use crate::verbs::PdId;
 
-/// A scatter/gather list that allocates only above 4 elements.
 pub(crate) type SgeList = SmallVec<[Sge; 4]>;
 
 /// Local memory that an operation reads: [`Buf`], [`BufMut`], [`ExposedSlice`], a `Vec` of them as
@@ -23,14 +20,12 @@ pub trait Gather: Sealed + Send + Unpin + 'static {}
 ///
 /// This trait is sealed.
 pub trait Scatter: Gather {
-    /// Shortens the view to the `len` bytes that a message filled.
     #[doc(hidden)]
     fn filled(&mut self, len: usize);
 }
 
 /// Seals [`Gather`]. The bytes do not move while the value is owned.
 pub trait Sealed {
-    /// Calls `visit` for each element and its protection domain.
     #[doc(hidden)]
     fn pieces(&self, visit: &mut dyn FnMut(Sge, PdKey));
 
@@ -41,7 +36,6 @@ pub trait Sealed {
         None
     }
 
-    /// Drops all `buffers`. Buffers of one pool return to it together.
     #[doc(hidden)]
     #[inline]
     fn drop_all(buffers: &mut Vec<Self>)
@@ -126,7 +120,6 @@ impl Scatter for ExposedSlice {
 }
 
 impl<B: Scatter + Length> Scatter for Vec<B> {
-    /// Elements beyond the message become empty.
     fn filled(&mut self, mut len: usize) {
         for buffer in self {
             let take = len.min(buffer.length());

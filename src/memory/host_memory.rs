@@ -1,5 +1,3 @@
-//! Page-aligned, zeroed memory.
-
 #![allow(unsafe_code)]
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
@@ -45,9 +43,8 @@ unsafe impl Send for HostMemory {}
 unsafe impl Sync for HostMemory {}
 
 impl HostMemory {
-    /// Devices register whole pages.
     const PAGE: usize = 4096;
-    /// Size from which memory is mapped, so that freeing returns it to the system. glibc's
+    /// Memory of at least this size is mapped, so that freeing returns it to the system. glibc's
     /// threshold starts here too, but grows with freed blocks, up to 32 MiB, and the process keeps
     /// smaller blocks.
     const LARGE: usize = 128 << 10;
@@ -65,8 +62,8 @@ impl HostMemory {
         Ok(Self::allocated(len, layout).unwrap_or_else(|_| handle_alloc_error(layout)))
     }
 
-    /// Fails if the system is out of memory, unlike [`zeroed`](Self::zeroed): for lengths that a
-    /// peer chooses.
+    /// For lengths that a peer chooses: fails if the system is out of memory, unlike
+    /// [`zeroed`](Self::zeroed).
     pub(crate) fn try_zeroed(len: usize) -> Result<Self, SetupError> {
         Ok(Self::allocated(len, Self::layout(len)?)?)
     }

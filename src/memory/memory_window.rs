@@ -1,5 +1,3 @@
-//! Memory windows, opened and closed by work requests.
-
 #![forbid(unsafe_code)]
 
 use std::fmt;
@@ -56,7 +54,7 @@ pub struct MemoryWindow {
 }
 
 struct State {
-    /// `None` after deallocation, which must precede the release of `regions`.
+    /// Deallocated before `regions` are released.
     raw: Option<Mw>,
     current: Rkey,
     regions: Vec<Arc<Registration>>,
@@ -107,7 +105,7 @@ impl MemoryWindow {
         Ok(Self { state: Mutex::new(state), pd: pd.clone() })
     }
 
-    /// Returns the current key: of the allocation or of the last `prepare`.
+    /// Returns the current key: of the allocation or of the last [`prepare`](Self::prepare).
     #[must_use]
     pub fn rkey(&self) -> Rkey {
         self.state.lock().current
@@ -159,12 +157,10 @@ impl MemoryWindow {
         }
     }
 
-    /// Releases the regions. The window must be unbound.
     pub(crate) fn release_regions(&self) {
         self.state.lock().regions.clear();
     }
 
-    /// Revokes the access and frees the window.
     pub(crate) fn free(&self) {
         self.state.lock().free();
     }

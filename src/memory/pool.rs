@@ -1,5 +1,3 @@
-//! Pools of registered buffers, cut from slabs and reused.
-
 use std::fmt;
 use std::sync::Arc;
 
@@ -15,9 +13,9 @@ use crate::verbs::ProtectionDomain;
 
 /// A pool of registered buffers of equal size. Clones refer to the same pool.
 ///
-/// Registration is slow and counts towards limits, so the pool registers large slabs.
-/// [`alloc`](Self::alloc) waits in FIFO order for a free buffer. A dropped buffer returns to the
-/// pool; the buffer of an abandoned operation returns when the device has finished.
+/// Registration is slow and counts towards limits, so the pool registers large slabs. A dropped
+/// buffer returns to the pool; the buffer of an abandoned operation returns when the device has
+/// finished.
 ///
 /// ```
 /// use tokio_rdma::Pool;
@@ -78,7 +76,7 @@ impl Pool {
         }
     }
 
-    /// Takes a buffer of `len` bytes, waiting until one is free.
+    /// Takes a buffer of `len` bytes, waiting in FIFO order until one is free.
     ///
     /// # Errors
     ///
@@ -104,7 +102,7 @@ impl Pool {
     ///
     /// # Errors
     ///
-    /// See [`alloc`](Self::alloc); [`PoolError::Empty`] if no buffer is free.
+    /// Those of [`alloc`](Self::alloc), and [`PoolError::Empty`] if no buffer is free.
     #[inline]
     pub fn try_alloc(&self, len: usize) -> Result<BufMut, PoolError> {
         match self.take_free(len)? {
@@ -116,8 +114,8 @@ impl Pool {
     /// Takes `number` buffers of `len` bytes and appends them to `buffers`, waiting until so many
     /// are free at once.
     ///
-    /// For batches: the pool is locked once for all of them. A task that waits for many buffers
-    /// delays those behind it in the queue.
+    /// The pool is locked once for all of them. A task that waits for many buffers delays the tasks
+    /// behind it in the queue.
     ///
     /// ```
     /// # use tokio_rdma::{Device, Pool};
@@ -135,12 +133,12 @@ impl Pool {
     ///
     /// # Errors
     ///
-    /// See [`alloc`](Self::alloc); [`PoolError::TooMany`] if a pool that does not grow has fewer
-    /// buffers. `buffers` is unchanged then.
+    /// Those of [`alloc`](Self::alloc), and [`PoolError::TooMany`] if a pool that does not grow has
+    /// fewer buffers. `buffers` is unchanged then.
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future only gives up the place in the wait queue.
+    /// See [`alloc`](Self::alloc).
     pub async fn alloc_many(
         &self,
         buffers: &mut Vec<BufMut>,
@@ -165,8 +163,8 @@ impl Pool {
     ///
     /// # Errors
     ///
-    /// See [`alloc_many`](Self::alloc_many); [`PoolError::Empty`] if fewer buffers are free.
-    /// `buffers` is unchanged then.
+    /// Those of [`alloc_many`](Self::alloc_many), and [`PoolError::Empty`] if fewer buffers are
+    /// free. `buffers` is unchanged then.
     pub fn try_alloc_many(
         &self,
         buffers: &mut Vec<BufMut>,
@@ -230,7 +228,6 @@ impl Pool {
         Ok(buf)
     }
 
-    /// Returns the registered bytes.
     pub(crate) fn bytes(&self) -> u64 {
         self.total() as u64 * u64::from(self.inner.stride)
     }
@@ -239,7 +236,6 @@ impl Pool {
         &self.inner.pd
     }
 
-    /// Registers more buffers.
     pub(crate) fn grow_by(&self, buffers: u32) -> Result<(), SetupError> {
         if buffers == 0 { Ok(()) } else { self.inner.grow(buffers) }
     }
@@ -334,15 +330,16 @@ impl PoolBuilder {
         self
     }
 
-    /// Sets the number of buffers, also of those added by growing; at least 1, 64 by default.
+    /// Sets the number of buffers, and of those that growing adds at a time; at least 1, 64 by
+    /// default.
     #[must_use]
     pub fn buffers(mut self, number: usize) -> Self {
         self.buffers = number;
         self
     }
 
-    /// Makes the pool register more buffers instead of waiting, without an upper limit: bound the
-    /// number in use otherwise.
+    /// Makes the pool register more buffers instead of waiting. There is no upper limit, so bound
+    /// the number in use otherwise.
     #[must_use]
     pub fn growing(mut self, growing: bool) -> Self {
         self.growing = growing;

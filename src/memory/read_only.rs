@@ -1,5 +1,3 @@
-//! Memory that peers may read and that is never written.
-
 #![allow(unsafe_code)]
 
 use std::fmt;
@@ -17,7 +15,7 @@ use crate::verbs::ProtectionDomain;
 ///
 /// Neither device nor peers may write, so other clones of the [`Bytes`] can be read at the same
 /// time. The software device reads them as plain memory. Dropping the region revokes the access,
-/// then drops the bytes; later reads fail at the peer.
+/// then drops the bytes.
 pub(crate) struct ReadOnlyRegion {
     registration: Registration,
 }

@@ -18,12 +18,10 @@ use rdma_provider::contract::{DmaBufRange, Mr as _, Pd as _};
 pub(crate) struct Registration {
     /// Dangling for a dma-buf, which is not mapped.
     base: NonNull<u8>,
-    /// Address of the first byte in work requests.
     addr: u64,
     len: usize,
     lkey: Lkey,
     rkey: Rkey,
-    /// `None` after deregistration.
     held: Option<(Mr, Box<dyn Any + Send>)>,
     pd: ProtectionDomain,
 }

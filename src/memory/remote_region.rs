@@ -1,5 +1,3 @@
-//! A region of a peer's memory.
-
 #![forbid(unsafe_code)]
 
 use std::ops::RangeBounds;

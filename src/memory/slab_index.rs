@@ -8,7 +8,7 @@ use bytes::Bytes;
 use super::buf::{Buf, Slab};
 use crate::verbs::{Indexed, ProtectionDomain};
 
-/// The shortest `Bytes` that are looked up, and the shortest chunks of a slab in the index. To copy
+/// The shortest `Bytes` that are looked up, and the shortest chunks of a slab in the index. Copying
 /// fewer bytes costs less than a search.
 pub(super) const SHORTEST: usize = 4096;
 
@@ -24,8 +24,7 @@ pub(super) fn remove(slab: &Slab) {
     slab.registration().pd().index().write().remove(&slab.range().0);
 }
 
-/// Finds slabs of one protection domain. Most searches find the slab of the one before, without the
-/// index.
+/// Most searches find the slab of the search before, without the index.
 #[derive(Debug, Default)]
 pub(crate) struct SlabFinder {
     start: usize,
@@ -34,7 +33,6 @@ pub(crate) struct SlabFinder {
 }
 
 impl SlabFinder {
-    /// Returns a view like [`Buf::of_bytes`].
     #[inline]
     pub(crate) fn view(&mut self, bytes: &Bytes, pd: &ProtectionDomain) -> Option<Buf> {
         Buf::of_bytes_in(bytes, |address, len| self.find(pd, address, len))
@@ -58,8 +56,8 @@ impl SlabFinder {
     }
 }
 
-/// Returns the slab of `pd` with all of `len` bytes at `address`. The caller holds such bytes,
-/// whose owner keeps the slab: to drop the result frees no memory.
+/// Returns the slab of `pd` with all of `len` bytes at `address`. The caller holds these bytes,
+/// whose owner keeps the slab, so dropping the result frees no memory.
 pub(super) fn find(pd: &ProtectionDomain, address: usize, len: usize) -> Option<Arc<Slab>> {
     let index = pd.index().read();
     let (_, entry) = index.range(..=address).next_back()?;

@@ -1,5 +1,3 @@
-//! Memory supplied by the user.
-
 #![allow(unsafe_code)]
 
 use std::any::Any;

@@ -69,7 +69,6 @@ impl WindowSet {
         Ok(window)
     }
 
-    /// Revokes access through all windows, before the queue pair is destroyed.
     pub(crate) fn end(&self) {
         let Windows { idle, all } = std::mem::take(&mut *self.0.lock());
         all.iter().filter_map(Weak::upgrade).for_each(|window| window.free());
@@ -80,7 +79,6 @@ impl WindowSet {
 /// A window that a queue pair binds or has bound. Dropping it revokes the access.
 #[derive(Debug)]
 pub(crate) struct BoundWindow {
-    /// `None` after `recycle`.
     window: Option<Arc<MemoryWindow>>,
     set: Arc<WindowSet>,
 }

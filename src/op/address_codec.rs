@@ -14,10 +14,8 @@ pub(crate) const LEN: usize = 32;
 pub(crate) trait Address: Sized {
     /// The first byte, different for each layout of each address.
     const VERSION: u8;
-    /// [`VERSION`](Self::VERSION) as text, for errors.
     const ALLOWED_VERSION: &'static str;
 
-    /// Writes the fields that follow the version byte.
     fn write(&self, out: &mut Writer);
 
     fn read(bytes: &mut Reader<'_>) -> Result<Self, EndpointError>;
@@ -44,7 +42,6 @@ pub(crate) fn from_bytes<A: Address>(bytes: &[u8]) -> Result<A, EndpointError> {
     A::read(&mut reader)
 }
 
-/// Writes consecutive fields; numbers are big-endian.
 pub(crate) struct Writer {
     bytes: [u8; LEN],
     at: usize,
@@ -56,13 +53,11 @@ impl Writer {
         self.at += bytes.len();
     }
 
-    /// Writes a 24-bit number.
     pub(crate) fn number(&mut self, number: u32) {
         self.put(&number.to_be_bytes()[1..]);
     }
 }
 
-/// Reads and checks consecutive fields.
 pub(crate) struct Reader<'a> {
     rest: &'a [u8],
 }
@@ -118,7 +113,6 @@ impl Reader<'_> {
     }
 }
 
-/// Encodes a link layer as `ibv_query_port(3)` does.
 pub(crate) fn link_code(link_layer: LinkLayer) -> u8 {
     match link_layer {
         LinkLayer::InfiniBand => 1,

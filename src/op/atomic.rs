@@ -1,5 +1,3 @@
-//! Atomic operations on 8 bytes of the peer's memory.
-
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -30,7 +28,6 @@ pub struct Atomic {
 }
 
 impl Atomic {
-    /// See [`InFlight::posted`](crate::engine::InFlight::posted).
     pub(super) fn posted(&self) -> Option<(&Arc<WorkQueue>, WrId)> {
         self.operation.posted()
     }
@@ -53,10 +50,6 @@ impl QueuePair {
     /// - [`OpErrorKind::Misaligned`] if `remote` is not 8 bytes at a multiple of 8;
     /// - [`REM_ACCESS_ERR`](crate::types::WcStatus::REM_ACCESS_ERR) if the peer grants no access,
     ///   or no longer.
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future does not cancel the operation.
     #[inline]
     pub fn compare_swap(&self, remote: RemoteRegion, compare: u64, swap: u64) -> Atomic {
         self.destination().post_atomic(AtomicRequest::compare_swap(remote, compare, swap))
@@ -64,7 +57,7 @@ impl QueuePair {
 
     /// Adds `add`, wrapping, to the 8 bytes of `remote`, and returns the previous value (RC).
     ///
-    /// See [`compare_swap`](Self::compare_swap) for errors and cancel safety.
+    /// Otherwise like [`compare_swap`](Self::compare_swap).
     #[inline]
     pub fn fetch_add(&self, remote: RemoteRegion, add: u64) -> Atomic {
         self.destination().post_atomic(AtomicRequest::fetch_add(remote, add))
@@ -130,7 +123,6 @@ impl<'a> Destination<'a> {
         Ok(Atomic { operation: operation.into() })
     }
 
-    /// Checks the operation and allocates memory for its result.
     #[inline]
     fn prepare(
         self,

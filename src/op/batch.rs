@@ -47,11 +47,10 @@ use crate::types::{Imm, SendOp, Transport, WrId};
 pub struct Batch<B> {
     entries: Entries,
     buffers: Vec<B>,
-    /// The outcomes, once the batch is complete. Before, successes left from an earlier use.
+    /// The outcomes once the batch is complete; before, successes left from an earlier use.
     results: Vec<Result<(), OpErrorKind>>,
     failed: bool,
     signal_every: u32,
-    /// True if the next work request is fenced.
     fence: bool,
 }
 
@@ -69,8 +68,8 @@ impl<B: Gather> Batch<B> {
         }
     }
 
-    /// Requests a completion after every `work_requests` work requests, so that send queue slots
-    /// become free earlier. 0, the default, requests one after the last only.
+    /// Requests a completion after every `work_requests` work requests, which frees send queue
+    /// slots earlier. 0, the default, requests one after the last only.
     pub fn signal_every(&mut self, work_requests: u32) -> &mut Self {
         self.signal_every = work_requests;
         self
@@ -83,31 +82,31 @@ impl<B: Gather> Batch<B> {
     }
 
     /// Adds a SEND.
-    #[inline(always)]
+    #[inline]
     pub fn send(&mut self, buffer: B) -> &mut Self {
         self.push(SendRequest::send(), buffer)
     }
 
     /// Adds a SEND with 4 bytes of immediate data.
-    #[inline(always)]
+    #[inline]
     pub fn send_with_imm(&mut self, buffer: B, imm: Imm) -> &mut Self {
         self.push(SendRequest::send_with_imm(imm), buffer)
     }
 
     /// Adds a WRITE.
-    #[inline(always)]
+    #[inline]
     pub fn write(&mut self, buffer: B, remote: RemoteRegion) -> &mut Self {
         self.push(SendRequest::write(remote), buffer)
     }
 
     /// Adds a WRITE that consumes a receive of the peer, which reports `imm`.
-    #[inline(always)]
+    #[inline]
     pub fn write_with_imm(&mut self, buffer: B, remote: RemoteRegion, imm: Imm) -> &mut Self {
         self.push(SendRequest::write_with_imm(remote, imm), buffer)
     }
 
     /// Adds a READ.
-    #[inline(always)]
+    #[inline]
     pub fn read(&mut self, buffer: B, remote: RemoteRegion) -> &mut Self
     where
         B: Scatter,
@@ -153,7 +152,6 @@ impl<B> Batch<B> {
         self.failed = true;
     }
 
-    /// Records the outcome of the last work request, and failures before it by index.
     fn complete(&mut self, last: Result<(), OpErrorKind>, failed: &[(u32, OpErrorKind)]) {
         self.results.resize(self.entries.len(), Ok(()));
         if last.is_err() || !failed.is_empty() {
@@ -201,10 +199,6 @@ impl QueuePair {
     /// See the [`BatchResult`] for each work request. If one is refused (too long, foreign,
     /// unsupported), or there are more than `max_send_wr` or 2^19 of them, nothing is posted and
     /// all fail with that error.
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future does not cancel the batch.
     pub fn post_batch<B: Gather>(&self, batch: Batch<B>) -> BatchOp<B> {
         self.destination().post_batch(batch)
     }
@@ -227,8 +221,8 @@ impl Destination<'_> {
         self.post_checked(batch, batch_refusal)
     }
 
-    /// Posts a batch, but refuses work requests that consume a receive of the peer: its receives
-    /// are reserved for the messages of a connection.
+    /// Posts a batch, but refuses work requests that consume a receive of the peer, which are
+    /// reserved for the messages of a connection.
     pub(crate) fn post_one_sided<B: Gather>(self, batch: Batch<B>) -> BatchOp<B> {
         self.post_checked(batch, not_one_sided)
     }
@@ -326,7 +320,6 @@ pub struct BatchOp<B: Gather> {
 
 enum State<B: Gather> {
     InFlight(InFlight<Batch<B>>),
-    /// Nothing was posted.
     Complete(Batch<B>),
     Taken,
 }
@@ -337,7 +330,6 @@ impl<B: Gather> BatchOp<B> {
         Self { state: State::Complete(batch) }
     }
 
-    /// See [`InFlight::posted`].
     pub(super) fn posted(&self) -> Option<(&Arc<WorkQueue>, WrId)> {
         match &self.state {
             State::InFlight(in_flight) => in_flight.posted(),
@@ -381,7 +373,8 @@ impl<B: Gather> fmt::Debug for BatchOp<B> {
     }
 }
 
-/// The outcome of a batch. Work requests are in the order of their addition.
+/// The outcome of a batch. Work requests are in the order of their addition, and have one buffer
+/// each.
 #[derive(Debug)]
 #[must_use = "it may hold failures"]
 pub struct BatchResult<B> {
@@ -406,7 +399,7 @@ impl<B: Gather> BatchResult<B> {
         &self.batch.results
     }
 
-    /// Returns the buffers, one per work request, if all succeeded.
+    /// Returns the buffers if all work requests succeeded.
     ///
     /// # Errors
     ///
@@ -419,18 +412,18 @@ impl<B: Gather> BatchResult<B> {
         }
     }
 
-    /// Returns the buffers, one per work request.
+    /// Returns the buffers.
     #[must_use]
     pub fn buffers(&self) -> &[B] {
         &self.batch.buffers
     }
 
-    /// Removes and returns the buffers, one per work request.
+    /// Removes and returns the buffers.
     pub fn drain(&mut self) -> impl Iterator<Item = B> + '_ {
         self.batch.buffers.drain(..)
     }
 
-    /// Moves the buffers, one per work request, to the end of `buffers`.
+    /// Moves the buffers to the end of `buffers`.
     pub fn append_to(&mut self, buffers: &mut Vec<B>) {
         buffers.append(&mut self.batch.buffers);
     }

@@ -23,7 +23,6 @@ impl<F: OperationKind> From<Result<Operation<F>, OpErrorKind>> for Checked<F> {
 }
 
 impl<F: OperationKind> Checked<F> {
-    /// See [`InFlight::posted`](crate::engine::InFlight::posted).
     pub(super) fn posted(&self) -> Option<(&Arc<WorkQueue>, WrId)> {
         self.0.as_ref().ok()?.posted()
     }

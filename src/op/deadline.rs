@@ -64,7 +64,6 @@ impl<'a> Work<'a> {
         Self { queue, id }
     }
 
-    /// Starts the revocation. Returns the next stage.
     fn revoke(&self) -> Stage {
         if self.queue.withdraw(self.id, WITHDRAWN) {
             return Stage::Running;
@@ -79,36 +78,32 @@ impl<'a> Work<'a> {
 
 /// An operation with a deadline.
 ///
-/// The future returns the result of the operation, also if it becomes known after the deadline.
+/// The future returns the result of the operation, even if it becomes known after the deadline.
 /// Otherwise the deadline revokes the operation, and the future returns
-/// [`TimedOut`](OpErrorKind::TimedOut) with the buffers, which the device accesses no more. No
-/// delayed packet can change them. There are three ways:
+/// [`TimedOut`](OpErrorKind::TimedOut) with the buffers, which the device no longer accesses. How
+/// depends on where the operation is:
 ///
-/// - A work request that is still queued, outside of a batch, is removed from the queue. The queue
-///   pair is unharmed.
-/// - Otherwise the queue pair is moved to the error state. The device flushes all its work, this
-///   operation included. **The queue pair is lost**: other operations on it end with
-///   [`WR_FLUSH_ERR`](WcStatus::WR_FLUSH_ERR), a connection closes, and the result of this
-///   operation, if it won the race, does not change that. Hardware cannot revoke one work request.
-///   A DC initiator continues after a [`repair`](crate::dc::DcInitiator::repair); a
-///   [pool](crate::dc::DcPool) repairs it itself.
-/// - An operation of a pool that waits for an initiator leaves the queue.
+/// - A work request that is still queued, outside of a batch, is removed from the queue. An
+///   operation of a pool that waits for an initiator is removed too. The queue pair is unharmed.
+/// - Otherwise the queue pair is moved to the error state, because hardware cannot revoke one work
+///   request. The device flushes all its work. **The queue pair is lost**, even if this operation
+///   has won the race: other operations on it end with [`WR_FLUSH_ERR`](WcStatus::WR_FLUSH_ERR),
+///   and a connection closes. A DC initiator continues after a
+///   [`repair`](crate::dc::DcInitiator::repair), which a [pool](crate::dc::DcPool) does itself.
 ///
 /// If the device refuses the change of state, or has not flushed the operation after one second,
-/// the queue pair is destroyed. The future must be polled for each of these steps. If the device
-/// refuses that too, [`DeadlineError::NotRevoked`] returns the operation.
+/// the queue pair is destroyed. If the device refuses that too, [`DeadlineError::NotRevoked`]
+/// returns the operation. The future must be polled for each of these steps.
 ///
-/// The deadline is in real time, in a simulated network by the clock of
-/// [`software::now`](crate::software::now). It takes effect when the future is polled. To wait for
-/// a limited time without a revocation, use `tokio::time::timeout` with a reference to the
-/// operation.
+/// The deadline is in real time, or, in a simulated network, by the clock of
+/// [`software::now`](crate::software::now). To wait for a limited time without a revocation, use
+/// `tokio::time::timeout` with a reference to the operation.
 ///
 /// # Memory of the peer
 ///
-/// The deadline does not reach memory of the peer. A WRITE that reports `TimedOut` with
-/// [`Outcome::MaybeExecuted`] may have been executed, and its packets may still arrive. Its region
-/// is safe when the peer has revoked the access, for example by the deadline of a
-/// [`Lease`](super::Lease::expire_at).
+/// A WRITE that reports `TimedOut` with [`Outcome::MaybeExecuted`] may have been executed, and its
+/// packets may still arrive. Its region is safe when the peer has revoked the access, for example
+/// by the deadline of a [`Lease`](super::Lease::expire_at).
 ///
 /// # Cancel safety
 ///
@@ -142,7 +137,6 @@ impl<'a> Work<'a> {
 /// ```
 #[must_use = "the operation is already posted or queued, but only awaiting enforces the deadline"]
 pub struct Within<O: Revocable> {
-    /// `None` once the result was returned.
     operation: Option<O>,
     sleep: Sleep,
     stage: Stage,
@@ -150,9 +144,7 @@ pub struct Within<O: Revocable> {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
-    /// Before the deadline, or withdrawn by it.
     Running,
-    /// The queue pair is in the error state.
     Flushing,
     /// The queue pair was destroyed, or cannot be.
     Over,
@@ -229,8 +221,8 @@ impl<O: Revocable> fmt::Debug for Within<O> {
 pub enum DeadlineError<O: Revocable> {
     /// The operation has ended, by its own failure or by the deadline, and returned its buffers.
     Ended(O::Failure),
-    /// The deadline has passed, but the operation cannot be revoked, and the device may still
-    /// access its buffers. Holds the operation with them.
+    /// The deadline has passed, but the operation, which this holds, cannot be revoked: the device
+    /// may still access its buffers.
     ///
     /// This happens to receives of a [`SharedReceiveQueue`](super::SharedReceiveQueue), which no
     /// queue pair can flush, and if a device neither flushes nor destroys the queue pair. Await the
@@ -254,8 +246,8 @@ impl<O: Revocable> DeadlineError<O> {
 }
 
 impl<O: Revocable<Failure = OpError<B>>, B> DeadlineError<O> {
-    /// Returns the reason: [`TimedOut`](OpErrorKind::TimedOut) also for an operation that cannot be
-    /// [revoked](Self::NotRevoked).
+    /// Returns the reason, which is [`TimedOut`](OpErrorKind::TimedOut) for
+    /// [`NotRevoked`](Self::NotRevoked).
     #[must_use]
     pub fn kind(&self) -> OpErrorKind {
         match self {
@@ -264,7 +256,7 @@ impl<O: Revocable<Failure = OpError<B>>, B> DeadlineError<O> {
         }
     }
 
-    /// Returns the buffers, unless the device may still access them. Then the operation is dropped.
+    /// Returns the buffers, or drops the operation if the device may still access them.
     #[must_use]
     pub fn into_buffer(self) -> Option<B> {
         self.into_result().ok().map(OpError::into_buffer)
@@ -302,7 +294,6 @@ impl<O: Revocable<Failure = OpError<B>>, B> From<DeadlineError<O>> for io::Error
     }
 }
 
-/// Returns true if work was ended by the error state or the destruction of its queue pair.
 fn is_flush(kind: OpErrorKind) -> bool {
     kind == OpErrorKind::Closed || kind.status() == Some(WcStatus::WR_FLUSH_ERR)
 }

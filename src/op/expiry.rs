@@ -12,7 +12,6 @@ use crate::coop::try_within_budget;
 use crate::error::{SetupError, VerbError};
 use crate::memory::MemoryWindow;
 
-/// The deadline of a lease. Dropping it discards the deadline.
 #[derive(Debug)]
 pub(super) struct Expiry {
     shared: Arc<Shared>,
@@ -38,7 +37,6 @@ impl Expiry {
         Self { shared, alarm: None }
     }
 
-    /// Sets or moves the deadline.
     pub(super) fn set(&mut self, deadline: Instant) -> Result<(), SetupError> {
         // The thread is needed first: a lease without it keeps its earlier deadline.
         let alarm = Alarm::revoking(deadline, Waker::from(self.shared.clone()));
@@ -91,7 +89,6 @@ impl Expiry {
 }
 
 impl Shared {
-    /// Revokes the access if the deadline has passed.
     fn expire(&self) {
         let mut state = self.state.lock();
         match *state {
@@ -106,7 +103,6 @@ impl Shared {
     }
 }
 
-/// Called by the thread that revokes leases.
 impl Wake for Shared {
     fn wake(self: Arc<Self>) {
         self.expire();

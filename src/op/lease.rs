@@ -1,5 +1,3 @@
-//! Leases: a peer's temporary access to a part of a region.
-
 use std::fmt;
 use std::future::Future;
 use std::ops::Range;
@@ -27,7 +25,7 @@ use crate::types::{Access, Rkey, SendFlags, SendOp, WorkCompletion};
 ///   returns. It works in every state of the queue pair and the peer, and is the only choice if the
 ///   peer may invalidate the key.
 /// - [`invalidate`](Self::invalidate) posts an invalidation, ordered after all earlier work. A
-///   later lease reuses the window. This is cheaper on hardware.
+///   later lease reuses the window, which is cheaper on hardware.
 /// - The queue pair is closed or dropped.
 /// - The [deadline](Self::expire_at) passes. The window is then deallocated without a task, so a
 ///   silent or separated peer keeps no access.
@@ -61,15 +59,13 @@ pub struct Lease {
     leased: Leased,
 }
 
-/// The state of a lease, owned by its work requests in flight.
 #[derive(Debug)]
 pub struct Leased {
     window: BoundWindow,
     grant: RemoteRegion,
     access: Access,
-    /// The queue for the invalidation; a lease does not keep its queue pair open.
+    /// A lease does not keep its queue pair open.
     queue: Arc<WorkQueue>,
-    /// `None` without a deadline.
     expiry: Option<Expiry>,
 }
 
@@ -103,7 +99,7 @@ impl QueuePair {
     /// Grants only the peer of this queue pair the rights `access` to `range` of `region` (RC, UC),
     /// by a type 2 memory window, `ibv_bind_mw(3)`.
     ///
-    /// The region needs no right but [`Access::MW_BIND`]: with it alone, it is accessible through
+    /// The region needs no right but [`Access::MW_BIND`]; with it alone, it is accessible through
     /// leases only. The binding is ordered with the work before and after it, so you may send the
     /// [`grant`](Lease::grant) in a message immediately.
     ///
@@ -119,10 +115,6 @@ impl QueuePair {
     ///
     /// From the completion: [`MW_BIND_ERR`](crate::types::WcStatus::MW_BIND_ERR) if the device
     /// refuses. The connection has failed then.
-    ///
-    /// # Cancel safety
-    ///
-    /// See [`PendingLease`].
     pub fn lease(
         &self,
         region: &ExposedRegion,
@@ -170,20 +162,19 @@ impl Lease {
         self.leased.access
     }
 
-    /// Sets the deadline of the lease, or moves it: the access is [revoked](Self::revoke) at
-    /// `deadline`, by a thread of this crate, whether or not any task runs. Only then is the region
-    /// free to be [reclaimed](ExposedRegion::into_storage).
+    /// Sets or moves the deadline of the lease: the access is [revoked](Self::revoke) at
+    /// `deadline`, by a thread of this crate, whether or not any task runs. Afterwards the region
+    /// can be [reclaimed](ExposedRegion::into_storage).
     ///
-    /// A peer that must know whether its WRITE can still change the memory needs this deadline. A
-    /// WRITE that has [timed out](OpErrorKind::TimedOut) at the peer may arrive until then, and
-    /// changes nothing afterwards.
+    /// A peer needs this deadline to know whether its WRITE that has [timed
+    /// out](OpErrorKind::TimedOut) can still change the memory: after the deadline it cannot.
     ///
-    /// - The deadline is in real time, in a simulated network by the clock of
-    ///   [`software::now`](crate::software::now). It holds if the lease is leaked, too.
-    /// - An [invalidation](Self::invalidate) in flight does not stop it. If it passes first, the
-    ///   invalidation fails, and the connection with it.
-    /// - If the device refuses to deallocate the window, the region is leaked: it cannot be
-    ///   reclaimed.
+    /// - The deadline is in real time, or, in a simulated network, by the clock of
+    ///   [`software::now`](crate::software::now). It holds even if the lease is leaked.
+    /// - If it passes while an [invalidation](Self::invalidate) is in flight, the invalidation
+    ///   fails, and the connection with it.
+    /// - If the device refuses to deallocate the window, the peer may keep access, and the region
+    ///   is leaked.
     ///
     /// ```
     /// # use std::time::{Duration, Instant};
@@ -222,8 +213,8 @@ impl Lease {
         .set(deadline)
     }
 
-    /// Returns true if the [deadline](Self::expire_at) has revoked the access. If the device
-    /// refuses to deallocate the window, the region is leaked, and the peer may keep access.
+    /// Returns true if the [deadline](Self::expire_at) has revoked the access, or the device has
+    /// refused that.
     #[must_use]
     pub fn has_expired(&self) -> bool {
         self.leased.expiry.as_ref().is_some_and(Expiry::has_expired)
@@ -258,10 +249,6 @@ impl Lease {
     ///   The connection has failed then.
     /// - [`OpErrorKind::Closed`] if the queue pair is closed.
     /// - [`OpErrorKind::TimedOut`] if the lease has [expired](Self::expire_at). Nothing was posted.
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future does not cancel the invalidation.
     pub fn invalidate(self) -> Invalidate {
         let queue = self.leased.queue.clone();
         let what = WorkKind::Send(SendOp::LocalInvalidate(self.rkey()));

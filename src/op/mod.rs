@@ -2,7 +2,7 @@
 //!
 //! Calling a method posts the work request; awaiting the future waits for its completion.
 //! Operations called one after the other are in flight together, in that order. The result returns
-//! the buffer, after an error too. Dropping the future does not cancel the work request, see
+//! the buffer, even after an error. Dropping the future does not cancel the work request, see
 //! [`Operation`].
 
 #![forbid(unsafe_code)]

@@ -1,5 +1,3 @@
-//! The future of one work request.
-
 use std::fmt;
 use std::future::Future;
 use std::mem::ManuallyDrop;
@@ -51,13 +49,13 @@ pub trait OperationKind: Unpin + 'static {
 #[must_use = "it is already posted, but only awaiting it returns its result"]
 pub struct Operation<F: OperationKind> {
     in_flight: InFlight<F::Held>,
-    /// The remote memory that an error names. Its length lacks the bytes of buffers.
+    /// The lengths of the buffers are not included.
     accessed: Option<RemoteAccess>,
 }
 
 impl<F: OperationKind> Operation<F> {
-    /// Posts or queues a work request for the buffers of `held`, to the connected peer if it is a
-    /// send. `remote_len` is the length of the remote memory in bytes, `u64::MAX` without any.
+    /// Posts or queues a work request for the buffers of `held`. `remote_len` is the length of the
+    /// remote memory in bytes, `u64::MAX` without any.
     ///
     /// The request is passed in parts, to stay in registers.
     #[inline(always)]
@@ -83,7 +81,6 @@ impl<F: OperationKind> Operation<F> {
         Self { in_flight, accessed: kind.accessed(0) }
     }
 
-    /// Posts or queues a work request that has a receiver, inline data or a window.
     pub(crate) fn post_any(queue: &Arc<WorkQueue>, request: Request<'_>, held: F::Held) -> Self {
         let accessed = request.accessed();
         let (claim, held) = leak_on_panic(held, |held| submit(queue, request, held));
@@ -114,8 +111,6 @@ impl<F: OperationKind> Operation<F> {
         self.in_flight.is_finished()
     }
 
-    /// Returns true if a poll of the completion queue has found the outcome, or the operation was
-    /// refused.
     pub(crate) fn is_complete(&self) -> bool {
         self.in_flight.is_complete()
     }
@@ -124,24 +119,22 @@ impl<F: OperationKind> Operation<F> {
         self.in_flight.refusal()
     }
 
-    /// See [`InFlight::posted`].
     pub(super) fn posted(&self) -> Option<(&Arc<WorkQueue>, WrId)> {
         self.in_flight.posted()
     }
 
-    /// Returns true while the operation is queued, unknown to the device.
     pub(crate) fn is_queued(&self) -> bool {
         self.in_flight.is_queued()
     }
 
+    // A call would build every operation in memory: 20 instructions of an awaited WRITE.
     #[inline(always)]
     pub(crate) fn refused(kind: OpErrorKind, held: F::Held) -> Self {
         Self { in_flight: InFlight::new(Claim::refused(kind), held), accessed: None }
     }
 }
 
-/// Posts or queues a work request that is not of the most common kind. `held` is in memory only
-/// here.
+/// `held` is in memory only here, for the less common requests.
 #[cold]
 fn submit_other<B: Gather>(
     queue: &Arc<WorkQueue>,
@@ -162,7 +155,7 @@ fn submit<B: Gather>(queue: &Arc<WorkQueue>, request: Request<'_>, held: &B) -> 
 
 /// Calls `post`. If it panics, `held` is leaked: the device or the wait queue may already use the
 /// buffers.
-#[inline(always)]
+#[inline]
 pub(crate) fn leak_on_panic<B, R>(held: B, post: impl FnOnce(&B) -> R) -> (R, B) {
     let held = ManuallyDrop::new(held);
     let posted = post(&held);
@@ -182,7 +175,6 @@ impl<F: OperationKind> Future for Operation<F> {
     }
 }
 
-/// Names the remote memory in the error.
 #[cold]
 fn failed<F: OperationKind>(
     kind: OpErrorKind,

@@ -1,11 +1,4 @@
 //! The posting core: every send operation is checked and posted here, whichever object offers it.
-//!
-//! ```text
-//! QueuePair ──────────┐
-//! DcSender ───────────┤ SendRequest            Request
-//! DcPoolPeer, DcLease ┼────────────▶ Destination ────▶ WorkQueue
-//! Connection ─────────┘               checks
-//! ```
 
 #![forbid(unsafe_code)]
 
@@ -16,10 +9,8 @@ use crate::error::{OpErrorKind, TryError};
 use crate::memory::{Gather, RemoteRegion};
 use crate::types::{Imm, SendFlags, SendOp, Transport, WindowBind};
 
-/// The requirement of READ, for [`OpErrorKind::Unsupported`].
 pub(super) const READ: &str = "READ (transport RC or DC required)";
 
-/// A send operation and the length in bytes of its remote memory, which limits its buffer.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SendRequest {
     pub(super) op: SendOp,
@@ -27,60 +18,55 @@ pub(crate) struct SendRequest {
 }
 
 impl SendRequest {
-    #[inline(always)]
+    #[inline]
     const fn message(op: SendOp) -> Self {
         Self { op, remote_len: u64::MAX }
     }
 
-    #[inline(always)]
+    #[inline]
     pub(crate) const fn send() -> Self {
         Self::message(SendOp::Send)
     }
 
-    #[inline(always)]
+    #[inline]
     pub(crate) const fn send_with_imm(imm: Imm) -> Self {
         Self::message(SendOp::SendWithImm(imm))
     }
 
-    #[inline(always)]
+    #[inline]
     pub(crate) const fn send_with_invalidate(remote: RemoteRegion) -> Self {
         Self::message(SendOp::SendWithInvalidate(remote.rkey()))
     }
 
-    #[inline(always)]
+    #[inline]
     pub(crate) const fn write(remote: RemoteRegion) -> Self {
         Self { op: SendOp::Write(remote.remote_addr()), remote_len: remote.len() }
     }
 
-    #[inline(always)]
+    #[inline]
     pub(crate) const fn write_with_imm(remote: RemoteRegion, imm: Imm) -> Self {
         Self { op: SendOp::WriteWithImm(remote.remote_addr(), imm), remote_len: remote.len() }
     }
 
-    #[inline(always)]
+    #[inline]
     pub(crate) const fn read(remote: RemoteRegion) -> Self {
         Self { op: SendOp::Read(remote.remote_addr()), remote_len: remote.len() }
     }
 }
 
-/// A destination of operations, or the reason why nothing can be posted to it.
 #[derive(Clone, Copy)]
 pub(crate) struct Destination<'a>(Result<SendRoute<'a>, OpErrorKind>);
 
-/// The send queue to a peer, and the parameters of all work requests to it.
 #[derive(Clone, Copy)]
 pub(super) struct SendRoute<'a> {
-    /// The state shared by the clones of the queue pair. A reference to a clone would force it out
-    /// of registers.
+    /// The state that clones of the queue pair share. A reference to a clone would force it out of
+    /// registers.
     pub(super) queue_pair: &'a Inner,
-    /// The flags of each work request, besides [`SendFlags::SIGNALED`].
     pub(super) flags: SendFlags,
-    /// The receiver, unless the queue pair is connected to it.
     pub(super) to: Option<Receiver<'a>>,
 }
 
 impl<'a> Destination<'a> {
-    /// Without `to`, the destination is the connected peer.
     #[inline(always)]
     pub(crate) const fn new(
         queue_pair: &'a Inner,
@@ -120,8 +106,7 @@ impl<'a> Destination<'a> {
         }
     }
 
-    /// Posts `request` for a copy of `bytes`.
-    #[inline(always)]
+    #[inline]
     pub(crate) fn post_inline(
         self,
         request: SendRequest,
@@ -136,7 +121,7 @@ impl<'a> Destination<'a> {
         }
     }
 
-    #[inline(always)]
+    #[inline]
     pub(crate) fn try_post<B: Gather>(
         self,
         request: SendRequest,
@@ -152,12 +137,12 @@ impl<'a> Destination<'a> {
 }
 
 impl<'a> SendRoute<'a> {
-    #[inline(always)]
+    #[inline]
     pub(super) fn request(self, SendRequest { op, remote_len }: SendRequest) -> Request<'a> {
         Request { to: self.to, ..Request::new(WorkKind::Send(op), self.signaled(), remote_len) }
     }
 
-    #[inline(always)]
+    #[inline]
     fn signaled(self) -> SendFlags {
         self.flags | SendFlags::SIGNALED
     }
@@ -194,9 +179,9 @@ impl<'a> SendRoute<'a> {
         Operation::post_any(&self.queue_pair.send, request, held)
     }
 
-    /// Returns why the transport lacks `op`, if it does. `op` is a constant in every caller: only
-    /// the comparison of the transport remains at run time.
-    #[inline(always)]
+    /// Returns why the transport lacks `op`, if it does. `op` is a constant in every caller, so
+    /// only the comparison of the transport remains at run time.
+    #[inline]
     fn refusal(self, op: SendOp) -> Option<OpErrorKind> {
         use Transport::{Rc, Uc, Ud};
         match self.to {
@@ -229,8 +214,7 @@ impl<'a> SendRoute<'a> {
         }
     }
 
-    /// Refuses `what` unless the transport is one of `on`.
-    #[inline(always)]
+    #[inline]
     pub(super) fn unsupported(self, what: &'static str, on: &[Transport]) -> Option<OpErrorKind> {
         (!on.contains(&self.queue_pair.transport)).then_some(OpErrorKind::Unsupported { what })
     }

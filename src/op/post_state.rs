@@ -1,5 +1,3 @@
-//! Prefetching of the state that a post uses.
-
 use std::num::NonZeroUsize;
 use std::ptr;
 use std::sync::Arc;
@@ -15,17 +13,14 @@ use crate::verbs::Qp;
 ///
 /// They are prefetched and never accessed, so they may be stale. Prefetched together when a post
 /// begins, they cost one wait, instead of one wait for each pointer on the path. Each handle has a
-/// copy: in a common object, they would cost a wait for that object.
+/// copy, because a common object would cost a wait itself.
 ///
 /// Only the handle that connects the queue pair, and clones made later, know the peer and the slot.
 pub(super) struct PostState {
-    /// The provider's state; `None` if there is none to prefetch.
     own: Option<NonZeroUsize>,
     /// The peer's state, or this queue pair's own while the peer is unknown.
     peer: AtomicUsize,
-    /// The [`Qp`], which holds the provider's object.
     qp: usize,
-    /// The work queue.
     queue: usize,
     /// The slot that is used while at most one operation is in flight; 0 while it is unknown.
     slot: AtomicUsize,
@@ -43,8 +38,6 @@ impl PostState {
         }
     }
 
-    /// Notes the peer that the queue pair is now connected to, and the slot of the next post to
-    /// `queue`.
     pub(super) fn connected(&self, qp: &Qp, queue: &Arc<WorkQueue>) {
         if let Some(peer) = qp.peer_post_state() {
             self.peer.store(peer.addr(), Ordering::Relaxed);
@@ -52,8 +45,7 @@ impl PostState {
         }
     }
 
-    /// Prefetches the state that the next post uses.
-    #[inline(always)]
+    #[inline]
     pub(super) fn prefetch(&self) {
         if let Some(own) = self.own {
             prefetch::<PEER_LINES>(ptr::without_provenance(self.peer.load(Ordering::Relaxed)));

@@ -66,17 +66,15 @@ pub struct QueuePair {
 /// The fields that each operation uses come first, in few cache lines.
 #[repr(C)]
 pub(crate) struct Inner {
-    /// The send queue of `core`, reachable with one load less.
+    /// A copy in `core` would cost one load more.
     pub(super) send: Arc<WorkQueue>,
     pub(super) transport: Transport,
     pub(crate) core: Arc<QueuePairCore>,
     pub(super) pd: ProtectionDomain,
     qpn: Qpn,
     caps: QpCaps,
-    /// The first packet sequence number, random and new for each connection.
     psn: AtomicU32,
     local: Local,
-    /// Created by the first atomic.
     atomic_results: OnceLock<Pool>,
     span: tracing::Span,
     // Dropped last: the teardown of `core` needs them.
@@ -107,7 +105,6 @@ impl Inner {
 pub(crate) struct Local {
     pub(crate) port: PortNum,
     pub(crate) gid: GidEntry,
-    /// True if the caller chose the GID by its index.
     fixed_gid: bool,
     lid: u16,
     pub(crate) link_layer: LinkLayer,
@@ -265,7 +262,8 @@ impl QueuePair {
         Ok(())
     }
 
-    /// Checks the address family, and warns if another GID suits the peer better: routing may work.
+    /// Checks the address family, and warns if another GID suits the peer better, because routing
+    /// may still work.
     fn check_path(&self, peer: Gid) -> Result<(), SetupError> {
         self.check_family(peer)?;
         let Local { port, gid, fixed_gid, .. } = self.inner.local;
@@ -336,7 +334,7 @@ impl QueuePair {
     /// Stops new sends, waits until work in flight is flushed, and destroys the queue pair.
     ///
     /// Operations not yet acknowledged fail with
-    /// [`WR_FLUSH_ERR`](crate::types::WcStatus::WR_FLUSH_ERR); await important ones first. Later
+    /// [`WR_FLUSH_ERR`](crate::types::WcStatus::WR_FLUSH_ERR), so await important ones first. Later
     /// operations of clones fail with [`OpErrorKind::Closed`].
     ///
     /// # Cancel safety
@@ -361,7 +359,6 @@ impl QueuePair {
         self.inner.core.shut_down(OpErrorKind::Closed);
     }
 
-    /// Destroys the queue pair immediately, as dropping the last clone does.
     pub(crate) fn shut_down(&self) {
         self.inner.core.shut_down(OpErrorKind::Closed);
     }
@@ -410,7 +407,6 @@ impl QueuePair {
         Self { flags: self.flags | SendFlags::SOLICITED, ..self.clone() }
     }
 
-    /// Returns the state last set, without a system call.
     pub(crate) fn last_state(&self) -> Result<QpState, SetupError> {
         Ok(self.inner.core.qp()?.last_state())
     }
@@ -431,7 +427,6 @@ impl QueuePair {
         WeakQueuePair { inner: Arc::downgrade(&self.inner), post_state: self.post_state.clone() }
     }
 
-    /// Polls and dispatches available completions, whether or not other threads poll.
     pub(crate) fn drain_completions(&self) {
         let [send, receive] = &self.inner.queues;
         send.shared().drain();
@@ -440,7 +435,6 @@ impl QueuePair {
         }
     }
 
-    /// Ensures that the current runtime watches for receives; returns false if it cannot.
     pub(crate) fn watch_receives(&self) -> bool {
         self.inner.queues[1].shared().watch()
     }
@@ -453,12 +447,10 @@ impl QueuePair {
         }
     }
 
-    /// Returns true if receives report to a listener.
     pub(crate) fn is_listened(&self) -> bool {
         self.inner.core.receive().is_some_and(|receive| receive.is_listened())
     }
 
-    /// Returns true if a thread polls for receives.
     pub(crate) fn is_polled_by_thread(&self) -> bool {
         matches!(self.inner.queues[1].shared().mode(), CompletionMode::BusyPoll(_))
     }

@@ -1,5 +1,3 @@
-//! Addresses and options to connect queue pairs, exchanged over any channel.
-
 #![forbid(unsafe_code)]
 
 use super::address_codec::{self, Address, EndpointError, Reader, Writer, link_code};
@@ -133,18 +131,18 @@ fn transport_of(code: u8) -> Result<Transport, EndpointError> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConnectOptions {
     /// The timeout of acknowledgements. Default: 1.07 s (code 18). With six retries, a connection
-    /// outlasts an outage of 7 s, and a peer that does not answer is lost after 7.5 s; an adapter
+    /// outlasts an outage of 7 s, and a peer that does not answer is lost after 7.5 s. An adapter
     /// may take up to four times as long.
     ///
-    /// A packet that the peer misses before others is retransmitted at once. One that nothing
-    /// follows is retransmitted after the timeout, by the software device after 67 ms, by adapters
-    /// with adaptive retransmission (mlx5) earlier, too. On a network that loses packets, SoftRoCE
+    /// A lost packet that others follow is retransmitted at once. One that nothing follows is
+    /// retransmitted after the timeout; the software device does so after 67 ms, and adapters with
+    /// adaptive retransmission (mlx5) may do so earlier. On a network that loses packets, SoftRoCE
     /// recovers faster with a shorter timeout.
     pub timeout: AckTimeout,
-    /// Retransmissions without acknowledgement, 0 to 7. Default: 6, since SoftRoCE takes 7 as
+    /// Retransmissions without acknowledgement, 0 to 7. Default: 6, because SoftRoCE takes 7 as
     /// infinite and would never detect a dead peer.
     pub retry_count: u8,
-    /// Retries while the peer has no receive posted: 0 to 6, or 7 for infinite. Default: 7, since
+    /// Retries while the peer has no receive posted: 0 to 6, or 7 for infinite. Default: 7, because
     /// such a peer is alive; bound the wait by deadlines of your service.
     pub rnr_retry: u8,
     /// The delay before a peer retries when no receive is posted here. Default: 0.64 ms.
@@ -186,9 +184,7 @@ mod form {
         gid: Ipv6Addr,
         #[serde(default)]
         lid: u16,
-        /// The code of `ibv_query_port(3)`.
         link_layer: u8,
-        /// In bytes.
         mtu: u16,
         reads: u8,
     }

@@ -1,5 +1,3 @@
-//! READ: copies the peer's memory into a buffer.
-
 use super::operation::{Operation, ReturnBuffer};
 use super::post::SendRequest;
 use super::queue_pair::QueuePair;
@@ -17,10 +15,6 @@ impl QueuePair {
     /// - [`OpErrorKind::Limit`](crate::OpErrorKind::Limit) if the buffer is longer than `remote`;
     /// - [`REM_ACCESS_ERR`](crate::types::WcStatus::REM_ACCESS_ERR) if the peer grants no access,
     ///   or no longer.
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future does not cancel the READ.
     #[inline(always)]
     pub fn read<B: Scatter>(&self, buffer: B, remote: RemoteRegion) -> Read<B> {
         self.destination().post(SendRequest::read(remote), buffer)
@@ -31,7 +25,7 @@ impl QueuePair {
     /// # Errors
     ///
     /// See [`TryError`].
-    #[inline(always)]
+    #[inline]
     pub fn try_read<B: Scatter>(
         &self,
         buffer: B,

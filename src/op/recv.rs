@@ -1,5 +1,3 @@
-//! RECV: posts a buffer for the next message of the peer.
-
 use std::marker::PhantomData;
 use std::sync::Arc;
 
@@ -26,7 +24,7 @@ pub struct Received<B> {
     /// The immediate data, if the peer sent any.
     pub imm: Option<Imm>,
     /// The local key that the peer invalidated, if any. Drop its [`Lease`](crate::op::Lease), which
-    /// is not in force any more.
+    /// is no longer in force.
     pub invalidated: Option<Rkey>,
     /// True for a WRITE with immediate data, which has written the exposed memory.
     pub written: bool,
@@ -76,7 +74,7 @@ impl<B: Scatter> OperationKind for ReceiveMessage<B> {
     }
 }
 
-#[inline(always)]
+#[inline]
 pub(crate) fn recv<B: Scatter>(queue: &Arc<WorkQueue>, buffer: B) -> Recv<B> {
     Operation::post(queue, WorkKind::Receive, SendFlags::empty(), u64::MAX, buffer)
 }
@@ -110,7 +108,7 @@ impl QueuePair {
     ///
     /// Dropping the future does not cancel the receive: its message is lost. To wait with a
     /// deadline, keep the future: `timeout(deadline, &mut receive)`.
-    #[inline(always)]
+    #[inline]
     pub fn recv<B: Scatter>(&self, buffer: B) -> Recv<B> {
         match self.inner.core.receive() {
             Some(queue) => recv(queue, buffer),
@@ -123,7 +121,7 @@ impl QueuePair {
     /// # Errors
     ///
     /// See [`TryError`].
-    #[inline(always)]
+    #[inline]
     pub fn try_recv<B: Scatter>(&self, buffer: B) -> Result<Recv<B>, TryError<B>> {
         match self.inner.core.receive() {
             Some(queue) => try_recv(queue, buffer),

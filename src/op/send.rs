@@ -1,5 +1,3 @@
-//! SEND: sends a message to the peer's next receive.
-
 use super::operation::{Operation, OperationKind, ReturnBuffer};
 use super::post::{Destination, SendRequest};
 use super::queue_pair::QueuePair;
@@ -26,32 +24,28 @@ impl QueuePair {
     ///   the receive;
     /// - [`RNR_RETRY_EXC_ERR`](crate::types::WcStatus::RNR_RETRY_EXC_ERR) if the peer posted no
     ///   receive before the last retry.
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future does not cancel the SEND.
-    #[inline(always)]
+    #[inline]
     pub fn send<B: Gather>(&self, buffer: B) -> Send<B> {
         self.destination().post(SendRequest::send(), buffer)
     }
 
     /// Posts a [`send`](Self::send) with 4 bytes of immediate data.
-    #[inline(always)]
+    #[inline]
     pub fn send_with_imm<B: Gather>(&self, buffer: B, imm: Imm) -> Send<B> {
         self.destination().post(SendRequest::send_with_imm(imm), buffer)
     }
 
     /// Posts a [`send`](Self::send) before whose delivery the peer's device invalidates the key of
-    /// `remote` (RC), a lease that the peer granted. The receiver finds the key in
+    /// `remote`, a lease that the peer granted (RC). The receiver finds the key in
     /// [`Received::invalidated`](crate::op::Received::invalidated).
     ///
     /// READs that use the key must be complete: await them, or use [`fenced`](Self::fenced).
     ///
     /// # Errors
     ///
-    /// See [`send`](Self::send). A key without a lease in force fails the connection, at the peer
-    /// with [`REM_INV_REQ_ERR`](crate::types::WcStatus::REM_INV_REQ_ERR) of its receive. The
-    /// protocol cannot report it: this future fails with
+    /// Those of [`send`](Self::send). A key without a lease in force fails the connection, at the
+    /// peer with [`REM_INV_REQ_ERR`](crate::types::WcStatus::REM_INV_REQ_ERR) of its receive. The
+    /// protocol cannot report it, so this future fails with
     /// [`RETRY_EXC_ERR`](crate::types::WcStatus::RETRY_EXC_ERR), or, on some devices, only the next
     /// operation does.
     pub fn send_with_invalidate<B: Gather>(&self, buffer: B, remote: RemoteRegion) -> Send<B> {
@@ -59,7 +53,7 @@ impl QueuePair {
     }
 
     /// Posts a [`send`](Self::send) of at most `max_inline` bytes, which this call copies.
-    #[inline(always)]
+    #[inline]
     pub fn send_inline(&self, bytes: &[u8]) -> Send<()> {
         self.destination().post_inline(SendRequest::send(), bytes)
     }
@@ -74,7 +68,7 @@ impl QueuePair {
     /// # Errors
     ///
     /// See [`TryError`].
-    #[inline(always)]
+    #[inline]
     pub fn try_send<B: Gather>(&self, buffer: B) -> Result<Send<B>, TryError<B>> {
         self.destination().try_post(SendRequest::send(), buffer)
     }
@@ -87,10 +81,6 @@ impl QueuePair {
     /// # Errors
     ///
     /// [`OpErrorKind::Limit`](crate::OpErrorKind::Limit) if the datagram is too long.
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future does not cancel the datagram.
     pub fn send_to<B: Gather>(
         &self,
         buffer: B,

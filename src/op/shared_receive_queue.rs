@@ -1,5 +1,3 @@
-//! A receive queue that several queue pairs share.
-
 use std::fmt;
 use std::sync::Arc;
 
@@ -46,7 +44,6 @@ pub struct SharedReceiveQueue {
 
 struct Inner {
     queue: Arc<WorkQueue>,
-    /// `None` only while the last reference is being dropped.
     srq: Option<Srq>,
     completions: CompletionQueue,
 }
@@ -99,13 +96,13 @@ impl SharedReceiveQueue {
     /// - [`OpErrorKind::Closed`](crate::OpErrorKind::Closed) when the shared queue is dropped with
     ///   its last queue pair.
     ///
-    /// A receive whose message is arriving when its queue pair is closed fails with `Closed` too if
-    /// the device takes more than 1 ms to report it. If a device refused to destroy the queue (none
-    /// is known to), receives would never complete, and their buffers leak.
+    /// A receive whose message is arriving when its queue pair is closed also fails with `Closed`
+    /// if the device takes more than 1 ms to report it. If a device refused to destroy the queue
+    /// (none is known to), receives would never complete, and their buffers would leak.
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future does not cancel the receive: its message is lost.
+    /// See [`QueuePair::recv`](super::QueuePair::recv).
     pub fn recv<B: Scatter>(&self, buffer: B) -> Recv<B> {
         recv(&self.inner.queue, buffer)
     }

@@ -1,5 +1,3 @@
-//! WRITE: copies a buffer into the peer's memory.
-
 use super::operation::{Operation, ReturnBuffer};
 use super::post::SendRequest;
 use super::queue_pair::QueuePair;
@@ -22,10 +20,6 @@ impl QueuePair {
     /// - [`OpErrorKind::Limit`](crate::OpErrorKind::Limit) if the buffer is longer than `remote`;
     /// - [`REM_ACCESS_ERR`](crate::types::WcStatus::REM_ACCESS_ERR) if the peer grants no access,
     ///   or no longer (RC).
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future does not cancel the WRITE.
     #[inline(always)]
     pub fn write<B: Gather>(&self, buffer: B, remote: RemoteRegion) -> Write<B> {
         self.destination().post(SendRequest::write(remote), buffer)
@@ -33,19 +27,19 @@ impl QueuePair {
 
     /// Posts a [`write`](Self::write) that consumes a receive of the peer, which reports `imm` and
     /// the number of bytes.
-    #[inline(always)]
+    #[inline]
     pub fn write_with_imm<B: Gather>(&self, buffer: B, remote: RemoteRegion, imm: Imm) -> Write<B> {
         self.destination().post(SendRequest::write_with_imm(remote, imm), buffer)
     }
 
     /// Posts a [`write`](Self::write) of at most `max_inline` bytes, which this call copies.
-    #[inline(always)]
+    #[inline]
     pub fn write_inline(&self, bytes: &[u8], remote: RemoteRegion) -> Write<()> {
         self.destination().post_inline(SendRequest::write(remote), bytes)
     }
 
     /// Combines [`write_with_imm`](Self::write_with_imm) and [`write_inline`](Self::write_inline).
-    #[inline(always)]
+    #[inline]
     pub fn write_inline_with_imm(&self, bytes: &[u8], remote: RemoteRegion, imm: Imm) -> Write<()> {
         self.destination().post_inline(SendRequest::write_with_imm(remote, imm), bytes)
     }
@@ -55,7 +49,7 @@ impl QueuePair {
     /// # Errors
     ///
     /// See [`TryError`].
-    #[inline(always)]
+    #[inline]
     pub fn try_write<B: Gather>(
         &self,
         buffer: B,

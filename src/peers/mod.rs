@@ -1,9 +1,5 @@
-//! Connections to peers that come and go. They use connections as a program does.
-//!
-//! ```text
-//!   PeerSet     peer_set.rs     links to many peers by key: connections, or peers of a DC pool
-//!   Reconnect   reconnect.rs    one connection, made anew when it ends
-//! ```
+//! Connections to peers that come and go, made of public items only: [`Reconnect`] keeps one
+//! connection, [`PeerSet`] links to many peers.
 
 #![forbid(unsafe_code)]
 

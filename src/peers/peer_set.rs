@@ -7,8 +7,8 @@
 //!                               probes after events of the device
 //! ```
 //!
-//! Callers that wait for the same link share one future, which any of them may drive. It is
-//! dropped with the last of them, so no attempt outlives its callers.
+//! Callers that wait for the same link share one future, which any of them may drive. It is dropped
+//! with the last of them, so no attempt outlives its callers.
 
 mod link;
 mod settings;
@@ -83,11 +83,12 @@ use table::{State, Table};
 /// # }
 /// ```
 ///
-/// Guards are also the unit of [`max_in_flight`](PeerSetConfig::max_in_flight): take one for each
-/// request. A task that holds guards while it waits for another may wait for itself; the set ends
-/// such a wait after [`wait`](PeerSetConfig::wait).
+/// Take one guard for each request: guards are also the unit of
+/// [`max_in_flight`](PeerSetConfig::max_in_flight). A task that holds guards while it waits for
+/// another may wait for itself, until [`wait`](PeerSetConfig::wait) is over.
 ///
-/// Dropping the set [aborts](PeerLink::abort) all links.
+/// Dropping the set [aborts](PeerLink::abort) all links. Without a current Tokio runtime with a
+/// timer, creating one fails with [`NoRuntime`].
 pub struct PeerSet<K: Hash + Eq + Clone, L: PeerLink = Connection> {
     inner: Arc<Inner<K, L>>,
     closer: AbortHandle,
@@ -95,8 +96,8 @@ pub struct PeerSet<K: Hash + Eq + Clone, L: PeerLink = Connection> {
 
 /// A guard of a peer's link; see [`PeerSet::get`].
 ///
-/// The link is shared with other guards of the same peer. Each message of a [`Connection`] goes to
-/// whichever of them receives it, so a protocol of requests and answers needs one dispatcher per
+/// The link is shared with other guards of the same peer. A message of a [`Connection`] goes to any
+/// one guard that receives, so a protocol of requests and answers needs one dispatcher per
 /// connection, or [`max_in_flight_per_peer`](PeerSetConfig::max_in_flight_per_peer) of 1.
 pub struct Peer<K: Hash + Eq + Clone, L: PeerLink = Connection> {
     link: Arc<L>,
@@ -137,13 +138,12 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static> PeerSet<K> {
     /// that exists is kept until it ends or is [disconnected](Self::disconnect).
     ///
     /// After an event of the device that leaves a port active, each connection asks its peer for a
-    /// frame, as [`keepalive`](ConnectionConfig::keepalive) does in time, unless that is off. One
-    /// that has lost its peer or its address during an outage thus ends after the retransmissions
-    /// of that frame.
+    /// frame, unless [`keepalive`](ConnectionConfig::keepalive) is off. A connection that has lost
+    /// its peer or its address during an outage thus ends after the retransmissions of that frame.
     ///
     /// # Errors
     ///
-    /// [`NoRuntime`] without a current Tokio runtime with a timer.
+    /// [`NoRuntime`].
     pub fn new<R, F, A>(
         device: &Device,
         config: &ConnectionConfig,
@@ -175,7 +175,7 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static> PeerSet<K> {
     ///
     /// # Errors
     ///
-    /// [`NoRuntime`] without a current Tokio runtime with a timer.
+    /// [`NoRuntime`].
     pub fn with_connector<C, F>(settings: PeerSetConfig, connector: C) -> Result<Self, NoRuntime>
     where
         C: Fn(&K) -> F + Send + Sync + 'static,
@@ -190,9 +190,9 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static> PeerSet<K, DcPoolPeer> {
     /// returns. It is called when a peer is made: at its first use, after it was closed, and after
     /// it [has failed](DcPoolPeer::has_failed), because its target may have moved.
     ///
-    /// The set posts no work requests: the pool assigns its initiators to the peers, and a
-    /// peer costs an address handle and some hundred bytes. Operations to a peer have their order
-    /// within a [generation](Peer::generation).
+    /// The set posts no work requests: the pool assigns its initiators to the peers, and a peer
+    /// costs an address handle and some hundred bytes. Operations to a peer keep their order within
+    /// a [generation](Peer::generation).
     ///
     /// ```
     /// # use tokio_rdma::dc::DcTarget;
@@ -231,8 +231,7 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static> PeerSet<K, DcPoolPeer> {
     ///
     /// # Errors
     ///
-    /// [`NoRuntime`] without a current Tokio runtime with a timer. Errors of `resolve` and of
-    /// [`DcPool::peer`] are errors of [`get`](Self::get).
+    /// [`NoRuntime`]. Errors of `resolve` and of [`DcPool::peer`] are errors of [`get`](Self::get).
     pub fn over_dc<R, F>(
         pool: &DcPool,
         settings: PeerSetConfig,
@@ -258,7 +257,7 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static, L: PeerLink> PeerSet<K, L> {
     ///
     /// # Errors
     ///
-    /// [`NoRuntime`] without a current Tokio runtime with a timer.
+    /// [`NoRuntime`].
     pub fn with_links<C, F>(settings: PeerSetConfig, connector: C) -> Result<Self, NoRuntime>
     where
         C: Fn(&K) -> F + Send + Sync + 'static,
@@ -357,13 +356,10 @@ const PER_PEER: &str = "max_in_flight_per_peer";
 const TOTAL: &str = "max_in_flight";
 const PEERS: &str = "max_peers";
 
-/// Limit of a wait, in effect infinite.
 const LONGEST_WAIT: std::time::Duration = std::time::Duration::from_secs(10 * 365 * 24 * 3600);
 
-/// The result of an attempt: the number of the link, and the link.
 type Attempted<L> = Result<(u64, Arc<L>), PeerError>;
 
-/// An attempt that several callers await.
 type Attempt<L> = Shared<BoxFuture<'static, Attempted<L>>>;
 
 fn failed(error: io::Error) -> ConnectError {
@@ -391,7 +387,6 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Inner<K, L> {
         PeerSetCounters { in_flight, ..self.table.lock().counters() }
     }
 
-    /// Enters the slot of a peer, which then is busy.
     async fn enter(
         self: &Arc<Self>,
         key: &K,
@@ -437,7 +432,6 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Inner<K, L> {
         permit.ok_or_else(|| self.busy(field))
     }
 
-    /// Awaits `future` until the end of a caller's wait.
     async fn within<F: Future>(
         &self,
         until: Instant,
@@ -456,7 +450,6 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Inner<K, L> {
         PeerError::Busy { field, limit, waited: self.settings.wait }
     }
 
-    /// Returns the link of a busy peer, or awaits an attempt.
     async fn connect(&self, key: &K) -> Attempted<L> {
         let attempt = match self.table.lock().state(key) {
             Some(&State::Linked(generation, ref link)) => return Ok((generation, link.clone())),
@@ -472,7 +465,6 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Inner<K, L> {
         result
     }
 
-    /// Starts an attempt, unless another caller has done so meanwhile.
     fn start(&self, key: &K) -> Attempt<L> {
         let after = self.settings.attempt_timeout;
         // The connector may use the set, so it is called without the lock.
@@ -489,7 +481,6 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Inner<K, L> {
         table.start(key, attempt.boxed().shared())
     }
 
-    /// Wakes a caller that waits for a place, and the closer if it has work.
     fn wake(&self, closer: bool) {
         self.place.notify_one();
         if closer {
@@ -498,7 +489,6 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Inner<K, L> {
     }
 }
 
-/// A use of a peer's slot.
 struct Entered<K: Hash + Eq + Clone, L: PeerLink> {
     inner: Arc<Inner<K, L>>,
     key: K,
@@ -517,7 +507,6 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Drop for Entered<K, L> {
     }
 }
 
-/// The check of all links after a change of the device's ports.
 struct Probes<L> {
     changes: PortChanges,
     device: Device,
@@ -525,8 +514,8 @@ struct Probes<L> {
 }
 
 impl<L> Probes<L> {
-    /// Waits for a change that leaves a port active. While all are down, the answer to a probe
-    /// would be a failure, although a short outage harms no idle connection.
+    /// Waits for a change that leaves a port active. While all are down, a probe would fail,
+    /// although a short outage harms no idle connection.
     async fn due(&mut self) {
         loop {
             self.changes.wait_by_readers().await;

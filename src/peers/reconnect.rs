@@ -1,10 +1,4 @@
-//! Connections that are made anew when they end.
-//!
-//! ```text
-//!  Reconnect ─ closes ─▶ Supervisor: one task      attempt ─▶ connection ─▶ wait for its end
-//!      │                     │                        ▲                          │
-//!      └──── watch ◀─────────┘ state, connection      └────── delay (policy.rs) ─┘
-//! ```
+//! Connections that are replaced when they end.
 //!
 //! Delays and the deadline follow Tokio's clock, so that a test can pause it. The timeout of an
 //! attempt follows `clock`, because devices and peers do not pause.
@@ -44,14 +38,14 @@ use crate::contained::wakes_contained;
 use crate::error::{NoRuntime, OpenError};
 use crate::verbs::Device;
 
-/// A connection to an address that is made anew whenever it ends, until this handle is closed or
+/// A connection to an address that is replaced whenever it ends, until this handle is closed or
 /// dropped.
 ///
 /// The connections are numbered from 1: a *generation* is the life of one connection. Nothing is
 /// carried over to the next. Requests in flight end with an error whose
 /// [`outcome`](MessageError::outcome) tells whether the peer may have executed them. Regions that
-/// the peer had exposed, and their grants, belong to the old connection's protection domain, so its
-/// device refuses them on the new connection, unless both use the same
+/// the peer had exposed, and their grants, belong to the old connection's protection domain, so
+/// they are refused on the new connection, unless both use the same
 /// [`protection_domain`](ConnectionConfig::protection_domain).
 ///
 /// ```
@@ -85,8 +79,9 @@ use crate::verbs::Device;
 /// # Attempts
 ///
 /// The first attempt starts at once. After a failed attempt or the end of a connection, the next
-/// one follows after a delay of the [policy](ReconnectPolicy). One task makes all attempts and
-/// waits for the end of the connection. It ends with this handle.
+/// one follows after a delay of the [policy](ReconnectPolicy). One task makes all attempts; it ends
+/// with this handle. Without a current Tokio runtime with a timer, creating the handle fails with
+/// [`NoRuntime`].
 ///
 /// | Failure of an attempt | Another attempt |
 /// |---|---|
@@ -99,34 +94,33 @@ use crate::verbs::Device;
 /// | rejected by the peer's service, or by another program with data | no |
 /// | device removed | by [`with_device`](Self::with_device) only |
 ///
-/// [`EstablishError::is_temporary`] decides, and
-/// [`ReconnectPolicy::retry_when`] replaces it. Any end of a connection leads to a new attempt,
-/// also if this side closed it, except [`CloseReason::Violation`], [`CloseReason::Rejected`],
-/// [`CloseReason::Refused`] for another content, and [`CloseReason::Runtime`].
+/// [`EstablishError::is_temporary`] decides, and [`ReconnectPolicy::retry_when`] replaces it. Any
+/// end of a connection leads to a new attempt, even if this side closed it, except
+/// [`CloseReason::Violation`], [`CloseReason::Rejected`], [`CloseReason::Refused`] for another
+/// content, and [`CloseReason::Runtime`].
 ///
 /// # Events of the device
 ///
 /// With [`new`](Self::new) and [`with_device`](Self::with_device), the state of the device and its
-/// events decide when an attempt is made. The service still gets all [events](Device::events).
+/// events affect when attempts are made. The service still gets all [events](Device::events).
 ///
-/// - While no port is active, no attempt is made. Each wait ends with another query of the ports.
+/// - While no port is active, no attempt is made. After each wait the ports are queried again.
 /// - After an event that may have changed a port, for example of a link that came up or of a GID,
-///   the delays start anew, because failures before it say nothing about what follows. The next
-///   attempt follows the event by at most [`first_delay`](ReconnectPolicy::first_delay). The second
-///   half of this delay is random, because all handles of a device get an event at the same time.
+///   the next attempt follows within [`first_delay`](ReconnectPolicy::first_delay), and the delays
+///   grow from there, because earlier failures say nothing about what follows. The second half of
+///   the delay is random, because all handles of a device get an event at the same time.
 /// - After the removal of the device, attempts end ([`ReconnectCause::DeviceRemoved`]), or `open`
 ///   of [`with_device`](Self::with_device) is called until it returns a device.
 ///
-/// A port that goes down does not end the connection: retransmission bridges a short outage. After
-/// an event that leaves a port active, the connection asks its peer for a frame, as
-/// [`keepalive`](ConnectionConfig::keepalive) does in time, unless that is off. If the peer, the
-/// route or the local address was lost meanwhile, the connection ends after the retransmissions of
-/// that frame.
+/// A port that goes down does not end the connection, because retransmission bridges a short
+/// outage. After an event that leaves a port active, the connection asks its peer for a frame,
+/// unless [`keepalive`](ConnectionConfig::keepalive) is off. If the peer, the route or the local
+/// address was lost meanwhile, the connection ends after the retransmissions of that frame.
 ///
 /// # Rejections without a reason
 ///
-/// A listener that rejects a handshake of another version does not give the reason, like one that
-/// is dropped; such a rejection is repeated until the
+/// A listener that rejects a handshake of another version does not give the reason, and neither
+/// does one that is dropped. Such a rejection is repeated until the
 /// [deadline](ReconnectPolicy::deadline).
 pub struct Reconnect {
     shared: Arc<Shared>,
@@ -189,7 +183,7 @@ impl Reconnect {
     ///
     /// # Errors
     ///
-    /// [`NoRuntime`] without a current Tokio runtime with a timer.
+    /// [`NoRuntime`].
     pub fn new<A>(
         device: &Device,
         address: A,
@@ -205,8 +199,8 @@ impl Reconnect {
     }
 
     /// Connects like [`new`](Self::new), on the device that `open` returns. It is called before the
-    /// first attempt, and again after the device was removed, until it succeeds. It may open
-    /// another device.
+    /// first attempt and after the device was removed, until it succeeds, and may open another
+    /// device.
     ///
     /// ```
     /// # use tokio_rdma::peers::{Reconnect, ReconnectPolicy};
@@ -223,15 +217,14 @@ impl Reconnect {
     /// ```
     ///
     /// A removed device exists until all that was created from it is dropped, in particular
-    /// connections of earlier generations. Until then, some devices cannot be opened anew. The
+    /// connections of earlier generations. Until then, some devices cannot be opened again. The
     /// configuration must name no object of a device, such as a
     /// [`protection_domain`](ConnectionConfig::protection_domain).
     ///
     /// # Errors
     ///
-    /// [`NoRuntime`] without a current Tokio runtime with a timer. Errors of `open` are
-    /// [causes](ReconnectCause::Open) of another call, until the
-    /// [deadline](ReconnectPolicy::deadline).
+    /// [`NoRuntime`]. Errors of `open` are [causes](ReconnectCause::Open) of another call, until
+    /// the [deadline](ReconnectPolicy::deadline).
     pub fn with_device<O, A>(
         open: O,
         address: A,
@@ -267,7 +260,7 @@ impl Reconnect {
     ///
     /// # Errors
     ///
-    /// [`NoRuntime`] without a current Tokio runtime with a timer.
+    /// [`NoRuntime`].
     pub fn with_connector<C, F>(
         policy: ReconnectPolicy,
         mut connector: C,
@@ -297,8 +290,7 @@ impl Reconnect {
     /// Returns the generation and the connection, and waits while there is none.
     ///
     /// A connection that has ended is never returned, but it may end at any time afterwards. Do not
-    /// keep it longer than the use at hand: each handle keeps the buffers of an ended
-    /// connection.
+    /// keep it longer than needed, because each handle keeps the buffers of an ended connection.
     ///
     /// # Errors
     ///
@@ -306,7 +298,7 @@ impl Reconnect {
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future changes nothing. Attempts continue.
+    /// Cancel safe.
     pub async fn connected(&self) -> Result<(u64, Connection), ReconnectError> {
         let mut published = self.shared.published.subscribe();
         consume_budget().await;
@@ -353,8 +345,7 @@ impl Reconnect {
     ///
     /// # Errors
     ///
-    /// [`MessageError::Closed`] if the connection does not close cleanly. Without a connection,
-    /// there is no error.
+    /// [`MessageError::Closed`] if there is a connection and it does not close cleanly.
     ///
     /// # Cancel safety
     ///
@@ -390,7 +381,7 @@ impl fmt::Debug for Reconnect {
 ///
 /// # Cancel safety
 ///
-/// Dropping the stream, or a future of its next item, changes nothing.
+/// Cancel safe, and so is a future of its next item.
 #[must_use = "streams do nothing unless polled"]
 pub struct ReconnectStates {
     inner: BoxStream<'static, ReconnectState>,
@@ -427,7 +418,6 @@ fn states(published: watch::Receiver<Published>) -> impl Stream<Item = Reconnect
 
 struct Shared {
     published: watch::Sender<Published>,
-    /// Ends a wait before the next attempt.
     now: Notify,
 }
 
@@ -437,7 +427,6 @@ struct Published {
 }
 
 impl Shared {
-    /// Publishes a state, unless a final one was published.
     fn publish(&self, state: ReconnectState, live: Option<Connection>) {
         let mut dropped = None;
         self.published.send_if_modified(|published| {
@@ -452,7 +441,6 @@ impl Shared {
         drop(dropped);
     }
 
-    /// Publishes a final state, unless there is one, and returns the connection.
     fn end(&self, state: ReconnectState) -> Option<Connection> {
         let mut live = None;
         self.published.send_if_modified(|published| {
@@ -486,7 +474,6 @@ where
     }
 }
 
-/// The task that makes the attempts.
 struct Supervisor {
     shared: Arc<Shared>,
     policy: ReconnectPolicy,
@@ -547,7 +534,6 @@ impl Supervisor {
         }
     }
 
-    /// Connects before the deadline. `last` is the cause of the last failure.
     async fn attempt(
         &mut self,
         since: Instant,
@@ -568,7 +554,6 @@ impl Supervisor {
         }
     }
 
-    /// Publishes a connection and waits for its end.
     async fn live(&mut self, connection: Connection) -> CloseReason {
         self.generation += 1;
         let generation = self.generation;
@@ -579,8 +564,6 @@ impl Supervisor {
         self.connector.ended(&connection).await
     }
 
-    /// Waits before the next attempt. Returns true if a change of the device shortened the
-    /// wait.
     async fn wait(&mut self, delay: Duration, cause: ReconnectCause, is_news: bool) -> bool {
         if is_news {
             rdma_provider::info!(%cause, ?delay, "connecting again after a delay");
@@ -606,13 +589,11 @@ impl Supervisor {
         true
     }
 
-    /// Returns the time until the deadline.
     fn left(&self, since: Instant) -> Option<Duration> {
         self.policy.deadline.map(|deadline| deadline.saturating_sub(since.elapsed()))
     }
 }
 
-/// Returns the error for a panic of the service's functions.
 fn panicked(panic: Box<dyn Any + Send>) -> ReconnectError {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     let message = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
@@ -621,7 +602,6 @@ fn panicked(panic: Box<dyn Any + Send>) -> ReconnectError {
     ReconnectError::Panicked { message }
 }
 
-/// Returns true if a new connection may succeed after this end of the last one.
 fn allows_another(reason: CloseReason) -> bool {
     match reason {
         CloseReason::Violation(_)
@@ -645,7 +625,7 @@ fn allows_another(reason: CloseReason) -> bool {
     }
 }
 
-/// Returns a random number for the jitter. The standard library seeds each from the system.
+/// Returns a random number for the jitter, which the standard library seeds from the system.
 fn random() -> u64 {
     use std::hash::{BuildHasher, RandomState};
     RandomState::new().hash_one(0)

@@ -1,5 +1,3 @@
-//! A listener for byte streams.
-
 use std::fmt;
 use std::io;
 use std::net::SocketAddr;
@@ -22,8 +20,7 @@ use crate::verbs::Device;
 ///
 /// # Cancel safety
 ///
-/// Dropping a future of the stream's adapters, such as `next`, loses no connection. For the
-/// methods, see each.
+/// Dropping a future of the stream's adapters, such as `next`, loses no connection.
 pub struct RdmaListener {
     inner: Listener,
 }
@@ -34,7 +31,7 @@ impl RdmaListener {
     ///
     /// # Errors
     ///
-    /// See [`bind_with`](Self::bind_with).
+    /// Those of [`bind_with`](Self::bind_with).
     ///
     /// # Cancel safety
     ///
@@ -104,7 +101,7 @@ impl RdmaListener {
     ///
     /// # Errors
     ///
-    /// None; `TcpListener` has the same signature.
+    /// None.
     pub fn local_addr(&self) -> io::Result<SocketAddr> {
         Ok(self.inner.local_addr())
     }
@@ -121,7 +118,7 @@ impl RdmaListener {
     ///
     /// # Cancel safety
     ///
-    /// If the future is dropped, streams are not aborted; the rest has happened at its first poll.
+    /// If the future is dropped after its first poll, streams are not aborted.
     pub async fn shutdown(self, limit: Duration) -> ShutdownReport {
         self.inner.shutdown(limit).await
     }

@@ -1,14 +1,5 @@
 //! Byte streams, shaped like `tokio::net::TcpStream` and `TcpListener`.
 //!
-//! ```text
-//!   RdmaListener              listener.rs     accepts streams
-//!   RdmaStream                mod.rs
-//!        ├─ OwnedWriteHalf    write_half.rs   AsyncWrite, write_bytes, write_buf
-//!        └─ OwnedReadHalf     read_half.rs    AsyncRead, AsyncBufRead, read_bytes
-//!              │
-//!        connection/          writing.rs, reading.rs: bytes as frames, and frames as bytes
-//! ```
-//!
 //! A stream is a connection whose frames carry bytes instead of messages. It has the credits,
 //! deadlines and phases of [`connection`](crate::connection). `docs/streams.md` has the
 //! differences.
@@ -69,8 +60,8 @@ use crate::verbs::{Device, ProtectionDomain};
 /// # Writing
 ///
 /// A write returns when the bytes are in registered memory of this side, as with TCP. The first
-/// short write is sent at once; those that follow while it is in flight are combined
-/// ([`set_nodelay`](Self::set_nodelay) disables that). If the peer does not read, writes of any
+/// short write is sent at once; those that follow while it is in flight are combined, unless
+/// [`set_nodelay`](Self::set_nodelay) disables that. If the peer does not read, writes of any
 /// length fill its receives and then the [send buffers](ConnectionConfig::send_buffers) of this
 /// side, 512 KiB with the settings of [`ConnectionConfig::for_streams`], and then wait. `flush`
 /// sends what was combined so far, and does not wait for the peer.
@@ -78,22 +69,23 @@ use crate::verbs::{Device, ProtectionDomain};
 /// # Closing
 ///
 /// `shutdown` ends this side's bytes: the peer reads them, then the end. The other direction stays
-/// open. It returns before the bytes have arrived. A program that exits then may lose some, unless
-/// it waits: for an answer, or for the end of the stream by [`closed`](Self::closed), which also
-/// waits for the peer's `shutdown`.
+/// open. `shutdown` returns before the bytes have arrived. A program that then exits may lose some,
+/// unless it waits: for an answer, or for the end of the stream by [`closed`](Self::closed), which
+/// also waits for the peer's `shutdown`.
 ///
-/// Dropping the stream does the same for what was written, and discards what was not read. It
+/// Dropping the stream does the same for what was written, and discards what was not read. This
 /// continues in the background until both sides have finished. Once the peer's device has
 /// everything, the peer has one second to finish; before, the stream continues for at most
-/// [`close_timeout`](ConnectionConfig::close_timeout). Raise that if peers read slowly. A runtime
-/// that shuts down ends it. [`abort`](Self::abort) ends the stream at once, and the peer's reads
-/// fail.
+/// [`close_timeout`](ConnectionConfig::close_timeout), which you raise if peers read slowly. A
+/// runtime that shuts down ends it. [`abort`](Self::abort) ends the stream at once, and the peer's
+/// reads fail.
 ///
 /// # Errors
 ///
 /// An end of the stream is reported only if the peer has shut down its side and all bytes have
 /// arrived, or if this side's [`RdmaListener`] shuts down. All other ends are errors, whose source
-/// is a [`MessageError`] with the [`CloseReason`]:
+/// is a [`MessageError`] with the [`CloseReason`]. Methods with no other error than "None" return a
+/// `Result` because those of `TcpStream` do.
 ///
 /// | Kind | Cause |
 /// |---|---|
@@ -111,9 +103,9 @@ use crate::verbs::{Device, ProtectionDomain};
 ///
 /// # Cancel safety
 ///
-/// The `poll_*` methods, and futures of one call such as `read` and `write`, lose no bytes when
-/// they are dropped. Futures of several calls, such as `read_exact` and `write_all`, may have moved
-/// some.
+/// The `poll_*` methods and futures of one call, such as `read`, `write` and `ready`, are cancel
+/// safe: dropping them loses no bytes and changes nothing. Futures of several calls, such as
+/// `read_exact` and `write_all`, may have moved some bytes.
 pub struct RdmaStream {
     // Dropped first; see `OwnedWriteHalf`.
     read: OwnedReadHalf,
@@ -132,7 +124,7 @@ impl RdmaStream {
     ///
     /// # Errors
     ///
-    /// See [`connect_with`](Self::connect_with).
+    /// Those of [`connect_with`](Self::connect_with).
     ///
     /// # Cancel safety
     ///
@@ -148,7 +140,7 @@ impl RdmaStream {
     ///
     /// # Errors
     ///
-    /// See [`Connection::connect_with`]; the source is an
+    /// Those of [`Connection::connect_with`]; the source is an
     /// [`EstablishError`](crate::EstablishError). A listener for messages refuses the request with
     /// [`RefusalReason::OtherContent`](crate::connection::RefusalReason::OtherContent).
     ///
@@ -190,7 +182,7 @@ impl RdmaStream {
     ///
     /// # Cancel safety
     ///
-    /// If the future is dropped, the first bytes may be written, as with `write_all`.
+    /// The first bytes may be written, as with `write_all`.
     pub async fn write_bytes(&mut self, bytes: impl Into<Bytes>) -> io::Result<()> {
         self.write.write_bytes(bytes).await
     }
@@ -203,7 +195,7 @@ impl RdmaStream {
     ///
     /// # Cancel safety
     ///
-    /// If the future is dropped, the first bytes may be written, as with `write_all`.
+    /// The first bytes may be written, as with `write_all`.
     pub async fn write_buf(&mut self, buffer: impl Into<Buf>) -> io::Result<()> {
         self.write.write_buf(buffer).await
     }
@@ -217,13 +209,13 @@ impl RdmaStream {
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future loses no bytes.
+    /// Cancel safe.
     pub async fn read_bytes(&mut self) -> io::Result<Option<Bytes>> {
         self.read.read_bytes().await
     }
 
-    /// Waits for one of the states in `interest`: readable or writable. Other ones are ignored
-    /// beside these.
+    /// Waits until the stream is readable or writable, whichever of the two `interest` names; other
+    /// states in it are ignored.
     ///
     /// # Errors
     ///
@@ -231,7 +223,7 @@ impl RdmaStream {
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future changes nothing.
+    /// Cancel safe.
     pub async fn ready(&self, interest: Interest) -> io::Result<Ready> {
         if !interest.is_readable() && !interest.is_writable() {
             return Err(io::ErrorKind::InvalidInput.into());
@@ -261,7 +253,7 @@ impl RdmaStream {
     ///
     /// # Errors
     ///
-    /// None; `TcpStream` has the same signature.
+    /// None.
     pub fn poll_read_ready(&self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         self.read.poll_read_ready(context).map(Ok)
     }
@@ -271,7 +263,7 @@ impl RdmaStream {
     ///
     /// # Errors
     ///
-    /// None; `TcpStream` has the same signature.
+    /// None.
     pub fn poll_write_ready(&self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         self.write.poll_write_ready(context).map(Ok)
     }
@@ -280,11 +272,11 @@ impl RdmaStream {
     ///
     /// # Errors
     ///
-    /// None; `TcpStream` has the same signature.
+    /// None.
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future changes nothing.
+    /// Cancel safe.
     pub async fn readable(&self) -> io::Result<()> {
         self.read.readable().await
     }
@@ -293,11 +285,11 @@ impl RdmaStream {
     ///
     /// # Errors
     ///
-    /// None; `TcpStream` has the same signature.
+    /// None.
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future changes nothing.
+    /// Cancel safe.
     pub async fn writable(&self) -> io::Result<()> {
         self.write.writable().await
     }
@@ -310,7 +302,7 @@ impl RdmaStream {
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future loses no bytes.
+    /// Cancel safe.
     pub async fn peek(&self, buffer: &mut [u8]) -> io::Result<usize> {
         self.read.peek(buffer).await
     }
@@ -332,7 +324,7 @@ impl RdmaStream {
     ///
     /// # Errors
     ///
-    /// `WouldBlock` if nothing has arrived. Otherwise see [`RdmaStream`].
+    /// `WouldBlock` if nothing has arrived, and those of [`RdmaStream`].
     pub fn try_read(&self, buffer: &mut [u8]) -> io::Result<usize> {
         self.read.try_read(buffer)
     }
@@ -359,7 +351,7 @@ impl RdmaStream {
     ///
     /// # Errors
     ///
-    /// `WouldBlock` if no buffer is free. Otherwise see [`RdmaStream`].
+    /// `WouldBlock` if no buffer is free, and those of [`RdmaStream`].
     pub fn try_write(&self, bytes: &[u8]) -> io::Result<usize> {
         self.write.try_write(bytes)
     }
@@ -379,7 +371,7 @@ impl RdmaStream {
     ///
     /// # Errors
     ///
-    /// None; `TcpStream` has the same signature.
+    /// None.
     pub fn set_linger(&self, linger: Option<Duration>) -> io::Result<()> {
         self.handle().shared.with(|state, _| state.stream.linger = linger);
         Ok(())
@@ -389,7 +381,7 @@ impl RdmaStream {
     ///
     /// # Errors
     ///
-    /// None; `TcpStream` has the same signature.
+    /// None.
     pub fn set_zero_linger(&self) -> io::Result<()> {
         self.set_linger(Some(Duration::ZERO))
     }
@@ -398,7 +390,7 @@ impl RdmaStream {
     ///
     /// # Errors
     ///
-    /// None; `TcpStream` has the same signature.
+    /// None.
     pub fn linger(&self) -> io::Result<Option<Duration>> {
         Ok(self.handle().shared.with(|state, _| state.stream.linger))
     }
@@ -407,7 +399,7 @@ impl RdmaStream {
     ///
     /// # Errors
     ///
-    /// None; `TcpStream` has the same signature.
+    /// None.
     pub fn set_nodelay(&self, nodelay: bool) -> io::Result<()> {
         self.handle().shared.with(|state, driver| state.set_nodelay(nodelay, driver));
         Ok(())
@@ -417,7 +409,7 @@ impl RdmaStream {
     ///
     /// # Errors
     ///
-    /// None; `TcpStream` has the same signature.
+    /// None.
     pub fn nodelay(&self) -> io::Result<bool> {
         Ok(self.handle().shared.with(|state, _| state.stream.nodelay))
     }
@@ -438,7 +430,7 @@ impl RdmaStream {
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future changes nothing.
+    /// Cancel safe.
     pub async fn closed(&self) -> CloseReason {
         self.handle().closed().await
     }
@@ -447,7 +439,7 @@ impl RdmaStream {
     ///
     /// # Errors
     ///
-    /// None; `TcpStream` has the same signature.
+    /// None.
     pub fn local_addr(&self) -> io::Result<SocketAddr> {
         addresses(self.handle()).map(|(local, _)| local)
     }
@@ -456,7 +448,7 @@ impl RdmaStream {
     ///
     /// # Errors
     ///
-    /// None; `TcpStream` has the same signature.
+    /// None.
     pub fn peer_addr(&self) -> io::Result<SocketAddr> {
         addresses(self.handle()).map(|(_, peer)| peer)
     }
@@ -562,7 +554,6 @@ fn addresses(handle: &Handle) -> io::Result<(SocketAddr, SocketAddr)> {
     handle.addresses.ok_or_else(|| io::ErrorKind::NotConnected.into())
 }
 
-/// Converts an error to the kind that TCP reports.
 fn io_error(error: MessageError) -> io::Error {
     let kind = match &error {
         MessageError::Closed(CloseReason::Clean | CloseReason::Local) => io::ErrorKind::BrokenPipe,

@@ -1,5 +1,3 @@
-//! The reading half of a stream.
-
 use std::fmt;
 use std::future::poll_fn;
 use std::io::{self, IoSliceMut};
@@ -29,23 +27,19 @@ pub struct OwnedReadHalf {
     handle: Arc<Handle>,
 }
 
-/// A received frame that is partly read.
 #[derive(Default)]
 struct Slot {
-    /// Bytes in the memory in which they have arrived, and how many of them are consumed.
     chunk: Option<(Chunk, usize)>,
     /// A method with `&self` has moved the chunk out while it runs code of the program.
     is_taken: bool,
 }
 
-/// The bytes that a method has taken from a [`Slot`], until it is dropped.
 struct TakenSlot<'a> {
     slot: &'a Mutex<Slot>,
     chunk: Option<(Chunk, usize)>,
 }
 
 impl<'a> TakenSlot<'a> {
-    /// Takes the chunk, unless another method has it.
     fn take(slot: &'a Mutex<Slot>) -> Option<Self> {
         let mut locked = slot.lock();
         if std::mem::replace(&mut locked.is_taken, true) {
@@ -86,8 +80,8 @@ impl OwnedReadHalf {
     /// Returns the next bytes, at least one, or `None` at the end.
     ///
     /// They are in the memory in which they have arrived if more than 256 bytes have, and if the
-    /// service holds at most [`spare_buffers`](crate::ConnectionConfig::spare_buffers) of them.
-    /// Otherwise they are a copy.
+    /// service holds at most [`spare_buffers`](crate::ConnectionConfig::spare_buffers) of these
+    /// buffers. Otherwise they are a copy.
     ///
     /// # Errors
     ///
@@ -95,7 +89,7 @@ impl OwnedReadHalf {
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future loses no bytes.
+    /// Cancel safe.
     pub async fn read_bytes(&mut self) -> io::Result<Option<Bytes>> {
         poll_fn(|context| self.poll_read_bytes(context)).await
     }
@@ -123,16 +117,16 @@ impl OwnedReadHalf {
         })
     }
 
-    /// Waits until [`try_read`](Self::try_read) does not return `WouldBlock`, but bytes, the end or
-    /// an error. If several tasks read, it may return `WouldBlock` nevertheless.
+    /// Waits until [`try_read`](Self::try_read) returns bytes, the end or an error. If several
+    /// tasks read, it may return `WouldBlock` nevertheless.
     ///
     /// # Errors
     ///
-    /// None; `TcpStream` has the same signature.
+    /// None.
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future changes nothing.
+    /// Cancel safe.
     pub async fn readable(&self) -> io::Result<()> {
         let mut guard = WaitGuard::new(&self.handle.shared, ConnectionState::withdraw_receiver);
         poll_fn(|context| self.poll_readable(context, &mut guard.ticket)).await;
@@ -147,7 +141,7 @@ impl OwnedReadHalf {
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future changes nothing.
+    /// Cancel safe.
     pub async fn ready(&self, interest: Interest) -> io::Result<Ready> {
         if !interest.is_readable() {
             return Err(io::ErrorKind::InvalidInput.into());
@@ -203,18 +197,17 @@ impl OwnedReadHalf {
         })
     }
 
-    /// Returns true if there are bytes in the chunk, or another task takes some.
     fn has_chunk(&self) -> bool {
         let slot = self.slot.lock();
         slot.is_taken || slot.chunk.is_some()
     }
 
-    /// Copies bytes that have arrived, without waiting: of one frame at most. Returns 0 at the end,
+    /// Copies bytes that have arrived, of at most one frame, without waiting. Returns 0 at the end,
     /// or for an empty buffer.
     ///
     /// # Errors
     ///
-    /// `WouldBlock` if nothing has arrived. Otherwise see [`RdmaStream`].
+    /// `WouldBlock` if nothing has arrived, and those of [`RdmaStream`].
     pub fn try_read(&self, buffer: &mut [u8]) -> io::Result<usize> {
         let mut into = ReadBuf::new(buffer);
         self.try_take(into.remaining(), |bytes| into.put_slice(bytes))
@@ -245,7 +238,7 @@ impl OwnedReadHalf {
         self.try_take(buffer.remaining_mut(), |bytes| buffer.put_slice(bytes))
     }
 
-    /// Waits for bytes and copies them without consuming them: of one frame at most. Returns 0 at
+    /// Waits for bytes and copies them, of at most one frame, without consuming them. Returns 0 at
     /// the end, or for an empty buffer.
     ///
     /// # Errors
@@ -254,7 +247,7 @@ impl OwnedReadHalf {
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future loses no bytes.
+    /// Cancel safe.
     pub async fn peek(&self, buffer: &mut [u8]) -> io::Result<usize> {
         let mut buffer = ReadBuf::new(buffer);
         loop {
@@ -286,7 +279,6 @@ impl OwnedReadHalf {
         peeked
     }
 
-    /// Copies bytes without consuming them, unless another task takes some.
     fn try_peek(&self, into: &mut ReadBuf<'_>) -> Poll<io::Result<usize>> {
         let before = into.filled().len();
         let most = into.remaining();
@@ -297,7 +289,6 @@ impl OwnedReadHalf {
         }
     }
 
-    /// Calls `copy` with the next bytes, at most `most`, and consumes them. Returns their number.
     fn try_take(&self, most: usize, mut copy: impl FnMut(&[u8])) -> io::Result<usize> {
         if most == 0 {
             return Ok(0);
@@ -316,7 +307,6 @@ impl OwnedReadHalf {
         Ok(taken)
     }
 
-    /// Calls `see` with the next bytes that have arrived, unless there is the end.
     fn try_see(&self, see: impl FnOnce(&[u8])) -> io::Result<TakenSlot<'_>> {
         let Some(mut slot) = TakenSlot::take(&self.slot) else {
             return Err(io::ErrorKind::WouldBlock.into());
@@ -337,7 +327,7 @@ impl OwnedReadHalf {
     ///
     /// # Errors
     ///
-    /// None; `TcpStream` has the same signature.
+    /// None.
     pub fn local_addr(&self) -> io::Result<SocketAddr> {
         addresses(&self.handle).map(|(local, _)| local)
     }
@@ -346,7 +336,7 @@ impl OwnedReadHalf {
     ///
     /// # Errors
     ///
-    /// None; `TcpStream` has the same signature.
+    /// None.
     pub fn peer_addr(&self) -> io::Result<SocketAddr> {
         addresses(&self.handle).map(|(_, peer)| peer)
     }
@@ -361,12 +351,10 @@ impl OwnedReadHalf {
         &self.handle
     }
 
-    /// Returns the bytes of the chunk that are not consumed.
     fn rest(&mut self) -> Option<&[u8]> {
         self.slot.get_mut().chunk.as_ref().map(|(chunk, consumed)| &chunk[*consumed..])
     }
 
-    /// Consumes bytes of the chunk, at most all.
     fn advance(&mut self, bytes: usize) {
         let read = self.slot.get_mut().chunk.take_if(|(chunk, consumed)| {
             *consumed = chunk.len().min(consumed.saturating_add(bytes));

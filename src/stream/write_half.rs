@@ -1,5 +1,3 @@
-//! The writing half of a stream.
-
 use std::fmt;
 use std::future::poll_fn;
 use std::io::{self, IoSlice};
@@ -32,12 +30,16 @@ impl OwnedWriteHalf {
         Self { ticket: None, slabs: SlabFinder::default(), handle }
     }
 
-    /// Writes bytes. Up to [`max_eager`](crate::ConnectionConfig::max_eager) they are copied once,
-    /// into registered buffers, unless they are at least 4 KiB of a buffer of the stream's
-    /// [protection domain](super::RdmaStream::protection_domain), such as those that this stream
-    /// has received: these are sent from their memory. The memory of longer ones is registered in
-    /// pieces of up to 1 MiB, which the peer's device reads. Memory that is not copied stays in use
-    /// until the peer's device has the bytes.
+    /// Writes bytes.
+    ///
+    /// - Up to [`max_eager`](crate::ConnectionConfig::max_eager) bytes are copied once, into
+    ///   registered buffers. At least 4 KiB of a buffer of the stream's [protection
+    ///   domain](super::RdmaStream::protection_domain), such as one that this stream has received,
+    ///   are sent without a copy.
+    /// - The memory of more bytes is registered in pieces of up to 1 MiB, which the peer's device
+    ///   reads.
+    ///
+    /// Memory that is not copied stays in use until the peer's device has the bytes.
     ///
     /// # Errors
     ///
@@ -45,7 +47,7 @@ impl OwnedWriteHalf {
     ///
     /// # Cancel safety
     ///
-    /// If the future is dropped, the first bytes may be written, as with `write_all`.
+    /// The first bytes may be written, as with `write_all`.
     pub async fn write_bytes(&mut self, bytes: impl Into<Bytes>) -> io::Result<()> {
         let mut bytes = bytes.into();
         while !bytes.is_empty() {
@@ -71,7 +73,7 @@ impl OwnedWriteHalf {
     ///
     /// # Cancel safety
     ///
-    /// If the future is dropped, the first bytes may be written, as with `write_all`.
+    /// The first bytes may be written, as with `write_all`.
     pub async fn write_buf(&mut self, buffer: impl Into<Buf>) -> io::Result<()> {
         let mut buffer = buffer.into();
         while !buffer.is_empty() {
@@ -88,18 +90,17 @@ impl OwnedWriteHalf {
         Ok(())
     }
 
-    /// Waits until [`try_write`](Self::try_write) does not return `WouldBlock`, but a number of
-    /// bytes or an error. It may return `WouldBlock` nevertheless if several tasks write, or if no
-    /// more buffers can be registered, for example within the
-    /// [budget](crate::ConnectionConfig::budget).
+    /// Waits until [`try_write`](Self::try_write) returns a number of bytes or an error. It may
+    /// return `WouldBlock` nevertheless if several tasks write, or if no more buffers can be
+    /// registered, for example within the [budget](crate::ConnectionConfig::budget).
     ///
     /// # Errors
     ///
-    /// None; `TcpStream` has the same signature.
+    /// None.
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future changes nothing.
+    /// Cancel safe.
     pub async fn writable(&self) -> io::Result<()> {
         let mut guard = WaitGuard::new(&self.handle.shared, ConnectionState::withdraw_sender);
         poll_fn(|context| self.poll_writable(context, &mut guard.ticket)).await;
@@ -114,7 +115,7 @@ impl OwnedWriteHalf {
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future changes nothing.
+    /// Cancel safe.
     pub async fn ready(&self, interest: Interest) -> io::Result<Ready> {
         if !interest.is_writable() {
             return Err(io::ErrorKind::InvalidInput.into());
@@ -157,7 +158,7 @@ impl OwnedWriteHalf {
     ///
     /// # Errors
     ///
-    /// `WouldBlock` if no buffer is free. Otherwise see [`RdmaStream`](super::RdmaStream).
+    /// `WouldBlock` if no buffer is free, and those of [`RdmaStream`](super::RdmaStream).
     pub fn try_write(&self, bytes: &[u8]) -> io::Result<usize> {
         self.try_write_vectored(&[IoSlice::new(bytes)])
     }
@@ -176,7 +177,7 @@ impl OwnedWriteHalf {
     ///
     /// # Errors
     ///
-    /// None; `TcpStream` has the same signature.
+    /// None.
     pub fn local_addr(&self) -> io::Result<SocketAddr> {
         addresses(&self.handle).map(|(local, _)| local)
     }
@@ -185,7 +186,7 @@ impl OwnedWriteHalf {
     ///
     /// # Errors
     ///
-    /// None; `TcpStream` has the same signature.
+    /// None.
     pub fn peer_addr(&self) -> io::Result<SocketAddr> {
         addresses(&self.handle).map(|(_, peer)| peer)
     }
@@ -197,7 +198,6 @@ impl OwnedWriteHalf {
         self.handle.counters()
     }
 
-    /// Runs `work` for the task that writes.
     fn poll<T>(
         &mut self,
         context: &mut Context<'_>,

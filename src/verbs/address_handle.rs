@@ -1,5 +1,3 @@
-//! Address handles: routes for datagrams and dynamic connections.
-
 use std::fmt;
 use std::sync::Arc;
 

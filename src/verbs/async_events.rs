@@ -1,7 +1,7 @@
 //! Asynchronous events: read in one place, for users and for the crate itself.
 //!
 //! Every reader (a user's stream, an idle poll, a teardown) moves all pending events into one
-//! backlog and applies them to the device's queues: a fatal event takes effect even if no user
+//! backlog and applies them to the device's queues. So a fatal event takes effect even if no user
 //! reads events, and the user still gets every event.
 
 #![forbid(unsafe_code)]
@@ -30,40 +30,31 @@ pub(super) struct Events {
 
 #[derive(Default)]
 struct State {
-    /// Events not yet returned to the user.
     backlog: VecDeque<AsyncEvent>,
-    /// The error that ended the events.
     ended: Option<VerbError>,
     lost: u64,
     ports: PortEvents,
-    /// Existing completion queues, by number.
     queues: BTreeMap<u64, Arc<Fault>>,
     last_receives: BTreeMap<Qpn, Arc<AtomicBool>>,
     listeners: Vec<(EventKind, Weak<Listener>)>,
 }
 
-/// Events that concern the ports of a device.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct PortEvents {
-    /// The number of events that may have changed the attributes of a port.
     pub(crate) changes: u64,
-    /// The device is lost with all its objects.
     pub(crate) removed: bool,
 }
 
 pub(crate) type Listener = dyn Fn() + Send + Sync;
 
-/// The events after which a listener is called.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum EventKind {
     Any,
     Port,
 }
 
-/// The fault of a completion queue, reported by an event.
 pub(super) struct Fault {
     id: u64,
-    /// An `errno(3)` value; 0 without a fault.
     errno: AtomicI32,
     listener: OnceLock<Box<Listener>>,
 }
@@ -97,8 +88,7 @@ impl Fault {
 }
 
 impl Events {
-    /// Reads all pending events with `next`, calls the listeners on this thread, and returns the
-    /// oldest event.
+    /// Reads all pending events, calls the listeners on this thread, and returns the oldest event.
     pub(super) fn next(
         &self,
         next: impl FnMut() -> Result<Option<AsyncEvent>, VerbError>,
@@ -113,8 +103,8 @@ impl Events {
         }
     }
 
-    /// Reads all pending events with `next`. Calls no listener on this thread, which may be
-    /// draining a queue or changing a state.
+    /// Reads all pending events. Calls no listener on this thread, which may be draining a queue or
+    /// changing a state.
     pub(super) fn take(&self, next: impl FnMut() -> Result<Option<AsyncEvent>, VerbError>) {
         self.read(next).notify();
     }
@@ -149,8 +139,6 @@ impl Events {
         Notifications { listeners, dead }
     }
 
-    /// Returns how many of the events read may have changed a port; `None` once there are no more
-    /// events.
     pub(super) fn port_changes(&self) -> Option<u64> {
         let state = self.state.lock();
         state.ended.is_none().then_some(state.ports.changes)
@@ -160,7 +148,6 @@ impl Events {
         self.state.lock().ports
     }
 
-    /// Calls `listener`, until it is dropped, after events are read.
     pub(super) fn listen(
         &self,
         kind: EventKind,
@@ -175,12 +162,11 @@ impl Events {
         Ok(())
     }
 
-    /// Applies events to a completion queue until [`unwatch`](Self::unwatch).
     pub(super) fn watch(&self, fault: &Arc<Fault>) {
         self.state.lock().queues.insert(fault.id, fault.clone());
     }
 
-    /// Ends [`watch`](Self::watch), before the queue is destroyed: another queue may then get its
+    /// Ends [`watch`](Self::watch), before the queue is destroyed and another queue may get its
     /// number.
     pub(super) fn unwatch(&self, fault: &Fault) {
         let removed = self.state.lock().queues.remove(&fault.id);
@@ -250,7 +236,6 @@ impl State {
         self.backlog.push_back(event);
     }
 
-    /// Returns the listeners of all events, and with `ports` also the listeners of port events.
     fn listeners(&mut self, ports: bool) -> Vec<Arc<Listener>> {
         self.listeners.retain(|(_, listener)| listener.strong_count() > 0);
         let interested = self.listeners.iter().filter(|(of, _)| ports || *of == EventKind::Any);
@@ -272,7 +257,6 @@ impl Notifications {
         });
     }
 
-    /// Calls the listeners on a thread started by `spawn`, else on the reserve thread.
     fn notify_on(mut self, spawn: impl FnOnce(Box<dyn FnOnce() + Send>) -> io::Result<()>) {
         self.dead.retain(|fault| fault.listener.get().is_some());
         if self.listeners.is_empty() && self.dead.is_empty() {
@@ -299,9 +283,8 @@ impl Notifications {
     }
 }
 
-/// Returns the thread that calls listeners when no other can be started: waiting tasks learn of a
-/// lost device even on a machine without threads left. It serves all devices and starts with the
-/// first listener.
+/// Returns the thread that calls listeners if no other can be started, so that waiting tasks always
+/// learn of a lost device. It serves all devices and starts with the first listener.
 fn reserve() -> Result<Sender<Arc<Notifications>>, VerbError> {
     static RESERVE: Mutex<Option<Sender<Arc<Notifications>>>> = Mutex::new(None);
     let mut reserve = RESERVE.lock();

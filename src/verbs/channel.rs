@@ -1,5 +1,3 @@
-//! Completion channels: file descriptors for completion events.
-
 use std::fmt;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::sync::Arc;
@@ -60,7 +58,7 @@ impl Channel {
         self.inner.raw.next_event()
     }
 
-    /// Suppresses the readiness of the descriptor: the caller checks for events. Dropping the
+    /// Suppresses the readiness of the descriptor while the caller checks for events. Dropping the
     /// result signals remaining events.
     pub(crate) fn hold(&self) -> Held<'_> {
         self.inner.raw.hold();
@@ -77,7 +75,6 @@ impl Channel {
         self.inner.raw.remove_waker(key);
     }
 
-    /// Returns whether the provider calls wakers in place of the descriptor.
     pub(crate) fn calls_wakers(&self) -> bool {
         matches!(self.inner.raw, dispatch::Channel::Soft(_))
     }

@@ -1,5 +1,3 @@
-//! Completion queues of the verbs interface: poll and arm.
-
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -38,7 +36,6 @@ struct Inner {
     channel: Option<Channel>,
     device: Device,
     fault: Arc<Fault>,
-    /// Empty polls, modulo 2^32.
     empty: AtomicU32,
 }
 
@@ -70,11 +67,11 @@ impl Cq {
         Self::on_vector(device, capacity, channel, 0, cookie)
     }
 
-    /// Creates a queue that uses the interrupt of completion vector `vector`.
+    /// Creates a queue like [`new`](Self::new), with the interrupt of completion vector `vector`.
     ///
     /// # Errors
     ///
-    /// See [`new`](Self::new); [`SetupError::Limit`] also for a vector that the device lacks.
+    /// Those of [`new`](Self::new), and [`SetupError::Limit`] for a vector that the device lacks.
     pub fn on_vector(
         device: &Device,
         capacity: u32,
@@ -123,7 +120,7 @@ impl Cq {
     ///
     /// [`VerbError`] from every call after an overrun, and from calls on an empty queue of a lost
     /// device.
-    #[inline(always)]
+    #[inline]
     pub fn poll(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError> {
         match self.poll_device(out) {
             Ok(0) => self.after_empty_poll(),
@@ -132,25 +129,21 @@ impl Cq {
     }
 
     /// Polls the device only; on 0, call [`after_empty_poll`](Self::after_empty_poll).
-    #[inline(always)]
+    #[inline]
     pub(crate) fn poll_device(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError> {
         self.inner.raw.poll(out)
     }
 
-    /// Returns the device's queue, if this crate reads it itself.
     pub(crate) fn direct(&self) -> Option<Arc<dispatch::DirectQueue>> {
         self.inner.raw.direct()
     }
 
-    /// Returns 0, or the error of a dead queue. Sometimes reads asynchronous events.
     #[inline(never)]
     pub(crate) fn after_empty_poll(&self) -> Result<usize, VerbError> {
         self.count_empty_polls(1);
         self.inner.fault.check().map(|()| 0)
     }
 
-    /// Counts polls that were left out because the queue was empty. Sometimes reads asynchronous
-    /// events.
     pub(crate) fn count_empty_polls(&self, polls: u32) {
         let before = self.inner.empty.load(Ordering::Relaxed);
         let empty = before.wrapping_add(polls);
@@ -162,7 +155,7 @@ impl Cq {
 
     /// Returns whether a poll would find nothing, if the device can tell without interfering with
     /// other pollers.
-    #[inline(always)]
+    #[inline]
     pub(crate) fn is_empty(&self) -> Option<bool> {
         self.inner.raw.is_empty()
     }

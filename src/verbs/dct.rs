@@ -1,5 +1,3 @@
-//! Targets of dynamic connections: create, bring to RTR, destroy.
-
 #![forbid(unsafe_code)]
 
 use std::fmt;
@@ -35,7 +33,7 @@ use rdma_provider::contract::{Dct as _, DctInit, Pd as _};
 /// ```
 pub struct Dct {
     raw: dispatch::Dct,
-    /// Serialises transitions: the state checked is the state changed.
+    /// Serialises transitions, so that no other changes the state between check and change.
     transition: Mutex<()>,
     recv_cq: Cq,
     srq: Srq,
@@ -132,7 +130,6 @@ impl Dct {
         self.raw.software_counters()
     }
 
-    /// Refuses further messages, if the device can without destroying the target.
     pub(crate) fn quiesce(&self) {
         self.raw.quiesce();
     }

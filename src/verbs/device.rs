@@ -1,5 +1,3 @@
-//! Devices: find, choose and open.
-
 use std::fmt;
 use std::net::IpAddr;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
@@ -51,12 +49,10 @@ pub struct Device {
 
 struct Inner {
     context: Context,
-    /// The number of completion vectors assigned so far.
     vectors: AtomicU32,
     events: Events,
     /// Attributes of ports, valid while [`Events::port_changes`] returns the number beside them.
     ports: Mutex<Vec<(u64, Arc<PortAttr>)>>,
-    /// True while an [`Inlet`] exists.
     watched: AtomicBool,
     _opened: Opened,
 }
@@ -101,13 +97,16 @@ impl Device {
     /// Opens a device by name.
     ///
     /// With feature `mlx5`, ConnectX adapters are posted to and polled directly. Other devices, and
-    /// adapters that lack something (a log line says what), are posted to by `ibv_wr_*` if their
-    /// driver has it, else (and for SoftRoCE, whose `ibv_wr_*` is incorrect) by `ibv_post_send(3)`.
-    /// [`DeviceAttr::data_path`](crate::types::DeviceAttr::data_path) says which. Environment
-    /// variable `TOKIO_RDMA_POST`, `direct`, `extended` or `chain`, overrides this. `direct` then
-    /// fails where it is impossible, with an error that names what is missing. Any other value
-    /// fails with EINVAL. `TOKIO_RDMA_CQE_COMPRESSION=1` lets an adapter that is posted to directly
-    /// compress completion queue entries; `0` is the default, any other value fails with EINVAL.
+    /// adapters that lack something (a log line says what), are posted to by `ibv_wr_*`, or by
+    /// `ibv_post_send(3)` if the driver has no correct `ibv_wr_*`, as for SoftRoCE.
+    /// [`DeviceAttr::data_path`](crate::types::DeviceAttr::data_path) says which.
+    ///
+    /// Two environment variables override this; other values fail with EINVAL:
+    ///
+    /// - `TOKIO_RDMA_POST`: `direct`, `extended` or `chain`. `direct` fails where it is impossible,
+    ///   with an error that names what is missing.
+    /// - `TOKIO_RDMA_CQE_COMPRESSION`: `1` lets an adapter that is posted to directly compress
+    ///   completion queue entries; default: `0`.
     ///
     /// # Errors
     ///
@@ -135,8 +134,8 @@ impl Device {
     ///
     /// # Errors
     ///
-    /// See [`open`](Self::open). [`OpenError::NoUsableDevice`] names the devices that were skipped,
-    /// and why. No other device replaces one that `TOKIO_RDMA_DEVICE` names.
+    /// Those of [`open`](Self::open). [`OpenError::NoUsableDevice`] names the devices that were
+    /// skipped, and why. A device that `TOKIO_RDMA_DEVICE` names is never replaced by another.
     pub fn open_default() -> Result<Self, OpenError> {
         match device_from_env() {
             Some(name) => Self::open(&name),
@@ -144,13 +143,13 @@ impl Device {
         }
     }
 
-    /// Opens the device like [`open_default`](Self::open_default). Without a usable real device, it
-    /// logs a warning and opens the [software device](Self::software) of this process: for programs
-    /// that need no peer in another process, as tests and examples.
+    /// Opens the device like [`open_default`](Self::open_default), or, without a usable real
+    /// device, logs a warning and opens the [software device](Self::software) of this process. For
+    /// programs that need no peer in another process, such as tests and examples.
     ///
     /// # Errors
     ///
-    /// See [`open`](Self::open). No other device replaces one that `TOKIO_RDMA_DEVICE` names.
+    /// Those of [`open_default`](Self::open_default), except `NoUsableDevice`.
     pub fn open_default_or_software() -> Result<Self, OpenError> {
         match device_from_env() {
             Some(name) => Self::open(&name),
@@ -164,34 +163,32 @@ impl Device {
     /// Opens the device for a service at `address` of this host with clients in other processes and
     /// hosts:
     ///
-    /// - the real device named by `TOKIO_RDMA_DEVICE`;
-    /// - else the first real device with an active port that has `address` as a GID (InfiniBand: as
-    ///   an address of IP over InfiniBand), or, if it is `0.0.0.0` or `::`, with any active port.
-    ///   No real device has a loopback address;
-    /// - else, or if `TOKIO_RDMA_DEVICE` is `soft0`, a software device. It is named by the address
-    ///   and uses RoCE v2 over UDP, [`Network::udp`](crate::software::Network::udp), until
-    ///   everything created from it is dropped.
+    /// 1. the real device named by `TOKIO_RDMA_DEVICE`;
+    /// 2. else the first real device with an active port that has `address` as a GID (on
+    ///    InfiniBand, as an address of IP over InfiniBand), or with any active port for `0.0.0.0`
+    ///    and `::`. No real device has a loopback address;
+    /// 3. else, or if `TOKIO_RDMA_DEVICE` is `soft0`, a software device named by the address. It
+    ///    uses RoCE v2 over UDP, [`Network::udp`](crate::software::Network::udp), until everything
+    ///    created from it is dropped.
     ///
     /// Clients use [`open_default_to`](Self::open_default_to); [`Device`] has an example.
     ///
-    /// A software device at a link-local IPv6 address (`fe80::/10`) reaches such addresses of the
-    /// interface that has its own, also without a scope. With the scope of another interface, they
-    /// are refused.
+    /// A software device at a link-local IPv6 address (`fe80::/10`) reaches such addresses only on
+    /// its own interface, with or without a scope.
     ///
     /// UDP port 4791 (RoCE v2) of an address serves one program; the call waits up to 0.1 s for it.
     /// Several services on loopback need several addresses of 127.0.0.0/8; IPv6 has only `::1`.
     ///
     /// # Security
     ///
-    /// A software device accepts packets from every host that can reach it; RoCE v2 neither
+    /// A software device accepts packets from every host that can reach it, and RoCE v2 neither
     /// encrypts nor authenticates. To restrict hosts, create the network with
     /// [`UdpConfig::allow`](crate::software::UdpConfig::allow) and open its device by
     /// [`software_in`](Self::software_in). See docs/software-device.md.
     ///
     /// # Errors
     ///
-    /// See [`open`](Self::open); no other device replaces one named by `TOKIO_RDMA_DEVICE`. For a
-    /// software device, [`OpenError::Udp`]:
+    /// Those of [`open_default`](Self::open_default). For a software device, [`OpenError::Udp`]:
     ///
     /// - [`PortTaken`](crate::software::UdpError::PortTaken): another program has the port there,
     ///   or kernel module `rdma_rxe` (SoftRoCE) has it at all addresses;
@@ -213,23 +210,21 @@ impl Device {
     /// [`open_default_at`](Self::open_default_at) at the address from which the kernel would send
     /// to `peer`. Sends nothing.
     ///
-    /// If `peer` is on this host, that address may belong to the peer or another service. A
-    /// software device then uses the first free address from 127.0.0.254 down to 127.0.0.2, or
-    /// `::1` for IPv6. A service at `::1` therefore has no clients: let it listen in 127.0.0.0/8.
+    /// If `peer` is on this host, that address may belong to another service. A software device
+    /// then uses the first free address from 127.0.0.254 down to 127.0.0.2, or `::1` for IPv6. A
+    /// service at `::1` therefore has no clients: let it listen in 127.0.0.0/8.
     ///
-    /// A software device accepts packets only from `peer`, or a host that forges its address, see
-    /// [`UdpConfig::allow`](crate::software::UdpConfig::allow).
+    /// A software device accepts packets only from `peer`, or a host that forges its address;
     /// [`open_default_towards`](Self::open_default_towards) accepts several hosts. Real devices,
     /// SoftRoCE included, accept packets from every host.
     ///
     /// # Errors
     ///
-    /// See [`open_default_at`](Self::open_default_at). [`OpenError::Udp`] also with:
+    /// Those of [`open_default_at`](Self::open_default_at). [`OpenError::Udp`] also with:
     ///
     /// - [`NoRoute`](crate::software::UdpError::NoRoute): this host has no route to `peer`, or
-    ///   `peer` is a link-local IPv6 address (`fe80::/10`), which names no interface: open the
-    ///   device with [`open_default_at`](Self::open_default_at) instead, at this host's address of
-    ///   the interface;
+    ///   `peer` is a link-local IPv6 address, which names no interface. In that case use
+    ///   [`open_default_at`](Self::open_default_at) with this host's address of the interface;
     /// - [`AllTaken`](crate::software::UdpError::AllTaken): other programs use the port at all
     ///   loopback addresses.
     pub fn open_default_to(peer: IpAddr) -> Result<Self, OpenError> {
@@ -237,11 +232,8 @@ impl Device {
     }
 
     /// Opens the device like [`open_default_to`](Self::open_default_to), but accepts packets from
-    /// every host: for clients of several hosts, or that also listen.
-    ///
-    /// # Security
-    ///
-    /// See [`open_default_at`](Self::open_default_at).
+    /// every host: for clients of several hosts, or that also listen. Read the security note of
+    /// [`open_default_at`](Self::open_default_at).
     ///
     /// # Errors
     ///
@@ -291,8 +283,8 @@ impl Device {
         self.inner.context.port(port)
     }
 
-    /// Returns the attributes of a port as of its last asynchronous event: the state and the GID
-    /// table are current, but a changed MTU raises no event.
+    /// Returns the attributes of a port as of its last asynchronous event. State and GID table are
+    /// current, but a changed MTU raises no event.
     pub(crate) fn known_port(&self, port: PortNum) -> Result<Arc<PortAttr>, VerbError> {
         self.read_events();
         // Counted before the query, so that a change during the query makes its result invalid.
@@ -396,7 +388,6 @@ impl Device {
         Ok((attr, entry))
     }
 
-    /// Returns a descriptor that is readable while [`next_event`](Self::next_event) has an event.
     pub(crate) fn event_fd(&self) -> BorrowedFd<'_> {
         self.inner.context.event_fd()
     }
@@ -417,7 +408,6 @@ impl Device {
         self.inner.events.take(|| self.inner.context.next_event());
     }
 
-    /// Returns what the events read so far say about the ports.
     pub(crate) fn port_events(&self) -> PortEvents {
         self.inner.events.ports()
     }
@@ -440,19 +430,16 @@ impl Device {
         Ok(Psn::new(self.random()? as u32))
     }
 
-    /// Returns an unpredictable number.
     pub(crate) fn random(&self) -> Result<u64, VerbError> {
         self.inner.context.random()
     }
 
-    /// Returns completion vectors round robin, to spread interrupts.
     pub(crate) fn next_vector(&self) -> u32 {
         self.inner.vectors.fetch_add(1, Ordering::Relaxed) % self.attr().completion_vectors.max(1)
     }
 
     /// Returns a descriptor that is readable when unprocessed packets have arrived. `None` if the
-    /// device processes them itself, or another `Inlet` exists: an arrival would wake all, but one
-    /// suffices.
+    /// device processes them itself, or another `Inlet` exists, because one thread suffices.
     pub(crate) fn inlet(&self) -> std::io::Result<Option<Inlet>> {
         let Some(fd) = self.inner.context.inlet() else { return Ok(None) };
         if self.inner.watched.swap(true, Ordering::AcqRel) {
@@ -479,7 +466,7 @@ impl Device {
         Self::first_real(|device| device.default_path().is_ok(), "no active port with a GID")
     }
 
-    /// Returns the first real device that is usable, else why there is none; the others have
+    /// Returns the first usable real device, or why there is none; devices that are not usable have
     /// `fault`.
     fn first_real(usable: impl Fn(&Self) -> bool, fault: &str) -> Result<Self, String> {
         let mut skipped = Vec::new();
@@ -512,8 +499,8 @@ impl Device {
         })
     }
 
-    /// Opens a software device over UDP at the first free address. With `only`, it accepts packets
-    /// from that address only.
+    /// Opens a software device over UDP at the first free address; `only` names the one peer that
+    /// it accepts.
     fn over_udp(addresses: &[IpAddr], only: Option<IpAddr>) -> Result<Self, OpenError> {
         let (network, address) =
             soft::Network::at_first_free(soft::UdpConfig::PORT, addresses, only)?;
@@ -546,7 +533,6 @@ impl Device {
         Arc::ptr_eq(&self.inner, &other.inner)
     }
 
-    /// Returns a number that no other open device has.
     pub(crate) fn address(&self) -> usize {
         Arc::as_ptr(&self.inner).addr()
     }

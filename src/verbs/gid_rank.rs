@@ -1,7 +1,8 @@
 //! The ranking of GID table entries, with reasons.
 //!
 //! A wrong entry is the most frequent failure of a first set-up: tables mix RoCE v1 with v2,
-//! link-local with global addresses, and networks; most entries do not reach a given peer.
+//! link-local with global addresses, and several networks, so most entries do not reach a given
+//! peer.
 
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
@@ -74,7 +75,6 @@ impl fmt::Display for IpPrefix {
     }
 }
 
-/// The properties of a network interface that the ranking uses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct NetInterface {
     /// The index, as in [`GidEntry::interface`].
@@ -82,7 +82,6 @@ pub(crate) struct NetInterface {
     pub(crate) name: String,
     pub(crate) up: bool,
     pub(crate) vlan: bool,
-    /// The maximum packet size in bytes, without the Ethernet header.
     pub(crate) mtu: Option<u32>,
     pub(crate) addresses: Vec<IpPrefix>,
 }
@@ -106,7 +105,7 @@ pub enum GidReason {
     PeerFamily,
     /// An IPv4 address for an IPv6 peer, or the reverse.
     OtherFamily,
-    /// The peer is in the same network, which is given.
+    /// The peer is in this network of the entry.
     PeerSubnet(IpPrefix),
     /// The peer is not in this network of the entry.
     OtherSubnet(IpPrefix),
@@ -184,7 +183,6 @@ impl RankedGid {
         !self.penalty.unusable
     }
 
-    /// Orders entries of different tables: less is better.
     pub(crate) const fn penalty(&self) -> Penalty {
         self.penalty
     }
@@ -221,8 +219,8 @@ pub(crate) struct Penalty {
     link_local: bool,
 }
 
-/// Ranks one table, best first, by the criteria of [`Device::gids`](crate::Device::gids). The order
-/// of `entries` does not matter.
+/// Ranks one table, best first, by the criteria of [`Device::gids`](crate::Device::gids), whatever
+/// the order of `entries`.
 pub(crate) fn rank(
     entries: &[GidEntry],
     interfaces: &[NetInterface],
@@ -325,8 +323,8 @@ fn evaluate_prefix(ours: Gid, peers: Gid, reasons: &mut Vec<GidReason>) -> bool 
 
 /// Finds the interface of an entry.
 ///
-/// An index may name a different interface of another network namespace, so the interface must have
-/// the address too, unless it is link-local: devices make up such entries. Entries without an index
+/// An index may name a different interface of another network namespace, so the interface must also
+/// have the address, unless that is link-local, which devices make up. Entries without an index
 /// belong to the interface with their address.
 fn interface_of<'a>(entry: &GidEntry, interfaces: &'a [NetInterface]) -> Option<&'a NetInterface> {
     let address = entry.gid.to_ip();

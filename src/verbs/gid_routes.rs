@@ -42,7 +42,6 @@ pub(crate) fn entry_with(port: &PortAttr, gid: Gid, peer: Gid) -> Option<GidEntr
     ranked.into_iter().map(|ranked| ranked.entry).find(|entry| entry.gid == gid)
 }
 
-/// Returns the best entry of all active ports; of equal entries, the lower port's.
 pub(super) fn best_path(
     ports: impl IntoIterator<Item = PortAttr>,
     rank: impl Fn(&PortAttr) -> Vec<RankedGid>,
@@ -77,8 +76,8 @@ fn is_ipoib(root: &Path, interface: &str, device: &str) -> bool {
         && interface.join("device/infiniband").join(device).exists()
 }
 
-/// Returns the interfaces of these entries. Reads no others if all entries name theirs: a container
-/// host has hundreds, and every queue pair asks.
+/// Returns the interfaces of these entries. If all entries name theirs, reads only these, because a
+/// container host has hundreds of interfaces and every queue pair asks.
 fn interfaces_of(gids: &[GidEntry]) -> Vec<NetInterface> {
     let (root, addresses) = (Path::new("/"), addresses());
     let name_of =

@@ -1,5 +1,3 @@
-//! Network interfaces of this host, read from the kernel.
-
 use std::collections::{BTreeSet, HashMap};
 use std::fs;
 use std::path::Path;

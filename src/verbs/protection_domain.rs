@@ -1,5 +1,3 @@
-//! Protection domains: groups of objects that may be used together.
-
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -28,9 +26,7 @@ struct Inner {
     index: RwLock<BTreeMap<usize, Indexed>>,
 }
 
-/// Registered memory in the index of its protection domain.
 pub(crate) struct Indexed {
-    /// The address after the last byte.
     pub(crate) end: usize,
     pub(crate) memory: Weak<dyn Any + Send + Sync>,
 }
@@ -61,7 +57,6 @@ impl ProtectionDomain {
         &self.inner.raw
     }
 
-    /// Returns registered memory by the address of its first byte.
     pub(crate) fn index(&self) -> &RwLock<BTreeMap<usize, Indexed>> {
         &self.inner.index
     }
@@ -70,7 +65,8 @@ impl ProtectionDomain {
         Arc::ptr_eq(&self.inner, &other.inner)
     }
 
-    /// Returns the number of references. What the dropped ones belonged to has been released.
+    /// Returns the number of references. A caller that sees it fall knows that the objects with the
+    /// dropped references are released.
     pub(crate) fn references(&self) -> usize {
         let count = Arc::strong_count(&self.inner);
         fence(Ordering::Acquire);
@@ -82,7 +78,6 @@ impl ProtectionDomain {
     }
 }
 
-/// A number that is unique among existing protection domains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct PdId(NonZero<usize>);
 

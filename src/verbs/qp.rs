@@ -1,5 +1,3 @@
-//! Queue pairs of the verbs interface: create, change state, post.
-
 #![allow(unsafe_code)]
 
 use std::borrow::Borrow;
@@ -64,13 +62,14 @@ pub struct QpOptions {
 pub struct Qp {
     raw: dispatch::Qp,
     transport: Transport,
-    /// The state last set, and the lock that serialises transitions. The device moves the queue
+    /// The state last set, under the lock that serialises transitions. The device moves the queue
     /// pair to the error state or SQE by itself.
     last_state: Mutex<QpState>,
     send_cq: Cq,
     recv_cq: Cq,
     srq: Option<Srq>,
-    /// With a shared receive queue: true once, in the error state, it uses no more receives.
+    /// With a shared receive queue: true once the queue pair, in the error state, uses no more
+    /// receives.
     last_receive: Option<Arc<AtomicBool>>,
     pd: ProtectionDomain,
 }
@@ -247,7 +246,6 @@ impl Qp {
         rdma_provider::debug!(qpn = %self.qpn(), ?from, ?to, "queue pair changed state");
     }
 
-    /// Returns the state last set.
     pub(crate) fn last_state(&self) -> QpState {
         *self.last_state.lock()
     }
@@ -290,8 +288,8 @@ impl Qp {
     /// # Errors
     ///
     /// [`VerbError`] if the device refuses and may continue with posted work. The queue pair is
-    /// moved to the error state, so that its peer reaches nothing through it, and leaked with all
-    /// it uses; you must not free the memory that its work requests name.
+    /// then moved to the error state, so that its peer reaches nothing through it, and leaked with
+    /// all it uses. You must not free the memory that its work requests name.
     pub fn destroy(mut self) -> Result<(), VerbError> {
         let result = self.raw.destroy();
         if let Err(error) = &result {
@@ -350,7 +348,7 @@ impl Qp {
     /// # Safety
     ///
     /// See [`post_send`](Self::post_send).
-    #[inline(always)]
+    #[inline]
     pub(crate) unsafe fn post_list<'a>(
         &self,
         list: impl IntoIterator<Item = impl Borrow<SendWr<'a>>>,
@@ -359,12 +357,10 @@ impl Qp {
         unsafe { self.raw.post_send(list) }
     }
 
-    /// See [`post_state`](rdma_provider::contract::Qp::post_state).
     pub(crate) fn post_state(&self) -> Option<*const ()> {
         self.raw.post_state()
     }
 
-    /// See [`peer_post_state`](rdma_provider::contract::Qp::peer_post_state).
     pub(crate) fn peer_post_state(&self) -> Option<*const ()> {
         self.raw.peer_post_state()
     }
@@ -373,14 +369,14 @@ impl Qp {
         self.raw.has_plain()
     }
 
-    /// Posts requests with one doorbell for a caller that excludes all other posts. Returns false,
-    /// and posts nothing, if the caller is to use another method.
+    /// Posts requests with one doorbell. Returns false, and posts nothing, if the caller is to use
+    /// another method.
     ///
     /// # Safety
     ///
     /// See [`post_send`](Self::post_send). The caller also excludes all other posts of sends, and
     /// changes to RESET. Each buffer has bytes.
-    #[inline(always)]
+    #[inline]
     pub(crate) unsafe fn post_plain(&self, list: impl ExactSizeIterator<Item = PlainWr>) -> bool {
         // SAFETY: S1: promised by the caller.
         unsafe { self.raw.post_plain(list) }

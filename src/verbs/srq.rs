@@ -1,5 +1,3 @@
-//! Shared receive queues of the verbs interface.
-
 #![allow(unsafe_code)]
 
 use std::fmt;
@@ -123,7 +121,7 @@ impl Srq {
     /// Destroys the queue if this is the last reference. Others exist only in queue pairs that were
     /// leaked with a lost device.
     ///
-    /// After an error the queue is leaked: the device may continue with posted receives.
+    /// After an error the queue is leaked, because the device may continue with posted receives.
     pub(crate) fn destroy(self) -> Result<(), VerbError> {
         let Ok(mut inner) = Arc::try_unwrap(self.inner) else { return Ok(()) };
         let result = inner.raw.destroy();

@@ -79,7 +79,7 @@ impl Cq {
     }
 
     /// Returns the queue if its device is polled directly.
-    #[inline(always)]
+    #[inline]
     pub fn direct(&self) -> Option<&Arc<CompletionQueue>> {
         if cfg!(feature = "mlx5") { self.direct.as_ref() } else { None }
     }
@@ -100,7 +100,7 @@ impl contract::Cq for Cq {
         u32::try_from(unsafe { self.raw.as_ref().cqe }).unwrap_or(0)
     }
 
-    #[inline(always)]
+    #[inline]
     fn poll(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError> {
         if let Some(direct) = self.direct() {
             return direct.poll(out);

@@ -45,7 +45,7 @@ fn unsupported(posted: usize) -> PostError {
 /// # Safety
 ///
 /// `qp` must be alive, and the request's memory kept as for `ibv_post_send(3)`.
-#[inline(always)]
+#[inline]
 pub(super) unsafe fn send_in_place(qp: *mut ibv_qp, wr: &SendWr<'_>) -> Result<(), VerbError> {
     let mut element = MaybeUninit::<Element>::uninit();
     let mut refused = ptr::null_mut();
@@ -62,7 +62,7 @@ pub(super) unsafe fn send_in_place(qp: *mut ibv_qp, wr: &SendWr<'_>) -> Result<(
 /// # Safety
 ///
 /// See [`send_in_place`]; the queue pair must have been created for these calls.
-#[inline(always)]
+#[inline]
 pub(super) unsafe fn extended_in_place(
     qp: *mut ibv_qp_ex,
     wr: &SendWr<'_>,
@@ -169,7 +169,7 @@ fn position<T>(first: *mut T, refused: *mut T) -> usize {
 /// # Safety
 ///
 /// `element` must be valid for writes.
-#[inline(always)]
+#[inline]
 unsafe fn write_send(element: *mut Element, next: *mut ibv_send_wr, wr: &SendWr<'_>) {
     use ibv_wr_opcode as code;
     // SAFETY: S3: valid for writes; the fields have no destructors.
@@ -339,7 +339,7 @@ unsafe fn abort(qp: *mut ibv_qp_ex) -> VerbError {
 /// # Safety
 ///
 /// See [`extended`]; `ibv_wr_start` must have been called.
-#[inline(always)]
+#[inline]
 unsafe fn request(qp: *mut ibv_qp_ex, dc: Option<NonNull<mlx5dv_qp_ex>>, wr: &SendWr<'_>) -> bool {
     macro_rules! call {
         ($function:ident $(, $argument:expr)*) => {

@@ -3,13 +3,13 @@
 use rdma_provider::types::{Data, SendOp, SendTarget, SendWr, Transport};
 
 /// Returns true for the most common requests, which every reliable connection supports.
-#[inline(always)]
+#[inline]
 pub(super) fn is_plain(wr: &SendWr<'_>) -> bool {
     matches!(wr.data, Data::Sges([_])) && wr.target.is_none() && !wr.op.is_local()
 }
 
 /// Does the same as [`transport_supports`], with a shortcut.
-#[inline(always)]
+#[inline]
 pub(super) fn is_supported(transport: Transport, wr: &SendWr<'_>) -> bool {
     transport == Transport::Rc && is_plain(wr) || transport_supports(transport, wr)
 }

@@ -215,7 +215,7 @@ impl<R: Reason> Protocol<R> {
     /// # Errors
     ///
     /// Returns the reason to terminate.
-    #[inline(always)]
+    #[inline]
     pub fn on_frame(
         &mut self,
         imm: Option<u32>,
@@ -337,7 +337,7 @@ impl<R: Reason> Protocol<R> {
     /// Returns the next due `Fin`, `Resize` or `Ack`, which must be sent, with the payload of a
     /// `Resize`. A `Fin` and skipped receives only with `all_sent`, after everything that the
     /// service has written, and the latter only if this side `may_skip`.
-    #[inline(always)]
+    #[inline]
     pub fn next_frame(
         &mut self,
         all_sent: bool,

@@ -394,7 +394,7 @@ pub enum PlainOp {
 
 impl PlainOp {
     /// Returns `op` as a plain operation, or `None`.
-    #[inline(always)]
+    #[inline]
     #[must_use]
     pub const fn of(op: SendOp) -> Option<Self> {
         match op {
@@ -491,7 +491,7 @@ pub trait Qp: Debug + Send + Sync {
     ///
     /// See [`post_send`](Self::post_send). The caller also excludes all other posts of sends, and
     /// changes to RESET. Each buffer is one element of registered memory, and not empty.
-    #[inline(always)]
+    #[inline]
     unsafe fn post_plain(&self, _list: impl ExactSizeIterator<Item = PlainWr>) -> bool {
         false
     }

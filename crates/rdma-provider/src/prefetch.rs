@@ -12,7 +12,7 @@ const LINE: usize = 64;
 ///
 /// `start` may be any address: the processor ignores one that is not mapped. Does nothing on other
 /// processors than x86-64.
-#[inline(always)]
+#[inline]
 pub fn prefetch<const LINES: usize>(start: *const ()) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     for line in 0..LINES {

@@ -26,7 +26,7 @@ impl<T: Default> Ring<T> {
     }
 
     /// Appends a slot with the contents of an earlier use: write every field.
-    #[inline(always)]
+    #[inline]
     pub(crate) fn push_slot(&mut self) -> &mut T {
         if self.len() == self.slots.len() {
             self.grow();
@@ -48,7 +48,7 @@ impl<T: Default> Ring<T> {
     }
 
     /// Returns the slot of element `index`, at most the number of slots.
-    #[inline(always)]
+    #[inline]
     const fn at(&self, index: usize) -> usize {
         let at = self.head as usize + index;
         if at < self.slots.len() { at } else { at - self.slots.len() }

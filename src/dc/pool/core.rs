@@ -36,7 +36,6 @@ pub(super) struct Core {
     pub(super) state: Mutex<State>,
     /// Length of the wait queue, readable without the lock.
     queued_peers: AtomicUsize,
-    /// The clock of `Member::last_used`; counts assignments.
     tick: AtomicU64,
     pub(super) switches: AtomicU64,
     pub(super) waited: AtomicU64,
@@ -48,7 +47,6 @@ pub(super) struct Core {
 
 pub(super) struct Member {
     pub(super) initiator: DcInitiator,
-    /// The number of failures at the last repair.
     repaired_failures: AtomicU32,
     last_used: AtomicU64,
     /// Locked during repair and by posts to a shared initiator, which no owner's lock protects.
@@ -66,7 +64,6 @@ impl Member {
         self.queue().failures() == self.repaired_failures.load(Ordering::Relaxed)
     }
 
-    /// Returns a number that each repair changes.
     pub(super) fn generation(&self) -> u32 {
         self.repaired_failures.load(Ordering::Relaxed)
     }
@@ -75,9 +72,8 @@ impl Member {
 #[derive(Default)]
 pub(super) struct State {
     assignments: Vec<Assignment>,
-    /// Peers that wait for an initiator. Some may have no waiting operation any more.
+    /// Some may have no waiting operation any more.
     wait_queue: VecDeque<Weak<Peer>>,
-    /// Peers in the queue without a waiting operation, since its last compaction.
     abandoned: usize,
     closed: bool,
 }
@@ -101,7 +97,6 @@ impl State {
 }
 
 struct Assignment {
-    /// The peer that has the initiator (exclusive policy).
     owner: Weak<Peer>,
     health: Health,
     /// True if the peer has used its quota. Its new operations wait until the initiator is
@@ -170,7 +165,6 @@ impl Core {
         core
     }
 
-    /// Wakes all waiting tasks after the end of a reactor: they use another one or poll.
     #[cold]
     fn wake_tasks(&self) {
         let state = self.state.lock();
@@ -202,7 +196,7 @@ impl Core {
     }
 
     /// Returns true if a peer should yield its initiator before an operation or another lease
-    /// (`for_lease`). Under a lease, operations do not yield, since the initiator would stay
+    /// (`for_lease`). Under a lease, operations do not yield, because the initiator would stay
     /// leased; chained leases must, or they would never end.
     #[inline]
     pub(super) fn must_yield(&self, own: &PeerState, for_lease: bool) -> bool {
@@ -236,10 +230,10 @@ impl Core {
         self.advance(self.state.lock());
     }
 
-    /// Notes that a queued peer has no waiting operation any more.
+    /// Notes that a queued peer no longer has a waiting operation.
     ///
-    /// Compacts the queue when half of it is abandoned: any number may be queued behind a peer that
-    /// waits for long.
+    /// Compacts the queue when half of it is abandoned, because any number may be queued behind a
+    /// peer that waits for long.
     #[cold]
     pub(super) fn peer_abandoned(&self) {
         let mut state = self.state.lock();
@@ -292,7 +286,6 @@ impl Core {
         true
     }
 
-    /// Queues `peer`, which has a waiting operation, or recalls its initiator.
     pub(super) fn enqueue(&self, state: &mut State, peer: &Arc<Peer>) {
         let mut own = peer.state.lock();
         for assignment in &mut state.assignments {
@@ -369,7 +362,6 @@ impl Core {
         }
     }
 
-    /// Serves the first queued peer. Returns false if there is no peer or no initiator.
     fn serve_next(&self, state: &mut State) -> bool {
         let peer = loop {
             let Some(first) = state.wait_queue.front() else { return false };
@@ -411,7 +403,6 @@ impl Core {
         order.into_iter().find(|&at| self.reclaim(state, at))
     }
 
-    /// Returns false if the initiator is busy or leased.
     fn reclaim(&self, state: &mut State, at: usize) -> bool {
         let (assignment, member) = (&mut state.assignments[at], &self.members[at]);
         // Idle is checked first: a failure is counted before it makes the queue idle.
@@ -445,7 +436,6 @@ impl Core {
         );
     }
 
-    /// Posts waiting operations, up to the quota if other peers are queued.
     fn post_waiting(&self, state: &mut State, at: usize, peer: &Peer, own: &mut PeerState) {
         let member = &self.members[at];
         let _gate = member.gate.lock();
@@ -474,7 +464,6 @@ impl Core {
         }
     }
 
-    /// Returns the broken initiators without work in flight; arms the waker for the others.
     fn take_broken(&self, state: &mut State) -> SmallVec<[usize; 8]> {
         let mut broken = SmallVec::new();
         for (at, assignment) in state.assignments.iter_mut().enumerate() {
@@ -488,7 +477,7 @@ impl Core {
         broken
     }
 
-    /// Holds no lock of the pool: peers with other initiators continue.
+    /// Holds no lock of the pool, so that peers with other initiators continue.
     fn repair(&self, at: usize) -> Health {
         let member = &self.members[at];
         let _gate = member.gate.lock();
@@ -519,7 +508,6 @@ impl Core {
         }
     }
 
-    /// Arms the waker for initiators to become idle. Returns true if one is idle already.
     fn arm_idle_wakers(&self, state: &State) -> bool {
         let idle = |(assignment, member): (&Assignment, &Member)| {
             if assignment.health != Health::Sound || !member.is_sound() {
@@ -552,7 +540,6 @@ impl Core {
         self.queued_peers.store(0, Ordering::Relaxed);
     }
 
-    /// Refuses new operations, fails waiting ones, and closes the initiators.
     pub(super) fn close(&self) {
         let mut state = self.state.lock();
         state.closed = true;

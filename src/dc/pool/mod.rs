@@ -1,5 +1,3 @@
-//! Pools of initiators: many peers take turns on a few initiators.
-
 mod core;
 mod peer;
 mod pooled;
@@ -35,7 +33,7 @@ pub enum DcPolicy {
     ///
     /// A peer with nothing in flight switches from an initiator that is busy for other peers to the
     /// one with the least work. An error of one operation flushes all operations on the initiator,
-    /// of other peers too.
+    /// including those of other peers.
     Shared,
 }
 
@@ -119,7 +117,7 @@ impl DcPool {
     ///
     /// # Errors
     ///
-    /// [`SetupError::Closed`] after [`close`](Self::close), else see [`DcInitiator::peer`].
+    /// Those of [`DcInitiator::peer`], and [`SetupError::Closed`] after [`close`](Self::close).
     pub fn peer(&self, address: &DcAddress) -> Result<DcPoolPeer, SetupError> {
         if self.core.state.lock().is_closed() {
             return Err(SetupError::Closed);
@@ -229,8 +227,8 @@ impl DcPoolBuilder {
     ///
     /// # Errors
     ///
-    /// [`SetupError::TooSmall`] for 0 initiators or a [quota](DcPolicy::Exclusive) of 0, else see
-    /// [`DcInitiatorBuilder::build`].
+    /// Those of [`DcInitiatorBuilder::build`], and [`SetupError::TooSmall`] for 0 initiators or a
+    /// [quota](DcPolicy::Exclusive) of 0.
     pub fn build(self) -> Result<DcPool, SetupError> {
         let Self { initiator, initiators, policy } = self;
         SetupError::at_least("initiators", initiators as u64, 1)?;

@@ -1,5 +1,3 @@
-//! Peers of a pool: their operations, assignments and leases.
-
 use std::collections::VecDeque;
 use std::fmt;
 use std::num::NonZero;
@@ -19,8 +17,8 @@ use crate::error::{CompletionError, OpError, OpErrorKind, TryError};
 use crate::op::Destination;
 use crate::types::SendFlags;
 
-/// A peer leaves a shared initiator for one with this many fewer work requests: each switch costs a
-/// connection.
+/// A peer leaves a shared initiator only for one with this many fewer work requests, because each
+/// switch costs a connection.
 const REBALANCE_MARGIN: usize = 8;
 
 pub(super) struct Peer {
@@ -31,22 +29,18 @@ pub(super) struct Peer {
 
 #[derive(Default)]
 pub(super) struct PeerState {
-    /// The index of the assigned initiator plus 1, which takes few bytes: there may be very many
+    /// The index of the assigned initiator plus 1, in few bytes, because there may be very many
     /// peers.
     assignment: Option<NonZero<u32>>,
-    /// Operations begun since the assignment.
     pub(super) used: u32,
     pub(super) leases: u32,
     /// Counts changes of the assignment: a lease is valid within its epoch.
     epoch: u64,
     /// The position behind the peer's last work on a shared initiator.
     mark: u32,
-    /// The [generation](Member::generation) of the initiator at the assignment.
     generation: u32,
-    /// True if an earlier assignment has ended with a failure of the initiator.
     failed: bool,
     pub(super) queued: bool,
-    /// Operations that wait for an initiator.
     #[expect(clippy::box_collection, reason = "most of very many peers have none")]
     waiting: Option<Box<VecDeque<Arc<dyn Waiting>>>>,
 }
@@ -68,14 +62,12 @@ impl PeerState {
         self.epoch += 1;
     }
 
-    /// Returns true if an initiator has failed while it was assigned to the peer.
     fn has_failed(&self, members: &[Member]) -> bool {
         let initiator_failed =
             |queue: &WorkQueue| queue.failures() != self.generation || !queue.is_open();
         self.failed || self.assignment().is_some_and(|at| initiator_failed(members[at].queue()))
     }
 
-    /// Returns the operations that wait for an initiator, in call order.
     pub(super) fn waiting(&self) -> impl ExactSizeIterator<Item = &Arc<dyn Waiting>> {
         self.waiting.as_deref().map(VecDeque::iter).unwrap_or_default()
     }
@@ -85,12 +77,10 @@ impl PeerState {
         self.waiting.as_ref().is_some_and(|waiting| !waiting.is_empty())
     }
 
-    /// Removes the first waiting operation.
     pub(super) fn next_waiting(&mut self) -> Option<Arc<dyn Waiting>> {
         self.waiting.as_mut()?.pop_front()
     }
 
-    /// Removes a waiting operation, wherever it is in the queue.
     fn withdraw(&mut self, entry: *const ()) -> Option<Arc<dyn Waiting>> {
         let at = self.waiting().position(|waiting| Arc::as_ptr(waiting).cast::<()>() == entry)?;
         self.waiting.as_mut()?.remove(at)
@@ -106,7 +96,6 @@ impl PeerState {
     }
 }
 
-/// The permission to post to an initiator.
 pub(super) struct Grant<'a> {
     pub(super) to: DcSender<'a>,
     member: &'a Member,
@@ -119,7 +108,6 @@ impl<'a> Grant<'a> {
     }
 }
 
-/// The locks under which a peer posts to its initiator.
 struct PostGuard<'a> {
     own: MutexGuard<'a, PeerState>,
     gate: Option<MutexGuard<'a, ()>>,
@@ -168,7 +156,6 @@ impl Peer {
         self.enter(true, for_lease).or_else(|| self.acquire(for_lease))
     }
 
-    /// Locks the peer for a post, if its assigned initiator is usable.
     #[inline]
     fn enter(&self, with_quota: bool, for_lease: bool) -> Option<PostGuard<'_>> {
         let mut own = self.state.lock();
@@ -193,7 +180,6 @@ impl Peer {
         Some(PostGuard { own, gate, peer: self, member })
     }
 
-    /// Locks the peer for a post after assigning it an initiator.
     #[cold]
     fn acquire(self: &Arc<Self>, for_lease: bool) -> Option<PostGuard<'_>> {
         let assigned = self.core.assign_now(&mut self.core.state.lock(), self, for_lease);
@@ -201,7 +187,6 @@ impl Peer {
         if assigned { self.enter(false, for_lease) } else { None }
     }
 
-    /// Switches to another shared initiator if the own one is busy only for other peers.
     fn rebalance(&self, own: &mut PeerState) {
         let members = &self.core.members;
         let Some(at) = own.assignment().filter(|_| own.leases == 0) else { return };
@@ -254,12 +239,12 @@ impl Peer {
 ///
 /// Operations work like the methods of [`DcSender`]. A call posts the operation if the peer has an
 /// initiator or one is idle. Otherwise the operation is queued, and posted when the peer gets an
-/// initiator, even without being polled.
+/// initiator, even if it is not polled.
 ///
 /// Operations to one peer are posted in call order over all clones, and arrive in that order on one
-/// initiator. After a failure, operations called before it was seen are flushed, or executed on a
-/// repaired initiator: their order is undefined. Use [`borrow`](Self::borrow) for a sequence that
-/// must end with its first failure.
+/// initiator. Operations called before a failure was seen are flushed, or executed on a repaired
+/// initiator in undefined order. Use [`borrow`](Self::borrow) for a sequence that must end with its
+/// first failure.
 #[derive(Clone)]
 pub struct DcPoolPeer {
     peer: Arc<Peer>,
@@ -350,7 +335,6 @@ impl DcPoolPeer {
         })
     }
 
-    /// Posts like [`submit`](Self::submit). Copies the bytes if they must wait.
     pub(in crate::dc) fn submit_inline<F, W>(&self, bytes: &[u8], work: W) -> PooledOperation<F>
     where
         F: Send + 'static,
@@ -420,7 +404,6 @@ impl DcLease {
         self
     }
 
-    /// Calls `work` with the destination, or with the reason why the lease is no longer valid.
     fn enter<R>(&self, work: impl FnOnce(Result<Destination<'_>, OpErrorKind>) -> R) -> R {
         let mut own = self.peer.state.lock();
         let member = &self.peer.core.members[self.at];

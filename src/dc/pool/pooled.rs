@@ -1,5 +1,3 @@
-//! Operations of a pool, which may wait for an initiator.
-
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
@@ -71,18 +69,17 @@ impl<F: Revocable + Send> PooledOperation<F> {
     /// Limits the operation to `limit` from now. The deadline revokes it: see [`Within`].
     ///
     /// - An operation that waits for an initiator, or is queued in one outside of a batch, leaves
-    ///   the queue. It sends nothing and affects no other work.
+    ///   the queue without effect on other work.
     /// - An operation in flight makes its initiator fail. In an
-    ///   [exclusive](super::DcPolicy::Exclusive) pool, other work of this peer is flushed, and
-    ///   other peers continue. In a [shared](super::DcPolicy::Shared) pool, the work of all peers
-    ///   of the initiator is flushed.
+    ///   [exclusive](super::DcPolicy::Exclusive) pool, only other work of this peer is flushed; in
+    ///   a [shared](super::DcPolicy::Shared) pool, the work of all peers of the initiator.
     ///
     /// The pool repairs the initiator when its work has been flushed, as after any failure. If the
     /// device does not flush it within a second, the initiator is destroyed, and the pool continues
     /// with the others.
     ///
-    /// The operation may complete at the moment of its deadline, and its initiator may move to
-    /// another peer. The work of that peer is then flushed.
+    /// If the operation completes at the moment of its deadline and its initiator moves to another
+    /// peer, the work of that peer is flushed.
     pub fn within(self, limit: Duration) -> Within<Self> {
         self.deadline(clock::deadline(limit))
     }
@@ -141,7 +138,6 @@ struct Queued<F> {
 }
 
 impl<F: Send> Queued<F> {
-    /// Fails the operation with `kind`. Returns false if it was posted.
     fn end(&self, kind: OpErrorKind) -> bool {
         if !self.entry.resolve(Err(kind)) {
             return false;
@@ -161,7 +157,6 @@ impl<F> Drop for Queued<F> {
     }
 }
 
-/// Posts a waiting operation, or fails it.
 pub(super) type Work<F> = Box<dyn FnOnce(Result<Grant<'_>, OpErrorKind>) -> F + Send>;
 
 pub(super) struct Entry<F> {
@@ -169,11 +164,7 @@ pub(super) struct Entry<F> {
 }
 
 enum Stage<F> {
-    Queued {
-        work: Work<F>,
-        waker: Option<Waker>,
-    },
-    /// Posted or failed; the future takes it.
+    Queued { work: Work<F>, waker: Option<Waker> },
     Posted(F),
     Taken,
 }
@@ -183,7 +174,6 @@ impl<F> Entry<F> {
         Arc::new(Self { stage: Mutex::new(Stage::Queued { work, waker: None }) })
     }
 
-    /// Returns the posted operation; otherwise registers `waker`.
     fn poll_posted(&self, waker: &Waker) -> Option<F> {
         // Cloning and dropping a waker runs user code: both happen without the lock.
         let mut clone = None;
@@ -205,7 +195,6 @@ impl<F> Entry<F> {
 }
 
 impl<F> Stage<F> {
-    /// Takes the operation if it was posted or failed.
     fn take_posted(&mut self) -> Option<F> {
         match std::mem::replace(self, Self::Taken) {
             Self::Posted(future) => Some(future),
@@ -218,13 +207,13 @@ impl<F> Stage<F> {
 }
 
 pub(super) trait Waiting: Send + Sync {
-    /// Posts the operation or fails it. Called under locks.
+    /// Posts the operation or fails it, under locks.
     ///
     /// Returns false without effect if that was done before, or the future was dropped, but the
     /// entry has not left the queue yet.
     fn resolve(&self, grant: Result<Grant<'_>, OpErrorKind>) -> bool;
 
-    /// Wakes the task. Called under locks, and therefore after their release.
+    /// Called under locks, so the task is woken after their release.
     fn wake_task(&self);
 }
 

@@ -13,8 +13,8 @@ use crate::sync::{MutexGuard, Ordering, lock, try_lock};
 use crate::verbs::{Channel, Device};
 
 impl CompletionQueueCore {
-    /// Ensures that a completion is noticed although no task may wait for it: an abandoned
-    /// operation holds buffers, and capacity that others wait for. A busy poller needs no event.
+    /// Ensures that a completion is noticed even if no task waits for it: an abandoned operation
+    /// holds buffers, and capacity that others wait for. A busy poller needs no event.
     pub(in crate::engine) fn ensure_watched(self: &Arc<Self>) {
         if !self.mode.arms() {
             return;
@@ -26,7 +26,6 @@ impl CompletionQueueCore {
         self.reactors.watch(self);
     }
 
-    /// Ensures that the current runtime watches the queue; returns false if it cannot.
     #[inline]
     pub(crate) fn watch(self: &Arc<Self>) -> bool {
         let watched = self.reactors.watch(self);
@@ -49,7 +48,6 @@ impl CompletionQueueCore {
         self.release(state);
     }
 
-    /// Returns the completions that operations wait for. Requires the lock of `state`.
     fn awaited(&self) -> Arm {
         // In this order, a concurrent change can only lead to more events.
         let waiting = self.waiting.load(Ordering::Acquire);
@@ -138,7 +136,6 @@ impl reactor::Watched for CompletionQueueCore {
     }
 }
 
-/// The completion queue as the protocol of its events sees it.
 pub(super) struct Draining<'a> {
     pub(super) queue: &'a CompletionQueueCore,
     pub(super) state: &'a mut State,

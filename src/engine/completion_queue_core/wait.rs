@@ -17,7 +17,7 @@ use crate::sync::{MutexGuard, Ordering, lock, try_lock};
 use crate::types::WorkCompletion;
 
 /// Lets the task poll again at once: without a reactor, only the task itself can cause its next
-/// poll. The first such task of the process is logged.
+/// poll.
 #[cold]
 fn poll_without_reactor(context: &Context<'_>) {
     static IS_KNOWN: AtomicBool = AtomicBool::new(false);
@@ -34,7 +34,7 @@ impl CompletionQueueCore {
     /// Returns true if taken completions may stay undispatched: no task waits, and no thread polls.
     /// A task that begins to wait dispatches them first: `poll_further`, `wait_slow`,
     /// `ensure_watched`.
-    #[inline(always)]
+    #[inline]
     fn may_defer(&self) -> bool {
         self.waiting.load(Ordering::Relaxed) == 0 && self.mode.arms()
     }
@@ -67,7 +67,7 @@ impl CompletionQueueCore {
     /// Polls once for the work request of `queue` in a [new](Slot::is_new) slot, then waits as the
     /// mode requires.
     ///
-    /// If the next completion is the operation's own and a success, returns the result of `see`;
+    /// If the next completion is a success of this operation, returns the result of `see`;
     /// otherwise the slot has the outcome. In the first case the caller must
     /// [end](crate::engine::claim::Claim::end) the claim. That may free the queue, so the caller
     /// has no reference arguments to it.
@@ -82,8 +82,7 @@ impl CompletionQueueCore {
         this.poll_once(lock(&this.state), queue, slot, context, see)
     }
 
-    /// Polls again for an operation that is not complete and may have waited.
-    #[inline(always)]
+    #[inline]
     pub(in crate::engine) fn poll_again<S>(
         self: &Arc<Self>,
         queue: &WorkQueue,
@@ -201,7 +200,6 @@ impl CompletionQueueCore {
         self.wait_slow(guard, more, slot, context)
     }
 
-    /// Dispatches the remaining completions, then polls if the operation is not complete.
     #[cold]
     fn poll_further<'a>(
         self: &'a Arc<Self>,
@@ -214,7 +212,6 @@ impl CompletionQueueCore {
         self.wait_slow(state, more, slot, context)
     }
 
-    /// Dispatches all completions, unless the operation is to yield first.
     #[cold]
     fn poll_direct<'a>(
         self: &'a Arc<Self>,
@@ -232,7 +229,6 @@ impl CompletionQueueCore {
         self.wait_slow(guard, more, slot, context)
     }
 
-    /// Dispatches all completions for the tasks that wait, and posts queued work of `queue`.
     #[cold]
     fn drain_further(mut state: MutexGuard<'_, State>, queue: &WorkQueue) {
         let this = queue.cq();
@@ -241,7 +237,6 @@ impl CompletionQueueCore {
         this.release(state);
     }
 
-    /// Posts queued work of `queue`, then unlocks.
     #[cold]
     fn admit_queued(mut state: MutexGuard<'_, State>, queue: &WorkQueue) {
         queue.admit_queued(&mut state.woken);
@@ -258,7 +253,6 @@ impl CompletionQueueCore {
         self.wait_slow(state, more, slot, context)
     }
 
-    /// Waits while another thread drains.
     #[cold]
     fn wait_locked(
         self: &Arc<Self>,
@@ -368,8 +362,6 @@ impl CompletionQueueCore {
         Poll::Pending
     }
 
-    /// Ensures that completions are noticed for a task that waits for their consequences, also by
-    /// its own runtime.
     pub(crate) fn ensure_watched_for(self: &Arc<Self>, context: &mut Context<'_>) {
         self.drain();
         if !self.mode().arms() {
@@ -414,7 +406,7 @@ impl CompletionQueueCore {
     }
 }
 
-#[inline(always)]
+#[inline]
 fn is_success_of(completion: &WorkCompletion, slot: &Slot<WorkQueue>) -> bool {
     completion.wr_id == slot.id() && completion.status.is_success()
 }

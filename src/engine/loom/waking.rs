@@ -17,13 +17,11 @@ type Runtime = u32;
 
 /// The completion queue of a device: completions, one-shot arming, a channel.
 struct Device {
-    /// Completions of the operation.
     completions: u32,
     /// Completions of solicited receives, which the listener learns of.
     receives: u32,
     arm: Arm,
     events: u32,
-    /// The wakers of the tasks that serve the channel.
     servers: Vec<Waker>,
 }
 
@@ -39,13 +37,11 @@ impl Device {
     }
 }
 
-/// The state of a completion queue under its lock.
 struct State {
     request: arm::Request,
     spinning: Option<Runtime>,
 }
 
-/// A completion queue that events announce, with one operation in flight in `slot`.
 struct Queue {
     device: Mutex<Device>,
     state: Mutex<State>,
@@ -53,7 +49,6 @@ struct Queue {
     id: WrId,
     waiting: AtomicU32,
     listener: Option<Waker>,
-    /// The runtimes that watch the channel.
     runtimes: Mutex<Vec<Runtime>>,
 }
 
@@ -141,14 +136,12 @@ impl Queue {
         result
     }
 
-    /// Completes the operation.
     fn complete(&self) {
         let mut device = self.device.lock().unwrap();
         device.completions += 1;
         device.raise(Arm::All);
     }
 
-    /// Completes a receive.
     fn receive(&self) {
         let mut device = self.device.lock().unwrap();
         device.receives += 1;
@@ -178,7 +171,6 @@ impl Queue {
         })
     }
 
-    /// Ends the polls of the task of [`OWN`], like `stop_spinning`.
     fn stop_spinning(&self) {
         self.with(|draining| {
             if draining.state.spinning == Some(OWN) {
@@ -302,7 +294,6 @@ impl SpinningTask {
         });
     }
 
-    /// Polls until it waits for an event.
     fn run(&mut self) {
         self.poll();
         while self.rounds > 0 || self.scheduled.woken() {

@@ -9,12 +9,11 @@ use crate::error::OpErrorKind;
 use crate::sync::Ordering;
 use crate::types::WrId;
 
-/// Maximum number of work requests of a batch. Each takes one generation. At most half of all
-/// generations, so that two successive uses of a slot stay distinguishable.
+/// Maximum number of work requests of a batch. Each takes one generation; at most half of all, so
+/// that two successive uses of a slot stay distinguishable.
 pub(in crate::engine) const MAX_PARTS: u32 = u16::MAX as u32;
 const _: () = assert!(MAX_PARTS < 1 << (GENERATION_BITS - 1));
 
-/// The failed parts of a batch, each once, in any order.
 pub(in crate::engine) type FailedParts = Vec<(u32, OpErrorKind)>;
 
 impl<Q> Slot<Q> {
@@ -25,7 +24,6 @@ impl<Q> Slot<Q> {
         self.set_start(position.wrapping_sub(part));
     }
 
-    /// Records the position of the first part; the other parts are posted directly after it.
     pub(in crate::engine) fn set_start(&self, start: u32) {
         self.start.store(start, Ordering::Relaxed);
         self.set_position(start.wrapping_add(self.parts() - 1));
@@ -53,7 +51,6 @@ impl<Q> Slot<Q> {
         self.parts.load(Ordering::Acquire).into()
     }
 
-    /// Returns which part of the slot's current batch `id` is.
     pub(in crate::engine) fn part(&self, id: WrId) -> Option<u32> {
         // Loaded before the id of the last part.
         let parts = self.parts();
@@ -62,7 +59,6 @@ impl<Q> Slot<Q> {
         behind.is_multiple_of(GENERATION).then_some(part as u32)
     }
 
-    /// Returns which part of a batch in flight `id` is.
     pub(in crate::engine) fn current_part(&self, id: WrId) -> Option<u32> {
         // Same order of loads as in `phase_in`.
         let state = self.state.load(Ordering::Acquire);
@@ -83,7 +79,7 @@ impl<Q> Slot<Q> {
 pub(in crate::engine) struct PartIds(WrId);
 
 impl PartIds {
-    #[inline(always)]
+    #[inline]
     pub(in crate::engine) fn next(&mut self) -> WrId {
         let id = self.0;
         self.0 = WrId(id.0.wrapping_add(GENERATION));

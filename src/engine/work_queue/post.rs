@@ -29,8 +29,7 @@ use rdma_provider::contract::{PlainOp, PlainWr};
 
 impl WorkQueue {
     /// Posts one work request in the common case: one buffer within all limits, and free capacity.
-    /// `buffer` is its element and protection domain. Otherwise posts nothing, and the caller uses
-    /// [`submit`](Self::submit).
+    /// Otherwise posts nothing, and the caller uses [`submit`](Self::submit).
     #[inline(always)]
     pub(crate) fn submit_now(
         self: &Arc<Self>,
@@ -63,7 +62,7 @@ impl WorkQueue {
 
     /// Returns true if this single element needs no further check. Empty elements need one: some
     /// devices take length 0 for 2^31.
-    #[inline(always)]
+    #[inline]
     pub(in crate::engine) fn is_plain(&self, sge: Sge, pd: PdKey, remote_len: u64) -> bool {
         let length = u64::from(sge.length);
         pd == self.pd && length > 0 && length <= remote_len && length <= self.plain
@@ -103,8 +102,6 @@ impl WorkQueue {
         self.send_now(SendOp::Send, Some(PlainOp::Send), flags, sge(addr, length_and_key))
     }
 
-    /// Posts a send of one buffer, which is not empty, if there is capacity. Inlined: a call would
-    /// cost as much as it saves.
     #[inline(always)]
     fn send_now(
         self: &Arc<Self>,
@@ -180,7 +177,6 @@ impl WorkQueue {
         Some(claim)
     }
 
-    /// Returns true if the next work request can be posted now, and updates `until`.
     #[inline(never)]
     pub(in crate::engine) fn can_post(&self, posting: &mut Posting) -> bool {
         let may_post = posting.wait_queue.is_empty() && posting.poster.is_some();
@@ -197,7 +193,6 @@ impl WorkQueue {
         posting.until >= needed
     }
 
-    /// Posts one work request, or queues it if there is no capacity.
     #[inline(never)]
     pub(crate) fn submit<B: Gather>(
         self: &Arc<Self>,
@@ -261,8 +256,6 @@ impl WorkQueue {
         Ok(claim)
     }
 
-    /// Posts a batch with one doorbell, or queues it. `buffers` belong to `entries`, in order. `to`
-    /// is the receiver of all parts if the queue pair is not connected.
     pub(crate) fn submit_batch<B: Gather>(
         self: &Arc<Self>,
         entries: &Entries,
@@ -458,7 +451,6 @@ impl WorkQueue {
         woken.finish();
     }
 
-    /// Refuses the rest of a queued batch after the device has refused its first queued part.
     #[cold]
     fn refuse_queued(
         &self,
@@ -501,9 +493,9 @@ impl WorkQueue {
     }
 
     /// Flushes the accepted beginning of a batch. Moves the queue pair to the error state and posts
-    /// a work request in place of the `last`, whose flush completes the batch when the device is
-    /// done with all of it. If the device refuses that too, the queue pair is destroyed after the
-    /// locks are released, which also completes the batch.
+    /// a work request in place of the `last`, whose flush completes the batch. If the device
+    /// refuses that too, the queue pair is destroyed after the locks are released, which also
+    /// completes the batch.
     fn flush_behind(
         &self,
         posting: &mut Posting,
@@ -544,7 +536,6 @@ impl WorkQueue {
         }
     }
 
-    /// Schedules the destruction of a queue pair that cannot be flushed.
     pub(super) fn schedule_teardown(
         &self,
         stuck: &dyn std::fmt::Display,
@@ -633,13 +624,12 @@ impl WorkQueue {
     }
 }
 
-/// Packs length and key of a buffer into one register.
-#[inline(always)]
+#[inline]
 fn length_and_key(sge: Sge) -> u64 {
     u64::from(sge.length) << 32 | u64::from(sge.lkey.0)
 }
 
-#[inline(always)]
+#[inline]
 fn sge(addr: u64, length_and_key: u64) -> Sge {
     Sge { addr, length: (length_and_key >> 32) as u32, lkey: Lkey(length_and_key as u32) }
 }

@@ -1,5 +1,3 @@
-//! Revocation of work at a deadline.
-
 use super::WorkQueue;
 use crate::engine::slot::Outcome;
 use crate::engine::wake_list::WakeList;
@@ -8,8 +6,8 @@ use crate::sync::lock;
 use crate::types::WrId;
 
 impl WorkQueue {
-    /// Ends a queued work request, unknown to the device, with `kind`. Returns false if it is not
-    /// queued, or part of a batch.
+    /// Ends a queued work request with `kind`. Returns false if it is not queued, or part of a
+    /// batch.
     pub(crate) fn withdraw(&self, id: WrId, kind: OpErrorKind) -> bool {
         let mut woken = WakeList::new();
         let mut posting = lock(&self.posting);
@@ -30,7 +28,6 @@ impl WorkQueue {
         self.queue_pair().is_some_and(|queue_pair| queue_pair.move_to_error(cause))
     }
 
-    /// Destroys the queue pair. All its work has ended afterwards, unless the device refuses.
     pub(crate) fn destroy_queue_pair(&self) {
         if let Some(queue_pair) = self.queue_pair() {
             queue_pair.shut_down(OpErrorKind::Closed);

@@ -1,5 +1,3 @@
-//! Building queue pairs: settings, the choice of the path, and creation.
-
 use std::any::Any;
 use std::sync::atomic::AtomicU32;
 use std::sync::{Arc, OnceLock};
@@ -46,27 +44,21 @@ pub struct QueuePairBuilder {
     srq: Option<SharedReceiveQueue>,
     transport: Transport,
     caps: QpCaps,
-    /// The requested `max_recv_wr`.
     receives: Option<u32>,
     held: Option<Arc<dyn Any + Send + Sync>>,
     access: Option<Access>,
     qkey: Option<Qkey>,
     path: Path,
-    /// The number reserved by the connection manager.
     number: Option<Qpn>,
-    /// The peer solicits all messages.
     solicited: bool,
-    /// Receives report to a listener in event and hybrid mode.
     listened: bool,
 }
 
-/// The choice of the local port and GID.
 #[derive(Debug, Clone)]
 pub(crate) enum Path {
     Any,
     To(Gid),
     From(PortNum, u8),
-    /// Chosen by the connection manager.
     At(Arc<PortAttr>, GidEntry),
 }
 
@@ -201,7 +193,7 @@ impl QueuePairBuilder {
         self.pd.device()
     }
 
-    /// Makes the queue pair hold a value, which is dropped after all that the queue pair refers to.
+    /// Makes the queue pair hold a value that is dropped after everything it refers to.
     pub(crate) fn holding(mut self, held: impl Any + Send + Sync) -> Self {
         self.held = Some(Arc::new(held));
         self
@@ -212,16 +204,16 @@ impl QueuePairBuilder {
         self
     }
 
-    /// Receives raise events only for solicited messages, because the peer sends no others, and for
-    /// failures. Without effect on devices of which it is unknown whether failures raise such an
-    /// event: Linux's SoftRoCE flushes receives without one.
+    /// Makes receives raise events only for failures and solicited messages, because the peer sends
+    /// no others. Has no effect on devices whose flushed receives may raise no such event, like
+    /// Linux's SoftRoCE.
     pub(crate) fn solicited(mut self) -> Self {
         self.solicited = true;
         self
     }
 
     /// Lets receives report to a [listener](QueuePair::listen) if their queue is in event or hybrid
-    /// mode. Other modes wait with the operations, which spin.
+    /// mode. In other modes, operations that wait spin.
     pub(crate) fn listened(mut self) -> Self {
         self.listened = true;
         self
@@ -254,7 +246,6 @@ impl QueuePairBuilder {
         self.build_any()
     }
 
-    /// Creates a queue pair of any transport, otherwise as [`build`](Self::build).
     pub(crate) fn build_any(self) -> Result<QueuePair, SetupError> {
         let Self {
             pd,

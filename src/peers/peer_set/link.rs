@@ -1,5 +1,3 @@
-//! The links that a set of peers can hold.
-
 use std::future::{Future, ready};
 
 use crate::connection::Connection;
@@ -36,20 +34,17 @@ pub trait PeerLink: Send + Sync + 'static {
     /// another one. The set calls it with a lock held, so it must neither block nor use the set.
     fn has_ended(&self) -> bool;
 
-    /// Closes an idle link that the set has removed, or one that has ended. Guards of a link that
-    /// has ended may still exist. The set drops other links without this call: those that their
-    /// last guard finds ended, those detached by
-    /// [`disconnect`](super::PeerSet::disconnect) while a guard exists, and further ones while
-    /// [`max_peers`](super::PeerSetConfig::max_peers) are being closed.
+    /// Closes an idle link that the set has removed, or one that has ended, of which guards may
+    /// still exist. Does nothing by default.
     ///
-    /// Does nothing by default.
+    /// The set drops other links without this call: those that their last guard finds ended, those
+    /// detached by [`disconnect`](super::PeerSet::disconnect) while a guard exists, and all while
+    /// [`max_peers`](super::PeerSetConfig::max_peers) others are being closed.
     fn close(&self) -> impl Future<Output = ()> + Send {
         ready(())
     }
 
-    /// Ends a link of a set that is dropped. Guards of the link may exist.
-    ///
-    /// Does nothing by default.
+    /// Ends a link of a set that is dropped. Guards of the link may exist. Does nothing by default.
     fn abort(&self) {}
 }
 
@@ -69,8 +64,8 @@ impl PeerLink for Connection {
     }
 }
 
-/// Has ended when it [has failed](DcPoolPeer::has_failed). It has nothing to close: guards may be
-/// used after the set is dropped.
+/// Has ended when it [has failed](DcPoolPeer::has_failed). Nothing is closed: guards may be used
+/// after the set is dropped.
 impl PeerLink for DcPoolPeer {
     fn has_ended(&self) -> bool {
         self.has_failed()

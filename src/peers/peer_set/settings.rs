@@ -1,5 +1,3 @@
-//! Settings, counters and errors of a set of peers.
-
 use std::fmt;
 use std::io;
 use std::time::Duration;
@@ -34,8 +32,8 @@ impl Default for PeerSetConfig {
 }
 
 impl PeerSetConfig {
-    /// Sets how many peers have a link, or one being made, at once; default 1,024, at least 1.
-    /// Links that are being closed come on top, at most as many.
+    /// Sets how many peers have a link, or one being made, at once; default 1,024, at least 1. As
+    /// many more links may be in the process of closing.
     pub fn max_peers(mut self, peers: usize) -> Self {
         self.max_peers = peers.max(1);
         self

@@ -13,14 +13,10 @@ use super::{Attempt, Attempted, PeerLink, PeerSetConfig, PeerSetCounters};
 
 pub(super) struct Table<K, L> {
     slots: HashMap<K, Slot<L>>,
-    /// Keys of idle slots, the least recently used first.
     idle: BTreeMap<u64, K>,
-    /// The next key of `idle`.
     next_idle: u64,
     generation: u64,
-    /// Links that the closer has not taken.
     ended: Vec<Arc<L>>,
-    /// The closer looks for expired peers again at this time.
     closer_wakes: Option<Instant>,
     counters: PeerSetCounters,
     max_peers: usize,
@@ -28,13 +24,10 @@ pub(super) struct Table<K, L> {
     idle_timeout: Option<Duration>,
 }
 
-/// A peer that is busy, or idle with a link.
 struct Slot<L> {
-    /// Guards, and callers that wait for one.
     users: usize,
     permits: Arc<Semaphore>,
     state: State<L>,
-    /// The key in `idle` and the time since when it is idle.
     idle: Option<(u64, Instant)>,
 }
 
@@ -70,7 +63,7 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Table<K, L> {
         }
     }
 
-    /// Enters the slot of a known peer and returns its permits. Returns `None` for other peers.
+    /// Enters the slot of a known peer and returns its permits; `None` for other peers.
     pub(super) fn enter(&mut self, key: &K) -> Option<Arc<Semaphore>> {
         let slot = self.slots.get_mut(key)?;
         slot.users += 1;
@@ -80,8 +73,7 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Table<K, L> {
         Some(slot.permits.clone())
     }
 
-    /// Enters the slot of any peer, and evicts the least recently used idle one if necessary.
-    /// Returns `None` if all are busy.
+    /// Evicts the least recently used idle peer if necessary. Returns `None` if all are busy.
     pub(super) fn enter_new(&mut self, key: &K) -> Option<Arc<Semaphore>> {
         if let Some(permits) = self.enter(key) {
             return Some(permits);
@@ -103,7 +95,7 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Table<K, L> {
         true
     }
 
-    /// Ends a use. Returns a link to drop without the lock.
+    /// The caller drops the returned link without the lock.
     pub(super) fn leave(&mut self, key: &K) -> Option<Arc<L>> {
         let slot = self.slots.get_mut(key)?;
         slot.users -= 1;
@@ -121,7 +113,7 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Table<K, L> {
         link
     }
 
-    /// Returns the state of a busy peer, after removing a link that has ended.
+    /// Removes a link that has ended first.
     pub(super) fn state(&mut self, key: &K) -> Option<&State<L>> {
         let slot = self.slots.get_mut(key)?;
         if matches!(slot.state, State::Linked(..)) && !slot.state.is_live() {
@@ -138,7 +130,6 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Table<K, L> {
         self.generation
     }
 
-    /// Notes an attempt and returns it, or the one that another caller has started.
     pub(super) fn start(&mut self, key: &K, attempt: Attempt<L>) -> Attempt<L> {
         let Some(slot) = self.slots.get_mut(key) else { return attempt };
         if let State::Connecting(other) = &slot.state
@@ -152,7 +143,6 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Table<K, L> {
         attempt
     }
 
-    /// Notes the result of an attempt, once.
     pub(super) fn settle(&mut self, key: &K, attempt: &Attempt<L>, result: &Attempted<L>) {
         let Some(slot) = self.slots.get_mut(key) else { return };
         let State::Connecting(noted) = &slot.state else { return };
@@ -171,7 +161,7 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Table<K, L> {
         };
     }
 
-    /// Detaches the link of a peer, and returns it to drop without the lock.
+    /// The caller drops the returned link without the lock.
     pub(super) fn disconnect(&mut self, key: &K) -> Option<Arc<L>> {
         let slot = self.slots.get_mut(key)?;
         let link = std::mem::replace(&mut slot.state, State::Unlinked).into_link();
@@ -183,8 +173,8 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Table<K, L> {
         link
     }
 
-    /// Removes idle peers whose time is over. Returns links to close, and the time when the
-    /// next peer expires.
+    /// Removes idle peers whose time is over. Returns links to close, and the time when the next
+    /// peer expires.
     pub(super) fn expire(&mut self, now: Instant) -> (Vec<Arc<L>>, Option<Instant>) {
         let mut next = None;
         while let (Some(timeout), Some(oldest)) = (self.idle_timeout, self.idle.first_entry()) {
@@ -202,14 +192,13 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Table<K, L> {
         (std::mem::take(&mut self.ended), next)
     }
 
-    /// Returns true if the closer must be notified. Its timer suffices for later idle peers: they
-    /// expire later.
+    /// Returns true if the closer must be notified. For later idle peers, which expire later, its
+    /// timer suffices.
     pub(super) fn needs_closer(&self) -> bool {
         let expires = self.idle_timeout.is_some() && !self.idle.is_empty();
         !self.ended.is_empty() || expires && self.closer_wakes.is_none()
     }
 
-    /// Returns the links of all peers.
     pub(super) fn links(&self) -> Vec<Arc<L>> {
         let linked = |slot: &Slot<L>| match &slot.state {
             State::Linked(_, link) => Some(link.clone()),
@@ -218,7 +207,6 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Table<K, L> {
         self.slots.values().filter_map(linked).collect()
     }
 
-    /// Removes all peers and returns their links.
     pub(super) fn clear(&mut self) -> Vec<Arc<L>> {
         self.idle.clear();
         let slots = self.slots.drain().filter_map(|(_, slot)| slot.state.into_link());

@@ -15,31 +15,25 @@ use crate::verbs::Device;
 
 pub(super) type Attempt = BoxFuture<'static, Result<Connection, EstablishError>>;
 
-/// A failure, and whether another attempt follows.
 pub(super) enum Failure {
-    /// Another attempt.
     Again(ReconnectCause),
     Permanent(ReconnectCause),
 }
 
 pub(super) struct Connector {
     dialer: Dialer,
-    /// Changes of the device in use; `None` without one, or if they cannot be watched.
+    /// `None` without a device, or if it cannot be watched.
     changes: Option<PortChanges>,
 }
 
-/// The part that begins attempts.
 enum Dialer {
-    /// A function of the service, which chooses the device.
     Service(Box<dyn FnMut() -> Attempt + Send>),
     Device(DeviceDialer),
 }
 
 struct DeviceDialer {
-    /// `None` before the first attempt, and after the device was removed.
     device: Option<Device>,
     open: Box<dyn FnMut() -> Result<Device, OpenError> + Send>,
-    /// `open` returns another device after a removal.
     reopens: bool,
     connect: Box<dyn FnMut(Device) -> Attempt + Send>,
 }
@@ -61,7 +55,6 @@ impl Connector {
         Self { dialer: Dialer::Device(dialer), changes: None }
     }
 
-    /// Begins an attempt, unless the device is known to prevent it.
     pub(super) fn start(&mut self) -> Result<Attempt, Failure> {
         let dialer = match &mut self.dialer {
             Dialer::Service(connect) => return Ok(connect()),
@@ -91,7 +84,6 @@ impl Connector {
         Ok((dialer.connect)(device.clone()))
     }
 
-    /// Decides what follows a failed attempt.
     pub(super) fn failed(&mut self, error: EstablishError, policy: &ReconnectPolicy) -> Failure {
         if let Dialer::Device(dialer) = &mut self.dialer {
             if let Some(device) = &dialer.device {
@@ -111,7 +103,6 @@ impl Connector {
         if again { Failure::Again(cause) } else { Failure::Permanent(cause) }
     }
 
-    /// Releases the removed device.
     fn removed(&mut self) -> Failure {
         let Dialer::Device(dialer) = &mut self.dialer else {
             unreachable!("called for `Dialer::Device` only")
@@ -123,7 +114,6 @@ impl Connector {
         if dialer.reopens { Failure::Again(cause) } else { Failure::Permanent(cause) }
     }
 
-    /// Waits for a change of the device that attempts are made on.
     pub(super) async fn device_changed(&mut self) {
         match &mut self.changes {
             Some(changes) => changes.wait_by_descriptor().await,
@@ -131,7 +121,7 @@ impl Connector {
         }
     }
 
-    /// Begins to watch the device of a new connection. Before others see the connection, so that no
+    /// Begins to watch the device of a new connection: before others see the connection, so that no
     /// change after that is missed.
     pub(super) fn watch(&mut self, connection: &Connection) {
         if let Dialer::Service(_) = self.dialer {
@@ -139,9 +129,9 @@ impl Connector {
         }
     }
 
-    /// Waits for the end of a connection that is watched, and lets it ask its peer for a frame
-    /// after each change that leaves a port active. While all ports are down, the answer would be a
-    /// failure, although a short outage harms no idle connection.
+    /// Waits for the end of a connection, and lets it ask its peer for a frame after each change
+    /// that leaves a port active. While all ports are down, that would fail, although a short
+    /// outage harms no idle connection.
     pub(super) async fn ended(&mut self, connection: &Connection) -> CloseReason {
         let reason = probing(self.changes.as_mut(), connection, connection.closed()).await;
         if let Dialer::Service(_) = self.dialer {
@@ -168,7 +158,7 @@ async fn probing<T>(
     }
 }
 
-/// Returns true if an attempt on a removed device fails with `error`. Other causes are possible.
+/// Returns true if a removed device can be the cause of `error`, which may have other causes.
 fn is_gone(error: &EstablishError) -> bool {
     let by_setup = |error: &SetupError| match error {
         SetupError::Verb(error) => error.is_device_gone(),

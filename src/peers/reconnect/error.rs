@@ -1,5 +1,3 @@
-//! Errors of connecting again, and the choice whether to.
-
 use std::fmt;
 use std::io;
 use std::time::Duration;
@@ -137,8 +135,8 @@ impl From<ReconnectError> for io::Error {
 }
 
 impl EstablishError {
-    /// Returns true if a later attempt with the same settings may succeed. The table of
-    /// [`Reconnect`](super::Reconnect) lists the cases.
+    /// Returns true if a later attempt with the same settings may succeed; see the table of
+    /// [`Reconnect`](super::Reconnect).
     #[must_use]
     pub fn is_temporary(&self) -> bool {
         match self {
@@ -210,7 +208,6 @@ fn is_temporary_setup(error: &SetupError) -> bool {
 }
 
 fn is_temporary_verb(error: &VerbError) -> bool {
-    /// From `errno(3)`.
     const EINTR: i32 = 4;
     const EAGAIN: i32 = 11;
     const ENFILE: i32 = 23;

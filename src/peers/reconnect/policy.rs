@@ -1,16 +1,13 @@
-//! The policy of connecting again.
-
 use std::time::Duration;
 
 use crate::connection::EstablishError;
 
 /// The delays, timeouts and the deadline of a [`Reconnect`](super::Reconnect).
 ///
-/// The delay before an attempt doubles with each failure, from
-/// [`first_delay`](Self::first_delay) to [`greatest_delay`](Self::greatest_delay). Its second half
-/// is random, so that the clients of a restarted server do not connect at the same time. A
-/// connection that has lasted for the greatest delay resets it. An event of the device also does,
-/// and shortens a wait to a first delay after the event.
+/// The delay before an attempt doubles with each failure, from [`first_delay`](Self::first_delay)
+/// to [`greatest_delay`](Self::greatest_delay). Its second half is random, so that the clients of a
+/// restarted server do not connect at the same time. A connection that has lasted for the greatest
+/// delay resets it.
 #[derive(Debug, Clone)]
 #[must_use]
 pub struct ReconnectPolicy {
@@ -21,7 +18,7 @@ pub struct ReconnectPolicy {
     pub(super) retry_when: fn(&EstablishError) -> bool,
 }
 
-/// The shortest delay. A delay of zero would let a refused client use up a processor.
+/// A delay of zero would let a refused client use up a processor.
 const LEAST_DELAY: Duration = Duration::from_millis(1);
 
 impl Default for ReconnectPolicy {
@@ -44,7 +41,7 @@ impl ReconnectPolicy {
         self
     }
 
-    /// Sets the greatest delay; default 5 s. It counts if it is shorter than the first.
+    /// Sets the greatest delay; default 5 s. It takes precedence over a longer first delay.
     pub fn greatest_delay(mut self, delay: Duration) -> Self {
         self.greatest_delay = delay;
         self
@@ -65,9 +62,9 @@ impl ReconnectPolicy {
         self
     }
 
-    /// Sets which errors lead to another attempt; [`EstablishError::is_temporary`] unless set.
-    /// Timeouts of attempts always do, and so do a removed device that is opened anew and errors of
-    /// opening it.
+    /// Sets which errors lead to another attempt; default [`EstablishError::is_temporary`].
+    /// Timeouts of attempts always do, and so do the removal of a device that can be reopened and
+    /// errors of opening it.
     ///
     /// ```
     /// use tokio_rdma::EstablishError;

@@ -89,7 +89,7 @@ impl State {
         self.entries.len().max(usize::from(self.health != Health::Good))
     }
 
-    #[inline(always)]
+    #[inline]
     pub(crate) fn take(&mut self, out: &mut [WorkCompletion]) -> usize {
         let mut count = 0;
         for target in out {

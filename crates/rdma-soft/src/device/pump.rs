@@ -56,7 +56,7 @@ pub(crate) enum Half {
 
 impl QpInner {
     /// Sends queued work within the budget, then settles the requester and unlocks it.
-    #[inline(always)]
+    #[inline]
     pub(crate) fn pump(
         self: &Arc<Self>,
         mut sender: MutexGuard<'_, Sender>,

@@ -130,7 +130,7 @@ impl Receiver for ReceiveSide<'_> {
         self.qp.srq.as_ref().is_some_and(|srq| srq.take(into))
     }
 
-    #[inline]
+    #[inline(always)]
     fn complete(&mut self, position: u32, completion: &WorkCompletion, solicited: bool) {
         let frees = if self.qp.srq.is_some() {
             Frees::Shared
@@ -224,7 +224,7 @@ impl QpInner {
     }
 
     /// Schedules the timer, raises events and defers a failure, after any action of the requester.
-    #[inline(always)]
+    #[inline]
     pub(crate) fn settle(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) {
         let scheduler = &self.device.network.scheduler;
         // Otherwise the continuation settles.

@@ -234,7 +234,7 @@ pub(crate) fn atomic(target: &Segment<'_>, op: AtomicOp) -> Option<u64> {
 ///
 /// `from` is valid for reads and `to` for writes of `len` bytes. Concurrent accesses to shared
 /// memory are atomic; unshared memory has none (S1).
-#[inline]
+#[inline(always)]
 unsafe fn copy(from: *const u8, from_shared: bool, to: *mut u8, to_shared: bool, len: usize) {
     // SAFETY: S2: the caller upholds the contract of this function.
     unsafe {
@@ -273,7 +273,7 @@ impl<const N: usize> Words<N> {
 impl<const N: usize> Deref for Words<N> {
     type Target = [AtomicU32; N];
 
-    #[inline(always)]
+    #[inline]
     fn deref(&self) -> &[AtomicU32; N] {
         // SAFETY: S1: mapped in this length and aligned to a page; any bytes are valid, and only
         // these words access them.

@@ -261,7 +261,7 @@ impl contract::Qp for Qp {
         Ok((state, QpAttr { state: Some(state), ..sender.attr }))
     }
 
-    #[inline(always)]
+    #[inline]
     unsafe fn post_send<'a>(
         &self,
         list: impl IntoIterator<Item = impl Borrow<SendWr<'a>>>,
@@ -332,7 +332,7 @@ impl Drop for Qp {
 
 impl Sender {
     /// Returns true if the queue has no free slot.
-    #[inline(always)]
+    #[inline]
     fn is_full(&mut self, qp: &QpInner) -> bool {
         self.has_no_known_slot(qp) && {
             self.polled = qp.polled.send.load(Ordering::Acquire);
@@ -340,7 +340,7 @@ impl Sender {
         }
     }
 
-    #[inline(always)]
+    #[inline]
     fn has_no_known_slot(&self, qp: &QpInner) -> bool {
         self.machine.position().wrapping_sub(self.polled) >= qp.caps.max_send_wr
     }

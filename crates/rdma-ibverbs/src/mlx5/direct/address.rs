@@ -25,7 +25,7 @@ impl AddressHandle {
     /// # Safety
     ///
     /// `number` comes from [`number`](Self::number), and the address handle is alive and not moved.
-    #[inline(always)]
+    #[inline]
     pub(crate) unsafe fn from_number<'a>(number: usize) -> &'a Self {
         // SAFETY: S3: the caller's promise.
         unsafe { &*ptr::with_exposed_provenance::<Self>(number) }
@@ -37,7 +37,7 @@ impl AddressHandle {
 /// # Safety
 ///
 /// See [`AddressHandle::from_number`].
-#[inline(always)]
+#[inline]
 pub(super) unsafe fn route_of<'a>(number: usize) -> &'a Route {
     // SAFETY: S3: the caller's promise.
     unsafe { &AddressHandle::from_number(number).route }

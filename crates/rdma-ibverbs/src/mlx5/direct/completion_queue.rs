@@ -96,7 +96,7 @@ impl CompletionQueue {
     }
 
     /// Returns the address of the CQE at `index`: the last 64 bytes of its entry.
-    #[inline(always)]
+    #[inline]
     fn cqe(&self, index: u32) -> NonNull<Cqe> {
         let place = (index & self.mask) as usize;
         // SAFETY: S3: masked: within the ring.
@@ -104,7 +104,7 @@ impl CompletionQueue {
     }
 
     /// Returns the owner bit of entries that belong to software in the pass of `index`.
-    #[inline(always)]
+    #[inline]
     fn owner(&self, index: u32) -> u8 {
         (index >> self.log_entries) as u8 & cqe::OWNER
     }
@@ -433,14 +433,14 @@ fn refusal(bad: &BadEntry) -> VerbError {
 }
 
 /// Returns kind, format and owner bit of an entry of the ring.
-#[inline(always)]
+#[inline]
 fn op_own(entry: NonNull<Cqe>) -> u8 {
     // SAFETY: S3: within the ring.
     unsafe { (&raw const (*entry.as_ptr()).op_own).read_volatile() }
 }
 
 /// Returns a copy of an entry of the ring, which belongs to software.
-#[inline(always)]
+#[inline]
 fn copy_of(entry: NonNull<Cqe>) -> Cqe {
     from_device();
     // A volatile load of a `Cqe` would load each field by itself; this loads eight words.
@@ -455,7 +455,7 @@ fn copy_of(entry: NonNull<Cqe>) -> Cqe {
 }
 
 /// Returns the completion of a receive.
-#[inline(always)]
+#[inline]
 fn received(entry: &Cqe, wr_id: WrId, status: WcStatus) -> WorkCompletion {
     let source = entry.flags_source.get();
     let immediate = entry.immediate;

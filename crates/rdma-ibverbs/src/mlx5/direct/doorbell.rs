@@ -41,7 +41,7 @@ macro_rules! barrier {
 ///
 /// Observers: this processor's stores, and the adapter's DMA reads. x86-64 keeps stores to normal
 /// memory in order, so only the compiler is restrained.
-#[inline(always)]
+#[inline]
 pub(super) fn to_device() {
     barrier!(aarch64: "dmb oshst", x86_64: "");
 }
@@ -52,7 +52,7 @@ pub(super) fn to_device() {
 /// Observers: the adapter's DMA writes, and this processor's loads. x86-64 keeps loads from normal
 /// memory in order. rdma-core has an `lfence` here, which matters for other types of memory only;
 /// completion queues are normal memory.
-#[inline(always)]
+#[inline]
 pub(super) fn from_device() {
     barrier!(aarch64: "dmb oshld", x86_64: "");
 }
@@ -62,7 +62,7 @@ pub(super) fn from_device() {
 ///
 /// Observers: this processor's stores to memory and registers, and the adapter's DMA reads and
 /// registers.
-#[inline(always)]
+#[inline]
 fn write_combining() {
     barrier!(aarch64: "dsb st", x86_64: "sfence");
 }
@@ -87,14 +87,14 @@ impl Record {
     }
 
     /// Stores an index after all earlier stores are visible to the adapter.
-    #[inline(always)]
+    #[inline]
     pub(super) fn publish(&self, index: u32) {
         to_device();
         self.store(index);
     }
 
     /// Stores an index without a barrier: no entry becomes visible by it.
-    #[inline(always)]
+    #[inline]
     pub(super) fn store(&self, index: u32) {
         // SAFETY: S3: promised to `new`.
         unsafe { self.0.as_ref() }.store(index.to_be(), Ordering::Relaxed);
@@ -102,7 +102,7 @@ impl Record {
 
     /// Stores the index up to which entries are returned to the adapter, after all earlier loads
     /// from them.
-    #[inline(always)]
+    #[inline]
     pub(super) fn release(&self, index: u32) {
         // SAFETY: S3: promised to `new`.
         unsafe { self.0.as_ref() }.store(index.to_be(), Ordering::Release);
@@ -156,7 +156,7 @@ impl Register {
     /// # Safety
     ///
     /// The caller excludes all other doorbells of its queue pair.
-    #[inline(always)]
+    #[inline]
     unsafe fn store(&self, store: impl FnOnce(NonNull<u8>)) {
         if self.shared {
             // SAFETY: S3: locked.
@@ -172,7 +172,7 @@ impl Register {
     /// # Safety
     ///
     /// Nothing else stores to the register now.
-    #[inline(always)]
+    #[inline]
     unsafe fn store_at(&self, offset: &mut u32, store: impl FnOnce(NonNull<u8>)) {
         write_combining();
         // SAFETY: S3: promised to `new`; the offset is below `2 * half`.
@@ -182,7 +182,7 @@ impl Register {
     }
 
     /// Returns true if one queue pair uses the register, and it takes BlueFlame.
-    #[inline(always)]
+    #[inline]
     pub(super) fn is_private(&self) -> bool {
         self.is_private
     }
@@ -192,14 +192,14 @@ impl Register {
     /// # Safety
     ///
     /// See [`copy`](Self::copy).
-    #[inline(always)]
+    #[inline]
     pub(super) unsafe fn copy_alone(&self, block: NonNull<u8>) {
         // SAFETY: S3: used by one queue pair, whose doorbells the caller excludes.
         unsafe { self.store_at(&mut *self.offset.data_ptr(), |to| copy_block(to, block)) };
     }
 
     /// Returns the number of blocks that BlueFlame takes.
-    #[inline(always)]
+    #[inline]
     pub(super) fn blocks(&self) -> u32 {
         self.half / BLOCK as u32
     }
@@ -209,7 +209,7 @@ impl Register {
     /// # Safety
     ///
     /// The caller excludes all other doorbells of its queue pair.
-    #[inline(always)]
+    #[inline]
     pub(super) unsafe fn ring(&self, value: u64) {
         // SAFETY: S3: the caller's promise; the register takes at least eight bytes.
         unsafe { self.store(|to| to.cast::<u64>().write_volatile(value)) };
@@ -222,7 +222,7 @@ impl Register {
     ///
     /// Each address is valid for reads of a block, and aligned to 64 bytes. The caller excludes all
     /// other doorbells of its queue pair.
-    #[inline(always)]
+    #[inline]
     pub(super) unsafe fn copy(&self, blocks: u32, block: impl Fn(u32) -> NonNull<u8>) {
         debug_assert!(blocks <= self.blocks(), "the WQE exceeds the register");
         // SAFETY: S3: the caller's promise; all blocks are within a half of the register.
@@ -241,7 +241,7 @@ impl Register {
 /// # Safety
 ///
 /// `from` is valid for reads, `to` for writes, both aligned to 64 bytes.
-#[inline(always)]
+#[inline]
 unsafe fn copy_block(to: NonNull<u8>, from: NonNull<u8>) {
     // SAFETY: S3: the caller's promise.
     unsafe {

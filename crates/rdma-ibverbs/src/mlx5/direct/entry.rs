@@ -98,26 +98,26 @@ pub struct Header {
 
 impl<'r, 'm> Entry<'r, 'm, Blank> {
     /// Begins an entry of a connected queue pair at block `index`.
-    #[inline(always)]
+    #[inline]
     pub fn connected(ring: &'r Ring<'m>, index: u32) -> Self {
         Self::begin(ring, index)
     }
 
     /// Begins an entry of a connected queue pair at block `index`, which is at `place`.
-    #[inline(always)]
+    #[inline]
     pub(super) fn at(ring: &'r Ring<'m>, index: u32, place: usize) -> Self {
         let first = ring.block_at(place);
         Self { ring, index, first, segments: 1, opcode: Opcode::Nop, lacks: PhantomData }
     }
 
     /// Returns the address of its first block.
-    #[inline(always)]
+    #[inline]
     pub(super) fn first(&self) -> NonNull<u8> {
         self.first
     }
 
     /// Makes it a SEND of any kind.
-    #[inline(always)]
+    #[inline]
     pub fn send(self, opcode: Opcode) -> Entry<'r, 'm, NoData> {
         debug_assert!(matches!(
             opcode,
@@ -127,20 +127,20 @@ impl<'r, 'm> Entry<'r, 'm, Blank> {
     }
 
     /// Makes it a WRITE, with or without immediate data.
-    #[inline(always)]
+    #[inline]
     pub fn write(self, opcode: Opcode) -> Entry<'r, 'm, NoRemote<NoData>> {
         debug_assert!(matches!(opcode, Opcode::Write | Opcode::WriteWithImm));
         self.with(opcode)
     }
 
     /// Makes it a READ.
-    #[inline(always)]
+    #[inline]
     pub fn read(self) -> Entry<'r, 'm, NoRemote<NoBuffer>> {
         self.with(Opcode::Read)
     }
 
     /// Makes it an atomic operation.
-    #[inline(always)]
+    #[inline]
     pub fn atomic(self, opcode: Opcode) -> Entry<'r, 'm, NoRemote<NoOperands>> {
         debug_assert!(matches!(opcode, Opcode::CompareSwap | Opcode::FetchAdd));
         self.with(opcode)
@@ -244,7 +244,7 @@ const NO_MKEY: MkeyContext = MkeyContext {
 
 impl<'r, 'm> Entry<'r, 'm, Unrouted> {
     /// Begins an entry of a UD queue pair or DC initiator at block `index`.
-    #[inline(always)]
+    #[inline]
     pub fn unconnected(ring: &'r Ring<'m>, index: u32) -> Self {
         Self::begin(ring, index)
     }
@@ -261,7 +261,7 @@ impl<'r, 'm> Entry<'r, 'm, Unrouted> {
 
 impl<'r, 'm, Lacks> Entry<'r, 'm, NoRemote<Lacks>> {
     /// Adds the address and key of remote memory.
-    #[inline(always)]
+    #[inline]
     pub fn remote(mut self, address: u64, key: u32) -> Entry<'r, 'm, Lacks> {
         self.put_words::<Remote>(address, u64::from(key) << 32);
         let opcode = self.opcode;
@@ -271,7 +271,7 @@ impl<'r, 'm, Lacks> Entry<'r, 'm, NoRemote<Lacks>> {
 
 impl<'r, 'm> Entry<'r, 'm, NoOperands> {
     /// Adds the value to add or swap in, and the expected value, 0 for an addition.
-    #[inline(always)]
+    #[inline]
     pub fn operands(mut self, swap_add: u64, compare: u64) -> Entry<'r, 'm, NoBuffer> {
         self.put(Operands { swap_add: Be64::new(swap_add), compare: Be64::new(compare) });
         let opcode = self.opcode;
@@ -286,7 +286,7 @@ impl<'r, 'm> Entry<'r, 'm, NoBuffer> {
     }
 
     /// Adds the buffer for the response, which is not empty.
-    #[inline(always)]
+    #[inline]
     pub(super) fn plain(self, buffer: &Sge) -> Entry<'r, 'm, Complete> {
         self.single(buffer)
     }
@@ -299,7 +299,7 @@ impl<'r, 'm> Entry<'r, 'm, NoData> {
     }
 
     /// Adds the buffer to send, which is not empty.
-    #[inline(always)]
+    #[inline]
     pub(super) fn plain(self, buffer: &Sge) -> Entry<'r, 'm, Complete> {
         self.single(buffer)
     }
@@ -323,7 +323,7 @@ impl<'r, 'm> Entry<'r, 'm, NoData> {
 
 impl Entry<'_, '_, Complete> {
     /// Writes the control segment; returns the length of the entry in segments.
-    #[inline(always)]
+    #[inline]
     pub fn finish(self, header: &Header) -> u32 {
         debug_assert!(self.segments <= MAX_SEGMENTS, "{} segments", self.segments);
         let opcode = u64::from((self.index & 0xffff) << 8 | self.opcode as u32);
@@ -340,7 +340,7 @@ impl Entry<'_, '_, Complete> {
 
 impl<'r, 'm, Lacks> Entry<'r, 'm, Lacks> {
     /// Adds a segment.
-    #[inline(always)]
+    #[inline]
     fn put<T>(&mut self, segment: T) {
         const { assert!(size_of::<T>().is_multiple_of(SEGMENT)) };
         let length = (size_of::<T>() / SEGMENT) as u32;
@@ -355,7 +355,7 @@ impl<'r, 'm, Lacks> Entry<'r, 'm, Lacks> {
     }
 
     /// Adds a list of buffers. Empty ones are left out: length 0 means 2^31.
-    #[inline(always)]
+    #[inline]
     fn list(mut self, buffers: &[Sge]) -> Entry<'r, 'm, Complete> {
         for buffer in buffers {
             if buffer.length > 0 {
@@ -366,7 +366,7 @@ impl<'r, 'm, Lacks> Entry<'r, 'm, Lacks> {
         self.with(opcode)
     }
 
-    #[inline(always)]
+    #[inline]
     fn single(mut self, buffer: &Sge) -> Entry<'r, 'm, Complete> {
         debug_assert!(buffer.length > 0, "the adapter takes length 0 for 2^31");
         let length_and_key = u64::from(buffer.length) << 32 | u64::from(buffer.lkey.0);
@@ -376,19 +376,19 @@ impl<'r, 'm, Lacks> Entry<'r, 'm, Lacks> {
     }
 
     /// Adds a segment by two 64-bit stores, where the compiler would store each field.
-    #[inline(always)]
+    #[inline]
     fn put_words<T>(&mut self, first: u64, second: u64) {
         const { assert!(size_of::<[Be64; 2]>() == size_of::<T>()) };
         self.put([Be64::new(first), Be64::new(second)]);
     }
 
-    #[inline(always)]
+    #[inline]
     fn with<Lack>(self, opcode: Opcode) -> Entry<'r, 'm, Lack> {
         let Self { ring, index, first, segments, .. } = self;
         Entry { ring, index, first, segments, opcode, lacks: PhantomData }
     }
 
-    #[inline(always)]
+    #[inline]
     fn begin(ring: &'r Ring<'m>, index: u32) -> Self {
         let first = ring.block(index);
         Self { ring, index, first, segments: 1, opcode: Opcode::Nop, lacks: PhantomData }
@@ -396,7 +396,7 @@ impl<'r, 'm, Lacks> Entry<'r, 'm, Lacks> {
 }
 
 /// Returns the segment of a buffer.
-#[inline(always)]
+#[inline]
 pub(super) fn data_segment(buffer: &Sge) -> DataSegment {
     DataSegment {
         length: Be32::new(buffer.length),

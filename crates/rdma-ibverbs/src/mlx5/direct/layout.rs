@@ -17,14 +17,14 @@ macro_rules! big_endian {
 
             impl $name {
                 /// Stores a number.
-                #[inline(always)]
+                #[inline]
                 #[must_use]
                 pub const fn new(number: $number) -> Self {
                     Self(number.to_be())
                 }
 
                 /// Returns the number.
-                #[inline(always)]
+                #[inline]
                 #[must_use]
                 pub const fn get(self) -> $number {
                     <$number>::from_be(self.0)

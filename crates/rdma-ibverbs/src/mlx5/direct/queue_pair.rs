@@ -54,7 +54,7 @@ impl QueuePair {
         pair
     }
 
-    #[inline(always)]
+    #[inline]
     pub(crate) fn send(&self) -> Result<&SendQueue, VerbError> {
         self.queues.send.as_deref().ok_or(NO_CAPACITY)
     }

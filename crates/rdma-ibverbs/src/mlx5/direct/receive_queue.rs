@@ -39,7 +39,7 @@ impl Entries {
     /// # Panics
     ///
     /// Panics beyond the last entry or the last segment.
-    #[inline(always)]
+    #[inline]
     pub(super) fn segment<T>(&self, index: u32, segment: usize) -> NonNull<T> {
         const { assert!(size_of::<T>() == SEGMENT) };
         assert!(index < self.count && segment < self.segments(), "outside the queue");
@@ -47,13 +47,13 @@ impl Entries {
         unsafe { self.start.add(index as usize * self.stride as usize + segment * SEGMENT) }.cast()
     }
 
-    #[inline(always)]
+    #[inline]
     pub(super) fn segments(&self) -> usize {
         self.stride as usize / SEGMENT
     }
 
     /// Writes a list of one buffer, which is not empty, to entry `index`.
-    #[inline(always)]
+    #[inline]
     fn write_one(&self, index: u32, buffer: &Sge) {
         // SAFETY: S3: segments of the queue.
         unsafe {
@@ -147,7 +147,7 @@ impl ReceiveQueue {
 
     /// Posts a receive with one buffer. Returns false, and posts nothing, if the queue is full or
     /// the buffer is empty.
-    #[inline(always)]
+    #[inline]
     fn post_one(&self, wr_id: WrId, buffer: Sge) -> bool {
         let _producer = self.producer.lock();
         let next = self.posted.load(Ordering::Relaxed);
@@ -163,7 +163,7 @@ impl ReceiveQueue {
         true
     }
 
-    #[inline(always)]
+    #[inline]
     fn is_full(&self, next: u32) -> bool {
         next.wrapping_sub(self.consumed.load(Ordering::Acquire)) >= self.entries.count
     }
@@ -200,7 +200,7 @@ impl ReceiveQueue {
 
     /// Returns the oldest receive, or `None` if none is posted. Called under the lock of the
     /// completion queue.
-    #[inline(always)]
+    #[inline]
     pub(super) fn oldest(&self) -> Option<Oldest> {
         let number = self.consumed.load(Ordering::Relaxed);
         if number == self.posted.load(Ordering::Acquire) {
@@ -212,7 +212,7 @@ impl ReceiveQueue {
     }
 
     /// Retires the oldest receive: its entry can be used again.
-    #[inline(always)]
+    #[inline]
     pub(super) fn retire(&self, oldest: &Oldest) {
         self.consumed.store(oldest.number.wrapping_add(1), Ordering::Release);
     }

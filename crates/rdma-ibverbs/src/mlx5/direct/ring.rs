@@ -48,25 +48,25 @@ impl<'m> Ring<'m> {
         Self { start, mask: blocks - 1, memory: PhantomData }
     }
 
-    #[inline(always)]
+    #[inline]
     pub(super) fn blocks(&self) -> u32 {
         self.mask + 1
     }
 
     /// Returns the place of a block in arrays with one element for each block.
-    #[inline(always)]
+    #[inline]
     pub(super) fn place(&self, index: u32) -> usize {
         (index & self.mask) as usize
     }
 
     /// Returns the address of block `index`.
-    #[inline(always)]
+    #[inline]
     pub(super) fn block(&self, index: u32) -> NonNull<u8> {
         self.block_at(self.place(index))
     }
 
     /// Returns the address of the block at [`place`](Self::place).
-    #[inline(always)]
+    #[inline]
     pub(super) fn block_at(&self, place: usize) -> NonNull<u8> {
         debug_assert!(place <= self.mask as usize, "block {place} of {}", self.blocks());
         // SAFETY: S3: masked: within the ring.
@@ -75,7 +75,7 @@ impl<'m> Ring<'m> {
 
     /// Returns the address of a segment of the WQE that begins at block `index`, at address
     /// `first`.
-    #[inline(always)]
+    #[inline]
     pub(super) fn segment(&self, index: u32, first: NonNull<u8>, segment: u32) -> NonNull<u8> {
         // Usually known at compile time.
         let block = if segment < SEGMENTS_OF_BLOCK {

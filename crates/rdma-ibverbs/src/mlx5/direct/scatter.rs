@@ -97,7 +97,7 @@ pub(super) unsafe fn to_receive(
 /// # Safety
 ///
 /// See [`to_receive`].
-#[inline(always)]
+#[inline]
 pub(super) unsafe fn to_first_buffer(entries: &Entries, place: u32, entry: &Cqe) -> bool {
     // SAFETY: S3: a segment of the queue.
     let segment: DataSegment = unsafe { entries.segment(place, 0).read() };

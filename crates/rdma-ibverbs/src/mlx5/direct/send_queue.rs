@@ -85,7 +85,7 @@ struct Request {
 
 impl Request {
     /// Stores request `number`, whose WQE begins at block `index`.
-    #[inline(always)]
+    #[inline]
     fn set(&self, wr_id: WrId, number: u32, index: u32, local: WcOpcode) {
         let position =
             u64::from(number) | u64::from(index & 0xffff) << 32 | u64::from(local.0) << 48;
@@ -147,7 +147,7 @@ impl SendQueue {
 
     /// Returns the number of requests in flight. It exceeds the capacity if a broken adapter has
     /// completed requests in two completion queues at once.
-    #[inline(always)]
+    #[inline]
     fn in_flight(&self, producer: &Producer) -> u32 {
         producer.posted.wrapping_sub(self.consumed.load(Ordering::Acquire))
     }
@@ -252,7 +252,7 @@ impl SendQueue {
     }
 
     /// Returns the work request whose WQE begins at block `index`.
-    #[inline(always)]
+    #[inline]
     fn request(&self, index: u32) -> &Request {
         // SAFETY: S3: one for each block of the ring.
         unsafe { self.requests.get_unchecked(self.setup.ring.place(index)) }
@@ -288,7 +288,7 @@ impl SendQueue {
 
     /// Returns the request whose WQE has index `counter`, if it is in flight. Called under the lock
     /// of the completion queue.
-    #[inline(always)]
+    #[inline]
     pub(super) fn find(&self, counter: u16) -> Option<Completed> {
         let request = self.request(counter.into());
         let position = request.position.load(Ordering::Relaxed);
@@ -302,7 +302,7 @@ impl SendQueue {
     }
 
     /// Frees the capacity of a request and of all before it.
-    #[inline(always)]
+    #[inline]
     pub(super) fn free(&self, completed: Completed) {
         self.consumed.store((completed.position as u32).wrapping_add(1), Ordering::Release);
     }
@@ -379,7 +379,7 @@ impl Producer {
 }
 
 /// Returns the bits of a control segment for `flags`.
-#[inline(always)]
+#[inline]
 const fn control_flags(flags: SendFlags) -> u8 {
     // One copy of the flags for each, shifted so that its bit is seven above its place.
     const COPIES: u32 = 1 << 14 | 1 << 9 | 1 << 6;
@@ -430,7 +430,7 @@ enum Payload<'a> {
 }
 
 impl Payload<'_> {
-    #[inline(always)]
+    #[inline]
     fn data<'r, 'm>(self, entry: Entry<'r, 'm, NoData>) -> Entry<'r, 'm, Complete> {
         match self {
             Self::List(list) => entry.data(list),
@@ -438,7 +438,7 @@ impl Payload<'_> {
         }
     }
 
-    #[inline(always)]
+    #[inline]
     fn buffer<'r, 'm>(self, entry: Entry<'r, 'm, NoBuffer>) -> Entry<'r, 'm, Complete> {
         match self {
             Self::List(list) => entry.buffer(list),

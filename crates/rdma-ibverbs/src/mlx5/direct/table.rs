@@ -44,20 +44,20 @@ impl Table {
         Self { places: empty(SMALLEST), mask: SMALLEST - 1, used: 0 }
     }
 
-    #[inline(always)]
+    #[inline]
     pub(super) fn find(&self, qpn: u32) -> Option<&Queues> {
         self.place(qpn)?.queues.as_deref()
     }
 
     /// Returns the send queue of queue pair `qpn`.
-    #[inline(always)]
+    #[inline]
     pub(super) fn find_send(&self, qpn: u32) -> Option<&SendQueue> {
         let send = self.place(qpn)?.send?;
         // SAFETY: S3: `queues` of the same place keeps it, and does not move it.
         Some(unsafe { send.as_ref() })
     }
 
-    #[inline(always)]
+    #[inline]
     fn place(&self, qpn: u32) -> Option<&Place> {
         let first = qpn as usize & self.mask;
         // SAFETY: S3: masked: below the length.

@@ -42,7 +42,7 @@ impl Requester {
 
     /// Returns a work request as a message, and its PSN, if it is a single-packet message and
     /// nothing is queued or outstanding: it needs no slot of the queue.
-    #[inline(always)]
+    #[inline]
     pub(crate) fn unqueued<'a>(
         &self,
         wr: &'a SendWr<'_>,
@@ -62,12 +62,12 @@ impl Requester {
         (&raw const self.counters.responses).addr() + size_of::<u64>()
     }
 
-    #[inline(always)]
+    #[inline]
     fn may_send_directly(&self) -> bool {
         self.state == QpState::Rts && self.unacked == self.next_psn && self.wait == Wait::None
     }
 
-    #[inline(always)]
+    #[inline]
     fn direct_message<'a>(
         &self,
         op: &'a SendOp,
@@ -113,7 +113,7 @@ impl Requester {
         }
     }
 
-    #[inline(always)]
+    #[inline]
     fn count_acknowledged(&mut self, packets: u32) {
         self.counters.packets += 1;
         self.counters.responses += 1;
@@ -126,7 +126,7 @@ impl Requester {
 
     /// Records that the peer got the message at the head, in `packets` or as their responses, and
     /// whether it acknowledged it.
-    #[inline(always)]
+    #[inline]
     pub(crate) fn fast_path_sent(
         &mut self,
         packets: u32,

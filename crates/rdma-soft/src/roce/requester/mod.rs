@@ -618,7 +618,7 @@ impl Requester {
         None
     }
 
-    #[inline(always)]
+    #[inline]
     fn complete_head(&mut self, out: &mut impl SendCompletions) {
         let Some(head) = self.queue.front() else { return };
         if head.flags.contains(SendFlags::SIGNALED) {

@@ -123,7 +123,7 @@ impl SendWqe {
     }
 }
 
-#[inline(always)]
+#[inline]
 pub(super) const fn opcode_of(op: &SendOp) -> WcOpcode {
     match op {
         SendOp::Send | SendOp::SendWithImm(_) | SendOp::SendWithInvalidate(_) => WcOpcode::SEND,

@@ -128,7 +128,7 @@ impl Responder {
     }
 
     /// Returns whether the fast path may execute a request.
-    #[inline]
+    #[inline(always)]
     fn accepts_fast_path(&self, psn: Psn, source: &Gid) -> bool {
         self.state == QpState::Rts
             && self.message.is_none()

@@ -54,7 +54,7 @@ impl CompletionQueue {
     }
 
     /// Decodes and removes the oldest CQE if it is a common one, without telling the adapter.
-    #[inline(always)]
+    #[inline]
     pub(super) fn next_common(&self, state: &mut State) -> Next {
         let index = state.consumer;
         let entry = self.cqe(index);
@@ -74,7 +74,7 @@ impl CompletionQueue {
 }
 
 /// Decodes a successful request that is `wanted`, and frees its capacity.
-#[inline(always)]
+#[inline]
 fn take_request_at(
     state: &State,
     entry: NonNull<Cqe>,
@@ -105,7 +105,7 @@ fn take_request_at(
 
 /// Decodes a message in a receive of its queue pair, and retires the receive. `is_short` if the
 /// message is in the CQE: then it must fit the first buffer.
-#[inline(always)]
+#[inline]
 fn take_message_at(state: &State, entry: NonNull<Cqe>, is_short: bool) -> Option<WorkCompletion> {
     let entry = copy_of(entry);
     let queues = state.table.find(entry.opcode_qpn.get() & QPN)?;
