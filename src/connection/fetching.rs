@@ -123,7 +123,7 @@ impl ConnectionState {
     }
 
     /// Discards messages and notifications after `close`.
-    pub(super) fn discard(&mut self) -> Result<(), CloseReason> {
+    pub(super) fn discard(&mut self) {
         // Offers are not fetched any more; fetches in progress are awaited.
         while self.inbox.fetching.is_empty()
             && let Some(number) = self.inbox.waiting.pop_front()
@@ -148,7 +148,6 @@ impl ConnectionState {
             }
             self.protocol.flow.release_message();
         }
-        Ok(())
     }
 }
 

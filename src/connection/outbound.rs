@@ -427,8 +427,8 @@ impl ConnectionState {
                 *flush.target.insert(self.protocol.sending.flush_point())
             }
         };
-        // First, because `progress` watches only sends with waiters. It may wake this task for
-        // another flush.
+        // Registers before `progress`, which watches only sends that someone waits for. A spurious
+        // wake-up is possible: it may wake this task for another flush.
         self.waiting.flushers.wait(&mut flush.ticket, caller);
         let earliest = self.waiting.flush.map_or(target, |point| point.min(target));
         self.waiting.flush = Some(earliest);
@@ -437,10 +437,7 @@ impl ConnectionState {
             Some(CloseReason::Clean) => Ok(()),
             Some(reason) => Err(MessageError::Closed(reason)),
             None if self.protocol.sending.has_reached(target) => Ok(()),
-            None => {
-                self.waiting.flushers.wait(&mut flush.ticket, caller);
-                return Poll::Pending;
-            }
+            None => return Poll::Pending,
         };
         flush.target = None;
         self.withdraw_flusher(&mut flush.ticket);

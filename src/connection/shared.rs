@@ -163,7 +163,6 @@ pub(crate) struct Shared {
     receivers_wait: AtomicBool,
     pub(super) runtime: Handle,
     admitted: Option<Admitted>,
-    this: Weak<Self>,
 }
 
 impl Shared {
@@ -194,7 +193,6 @@ impl Shared {
                 receivers_wait: AtomicBool::new(false),
                 runtime,
                 admitted: admitted.map(|admitted| admitted.accepted(Weak::<Self>::clone(this))),
-                this: this.clone(),
             }
         })
     }
@@ -242,7 +240,7 @@ impl Shared {
         let starts_helper = state.memory.jobs.start();
         drop(state);
         if starts_helper {
-            let helper = Helper::new(self.this.clone());
+            let helper = Helper::new(self.driver_waker.shared.clone());
             if self.qp.protection_domain().device().may_block() {
                 let runtime = self.runtime.clone();
                 blocking::spawn(move || {

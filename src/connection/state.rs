@@ -305,7 +305,7 @@ impl ConnectionState {
         }
         self.fetch(context)?;
         if !self.protocol.phase().takes_messages() {
-            self.discard()?;
+            self.discard();
         }
         self.send_due();
         self.watch_sends(context)?;

@@ -427,18 +427,17 @@ struct Published {
 }
 
 impl Shared {
-    fn publish(&self, state: ReconnectState, live: Option<Connection>) {
-        let mut dropped = None;
+    fn publish(&self, state: ReconnectState, mut live: Option<Connection>) {
         self.published.send_if_modified(|published| {
             let open = !published.state.is_final();
             if open {
                 published.state = state;
-                dropped = std::mem::replace(&mut published.live, live);
+                std::mem::swap(&mut published.live, &mut live);
             }
             open
         });
-        // Its destructor runs without the lock.
-        drop(dropped);
+        // The destructor of the connection that is replaced, or refused, runs without Tokio's lock.
+        drop(live);
     }
 
     fn end(&self, state: ReconnectState) -> Option<Connection> {

@@ -42,7 +42,8 @@ impl Drop for AtExit {
     }
 }
 
-/// Runs `work`, without reporting its panic.
+/// Runs `work`. Unlike in [`contained`], its panic is caught but not reported, because `work` may be
+/// the report.
 pub fn run(work: impl FnOnce() + 'static) {
     if locks::held() == 0 {
         caught_panic(work);
@@ -104,7 +105,7 @@ fn defer(work: Work) {
 /// Runs the work that waits. The thread holds no lock.
 #[cold]
 pub(crate) fn run_all() {
-    locks::note_none_later();
+    locks::clear_waiting();
     // One by one: work may take locks, add more, and run what is left.
     while let Some(work) = LATER.with_borrow_mut(|later| later.pop_front()) {
         match work {

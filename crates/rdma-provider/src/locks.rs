@@ -1,7 +1,8 @@
 //! Locks that know when a thread holds none of them.
 //!
 //! The release of a thread's last lock runs the work that waits in [`later`]. All locks of the
-//! workspace are of this module, so that no function needs to know which locks its callers hold.
+//! workspace are of this module, except those within Tokio, so that no function needs to know which
+//! locks its callers hold.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -92,8 +93,9 @@ pub(crate) fn note_later() {
     STATE.set(STATE.get() | WAITING);
 }
 
-/// Notes that this thread holds no lock, and that no work waits.
-pub(crate) fn note_none_later() {
+/// Clears [`WAITING`] before the work of [`later`] runs. Only work that is added meanwhile triggers
+/// another run.
+pub(crate) fn clear_waiting() {
     STATE.set(0);
 }
 
