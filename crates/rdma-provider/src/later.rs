@@ -42,8 +42,8 @@ impl Drop for AtExit {
     }
 }
 
-/// Runs `work`. Unlike in [`contained`], its panic is caught but not reported, because `work` may be
-/// the report.
+/// Runs `work`. Its panic is caught and, unlike in [`contained`], not reported: `work` may be the
+/// report.
 pub fn run(work: impl FnOnce() + 'static) {
     if locks::held() == 0 {
         caught_panic(work);
