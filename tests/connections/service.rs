@@ -7,7 +7,7 @@ use std::future::poll_fn;
 use std::pin::pin;
 use std::time::Duration;
 
-use futures::future::{join_all, poll_immediate};
+use futures::future::{poll_immediate, try_join_all};
 use futures::{FutureExt, StreamExt};
 use tokio::task::JoinHandle;
 use tokio_rdma::connection::{BufferBudget, RefusalReason, ShutdownReport};
@@ -174,27 +174,30 @@ fn connections_beyond_the_backlog_wait_until_others_are_accepted() {
     run("full backlog", || async {
         const ALL: usize = 12;
         let (device, _) = device(&Network::new());
-        let config = config().backlog(2).handshakes(1);
+        // A kernel does not answer for the listener, so requests beyond the handshakes evict those
+        // that take longer than 0.1 s.
+        let handshakes = if hardware().is_some() { ALL as u32 } else { 1 };
+        let config = config().backlog(2).handshakes(handshakes);
         let listener = Listener::bind_with(&device, connected::address(&device), &config).await;
         let listener = listener.unwrap();
         let connect = || Connection::connect_with(&device, listener.local_addr(), &config);
-        let clients = join_all((0..ALL).map(|_| connect()));
+        let clients = try_join_all((0..ALL).map(|_| connect()));
         let serve = async {
-            // Two, and the handshake that was running when these were complete.
+            // Two, and the handshakes that were running when these were complete.
             eventually("backlog", || listener.stats().open >= 2).await;
             for _ in 0..100 {
-                assert!(listener.stats().open <= 3, "{:?}", listener.stats());
+                assert!(listener.stats().open <= 2 + handshakes, "{:?}", listener.stats());
                 tokio::task::yield_now().await;
             }
             let mut served = Vec::new();
             for _ in 0..ALL {
                 served.push(listener.accept().await.unwrap());
             }
-            served
+            Ok(served)
         };
-        let (clients, served) = soon("all", async { tokio::join!(clients, serve) }).await;
-        assert!(clients.iter().all(Result::is_ok));
-        assert_eq!(served.len(), ALL);
+        let all = soon("all", async { tokio::try_join!(clients, serve) }).await;
+        let (clients, served) = all.unwrap();
+        assert_eq!((clients.len(), served.len()), (ALL, ALL));
     });
 }
 
