@@ -89,7 +89,7 @@ use rdma_provider::cm_contract::MAX_REQUEST_DATA;
 ///
 /// # Cancel safety
 ///
-/// A dropped future loses no message: `send` has then sent nothing, and the next `recv` returns the
+/// A dropped future loses no message: its `send` has sent nothing, and the next `recv` returns the
 /// message. Dropping the future of a one-sided operation does not stop the
 /// [`Operation`](crate::op::Operation). The [`Sink`] sends what `start_send` was given once it is
 /// polled again, even if its futures are dropped; the futures of the [`Stream`] lose nothing
@@ -180,7 +180,7 @@ impl Connection {
     /// - [`EstablishError::Setup`]: unsupported settings.
     /// - [`EstablishError::Handshake`]: [`user_data`](ConnectionConfig::user_data) too long.
     /// - [`EstablishError::OtherProtocol`]: not a listener of this kind.
-    /// - [`EstablishError::Rejected`]: by the peer's service.
+    /// - [`EstablishError::Rejected`]: by the peer's application.
     /// - [`EstablishError::Refused`]: a connection limit of the listener, or its shutdown.
     ///
     /// Addresses whose path differs from [`peer`](ConnectionConfig::peer) or
@@ -576,7 +576,7 @@ impl Connection {
         self.handle().peer_addr()
     }
 
-    /// Returns the user data of the peer's service.
+    /// Returns the user data of the peer's application.
     #[must_use]
     pub fn user_data(&self) -> &Bytes {
         &self.handle().user_data

@@ -25,15 +25,15 @@
 //! | `Fin`, `Ping`, `Resize`, and an `Ack` that reports done offers or answers a `Ping` | 2 |
 //! | `Ack` for credits alone, `Abort` | 1 |
 //!
-//! An `Ack` for credits is due when messages have released a quarter of their receives, of four or
-//! more at least two, or other frames `CONTROL_ACK`, since the last announcement. It announces at
+//! An `Ack` for credits is due when, since the last announcement, messages have released a quarter
+//! of their receives (at least two of four or more) or other frames `CONTROL_ACK`. It announces at
 //! least one.
 //!
 //! 1. *The two ends are never both without credits while nothing is in flight.* Only an `Ack` for
-//!    credits (or an `Abort`, after which nothing is awaited) uses a last credit. Consider the two
-//!    frames that did. If one arrived before the other was sent, the other announced its receive,
-//!    which is released at once: the first end has a credit. If they crossed, each announced a
-//!    receive: both have one.
+//!    credits (or an `Abort`, after which nothing is awaited) uses a last credit. If one of two
+//!    such frames arrived before the other was sent, the other announced its receive, which is
+//!    released at once: the first end has a credit. If they crossed, each announced a receive: both
+//!    have one.
 //! 2. *An end that needs 2 credits gets them, even if the peer's application is slow.* Messages
 //!    leave `RESERVE - 1`. With one credit left, `RESERVE - 2` = `CONTROL_ACK` receives of other
 //!    frames are unannounced. These frames have arrived or will, so the peer owes an `Ack`. If it

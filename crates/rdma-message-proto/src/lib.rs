@@ -14,7 +14,7 @@
 //! ```
 //!
 //! [`Protocol`](protocol::Protocol) decides; tokio-rdma posts the frames, moves the bytes and calls
-//! the wakers. Everything that a peer sends is checked here; a [`Violation`] names what was wrong.
+//! the wakers. It checks everything that a peer sends.
 //!
 //! The crate is for tokio-rdma, which re-exports the types of [`handshake`], [`RefusalReason`] and
 //! [`Violation`]. The rest of its interface may change with any version.

@@ -66,7 +66,7 @@ pub struct Waits {
     pub is_deaf: bool,
     /// The earliest point that a flush waits for.
     pub flush: Option<FlushPoint>,
-    /// The first sender waits for send buffers.
+    /// The first sender waits for buffers.
     pub wants_buffers: bool,
 }
 

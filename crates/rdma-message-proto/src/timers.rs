@@ -120,8 +120,8 @@ impl Timers {
         }
     }
 
-    /// Makes a `Ping` due now, unless one is unanswered or `keepalive` is off. `arrived` is the
-    /// number of frames received.
+    /// Makes a `Ping` due now, after `arrived` frames, unless one is unanswered or `keepalive` is
+    /// off.
     pub fn probe(&mut self, now: Instant, arrived: u32) {
         if self.silence.is_some() && !self.pinged {
             (self.silence, self.arrived) = (Some(now), arrived);

@@ -64,8 +64,8 @@ impl ConnectionState {
     }
 
     /// Makes the peer skip as many receives as still have long buffers after shrinking. If these
-    /// are not the oldest ones, it is repeated. The receive of a message in a long buffer needs no
-    /// skip: its next buffer is short.
+    /// are not the oldest ones, it is repeated. It waits until no message is in a buffer: a long
+    /// one would count, but cannot be skipped, because the next receive has another buffer.
     fn exchange_long_receives(&mut self) {
         let long_receives_left = self.receives.long_receives_left(self.protocol.receives());
         if long_receives_left > 0 && !self.has_messages() && self.protocol.may_resize() {
