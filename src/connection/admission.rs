@@ -22,8 +22,8 @@ use crate::cm;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ListenerStats {
-    /// Established connections that a side has not closed, or that the service holds, also those
-    /// that wait for [`accept`](super::Listener::accept).
+    /// Established connections, including those that wait for [`accept`](super::Listener::accept),
+    /// until both peers have closed them and the application holds no handle.
     pub open: u32,
     /// Established connections.
     pub accepted: u64,
@@ -48,10 +48,9 @@ pub(super) struct Admission {
     max_per_source: u32,
     pub(super) content: Content,
     budget: BufferBudget,
-    /// Bytes of the first buffers of a connection.
+    /// The bytes of a connection's first buffers.
     first_buffers: u64,
     answer: CmAnswer,
-    /// The provider may answer requests itself.
     answering: AtomicBool,
     #[cfg(test)]
     never: AtomicBool,
@@ -64,19 +63,16 @@ struct State {
     /// Open connections and reservations.
     connections: u32,
     stats: ListenerStats,
-    /// Accepted connections by number, for the shutdown.
+    /// For the shutdown, by number.
     accepted: BTreeMap<u64, Weak<dyn Accepted>>,
     next: u64,
     shutting_down: bool,
 }
 
-/// An accepted connection, for the shutdown of its listener.
 pub(super) trait Accepted: fmt::Debug + Send + Sync {
     fn is_terminated(&self) -> bool;
-    /// Ends the messages of the peer after those that have arrived.
     fn drain(&self);
     fn abort(&self, reason: CloseReason);
-    /// Waits until the queue pair is closed.
     fn closed(&self) -> BoxFuture<'_, CloseReason>;
 }
 
@@ -84,7 +80,6 @@ pub(super) trait Accepted: fmt::Debug + Send + Sync {
 pub(super) struct Admitted {
     admission: Arc<Admission>,
     source: IpAddr,
-    /// Number of the accepted connection.
     accepted: Option<u64>,
 }
 
@@ -113,12 +108,10 @@ impl Admission {
         self.never.store(true, Ordering::Relaxed);
     }
 
-    /// Checks the limits, and counts a refusal.
     pub(super) fn check(&self, source: IpAddr) -> Result<(), RefusalReason> {
         self.state.lock().check(self, source, self.first_buffers)
     }
 
-    /// Returns true if the limits allow a connection from `source`.
     pub(super) fn has_capacity(&self, source: IpAddr) -> bool {
         self.state.lock().refusal(self, source, self.first_buffers).is_none()
     }
@@ -148,12 +141,10 @@ impl Admission {
         Ok(Admitted { admission: Arc::clone(self), source, accepted: None })
     }
 
-    /// Counts an incomplete handshake.
     pub(super) fn count_failed(&self) {
         self.state.lock().stats.failed += 1;
     }
 
-    /// Returns the provider's answer if answering is enabled.
     pub(super) fn answer(&self) -> Option<&CmAnswer> {
         #[cfg(test)]
         if self.never.load(Ordering::Relaxed) {
@@ -175,7 +166,6 @@ impl Admission {
         self.state.lock().stats
     }
 
-    /// Refuses further connections, and returns the accepted ones.
     pub(super) fn shut_down(&self) -> Vec<Arc<dyn Accepted>> {
         let mut state = self.state.lock();
         state.shutting_down = true;
@@ -184,7 +174,6 @@ impl Admission {
 }
 
 impl Admitted {
-    /// Counts `connection` as accepted.
     pub(super) fn accepted(mut self, connection: Weak<dyn Accepted>) -> Self {
         let mut guard = self.admission.state.lock();
         let state = &mut *guard;
@@ -204,7 +193,7 @@ impl Admitted {
 }
 
 /// Returns the private data with which a listener of `content` lets the peer report a defect of its
-/// handshake; empty if it cannot.
+/// handshake; empty if there is none for it.
 pub(super) fn rejection(error: &HandshakeError, content: Content) -> Vec<u8> {
     match error {
         HandshakeError::Content { ours, .. } => RefusalReason::OtherContent(*ours).encode(),

@@ -1,4 +1,4 @@
-//! A limit on the registered buffers of many connections, fair among them.
+//! A limit on the registered buffers of many connections, which is fair among them.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -6,29 +6,26 @@ use std::sync::{Arc, LazyLock};
 
 use crate::error::LimitError;
 
-/// The limit that errors name.
 pub(super) const FIELD: &str = "bytes of the BufferBudget, with those left for others";
 
-/// The budget of connections that have no other.
 static PROCESS: LazyLock<BufferBudget> = LazyLock::new(|| BufferBudget::new(1 << 30));
 
 /// A limit on the registered bytes of receive, spare and send buffers, shared by all connections
 /// whose settings name it ([`ConnectionConfig::budget`](super::ConnectionConfig::budget)), for
-/// example the connections of a listener.
+/// example those of a listener.
 ///
-/// A connection may hold at most as much as is free after it has grown. So one connection gets at
-/// most half of the budget, and leaves the rest to others. The first growth of a
-/// connection takes shorter receive buffers if the configured ones do not fit. If none fit, it
-/// continues with its buffers, at least the first ones; its traffic slows down. It tries again
-/// later.
+/// After it has grown, a connection may hold at most as many bytes as are then free, so one
+/// connection gets at most half of the budget. If the configured receive buffers do not fit, the
+/// first growth takes shorter ones. If none fit, the connection continues more slowly with its
+/// buffers, and tries again later.
 ///
 /// A new connection needs its first buffers, or all of them with
 /// [`preallocate`](super::ConnectionConfig::preallocate). If too few bytes are free, a listener
 /// refuses it with [`RefusalReason::OutOfBuffers`](super::RefusalReason::OutOfBuffers).
 ///
-/// Not counted: the first four short send buffers (1.5 KiB per connection), and received messages
-/// that the service holds after their connection is idle or closed. Long messages have
-/// [`receive_memory`](super::ConnectionConfig::receive_memory) instead.
+/// The budget does not count the first four short send buffers (1.5 KiB per connection), received
+/// messages that the application keeps after their connection is idle or closed, and long messages,
+/// which [`receive_memory`](super::ConnectionConfig::receive_memory) limits.
 ///
 /// ```
 /// use tokio_rdma::ConnectionConfig;
@@ -61,7 +58,8 @@ pub struct BudgetCounters {
     pub bytes: u64,
     /// Bytes in use.
     pub used: u64,
-    /// Requests for buffers that this budget, not a part of it, has refused.
+    /// Requests for buffers that this budget has refused, not counting those that only a part
+    /// refused.
     pub refused: u64,
 }
 
@@ -99,13 +97,12 @@ impl BufferBudget {
         }
     }
 
-    /// Returns the limit, at most the limit of the whole.
+    /// Returns the smallest limit of this budget and those that it is a part of.
     pub(super) fn limit(&self) -> u64 {
         let whole = self.inner.whole.as_ref().map_or(u64::MAX, Self::limit);
         whole.min(self.inner.bytes)
     }
 
-    /// Returns true if `bytes` are free.
     pub(super) fn has(&self, bytes: u64) -> bool {
         let free = self.inner.bytes.saturating_sub(self.inner.used.load(Ordering::Relaxed));
         bytes <= free && self.inner.whole.as_ref().is_none_or(|whole| whole.has(bytes))
@@ -160,7 +157,6 @@ pub(super) struct BudgetGuard {
 }
 
 impl BudgetGuard {
-    /// Takes the first `bytes` of a connection.
     pub(super) fn new(budget: &BufferBudget, bytes: u64) -> Result<Self, LimitError> {
         budget.take(bytes, 0)?;
         Ok(Self { budget: budget.clone(), bytes })
@@ -173,7 +169,6 @@ impl BudgetGuard {
         Ok(())
     }
 
-    /// Returns `bytes` of those taken.
     pub(super) fn shrink(&mut self, bytes: u64) {
         let bytes = bytes.min(self.bytes);
         self.bytes -= bytes;

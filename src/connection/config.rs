@@ -19,21 +19,25 @@ use crate::op::{ConnectOptions, Path};
 use crate::types::{Gid, PortNum};
 use crate::verbs::{Device, ProtectionDomain};
 
-/// Settings of a [`Connection`](super::Connection). The two sides may differ: each announces what
-/// it can receive.
+/// Settings of a [`Connection`](super::Connection). The two peers may use different ones: each
+/// announces what it can receive.
 ///
-/// A connection registers buffers with use and deregisters them when it is idle, unless
-/// [`preallocate`](Self::preallocate) is set. It uses at most this much memory, 6 KiB and, until it
-/// is idle, eight more receive buffers, whatever its peer sends. Received messages held by the
-/// service come on top.
+/// Sizes are in bytes. [`keepalive`](Self::keepalive), [`stall_timeout`](Self::stall_timeout),
+/// [`first_message_timeout`](Self::first_message_timeout) and [`shrink_after`](Self::shrink_after)
+/// are at least 1 ms. Unsupported values fail with [`SetupError`] when a connection or listener is
+/// created.
+///
+/// Unless [`preallocate`](Self::preallocate) is set, a connection registers buffers when it needs
+/// them and deregisters them when it is idle. Whatever the peer sends, it uses at most the
+/// following memory, 6 KiB and, until it is idle, eight more receive buffers. Received messages
+/// that the application keeps are not included.
 ///
 /// - `receive_buffer_size` × (`receive_buffers` + `spare_buffers` + 4 + `send_buffers`)
 /// - `receive_memory`, or the longest message if that is more
-/// - `receive_memory` again, in buffers kept for reuse while it is in use
+/// - `receive_memory` again, in buffers kept for reuse while the connection is in use
 ///
 /// While a device has a connection or listener, it also keeps the protection domains and first
-/// buffers of at most eight closed connections for later ones with the same settings, which need
-/// not create any.
+/// buffers of at most eight closed connections for later connections with the same settings.
 ///
 /// ```
 /// use tokio_rdma::{CompletionMode, Connection, ConnectionConfig, Listener};
@@ -87,12 +91,10 @@ pub struct ConnectionConfig {
     pub(super) content: Content,
 }
 
-/// The maximum of `spare_buffers` and `send_buffers`.
 const MAX_BUFFERS: u32 = 1 << 20;
 
 #[derive(Debug, Clone)]
 pub(super) enum Completions {
-    /// The mode of queues shared with other connections.
     Mode(CompletionMode),
     Given(CompletionQueue),
 }
@@ -133,12 +135,9 @@ impl Default for ConnectionConfig {
 }
 
 impl ConnectionConfig {
-    /// Returns the default settings of byte streams. They have fewer and larger buffers than
-    /// [`default`](Self::default): 24 receive buffers of 32 KiB, 8 spare and 16 send buffers, 1.7
-    /// MiB in all, when it is in use.
-    ///
-    /// [`max_message`](Self::max_message) limits the pieces that a side reads from the other's
-    /// memory, not the stream.
+    /// Returns the default settings of byte streams: 24 receive buffers of 32 KiB, 8 spare and 16
+    /// send buffers, 1.7 MiB in all when in use. [`max_message`](Self::max_message) does not limit
+    /// the stream, but the pieces that the peer reads from memory.
     pub fn for_streams() -> Self {
         Self::default()
             .receive_buffer_size(32 << 10)
@@ -147,67 +146,63 @@ impl ConnectionConfig {
             .send_buffers(16)
     }
 
-    /// Sets the size of each receive buffer of a connection in use, in bytes; default 16 KiB. They
-    /// are shorter if the [budget](Self::budget) or the device refuses that.
-    /// Messages up to this length are copied into a buffer, longer ones into several, see
-    /// [`max_eager`](Self::max_eager).
+    /// Sets the size of each receive buffer; default 16 KiB. Buffers are shorter while the
+    /// connection is idle, or if the [budget](Self::budget) or the device refuses this size.
     pub fn receive_buffer_size(mut self, bytes: u32) -> Self {
         self.receive_buffer_size = bytes;
         self
     }
 
-    /// Sets how many messages the peer may send before the service receives any; default 64: 32 in
-    /// flight each way plus the delay of credit updates. Four more receives are posted for control
-    /// frames. Unless [`preallocate`](Self::preallocate) is set, a connection starts with at most
-    /// four for messages. The peer may send one message more than receives for messages.
+    /// Sets how many messages the peer may have in flight before the application receives any;
+    /// default 64: 32 in flight each way plus the delay of credit updates. The peer may send one
+    /// more message than that. Four further receives are for control frames.
     pub fn receive_buffers(mut self, buffers: u32) -> Self {
         self.receive_buffers = buffers;
         self
     }
 
-    /// Sets how many received messages the service may hold without a copy, when the connection has
-    /// all its buffers; default 32. One that has grown less has spare buffers in proportion.
-    /// Further messages are copied out of their buffers, so they never block the peer. At most
-    /// 1,048,576; all receive buffers must fit one registration (`DeviceAttr::max_mr_size`).
+    /// Sets how many received messages the application may hold without a copy; default 32, at most
+    /// 1,048,576. Further messages are copied, so that they never block the peer. A connection with
+    /// only a part of its receive buffers has spare buffers in proportion. All receive buffers must
+    /// fit one registration (`DeviceAttr::max_mr_size`).
     pub fn spare_buffers(mut self, buffers: u32) -> Self {
         self.spare_buffers = buffers;
         self
     }
 
-    /// Sets how many copied messages longer than `max_inline` may be in flight; default 64, a
-    /// peer's default window. At most 1,048,576; they must fit one registration
-    /// (`DeviceAttr::max_mr_size`).
+    /// Sets how many copied messages longer than `max_inline` may be in flight; default 64, at most
+    /// 1,048,576. The buffers must fit one registration (`DeviceAttr::max_mr_size`).
     pub fn send_buffers(mut self, buffers: u32) -> Self {
         self.send_buffers = buffers;
         self
     }
 
-    /// Sets the capacity of the send queue in work requests, one-sided operations included; default
-    /// 128, twice a peer's default window. Further work requests are queued.
+    /// Sets the capacity of the send queue in work requests, including one-sided operations;
+    /// default 128. Further work requests are queued.
     pub fn max_send_wr(mut self, work_requests: u32) -> Self {
         self.max_send_wr = work_requests;
         self
     }
 
-    /// Sets the longest message copied into its work request, in bytes; default 64, which all
-    /// devices support. Larger values increase the queue's memory. At least 20.
+    /// Sets the longest message that is copied into its work request; default 64, which all devices
+    /// support; at least 20. Larger values increase the queue's memory.
     pub fn max_inline(mut self, bytes: u32) -> Self {
         self.max_inline = bytes;
         self
     }
 
-    /// Sets the longest message that `send` copies, in bytes; default 64 KiB. Above the peer's
-    /// `receive_buffer_size` it takes several buffers of each side, at most three quarters of
-    /// either's; the receiver copies it once more. Longer messages are registered in place, and the
-    /// peer reads them, which copies nothing but takes more system calls.
+    /// Sets the longest message that `send` copies; default 64 KiB. The peer reads longer ones from
+    /// the memory of the message, without a copy but with more system calls. A copied message
+    /// longer than the peer's `receive_buffer_size` takes several buffers, at most three quarters
+    /// of those of either peer, and the receiver copies it once more.
     pub fn max_eager(mut self, bytes: u32) -> Self {
         self.max_eager = bytes;
         self
     }
 
-    /// Registers all buffers when connecting and keeps them; default false, which starts with
-    /// receives for four messages of 384 bytes and no send buffers, and registers more with use. A
-    /// connection whose `receive_buffer_size` is at most 384 registers all.
+    /// Registers all buffers when connecting and keeps them; default false. Otherwise a connection
+    /// starts without send buffers and with receives for four messages of 384 bytes, unless
+    /// `receive_buffer_size` is at most 384.
     pub fn preallocate(mut self, preallocate: bool) -> Self {
         self.preallocate = preallocate;
         self
@@ -220,28 +215,26 @@ impl ConnectionConfig {
         self
     }
 
-    /// Sets the interval of the checks for idle buffers; default 5 s, at least 1 ms. A connection
-    /// that has sent and received no message since the previous check deregisters the buffers that
-    /// it has registered with use. They are also deregistered when it closes.
+    /// Sets how often the connection checks for idle buffers; default 5 s. If it has sent and
+    /// received no message since the last check, it deregisters the buffers beyond its first ones,
+    /// as it does when it closes.
     pub fn shrink_after(mut self, time: Duration) -> Self {
         self.shrink_after = time;
         self
     }
 
-    /// Sets the longest accepted message in bytes; default 64 MiB. A peer can make this side
-    /// allocate that much. The limit may be below
-    /// [`receive_buffer_size`](Self::receive_buffer_size); 0 allows only empty messages. It is
-    /// announced to the peer, whose `send` refuses longer messages; sending one anyway is a
-    /// [`Violation`](super::Violation).
+    /// Sets the longest accepted message; default 64 MiB. The peer can make this process allocate
+    /// that much. With 0, only empty messages are accepted. The peer's `send` refuses longer
+    /// messages; a peer that sends one anyway commits a [`Violation`](super::Violation).
     pub fn max_message(mut self, bytes: u64) -> Self {
         self.max_message = bytes;
         self
     }
 
-    /// Sets the memory for long messages that the service has not received, in bytes; default 16
-    /// MiB, which fits processor caches. One message is always fetched; others wait at their
-    /// sender. Answers to the peer's [`keepalive`](Self::keepalive) queue behind fetches: choose no
-    /// more than the device fetches within its `timeout`.
+    /// Sets the memory for long messages that the application has not received yet; default 16 MiB,
+    /// which fits processor caches. One message is always fetched; others wait at the sender.
+    /// Choose no more than the device fetches within the `timeout` of the
+    /// [`keepalive`](Self::keepalive), because answers to it queue behind fetches.
     pub fn receive_memory(mut self, bytes: u64) -> Self {
         self.receive_memory = bytes;
         self
@@ -254,25 +247,23 @@ impl ConnectionConfig {
         self
     }
 
-    /// Sends a `Ping` after `interval` without a frame from the peer, and closes the connection as
-    /// [`CloseReason::Silent`](super::CloseReason::Silent) after another `timeout`. Default 5 s and
-    /// 10 s; each at least 1 ms; `None` disables it. The peer's driver answers, so this detects a
-    /// stuck runtime. Retransmission detects a lost device within seconds.
+    /// Sends a `Ping` if no frame has arrived from the peer for `interval`, and closes the
+    /// connection with [`CloseReason::Silent`](super::CloseReason::Silent) after another `timeout`.
+    /// Default 5 s and 10 s; `None` disables it. The peer's driver answers, so this detects a stuck
+    /// runtime, whereas retransmission detects a lost device within seconds. The first `Ping` may
+    /// be late by another `interval`, because arrivals are counted and not timed.
     ///
-    /// The `interval` counts from the answer to the last `Ping`. If other frames have arrived
-    /// since, it may begin anew once, because arrivals are counted and not timed.
-    ///
-    /// The answer queues behind READs and WRITEs of the peer's service and behind fetched messages.
-    /// If these and [`receive_memory`](Self::receive_memory) may take longer than `timeout`, raise
-    /// `timeout` or reduce the operations in flight.
+    /// The answer queues behind READs and WRITEs of the peer's application and behind fetched
+    /// messages. If these may take longer than `timeout`, raise it, or reduce the operations in
+    /// flight or [`receive_memory`](Self::receive_memory).
     pub fn keepalive(mut self, times: Option<(Duration, Duration)>) -> Self {
         self.keepalive = times;
         self
     }
 
-    /// Closes the connection as [`CloseReason::Stalled`](super::CloseReason::Stalled) if a `send`
+    /// Closes the connection with [`CloseReason::Stalled`](super::CloseReason::Stalled) if a `send`
     /// has waited this long while the peer accepted nothing; disabled by default, because slow
-    /// peers are legitimate. At least 1 ms. A timeout on a single `send` is an alternative.
+    /// peers are legitimate.
     pub fn stall_timeout(mut self, timeout: Option<Duration>) -> Self {
         self.stall_timeout = timeout;
         self
@@ -291,66 +282,65 @@ impl ConnectionConfig {
         self
     }
 
-    /// Sets how completion queues are polled; by events unless set. With events there are two, one
-    /// for sends and one for receives, else one for both. Connections of the same runtime, device
-    /// and mode share them; a runtime of many threads has as many pairs as worker threads.
+    /// Sets how shared completion queues are polled; by events unless set. With events there are
+    /// two, one for sends and one for receives, otherwise one for both. Connections of the same
+    /// runtime, device and mode share them; a multi-threaded runtime has one set per worker thread.
     pub fn mode(mut self, mode: CompletionMode) -> Self {
         self.completions = Completions::Mode(mode);
         self
     }
 
-    /// Uses `queue` instead of the shared completion queues, for example one whose interrupts have
-    /// a vector of their own. Each connection needs `max_send_wr` + `receive_buffers` + 12 entries.
+    /// Uses `queue` instead of the shared completion queues, for example one with its own interrupt
+    /// vector. Each connection needs `max_send_wr` + `receive_buffers` + 12 entries.
     pub fn completion_queue(mut self, queue: &CompletionQueue) -> Self {
         self.completions = Completions::Given(queue.clone());
         self
     }
 
-    /// Sets the timeout for resolving the peer and for the handshake, each, per address tried;
-    /// default 15 s, because the kernel retransmits after 4.3 s.
+    /// Sets the timeout for resolving the peer, and that for the handshake, per address; default 15
+    /// s, because the kernel retransmits after 4.3 s.
     pub fn connect_timeout(mut self, timeout: Duration) -> Self {
         self.connect_timeout = timeout;
         self
     }
 
-    /// Sets how many handshakes a [`Listener`](super::Listener) runs at once; default 32,
-    /// minimum 1. Beyond that a new request evicts the oldest handshake of the source address with
-    /// the most: its peer is rejected.
+    /// Sets how many handshakes, at least one, a [`Listener`](super::Listener) runs at once;
+    /// default 32. A further request evicts the oldest handshake of the source address with the
+    /// most handshakes, whose peer is rejected.
     ///
-    /// On the software device a handshake holds buffers only after the peer's confirmation, and
-    /// completes at once. On other devices it holds them until the peer confirms, eviction, or
+    /// On the software device, a handshake holds no buffers before the peer's confirmation. On
+    /// other devices it holds them until confirmation, eviction or
     /// [`connect_timeout`](Self::connect_timeout).
     pub fn handshakes(mut self, handshakes: u32) -> Self {
         self.handshakes = handshakes;
         self
     }
 
-    /// Sets how many connections a [`Listener`](super::Listener) establishes before the service
-    /// accepts them; default 128, 512 KiB of buffers. Handshakes that run when it is full are
-    /// completed; later requests wait until the service accepts. The peer may send until its
-    /// messages fill the receives of the connection.
+    /// Sets how many connections a [`Listener`](super::Listener) establishes before the application
+    /// accepts them; default 128, 512 KiB of buffers. When the backlog is full, running handshakes
+    /// are completed and later requests wait. The peer may already send, up to its credits.
     ///
-    /// With 0, nothing is established before [`accept`](super::Listener::accept) is called, which a
-    /// service that decides about each [request](super::Listener::request) may need.
+    /// Set 0 to establish nothing before [`accept`](super::Listener::accept) is called, for an
+    /// application that decides about each [request](super::Listener::request).
     pub fn backlog(mut self, connections: u32) -> Self {
         self.backlog = connections;
         self
     }
 
-    /// Sets how many connections a [`Listener`](super::Listener) has open; default 4,096 (16 MiB of
-    /// buffers if they are idle; [`budget`](Self::budget) limits the others). A connection counts
-    /// until both sides have closed it and its handles are dropped. Further peers are rejected with
-    /// [`RefusalReason::ListenerFull`](super::RefusalReason::ListenerFull).
+    /// Sets how many connections a [`Listener`](super::Listener) may have open; default 4,096: 16
+    /// MiB of buffers while they are idle, and at most the [`budget`](Self::budget) otherwise. A
+    /// connection counts until both peers have closed it and its handles are dropped. Further peers
+    /// are rejected with [`RefusalReason::ListenerFull`](super::RefusalReason::ListenerFull).
     ///
-    /// Simultaneous requests may all be answered for one remaining connection. Those beyond the
-    /// limit then close with [`CloseReason::Refused`](super::CloseReason::Refused) when the service
-    /// accepts; the service does not see them.
+    /// The device may answer simultaneous requests before the limit is checked. Those beyond it
+    /// close with [`CloseReason::Refused`](super::CloseReason::Refused), and the application does
+    /// not see them.
     pub fn max_connections(mut self, connections: u32) -> Self {
         self.max_connections = connections;
         self
     }
 
-    /// Sets how many connections a [`Listener`](super::Listener) has open per source address;
+    /// Sets how many connections a [`Listener`](super::Listener) may have open per source address;
     /// default 1,024. Further peers get
     /// [`RefusalReason::SourceFull`](super::RefusalReason::SourceFull) as for
     /// [`max_connections`](Self::max_connections).
@@ -359,9 +349,10 @@ impl ConnectionConfig {
         self
     }
 
-    /// Closes the connection as [`CloseReason::NoFirstMessage`](super::CloseReason::NoFirstMessage)
-    /// if the peer sends no message within this time; disabled by default; at least 1 ms. It limits
-    /// how long a peer that sends nothing holds buffers. The offer of a long message counts.
+    /// Closes the connection with
+    /// [`CloseReason::NoFirstMessage`](super::CloseReason::NoFirstMessage) if the peer sends no
+    /// message, or offer of a long one, within this time; disabled by default. It limits how long a
+    /// silent peer holds buffers.
     pub fn first_message_timeout(mut self, timeout: Option<Duration>) -> Self {
         self.first_message_timeout = timeout;
         self
@@ -375,38 +366,31 @@ impl ConnectionConfig {
     }
 
     /// Creates the queue pair in this protection domain. By default each connection has its own, so
-    /// that memory exposed to one peer is inaccessible to others. Buffers of one connection are
-    /// then unusable in another. It gets a closed connection's, if nothing else refers to that.
+    /// that memory exposed to one peer is inaccessible to others; buffers of one connection are
+    /// then unusable in another.
     pub fn protection_domain(mut self, pd: &ProtectionDomain) -> Self {
         self.protection_domain = Some(pd.clone());
         self
     }
 
-    /// Selects the port and GID that reach this peer, for
-    /// [`Connection::prepare`](super::Connection::prepare); see
-    /// [`QueuePairBuilder::peer`](crate::op::QueuePairBuilder::peer). The last call of this or
-    /// [`source`](Self::source) counts; default [`Device::default_path`].
+    /// Selects the port and GID that reach this peer; default [`Device::default_path`]. The last
+    /// call of this or [`source`](Self::source) counts.
     ///
-    /// By address, the connection manager selects the path. Other peers then fail with
-    /// [`SetupError::Mismatch`], or are rejected by a listener.
+    /// This is for [`Connection::prepare`](super::Connection::prepare). By address, the connection
+    /// manager selects the path: other peers fail with [`SetupError::Mismatch`], or are rejected by
+    /// a listener. See [`QueuePairBuilder::peer`](crate::op::QueuePairBuilder::peer).
     pub fn peer(mut self, peer: impl Into<Gid>) -> Self {
         self.path = Path::To(peer.into());
         self
     }
 
-    /// Sends from this entry of this port's GID table, for
-    /// [`Connection::prepare`](super::Connection::prepare); see
-    /// [`QueuePairBuilder::source`](crate::op::QueuePairBuilder::source). The last call of this or
-    /// [`peer`](Self::peer) counts.
-    ///
-    /// By address, the connection manager selects the path. Other entries then fail with
-    /// [`SetupError::Mismatch`], or the listener rejects the peer.
+    /// Sends from this entry of this port's GID table, with the same restrictions as
+    /// [`peer`](Self::peer). See [`QueuePairBuilder::source`](crate::op::QueuePairBuilder::source).
     pub fn source(mut self, port: PortNum, gid_index: u8) -> Self {
         self.path = Path::From(port, gid_index);
         self
     }
 
-    /// Checks the path that the connection manager selected for `peer`.
     pub(super) fn check_path(
         &self,
         (port, gid_index): (PortNum, u8),
@@ -429,12 +413,10 @@ impl ConnectionConfig {
         Err(SetupError::Mismatch { what, ours, theirs })
     }
 
-    /// Returns true if requests can be answered without checking their path.
     pub(super) const fn accepts_any_peer(&self) -> bool {
         matches!(self.path, Path::Any)
     }
 
-    /// Returns resources for a connection on the device of `cache`.
     pub(super) fn resources(
         &self,
         cache: &Arc<ResourceCache>,
@@ -445,12 +427,11 @@ impl ConnectionConfig {
         }
     }
 
-    /// Returns the settings of a connection that carries bytes instead of messages.
     pub(crate) fn with_bytes(&self) -> Self {
         Self { content: Content::Bytes, ..self.clone() }
     }
 
-    /// Returns the connection manager's options. The handshake must fit `capacity` bytes.
+    /// Returns the connection manager's options, which leave `capacity` bytes for the handshake.
     pub(super) fn cm_options(
         &self,
         capacity: usize,
@@ -466,8 +447,7 @@ impl ConnectionConfig {
         Ok(options.transport(self.options).private_data(handshake))
     }
 
-    /// Returns what the protocol needs to know.
-    /// Returns the settings of the protocol for a queue pair that takes `max_inline` bytes.
+    /// Returns the protocol's settings for a queue pair that takes `max_inline` bytes.
     pub(super) fn protocol(&self, max_inline: u32) -> Settings {
         Settings {
             content: self.content,
@@ -501,7 +481,6 @@ impl ConnectionConfig {
         }
     }
 
-    /// Checks all settings against the limits of protocol and device.
     pub(super) fn check(&self, device: &Device) -> Result<(), SetupError> {
         let foreign = |what, of: &Device| {
             if of.same(device) { Ok(()) } else { Err(SetupError::Foreign { what }) }

@@ -1,15 +1,15 @@
-//! The driver: a task that runs a connection while the service is idle.
+//! The driver: a task that runs a connection while the application is idle.
 //!
 //! Tasks that send or receive, and the waker of operations ([`DriverWaker`]), make progress
-//! themselves. The driver continues what they cannot. Only the driver:
+//! themselves. Only the driver:
 //!
 //! - executes deadlines (`ConnectionState::on_deadline`)
 //! - notices that the peer has disconnected (`ConnectionState::on_disconnect`)
 //! - closes the queue pair after termination, for which `Connection::close` waits
 //!
-//! [`DriverWaker`]: super::shared::DriverWaker
+//! It exits when the queue pair is closed.
 //!
-//! It exits when the connection is closed, has failed, or was dropped.
+//! [`DriverWaker`]: super::shared::DriverWaker
 
 use std::future::{Future, poll_fn};
 use std::ops::ControlFlow;
@@ -28,7 +28,6 @@ use super::shared::{DriverPoll, Shared};
 use crate::clock::{self, Sleep, timeout};
 use crate::cm::CmConnection;
 
-/// Runs a connection until its queue pair is closed.
 pub(super) fn drive(
     shared: Arc<Shared>,
     link: Option<Arc<CmConnection>>,
@@ -81,7 +80,7 @@ pub(super) fn drive(
     }
 }
 
-/// Waits until the peer has disconnected; stays pending without a connection manager.
+/// Stays pending without a connection manager.
 async fn disconnected(link: Option<Arc<CmConnection>>) {
     match link {
         Some(link) => drop(link.disconnected().await),

@@ -18,7 +18,7 @@ use super::state::{BATCH, ConnectionState};
 use crate::waiters::{Caller, Ticket};
 
 impl ConnectionState {
-    /// Handles a failed operation, which has failed the queue pair. Finds the first cause.
+    /// Handles a failed operation, which has failed the queue pair, too. Finds the first cause.
     pub(super) fn on_failure(
         &mut self,
         failure: CloseReason,
@@ -173,7 +173,7 @@ impl ConnectionState {
         self.progress(driver);
     }
 
-    /// Ends the messages of the peer: the service receives those that have arrived, then the end.
+    /// Makes the application receive the messages that have arrived, and then the end.
     pub(super) fn drain(&mut self, driver: &Waker) {
         self.io.qp.drain_completions();
         for _ in 0..=self.receives.posted.len() / BATCH {
@@ -185,7 +185,6 @@ impl ConnectionState {
         later::wake(self.waiting.notified.take_first());
     }
 
-    /// Returns the close reason once the queue pair is closed.
     pub(super) fn poll_closed(
         &mut self,
         ticket: &mut Option<Ticket>,
@@ -205,7 +204,6 @@ impl ConnectionState {
         }
     }
 
-    /// Returns the close reason once there is one.
     pub(super) fn poll_terminated(
         &mut self,
         ticket: &mut Option<Ticket>,
@@ -223,7 +221,6 @@ impl ConnectionState {
         }
     }
 
-    /// Continues after the last handle was dropped.
     pub(super) fn abandon(&mut self, driver: &Waker) {
         // The peer's `Fin` may be among received frames.
         self.progress(driver);
@@ -239,8 +236,8 @@ impl ConnectionState {
         self.act(actions);
     }
 
-    /// Terminates at once. Neither the connection nor the service posts afterwards. Queued
-    /// operations, and an `Abort` behind them, are not awaited.
+    /// Terminates at once. Nothing is posted afterwards, neither by the connection nor by the
+    /// application. Queued operations, and an `Abort` behind them, are not awaited.
     pub(crate) fn abort(&mut self, reason: CloseReason, driver: &Waker) {
         if self.close_reason().is_some() {
             return;
@@ -258,8 +255,8 @@ impl ConnectionState {
         self.on(Event::Abort(reason));
     }
 
-    /// Returns true if the peer's device has acknowledged all frames of a dropped connection, the
-    /// last one being the `Abort`.
+    /// Returns true if the peer's device has acknowledged all frames of a dropped connection, of
+    /// which the `Abort` is the last.
     pub(super) fn is_abort_acknowledged(&mut self, driver: &Waker) -> bool {
         let context = &mut Context::from_waker(driver);
         let last = self.outbox.sends.len().checked_sub(1);

@@ -21,7 +21,7 @@ use crate::types::WcStatus;
 pub enum MessageError {
     /// The message exceeds the peer's limit; nothing was sent.
     TooLong(LimitError),
-    /// This side has finished sending; nothing was sent.
+    /// This handle or another one has finished sending; nothing was sent.
     Finished,
     /// Memory for the message could not be registered. Nothing was sent, or the message can still
     /// be received.
@@ -34,7 +34,7 @@ pub enum MessageError {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum TrySendError {
-    /// The peer has no free receive, this side no free send buffer or send memory, or other sends
+    /// The peer has no free receive, there is no free send buffer or send memory, or other sends
     /// wait. Holds the message, which was not sent.
     Full(Bytes),
     /// The message cannot be sent.
@@ -45,28 +45,29 @@ pub enum TrySendError {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CloseReason {
-    /// Both sides have finished, and all messages have arrived.
+    /// Both peers have finished, and all messages have arrived.
     Clean,
-    /// This side closed or dropped it.
+    /// This process closed or dropped it.
     Local,
-    /// This side [aborted](super::Connection::abort) it.
+    /// This process [aborted](super::Connection::abort) it.
     Aborted,
     /// The peer aborted it, or dropped it before finishing.
     Dropped,
     /// The connection manager reported a disconnect before the peer finished.
     Disconnected,
-    /// The listener does not know the connection, although it had answered the request. Either it
-    /// evicted the handshake before this side's confirmation arrived, which forged requests can
-    /// cause, and received no message; or another process has taken its place. Connect again.
+    /// The listener does not know the connection, although it had answered the request: it evicted
+    /// the handshake before the confirmation arrived, which forged requests can cause, or another
+    /// process has taken its place. It received no message. Connect again.
     Unconfirmed,
-    /// The listener reached a connection limit after it had answered this request; its service has
-    /// not seen the connection. Later requests fail with [`EstablishError::Refused`].
+    /// The listener reached a connection limit after it had answered this request; its application
+    /// has not seen the connection. Later requests fail with [`EstablishError::Refused`].
     Refused(RefusalReason),
-    /// The peer's service called [`ConnectionRequest::reject`](super::ConnectionRequest::reject)
-    /// after its device had answered.
+    /// The peer's application called
+    /// [`ConnectionRequest::reject`](super::ConnectionRequest::reject) after its device had
+    /// answered.
     Rejected,
     /// An operation on the connection failed. A failure at the peer is reported rather than the
-    /// flush that follows.
+    /// flush that follows it.
     Operation(OpErrorKind),
     /// The peer violated the protocol.
     Violation(Violation),
@@ -266,7 +267,8 @@ pub enum EstablishError {
         /// Defect of its handshake.
         error: HandshakeError,
     },
-    /// The peer's service called [`ConnectionRequest::reject`](super::ConnectionRequest::reject).
+    /// The peer's application called
+    /// [`ConnectionRequest::reject`](super::ConnectionRequest::reject).
     Rejected {
         /// Address of the listener.
         address: SocketAddr,

@@ -1,4 +1,4 @@
-//! Fetching of the peer's long messages by READ.
+//! Fetches the peer's long messages by READ.
 
 use std::task::{Context, Poll, Waker};
 
@@ -11,7 +11,7 @@ use super::message_memory::{Fetch, FetchOutput, Job, JobDone, JobOutput};
 use super::state::ConnectionState;
 
 impl ConnectionState {
-    /// Starts fetches within `receive_memory` and takes completed ones, in order.
+    /// Starts fetches within `receive_memory`, and takes completed ones in order.
     pub(super) fn fetch(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
         while let Some(&number) = self.inbox.waiting.front()
             && self.protocol.phase().takes_messages()
@@ -80,7 +80,6 @@ impl ConnectionState {
         Ok(())
     }
 
-    /// Drops the buffers for long messages if all were received.
     pub(super) fn shrink_fetch_memory(&mut self) {
         if self.inbox.messages.is_empty() {
             let emptied = self.memory.fetch.emptied();
@@ -89,12 +88,10 @@ impl ConnectionState {
         }
     }
 
-    /// Queues a job for the helper thread.
     pub(super) fn add_job(&mut self, job: Job) {
         self.memory.jobs.add(job);
     }
 
-    /// Continues with the result of a job.
     pub(super) fn on_job_done(&mut self, done: JobDone, driver: &Waker) {
         self.memory.fetch.cancel_reservation(done.unpooled);
         // After termination no fetch is left.

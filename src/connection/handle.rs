@@ -1,4 +1,4 @@
-//! Connections as a service uses them.
+//! The handle of a connection.
 
 mod polled;
 mod prepared;
@@ -38,13 +38,9 @@ use rdma_message_proto::handshake::Handshake;
 use rdma_message_proto::refusal::{RefusalReason, Rejection};
 use rdma_provider::cm_contract::MAX_REQUEST_DATA;
 
-/// A reliable connection that carries messages and accesses memory exposed by the peer.
+/// A reliable connection that carries messages and accesses memory that the peer exposes.
 ///
-/// Methods take `&self`, and a clone is another handle of the same connection, for another task.
-/// Messages from one task arrive in order. Each handle is a [`Sink`] and a [`Stream`], too. As a
-/// sink it holds one message that could not be sent yet, which [`send`](Self::send) overtakes;
-/// `SinkExt::close` sends it and finishes, dropping the handle does neither. That message keeps its
-/// place among the sends of other handles, which wait for it: poll the sink, or drop the handle.
+/// Methods take `&self`; clone the handle for other tasks. Messages from one task arrive in order.
 ///
 /// ```
 /// use tokio_rdma::{Connection, Listener};
@@ -64,12 +60,21 @@ use rdma_provider::cm_contract::MAX_REQUEST_DATA;
 /// # }
 /// ```
 ///
+/// # Sink and stream
+///
+/// Each handle is a [`Sink`] and a [`Stream`] of messages, too. The sink holds one message that
+/// could not be sent yet. [`send`](Self::send) on the same handle overtakes it, but sends of other
+/// handles wait for it: poll the sink, or drop the handle. `SinkExt::close` sends the message and
+/// finishes; dropping the handle does neither.
+///
 /// # Closing
 ///
-/// [`finish`](Self::finish) ends this side's messages: the peer's [`recv`](Self::recv) then returns
+/// [`finish`](Self::finish) ends the messages to the peer, whose [`recv`](Self::recv) then returns
 /// `None`. [`close`](Self::close) finishes and waits for the peer to finish. When both have
 /// finished and all messages have arrived, the connection closes cleanly. Any other termination is
-/// an error with a [`CloseReason`] on both sides.
+/// an error with a [`CloseReason`] for both peers. Sends on a closed connection fail with
+/// [`MessageError::Closed`], and operations with
+/// [`OpErrorKind::Closed`](crate::OpErrorKind::Closed).
 ///
 /// Dropping the last handle after `recv` has returned `None` finishes, without a report whether the
 /// last messages arrived. Otherwise the peer is notified if possible ([`CloseReason::Dropped`]).
@@ -77,15 +82,18 @@ use rdma_provider::cm_contract::MAX_REQUEST_DATA;
 ///
 /// # One-sided operations
 ///
-/// [`read`](Self::read), [`write`](Self::write), atomics and [batches](Self::post_batch) queue with
-/// messages in FIFO order. Thousands of them delay messages and answers to the peer. An operation
-/// that fails at the peer closes the connection.
+/// [`read`](Self::read), [`write`](Self::write), atomics and [batches](Self::post_batch) are those
+/// of [`QueuePair`], with the same errors, which return any buffers. They queue with messages in
+/// FIFO order: thousands of them delay messages and answers to the peer. An operation that fails at
+/// the peer closes the connection.
 ///
 /// # Cancel safety
 ///
-/// See each method. The [`Stream`] loses no message if a future of `StreamExt::next` is dropped.
-/// The [`Sink`] sends what `start_send` was given once it is polled again, also if a future of it
-/// is dropped.
+/// A dropped future loses no message: its `send` has sent nothing, and the next `recv` returns the
+/// message. Dropping the future of a one-sided operation does not stop the
+/// [`Operation`](crate::op::Operation). The [`Sink`] sends what `start_send` was given once it is
+/// polled again, even if its futures are dropped; the futures of the [`Stream`] lose nothing
+/// either.
 ///
 /// [`Sink`]: futures::Sink
 /// [`Stream`]: futures::Stream
@@ -95,8 +103,8 @@ pub struct Connection {
 }
 
 pub(crate) struct Handle {
-    /// Pools of [`Connection::try_alloc`], created on first use. Dropped before `shared`, whose
-    /// last reference leaves the protection domain to other connections.
+    /// Pools of [`Connection::try_alloc`]. Dropped before `shared`, whose last reference leaves the
+    /// protection domain to other connections.
     pub(crate) buffers: [OnceLock<Pool>; 2],
     pub(crate) shared: Arc<Shared>,
     close_timeout: Duration,
@@ -124,7 +132,7 @@ impl Handle {
         .await
     }
 
-    /// Returns `bytes` as a buffer if they can be sent from their memory.
+    /// Returns the registered buffer that already contains `bytes`, if any.
     #[inline]
     pub(super) fn as_buffer(&self, bytes: &Bytes) -> Option<Buf> {
         Buf::of_bytes(bytes, self.shared.qp.protection_domain())
@@ -146,16 +154,15 @@ impl Drop for Handle {
 }
 
 impl Connection {
-    /// Connects to a [`Listener`](super::Listener) at the first address that answers, with default
-    /// settings.
+    /// Connects with default settings; see [`connect_with`](Self::connect_with).
     ///
     /// # Errors
     ///
-    /// See [`connect_with`](Self::connect_with).
+    /// As `connect_with`.
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future withdraws the request.
+    /// As `connect_with`.
     pub async fn connect(
         device: &Device,
         address: impl ToSocketAddrs + fmt::Debug,
@@ -173,7 +180,7 @@ impl Connection {
     /// - [`EstablishError::Setup`]: unsupported settings.
     /// - [`EstablishError::Handshake`]: [`user_data`](ConnectionConfig::user_data) too long.
     /// - [`EstablishError::OtherProtocol`]: not a listener of this kind.
-    /// - [`EstablishError::Rejected`]: by the peer's service.
+    /// - [`EstablishError::Rejected`]: by the peer's application.
     /// - [`EstablishError::Refused`]: a connection limit of the listener, or its shutdown.
     ///
     /// Addresses whose path differs from [`peer`](ConnectionConfig::peer) or
@@ -214,7 +221,7 @@ impl Connection {
         Box::pin(connecting).await
     }
 
-    /// Creates a queue pair in INIT with posted receives, for services with their own control
+    /// Creates a queue pair in INIT with posted receives, for applications with their own control
     /// plane. Exchange [`PreparedConnection::endpoint`] and [`PreparedConnection::handshake`] with
     /// the peer. On a port with several GIDs, set [`ConnectionConfig::peer`] or
     /// [`ConnectionConfig::source`].
@@ -233,21 +240,20 @@ impl Connection {
         PreparedConnection::new(resources, config, |builder| builder.path(config.path.clone()))
     }
 
-    /// Sends a message. Messages up to [`max_eager`](ConnectionConfig::max_eager) are copied; the
-    /// peer reads longer ones. At least 4 KiB that are part of a registered buffer of the
-    /// connection's [protection domain](Self::protection_domain) are sent like a buffer, see
-    /// [`send_buffer`](Self::send_buffer): for example a message that this connection has received
-    /// in one frame. The future is ready when the message is queued; [`flush`](Self::flush) waits
-    /// for its arrival.
+    /// Sends a message. The future is ready when the message is queued; [`flush`](Self::flush)
+    /// waits for its arrival. Until then, `send` waits for a credit of the peer, and for
+    /// [`send_memory`](ConnectionConfig::send_memory) if the message is long.
     ///
-    /// Waits for credits of the peer and within `send_memory`.
+    /// Messages up to [`max_eager`](ConnectionConfig::max_eager) are copied; the peer reads longer
+    /// ones. If at least 4 KiB are part of a registered buffer, for example one that was received,
+    /// they are sent like [`send_buffer`](Self::send_buffer), without a copy.
     ///
     /// # Errors
     ///
     /// [`MessageError::TooLong`], [`MessageError::Finished`] after [`finish`](Self::finish),
-    /// [`MessageError::Register`] if a long message cannot be registered. [`MessageError::Closed`]
-    /// on a closed connection; messages in flight are then lost, too. Nothing of the message was
-    /// sent, see [`MessageError::outcome`].
+    /// [`MessageError::Register`] if a long message cannot be registered, or
+    /// [`MessageError::Closed`] on a closed connection, which also loses messages in flight.
+    /// Nothing of this message was sent; see [`MessageError::outcome`].
     ///
     /// # Cancel safety
     ///
@@ -258,37 +264,35 @@ impl Connection {
         self.send_outgoing(Outgoing::of(&message, buffer.as_ref())).await
     }
 
-    /// Sends a registered buffer as a message, without a copy up to
-    /// [`max_eager`](ConnectionConfig::max_eager) if it belongs to the connection's
-    /// [protection domain](Self::protection_domain), as buffers of [`try_alloc`](Self::try_alloc)
-    /// do. Otherwise this is [`send`](Self::send). The buffer returns to its pool when the peer's
-    /// device has the message, and the last view is dropped.
+    /// Sends a registered buffer as a message like [`send`](Self::send), without a copy if it
+    /// belongs to the connection's [protection domain](Self::protection_domain), as buffers of
+    /// [`try_alloc`](Self::try_alloc) do. The buffer returns to its pool when the peer's device has
+    /// the message and the last view is dropped.
     ///
     /// # Errors
     ///
-    /// See [`send`](Self::send).
+    /// As [`send`](Self::send).
     ///
     /// # Cancel safety
     ///
-    /// If the future is dropped before it is ready, the message is not sent.
+    /// As [`send`](Self::send).
     pub async fn send_buffer(&self, buffer: impl Into<Buf>) -> Result<(), MessageError> {
         let buffer = buffer.into();
         self.send_outgoing(Outgoing::Buffer(&buffer)).await
     }
 
-    /// Sends the concatenation of `parts` as one message. Up to
-    /// [`max_eager`](ConnectionConfig::max_eager), each part is copied once, into the registered
-    /// buffers that are sent. Several parts of a longer message are copied into one allocation,
-    /// which the peer reads, before the message waits for `send_memory`. Without parts, the message
-    /// is empty.
+    /// Sends the concatenation of `parts` as one message like [`send`](Self::send). Up to
+    /// [`max_eager`](ConnectionConfig::max_eager), each part is copied once, into registered
+    /// buffers. Longer messages of several parts are first copied into one allocation, which does
+    /// not count as `send_memory` while it waits. Without parts, the message is empty.
     ///
     /// # Errors
     ///
-    /// See [`send`](Self::send).
+    /// As [`send`](Self::send).
     ///
     /// # Cancel safety
     ///
-    /// If the future is dropped before it is ready, the message is not sent.
+    /// As [`send`](Self::send).
     pub async fn send_vectored(&self, parts: &[Bytes]) -> Result<(), MessageError> {
         if let [message] = parts {
             let buffer = self.handle.as_buffer(message);
@@ -303,12 +307,11 @@ impl Connection {
     }
 
     /// Sends a message during this call, like [`send`](Self::send), or returns it if it would have
-    /// to wait. A `send`, by contrast, sends only when it is polled.
+    /// to wait.
     ///
     /// # Errors
     ///
-    /// [`TrySendError::Full`] with the message, without a credit of the peer, a send buffer or
-    /// `send_memory`, or while other sends wait. [`TrySendError::Failed`] as for `send`.
+    /// [`TrySendError::Full`] with the message, [`TrySendError::Failed`] as for `send`.
     pub fn try_send(&self, message: impl Into<Bytes>) -> Result<(), TrySendError> {
         self.withdraw_sink();
         let message = message.into();
@@ -323,10 +326,10 @@ impl Connection {
 
     /// Returns the next message, or `None` after the peer has finished.
     ///
-    /// Messages up to 256 bytes are copied, and all messages until the connection has
-    /// [grown](ConnectionConfig::preallocate). Others are copied if the service holds
-    /// [`spare_buffers`](ConnectionConfig::spare_buffers) messages. Otherwise the buffer is reused
-    /// when the last clone is dropped.
+    /// Messages up to 256 bytes are copied, as are all until the connection has
+    /// [grown](ConnectionConfig::preallocate), and all while the application holds
+    /// [`spare_buffers`](ConnectionConfig::spare_buffers) messages. The buffer of any other message
+    /// is reused when the last clone is dropped.
     ///
     /// # Errors
     ///
@@ -346,29 +349,26 @@ impl Connection {
         .await
     }
 
-    /// Returns the next message in memory that is registered in the connection's
-    /// [protection domain](Self::protection_domain), or `None` after the peer has finished. Send
-    /// the buffer on with [`send_buffer`](Self::send_buffer), or use it in another operation,
-    /// without a copy.
+    /// Returns the next message in memory that is registered in the connection's [protection
+    /// domain](Self::protection_domain), or `None` after the peer has finished. The buffer can be
+    /// [sent](Self::send_buffer) or used in another operation without a copy.
     ///
-    /// The message is in the memory where the device has placed it if the peer has sent it in one
-    /// frame and a [spare buffer](ConnectionConfig::spare_buffers) is free, or if it was fetched
-    /// with one READ (up to 1 MiB). Otherwise it is copied once into a buffer as from
-    /// [`try_alloc`](Self::try_alloc). The memory is reused when the last view is dropped: until
-    /// then, each message of one frame occupies a spare buffer, however short it is.
-    ///
-    /// Memory for a copy is not part of [`receive_memory`](ConnectionConfig::receive_memory). Above
-    /// 64 KiB it is registered during the call, which may take milliseconds.
+    /// A message in one frame stays in its receive buffer if a [spare
+    /// buffer](ConnectionConfig::spare_buffers) is free, and occupies it until the last view is
+    /// dropped, however short the message is. A long message stays where it was fetched, up to 1
+    /// MiB. Any other message is copied once into a buffer as from [`try_alloc`](Self::try_alloc).
+    /// Copies do not count as [`receive_memory`](ConnectionConfig::receive_memory). Above 64 KiB,
+    /// memory for the copy is registered during the call, which may take milliseconds.
     ///
     /// # Errors
     ///
-    /// See [`recv`](Self::recv). [`MessageError::Register`] if memory for a copy cannot be
-    /// registered, or if the copy would exceed `u32::MAX` bytes; the message can then still be
+    /// As [`recv`](Self::recv), and [`MessageError::Register`] if memory for a copy cannot be
+    /// registered or the copy would exceed `u32::MAX` bytes; the message can then still be
     /// received.
     ///
     /// # Cancel safety
     ///
-    /// If the future is dropped before it is ready, no message is lost.
+    /// As [`recv`](Self::recv).
     pub async fn recv_buffer(&self) -> Result<Option<Buf>, MessageError> {
         let shared = &self.handle.shared;
         let mut guard = WaitGuard::new(shared, ConnectionState::withdraw_receiver);
@@ -454,9 +454,8 @@ impl Connection {
         .await
     }
 
-    /// Finishes sending, for all handles. The peer may continue to send.
-    ///
-    /// Pending sends fail with [`MessageError::Finished`].
+    /// Finishes sending, for all handles. Pending sends fail with [`MessageError::Finished`]. The
+    /// peer may continue to send.
     ///
     /// # Errors
     ///
@@ -492,25 +491,22 @@ impl Connection {
         if reason == CloseReason::Clean { Ok(()) } else { Err(reason.into()) }
     }
 
-    /// Terminates the connection at once, for a service that distrusts its peer or must stop
-    /// writing. Does nothing on a closed connection.
-    ///
-    /// On return:
+    /// Terminates the connection at once, for an application that distrusts its peer or must stop
+    /// writing. Does nothing on a closed connection. On return:
     ///
     /// - Pending sends and receives fail with [`CloseReason::Aborted`]; arrived messages are
     ///   discarded.
-    /// - New operations fail with [`OpErrorKind::Closed`](crate::OpErrorKind::Closed). Queued ones
-    ///   are never carried out.
+    /// - New operations fail with [`OpErrorKind::Closed`](crate::OpErrorKind::Closed), and queued
+    ///   ones are never carried out.
     /// - Operations in flight may still be carried out, and the device uses their buffers.
     ///
-    /// Queued operations and those in flight complete, flushed or as `Closed`, when the peer's
-    /// device acknowledges the `Abort` frame, after at most one second, or when the runtime shuts
-    /// down. [`close`](Self::close) waits for that.
+    /// Operations complete when the peer's device acknowledges the `Abort` frame, after at most one
+    /// second, or when the runtime shuts down. [`close`](Self::close) waits for that.
     ///
     /// The peer gets [`CloseReason::Dropped`], or [`CloseReason::Disconnected`] if the connection
-    /// manager is faster; to give a reason, send a message first. The `Abort` is not sent behind
-    /// queued operations, without a credit, before the peer has established the connection, or if
-    /// the runtime shuts down. Without a connection manager the peer then notices only by
+    /// manager is faster; to give a reason, send a message first. The `Abort` frame is not sent
+    /// behind queued operations, without a credit, before the peer has established the connection,
+    /// or if the runtime shuts down. Without a connection manager, the peer then notices only by
     /// [`keepalive`](ConnectionConfig::keepalive) or a failed operation.
     pub fn abort(&self) {
         self.handle.shared.abort(CloseReason::Aborted);
@@ -522,11 +518,10 @@ impl Connection {
         self.handle().close_reason()
     }
 
-    /// Waits until the connection has closed, by either side or by a failure, and returns the
-    /// reason. Unlike [`close`](Self::close), it does not close the connection. Messages that have
-    /// arrived can still be received, except after `close` and `abort`.
-    ///
-    /// A service that waits for other events, and for no message, thus notices a lost peer:
+    /// Waits until the connection has closed, for any reason, and returns the reason. This does not
+    /// close the connection. Messages that have arrived can still be received, except after
+    /// [`close`](Self::close) and [`abort`](Self::abort). Use it to notice a lost peer while
+    /// waiting for other events:
     ///
     /// ```
     /// use tokio_rdma::{CloseReason, Connection, Listener};
@@ -581,7 +576,7 @@ impl Connection {
         self.handle().peer_addr()
     }
 
-    /// Returns the user data of the peer's service.
+    /// Returns the user data of the peer's application.
     #[must_use]
     pub fn user_data(&self) -> &Bytes {
         &self.handle().user_data
@@ -605,7 +600,7 @@ impl Connection {
     }
 
     /// Withdraws the sink of this handle from the queue: if it is not polled, it must not block
-    /// what follows.
+    /// later sends.
     pub(super) fn withdraw_sink(&self) {
         if let mut left @ Some(_) = self.polled.sending {
             self.handle.shared.with(|state, _| state.withdraw_sender(&mut left));
@@ -639,14 +634,14 @@ impl Connection {
         self.handle.clone()
     }
 
-    /// Returns the queue pair. Services must not SEND on it: the peer would take that for a frame.
+    /// Returns the queue pair. Callers must not SEND on it: the peer would take that for a frame.
     pub(super) fn qp(&self) -> &QueuePair {
         &self.handle().shared.qp
     }
 }
 
-/// The clone is another handle of the same connection. A message that waits in the sink of the
-/// original stays there.
+/// Returns another handle of the same connection. A message that waits in the sink of the original
+/// stays there.
 impl Clone for Connection {
     fn clone(&self) -> Self {
         Self::new(self.handle.clone())
@@ -663,7 +658,7 @@ impl fmt::Debug for Connection {
     }
 }
 
-/// A flush. Dropping it withdraws the waiter.
+/// A flush in progress. Dropping it withdraws the waiter.
 struct FlushGuard<'a> {
     shared: &'a Shared,
     flush: Flush,

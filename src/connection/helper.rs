@@ -7,7 +7,7 @@ use rdma_message_proto::lifecycle::Event;
 use super::error::CloseReason;
 use super::shared::Shared;
 
-/// The thread. A connection has at most one, whatever its peer offers.
+/// At most one per connection, whatever the peer offers.
 pub(super) struct Helper {
     shared: Weak<Shared>,
     running: bool,

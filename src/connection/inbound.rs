@@ -1,4 +1,4 @@
-//! Receiving: the service takes messages and notifications.
+//! Receives messages and notifications.
 
 use std::task::{Poll, Waker};
 
@@ -13,7 +13,6 @@ use crate::memory::BufMut;
 use crate::waiters::{Caller, Ticket};
 
 impl ConnectionState {
-    /// Returns the next notification, or `None` after the last.
     pub(super) fn poll_notification(
         &mut self,
         ticket: &mut Option<Ticket>,
@@ -44,7 +43,7 @@ impl ConnectionState {
         Poll::Pending
     }
 
-    /// Returns the reason why no notification follows; `None` in it if the peer has finished.
+    /// Returns `Some` if no notification follows, with a reason unless the peer has finished.
     fn end_of_notifications(&self) -> Option<Option<CloseReason>> {
         let reason = self.close_reason();
         if !self.protocol.phase().takes_messages() {
@@ -56,12 +55,10 @@ impl ConnectionState {
         reason.map(Some)
     }
 
-    /// Returns true if a task that waits for a notification can continue.
     pub(super) fn has_notification_or_end(&self) -> bool {
         !self.inbox.notifications.is_empty() || self.end_of_notifications().is_some()
     }
 
-    /// Withdraws a task that waits for a notification, and wakes the next one.
     pub(super) fn withdraw_notified(&mut self, ticket: &mut Option<Ticket>) {
         later::discard(self.waiting.notified.withdraw(ticket));
         if self.has_notification_or_end() {
@@ -69,7 +66,6 @@ impl ConnectionState {
         }
     }
 
-    /// Returns the next message, or `None` after the last.
     pub(crate) fn poll_recv(
         &mut self,
         ticket: &mut Option<Ticket>,
@@ -79,7 +75,7 @@ impl ConnectionState {
         self.poll_message(Self::take_message, ticket, driver, caller)
     }
 
-    /// Returns the next message in registered memory, or `None` after the last. Copies use
+    /// Returns the next message in registered memory, or `None` after the last. A copy uses
     /// `memory`.
     pub(super) fn poll_recv_buffer(
         &mut self,
@@ -91,7 +87,6 @@ impl ConnectionState {
         self.poll_message(|state| state.take_registered(memory), ticket, driver, caller)
     }
 
-    /// Returns the next message to a stream, or `None` after the last.
     pub(super) fn poll_next(
         &mut self,
         ticket: &mut Option<Ticket>,
@@ -111,8 +106,7 @@ impl ConnectionState {
     }
 
     /// Calls `take` for the next message. If that leaves the message in the inbox, a queued
-    /// receiver keeps its position; another receiver may take the message before one without a
-    /// ticket.
+    /// receiver keeps its position; without a ticket, another receiver may take the message first.
     pub(super) fn poll_message<T>(
         &mut self,
         take: impl FnOnce(&mut Self) -> Option<T>,
@@ -134,7 +128,7 @@ impl ConnectionState {
         Poll::Pending
     }
 
-    /// Calls `take` for the next message. Returns `None` if a task must wait.
+    /// Calls `take` for the next message. Returns `None` if the task must wait.
     fn next<T>(
         &mut self,
         take: impl FnOnce(&mut Self) -> Option<T>,
@@ -177,13 +171,11 @@ impl ConnectionState {
         self.close_reason().map(|reason| Err(MessageError::Closed(reason)))
     }
 
-    /// Withdraws a receiver and wakes the next one.
     pub(crate) fn withdraw_receiver(&mut self, ticket: &mut Option<Ticket>) {
         later::discard(self.waiting.receivers.withdraw(ticket));
         self.wake_next_receiver();
     }
 
-    /// Withdraws a stream and wakes the next receiver.
     pub(super) fn withdraw_stream(&mut self, ticket: &mut Option<Ticket>) {
         later::discard(self.waiting.streams.withdraw(ticket));
         self.wake_next_receiver();
@@ -260,7 +252,7 @@ impl ConnectionState {
     }
 
     /// Removes the first message if it is ready, and frees its credit when `convert` has its bytes.
-    /// The argument of `convert` is true if receives can still be posted.
+    /// The `bool` is true if receives can still be posted.
     fn take<T>(&mut self, convert: impl FnOnce(&mut Self, Arrived, bool) -> T) -> Option<T> {
         let message = self.inbox.pop()?;
         self.counters.received += 1;
@@ -275,7 +267,7 @@ impl ConnectionState {
         Some(taken)
     }
 
-    /// Passes the frames of a message to `append`, in order, and posts their buffers again.
+    /// Passes the frames of a message to `append` in order, and reposts their buffers.
     pub(super) fn join(
         &mut self,
         parts: usize,
@@ -297,7 +289,8 @@ impl ConnectionState {
         }
     }
 
-    /// Returns a buffer's message. Posts a spare buffer, or copies the message if none is free.
+    /// Returns a buffer's message. Posts a spare buffer instead, or copies the message if none is
+    /// free.
     fn message_in(&mut self, buffer: BufMut, open: bool) -> Bytes {
         if !self.receives.copies_out(&buffer) {
             match self.receives.spare() {
@@ -318,7 +311,7 @@ impl ConnectionState {
     }
 }
 
-/// Returns the memory for a copy of `len` bytes, whose capacity was checked.
+/// The capacity of `memory` must have been checked.
 pub(super) fn copy_target(memory: &mut Option<BufMut>, len: usize) -> BufMut {
     let Some(mut target) = memory.take() else { unreachable!("checked before the copy") };
     if target.resize(len).is_err() {

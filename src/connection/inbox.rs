@@ -1,4 +1,4 @@
-//! The inbox: messages in order, including offers to be fetched.
+//! Messages in order, including offers to be fetched.
 
 use std::collections::VecDeque;
 use std::ops::Deref;
@@ -9,40 +9,34 @@ use super::message_memory::Fetch;
 use crate::memory::{Buf, BufMut, RemoteRegion};
 use crate::types::Imm;
 
-/// The report of a WRITE with immediate data, which has written memory that this side exposed.
+/// The report of a WRITE with immediate data, which has written memory exposed to the peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Notification {
-    /// The number that the peer has passed to
-    /// [`write_with_imm`](super::Connection::write_with_imm).
+    /// The number passed to [`write_with_imm`](super::Connection::write_with_imm).
     pub imm: Imm,
     /// The length of the WRITE in bytes.
     pub len: usize,
 }
 
-/// Messages that have arrived or were offered, in order.
 #[derive(Debug, Default)]
 pub(super) struct Inbox {
     pub(super) messages: VecDeque<Incoming>,
-    /// Parts of messages of several frames, in order. They keep their receives, so that these limit
-    /// them.
+    /// Parts of messages of several frames, in order. They keep their receives, which limits them.
     parts: VecDeque<BufMut>,
     /// Number of the first message.
     pub(super) base: u64,
-    /// Numbers of offers that wait for a fetch, and of those being fetched.
+    /// Numbers of the offers that wait for a fetch or are being fetched.
     pub(super) waiting: VecDeque<u64>,
     pub(super) fetching: VecDeque<u64>,
-    /// Bytes being fetched or fetched.
     pub(super) memory: u64,
-    /// Messages were lost at termination.
     pub(super) lost: bool,
-    /// Notifications that the service has not taken. Each keeps a credit of the peer.
+    /// Notifications that the application has not taken. Each keeps a credit of the peer.
     pub(super) notifications: VecDeque<Notification>,
-    /// Number of the first message that is not delivered, once the listener shuts down.
+    /// Number of the first message that is not delivered because the listener shuts down.
     drained_at: Option<u64>,
 }
 
-/// A message in the memory that a device or a copy has filled.
 #[derive(Debug)]
 pub(crate) enum Message {
     Registered(Buf),
@@ -75,11 +69,10 @@ impl From<Message> for Bytes {
     }
 }
 
-/// The result of `ConnectionState::poll_recv_buffer`.
 #[derive(Debug)]
 pub(super) enum Next {
     Message(Buf),
-    /// A message to be copied to the receiver's memory, without the lock.
+    /// A message that the receiver copies to its memory, without the lock.
     Copy(Bytes),
     /// The message stays in the inbox until the receiver has memory of this length for a copy.
     Memory(usize),
@@ -92,17 +85,14 @@ pub(super) enum Incoming {
     /// Memory is being registered.
     Preparing(RemoteRegion),
     Fetching(Fetch),
-    /// Memory of the arrived message is being deregistered.
     Releasing,
-    /// The fetch failed.
     Lost,
 }
 
-/// A message that the service can receive.
 #[derive(Debug)]
 pub(super) enum Arrived {
     Buffered(BufMut),
-    /// The last of several frames; `parts` of the inbox are before it. `len` bytes in all.
+    /// The last frame of a message of `len` bytes; the inbox has the other `parts`.
     Fragmented {
         parts: usize,
         last: BufMut,
@@ -112,7 +102,6 @@ pub(super) enum Arrived {
 }
 
 impl Incoming {
-    /// Returns true if the service can receive the message.
     pub(super) fn is_ready(&self) -> bool {
         matches!(self, Self::Arrived(_))
     }
@@ -126,12 +115,11 @@ impl Inbox {
         self.messages.push_back(message);
     }
 
-    /// Adds a frame that is not the last of its message.
     pub(super) fn push_part(&mut self, part: BufMut) {
         self.parts.push_back(part);
     }
 
-    /// Adds the last frame of a message of `len` bytes, which has `parts` frames before it.
+    /// Adds the last frame of a message of `len` bytes, which follows `parts` frames.
     pub(super) fn push_last(&mut self, parts: usize, last: BufMut, len: usize) {
         self.push(Incoming::Arrived(match parts {
             0 => Arrived::Buffered(last),
@@ -147,12 +135,10 @@ impl Inbox {
         }
     }
 
-    /// Returns true if a message has arrived or was offered.
     pub(super) fn has_seen_message(&self) -> bool {
         self.base > 0 || !self.messages.is_empty()
     }
 
-    /// Returns true after [`drain`](Self::drain).
     pub(super) fn is_draining(&self) -> bool {
         self.drained_at.is_some()
     }
@@ -170,7 +156,6 @@ impl Inbox {
         self.drained_at.get_or_insert(self.base + self.messages.len() as u64);
     }
 
-    /// Returns true if all messages were delivered that had arrived at [`drain`](Self::drain).
     pub(super) fn is_drained(&self) -> bool {
         self.drained_at.is_some_and(|end| self.base >= end)
     }

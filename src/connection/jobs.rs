@@ -11,7 +11,6 @@ pub(super) enum Jobs {
     None,
     /// Jobs for a thread that is not started yet.
     Queued(VecDeque<Job>),
-    /// Pending jobs of a thread.
     Running(VecDeque<Job>),
 }
 
@@ -23,12 +22,11 @@ impl Jobs {
         }
     }
 
-    /// Returns true if a thread must be started.
     pub(super) fn need_thread(&self) -> bool {
         matches!(self, Self::Queued(_))
     }
 
-    /// Notes that the caller starts a thread, if it returns true.
+    /// If this returns true, the caller must start the thread.
     #[must_use]
     pub(super) fn start(&mut self) -> bool {
         let starts = self.need_thread();
@@ -38,7 +36,7 @@ impl Jobs {
         starts
     }
 
-    /// Removes the next job. If none is left, the thread exits.
+    /// Removes the next job. If there is none, the thread exits.
     pub(super) fn pop(&mut self) -> Option<Job> {
         let (Self::Queued(jobs) | Self::Running(jobs)) = self else { return None };
         let next = jobs.pop_front();
@@ -48,7 +46,7 @@ impl Jobs {
         next
     }
 
-    /// Removes all jobs; the thread exits.
+    /// Removes all jobs, which makes the thread exit.
     pub(super) fn take(&mut self) -> VecDeque<Job> {
         match self {
             Self::None => VecDeque::new(),

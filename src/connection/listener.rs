@@ -39,8 +39,7 @@ use rdma_provider::cm_contract::{Admit as _, MAX_RESPONSE_DATA};
 
 /// A listener that accepts connections at an address, and a [`Stream`] of them.
 ///
-/// The stream yields what [`accept`](Self::accept) returns, and ends after
-/// [`EstablishError::Connect`], when no more requests can arrive.
+/// It yields what [`accept`](Self::accept) returns, and ends after [`EstablishError::Connect`].
 ///
 /// ```
 /// use tokio_rdma::{Access, Connection, Device, Listener, RemoteRegion};
@@ -76,15 +75,12 @@ use rdma_provider::cm_contract::{Admit as _, MAX_RESPONSE_DATA};
 ///
 /// # Cancel safety
 ///
-/// Dropping a future of the stream's adapters, such as `next`, loses no connection. For the
-/// methods, see each.
+/// Dropping a future of the stream's adapters, such as `next`, loses no connection.
 pub struct Listener {
     acceptor: Arc<Acceptor>,
-    /// The stream has ended.
     ended: bool,
 }
 
-/// The state that a listener shares with its driver: a task that establishes connections.
 struct Acceptor {
     inner: cm::Listener,
     config: ConnectionConfig,
@@ -105,8 +101,7 @@ struct Running {
     task: AbortHandle,
     source: IpAddr,
     since: Instant,
-    /// False if the provider has answered the request: its peer has confirmed before `accept` sees
-    /// it.
+    /// False if the provider has answered the request, because the peer has then confirmed.
     evictable: bool,
 }
 
@@ -116,21 +111,17 @@ pub(super) const GRACE: Duration = Duration::from_millis(100);
 
 #[allow(clippy::large_enum_variant, reason = "it is matched where it is created")]
 enum Next {
-    /// The backlog is full, or is not any more.
+    /// The backlog has become full, or is no longer.
     Changed,
     Requested(Result<Requested, EstablishError>),
     Established(Result<(tokio::task::Id, Established), JoinError>),
-    /// A handshake has reached the age of [`GRACE`].
     Aged,
 }
 
 impl Handshakes {
-    /// Returns the index in `running` of the handshake to evict: the oldest of the source with the
-    /// most. Only evictable handshakes of the age [`GRACE`] qualify.
-    ///
-    /// # Errors
-    ///
-    /// The time at which the next handshake reaches that age; `None` if none is evictable.
+    /// Returns the index in `running` of the handshake to evict: the oldest evictable one of age
+    /// [`GRACE`] of the source with the most. Otherwise the error is the time at which the next
+    /// handshake reaches that age, or `None` if none is evictable.
     fn victim(&self) -> Result<usize, Option<Instant>> {
         let now = clock::now();
         let mut counts: HashMap<IpAddr, usize> = HashMap::new();
@@ -153,11 +144,11 @@ impl Handshakes {
 }
 
 impl Listener {
-    /// Listens at the first usable address with default settings.
+    /// Listens with default settings; see [`bind_with`](Self::bind_with).
     ///
     /// # Errors
     ///
-    /// See [`bind_with`](Self::bind_with).
+    /// As `bind_with`.
     ///
     /// # Cancel safety
     ///
@@ -206,7 +197,7 @@ impl Listener {
         Ok(listener)
     }
 
-    /// Makes the provider leave all requests to the program, as providers that cannot answer do.
+    /// Leaves all requests to the program, as providers do that cannot answer.
     #[cfg(all(test, not(loom)))]
     pub(super) fn never_answer(&self) {
         self.acceptor.admission.never_answer();
@@ -238,17 +229,14 @@ impl Listener {
     /// Returns the next established connection. Rejects peers with another protocol or beyond
     /// [`max_connections`](ConnectionConfig::max_connections) or
     /// [`max_connections_per_source`](ConnectionConfig::max_connections_per_source), and skips
-    /// peers that do not confirm. [`stats`](Self::stats) counts both.
+    /// peers that do not confirm. [`stats`](Self::stats) counts both. To decide about each peer,
+    /// use [`request`](Self::request).
     ///
-    /// A task of the runtime in which [`bind`](Self::bind) was called establishes connections,
-    /// before `accept` is called too: up to [`backlog`](ConnectionConfig::backlog) wait for it.
-    /// They run in that runtime. If it has shut down, the next call of `accept` starts the task in
-    /// its own one.
-    ///
-    /// Connections are returned in order of completion: slow peers delay no other. Up to
-    /// [`handshakes`](ConnectionConfig::handshakes) run at once, each in its own task, in the
-    /// runtime of [`bind`](Self::bind), which must run meanwhile. To decide about each peer, use
-    /// [`request`](Self::request).
+    /// Tasks in the runtime of [`bind`](Self::bind), which must run meanwhile, establish
+    /// connections even before `accept` is called. If that runtime has shut down, the next call
+    /// starts them in its own. Up to [`handshakes`](ConnectionConfig::handshakes) run at once, and
+    /// up to [`backlog`](ConnectionConfig::backlog) connections wait for `accept`. Connections are
+    /// returned in order of completion, so slow peers delay no other.
     ///
     /// The software device answers requests itself, as a kernel does for TCP. An unconfirmed peer
     /// costs a record of about 1 KiB. At 256 records of a source its oldest is evicted; at 4,096 in
@@ -259,22 +247,18 @@ impl Listener {
     /// # Errors
     ///
     /// [`EstablishError::NoRuntime`] outside a Tokio runtime with an I/O driver,
-    /// [`EstablishError::Connect`] if listening has ended, [`EstablishError::Setup`] if no queue
-    /// pair can be created.
+    /// [`EstablishError::Connect`] if no more requests can arrive, [`EstablishError::Setup`] if no
+    /// queue pair can be created.
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future loses no connection. Dropping the listener aborts those that were not
-    /// accepted: their peers get [`CloseReason::Dropped`].
+    /// Dropping the future loses no connection. Dropping the listener aborts connections that were
+    /// not accepted: their peers get [`CloseReason::Dropped`].
     pub async fn accept(&self) -> Result<Connection, EstablishError> {
         self.acceptor.accept().await
     }
 
     /// Polls for what [`accept`](Self::accept) returns. Only the task of the last call is woken.
-    ///
-    /// # Errors
-    ///
-    /// See [`accept`](Self::accept).
     pub fn poll_accept(
         &self,
         context: &mut Context<'_>,
@@ -290,19 +274,18 @@ impl Listener {
     /// protocol.
     ///
     /// From the first call until the next [`accept`](Self::accept), the listener establishes no
-    /// connection by itself. Those that it has established before are returned first: accepting
-    /// such a request returns the connection with the listener's settings, and
+    /// connection itself. Connections that it established before come first, as requests: accepting
+    /// one returns the connection with the listener's settings, and
     /// [rejecting](ConnectionRequest::reject) aborts it. With a
-    /// [`backlog`](ConnectionConfig::backlog) of 0 there are none, unless `accept` was called.
+    /// [`backlog`](ConnectionConfig::backlog) of 0 there are none unless `accept` was called.
     ///
     /// A request's address may be forged, yet accepting it holds a queue pair and buffers until
     /// confirmation or [eviction](ConnectionRequest::accept_with). For untrusted peers use
-    /// [`accept`](Self::accept), or a limited number of tasks.
+    /// `accept`, or a limited number of tasks.
     ///
     /// # Errors
     ///
-    /// [`EstablishError::NoRuntime`] outside a Tokio runtime with an I/O driver,
-    /// [`EstablishError::Connect`] if listening has ended.
+    /// [`EstablishError::NoRuntime`] or [`EstablishError::Connect`], as for `accept`.
     ///
     /// # Cancel safety
     ///
@@ -317,19 +300,19 @@ impl Listener {
         }
     }
 
-    /// Stops listening, lets the services of the accepted connections finish, and waits until all
-    /// of these are closed, for at most `limit`. Then it aborts the rest, which takes at most two
-    /// more seconds: one in which the peer's device may acknowledge the end, and one to flush.
+    /// Stops listening, lets the applications of the accepted connections finish, and waits for at
+    /// most `limit` until all of these are closed. Then it aborts the rest, which takes at most two
+    /// more seconds: one for the acknowledgement of the peer's device, and one to flush.
     ///
     /// 1. The address is released. Requests are rejected, and connections that were not accepted
     ///    are aborted.
-    /// 2. Each service receives the messages that have arrived, and then `None`, as though its peer
-    ///    had finished. A service that answers each message, and at `None` calls
-    ///    [`close`](Connection::close) or drops the connection, thus answers the requests that have
-    ///    arrived. Later ones are discarded: their clients receive `None` instead of an answer.
-    /// 3. A peer that has received everything has one second to finish. A peer that is idle and
-    ///    does not notice the end delays the shutdown by that second, not by
-    ///    [`close_timeout`](ConnectionConfig::close_timeout).
+    /// 2. Each connection receives the messages that have arrived, and then `None`, as if the peer
+    ///    had finished. If the application answers each message, and then calls
+    ///    [`close`](Connection::close) or drops the connection, all requests that have arrived are
+    ///    answered. Later ones are discarded: their clients receive `None` instead of an answer.
+    /// 3. A peer that has received everything has one second to finish, instead of
+    ///    [`close_timeout`](ConnectionConfig::close_timeout). An idle peer that does not notice the
+    ///    end thus delays the shutdown by a second.
     ///
     /// ```
     /// use std::time::Duration;
@@ -364,8 +347,7 @@ impl Listener {
     ///
     /// # Cancel safety
     ///
-    /// If the future is dropped, connections are not aborted; the rest has happened at its first
-    /// poll.
+    /// If the future is dropped after its first poll, only the aborts are missing.
     pub async fn shutdown(self, limit: Duration) -> ShutdownReport {
         let mut connections = self.acceptor.admission.shut_down();
         let address = self.local_addr();
@@ -409,7 +391,7 @@ impl Listener {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ShutdownReport {
-    /// Both sides finished, and all messages arrived.
+    /// Both peers finished, and all messages arrived.
     pub clean: usize,
     /// The peer had all messages and did not finish within a second, or the connection failed.
     pub unclean: usize,
@@ -438,7 +420,6 @@ impl Drop for Listener {
 }
 
 impl Acceptor {
-    /// Implements [`Listener::accept`].
     async fn accept(self: &Arc<Self>) -> Result<Connection, EstablishError> {
         consume_budget().await;
         self.resume();
@@ -458,14 +439,12 @@ impl Acceptor {
         }
     }
 
-    /// Lets the driver establish connections.
     fn resume(&self) {
         // The provider does not check paths, so it must not answer if they are restricted.
         self.admission.set_answering(self.config.accepts_any_peer());
         self.backlog.set_paused(false);
     }
 
-    /// Starts the driver unless there is one.
     fn ensure_driver(self: &Arc<Self>) -> Result<(), NoRuntime> {
         let runtime = NoRuntime::or_current()?;
         if self.backlog.needs_driver() {
@@ -480,7 +459,6 @@ impl Acceptor {
         Ok(())
     }
 
-    /// Establishes connections until no more requests can arrive.
     async fn establish_all(&self) -> EstablishError {
         let mut handshakes = Handshakes::default();
         loop {
@@ -592,7 +570,6 @@ impl Acceptor {
     }
 }
 
-/// Answers a peer with the settings of the listener.
 async fn establish(request: Requested) -> Established {
     let peer = request.peer_addr();
     let config = request.config.clone();
@@ -603,7 +580,7 @@ async fn establish(request: Requested) -> Established {
     result.map(Unaccepted::new)
 }
 
-/// The driver of a listener: until it is dropped, no other one is started.
+/// The driver of a listener. No other one is started until it is dropped.
 struct Driver(Arc<Acceptor>);
 
 impl Driver {

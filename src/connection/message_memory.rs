@@ -23,9 +23,9 @@ const MAX_READS: usize = 2;
 
 const MIN_BUFFER: usize = 16 << 10;
 
-/// Registered buffers up to [`READ_LEN`], in powers of two, pooled because registration takes
-/// longer than a fetch. Both it and deregistration may take milliseconds, so [`Job`]s do
-/// them without locks.
+/// Registered buffers up to [`READ_LEN`], in powers of two. They are pooled because registration
+/// takes longer than a fetch. It and deregistration may take milliseconds, so [`Job`]s do them
+/// without locks.
 #[derive(Debug)]
 pub(super) struct FetchMemory {
     pools: Arc<Pools>,
@@ -73,17 +73,15 @@ impl FetchMemory {
         Err(Job { number, pools: self.pools.clone(), task: Task::Register { len, target } })
     }
 
-    /// Returns the job that deregisters a message fetched in parts.
     pub(super) fn release(&self, number: u64, region: ExposedRegion) -> Job {
         Job { number, pools: self.pools.clone(), task: Task::Release(region) }
     }
 
-    /// Returns the bytes kept for reuse.
     pub(super) fn pooled(&self) -> u64 {
         self.pooled
     }
 
-    /// Returns memory like this, without buffers kept for reuse.
+    /// Returns memory of the same limits without pooled buffers.
     pub(super) fn emptied(&self) -> Self {
         Self::new(&self.pools.pd, self.max_pooled)
     }
@@ -100,7 +98,6 @@ fn size_of_buffer(len: u64) -> Option<(usize, u64)> {
     (size <= READ_LEN).then(|| ((size / MIN_BUFFER as u64).ilog2() as usize, size))
 }
 
-/// Blocking work for one message.
 #[derive(Debug)]
 pub(super) struct Job {
     number: u64,
@@ -117,12 +114,11 @@ enum Task {
 #[derive(Debug, Clone, Copy)]
 enum Target {
     Pooled,
-    /// A buffer registered for one message.
+    /// Registered for one message only.
     Dedicated,
     Parts,
 }
 
-/// The result of a job. Unneeded outputs are dropped without a lock.
 #[derive(Debug)]
 pub(super) struct JobDone {
     pub(super) number: u64,
@@ -161,7 +157,7 @@ impl Job {
 }
 
 impl Pools {
-    /// Registers memory. Returns also the reserved bytes that were not pooled.
+    /// Registers memory. Also returns how many reserved bytes were not pooled.
     fn register(&self, len: u64, target: Target) -> (Result<JobOutput, SetupError>, u64) {
         let Ok(bytes) = usize::try_from(len) else {
             return (
@@ -246,7 +242,6 @@ pub(super) enum FetchOutput {
     Region(ExposedRegion),
 }
 
-/// A fetch by several READs.
 #[derive(Debug)]
 pub(super) struct Parts {
     /// Taken on completion.

@@ -1,13 +1,13 @@
 //! Connections that carry messages, and one-sided operations on the same queue pair.
 //!
 //! ```text
-//!   Connection                        handle.rs                   handles of the service
+//!   Connection                        handle.rs                   handles of the application
 //!        │                            one_sided.rs                access to the peer's memory
 //!   Listener                          listener.rs, admission.rs   accepts and refuses peers
 //!        │                            resources.rs, shared_completions.rs: objects of many
-//!        │ driver.rs: deadlines, and progress while the service is idle
+//!        │ driver.rs: deadlines, and progress while the application is idle
 //!        ▼
-//!      state.rs: I/O of one side      inbox.rs, outbox.rs, waiting.rs, receives.rs: its state
+//!      state.rs: I/O                  inbox.rs, outbox.rs, waiting.rs, receives.rs: its state
 //!        │                            inbound.rs, fetching.rs, outbound.rs, growth.rs, ending.rs
 //!        │                            writing.rs, reading.rs: of a stream's bytes
 //!        │ headers, events, time ▼ ▲ headers to send, actions, deadline

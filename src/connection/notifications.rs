@@ -1,5 +1,3 @@
-//! Notifications: WRITEs with immediate data of the peer.
-
 use std::fmt;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -13,12 +11,12 @@ use super::state::ConnectionState;
 use crate::coop::within_budget;
 
 /// The stream of a peer's WRITEs with immediate data; see
-/// [`Connection::notifications`](super::Connection::notifications).
+/// [`Connection::notifications`](super::Connection::notifications). Streams of the same connection
+/// share the notifications.
 ///
 /// # Cancel safety
 ///
-/// Dropping the stream or a future of its adapters, such as `next`, loses no notification. Several
-/// streams of a connection share them.
+/// Dropping the stream or a future of its adapters, such as `next`, loses no notification.
 #[must_use = "streams do nothing unless polled"]
 pub struct Notifications<'a> {
     guard: WaitGuard<'a>,

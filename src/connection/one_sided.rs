@@ -1,8 +1,7 @@
 //! One-sided operations on the peer's memory.
 //!
-//! They share the send queue with messages. Of the operations that consume a receive of the peer,
-//! only [`Connection::write_with_imm`] is offered, which waits for a credit: the peer would take
-//! others for frames.
+//! Of the operations that consume a receive of the peer, only [`Connection::write_with_imm`] is
+//! offered, which waits for a credit: the peer would take others for frames.
 
 use std::future::poll_fn;
 use std::ops::Range;
@@ -22,7 +21,6 @@ use crate::verbs::ProtectionDomain;
 const LONG_BUFFER: usize = 64 << 10;
 
 impl Handle {
-    /// See [`Connection::try_alloc`].
     pub(super) fn try_alloc(&self, len: usize) -> Result<BufMut, SetupError> {
         let pd = self.shared.qp.protection_domain();
         let sizes = [(self.buffer_size, 16), (LONG_BUFFER, 4)];
@@ -71,15 +69,7 @@ impl Connection {
     /// Grants the peer of this connection temporary access to a part of a region; see
     /// [`QueuePair::lease`](crate::QueuePair::lease). Send the [`grant`](crate::op::Lease::grant)
     /// in a message. With a [deadline](crate::op::Lease::expire_at), the access ends even if the
-    /// peer is never heard of again.
-    ///
-    /// # Errors
-    ///
-    /// See `QueuePair::lease`.
-    ///
-    /// # Cancel safety
-    ///
-    /// See [`PendingLease`].
+    /// peer is lost.
     pub fn lease(
         &self,
         region: &ExposedRegion,
@@ -112,46 +102,29 @@ impl Connection {
 
     /// Writes to the peer's memory; see [`QueuePair::write`](crate::QueuePair::write). A message
     /// sent afterwards makes the data visible to the peer.
-    ///
-    /// # Errors
-    ///
-    /// See `QueuePair::write`; the buffer is returned.
-    /// [`OpErrorKind::Closed`](crate::OpErrorKind::Closed) on a closed connection.
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future does not stop the [`Operation`](crate::op::Operation).
     pub fn write<B: Gather>(&self, buffer: B, remote: RemoteRegion) -> Write<B> {
         self.qp().destination().post(SendRequest::write(remote), buffer)
     }
 
-    /// Writes at most [`max_inline`](super::ConnectionConfig::max_inline) bytes, which are copied
-    /// at once.
-    ///
-    /// # Errors
-    ///
-    /// See [`write`](Self::write); [`OpErrorKind::Limit`](crate::OpErrorKind::Limit) above
-    /// `max_inline`.
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future does not stop the [`Operation`](crate::op::Operation).
+    /// Writes `bytes`, which are copied at once. Fails with
+    /// [`OpErrorKind::Limit`](crate::OpErrorKind::Limit) above
+    /// [`max_inline`](super::ConnectionConfig::max_inline) bytes.
     pub fn write_inline(&self, bytes: &[u8], remote: RemoteRegion) -> Write<()> {
         self.qp().destination().post_inline(SendRequest::write(remote), bytes)
     }
 
-    /// Writes to the peer's memory like [`write`](Self::write), and notifies the peer's service:
-    /// its [`notifications`](Self::notifications) yield `imm` and the length. The data is then
-    /// visible to it. The WRITE may be empty.
+    /// Writes to the peer's memory like [`write`](Self::write), and notifies the peer: its
+    /// [`notifications`](Self::notifications) yield `imm` and the length, and the data is then
+    /// visible. The WRITE may be empty.
     ///
-    /// A notification uses a receive of the peer. It waits for a credit in the same FIFO as
-    /// [`send`](Self::send), and is in flight when the future has been polled with a credit. A peer
-    /// that does not take its notifications therefore receives no more messages, either.
+    /// A notification takes a receive of the peer, so it waits for a credit in the same FIFO as
+    /// [`send`](Self::send). A peer that does not take its notifications therefore receives no more
+    /// messages, either.
     ///
     /// # Errors
     ///
-    /// See [`write`](Self::write); the buffer is returned.
-    /// [`OpErrorKind::Closed`](crate::OpErrorKind::Closed) after [`finish`](Self::finish), too.
+    /// As [`write`](Self::write), and [`OpErrorKind::Closed`](crate::OpErrorKind::Closed) after
+    /// [`finish`](Self::finish).
     ///
     /// # Cancel safety
     ///
@@ -181,44 +154,21 @@ impl Connection {
         }
     }
 
-    /// Reads the peer's memory; see [`QueuePair::read`](crate::QueuePair::read).
-    ///
-    /// # Errors
-    ///
-    /// See `QueuePair::read`; the buffer is returned with arbitrary content.
-    ///
-    /// # Cancel safety
-    ///
-    /// If the future is dropped, the device still fills the buffer, which then returns to its pool;
-    /// see [`Operation`](crate::op::Operation).
+    /// Reads the peer's memory; see [`QueuePair::read`](crate::QueuePair::read). After an error,
+    /// the content of the buffer is arbitrary. If the future is dropped, the device still fills the
+    /// buffer, which then returns to its pool.
     pub fn read<B: Scatter>(&self, buffer: B, remote: RemoteRegion) -> Read<B> {
         self.qp().destination().post(SendRequest::read(remote), buffer)
     }
 
     /// Compares and swaps a word of the peer's memory; see
     /// [`QueuePair::compare_swap`](crate::QueuePair::compare_swap).
-    ///
-    /// # Errors
-    ///
-    /// See `QueuePair::compare_swap`.
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future does not stop the [`Operation`](crate::op::Operation).
     pub fn compare_swap(&self, remote: RemoteRegion, compare: u64, swap: u64) -> Atomic {
         self.qp().destination().post_atomic(AtomicRequest::compare_swap(remote, compare, swap))
     }
 
     /// Adds to a word of the peer's memory; see
     /// [`QueuePair::fetch_add`](crate::QueuePair::fetch_add).
-    ///
-    /// # Errors
-    ///
-    /// See `QueuePair::fetch_add`.
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future does not stop the [`Operation`](crate::op::Operation).
     pub fn fetch_add(&self, remote: RemoteRegion, add: u64) -> Atomic {
         self.qp().destination().post_atomic(AtomicRequest::fetch_add(remote, add))
     }
@@ -248,19 +198,13 @@ impl Connection {
     ///
     /// # Errors
     ///
-    /// The result has an error per work request, and all buffers. If one is refused, none is
-    /// posted and all report its error:
+    /// The result has an error per work request, and all buffers. If one is refused, none is posted
+    /// and all report its error:
     ///
     /// - [`OpErrorKind::NotOneSided`](crate::OpErrorKind::NotOneSided) with the index of a SEND or
     ///   an operation with immediate data, which consumes a receive of the peer.
     /// - [`OpErrorKind::Limit`](crate::OpErrorKind::Limit) above
     ///   [`max_send_wr`](super::ConnectionConfig::max_send_wr) or for too many bytes.
-    ///
-    /// A failure at the peer closes the connection.
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future does not stop the [`Operation`](crate::op::Operation).
     pub fn post_batch<B: Gather>(&self, batch: Batch<B>) -> BatchOp<B> {
         self.qp().destination().post_one_sided(batch)
     }

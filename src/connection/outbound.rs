@@ -20,13 +20,12 @@ use crate::op::{QueuePair, Write};
 use crate::types::Imm;
 use crate::waiters::{Caller, Ticket};
 
-/// The number of frames in flight above which completed ones are removed.
+/// Completed frames are removed when more than this number are in flight.
 const REAP_THRESHOLD: usize = 256;
 
-/// The bytes of parts that are gathered for an inline send without an allocation.
+/// The longest message of several parts that is gathered for an inline send without an allocation.
 pub(super) const INLINE: usize = 256;
 
-/// A message to be sent.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Outgoing<'a> {
     Bytes(&'a Bytes),
@@ -35,13 +34,12 @@ pub(super) enum Outgoing<'a> {
 }
 
 impl<'a> Outgoing<'a> {
-    /// Returns a message of `bytes`, or of the `buffer` that has them.
     #[inline]
     pub(super) fn of(bytes: &'a Bytes, buffer: Option<&'a Buf>) -> Self {
         buffer.map_or(Self::Bytes(bytes), Self::Buffer)
     }
 
-    /// Returns the length, which repeated parts may bring above the address space.
+    /// A `u64`, because repeated parts may add up to more than the address space.
     fn len(self) -> u64 {
         match self {
             Self::Bytes(bytes) => bytes.len() as u64,
@@ -61,7 +59,6 @@ impl<'a> Outgoing<'a> {
         Pieces { first, rest }
     }
 
-    /// Copies parts.
     pub(super) fn to_bytes(self) -> Bytes {
         match self {
             Self::Bytes(bytes) => bytes.clone(),
@@ -71,7 +68,6 @@ impl<'a> Outgoing<'a> {
     }
 }
 
-/// Bytes that are not copied yet.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Pieces<'a, S> {
     pub(super) first: &'a [u8],
@@ -79,7 +75,7 @@ pub(super) struct Pieces<'a, S> {
 }
 
 impl<S: Deref<Target = [u8]>> Pieces<'_, S> {
-    /// Fills `target` with the next bytes, as far as there are some, and returns how many.
+    /// Fills `target` as far as bytes are left, and returns how many it has copied.
     pub(super) fn fill(&mut self, mut target: &mut [u8]) -> usize {
         let len = target.len();
         loop {
@@ -97,18 +93,17 @@ impl<S: Deref<Target = [u8]>> Pieces<'_, S> {
     }
 }
 
-/// A wait for sent messages to arrive.
 #[derive(Debug, Default)]
 pub(super) struct Flush {
     pub(super) ticket: Option<Ticket>,
-    /// Position to reach.
     target: Option<FlushPoint>,
     /// Messages sent when `target` was set.
     messages: u64,
 }
 
 impl Flush {
-    /// Extends the flush to later messages: an earlier flush of a sink may have been abandoned.
+    /// Extends the flush to later messages, because an earlier flush of a sink may have been
+    /// abandoned.
     pub(super) fn renew(&mut self, state: &ConnectionState) {
         if self.messages != state.counters.sent {
             self.target = None;
@@ -150,7 +145,7 @@ impl ConnectionState {
         self.poll_unblocked(|state| state.try_send(message, driver), ticket, driver, caller)
     }
 
-    /// Calls `send` if it is first in the queue, and waits for the missing resource.
+    /// Calls `send` if this task is first in the queue, and waits for the missing resource.
     pub(super) fn poll_unblocked<T>(
         &mut self,
         mut send: impl FnMut(&mut Self) -> Attempt<T>,
@@ -227,8 +222,8 @@ impl ConnectionState {
         Poll::Ready(write)
     }
 
-    /// Sends `message` now and returns true, or returns false if a resource is missing or others
-    /// wait for one. The caller must drop the message without the lock.
+    /// Sends `message` now and returns true, or returns false if a resource is missing or other
+    /// tasks wait for one. The caller must drop the message without the lock.
     pub(super) fn send_now(
         &mut self,
         message: Outgoing<'_>,
@@ -246,7 +241,6 @@ impl ConnectionState {
         Ok(sent.is_ok())
     }
 
-    /// Withdraws a sender and wakes the next one.
     pub(crate) fn withdraw_sender(&mut self, ticket: &mut Option<Ticket>) {
         let waker = self.waiting.senders.withdraw(ticket);
         match self.protocol.content() {
@@ -309,13 +303,11 @@ impl ConnectionState {
         Ok(Ok(()))
     }
 
-    /// Returns true if the peer reads a message of `parts` from its memory.
     pub(super) fn is_offered(&self, parts: &[Bytes]) -> bool {
         let len = Outgoing::Parts(parts).len();
         len > self.protocol.framing().eager() as u64 && len <= self.limits.send
     }
 
-    /// Returns true if the connection's work requests may name this memory.
     pub(super) fn is_registered(&self, buffer: &Buf) -> bool {
         let own = PdKey(self.io.qp.protection_domain().id());
         buffer.single().is_some_and(|(_, pd)| pd == own)
@@ -323,8 +315,8 @@ impl ConnectionState {
 
     /// Sends the parts of `message`, one per frame, from its memory.
     ///
-    /// Buffers return although no task waits for their sends: if no others are in flight, one of
-    /// them is watched, and its completion leads to the next.
+    /// The buffers must return even if no task waits for their sends. So if no others are in
+    /// flight, one of them is watched, and its completion leads to the next.
     fn send_in_place(&mut self, message: &Buf, frames: usize, driver: &Waker) {
         if frames == 1 && self.outbox.sends.is_empty() {
             return self.send_alone_in_place(message, driver);
@@ -348,7 +340,7 @@ impl ConnectionState {
     }
 
     /// Sends a message of one frame while no other is in flight. If it arrives at once, its view is
-    /// dropped at once, too, which frees nothing: the caller holds another view.
+    /// dropped at once, which frees nothing because the caller holds another view.
     fn send_alone_in_place(&mut self, message: &Buf, driver: &Waker) {
         let header = self.protocol.flow.send(Kind::Data);
         let send = self.io.frames.send_with_imm(message.clone(), Imm(header.encode()));
@@ -370,14 +362,12 @@ impl ConnectionState {
         }
     }
 
-    /// Returns the queue pair that sends a frame. A `Part` is not solicited: it is of no use to the
-    /// peer without the `Data` that follows.
+    /// A `Part` is not solicited: the peer cannot use it before the `Data` that follows.
     fn sender(&self, kind: Kind) -> &QueuePair {
         if kind == Kind::Part { &self.io.qp } else { &self.io.frames }
     }
 
-    /// Sends copies of the parts of `message`, which has `len` bytes, in `frames` frames. Returns
-    /// the missing resource, if any.
+    /// Sends copies of the parts of `message`, `len` bytes in all, or returns the missing resource.
     fn copy_to_frames(
         &mut self,
         mut message: Pieces<'_, Bytes>,
@@ -406,7 +396,6 @@ impl ConnectionState {
         Ok(Ok(()))
     }
 
-    /// Sends a frame of copied bytes.
     pub(super) fn send_copied(&mut self, kind: Kind, buffer: BufMut) {
         let header = self.protocol.flow.send(kind);
         let send = self.sender(kind).send_with_imm(buffer, Imm(header.encode()));

@@ -14,10 +14,9 @@ use crate::op::Send;
 pub(super) struct Outbox {
     /// Frames in flight; after termination, an `Abort` that the driver awaits.
     pub(super) sends: VecDeque<Sent>,
-    /// Bytes of a stream that wait for credits or for the frames before them; see `writing.rs`. All
-    /// buffers but the last one are full.
+    /// Bytes of a stream that wait for credits or for earlier frames; see `writing.rs`. All buffers
+    /// but the last one are full.
     pub(super) held: VecDeque<Held>,
-    /// Frames in `sends` with a buffer of the application.
     pub(super) in_place: usize,
     /// Long messages that the peer has not fetched.
     pub(super) offers: VecDeque<ReadOnlyRegion>,
@@ -30,7 +29,6 @@ impl Outbox {
         self.sends.push_back(sent);
     }
 
-    /// Returns the index of the last send with a buffer of the application.
     #[inline]
     pub(super) fn last_in_place(&self) -> Option<usize> {
         if self.in_place == 0 { None } else { self.sends.iter().rposition(Sent::is_in_place) }
@@ -53,8 +51,7 @@ impl Outbox {
         Poll::Ready(result)
     }
 
-    /// Polls all sent frames, and calls `on_error` for those that failed. Returns true if one is
-    /// pending.
+    /// Polls all sent frames. Returns true if one is pending.
     pub(super) fn poll_all(
         &mut self,
         context: &mut Context<'_>,
@@ -79,7 +76,6 @@ impl Outbox {
 pub(super) enum Sent {
     Inline(Send<()>),
     Copied(Send<BufMut>),
-    /// From the application's buffer.
     InPlace(Send<Buf>),
     Abort(Send<()>),
     Done,
@@ -108,7 +104,6 @@ impl Sent {
         matches!(self, Self::InPlace(..))
     }
 
-    /// Returns true if it is a posted `Abort`.
     pub(super) fn is_posted_abort(&self) -> bool {
         matches!(self, Self::Abort(send) if !send.is_queued())
     }

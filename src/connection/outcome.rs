@@ -8,11 +8,10 @@ impl CloseReason {
     /// `Ok` when the connection closed, unless a later `flush` or answer has confirmed them.
     ///
     /// - `Done` after [`Clean`](Self::Clean): the peer has confirmed that it has all messages.
-    /// - `NotSent` after [`Refused`](Self::Refused) and [`Rejected`](Self::Rejected): the listener
-    ///   has said that its service did not accept the connection.
-    /// - `MaybeExecuted` after all others. Among them is [`Unconfirmed`](Self::Unconfirmed): the
-    ///   listener does not know the connection, but an earlier process at its address may have
-    ///   executed messages before it ended.
+    /// - `NotSent` after [`Refused`](Self::Refused) and [`Rejected`](Self::Rejected): the
+    ///   listener's application did not accept the connection.
+    /// - `MaybeExecuted` after all others, including [`Unconfirmed`](Self::Unconfirmed): an earlier
+    ///   process at the listener's address may have executed messages before it ended.
     #[must_use]
     pub const fn outcome(&self) -> Outcome {
         match self {
@@ -38,12 +37,8 @@ impl CloseReason {
 
 impl MessageError {
     /// Returns the outcome of a request whose `send`, `flush` or awaited answer has failed with
-    /// this error.
-    ///
-    /// A `send` that fails has sent nothing of its message, whatever the error: `NotSent` is then
-    /// certain, and this function is not needed. It is for the calls after a successful `send`,
-    /// and for code that does not know which call has failed. The same errors may end a `recv`, so
-    /// it tells `NotSent` only if no call can fail with the error after the message was sent.
+    /// this error. It is for code that does not know which call has failed: a `send` that fails has
+    /// always sent nothing.
     ///
     /// - `NotSent` after [`TooLong`](Self::TooLong) and [`Finished`](Self::Finished).
     /// - `MaybeExecuted` after [`Register`](Self::Register): if `recv_buffer` failed, the answer

@@ -1,4 +1,4 @@
-//! Reading: the bytes of received frames.
+//! Reads the bytes of received frames.
 
 use std::ops::Deref;
 use std::task::{Poll, Waker};
@@ -12,12 +12,11 @@ use super::stream_state::COPIED;
 use crate::memory::BufMut;
 use crate::waiters::{Caller, Ticket};
 
-/// Received bytes that the service reads in place.
+/// Received bytes that are read in place.
 #[derive(Debug)]
 pub(crate) enum Chunk {
     /// A receive buffer. It and its credit return with [`ConnectionState::release_chunk`].
     Frame(BufMut),
-    /// The memory of a READ.
     Fetched(Message),
 }
 
@@ -32,16 +31,15 @@ impl Deref for Chunk {
     }
 }
 
-/// The result of [`ConnectionState::poll_read`].
 #[derive(Debug)]
 pub(crate) enum Taken {
-    /// The bytes of whole frames, whose buffers are posted again.
+    /// The bytes of whole frames, whose buffers were reposted.
     Copied,
     Chunk(Chunk),
 }
 
 impl ConnectionState {
-    /// Copies received frames to `into`, as many as fit whole, up to some [`COPIED`] bytes.
+    /// Copies whole received frames to `into`, as many as fit, up to about [`COPIED`] bytes.
     /// Otherwise returns the next chunk, or `None` at the end.
     pub(crate) fn poll_read(
         &mut self,
@@ -53,7 +51,7 @@ impl ConnectionState {
         self.poll_message(|state| state.take_bytes(into), ticket, driver, caller)
     }
 
-    /// Returns the next chunk, or `None` at the end, without waiting.
+    /// Returns the next chunk, or `None` at the end.
     pub(crate) fn try_read(&mut self, driver: &Waker) -> Poll<Result<Option<Chunk>, MessageError>> {
         if !self.inbox.is_ready() {
             self.progress_for_receiver(driver);
@@ -69,7 +67,6 @@ impl ConnectionState {
         self.end_of_messages().map_or(Poll::Pending, |end| Poll::Ready(end.map(|()| None)))
     }
 
-    /// Waits until a read would not wait.
     pub(crate) fn poll_readable(
         &mut self,
         ticket: &mut Option<Ticket>,
@@ -80,7 +77,8 @@ impl ConnectionState {
         self.poll_message(is_ready, ticket, driver, caller).map(drop)
     }
 
-    /// Waits like [`poll_readable`](Self::poll_readable), for the last task that calls this.
+    /// Waits like [`poll_readable`](Self::poll_readable), but only for the last task that calls
+    /// this.
     pub(crate) fn poll_read_ready(&mut self, driver: &Waker, caller: &mut Caller<'_>) -> Poll<()> {
         let mut ticket = self.stream.polled.reader.take();
         let ready = self.poll_readable(&mut ticket, driver, caller);
@@ -135,7 +133,7 @@ impl ConnectionState {
         })
     }
 
-    /// Posts the receive of a chunk that was read again.
+    /// Reposts the receive of a chunk that was read.
     pub(crate) fn release_chunk(&mut self, chunk: Chunk) {
         if let Chunk::Frame(buffer) = chunk
             && self.close_reason().is_none()

@@ -1,4 +1,4 @@
-//! The posted receives of a side and their buffers, which follow use.
+//! The posted receives and their buffers, whose number and size follow use.
 //!
 //! `growth.rs` of rdma-message-proto decides when they change, and `window.rs` describes how the
 //! peer learns of it.
@@ -16,30 +16,29 @@ use crate::error::SetupError;
 use crate::memory::{BufMut, Pool};
 use crate::op::Recv;
 
-/// The buffers of the first size that are not posted. They replace longer ones, of which frames use
-/// some while a side shrinks.
+/// Unposted buffers of the first size. They replace longer ones while the receives shrink, because
+/// frames use some of the first ones meanwhile.
 const SPARES: usize = 2;
 
 /// The divisor of the size of receives that cannot be registered.
 const SHORTER: usize = 4;
 
-/// The longest copied message: copying costs less than replacing the buffer.
+/// The longest message that is copied because this costs less than replacing the buffer.
 const COPIED_OUT: usize = 256;
 
-/// The receives of a side and their buffers.
 #[derive(Debug)]
 pub(super) struct Receives {
     /// Kept after termination until the queue pair is closed: dropping flushed ones costs less.
     pub(super) posted: VecDeque<Recv<BufMut>>,
-    /// Buffers of the receives of a side that is not in use, or whose number is fixed.
+    /// Buffers of the receives of an idle connection, or of one whose receives are fixed.
     first: Pool,
-    /// Buffers of a side that is in use.
+    /// Buffers of a connection in use.
     grown: Option<Pool>,
-    /// Some frames use buffers of `first`, for which `grown` keeps others.
+    /// Frames use buffers of `first`, for which `grown` keeps others.
     replaces_first: bool,
-    /// Long buffers of a side that has shrunk, until the peer has skipped their receives.
+    /// Long buffers after shrinking, until the peer has skipped their receives.
     leaving: Option<Pool>,
-    /// The bytes of receives posted from now on.
+    /// The size of receives posted from now on.
     size: usize,
     /// The configured receives, including the reserve, the bytes of each, and spare buffers.
     most: u32,
@@ -48,7 +47,7 @@ pub(super) struct Receives {
 }
 
 impl Receives {
-    /// Creates the receives of a side with the buffers of `first`, without posting them.
+    /// Does not post the receives.
     pub(super) fn new(first: Pool, config: &ConnectionConfig) -> Self {
         Self {
             posted: VecDeque::with_capacity(config.first_receives() as usize),
@@ -63,14 +62,14 @@ impl Receives {
         }
     }
 
-    /// Returns the registered bytes of the receives and spare buffers, until the peer has skipped
-    /// them.
+    /// Returns the registered bytes of receives and spare buffers, including those that the peer
+    /// still has to skip.
     pub(super) fn memory(&self) -> u64 {
         let others = [&self.grown, &self.leaving].into_iter().flatten();
         self.first.bytes() + others.map(Pool::bytes).sum::<u64>()
     }
 
-    /// Returns true if the peer has to skip receives of which the buffers then return.
+    /// Returns true if buffers return once the peer has skipped their receives.
     pub(super) fn are_leaving(&self) -> bool {
         self.leaving.is_some()
     }
@@ -83,7 +82,6 @@ impl Receives {
         self.size == self.longest
     }
 
-    /// Returns a buffer that no receive needs.
     pub(super) fn spare(&mut self) -> Option<BufMut> {
         if !self.has_longest() {
             return None;
@@ -99,18 +97,18 @@ impl Receives {
         self.pool().try_alloc(self.size).ok()
     }
 
-    /// Returns true if the message in `buffer` is copied out of it.
     pub(super) fn copies_out(&self, buffer: &BufMut) -> bool {
         buffer.len() <= COPIED_OUT || !self.may_give(buffer)
     }
 
-    /// Returns true if the service may keep `buffer`. A side that shrinks needs its first ones.
+    /// Returns true if the application may keep `buffer`. While shrinking, the first ones are
+    /// needed.
     pub(super) fn may_give(&self, buffer: &BufMut) -> bool {
         self.has_longest() && buffer.capacity() == self.capacity()
     }
 
-    /// Returns how many of `receives`, the first ones, have long buffers. Frames have used others
-    /// while the side shrank, which were posted again, or whose messages wait.
+    /// Returns how many of the first `receives` have long buffers. Others were used by frames while
+    /// the receives shrank, and were reposted or hold waiting messages.
     fn long_receives_left(&self, receives: u32) -> u32 {
         if self.leaving.is_none() {
             return 0;
@@ -119,12 +117,11 @@ impl Receives {
         receives.saturating_sub(in_use as u32)
     }
 
-    /// Returns the capacity of the buffers of receives posted from now on.
     fn capacity(&self) -> usize {
         self.size.next_multiple_of(64)
     }
 
-    /// Makes `buffer` one of the current size for the next receive.
+    /// Replaces `buffer` by one of the current size unless it has that.
     #[inline]
     fn replace_other(&self, buffer: &mut BufMut) {
         if buffer.capacity() != self.capacity()
@@ -167,8 +164,8 @@ impl Receives {
         }
     }
 
-    /// Returns the spare buffers of `size` bytes, in proportion to `receives`, if that is the
-    /// configured size.
+    /// Returns the spare buffers in proportion to `receives`, or none if `size` is not the
+    /// configured one.
     fn spares_of(&self, receives: u32, size: usize) -> u32 {
         if size != self.longest {
             return 0;
@@ -191,7 +188,7 @@ fn charged<T>(
 }
 
 impl ConnectionConfig {
-    /// Returns true if buffers are registered with use. Small ones are not worth it.
+    /// Returns true if buffers are registered with use, which does not pay for small ones.
     pub(super) fn is_elastic(&self) -> bool {
         !self.preallocate && self.receive_buffer_size > FIRST_SIZE
     }
@@ -217,13 +214,11 @@ impl ConnectionConfig {
         (self.receive_buffer_size as usize, buffers as usize)
     }
 
-    /// Returns the bytes registered when connecting.
     pub(super) fn first_bytes(&self) -> u64 {
         let bytes = |(size, buffers): (usize, usize)| size as u64 * buffers as u64;
         bytes(self.first_buffers()).saturating_add(bytes(self.first_send_buffers()))
     }
 
-    /// Returns the maximum of receives posted at once.
     pub(super) fn most_receives(&self) -> u32 {
         let shrinking = if self.is_elastic() { self.first_receives() } else { 0 };
         self.receives().saturating_add(shrinking)

@@ -1,9 +1,9 @@
 //! The protection domain and buffers of a connection, and its lease of shared completion queues.
 //!
-//! To create a domain and buffers takes longer than to connect. So a closed connection leaves them
-//! to the next one of the same settings on its device. One connection has them at a time: keys work
-//! throughout a protection domain, so memory exposed to one peer must be inaccessible to others.
-//! Completion queues are [shared](super::shared_completions).
+//! Creating a domain and buffers takes longer than connecting, so a closed connection leaves them
+//! to the next one of the same settings on its device. Only one connection has them at a time: keys
+//! work throughout a protection domain, so memory exposed to one peer must be inaccessible to
+//! others.
 
 #![forbid(unsafe_code)]
 
@@ -20,12 +20,9 @@ use crate::error::SetupError;
 use crate::memory::Pool;
 use crate::verbs::{Device, ProtectionDomain};
 
-/// The domain and buffers of one connection.
 #[derive(Debug)]
 struct Resources {
-    /// Buffers of the first receives.
     receive_pool: Pool,
-    /// Send buffers, if they are registered in advance.
     send_pool: Option<Pool>,
     pd: ProtectionDomain,
     /// The references to `pd` of these resources themselves; `None` if they cannot be reused.
@@ -33,7 +30,7 @@ struct Resources {
     sizes: Sizes,
 }
 
-/// The settings that resources depend on.
+/// The settings that decide which connections can reuse the resources.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Sizes {
     /// Size and number of the first receive buffers, and of send buffers.
@@ -41,12 +38,12 @@ struct Sizes {
     sends: (usize, usize),
 }
 
-/// The maximum of unused resources of a device. Connections that close while others are made leave
-/// theirs to the next ones, so a few suffice; with `preallocate`, each may hold over a mebibyte.
+/// The maximum of unused resources of a device. Few suffice, because connections that close leave
+/// theirs to those being made; with `preallocate`, each may hold over a mebibyte.
 pub(super) const MAX_IDLE: usize = 8;
 
-/// The completion queues that connections of an open device share, and unused resources. Kept while
-/// it has a connection or listener.
+/// The shared completion queues and unused resources of an open device, kept while it has a
+/// connection or listener.
 pub(super) struct ResourceCache {
     device: Device,
     idle: Mutex<Vec<Resources>>,
@@ -56,7 +53,6 @@ pub(super) struct ResourceCache {
 static CACHES: Mutex<Vec<Weak<ResourceCache>>> = Mutex::new(Vec::new());
 
 impl ResourceCache {
-    /// Returns the cache of an open device.
     pub(super) fn of(device: &Device) -> Arc<Self> {
         // May hold a last reference, so dropped after the lock.
         let mut seen = Vec::new();
@@ -87,7 +83,7 @@ impl ResourceCache {
         &self.device
     }
 
-    /// Returns completion queues, and unused resources for these settings, else new ones.
+    /// Returns unused resources for these settings, or else new ones.
     pub(super) fn take(
         self: Arc<Self>,
         config: &ConnectionConfig,
@@ -110,8 +106,8 @@ impl ResourceCache {
         Ok(ConnectionResources { resources: Some(resources), queues, cache: Some(self) })
     }
 
-    /// Calls `make`, and again without unused resources if it fails: they count towards the limits
-    /// of the device and of locked memory.
+    /// Calls `make`; if it fails, drops unused resources, which count towards the limits of the
+    /// device and of locked memory, and tries once more.
     fn retry_without_idle<T>(
         &self,
         make: impl Fn() -> Result<T, SetupError>,
@@ -164,7 +160,7 @@ impl Resources {
         Ok(Self { receive_pool, send_pool, pd, references: None, sizes })
     }
 
-    /// Returns true if nothing else uses the resources: no queue pair, no region, no buffer. What a
+    /// Returns true if no queue pair, region or buffer uses the resources. An object that the
     /// device did not release keeps a reference.
     fn is_unused(&self) -> bool {
         self.references == Some(self.pd.references())
@@ -173,10 +169,8 @@ impl Resources {
     }
 }
 
-/// The completion queues of a connection.
 #[derive(Debug)]
 enum Queues {
-    /// The queue that the settings name.
     Given(CompletionQueue),
     Leased(QueueLease),
 }
@@ -199,12 +193,12 @@ pub(super) struct ConnectionResources {
     /// `None` only in `drop`.
     resources: Option<Resources>,
     queues: Queues,
-    /// `None` for a protection domain of the service, which other objects may use.
+    /// `None` for a protection domain of the application, which other objects may use.
     cache: Option<Arc<ResourceCache>>,
 }
 
 impl ConnectionResources {
-    /// Creates resources in a protection domain of the service.
+    /// Creates resources in a protection domain of the application.
     pub(super) fn in_domain(
         pd: &ProtectionDomain,
         config: &ConnectionConfig,
@@ -222,7 +216,7 @@ impl ConnectionResources {
         &self.get().pd
     }
 
-    /// Returns the completion queues of sends and receives.
+    /// Returns the queues of sends and receives.
     pub(super) fn queues(&self) -> [CompletionQueue; 2] {
         match &self.queues {
             Queues::Given(queue) => [queue.clone(), queue.clone()],

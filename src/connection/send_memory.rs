@@ -1,4 +1,4 @@
-//! Registered buffers for copied frames. Their number follows use.
+//! Registered buffers for copied frames, whose number follows use.
 
 mod growth;
 
@@ -10,30 +10,26 @@ use crate::error::SetupError;
 use crate::memory::{BufMut, Pool, PoolError};
 use crate::verbs::ProtectionDomain;
 
-/// The buffers registered first.
 const FIRST: usize = 4;
 
 #[derive(Debug)]
 pub(super) struct SendMemory {
     /// `None` until the first copied frame, and when idle.
     pool: Option<Pool>,
-    /// The maximum of buffers; fewer after a failed registration.
+    /// The maximum of buffers; below `configured` after a failed registration.
     most: usize,
-    /// The configured maximum.
     configured: usize,
     is_elastic: bool,
-    /// Bytes taken from the budget.
     charged: u64,
 }
 
 impl SendMemory {
-    /// Creates it with all buffers if their number is fixed, else without any.
+    /// Without a pool, buffers are registered with use.
     pub(super) fn new(pool: Option<Pool>, config: &ConnectionConfig) -> Self {
         let most = config.send_buffers as usize;
         Self { pool, most, configured: most, is_elastic: config.is_elastic(), charged: 0 }
     }
 
-    /// Returns the maximum of buffers.
     pub(super) fn most(&self) -> usize {
         self.most
     }
@@ -42,7 +38,6 @@ impl SendMemory {
         self.pool.as_ref().map_or(0, Pool::bytes)
     }
 
-    /// Returns true if `frames` buffers are free.
     pub(super) fn has_free(&self, frames: usize) -> bool {
         self.pool.as_ref().is_some_and(|pool| pool.available() >= frames)
     }
@@ -59,12 +54,11 @@ impl SendMemory {
         self.is_elastic && self.pool.as_ref().is_some_and(|pool| pool.buffer_size() < len)
     }
 
-    /// Returns true if buffers are registered that are not needed when idle.
     pub(super) fn is_grown(&self) -> bool {
         self.is_elastic && self.pool.is_some()
     }
 
-    /// Returns a free buffer of whichever length.
+    /// Returns a free buffer of any length.
     fn take_whole(&self) -> Option<BufMut> {
         self.pool.as_ref().and_then(|pool| pool.try_alloc(pool.buffer_size()).ok())
     }
@@ -74,7 +68,7 @@ impl SendMemory {
         self.pool.as_ref().map_or(Err(PoolError::Empty), |pool| pool.try_alloc(len))
     }
 
-    /// Registers more buffers of `size` bytes. Returns false if there are as many as permitted.
+    /// Registers more buffers of `size` bytes. Returns false if the maximum is reached.
     #[cold]
     fn grow(
         &mut self,
@@ -108,7 +102,6 @@ impl SendMemory {
         self.most = self.configured;
     }
 
-    /// Returns the buffers if `unused` permits it.
     fn take_if(
         &mut self,
         budget: &mut BudgetGuard,

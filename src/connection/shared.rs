@@ -33,11 +33,11 @@ thread_local! {
     static SERVES_OTHERS: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Connections that a thread serves one after the other. The drivers of further ones are woken.
+/// The connections that a thread serves one after the other. The drivers of further ones are woken.
 const MAX_IN_TURN: usize = 32;
 
-/// Serves the connections that were woken while this thread drove or served another one: the drain
-/// of a shared completion queue finds completions of several connections.
+/// Serves the connections that were woken while this thread drove or served another one, because
+/// one drain of a shared completion queue finds completions of several connections.
 fn serve_others() {
     // The end of each turn calls this function too.
     if SERVES_OTHERS.replace(true) {
@@ -56,13 +56,14 @@ fn serve_others() {
     SERVES_OTHERS.set(false);
 }
 
-/// The waker of all operations of a connection. It serves the connection in place, which wakes the
-/// task that waits for a message, and wakes the driver only if that is not possible.
+/// The waker of all operations of a connection. It serves the connection on the waking thread,
+/// which wakes the task that waits for a message, and wakes the driver only if that is not
+/// possible.
 #[derive(Debug)]
 pub(super) struct DriverWaker {
     driver: futures::task::AtomicWaker,
     shared: Weak<Shared>,
-    /// False if a thread polls for several connections, which must not wait for one.
+    /// False if a thread polls for several connections, because it must not wait for one.
     in_place: bool,
 }
 
@@ -79,8 +80,8 @@ impl DriverWaker {
         }
     }
 
-    /// Makes progress without the driver, or wakes it if it must continue: this thread has the
-    /// lock, or only the driver can do the rest.
+    /// Makes progress on this thread. Wakes the driver if this thread has the lock or only the
+    /// driver can do the rest.
     fn serve(&self) {
         let Some(shared) = self.shared.upgrade() else { return };
         let poll = DriverPoll::begin(self);
@@ -90,8 +91,7 @@ impl DriverWaker {
         }
     }
 
-    /// Queues the connection to be served after the current one. Returns false if [`MAX_IN_TURN`]
-    /// are queued.
+    /// Returns false if [`MAX_IN_TURN`] connections are queued.
     fn serve_later(self: &Arc<Self>) -> bool {
         let push = |others: &RefCell<VecDeque<_>>| {
             let mut others = others.borrow_mut();
@@ -126,7 +126,7 @@ impl std::task::Wake for DriverWaker {
     }
 }
 
-/// A poll of the driver, or progress in its place, during which its waker only sets a flag.
+/// A poll of the driver, or progress on its behalf, during which its waker only sets a flag.
 pub(super) struct DriverPoll {
     driver_waker: *const DriverWaker,
     before: (*const DriverWaker, bool),
@@ -137,7 +137,7 @@ impl DriverPoll {
         Self { driver_waker, before: POLLED.replace((driver_waker, false)) }
     }
 
-    /// Ends the poll. Returns true if the driver was woken meanwhile.
+    /// Returns true if the driver was woken meanwhile.
     pub(super) fn end(self) -> bool {
         POLLED.get() == (self.driver_waker, true)
     }
@@ -156,7 +156,6 @@ impl Drop for DriverPoll {
 pub(crate) struct Shared {
     state: Mutex<ConnectionState>,
     pub(super) driver_waker: Arc<DriverWaker>,
-    /// `driver_waker` as a waker.
     waker: Waker,
     pub(crate) qp: QueuePair,
     /// The last task that began to receive had to wait. A hint, so its order is not ensured.
@@ -203,11 +202,12 @@ impl Shared {
         self.run(self.state.lock(), work)
     }
 
-    /// Runs `work` like [`with`](Self::with), unless this thread has the lock.
+    /// Runs `work` like [`with`](Self::with), or returns `None` if the lock is taken and this
+    /// thread holds a lock, which may be the same one.
     ///
-    /// Waits for another thread: it may have checked the receives before the completion that the
-    /// caller has found, and the driver's runtime may not run. The lock is released meanwhile,
-    /// because a thread that holds no lock does not delay it.
+    /// A thread without a lock waits, which cannot deadlock. It has to, because the other thread
+    /// may have checked the receives before the completion that this one has found, and the
+    /// driver's runtime may not run.
     fn with_unless_locked<R>(
         &self,
         work: impl FnOnce(&mut ConnectionState, &Waker) -> R,
@@ -233,7 +233,7 @@ impl Shared {
         result
     }
 
-    /// Wakes the driver and starts the helper, as requested, after the release of the lock.
+    /// Wakes the driver and starts the helper as requested, after the release of the lock.
     #[inline(never)]
     fn follow_up(&self, mut state: MutexGuard<'_, ConnectionState>) {
         let wakes_driver = std::mem::take(&mut state.io.wakes_driver);
@@ -257,7 +257,6 @@ impl Shared {
         }
     }
 
-    /// Runs `work` like [`with`](Self::with), for a task that may wait.
     pub(crate) fn poll<R>(
         &self,
         context: &mut Context<'_>,
@@ -266,8 +265,8 @@ impl Shared {
         self.poll_as(Caller::new(context.waker()), work)
     }
 
-    /// Runs `work` like [`poll`](Self::poll), for a task that receives. `ticket` is its position
-    /// in the wait queue. Most receivers wait if the last one has waited.
+    /// Runs `work` for a task that receives, with `ticket` as its position in the wait queue. If
+    /// the last receiver has waited, this one most likely has to wait, too.
     pub(crate) fn poll_receiver<R>(
         &self,
         context: &mut Context<'_>,
@@ -307,12 +306,10 @@ impl Shared {
         self.with(|state, driver_waker| work(state, driver_waker, &mut caller))
     }
 
-    /// Returns true if the listener of this connection shuts down.
     pub(super) fn is_draining(&self) -> bool {
         self.admitted.as_ref().is_some_and(Admitted::is_shutting_down)
     }
 
-    /// Waits until the queue pair is closed, and returns the close reason.
     pub(super) async fn closed(&self) -> CloseReason {
         let mut guard = WaitGuard::new(self, ConnectionState::withdraw_flusher);
         poll_fn(|context| {
@@ -325,13 +322,12 @@ impl Shared {
         .await
     }
 
-    /// Lets the driver ask the peer for a frame now, as `keepalive` does in time.
+    /// Makes the driver send a `Ping` now, unless `keepalive` is off.
     pub(super) fn probe(&self) {
         self.with(|state, _| state.protocol.probe(clock::now()));
         self.driver_waker.wake_driver();
     }
 
-    /// Continues after the last handle was dropped.
     pub(super) fn abandon(&self) {
         self.abort_if_runtime_shuts_down();
         self.with(|state, driver_waker| state.abandon(driver_waker));
@@ -339,7 +335,7 @@ impl Shared {
     }
 
     /// Aborts if the current runtime drops this connection's handle because it shuts down. The peer
-    /// would take a `Fin` for the end that the service wanted.
+    /// would take a `Fin` for the end that the application wanted.
     pub(crate) fn abort_if_runtime_shuts_down(&self) {
         let ends = self.with(|state, _| state.protocol.phase().check_open().is_ok());
         if ends && is_runtime_shutting_down() {

@@ -15,20 +15,19 @@ use crate::engine::{CompletionMode, CompletionQueue};
 use crate::error::SetupError;
 use crate::verbs::Device;
 
-/// Entries of the first queues of each worker thread. Queues made when all are full have as many
+/// Entries of the first queues of each worker thread. When all are full, new queues have as many
 /// entries as all before them, so that few connections take little memory and many connections few
 /// queues.
 const FIRST_ENTRIES: u32 = 512;
 const MAX_ENTRIES: u32 = 1 << 16;
 
-/// The shared queues of a device.
 #[derive(Debug, Default)]
 pub(super) struct SharedCompletions(Mutex<Vec<Pair>>);
 
 /// The completion queues of sends and receives: two in mode `Event`, otherwise one.
 ///
-/// With two, the queue of sends is armed only while a task of one of its connections waits for a
-/// send. Other sends then raise no events.
+/// With two, the queue of sends is armed only while a task waits for a send. Other sends then raise
+/// no events.
 #[derive(Debug)]
 struct Pair {
     /// `None` for connections that were prepared outside of a runtime.
@@ -42,8 +41,8 @@ struct Pair {
 
 impl SharedCompletions {
     /// Returns the queues for another connection of the current runtime, and the entries that it
-    /// takes of each. `entries` are the most that it needs for sends and receives. A runtime has a
-    /// pair of queues per worker thread, and more when all are full.
+    /// takes of each, at most `entries`. A runtime has a pair of queues per worker thread, and more
+    /// when all are full.
     fn take(
         &self,
         device: &Device,

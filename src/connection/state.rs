@@ -1,4 +1,4 @@
-//! The I/O of one side of a connection, under one lock.
+//! The I/O of a connection, under one lock.
 //!
 //! ```text
 //!  poll_send ─▶ inline │ copied │ in place │ offered ─▶ sends ─▶ peer   credits, phases, time:
@@ -7,7 +7,7 @@
 //! ```
 //!
 //! [`ConnectionState::progress`] does all work that is possible now. Tasks that send or receive
-//! call it, and so do the waker of operations and the driver. So progress never depends on the
+//! call it, as do the waker of operations and the driver, so progress never depends on the
 //! application's tasks.
 
 use std::future::Future;
@@ -55,16 +55,15 @@ const _: () = assert!(MAX_REJECT_DATA == rdma_provider::cm_contract::MAX_REJECT_
 /// The number of frames handled before the task yields.
 pub(super) const BATCH: usize = 128;
 
-/// The frames in flight with which a poll of the send queue is worth its cost.
+/// A poll of the send queue is worth its cost with this number of frames in flight.
 const REAPED: usize = 8;
 
-/// The frames in flight with which a side skips receives. More would enlarge the queues of a
-/// connection that becomes idle.
+/// The maximum of frames in flight with which receives are skipped. More would enlarge the queues
+/// of a connection that becomes idle.
 const SKIPS: usize = 4;
 
 #[derive(Debug)]
 pub(crate) struct ConnectionState {
-    /// What may be sent, what must be sent, and when the connection ends.
     pub(crate) protocol: Protocol<CloseReason>,
     pub(super) io: Io,
     pub(super) limits: Limits,
@@ -77,11 +76,10 @@ pub(crate) struct ConnectionState {
     pub(super) counters: ConnectionCounters,
 }
 
-/// What a side posts to, and what watches its completions.
 #[derive(Debug)]
 pub(super) struct Io {
     pub(super) qp: QueuePair,
-    /// The same queue pair, for frames: the peer waits for solicited messages only.
+    /// The same queue pair, for unsolicited frames: the peer waits for solicited messages only.
     pub(super) frames: QueuePair,
     /// Dropping it disconnects the peer.
     pub(super) link: Option<Arc<CmConnection>>,
@@ -89,7 +87,6 @@ pub(super) struct Io {
     pub(super) is_listened: bool,
     /// The runtime of the driver, once there is one.
     pub(super) runtime: Option<runtime::Id>,
-    /// The driver is to be woken when the connection's lock is released.
     pub(super) wakes_driver: bool,
 }
 
@@ -99,33 +96,26 @@ impl Io {
     }
 }
 
-/// Registered memory beside the receives.
 #[derive(Debug)]
 pub(super) struct Memory {
     pub(super) send: SendMemory,
     pub(super) fetch: FetchMemory,
-    /// What this side has taken from its budget.
     pub(super) budget: BudgetGuard,
-    /// Registrations that may block.
     pub(super) jobs: Jobs,
 }
 
-/// Limits of both sides, in bytes, and settings.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Limits {
     /// Longest buffer of held bytes while the peer has its first receives.
     pub(super) held: usize,
-    /// Buffers are registered with use.
     pub(super) is_elastic: bool,
-    /// Longest message that the peer accepts.
     pub(super) send: u64,
     pub(super) receive_memory: u64,
-    /// How long a dropped stream continues to send.
     pub(super) linger: Duration,
 }
 
 impl ConnectionState {
-    /// Creates a side and posts its receives.
+    /// Posts the receives.
     pub(super) fn new(
         qp: QueuePair,
         config: &ConnectionConfig,
@@ -174,7 +164,7 @@ impl ConnectionState {
         self.renew_send_memory();
     }
 
-    /// Does all work that is possible now, for a task. Operations wake `driver`.
+    /// Does all work that is possible now. Operations wake `driver`.
     pub(super) fn progress(&mut self, driver: &Waker) {
         self.advance(driver);
         // The task may wait for a receive, also if the other runtimes that watch the queue do not
@@ -184,8 +174,8 @@ impl ConnectionState {
         }
     }
 
-    /// Takes what has arrived, for a task that receives. Does nothing more if there is nothing, not
-    /// even a READ to watch: other completions wake the driver.
+    /// Takes what has arrived. If nothing has, does no other work, not even watch a READ: other
+    /// completions wake the driver.
     pub(super) fn progress_for_receiver(&mut self, driver: &Waker) {
         let nothing_arrived = self.io.is_listened
             && self.inbox.fetching.is_empty()
@@ -228,7 +218,7 @@ impl ConnectionState {
         !matches!(self.protocol.phase(), Phase::Running(stage) if *stage != Stage::Aborting)
     }
 
-    /// Makes progress where a completion was found. Returns true if the driver must continue.
+    /// Makes progress after a completion. Returns true if the driver must continue.
     pub(super) fn serve(&mut self, driver: &Waker) -> bool {
         if self.needs_driver() {
             return true;
@@ -316,7 +306,6 @@ impl ConnectionState {
         }
     }
 
-    /// Handles up to [`BATCH`] received frames.
     pub(super) fn take_frames(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
         for taken in 0..BATCH {
             let Some(receive) = self.receives.posted.front_mut() else { return Ok(()) };
@@ -380,7 +369,7 @@ impl ConnectionState {
         Ok(())
     }
 
-    /// Counts a failed registration of buffers, and logs the first one.
+    /// Counts failed registrations of buffers, and logs the first one.
     pub(super) fn note_failed_growth(&mut self, error: &SetupError) {
         if self.counters.growth_failures == 0 {
             rdma_provider::warn!(
@@ -401,8 +390,8 @@ impl ConnectionState {
         }
     }
 
-    /// Removes completed frames if something waits for them, or at least [`REAPED`] are in flight:
-    /// a poll of the send queue then finds several completions.
+    /// Removes completed frames if something waits for them, or if a poll of the send queue is
+    /// likely to find several.
     fn reap_some(&mut self) {
         let awaited = self.outbox.in_place > 0
             || !self.outbox.held.is_empty()
@@ -413,7 +402,6 @@ impl ConnectionState {
         }
     }
 
-    /// Removes completed frames.
     pub(super) fn reap(&mut self) {
         let context = &mut Context::from_waker(Waker::noop());
         while self.outbox.sends.front().is_some_and(Sent::is_finished)
@@ -425,7 +413,6 @@ impl ConnectionState {
         }
     }
 
-    /// Polls sent frame `index`. Removes it if it is complete and the oldest.
     #[inline]
     pub(super) fn poll_sent(
         &mut self,
@@ -465,7 +452,7 @@ impl ConnectionState {
     }
 
     /// Registers the driver with the send that termination, a flush, the first sender or the owner
-    /// of a buffer that is sent in place waits for.
+    /// of a buffer sent in place waits for.
     #[inline]
     pub(super) fn watch_sends(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
         match self.awaited_send() {
@@ -504,15 +491,14 @@ impl ConnectionState {
         }
     }
 
-    /// Lets the runtime of the driver watch a polled operation too: the current one may not run for
-    /// long.
+    /// Lets the runtime of the driver watch a polled operation too, because the current one may
+    /// stop.
     pub(super) fn watch_by_driver(&mut self) {
         if self.io.runtime.is_some_and(|driver| !is_current(driver)) {
             self.io.wake_driver();
         }
     }
 
-    /// Returns the index of the send whose completion is awaited, if any.
     #[inline]
     fn awaited_send(&self) -> Option<usize> {
         let (outbox, waiting) = (&self.outbox, &self.waiting);
@@ -526,7 +512,6 @@ impl ConnectionState {
         self.protocol.awaited_send(waits, || outbox.last_in_place())
     }
 
-    /// Collects the wakers of tasks whose condition holds.
     fn wake(&mut self) {
         let ended = self.close_reason().is_some();
         if ended || self.inbox.is_ready() || self.is_at_end() {
@@ -545,7 +530,6 @@ impl ConnectionState {
         }
     }
 
-    /// Wakes the receiver whose turn it is, and streams.
     pub(super) fn wake_receivers(&mut self) {
         match self.protocol.content() {
             Content::Messages => {
@@ -558,7 +542,6 @@ impl ConnectionState {
         }
     }
 
-    /// Wakes the sender whose turn it is.
     pub(super) fn wake_senders(&mut self) {
         match self.protocol.content() {
             Content::Messages => later::wake(self.waiting.senders.take_first()),
@@ -566,9 +549,9 @@ impl ConnectionState {
         }
     }
 
-    /// Returns true if it is the turn of the task with `ticket` in `waiters`. A stream has at most
-    /// one reader and one writer, so all others that wait there only wait for its readiness, or no
-    /// longer: like a `TcpStream`, it need not know of a dropped read.
+    /// Returns true if the task with `ticket` is first in `waiters`. A stream has at most one
+    /// reader and one writer. So all others in its queues only wait for readiness, or no longer do:
+    /// as with a `TcpStream`, a read may be dropped without notice.
     pub(super) fn is_turn(&self, waiters: &Waiters, ticket: Option<Ticket>) -> bool {
         self.protocol.content() == Content::Bytes || waiters.is_first(ticket)
     }
@@ -578,8 +561,8 @@ impl ConnectionState {
         self.protocol.is_unblocked(self.waiting.blocked, !self.outbox.held.is_empty(), has_buffers)
     }
 
-    /// Returns true if the service has received all messages of a peer that has finished, or those
-    /// that arrived before the listener's shutdown.
+    /// Returns true if the application has received all messages of a peer that has finished, or
+    /// those that arrived before the listener's shutdown.
     pub(crate) fn is_at_end(&self) -> bool {
         let inbox = &self.inbox;
         let is_incomplete = self.protocol.incomplete_frames() > 0;
@@ -624,16 +607,16 @@ pub struct ConnectionCounters {
     pub discarded: u64,
     /// WRITEs with immediate data posted.
     pub notifications_sent: u64,
-    /// Notifications of the peer taken by the service.
+    /// Notifications of the peer taken by the application.
     pub notifications_received: u64,
     /// `Ack` frames sent.
     pub acks: u64,
     /// Frames that may be sent now.
     pub credits: u32,
-    /// Messages arrived or offered, not received by the service yet.
+    /// Messages arrived or offered, not received by the application yet.
     pub inbox: usize,
     /// Receives for frames of the peer, including four for control frames and those whose messages
-    /// wait for the service.
+    /// wait for the application.
     pub receives: u32,
     /// Registered bytes of receive, spare and send buffers, and of those kept for long messages.
     pub buffer_memory: u64,

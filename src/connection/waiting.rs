@@ -8,17 +8,15 @@ use crate::waiters::Waiters;
 #[derive(Debug, Default)]
 pub(super) struct Waiting {
     pub(super) senders: Waiters,
-    /// Resource that the first sender lacks.
     pub(super) blocked: Blocked,
     pub(super) receivers: Waiters,
-    /// Streams of messages that wait. They have no turn: one that is not polled any more would
-    /// block the receivers behind it.
+    /// Streams of messages that wait. They are in no FIFO, because one that is no longer polled
+    /// would block the receivers behind it.
     pub(super) streams: Waiters,
-    /// Tasks that wait for a notification.
     pub(super) notified: Waiters,
     /// Tasks that wait for a flush, for the termination, or for the queue pair to close.
     pub(super) flushers: Waiters,
-    /// The position that the earliest flush waits for.
+    /// The point that the earliest flush waits for.
     pub(super) flush: Option<FlushPoint>,
 }
 

@@ -1,13 +1,13 @@
-//! Writing: the frames that bytes become.
+//! Writes bytes to frames.
 //!
-//! A write becomes frames of up to the peer's buffer size, which are sent at once, as far as the
-//! peer has credits. The rest is held, and later writes are appended, until no send buffer is free.
-//! Bytes that do not fill a frame while earlier frames are in flight are held, too, even with
+//! A write becomes frames of up to the peer's buffer size, which are sent as far as the peer has
+//! credits. The rest is held until no send buffer is free, and later writes are appended to it.
+//! Bytes that do not fill a frame are also held while earlier frames are in flight, even with
 //! credits. Held bytes are sent when the peer has a credit and
 //!
 //! - they fill a frame,
 //! - all earlier frames are acknowledged, or
-//! - the service flushes, shuts down or drops its half.
+//! - the application flushes, shuts down or drops its half.
 //!
 //! So the first short write is never delayed, and a stream of short writes costs one frame per
 //! round trip. If the peer does not read, writes of any length fill the send buffers.
@@ -31,7 +31,6 @@ use crate::waiters::{Caller, Ticket};
 /// The longest piece of memory that the peer reads at once: its longest pooled buffer.
 const PIECE: usize = 1 << 20;
 
-/// The bytes of a write that are in no frame yet.
 #[derive(Debug, Clone, Copy)]
 struct Unwritten<'a> {
     pieces: Pieces<'a, IoSlice<'a>>,
@@ -44,7 +43,6 @@ impl<'a> Unwritten<'a> {
         Self { pieces: Pieces { first: &[], rest: slices }, len }
     }
 
-    /// Moves the next bytes to `target`, and returns how many.
     fn fill(&mut self, target: &mut [u8]) -> usize {
         let filled = self.pieces.fill(target);
         self.len -= filled;
@@ -53,7 +51,7 @@ impl<'a> Unwritten<'a> {
 }
 
 impl ConnectionState {
-    /// Writes as many bytes as buffers allow, up to some [`COPIED`]. Waits if that is none.
+    /// Writes as many bytes as buffers allow, up to about [`COPIED`]. Waits if that is none.
     pub(crate) fn poll_write(
         &mut self,
         slices: &[IoSlice<'_>],
@@ -64,7 +62,6 @@ impl ConnectionState {
         self.poll_written(|state| state.write(slices), ticket, driver, caller)
     }
 
-    /// Writes like [`poll_write`](Self::poll_write), without waiting.
     pub(crate) fn try_write(&mut self, slices: &[IoSlice<'_>], driver: &Waker) -> Attempt<usize> {
         self.protocol.phase().check_open()?;
         let mut written = self.write(slices);
@@ -78,7 +75,6 @@ impl ConnectionState {
         written
     }
 
-    /// Waits until a write would not wait.
     pub(crate) fn poll_writable(
         &mut self,
         ticket: &mut Option<Ticket>,
@@ -93,7 +89,8 @@ impl ConnectionState {
         self.poll_unblocked(check, ticket, driver, caller).map(drop)
     }
 
-    /// Waits like [`poll_writable`](Self::poll_writable), for the last task that calls this.
+    /// Waits like [`poll_writable`](Self::poll_writable), but only for the last task that calls
+    /// this.
     pub(crate) fn poll_write_ready(&mut self, driver: &Waker, caller: &mut Caller<'_>) -> Poll<()> {
         let mut ticket = self.stream.polled.writer.take();
         let ready = self.poll_writable(&mut ticket, driver, caller);
@@ -101,8 +98,7 @@ impl ConnectionState {
         ready
     }
 
-    /// Writes like [`poll_write`](Self::poll_write), or from the `buffer` that has the bytes, or
-    /// lets the peer read long bytes.
+    /// Writes copies, or from the `buffer` that has the bytes, or lets the peer read long bytes.
     pub(crate) fn poll_write_bytes(
         &mut self,
         bytes: &Bytes,
@@ -151,14 +147,12 @@ impl ConnectionState {
         self.poll_written(lend, ticket, driver, caller)
     }
 
-    /// Sends held bytes as far as the peer has credits.
     pub(crate) fn push(&mut self, driver: &Waker) {
         if !self.send_held_now() {
             self.progress(driver);
         }
     }
 
-    /// Waits for `write` like a sender.
     fn poll_written<T>(
         &mut self,
         write: impl FnMut(&mut Self) -> Attempt<T>,
@@ -201,7 +195,7 @@ impl ConnectionState {
         }
     }
 
-    /// Sends or holds one frame of `bytes`. If bytes are held, their buffers are full.
+    /// Sends or holds one frame. If bytes are held already, their buffers are full.
     fn write_frame(&mut self, bytes: &mut Unwritten<'_>) -> Attempt<()> {
         if !self.outbox.held.is_empty() || !self.protocol.flow.may_send(Kind::Data) {
             return Ok(self.held_buffer()?.map(|buffer| self.hold(buffer, bytes)));
@@ -260,13 +254,13 @@ impl ConnectionState {
         }
     }
 
-    /// Sends held bytes as far as credits are free. Returns true if none are left.
+    /// Returns true if no bytes are held any more.
     fn send_held_now(&mut self) -> bool {
         while self.send_first_held() {}
         self.outbox.held.is_empty()
     }
 
-    /// Sends a frame of held bytes. Returns false if there are none, or no credit is free.
+    /// Returns false if no bytes are held, or no credit is free.
     fn send_first_held(&mut self) -> bool {
         if !self.protocol.flow.may_send(Kind::Data) {
             return false;

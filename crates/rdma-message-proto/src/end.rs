@@ -1,4 +1,4 @@
-//! Why one end of a connection has ended.
+//! The reasons why an end of a connection has ended.
 
 use std::fmt;
 
@@ -9,7 +9,7 @@ use crate::Violation;
 pub enum End {
     /// Both ends have finished, and have all messages.
     Clean,
-    /// The service closed or dropped this side, and waits no longer for the peer.
+    /// The application closed or dropped this end, and waits no longer for the peer.
     Local,
     /// The peer has sent an `Abort`.
     Dropped,
@@ -29,11 +29,11 @@ impl From<Violation> for End {
     }
 }
 
-/// All reasons that the owner of a [`Protocol`](crate::protocol::Protocol) distinguishes. It adds
-/// its own, such as failed operations, to each [`End`].
+/// All reasons that the owner of a [`Protocol`](crate::protocol::Protocol) distinguishes: each
+/// [`End`], and its own, such as failed operations.
 pub trait Reason: Copy + PartialEq + fmt::Debug + From<End> {
-    /// Returns true for the failure of an operation that was flushed: an earlier failure, which may
-    /// be found later, is the cause.
+    /// Returns true for a flushed operation. An earlier failure, which may be found later, is the
+    /// cause.
     fn is_flush(&self) -> bool;
 }
 
@@ -43,14 +43,12 @@ impl Reason for End {
     }
 }
 
-/// The reasons of an owner in tests.
 #[cfg(test)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TestReason {
     Protocol(End),
     Aborted,
     Flush,
-    /// Failed operations with different causes.
     Failed(u8),
 }
 

@@ -1,18 +1,17 @@
-//! Flow control of one side: which frames may be sent, so that each finds a posted receive.
+//! Flow control of one end: each frame that may be sent finds a posted receive.
 //!
 //! # Credits
 //!
-//! Each frame uses up one receive of the peer. The peer counts receives posted again (`released`)
-//! and announces the count in every header. `window - (sent - released)` frames may be sent, never
-//! more than receives are posted. "Receiver not ready" therefore cannot occur, even under packet
-//! loss and retransmission.
+//! Each frame uses up one receive of the peer, which counts reposted receives (`released`) and
+//! announces the count in every header. `window - (sent - released)` frames may be sent. "Receiver
+//! not ready" therefore cannot occur, even under packet loss and retransmission.
 //!
-//! A message keeps its receive until the service receives it, so slow readers stop senders.
-//! Receives of other frames are posted again before anything else is sent.
+//! A message keeps its receive until the application receives it, so slow readers stop senders.
+//! Receives of other frames are reposted before anything else is sent.
 //!
-//! A notification, a WRITE with immediate data of the service, uses a receive and a credit like a
-//! message. Its receive is posted again at once, but counts as released only when the service has
-//! taken the notification. It carries no header, so it announces nothing.
+//! A notification, which is a WRITE with immediate data of the application, uses a credit like a
+//! message. Its receive is reposted at once, but counts as released only when the application has
+//! taken the notification. It has no header, so it announces nothing.
 //!
 //! # Freedom from deadlock
 //!
@@ -26,30 +25,30 @@
 //! | `Fin`, `Ping`, `Resize`, and an `Ack` that reports done offers or answers a `Ping` | 2 |
 //! | `Ack` for credits alone, `Abort` | 1 |
 //!
-//! An `Ack` for credits is due when messages have released a quarter of their receives, of four or
-//! more at least two, or other frames `CONTROL_ACK`, since the last announcement. It announces at
+//! An `Ack` for credits is due when, since the last announcement, messages have released a quarter
+//! of their receives (at least two of four or more) or other frames `CONTROL_ACK`. It announces at
 //! least one.
 //!
-//! 1. *The two sides are never both without credits while nothing is in flight.* Only an `Ack` for
-//!    credits (or an `Abort`, after which nothing is awaited) uses a last credit. Consider the two
-//!    frames that did. If one arrived before the other was sent, the other announced its receive,
-//!    which is released at once: the first side has a credit. If they crossed, each announced a
-//!    receive: both have one.
-//! 2. *A side that needs 2 credits gets them, even if the peer's service is slow.* Messages leave
-//!    `RESERVE - 1`. With one credit left, `RESERVE - 2` = `CONTROL_ACK` receives of other frames
-//!    are unannounced. These frames have arrived or will, so the peer owes an `Ack`. If it has no
-//!    credit for that, this side has one by 1, and owes an `Ack` itself: the peer's credits were
-//!    used by messages that this service holds, at most the window less the reserve, and by at
-//!    least `CONTROL_ACK` other frames.
-//! 3. *A message gets its credits once the peer's service has received all earlier ones.* All
-//!    receives are then released. Unannounced are fewer than cause an `Ack`, of messages and of
-//!    other frames. The rest suffices for a message of up to [`max_frames`]. Its frames are sent at
-//!    once, so it needs no credits that wait for itself.
+//! 1. *The two ends are never both without credits while nothing is in flight.* Only an `Ack` for
+//!    credits (or an `Abort`, after which nothing is awaited) uses a last credit. If one of two
+//!    such frames arrived before the other was sent, the other announced its receive, which is
+//!    released at once: the first end has a credit. If they crossed, each announced a receive: both
+//!    have one.
+//! 2. *An end that needs 2 credits gets them, even if the peer's application is slow.* Messages
+//!    leave `RESERVE - 1`. With one credit left, `RESERVE - 2` = `CONTROL_ACK` receives of other
+//!    frames are unannounced. These frames have arrived or will, so the peer owes an `Ack`. If it
+//!    has no credit for that, this end has one by 1, and owes an `Ack` itself: the peer's credits
+//!    were used by messages that this application has not received, at most the window less the
+//!    reserve, and by at least `CONTROL_ACK` other frames.
+//! 3. *A message gets its credits once the peer's application has received all earlier ones.* All
+//!    receives are then released. Fewer are unannounced than cause an `Ack`. The rest suffices for
+//!    a message of up to [`max_frames`], whose frames are sent at once, so it needs no credits that
+//!    wait for itself.
 //! 4. *Acks do not alternate indefinitely:* two received cause at most one sent.
-//! 5. *Changes of the window keep this true.* A side counts more receives from the `Resize` that
+//! 5. *Changes of the window keep this true.* An end counts more receives from the `Resize` that
 //!    announces them; its peer, from the arrival of that frame. The peer counts a skipped receive
-//!    off when it sends the skip, and only while it keeps [`RESERVE`] credits. The side does so
-//!    when the skip arrives.
+//!    off when it sends the skip, and only while it keeps [`RESERVE`] credits. The end does so when
+//!    the skip arrives.
 //!
 //! `model.rs` confirms this for all interleavings with small windows.
 
@@ -57,39 +56,37 @@ use crate::Violation;
 use crate::frame::{COUNT_MASK, Header, Kind};
 use crate::window::Resize;
 
-/// The receives beyond those for messages: `CONTROL_ACK` + 1, and one for the last of these
-/// frames, still unannounced.
+/// The receives beyond those for messages: `CONTROL_ACK` + 1, and one for the last of these frames,
+/// still unannounced.
 pub const RESERVE: u32 = 4;
 
 /// The frames other than messages after which an `Ack` is due.
 const CONTROL_ACK: u32 = 2;
 
-/// Returns the maximum number of frames of a message to a peer with `window` receives.
+/// Returns the maximum of frames of a message to a peer with `window` receives.
 pub fn max_frames(window: u32) -> u32 {
     let messages = window.saturating_sub(RESERVE);
     messages - ack_threshold(messages) + 1
 }
 
 /// Returns the number of released receives of messages for which an `Ack` is due. At least two if
-/// that leaves half of them: the answer to a request announces its receive.
+/// that leaves half of them, because the answer to a request announces its receive.
 fn ack_threshold(messages: u32) -> u32 {
     if messages < 4 { 1 } else { messages.div_ceil(4).max(2) }
 }
 
-/// One side's state. Counts wrap at 2^32.
+/// The credits of one end. Counts wrap at 2^32. After a violation, the state is meaningless.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Flow {
     // Sending.
     /// Peer's receives, including the reserve and without those skipped.
     window: u32,
     sent: u32,
-    /// Sent frames whose receives are posted again.
+    /// Sent frames whose receives were reposted.
     confirmed: u32,
     offered: u32,
-    /// Offers reported done.
     fetched: u32,
     finished: bool,
-    /// The peer has received the `Fin`.
     fin_acked: bool,
     /// Receives that the peer asks to skip, and those skipped.
     to_skip: u32,
@@ -98,7 +95,6 @@ pub struct Flow {
     // Receiving.
     /// Own receives that the peer knows of, including the reserve and without those skipped.
     receives: u32,
-    /// The change to be announced.
     resize: Option<Resize>,
     /// Receives that the peer was asked to skip, and those it has skipped.
     skips: u32,
@@ -114,12 +110,11 @@ pub struct Flow {
     /// The peer awaits an answer to a `Ping` or `Fin`.
     ack_requested: bool,
     peer_finished: bool,
-    /// This side has acknowledged the peer's `Fin`.
     peer_fin_acked: bool,
 }
 
 impl Flow {
-    /// Creates the state. Both sizes include the reserve.
+    /// Creates the state of an end. Both sizes include the reserve.
     pub fn new(receives: u32, window: u32) -> Self {
         Self {
             window,
@@ -148,17 +143,17 @@ impl Flow {
         }
     }
 
-    /// Sets the receives of the peer, including the reserve, before the first frame.
+    /// Sets the peer's receives, including the reserve, before the first frame.
     pub fn set_window(&mut self, window: u32) {
         self.window = window;
     }
 
-    /// Returns the frames that the peer has receives for.
+    /// Returns the number of frames that may be sent.
     pub fn credits(&self) -> u32 {
         self.window - self.sent.wrapping_sub(self.confirmed)
     }
 
-    /// Returns true if this frame may be sent now; an `Ack`, if for credits alone.
+    /// Returns true if this frame may be sent now; for an `Ack`, if only for credits.
     pub fn may_send(&self, kind: Kind) -> bool {
         let needed = match kind {
             Kind::Data | Kind::Part | Kind::Offer => RESERVE,
@@ -168,8 +163,8 @@ impl Flow {
         self.credits() >= needed && !(self.finished && (kind.is_message() || kind == Kind::Fin))
     }
 
-    /// Returns the maximum number of frames of a message. So many credits become available once the
-    /// peer has received the earlier messages.
+    /// Returns the maximum of frames of a message. This many credits become available once the peer
+    /// has received the earlier messages.
     pub fn max_frames(&self) -> u32 {
         max_frames(self.window - self.to_skip)
     }
@@ -179,8 +174,8 @@ impl Flow {
         self.credits() >= RESERVE - 1 + frames && self.may_send(Kind::Data)
     }
 
-    /// Uses a credit and returns the header of a frame that must be sent. The caller checks
-    /// [`may_send`](Self::may_send) first.
+    /// Uses a credit for a frame, which must be sent. The caller checks
+    /// [`may_send`](Self::may_send).
     pub fn send(&mut self, kind: Kind) -> Header {
         debug_assert!(self.may_send(kind), "{kind:?} with {} credits", self.credits());
         self.sent = self.sent.wrapping_add(1);
@@ -203,7 +198,7 @@ impl Flow {
     }
 
     /// Uses a credit for a notification, which must be posted. The caller checks
-    /// `may_send(Kind::Data)` first.
+    /// `may_send(Kind::Data)`.
     pub fn send_notification(&mut self) {
         debug_assert!(self.may_send(Kind::Data), "{} credits", self.credits());
         self.sent = self.sent.wrapping_add(1);
@@ -215,13 +210,13 @@ impl Flow {
         self.resize = Some(resize);
     }
 
-    /// Returns true if the last change of this side's receives is complete.
+    /// Returns true if the last `resize` is complete.
     pub fn may_resize(&self) -> bool {
         self.resize.is_none() && self.skips == 0
     }
 
-    /// Returns the announcement of this side's receives that is due, which must be sent. A peer
-    /// that has finished sends no messages.
+    /// Returns the due announcement, which must be sent. There is none for a peer that has
+    /// finished.
     #[inline]
     pub fn announce(&mut self) -> Option<(Header, Resize)> {
         let resize = self.resize?;
@@ -234,8 +229,7 @@ impl Flow {
         Some((self.send(Kind::Resize), resize))
     }
 
-    /// Returns the header of a frame that skips a receive of the peer, which must be sent, if the
-    /// peer asks for it and messages have the credits that they need.
+    /// Returns the header of a due skip, which must be sent, if messages keep their credits.
     #[inline]
     pub fn skip(&mut self) -> Option<Header> {
         if self.to_skip == 0 || self.finished || self.credits() <= RESERVE {
@@ -250,33 +244,33 @@ impl Flow {
         Some(header)
     }
 
-    /// Returns true if this side will skip receives of the peer.
+    /// Returns true if receives of the peer remain to be skipped.
     pub fn skips(&self) -> bool {
         self.to_skip > 0 && !self.finished
     }
 
-    /// Returns the number of the peer's receive that the next frame uses.
+    /// Returns the number of the peer's receive for the next frame.
     pub fn next_receive(&self) -> u32 {
         self.sent.wrapping_add(self.skipped)
     }
 
-    /// Returns the number of own receives that frames of the peer have used.
+    /// Returns the number of own receives that frames have used.
     pub fn used_receives(&self) -> u32 {
         self.arrived.wrapping_add(self.peer_skipped)
     }
 
-    /// Returns the number of frames that have arrived since the last announcement. Those whose
-    /// receives were posted again meanwhile count too.
+    /// Returns the number of frames that have arrived since the last announcement, even if their
+    /// receives were reposted meanwhile.
     pub fn unanswered(&self) -> u32 {
         self.arrived.wrapping_sub(self.announced)
     }
 
-    /// Returns true if the receives of all messages are posted again.
+    /// Returns true if the receives of all messages were reposted.
     pub fn is_idle(&self) -> bool {
         self.arrived == self.released
     }
 
-    /// Returns true if nothing is due to be announced or skipped.
+    /// Returns true if no announcement or skip is due.
     #[inline]
     pub fn is_quiet(&self) -> bool {
         self.unannounced() < ack_threshold(self.receives - RESERVE).min(CONTROL_ACK)
@@ -286,7 +280,7 @@ impl Flow {
             && self.to_skip == 0
     }
 
-    /// Returns true if an `Ack` must be sent now.
+    /// Returns true if an `Ack` is due.
     #[inline]
     pub fn ack_due(&self) -> bool {
         if (self.done != self.done_announced || self.ack_requested) && self.credits() >= 2 {
@@ -308,11 +302,7 @@ impl Flow {
         self.released.wrapping_sub(self.announced)
     }
 
-    /// Processes a received header. Returns how many more offers are done.
-    ///
-    /// # Errors
-    ///
-    /// Returns a violation, which leaves the state meaningless.
+    /// Processes a header. Returns the number of further offers that are done.
     pub fn receive(&mut self, header: Header) -> Result<u32, Violation> {
         let released = header.released.wrapping_sub(self.confirmed) & COUNT_MASK;
         let in_use = self.sent.wrapping_sub(self.confirmed);
@@ -353,12 +343,7 @@ impl Flow {
         Ok(fetched)
     }
 
-    /// Processes the announcement of a `Resize` whose header was received. `most` is the maximum of
-    /// the peer's receives.
-    ///
-    /// # Errors
-    ///
-    /// Returns a violation, which leaves the state meaningless.
+    /// Processes a `Resize` after its header. `most` is the maximum of the peer's receives.
     pub fn receive_resize(&mut self, resize: Resize, most: u32) -> Result<(), Violation> {
         self.arrive()?;
         let Resize { receives, skip, size, .. } = resize;
@@ -370,11 +355,7 @@ impl Flow {
         Ok(())
     }
 
-    /// Processes a `Resize` without payload, whose header was received.
-    ///
-    /// # Errors
-    ///
-    /// Returns a violation, which leaves the state meaningless.
+    /// Processes a `Resize` without payload after its header.
     pub fn receive_skip(&mut self) -> Result<(), Violation> {
         self.skips = self.skips.checked_sub(1).ok_or(Violation::Skip)?;
         self.receives -= 1;
@@ -383,10 +364,6 @@ impl Flow {
     }
 
     /// Processes a notification.
-    ///
-    /// # Errors
-    ///
-    /// Returns a violation, which leaves the state meaningless.
     pub fn receive_notification(&mut self) -> Result<(), Violation> {
         if self.peer_finished {
             return Err(Violation::AfterFinish);
@@ -406,24 +383,24 @@ impl Flow {
         Ok(())
     }
 
-    /// Counts the posted receive of a message, or a notification that the service has taken.
+    /// Counts the reposted receive of a message, or a notification that the application has taken.
     pub fn release_message(&mut self) {
         self.released = self.released.wrapping_add(1);
     }
 
-    /// Counts the posted receive of another frame.
+    /// Counts the reposted receive of another frame.
     pub fn release_control(&mut self) {
         self.released = self.released.wrapping_add(1);
         self.control += 1;
     }
 
-    /// Marks the peer's oldest pending offer as done.
+    /// Marks the peer's oldest offer as done.
     pub fn done(&mut self) {
         debug_assert_ne!(self.done, self.offers, "each done has an offer");
         self.done = self.done.wrapping_add(1);
     }
 
-    /// Returns true if the receives of all sent frames are posted again.
+    /// Returns true if the receives of all sent frames were reposted.
     pub fn is_everything_released(&self) -> bool {
         self.sent == self.confirmed
     }
@@ -433,7 +410,7 @@ impl Flow {
         self.offered == self.fetched
     }
 
-    /// Returns true if the peer has received the `Fin` and fetched all messages.
+    /// Returns true if the peer has the `Fin` and all messages.
     pub fn peer_has_all(&self) -> bool {
         self.fin_acked && self.all_fetched()
     }
@@ -443,9 +420,9 @@ impl Flow {
         self.peer_finished
     }
 
-    /// Returns true if both sides have received the other's `Fin`, all messages and all done
-    /// counts. Acknowledgements of the device do not suffice: they may be lost with a peer that has
-    /// closed its queue pair.
+    /// Returns true if both ends have the other's `Fin`, all messages and all done counts.
+    /// Acknowledgements of the device do not suffice: they may be lost with a peer that has closed
+    /// its queue pair.
     pub fn is_over(&self) -> bool {
         self.fin_acked
             && self.peer_fin_acked

@@ -1,5 +1,5 @@
-//! Frames: SENDs with a header as immediate data. The payload is a message, an offer or a change of
-//! receives alone; other frames have none.
+//! Frames: SENDs with a header as immediate data, and a message, an offer, a change of receives or
+//! nothing as payload.
 //!
 //! ```text
 //!  31      29  28  27            14 13             0
@@ -10,14 +10,13 @@
 
 use crate::Violation;
 
-/// The number of bits of `released` and `done`.
 const COUNT_BITS: u32 = 14;
 
 /// The bits of `released` and `done`.
 pub const COUNT_MASK: u32 = (1 << COUNT_BITS) - 1;
 
-/// The maximum number of receives of a side, and so the maximum by which a count advances from one
-/// frame to the next. A larger difference is a violation.
+/// The maximum of an end's receives, and thus of the advance of a count from one frame to the next.
+/// A larger advance is a violation.
 pub const MAX_RECEIVES: u32 = COUNT_MASK / 2;
 
 /// The kind of a frame.
@@ -25,7 +24,7 @@ pub const MAX_RECEIVES: u32 = COUNT_MASK / 2;
 pub enum Kind {
     /// A message.
     Data,
-    /// The location of a message that the peer must READ.
+    /// The location of a message that the peer must read.
     Offer,
     /// An announcement of counts.
     Ack,
@@ -38,7 +37,7 @@ pub enum Kind {
     /// Part of a message that the next frame continues: a `Part`, or `Data` with the last bytes.
     Part,
     /// A change of the sender's receives. Without payload, it only uses up a receive, which is not
-    /// posted again.
+    /// reposted.
     Resize,
 }
 
@@ -59,8 +58,8 @@ impl Kind {
         self.is_message() || self == Self::Resize
     }
 
-    /// Returns true for messages. Their receives count as released only when the service has
-    /// received the message; receives of other frames do at once.
+    /// Returns true for messages. Their receives are released when the application has the message,
+    /// those of other frames at once.
     pub fn is_message(self) -> bool {
         matches!(self, Self::Data | Self::Part | Self::Offer)
     }
@@ -73,9 +72,9 @@ pub struct Header {
     pub kind: Kind,
     /// True if the sender has received the peer's `Fin`.
     pub fin_acked: bool,
-    /// Number of receives that the sender has released for new frames; the low bits.
+    /// Receives that the sender has released; the low bits.
     pub released: u32,
-    /// Number of the peer's offers that the sender has fetched or discarded; the low bits.
+    /// Offers that the sender has fetched or discarded; the low bits.
     pub done: u32,
 }
 
@@ -100,15 +99,10 @@ impl Header {
     }
 }
 
-/// The payload length of an offer: address, length and key of a region.
+/// The payload length of an offer: address, length and key.
 pub const OFFER_LEN: usize = 20;
 
-/// Checks the region of an offer. The message must have 1 to `max_message` bytes and must not
-/// exceed the address space.
-///
-/// # Errors
-///
-/// Returns the violation of the peer.
+/// The message must have 1 to `max_message` bytes and must not exceed the address space.
 pub(crate) fn check_offer(addr: u64, len: u64, max_message: u64) -> Result<(), Violation> {
     if len == 0 || addr.checked_add(len).is_none() {
         return Err(Violation::Offer { addr, len });

@@ -3,7 +3,7 @@
 use crate::flow::Flow;
 use crate::window::Sizes;
 
-/// The lengths that the peer's receives and this end's settings permit, in bytes.
+/// The lengths that the peer's receives and the settings permit, in bytes.
 #[derive(Debug, Clone)]
 pub struct Framing {
     sizes: Sizes,
@@ -15,19 +15,19 @@ pub struct Framing {
 }
 
 impl Framing {
-    /// Creates the lengths before the peer is known. `own_frame` is the longest frame, and
-    /// `own_eager` the longest message in several frames, that the settings permit.
+    /// `own_frame` is the longest frame, and `own_eager` the longest message in several frames,
+    /// that the settings permit.
     pub(crate) fn new(own_frame: usize, own_eager: usize) -> Self {
         Self { sizes: Sizes::new(0), frame: 0, eager: 0, own_frame, own_eager, longest: 0 }
     }
 
-    /// Sets the size of the peer's first receives, and of the longest that it may post.
+    /// `first` is the size of the peer's first receives, `longest` the maximum.
     pub(crate) fn set_peer(&mut self, first: u32, longest: u32) {
         self.sizes = Sizes::new(first);
         self.longest = self.own_frame.min(longest as usize);
     }
 
-    /// Returns the longest frame in the receives that the peer announced last.
+    /// Returns the longest frame for the receives announced last.
     #[inline]
     pub fn frame(&self) -> usize {
         self.frame
@@ -39,12 +39,12 @@ impl Framing {
         self.eager
     }
 
-    /// Returns the longest frame once the peer has its longest receives.
+    /// Returns the longest frame for the peer's longest receives.
     pub fn longest(&self) -> usize {
         self.longest
     }
 
-    /// Returns true if all receives that frames will use have one size.
+    /// Returns true if all further receives have one size.
     #[inline]
     pub fn is_settled(&self) -> bool {
         self.sizes.is_settled()
@@ -55,7 +55,6 @@ impl Framing {
         &mut self.sizes
     }
 
-    /// Returns the longest payload of the frame after the next `ahead` ones.
     #[inline]
     pub(crate) fn frame_len(&mut self, flow: &Flow, ahead: u32) -> usize {
         if self.sizes.is_settled() {
@@ -66,8 +65,8 @@ impl Framing {
         self.frame.min(self.sizes.at(next.wrapping_add(ahead)) as usize)
     }
 
-    /// Returns the number of frames of a message of `len` bytes, or `None` if it is to be offered:
-    /// if it needs more frames than may ever be sent at once.
+    /// Returns `None` if the message is to be offered, because it needs more frames than may ever
+    /// be sent at once.
     pub(crate) fn frames_of(&mut self, flow: &Flow, len: usize, most: usize) -> Option<usize> {
         // An empty message has a frame too.
         let mut frames = 1;
@@ -84,7 +83,6 @@ impl Framing {
         (frames == 1 || frames <= most()).then_some(frames)
     }
 
-    /// Limits frames to receives of `size` bytes, and messages to `frames` frames.
     pub(crate) fn limit(&mut self, size: u32, frames: usize) {
         self.frame = self.own_frame.min(size as usize);
         self.eager = self.frame.max(self.own_eager.min(self.frame.saturating_mul(frames)));

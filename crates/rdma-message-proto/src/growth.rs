@@ -1,4 +1,4 @@
-//! When a side has more or longer receives, and when the first ones again.
+//! Decides when an end has more or longer receives, and when the first ones again.
 //!
 //! ```text
 //!   first: few and short ──▶ long: as many ──▶ full: the configured number
@@ -6,8 +6,7 @@
 //!           └─────────────────────┴────────────────────┘  idle
 //! ```
 //!
-//! Each change takes one `Resize`. Where their length changes, all receives are posted anew, and
-//! the peer skips those before.
+//! Each change takes one `Resize`. If the length changes, all receives are replaced.
 
 use std::time::{Duration, Instant};
 
@@ -16,14 +15,13 @@ use crate::handshake::Content;
 use crate::incoming::Arrival;
 use crate::window::FIRST_SIZE;
 
-/// The time between `Ack`s below which they are frequent.
+/// Acks closer than this are frequent.
 const ACKS_APART: Duration = Duration::from_millis(20);
 
-/// The messages of several frames that the receives hold. With so many, the headers of answers
+/// The messages of several frames that the receives hold. With this many, the headers of answers
 /// announce released receives, and separate `Ack`s are rare.
 const LONG_MESSAGES: u64 = 8;
 
-/// The number and length of a side's receives, and what calls for more.
 #[derive(Debug, Clone)]
 pub(crate) struct Growth {
     stage: Stage,
@@ -34,13 +32,11 @@ pub(crate) struct Growth {
     first: u32,
     most: u32,
     follows_use: bool,
-    /// The longest message in several frames, in bytes.
     eager: u64,
-    /// More or longer receives are of use.
+    /// More or longer receives would help.
     wanted: bool,
-    /// Their buffers could not be registered since the last check of the buffers.
+    /// Their buffers could not be registered since the last check.
     refused: bool,
-    /// The time of the last `Ack`.
     acked: Option<Instant>,
 }
 
@@ -52,8 +48,7 @@ enum Stage {
 }
 
 impl Growth {
-    /// Creates the state of a side with its first receives, which are all if they do not follow
-    /// use.
+    /// Without `follows_use`, the first receives are all.
     pub(crate) fn new(first: u32, most: u32, eager: u64, follows_use: bool) -> Self {
         let stage = if follows_use { Stage::First } else { Stage::Full };
         Self {
@@ -70,18 +65,16 @@ impl Growth {
         }
     }
 
-    /// Returns the number of receives, including the reserve.
     pub(crate) fn receives(&self) -> u32 {
         self.receives
     }
 
-    /// Returns true if nothing calls for more now.
     #[inline]
     fn is_ended(&self) -> bool {
         self.stage == Stage::Full || self.refused
     }
 
-    /// Notes a message, with which `unanswered` frames have arrived since the last announcement.
+    /// `unanswered` frames have arrived since the last announcement.
     #[inline]
     pub(crate) fn note_message(&mut self, content: Content, arrival: Arrival, unanswered: u32) {
         if !self.is_ended() {
@@ -105,26 +98,25 @@ impl Growth {
             }
     }
 
-    /// Notes the offer of a message of `len` bytes, like [`note_message`](Self::note_message).
     pub(crate) fn note_offer(&mut self, len: u64, unanswered: u32) {
         let too_long = len > self.size.into() && len <= self.eager;
         self.wanted |= !self.is_ended() && (self.is_pressed(unanswered) || too_long);
     }
 
-    /// Returns true if the frames use half of the receives for messages at first, later all: the
-    /// configured number takes much memory.
+    /// Returns true if the frames use half of the receives for messages at first, later all,
+    /// because the configured number takes much memory.
     fn is_pressed(&self, unanswered: u32) -> bool {
         let messages = self.receives - RESERVE;
         unanswered >= if self.stage == Stage::First { messages.div_ceil(2) } else { messages }
     }
 
-    /// Notes that the application takes messages in their buffers: the first ones are too few.
+    /// The application keeps messages in their buffers, so the first ones are too few.
     pub(crate) fn note_buffer_taken(&mut self) {
         self.wanted |= self.stage == Stage::First && !self.refused;
     }
 
-    /// Notes an `Ack` for credits. Frequent ones show a stream that more receives may let flow
-    /// faster: its sender may wait for them.
+    /// Notes an `Ack` for credits. If they are frequent, the sender of a stream may wait for them,
+    /// so more receives may help.
     pub(crate) fn note_ack(&mut self, now: impl FnOnce() -> Instant) {
         if self.is_ended() {
             return;
@@ -134,50 +126,41 @@ impl Growth {
         self.wanted |= before.is_some_and(|at| now.duration_since(at) < ACKS_APART);
     }
 
-    /// Returns true if more or longer receives are of use.
     #[inline]
     pub(crate) fn is_wanted(&self) -> bool {
         self.wanted
     }
 
-    /// Returns the number of receives after the next growth.
     pub(crate) fn next(&self) -> u32 {
         if self.stage == Stage::First { self.first } else { self.most }
     }
 
-    /// Returns the number of the first receives.
     pub(crate) fn first(&self) -> u32 {
         self.first
     }
 
-    /// Returns true if the receives are not the first ones.
     pub(crate) fn is_grown(&self) -> bool {
         self.follows_use && self.stage != Stage::First
     }
 
-    /// Grows to the next number of receives, of `size` bytes.
     pub(crate) fn grow(&mut self, size: u32) {
         (self.receives, self.size, self.wanted) = (self.next(), size, false);
         self.stage = if self.receives < self.most { Stage::Long } else { Stage::Full };
     }
 
-    /// Returns to the first receives.
     pub(crate) fn shrink(&mut self) {
         (self.receives, self.size) = (self.first, FIRST_SIZE);
         (self.stage, self.wanted) = (Stage::First, false);
     }
 
-    /// Notes that the next receives could not be registered.
     pub(crate) fn refuse(&mut self) {
         (self.wanted, self.refused) = (false, true);
     }
 
-    /// Permits another attempt.
     pub(crate) fn renew(&mut self) {
         self.refused = false;
     }
 
-    /// Returns true if the next check of the buffers permits another attempt.
     pub(crate) fn is_refused(&self) -> bool {
         self.refused
     }

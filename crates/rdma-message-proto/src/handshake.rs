@@ -17,23 +17,23 @@ use crate::window::{FIRST_SIZE, first_receives};
 ///
 /// Flag 1 stands for [`Content::Bytes`], flag 2 for [`grows`](Self::grows). Numbers are big-endian.
 /// The user data has a length because connection managers pad private data with zeros. A librdmacm
-/// request of 56 bytes has space for 32 bytes of it.
+/// request has space for 32 bytes of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Handshake {
-    /// Bytes of each receive buffer. Longer messages take several or are offered. May exceed
-    /// `max_message`.
+    /// Bytes of each receive buffer; may exceed `max_message`. Longer messages take several or are
+    /// offered.
     pub buffer_size: u32,
     /// Receives, including four for control frames: the peer's window, or its maximum if `grows`.
     pub receives: u32,
     /// Longest accepted message, in bytes.
     pub max_message: u64,
-    /// True if the side starts with at most eight receives of 384 bytes, four of them for control
-    /// frames, and announces changes. `buffer_size` and `receives` are maximums then; while the
-    /// side shrinks, up to eight more receives are posted.
+    /// True if the peer starts with at most eight receives of 384 bytes, four of them for control
+    /// frames, and announces changes. `buffer_size` and `receives` are then maximums, but while it
+    /// shrinks up to eight more receives are posted.
     pub grows: bool,
 }
 
-/// The content that a connection carries; equal on both sides.
+/// The content that a connection carries, the same in both directions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Content {
     /// Messages: `Connection` and `Listener`.
@@ -74,7 +74,6 @@ impl Handshake {
     /// The first bytes of all private data.
     pub const MAGIC: [u8; 4] = *b"tRDM";
 
-    /// The flag of [`grows`](Self::grows).
     const GROWS: u8 = 2;
 
     /// Encodes the handshake of a connection that carries messages, with user data.
@@ -90,7 +89,7 @@ impl Handshake {
     ///
     /// # Errors
     ///
-    /// [`HandshakeError::UserData`] as for [`encode`](Self::encode).
+    /// As `encode`.
     pub fn encode_for(&self, content: Content, user: &[u8]) -> Result<Vec<u8>, HandshakeError> {
         let too_long = HandshakeError::UserData { len: user.len(), allowed: Self::MAX_USER_DATA };
         let user_len = u8::try_from(user.len()).map_err(|_| too_long)?;
@@ -105,7 +104,7 @@ impl Handshake {
         Ok(bytes)
     }
 
-    /// Returns the receives with which the side starts, including the reserve, and their size.
+    /// Returns the number of first receives, including the reserve, and their size.
     pub fn first_receives(&self) -> (u32, u32) {
         if self.grows {
             (first_receives(self.receives), FIRST_SIZE.min(self.buffer_size))
@@ -128,7 +127,7 @@ impl Handshake {
     ///
     /// # Errors
     ///
-    /// [`HandshakeError`] for any other bytes.
+    /// As `decode`.
     pub fn decode_for(content: Content, bytes: &[u8]) -> Result<(Self, &[u8]), HandshakeError> {
         let truncated = HandshakeError::Truncated { len: bytes.len() };
         let (magic, rest) = bytes.split_first_chunk::<4>().ok_or(truncated)?;
@@ -195,14 +194,14 @@ pub enum HandshakeError {
     Version {
         /// Peer's version.
         theirs: u8,
-        /// This side's version.
+        /// Own version.
         ours: u8,
     },
-    /// The two sides carry different content.
+    /// The two ends carry different content.
     Content {
         /// Peer's content.
         theirs: Content,
-        /// This side's content.
+        /// Own content.
         ours: Content,
     },
     /// Reserved bits set.
@@ -225,7 +224,7 @@ pub enum HandshakeError {
     },
     /// Nonzero bytes after the handshake.
     Trailing {
-        /// Number of bytes after the handshake.
+        /// Their number.
         bytes: usize,
     },
     /// User data too long for the handshake or its private data.

@@ -1,40 +1,37 @@
-//! The checks of received frames beyond credits: lengths, and messages of several frames.
+//! Checks of received frames beyond credits: lengths, and messages of several frames.
 
 use crate::Violation;
 use crate::flow::max_frames;
 use crate::frame::{Header, Kind, OFFER_LEN};
 use crate::handshake::Content;
 
-/// What follows for the receive of a frame, and for its payload.
+/// The use of a frame's receive and payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Arrival {
-    /// The payload is part of a message. The receive is in use until the service has the message.
+    /// Part of a message. The application must receive the message before the receive is free.
     Part,
-    /// The payload is the last or only part of a message. The receive is in use until the service
-    /// has the message.
+    /// The last or only part of a message, as for `Part`.
     Message {
         /// The frames before this one.
         parts: u32,
         /// The bytes of the whole message.
         len: u64,
     },
-    /// The payload is the region of a message to be fetched:
-    /// [`on_offer`](crate::protocol::Protocol::on_offer) comes next. The receive is free, but
-    /// its credit returns when the service has the message.
+    /// The region of a message, for [`on_offer`](crate::protocol::Protocol::on_offer). The receive
+    /// is free, but its credit returns when the application has the message.
     Offer,
-    /// The payload is a change of the peer's receives:
-    /// [`on_resize`](crate::protocol::Protocol::on_resize) comes next. The receive is free.
+    /// A change of the peer's receives, for [`on_resize`](crate::protocol::Protocol::on_resize).
+    /// The receive is free.
     Resize,
-    /// The frame has used up a receive that is not posted again.
+    /// A used-up receive, which is not reposted.
     Skip,
-    /// There is no payload. The receive is free.
+    /// No payload. The receive is free.
     Control,
-    /// A WRITE of the peer's service. The receive is free, but its credit returns when the service
-    /// has taken the notification.
+    /// A WRITE of the peer's application. The receive is free, but its credit returns when the
+    /// application has taken the notification.
     Notification,
 }
 
-/// The message of which some frames have arrived, and what is accepted.
 #[derive(Debug, Clone)]
 pub(crate) struct Incoming {
     content: Content,
@@ -46,7 +43,6 @@ pub(crate) struct Incoming {
 }
 
 impl Incoming {
-    /// Creates the state of an end with at most `receives` receives, including the reserve.
     pub(crate) fn new(content: Content, receives: u32, max_message: u64) -> Self {
         Self { content, max_message, max_frames: max_frames(receives), parts: 0, bytes: 0 }
     }
@@ -79,7 +75,6 @@ impl Incoming {
         }
     }
 
-    /// Adds a checked frame.
     #[inline]
     pub(crate) fn add(&mut self, kind: Kind, len: usize) -> Result<Arrival, Violation> {
         if self.parts > 0 && !matches!(kind, Kind::Data | Kind::Part) {

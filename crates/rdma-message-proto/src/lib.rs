@@ -13,11 +13,10 @@
 //!   handshake    private data of the connection request; refusal: of a rejection
 //! ```
 //!
-//! [`Protocol`](protocol::Protocol) is fed with what has happened, and tells what is to be done.
-//! tokio-rdma posts the frames, moves the bytes and calls the wakers. Everything that a peer sends
-//! is checked here; a [`Violation`] names what was wrong.
+//! [`Protocol`](protocol::Protocol) decides; tokio-rdma posts the frames, moves the bytes and calls
+//! the wakers. It checks everything that a peer sends.
 //!
-//! The crate serves tokio-rdma, which re-exports the types of [`handshake`], [`RefusalReason`] and
+//! The crate is for tokio-rdma, which re-exports the types of [`handshake`], [`RefusalReason`] and
 //! [`Violation`]. The rest of its interface may change with any version.
 //!
 //! [`RefusalReason`]: refusal::RefusalReason

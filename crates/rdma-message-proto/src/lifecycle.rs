@@ -1,7 +1,6 @@
-//! The lifecycle of one side of a connection, as a table of transitions.
+//! The lifecycle of one end of a connection, as a table of transitions.
 //!
-//! While the connection runs, its phase contains a stage: the progress of the service. All
-//! transitions are drawn; other events change neither.
+//! A running connection has a stage, too. All transitions are drawn; other events change nothing.
 //!
 //! ```text
 //!  Running ── fail ───▶ Failing ── abort, terminate ──▶ Terminated ── queue pair closed ──▶ Closed
@@ -17,50 +16,50 @@
 //!  Open ──────────────────── drop at end, drop before end ─────▶ Aborting
 //! ```
 //!
-//! | Stage | Service sends | Service receives | Last frame |
+//! | Stage | Sends | Receives | Last frame |
 //! |---|---|---|---|
 //! | `Open`, `ReceivedAll` | yes | yes | |
 //! | `Finished`, `Complete` | no | yes | `Fin` |
 //! | `Closing`, `Lingering` | no | no: messages are discarded | `Fin` |
 //! | `Aborting` | no | no: messages are discarded | `Abort` |
 //!
-//! In `Lingering` and `Aborting` the service holds no handle. They last at most
+//! In `Lingering` and `Aborting` the application holds no handle. They last at most
 //! [`LINGER`](crate::timers::LINGER), or the time that a dropped stream has.
-//! [`Flow`](crate::flow::Flow) knows whether both sides have finished; the connection then
-//! terminates with [`End::Clean`].
 //!
 //! Only [`transition`] changes a phase. Tests compare the drawing and the table with every pair of
-//! phase and event, and `model.rs` explores all interleavings of two sides.
+//! phase and event, and `model.rs` explores all interleavings of two ends.
 
 use crate::end::{End, Reason};
 
-/// The phase of one side of a connection.
+/// The phase of one end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase<R> {
     /// Frames are sent and received.
     Running(Stage),
-    /// An operation and its queue pair have failed. Completions are polled to find the first cause.
+    /// An operation has failed, and with it the queue pair. Completions are polled to find the
+    /// first cause.
     Failing(Stage, R),
-    /// No more frames are sent or received. The queue pair is not closed yet.
+    /// No more frames are sent or received, but the queue pair is not closed yet.
     Terminated(Outcome<R>),
     /// The queue pair is closed.
     Closed(Outcome<R>),
 }
 
-/// The progress of the service.
+/// The progress of the application.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Stage {
     /// Nothing has ended.
     Open,
     /// `recv` has returned the end of the peer's messages.
     ReceivedAll,
-    /// The service sends no more messages.
+    /// The application sends no more messages.
     Finished,
-    /// `Finished` and `ReceivedAll`.
+    /// Both `Finished` and `ReceivedAll`.
     Complete,
-    /// The service neither sends nor receives.
+    /// The application neither sends nor receives.
     Closing,
-    /// A stream, or dropped after all messages were received. This side finishes as in `Closing`.
+    /// A stream, or a connection dropped after all messages were received. It finishes as in
+    /// `Closing`.
     Lingering,
     /// Dropped before all messages were received. An `Abort` notifies the peer.
     Aborting,
@@ -69,31 +68,31 @@ pub enum Stage {
 /// The end of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Outcome<R> {
-    /// Why it has ended.
+    /// The reason.
     pub reason: R,
-    /// True if the service can still receive messages that have arrived.
+    /// True if arrived messages can still be received.
     pub readable: bool,
 }
 
-/// What changes a phase.
+/// An event that changes a phase.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event<R> {
-    /// The service sends no more messages.
+    /// The application sends no more messages.
     Finish,
-    /// The service neither sends nor receives.
+    /// The application neither sends nor receives.
     Close,
     /// `recv` has returned the end of the peer's messages.
     EndReceived,
-    /// The service has dropped its last handle.
+    /// The last handle was dropped.
     Drop {
-        /// True if the peer has finished and none of its messages is left.
+        /// True if the peer has finished and no message is left.
         at_end: bool,
     },
-    /// The service aborts.
+    /// The application aborts.
     Abort(R),
     /// An operation has failed.
     Fail(R),
-    /// Any other cause.
+    /// The connection ends for another reason.
     Terminate(R),
     /// The queue pair is closed.
     QueuePairClosed,
@@ -102,13 +101,13 @@ pub enum Event<R> {
 /// A side effect of a transition. The connection executes them in order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
-    /// Requires a credit; otherwise nothing is sent.
+    /// Sends an `Abort` if there is a credit.
     SendAbort,
-    /// Stops posting, including operations of the service.
+    /// Stops posting, including the application's operations.
     StopSending,
     /// Detaches all operations except receives, and drops unreadable messages.
     Release,
-    /// Keeps a posted `Abort`, which the driver awaits before it closes the queue pair.
+    /// Like `Release`, but keeps a posted `Abort`, which the driver awaits.
     ReleaseAllButAbort,
     /// Deregisters unfetched messages.
     ReleaseOffers,
@@ -116,11 +115,11 @@ pub enum Action {
     ReleaseReceives,
     /// Drops the connection manager's connection.
     ReleaseLink,
-    /// Wakes the tasks that wait to send.
+    /// Wakes tasks that wait to send.
     WakeSenders,
-    /// Wakes the tasks that wait for messages or notifications.
+    /// Wakes tasks that wait for messages or notifications.
     WakeReceivers,
-    /// Wakes the tasks that wait for a flush, for the termination, or for the queue pair to close.
+    /// Wakes tasks that wait for a flush, the termination, or the queue pair to close.
     WakeFlushers,
 }
 
@@ -137,7 +136,6 @@ const ABORT: &[Action] = &[
     Action::WakeReceivers,
     Action::WakeFlushers,
 ];
-/// The drop has already sent the `Abort`.
 const ABORT_AFTER_DROP: &[Action] = ABORT.split_at(1).1;
 /// Offers stay registered, as in [`ABORT`].
 const TERMINATE_AFTER_DROP: &[Action] =
@@ -152,7 +150,7 @@ const TERMINATE: &[Action] = &[
 const QUEUE_PAIR_CLOSED: &[Action] =
     &[Action::ReleaseReceives, Action::ReleaseOffers, Action::ReleaseLink, Action::WakeFlushers];
 
-/// Returns the phase after `event`, and the required actions.
+/// Returns the next phase and the required actions.
 pub fn transition<R: Reason>(from: Phase<R>, event: Event<R>) -> (Phase<R>, &'static [Action]) {
     match from {
         Phase::Running(stage) => match event {
@@ -184,7 +182,6 @@ pub fn transition<R: Reason>(from: Phase<R>, event: Event<R>) -> (Phase<R>, &'st
     }
 }
 
-/// Returns the phase after a terminating event; `None` for other events.
 fn terminate_stage<R>(stage: Stage, event: Event<R>) -> Option<(Phase<R>, &'static [Action])> {
     let (outcome, actions) = match (event, stage) {
         (Event::Abort(reason), Stage::Aborting) => {
@@ -202,7 +199,6 @@ fn terminate_stage<R>(stage: Stage, event: Event<R>) -> Option<(Phase<R>, &'stat
     Some((Phase::Terminated(outcome), actions))
 }
 
-/// Returns the stage after any other event.
 fn next_stage<R>(stage: Stage, event: Event<R>) -> (Stage, &'static [Action]) {
     use Stage::{Aborting, Closing, Complete, Finished, Lingering, Open, ReceivedAll};
     match (stage, event) {
@@ -221,12 +217,12 @@ fn next_stage<R>(stage: Stage, event: Event<R>) -> (Stage, &'static [Action]) {
     }
 }
 
-/// The service has finished or closed this end, or it has ended.
+/// The reason why an end can send no more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NotOpen<R> {
-    /// The service has finished.
+    /// The application has finished.
     Finished,
-    /// This end was closed or has ended.
+    /// The end was closed or has ended.
     Ended(R),
 }
 
@@ -239,12 +235,12 @@ impl<R: Reason> Phase<R> {
         }
     }
 
-    /// Returns the reason of the end once there is one.
+    /// Returns the reason once there is one.
     pub fn close_reason(&self) -> Option<R> {
         self.outcome().map(|outcome| outcome.reason)
     }
 
-    /// Returns the cause of a failure, as far as it is known.
+    /// Returns the cause of a failure as far as it is known.
     pub fn failure(&self) -> Option<R> {
         match *self {
             Self::Failing(_, cause) => Some(cause),
@@ -262,7 +258,7 @@ impl<R: Reason> Phase<R> {
         matches!(self, Self::Running(Stage::Closing | Stage::Lingering))
     }
 
-    /// Returns true if messages are delivered and not discarded.
+    /// Returns true if messages are delivered, not discarded.
     pub fn takes_messages(&self) -> bool {
         match self {
             Self::Running(stage) | Self::Failing(stage, _) => stage.takes_messages(),
@@ -270,7 +266,7 @@ impl<R: Reason> Phase<R> {
         }
     }
 
-    /// Returns an error unless the service may send.
+    /// Returns an error unless the application may send.
     pub fn check_open(&self) -> Result<(), NotOpen<R>> {
         match self {
             Self::Running(stage) | Self::Failing(stage, _) => match stage {

@@ -1,16 +1,16 @@
-//! A model checker for two sides of a connection, slow services and an in-order network, in every
-//! interleaving.
+//! A model checker for two ends of a connection, slow applications and an in-order network, in
+//! every interleaving.
 //!
-//! Each side is a real [`Protocol`](crate::protocol::Protocol). The model adds:
+//! Each end is a real [`Protocol`](crate::protocol::Protocol). The model adds:
 //!
 //! - posted receives and frames in flight
 //! - queue pairs that fail or close, and a network that is cut
-//! - services that send, notify, receive, finish, close, abort and drop at any time
+//! - applications that send, notify, receive, finish, close, abort and drop at any time
 //! - writes of streams that are held while frames are in flight, or without a credit
-//! - sides that post more receives, or have the peer skip some
+//! - ends that post more receives, or make the peer skip some
 //!
 //! Frames are acknowledged on arrival. A later acknowledgement differs only if it is lost with the
-//! peer's queue pair or the network. Time passes only when neither side nor the network can make
+//! peer's queue pair or the network. Time passes only when neither end nor the network can make
 //! progress.
 
 mod side;
@@ -189,7 +189,7 @@ fn assert_ends(after: &[Vec<usize>]) {
     assert_eq!(ended, after.len(), "the states contain a cycle");
 }
 
-/// Explores two sides on a reliable network.
+/// Explores two ends on a reliable network.
 fn assert_holds(a: Side, b: Side) {
     assert_explored(World { sides: [a, b], may_be_cut: false, cut: false });
 }

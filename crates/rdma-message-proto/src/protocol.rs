@@ -1,17 +1,16 @@
-//! The protocol of one side of a connection, without I/O.
+//! The protocol of one end of a connection.
 //!
 //! ```text
 //!   frames received ─────────▶ on_frame ─┐                     ┌─▶ next_frame   `Ack`, `Fin`…
 //!   messages to send ────────▶ way ──────┤   Flow, Sending     ├─▶ abort_frame  `Abort`
-//!   receives posted again ───▶ flow ─────┤   Incoming          ├─▶ flow         credits, offers
-//!   service calls, failures ─▶ on ───────┼─▶ Framing           ├─▶ frames_of    of a message
+//!   receives reposted ───────▶ flow ─────┤   Incoming          ├─▶ flow         credits, offers
+//!   calls, failures ─────────▶ on ───────┼─▶ Framing           ├─▶ frames_of    of a message
 //!   last handle dropped ─────▶ abandon ──┤   Phase             ├─▶ awaited_send to watch
 //!                                        │                     ├─▶ actions      to execute
 //!   time ────────────────────▶ due ──────┘   Timers ───────────┴─▶ deadline
 //! ```
 //!
-//! The connection feeds it, posts its frames and executes its actions. Credits are also used
-//! directly in [`Flow`].
+//! The connection feeds it, posts its frames and executes its actions.
 
 use std::time::{Duration, Instant};
 
@@ -28,18 +27,18 @@ use crate::sending::Sending;
 use crate::timers::{Expired, LINGER, Observed, Timers, Times};
 use crate::window::{FIRST_SIZE, Resize, first_receives};
 
-/// What the settings of an end permit.
+/// The settings of an end.
 #[derive(Debug, Clone, Copy)]
 pub struct Settings {
-    /// The content of the connection.
+    /// What the connection carries.
     pub content: Content,
-    /// The receives posted at first, including the reserve.
+    /// The first receives, including the reserve.
     pub first_receives: u32,
-    /// The most receives, including the reserve.
+    /// The maximum of receives, including the reserve.
     pub receives: u32,
-    /// The receives follow use.
+    /// True if the receives follow use.
     pub grows: bool,
-    /// The longest message accepted, in bytes.
+    /// The longest accepted message, in bytes.
     pub max_message: u64,
     /// The longest frame sent, in bytes.
     pub frame: usize,
@@ -47,7 +46,7 @@ pub struct Settings {
     pub eager: usize,
     /// The longest frame sent within its work request, in bytes.
     pub inline: usize,
-    /// The maximum of bytes of offered messages, beside which one is always offered.
+    /// The maximum of offered bytes. One message is always offered.
     pub max_offered: u64,
     /// The deadlines.
     pub times: Times,
@@ -56,24 +55,24 @@ pub struct Settings {
 /// A received frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Received {
-    /// What follows.
+    /// The use of its receive and payload.
     pub arrival: Arrival,
-    /// How many more offers the peer has fetched.
+    /// The number of further offers that the peer has fetched.
     pub fetched: u32,
 }
 
-/// The state of one side that depends only on frames, events and time.
+/// The state of one end that depends only on frames, events and time.
 #[derive(Debug, Clone)]
 pub struct Protocol<R> {
     /// Credits.
     pub flow: Flow,
-    /// Frames and offers on their way.
+    /// Frames and offers in flight.
     pub sending: Sending,
     incoming: Incoming,
     framing: Framing,
     growth: Growth,
-    /// The most receives of the peer, including those that it posts while it shrinks, and the most
-    /// bytes of each.
+    /// The maximum of the peer's receives, including those that it posts while it shrinks, and of
+    /// the bytes of each.
     peer_receives: (u32, u32),
     times: Times,
     phase: Phase<R>,
@@ -83,17 +82,17 @@ pub struct Protocol<R> {
     peer_writes_in_vain: bool,
 }
 
-/// The action required by an expired deadline.
+/// The effect of an expired deadline.
 #[derive(Debug)]
 pub enum Due {
-    /// A frame to be sent.
+    /// A frame must be sent.
     Frame(Header),
-    /// A check of the buffers.
+    /// The buffers must be checked.
     Buffers {
-        /// No message was sent or received since the last check.
+        /// True if no message was sent or received since the last check.
         idle: bool,
     },
-    /// The connection ends.
+    /// The connection must end.
     Terminate(End),
 }
 
@@ -117,9 +116,8 @@ impl<R: Reason> Protocol<R> {
         }
     }
 
-    /// Sets what the peer has announced, and starts the timers. [`limit_frames`] comes next.
-    ///
-    /// [`limit_frames`]: Self::limit_frames
+    /// Applies the peer's handshake and starts the timers. [`limit_frames`](Self::limit_frames)
+    /// must follow.
     pub fn set_peer(&mut self, peer: &Handshake, now: Instant) {
         let (window, size) = peer.first_receives();
         self.flow.set_window(window);
@@ -129,7 +127,7 @@ impl<R: Reason> Protocol<R> {
         self.timers = Timers::new(self.times, now);
     }
 
-    /// Returns the content of the connection.
+    /// Returns what the connection carries.
     #[inline]
     pub fn content(&self) -> Content {
         self.incoming.content()
@@ -141,13 +139,13 @@ impl<R: Reason> Protocol<R> {
         &self.framing
     }
 
-    /// Returns the lengths of frames, for tests that change them.
+    /// Returns the lengths of frames for tests that change them.
     #[doc(hidden)]
     pub fn framing_mut(&mut self) -> &mut Framing {
         &mut self.framing
     }
 
-    /// Returns the number of frames of a message whose last one has not arrived.
+    /// Returns the number of frames of an incomplete message.
     pub fn incomplete_frames(&self) -> u32 {
         self.incoming.parts()
     }
@@ -158,7 +156,7 @@ impl<R: Reason> Protocol<R> {
         &self.phase
     }
 
-    /// Applies `event` and returns the resulting actions.
+    /// Applies `event`.
     #[must_use]
     pub fn on(&mut self, event: Event<R>) -> &'static [Action] {
         let (phase, actions) = transition(self.phase, event);
@@ -173,9 +171,8 @@ impl<R: Reason> Protocol<R> {
         self.on(Event::Drop { at_end })
     }
 
-    /// Applies the drop of a stream's last handle: what was written is still sent. The stream
-    /// lingers for `limit`, but only for [`LINGER`] once the peer has
-    /// everything.
+    /// Applies the drop of a stream's last handle. What was written is still sent, within `limit`,
+    /// or [`LINGER`] once the peer has everything.
     #[must_use]
     pub fn abandon_stream(&mut self, limit: Duration) -> &'static [Action] {
         self.draining = true;
@@ -190,8 +187,8 @@ impl<R: Reason> Protocol<R> {
         self.draining = true;
     }
 
-    /// Starts the linger timeout, on the first call after [`abandon`](Self::abandon), or when the
-    /// peer of a draining connection has received all messages and may be idle.
+    /// Starts the linger timeout, on the first call after [`abandon`](Self::abandon) or while
+    /// [`is_linger_due`](Self::is_linger_due).
     pub fn linger(&mut self, now: impl FnOnce() -> Instant) {
         if self.is_linger_due() {
             self.draining = false;
@@ -200,21 +197,15 @@ impl<R: Reason> Protocol<R> {
         self.timers.linger(now);
     }
 
-    /// Returns true if the peer of a draining connection has received all messages, and the linger
-    /// timeout is to start.
+    /// Returns true if the peer of a draining connection has received all messages, so that it may
+    /// be idle.
     pub fn is_linger_due(&self) -> bool {
         self.draining && self.phase.awaits_peer() && self.flow.peer_has_all()
     }
 
-    /// Processes a received frame. Its receive, unless a message keeps it, must be posted again
-    /// before the next frame is sent, and offers that were fetched are to be dropped.
-    ///
-    /// The arguments are its immediate data, the length of its payload in bytes, and whether a
-    /// WRITE has `written` memory of this end.
-    ///
-    /// # Errors
-    ///
-    /// Returns the reason to terminate.
+    /// Processes a frame with this immediate data and a payload of `len` bytes; `written` if a
+    /// WRITE has carried it. Before the next frame is sent, its receive must be reposted, unless a
+    /// message keeps it, and fetched offers must be dropped.
     #[inline]
     pub fn on_frame(
         &mut self,
@@ -254,30 +245,21 @@ impl<R: Reason> Protocol<R> {
         Ok(Received { arrival, fetched })
     }
 
-    /// Returns true if the peer has sent a message after it had received the end of a dropped
-    /// stream.
+    /// Returns true if the peer has sent a message although it knew that the stream was dropped.
     #[inline]
     pub fn peer_writes_in_vain(&self) -> bool {
         self.peer_writes_in_vain
     }
 
     /// Processes the region of an offer.
-    ///
-    /// # Errors
-    ///
-    /// Returns the violation of the peer.
     pub fn on_offer(&mut self, addr: u64, len: u64) -> Result<(), Violation> {
         check_offer(addr, len, self.incoming.max_message())?;
         self.growth.note_offer(len, self.flow.unanswered());
         Ok(())
     }
 
-    /// Processes the payload of a `Resize`. Returns the size of the peer's receives from then on,
-    /// for [`limit_frames`](Self::limit_frames).
-    ///
-    /// # Errors
-    ///
-    /// Returns the violation of the peer.
+    /// Processes the payload of a `Resize`. Returns the size of the peer's next receives for
+    /// [`limit_frames`](Self::limit_frames).
     pub fn on_resize(&mut self, payload: &[u8]) -> Result<u32, Violation> {
         let len = payload.len();
         let resize = Resize::from_bytes(payload).ok_or(Violation::FrameLength { len })?;
@@ -293,20 +275,20 @@ impl<R: Reason> Protocol<R> {
         Ok(size)
     }
 
-    /// Returns the longest payload of the frame after the next `ahead` ones, in bytes.
+    /// Returns the longest payload, in bytes, of the frame that follows `ahead` others.
     #[inline]
     pub fn frame_len(&mut self, ahead: u32) -> usize {
         self.framing.frame_len(&self.flow, ahead)
     }
 
-    /// Returns the number of frames of a message of `len` bytes, of which this end has buffers for
-    /// `most`, or `None` if the message is to be offered.
+    /// Returns the number of frames of a message of `len` bytes if this end has buffers for `most`;
+    /// `None` if the message must be offered.
     #[inline]
     pub fn frames_of(&mut self, len: usize, most: usize) -> Option<usize> {
         self.framing.frames_of(&self.flow, len, most)
     }
 
-    /// Returns the kind of a frame with bytes of a message.
+    /// Returns the kind of a message's frame.
     pub fn kind_of(&self, is_last: bool) -> Kind {
         match self.content() {
             Content::Messages if !is_last => Kind::Part,
@@ -314,9 +296,9 @@ impl<R: Reason> Protocol<R> {
         }
     }
 
-    /// Limits frames to receives of `size` bytes, or to the last size that the peer has announced,
-    /// and messages to the frames for which this end has `buffers`. Both sides have the buffers of
-    /// the longest message, or it would wait indefinitely.
+    /// Limits frames to receives of `size` bytes, or to the size that the peer announced last, and
+    /// messages to `buffers` frames. Both ends need buffers for the whole message, or it would wait
+    /// for ever.
     pub fn limit_frames(&mut self, size: Option<u32>, buffers: usize) {
         let size = size.unwrap_or_else(|| {
             let next = self.flow.next_receive();
@@ -327,16 +309,15 @@ impl<R: Reason> Protocol<R> {
         self.framing.limit(size, frames);
     }
 
-    /// Returns true if [`next_frame`](Self::next_frame) certainly returns none, for fewer
-    /// instructions. After `false` it may return none, too.
+    /// Returns true if [`next_frame`](Self::next_frame) certainly returns none. This is cheaper.
     #[inline]
     pub fn is_quiet(&self) -> bool {
         self.flow.is_quiet() && matches!(self.phase, Phase::Running(stage) if !stage.sends_fin())
     }
 
     /// Returns the next due `Fin`, `Resize` or `Ack`, which must be sent, with the payload of a
-    /// `Resize`. A `Fin` and skipped receives only with `all_sent`, after everything that the
-    /// service has written, and the latter only if this side `may_skip`.
+    /// `Resize`. A `Fin` and skips need `all_sent`, which is true if everything written was sent;
+    /// skips also need `may_skip`.
     #[inline]
     pub fn next_frame(
         &mut self,
@@ -369,17 +350,17 @@ impl<R: Reason> Protocol<R> {
         skipped.map(|header| (header, None))
     }
 
-    /// Returns the `Abort`, which must be sent, if a credit is available.
+    /// Returns the `Abort`, which must be sent, if there is a credit.
     pub fn abort_frame(&mut self) -> Option<Header> {
         self.flow.may_send(Kind::Abort).then(|| self.flow.send(Kind::Abort))
     }
 
-    /// Notes that the application takes messages in their buffers.
+    /// Notes that the application keeps messages in their buffers.
     pub fn note_buffer_taken(&mut self) {
         self.growth.note_buffer_taken();
     }
 
-    /// Returns the number of receives of this side, including the reserve.
+    /// Returns the number of own receives, including the reserve.
     pub fn receives(&self) -> u32 {
         self.growth.receives()
     }
@@ -390,17 +371,16 @@ impl<R: Reason> Protocol<R> {
         self.growth.is_wanted()
     }
 
-    /// Returns the number of receives that this side should have now, including the reserve, which
-    /// are longer than the first ones. Once their buffers are registered, [`grow`](Self::grow)
-    /// follows, otherwise [`refuse_growth`](Self::refuse_growth).
+    /// Returns the number of longer receives to have now, including the reserve.
+    /// [`grow`](Self::grow) or [`refuse_growth`](Self::refuse_growth) must follow.
     pub fn growth(&self) -> Option<u32> {
         let grows = self.growth.is_wanted() && self.phase.takes_messages() && self.may_resize();
         grows.then(|| self.growth.next())
     }
 
     /// Announces the receives of [`growth`](Self::growth), of `size` bytes, and returns how many
-    /// must be posted now, from number `from` on. The first ones are replaced: the peer skips them.
-    /// Long ones are kept, and only those that are missing are posted.
+    /// must be posted now, from number `from` on. The peer skips the first ones; long ones are
+    /// kept.
     #[must_use]
     pub fn grow(&mut self, from: u32, size: u32) -> u32 {
         let before = self.growth.receives();
@@ -410,36 +390,34 @@ impl<R: Reason> Protocol<R> {
         self.growth.receives() - kept
     }
 
-    /// Notes that the buffers of [`growth`](Self::growth) could not be registered: no more are
-    /// asked for until the next check of the buffers.
+    /// Notes that the buffers of [`growth`](Self::growth) could not be registered. The next attempt
+    /// follows the next check of the buffers.
     pub fn refuse_growth(&mut self) {
         self.growth.refuse();
     }
 
-    /// Returns true if an idle side can return to its first receives, or try to grow again: the
-    /// buffers need a check.
+    /// Returns true if the buffers need checks, because an idle end may shrink or try to grow
+    /// again.
     pub fn watches_receives(&self) -> bool {
         self.growth.is_grown() || self.growth.is_refused()
     }
 
-    /// Returns the number of its first receives if this side, which is idle, may return to them
-    /// now. [`shrink`](Self::shrink) follows.
+    /// Returns the number of its first receives if this idle end may return to them.
+    /// [`shrink`](Self::shrink) must follow.
     pub fn shrinkage(&self) -> Option<u32> {
         let is_free = self.flow.is_idle() && self.incomplete_frames() == 0;
         let shrinks = self.growth.is_grown() && is_free && self.may_resize();
         shrinks.then(|| self.growth.first())
     }
 
-    /// Replaces the receives by the first ones, which are posted from number `from` on. The peer
-    /// skips those before.
+    /// Returns to the first receives, posted from number `from` on. The peer skips those before.
     pub fn shrink(&mut self, from: u32) {
         let before = self.growth.receives();
         self.growth.shrink();
         self.resize(before, from, FIRST_SIZE);
     }
 
-    /// Replaces the oldest `number` of the first receives by as many, which are posted from number
-    /// `from` on.
+    /// Replaces the oldest `number` of the first receives by as many, posted from number `from` on.
     pub fn exchange(&mut self, number: u32, from: u32) {
         self.resize(number, from, FIRST_SIZE);
     }
@@ -449,7 +427,7 @@ impl<R: Reason> Protocol<R> {
         self.flow.resize(Resize { receives, skip, from, size });
     }
 
-    /// Returns true if this side may change its receives.
+    /// Returns true if the receives may change.
     pub fn may_resize(&self) -> bool {
         matches!(self.phase, Phase::Running(stage) if stage != Stage::Aborting)
             && self.flow.may_resize()
@@ -457,7 +435,7 @@ impl<R: Reason> Protocol<R> {
             && !self.flow.peer_has_finished()
     }
 
-    /// Begins to watch for messages, unless it does so.
+    /// Begins to watch for messages unless it already does.
     pub fn watch_idle(&mut self, now: impl FnOnce() -> Instant) {
         self.timers.watch_idle(now);
     }
@@ -467,7 +445,7 @@ impl<R: Reason> Protocol<R> {
         self.timers.probe(now, self.flow.used_receives());
     }
 
-    /// Notes arrived frames, which answer a `Ping`. Returns true if the deadline has changed.
+    /// Notes frames that answer a `Ping`. Returns true if the deadline has changed.
     pub fn note_answer(&mut self, now: impl FnOnce() -> Instant) -> bool {
         self.timers.note_answer(now, self.flow.used_receives())
     }
@@ -477,7 +455,7 @@ impl<R: Reason> Protocol<R> {
         self.timers.deadline()
     }
 
-    /// Returns the next action of deadlines expired at `now`.
+    /// Returns the next effect of the deadlines expired at `now`.
     pub fn due(&mut self, now: Instant, observed: Observed) -> Option<Due> {
         while let Some(expired) = self.timers.expire(now, self.flow.used_receives(), observed) {
             match expired {

@@ -1,4 +1,4 @@
-//! Private data of a rejection: why a listener refuses a request, or what its service says.
+//! Private data of a rejection, by a listener or its application.
 
 use std::fmt;
 
@@ -10,8 +10,7 @@ use crate::handshake::{Content, Handshake};
 pub enum RefusalReason {
     /// The listener has reached `ConnectionConfig::max_connections`.
     ListenerFull,
-    /// The peer's address has reached
-    /// `ConnectionConfig::max_connections_per_source`.
+    /// The peer's address has reached `ConnectionConfig::max_connections_per_source`.
     SourceFull,
     /// The listener shuts down.
     ShuttingDown,
@@ -22,7 +21,6 @@ pub enum RefusalReason {
 }
 
 impl RefusalReason {
-    /// Distinguishes a refusal from a service's rejection.
     const KIND: u8 = 2;
 
     /// Returns true if the listener may accept a later request like this one.
@@ -88,10 +86,11 @@ impl fmt::Display for RefusalReason {
     }
 }
 
-/// The most bytes of private data in a rejection.
+/// The maximum of private data in a rejection, in bytes.
 pub const MAX_REJECT_DATA: usize = 148;
 
-/// A service's rejection with user data. It includes their length because private data is padded.
+/// An application's rejection with user data. It includes their length because private data is
+/// padded.
 ///
 /// ```text
 ///  0        4         5      6          7
@@ -101,7 +100,7 @@ pub const MAX_REJECT_DATA: usize = 148;
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rejection<'a> {
-    /// The answer of the service.
+    /// The answer of the application.
     pub user_data: &'a [u8],
 }
 
@@ -109,7 +108,6 @@ impl<'a> Rejection<'a> {
     const LEN: usize = 8;
     /// Maximum length of user data.
     pub const MAX_USER_DATA: usize = MAX_REJECT_DATA - Self::LEN;
-    /// Distinguishes it from other rejections.
     const KIND: u8 = 1;
 
     /// Encodes a rejection; `None` above [`MAX_USER_DATA`](Self::MAX_USER_DATA) bytes.
@@ -125,7 +123,7 @@ impl<'a> Rejection<'a> {
         Some(bytes)
     }
 
-    /// Returns `None` for other private data.
+    /// Decodes a rejection; `None` for other private data.
     pub fn decode(private_data: &'a [u8]) -> Option<Self> {
         let (magic, rest) = private_data.split_first_chunk::<4>()?;
         let (&[version, kind, user_len, zero], rest) = rest.split_first_chunk()?;

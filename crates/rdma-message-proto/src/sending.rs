@@ -1,16 +1,15 @@
-//! Which way a message goes, what a sender waits for, and which sends are awaited.
+//! Decides how a message is sent, what a sender waits for, and which sends are awaited.
 //!
-//! The frames and long messages of one end are numbers here; its owner has their buffers, in the
-//! same order.
+//! Frames and long messages are numbers here; the owner has their buffers, in the same order.
 
 use crate::end::Reason;
 use crate::frame::Kind;
 use crate::protocol::Protocol;
 
-/// The frames and offers of one end on their way to the peer.
+/// The frames and offers in flight.
 #[derive(Debug, Clone)]
 pub struct Sending {
-    /// Frames whose sends have completed. They complete in order.
+    /// Frames whose sends have completed, which happens in order.
     completed: u64,
     in_flight: usize,
     offers_made: u64,
@@ -18,38 +17,37 @@ pub struct Sending {
     /// Bytes of the offers that the peer has not fetched, and their maximum.
     offered: u64,
     max_offered: u64,
-    /// The longest payload of a frame within its work request, in bytes.
     inline: usize,
 }
 
-/// A position in the frames and offers of one end.
+/// A position in the frames and offers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct FlushPoint {
     frames: u64,
     offers: u64,
 }
 
-/// The way of a message to the peer.
+/// How a message is sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Way {
-    /// One frame within its work request.
+    /// As one frame within its work request.
     Inline,
-    /// This number of frames with buffers.
+    /// As this number of frames with buffers.
     Frames(usize),
-    /// The peer reads it from this end's memory.
+    /// As an offer, which the peer reads.
     Offer,
 }
 
-/// What a message must wait for.
+/// What a message waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Blocked {
     /// Credits for this number of frames.
     Credits(u32),
     /// This number of send buffers.
     Buffers(usize),
-    /// The peer has to fetch other messages before one of this number of bytes is offered.
+    /// Fetches of other messages before one of this number of bytes is offered.
     Memory(u64),
-    /// Held bytes must be sent first.
+    /// Held bytes that must be sent first.
     Held,
 }
 
@@ -59,7 +57,7 @@ impl Default for Blocked {
     }
 }
 
-/// What the owner of an end knows about its sends.
+/// What the owner knows about its sends.
 #[derive(Debug, Clone, Copy)]
 pub struct Waits {
     /// Bytes are held.
@@ -68,7 +66,7 @@ pub struct Waits {
     pub is_deaf: bool,
     /// The earliest point that a flush waits for.
     pub flush: Option<FlushPoint>,
-    /// The first sender waits for send buffers.
+    /// The first sender waits for buffers.
     pub wants_buffers: bool,
 }
 
@@ -85,19 +83,19 @@ impl Sending {
         }
     }
 
-    /// Returns the longest payload of a frame within its work request, in bytes.
+    /// Returns the longest payload within a work request, in bytes.
     #[inline]
     pub fn inline(&self) -> usize {
         self.inline
     }
 
-    /// Returns the number of posted frames whose sends have not completed.
+    /// Returns the number of frames in flight.
     #[inline]
     pub fn in_flight(&self) -> usize {
         self.in_flight
     }
 
-    /// Returns the number of frames whose sends have completed.
+    /// Returns the number of completed frames.
     #[inline]
     pub fn completed(&self) -> u64 {
         self.completed
@@ -109,14 +107,14 @@ impl Sending {
         self.in_flight += 1;
     }
 
-    /// Notes that the send of the oldest frame has completed.
+    /// Notes that the oldest frame has completed.
     #[inline]
     pub fn complete(&mut self) {
         self.in_flight -= 1;
         self.completed += 1;
     }
 
-    /// Forgets the frames in flight except the newest `kept`: the connection has ended.
+    /// Forgets all frames in flight except the newest `kept`, because the connection has ended.
     pub fn detach(&mut self, kept: usize) {
         self.in_flight = kept;
     }
@@ -127,13 +125,13 @@ impl Sending {
         self.offers_made += 1;
     }
 
-    /// Notes that the peer has fetched the oldest offer, which has `len` bytes.
+    /// Notes the fetch of the oldest offer, of `len` bytes.
     pub fn fetched(&mut self, len: u64) {
         self.offered -= len;
         self.offers_fetched += 1;
     }
 
-    /// Returns true if `len` bytes may be offered beside the others. One offer always may.
+    /// One offer is always permitted.
     fn may_offer(&self, len: u64) -> bool {
         self.offers_made == self.offers_fetched || self.offered + len <= self.max_offered
     }
@@ -143,7 +141,7 @@ impl Sending {
         FlushPoint { frames: self.completed + self.in_flight as u64, offers: self.offers_made }
     }
 
-    /// Returns true if all frames before `point` have arrived and all offers were fetched.
+    /// Returns true if all earlier frames have arrived and all earlier offers were fetched.
     pub fn has_reached(&self, point: FlushPoint) -> bool {
         self.completed >= point.frames && self.offers_fetched >= point.offers
     }
@@ -156,12 +154,8 @@ impl Sending {
 }
 
 impl<R: Reason> Protocol<R> {
-    /// Returns the way of a message of `len` bytes, of which this end may have `buffers` for
-    /// frames, or what it waits for.
-    ///
-    /// # Errors
-    ///
-    /// Returns what the message waits for.
+    /// Returns how a message of `len` bytes is sent if this end may have `buffers` for frames, or
+    /// what it waits for.
     #[inline]
     pub fn way(&mut self, len: u64, buffers: usize) -> Result<Way, Blocked> {
         if !self.flow.may_send(Kind::Data) {
@@ -184,7 +178,7 @@ impl<R: Reason> Protocol<R> {
     }
 
     /// Returns true if a sender that waits for `blocked` can try again. `has_buffers` tells whether
-    /// a number of buffers is free or can be registered.
+    /// a number of buffers is available.
     pub fn is_unblocked(
         &self,
         blocked: Blocked,
@@ -201,15 +195,15 @@ impl<R: Reason> Protocol<R> {
         }
     }
 
-    /// Returns true if `len` held bytes are to be sent, once there is a credit: they wait neither
-    /// for more bytes nor for the frames before them. `is_full` tells that their buffer is.
+    /// Returns true if `len` held bytes need only a credit: they fill a frame or their buffer, no
+    /// frame is in flight, or the application sends no more.
     pub fn sends_held(&mut self, len: usize, is_full: bool) -> bool {
         let finishes = self.phase().check_open().is_err();
         is_full || finishes || self.sending.in_flight == 0 || len >= self.frame_len(0)
     }
 
-    /// Returns which send in flight is awaited, counted from the oldest; `last_in_place` is the
-    /// last one with a buffer of the application, which waits for it.
+    /// Returns which send in flight is awaited, counted from the oldest. `last_in_place` is the
+    /// last one with a buffer of the application.
     #[inline]
     pub fn awaited_send(
         &self,

@@ -8,20 +8,20 @@ use crate::end::End;
 /// queue pair. Both normally take less than a millisecond.
 pub const LINGER: Duration = Duration::from_secs(1);
 
-/// The configured times of an end.
+/// The configured times.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Times {
     /// The time without frames of the peer after which a `Ping` is due, and the time to answer it.
     pub keepalive: Option<(Duration, Duration)>,
-    /// How long a sender waits in which nothing is sent.
+    /// How long a sender waits while nothing is sent.
     pub stall: Option<Duration>,
-    /// The time for the first message of the peer.
+    /// The time for the peer's first message.
     pub first_message: Option<Duration>,
     /// The time without messages after which an end is idle.
     pub shrink: Duration,
 }
 
-/// What the checks of expired deadlines need to know.
+/// The state at the check of expired deadlines.
 #[derive(Debug, Clone, Copy)]
 pub struct Observed {
     /// Messages sent, if a task waits to send.
@@ -37,9 +37,9 @@ pub struct Observed {
 pub enum Expired {
     /// A `Ping` is due.
     Silence,
-    /// Buffers are due for a check.
+    /// The buffers must be checked.
     Buffers {
-        /// No message was sent or received since the last check.
+        /// True if no message was sent or received since the last check.
         idle: bool,
     },
     /// The connection ends.
@@ -50,25 +50,20 @@ pub enum Expired {
 #[derive(Debug, Clone)]
 pub struct Timers {
     times: Times,
-    /// Time to check `arrived`.
+    /// When to conclude that the peer is silent, unless `arrived` has changed.
     silence: Option<Instant>,
     /// Frames received at the last check.
     arrived: u32,
-    /// A `Ping` was due at the last check.
     pinged: bool,
-    /// Time to check `stalled`.
     stall: Option<Instant>,
     /// Messages sent when a waiting task was found, and the start of the standstill.
     stalled: Option<(u64, Instant)>,
     first_message: Option<Instant>,
-    /// Time to check `messages`.
     idle: Option<Instant>,
-    /// Messages at the last check.
     messages: u64,
     /// The last handle was dropped, or the peer of a draining connection has everything, and
     /// `linger` is not set yet.
     dropped: Option<Duration>,
-    /// Termination time of a dropped or draining connection.
     linger: Option<Instant>,
 }
 
@@ -111,31 +106,31 @@ impl Timers {
     }
 
     /// Starts the linger timeout on the first call after `set_dropped`. The driver calls it after
-    /// posting the last frame: a busy runtime must not shorten the time for retransmission.
+    /// posting the last frame, because a busy runtime must not shorten the time for retransmission.
     pub fn linger(&mut self, now: impl FnOnce() -> Instant) {
         if let Some(limit) = self.dropped.take() {
             self.linger = now().checked_add(limit);
         }
     }
 
-    /// Begins to watch for messages, unless it does so.
+    /// Begins to watch for messages unless it already does.
     pub fn watch_idle(&mut self, now: impl FnOnce() -> Instant) {
         if self.idle.is_none() {
             self.idle = now().checked_add(self.times.shrink);
         }
     }
 
-    /// Makes a `Ping` due now, unless one is unanswered or `keepalive` is off. `arrived` is the
-    /// number of frames received.
+    /// Makes a `Ping` due now, after `arrived` frames, unless one is unanswered or `keepalive` is
+    /// off.
     pub fn probe(&mut self, now: Instant, arrived: u32) {
         if self.silence.is_some() && !self.pinged {
             (self.silence, self.arrived) = (Some(now), arrived);
         }
     }
 
-    /// Notes that frames have arrived since a `Ping`: the next one is due an interval later.
-    /// Without this, a peer that is lost after its answer would be asked again only after
-    /// `timeout`. Returns true if the deadline has changed.
+    /// Makes the next `Ping` due an interval after frames that arrived since the last one.
+    /// Otherwise, a peer that is lost after its answer would get another only after `timeout`.
+    /// Returns true if the deadline has changed.
     pub fn note_answer(&mut self, now: impl FnOnce() -> Instant, arrived: u32) -> bool {
         if !self.pinged || arrived == self.arrived {
             return false;

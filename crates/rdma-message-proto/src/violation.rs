@@ -1,4 +1,4 @@
-//! What a peer did wrong.
+//! Violations of the protocol.
 
 use std::fmt;
 
@@ -25,7 +25,7 @@ pub enum Violation {
     },
     /// More frames sent than receives posted.
     Window {
-        /// Receives posted.
+        /// Number posted.
         receives: u32,
     },
     /// More messages done than offered.
@@ -73,7 +73,7 @@ pub enum Violation {
         /// Bytes of each announced.
         size: u32,
     },
-    /// A receive skipped that this side needs.
+    /// A skipped receive that is needed.
     Skip,
     /// A message after `Fin`.
     AfterFinish,

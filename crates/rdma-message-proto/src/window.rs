@@ -1,12 +1,12 @@
-//! The number and size of a side's receives, and how it announces changes to its peer.
+//! The number and size of an end's receives, and how the peer learns of changes.
 //!
-//! A connection starts with [`FIRST_MESSAGES`] receives for messages, of [`FIRST_SIZE`] bytes. A
-//! side that is used replaces them by longer ones, then adds more, and a side that is idle returns
-//! to the first ones (`growth.rs`). It posts the new receives, then announces them with a `Resize`
-//! frame. Posted receives cannot be taken back, so the `Resize` asks the peer to skip those of
-//! another length: the peer sends a `Resize` without payload for each, which uses it up.
+//! A connection starts with [`FIRST_MESSAGES`] receives for messages, of [`FIRST_SIZE`] bytes. It
+//! replaces them by longer ones with use, then adds more, and returns to the first ones when idle
+//! (`growth.rs`). It posts the new receives before it announces them with a `Resize` frame. Posted
+//! receives cannot be taken back, so the `Resize` asks the peer to skip those of another length:
+//! the peer sends a `Resize` without payload for each, which uses it up.
 //!
-//! The device uses receives in the order in which they were posted. Both sides count them from the
+//! The device uses receives in the order in which they were posted. Both ends count them from the
 //! start of the connection, so that the peer knows the size of the receive that each frame meets:
 //!
 //! ```text
@@ -18,14 +18,13 @@
 use crate::Violation;
 use crate::flow::RESERVE;
 
-/// The receives for messages of a side that is not in use. A request, the next one and two
-/// notifications fit.
+/// The receives for messages of an idle end: a request, the next one and two notifications.
 pub const FIRST_MESSAGES: u32 = 4;
 
-/// The bytes of each of them. With the reserve and two spare buffers, they fit a page.
+/// The bytes of each. With the reserve and two spare buffers, they fit a page.
 pub const FIRST_SIZE: u32 = 384;
 
-/// A change of a side's receives. Encoded as four big-endian numbers of 32 bits, in this order.
+/// A change of receives. Encoded as four big-endian numbers of 32 bits, in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Resize {
     /// The receives from now on, including the reserve and the number to skip.
@@ -34,7 +33,7 @@ pub struct Resize {
     pub skip: u32,
     /// The number of the first receive of `size`; ignored if the size is the same.
     pub from: u32,
-    /// The size of the receives posted from now on.
+    /// The size of receives posted from now on.
     pub size: u32,
 }
 
@@ -66,19 +65,18 @@ impl Resize {
 /// The sizes of the peer's receives.
 #[derive(Debug, Clone, Copy)]
 pub struct Sizes {
-    /// The size of receives before `change`.
     size: u32,
     /// The number of the first receive of another size, and that size.
     change: Option<(u32, u32)>,
 }
 
 impl Sizes {
-    /// Creates the sizes of receives that all have `size` bytes.
+    /// Creates the sizes of receives of `size` bytes each.
     pub fn new(size: u32) -> Self {
         Self { size, change: None }
     }
 
-    /// Returns the size of receive `number`, which no frame has used yet.
+    /// Returns the size of unused receive `number`.
     pub fn at(&self, number: u32) -> u32 {
         match self.change {
             Some((from, size)) if is_reached(number, from) => size,
@@ -86,7 +84,7 @@ impl Sizes {
         }
     }
 
-    /// Forgets a change before receive `next`.
+    /// Forgets a change that lies before receive `next`.
     pub fn settle(&mut self, next: u32) {
         if let Some((from, size)) = self.change
             && is_reached(next, from)
@@ -95,22 +93,18 @@ impl Sizes {
         }
     }
 
-    /// Returns the size of receives posted last.
+    /// Returns the size announced last.
     pub fn last(&self) -> u32 {
         self.change.map_or(self.size, |(_, size)| size)
     }
 
-    /// Returns true if all receives from `next` on have one size.
+    /// Returns true if all further receives have one size.
     pub fn is_settled(&self) -> bool {
         self.change.is_none()
     }
 
-    /// Records a change of the peer, of which `next` is the receive that the next frame uses.
-    ///
-    /// # Errors
-    ///
-    /// Returns a violation if the peer changes the size of used receives, or of receives whose size
-    /// it has changed already.
+    /// Records a change of the peer whose next frame uses receive `next`. The size of a used
+    /// receive must not change, and that of others only once.
     pub fn change(&mut self, resize: Resize, next: u32) -> Result<(), Violation> {
         self.settle(next);
         if resize.size == self.size && self.change.is_none() {
@@ -125,13 +119,12 @@ impl Sizes {
     }
 }
 
-/// Returns true if `number` is `from` or later. Both wrap, and differ by less than 2^31.
+/// Both numbers wrap, and differ by less than 2^31.
 fn is_reached(number: u32, from: u32) -> bool {
     number.wrapping_sub(from) < 1 << 31
 }
 
-/// Returns the receives, including the reserve, with which a side starts whose service permits
-/// `receives`.
+/// Returns the first receives, including the reserve, of an end that permits `receives`.
 pub fn first_receives(receives: u32) -> u32 {
     receives.min(RESERVE + FIRST_MESSAGES)
 }

@@ -1,4 +1,4 @@
-//! A handle of a connection as a sink and as a stream.
+//! The sink and the stream of a handle.
 
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -13,22 +13,17 @@ use crate::connection::state::ConnectionState;
 use crate::coop::within_budget;
 use crate::waiters::Ticket;
 
-/// The state of one handle.
 #[derive(Debug, Default)]
 pub(super) struct Polled {
-    /// Message of the sink that could not be sent yet.
+    /// The message of the sink, which waits for a credit.
     pending: Option<Bytes>,
-    /// Position of the sink, which waits to send.
     pub(super) sending: Option<Ticket>,
     flushing: Flush,
-    /// Position of the stream, which waits for a message.
     receiving: Option<Ticket>,
-    /// The stream has returned its last item.
     ended: bool,
 }
 
 impl Connection {
-    /// Sends the message of the sink.
     fn poll_pending(&mut self, context: &mut Context<'_>) -> Poll<Result<(), MessageError>> {
         let Self { handle, polled: Polled { pending, sending, .. } } = self;
         let Some(message) = pending else { return Poll::Ready(Ok(())) };
@@ -42,7 +37,6 @@ impl Connection {
         Poll::Ready(result)
     }
 
-    /// Waits until what the sink has sent has arrived.
     fn poll_flushed(&mut self, context: &mut Context<'_>) -> Poll<Result<(), MessageError>> {
         let Self { handle, polled: Polled { flushing, .. } } = self;
         handle.shared.poll(context, |state, driver, caller| {

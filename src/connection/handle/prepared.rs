@@ -1,4 +1,4 @@
-//! A side before it is connected, for services with their own control plane too.
+//! A connection before the peer is known.
 
 use std::fmt;
 use std::sync::Arc;
@@ -19,18 +19,17 @@ use crate::connection::state::ConnectionState;
 use crate::error::{NoRuntime, OpErrorKind, SetupError};
 use crate::op::{QueuePair, QueuePairBuilder, QueuePairEndpoint};
 
-/// A side whose receives are posted, ready to be connected.
+/// A queue pair with posted receives, ready to be connected to the peer's.
 #[must_use = "it is connected by establish"]
 pub struct PreparedConnection {
-    /// Boxed: futures that hold a prepared connection are moved.
+    /// Boxed because futures that hold a prepared connection are moved.
     pub(in crate::connection) state: Box<ConnectionState>,
     pub(in crate::connection) qp: QueuePair,
     config: ConnectionConfig,
 }
 
 impl PreparedConnection {
-    /// Prepares a connection of checked settings with a queue pair further configured by
-    /// `describe`.
+    /// Prepares a connection with checked settings. `describe` configures the queue pair further.
     pub(in crate::connection) fn new(
         resources: ConnectionResources,
         config: &ConnectionConfig,
@@ -63,7 +62,7 @@ impl PreparedConnection {
         self.qp.endpoint()
     }
 
-    /// Returns the handshake for the peer, with user data for its service.
+    /// Returns the handshake for the peer, with `user_data` for its application.
     ///
     /// # Errors
     ///
@@ -72,12 +71,12 @@ impl PreparedConnection {
         self.config.handshake().encode_for(self.config.content, user_data)
     }
 
-    /// Connects to the peer, which must do the same; messages may be sent before it has.
+    /// Connects to the peer, which must do the same. Messages may be sent before it has.
     ///
     /// # Errors
     ///
     /// [`EstablishError::Handshake`] for an invalid handshake, [`EstablishError::Setup`] for
-    /// incompatible sides, [`EstablishError::NoRuntime`] outside a Tokio runtime.
+    /// incompatible peers, [`EstablishError::NoRuntime`] outside a Tokio runtime.
     pub fn establish(
         self,
         peer: &QueuePairEndpoint,

@@ -15,35 +15,32 @@ use crate::connection::error::{CloseReason, EstablishError};
 use crate::connection::handle::Connection;
 use crate::contained::wakes_contained;
 
-/// A connection, or the reason why none could be established.
 pub(super) type Established = Result<Unaccepted, EstablishError>;
 
-/// A connection that the service does not know yet. Dropping it resets the peer, which dropping a
-/// byte stream would not.
+/// A connection that the application does not know yet. Dropping it resets the peer, which dropping
+/// a byte stream would not.
 pub(super) struct Unaccepted(Option<Connection>);
 
-/// The connections that the driver of a listener has established, and the tasks that wait for them.
+/// The established connections, and the tasks that wait for them.
 pub(super) struct Backlog {
     limit: usize,
     state: Mutex<State>,
-    /// Notified of each connection, and of the end of a driver.
     changed: Notify,
-    /// Woken when there is capacity for more connections, or the service takes requests instead.
+    /// Woken when there is capacity for more connections, or the application takes requests
+    /// instead.
     driver: AtomicWaker,
 }
 
 #[derive(Default)]
 struct State {
     established: VecDeque<Established>,
-    /// The calls of `accept` that wait.
     waiting: usize,
     /// The task of the last `poll_accept`, until it is woken.
     poller: Option<Waker>,
-    /// The service takes requests instead.
+    /// The application takes requests instead.
     paused: bool,
     has_driver: bool,
     task: Option<AbortHandle>,
-    /// No more connections can arrive.
     end: Option<EstablishError>,
     closed: bool,
 }
@@ -54,8 +51,7 @@ impl Backlog {
         Self { limit: limit as usize, state: Mutex::default(), changed, driver }
     }
 
-    /// Returns true if the driver is to establish more connections, and registers its waker for the
-    /// time when this changes.
+    /// Returns true if the driver should establish more connections. Otherwise registers its waker.
     pub(super) fn poll_has_capacity(&self, context: &mut Context<'_>) -> bool {
         self.driver.register(context.waker());
         self.has_capacity(&self.state.lock())
@@ -66,7 +62,7 @@ impl Backlog {
         !state.paused && !state.closed && state.established.len() < self.limit.max(wanted)
     }
 
-    /// Adds a connection. Aborts it if the listener was dropped meanwhile.
+    /// Adds a connection, or aborts it if the listener was dropped meanwhile.
     pub(super) fn push(&self, established: Established) {
         let mut state = self.state.lock();
         if state.closed {
@@ -79,7 +75,6 @@ impl Backlog {
         self.changed.notify_one();
     }
 
-    /// Returns the oldest connection, or the end.
     pub(super) fn pop(&self) -> Option<Established> {
         let mut state = self.state.lock();
         let had_capacity = self.has_capacity(&state);
@@ -99,7 +94,7 @@ impl Backlog {
         next
     }
 
-    /// Returns the oldest connection, or registers the task that polls, instead of the last one.
+    /// Replaces the task of the last poll if there is no connection.
     pub(super) fn poll_pop(&self, context: &mut Context<'_>) -> Poll<Established> {
         if let Some(next) = self.pop() {
             return Poll::Ready(next);
@@ -114,7 +109,6 @@ impl Backlog {
         Poll::Ready(next)
     }
 
-    /// Waits for the oldest connection, or the end.
     pub(super) async fn next(&self) -> Established {
         loop {
             // Created before the check: it completes if a driver ends in between.
@@ -126,19 +120,16 @@ impl Backlog {
         }
     }
 
-    /// Waits for a connection, or for the end of the driver.
     pub(super) fn changed(&self) -> impl Future<Output = ()> + Send {
         wakes_contained(self.changed.notified())
     }
 
-    /// Counts a call of `accept` that waits.
     pub(super) fn wait(&self) -> Waiting<'_> {
         self.state.lock().waiting += 1;
         self.driver.wake();
         Waiting(self)
     }
 
-    /// Sets whether the driver leaves requests to the service.
     pub(super) fn set_paused(&self, paused: bool) {
         let before = mem::replace(&mut self.state.lock().paused, paused);
         if before != paused {
@@ -146,14 +137,12 @@ impl Backlog {
         }
     }
 
-    /// Returns true if the caller must start a driver.
     pub(super) fn needs_driver(&self) -> bool {
         let mut state = self.state.lock();
         let ended = state.end.is_some() || state.closed;
         !ended && !mem::replace(&mut state.has_driver, true)
     }
 
-    /// Returns true if a driver runs, or no more connections can arrive.
     pub(super) fn has_driver_or_end(&self) -> bool {
         let state = self.state.lock();
         state.has_driver || state.end.is_some()
@@ -163,7 +152,7 @@ impl Backlog {
         self.state.lock().task = Some(task);
     }
 
-    /// Records the end of a driver, which has an error if no more connections can arrive.
+    /// Records that the driver has ended, with an error if no more connections can arrive.
     pub(super) fn driver_ended(&self, end: Option<EstablishError>) {
         let mut state = self.state.lock();
         state.has_driver = false;
@@ -173,7 +162,7 @@ impl Backlog {
         self.changed.notify_waiters();
     }
 
-    /// Ends the driver, and aborts the connections that were not accepted.
+    /// Stops the driver, and aborts the connections that were not accepted.
     pub(super) fn close(&self) {
         let mut state = self.state.lock();
         state.closed = true;
@@ -221,7 +210,7 @@ impl Drop for Unaccepted {
     }
 }
 
-/// A call of `accept` that waits, until dropped.
+/// A waiting call of `accept`, counted until dropped.
 pub(super) struct Waiting<'a>(&'a Backlog);
 
 impl Drop for Waiting<'_> {

@@ -28,13 +28,12 @@ use crate::verbs::Device;
 pub struct ConnectionRequest(State);
 
 enum State {
-    /// In a box, because it is much longer.
+    /// Boxed because it is much longer.
     Requested(Box<Requested>),
-    /// The listener has established the connection before the service asked for requests.
+    /// The listener established the connection before the application asked for requests.
     Established(Unaccepted),
 }
 
-/// A request that the program has to answer, or that the device has answered.
 pub(super) struct Requested {
     pub(super) inner: cm::ConnectionRequest,
     pub(super) handshake: Handshake,
@@ -83,11 +82,11 @@ impl ConnectionRequest {
         }
     }
 
-    /// Accepts with the settings of the listener.
+    /// Accepts with the settings of the listener; see [`accept_with`](Self::accept_with).
     ///
     /// # Errors
     ///
-    /// See [`accept_with`](Self::accept_with).
+    /// As `accept_with`.
     ///
     /// # Cancel safety
     ///
@@ -102,13 +101,13 @@ impl ConnectionRequest {
         }
     }
 
-    /// Accepts with these settings. The connection limits are always the listener's. If the device
-    /// or the listener has already answered the peer, all settings are.
+    /// Accepts with these settings, except for the connection limits. If the device or the listener
+    /// has already answered the peer, all settings are the listener's.
     ///
     /// Waits for the confirmation for at most
     /// [`connect_timeout`](ConnectionConfig::connect_timeout). After 0.1 s, another request that
-    /// has waited for 0.1 s evicts this one, so that silent peers do not block others. The evicted
-    /// peer is rejected. For more than ten requests per second, accept each in its own task.
+    /// has waited for 0.1 s evicts and rejects this one, so that silent peers do not block others.
+    /// For more than ten requests per second, accept each in its own task.
     ///
     /// # Errors
     ///
@@ -175,7 +174,6 @@ impl Requested {
         self.inner.peer_addr()
     }
 
-    /// Implements [`ConnectionRequest::accept_with`].
     async fn accept_with(self, config: &ConnectionConfig) -> Result<Connection, EstablishError> {
         let (address, admission, waiting) =
             (self.peer_addr(), self.admission.clone(), self.waiting.clone());

@@ -16,7 +16,6 @@ impl ConnectionState {
         self.receives.posted.push_back(receive);
     }
 
-    /// Posts `number` receives of the current size.
     pub(in crate::connection) fn post_receives(&mut self, number: u32) {
         for _ in 0..number {
             match self.receives.pool().try_alloc(self.receives.size) {
@@ -26,7 +25,6 @@ impl ConnectionState {
         }
     }
 
-    /// Registers and announces the more or longer receives that the protocol asks for.
     #[cold]
     pub(in crate::connection) fn grow_receives(&mut self) {
         self.settle_receives();
@@ -65,9 +63,9 @@ impl ConnectionState {
         }
     }
 
-    /// Has the peer skip as many receives as have long buffers although this side has shrunk. If
-    /// these are not the oldest ones, it is repeated. A message in a long buffer would never be
-    /// skipped: its next receive has another buffer.
+    /// Makes the peer skip as many receives as still have long buffers after shrinking. If these
+    /// are not the oldest ones, it is repeated. It waits until no message is in a buffer: a long
+    /// one would count, but cannot be skipped, because the next receive has another buffer.
     fn exchange_long_receives(&mut self) {
         let long_receives_left = self.receives.long_receives_left(self.protocol.receives());
         if long_receives_left > 0 && !self.has_messages() && self.protocol.may_resize() {
@@ -77,13 +75,12 @@ impl ConnectionState {
         }
     }
 
-    /// Returns the number of receives posted since the start of the connection.
     fn posted_receives(&self) -> u32 {
         self.protocol.flow.used_receives().wrapping_add(self.receives.posted.len() as u32)
     }
 
-    /// Returns the long buffers of a side that has shrunk to the budget, once the peer has skipped
-    /// their receives and no frame is in one.
+    /// After shrinking, returns the long buffers to the budget once the peer has skipped their
+    /// receives and no frame is in one.
     pub(in crate::connection) fn settle_receives(&mut self) {
         let is_settled = self.protocol.flow.may_resize()
             && self.receives.long_receives_left(self.protocol.receives()) == 0;
@@ -95,12 +92,10 @@ impl ConnectionState {
         }
     }
 
-    /// Returns true if buffers of receives have messages that the service has not received.
     fn has_messages(&self) -> bool {
         !self.inbox.messages.is_empty() || self.protocol.incomplete_frames() > 0
     }
 
-    /// Handles a receive that the peer has skipped.
     pub(in crate::connection) fn on_skip(&mut self, buffer: BufMut) {
         drop(buffer);
         self.settle_receives();

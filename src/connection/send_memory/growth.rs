@@ -46,7 +46,7 @@ impl ConnectionState {
         self.grow_send_memory(len, 1)
     }
 
-    /// Returns an error unless [`held_buffer`](Self::held_buffer) may take a buffer.
+    /// Checks whether [`held_buffer`](Self::held_buffer) may take a buffer.
     pub(in crate::connection) fn check_held_buffer(&self) -> Result<(), Blocked> {
         let (frame, held) = (self.protocol.framing().frame(), self.limits.held);
         let frames = if held > frame { self.memory.send.most() / 2 + 1 } else { 1 };
@@ -83,15 +83,14 @@ impl ConnectionState {
         }
     }
 
-    /// Deregisters buffers that an idle side does not need.
     pub(in crate::connection) fn shrink_send_memory(&mut self) {
         let is_unused = |pool: &Pool| pool.available() == pool.total();
         let unused = self.memory.send.take_if(&mut self.memory.budget, is_unused);
         unused.into_iter().for_each(later::dispose);
     }
 
-    /// Permits as many and as long buffers as the configuration and the peer do, after a failed
-    /// registration.
+    /// After a failed registration, permits as many and as long buffers as the configuration and
+    /// the peer do.
     pub(in crate::connection) fn renew_send_memory(&mut self) {
         self.memory.send.renew();
         self.limits.held = self.protocol.framing().longest();

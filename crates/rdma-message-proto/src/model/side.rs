@@ -1,4 +1,4 @@
-//! One side of the model: its protocol, its frames in flight and its service.
+//! One end in the model: its protocol, its frames in flight and its application.
 
 use std::time::Instant;
 
@@ -15,7 +15,7 @@ use crate::window::{FIRST_SIZE, Resize};
 /// The maximum number of frames in flight per direction.
 pub(super) const MAX_WINDOW: usize = RESERVE as usize + 6;
 
-/// A call of the service. Each occurs at most once, and none after `Drop`.
+/// A call of the application. Each occurs at most once, and none after `Drop`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Call {
     /// After the last message.
@@ -69,40 +69,38 @@ impl Wire {
     }
 }
 
-/// One side and the remaining calls of its service.
 #[derive(Debug, Clone)]
 pub(super) struct Side {
     pub(super) protocol: Protocol<TestReason>,
-    /// Frames of each message of both sides that is not offered.
+    /// Frames of each message that is not offered, in both directions.
     pub(super) frames: u8,
-    /// The connection carries bytes: short writes may be held, and a drop sends them.
+    /// Short writes may be held, and a drop sends them.
     pub(super) stream: bool,
     /// Frames of held bytes; all but the last one are full.
     pub(super) held: u8,
-    /// Messages, or writes of a stream, notifications and pings still to be sent.
+    /// Messages or writes, notifications and pings still to be sent.
     pub(super) data: u8,
     pub(super) offers: u8,
     pub(super) notices: u8,
     pub(super) pings: u8,
-    /// Changes of this side's receives that are still to come, the last one first: receives to
-    /// post and to skip.
+    /// Remaining changes, the last one first: receives to post and to skip.
     pub(super) changes: &'static [(u32, u32)],
     pub(super) calls: [bool; Call::ALL.len()],
     pub(super) may_fail: bool,
     pub(super) posted: u32,
-    /// Messages arrived but not received or discarded.
+    /// Messages arrived but not taken.
     pub(super) inbox: u8,
     /// Offers being fetched.
     pub(super) reading: u8,
-    /// Notifications arrived but not taken or discarded.
+    /// Notifications arrived but not taken.
     pub(super) noticed: u8,
     pub(super) sent: u8,
     pub(super) arrived: u8,
-    /// Frames in flight to the peer.
     pub(super) wire: Wire,
     /// Acknowledgements were lost with the peer's queue pair or the network.
     pub(super) unacknowledged: bool,
-    /// This side was aborted, was dropped before the end of the peer's messages, or has failed.
+    /// The connection was aborted, was dropped before the end of the peer's messages, or has
+    /// failed.
     pub(super) disturbed: bool,
     pub(super) aborted: bool,
 }
@@ -134,7 +132,7 @@ impl Side {
         }
     }
 
-    /// Creates a side with the smallest window and a service that makes these calls.
+    /// Creates an end with the smallest window and an application that makes these calls.
     pub(super) fn calling(data: u8, offers: u8, calls: &[Call]) -> Self {
         Self {
             calls: Call::ALL.map(|call| calls.contains(&call)),
@@ -142,24 +140,21 @@ impl Side {
         }
     }
 
-    /// Creates one end of a stream with the smallest window.
+    /// Creates an end of a stream with the smallest window.
     pub(super) fn stream(data: u8, offers: u8, calls: &[Call]) -> Self {
         let protocol = protocol(Content::Bytes, RESERVE + 1, RESERVE + 1);
         Self { protocol, stream: true, ..Self::calling(data, offers, calls) }
     }
 
-    /// Returns true if a write is held now.
     pub(super) fn may_hold(&self) -> bool {
         self.stream && (self.held > 0 || !self.is_flushed() || !self.may_send(Kind::Data))
     }
 
-    /// Sends a frame of held bytes.
     pub(super) fn send_held(&mut self) {
         self.held -= 1;
         self.send(Kind::Data);
     }
 
-    /// Returns true if a message of this kind may be sent.
     pub(super) fn may_send(&self, kind: Kind) -> bool {
         let frames = if kind == Kind::Data { self.frames } else { 1 };
         self.protocol.flow.may_send(kind) && self.protocol.flow.may_send_message(frames.into())
@@ -183,7 +178,7 @@ impl Side {
         self.wire.push_any(Frame::Notification);
     }
 
-    /// Posts receives and has the peer skip others.
+    /// Posts receives and makes the peer skip others.
     pub(super) fn resize(&mut self) {
         let Some((&(post, skip), rest)) = self.changes.split_last() else { return };
         self.changes = rest;
@@ -203,7 +198,6 @@ impl Side {
         matches!(self.protocol.phase(), Phase::Closed(_))
     }
 
-    /// Returns true if the peer has finished and all its messages were taken.
     pub(super) fn is_at_end(&self) -> bool {
         self.protocol.flow.peer_has_finished() && self.inbox == 0
     }
@@ -217,7 +211,6 @@ impl Side {
         self.unacknowledged |= unacknowledged && self.stage().is_some();
     }
 
-    /// Stops sending and receiving.
     pub(super) fn cut_off(&mut self) {
         self.wire = Wire::EMPTY;
         self.unacknowledged = false;
@@ -252,7 +245,7 @@ impl Side {
         }
     }
 
-    /// Receives or discards a message. A side that gets messages of several frames gets no offers.
+    /// Takes a message. An end that gets messages of several frames gets no offers.
     pub(super) fn take(&mut self) {
         self.inbox -= 1;
         for _ in 0..self.frames {
@@ -261,7 +254,7 @@ impl Side {
         }
     }
 
-    /// Takes or discards a notification, whose receive was posted again before.
+    /// Takes a notification, whose receive was reposted before.
     pub(super) fn take_notice(&mut self) {
         self.noticed -= 1;
         self.protocol.flow.release_message();
@@ -313,7 +306,6 @@ impl Side {
     }
 }
 
-/// Returns the protocol of an end, which knows its peer's `window`.
 fn protocol(content: Content, receives: u32, window: u32) -> Protocol<TestReason> {
     let mut protocol = Protocol::new(Settings {
         content,

@@ -9,12 +9,10 @@ use crate::lifecycle::{Event, Phase, Stage};
 
 const FAILURE: TestReason = TestReason::Failed(0);
 
-/// Two sides and their network.
 #[derive(Debug, Clone)]
 pub(super) struct World {
     pub(super) sides: [Side; 2],
     pub(super) may_be_cut: bool,
-    /// The network delivers no frames.
     pub(super) cut: bool,
 }
 
@@ -44,7 +42,7 @@ impl Steps<'_> {
     }
 }
 
-/// Returns the successors of `world`, and whether progress is possible without the services.
+/// Returns the successors of `world`, and whether progress is possible without the applications.
 pub(super) fn steps(world: &World) -> (Vec<World>, bool) {
     let mut steps = Steps { world, next: Vec::new() };
     for own in 0..2 {
@@ -67,7 +65,6 @@ pub(super) fn steps(world: &World) -> (Vec<World>, bool) {
     (steps.next, engine)
 }
 
-/// Adds the steps of a side, its driver and the network.
 fn engine(steps: &mut Steps<'_>, own: usize) {
     let world = steps.world;
     let (side, peer) = (&world.sides[own], &world.sides[1 - own]);
@@ -277,7 +274,6 @@ fn service(steps: &mut Steps<'_>, own: usize) {
     }
 }
 
-/// Asserts that all messages have arrived before a clean close.
 fn assert_all_arrived(side: &Side, peer: &Side) {
     assert_eq!(
         (side.sent, side.arrived),
