@@ -63,8 +63,8 @@ impl<'a> Caller<'a> {
     }
 
     #[inline]
-    pub(crate) fn unused(self) -> Option<Waker> {
-        self.clone.or(self.replaced)
+    pub(crate) fn unused(self) -> impl Iterator<Item = Waker> {
+        self.clone.into_iter().chain(self.replaced)
     }
 }
 

@@ -10,7 +10,7 @@ use std::task::{Context, Poll, Waker};
 
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
-use rdma_provider::later::contained;
+use rdma_provider::later::{self, contained};
 use rdma_provider::locks::{self, Mutex, MutexGuard};
 use tokio::runtime::Handle;
 
@@ -298,12 +298,13 @@ impl Shared {
         mut caller: Caller<'_>,
         mut work: impl FnMut(&mut ConnectionState, &Waker, &mut Caller<'_>) -> Poll<R>,
     ) -> Poll<R> {
-        let first = self.with(|state, driver_waker| work(state, driver_waker, &mut caller));
-        if first.is_ready() || !caller.clone_if_needed() {
-            return first;
+        let mut result = self.with(|state, driver_waker| work(state, driver_waker, &mut caller));
+        if result.is_pending() && caller.clone_if_needed() {
+            // The clone registers the task: no third call is needed.
+            result = self.with(|state, driver_waker| work(state, driver_waker, &mut caller));
         }
-        // The clone registers the task: no third call is needed.
-        self.with(|state, driver_waker| work(state, driver_waker, &mut caller))
+        later::discard(caller.unused());
+        result
     }
 
     pub(super) fn is_draining(&self) -> bool {

@@ -9,7 +9,7 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::task::{Context, Wake, Waker};
 
-use rdma_provider::later::contained;
+use rdma_provider::later;
 use rdma_provider::locks::Mutex;
 use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::task::{try_id, yield_now};
@@ -91,7 +91,8 @@ impl Wake for Deferred {
         let count = self.0.lock().len();
         for _ in 0..count {
             let Some(waker) = self.0.lock().pop() else { return };
-            contained(|| waker.wake());
+            // Outside of the scheduler, Tokio calls this at once, perhaps under a lock.
+            later::wake([waker]);
         }
     }
 }
@@ -103,6 +104,7 @@ mod tests {
     use std::rc::Rc;
     use std::task::Poll;
 
+    use rdma_provider::later::contained;
     use tokio::runtime::{Builder, Runtime};
     use tokio::task::{LocalSet, spawn_local};
 
@@ -165,6 +167,24 @@ mod tests {
         };
         let runtime = runtime();
         runtime.block_on(runtime.spawn(deferring)).unwrap();
+    }
+
+    #[test]
+    fn waker_deferred_on_a_thread_without_a_scheduler_is_called_without_locks() {
+        let counts = Arc::new(Counts::default());
+        let (runtime, waker) = (runtime(), Waker::from(counts.clone()));
+        let handle = runtime.handle().clone();
+        let blocking = runtime.spawn_blocking(move || {
+            handle.block_on(async {
+                let lock = Mutex::new(());
+                let guard = lock.lock();
+                wake_after_others(&Context::from_waker(&waker));
+                let before = counts.0.load(std::sync::atomic::Ordering::Relaxed);
+                drop(guard);
+                (before, counts.0.load(std::sync::atomic::Ordering::Relaxed))
+            })
+        });
+        assert_eq!(runtime.block_on(blocking).unwrap(), (0, 1));
     }
 
     #[test]

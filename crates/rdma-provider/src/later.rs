@@ -106,8 +106,10 @@ fn defer(work: Work) {
 #[cold]
 pub(crate) fn run_all() {
     locks::clear_waiting();
-    // One by one: work may take locks, add more, and run what is left.
-    while let Some(work) = LATER.with_borrow_mut(|later| later.pop_front()) {
+    // Taken first: work may take locks and add more. The release of such a lock runs what was added
+    // since, so calls nest as deep as work causes other work, not as long as the list is.
+    let mut all = LATER.with_borrow_mut(|later| std::mem::take(&mut **later));
+    for work in all.drain(..) {
         match work {
             Work::Run(work) => {
                 caught_panic(work);
@@ -117,9 +119,10 @@ pub(crate) fn run_all() {
             Work::Discard(waker) => contained(|| drop(waker)),
         }
     }
+    all.shrink_to(KEPT);
     LATER.with_borrow_mut(|later| {
-        if later.capacity() > KEPT {
-            later.shrink_to(KEPT);
+        if later.capacity() == 0 {
+            **later = all;
         }
     });
 }
@@ -262,5 +265,28 @@ mod tests {
         });
         drop(guard);
         assert_eq!(received.try_iter().collect::<Vec<_>>(), [(1, 0), (2, 0), (3, 0)]);
+    }
+
+    #[test]
+    fn work_that_adds_more_does_not_nest_the_rest() {
+        use std::cell::Cell;
+        use std::rc::Rc;
+
+        let lock: &'static Mutex<()> = Box::leak(Box::new(Mutex::new(())));
+        let (depth, deepest) = (Rc::new(Cell::new(0)), Rc::new(Cell::new(0)));
+        let guard = lock.lock();
+        for _ in 0..1000 {
+            let (depth, deepest) = (depth.clone(), deepest.clone());
+            run(move || {
+                depth.set(depth.get() + 1);
+                deepest.set(deepest.get().max(depth.get()));
+                let again = lock.lock();
+                run(|| ());
+                drop(again);
+                depth.set(depth.get() - 1);
+            });
+        }
+        drop(guard);
+        assert_eq!((deepest.get(), Rc::strong_count(&depth)), (1, 1));
     }
 }
