@@ -6,7 +6,7 @@
 //! lock, and otherwise, in order, when the thread releases its last [lock](crate::locks).
 
 use std::any::Any;
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::mem::ManuallyDrop;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -27,6 +27,9 @@ thread_local! {
     /// thread-local variables can still use it; [`AtExit`] frees its memory.
     static LATER: RefCell<ManuallyDrop<VecDeque<Work>>> =
         const { RefCell::new(ManuallyDrop::new(VecDeque::new())) };
+    /// The length of the front part of [`LATER`] that belongs to calls of [`run_all`] which this
+    /// thread is in.
+    static OUTER: Cell<usize> = const { Cell::new(0) };
     static AT_EXIT: AtExit = const { AtExit };
 }
 
@@ -106,10 +109,17 @@ fn defer(work: Work) {
 #[cold]
 pub(crate) fn run_all() {
     locks::clear_waiting();
-    // Taken first: work may take locks and add more. The release of such a lock runs what was added
-    // since, so calls nest as deep as work causes other work, not as long as the list is.
-    let mut all = LATER.with_borrow_mut(|later| std::mem::take(&mut **later));
-    for work in all.drain(..) {
+    // Work may take locks and add more. The release of such a lock runs only what was added since,
+    // so calls nest as deep as work causes other work, not as long as the list is.
+    let outer = OUTER.get();
+    let next = || {
+        LATER.with_borrow_mut(|later| {
+            let work = if later.len() > outer { later.remove(outer) } else { None };
+            OUTER.set(later.len());
+            work
+        })
+    };
+    while let Some(work) = next() {
         match work {
             Work::Run(work) => {
                 caught_panic(work);
@@ -119,10 +129,10 @@ pub(crate) fn run_all() {
             Work::Discard(waker) => contained(|| drop(waker)),
         }
     }
-    all.shrink_to(KEPT);
+    OUTER.set(outer);
     LATER.with_borrow_mut(|later| {
-        if later.capacity() == 0 {
-            **later = all;
+        if later.capacity() > KEPT {
+            later.shrink_to(KEPT);
         }
     });
 }
