@@ -244,11 +244,7 @@ impl AlarmThread {
             if left.is_zero() {
                 let due = alarms.set.pop_first();
                 drop(alarms);
-                if let Some((_, waker)) = due {
-                    contained(|| waker.wake_by_ref());
-                    // Separate: two panics at once would abort the process.
-                    later::discard([waker]);
-                }
+                later::wake(due.map(|(_, waker)| waker));
                 alarms = self.lock();
             } else {
                 self.changed.wait_for(&mut alarms, left);

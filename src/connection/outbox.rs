@@ -34,23 +34,6 @@ impl Outbox {
         if self.in_place == 0 { None } else { self.sends.iter().rposition(Sent::is_in_place) }
     }
 
-    /// Polls sent frame `index`. Removes it if it is complete and the oldest.
-    #[inline]
-    pub(super) fn poll_sent(
-        &mut self,
-        index: usize,
-        context: &mut Context<'_>,
-    ) -> Poll<Result<(), OpErrorKind>> {
-        let Some(sent) = self.sends.get_mut(index) else { return Poll::Ready(Ok(())) };
-        let in_place = usize::from(sent.is_in_place());
-        let result = ready!(sent.poll(context));
-        self.in_place -= in_place;
-        if index == 0 {
-            self.sends.pop_front();
-        }
-        Poll::Ready(result)
-    }
-
     /// Polls all sent frames. Returns true if one is pending.
     pub(super) fn poll_all(
         &mut self,

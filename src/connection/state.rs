@@ -413,15 +413,19 @@ impl ConnectionState {
         }
     }
 
+    /// Polls sent frame `index`. Removes it if it is complete and the oldest.
     #[inline]
     pub(super) fn poll_sent(
         &mut self,
         index: usize,
         context: &mut Context<'_>,
     ) -> Poll<Result<(), OpErrorKind>> {
-        let in_flight = self.outbox.sends.len();
-        let result = ready!(self.outbox.poll_sent(index, context));
-        if self.outbox.sends.len() < in_flight {
+        let Some(sent) = self.outbox.sends.get_mut(index) else { return Poll::Ready(Ok(())) };
+        let in_place = usize::from(sent.is_in_place());
+        let result = ready!(sent.poll(context));
+        self.outbox.in_place -= in_place;
+        if index == 0 {
+            self.outbox.sends.pop_front();
             self.protocol.sending.complete();
         }
         Poll::Ready(result)
