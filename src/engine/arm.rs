@@ -37,7 +37,8 @@ impl Request {
 pub(super) trait Armed {
     type Runtime: Copy + PartialEq;
 
-    fn drain(&mut self);
+    /// Takes available completions. Returns true if there were any.
+    fn drain(&mut self) -> bool;
 
     fn arm(&mut self, arm: Arm) -> bool;
 
@@ -58,7 +59,8 @@ pub(super) fn before_park(queue: &mut impl Armed) {
     let before = queue.request().arm;
     if before < arm && queue.arm(arm) {
         *queue.request() = Request { arm, replaces: before > Arm::Off };
-        queue.drain();
+        // Until a poll finds none: only that one fails if the device was lost before the request.
+        while queue.drain() {}
     }
 }
 

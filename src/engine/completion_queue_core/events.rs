@@ -144,8 +144,10 @@ pub(super) struct Draining<'a> {
 impl Armed for Draining<'_> {
     type Runtime = runtime::Id;
 
-    fn drain(&mut self) {
+    fn drain(&mut self) -> bool {
+        let before = self.state.counters.completions;
         while self.queue.drain_batch(self.state) {}
+        self.state.counters.completions != before
     }
 
     fn arm(&mut self, arm: Arm) -> bool {

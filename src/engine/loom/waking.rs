@@ -20,6 +20,8 @@ struct Device {
     completions: u32,
     /// Completions of solicited receives, which the listener learns of.
     receives: u32,
+    /// The device is lost: drains fail once they find nothing.
+    lost: bool,
     arm: Arm,
     events: u32,
     servers: Vec<Waker>,
@@ -38,6 +40,7 @@ impl Device {
 }
 
 struct State {
+    failed: bool,
     request: arm::Request,
     spinning: Option<Runtime>,
 }
@@ -61,10 +64,13 @@ struct Draining<'a> {
 impl Armed for Draining<'_> {
     type Runtime = Runtime;
 
-    fn drain(&mut self) {
+    fn drain(&mut self) -> bool {
         let (taken, received) = {
             let mut device = self.queue.device.lock().unwrap();
-            (std::mem::take(&mut device.completions), std::mem::take(&mut device.receives))
+            let (taken, received) =
+                (std::mem::take(&mut device.completions), std::mem::take(&mut device.receives));
+            self.state.failed |= device.lost && taken + received == 0;
+            (taken, received)
         };
         self.woken.extend(self.queue.listener.iter().filter(|_| received > 0).cloned());
         for _ in 0..taken {
@@ -77,6 +83,7 @@ impl Armed for Draining<'_> {
                 other => panic!("{other:?}"),
             }
         }
+        taken + received > 0
     }
 
     fn arm(&mut self, arm: Arm) -> bool {
@@ -114,10 +121,21 @@ impl Queue {
     fn new(arm: Arm, listener: Option<Waker>) -> Self {
         let slot = Slot::new(POSTED.wr_id, false);
         assert!(slot.claim(1), "a new slot is free");
-        let device = Device { completions: 0, receives: 0, arm, events: 0, servers: Vec::new() };
+        let device = Device {
+            completions: 0,
+            receives: 0,
+            lost: false,
+            arm,
+            events: 0,
+            servers: Vec::new(),
+        };
         Self {
             device: Mutex::new(device),
-            state: Mutex::new(State { request: arm::Request::new(arm), spinning: None }),
+            state: Mutex::new(State {
+                failed: false,
+                request: arm::Request::new(arm),
+                spinning: None,
+            }),
             id: slot.id(),
             slot,
             waiting: AtomicU32::new(0),
@@ -215,6 +233,34 @@ fn loom_a_parked_task_never_misses_a_completion() {
             let complete = queue.wait(waker);
             device.join().unwrap();
             assert!(complete || woken.woken(), "asleep with the completion in the queue");
+        });
+    }
+}
+
+#[test]
+fn loom_a_parked_task_learns_of_a_device_that_is_lost_after_a_completion() {
+    for arm in [Arm::Off, Arm::Solicited, Arm::All] {
+        ::loom::model(move || {
+            let queue = Arc::new(Queue::new(arm, None));
+            let device = thread::spawn({
+                let queue = queue.clone();
+                move || {
+                    queue.receive();
+                    let mut device = queue.device.lock().unwrap();
+                    device.lost = true;
+                    device.raise(Arm::Solicited);
+                }
+            });
+            assert!(!queue.wait(Waker::noop().clone()));
+            // The reactor acts only after the channel becomes readable.
+            if queue.is_readable() {
+                queue.with(|draining| arm::on_event(draining));
+            }
+            device.join().unwrap();
+            while queue.is_readable() {
+                queue.with(|draining| arm::on_event(draining));
+            }
+            assert!(queue.state.lock().unwrap().failed, "asleep although the device is lost");
         });
     }
 }
