@@ -57,6 +57,21 @@ fn used_connection_registers_buffers_and_an_idle_one_returns_them() {
 }
 
 #[test]
+fn peer_sends_as_many_messages_as_there_are_receive_buffers() {
+    modes("receive buffers", || async {
+        for _ in 0..scaled(100) {
+            let (a, b) = pair(&config().receive_buffers(20));
+            for number in 0..20 {
+                soon("a send that nobody receives", a.send(pattern(8, number))).await.unwrap();
+            }
+            for number in 0..20 {
+                assert!(recv(&b).await == pattern(8, number), "message {number}");
+            }
+        }
+    });
+}
+
+#[test]
 fn requests_and_short_answers_register_nothing() {
     modes("requests", || async {
         let (a, b) = pair(&config());

@@ -154,9 +154,12 @@ impl Flow {
     }
 
     /// Returns true if this frame may be sent now; for an `Ack`, if only for credits.
+    ///
+    /// Messages leave the credits of due skips: the peer, which waits for the skips before it can
+    /// post more receives, might not receive the messages before that.
     pub fn may_send(&self, kind: Kind) -> bool {
         let needed = match kind {
-            Kind::Data | Kind::Part | Kind::Offer => RESERVE,
+            Kind::Data | Kind::Part | Kind::Offer => RESERVE + self.to_skip,
             Kind::Fin | Kind::Ping | Kind::Resize => 2,
             Kind::Ack | Kind::Abort => 1,
         };
@@ -171,7 +174,7 @@ impl Flow {
 
     /// Returns true if a message of `frames` frames may be sent now.
     pub fn may_send_message(&self, frames: u32) -> bool {
-        self.credits() >= RESERVE - 1 + frames && self.may_send(Kind::Data)
+        self.credits() >= RESERVE - 1 + self.to_skip + frames && self.may_send(Kind::Data)
     }
 
     /// Uses a credit for a frame, which must be sent. The caller checks
@@ -232,7 +235,7 @@ impl Flow {
     /// Returns the header of a due skip, which must be sent, if messages keep their credits.
     #[inline]
     pub fn skip(&mut self) -> Option<Header> {
-        if self.to_skip == 0 || self.finished || self.credits() <= RESERVE {
+        if self.to_skip == 0 || self.finished || self.credits() < RESERVE {
             return None;
         }
         let header = self.send(Kind::Resize);

@@ -143,9 +143,13 @@ impl Growth {
         self.follows_use && self.stage != Stage::First
     }
 
-    pub(crate) fn grow(&mut self, size: u32) {
-        (self.receives, self.size, self.wanted) = (self.next(), size, false);
+    /// `unanswered` frames, of which the last may have come after the growth was wanted, have
+    /// arrived since the last announcement. If the peer waits because of them, no further frame
+    /// asks for the next growth.
+    pub(crate) fn grow(&mut self, size: u32, unanswered: u32) {
+        (self.receives, self.size) = (self.next(), size);
         self.stage = if self.receives < self.most { Stage::Long } else { Stage::Full };
+        self.wanted = !self.is_ended() && self.is_pressed(unanswered);
     }
 
     pub(crate) fn shrink(&mut self) {
@@ -189,7 +193,7 @@ mod tests {
             assert!(!side.is_ended() && side.next() == expected);
             side.note_message(Content::Messages, message(0, 1), FIRST - RESERVE);
             assert!(side.is_wanted());
-            side.grow(LONG);
+            side.grow(LONG, 0);
             assert!(!side.is_wanted() && side.is_grown() && side.receives() == expected);
         }
         assert!(side.is_ended());
@@ -200,17 +204,29 @@ mod tests {
     #[test]
     fn few_receives_become_long_and_are_full() {
         let mut side = Growth::new(FIRST, FIRST, 65_536, true);
-        side.grow(LONG);
+        side.grow(LONG, 0);
         assert!(side.is_ended() && side.is_grown());
         let fixed = Growth::new(MOST, MOST, 65_536, false);
         assert!(fixed.is_ended() && !fixed.is_grown());
     }
 
     #[test]
+    fn frames_that_come_before_the_growth_call_for_the_next() {
+        for (unanswered, next) in [(FIRST - RESERVE - 1, false), (FIRST - RESERVE, true)] {
+            let mut side = side();
+            side.note_message(Content::Messages, message(0, 1), 2);
+            side.grow(LONG, unanswered);
+            assert_eq!(side.is_wanted(), next);
+            side.grow(LONG, MOST);
+            assert!(!side.is_wanted(), "there is no next growth");
+        }
+    }
+
+    #[test]
     fn growth_is_called_for_by_what_it_makes_faster() {
         type Cause = fn(&mut Growth);
         let first = u64::from(FIRST_SIZE);
-        let long = |side: &mut Growth| side.grow(LONG);
+        let long = |side: &mut Growth| side.grow(LONG, 0);
         let wanted = |prepare: &dyn Fn(&mut Growth), cause: Cause| {
             let mut side = side();
             prepare(&mut side);

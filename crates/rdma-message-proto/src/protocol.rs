@@ -385,7 +385,7 @@ impl<R: Reason> Protocol<R> {
     pub fn grow(&mut self, from: u32, size: u32) -> u32 {
         let before = self.growth.receives();
         let kept = if self.growth.is_grown() { before } else { 0 };
-        self.growth.grow(size);
+        self.growth.grow(size, self.flow.unanswered());
         self.resize(before - kept, from, size);
         self.growth.receives() - kept
     }
