@@ -45,6 +45,31 @@ async fn streams_in(network: &Network, config: &ConnectionConfig) -> [RdmaStream
 }
 
 #[test]
+fn receives_grow_although_the_writer_always_holds_bytes() {
+    if torture::hardware().is_some() {
+        // Its reader may always be ahead.
+        return;
+    }
+    run("a writer ahead", || async {
+        let [mut ours, mut theirs] = streams(&ConnectionConfig::for_streams()).await;
+        let writing = tokio::spawn(async move {
+            for _ in 0..400 {
+                soon("write", ours.write_all(&[7; 64 << 10])).await.unwrap();
+            }
+            ours
+        });
+        let mut read = vec![0; 64 << 10];
+        for number in 0..400 {
+            soon("read", theirs.read_exact(&mut read)).await.unwrap();
+            if number == 200 {
+                assert_eq!(theirs.counters().receives, 28);
+            }
+        }
+        drop(soon("writing", writing).await.unwrap());
+    });
+}
+
+#[test]
 fn half_refuses_to_wait_for_the_other_direction() {
     run("readiness of halves", || async {
         let [ours, _theirs] = streams(&config()).await;

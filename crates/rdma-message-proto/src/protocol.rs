@@ -316,8 +316,8 @@ impl<R: Reason> Protocol<R> {
     }
 
     /// Returns the next due `Fin`, `Resize` or `Ack`, which must be sent, with the payload of a
-    /// `Resize`. A `Fin` and skips need `all_sent`, which is true if everything written was sent;
-    /// skips also need `may_skip`.
+    /// `Resize`. A `Fin` needs `all_sent`, which is true if everything written was sent; skips need
+    /// `may_skip`.
     #[inline]
     pub fn next_frame(
         &mut self,
@@ -345,7 +345,7 @@ impl<R: Reason> Protocol<R> {
             return Some((self.flow.send(Kind::Ack), None));
         }
         // Tested first: skips are rare.
-        let skips = self.flow.skips() && all_sent && may_skip();
+        let skips = self.flow.skips() && may_skip();
         let skipped = if skips { self.flow.skip() } else { None };
         skipped.map(|header| (header, None))
     }
