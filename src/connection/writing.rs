@@ -10,7 +10,8 @@
 //! - the application flushes, shuts down or drops its half.
 //!
 //! So the first short write is never delayed, and a stream of short writes costs one frame per
-//! round trip. If the peer does not read, writes of any length fill the send buffers.
+//! round trip. If the peer does not read, short writes fill the send buffers. Long ones do not if
+//! its receives hold as much already: that would only use more of the processor's caches.
 
 use std::io::IoSlice;
 use std::task::{Poll, Waker};
@@ -30,6 +31,10 @@ use crate::waiters::{Caller, Ticket};
 
 /// The longest piece of memory that the peer reads at once: its longest pooled buffer.
 const PIECE: usize = 1 << 20;
+
+/// With this number of frames in flight, completed ones are looked for, although buffers are free:
+/// the same few buffers stay in the processor's caches.
+const REUSED: usize = 4;
 
 #[derive(Debug, Clone, Copy)]
 struct Unwritten<'a> {
@@ -205,12 +210,13 @@ impl ConnectionState {
         if !hold && bytes.len <= self.protocol.sending.inline().min(frame) {
             let mut gathered = SmallVec::<[u8; INLINE]>::from_elem(0, bytes.len);
             bytes.fill(&mut gathered);
+            self.protocol.sending.note_full(frame, gathered.len() == frame);
             let header = self.protocol.flow.send(Kind::Data);
             self.send_short(header, &gathered);
             return Ok(Ok(()));
         }
         let len = if hold { frame } else { bytes.len.min(frame) };
-        if !self.memory.send.has_free(1) {
+        if !self.memory.send.has_free(1) || self.outbox.sends.len() >= REUSED {
             self.reap();
         }
         let mut buffer = match self.send_buffer(len, 1)? {
@@ -221,6 +227,7 @@ impl ConnectionState {
             self.hold(buffer, bytes);
         } else {
             bytes.fill(&mut buffer);
+            self.protocol.sending.note_full(frame, len == frame);
             self.send_copied(Kind::Data, buffer);
         }
         Ok(Ok(()))
@@ -267,6 +274,7 @@ impl ConnectionState {
         }
         let Some(mut held) = self.outbox.held.pop_front() else { return false };
         let frame = self.protocol.frame_len(0);
+        self.protocol.sending.note_full(frame, held.len() >= frame);
         if held.len() <= frame {
             self.send_copied(Kind::Data, held.into_buffer());
             return true;
@@ -297,6 +305,7 @@ impl ConnectionState {
         if !self.send_held_now() {
             return Ok(Err(Blocked::Held));
         }
+        self.protocol.sending.note_full(0, false);
         Ok(self.try_send(message, driver)?.map(|()| len))
     }
 

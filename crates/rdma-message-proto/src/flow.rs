@@ -150,7 +150,12 @@ impl Flow {
 
     /// Returns the number of frames that may be sent.
     pub fn credits(&self) -> u32 {
-        self.window - self.sent.wrapping_sub(self.confirmed)
+        self.window - self.in_use()
+    }
+
+    /// Returns the number of sent frames whose receives are not known to be reposted.
+    pub fn in_use(&self) -> u32 {
+        self.sent.wrapping_sub(self.confirmed)
     }
 
     /// Returns true if this frame may be sent now; for an `Ack`, if only for credits.

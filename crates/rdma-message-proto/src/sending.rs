@@ -18,6 +18,8 @@ pub struct Sending {
     offered: u64,
     max_offered: u64,
     inline: usize,
+    /// The length and the number of the last frames in a row that filled a receive.
+    full: (usize, u32),
 }
 
 /// A position in the frames and offers.
@@ -80,6 +82,7 @@ impl Sending {
             offered: 0,
             max_offered,
             inline,
+            full: (0, 0),
         }
     }
 
@@ -105,6 +108,14 @@ impl Sending {
     #[inline]
     pub fn post(&mut self) {
         self.in_flight += 1;
+    }
+
+    /// Notes that the bytes of the last frame filled a receive of `len` bytes, or that they did
+    /// not.
+    #[inline]
+    pub fn note_full(&mut self, len: usize, is_full: bool) {
+        let before = if self.full.0 == len { self.full.1 } else { 0 };
+        self.full = (len, if is_full { before.saturating_add(1) } else { 0 });
     }
 
     /// Notes that the oldest frame has completed.
@@ -200,6 +211,12 @@ impl<R: Reason> Protocol<R> {
     pub fn sends_held(&mut self, len: usize, is_full: bool) -> bool {
         let finishes = self.phase().check_open().is_err();
         is_full || finishes || self.sending.in_flight == 0 || len >= self.frame_len(0)
+    }
+
+    /// Returns true if the peer is known to have `bytes` bytes that its application has not read.
+    pub fn has_unread(&self, bytes: usize) -> bool {
+        let (len, number) = self.sending.full;
+        len * self.flow.in_use().min(number) as usize >= bytes
     }
 
     /// Returns which send in flight is awaited, counted from the oldest. `last_in_place` is the
@@ -302,6 +319,26 @@ mod tests {
         assert!(side.is_unblocked(Blocked::Buffers(3), false, |number| number == 3));
         assert!(!side.is_unblocked(Blocked::Held, true, |_| true));
         assert!(side.is_unblocked(Blocked::Held, false, |_| false));
+    }
+
+    #[test]
+    fn unread_bytes_are_those_of_full_frames_in_a_row() {
+        let mut side = side(12, 12);
+        let mut send = |len, is_full| {
+            side.sending.note_full(len, is_full);
+            side.flow.send(Kind::Data);
+            side.flow.send(Kind::Data);
+        };
+        send(FRAME, true);
+        send(FRAME, false);
+        send(FRAME, true);
+        assert!(side.has_unread(FRAME) && !side.has_unread(FRAME + 1), "one in a row");
+        side.sending.note_full(FRAME, true);
+        assert!(side.has_unread(2 * FRAME));
+        side.sending.note_full(FRAME / 2, true);
+        assert!(!side.has_unread(FRAME), "receives of another length");
+        (0..20).for_each(|_| side.sending.note_full(FRAME, true));
+        assert!(side.has_unread(6 * FRAME) && !side.has_unread(6 * FRAME + 1), "six in use");
     }
 
     #[test]

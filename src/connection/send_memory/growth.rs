@@ -49,6 +49,9 @@ impl ConnectionState {
     /// Checks whether [`held_buffer`](Self::held_buffer) may take a buffer.
     pub(in crate::connection) fn check_held_buffer(&self) -> Result<(), Blocked> {
         let (frame, held) = (self.protocol.framing().frame(), self.limits.held);
+        if self.protocol.has_unread(self.memory.send.most() * frame.max(held)) {
+            return Err(Blocked::Credits(1));
+        }
         let frames = if held > frame { self.memory.send.most() / 2 + 1 } else { 1 };
         let has = self.memory.send.is_shorter_than(held) || self.memory.send.has(frames);
         if has { Ok(()) } else { Err(Blocked::Buffers(frames)) }
