@@ -67,12 +67,15 @@ pub fn dispose<T: 'static>(value: T) {
 /// Calls wakers.
 #[inline]
 pub fn wake(wakers: impl IntoIterator<Item = Waker>) {
-    for waker in wakers {
-        if locks::held() == 0 {
-            wake_now(waker);
-        } else {
-            defer(Work::Wake(waker));
-        }
+    wakers.into_iter().for_each(wake_one);
+}
+
+// Not generic, so that a caller without a waker calls nothing.
+fn wake_one(waker: Waker) {
+    if locks::held() == 0 {
+        wake_now(waker);
+    } else {
+        defer(Work::Wake(waker));
     }
 }
 
@@ -85,12 +88,14 @@ fn wake_now(waker: Waker) {
 /// Drops wakers without calling them.
 #[inline]
 pub fn discard(wakers: impl IntoIterator<Item = Waker>) {
-    for waker in wakers {
-        if locks::held() == 0 {
-            contained(|| drop(waker));
-        } else {
-            defer(Work::Discard(waker));
-        }
+    wakers.into_iter().for_each(discard_one);
+}
+
+fn discard_one(waker: Waker) {
+    if locks::held() == 0 {
+        contained(|| drop(waker));
+    } else {
+        defer(Work::Discard(waker));
     }
 }
 
@@ -114,7 +119,8 @@ pub(crate) fn run_all() {
     let outer = OUTER.get();
     let next = || {
         LATER.with_borrow_mut(|later| {
-            let work = if later.len() > outer { later.remove(outer) } else { None };
+            // The first is removed without a move of the others.
+            let work = if outer == 0 { later.pop_front() } else { later.remove(outer) };
             OUTER.set(later.len());
             work
         })
