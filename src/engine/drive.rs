@@ -9,8 +9,8 @@ use std::task::{Context, Poll};
 use pin_project::pin_project;
 
 use super::completion_queue::CompletionQueue;
-use super::completion_queue_core::CompletionQueueCore;
 use super::deferral::wake_in_turn;
+use super::drainer::Drainer;
 
 impl CompletionQueue {
     /// Runs `future` and polls this queue each time the runtime schedules the returned future,
@@ -68,11 +68,11 @@ impl<F> fmt::Debug for Drive<F> {
 }
 
 struct Driver {
-    queue: Arc<CompletionQueueCore>,
+    queue: Arc<Drainer>,
 }
 
 impl Driver {
-    fn new(queue: &Arc<CompletionQueueCore>) -> Self {
+    fn new(queue: &Arc<Drainer>) -> Self {
         queue.begin_driving();
         Self { queue: queue.clone() }
     }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use super::claim::Claim;
-use super::completion_queue_core::CompletionQueueCore;
+use super::drainer::Drainer;
 use super::failures::success;
 use super::slot::{Detach, FailedParts, Held, Outcome};
 use super::work_queue::WorkQueue;
@@ -84,7 +84,7 @@ impl<B: Send + 'static> InFlight<B> {
             Poll::Ready(finish(buffer, unsafe { claim.take(seen, &see) }))
         };
         if claim.is_new() {
-            return match CompletionQueueCore::poll_first(claim.queue(), &claim, context, &see) {
+            return match Drainer::poll_first(claim.queue(), &claim, context, &see) {
                 Poll::Ready(Some(seen)) => end(claim, Some(seen)),
                 Poll::Ready(None) => end(claim, None),
                 Poll::Pending => Poll::Pending,
@@ -113,7 +113,7 @@ impl<B: Send + 'static> InFlight<B> {
         let Some((claim, _)) = &self.held else { polled_again() };
         let see = |_: &WorkCompletion| claim.queue().end_parts(claim);
         let seen = if claim.is_new() {
-            ready!(CompletionQueueCore::poll_first(claim.queue(), claim, context, see))
+            ready!(Drainer::poll_first(claim.queue(), claim, context, see))
         } else {
             if claim.is_complete() {
                 ready!(poll_refused(context));

@@ -16,7 +16,7 @@ use std::any::Any;
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
-use super::completion_queue_core::CompletionQueueCore;
+use super::drainer::Drainer;
 use super::posting::Poster;
 use super::wake_list::Teardown;
 use super::work_queue::WorkQueue;
@@ -83,8 +83,8 @@ impl Shared {
 impl QueuePairCore {
     pub(crate) fn new(
         qp: Qp,
-        (send_cq, send): (&Arc<CompletionQueueCore>, Limits),
-        (recv_cq, receive): (&Arc<CompletionQueueCore>, Option<Limits>),
+        (send_cq, send): (&Arc<Drainer>, Limits),
+        (recv_cq, receive): (&Arc<Drainer>, Option<Limits>),
         shared: Option<Shared>,
     ) -> Result<Arc<Self>, SetupError> {
         let qp = Arc::new(qp);

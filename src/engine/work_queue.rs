@@ -17,7 +17,7 @@ use rdma_provider::prefetch;
 
 use super::capacity::Capacity;
 use super::claim::Claim;
-use super::completion_queue_core::CompletionQueueCore;
+use super::drainer::Drainer;
 use super::failures::{Failures, failure};
 use super::posting::{Poster, Posting, is_traced};
 use super::slot::{FailedParts, Finished, Outcome, Slot};
@@ -39,9 +39,9 @@ pub(crate) const QUEUE_LINES: usize = 3;
 #[repr(C)]
 pub(crate) struct WorkQueue {
     pub(super) slots: Slots<Self>,
-    /// References this queue until [`CompletionQueueCore::abandon`] detaches it, which keeps alive
+    /// References this queue until [`Drainer::abandon`] detaches it, which keeps alive
     /// what the device still uses.
-    cq: Arc<CompletionQueueCore>,
+    cq: Arc<Drainer>,
     /// Maximum bytes of a single-element request that needs no further check; 0 if all need one.
     plain: u64,
     pd: PdKey,
@@ -60,12 +60,7 @@ pub(crate) struct WorkQueue {
 }
 
 impl WorkQueue {
-    pub(super) fn new(
-        owner: Owner,
-        poster: Poster,
-        limits: Limits,
-        cq: Arc<CompletionQueueCore>,
-    ) -> Self {
+    pub(super) fn new(owner: Owner, poster: Poster, limits: Limits, cq: Arc<Drainer>) -> Self {
         Self {
             slots: Slots::new(),
             pd: limits.pd,
@@ -101,7 +96,7 @@ impl WorkQueue {
         self.queue_pair.get()?.upgrade()
     }
 
-    pub(crate) fn cq(&self) -> &Arc<CompletionQueueCore> {
+    pub(crate) fn cq(&self) -> &Arc<Drainer> {
         &self.cq
     }
 

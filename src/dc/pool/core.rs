@@ -27,7 +27,7 @@ use smallvec::SmallVec;
 use super::DcPolicy;
 use super::peer::{Peer, PeerState};
 use crate::dc::DcInitiator;
-use crate::engine::{CompletionQueueCore, WorkQueue};
+use crate::engine::{Drainer, WorkQueue};
 use crate::error::{OpErrorKind, SetupError};
 
 pub(super) struct Core {
@@ -179,7 +179,7 @@ impl Core {
         }
     }
 
-    pub(super) fn cq(&self) -> &Arc<CompletionQueueCore> {
+    pub(super) fn cq(&self) -> &Arc<Drainer> {
         self.members[0].queue().cq()
     }
 

@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicBool;
 use std::task::{Context, Poll, Waker};
 
 use super::events::Draining;
-use super::{CompletionQueueCore, READY_BUDGET, State};
+use super::{Drainer, READY_BUDGET, State};
 use crate::contained::wake_to_repoll;
 use crate::engine::arm;
 use crate::engine::completion_mode::CompletionMode;
@@ -30,7 +30,7 @@ fn poll_without_reactor(context: &Context<'_>) {
     wake_to_repoll(context);
 }
 
-impl CompletionQueueCore {
+impl Drainer {
     /// Returns true if taken completions may stay undispatched: no task waits, and no thread polls.
     /// A task that begins to wait dispatches them first: `poll_further`, `wait_slow`,
     /// `ensure_watched`.

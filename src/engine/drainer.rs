@@ -41,7 +41,7 @@ const READY_BUDGET: usize = 128;
 /// Aligned so that a busy-poll thread, which upgrades its weak reference in each round, writes to
 /// no cache line of these fields.
 #[repr(align(64))]
-pub(crate) struct CompletionQueueCore {
+pub(crate) struct Drainer {
     mode: CompletionMode,
     /// Operations in flight that registered a waker or were abandoned, queued work requests,
     /// watchers for an idle work queue, and listeners.
@@ -128,7 +128,7 @@ struct Attached {
     reserved: u32,
 }
 
-impl CompletionQueueCore {
+impl Drainer {
     pub(super) fn new(cq: Cq, channel: Option<Channel>, mode: CompletionMode) -> Self {
         Self {
             channel,
@@ -477,7 +477,7 @@ fn ignored(wr_id: WrId) {
     rdma_provider::warn!(%wr_id, "ignored a completion of a destroyed queue");
 }
 
-impl Polled for CompletionQueueCore {
+impl Polled for Drainer {
     #[inline]
     fn glance(&self) -> Option<bool> {
         let empty = self.cq.is_empty()?;
@@ -497,7 +497,7 @@ impl Polled for CompletionQueueCore {
     }
 }
 
-impl Drop for CompletionQueueCore {
+impl Drop for Drainer {
     fn drop(&mut self) {
         // `ibv_destroy_cq(3)` waits for the acknowledgements.
         let state = lock(&self.state);
@@ -507,9 +507,9 @@ impl Drop for CompletionQueueCore {
     }
 }
 
-impl fmt::Debug for CompletionQueueCore {
+impl fmt::Debug for Drainer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CompletionQueueCore")
+        f.debug_struct("Drainer")
             .field("cq", &self.cq)
             .field("mode", &self.mode)
             .finish_non_exhaustive()

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tokio::runtime;
 
-use super::{CompletionQueueCore, State};
+use super::{Drainer, State};
 use crate::engine::arm::{self, Arm, Armed};
 use crate::engine::completion_mode::CompletionMode;
 use crate::engine::reactor::{self, Reactors};
@@ -12,7 +12,7 @@ use crate::engine::runtime::is_current;
 use crate::sync::{MutexGuard, Ordering, lock, try_lock};
 use crate::verbs::{Channel, Device};
 
-impl CompletionQueueCore {
+impl Drainer {
     /// Ensures that a completion is noticed even if no task waits for it: an abandoned operation
     /// holds buffers, and capacity that others wait for. A busy poller needs no event.
     pub(in crate::engine) fn ensure_watched(self: &Arc<Self>) {
@@ -59,7 +59,7 @@ impl CompletionQueueCore {
     }
 }
 
-impl reactor::Watched for CompletionQueueCore {
+impl reactor::Watched for Drainer {
     fn channel(&self) -> Option<&Channel> {
         self.channel.as_ref()
     }
@@ -137,7 +137,7 @@ impl reactor::Watched for CompletionQueueCore {
 }
 
 pub(super) struct Draining<'a> {
-    pub(super) queue: &'a CompletionQueueCore,
+    pub(super) queue: &'a Drainer,
     pub(super) state: &'a mut State,
 }
 
