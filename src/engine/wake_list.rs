@@ -11,7 +11,7 @@ use std::task::Waker;
 use rdma_provider::later;
 use smallvec::SmallVec;
 
-use super::slot::Held;
+use super::slot::DetachedBuffers;
 use crate::error::OpErrorKind;
 
 pub(super) trait Teardown: Send + Sync {
@@ -39,7 +39,7 @@ pub(super) struct WakeList {
 #[derive(Default)]
 struct Actions {
     wakers: SmallVec<[Waker; 16]>,
-    held: SmallVec<[Held; 2]>,
+    held: SmallVec<[DetachedBuffers; 2]>,
     discarded: SmallVec<[Waker; 1]>,
     teardowns: SmallVec<[(Arc<dyn Teardown>, OpErrorKind); 1]>,
 }
@@ -90,7 +90,7 @@ impl WakeList {
     }
 
     /// Adds the buffers and the waker of an abandoned operation.
-    pub(super) fn dispose(&mut self, held: Option<Held>, waker: Option<Waker>) {
+    pub(super) fn dispose(&mut self, held: Option<DetachedBuffers>, waker: Option<Waker>) {
         if held.is_some() || waker.is_some() {
             let actions = self.more();
             actions.held.extend(held);

@@ -125,7 +125,7 @@ impl WorkQueue {
 
     #[inline]
     pub(super) fn release(&self, slot: &Slot<Self>) {
-        self.slots.hint(slot);
+        self.slots.remember_free(slot);
         slot.free();
     }
 

@@ -67,7 +67,7 @@ impl Drainer {
     /// Polls once for the work request of `queue` in a [new](Slot::is_new) slot, then waits as the
     /// mode requires.
     ///
-    /// If the next completion is a success of this operation, returns the result of `see`;
+    /// If the next completion is a success of this operation, returns the result of `extract`;
     /// otherwise the slot has the outcome. In the first case the caller must
     /// [end](crate::engine::claim::Claim::end) the claim. That may free the queue, so the caller
     /// has no reference arguments to it.
@@ -76,10 +76,10 @@ impl Drainer {
         queue: &WorkQueue,
         slot: &Slot<WorkQueue>,
         context: &mut Context<'_>,
-        see: impl FnOnce(&WorkCompletion) -> S,
+        extract: impl FnOnce(&WorkCompletion) -> S,
     ) -> Poll<Option<S>> {
         let this = queue.cq();
-        this.poll_once(lock(&this.state), queue, slot, context, see)
+        this.poll_once(lock(&this.state), queue, slot, context, extract)
     }
 
     #[inline]
@@ -88,21 +88,21 @@ impl Drainer {
         queue: &WorkQueue,
         slot: &Slot<WorkQueue>,
         context: &mut Context<'_>,
-        see: impl FnOnce(&WorkCompletion) -> S,
+        extract: impl FnOnce(&WorkCompletion) -> S,
     ) -> Poll<Option<S>> {
         let rounds = slot.rounds();
         // A watched slot holds a waker and is finished through the slot.
         if slot.is_unwatched()
             && let Some(state) = try_lock(&self.state)
         {
-            let see = |completion: &WorkCompletion| {
+            let extract = |completion: &WorkCompletion| {
                 if slot.is_traced() {
                     trace_completed(completion);
                 }
                 self.found(rounds);
-                see(completion)
+                extract(completion)
             };
-            return self.poll_once(state, queue, slot, context, see);
+            return self.poll_once(state, queue, slot, context, extract);
         }
         self.wait_slot(slot, context).map(|()| None)
     }
@@ -114,37 +114,37 @@ impl Drainer {
         queue: &WorkQueue,
         slot: &Slot<WorkQueue>,
         context: &mut Context<'_>,
-        see: impl FnOnce(&WorkCompletion) -> S,
+        extract: impl FnOnce(&WorkCompletion) -> S,
     ) -> Poll<Option<S>> {
         let state = &mut *guard;
         let waited = if let Some(direct) = &self.direct {
             if state.ready_budget > 0
                 && let Some(completion) = direct.take_request(slot.id())
             {
-                let seen = see(&completion);
+                let extracted = extract(&completion);
                 state.ready_budget -= 1;
                 state.counters.completions += 1;
                 let has_waiters = queue.finish_own(slot);
-                queue.slots().hint(slot);
+                queue.slots().remember_free(slot);
                 if has_waiters || !self.may_defer() {
                     Self::drain_further(guard, queue);
                 }
-                return Poll::Ready(Some(seen));
+                return Poll::Ready(Some(extracted));
             }
             self.poll_direct(guard, slot, context)
         } else if state.next < state.end
             && let Some(next) = state.completions.get(state.next)
         {
             if is_success_of(next, slot) {
-                let seen = see(next);
+                let extracted = extract(next);
                 state.next += 1;
                 if queue.finish_own(slot) {
                     Self::admit_queued(guard, queue);
                 } else {
                     drop(guard);
                 }
-                queue.slots().hint(slot);
-                return Poll::Ready(Some(seen));
+                queue.slots().remember_free(slot);
+                return Poll::Ready(Some(extracted));
             }
             self.poll_further(guard, slot, context)
         } else {
@@ -154,7 +154,7 @@ impl Drainer {
             {
                 let next = &state.completions[0];
                 if is_success_of(next, slot) && state.ready_budget >= taken {
-                    let seen = see(next);
+                    let extracted = extract(next);
                     if taken > 1 || state.completions.len() == 1 {
                         Self::finish_first(guard, taken, queue, slot);
                     } else {
@@ -166,8 +166,8 @@ impl Drainer {
                             drop(guard);
                         }
                     }
-                    queue.slots().hint(slot);
-                    return Poll::Ready(Some(seen));
+                    queue.slots().remember_free(slot);
+                    return Poll::Ready(Some(extracted));
                 }
             }
             self.poll_slow(guard, found, slot, context)
