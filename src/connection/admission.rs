@@ -286,7 +286,7 @@ impl fmt::Debug for Admitted {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use crate::connection::shared::Shared;
+    use crate::connection::shared::ConnectionInner;
 
     fn ip(last: u8) -> IpAddr {
         IpAddr::from([10, 0, 0, last])
@@ -297,7 +297,7 @@ mod tests {
         let config = ConnectionConfig::default().max_connections(3).max_connections_per_source(2);
         let admission = Admission::new(&config, CmAnswer::default());
         let mut ours: Vec<_> = (0..2)
-            .map(|_| admission.reserve(ip(1)).unwrap().accepted(Weak::<Shared>::new()))
+            .map(|_| admission.reserve(ip(1)).unwrap().accepted(Weak::<ConnectionInner>::new()))
             .collect();
         assert_eq!(admission.reserve(ip(1)).unwrap_err(), RefusalReason::SourceFull);
         let other = admission.reserve(ip(2)).unwrap();
@@ -307,7 +307,7 @@ mod tests {
             (2, 2),
             "one is not complete yet"
         );
-        let other = other.accepted(Weak::<Shared>::new());
+        let other = other.accepted(Weak::<ConnectionInner>::new());
         let stats = admission.stats();
         assert_eq!(
             (stats.open, stats.accepted, stats.refused_full, stats.refused_source),

@@ -23,7 +23,7 @@ use super::inbox::Next;
 use super::notifications::Notifications;
 use super::outbound::{Flush, Outgoing};
 use super::resources::{ConnectionResources, ResourceCache};
-use super::shared::{Shared, WaitGuard};
+use super::shared::{ConnectionInner, WaitGuard};
 use super::state::{ConnectionCounters, ConnectionState};
 use crate::clock;
 use crate::cm;
@@ -106,7 +106,7 @@ pub(crate) struct Handle {
     /// Pools of [`Connection::try_alloc`]. Dropped before `shared`, whose last reference leaves the
     /// protection domain to other connections.
     pub(crate) buffers: [OnceLock<Pool>; 2],
-    pub(crate) shared: Arc<Shared>,
+    pub(crate) shared: Arc<ConnectionInner>,
     close_timeout: Duration,
     pub(crate) buffer_size: usize,
     peer: Handshake,
@@ -660,7 +660,7 @@ impl fmt::Debug for Connection {
 
 /// A flush in progress. Dropping it withdraws the waiter.
 struct FlushGuard<'a> {
-    shared: &'a Shared,
+    shared: &'a ConnectionInner,
     flush: Flush,
 }
 

@@ -6,7 +6,7 @@ use futures::Stream;
 
 use super::error::MessageError;
 use super::inbox::Notification;
-use super::shared::{Shared, WaitGuard};
+use super::shared::{ConnectionInner, WaitGuard};
 use super::state::ConnectionState;
 use crate::coop::within_budget;
 
@@ -24,7 +24,7 @@ pub struct Notifications<'a> {
 }
 
 impl<'a> Notifications<'a> {
-    pub(super) fn new(shared: &'a Shared) -> Self {
+    pub(super) fn new(shared: &'a ConnectionInner) -> Self {
         Self { guard: WaitGuard::new(shared, ConnectionState::withdraw_notified), ended: false }
     }
 }

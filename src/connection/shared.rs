@@ -62,7 +62,7 @@ fn serve_others() {
 #[derive(Debug)]
 pub(super) struct DriverWaker {
     driver: futures::task::AtomicWaker,
-    shared: Weak<Shared>,
+    shared: Weak<ConnectionInner>,
     /// False if a thread polls for several connections, because it must not wait for one.
     in_place: bool,
 }
@@ -153,7 +153,7 @@ impl Drop for DriverPoll {
 }
 
 #[derive(Debug)]
-pub(crate) struct Shared {
+pub(crate) struct ConnectionInner {
     state: Mutex<ConnectionState>,
     pub(super) driver_waker: Arc<DriverWaker>,
     waker: Waker,
@@ -164,7 +164,7 @@ pub(crate) struct Shared {
     admitted: Option<Admitted>,
 }
 
-impl Shared {
+impl ConnectionInner {
     pub(super) fn new(
         mut state: Box<ConnectionState>,
         qp: QueuePair,
@@ -179,7 +179,7 @@ impl Shared {
                 in_place: !qp.is_polled_by_thread(),
             });
             let waker = Waker::from(driver_waker.clone());
-            // Until this returns, the listener finds no connection. The driver's first poll takes
+            // Until this returns, the waker finds no connection. The driver's first poll takes
             // what has arrived.
             if qp.is_listened() {
                 qp.listen(waker.clone());
@@ -350,7 +350,7 @@ impl Shared {
     }
 }
 
-impl Accepted for Shared {
+impl Accepted for ConnectionInner {
     fn is_terminated(&self) -> bool {
         self.with(|state, _| state.close_reason().is_some())
     }
@@ -371,14 +371,14 @@ impl Accepted for Shared {
 
 /// A position in a wait queue. Dropping it withdraws the waiter.
 pub(crate) struct WaitGuard<'a> {
-    pub(crate) shared: &'a Shared,
+    pub(crate) shared: &'a ConnectionInner,
     pub(crate) ticket: Option<Ticket>,
     withdraw: fn(&mut ConnectionState, &mut Option<Ticket>),
 }
 
 impl<'a> WaitGuard<'a> {
     pub(crate) fn new(
-        shared: &'a Shared,
+        shared: &'a ConnectionInner,
         withdraw: fn(&mut ConnectionState, &mut Option<Ticket>),
     ) -> Self {
         Self { shared, ticket: None, withdraw }

@@ -309,7 +309,7 @@ impl ConnectionState {
     pub(super) fn take_frames(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
         for taken in 0..BATCH {
             let Some(receive) = self.receives.posted.front_mut() else { return Ok(()) };
-            // One poll of the device: the listener learns of later completions.
+            // One poll of the device: later ones call the waker of the connection.
             let arrived = if taken == 0 { receive.is_finished() } else { receive.is_complete() };
             if self.io.is_listened && !arrived {
                 return Ok(());

@@ -93,11 +93,11 @@ impl Watched {
 }
 
 struct ThreadHandle {
-    shared: Arc<Shared>,
+    shared: Arc<PollerState>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-struct Shared {
+struct PollerState {
     queues: Mutex<Queues>,
     changed: AtomicBool,
     stop: AtomicBool,
@@ -132,7 +132,7 @@ impl BusyPoller {
     }
 
     fn start(core: Option<usize>) -> io::Result<Self> {
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(PollerState {
             queues: Mutex::default(),
             changed: AtomicBool::new(false),
             stop: AtomicBool::new(false),
@@ -207,7 +207,7 @@ fn unpinnable(core: usize) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, format!("cannot pin a thread to core {core}"))
 }
 
-impl Shared {
+impl PollerState {
     fn run(&self) {
         let (mut queues, mut idle) = (Vec::new(), 0);
         while !self.stop.load(Ordering::Acquire) {

@@ -123,7 +123,7 @@ use crate::verbs::Device;
 /// does one that is dropped. Such a rejection is repeated until the
 /// [deadline](ReconnectPolicy::deadline).
 pub struct Reconnect {
-    shared: Arc<Shared>,
+    shared: Arc<Publisher>,
     task: AbortHandle,
 }
 
@@ -275,7 +275,8 @@ impl Reconnect {
     fn start(policy: ReconnectPolicy, connector: Connector) -> Result<Self, NoRuntime> {
         let runtime = NoRuntime::or_timers()?;
         let first = Published { state: ReconnectState::Connecting { attempt: 1 }, live: None };
-        let shared = Arc::new(Shared { published: watch::Sender::new(first), now: Notify::new() });
+        let shared =
+            Arc::new(Publisher { published: watch::Sender::new(first), now: Notify::new() });
         let supervisor = Supervisor {
             shared: shared.clone(),
             policy,
@@ -416,7 +417,7 @@ fn states(published: watch::Receiver<Published>) -> impl Stream<Item = Reconnect
     })
 }
 
-struct Shared {
+struct Publisher {
     published: watch::Sender<Published>,
     now: Notify,
 }
@@ -426,7 +427,7 @@ struct Published {
     live: Option<Connection>,
 }
 
-impl Shared {
+impl Publisher {
     fn publish(&self, state: ReconnectState, mut live: Option<Connection>) {
         self.published.send_if_modified(|published| {
             let open = !published.state.is_final();
@@ -455,7 +456,7 @@ impl Shared {
 }
 
 /// Publishes the end of the task, which its runtime may drop.
-struct Ends(Arc<Shared>);
+struct Ends(Arc<Publisher>);
 
 impl Drop for Ends {
     fn drop(&mut self) {
@@ -474,7 +475,7 @@ where
 }
 
 struct Supervisor {
-    shared: Arc<Shared>,
+    shared: Arc<Publisher>,
     policy: ReconnectPolicy,
     connector: Connector,
     generation: u64,

@@ -14,7 +14,7 @@ use crate::connection::config::ConnectionConfig;
 use crate::connection::driver::drive;
 use crate::connection::error::{CloseReason, EstablishError};
 use crate::connection::resources::ConnectionResources;
-use crate::connection::shared::Shared;
+use crate::connection::shared::ConnectionInner;
 use crate::connection::state::ConnectionState;
 use crate::error::{NoRuntime, OpErrorKind, SetupError};
 use crate::op::{QueuePair, QueuePairBuilder, QueuePairEndpoint};
@@ -101,7 +101,7 @@ impl PreparedConnection {
         let addresses = link.as_ref().map(|link| (link.local_addr(), link.peer_addr()));
         let link = link.map(Arc::new);
         self.state.set_peer(&peer, link.clone());
-        let shared = Shared::new(self.state, self.qp, runtime.clone(), admitted);
+        let shared = ConnectionInner::new(self.state, self.qp, runtime.clone(), admitted);
         if shared.is_draining() {
             shared.drain();
         }
