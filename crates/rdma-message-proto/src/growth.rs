@@ -83,7 +83,7 @@ impl Growth {
     }
 
     fn is_wanted_by(&self, content: Content, arrival: Arrival, unanswered: u32) -> bool {
-        self.is_pressed(unanswered)
+        self.reaches_threshold(unanswered)
             || match arrival {
                 // The sender may have more bytes.
                 Arrival::Message { len, .. } if content == Content::Bytes => {
@@ -100,12 +100,12 @@ impl Growth {
 
     pub(crate) fn note_offer(&mut self, len: u64, unanswered: u32) {
         let too_long = len > self.size.into() && len <= self.eager;
-        self.wanted |= !self.is_ended() && (self.is_pressed(unanswered) || too_long);
+        self.wanted |= !self.is_ended() && (self.reaches_threshold(unanswered) || too_long);
     }
 
     /// Returns true if the frames use half of the receives for messages at first, later all,
     /// because the configured number takes much memory.
-    fn is_pressed(&self, unanswered: u32) -> bool {
+    fn reaches_threshold(&self, unanswered: u32) -> bool {
         let messages = self.receives - RESERVE;
         unanswered >= if self.stage == Stage::First { messages.div_ceil(2) } else { messages }
     }
@@ -149,7 +149,7 @@ impl Growth {
     pub(crate) fn grow(&mut self, size: u32, unanswered: u32) {
         (self.receives, self.size) = (self.next(), size);
         self.stage = if self.receives < self.most { Stage::Long } else { Stage::Full };
-        self.wanted = !self.is_ended() && self.is_pressed(unanswered);
+        self.wanted = !self.is_ended() && self.reaches_threshold(unanswered);
     }
 
     pub(crate) fn shrink(&mut self) {
