@@ -44,7 +44,7 @@ const READY_BUDGET: usize = 128;
 pub(crate) struct Drainer {
     mode: CompletionMode,
     /// Operations in flight that registered a waker or were abandoned, queued work requests,
-    /// watchers for an idle work queue, and listeners.
+    /// watchers for an idle work queue, and completion wakers.
     waiting: AtomicU32,
     /// The part of `waiting` that only waits for solicited messages, see [`Limits::solicited`].
     /// Increased under the lock of `state`.
@@ -65,7 +65,7 @@ struct State {
     vacant: Vec<u32>,
     reserved: u32,
     request: arm::Request,
-    listeners: u32,
+    completion_wakers: u32,
     spinning: Option<runtime::Id>,
     spun: u64,
     unacknowledged: u32,
@@ -144,7 +144,7 @@ impl Drainer {
                 vacant: Vec::new(),
                 reserved: 0,
                 request: arm::Request::NONE,
-                listeners: 0,
+                completion_wakers: 0,
                 spinning: None,
                 spun: 0,
                 unacknowledged: 0,
@@ -269,8 +269,8 @@ impl Drainer {
         let entry = &mut state.queues[queue.owner().0 as usize];
         let detached = if detach { entry.take() } else { None };
         if let Some(attached) = &detached {
-            if queue.has_listener() {
-                state.listeners -= 1;
+            if queue.has_completion_waker() {
+                state.completion_wakers -= 1;
                 queue.remove_watcher();
             }
             state.reserved -= attached.reserved;
@@ -420,14 +420,14 @@ impl Drainer {
         self.waiting.fetch_add(1, Ordering::Relaxed);
     }
 
-    pub(super) fn set_listener(self: &Arc<Self>, queue: &WorkQueue, listener: Waker) {
+    pub(super) fn set_completion_waker(self: &Arc<Self>, queue: &WorkQueue, waker: Waker) {
         let mut state = lock(&self.state);
         let attached = state.queues.get(queue.owner().0 as usize).and_then(Option::as_ref);
         if attached.is_none_or(|attached| !std::ptr::eq(&*attached.queue, queue)) {
             return;
         }
-        queue.set_listener(listener);
-        state.listeners += 1;
+        queue.set_completion_waker(waker);
+        state.completion_wakers += 1;
         self.add_waiter();
         self.solicited.fetch_add(u32::from(queue.limits.solicited), Ordering::Relaxed);
         drop(state);

@@ -48,8 +48,8 @@ const SPUN: u16 = 32;
 const POLLED: u16 = 64;
 const SOLICITED: u16 = 256;
 const FAILED: u16 = 128;
-/// The work queue may have a [listener](super::work_queue::WorkQueue::listen).
-const LISTENED: u16 = 512;
+/// The work queue may have a completion waker.
+const NOTIFIES: u16 = 512;
 
 pub(crate) type Outcome = Result<WorkCompletion, OpErrorKind>;
 
@@ -91,8 +91,8 @@ pub(super) struct Unwatched(u16);
 
 impl Unwatched {
     #[inline]
-    pub(super) fn is_listened(self) -> bool {
-        self.0 & LISTENED != 0
+    pub(super) fn notifies(self) -> bool {
+        self.0 & NOTIFIES != 0
     }
 }
 
@@ -168,8 +168,8 @@ impl<Q> Slot<Q> {
         self
     }
 
-    pub(super) fn listened(mut self) -> Self {
-        self.first = AtomicU16::new(self.first.load(Ordering::Relaxed) | LISTENED);
+    pub(super) fn notifying(mut self) -> Self {
+        self.first = AtomicU16::new(self.first.load(Ordering::Relaxed) | NOTIFIES);
         self
     }
 

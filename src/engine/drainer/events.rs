@@ -75,7 +75,8 @@ impl reactor::Watched for Drainer {
     fn on_event(&self, runtime: Option<runtime::Id>) -> bool {
         let mut state = lock(&self.state);
         // Another runtime gets no event of an unarmed queue, and this one may be blocked.
-        let may_spin = |&own: &runtime::Id| state.listeners > 0 && self.reactors.is_only(own);
+        let may_spin =
+            |&own: &runtime::Id| state.completion_wakers > 0 && self.reactors.is_only(own);
         let runtime = runtime.filter(may_spin);
         let draining = &mut Draining { queue: self, state: &mut state };
         let begins = arm::on_event_or_spin(draining, runtime);
