@@ -2,16 +2,16 @@
 //!
 //! # Credits
 //!
-//! Each frame uses up one receive of the peer, which counts reposted receives (`released`) and
-//! announces the count in every header. `window - (sent - released)` frames may be sent. "Receiver
-//! not ready" therefore cannot occur, even under packet loss and retransmission.
+//! Each frame uses up one receive of the peer, which announces its count of reposted receives
+//! (`released`) in every header. `window - (sent - released)` frames may be sent, so "receiver not
+//! ready" cannot occur, even with packet loss and retransmission.
 //!
-//! A message keeps its receive until the application receives it, so slow readers stop senders.
+//! A message keeps its receive until the application takes it, so slow readers stop senders.
 //! Receives of other frames are reposted before anything else is sent.
 //!
-//! A notification, which is a WRITE with immediate data of the application, uses a credit like a
-//! message. Its receive is reposted at once, but counts as released only when the application has
-//! taken the notification. It has no header, so it announces nothing.
+//! A notification (a WRITE with immediate data of the application) uses a credit, too. Its receive
+//! is reposted at once, but counts as released only when the application takes the notification. It
+//! has no header, so it announces nothing.
 //!
 //! # Freedom from deadlock
 //!
@@ -75,7 +75,7 @@ fn ack_threshold(messages: u32) -> u32 {
     if messages < 4 { 1 } else { messages.div_ceil(4).max(2) }
 }
 
-/// The credits of one end. Counts wrap at 2^32. After a violation, the state is meaningless.
+/// The credits of one end. Counts wrap at 2^32. After a violation, it is meaningless.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Flow {
     // Sending.
@@ -155,8 +155,8 @@ impl Flow {
 
     /// Returns true if this frame may be sent now; for an `Ack`, if only for credits.
     ///
-    /// Messages leave the credits of due skips: the peer, which waits for the skips before it can
-    /// post more receives, might not receive the messages before that.
+    /// Messages leave the credits of due skips, which the peer awaits before it can post more
+    /// receives.
     pub fn may_send(&self, kind: Kind) -> bool {
         let needed = match kind {
             Kind::Data | Kind::Part | Kind::Offer => RESERVE + self.to_skip,
@@ -166,8 +166,8 @@ impl Flow {
         self.credits() >= needed && !(self.finished && (kind.is_message() || kind == Kind::Fin))
     }
 
-    /// Returns the maximum of frames of a message. This many credits become available once the peer
-    /// has received the earlier messages.
+    /// Returns the maximum of frames of a message, for which there are credits once the peer has
+    /// received the earlier messages.
     pub fn max_frames(&self) -> u32 {
         max_frames(self.window - self.to_skip)
     }
@@ -262,8 +262,7 @@ impl Flow {
         self.arrived.wrapping_add(self.peer_skipped)
     }
 
-    /// Returns the number of frames that have arrived since the last announcement, even if their
-    /// receives were reposted meanwhile.
+    /// Returns the number of frames that have arrived since the last announcement.
     pub fn unanswered(&self) -> u32 {
         self.arrived.wrapping_sub(self.announced)
     }
@@ -424,8 +423,8 @@ impl Flow {
     }
 
     /// Returns true if both ends have the other's `Fin`, all messages and all done counts.
-    /// Acknowledgements of the device do not suffice: they may be lost with a peer that has closed
-    /// its queue pair.
+    /// Acknowledgements of the device do not suffice: a peer that closes its queue pair may not
+    /// send the last ones.
     pub fn is_over(&self) -> bool {
         self.fin_acked
             && self.peer_fin_acked

@@ -15,8 +15,8 @@ const COUNT_BITS: u32 = 14;
 /// The bits of `released` and `done`.
 pub const COUNT_MASK: u32 = (1 << COUNT_BITS) - 1;
 
-/// The maximum of an end's receives, and thus of the advance of a count from one frame to the next.
-/// A larger advance is a violation.
+/// The maximum of an end's receives. A count that advances further from one frame to the next is a
+/// violation.
 pub const MAX_RECEIVES: u32 = COUNT_MASK / 2;
 
 /// The kind of a frame.
@@ -58,8 +58,7 @@ impl Kind {
         self.is_message() || self == Self::Resize
     }
 
-    /// Returns true for messages. Their receives are released when the application has the message,
-    /// those of other frames at once.
+    /// Returns true for messages, whose receives are released when the application has the message.
     pub fn is_message(self) -> bool {
         matches!(self, Self::Data | Self::Part | Self::Offer)
     }

@@ -59,8 +59,8 @@ impl Incoming {
         self.parts
     }
 
-    /// Checks that a frame with a payload of `len` bytes may occur. An empty frame of a stream
-    /// would be taken for its end. `written` is true for the immediate data of a WRITE.
+    /// Checks that a frame with a payload of `len` bytes may occur, carried by a WRITE if
+    /// `written`. An empty frame of a stream would be taken for its end.
     #[inline]
     pub(crate) fn check(&self, header: Header, len: usize, written: bool) -> Result<(), Violation> {
         let is_stream = self.content == Content::Bytes;

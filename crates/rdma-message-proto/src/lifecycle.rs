@@ -1,6 +1,6 @@
 //! The lifecycle of one end of a connection, as a table of transitions.
 //!
-//! A running connection has a stage, too. All transitions are drawn; other events change nothing.
+//! A running connection has a stage, too. Events without a drawn transition change nothing.
 //!
 //! ```text
 //!  Running ── fail ───▶ Failing ── abort, terminate ──▶ Terminated ── queue pair closed ──▶ Closed
@@ -26,8 +26,8 @@
 //! In `Lingering` and `Aborting` the application holds no handle. They last at most
 //! [`LINGER`](crate::timers::LINGER), or the time that a dropped stream has.
 //!
-//! Only [`transition`] changes a phase. Tests compare the drawing and the table with every pair of
-//! phase and event, and `model.rs` explores all interleavings of two ends.
+//! Only [`transition`] changes a phase. Tests compare the drawing with every pair of phase and
+//! event, and `model.rs` explores all interleavings of two ends.
 
 use crate::end::{End, Reason};
 
@@ -126,8 +126,8 @@ pub enum Action {
 const FINISH: &[Action] = &[Action::WakeSenders];
 const CLOSE: &[Action] = &[Action::WakeSenders, Action::WakeReceivers];
 const DROP_BEFORE_END: &[Action] = &[Action::SendAbort];
-/// Offers stay registered until the queue pair is closed. Otherwise the peer would report its
-/// refused READ as the reason.
+/// Offers stay registered until the queue pair is closed, here and after a drop. Otherwise the peer
+/// would report its refused READ as the reason.
 const ABORT: &[Action] = &[
     Action::SendAbort,
     Action::StopSending,
@@ -137,7 +137,6 @@ const ABORT: &[Action] = &[
     Action::WakeFlushers,
 ];
 const ABORT_AFTER_DROP: &[Action] = ABORT.split_at(1).1;
-/// Offers stay registered, as in [`ABORT`].
 const TERMINATE_AFTER_DROP: &[Action] =
     &[Action::Release, Action::WakeSenders, Action::WakeReceivers, Action::WakeFlushers];
 const TERMINATE: &[Action] = &[

@@ -77,7 +77,7 @@ pub struct Protocol<R> {
     times: Times,
     phase: Phase<R>,
     timers: Timers,
-    /// The listener shuts down: a peer that has everything does not delay `close`.
+    /// The listener shuts down.
     draining: bool,
     peer_writes_in_vain: bool,
 }
@@ -171,8 +171,8 @@ impl<R: Reason> Protocol<R> {
         self.on(Event::Drop { at_end })
     }
 
-    /// Applies the drop of a stream's last handle. What was written is still sent, within `limit`,
-    /// or [`LINGER`] once the peer has everything.
+    /// Applies the drop of a stream's last handle. Written bytes are still sent, within `limit`, or
+    /// [`LINGER`] once the peer has everything.
     #[must_use]
     pub fn abandon_stream(&mut self, limit: Duration) -> &'static [Action] {
         self.draining = true;
@@ -197,15 +197,14 @@ impl<R: Reason> Protocol<R> {
         self.timers.linger(now);
     }
 
-    /// Returns true if the peer of a draining connection has received all messages, so that it may
-    /// be idle.
+    /// Returns true if the peer of a draining connection has received all messages.
     pub fn is_linger_due(&self) -> bool {
         self.draining && self.phase.awaits_peer() && self.flow.peer_has_all()
     }
 
-    /// Processes a frame with this immediate data and a payload of `len` bytes; `written` if a
-    /// WRITE has carried it. Before the next frame is sent, its receive must be reposted, unless a
-    /// message keeps it, and fetched offers must be dropped.
+    /// Processes a frame with this immediate data and `len` bytes of payload; `written` if a WRITE
+    /// carried it. Before the next frame is sent, its receive must be reposted, unless a message
+    /// keeps it, and fetched offers must be dropped.
     #[inline]
     pub fn on_frame(
         &mut self,
@@ -281,8 +280,8 @@ impl<R: Reason> Protocol<R> {
         self.framing.frame_len(&self.flow, ahead)
     }
 
-    /// Returns the number of frames of a message of `len` bytes if this end has buffers for `most`;
-    /// `None` if the message must be offered.
+    /// Returns the number of frames of a message of `len` bytes, with buffers for `most`; `None` if
+    /// the message must be offered.
     #[inline]
     pub fn frames_of(&mut self, len: usize, most: usize) -> Option<usize> {
         self.framing.frames_of(&self.flow, len, most)
@@ -371,8 +370,8 @@ impl<R: Reason> Protocol<R> {
         self.growth.is_wanted()
     }
 
-    /// Returns the number of longer receives to have now, including the reserve.
-    /// [`grow`](Self::grow) or [`refuse_growth`](Self::refuse_growth) must follow.
+    /// Returns the number of longer receives to post, including the reserve. [`grow`](Self::grow)
+    /// or [`refuse_growth`](Self::refuse_growth) must follow.
     pub fn growth(&self) -> Option<u32> {
         let grows = self.growth.is_wanted() && self.phase.takes_messages() && self.may_resize();
         grows.then(|| self.growth.next())
@@ -390,14 +389,13 @@ impl<R: Reason> Protocol<R> {
         self.growth.receives() - kept
     }
 
-    /// Notes that the buffers of [`growth`](Self::growth) could not be registered. The next attempt
-    /// follows the next check of the buffers.
+    /// Notes that the buffers of [`growth`](Self::growth) could not be registered. The next check
+    /// of the buffers tries again.
     pub fn refuse_growth(&mut self) {
         self.growth.refuse();
     }
 
-    /// Returns true if the buffers need checks, because an idle end may shrink or try to grow
-    /// again.
+    /// Returns true if the buffers need checks, because the receives may change.
     pub fn watches_receives(&self) -> bool {
         self.growth.is_grown() || self.growth.is_refused()
     }
@@ -435,17 +433,17 @@ impl<R: Reason> Protocol<R> {
             && !self.flow.peer_has_finished()
     }
 
-    /// Begins to watch for messages unless it already does.
+    /// Begins to watch for messages.
     pub fn watch_idle(&mut self, now: impl FnOnce() -> Instant) {
         self.timers.watch_idle(now);
     }
 
-    /// Makes a `Ping` due now, unless one is unanswered or `keepalive` is off.
+    /// Makes a `Ping` due like [`Timers::probe`].
     pub fn probe(&mut self, now: Instant) {
         self.timers.probe(now, self.flow.used_receives());
     }
 
-    /// Notes frames that answer a `Ping`. Returns true if the deadline has changed.
+    /// Notes frames that answer a `Ping`, like [`Timers::note_answer`].
     pub fn note_answer(&mut self, now: impl FnOnce() -> Instant) -> bool {
         self.timers.note_answer(now, self.flow.used_receives())
     }

@@ -1,6 +1,4 @@
 //! Decides how a message is sent, what a sender waits for, and which sends are awaited.
-//!
-//! Frames and long messages are numbers here; the owner has their buffers, in the same order.
 
 use crate::end::Reason;
 use crate::frame::Kind;
@@ -154,8 +152,8 @@ impl Sending {
 }
 
 impl<R: Reason> Protocol<R> {
-    /// Returns how a message of `len` bytes is sent if this end may have `buffers` for frames, or
-    /// what it waits for.
+    /// Returns how a message of `len` bytes is sent with `buffers` for frames, or what it waits
+    /// for.
     #[inline]
     pub fn way(&mut self, len: u64, buffers: usize) -> Result<Way, Blocked> {
         if !self.flow.may_send(Kind::Data) {
@@ -177,8 +175,8 @@ impl<R: Reason> Protocol<R> {
         if self.sending.may_offer(len) { Ok(Way::Offer) } else { Err(Blocked::Memory(len)) }
     }
 
-    /// Returns true if a sender that waits for `blocked` can try again. `has_buffers` tells whether
-    /// a number of buffers is available.
+    /// Returns true if a sender that waits for `blocked` can try again. `has_buffers` returns
+    /// whether a number of buffers is available.
     pub fn is_unblocked(
         &self,
         blocked: Blocked,

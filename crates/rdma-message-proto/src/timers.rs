@@ -106,7 +106,7 @@ impl Timers {
     }
 
     /// Starts the linger timeout on the first call after `set_dropped`. The driver calls it after
-    /// posting the last frame, because a busy runtime must not shorten the time for retransmission.
+    /// posting the last frame, so that a busy runtime does not shorten the time for retransmission.
     pub fn linger(&mut self, now: impl FnOnce() -> Instant) {
         if let Some(limit) = self.dropped.take() {
             self.linger = now().checked_add(limit);
@@ -128,9 +128,9 @@ impl Timers {
         }
     }
 
-    /// Makes the next `Ping` due an interval after frames that arrived since the last one.
-    /// Otherwise, a peer that is lost after its answer would get another only after `timeout`.
-    /// Returns true if the deadline has changed.
+    /// Makes the next `Ping` due an interval after frames that arrived since the last one, because
+    /// the loss of a peer that has answered would otherwise be found only after `timeout`. Returns
+    /// true if the deadline has changed.
     pub fn note_answer(&mut self, now: impl FnOnce() -> Instant, arrived: u32) -> bool {
         if !self.pinged || arrived == self.arrived {
             return false;

@@ -1,13 +1,12 @@
 //! The number and size of an end's receives, and how the peer learns of changes.
 //!
-//! A connection starts with [`FIRST_MESSAGES`] receives for messages, of [`FIRST_SIZE`] bytes. It
-//! replaces them by longer ones with use, then adds more, and returns to the first ones when idle
-//! (`growth.rs`). It posts the new receives before it announces them with a `Resize` frame. Posted
-//! receives cannot be taken back, so the `Resize` asks the peer to skip those of another length:
-//! the peer sends a `Resize` without payload for each, which uses it up.
+//! `growth.rs` decides when the receives change. An end posts new receives before it announces them
+//! with a `Resize` frame. Posted receives cannot be taken back, so the `Resize` asks the peer to
+//! skip those of another length: the peer sends a `Resize` without payload for each, which uses it
+//! up.
 //!
-//! The device uses receives in the order in which they were posted. Both ends count them from the
-//! start of the connection, so that the peer knows the size of the receive that each frame meets:
+//! The device uses receives in the order of posting. Both ends count them from the start of the
+//! connection, so that the peer knows the size of the receive for each frame:
 //!
 //! ```text
 //!   receive        0 … 7    8 … 11   12 …
