@@ -17,8 +17,7 @@ use super::config::ConnectionConfig;
 use super::error::CloseReason;
 use crate::cm;
 
-/// Counters of a [`Listener`](super::Listener). A peer whose request is refused late repeats it,
-/// and counts again.
+/// Counters of a [`Listener`](super::Listener). A peer that repeats a refused request counts again.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ListenerStats {
@@ -60,7 +59,6 @@ pub(super) struct Admission {
 #[derive(Debug, Default)]
 struct State {
     by_source: BTreeMap<IpAddr, u32>,
-    /// Open connections and reservations.
     connections: u32,
     stats: ListenerStats,
     /// For the shutdown, by number.
@@ -76,7 +74,7 @@ pub(super) trait Accepted: fmt::Debug + Send + Sync {
     fn closed(&self) -> BoxFuture<'_, CloseReason>;
 }
 
-/// A reserved connection, until dropped.
+/// A reserved connection. Dropping it cancels the reservation.
 pub(super) struct Admitted {
     admission: Arc<Admission>,
     source: IpAddr,
@@ -153,7 +151,6 @@ impl Admission {
         self.answering.load(Ordering::Relaxed).then_some(&self.answer)
     }
 
-    /// Decodes a request's handshake, and counts invalid ones.
     pub(super) fn handshake<'a>(
         &self,
         private_data: &'a [u8],
@@ -192,8 +189,8 @@ impl Admitted {
     }
 }
 
-/// Returns the private data with which a listener of `content` lets the peer report a defect of its
-/// handshake; empty if there is none for it.
+/// Returns the private data from which the peer learns the defect of its handshake; empty if it
+/// cannot.
 pub(super) fn rejection(error: &HandshakeError, content: Content) -> Vec<u8> {
     match error {
         HandshakeError::Content { ours, .. } => RefusalReason::OtherContent(*ours).encode(),

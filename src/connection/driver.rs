@@ -1,7 +1,6 @@
 //! The driver: a task that runs a connection while the application is idle.
 //!
-//! Tasks that send or receive, and the waker of operations ([`DriverWaker`]), make progress
-//! themselves. Only the driver:
+//! Other tasks and the waker of operations ([`DriverWaker`]) make progress too. Only the driver:
 //!
 //! - executes deadlines (`ConnectionState::on_deadline`)
 //! - notices that the peer has disconnected (`ConnectionState::on_disconnect`)

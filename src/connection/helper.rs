@@ -1,4 +1,4 @@
-//! The thread of a connection that runs its blocking jobs.
+//! The thread that runs the blocking jobs of a connection.
 
 use std::sync::Weak;
 

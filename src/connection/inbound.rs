@@ -75,8 +75,7 @@ impl ConnectionState {
         self.poll_message(Self::take_message, ticket, driver, caller)
     }
 
-    /// Returns the next message in registered memory, or `None` after the last. A copy uses
-    /// `memory`.
+    /// Uses `memory` for a copy.
     pub(super) fn poll_recv_buffer(
         &mut self,
         memory: &mut Option<BufMut>,
@@ -106,7 +105,7 @@ impl ConnectionState {
     }
 
     /// Calls `take` for the next message. If that leaves the message in the inbox, a queued
-    /// receiver keeps its position; without a ticket, another receiver may take the message first.
+    /// receiver keeps its position.
     pub(super) fn poll_message<T>(
         &mut self,
         take: impl FnOnce(&mut Self) -> Option<T>,
@@ -128,7 +127,6 @@ impl ConnectionState {
         Poll::Pending
     }
 
-    /// Calls `take` for the next message. Returns `None` if the task must wait.
     fn next<T>(
         &mut self,
         take: impl FnOnce(&mut Self) -> Option<T>,
@@ -200,7 +198,7 @@ impl ConnectionState {
         })
     }
 
-    /// Takes the first message if its memory is registered or `memory` is long enough for a copy.
+    /// Returns `None` if the message needs a copy and `memory` is too short.
     fn take_registered(&mut self, memory: &mut Option<BufMut>) -> Option<Next> {
         let open = self.close_reason().is_none();
         let mut spare = None;
@@ -267,7 +265,7 @@ impl ConnectionState {
         Some(taken)
     }
 
-    /// Passes the frames of a message to `append` in order, and reposts their buffers.
+    /// Passes the frames of a message to `append`, and reposts their buffers.
     pub(super) fn join(
         &mut self,
         parts: usize,
@@ -289,8 +287,7 @@ impl ConnectionState {
         }
     }
 
-    /// Returns a buffer's message. Posts a spare buffer instead, or copies the message if none is
-    /// free.
+    /// Posts a spare buffer instead, or copies the message if none is free.
     fn message_in(&mut self, buffer: BufMut, open: bool) -> Bytes {
         if !self.receives.copies_out(&buffer) {
             match self.receives.spare() {

@@ -10,9 +10,8 @@ use super::shared::{ConnectionInner, WaitGuard};
 use super::state::ConnectionState;
 use crate::coop::within_budget;
 
-/// The stream of a peer's WRITEs with immediate data; see
-/// [`Connection::notifications`](super::Connection::notifications). Streams of the same connection
-/// share the notifications.
+/// The stream of [`Connection::notifications`](super::Connection::notifications). Streams of the
+/// same connection share the notifications.
 ///
 /// # Cancel safety
 ///

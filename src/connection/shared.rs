@@ -25,19 +25,18 @@ use crate::op::QueuePair;
 use crate::waiters::{Caller, Ticket};
 
 thread_local! {
-    /// The connection that this thread drives or serves, and whether its driver was woken since.
+    /// The connection that this thread drives or serves; true if its driver was woken since.
     static POLLED: Cell<(*const DriverWaker, bool)> = const { Cell::new((ptr::null(), false)) };
     /// Other connections woken since, for [`serve_others`].
     static OTHERS: RefCell<VecDeque<Arc<DriverWaker>>> = const { RefCell::new(VecDeque::new()) };
-    /// True within [`serve_others`].
     static SERVES_OTHERS: Cell<bool> = const { Cell::new(false) };
 }
 
 /// The connections that a thread serves one after the other. The drivers of further ones are woken.
 const MAX_IN_TURN: usize = 32;
 
-/// Serves the connections that were woken while this thread drove or served another one, because
-/// one drain of a shared completion queue finds completions of several connections.
+/// Serves the connections in [`OTHERS`]: one drain of a shared completion queue finds completions
+/// of several connections.
 fn serve_others() {
     // The end of each turn calls this function too.
     if SERVES_OTHERS.replace(true) {
@@ -56,9 +55,8 @@ fn serve_others() {
     SERVES_OTHERS.set(false);
 }
 
-/// The waker of all operations of a connection. It serves the connection on the waking thread,
-/// which wakes the task that waits for a message, and wakes the driver only if that is not
-/// possible.
+/// The waker of all operations of a connection. It serves the connection on the waking thread, or
+/// wakes the driver if that is not possible.
 #[derive(Debug)]
 pub(super) struct DriverWaker {
     driver: futures::task::AtomicWaker,
@@ -233,7 +231,7 @@ impl ConnectionInner {
         result
     }
 
-    /// Wakes the driver and starts the helper as requested, after the release of the lock.
+    /// Wakes the driver and starts the helper after the release of the lock.
     #[inline(never)]
     fn follow_up(&self, mut state: MutexGuard<'_, ConnectionState>) {
         let wakes_driver = std::mem::take(&mut state.io.wakes_driver);
@@ -265,8 +263,8 @@ impl ConnectionInner {
         self.poll_as(Caller::new(context.waker()), work)
     }
 
-    /// Runs `work` for a task that receives, with `ticket` as its position in the wait queue. If
-    /// the last receiver has waited, this one most likely has to wait, too.
+    /// Runs `work` for a task that receives. If the last receiver has waited, this one most likely
+    /// has to wait, too.
     pub(crate) fn poll_receiver<R>(
         &self,
         context: &mut Context<'_>,
@@ -323,7 +321,6 @@ impl ConnectionInner {
         .await
     }
 
-    /// Makes the driver send a `Ping` now, unless `keepalive` is off.
     pub(super) fn probe(&self) {
         self.with(|state, _| state.protocol.probe(clock::now()));
         self.driver_waker.wake_driver();

@@ -11,14 +11,13 @@ pub(super) const COPIED: usize = 128 << 10;
 #[derive(Debug, Default)]
 pub(crate) struct StreamState {
     pub(super) polled: Polled,
-    /// How long the stream continues to send after it was dropped, if the application has set it;
-    /// zero resets it.
+    /// Set by the application; zero resets a dropped stream.
     pub(crate) linger: Option<Duration>,
     pub(crate) nodelay: bool,
 }
 
-/// Positions of the tasks that poll a stream for readiness, one per direction. Under the
-/// connection's lock, because these methods take `&self`.
+/// The task that polls each direction for readiness. Under the connection's lock, because these
+/// methods take `&self`.
 #[derive(Debug, Default)]
 pub(super) struct Polled {
     pub(super) reader: Option<Ticket>,

@@ -16,7 +16,7 @@ pub(super) struct Waiting {
     pub(super) notified: Waiters,
     /// Tasks that wait for a flush, for the termination, or for the queue pair to close.
     pub(super) flushers: Waiters,
-    /// The point that the earliest flush waits for.
+    /// The earliest point that a flush waits for.
     pub(super) flush: Option<FlushPoint>,
 }
 

@@ -29,7 +29,6 @@ pub struct PreparedConnection {
 }
 
 impl PreparedConnection {
-    /// Prepares a connection with checked settings. `describe` configures the queue pair further.
     pub(in crate::connection) fn new(
         resources: ConnectionResources,
         config: &ConnectionConfig,
@@ -89,7 +88,6 @@ impl PreparedConnection {
         self.start(handshake, user_data, None, None)
     }
 
-    /// Starts the driver on the connected queue pair.
     pub(in crate::connection) fn start(
         mut self,
         peer: Handshake,

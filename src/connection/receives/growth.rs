@@ -63,9 +63,9 @@ impl ConnectionState {
         }
     }
 
-    /// Makes the peer skip as many receives as still have long buffers after shrinking. If these
-    /// are not the oldest ones, it is repeated. It waits until no message is in a buffer: a long
-    /// one would count, but cannot be skipped, because the next receive has another buffer.
+    /// Makes the peer skip as many receives as still have long buffers after shrinking, repeatedly
+    /// if these are not the oldest. Waits until no message is in a long buffer: it would count, but
+    /// cannot be skipped, because the next receive has another buffer.
     fn exchange_long_receives(&mut self) {
         let long_receives_left = self.receives.long_receives_left(self.protocol.receives());
         if long_receives_left > 0 && !self.has_messages() && self.protocol.may_resize() {
@@ -79,8 +79,8 @@ impl ConnectionState {
         self.protocol.flow.used_receives().wrapping_add(self.receives.posted.len() as u32)
     }
 
-    /// After shrinking, returns the long buffers to the budget once the peer has skipped their
-    /// receives and no frame is in one.
+    /// Returns the long buffers to the budget once the peer has skipped their receives and no frame
+    /// is in one.
     pub(in crate::connection) fn settle_receives(&mut self) {
         let is_settled = self.protocol.flow.may_resize()
             && self.receives.long_receives_left(self.protocol.receives()) == 0;

@@ -10,7 +10,6 @@ use crate::connection::waiting::Attempt;
 use crate::memory::{BufMut, Pool, PoolError};
 
 impl ConnectionState {
-    /// Returns a registered buffer for one of `frames` frames.
     #[inline]
     pub(in crate::connection) fn send_buffer(
         &mut self,
@@ -27,9 +26,9 @@ impl ConnectionState {
         }
     }
 
-    /// Returns a registered buffer for bytes that wait for a credit. Short first receives of the
-    /// peer do not limit how much is held: once the short buffers are used up, longer ones replace
-    /// them, of which half are left for frames.
+    /// Returns a buffer for bytes that wait for a credit. Short first receives of the peer do not
+    /// limit how much is held: once the short buffers are used up, longer ones replace them, of
+    /// which half are left for frames.
     pub(in crate::connection) fn held_buffer(&mut self) -> Attempt<BufMut> {
         if !self.memory.send.has_free(1) {
             self.reap();
@@ -46,7 +45,6 @@ impl ConnectionState {
         self.grow_send_memory(len, 1)
     }
 
-    /// Checks whether [`held_buffer`](Self::held_buffer) may take a buffer.
     pub(in crate::connection) fn check_held_buffer(&self) -> Result<(), Blocked> {
         let (frame, held) = (self.protocol.framing().frame(), self.limits.held);
         let frames = if held > frame { self.memory.send.most() / 2 + 1 } else { 1 };
@@ -97,7 +95,7 @@ impl ConnectionState {
         self.limit_frames(None);
     }
 
-    /// Limits frames to receives of `size` bytes, or to those that the peer has announced last.
+    /// Without `size`, the peer's last announcement applies.
     pub(in crate::connection) fn limit_frames(&mut self, size: Option<u32>) {
         self.protocol.limit_frames(size, self.memory.send.most());
         let frame = self.protocol.framing().frame();
