@@ -17,12 +17,11 @@ use crate::types::RejectReason;
 
 /// An established connection between two queue pairs.
 ///
-/// The caller keeps the queue pair. When either side ends the connection, the queue pair goes to
-/// the error state and its outstanding work is flushed, so await what matters before disconnecting.
+/// When either side ends the connection, the caller's queue pair goes to the error state and its
+/// outstanding work is flushed, so await what matters before disconnecting.
 ///
-/// Dropping a `CmConnection` sends a disconnect request, which may be lost, and does not wait for
-/// the answer. A peer that receives none detects the end when it sends, or by its
-/// [keepalive](super::ConnectionOptions::keepalive).
+/// Dropping a `CmConnection` sends a disconnect request, which may be lost. A peer that receives
+/// none detects the end when it sends, or by its [keepalive](super::ConnectionOptions::keepalive).
 pub struct CmConnection {
     /// Dropped first, because it must not probe an abandoned queue pair.
     keepalive: Option<Keepalive>,
@@ -34,8 +33,8 @@ pub struct CmConnection {
     ours: AtomicBool,
 }
 
-/// Maximum duration of TIMEWAIT. The kernel's connection manager retransmits a disconnect request
-/// 15 times, 4.3 s apart; the rest allows for packet lifetimes on large networks.
+/// Maximum duration of TIMEWAIT: the kernel retransmits a disconnect request 15 times, 4.3 s apart;
+/// the rest allows for packet lifetimes on large networks.
 const TIMEWAIT: Duration = Duration::from_secs(150);
 
 impl CmConnection {
@@ -112,8 +111,8 @@ impl CmConnection {
 
     /// Disconnects, and waits until the peer's connection manager has answered.
     ///
-    /// The queue pair goes to the error state at once. Does nothing if the connection has ended and
-    /// the peer knows; after a failed keepalive or a moved local address, it does not know.
+    /// The queue pair goes to the error state at once. Does nothing if the peer knows that the
+    /// connection has ended, as it does unless a keepalive failed or the local address moved.
     ///
     /// # Errors
     ///

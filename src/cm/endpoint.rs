@@ -80,8 +80,8 @@ impl Endpoint {
     }
 
     /// Calls `f`, which does not block: librdmacm writes one command to its descriptor for each
-    /// call, and the kernel carries it out under locks that are held briefly. In the transitions to
-    /// RTR and RTS, a kernel looks up a RoCE neighbour that it already knows.
+    /// call, and the kernel carries it out under locks that are held briefly. For RTR and RTS, it
+    /// looks up a RoCE neighbour that it already knows.
     pub(super) fn call<T>(
         &self,
         f: impl FnOnce(&CmId) -> Result<T, ConnectError>,

@@ -1,7 +1,7 @@
 //! The event channel of each open device, and the dispatch of its events.
 //!
-//! The waker that Tokio's reactor calls in a runtime with waiting tasks ([`Reactors`]) drains the
-//! channel directly. It records each event in its id's inbox and wakes the waiters.
+//! The waker that Tokio's reactor calls ([`Reactors`]) drains the channel directly: it records each
+//! event in its id's inbox and wakes the waiters.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -142,8 +142,7 @@ impl Router {
         &self.device
     }
 
-    /// Creates an id without blocking: librdmacm writes one command, and the kernel takes a short
-    /// lock.
+    /// Does not block: librdmacm writes one command, and the kernel takes a short lock.
     pub(super) fn create_id(&self) -> Result<CmId, VerbError> {
         self.channel.create_id()
     }
@@ -198,13 +197,13 @@ impl Router {
         });
     }
 
-    /// Returns a runtime to spawn on: the reactor's wakers may run outside of any runtime context.
+    /// The reactor's wakers may run outside of any runtime context.
     fn runtime(&self) -> Option<Handle> {
         Handle::try_current().ok().or_else(|| self.reactors.handle(&[]))
     }
 
-    /// Dispatches at most [`QUOTA`] events; a task continues later, because a peer can cause any
-    /// number. If a drain is running, that one continues instead.
+    /// Dispatches at most [`QUOTA`] events, because a peer can cause any number; a task continues
+    /// later. If a drain is running, it continues instead.
     pub(super) fn drain(self: &Arc<Self>) {
         let (mut left, mut refused) = (QUOTA, Vec::new());
         loop {

@@ -1,7 +1,7 @@
 //! One-sided operations on the peer's memory.
 //!
-//! The only operation that consumes a receive of the peer is [`Connection::write_with_imm`], which
-//! waits for a credit: the peer would take others for frames.
+//! The only one-sided operation that consumes a receive of the peer is
+//! [`Connection::write_with_imm`], which waits for a credit: the peer would take others for frames.
 
 use std::future::poll_fn;
 use std::ops::Range;

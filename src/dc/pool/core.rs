@@ -14,7 +14,7 @@
 //!
 //! Lock order: pool state, peer state (two at once only under the pool state), gate of an
 //! initiator, queues of the engine. An operation whose peer has an initiator locks only the peer.
-//! Wakers are called after the release of the last lock of a thread.
+//! Wakers are called after the last lock is released.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -34,14 +34,13 @@ pub(super) struct Core {
     pub(super) members: Box<[Member]>,
     pub(super) policy: DcPolicy,
     pub(super) state: Mutex<State>,
-    /// Length of the wait queue, readable without the lock.
     queued_peers: AtomicUsize,
     tick: AtomicU64,
     pub(super) switches: AtomicU64,
     pub(super) waited: AtomicU64,
     pub(super) repairs: AtomicU64,
     pub(super) failed_repairs: AtomicU64,
-    /// Advances the pool when an awaited initiator becomes idle, and when work fails.
+    /// Advances the pool when an awaited initiator is idle, and when work fails.
     advance_waker: Waker,
 }
 
@@ -72,7 +71,7 @@ impl Member {
 #[derive(Default)]
 pub(super) struct State {
     assignments: Vec<Assignment>,
-    /// Some may have no waiting operation any more.
+    /// Contains peers without a waiting operation, too.
     wait_queue: VecDeque<Weak<Peer>>,
     abandoned: usize,
     closed: bool,
@@ -107,7 +106,7 @@ struct Assignment {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Health {
     Sound,
-    /// Work has failed; repaired when all of it is flushed.
+    /// Repaired when all work is flushed.
     Broken,
     Repairing,
     Failed(OpErrorKind),
@@ -196,7 +195,7 @@ impl Core {
     }
 
     /// Returns true if a peer should yield its initiator before an operation or another lease
-    /// (`for_lease`). Under a lease, operations do not yield, because the initiator would stay
+    /// (`for_lease`). Operations under a lease do not yield, because the initiator would stay
     /// leased; chained leases must, or they would never end.
     #[inline]
     pub(super) fn must_yield(&self, own: &PeerState, for_lease: bool) -> bool {
@@ -230,10 +229,8 @@ impl Core {
         self.advance(self.state.lock());
     }
 
-    /// Notes that a queued peer no longer has a waiting operation.
-    ///
-    /// Compacts the queue when half of it is abandoned, because any number may be queued behind a
-    /// peer that waits for long.
+    /// Compacts the queue when half of the queued peers have no waiting operation any more, because
+    /// any number may be queued behind one that waits for long.
     #[cold]
     pub(super) fn peer_abandoned(&self) {
         let mut state = self.state.lock();
@@ -251,8 +248,7 @@ impl Core {
         self.advance(state);
     }
 
-    /// Returns true if `peer`, which has no waiting operation, has or gets an initiator at once and
-    /// may post.
+    /// Returns true if `peer`, which has no waiting operation, may post at once.
     pub(super) fn assign_now(&self, state: &mut State, peer: &Arc<Peer>, for_lease: bool) -> bool {
         let mut own = peer.state.lock();
         if state.closed || own.has_waiting() {
@@ -308,8 +304,8 @@ impl Core {
         self.waited.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Does all possible work: detects failures, serves the wait queue, resumes recalled peers,
-    /// repairs. Arms wakers for the rest.
+    /// Detects failures, serves the wait queue, resumes recalled peers and repairs. Arms wakers for
+    /// the rest.
     pub(super) fn advance<'a>(&'a self, mut state: MutexGuard<'a, State>) {
         loop {
             self.detect_failures(&mut state);
@@ -384,8 +380,8 @@ impl Core {
         true
     }
 
-    /// Returns an initiator to assign: the least recently used of the free or idle ones, or of
-    /// shared ones the one with the least work.
+    /// Returns the least recently used of the free or idle initiators, or of shared ones the one
+    /// with the least work.
     fn pick(&self, state: &mut State) -> Option<usize> {
         let sound = |&at: &usize| {
             state.assignments[at].health == Health::Sound && self.members[at].is_sound()
