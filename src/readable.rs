@@ -30,8 +30,8 @@ impl<T: AsRawFd> Readable<T> {
     /// Calls `read` until the descriptor is not readable and the I/O driver holds `waker`, which
     /// then calls this again. Breaks if the runtime has shut down.
     ///
-    /// The waker may run within any task. The budget of that task does not apply: once it is used
-    /// up, the descriptor would seem not to be readable.
+    /// The budget of the task within which the waker runs does not apply: once it is used up, the
+    /// descriptor would seem not to be readable.
     pub(crate) fn serve(&self, waker: &Waker, mut read: impl FnMut()) -> ControlFlow<()> {
         let mut context = Context::from_waker(waker);
         loop {

@@ -12,7 +12,7 @@ use rdma_provider::locks::Mutex;
 use rustix::thread::{CpuSet, sched_setaffinity};
 
 const ROUNDS_BEFORE_YIELD: u32 = 64;
-/// Only a poll notices failures, so a queue that seems empty is polled after this many rounds.
+/// A queue that seems empty is polled after this many rounds, because only a poll notices failures.
 const ROUNDS_BEFORE_POLL: u32 = 63;
 const ROUNDS_LEFT_TO_POSTER: u32 = 2;
 
@@ -21,8 +21,8 @@ static SPINNING: AtomicUsize = AtomicUsize::new(0);
 /// A thread that polls completion queues and never sleeps while it has one. Clones share it.
 ///
 /// The thread ends when the last clone and the last completion queue that uses it are dropped. If
-/// more pollers spin than the process has cores, a `tracing` warning says so: completions then wait
-/// until the scheduler runs their poller.
+/// more pollers spin than the process has cores, a `tracing` warning says so, because completions
+/// then wait for the scheduler.
 ///
 /// ```
 /// use tokio_rdma::completion::BusyPoller;
@@ -68,11 +68,10 @@ struct Watched {
 }
 
 impl Watched {
-    /// Polls the queue if it may have had completions for some rounds, and otherwise every few
-    /// rounds. Returns whether the queue seems busy, or `None` if it was dropped.
+    /// Returns whether the queue seems busy, or `None` if it was dropped.
     ///
-    /// The delay leaves a completion to a task that awaits what it has just posted. Taking it from
-    /// this thread would cost a wake-up.
+    /// Polls only if there may have been completions for some rounds, which leaves a completion to
+    /// a task that awaits what it has just posted. Taking it here would cost a wake-up.
     #[inline]
     fn poll(&mut self) -> Option<bool> {
         let queue = self.queue.upgrade()?;
@@ -196,7 +195,6 @@ impl Queues {
     }
 }
 
-/// Pins this thread to a core, see sched_setaffinity(2).
 fn pin(core: usize) -> rustix::io::Result<()> {
     let mut cores = CpuSet::new();
     cores.set(core);

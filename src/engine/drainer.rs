@@ -58,7 +58,7 @@ pub(crate) struct Drainer {
     channel: Option<Channel>,
 }
 
-/// The state of the drainer: the thread that holds its lock and takes completions.
+/// The state under the lock of the thread that takes completions.
 struct State {
     completions: Vec<WorkCompletion>,
     queues: Vec<Option<Attached>>,
@@ -80,8 +80,7 @@ struct State {
 }
 
 impl State {
-    /// Returns true if a poll that took `taken` completions filled its batch, so that the next one
-    /// may take more.
+    /// Returns true if a poll that took `taken` completions filled its batch.
     #[inline]
     fn was_full(&mut self, taken: usize) -> bool {
         let full = taken == self.completions.len();
@@ -91,8 +90,7 @@ impl State {
         full
     }
 
-    /// Prefetches the work queues and slots of completions `from..to`. Without it, each completion
-    /// of many work queues costs two cache misses in turn.
+    /// Without prefetching, each completion of many work queues costs two cache misses in turn.
     #[inline]
     fn prefetch(&self, from: usize, to: usize) {
         if from + 1 < to && self.queues.len() > FEW {
@@ -214,8 +212,7 @@ impl Drainer {
         Ok(queue)
     }
 
-    /// Sets the queue pair to destroy if this completion queue fails. Returns an error if it has
-    /// already failed.
+    /// Sets the queue pair to destroy if this completion queue fails.
     pub(super) fn set_queue_pair(
         &self,
         queue: &WorkQueue,
@@ -231,7 +228,7 @@ impl Drainer {
     }
 
     /// Adds a consumer of a shared receive queue, whose buffers are free only after all consumers
-    /// are gone. Returns an error if this completion queue has failed.
+    /// are gone.
     pub(super) fn add_consumer(
         &self,
         queue: &WorkQueue,
@@ -289,7 +286,7 @@ impl Drainer {
         self.direct.is_some().then(|| lock(&self.state))
     }
 
-    /// Takes all available completions under one lock.
+    /// Takes all available completions without releasing the lock.
     pub(super) fn drain_all(&self) {
         let mut state = lock(&self.state);
         while self.drain_batch(&mut state) {}
@@ -311,7 +308,7 @@ impl Drainer {
         self.cq.device().serve()
     }
 
-    /// Takes one batch and finishes its operations; returns true if there may be more.
+    /// Returns true if there may be more completions.
     fn drain_batch(&self, state: &mut State) -> bool {
         if let Some(direct) = &self.direct {
             let State { queues, woken, .. } = state;
@@ -332,8 +329,8 @@ impl Drainer {
         }
     }
 
-    /// Dispatches all available completions; returns true if there were any. Without this, a task
-    /// that awaits nothing would never find completions that arrived with the one it took.
+    /// Returns true if there were completions. Without this, a task that awaits nothing would never
+    /// find those that arrived with the one it took.
     pub(super) fn dispatch_available(&self) -> bool {
         if !self.mode.arms() {
             return false;

@@ -20,7 +20,7 @@ impl CompletionQueue {
     /// queue sleep until their completion arrives, instead of each polling for itself. If it is not
     /// polled for a while, events wake them. In the other modes it reduces latency.
     ///
-    /// Use it as the main task of a current-thread runtime with a core of its own:
+    /// Meant for a current-thread runtime with a core of its own:
     /// `runtime.block_on(queue.drive(serve()))`.
     ///
     /// # Cancel safety

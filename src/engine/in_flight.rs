@@ -17,7 +17,7 @@ use crate::coop::within_budget;
 use crate::error::OpErrorKind;
 use crate::types::{WorkCompletion, WrId};
 
-/// One work request with its buffers `B`, in flight or refused.
+/// A work request with its buffers `B`.
 ///
 /// Dropping it detaches: the buffers move into the slot and are dropped at the completion.
 pub(crate) struct InFlight<B: Send + 'static> {
@@ -47,7 +47,7 @@ impl<B: Send + 'static> InFlight<B> {
         self.held.as_ref().and_then(|(claim, _)| claim.refusal())
     }
 
-    /// Returns the work queue and the id of the (last) work request, if it was posted or queued and
+    /// Returns the work queue and the id of the last work request, if it was posted or queued and
     /// its outcome was not taken.
     pub(crate) fn posted(&self) -> Option<(&Arc<WorkQueue>, WrId)> {
         let (claim, _) = self.held.as_ref()?;
@@ -60,8 +60,7 @@ impl<B: Send + 'static> InFlight<B> {
         })
     }
 
-    /// Polls for the outcome; passes the buffers and the result of `extract`, which reads the
-    /// completion, to `finish`, once.
+    /// Polls for the outcome. Passes the buffers and the result of `extract` to `finish`, once.
     ///
     /// # Panics
     ///
@@ -102,8 +101,7 @@ impl<B: Send + 'static> InFlight<B> {
         }
     }
 
-    /// Polls a batch; passes its buffers, the result of its last work request and the earlier parts
-    /// that failed to `finish`, once.
+    /// Like [`poll`](Self::poll), for a batch. Also passes the earlier parts that failed.
     #[inline]
     pub(crate) fn poll_batch<R>(
         &mut self,

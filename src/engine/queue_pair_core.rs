@@ -243,8 +243,7 @@ impl QueuePairCore {
         self.send.notify_closed();
     }
 
-    /// Waits for the last reference and destroys the queue pair. Other references are held only
-    /// during a verb.
+    /// Waits for other references, which are held only during a verb.
     fn destroy(&self, mut qp: Arc<Qp>) -> Result<(), VerbError> {
         loop {
             match Arc::try_unwrap(qp) {

@@ -1,9 +1,9 @@
 //! The completion channel in Tokio's runtimes.
 //!
-//! An event wakes the completion queue, not an operation: the queue is drained, and each operation
-//! found complete is woken once. Hardware makes a descriptor readable, and the waker that Tokio's
-//! reactor calls drains the queue without a task. A software device calls a waker while it holds
-//! locks, so a task drains the queue instead; this takes no system call.
+//! At an event the queue is drained, and each operation found complete is woken once. Hardware
+//! makes a descriptor readable, and the waker that Tokio's reactor calls drains the queue without a
+//! task. A software device calls a waker while it holds locks, so a task drains the queue instead;
+//! this takes no system call.
 //!
 //! In hybrid mode each registration has a task even if there is a descriptor. If the queue has a
 //! [completion waker](super::work_queue::WorkQueue::listen), the task polls it for a while after an
@@ -39,9 +39,9 @@ pub(super) trait Watched: Send + Sync {
 
     fn on_event(&self, runtime: Option<runtime::Id>) -> bool;
 
-    /// Polls for the task of `runtime`, after `rounds` polls without a completion; 0 when it
-    /// begins. Returns the rounds for the next poll, or `None` if the task is to wait for an event,
-    /// which was requested.
+    /// Polls for the task of `runtime`, after `rounds` polls without a completion. Returns the
+    /// rounds for the next poll, or `None` if the task is to wait for an event, which was
+    /// requested.
     fn spin(&self, runtime: runtime::Id, rounds: u32) -> Option<u32>;
 
     fn stop_spinning(&self, runtime: runtime::Id);

@@ -78,7 +78,7 @@ impl<Q> Step<Q> {
         (!first.is_null()).then(|| unsafe { &*first.add(offset) })
     }
 
-    /// Sets the slots. The caller excludes other threads that do.
+    /// The caller excludes other threads that set the slots.
     fn set(&self, slots: Box<[Slot<Q>]>) {
         debug_assert!(self.get(0).is_none(), "a step is set once");
         self.0.store(Box::into_raw(slots).cast(), Ordering::Release);
@@ -147,11 +147,9 @@ impl<Q> Slots<Q> {
         self.likely_free.claim(1)
     }
 
-    /// Claims a free slot for `parts` work requests; `None` if all [`MAX_SLOTS`] are taken. `make`
-    /// creates the slot with the given index.
+    /// Claims a free slot for `parts` work requests; `None` if all [`MAX_SLOTS`] are taken.
     ///
-    /// Consecutive operations use the same slot. Concurrent operations that end in the order they
-    /// began each use the slot released before.
+    /// Consecutive operations use the same slot.
     #[inline]
     pub(super) fn claim(
         &self,

@@ -15,8 +15,8 @@ use super::slot::DetachedBuffers;
 use crate::error::OpErrorKind;
 
 pub(super) trait Teardown: Send + Sync {
-    /// Destroys a queue pair or DC target, or closes a shared receive queue. Work without a
-    /// completion fails with `kind`. Takes the lock of the completion queue.
+    /// Destroys the object, or closes a shared receive queue. Work without a completion fails with
+    /// `kind`. Takes the lock of the completion queue.
     fn shut_down(&self, kind: OpErrorKind);
 
     /// Moves a queue pair to the error state because of `cause`. Returns false if it is not a queue
@@ -26,7 +26,7 @@ pub(super) trait Teardown: Send + Sync {
     }
 }
 
-/// Actions to run when no lock is held, because they run user code or take locks.
+/// Actions that run user code or take locks.
 ///
 /// Most lists wake one task, which needs no box. A list is small, because each completion queue has
 /// one.
@@ -89,7 +89,6 @@ impl WakeList {
         }
     }
 
-    /// Adds the buffers and the waker of an abandoned operation.
     pub(super) fn dispose(&mut self, held: Option<DetachedBuffers>, waker: Option<Waker>) {
         if held.is_some() || waker.is_some() {
             let actions = self.more();

@@ -13,8 +13,8 @@ use crate::sync::{MutexGuard, Ordering, lock, try_lock};
 use crate::verbs::{Channel, Device};
 
 impl Drainer {
-    /// Ensures that a completion is noticed even if no task waits for it: an abandoned operation
-    /// holds buffers, and capacity that others wait for. A busy poller needs no event.
+    /// Ensures that completions are noticed even if no task waits: an abandoned operation holds
+    /// buffers, and capacity that others wait for.
     pub(in crate::engine) fn ensure_watched(self: &Arc<Self>) {
         if !self.mode.arms() {
             return;

@@ -16,8 +16,7 @@ use crate::error::VerbError;
 use crate::sync::{MutexGuard, Ordering, lock, try_lock};
 use crate::types::WorkCompletion;
 
-/// Lets the task poll again at once: without a reactor, only the task itself can cause its next
-/// poll.
+/// Without a reactor, only the task itself can cause its next poll.
 #[cold]
 fn poll_without_reactor(context: &Context<'_>) {
     static IS_KNOWN: AtomicBool = AtomicBool::new(false);
@@ -40,7 +39,7 @@ impl Drainer {
     }
 
     /// Finishes `slot`, to which the first of `taken` completions belongs. If no task waits, the
-    /// others stay undispatched until the next poll, which avoids the path through their slots.
+    /// others stay undispatched, which avoids the path through their slots.
     #[inline(never)]
     fn finish_first(
         mut guard: MutexGuard<'_, State>,

@@ -376,8 +376,8 @@ impl WorkQueue {
         self.cq().add_waiter();
     }
 
-    /// Announces queued work to the drainer and posts as much as possible. Arms the completion
-    /// queue if work remains, because its operations may not be polled.
+    /// Announces queued work to the drainer and posts as much as possible. If work remains, arms
+    /// the completion queue, because its operations may not be polled.
     pub(in crate::engine) fn announce_queued(&self, mut posting: MutexGuard<'_, Posting>) {
         self.capacity.announce_waiter();
         let mut woken = WakeList::new();
@@ -492,10 +492,9 @@ impl WorkQueue {
         }
     }
 
-    /// Flushes the accepted beginning of a batch. Moves the queue pair to the error state and posts
+    /// Flushes the accepted beginning of a batch: moves the queue pair to the error state and posts
     /// a work request in place of the `last`, whose flush completes the batch. If the device
-    /// refuses that too, the queue pair is destroyed after the locks are released, which also
-    /// completes the batch.
+    /// refuses that too, the queue pair is destroyed after the locks are released.
     fn flush_behind(
         &self,
         posting: &mut Posting,
