@@ -13,7 +13,6 @@ pub enum End {
     Local,
     /// The peer has sent an `Abort`.
     Dropped,
-    /// The peer has violated the protocol.
     Violation(Violation),
     /// The peer did not answer a `Ping` in time.
     Silent,

@@ -63,7 +63,6 @@ pub const RESERVE: u32 = 4;
 /// The frames other than messages after which an `Ack` is due.
 const CONTROL_ACK: u32 = 2;
 
-/// Returns the maximum of frames of a message to a peer with `window` receives.
 pub fn max_frames(window: u32) -> u32 {
     let messages = window.saturating_sub(RESERVE);
     messages - ack_threshold(messages) + 1
@@ -148,7 +147,6 @@ impl Flow {
         self.window = window;
     }
 
-    /// Returns the number of frames that may be sent.
     pub fn credits(&self) -> u32 {
         self.window - self.sent.wrapping_sub(self.confirmed)
     }
@@ -172,7 +170,6 @@ impl Flow {
         max_frames(self.window - self.to_skip)
     }
 
-    /// Returns true if a message of `frames` frames may be sent now.
     pub fn may_send_message(&self, frames: u32) -> bool {
         self.credits() >= RESERVE - 1 + self.to_skip + frames && self.may_send(Kind::Data)
     }
@@ -213,7 +210,6 @@ impl Flow {
         self.resize = Some(resize);
     }
 
-    /// Returns true if the last `resize` is complete.
     pub fn may_resize(&self) -> bool {
         self.resize.is_none() && self.skips == 0
     }
@@ -247,7 +243,6 @@ impl Flow {
         Some(header)
     }
 
-    /// Returns true if receives of the peer remain to be skipped.
     pub fn skips(&self) -> bool {
         self.to_skip > 0 && !self.finished
     }
@@ -257,7 +252,6 @@ impl Flow {
         self.sent.wrapping_add(self.skipped)
     }
 
-    /// Returns the number of own receives that frames have used.
     pub fn used_receives(&self) -> u32 {
         self.arrived.wrapping_add(self.peer_skipped)
     }
@@ -272,7 +266,6 @@ impl Flow {
         self.arrived == self.released
     }
 
-    /// Returns true if no announcement or skip is due.
     #[inline]
     pub fn is_quiet(&self) -> bool {
         self.unannounced() < ack_threshold(self.receives - RESERVE).min(CONTROL_ACK)
@@ -282,7 +275,6 @@ impl Flow {
             && self.to_skip == 0
     }
 
-    /// Returns true if an `Ack` is due.
     #[inline]
     pub fn ack_due(&self) -> bool {
         if (self.done != self.done_announced || self.ack_requested) && self.credits() >= 2 {
@@ -357,7 +349,6 @@ impl Flow {
         Ok(())
     }
 
-    /// Processes a `Resize` without payload after its header.
     pub fn receive_skip(&mut self) -> Result<(), Violation> {
         self.skips = self.skips.checked_sub(1).ok_or(Violation::Skip)?;
         self.receives -= 1;
@@ -365,7 +356,6 @@ impl Flow {
         self.check_window()
     }
 
-    /// Processes a notification.
     pub fn receive_notification(&mut self) -> Result<(), Violation> {
         if self.peer_finished {
             return Err(Violation::AfterFinish);
@@ -402,12 +392,10 @@ impl Flow {
         self.done = self.done.wrapping_add(1);
     }
 
-    /// Returns true if the receives of all sent frames were reposted.
     pub fn is_everything_released(&self) -> bool {
         self.sent == self.confirmed
     }
 
-    /// Returns true if all offers are done.
     pub fn all_fetched(&self) -> bool {
         self.offered == self.fetched
     }
@@ -417,7 +405,6 @@ impl Flow {
         self.fin_acked && self.all_fetched()
     }
 
-    /// Returns true if the peer sends no more messages.
     pub fn peer_has_finished(&self) -> bool {
         self.peer_finished
     }

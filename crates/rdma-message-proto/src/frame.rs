@@ -19,16 +19,13 @@ pub const COUNT_MASK: u32 = (1 << COUNT_BITS) - 1;
 /// violation.
 pub const MAX_RECEIVES: u32 = COUNT_MASK / 2;
 
-/// The kind of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Kind {
     /// A message.
     Data,
     /// The location of a message that the peer must read.
     Offer,
-    /// An announcement of counts.
     Ack,
-    /// A request for an `Ack`.
     Ping,
     /// The end of the sender's messages.
     Fin,
@@ -64,10 +61,8 @@ impl Kind {
     }
 }
 
-/// The header of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Header {
-    /// The kind of the frame.
     pub kind: Kind,
     /// True if the sender has received the peer's `Fin`.
     pub fin_acked: bool,
@@ -78,7 +73,6 @@ pub struct Header {
 }
 
 impl Header {
-    /// Encodes the header.
     pub fn encode(self) -> u32 {
         let kind = Kind::ALL.iter().position(|&kind| kind == self.kind).unwrap_or_default() as u32;
         kind << 29

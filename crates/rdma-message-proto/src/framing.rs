@@ -37,18 +37,15 @@ impl Framing {
         self.eager
     }
 
-    /// Returns the longest frame for the peer's longest receives.
     pub fn longest(&self) -> usize {
         self.longest
     }
 
-    /// Returns true if all further receives have one size.
     #[inline]
     pub fn is_settled(&self) -> bool {
         self.sizes.is_settled()
     }
 
-    /// Returns the sizes of the peer's receives.
     pub fn sizes(&mut self) -> &mut Sizes {
         &mut self.sizes
     }

@@ -1,5 +1,7 @@
 //! Private data exchanged while connecting.
 
+#![warn(missing_docs)]
+
 use std::fmt;
 
 use crate::flow::RESERVE;

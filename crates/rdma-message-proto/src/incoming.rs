@@ -11,12 +11,7 @@ pub enum Arrival {
     /// Part of a message. The application must receive the message before the receive is free.
     Part,
     /// The last or only part of a message, as for `Part`.
-    Message {
-        /// The frames before this one.
-        parts: u32,
-        /// The bytes of the whole message.
-        len: u64,
-    },
+    Message { parts: u32, len: u64 },
     /// The region of a message, for [`on_offer`](crate::protocol::Protocol::on_offer). The receive
     /// is free, but its credit returns when the application has the message.
     Offer,

@@ -27,10 +27,8 @@ use crate::sending::Sending;
 use crate::timers::{Expired, LINGER, Observed, Timers, Times};
 use crate::window::{FIRST_SIZE, Resize, first_receives};
 
-/// The settings of an end.
 #[derive(Debug, Clone, Copy)]
 pub struct Settings {
-    /// What the connection carries.
     pub content: Content,
     /// The first receives, including the reserve.
     pub first_receives: u32,
@@ -48,11 +46,9 @@ pub struct Settings {
     pub inline: usize,
     /// The maximum of offered bytes. One message is always offered.
     pub max_offered: u64,
-    /// The deadlines.
     pub times: Times,
 }
 
-/// A received frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Received {
     /// The use of its receive and payload.
@@ -64,7 +60,6 @@ pub struct Received {
 /// The state of one end that depends only on frames, events and time.
 #[derive(Debug, Clone)]
 pub struct Protocol<R> {
-    /// Credits.
     pub flow: Flow,
     /// Frames and offers in flight.
     pub sending: Sending,
@@ -85,14 +80,11 @@ pub struct Protocol<R> {
 /// The effect of an expired deadline.
 #[derive(Debug)]
 pub enum Due {
-    /// A frame must be sent.
     Frame(Header),
-    /// The buffers must be checked.
     Buffers {
         /// True if no message was sent or received since the last check.
         idle: bool,
     },
-    /// The connection must end.
     Terminate(End),
 }
 
@@ -127,13 +119,11 @@ impl<R: Reason> Protocol<R> {
         self.timers = Timers::new(self.times, now);
     }
 
-    /// Returns what the connection carries.
     #[inline]
     pub fn content(&self) -> Content {
         self.incoming.content()
     }
 
-    /// Returns the lengths of frames.
     #[inline]
     pub fn framing(&self) -> &Framing {
         &self.framing
@@ -145,18 +135,15 @@ impl<R: Reason> Protocol<R> {
         &mut self.framing
     }
 
-    /// Returns the number of frames of an incomplete message.
     pub fn incomplete_frames(&self) -> u32 {
         self.incoming.parts()
     }
 
-    /// Returns the phase.
     #[inline]
     pub fn phase(&self) -> &Phase<R> {
         &self.phase
     }
 
-    /// Applies `event`.
     #[must_use]
     pub fn on(&mut self, event: Event<R>) -> &'static [Action] {
         let (phase, actions) = transition(self.phase, event);
@@ -287,7 +274,6 @@ impl<R: Reason> Protocol<R> {
         self.framing.frames_of(&self.flow, len, most)
     }
 
-    /// Returns the kind of a message's frame.
     pub fn kind_of(&self, is_last: bool) -> Kind {
         match self.content() {
             Content::Messages if !is_last => Kind::Part,
@@ -354,12 +340,10 @@ impl<R: Reason> Protocol<R> {
         self.flow.may_send(Kind::Abort).then(|| self.flow.send(Kind::Abort))
     }
 
-    /// Notes that the application keeps messages in their buffers.
     pub fn note_buffer_taken(&mut self) {
         self.growth.note_buffer_taken();
     }
 
-    /// Returns the number of own receives, including the reserve.
     pub fn receives(&self) -> u32 {
         self.growth.receives()
     }
@@ -425,7 +409,6 @@ impl<R: Reason> Protocol<R> {
         self.flow.resize(Resize { receives, skip, from, size });
     }
 
-    /// Returns true if the receives may change.
     pub fn may_resize(&self) -> bool {
         matches!(self.phase, Phase::Running(stage) if stage != Stage::Aborting)
             && self.flow.may_resize()
@@ -433,7 +416,6 @@ impl<R: Reason> Protocol<R> {
             && !self.flow.peer_has_finished()
     }
 
-    /// Begins to watch for messages.
     pub fn watch_idle(&mut self, now: impl FnOnce() -> Instant) {
         self.timers.watch_idle(now);
     }
@@ -448,7 +430,6 @@ impl<R: Reason> Protocol<R> {
         self.timers.note_answer(now, self.flow.used_receives())
     }
 
-    /// Returns the next deadline.
     pub fn deadline(&self) -> Option<Instant> {
         self.timers.deadline()
     }

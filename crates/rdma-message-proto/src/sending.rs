@@ -4,7 +4,6 @@ use crate::end::Reason;
 use crate::frame::Kind;
 use crate::protocol::Protocol;
 
-/// The frames and offers in flight.
 #[derive(Debug, Clone)]
 pub struct Sending {
     /// Frames whose sends have completed, which happens in order.
@@ -18,14 +17,12 @@ pub struct Sending {
     inline: usize,
 }
 
-/// A position in the frames and offers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct FlushPoint {
     frames: u64,
     offers: u64,
 }
 
-/// How a message is sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Way {
     /// As one frame within its work request.
@@ -36,12 +33,9 @@ pub enum Way {
     Offer,
 }
 
-/// What a message waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Blocked {
-    /// Credits for this number of frames.
     Credits(u32),
-    /// This number of send buffers.
     Buffers(usize),
     /// Fetches of other messages before one of this number of bytes is offered.
     Memory(u64),
@@ -58,13 +52,11 @@ impl Default for Blocked {
 /// What the owner knows about its sends.
 #[derive(Debug, Clone, Copy)]
 pub struct Waits {
-    /// Bytes are held.
     pub holds: bool,
     /// No receive is posted.
     pub is_deaf: bool,
     /// The earliest point that a flush waits for.
     pub flush: Option<FlushPoint>,
-    /// The first sender waits for buffers.
     pub wants_buffers: bool,
 }
 
@@ -87,25 +79,21 @@ impl Sending {
         self.inline
     }
 
-    /// Returns the number of frames in flight.
     #[inline]
     pub fn in_flight(&self) -> usize {
         self.in_flight
     }
 
-    /// Returns the number of completed frames.
     #[inline]
     pub fn completed(&self) -> u64 {
         self.completed
     }
 
-    /// Notes a posted frame.
     #[inline]
     pub fn post(&mut self) {
         self.in_flight += 1;
     }
 
-    /// Notes that the oldest frame has completed.
     #[inline]
     pub fn complete(&mut self) {
         self.in_flight -= 1;
@@ -117,13 +105,11 @@ impl Sending {
         self.in_flight = kept;
     }
 
-    /// Notes an offer of `len` bytes.
     pub fn offer(&mut self, len: u64) {
         self.offered += len;
         self.offers_made += 1;
     }
 
-    /// Notes the fetch of the oldest offer, of `len` bytes.
     pub fn fetched(&mut self, len: u64) {
         self.offered -= len;
         self.offers_fetched += 1;
@@ -225,7 +211,6 @@ impl<R: Reason> Protocol<R> {
         last_in_place()
     }
 
-    /// Returns true if both ends have finished and everything has arrived.
     pub fn is_complete(&self) -> bool {
         self.flow.is_over() && self.sending.in_flight == 0
     }

@@ -1,5 +1,7 @@
 //! Violations of the protocol.
 
+#![warn(missing_docs)]
+
 use std::fmt;
 
 /// A protocol violation by the peer.

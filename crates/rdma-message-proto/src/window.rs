@@ -37,10 +37,8 @@ pub struct Resize {
 }
 
 impl Resize {
-    /// The encoded length.
     pub const LEN: usize = 16;
 
-    /// Encodes the change.
     pub fn to_bytes(self) -> [u8; Self::LEN] {
         let mut bytes = [0; Self::LEN];
         let fields = [self.receives, self.skip, self.from, self.size];
@@ -50,7 +48,6 @@ impl Resize {
         bytes
     }
 
-    /// Decodes a change; `None` for another length.
     pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; Self::LEN] = bytes.try_into().ok()?;
         let [receives, skip, from, size] = std::array::from_fn(|field| {
@@ -61,7 +58,6 @@ impl Resize {
     }
 }
 
-/// The sizes of the peer's receives.
 #[derive(Debug, Clone, Copy)]
 pub struct Sizes {
     size: u32,
@@ -70,7 +66,6 @@ pub struct Sizes {
 }
 
 impl Sizes {
-    /// Creates the sizes of receives of `size` bytes each.
     pub fn new(size: u32) -> Self {
         Self { size, change: None }
     }
@@ -92,12 +87,10 @@ impl Sizes {
         }
     }
 
-    /// Returns the size announced last.
     pub fn last(&self) -> u32 {
         self.change.map_or(self.size, |(_, size)| size)
     }
 
-    /// Returns true if all further receives have one size.
     pub fn is_settled(&self) -> bool {
         self.change.is_none()
     }
