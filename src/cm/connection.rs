@@ -86,7 +86,7 @@ impl CmConnection {
     }
 
     /// Returns the peer's private data. It is padded with zeros, to 56 bytes if the peer connected,
-    /// to 196 if it accepted, because the messages of IBTA 12.6 do not carry its length.
+    /// to 196 if it accepted: messages do not carry its length (IBTA 12.6).
     #[must_use]
     pub fn private_data(&self) -> &[u8] {
         &self.private_data
@@ -94,9 +94,9 @@ impl CmConnection {
 
     /// Returns true until the connection ends.
     ///
-    /// Operations may be flushed before the connection manager or the keepalive detects the end.
-    /// After a flush, await [`disconnected`](Self::disconnected) with a timeout: if it does not
-    /// return, only the queue pair has failed.
+    /// Operations may be flushed before the end is detected. After a flush, await
+    /// [`disconnected`](Self::disconnected) with a timeout: if it does not return, only the queue
+    /// pair has failed.
     #[must_use]
     pub fn is_connected(&self) -> bool {
         !self.endpoint.has_ended()
@@ -175,8 +175,8 @@ impl CmConnection {
     /// Waits until the connection and its TIMEWAIT have ended, so that none of its packets is in
     /// flight.
     ///
-    /// Then the queue pair may be reset and connected again. Earlier, the peer's connection manager
-    /// may reject the request as stale.
+    /// Then the queue pair may be reset and connected again. Earlier, the peer may reject the
+    /// request as stale.
     ///
     /// After a moved local address or a [silent](Disconnection::Silent) peer, this sends a
     /// disconnect request; TIMEWAIT starts with the peer's answer or after the last retransmission.

@@ -22,7 +22,7 @@ use super::router::Router;
 
 /// Connects to the first of the addresses that answers.
 ///
-/// `make` builds a queue pair for each route tried, usually with [`Route::prepare`].
+/// `make` builds a queue pair for each route, usually with [`Route::prepare`].
 ///
 /// # Errors
 ///

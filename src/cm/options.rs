@@ -101,8 +101,8 @@ impl ConnectionOptions {
         self
     }
 
-    /// Sets the maximum of outstanding READs and atomics in each direction. The default is as many
-    /// as both devices support; 0 disables them.
+    /// Sets the maximum of outstanding READs and atomics in each direction. By default, as many as
+    /// both devices support; 0 disables them.
     ///
     /// A value beyond [`DeviceAttr::max_qp_rd_atom`](crate::types::DeviceAttr) or
     /// `max_qp_init_rd_atom` is refused. The peer may agree to fewer.
@@ -145,8 +145,8 @@ impl ConnectionOptions {
 
     /// Sets this side's timeouts and retries, whatever the peer proposes.
     ///
-    /// The peer sets its own; by default it adopts what the crate proposes: 6 retries, infinite RNR
-    /// retries and, from the software device, an acknowledgement timeout of 537 ms.
+    /// The peer sets its own. By default it adopts 6 retries, infinite RNR retries and, from the
+    /// software device, an acknowledgement timeout of 537 ms.
     #[must_use]
     pub const fn transport(mut self, transport: ConnectOptions) -> Self {
         self.transport = transport;
@@ -236,10 +236,10 @@ impl ListenOptions {
     /// [`ConnectionRequest::accept`](super::ConnectionRequest::accept) returns, so limit how many
     /// you accept at a time.
     ///
-    /// On the software device, at most 256 requests of one source and 4,096 of all sources may wait
-    /// for the program's answer or the peer's confirmation. Further peers are asked to retry. While
-    /// more than 2,048 wait, an accepted request is abandoned if its peer does not confirm within
-    /// 1.1 s. Later requests do not displace waiting ones: to withstand forged requests, use
+    /// On the software device, at most 256 requests of one source and 4,096 of all may wait for an
+    /// answer or its confirmation. Further peers are asked to retry. While more than 2,048 wait, an
+    /// accepted request is abandoned if its peer does not confirm within 1.1 s. Later requests do
+    /// not displace waiting ones: to withstand forged requests, use
     /// [`tokio_rdma::Listener`](crate::Listener).
     #[must_use]
     pub const fn backlog(mut self, requests: u32) -> Self {

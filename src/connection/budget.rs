@@ -14,8 +14,8 @@ static PROCESS: LazyLock<BufferBudget> = LazyLock::new(|| BufferBudget::new(1 <<
 /// whose [settings](super::ConnectionConfig::budget) name it.
 ///
 /// A connection that grows must leave as many bytes free as it then holds, so it gets at most half
-/// of the budget. If the configured receive buffers do not fit, it takes shorter ones, or continues
-/// more slowly and tries again later.
+/// of the budget. If the configured receive buffers do not fit, it takes shorter ones, or tries
+/// again later.
 ///
 /// If too few bytes are free for the first buffers (for all, with
 /// [`preallocate`](super::ConnectionConfig::preallocate)), a listener refuses the connection with

@@ -153,7 +153,7 @@ impl Drop for Handle {
 }
 
 impl Connection {
-    /// Connects with default settings; see [`connect_with`](Self::connect_with).
+    /// Like [`connect_with`](Self::connect_with), with default settings.
     ///
     /// # Errors
     ///
@@ -183,8 +183,8 @@ impl Connection {
     /// - [`EstablishError::Refused`]: a connection limit of the listener, or its shutdown.
     ///
     /// Addresses whose path differs from [`peer`](ConnectionConfig::peer) or
-    /// [`source`](ConnectionConfig::source) are skipped. If none is left, the error is
-    /// [`ConnectError::Setup`](cm::ConnectError::Setup) with [`SetupError::Mismatch`].
+    /// [`source`](ConnectionConfig::source) are skipped; if none is left, the error is
+    /// [`ConnectError::Setup`](cm::ConnectError::Setup).
     ///
     /// # Cancel safety
     ///
@@ -463,10 +463,10 @@ impl Connection {
     ///
     /// # Errors
     ///
-    /// [`MessageError::Closed`] unless closed cleanly; after
-    /// [`close_timeout`](ConnectionConfig::close_timeout) with [`CloseReason::CloseTimeout`]. While
-    /// the listener [shuts down](super::Listener::shutdown), with [`CloseReason::Local`] if the
-    /// peer has all messages but does not finish within a second.
+    /// [`MessageError::Closed`] unless closed cleanly: [`CloseReason::CloseTimeout`] after
+    /// [`close_timeout`](ConnectionConfig::close_timeout), or, during the
+    /// [shutdown](super::Listener::shutdown) of the listener, [`CloseReason::Local`] if the peer
+    /// has all messages but does not finish within a second.
     ///
     /// # Cancel safety
     ///
@@ -498,10 +498,9 @@ impl Connection {
     /// second, or when the runtime shuts down. [`close`](Self::close) waits for that.
     ///
     /// The peer gets [`CloseReason::Dropped`], or [`CloseReason::Disconnected`] if the connection
-    /// manager is faster. The `Abort` frame is not sent behind queued operations, without a credit,
-    /// before the peer has established the connection, or if the runtime shuts down. Without a
-    /// connection manager, the peer then notices only by [`keepalive`](ConnectionConfig::keepalive)
-    /// or a failed operation.
+    /// manager is faster. If the `Abort` cannot be sent, for lack of a credit or behind queued
+    /// operations, a peer without a connection manager notices the end only by
+    /// [`keepalive`](ConnectionConfig::keepalive) or a failed operation.
     pub fn abort(&self) {
         self.handle.shared.abort(CloseReason::Aborted);
     }

@@ -235,8 +235,7 @@ impl Listener {
     /// connections even before `accept` is called: up to
     /// [`handshakes`](ConnectionConfig::handshakes) at once, until
     /// [`backlog`](ConnectionConfig::backlog) connections wait. If that runtime has shut down, the
-    /// next call starts them in its own. Connections are returned in order of completion, so slow
-    /// peers delay no other.
+    /// next call starts them in its own. Slow peers delay no other.
     ///
     /// The software device answers requests itself, as a kernel does for TCP. An unconfirmed peer
     /// costs a record of about 1 KiB. Beyond 256 records of a source its oldest is evicted; beyond

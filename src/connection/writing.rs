@@ -1,8 +1,8 @@
 //! Writes bytes to frames.
 //!
-//! A write becomes frames of up to the peer's buffer size. Bytes for which there is no credit are
-//! held in send buffers, and later writes are appended. Bytes that do not fill a frame are also
-//! held while earlier frames are in flight. Held bytes are sent when there is a credit and
+//! A write becomes frames of up to the peer's buffer size. Bytes for which there is no credit, or
+//! that do not fill a frame while earlier ones are in flight, are held in send buffers, and later
+//! writes are appended. Held bytes are sent when there is a credit and
 //!
 //! - they fill a frame,
 //! - all earlier frames are acknowledged, or

@@ -51,7 +51,7 @@ use crate::verbs::{AddressHandle, ProtectionDomain};
 /// A failure moves the initiator to the error state and flushes all later work;
 /// [`repair`](Self::repair) restores it.
 ///
-/// Dropping the last clone closes the initiator immediately, as [`QueuePair`] describes.
+/// Dropping the last clone closes the initiator like a [`QueuePair`].
 #[derive(Clone)]
 pub struct DcInitiator {
     qp: QueuePair,

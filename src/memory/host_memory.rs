@@ -103,8 +103,8 @@ impl HostMemory {
     /// Allocates `len` zero bytes on huge pages of the system's default size.
     ///
     /// Takes reserved pages (`/proc/sys/vm/nr_hugepages`), or, if too few are free, transparent
-    /// huge pages where possible (`MADV_HUGEPAGE`). They make registration faster, and the device
-    /// translates fewer addresses. The size is rounded up to 2 MiB.
+    /// huge pages where possible (`MADV_HUGEPAGE`). They make registration and address translation
+    /// faster. The size is rounded up to 2 MiB.
     ///
     /// # Errors
     ///

@@ -100,19 +100,17 @@ use crate::verbs::Device;
 /// # Events of the device
 ///
 /// With [`new`](Self::new) and [`with_device`](Self::with_device), attempts follow the state of the
-/// device and its events, which the service still [gets](Device::events).
+/// device. `docs/reconnect.md` has the details.
 ///
-/// - While no port is active, no attempt is made. The ports are queried again after each wait.
-/// - After an event that may have changed a port, for example of a link that came up, the next
-///   attempt follows within [`first_delay`](ReconnectPolicy::first_delay), and the delays grow from
-///   there.
+/// - No attempt is made while no port is active.
+/// - After an event that may have changed a port, the next attempt follows within
+///   [`first_delay`](ReconnectPolicy::first_delay).
 /// - After the removal of the device, attempts end ([`ReconnectCause::DeviceRemoved`]), or `open`
 ///   of [`with_device`](Self::with_device) is called until it returns a device.
 ///
-/// A port that goes down does not end the connection, because retransmission bridges a short
-/// outage. After an event that leaves a port active, the connection asks its peer for a frame,
-/// unless [`keepalive`](ConnectionConfig::keepalive) is off. If peer, route or local address were
-/// lost meanwhile, the connection ends after the retransmissions of that frame.
+/// A port that goes down does not end the connection. When a port is active again, the connection
+/// asks its peer for a frame, unless [`keepalive`](ConnectionConfig::keepalive) is off, and ends if
+/// peer, route or local address were lost.
 ///
 /// # Rejections without a reason
 ///
@@ -194,8 +192,8 @@ impl Reconnect {
         Self::start(policy, Connector::on_device(open, false, connect(address, config)))
     }
 
-    /// Connects like [`new`](Self::new), on the device that `open` returns. It is called at first,
-    /// and after the device was removed, until it succeeds, and may open another device.
+    /// Connects like [`new`](Self::new), on the device that `open` returns. It is called at first
+    /// and after a removal, until it succeeds, and may open another device.
     ///
     /// ```
     /// # use tokio_rdma::peers::{Reconnect, ReconnectPolicy};

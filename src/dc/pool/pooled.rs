@@ -77,8 +77,8 @@ impl<F: Revocable + Send> PooledOperation<F> {
     /// The pool then repairs the initiator, or destroys it if the device does not flush its work
     /// within a second.
     ///
-    /// If the operation completes at the moment of its deadline and its initiator moves to another
-    /// peer, the work of that peer is flushed.
+    /// If the operation completes at that moment and its initiator moves to another peer, the work
+    /// of that peer is flushed.
     pub fn within(self, limit: Duration) -> Within<Self> {
         self.deadline(clock::deadline(limit))
     }
