@@ -1,5 +1,3 @@
-//! Limits on the connections of a [`Listener`](super::Listener).
-
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;

@@ -1,5 +1,3 @@
-//! A limit on the registered buffers of many connections, which is fair among them.
-
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock};

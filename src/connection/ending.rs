@@ -1,5 +1,3 @@
-//! Termination of a connection.
-
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 

@@ -1,5 +1,3 @@
-//! Errors of messages and connections.
-
 use std::fmt;
 use std::io;
 use std::net::SocketAddr;

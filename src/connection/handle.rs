@@ -1,5 +1,3 @@
-//! The handle of a connection.
-
 mod polled;
 mod prepared;
 

@@ -1,5 +1,3 @@
-//! The thread that runs the blocking jobs of a connection.
-
 use std::sync::Weak;
 
 use rdma_message_proto::lifecycle::Event;

@@ -1,5 +1,3 @@
-//! Receives messages and notifications.
-
 use std::task::{Poll, Waker};
 
 use bytes::Bytes;

@@ -1,5 +1,3 @@
-//! Blocking jobs of a connection.
-
 use std::collections::VecDeque;
 
 use super::message_memory::Job;

@@ -1,5 +1,3 @@
-//! A listener for connections from peers.
-
 mod backlog;
 mod request;
 

@@ -1,5 +1,3 @@
-//! The outcome of messages on a connection that has closed.
-
 use super::error::{CloseReason, MessageError, TrySendError};
 use crate::error::Outcome;
 

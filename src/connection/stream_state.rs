@@ -1,5 +1,3 @@
-//! The state that a stream adds to its connection.
-
 use std::time::Duration;
 
 use crate::memory::BufMut;

@@ -1,5 +1,3 @@
-//! Tasks that wait for a connection.
-
 use rdma_message_proto::sending::{Blocked, FlushPoint};
 
 use super::error::MessageError;

@@ -1,5 +1,3 @@
-//! A dedicated thread that polls completion queues.
-
 use std::fmt;
 use std::hint;
 use std::io;

@@ -1,5 +1,3 @@
-//! The claim of an operation to its slot.
-
 #![allow(unsafe_code)]
 
 use std::ops::Deref;

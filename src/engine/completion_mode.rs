@@ -1,5 +1,3 @@
-//! The modes in which tasks wait for completions.
-
 use super::BusyPoller;
 
 /// A mode of waiting for completions. Semantics are the same in all modes; in each, an operation

@@ -1,5 +1,3 @@
-//! The public handle of a completion queue, and its builder.
-
 // For `verbs`, which is unsafe to call.
 #![allow(unsafe_code)]
 

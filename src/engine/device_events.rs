@@ -1,5 +1,3 @@
-//! Asynchronous device events as a stream.
-
 use std::fmt;
 use std::future::poll_fn;
 use std::io;

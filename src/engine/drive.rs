@@ -1,5 +1,3 @@
-//! A future that polls a completion queue for all operations, for thread-per-core services.
-
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;

@@ -1,5 +1,3 @@
-//! The reasons why an end of a connection has ended.
-
 use std::fmt;
 
 use crate::Violation;

@@ -1,5 +1,3 @@
-//! Violations of the protocol.
-
 #![warn(missing_docs)]
 
 use std::fmt;

@@ -1,5 +1,3 @@
-//! The sink and the stream of a handle.
-
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 

@@ -1,5 +1,3 @@
-//! A connection before the peer is known.
-
 use std::fmt;
 use std::sync::Arc;
 

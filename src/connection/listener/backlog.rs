@@ -1,5 +1,3 @@
-//! Established connections that wait for `accept`.
-
 use std::collections::VecDeque;
 use std::mem;
 use std::net::SocketAddr;

@@ -1,5 +1,3 @@
-//! A peer's request, which is accepted or rejected.
-
 use std::fmt;
 use std::net::SocketAddr;
 use std::pin::pin;

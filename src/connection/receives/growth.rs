@@ -1,5 +1,3 @@
-//! Changes of the posted receives.
-
 use rdma_message_proto::window::FIRST_SIZE;
 use rdma_provider::later;
 

@@ -1,5 +1,3 @@
-//! Growth and shrinking of the buffers for sends.
-
 use rdma_message_proto::sending::Blocked;
 use rdma_message_proto::window::FIRST_SIZE;
 use rdma_provider::later;
