@@ -202,11 +202,12 @@ impl Router {
         Handle::try_current().ok().or_else(|| self.reactors.handle(&[]))
     }
 
-    /// Dispatches at most [`QUOTA`] events, because a peer can cause any number; a task continues
-    /// later. If a drain is running, it continues instead.
+    /// Dispatches events.
     pub(super) fn drain(self: &Arc<Self>) {
+        // A peer can cause any number of events, so a task continues after some.
         let (mut left, mut refused) = (QUOTA, Vec::new());
         loop {
+            // If another drain is running, it continues instead.
             let Some(lock) = DrainLock::try_lock(&self.drain_state) else { break };
             while left > 0 && !self.disposer.is_stalled() {
                 match self.channel.take_event() {

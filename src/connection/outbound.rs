@@ -312,9 +312,6 @@ impl ConnectionState {
     }
 
     /// Sends the parts of `message`, one per frame, from its memory.
-    ///
-    /// The buffers must return even if no task waits for their sends. So if no others are in
-    /// flight, one of them is watched, and its completion leads to the next.
     fn send_in_place(&mut self, message: &Buf, frames: usize, driver: &Waker) {
         if frames == 1 && self.outbox.sends.is_empty() {
             return self.send_alone_in_place(message, driver);
@@ -332,13 +329,14 @@ impl ConnectionState {
             self.add_sent(Sent::InPlace(send));
         }
         if watches {
+            // The buffers must return even if no task waits for their sends. So one send is always
+            // watched, and its completion leads to the next.
             let context = &mut Context::from_waker(driver);
             self.terminate_on_error(|state| state.watch_sends(context));
         }
     }
 
-    /// Sends a message of one frame while no other is in flight. If it arrives at once, its view is
-    /// dropped at once, which frees nothing because the caller holds another view.
+    /// Sends a message of one frame while no other is in flight.
     fn send_alone_in_place(&mut self, message: &Buf, driver: &Waker) {
         let header = self.protocol.flow.send(Kind::Data);
         let send = self.io.frames.send_with_imm(message.clone(), Imm(header.encode()));
@@ -351,6 +349,7 @@ impl ConnectionState {
                 self.outbox.push(sent);
                 self.watch_by_driver();
             }
+            // This drops a view under the lock, which frees nothing: the caller holds another one.
             Poll::Ready(result) => {
                 self.protocol.sending.complete();
                 if let Err(kind) = result {

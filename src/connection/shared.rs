@@ -27,7 +27,8 @@ use crate::waiters::{Caller, Ticket};
 thread_local! {
     /// The connection that this thread drives or serves; true if its driver was woken since.
     static POLLED: Cell<(*const DriverWaker, bool)> = const { Cell::new((ptr::null(), false)) };
-    /// Other connections woken since, for [`serve_others`].
+    /// Other connections woken since: one drain of a shared completion queue finds completions of
+    /// several.
     static OTHERS: RefCell<VecDeque<Arc<DriverWaker>>> = const { RefCell::new(VecDeque::new()) };
     static SERVES_OTHERS: Cell<bool> = const { Cell::new(false) };
 }
@@ -35,8 +36,6 @@ thread_local! {
 /// The connections that a thread serves one after the other. The drivers of further ones are woken.
 const MAX_IN_TURN: usize = 32;
 
-/// Serves the connections in [`OTHERS`]: one drain of a shared completion queue finds completions
-/// of several connections.
 fn serve_others() {
     // The end of each turn calls this function too.
     if SERVES_OTHERS.replace(true) {
@@ -202,16 +201,15 @@ impl ConnectionInner {
 
     /// Runs `work` like [`with`](Self::with), or returns `None` if the lock is taken and this
     /// thread holds a lock, which may be the same one.
-    ///
-    /// A thread without a lock waits, which cannot deadlock. It has to, because the other thread
-    /// may have checked the receives before the completion that this one has found, and the
-    /// driver's runtime may not run.
     fn with_unless_locked<R>(
         &self,
         work: impl FnOnce(&mut ConnectionState, &Waker) -> R,
     ) -> Option<R> {
         let state = match self.state.try_lock() {
             Some(state) => state,
+            // Without a lock, waiting cannot deadlock. This thread has to wait, because the other
+            // one may have checked the receives before the completion that this one has found, and
+            // the driver's runtime may not run.
             None if locks::held() == 0 => self.state.lock(),
             None => return None,
         };
@@ -263,8 +261,6 @@ impl ConnectionInner {
         self.poll_as(Caller::new(context.waker()), work)
     }
 
-    /// Runs `work` for a task that receives. If the last receiver has waited, this one most likely
-    /// has to wait, too.
     pub(crate) fn poll_receiver<R>(
         &self,
         context: &mut Context<'_>,
@@ -280,6 +276,7 @@ impl ConnectionInner {
         let is_new = ticket.is_none();
         let expected = self.receivers_wait.load(Ordering::Relaxed);
         if is_new && expected {
+            // The last receiver has waited, so this one most likely has to wait, too.
             caller.expect_wait();
         }
         let result =
@@ -332,11 +329,10 @@ impl ConnectionInner {
         self.driver_waker.wake_driver();
     }
 
-    /// Aborts if the current runtime drops this connection's handle because it shuts down. The peer
-    /// would take a `Fin` for the end that the application wanted.
     pub(crate) fn abort_if_runtime_shuts_down(&self) {
         let ends = self.with(|state, _| state.protocol.phase().check_open().is_ok());
         if ends && is_runtime_shutting_down() {
+            // The peer would take a `Fin` for the end that the application wanted.
             self.abort(CloseReason::Runtime);
         }
     }

@@ -378,10 +378,10 @@ impl ConnectionState {
         self.counters.growth_failures += 1;
     }
 
-    /// Records a failed post. The queue pair still works then, so the failure would otherwise be
-    /// noticed only after all earlier operations.
     pub(super) fn note_refusal(&mut self, refusal: Option<OpErrorKind>) {
         if let Some(kind) = refusal {
+            // The queue pair still works, so the failure would otherwise be noticed only after all
+            // earlier operations.
             self.on(Event::Fail(kind.into()));
             self.io.wake_driver();
         }
@@ -548,10 +548,9 @@ impl ConnectionState {
         }
     }
 
-    /// Returns true if the task with `ticket` is first in `waiters`. A stream has at most one
-    /// reader and one writer. So all others in its queues only wait for readiness, or no longer do:
-    /// as with a `TcpStream`, a read may be dropped without notice.
     pub(super) fn is_turn(&self, waiters: &Waiters, ticket: Option<Ticket>) -> bool {
+        // A stream has at most one reader and one writer. So all others in its queues only wait for
+        // readiness, or no longer do: as with a `TcpStream`, a read may be dropped without notice.
         self.protocol.content() == Content::Bytes || waiters.is_first(ticket)
     }
 

@@ -67,9 +67,6 @@ struct Watched {
 
 impl Watched {
     /// Returns whether the queue seems busy, or `None` if it was dropped.
-    ///
-    /// Polls only if there may have been completions for some rounds, which leaves a completion to
-    /// a task that awaits what it has just posted. Taking it here would cost a wake-up.
     #[inline]
     fn poll(&mut self) -> Option<bool> {
         let queue = self.queue.upgrade()?;
@@ -77,6 +74,8 @@ impl Watched {
             && let Some(found) = queue.glance()
         {
             self.found = if found { self.found + 1 } else { 0 };
+            // For some rounds, a completion is left to a task that awaits what it has just posted:
+            // taking it here would cost a wake-up.
             if self.found < ROUNDS_LEFT_TO_POSTER {
                 self.left_out += 1;
                 return Some(found && !self.contradicted);

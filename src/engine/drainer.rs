@@ -329,13 +329,14 @@ impl Drainer {
         }
     }
 
-    /// Returns true if there were completions. Without this, a task that awaits nothing would never
-    /// find those that arrived with the one it took.
+    /// Dispatches all available completions; returns true if there were any.
     pub(super) fn dispatch_available(&self) -> bool {
         if !self.mode.arms() {
             return false;
         }
         let mut state = lock(&self.state);
+        // A task that took the first completion of a batch may await nothing more, and so never
+        // find the others.
         let (taken, before) = (state.next < state.end, state.counters.completions);
         while self.drain_batch(&mut state) {}
         let any = taken || state.counters.completions != before;

@@ -181,10 +181,10 @@ impl QueuePairCore {
     }
 
     /// Moves the queue pair to the error state and waits for its last receive from a shared queue.
-    /// Fails in RESET, where nothing is in flight, and on a lost device, which flushes nothing.
     fn flush(&self, qp: &Qp) {
         match qp.modify(&QpAttr::to_state(QpState::Err)) {
             Ok(()) => qp.await_last_receive(),
+            // In RESET nothing is in flight, and a lost device flushes nothing.
             Err(error) => {
                 rdma_provider::debug!(
                     qpn = %qp.qpn(),

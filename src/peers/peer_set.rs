@@ -512,11 +512,11 @@ struct Probes<L> {
 }
 
 impl<L> Probes<L> {
-    /// Waits for a change that leaves a port active: while all are down, a probe would end
-    /// connections that survive a short outage.
+    /// Waits for a change that leaves a port active.
     async fn due(&mut self) {
         loop {
             self.changes.wait_by_readers().await;
+            // While all are down, a probe would end connections that survive a short outage.
             if !all_ports_are_down(&self.device) {
                 return;
             }

@@ -62,10 +62,11 @@ impl ConnectionState {
     }
 
     /// Makes the peer skip as many receives as still have long buffers after shrinking, repeatedly
-    /// if these are not the oldest. Waits until no message is in a long buffer: it would count, but
-    /// cannot be skipped, because the next receive has another buffer.
+    /// if these are not the oldest.
     fn exchange_long_receives(&mut self) {
         let long_receives_left = self.receives.long_receives_left(self.protocol.receives());
+        // A message in a long buffer would count, but cannot be skipped, because the next receive
+        // has another buffer.
         if long_receives_left > 0 && !self.has_messages() && self.protocol.may_resize() {
             let from = self.posted_receives();
             self.post_receives(long_receives_left);

@@ -24,9 +24,7 @@ impl ConnectionState {
         }
     }
 
-    /// Returns a buffer for bytes that wait for a credit. Short first receives of the peer do not
-    /// limit how much is held: once the short buffers are used up, longer ones replace them, of
-    /// which half are left for frames.
+    /// Returns a buffer for bytes that wait for a credit.
     pub(in crate::connection) fn held_buffer(&mut self) -> Attempt<BufMut> {
         if !self.memory.send.has_free(1) {
             self.reap();
@@ -44,6 +42,8 @@ impl ConnectionState {
     }
 
     pub(in crate::connection) fn check_held_buffer(&self) -> Result<(), Blocked> {
+        // Short first receives of the peer do not limit how much is held: once the short buffers
+        // are used up, longer ones replace them, of which half are left for frames.
         let (frame, held) = (self.protocol.framing().frame(), self.limits.held);
         let frames = if held > frame { self.memory.send.most() / 2 + 1 } else { 1 };
         let has = self.memory.send.is_shorter_than(held) || self.memory.send.has(frames);

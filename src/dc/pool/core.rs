@@ -195,10 +195,11 @@ impl Core {
     }
 
     /// Returns true if a peer should yield its initiator before an operation or another lease
-    /// (`for_lease`). Operations under a lease do not yield, because the initiator would stay
-    /// leased; chained leases must, or they would never end.
+    /// (`for_lease`).
     #[inline]
     pub(super) fn must_yield(&self, own: &PeerState, for_lease: bool) -> bool {
+        // Operations under a lease do not yield, because the initiator would stay leased; chained
+        // leases must, or they would never end.
         self.queued_peers.load(Ordering::Relaxed) > 0
             && (for_lease || own.leases == 0)
             && self.quota().is_some_and(|quota| own.used >= quota)

@@ -329,9 +329,7 @@ impl WorkQueue {
         Ok(claim)
     }
 
-    /// Posts a list with one doorbell. If the device accepts some parts and refuses the next, the
-    /// queue pair is moved to the error state: the accepted parts may be unsignalled, so only a
-    /// later completion shows when their buffers are free.
+    /// Posts a list with one doorbell.
     #[inline(never)]
     fn post_list(&self, mut posting: MutexGuard<'_, Posting>, parts: Parts<'_>, slot: &Slot<Self>) {
         let Some(Poster::Send(qp)) = &posting.poster else {
@@ -354,6 +352,8 @@ impl WorkQueue {
             rdma_provider::trace!(posted, of = count, "posted a batch");
         }
         if let Some(PostError { error, .. }) = refused {
+            // The accepted parts may be unsignalled, so only a later completion shows when their
+            // buffers are free: the queue pair is moved to the error state.
             let mut woken = WakeList::new();
             self.refuse_from(
                 &mut posting,
