@@ -134,9 +134,10 @@ impl Alarm {
         }
     }
 
-    /// Returns true if the clock that [`now`] reads fires it. Any other may fire it too late, for
-    /// example after hours of real time that pass at once in virtual time.
+    /// Returns true if the clock that [`now`] reads fires it.
     fn is_of_this_clock(&self) -> bool {
+        // Another clock may fire it too late, for example after hours of real time that pass at
+        // once in virtual time.
         match self {
             Self::Thread(..) => simulated(|_| ()).is_none(),
             Self::Simulated(alarm) => simulated(|network| alarm.is_of(network)) == Some(true),

@@ -29,8 +29,7 @@ impl Reactors {
         Self(rdma_provider::locks::Mutex::new(Vec::new()))
     }
 
-    /// Ensures that the current runtime watches the channel. A failed registration is only logged:
-    /// the next poll retries, and deadlines still end the wait.
+    /// Ensures that the current runtime watches the channel.
     pub(super) fn watch(&self, router: &Arc<Router>) -> Result<(), NoRuntime> {
         let handle = NoRuntime::or_current()?;
         let runtime = handle.id();
@@ -41,6 +40,7 @@ impl Reactors {
         let watched = router.watched();
         let fd = match NoRuntime::or_registered(|| Readable::new(watched))? {
             Ok(fd) => fd,
+            // Only logged, because deadlines still end the wait.
             Err(error) => {
                 rdma_provider::error!(
                     %error,

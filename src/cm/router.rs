@@ -96,14 +96,13 @@ fn find(routers: &[(usize, Weak<Router>)], device: &Device) -> Option<Arc<Router
 }
 
 impl Router {
-    /// Returns the router of an open device, and lets the current runtime watch it.
-    ///
-    /// It is created on first use, which may block (librdmacm reads sysfs), and dropped with its
-    /// last id.
+    /// Returns the router of an open device, and lets the current runtime watch it. It is dropped
+    /// with its last id.
     pub(super) async fn of(device: &Device) -> Result<Arc<Self>, ConnectError> {
         let router = match Self::known(device) {
             Some(router) => router,
             None if !device.may_block() => Self::make(device)?,
+            // librdmacm reads sysfs.
             None => {
                 let device = device.clone();
                 on_blocking_thread(move || Ok(Self::make(&device)?)).await?

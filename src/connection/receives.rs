@@ -129,8 +129,7 @@ impl Receives {
         debug_assert!(whole.is_ok(), "the pool has a buffer for each receive");
     }
 
-    /// Registers the buffers of `receives` receives, of which there were `before`. The first growth
-    /// tries shorter ones if the budget or the device refuses the configured size.
+    /// Registers the buffers of `receives` receives, of which there were `before`.
     fn register(
         &mut self,
         receives: u32,
@@ -144,6 +143,7 @@ impl Receives {
         }
         let pd = self.first.protection_domain();
         let mut size = self.longest;
+        // If the budget or the device refuses the configured size, shorter buffers may do.
         loop {
             // Frames use some receives before the peer skips them, and the next receives of these
             // need buffers, too.

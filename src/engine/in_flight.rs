@@ -151,11 +151,10 @@ impl<B: Send + 'static> Drop for InFlight<B> {
     }
 }
 
-/// Consumes from the budget of a task whose request was refused. Posted requests count towards
-/// `ready_budget` of the completion queue instead, which costs less.
 #[cold]
 #[inline(never)]
 fn poll_refused(context: &mut Context<'_>) -> Poll<()> {
+    // Posted requests count towards `ready_budget` of the completion queue, which costs less.
     within_budget(context, |_| Poll::Ready(()))
 }
 

@@ -166,9 +166,8 @@ impl Reactors {
 
 const MAX_WITHOUT_SOURCE: usize = 64;
 
-/// Adds an entry. If there are many without a source, it replaces the oldest one: a queue may
-/// outlive any number of runtimes.
 fn add(list: &mut Vec<Arc<Reactor>>, new: Arc<Reactor>) {
+    // A queue may outlive any number of runtimes, so entries without a source are limited.
     let is_idle = |reactor: &&Arc<Reactor>| reactor.watched.source.is_none();
     if list.iter().filter(is_idle).count() >= MAX_WITHOUT_SOURCE
         && let Some(oldest) = list.iter().position(|reactor| is_idle(&reactor))

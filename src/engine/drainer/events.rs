@@ -35,9 +35,8 @@ impl Drainer {
         watched
     }
 
-    /// Requests an event if the task of another runtime spins. Later events arm the queue again,
-    /// because two runtimes watch it now.
     fn arm_beside_spinning(&self) {
+        // Later events arm the queue again, because two runtimes watch it now.
         let mut state = lock(&self.state);
         arm::arm_beside_spinning(&mut Draining { queue: self, state: &mut state }, is_current);
         self.release(state);

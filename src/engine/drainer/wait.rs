@@ -38,8 +38,7 @@ impl Drainer {
         self.waiting.load(Ordering::Relaxed) == 0 && self.mode.arms()
     }
 
-    /// Finishes `slot`, to which the first of `taken` completions belongs. If no task waits, the
-    /// others stay undispatched, which avoids the path through their slots.
+    /// Finishes `slot`, to which the first of `taken` completions belongs.
     #[inline(never)]
     fn finish_first(
         mut guard: MutexGuard<'_, State>,
@@ -53,6 +52,7 @@ impl Drainer {
         state.counters.completions += taken as u64;
         let has_waiters = queue.finish_own(slot);
         if this.may_defer() {
+            // The others stay undispatched, which avoids the path through their slots.
             (state.next, state.end) = (1, taken);
         } else {
             this.finish_batch(state, 1, taken);

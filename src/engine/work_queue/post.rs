@@ -60,11 +60,11 @@ impl WorkQueue {
         }
     }
 
-    /// Returns true if this single element needs no further check. Empty elements need one: some
-    /// devices take length 0 for 2^31.
+    /// Returns true if this single element needs no further check.
     #[inline]
     pub(in crate::engine) fn is_plain(&self, sge: Sge, pd: PdKey, remote_len: u64) -> bool {
         let length = u64::from(sge.length);
+        // Some devices take length 0 for 2^31.
         pd == self.pd && length > 0 && length <= remote_len && length <= self.plain
     }
 
@@ -376,8 +376,7 @@ impl WorkQueue {
         self.cq().add_waiter();
     }
 
-    /// Announces queued work to the drainer and posts as much as possible. If work remains, arms
-    /// the completion queue, because its operations may not be polled.
+    /// Announces queued work to the drainer and posts as much as possible.
     pub(in crate::engine) fn announce_queued(&self, mut posting: MutexGuard<'_, Posting>) {
         self.capacity.announce_waiter();
         let mut woken = WakeList::new();
@@ -386,6 +385,7 @@ impl WorkQueue {
         drop(posting);
         woken.finish();
         if waits {
+            // The operations may not be polled.
             self.cq().ensure_watched();
         }
     }

@@ -128,8 +128,7 @@ impl Connector {
     }
 
     /// Waits for the end of a connection, and probes it after each change that leaves a port
-    /// active. While all ports are down, a probe would end a connection that survives a short
-    /// outage.
+    /// active.
     pub(super) async fn ended(&mut self, connection: &Connection) -> CloseReason {
         let reason = probing(self.changes.as_mut(), connection, connection.closed()).await;
         if let Dialer::Service(_) = self.dialer {
@@ -150,6 +149,7 @@ async fn probing<T>(
     loop {
         match select(ended.as_mut(), pin!(changes.wait_by_readers())).await {
             Either::Left((ended, _)) => return ended,
+            // A probe would end a connection that survives a short outage.
             Either::Right(_) if all_ports_are_down(connection.protection_domain().device()) => {}
             Either::Right(_) => connection.probe(),
         }
