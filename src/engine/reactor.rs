@@ -67,7 +67,7 @@ struct Reactor {
     cq: Weak<dyn Watched>,
     /// One waker per descriptor, so that a completion does not poll the others. They reference the
     /// reactor weakly, because the registration holds the waker.
-    completion_waker: Waker,
+    channel_waker: Waker,
     event_waker: Waker,
     arrival_waker: Waker,
     may_spin: bool,
@@ -236,7 +236,7 @@ impl Reactor {
                 runtime,
                 watched,
                 cq,
-                completion_waker: waker(Self::serve_completions),
+                channel_waker: waker(Self::serve_completions),
                 event_waker: waker(Self::serve_events),
                 arrival_waker: waker(Self::serve_arrivals),
                 may_spin,
@@ -276,7 +276,7 @@ impl Reactor {
         else {
             return;
         };
-        if fd.serve(&self.completion_waker, || self.on_event(&*cq)).is_break() {
+        if fd.serve(&self.channel_waker, || self.on_event(&*cq)).is_break() {
             self.end(&*cq);
         }
     }
