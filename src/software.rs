@@ -67,7 +67,8 @@ const QUIET_ROUNDS: u32 = 4;
 ///
 /// On a current-thread runtime, connections and operations use the time of the network for their
 /// deadlines meanwhile; [`now`] returns it. On a runtime of several threads, only the network
-/// itself has virtual time. Drive one network at a time.
+/// itself has virtual time. Drive one network at a time. Connections that outlive the call continue
+/// in the next one.
 ///
 /// # Tokio's clock
 ///
@@ -86,7 +87,8 @@ const QUIET_ROUNDS: u32 = 4;
 /// - Threads: [`BusyPoll`](crate::CompletionMode::BusyPoll) completion queues.
 /// - Random choices of `tokio::select!`, unless it is `biased`.
 ///
-/// Wrap the call in [`tokio::time::timeout`] to end a test that hangs.
+/// Wrap the call in [`tokio::time::timeout`] to end a test that hangs. With a network in real time
+/// it only runs `future`.
 ///
 /// # Cancel safety
 ///

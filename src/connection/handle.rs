@@ -182,7 +182,7 @@ impl Connection {
     ///
     /// Addresses whose path differs from [`peer`](ConnectionConfig::peer) or
     /// [`source`](ConnectionConfig::source) are skipped; if none is left, the error is
-    /// [`ConnectError::Setup`](cm::ConnectError::Setup).
+    /// [`ConnectError::Setup`](cm::ConnectError::Setup) with [`SetupError::Mismatch`].
     ///
     /// # Cancel safety
     ///
@@ -496,8 +496,8 @@ impl Connection {
     /// second, or when the runtime shuts down. [`close`](Self::close) waits for that.
     ///
     /// The peer gets [`CloseReason::Dropped`], or [`CloseReason::Disconnected`] if the connection
-    /// manager is faster. If the `Abort` cannot be sent, for lack of a credit or behind queued
-    /// operations, a peer without a connection manager notices the end only by
+    /// manager is faster. If the `Abort` cannot be sent, for example for lack of a credit or behind
+    /// queued operations, a peer without a connection manager notices the end only by
     /// [`keepalive`](ConnectionConfig::keepalive) or a failed operation.
     pub fn abort(&self) {
         self.handle.shared.abort(CloseReason::Aborted);

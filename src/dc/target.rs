@@ -45,9 +45,9 @@ use crate::verbs::{Dct, ProtectionDomain};
 /// # Closing
 ///
 /// Dropping the last clone destroys the target: when the drop returns, peers can reach nothing
-/// through it, and their work fails when retries are exhausted. On an adapter, a message that is
-/// just arriving may consume a receive, which completes only when the shared receive queue is
-/// destroyed.
+/// through it, and their work fails when retries are exhausted. With the software device, every
+/// acknowledged message has then been received. On an adapter, a message that is just arriving may
+/// consume a receive, which completes only when the shared receive queue is destroyed.
 #[derive(Clone)]
 pub struct DcTarget {
     inner: Arc<Inner>,

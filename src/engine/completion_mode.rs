@@ -25,18 +25,20 @@ use super::BusyPoller;
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub enum CompletionMode {
-    /// Arms the queue and sleeps until Tokio's reactor reports its event. Each event costs some
-    /// microseconds.
+    /// Arms the queue and sleeps until Tokio's reactor reports its event. Idle tasks cost no
+    /// processor time, and each event some microseconds.
     #[default]
     Event,
     /// A dedicated thread polls and occupies a core. Lowest latency for tasks on many threads.
     BusyPoll(BusyPoller),
     /// The waiting task polls each time its runtime schedules it, and reschedules itself. Meant for
     /// a current-thread runtime with a core of its own, which never sleeps while an operation
-    /// waits.
+    /// waits. Events report completions of abandoned operations.
     Cooperative,
     /// Polls like [`Cooperative`](Self::Cooperative) for a number of rounds that adapts to the
-    /// observed latency, then waits like [`Event`](Self::Event).
+    /// observed latency, then waits like [`Event`](Self::Event). For the receives of
+    /// [connections](crate::Connection), one task of the runtime polls after an event, instead of
+    /// each waiting task.
     Hybrid,
 }
 

@@ -19,7 +19,8 @@ use crate::verbs::{Device, EventKind, Listener};
 
 impl Device {
     /// Returns a stream of the device's asynchronous events: faults and changes that belong to no
-    /// work request, for example of a port.
+    /// work request, for example of a port. Operations report faults by their own results; events
+    /// add the reason.
     ///
     /// Each event is delivered to one stream only. The latest 4096 undelivered events are kept.
     ///
